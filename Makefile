@@ -1,0 +1,84 @@
+# `make help` lists the targets. Each does its own set-up.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+# Python 3.10 or newer that makes the virtual environment, and where that goes.
+PYTHON ?= python3
+VENV ?= .venv
+# Pinned versions, among them a torch; CONSTRAINTS= takes the newest that pyproject.toml allows.
+CONSTRAINTS ?= constraints.txt
+# 1 uses a torch that PYTHON already has (a CUDA build, say) in place of the pinned one.
+SYSTEM_TORCH ?=
+# Python of the host that a bundle is for, and its kernels: empty for all that ship, else names from `make symbols`.
+BUNDLE_PYTHON ?= 3.12
+BUNDLE_SYMBOLS ?=
+# More wheels for a bundle, as NAME==VERSION.
+BUNDLE_PACKAGES ?=
+# Passed on: make test ARGS="-k unpack", make demo ARGS="--text ~/notes".
+ARGS ?=
+
+PY := $(abspath $(VENV))/bin/python
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# cmake and ninja of the environment; the checkout is what runs, never an installed copy
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+export PYTHONPATH := $(CURDIR)/python:$(CURDIR)
+
+ifeq ($(SYSTEM_TORCH),)
+venv_flags :=
+constraints := $(CONSTRAINTS)
+else
+venv_flags := --system-site-packages
+constraints := build/constraints.txt
+endif
+pip = "$(PY)" -m pip install --quiet $(if $(constraints),--constraint $(constraints))
+stamp := $(VENV)/.ready
+symbols := $(subst $() $(),;,$(strip $(BUNDLE_SYMBOLS)))
+
+.PHONY: help demo test lint format symbols wheel bundle clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 16
+
+demo: $(stamp) ## train a small model on real text, compare sparse with dense, draw what happened
+	"$(PY)" -m twell demo $(ARGS)
+
+test: $(stamp) ## every test that this machine can run; the GPU's are skipped without one
+	"$(PY)" -m pytest $(ARGS)
+
+lint: $(stamp) ## ruff and mypy
+	"$(PY)" -m ruff check
+	"$(PY)" -m ruff format --check
+	"$(PY)" -m mypy
+
+format: $(stamp) ## let ruff lay the code out
+	"$(PY)" -m ruff check --fix
+	"$(PY)" -m ruff format
+
+symbols: $(stamp) ## names of the kernels that ship
+	"$(PY)" -m cute_kernels list
+
+wheel: $(stamp) ## dist/: a wheel with every kernel inside
+	rm -f dist/*.whl
+	"$(PY)" -m build --no-isolation --wheel --outdir dist
+
+bundle: $(stamp) ## build/bundle/: what a GPU host without network needs; BUNDLE_SYMBOLS="..." for some kernels only
+	rm -rf build/bundle-wheel
+	TWELL_SYMBOLS="$(symbols)" "$(PY)" -m build --no-isolation --wheel --outdir build/bundle-wheel
+	"$(PY)" tools/bundle.py --python $(BUNDLE_PYTHON) --wheel build/bundle-wheel/*.whl $(BUNDLE_PACKAGES)
+
+clean: ## remove what was built, the virtual environment included
+	rm -rf build dist "$(VENV)" .mypy_cache .pytest_cache .ruff_cache
+
+# What pyproject.toml asks for is installed by installing twell without its kernels; then that copy is removed.
+$(stamp): pyproject.toml $(wildcard $(CONSTRAINTS))
+	test -x "$(PY)" || "$(PYTHON)" -m venv $(venv_flags) "$(VENV)"
+ifneq ($(SYSTEM_TORCH),)
+	mkdir -p build
+	"$(PY)" -c 'import torch; print("torch==" + torch.__version__)' > build/constraints.txt
+endif
+	$(pip) scikit-build-core
+	$(pip) --no-build-isolation --config-settings=wheel.cmake=false '.[dev,plots]'
+	"$(PY)" -m pip uninstall --quiet --yes twell
+	touch "$(stamp)"

@@ -1,0 +1,66 @@
+# cute_aot_library(TARGET [SYMBOLS symbol...])
+#
+# Compiles kernels ahead of time and links them into one shared library, with manifest.json beside it. Needs no GPU and
+# no CUDA toolkit. Symbols of one kernel and dtype share a process, because importing the compiler takes as long as a
+# kernel; the depfile makes exactly the objects stale whose sources changed.
+
+function(cute_aot_library target)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SYMBOLS")
+  set(symbols ${arg_SYMBOLS})
+  if(NOT symbols)
+    execute_process(
+      COMMAND ${Python_EXECUTABLE} -m cute_kernels list
+      WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}
+      OUTPUT_VARIABLE symbols OUTPUT_STRIP_TRAILING_WHITESPACE
+      COMMAND_ERROR_IS_FATAL ANY)
+    string(REPLACE "\n" ";" symbols "${symbols}")
+  endif()
+  # the list is read when the build is configured
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS
+    ${PROJECT_SOURCE_DIR}/cute_kernels/specs.py ${PROJECT_SOURCE_DIR}/cute_kernels/catalog.py)
+
+  set(groups "")
+  foreach(symbol IN LISTS symbols)
+    if(NOT symbol MATCHES "^[a-z_]+_(bf16|fp16)")
+      message(FATAL_ERROR "a symbol starts with its kernel and dtype, got ${symbol}")
+    endif()
+    list(APPEND groups ${CMAKE_MATCH_0})
+    list(APPEND symbols_${CMAKE_MATCH_0} ${symbol})
+  endforeach()
+  list(REMOVE_DUPLICATES groups)
+
+  set(directory ${CMAKE_CURRENT_BINARY_DIR}/objects)
+  set(objects "")
+  foreach(group IN LISTS groups)
+    list(TRANSFORM symbols_${group} REPLACE "(.+)" "${directory}/\\1.o" OUTPUT_VARIABLE outputs)
+    add_custom_command(
+      OUTPUT ${outputs}
+      COMMAND ${Python_EXECUTABLE} -m cute_kernels compile ${symbols_${group}} -d ${directory} --depfile ${directory}/${group}.d
+      DEPFILE ${directory}/${group}.d
+      WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}
+      COMMENT "Compiling ${group}"
+      VERBATIM)
+    list(APPEND objects ${outputs})
+  endforeach()
+
+  file(GLOB_RECURSE sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/cute_kernels/*.py)
+  set(manifest ${CMAKE_CURRENT_BINARY_DIR}/manifest.json)
+  add_custom_command(
+    OUTPUT ${manifest}
+    COMMAND ${Python_EXECUTABLE} -m cute_kernels manifest ${symbols} > ${manifest}
+    DEPENDS ${sources}
+    WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}
+    COMMENT "Writing manifest.json"
+    VERBATIM)
+  add_custom_target(${target}_manifest ALL DEPENDS ${manifest})
+
+  add_library(${target} SHARED ${objects})
+  set_source_files_properties(${objects} PROPERTIES EXTERNAL_OBJECT TRUE GENERATED TRUE)
+  set_target_properties(${target} PROPERTIES
+    LINKER_LANGUAGE C
+    INSTALL_RPATH "${CUTE_RPATH}"
+    # no path of the build machine, not even before the install step
+    BUILD_WITH_INSTALL_RPATH TRUE)
+  target_link_libraries(${target} PRIVATE ${CUTE_LIBRARIES})
+  target_link_options(${target} PRIVATE LINKER:-z,defs LINKER:--strip-all)
+endfunction()

@@ -1,0 +1,94 @@
+"""The door for the build and for people: list, compile, manifest, report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from . import catalog, fingerprint
+from .specs import Spec, all_specs, spec_from_symbol
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog=f"python -m {__package__}", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    listing = commands.add_parser("list", help="print the symbols that ship, one a line")
+    listing.add_argument("--all", action="store_true", help="every symbol that can be compiled")
+
+    compiling = commands.add_parser("compile", help="compile symbols to object files")
+    compiling.add_argument("symbols", nargs="+", metavar="SYMBOL")
+    target = compiling.add_mutually_exclusive_group(required=True)
+    target.add_argument("-o", "--out", type=Path, help="the object file, for one symbol")
+    target.add_argument("-d", "--directory", type=Path, help="folder for SYMBOL.o of each")
+    compiling.add_argument("--depfile", type=Path, help="write the sources that were used, as make rules read them")
+
+    manifest = commands.add_parser("manifest", help="print what a library of these symbols was made from, as JSON")
+    manifest.add_argument("symbols", nargs="*", metavar="SYMBOL", help="default: every symbol that ships")
+
+    reporting = commands.add_parser("report", help="compile and print registers, spills and WGMMA warnings")
+    reporting.add_argument("symbols", nargs="*", metavar="SYMBOL", help="default: every symbol that ships")
+
+    arguments = parser.parse_args(argv)
+    if arguments.command == "list":
+        print(*(spec.symbol for spec in (all_specs() if arguments.all else catalog.SHIPPED)), sep="\n")
+        return 0
+    try:
+        specs = [spec_from_symbol(symbol) for symbol in arguments.symbols] or list(catalog.SHIPPED)
+    except ValueError as error:
+        parser.error(str(error))
+    if arguments.command == "compile":
+        if arguments.out is not None and len(specs) != 1:
+            parser.error("--out takes one symbol; use --directory for several")
+        _compile(specs, arguments.out, arguments.directory, arguments.depfile)
+        return 0
+    if arguments.command == "manifest":
+        _manifest(specs)
+        return 0
+    return _report(specs)
+
+
+def _compile(specs: list[Spec], out: Path | None, directory: Path | None, depfile: Path | None) -> None:
+    from .compile import compile_object
+
+    outputs = [out or directory / f"{spec.symbol}.o" for spec in specs]
+    for spec, path in zip(specs, outputs):
+        compile_object(spec, path)
+    if depfile is not None:
+        root = Path(__file__).parent
+        files = {Path(module.__file__) for module in list(sys.modules.values()) if getattr(module, "__file__", None)}
+        sources = sorted(str(path) for path in files if root in path.parents)
+        escaped = (" ".join(str(p).replace(" ", "\\ ") for p in paths) for paths in (outputs, sources))
+        depfile.write_text(": ".join(escaped) + "\n")
+
+
+def _manifest(specs: list[Spec]) -> None:
+    from .compile import runtime_libraries
+
+    content = {
+        "arch": fingerprint.ARCH,
+        # the toolkit whose runtime the objects expect: cu12 or cu13
+        "toolkit": runtime_libraries()[0].parent.parent.name,
+        "versions": fingerprint.versions(),
+        "source_hash": fingerprint.source_hash(),
+        "symbols": [spec.symbol for spec in specs],
+    }
+    print(json.dumps(content, indent=1))
+
+
+def _report(specs: list[Spec]) -> int:
+    from .compile import report
+
+    print(f"{'symbol':32} {'registers':>9} {'spill bytes':>11}  kernel")
+    for spec in specs:
+        for kernel in report(spec):
+            print(f"{kernel.symbol:32} {kernel.registers:9} {kernel.spill_bytes:11}  {kernel.kernel[:60]}", flush=True)
+            for warning in kernel.wgmma:
+                print(f"    {warning}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

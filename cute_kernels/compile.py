@@ -1,0 +1,106 @@
+"""The one call to ``cute.compile``: a spec becomes a callable, an object file or a report.
+
+Needs no GPU. Each kernel module exposes ``signature(spec) -> (jit object, fake arguments)``; the stream is added
+here, as torch's current stream, which tvm-ffi supplies at call time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass.cute.runtime import find_runtime_libraries, make_fake_stream
+
+from .fingerprint import ARCH
+from .specs import Spec
+
+
+def compile_spec(spec: Spec, options: str = "") -> Any:
+    """Compile ``spec`` and return the callable; ``options`` are added to the compiler's own."""
+    module = importlib.import_module(f".{spec.op}", __package__)
+    jit_object, fake_args = module.signature(spec)
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(
+        jit_object, *fake_args, stream, options=f"--enable-tvm-ffi --gpu-arch {ARCH} {options}".rstrip()
+    )
+
+
+def compile_object(spec: Spec, out: Path) -> None:
+    """Write the object file that exports ``spec.symbol``, atomically: another process sees all of it or none."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    compiled = compile_spec(spec)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{spec.symbol}.") as scratch:
+        part = Path(scratch) / out.name
+        compiled.export_to_c(str(part), function_name=spec.symbol)
+        os.replace(part, out)
+
+
+def runtime_libraries() -> tuple[Path, Path]:
+    """The DSL runtime that matches the compiler's CUDA toolkit, and tvm-ffi: what a library of objects links to."""
+    dsl, ffi = (Path(path) for path in find_runtime_libraries(enable_tvm_ffi=True))
+    return dsl, ffi
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ptxas says of one device kernel. ``wgmma`` holds its warnings of serialised WGMMA (C7515, C7517 and so on)."""
+
+    symbol: str
+    kernel: str
+    registers: int
+    spill_bytes: int
+    wgmma: tuple[str, ...]
+
+
+def report(spec: Spec) -> list[Report]:
+    """Compile ``spec`` and read the compiler's remarks: one entry for each device kernel in it."""
+    reports = parse_remarks(spec.symbol, _output_of(lambda: compile_spec(spec, "remarks{ptx}")))
+    if not reports:
+        raise RuntimeError(f"the compiler printed no ptxas report for {spec.symbol}")
+    return reports
+
+
+def parse_remarks(symbol: str, text: str) -> list[Report]:
+    """Read the ptxas output inside the compiler's remarks, which may repeat it and wrap it anywhere."""
+    text = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
+    # up to the quote that opens the mangled name of the kernel
+    warnings = tuple(sorted({w.strip() for w in re.findall(r"\(C75\d\d\)[^()']*wgmma[^()']*", text)}))
+    kernels: dict[str, Report] = {}
+    for part in re.split(r"Compiling entry function ", text)[1:]:
+        name = re.match(r"'([^']+)'", part)
+        spill = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", part)
+        used = re.search(r"Used (\d+) registers", part)
+        if name is None or spill is None or used is None:
+            raise RuntimeError(f"unknown form of ptxas report for {symbol}: {part[:400]}")
+        kernel = name[1].replace(" ", "")
+        kernels[kernel] = Report(symbol, kernel, int(used[1]), int(spill[1]) + int(spill[2]), warnings)
+    return list(kernels.values())
+
+
+def _output_of(call: Callable[[], object]) -> str:
+    """What the process prints during ``call``, native code included: the remarks are written past ``sys.stdout``."""
+    streams = sys.stdout, sys.stderr
+    with tempfile.TemporaryFile("w+", errors="replace") as sink:
+        for stream in streams:
+            stream.flush()
+        saved = [os.dup(fd) for fd in (1, 2)]
+        try:
+            for fd in (1, 2):
+                os.dup2(sink.fileno(), fd)
+            call()
+        finally:
+            for stream in streams:
+                stream.flush()
+            for fd, original in zip((1, 2), saved):
+                os.dup2(original, fd)
+                os.close(original)
+        sink.seek(0)
+        return sink.read()

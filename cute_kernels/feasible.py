@@ -1,0 +1,42 @@
+"""Shared-memory and register arithmetic of sm_90. Pure Python, so that a choice is refused before anything is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# CUDA programming guide, technical specifications of compute capability 9.0
+SMEM_PER_CTA = 232448
+SMEM_PER_SM = 233472
+SMEM_RESERVED_PER_CTA = 1024
+REGISTERS_PER_SM = 65536
+REGISTERS_PER_THREAD = 255
+
+
+def registers_per_thread(threads: int, ctas_per_sm: int = 1) -> int:
+    """Most registers a thread may use for that many CTAs of ``threads`` to share an SM; granted in eights."""
+    return min(REGISTERS_PER_THREAD, REGISTERS_PER_SM // (threads * ctas_per_sm) // 8 * 8)
+
+
+def ctas_per_sm(smem: int) -> int:
+    """CTAs that fit on an SM when each takes ``smem`` bytes of shared memory; ValueError if not even one does."""
+    if smem > SMEM_PER_CTA:
+        raise ValueError(f"a CTA has at most {SMEM_PER_CTA} bytes of shared memory, got {smem}")
+    return SMEM_PER_SM // (smem + SMEM_RESERVED_PER_CTA)
+
+
+def check_register_split(groups: Sequence[int]) -> None:
+    """Check what setmaxnreg asks for each warp group against what the launch was granted.
+
+    Args:
+        groups: registers per thread of each warp group, in a CTA that has the SM to itself.
+
+    Raises:
+        ValueError: setmaxnreg refuses a count, or the groups together take more than the CTA was granted, in which case
+            the warp group that asks last would wait for ever.
+    """
+    for registers in groups:
+        if registers % 8 or not 24 <= registers <= 240:
+            raise ValueError(f"setmaxnreg takes a multiple of 8 from 24 to 240, got {registers}")
+    granted = registers_per_thread(128 * len(groups)) * len(groups)
+    if sum(groups) > granted:
+        raise ValueError(f"{len(groups)} warp groups share {granted} registers per lane, got {tuple(groups)}")

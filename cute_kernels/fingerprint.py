@@ -1,0 +1,25 @@
+"""What a compiled kernel was made from: the hash of these sources and the versions of the compiler. Pure Python."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib import metadata
+from pathlib import Path
+
+ARCH = "sm_90a"
+
+
+def source_hash() -> str:
+    """SHA-256 over the names and bytes of every Python file of this package."""
+    root = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        name, content = path.relative_to(root).as_posix().encode(), path.read_bytes()
+        # lengths keep two different trees from reading as the same bytes
+        digest.update(b"%d %d " % (len(name), len(content)) + name + content)
+    return digest.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Versions of the distributions that decide the code and its binding."""
+    return {name: metadata.version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")}

@@ -1,0 +1,24 @@
+"""Fake tensors: what a compiled kernel demands of its arguments, checked by the generated wrapper at every call."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
+
+DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+
+
+def rows(dtype: Any, m: Any, k: Any) -> Any:
+    """A row-major matrix [m, k]: unit inner stride, 64-bit row stride that is a multiple of 8, 16-byte aligned base."""
+    return make_fake_tensor(dtype, (m, k), stride=(cute.sym_int64(divisibility=8), 1), assumed_align=16)
+
+
+def vector(dtype: Any, n: Any, align: int = 16) -> Any:
+    """A contiguous vector [n]."""
+    return make_fake_compact_tensor(dtype, (n,), assumed_align=align)
+
+
+def cube(dtype: Any, a: Any, b: Any, c: int) -> Any:
+    """A contiguous tensor [a, b, c]."""
+    return make_fake_compact_tensor(dtype, (a, b, c), stride_order=(2, 1, 0), assumed_align=16)

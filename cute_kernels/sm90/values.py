@@ -1,0 +1,58 @@
+"""Arithmetic on pairs of 16-bit gate values held in one 32-bit register."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Uint16, Uint32, const_expr
+
+# both halves without their sign: a gate value is a non-zero exactly if one of these bits is set (NaN included, -0 not)
+MAGNITUDE = 0x7FFF
+
+
+@cute.jit
+def relu_pack(low: Float32, high: Float32, dtype: cutlass.Constexpr) -> Uint32:
+    """Round two fp32 values to `dtype` with ReLU (NaN stays NaN): `low` in bits 0-15, `high` in bits 16-31."""
+    kind = "bf16x2" if const_expr(dtype is cutlass.BFloat16) else "f16x2"
+    return cute.arch.inline_ptx(
+        f"cvt.rn.relu.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
+        write_only_types=[Uint32],
+        read_only_args=[high, low],
+    )
+
+
+@cute.jit
+def low_to_float(pair: Uint32, dtype: cutlass.Constexpr) -> Float32:
+    """The value in bits 0-15 as fp32."""
+    if const_expr(dtype is cutlass.BFloat16):
+        return (pair << 16).bitcast(Float32)
+    return Uint16(pair & Uint32(0xFFFF)).bitcast(cutlass.Float16).to(Float32)
+
+
+@cute.jit
+def high_to_float(pair: Uint32, dtype: cutlass.Constexpr) -> Float32:
+    """The value in bits 16-31 as fp32."""
+    if const_expr(dtype is cutlass.BFloat16):
+        return (pair & Uint32(0xFFFF0000)).bitcast(Float32)
+    return Uint16(pair >> 16).bitcast(cutlass.Float16).to(Float32)
+
+
+@cute.jit
+def nonzero_flags(quad: Any) -> Any:
+    """Eight booleans for eight values in four registers: is the value a non-zero?"""
+    flags = []
+    for i in cutlass.range_constexpr(4):
+        flags.append((quad[i] & Uint32(MAGNITUDE)) != 0)
+        flags.append((quad[i] & Uint32(MAGNITUDE << 16)) != 0)
+    return flags
+
+
+@cute.jit
+def lanes_before(count: Int32) -> Int32:
+    """Exclusive prefix sum over the warp of a count from 0 to 15: four ballots instead of a five-step shuffle chain."""
+    below = cute.arch.lanemask_lt()
+    total = Int32(0)
+    for bit in cutlass.range_constexpr(4):
+        plane = cute.arch.vote_ballot_sync(Boolean((count >> bit) & 1))
+        total += Int32(cute.arch.popc(Uint32(plane) & below)) << bit
+    return total

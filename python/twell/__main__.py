@@ -1,0 +1,10 @@
+"""``python -m twell``."""
+
+from __future__ import annotations
+
+import sys
+
+from twell.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

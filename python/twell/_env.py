@@ -1,0 +1,60 @@
+"""The environment variables of twell, read here and nowhere else. Tuning is arguments, never environment.
+
+=================  =========  ==================================================================================
+TWELL_JIT          auto, off  whether a kernel that is neither packaged nor cached may be compiled when called
+TWELL_CACHE_DIR    a folder   where compiled kernels are kept; default ``$XDG_CACHE_HOME/twell`` or ``~/.cache/twell``
+TWELL_LOG          a level    debug, info, warning, error or critical: log to stderr from that level on
+TWELL_NVTX         0, 1       mark each operator as an NVTX range; read at import
+TWELL_DEBUG        0, 1       synchronise after each kernel, so that a fault surfaces in its own call; read at import
+=================  =========  ==================================================================================
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+def _choice(name: str, choices: tuple[str, ...], default: str) -> str:
+    value = os.environ.get(name) or default
+    if value.lower() not in choices:
+        raise ValueError(f"environment variable {name} must be one of {', '.join(choices)}, got {value!r}")
+    return value.lower()
+
+
+def jit() -> bool:
+    """Whether kernels may be compiled on demand (``TWELL_JIT``)."""
+    return _choice("TWELL_JIT", ("auto", "off"), "auto") == "auto"
+
+
+def cache_dir() -> Path:
+    """The folder of the user cache (``TWELL_CACHE_DIR``); absolute, not necessarily there."""
+    chosen = os.environ.get("TWELL_CACHE_DIR")
+    if chosen:
+        folder = Path(chosen).expanduser()
+        if not folder.is_absolute():
+            raise ValueError(f"environment variable TWELL_CACHE_DIR must be an absolute path, got {chosen!r}")
+        return folder
+    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    # The XDG specification has relative paths ignored.
+    return (base if base.is_absolute() else Path("~/.cache").expanduser()) / "twell"
+
+
+def log_level() -> int | None:
+    """The level from which to log to stderr (``TWELL_LOG``), None if logging is left to the application."""
+    if not os.environ.get("TWELL_LOG"):
+        return None
+    return int(getattr(logging, _choice("TWELL_LOG", _LEVELS, "warning").upper()))
+
+
+def nvtx() -> bool:
+    """Whether operators are marked as NVTX ranges (``TWELL_NVTX``)."""
+    return _choice("TWELL_NVTX", ("0", "1"), "0") == "1"
+
+
+def debug() -> bool:
+    """Whether each kernel is waited for (``TWELL_DEBUG``)."""
+    return _choice("TWELL_DEBUG", ("0", "1"), "0") == "1"

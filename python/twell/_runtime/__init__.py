@@ -1,0 +1,30 @@
+"""How a kernel is found, loaded and called: packaged library, then user cache, then compiling.
+
+``specs``, ``format`` and ``fingerprint`` are the pure-Python part of the kernel package, which is
+``twell.cute_kernels`` when installed and the top-level ``cute_kernels`` in a source checkout. ``kernel_module`` imports
+the rest of it, cutlass included.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+_PACKAGE = "twell.cute_kernels" if importlib.util.find_spec("twell.cute_kernels") else "cute_kernels"
+
+if TYPE_CHECKING:
+    from cute_kernels import fingerprint, format, specs
+else:
+    fingerprint = importlib.import_module(f"{_PACKAGE}.fingerprint")
+    format = importlib.import_module(f"{_PACKAGE}.format")
+    specs = importlib.import_module(f"{_PACKAGE}.specs")
+
+
+def kernel_module(name: str) -> ModuleType:
+    """Import a module of the kernel package by its name inside it."""
+    return importlib.import_module(f"{_PACKAGE}.{name}")
+
+
+__all__ = ["fingerprint", "format", "kernel_module", "specs"]

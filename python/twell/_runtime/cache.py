@@ -1,0 +1,165 @@
+"""Compiled kernels in the user's own folder: one library per kernel, built once and trusted only while untouched.
+
+``<cache>/<fingerprint>/<symbol>.<sha256>.so``, where the fingerprint covers the kernel sources, the DSL, tvm-ffi, the
+toolkit and the architecture, and the hash is that of the file itself, so a damaged entry is noticed and rebuilt. Only
+the user can write there (mode 0700, checked, symlinks refused); a build holds a file lock and ends in a rename, so
+other processes wait for it and see all of it or nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from twell import _env
+from twell._log import logger
+from twell._runtime import fingerprint as built_from
+from twell._runtime import kernel_module, packaged, specs
+
+
+class UnsafeCacheError(RuntimeError):
+    """The cache folder belongs to someone else, can be written by someone else, or is a link."""
+
+
+def load(spec: specs.Spec) -> packaged.Kernel:
+    """The kernel of ``spec`` from the user cache, compiled into it first where needed.
+
+    A folder that cannot be used is reported, and the kernel compiled for this process alone. Raises RuntimeError if the
+    kernel must be compiled and cannot be, or may not be (``TWELL_JIT=off``).
+    """
+    try:
+        folder = open_folder()
+        kernel = _lookup(folder, spec)
+        if kernel is None:
+            with _lock(folder / f"{spec.symbol}.lock"):
+                kernel = _lookup(folder, spec) or _load_entry(_build(spec, folder), spec)
+        return kernel
+    except (OSError, UnsafeCacheError) as error:
+        logger.warning("kernel cache not used: %s", error)
+    with tempfile.TemporaryDirectory(prefix="twell-") as private:
+        return _load_entry(_build(spec, Path(private)), spec)
+
+
+@functools.cache
+def fingerprint() -> str:
+    """What an entry depends on besides its spec, as 16 hexadecimal digits."""
+    toolkit = next(packaged.toolkits(), Path("none")).name
+    versions = [packaged.version(package) for package in (packaged.DSL, packaged.TVM_FFI)]
+    parts = (built_from.source_hash(), *versions, toolkit, built_from.ARCH, platform.machine(), *platform.libc_ver())
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def open_folder() -> Path:
+    """The folder of this fingerprint, created if need be. Raises OSError or UnsafeCacheError."""
+    base = _env.cache_dir()
+    base.parent.mkdir(parents=True, exist_ok=True)
+    # The user may well keep the cache elsewhere through a link of their own; what counts is where it ends.
+    folder = Path(os.path.realpath(base)) / fingerprint()
+    for path in (folder.parent, folder):
+        path.mkdir(mode=0o700, exist_ok=True)
+        _require_private(path)
+    return folder
+
+
+def _require_private(folder: Path) -> None:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise UnsafeCacheError(f"{folder} is not a folder")
+    if status.st_uid != os.geteuid():
+        raise UnsafeCacheError(f"{folder} belongs to user {status.st_uid}, expected {os.geteuid()}")
+    if status.st_mode & 0o022:
+        raise UnsafeCacheError(f"{folder} has mode {stat.S_IMODE(status.st_mode):o}, expected no write by others")
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on ``path`` across processes; the system lets go of it if the process dies."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lookup(folder: Path, spec: specs.Spec) -> packaged.Kernel | None:
+    """The kernel of an intact entry; entries that are not intact are removed."""
+    for suffix in ("so", "o"):
+        for entry in sorted(folder.glob(f"{spec.symbol}.*.{suffix}")):
+            try:
+                _require_intact(entry)
+                return _load_entry(entry, spec)
+            except (OSError, RuntimeError) as error:
+                logger.warning("kernel cache entry %s is discarded: %s", entry, error)
+                entry.unlink(missing_ok=True)
+    return None
+
+
+def _require_intact(entry: Path) -> None:
+    with open(os.open(entry, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise RuntimeError("it is not a regular file that this user alone can write")
+        if entry.name.split(".")[-2] != hashlib.sha256(file.read()).hexdigest():
+            raise RuntimeError("its content is not what was written")
+
+
+def _load_entry(entry: Path, spec: specs.Spec) -> packaged.Kernel:
+    if entry.suffix == ".so":
+        return packaged.load(entry, spec.symbol)
+    # Without a C compiler the entry is a bare object, which the DSL alone can load.
+    import cutlass.cute
+
+    kernel: packaged.Kernel = getattr(cutlass.cute.runtime.load_module(str(entry), enable_tvm_ffi=True), spec.symbol)
+    return kernel
+
+
+def _build(spec: specs.Spec, folder: Path) -> Path:
+    """Compile ``spec`` into ``folder`` and return its entry; linked if there is a C compiler, else a bare object."""
+    if not _env.jit():
+        raise RuntimeError(
+            f"kernel {spec} is neither packaged nor cached, and TWELL_JIT=off forbids compiling it; "
+            'allow it once with TWELL_JIT=auto, or use strategy="dense"'
+        )
+    start = time.perf_counter()
+    try:
+        compile_object = kernel_module("compile").compile_object
+    except ImportError as error:
+        raise RuntimeError(
+            f"kernel {spec} is neither packaged nor cached, and cannot be compiled ({error}); "
+            "install the compiler with `pip install nvidia-cutlass-dsl`"
+        ) from error
+    logger.info("compiling kernel %s", spec.symbol)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=f".{spec.symbol}.") as scratch:
+        product = Path(scratch) / f"{spec.symbol}.o"
+        compile_object(spec, product)
+        compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+        if compiler:
+            product = _link(compiler, product)
+        digest = hashlib.sha256(product.read_bytes()).hexdigest()
+        entry = folder / f"{spec.symbol}.{digest}{product.suffix}"
+        product.chmod(0o600)
+        os.replace(product, entry)
+    logger.info("compiled kernel %s in %.1f s", spec.symbol, time.perf_counter() - start)
+    return entry
+
+
+def _link(compiler: str, product: Path) -> Path:
+    """Make a library of an object. What it needs stays undefined: ``packaged.load_runtime`` supplies it."""
+    library = product.with_suffix(".so")
+    command = [compiler, "-shared", "-o", str(library), str(product)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise RuntimeError(f"linking kernel {product.stem} failed: {' '.join(command)}\n{result.stderr}")
+    return library

@@ -1,0 +1,117 @@
+"""The CUDA driver through cuda-python: what torch does not tell, cheap enough to ask at every call.
+
+Nothing happens at import. Without cuda-python or a driver every query raises RuntimeError saying which is missing;
+``describe`` reports it instead.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU: ``capability`` is (major, minor), ``memory`` in bytes."""
+
+    index: int
+    name: str
+    capability: tuple[int, int]
+    sm_count: int
+    memory: int
+
+
+@dataclass(frozen=True)
+class Driver:
+    """The driver's CUDA version as (major, minor) and its devices, or ``problem``: why there are none."""
+
+    version: tuple[int, int] | None
+    devices: tuple[Device, ...]
+    problem: str | None = None
+
+
+def _bindings() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise RuntimeError(f"cuda-python is not usable ({error}); install it with `pip install cuda-python`") from error
+    return driver
+
+
+def _call(name: str, *arguments: Any) -> Any:
+    """Call a driver function and return its result, or raise RuntimeError with the driver's own words."""
+    driver = _bindings()
+    try:
+        status, *result = getattr(driver, name)(*arguments)
+    except RuntimeError as error:
+        # cuda-python raises this itself when libcuda.so.1 is not there
+        raise RuntimeError(f"no CUDA driver: {error}") from error
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"{name} failed: {status.name}")
+    return result[0] if result else None
+
+
+@functools.cache
+def _initialised() -> None:
+    _call("cuInit", 0)
+
+
+@functools.cache
+def _handle(index: int) -> Any:
+    _initialised()
+    return _call("cuDeviceGet", index)
+
+
+def _attribute(index: int, name: str) -> int:
+    attribute = getattr(_bindings().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    return int(_call("cuDeviceGetAttribute", attribute, _handle(index)))
+
+
+@functools.cache
+def sm_count(index: int) -> int:
+    """Number of streaming multiprocessors of device ``index``."""
+    return _attribute(index, "MULTIPROCESSOR_COUNT")
+
+
+@functools.cache
+def capability(index: int) -> tuple[int, int]:
+    """Compute capability of device ``index`` as (major, minor)."""
+    return _attribute(index, "COMPUTE_CAPABILITY_MAJOR"), _attribute(index, "COMPUTE_CAPABILITY_MINOR")
+
+
+@functools.cache
+def driver_version() -> tuple[int, int]:
+    """Newest CUDA version the driver supports, as (major, minor)."""
+    version = int(_call("cuDriverGetVersion"))
+    return version // 1000, version % 1000 // 10
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether a CUDA graph is being captured on the stream with this handle (``torch.cuda.Stream.cuda_stream``)."""
+    driver = _bindings()
+    status, state = driver.cuStreamIsCapturing(driver.CUstream(stream))
+    # The legacy stream cannot even be asked while another stream captures in global mode.
+    if status == driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
+        return True
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"cuStreamIsCapturing failed: {status.name}")
+    return bool(state != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
+
+def describe() -> Driver:
+    """The driver and every visible device; never raises."""
+    version = None
+    try:
+        version = driver_version()
+        _initialised()
+        devices = tuple(_describe(index) for index in range(_call("cuDeviceGetCount")))
+    except RuntimeError as error:
+        return Driver(version, (), str(error))
+    return Driver(version, devices, None if devices else "no CUDA device is visible")
+
+
+def _describe(index: int) -> Device:
+    handle = _handle(index)
+    name = _call("cuDeviceGetName", 128, handle).split(b"\0")[0].decode()
+    return Device(index, name, capability(index), sm_count(index), int(_call("cuDeviceTotalMem", handle)))

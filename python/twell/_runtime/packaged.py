@@ -1,0 +1,170 @@
+"""The library of compiled kernels that a wheel carries, and how any library of kernels is loaded.
+
+Needs tvm-ffi and the DSL's runtime library; never imports cutlass. ``_lib/`` holds ``libtwell_kernels.so`` and
+``manifest.json``: what it was built for and from, and the symbols inside.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.metadata
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from twell._log import logger
+from twell._runtime import device, fingerprint
+
+FOLDER = Path(__file__).resolve().parents[1] / "_lib"
+LIBRARY = "libtwell_kernels.so"
+RUNTIME = "libcute_dsl_runtime.so"
+# distributions
+DSL, TVM_FFI = "nvidia-cutlass-dsl", "apache-tvm-ffi"
+
+Kernel = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What the packaged library was built for, with and from.
+
+    ``toolkit`` is the flavour of the DSL (cu12, cu13), ``versions`` maps distributions to versions, ``source_hash`` is
+    that of the kernel sources.
+    """
+
+    arch: str
+    toolkit: str
+    versions: dict[str, str]
+    source_hash: str
+    symbols: tuple[str, ...]
+
+    @property
+    def dsl_version(self) -> str:
+        return self.versions[DSL]
+
+    @property
+    def tvm_ffi_version(self) -> str:
+        return self.versions[TVM_FFI]
+
+
+def find(symbol: str) -> Kernel | None:
+    """The packaged kernel of this name; None if there is no usable library or it lacks the symbol."""
+    manifest = read_manifest(FOLDER)
+    if manifest is None or symbol not in manifest.symbols:
+        return None
+    return load(FOLDER / LIBRARY, symbol)
+
+
+@functools.cache
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of the library in ``folder``; None, with a logged reason, if there is none to be used."""
+    if not (folder / LIBRARY).is_file():
+        logger.info("no packaged kernels in %s", folder)
+        return None
+    try:
+        manifest = _parse(json.loads((folder / "manifest.json").read_text()))
+    except (OSError, ValueError) as error:
+        logger.warning("packaged kernels ignored: manifest.json in %s is not usable: %s", folder, error)
+        return None
+    if manifest.arch != fingerprint.ARCH:
+        logger.warning("packaged kernels ignored: built for %s, expected %s", manifest.arch, fingerprint.ARCH)
+        return None
+    if manifest.source_hash != fingerprint.source_hash():
+        logger.warning("packaged kernels ignored: the kernel sources changed since they were built")
+        return None
+    for package, built in manifest.versions.items():
+        if version(package) != built:
+            logger.info("packaged kernels were built with %s %s, here is %s", package, built, version(package))
+    logger.info("%d packaged kernels in %s", len(manifest.symbols), folder)
+    return manifest
+
+
+def _parse(fields: Any) -> Manifest:
+    """A manifest from its JSON; ValueError names the field that is missing or of another type than expected."""
+
+    def field(container: Any, name: str, kind: type) -> Any:
+        value = container.get(name) if isinstance(container, dict) else None
+        if type(value) is not kind:
+            raise ValueError(f"{name} must be a {kind.__name__}, got {value!r}")
+        return value
+
+    versions = field(fields, "versions", dict)
+    return Manifest(
+        arch=field(fields, "arch", str),
+        toolkit=field(fields, "toolkit", str),
+        versions={name: field(versions, name, str) for name in (DSL, TVM_FFI)},
+        source_hash=field(fields, "source_hash", str),
+        symbols=tuple(field(fields, "symbols", list)),
+    )
+
+
+def version(package: str) -> str:
+    """The installed version of a distribution, or "none"."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def load(library: Path, symbol: str) -> Kernel:
+    """The function ``symbol`` of a library of kernels; RuntimeError if it or what it needs cannot be loaded."""
+    load_runtime()
+    try:
+        return _open(library)[symbol]  # type: ignore[no-any-return]
+    except (AttributeError, OSError) as error:
+        raise RuntimeError(f"cannot load kernel {symbol} from {library}: {error}") from error
+
+
+@functools.cache
+def _open(library: Path) -> Any:
+    import tvm_ffi
+
+    return tvm_ffi.load_module(str(library))
+
+
+@functools.cache
+def load_runtime() -> Path:
+    """Load what every kernel links against, for all libraries to see, and return the DSL runtime's path.
+
+    Raises RuntimeError naming the package to install if tvm-ffi or the DSL runtime is missing.
+    """
+    try:
+        import tvm_ffi  # noqa: F401  loads libtvm_ffi.so globally
+    except ImportError as error:
+        raise RuntimeError(f"tvm-ffi is not usable ({error}); install it with `pip install apache-tvm-ffi`") from error
+    problems = []
+    for path in _runtime_candidates():
+        try:
+            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            problems.append(str(error))
+            continue
+        logger.debug("kernel runtime %s", path)
+        return path
+    raise RuntimeError(
+        f"{RUNTIME} cannot be loaded; install it with `pip install nvidia-cutlass-dsl` ({'; '.join(problems)})"
+    )
+
+
+def toolkits() -> Iterator[Path]:
+    """Folders of the installed DSL toolkits (``cu13``, ``cu12``) that the driver can run, newest first."""
+    package = importlib.util.find_spec("nvidia_cutlass_dsl")
+    try:
+        newest = device.driver_version()[0]
+    except RuntimeError:
+        newest = None
+    for root in (package.submodule_search_locations or []) if package else []:
+        for major in (13, 12):
+            if newest is None or newest >= major:
+                yield Path(root) / f"cu{major}"
+
+
+def _runtime_candidates() -> Iterator[Path]:
+    """Beside the library, then the DSL's wheel, then wherever the dynamic loader looks."""
+    yield from (path for path in (FOLDER / RUNTIME,) if path.is_file())
+    yield from (path for path in (folder / "lib" / RUNTIME for folder in toolkits()) if path.is_file())
+    yield Path(RUNTIME)

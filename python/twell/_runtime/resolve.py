@@ -1,0 +1,47 @@
+"""From a spec to a function to call: this process, the packaged library, the user cache, compiling."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from twell._log import logger
+from twell._runtime import cache, device, packaged, specs
+
+# Compiling is not thread-safe.
+_lock = threading.Lock()
+_kernels: dict[specs.Spec, packaged.Kernel] = {}
+
+
+def resolve(spec: specs.Spec) -> packaged.Kernel:
+    """The compiled function of ``spec``: positional torch tensors on one device, on torch's current stream.
+
+    Raises RuntimeError, naming the spec, if it cannot be had: there is nothing to compile with, ``TWELL_JIT=off``
+    forbids it, or a CUDA graph is being captured on the current stream.
+    """
+    kernel = _kernels.get(spec)
+    if kernel is None:
+        with _lock:
+            kernel = _kernels.get(spec)
+            if kernel is None:
+                kernel = _kernels[spec] = _find(spec)
+    return kernel
+
+
+def _find(spec: specs.Spec) -> packaged.Kernel:
+    kernel = packaged.find(spec.symbol)
+    if kernel is not None:
+        logger.debug("kernel %s is packaged", spec.symbol)
+        return kernel
+    if _capturing():
+        raise RuntimeError(
+            f"kernel {spec} is not loaded yet and a CUDA graph is being captured; make the call once before capturing"
+        )
+    return cache.load(spec)
+
+
+def _capturing() -> bool:
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    return device.is_capturing(torch.cuda.current_stream().cuda_stream)

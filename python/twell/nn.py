@@ -1,0 +1,178 @@
+"""Modules around ``twell.functional``, with the parameters of ``nn.Linear`` children."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from twell import functional, tuning
+from twell._log import logger
+from twell._runtime import format
+from twell.functional import Aux, Strategy
+
+
+class _SparseFFN(nn.Module):
+    """What both modules share. Subclasses add the projections that read the hidden state's input."""
+
+    down_proj: nn.Linear
+
+    def __init__(self, hidden: int, intermediate: int, compression: int, strategy: Strategy) -> None:
+        super().__init__()
+        tuning.strategy(strategy)
+        format.words_per_tile(compression)
+        self.hidden, self.intermediate = hidden, intermediate
+        self.compression, self.strategy = compression, strategy
+        # load_state_dict(assign=True) puts tensors of any layout in place of the parameters
+        self.register_load_state_dict_post_hook(_keep_rows)  # type: ignore[no-untyped-call]
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden}, {self.intermediate}, compression={self.compression}, strategy={self.strategy!r}"
+
+    def _adopt(self, **projections: nn.Linear) -> None:
+        """Make the parameters of ``projections`` those of the children of that name."""
+        for name, linear in projections.items():
+            child = self.get_submodule(name)
+            child.weight, child.bias = linear.weight, linear.bias
+        if _lay_rows(self.down_proj):
+            logger.info("the weight of the down projection was laid out anew, one contiguous row per neuron")
+
+
+class SparseGatedMLP(_SparseFFN):
+    """``down_proj(relu(gate_proj(x)) * up_proj(x))`` through ``twell.sparse_gated_ffn`` on x [..., hidden].
+
+    ``gate_proj``, ``up_proj`` [intermediate, hidden] and ``down_proj`` [hidden, intermediate] are ``nn.Linear``
+    children with their usual initialisation, names and shapes; each ``bias`` exists if asked for. ``down_proj.weight``
+    is the transposed view of a contiguous [intermediate, hidden] tensor, one row per neuron. Loading a state dict,
+    moving, casting, copying and pickling keep it so; file formats that store contiguous tensors only need
+    ``.contiguous()`` on the way out.
+
+    ``compression`` and ``strategy`` are those of ``twell.sparse_gated_ffn`` and may be set at any time. While a
+    parameter requires grad and grad mode is on, only ``strategy="dense"`` runs.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        bias: bool = False,
+        *,
+        compression: int = 8,
+        strategy: Strategy = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden, intermediate, compression, strategy)
+        self.gate_proj = nn.Linear(hidden, intermediate, bias, device, dtype)
+        self.up_proj = nn.Linear(hidden, intermediate, bias, device, dtype)
+        self.down_proj = nn.Linear(intermediate, hidden, bias, device, dtype)
+        _lay_rows(self.down_proj)
+
+    @classmethod
+    def from_linear(
+        cls, gate: nn.Linear, up: nn.Linear, down: nn.Linear, *, compression: int = 8, strategy: Strategy = "auto"
+    ) -> SparseGatedMLP:
+        """A module on the very Parameter objects of three ``nn.Linear``, each with or without bias.
+
+        ``down.weight`` stays the same Parameter too: if it is not stored one contiguous row per neuron, its storage is
+        replaced by one that is, and this is logged. Shape, values and optimizer state are untouched; views taken of the
+        old storage before no longer follow. Raises TypeError or ValueError if the layers do not make one FFN.
+        """
+        hidden, intermediate = _require_linear({"gate": gate, "up": up}, down)
+        mlp = cls(hidden, intermediate, compression=compression, strategy=strategy, device="meta")
+        mlp._adopt(gate_proj=gate, up_proj=up, down_proj=down)
+        return mlp
+
+    @overload
+    def forward(self, x: Tensor, return_aux: Literal[False] = False) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
+    def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
+        """x [..., hidden] -> y [..., hidden], with ``Aux(l1, l0)`` if asked for."""
+        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        return functional.sparse_gated_ffn(  # type: ignore[call-overload, no-any-return]
+            x,
+            gate.weight,
+            up.weight,
+            down.weight,
+            b_gate=gate.bias,
+            b_up=up.bias,
+            b_down=down.bias,
+            strategy=self.strategy,
+            compression=self.compression,
+            return_aux=return_aux,
+        )
+
+
+class SparseMLP(_SparseFFN):
+    """``down_proj(relu(up_proj(x)))`` through ``twell.sparse_ffn``; all else as in ``SparseGatedMLP``."""
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        bias: bool = False,
+        *,
+        compression: int = 8,
+        strategy: Strategy = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden, intermediate, compression, strategy)
+        self.up_proj = nn.Linear(hidden, intermediate, bias, device, dtype)
+        self.down_proj = nn.Linear(intermediate, hidden, bias, device, dtype)
+        _lay_rows(self.down_proj)
+
+    @classmethod
+    def from_linear(
+        cls, up: nn.Linear, down: nn.Linear, *, compression: int = 8, strategy: Strategy = "auto"
+    ) -> SparseMLP:
+        """A module on the very Parameter objects of two ``nn.Linear``, as ``SparseGatedMLP.from_linear``."""
+        hidden, intermediate = _require_linear({"up": up}, down)
+        mlp = cls(hidden, intermediate, compression=compression, strategy=strategy, device="meta")
+        mlp._adopt(up_proj=up, down_proj=down)
+        return mlp
+
+    @overload
+    def forward(self, x: Tensor, return_aux: Literal[False] = False) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
+    def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
+        """x [..., hidden] -> y [..., hidden], with ``Aux(l1, l0)`` if asked for."""
+        return functional.sparse_ffn(  # type: ignore[call-overload, no-any-return]
+            x,
+            self.up_proj.weight,
+            self.down_proj.weight,
+            b_up=self.up_proj.bias,
+            b_down=self.down_proj.bias,
+            strategy=self.strategy,
+            compression=self.compression,
+            return_aux=return_aux,
+        )
+
+
+def _lay_rows(down: nn.Linear) -> bool:
+    """Give ``down.weight`` [K, N] a storage with one contiguous row per neuron; whether that changed anything."""
+    weight = down.weight
+    if weight.t().is_contiguous():
+        return False
+    weight.data = weight.data.t().contiguous().t()
+    return True
+
+
+def _keep_rows(module: _SparseFFN, incompatible_keys: Any) -> None:
+    _lay_rows(module.down_proj)
+
+
+def _require_linear(inputs: dict[str, nn.Linear], down: nn.Linear) -> tuple[int, int]:
+    """(hidden, intermediate) of layers that make one FFN."""
+    for name, linear in (*inputs.items(), ("down", down)):
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"{name} must be an nn.Linear, got {type(linear).__name__}")
+    intermediate, hidden = next(iter(inputs.values())).weight.shape
+    for name, linear in (*inputs.items(), ("down", down)):
+        expected = [hidden, intermediate] if name == "down" else [intermediate, hidden]
+        if list(linear.weight.shape) != expected:
+            raise ValueError(f"{name}.weight must be {expected}, got {list(linear.weight.shape)}")
+    return hidden, intermediate

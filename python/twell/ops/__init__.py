@@ -1,0 +1,14 @@
+"""The registered operators, ``torch.ops.twell.*``: one file each with schema, shapes, fake, CPU and CUDA code.
+
+They take matrices, [M, K] tokens and [N, K] weights with one row per neuron, check shapes but not limits, and have no
+gradient. ``twell.functional`` is the door that users come through.
+"""
+
+from __future__ import annotations
+
+from twell.ops.down import down
+from twell.ops.gate_pack import gate_pack
+from twell.ops.unpack import unpack
+from twell.ops.up_down import up_down
+
+__all__ = ["down", "gate_pack", "unpack", "up_down"]

@@ -1,0 +1,144 @@
+"""What the operators share: registration, the launch of a kernel, and operands as kernels read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twell import _env
+from twell._log import warn_once
+from twell._runtime import device, format, resolve, specs
+
+Implementation = Callable[..., Any]
+
+_LIBRARY = torch.library.Library("twell", "DEF")  # type: ignore[no-untyped-call]
+_NVTX, _DEBUG = _env.nvtx(), _env.debug()
+
+# TMA and 16-byte vector loads: base address, and row stride in 16-bit elements.
+ALIGNMENT = 16
+STRIDE_MULTIPLE = 8
+
+
+def register(
+    schema: str, *, fake: Implementation, cpu: Implementation, cuda: Implementation, instead: str
+) -> torch._ops.OpOverload:
+    """Define an operator of library ``twell`` and return its overload.
+
+    ``fake`` has the signature of the schema and returns outputs of the right shape; ``cpu`` and ``cuda`` compute.
+    Called with an input that requires grad while grad mode is on, all of them refuse and name ``instead``, the function
+    to call. They do so themselves because an Autograd kernel in Python would add half to the cost of every call (4.4 us
+    against 2.8, torch 2.13).
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(name, _refuse_grad(name, _without_autocast(cpu), instead), "CPU")  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(name, _refuse_grad(name, _on_device(name, cuda), instead), "CUDA")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"twell::{name}", _refuse_grad(name, fake, instead), lib=_LIBRARY)
+    return getattr(torch.ops.twell, name).default  # type: ignore[no-any-return]
+
+
+def _refuse_grad(name: str, implementation: Implementation, instead: str) -> Implementation:
+    def refuse_grad(*arguments: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
+            raise NotImplementedError(
+                f"torch.ops.twell.{name} has no gradient: expected no input that requires grad while grad mode is on; "
+                f"call {instead} instead, or this under torch.no_grad()"
+            )
+        return implementation(*arguments)
+
+    return refuse_grad
+
+
+def _without_autocast(implementation: Implementation) -> Implementation:
+    """The CPU path accumulates in fp32 with torch's own operators, which autocast would lower."""
+
+    def without_autocast(*arguments: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return implementation(*arguments)
+
+    return without_autocast
+
+
+def _on_device(name: str, implementation: Implementation) -> Implementation:
+    """Make the device of the first argument the current one, and mark the call for a profiler if asked to."""
+
+    def on_device(*arguments: Any) -> Any:
+        with torch.cuda.device(arguments[0].device):
+            return implementation(*arguments)
+
+    def marked(*arguments: Any) -> Any:
+        with torch.cuda.nvtx.range(f"twell.{name}"):
+            return on_device(*arguments)
+
+    return marked if _NVTX else on_device
+
+
+def launch(spec: specs.Spec, *arguments: Any) -> None:
+    """Call the kernel of ``spec`` on the current device and torch's current stream.
+
+    Raises NotImplementedError on a device of another compute capability than 9.0, RuntimeError if there is no kernel.
+    """
+    require_sm90(torch.cuda.current_device())
+    resolve.resolve(spec)(*arguments)
+    if _DEBUG and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()
+
+
+def require_sm90(index: int) -> None:
+    """Raise NotImplementedError unless device ``index`` has compute capability 9.0, which the kernels are built for."""
+    major, minor = device.capability(index)
+    if (major, minor) != (9, 0):
+        raise NotImplementedError(
+            f"the sparse kernels need compute capability 9.0 (sm_90), got {major}.{minor} on cuda:{index}; "
+            'use strategy="dense"'
+        )
+
+
+def rows(matrix: Tensor) -> Tensor:
+    """``matrix`` [R, C] of 16-bit values as kernels read it: aligned rows of unit stride. A copy where it is not so."""
+    stride, inner = matrix.stride()
+    if inner == 1 and stride >= matrix.shape[1] and stride % STRIDE_MULTIPLE == 0 and _aligned(matrix):
+        return matrix
+    return matrix.clone(memory_format=torch.contiguous_format)
+
+
+def down_rows(w_down: Tensor) -> Tensor:
+    """``rows`` of a down weight [N, K]. nn.Linear's own layout is the other one: that copy is logged, once a shape."""
+    laid = rows(w_down)
+    if laid is not w_down:
+        n, k = w_down.shape
+        warn_once(
+            f"a down weight [{k}, {n}] is not stored one contiguous row per neuron: its {n * k * 2 / 1e6:.0f} MB are "
+            "copied at every call; store it as the transposed view of a contiguous [N, K] tensor, as twell.nn does"
+        )
+    return laid
+
+
+def vector(bias: Tensor | None, length: int, like: Tensor) -> Tensor:
+    """A bias [length] as kernels read it, zeros for None: contiguous and aligned. A copy where it is not so."""
+    if bias is None:
+        return like.new_zeros(length)
+    if bias.stride(0) == 1 and _aligned(bias):
+        return bias
+    return bias.clone(memory_format=torch.contiguous_format)
+
+
+def _aligned(tensor: Tensor) -> bool:
+    return tensor.data_ptr() % ALIGNMENT == 0
+
+
+def check_packed(words: Tensor, spill: Tensor, m: int, n: int, compression: int) -> None:
+    """Raise ValueError unless ``words`` and ``spill`` are those of ``m`` rows of ``n`` neurons."""
+    tiles = format.tiles(n)
+    for name, tensor, width in (
+        ("words", words, tiles * format.words_per_tile(compression)),
+        ("spill", spill, tiles * format.TILE),
+    ):
+        if tensor.dim() != 2 or tensor.shape[0] != m or tensor.shape[1] != width:
+            raise ValueError(
+                f"{name} must be [{m}, {width}] for {m} rows of {n} neurons at compression {compression}, "
+                f"got {list(tensor.shape)}"
+            )

@@ -1,0 +1,58 @@
+"""``down``: the down projection of packed activations. y = h @ w_down + down_bias, l1[m] = sum of h[m], fp32 inside."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from twell import tuning
+from twell._runtime import device, format
+from twell.ops._library import check_packed, down_rows, launch, register, vector
+from twell.ops.unpack import unpack
+
+
+def outputs(words: Tensor, spill: Tensor, w_down: Tensor, compression: int) -> tuple[Tensor, Tensor]:
+    """Uninitialised y [M, K] of the spill's dtype and l1 float32 [M]; ValueError unless packed for w_down."""
+    m, (n, k) = words.shape[0], w_down.shape
+    check_packed(words, spill, m, n, compression)
+    return spill.new_empty((m, k)), spill.new_empty(m, dtype=torch.float32)
+
+
+def _fake(
+    words: Tensor, spill: Tensor, w_down: Tensor, down_bias: Tensor | None, compression: int
+) -> tuple[Tensor, Tensor]:
+    return outputs(words, spill, w_down, compression)
+
+
+def _cpu(
+    words: Tensor, spill: Tensor, w_down: Tensor, down_bias: Tensor | None, compression: int
+) -> tuple[Tensor, Tensor]:
+    y, l1 = outputs(words, spill, w_down, compression)
+    hidden = unpack(words, spill, w_down.shape[0], compression).float()
+    total = hidden @ w_down.float()
+    if down_bias is not None:
+        total += down_bias.float()
+    return y.copy_(total), l1.copy_(hidden.sum(1))
+
+
+def _cuda(
+    words: Tensor, spill: Tensor, w_down: Tensor, down_bias: Tensor | None, compression: int
+) -> tuple[Tensor, Tensor]:
+    y, l1 = outputs(words, spill, w_down, compression)
+    m, k = y.shape
+    if m:
+        spec = tuning.down(spill.dtype, k, down_bias is not None)
+        bias = vector(down_bias, k, spill) if spec.bias else None
+        heavy = words.new_empty(-(-m // format.group_rows(spec.k_max)))
+        width, clusters = format.words_per_tile(compression), device.sm_count(words.device.index) // 8
+        launch(spec, words, spill, down_rows(w_down), bias, y, l1, heavy, width, clusters)
+    return y, l1
+
+
+down = register(
+    "down(Tensor words, Tensor spill, Tensor w_down, Tensor? down_bias, int compression) -> (Tensor y, Tensor l1)",
+    fake=_fake,
+    cpu=_cpu,
+    cuda=_cuda,
+    instead="twell.sparse_ffn",
+)

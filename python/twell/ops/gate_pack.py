@@ -1,0 +1,74 @@
+"""``gate_pack``: the gate projection, packed. words, spill, stats = TwELL of relu(x @ w_gate^T + bias)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twell import tuning
+from twell._runtime import device, format
+from twell.ops._library import launch, register, rows, vector
+
+
+def outputs(x: Tensor, w_gate: Tensor, compression: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised words int32 [M, T*W], spill [M, T*256] of x's dtype, stats int32 [ceil(M/64), T, 2]."""
+    m, tiles = x.shape[0], format.tiles(w_gate.shape[0])
+    words = x.new_empty((m, tiles * format.words_per_tile(compression)), dtype=torch.int32)
+    spill = x.new_empty((m, tiles * format.TILE))
+    stats = x.new_empty((-(-m // format.STATS_ROWS), tiles, 2), dtype=torch.int32)
+    return words, spill, stats
+
+
+def _fake(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> tuple[Tensor, Tensor, Tensor]:
+    return outputs(x, w_gate, compression)
+
+
+def _cpu(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> tuple[Tensor, Tensor, Tensor]:
+    words, spill, stats = outputs(x, w_gate, compression)
+    accumulator = x.float() @ w_gate.float().t()
+    if bias is not None:
+        accumulator += bias.float()
+    gate = F.pad(accumulator.to(x.dtype).relu_(), (0, spill.shape[1] - w_gate.shape[0]))
+
+    m, tiles, _ = tiled = (x.shape[0], stats.shape[1], format.TILE)
+    nonzero = gate != 0
+    counts = nonzero.view(tiled).sum(2, dtype=torch.int32)
+    overflows = counts > format.capacity(compression)
+
+    # Row-major order of `nonzero` is ascending neurons; a value's place is its rank within its row-tile.
+    row, neuron = nonzero.nonzero(as_tuple=True)
+    rowtile = row * tiles + neuron // format.TILE
+    through = counts.view(-1).cumsum(0)
+    place = 1 + torch.arange(row.numel()) - (through - counts.view(-1))[rowtile]
+    kept = place <= format.capacity(compression)
+    entries = gate.view(torch.int16)[row, neuron].int() << 16 | neuron.int()
+    table = words.zero_().view(m * tiles, format.words_per_tile(compression))
+    table[:, 0] = counts.view(-1)
+    table[rowtile[kept], place[kept]] = entries[kept]
+
+    spill.copy_(gate.view(tiled).masked_fill(~overflows[:, :, None], 0).view(spill.shape))
+    padding = stats.shape[0] * format.STATS_ROWS - m
+    for i, figure in enumerate((counts, overflows.int())):
+        stats[:, :, i] = F.pad(figure, (0, 0, 0, padding)).view(-1, format.STATS_ROWS, tiles).sum(1)
+    return words, spill, stats
+
+
+def _cuda(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> tuple[Tensor, Tensor, Tensor]:
+    words, spill, stats = outputs(x, w_gate, compression)
+    if x.shape[0]:
+        spec = tuning.gate_pack(x.dtype, compression, bias is not None)
+        gate_bias = vector(bias, w_gate.shape[0], x) if spec.bias else None
+        # a cluster is two CTAs, one per multiprocessor
+        clusters = device.sm_count(x.device.index) // 2
+        launch(spec, rows(x), rows(w_gate), gate_bias, words, spill, stats, clusters)
+    return words, spill, stats
+
+
+gate_pack = register(
+    "gate_pack(Tensor x, Tensor w_gate, Tensor? bias, int compression) -> (Tensor words, Tensor spill, Tensor stats)",
+    fake=_fake,
+    cpu=_cpu,
+    cuda=_cuda,
+    instead="twell.sparse_gated_ffn or twell.sparse_ffn",
+)

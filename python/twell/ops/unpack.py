@@ -1,0 +1,46 @@
+"""``unpack``: TwELL to dense. Spilled row-tiles come from the spill, all others from the words."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from twell import tuning
+from twell._runtime import format
+from twell.ops._library import check_packed, launch, register
+
+
+def outputs(words: Tensor, spill: Tensor, n: int, compression: int) -> Tensor:
+    """Uninitialised [M, n] of the spill's dtype; ValueError if words and spill do not have the shapes of n neurons."""
+    check_packed(words, spill, words.shape[0], n, compression)
+    return spill.new_empty((words.shape[0], n))
+
+
+def _cpu(words: Tensor, spill: Tensor, n: int, compression: int) -> Tensor:
+    out = outputs(words, spill, n, compression)
+    m, tiles, width = words.shape[0], format.tiles(n), format.words_per_tile(compression)
+    table = words.reshape(m, tiles, width)
+    counts, entries = table[:, :, :1], table[:, :, 1:]
+    spilled = counts > format.capacity(compression)
+
+    dense = spill.reshape(m, tiles, format.TILE).masked_fill(~spilled, 0).view(spill.shape)
+    row, tile, slot = ((torch.arange(width - 1) < counts) & ~spilled).nonzero(as_tuple=True)
+    entry = entries[row, tile, slot]
+    dense[row, (entry & 0xFFFF).long()] = (entry >> 16).to(torch.int16).view(spill.dtype)
+    return out.copy_(dense[:, :n])
+
+
+def _cuda(words: Tensor, spill: Tensor, n: int, compression: int) -> Tensor:
+    out = outputs(words, spill, n, compression)
+    if words.shape[0]:
+        launch(tuning.unpack(spill.dtype), words, spill, out, format.words_per_tile(compression))
+    return out
+
+
+unpack = register(
+    "unpack(Tensor words, Tensor spill, int n, int compression) -> Tensor",
+    fake=outputs,
+    cpu=_cpu,
+    cuda=_cuda,
+    instead="twell.pack(...).unpack()",
+)

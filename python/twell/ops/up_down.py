@@ -1,0 +1,88 @@
+"""``up_down``: the gated up and down projections on the pattern of a packed gate.
+
+h[m, c] = gate[m, c] * (x[m] . w_up[c] + up_bias[c]) for the non-zeros of the gate, y = h @ w_down + down_bias,
+l1[m] = sum of |h[m]|. The hidden state h is never stored, and stays fp32 until y is rounded. Weight rows of neurons
+whose gate is zero take no part: where dense arithmetic makes 0 * inf = NaN of them, this does not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from twell import tuning
+from twell._runtime import device, format
+from twell.ops._library import check_packed, down_rows, launch, register, rows, vector
+from twell.ops.unpack import unpack
+
+
+def outputs(x: Tensor, words: Tensor, spill: Tensor, w_up: Tensor, compression: int) -> tuple[Tensor, Tensor]:
+    """Uninitialised y [M, K] of x's dtype and l1 float32 [M]; ValueError unless packed for x and w_up."""
+    check_packed(words, spill, x.shape[0], w_up.shape[0], compression)
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+def _fake(
+    x: Tensor,
+    words: Tensor,
+    spill: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    compression: int,
+) -> tuple[Tensor, Tensor]:
+    return outputs(x, words, spill, w_up, compression)
+
+
+def _cpu(
+    x: Tensor,
+    words: Tensor,
+    spill: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    compression: int,
+) -> tuple[Tensor, Tensor]:
+    y, l1 = outputs(x, words, spill, w_up, compression)
+    gate = unpack(words, spill, w_up.shape[0], compression).float()
+    up = x.float() @ w_up.float().t()
+    if up_bias is not None:
+        up += up_bias.float()
+    hidden = (gate * up).masked_fill_(gate == 0, 0)
+    total = hidden @ w_down.float()
+    if down_bias is not None:
+        total += down_bias.float()
+    return y.copy_(total), l1.copy_(hidden.abs().sum(1))
+
+
+def _cuda(
+    x: Tensor,
+    words: Tensor,
+    spill: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    compression: int,
+) -> tuple[Tensor, Tensor]:
+    y, l1 = outputs(x, words, spill, w_up, compression)
+    m, k = x.shape
+    if m:
+        spec = tuning.up_down(x.dtype, k, up_bias is not None or down_bias is not None)
+        biases = (vector(up_bias, w_up.shape[0], x), vector(down_bias, k, x)) if spec.bias else (None, None)
+        heavy = x.new_empty(-(-m // format.group_rows(spec.k_max)), dtype=torch.int32)
+        width, clusters = format.words_per_tile(compression), device.sm_count(x.device.index) // 8
+        launch(spec, rows(x), words, spill, rows(w_up), down_rows(w_down), *biases, y, l1, heavy, width, clusters)
+    return y, l1
+
+
+up_down = register(
+    "up_down(Tensor x, Tensor words, Tensor spill, Tensor w_up, Tensor w_down, Tensor? up_bias, Tensor? down_bias, "
+    "int compression) -> (Tensor y, Tensor l1)",
+    fake=_fake,
+    cpu=_cpu,
+    cuda=_cuda,
+    instead="twell.sparse_gated_ffn",
+)

@@ -1,0 +1,594 @@
+"""Problems and comparisons for tests, benchmarks and users: named workloads, exact integer problems, error budgets.
+
+A problem is an ``FFN``: the tensors of one feed-forward layer. ``make`` draws a named workload, ``load_real`` reads a
+recorded layer, ``integer_problem`` and ``pattern_problem`` build problems whose answer is the same in any order of
+summation. ``compare`` measures a result against float64 beside dense PyTorch, and ``machine_line`` names the machine.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import twell
+from twell._runtime import format, packaged
+
+# Sizes at the edges of a kernel's tiles, and the sizes of real layers.
+UGLY_M = (0, 1, 7, 63, 64, 65, 127, 128, 129, 257)
+UGLY_N = (8, 264, 5632, 8192)
+UGLY_K = (8, 64, 72, 896, 2048, 4096, 8192)
+
+# A result may be this much further from float64 than dense PyTorch is.
+BUDGET = 1.1
+
+# A row counts with at least this share of the root mean square row norm: fp32 sums are off by about 1e-6 of that norm,
+# which would be the whole of a row that cancels to nothing, and a thousandth of this floor.
+ROW_FLOOR = 1e-3
+
+# Rows that one float64 chunk holds; at N = 5632 its three intermediates take 0.5 GB.
+CHUNK_ROWS = 4096
+
+# Integers below this are exact in fp32, and so is any sum of them that stays below it.
+EXACT_LIMIT = 1 << 24
+
+
+class FFN(NamedTuple):
+    """The tensors of one layer: x [M, K], w_gate, w_up and w_down [N, K] (one row per neuron), biases [N], [N], [K].
+
+    The non-gated layer that shares these tensors is ``relu(x w_gate^T) w_down``: it has no ``w_up``.
+    """
+
+    x: Tensor
+    w_gate: Tensor
+    w_up: Tensor
+    w_down: Tensor
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+    def to(self, device: torch.device | str) -> FFN:
+        """The same problem on ``device``; nothing is copied that is there already."""
+        return self.map(lambda t: t.to(device))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> FFN:
+        """The layer with ``function`` applied to every tensor it has."""
+        biases = (None if t is None else function(t) for t in self[4:])
+        return FFN(*(function(t) for t in (self.x, self.w_gate, self.w_up, self.w_down)), *biases)
+
+    def rows(self, start: int, stop: int) -> FFN:
+        """The same layer on rows ``start`` to ``stop`` of x."""
+        return self._replace(x=self.x[start:stop])
+
+
+# Workloads
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A pattern of activation: mean non-zeros per token, and how unevenly they fall.
+
+    ``neuron_sigma`` spreads the log-popularity of neurons, ``token_sigma`` that of tokens, ``dead`` is the share of
+    neurons that never fire, ``rho`` the correlation of a token with the topic of its document.
+    """
+
+    nnz: float
+    neuron_sigma: float = 0.0
+    token_sigma: float = 0.0
+    dead: float = 0.0
+    rho: float = 0.0
+
+
+WORKLOADS = {
+    "uniform29": Workload(29),
+    "skew29": Workload(29, neuron_sigma=1.0, token_sigma=0.5, dead=0.3),
+    "topic29": Workload(29, neuron_sigma=1.0, token_sigma=0.5, dead=0.3, rho=0.5),
+    "topic128": Workload(128, neuron_sigma=1.0, token_sigma=0.5, dead=0.2, rho=0.5),
+    "dense911": Workload(911, neuron_sigma=0.5, token_sigma=0.3),
+}
+
+# The first two input features are reserved: a constant one carries the neuron's bias, the other the token's.
+_CONSTANT = 4.0
+_DEAD_BIAS = -50.0
+_THRESHOLD_ROWS = 4096
+
+
+def make(
+    name: str,
+    m: int = 16384,
+    k: int = 2048,
+    n: int = 5632,
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    document: int = 512,
+) -> FFN:
+    """Draw the workload ``name`` (a key of WORKLOADS) with m tokens, hidden size k and n neurons.
+
+    The draw depends on the sizes, the seed and the kind of device. ``document`` is the number of consecutive tokens that
+    share a topic. Raises ValueError for an unknown name.
+    """
+    if name not in WORKLOADS:
+        raise ValueError(f"workload must be one of {', '.join(WORKLOADS)}, got {name!r}")
+    load = WORKLOADS[name]
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    x = normal(m, k)
+    if load.rho:
+        topic = normal(math.ceil(m / document), k).repeat_interleave(document, 0)[:m]
+        x = math.sqrt(load.rho) * topic + math.sqrt(1 - load.rho) * x
+    w_gate = normal(n, k) / math.sqrt(k)
+    popularity = load.neuron_sigma * normal(n)
+    heaviness = load.token_sigma * normal(m)
+    dead = torch.rand(n, generator=generator, device=device) < load.dead
+    x[:, 0], x[:, 1] = _CONSTANT, heaviness
+    w_gate[:, 0], w_gate[:, 1] = popularity / _CONSTANT, 1.0
+    pre_activation = x[:_THRESHOLD_ROWS].to(dtype).float() @ w_gate.to(dtype).float().T
+    pre_activation[:, dead] = -math.inf
+    threshold = _threshold(pre_activation, load.nnz)
+    w_gate[:, 0] = (popularity - threshold) / _CONSTANT
+    w_gate[dead, 0] = _DEAD_BIAS
+    w_up, w_down = normal(n, k) / math.sqrt(k), normal(n, k) / math.sqrt(n)
+    return FFN(x.to(dtype), w_gate.to(dtype), w_up.to(dtype), w_down.to(dtype))
+
+
+def _threshold(pre_activation: Tensor, nnz: float) -> float:
+    """The value that ``nnz`` entries of a row exceed on average, by bisection."""
+    low, high = -20.0, 20.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        if (pre_activation > middle).sum(1).float().mean() > nnz:
+            low = middle
+        else:
+            high = middle
+    return middle
+
+
+def load_real(
+    layer: int,
+    folder: Path | str,
+    m: int = 16384,
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+) -> FFN:
+    """Read ``folder/layer{layer}.npz``, a recorded layer, with its tokens repeated up to m and random up and down weights.
+
+    The file holds ``x`` int8 [tokens, K] and ``x_scale``; ``w`` int8 [alive, K] and ``w_scale``, the gate rows of the
+    neurons that fire at least once; ``alive``, their indices; ``n``, the number of neurons; and ``quiet`` [K], a
+    direction whose product with every token is about 1. The other neurons get noise pushed down along ``quiet``, so
+    that they stay silent without being zero, which would run cooler and faster than real weights. Needs numpy.
+    Raises FileNotFoundError where the layer is not in the folder.
+    """
+    import numpy as np
+
+    path = Path(folder) / f"layer{layer}.npz"
+    with np.load(path) as arrays:
+        stored = {key: torch.from_numpy(arrays[key]) for key in ("x", "x_scale", "w", "w_scale", "alive", "quiet")}
+        n = int(arrays["n"])
+    x = stored["x"].float() * stored["x_scale"]
+    k = x.shape[1]
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    w_gate = normal(n, k) * (0.6 / x.norm(dim=1).mean()) - 4.0 * stored["quiet"]
+    w_gate[stored["alive"].long()] = stored["w"].float() * stored["w_scale"]
+    w_up, w_down = normal(n, k) / math.sqrt(k), normal(n, k) / math.sqrt(n)
+    x = x.repeat(math.ceil(m / x.shape[0]), 1)[:m]
+    return FFN(*(t.to(device, dtype) for t in (x, w_gate, w_up, w_down)))
+
+
+def load(
+    name: str,
+    m: int = 16384,
+    k: int = 2048,
+    n: int = 5632,
+    *,
+    real_layers: Path | str | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+) -> FFN:
+    """The workload ``name``: a key of WORKLOADS, or ``real3`` for layer 3 of the folder ``real_layers``.
+
+    k and n do not apply to a recorded layer, which has its own. Raises ValueError for an unknown name, or for a
+    recorded layer without a folder.
+    """
+    if name.startswith("real") and name[4:].isdecimal():
+        if real_layers is None:
+            raise ValueError(f"{name} is a recorded layer: it needs the folder that holds layer{name[4:]}.npz")
+        return load_real(int(name[4:]), real_layers, m, seed=seed, device=device, dtype=dtype)
+    return make(name, m, k, n, seed=seed, device=device, dtype=dtype)
+
+
+def real_names(folder: Path | str) -> list[str]:
+    """Names of the recorded layers in ``folder``, by layer number: ``["real3", "real6"]``."""
+    numbers = [path.stem[5:] for path in Path(folder).glob("layer*.npz")]
+    return [f"real{number}" for number in sorted((i for i in numbers if i.isdecimal()), key=int)]
+
+
+# Exact problems: small integers, whose sums fp32 holds exactly in any order
+
+_FAN_IN = 16  # non-zero weights of a neuron, which bounds its sums
+
+
+def integer_problem(
+    m: int,
+    k: int,
+    n: int,
+    *,
+    density: float = 0.05,
+    biases: str = "",
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+) -> FFN:
+    """A problem of small integers in which about the share ``density`` of the gate is positive.
+
+    Density 0 makes every gate zero or less, density 1 every gate positive. ``biases`` names the projections that have
+    one, out of "gate up down". k is at least 8. Drawn on the CPU, so that every device gets the same one; every sum is
+    exact in fp32 and every gate in 16 bits. Raises ValueError where the sizes are too large for that.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high + 1, shape, generator=generator, dtype=torch.int8)
+
+    def signs(*shape: int) -> Tensor:
+        return 2 * integers(0, 1, *shape) - 1
+
+    def fan_in(count: int) -> Tensor:
+        """[n, k] of zeros and, in each row, ``count`` signs in columns from 1 on."""
+        start = torch.randint(k - 1, (n, 1), generator=generator)
+        columns = (start + torch.arange(count) * ((k - 1) // count)) % (k - 1) + 1
+        return torch.zeros(n, k, dtype=torch.int8).scatter_(1, columns, signs(n, count))
+
+    count = min(_FAN_IN, k - 1)
+    x = signs(m, k) * integers(1, 2, m, k)
+    x[:, 0] = 2
+    w_gate, w_up = fan_in(count), fan_in(count)
+    w_gate[:, 0] = _gate_shift(count, density, "gate" in biases)
+    problem = FFN(
+        x,
+        w_gate,
+        w_up,
+        w_down=integers(-1, 1, n, k),
+        gate_bias=integers(-2, 2, n) if "gate" in biases else None,
+        up_bias=integers(-3, 3, n) if "up" in biases else None,
+        down_bias=integers(-8, 8, k) if "down" in biases else None,
+    ).map(lambda t: t.to(device, dtype))
+    check_exact(problem)
+    return problem
+
+
+def _gate_shift(count: int, density: float, bias: bool) -> int:
+    """Weight of the constant feature (2) that leaves the share ``density`` of sums of ``count`` products positive."""
+    most = 2 * count + (2 if bias else 0)
+    if density <= 0:
+        return -math.ceil(most / 2)
+    if density >= 1:
+        return math.ceil((most + 1) / 2)
+    deviation = math.sqrt(2.5 * count)  # a product is one of -2, -1, 1, 2
+    quantile = math.sqrt(2) * float(torch.erfinv(torch.tensor(1 - 2 * density)))
+    return -round(quantile * deviation / 2)
+
+
+def pattern_problem(
+    gates: Tensor,
+    k: int,
+    *,
+    biases: str = "",
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+) -> FFN:
+    """A problem of small integers whose gate before ReLU is exactly ``gates``, integers [M, N] with M <= k.
+
+    Token m has a one in feature m, and neuron n has gates[m, n] there; the other features are signs that the gate does
+    not look at. ``biases`` as in ``integer_problem``, but the gate's is undone in its weights. Raises ValueError where
+    k is too small or a sum is not exact.
+    """
+    m, n = gates.shape
+    if m > k:
+        raise ValueError(f"a pattern of M rows needs k >= M, got M = {m}, k = {k}")
+    base = integer_problem(m, k, n, biases=biases, seed=seed)
+    x = base.x.sign()
+    x[:, :m] = torch.eye(m)
+    w_gate = torch.zeros(n, k)
+    w_gate[:, :m] = gates.T.cpu().float()
+    if base.gate_bias is not None:
+        w_gate[:, :m] -= base.gate_bias.float()[:, None]
+    problem = base._replace(x=x, w_gate=w_gate).map(lambda t: t.to(device, dtype))
+    check_exact(problem)
+    return problem
+
+
+def check_exact(problem: FFN) -> None:
+    """Raise ValueError unless every fp32 sum of the layer, gated or not, is exact in any order of summation."""
+    magnitudes = problem.map(lambda t: t.detach().double().abs())
+    if problem.x.shape[0] == 0:
+        return
+    product_sums = [F.linear(magnitudes.x, magnitudes.w_gate, magnitudes.gate_bias)]
+    product_sums.append(F.linear(magnitudes.x, magnitudes.w_up, magnitudes.up_bias))
+    gate = float64_gate(problem)
+    up = F.linear(problem.x.double(), problem.w_up.double(), _double(problem.up_bias))
+    for hidden in (gate, gate * up.abs()):
+        product_sums += [F.linear(hidden, magnitudes.w_down.T, magnitudes.down_bias), hidden.sum(1)]
+    largest = max(float(sums.max()) for sums in product_sums)
+    if not largest < EXACT_LIMIT:
+        raise ValueError(f"sums must stay below 2^24 to be exact in fp32, got {largest:.0f}")
+    if not torch.equal(gate, gate.to(problem.x.dtype).double()):
+        raise ValueError(f"gates must be exact in {problem.x.dtype}, got values up to {float(gate.max()):.0f}")
+
+
+# References and errors
+
+
+def _double(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.double()
+
+
+def float64_gate(problem: FFN) -> Tensor:
+    """relu(x Wg^T + bg) in float64 from the stored values, [M, N]."""
+    return F.relu(F.linear(problem.x.double(), problem.w_gate.double(), _double(problem.gate_bias)))
+
+
+def _chunks(m: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + CHUNK_ROWS, m)) for start in range(0, m, CHUNK_ROWS))
+
+
+@torch.no_grad()
+def float64_output(problem: FFN, *, gated: bool = True) -> Tensor:
+    """(relu(x Wg^T + bg) * (x Wu^T + bu)) Wd + bd in float64 from the stored values, [M, K]; no up factor if not gated.
+
+    Computed in chunks of rows on the problem's own device.
+    """
+    weights = problem.rows(0, 0).map(Tensor.double)
+    out = torch.empty_like(problem.x, dtype=torch.float64)
+    for start, stop in _chunks(problem.x.shape[0]):
+        x = problem.x[start:stop].double()
+        hidden = F.relu(F.linear(x, weights.w_gate, weights.gate_bias))
+        if gated:
+            hidden *= F.linear(x, weights.w_up, weights.up_bias)
+        out[start:stop] = F.linear(hidden, weights.w_down.T, weights.down_bias)
+    return out
+
+
+def exact_output(problem: FFN, *, gated: bool = True) -> Tensor:
+    """The only right answer to an exact problem: the float64 answer rounded once to the storage type, [M, K]."""
+    return float64_output(problem, gated=gated).float().to(problem.x.dtype)
+
+
+def dense_output(problem: FFN, *, gated: bool = True) -> Tensor:
+    """The same layer in plain PyTorch in the storage type, [M, K]: what every error and time is measured against."""
+    hidden = F.relu(F.linear(problem.x, problem.w_gate, problem.gate_bias))
+    if gated:
+        hidden = hidden * F.linear(problem.x, problem.w_up, problem.up_bias)
+    return F.linear(hidden, problem.w_down.T, problem.down_bias)
+
+
+def sparse_output(problem: FFN, *, gated: bool = True, compression: int = 8) -> Tensor:
+    """The same layer through ``twell.sparse_gated_ffn`` or ``twell.sparse_ffn``, [M, K]."""
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = problem
+    if gated:
+        return twell.sparse_gated_ffn(
+            x, w_gate, w_up, w_down.t(), b_gate=b_gate, b_up=b_up, b_down=b_down, compression=compression
+        )
+    return twell.sparse_ffn(x, w_gate, w_down.t(), b_up=b_gate, b_down=b_down, compression=compression)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative errors against float64: of the whole tensor in the Frobenius norm, and of the worst row.
+
+    A row's error is relative to its own norm, or to ROW_FLOOR of the root mean square row norm where that is larger.
+    Both are infinite where the result is not finite although the answer is.
+    """
+
+    frobenius: float
+    worst_row: float
+
+    def within(self, other: Errors, factor: float = BUDGET) -> bool:
+        """Whether both errors are at most ``factor`` times those of ``other``, which must be finite."""
+        if not (math.isfinite(other.frobenius) and math.isfinite(other.worst_row)):
+            return False
+        return self.frobenius <= factor * other.frobenius and self.worst_row <= factor * other.worst_row
+
+    def __str__(self) -> str:
+        return f"{self.frobenius:.3e} (worst row {self.worst_row:.3e})"
+
+
+@torch.no_grad()
+def errors(out: Tensor, answer: Tensor) -> Errors:
+    """Errors of ``out`` against the finite float64 ``answer``, both [M, K]; zero where there are no elements."""
+    if out.shape != answer.shape:
+        raise ValueError(f"shapes must agree, got {tuple(out.shape)} and {tuple(answer.shape)}")
+    if not answer.numel():
+        return Errors(0.0, 0.0)
+    wrong = torch.cat([(out[i:j].double() - answer[i:j]).norm(dim=1) for i, j in _chunks(len(out))])
+    right = answer.norm(dim=1)
+    total = float(right.norm())
+    if not math.isfinite(total):
+        raise ValueError("the answer must be finite")
+    if not bool(wrong.isfinite().all()):
+        return Errors(math.inf, math.inf)
+    if not total:
+        error = math.inf if bool(wrong.any()) else 0.0
+        return Errors(error, error)
+    floor = ROW_FLOOR * total / math.sqrt(len(out))
+    return Errors(float(wrong.norm()) / total, float((wrong / right.clamp_min(floor)).max()))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The errors of a result, and those of dense PyTorch on the same problem."""
+
+    ours: Errors
+    dense: Errors
+
+    @property
+    def ok(self) -> bool:
+        """Whether the result is as close to float64 as dense PyTorch is, times BUDGET, in norm and in the worst row."""
+        return self.ours.within(self.dense)
+
+    def __str__(self) -> str:
+        return f"error {self.ours}, dense {self.dense}, allowed {BUDGET} times dense"
+
+
+def compare(problem: FFN, out: Tensor, *, gated: bool = True) -> Comparison:
+    """Errors of ``out`` [M, K], a result for ``problem``, beside those of dense PyTorch."""
+    answer = float64_output(problem, gated=gated)
+    return Comparison(errors(out, answer), errors(dense_output(problem, gated=gated), answer))
+
+
+# Bits
+
+
+def assert_same(actual: Tensor, expected: Tensor, what: str = "values") -> None:
+    """Raise AssertionError, naming ``what`` and the first difference, unless all elements are equal, or both NaN.
+
+    Shapes and dtypes must agree; devices may differ. Zeros of either sign are equal.
+    """
+    torch.testing.assert_close(
+        actual,
+        expected.to(actual.device),
+        rtol=0,
+        atol=0,
+        equal_nan=True,
+        msg=lambda message: f"{what}: {message}",
+    )
+
+
+Packed = tuple[Tensor, Tensor, Tensor]
+
+
+def assert_packed_same(actual: Packed, expected: Packed, n: int, compression: int) -> None:
+    """Raise AssertionError unless two results of ``twell.ops.gate_pack`` for n neurons agree in everything defined.
+
+    That is every word (those past the count are 0), the statistics, and the spill of the row-tiles that overflow,
+    up to neuron n. NaN has one meaning whatever its bits.
+    """
+    (words, spill, stats), (expected_words, expected_spill, expected_stats) = actual, expected
+    m, tiles = words.shape[0], format.tiles(n)
+    assert_same(
+        _canonical(words, spill.dtype, compression), _canonical(expected_words, spill.dtype, compression), "words"
+    )
+    assert_same(stats, expected_stats, "stats")
+    counts = words.view(m, tiles, format.words_per_tile(compression))[:, :, :1]
+    defined = (counts > format.capacity(compression)).expand(m, tiles, format.TILE).reshape(spill.shape)[:, :n]
+    assert_same(
+        spill[:, :n].masked_fill(~defined, 0), expected_spill[:, :n].to(spill.device).masked_fill(~defined, 0), "spill"
+    )
+
+
+def _canonical(words: Tensor, dtype: torch.dtype, compression: int) -> Tensor:
+    """``words`` with the value bits of every NaN entry set to ones."""
+    if not words.numel():
+        return words
+    table = words.view(-1, format.words_per_tile(compression))
+    nan = (table >> 16).to(torch.int16).view(dtype).isnan()
+    nan[:, 0] = False  # a count, not an entry
+    return torch.where(nan, table | ~0xFFFF, table).view(words.shape)
+
+
+_POISON = 0xFF  # as bytes of bf16, fp16 and fp32 a NaN, of int32 -1
+
+
+def poison_memory(device: torch.device | str = "cuda", largest: int = 1 << 28) -> None:
+    """Leave NaN in the memory that torch hands out next: blocks of up to ``largest`` bytes, twice that in all.
+
+    Tensors from ``torch.empty`` then hold NaN (as integers: -1), so that an element nothing wrote shows. Frees torch's
+    cached memory first, which synchronises.
+    """
+    torch.cuda.empty_cache()
+    sizes = [1 << bits for bits in range(9, 21)] * 4 + [1 << bits for bits in range(21, largest.bit_length())]
+    blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+    for block in blocks:
+        block.fill_(_POISON)
+
+
+def poisoned(call: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Call twice, filling the first call's outputs with NaN in between: the second is handed that very memory."""
+    for output in call():
+        output.view(torch.uint8).fill_(_POISON)
+    return call()
+
+
+# The machine
+
+
+def _output(*command: str) -> str | None:
+    """First line of what a command prints, None where it is missing or fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    lines = done.stdout.splitlines()
+    return lines[0].strip() if lines else ""
+
+
+def _commit() -> str | None:
+    """Short commit of the checkout this module is in, with "+" where files differ from it."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists() or not (root / "python" / "twell").is_dir():
+        return None
+    commit = _output("git", "-C", str(root), "rev-parse", "--short", "HEAD")
+    changed = _output("git", "-C", str(root), "status", "--porcelain")
+    return f"{commit}+" if commit and changed else commit
+
+
+def _gpu(device: torch.device) -> list[str]:
+    properties = torch.cuda.get_device_properties(device)
+    parts = [f"{properties.name} ({properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB)"]
+    uuid = str(getattr(properties, "uuid", ""))
+    queried = _output(
+        "nvidia-smi",
+        f"--id=GPU-{uuid}" if uuid else f"--id={device.index or 0}",
+        "--query-gpu=clocks.sm,clocks.max.sm,clocks.max.memory,power.limit,driver_version",
+        "--format=csv,noheader,nounits",
+    )
+    fields = [field.strip() for field in (queried or "").split(",")]
+    if len(fields) == 5:
+        now, most, memory, power, driver = fields
+        parts += [f"SM {now} MHz now, {most} most, memory {memory} MHz, {power} W", f"driver {driver}"]
+    return parts
+
+
+def machine_line(device: torch.device | str | None = None) -> str:
+    """One line that a number needs beside it: processor, clocks, driver, torch, CuTe DSL, twell and commit.
+
+    ``device`` is the one that ran; by default the current CUDA device, or the CPU where there is none.
+    """
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if chosen.type == "cuda":
+        parts = _gpu(chosen)
+    else:
+        parts = [f"CPU {platform.machine()}, {torch.get_num_threads()} threads"]
+    parts += [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
+    manifest = packaged.read_manifest(packaged.FOLDER)
+    dsl = packaged.version("nvidia-cutlass-dsl") if manifest is None else manifest.versions.get("nvidia-cutlass-dsl")
+    parts += [f"CuTe DSL {dsl}", f"twell {twell.__version__}"]
+    if manifest is not None:
+        parts.append(f"kernels {manifest.source_hash[:12]}")
+    commit = _commit()
+    if commit is not None:
+        parts.append(f"commit {commit}")
+    return "; ".join(parts)

@@ -1,0 +1,99 @@
+"""The command line: help, version, exact errors, exit codes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import twell
+from twell import _demo, cli
+
+
+def exit_of(*arguments: str) -> int | str | None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    return stopped.value.code
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_of("--version") == 0
+    assert capsys.readouterr().out == f"twell {twell.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--help"], ["demo", "info", "--version"]),
+        (["demo", "--help"], ["--text", "--seconds", "--steps", "--seed", "--out", "--l1", "--compression", "Ctrl-C"]),
+        (["info", "--help"], ["--json", "--verbose"]),
+    ],
+)
+def test_help(arguments: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_of(*arguments) == 0
+    printed = capsys.readouterr().out
+    assert all(part in printed for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["dance"], "invalid choice: 'dance'"),
+        (["demo", "--steps", "0"], "argument --steps: expected an integer of at least 1, got 0"),
+        (["demo", "--steps", "many"], "argument --steps: expected an integer of at least 1, got 'many'"),
+        (["demo", "--seconds", "0"], "argument --seconds: expected a number of seconds above 0, got 0"),
+        (["demo", "--seconds", "nan"], "argument --seconds: expected a number of seconds above 0, got nan"),
+        (["demo", "--l1", "-1"], "argument --l1: expected a number of at least 0, got -1"),
+        (["demo", "--l1", "x"], "argument --l1: expected a number of at least 0, got 'x'"),
+        (["demo", "--seed", "-1"], "argument --seed: expected an integer of at least 0, got -1"),
+        (["demo", "--hidden", "31"], "argument --hidden: expected an integer of at least 32, got 31"),
+        (["demo", "--layers", "0"], "argument --layers: expected an integer of at least 1, got 0"),
+        (["demo", "--compression", "3"], "argument --compression: invalid choice: 3"),
+        (["demo", "surplus"], "unrecognized arguments: surplus"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_of(*arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_arguments_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[_demo.Request] = []
+
+    def run(request: _demo.Request) -> int:
+        seen.append(request)
+        return 7
+
+    monkeypatch.setattr(_demo, "run", run)
+    given = "--text t --out o.png --seconds 2 --steps 3 --seed 4 --layers 5 --hidden 64 --intermediate 8 --context 9"
+    assert cli.main(["demo", *given.split(), "--l1", "0.5", "--compression", "2", "--device", "cpu"]) == 7
+    (request,) = seen
+    assert (str(request.text), str(request.out), request.device) == ("t", "o.png", "cpu")
+    assert (request.seconds, request.steps, request.seed, request.l1, request.compression) == (2.0, 3, 4, 0.5, 2)
+    assert (request.layers, request.hidden, request.intermediate, request.context) == (5, 64, 8, 9)
+    preset = _demo.CPU
+    assert _demo.pick_shape(request, preset) == _demo.ModelShape(5, 64, 8, 9)
+    assert _demo.pick_shape(_demo.Request(request.out), preset) == preset.shape
+    # bounded by steps alone, by time alone, by both
+    for seconds, steps, expected in ((None, 3, (None, 3)), (None, None, (60, None)), (5.0, 3, (5.0, 3))):
+        schedule = _demo.schedule_of(_demo.Request(request.out, seconds=seconds, steps=steps), preset)
+        assert (schedule.seconds, schedule.steps) == expected
+
+
+def test_ctrl_c_exits_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(request: _demo.Request) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_demo, "run", run)
+    assert cli.main(["demo"]) == 130
+    assert "twell demo: interrupted" in capsys.readouterr().err
+
+
+def test_runs_as_a_module() -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "twell", "--version"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"twell {twell.__version__}\n")

@@ -1,0 +1,274 @@
+"""The functions users call: results, limits, errors, autocast, strides and compiling."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import twell
+from twell import testing
+
+BF16 = torch.bfloat16
+PROJECTIONS = {True: "gate up down", False: "gate down"}
+
+
+def gated(problem: testing.FFN, **options: Any) -> Any:
+    biases = {"b_gate": problem.gate_bias, "b_up": problem.up_bias, "b_down": problem.down_bias}
+    return twell.sparse_gated_ffn(*problem[:3], problem.w_down.t(), **biases, **options)
+
+
+def plain(problem: testing.FFN, **options: Any) -> Any:
+    biases = {"b_up": problem.gate_bias, "b_down": problem.down_bias}
+    return twell.sparse_ffn(problem.x, problem.w_gate, problem.w_down.t(), **biases, **options)
+
+
+BOTH = pytest.mark.parametrize("ffn", [gated, plain])
+
+
+def real_problem(m: int, n: int, k: int, dtype: torch.dtype, bias: bool = False) -> testing.FFN:
+    """Normal values with about a tenth of the gate positive."""
+    w = [torch.randn(n, k) / k**0.5 for _ in range(3)]
+    x = torch.randn(m, k)
+    x[:, 0], w[0][:, 0] = 1.0, -1.3
+    biases = (torch.randn(n) / 4, torch.randn(n), torch.randn(k)) if bias else (None, None, None)
+    return testing.FFN(x, *w, *biases).map(lambda t: t.to(dtype))
+
+
+@BOTH
+@pytest.mark.parametrize("compression", [2, 4, 8])
+@pytest.mark.parametrize("density", [0.0, 0.05, 1.0])
+@pytest.mark.parametrize("biases", ["", "gate up down", "down", "up"])
+def test_exact_on_integers(ffn: Callable[..., Any], compression: int, density: float, biases: str) -> None:
+    problem = testing.integer_problem(67, 24, 520, density=density, biases=biases)
+    out = ffn(problem, compression=compression)
+    assert torch.equal(out, testing.exact_output(problem, gated=ffn is gated))
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_as_close_to_float64_as_dense_is(ffn: Callable[..., Any], dtype: torch.dtype, bias: bool) -> None:
+    problem = real_problem(64, 520, 128, dtype, bias)
+    comparison = testing.compare(problem, ffn(problem), gated=ffn is gated)
+    assert comparison.ok, comparison
+
+
+@BOTH
+@pytest.mark.parametrize("lead", [(), (0,), (1,), (3, 4), (2, 0, 4), (2, 1, 3)])
+def test_leading_dimensions(ffn: Callable[..., Any], lead: tuple[int, ...]) -> None:
+    problem = testing.integer_problem(12, 16, 264)
+    rows = problem.x[: torch.Size(lead).numel()]
+    y, aux = ffn(problem._replace(x=rows.reshape(*lead, 16)), return_aux=True)
+    assert y.shape == (*lead, 16)
+    assert y.is_contiguous()
+    assert torch.equal(y.reshape(-1, 16), ffn(problem)[: len(rows)])
+    assert aux.l1.isfinite()
+    assert len(rows) > 0 or (aux.l1, aux.l0) == (0, 0)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[:, :16],
+        lambda x: x[:, 3:19],
+        lambda x: x[::2, :16],
+        lambda x: x[:1, :16].expand(6, 16),
+        lambda x: x.t(),
+    ],
+)
+def test_strided_tokens(ffn: Callable[..., Any], view: Callable[[Tensor], Tensor]) -> None:
+    x = view(torch.randint(-2, 3, (16, 48)).to(BF16))
+    problem = testing.integer_problem(1, x.shape[1], 264)
+    assert torch.equal(ffn(problem._replace(x=x)), ffn(problem._replace(x=x.contiguous())))
+
+
+@BOTH
+def test_the_down_weight_may_have_either_layout(ffn: Callable[..., Any]) -> None:
+    problem = testing.integer_problem(5, 16, 264)
+    other = problem._replace(w_down=problem.w_down.t().contiguous().t())
+    assert torch.equal(ffn(problem), ffn(other))
+
+
+@BOTH
+def test_nan_and_infinity_spread_as_in_dense(ffn: Callable[..., Any]) -> None:
+    problem = real_problem(6, 264, 64, BF16)
+    problem.x[1, 3], problem.x[3, 5] = float("nan"), float("inf")
+    out, dense = ffn(problem), ffn(problem, strategy="dense")
+    assert torch.equal(out.isnan(), dense.isnan())
+    assert torch.equal(out.isinf(), dense.isinf())
+    assert out[1].isnan().all()
+    assert out[[0, 2, 4, 5]].isfinite().all()
+
+
+@BOTH
+def test_aux_counts_and_sums(ffn: Callable[..., Any]) -> None:
+    problem = testing.integer_problem(70, 16, 264, biases="gate up down")
+    _, sparse = ffn(problem, return_aux=True)
+    _, dense = ffn(problem, strategy="dense", return_aux=True)
+    gate = testing.float64_gate(problem)
+    hidden = (
+        gate * F.linear(problem.x.double(), problem.w_up.double(), problem.up_bias.double()) if ffn is gated else gate
+    )
+    figures = ((hidden.abs().sum() / 70).float(), (gate != 0).sum() / 70)
+    for aux in (sparse, dense):
+        for figure, expected in zip(aux, figures, strict=True):
+            assert (figure.dtype, figure.shape) == (torch.float32, ())
+            assert figure == expected
+
+
+@BOTH
+def test_dense_has_gradients(ffn: Callable[..., Any]) -> None:
+    problem = real_problem(5, 12, 20, torch.float64, bias=True).map(lambda t: t.requires_grad_())
+
+    def total(*tensors: Tensor) -> Tensor:
+        y, aux = ffn(testing.FFN(*tensors), strategy="dense", return_aux=True)
+        return y.sum() + aux.l1
+
+    assert torch.autograd.gradcheck(lambda *t: ffn(testing.FFN(*t), strategy="dense"), tuple(problem))
+    grads = torch.autograd.grad(total(*problem), problem, allow_unused=ffn is plain)
+    assert all(g.isfinite().all() and g.any() for g in grads if g is not None)
+
+
+@BOTH
+def test_a_gradient_on_the_sparse_path_is_refused(ffn: Callable[..., Any]) -> None:
+    problem = testing.integer_problem(2, 8, 8)
+    problem.x.requires_grad_()
+    problem.w_down.requires_grad_()
+    for strategy in ("auto", "row"):
+        text = rf'x, w_down requires grad, but strategy="{strategy}" has no gradient yet; use strategy="dense"'
+        with pytest.raises(NotImplementedError, match=text):
+            ffn(problem, strategy=strategy)
+        for mode in (torch.no_grad(), torch.inference_mode()):
+            with mode:
+                assert torch.equal(ffn(problem, strategy=strategy), testing.exact_output(problem, gated=ffn is gated))
+
+
+@BOTH
+@pytest.mark.parametrize("strategy", ["auto", "row"])
+def test_float32_on_the_cpu_is_dense(ffn: Callable[..., Any], strategy: str) -> None:
+    problem = real_problem(5, 264, 32, torch.float32)
+    assert torch.equal(ffn(problem, strategy=strategy), ffn(problem, strategy="dense"))
+
+
+@BOTH
+@pytest.mark.parametrize("strategy", ["auto", "dense"])
+def test_autocast_casts_all_operands(ffn: Callable[..., Any], strategy: str) -> None:
+    problem = real_problem(5, 264, 32, torch.float32, bias=True)
+    with torch.autocast("cpu", dtype=BF16):
+        y, aux = ffn(problem, strategy=strategy, return_aux=True)
+        mixed = ffn(problem._replace(x=problem.x.to(BF16)), strategy=strategy)
+    expected, expected_aux = ffn(problem.map(lambda t: t.to(BF16)), strategy=strategy, return_aux=True)
+    assert y.dtype == BF16
+    assert torch.equal(y, expected)
+    assert torch.equal(mixed, expected)
+    assert aux.l1.dtype == torch.float32
+    assert aux == expected_aux
+
+
+@BOTH
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_as_one_graph(ffn: Callable[..., Any], dynamic: bool) -> None:
+    torch.compiler.reset()
+    problem = testing.integer_problem(65, 16, 264, biases="gate up down").map(lambda t: t.requires_grad_())
+    with torch.no_grad():
+        compiled = torch.compile(
+            lambda p: ffn(p, return_aux=True), fullgraph=True, backend="aot_eager", dynamic=dynamic
+        )
+        for m in (65, 7):
+            rows = problem.rows(0, m)
+            (y, aux), (expected, expected_aux) = compiled(rows), ffn(rows, return_aux=True)
+            assert torch.equal(y, expected)
+            assert aux == expected_aux
+
+
+def test_compiles_under_autocast_and_without_gradients_inside() -> None:
+    torch.compiler.reset()
+    problem = testing.integer_problem(5, 16, 264).map(lambda t: t.float().requires_grad_())
+
+    def call(p: testing.FFN) -> Tensor:
+        with torch.no_grad(), torch.autocast("cpu", dtype=BF16):
+            return gated(p)
+
+    assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(problem), call(problem))
+
+
+@BOTH
+def test_shapes_on_cuda_without_a_gpu(ffn: Callable[..., Any]) -> None:
+    with FakeTensorMode():
+        x = torch.empty(2, 5, 64, dtype=BF16, device="cuda")
+        w = [torch.empty(264, 64, dtype=BF16, device="cuda") for _ in range(3)]
+        y, aux = ffn(testing.FFN(x, *w), return_aux=True)
+        assert (y.shape, y.dtype, y.device.type) == (x.shape, BF16, "cuda")
+        assert aux.l1.shape == aux.l0.shape == ()
+        assert aux.l1.device.type == "cuda"
+        with pytest.raises(TypeError, match=r"dtype must be bfloat16 or float16 .*got torch.float32 on cuda"):
+            ffn(testing.FFN(x, *w).map(lambda t: t.float()))
+
+
+def shaped(**changes: Any) -> dict[str, Any]:
+    """Arguments of the gated function: K = 16, N = 24."""
+    shapes = {"x": (3, 16), "w_gate": (24, 16), "w_up": (24, 16), "w_down": (16, 24)}
+    return {name: torch.zeros(shape, dtype=BF16) for name, shape in shapes.items()} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"x": [1.0]}, TypeError, "x must be a tensor, got list"),
+        ({"w_up": None}, TypeError, "w_up must be a tensor, got NoneType"),
+        ({"b_up": 1.0}, TypeError, "b_up must be a tensor, got float"),
+        ({"x": torch.zeros((), dtype=BF16)}, ValueError, r"x must be \[..., K\], got a scalar"),
+        ({"x": torch.zeros(3, 16, dtype=torch.int32)}, TypeError, "x must have a floating dtype, got torch.int32"),
+        ({"w_gate": torch.zeros(24, dtype=BF16)}, ValueError, r"first weight must be \[N, K\], got \[24\]"),
+        ({"x": torch.zeros(3, 8, dtype=BF16)}, ValueError, r"w_gate must be \[24, 8\] \(x has K = 8.*got \[24, 16\]"),
+        ({"w_down": torch.zeros(24, 16, dtype=BF16)}, ValueError, r"w_down must be \[16, 24\] .*got \[24, 16\]"),
+        ({"b_gate": torch.zeros(16, dtype=BF16)}, ValueError, r"b_gate must be \[24\] .*got \[16\]"),
+        ({"b_down": torch.zeros(24, dtype=BF16)}, ValueError, r"b_down must be \[16\] .*got \[24\]"),
+        ({"w_up": torch.zeros(24, 16)}, TypeError, "w_up must be torch.bfloat16 as x is, got torch.float32"),
+        ({"w_up": torch.zeros(24, 16, dtype=BF16, device="meta")}, ValueError, "w_up must be on cpu as x is, got meta"),
+        ({"compression": 3}, ValueError, r"compression must be one of \(2, 4, 8\), got 3"),
+        ({"strategy": "fast"}, ValueError, 'strategy must be "auto", "row", "union" or "dense", got \'fast\''),
+        ({"strategy": "union"}, NotImplementedError, 'strategy="union" has no kernel yet, expected "auto"'),
+    ],
+)
+def test_bad_arguments_are_refused(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        twell.sparse_gated_ffn(**shaped(**changes))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("n", "k", "error", "text"),
+    [
+        (24, 12, ValueError, "K must be a positive multiple of 8 for the sparse kernels, got 12"),
+        (12, 16, ValueError, "N must be a positive multiple of 8 for the sparse kernels, got 12"),
+        (0, 16, ValueError, "N must be a positive multiple of 8 for the sparse kernels, got 0"),
+        (65544, 8, NotImplementedError, "N must be at most 65536 for the sparse kernels, got 65544"),
+        (8, 16392, NotImplementedError, "K must be at most 16384 for the sparse kernels, got 16392"),
+    ],
+)
+def test_sizes_beyond_the_sparse_kernels(
+    ffn: Callable[..., Any], n: int, k: int, error: type[Exception], text: str
+) -> None:
+    problem = testing.FFN(*(torch.zeros(rows, k, dtype=BF16) for rows in (2, n, n, n)))
+    with pytest.raises(error, match=text):
+        ffn(problem)
+    assert ffn(problem, strategy="dense").shape == (2, k)
+
+
+def test_the_largest_sizes() -> None:
+    for m, n, k in ((1, 65536, 8), (1, 8, 16384)):
+        problem = testing.integer_problem(m, k, n, density=0.01)
+        assert torch.equal(gated(problem), testing.exact_output(problem))
+
+
+def test_float64_is_for_the_dense_strategy() -> None:
+    arguments = {name: t.double() for name, t in shaped().items()}
+    with pytest.raises(TypeError, match=r'got torch.float64 on cpu; strategy="dense" takes any'):
+        twell.sparse_gated_ffn(**arguments)
+    assert twell.sparse_gated_ffn(**arguments, strategy="dense").dtype == torch.float64

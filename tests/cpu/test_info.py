@@ -1,0 +1,168 @@
+"""``twell info``: complete without GPU, driver or library, and exact about what is there."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import twell
+from twell import _info, cli
+from twell._log import logger
+from twell._runtime import cache, device, packaged, source_hash
+
+
+def write_library(folder: Path, **changes: object) -> None:
+    """A manifest of this installation's versions beside a library that is none."""
+    folder.mkdir()
+    (folder / packaged.LIBRARY).write_bytes(b"not a library")
+    manifest: dict[str, object] = {
+        "arch": packaged.ARCH,
+        "dsl_version": "4.8.1",
+        "tvm_ffi_version": "0.1.15",
+        "source_hash": source_hash(),
+        "symbols": ["gate_pack_bf16_c8", "unpack_bf16"],
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest | changes))
+
+
+def test_text_names_every_part(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info"]) == 0
+    printed = capsys.readouterr().out
+    for part in (
+        "Versions",
+        "Devices",
+        "Packaged kernels",
+        "Cache of compiled kernels",
+        "Environment",
+        twell.__version__,
+    ):
+        assert part in printed
+    for package in ("torch", "cuda-python", "apache-tvm-ffi", "nvidia-cutlass-dsl", *_info.VARIABLES):
+        assert package in printed
+
+
+def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info", "--json"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    assert info["versions"]["torch"] == torch.__version__
+    assert set(info) == {"versions", "devices", "device_problem", "kernels", "cache", "environment"}
+    assert set(info["environment"]) == set(_info.VARIABLES)
+    if not info["devices"]:
+        assert info["device_problem"]
+
+
+def test_imports_no_compiler() -> None:
+    """In a fresh interpreter where cutlass cannot be imported."""
+    program = (
+        "import sys; sys.modules['cutlass'] = None; from twell.cli import main; sys.exit(main(['info', '--verbose']))"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "nvidia-cutlass-dsl" in done.stdout
+
+
+def test_without_driver_or_cuda_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "describe", lambda: device.Driver(None, (), "cuda-python is not usable"))
+    info = _info.collect()
+    text = "\n".join(_info.lines(info, verbose=True))
+    assert info.versions["CUDA driver"] == "none"
+    assert "none: cuda-python is not usable" in text
+    assert "CPU operators, which are exact but not fast" in text
+
+
+def test_says_which_devices_are_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = (device.Device(0, "Big", (9, 0), 132, 141 << 30), device.Device(1, "Small", (8, 9), 76, 16 << 30))
+    monkeypatch.setattr(device, "describe", lambda: device.Driver((13, 0), devices))
+    info = _info.collect()
+    assert [d.sparse for d in info.devices] == [True, False]
+    text = "\n".join(_info.lines(info, verbose=False))
+    assert "cuda:0  Big, compute capability 9.0, 132 SMs, 141 GiB: sparse kernels run here" in text
+    assert "cuda:1  Small, compute capability 8.9, 76 SMs, 16 GiB: no sparse kernels" in text
+    assert "CUDA driver           13.0" in text
+    assert "CPU operators" not in text
+
+
+def test_no_library(tmp_path: Path) -> None:
+    kernels = _info._kernels(tmp_path)
+    assert not kernels.present
+    assert not kernels.usable
+    assert not kernels.loads
+    assert kernels.symbols == ()
+
+
+def test_library_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "_lib"
+    write_library(folder)
+    monkeypatch.setattr(packaged, "FOLDER", folder)
+    info = _info.collect()
+    assert info.kernels.usable
+    assert not info.kernels.loads
+    text = "\n".join(_info.lines(info, verbose=True))
+    assert "2 for sm_90a" in text
+    assert "    gate_pack_bf16_c8\n    unpack_bf16" in text
+    assert "note: " in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [({"arch": "sm_80"}, "built for sm_80, expected sm_90a"), ({"source_hash": "0"}, "sources changed")],
+)
+def test_library_that_is_not_used(
+    tmp_path: Path, changes: dict[str, object], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "_lib"
+    write_library(folder, **changes)
+    monkeypatch.setattr(packaged, "FOLDER", folder)
+    before = list(logger.handlers), logger.propagate, logger.level
+    for _ in range(2):  # the reason is given each time
+        info = _info.collect()
+        assert info.kernels.present
+        assert not info.kernels.usable
+        assert problem in "\n".join(_info.lines(info, verbose=False))
+    assert (list(logger.handlers), logger.propagate, logger.level) == before
+
+
+def test_log_level_does_not_hide_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "_lib"
+    write_library(folder, arch="sm_80")
+    monkeypatch.setattr(logger, "level", logger.level)
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        assert any("sm_80" in problem for problem in _info._kernels(folder).problems)
+        assert logger.level == logging.CRITICAL
+    finally:
+        logger.setLevel(before)
+
+
+def test_cache_is_counted_and_not_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "kernels"
+    monkeypatch.setenv("TWELL_CACHE_DIR", str(folder))
+    assert _info._cache() == _info.CacheInfo(str(folder), 0, 0, 0, None)
+    assert not folder.exists()
+    for name, size in ((f"{cache.fingerprint()}/a.0.so", 10), ("older/b.0.o", 5), ("older/b.lock", 7)):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(bytes(size))
+    assert _info._cache() == _info.CacheInfo(str(folder), 2, 15, 1, None)
+
+
+def test_environment_in_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWELL_JIT", "off")
+    monkeypatch.setenv("TWELL_LOG", "debug")
+    monkeypatch.setenv("TWELL_CACHE_DIR", "relative")
+    monkeypatch.setenv("TWELL_DEBUG", "yes")
+    info = _info.collect()
+    assert info.environment["TWELL_JIT"] == "off"
+    assert info.environment["TWELL_LOG"] == "debug"
+    assert info.environment["TWELL_DEBUG"].startswith("invalid: environment variable TWELL_DEBUG must be one of")
+    assert info.environment["TWELL_CACHE_DIR"].startswith("invalid: ")
+    assert info.cache.problem
+    assert "not usable: environment variable TWELL_CACHE_DIR" in "\n".join(_info.lines(info, verbose=False))

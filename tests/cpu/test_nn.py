@@ -1,0 +1,222 @@
+"""The modules: parameters, layout of the down weight through everything torch does to a module, sharing."""
+
+import copy
+import io
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from twell.nn import SparseGatedMLP, SparseMLP
+
+BF16 = torch.bfloat16
+MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
+K, N = 32, 264
+Module = type[SparseGatedMLP] | type[SparseMLP]
+
+
+def has_rows(mlp: nn.Module) -> bool:
+    """Whether the down weight is [K, N] on a storage with one contiguous row per neuron."""
+    weight = mlp.down_proj.weight
+    return isinstance(weight, nn.Parameter) and weight.shape == (K, N) and weight.stride() == (1, K)
+
+
+def tokens(dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(5, K).to(dtype)
+
+
+def linears(cls: Module, bias: bool = False) -> list[nn.Linear]:
+    inputs = [nn.Linear(K, N, bias, dtype=BF16) for _ in range(2 if cls is SparseGatedMLP else 1)]
+    return [*inputs, nn.Linear(N, K, bias, dtype=BF16)]
+
+
+@MODULES
+@pytest.mark.parametrize("bias", [False, True])
+def test_parameters_are_those_of_linear_children(cls: Module, bias: bool) -> None:
+    mlp = cls(K, N, bias, dtype=BF16)
+    inputs = ("gate_proj", "up_proj") if cls is SparseGatedMLP else ("up_proj",)
+    expected = {f"{name}.weight": (N, K) for name in inputs} | {"down_proj.weight": (K, N)}
+    if bias:
+        expected |= {f"{name}.bias": (N,) for name in inputs} | {"down_proj.bias": (K,)}
+    assert {name: tuple(p.shape) for name, p in mlp.named_parameters()} == expected
+    assert all(p.dtype == BF16 for p in mlp.parameters())
+    assert has_rows(mlp)
+    assert list(mlp.state_dict()) == list(dict(mlp.named_parameters()))
+
+
+@MODULES
+def test_initialised_as_linear_is(cls: Module) -> None:
+    torch.manual_seed(0)
+    mlp = cls(K, N)
+    torch.manual_seed(0)
+    inputs = [nn.Linear(K, N, bias=False) for _ in range(2 if cls is SparseGatedMLP else 1)]
+    for ours, theirs in zip(mlp.children(), [*inputs, nn.Linear(N, K, bias=False)], strict=True):
+        assert torch.equal(ours.weight, theirs.weight)
+
+
+@MODULES
+def test_equals_dense_layers_with_bias(cls: Module) -> None:
+    layers = linears(cls, bias=True)
+    mlp, x = cls.from_linear(*layers), tokens()
+    with torch.no_grad():
+        gate, *up = (layer(x) for layer in layers[:-1])
+        hidden = torch.relu(gate) * up[0] if up else torch.relu(gate)
+        y, aux = mlp(x, return_aux=True)
+        torch.testing.assert_close(y, layers[-1](hidden), rtol=2e-2, atol=2e-2)
+        assert aux.l0 == (hidden != 0).sum() / 5
+        assert torch.equal(mlp(x), y)
+
+
+@MODULES
+def test_gradients_need_the_dense_strategy(cls: Module) -> None:
+    mlp, x = cls(K, N, dtype=BF16), tokens()
+    with pytest.raises(NotImplementedError, match='requires grad, but strategy="auto" has no gradient yet'):
+        mlp(x)
+    mlp.strategy = "dense"
+    y, aux = mlp(x, return_aux=True)
+    (y.float().sum() + aux.l1).backward()
+    assert all(p.grad is not None and p.grad.any() for p in mlp.parameters())
+    torch.optim.SGD(mlp.parameters(), 0.1).step()
+    assert has_rows(mlp)
+
+
+def load(assign: bool) -> Callable[[Any], Any]:
+    def loaded(mlp: Any) -> Any:
+        other = type(mlp)(K, N, dtype=BF16)
+        # as a file of contiguous tensors would have it
+        state = {name: t.contiguous().clone() for name, t in mlp.state_dict().items()}
+        assert state["down_proj.weight"].stride() == (N, 1)
+        wrapper = nn.Sequential(other)
+        wrapper.load_state_dict({f"0.{name}": t for name, t in state.items()}, assign=assign)
+        return other
+
+    return loaded
+
+
+def saved(mlp: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(mlp, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@MODULES
+@pytest.mark.parametrize(
+    "through",
+    [
+        load(assign=False),
+        load(assign=True),
+        copy.deepcopy,
+        lambda mlp: pickle.loads(pickle.dumps(mlp)),
+        saved,
+        lambda mlp: copy.deepcopy(mlp).to(torch.float32).to(BF16),
+        lambda mlp: copy.deepcopy(mlp).share_memory(),
+        lambda mlp: load(assign=True)(copy.deepcopy(mlp)),
+    ],
+    ids=["load", "assign", "deepcopy", "pickle", "save", "cast", "share", "deepcopy-assign"],
+)
+def test_the_down_weight_keeps_its_rows(cls: Module, through: Callable[[Any], Any]) -> None:
+    mlp, x = cls(K, N, dtype=BF16), tokens()
+    after = through(mlp)
+    assert has_rows(mlp)
+    assert has_rows(after)
+    with torch.no_grad():
+        assert torch.equal(after(x), mlp(x))
+
+
+@MODULES
+def test_meta_then_to_empty_then_load(cls: Module) -> None:
+    with torch.device("meta"):
+        implicit = cls(K, N, dtype=BF16)
+    explicit = cls(K, N, device="meta", dtype=BF16)
+    full = cls(K, N, dtype=BF16)
+    x = tokens()
+    for mlp in (implicit, explicit):
+        assert has_rows(mlp)
+        assert mlp.down_proj.weight.is_meta
+        with torch.no_grad():
+            assert mlp(x.to("meta")).shape == (5, K)
+        real = mlp.to_empty(device="cpu")
+        assert has_rows(real)
+        real.load_state_dict(full.state_dict())
+        with torch.no_grad():
+            assert torch.equal(real(x), full(x))
+
+
+@MODULES
+@pytest.mark.parametrize("bias", [False, True])
+def test_from_linear_shares_every_parameter(cls: Module, bias: bool, caplog: pytest.LogCaptureFixture) -> None:
+    layers, x = linears(cls, bias), tokens()
+    down = layers[-1]
+    before, old = down.weight, down.weight.detach().clone()
+    with caplog.at_level(logging.INFO, "twell"):
+        mlp = cls.from_linear(*layers, compression=4, strategy="row")
+        assert "down projection was laid out anew" in caplog.text
+        caplog.clear()
+        again = cls.from_linear(*layers)
+        assert not caplog.text
+    assert mlp.down_proj.weight is again.down_proj.weight is down.weight is before
+    assert has_rows(mlp)
+    assert torch.equal(down.weight, old)
+    for child, layer in zip(mlp.children(), layers, strict=True):
+        assert child.weight is layer.weight
+        assert child.bias is layer.bias
+    with torch.no_grad():
+        y = mlp(x)
+        layers[0].weight.mul_(0)
+        if bias:
+            layers[0].bias.mul_(0)
+        zero = mlp(x)
+    assert (mlp.compression, mlp.strategy) == (4, "row")
+    assert not torch.equal(y, zero)
+    expected = down.bias.expand(5, K) if bias else torch.zeros(5, K, dtype=BF16)
+    assert torch.equal(zero, expected)
+
+
+def test_from_linear_takes_a_bias_on_any_projection() -> None:
+    gate, up, down = (
+        nn.Linear(K, N, False, dtype=BF16),
+        nn.Linear(K, N, True, dtype=BF16),
+        nn.Linear(N, K, False, dtype=BF16),
+    )
+    mlp = SparseGatedMLP.from_linear(gate, up, down)
+    assert list(mlp.state_dict()) == ["gate_proj.weight", "up_proj.weight", "up_proj.bias", "down_proj.weight"]
+    x = tokens()
+    with torch.no_grad():
+        torch.testing.assert_close(mlp(x), down(torch.relu(gate(x)) * up(x)), rtol=2e-2, atol=2e-2)
+
+
+def test_from_linear_refuses_what_is_no_ffn() -> None:
+    gate, up, down = linears(SparseGatedMLP)
+    with pytest.raises(TypeError, match=r"up must be an nn.Linear, got Identity"):
+        SparseGatedMLP.from_linear(gate, nn.Identity(), down)
+    with pytest.raises(ValueError, match=r"up.weight must be \[264, 32\], got \[32, 264\]"):
+        SparseGatedMLP.from_linear(gate, down, down)
+    with pytest.raises(ValueError, match=r"down.weight must be \[32, 264\], got \[264, 32\]"):
+        SparseMLP.from_linear(up, gate)
+
+
+@MODULES
+def test_choices_are_checked_when_made(cls: Module) -> None:
+    with pytest.raises(ValueError, match="strategy must be"):
+        cls(K, N, strategy="fast")
+    with pytest.raises(ValueError, match=r"compression must be one of \(2, 4, 8\), got 16"):
+        cls(K, N, compression=16)
+    assert "32, 264, compression=8, strategy='auto'" in repr(cls(K, N))
+
+
+@MODULES
+def test_compiles_as_one_graph(cls: Module) -> None:
+    torch.compiler.reset()
+    mlp, x = cls(K, N, bias=True, dtype=BF16), tokens()
+    with torch.no_grad():
+        compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x), mlp(x))
+        y, aux = torch.compile(lambda t: mlp(t, return_aux=True), fullgraph=True, backend="aot_eager")(x)
+        expected, expected_aux = mlp(x, return_aux=True)
+        assert torch.equal(y, expected)
+        assert aux == expected_aux

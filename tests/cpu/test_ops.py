@@ -1,0 +1,215 @@
+"""``torch.ops.twell``: the CPU implementations equal the reference, the fakes tell the truth, the contract holds."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from twell import ops, reference
+from twell._log import warn_once
+from twell._runtime import device, format
+from twell.ops import _library
+
+BF16 = torch.bfloat16
+SHAPES = [(0, 264, 64), (1, 8, 8), (5, 264, 16), (63, 256, 8), (65, 520, 8), (2, 255 * 8, 8)]
+
+
+def integers(*shape: int, dtype: torch.dtype = BF16, low: int = -2, high: int = 3) -> Tensor:
+    """Small enough that every sum is exact."""
+    return torch.randint(low, high, shape).to(dtype)
+
+
+def operands(m: int, n: int, k: int, dtype: torch.dtype = BF16, bias: bool = False) -> dict[str, Tensor | None]:
+    return {
+        "x": integers(m, k, dtype=dtype),
+        "w_gate": integers(n, k, dtype=dtype),
+        "w_up": integers(n, k, dtype=dtype),
+        "w_down": integers(n, k, dtype=dtype),
+        "gate_bias": integers(n, dtype=dtype) if bias else None,
+        "up_bias": integers(n, dtype=dtype) if bias else None,
+        "down_bias": integers(k, dtype=dtype) if bias else None,
+    }
+
+
+def calls(o: dict[str, Tensor | None], compression: int) -> list[tuple[Any, Callable[..., Any], tuple[Any, ...]]]:
+    """(operator, reference, arguments) of every operator on these operands."""
+    n = o["w_gate"].shape[0]
+    pack = (o["x"], o["w_gate"], o["gate_bias"], compression)
+    words, spill, _ = reference.gate_pack(*pack)
+    up_down = (o["x"], words, spill, o["w_up"], o["w_down"], o["up_bias"], o["down_bias"], compression)
+    return [
+        (ops.gate_pack, reference.gate_pack, pack),
+        (ops.unpack, reference.unpack, (words, spill, n, compression)),
+        (ops.up_down, reference.up_down, up_down),
+        (ops.down, reference.down, (words, spill, o["w_down"], o["down_bias"], compression)),
+    ]
+
+
+def equal(a: Any, b: Any) -> bool:
+    pairs = zip(a, b, strict=True) if isinstance(a, tuple) else [(a, b)]
+    return all(p.dtype == q.dtype and torch.equal(p, q) for p, q in pairs)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("compression", format.COMPRESSIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equal_the_reference_on_integers(shape: tuple[int, int, int], compression: int, dtype: torch.dtype) -> None:
+    for bias in (False, True):
+        for op, expected, arguments in calls(operands(*shape, dtype=dtype, bias=bias), compression):
+            assert equal(op(*arguments), expected(*arguments)), op
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_all_zero_and_all_positive_gates(sign: int) -> None:
+    o = operands(3, 264, 16)
+    o["x"], o["w_gate"] = o["x"].abs() + 1, sign * (o["w_gate"].abs() + 1)
+    for op, expected, arguments in calls(o, 8):
+        assert equal(op(*arguments), expected(*arguments)), op
+    _, _, stats = ops.gate_pack(o["x"], o["w_gate"], None, 8)
+    # the second tile holds 8 neurons, which fit
+    assert stats.tolist() == ([[[0, 0], [0, 0]]] if sign < 0 else [[[768, 3], [24, 0]]])
+
+
+def test_nan_and_infinity_are_non_zeros() -> None:
+    o = operands(4, 264, 16)
+    o["x"][0, 0], o["x"][1, 0] = float("nan"), float("inf")
+    o["w_gate"][:, 0] = 1
+    words, spill, _ = ops.gate_pack(o["x"], o["w_gate"], None, 8)
+    expected = reference.gate(o["x"], o["w_gate"], None)
+    assert words.view(4, 2, 32)[0, :, 0].tolist() == [256, 8]
+    torch.testing.assert_close(ops.unpack(words, spill, 264, 8), expected, rtol=0, atol=0, equal_nan=True)
+    y, l1 = ops.up_down(o["x"], words, spill, o["w_up"], o["w_down"], None, None, 8)
+    assert y[0].isnan().all()
+    assert l1[0].isnan()
+    assert y[2:].isfinite().all()
+
+
+def test_a_word_reads_back_with_all_of_its_bits() -> None:
+    """A NaN with the sign bit set and the largest neuron: neither may leak into the other half of the word."""
+    words, spill = torch.zeros(1, 256 * 32, dtype=torch.int32), torch.zeros(1, 65536, dtype=BF16)
+    words[0, 255 * 32], words[0, 255 * 32 + 1] = 1, -64 << 16 | 65535
+    dense = ops.unpack(words, spill, 65536, 8)
+    assert dense.view(torch.int16)[0, 65535] == -64
+    assert not dense[0, :65535].any()
+
+
+@pytest.mark.parametrize("shape", [(0, 264, 64), (5, 264, 16), (65, 8, 8)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_opcheck(shape: tuple[int, int, int], bias: bool) -> None:
+    for op, _, arguments in calls(operands(*shape, bias=bias), 8):
+        torch.library.opcheck(op, arguments)
+
+
+@pytest.mark.parametrize("where", ["cuda", "meta"])
+@pytest.mark.parametrize("compression", format.COMPRESSIONS)
+def test_fakes_have_the_shapes_of_the_real_outputs(where: str, compression: int) -> None:
+    for op, _, arguments in calls(operands(65, 520, 16, bias=True), compression):
+        real = op(*arguments)
+        with FakeTensorMode():
+            faked = [
+                torch.empty(a.shape, dtype=a.dtype, device=where) if isinstance(a, Tensor) else a for a in arguments
+            ]
+            fake = op(*faked)
+        pairs = zip(real, fake, strict=True) if isinstance(real, tuple) else [(real, fake)]
+        for r, f in pairs:
+            assert (f.shape, f.stride(), f.dtype, f.device.type) == (r.shape, r.stride(), r.dtype, where)
+
+
+def test_an_input_that_requires_grad_is_refused_by_name_of_the_function_to_call() -> None:
+    o = operands(2, 8, 8)
+    o["x"].requires_grad_(), o["w_down"].requires_grad_()
+    for (op, _, arguments), name in zip(
+        calls({a: None if t is None else t.detach() for a, t in o.items()}, 8),
+        ("sparse_gated_ffn", "pack", "sparse_gated_ffn", "sparse_ffn"),
+        strict=True,
+    ):
+        needing = [
+            a.clone().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in arguments
+        ]
+        with pytest.raises(NotImplementedError, match=f"expected no input that requires grad.*call twell.{name}"):
+            op(*needing)
+        with torch.no_grad():
+            assert equal(op(*needing), op(*arguments))
+        with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(NotImplementedError, match="requires grad"):
+            op(*needing)
+
+
+def test_autocast_does_not_touch_the_operators() -> None:
+    for op, _, arguments in calls(operands(5, 264, 64), 8):
+        plain = op(*arguments)
+        with torch.autocast("cpu", dtype=BF16):
+            assert equal(op(*arguments), plain)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"compression": 4}, r"words must be \[3, 128\] for 3 rows of 264 neurons at compression 4, got \[3, 64\]"),
+        ({"n": 520}, r"words must be \[3, 96\] for 3 rows of 520 neurons at compression 8, got \[3, 64\]"),
+        ({"spill": torch.zeros(2, 512, dtype=BF16)}, r"spill must be \[3, 512\].*got \[2, 512\]"),
+        ({"compression": 3}, r"compression must be one of \(2, 4, 8\), got 3"),
+    ],
+)
+def test_packed_operands_that_do_not_fit_are_refused(change: dict[str, Any], text: str) -> None:
+    o = operands(3, 264, 16)
+    words, spill, _ = ops.gate_pack(o["x"], o["w_gate"], None, 8)
+    arguments = {"words": words, "spill": spill, "n": 264, "compression": 8} | change
+    with pytest.raises(ValueError, match=text):
+        ops.unpack(*arguments.values())
+    n = arguments.pop("n")
+    w = integers(n, 16)
+    with pytest.raises(ValueError, match=text):
+        ops.down(arguments["words"], arguments["spill"], w, None, arguments["compression"])
+    with pytest.raises(ValueError, match=text):
+        ops.up_down(o["x"], arguments["words"], arguments["spill"], w, w, None, None, arguments["compression"])
+
+
+def test_operands_as_kernels_read_them() -> None:
+    base = torch.arange(10 * 40.0).view(10, 40).to(BF16)
+    in_place = [base, base[:, :16], base[2:5, 8:32], base[::2], base[:1], base[:0, :8]]
+    copied = [base[:, 1:17], base.t(), base[:, ::2][:, :8], base[:1].expand(4, 40), base[:, :36][:, :8].t()]
+    copied += [base.view(-1)[: 12 * 33].view(33, 12)[:, :8], torch.zeros(8, 1, dtype=BF16).t()]
+    for matrix in in_place:
+        assert _library.rows(matrix) is matrix
+    for matrix in copied:
+        laid = _library.rows(matrix)
+        assert laid is not matrix
+        assert torch.equal(laid, matrix)
+        assert laid.data_ptr() % 16 == 0
+        assert laid.stride() == (matrix.shape[1], 1)
+
+
+def test_biases_as_kernels_read_them() -> None:
+    base = torch.arange(32.0).to(BF16)
+    assert _library.vector(base[8:], 24, base).data_ptr() == base[8:].data_ptr()
+    assert torch.equal(_library.vector(None, 8, base), torch.zeros(8, dtype=BF16))
+    for bias in (base[1:9], base[::2][:8], base[:1].expand(8)):
+        laid = _library.vector(bias, 8, base)
+        assert torch.equal(laid, bias)
+        assert laid.is_contiguous()
+        assert laid.data_ptr() % 16 == 0
+
+
+def test_a_down_weight_in_the_other_layout_is_copied_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    weight = integers(16, 264)  # as nn.Linear stores it: [K, N]
+    for _ in range(3):
+        laid = _library.down_rows(weight.t())
+        assert torch.equal(laid, weight.t())
+        assert laid.is_contiguous()
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "down weight [16, 264] is not stored one contiguous row per neuron" in caplog.text
+    rows = weight.t().contiguous()
+    assert _library.down_rows(rows) is rows
+
+
+def test_another_compute_capability_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "capability", lambda index: (10, 0) if index else (9, 0))
+    _library.require_sm90(0)
+    with pytest.raises(
+        NotImplementedError, match=r"need compute capability 9.0 .*got 10.0 on cuda:1.*strategy=\"dense\""
+    ):
+        _library.require_sm90(1)

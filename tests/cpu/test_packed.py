@@ -1,0 +1,66 @@
+"""``twell.pack`` and ``PackedTwell``."""
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import twell
+from twell import reference
+
+BF16 = torch.bfloat16
+
+
+def problem(*lead: int, n: int = 264, k: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(-2, 3, (*lead, k)).to(BF16), torch.randint(-2, 3, (n, k)).to(BF16)
+
+
+@pytest.mark.parametrize("lead", [(), (0,), (7,), (2, 3), (2, 0, 3)])
+@pytest.mark.parametrize("compression", [2, 4, 8])
+def test_unpack_undoes_pack(lead: tuple[int, ...], compression: int) -> None:
+    x, w = problem(*lead)
+    bias = torch.randint(-2, 3, (264,)).to(BF16)
+    packed = twell.pack(x, w, bias, compression=compression)
+    dense = reference.gate(x, w, bias)
+    assert packed.shape == dense.shape
+    assert packed.dtype == BF16
+    assert torch.equal(packed.unpack(), dense)
+    assert packed.nnz().shape == ()
+    assert packed.nnz() == (dense != 0).sum()
+
+
+def test_is_frozen_and_a_pytree() -> None:
+    packed = twell.pack(*problem(5))
+    with pytest.raises(AttributeError):
+        packed.n = 8  # type: ignore[misc]
+    leaves, spec = pytree.tree_flatten(packed)
+    assert [leaf.data_ptr() for leaf in leaves] == [t.data_ptr() for t in (packed.words, packed.spill, packed.stats)]
+    assert isinstance(pytree.tree_unflatten(leaves, spec), twell.PackedTwell)
+    keys = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(packed)[0]]
+    assert keys == [".words", ".spill", ".stats"]
+    moved = pytree.tree_map(lambda t: t.clone(), {"a": packed})["a"]
+    assert (moved.n, moved.compression) == (264, 8)
+    assert torch.equal(moved.unpack(), packed.unpack())
+
+
+def test_compiles_as_argument_and_result() -> None:
+    x, w = problem(5)
+
+    def twice(packed: twell.PackedTwell) -> tuple[twell.PackedTwell, torch.Tensor]:
+        return twell.pack(packed.unpack()[:, :16] * 0 + x, w), packed.nnz()
+
+    packed = twell.pack(x, w)
+    again, nnz = torch.compile(twice, fullgraph=True, backend="aot_eager")(packed)
+    assert torch.equal(again.words, packed.words)
+    assert nnz == packed.nnz()
+
+
+def test_what_cannot_be_packed() -> None:
+    x, w = problem(5)
+    with pytest.raises(
+        TypeError, match=r"dtype must be bfloat16 or float16, which the format stores, got torch.float32"
+    ):
+        twell.pack(x.float(), w.float())
+    with pytest.raises(NotImplementedError, match="w_gate requires grad, but the format stores no gradient"):
+        twell.pack(x, w.requires_grad_())
+    with torch.no_grad(), torch.autocast("cpu", dtype=BF16):
+        assert twell.pack(x.float(), w.float()).dtype == BF16

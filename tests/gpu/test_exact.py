@@ -1,0 +1,156 @@
+"""Small integers, whose sums are exact in fp32: every operator must give the reference's bits at every size."""
+
+import pytest
+import torch
+from torch import Tensor
+from twell import ops, testing
+from twell.testing import FFN, UGLY_K, UGLY_M
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def check(problem: FFN, compression: int) -> None:
+    """Run all operators on the GPU problem: the packed gate against the CPU operator, the rest against float64."""
+    x, w_gate, w_up, w_down, gate_bias, up_bias, down_bias = problem
+    n = w_gate.shape[0]
+
+    packed = testing.poisoned(lambda: ops.gate_pack(x, w_gate, gate_bias, compression))
+    bias = None if gate_bias is None else gate_bias.cpu()
+    testing.assert_packed_same(packed, ops.gate_pack(x.cpu(), w_gate.cpu(), bias, compression), n, compression)
+    words, spill, stats = packed
+    gate = testing.float64_gate(problem)
+    assert int(stats[:, :, 0].sum()) == int((gate != 0).sum())
+
+    (dense,) = testing.poisoned(lambda: (ops.unpack(words, spill, n, compression),))
+    testing.assert_same(dense, gate.to(x.dtype), "unpack")
+
+    up = torch.nn.functional.linear(x.double(), w_up.double(), None if up_bias is None else up_bias.double())
+    y, l1 = testing.poisoned(lambda: ops.up_down(x, words, spill, w_up, w_down, up_bias, down_bias, compression))
+    testing.assert_same(y, testing.exact_output(problem), "up_down y")
+    testing.assert_same(l1, (gate * up).abs().sum(1).float(), "up_down l1")
+
+    y, l1 = testing.poisoned(lambda: ops.down(words, spill, w_down, down_bias, compression))
+    testing.assert_same(y, testing.exact_output(problem, gated=False), "down y")
+    testing.assert_same(l1, gate.sum(1).float(), "down l1")
+
+
+# One dimension at a time from its list of edges, then the corners where several meet.
+SHAPES = [
+    *((m, 72, 264) for m in UGLY_M),
+    *((m, 896, 5632) for m in (1, 65, 129)),
+    *((129, 64, n) for n in (8, 16, 248, 256, 264, 512, 5632, 8192)),
+    *((65, k, 264) for k in UGLY_K),
+    *((7, k, 520) for k in (16, 136, 256, 264, 1032, 1544, 3072, 5120)),
+    (1, 2048, 8192),
+    (7, 8192, 8192),
+    (63, 4096, 5632),
+    (127, 8, 8),
+    (128, 8, 5632),
+    (129, 2048, 5632),
+    (257, 2048, 5632),
+    (257, 4096, 264),
+    (1000, 512, 1536),
+]
+VARIANTS = [(BF16, 8), (FP16, 4), (BF16, 2), (FP16, 8), (BF16, 4), (FP16, 2)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "compression", "biases"),
+    [
+        # two different variants at each shape, one of them with biases
+        (shape, *VARIANTS[(i + j) % 6], ("", "gate up down")[(i + j) % 2])
+        for i, shape in enumerate(SHAPES)
+        for j in range(2)
+    ],
+    ids=lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else str(value) or "none",
+)
+def test_shapes(shape: tuple[int, int, int], dtype: torch.dtype, compression: int, biases: str) -> None:
+    m, k, n = shape
+    check(testing.integer_problem(m, k, n, density=0.1, biases=biases, device="cuda", dtype=dtype), compression)
+
+
+@pytest.mark.parametrize("density", [0, 0.02, 0.3, 1])
+@pytest.mark.parametrize(("dtype", "compression"), VARIANTS)
+def test_densities(density: float, dtype: torch.dtype, compression: int) -> None:
+    """No gate positive, few, many, all of them; the last tile is partial."""
+    problem = testing.integer_problem(129, 896, 2056, density=density, device="cuda", dtype=dtype)
+    share = float((testing.float64_gate(problem) > 0).double().mean())
+    assert share == density if density in (0, 1) else 0.3 * density < share < 2 * density
+    check(problem, compression)
+
+
+@pytest.mark.parametrize("biases", ["gate", "up", "down", "up down"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_each_bias(biases: str, dtype: torch.dtype) -> None:
+    """A bias of one projection alone. With one, rows and neurons past the end of a tile would have positive gates."""
+    check(testing.integer_problem(65, 200, 264, density=1, biases=biases, device="cuda", dtype=dtype), 8)
+
+
+@pytest.mark.parametrize("compression", [2, 8])
+def test_most_neurons(compression: int) -> None:
+    """N = 65,536: the largest neuron index has all 16 bits set, so the word that holds it can be negative."""
+    problem = testing.integer_problem(65, 64, 65536, density=0.06, device="cuda")
+    gate = testing.float64_gate(problem)
+    assert bool((gate[:, -256:] != 0).any())
+    check(problem, compression)
+    last = torch.zeros(3, 65536, dtype=torch.int64)
+    last[0, 65535], last[1, 0], last[2, 65528:] = 5, 6, 7
+    check(testing.pattern_problem(last, 64, device="cuda"), compression)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_cpu_operators_agree(dtype: torch.dtype) -> None:
+    """The other operators against their CPU implementations, from the same packed gate."""
+    problem = testing.integer_problem(130, 264, 776, density=0.1, biases="gate up down", dtype=dtype)
+    on_gpu = problem.to("cuda")
+    for compression in (2, 4, 8):
+        words, spill, _ = ops.gate_pack(problem.x, problem.w_gate, problem.gate_bias, compression)
+        packed = words.cuda(), spill.cuda()
+        assert_all_same(
+            ops.up_down(on_gpu.x, *packed, on_gpu.w_up, on_gpu.w_down, on_gpu.up_bias, on_gpu.down_bias, compression),
+            ops.up_down(problem.x, words, spill, *problem[2:4], *problem[5:], compression),
+        )
+        assert_all_same(
+            ops.down(*packed, on_gpu.w_down, on_gpu.down_bias, compression),
+            ops.down(words, spill, problem.w_down, problem.down_bias, compression),
+        )
+        n = problem.w_gate.shape[0]
+        testing.assert_same(ops.unpack(*packed, n, compression), ops.unpack(words, spill, n, compression))
+
+
+def assert_all_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
+        testing.assert_same(ours, theirs)
+
+
+def test_gate_rounds_to_nearest_even() -> None:
+    """Gates of 9 bits, which bf16 has not: ties go to even, in the packed value and in all that follows."""
+    sums = torch.arange(256, 320)
+    w_gate = torch.zeros(64, 64)
+    w_gate[:, 0], w_gate[:, 1] = 256, sums - 256
+    x = torch.zeros(3, 64)
+    x[:, :2] = 1
+    x[1] *= -1
+    x, w_gate = x.to("cuda", BF16), w_gate.to("cuda", BF16)
+    expected = torch.stack([sums, 0 * sums, sums]).to(BF16)
+    assert not torch.equal(expected[0].long(), sums)
+    for compression in (2, 8):
+        packed = ops.gate_pack(x, w_gate, None, compression)
+        testing.assert_packed_same(packed, ops.gate_pack(x.cpu(), w_gate.cpu(), None, compression), 64, compression)
+        testing.assert_same(ops.unpack(*packed[:2], 64, compression), expected)
+
+
+def test_what_rounds_to_zero_is_no_nonzero() -> None:
+    """fp16 at its edges: half the smallest number is a tie to 0 and not counted, beyond the largest is infinite."""
+    w_gate = torch.zeros(16, 64)
+    exponents = [-8, -9, -10, -11, -12, -13, -14]
+    w_gate[:7, 0] = torch.tensor([2.0**e for e in exponents])
+    w_gate[7, 0] = 1.5 * 2.0**-13
+    w_gate[8, 1], w_gate[9, 1] = 256, 255
+    x = torch.zeros(65, 64)
+    x[:, 0], x[:, 1] = 2.0**-12, 256
+    expected = [2.0**-20, 2.0**-21, 2.0**-22, 2.0**-23, 2.0**-24, 0, 0, 2.0**-24, torch.inf, 65280.0, *[0] * 6]
+    packed = ops.gate_pack(x.to("cuda", FP16), w_gate.to("cuda", FP16), None, 8)
+    testing.assert_packed_same(packed, ops.gate_pack(x.to(FP16), w_gate.to(FP16), None, 8), 16, 8)
+    testing.assert_same(ops.unpack(*packed[:2], 16, 8), torch.tensor(expected).to(FP16).expand(65, 16))
+    assert int(packed[2][:, :, 0].sum()) == 65 * 8

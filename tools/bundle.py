@@ -1,0 +1,98 @@
+"""Make a folder that runs twell on a GPU host without network: the built wheel, what it needs, tests and benchmarks.
+
+It is for one's own machines, never a release: the DSL runtime in it is a dependency with a licence of its own. The host
+brings Python, a CUDA build of torch, numpy and pytest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import lzma
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+# of a checkout; scratch/ is a place for experiments and need not exist
+FOLDERS = ("tests", "profiling", "scratch")
+
+# manylinux platforms are matched one by one
+PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 27, 28)]
+
+# what only building against a wheel needs
+UNUSED = ("/include/", "libtvm_ffi_testing.so", "/src/", ".pyi", "/share/")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--wheel", type=Path, required=True, help="the twell wheel to unpack")
+    parser.add_argument("--python", default="3.12", help="Python version of the host (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "bundle", help="default: %(default)s")
+    parser.add_argument("--cache", type=Path, default=ROOT / "build" / "cache", help="default: %(default)s")
+    parser.add_argument("packages", nargs="*", help="more wheels to carry, without what they need, as NAME==VERSION")
+    arguments = parser.parse_args()
+
+    arguments.cache.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(arguments.out, ignore_errors=True)
+    site = arguments.out / "site"
+    unpack(arguments.wheel, site)
+    # the host's tvm-ffi is the one that the kernels were linked to
+    for package in (f"apache-tvm-ffi=={metadata.version('apache-tvm-ffi')}", *arguments.packages):
+        unpack(download(package, arguments.python, arguments.cache), site)
+    runtime = pack_runtime(arguments.cache)
+    (arguments.out / "runtime").mkdir()
+    shutil.copyfile(runtime, arguments.out / "runtime" / "libcute_dsl_runtime.so.xz")
+    ignore = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
+    for folder in FOLDERS:
+        if (ROOT / folder).is_dir():
+            shutil.copytree(ROOT / folder, arguments.out / folder, ignore=ignore)
+    # pytest's settings
+    shutil.copyfile(ROOT / "pyproject.toml", arguments.out / "pyproject.toml")
+    script = (ROOT / "tools" / "run.sh").read_text()
+    script = script.replace("@PYTHON@", arguments.python).replace("@RUNTIME@", runtime.name.partition(".")[0])
+    (arguments.out / "run.sh").write_text(script)
+    (arguments.out / "run.sh").chmod(0o755)
+    size = sum(path.stat().st_size for path in arguments.out.rglob("*") if path.is_file())
+    print(f"{arguments.out}: {size / 1e6:.1f} MB for Python {arguments.python}")
+
+
+def unpack(wheel: Path, site: Path) -> None:
+    """Unpack a wheel the way an installer lays it out, less what is never run."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if not any(part in f"/{name}" for part in UNUSED)]
+        archive.extractall(site, names)
+
+
+def download(package: str, python: str, cache: Path) -> Path:
+    """The wheel of ``NAME==VERSION`` for that Python on x86-64 Linux; asked for once."""
+    folder = cache / f"{package}-py{python}"
+    if not list(folder.glob("*.whl")):
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command += ["--implementation=cp", f"--python-version={python}", f"--dest={folder}", package]
+        subprocess.run(command + [f"--platform={platform}" for platform in PLATFORMS], check=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def pack_runtime(cache: Path) -> Path:
+    """The DSL runtime library, packed; its name holds the hash of its content, which names the unpacked folder too."""
+    from cute_kernels.compile import runtime_libraries
+
+    library = runtime_libraries()[0].read_bytes()
+    packed = cache / f"runtime-{hashlib.sha256(library).hexdigest()[:16]}.xz"
+    if not packed.exists():
+        part = packed.with_suffix(f".{os.getpid()}")
+        part.write_bytes(lzma.compress(library, preset=6))
+        part.replace(packed)
+    return packed
+
+
+if __name__ == "__main__":
+    main()
