@@ -4,13 +4,13 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
-# Python 3.10 or newer that makes the virtual environment, and where that goes.
+# Python 3.10 or newer that makes the virtual environment, and where that goes. To use a torch that you have (a CUDA
+# build, say), name its environment: make test VENV=path/of/it CONSTRAINTS=
+# or, if it is the system Python's, first: python3 -m venv --system-site-packages .venv
 PYTHON ?= python3
 VENV ?= .venv
-# Pinned versions, among them a torch; CONSTRAINTS= takes the newest that pyproject.toml allows.
+# The pinned versions, torch's among them; empty to keep or take any that pyproject.toml allows.
 CONSTRAINTS ?= constraints.txt
-# 1 uses a torch that PYTHON already has (a CUDA build, say) in place of the pinned one.
-SYSTEM_TORCH ?=
 # Python of the host that a bundle is for, and its kernels: empty for all that ship, else names from `make symbols`.
 BUNDLE_PYTHON ?= 3.12
 BUNDLE_SYMBOLS ?=
@@ -25,15 +25,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export PYTHONPATH := $(CURDIR)/python:$(CURDIR)
 
-ifeq ($(SYSTEM_TORCH),)
-venv_flags :=
-constraints := $(CONSTRAINTS)
-else
-venv_flags := --system-site-packages
-constraints := build/constraints.txt
-endif
-pip = "$(PY)" -m pip install --quiet $(if $(constraints),--constraint $(constraints))
-stamp := $(VENV)/.ready
+pip = "$(PY)" -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+stamp := $(VENV)/.twell-ready
 symbols := $(subst $() $(),;,$(strip $(BUNDLE_SYMBOLS)))
 
 .PHONY: help demo test lint format symbols wheel bundle clean
@@ -65,19 +58,16 @@ wheel: $(stamp) ## dist/: a wheel with every kernel inside
 
 bundle: $(stamp) ## build/bundle/: what a GPU host without network needs; BUNDLE_SYMBOLS="..." for some kernels only
 	rm -rf build/bundle-wheel
-	TWELL_SYMBOLS="$(symbols)" "$(PY)" -m build --no-isolation --wheel --outdir build/bundle-wheel
+	TWELL_SYMBOLS="$(symbols)" "$(PY)" -m build --no-isolation --wheel --outdir build/bundle-wheel \
+		--config-setting=build-dir=build/$(if $(symbols),partial,wheel)
 	"$(PY)" tools/bundle.py --python $(BUNDLE_PYTHON) --wheel build/bundle-wheel/*.whl $(BUNDLE_PACKAGES)
 
-clean: ## remove what was built, the virtual environment included
-	rm -rf build dist "$(VENV)" .mypy_cache .pytest_cache .ruff_cache
+clean: ## remove what was built, .venv included
+	rm -rf build dist .venv .mypy_cache .pytest_cache .ruff_cache
 
 # What pyproject.toml asks for is installed by installing twell without its kernels; then that copy is removed.
 $(stamp): pyproject.toml $(wildcard $(CONSTRAINTS))
-	test -x "$(PY)" || "$(PYTHON)" -m venv $(venv_flags) "$(VENV)"
-ifneq ($(SYSTEM_TORCH),)
-	mkdir -p build
-	"$(PY)" -c 'import torch; print("torch==" + torch.__version__)' > build/constraints.txt
-endif
+	test -x "$(PY)" || "$(PYTHON)" -m venv "$(VENV)"
 	$(pip) scikit-build-core
 	$(pip) --no-build-isolation --config-settings=wheel.cmake=false '.[dev,plots]'
 	"$(PY)" -m pip uninstall --quiet --yes twell

@@ -51,7 +51,7 @@ def runtime_libraries() -> tuple[Path, Path]:
 
 @dataclass(frozen=True)
 class Report:
-    """What ptxas says of one device kernel. ``wgmma`` holds its warnings of serialised WGMMA (C7515, C7517 and so on)."""
+    """What ptxas says of one device kernel; ``wgmma`` holds its warnings of serialised WGMMA (C7515, C7517)."""
 
     symbol: str
     kernel: str

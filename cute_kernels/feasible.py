@@ -1,4 +1,4 @@
-"""Shared-memory and register arithmetic of sm_90. Pure Python, so that a choice is refused before anything is compiled."""
+"""Shared-memory and register arithmetic of sm_90. Pure Python: a choice is refused before anything is compiled."""
 
 from __future__ import annotations
 

@@ -32,8 +32,3 @@ def words_per_tile(compression: int) -> int:
 def capacity(compression: int) -> int:
     """Most non-zeros that a row-tile holds in its words; one more spills it."""
     return words_per_tile(compression) - 1
-
-
-def group_rows(k_max: int) -> int:
-    """Tokens that one CTA of up_down or down takes, and that share one entry of their `heavy` scratch: 8, fewer beyond K = 2048."""
-    return 8 // max(1, k_max // 2048)

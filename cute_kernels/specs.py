@@ -14,7 +14,7 @@ from .format import words_per_tile
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 
 # The hidden size a row kernel keeps in registers is fixed when it is compiled: the smallest class that holds K.
-K_CLASSES = (256, 512, 1024, 2048, 4096, 8192, 16384)
+K_CLASSES = (512, 1024, 2048, 4096, 8192, 16384)
 
 
 def k_class(k: int) -> int:

@@ -1,73 +1,80 @@
 """Gated up and down projections on the pattern of a packed gate: y[m] = sum over non-zeros c of h[m, c] * w_down[c],
 with h[m, c] = gate[m, c] * (x[m] . w_up[c] + up_bias[c]). Strategy `row`: only the weight rows of non-zeros are read.
 
-The bound is L2: two rows of K values a non-zero. Tokens that stand side by side share neurons, so a CTA takes a group of
-tokens and streams each weight row of their union once. Two launches, the second for what the first leaves:
+The bound is L2: two rows of K values a non-zero. Eight tokens that stand side by side share a CTA and each weight row of the
+union of their neurons is read once. Two launches, the second for what the first leaves:
 
-    light   one CTA per group of tokens, one token a warp (K > 2048: 2, 4 or 8 warps share a token). Two CTAs per SM, so one
-            builds its lists while the other streams.
-    heavy   the tokens with more than LIST non-zeros. Up to CTA_LIMIT one CTA takes a token and deals its non-zeros to all
-            warps; beyond, a cluster of eight CTAs does. Partial sums meet in a fixed order.
+    light   one CTA per group of eight tokens, two CTAs per SM up to K = 2048: one lists its neurons while the other streams.
+            Beyond K = 4096 a cluster shares the group, each CTA a slab of 4096 columns.
+    heavy   tokens with more than HEAVY_COUNT non-zeros and a quarter of their group's. A cluster of eight CTAs takes one,
+            each every eighth tile, and the partial sums meet through distributed shared memory in a fixed order.
 
-The eight warps of a CTA read the words and sort the union of neurons with a bitmap. The union's rows then stream through a
-few stages of shared memory, one neuron a stage, while each warp walks its own non-zeros in ascending order: dot product with
-the up row, times the gate, added to 64 fp32 sums a lane with the down row. There is no loading warp, it would cost every warp
-32 of its 128 registers: the last warp to leave a stage refills it with the next neuron of the union, so a slow warp holds up
-one stage and nothing else. Neurons are loaded in ascending order, so the lowest one not yet consumed is always loaded.
+A CTA's eight warps each own an eighth of the columns, so that no token and no neuron can hold one warp alone. Up to WINDOW
+neurons of the union at a time:
 
-    FULL[r]     1 arrival + bytes: the rows of neuron r of the union have arrived in stage stage_of[r].
-    union[r]    neuron | warps that have yet to use it << 16, counted down by acq_rel atomics.
-    EPOCH       neurons between two __syncthreads; every FULL barrier completes once an epoch, so its parity is the epoch's.
+    list    warp t marks token t's neurons in a bitmap; its prefix sums give each neuron its rank in the union; the gate values
+            go to `gates` by rank, zero where a token does not have the neuron.
+    stream  four neurons a batch. Their rows arrive by bulk copies in two rings of buffers, one for up and one for down rows:
+              dot    mma: [4 neurons x K/8] times x of the eight tokens, from registers; partial sums go to `partial`;
+              sync   one barrier a batch: its sums are complete, the buffers just read are free and are refilled;
+              add    mma: [K/8 columns x 4 neurons] times h of the eight tokens, onto fp32 sums in registers. h is fp32: it
+                     enters as three 16-bit terms, two of them side by side in the eight k of one mma.
+            The dot of the next batch overlaps with the add of this one.
+
+    FULL[b % buffers]  1 arrival + bytes: the down rows of batch b and the up rows of batch b + 1, one turn's work.
+    FULL[buffers]      1 arrival + bytes: the up rows of batch 0.
+    Every thread waits for every barrier, so one register of phase bits serves all.
 """
 
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr, range_constexpr
-from cutlass.cute.nvgpu import LoadCacheMode, cpasync
+from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator, get_smem_capacity_in_bytes
 
 from . import format as twell
 from .sm90 import operands
-from .sm90.values import high_to_float, lanes_before, low_to_float, nonzero_flags
+from .sm90.copies import bulk_copy, load_peer, load_values
+from .sm90.mma import load_matrices_transposed, mma_16x8x8, mma_16x8x16
+from .sm90.values import MAGNITUDE, high_to_float, lowest_bit, low_to_float, nonzero_flags, pack, prefix_sum
 from .specs import UpDownSpec
 
+TOKENS = twell.GROUP_ROWS
 WARPS = 8
 THREADS = 32 * WARPS
-CLUSTER = 8
-# most non-zeros of a token that its group's CTA takes; equals a tile, so that eight tiles of a heavy token fill the lists
-LIST = twell.TILE
-# most non-zeros that one CTA of the heavy kernel takes alone
-CTA_LIMIT = 512
-# larger than any position in a union
-SENTINEL = 0xFFFF
-EPOCH = 512
-# places in `counts`, behind the lengths of the lists
-HEAVY, SIZE, NEXT = WARPS, WARPS + 1, WARPS + 2
-
-
-class Barrier(IntEnum):
-    """Named barriers; 0 is __syncthreads. TOKEN + t joins the warps that share token t."""
-
-    TOKEN = 1
+BATCH = 4
+# columns of a step: one matrix load of up rows, two of down rows
+BLOCK = 64
+# neurons of a union that are listed and streamed before the next ones are
+WINDOW = 512
+HEAVY_COUNT = 512
+HEAVY_CLUSTER = 8
+# widest slab of columns whose sums fit in a CTA's registers
+SLAB = 4096
+# places in `counts`, behind the non-zeros of the tokens
+HEAVY, SIZE = TOKENS, TOKENS + 1
+# columns between down rows, beyond the row: transposing matrix loads then hit different banks. A bulk copy to an address that is
+# not a multiple of 128 bytes costs L2 twice the look-ups, and with both kinds of row padded these are the limit: up rows are not
+PAD = 8
 
 
 class Views(NamedTuple):
     """A CTA's shared memory by name."""
 
-    full: Any  # [EPOCH] mbarriers
-    stage_of: Any  # [EPOCH]
-    counts: Any  # [16] non-zeros of each list; mask of heavy tokens; size of the union; next neuron to load
-    sums: Any  # [8] bitmap population counts of the warps
-    partial: Any  # [2, 8] dot products and sums of |h| that warps exchange
-    union: Any  # [tokens * LIST] neuron | remaining users << 16, in the order of streaming
-    lists: Any  # [tokens, LIST + 1] value bits << 16 | position in the union, ended by SENTINEL
-    x: Any  # [tokens, k_max]
-    ring: Any  # [stages, rows, k_max]
-    scratch: Any  # [tokens, k_max] fp32 over x and ring: sums that meet after streaming
+    full: Any  # [buffers + 1] mbarriers
+    counts: Any  # [16] non-zeros of each token, mask of heavy tokens, size of the union
+    sums: Any  # [WARPS] neurons marked in each warp's share of the bitmap
+    union: Any  # [WINDOW] neurons, ascending
+    gates: Any  # [WINDOW / BATCH, TOKENS, BATCH] gate values as bits
+    partial: Any  # [2, WARPS, TOKENS, BATCH] dot products over a warp's columns
+    up: Any  # [buffers, BATCH, slab]
+    down: Any  # [buffers, BATCH, slab + PAD]
+    bitmap: Any  # [N / 32] over the rings, before it is filled
+    prefix: Any  # [N / 32] over the ring: neurons marked before each word of the bitmap
+    sum_y: Any  # [slab] fp32 over the ring, after it is read: a heavy token's partial sums
+    staged: Any  # [TOKENS, slab + PAD] over the ring, after it is read: rounded rows of y
 
 
 class UpDown:
@@ -77,20 +84,19 @@ class UpDown:
 
     def __init__(self, spec: Any):
         self.dtype = operands.DTYPES[spec.dtype]
-        self.k_max, self.has_bias = spec.k_max, spec.bias
-        self.warps_per_token = max(1, spec.k_max // 2048)
-        self.tokens = WARPS // self.warps_per_token
-        assert self.tokens == twell.group_rows(spec.k_max)
-        self.vectors = spec.k_max // (self.warps_per_token * 256)
-        self.rows = 2 if self.gated else 1
-        # two CTAs share an SM as long as a token fits a warp
-        self.ctas_per_sm = 2 if self.warps_per_token == 1 else 1
-        budget = (57344 if self.gated else 90112) if self.ctas_per_sm == 2 else 163840
-        self.stages = min(64, max(2, budget // (self.rows * spec.k_max * 2)))
-        self.x_values = self.tokens * spec.k_max if self.gated else 0
-        self.ring_values = self.stages * self.rows * spec.k_max
-        # the bitmap (8 KB), its prefix sums (4 KB) and the fp32 scratch borrow this memory in turn
-        self.arena_values = max(self.x_values + self.ring_values, self.tokens * spec.k_max * 2, self.x_values + 6144)
+        self.has_bias = spec.bias
+        self.slabs = max(1, spec.k_max // SLAB)
+        self.slab = spec.k_max // self.slabs
+        self.blocks = self.slab // (BLOCK * WARPS)
+        self.halves = 2 if self.gated else 1
+        self.ctas_per_sm = 2 if self.slab <= 2048 else 1
+        self.pitch = self.slab + PAD
+        available = (99 if self.ctas_per_sm == 2 else 198) * 512
+        turn = BATCH * (self.pitch + (self.slab if self.gated else 0))
+        self.buffers = min(8, available // turn)
+        self.up_values = self.buffers * BATCH * self.slab if self.gated else 0
+        lists = twell.MAX_NEURONS // 32 * 3
+        self.arena = max(self.buffers * turn, lists, TOKENS * self.pitch)
 
     @cute.jit
     def __call__(
@@ -115,37 +121,39 @@ class UpDown:
     def launch(self, x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, heavy, words_per_tile, max_clusters, stream):
         @cute.struct
         class Shared:
-            full: cute.struct.MemRange[Int64, EPOCH]
+            full: cute.struct.MemRange[cutlass.Int64, self.buffers + 1]
             counts: cute.struct.MemRange[Int32, 16]
             sums: cute.struct.MemRange[Int32, WARPS]
-            partial: cute.struct.Align[cute.struct.MemRange[Float32, 2 * WARPS], 16]
-            union: cute.struct.MemRange[Uint32, self.tokens * LIST]
-            lists: cute.struct.MemRange[Uint32, self.tokens * (LIST + 1)]
-            stage_of: cute.struct.MemRange[Uint8, EPOCH]
-            arena: cute.struct.Align[cute.struct.MemRange[self.dtype, self.arena_values], 128]
+            union: cute.struct.MemRange[Uint16, WINDOW]
+            partial: cute.struct.Align[cute.struct.MemRange[Float32, 2 * WARPS * TOKENS * BATCH], 16]
+            gates: cute.struct.Align[cute.struct.MemRange[Uint16, WINDOW * TOKENS], 16]
+            arena: cute.struct.Align[cute.struct.MemRange[self.dtype, self.arena], 128]
 
         # 1 KB of an SM's shared memory is reserved for each CTA
         assert Shared.size_in_bytes() <= (get_smem_capacity_in_bytes("sm_90") + 1024) // self.ctas_per_sm - 1024
         self.shared = Shared
         arguments = (x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, heavy, words_per_tile)
+        groups = cute.ceil_div(y.shape[0], TOKENS)
         if y.shape[0] > 0:
             self.light(*arguments).launch(
-                grid=(cute.ceil_div(y.shape[0], self.tokens), 1, 1),
+                grid=(groups * self.slabs, 1, 1),
                 block=(THREADS, 1, 1),
+                cluster=(self.slabs, 1, 1),
                 min_blocks_per_mp=self.ctas_per_sm,
                 preferred_smem_carveout=100,
                 stream=stream,
             )
-            self.heavy(*arguments).launch(
-                grid=(CLUSTER, cutlass.min(cute.ceil_div(y.shape[0], self.tokens), max_clusters * self.ctas_per_sm), 1),
-                block=(THREADS, 1, 1),
-                cluster=(CLUSTER, 1, 1),
-                min_blocks_per_mp=self.ctas_per_sm,
-                preferred_smem_carveout=100,
-                stream=stream,
-            )
+            if const_expr(self.slabs == 1):
+                self.heavy(*arguments).launch(
+                    grid=(HEAVY_CLUSTER, cutlass.min(groups, max_clusters * self.ctas_per_sm), 1),
+                    block=(THREADS, 1, 1),
+                    cluster=(HEAVY_CLUSTER, 1, 1),
+                    min_blocks_per_mp=self.ctas_per_sm,
+                    preferred_smem_carveout=100,
+                    stream=stream,
+                )
 
-    # ---- light: one CTA per group of tokens ----
+    # ---- the two kernels ----
 
     @cute.kernel
     def light(
@@ -162,53 +170,44 @@ class UpDown:
         heavy: cute.Tensor,
         width: Int32,
     ):
-        thread = cute.arch.thread_idx()[0]
-        lane = cute.arch.lane_idx()
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        group = cute.arch.block_idx()[0]
-        shared = SmemAllocator().allocate(self.shared)
-        s = self.views(shared)
-        neurons, tiles = w_down.shape[0], words.shape[1] // width
-        slot, part = warp // self.warps_per_token, warp % self.warps_per_token
-        m = group * self.tokens + slot
-
+        block = cute.arch.block_idx()[0]
+        group, slab = block // self.slabs, block % self.slabs
+        s = self.views(SmemAllocator().allocate(self.shared))
         self.init_barriers(s, thread)
-        bitmap, prefix = self.union_scratch(s)
-        for i in cutlass.range(thread, cute.ceil_div(neurons, 32), THREADS, unroll=1):
-            bitmap[i] = Uint32(0)
-        if thread == 0:
-            s.counts[HEAVY] = 0
-        if const_expr(self.gated):
-            self.load_x(x, s.x, m, slot, part, lane)
-        cute.arch.sync_threads()
-        if warp < self.tokens:
-            self.list_token(words, spill, s, bitmap, group * self.tokens + warp, warp, lane, width, tiles)
-        cute.arch.sync_threads()
-        self.sort_union(s, bitmap, prefix, neurons, thread, warp, lane)
-        cute.arch.sync_threads()
-        size = s.counts[SIZE]
-        if warp < self.tokens:
-            self.rank_list(s, bitmap, prefix, warp, lane)
-        if thread == 0:
-            heavy[group] = s.counts[HEAVY]
-        self.clear_tails(s, w_down.shape[1], thread)
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_threads()
-
-        acc = cute.make_rmem_tensor((8, self.vectors), Float32)
+        first = group * TOKENS
+        # lane 4g + i holds x of token g
+        token = first + (lane >> 2)
+        x_frag = self.load_x(x, token, token < y.shape[0], slab, warp, lane)
+        self.find_heavy(words, s, first + warp, y.shape[0], width, thread, warp, lane)
+        skipped = s.counts[HEAVY]
+        if thread == 0 and slab == 0:
+            heavy[group] = skipped
+        m = first + warp
+        listed = m < y.shape[0] and (skipped >> warp) & 1 == 0
+        tiles = words.shape[1] // width
+        acc = cute.make_rmem_tensor((4, 4, self.blocks), Float32)
         acc.fill(0.0)
-        total = self.gather(s, w_up, w_down, up_bias, acc, slot, slot, part, warp, lane, size, Int32(0))
-        is_heavy = (s.counts[HEAVY] >> slot) & 1
-        if m < y.shape[0] and is_heavy == 0:
-            if lane == 0 and part == 0:
-                l1[m] = total
-            for v in range_constexpr(self.vectors):
-                column = ((part * self.vectors + v) * 32 + lane) * 8
-                if column < y.shape[1]:
-                    self.store_vector(y, down_bias, m, column, acc[None, v])
+        total, _ = self.accumulate(
+            s, words, spill, w_up, w_down, up_bias, x_frag, acc, m, listed, warp, (Int32(0), Int32(1), tiles), width, slab,
+            Int32(0), thread, warp, lane,
+        )  # fmt: skip
 
-    # ---- heavy: one cluster per token ----
+        self.stage_rows(s, acc, down_bias, slab, y.shape[1], warp, lane)
+        cute.arch.sync_threads()
+        if listed:
+            columns = cutlass.min(y.shape[1] - slab * self.slab, Int32(self.slab))
+            for column in cutlass.range(lane * 8, columns, 256, unroll=4):
+                self.store_staged(s, y, m, slab * self.slab + column, warp, column)
+        total += cute.arch.shuffle_sync_bfly(total, 1)
+        g = lane >> 2
+        if warp == 0 and slab == 0 and lane & 3 == 0 and first + g < y.shape[0] and (skipped >> g) & 1 == 0:
+            l1[first + g] = total
+        if const_expr(self.slabs > 1):
+            # a peer may still read this CTA's last partial sums
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
     @cute.kernel
     def heavy(
@@ -225,507 +224,456 @@ class UpDown:
         heavy: cute.Tensor,
         width: Int32,
     ):
-        thread = cute.arch.thread_idx()[0]
-        lane = cute.arch.lane_idx()
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank, cluster, _ = cute.arch.block_idx()
         clusters = cute.arch.grid_dim()[1]
-        shared = SmemAllocator().allocate(self.shared)
-        s = self.views(shared)
+        s = self.views(SmemAllocator().allocate(self.shared))
         self.init_barriers(s, thread)
         cute.arch.sync_threads()
-        lap = Int32(0)
-        # groups are dealt to clusters in turn, and a group's tokens to CTAs or to the whole cluster by their own non-zeros
-        # alone: neither the batch nor the grid changes a token's result
-        for together in range_constexpr(2):
-            turn = Int32(0)
-            for first in cutlass.range(0, heavy.shape[0], 32 * clusters, unroll=1):
-                group = first + lane * clusters + cluster
-                entry = heavy[group] if group < heavy.shape[0] else 0
-                mask = entry >> WARPS if const_expr(together) else entry & ~(entry >> WARPS) & ((1 << WARPS) - 1)
-                found = Uint32(cute.arch.vote_ballot_sync(mask != 0))
-                while found != 0:
-                    source = lowest_bit(found)
-                    found = found & (found - 1)
-                    tokens = Uint32(cute.arch.shuffle_sync(mask, source))
-                    while tokens != 0:
-                        m = (first + source * clusters + cluster) * self.tokens + lowest_bit(tokens)
-                        tokens = tokens & (tokens - 1)
-                        if const_expr(together):
-                            lap = self.heavy_token(
-                                s, x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, width, m, rank, CLUSTER,
-                                thread, warp, lane, lap,
-                            )  # fmt: skip
-                        else:
-                            if turn % CLUSTER == rank:
-                                lap = self.heavy_token(
-                                    s, x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, width, m, Int32(0), 1,
-                                    thread, warp, lane, lap,
-                                )  # fmt: skip
-                            turn += 1
+        phases = Int32(0)
+        # groups are dealt to clusters in turn: which cluster takes a token does not change its result
+        for base in cutlass.range(0, heavy.shape[0], 32 * clusters, unroll=1):
+            group = base + lane * clusters + cluster
+            mask = heavy[group] if group < heavy.shape[0] else 0
+            found = Uint32(cute.arch.vote_ballot_sync(mask != 0))
+            while found != 0:
+                source = lowest_bit(found)
+                found = found & (found - 1)
+                tokens = Uint32(cute.arch.shuffle_sync(mask, source))
+                while tokens != 0:
+                    m = (base + source * clusters + cluster) * TOKENS + lowest_bit(tokens)
+                    tokens = tokens & (tokens - 1)
+                    phases = self.heavy_token(
+                        s, x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, width, m, rank, phases, thread, warp, lane
+                    )
 
     @cute.jit
     def heavy_token(
-        self, s, x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, width, m, rank: Int32,
-        ranks: cutlass.Constexpr, thread, warp, lane, lap,
-    ):  # fmt: skip
-        """One token by one CTA or by the CTAs of a cluster; returns the epochs streamed so far."""
+        self, s, x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, width, m, rank, phases, thread, warp, lane
+    ):
+        """One token by one cluster, as token 0 of a group; returns the phases of the barriers."""
         tiles = words.shape[1] // width
-        slot, part = warp // self.warps_per_token, warp % self.warps_per_token
-        if const_expr(self.gated):
-            if warp < self.warps_per_token:
-                self.load_x(x, s.x, m, Int32(0), warp, lane)
-            cute.arch.cp_async_wait_group(0)
-        self.clear_tails(s, w_down.shape[1], thread)
-        acc = cute.make_rmem_tensor((8, self.vectors), Float32)
+        mine = (tiles - rank + HEAVY_CLUSTER - 1) // HEAVY_CLUSTER
+        x_frag = self.load_x(x, m, lane < 4, Int32(0), warp, lane)
+        acc = cute.make_rmem_tensor((4, 4, self.blocks), Float32)
         acc.fill(0.0)
-        total = Float32(0.0)
-        # `tokens` tiles a round: at most tokens * LIST non-zeros, dealt evenly to the slots
-        for first in cutlass.range(rank, tiles, ranks * self.tokens, unroll=1):
-            tile = first + warp * ranks
-            count = Int32(0)
-            if warp < self.tokens:
-                if tile < tiles:
-                    count = words[m, tile * width]
-                s.counts[warp] = count
-            cute.arch.sync_threads()
-            start, size = Int32(0), Int32(0)
-            for w in range_constexpr(self.tokens):
-                start += s.counts[w] if w < warp else 0
-                size += s.counts[w]
-            if count > 0:
-                self.deal_tile(words, spill, s, m, tile, count, start, width, lane)
-            if warp < self.tokens:
-                if lane == 0:
-                    s.lists[warp, (size - warp + self.tokens - 1) // self.tokens] = Uint32(SENTINEL)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.sync_threads()
-            total += self.gather(s, w_up, w_down, up_bias, acc, slot, Int32(0), part, warp, lane, size, lap)
-            lap += cute.ceil_div(size, EPOCH)
-            cute.arch.sync_threads()
+        total, phases = self.accumulate(
+            s, words, spill, w_up, w_down, up_bias, x_frag, acc, m, Boolean(True), Int32(0), (rank, Int32(HEAVY_CLUSTER), mine),
+            width, Int32(0), phases, thread, warp, lane,
+        )  # fmt: skip
 
-        # partial sums of the slots, then of the CTAs, each in a fixed order
-        for v in range_constexpr(self.vectors):
-            column = ((part * self.vectors + v) * 32 + lane) * 8
-            for i in range_constexpr(8):
-                s.scratch[column + i, slot] = acc[i, v]
-        if lane == 0 and part == 0:
-            s.partial[slot] = total
-        cute.arch.sync_threads()
-        for k in cutlass.range(thread, w_down.shape[1], THREADS, unroll=1):
-            value = s.scratch[k, 0]
-            for t in range_constexpr(1, self.tokens):
-                value += s.scratch[k, t]
-            s.scratch[k, 0] = value
+        # token 0 of the sums: registers 0 and 2 of every fourth lane
+        if lane & 3 == 0:
+            for b in range_constexpr(self.blocks):
+                for i in range_constexpr(8):
+                    s.sum_y[self.column(warp, b) + 8 * i + (lane >> 2)] = acc[2 * (i % 2), i // 2, b]
+        total += cute.arch.shuffle_sync_bfly(total, 1)
         if thread == 0:
-            for t in range_constexpr(1, self.tokens):
-                s.partial[0] += s.partial[t]
-        if const_expr(ranks > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
-        out = cute.make_rmem_tensor((8,), Float32)
-        for vector in cutlass.range(rank * THREADS + thread, y.shape[1] // 8, ranks * THREADS, unroll=1):
-            out.fill(0.0)
-            for r in range_constexpr(ranks):
+            s.partial[0] = total
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        values = cute.make_rmem_tensor((8,), Float32)
+        for vector in cutlass.range(rank * THREADS + thread, y.shape[1] // 8, HEAVY_CLUSTER * THREADS, unroll=1):
+            values.fill(0.0)
+            for r in range_constexpr(HEAVY_CLUSTER):
                 for i in range_constexpr(0, 8, 4):
-                    quad = load_peer(s.scratch.iterator + (vector * 8 + i), Int32(r), ranks)
+                    quad = load_peer(s.sum_y.iterator + (vector * 8 + i), Int32(r))
                     for j in range_constexpr(4):
-                        out[i + j] += quad[j]
-            self.store_vector(y, down_bias, m, vector * 8, out)
+                        values[i + j] += quad[j]
+            out = cute.make_rmem_tensor((8,), self.dtype)
+            for i in range_constexpr(8):
+                if const_expr(self.has_bias):
+                    values[i] += down_bias[vector * 8 + i].to(Float32)
+                out[i] = values[i].to(self.dtype)
+            target = y.iterator + (Int64(m) * y.stride[0] + vector * 8)
+            cute.autovec_copy(out, cute.make_tensor(target.align(16), cute.make_layout(8)))
         if rank == 0 and thread == 0:
             sum_h = Float32(0.0)
-            for r in range_constexpr(ranks):
-                sum_h += load_peer(s.partial.iterator, Int32(r), ranks)[0]
+            for r in range_constexpr(HEAVY_CLUSTER):
+                sum_h += load_peer(s.partial.iterator, Int32(r))[0]
             l1[m] = sum_h
-        # this CTA's sums have been read: x and the ring may be overwritten
-        cute.arch.fence_proxy("async.shared", space="cta")
-        if const_expr(ranks > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
+        # this CTA's sums have been read: the ring may be overwritten
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        return phases
+
+    @cute.jit
+    def accumulate(
+        self, s, words, spill, w_up, w_down, up_bias, x_frag, acc, m, listed, slot, deal, width, slab, phases, thread, warp, lane
+    ):
+        """List and stream the union of the group, window by window; returns each lane's sum of |h| and the barriers' phases."""
+        total = Float32(0.0)
+        start, size = Int32(0), Int32(1)
+        while start < size:
+            size = self.list_window(s, words, spill, m, listed, slot, deal, width, start, w_down.shape[0], thread, warp, lane)
+            self.clear_tails(s, w_down.shape[1] - slab * self.slab, thread)
+            cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_threads()
-        return lap
+            here = cutlass.min(size - start, Int32(WINDOW))
+            share, phases = self.stream(s, w_up, w_down, up_bias, x_frag, acc, here, slab, phases, warp, lane)
+            total += share
+            start += WINDOW
+            cute.arch.sync_threads()
+        return total, phases
+
+    # ---- list ----
 
     @cute.jit
-    def deal_tile(self, words, spill, s, m, tile, count, start, width, lane):
-        """Deal a tile's non-zeros, positions `start` and on of this round, to the slots in turn."""
-        if count < width:
-            for i in cutlass.range(lane, count, 32, unroll=1):
-                self.deal(s, start + i, Uint32(words[m, tile * width + 1 + i]))
-        else:
-            quad, flags, place = self.spilled(spill, m, tile, lane)
-            place += start
-            for i in range_constexpr(8):
-                bits = quad[i // 2] & Uint32(0xFFFF0000) if const_expr(i % 2) else quad[i // 2] << 16
-                if flags[i]:
-                    self.deal(s, place, bits | Uint32(tile * twell.TILE + lane * 8 + i))
-                place += Int32(flags[i])
-
-    @cute.jit
-    def deal(self, s, position, word):
-        s.union[position] = (word & Uint32(0xFFFF)) | Uint32(self.warps_per_token << 16)
-        s.lists[position % self.tokens, position // self.tokens] = (word & Uint32(0xFFFF0000)) | Uint32(position)
-
-    # ---- lists of a group ----
-
-    @cute.jit
-    def list_token(self, words, spill, s, bitmap, m, slot, lane, width, tiles):
-        """List a token's non-zeros, ascending, and mark them in the group's bitmap; a heavy token leaves an empty list."""
-        valid = m < words.shape[0]
-        total = Int32(0)
+    def find_heavy(self, words, s, m, rows, width, thread, warp, lane):
+        """Count the tokens' non-zeros and decide which ones to leave to the heavy kernel."""
+        tiles = words.shape[1] // width
+        count = Int32(0)
         for first in cutlass.range(0, tiles, 32, unroll=1):
             tile = first + lane
-            total += words[m, tile * width] if valid and tile < tiles else 0
-        total = Int32(cute.arch.warp_redux_sync(total, "add"))
-        if total > LIST:
-            if lane == 0:
-                bits = (1 << WARPS) + 1 if total > CTA_LIMIT else 1
-                cute.arch.atomic_or(s.counts.iterator + HEAVY, Int32(bits) << slot, scope="cta")
-            total = Int32(0)
-        if total > 0:
-            base = Int32(0)
-            for first in cutlass.range(0, tiles, 32, unroll=1):
-                tile = first + lane
-                count = words[m, tile * width] if tile < tiles else 0
-                inclusive = count
-                for d in range_constexpr(5):
-                    other = cute.arch.shuffle_sync_up(inclusive, 1 << d, mask_and_clamp=0)
-                    inclusive = inclusive + other if lane >= (1 << d) else inclusive
-                start = base + inclusive - count
-                stored = count if count < width else 0
-                self.list_words(words, s, bitmap, m, slot, tile, stored, start, width)
-                overflowing = Uint32(cute.arch.vote_ballot_sync(count >= width))
-                while overflowing != 0:
-                    source = lowest_bit(overflowing)
-                    overflowing = overflowing & (overflowing - 1)
-                    place = cute.arch.shuffle_sync(start, source)
-                    self.list_spilled(spill, s, bitmap, m, slot, first + source, place, lane)
-                base += cute.arch.shuffle_sync(inclusive, 31)
+            count += words[m, tile * width] if m < rows and tile < tiles else 0
+        count = Int32(cute.arch.warp_redux_sync(count, "add"))
         if lane == 0:
-            s.counts[slot] = total
-            s.lists[slot, total] = Uint32(SENTINEL)
+            s.counts[warp] = count
+        cute.arch.sync_threads()
+        if thread == 0:
+            everything, skipped = Int32(0), Int32(0)
+            for t in range_constexpr(TOKENS):
+                everything += s.counts[t]
+            if const_expr(self.slabs == 1):
+                for t in range_constexpr(TOKENS):
+                    if s.counts[t] > HEAVY_COUNT and 4 * s.counts[t] > everything:
+                        skipped = skipped | (1 << t)
+            s.counts[HEAVY] = skipped
+        cute.arch.sync_threads()
 
     @cute.jit
-    def list_words(self, words, s, bitmap, m, slot, tile, stored, start, width):
-        """Each lane lists its own tile, four words at a time (the first of a tile is its count)."""
-        quads = (stored + 4) // 4 if stored > 0 else 0
-        quad = cute.make_rmem_tensor((4,), Int32)
-        line = words.iterator + (Int64(m) * words.stride[0] + tile * width)
-        for q in cutlass.range(0, Int32(cute.arch.warp_redux_sync(quads, "max")), unroll=1):
-            if q < quads:
-                cute.autovec_copy(cute.make_tensor((line + q * 4).align(16), cute.make_layout(4)), quad)
-                for j in range_constexpr(4):
-                    i = q * 4 + j - 1
-                    if i >= 0 and i < stored:
-                        self.list_one(s, bitmap, slot, start + i, Uint32(quad[j]))
-
-    @cute.jit
-    def list_spilled(self, spill, s, bitmap, m, slot, tile, start, lane):
-        """The warp lists one overflowing tile from its dense values."""
-        quad, flags, place = self.spilled(spill, m, tile, lane)
-        place += start
-        for i in range_constexpr(8):
-            bits = quad[i // 2] & Uint32(0xFFFF0000) if const_expr(i % 2) else quad[i // 2] << 16
-            if flags[i]:
-                self.list_one(s, bitmap, slot, place, bits | Uint32(tile * twell.TILE + lane * 8 + i))
-            place += Int32(flags[i])
-
-    @cute.jit
-    def spilled(self, spill, m, tile, lane):
-        """Eight values of a spilled tile a lane, which are non-zeros, and how many stand in the lanes before."""
-        quad = cute.make_rmem_tensor((4,), Uint32)
-        source = spill.iterator + (Int64(m) * spill.stride[0] + tile * twell.TILE + lane * 8)
-        cute.autovec_copy(cute.make_tensor(cute.recast_ptr(source.align(16), dtype=Uint32), cute.make_layout(4)), quad)
-        flags = nonzero_flags(quad)
-        own = Int32(0)
-        for i in range_constexpr(8):
-            own += Int32(flags[i])
-        return quad, flags, lanes_before(own)
-
-    @cute.jit
-    def list_one(self, s, bitmap, slot, place, word):
-        neuron = word & Uint32(0xFFFF)
-        s.lists[slot, place] = word
-        cute.arch.atomic_or(bitmap.iterator + Int32(neuron >> 5), Uint32(1) << (neuron & 31), scope="cta")
-
-    @cute.jit
-    def sort_union(self, s, bitmap, prefix, neurons, thread, warp, lane):
-        """From the bitmap: `union` = its neurons ascending, prefix[i] = how many stand before word i, and the size."""
+    def list_window(self, s, words, spill, m, listed, slot, deal, width, start, neurons, thread, warp, lane):
+        """Fill `union` and `gates` with ranks `start` and on of the union; returns the union's size."""
         bitmap_words = cute.ceil_div(neurons, 32)
+        for i in cutlass.range(thread, bitmap_words, THREADS, unroll=1):
+            s.bitmap[i] = Uint32(0)
+        pairs = cute.recast_tensor(s.gates, Uint32)
+        for i in range_constexpr(0, WINDOW * TOKENS // 2, THREADS):
+            pairs[i + thread] = Uint32(0)
+        cute.arch.sync_threads()
+        if listed:
+            self.scan(s, words, spill, m, slot, deal, width, start, warp, lane, False)
+        cute.arch.sync_threads()
+
         share = cute.ceil_div(bitmap_words, THREADS)
         own = Int32(0)
         for i in cutlass.range(share, unroll=1):
             at = thread * share + i
-            own += Int32(cute.arch.popc(bitmap[at])) if at < bitmap_words else 0
-        inclusive = own
-        for d in range_constexpr(5):
-            other = cute.arch.shuffle_sync_up(inclusive, 1 << d, mask_and_clamp=0)
-            inclusive = inclusive + other if lane >= (1 << d) else inclusive
-        sums = s.sums
+            own += Int32(cute.arch.popc(s.bitmap[at])) if at < bitmap_words else 0
+        before = prefix_sum(own, lane)
         if lane == 31:
-            sums[warp] = inclusive
+            s.sums[warp] = before + own
         cute.arch.sync_threads()
-        position, size = inclusive - own, Int32(0)
+        position, size = before, Int32(0)
         for w in range_constexpr(WARPS):
-            position += sums[w] if w < warp else 0
-            size += sums[w]
+            position += s.sums[w] if w < warp else 0
+            size += s.sums[w]
         for i in cutlass.range(share, unroll=1):
             at = thread * share + i
             if at < bitmap_words:
-                prefix[at] = Uint16(position)
-                word = bitmap[at]
+                s.prefix[at] = Uint16(position)
+                word = s.bitmap[at]
                 while word != 0:
-                    bit = lowest_bit(word)
+                    rank = position - start
+                    if rank >= 0 and rank < WINDOW:
+                        s.union[rank] = Uint16(at * 32 + lowest_bit(word))
                     word = word & (word - 1)
-                    s.union[position] = Uint32(at * 32 + bit)
                     position += 1
-        if thread == 0:
-            s.counts[SIZE] = size
+        cute.arch.sync_threads()
+        if listed:
+            self.scan(s, words, spill, m, slot, deal, width, start, warp, lane, True)
+        cute.arch.sync_threads()
+        return size
 
     @cute.jit
-    def rank_list(self, s, bitmap, prefix, slot, lane):
-        """Replace the neuron in each listed word by its position in the union, and count its users."""
-        for i in cutlass.range(lane, s.counts[slot], 32, unroll=1):
-            word = s.lists[slot, i]
-            neuron = word & Uint32(0xFFFF)
-            below = bitmap[neuron >> 5] & ((Uint32(1) << (neuron & 31)) - 1)
-            position = prefix[neuron >> 5].to(Uint32) + Uint32(cute.arch.popc(below))
-            s.lists[slot, i] = (word & Uint32(0xFFFF0000)) | position
-            users = Uint32(self.warps_per_token << 16)
-            cute.arch.atomic_add(s.union.iterator + Int32(position), users, scope="cta")
+    def scan(self, s, words, spill, m, slot, deal, width, start, warp, lane, place: cutlass.Constexpr):
+        """Visit the non-zeros of a token: mark them in the bitmap, or place their values among the gates.
 
-    # ---- the ring ----
-
-    @cute.jit
-    def load(self, s, w_up, w_down, r, stage):
-        """Copy the rows of neuron `r` of the union into a stage; one lane."""
-        bytes_per_row = w_down.shape[1] * 2
-        full = s.full + r % EPOCH
-        s.stage_of[r % EPOCH] = Uint8(stage)
-        cute.arch.mbarrier_arrive_and_expect_tx(full, self.rows * bytes_per_row)
-        neuron = Int64(s.union[r] & Uint32(0xFFFF))
-        target = s.ring.iterator + stage * (self.rows * self.k_max)
-        if const_expr(self.gated):
-            bulk_copy(target, w_up.iterator + neuron * w_up.stride[0], bytes_per_row, full)
-            target = target + self.k_max
-        bulk_copy(target, w_down.iterator + neuron * w_down.stride[0], bytes_per_row, full)
-
-    @cute.jit
-    def gather(self, s, w_up, w_down, up_bias, acc, slot, x_slot, part, warp, lane, size, lap):
-        """Stream the union, walk list `slot` and add to `acc`; returns the sum of |h|, the same in every lane.
-
-        `lap` counts the epochs that this CTA has streamed before.
+        `deal` = (first tile, step, tiles of this CTA). In a group a warp scans its token alone (step 1); a heavy token's tiles
+        are shared by all warps.
         """
-        total = Float32(0.0)
-        cursor = Int32(0)
-        word = s.lists[slot, 0]
-        for first in cutlass.range(0, size, EPOCH, unroll=1):
-            last = cutlass.min(first + EPOCH, size)
-            primed = cutlass.min(first + self.stages, last)
-            if first > 0:
-                # the last warps of the epoch before still count NEXT up
-                cute.arch.sync_threads()
-            if warp == 0 and lane == 0:
-                s.counts[NEXT] = primed
-            cute.arch.sync_threads()
-            if lane == 0:
-                for r in cutlass.range(first + warp, primed, WARPS, unroll=1):
-                    self.load(s, w_up, w_down, r, r - first)
-            # barriers without a neuron complete too: every barrier has seen as many phases as there were epochs
-            for i in cutlass.range(last - first + warp * 32 + lane, EPOCH, THREADS, unroll=1):
-                cute.arch.mbarrier_arrive(s.full + i)
-            parity = (lap + first // EPOCH) & 1
-            while (word & Uint32(0xFFFF)) < Uint32(last):
-                r = Int32(word & Uint32(0xFFFF))
-                h = high_to_float(word, self.dtype)
-                if const_expr(self.has_bias and self.gated):
-                    b = up_bias[s.union[r] & Uint32(0xFFFF)].to(Float32)
-                cute.arch.mbarrier_wait(s.full + r % EPOCH, parity)
-                stage = Int32(s.stage_of[r % EPOCH])
-                row = stage * (self.rows * self.k_max)
-                if const_expr(self.gated):
-                    up = self.dot(s, x_slot, row, slot, part, warp, lane, cursor)
-                    if const_expr(self.has_bias):
-                        up += b
-                    h = h * up
-                    row = row + self.k_max
-                total += cute.arch.fmax(h, -h)
-                for v in range_constexpr(self.vectors):
-                    w = self.vector(s.ring, row, part, v, lane)
+        origin, step, mine = deal
+        first = Int32(0) if step == 1 else warp * 32
+        stride = Int32(32) if step == 1 else Int32(32 * WARPS)
+        quad = cute.make_rmem_tensor((4,), Int32)
+        for j in cutlass.range(first, mine, stride, unroll=1):
+            tile = origin + (j + lane) * step
+            count = words[m, tile * width] if j + lane < mine else 0
+            # each lane walks its own tile, four words at a time; the first word of a tile is its count
+            stored = count if count < width else 0
+            quads = (stored + 4) // 4 if stored > 0 else 0
+            line = words.iterator + (Int64(m) * words.stride[0] + tile * width)
+            for q in cutlass.range(Int32(cute.arch.warp_redux_sync(quads, "max")), unroll=1):
+                if q < quads:
+                    cute.autovec_copy(cute.make_tensor((line + q * 4).align(16), cute.make_layout(4)), quad)
                     for i in range_constexpr(4):
-                        acc[2 * i, v] += low_to_float(w[i], self.dtype) * h
-                        acc[2 * i + 1, v] += high_to_float(w[i], self.dtype) * h
-                cute.arch.sync_warp()
-                if lane == 0:
-                    self.leave(s, w_up, w_down, r, stage, last)
-                cursor += 1
-                word = s.lists[slot, cursor]
-        return total
+                        at = q * 4 + i - 1
+                        if at >= 0 and at < stored:
+                            self.visit(s, Uint32(quad[i]), slot, start, place)
+            # an overflowing tile is read from the spill by the whole warp, eight values a lane
+            overflowing = Uint32(cute.arch.vote_ballot_sync(count >= width))
+            while overflowing != 0:
+                neuron = (origin + (j + lowest_bit(overflowing)) * step) * twell.TILE + lane * 8
+                overflowing = overflowing & (overflowing - 1)
+                values = load_values(spill.iterator + (Int64(m) * spill.stride[0] + neuron))
+                flags = nonzero_flags(values)
+                for i in range_constexpr(8):
+                    bits = values[i // 2] & Uint32(0xFFFF0000) if const_expr(i % 2) else values[i // 2] << 16
+                    if flags[i]:
+                        self.visit(s, bits | Uint32(neuron + i), slot, start, place)
 
     @cute.jit
-    def leave(self, s, w_up, w_down, r, stage, last):
-        """One lane of a warp that is done with neuron `r`: the last one refills the stage."""
-        before = cute.arch.atomic_add(s.union.iterator + r, Uint32(0xFFFF0000), sem="acq_rel", scope="cta")
-        if before >> 16 == 1:
-            following = Int32(cute.arch.atomic_add(s.counts.iterator + NEXT, Int32(1), scope="cta"))
-            if following < last:
-                self.load(s, w_up, w_down, following, stage)
+    def visit(self, s, word, slot, start, place: cutlass.Constexpr):
+        at, bit = Int32((word >> 5) & Uint32(0x7FF)), Uint32(1) << (word & 31)
+        if const_expr(place):
+            rank = Int32(s.prefix[at]) + Int32(cute.arch.popc(s.bitmap[at] & (bit - 1))) - start
+            if rank >= 0 and rank < WINDOW:
+                s.gates[(rank // BATCH * TOKENS + slot) * BATCH + rank % BATCH] = Uint16(word >> 16)
+        else:
+            cute.arch.atomic_or(s.bitmap.iterator + at, bit, scope="cta")
+
+    # ---- stream ----
 
     @cute.jit
-    def dot(self, s, x_slot, row, slot, part, warp, lane, cursor):
-        """x . w_up row, in every lane of the warps that share the token.
+    def stream(self, s, w_up, w_down, up_bias, x_frag, acc, neurons, slab, phases, warp, lane):
+        """Add h times the down rows of `neurons` listed neurons to `acc`; returns each lane's share of sum |h|, and the phases."""
+        batches = cute.ceil_div(neurons, BATCH)
+        # up rows wait one turn longer in the ring than down rows
+        ahead = self.buffers - 1
+        if const_expr(self.gated):
+            self.fetch(s, w_up, w_down, Int32(-1), self.buffers, Int32(0), Int32(0), neurons, slab, warp, lane)
+        for b in cutlass.range(cutlass.min(batches, Int32(ahead)), unroll=1):
+            self.fetch(s, w_up, w_down, b, b, b, b + 1, neurons, slab, warp, lane)
+        total = Float32(0.0)
+        g, pair = lane >> 2, (lane & 1) * 2
+        up_source = s.up.iterator + ((lane >> 3) * self.slab + self.column(warp, 0) + ((lane & 3) << 3) + ((lane & 4) << 3))
+        down_source = s.down.iterator + ((lane & 3) * self.pitch + self.column(warp, 0) + ((lane >> 3) << 3))
+        if const_expr(self.gated):
+            if batches > 0:
+                self.wait(s, self.buffers, phases)
+                phases = phases ^ (1 << self.buffers)
+                self.dot(s, x_frag, up_source, 0, warp, lane)
+            self.sync()
+        buffer = Int32(0)
+        for b in cutlass.range(batches, unroll=1):
+            following = buffer + 1 if buffer < ahead else 0
+            last = buffer - 1 if buffer > 0 else ahead
+            # the turn before has read batch b - 1's down rows and this batch's up rows
+            self.fetch(s, w_up, w_down, b + ahead, last, last, buffer, neurons, slab, warp, lane)
+            self.wait(s, buffer, phases)
+            phases = phases ^ (1 << buffer)
+            # the next batch's dot products need nothing of this batch: their latencies overlap
+            if const_expr(self.gated):
+                self.dot(s, x_frag, up_source + following * (BATCH * self.slab), b + 1, warp, lane)
+            gates = cute.recast_tensor(s.gates, Uint32)[(b * TOKENS + g) * (BATCH // 2) + pair // 2]
+            h0, h1 = low_to_float(gates, self.dtype), high_to_float(gates, self.dtype)
+            if const_expr(self.gated):
+                up0, up1 = self.up(s, up_bias, b, neurons, g, pair)
+                h0 = h0 * up0 if gates & Uint32(MAGNITUDE) != 0 else Float32(0.0)
+                h1 = h1 * up1 if gates & Uint32(MAGNITUDE << 16) != 0 else Float32(0.0)
+            total += cute.arch.fmax(h0, -h0) + cute.arch.fmax(h1, -h1)
+            self.add(acc, down_source + buffer * (BATCH * self.pitch), h0, h1, lane)
+            self.sync()
+            buffer = following
+        return total, phases
 
-        Tensor cores do it: a lane's registers of x are row lane / 4 of A, those of w_up column lane / 4 of B, so the diagonal
-        of the product holds the eight partial sums of the quads. That takes 2 instructions per 8 products instead of 24.
+    @cute.jit
+    def wait(self, s, barrier, phases):
+        cute.arch.mbarrier_wait(s.full + barrier, (phases >> barrier) & 1)
+
+    @cute.jit
+    def fetch(self, s, w_up, w_down, b, barrier, down_buffer, up_buffer, neurons, slab, warp, lane):
+        """Start the copies that turn `b` of the loop reads: down rows of batch b by warps 0-3, up rows of b + 1 by warps 4-7.
+
+        Where the last batch is not full its last row is copied again: the gates there are zero, but what they meet must be finite.
         """
-        sums = [[Float32(0.0)] * 4 for _ in range(4)]
-        pair = min(2, self.vectors)
-        # a rolled loop keeps the compiler from holding all vectors at once, beside the 64 sums of y
-        for v in cutlass.range(0, self.vectors, pair, unroll=1):
-            for i in range_constexpr(pair):
-                a = self.vector(s.x, x_slot * self.k_max, part, v + i, lane)
-                w = self.vector(s.ring, row, part, v + i, lane)
-                for j in range_constexpr(2):
-                    sums[2 * i + j] = mma_rows(sums[2 * i + j], a[2 * j], a[2 * j + 1], w[2 * j], w[2 * j + 1], self.dtype)
-        even = sums[0][0] + sums[1][0] + sums[2][0] + sums[3][0]
-        odd = sums[0][1] + sums[1][1] + sums[2][1] + sums[3][1]
-        diagonal = odd if (lane >> 2) & 1 else even
-        value = cute.arch.warp_reduction_sum(diagonal if (lane & 3) == (lane >> 3) else Float32(0.0))
-        if const_expr(self.warps_per_token > 1):
-            # two sets of partial sums, so that one barrier a non-zero is enough
-            bank = (cursor & 1) * WARPS
-            if lane == 0:
-                s.partial[bank + warp] = value
-            cute.arch.barrier(barrier_id=Barrier.TOKEN + slot, number_of_threads=32 * self.warps_per_token)
-            value = Float32(0.0)
-            for p in range_constexpr(self.warps_per_token):
-                value += s.partial[bank + slot * self.warps_per_token + p]
-        return value
+        size = cutlass.max(cutlass.min(w_down.shape[1] - slab * self.slab, Int32(self.slab)) * 2, Int32(0))
+        down = b >= 0 and b * BATCH < neurons
+        up = Boolean(False)
+        if const_expr(self.gated):
+            up = (b + 1) * BATCH < neurons
+        if lane == 0 and (down or up):
+            row = warp & (BATCH - 1)
+            if warp == 0:
+                rows = Int32(BATCH) * (Int32(down) + Int32(up))
+                cute.arch.mbarrier_arrive_and_expect_tx(s.full + barrier, rows * size)
+            if size > 0:
+                if warp < BATCH and down:
+                    neuron = Int64(s.union[cutlass.min(b * BATCH + row, neurons - 1)])
+                    target = s.down.iterator + (down_buffer * BATCH + row) * self.pitch
+                    bulk_copy(target, w_down.iterator + (neuron * w_down.stride[0] + slab * self.slab), size, s.full + barrier)
+                if const_expr(self.gated):
+                    if warp >= BATCH and up:
+                        neuron = Int64(s.union[cutlass.min((b + 1) * BATCH + row, neurons - 1)])
+                        target = s.up.iterator + (up_buffer * BATCH + row) * self.slab
+                        bulk_copy(target, w_up.iterator + (neuron * w_up.stride[0] + slab * self.slab), size, s.full + barrier)
 
     @cute.jit
-    def vector(self, buffer, row, part, v, lane):
-        """Eight consecutive values of a row in shared memory, as four registers."""
-        column = ((part * self.vectors + v) * 32 + lane) * 8
-        out = cute.make_rmem_tensor((4,), Uint32)
-        source = cute.recast_ptr((buffer.iterator + (row + column)).align(16), dtype=Uint32)
-        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), out)
-        return out
+    def sync(self):
+        """One barrier a batch for all that share a group."""
+        if const_expr(self.slabs > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
 
-    # ---- shared memory, x and y ----
+    @cute.jit
+    def dot(self, s, x_frag, source, b, warp, lane):
+        """Partial dot products of the up rows of batch `b` and eight tokens over this warp's columns.
+
+        A lane's 16 bytes are eight columns of row lane / 8, and a quarter of the warp reads 128 bytes of one row. As the A
+        operand, with g = lane / 4, the pairs 0 and 2 of these columns stand in row g, 1 and 3 in row g + 8; even g hold columns
+        0-31 of a block of 64, odd g 32-63. Four mma with the four matching pairs of x leave a quarter of their result each that
+        means something, and no register is moved.
+        """
+        values = [Float32(0.0)] * 2
+        # one half of the rows of A at a time: reading the buffer twice is cheaper than eight more registers
+        for pair in range_constexpr(2):
+            sums = [[Float32(0.0)] * 4 for _ in range(2)]
+            for block in range_constexpr(self.blocks):
+                a = load_values(source + BLOCK * block)
+                for odd in range_constexpr(2):
+                    x0, x1 = x_frag[pair, odd, block], x_frag[pair + 2, odd, block]
+                    sums[odd] = mma_16x8x16(sums[odd], a[0], a[1], a[2], a[3], x0, x1, self.dtype)
+            for j in range_constexpr(2):
+                values[j] += sums[1][2 * pair + j] if lane & 4 != 0 else sums[0][2 * pair + j]
+        for j in range_constexpr(2):
+            value = values[j] + cute.arch.shuffle_sync_bfly(values[j], 4)
+            if lane & 4 == 0:
+                s.partial[(((b & 1) * WARPS + warp) * TOKENS + (lane & 3) * 2 + j) * BATCH + (lane >> 3)] = value
+
+    @cute.jit
+    def add(self, acc, source, h0, h1, lane):
+        """acc += this warp's columns of four down rows times h; h0, h1 are those of neurons 2 (lane % 2) and the next.
+
+        B operands: the leading terms of h in k = 0-3 and the second terms in 4-7, where the rows stand again; then the third.
+        """
+        first0, rest0 = self.leading(h0)
+        first1, rest1 = self.leading(h1)
+        second0, last0 = self.leading(rest0)
+        second1, last1 = self.leading(rest1)
+        upper = lane & 2 != 0
+        leading = pack(second0 if upper else first0, second1 if upper else first1, self.dtype)
+        third = Uint32(0) if upper else pack(last0, last1, self.dtype)
+        for block in range_constexpr(self.blocks):
+            for half in range_constexpr(2):
+                a = load_matrices_transposed(source + (BLOCK * block + BLOCK // 2 * half))
+                for i in range_constexpr(2):
+                    tile = 2 * half + i
+                    sums = [acc[j, tile, block] for j in range(4)]
+                    sums = mma_16x8x8(sums, a[2 * i], a[2 * i + 1], leading, self.dtype)
+                    sums = mma_16x8x8(sums, a[2 * i], a[2 * i + 1], third, self.dtype)
+                    for j in range_constexpr(4):
+                        acc[j, tile, block] = sums[j]
+
+    @cute.jit
+    def up(self, s, up_bias, b, neurons, g, pair):
+        """Up projections of neurons `pair` and `pair + 1` of batch `b` for token `g`, from all warps and slabs."""
+        up0, up1 = Float32(0.0), Float32(0.0)
+        for w in range_constexpr(WARPS):
+            at = (((b & 1) * WARPS + w) * TOKENS + g) * BATCH + pair
+            if const_expr(self.slabs > 1):
+                for r in range_constexpr(self.slabs):
+                    # four values from an address that is a multiple of 16 bytes
+                    quad = load_peer(s.partial.iterator + (at - pair), Int32(r))
+                    up0 += quad[2] if pair > 0 else quad[0]
+                    up1 += quad[3] if pair > 0 else quad[1]
+            else:
+                up0 += s.partial[at]
+                up1 += s.partial[at + 1]
+        if const_expr(self.has_bias):
+            at = b * BATCH + pair
+            up0 += up_bias[Int32(s.union[at])].to(Float32) if at < neurons else Float32(0.0)
+            up1 += up_bias[Int32(s.union[at + 1])].to(Float32) if at + 1 < neurons else Float32(0.0)
+        return up0, up1
+
+    @cute.jit
+    def leading(self, h):
+        """h rounded to 16 bits, and what that leaves: nothing if it is infinite."""
+        first = h.to(self.dtype).to(Float32)
+        rest = h - first if cute.arch.fmax(first, -first) != Float32.inf else Float32(0.0)
+        return first, rest
+
+    # ---- x and y ----
+
+    @cute.jit
+    def load_x(self, x, m, valid, slab, warp, lane):
+        """B operands of the dot: eights lane % 4 and lane % 4 + 4 of each 64 of this warp's columns of token m, zeros outside x."""
+        frag = cute.make_rmem_tensor((4, 2, self.blocks), Uint32)
+        frag.fill(0)
+        if const_expr(self.gated):
+            if valid:
+                for block in range_constexpr(self.blocks):
+                    for odd in range_constexpr(2):
+                        column = slab * self.slab + self.column(warp, block) + 32 * odd + (lane & 3) * 8
+                        if column < x.shape[1]:
+                            values = load_values(x.iterator + (Int64(m) * x.stride[0] + column))
+                            for i in range_constexpr(4):
+                                frag[i, odd, block] = values[i]
+        return frag
+
+    @cute.jit
+    def stage_rows(self, s, acc, down_bias, slab, k, warp, lane):
+        """Round the sums and lay them out by token: register 2i + j of a lane is token 2 (lane % 4) + j, column lane / 4 + 8i."""
+        for block in range_constexpr(self.blocks):
+            for i in range_constexpr(8):
+                column = self.column(warp, block) + 8 * i + (lane >> 2)
+                bias = Float32(0.0)
+                if const_expr(self.has_bias):
+                    at = slab * self.slab + column
+                    bias = down_bias[at].to(Float32) if at < k else Float32(0.0)
+                for j in range_constexpr(2):
+                    value = acc[2 * (i % 2) + j, i // 2, block] + bias
+                    s.staged[((lane & 3) * 2 + j) * self.pitch + column] = value.to(self.dtype)
+
+    @cute.jit
+    def store_staged(self, s, y, m, column, token, staged_column):
+        """Eight columns of one row of y."""
+        values = load_values(s.staged.iterator + (token * self.pitch + staged_column))
+        target = cute.recast_ptr((y.iterator + (Int64(m) * y.stride[0] + column)).align(16), dtype=Uint32)
+        cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(4)))
+
+    def column(self, warp, block):
+        """First column of a warp's block."""
+        return (warp * self.blocks + block) * BLOCK
+
+    # ---- shared memory ----
 
     def views(self, shared):
         """Tensors over the shared struct, by name."""
         arena = shared.arena.data_ptr()
+        bitmap_words = twell.MAX_NEURONS // 32
+        bitmap = cute.recast_ptr(arena, dtype=Uint32)
         return Views(
             full=shared.full.data_ptr(),
-            stage_of=shared.stage_of.get_tensor(cute.make_layout(EPOCH)),
             counts=shared.counts.get_tensor(cute.make_layout(16)),
-            partial=shared.partial.get_tensor(cute.make_layout(2 * WARPS)),
             sums=shared.sums.get_tensor(cute.make_layout(WARPS)),
-            union=shared.union.get_tensor(cute.make_layout(self.tokens * LIST)),
-            lists=shared.lists.get_tensor(cute.make_layout((self.tokens, LIST + 1), stride=(LIST + 1, 1))),
-            x=cute.make_tensor(arena, cute.make_layout(max(self.x_values, 8))),
-            ring=cute.make_tensor(arena + self.x_values, cute.make_layout(self.ring_values)),
-            scratch=cute.make_tensor(
-                cute.recast_ptr(arena, dtype=Float32), cute.make_layout((self.k_max, self.tokens))
-            ),
+            union=shared.union.get_tensor(cute.make_layout(WINDOW)),
+            gates=shared.gates.get_tensor(cute.make_layout(WINDOW * TOKENS)),
+            partial=shared.partial.get_tensor(cute.make_layout(2 * WARPS * TOKENS * BATCH)),
+            up=cute.make_tensor(arena, cute.make_layout(max(self.up_values, 8))),
+            down=cute.make_tensor(arena + self.up_values, cute.make_layout(self.buffers * BATCH * self.pitch)),
+            bitmap=cute.make_tensor(bitmap, cute.make_layout(bitmap_words)),
+            prefix=cute.make_tensor(cute.recast_ptr(bitmap + bitmap_words, dtype=Uint16), cute.make_layout(bitmap_words)),
+            sum_y=cute.make_tensor(cute.recast_ptr(arena, dtype=Float32), cute.make_layout(self.slab)),
+            staged=cute.make_tensor(arena, cute.make_layout(TOKENS * self.pitch)),
         )
-
-    def union_scratch(self, s):
-        """The bitmap and its prefix sums; they are read before the ring, whose memory they borrow, is filled."""
-        size = twell.MAX_NEURONS // 32
-        bitmap = cute.recast_ptr(s.ring.iterator, dtype=Uint32)
-        prefix = cute.recast_ptr(bitmap + size, dtype=Uint16)
-        return cute.make_tensor(bitmap, cute.make_layout(size)), cute.make_tensor(prefix, cute.make_layout(size))
 
     @cute.jit
     def init_barriers(self, s, thread):
-        for i in cutlass.range(thread, EPOCH, THREADS, unroll=1):
-            cute.arch.mbarrier_init(s.full + i, 1)
-        cute.arch.mbarrier_init_fence()
+        if thread <= self.buffers:
+            cute.arch.mbarrier_init(s.full + thread, 1)
+            cute.arch.mbarrier_init_fence()
 
     @cute.jit
-    def clear_tails(self, s, k, thread):
-        """Bulk copies write the first K values of a row; what lies behind them must be zero, not NaN."""
-        if k < self.k_max:
-            cute.arch.sync_threads()
-            pairs = cute.make_tensor(cute.recast_ptr(s.ring.iterator, dtype=Uint32), cute.make_layout(self.ring_values // 2))
-            for i in cutlass.range(thread, self.ring_values // 2, THREADS, unroll=4):
+    def clear_tails(self, s, columns, thread):
+        """Bulk copies write the columns that exist; what lies behind them must be zero, not NaN."""
+        if columns < self.slab:
+            # `up` and `down` are one stretch of memory
+            pairs = cute.make_tensor(cute.recast_ptr(s.staged.iterator, dtype=Uint32), cute.make_layout(self.arena // 2))
+            for i in cutlass.range(thread, self.arena // 2, THREADS, unroll=4):
                 pairs[i] = Uint32(0)
-
-    @cute.jit
-    def load_x(self, x, sX, m, slot, part, lane):
-        """One warp's share of a row of x, zeros beyond K and beyond the last token."""
-        atom = cute.make_copy_atom(cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL), self.dtype, num_bits_per_copy=128)
-        inside = cute.make_rmem_tensor((1,), Boolean)
-        row = m if m < x.shape[0] else 0
-        for v in range_constexpr(self.vectors):
-            column = ((part * self.vectors + v) * 32 + lane) * 8
-            inside[0] = m < x.shape[0] and column < x.shape[1]
-            source = x.iterator + (Int64(row) * x.stride[0] + (column if column < x.shape[1] else 0))
-            target = sX.iterator + (slot * self.k_max + column)
-            line = cute.make_layout(((8, 1),))
-            cute.copy(
-                atom, cute.make_tensor(source.align(16), line), cute.make_tensor(target.align(16), line), pred=inside
-            )
-        cute.arch.cp_async_commit_group()
-
-    @cute.jit
-    def store_vector(self, y, down_bias, m, column, values):
-        """Eight columns of a row of y, rounded once."""
-        out = cute.make_rmem_tensor((8,), self.dtype)
-        for i in range_constexpr(8):
-            value = values[i]
-            if const_expr(self.has_bias):
-                value += down_bias[column + i].to(Float32)
-            out[i] = value.to(self.dtype)
-        target = y.iterator + (Int64(m) * y.stride[0] + column)
-        cute.autovec_copy(out, cute.make_tensor(target.align(16), cute.make_layout(8)))
-
-
-@cute.jit
-def bulk_copy(target, source, size: Int32, barrier):
-    """One row from global to shared memory; its bytes complete on the mbarrier."""
-    cute.arch.inline_ptx(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-        read_only_args=[target, source, size, barrier],
-    )
-
-
-@cute.jit
-def mma_rows(sums, a_low: Uint32, a_high: Uint32, b_low: Uint32, b_high: Uint32, dtype: cutlass.Constexpr):
-    """sums += A B for one m16n8k16 fragment whose rows 8 to 15 of A are zero."""
-    kind = "bf16" if const_expr(dtype is cutlass.BFloat16) else "f16"
-    return list(
-        cute.arch.inline_ptx(
-            f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
-            "{ {$w0}, {$w1}, {$w2}, {$w3} }, { {$r0}, {$r1}, {$r2}, {$r1} }, { {$r3}, {$r4} }, "
-            "{ {$r5}, {$r6}, {$r7}, {$r8} };",
-            write_only_types=[Float32] * 4,
-            read_only_args=[a_low, Uint32(0), a_high, b_low, b_high, *sums],
-        )
-    )
-
-
-@cute.jit
-def load_peer(source, rank: Int32, ranks: cutlass.Constexpr):
-    """Four fp32 values from the same place in the shared memory of CTA `rank` of the cluster."""
-    if const_expr(ranks == 1):
-        own = cute.make_tensor(source, cute.make_layout(4))
-        return own[0], own[1], own[2], own[3]
-    return cute.arch.inline_ptx(
-        "ld.shared::cluster.v4.f32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
-        write_only_types=[Float32] * 4,
-        read_only_args=[cute.arch.map_dsmem_ptr(source, rank).toint()],
-    )
-
-
-@cute.jit
-def lowest_bit(mask: Uint32) -> Int32:
-    """Index of the lowest set bit; -1 for an empty mask."""
-    return 31 - Int32(cute.arch.clz(mask & (Uint32(0) - mask)))
 
 
 def signature(spec: UpDownSpec) -> tuple[Any, tuple[Any, ...]]:
@@ -741,7 +689,7 @@ def signature(spec: UpDownSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.vector(dtype, n) if spec.bias else None,
         operands.vector(dtype, k) if spec.bias else None,
         operands.rows(dtype, m, k),
-        operands.vector(cutlass.Float32, m),
+        operands.vector(Float32, m),
         operands.vector(Int32, cute.sym_int32()),
         Int32(1),
         Int32(1),

@@ -27,7 +27,7 @@ FOLDERS = ("tests", "profiling", "scratch")
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 27, 28)]
 
 # what only building against a wheel needs
-UNUSED = ("/include/", "libtvm_ffi_testing.so", "/src/", ".pyi", "/share/")
+UNUSED = ("/include/", "/src/", ".pyi", "/share/")
 
 
 def main() -> None:

@@ -22,6 +22,15 @@ def relu_pack(low: Float32, high: Float32, dtype: cutlass.Constexpr) -> Uint32:
 
 
 @cute.jit
+def pack(low: Float32, high: Float32, dtype: cutlass.Constexpr) -> Uint32:
+    """Round two fp32 values to `dtype`: `low` in bits 0-15, `high` in bits 16-31."""
+    kind = "bf16x2" if const_expr(dtype is cutlass.BFloat16) else "f16x2"
+    return cute.arch.inline_ptx(
+        f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[high, low]
+    )
+
+
+@cute.jit
 def low_to_float(pair: Uint32, dtype: cutlass.Constexpr) -> Float32:
     """The value in bits 0-15 as fp32."""
     if const_expr(dtype is cutlass.BFloat16):
@@ -56,3 +65,19 @@ def lanes_before(count: Int32) -> Int32:
         plane = cute.arch.vote_ballot_sync(Boolean((count >> bit) & 1))
         total += Int32(cute.arch.popc(Uint32(plane) & below)) << bit
     return total
+
+
+@cute.jit
+def prefix_sum(value: Int32, lane: Int32) -> Int32:
+    """Exclusive prefix sum over the warp."""
+    inclusive = value
+    for d in cutlass.range_constexpr(5):
+        other = cute.arch.shuffle_sync_up(inclusive, 1 << d, mask_and_clamp=0)
+        inclusive = inclusive + other if lane >= (1 << d) else inclusive
+    return inclusive - value
+
+
+@cute.jit
+def lowest_bit(mask: Uint32) -> Int32:
+    """Index of the lowest set bit; -1 for an empty mask."""
+    return 31 - Int32(cute.arch.clz(mask & (Uint32(0) - mask)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -125,46 +126,33 @@ def check_out(out: Path) -> None:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[Reading], None]]:
-    """A bar on a terminal (with rich), else a plain line about every tenth of the run."""
-    if sys.stdout.isatty():
-        with contextlib.suppress(ImportError):
-            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-            columns = (
-                TextColumn("step {task.fields[step]:,}"),
-                BarColumn(),
-                TextColumn("loss {task.fields[loss]:.3f}  non-zeros/token {task.fields[non_zeros]:.1f}"),
-                TextColumn("{task.fields[rate]:,.0f} tokens/s"),
-                TimeElapsedColumn(),
-            )
-            with Progress(*columns) as bar:
-                task = bar.add_task("", total=1.0, step=0, loss=float("nan"), non_zeros=float("nan"), rate=0.0)
-
-                def show(r: Reading) -> None:
-                    bar.update(
-                        task,
-                        completed=r.progress,
-                        step=r.step,
-                        loss=r.loss,
-                        non_zeros=r.non_zeros,
-                        rate=r.tokens_per_second,
-                    )
-
-                yield show
-            return
+    """A bar on a terminal, redrawn in place; elsewhere a plain line about every tenth of the run."""
+    terminal = sys.stdout.isatty()
     shown = -1
 
-    def line(r: Reading) -> None:
-        nonlocal shown
-        if (tenth := int(10 * r.progress)) > shown:
-            shown = tenth
-            print(
-                f"  {100 * r.progress:3.0f} %  step {r.step:5,}  loss {r.loss:.3f}  "
-                f"non-zeros/token {r.non_zeros:6.1f}  {r.tokens_per_second:8,.0f} tokens/s",
-                flush=True,
-            )
+    def figures(r: Reading) -> str:
+        return (
+            f"{100 * r.progress:3.0f} %  step {r.step:5,}  loss {r.loss:.3f}  non-zeros/token {r.non_zeros:6.1f}  "
+            f"{r.tokens_per_second:8,.0f} tokens/s"
+        )
 
-    yield line
+    def show(r: Reading) -> None:
+        nonlocal shown
+        if terminal:
+            text = figures(r)
+            width = min(40, shutil.get_terminal_size().columns - len(text) - 4)
+            done = round(width * r.progress)
+            bar = f"[{'#' * done}{'.' * (width - done)}] " if width >= 8 else ""
+            print(f"\r\x1b[K{bar}{text}", end="", flush=True)
+        elif (tenth := int(10 * r.progress)) > shown:
+            shown = tenth
+            print(f"  {figures(r)}", flush=True)
+
+    try:
+        yield show
+    finally:
+        if terminal:
+            print()
 
 
 @torch.no_grad()

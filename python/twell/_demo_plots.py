@@ -86,14 +86,15 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 
 def _plain_ticks(value: float, position: float | None) -> str:
-    """Label 1, 2 and 5 of each decade of a logarithmic axis in plain digits."""
-    return f"{value:g}" if f"{value:e}"[0] in "125" else ""
+    """Label 0 and 1, 2, 3, 5 and 7 of each decade of a logarithmic axis in plain digits."""
+    return f"{value:g}" if f"{value:e}"[0] in "012357" else ""
 
 
 def _training(axes: Axes, readings: Sequence[Reading], held_back_loss: float) -> None:
     steps = [r.step for r in readings]
     axes.plot(steps, [r.loss for r in readings], color=_LOSS, alpha=0.25, linewidth=0.8)
-    axes.plot(steps, _smooth([r.loss for r in readings]), color=_LOSS, linewidth=1.8)
+    marker = "." if len(steps) < 30 else None
+    axes.plot(steps, _smooth([r.loss for r in readings]), color=_LOSS, linewidth=1.8, marker=marker)
     axes.axhline(held_back_loss, color=_LOSS, linewidth=1, linestyle=":")
     axes.annotate(
         f"held-back text: {held_back_loss:.2f}",
@@ -109,7 +110,7 @@ def _training(axes: Axes, readings: Sequence[Reading], held_back_loss: float) ->
     axes.set_ylabel("cross-entropy (nats per byte)", color=_LOSS)
     axes.set_ylim(bottom=0)
     right = axes.twinx()
-    right.plot(steps, [r.non_zeros for r in readings], color=_COUNT, linewidth=1.8)
+    right.plot(steps, [r.non_zeros for r in readings], color=_COUNT, linewidth=1.8, marker=marker)
     right.set_ylabel("non-zeros per token and layer", color=_COUNT)
     right.set_yscale("log")
     right.yaxis.set_major_formatter(_plain_ticks)
@@ -118,7 +119,7 @@ def _training(axes: Axes, readings: Sequence[Reading], held_back_loss: float) ->
 
 
 def _distribution(axes: Axes, per_token: Sequence[Tensor], neurons: int) -> None:
-    data = [counts.float().clamp(min=0.5).cpu().tolist() for counts in per_token]
+    data = [counts.tolist() for counts in per_token]
     boxes = axes.boxplot(
         data,
         positions=range(len(data)),
@@ -132,8 +133,8 @@ def _distribution(axes: Axes, per_token: Sequence[Tensor], neurons: int) -> None
     )
     for box in boxes["boxes"]:
         box.set(facecolor="#f8cbad", edgecolor=_COUNT)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(_plain_ticks)
+    axes.set_yscale("symlog", linthresh=1, linscale=0.4)
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.axhline(neurons, color="grey", linewidth=1, linestyle=":")
     axes.annotate(
         f"all {neurons:,} neurons",
@@ -150,7 +151,7 @@ def _distribution(axes: Axes, per_token: Sequence[Tensor], neurons: int) -> None
         ylabel="non-zeros of one token",
         title="Non-zeros per token on held-back text\n(box: quartiles; whiskers: 1 to 99 %; diamond: mean)",
     )
-    axes.set_ylim(top=neurons * 1.6)
+    axes.set_ylim(0, neurons * 1.6)
 
 
 def _tile(dense: Axes, words: Axes, picture: TilePicture) -> None:
@@ -171,7 +172,7 @@ def _tile(dense: Axes, words: Axes, picture: TilePicture) -> None:
         cmap=colours,
         vmin=0,
         vmax=top,
-        extent=(low, low + picture.values.shape[1], rows - 0.5, -0.5),
+        extent=(low - 0.5, low + picture.values.shape[1] - 0.5, rows - 0.5, -0.5),
     )
     dense.set(
         xlabel="neuron (white: zero)",
@@ -223,7 +224,7 @@ def _tile(dense: Axes, words: Axes, picture: TilePicture) -> None:
         ylabel="token (byte of the text)",
         title=f"The same tile packed: word 0 counts, then each word holds a value and its neuron ({shown} slots)",
     )
-    words.set_xticks(range(0, slots + 1), ["count", *map(str, range(1, slots + 1))], fontsize=8)
+    words.set_xticks(range(slots + 1), ["count", *map(str, range(1, slots + 1))], fontsize=8)
     words.set_yticks(range(rows), picture.labels, family="monospace", fontsize=8)
     words.tick_params(length=0)
     for side in words.spines.values():

@@ -49,6 +49,7 @@ class KernelInfo:
     usable: bool
     loads: bool
     arch: str | None
+    toolkit: str | None
     dsl_version: str | None
     tvm_ffi_version: str | None
     source_hash: str | None
@@ -119,12 +120,14 @@ def _warnings() -> Iterator[list[str]]:
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    before = logger.handlers, logger.propagate
+    handlers, propagate, level = logger.handlers, logger.propagate, logger.level
     logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.WARNING)
     try:
         yield messages
     finally:
-        logger.handlers, logger.propagate = before
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 def _kernels(folder: Path) -> KernelInfo:
@@ -145,6 +148,7 @@ def _kernels(folder: Path) -> KernelInfo:
         usable=manifest is not None,
         loads=loads,
         arch=manifest.arch if manifest else None,
+        toolkit=manifest.toolkit if manifest else None,
         dsl_version=manifest.dsl_version if manifest else None,
         tvm_ffi_version=manifest.tvm_ffi_version if manifest else None,
         source_hash=manifest.source_hash if manifest else None,
@@ -189,7 +193,10 @@ def lines(info: Info, verbose: bool) -> Iterator[str]:
         rows = {
             "library": kernels.library,
             "kernels": f"{len(kernels.symbols)} for {kernels.arch}" + ("" if verbose else " (--verbose lists them)"),
-            "built with": f"nvidia-cutlass-dsl {kernels.dsl_version}, apache-tvm-ffi {kernels.tvm_ffi_version}",
+            "built with": (
+                f"nvidia-cutlass-dsl {kernels.dsl_version} ({kernels.toolkit}), "
+                f"apache-tvm-ffi {kernels.tvm_ffi_version}"
+            ),
             "sources": str(kernels.source_hash),
             "loads": "yes" if kernels.loads else "no",
         }

@@ -1,10 +1,13 @@
 """The demo: what it reads, trains, checks and prints, and that its checks can fail."""
 
+from __future__ import annotations
+
 import dataclasses
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +31,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "nul.txt").write_bytes(b"a\0b")
     (root / ".hidden.txt").write_text("hidden" * 1000)
     return root
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny products gain nothing from threads, and wait for each other for ever on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def demo(folder: Path, out: Path, *more: str) -> int:

@@ -15,7 +15,7 @@ import torch
 import twell
 from twell import _info, cli
 from twell._log import logger
-from twell._runtime import cache, device, packaged, source_hash
+from twell._runtime import cache, device, fingerprint, packaged
 
 
 def write_library(folder: Path, **changes: object) -> None:
@@ -23,10 +23,10 @@ def write_library(folder: Path, **changes: object) -> None:
     folder.mkdir()
     (folder / packaged.LIBRARY).write_bytes(b"not a library")
     manifest: dict[str, object] = {
-        "arch": packaged.ARCH,
-        "dsl_version": "4.8.1",
-        "tvm_ffi_version": "0.1.15",
-        "source_hash": source_hash(),
+        "arch": fingerprint.ARCH,
+        "toolkit": "cu12",
+        "versions": {packaged.DSL: "4.8.1", packaged.TVM_FFI: "0.1.14"},
+        "source_hash": fingerprint.source_hash(),
         "symbols": ["gate_pack_bf16_c8", "unpack_bf16"],
     }
     (folder / "manifest.json").write_text(json.dumps(manifest | changes))
@@ -130,10 +130,9 @@ def test_library_that_is_not_used(
     assert (list(logger.handlers), logger.propagate, logger.level) == before
 
 
-def test_log_level_does_not_hide_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_level_does_not_hide_the_reason(tmp_path: Path) -> None:
     folder = tmp_path / "_lib"
     write_library(folder, arch="sm_80")
-    monkeypatch.setattr(logger, "level", logger.level)
     before = logger.level
     logger.setLevel(logging.CRITICAL)
     try:

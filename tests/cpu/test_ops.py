@@ -1,5 +1,6 @@
 """``torch.ops.twell``: the CPU implementations equal the reference, the fakes tell the truth, the contract holds."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from twell import ops, reference
 from twell._log import warn_once
-from twell._runtime import device, format
+from twell._runtime import device, format, kernel_module, specs
 from twell.ops import _library
 
 BF16 = torch.bfloat16
@@ -165,6 +166,72 @@ def test_packed_operands_that_do_not_fit_are_refused(change: dict[str, Any], tex
         ops.down(arguments["words"], arguments["spill"], w, None, arguments["compression"])
     with pytest.raises(ValueError, match=text):
         ops.up_down(o["x"], arguments["words"], arguments["spill"], w, w, None, None, arguments["compression"])
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[specs.Spec, tuple[Any, ...]]]:
+    """What the CUDA implementations, called on CPU tensors, would launch on a GPU of 132 multiprocessors."""
+    launches: list[tuple[specs.Spec, tuple[Any, ...]]] = []
+    monkeypatch.setattr(device, "sm_count", lambda index: 132)
+    for name in ("gate_pack", "up_down", "down", "unpack"):
+        record = lambda spec, *arguments: launches.append((spec, arguments))  # noqa: E731
+        monkeypatch.setattr(sys.modules[f"twell.ops.{name}"], "launch", record)
+    return launches
+
+
+def cuda_calls(o: dict[str, Tensor | None]) -> list[Any]:
+    """The results of every CUDA implementation."""
+    return [sys.modules[f"twell.ops.{op._opname}"]._cuda(*arguments) for op, _, arguments in calls(o, 8)]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_kernels_get_the_arguments_that_they_are_compiled_for(
+    bias: bool, launched: list[tuple[specs.Spec, tuple[Any, ...]]]
+) -> None:
+    pytest.importorskip("cutlass")
+    cuda_calls(operands(65, 520, 16, bias=bias))
+    assert [spec.op for spec, _ in launched] == ["gate_pack", "unpack", "up_down", "down"]
+    for spec, arguments in launched:
+        _, fakes = kernel_module(spec.op).signature(spec)
+        assert len(arguments) == len(fakes)
+        for argument, fake in zip(arguments, fakes, strict=True):
+            assert (argument is None) == (fake is None)
+            if isinstance(argument, Tensor):
+                assert argument.dim() == len(fake.shape)
+                assert (
+                    str(argument.dtype).removeprefix("torch.").lower()
+                    == {
+                        "BFloat16": "bfloat16",
+                        "Int32": "int32",
+                        "Float32": "float32",
+                    }[fake.element_type.__name__]
+                )
+            elif argument is not None:
+                assert isinstance(argument, int)
+
+
+@pytest.mark.parametrize("k", [16, 16384])
+def test_scratch_and_grid(k: int, launched: list[tuple[specs.Spec, tuple[Any, ...]]]) -> None:
+    cuda_calls(operands(65, 8, k))
+    by_op = {spec.op: arguments for spec, arguments in launched}
+    assert by_op["gate_pack"][-1] == 66
+    for op in ("up_down", "down"):
+        *_, heavy, width, clusters = by_op[op]
+        assert (heavy.shape, width, clusters) == ((9,), 32, 16)
+
+
+def test_one_missing_bias_of_two_is_zeros(launched: list[tuple[specs.Spec, tuple[Any, ...]]]) -> None:
+    for missing in ("up_bias", "down_bias"):
+        cuda_calls(operands(2, 8, 16, bias=True) | {missing: None})
+    up_bias, down_bias = (arguments[5:7] for spec, arguments in launched if spec.op == "up_down")
+    assert torch.equal(up_bias[0], torch.zeros(8, dtype=BF16))
+    assert torch.equal(down_bias[1], torch.zeros(16, dtype=BF16))
+
+
+def test_without_tokens_nothing_is_launched(launched: list[tuple[specs.Spec, tuple[Any, ...]]]) -> None:
+    results = cuda_calls(operands(0, 264, 16))
+    assert not launched
+    assert [len(result) for result in results[0]] == [0, 0, 0]
 
 
 def test_operands_as_kernels_read_them() -> None:

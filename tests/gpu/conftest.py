@@ -1,13 +1,10 @@
-"""Tests that need a GPU of compute capability 9.0; without one they are skipped."""
+"""What the GPU tests share: recorded layers as a further workload, and poisoned memory."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from twell import testing
 
-HERE = Path(__file__).parent
+from twell import testing
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -16,35 +13,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: takes seconds and up to 40 GB of GPU memory")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = None
-    if not torch.cuda.is_available():
-        reason = "no CUDA device"
-    elif torch.cuda.get_device_capability() != (9, 0):
-        reason = f"needs compute capability 9.0, got {torch.cuda.get_device_capability()}"
-    if reason is not None:
-        for item in items:
-            if HERE in item.path.parents:
-                item.add_marker(pytest.mark.skip(reason=reason))
-
-
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> None:
     """Every test starts with NaN in the memory that torch hands out."""
     testing.poison_memory()
-
-
-@pytest.fixture
-def no_sync() -> Iterator[None]:
-    """Turn every operation of torch that waits for the GPU into an error while the test runs."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+
 from twell import ops, testing
 from twell.testing import FFN, UGLY_K, UGLY_M
 
@@ -154,3 +155,21 @@ def test_what_rounds_to_zero_is_no_nonzero() -> None:
     testing.assert_packed_same(packed, ops.gate_pack(x.to(FP16), w_gate.to(FP16), None, 8), 16, 8)
     testing.assert_same(ops.unpack(*packed[:2], 16, 8), torch.tensor(expected).to(FP16).expand(65, 16))
     assert int(packed[2][:, :, 0].sum()) == 65 * 8
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shifts"),
+    [(FP16, (12, -12)), (FP16, (-14, 14)), (FP16, (-24, 14)), (BF16, (60, -60)), (BF16, (-60, 60))],
+)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_hidden_state_has_the_range_of_fp32(dtype: torch.dtype, shifts: tuple[int, int], mixed: bool) -> None:
+    """Up and down weights times powers of two that cancel: the hidden state lies far outside fp16, the output does not.
+
+    ``mixed``: in every second neuron alone, so that large and small ones meet in one sum.
+    """
+    problem = testing.integer_problem(130, 264, 776, density=0.1, device="cuda", dtype=dtype)
+    up, down = (torch.full((776, 1), 2.0**shift, dtype=dtype, device="cuda") for shift in shifts)
+    if mixed:
+        up[::2] = down[::2] = 1
+    scaled = problem._replace(w_up=problem.w_up * up, w_down=problem.w_down * down)
+    testing.assert_same(testing.sparse_output(scaled), testing.exact_output(scaled))

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-import twell
 from torch import Tensor
+
+import twell
 from twell import ops, testing
 from twell.testing import FFN
 
@@ -44,7 +45,7 @@ def check(problem: FFN, compression: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("compression", [2, 4, 8])
 def test_tiles_around_the_capacity(compression: int, dtype: torch.dtype) -> None:
-    """Tiles one short of full, full, one over, with all but one neuron and with all, next to each other; 8 in the last."""
+    """Tiles one short of full, full, one over, with 255 and 256, side by side; 8 in the last."""
     width = 256 // compression
     choices = torch.tensor([0, 1, width - 2, width - 1, width, width + 1, 255, 256])
     rows = torch.arange(129)[:, None]
@@ -56,14 +57,13 @@ def test_tiles_around_the_capacity(compression: int, dtype: torch.dtype) -> None
     check(problem, compression)
 
 
-@pytest.mark.parametrize("k", [264, 896, 2048, 8192])
+@pytest.mark.parametrize(("k", "row"), [(896, 0), (896, 63), (896, 128), (264, 127), (2048, 64), (8192, 17)])
 @pytest.mark.parametrize("nonzeros", [500, 5000])
-def test_one_heavy_row_among_empty_ones(k: int, nonzeros: int) -> None:
-    for row in (0, 63, 128):
-        counts = torch.zeros(129, 22, dtype=torch.int64)
-        counts[row] = torch.tensor([math.ceil((nonzeros - t) / 22) for t in range(22)])
-        assert int(counts.sum()) == nonzeros
-        check(testing.pattern_problem(gates_with(counts, 5632), k, device=CUDA), 8)
+def test_one_heavy_row_among_empty_ones(k: int, row: int, nonzeros: int) -> None:
+    counts = torch.zeros(129, 22, dtype=torch.int64)
+    counts[row] = torch.tensor([math.ceil((nonzeros - t) / 22) for t in range(22)])
+    assert int(counts.sum()) == nonzeros
+    check(testing.pattern_problem(gates_with(counts, 5632), k, device=CUDA), 8)
 
 
 @pytest.mark.parametrize("compression", [2, 8])
@@ -109,7 +109,7 @@ def assert_rows_follow_cpu(problem: FFN, row: int | None) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_non_finite_token(value: float, dtype: torch.dtype) -> None:
-    """One token with a non-finite feature: its row alone shows it, and no neuron past the partial tile's end appears."""
+    """One token with a non-finite feature: its row alone shows it, and no neuron past the last tile's end appears."""
     problem = testing.integer_problem(70, 200, 264, density=0.1, device=CUDA, dtype=dtype)
     clean = testing.exact_output(problem)
     problem.x[66, 5] = value
@@ -131,7 +131,7 @@ def test_nan_spreads_as_in_dense() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_non_finite_neuron(value: float) -> None:
-    """A gate weight that is not finite, in the partial last tile: rows past M, which are zero times it, do not count."""
+    """A gate weight that is not finite, in the partial last tile: rows past M, zero times it, do not count."""
     problem = testing.integer_problem(65, 72, 264, density=0.1, device=CUDA)
     problem.w_gate[263, 4] = value
     assert_rows_follow_cpu(problem, None)
@@ -152,6 +152,23 @@ def test_weights_of_silent_neurons_are_not_read() -> None:
     expected = testing.exact_output(problem)
     problem.w_up[100] = problem.w_down[100] = math.nan
     testing.assert_same(testing.sparse_output(problem), expected)
+
+
+@pytest.mark.parametrize("weight", ["w_up", "w_down"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_non_finite_weight_reaches_only_tokens_that_fire_it(weight: str, value: float) -> None:
+    """A neuron that fires in every third token, with a non-finite row: the tokens beside them keep their bits."""
+    gates = gates_with(torch.full((66, 3), 9), 768)
+    firing = torch.arange(66) % 3 == 0
+    gates[:, 300] = torch.where(firing, 2, 0)
+    problem = testing.pattern_problem(gates, 136, device=CUDA)
+    clean = {gated: testing.exact_output(problem, gated=gated) for gated in (True, False)}
+    getattr(problem, weight)[300] = value
+    for gated in (True, False):
+        y = testing.sparse_output(problem, gated=gated)
+        testing.assert_same(y[~firing], clean[gated][~firing], f"gated={gated}")
+        if gated or weight == "w_down":
+            assert not bool(y[firing].isfinite().any())
 
 
 # Layouts
@@ -203,7 +220,8 @@ def test_leading_dimensions(layered: FFN, shape: tuple[int, ...]) -> None:
         assert y.shape == x.shape
         testing.assert_same(y.view(-1, 264), testing.exact_output(layered.rows(0, tokens), gated=gated))
     packed = twell.pack(x, layered.w_gate, layered.gate_bias, compression=4)
-    assert packed.shape == (*shape, 776) and packed.dtype == x.dtype
+    assert packed.shape == (*shape, 776)
+    assert packed.dtype == x.dtype
     gate = testing.float64_gate(layered.rows(0, tokens))
     testing.assert_same(packed.unpack().view(-1, 776), gate.to(x.dtype))
     assert int(packed.nnz()) == int((gate > 0).sum())

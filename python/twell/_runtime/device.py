@@ -35,7 +35,7 @@ def _bindings() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise RuntimeError(f"cuda-python is not usable ({error}); install it with `pip install cuda-python`") from error
+        raise RuntimeError(f"cuda.bindings is not usable ({error}): `pip install cuda-bindings`") from error
     return driver
 
 

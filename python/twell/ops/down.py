@@ -43,7 +43,7 @@ def _cuda(
     if m:
         spec = tuning.down(spill.dtype, k, down_bias is not None)
         bias = vector(down_bias, k, spill) if spec.bias else None
-        heavy = words.new_empty(-(-m // format.group_rows(spec.k_max)))
+        heavy = words.new_empty(-(-m // format.GROUP_ROWS))
         width, clusters = format.words_per_tile(compression), device.sm_count(words.device.index) // 8
         launch(spec, words, spill, down_rows(w_down), bias, y, l1, heavy, width, clusters)
     return y, l1

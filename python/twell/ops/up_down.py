@@ -72,7 +72,7 @@ def _cuda(
     if m:
         spec = tuning.up_down(x.dtype, k, up_bias is not None or down_bias is not None)
         biases = (vector(up_bias, w_up.shape[0], x), vector(down_bias, k, x)) if spec.bias else (None, None)
-        heavy = x.new_empty(-(-m // format.group_rows(spec.k_max)), dtype=torch.int32)
+        heavy = x.new_empty(-(-m // format.GROUP_ROWS), dtype=torch.int32)
         width, clusters = format.words_per_tile(compression), device.sm_count(x.device.index) // 8
         launch(spec, rows(x), words, spill, rows(w_up), down_rows(w_down), *biases, y, l1, heavy, width, clusters)
     return y, l1

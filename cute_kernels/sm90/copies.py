@@ -1,0 +1,34 @@
+"""Copies between global, shared and distributed shared memory that are no tiled copies."""
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+
+@cute.jit
+def bulk_copy(target: Any, source: Any, size: Int32, barrier: Any) -> None:
+    """`size` bytes, a multiple of 16, from global to shared memory by one thread; they complete on the mbarrier."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[target, source, size, barrier],
+    )
+
+
+@cute.jit
+def load_peer(source: Any, rank: Int32) -> Any:
+    """Four fp32 values from the same place, 16-byte aligned, in the shared memory of CTA `rank` of the cluster."""
+    return cute.arch.inline_ptx(
+        "ld.shared::cluster.v4.f32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+        write_only_types=[Float32] * 4,
+        read_only_args=[cute.arch.map_dsmem_ptr(source, rank).toint()],
+    )
+
+
+@cute.jit
+def load_values(source: Any) -> Any:
+    """Eight 16-bit values from a 16-byte aligned address, as four registers."""
+    quad = cute.make_rmem_tensor((4,), Uint32)
+    line = cute.make_tensor(cute.recast_ptr(source.align(16), dtype=Uint32), cute.make_layout(4))
+    cute.autovec_copy(line, quad)
+    return quad

@@ -1,0 +1,510 @@
+"""Time twell's kernels and layers beside dense PyTorch on the named workloads: one run, one machine, interleaved.
+
+    python profiling/bench.py --real-layers FOLDER --out profiling/results/bench.json
+    python profiling/bench.py --workload topic29 dense911 --ops ffn --compile none
+
+Each variant is captured into a CUDA graph that calls it on several copies of the tokens, together larger than the L2
+cache. The graphs of a workload are replayed in turn, so that clocks and temperature are the same for all; a time is the
+median replay over the number of copies. Nothing is timed before it is right: an error against float64 of more than 1.1
+times dense PyTorch's, in norm or in the worst row, or other bits on replay, gives a red row without speed and exit
+status 1.
+
+Columns:
+  ms, p10-p90   median and spread of one call
+  TFLOP/s       operations of the dense computation (2 M N K per product) over time
+  L2 TB/s       bytes of the weight rows gathered, 4 K per non-zero for up_down and 2 K for down, over time
+  floor         share of the time that the larger of arithmetic, memory and gather needs at the measured ceilings; for a
+                layer, the sum over its two kernels
+  t/GEMM        time over that of cuBLAS's plain x w_gate^T, which does the same arithmetic as gate_pack
+  eager/t, compiled/t   speed-up over the dense layer in eager PyTorch and through torch.compile
+  error, worst  relative error against float64 in the Frobenius norm and in the worst row, each over dense eager's own
+"""
+
+import argparse
+import csv
+import dataclasses
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twell import ops, testing
+from twell._runtime import format
+from twell.testing import FFN, Errors
+
+OPS = ("gate_pack", "up_down", "ffn", "down", "sparse_ffn")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+ITEM = 2  # bytes of a stored value
+TILE = format.TILE
+
+# Weight rows read from L2 by all multiprocessors of an H200 (132, 1,980 MHz): 7.2 to 7.5 TB/s in a streaming read.
+L2_TBS = 7.3
+
+Call = Callable[[int], tuple[Tensor, ...]]
+
+
+@dataclasses.dataclass
+class Ceilings:
+    """What the machine can do, measured in this run but for L2: flop/s and bytes/s."""
+
+    flops: float
+    memory: float
+    l2: float
+
+
+@dataclasses.dataclass
+class Variant:
+    """One thing to time: ``call(i)`` works on the i-th copy of the tokens and returns its outputs, y first."""
+
+    name: str
+    call: Call
+    flop: float
+    floor: float  # seconds
+    gathered: float = 0.0  # bytes
+    verify: Callable[[tuple[Tensor, ...]], tuple[Errors | None, str]] | None = None  # errors and, where wrong, why
+
+
+@dataclasses.dataclass
+class Row:
+    """One line of the table and of the data. Times are milliseconds; ``red`` says what is wrong, empty if nothing."""
+
+    workload: str
+    variant: str
+    nnz: float
+    overflowing_tiles: float
+    red: str = ""
+    ms: float | None = None
+    min_ms: float | None = None
+    p10_ms: float | None = None
+    p90_ms: float | None = None
+    samples: int = 0
+    tflops: float | None = None
+    l2_gather_gbs: float | None = None
+    floor_ms: float | None = None
+    floor_share: float | None = None
+    over_gemm: float | None = None
+    speedup_eager: float | None = None
+    speedup_compiled: float | None = None
+    frobenius: float | None = None
+    worst_row: float | None = None
+    dense_frobenius: float | None = None
+    dense_worst_row: float | None = None
+
+
+# Timing
+
+
+class Graph:
+    """A captured graph of ``call`` on every copy; ``outputs`` are those of the last."""
+
+    def __init__(self, call: Call, copies: int) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for i in range(copies):
+                call(i)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        self.copies = copies
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            for i in range(copies):
+                self.outputs = call(i)
+
+    def replay(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        self.graph.replay()
+        end.record()
+        return start, end
+
+
+def measure(graphs: dict[str, Graph], seconds: float) -> dict[str, list[float]]:
+    """Milliseconds of one call, by name: replays in turn for about ``seconds``, at least 10 rounds and at most 200."""
+
+    def rounds(count: int) -> dict[str, list[float]]:
+        events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in graphs}
+        order = list(graphs)
+        for _ in range(count):
+            for name in order:
+                events[name].append(graphs[name].replay())
+            order = order[1:] + order[:1]  # so that none always follows the same one
+        torch.cuda.synchronize()
+        return {
+            name: [start.elapsed_time(end) / graphs[name].copies for start, end in pairs]
+            for name, pairs in events.items()
+        }
+
+    rounds(2)
+    once = sum(min(times) * graphs[name].copies for name, times in rounds(2).items()) / 1000
+    return rounds(max(10, min(200, int(seconds / once))))
+
+
+def copies_for(bytes_each: int) -> int:
+    """How many copies of the tokens are at least twice the L2 cache, two or more."""
+    return max(2, math.ceil(2 * torch.cuda.get_device_properties().L2_cache_size / bytes_each))
+
+
+def measure_ceilings(dtype: torch.dtype, l2_tbs: float) -> tuple[Ceilings, str]:
+    """Rates of a large matrix product and a large copy, and the machine line read while the GPU is busy."""
+    size = 8192
+    a, b = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
+    source = torch.randint(0, 255, (1 << 31,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    graphs = {"gemm": Graph(lambda i: (a @ b,), 2), "copy": Graph(lambda i: (target.copy_(source),), 1)}
+    times = {name: statistics.median(samples) / 1000 for name, samples in measure(graphs, 0.5).items()}
+    for _ in range(800):
+        graphs["gemm"].replay()
+    machine = testing.machine_line()
+    torch.cuda.synchronize()
+    return Ceilings(2 * size**3 / times["gemm"], 2 * source.numel() / times["copy"], l2_tbs * 1e12), machine
+
+
+# What is timed
+
+
+def reason(error: Exception) -> str:
+    """An error as one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+class Bench:
+    """The variants of one workload, and how right they are."""
+
+    def __init__(self, name: str, problem: FFN, arguments: argparse.Namespace, ceilings: Ceilings, dense: Any) -> None:
+        self.name, self.problem, self.ceilings, self.compiled = name, problem, ceilings, dense
+        self.ops, self.compression = arguments.ops, arguments.compression
+        self.copies = copies_for(problem.x.numel() * ITEM)
+        self.x = [problem.x, *(problem.x.clone() for _ in range(self.copies - 1))]
+        gate = F.relu(F.linear(problem.x, problem.w_gate))
+        right = testing.float64_gate(problem)
+        self.gate_errors = testing.errors(gate, right)
+        self.m, self.k = problem.x.shape
+        self.n = problem.w_gate.shape[0]
+        tiles = format.tiles(self.n)
+        counts = F.pad(gate != 0, (0, tiles * TILE - self.n)).view(self.m, tiles, TILE).sum(2)
+        self.nonzeros = int(counts.sum())
+        self.overflowing = int((counts > format.capacity(self.compression)).sum())
+        self.words_bytes = self.m * tiles * format.words_per_tile(self.compression) * 4
+        self.gate_answer: Tensor | None = right if "gate_pack" in self.ops else None
+        self.answers: dict[bool, Tensor] = {}
+        self.dense_errors: dict[bool, Errors] = {}
+        for gated in {op not in ("down", "sparse_ffn") for op in self.ops if op != "gate_pack"}:
+            self.answers[gated] = testing.float64_output(problem, gated=gated)
+            self.dense_errors[gated] = testing.errors(testing.dense_output(problem, gated=gated), self.answers[gated])
+
+    def seconds(self, flop: float, moved: float, gathered: float = 0.0) -> float:
+        """The floor: the largest of what arithmetic, compulsory memory traffic and the gather take."""
+        ceilings = self.ceilings
+        return max(flop / ceilings.flops, moved / ceilings.memory, gathered / ceilings.l2)
+
+    def variants(self) -> list[Variant]:
+        m, k, n = self.m, self.k, self.n
+        product, token_bytes, weight_bytes = 2.0 * m * n * k, ITEM * m * k, ITEM * n * k
+        packed_bytes = self.words_bytes + self.overflowing * TILE * ITEM
+        p, c, x = self.problem, self.compression, self.x
+        chosen: list[Variant] = []
+
+        for gated in sorted(self.answers, reverse=True):
+            products = 3 if gated else 2
+            floor = self.seconds(products * product, 2 * token_bytes + products * weight_bytes)
+            suffix = "" if gated else " non-gated"
+            chosen.append(
+                Variant(f"dense eager{suffix}", self.dense(testing.dense_output, gated), products * product, floor)
+            )
+            if self.compiled is not None:
+                call = self.dense(self.compiled, gated)
+                chosen.append(Variant(f"dense compiled{suffix}", call, products * product, floor))
+
+        gemm_floor = self.seconds(product, token_bytes + weight_bytes + ITEM * m * n)
+        chosen.append(Variant("gate GEMM", lambda i: (F.linear(x[i], p.w_gate),), product, gemm_floor))
+
+        pack_floor = self.seconds(product, token_bytes + weight_bytes + packed_bytes)
+        if "gate_pack" in self.ops:
+            call = lambda i: ops.gate_pack(x[i], p.w_gate, None, c)  # noqa: E731
+            chosen.append(Variant("gate_pack", call, product, pack_floor, 0, self.verify_packed))
+
+        packed: list[tuple[Tensor, Tensor, Tensor]] = []
+        if "up_down" in self.ops or "down" in self.ops:
+            packed = [ops.gate_pack(x[i], p.w_gate, None, c) for i in range(self.copies)]
+        for op, layer, gated in (("up_down", "ffn", True), ("down", "sparse_ffn", False)):
+            projections = 2 if gated else 1
+            gathered = float(self.nonzeros) * projections * k * ITEM
+            moved = packed_bytes + projections * (token_bytes + weight_bytes)
+            floor = self.seconds(0, moved, gathered)
+            if op in self.ops:
+                call = self.gated_reader(packed) if gated else self.reader(packed)
+                chosen.append(Variant(op, call, projections * product, floor, gathered, self.verify_output(gated)))
+            if layer in self.ops:
+                flop = (projections + 1) * product
+                call = self.sparse(gated)
+                chosen.append(Variant(layer, call, flop, pack_floor + floor, gathered, self.verify_output(gated)))
+        return chosen
+
+    def dense(self, function: Any, gated: bool) -> Call:
+        return lambda i: (function(self.problem._replace(x=self.x[i]), gated=gated),)
+
+    def sparse(self, gated: bool) -> Call:
+        return lambda i: (
+            testing.sparse_output(self.problem._replace(x=self.x[i]), gated=gated, compression=self.compression),
+        )
+
+    def gated_reader(self, packed: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Call:
+        p, c = self.problem, self.compression
+        return lambda i: ops.up_down(self.x[i], *packed[i][:2], p.w_up, p.w_down, None, None, c)
+
+    def reader(self, packed: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Call:
+        return lambda i: ops.down(*packed[i][:2], self.problem.w_down, None, self.compression)
+
+    def verify_packed(self, outputs: tuple[Tensor, ...]) -> tuple[Errors | None, str]:
+        words, spill, stats = outputs
+        dense = ops.unpack(words, spill, self.n, self.compression)
+        assert self.gate_answer is not None
+        errors = testing.errors(dense, self.gate_answer)
+        if not errors.within(self.gate_errors):
+            return errors, f"gate error {errors}, dense has {self.gate_errors}"
+        figures = stats.sum((0, 1)).tolist()
+        counts = words.view(self.m, -1, format.words_per_tile(self.compression))[:, :, 0]
+        overflowing = counts > format.capacity(self.compression)
+        true = [int((dense != 0).sum()), int(overflowing.sum())]
+        return errors, "" if figures == true else f"statistics say {figures}, the packed gate has {true}"
+
+    def verify_output(self, gated: bool) -> Callable[[tuple[Tensor, ...]], tuple[Errors | None, str]]:
+        def verify(outputs: tuple[Tensor, ...]) -> tuple[Errors | None, str]:
+            errors, dense = testing.errors(outputs[0], self.answers[gated]), self.dense_errors[gated]
+            return errors, "" if errors.within(dense) else f"error {errors}, dense has {dense}"
+
+        return verify
+
+    def row(self, variant: Variant) -> Row:
+        row = Row(self.name, variant.name, self.nonzeros / self.m, float(self.overflowing))
+        dense = self.gate_errors
+        if variant.name != "gate GEMM" and variant.name != "gate_pack":
+            dense = self.dense_errors["non-gated" not in variant.name and variant.name not in ("down", "sparse_ffn")]
+        row.dense_frobenius, row.dense_worst_row = dense.frobenius, dense.worst_row
+        return row
+
+    def run(self, seconds: float) -> list[Row]:
+        """Check every variant, then time those that are right."""
+        rows: list[Row] = []
+        graphs: dict[str, Graph] = {}
+        variants = self.variants()
+        for variant in variants:
+            row = self.row(variant)
+            rows.append(row)
+            try:
+                graph = self.checked(variant, row)
+            except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+                row.red = reason(error)
+                continue
+            if graph is not None:
+                graphs[variant.name] = graph
+        times = measure(graphs, seconds) if graphs else {}
+        for variant, row in zip(variants, rows, strict=True):
+            if variant.name in times:
+                self.fill(row, variant, times)
+        return rows
+
+    def checked(self, variant: Variant, row: Row) -> Graph | None:
+        """A graph that gives the right result, None (and the reason in the row) if it does not."""
+        testing.poison_memory()
+        outputs = variant.call(self.copies - 1)
+        if variant.verify is not None:
+            errors, row.red = variant.verify(outputs)
+            if errors is not None:
+                row.frobenius, row.worst_row = errors.frobenius, errors.worst_row
+            if row.red:
+                return None
+        graph = Graph(variant.call, self.copies)
+        if variant.verify is None:
+            return graph
+        for output in graph.outputs:
+            output.view(torch.uint8).fill_(0xFF)
+        graph.graph.replay()
+        # of gate_pack's outputs the spill is undefined where nothing spills, which the reader of the others never sees
+        defined = (0, 2) if variant.name == "gate_pack" else range(len(outputs))
+        if not all(torch.equal(outputs[i], graph.outputs[i]) for i in defined):
+            row.red = "a replayed CUDA graph gives other bits"
+            return None
+        return graph
+
+    def fill(self, row: Row, variant: Variant, times: dict[str, list[float]]) -> None:
+        samples = sorted(times[variant.name])
+        row.samples = len(samples)
+        row.ms, row.min_ms = statistics.median(samples), samples[0]
+        row.p10_ms, row.p90_ms = (samples[round(share * (len(samples) - 1))] for share in (0.1, 0.9))
+        row.tflops = variant.flop / row.ms / 1e9
+        row.floor_ms = variant.floor * 1e3
+        row.floor_share = row.floor_ms / row.ms
+        if variant.name in ("up_down", "down"):
+            row.l2_gather_gbs = variant.gathered / row.ms / 1e6
+        if variant.name == "gate_pack":
+            row.over_gemm = row.ms / statistics.median(times["gate GEMM"])
+        if variant.name in ("ffn", "sparse_ffn"):
+            suffix = "" if variant.name == "ffn" else " non-gated"
+            row.speedup_eager = statistics.median(times[f"dense eager{suffix}"]) / row.ms
+            if f"dense compiled{suffix}" in times:
+                row.speedup_compiled = statistics.median(times[f"dense compiled{suffix}"]) / row.ms
+
+
+# Output
+
+
+HEADER = [
+    *("workload", "nnz", "variant", "ms", "p10-p90", "TFLOP/s", "L2 TB/s", "floor", "t/GEMM"),
+    *("eager/t", "compiled/t", "error", "worst"),
+]
+
+
+def over(value: float | None, base: float | None) -> str:
+    return "-" if value is None or not base else f"{value / base:.2f}"
+
+
+def cells(row: Row) -> list[str]:
+    """One line of the table; of a red row only what is wrong."""
+    if row.red or row.ms is None:
+        return [row.workload, f"{row.nnz:.1f}", row.variant, f"RED {row.red}"]
+
+    def number(value: float | None, form: str = ".2f") -> str:
+        return "-" if value is None else f"{value:{form}}"
+
+    return [
+        row.workload,
+        f"{row.nnz:.1f}",
+        row.variant,
+        number(row.ms, ".4f"),
+        f"{number(row.p10_ms, '.3f')}-{number(row.p90_ms, '.3f')}",
+        number(row.tflops, ".0f"),
+        number(None if row.l2_gather_gbs is None else row.l2_gather_gbs / 1000),
+        number(row.floor_share, ".0%"),
+        number(row.over_gemm, ".3f"),
+        number(row.speedup_eager),
+        number(row.speedup_compiled),
+        over(row.frobenius, row.dense_frobenius),
+        over(row.worst_row, row.dense_worst_row),
+    ]
+
+
+def print_table(rows: list[Row]) -> None:
+    """Aligned text; on a terminal a rich table where rich is installed."""
+    lines = [cells(row) for row in rows]
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+            from rich.table import Table
+        except ImportError:
+            pass
+        else:
+            table = Table(*HEADER)
+            for line, row in zip(lines, rows, strict=True):
+                table.add_row(*line, style="red" if row.red else "bold" if row.speedup_eager else None)
+            Console().print(table)
+            return
+    full = [HEADER, *(line for line in lines if len(line) == len(HEADER))]
+    widths = [max(len(line[i]) for line in full) for i in range(len(HEADER))]
+    for line in [HEADER, *lines]:
+        # names to the left, numbers to the right; the reason of a red row runs on
+        aligned = [cell.ljust(w) if i in (0, 2) else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))]
+        print("  ".join(aligned).rstrip())
+
+
+def write(rows: list[Row], arguments: argparse.Namespace, machine: str, ceilings: Ceilings) -> None:
+    """Data under --out (JSON) and --csv."""
+    data = {
+        "machine": machine,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "arguments": {name: value for name, value in vars(arguments).items() if not isinstance(value, Path)},
+        "ceilings": {
+            "tflops": ceilings.flops / 1e12,
+            "memory_tbs": ceilings.memory / 1e12,
+            "l2_tbs_assumed": ceilings.l2 / 1e12,
+        },
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(data, indent=1) + "\n")
+    if arguments.csv is not None:
+        arguments.csv.parent.mkdir(parents=True, exist_ok=True)
+        with arguments.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Row)])
+            writer.writeheader()
+            writer.writerows(dataclasses.asdict(row) for row in rows)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--workload", nargs="+", metavar="NAME", help="default: all, and the recorded layers of --real-layers")
+    add("--real-layers", type=Path, metavar="FOLDER", help="folder of recorded layers (layer3.npz is real3)")
+    add("--m", type=int, default=16384, help="tokens")
+    add("--k", type=int, default=2048, help="hidden size; recorded layers have their own")
+    add("--n", type=int, default=5632, help="neurons; recorded layers have their own")
+    add("--dtype", choices=DTYPES, default="bf16")
+    add("--compression", type=int, choices=(2, 4, 8), default=8)
+    add("--ops", default="gate_pack,up_down,ffn", help=f"comma-separated, out of {','.join(OPS)}")
+    add("--compile", choices=("default", "max-autotune-no-cudagraphs", "none"), default="default")
+    add("--seconds", type=float, default=3.0, help="GPU time for the samples of one workload")
+    add("--l2-tbs", type=float, default=L2_TBS, help="gather ceiling in TB/s (default: an H200's)")
+    add("--out", type=Path, metavar="FILE", help="write JSON here")
+    add("--csv", type=Path, metavar="FILE", help="write CSV here")
+    arguments = parser.parse_args(argv)
+    arguments.ops = arguments.ops.split(",")
+    unknown = set(arguments.ops) - set(OPS)
+    if unknown:
+        parser.error(f"--ops takes {', '.join(OPS)}, got {', '.join(sorted(unknown))}")
+    real = testing.real_names(arguments.real_layers) if arguments.real_layers else []
+    known = [*testing.WORKLOADS, *real]
+    arguments.workload = arguments.workload or known
+    missing = [name for name in arguments.workload if name not in known]
+    if missing:
+        parser.error(f"--workload takes {', '.join(known)}, got {', '.join(missing)}")
+    return arguments
+
+
+@torch.no_grad()
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    if not torch.cuda.is_available():
+        print("bench: needs a CUDA device", file=sys.stderr)
+        return 2
+    dtype = DTYPES[arguments.dtype]
+    ceilings, machine = measure_ceilings(dtype, arguments.l2_tbs)
+    dense = None
+    if arguments.compile != "none":
+        mode = None if arguments.compile == "default" else arguments.compile
+        dense = torch.compile(testing.dense_output, fullgraph=True, dynamic=False, mode=mode)
+    rows: list[Row] = []
+    for name in arguments.workload:
+        try:
+            problem = testing.load(
+                name, arguments.m, arguments.k, arguments.n, real_layers=arguments.real_layers, dtype=dtype
+            )
+            rows += Bench(name, problem, arguments, ceilings, dense).run(arguments.seconds)
+        except RuntimeError as error:  # out of memory, or a fault of an earlier kernel that shows now
+            rows.append(Row(name, "any", 0, 0, red=reason(error)))
+        write(rows, arguments, machine, ceilings)
+        print(f"bench: {name} done", file=sys.stderr, flush=True)
+    print_table(rows)
+    print(f"M = {arguments.m}, {arguments.dtype}, compression {arguments.compression}; columns: see --help")
+    print(
+        f"ceilings: {ceilings.flops / 1e12:.0f} TFLOP/s and {ceilings.memory / 1e12:.2f} TB/s of memory measured now, "
+        f"{ceilings.l2 / 1e12:.2f} TB/s of L2 assumed"
+    )
+    print(machine)
+    red = sum(bool(row.red) for row in rows)
+    if red:
+        print(f"{red} of {len(rows)} rows are red")
+    return 1 if red else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Where tests run: those under tests/gpu need an sm_90 GPU, some of tests/cpu need a checkout rather than a bundle."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# A bundle has no kernel sources to compile and no build files.
+if not (ROOT / "CMakeLists.txt").exists():
+    collect_ignore = [f"cpu/test_{name}.py" for name in ("bundle", "catalog", "compile", "format", "imports", "wheel")]
+
+
+def why_no_gpu() -> str | None:
+    """Why the kernels cannot run here; None if they can."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    if torch.cuda.get_device_capability() != (9, 0):
+        return f"needs compute capability 9.0, got {torch.cuda.get_device_capability()}"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = why_no_gpu()
+    for item in items:
+        if ROOT / "tests" / "gpu" in item.path.parents:
+            item.add_marker("gpu")
+        if reason is not None and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel with every kernel, built as `make wheel` builds it; only what changed is compiled again."""
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(out), str(ROOT)]
+    environment = {name: value for name, value in os.environ.items() if name != "TWELL_SYMBOLS"}
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
+    built = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert built.returncode == 0, built.stdout
+    (path,) = out.glob("*.whl")
+    return path

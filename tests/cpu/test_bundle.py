@@ -1,0 +1,90 @@
+"""The bundle for a GPU host without network: what it holds, and that its run.sh makes commands work."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+@pytest.fixture(scope="module")
+def bundle(wheel: Path, root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle for this Python."""
+    out = tmp_path_factory.mktemp("bundle") / "bundle"
+    command = [sys.executable, str(root / "tools" / "bundle.py"), "--wheel", str(wheel), "--python", PYTHON]
+    subprocess.run([*command, "--out", str(out)], check=True)
+    return out
+
+
+def run(bundle: Path, *command: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """run.sh from another folder, with this Python as python3 and an unpacking place of its own."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
+    environment["PATH"] = os.pathsep.join([str(path or Path(sys.executable).parent), environment["PATH"]])
+    environment["TMPDIR"] = str(bundle.parent)
+    return subprocess.run(
+        [str(bundle / "run.sh"), *command],
+        cwd=bundle.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_contents(bundle: Path, root: Path) -> None:
+    for name in ("tests/conftest.py", "tests/gpu", "profiling", "pyproject.toml", "site/twell/nn.py", "site/tvm_ffi"):
+        assert (bundle / name).exists(), name
+    assert (bundle / "site/twell/_lib/libtwell_kernels.so").is_file()
+    assert (bundle / "site/tvm_ffi/lib/libtvm_ffi.so").is_file()
+    sizes = {p: p.stat().st_size for p in bundle.rglob("*") if p.is_file() and "scratch" not in p.parts}
+    assert sum(sizes.values()) < 30e6, sorted(sizes.items(), key=lambda item: -item[1])[:5]
+    for path in bundle.glob("run.sh"):
+        assert str(root) not in path.read_text()
+
+
+def test_runs_the_bundled_package_and_loads_its_kernels(bundle: Path) -> None:
+    code = """
+import sys, tvm_ffi, twell
+# a GPU host has no DSL
+sys.modules["nvidia_cutlass_dsl"] = None
+from twell._runtime import packaged
+for module in (tvm_ffi, twell):
+    assert module.__file__.startswith(sys.argv[1]), module.__file__
+assert packaged.find("gate_pack_bf16_c8") is not None
+assert "cutlass" not in sys.modules
+loaded = {line.split()[-1] for line in open("/proc/self/maps") if "libcute_dsl_runtime" in line}
+assert all(path.startswith(sys.argv[2]) for path in loaded) and len(loaded) == 1, loaded
+"""
+    for _ in range(2):  # unpacked by the first, found by the second
+        done = run(bundle, "python3", "-c", code, str(bundle / "site"), str(bundle.parent / "twell-bundle-"))
+        assert done.returncode == 0, done.stderr
+    assert not list(bundle.parent.glob("twell-bundle-*/part.*"))
+
+
+def test_runs_tests(bundle: Path) -> None:
+    done = run(bundle, "python3", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/cpu/test_packed.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_passes_on_the_exit_status_and_arguments(bundle: Path) -> None:
+    done = run(bundle, "python3", "-c", "import sys; print(sys.argv[1:]); sys.exit(7)", "a b", "")
+    assert (done.returncode, done.stdout.strip()) == (7, "['a b', '']")
+
+
+def test_no_command_is_a_usage_error(bundle: Path) -> None:
+    done = run(bundle)
+    assert done.returncode == 2
+    assert "usage: run.sh COMMAND" in done.stderr
+
+
+def test_another_python_is_refused(bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "python3").write_text("#!/bin/sh\necho 2.7\n")
+    (tmp_path / "python3").chmod(0o755)
+    done = run(bundle, "true", path=tmp_path)
+    assert done.returncode == 2
+    assert f"this bundle is for Python {PYTHON}, python3 is 2.7" in done.stderr

@@ -1,0 +1,93 @@
+"""Specs, their names and the list of those that ship."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cute_kernels import catalog, specs
+
+
+def test_symbols_are_distinct_names_that_lead_back() -> None:
+    everything = specs.all_specs()
+    assert len({spec.symbol for spec in everything}) == len(everything)
+    for spec in everything:
+        assert re.fullmatch(r"[a-z][a-z0-9_]*", spec.symbol)
+        assert specs.spec_from_symbol(spec.symbol) == spec
+
+
+@pytest.mark.parametrize("symbol", ["", "gate_pack", "gate_pack_bf16_c3", "up_down_bf16_k2000", "unpack_fp32"])
+def test_other_symbols_are_refused(symbol: str) -> None:
+    with pytest.raises(ValueError, match=repr(symbol)):
+        specs.spec_from_symbol(symbol)
+
+
+def test_what_ships() -> None:
+    shipped = catalog.SHIPPED
+    assert set(shipped) <= set(specs.all_specs())
+    assert len(set(shipped)) == len(shipped)
+    for dtype in specs.DTYPES:
+        assert specs.UnpackSpec(dtype) in shipped
+        for bias in (False, True):
+            assert all(specs.GatePackSpec(dtype, c, bias) in shipped for c in (2, 4, 8))
+            # the hidden sizes of the models that this is for
+            for k in (64, 1024, 2048, 4096, 8192):
+                assert specs.UpDownSpec(dtype, specs.k_class(k), bias) in shipped
+                assert specs.DownSpec(dtype, specs.k_class(k), bias) in shipped
+
+
+def test_k_class_is_the_smallest_that_holds_k() -> None:
+    assert specs.k_class(8) == specs.K_CLASSES[0]
+    for smaller, larger in zip(specs.K_CLASSES, specs.K_CLASSES[1:]):
+        assert specs.k_class(smaller) == smaller
+        assert specs.k_class(smaller + 8) == larger
+
+
+def test_larger_hidden_sizes_are_refused() -> None:
+    largest = specs.K_CLASSES[-1]
+    assert specs.k_class(largest) == largest
+    with pytest.raises(NotImplementedError, match=str(largest + 8)):
+        specs.k_class(largest + 8)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: specs.GatePackSpec("float32", 8, False), "float32"),
+        (lambda: specs.GatePackSpec("bfloat16", 3, False), "compression"),
+        (lambda: specs.UpDownSpec("bfloat16", 2000, False), "k_max"),
+        (lambda: specs.DownSpec("bf16", 2048, False), "bf16"),
+        (lambda: specs.UnpackSpec("int8"), "int8"),
+    ],
+)
+def test_a_spec_that_cannot_be_compiled_cannot_be_made(make: object, message: str) -> None:
+    assert callable(make)
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_every_op_has_its_kernel_module() -> None:
+    for op in {spec.op for spec in specs.all_specs()}:
+        assert importlib.util.find_spec(f"cute_kernels.{op}") is not None
+
+
+def command(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cute_kernels", *arguments], cwd=root, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_list_prints_what_ships(root: Path) -> None:
+    assert command(root, "list").stdout.split() == [spec.symbol for spec in catalog.SHIPPED]
+    assert command(root, "list", "--all").stdout.split() == [spec.symbol for spec in specs.all_specs()]
+
+
+def test_unknown_symbol_is_a_usage_error(root: Path, tmp_path: Path) -> None:
+    done = command(root, "compile", "gate_pack_bf16_c3", "-o", str(tmp_path / "x.o"))
+    assert done.returncode == 2
+    assert "gate_pack_bf16_c3" in done.stderr

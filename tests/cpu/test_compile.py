@@ -1,0 +1,124 @@
+"""Every kernel that ships compiles for sm_90a, within the registers that its occupancy needs, without a GPU."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cute_kernels import catalog, feasible, specs
+from cute_kernels.specs import Spec
+
+
+def report(spec: Spec) -> list[Any]:
+    # imports the compiler, which only the worker processes should
+    from cute_kernels import compile
+
+    return compile.report(spec)
+
+
+@pytest.fixture(scope="module")
+def reports(request: pytest.FixtureRequest) -> Iterator[dict[Spec, Future[list[Any]]]]:
+    """Reports of the specs that the selected tests ask for, under way in as many processes as there are cores."""
+    items = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    wanted = {call.params["spec"]: None for call in items if call is not None and "spec" in call.params}
+    workers = min(len(os.sched_getaffinity(0)), 8)
+    # spawned, because torch's threads may run in this process
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield {spec: pool.submit(report, spec) for spec in wanted}
+        pool.shutdown(cancel_futures=True)
+
+
+def register_budget(spec: Spec) -> int:
+    """Registers a thread may use for as many CTAs to share an SM as the kernel counts on."""
+    if spec.op == "gate_pack":
+        return feasible.registers_per_thread(threads=384, ctas_per_sm=1)
+    if isinstance(spec, specs.UnpackSpec):
+        return feasible.registers_per_thread(threads=256, ctas_per_sm=8)
+    # up_down and down hide the latency of their gather behind a second CTA while a row of K columns is short enough
+    return feasible.registers_per_thread(threads=256, ctas_per_sm=2 if spec.k_max <= 2048 else 1)
+
+
+@pytest.mark.parametrize("spec", catalog.SHIPPED, ids=lambda spec: spec.symbol)
+def test_compiles_within_budget(spec: Spec, reports: dict[Spec, Future[list[Any]]]) -> None:
+    for kernel in reports[spec].result(timeout=600):
+        assert kernel.registers <= register_budget(spec), kernel
+        assert kernel.spill_bytes == 0, kernel
+        assert kernel.wgmma == (), kernel
+
+
+# What the compiler printed for a kernel whose wait was removed and for one that spilled, with shorter names; the second
+# form is wrapped, and repeats what it says for every place in the source.
+SERIALISED = """\x1b[96mremark[ptxas info]:\x1b[0m ptxas output: ptxas info    : (C7514) Potential Performance Loss: \
+wgmma.mma_async instructions are serialized due to non wgmma instructions reading accumulator registers of a wgmma \
+between start and end of the pipeline stage in the function 'kernel_0' in line 0
+ptxas info    : (C7517) wgmma.wait_group is injected in around line 2467 by compiler to allow use of registers defined \
+by GMMA in function 'kernel_0'
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'kernel_0' for 'sm_90a'
+ptxas info    : Function properties for kernel_0
+ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers
+"""
+SPILLED = """\x1b[96mremark[ptxas]:\x1b[0m ptxas detected register spills
+  \x1b[96mremark:\x1b[0m Spilled values are placed in local memory. ptxas reports spill usage at kernel granularity.
+
+          ptxas output:
+          ptxas info    : 0 bytes gmem
+          ptxas info    : Compiling entry function
+          'heavy_1'
+          for 'sm_90a'
+          ptxas info    : Function properties for
+          heavy_1
+          ptxas         .     296 bytes stack frame, 400 bytes spill
+          stores, 404 bytes spill loads
+          ptxas info    : Used 96 registers, used 1 barriers, 296 bytes cumulative stack size
+          ptxas info    : Compiling entry function 'light_0' for 'sm_90a'
+          ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+          ptxas info    : Used 64 registers, used 1 barriers
+"""
+
+
+def parse(root: Path, text: str) -> str:
+    """What ``parse_remarks`` reads from a text, in a process of its own for the compiler's import."""
+    code = "import sys; from cute_kernels.compile import parse_remarks; print(parse_remarks('name', sys.stdin.read()))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, input=text, capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+def test_report_sees_serialised_wgmma(root: Path) -> None:
+    said = parse(root, SERIALISED)
+    assert "registers=168, spill_bytes=0" in said
+    assert "(C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized" in said
+    assert "(C7517) wgmma.wait_group is injected" in said
+
+
+def test_report_sees_spills(root: Path) -> None:
+    said = parse(root, SPILLED + SPILLED)
+    assert said.count("Report(") == 2
+    assert "kernel='heavy_1', registers=96, spill_bytes=804, wgmma=()" in said
+    assert "kernel='light_0', registers=64, spill_bytes=0, wgmma=()" in said
+
+
+def test_report_refuses_what_it_cannot_read(root: Path) -> None:
+    assert "RuntimeError: unknown form of ptxas report" in parse(root, SPILLED.replace("registers", "regs"))
+
+
+def test_object_exports_the_symbol(root: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "cute_kernels", "compile", "unpack_bf16", "-o", str(tmp_path / "x.o")]
+    subprocess.run([*command, "--depfile", str(tmp_path / "x.d")], cwd=root, check=True)
+    assert b"\0__tvm_ffi_unpack_bf16\0" in (tmp_path / "x.o").read_bytes()
+    target, _, sources = (tmp_path / "x.d").read_text().partition(": ")
+    assert target == str(tmp_path / "x.o")
+    assert {str(root / "cute_kernels" / name) for name in ("unpack.py", "format.py", "compile.py")} <= set(
+        sources.split()
+    )
+    assert not any("up_down" in source for source in sources.split())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.d", "x.o"]

@@ -1,0 +1,174 @@
+"""Which file may import which, read from the sources; what importing twell loads, seen in a fresh interpreter."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Each line may import those above it and itself. A name stands for a file, or for a folder and all in it.
+LAYERS = [
+    # kernels: what is known at compile time
+    ["cute_kernels.__init__", "cute_kernels.format", "cute_kernels.feasible", "cute_kernels.fingerprint"],
+    ["cute_kernels.specs"],
+    ["cute_kernels.sm90"],
+    ["cute_kernels.gate_pack", "cute_kernels.up_down", "cute_kernels.down", "cute_kernels.unpack"],
+    ["cute_kernels.compile", "cute_kernels.catalog"],
+    ["cute_kernels.__main__"],
+    # torch side: what is known at call time
+    ["twell._env"],
+    ["twell._log"],
+    ["twell._runtime"],
+    ["twell.reference", "twell.tuning"],
+    ["twell.ops"],
+    ["twell.packed"],
+    ["twell.functional"],
+    ["twell.nn"],
+    ["twell.__init__"],
+    # people's side
+    ["twell.testing", "twell._info"],
+    ["twell._demo", "twell._demo_compare", "twell._demo_model", "twell._demo_plots", "twell._demo_text"],
+    ["twell.cli"],
+    ["twell.__main__"],
+]
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+TREES = {"cute_kernels": ROOT / "cute_kernels", "twell": ROOT / "python" / "twell"}
+
+# What the pure files may use besides the standard library: nothing.
+PURE = ("__init__", "format", "feasible", "fingerprint", "specs", "catalog")
+# The only files that may import the compiler, or the runtime's bindings.
+COMPILER_USERS = ("cute_kernels.", "twell._runtime.cache")
+BINDING_USERS = ("twell._runtime.",)
+
+
+def modules() -> list[str]:
+    """Every module of both trees, packages as NAME.__init__."""
+    found = []
+    for package, folder in TREES.items():
+        for path in sorted(folder.rglob("*.py")):
+            found.append(".".join((package, *path.relative_to(folder).with_suffix("").parts)))
+    return found
+
+
+def path_of(module: str) -> Path:
+    package, *rest = module.split(".")
+    return TREES[package].joinpath(*rest).with_suffix(".py")
+
+
+def is_module(name: str) -> bool:
+    package, *rest = name.split(".")
+    return package in TREES and (path_of(name).is_file() or TREES[package].joinpath(*rest, "__init__.py").is_file())
+
+
+def imports(module: str) -> Iterator[tuple[str, bool]]:
+    """Absolute names that a module imports anywhere in it, and whether it wrote them relative."""
+    for node in ast.walk(ast.parse(path_of(module).read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, False) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".")[: -node.level]
+                base = ".".join([*parents, base] if base else parents)
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                yield (inner if is_module(inner) else base), bool(node.level)
+
+
+def rank(module: str) -> int:
+    """The layer of a module, or of the innermost folder that has one."""
+    name = module
+    while name not in RANK and "." in name:
+        name = name.rpartition(".")[0]
+    if name not in RANK and f"{module}.__init__" in RANK:
+        name = f"{module}.__init__"
+    assert name in RANK, f"{module} has no layer; give it one in LAYERS"
+    return RANK[name]
+
+
+def test_layers_name_what_exists() -> None:
+    for name in RANK:
+        assert is_module(name), f"{name} does not exist"
+
+
+@pytest.mark.parametrize("module", modules())
+def test_layers(module: str) -> None:
+    for name, _ in imports(module):
+        if name.split(".")[0] in TREES:
+            assert rank(name) <= rank(module), f"{module} imports {name}, which is above it"
+
+
+@pytest.mark.parametrize("module", [name for name in modules() if name.startswith("cute_kernels.")])
+def test_kernels_know_nothing_of_torch(module: str) -> None:
+    for name, relative in imports(module):
+        assert name.split(".")[0] not in ("torch", "twell"), f"{module} imports {name}"
+        # installed, the package has another name
+        assert relative or not name.startswith("cute_kernels"), f"{module} imports {name} by its absolute name"
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_pure_files_import_the_standard_library_alone(name: str) -> None:
+    for imported, relative in imports(f"cute_kernels.{name}"):
+        assert relative or imported.split(".")[0] in sys.stdlib_module_names, imported
+
+
+@pytest.mark.parametrize("module", modules())
+def test_compiler_and_bindings_stay_where_they_belong(module: str) -> None:
+    for name, _ in imports(module):
+        top = name.split(".")[0]
+        if top == "cutlass":
+            assert module.startswith(COMPILER_USERS), f"{module} imports {name}"
+        if top in ("cuda", "tvm_ffi"):
+            assert module.startswith((*BINDING_USERS, "cute_kernels.")), f"{module} imports {name}"
+
+
+def fresh(code: str, **environment: str) -> str:
+    """Run code in an interpreter of its own, from the checkout; its output."""
+    path = os.pathsep.join([str(ROOT / "python"), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+RUN_ON_CPU = """
+import torch, twell
+x, wg, wu, wd = (torch.randn(s).bfloat16() for s in ((5, 64), (264, 64), (264, 64), (64, 264)))
+y = twell.sparse_gated_ffn(x, wg, wu, wd)
+dense = (torch.relu(x.double() @ wg.double().T).bfloat16().double() * (x.double() @ wu.double().T)) @ wd.double().T
+assert (y.double() - dense).norm() < 0.01 * dense.norm()
+packed = twell.pack(x, wg, compression=8)
+assert torch.equal(packed.unpack(), torch.relu(x.float() @ wg.float().T).bfloat16())
+"""
+
+
+def test_works_where_compiler_and_bindings_cannot_be_imported() -> None:
+    fresh(
+        """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("cutlass", "tvm_ffi", "cuda", "triton"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Refuse())
+"""
+        + RUN_ON_CPU
+    )
+
+
+def test_loads_no_compiler() -> None:
+    loaded = fresh(RUN_ON_CPU + "import sys; print(*sys.modules)").split()
+    assert "twell" in loaded
+    assert not {name for name in loaded if name.split(".")[0] in ("cutlass", "matplotlib", "transformers")}

@@ -1,0 +1,566 @@
+"""How kernels are found, with tiny libraries in their place; the environment; the driver. Needs a C compiler only."""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from twell import _env, _log
+from twell._runtime import cache, device, fingerprint, kernel_module, packaged, resolve, specs
+
+SPEC = specs.UnpackSpec("bfloat16")
+OTHER = specs.UnpackSpec("float16")
+ROOT = Path(__file__).parents[2]
+
+# A function by the calling convention of tvm-ffi that returns an integer.
+SOURCE = """
+#include <stdint.h>
+typedef struct {{ int32_t type_index; uint32_t padding; int64_t value; }} Any;
+int __tvm_ffi_{symbol}(void *self, const Any *args, int32_t count, Any *result) {{
+    result->type_index = 1; result->padding = 0; result->value = {answer};
+    return 0;
+}}
+"""
+
+
+def compile_tiny(symbol: str, out: Path, answer: int = 42, *flags: str) -> None:
+    source = out.with_suffix(".c")
+    source.write_text(SOURCE.format(symbol=symbol, answer=answer))
+    subprocess.run(["cc", *(flags or ("-c",)), "-fPIC", "-o", out, source], check=True)
+    source.unlink()
+
+
+class Compiler:
+    """Stands for the DSL: counts what it is asked to compile."""
+
+    def __init__(self) -> None:
+        self.compiled: list[str] = []
+
+    def compile_object(self, spec: specs.Spec, out: Path) -> None:
+        self.compiled.append(spec.symbol)
+        compile_tiny(spec.symbol, out, answer=41 + len(self.compiled))
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    compiler = Compiler()
+    monkeypatch.setattr(cache, "kernel_module", lambda name: compiler)
+    return compiler
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, an empty process and no packaged library; returns where entries will be."""
+    for name in ("TWELL_JIT", "TWELL_LOG", "TWELL_NVTX", "TWELL_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(packaged, "FOLDER", tmp_path / "nothing")
+    monkeypatch.setattr(resolve, "_kernels", {})
+    return tmp_path / "cache" / cache.fingerprint()
+
+
+def entries(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix in (".so", ".o"))
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+class TestCache:
+    def test_compiles_once_then_loads(self, compiler: Compiler, folder: Path) -> None:
+        assert cache.load(SPEC)() == 42
+        assert cache.load(SPEC)() == 42
+        assert cache.load(OTHER)() == 43
+        assert compiler.compiled == [SPEC.symbol, OTHER.symbol]
+        digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in entries(folder)]
+        assert [path.name.split(".")[1] for path in entries(folder)] == digests
+
+    def test_only_the_user_reads_and_writes(self, compiler: Compiler, folder: Path) -> None:
+        before = os.umask(0)
+        try:
+            cache.load(SPEC)
+        finally:
+            os.umask(before)
+        assert mode(folder) == mode(folder.parent) == 0o700
+        assert {mode(path) for path in folder.iterdir()} == {0o600}
+        assert sorted(path.suffix for path in folder.iterdir()) == [".lock", ".so"]
+
+    @pytest.mark.parametrize("damage", ["truncated", "changed", "emptied", "writable", "symlink", "hardly a library"])
+    def test_a_damaged_entry_is_built_again(
+        self, damage: str, compiler: Compiler, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        cache.load(SPEC)
+        (entry,) = entries(folder)
+        content = entry.read_bytes()
+        if damage == "symlink":
+            foreign = tmp_path / "foreign.so"
+            compile_tiny(SPEC.symbol, foreign, 666, "-shared")
+            target = foreign.read_bytes()
+            entry.unlink()
+            # even one whose name tells the truth
+            entry = folder / f"{SPEC.symbol}.{hashlib.sha256(target).hexdigest()}.so"
+            entry.symlink_to(foreign)
+        elif damage == "writable":
+            entry.chmod(0o666)
+        elif damage == "hardly a library":
+            entry.unlink()
+            entry = folder / f"{SPEC.symbol}.{hashlib.sha256(b'text').hexdigest()}.so"
+            entry.write_bytes(b"text")
+            entry.chmod(0o600)
+        else:
+            # a new file, because the old one is mapped into this process
+            entry.unlink()
+            damaged = {"truncated": content[:-1], "changed": content[:-1] + b"\1", "emptied": b""}[damage]
+            entry.write_bytes(damaged)
+            entry.chmod(0o600)
+        assert cache.load(SPEC)() == 43
+        assert f"{entry} is discarded" in caplog.text
+        (rebuilt,) = entries(folder)
+        assert not rebuilt.is_symlink()
+        assert mode(rebuilt) == 0o600
+        if damage == "symlink":
+            assert foreign.read_bytes() == target
+        assert cache.load(SPEC)() == 43
+        assert len(compiler.compiled) == 2
+
+    def test_a_file_of_another_name_is_no_entry(self, compiler: Compiler, folder: Path) -> None:
+        long, short = specs.DownSpec("bfloat16", 256, True), specs.DownSpec("bfloat16", 256, False)
+        assert (cache.load(long)(), cache.load(short)()) == (42, 43)
+        assert (cache.load(long)(), cache.load(short)()) == (42, 43)
+
+    @pytest.mark.parametrize("where", ["base", "folder"])
+    @pytest.mark.parametrize("fault", ["writable", "foreign"])
+    def test_a_folder_that_others_can_change_is_not_used(
+        self,
+        where: str,
+        fault: str,
+        compiler: Compiler,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        chosen = folder if where == "folder" else folder.parent
+        chosen.mkdir(parents=True, mode=0o700)
+        if fault == "writable":
+            chosen.chmod(0o777)
+            text = f"{chosen} has mode 777"
+        else:
+            monkeypatch.setattr(os, "geteuid", lambda: 12345)
+            text = "expected 12345"
+        # the kernel is compiled all the same, for this process alone
+        assert cache.load(SPEC)() == 42
+        assert "kernel cache not used" in caplog.text
+        assert text in caplog.text
+        assert not list(chosen.glob("**/*.so"))
+
+    def test_a_link_in_place_of_the_folder_is_not_followed(
+        self, compiler: Compiler, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        trap = tmp_path / "trap"
+        trap.mkdir(mode=0o700)
+        folder.parent.mkdir(mode=0o700)
+        folder.symlink_to(trap)
+        assert cache.load(SPEC)() == 42
+        assert f"{folder} is not a folder" in caplog.text
+        assert not list(trap.iterdir())
+
+    def test_a_link_in_place_of_the_lock_is_not_followed(
+        self, compiler: Compiler, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        target = cache.open_folder() / f"{SPEC.symbol}.lock"
+        target.symlink_to(tmp_path / "trap")
+        assert cache.load(SPEC)() == 42
+        assert "kernel cache not used" in caplog.text
+        assert not (tmp_path / "trap").exists()
+
+    def test_the_user_may_link_the_cache_elsewhere(self, compiler: Compiler, folder: Path, tmp_path: Path) -> None:
+        elsewhere = tmp_path / "scratch"
+        elsewhere.mkdir(mode=0o700)
+        folder.parent.symlink_to(elsewhere)
+        cache.load(SPEC)
+        assert len(entries(elsewhere / folder.name)) == 1
+
+    def test_a_folder_that_cannot_be_made(
+        self, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path / "file" / "cache"))
+        assert cache.load(SPEC)() == 42
+        assert "kernel cache not used" in caplog.text
+
+    def test_two_processes_build_once(self, folder: Path, tmp_path: Path) -> None:
+        log = tmp_path / "log"
+        script = f"""
+import sys, time
+from pathlib import Path
+sys.path[:0] = [{str(ROOT / "python")!r}, {str(ROOT)!r}, {str(Path(__file__).parent)!r}]
+import test_runtime as t
+class Slow(t.Compiler):
+    def compile_object(self, spec, out):
+        with open({str(log)!r}, "a") as file:
+            file.write("compiled\\n")
+        time.sleep(1)
+        super().compile_object(spec, out)
+t.cache.kernel_module = lambda name: Slow()
+print(t.cache.load(t.SPEC)())
+"""
+        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+        start = [sys.executable, "-c", script]
+        racers = [subprocess.Popen(start, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        assert [racer.communicate(timeout=120)[0] for racer in racers] == ["42\n", "42\n"]
+        assert log.read_text() == "compiled\n"
+        assert len(entries(folder)) == 1
+
+    def test_compiling_may_be_forbidden(
+        self, compiler: Compiler, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cache.load(SPEC)
+        monkeypatch.setenv("TWELL_JIT", "off")
+        assert cache.load(SPEC)() == 42
+        with pytest.raises(RuntimeError, match=r"UnpackSpec\(dtype='float16'\) is neither .*TWELL_JIT=off forbids"):
+            cache.load(OTHER)
+
+    def test_the_compiler_may_be_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "cutlass", None)
+        for name in [name for name in sys.modules if name.endswith("cute_kernels.compile")]:
+            monkeypatch.delitem(sys.modules, name)
+        with pytest.raises(RuntimeError, match=r"UnpackSpec.*cannot be compiled.*pip install nvidia-cutlass-dsl"):
+            cache.load(SPEC)
+
+    def test_a_failing_linker_is_quoted(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        broken = SimpleNamespace(compile_object=lambda spec, out: out.write_bytes(b"no object"))
+        monkeypatch.setattr(cache, "kernel_module", lambda name: broken)
+        with pytest.raises(RuntimeError, match=rf"(?s)linking kernel {SPEC.symbol} failed: .*-shared.*\n"):
+            cache.load(SPEC)
+        assert not entries(folder)
+
+    @pytest.mark.parametrize("linked", [True, False])
+    def test_a_real_kernel(self, linked: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("cutlass")
+        if not linked:
+            monkeypatch.setattr(shutil, "which", lambda name: None)
+        spec = specs.GatePackSpec("bfloat16", 8, False)
+        for _ in range(2):
+            with pytest.raises(TypeError, match="Expects 7 parameters when calling"):
+                cache.load(spec)()
+        assert [entry.suffix for entry in entries(folder)] == [".so" if linked else ".o"]
+
+    def test_the_fingerprint_covers_what_an_entry_depends_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        plain = cache.fingerprint.__wrapped__()
+        assert plain == cache.fingerprint()
+        changes: list[tuple[Any, str, Callable[..., Any]]] = [
+            (fingerprint, "source_hash", lambda: "another"),
+            (packaged, "version", lambda package: "0"),
+            (packaged, "toolkits", lambda: iter([Path("cu99")])),
+        ]
+        for where, name, value in changes:
+            with monkeypatch.context() as patch:
+                patch.setattr(where, name, value)
+                assert cache.fingerprint.__wrapped__() != plain
+
+
+class TestPackaged:
+    def write(self, folder: Path, **changes: Any) -> None:
+        folder.mkdir()
+        compile_tiny(SPEC.symbol, folder / packaged.LIBRARY, 7, "-shared")
+        manifest = {
+            "arch": fingerprint.ARCH,
+            "toolkit": "cu13",
+            "versions": fingerprint.versions(),
+            "source_hash": fingerprint.source_hash(),
+            "symbols": [SPEC.symbol],
+        }
+        (folder / "manifest.json").write_text(json.dumps(manifest | changes))
+
+    def test_comes_first_and_imports_no_compiler(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: Compiler
+    ) -> None:
+        self.write(tmp_path / "_lib")
+        monkeypatch.setattr(packaged, "FOLDER", tmp_path / "_lib")
+        assert resolve.resolve(SPEC)() == 7
+        assert resolve.resolve(SPEC) is resolve.resolve(specs.UnpackSpec("bfloat16"))
+        assert resolve.resolve(OTHER)() == 42
+        assert compiler.compiled == [OTHER.symbol]
+
+    @pytest.mark.parametrize(
+        ("changes", "text"),
+        [
+            ({"arch": "sm_100a"}, "built for sm_100a, expected sm_90a"),
+            ({"source_hash": "0" * 64}, "the kernel sources changed since they were built"),
+            ({"symbols": "unpack_bf16"}, "symbols must be a list, got 'unpack_bf16'"),
+            ({"versions": {"nvidia-cutlass-dsl": "4.8.1"}}, "apache-tvm-ffi must be a str, got None"),
+            ({"toolkit": None}, "toolkit must be a str, got None"),
+        ],
+    )
+    def test_a_library_of_something_else_is_not_used(
+        self, changes: dict[str, Any], text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        self.write(tmp_path / "_lib", **changes)
+        assert packaged.read_manifest(tmp_path / "_lib") is None
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert text in caplog.text
+
+    @pytest.mark.parametrize("content", ["", "[]", "{"])
+    def test_a_manifest_that_is_none(self, content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        self.write(tmp_path / "_lib")
+        (tmp_path / "_lib" / "manifest.json").write_text(content)
+        assert packaged.read_manifest(tmp_path / "_lib") is None
+        assert "manifest.json" in caplog.text
+
+    def test_other_versions_are_logged(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        versions = fingerprint.versions() | {"nvidia-cutlass-dsl": "4.0.0"}
+        self.write(tmp_path / "_lib", versions=versions)
+        with caplog.at_level(logging.INFO, "twell"):
+            manifest = packaged.read_manifest(tmp_path / "_lib")
+        assert manifest is not None
+        assert manifest.symbols == (SPEC.symbol,)
+        assert "built with nvidia-cutlass-dsl 4.0.0" in caplog.text
+
+    def test_a_symbol_that_the_library_lacks(self, tmp_path: Path) -> None:
+        self.write(tmp_path / "_lib")
+        with pytest.raises(RuntimeError, match="cannot load kernel absent from"):
+            packaged.load(tmp_path / "_lib" / packaged.LIBRARY, "absent")
+
+    def test_a_missing_runtime_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(packaged, "_runtime_candidates", lambda: iter([Path("libabsent-runtime.so")]))
+        with pytest.raises(RuntimeError, match=r"pip install nvidia-cutlass-dsl.*libabsent-runtime.so: cannot open"):
+            packaged.load_runtime.__wrapped__()
+
+    def test_a_missing_tvm_ffi_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "tvm_ffi", None)
+        with pytest.raises(RuntimeError, match="pip install apache-tvm-ffi"):
+            packaged.load_runtime.__wrapped__()
+
+    @pytest.mark.parametrize(("driver", "newest"), [((13, 0), "cu13"), ((12, 8), "cu12"), (None, "cu13")])
+    def test_the_toolkit_suits_the_driver(
+        self, driver: tuple[int, int] | None, newest: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def version() -> tuple[int, int]:
+            if driver is None:
+                raise RuntimeError("no CUDA driver")
+            return driver
+
+        location = SimpleNamespace(submodule_search_locations=["/nowhere"])
+        monkeypatch.setattr(device, "driver_version", version)
+        monkeypatch.setattr(packaged.importlib.util, "find_spec", lambda name: location)
+        assert next(packaged.toolkits()) == Path("/nowhere") / newest
+
+
+class TestResolve:
+    def test_a_miss_during_capture_names_the_spec(self, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(resolve, "_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match=r"UnpackSpec\(dtype='bfloat16'\) is not loaded yet and a CUDA graph"):
+            resolve.resolve(SPEC)
+        assert not compiler.compiled
+        monkeypatch.setattr(resolve, "_capturing", lambda: False)
+        assert resolve.resolve(SPEC)() == 42
+        monkeypatch.setattr(resolve, "_capturing", lambda: True)
+        assert resolve.resolve(SPEC)() == 42
+
+    def test_capturing_is_asked_of_the_current_stream(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[int] = []
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+        monkeypatch.setattr(device, "is_capturing", lambda stream: bool(asked.append(stream)) or True)
+        assert resolve._capturing()
+        assert asked == [7]
+
+    def test_a_failure_is_not_remembered(self, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TWELL_JIT", "off")
+        with pytest.raises(RuntimeError):
+            resolve.resolve(SPEC)
+        monkeypatch.setenv("TWELL_JIT", "auto")
+        assert resolve.resolve(SPEC)() == 42
+
+
+def fake_driver(**functions: Callable[..., tuple[Any, ...]]) -> SimpleNamespace:
+    """``cuda.bindings.driver`` of a machine with two devices."""
+    ok = SimpleNamespace(name="CUDA_SUCCESS")
+    attributes = {"sms": (132, 78), "major": (9, 8), "minor": (0, 6)}
+    machine = SimpleNamespace(
+        CUresult=SimpleNamespace(CUDA_SUCCESS=ok, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT="implicit"),
+        CUdevice_attribute=SimpleNamespace(
+            CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT="sms",
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR="major",
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR="minor",
+        ),
+        CUstreamCaptureStatus=SimpleNamespace(CU_STREAM_CAPTURE_STATUS_NONE=0),
+        CUstream=lambda handle: handle,
+        cuInit=lambda flags: (ok,),
+        cuDriverGetVersion=lambda: (ok, 13010),
+        cuDeviceGetCount=lambda: (ok, 2),
+        cuDeviceGet=lambda index: (ok, index),
+        cuDeviceGetAttribute=lambda name, handle: (ok, attributes[name][handle]),
+        cuDeviceGetName=lambda length, handle: (ok, f"GPU {handle}".encode().ljust(length, b"\0")),
+        cuDeviceTotalMem=lambda handle: (ok, 2**37),
+        cuStreamIsCapturing=lambda stream: ("implicit", None) if stream == 0 else (ok, stream - 1),
+    )
+    vars(machine).update(functions)
+    return machine
+
+
+class TestDevice:
+    @pytest.fixture(autouse=True)
+    def uncached(self) -> Any:
+        cached = (device._initialised, device._handle, device.sm_count, device.capability, device.driver_version)
+        for function in cached:
+            function.cache_clear()
+        yield
+        for function in cached:
+            function.cache_clear()
+
+    def test_describes_the_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(device, "_bindings", fake_driver)
+        first = device.Device(0, "GPU 0", (9, 0), 132, 2**37)
+        second = device.Device(1, "GPU 1", (8, 6), 78, 2**37)
+        assert device.describe() == device.Driver((13, 1), (first, second))
+        assert (device.sm_count(0), device.capability(1)) == (132, (8, 6))
+
+    def test_capture_states(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(device, "_bindings", fake_driver)
+        # the legacy stream refuses the question while another stream captures
+        assert [device.is_capturing(stream) for stream in (0, 1, 2)] == [True, False, True]
+        broken = fake_driver(
+            cuStreamIsCapturing=lambda stream: (SimpleNamespace(name="CUDA_ERROR_INVALID_HANDLE"), None)
+        )
+        monkeypatch.setattr(device, "_bindings", lambda: broken)
+        with pytest.raises(RuntimeError, match="cuStreamIsCapturing failed: CUDA_ERROR_INVALID_HANDLE"):
+            device.is_capturing(1)
+
+    def test_no_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        no_device = SimpleNamespace(name="CUDA_ERROR_NO_DEVICE")
+        monkeypatch.setattr(device, "_bindings", lambda: fake_driver(cuInit=lambda flags: (no_device,)))
+        assert device.describe() == device.Driver((13, 1), (), "cuInit failed: CUDA_ERROR_NO_DEVICE")
+
+    def test_no_driver(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def missing() -> Any:
+            raise RuntimeError("libcuda.so.1 not found")
+
+        monkeypatch.setattr(device, "_bindings", lambda: fake_driver(cuDriverGetVersion=missing))
+        assert device.describe() == device.Driver(None, (), "no CUDA driver: libcuda.so.1 not found")
+
+    def test_no_bindings(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+        problem = device.describe().problem
+        assert problem is not None
+        assert "pip install cuda-bindings" in problem
+        with pytest.raises(RuntimeError, match="pip install cuda-bindings"):
+            device.sm_count(0)
+
+
+class TestEnvironment:
+    @pytest.mark.parametrize(("value", "allowed"), [("", True), ("auto", True), ("AUTO", True), ("off", False)])
+    def test_jit(self, value: str, allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TWELL_JIT", value)
+        assert _env.jit() is allowed
+
+    @pytest.mark.parametrize(
+        ("name", "read", "text"),
+        [
+            ("TWELL_JIT", _env.jit, "TWELL_JIT must be one of auto, off, got 'maybe'"),
+            ("TWELL_LOG", _env.log_level, "TWELL_LOG must be one of debug, info, .*got 'maybe'"),
+            ("TWELL_NVTX", _env.nvtx, "TWELL_NVTX must be one of 0, 1, got 'maybe'"),
+            ("TWELL_DEBUG", _env.debug, "TWELL_DEBUG must be one of 0, 1, got 'maybe'"),
+            ("TWELL_CACHE_DIR", _env.cache_dir, "TWELL_CACHE_DIR must be an absolute path, got 'maybe'"),
+        ],
+    )
+    def test_nonsense_is_refused(
+        self, name: str, read: Callable[[], Any], text: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(name, "maybe")
+        with pytest.raises(ValueError, match=text):
+            read()
+
+    def test_switches(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert not _env.nvtx()
+        assert not _env.debug()
+        monkeypatch.setenv("TWELL_NVTX", "1")
+        monkeypatch.setenv("TWELL_DEBUG", "1")
+        assert _env.nvtx()
+        assert _env.debug()
+
+    def test_where_the_cache_is(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+        monkeypatch.setenv("TWELL_CACHE_DIR", "~/kernels")
+        assert _env.cache_dir() == tmp_path / "kernels"
+        monkeypatch.delenv("TWELL_CACHE_DIR")
+        assert _env.cache_dir() == Path("/xdg/twell")
+        # the specification has relative paths ignored
+        for value in ("relative", ""):
+            monkeypatch.setenv("XDG_CACHE_HOME", value)
+            assert _env.cache_dir() == tmp_path / ".cache" / "twell"
+
+    def test_logging(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert _env.log_level() is None
+        before = (_log.logger.handlers[:], _log.logger.level, _log.logger.propagate)
+        monkeypatch.setenv("TWELL_LOG", "Info")
+        try:
+            _log.configure()
+            assert _log.logger.level == logging.INFO
+            assert len(_log.logger.handlers) == len(before[0]) + 1
+        finally:
+            _log.logger.handlers, _log.logger.level, _log.logger.propagate = before
+
+
+def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT / "python"), str(ROOT)])
+    variables = os.environ | {"PYTHONPATH": path} | environment
+    return subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, timeout=120)
+
+
+def test_importing_and_the_cpu_path_need_torch_alone() -> None:
+    """In a fresh interpreter where cutlass, tvm-ffi and cuda-python cannot be imported."""
+    result = run(
+        """
+import sys
+for name in ("cutlass", "tvm_ffi", "cuda"):
+    sys.modules[name] = None
+import torch, twell
+x, w = torch.ones(3, 16, dtype=torch.bfloat16), torch.ones(24, 16, dtype=torch.bfloat16)
+print(twell.sparse_gated_ffn(x, w, w, w.t()).unique().tolist(), twell.pack(x, w).unpack().unique().tolist())
+from twell._runtime import device, resolve, specs
+print(device.describe().problem)
+try:
+    resolve.resolve(specs.UnpackSpec("bfloat16"))
+except RuntimeError as error:
+    print(error)
+"""
+    )
+    assert result.returncode == 0, result.stderr
+    values, problem, missing = result.stdout.splitlines()
+    assert values == "[6144.0] [16.0]"
+    assert "cuda.bindings is not usable" in problem
+    assert "UnpackSpec(dtype='bfloat16') is neither packaged nor cached, and cannot be compiled" in missing
+
+
+def test_importing_loads_no_compiler_and_no_driver() -> None:
+    result = run("""
+import sys, torch
+before = set(sys.modules)
+import twell
+print([name for name in set(sys.modules) - before if name.split(".")[0] in ("cutlass", "tvm_ffi", "cuda")])
+""")
+    assert (result.returncode, result.stdout) == (0, "[]\n"), result.stderr
+
+
+def test_a_bad_variable_is_named_at_import() -> None:
+    result = run("import twell", TWELL_LOG="loud")
+    assert result.returncode == 1
+    assert "ValueError: environment variable TWELL_LOG must be one of" in result.stderr
+
+
+def test_kernel_modules_are_reached_by_name() -> None:
+    assert kernel_module("specs") is specs

@@ -1,0 +1,299 @@
+"""Problems have the patterns they promise, and comparisons catch planted errors."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from twell import ops, testing
+from twell.testing import FFN, WORKLOADS, Errors
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def draw(name: str, **changes: int) -> FFN:
+    return testing.make(name, **{"m": 512, "k": 256, "n": 2048, **changes}, device="cpu")
+
+
+def counts(problem: FFN) -> torch.Tensor:
+    return (problem.x.float() @ problem.w_gate.float().T > 0).sum(1).float()
+
+
+# Workloads
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_workload_has_its_sparsity(name: str) -> None:
+    problem = draw(name, document=64)
+    per_token = counts(problem)
+    assert float(per_token.mean()) == pytest.approx(WORKLOADS[name].nnz, rel=0.02)
+    assert {t.dtype for t in problem[:4]} == {BF16}
+    assert [tuple(t.shape) for t in problem[:4]] == [(512, 256), *[(2048, 256)] * 3]
+    assert torch.equal(draw(name, document=64).w_down, problem.w_down)
+    assert not torch.equal(draw(name, document=64, seed=1).x, problem.x)
+
+
+def test_workloads_are_uneven_as_named() -> None:
+    """skew29 spreads over neurons and tokens and has dead neurons; topic29 moreover lets neighbours share neurons."""
+    uniform, skewed, topical = (draw(name, document=64) for name in ("uniform29", "skew29", "topic29"))
+    active = [p.x.float() @ p.w_gate.float().T > 0 for p in (uniform, skewed, topical)]
+    spread = [a.sum(1).float().std() / a.sum(1).float().mean() for a in active]
+    assert spread[1] > 2 * spread[0]
+    dead = [(~a.any(0)).float().mean() for a in active]
+    assert dead[0] < 0.2 < 0.3 < dead[1]
+    union = [(a[:64].any(0).sum() / a[:64].sum()).item() for a in active]
+    assert union[2] < 0.8 * union[1]
+
+
+def test_drawing_is_that_of_the_recorded_figures() -> None:
+    """The draw's order decides what published figures were measured on: a few values of each tensor, pinned."""
+    x, w_gate, w_up, w_down = testing.make("topic29", 4, 8, 16, seed=3, device="cpu", dtype=torch.float32, document=2)[
+        :4
+    ]
+    pinned = torch.stack([x[3, 2], x[3, 1], w_gate[5, 0], w_gate[5, 3], w_up[7, 1], w_down[15, 7]])
+    torch.testing.assert_close(
+        pinned, torch.tensor([1.41335, 0.31839, 4.67778, -0.3469, 0.00511, -0.10623]), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="uniform29"):
+        testing.make("uniform30", 8, 8, 8, device="cpu")
+    with pytest.raises(ValueError, match="folder"):
+        testing.load("real3", 8, device="cpu")
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """A folder with a small layer 3: 20 tokens, 16 features, 40 neurons of which two are alive."""
+    generator = np.random.default_rng(0)
+    x = generator.integers(-127, 128, (20, 16), dtype=np.int8)
+    x[:, 0] = 127
+    quiet = np.zeros(16, np.float32)
+    quiet[0] = 1 / (127 * 0.02)
+    w = np.zeros((2, 16), np.int8)
+    w[0, 1], w[1, 2] = 100, -50
+    np.savez(
+        tmp_path / "layer3.npz",
+        x=x,
+        x_scale=np.float32(0.02),
+        w=w,
+        w_scale=np.float32(0.01),
+        alive=np.array([7, 30]),
+        n=40,
+        quiet=quiet,
+    )
+    (tmp_path / "layerx.npz").touch()
+    return tmp_path
+
+
+def test_recorded_layer(recorded: Path) -> None:
+    """Tokens repeat up to m, the alive neurons have their rows, the others never fire."""
+    assert testing.real_names(recorded) == ["real3"]
+    problem = testing.load("real3", 50, real_layers=recorded, device="cpu", dtype=torch.float32)
+    assert [tuple(t.shape) for t in problem[:4]] == [(50, 16), *[(40, 16)] * 3]
+    assert torch.equal(problem.x[20:40], problem.x[:20])
+    assert problem.w_gate[7, 1] == pytest.approx(1.0)
+    gate = testing.float64_gate(problem)
+    silent = torch.ones(40, dtype=torch.bool)
+    silent[[7, 30]] = False
+    assert not gate[:, silent].any()
+    assert torch.allclose(gate[:, 7], problem.x[:, 1].double().relu())
+    with pytest.raises(FileNotFoundError):
+        testing.load("real4", 50, real_layers=recorded, device="cpu")
+
+
+# Exact problems
+
+
+@pytest.mark.parametrize("k", [8, 64, 200])
+@pytest.mark.parametrize("biases", ["", "gate up down"])
+def test_integer_problem_density(k: int, biases: str) -> None:
+    for density in (0, 0.05, 0.3, 1):
+        problem = testing.integer_problem(64, k, 520, density=density, biases=biases, seed=1)
+        share = float((testing.float64_gate(problem) > 0).double().mean())
+        assert share == density if density in (0, 1) else 0.3 * density < share < 3 * density
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("gated", [True, False])
+def test_sparse_layers_give_the_exact_answer(gated: bool, dtype: torch.dtype) -> None:
+    problem = testing.integer_problem(66, 136, 520, density=0.2, biases="gate up down", dtype=dtype)
+    expected = testing.exact_output(problem, gated=gated)
+    for compression in (2, 8):
+        testing.assert_same(testing.sparse_output(problem, gated=gated, compression=compression), expected)
+
+
+def test_pattern_problem_has_the_gates_it_is_given() -> None:
+    gates = torch.randint(-3, 9, (20, 264), generator=torch.Generator().manual_seed(0))
+    for biases in ("", "gate up down"):
+        problem = testing.pattern_problem(gates, 24, biases=biases)
+        assert torch.equal(testing.float64_gate(problem), gates.double().relu())
+    with pytest.raises(ValueError, match="M = 20, k = 16"):
+        testing.pattern_problem(gates, 16)
+
+
+def test_inexact_problems_are_refused() -> None:
+    problem = testing.integer_problem(8, 64, 264, density=1)
+    with pytest.raises(ValueError, match="2\\^24"):
+        testing.check_exact(problem._replace(w_down=problem.w_down * 4096))
+    with pytest.raises(ValueError, match="gates"):
+        testing.check_exact(problem._replace(x=problem.x * 9))
+
+
+# Errors
+
+
+@pytest.fixture(scope="module")
+def compared() -> tuple[FFN, torch.Tensor]:
+    problem = testing.make("skew29", 256, 128, 1024, device="cpu")
+    return problem, testing.float64_output(problem)
+
+
+def test_float64_output_is_the_formula(compared: tuple[FFN, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in chunks that do not divide the rows, and with biases."""
+    problem, answer = compared
+    x, w_gate, w_up, w_down = (t.double() for t in problem[:4])
+    gate, up = (x @ w_gate.T).relu(), x @ w_up.T
+    assert torch.allclose(answer, (gate * up) @ w_down, rtol=1e-10)
+    assert torch.allclose(testing.float64_output(problem, gated=False), gate @ w_down, rtol=1e-10)
+    monkeypatch.setattr(testing, "CHUNK_ROWS", 100)
+    assert torch.allclose(testing.float64_output(problem), answer, rtol=1e-10)
+    biased = problem._replace(gate_bias=torch.ones(1024), up_bias=torch.ones(1024), down_bias=torch.ones(128))
+    expected = ((x @ w_gate.T + 1).relu() * (up + 1)) @ w_down + 1
+    assert torch.allclose(testing.float64_output(biased), expected, rtol=1e-10)
+
+
+def test_layers_are_within_budget(compared: tuple[FFN, torch.Tensor]) -> None:
+    problem, _ = compared
+    for gated in (True, False):
+        comparison = testing.compare(problem, testing.sparse_output(problem, gated=gated), gated=gated)
+        assert comparison.ok, str(comparison)
+        assert 1e-4 < comparison.dense.frobenius < 1e-2
+
+
+def drop_neuron(problem: FFN) -> torch.Tensor:
+    """The most used neuron is missing."""
+    w_down = problem.w_down.clone()
+    w_down[(problem.x.float() @ problem.w_gate.float().T > 0).sum(0).argmax()] = 0
+    return testing.sparse_output(problem._replace(w_down=w_down))
+
+
+def drop_one_value(problem: FFN) -> torch.Tensor:
+    """One non-zero of one token is missing."""
+    words, spill, _ = ops.gate_pack(problem.x, problem.w_gate, None, 8)
+    row, tile = divmod(int(((words.view(-1, 32)[:, 0] > 0) & (words.view(-1, 32)[:, 0] < 32)).nonzero()[100]), 4)
+    words.view(256, 4, 32)[row, tile, 0] -= 1
+    return ops.up_down(problem.x, words, spill, problem.w_up, problem.w_down, None, None, 8)[0]
+
+
+def round_twice(problem: FFN) -> torch.Tensor:
+    """Right, but rounded to fewer bits."""
+    y = testing.sparse_output(problem)
+    return (y.view(torch.int16) & ~3).view(BF16)
+
+
+def zero_row(problem: FFN) -> torch.Tensor:
+    y = testing.sparse_output(problem)
+    y[y.float().norm(dim=1).argsort()[len(y) // 20]] = 0  # one of the smallest
+    return y
+
+
+def nan(problem: FFN) -> torch.Tensor:
+    y = testing.sparse_output(problem)
+    y[5, 5] = math.nan
+    return y
+
+
+@pytest.mark.parametrize("planted", [drop_neuron, drop_one_value, round_twice, zero_row, nan])
+def test_planted_errors_are_over_budget(compared: tuple[FFN, torch.Tensor], planted: object) -> None:
+    problem, _ = compared
+    assert callable(planted)
+    assert not testing.compare(problem, planted(problem)).ok
+
+
+def test_errors() -> None:
+    """Values worked out by hand, rows that are nothing, tensors that are nothing."""
+    answer = torch.tensor([[3.0, 4.0], [0.0, 1.0]], dtype=torch.float64)
+    measured = testing.errors(answer + torch.tensor([[0.0, 0.5], [0.0, 0.2]]), answer)
+    assert measured.frobenius == pytest.approx(math.sqrt(0.29 / 26))
+    assert measured.worst_row == pytest.approx(0.2)
+    silent = torch.tensor([[3.0, 4.0], [0.0, 0.0]], dtype=torch.float64)
+    floor = testing.ROW_FLOOR * 5 / math.sqrt(2)
+    assert testing.errors(silent + torch.tensor([[0], [1e-3]]), silent).worst_row == pytest.approx(
+        1e-3 * math.sqrt(2) / floor
+    )
+    assert testing.errors(torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.float64)) == Errors(0, 0)
+    assert testing.errors(torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.float64)).frobenius == math.inf
+    assert testing.errors(torch.zeros(0, 2), torch.zeros(0, 2, dtype=torch.float64)) == Errors(0, 0)
+    assert testing.errors(torch.full((2, 2), math.inf), answer) == Errors(math.inf, math.inf)
+    with pytest.raises(ValueError, match="shapes"):
+        testing.errors(torch.zeros(2, 3), answer)
+    with pytest.raises(ValueError, match="finite"):
+        testing.errors(torch.zeros(2, 2), answer * math.inf)
+
+
+def test_budget() -> None:
+    dense = Errors(1e-3, 1e-2)
+    assert Errors(1.09e-3, 1.09e-2).within(dense)
+    assert not Errors(1.11e-3, 1e-2).within(dense)
+    assert not Errors(1e-3, 1.11e-2).within(dense)
+    assert not Errors(math.nan, 0).within(dense)
+    assert not Errors(math.inf, math.inf).within(Errors(math.inf, math.inf))
+    assert Errors(0, 0).within(Errors(0, 0))
+
+
+def test_assert_same() -> None:
+    ours = torch.tensor([0.0, math.nan, 1.0])
+    testing.assert_same(ours, torch.tensor([-0.0, math.nan, 1.0]))
+    for other in ([0.0, 0.0, 1.0], [0.0, math.nan, 1.0000001]):
+        with pytest.raises(AssertionError, match="things"):
+            testing.assert_same(ours, torch.tensor(other), "things")
+    with pytest.raises(AssertionError):
+        testing.assert_same(ours, ours.double())
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_assert_packed_same(dtype: torch.dtype) -> None:
+    """Every defined bit counts; what is undefined, and the bits of a NaN, do not."""
+    problem = testing.integer_problem(66, 64, 264, density=0.12, dtype=dtype)
+    problem.x[3] = math.nan
+    n, cap = 264, 31
+    expected = ops.gate_pack(problem.x, problem.w_gate, None, 8)
+    table = expected[0].view(66, 2, 32)
+    spilled = int((table[4:, 0, 0] > cap).nonzero()[0]) + 4
+    kept = int((table[4:, 0, 0] <= cap).nonzero()[0]) + 4
+
+    def damaged(which: int, index: tuple[int, ...], value: float) -> tuple[torch.Tensor, ...]:
+        packed = tuple(t.clone() for t in expected)
+        packed[which].view(*(66, 2, (32, 256)[which]) if which < 2 else (2, 2, 2))[index] = value
+        return packed
+
+    nan_word = int(table[3, 0, 1])
+    for harmless in (
+        damaged(0, (3, 0, 1), nan_word ^ 1 << 16),  # another NaN
+        damaged(1, (kept, 0, 5), 77),  # a row-tile that is not spilled
+        damaged(1, (3, 1, 9), 77),  # a neuron past the last
+    ):
+        testing.assert_packed_same(harmless, expected, n, 8)
+    for harmful in (
+        damaged(0, (kept, 0, 0), int(table[kept, 0, 0]) + 1),
+        damaged(0, (kept, 0, 1), int(table[kept, 0, 1]) ^ 1),
+        damaged(0, (kept, 0, 1), int(table[kept, 0, 1]) ^ 1 << 16),
+        damaged(0, (kept, 1, 31), 1),
+        damaged(0, (3, 0, 1), nan_word + 1),
+        damaged(1, (spilled, 0, 5), 77),
+        damaged(2, (1, 1, 0), 999),
+        damaged(2, (0, 0, 1), 999),
+    ):
+        with pytest.raises(AssertionError):
+            testing.assert_packed_same(harmful, expected, n, 8)
+
+
+def test_machine_line() -> None:
+    line = testing.machine_line("cpu")
+    for part in ("CPU", f"torch {torch.__version__}", "CuTe DSL", "twell "):
+        assert part in line
+    assert "\n" not in line

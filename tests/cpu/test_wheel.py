@@ -1,0 +1,165 @@
+"""The wheel: what is in it, and that it works from a clean environment, away from the checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from cute_kernels import catalog, fingerprint
+
+LIBRARY = "twell/_lib/libtwell_kernels.so"
+SITE = Path(sysconfig.get_path("purelib"))
+
+
+@pytest.fixture(scope="module")
+def contents(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel's files."""
+    folder = tmp_path_factory.mktemp("contents")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def clean(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new environment with the wheel installed in it, and its dependencies taken from this one."""
+    folder = tmp_path_factory.mktemp("clean") / "venv"
+    venv.create(folder, with_pip=False, symlinks=True)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
+    # after the environment's own packages, and with the .pth files that dependencies bring
+    (site / "dependencies.pth").write_text(f"import site; site.addsitedir({str(SITE)!r})\n")
+    # where pip would put the libraries that ours looks for beside it
+    for package in ("nvidia_cutlass_dsl", "tvm_ffi"):
+        (site / package).symlink_to(SITE / package)
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install"]
+    subprocess.run([*pip, "--quiet", "--no-index", "--no-deps", "--ignore-installed", str(wheel)], check=True)
+    return folder
+
+
+def run(clean: Path, *command: str) -> str:
+    """Run a program of the clean environment outside the checkout; its output."""
+    program, *arguments = command
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
+    environment["TWELL_CACHE_DIR"] = str(clean / "cache")
+    done = subprocess.run(
+        [str(clean / "bin" / program), *arguments],
+        cwd=clean,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_name_says_what_it_needs(wheel: Path) -> None:
+    # one wheel for every Python
+    assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
+    assert wheel.stat().st_size < 20e6
+
+
+def test_holds_twell_alone(contents: Path) -> None:
+    tops = {path.name for path in contents.iterdir()}
+    assert tops == {"twell", next(contents.glob("*.dist-info")).name}
+    assert (contents / "twell" / "py.typed").is_file()
+    assert next(contents.glob("*.dist-info/licenses/LICENSE")).stat().st_size > 10_000
+    assert not [path for path in contents.rglob("*") if path.suffix in (".o", ".pyc", ".ptx", ".cubin")]
+    assert sorted(path.name for path in (contents / "twell" / "_lib").iterdir()) == [
+        "libtwell_kernels.so",
+        "manifest.json",
+    ]
+
+
+def test_manifest(contents: Path) -> None:
+    manifest = json.loads((contents / "twell" / "_lib" / "manifest.json").read_text())
+    assert manifest["arch"] == "sm_90a"
+    assert manifest["toolkit"] in ("cu12", "cu13")
+    assert manifest["versions"] == fingerprint.versions()
+    assert manifest["source_hash"] == fingerprint.source_hash()
+    assert manifest["symbols"] == [spec.symbol for spec in catalog.SHIPPED]
+
+
+def test_library_names_no_path_of_the_build(contents: Path, root: Path) -> None:
+    library = (contents / LIBRARY).read_bytes()
+    assert b"$ORIGIN/../../nvidia_cutlass_dsl/" in library
+    assert b"$ORIGIN/../../tvm_ffi/lib" in library
+    for place in (str(root), sys.prefix, str(Path.home()), "/tmp/", "site-packages", ".py\0"):
+        assert place.encode() not in library, place
+
+
+def test_requirements_are_met_here(clean: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "--python", str(clean / "bin" / "python"), "check"]
+    said = subprocess.run(pip, capture_output=True, text=True).stdout
+    assert not [line for line in said.splitlines() if line.startswith("twell ")], said
+
+
+def test_info_of_the_installed_package(clean: Path) -> None:
+    kernels = json.loads(run(clean, "twell", "info", "--json"))["kernels"]
+    assert kernels["symbols"] == [spec.symbol for spec in catalog.SHIPPED]
+    assert kernels["problems"] == []
+    assert run(clean, "python", "-m", "twell", "--version").startswith("twell ")
+
+
+def test_library_finds_what_it_links_to(clean: Path) -> None:
+    """Through the paths inside it alone: nothing is loaded before."""
+    library = next(clean.rglob("libtwell_kernels.so"))
+    run(clean, "python", "-I", "-c", f"import ctypes; ctypes.CDLL({str(library)!r})")
+
+
+def test_every_packaged_kernel_loads_without_the_compiler(clean: Path) -> None:
+    run(
+        clean,
+        "python",
+        "-c",
+        """
+import sys, twell
+from twell.cute_kernels import catalog
+from twell._runtime import packaged
+assert twell.__file__.startswith(sys.prefix), twell.__file__
+for spec in catalog.SHIPPED:
+    assert packaged.find(spec.symbol) is not None, spec
+assert packaged.find("gate_pack_bf16_c3") is None
+assert "cutlass" not in sys.modules
+""",
+    )
+
+
+def test_installed_package_computes_on_the_cpu(clean: Path) -> None:
+    run(
+        clean,
+        "python",
+        "-c",
+        """
+import torch, twell
+from twell.nn import SparseGatedMLP
+torch.manual_seed(0)
+mlp = SparseGatedMLP(64, 264).bfloat16()
+x = torch.randn(3, 5, 64).bfloat16()
+with torch.no_grad():
+    y = mlp(x)
+    gate = torch.relu(x.double() @ mlp.gate_proj.weight.double().T).bfloat16().double()
+    want = (gate * (x.double() @ mlp.up_proj.weight.double().T)) @ mlp.down_proj.weight.double().T
+assert y.shape == x.shape and (y.double() - want).norm() < 0.01 * want.norm()
+""",
+    )
+
+
+def test_sdist_holds_what_a_build_needs(root: Path, tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "build", "--no-isolation", "--sdist", "--outdir", str(tmp_path), str(root)]
+    subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
+    (path,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "CMakeLists.txt", "cmake/CuteAot.cmake", "LICENSE", "cute_kernels/gate_pack.py"} <= names
+    assert "python/twell/__init__.py" in names
+    assert not [name for name in names if name.startswith((".venv", "build/", "scratch", ".git/"))]

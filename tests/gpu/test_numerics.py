@@ -1,0 +1,88 @@
+"""Real numbers: as close to float64 as dense PyTorch is, and the same bits on every run."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from twell import ops, testing
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def check(problem: testing.FFN, compression: int) -> None:
+    for gated in (True, False):
+        comparison = testing.compare(
+            problem, testing.sparse_output(problem, gated=gated, compression=compression), gated=gated
+        )
+        assert comparison.ok, f"gated={gated}: {comparison}"
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_error_budget(workload: str, dtype: torch.dtype, real_layers: Path | None) -> None:
+    """Every workload, with 2,048 of its tokens, at every compression."""
+    problem = testing.load(workload, m=2048, dtype=dtype, real_layers=real_layers)
+    for compression in (2, 4, 8):
+        check(problem, compression)
+
+
+@pytest.mark.parametrize("name", ["topic29", "dense911"])
+def test_error_budget_of_a_full_batch(name: str) -> None:
+    check(testing.load(name), 8)
+
+
+@pytest.mark.parametrize(("k", "n"), [(896, 4864), (4096, 11008), (8192, 2048)])
+def test_error_budget_of_other_models(k: int, n: int) -> None:
+    check(testing.make("topic128", 1024, k, n), 8)
+
+
+def test_error_budget_with_biases() -> None:
+    problem = testing.make("skew29", 2048)
+    generator = torch.Generator("cuda").manual_seed(5)
+    gate, up, down = (
+        0.5 * torch.randn(size, generator=generator, device="cuda").to(BF16) for size in (5632, 5632, 2048)
+    )
+    check(problem._replace(gate_bias=gate, up_bias=up, down_bias=down), 8)
+
+
+@pytest.mark.parametrize("name", ["uniform29", "topic128"])
+def test_statistics_are_the_true_counts(name: str) -> None:
+    """stats against counts and overflows taken from the unpacked gate, 64 rows at a time."""
+    problem = testing.make(name, 2000)
+    for compression in (2, 8):
+        words, spill, stats = ops.gate_pack(problem.x, problem.w_gate, None, compression)
+        nonzero = ops.unpack(words, spill, 5632, compression) != 0
+        counts = torch.nn.functional.pad(nonzero.view(2000, 22, 256).sum(2), (0, 0, 0, 48)).view(32, 64, 22)
+        assert torch.equal(stats[:, :, 0].long(), counts.sum(1))
+        assert torch.equal(stats[:, :, 1].long(), (counts > 256 // compression - 1).sum(1))
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["alone", "busy"])
+@pytest.mark.parametrize(("name", "m"), [("topic128", 2048), ("skew29", 1000)])
+def test_a_thousand_runs_give_the_same_bits(name: str, m: int, busy: bool) -> None:
+    """1,000 runs of every operator; ``busy``: beside matrix products on another stream, so that CTAs start unevenly."""
+    problem = testing.make(name, m)
+    x, w_gate, w_up, w_down = problem[:4]
+
+    def run() -> list[torch.Tensor]:
+        words, spill, stats = ops.gate_pack(x, w_gate, None, 8)
+        gated = ops.up_down(x, words, spill, w_up, w_down, None, None, 8)
+        non_gated = ops.down(words, spill, w_down, None, 8)
+        return [words, stats, *gated, *non_gated, ops.unpack(words, spill, w_gate.shape[0], 8)]
+
+    first = run()
+    different = torch.zeros(len(first), dtype=torch.int64, device="cuda")
+    other = torch.cuda.Stream()
+    noise = torch.randn(1024, 1024, device="cuda", dtype=BF16)
+    torch.cuda.synchronize()
+    for _ in range(1000):
+        if busy:
+            with torch.cuda.stream(other):
+                torch.mm(noise, noise)
+        different += torch.stack(
+            [
+                (a.view(torch.int16) != b.view(torch.int16)).any().long()  # bits, not values
+                for a, b in zip(run(), first, strict=True)
+            ]
+        )
+    assert different.tolist() == [0] * len(first)
