@@ -35,7 +35,9 @@ class Down(UpDown):
         max_clusters: Int32,
         stream: cuda.CUstream,
     ):
-        self.launch(None, words, spill, None, w_down, None, down_bias, y, l1, heavy, words_per_tile, max_clusters, stream)
+        self.launch(
+            None, words, spill, None, w_down, None, down_bias, y, l1, heavy, words_per_tile, max_clusters, stream
+        )
 
 
 def signature(spec: DownSpec) -> tuple[Any, tuple[Any, ...]]:

@@ -23,7 +23,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator, get_smem_capacity_in_bytes
 from cutlass.tensor_utils import LayoutEnum
@@ -56,7 +56,9 @@ class Barrier(IntEnum):
 class GatePack:
     """One gate GEMM for one dtype, compression and presence of a bias; sizes and strides stay symbolic."""
 
-    def __init__(self, spec: GatePackSpec, tile_k: int = 64, stages: int = 3, cluster: tuple[int, int] = (2, 1), group: int = 8):
+    def __init__(
+        self, spec: GatePackSpec, tile_k: int = 64, stages: int = 3, cluster: tuple[int, int] = (2, 1), group: int = 8
+    ):
         self.dtype = operands.DTYPES[spec.dtype]
         self.has_bias = spec.bias
         self.width = twell.words_per_tile(spec.compression)
@@ -84,11 +86,16 @@ class GatePack:
         w_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
         gate_layout = cute.tile_to_shape(atom, (TILE_M, TILE_N), order=(0, 1))
-        words_layout = cute.make_layout((self.chunk_rows, self.width, 2), stride=(self.width, 1, self.chunk_rows * self.width))
+        words_layout = cute.make_layout(
+            (self.chunk_rows, self.width, 2), stride=(self.width, 1, self.chunk_rows * self.width)
+        )
         x_tma, x_g = self.load_atom(x, x_layout, (TILE_M, self.tile_k), cn)
         w_tma, w_g = self.load_atom(w, w_layout, (TILE_N, self.tile_k), cm)
         words_tma, words_g = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), words, cute.slice_(words_layout, (None, None, 0)), (self.chunk_rows, self.width)
+            cpasync.CopyBulkTensorTileS2GOp(),
+            words,
+            cute.slice_(words_layout, (None, None, 0)),
+            (self.chunk_rows, self.width),
         )
 
         @cute.struct
@@ -221,8 +228,16 @@ class GatePack:
             for _ in cutlass.range(k_tiles, unroll=1):
                 ring.producer_acquire(state)
                 barrier = ring.producer_get_barrier(state)
-                cute.copy(x_tma, x_t[None, row, state.count], x_s[None, state.index], tma_bar_ptr=barrier, mcast_mask=x_mask)
-                cute.copy(w_tma, w_t[None, column, state.count], w_s[None, state.index], tma_bar_ptr=barrier, mcast_mask=w_mask)
+                cute.copy(
+                    x_tma, x_t[None, row, state.count], x_s[None, state.index], tma_bar_ptr=barrier, mcast_mask=x_mask
+                )
+                cute.copy(
+                    w_tma,
+                    w_t[None, column, state.count],
+                    w_s[None, state.index],
+                    tma_bar_ptr=barrier,
+                    mcast_mask=w_mask,
+                )
                 ring.producer_commit(state)
                 state.advance()
             tile += step
@@ -322,7 +337,9 @@ class GatePack:
                     cute.arch.fence_proxy("async.shared", space="cta")
                     if const_expr(chunk == chunks - 1):
                         if tile + step < m_tiles * n_tiles:
-                            cute.arch.barrier_arrive(barrier_id=Barrier.GATE_EMPTY_0 + half, number_of_threads=HANDOVER_THREADS)
+                            cute.arch.barrier_arrive(
+                                barrier_id=Barrier.GATE_EMPTY_0 + half, number_of_threads=HANDOVER_THREADS
+                            )
                         if lane == 0:
                             tally[warp_index, 0] = nonzeros
                             tally[warp_index, 1] = overflows
@@ -339,7 +356,9 @@ class GatePack:
             cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
-    def pack_row(self, sG, row: Int32, column: Int32, lane: Int32, neurons: Int32, words, spill, m: Int32, valid: Boolean):
+    def pack_row(
+        self, sG, row: Int32, column: Int32, lane: Int32, neurons: Int32, words, spill, m: Int32, valid: Boolean
+    ):
         """One row of one tile; returns its count and whether it overflows. Rows and neurons outside the problem are empty."""
         # closed form of the 128-byte swizzle: panels of 64 neurons, 16-byte chunks permuted by the row
         panel, chunk = lane >> 3, lane & 7

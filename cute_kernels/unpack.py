@@ -74,7 +74,9 @@ class Unpack:
         neuron = tile * twell.TILE + lane * 8
         if neuron < out.shape[1]:
             target = out.iterator + (Int64(m) * out.stride[0] + neuron)
-            cute.autovec_copy(quad, cute.make_tensor(cute.recast_ptr(target.align(16), dtype=Uint32), cute.make_layout(4)))
+            cute.autovec_copy(
+                quad, cute.make_tensor(cute.recast_ptr(target.align(16), dtype=Uint32), cute.make_layout(4))
+            )
 
     def copy(self, source, quad):
         """Eight 16-bit values from global memory."""

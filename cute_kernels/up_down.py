@@ -38,7 +38,7 @@ from . import format as twell
 from .sm90 import operands
 from .sm90.copies import bulk_copy, load_peer, load_values
 from .sm90.mma import load_matrices_transposed, mma_16x8x8, mma_16x8x16
-from .sm90.values import MAGNITUDE, high_to_float, lowest_bit, low_to_float, nonzero_flags, pack, prefix_sum
+from .sm90.values import MAGNITUDE, high_to_float, low_to_float, lowest_bit, nonzero_flags, pack, prefix_sum
 from .specs import UpDownSpec
 
 TOKENS = twell.GROUP_ROWS
@@ -65,8 +65,10 @@ class Views(NamedTuple):
 
     full: Any  # [buffers + 1] mbarriers
     counts: Any  # [16] non-zeros of each token, mask of heavy tokens, size of the union
+    tokens: Any  # [32 * TOKENS] heavy tokens to do
     sums: Any  # [WARPS] neurons marked in each warp's share of the bitmap
     union: Any  # [WINDOW] neurons, ascending
+    biases: Any  # [WINDOW] up bias of each neuron of the union, if there is one
     gates: Any  # [WINDOW / BATCH, TOKENS, BATCH] gate values as bits
     partial: Any  # [2, WARPS, TOKENS, BATCH] dot products over a warp's columns
     up: Any  # [buffers, BATCH, slab]
@@ -115,16 +117,22 @@ class UpDown:
         max_clusters: Int32,
         stream: cuda.CUstream,
     ):
-        self.launch(x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, heavy, words_per_tile, max_clusters, stream)
+        self.launch(
+            x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, heavy, words_per_tile, max_clusters, stream
+        )
 
     @cute.jit
-    def launch(self, x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, heavy, words_per_tile, max_clusters, stream):
+    def launch(
+        self, x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, heavy, words_per_tile, max_clusters, stream
+    ):
         @cute.struct
         class Shared:
             full: cute.struct.MemRange[cutlass.Int64, self.buffers + 1]
             counts: cute.struct.MemRange[Int32, 16]
+            tokens: cute.struct.MemRange[Uint16, 32 * TOKENS]
             sums: cute.struct.MemRange[Int32, WARPS]
             union: cute.struct.MemRange[Uint16, WINDOW]
+            biases: cute.struct.Align[cute.struct.MemRange[Float32, WINDOW + BATCH if self.has_bias else 2], 8]
             partial: cute.struct.Align[cute.struct.MemRange[Float32, 2 * WARPS * TOKENS * BATCH], 16]
             gates: cute.struct.Align[cute.struct.MemRange[Uint16, WINDOW * TOKENS], 16]
             arena: cute.struct.Align[cute.struct.MemRange[self.dtype, self.arena], 128]
@@ -145,10 +153,10 @@ class UpDown:
             )
             if const_expr(self.slabs == 1):
                 self.heavy(*arguments).launch(
-                    grid=(HEAVY_CLUSTER, cutlass.min(groups, max_clusters * self.ctas_per_sm), 1),
+                    grid=(HEAVY_CLUSTER, cutlass.min(groups, max_clusters), 1),
                     block=(THREADS, 1, 1),
                     cluster=(HEAVY_CLUSTER, 1, 1),
-                    min_blocks_per_mp=self.ctas_per_sm,
+                    min_blocks_per_mp=1,
                     preferred_smem_carveout=100,
                     stream=stream,
                 )
@@ -233,20 +241,47 @@ class UpDown:
         cute.arch.sync_threads()
         phases = Int32(0)
         # groups are dealt to clusters in turn: which cluster takes a token does not change its result
-        for base in cutlass.range(0, heavy.shape[0], 32 * clusters, unroll=1):
-            group = base + lane * clusters + cluster
-            mask = heavy[group] if group < heavy.shape[0] else 0
-            found = Uint32(cute.arch.vote_ballot_sync(mask != 0))
-            while found != 0:
-                source = lowest_bit(found)
-                found = found & (found - 1)
-                tokens = Uint32(cute.arch.shuffle_sync(mask, source))
-                while tokens != 0:
-                    m = (base + source * clusters + cluster) * TOKENS + lowest_bit(tokens)
-                    tokens = tokens & (tokens - 1)
-                    phases = self.heavy_token(
-                        s, x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, width, m, rank, phases, thread, warp, lane
-                    )
+        for base in cutlass.range(cluster, heavy.shape[0], 32 * clusters, unroll=1):
+            if warp == 0:
+                self.list_heavy(s, heavy, base, clusters, lane)
+            cute.arch.sync_threads()
+            for i in cutlass.range(s.counts[HEAVY], unroll=1):
+                place = Int32(s.tokens[i])
+                m = (base + place // TOKENS * clusters) * TOKENS + place % TOKENS
+                phases = self.heavy_token(
+                    s,
+                    x,
+                    words,
+                    spill,
+                    w_up,
+                    w_down,
+                    up_bias,
+                    down_bias,
+                    y,
+                    l1,
+                    width,
+                    m,
+                    rank,
+                    phases,
+                    thread,
+                    warp,
+                    lane,
+                )
+            cute.arch.sync_threads()
+
+    @cute.jit
+    def list_heavy(self, s, heavy, base, clusters, lane):
+        """List the heavy tokens of 32 groups as 8 * (group's turn) + token; one warp."""
+        group = base + lane * clusters
+        mask = Uint32(heavy[group]) if group < heavy.shape[0] else Uint32(0)
+        own = Int32(cute.arch.popc(mask))
+        place = prefix_sum(own, lane)
+        if lane == 31:
+            s.counts[HEAVY] = place + own
+        while mask != 0:
+            s.tokens[place] = Uint16(lane * TOKENS + lowest_bit(mask))
+            mask = mask & (mask - 1)
+            place += 1
 
     @cute.jit
     def heavy_token(
@@ -300,18 +335,38 @@ class UpDown:
 
     @cute.jit
     def accumulate(
-        self, s, words, spill, w_up, w_down, up_bias, x_frag, acc, m, listed, slot, deal, width, slab, phases, thread, warp, lane
+        self,
+        s,
+        words,
+        spill,
+        w_up,
+        w_down,
+        up_bias,
+        x_frag,
+        acc,
+        m,
+        listed,
+        slot,
+        deal,
+        width,
+        slab,
+        phases,
+        thread,
+        warp,
+        lane,
     ):
         """List and stream the union of the group, window by window; returns each lane's sum of |h| and the barriers' phases."""
         total = Float32(0.0)
         start, size = Int32(0), Int32(1)
         while start < size:
-            size = self.list_window(s, words, spill, m, listed, slot, deal, width, start, w_down.shape[0], thread, warp, lane)
+            size = self.list_window(
+                s, words, spill, up_bias, m, listed, slot, deal, width, start, w_down.shape[0], thread, warp, lane
+            )
             self.clear_tails(s, w_down.shape[1] - slab * self.slab, thread)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_threads()
             here = cutlass.min(size - start, Int32(WINDOW))
-            share, phases = self.stream(s, w_up, w_down, up_bias, x_frag, acc, here, slab, phases, warp, lane)
+            share, phases = self.stream(s, w_up, w_down, x_frag, acc, here, slab, phases, warp, lane)
             total += share
             start += WINDOW
             cute.arch.sync_threads()
@@ -343,7 +398,7 @@ class UpDown:
         cute.arch.sync_threads()
 
     @cute.jit
-    def list_window(self, s, words, spill, m, listed, slot, deal, width, start, neurons, thread, warp, lane):
+    def list_window(self, s, words, spill, up_bias, m, listed, slot, deal, width, start, neurons, thread, warp, lane):
         """Fill `union` and `gates` with ranks `start` and on of the union; returns the union's size."""
         bitmap_words = cute.ceil_div(neurons, 32)
         for i in cutlass.range(thread, bitmap_words, THREADS, unroll=1):
@@ -377,7 +432,10 @@ class UpDown:
                 while word != 0:
                     rank = position - start
                     if rank >= 0 and rank < WINDOW:
-                        s.union[rank] = Uint16(at * 32 + lowest_bit(word))
+                        neuron = at * 32 + lowest_bit(word)
+                        s.union[rank] = Uint16(neuron)
+                        if const_expr(self.has_bias and self.gated):
+                            s.biases[rank] = up_bias[neuron].to(Float32)
                     word = word & (word - 1)
                     position += 1
         cute.arch.sync_threads()
@@ -436,7 +494,7 @@ class UpDown:
     # ---- stream ----
 
     @cute.jit
-    def stream(self, s, w_up, w_down, up_bias, x_frag, acc, neurons, slab, phases, warp, lane):
+    def stream(self, s, w_up, w_down, x_frag, acc, neurons, slab, phases, warp, lane):
         """Add h times the down rows of `neurons` listed neurons to `acc`; returns each lane's share of sum |h|, and the phases."""
         batches = cute.ceil_div(neurons, BATCH)
         # up rows wait one turn longer in the ring than down rows
@@ -447,13 +505,15 @@ class UpDown:
             self.fetch(s, w_up, w_down, b, b, b, b + 1, neurons, slab, warp, lane)
         total = Float32(0.0)
         g, pair = lane >> 2, (lane & 1) * 2
-        up_source = s.up.iterator + ((lane >> 3) * self.slab + self.column(warp, 0) + ((lane & 3) << 3) + ((lane & 4) << 3))
+        up_source = s.up.iterator + (
+            (lane >> 3) * self.slab + self.column(warp, 0) + ((lane & 3) << 3) + ((lane & 4) << 3)
+        )
         down_source = s.down.iterator + ((lane & 3) * self.pitch + self.column(warp, 0) + ((lane >> 3) << 3))
         if const_expr(self.gated):
             if batches > 0:
                 self.wait(s, self.buffers, phases)
                 phases = phases ^ (1 << self.buffers)
-                self.dot(s, x_frag, up_source, 0, warp, lane)
+                self.dot(s, x_frag, up_source, 0, slab, warp, lane)
             self.sync()
         buffer = Int32(0)
         for b in cutlass.range(batches, unroll=1):
@@ -465,11 +525,11 @@ class UpDown:
             phases = phases ^ (1 << buffer)
             # the next batch's dot products need nothing of this batch: their latencies overlap
             if const_expr(self.gated):
-                self.dot(s, x_frag, up_source + following * (BATCH * self.slab), b + 1, warp, lane)
+                self.dot(s, x_frag, up_source + following * (BATCH * self.slab), b + 1, slab, warp, lane)
             gates = cute.recast_tensor(s.gates, Uint32)[(b * TOKENS + g) * (BATCH // 2) + pair // 2]
             h0, h1 = low_to_float(gates, self.dtype), high_to_float(gates, self.dtype)
             if const_expr(self.gated):
-                up0, up1 = self.up(s, up_bias, b, neurons, g, pair)
+                up0, up1 = self.up(s, b, g, pair)
                 h0 = h0 * up0 if gates & Uint32(MAGNITUDE) != 0 else Float32(0.0)
                 h1 = h1 * up1 if gates & Uint32(MAGNITUDE << 16) != 0 else Float32(0.0)
             total += cute.arch.fmax(h0, -h0) + cute.arch.fmax(h1, -h1)
@@ -502,12 +562,16 @@ class UpDown:
                 if warp < BATCH and down:
                     neuron = Int64(s.union[cutlass.min(b * BATCH + row, neurons - 1)])
                     target = s.down.iterator + (down_buffer * BATCH + row) * self.pitch
-                    bulk_copy(target, w_down.iterator + (neuron * w_down.stride[0] + slab * self.slab), size, s.full + barrier)
+                    bulk_copy(
+                        target, w_down.iterator + (neuron * w_down.stride[0] + slab * self.slab), size, s.full + barrier
+                    )
                 if const_expr(self.gated):
                     if warp >= BATCH and up:
                         neuron = Int64(s.union[cutlass.min((b + 1) * BATCH + row, neurons - 1)])
                         target = s.up.iterator + (up_buffer * BATCH + row) * self.slab
-                        bulk_copy(target, w_up.iterator + (neuron * w_up.stride[0] + slab * self.slab), size, s.full + barrier)
+                        bulk_copy(
+                            target, w_up.iterator + (neuron * w_up.stride[0] + slab * self.slab), size, s.full + barrier
+                        )
 
     @cute.jit
     def sync(self):
@@ -519,7 +583,7 @@ class UpDown:
             cute.arch.sync_threads()
 
     @cute.jit
-    def dot(self, s, x_frag, source, b, warp, lane):
+    def dot(self, s, x_frag, source, b, slab, warp, lane):
         """Partial dot products of the up rows of batch `b` and eight tokens over this warp's columns.
 
         A lane's 16 bytes are eight columns of row lane / 8, and a quarter of the warp reads 128 bytes of one row. As the A
@@ -538,8 +602,12 @@ class UpDown:
                     sums[odd] = mma_16x8x16(sums[odd], a[0], a[1], a[2], a[3], x0, x1, self.dtype)
             for j in range_constexpr(2):
                 values[j] += sums[1][2 * pair + j] if lane & 4 != 0 else sums[0][2 * pair + j]
+        bias = Float32(0.0)
+        if const_expr(self.has_bias):
+            # once: by the first warp of the first slab
+            bias = s.biases[b * BATCH + (lane >> 3)] if warp == 0 and slab == 0 else Float32(0.0)
         for j in range_constexpr(2):
-            value = values[j] + cute.arch.shuffle_sync_bfly(values[j], 4)
+            value = values[j] + cute.arch.shuffle_sync_bfly(values[j], 4) + bias
             if lane & 4 == 0:
                 s.partial[(((b & 1) * WARPS + warp) * TOKENS + (lane & 3) * 2 + j) * BATCH + (lane >> 3)] = value
 
@@ -568,7 +636,7 @@ class UpDown:
                         acc[j, tile, block] = sums[j]
 
     @cute.jit
-    def up(self, s, up_bias, b, neurons, g, pair):
+    def up(self, s, b, g, pair):
         """Up projections of neurons `pair` and `pair + 1` of batch `b` for token `g`, from all warps and slabs."""
         up0, up1 = Float32(0.0), Float32(0.0)
         for w in range_constexpr(WARPS):
@@ -582,10 +650,6 @@ class UpDown:
             else:
                 up0 += s.partial[at]
                 up1 += s.partial[at + 1]
-        if const_expr(self.has_bias):
-            at = b * BATCH + pair
-            up0 += up_bias[Int32(s.union[at])].to(Float32) if at < neurons else Float32(0.0)
-            up1 += up_bias[Int32(s.union[at + 1])].to(Float32) if at + 1 < neurons else Float32(0.0)
         return up0, up1
 
     @cute.jit
@@ -648,14 +712,18 @@ class UpDown:
         return Views(
             full=shared.full.data_ptr(),
             counts=shared.counts.get_tensor(cute.make_layout(16)),
+            tokens=shared.tokens.get_tensor(cute.make_layout(32 * TOKENS)),
             sums=shared.sums.get_tensor(cute.make_layout(WARPS)),
             union=shared.union.get_tensor(cute.make_layout(WINDOW)),
+            biases=shared.biases.get_tensor(cute.make_layout(WINDOW + BATCH if self.has_bias else 2)),
             gates=shared.gates.get_tensor(cute.make_layout(WINDOW * TOKENS)),
             partial=shared.partial.get_tensor(cute.make_layout(2 * WARPS * TOKENS * BATCH)),
             up=cute.make_tensor(arena, cute.make_layout(max(self.up_values, 8))),
             down=cute.make_tensor(arena + self.up_values, cute.make_layout(self.buffers * BATCH * self.pitch)),
             bitmap=cute.make_tensor(bitmap, cute.make_layout(bitmap_words)),
-            prefix=cute.make_tensor(cute.recast_ptr(bitmap + bitmap_words, dtype=Uint16), cute.make_layout(bitmap_words)),
+            prefix=cute.make_tensor(
+                cute.recast_ptr(bitmap + bitmap_words, dtype=Uint16), cute.make_layout(bitmap_words)
+            ),
             sum_y=cute.make_tensor(cute.recast_ptr(arena, dtype=Float32), cute.make_layout(self.slab)),
             staged=cute.make_tensor(arena, cute.make_layout(TOKENS * self.pitch)),
         )
@@ -671,7 +739,9 @@ class UpDown:
         """Bulk copies write the columns that exist; what lies behind them must be zero, not NaN."""
         if columns < self.slab:
             # `up` and `down` are one stretch of memory
-            pairs = cute.make_tensor(cute.recast_ptr(s.staged.iterator, dtype=Uint32), cute.make_layout(self.arena // 2))
+            pairs = cute.make_tensor(
+                cute.recast_ptr(s.staged.iterator, dtype=Uint32), cute.make_layout(self.arena // 2)
+            )
             for i in cutlass.range(thread, self.arena // 2, THREADS, unroll=4):
                 pairs[i] = Uint32(0)
 
