@@ -94,7 +94,7 @@ def sparse_gated_ffn(
 
     Returns y [..., K] of the dtype of x (under autocast: of autocast). The gate is rounded to that dtype, as in
     dense PyTorch, everything after it is fp32 until y. NaN and infinite gates propagate. Neurons whose gate is zero add
-    nothing, where dense arithmetic makes NaN of 0 * inf in the other weights.
+    nothing; only a non-finite row of a weight may make NaN of 0 * inf in tokens that do not fire it, as in dense PyTorch.
 
     Raises TypeError, ValueError or NotImplementedError naming what was got and expected; NotImplementedError where a
     gradient would be needed and ``strategy`` is not "dense".
@@ -203,7 +203,7 @@ def _admit(name: str, **operands: Tensor | None) -> dict[str, Tensor]:
         present[argument] = value
 
     x = present["x"]
-    if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
+    if x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type):
         # what autocast does to the operands of a linear layer
         dtype = torch.get_autocast_dtype(x.device.type)
         present = {

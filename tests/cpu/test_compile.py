@@ -36,20 +36,21 @@ def reports(request: pytest.FixtureRequest) -> Iterator[dict[Spec, Future[list[A
         pool.shutdown(cancel_futures=True)
 
 
-def register_budget(spec: Spec) -> int:
+def register_budget(spec: Spec, kernel: str) -> int:
     """Registers a thread may use for as many CTAs to share an SM as the kernel counts on."""
     if spec.op == "gate_pack":
         return feasible.registers_per_thread(threads=384, ctas_per_sm=1)
     if isinstance(spec, specs.UnpackSpec):
         return feasible.registers_per_thread(threads=256, ctas_per_sm=8)
-    # up_down and down hide the latency of their gather behind a second CTA while a row of K columns is short enough
-    return feasible.registers_per_thread(threads=256, ctas_per_sm=2 if spec.k_max <= 2048 else 1)
+    # groups of tokens hide their listing behind a second CTA while a row of K columns is short enough; heavy tokens do not
+    shared = spec.k_max <= 2048 and "heavy" not in kernel
+    return feasible.registers_per_thread(threads=256, ctas_per_sm=2 if shared else 1)
 
 
 @pytest.mark.parametrize("spec", catalog.SHIPPED, ids=lambda spec: spec.symbol)
 def test_compiles_within_budget(spec: Spec, reports: dict[Spec, Future[list[Any]]]) -> None:
     for kernel in reports[spec].result(timeout=600):
-        assert kernel.registers <= register_budget(spec), kernel
+        assert kernel.registers <= register_budget(spec, kernel.kernel), kernel
         assert kernel.spill_bytes == 0, kernel
         assert kernel.wgmma == (), kernel
 

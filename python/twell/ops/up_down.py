@@ -1,8 +1,8 @@
 """``up_down``: the gated up and down projections on the pattern of a packed gate.
 
 h[m, c] = gate[m, c] * (x[m] . w_up[c] + up_bias[c]) for the non-zeros of the gate, y = h @ w_down + down_bias,
-l1[m] = sum of |h[m]|. The hidden state h is never stored, and stays fp32 until y is rounded. Weight rows of neurons
-whose gate is zero take no part: where dense arithmetic makes 0 * inf = NaN of them, this does not.
+l1[m] = sum of |h[m]|. The hidden state h is never stored, and stays fp32 until y is rounded. Neurons whose gate
+is zero add nothing, but a non-finite down row may make NaN of 0 * inf in tokens beside one that fires it.
 """
 
 from __future__ import annotations
