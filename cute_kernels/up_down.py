@@ -129,7 +129,7 @@ class UpDown:
         class Shared:
             full: cute.struct.MemRange[cutlass.Int64, self.buffers + 1]
             counts: cute.struct.MemRange[Int32, 16]
-            tokens: cute.struct.MemRange[Uint16, 32 * TOKENS]
+            tokens: cute.struct.MemRange[Int32, 32 * TOKENS]
             sums: cute.struct.MemRange[Int32, WARPS]
             union: cute.struct.MemRange[Uint16, WINDOW]
             biases: cute.struct.Align[cute.struct.MemRange[Float32, WINDOW + BATCH if self.has_bias else 2], 8]
@@ -245,9 +245,8 @@ class UpDown:
             if warp == 0:
                 self.list_heavy(s, heavy, base, clusters, lane)
             cute.arch.sync_threads()
-            for i in cutlass.range(s.counts[HEAVY], unroll=1):
-                place = Int32(s.tokens[i])
-                m = (base + place // TOKENS * clusters) * TOKENS + place % TOKENS
+            place = Int32(0)
+            while place < s.counts[HEAVY]:
                 phases = self.heavy_token(
                     s,
                     x,
@@ -260,18 +259,19 @@ class UpDown:
                     y,
                     l1,
                     width,
-                    m,
+                    place,
                     rank,
                     phases,
                     thread,
                     warp,
                     lane,
                 )
+                place += 1
             cute.arch.sync_threads()
 
     @cute.jit
     def list_heavy(self, s, heavy, base, clusters, lane):
-        """List the heavy tokens of 32 groups as 8 * (group's turn) + token; one warp."""
+        """List the heavy tokens of 32 groups; one warp."""
         group = base + lane * clusters
         mask = Uint32(heavy[group]) if group < heavy.shape[0] else Uint32(0)
         own = Int32(cute.arch.popc(mask))
@@ -279,15 +279,33 @@ class UpDown:
         if lane == 31:
             s.counts[HEAVY] = place + own
         while mask != 0:
-            s.tokens[place] = Uint16(lane * TOKENS + lowest_bit(mask))
+            s.tokens[place] = group * TOKENS + lowest_bit(mask)
             mask = mask & (mask - 1)
             place += 1
 
     @cute.jit
     def heavy_token(
-        self, s, x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, width, m, rank, phases, thread, warp, lane
+        self,
+        s,
+        x,
+        words,
+        spill,
+        w_up,
+        w_down,
+        up_bias,
+        down_bias,
+        y,
+        l1,
+        width,
+        place,
+        rank,
+        phases,
+        thread,
+        warp,
+        lane,
     ):
-        """One token by one cluster, as token 0 of a group; returns the phases of the barriers."""
+        """Heavy token `place` of the list by one cluster, as token 0 of a group; returns the phases of the barriers."""
+        m = s.tokens[place]
         tiles = words.shape[1] // width
         mine = (tiles - rank + HEAVY_CLUSTER - 1) // HEAVY_CLUSTER
         x_frag = self.load_x(x, m, lane < 4, Int32(0), warp, lane)
@@ -298,6 +316,8 @@ class UpDown:
             width, Int32(0), phases, thread, warp, lane,
         )  # fmt: skip
 
+        # read again rather than kept in a register beside the sums
+        m = s.tokens[place]
         # token 0 of the sums: registers 0 and 2 of every fourth lane
         if lane & 3 == 0:
             for b in range_constexpr(self.blocks):
@@ -617,23 +637,22 @@ class UpDown:
 
         B operands: the leading terms of h in k = 0-3 and the second terms in 4-7, where the rows stand again; then the third.
         """
-        first0, rest0 = self.leading(h0)
-        first1, rest1 = self.leading(h1)
-        second0, last0 = self.leading(rest0)
-        second1, last1 = self.leading(rest1)
+        first, rest0, rest1 = self.split(h0, h1)
+        second, rest0, rest1 = self.split(rest0, rest1)
         upper = lane & 2 != 0
-        leading = pack(second0 if upper else first0, second1 if upper else first1, self.dtype)
-        third = Uint32(0) if upper else pack(last0, last1, self.dtype)
+        leading = second if upper else first
+        third = Uint32(0) if upper else pack(rest0, rest1, self.dtype)
         for block in range_constexpr(self.blocks):
             for half in range_constexpr(2):
                 a = load_matrices_transposed(source + (BLOCK * block + BLOCK // 2 * half))
-                for i in range_constexpr(2):
-                    tile = 2 * half + i
-                    sums = [acc[j, tile, block] for j in range(4)]
-                    sums = mma_16x8x8(sums, a[2 * i], a[2 * i + 1], leading, self.dtype)
-                    sums = mma_16x8x8(sums, a[2 * i], a[2 * i + 1], third, self.dtype)
-                    for j in range_constexpr(4):
-                        acc[j, tile, block] = sums[j]
+                # a sum is touched again only after another one was
+                for b in (leading, third):
+                    for i in range_constexpr(2):
+                        tile = 2 * half + i
+                        sums = [acc[j, tile, block] for j in range(4)]
+                        sums = mma_16x8x8(sums, a[2 * i], a[2 * i + 1], b, self.dtype)
+                        for j in range_constexpr(4):
+                            acc[j, tile, block] = sums[j]
 
     @cute.jit
     def up(self, s, b, g, pair):
@@ -653,11 +672,13 @@ class UpDown:
         return up0, up1
 
     @cute.jit
-    def leading(self, h):
-        """h rounded to 16 bits, and what that leaves: nothing if it is infinite."""
-        first = h.to(self.dtype).to(Float32)
-        rest = h - first if cute.arch.fmax(first, -first) != Float32.inf else Float32(0.0)
-        return first, rest
+    def split(self, h0, h1):
+        """Two values rounded to 16 bits, side by side, and what that leaves of each: nothing of an infinite one."""
+        rounded = pack(h0, h1, self.dtype)
+        r0, r1 = low_to_float(rounded, self.dtype), high_to_float(rounded, self.dtype)
+        rest0 = h0 - r0 if cute.arch.fmax(r0, -r0) != Float32.inf else Float32(0.0)
+        rest1 = h1 - r1 if cute.arch.fmax(r1, -r1) != Float32.inf else Float32(0.0)
+        return rounded, rest0, rest1
 
     # ---- x and y ----
 
