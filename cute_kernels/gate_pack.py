@@ -1,10 +1,10 @@
 """Gate GEMM that emits TwELL: words[m, :] packs the non-zeros of relu(x[m, :] @ w^T + bias), 256 neurons a tile.
 
-Persistent and warp-specialized, one CTA per SM, a cluster of two CTAs that share the weight tile. Roles, three warp groups:
+Persistent and warp-specialized, one CTA per SM, a cluster of two CTAs that share the weight tile. Three warp groups:
 
     load      warp 0. TMA loads of x [128, 64] and w [256, 64] into a ring of stages; half of w comes from the peer.
-    pack      warps 1 to 3. Read gate tile `sG` a row a warp, eight neurons a lane, and pack while the mma groups work on the
-              next tile: words go to `sW` and leave by TMA, an overflowing row goes to the spill as it is.
+    pack      warps 1 to 3. Read gate tile `sG` a row a warp, eight neurons a lane, and pack while the mma groups work
+              on the next tile: words go to `sW` and leave by TMA, an overflowing row goes to the spill as it is.
     mma       groups 1 and 2, 64 rows each: WGMMA 64x256x16 over the ring, then ReLU, rounding and stmatrix into `sG`.
 
 So the tensor cores wait for the epilogue's register-to-shared copy alone. Hand-over:
@@ -359,7 +359,7 @@ class GatePack:
     def pack_row(
         self, sG, row: Int32, column: Int32, lane: Int32, neurons: Int32, words, spill, m: Int32, valid: Boolean
     ):
-        """One row of one tile; returns its count and whether it overflows. Rows and neurons outside the problem are empty."""
+        """One row of one tile; returns its count and whether it overflows. What lies outside the problem is empty."""
         # closed form of the 128-byte swizzle: panels of 64 neurons, 16-byte chunks permuted by the row
         panel, chunk = lane >> 3, lane & 7
         offset = panel * (TILE_M * 64) + row * 64 + ((chunk ^ (row & 7)) << 3)

@@ -1,24 +1,24 @@
 """Gated up and down projections on the pattern of a packed gate: y[m] = sum over non-zeros c of h[m, c] * w_down[c],
 with h[m, c] = gate[m, c] * (x[m] . w_up[c] + up_bias[c]). Strategy `row`: only the weight rows of non-zeros are read.
 
-The bound is L2: two rows of K values a non-zero. Eight tokens that stand side by side share a CTA and each weight row of the
-union of their neurons is read once. Two launches, the second for what the first leaves:
+The bound is L2: two rows of K values a non-zero. Eight tokens that stand side by side share a CTA, and each weight row
+of the union of their neurons is read once. Two launches, the second for what the first leaves:
 
-    light   one CTA per group of eight tokens, two CTAs per SM up to K = 2048: one lists its neurons while the other streams.
-            Beyond K = 4096 a cluster shares the group, each CTA a slab of 4096 columns.
-    heavy   tokens with more than HEAVY_COUNT non-zeros and a quarter of their group's. A cluster of eight CTAs takes one,
-            each every eighth tile, and the partial sums meet through distributed shared memory in a fixed order.
+    light   one CTA per group of eight tokens, two CTAs per SM up to K = 2048: one lists its neurons while the other
+            streams. Beyond K = 4096 a cluster shares the group, each CTA a slab of 4096 columns.
+    heavy   tokens with more than HEAVY_COUNT non-zeros and a quarter of their group's. A cluster of eight CTAs takes
+            one, each every eighth tile, and the partial sums meet through distributed shared memory in a fixed order.
 
-A CTA's eight warps each own an eighth of the columns, so that no token and no neuron can hold one warp alone. Up to WINDOW
-neurons of the union at a time:
+A CTA's eight warps each own an eighth of the columns, so that no token and no neuron can hold one warp alone. Up to
+WINDOW neurons of the union at a time:
 
-    list    warp t marks token t's neurons in a bitmap; its prefix sums give each neuron its rank in the union; the gate values
-            go to `gates` by rank, zero where a token does not have the neuron.
-    stream  four neurons a batch. Their rows arrive by bulk copies in two rings of buffers, one for up and one for down rows:
+    list    warp t marks token t's neurons in a bitmap; its prefix sums give each neuron its rank in the union; the gate
+            values go to `gates` by rank, zero where a token does not have the neuron.
+    stream  four neurons a batch. Their rows arrive by bulk copies in two rings of buffers, for up and for down rows:
               dot    mma: [4 neurons x K/8] times x of the eight tokens, from registers; partial sums go to `partial`;
               sync   one barrier a batch: its sums are complete, the buffers just read are free and are refilled;
-              add    mma: [K/8 columns x 4 neurons] times h of the eight tokens, onto fp32 sums in registers. h is fp32: it
-                     enters as three 16-bit terms, two of them side by side in the eight k of one mma.
+              add    mma: [K/8 columns x 4 neurons] times h of the eight tokens, onto fp32 sums in registers. h is fp32:
+                     it enters as three 16-bit terms, two of them side by side in the eight k of one mma.
             The dot of the next batch overlaps with the add of this one.
 
     FULL[b % buffers]  1 arrival + bytes: the down rows of batch b and the up rows of batch b + 1, one turn's work.
@@ -38,7 +38,7 @@ from . import format as twell
 from .sm90 import operands
 from .sm90.copies import bulk_copy, load_peer, load_values
 from .sm90.mma import load_matrices_transposed, mma_16x8x8, mma_16x8x16
-from .sm90.values import MAGNITUDE, high_to_float, low_to_float, lowest_bit, nonzero_flags, pack, prefix_sum
+from .sm90.values import MAGNITUDE, high_to_float, low_to_float, lowest_bit, nonzero_flags, pack, prefix_sum, widen
 from .specs import UpDownSpec
 
 TOKENS = twell.GROUP_ROWS
@@ -55,8 +55,8 @@ HEAVY_CLUSTER = 8
 SLAB = 4096
 # places in `counts`, behind the non-zeros of the tokens
 HEAVY, SIZE = TOKENS, TOKENS + 1
-# columns between down rows, beyond the row: transposing matrix loads then hit different banks. A bulk copy to an address that is
-# not a multiple of 128 bytes costs L2 twice the look-ups, and with both kinds of row padded these are the limit: up rows are not
+# columns between down rows, beyond the row: transposing matrix loads then hit different banks. A bulk copy to an
+# address that is no multiple of 128 bytes costs L2 twice the look-ups; with up rows padded too, they were 89 % busy
 PAD = 8
 
 
@@ -194,11 +194,11 @@ class UpDown:
             heavy[group] = skipped
         m = first + warp
         listed = m < y.shape[0] and (skipped >> warp) & 1 == 0
-        tiles = words.shape[1] // width
+        deal = (Int32(0), Int32(1), words.shape[1] // width)
         acc = cute.make_rmem_tensor((4, 4, self.blocks), Float32)
         acc.fill(0.0)
         total, _ = self.accumulate(
-            s, words, spill, w_up, w_down, up_bias, x_frag, acc, m, listed, warp, (Int32(0), Int32(1), tiles), width, slab,
+            s, words, spill, w_up, w_down, up_bias, x_frag, acc, m, listed, warp, deal, width, slab,
             Int32(0), thread, warp, lane,
         )  # fmt: skip
 
@@ -307,13 +307,13 @@ class UpDown:
         """Heavy token `place` of the list by one cluster, as token 0 of a group; returns the phases of the barriers."""
         m = s.tokens[place]
         tiles = words.shape[1] // width
-        mine = (tiles - rank + HEAVY_CLUSTER - 1) // HEAVY_CLUSTER
+        deal = (rank, Int32(HEAVY_CLUSTER), (tiles - rank + HEAVY_CLUSTER - 1) // HEAVY_CLUSTER)
         x_frag = self.load_x(x, m, lane < 4, Int32(0), warp, lane)
         acc = cute.make_rmem_tensor((4, 4, self.blocks), Float32)
         acc.fill(0.0)
         total, phases = self.accumulate(
-            s, words, spill, w_up, w_down, up_bias, x_frag, acc, m, Boolean(True), Int32(0), (rank, Int32(HEAVY_CLUSTER), mine),
-            width, Int32(0), phases, thread, warp, lane,
+            s, words, spill, w_up, w_down, up_bias, x_frag, acc, m, Boolean(True), Int32(0), deal, width,
+            Int32(0), phases, thread, warp, lane,
         )  # fmt: skip
 
         # read again rather than kept in a register beside the sums
@@ -375,7 +375,7 @@ class UpDown:
         warp,
         lane,
     ):
-        """List and stream the union of the group, window by window; returns each lane's sum of |h| and the barriers' phases."""
+        """List and stream the union, window by window; returns each lane's sum of |h| and the barriers' phases."""
         total = Float32(0.0)
         start, size = Int32(0), Int32(1)
         while start < size:
@@ -468,8 +468,8 @@ class UpDown:
     def scan(self, s, words, spill, m, slot, deal, width, start, warp, lane, place: cutlass.Constexpr):
         """Visit the non-zeros of a token: mark them in the bitmap, or place their values among the gates.
 
-        `deal` = (first tile, step, tiles of this CTA). In a group a warp scans its token alone (step 1); a heavy token's tiles
-        are shared by all warps.
+        `deal` = (first tile, step, tiles of this CTA). In a group a warp scans its token alone (step 1); the tiles of a
+        heavy token are shared by all warps.
         """
         origin, step, mine = deal
         first = Int32(0) if step == 1 else warp * 32
@@ -505,7 +505,7 @@ class UpDown:
     def visit(self, s, word, slot, start, place: cutlass.Constexpr):
         at, bit = Int32((word >> 5) & Uint32(0x7FF)), Uint32(1) << (word & 31)
         if const_expr(place):
-            rank = Int32(s.prefix[at]) + Int32(cute.arch.popc(s.bitmap[at] & (bit - 1))) - start
+            rank = widen(s.prefix[at]) + Int32(cute.arch.popc(s.bitmap[at] & (bit - 1))) - start
             if rank >= 0 and rank < WINDOW:
                 s.gates[(rank // BATCH * TOKENS + slot) * BATCH + rank % BATCH] = Uint16(word >> 16)
         else:
@@ -515,7 +515,7 @@ class UpDown:
 
     @cute.jit
     def stream(self, s, w_up, w_down, x_frag, acc, neurons, slab, phases, warp, lane):
-        """Add h times the down rows of `neurons` listed neurons to `acc`; returns each lane's share of sum |h|, and the phases."""
+        """Add h times the listed neurons' down rows to `acc`; returns each lane's share of sum |h|, and the phases."""
         batches = cute.ceil_div(neurons, BATCH)
         # up rows wait one turn longer in the ring than down rows
         ahead = self.buffers - 1
@@ -564,9 +564,10 @@ class UpDown:
 
     @cute.jit
     def fetch(self, s, w_up, w_down, b, barrier, down_buffer, up_buffer, neurons, slab, warp, lane):
-        """Start the copies that turn `b` of the loop reads: down rows of batch b by warps 0-3, up rows of b + 1 by warps 4-7.
+        """Start the copies that turn `b` of the loop reads: down rows of batch b by warps 0-3, up rows of b + 1 by 4-7.
 
-        Where the last batch is not full its last row is copied again: the gates there are zero, but what they meet must be finite.
+        Where the last batch is not full its last row is copied again: the gates there are zero, but what they meet must
+        be finite.
         """
         size = cutlass.max(cutlass.min(w_down.shape[1] - slab * self.slab, Int32(self.slab)) * 2, Int32(0))
         down = b >= 0 and b * BATCH < neurons
@@ -580,14 +581,14 @@ class UpDown:
                 cute.arch.mbarrier_arrive_and_expect_tx(s.full + barrier, rows * size)
             if size > 0:
                 if warp < BATCH and down:
-                    neuron = Int64(s.union[cutlass.min(b * BATCH + row, neurons - 1)])
+                    neuron = Int64(widen(s.union[cutlass.min(b * BATCH + row, neurons - 1)]))
                     target = s.down.iterator + (down_buffer * BATCH + row) * self.pitch
                     bulk_copy(
                         target, w_down.iterator + (neuron * w_down.stride[0] + slab * self.slab), size, s.full + barrier
                     )
                 if const_expr(self.gated):
                     if warp >= BATCH and up:
-                        neuron = Int64(s.union[cutlass.min((b + 1) * BATCH + row, neurons - 1)])
+                        neuron = Int64(widen(s.union[cutlass.min((b + 1) * BATCH + row, neurons - 1)]))
                         target = s.up.iterator + (up_buffer * BATCH + row) * self.slab
                         bulk_copy(
                             target, w_up.iterator + (neuron * w_up.stride[0] + slab * self.slab), size, s.full + barrier
@@ -606,10 +607,10 @@ class UpDown:
     def dot(self, s, x_frag, source, b, slab, warp, lane):
         """Partial dot products of the up rows of batch `b` and eight tokens over this warp's columns.
 
-        A lane's 16 bytes are eight columns of row lane / 8, and a quarter of the warp reads 128 bytes of one row. As the A
-        operand, with g = lane / 4, the pairs 0 and 2 of these columns stand in row g, 1 and 3 in row g + 8; even g hold columns
-        0-31 of a block of 64, odd g 32-63. Four mma with the four matching pairs of x leave a quarter of their result each that
-        means something, and no register is moved.
+        A lane's 16 bytes are eight columns of row lane / 8, and a quarter of the warp reads 128 bytes of one row. As
+        the A operand, with g = lane / 4, the pairs 0 and 2 of these columns stand in row g, 1 and 3 in row g + 8; even
+        g hold columns 0-31 of a block of 64, odd g 32-63. Four mma with the four matching pairs of x leave a quarter of
+        their result each that means something, and no register is moved.
         """
         values = [Float32(0.0)] * 2
         # one half of the rows of A at a time: reading the buffer twice is cheaper than eight more registers
@@ -635,7 +636,7 @@ class UpDown:
     def add(self, acc, source, h0, h1, lane):
         """acc += this warp's columns of four down rows times h; h0, h1 are those of neurons 2 (lane % 2) and the next.
 
-        B operands: the leading terms of h in k = 0-3 and the second terms in 4-7, where the rows stand again; then the third.
+        B operands: the leading terms of h in k = 0-3 and the second in 4-7, where the rows stand again; then the third.
         """
         first, rest0, rest1 = self.split(h0, h1)
         second, rest0, rest1 = self.split(rest0, rest1)
@@ -684,7 +685,7 @@ class UpDown:
 
     @cute.jit
     def load_x(self, x, m, valid, slab, warp, lane):
-        """B operands of the dot: eights lane % 4 and lane % 4 + 4 of each 64 of this warp's columns of token m, zeros outside x."""
+        """B operands of the dot: eights lane % 4 and lane % 4 + 4 of each 64 of the warp's columns, zeros outside x."""
         frag = cute.make_rmem_tensor((4, 2, self.blocks), Uint32)
         frag.fill(0)
         if const_expr(self.gated):
@@ -700,7 +701,7 @@ class UpDown:
 
     @cute.jit
     def stage_rows(self, s, acc, down_bias, slab, k, warp, lane):
-        """Round the sums and lay them out by token: register 2i + j of a lane is token 2 (lane % 4) + j, column lane / 4 + 8i."""
+        """Round the sums and lay them out: register 2i + j is token 2 (lane % 4) + j, column lane / 4 + 8i."""
         for block in range_constexpr(self.blocks):
             for i in range_constexpr(8):
                 column = self.column(warp, block) + 8 * i + (lane >> 2)

@@ -11,7 +11,7 @@ from cutlass import Float32, Uint32, const_expr
 def mma_16x8x16(
     sums: Any, a0: Uint32, a1: Uint32, a2: Uint32, a3: Uint32, b0: Uint32, b1: Uint32, dtype: cutlass.Constexpr
 ) -> Any:
-    """sums + A B. With g = lane / 4 and i = lane % 4: a0, a1 hold rows g, g + 8 of k = 2i, 2i + 1, a2, a3 the same of k + 8;
+    """sums + A B. With g = lane / 4 and i = lane % 4: a0, a1 hold rows g, g + 8 of k = 2i, 2i + 1, a2, a3 of k + 8;
     b0, b1 hold column g of k = 2i, 2i + 1 and k + 8; sums hold rows g, g + 8 of columns 2i, 2i + 1.
     """
     kind = "bf16" if const_expr(dtype is cutlass.BFloat16) else "f16"

@@ -81,3 +81,9 @@ def prefix_sum(value: Int32, lane: Int32) -> Int32:
 def lowest_bit(mask: Uint32) -> Int32:
     """Index of the lowest set bit; -1 for an empty mask."""
     return 31 - Int32(cute.arch.clz(mask & (Uint32(0) - mask)))
+
+
+@cute.jit
+def widen(value: Uint16) -> Int32:
+    """A 16-bit count or index from 0 to 65,535. `Int32(value)` would extend its sign, unsigned type or not."""
+    return Int32(value.to(Uint32) & Uint32(0xFFFF))

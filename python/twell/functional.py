@@ -94,7 +94,7 @@ def sparse_gated_ffn(
 
     Returns y [..., K] of the dtype of x (under autocast: of autocast). The gate is rounded to that dtype, as in
     dense PyTorch, everything after it is fp32 until y. NaN and infinite gates propagate. Neurons whose gate is zero add
-    nothing; only a non-finite row of a weight may make NaN of 0 * inf in tokens that do not fire it, as in dense PyTorch.
+    nothing; only a non-finite weight row may make NaN of 0 * inf in tokens that do not fire it, as in dense PyTorch.
 
     Raises TypeError, ValueError or NotImplementedError naming what was got and expected; NotImplementedError where a
     gradient would be needed and ``strategy`` is not "dense".

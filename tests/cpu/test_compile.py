@@ -42,7 +42,7 @@ def register_budget(spec: Spec, kernel: str) -> int:
         return feasible.registers_per_thread(threads=384, ctas_per_sm=1)
     if isinstance(spec, specs.UnpackSpec):
         return feasible.registers_per_thread(threads=256, ctas_per_sm=8)
-    # groups of tokens hide their listing behind a second CTA while a row of K columns is short enough; heavy tokens do not
+    # groups of tokens hide their listing behind a second CTA while rows are short enough; heavy tokens do not
     shared = spec.k_max <= 2048 and "heavy" not in kernel
     return feasible.registers_per_thread(threads=256, ctas_per_sm=2 if shared else 1)
 

@@ -157,9 +157,9 @@ def test_weights_of_silent_neurons_are_not_read() -> None:
 @pytest.mark.parametrize("weight", ["w_up", "w_down"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_non_finite_weight_reaches_only_tokens_that_fire_it(weight: str, value: float) -> None:
-    """A neuron that fires in every third of 24 tokens, with a non-finite row: which other tokens keep their bits.
+    """A neuron with a non-finite row fires in every third of 24 tokens: which other tokens keep their bits.
 
-    For an up row all of them, for a down row those whose group of eight does not fire it: there 0 times the row is added.
+    For an up row all of them, for a down row those whose group of eight does not fire it: 0 times the row is added.
     """
     gates = gates_with(torch.full((66, 3), 9), 768)
     token = torch.arange(66)
