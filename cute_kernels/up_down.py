@@ -607,30 +607,23 @@ class UpDown:
     def dot(self, s, x_frag, source, b, slab, warp, lane):
         """Partial dot products of the up rows of batch `b` and eight tokens over this warp's columns.
 
-        A lane's 16 bytes are eight columns of row lane / 8, and a quarter of the warp reads 128 bytes of one row. As
-        the A operand, with g = lane / 4, the pairs 0 and 2 of these columns stand in row g, 1 and 3 in row g + 8; even
-        g hold columns 0-31 of a block of 64, odd g 32-63. Four mma with the four matching pairs of x leave a quarter of
-        their result each that means something, and no register is moved.
+        With g = lane / 4 and i = lane % 4, a lane's 16 bytes are eight columns of row g / 2, and a quarter of the warp
+        reads 128 bytes of one row. They are column g of B: even g hold columns 0-31 of a block of 64, odd g 32-63. Rows
+        g and g + 8 of A are the same two halves of token g, so sums 0 and 3 of a lane belong to token g and row i, and
+        half of what two mma a block compute means something.
         """
-        values = [Float32(0.0)] * 2
-        # one half of the rows of A at a time: reading the buffer twice is cheaper than eight more registers
-        for pair in range_constexpr(2):
-            sums = [[Float32(0.0)] * 4 for _ in range(2)]
-            for block in range_constexpr(self.blocks):
-                a = load_values(source + BLOCK * block)
-                for odd in range_constexpr(2):
-                    x0, x1 = x_frag[pair, odd, block], x_frag[pair + 2, odd, block]
-                    sums[odd] = mma_16x8x16(sums[odd], a[0], a[1], a[2], a[3], x0, x1, self.dtype)
-            for j in range_constexpr(2):
-                values[j] += sums[1][2 * pair + j] if lane & 4 != 0 else sums[0][2 * pair + j]
-        bias = Float32(0.0)
+        sums = [Float32(0.0)] * 4
+        for block in range_constexpr(self.blocks):
+            w = load_values(source + BLOCK * block)
+            for i in range_constexpr(2):
+                x0, x1 = x_frag[2 * i, 0, block], x_frag[2 * i, 1, block]
+                x2, x3 = x_frag[2 * i + 1, 0, block], x_frag[2 * i + 1, 1, block]
+                sums = mma_16x8x16(sums, x0, x1, x2, x3, w[2 * i], w[2 * i + 1], self.dtype)
+        value = sums[0] + sums[3]
         if const_expr(self.has_bias):
             # once: by the first warp of the first slab
-            bias = s.biases[b * BATCH + (lane >> 3)] if warp == 0 and slab == 0 else Float32(0.0)
-        for j in range_constexpr(2):
-            value = values[j] + cute.arch.shuffle_sync_bfly(values[j], 4) + bias
-            if lane & 4 == 0:
-                s.partial[(((b & 1) * WARPS + warp) * TOKENS + (lane & 3) * 2 + j) * BATCH + (lane >> 3)] = value
+            value += s.biases[b * BATCH + (lane & 3)] if warp == 0 and slab == 0 else Float32(0.0)
+        s.partial[((b & 1) * WARPS + warp) * (TOKENS * BATCH) + lane] = value
 
     @cute.jit
     def add(self, acc, source, h0, h1, lane):
@@ -685,7 +678,7 @@ class UpDown:
 
     @cute.jit
     def load_x(self, x, m, valid, slab, warp, lane):
-        """B operands of the dot: eights lane % 4 and lane % 4 + 4 of each 64 of the warp's columns, zeros outside x."""
+        """A operands of the dot: eights lane % 4 and lane % 4 + 4 of each 64 of the warp's columns, zeros outside x."""
         frag = cute.make_rmem_tensor((4, 2, self.blocks), Uint32)
         frag.fill(0)
         if const_expr(self.gated):

@@ -51,9 +51,9 @@ def register_budget(spec: Spec, kernel: str) -> int:
 def test_compiles_within_budget(spec: Spec, reports: dict[Spec, Future[list[Any]]]) -> None:
     for kernel in reports[spec].result(timeout=600):
         assert kernel.registers <= register_budget(spec, kernel.kernel), kernel
-        # one outer-loop register of the widest kernel lives in memory: it has 255 and no other CTA beside it
+        # the heavy kernel of the widest slab holds 192 registers of sums and x; what spills is used once a token
         widest = "heavy" in kernel.kernel and getattr(spec, "k_max", 0) == 4096
-        assert kernel.spill_bytes <= (24 if widest else 0), kernel
+        assert kernel.spill_bytes <= (192 if widest else 0), kernel
         assert kernel.wgmma == (), kernel
 
 
