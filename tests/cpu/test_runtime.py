@@ -136,7 +136,7 @@ class TestCache:
         assert len(compiler.compiled) == 2
 
     def test_a_file_of_another_name_is_no_entry(self, compiler: Compiler, folder: Path) -> None:
-        long, short = specs.DownSpec("bfloat16", 512, True), specs.DownSpec("bfloat16", 256, False)
+        long, short = specs.DownSpec("bfloat16", 512, True), specs.DownSpec("bfloat16", 512, False)
         assert (cache.load(long)(), cache.load(short)()) == (42, 43)
         assert (cache.load(long)(), cache.load(short)()) == (42, 43)
 
