@@ -21,6 +21,8 @@ ARGS ?=
 
 PY := $(abspath $(VENV))/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# threads that wait by spinning take a busy machine's cores from the others
+export OMP_WAIT_POLICY ?= passive
 # cmake and ninja of the environment; the checkout is what runs, never an installed copy
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export PYTHONPATH := $(CURDIR)/python:$(CURDIR)
