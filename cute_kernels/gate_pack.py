@@ -25,9 +25,10 @@ import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.memory import SmemAllocator, get_smem_capacity_in_bytes
+from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
+from . import feasible
 from . import format as twell
 from .sm90 import operands
 from .sm90.values import lanes_before, nonzero_flags, relu_pack
@@ -39,8 +40,8 @@ THREADS = 384
 MMA_WARPS, PACK_WARPS = 8, 3
 HANDOVER_THREADS = 128 + 32 * PACK_WARPS
 # 384 threads start with 168 registers; what one group gives away the others take. More than was given hangs the kernel
-REGISTERS_START, REGISTERS_LOAD_PACK, REGISTERS_MMA = 168, 88, 208
-assert REGISTERS_LOAD_PACK + 2 * REGISTERS_MMA <= 3 * REGISTERS_START
+REGISTERS_LOAD_PACK, REGISTERS_MMA = 88, 208
+feasible.check_register_split((REGISTERS_LOAD_PACK, REGISTERS_MMA, REGISTERS_MMA))
 
 
 class Barrier(IntEnum):
@@ -107,7 +108,7 @@ class GatePack:
             sG: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(gate_layout)], 1024]
             sW: cute.struct.Align[cute.struct.MemRange[Uint32, cute.cosize(words_layout)], 1024]
 
-        assert Shared.size_in_bytes() <= get_smem_capacity_in_bytes("sm_90")
+        assert feasible.ctas_per_sm(Shared.size_in_bytes()) >= 1
         self.shared = Shared
         m_tiles = cute.ceil_div(x.shape[0], TILE_M * cm)
         n_tiles = cute.ceil_div(w.shape[0], TILE_N * cn)

@@ -32,8 +32,9 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
-from cutlass.memory import SmemAllocator, get_smem_capacity_in_bytes
+from cutlass.memory import SmemAllocator
 
+from . import feasible
 from . import format as twell
 from .sm90 import operands
 from .sm90.copies import bulk_copy, load_peer, load_values
@@ -90,9 +91,9 @@ class UpDown:
         self.slabs = max(1, spec.k_max // SLAB)
         self.slab = spec.k_max // self.slabs
         self.blocks = self.slab // (BLOCK * WARPS)
-        self.halves = 2 if self.gated else 1
         self.ctas_per_sm = 2 if self.slab <= 2048 else 1
         self.pitch = self.slab + PAD
+        # 16-bit values that fit beside the lists: 99 of 113 KB for each of two CTAs, 198 of 227 KB for one
         available = (99 if self.ctas_per_sm == 2 else 198) * 512
         turn = BATCH * (self.pitch + (self.slab if self.gated else 0))
         self.buffers = min(8, available // turn)
@@ -137,8 +138,7 @@ class UpDown:
             gates: cute.struct.Align[cute.struct.MemRange[Uint16, WINDOW * TOKENS], 16]
             arena: cute.struct.Align[cute.struct.MemRange[self.dtype, self.arena], 128]
 
-        # 1 KB of an SM's shared memory is reserved for each CTA
-        assert Shared.size_in_bytes() <= (get_smem_capacity_in_bytes("sm_90") + 1024) // self.ctas_per_sm - 1024
+        assert feasible.ctas_per_sm(Shared.size_in_bytes()) >= self.ctas_per_sm
         self.shared = Shared
         arguments = (x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, heavy, words_per_tile)
         groups = cute.ceil_div(y.shape[0], TOKENS)
@@ -248,24 +248,9 @@ class UpDown:
             place = Int32(0)
             while place < s.counts[HEAVY]:
                 phases = self.heavy_token(
-                    s,
-                    x,
-                    words,
-                    spill,
-                    w_up,
-                    w_down,
-                    up_bias,
-                    down_bias,
-                    y,
-                    l1,
-                    width,
-                    place,
-                    rank,
-                    phases,
-                    thread,
-                    warp,
-                    lane,
-                )
+                    s, x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, width, place, rank, phases,
+                    thread, warp, lane,
+                )  # fmt: skip
                 place += 1
             cute.arch.sync_threads()
 
@@ -285,25 +270,9 @@ class UpDown:
 
     @cute.jit
     def heavy_token(
-        self,
-        s,
-        x,
-        words,
-        spill,
-        w_up,
-        w_down,
-        up_bias,
-        down_bias,
-        y,
-        l1,
-        width,
-        place,
-        rank,
-        phases,
-        thread,
-        warp,
-        lane,
-    ):
+        self, s, x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, width, place, rank, phases,
+        thread, warp, lane,
+    ):  # fmt: skip
         """Heavy token `place` of the list by one cluster, as token 0 of a group; returns the phases of the barriers."""
         m = s.tokens[place]
         tiles = words.shape[1] // width
