@@ -16,6 +16,12 @@ STATS_ROWS = 64
 # Tokens that share one entry of the heavy-row scratch of up_down and down.
 GROUP_ROWS = 8
 
+# The hybrid format: tokens that share one list of neurons, places of a list that share one run of entries, and neurons
+# (by rank of popularity) whose weight gradients are computed together.
+TOKEN_TILE = 128
+CHUNK = 64
+NEURON_TILE = 64
+
 
 def tiles(n: int) -> int:
     """Number of tiles in a row of ``n`` neurons; the last one may be partial."""
@@ -32,3 +38,31 @@ def words_per_tile(compression: int) -> int:
 def capacity(compression: int) -> int:
     """Most non-zeros that a row-tile holds in its words; one more spills it."""
     return words_per_tile(compression) - 1
+
+
+def token_tiles(m: int) -> int:
+    """Tiles of ``m`` tokens in the hybrid format."""
+    return -(-m // TOKEN_TILE)
+
+
+def chunks(length: int) -> int:
+    """Chunks that ``length`` places of a list take."""
+    return -(-length // CHUNK)
+
+
+def hybrid_capacity(m: int, n: int) -> int:
+    """Non-zeros of ``m`` rows of ``n`` neurons that the hybrid format holds, wherever they are; more makes a bitmap.
+
+    148 a token at n = 5632: with its 16-bit up projections, lists and offsets that is 1.1 KB a token.
+    """
+    return m * min(n, max(64, n // 38))
+
+
+def hybrid_words(m: int, n: int) -> int:
+    """Words of the entries: room for all that fit, and for the bitmap [m, ceil(n / 32)] that stands there otherwise."""
+    return max(hybrid_capacity(m, n), m * bitmap_words(n))
+
+
+def bitmap_words(n: int) -> int:
+    """Words of one row of a bitmap of ``n`` neurons."""
+    return -(-n // 32)

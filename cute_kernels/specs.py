@@ -104,7 +104,147 @@ class UnpackSpec:
         return f"{self.op}_{DTYPES[self.dtype]}"
 
 
-Spec = GatePackSpec | UpDownSpec | DownSpec | UnpackSpec
+@dataclass(frozen=True)
+class CompactSpec:
+    """``words, spill, stats -> entries, neurons, chunks, sizes, popularity``: TwELL to the hybrid format."""
+
+    dtype: str
+    op: ClassVar[str] = "compact"
+
+    def __post_init__(self) -> None:
+        _check_dtype(self.dtype)
+
+    @property
+    def symbol(self) -> str:
+        return f"{self.op}_{DTYPES[self.dtype]}"
+
+
+@dataclass(frozen=True)
+class SampledUpSpec:
+    """``x, w_up, hybrid gate -> up, hidden, l1``: the up projection at the non-zeros."""
+
+    dtype: str
+    bias: bool
+    op: ClassVar[str] = "sampled_up"
+
+    def __post_init__(self) -> None:
+        _check_dtype(self.dtype)
+
+    @property
+    def symbol(self) -> str:
+        return f"{self.op}_{DTYPES[self.dtype]}{'_bias' if self.bias else ''}"
+
+
+@dataclass(frozen=True)
+class SampledGradSpec:
+    """``dy, w_down, hybrid gate, up -> d_gate, d_up`` at the non-zeros."""
+
+    dtype: str
+    gated: bool
+    op: ClassVar[str] = "sampled_grad"
+
+    def __post_init__(self) -> None:
+        _check_dtype(self.dtype)
+
+    @property
+    def symbol(self) -> str:
+        return f"{self.op}_{DTYPES[self.dtype]}{'' if self.gated else '_plain'}"
+
+
+@dataclass(frozen=True)
+class GatheredSpec:
+    """``coefficients at the non-zeros, weight rows -> [M, K]``: the sum of ``products`` sparse products.
+
+    With 0 the coefficients are the gate values that the entries hold.
+    """
+
+    dtype: str
+    products: int
+    bias: bool
+    op: ClassVar[str] = "gathered"
+
+    def __post_init__(self) -> None:
+        _check_dtype(self.dtype)
+        if self.products not in (0, 1, 2):
+            raise ValueError(f"products must be 0, 1 or 2, got {self.products}")
+
+    @property
+    def symbol(self) -> str:
+        return f"{self.op}_{DTYPES[self.dtype]}_{self.products}{'_bias' if self.bias else ''}"
+
+
+@dataclass(frozen=True)
+class TransposeSpec:
+    """``hybrid gate, gradients -> lists of tokens and packed coefficients``, a tile of neurons at a time."""
+
+    dtype: str
+    gated: bool
+    op: ClassVar[str] = "transpose"
+
+    def __post_init__(self) -> None:
+        _check_dtype(self.dtype)
+
+    @property
+    def symbol(self) -> str:
+        return f"{self.op}_{DTYPES[self.dtype]}{'' if self.gated else '_plain'}"
+
+
+@dataclass(frozen=True)
+class WeightGradSpec:
+    """``x, dy, packed coefficients by neuron tile -> weight gradients``, stored or added to fp32 buffers."""
+
+    dtype: str
+    gated: bool
+    bias: bool
+    accumulate: bool
+    op: ClassVar[str] = "weight_grad"
+
+    def __post_init__(self) -> None:
+        _check_dtype(self.dtype)
+
+    @property
+    def symbol(self) -> str:
+        flags = f"{'' if self.gated else '_plain'}{'_bias' if self.bias else ''}{'_add' if self.accumulate else ''}"
+        return f"{self.op}_{DTYPES[self.dtype]}{flags}"
+
+
+OVERFLOW_MODES = ("forward", "input", "weight", "weight_add")
+
+
+@dataclass(frozen=True)
+class OverflowSpec:
+    """What the training kernels leave when the non-zeros exceed the hybrid format's capacity, from its bitmap."""
+
+    dtype: str
+    mode: str
+    gated: bool
+    bias: bool
+    op: ClassVar[str] = "overflow"
+
+    def __post_init__(self) -> None:
+        _check_dtype(self.dtype)
+        if self.mode not in OVERFLOW_MODES:
+            raise ValueError(f"mode must be one of {OVERFLOW_MODES}, got {self.mode!r}")
+
+    @property
+    def symbol(self) -> str:
+        flags = f"{'' if self.gated else '_plain'}{'_bias' if self.bias else ''}"
+        return f"{self.op}_{self.mode}_{DTYPES[self.dtype]}{flags}"
+
+
+Spec = (
+    GatePackSpec
+    | UpDownSpec
+    | DownSpec
+    | UnpackSpec
+    | CompactSpec
+    | SampledUpSpec
+    | SampledGradSpec
+    | GatheredSpec
+    | TransposeSpec
+    | WeightGradSpec
+    | OverflowSpec
+)
 
 
 def all_specs() -> tuple[Spec, ...]:
@@ -115,6 +255,13 @@ def all_specs() -> tuple[Spec, ...]:
         *(UpDownSpec(d, k, b) for d in DTYPES for k in K_CLASSES for b in flags),
         *(DownSpec(d, k, b) for d in DTYPES for k in K_CLASSES for b in flags),
         *(UnpackSpec(d) for d in DTYPES),
+        *(CompactSpec(d) for d in DTYPES),
+        *(SampledUpSpec(d, b) for d in DTYPES for b in flags),
+        *(SampledGradSpec(d, g) for d in DTYPES for g in flags),
+        *(GatheredSpec(d, p, b) for d in DTYPES for p, b in ((0, False), (0, True), (1, False), (1, True), (2, False))),
+        *(TransposeSpec(d, g) for d in DTYPES for g in flags),
+        *(WeightGradSpec(d, g, b, a) for d in DTYPES for g in flags for b in flags for a in flags),
+        *(OverflowSpec(d, m, g, b) for d in DTYPES for m in OVERFLOW_MODES for g in flags for b in flags),
     )
 
 

@@ -22,3 +22,17 @@ def vector(dtype: Any, n: Any, align: int = 16) -> Any:
 def cube(dtype: Any, a: Any, b: Any, c: int) -> Any:
     """A contiguous tensor [a, b, c]."""
     return make_fake_compact_tensor(dtype, (a, b, c), stride_order=(2, 1, 0), assumed_align=16)
+
+
+def lists(b: Any) -> tuple[Any, Any, Any]:
+    """Neurons [b, 64 C], chunks [b, C + 1] and sizes [b + 1] of the hybrid format."""
+    return (
+        matrix(cutlass.Int16, b, cute.sym_int32(divisibility=64)),
+        matrix(cutlass.Int32, b, cute.sym_int32()),
+        vector(cutlass.Int32, cute.sym_int32(), align=4),
+    )
+
+
+def matrix(dtype: Any, a: Any, b: Any) -> Any:
+    """A contiguous matrix [a, b] of which nothing is demanded but that it is aligned to its elements."""
+    return make_fake_compact_tensor(dtype, (a, b), stride_order=(1, 0), assumed_align=4)

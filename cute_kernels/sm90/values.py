@@ -87,3 +87,13 @@ def lowest_bit(mask: Uint32) -> Int32:
 def widen(value: Uint16) -> Int32:
     """A 16-bit count or index from 0 to 65,535. `Int32(value)` would extend its sign, unsigned type or not."""
     return Int32(value.to(Uint32) & Uint32(0xFFFF))
+
+
+@cute.jit
+def byte_sum(word: Uint32) -> Int32:
+    """Sum of the four bytes of a register."""
+    return cute.arch.inline_ptx(
+        "dp4a.u32.u32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Int32],
+        read_only_args=[word, Uint32(0x01010101), Int32(0)],
+    )

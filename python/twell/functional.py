@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, overload
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import ops, tuning
+from twell import _autograd, ops, tuning
 from twell._runtime import format, specs
 from twell.packed import PackedTwell
 
 Strategy = Literal["auto", "row", "union", "dense"]
 
 _PACKED_DTYPES = (torch.bfloat16, torch.float16)
+_WIDE_DTYPES = (torch.float32, torch.float64)
 _OPTIONAL = ("b_gate", "b_up", "b_down")
 
 
 class Aux(NamedTuple):
     """Figures of one call, 0-d float32 tensors on its device; 0 where there are no tokens.
 
-    l1: mean over tokens of the sum of |hidden state|; differentiable where the output is.
-    l0: mean over tokens of the number of non-zeros after ReLU.
+    l1: mean over tokens of the sum of |hidden state|; differentiable where the output is. float64 where x is.
+    l0: mean over tokens of the number of non-zeros after ReLU; not differentiable.
     """
 
     l1: Tensor
@@ -41,6 +43,7 @@ def sparse_gated_ffn(
     b_down: Tensor | None = None,
     strategy: Strategy = "auto",
     compression: int = 8,
+    main_grads: Sequence[Tensor | None] | None = None,
     return_aux: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -57,6 +60,7 @@ def sparse_gated_ffn(
     b_down: Tensor | None = None,
     strategy: Strategy = "auto",
     compression: int = 8,
+    main_grads: Sequence[Tensor | None] | None = None,
     return_aux: Literal[True],
 ) -> tuple[Tensor, Aux]: ...
 
@@ -72,6 +76,7 @@ def sparse_gated_ffn(
     b_down: Tensor | None = None,
     strategy: Strategy = "auto",
     compression: int = 8,
+    main_grads: Sequence[Tensor | None] | None = None,
     return_aux: bool = False,
 ) -> Tensor | tuple[Tensor, Aux]:
     """``(relu(x @ w_gate^T + b_gate) * (x @ w_up^T + b_up)) @ w_down^T + b_down``, on the non-zeros of the gate.
@@ -82,33 +87,51 @@ def sparse_gated_ffn(
             tensor it is read in place, else copied at every call, which is logged. N neurons and K are multiples of 8,
             at most 65,536 and 16,384.
         b_gate, b_up: [N]. b_down: [K]. Optional.
-        strategy: "row" gathers the weight rows of each token's non-zeros; "dense" is plain PyTorch, for any size and
-            floating dtype, and has gradients; "auto" is "row"; "union" has no kernel yet.
+        strategy: "row" works on each token's non-zeros alone; "dense" is plain PyTorch, for any size and floating
+            dtype; "auto" is "row"; "union" has no kernel yet.
         compression: 2, 4 or 8. A tile of 256 neurons takes 256 / compression words, and up to one less non-zeros before
             it is spilled. Speed depends on it, the result does not.
+        main_grads: float32 tensors (main_gate, main_up, main_down) of the weights' shapes. Backward adds the gradients
+            of these weights to them, in fp32, and gives the weights none: their ``.grad`` stays as it is. None in a
+            place leaves that weight's gradient where it goes otherwise. main_down is added to in place if stored as the
+            transposed view of [N, K] rows, else by way of a copy.
         return_aux: also return ``Aux(l1, l0)``.
 
-    All tensors are bfloat16 or float16 and on one device: a GPU of compute capability 9.0 or the CPU. On the CPU
-    float32 is taken too, and computed densely whatever the strategy, since the format stores 16-bit values. Under
-    autocast, floating tensors other than float64 are cast to its dtype first, at every call.
+    All tensors are bfloat16 or float16 and on one device: a GPU of compute capability 9.0 or the CPU. The CPU takes
+    float32 and float64 too, for tests. Under autocast, floating tensors other than float64 are cast to its dtype first,
+    at every call.
 
     Returns y [..., K] of the dtype of x (under autocast: of autocast). The gate is rounded to that dtype, as in
-    dense PyTorch, everything after it is fp32 until y. NaN and infinite gates propagate. Neurons whose gate is zero add
-    nothing; only a non-finite weight row may make NaN of 0 * inf in tokens that do not fire it, as in dense PyTorch.
+    dense PyTorch, everything after it is fp32 until y; where a gradient will be needed, the hidden state is rounded
+    too. NaN and infinite gates propagate. Neurons whose gate is zero add nothing; only a non-finite weight row may make
+    NaN of 0 * inf in tokens that do not fire it, as in dense PyTorch.
 
-    Raises TypeError, ValueError or NotImplementedError naming what was got and expected; NotImplementedError where a
-    gradient would be needed and ``strategy`` is not "dense".
+    y and ``aux.l1`` are differentiable once, with respect to x, weights and biases: gradients are as close to the true
+    ones as dense PyTorch's at any sparsity, and the same bits at every run. Beside its operands a call keeps for
+    backward what ``cute_kernels/format.py`` calls the hybrid format, 1.1 KB a token at N = 5632.
+
+    Raises TypeError, ValueError or NotImplementedError naming what was got and expected; a second derivative raises
+    NotImplementedError unless ``strategy`` is "dense".
     """
     name = "sparse_gated_ffn"
     t = _admit(name, x=x, w_gate=w_gate, w_up=w_up, w_down=w_down, b_gate=b_gate, b_up=b_up, b_down=b_down)
     x = t["x"]
+    mains = _admit_mains(name, t, ("w_gate", "w_up", "w_down"), main_grads)
     if _runs_dense(name, t, strategy, compression):
-        gate = F.relu(F.linear(x, t["w_gate"], t.get("b_gate")))
-        hidden = gate * F.linear(x, t["w_up"], t.get("b_up"))
-        y = F.linear(hidden, t["w_down"], t.get("b_down"))
+        w_gate, w_up, w_down = map(_autograd.into_main, (t["w_gate"], t["w_up"], t["w_down"]), mains)
+        gate = F.relu(F.linear(x, w_gate, t.get("b_gate")))
+        hidden = gate * F.linear(x, w_up, t.get("b_up"))
+        y = F.linear(hidden, w_down, t.get("b_down"))
         return (y, _dense_aux(hidden, gate)) if return_aux else y
 
     tokens = x.reshape(-1, x.shape[-1])
+    if _needing_grad(t):
+        biases = (t.get("b_gate"), t.get("b_up"), t.get("b_down"))
+        layer = _autograd.Operands(tokens, t["w_gate"], t["w_up"], t["w_down"], *biases)
+        y, total, nonzeros = _autograd.ffn(name, layer, mains, compression)
+        y = y.reshape(x.shape)
+        return (y, _per_token(total, nonzeros, tokens.shape[0])) if return_aux else y
+
     words, spill, stats = ops.gate_pack(tokens, t["w_gate"], t.get("b_gate"), compression)
     down = t["w_down"].t()
     y, l1 = ops.up_down(tokens, words, spill, t["w_up"], down, t.get("b_up"), t.get("b_down"), compression)
@@ -126,6 +149,7 @@ def sparse_ffn(
     b_down: Tensor | None = None,
     strategy: Strategy = "auto",
     compression: int = 8,
+    main_grads: Sequence[Tensor | None] | None = None,
     return_aux: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -140,6 +164,7 @@ def sparse_ffn(
     b_down: Tensor | None = None,
     strategy: Strategy = "auto",
     compression: int = 8,
+    main_grads: Sequence[Tensor | None] | None = None,
     return_aux: Literal[True],
 ) -> tuple[Tensor, Aux]: ...
 
@@ -153,21 +178,32 @@ def sparse_ffn(
     b_down: Tensor | None = None,
     strategy: Strategy = "auto",
     compression: int = 8,
+    main_grads: Sequence[Tensor | None] | None = None,
     return_aux: bool = False,
 ) -> Tensor | tuple[Tensor, Aux]:
     """``relu(x @ w_up^T + b_up) @ w_down^T + b_down``, on the non-zeros of the hidden state.
 
-    w_up is [N, K], w_down [K, N], b_up [N], b_down [K]. All else, errors included, is as in ``sparse_gated_ffn``.
+    w_up is [N, K], w_down [K, N], b_up [N], b_down [K], main_grads (main_up, main_down). All else, errors included, is
+    as in ``sparse_gated_ffn``.
     """
     name = "sparse_ffn"
     t = _admit(name, x=x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down)
     x = t["x"]
+    main_up, main_down = _admit_mains(name, t, ("w_up", "w_down"), main_grads)
     if _runs_dense(name, t, strategy, compression):
-        hidden = F.relu(F.linear(x, t["w_up"], t.get("b_up")))
-        y = F.linear(hidden, t["w_down"], t.get("b_down"))
+        w_up, w_down = _autograd.into_main(t["w_up"], main_up), _autograd.into_main(t["w_down"], main_down)
+        hidden = F.relu(F.linear(x, w_up, t.get("b_up")))
+        y = F.linear(hidden, w_down, t.get("b_down"))
         return (y, _dense_aux(hidden, hidden)) if return_aux else y
 
-    words, spill, stats = ops.gate_pack(x.reshape(-1, x.shape[-1]), t["w_up"], t.get("b_up"), compression)
+    tokens = x.reshape(-1, x.shape[-1])
+    if _needing_grad(t):
+        layer = _autograd.Operands(tokens, t["w_up"], None, t["w_down"], t.get("b_up"), None, t.get("b_down"))
+        y, total, nonzeros = _autograd.ffn(name, layer, (main_up, None, main_down), compression)
+        y = y.reshape(x.shape)
+        return (y, _per_token(total, nonzeros, tokens.shape[0])) if return_aux else y
+
+    words, spill, stats = ops.gate_pack(tokens, t["w_up"], t.get("b_up"), compression)
     y, l1 = ops.down(words, spill, t["w_down"].t(), t.get("b_down"), compression)
     y = y.reshape(x.shape)
     return (y, _sparse_aux(l1, stats)) if return_aux else y
@@ -185,7 +221,11 @@ def pack(x: Tensor, w_gate: Tensor, b_gate: Tensor | None = None, *, compression
     _require_packable(name, t, compression)
     if x.dtype not in _PACKED_DTYPES:
         raise TypeError(f"{name}: dtype must be bfloat16 or float16, which the format stores, got {x.dtype}")
-    _require_no_grad(name, t, "the format stores no gradient; call it under torch.no_grad()")
+    if needing := _needing_grad(t):
+        raise NotImplementedError(
+            f"{name}: {', '.join(needing)} requires grad, but the format stores no gradient; "
+            "call it under torch.no_grad()"
+        )
     tokens, n = x.reshape(-1, x.shape[-1]), t["w_gate"].shape[0]
     words, spill, stats = ops.gate_pack(tokens, t["w_gate"], t.get("b_gate"), compression)
     words, spill = (packed.reshape(*x.shape[:-1], packed.shape[1]) for packed in (words, spill))
@@ -237,19 +277,15 @@ def _runs_dense(name: str, operands: dict[str, Tensor], requested: str, compress
         return True
     x = operands["x"]
     _require_packable(name, operands, compression)
-    _require_no_grad(
-        name,
-        operands,
-        f'strategy="{requested}" has no gradient yet; use strategy="dense", or torch.no_grad() for inference',
+    if x.dtype in _PACKED_DTYPES:
+        return False
+    if x.dtype in _WIDE_DTYPES and x.device.type == "cpu":
+        # TwELL stores 16-bit values; the operators of training take wider ones, for gradcheck
+        return not _needing_grad(operands)
+    raise TypeError(
+        f"{name}: dtype must be bfloat16 or float16 (float32 and float64 on the CPU, float32 under autocast), "
+        f'got {x.dtype} on {x.device.type}; strategy="dense" takes any'
     )
-    if x.dtype == torch.float32 and x.device.type == "cpu":
-        return True
-    if x.dtype not in _PACKED_DTYPES:
-        raise TypeError(
-            f"{name}: dtype must be bfloat16 or float16 (or float32 on the CPU or under autocast), got {x.dtype} "
-            f'on {x.device.type}; strategy="dense" takes any'
-        )
-    return False
 
 
 def _require_packable(name: str, operands: dict[str, Tensor], compression: int) -> None:
@@ -266,15 +302,44 @@ def _require_packable(name: str, operands: dict[str, Tensor], compression: int) 
         raise NotImplementedError(f"{name}: the sparse path runs on cuda and cpu, got {x.device.type}")
 
 
-def _require_no_grad(name: str, operands: dict[str, Tensor], reason: str) -> None:
-    if torch.is_grad_enabled():
-        needing = [argument for argument, value in operands.items() if value.requires_grad]
-        if needing:
-            raise NotImplementedError(f"{name}: {', '.join(needing)} requires grad, but {reason}")
+def _needing_grad(operands: dict[str, Tensor]) -> list[str]:
+    """Names of the operands whose gradient autograd will want of this call."""
+    return [argument for argument, value in operands.items() if value.requires_grad] if torch.is_grad_enabled() else []
+
+
+def _admit_mains(
+    name: str, operands: dict[str, Tensor], weights: tuple[str, ...], mains: Sequence[Tensor | None] | None
+) -> Any:
+    """For each weight the float32 tensor that takes its gradient, None where it has none or needs no gradient."""
+    if mains is None:
+        return (None,) * len(weights)
+    if not isinstance(mains, (tuple, list)) or len(mains) != len(weights):
+        got = f"{len(mains)} of them" if isinstance(mains, (tuple, list)) else type(mains).__name__
+        raise TypeError(f"{name}: main_grads must be one tensor or None for each of {', '.join(weights)}, got {got}")
+    for argument, main in zip(weights, mains):
+        weight = operands[argument]
+        if main is not None and not (
+            isinstance(main, Tensor)
+            and main.dtype == torch.float32
+            and main.shape == weight.shape
+            and main.device == weight.device
+            and not main.requires_grad
+        ):
+            expected = f"a float32 tensor {list(weight.shape)} on {weight.device} that requires no grad"
+            raise ValueError(f"{name}: main_grads must have for {argument} {expected}, got {_describe(main)}")
+    needing = _needing_grad(operands)
+    return tuple(main if argument in needing else None for argument, main in zip(weights, mains))
+
+
+def _describe(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    grad = " that requires grad" if value.requires_grad else ""
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}{grad}"
 
 
 def _dense_aux(hidden: Tensor, gate: Tensor) -> Aux:
-    l1 = hidden.abs().sum(dtype=torch.float32)
+    l1 = hidden.abs().sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
     return _per_token(l1, (gate != 0).sum(), hidden.shape[:-1].numel())
 
 

@@ -17,6 +17,7 @@ class _SparseFFN(nn.Module):
     """What both modules share. Subclasses add the projections that read the hidden state's input."""
 
     down_proj: nn.Linear
+    accumulate_main_grad: bool = False
 
     def __init__(self, hidden: int, intermediate: int, compression: int, strategy: Strategy) -> None:
         super().__init__()
@@ -29,6 +30,21 @@ class _SparseFFN(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.hidden}, {self.intermediate}, compression={self.compression}, strategy={self.strategy!r}"
+
+    def _main_grads(self, **projections: nn.Linear) -> list[Tensor | None] | None:
+        """``weight.main_grad`` of each projection whose weight requires grad, if these shall take the gradients."""
+        if not self.accumulate_main_grad:
+            return None
+        mains = []
+        for name, linear in projections.items():
+            main: Tensor | None = getattr(linear.weight, "main_grad", None) if linear.weight.requires_grad else None
+            if main is None and linear.weight.requires_grad:
+                raise ValueError(
+                    f"accumulate_main_grad: {name}.weight.main_grad must be a float32 tensor "
+                    f"{list(linear.weight.shape)}, got none"
+                )
+            mains.append(main)
+        return mains
 
     def _adopt(self, **projections: nn.Linear) -> None:
         """Make the parameters of ``projections`` those of the children of that name."""
@@ -48,8 +64,10 @@ class SparseGatedMLP(_SparseFFN):
     moving, casting, copying and pickling keep it so; file formats that store contiguous tensors only need
     ``.contiguous()`` on the way out.
 
-    ``compression`` and ``strategy`` are those of ``twell.sparse_gated_ffn`` and may be set at any time. While a
-    parameter requires grad and grad mode is on, only ``strategy="dense"`` runs.
+    ``compression`` and ``strategy`` are those of ``twell.sparse_gated_ffn`` and may be set at any time. So may
+    ``accumulate_main_grad``, False at first: if true, backward adds the gradient of each weight to
+    ``weight.main_grad``, a float32 tensor of the weight's shape that the trainer has put there, and leaves
+    ``weight.grad`` alone.
     """
 
     def __init__(
@@ -101,6 +119,7 @@ class SparseGatedMLP(_SparseFFN):
             b_down=down.bias,
             strategy=self.strategy,
             compression=self.compression,
+            main_grads=self._main_grads(gate_proj=gate, up_proj=up, down_proj=down),
             return_aux=return_aux,
         )
 
@@ -148,6 +167,7 @@ class SparseMLP(_SparseFFN):
             b_down=self.down_proj.bias,
             strategy=self.strategy,
             compression=self.compression,
+            main_grads=self._main_grads(up_proj=self.up_proj, down_proj=self.down_proj),
             return_aux=return_aux,
         )
 

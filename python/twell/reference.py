@@ -88,3 +88,95 @@ def down(
         y[row] += hidden * w_down[neuron].float()
         l1[row] += hidden.abs()
     return (y if down_bias is None else y + down_bias.float()).to(spill.dtype), l1
+
+
+def hybrid(dense: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """entries, neurons, chunks, sizes and popularity of a gate [M, N] in the hybrid format; what is undefined is 0."""
+    m, n = dense.shape
+    tiles, columns = format.token_tiles(m), format.chunks(n)
+    neurons = torch.zeros(tiles, format.CHUNK * columns, dtype=torch.int32)
+    chunks = torch.zeros(tiles, columns + 1, dtype=torch.int32)
+    sizes = torch.zeros(tiles + 1, dtype=torch.int32)
+    entries = torch.zeros(format.hybrid_words(m, n), dtype=torch.int32)
+    active = dense != 0
+    sizes[tiles], popularity = active.sum(), active.sum(0).int()
+    if sizes[tiles] > format.hybrid_capacity(m, n):
+        for row, neuron in active.nonzero().tolist():
+            word = row * format.bitmap_words(n) + neuron // 32
+            entries[word] |= 1 << neuron % 32 if neuron % 32 < 31 else -(2**31)
+        return entries, neurons.short(), chunks, sizes * (torch.arange(tiles + 1) == tiles), popularity
+
+    count = 0
+    for tile in range(tiles):
+        tokens = slice(tile * format.TOKEN_TILE, (tile + 1) * format.TOKEN_TILE)
+        union = [neuron for neuron in range(n) if active[tokens, neuron].any()]
+        sizes[tile] = len(union)
+        for place in range(format.CHUNK * format.chunks(len(union))):
+            neurons[tile, place] = union[min(place, len(union) - 1)]
+        for chunk in range(columns):
+            chunks[tile, chunk] = count
+            for token, values in enumerate(dense[tokens]):
+                for rank, neuron in enumerate(union[format.CHUNK * chunk : format.CHUNK * (chunk + 1)]):
+                    if values[neuron] != 0:
+                        entries[count] = int(values[neuron].view(torch.int16)) << 16 | token << 6 | rank
+                        count += 1
+        chunks[tile, columns] = count
+    return entries, neurons.short(), chunks, sizes, popularity
+
+
+def hidden(gate: Tensor, x: Tensor, w_up: Tensor | None, up_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """h in fp32 and the up projection rounded to x's dtype, [M, N]; without ``w_up`` the gate and ones."""
+    if w_up is None:
+        return gate.float(), torch.ones_like(gate)
+    up = x.float() @ w_up.float().t()
+    up = up if up_bias is None else up + up_bias.float()
+    return torch.where(gate != 0, gate.float() * up, 0), up.to(x.dtype)
+
+
+def hybrid_forward(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y [M, K] of x's dtype, the sum of |h| in fp32, the number of non-zeros. h is rounded before it is projected."""
+    dense = gate(x, w_gate, gate_bias)
+    h, _ = hidden(dense, x, w_up, up_bias)
+    y = torch.zeros(x.shape, dtype=torch.float32)
+    for row, neuron in (dense != 0).nonzero().tolist():
+        y[row] += h[row, neuron].to(x.dtype).float() * w_down[neuron].float()
+    return (y if down_bias is None else y + down_bias.float()).to(x.dtype), h.abs().sum(), (dense != 0).sum()
+
+
+def hybrid_backward(
+    dy: Tensor,
+    dl1: Tensor,
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dx, dw_gate, dw_up, dw_down, db_gate, db_up in fp32: h, up and their gradients are rounded to x's dtype."""
+    dense = gate(x, w_gate, gate_bias)
+    h, up = hidden(dense, x, w_up, up_bias)
+    dx, dw_gate, dw_up, dw_down = (torch.zeros(t.shape) for t in (x, w_gate, w_gate, w_down))
+    db_gate, db_up = torch.zeros(len(w_gate)), torch.zeros(len(w_gate))
+    for row, neuron in (dense != 0).nonzero().tolist():
+        here = row, neuron
+        dh = dy[row].float() @ w_down[neuron].float() + dl1 * h[here].sign()
+        d_gate = (dh * up[here].float()).to(x.dtype).float()
+        d_up = (dh * dense[here].float()).to(x.dtype).float() if w_up is not None else torch.zeros(())
+        dx[row] += d_gate * w_gate[neuron].float()
+        if w_up is not None:
+            dx[row] += d_up * w_up[neuron].float()
+        dw_gate[neuron] += d_gate * x[row].float()
+        dw_up[neuron] += d_up * x[row].float()
+        dw_down[neuron] += h[here].to(x.dtype).float() * dy[row].float()
+        db_gate[neuron] += d_gate
+        db_up[neuron] += d_up
+    return dx, dw_gate, dw_up, dw_down, db_gate, db_up

@@ -38,6 +38,48 @@ def unpack(dtype: torch.dtype) -> specs.UnpackSpec:
     return specs.UnpackSpec(dtype_name(dtype))
 
 
+@functools.cache
+def compact(dtype: torch.dtype) -> specs.CompactSpec:
+    """TwELL to the hybrid format."""
+    return specs.CompactSpec(dtype_name(dtype))
+
+
+@functools.cache
+def sampled_up(dtype: torch.dtype, bias: bool) -> specs.SampledUpSpec:
+    """The up projection at the non-zeros."""
+    return specs.SampledUpSpec(dtype_name(dtype), bias)
+
+
+@functools.cache
+def sampled_grad(dtype: torch.dtype, gated: bool) -> specs.SampledGradSpec:
+    """Gradients of the gate and the up projection at the non-zeros."""
+    return specs.SampledGradSpec(dtype_name(dtype), gated)
+
+
+@functools.cache
+def gathered(dtype: torch.dtype, products: int, bias: bool) -> specs.GatheredSpec:
+    """The sum of ``products`` sparse matrices times weights. 0: of the gate values that the entries hold."""
+    return specs.GatheredSpec(dtype_name(dtype), products, bias)
+
+
+@functools.cache
+def transpose(dtype: torch.dtype, gated: bool) -> specs.TransposeSpec:
+    """The non-zeros by neuron."""
+    return specs.TransposeSpec(dtype_name(dtype), gated)
+
+
+@functools.cache
+def weight_grad(dtype: torch.dtype, gated: bool, bias: bool, accumulate: bool) -> specs.WeightGradSpec:
+    """Gradients of all weights and biases, stored, or added to fp32."""
+    return specs.WeightGradSpec(dtype_name(dtype), gated, bias, accumulate)
+
+
+@functools.cache
+def overflow(dtype: torch.dtype, mode: str, gated: bool, bias: bool) -> specs.OverflowSpec:
+    """``mode`` (forward, input, weight, weight_add) of a training step whose non-zeros exceed the hybrid format."""
+    return specs.OverflowSpec(dtype_name(dtype), mode, gated, bias)
+
+
 def strategy(requested: str) -> str:
     """The strategy to run: "row" or "dense". "auto" is "row" whatever the sparsity.
 

@@ -135,23 +135,21 @@ def test_dense_has_gradients(ffn: Callable[..., Any]) -> None:
 
 
 @BOTH
-def test_a_gradient_on_the_sparse_path_is_refused(ffn: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("strategy", ["auto", "row"])
+def test_exact_whether_a_gradient_is_needed_or_not(ffn: Callable[..., Any], strategy: str) -> None:
     problem = testing.integer_problem(2, 8, 8)
     problem.x.requires_grad_()
     problem.w_down.requires_grad_()
-    for strategy in ("auto", "row"):
-        text = rf'x, w_down requires grad, but strategy="{strategy}" has no gradient yet; use strategy="dense"'
-        with pytest.raises(NotImplementedError, match=text):
-            ffn(problem, strategy=strategy)
-        for mode in (torch.no_grad(), torch.inference_mode()):
-            with mode:
-                assert torch.equal(ffn(problem, strategy=strategy), testing.exact_output(problem, gated=ffn is gated))
+    for mode in (torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
+        with mode:
+            assert torch.equal(ffn(problem, strategy=strategy), testing.exact_output(problem, gated=ffn is gated))
 
 
 @BOTH
 @pytest.mark.parametrize("strategy", ["auto", "row"])
-def test_float32_on_the_cpu_is_dense(ffn: Callable[..., Any], strategy: str) -> None:
-    problem = real_problem(5, 264, 32, torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_wider_dtypes_on_the_cpu_are_dense(ffn: Callable[..., Any], strategy: str, dtype: torch.dtype) -> None:
+    problem = real_problem(5, 264, 32, dtype)
     assert torch.equal(ffn(problem, strategy=strategy), ffn(problem, strategy="dense"))
 
 
@@ -267,8 +265,8 @@ def test_the_largest_sizes() -> None:
         assert torch.equal(gated(problem), testing.exact_output(problem))
 
 
-def test_float64_is_for_the_dense_strategy() -> None:
-    arguments = {name: t.double() for name, t in shaped().items()}
-    with pytest.raises(TypeError, match=r'got torch.float64 on cpu; strategy="dense" takes any'):
+@pytest.mark.parametrize(("dtype", "where"), [(torch.float64, "meta"), (torch.float8_e4m3fn, "cpu")])
+def test_other_dtypes_are_for_the_dense_strategy(dtype: torch.dtype, where: str) -> None:
+    arguments = {name: t.to(where, dtype) for name, t in shaped().items()}
+    with pytest.raises(TypeError, match=rf'got {dtype} on {where}; strategy="dense" takes any'):
         twell.sparse_gated_ffn(**arguments)
-    assert twell.sparse_gated_ffn(**arguments, strategy="dense").dtype == torch.float64

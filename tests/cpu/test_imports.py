@@ -19,7 +19,11 @@ LAYERS = [
     ["cute_kernels.__init__", "cute_kernels.format", "cute_kernels.feasible", "cute_kernels.fingerprint"],
     ["cute_kernels.specs"],
     ["cute_kernels.sm90"],
-    ["cute_kernels.gate_pack", "cute_kernels.up_down", "cute_kernels.down", "cute_kernels.unpack"],
+    [
+        *("cute_kernels.gate_pack", "cute_kernels.up_down", "cute_kernels.down", "cute_kernels.unpack"),
+        *("cute_kernels.compact", "cute_kernels.sampled_up", "cute_kernels.sampled_grad", "cute_kernels.gathered"),
+        *("cute_kernels.transpose", "cute_kernels.weight_grad", "cute_kernels.overflow"),
+    ],
     ["cute_kernels.compile", "cute_kernels.catalog"],
     ["cute_kernels.__main__"],
     # torch side: what is known at call time
@@ -28,7 +32,7 @@ LAYERS = [
     ["twell._runtime"],
     ["twell.reference", "twell.tuning"],
     ["twell.ops"],
-    ["twell.packed"],
+    ["twell._autograd", "twell.packed"],
     ["twell.functional"],
     ["twell.nn"],
     ["twell.__init__"],

@@ -72,14 +72,13 @@ def test_equals_dense_layers_with_bias(cls: Module) -> None:
 
 
 @MODULES
-def test_gradients_need_the_dense_strategy(cls: Module) -> None:
-    mlp, x = cls(K, N, dtype=BF16), tokens()
-    with pytest.raises(NotImplementedError, match='requires grad, but strategy="auto" has no gradient yet'):
-        mlp(x)
-    mlp.strategy = "dense"
+@pytest.mark.parametrize("strategy", ["auto", "dense"])
+def test_trains(cls: Module, strategy: str) -> None:
+    mlp, x = cls(K, N, dtype=BF16, strategy=strategy), tokens()
     y, aux = mlp(x, return_aux=True)
     (y.float().sum() + aux.l1).backward()
     assert all(p.grad is not None and p.grad.any() for p in mlp.parameters())
+    assert all(p.grad.stride() == p.stride() for p in mlp.parameters())
     torch.optim.SGD(mlp.parameters(), 0.1).step()
     assert has_rows(mlp)
 

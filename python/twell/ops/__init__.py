@@ -1,14 +1,25 @@
 """The registered operators, ``torch.ops.twell.*``: one file each with schema, shapes, fake, CPU and CUDA code.
 
 They take matrices, [M, K] tokens and [N, K] weights with one row per neuron, check shapes but not limits, and have no
-gradient. ``twell.functional`` is the door that users come through.
+gradient: ``twell._autograd`` joins forward to backward. ``twell.functional`` is the door that users come through.
 """
 
 from __future__ import annotations
 
 from twell.ops.down import down
 from twell.ops.gate_pack import gate_pack
+from twell.ops.hybrid_backward import hybrid_backward
+from twell.ops.hybrid_backward_accumulate import hybrid_backward_accumulate
+from twell.ops.hybrid_forward import hybrid_forward
 from twell.ops.unpack import unpack
 from twell.ops.up_down import up_down
 
-__all__ = ["down", "gate_pack", "unpack", "up_down"]
+__all__ = [
+    "down",
+    "gate_pack",
+    "hybrid_backward",
+    "hybrid_backward_accumulate",
+    "hybrid_forward",
+    "unpack",
+    "up_down",
+]

@@ -98,11 +98,14 @@ def require_sm90(index: int) -> None:
 
 
 def rows(matrix: Tensor) -> Tensor:
-    """``matrix`` [R, C] of 16-bit values as kernels read it: aligned rows of unit stride. A copy where it is not so."""
+    """``matrix`` [R, C] as kernels read it: aligned rows of unit stride. A copy where it is not so."""
+    return matrix if has_rows(matrix) else matrix.clone(memory_format=torch.contiguous_format)
+
+
+def has_rows(matrix: Tensor) -> bool:
+    """Whether kernels can read and write ``matrix`` [R, C] in place."""
     stride, inner = matrix.stride()
-    if inner == 1 and stride >= matrix.shape[1] and stride % STRIDE_MULTIPLE == 0 and _aligned(matrix):
-        return matrix
-    return matrix.clone(memory_format=torch.contiguous_format)
+    return inner == 1 and stride >= matrix.shape[1] and stride % STRIDE_MULTIPLE == 0 and _aligned(matrix)
 
 
 def down_rows(w_down: Tensor) -> Tensor:

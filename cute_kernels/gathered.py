@@ -1,0 +1,317 @@
+"""Sparse times dense, a token tile at a time: out[m] = sum over non-zeros c of coefficient[m, c] * w[c], plus the same of
+a second pair, plus bias. Each row of w in the union of 128 tokens' neurons is read once; WGMMA does the rest.
+
+Persistent, one CTA per SM. A unit of work is a token tile and a slab of 256 columns; its inner dimension is the list of
+neurons, 128 a turn. Two kinds of warp groups, whose common parts are in sm90/gather.py:
+
+    fill    group 0. cp.async of rows of w, 256 columns each, into MN-major swizzled stages of 64 rows.
+    mma     groups 1 and 2, 64 tokens each: WGMMA 64x256x16 of the stages and the group's own tile of coefficients; while
+            it runs, the tile of the next turn. Then bias, rounding and 16-byte stores.
+
+    FULL[s]    128 fill threads, when the copies of the stage are through and fenced.
+    EMPTY[s]   8 mma warps.
+    TILE + g   the 128 threads of group g, once a turn: its coefficients are in place, and the tile after is clear.
+"""
+
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from . import feasible
+from . import format as twell
+from .sm90 import operands
+from .sm90.gather import (
+    AHEAD,
+    GROUP_THREADS,
+    TILE_BARRIER,
+    SparseProduct,
+    gather_columns,
+    store_bits,
+    store_rounded,
+    swizzled,
+)
+from .sm90.values import widen
+from .specs import GatheredSpec
+
+TILE_M, TILE_N, TILE_K = twell.TOKEN_TILE, 256, twell.CHUNK
+# places of a list in a turn
+TURN = 2 * TILE_K
+STAGES = 4
+THREADS = 384
+MMA_WARPS = 8
+REGISTERS_PRODUCER, REGISTERS_MMA = 88, 208
+feasible.check_register_split((REGISTERS_PRODUCER, REGISTERS_MMA, REGISTERS_MMA))
+
+
+class Operands(NamedTuple):
+    """What fills the ring."""
+
+    coefficients: Any
+    w: Any
+    coefficients2: Any
+    w2: Any
+    entries: Any
+    neurons: Any
+    chunks: Any
+    sizes: Any
+    slabs: Any
+
+
+class Gathered(SparseProduct):
+    """One dtype, number of products and presence of a bias; sizes and strides stay symbolic."""
+
+    stages = STAGES
+
+    def __init__(self, spec: GatheredSpec):
+        self.dtype = operands.DTYPES[spec.dtype]
+        self.from_entries = spec.products == 0
+        self.products = max(1, spec.products)
+        self.has_bias = spec.bias
+
+    @cute.jit
+    def __call__(
+        self,
+        coefficients: cute.Tensor | None,
+        w: cute.Tensor,
+        coefficients2: cute.Tensor | None,
+        w2: cute.Tensor | None,
+        bias: cute.Tensor | None,
+        entries: cute.Tensor,
+        neurons: cute.Tensor,
+        chunks: cute.Tensor,
+        sizes: cute.Tensor,
+        out: cute.Tensor,
+        capacity: Int32,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        shape = (TILE_M, TILE_N, TILE_K)
+        mma = sm90.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32, (1, 1, 1), (64, TILE_N)
+        )
+        a_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (TILE_M // 2, TILE_N, TURN), self.dtype, 6)
+        b_layout = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, shape, self.dtype, STAGES)
+
+        @cute.struct
+        class Shared:
+            full: cute.struct.MemRange[Int64, STAGES]
+            empty: cute.struct.MemRange[Int64, STAGES]
+            sA: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(a_layout)], 1024]
+            sB: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(b_layout)], 1024]
+
+        assert feasible.ctas_per_sm(Shared.size_in_bytes()) >= 1
+        self.shared = Shared
+        slabs = cute.ceil_div(out.shape[1], TILE_N)
+        units = cute.ceil_div(out.shape[0], TILE_M) * slabs
+        if units > 0:
+            self.kernel(
+                coefficients, w, coefficients2, w2, bias, entries, neurons, chunks, sizes, out, mma, a_layout,
+                b_layout, slabs, units, capacity,
+            ).launch(
+                grid=(cutlass.min(units, max_ctas), 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
+            )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        coefficients: cute.Tensor | None,
+        w: cute.Tensor,
+        coefficients2: cute.Tensor | None,
+        w2: cute.Tensor | None,
+        bias: cute.Tensor | None,
+        entries: cute.Tensor,
+        neurons: cute.Tensor,
+        chunks: cute.Tensor,
+        sizes: cute.Tensor,
+        out: cute.Tensor,
+        mma: cute.TiledMma,
+        a_layout: cute.ComposedLayout,
+        b_layout: cute.ComposedLayout,
+        slabs: Int32,
+        units: Int32,
+        capacity: Int32,
+    ):
+        thread = cute.arch.thread_idx()[0]
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(thread // 128)
+        shared = SmemAllocator().allocate(self.shared)
+        full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
+        if thread < STAGES:
+            cute.arch.mbarrier_init(full + thread, GROUP_THREADS)
+            cute.arch.mbarrier_init(empty + thread, MMA_WARPS)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        data = Operands(coefficients, w, coefficients2, w2, entries, neurons, chunks, sizes, slabs)
+        if sizes[sizes.shape[0] - 1] <= capacity:
+            if group == 0:
+                cute.arch.setmaxregister_decrease(REGISTERS_PRODUCER)
+                self.fill(full, empty, shared.sB.data_ptr(), data, units, thread)
+            else:
+                cute.arch.setmaxregister_increase(REGISTERS_MMA)
+                sA = shared.sA.get_tensor(a_layout.outer, swizzle=a_layout.inner)
+                sB = shared.sB.get_tensor(b_layout.outer, swizzle=b_layout.inner)
+                self.mma(full, empty, mma, shared.sA.data_ptr(), sA, sB, data, out, bias, units, thread - 128)
+
+    def parts(self, data):
+        return data.slabs
+
+    @cute.jit
+    def open(self, data, tile):
+        return data.sizes[tile], tile * data.neurons.shape[1]
+
+    @cute.jit
+    def bound(self, data, tile, chunk):
+        return data.chunks[tile, cutlass.min(chunk, data.chunks.shape[1] - 1)]
+
+    @cute.jit
+    def row(self, data, at):
+        return widen(cute.make_tensor(data.neurons.iterator, cute.make_layout(1 << 30))[at])
+
+    @cute.jit
+    def gather(self, data, stage, part, rows, product, thread):
+        if const_expr(self.products == 2):
+            if product == 1:
+                gather_columns(stage, data.w2, rows, part * TILE_N, thread)
+            else:
+                gather_columns(stage, data.w, rows, part * TILE_N, thread)
+        else:
+            gather_columns(stage, data.w, rows, part * TILE_N, thread)
+
+    @cute.jit
+    def load(self, data, at, product):
+        """The entry and the bits of its coefficient."""
+        word = Uint32(data.entries[at])
+        bits = word >> 16
+        if const_expr(not self.from_entries):
+            source = data.coefficients.iterator
+            if const_expr(self.products == 2):
+                source = data.coefficients2.iterator if product == 1 else source
+            values = cute.recast_ptr(source, dtype=Uint16) + at
+            bits = cute.make_tensor(values, cute.make_layout(1))[0].to(Uint32)
+        return word, bits
+
+    @cute.jit
+    def put(self, data, tile, part, half, word, bits, valid):
+        """A coefficient to row token, column place of the list, by the group that has the token."""
+        mine = valid & (Int32((word >> 12) & Uint32(1)) == half)
+        store_bits(tile + swizzled(Int32((word >> 6) & Uint32(63)), Int32(word & Uint32(63))), bits, mine)
+
+    @cute.jit
+    def mma(self, full, empty, mma: cute.TiledMma, tiles, sA, sB, data, out, bias, units, thread):
+        """Main loop over the list, then the tile of `out`."""
+        half = cute.arch.make_warp_uniform(thread // 128)
+        lane = cute.arch.lane_idx()
+        warp_index = cute.arch.make_warp_uniform(thread // 32)
+        member = thread & 127
+        leader = mma.get_slice(0)
+        rA = mma.make_fragment_A(leader.partition_A(sA))
+        rB = mma.make_fragment_B(leader.partition_B(sB))
+        coordinates = mma.get_slice(member).partition_C(cute.make_identity_tensor((TILE_M // 2, TILE_N)))
+        acc = cute.make_rmem_tensor(coordinates.shape[:3], Float32)
+        words = cute.make_rmem_tensor((2, AHEAD), Uint32)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
+        release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        ahead = self.first_tiles(data, tiles, words, units, half, member)
+        slot = Int32(0)
+        unit, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        length = data.sizes[unit // data.slabs]
+        while unit < units:
+            tile = unit // data.slabs
+            slab = unit - tile * data.slabs
+            next_length = data.sizes[(unit + step) // data.slabs] if unit + step < units else 0
+            acc.fill(0.0)
+            turns = cute.ceil_div(length, TURN) * self.products
+            for k in cutlass.range(turns, unroll=1):
+                left = length - k // self.products * TURN
+                cute.arch.barrier(barrier_id=TILE_BARRIER + half, number_of_threads=GROUP_THREADS)
+                cute.arch.mbarrier_wait(full + state.index, state.phase)
+                warpgroup.fence()
+                for block in range_constexpr(TILE_K // 16):
+                    cute.gemm(mma, acc, rA[None, None, block, 2 * slot + half], rB[None, None, block, state.index], acc)
+                warpgroup.commit_group()
+                state.advance()
+                warpgroup.wait_group(1)
+                if k > 0:
+                    release = self.release(empty, release, lane)
+                if left > TILE_K:
+                    cute.arch.mbarrier_wait(full + state.index, state.phase)
+                    warpgroup.fence()
+                    for block in range_constexpr(TILE_K // 16):
+                        cute.gemm(
+                            mma,
+                            acc,
+                            rA[None, None, TILE_K // 16 + block, 2 * slot + half],
+                            rB[None, None, block, state.index],
+                            acc,
+                        )
+                    warpgroup.commit_group()
+                    state.advance()
+                # while the tensor cores work: the next turn's coefficients
+                ahead = self.fill_tile(data, tiles, words, ahead, units, half, member)
+                if left > TILE_K:
+                    warpgroup.wait_group(1)
+                    release = self.release(empty, release, lane)
+                self.clear(tiles, slot - 1 if slot > 0 else 2, half, member)
+                slot = slot + 1 if slot < 2 else 0
+            warpgroup.wait_group(0)
+            if turns > 0:
+                release = self.release(empty, release, lane)
+
+            if const_expr(self.has_bias):
+                self.add_bias(acc, bias, coordinates, slab)
+            length = next_length
+            row = tile * TILE_M + warp_index * 16 + (lane >> 2)
+            column = slab * TILE_N
+            for i in range_constexpr(2):
+                target = out.iterator + (Int64(row + 8 * i) * out.stride[0] + column)
+                left = out.shape[1] - column if row + 8 * i < out.shape[0] else 0
+                store_rounded(acc, i, TILE_N, target, left, lane, self.dtype)
+            unit += step
+
+    @cute.jit
+    def release(self, empty, state, lane):
+        """A stage has been read by this warp."""
+        if lane == 0:
+            cute.arch.mbarrier_arrive(empty + state.index)
+        state.advance()
+        return state
+
+    @cute.jit
+    def add_bias(self, acc, bias, coordinates, slab):
+        """acc += bias[column], nothing for the columns that pad the last slab."""
+        for v in range_constexpr(TILE_N // 8):
+            column = slab * TILE_N + coordinates[(0, 0, v), 0, 0][1]
+            for j in range_constexpr(2):
+                b = bias[column + j].to(Float32) if column < bias.shape[0] else Float32(0.0)
+                for i in range_constexpr(2):
+                    acc[(j, i, v), 0, 0] += b
+
+
+def signature(spec: GatheredSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    dtype = operands.DTYPES[spec.dtype]
+    n, k, p = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8), cute.sym_int32()
+    b = cute.sym_int32()
+    second = spec.products == 2
+    arguments = (
+        operands.vector(dtype, p) if spec.products > 0 else None,
+        operands.rows(dtype, n, k),
+        operands.vector(dtype, p) if second else None,
+        operands.rows(dtype, n, k) if second else None,
+        operands.vector(dtype, k) if spec.bias else None,
+        operands.vector(Int32, cute.sym_int32()),
+        *operands.lists(b),
+        operands.rows(dtype, cute.sym_int32(), k),
+        Int32(1),
+        Int32(1),
+    )
+    return Gathered(spec), arguments

@@ -1,0 +1,81 @@
+"""Gradients at the non-zeros of a hybrid gate: dh = dy[m] . w_down[c] + dl1 sign(h), d_gate = dh * up and
+d_up = dh * gate.
+
+The kernel is that of sampled_up.py with dy in place of x and w_down in place of w_up. Without a gate projection of its
+own the activation is h, and dh is all.
+"""
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from .sampled_up import SampledUp
+from .sm90 import operands
+from .specs import SampledGradSpec
+
+
+class SampledGrad(SampledUp):
+    """One dtype, gated or not."""
+
+    def __init__(self, spec: SampledGradSpec):
+        self.dtype = operands.DTYPES[spec.dtype]
+        self.gated = spec.gated
+
+    @cute.jit
+    def __call__(
+        self,
+        dy: cute.Tensor,
+        w_down: cute.Tensor,
+        entries: cute.Tensor,
+        neurons: cute.Tensor,
+        chunks: cute.Tensor,
+        sizes: cute.Tensor,
+        up: cute.Tensor | None,
+        dl1: cute.Tensor,
+        d_gate: cute.Tensor,
+        d_up: cute.Tensor | None,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        results = (up, dl1, d_gate, d_up)
+        self.launch(dy, w_down, entries, neurons, chunks, sizes, d_gate.shape[0], results, max_ctas, stream)
+
+    @cute.jit
+    def take(self, results, at, value, gate, neurons, tile, place):
+        """Store what one entry gives."""
+        up, dl1, d_gate, d_up = results
+        u = Float32(1.0)
+        if const_expr(self.gated):
+            u = up[at].to(Float32)
+        h = gate * u
+        sign = Float32(1.0) if h > 0.0 else Float32(0.0)
+        sign = Float32(-1.0) if h < 0.0 else sign
+        dh = value + dl1[0] * sign
+        d_gate[at] = (dh * u).to(self.dtype)
+        if const_expr(self.gated):
+            d_up[at] = (dh * gate).to(self.dtype)
+        return Float32(0.0)
+
+    @cute.jit
+    def finish(self, results, totals, total, tile, part, thread):
+        """Nothing is summed over the entries."""
+
+
+def signature(spec: SampledGradSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    dtype = operands.DTYPES[spec.dtype]
+    n, k, p = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8), cute.sym_int32()
+    arguments = (
+        operands.rows(dtype, cute.sym_int32(), k),
+        operands.rows(dtype, n, k),
+        operands.vector(Int32, cute.sym_int32()),
+        *operands.lists(cute.sym_int32()),
+        operands.vector(dtype, p) if spec.gated else None,
+        operands.vector(Float32, 1, align=4),
+        operands.vector(dtype, p),
+        operands.vector(dtype, p) if spec.gated else None,
+        Int32(1),
+    )
+    return SampledGrad(spec), arguments

@@ -1,0 +1,334 @@
+"""The up projection at the non-zeros of a hybrid gate: up = x[m] . w_up[c] + bias[c], hidden = gate * up, and sums of
+|hidden|.
+
+Persistent, one CTA per SM. A unit of work is a tile of 128 tokens and up to 256 neurons of its list; each row of w in
+the union of 128 tokens' neurons is read once, whatever the pattern. Two kinds of warp groups:
+
+    load    group 0. x by TMA, 64 columns a stage, and the same columns of 256 rows of w by cp.async, swizzled.
+    mma     groups 1 and 2, 64 tokens each: WGMMA 64x256x16 over the columns. Then, 128 neurons at a time, sums go to
+            shared memory, and each entry of the pattern picks its own: all other products were computed in vain.
+
+    FULL[s]    128 load threads through cp.async + 1 arrival and the bytes of x.
+    EMPTY[s]   8 mma warps.
+    SUMS       the 256 mma threads: the staged sums may be overwritten; they are complete.
+
+sampled_grad.py runs the same with dy and w_down.
+"""
+
+from enum import IntEnum
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from . import feasible
+from . import format as twell
+from .sm90 import operands
+from .sm90.gather import copy_async
+from .sm90.values import high_to_float, widen
+from .specs import SampledUpSpec
+
+TILE_M, TILE_N, TILE_K = twell.TOKEN_TILE, 256, 64
+STAGES = 3
+THREADS = 384
+LOAD_THREADS, MMA_THREADS = 128, 256
+# neurons whose sums are staged at a time, and rows of w that the load threads cover with one copy each
+STAGED = 128
+PASS = LOAD_THREADS // (TILE_K // 8)
+# entries of the hybrid format per chunk of its list; a unit holds four chunks
+CHUNKS = TILE_N // twell.CHUNK
+REGISTERS_LOAD, REGISTERS_MMA = 88, 208
+feasible.check_register_split((REGISTERS_LOAD, REGISTERS_MMA, REGISTERS_MMA))
+
+
+class Barrier(IntEnum):
+    """Named barriers; 0 is __syncthreads."""
+
+    SUMS = 1
+
+
+class SampledUp:
+    """One dtype and presence of a bias; sizes and strides stay symbolic."""
+
+    has_bias = False
+
+    def __init__(self, spec: Any):
+        self.dtype = operands.DTYPES[spec.dtype]
+        self.has_bias = spec.bias
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        w_up: cute.Tensor,
+        up_bias: cute.Tensor | None,
+        entries: cute.Tensor,
+        neurons: cute.Tensor,
+        chunks: cute.Tensor,
+        sizes: cute.Tensor,
+        up: cute.Tensor,
+        hidden: cute.Tensor,
+        l1: cute.Tensor,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.launch(x, w_up, entries, neurons, chunks, sizes, up.shape[0], (up_bias, up, hidden, l1), max_ctas, stream)
+
+    @cute.jit
+    def launch(self, x, w, entries, neurons, chunks, sizes, capacity, results, max_ctas, stream):
+        shape = (TILE_M, TILE_N, TILE_K)
+        mma = sm90.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (2, 1, 1), (64, TILE_N)
+        )
+        x_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, STAGES)
+        w_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, STAGES)
+        x_tma, x_g = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), x, cute.slice_(x_layout, (None, None, 0)), (TILE_M, TILE_K)
+        )
+
+        @cute.struct
+        class Shared:
+            full: cute.struct.MemRange[Int64, STAGES]
+            empty: cute.struct.MemRange[Int64, STAGES]
+            totals: cute.struct.MemRange[Float32, MMA_THREADS // 32]
+            sX: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
+            sW: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, TILE_M * STAGED], 1024]
+
+        assert feasible.ctas_per_sm(Shared.size_in_bytes()) >= 1
+        self.shared = Shared
+        if x.shape[0] > 0:
+            self.kernel(
+                x_tma, x_g, w, entries, neurons, chunks, sizes, capacity, results, mma, x_layout, w_layout
+            ).launch(grid=(max_ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        x_tma: cute.CopyAtom,
+        x_g: cute.Tensor,
+        w: cute.Tensor,
+        entries: cute.Tensor,
+        neurons: cute.Tensor,
+        chunks: cute.Tensor,
+        sizes: cute.Tensor,
+        capacity: Int32,
+        results: tuple[Any, ...],
+        mma: cute.TiledMma,
+        x_layout: cute.ComposedLayout,
+        w_layout: cute.ComposedLayout,
+    ):
+        thread = cute.arch.thread_idx()[0]
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(thread // 128)
+        if warp_index == 0:
+            cpasync.prefetch_descriptor(x_tma)
+        shared = SmemAllocator().allocate(self.shared)
+        full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
+        if thread < STAGES:
+            cute.arch.mbarrier_init(full + thread, LOAD_THREADS + 1)
+            cute.arch.mbarrier_init(empty + thread, MMA_THREADS // 32)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        sX = shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner)
+        columns = cute.ceil_div(w.shape[1], TILE_K)
+        if sizes[sizes.shape[0] - 1] <= capacity:
+            if group == 0:
+                cute.arch.setmaxregister_decrease(REGISTERS_LOAD)
+                self.load(full, empty, x_tma, x_g, sX, shared.sW.data_ptr(), w, neurons, sizes, columns, thread)
+            else:
+                cute.arch.setmaxregister_increase(REGISTERS_MMA)
+                sW = shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner)
+                sums = shared.sums.get_tensor(cute.make_layout(TILE_M * STAGED))
+                totals = shared.totals.get_tensor(cute.make_layout(MMA_THREADS // 32))
+                self.mma(
+                    full,
+                    empty,
+                    mma,
+                    sX,
+                    sW,
+                    sums,
+                    totals,
+                    entries,
+                    neurons,
+                    chunks,
+                    sizes,
+                    results,
+                    columns,
+                    thread - 128,
+                )
+
+    @cute.jit
+    def seek(self, sizes, unit, tile, before):
+        """The tile that holds `unit`, searched from `tile` on, and the units before that tile."""
+        tiles = sizes.shape[0] - 1
+        searching = tile < tiles
+        while searching:
+            here = cute.ceil_div(sizes[tile], TILE_N)
+            if unit >= before + here:
+                before += here
+                tile += 1
+                searching = tile < tiles
+            else:
+                searching = Boolean(False)
+        return tile, before
+
+    @cute.jit
+    def load(self, full, empty, x_tma, x_g, sX, sW, w, neurons, sizes, columns, thread):
+        """64 columns of x and of the unit's rows of w a stage."""
+        lane = cute.arch.lane_idx()
+        warp_index = cute.arch.make_warp_uniform(thread // 32)
+        tiles = cute.local_tile(x_g, (TILE_M, TILE_K), (None, None))
+        x_s, x_t = cpasync.tma_partition(
+            x_tma, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+        first, piece = thread // 8, thread % 8
+        rows = cute.make_rmem_tensor((TILE_N // PASS,), Int64)
+        target = sW + (first * TILE_K + ((piece ^ (first & 7)) << 3))
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
+        unit, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        tile, before = self.seek(sizes, unit, Int32(0), Int32(0))
+        while tile < sizes.shape[0] - 1:
+            start = (unit - before) * TILE_N
+            length = cutlass.min(cute.ceil_div(sizes[tile] - start, twell.CHUNK) * twell.CHUNK, Int32(TILE_N))
+            for j in range_constexpr(TILE_N // PASS):
+                row = first + PASS * j
+                neuron = widen(neurons[tile, start + row]) if row < length else 0
+                rows[j] = Int64(neuron) * w.stride[0] + piece * 8
+            for k in cutlass.range(columns, unroll=1):
+                cute.arch.mbarrier_wait(empty + state.index, state.phase)
+                if warp_index == 0:
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive_and_expect_tx(full + state.index, TILE_M * TILE_K * 2)
+                    cute.copy(x_tma, x_t[None, tile, k], x_s[None, state.index], tma_bar_ptr=full + state.index)
+                size = Int32(16) if k * TILE_K + piece * 8 < w.shape[1] else Int32(0)
+                column = k * TILE_K if size > 0 else 0
+                stage = target + state.index * (TILE_N * TILE_K)
+                for j in range_constexpr(TILE_N // PASS):
+                    if j * PASS < length:
+                        copy_async(stage + j * PASS * TILE_K, w.iterator + (rows[j] + column), size)
+                cute.arch.cp_async_mbarrier_arrive_noinc(full + state.index)
+                state.advance()
+            unit += step
+            tile, before = self.seek(sizes, unit, tile, before)
+
+    @cute.jit
+    def mma(
+        self, full, empty, mma: cute.TiledMma, sX, sW, sums, totals, entries, neurons, chunks, sizes, results, columns,
+        thread,
+    ):  # fmt: skip
+        """All products of a unit, then those that the pattern asks for."""
+        half = cute.arch.make_warp_uniform(thread // 128)
+        lane = cute.arch.lane_idx()
+        leader = mma.get_slice(cute.make_layout(2, stride=128)(half))
+        rX = mma.make_fragment_A(leader.partition_A(sX))
+        rW = mma.make_fragment_B(leader.partition_B(sW))
+        acc = cute.make_rmem_tensor(mma.get_slice(thread).partition_shape_C((TILE_M, TILE_N)), Float32)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
+        release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
+        unit, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        tile, before = self.seek(sizes, unit, Int32(0), Int32(0))
+        while tile < sizes.shape[0] - 1:
+            mma.set(warpgroup.Field.ACCUMULATE, False)
+            for k in cutlass.range(columns, unroll=1):
+                cute.arch.mbarrier_wait(full + state.index, state.phase)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                warpgroup.fence()
+                for block in range_constexpr(TILE_K // 16):
+                    cute.gemm(mma, acc, rX[None, None, block, state.index], rW[None, None, block, state.index], acc)
+                    mma.set(warpgroup.Field.ACCUMULATE, True)
+                warpgroup.commit_group()
+                warpgroup.wait_group(1)
+                if k > 0:
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive(empty + release.index)
+                    release.advance()
+                state.advance()
+            warpgroup.wait_group(0)
+            if lane == 0:
+                cute.arch.mbarrier_arrive(empty + release.index)
+            release.advance()
+            self.sample(acc, sums, totals, entries, neurons, chunks, results, tile, unit - before, thread)
+            unit += step
+            tile, before = self.seek(sizes, unit, tile, before)
+
+    @cute.jit
+    def sample(self, acc, sums, totals, entries, neurons, chunks, results, tile, part, thread):
+        """Stage the sums and hand each entry its own."""
+        # sums of row r start at column c ^ 8 (r % 8): eight rows of a fragment hit different banks
+        row, column = (thread // 32) * 16 + ((thread & 31) >> 2), (thread & 3) * 2
+        total = Float32(0.0)
+        for part_half in range_constexpr(TILE_N // STAGED):
+            cute.arch.barrier(barrier_id=Barrier.SUMS, number_of_threads=MMA_THREADS)
+            for v in range_constexpr(STAGED // 8):
+                for i in range_constexpr(2):
+                    at = (row + 8 * i) * STAGED + ((8 * v) ^ ((row & 7) << 3)) + column
+                    pair = cute.make_tensor((sums.iterator + at).align(8), cute.make_layout(2))
+                    for j in range_constexpr(2):
+                        pair[j] = acc[(j, i, v + part_half * (STAGED // 8)), 0, 0]
+            cute.arch.barrier(barrier_id=Barrier.SUMS, number_of_threads=MMA_THREADS)
+            chunk = part * CHUNKS + part_half * (STAGED // twell.CHUNK)
+            end = chunks.shape[1] - 1
+            first = chunks[tile, cutlass.min(chunk, end)]
+            middle = chunks[tile, cutlass.min(chunk + 1, end)]
+            last = chunks[tile, cutlass.min(chunk + 2, end)]
+            for at in cutlass.range(first + thread, last, MMA_THREADS, unroll=4):
+                word = Uint32(entries[at])
+                token, place = Int32((word >> 6) & Uint32(127)), Int32(word & Uint32(63))
+                place = place + twell.CHUNK if at >= middle else place
+                value = sums[token * STAGED + (place ^ ((token & 7) << 3))]
+                gate = high_to_float(word, self.dtype)
+                place += part * TILE_N + part_half * STAGED
+                total += self.take(results, at, value, gate, neurons, tile, place)
+        self.finish(results, totals, total, tile, part, thread)
+
+    @cute.jit
+    def take(self, results, at, value, gate, neurons, tile, place):
+        """Store what one entry gives; returns its |hidden|."""
+        bias, up, hidden, _ = results
+        if const_expr(self.has_bias):
+            value += bias[widen(neurons[tile, place])].to(Float32)
+        h = gate * value
+        up[at] = value.to(self.dtype)
+        hidden[at] = h.to(self.dtype)
+        return cute.arch.fmax(h, -h)
+
+    @cute.jit
+    def finish(self, results, totals, total, tile, part, thread):
+        """The sum of |hidden| of the unit, always in the same order."""
+        for d in range_constexpr(5):
+            total += cute.arch.shuffle_sync_bfly(total, 1 << d)
+        if thread & 31 == 0:
+            totals[thread // 32] = total
+        cute.arch.barrier(barrier_id=Barrier.SUMS, number_of_threads=MMA_THREADS)
+        if thread == 0:
+            everything = Float32(0.0)
+            for i in range_constexpr(MMA_THREADS // 32):
+                everything += totals[i]
+            results[3][tile, part] = everything
+
+
+def signature(spec: SampledUpSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    dtype = operands.DTYPES[spec.dtype]
+    n, k, p = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8), cute.sym_int32()
+    b = cute.sym_int32()
+    arguments = (
+        operands.rows(dtype, cute.sym_int32(), k),
+        operands.rows(dtype, n, k),
+        operands.vector(dtype, n) if spec.bias else None,
+        operands.vector(Int32, cute.sym_int32()),
+        *operands.lists(b),
+        operands.vector(dtype, p),
+        operands.vector(dtype, p),
+        operands.matrix(Float32, b, cute.sym_int32()),
+        Int32(1),
+    )
+    return SampledUp(spec), arguments

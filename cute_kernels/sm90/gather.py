@@ -1,0 +1,306 @@
+"""Rows that a list names, brought into swizzled shared memory as WGMMA reads it, times scattered coefficients.
+
+cp.async, 16 bytes a thread: rows of a list lie anywhere in memory, so no tensor copy covers two of them, and a copy of a
+whole row could not apply the swizzle. The 128-byte swizzle in closed form: sixteen-byte chunk c of line r of a panel of
+64 values stands at c ^ (r % 8).
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, Uint16, Uint32, range_constexpr
+
+from .values import pack
+
+GROUP_THREADS = 128
+# named barriers of the two warp groups
+TILE_BARRIER = 1
+# coefficients that a thread loads a turn ahead
+AHEAD = 8
+# stages whose copies are under way while the next is started
+FLYING = 1
+
+
+@cute.jit
+def copy_async(target: Any, source: Any, size: Int32) -> None:
+    """16 bytes from global to shared memory, not through L1; `size` of them are read, the rest is zero."""
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[target, source, size]
+    )
+
+
+@cute.jit
+def gather_columns(stage: Any, matrix: Any, rows: Any, column: Int32, thread: Int32) -> None:
+    """256 columns from `column` on of 64 rows into an MN-major stage [256, 64], by 128 threads.
+
+    Eight threads share a row: thread t copies the sixteen bytes t % 8 of each panel of 64 columns of the rows
+    t / 8 + 16 j, whose indices are `rows`. Columns that do not exist become zero. Rows are found by 32-bit offsets of 16
+    bytes: 64 GB.
+    """
+    place, piece = thread // 8, thread % 8
+    target = stage + (place * 64 + ((piece ^ (place & 7)) << 3))
+    pitch = Uint32(matrix.stride[0] // 8)
+    sizes = [Int32(16) if column + 64 * i + piece * 8 < matrix.shape[1] else Int32(0) for i in range(4)]
+    # what is not read need only be an address
+    first = column if sizes[0] > 0 else 0
+    base = matrix.iterator + Int64(first + piece * 8 if sizes[0] > 0 else 0)
+    for j in range_constexpr(4):
+        row = base + (Uint32(rows[j]) * pitch).to(Int64) * 8
+        for i in range_constexpr(4):
+            copy_async(target + (i * (64 * 64) + j * (16 * 64)), row + 64 * i, sizes[i])
+
+
+@cute.jit
+def store_bits(target: Any, bits: Uint32, valid: Boolean) -> None:
+    """The low 16 bits to shared memory, without a branch."""
+    cute.arch.inline_ptx(
+        "st.shared.b16 [{$r0}], {$r1};", read_only_args=[target, Uint16(bits & Uint32(0xFFFF))], predicate=valid
+    )
+
+
+class Place(NamedTuple):
+    """A turn: 128 places of a unit's list from chunk `chunk` on, and the range of their coefficients."""
+
+    unit: Any
+    chunk: Any
+    product: Any
+    first: Any
+    middle: Any
+    last: Any
+
+
+class List(NamedTuple):
+    """A unit's list, and bounds of coefficients, those of two chunks in each lane."""
+
+    tile: Any
+    part: Any
+    length: Any
+    base: Any
+    begin: Any
+    middle: Any
+    end: Any
+
+
+class SparseProduct:
+    """A sparse tile times the rows that its list names: what the roles of such a kernel share.
+
+    A unit of work is a tile of sparse rows and one of `parts(data)` parts of the columns. Its list is walked 128 places a
+    turn, `products` turns for the same places. 128 threads gather rows into a ring of `stages`, 64 rows each, two to a
+    turn. Each of two warp groups scatters its own 64 rows of coefficients into one of three tiles while the WGMMA of the
+    turn before runs: a turn fills the tile of the next turn, and clears that of the turn after it. A kernel gives
+
+        open(data, tile)                      length of the tile's list, and where it begins
+        bound(data, tile, chunk)              where the coefficients of 64 places of the list begin
+        row(data, at)                         the list
+        gather(data, stage, part, rows, product, thread)
+        load(data, at, product)               a coefficient in two registers
+        put(data, tile, part, half, low, high, valid)
+
+    What a unit needs is loaded while the one before it runs, rows and coefficients a turn before they are used.
+    """
+
+    products: int
+    stages: int
+
+    @cute.jit
+    def fill(self, full, empty, sB, data, units, thread):
+        """Gather 64 rows a stage; `full` takes 128 arrivals, when the copies of the stage are through.
+
+        cp.async writes by the generic proxy and WGMMA reads by the other: the fence between them is here.
+        """
+        lane = thread & 31
+        rows = cute.make_rmem_tensor((4, 2), Int32)
+        place, current, following = self.first_turn(data, units, lane)
+        self.load_rows(data, rows, place, current, thread)
+        stage, phase, done, flying = Int32(0), Int32(1), Int32(0), Int32(0)
+        while place.unit < units:
+            for second in range_constexpr(2):
+                if place.chunk * 64 + 64 * second < current.length:
+                    cute.arch.mbarrier_wait(empty + stage, phase)
+                    target = sB + stage * (256 * 64)
+                    self.gather(data, target, current.part, rows[None, second], place.product, thread)
+                    cute.arch.cp_async_commit_group()
+                    stage += 1
+                    if stage == self.stages:
+                        stage = Int32(0)
+                        phase = phase ^ 1
+                    if flying == FLYING:
+                        cute.arch.cp_async_wait_group(FLYING)
+                        cute.arch.fence_proxy("async.shared", space="cta")
+                        cute.arch.mbarrier_arrive(full + done)
+                        done = done + 1 if done + 1 < self.stages else 0
+                    else:
+                        flying += 1
+            place, current, following = self.advance(data, place, current, following, units, lane)
+            self.load_rows(data, rows, place, current, thread)
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        while flying > 0:
+            cute.arch.mbarrier_arrive(full + done)
+            done = done + 1 if done + 1 < self.stages else 0
+            flying -= 1
+
+    @cute.jit
+    def load_rows(self, data, rows, place, current, thread):
+        if current.length > 0:
+            for second in range_constexpr(2):
+                for j in range_constexpr(4):
+                    # beyond the list its last row again: the coefficients there are zero
+                    at = place.chunk * 64 + second * 64 + thread // 8 + 16 * j
+                    rows[j, second] = self.row(data, current.base + cutlass.min(at, current.length - 1))
+
+    # ---- a warp group's coefficients ----
+
+    @cute.jit
+    def first_tiles(self, data, sA, words, units, half, thread):
+        """Before the first turn: its tile is filled, the next one is clear, and the coefficients for that are loaded."""
+        place, current, following = self.first_turn(data, units, thread & 31)
+        self.load_words(data, words, place, place.first, thread)
+        for slot in range_constexpr(3):
+            self.clear(sA, slot, half, thread)
+        cute.arch.barrier(barrier_id=TILE_BARRIER + half, number_of_threads=GROUP_THREADS)
+        return self.fill_tile(data, sA, words, (place, current, following, Int32(0)), units, half, thread)
+
+    @cute.jit
+    def fill_tile(self, data, sA, words, ahead, units, half, thread):
+        """Scatter the coefficients of the turn that `ahead` is at, and load those of the turn after it."""
+        place, current, following, slot = ahead
+        tile = self.tile_of(sA, slot, half)
+        self.put_words(data, tile, words, place, current, place.first, half, thread)
+        at = place.first + GROUP_THREADS * AHEAD
+        while at < place.last:
+            self.load_words(data, words, place, at, thread)
+            self.put_words(data, tile, words, place, current, at, half, thread)
+            at += GROUP_THREADS * AHEAD
+        cute.arch.fence_proxy("async.shared", space="cta")
+        place, current, following = self.advance(data, place, current, following, units, thread & 31)
+        self.load_words(data, words, place, place.first, thread)
+        slot = slot + 1 if slot < 2 else 0
+        return place, current, following, slot
+
+    @cute.jit
+    def put_words(self, data, tile, words, place, current, at, half, thread):
+        at += thread
+        for j in range_constexpr(AHEAD):
+            here = at + GROUP_THREADS * j
+            panel = tile + (64 * 64 if here >= place.middle else 0)
+            self.put(data, panel, current.part, half, words[0, j], words[1, j], here < place.last)
+
+    @cute.jit
+    def load_words(self, data, words, place, at, thread):
+        at += thread
+        for j in range_constexpr(AHEAD):
+            if at + GROUP_THREADS * j < place.last:
+                low, high = self.load(data, at + GROUP_THREADS * j, place.product)
+                words[0, j], words[1, j] = low, high
+
+    def tile_of(self, sA, slot, half):
+        """64 rows of 128 places: two panels of 64."""
+        return sA + (slot * 2 + half) * (64 * 128)
+
+    @cute.jit
+    def clear(self, sA, slot, half, thread):
+        """Zeros over a warp group's tile."""
+        zeros = cute.make_rmem_tensor((4,), Uint32)
+        zeros.fill(0)
+        line = cute.recast_ptr((self.tile_of(sA, slot, half) + thread * 8).align(16), dtype=Uint32)
+        for i in range_constexpr(64 * 128 // (8 * GROUP_THREADS)):
+            cute.autovec_copy(zeros, cute.make_tensor(line + i * (4 * GROUP_THREADS), cute.make_layout(4)))
+
+    # ---- the order of turns ----
+
+    @cute.jit
+    def first_turn(self, data, units, lane):
+        unit = Int32(cute.arch.block_idx()[0])
+        place = Place(unit, Int32(-2), Int32(self.products - 1), Int32(0), Int32(0), Int32(0))
+        current = self.look_up(data, unit, units, lane)
+        following = self.look_up(data, unit + cute.arch.grid_dim()[0], units, lane)
+        return self.advance(data, place, current, following, units, lane)
+
+    @cute.jit
+    def look_up(self, data, unit, units, lane):
+        """The list of a unit, and the bounds of the coefficients of its first 64 chunks, two a lane."""
+        tile, part, length, base = Int32(0), Int32(0), Int32(0), Int32(0)
+        begin, middle, end = Int32(0), Int32(0), Int32(0)
+        if unit < units:
+            tile = unit // self.parts(data)
+            part = unit - tile * self.parts(data)
+            length, base = self.open(data, tile)
+            begin, middle = self.bound(data, tile, 2 * lane), self.bound(data, tile, 2 * lane + 1)
+            end = self.bound(data, tile, 2 * lane + 2)
+        return List(tile, part, length, base, begin, middle, end)
+
+    @cute.jit
+    def advance(self, data, place, current, following, units, lane):
+        """The next turn, the list of its unit, and that of the unit after."""
+        unit, chunk, product, _, _, _ = place
+        tile, part, length, base, begin, middle, end = current
+        step = cute.arch.grid_dim()[0]
+        product += 1
+        if product == self.products:
+            product = Int32(0)
+            chunk += 2
+            while unit < units and chunk * 64 >= length:
+                unit += step
+                chunk = Int32(0)
+                tile, part, length, base, begin, middle, end = following
+                following = self.look_up(data, unit + step, units, lane)
+            if chunk > 0 and chunk & 63 == 0:
+                begin, middle = self.bound(data, tile, chunk + 2 * lane), self.bound(data, tile, chunk + 2 * lane + 1)
+                end = self.bound(data, tile, chunk + 2 * lane + 2)
+        source = (chunk & 63) >> 1
+        first, between = cute.arch.shuffle_sync(begin, source), cute.arch.shuffle_sync(middle, source)
+        last = cute.arch.shuffle_sync(end, source)
+        # the bounds of a chunk that does not exist are not to be trusted
+        last = last if chunk * 64 + 64 < length else between
+        last = last if unit < units else first
+        place = Place(unit, chunk, product, first, between, last)
+        return place, List(tile, part, length, base, begin, middle, end), following
+
+
+@cute.jit
+def swizzled(row: Int32, column: Int32) -> Int32:
+    """Offset of a 16-bit value in a K-major stage of 64 columns."""
+    return row * 64 + (column ^ ((row & 7) << 3))
+
+
+@cute.jit
+def transpose_quad(words: Any, lane: Int32) -> Any:
+    """Four registers of four neighbouring lanes, transposed: register j of lane i becomes register i of lane j."""
+    a, b, c, d = words
+    odd, upper = lane & 1 != 0, lane & 2 != 0
+    one, two = cute.arch.shuffle_sync_bfly(a if odd else b, 1), cute.arch.shuffle_sync_bfly(c if odd else d, 1)
+    a, b = one if odd else a, b if odd else one
+    c, d = two if odd else c, d if odd else two
+    one, two = cute.arch.shuffle_sync_bfly(a if upper else c, 2), cute.arch.shuffle_sync_bfly(b if upper else d, 2)
+    a, c = one if upper else a, c if upper else one
+    b, d = two if upper else b, d if upper else two
+    return a, b, c, d
+
+
+@cute.jit
+def store_rounded(
+    acc: Any,
+    i: cutlass.Constexpr,
+    columns: cutlass.Constexpr,
+    row: Any,
+    left: Int32,
+    lane: Int32,
+    dtype: cutlass.Constexpr,
+) -> None:
+    """Rows g + 8 i of a warp's WGMMA sums [16, columns], rounded, to `row`, of which `left` columns exist.
+
+    16 bytes a lane: lane 4 g + q holds columns 8 v + 2 q and the next of row g; after a transpose it holds all eight of v = 4 u + q.
+    """
+    quad = cute.make_rmem_tensor((4,), Uint32)
+    for u in range_constexpr(columns // 32):
+        words = transpose_quad(
+            [pack(acc[(0, i, 4 * u + v), 0, 0], acc[(1, i, 4 * u + v), 0, 0], dtype) for v in range(4)], lane
+        )
+        at = 32 * u + 8 * (lane & 3)
+        if at < left:
+            for v in range_constexpr(4):
+                quad[v] = words[v]
+            line = cute.recast_ptr((row + at).align(16), dtype=Uint32)
+            cute.autovec_copy(quad, cute.make_tensor(line, cute.make_layout(4)))

@@ -1,0 +1,395 @@
+"""Weight gradients, a tile of 64 neurons of like popularity at a time: dw_gate = d_gate^T x, dw_up = d_up^T x,
+dw_down = h^T dy, for the tokens that fire at least one of the tile's neurons.
+
+Persistent, one CTA per SM, the most popular neurons first. A unit of work is a neuron tile, a slab of 256 columns and
+one of x and dy; its inner dimension is the tile's list of tokens, 128 a turn. Two kinds of warp groups, whose common
+parts are in sm90/gather.py:
+
+    fill    group 0. cp.async of rows of x or dy, 256 columns each, into MN-major swizzled stages of 64 rows.
+    mma     groups 1 and 2. x: one takes d_gate, one d_up, WGMMA 64x256x16. dy (and x, if not gated): each takes half of
+            the columns, WGMMA 64x128x16. While it runs, the coefficients of the next turn. Then each row of sums is
+            stored as the row of its neuron.
+
+    FULL[s]    128 fill threads, when the copies of the stage are through and fenced.
+    EMPTY[s]   8 mma warps.
+    TILE + g   the 128 threads of group g, once a turn: its coefficients are in place, and the tile after is clear.
+
+Gradients of biases are sums over a row of coefficients: one more WGMMA, with a matrix of ones.
+"""
+
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, Uint64, const_expr, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from . import feasible
+from . import format as twell
+from .sm90 import operands
+from .sm90.gather import (
+    AHEAD,
+    GROUP_THREADS,
+    TILE_BARRIER,
+    SparseProduct,
+    gather_columns,
+    store_bits,
+    store_rounded,
+    swizzled,
+)
+from .specs import WeightGradSpec
+
+TILE_M, TILE_N, TILE_K = twell.NEURON_TILE, 256, twell.CHUNK
+# places of a list in a turn
+TURN = 2 * TILE_K
+STAGES = 4
+THREADS = 384
+MMA_WARPS = 8
+REGISTERS_PRODUCER, REGISTERS_MMA = 88, 208
+feasible.check_register_split((REGISTERS_PRODUCER, REGISTERS_MMA, REGISTERS_MMA))
+
+
+class Operands(NamedTuple):
+    """What fills the ring."""
+
+    x: Any
+    dy: Any
+    tiles: Any
+    starts: Any
+    packed: Any
+    tokens: Any
+    slabs: Any
+
+
+class WeightGrad(SparseProduct):
+    """One dtype, gated or not, with bias gradients or not, stored or accumulated; sizes and strides stay symbolic."""
+
+    products, stages = 1, STAGES
+
+    def __init__(self, spec: WeightGradSpec):
+        self.dtype = operands.DTYPES[spec.dtype]
+        self.gated, self.has_bias, self.accumulate = spec.gated, spec.bias, spec.accumulate
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        dy: cute.Tensor,
+        order: cute.Tensor,
+        sizes: cute.Tensor,
+        tiles: cute.Tensor,
+        starts: cute.Tensor,
+        packed: cute.Tensor,
+        tokens: cute.Tensor,
+        dw_gate: cute.Tensor,
+        dw_up: cute.Tensor | None,
+        dw_down: cute.Tensor,
+        db_gate: cute.Tensor | None,
+        db_up: cute.Tensor | None,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        a_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (TILE_M, TILE_N, TURN), self.dtype, 6)
+        b_layout = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (2 * TILE_M, TILE_N, TILE_K), self.dtype, STAGES)
+        ones_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (2 * TILE_M, 8, TILE_K), self.dtype, 1)
+
+        def mma(columns: int, b_mode: Any) -> Any:
+            return sm90.make_trivial_tiled_mma(
+                self.dtype, self.dtype, OperandMajorMode.K, b_mode, Float32, (1, 1, 1), (TILE_M, columns)
+            )
+
+        wide, narrow = mma(TILE_N, OperandMajorMode.MN), mma(TILE_N // 2, OperandMajorMode.MN)
+        row_sums = mma(8, OperandMajorMode.K)
+
+        @cute.struct
+        class Shared:
+            full: cute.struct.MemRange[Int64, STAGES]
+            empty: cute.struct.MemRange[Int64, STAGES]
+            sA: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(a_layout)], 1024]
+            sB: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(b_layout)], 1024]
+            ones: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(ones_layout)], 1024]
+
+        assert feasible.ctas_per_sm(Shared.size_in_bytes()) >= 1
+        self.shared = Shared
+        slabs = cute.ceil_div(x.shape[1], TILE_N)
+        units = cute.ceil_div(order.shape[0], TILE_M) * slabs * 2
+        self.kernel(
+            x, dy, order, sizes, tiles, starts, packed, tokens, (dw_gate, dw_up, dw_down), (db_gate, db_up),
+            (wide, narrow, row_sums), a_layout, b_layout, ones_layout, slabs, units,
+        ).launch(
+            grid=(cutlass.min(units, max_ctas), 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: cute.Tensor,
+        dy: cute.Tensor,
+        order: cute.Tensor,
+        sizes: cute.Tensor,
+        tiles: cute.Tensor,
+        starts: cute.Tensor,
+        packed: cute.Tensor,
+        tokens: cute.Tensor,
+        weights: tuple[Any, ...],
+        biases: tuple[Any, ...],
+        mmas: tuple[Any, ...],
+        a_layout: cute.ComposedLayout,
+        b_layout: cute.ComposedLayout,
+        ones_layout: cute.ComposedLayout,
+        slabs: Int32,
+        units: Int32,
+    ):
+        thread = cute.arch.thread_idx()[0]
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(thread // 128)
+        shared = SmemAllocator().allocate(self.shared)
+        full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
+        if thread < STAGES:
+            cute.arch.mbarrier_init(full + thread, GROUP_THREADS)
+            cute.arch.mbarrier_init(empty + thread, MMA_WARPS)
+            cute.arch.mbarrier_init_fence()
+        ones = shared.ones.get_tensor(cute.make_layout(cute.cosize(ones_layout)))
+        if const_expr(self.has_bias):
+            for i in cutlass.range(thread, cute.cosize(ones_layout), THREADS, unroll=1):
+                ones[i] = self.dtype(1.0)
+            cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_threads()
+        if sizes[sizes.shape[0] - 1] <= packed.shape[0]:
+            data = Operands(x, dy, tiles, starts, packed, tokens, slabs)
+            if group == 0:
+                cute.arch.setmaxregister_decrease(REGISTERS_PRODUCER)
+                self.fill(full, empty, shared.sB.data_ptr(), data, units, thread)
+            else:
+                cute.arch.setmaxregister_increase(REGISTERS_MMA)
+                sA = shared.sA.get_tensor(a_layout.outer, swizzle=a_layout.inner)
+                sB = shared.sB.get_tensor(b_layout.outer, swizzle=b_layout.inner)
+                sOnes = shared.ones.get_tensor(ones_layout.outer, swizzle=ones_layout.inner)
+                self.mma(
+                    full, empty, mmas, shared.sA.data_ptr(), sA, sB, sOnes, data, order, weights, biases, units,
+                    thread - 128,
+                )  # fmt: skip
+
+    def parts(self, data):
+        return 2 * data.slabs
+
+    @cute.jit
+    def open(self, data, tile):
+        return data.tiles[tile, 3], data.tiles[tile, 1]
+
+    @cute.jit
+    def bound(self, data, tile, chunk):
+        return data.starts[tile, cutlass.min(chunk, data.starts.shape[1] - 1)]
+
+    @cute.jit
+    def row(self, data, at):
+        return data.tokens[at]
+
+    @cute.jit
+    def gather(self, data, stage, part, rows, product, thread):
+        if part >= data.slabs:
+            gather_columns(stage, data.dy, rows, (part - data.slabs) * TILE_N, thread)
+        else:
+            gather_columns(stage, data.x, rows, part * TILE_N, thread)
+
+    @cute.jit
+    def load(self, data, at, product):
+        word = Uint64(data.packed[at])
+        return Uint32(word & Uint64(0xFFFFFFFF)), Uint32(word >> 32)
+
+    @cute.jit
+    def put(self, data, tile, part, half, low, high, valid):
+        """d_gate or d_up, by the group whose it is, or h by both, to row neuron, column place of the list."""
+        offset = swizzled(Int32((low >> 6) & Uint32(63)), Int32(low & Uint32(63)))
+        bits = high & Uint32(0xFFFF)
+        if const_expr(self.gated):
+            bits = high >> 16 if half == 1 else bits
+        bits = low >> 16 if part >= data.slabs else bits
+        store_bits(tile + offset, bits, valid)
+
+    @cute.jit
+    def mma(self, full, empty, mmas, tiles, sA, sB, sOnes, data, order, weights, biases, units, thread):
+        """Main loop over a unit's tokens, then the rows of its neurons."""
+        wide, narrow, row_sums = mmas
+        half = cute.arch.make_warp_uniform(thread // 128)
+        member = thread & 127
+        dw_gate, dw_up, dw_down = weights
+        db_gate, db_up = biases
+        rA = wide.make_fragment_A(wide.get_slice(0).partition_A(sA))
+        rB = wide.make_fragment_B(wide.get_slice(0).partition_B(sB))
+        columns = cute.local_tile(sB, (TILE_N // 2, TILE_K), (half, 0, None))
+        rHalf = narrow.make_fragment_B(narrow.get_slice(0).partition_B(columns))
+        rOnes = row_sums.make_fragment_B(row_sums.get_slice(0).partition_B(sOnes))
+        acc = cute.make_rmem_tensor(wide.get_slice(member).partition_shape_C((TILE_M, TILE_N)), Float32)
+        # the narrow tile takes the first half of the wide one's registers
+        acc_half = cute.make_tensor(
+            acc.iterator, cute.make_layout(narrow.get_slice(member).partition_shape_C((TILE_M, TILE_N // 2)))
+        )
+        sums = cute.make_rmem_tensor(row_sums.get_slice(member).partition_shape_C((TILE_M, 8)), Float32)
+        words = cute.make_rmem_tensor((2, AHEAD), Uint32)
+        wide.set(warpgroup.Field.ACCUMULATE, True)
+        narrow.set(warpgroup.Field.ACCUMULATE, True)
+        row_sums.set(warpgroup.Field.ACCUMULATE, True)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
+        ahead = self.first_tiles(data, tiles, words, units, half, member)
+        slot = Int32(0)
+        unit, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        parts = self.parts(data)
+        length = data.tiles[unit // parts, 3]
+        while unit < units:
+            tile = unit // parts
+            part = unit - tile * parts
+            next_length = data.tiles[(unit + step) // parts, 3] if unit + step < units else 0
+            turns = cute.ceil_div(length, TURN)
+            of_dy = part >= data.slabs
+            slab = part - data.slabs if of_dy else part
+            acc.fill(0.0)
+            sums.fill(0.0)
+            shared = (full, empty, tiles, data, words, units, half, member)
+            if const_expr(self.gated):
+                if of_dy:
+                    state, slot, ahead = self.loop(
+                        narrow, rA, rHalf, acc_half, None, None, None, shared, state, slot, ahead, length
+                    )
+                else:
+                    state, slot, ahead = self.loop(
+                        wide, rA, rB, acc, row_sums, rOnes, sums, shared, state, slot, ahead, length
+                    )
+            else:
+                state, slot, ahead = self.loop(
+                    narrow, rA, rHalf, acc_half, row_sums, rOnes, sums, shared, state, slot, ahead, length
+                )
+            length = next_length
+            first = slab * TILE_N
+            if of_dy:
+                self.store(acc_half, dw_down, order, tile, first + half * (TILE_N // 2), TILE_N // 2, turns, member)
+            else:
+                if const_expr(not self.gated):
+                    self.store(acc_half, dw_gate, order, tile, first + half * (TILE_N // 2), TILE_N // 2, turns, member)
+                    if half == 0:
+                        self.store_bias(sums, db_gate, order, tile, slab, member)
+                else:
+                    if half == 0:
+                        self.store(acc, dw_gate, order, tile, first, TILE_N, turns, member)
+                        self.store_bias(sums, db_gate, order, tile, slab, member)
+                    else:
+                        self.store(acc, dw_up, order, tile, first, TILE_N, turns, member)
+                        self.store_bias(sums, db_up, order, tile, slab, member)
+            unit += step
+
+    @cute.jit
+    def loop(self, mma: cute.TiledMma, rA, rB, acc, row_sums, rOnes, sums, shared, state, slot, ahead, length):
+        """acc += A B over the list; with bias gradients sums += A 1."""
+        full, empty, tiles, data, words, units, half, member = shared
+        lane = cute.arch.lane_idx()
+        release = state.clone()
+        turns = cute.ceil_div(length, TURN)
+        for k in cutlass.range(turns, unroll=1):
+            left = length - k * TURN
+            cute.arch.barrier(barrier_id=TILE_BARRIER + half, number_of_threads=GROUP_THREADS)
+            cute.arch.mbarrier_wait(full + state.index, state.phase)
+            self.multiply(mma, rA, rB, acc, row_sums, rOnes, sums, 2 * slot + half, state.index, 0)
+            state.advance()
+            warpgroup.wait_group(1)
+            if k > 0:
+                release = self.release(empty, release, lane)
+            if left > TILE_K:
+                cute.arch.mbarrier_wait(full + state.index, state.phase)
+                self.multiply(mma, rA, rB, acc, row_sums, rOnes, sums, 2 * slot + half, state.index, 1)
+                state.advance()
+            # while the tensor cores work: the next turn's coefficients
+            ahead = self.fill_tile(data, tiles, words, ahead, units, half, member)
+            if left > TILE_K:
+                warpgroup.wait_group(1)
+                release = self.release(empty, release, lane)
+            self.clear(tiles, slot - 1 if slot > 0 else 2, half, member)
+            slot = slot + 1 if slot < 2 else 0
+        warpgroup.wait_group(0)
+        if turns > 0:
+            release = self.release(empty, release, lane)
+        return state, slot, ahead
+
+    @cute.jit
+    def multiply(
+        self, mma: cute.TiledMma, rA, rB, acc, row_sums, rOnes, sums, tile, stage, second: cutlass.Constexpr
+    ):  # fmt: skip
+        warpgroup.fence()
+        for i in range_constexpr(TILE_K // 16):
+            block = second * (TILE_K // 16) + i
+            cute.gemm(mma, acc, rA[None, None, block, tile], rB[None, None, i, stage], acc)
+            if const_expr(self.has_bias and row_sums is not None):
+                cute.gemm(row_sums, sums, rA[None, None, block, tile], rOnes[None, None, i, 0], sums)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def release(self, empty, state, lane):
+        """A stage has been read by this warp."""
+        if lane == 0:
+            cute.arch.mbarrier_arrive(empty + state.index)
+        state.advance()
+        return state
+
+    @cute.jit
+    def store(self, acc, target, order, tile, column, columns: cutlass.Constexpr, turns, thread):
+        """Rows of sums to the rows of their neurons."""
+        lane = cute.arch.lane_idx()
+        row = ((thread & 127) // 32) * 16 + (lane >> 2)
+        for i in range_constexpr(2):
+            rank = tile * TILE_M + row + 8 * i
+            neuron = order[rank] if rank < order.shape[0] else 0
+            left = target.shape[1] - column if rank < order.shape[0] else 0
+            base = target.iterator + (Int64(neuron) * target.stride[0] + column)
+            if const_expr(self.accumulate):
+                if turns > 0:
+                    self.add_row(acc, i, columns, base + (lane & 3) * 2, left - (lane & 3) * 2)
+            else:
+                store_rounded(acc, i, columns, base, left, lane, self.dtype)
+
+    @cute.jit
+    def add_row(self, acc, i: cutlass.Constexpr, columns: cutlass.Constexpr, row, left):
+        """Two fp32 values a lane: the four lanes of a row fill a sector."""
+        for v in range_constexpr(columns // 8):
+            if 8 * v < left:
+                pair = cute.make_tensor((row + 8 * v).align(8), cute.make_layout(2))
+                for j in range_constexpr(2):
+                    pair[j] = pair[j] + acc[(j, i, v), 0, 0]
+
+    @cute.jit
+    def store_bias(self, sums, target, order, tile, slab, thread):
+        if const_expr(self.has_bias):
+            row = ((thread & 127) // 32) * 16 + ((thread & 31) >> 2)
+            if slab == 0 and thread & 3 == 0:
+                for i in range_constexpr(2):
+                    rank = tile * TILE_M + row + 8 * i
+                    if rank < order.shape[0]:
+                        target[order[rank]] = sums[2 * i].to(self.dtype)
+
+
+def signature(spec: WeightGradSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    dtype = operands.DTYPES[spec.dtype]
+    m, n, k, p = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8), cute.sym_int32()
+    r = cute.sym_int32()
+    weight = Float32 if spec.accumulate else dtype
+    arguments = (
+        operands.rows(dtype, m, k),
+        operands.rows(dtype, m, k),
+        operands.vector(Int32, n),
+        operands.vector(Int32, cute.sym_int32(), align=4),
+        operands.matrix(Int32, r, 4),
+        operands.matrix(Int32, r, cute.sym_int32()),
+        operands.vector(Int64, p),
+        operands.vector(Int32, p),
+        operands.rows(weight, n, k),
+        operands.rows(weight, n, k) if spec.gated else None,
+        operands.rows(weight, n, k),
+        operands.vector(dtype, n) if spec.bias else None,
+        operands.vector(dtype, n) if spec.bias and spec.gated else None,
+        Int32(1),
+    )
+    return WeightGrad(spec), arguments

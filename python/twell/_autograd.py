@@ -1,0 +1,156 @@
+"""What joins the registered operators to autograd: one function per block, one for gradients with a float32 home."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from twell import ops
+
+Mains = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+class Operands(NamedTuple):
+    """The differentiable inputs of a layer: x [M, K], w_gate and w_up [N, K], w_down [K, N], biases.
+
+    A layer without gate has no ``w_up``; what it calls up projection stands in the place of the gate.
+    """
+
+    x: Any
+    w_gate: Any
+    w_up: Any
+    w_down: Any
+    b_gate: Any
+    b_up: Any
+    b_down: Any
+
+
+def ffn(name: str, operands: Operands, mains: Mains, compression: int) -> tuple[Tensor, Tensor, Tensor]:
+    """y [M, K], the sum of |h| (0-d) and the number of non-zeros (0-d, int64); the first two are differentiable.
+
+    ``mains`` are the float32 tensors, shaped as w_gate, w_up and w_down, to which backward adds the gradient of that
+    weight instead of returning it; None where it shall be returned. ``name`` is the function that errors speak of.
+    """
+    return cast(tuple[Tensor, Tensor, Tensor], _FFN.apply(name, compression, *mains, *operands))  # type: ignore[no-untyped-call]
+
+
+class _FFN(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        name: str,
+        compression: int,
+        main_gate: Tensor | None,
+        main_up: Tensor | None,
+        main_down: Tensor | None,
+        x: Tensor,
+        w_gate: Tensor,
+        w_up: Tensor | None,
+        w_down: Tensor,
+        b_gate: Tensor | None,
+        b_up: Tensor | None,
+        b_down: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        y, l1, nonzeros, *kept = ops.hybrid_forward(x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down, compression)
+        ctx.save_for_backward(x, w_gate, w_up, w_down, b_gate, b_up, *kept)
+        # not saved: a hook that moves saved tensors would have backward add to a copy
+        ctx.mains = (main_gate, main_up, main_down)
+        ctx.name = name
+        ctx.mark_non_differentiable(nonzeros)
+        ctx.set_materialize_grads(False)
+        return y, l1, nonzeros
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        needs = Operands(*ctx.needs_input_grad[-len(Operands._fields) :])
+        db_down = None
+        if needs.b_down and dy is not None:
+            db_down = dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(dy.dtype)
+        gradients = Operands(None, None, None, None, None, None, db_down)
+        saved: tuple[Tensor | None, ...] = ()
+        if any(needs[:-1]) and not (dy is None and dl1 is None):
+            saved = ctx.saved_tensors
+            with torch.no_grad():
+                gradients = _gradients(dy, dl1, saved, needs, ctx.mains)._replace(b_down=db_down)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            gradients = _first_order(ctx.name, gradients, (dy, dl1, *saved))
+        return (None, None, None, None, None, *gradients)
+
+
+def _gradients(
+    dy: Tensor | None, dl1: Tensor | None, saved: tuple[Tensor | None, ...], needs: Operands, mains: Mains
+) -> Operands:
+    """The gradients that are needed and have no main; those that have one are added to it."""
+    x, w_gate, w_up, w_down, b_gate, b_up, *kept = saved
+    assert x is not None
+    assert w_down is not None
+    # the gradient of l1 alone leaves the down projection out
+    down_needed = needs.w_down and dy is not None
+    if dy is None:
+        dy = torch.zeros_like(x)
+    if dl1 is None:
+        dl1 = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
+    arguments = (dy, dl1, x, w_gate, w_up, w_down.t(), b_gate, b_up, *kept)
+    weights_needed = (needs.w_gate, needs.w_up, down_needed)
+
+    if any(needed and main is not None for needed, main in zip(weights_needed, mains)):
+        targets: list[Any] = []
+        for weight, needed, main in zip((w_gate, w_up, w_down), weights_needed, mains):
+            if weight is None or (needed and main is not None):
+                targets.append(main)
+            else:
+                targets.append(torch.zeros_like(weight, dtype=torch.float32))
+        main_gate, main_up, main_down = targets
+        dx, db_gate, db_up = ops.hybrid_backward_accumulate(*arguments, main_gate, main_up, main_down.t(), needs.x)
+        dw_gate, dw_up, dw_down = (
+            target.to(x.dtype) if needed and main is None else None
+            for target, needed, main in zip(targets, weights_needed, mains)
+        )
+    else:
+        weight_grad = any(weights_needed) or needs.b_gate or needs.b_up
+        dx, dw_gate, dw_up, dw_down, db_gate, db_up = ops.hybrid_backward(*arguments, needs.x, weight_grad)
+        dw_down = dw_down.t() if down_needed else None
+
+    every = Operands(dx, dw_gate, dw_up, dw_down, db_gate, db_up, None)
+    return Operands(*(gradient if needed else None for gradient, needed in zip(every, needs)))
+
+
+def _first_order(name: str, gradients: Operands, sources: tuple[Tensor | None, ...]) -> Operands:
+    """``gradients`` whose own derivative with respect to ``sources`` is an error, rather than silently absent."""
+    present = [g for g in gradients if g is not None]
+    outputs = iter(_FirstOrder.apply(name, len(present), *present, *sources))  # type: ignore[no-untyped-call]
+    return Operands(*(None if g is None else next(outputs) for g in gradients))
+
+
+class _FirstOrder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.name = name
+        return tuple(gradient.view_as(gradient) for gradient in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(
+            f"{ctx.name}: the sparse path has no second derivative, got a backward pass through its gradients; "
+            'use strategy="dense"'
+        )
+
+
+def into_main(weight: Tensor, main: Tensor | None) -> Tensor:
+    """``weight``, whose gradient is added to the float32 ``main`` in backward and goes no further. None: as it is."""
+    return weight if main is None else cast(Tensor, _IntoMain.apply(weight, main))  # type: ignore[no-untyped-call]
+
+
+class _IntoMain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, main: Tensor) -> Tensor:
+        ctx.main = main
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        with torch.no_grad():
+            ctx.main.add_(gradient)
+        return None, None

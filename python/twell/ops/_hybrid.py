@@ -1,0 +1,269 @@
+"""What the training operators share: the hybrid format, as the CPU writes and reads it, and the launches of backward.
+
+Tokens are cut into tiles of 128, each with a list: the union of its tokens' active neurons, ascending. A neuron's place
+in it is its rank, and 64 ranks are a chunk. Of M tokens, N neurons, B token tiles and C chunks of N,
+
+- sizes int32 [B+1]: the length of every list, then the number of non-zeros of all tokens.
+- neurons int16 [B, 64*C]: the lists, as unsigned bits; the last neuron repeats up to a multiple of 64.
+- chunks int32 [B, C+1]: where in entries each chunk begins and, in the last column, ends.
+- entries int32: one a non-zero, ``value bits << 16 | token in its tile << 6 | rank in its chunk``, ascending by token
+  tile, chunk, token and rank.
+- popularity int32 [N]: the non-zeros of each neuron.
+- up: the up projections at the entries.
+
+If there are more non-zeros than ``format.hybrid_capacity``, the entries are a bitmap [M, ceil(N/32)] of the non-zeros
+instead, of the rest only the number of non-zeros counts, and backward computes the gate and the up projection again.
+
+The CPU's values may be wider than 16 bits. Entries then hold no values: these follow the up projections in ``up``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twell import tuning
+from twell._runtime import device, format
+from twell.ops._library import down_rows, launch, rows, vector
+
+MOST = 2**31 - 1
+
+
+class Kept(NamedTuple):
+    """What forward keeps for backward beside its operands: the hybrid gate with its up projections."""
+
+    entries: Tensor
+    up: Tensor
+    neurons: Tensor
+    chunks: Tensor
+    sizes: Tensor
+    popularity: Tensor
+
+
+class Layer(NamedTuple):
+    """The operands of backward that forward had, as matrices: x [M, K], weights [N, K], biases [N]."""
+
+    x: Tensor
+    w_gate: Tensor
+    w_up: Tensor | None
+    w_down: Tensor
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+
+
+class Gradients(NamedTuple):
+    """Where backward writes: dx [M, K], weights [N, K], biases [N]; None where nobody asks."""
+
+    x: Tensor | None
+    w_gate: Tensor | None
+    w_up: Tensor | None
+    w_down: Tensor | None
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums over operands of ``dtype``: float32, float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def empty_kept(x: Tensor, n: int, gated: bool) -> Kept:
+    """Uninitialised tensors for the gate of ``x`` [M, K] with ``n`` neurons."""
+    m = x.shape[0]
+    tiles, chunks = format.token_tiles(m), format.chunks(n)
+    values = gated + (x.dtype.itemsize > 2)
+
+    def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return x.new_empty(shape, dtype=dtype)
+
+    return Kept(
+        entries=integers(format.hybrid_words(m, n)),
+        up=x.new_empty(values * format.hybrid_capacity(m, n)),
+        neurons=integers(tiles, format.CHUNK * chunks, dtype=torch.int16),
+        chunks=integers(tiles, chunks + 1),
+        sizes=integers(tiles + 1),
+        popularity=integers(n),
+    )
+
+
+def require_offsets(m: int, n: int) -> None:
+    """Raise NotImplementedError if places in the entries of ``m`` tokens and ``n`` neurons exceed 32 bits."""
+    if format.hybrid_words(m, n) > MOST:
+        most = MOST // format.hybrid_words(1, n)
+        raise NotImplementedError(f"with {n} neurons a training step takes at most {most} tokens, got {m}")
+
+
+# The CPU's side
+
+
+def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight^T + bias`` [M, N], summed and returned in ``accumulator``'s dtype."""
+    wide = accumulator(x.dtype)
+    out = x.to(wide) @ weight.to(wide).t()
+    return out if bias is None else out.add_(bias.to(wide))
+
+
+def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """``values`` rounded to ``dtype``, in their own."""
+    return values.to(dtype).to(values.dtype)
+
+
+def encode(gate: Tensor, up: Tensor | None, kept: Kept) -> None:
+    """Write the format of ``gate`` and ``up`` [M, N], both of the layer's dtype. What nobody may read becomes 0."""
+    m, n = gate.shape
+    active = gate != 0
+    for tensor in kept:
+        tensor.zero_()
+    kept.popularity.copy_(active.sum(0))
+    total = int(active.sum())
+    kept.sizes[-1] = min(total, MOST)
+    if total > format.hybrid_capacity(m, n):
+        bits = F.pad(active, (0, -n % 32)).view(m, format.bitmap_words(n), 32).long() << torch.arange(32)
+        kept.entries[: m * format.bitmap_words(n)] = bits.sum(2).int().view(-1)
+        return
+
+    tiles, chunks = format.token_tiles(m), format.chunks(n)
+    union = F.pad(active, (0, 0, 0, -m % format.TOKEN_TILE)).view(tiles, format.TOKEN_TILE, n).any(1)
+    lengths, ranks = union.sum(1), union.cumsum(1) - 1
+    kept.sizes[:-1] = lengths
+    tile, neuron = union.nonzero(as_tuple=True)
+    kept.neurons[tile, ranks[tile, neuron]] = neuron.short()
+    place = torch.arange(format.CHUNK * chunks)
+    last = kept.neurons.gather(1, (lengths - 1).clamp(min=0)[:, None])
+    repeats = (place >= lengths[:, None]) & (place < -(-lengths // format.CHUNK)[:, None] * format.CHUNK)
+    kept.neurons.copy_(torch.where(repeats, last, kept.neurons))
+
+    token, neuron = active.nonzero(as_tuple=True)
+    rank = ranks[token // format.TOKEN_TILE, neuron]
+    run = token // format.TOKEN_TILE * chunks + rank // format.CHUNK
+    word = token % format.TOKEN_TILE << 6 | rank % format.CHUNK
+    order = (run << 13 | word).argsort()
+    token, neuron = token[order], neuron[order]
+    starts = F.pad(run.bincount(minlength=tiles * chunks).cumsum(0), (1, 0)).int()
+    if tiles:
+        kept.chunks.copy_(starts.unfold(0, chunks + 1, chunks))
+    values = [] if up is None else [up]
+    if gate.dtype.itemsize > 2:
+        kept.entries[:total] = word[order].int()
+        values.append(gate)
+    else:
+        kept.entries[:total] = gate.view(torch.int16)[token, neuron].int() << 16 | word[order].int()
+    if values:
+        for stored, dense in zip(kept.up.view(len(values), -1), values):
+            stored[:total] = dense[token, neuron]
+
+
+def decode(layer: Layer, kept: Kept) -> tuple[Tensor, Tensor | None]:
+    """The gate and, if gated, the up projection where it is not zero: dense [M, N], of ``accumulator``'s dtype."""
+    x, w_gate, w_up, _, gate_bias, up_bias = layer
+    m, n, dtype = x.shape[0], w_gate.shape[0], x.dtype
+    capacity, wide = format.hybrid_capacity(m, n), accumulator(dtype)
+    total = int(kept.sizes[-1])
+    if total > capacity:
+        words = kept.entries[: m * format.bitmap_words(n)].view(m, -1, 1)
+        inactive = (words >> torch.arange(32) & 1).view(m, -1)[:, :n] == 0
+        gate = rounded(project(x, w_gate, gate_bias), dtype).relu_().masked_fill_(inactive, 0)
+        return gate, None if w_up is None else project(x, w_up, up_bias).masked_fill_(inactive, 0)
+
+    entries, chunks = kept.entries[:total], format.chunks(n)
+    run = torch.arange(kept.neurons.shape[0] * chunks).repeat_interleave(kept.chunks.diff(dim=1).flatten())
+    tile = run // chunks
+    token = tile * format.TOKEN_TILE + (entries >> 6 & format.TOKEN_TILE - 1)
+    neuron = kept.neurons[tile, run % chunks * format.CHUNK + (entries & format.CHUNK - 1)].long() & 0xFFFF
+
+    def dense(values: Tensor) -> Tensor:
+        return torch.zeros(m, n, dtype=wide).index_put_((token, neuron), values[:total].to(wide))
+
+    if dtype.itemsize > 2:
+        gate = dense(kept.up[-capacity:])
+    else:
+        gate = dense((entries >> 16).short().view(dtype))
+    return gate, None if w_up is None else dense(kept.up)
+
+
+def backward_cpu(dy: Tensor, dl1: Tensor, layer: Layer, kept: Kept, out: Gradients, accumulate: bool) -> None:
+    """Dense matrix products of what ``kept`` holds, rounded where the kernels round, into ``out``."""
+    dtype = layer.x.dtype
+    gate, up = decode(layer, kept)
+    hidden = gate if up is None else gate * up
+    dh = project(dy, layer.w_down, None).add_(dl1 * hidden.sign()).masked_fill_(gate == 0, 0)
+    d_gate = rounded(dh if up is None else dh * up, dtype)
+    d_up = None if up is None else rounded(dh * gate, dtype)
+
+    def product(coefficients: Tensor, matrix: Tensor) -> Tensor:
+        return coefficients @ matrix.to(coefficients.dtype)
+
+    if out.x is not None:
+        dx = product(d_gate, layer.w_gate)
+        if d_up is not None and layer.w_up is not None:
+            dx += product(d_up, layer.w_up)
+        out.x.copy_(dx)
+    for target, coefficients, matrix in (
+        (out.w_gate, d_gate, layer.x),
+        (out.w_up, d_up, layer.x),
+        (out.w_down, rounded(hidden, dtype), dy),
+    ):
+        if target is not None and coefficients is not None:
+            gradient = product(coefficients.t(), matrix)
+            target.add_(gradient) if accumulate else target.copy_(gradient)
+    for target, coefficients in ((out.gate_bias, d_gate), (out.up_bias, d_up)):
+        if target is not None and coefficients is not None:
+            target.copy_(coefficients.sum(0))
+
+
+# The GPU's side
+
+
+def backward_cuda(dy: Tensor, dl1: Tensor, layer: Layer, kept: Kept, out: Gradients, accumulate: bool) -> None:
+    """Launch the kernels that ``out`` asks for. Weights: all or none, and rows that kernels can write."""
+    if out.x is None and out.w_gate is None:
+        return
+    x, w_gate, w_up, w_down = layer[:4]
+    m, n, dtype, gated = x.shape[0], w_gate.shape[0], x.dtype, w_up is not None
+    multiprocessors = device.sm_count(x.device.index)
+    capacity = format.hybrid_capacity(m, n)
+    entries, up, neurons, chunks, sizes, popularity = kept
+    pattern = (entries, neurons, chunks, sizes)
+    x, dy, w_gate, w_down = rows(x), rows(dy), rows(w_gate), down_rows(w_down)
+    w_up = None if w_up is None else rows(w_up)
+    coefficients = up if gated else None
+    dl1 = vector(dl1.reshape(1), 1, dl1)
+
+    bias = layer.gate_bias is not None or layer.up_bias is not None
+    gate_bias = vector(layer.gate_bias, n, x) if bias else None
+    up_bias = vector(layer.up_bias, n, x) if bias and gated else None
+    recomputed = (dy, x, w_gate, w_up, w_down, gate_bias, up_bias, dl1, entries, sizes, capacity)
+
+    d_gate = x.new_empty(capacity)
+    d_up = x.new_empty(capacity) if gated else None
+    launch(tuning.sampled_grad(dtype, gated), dy, w_down, *pattern, coefficients, dl1, d_gate, d_up, multiprocessors)
+    if out.x is not None:
+        gathered = tuning.gathered(dtype, 2 if gated else 1, False)
+        launch(gathered, d_gate, w_gate, d_up, w_up, None, *pattern, out.x, capacity, multiprocessors)
+        launch(tuning.overflow(dtype, "input", gated, bias), *recomputed, out.x, multiprocessors)
+    if out.w_gate is None:
+        return
+
+    ranked = popularity.sort(descending=True, stable=True).indices
+    order, place = ranked.int(), torch.arange(n, dtype=torch.int32, device=x.device)
+    slot = torch.empty_like(order).scatter_(0, ranked, place)
+    neuron_tiles, token_tiles = -(-n // format.NEURON_TILE), format.token_tiles(m)
+    groups = sizes.new_empty((neuron_tiles, token_tiles, 2))
+    tiles = sizes.new_empty((neuron_tiles, 4))
+    starts = sizes.new_empty((neuron_tiles, format.chunks(m) + 1))
+    packed = sizes.new_empty(capacity, dtype=torch.int64)
+    tokens = sizes.new_empty(capacity)
+    by_neuron = (groups, tiles, starts, packed, tokens)
+    launch(tuning.transpose(dtype, gated), *pattern, coefficients, d_gate, d_up, order, slot, *by_neuron)
+
+    # a layer with one of two biases has a place for the other's gradient all the same
+    db_gate = (x.new_empty(n) if out.gate_bias is None else out.gate_bias) if bias else None
+    db_up = (x.new_empty(n) if out.up_bias is None else out.up_bias) if bias and gated else None
+    gradients = (out.w_gate, out.w_up, out.w_down, db_gate, db_up)
+    weight_grad = tuning.weight_grad(dtype, gated, bias, accumulate)
+    launch(weight_grad, x, dy, order, sizes, tiles, starts, packed, tokens, *gradients, multiprocessors)
+    mode = "weight_add" if accumulate else "weight"
+    launch(tuning.overflow(dtype, mode, gated, bias), *recomputed, *gradients, multiprocessors)

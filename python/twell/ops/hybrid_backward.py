@@ -1,0 +1,70 @@
+"""``hybrid_backward``: gradients of ``hybrid_forward`` for dy, that of y, and dl1, that of the sum of |h|.
+
+dh = dy @ w_down^T + dl1 * sign(h) at the non-zeros of the gate alone; d_gate = dh * up and d_up = dh * gate, or
+d_gate = dh without an up projection. dx = d_gate @ w_gate + d_up @ w_up; dw_gate = d_gate^T @ x, dw_up = d_up^T @ x,
+dw_down = h^T @ dy, and the biases' are sums over the tokens. h, d_gate and d_up are rounded, sums are fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from twell.ops import _hybrid
+from twell.ops._hybrid import Gradients, Kept, Layer
+from twell.ops._library import register
+
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def outputs(layer: Layer, input_grad: bool, weight_grad: bool) -> Gradients:
+    """Uninitialised gradients of x's dtype: dx [M, K], weights [N, K], biases [N]. None for what nobody asks for."""
+    wanted = (input_grad, *(weight_grad and operand is not None for operand in layer[1:]))
+    gradients = (layer.x.new_empty(o.shape) if w and o is not None else None for w, o in zip(wanted, layer))
+    return Gradients(*gradients)
+
+
+def present(gradients: Gradients, like: Tensor) -> Outputs:
+    """``gradients`` as an operator returns them: an empty [0] for each None."""
+    dx, dw_gate, dw_up, dw_down, db_gate, db_up = (like.new_empty(0) if g is None else g for g in gradients)
+    return dx, dw_gate, dw_up, dw_down, db_gate, db_up
+
+
+def split(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Layer, Kept, tuple[Any, ...]]:
+    """dy, dl1, the layer, what forward kept, and the arguments after these."""
+    dy, dl1, *tensors = arguments[:14]
+    return dy, dl1, Layer(*tensors[:6]), Kept(*tensors[6:]), arguments[14:]
+
+
+def _fake(*arguments: Any) -> Outputs:
+    _, _, layer, _, asked = split(arguments)
+    return present(outputs(layer, *asked), layer.x)
+
+
+def _cpu(*arguments: Any) -> Outputs:
+    dy, dl1, layer, kept, asked = split(arguments)
+    gradients = outputs(layer, *asked)
+    _hybrid.backward_cpu(dy, dl1, layer, kept, gradients, accumulate=False)
+    return present(gradients, layer.x)
+
+
+def _cuda(*arguments: Any) -> Outputs:
+    dy, dl1, layer, kept, asked = split(arguments)
+    gradients = outputs(layer, *asked)
+    if dy.shape[0]:
+        _hybrid.backward_cuda(dy, dl1, layer, kept, gradients, accumulate=False)
+        return present(gradients, layer.x)
+    return present(Gradients(*(None if g is None else g.zero_() for g in gradients)), layer.x)
+
+
+hybrid_backward = register(
+    "hybrid_backward(Tensor dy, Tensor dl1, Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? gate_bias, "
+    "Tensor? up_bias, Tensor entries, Tensor up, Tensor neurons, Tensor chunks, Tensor sizes, Tensor popularity, "
+    "bool input_grad, bool weight_grad) "
+    "-> (Tensor dx, Tensor dw_gate, Tensor dw_up, Tensor dw_down, Tensor db_gate, Tensor db_up)",
+    fake=_fake,
+    cpu=_cpu,
+    cuda=_cuda,
+    instead="twell.sparse_gated_ffn or twell.sparse_ffn",
+)

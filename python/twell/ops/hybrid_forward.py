@@ -1,0 +1,143 @@
+"""``hybrid_forward``: a forward pass to train with: y, the sum of |h|, the non-zeros, and what backward needs.
+
+h[m, c] = gate[m, c] * (x[m] . w_up[c] + up_bias[c]) for the non-zeros of gate = relu(x @ w_gate^T + gate_bias), and
+without ``w_up`` h = gate; y = h @ w_down + down_bias. The gate is rounded to x's dtype, and so is h, once. The gate is
+kept in the hybrid format of ``twell.ops._hybrid``. On the CPU any floating dtype, on CUDA bfloat16 or float16.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from twell import tuning
+from twell._runtime import device, format
+from twell.ops import _hybrid
+from twell.ops._hybrid import Kept
+from twell.ops._library import down_rows, launch, register, rows, vector
+from twell.ops.gate_pack import gate_pack
+
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def outputs(x: Tensor, w_gate: Tensor, w_up: Tensor | None) -> Outputs:
+    """Uninitialised y [M, K] of x's dtype, l1 (0-d, float32 or float64), nonzeros (0-d, int64) and ``_hybrid.Kept``."""
+    l1 = x.new_empty((), dtype=_hybrid.accumulator(x.dtype))
+    nonzeros = x.new_empty((), dtype=torch.int64)
+    return x.new_empty(x.shape), l1, nonzeros, *_hybrid.empty_kept(x, w_gate.shape[0], w_up is not None)
+
+
+def _fake(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    compression: int,
+) -> Outputs:
+    return outputs(x, w_gate, w_up)
+
+
+def _cpu(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    compression: int,
+) -> Outputs:
+    _hybrid.require_offsets(x.shape[0], w_gate.shape[0])
+    y, l1, nonzeros, *tensors = outputs(x, w_gate, w_up)
+    kept = Kept(*tensors)
+    gate = _hybrid.project(x, w_gate, gate_bias).to(x.dtype).relu_()
+    hidden = gate.to(l1.dtype)
+    up = None
+    if w_up is not None:
+        up = _hybrid.project(x, w_up, up_bias)
+        hidden = (hidden * up).masked_fill_(gate == 0, 0)
+    l1.copy_(hidden.abs().sum())
+    nonzeros.copy_((gate != 0).sum())
+    y.copy_(_hybrid.project(hidden.to(x.dtype), w_down.t(), down_bias))
+    _hybrid.encode(gate, None if up is None else up.to(x.dtype), kept)
+    return y, l1, nonzeros, *kept
+
+
+def _cuda(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    compression: int,
+) -> Outputs:
+    _hybrid.require_offsets(x.shape[0], w_gate.shape[0])
+    y, l1, nonzeros, *tensors = outputs(x, w_gate, w_up)
+    kept = Kept(*tensors)
+    (m, k), n, dtype, gated = x.shape, w_gate.shape[0], x.dtype, w_up is not None
+    kept.popularity.zero_()
+    if not m:
+        return y, l1.zero_(), nonzeros.zero_(), *(kept._replace(sizes=kept.sizes.zero_()))
+
+    x, w_gate, w_down = rows(x), rows(w_gate), down_rows(w_down)
+    w_up = None if w_up is None else rows(w_up)
+    multiprocessors, capacity = device.sm_count(x.device.index), format.hybrid_capacity(m, n)
+    words, spill, stats = gate_pack(x, w_gate, gate_bias, compression)
+    entries, up, neurons, chunks, sizes, popularity = kept
+    pattern = (entries, neurons, chunks, sizes)
+    width = format.words_per_tile(compression)
+    launch(tuning.compact(dtype), words, spill, stats, entries, neurons, chunks, sizes, popularity, width, capacity)
+    torch.sum(stats.select(2, 0), (0, 1), out=nonzeros)
+    # the largest tensors of the step: given back before any other is taken
+    del words, spill, stats
+
+    # sums of |h| that kernels write for a token tile: one for every 256 neurons of its list, or one a token
+    partial = x.new_zeros((format.token_tiles(m), max(format.TOKEN_TILE, format.tiles(n))), dtype=torch.float32)
+    hidden = None
+    if w_up is not None:
+        hidden = torch.empty_like(up)
+        spec = tuning.sampled_up(dtype, up_bias is not None)
+        bias = None if up_bias is None else vector(up_bias, n, x)
+        launch(spec, x, w_up, bias, *pattern, up, hidden, partial, multiprocessors)
+    # without an up projection the hidden state is in the entries
+    down = tuning.gathered(dtype, 1 if gated else 0, down_bias is not None)
+    bias = None if down_bias is None else vector(down_bias, k, x)
+    launch(down, hidden, w_down, None, None, bias, *pattern, y, capacity, multiprocessors)
+
+    any_bias = not (gate_bias is None and up_bias is None and down_bias is None)
+    biases = (
+        vector(gate_bias, n, x) if any_bias else None,
+        vector(up_bias, n, x) if any_bias and gated else None,
+        vector(down_bias, k, x) if any_bias else None,
+    )
+    overflow = tuning.overflow(dtype, "forward", gated, any_bias)
+    launch(overflow, x, w_gate, w_up, w_down, *biases, entries, sizes, capacity, y, partial, multiprocessors)
+    torch.sum(partial, (0, 1), out=l1)
+    if not gated:
+        l1 += _sum_of_values(entries[:capacity], sizes[-1], dtype)
+    return y, l1, nonzeros, *kept
+
+
+def _sum_of_values(entries: Tensor, total: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum in fp32 of the values of the first ``total`` entries; 0 where these exceed the capacity: a bitmap."""
+    place = torch.arange(entries.shape[0], dtype=torch.int32, device=entries.device)
+    valid = (place < total) & (total <= entries.shape[0])
+    # the upper half of each word
+    values = entries.view(dtype)[1::2]
+    return values.where(valid, values.new_zeros(())).sum(dtype=torch.float32)
+
+
+hybrid_forward = register(
+    "hybrid_forward(Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? gate_bias, Tensor? up_bias, "
+    "Tensor? down_bias, int compression) -> (Tensor y, Tensor l1, Tensor nonzeros, Tensor entries, Tensor up, "
+    "Tensor neurons, Tensor chunks, Tensor sizes, Tensor popularity)",
+    fake=_fake,
+    cpu=_cpu,
+    cuda=_cuda,
+    instead="twell.sparse_gated_ffn or twell.sparse_ffn",
+)

@@ -1,0 +1,417 @@
+"""The operators of training on the CPU: the hybrid format, read here by hand, results, fakes, launches."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from twell import ops, reference, testing
+from twell._runtime import device, format, kernel_module, specs
+from twell.ops import _hybrid
+
+BF16 = torch.bfloat16
+GATED = pytest.mark.parametrize("gated", [True, False])
+NAMES = ("dx", "dw_gate", "dw_up", "dw_down", "db_gate", "db_up")
+# N = 264 holds 64 non-zeros a token: a density of 1 is a bitmap
+SHAPES = [
+    (0, 264, 16, 0.1),
+    (1, 8, 8, 0.5),
+    (5, 264, 16, 0.05),
+    (129, 72, 8, 0.3),
+    (260, 136, 8, 0.1),
+    (3, 264, 16, 1.0),
+]
+
+
+def problem(
+    m: int, n: int, k: int, density: float, *, gated: bool = True, biases: str = "gate up down", dtype: Any = BF16
+) -> testing.FFN:
+    """Small integers; without gate there is neither up projection nor its bias."""
+    ffn = testing.integer_problem(m, k, n, density=density, biases=biases, dtype=dtype)
+    return ffn if gated else ffn._replace(w_up=None, up_bias=None)
+
+
+def forward(p: testing.FFN, compression: int = 8) -> tuple[Tensor, Tensor, Tensor, _hybrid.Kept]:
+    y, l1, nonzeros, *kept = ops.hybrid_forward(*p, compression)
+    return y, l1, nonzeros, _hybrid.Kept(*kept)
+
+
+def upstream(p: testing.FFN, l1: float = 0.5) -> tuple[Tensor, Tensor]:
+    """Integers for dy, and dl1 of the dtype that belongs to x's."""
+    dy = torch.randint(-2, 3, p.x.shape).to(p.x.dtype)
+    return dy, torch.tensor(l1, dtype=_hybrid.accumulator(p.x.dtype))
+
+
+def backward(p: testing.FFN, kept: _hybrid.Kept, dy: Tensor, dl1: Tensor, *asked: bool) -> tuple[Tensor, ...]:
+    return ops.hybrid_backward(dy, dl1, *p[:6], *kept, *(asked or (True, True)))
+
+
+def arguments_of_all(p: testing.FFN) -> list[tuple[Any, tuple[Any, ...]]]:
+    """(operator, arguments) of the three operators; the main tensors have three layouts."""
+    *_, kept = forward(p)
+    saved = (*upstream(p), *p[:6], *kept)
+    n, k = p.w_gate.shape
+    mains = [torch.ones(n, k), torch.ones(k, n).t(), torch.ones(n, k + 8)[:, :k]]
+    if p.w_up is None:
+        mains[1] = None
+    return [
+        (ops.hybrid_forward, (*p, 8)),
+        (ops.hybrid_backward, (*saved, True, True)),
+        (ops.hybrid_backward_accumulate, (*saved, *mains, True)),
+    ]
+
+
+# The format
+
+
+def read(kept: _hybrid.Kept, m: int, n: int) -> tuple[dict[tuple[int, int], int], list[tuple[int, int]]]:
+    """{(token, neuron): value bits} and the entries' places in order, checking all that the format promises."""
+    tiles, columns = -(-m // 128), -(-n // 64)
+    lengths = kept.sizes.tolist()
+    assert (kept.neurons.shape, kept.chunks.shape, len(lengths)) == (
+        (tiles, 64 * columns),
+        (tiles, columns + 1),
+        tiles + 1,
+    )
+    values, order, at = {}, [], 0
+    for tile in range(tiles):
+        row = [int(v) & 0xFFFF for v in kept.neurons[tile]]
+        length, padded = lengths[tile], -(-lengths[tile] // 64) * 64
+        neurons = row[:length]
+        assert neurons == sorted(set(neurons))
+        assert all(neuron < n for neuron in neurons)
+        assert set(row[length:padded]) <= {neurons[-1]} if neurons else padded == 0
+        bounds = kept.chunks[tile].tolist()
+        assert bounds[0] == at
+        assert all(bound == bounds[-1] for bound in bounds[padded // 64 :])
+        seen = set()
+        for chunk in range(columns):
+            last = -1
+            assert bounds[chunk] <= bounds[chunk + 1]
+            for word in kept.entries[bounds[chunk] : bounds[chunk + 1]].tolist():
+                place, low = word >> 6 & 127, word & 8191
+                assert low > last, "entries of a chunk ascend by token, then rank"
+                last = low
+                rank = 64 * chunk + (word & 63)
+                assert rank < length
+                seen.add(rank)
+                token = 128 * tile + place
+                assert token < m
+                values[token, row[rank]] = word >> 16 & 0xFFFF
+                order.append((token, row[rank]))
+        assert len(seen) == length, "every neuron of a list is active in its tile"
+        at = bounds[-1]
+    assert len(values) == len(order) == at == lengths[-1] <= m * min(n, max(64, n // 38))
+    return values, order
+
+
+@pytest.mark.parametrize(("m", "n", "k", "density"), SHAPES[:-1])
+def test_the_format_holds_every_non_zero_once(m: int, n: int, k: int, density: float) -> None:
+    p = problem(m, n, k, density)
+    *_, nonzeros, kept = forward(p)
+    gate = reference.gate(p.x, p.w_gate, p.gate_bias)
+    values, order = read(kept, m, n)
+    expected = {(i, j): int(gate[i, j].view(torch.int16)) & 0xFFFF for i, j in gate.nonzero().tolist()}
+    assert values == expected
+    assert int(nonzeros) == len(expected)
+    assert torch.equal(kept.popularity, (gate != 0).sum(0).int())
+    up = (p.x.float() @ p.w_up.float().t() + p.up_bias.float()).to(BF16)
+    assert torch.equal(kept.up[: len(order)], torch.tensor([up[place] for place in order]).to(BF16))
+
+
+@GATED
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize(("m", "n", "k", "density"), SHAPES)
+def test_forward_equals_the_reference(m: int, n: int, k: int, density: float, dtype: torch.dtype, gated: bool) -> None:
+    for biases, compression in (("", 8), ("gate up down", 4), ("down", 2)):
+        p = problem(m, n, k, density, gated=gated, biases=biases, dtype=dtype)
+        y, l1, nonzeros, kept = forward(p, compression)
+        for actual, expected in zip((y, l1, nonzeros), reference.hybrid_forward(*p), strict=True):
+            testing.assert_same(actual, expected)
+        entries, neurons, chunks, sizes, popularity = reference.hybrid(reference.gate(p.x, p.w_gate, p.gate_bias))
+        expected_kept = (entries, kept.up, neurons, chunks, sizes, popularity)
+        for name, actual, expected in zip(kept._fields, kept, expected_kept, strict=True):
+            testing.assert_same(actual, expected, name)
+        assert kept.up.shape == ((format.hybrid_capacity(m, n),) if gated else (0,))
+
+
+@GATED
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize(("m", "n", "k", "density"), SHAPES)
+def test_backward_equals_the_reference(m: int, n: int, k: int, density: float, dtype: torch.dtype, gated: bool) -> None:
+    for biases in ("", "gate up down", "up"):
+        p = problem(m, n, k, density, gated=gated, biases=biases, dtype=dtype)
+        *_, kept = forward(p)
+        dy, dl1 = upstream(p)
+        expected = reference.hybrid_backward(dy, dl1, *p[:6])
+        mains = [torch.full(p.w_gate.shape, 3.0) if w is not None else None for w in (p.w_gate, p.w_up, p.w_down)]
+        added = ops.hybrid_backward_accumulate(dy, dl1, *p[:6], *kept, *mains, True)
+        for name, operand, actual, answer in zip(NAMES, p[:6], backward(p, kept, dy, dl1), expected, strict=True):
+            testing.assert_same(actual, answer.to(dtype) if operand is not None else actual.new_empty(0), name)
+        for main, answer in zip(mains, expected[1:4], strict=True):
+            assert main is None or torch.equal(main, answer + 3)
+        for operand, actual, answer in zip((p.x, *p[4:6]), added, (expected[0], *expected[4:]), strict=True):
+            testing.assert_same(actual, answer.to(dtype) if operand is not None else actual.new_empty(0))
+
+
+def test_more_non_zeros_than_fit_make_a_bitmap() -> None:
+    p = problem(3, 264, 16, 1.0)
+    *_, nonzeros, kept = forward(p)
+    assert kept.sizes.tolist() == [0, 3 * 264]
+    assert int(nonzeros) == 3 * 264 > format.hybrid_capacity(3, 264)
+    assert kept.entries[: 3 * 9].tolist() == ([-1] * 8 + [255]) * 3
+    # as many as fit are no overflow
+    exact = testing.pattern_problem((torch.arange(264) % 4 == 0).int()[:256].repeat(3, 1), 16)
+    *_, kept = forward(exact)
+    assert int(kept.sizes[-1]) == format.hybrid_capacity(3, 256) == 3 * 64
+    assert len(read(kept, 3, 256)[0]) == 3 * 64
+
+
+@GATED
+@pytest.mark.parametrize("density", [0.1, 1.0])
+def test_backward_reads_nothing_undefined(gated: bool, density: float) -> None:
+    p = problem(130, 264, 16, density, gated=gated)
+    *_, kept = forward(p)
+    dy, dl1 = upstream(p)
+    expected = backward(p, kept, dy, dl1)
+    spoilt = _hybrid.Kept(*(t.clone() for t in kept))
+    total = int(kept.sizes[-1])
+    if density == 1:
+        spoilt.entries[130 * format.bitmap_words(264) :] = -1
+        spoilt.up.fill_(float("nan"))
+        for tensor in (spoilt.neurons, spoilt.chunks, spoilt.sizes[:-1], spoilt.popularity):
+            tensor.fill_(-1)
+    else:
+        spoilt.entries[total:] = -1
+        spoilt.up[total:] = float("nan")
+        for row, length in zip(spoilt.neurons, kept.sizes.tolist()):
+            row[-(-length // 64) * 64 :] = -1
+    for actual, answer in zip(backward(p, spoilt, dy, dl1), expected, strict=True):
+        assert torch.equal(actual, answer)
+
+
+def test_neurons_beyond_the_sign_bit() -> None:
+    gates = torch.zeros(2, 65536, dtype=torch.int32)
+    gates[0, [3, 32767, 32768, 65535]] = torch.tensor([1, 2, 3, 4], dtype=torch.int32)
+    gates[1, 65535] = 5
+    p = testing.pattern_problem(gates, 8)
+    *_, kept = forward(p)
+    values, _ = read(kept, 2, 65536)
+    assert list(values) == [(0, 3), (0, 32767), (0, 32768), (0, 65535), (1, 65535)]
+    dy, dl1 = upstream(p)
+    for actual, answer in zip(backward(p, kept, dy, dl1), reference.hybrid_backward(dy, dl1, *p[:6]), strict=True):
+        assert not actual.numel() or torch.equal(actual, answer.to(BF16))
+
+
+def test_nan_and_infinity_are_non_zeros() -> None:
+    p = problem(4, 72, 16, 0.1, biases="")
+    p.x[0, 0], p.x[1, 0] = float("nan"), float("inf")
+    p.w_gate[:, 0] = 1
+    y, l1, _, kept = forward(p)
+    values, _ = read(kept, 4, 72)
+    assert sum(token == 0 for token, _ in values) == 72
+    assert y[0].isnan().all()
+    assert l1.isnan()
+    assert y[2:].isfinite().all()
+    dx, dw_gate, *_ = backward(p, kept, *upstream(p))
+    assert dx[0].isnan().all()
+    assert dx[2:].isfinite().all()
+    assert dw_gate.isnan().any()
+
+
+@GATED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("density", [0.1, 1.0])
+def test_wider_values_are_kept_beside_the_up_projections(gated: bool, dtype: torch.dtype, density: float) -> None:
+    p = problem(130, 264, 16, density, gated=gated, dtype=dtype)
+    capacity = format.hybrid_capacity(130, 264)
+    y, l1, nonzeros, kept = forward(p)
+    assert kept.up.shape == ((1 + gated) * capacity,)
+    assert (y.dtype, l1.dtype, kept.up.dtype) == (dtype, dtype, dtype)
+    *_, narrow = forward(testing.FFN(*(None if t is None else t.to(BF16) for t in p)))
+    for name in ("neurons", "chunks", "sizes", "popularity"):
+        assert torch.equal(getattr(kept, name), getattr(narrow, name))
+    if density < 1:
+        total = int(nonzeros)
+        assert torch.equal(kept.entries[:total], narrow.entries[:total] & 0xFFFF)
+        assert torch.equal(kept.up[-capacity:][:total], (narrow.entries[:total] >> 16).short().view(BF16).to(dtype))
+    dy, dl1 = upstream(p)
+    leaves = [None if t is None else t.double().clone().requires_grad_() for t in p]
+    hidden = torch.relu(leaves[0] @ leaves[1].t() + leaves[4])
+    if gated:
+        hidden = hidden * (leaves[0] @ leaves[2].t() + leaves[5])
+    torch.autograd.backward([hidden @ leaves[3] + leaves[6], hidden.abs().sum()], [dy.double(), dl1.double()])
+    assert torch.equal(y.double(), (hidden @ leaves[3] + leaves[6]).detach())
+    assert l1 == hidden.abs().sum()
+    for actual, leaf in zip(backward(p, kept, dy, dl1), leaves[:6], strict=True):
+        assert torch.equal(actual.double(), leaf.grad) if leaf is not None else actual.shape == (0,)
+
+
+@pytest.mark.parametrize("asked", [(True, False), (False, True), (False, False)])
+def test_what_nobody_asks_for_is_empty(asked: tuple[bool, bool]) -> None:
+    p = problem(5, 264, 16, 0.1)
+    *_, kept = forward(p)
+    dy, dl1 = upstream(p)
+    every = backward(p, kept, dy, dl1)
+    for i, (actual, full) in enumerate(zip(backward(p, kept, dy, dl1, *asked), every, strict=True)):
+        wanted = asked[0] if i == 0 else asked[1]
+        assert torch.equal(actual, full) if wanted else actual.shape == (0,)
+
+
+def test_offsets_beyond_32_bits_are_refused() -> None:
+    _hybrid.require_offsets(12_000_000, 5632)
+    with pytest.raises(NotImplementedError, match=r"with 5632 neurons a training step takes at most 12201611 tokens"):
+        _hybrid.require_offsets(12_201_612, 5632)
+
+
+# The contract with torch
+
+
+@GATED
+@pytest.mark.parametrize(("m", "n", "k", "density"), [SHAPES[0], SHAPES[2], SHAPES[-1]])
+def test_opcheck(m: int, n: int, k: int, density: float, gated: bool) -> None:
+    for op, arguments in arguments_of_all(problem(m, n, k, density, gated=gated, biases="gate down")):
+        torch.library.opcheck(op, arguments)
+
+
+@GATED
+@pytest.mark.parametrize("where", ["cuda", "meta"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_fakes_have_the_shapes_of_the_real_outputs(where: str, dtype: torch.dtype, gated: bool) -> None:
+    for op, arguments in arguments_of_all(problem(130, 264, 16, 0.1, gated=gated, dtype=dtype)):
+        real = op(*arguments)
+        with FakeTensorMode():
+            faked = [
+                torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=where) if isinstance(a, Tensor) else a
+                for a in arguments
+            ]
+            fake = op(*faked)
+        for r, f in zip(real, fake, strict=True):
+            assert (f.shape, f.stride(), f.dtype, f.device.type) == (r.shape, r.stride(), r.dtype, where)
+
+
+def test_an_input_that_requires_grad_is_refused() -> None:
+    for op, arguments in arguments_of_all(problem(2, 8, 8, 0.5)):
+        needing = [a.clone().requires_grad_() if isinstance(a, Tensor) and a.dtype == BF16 else a for a in arguments]
+        with pytest.raises(
+            NotImplementedError, match=r"has no gradient.*call twell.sparse_gated_ffn or twell.sparse_ffn"
+        ):
+            op(*needing)
+
+
+def test_autocast_does_not_touch_the_operators() -> None:
+    p = problem(5, 264, 64, 0.1, dtype=torch.float32)
+    for op, arguments in arguments_of_all(p)[:2]:
+        plain = op(*arguments)
+        with torch.autocast("cpu", dtype=BF16):
+            for actual, expected in zip(op(*arguments), plain, strict=True):
+                assert actual.dtype == expected.dtype
+                assert torch.equal(actual, expected)
+
+
+# What the kernels are given
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[specs.Spec, tuple[Any, ...]]]:
+    """What the CUDA implementations, called on CPU tensors, would launch on a GPU of 132 multiprocessors."""
+    launches: list[tuple[specs.Spec, tuple[Any, ...]]] = []
+    monkeypatch.setattr(device, "sm_count", lambda index: 132)
+    for name in ("hybrid_forward", "_hybrid"):
+        record = lambda spec, *arguments: launches.append((spec, arguments))  # noqa: E731
+        monkeypatch.setattr(sys.modules[f"twell.ops.{name}"], "launch", record)
+    return launches
+
+
+def on_cuda(op: Any, arguments: tuple[Any, ...]) -> Any:
+    return sys.modules[f"twell.ops.{op._opname}"]._cuda(*arguments)
+
+
+@GATED
+@pytest.mark.parametrize("biases", ["", "gate up down", "down", "up"])
+def test_kernels_get_the_arguments_that_they_are_compiled_for(
+    gated: bool, biases: str, launched: list[tuple[specs.Spec, tuple[Any, ...]]]
+) -> None:
+    pytest.importorskip("cutlass")
+    for op, arguments in arguments_of_all(problem(130, 264, 16, 0.1, gated=gated, biases=biases)):
+        on_cuda(op, arguments)
+    steps = ["sampled_grad", "gathered", "overflow", "transpose", "weight_grad", "overflow"]
+    first = ["compact", "sampled_up", "gathered", "overflow"] if gated else ["compact", "gathered", "overflow"]
+    assert [spec.op for spec, _ in launched] == first + 2 * steps
+    modes = [spec.mode for spec, _ in launched if isinstance(spec, specs.OverflowSpec)]
+    assert modes == ["forward", "input", "weight", "input", "weight_add"]
+    assert [spec.accumulate for spec, _ in launched if isinstance(spec, specs.WeightGradSpec)] == [False, True]
+    for spec, arguments in launched:
+        assert spec in specs.all_specs()
+        _, fakes = kernel_module(spec.op).signature(spec)
+        assert len(arguments) == len(fakes), spec
+        for place, (argument, fake) in enumerate(zip(arguments, fakes, strict=True)):
+            assert (argument is None) == (fake is None), (spec, place)
+            if isinstance(argument, Tensor):
+                assert argument.dim() == len(fake.shape), (spec, place)
+                name = str(argument.dtype).removeprefix("torch.").lower()
+                assert name == fake.element_type.__name__.lower(), (spec, place)
+            elif argument is not None:
+                assert isinstance(argument, int), (spec, place)
+
+
+def test_only_what_is_asked_for_is_launched(launched: list[tuple[specs.Spec, tuple[Any, ...]]]) -> None:
+    p = problem(130, 264, 16, 0.1)
+    *_, kept = forward(p)
+    arguments = (*upstream(p), *p[:6], *kept)
+    on_cuda(ops.hybrid_backward, (*arguments, True, False))
+    assert [spec.op for spec, _ in launched] == ["sampled_grad", "gathered", "overflow"]
+    launched.clear()
+    on_cuda(ops.hybrid_backward, (*arguments, False, True))
+    assert [spec.op for spec, _ in launched] == ["sampled_grad", "transpose", "weight_grad", "overflow"]
+    launched.clear()
+    on_cuda(ops.hybrid_backward, (*arguments, False, False))
+    assert not launched
+
+
+def test_neurons_are_ranked_by_popularity(launched: list[tuple[specs.Spec, tuple[Any, ...]]]) -> None:
+    p = problem(130, 264, 16, 0.1)
+    *_, kept = forward(p)
+    on_cuda(ops.hybrid_backward, (*upstream(p), *p[:6], *kept, False, True))
+    (transpose,) = (arguments for spec, arguments in launched if spec.op == "transpose")
+    order, slot = transpose[7:9]
+    by_popularity = sorted(range(264), key=lambda neuron: (-int(kept.popularity[neuron]), neuron))
+    assert order.tolist() == by_popularity
+    assert [by_popularity[rank] for rank in slot.tolist()] == list(range(264))
+
+
+@GATED
+def test_without_tokens_nothing_is_launched(gated: bool, launched: list[tuple[specs.Spec, tuple[Any, ...]]]) -> None:
+    for op, arguments in arguments_of_all(problem(0, 264, 16, 0.1, gated=gated)):
+        expected = op(*(a.clone() if isinstance(a, Tensor) else a for a in arguments))
+        for actual, answer in zip(on_cuda(op, arguments), expected, strict=True):
+            assert torch.equal(actual, answer)
+    assert not launched
+
+
+def test_main_tensors_that_kernels_cannot_write_are_added_to_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = problem(5, 264, 16, 0.1)
+    _, (op, arguments) = arguments_of_all(p)[1:]
+    expected = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
+    op(*expected)
+    monkeypatch.setattr(_hybrid, "backward_cuda", _hybrid.backward_cpu)
+    on_cuda(op, arguments)
+    for actual, answer in zip(arguments, expected, strict=True):
+        assert not isinstance(actual, Tensor) or torch.equal(actual, answer)
+
+
+@pytest.mark.parametrize("total", [0, 3, 8, 9])
+def test_the_sum_of_values_of_a_layer_without_gate(total: int) -> None:
+    """On CUDA it comes from the entries, which beyond their number hold anything, and in a bitmap no values."""
+    values = torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8]).to(BF16)
+    entries = values.view(torch.int16).int() << 16 | 0x1FFF
+    entries[total:] = -1
+    found = sys.modules["twell.ops.hybrid_forward"]._sum_of_values(
+        entries, torch.tensor(total, dtype=torch.int32), BF16
+    )
+    assert found == (values[:total].float().sum() if total <= 8 else 0)
