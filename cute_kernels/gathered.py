@@ -1,12 +1,12 @@
-"""Sparse times dense, a token tile at a time: out[m] = sum over non-zeros c of coefficient[m, c] * w[c], plus the same of
-a second pair, plus bias. Each row of w in the union of 128 tokens' neurons is read once; WGMMA does the rest.
+"""Sparse times dense, a token tile at a time: out[m] = sum over non-zeros c of coefficient[m, c] * w[c], plus the same
+of a second pair, plus bias. Each row of w in the union of 128 tokens' neurons is read once; WGMMA does the rest.
 
 Persistent, one CTA per SM. A unit of work is a token tile and a slab of 256 columns; its inner dimension is the list of
 neurons, 128 a turn. Two kinds of warp groups, whose common parts are in sm90/gather.py:
 
     fill    group 0. cp.async of rows of w, 256 columns each, into MN-major swizzled stages of 64 rows.
-    mma     groups 1 and 2, 64 tokens each: WGMMA 64x256x16 of the stages and the group's own tile of coefficients; while
-            it runs, the tile of the next turn. Then bias, rounding and 16-byte stores.
+    mma     groups 1 and 2, 64 tokens each: WGMMA 64x256x16 of the stages and the group's own tile of coefficients;
+            while it runs, the tile of the next turn. Then bias, rounding and 16-byte stores.
 
     FULL[s]    128 fill threads, when the copies of the stage are through and fenced.
     EMPTY[s]   8 mma warps.
@@ -45,6 +45,8 @@ TILE_M, TILE_N, TILE_K = twell.TOKEN_TILE, 256, twell.CHUNK
 # places of a list in a turn
 TURN = 2 * TILE_K
 STAGES = 4
+# most token tiles that are sorted: 131,072 tokens. With more, their order evens out
+SORTED = 1024
 THREADS = 384
 MMA_WARPS = 8
 REGISTERS_PRODUCER, REGISTERS_MMA = 88, 208
@@ -62,6 +64,7 @@ class Operands(NamedTuple):
     neurons: Any
     chunks: Any
     sizes: Any
+    order: Any
     slabs: Any
 
 
@@ -104,6 +107,7 @@ class Gathered(SparseProduct):
         class Shared:
             full: cute.struct.MemRange[Int64, STAGES]
             empty: cute.struct.MemRange[Int64, STAGES]
+            order: cute.struct.MemRange[Uint16, SORTED]
             sA: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(a_layout)], 1024]
             sB: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(b_layout)], 1024]
 
@@ -140,7 +144,6 @@ class Gathered(SparseProduct):
         capacity: Int32,
     ):
         thread = cute.arch.thread_idx()[0]
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(thread // 128)
         shared = SmemAllocator().allocate(self.shared)
         full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
@@ -148,8 +151,9 @@ class Gathered(SparseProduct):
             cute.arch.mbarrier_init(full + thread, GROUP_THREADS)
             cute.arch.mbarrier_init(empty + thread, MMA_WARPS)
             cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        data = Operands(coefficients, w, coefficients2, w2, entries, neurons, chunks, sizes, slabs)
+        order = shared.order.get_tensor(cute.make_layout(SORTED))
+        self.sort_tiles(order, shared.sB.data_ptr(), sizes, thread)
+        data = Operands(coefficients, w, coefficients2, w2, entries, neurons, chunks, sizes, order, slabs)
         if sizes[sizes.shape[0] - 1] <= capacity:
             if group == 0:
                 cute.arch.setmaxregister_decrease(REGISTERS_PRODUCER)
@@ -160,8 +164,29 @@ class Gathered(SparseProduct):
                 sB = shared.sB.get_tensor(b_layout.outer, swizzle=b_layout.inner)
                 self.mma(full, empty, mma, shared.sA.data_ptr(), sA, sB, data, out, bias, units, thread - 128)
 
-    def parts(self, data):
-        return data.slabs
+    @cute.jit
+    def sort_tiles(self, order, scratch, sizes, thread):
+        """Token tiles by the length of their lists, descending: their rank is the number of longer ones."""
+        tiles = sizes.shape[0] - 1
+        lengths = cute.make_tensor(cute.recast_ptr(scratch, dtype=Int32), cute.make_layout(SORTED))
+        if tiles <= SORTED:
+            for i in cutlass.range(thread, tiles, THREADS, unroll=1):
+                lengths[i] = sizes[i]
+        cute.arch.sync_threads()
+        if tiles <= SORTED:
+            for i in cutlass.range(thread, tiles, THREADS, unroll=1):
+                own, rank = lengths[i], Int32(0)
+                for j in cutlass.range(tiles, unroll=8):
+                    other = lengths[j]
+                    rank += Int32((other > own) | ((other == own) & (j < i)))
+                order[rank] = Uint16(i)
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def split(self, data, unit):
+        place = unit // data.slabs
+        tile = widen(data.order[place]) if data.sizes.shape[0] - 1 <= SORTED else place
+        return tile, unit - place * data.slabs
 
     @cute.jit
     def open(self, data, tile):
@@ -202,7 +227,7 @@ class Gathered(SparseProduct):
     def put(self, data, tile, part, half, word, bits, valid):
         """A coefficient to row token, column place of the list, by the group that has the token."""
         mine = valid & (Int32((word >> 12) & Uint32(1)) == half)
-        store_bits(tile + swizzled(Int32((word >> 6) & Uint32(63)), Int32(word & Uint32(63))), bits, mine)
+        store_bits(tile + swizzled(word), bits, mine)
 
     @cute.jit
     def mma(self, full, empty, mma: cute.TiledMma, tiles, sA, sB, data, out, bias, units, thread):
@@ -222,12 +247,13 @@ class Gathered(SparseProduct):
         mma.set(warpgroup.Field.ACCUMULATE, True)
         ahead = self.first_tiles(data, tiles, words, units, half, member)
         slot = Int32(0)
-        unit, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        length = data.sizes[unit // data.slabs]
+        unit = Int32(cute.arch.block_idx()[0])
+        tile, slab = self.split(data, unit)
+        length = data.sizes[tile]
         while unit < units:
-            tile = unit // data.slabs
-            slab = unit - tile * data.slabs
-            next_length = data.sizes[(unit + step) // data.slabs] if unit + step < units else 0
+            unit = self.unit_after(unit)
+            next_tile, next_slab = self.split(data, unit) if unit < units else (tile, slab)
+            next_length = data.sizes[next_tile]
             acc.fill(0.0)
             turns = cute.ceil_div(length, TURN) * self.products
             for k in cutlass.range(turns, unroll=1):
@@ -268,14 +294,13 @@ class Gathered(SparseProduct):
 
             if const_expr(self.has_bias):
                 self.add_bias(acc, bias, coordinates, slab)
-            length = next_length
             row = tile * TILE_M + warp_index * 16 + (lane >> 2)
             column = slab * TILE_N
             for i in range_constexpr(2):
                 target = out.iterator + (Int64(row + 8 * i) * out.stride[0] + column)
                 left = out.shape[1] - column if row + 8 * i < out.shape[0] else 0
                 store_rounded(acc, i, TILE_N, target, left, lane, self.dtype)
-            unit += step
+            tile, slab, length = next_tile, next_slab, next_length
 
     @cute.jit
     def release(self, empty, state, lane):

@@ -174,6 +174,17 @@ class GatheredSpec:
 
 
 @dataclass(frozen=True)
+class RankSpec:
+    """``popularity -> order, slot``: neurons by popularity."""
+
+    op: ClassVar[str] = "rank"
+
+    @property
+    def symbol(self) -> str:
+        return self.op
+
+
+@dataclass(frozen=True)
 class TransposeSpec:
     """``hybrid gate, gradients -> lists of tokens and packed coefficients``, a tile of neurons at a time."""
 
@@ -241,6 +252,7 @@ Spec = (
     | SampledUpSpec
     | SampledGradSpec
     | GatheredSpec
+    | RankSpec
     | TransposeSpec
     | WeightGradSpec
     | OverflowSpec
@@ -259,6 +271,7 @@ def all_specs() -> tuple[Spec, ...]:
         *(SampledUpSpec(d, b) for d in DTYPES for b in flags),
         *(SampledGradSpec(d, g) for d in DTYPES for g in flags),
         *(GatheredSpec(d, p, b) for d in DTYPES for p, b in ((0, False), (0, True), (1, False), (1, True), (2, False))),
+        RankSpec(),
         *(TransposeSpec(d, g) for d in DTYPES for g in flags),
         *(WeightGradSpec(d, g, b, a) for d in DTYPES for g in flags for b in flags for a in flags),
         *(OverflowSpec(d, m, g, b) for d in DTYPES for m in OVERFLOW_MODES for g in flags for b in flags),

@@ -24,7 +24,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, Uint64, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint32, Uint64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -146,7 +146,6 @@ class WeightGrad(SparseProduct):
         units: Int32,
     ):
         thread = cute.arch.thread_idx()[0]
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(thread // 128)
         shared = SmemAllocator().allocate(self.shared)
         full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
@@ -175,8 +174,11 @@ class WeightGrad(SparseProduct):
                     thread - 128,
                 )  # fmt: skip
 
-    def parts(self, data):
-        return 2 * data.slabs
+    @cute.jit
+    def split(self, data, unit):
+        """(neuron tile, slab of x, or of dy behind those of x)."""
+        tile = unit // (2 * data.slabs)
+        return tile, unit - tile * 2 * data.slabs
 
     @cute.jit
     def open(self, data, tile):
@@ -205,12 +207,11 @@ class WeightGrad(SparseProduct):
     @cute.jit
     def put(self, data, tile, part, half, low, high, valid):
         """d_gate or d_up, by the group whose it is, or h by both, to row neuron, column place of the list."""
-        offset = swizzled(Int32((low >> 6) & Uint32(63)), Int32(low & Uint32(63)))
         bits = high & Uint32(0xFFFF)
         if const_expr(self.gated):
             bits = high >> 16 if half == 1 else bits
         bits = low >> 16 if part >= data.slabs else bits
-        store_bits(tile + offset, bits, valid)
+        store_bits(tile + swizzled(low), bits, valid)
 
     @cute.jit
     def mma(self, full, empty, mmas, tiles, sA, sB, sOnes, data, order, weights, biases, units, thread):
@@ -238,13 +239,13 @@ class WeightGrad(SparseProduct):
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
         ahead = self.first_tiles(data, tiles, words, units, half, member)
         slot = Int32(0)
-        unit, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        parts = self.parts(data)
-        length = data.tiles[unit // parts, 3]
+        unit = Int32(cute.arch.block_idx()[0])
+        tile, part = self.split(data, unit)
+        length = data.tiles[tile, 3]
         while unit < units:
-            tile = unit // parts
-            part = unit - tile * parts
-            next_length = data.tiles[(unit + step) // parts, 3] if unit + step < units else 0
+            unit = self.unit_after(unit)
+            next_tile, next_part = self.split(data, unit) if unit < units else (tile, part)
+            next_length = data.tiles[next_tile, 3]
             turns = cute.ceil_div(length, TURN)
             of_dy = part >= data.slabs
             slab = part - data.slabs if of_dy else part
@@ -264,7 +265,6 @@ class WeightGrad(SparseProduct):
                 state, slot, ahead = self.loop(
                     narrow, rA, rHalf, acc_half, row_sums, rOnes, sums, shared, state, slot, ahead, length
                 )
-            length = next_length
             first = slab * TILE_N
             if of_dy:
                 self.store(acc_half, dw_down, order, tile, first + half * (TILE_N // 2), TILE_N // 2, turns, member)
@@ -280,7 +280,7 @@ class WeightGrad(SparseProduct):
                     else:
                         self.store(acc, dw_up, order, tile, first, TILE_N, turns, member)
                         self.store_bias(sums, db_up, order, tile, slab, member)
-            unit += step
+            tile, part, length = next_tile, next_part, next_length
 
     @cute.jit
     def loop(self, mma: cute.TiledMma, rA, rB, acc, row_sums, rOnes, sums, shared, state, slot, ahead, length):

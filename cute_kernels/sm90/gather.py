@@ -1,8 +1,8 @@
 """Rows that a list names, brought into swizzled shared memory as WGMMA reads it, times scattered coefficients.
 
-cp.async, 16 bytes a thread: rows of a list lie anywhere in memory, so no tensor copy covers two of them, and a copy of a
-whole row could not apply the swizzle. The 128-byte swizzle in closed form: sixteen-byte chunk c of line r of a panel of
-64 values stands at c ^ (r % 8).
+cp.async, 16 bytes a thread: rows of a list lie anywhere in memory, so no tensor copy covers two of them, and a copy of
+a whole row could not apply the swizzle. The 128-byte swizzle in closed form: sixteen-byte chunk c of line r of a panel
+of 64 values stands at c ^ (r % 8).
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ GROUP_THREADS = 128
 # named barriers of the two warp groups
 TILE_BARRIER = 1
 # coefficients that a thread loads a turn ahead
-AHEAD = 8
+AHEAD, FEW = 8, 4
 # stages whose copies are under way while the next is started
 FLYING = 1
 
@@ -35,8 +35,8 @@ def gather_columns(stage: Any, matrix: Any, rows: Any, column: Int32, thread: In
     """256 columns from `column` on of 64 rows into an MN-major stage [256, 64], by 128 threads.
 
     Eight threads share a row: thread t copies the sixteen bytes t % 8 of each panel of 64 columns of the rows
-    t / 8 + 16 j, whose indices are `rows`. Columns that do not exist become zero. Rows are found by 32-bit offsets of 16
-    bytes: 64 GB.
+    t / 8 + 16 j, whose indices are `rows`. Columns that do not exist become zero. Rows are found by 32-bit offsets of
+    16 bytes: 64 GB.
     """
     place, piece = thread // 8, thread % 8
     target = stage + (place * 64 + ((piece ^ (place & 7)) << 3))
@@ -85,11 +85,12 @@ class List(NamedTuple):
 class SparseProduct:
     """A sparse tile times the rows that its list names: what the roles of such a kernel share.
 
-    A unit of work is a tile of sparse rows and one of `parts(data)` parts of the columns. Its list is walked 128 places a
-    turn, `products` turns for the same places. 128 threads gather rows into a ring of `stages`, 64 rows each, two to a
-    turn. Each of two warp groups scatters its own 64 rows of coefficients into one of three tiles while the WGMMA of the
-    turn before runs: a turn fills the tile of the next turn, and clears that of the turn after it. A kernel gives
+    A unit of work is a tile of sparse rows and a part of the columns, the longest first. Its list is walked 128 places
+    a turn, `products` turns for the same places. 128 threads gather rows into a ring of `stages`, 64 rows each, two to a
+    turn. Each of two warp groups scatters its own 64 rows of coefficients into one of three tiles while the WGMMA of
+    the turn before runs: a turn fills the tile of the next turn, and clears that of the turn after it. A kernel gives
 
+        split(data, unit)                     its tile and part
         open(data, tile)                      length of the tile's list, and where it begins
         bound(data, tile, chunk)              where the coefficients of 64 places of the list begin
         row(data, at)                         the list
@@ -154,7 +155,7 @@ class SparseProduct:
 
     @cute.jit
     def first_tiles(self, data, sA, words, units, half, thread):
-        """Before the first turn: its tile is filled, the next one is clear, and the coefficients for that are loaded."""
+        """Before the first turn: its tile is filled, the next is clear, and the coefficients for that are loaded."""
         place, current, following = self.first_turn(data, units, thread & 31)
         self.load_words(data, words, place, place.first, thread)
         for slot in range_constexpr(3):
@@ -167,12 +168,12 @@ class SparseProduct:
         """Scatter the coefficients of the turn that `ahead` is at, and load those of the turn after it."""
         place, current, following, slot = ahead
         tile = self.tile_of(sA, slot, half)
-        self.put_words(data, tile, words, place, current, place.first, half, thread)
-        at = place.first + GROUP_THREADS * AHEAD
-        while at < place.last:
+        at = place.first
+        self.put_words(data, tile, words, place, current, at, half, thread)
+        while at + GROUP_THREADS * AHEAD < place.last:
+            at += GROUP_THREADS * AHEAD
             self.load_words(data, words, place, at, thread)
             self.put_words(data, tile, words, place, current, at, half, thread)
-            at += GROUP_THREADS * AHEAD
         cute.arch.fence_proxy("async.shared", space="cta")
         place, current, following = self.advance(data, place, current, following, units, thread & 31)
         self.load_words(data, words, place, place.first, thread)
@@ -181,19 +182,23 @@ class SparseProduct:
 
     @cute.jit
     def put_words(self, data, tile, words, place, current, at, half, thread):
-        at += thread
-        for j in range_constexpr(AHEAD):
-            here = at + GROUP_THREADS * j
-            panel = tile + (64 * 64 if here >= place.middle else 0)
-            self.put(data, panel, current.part, half, words[0, j], words[1, j], here < place.last)
+        for few in range_constexpr(AHEAD // FEW):
+            # most turns have few
+            if at + GROUP_THREADS * FEW * few < place.last:
+                for j in range_constexpr(FEW * few, FEW * few + FEW):
+                    here = at + thread + GROUP_THREADS * j
+                    panel = tile + (64 * 64 if here >= place.middle else 0)
+                    self.put(data, panel, current.part, half, words[0, j], words[1, j], here < place.last)
 
     @cute.jit
     def load_words(self, data, words, place, at, thread):
-        at += thread
-        for j in range_constexpr(AHEAD):
-            if at + GROUP_THREADS * j < place.last:
-                low, high = self.load(data, at + GROUP_THREADS * j, place.product)
-                words[0, j], words[1, j] = low, high
+        for few in range_constexpr(AHEAD // FEW):
+            if at + GROUP_THREADS * FEW * few < place.last:
+                for j in range_constexpr(FEW * few, FEW * few + FEW):
+                    here = at + thread + GROUP_THREADS * j
+                    if here < place.last:
+                        low, high = self.load(data, here, place.product)
+                        words[0, j], words[1, j] = low, high
 
     def tile_of(self, sA, slot, half):
         """64 rows of 128 places: two panels of 64."""
@@ -211,11 +216,17 @@ class SparseProduct:
     # ---- the order of turns ----
 
     @cute.jit
+    def unit_after(self, unit):
+        """The next unit of this CTA: units are dealt forth and back, so that who had the longest gets the shortest."""
+        grid = Int32(cute.arch.grid_dim()[0])
+        return unit + 2 * (grid - unit % grid) - 1
+
+    @cute.jit
     def first_turn(self, data, units, lane):
         unit = Int32(cute.arch.block_idx()[0])
         place = Place(unit, Int32(-2), Int32(self.products - 1), Int32(0), Int32(0), Int32(0))
         current = self.look_up(data, unit, units, lane)
-        following = self.look_up(data, unit + cute.arch.grid_dim()[0], units, lane)
+        following = self.look_up(data, self.unit_after(unit), units, lane)
         return self.advance(data, place, current, following, units, lane)
 
     @cute.jit
@@ -224,8 +235,7 @@ class SparseProduct:
         tile, part, length, base = Int32(0), Int32(0), Int32(0), Int32(0)
         begin, middle, end = Int32(0), Int32(0), Int32(0)
         if unit < units:
-            tile = unit // self.parts(data)
-            part = unit - tile * self.parts(data)
+            tile, part = self.split(data, unit)
             length, base = self.open(data, tile)
             begin, middle = self.bound(data, tile, 2 * lane), self.bound(data, tile, 2 * lane + 1)
             end = self.bound(data, tile, 2 * lane + 2)
@@ -236,16 +246,15 @@ class SparseProduct:
         """The next turn, the list of its unit, and that of the unit after."""
         unit, chunk, product, _, _, _ = place
         tile, part, length, base, begin, middle, end = current
-        step = cute.arch.grid_dim()[0]
         product += 1
         if product == self.products:
             product = Int32(0)
             chunk += 2
             while unit < units and chunk * 64 >= length:
-                unit += step
+                unit = self.unit_after(unit)
                 chunk = Int32(0)
                 tile, part, length, base, begin, middle, end = following
-                following = self.look_up(data, unit + step, units, lane)
+                following = self.look_up(data, self.unit_after(unit), units, lane)
             if chunk > 0 and chunk & 63 == 0:
                 begin, middle = self.bound(data, tile, chunk + 2 * lane), self.bound(data, tile, chunk + 2 * lane + 1)
                 end = self.bound(data, tile, chunk + 2 * lane + 2)
@@ -260,9 +269,9 @@ class SparseProduct:
 
 
 @cute.jit
-def swizzled(row: Int32, column: Int32) -> Int32:
-    """Offset of a 16-bit value in a K-major stage of 64 columns."""
-    return row * 64 + (column ^ ((row & 7) << 3))
+def swizzled(place: Uint32) -> Int32:
+    """Offset of the 16-bit value of row `place` / 64 and column `place` % 64 in 64 K-major rows of 64 columns."""
+    return Int32((place & Uint32(0xFFF)) ^ ((place >> 3) & Uint32(0x38)))
 
 
 @cute.jit
@@ -291,7 +300,8 @@ def store_rounded(
 ) -> None:
     """Rows g + 8 i of a warp's WGMMA sums [16, columns], rounded, to `row`, of which `left` columns exist.
 
-    16 bytes a lane: lane 4 g + q holds columns 8 v + 2 q and the next of row g; after a transpose it holds all eight of v = 4 u + q.
+    16 bytes a lane: lane 4 g + q holds columns 8 v + 2 q and the next of row g; after a transpose it holds all eight of
+    v = 4 u + q.
     """
     quad = cute.make_rmem_tensor((4,), Uint32)
     for u in range_constexpr(columns // 32):

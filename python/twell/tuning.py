@@ -63,6 +63,12 @@ def gathered(dtype: torch.dtype, products: int, bias: bool) -> specs.GatheredSpe
 
 
 @functools.cache
+def rank() -> specs.RankSpec:
+    """Neurons by popularity."""
+    return specs.RankSpec()
+
+
+@functools.cache
 def transpose(dtype: torch.dtype, gated: bool) -> specs.TransposeSpec:
     """The non-zeros by neuron."""
     return specs.TransposeSpec(dtype_name(dtype), gated)

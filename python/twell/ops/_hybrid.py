@@ -247,9 +247,8 @@ def backward_cuda(dy: Tensor, dl1: Tensor, layer: Layer, kept: Kept, out: Gradie
     if out.w_gate is None:
         return
 
-    ranked = popularity.sort(descending=True, stable=True).indices
-    order, place = ranked.int(), torch.arange(n, dtype=torch.int32, device=x.device)
-    slot = torch.empty_like(order).scatter_(0, ranked, place)
+    order, slot = torch.empty_like(popularity), torch.empty_like(popularity)
+    launch(tuning.rank(), popularity, order, slot)
     neuron_tiles, token_tiles = -(-n // format.NEURON_TILE), format.token_tiles(m)
     groups = sizes.new_empty((neuron_tiles, token_tiles, 2))
     tiles = sizes.new_empty((neuron_tiles, 4))

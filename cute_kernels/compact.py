@@ -1,0 +1,733 @@
+"""TwELL to the hybrid format of training: by tiles of 128 tokens, a list of neurons and the entries that refer to it.
+
+Two launches: `locate`, one CTA, turns the statistics into the places of the token tiles in the pool of entries, and
+`compact`, one CTA per token tile, 32 warps with four tokens each. Where all fit into the pool:
+
+    mark    visit the non-zeros and count them by neuron: a byte each, for a neuron has at most 128. They are kept in
+            shared memory, token by token and ascending, as long as there is room.
+    list    non-zero bytes are the bitmap of the union; its prefix sums are the ranks.
+    count   the entries of each chunk of 64 ranks and token: a byte each, for there are at most 64.
+    place   sums of these bytes over the chunks and tokens before are the positions; entries are put together in shared
+            memory if there is room, and leave in one piece.
+
+`count` and `place` deal what is kept to all threads, so that no heavy token holds a warp; an entry's place among those
+of its chunk and token follows from where in their row these begin. What is not kept the token's own warp visits again,
+32 non-zeros at a time. Where the pool is too small, the CTA writes rows of a bitmap instead.
+
+`compact` starts with `locate`, and loads the counts of its tokens before it waits for it.
+"""
+
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int16, Int32, Int64, Uint8, Uint16, Uint32, const_expr, range_constexpr
+from cutlass.memory import SmemAllocator
+
+from . import feasible
+from . import format as twell
+from .sm90 import operands
+from .sm90.copies import load_values
+from .sm90.values import MAGNITUDE, byte_sum, lowest_bit, nonzero_flags, prefix_sum, widen
+from .specs import CompactSpec
+
+TOKENS = twell.TOKEN_TILE
+CHUNK = twell.CHUNK
+WARPS = 32
+THREADS = 32 * WARPS
+# tokens of a warp: their byte counters share a word
+OWN = TOKENS // WARPS
+# words of counters of a chunk, and one more: the counters of one token lie in different banks
+PITCH = TOKENS // 4 + 1
+BITMAP = twell.MAX_NEURONS // 32
+CHUNKS = twell.MAX_NEURONS // CHUNK
+# words of a bitmap that a TwELL tile takes
+TILE_BITS = twell.TILE // 32
+# words of shared memory for the counters, then the non-zeros, then the entries: all that the lists leave
+ARENA = 53248
+# entries of a thread that are counted side by side
+BATCHES = 4
+MOST = 2**31 - 1
+
+MARK, COUNT, PLACE = range(3)
+
+
+class Views(NamedTuple):
+    """A CTA's shared memory by name."""
+
+    bitmap: Any  # [N / 32] the union
+    prefix: Any  # [N / 32] neurons of the union before each word of the bitmap
+    bases: Any  # [C] entries of each chunk, then the entries before it
+    kept: Any  # [TOKENS] where a token's non-zeros are among `words`, if they are kept
+    sums: Any  # [WARPS] sums by warp
+    scalars: Any  # [3] words that are kept, or would be with more room; first that is not; last neuron of the union
+    counters: Any  # [N / 4] bytes by neuron, then [C, PITCH] bytes by chunk and token
+    before: Any  # [C, PITCH] entries of a chunk before each four tokens
+    words: Any  # [room] non-zeros as in TwELL, then with ranks for neurons
+    owners: Any  # [room] bytes: their tokens
+    staged: Any  # [room] entries, if all of them fit
+
+
+class Compact:
+    """One dtype; the compression is the run-time words_per_tile."""
+
+    def __init__(self, spec: CompactSpec):
+        self.dtype = operands.DTYPES[spec.dtype]
+
+    @cute.jit
+    def __call__(
+        self,
+        words: cute.Tensor,
+        spill: cute.Tensor,
+        stats: cute.Tensor,
+        entries: cute.Tensor,
+        neurons: cute.Tensor,
+        chunks: cute.Tensor,
+        sizes: cute.Tensor,
+        popularity: cute.Tensor,
+        words_per_tile: Int32,
+        capacity: Int32,
+        stream: cuda.CUstream,
+    ):
+        @cute.struct
+        class Shared:
+            bitmap: cute.struct.MemRange[Uint32, BITMAP]
+            prefix: cute.struct.MemRange[Uint16, BITMAP]
+            bases: cute.struct.MemRange[Int32, CHUNKS]
+            kept: cute.struct.MemRange[Int32, TOKENS]
+            sums: cute.struct.MemRange[Int32, WARPS]
+            scalars: cute.struct.MemRange[Int32, 3]
+            arena: cute.struct.Align[cute.struct.MemRange[Uint32, ARENA], 16]
+
+        assert feasible.ctas_per_sm(Shared.size_in_bytes()) >= 1
+        # counters and prefix sums of every chunk fit
+        assert 6 * PITCH * CHUNKS < 4 * ARENA
+        self.shared = Shared
+        self.locate(stats, chunks, sizes).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+        if words.shape[0] > 0:
+            self.compact(words, spill, entries, neurons, chunks, sizes, popularity, words_per_tile, capacity).launch(
+                grid=(chunks.shape[0], 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
+            )
+
+    # ---- the two kernels ----
+
+    @cute.kernel
+    def locate(self, stats: cute.Tensor, chunks: cute.Tensor, sizes: cute.Tensor):
+        """First and last column of `chunks`, where the entries of a token tile begin and end; number of non-zeros."""
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        cute.arch.griddepcontrol_launch_dependents()
+        allocator = SmemAllocator()
+        totals = allocator.allocate_tensor(Int32, cute.make_layout(THREADS))
+        sums = allocator.allocate_tensor(Int32, cute.make_layout(WARPS))
+        tiles, last = chunks.shape[0], chunks.shape[1] - 1
+        pairs = stats.shape[1] * (TOKENS // twell.STATS_ROWS)
+        most = Int64(stats.shape[0]) * stats.shape[1]
+        counts = cute.make_tensor(stats.iterator, cute.make_layout(most, stride=2))
+        own = cute.make_rmem_tensor((OWN,), Int32)
+        position = Int64(0)
+        for first in cutlass.range(0, tiles, THREADS, unroll=1):
+            for i in cutlass.range(warp * OWN, cutlass.min(tiles - first, Int32(THREADS)), WARPS * OWN, unroll=1):
+                own.fill(0)
+                for p in cutlass.range(lane, pairs, 64, unroll=1):
+                    for j in range_constexpr(OWN):
+                        for q in (p, p + 32):
+                            at = Int64(first + i + j) * pairs + q
+                            own[j] += counts[at] if q < pairs and at < most else 0
+                for j in range_constexpr(OWN):
+                    total = Int32(cute.arch.warp_redux_sync(own[j], "add"))
+                    if lane == 0:
+                        totals[i + j] = total
+            cute.arch.sync_threads()
+            # 32 token tiles of 128 x 65,536 fit in 32 bits, more of them may not
+            tile = first + thread
+            mine = totals[thread] if tile < tiles else 0
+            before = prefix_sum(mine, lane)
+            if lane == 31:
+                sums[warp] = before + mine
+            cute.arch.sync_threads()
+            begin = position + before
+            for w in range_constexpr(WARPS):
+                total = Int64(sums[w])
+                position += total
+                begin += total if w < warp else Int64(0)
+            if tile < tiles:
+                chunks[tile, 0] = self.saturate(begin)
+                chunks[tile, last] = self.saturate(begin + mine)
+            cute.arch.sync_threads()
+        if thread == 0:
+            sizes[tiles] = self.saturate(position)
+
+    @cute.jit
+    def saturate(self, value: Int64) -> Int32:
+        return Int32(cutlass.min(value, Int64(MOST)))
+
+    @cute.kernel
+    def compact(
+        self,
+        words: cute.Tensor,
+        spill: cute.Tensor,
+        entries: cute.Tensor,
+        neurons: cute.Tensor,
+        chunks: cute.Tensor,
+        sizes: cute.Tensor,
+        popularity: cute.Tensor,
+        width: Int32,
+        capacity: Int32,
+    ):
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        tile = cute.arch.block_idx()[0]
+        shared = SmemAllocator().allocate(self.shared)
+        s = self.views(shared, chunks.shape[1] - 1, Int32(1))
+        gate = (words, spill, width, tile)
+        quads = cute.make_rmem_tensor((4, OWN), Uint32)
+        own, most = self.count_tokens(s, gate, quads, popularity.shape[0], thread, warp, lane)
+        # what follows needs the launch before
+        cute.arch.griddepcontrol_wait()
+        if sizes[chunks.shape[0]] > capacity:
+            for j in cutlass.range(OWN, unroll=1):
+                m = tile * TOKENS + warp * OWN + j
+                if m < words.shape[0]:
+                    buffer = s.counters.iterator + warp * twell.TILE
+                    self.write_bitmap(buffer, words, spill, entries, m, width, popularity.shape[0], lane)
+        else:
+            start, end = chunks[tile, 0], chunks[tile, chunks.shape[1] - 1]
+            room, fits = self.room(chunks.shape[1] - 1, end - start)
+            s = self.views(shared, chunks.shape[1] - 1, room)
+            kept = self.mark(s, gate, quads, own, most, room, warp, lane)
+            size = self.list_union(s, neurons, popularity, tile, thread, warp, lane)
+            if thread == 0:
+                sizes[tile] = size
+            self.count(s, gate, kept, neurons, chunks, size, start, thread, warp, lane)
+            self.place(s, gate, kept, entries, start, end - start, fits, thread, warp, lane)
+
+    # ---- phases ----
+
+    @cute.jit
+    def count_tokens(self, s, gate, quads, neurons, thread, warp, lane):
+        """The first words of the first 32 tiles, one a lane, of each of the warp's tokens; the rest is set up.
+
+        Returns how many non-zeros each token has, and the largest count of a tile that the lane has seen.
+        """
+        words, _, width, tile = gate
+        self.load_quads(quads, gate, Int32(0), warp, lane)
+        for i in cutlass.range(thread, neurons // 4, THREADS, unroll=1):
+            s.counters[i] = Uint32(0)
+        if thread == 0:
+            s.scalars[0] = Int32(0)
+            s.scalars[1] = Int32(MOST)
+        own, most = cute.make_rmem_tensor((OWN,), Int32), Int32(0)
+        for j in range_constexpr(OWN):
+            own[j] = Int32(quads[0, j])
+            most = cutlass.max(most, own[j])
+        for t in cutlass.range(32 + lane, words.shape[1] // width, 32, unroll=1):
+            for j in range_constexpr(OWN):
+                m = tile * TOKENS + warp * OWN + j
+                count = words[m, t * width] if m < words.shape[0] else 0
+                own[j] += count
+                most = cutlass.max(most, count)
+        for j in range_constexpr(OWN):
+            own[j] = Int32(cute.arch.warp_redux_sync(own[j], "add"))
+        cute.arch.sync_threads()
+        return own, most
+
+    @cute.jit
+    def load_quads(self, quads, gate, group, warp, lane):
+        """Count and first three non-zeros of a group of 32 tiles, one a lane; zeros where there is none."""
+        words, _, width, tile = gate
+        quads.fill(0)
+        column = (group + lane) * width
+        for j in range_constexpr(OWN):
+            m = tile * TOKENS + warp * OWN + j
+            if m < words.shape[0] and column < words.shape[1]:
+                self.load_quad(quads[None, j], words.iterator + (Int64(m) * words.stride[0] + column))
+
+    @cute.jit
+    def load_quad(self, quad, source):
+        line = cute.recast_ptr(source.align(16), dtype=Uint32)
+        cute.autovec_copy(cute.make_tensor(line, cute.make_layout(4)), quad)
+
+    @cute.jit
+    def mark(self, s, gate, quads, own, most, room, warp, lane):
+        """Count the non-zeros by neuron; returns how many are kept, those of the warps for which there was room."""
+        total = own[0]
+        for j in range_constexpr(1, OWN):
+            total += own[j]
+        kept = Int32(-1)
+        # one heavy warp does not take all the room
+        if total <= room // 2:
+            if lane == 0:
+                kept = cute.arch.atomic_add(s.scalars.iterator, total, scope="cta")
+                if kept + total > room:
+                    cute.arch.atomic_min(s.scalars.iterator + 1, kept, scope="cta")
+                    kept = Int32(-1)
+            kept = cute.arch.shuffle_sync(kept, 0)
+        if lane < OWN:
+            at = kept
+            for j in range_constexpr(OWN - 1):
+                at += own[j] if kept >= 0 and j < lane else 0
+            s.kept[warp * OWN + lane] = at
+        cute.arch.sync_warp()
+        if kept < 0 or cute.arch.vote_any_sync(most >= gate[2]):
+            for j in cutlass.range(OWN, unroll=1):
+                self.scan(s, gate, warp * OWN + j, lane, MARK)
+        else:
+            self.mark_intact(s, gate, quads, own, kept, warp, lane)
+        cute.arch.sync_threads()
+        return cutlass.min(s.scalars[0], s.scalars[1])
+
+    @cute.jit
+    def mark_intact(self, s, gate, quads, own, kept, warp, lane):
+        """`mark` for a warp that keeps its non-zeros and none of whose tiles overflows.
+
+        Its tokens stand side by side, and each lane walks its own tile: few lanes are busy. So the non-zeros are only
+        kept here, and counted when they stand in a row.
+        """
+        words, _, width, tile = gate
+        count, at = cute.make_rmem_tensor((OWN,), Int32), cute.make_rmem_tensor((OWN,), Int32)
+        # where the token's next entry goes, less one: the first word of a tile is its count
+        for j in range_constexpr(OWN):
+            at[j] = kept - 1 if const_expr(j == 0) else at[j - 1] + own[j - 1]
+        for group in cutlass.range(0, words.shape[1] // width, 32, unroll=1):
+            if group > 0:
+                self.load_quads(quads, gate, group, warp, lane)
+            most = Int32(0)
+            for j in range_constexpr(OWN):
+                count[j] = Int32(quads[0, j])
+                most = cutlass.max(most, count[j])
+                at[j] += prefix_sum(count[j], lane)
+                for i in range_constexpr(1, 4):
+                    if i <= count[j]:
+                        s.words[at[j] + i] = quads[i, j]
+            most = Int32(cute.arch.warp_redux_sync(most, "max"))
+            for q in cutlass.range(4, most + 1, 4, unroll=1):
+                for j in range_constexpr(OWN):
+                    if q <= count[j]:
+                        m = tile * TOKENS + warp * OWN + j
+                        source = words.iterator + (Int64(m) * words.stride[0] + (group + lane) * width + q)
+                        self.load_quad(quads[None, j], source)
+                for j in range_constexpr(OWN):
+                    for i in range_constexpr(4):
+                        if q + i <= count[j]:
+                            s.words[at[j] + q + i] = quads[i, j]
+            for j in range_constexpr(OWN):
+                at[j] = cute.arch.shuffle_sync(at[j] + count[j], 31)
+        cute.arch.sync_warp()
+        # the last token's last place
+        end = at[OWN - 1] + 1
+        loaded = cute.make_rmem_tensor((BATCHES,), Uint32)
+        for first in cutlass.range(kept + lane, end, 32 * BATCHES, unroll=1):
+            for i in range_constexpr(BATCHES):
+                loaded[i] = Uint32(s.words[first + 32 * i]) if first + 32 * i < end else Uint32(0)
+            for i in range_constexpr(BATCHES):
+                if first + 32 * i < end:
+                    token, before = warp * OWN, kept
+                    for j in range_constexpr(OWN - 1):
+                        before += own[j]
+                        token += Int32(first + 32 * i >= before)
+                    self.mark_entry(s, loaded[i])
+                    s.owners[first + 32 * i] = Uint8(token)
+
+    @cute.jit
+    def list_union(self, s, neurons, popularity, tile, thread, warp, lane):
+        """Popularity, bitmap, ranks and list of the union; returns its size and leaves the counters free.
+
+        Each warp has a stretch of the bitmap, of which a lane holds word `lane` and word 32 + `lane`.
+        """
+        count = popularity.shape[0]
+        bitmap_words = cute.ceil_div(count, 32)
+        share = cute.ceil_div(bitmap_words, WARPS)
+        first = warp * share
+        share = cutlass.min(share, bitmap_words - first)
+        own = cute.make_rmem_tensor((BITMAP // THREADS,), Uint32)
+        own.fill(0)
+        for h in range_constexpr(BITMAP // THREADS):
+            for i in cutlass.range(cutlass.min(share - 32 * h, 32), unroll=2):
+                neuron = (first + 32 * h + i) * 32 + lane
+                tokens = Uint32(0)
+                if neuron < count:
+                    tokens = (Uint32(s.counters[neuron >> 2]) >> Uint32((neuron & 3) * 8)) & 0xFF
+                word = Uint32(cute.arch.vote_ballot_sync(tokens != 0))
+                own[h] = word if lane == i else own[h]
+                if tokens != 0:
+                    cute.arch.red(
+                        popularity.iterator + neuron, Int32(tokens), op="add", dtype="s32", sem="relaxed", scope="gpu"
+                    )
+        before = cute.make_rmem_tensor((BITMAP // THREADS,), Int32)
+        position = Int32(0)
+        for h in range_constexpr(BITMAP // THREADS):
+            marked = Int32(cute.arch.popc(own[h]))
+            before[h] = position + prefix_sum(marked, lane)
+            position = cute.arch.shuffle_sync(before[h] + marked, 31)
+        if lane == 0:
+            s.sums[warp] = position
+        cute.arch.sync_threads()
+
+        others = s.sums[lane]
+        size = Int32(cute.arch.warp_redux_sync(others, "add"))
+        position = Int32(cute.arch.warp_redux_sync(others if lane < warp else 0, "add"))
+        for i in cutlass.range(thread, cute.ceil_div(size, CHUNK) * PITCH, THREADS, unroll=1):
+            s.counters[i] = Uint32(0)
+        below = Uint32(cute.arch.lanemask_lt())
+        for h in range_constexpr(BITMAP // THREADS):
+            before[h] += position
+            if 32 * h + lane < share:
+                s.bitmap[first + 32 * h + lane] = own[h]
+                s.prefix[first + 32 * h + lane] = Uint16(before[h])
+            for i in cutlass.range(cutlass.min(share - 32 * h, 32), unroll=2):
+                word = Uint32(cute.arch.shuffle_sync(own[h], i))
+                rank = cute.arch.shuffle_sync(before[h], i) + Int32(cute.arch.popc(word & below))
+                if (word >> Uint32(lane)) & 1 != 0:
+                    neuron = (first + 32 * h + i) * 32 + lane
+                    neurons[tile, rank] = Int16(neuron)
+                    if rank == size - 1:
+                        s.scalars[2] = neuron
+        cute.arch.sync_threads()
+        return size
+
+    @cute.jit
+    def count(self, s, gate, kept, neurons, chunks, size, start, thread, warp, lane):
+        """Where the entries of each chunk and of each four of its tokens begin."""
+        tile = gate[3]
+        for first in cutlass.range(thread, kept, THREADS * BATCHES, unroll=1):
+            loaded, ranks = [Uint32(0)] * BATCHES, [Int32(0)] * BATCHES
+            for i in range_constexpr(BATCHES):
+                if first + i * THREADS < kept:
+                    loaded[i] = Uint32(s.words[first + i * THREADS])
+            for i in range_constexpr(BATCHES):
+                ranks[i] = self.rank(s, loaded[i])
+            for i in range_constexpr(BATCHES):
+                if first + i * THREADS < kept:
+                    s.words[first + i * THREADS] = (loaded[i] & Uint32(0xFFFF0000)) | Uint32(ranks[i])
+                    self.count_entry(s, ranks[i], self.owner(s, first + i * THREADS))
+        for j in cutlass.range(OWN, unroll=1):
+            if s.kept[warp * OWN + j] < 0:
+                self.scan(s, gate, warp * OWN + j, lane, COUNT)
+        cute.arch.sync_threads()
+        here = cute.ceil_div(size, CHUNK)
+        if size + thread < here * CHUNK:
+            neurons[tile, size + thread] = Int16(s.scalars[2])
+        for i in cutlass.range(warp, here, WARPS, unroll=1):
+            at = i * PITCH + lane
+            own = byte_sum(Uint32(s.counters[at]))
+            before = prefix_sum(own, lane)
+            s.before[at] = Uint16(before)
+            if lane == 31:
+                s.bases[i] = before + own
+        cute.arch.sync_threads()
+        if warp == 0:
+            # a lane has some consecutive chunks, and there is one more place than chunks
+            columns = chunks.shape[1]
+            share = cute.ceil_div(columns, 32)
+            total = Int32(0)
+            for i in cutlass.range(share, unroll=1):
+                at = lane * share + i
+                total += s.bases[at] if at < here else 0
+            position = prefix_sum(total, lane)
+            for i in cutlass.range(share, unroll=1):
+                at = lane * share + i
+                if at < columns:
+                    chunks[tile, at] = start + position
+                if at < here:
+                    entries = s.bases[at]
+                    s.bases[at] = position
+                    position += entries
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def place(self, s, gate, kept, entries, start, total, fits, thread, warp, lane):
+        """Write the entries."""
+        target = Int32(-1) if fits else start
+        gate = (*gate, entries, target)
+        loaded, ordinals = cute.make_rmem_tensor((BATCHES,), Uint32), cute.make_rmem_tensor((BATCHES,), Int32)
+        for first in cutlass.range(warp * 32, kept, THREADS * BATCHES, unroll=1):
+            for i in range_constexpr(BATCHES):
+                at = first + i * THREADS + lane
+                loaded[i] = Uint32(s.words[at]) if at < kept else Uint32(0)
+                ordinals[i] = self.ordinal(s, first + i * THREADS, kept, lane)
+            for i in range_constexpr(BATCHES):
+                at = first + i * THREADS + lane
+                if at < kept:
+                    rank = Int32(loaded[i] & Uint32(0xFFFF))
+                    self.place_entry(s, gate, loaded[i], rank, ordinals[i], self.owner(s, at))
+        for j in cutlass.range(OWN, unroll=1):
+            if s.kept[warp * OWN + j] < 0:
+                self.scan(s, gate, warp * OWN + j, lane, PLACE)
+        if fits:
+            cute.arch.sync_threads()
+            for i in cutlass.range(thread, total, THREADS, unroll=4):
+                entries[start + i] = Int32(s.staged[i])
+
+    # ---- non-zeros that are kept ----
+
+    @cute.jit
+    def ordinal(self, s, first, kept, lane):
+        """The place of entry `first` + lane among those of its token and chunk."""
+        begins = self.begins(s, first + lane, kept)
+        ends = begins & Uint32(cute.arch.lanemask_le())
+        ordinal = lane - 31 + Int32(cute.arch.clz(ends))
+        if begins & 1 == 0:
+            # a token has at most 64 entries in a chunk, so those that go on here began 63 before or later
+            earlier, earliest = self.begins(s, first - 32 + lane, kept), self.begins(s, first - 64 + lane, kept)
+            before = 1 + Int32(cute.arch.clz(earlier)) if earlier != 0 else 33 + Int32(cute.arch.clz(earliest))
+            ordinal = ordinal if ends != 0 else lane + before
+        return ordinal
+
+    @cute.jit
+    def begins(self, s, at, kept):
+        """Which lanes' entries are the first of their token and chunk; `at` may lie before the first of all."""
+        begin = at <= 0
+        if at > 0 and at < kept:
+            key, last = self.key(s, at), self.key(s, at - 1)
+            begin = key != last
+        return Uint32(cute.arch.vote_ballot_sync(begin))
+
+    def key(self, s, at):
+        """Token and chunk of an entry whose rank is known."""
+        return (self.owner(s, at) << 16) | Int32((Uint32(s.words[at]) & Uint32(0xFFFF)) >> 6)
+
+    def owner(self, s, at):
+        return Int32(s.owners[at].to(Uint32) & Uint32(0xFF))
+
+    # ---- a token's non-zeros from its words and its spill, 32 at a time and ascending ----
+
+    @cute.jit
+    def scan(self, s, gate, token, lane, phase: cutlass.Constexpr):
+        """Visit the non-zeros of one token; with `mark` they are kept if there is room."""
+        words, spill, width, tile = gate[:4]
+        m = tile * TOKENS + token
+        tiles = words.shape[1] // width
+        # where the next entry is kept, the chunk of the last one, and entries of that chunk so far
+        kept = s.kept[token]
+        place, run = kept, (Int32(-1), Int32(0))
+        for group in cutlass.range(0, tiles, 32, unroll=1):
+            count = words[m, (group + lane) * width] if m < words.shape[0] and group + lane < tiles else 0
+            overflowing = Uint32(cute.arch.vote_ballot_sync(count >= width))
+            # tiles of the group up to the next one that overflows, then that one
+            low = Int32(0)
+            while low < 32:
+                rest = overflowing & (Uint32(0xFFFFFFFF) << Uint32(low))
+                high = lowest_bit(rest) if rest != 0 else Int32(32)
+                here = count if lane >= low and lane < high else 0
+                before = prefix_sum(here, lane)
+                size = cute.arch.shuffle_sync(before + here, 31)
+                for first in cutlass.range(0, size, 32, unroll=1):
+                    owner, offset = self.find(before, first + lane)
+                    active = first + lane < size
+                    word = Uint32(words[m, (group + owner) * width + 1 + offset]) if active else Uint32(0)
+                    run = self.visit(s, gate, token, word, active, place + first + lane, kept >= 0, run, lane, phase)
+                place += size
+                if high < 32:
+                    neuron = (group + high) * twell.TILE
+                    if const_expr(phase == MARK):
+                        place = self.mark_spilled(s, gate, token, neuron + lane * 8, place, kept >= 0, lane)
+                    else:
+                        values = [Uint32(0)] * TILE_BITS
+                        for i in range_constexpr(TILE_BITS):
+                            values[i] = Uint32(widen(spill[m, neuron + 32 * i + lane].bitcast(Uint16)))
+                        for i in range_constexpr(TILE_BITS):
+                            word = values[i] << 16 | Uint32(neuron + 32 * i + lane)
+                            active = values[i] & MAGNITUDE != 0
+                            run = self.visit(s, gate, token, word, active, place, False, run, lane, phase)
+                low = high + 1
+
+    @cute.jit
+    def mark_spilled(self, s, gate, token, neuron, place, keep, lane):
+        """`mark` for a tile that overflows, eight neurons a lane; returns where the next entry is kept."""
+        _, spill, _, tile = gate
+        values = load_values(spill.iterator + (Int64(tile * TOKENS + token) * spill.stride[0] + neuron))
+        flags = nonzero_flags(values)
+        own = Int32(0)
+        for i in range_constexpr(8):
+            own += Int32(flags[i])
+        at = place + prefix_sum(own, lane)
+        for i in range_constexpr(8):
+            if flags[i]:
+                bits = values[i // 2] & Uint32(0xFFFF0000) if const_expr(i % 2) else values[i // 2] << 16
+                self.mark_entry(s, bits | Uint32(neuron + i))
+                if keep:
+                    self.keep_entry(s, bits | Uint32(neuron + i), at, token)
+            at += Int32(flags[i])
+        return cute.arch.shuffle_sync(at, 31)
+
+    @cute.jit
+    def find(self, before, ordinal):
+        """The tile of a group that holds its non-zero `ordinal`, and the place there."""
+        owner = Int32(0)
+        for step in (16, 8, 4, 2, 1):
+            skipped = cute.arch.shuffle_sync(before, owner + step)
+            owner = owner + step if skipped <= ordinal else owner
+        return owner, ordinal - cute.arch.shuffle_sync(before, owner)
+
+    @cute.jit
+    def visit(self, s, gate, token, word, active, at, keep, run, lane, phase: cutlass.Constexpr):
+        """One entry a lane, ascending, for the lanes that are active. All lanes of the warp take part."""
+        if const_expr(phase == MARK):
+            if active:
+                self.mark_entry(s, word)
+                if keep:
+                    self.keep_entry(s, word, at, token)
+        else:
+            rank = self.rank(s, word)
+            if const_expr(phase == COUNT):
+                if active:
+                    self.count_entry(s, rank, token)
+            else:
+                ordinal, run = self.order(rank // CHUNK, active, run, lane)
+                if active:
+                    self.place_entry(s, gate, word, rank, ordinal, token)
+        return run
+
+    @cute.jit
+    def rank(self, s, word):
+        """Rank in the union of the neuron in the lower half."""
+        at = Int32((word & Uint32(0xFFFF)) >> 5)
+        below = (Uint32(1) << (word & 31)) - 1
+        return widen(s.prefix[at]) + Int32(cute.arch.popc(Uint32(s.bitmap[at]) & below))
+
+    @cute.jit
+    def mark_entry(self, s, word):
+        neuron = word & Uint32(0xFFFF)
+        one = Uint32(1) << ((neuron & 3) * 8)
+        cute.arch.atomic_add(s.counters.iterator + Int32(neuron >> 2), one, scope="cta")
+
+    @cute.jit
+    def keep_entry(self, s, word, at, token):
+        s.words[at] = word
+        s.owners[at] = Uint8(token)
+
+    @cute.jit
+    def count_entry(self, s, rank, token):
+        counter = s.counters.iterator + (rank // CHUNK * PITCH + (token >> 2))
+        cute.arch.atomic_add(counter, Uint32(1) << Uint32((token & 3) * 8), scope="cta")
+
+    @cute.jit
+    def place_entry(self, s, gate, word, rank, ordinal, token):
+        _, _, _, _, entries, target = gate
+        chunk, shift = rank // CHUNK, Uint32((token & 3) * 8)
+        counter = chunk * PITCH + (token >> 2)
+        others = byte_sum(Uint32(s.counters[counter]) & ((Uint32(1) << shift) - 1))
+        position = s.bases[chunk] + widen(s.before[counter]) + others + ordinal
+        entry = (word & Uint32(0xFFFF0000)) | Uint32(token * CHUNK + rank % CHUNK)
+        if target >= 0:
+            entries[target + position] = Int32(entry)
+        else:
+            s.staged[position] = entry
+
+    @cute.jit
+    def order(self, chunk, active, run, lane):
+        """An entry's place among those of its chunk; active lanes ascend by chunk and go on where `run` ended."""
+        flags = Uint32(cute.arch.vote_ballot_sync(active))
+        earlier = flags & Uint32(cute.arch.lanemask_lt())
+        last = 31 - Int32(cute.arch.clz(earlier))
+        left = cute.arch.shuffle_sync(chunk, cutlass.max(last, Int32(0)))
+        left = left if earlier != 0 else run[0]
+        begins = Uint32(cute.arch.vote_ballot_sync(active and left != chunk)) & Uint32(cute.arch.lanemask_le())
+        first = 31 - Int32(cute.arch.clz(begins))
+        ordinal = run[1] + Int32(cute.arch.popc(earlier))
+        if begins != 0:
+            ordinal = Int32(cute.arch.popc(earlier >> Uint32(first)))
+        end = cutlass.max(31 - Int32(cute.arch.clz(flags)), Int32(0))
+        end_chunk, end_ordinal = cute.arch.shuffle_sync(chunk, end), cute.arch.shuffle_sync(ordinal, end)
+        chunk_so_far = end_chunk if flags != 0 else run[0]
+        entries_so_far = end_ordinal + 1 if flags != 0 else run[1]
+        return ordinal, (chunk_so_far, entries_so_far)
+
+    # ---- more than the pool holds ----
+
+    @cute.jit
+    def write_bitmap(self, buffer, words, spill, entries, m, width, neurons, lane):
+        """One row of the bitmap by one warp, 32 tiles at a time through 256 words of shared memory."""
+        tiles = words.shape[1] // width
+        bitmap_words = cute.ceil_div(neurons, 32)
+        for group in cutlass.range(0, tiles, 32, unroll=1):
+            for i in range_constexpr(TILE_BITS):
+                cute.make_tensor(buffer + (lane + 32 * i), cute.make_layout(1))[0] = Uint32(0)
+            cute.arch.sync_warp()
+            count = words[m, (group + lane) * width] if group + lane < tiles else 0
+            overflowing = Uint32(cute.arch.vote_ballot_sync(count >= width))
+            here = count if count < width else 0
+            before = prefix_sum(here, lane)
+            size = cute.arch.shuffle_sync(before + here, 31)
+            for first in cutlass.range(0, size, 32, unroll=1):
+                ordinal = first + lane
+                owner, place = self.find(before, ordinal)
+                if ordinal < size:
+                    word = Uint32(words[m, (group + owner) * width + 1 + place])
+                    at = Int32((word & Uint32(0xFFFF)) >> 5) - group * TILE_BITS
+                    cute.arch.atomic_or(buffer + at, Uint32(1) << (word & 31), scope="cta")
+            while overflowing != 0:
+                t = lowest_bit(overflowing)
+                overflowing = overflowing & (overflowing - 1)
+                neuron = (group + t) * twell.TILE + lane * 8
+                flags = nonzero_flags(load_values(spill.iterator + (Int64(m) * spill.stride[0] + neuron)))
+                bits = Uint32(0)
+                for i in range_constexpr(8):
+                    bits = bits | Uint32(flags[i]) << i
+                bits = bits << Uint32((lane & 3) * 8)
+                for d in (1, 2):
+                    bits = bits | cute.arch.shuffle_sync_bfly(bits, d)
+                if lane & 3 == 0:
+                    cute.make_tensor(buffer + (t * TILE_BITS + (lane >> 2)), cute.make_layout(1))[0] = bits
+            cute.arch.sync_warp()
+            row = entries.iterator + Int64(m) * bitmap_words
+            for i in range_constexpr(TILE_BITS):
+                at = group * TILE_BITS + lane + 32 * i
+                if at < bitmap_words:
+                    bits = cute.make_tensor(buffer + (lane + 32 * i), cute.make_layout(1))[0]
+                    cute.make_tensor(row + at, cute.make_layout(1))[0] = Int32(bits)
+            cute.arch.sync_warp()
+
+    # ---- shared memory ----
+
+    def counter_words(self, chunks):
+        """Words of the arena that the counters take, and those of the sums before them."""
+        return chunks * PITCH, (chunks * PITCH + 1) // 2
+
+    @cute.jit
+    def room(self, chunks, total):
+        """How many non-zeros can be kept, and whether `total` entries can be staged as well: if not, more are kept."""
+        counters, before = self.counter_words(chunks)
+        left = ARENA - counters - before
+        # a word and a byte each, and a word of a staged entry
+        fits = total <= left // 9 * 4
+        return left // 9 * 4 if fits else left // 5 * 4, fits
+
+    def views(self, shared, chunks, room):
+        """Tensors over the shared struct, by name."""
+        arena = shared.arena.data_ptr()
+        counters, before = self.counter_words(chunks)
+        words = arena + (counters + before)
+        owners = words + room
+        return Views(
+            bitmap=shared.bitmap.get_tensor(cute.make_layout(BITMAP)),
+            prefix=shared.prefix.get_tensor(cute.make_layout(BITMAP)),
+            bases=shared.bases.get_tensor(cute.make_layout(CHUNKS)),
+            kept=shared.kept.get_tensor(cute.make_layout(TOKENS)),
+            sums=shared.sums.get_tensor(cute.make_layout(WARPS)),
+            scalars=shared.scalars.get_tensor(cute.make_layout(3)),
+            counters=cute.make_tensor(arena, cute.make_layout(ARENA)),
+            before=cute.make_tensor(cute.recast_ptr(arena + counters, dtype=Uint16), cute.make_layout(ARENA)),
+            words=cute.make_tensor(cute.recast_ptr(words, dtype=Uint32), cute.make_layout(ARENA)),
+            owners=cute.make_tensor(cute.recast_ptr(owners, dtype=Uint8), cute.make_layout(4 * ARENA)),
+            staged=cute.make_tensor(cute.recast_ptr(owners + room // 4, dtype=Uint32), cute.make_layout(ARENA)),
+        )
+
+
+def signature(spec: CompactSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    dtype = operands.DTYPES[spec.dtype]
+    m = cute.sym_int32()
+    arguments = (
+        operands.rows(Int32, m, cute.sym_int32(divisibility=32)),
+        operands.rows(dtype, m, cute.sym_int32(divisibility=twell.TILE)),
+        operands.cube(Int32, cute.sym_int32(), cute.sym_int32(), 2),
+        operands.vector(Int32, cute.sym_int32()),
+        *operands.lists(cute.sym_int32()),
+        operands.vector(Int32, cute.sym_int32(divisibility=8)),
+        Int32(1),
+        Int32(1),
+    )
+    return Compact(spec), arguments

@@ -1,0 +1,811 @@
+"""What the training kernels leave when the non-zeros of a batch exceed the hybrid format's capacity: the same results
+from x, the weights and a bitmap of the non-zeros. Nothing else was stored, so gate and up are dot products again.
+
+Three modes, one timeline. A row of the result belongs to an *owner*: a token (forward, input) or a neuron (weight). It
+is a sum over the owner's *partners*, the neurons or tokens its bits name, of coefficients times the partners' rows:
+
+    forward   y[m]       = sum h * w_down[c] + down_bias                      and l1[m] = sum |h|
+    input     dx[m]      = sum d_gate * w_gate[c] + d_up * w_up[c]
+    weight    dw_gate[c] = sum d_gate * x[m], dw_up[c] = sum d_up * x[m],     and db_gate[c] = sum d_gate,
+              dw_down[c] = sum h * dy[m]                                          db_up[c] = sum d_up
+
+    gate = relu(x . w_gate + gate_bias) rounded, up = x . w_up + up_bias, h = gate * up,
+    dh = dy . w_down + dl1 * sign(h), d_gate = dh * up, d_up = dh * gate      (not gated: h = gate, d_gate = dh)
+
+A cluster of CTAs takes 32 owners at a time; each CTA keeps the sums of a slab of the columns in registers. Where the
+slabs of a cluster do not span K, the owners are taken once more for each further span, dot products included.
+
+    list   up to WINDOW partners: those with a bit set for any of the owners, ascending. Every CTA lists them all.
+    score  a share of a batch of partners: their dot products with the owners over all of K, by mma, rows through a ring
+           of stages in shared memory. The coefficients, rounded to 16 bits and zero where the bit is not set, go to
+           every CTA of the cluster.
+    sync   one cluster barrier a batch: its coefficients are complete, and the stages may be overwritten. Coefficients
+           are double-buffered: a CTA that is a batch ahead writes the others.
+    add    mma: coefficients times the rows of all partners of the batch, onto the warp's columns, through a ring that
+           each lane has for itself in the memory of the stages.
+
+The bound is L2: a partner's rows are read once for 32 owners.
+"""
+
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
+from cutlass.memory import SmemAllocator
+
+from . import feasible
+from . import format as twell
+from .sm90 import operands
+from .sm90.gather import copy_async
+from .sm90.mma import mma_16x8x16
+from .sm90.values import high_to_float, low_to_float, lowest_bit, pack, prefix_sum, relu_pack
+from .specs import OverflowSpec
+
+WARPS = 8
+THREADS = 32 * WARPS
+# rows of an mma's A operand and result, and columns of a warp's block of the result: sixteen bytes a lane
+ROWS = 16
+BLOCK = 64
+# owners of a cluster, and the mma's tiles of them
+OWNERS = 32
+TILES = OWNERS // ROWS
+# columns of a stage of the dot products, and lines that all threads copy at once, sixteen bytes each: the owners'
+COLUMNS = 64
+LINES = THREADS // 8
+assert LINES == OWNERS
+# partners that are listed at a time: a word of 32 flags a thread
+WINDOW = 32 * THREADS
+
+
+class Operands(NamedTuple):
+    """Global memory by name; None where a mode or a layer has no such tensor."""
+
+    x: Any
+    dy: Any
+    w_gate: Any
+    w_up: Any
+    w_down: Any
+    gate_bias: Any
+    up_bias: Any
+    down_bias: Any
+    dl1: Any
+    bits: Any  # [M * ceil(N / 32)]
+    results: Any  # each [owners, K]
+    totals: Any  # l1, or the gradients of the biases
+
+
+class Views(NamedTuple):
+    """A CTA's shared memory by name."""
+
+    sums: Any  # [WARPS + 1] partners listed by each warp, by all
+    partners: Any  # [WINDOW] places in the window, ascending
+    coefficients: Any  # [2, batch / 8, coefficients, tiles, 32 lanes, 2] pairs as the mma takes them
+    own: Any  # [totals, WARPS, owners] fp32
+    totals: Any  # [totals, cluster, WARPS, owners] fp32: those of every CTA
+    stages: Any  # [stages, lines, COLUMNS] rows to score, or the lanes' rings of rows to add
+
+
+class Place(NamedTuple):
+    """Where a thread stands."""
+
+    rank: Any
+    thread: Any
+    warp: Any
+    lane: Any
+
+
+class Overflow:
+    """One mode, dtype and kind of layer. Subclasses say what is scored, and what the coefficients multiply."""
+
+    by_token = True
+    # CTAs of a cluster, a warp's blocks of columns to add, and its eights of partners to score
+    cluster, blocks, eights = 2, 2, 2
+    accumulate = False
+    # coefficients, results and totals
+    counts = (1, 1, 0)
+    # most matrices of the owners, and of the partners, that are scored at once
+    sides = (1, 2)
+
+    def __init__(self, spec: OverflowSpec):
+        self.dtype = operands.DTYPES[spec.dtype]
+        self.gated = spec.gated
+        self.has_bias = spec.bias
+        self.share = 8 * self.eights
+        self.batch = self.share * WARPS * self.cluster
+        self.slab = BLOCK * self.blocks * WARPS
+        # pairs of coefficients, and slots of the totals
+        self.pairs = 2 * self.batch // 8 * self.counts[0] * TILES * 64
+        self.slots = max(self.counts[2], 1) * self.cluster * WARPS * OWNERS
+        # lines of a stage: both modes that score two matrices at once do so on one side
+        lefts, rights = self.sides
+        self.stage = (lefts * OWNERS + rights * self.share * WARPS) * COLUMNS
+        fixed = 4 * (self.pairs + self.slots + self.slots // self.cluster + WARPS) + 2 * WINDOW + 256
+        self.stages = min(5, (feasible.SMEM_PER_CTA - fixed) // (2 * self.stage))
+        self.ring = self.stages * self.stage // (4 * self.blocks * 256 * WARPS)
+
+    def scored(self, o: Operands) -> Any:
+        """(owner matrices, partner matrices) to multiply, each with each: the gate's, the up's, then dh's products."""
+        raise NotImplementedError
+
+    def added(self, o: Operands) -> Any:
+        """(partner matrix, [(coefficient, result)]) of each sum."""
+        raise NotImplementedError
+
+    @cute.jit
+    def launch(
+        self, x, dy, w_gate, w_up, w_down, gate_bias, up_bias, down_bias, dl1, bits, sizes, capacity, results, totals,
+        max_ctas, stream,
+    ):  # fmt: skip
+        @cute.struct
+        class Shared:
+            sums: cute.struct.MemRange[Int32, WARPS + 1]
+            partners: cute.struct.Align[cute.struct.MemRange[Uint16, WINDOW], 16]
+            coefficients: cute.struct.Align[cute.struct.MemRange[Uint32, self.pairs], 16]
+            own: cute.struct.Align[cute.struct.MemRange[Float32, self.slots // self.cluster], 16]
+            totals: cute.struct.Align[cute.struct.MemRange[Float32, self.slots], 16]
+            stages: cute.struct.Align[cute.struct.MemRange[self.dtype, self.stages * self.stage], 128]
+
+        assert feasible.ctas_per_sm(Shared.size_in_bytes()) >= 1
+        self.shared = Shared
+        owners = x.shape[0] if const_expr(self.by_token) else w_gate.shape[0]
+        items = cute.ceil_div(owners, OWNERS) * self.passes(x.shape[1])
+        # clusters of four leave some SMs idle, how many is not known here: with that many clusters too much, those with
+        # one item more than others start first
+        most = max_ctas // self.cluster if const_expr(self.cluster == 2) else max_ctas
+        if x.shape[0] > 0:
+            self.kernel(
+                x, dy, w_gate, w_up, w_down, gate_bias, up_bias, down_bias, dl1, bits, sizes, capacity, results, totals
+            ).launch(
+                grid=(self.cluster * cutlass.max(cutlass.min(items, most), Int32(1)), 1, 1),
+                block=(THREADS, 1, 1),
+                cluster=(self.cluster, 1, 1),
+                stream=stream,
+            )
+
+    def passes(self, k):
+        """Times that a group of owners is taken."""
+        return cute.ceil_div(k, self.slab * self.cluster)
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: cute.Tensor,
+        dy: cute.Tensor | None,
+        w_gate: cute.Tensor,
+        w_up: cute.Tensor | None,
+        w_down: cute.Tensor,
+        gate_bias: cute.Tensor | None,
+        up_bias: cute.Tensor | None,
+        down_bias: cute.Tensor | None,
+        dl1: cute.Tensor | None,
+        bits: cute.Tensor,
+        sizes: cute.Tensor,
+        capacity: Int32,
+        results: Any,
+        totals: Any,
+    ):
+        o = Operands(x, dy, w_gate, w_up, w_down, gate_bias, up_bias, down_bias, dl1, bits, results, totals)
+        s = self.views(SmemAllocator().allocate(self.shared))
+        block = cute.arch.block_idx()[0]
+        if sizes[sizes.shape[0] - 1] > capacity:
+            owners = x.shape[0] if const_expr(self.by_token) else w_gate.shape[0]
+            passes = self.passes(x.shape[1])
+            turn = Int32(0)
+            for item in cutlass.range(
+                block // self.cluster,
+                cute.ceil_div(owners, OWNERS) * passes,
+                cute.arch.grid_dim()[0] // self.cluster,
+                unroll=1,
+            ):
+                turn = self.item(o, s, item // passes * OWNERS, owners, item % passes, turn)
+
+    @cute.jit
+    def item(self, o, s, first, owners, span, turn):
+        """One span of columns of the owners from `first` on; returns the parity of the coefficients' buffer."""
+        _, results, sums = self.counts
+        partners = o.w_gate.shape[0] if const_expr(self.by_token) else o.x.shape[0]
+        at = self.stand()
+        # the first of the warp
+        column = (span * self.cluster + at.rank) * self.slab + at.warp * self.blocks * BLOCK
+        acc = cute.make_rmem_tensor((4, 8, self.blocks, TILES, results), Float32)
+        acc.fill(0.0)
+        for t in range_constexpr(sums):
+            for tile in range_constexpr(TILES):
+                for row in range_constexpr(2):
+                    s.own[self.total(at, t, tile, row)] = Float32(0.0)
+        for window in cutlass.range(0, partners, WINDOW, unroll=1):
+            self.list_partners(o, s, at, first, owners, window, partners)
+            base = Int32(0)
+            while base < s.sums[WARPS]:
+                here = self.stand()
+                self.score(o, s, here, first, owners, window, base, turn)
+                cute.arch.cluster_arrive()
+                cute.arch.cluster_wait()
+                if column < o.x.shape[1]:
+                    count = cutlass.min(s.sums[WARPS] - base, Int32(self.batch))
+                    self.add(o, s, here, window, base, count, column, turn, acc)
+                turn = turn ^ 1
+                base += self.batch
+        self.store(o, first, owners, column, acc)
+        if const_expr(sums > 0):
+            self.store_totals(o, s, self.stand(), first, owners, span)
+        return turn
+
+    # ---- list ----
+
+    @cute.jit
+    def list_partners(self, o, s, at, first, owners, window, partners):
+        """List partners `window` to `window + WINDOW` that any of the owners has; how many follows the warps' sums."""
+        flags = self.flags(o, at, first, owners, window, partners)
+        own = Int32(cute.arch.popc(flags))
+        before = prefix_sum(own, at.lane)
+        # the last list was read
+        cute.arch.sync_threads()
+        if at.lane == 31:
+            s.sums[at.warp] = before + own
+        cute.arch.sync_threads()
+        position, size = before, Int32(0)
+        for w in range_constexpr(WARPS):
+            position += s.sums[w] if w < at.warp else 0
+            size += s.sums[w]
+        while flags != 0:
+            s.partners[position] = Uint16(at.thread * 32 + lowest_bit(flags))
+            flags = flags & (flags - 1)
+            position += 1
+        cute.arch.sync_threads()
+        # the mma takes sixteen at a time: the last one again, with coefficients of zero
+        if size > 0 and at.thread < ROWS and size + at.thread < WINDOW:
+            s.partners[size + at.thread] = s.partners[cutlass.max(size, Int32(1)) - 1]
+        if at.thread == 0:
+            s.sums[WARPS] = size
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def flags(self, o, at, first, owners, window, partners):
+        """Which of a thread's 32 places of the window some owner has."""
+        words = (o.w_gate.shape[0] + 31) >> 5
+        flags = Uint32(0)
+        if const_expr(self.by_token):
+            word = window // 32 + at.thread
+            if word < words:
+                for row in cutlass.range(first, cutlass.min(first + OWNERS, owners), unroll=8):
+                    flags = flags | Uint32(o.bits[row * words + word])
+        else:
+            for j in cutlass.range(32, unroll=8):
+                token = window + (at.warp * 32 + j) * 32 + at.lane
+                word = Uint32(o.bits[token * words + first // 32]) if token < partners else Uint32(0)
+                ballot = Uint32(cute.arch.vote_ballot_sync(Boolean(word != 0)))
+                flags = ballot if at.lane == j else flags
+        return flags
+
+    # ---- score ----
+
+    @cute.jit
+    def score(self, o, s, at, first, owners, window, base, turn):
+        """The coefficients of this CTA's share of a batch, to every CTA of the cluster; adds to the lane's totals."""
+        share = at.warp * self.cluster + at.rank
+        size = s.sums[WARPS]
+        parts = []
+        for lefts, rights in self.scored(o):
+            parts += self.dots(s, at, lefts, rights, first, owners, window, base, size)
+        for eight in range_constexpr(self.eights):
+            for tile in range_constexpr(TILES):
+                scores = [part[eight][tile] for part in parts]
+                start = base + share * self.share + eight * 8
+                rows = self.weigh(o, s, at, first + tile * ROWS, owners, window, start, size, scores)
+                for c in range_constexpr(self.counts[0]):
+                    target = s.coefficients.iterator + self.place(turn, share * self.eights + eight, c, tile, at.lane)
+                    for rank in range_constexpr(self.cluster):
+                        store_peer(target, Int32(rank), rows[0][c], rows[1][c])
+                for t in range_constexpr(self.counts[2]):
+                    for row in range_constexpr(2):
+                        value = rows[row][self.counts[0] + t]
+                        value += cute.arch.shuffle_sync_bfly(value, 1)
+                        value += cute.arch.shuffle_sync_bfly(value, 2)
+                        if at.lane & 3 == 0:
+                            s.own[self.total(at, t, tile, row)] += value
+
+    @cute.jit
+    def dots(self, s, at, lefts, rights, first, owners, window, base, size):
+        """Products of all left with all right matrices: sums [product][eight][tile][4], as an mma has them.
+
+        Rows of the owners and of the CTA's partners come 64 columns a stage, 128 bytes a line of shared memory.
+        """
+        line, piece = at.thread >> 3, at.thread & 7
+        # (address of this thread's sixteen bytes of a row, first line in the stage): eight threads a row
+        copies, lines = [], 0
+        for matrix in lefts:
+            source = row_of(matrix, cutlass.min(first + line, owners - 1)) + piece * 8
+            copies.append((source.toint(), lines))
+            lines += OWNERS
+        partners = []
+        for top in range_constexpr(0, self.share * WARPS, LINES):
+            warp, place = (top + line) // self.share, (top + line) % self.share
+            position = cutlass.min(base + (warp * self.cluster + at.rank) * self.share + place, size - 1)
+            partners.append(window + Int32(s.partners[position]))
+        for matrix in rights:
+            for top in range_constexpr(len(partners)):
+                copies.append(((row_of(matrix, partners[top]) + piece * 8).toint(), lines + top * LINES))
+            lines += self.share * WARPS
+
+        k = lefts[0].shape[1]
+        columns = cute.ceil_div(k, COLUMNS)
+        sums = cute.make_rmem_tensor((4, TILES, self.eights, len(lefts) * len(rights)), Float32)
+        sums.fill(0.0)
+        # the stages were read, as the ring of `add` or by the last products
+        cute.arch.sync_threads()
+        for stage in range_constexpr(self.stages - 1):
+            self.fetch(s, at, copies, Int32(stage), Int32(stage), k)
+        stage = Int32(0)
+        for block in cutlass.range(columns, unroll=1):
+            cute.arch.cp_async_wait_group(self.stages - 2)
+            cute.arch.sync_threads()
+            last = stage - 1 if stage > 0 else Int32(self.stages - 1)
+            self.fetch(s, at, copies, block + self.stages - 1, last, k)
+            self.multiply(s.stages.iterator + stage * self.stage, at, sums, len(lefts), len(rights))
+            stage = stage + 1 if stage < self.stages - 1 else Int32(0)
+        return [
+            [[[sums[j, t, e, p] for j in range(4)] for t in range(TILES)] for e in range(self.eights)]
+            for p in range(len(lefts) * len(rights))
+        ]
+
+    @cute.jit
+    def fetch(self, s, at, copies, block, stage, k):
+        """Start the copies of 64 columns, zero past the last; sixteen bytes of each line by this thread."""
+        line, piece = at.thread >> 3, at.thread & 7
+        if block * COLUMNS < k:
+            size = Int32(16) if block * COLUMNS + piece * 8 < k else Int32(0)
+            target = s.stages.iterator + (stage * self.stage + line * COLUMNS + (piece ^ (line & 7)) * 8)
+            for source, top in copies:
+                copy_async(target + top * COLUMNS, source + Int64(block) * (2 * COLUMNS), size)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def multiply(self, stage, at, sums, lefts: cutlass.Constexpr, rights: cutlass.Constexpr):
+        """sums += the stage's columns of each left row times those of each right one.
+
+        Matrices q = lane / 8 of a load are, for A, rows 0-7 and 8-15 of eight columns, then both of the next eight; for
+        B, the two eights of columns of an mma for one eight of partners, then for the other; or those of the next mma.
+        """
+        r, odd, upper = at.lane & 7, (at.lane >> 3) & 1, at.lane >> 4
+        left_row = stage + (r + 8 * odd) * COLUMNS
+        right_row = stage + (lefts * OWNERS + at.warp * self.share + r) * COLUMNS
+        if const_expr(self.eights == 2):
+            right_row += upper * (8 * COLUMNS)
+        b = [[Uint32(0)] * 4] * rights
+        for step in range_constexpr(COLUMNS // 16):
+            left_piece = ((2 * step + upper) ^ r) * 8
+            right_piece = ((2 * step + (odd if self.eights == 2 else odd + 2 * upper)) ^ r) * 8
+            if const_expr(self.eights == 2 or step % 2 == 0):
+                b = [
+                    load_matrices(right_row + (right * WARPS * self.share * COLUMNS + right_piece))
+                    for right in range(rights)
+                ]
+            a = [load_matrices(left_row + (tile * ROWS * COLUMNS + left_piece)) for tile in range(lefts * TILES)]
+            for right in range_constexpr(rights):
+                for left in range_constexpr(lefts):
+                    product = left * rights + right
+                    for eight in range_constexpr(self.eights):
+                        pair = 2 * (eight if self.eights == 2 else step % 2)
+                        for tile in range_constexpr(TILES):
+                            four = [sums[j, tile, eight, product] for j in range(4)]
+                            four = mma_16x8x16(
+                                four, *a[left * TILES + tile], b[right][pair], b[right][pair + 1], self.dtype
+                            )
+                            for j in range_constexpr(4):
+                                sums[j, tile, eight, product] = four[j]
+
+    @cute.jit
+    def weigh(self, o, s, at, first, owners, window, start, size, scores):
+        """From dot products to coefficients: for rows g and g + 8, pairs of two partners, then shares of the totals."""
+        words = (o.w_gate.shape[0] + 31) >> 5
+        rows = []
+        for row in range_constexpr(2):
+            owner = cutlass.min(first + row * 8 + (at.lane >> 2), owners - 1)
+            exists = first + row * 8 + (at.lane >> 2) < owners
+            pairs = []
+            for j in range_constexpr(2):
+                position = start + (at.lane & 3) * 2 + j
+                partner = window + Int32(s.partners[cutlass.min(position, size - 1)])
+                token, neuron = (owner, partner) if const_expr(self.by_token) else (partner, owner)
+                word = Uint32(o.bits[token * words + (neuron >> 5)])
+                active = exists & (position < size) & ((word >> (neuron & 31)) & Uint32(1) != 0)
+                pairs.append(self.coefficients(o, neuron, [score[2 * row + j] for score in scores], active))
+            out = [pack(pairs[0][c], pairs[1][c], self.dtype) for c in range(self.counts[0])]
+            for t in range_constexpr(self.counts[2]):
+                if const_expr(self.by_token):
+                    h0, h1 = pairs[0][t], pairs[1][t]
+                    out.append(cute.arch.fmax(h0, -h0) + cute.arch.fmax(h1, -h1))
+                else:
+                    out.append(low_to_float(out[t], self.dtype) + high_to_float(out[t], self.dtype))
+            rows.append(out)
+        return rows
+
+    @cute.jit
+    def coefficients(self, o, neuron, scores, active):
+        """The coefficients of one token and neuron, zero unless `active`: h, or the gradients, then h."""
+        gate, up = scores[0], Float32(1.0)
+        if const_expr(self.has_bias):
+            gate += o.gate_bias[neuron].to(Float32)
+        gate = low_to_float(relu_pack(gate, Float32(0.0), self.dtype), self.dtype)
+        hidden = gate
+        if const_expr(self.gated):
+            up = scores[1]
+            if const_expr(self.has_bias):
+                up += o.up_bias[neuron].to(Float32)
+            hidden = gate * up
+        out = [hidden]
+        if const_expr(o.dl1 is not None):
+            sign = Float32(1.0) if hidden > 0 else Float32(0.0)
+            sign = Float32(-1.0) if hidden < 0 else sign
+            grad = scores[-1] + o.dl1[0] * sign
+            out = [grad * up, grad * gate] if const_expr(self.gated) else [grad]
+            if const_expr(not self.by_token):
+                out.append(hidden)
+        return [cutlass.select_(active, value, Float32(0.0)) for value in out]
+
+    # ---- add ----
+
+    @cute.jit
+    def add(self, o, s, at, window, base, count, column, turn, acc):
+        """acc += coefficients times the rows of `count` partners, sixteen at a time.
+
+        A lane copies to a ring of its own in shared memory, and so waits for no other: with g = lane / 4 and
+        i = lane % 4, eight columns from 8g on of rows 2i, 2i + 1 and both + 8. The two values of a column side by side
+        are what it has of B, and column g of mma j is column 8g + j of the block.
+        """
+        k = o.x.shape[1]
+        terms = self.added(o)
+        # what lies behind the last column is not stored
+        columns = [cutlass.min(column + b * BLOCK + (at.lane >> 2) * 8, k - 8) for b in range(self.blocks)]
+        steps = cute.ceil_div(count, ROWS)
+        for u in range_constexpr(self.ring - 1):
+            step = Int32(u // len(terms))
+            self.copy_rows(s, at, terms[u % len(terms)][0], window, base, step, steps, columns, Int32(u))
+        slot = Int32(0)
+        for step in cutlass.range(steps, unroll=1):
+            for t in range_constexpr(len(terms)):
+                u = t + self.ring - 1
+                last = slot - 1 if slot > 0 else Int32(self.ring - 1)
+                self.copy_rows(
+                    s, at, terms[u % len(terms)][0], window, base, step + u // len(terms), steps, columns, last
+                )
+                cute.arch.cp_async_wait_group(self.ring - 1)
+                for b in range_constexpr(self.blocks):
+                    quads = [load_quad(self.slot(s, at, slot, b, q)) for q in range(4)]
+                    self.add_block(s, at, quads, terms[t][1], step, turn, acc, b)
+                slot = slot + 1 if slot < self.ring - 1 else Int32(0)
+
+    @cute.jit
+    def copy_rows(self, s, at, matrix, window, base, step, steps, columns, slot):
+        """Start the copies of sixteen partners' rows to a slot of the lane's ring."""
+        if step < steps:
+            pairs = cute.recast_tensor(s.partners, Uint32)
+            here = (base + step * ROWS) // 2 + (at.lane & 3)
+            pair, other = pairs[here], pairs[here + 4]
+            rows = [pair & Uint32(0xFFFF), pair >> 16, other & Uint32(0xFFFF), other >> 16]
+            for q in range_constexpr(4):
+                source = row_of(matrix, window + Int32(rows[q]))
+                for b in range_constexpr(self.blocks):
+                    copy_async(self.slot(s, at, slot, b, q), source + columns[b], Int32(16))
+        cute.arch.cp_async_commit_group()
+
+    def slot(self, s, at, slot, block, quad):
+        """Address of a lane's sixteen bytes."""
+        return s.stages.iterator + ((((slot * WARPS + at.warp) * self.blocks + block) * 4 + quad) * 256 + at.lane * 8)
+
+    @cute.jit
+    def add_block(self, s, at, quads, uses, step, turn, acc, block: cutlass.Constexpr):
+        """One block of columns of sixteen rows, times each of the coefficients that meet them."""
+        b = cute.make_rmem_tensor((2, 8), Uint32)
+        for j in range_constexpr(8):
+            for half in range_constexpr(2):
+                low, high = quads[2 * half][j // 2], quads[2 * half + 1][j // 2]
+                b[half, j] = Uint32(cute.arch.prmt(low, high, 0x7632 if j % 2 else 0x5410))
+        for c, result in uses:
+            for tile in range_constexpr(TILES):
+                a = []
+                for half in range_constexpr(2):
+                    source = s.coefficients.iterator + self.place(turn, step * 2 + half, c, tile, at.lane)
+                    a += load_pair(source)
+                for j in range_constexpr(8):
+                    four = [acc[e, j, block, tile, result] for e in range(4)]
+                    four = mma_16x8x16(four, *a, b[0, j], b[1, j], self.dtype)
+                    for e in range_constexpr(4):
+                        acc[e, j, block, tile, result] = four[e]
+
+    # ---- store ----
+
+    @cute.jit
+    def store(self, o, first, owners, column, acc):
+        """Sums of a lane: rows g and g + 8, eight columns from 16i and 16i + 8 on."""
+        values = cute.make_rmem_tensor((8,), Float32)
+        for result in range_constexpr(self.counts[1]):
+            matrix = o.results[result]
+            for tile in range_constexpr(TILES):
+                at = self.stand()
+                for b in range_constexpr(self.blocks):
+                    for e in range_constexpr(4):
+                        owner = first + tile * ROWS + e // 2 * 8 + (at.lane >> 2)
+                        place = column + b * BLOCK + (at.lane & 3) * 16 + e % 2 * 8
+                        if owner < owners and place < o.x.shape[1]:
+                            for j in range_constexpr(8):
+                                values[j] = acc[e, j, b, tile, result]
+                                if const_expr(o.down_bias is not None):
+                                    values[j] += o.down_bias[place + j].to(Float32)
+                            source = (matrix.iterator + (Int64(owner) * matrix.stride[0] + place)).align(16)
+                            target = cute.make_tensor(source, cute.make_layout(8))
+                            if const_expr(self.accumulate):
+                                for half in range_constexpr(2):
+                                    four = cute.make_tensor((source + 4 * half).align(16), cute.make_layout(4))
+                                    before = cute.make_rmem_tensor((4,), Float32)
+                                    cute.autovec_copy(four, before)
+                                    for j in range_constexpr(4):
+                                        before[j] += values[4 * half + j]
+                                    cute.autovec_copy(before, four)
+                            else:
+                                rounded = cute.make_rmem_tensor((8,), self.dtype)
+                                rounded.store(values.load().to(self.dtype))
+                                cute.autovec_copy(rounded, target)
+
+    @cute.jit
+    def store_totals(self, o, s, at, first, owners, span):
+        """Add the totals of all lanes, warps and CTAs in a fixed order; the first CTA stores them."""
+        sums = self.counts[2]
+        slots = self.cluster * WARPS
+        for t in range_constexpr(sums):
+            for tile in range_constexpr(TILES):
+                for row in range_constexpr(2):
+                    # four lanes store the same
+                    slot = t * slots + at.rank * WARPS + at.warp
+                    owner = tile * ROWS + row * 8 + (at.lane >> 2)
+                    value = s.own[self.total(at, t, tile, row)]
+                    store_peer_float(s.totals.iterator + (slot * OWNERS + owner), Int32(0), value)
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        if at.rank == 0 and span == 0 and at.thread < OWNERS:
+            owner = first + at.thread
+            if owner < owners:
+                for t in range_constexpr(sums):
+                    value = Float32(0.0)
+                    for slot in cutlass.range(slots, unroll=8):
+                        value += s.totals[(t * slots + slot) * OWNERS + at.thread]
+                    if const_expr(self.by_token):
+                        o.totals[t][owner // twell.TOKEN_TILE, owner % twell.TOKEN_TILE] = value
+                    else:
+                        o.totals[t][owner] = value.to(self.dtype)
+        # they were read
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+    # ---- shared memory ----
+
+    def place(self, turn, eight, coefficient, tile, lane):
+        """Offset of a lane's two pairs of one coefficient of eight partners."""
+        eight = turn * (self.batch // 8) + eight
+        return ((eight * self.counts[0] + coefficient) * TILES + tile) * 64 + lane * 2
+
+    def total(self, at, t, tile, row):
+        """Place of a row's total over this warp's partners, which four lanes share."""
+        return (t * WARPS + at.warp) * OWNERS + tile * ROWS + row * 8 + (at.lane >> 2)
+
+    @cute.jit
+    def stand(self):
+        """Where a thread stands, read anew: what follows from it takes no registers while it is not needed."""
+        lane = cute.arch.inline_ptx(
+            "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[cute.arch.lane_idx()]
+        )
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        return Place(cute.arch.block_idx()[0] % self.cluster, warp * 32 + lane, warp, lane)
+
+    def views(self, shared):
+        """Tensors over the shared struct, by name."""
+        return Views(
+            sums=shared.sums.get_tensor(cute.make_layout(WARPS + 1)),
+            partners=shared.partners.get_tensor(cute.make_layout(WINDOW)),
+            coefficients=shared.coefficients.get_tensor(cute.make_layout(self.pairs)),
+            own=shared.own.get_tensor(cute.make_layout(self.slots // self.cluster)),
+            totals=shared.totals.get_tensor(cute.make_layout(self.slots)),
+            stages=shared.stages.get_tensor(cute.make_layout(self.stages * self.stage)),
+        )
+
+
+def row_of(matrix, row):
+    """Address of a row; its offset is in 32 bits until the end, of eight values each: 64 GB."""
+    return matrix.iterator + (Uint32(row) * Uint32(matrix.stride[0] // 8)).to(Int64) * 8
+
+
+@cute.jit
+def load_matrices(source: Any) -> Any:
+    """Four 8 x 8 matrices from shared memory; lane 8q + r passes the address of row r of matrix q.
+
+    With g = lane / 4 and i = lane % 4, a lane gets elements (g, 2i) and (g, 2i + 1) of each.
+    """
+    return cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[source],
+    )
+
+
+@cute.jit
+def load_quad(source: Any) -> Any:
+    """Four registers from sixteen bytes of shared memory."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[source],
+    )
+
+
+@cute.jit
+def load_pair(source: Any) -> Any:
+    """Two registers from eight bytes of shared memory."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v2.b32 { {$w0}, {$w1} }, [{$r0}];", write_only_types=[Uint32] * 2, read_only_args=[source]
+    )
+
+
+class Forward(Overflow):
+    """y and l1."""
+
+    counts = (1, 1, 1)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        w_gate: cute.Tensor,
+        w_up: cute.Tensor | None,
+        w_down: cute.Tensor,
+        gate_bias: cute.Tensor | None,
+        up_bias: cute.Tensor | None,
+        down_bias: cute.Tensor | None,
+        bits: cute.Tensor,
+        sizes: cute.Tensor,
+        capacity: Int32,
+        y: cute.Tensor,
+        l1: cute.Tensor,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        weights = (w_gate, w_up, w_down, gate_bias, up_bias, down_bias)
+        self.launch(x, None, *weights, None, bits, sizes, capacity, (y,), (l1,), max_ctas, stream)
+
+    def scored(self, o: Operands) -> Any:
+        return [([o.x], [o.w_gate, o.w_up] if self.gated else [o.w_gate])]
+
+    def added(self, o: Operands) -> Any:
+        return [(o.w_down, [(0, 0)])]
+
+
+class Input(Overflow):
+    """dx."""
+
+    def __init__(self, spec: OverflowSpec):
+        self.counts = (2 if spec.gated else 1, 1, 0)
+        super().__init__(spec)
+
+    @cute.jit
+    def __call__(
+        self,
+        dy: cute.Tensor,
+        x: cute.Tensor,
+        w_gate: cute.Tensor,
+        w_up: cute.Tensor | None,
+        w_down: cute.Tensor,
+        gate_bias: cute.Tensor | None,
+        up_bias: cute.Tensor | None,
+        dl1: cute.Tensor,
+        bits: cute.Tensor,
+        sizes: cute.Tensor,
+        capacity: Int32,
+        dx: cute.Tensor,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        weights = (w_gate, w_up, w_down, gate_bias, up_bias, None)
+        self.launch(x, dy, *weights, dl1, bits, sizes, capacity, (dx,), (), max_ctas, stream)
+
+    def scored(self, o: Operands) -> Any:
+        return [([o.x], [o.w_gate, o.w_up] if self.gated else [o.w_gate]), ([o.dy], [o.w_down])]
+
+    def added(self, o: Operands) -> Any:
+        return [(o.w_gate, [(0, 0)])] + ([(o.w_up, [(1, 0)])] if self.gated else [])
+
+
+class Weight(Overflow):
+    """dw_gate, dw_up and dw_down, stored or added to fp32, and the gradients of the gate's and the up bias."""
+
+    by_token = False
+    cluster, blocks, eights = 4, 1, 1
+    sides = (2, 1)
+
+    def __init__(self, spec: OverflowSpec):
+        inputs = 2 if spec.gated else 1
+        self.counts = (inputs + 1, inputs + 1, inputs if spec.bias else 0)
+        self.accumulate = spec.mode == "weight_add"
+        super().__init__(spec)
+
+    @cute.jit
+    def __call__(
+        self,
+        dy: cute.Tensor,
+        x: cute.Tensor,
+        w_gate: cute.Tensor,
+        w_up: cute.Tensor | None,
+        w_down: cute.Tensor,
+        gate_bias: cute.Tensor | None,
+        up_bias: cute.Tensor | None,
+        dl1: cute.Tensor,
+        bits: cute.Tensor,
+        sizes: cute.Tensor,
+        capacity: Int32,
+        dw_gate: cute.Tensor,
+        dw_up: cute.Tensor | None,
+        dw_down: cute.Tensor,
+        db_gate: cute.Tensor | None,
+        db_up: cute.Tensor | None,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        weights = (w_gate, w_up, w_down, gate_bias, up_bias, None)
+        results = (dw_gate, dw_up, dw_down) if const_expr(self.gated) else (dw_gate, dw_down)
+        totals = (db_gate, db_up)[: self.counts[2]]
+        self.launch(x, dy, *weights, dl1, bits, sizes, capacity, results, totals, max_ctas, stream)
+
+    def scored(self, o: Operands) -> Any:
+        return [([o.w_gate, o.w_up] if self.gated else [o.w_gate], [o.x]), ([o.w_down], [o.dy])]
+
+    def added(self, o: Operands) -> Any:
+        last = self.counts[0] - 1
+        return [(o.x, [(c, c) for c in range(last)]), (o.dy, [(last, last)])]
+
+
+@cute.jit
+def store_peer(target: Any, rank: Int32, first: Uint32, second: Uint32) -> None:
+    """Eight bytes to the same place in the shared memory of CTA `rank` of the cluster."""
+    cute.arch.inline_ptx(
+        "st.shared::cluster.v2.b32 [{$r0}], { {$r1}, {$r2} };",
+        read_only_args=[cute.arch.map_dsmem_ptr(target, rank).toint(), first, second],
+    )
+
+
+@cute.jit
+def store_peer_float(target: Any, rank: Int32, value: Float32) -> None:
+    """One fp32 value to the same place in the shared memory of CTA `rank` of the cluster."""
+    cute.arch.inline_ptx(
+        "st.shared::cluster.f32 [{$r0}], {$r1};",
+        read_only_args=[cute.arch.map_dsmem_ptr(target, rank).toint(), value],
+    )
+
+
+def signature(spec: OverflowSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    dtype = operands.DTYPES[spec.dtype]
+    m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
+    token_rows = operands.rows(dtype, m, k)
+    gate_bias = operands.vector(dtype, n) if spec.bias else None
+    up_bias = operands.vector(dtype, n) if spec.bias and spec.gated else None
+    weights = (
+        operands.rows(dtype, n, k),
+        operands.rows(dtype, n, k) if spec.gated else None,
+        operands.rows(dtype, n, k),
+        gate_bias,
+        up_bias,
+    )
+    bitmap = (*(operands.vector(Int32, cute.sym_int32(), align=4) for _ in range(2)), Int32(1))
+    dl1 = operands.vector(Float32, 1, align=4)
+    if spec.mode == "forward":
+        down_bias = operands.vector(dtype, k) if spec.bias else None
+        l1 = operands.matrix(Float32, cute.sym_int32(), cute.sym_int32())
+        return Forward(spec), (operands.rows(dtype, m, k), *weights, down_bias, *bitmap, token_rows, l1, Int32(1))
+    inputs = (operands.rows(dtype, m, k), operands.rows(dtype, m, k), *weights, dl1, *bitmap)
+    if spec.mode == "input":
+        return Input(spec), (*inputs, token_rows, Int32(1))
+    kind = Float32 if spec.mode == "weight_add" else dtype
+    gate, up, down = (operands.rows(kind, n, k) for _ in range(3))
+    outputs = (gate, up if spec.gated else None, down)
+    return Weight(spec), (*inputs, *outputs, gate_bias, up_bias, Int32(1))

@@ -1,0 +1,70 @@
+"""Neurons by popularity, descending, equal ones by index: order[rank] = neuron and slot[neuron] = rank.
+
+A rank is the number of neurons that come before. All pairs are compared: at some thousand neurons that takes a few
+microseconds in one launch, where a sort takes several.
+"""
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, range_constexpr
+from cutlass.memory import SmemAllocator
+
+from .sm90 import operands
+from .specs import RankSpec
+
+# a lane ranks one neuron, against every eighth part of each block of the others
+NEURONS, WARPS, BLOCK = 32, 8, 4096
+THREADS = 32 * WARPS
+
+
+class Rank:
+    """Sizes stay symbolic."""
+
+    @cute.jit
+    def __call__(self, popularity: cute.Tensor, order: cute.Tensor, slot: cute.Tensor, stream: cuda.CUstream):
+        self.kernel(popularity, order, slot).launch(
+            grid=(cute.ceil_div(popularity.shape[0], NEURONS), 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, popularity: cute.Tensor, order: cute.Tensor, slot: cute.Tensor):
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        shared = SmemAllocator()
+        block = shared.allocate_tensor(Int32, cute.make_layout(BLOCK), byte_alignment=16)
+        counts = shared.allocate_tensor(Int32, cute.make_layout((NEURONS, WARPS)), byte_alignment=16)
+        n = popularity.shape[0]
+        neuron = cute.arch.block_idx()[0] * NEURONS + lane
+        own = popularity[neuron] if neuron < n else 0
+        before = Int32(0)
+        for first in cutlass.range(0, n, BLOCK, unroll=1):
+            length = cutlass.min(n - first, Int32(BLOCK))
+            for i in cutlass.range(thread, length, THREADS, unroll=4):
+                block[i] = popularity[first + i]
+            cute.arch.sync_threads()
+            # four at a time: n is a multiple of eight
+            quads = cute.ceil_div(length, 4)
+            quad = cute.make_rmem_tensor((4,), Int32)
+            for q in cutlass.range(warp, quads, WARPS, unroll=4):
+                cute.autovec_copy(cute.make_tensor((block.iterator + 4 * q).align(16), cute.make_layout(4)), quad)
+                for j in range_constexpr(4):
+                    other = first + 4 * q + j
+                    before += Int32((quad[j] > own) | ((quad[j] == own) & (other < neuron)))
+            cute.arch.sync_threads()
+        counts[lane, warp] = before
+        cute.arch.sync_threads()
+        if warp == 0 and neuron < n:
+            rank = Int32(0)
+            for w in range_constexpr(WARPS):
+                rank += counts[lane, w]
+            slot[neuron] = rank
+            order[rank] = neuron
+
+
+def signature(spec: RankSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    n = cute.sym_int32(divisibility=8)
+    return Rank(), tuple(operands.vector(Int32, n) for _ in range(3))

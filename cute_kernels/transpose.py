@@ -1,0 +1,476 @@
+"""The hybrid gate by tiles of 64 neurons, most popular first: lists of tokens, and coefficients that refer to them.
+
+h = gate * up, d_gate and d_up stand beside each other in 64 bits, ready for products over tokens. Three launches:
+
+    count   one CTA per token tile: entries and tokens of each neuron tile there.
+    scan    one warp per neuron tile: their sums over the token tiles before.
+    place   one CTA per token tile: counts again; sums over neuron tiles and tokens before are the positions.
+
+Both CTAs count the entries of a token and neuron tile in a byte, for there are at most 64; the bytes of four tokens
+share a word. In `place` that word then holds sums over the tokens before, and handing out the next position is adding
+one: within one token and neuron tile entries stand in any order. They are put together in shared memory if there is
+room. Up to WINDOW neuron tiles at a time. If the entries exceed the pool there are none, and all three return at once.
+
+Each launch starts with the one before and waits for it where it needs it: `place` counts meanwhile.
+"""
+
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
+from cutlass.memory import SmemAllocator
+
+from . import feasible
+from . import format as twell
+from .sm90 import operands
+from .sm90.values import byte_sum, high_to_float, low_to_float, pack, prefix_sum, widen
+from .specs import TransposeSpec
+
+TOKENS = twell.TOKEN_TILE
+CHUNK = twell.CHUNK
+TILE = twell.NEURON_TILE
+CHUNKS = twell.MAX_NEURONS // CHUNK
+WARPS = 32
+THREADS = 32 * WARPS
+SCAN_WARPS = 4
+# words of counters of a neuron tile, and one more: the counters of one token lie in different banks
+PITCH = TOKENS // 4 + 1
+# neuron tiles that are counted at once
+WINDOW = 256
+# words of shared memory for slots, counters and staged coefficients
+ARENA = 54784
+# runs of 32 entries whose loads are in flight together
+BATCHES = 4
+# `info`: entries of a neuron tile before four tokens, tokens before, and which of the four have entries
+TOKENS_SHIFT, FLAGS_SHIFT = 14, 22
+
+
+class Views(NamedTuple):
+    """A CTA's shared memory by name."""
+
+    ends: Any  # [C + 1] positions of the chunks
+    slots: Any  # [U] rank by popularity of the neurons of the list
+    bases: Any  # [WINDOW] this token tile's first position in `packed`
+    places: Any  # [WINDOW] this token tile's first place in the neuron tile's list of tokens
+    lists: Any  # [WINDOW] where that list begins
+    offsets: Any  # [WINDOW + 1] entries of this token tile before each neuron tile
+    counters: Any  # [WINDOW, PITCH] bytes by token
+    info: Any  # [WINDOW, PITCH] what is before four tokens
+    staged: Any  # [room] what goes to `packed`
+
+
+class Transpose:
+    """One dtype; without `gated` there is no up projection, h is the gate and d_up is zero."""
+
+    def __init__(self, spec: TransposeSpec):
+        self.dtype = operands.DTYPES[spec.dtype]
+        self.gated = spec.gated
+
+    @cute.jit
+    def __call__(
+        self,
+        entries: cute.Tensor,
+        neurons: cute.Tensor,
+        chunks: cute.Tensor,
+        sizes: cute.Tensor,
+        up: cute.Tensor | None,
+        d_gate: cute.Tensor,
+        d_up: cute.Tensor | None,
+        order: cute.Tensor,
+        slot: cute.Tensor,
+        groups: cute.Tensor,
+        tiles: cute.Tensor,
+        starts: cute.Tensor,
+        packed: cute.Tensor,
+        tokens: cute.Tensor,
+        stream: cuda.CUstream,
+    ):
+        @cute.struct
+        class Shared:
+            ends: cute.struct.MemRange[Int32, CHUNKS + 1]
+            bases: cute.struct.MemRange[Int32, WINDOW]
+            places: cute.struct.MemRange[Int32, WINDOW]
+            lists: cute.struct.MemRange[Int32, WINDOW]
+            offsets: cute.struct.MemRange[Int32, WINDOW + 1]
+            arena: cute.struct.Align[cute.struct.MemRange[Uint32, ARENA], 16]
+
+        assert feasible.ctas_per_sm(Shared.size_in_bytes()) >= 1
+        # the slots of every neuron and a window fit
+        assert twell.MAX_NEURONS // 2 + 2 * WINDOW * PITCH < ARENA
+        self.shared = Shared
+        pattern = (entries, neurons, chunks, sizes, slot)
+        capacity = packed.shape[0]
+        if chunks.shape[0] > 0:
+            self.count(*pattern, groups, capacity).launch(
+                grid=(chunks.shape[0], 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
+            )
+        self.scan(sizes, groups, tiles, capacity).launch(
+            grid=(cute.ceil_div(tiles.shape[0], SCAN_WARPS), 1, 1),
+            block=(32 * SCAN_WARPS, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
+        if chunks.shape[0] > 0:
+            self.place(*pattern, up, d_gate, d_up, groups, tiles, starts, packed, tokens).launch(
+                grid=(chunks.shape[0], 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
+            )
+
+    # ---- the three kernels ----
+
+    @cute.kernel
+    def count(
+        self,
+        entries: cute.Tensor,
+        neurons: cute.Tensor,
+        chunks: cute.Tensor,
+        sizes: cute.Tensor,
+        slot: cute.Tensor,
+        groups: cute.Tensor,
+        capacity: Int32,
+    ):
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        tile = cute.arch.block_idx()[0]
+        cute.arch.griddepcontrol_launch_dependents()
+        s, _ = self.views(SmemAllocator().allocate(self.shared), slot.shape[0])
+        if sizes[chunks.shape[0]] <= capacity:
+            listed = self.load_list(s, neurons, chunks, sizes, slot, tile, thread)
+            total = groups.shape[0]
+            for first in cutlass.range(0, total, WINDOW, unroll=1):
+                here = cutlass.min(total - first, Int32(WINDOW))
+                self.clear(s, here, thread)
+                cute.arch.sync_threads()
+                self.tally(s, entries, listed, first, here, warp, lane)
+                cute.arch.sync_threads()
+                for r in cutlass.range(warp, here, WARPS, unroll=1):
+                    own = self.counts(Uint32(s.counters[r * PITCH + lane]))
+                    own = Int32(cute.arch.warp_redux_sync(own, "add"))
+                    if lane == 0:
+                        groups[first + r, tile, 0] = own & 0xFFFF
+                        groups[first + r, tile, 1] = own >> 16
+                cute.arch.sync_threads()
+
+    @cute.kernel
+    def scan(self, sizes: cute.Tensor, groups: cute.Tensor, tiles: cute.Tensor, capacity: Int32):
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        r = cute.arch.block_idx()[0] * SCAN_WARPS + warp
+        token_tiles = groups.shape[1]
+        cute.arch.griddepcontrol_launch_dependents()
+        # for `count`: what is read here it has written
+        cute.arch.griddepcontrol_wait()
+        if r < tiles.shape[0] and sizes[token_tiles] <= capacity:
+            entries, tokens = Int32(0), Int32(0)
+            own = cute.make_rmem_tensor((2, BATCHES), Int32)
+            for first in cutlass.range(0, token_tiles, 32 * BATCHES, unroll=1):
+                for i in range_constexpr(BATCHES):
+                    b = first + 32 * i + lane
+                    for j in range_constexpr(2):
+                        own[j, i] = groups[r, b, j] if b < token_tiles else 0
+                for i in range_constexpr(BATCHES):
+                    b = first + 32 * i + lane
+                    entries_before = entries + prefix_sum(own[0, i], lane)
+                    tokens_before = tokens + prefix_sum(own[1, i], lane)
+                    if b < token_tiles:
+                        groups[r, b, 0] = entries_before
+                        groups[r, b, 1] = tokens_before
+                    entries = cute.arch.shuffle_sync(entries_before + own[0, i], 31)
+                    tokens = cute.arch.shuffle_sync(tokens_before + own[1, i], 31)
+            if lane == 0:
+                tiles[r, 2] = entries
+                tiles[r, 3] = tokens
+
+    @cute.kernel
+    def place(
+        self,
+        entries: cute.Tensor,
+        neurons: cute.Tensor,
+        chunks: cute.Tensor,
+        sizes: cute.Tensor,
+        slot: cute.Tensor,
+        up: cute.Tensor | None,
+        d_gate: cute.Tensor,
+        d_up: cute.Tensor | None,
+        groups: cute.Tensor,
+        tiles: cute.Tensor,
+        starts: cute.Tensor,
+        packed: cute.Tensor,
+        tokens: cute.Tensor,
+    ):
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        tile = cute.arch.block_idx()[0]
+        s, room = self.views(SmemAllocator().allocate(self.shared), slot.shape[0])
+        if sizes[chunks.shape[0]] <= packed.shape[0]:
+            listed = self.load_list(s, neurons, chunks, sizes, slot, tile, thread)
+            total = tiles.shape[0]
+            for first in cutlass.range(0, total, WINDOW, unroll=1):
+                here = cutlass.min(total - first, Int32(WINDOW))
+                self.clear(s, here, thread)
+                cute.arch.sync_threads()
+                self.tally(s, entries, listed, first, here, warp, lane)
+                # what follows needs the launch before
+                cute.arch.griddepcontrol_wait()
+                if warp * 32 < here:
+                    self.locate(s, groups, tiles, starts, tile, first, here, warp, lane)
+                cute.arch.sync_threads()
+                for r in cutlass.range(warp, here, WARPS, unroll=1):
+                    self.place_tokens(s, starts, tokens, tile, first, r, lane)
+                cute.arch.sync_threads()
+                fits = s.offsets[here] <= room
+                self.place_entries(s, entries, listed, up, d_gate, d_up, packed, first, here, fits, warp, lane)
+                cute.arch.sync_threads()
+                if fits:
+                    self.copy_out(s, packed, here, warp, lane)
+                    cute.arch.sync_threads()
+        # no launch may follow before `scan` is through
+        cute.arch.griddepcontrol_wait()
+
+    # ---- a token tile's entries by neuron tile and token ----
+
+    @cute.jit
+    def load_list(self, s, neurons, chunks, sizes, slot, tile, thread):
+        """Ranks by popularity of the listed neurons, and positions of the chunks, whose number is returned."""
+        size = sizes[tile]
+        for i in cutlass.range(thread, size, THREADS, unroll=4):
+            s.slots[i] = Uint16(slot[self.unsigned(neurons[tile, i])])
+        count = cute.ceil_div(size, CHUNK)
+        for i in cutlass.range(thread, count + 1, THREADS, unroll=1):
+            s.ends[i] = chunks[tile, i]
+        return count
+
+    def unsigned(self, index):
+        return widen(index.bitcast(Uint16))
+
+    @cute.jit
+    def clear(self, s, here, thread):
+        for i in cutlass.range(thread, here * PITCH, THREADS, unroll=1):
+            s.counters[i] = Uint32(0)
+
+    @cute.jit
+    def share(self, s, listed, warp):
+        """A warp's part of the entries: the first one's position and chunk, and the position behind the last."""
+        start, end = s.ends[0], s.ends[listed]
+        step = cute.ceil_div(cute.ceil_div(end - start, 32), WARPS) * 32
+        first = start + warp * step
+        # the last chunk that begins at or before the first entry
+        low, high = Int32(0), listed
+        while high - low > 1:
+            middle = (low + high) // 2
+            below = s.ends[middle] <= first
+            low = middle if below else low
+            high = high if below else middle
+        return first, low, cutlass.min(first + step, end)
+
+    @cute.jit
+    def tally(self, s, entries, listed, window, here, warp, lane):
+        """Count the entries of `here` neuron tiles from `window` on by token."""
+        first, chunk, end = self.share(s, listed, warp)
+        loaded = cute.make_rmem_tensor((BATCHES,), Uint32)
+        for base in cutlass.range(first, end, 32 * BATCHES, unroll=1):
+            for i in range_constexpr(BATCHES):
+                p = base + 32 * i + lane
+                loaded[i] = Uint32(entries[p]) if p < end else Uint32(0)
+            for i in range_constexpr(BATCHES):
+                if base + 32 * i < end:
+                    p = base + 32 * i + lane
+                    chunk_end = s.ends[chunk + 1]
+                    if p < end:
+                        r, _, token = self.place_of(s, loaded[i], chunk + Int32(p >= chunk_end), window)
+                        if r >= 0 and r < here:
+                            counter = s.counters.iterator + (r * PITCH + (token >> 2))
+                            cute.arch.atomic_add(counter, Uint32(1) << Uint32((token & 3) * 8), scope="cta")
+                    # a chunk has 64 entries or more, unless it is the last one
+                    chunk += Int32(base + 32 * i + 32 >= chunk_end)
+
+    @cute.jit
+    def place_of(self, s, entry, chunk, window):
+        """Neuron tile within the window, neuron within the tile, token within the token tile."""
+        slot = widen(s.slots[chunk * CHUNK + Int32(entry & (CHUNK - 1))])
+        return slot // TILE - window, slot % TILE, Int32((entry >> 6) & (TOKENS - 1))
+
+    @cute.jit
+    def counts(self, word):
+        """Entries of four tokens, and in the upper half how many of the tokens have any."""
+        return byte_sum(word) | (Int32(cute.arch.popc(self.flags(word))) << 16)
+
+    def flags(self, word):
+        """Bit 7 of each byte that is not zero; bytes are at most 64."""
+        return (word + Uint32(0x7F7F7F7F)) & Uint32(0x80808080)
+
+    # ---- positions ----
+
+    @cute.jit
+    def locate(self, s, groups, tiles, starts, tile, window, here, warp, lane):
+        """Bases of 32 of the window's neuron tiles by one warp; the first token tile's CTA writes them out."""
+        entries, tokens, offset = Int32(0), Int32(0), Int32(0)
+        for r in cutlass.range(lane, window + warp * 32, 32, unroll=4):
+            entries += tiles[r, 2]
+            tokens += tiles[r, 3]
+            offset += self.entries_of(groups, tiles, r, tile) if r >= window else 0
+        entries = Int32(cute.arch.warp_redux_sync(entries, "add"))
+        tokens = Int32(cute.arch.warp_redux_sync(tokens, "add"))
+        offset = Int32(cute.arch.warp_redux_sync(offset, "add"))
+        inside = warp * 32 + lane
+        r, exists = window + inside, inside < here
+        own = tiles[r, 2] if exists else 0
+        own_tokens = tiles[r, 3] if exists else 0
+        here_only = self.entries_of(groups, tiles, r, tile) if exists else 0
+        offset += prefix_sum(here_only, lane)
+        base = entries + prefix_sum(own, lane)
+        base_tokens = tokens + prefix_sum(own_tokens, lane)
+        if exists:
+            s.bases[inside] = base + groups[r, tile, 0]
+            s.places[inside] = groups[r, tile, 1]
+            s.lists[inside] = base_tokens
+            s.offsets[inside] = offset
+            if inside == here - 1:
+                s.offsets[here] = offset + here_only
+            if tile == 0:
+                tiles[r, 0] = base
+                tiles[r, 1] = base_tokens
+                starts[r, cute.ceil_div(own_tokens, 64)] = base + own
+
+    @cute.jit
+    def entries_of(self, groups, tiles, r, tile):
+        """Entries of a neuron tile in this token tile, from the sums over the token tiles before."""
+        after = groups[r, tile + 1, 0] if tile + 1 < groups.shape[1] else tiles[r, 2]
+        return after - groups[r, tile, 0]
+
+    @cute.jit
+    def place_tokens(self, s, starts, tokens, tile, window, r, lane):
+        """The tokens of one neuron tile take their places in its list; four tokens a lane."""
+        at = r * PITCH + lane
+        word = Uint32(s.counters[at])
+        before = prefix_sum(self.counts(word), lane)
+        entries_before, tokens_before = before & 0xFFFF, before >> 16
+        flags = self.flags(word)
+        info = Uint32(entries_before) | (Uint32(tokens_before) << TOKENS_SHIFT)
+        position, place, first = s.bases[r] + entries_before, s.places[r] + tokens_before, s.lists[r]
+        for j in range_constexpr(4):
+            present = (flags >> (8 * j + 7)) & 1
+            info = info | (present << (FLAGS_SHIFT + j))
+            if present != 0:
+                tokens[first + place] = tile * TOKENS + lane * 4 + j
+                if place & 63 == 0:
+                    starts[window + r, place >> 6] = position
+            place += Int32(present)
+            position += Int32((word >> (8 * j)) & 0xFF)
+        s.info[at] = info
+        # bytes 1 to 3: the entries of the tokens before, at most 192
+        s.counters[at] = word * Uint32(0x01010100)
+
+    @cute.jit
+    def place_entries(self, s, entries, listed, up, d_gate, d_up, packed, window, here, fits, warp, lane):
+        """Write the coefficients of the window's neuron tiles, to shared memory if they fit there."""
+        first, chunk, end = self.share(s, listed, warp)
+        loaded = cute.make_rmem_tensor((4, BATCHES), Uint32)
+        # neuron tile, or -1; what of the word `packed` is known; token; counts before
+        tiles, words = cute.make_rmem_tensor((BATCHES,), Int32), cute.make_rmem_tensor((BATCHES,), Uint32)
+        tokens, counts = cute.make_rmem_tensor((BATCHES,), Int32), cute.make_rmem_tensor((BATCHES,), Uint32)
+        loaded.fill(0)
+        for base in cutlass.range(first, end, 32 * BATCHES, unroll=1):
+            for i in range_constexpr(BATCHES):
+                p = base + 32 * i + lane
+                if p < end:
+                    loaded[0, i] = Uint32(entries[p])
+                    loaded[1, i] = self.bits(d_gate[p])
+                    if const_expr(self.gated):
+                        loaded[2, i] = self.bits(d_up[p])
+                        loaded[3, i] = self.bits(up[p])
+            for i in range_constexpr(BATCHES):
+                tiles[i] = Int32(-1)
+                if base + 32 * i < end:
+                    p = base + 32 * i + lane
+                    chunk_end = s.ends[chunk + 1]
+                    if p < end:
+                        r, neuron, token = self.place_of(s, loaded[0, i], chunk + Int32(p >= chunk_end), window)
+                        if r >= 0 and r < here:
+                            tiles[i], tokens[i] = r, token
+                            words[i] = (Uint32(neuron) << 6) | (self.hidden(loaded[0, i], loaded[3, i]) << 16)
+                            counter = s.counters.iterator + (r * PITCH + (token >> 2))
+                            one = Uint32(1) << Uint32((token & 3) * 8)
+                            counts[i] = Uint32(cute.arch.atomic_add(counter, one, scope="cta"))
+                    chunk += Int32(base + 32 * i + 32 >= chunk_end)
+            for i in range_constexpr(BATCHES):
+                r, token = tiles[i], tokens[i]
+                if r >= 0:
+                    info = Uint32(s.info[r * PITCH + (token >> 2)])
+                    earlier = (info >> FLAGS_SHIFT) & ((Uint32(1) << Uint32(token & 3)) - 1)
+                    place = s.places[r] + Int32((info >> TOKENS_SHIFT) & 0xFF) + Int32(cute.arch.popc(earlier))
+                    position = Int32(info & ((1 << TOKENS_SHIFT) - 1))
+                    position += Int32((counts[i] >> Uint32((token & 3) * 8)) & 0xFF)
+                    low, high = words[i] | Uint32(place & 63), loaded[1, i] | (loaded[2, i] << 16)
+                    word = (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)
+                    if fits:
+                        s.staged[s.offsets[r] + position] = word
+                    else:
+                        packed[s.bases[r] + position] = word
+
+    @cute.jit
+    def copy_out(self, s, packed, here, warp, lane):
+        """What is staged, a neuron tile a warp."""
+        for r in cutlass.range(warp, here, WARPS, unroll=1):
+            first, base = s.offsets[r], s.bases[r]
+            for i in cutlass.range(lane, s.offsets[r + 1] - first, 32, unroll=4):
+                packed[base + i] = s.staged[first + i]
+
+    def bits(self, value):
+        return Uint32(widen(value.bitcast(Uint16)))
+
+    @cute.jit
+    def hidden(self, entry, up):
+        """h of an entry as 16 bits."""
+        bits = entry >> 16
+        if const_expr(self.gated):
+            h = high_to_float(entry, self.dtype) * low_to_float(up, self.dtype)
+            bits = pack(h, h, self.dtype) & Uint32(0xFFFF)
+        return bits
+
+    # ---- shared memory ----
+
+    def views(self, shared, neurons):
+        """Tensors over the shared struct, by name, and how many coefficients can be staged."""
+        arena = shared.arena.data_ptr()
+        slots = (neurons + 7) // 8 * 4
+        counters = cutlass.min(cute.ceil_div(neurons, TILE), WINDOW) * PITCH
+        staged = (slots + 2 * counters + 1) // 2 * 2
+        views = Views(
+            ends=shared.ends.get_tensor(cute.make_layout(CHUNKS + 1)),
+            slots=cute.make_tensor(cute.recast_ptr(arena, dtype=Uint16), cute.make_layout(twell.MAX_NEURONS)),
+            bases=shared.bases.get_tensor(cute.make_layout(WINDOW)),
+            places=shared.places.get_tensor(cute.make_layout(WINDOW)),
+            lists=shared.lists.get_tensor(cute.make_layout(WINDOW)),
+            offsets=shared.offsets.get_tensor(cute.make_layout(WINDOW + 1)),
+            counters=cute.make_tensor(cute.recast_ptr(arena + slots, dtype=Uint32), cute.make_layout(WINDOW * PITCH)),
+            info=cute.make_tensor(
+                cute.recast_ptr(arena + (slots + counters), dtype=Uint32), cute.make_layout(WINDOW * PITCH)
+            ),
+            staged=cute.make_tensor(
+                cute.recast_ptr((arena + staged).align(8), dtype=Int64), cute.make_layout(ARENA // 2)
+            ),
+        )
+        return views, (ARENA - staged) // 2
+
+
+def signature(spec: TransposeSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    dtype = operands.DTYPES[spec.dtype]
+    b, n, r, p = cute.sym_int32(), cute.sym_int32(), cute.sym_int32(), cute.sym_int32()
+    arguments = (
+        operands.vector(Int32, cute.sym_int32()),
+        *operands.lists(b),
+        operands.vector(dtype, p) if spec.gated else None,
+        operands.vector(dtype, p),
+        operands.vector(dtype, p) if spec.gated else None,
+        operands.vector(Int32, n),
+        operands.vector(Int32, n),
+        operands.cube(Int32, r, b, 2),
+        operands.matrix(Int32, r, 4),
+        operands.matrix(Int32, r, cute.sym_int32()),
+        operands.vector(Int64, p),
+        operands.vector(Int32, p),
+    )
+    return Transpose(spec), arguments

@@ -1,0 +1,363 @@
+"""The index kernels of training, called as they are: ``compact`` and ``transpose``, bit by bit.
+
+Gates are arbitrary 16-bit patterns, packed here, so nothing else has to be right. Outputs hold 0x55 before each call.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from twell._runtime import format, specs
+from twell.ops._library import launch
+
+BF16, FP16 = torch.bfloat16, torch.float16
+NAMES = {BF16: "bfloat16", FP16: "float16"}
+POISON = 0x55
+POISON_INT = 0x55555555
+
+
+class Hybrid(NamedTuple):
+    entries: Tensor
+    neurons: Tensor
+    chunks: Tensor
+    sizes: Tensor
+    popularity: Tensor
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    out = torch.empty(shape, dtype=dtype, device="cuda")
+    out.view(torch.uint8).fill_(POISON)
+    return out
+
+
+# ---- gates ----
+
+
+def draw(m: int, n: int, density: float, seed: int, most: int = 0x7F00) -> Tensor:
+    """Bits [m, n] of non-negative gates, non-zero for about the share ``density``, and then at most ``most``."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(1, most + 1, (m, n), generator=generator, dtype=torch.int16)
+    return bits.masked_fill_(torch.rand(m, n, generator=generator) >= density, 0)
+
+
+def pattern(name: str, m: int, n: int) -> Tensor:
+    """Bits int16 [m, n]; finite bf16 values up to 2^15."""
+    most = 0x4700
+    if name == "empty":
+        return torch.zeros(m, n, dtype=torch.int16)
+    if name == "positive":
+        return draw(m, n, 2.0, 1, most)
+    if name == "same":
+        bits = torch.zeros(m, n, dtype=torch.int16)
+        bits[:, -1] = draw(m, 1, 2.0, 2, most)[:, 0]
+        return bits
+    if name == "dense rows":
+        bits = draw(m, n, min(1.0, 20 / n), 3, most)
+        rows = torch.arange(m) % 37 == 5 % m
+        bits[rows] = draw(int(rows.sum()), n, 2.0, 4, most)
+        bits[m // 2, : n // 2] = 0
+        return bits
+    if name == "around capacity":
+        # full tiles among tiles that are nearly full
+        bits = draw(m, n, 0.121, 5, most)
+        bits[::3, : n // 3] = draw(m, n, 0.5, 6, most)[::3, : n // 3]
+        return bits
+    if name == "hot":
+        # some neurons fire everywhere, most never
+        share = torch.rand(n, generator=torch.Generator().manual_seed(7)) ** 12
+        chosen = torch.rand(m, n, generator=torch.Generator().manual_seed(8)) < share
+        return draw(m, n, 2.0, 9, most).masked_fill_(~chosen, 0)
+    assert name == "random"
+    return draw(m, n, min(0.5, 30 / n), 10, most)
+
+
+def pack(bits: Tensor, compression: int) -> tuple[Tensor, Tensor, Tensor]:
+    """TwELL of gates [m, n] on the GPU, as the gate GEMM writes it: the spill of intact row-tiles is not defined."""
+    m, n = bits.shape
+    tiles, width = format.tiles(n), format.words_per_tile(compression)
+    padded = torch.zeros(m, tiles * format.TILE, dtype=torch.int16)
+    padded[:, :n] = bits
+    tiled = padded.view(m, tiles, format.TILE)
+    nonzero = tiled & 0x7FFF != 0
+    counts = nonzero.sum(2)
+    place = nonzero.cumsum(2)
+    neuron = torch.arange(tiles * format.TILE, dtype=torch.int32).view(1, tiles, format.TILE)
+    kept = nonzero & (place < width)
+    words = torch.zeros(m, tiles, width, dtype=torch.int32)
+    row, tile, column = kept.nonzero(as_tuple=True)
+    words[row, tile, place[kept]] = (tiled.int() << 16 | neuron)[row, tile, column]
+    words[:, :, 0] = counts
+    overflows = counts >= width
+    spill = torch.where(overflows[:, :, None], tiled, torch.full_like(tiled, 0x5555))
+    stats = torch.zeros(-(-m // format.STATS_ROWS) * format.STATS_ROWS, tiles, 2, dtype=torch.int32)
+    stats[:m, :, 0], stats[:m, :, 1] = counts, overflows
+    stats = stats.view(-1, format.STATS_ROWS, tiles, 2).sum(1, dtype=torch.int32)
+    return words.view(m, -1).cuda(), spill.view(m, -1).cuda(), stats.cuda()
+
+
+# ---- the slow constructions ----
+
+
+def expected_hybrid(bits: Tensor) -> tuple[Hybrid, Tensor]:
+    """The format of gates [m, n] that fit, with the neuron of each entry; 0x55 where nothing is defined."""
+    m, n = bits.shape
+    tiles, chunks = format.token_tiles(m), format.chunks(n)
+    nonzero = bits & 0x7FFF != 0
+    lists = torch.full((tiles, format.CHUNK * chunks), 0x5555, dtype=torch.int32)
+    offsets = torch.zeros(tiles, chunks + 1, dtype=torch.int32)
+    sizes = torch.zeros(tiles + 1, dtype=torch.int32)
+    entries, neurons, total = [], [], 0
+    for b in range(tiles):
+        rows = slice(b * format.TOKEN_TILE, min(m, (b + 1) * format.TOKEN_TILE))
+        union = nonzero[rows].any(0).nonzero()[:, 0]
+        size = sizes[b] = union.numel()
+        token, neuron = nonzero[rows].nonzero(as_tuple=True)
+        rank = torch.searchsorted(union, neuron)
+        chunk, place = rank // format.CHUNK, rank % format.CHUNK
+        by_key = ((chunk * format.TOKEN_TILE + token) * format.CHUNK + place).argsort()
+        entries.append((bits[rows][token, neuron].int() << 16 | token.int() << 6 | place.int())[by_key])
+        neurons.append(neuron[by_key])
+        padded = format.chunks(int(size)) * format.CHUNK
+        lists[b, :padded] = union[torch.arange(padded).clamp(max=int(size) - 1)].int()
+        offsets[b] = total + torch.bincount(chunk + 1, minlength=chunks + 1).cumsum(0)
+        total += token.numel()
+    sizes[tiles] = total
+    empty = [torch.zeros(0, dtype=torch.int64)]
+    lists = torch.where(lists > 0x7FFF, lists - 0x10000, lists).to(torch.int16)
+    popularity = nonzero.sum(0).int()
+    every = torch.cat([torch.zeros(0, dtype=torch.int32), *entries])
+    return Hybrid(every, lists, offsets, sizes, popularity), torch.cat(empty + neurons)
+
+
+def run_compact(bits: Tensor, compression: int, dtype: torch.dtype, capacity: int) -> Hybrid:
+    m, n = bits.shape
+    words, spill, stats = pack(bits, compression)
+    tiles, chunks = format.token_tiles(m), format.chunks(n)
+    out = Hybrid(
+        poisoned(max(capacity, m * format.bitmap_words(n)) + 64),
+        poisoned(tiles, format.CHUNK * chunks, dtype=torch.int16),
+        poisoned(tiles, chunks + 1),
+        poisoned(tiles + 1),
+        torch.zeros(n, dtype=torch.int32, device="cuda"),
+    )
+    width = format.words_per_tile(compression)
+    launch(specs.CompactSpec(NAMES[dtype]), words, spill.view(dtype), stats, *out, width, capacity)
+    return out
+
+
+def assert_bits(actual: Tensor, expected: Tensor, what: str) -> None:
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), what
+    wrong = actual.cpu() != expected
+    if bool(wrong.any()):
+        at = wrong.nonzero()[0].tolist()
+        got, want = actual.cpu()[tuple(at)].item(), expected[tuple(at)].item()
+        raise AssertionError(f"{what}: {int(wrong.sum())} differ, first at {at}: got {got:#x}, expected {want:#x}")
+
+
+def check_compact(bits: Tensor, compression: int, dtype: torch.dtype = BF16, capacity: int | None = None) -> Hybrid:
+    """Run ``compact`` and compare; a capacity of None is the format's own."""
+    m, n = bits.shape
+    if capacity is None:
+        capacity = format.hybrid_capacity(m, n)
+    out = run_compact(bits, compression, dtype, capacity)
+    total = int((bits & 0x7FFF != 0).sum())
+    if total > capacity:
+        assert int(out.sizes[-1]) == total
+        assert_bits(out.entries, expected_bitmap(bits, out.entries.numel()), "bitmap")
+        return out
+    expected, _ = expected_hybrid(bits)
+    assert_bits(out.sizes, expected.sizes, "sizes")
+    assert_bits(out.neurons, expected.neurons, "neurons")
+    assert_bits(out.chunks, expected.chunks, "chunks")
+    assert_bits(out.entries[:total], expected.entries, "entries")
+    assert bool((out.entries[total:] == POISON_INT).all())
+    assert_bits(out.popularity, expected.popularity, "popularity")
+    return out
+
+
+def expected_bitmap(bits: Tensor, length: int) -> Tensor:
+    """The bitmap as the first of ``length`` words, then 0x55."""
+    m, n = bits.shape
+    flags = torch.zeros(m, format.bitmap_words(n) * 32, dtype=torch.int64)
+    flags[:, :n] = bits & 0x7FFF != 0
+    words = (flags.view(m, -1, 32) << torch.arange(32)).sum(2)
+    out = torch.full((length,), POISON_INT, dtype=torch.int32)
+    out[: words.numel()] = torch.where(words >= 1 << 31, words - (1 << 32), words).view(-1).int()
+    return out
+
+
+class Transposed(NamedTuple):
+    tiles: Tensor
+    starts: Tensor
+    packed: Tensor
+    tokens: Tensor
+
+
+def run_transpose(
+    pattern: Hybrid, m: int, capacity: int, dtype: torch.dtype, values: tuple[Tensor, ...], order: Tensor
+) -> Transposed:
+    """``values`` are up, d_gate and d_up, or d_gate alone."""
+    n, tiles = order.numel(), -(-order.numel() // format.NEURON_TILE)
+    gated = len(values) == 3
+    up, d_gate, d_up = values if gated else (None, values[0], None)
+    slot = torch.empty_like(order)
+    slot[order.long()] = torch.arange(n, dtype=torch.int32, device=order.device)
+    out = Transposed(
+        poisoned(tiles, 4),
+        poisoned(tiles, -(-m // 64) + 1),
+        poisoned(capacity, dtype=torch.int64),
+        poisoned(capacity),
+    )
+    groups = poisoned(tiles, format.token_tiles(m), 2)
+    launch(specs.TransposeSpec(NAMES[dtype], gated), *pattern[:4], up, d_gate, d_up, order, slot, groups, *out)
+    return out
+
+
+def check_transpose(bits: Tensor, gated: bool, dtype: torch.dtype = BF16, random_order: bool = False) -> None:
+    """Compact (with room for all) and transpose, and compare every defined word."""
+    m, n = bits.shape
+    capacity = max(int((bits & 0x7FFF != 0).sum()) + 8, 64)
+    hybrid = run_compact(bits, 8, dtype, capacity)
+    expected, neurons = expected_hybrid(bits)
+    total = neurons.numel()
+    generator = torch.Generator().manual_seed(m + n)
+    # finite, of either sign
+    values = [draw(1, capacity, 0.9, i, 0x4700)[0] for i in range(3)]
+    values = [torch.where(torch.rand(capacity, generator=generator) < 0.5, v, v | -0x8000) for v in values]
+    values = [v if gated or i == 1 else torch.zeros_like(v) for i, v in enumerate(values)]
+    order = torch.randperm(n, generator=generator) if random_order else hybrid.popularity.cpu().argsort(descending=True)
+    given = [v.view(dtype).cuda() for v in (values if gated else values[1:2])]
+    arguments = (hybrid, m, capacity, dtype, tuple(given), order.int().cuda())
+    out = run_transpose(*arguments)
+
+    slot = torch.empty(n, dtype=torch.int64)
+    slot[order] = torch.arange(n)
+    counts = expected.chunks[:, -1] - expected.chunks[:, 0]
+    tile_of_entry = torch.arange(counts.numel()).repeat_interleave(counts)
+    token = tile_of_entry * format.TOKEN_TILE + (expected.entries.long() >> 6 & 127)
+    tile, rank = slot[neurons] // 64, slot[neurons] % 64
+    key = (tile * m + token) * 64 + rank
+    by_key = key.argsort()
+    tile, token, rank = tile[by_key], token[by_key], rank[by_key]
+    up, d_gate, d_up = (v[:total][by_key] for v in values)
+    gate = (expected.entries[by_key] >> 16).to(torch.int16)
+    hidden = gate
+    if gated:
+        hidden = (gate.view(dtype).float() * up.view(dtype).float()).to(dtype).view(torch.int16)
+
+    tiles, starts, packed, tokens = (t.cpu() for t in out)
+    list_base = 0
+    places = torch.zeros(total, dtype=torch.int64)
+    all_tokens = []
+    for r in range(tiles.shape[0]):
+        first, last = int((tile < r).sum()), int((tile <= r).sum())
+        listed, place = torch.unique_consecutive(token[first:last], return_inverse=True)
+        places[first:last] = place
+        assert tiles[r].tolist() == [first, list_base, last - first, listed.numel()]
+        for i in range(-(-listed.numel() // 64)):
+            assert int(starts[r, i]) == first + int((place < 64 * i).sum()), (r, i)
+        assert int(starts[r, -(-listed.numel() // 64)]) == last
+        all_tokens.append(listed.int())
+        list_base += listed.numel()
+    assert_bits(tokens[:list_base], torch.cat(all_tokens), "tokens")
+    assert bool((tokens[list_base:] == POISON_INT).all())
+    assert bool((packed[total:] == POISON_INT << 32 | POISON_INT).all())
+    want = places % 64 | rank << 6 | (hidden.long() & 0xFFFF) << 16 | (d_gate.long() & 0xFFFF) << 32
+    want |= (d_up.long() & 0xFFFF) << 48
+    # inside a token entries may stand in any order
+    got_key = (tile * m + token) * 64 + (packed[:total] >> 6 & 63)
+    assert_bits(packed[:total][got_key.argsort()], want, "packed")
+
+    # 0x55 is far above every capacity here: nothing may be written
+    overflowing = hybrid._replace(sizes=hybrid.sizes.clone().fill_(POISON_INT))
+    for tensor in run_transpose(overflowing, *arguments[1:]):
+        assert bool((tensor.view(torch.uint8) == POISON).all())
+
+
+# ---- compact ----
+
+SHAPES = [
+    *((m, 264) for m in (1, 127, 128, 129, 1000)),
+    *((m, 5632) for m in (1, 129, 1000)),
+    (129, 8),
+    (257, 5640),
+    (130, 16384),
+    (3, 65536),
+    (129, 65536),
+]
+PATTERNS = ["empty", "random", "dense rows", "same", "hot", "around capacity", "positive"]
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize(("m", "n"), SHAPES)
+def test_compact(m: int, n: int, name: str) -> None:
+    """With the format's capacity, which the denser patterns exceed, and with room for everything."""
+    bits = pattern(name, m, n)
+    compression = (8, 4, 2)[(m + n) % 3]
+    check_compact(bits, compression, (BF16, FP16)[m % 2])
+    if int((bits & 0x7FFF != 0).sum()) > format.hybrid_capacity(m, n):
+        check_compact(bits, 8, capacity=m * n)
+
+
+@pytest.mark.parametrize("compression", [2, 4, 8])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_compact_any_bits(dtype: torch.dtype, compression: int) -> None:
+    """NaN and infinity are non-zeros, minus zero is none; the capacity is met, then missed by one."""
+    bits = draw(200, 1000, 0.2, 11, most=0x7FFF)
+    bits[draw(200, 1000, 0.1, 12) != 0] |= -0x8000
+    total = int((bits & 0x7FFF != 0).sum())
+    for capacity in (total, total - 1):
+        check_compact(bits, compression, dtype, capacity)
+
+
+def test_compact_repeats() -> None:
+    """The same bits every time."""
+    bits = pattern("hot", 1000, 5632)
+    first = check_compact(bits, 8, capacity=1000 * 5632)
+    for _ in range(20):
+        again = run_compact(bits, 8, BF16, 1000 * 5632)
+        for ours, theirs in zip(again, first, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_compact_many_tokens() -> None:
+    """More token tiles than one round of the sums over token tiles takes."""
+    check_compact(draw(140_000, 8, 0.3, 13), 8, capacity=140_000 * 8)
+
+
+def test_compact_counts_saturate() -> None:
+    """Statistics that say more than 2^32 in all: the number of non-zeros is 2^31 - 1, and the bitmap is written."""
+    bits = draw(140_000, 8, 0.3, 14)
+    words, spill, stats = pack(bits, 8)
+    stats[:, :, 0] = 4 << 20
+    out = poisoned(140_000 * 8), poisoned(1094, 64, dtype=torch.int16), poisoned(1094, 2), poisoned(1095), poisoned(8)
+    launch(specs.CompactSpec("bfloat16"), words, spill.view(BF16), stats, *out, 32, 2**31 - 2)
+    assert int(out[3][-1]) == 2**31 - 1
+    assert_bits(out[0], expected_bitmap(bits, 140_000 * 8), "bitmap")
+
+
+# ---- transpose ----
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize(("m", "n"), [s for s in SHAPES if s != (130, 16384)])
+def test_transpose(m: int, n: int, name: str) -> None:
+    if name == "positive" and m * n > 2_000_000:
+        m = 5
+    check_transpose(pattern(name, m, n), gated=True, dtype=(BF16, FP16)[n % 16 == 0 and m % 2], random_order=m % 3 == 0)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("random_order", [False, True])
+def test_transpose_not_gated(dtype: torch.dtype, random_order: bool) -> None:
+    for name in ("random", "dense rows"):
+        check_transpose(pattern(name, 300, 1544), gated=False, dtype=dtype, random_order=random_order)
+
+
+def test_transpose_many_tokens() -> None:
+    """More token tiles than one round of the sums over token tiles takes."""
+    check_transpose(draw(40_000, 136, 0.05, 15, most=0x4700), gated=True)

@@ -1,0 +1,271 @@
+"""The kernel that takes over where non-zeros exceed the hybrid format: every mode against float64, bit for bit."""
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from twell import testing
+from twell._runtime import device, format, specs
+from twell.ops._library import launch
+from twell.testing import FFN
+
+BF16, FP16 = torch.bfloat16, torch.float16
+NAMES = {BF16: "bfloat16", FP16: "float16"}
+BIASES = "gate up down"
+
+
+class Problem(NamedTuple):
+    """A layer, what backward is given, and which gates count."""
+
+    layer: FFN
+    dy: Tensor
+    dl1: float
+    active: Tensor
+    gated: bool
+
+
+def problem(
+    m: int,
+    k: int,
+    n: int,
+    *,
+    density: float = 0.3,
+    biases: str = "",
+    gated: bool = True,
+    dl1: float = 0.0,
+    dtype: torch.dtype = BF16,
+    seed: int = 0,
+) -> Problem:
+    """Small integers. A row of dy has few non-zeros, so that products of three sums stay exact."""
+    layer = testing.integer_problem(m, k, n, density=density, biases=biases, seed=seed, dtype=dtype)
+    generator = torch.Generator().manual_seed(seed + 1)
+    dy = torch.zeros(m, k)
+    columns = torch.randint(k, (m, 6), generator=generator)
+    dy.scatter_(1, columns, torch.randint(-2, 3, (m, 6), generator=generator).float())
+    layer, dy = layer.to("cuda"), dy.to("cuda", dtype)
+    return Problem(layer, dy, dl1, testing.float64_gate(layer) > 0, gated)
+
+
+def bitmap(active: Tensor) -> Tensor:
+    """int32 [M * ceil(N / 32)]: bit n % 32 of word n / 32 of a row."""
+    m, n = active.shape
+    padded = torch.nn.functional.pad(active, (0, -n % 32)).view(m, -1, 32)
+    return (padded.long() << torch.arange(32, device=active.device)).sum(2).int().view(-1)
+
+
+def answers(p: Problem) -> dict[str, Tensor]:
+    """Every result in float64, from coefficients rounded as the kernels round them; checks that sums are exact."""
+    x, w_gate, w_up, w_down, gate_bias, up_bias, down_bias = p.layer.map(Tensor.double)
+    dy, dtype = p.dy.double(), p.dy.dtype
+
+    def rounded(values: Tensor) -> Tensor:
+        return torch.where(p.active, values, 0).to(dtype).double()
+
+    def product(*pairs: tuple[Tensor, Tensor]) -> Tensor:
+        assert float(sum(a.abs() @ b.abs() for a, b in pairs).max()) < testing.EXACT_LIMIT
+        return sum(a @ b for a, b in pairs)
+
+    gate = torch.nn.functional.linear(x, w_gate, gate_bias).relu()
+    up = torch.nn.functional.linear(x, w_up, up_bias)
+    hidden = gate * up if p.gated else gate
+    dh = product((dy, w_down.t())) + p.dl1 * hidden.sign()
+    d_gate, d_up, h = rounded(dh * up if p.gated else dh), rounded(dh * gate), rounded(hidden)
+    ups = [(d_up, w_up)] if p.gated else []
+    return {
+        "y": product((h, w_down)) + (0 if down_bias is None else down_bias),
+        "l1": torch.where(p.active, hidden, 0).abs().sum(1),
+        "dx": product((d_gate, w_gate), *ups),
+        "dw_gate": product((d_gate.t(), x)),
+        "dw_up": product((d_up.t(), x)),
+        "dw_down": product((h.t(), dy)),
+        "db_gate": d_gate.sum(0),
+        "db_up": d_up.sum(0),
+    }
+
+
+def run(p: Problem, mode: str, *, excess: int = 1, outputs: dict[str, Tensor]) -> None:
+    """Launch one mode on ``outputs``, with a capacity that the non-zeros exceed by ``excess``."""
+    x, w_gate, w_up, w_down, gate_bias, up_bias, down_bias = p.layer
+    bias = down_bias is not None
+    total = int(p.active.sum()) + 1
+    sizes = torch.full((format.token_tiles(len(x)) + 1,), -1, dtype=torch.int32, device="cuda")
+    sizes[-1] = total
+
+    def present(gate: Tensor | None, up: Tensor | None, *down: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (gate, up if p.gated else None, *down) if bias else (None,) * (2 + len(down))
+
+    weights = (w_gate, w_up if p.gated else None, w_down)
+    kept = (bitmap(p.active), sizes, total - excess)
+    if mode == "forward":
+        arguments = (x, *weights, *present(gate_bias, up_bias, down_bias), *kept, outputs["y"], outputs["l1"])
+    else:
+        dl1 = torch.tensor([p.dl1], device="cuda")
+        arguments = (p.dy, x, *weights, *present(gate_bias, up_bias), dl1, *kept)
+        if mode == "input":
+            arguments += (outputs["dx"],)
+        else:
+            arguments += (outputs["dw_gate"], outputs["dw_up"] if p.gated else None, outputs["dw_down"])
+            arguments += present(outputs["db_gate"], outputs["db_up"])
+    launch(specs.OverflowSpec(NAMES[x.dtype], mode, p.gated, bias), *arguments, device.sm_count(0))
+
+
+OUTPUTS = {
+    "forward": ("y", "l1"),
+    "input": ("dx",),
+    "weight": ("dw_gate", "dw_up", "dw_down", "db_gate", "db_up"),
+    "weight_add": ("dw_gate", "dw_up", "dw_down", "db_gate", "db_up"),
+}
+
+
+def empty(p: Problem, mode: str, fill: float = math.nan) -> dict[str, Tensor]:
+    """The outputs of a mode, filled; columns of l1 past the first 128 are not the kernel's."""
+    (m, k), n, dtype = p.layer.x.shape, p.layer.w_gate.shape[0], p.layer.x.dtype
+    shapes = {"y": (m, k), "dx": (m, k), "l1": (format.token_tiles(m), 136), "db_gate": (n,), "db_up": (n,)}
+    out = {}
+    for name in OUTPUTS[mode]:
+        wide = name == "l1" or (mode == "weight_add" and name.startswith("dw"))
+        out[name] = torch.full(shapes.get(name, (n, k)), fill, dtype=torch.float32 if wide else dtype, device="cuda")
+    return out
+
+
+def tokens(l1: Tensor, m: int) -> Tensor:
+    """Sums of |h| by token, of the table by tile and place."""
+    return l1[:, : format.TOKEN_TILE].reshape(-1)[:m]
+
+
+def check(p: Problem, modes: tuple[str, ...] = specs.OVERFLOW_MODES) -> None:
+    """Every mode, with the biases that the layer has: all or none."""
+    right = answers(p)
+    for mode in modes:
+        out = empty(p, mode, fill=3.0 if mode == "weight_add" else math.nan)
+        run(p, mode, outputs=out)
+        for name, result in out.items():
+            if (name == "dw_up" and not p.gated) or (name == "db_up" and not (p.gated and p.layer.up_bias is not None)):
+                continue
+            if name == "db_gate" and p.layer.gate_bias is None:
+                continue
+            expected = right[name]
+            if name == "l1":
+                result = tokens(result, len(p.dy))
+            if mode == "weight_add" and name.startswith("dw"):
+                expected = expected + 3
+            testing.assert_same(result, expected.float().to(result.dtype), f"{mode} {name}")
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n"),
+    [
+        *((129, k, 264) for k in (8, 72, 2048, 4096, 16384)),
+        *((m, 72, 1000) for m in (1, 129, 300)),
+        *((300, 136, n) for n in (8, 264, 1000)),
+        (1, 2056, 8),
+        (33, 1032, 1000),
+    ],
+)
+@pytest.mark.parametrize("variant", range(2))
+def test_shapes(m: int, k: int, n: int, variant: int) -> None:
+    """Edges of one size at a time; two of gated and not, with biases and without, and both dtypes at each."""
+    turn = (m + k // 8 + n // 8) % 2
+    check(
+        problem(
+            m,
+            k,
+            n,
+            biases=BIASES if (variant + turn) % 2 else "",
+            gated=variant == 0,
+            dl1=1.0 if turn else 0.0,
+            dtype=(BF16, FP16)[(variant + turn + n // 264) % 2],
+        )
+    )
+
+
+@pytest.mark.parametrize("density", [0, 0.01, 0.1, 0.5, 1])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("dl1", [0.0, -2.0])
+def test_densities(density: float, gated: bool, dl1: float) -> None:
+    p = problem(300, 520, 1000, density=density, biases=BIASES, gated=gated, dl1=dl1)
+    share = float(p.active.float().mean())
+    assert share == density if density in (0, 1) else 0.3 * density < share < 2.5 * density
+    check(p)
+
+
+def test_lists_longer_than_a_window() -> None:
+    """More neurons, and more tokens, than are listed at a time: the last window is partial."""
+    check(problem(40, 72, 20008, density=0.05, dl1=1.0), ("forward", "input"))
+    check(problem(17000, 72, 24, density=0.3, dl1=1.0), ("weight", "weight_add"))
+
+
+def test_bitmap_decides() -> None:
+    """Bits stand for fewer neurons than have a positive gate, and for some whose gate is zero."""
+    p = problem(130, 136, 264, density=0.5, biases=BIASES, dl1=1.0)
+    generator = torch.Generator(device="cuda").manual_seed(5)
+    active = torch.rand(p.active.shape, generator=generator, device="cuda") < 0.2
+    active[:, 100:150], active[17], active[64:128, :64] = False, False, True
+    check(p._replace(active=active))
+
+
+def test_row_strides() -> None:
+    """Operands and results whose rows are wider than K."""
+    p = problem(70, 72, 264, density=0.3, dl1=1.0)
+
+    def padded(t: Tensor) -> Tensor:
+        wide = torch.full((t.shape[0], t.shape[1] + 24), math.nan, dtype=t.dtype, device="cuda")
+        wide[:, 8:-16] = t
+        return wide[:, 8:-16]
+
+    right = answers(p)
+    layer = FFN(*(padded(t) for t in p.layer[:4]))
+    p = p._replace(layer=layer, dy=padded(p.dy))
+    for mode in specs.OVERFLOW_MODES[:3]:
+        out = {name: padded(t) if t.shape[-1] == 72 else t for name, t in empty(p, mode).items()}
+        run(p, mode, outputs=out)
+        for name, result in out.items():
+            if result.shape[-1] == 72:
+                testing.assert_same(result, right[name].float().to(result.dtype), name)
+
+
+@pytest.mark.parametrize("mode", specs.OVERFLOW_MODES)
+def test_nothing_to_do(mode: str) -> None:
+    """Where the non-zeros fit, to the last, nothing is written."""
+    p = problem(130, 72, 264, biases=BIASES)
+    for excess in (0, -5):
+        out = empty(p, mode)
+        run(p, mode, excess=excess, outputs=out)
+        for name, result in out.items():
+            assert bool(result.isnan().all()), name
+
+
+@pytest.mark.parametrize("mode", specs.OVERFLOW_MODES)
+def test_repeats(mode: str) -> None:
+    """Real numbers: the same bits every time, close to float64."""
+    layer = testing.make("dense911", 500, 1024, 1544)
+    generator = torch.Generator(device="cuda").manual_seed(3)
+    dy = torch.randn(500, 1024, generator=generator, device="cuda").to(BF16)
+    p = Problem(layer, dy, 0.5, testing.float64_gate(layer) > 0, True)
+    first = empty(p, mode, 0.0)
+    run(p, mode, outputs=first)
+    for _ in range(5):
+        again = empty(p, mode, 0.0)
+        run(p, mode, outputs=again)
+        for name, result in again.items():
+            testing.assert_same(result, first[name], name)
+
+    x, w_gate, w_up, w_down = (t.double() for t in layer[:4])
+    gate, up = (x @ w_gate.t()).relu(), x @ w_up.t()
+    hidden = gate * up
+    dh = torch.where(p.active, dy.double() @ w_down.t() + 0.5 * hidden.sign(), 0)
+    right = {
+        "y": hidden @ w_down,
+        "dx": (dh * up) @ w_gate + (dh * gate) @ w_up,
+        "dw_gate": (dh * up).t() @ x,
+        "dw_up": (dh * gate).t() @ x,
+        "dw_down": hidden.t() @ dy.double(),
+    }
+    for name, answer in right.items():
+        if name in first:
+            error = float((first[name].double() - answer).norm() / answer.norm())
+            # the coefficients and the result are rounded to 8 bits each
+            assert error < 3e-3, (name, error)
