@@ -78,7 +78,6 @@ class Transpose:
         up: cute.Tensor | None,
         d_gate: cute.Tensor,
         d_up: cute.Tensor | None,
-        order: cute.Tensor,
         slot: cute.Tensor,
         groups: cute.Tensor,
         tiles: cute.Tensor,
@@ -458,15 +457,14 @@ class Transpose:
 def signature(spec: TransposeSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype = operands.DTYPES[spec.dtype]
-    b, n, r, p = cute.sym_int32(), cute.sym_int32(), cute.sym_int32(), cute.sym_int32()
+    b, r, p = cute.sym_int32(), cute.sym_int32(), cute.sym_int32()
     arguments = (
         operands.vector(Int32, cute.sym_int32()),
         *operands.lists(b),
         operands.vector(dtype, p) if spec.gated else None,
         operands.vector(dtype, p),
         operands.vector(dtype, p) if spec.gated else None,
-        operands.vector(Int32, n),
-        operands.vector(Int32, n),
+        operands.vector(Int32, cute.sym_int32()),
         operands.cube(Int32, r, b, 2),
         operands.matrix(Int32, r, 4),
         operands.matrix(Int32, r, cute.sym_int32()),

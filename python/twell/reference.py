@@ -97,7 +97,7 @@ def hybrid(dense: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     neurons = torch.zeros(tiles, format.CHUNK * columns, dtype=torch.int32)
     chunks = torch.zeros(tiles, columns + 1, dtype=torch.int32)
     sizes = torch.zeros(tiles + 1, dtype=torch.int32)
-    entries = torch.zeros(format.hybrid_words(m, n), dtype=torch.int32)
+    entries = torch.zeros(format.hybrid_words(m, n, 0), dtype=torch.int32)
     active = dense != 0
     sizes[tiles], popularity = active.sum(), active.sum(0).int()
     if sizes[tiles] > format.hybrid_capacity(m, n):

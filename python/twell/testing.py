@@ -118,6 +118,9 @@ _CONSTANT = 4.0
 _DEAD_BIAS = -50.0
 _THRESHOLD_ROWS = 4096
 
+# Tokens of a recorded layer.
+_PERIOD = 4096
+
 
 def make(
     name: str,
@@ -435,13 +438,25 @@ def sparse_layer(problem: FFN, *, gated: bool = True, **options: Any) -> tuple[T
     return outputs
 
 
+def real_upstream(problem: FFN, *, seed: int = 0) -> Tensor:
+    """An upstream gradient [M, K] of normal values, drawn on the problem's device.
+
+    It repeats every 4,096 tokens, as recorded layers do: else the few terms of a rare neuron, which have the same token
+    four times, may cancel, and its error says little.
+    """
+    m, k = problem.x.shape
+    generator = torch.Generator(problem.x.device).manual_seed(seed)
+    drawn = torch.randn(min(m, _PERIOD), k, generator=generator, device=problem.x.device).to(problem.x.dtype)
+    return drawn.repeat(-(-m // _PERIOD), 1)[:m]
+
+
+@torch.no_grad()
 def off_kinks(problem: FFN, *, gated: bool = True) -> FFN:
-    """The problem whose gradients do not hang on rounding: other tokens take the place of those whose do.
+    """The problem whose gradients do not hang on rounding: tokens whose do are zero instead.
 
     ReLU has a kink at 0, and so has |h| where the up projection is 0. If a sum of fp32 falls on the other side of it
     than float64's, whole terms of the gradients differ, in dense PyTorch as here: of 16,384 tokens of uniform29 a few
-    do, and their errors hide all others. A token with a sum that near to 0 becomes the last one before it without.
-    Raises ValueError if there is none.
+    do, and their errors hide all others. A token that has a sum so near to 0 becomes zero.
     """
     weights = problem.rows(0, 0).map(Tensor.double)
 
@@ -450,19 +465,14 @@ def off_kinks(problem: FFN, *, gated: bool = True) -> FFN:
         scale = x.norm(dim=1)[:, None] * weight.norm(dim=1) + (0 if bias is None else bias.abs())
         return sums, sums.abs() < KINK * scale
 
-    flags = []
-    for start, stop in _chunks(problem.x.shape[0]):
+    tokens = problem.x.clone()
+    for start, stop in _chunks(len(tokens)):
         x = problem.x[start:stop].double()
         gate, kinks = near(x, weights.w_gate, weights.gate_bias)
         if gated:
             kinks |= near(x, weights.w_up, weights.up_bias)[1] & (gate > 0)
-        flags.append(~kinks.any(1))
-    good = torch.cat(flags)
-    if not bool(good.any()):
-        raise ValueError("every token has a sum too near to 0 for its sign to be certain")
-    place = torch.arange(len(good), device=good.device)
-    last = torch.where(good, place, -1).cummax(0).values
-    return problem._replace(x=problem.x[torch.where(last < 0, good.int().argmax(), last)])
+        tokens[start:stop].masked_fill_(kinks.any(1, keepdim=True), 0)
+    return problem._replace(x=tokens)
 
 
 @torch.no_grad()
@@ -509,11 +519,12 @@ def float64_gradients(problem: FFN, dy: Tensor, dl1: float = 0.0, *, gated: bool
     return _gradients(problem, dy, dl1, gated)
 
 
+@torch.no_grad()
 def exact_gradients(problem: FFN, dy: Tensor, dl1: float = 0.0, *, gated: bool = True) -> dict[str, Tensor]:
-    """The only right gradients of an exact problem for integers ``dy`` and ``dl1``, in the storage type.
+    """The only right gradients of an exact problem for integers ``dy`` and ``dl1``, as float64 yet to be rounded.
 
-    h, d_gate and d_up are rounded once to the storage type, as ``twell.ops.hybrid_backward`` says; then every sum is
-    exact in fp32. Raises ValueError where one is not.
+    h, d_gate and d_up are rounded to the storage type, as ``twell.ops.hybrid_backward`` says; then every sum is exact
+    in fp32. Raises ValueError where one is not.
     """
     dtype = problem.x.dtype
     magnitudes = _gradients(problem, dy, dl1, gated, dtype, absolute=True)
@@ -524,7 +535,7 @@ def exact_gradients(problem: FFN, dy: Tensor, dl1: float = 0.0, *, gated: bool =
     up = F.linear(problem.x.double(), problem.w_up.double(), _double(problem.up_bias))
     if gated and not torch.equal(up, up.to(dtype).double()):
         raise ValueError(f"up projections must be exact in {dtype}, got values up to {float(up.abs().max()):.0f}")
-    return {name: t.float().to(dtype) for name, t in _gradients(problem, dy, dl1, gated, dtype).items()}
+    return _gradients(problem, dy, dl1, gated, dtype)
 
 
 def _derive(leaves: FFN, gated: bool, outputs: Sequence[Tensor], upstream: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -754,7 +765,7 @@ def poison_memory(device: torch.device | str = "cuda", largest: int = 1 << 28) -
 def poisoned(call: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """Call twice, filling the first call's outputs with NaN in between: the second is handed that very memory."""
     for output in call():
-        output.view(torch.uint8).fill_(_POISON)
+        output.view(-1).view(torch.uint8).fill_(_POISON)
     return call()
 
 

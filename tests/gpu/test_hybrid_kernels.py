@@ -213,7 +213,7 @@ def run_transpose(
         poisoned(capacity),
     )
     groups = poisoned(tiles, format.token_tiles(m), 2)
-    launch(specs.TransposeSpec(NAMES[dtype], gated), *pattern[:4], up, d_gate, d_up, order, slot, groups, *out)
+    launch(specs.TransposeSpec(NAMES[dtype], gated), *pattern[:4], up, d_gate, d_up, slot, groups, *out)
     return out
 
 

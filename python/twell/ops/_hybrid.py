@@ -7,18 +7,18 @@ in it is its rank, and 64 ranks are a chunk. Of M tokens, N neurons, B token til
 - neurons int16 [B, 64*C]: the lists, as unsigned bits; the last neuron repeats up to a multiple of 64.
 - chunks int32 [B, C+1]: where in entries each chunk begins and, in the last column, ends.
 - entries int32: one a non-zero, ``value bits << 16 | token in its tile << 6 | rank in its chunk``, ascending by token
-  tile, chunk, token and rank.
+  tile, chunk, token and rank. Behind ``format.hybrid_capacity`` of them, their up projections; see ``values``.
 - popularity int32 [N]: the non-zeros of each neuron.
-- up: the up projections at the entries.
 
 If there are more non-zeros than ``format.hybrid_capacity``, the entries are a bitmap [M, ceil(N/32)] of the non-zeros
 instead, of the rest only the number of non-zeros counts, and backward computes the gate and the up projection again.
 
-The CPU's values may be wider than 16 bits. Entries then hold no values: these follow the up projections in ``up``.
+The CPU's values may be wider than 16 bits. Entries then hold no values: these follow the up projections.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -36,7 +36,6 @@ class Kept(NamedTuple):
     """What forward keeps for backward beside its operands: the hybrid gate with its up projections."""
 
     entries: Tensor
-    up: Tensor
     neurons: Tensor
     chunks: Tensor
     sizes: Tensor
@@ -74,14 +73,13 @@ def empty_kept(x: Tensor, n: int, gated: bool) -> Kept:
     """Uninitialised tensors for the gate of ``x`` [M, K] with ``n`` neurons."""
     m = x.shape[0]
     tiles, chunks = format.token_tiles(m), format.chunks(n)
-    values = gated + (x.dtype.itemsize > 2)
+    value_bytes = (gated + (x.dtype.itemsize > 2)) * x.dtype.itemsize
 
     def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return x.new_empty(shape, dtype=dtype)
 
     return Kept(
-        entries=integers(format.hybrid_words(m, n)),
-        up=x.new_empty(values * format.hybrid_capacity(m, n)),
+        entries=integers(format.hybrid_words(m, n, value_bytes)),
         neurons=integers(tiles, format.CHUNK * chunks, dtype=torch.int16),
         chunks=integers(tiles, chunks + 1),
         sizes=integers(tiles + 1),
@@ -91,9 +89,15 @@ def empty_kept(x: Tensor, n: int, gated: bool) -> Kept:
 
 def require_offsets(m: int, n: int) -> None:
     """Raise NotImplementedError if places in the entries of ``m`` tokens and ``n`` neurons exceed 32 bits."""
-    if format.hybrid_words(m, n) > MOST:
-        most = MOST // format.hybrid_words(1, n)
+    if format.hybrid_words(m, n, 2) > MOST:
+        most = MOST // format.hybrid_words(8, n, 2) * 8
         raise NotImplementedError(f"with {n} neurons a training step takes at most {most} tokens, got {m}")
+
+
+def values(entries: Tensor, capacity: int, dtype: torch.dtype, count: int) -> Tensor:
+    """What follows the entries: ``count`` values of ``dtype`` for each place, [count, capacity], a view."""
+    behind = entries[capacity : capacity + capacity * count * dtype.itemsize // 4]
+    return behind.view(dtype).view(count, capacity)
 
 
 # The CPU's side
@@ -145,15 +149,15 @@ def encode(gate: Tensor, up: Tensor | None, kept: Kept) -> None:
     starts = F.pad(run.bincount(minlength=tiles * chunks).cumsum(0), (1, 0)).int()
     if tiles:
         kept.chunks.copy_(starts.unfold(0, chunks + 1, chunks))
-    values = [] if up is None else [up]
+    stored = [] if up is None else [up]
     if gate.dtype.itemsize > 2:
         kept.entries[:total] = word[order].int()
-        values.append(gate)
+        stored.append(gate)
     else:
         kept.entries[:total] = gate.view(torch.int16)[token, neuron].int() << 16 | word[order].int()
-    if values:
-        for stored, dense in zip(kept.up.view(len(values), -1), values):
-            stored[:total] = dense[token, neuron]
+    behind = values(kept.entries, format.hybrid_capacity(m, n), gate.dtype, len(stored))
+    for target, dense in zip(behind, stored):
+        target[:total] = dense[token, neuron]
 
 
 def decode(layer: Layer, kept: Kept) -> tuple[Tensor, Tensor | None]:
@@ -174,14 +178,13 @@ def decode(layer: Layer, kept: Kept) -> tuple[Tensor, Tensor | None]:
     token = tile * format.TOKEN_TILE + (entries >> 6 & format.TOKEN_TILE - 1)
     neuron = kept.neurons[tile, run % chunks * format.CHUNK + (entries & format.CHUNK - 1)].long() & 0xFFFF
 
-    def dense(values: Tensor) -> Tensor:
-        return torch.zeros(m, n, dtype=wide).index_put_((token, neuron), values[:total].to(wide))
+    def dense(at_entries: Tensor) -> Tensor:
+        return torch.zeros(m, n, dtype=wide).index_put_((token, neuron), at_entries[:total].to(wide))
 
-    if dtype.itemsize > 2:
-        gate = dense(kept.up[-capacity:])
-    else:
-        gate = dense((entries >> 16).short().view(dtype))
-    return gate, None if w_up is None else dense(kept.up)
+    stored = (w_up is not None) + (dtype.itemsize > 2)
+    behind = values(kept.entries, capacity, dtype, stored)
+    gate = dense(behind[-1] if dtype.itemsize > 2 else (entries >> 16).short().view(dtype))
+    return gate, None if w_up is None else dense(behind[0])
 
 
 def backward_cpu(dy: Tensor, dl1: Tensor, layer: Layer, kept: Kept, out: Gradients, accumulate: bool) -> None:
@@ -217,19 +220,32 @@ def backward_cpu(dy: Tensor, dl1: Tensor, layer: Layer, kept: Kept, out: Gradien
 # The GPU's side
 
 
-def backward_cuda(dy: Tensor, dl1: Tensor, layer: Layer, kept: Kept, out: Gradients, accumulate: bool) -> None:
-    """Launch the kernels that ``out`` asks for. Weights: all or none, and rows that kernels can write."""
-    if out.x is None and out.w_gate is None:
-        return
+def backward_cuda(
+    dy: Tensor,
+    dl1: Tensor,
+    layer: Layer,
+    kept: Kept,
+    dx: Tensor | None,
+    weights: Callable[[], Gradients] | None,
+    accumulate: bool,
+) -> Gradients:
+    """Launch the kernels for ``dx`` and for what ``weights`` returns, where they are asked for; the gradients of these.
+
+    ``weights`` gives the tensors of all weights, rows that kernels can write, and of biases. It is called late, when
+    most of what the kernels need beside has been given back.
+    """
+    none = Gradients(dx, None, None, None, None, None)
+    if dx is None and weights is None:
+        return none
     x, w_gate, w_up, w_down = layer[:4]
     m, n, dtype, gated = x.shape[0], w_gate.shape[0], x.dtype, w_up is not None
     multiprocessors = device.sm_count(x.device.index)
     capacity = format.hybrid_capacity(m, n)
-    entries, up, neurons, chunks, sizes, popularity = kept
+    entries, neurons, chunks, sizes, popularity = kept
     pattern = (entries, neurons, chunks, sizes)
     x, dy, w_gate, w_down = rows(x), rows(dy), rows(w_gate), down_rows(w_down)
     w_up = None if w_up is None else rows(w_up)
-    coefficients = up if gated else None
+    up = values(entries, capacity, dtype, 1)[0] if gated else None
     dl1 = vector(dl1.reshape(1), 1, dl1)
 
     bias = layer.gate_bias is not None or layer.up_bias is not None
@@ -239,13 +255,13 @@ def backward_cuda(dy: Tensor, dl1: Tensor, layer: Layer, kept: Kept, out: Gradie
 
     d_gate = x.new_empty(capacity)
     d_up = x.new_empty(capacity) if gated else None
-    launch(tuning.sampled_grad(dtype, gated), dy, w_down, *pattern, coefficients, dl1, d_gate, d_up, multiprocessors)
-    if out.x is not None:
+    launch(tuning.sampled_grad(dtype, gated), dy, w_down, *pattern, up, dl1, d_gate, d_up, multiprocessors)
+    if dx is not None:
         gathered = tuning.gathered(dtype, 2 if gated else 1, False)
-        launch(gathered, d_gate, w_gate, d_up, w_up, None, *pattern, out.x, capacity, multiprocessors)
-        launch(tuning.overflow(dtype, "input", gated, bias), *recomputed, out.x, multiprocessors)
-    if out.w_gate is None:
-        return
+        launch(gathered, d_gate, w_gate, d_up, w_up, None, *pattern, dx, capacity, multiprocessors)
+        launch(tuning.overflow(dtype, "input", gated, bias), *recomputed, dx, multiprocessors)
+    if weights is None:
+        return none
 
     order, slot = torch.empty_like(popularity), torch.empty_like(popularity)
     launch(tuning.rank(), popularity, order, slot)
@@ -256,8 +272,10 @@ def backward_cuda(dy: Tensor, dl1: Tensor, layer: Layer, kept: Kept, out: Gradie
     packed = sizes.new_empty(capacity, dtype=torch.int64)
     tokens = sizes.new_empty(capacity)
     by_neuron = (groups, tiles, starts, packed, tokens)
-    launch(tuning.transpose(dtype, gated), *pattern, coefficients, d_gate, d_up, order, slot, *by_neuron)
+    launch(tuning.transpose(dtype, gated), *pattern, up, d_gate, d_up, slot, *by_neuron)
 
+    del d_gate, d_up, groups, by_neuron
+    out = weights()
     # a layer with one of two biases has a place for the other's gradient all the same
     db_gate = (x.new_empty(n) if out.gate_bias is None else out.gate_bias) if bias else None
     db_up = (x.new_empty(n) if out.up_bias is None else out.up_bias) if bias and gated else None
@@ -266,3 +284,4 @@ def backward_cuda(dy: Tensor, dl1: Tensor, layer: Layer, kept: Kept, out: Gradie
     launch(weight_grad, x, dy, order, sizes, tiles, starts, packed, tokens, *gradients, multiprocessors)
     mode = "weight_add" if accumulate else "weight"
     launch(tuning.overflow(dtype, mode, gated, bias), *recomputed, *gradients, multiprocessors)
+    return out._replace(x=dx)

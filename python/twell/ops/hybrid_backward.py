@@ -33,8 +33,8 @@ def present(gradients: Gradients, like: Tensor) -> Outputs:
 
 def split(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Layer, Kept, tuple[Any, ...]]:
     """dy, dl1, the layer, what forward kept, and the arguments after these."""
-    dy, dl1, *tensors = arguments[:14]
-    return dy, dl1, Layer(*tensors[:6]), Kept(*tensors[6:]), arguments[14:]
+    dy, dl1, *tensors = arguments[:13]
+    return dy, dl1, Layer(*tensors[:6]), Kept(*tensors[6:]), arguments[13:]
 
 
 def _fake(*arguments: Any) -> Outputs:
@@ -50,18 +50,19 @@ def _cpu(*arguments: Any) -> Outputs:
 
 
 def _cuda(*arguments: Any) -> Outputs:
-    dy, dl1, layer, kept, asked = split(arguments)
-    gradients = outputs(layer, *asked)
-    if dy.shape[0]:
-        _hybrid.backward_cuda(dy, dl1, layer, kept, gradients, accumulate=False)
-        return present(gradients, layer.x)
-    return present(Gradients(*(None if g is None else g.zero_() for g in gradients)), layer.x)
+    dy, dl1, layer, kept, (input_grad, weight_grad) = split(arguments)
+    if not dy.shape[0]:
+        gradients = outputs(layer, input_grad, weight_grad)
+        return present(Gradients(*(None if g is None else g.zero_() for g in gradients)), layer.x)
+    dx = outputs(layer, input_grad, False).x
+    weights = (lambda: outputs(layer, False, True)) if weight_grad else None
+    return present(_hybrid.backward_cuda(dy, dl1, layer, kept, dx, weights, accumulate=False), layer.x)
 
 
 hybrid_backward = register(
     "hybrid_backward(Tensor dy, Tensor dl1, Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? gate_bias, "
-    "Tensor? up_bias, Tensor entries, Tensor up, Tensor neurons, Tensor chunks, Tensor sizes, Tensor popularity, "
-    "bool input_grad, bool weight_grad) "
+    "Tensor? up_bias, Tensor entries, Tensor neurons, Tensor chunks, Tensor sizes, Tensor popularity, bool input_grad, "
+    "bool weight_grad) "
     "-> (Tensor dx, Tensor dw_gate, Tensor dw_up, Tensor dw_down, Tensor db_gate, Tensor db_up)",
     fake=_fake,
     cpu=_cpu,

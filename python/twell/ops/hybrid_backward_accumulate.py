@@ -53,7 +53,7 @@ def _cuda(*arguments: Any) -> Outputs:
         m if m is None or has_rows(m) else torch.zeros_like(m, memory_format=torch.contiguous_format) for m in mains
     ]
     targets = gradients._replace(w_gate=laid[0], w_up=laid[1], w_down=laid[2])
-    _hybrid.backward_cuda(dy, dl1, layer, kept, targets, accumulate=True)
+    _hybrid.backward_cuda(dy, dl1, layer, kept, gradients.x, lambda: targets, accumulate=True)
     for main, added in zip(mains, laid):
         if added is not main:
             main.add_(added)
@@ -62,7 +62,7 @@ def _cuda(*arguments: Any) -> Outputs:
 
 hybrid_backward_accumulate = register(
     "hybrid_backward_accumulate(Tensor dy, Tensor dl1, Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, "
-    "Tensor? gate_bias, Tensor? up_bias, Tensor entries, Tensor up, Tensor neurons, Tensor chunks, Tensor sizes, "
+    "Tensor? gate_bias, Tensor? up_bias, Tensor entries, Tensor neurons, Tensor chunks, Tensor sizes, "
     "Tensor popularity, Tensor(a!) main_gate, Tensor(b!)? main_up, Tensor(c!) main_down, bool input_grad) "
     "-> (Tensor dx, Tensor db_gate, Tensor db_up)",
     fake=_fake,

@@ -17,14 +17,25 @@ from twell.ops._hybrid import Kept
 from twell.ops._library import down_rows, launch, register, rows, vector
 from twell.ops.gate_pack import gate_pack
 
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def result(x: Tensor) -> Tensor:
+    """Uninitialised y [M, K] of x's dtype."""
+    return x.new_empty(x.shape)
+
+
+def figures(x: Tensor, w_gate: Tensor, w_up: Tensor | None) -> tuple[Tensor, Tensor, Kept]:
+    """Uninitialised l1 (0-d, float32 or float64), nonzeros (0-d, int64) and what is kept."""
+    l1 = x.new_empty((), dtype=_hybrid.accumulator(x.dtype))
+    nonzeros = x.new_empty((), dtype=torch.int64)
+    return l1, nonzeros, _hybrid.empty_kept(x, w_gate.shape[0], w_up is not None)
 
 
 def outputs(x: Tensor, w_gate: Tensor, w_up: Tensor | None) -> Outputs:
-    """Uninitialised y [M, K] of x's dtype, l1 (0-d, float32 or float64), nonzeros (0-d, int64) and ``_hybrid.Kept``."""
-    l1 = x.new_empty((), dtype=_hybrid.accumulator(x.dtype))
-    nonzeros = x.new_empty((), dtype=torch.int64)
-    return x.new_empty(x.shape), l1, nonzeros, *_hybrid.empty_kept(x, w_gate.shape[0], w_up is not None)
+    """Everything that the operator returns, uninitialised: ``result``, then ``figures``."""
+    l1, nonzeros, kept = figures(x, w_gate, w_up)
+    return result(x), l1, nonzeros, *kept
 
 
 def _fake(
@@ -77,29 +88,30 @@ def _cuda(
     compression: int,
 ) -> Outputs:
     _hybrid.require_offsets(x.shape[0], w_gate.shape[0])
-    y, l1, nonzeros, *tensors = outputs(x, w_gate, w_up)
-    kept = Kept(*tensors)
+    l1, nonzeros, kept = figures(x, w_gate, w_up)
     (m, k), n, dtype, gated = x.shape, w_gate.shape[0], x.dtype, w_up is not None
     kept.popularity.zero_()
     if not m:
-        return y, l1.zero_(), nonzeros.zero_(), *(kept._replace(sizes=kept.sizes.zero_()))
+        return result(x), l1.zero_(), nonzeros.zero_(), *(kept._replace(sizes=kept.sizes.zero_()))
 
     x, w_gate, w_down = rows(x), rows(w_gate), down_rows(w_down)
     w_up = None if w_up is None else rows(w_up)
     multiprocessors, capacity = device.sm_count(x.device.index), format.hybrid_capacity(m, n)
     words, spill, stats = gate_pack(x, w_gate, gate_bias, compression)
-    entries, up, neurons, chunks, sizes, popularity = kept
+    entries, neurons, chunks, sizes, popularity = kept
     pattern = (entries, neurons, chunks, sizes)
     width = format.words_per_tile(compression)
     launch(tuning.compact(dtype), words, spill, stats, entries, neurons, chunks, sizes, popularity, width, capacity)
     torch.sum(stats.select(2, 0), (0, 1), out=nonzeros)
-    # the largest tensors of the step: given back before any other is taken
+    # the largest tensors of the step: given back before y is taken
     del words, spill, stats
+    y = result(x)
 
     # sums of |h| that kernels write for a token tile: one for every 256 neurons of its list, or one a token
     partial = x.new_zeros((format.token_tiles(m), max(format.TOKEN_TILE, format.tiles(n))), dtype=torch.float32)
     hidden = None
     if w_up is not None:
+        up = _hybrid.values(entries, capacity, dtype, 1)[0]
         hidden = torch.empty_like(up)
         spec = tuning.sampled_up(dtype, up_bias is not None)
         bias = None if up_bias is None else vector(up_bias, n, x)
@@ -134,8 +146,8 @@ def _sum_of_values(entries: Tensor, total: Tensor, dtype: torch.dtype) -> Tensor
 
 hybrid_forward = register(
     "hybrid_forward(Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? gate_bias, Tensor? up_bias, "
-    "Tensor? down_bias, int compression) -> (Tensor y, Tensor l1, Tensor nonzeros, Tensor entries, Tensor up, "
-    "Tensor neurons, Tensor chunks, Tensor sizes, Tensor popularity)",
+    "Tensor? down_bias, int compression) -> (Tensor y, Tensor l1, Tensor nonzeros, Tensor entries, Tensor neurons, "
+    "Tensor chunks, Tensor sizes, Tensor popularity)",
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,

@@ -1,0 +1,952 @@
+"""Training on the GPU: exact bits, real numbers within budget, adversarial patterns, PyTorch's rules, memory."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import twell
+from twell import ops, testing
+from twell._demo_model import ByteModel, ModelShape
+from twell._runtime import format
+from twell.nn import SparseGatedMLP, SparseMLP
+from twell.testing import FFN
+
+DEVICE = "cuda"
+BF16, FP16 = torch.bfloat16, torch.float16
+BIASES = "gate up down"
+# the coefficient of the sum of |h| in real problems; exact in bf16, so that dense PyTorch rounds nothing more
+L1 = 0.25
+BOTH = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+Gradients = dict[str, Tensor]
+
+
+# Exact: small integers, whose every sum fp32 holds
+
+
+def operands(problem: FFN, gated: bool) -> tuple[Any, ...]:
+    """The tensors as the operators take them."""
+    return tuple(problem if gated else problem._replace(w_up=None, up_bias=None))
+
+
+def upstream_of_l1(dl1: float) -> Tensor:
+    return torch.tensor(dl1, dtype=torch.float32, device=DEVICE)
+
+
+def check_forward(problem: FFN, gated: bool, compression: int) -> tuple[Tensor, ...]:
+    """``hybrid_forward`` against float64, and the gate that it keeps against the CPU operator's; returns that gate."""
+    arguments = operands(problem, gated)
+    y, l1, nonzeros, *kept = testing.poisoned(lambda: ops.hybrid_forward(*arguments, compression))
+    wide = problem.map(Tensor.double)
+    gate = testing.float64_gate(problem)
+    hidden = gate * nn.functional.linear(wide.x, wide.w_up, wide.up_bias) if gated else gate
+    expected = nn.functional.linear(hidden.to(y.dtype).double(), wide.w_down.t(), wide.down_bias)
+    testing.assert_same(y, expected.float().to(y.dtype), "y")
+    assert int(nonzeros) == int((gate != 0).sum())
+    total = float(hidden.abs().sum())
+    assert float(l1) == pytest.approx(total, rel=0 if total < testing.EXACT_LIMIT else 1e-6, abs=0)
+    m, n = gate.shape
+    on_cpu = ops.hybrid_forward(*(None if t is None else t.cpu() for t in arguments), compression)
+    testing.assert_hybrid_same(kept, on_cpu[3:], m, n)
+    return tuple(kept)
+
+
+def check_backward(problem: FFN, gated: bool, dl1: float, kept: tuple[Tensor, ...]) -> None:
+    """``hybrid_backward`` and ``hybrid_backward_accumulate`` against float64 with the same roundings."""
+    dy = testing.integer_upstream(problem)
+    right = testing.exact_gradients(problem, dy, dl1, gated=gated)
+    dtype = problem.x.dtype
+    names = ("x", "w_gate", "w_up", "w_down", "gate_bias", "up_bias")
+
+    def assert_right(found: dict[str, Tensor]) -> None:
+        for name, gradient in found.items():
+            if name in right:
+                testing.assert_same(gradient, right[name].float().to(dtype), f"gradient of {name}")
+            else:
+                assert gradient.shape == (0,), name
+
+    arguments = (dy, upstream_of_l1(dl1), *operands(problem, gated)[:6], *kept)
+    found = testing.poisoned(lambda: ops.hybrid_backward(*arguments, True, True))
+    assert_right(dict(zip(names, found, strict=True)))
+    mains = [torch.full(t.shape, 3.0, device=DEVICE) if gated or i != 1 else None for i, t in enumerate(problem[1:4])]
+    dx, db_gate, db_up = ops.hybrid_backward_accumulate(*arguments, *mains, True)
+    assert_right({"x": dx, "gate_bias": db_gate, "up_bias": db_up})
+    for name, main in zip(names[1:4], mains, strict=True):
+        if main is not None:
+            testing.assert_same(main, (right[name] + 3).float(), f"main gradient of {name}")
+
+
+def check(
+    problem: FFN, gated: bool = True, dl1: float = 0.0, compression: int = 8, overflows: bool | None = None
+) -> None:
+    """All operators, then the function with autograd around them. ``overflows``: whether a bitmap is expected."""
+    kept = check_forward(problem, gated, compression)
+    if overflows is not None:
+        capacity = format.hybrid_capacity(problem.x.shape[0], problem.w_gate.shape[0])
+        assert (int(kept[4][-1]) > capacity) == overflows
+    check_backward(problem, gated, dl1, kept)
+    dy = testing.integer_upstream(problem)
+    found = testing.sparse_gradients(problem, dy, dl1, gated=gated, compression=compression)
+    right = testing.exact_gradients(problem, dy, dl1, gated=gated)
+    assert found.keys() == right.keys()
+    for name, gradient in found.items():
+        testing.assert_same(gradient, right[name].float().to(gradient.dtype), f"autograd's gradient of {name}")
+
+
+# One dimension at a time from its list of edges, then corners where several meet.
+SHAPES = [
+    *((m, 72, 264) for m in (1, 127, 128, 129, 1000)),
+    *((m, 896, 5632) for m in (1, 129, 1000)),
+    *((129, 64, n) for n in (8, 264, 5632, 8192)),
+    *((129, k, 264) for k in (8, 72, 896, 2048, 4096, 16384)),
+    (1, 2048, 8192),
+    (127, 4096, 5632),
+    (128, 8, 8),
+    (300, 16384, 136),
+    (1000, 2048, 5632),
+    (1000, 8, 8192),
+]
+VARIANTS = [(BF16, 8), (FP16, 4), (BF16, 2), (FP16, 8), (BF16, 4), (FP16, 2)]
+
+
+def label(value: object) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value).removeprefix("torch.") or "none"
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "compression", "biases", "gated", "dl1"),
+    [
+        # two different variants at each shape: one gated, one with biases
+        (shape, *VARIANTS[(i + j) % 6], ("", BIASES)[(i + j) % 2], j == 0, (0.0, 1.0, -2.0)[(i + 2 * j) % 3])
+        for i, shape in enumerate(SHAPES)
+        for j in range(2)
+    ],
+    ids=label,
+)
+def test_shapes(
+    shape: tuple[int, int, int], dtype: torch.dtype, compression: int, biases: str, gated: bool, dl1: float
+) -> None:
+    m, k, n = shape
+    density = 0.008 if n > 1000 else 0.08
+    problem = testing.integer_problem(m, k, n, density=density, biases=biases, device=DEVICE, dtype=dtype)
+    # a row of seven weights cannot have as few positive sums as the format holds
+    check(problem, gated, dl1, compression, overflows=None if k == 8 else False)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(
+    ("m", "k", "n", "density"),
+    [(1, 8, 264, 1), (129, 72, 264, 1), (70, 896, 5632, 0.2), (129, 4096, 264, 0.5), (65, 16384, 136, 0.7)],
+)
+def test_beyond_capacity(m: int, k: int, n: int, density: float, dtype: torch.dtype, gated: bool) -> None:
+    biases = BIASES if dtype == BF16 else ""
+    problem = testing.integer_problem(m, k, n, density=density, biases=biases, device=DEVICE, dtype=dtype)
+    check(problem, gated, 1.0 if gated else 0.0, overflows=True)
+
+
+@BOTH
+@pytest.mark.parametrize("biases", ["gate", "up", "down"])
+@pytest.mark.parametrize("density", [0.1, 1])
+def test_each_bias(biases: str, density: float, gated: bool) -> None:
+    problem = testing.integer_problem(130, 72, 264, density=density, biases=biases, device=DEVICE)
+    check(problem, gated, 1.0, overflows=density == 1)
+
+
+@BOTH
+def test_as_many_as_fit_and_one_more(gated: bool) -> None:
+    """The last pattern that the format holds, and the first that it does not."""
+    gates = gates_at(300, 5632, lambda generator: torch.full((300,), 148))
+    check(testing.pattern_problem(gates, 304, device=DEVICE), gated, 1.0, overflows=False)
+    gates[7, gates[7].argmin()] = 1
+    check(testing.pattern_problem(gates, 304, device=DEVICE), gated, 1.0, overflows=True)
+
+
+def gates_at(m: int, n: int, counts: Callable[[torch.Generator], Tensor], seed: int = 0) -> Tensor:
+    """Integers [m, n], in each row as many positive ones as ``counts`` says, at random places; 1 to 3."""
+    generator = torch.Generator().manual_seed(seed)
+    active = torch.rand(m, n, generator=generator).argsort(1).argsort(1) < counts(generator)[:, None]
+    values = torch.randint(1, 4, (m, n), generator=generator)
+    return torch.where(active, values, 1 - values)
+
+
+def one_row_all_positive(gates: Tensor) -> None:
+    gates[200] = 1
+
+
+def one_neuron_in_every_token(gates: Tensor) -> None:
+    gates[:, 5000] = 2
+
+
+def all_dead(gates: Tensor) -> None:
+    gates[:] = -1
+
+
+def just_over_the_tile(gates: Tensor) -> None:
+    # at compression 8 a tile of 256 neurons holds 31
+    gates[:] = -1
+    gates[:, 1000:1031], gates[:, 1023:1055] = 1, 2
+
+
+def few_hot_neurons(gates: Tensor) -> None:
+    """64 neurons hold nearly all non-zeros: one tile of the weight gradients does all the work."""
+    gates[:] = -1
+    gates[:, ::88] = torch.arange(300)[:, None] % 3
+
+
+def last_token_and_last_neuron(gates: Tensor) -> None:
+    gates[:] = 0
+    gates[-1, -1] = 3
+
+
+def a_tile_of_silent_tokens(gates: Tensor) -> None:
+    gates[128:256] = 0
+
+
+PATTERNS = [
+    one_row_all_positive,
+    one_neuron_in_every_token,
+    all_dead,
+    just_over_the_tile,
+    few_hot_neurons,
+    last_token_and_last_neuron,
+    a_tile_of_silent_tokens,
+]
+
+
+@BOTH
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_exact_patterns(pattern: Callable[[Tensor], None], gated: bool) -> None:
+    gates = gates_at(300, 5632, lambda generator: torch.randint(0, 60, (300,), generator=generator))
+    pattern(gates)
+    for dl1, dtype, biases in ((0.0, BF16, BIASES), (1.0, FP16, "")):
+        problem = testing.pattern_problem(gates, 304, biases=biases, device=DEVICE, dtype=dtype)
+        check(problem, gated, dl1, overflows=False)
+
+
+@BOTH
+def test_many_tokens(gated: bool) -> None:
+    """70,000 tokens: more than 65,536, exactly."""
+    problem = testing.integer_problem(70_000, 72, 264, density=0.08, biases=BIASES, device=DEVICE)
+    check(problem, gated, 1.0, overflows=False)
+
+
+def test_most_neurons() -> None:
+    """N = 65,536: neurons whose 16 bits are all set, and 1,024 tiles of them."""
+    problem = testing.integer_problem(130, 64, 65536, density=0.008, device=DEVICE)
+    assert bool((testing.float64_gate(problem)[:, -256:] != 0).any())
+    check(problem, True, 1.0, overflows=False)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_cpu_operators_agree(dtype: torch.dtype, gated: bool) -> None:
+    """Every output of the three operators with that of the CPU's, which has no other reference in common."""
+    for density in (0.1, 1):
+        problem = testing.integer_problem(130, 264, 264, density=density, biases=BIASES, dtype=dtype)
+        dy = testing.integer_upstream(problem)
+        results = []
+        for device in ("cpu", DEVICE):
+            arguments = [None if t is None else t.to(device) for t in operands(problem, gated)]
+            y, l1, nonzeros, *kept = ops.hybrid_forward(*arguments, 8)
+            saved = (dy.to(device), torch.tensor(2.0, device=device), *arguments[:6], *kept)
+            mains = [None if t is None else torch.ones(t.shape, device=device) for t in arguments[1:4]]
+            added = ops.hybrid_backward_accumulate(*saved, *mains, True)
+            rest = (y, l1, nonzeros, *ops.hybrid_backward(*saved, True, True), *added, *mains)
+            results.append((kept, [t for t in rest if t is not None]))
+        (expected_kept, expected), (kept, actual) = results
+        testing.assert_hybrid_same(kept, expected_kept, 130, 264)
+        for i, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+            testing.assert_same(ours, theirs, f"output {i} at density {density}")
+
+
+@BOTH
+def test_parts_that_are_asked_for(gated: bool) -> None:
+    """The gradient of x alone, and those of the weights alone, have the bits of all."""
+    problem = testing.integer_problem(130, 72, 264, density=0.1, biases=BIASES, device=DEVICE)
+    _, _, _, *kept = ops.hybrid_forward(*operands(problem, gated), 8)
+    arguments = (testing.integer_upstream(problem), upstream_of_l1(1.0), *operands(problem, gated)[:6], *kept)
+    every = ops.hybrid_backward(*arguments, True, True)
+    for asked in ((True, False), (False, True), (False, False)):
+        found = testing.poisoned(lambda asked=asked: ops.hybrid_backward(*arguments, *asked))
+        for i, (ours, right) in enumerate(zip(found, every, strict=True)):
+            if asked[0] if i == 0 else asked[1]:
+                testing.assert_same(ours, right)
+            else:
+                assert ours.shape == (0,)
+
+
+@BOTH
+def test_no_tokens(gated: bool) -> None:
+    problem = testing.integer_problem(8, 72, 264, biases=BIASES, device=DEVICE).rows(0, 0)
+    for name, gradient in testing.sparse_gradients(problem, problem.x, 1.0, gated=gated).items():
+        assert not bool(gradient.any()), name
+
+
+@BOTH
+def test_a_token_that_is_not_a_number(gated: bool) -> None:
+    """Its own gradient and those of the weights are NaN; other tokens' gradients have the bits they had."""
+    problem = testing.integer_problem(130, 72, 264, density=0.1, device=DEVICE)
+    dy = testing.integer_upstream(problem)
+    clean = testing.sparse_gradients(problem, dy, gated=gated)
+    problem.x[66, 5] = math.nan
+    found = testing.sparse_gradients(problem, dy, gated=gated)
+    others = torch.arange(130, device=DEVICE) != 66
+    testing.assert_same(found["x"][others], clean["x"][others])
+    assert bool(found["w_gate"].isnan().any())
+    assert bool(found["w_down"].isnan().any())
+
+
+def padded(t: Tensor, left: int, right: int) -> Tensor:
+    """The same values as rows of a wider buffer that is NaN elsewhere."""
+    wide = torch.full((t.shape[0], left + t.shape[1] + right), math.nan, dtype=t.dtype, device=t.device)
+    wide[:, left : left + t.shape[1]] = t
+    return wide[:, left : left + t.shape[1]]
+
+
+@BOTH
+@pytest.mark.parametrize(("left", "right"), [(8, 16), (3, 5)])
+@pytest.mark.parametrize("density", [0.1, 1])
+def test_strided_operands(left: int, right: int, density: float, gated: bool) -> None:
+    """Rows that kernels read in place, and rows that they cannot; dy too, and as a row for all tokens."""
+    problem = testing.integer_problem(130, 72, 264, density=density, biases=BIASES, device=DEVICE)
+    dy = testing.integer_upstream(problem)
+    strided = FFN(*(padded(t, left, right) for t in problem[:4]), *problem[4:])
+    for upstream in (dy, dy[:1].expand(130, -1)):
+        right_ones = testing.exact_gradients(problem, upstream, gated=gated)
+        for given in (upstream, padded(upstream, left, right), upstream.t().contiguous().t()):
+            for name, gradient in testing.sparse_gradients(strided, given, gated=gated).items():
+                testing.assert_same(gradient, right_ones[name].float().to(BF16), name)
+
+
+# Real numbers: as close to float64 as dense PyTorch is
+
+
+def assert_close(problem: FFN, gated: bool, coefficients: tuple[float, ...] = (0.0, L1), **options: Any) -> None:
+    """Every gradient within budget, with and without the gradient of the sum of |h|."""
+    dy = testing.real_upstream(problem)
+    for dl1 in coefficients:
+        gradients = testing.sparse_gradients(problem, dy, dl1, gated=gated, **options)
+        compared = testing.compare_gradients(problem, dy, gradients, dl1, gated=gated)
+        wrong = [f"{name}: {comparison}" for name, comparison in compared.items() if not comparison.ok]
+        assert not wrong, f"dl1 {dl1}: {'; '.join(wrong)}"
+
+
+@BOTH
+def test_error_budget(workload: str, gated: bool, real_layers: Path | None) -> None:
+    """Every workload, at 16,384 tokens; what is not sparse by the strategy that is meant for it."""
+    problem = testing.off_kinks(testing.load(workload, real_layers=real_layers, device=DEVICE), gated=gated)
+    assert_close(problem, gated, strategy="dense" if workload == "dense911" else "auto")
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("name", "m"), [("topic29", 4096), ("dense911", 600)])
+def test_error_budget_of_both_dtypes(name: str, m: int, dtype: torch.dtype, gated: bool) -> None:
+    """The second has more non-zeros than the format holds, on the sparse path."""
+    problem = testing.off_kinks(testing.make(name, m, device=DEVICE, dtype=dtype), gated=gated)
+    assert_close(problem, gated)
+
+
+@pytest.mark.parametrize(("k", "n"), [(896, 4864), (4096, 11008), (8192, 2048)])
+def test_error_budget_of_other_models(k: int, n: int) -> None:
+    problem = testing.off_kinks(testing.make("topic29", 1024, k, n, device=DEVICE))
+    assert_close(problem, True)
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["skew29", "dense911"])
+def test_error_budget_with_biases(name: str, gated: bool) -> None:
+    problem = testing.make(name, 1024, device=DEVICE)
+    generator = torch.Generator(DEVICE).manual_seed(5)
+    gate, up, down = (
+        0.25 * torch.randn(size, generator=generator, device=DEVICE).to(BF16) for size in (5632, 5632, 2048)
+    )
+    assert_close(testing.off_kinks(problem._replace(gate_bias=gate, up_bias=up, down_bias=down), gated=gated), gated)
+
+
+@BOTH
+def test_error_budget_of_many_tokens(gated: bool) -> None:
+    problem = testing.off_kinks(testing.make("topic29", 70_000, 512, 1536, device=DEVICE), gated=gated)
+    assert_close(problem, gated)
+
+
+def real_row_all_positive(problem: FFN) -> FFN:
+    """The first token whose sums are all far from a kink fires every neuron."""
+    problem.w_gate[:, 2] = 0.125
+    problem.x[:, 2] = 0
+    for row in range(200, 300):
+        heavy = problem._replace(x=problem.x.clone())
+        heavy.x[row, 2] = 64
+        clean = testing.off_kinks(heavy)
+        if bool(clean.x[row].any()):
+            assert bool((testing.float64_gate(clean.rows(row, row + 1)) > 0).all())
+            return clean
+    raise AssertionError("no such token")
+
+
+def real_neuron_in_every_token(problem: FFN) -> FFN:
+    problem.w_gate[5000, 0] = 2
+    return testing.off_kinks(problem)
+
+
+def real_dead(problem: FFN) -> FFN:
+    problem.w_gate[:, 0] = -12.5
+    return problem
+
+
+def real_tiles_just_over(problem: FFN) -> FFN:
+    """32 neurons of one tile fire in every token: one more than the tile holds at compression 8."""
+    problem.w_gate[512:768, 0] = -12.5
+    problem.w_gate[600:632, 0] = 2
+    return testing.off_kinks(problem)
+
+
+def real_overflow(problem: FFN) -> FFN:
+    problem.w_gate[:, 0] = 2
+    return testing.off_kinks(problem.rows(0, 300))
+
+
+REAL_PATTERNS = [
+    real_row_all_positive,
+    real_neuron_in_every_token,
+    real_dead,
+    real_tiles_just_over,
+    real_overflow,
+]
+
+
+@BOTH
+@pytest.mark.parametrize("pattern", REAL_PATTERNS)
+def test_error_budget_of_patterns(pattern: Callable[[FFN], FFN], gated: bool) -> None:
+    assert_close(pattern(testing.make("uniform29", 1024, device=DEVICE)), gated)
+
+
+# The same bits
+
+
+def bits_differ(found: Gradients, first: Gradients) -> Tensor:
+    return torch.stack([(found[n].view(torch.int16) != first[n].view(torch.int16)).any() for n in first]).long()
+
+
+@BOTH
+@pytest.mark.parametrize("busy", [False, True], ids=["alone", "busy"])
+@pytest.mark.parametrize(("name", "m"), [("topic128", 2048), ("skew29", 1000), ("dense911", 300)])
+def test_a_hundred_steps_give_the_same_bits(name: str, m: int, busy: bool, gated: bool) -> None:
+    """``busy``: beside matrix products on another stream, so that CTAs start unevenly. The last one overflows."""
+    problem = testing.make(name, m, device=DEVICE)
+    bias = torch.randn(5632, generator=torch.Generator().manual_seed(1)).to(DEVICE, BF16)
+    problem = problem._replace(up_bias=bias, gate_bias=0 * bias)
+    dy = testing.real_upstream(problem)
+    first = testing.sparse_gradients(problem, dy, L1, gated=gated)
+    different = torch.zeros(len(first), dtype=torch.int64, device=DEVICE)
+    other = torch.cuda.Stream()
+    noise = torch.randn(1024, 1024, device=DEVICE, dtype=BF16)
+    torch.cuda.synchronize()
+    for _ in range(100):
+        if busy:
+            with torch.cuda.stream(other):
+                torch.mm(noise, noise)
+        different += bits_differ(testing.sparse_gradients(problem, dy, L1, gated=gated), first)
+    assert different.tolist() == [0] * len(first)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@BOTH
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("density", [0.1, 1])
+def test_deterministic_algorithms(density: float, gated: bool) -> None:
+    """No operator warns or raises, and the bits are those without."""
+    problem = layer(density)
+    expected = exact(problem, gated)
+    with deterministic():
+        assert_equal(sparse(problem, gated), expected)
+
+
+# PyTorch's rules: exact problems, so that results have one right answer
+
+
+def layer(density: float = 0.1, seed: int = 0) -> FFN:
+    return testing.integer_problem(130, 264, 264, density=density, biases=BIASES, seed=seed, device=DEVICE)
+
+
+def sparse(problem: FFN, gated: bool, dl1: float = 1.0) -> Gradients:
+    return testing.sparse_gradients(problem, testing.integer_upstream(problem), dl1, gated=gated)
+
+
+def exact(problem: FFN, gated: bool, dl1: float = 1.0) -> Gradients:
+    right = testing.exact_gradients(problem, testing.integer_upstream(problem), dl1, gated=gated)
+    return {name: t.float().to(problem.x.dtype) for name, t in right.items()}
+
+
+def leaves(problem: FFN) -> FFN:
+    return problem.map(lambda t: t.detach().clone().requires_grad_())
+
+
+def loss_of(problem: FFN, gated: bool, dy: Tensor, dl1: float = 1.0, **options: Any) -> Tensor:
+    """A loss with the gradient ``dy`` with respect to y and ``dl1`` to the sum of |h|."""
+    y, aux = testing.sparse_layer(problem, gated=gated, **options)
+    return (y.double() * dy).sum() + dl1 * len(dy) * aux.l1
+
+
+def assert_equal(found: Gradients, expected: Gradients) -> None:
+    assert found.keys() == expected.keys()
+    for name, right in expected.items():
+        testing.assert_same(found[name], right, f"gradient of {name}")
+
+
+def grads_of(problem: FFN, gated: bool) -> Gradients:
+    return {name: t.grad for name, t in problem.present(gated).items() if t.grad is not None}
+
+
+@BOTH
+@pytest.mark.parametrize("n", [64, 136], ids=["fits", "overflows"])
+@pytest.mark.parametrize("biases", ["", BIASES], ids=["no-bias", "bias"])
+def test_opcheck(n: int, biases: str, gated: bool) -> None:
+    """All 64 neurons fire, so everything is defined: opcheck compares all outputs of two runs.
+
+    With 136 there is a bitmap, and most of what forward returns is undefined; the CPU operator's is zero there.
+    """
+    problem = testing.integer_problem(130, 72, n, density=1, biases=biases, device=DEVICE)
+    arguments = operands(problem, gated)
+    if n == 64:
+        torch.library.opcheck(ops.hybrid_forward, (*arguments, 8))
+    on_cpu = ops.hybrid_forward(*(None if t is None else t.cpu() for t in arguments), 8)
+    kept = [t.to(DEVICE) for t in on_cpu[3:]]
+    saved = (testing.integer_upstream(problem), upstream_of_l1(1.0), *arguments[:6], *kept)
+    mains = [None if t is None else torch.ones(t.shape, device=DEVICE) for t in arguments[1:4]]
+    torch.library.opcheck(ops.hybrid_backward, (*saved, True, True))
+    torch.library.opcheck(ops.hybrid_backward_accumulate, (*saved, *mains, True))
+
+
+@BOTH
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(backend: str, gated: bool) -> None:
+    """fullgraph, forward and backward, with neighbours to fuse, for two numbers of tokens and for overflow."""
+    torch.compiler.reset()
+
+    def step(problem: FFN, dy: Tensor) -> Tensor:
+        doubled = problem._replace(x=problem.x * 2 - problem.x)
+        return loss_of(doubled, gated, dy)
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    for problem in (layer(), layer().rows(0, 77), layer(1)):
+        own = leaves(problem)
+        compiled(own, testing.integer_upstream(problem)).backward()
+        assert_equal(grads_of(own, gated), exact(problem, gated))
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
+def test_compiled_modules(cls: Any, mode: str | None) -> None:
+    """The modules compiled, and compiled into CUDA graphs, give the bits of eager for new data in each step."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    mlp = cls(264, 776, bias=True, device=DEVICE, dtype=BF16)
+    compiled = torch.compile(mlp, fullgraph=True, mode=mode)
+    parameters = tuple(mlp.parameters())
+    for _ in range(5):
+        x = torch.randn(130, 264, device=DEVICE).to(BF16)
+        dy = torch.randn(130, 264, device=DEVICE).to(BF16)
+        torch.compiler.cudagraph_mark_step_begin()
+        found = [g.clone() for g in torch.autograd.grad(compiled(x), parameters, dy)]
+        expected = torch.autograd.grad(mlp(x), parameters, dy)
+        for ours, right in zip(found, expected, strict=True):
+            testing.assert_same(ours, right)
+
+
+def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of ``call`` and the outputs it writes, after a warm-up on a side stream."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = call()
+    return graph, outputs
+
+
+@BOTH
+def test_cuda_graph_follows_its_inputs(gated: bool) -> None:
+    """One graph of forward and backward: sparse data, none, so much that it overflows, and sparse data again."""
+    static, dy = layer(), testing.integer_upstream(layer())
+    graph, gradients = captured(lambda: testing.sparse_gradients(static, dy, 1.0, gated=gated))
+    for density, seed in ((0.1, 0), (0, 1), (1, 2), (0.02, 3), (0.1, 0)):
+        new = layer(density, seed)
+        for old, tensor in zip(static, new, strict=True):
+            assert old is not None
+            assert tensor is not None
+            old.copy_(tensor)
+        for gradient in gradients.values():
+            gradient.fill_(math.nan)
+        graph.replay()
+        assert_equal(gradients, exact(new, gated))
+
+
+def test_cuda_graph_of_whole_training_steps() -> None:
+    """Forward, loss, backward and optimizer in one graph: five replays are five eager steps, bit by bit."""
+    torch.manual_seed(0)
+    mlp = SparseGatedMLP(264, 776, bias=True, device=DEVICE, dtype=BF16)
+    eager = copy.deepcopy(mlp)
+    start = [p.detach().clone() for p in mlp.parameters()]
+    x, target = (torch.randn(130, 264, device=DEVICE).to(BF16) for _ in range(2))
+    static = torch.empty_like(x)
+
+    def stepper(module: nn.Module) -> Callable[[Tensor], Tensor]:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+        def step(batch: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            y, aux = module(batch, return_aux=True)
+            loss = (y - target).float().square().mean() + 1e-3 * aux.l1
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    step = stepper(mlp)
+    graph, loss = captured(lambda: step(static.copy_(x)))
+    with torch.no_grad():
+        for parameter, value in zip(mlp.parameters(), start, strict=True):
+            parameter.copy_(value)
+    eager_step = stepper(eager)
+    for _ in range(5):
+        x.copy_(x.roll(1, 0))
+        graph.replay()
+        expected = eager_step(x)
+        assert torch.equal(loss, expected)
+    for ours, right in zip(mlp.parameters(), eager.parameters(), strict=True):
+        testing.assert_same(ours, right)
+
+
+@BOTH
+def test_side_stream(gated: bool) -> None:
+    """All of a step is on the current stream: it waits for what that wrote before, and the host for nothing."""
+    problem = layer()
+    dy = testing.integer_upstream(problem)
+    late = problem.map(lambda t: torch.full_like(t, math.nan))
+    late_dy = torch.full_like(dy, math.nan)
+    testing.sparse_gradients(late, late_dy, 1.0, gated=gated)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)  # 0.1 s in which a launch on another stream would read NaN
+        for old, new in zip((*late, late_dy), (*problem, dy), strict=True):
+            assert old is not None
+            old.copy_(new)
+        found = testing.sparse_gradients(late, late_dy, 1.0, gated=gated)
+    assert not stream.query()
+    stream.synchronize()
+    assert_equal(found, exact(problem, gated))
+
+
+@BOTH
+@pytest.mark.parametrize("density", [0.1, 1])
+def test_nothing_waits_for_the_gpu(density: float, gated: bool) -> None:
+    """Once kernels are loaded, a step does nothing that makes the host wait."""
+    problem = layer(density)
+    dy = testing.integer_upstream(problem)
+    mains = [torch.zeros(t.shape, device=DEVICE) for t in (problem.w_gate, problem.w_up)[: 1 + gated]]
+    mains.append(torch.zeros(problem.w_down.shape, device=DEVICE).t())
+
+    def steps() -> None:
+        testing.sparse_gradients(problem, dy, 1.0, gated=gated)
+        loss_of(leaves(problem), gated, dy, main_grads=mains).backward()
+
+    steps()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError):
+            dy.sum().item()  # the mode works
+        steps()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@BOTH
+def test_two_devices(gated: bool) -> None:
+    """The tensors' device counts, in forward and in backward; the current one is left alone."""
+    problem = layer()
+    expected = exact(problem, gated)
+    for current in (0, 1):
+        with torch.cuda.device(current):
+            for device in ("cuda:1", "cuda:0"):
+                found = sparse(problem.to(device), gated)
+                assert {t.device for t in found.values()} == {torch.device(device)}
+                assert_equal({name: t.to(DEVICE) for name, t in found.items()}, expected)
+                assert torch.cuda.current_device() == current
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("inside", [False, True], ids=["backward-after", "backward-inside"])
+def test_autocast(dtype: torch.dtype, inside: bool, gated: bool) -> None:
+    """fp32 leaves under autocast are computed in its dtype and get fp32 gradients."""
+    narrow = layer().map(lambda t: t.to(dtype))
+    dy = testing.integer_upstream(narrow)
+    wide = leaves(narrow.map(Tensor.float))
+    with torch.autocast(DEVICE, dtype):
+        loss = loss_of(wide, gated, dy)
+        if inside:
+            loss.backward()
+    if not inside:
+        loss.backward()
+    found = grads_of(wide, gated)
+    assert {t.dtype for t in found.values()} == {torch.float32}
+    assert_equal(found, {name: t.float() for name, t in exact(narrow, gated).items()})
+
+
+@BOTH
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("density", [0.1, 1])
+def test_checkpointing(density: float, reentrant: bool, gated: bool) -> None:
+    problem = layer(density)
+    own, dy = leaves(problem), testing.integer_upstream(problem)
+    tensors = own.present(gated)
+
+    def block(*given: Tensor) -> Tensor:
+        return loss_of(own._replace(**dict(zip(tensors, given, strict=True))), gated, dy)
+
+    checkpoint(block, *tensors.values(), use_reentrant=reentrant).backward()
+    assert_equal(grads_of(own, gated), exact(problem, gated))
+
+
+@BOTH
+def test_saved_tensors_may_wait_on_the_cpu(gated: bool) -> None:
+    own, dy = leaves(layer()), testing.integer_upstream(layer())
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        loss = loss_of(own, gated, dy)
+    loss.backward()
+    assert_equal(grads_of(own, gated), exact(layer(), gated))
+
+
+@BOTH
+def test_gradients_accumulate(gated: bool) -> None:
+    own, dy = leaves(layer()), testing.integer_upstream(layer())
+    expected = exact(layer(), gated)
+    for _ in range(2):
+        loss_of(own, gated, dy).backward()
+    assert_equal(grads_of(own, gated), {name: t + t for name, t in expected.items()})
+
+
+@BOTH
+def test_a_second_backward_with_retain_graph(gated: bool) -> None:
+    """Backward leaves what forward kept as it was."""
+    own, dy = leaves(layer()), testing.integer_upstream(layer())
+    tensors = own.present(gated)
+    loss = loss_of(own, gated, dy)
+    for retain in (True, True, False):
+        found = torch.autograd.grad(loss, tuple(tensors.values()), retain_graph=retain)
+        assert_equal(dict(zip(tensors, found, strict=True)), exact(layer(), gated))
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+SUBSETS = ["x", "w_gate", "w_down", "gate_bias", "down_bias", "x w_down", "w_gate gate_bias", "x w_gate w_down"]
+
+
+@BOTH
+@pytest.mark.parametrize("subset", [*SUBSETS, "w_up", "x up_bias"])
+def test_a_subset_has_the_gradients_of_all(subset: str, gated: bool) -> None:
+    if not gated and "up" in subset:
+        pytest.skip("no up projection")
+    problem = layer().map(lambda t: t.detach().clone())
+    for name in subset.split():
+        getattr(problem, name).requires_grad_()
+    loss_of(problem, gated, testing.integer_upstream(problem)).backward()
+    expected = exact(problem, gated)
+    assert_equal(grads_of(problem, gated), {name: t for name, t in expected.items() if name in subset.split()})
+
+
+@BOTH
+def test_the_gradient_of_l1_alone(gated: bool) -> None:
+    problem = layer()
+    own = leaves(problem)
+    _, aux = testing.sparse_layer(own, gated=gated)
+    (3 * len(problem.x) * aux.l1).backward()
+    expected = testing.exact_gradients(problem, torch.zeros_like(problem.x), 3.0, gated=gated)
+    found = grads_of(own, gated)
+    assert found.keys() == expected.keys() - {"w_down", "down_bias"}
+    for name, gradient in found.items():
+        testing.assert_same(gradient, expected[name].float().to(BF16), name)
+
+
+@BOTH
+@pytest.mark.parametrize("layout", ["rows", "linear", "padded"])
+@pytest.mark.parametrize("density", [0.1, 1])
+def test_main_gradients(density: float, layout: str, gated: bool) -> None:
+    """fp32 tensors take the weights' gradients, unrounded, whatever their layout; biases keep theirs."""
+    problem = layer(density)
+    own, dy = leaves(problem), testing.integer_upstream(problem)
+    right = testing.exact_gradients(problem, dy, 1.0, gated=gated)
+    names = ("w_gate", "w_up", "w_down") if gated else ("w_gate", "w_down")
+    mains = {}
+    for name in names:
+        main = torch.full(getattr(problem, name).shape, 2.0, device=DEVICE)
+        if layout == "linear":
+            main = main.t().contiguous().t()
+        elif layout == "padded":
+            main = torch.full((main.shape[0], main.shape[1] + 8), 2.0, device=DEVICE)[:, :-8]
+        mains[name] = main
+    given = [main.t() if name == "w_down" else main for name, main in mains.items()]
+    for _ in range(2):
+        loss_of(own, gated, dy, main_grads=given).backward()
+    for name, main in mains.items():
+        assert getattr(own, name).grad is None
+        testing.assert_same(main, (2 * right[name] + 2).float(), name)
+    found = grads_of(own, gated)
+    assert found.keys() == right.keys() - mains.keys()
+    for name, gradient in found.items():
+        testing.assert_same(gradient, 2 * right[name].float().to(BF16), name)
+
+
+@BOTH
+def test_no_second_derivative(gated: bool) -> None:
+    own, dy = leaves(layer()), testing.integer_upstream(layer())
+    (dx,) = torch.autograd.grad(loss_of(own, gated, dy), own.x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        dx.float().sum().backward()
+
+
+def test_the_module_switches_between_strategies() -> None:
+    """One module trains sparse and dense: the same bits of an exact problem but for what dense rounds more often."""
+    torch.manual_seed(0)
+    mlp = SparseGatedMLP(264, 776, device=DEVICE, dtype=BF16)
+    x, dy = (torch.randn(130, 264, device=DEVICE).to(BF16) for _ in range(2))
+    results = []
+    for strategy in ("auto", "dense"):
+        mlp.strategy = strategy
+        mlp.zero_grad()
+        mlp(x).backward(dy)
+        results.append([p.grad.clone() for p in mlp.parameters()])
+    for ours, dense in zip(*results, strict=True):
+        torch.testing.assert_close(ours, dense, rtol=0.05, atol=0.05 * float(dense.abs().max()))
+
+
+# Memory
+
+
+def kept_bytes(problem: FFN) -> int:
+    """What autograd keeps of a call beside its operands, each storage once."""
+    given = {t.untyped_storage().data_ptr() for t in problem if t is not None}
+    kept: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in given:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        testing.sparse_layer(problem)
+    return sum(kept.values())
+
+
+def test_what_is_kept_for_backward(real_layers: Path | None) -> None:
+    """At most 18 MB at 16,384 tokens, by the operator's outputs and by the allocator. The pattern does not matter."""
+    name = "topic29" if real_layers is None else "real6"
+    problem = leaves(testing.load(name, real_layers=real_layers, device=DEVICE))
+    assert 0 < kept_bytes(problem) <= 18e6
+
+    def requested() -> int:
+        # without what the allocator rounds up
+        return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
+
+    before = requested()
+    y, aux = testing.sparse_layer(problem)
+    assert aux.l1.requires_grad
+    assert 0 < requested() - before - y.numel() * y.element_size() <= 18e6
+
+
+@pytest.mark.parametrize("strategy", ["auto", "dense"])
+def test_peak_memory(strategy: str) -> None:
+    """Forward and backward of topic29 above inputs, dy among them: at most 500 MB; dense takes more."""
+    problem = leaves(testing.make("topic29", device=DEVICE))
+    dy = testing.real_upstream(problem)
+
+    def peak() -> float:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        testing.sparse_gradients(problem, dy, strategy=strategy)
+        return torch.cuda.max_memory_allocated() - before
+
+    peak()
+    torch.cuda.empty_cache()
+    assert (peak() <= 500e6) == (strategy == "auto")
+
+
+# Learning
+
+
+def trained(strategy: str, seed: int, steps: int = 300) -> tuple[Tensor, Tensor]:
+    """Loss and mean non-zeros of each step of a small byte model on text of 300 words, in bf16 by autocast."""
+    torch.manual_seed(0)
+    model = ByteModel(ModelShape(layers=2, hidden=256, intermediate=1024, context=64))
+    for mlp in model.mlps:
+        mlp.strategy = strategy
+    model.to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    letters = torch.Generator().manual_seed(3)
+    words = [torch.randint(97, 123, (2 + i % 8,), generator=letters) for i in range(300)]
+    space = torch.tensor([32])
+    chosen = (300 * torch.rand(20_000, generator=letters).square()).long()
+    text = torch.cat([t for i in chosen.tolist() for t in (words[i], space)])
+    generator = torch.Generator().manual_seed(seed)
+    history = []
+    for _ in range(steps):
+        starts = torch.randint(len(text) - 65, (16, 1), generator=generator)
+        window = text[starts + torch.arange(65)].to(DEVICE)
+        with torch.autocast(DEVICE, BF16):
+            output = model(window[:, :-1])
+        loss = nn.functional.cross_entropy(output.logits.flatten(0, 1).float(), window[:, 1:].flatten())
+        (loss + 3e-3 * output.l1.mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append(torch.stack([loss.detach(), output.l0.mean()]))
+    return tuple(torch.stack(history).T.cpu())
+
+
+def test_training_follows_the_dense_run() -> None:
+    """300 steps of the demo's model: the loss stays closer to the dense run's than that of another order of the data.
+
+    At first half of the neurons fire and the format overflows; the L1 term soon makes them few.
+    """
+    sparse, nonzeros = trained("auto", 1)
+    dense, _ = trained("dense", 1)
+    other, _ = trained("dense", 2)
+    assert dense[:10].mean() > 1.5 * dense[-50:].mean()
+    assert nonzeros[0] > format.hybrid_capacity(1, 1024) > nonzeros[-1]
+    smooth = lambda losses: losses.unfold(0, 25, 25).mean(1)  # noqa: E731
+    noise = (smooth(other) / smooth(dense) - 1).abs()
+    difference = (smooth(sparse) / smooth(dense) - 1).abs()
+    assert difference.max() <= noise.max()
+    assert difference.mean() <= noise.mean() / 2
+
+
+def test_gradient_checks_run_on_the_cpu_alone() -> None:
+    """float64 has no kernels here: the error says so."""
+    wide = leaves(layer().map(Tensor.double))
+    with pytest.raises(TypeError, match="float64 on the CPU"):
+        twell.sparse_ffn(wide.x, wide.w_gate, wide.w_down.t())
