@@ -22,6 +22,10 @@ TOKEN_TILE = 128
 CHUNK = 64
 NEURON_TILE = 64
 
+# A neuron tile with at most this many non-zeros enters the weight gradients twice, the second time with what rounding
+# its coefficients to 16 bits left: where a neuron has few tokens, their sum may be much smaller than they are.
+RARE_ENTRIES = 2048
+
 
 def tiles(n: int) -> int:
     """Number of tiles in a row of ``n`` neurons; the last one may be partial."""
@@ -60,7 +64,7 @@ def hybrid_capacity(m: int, n: int) -> int:
 
 
 def hybrid_words(m: int, n: int, value_bytes: int) -> int:
-    """Words of the entries and of the ``value_bytes`` that go with each, or of the bitmap [m, ceil(n / 32)], if more."""
+    """Words of the entries with the ``value_bytes`` that go with each, or of the bitmap [m, ceil(n / 32)], if more."""
     capacity = hybrid_capacity(m, n)
     return max(capacity + capacity * value_bytes // 4, m * bitmap_words(n))
 

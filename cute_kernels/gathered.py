@@ -219,7 +219,8 @@ class Gathered(SparseProduct):
             source = data.coefficients.iterator
             if const_expr(self.products == 2):
                 source = data.coefficients2.iterator if product == 1 else source
-            values = cute.recast_ptr(source, dtype=Uint16) + at
+            # backward's coefficients stand two by two, see sampled_grad.py
+            values = cute.recast_ptr(source, dtype=Uint16) + at * data.coefficients.stride[0]
             bits = cute.make_tensor(values, cute.make_layout(1))[0].to(Uint32)
         return word, bits
 
@@ -328,9 +329,9 @@ def signature(spec: GatheredSpec) -> tuple[Any, tuple[Any, ...]]:
     b = cute.sym_int32()
     second = spec.products == 2
     arguments = (
-        operands.vector(dtype, p) if spec.products > 0 else None,
+        operands.strided(dtype, p) if spec.products > 0 else None,
         operands.rows(dtype, n, k),
-        operands.vector(dtype, p) if second else None,
+        operands.strided(dtype, p) if second else None,
         operands.rows(dtype, n, k) if second else None,
         operands.vector(dtype, k) if spec.bias else None,
         operands.vector(Int32, cute.sym_int32()),

@@ -1,5 +1,5 @@
 """Gradients at the non-zeros of a hybrid gate: dh = dy[m] . w_down[c] + dl1 sign(h), d_gate = dh * up and
-d_up = dh * gate.
+d_up = dh * gate, each as two 16-bit values: the rounded one and what that leaves.
 
 The kernel is that of sampled_up.py with dy in place of x and w_down in place of w_up. Without a gate projection of its
 own the activation is h, and dh is all.
@@ -13,6 +13,7 @@ from cutlass import Float32, Int32, const_expr
 
 from .sampled_up import SampledUp
 from .sm90 import operands
+from .sm90.values import pack
 from .specs import SampledGradSpec
 
 
@@ -53,10 +54,18 @@ class SampledGrad(SampledUp):
         sign = Float32(1.0) if h > 0.0 else Float32(0.0)
         sign = Float32(-1.0) if h < 0.0 else sign
         dh = value + dl1[0] * sign
-        d_gate[at] = (dh * u).to(self.dtype)
+        d_gate[at] = self.split(dh * u)
         if const_expr(self.gated):
-            d_up[at] = (dh * gate).to(self.dtype)
+            d_up[at] = self.split(dh * gate)
         return Float32(0.0)
+
+    @cute.jit
+    def split(self, value):
+        """The value rounded to 16 bits in the lower half, and what is left of it in the upper one."""
+        rounded = value.to(self.dtype).to(Float32)
+        # an infinite value leaves nothing
+        rest = value - rounded if cute.arch.fmax(rounded, -rounded) != Float32.inf else Float32(0.0)
+        return Int32(pack(rounded, rest, self.dtype))
 
     @cute.jit
     def finish(self, results, totals, total, tile, part, thread):
@@ -74,8 +83,8 @@ def signature(spec: SampledGradSpec) -> tuple[Any, tuple[Any, ...]]:
         *operands.lists(cute.sym_int32()),
         operands.vector(dtype, p) if spec.gated else None,
         operands.vector(Float32, 1, align=4),
-        operands.vector(dtype, p),
-        operands.vector(dtype, p) if spec.gated else None,
+        operands.vector(Int32, p),
+        operands.vector(Int32, p) if spec.gated else None,
         Int32(1),
     )
     return SampledGrad(spec), arguments

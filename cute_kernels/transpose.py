@@ -11,6 +11,8 @@ share a word. In `place` that word then holds sums over the tokens before, and h
 one: within one token and neuron tile entries stand in any order. They are put together in shared memory if there is
 room. Up to WINDOW neuron tiles at a time. If the entries exceed the pool there are none, and all three return at once.
 
+A tile of few entries has its list twice: behind the coefficients stands what rounding them to 16 bits left.
+
 Each launch starts with the one before and waits for it where it needs it: `place` counts meanwhile.
 """
 
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from . import feasible
@@ -40,7 +42,7 @@ PITCH = TOKENS // 4 + 1
 # neuron tiles that are counted at once
 WINDOW = 256
 # words of shared memory for slots, counters and staged coefficients
-ARENA = 54784
+ARENA = 54272
 # runs of 32 entries whose loads are in flight together
 BATCHES = 4
 # `info`: entries of a neuron tile before four tokens, tokens before, and which of the four have entries
@@ -55,6 +57,8 @@ class Views(NamedTuple):
     bases: Any  # [WINDOW] this token tile's first position in `packed`
     places: Any  # [WINDOW] this token tile's first place in the neuron tile's list of tokens
     lists: Any  # [WINDOW] where that list begins
+    again: Any  # [WINDOW] entries before those that repeat a neuron tile's, 0 if none do
+    again_tokens: Any  # [WINDOW] tokens before those
     offsets: Any  # [WINDOW + 1] entries of this token tile before each neuron tile
     counters: Any  # [WINDOW, PITCH] bytes by token
     info: Any  # [WINDOW, PITCH] what is before four tokens
@@ -92,6 +96,8 @@ class Transpose:
             bases: cute.struct.MemRange[Int32, WINDOW]
             places: cute.struct.MemRange[Int32, WINDOW]
             lists: cute.struct.MemRange[Int32, WINDOW]
+            again: cute.struct.MemRange[Int32, WINDOW]
+            again_tokens: cute.struct.MemRange[Int32, WINDOW]
             offsets: cute.struct.MemRange[Int32, WINDOW + 1]
             arena: cute.struct.Align[cute.struct.MemRange[Uint32, ARENA], 16]
 
@@ -100,7 +106,7 @@ class Transpose:
         assert twell.MAX_NEURONS // 2 + 2 * WINDOW * PITCH < ARENA
         self.shared = Shared
         pattern = (entries, neurons, chunks, sizes, slot)
-        capacity = packed.shape[0]
+        capacity = d_gate.shape[0]
         if chunks.shape[0] > 0:
             self.count(*pattern, groups, capacity).launch(
                 grid=(chunks.shape[0], 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
@@ -178,8 +184,10 @@ class Transpose:
                     entries = cute.arch.shuffle_sync(entries_before + own[0, i], 31)
                     tokens = cute.arch.shuffle_sync(tokens_before + own[1, i], 31)
             if lane == 0:
-                tiles[r, 2] = entries
-                tiles[r, 3] = tokens
+                copies = Int32(2) if entries <= twell.RARE_ENTRIES else Int32(1)
+                tiles[r, 2] = entries * copies
+                tiles[r, 3] = tokens * copies
+                tiles[r, 4] = copies
 
     @cute.kernel
     def place(
@@ -202,7 +210,7 @@ class Transpose:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tile = cute.arch.block_idx()[0]
         s, room = self.views(SmemAllocator().allocate(self.shared), slot.shape[0])
-        if sizes[chunks.shape[0]] <= packed.shape[0]:
+        if sizes[chunks.shape[0]] <= d_gate.shape[0]:
             listed = self.load_list(s, neurons, chunks, sizes, slot, tile, thread)
             total = tiles.shape[0]
             for first in cutlass.range(0, total, WINDOW, unroll=1):
@@ -331,11 +339,14 @@ class Transpose:
                 tiles[r, 0] = base
                 tiles[r, 1] = base_tokens
                 starts[r, cute.ceil_div(own_tokens, 64)] = base + own
+            twice = tiles[r, 4] == 2
+            s.again[inside] = own // 2 if twice else 0
+            s.again_tokens[inside] = own_tokens // 2 if twice else 0
 
     @cute.jit
     def entries_of(self, groups, tiles, r, tile):
         """Entries of a neuron tile in this token tile, from the sums over the token tiles before."""
-        after = groups[r, tile + 1, 0] if tile + 1 < groups.shape[1] else tiles[r, 2]
+        after = groups[r, tile + 1, 0] if tile + 1 < groups.shape[1] else tiles[r, 2] // tiles[r, 4]
         return after - groups[r, tile, 0]
 
     @cute.jit
@@ -348,6 +359,7 @@ class Transpose:
         flags = self.flags(word)
         info = Uint32(entries_before) | (Uint32(tokens_before) << TOKENS_SHIFT)
         position, place, first = s.bases[r] + entries_before, s.places[r] + tokens_before, s.lists[r]
+        again, again_tokens = s.again[r], s.again_tokens[r]
         for j in range_constexpr(4):
             present = (flags >> (8 * j + 7)) & 1
             info = info | (present << (FLAGS_SHIFT + j))
@@ -355,6 +367,11 @@ class Transpose:
                 tokens[first + place] = tile * TOKENS + lane * 4 + j
                 if place & 63 == 0:
                     starts[window + r, place >> 6] = position
+                if again > 0:
+                    repeated = place + again_tokens
+                    tokens[first + repeated] = tile * TOKENS + lane * 4 + j
+                    if repeated & 63 == 0:
+                        starts[window + r, repeated >> 6] = position + again
             place += Int32(present)
             position += Int32((word >> (8 * j)) & 0xFF)
         s.info[at] = info
@@ -366,8 +383,9 @@ class Transpose:
         """Write the coefficients of the window's neuron tiles, to shared memory if they fit there."""
         first, chunk, end = self.share(s, listed, warp)
         loaded = cute.make_rmem_tensor((4, BATCHES), Uint32)
-        # neuron tile, or -1; what of the word `packed` is known; token; counts before
-        tiles, words = cute.make_rmem_tensor((BATCHES,), Int32), cute.make_rmem_tensor((BATCHES,), Uint32)
+        # neuron tile, or -1; neuron; token; counts before; h
+        tiles, neurons = cute.make_rmem_tensor((BATCHES,), Int32), cute.make_rmem_tensor((BATCHES,), Int32)
+        hiddens = cute.make_rmem_tensor((BATCHES,), Uint32)
         tokens, counts = cute.make_rmem_tensor((BATCHES,), Int32), cute.make_rmem_tensor((BATCHES,), Uint32)
         loaded.fill(0)
         for base in cutlass.range(first, end, 32 * BATCHES, unroll=1):
@@ -375,9 +393,9 @@ class Transpose:
                 p = base + 32 * i + lane
                 if p < end:
                     loaded[0, i] = Uint32(entries[p])
-                    loaded[1, i] = self.bits(d_gate[p])
+                    loaded[1, i] = Uint32(d_gate[p])
                     if const_expr(self.gated):
-                        loaded[2, i] = self.bits(d_up[p])
+                        loaded[2, i] = Uint32(d_up[p])
                         loaded[3, i] = self.bits(up[p])
             for i in range_constexpr(BATCHES):
                 tiles[i] = Int32(-1)
@@ -388,7 +406,7 @@ class Transpose:
                         r, neuron, token = self.place_of(s, loaded[0, i], chunk + Int32(p >= chunk_end), window)
                         if r >= 0 and r < here:
                             tiles[i], tokens[i] = r, token
-                            words[i] = (Uint32(neuron) << 6) | (self.hidden(loaded[0, i], loaded[3, i]) << 16)
+                            neurons[i], hiddens[i] = neuron, self.hidden(loaded[0, i], loaded[3, i])
                             counter = s.counters.iterator + (r * PITCH + (token >> 2))
                             one = Uint32(1) << Uint32((token & 3) * 8)
                             counts[i] = Uint32(cute.arch.atomic_add(counter, one, scope="cta"))
@@ -401,8 +419,13 @@ class Transpose:
                     place = s.places[r] + Int32((info >> TOKENS_SHIFT) & 0xFF) + Int32(cute.arch.popc(earlier))
                     position = Int32(info & ((1 << TOKENS_SHIFT) - 1))
                     position += Int32((counts[i] >> Uint32((token & 3) * 8)) & 0xFF)
-                    low, high = words[i] | Uint32(place & 63), loaded[1, i] | (loaded[2, i] << 16)
-                    word = (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)
+                    dg, du, h = loaded[1, i], loaded[2, i], hiddens[i]
+                    word = self.word(place, neurons[i], h << 16, (dg & Uint32(0xFFFF)) | (du << 16))
+                    if s.again[r] > 0:
+                        rest = (dg >> 16) | (du & Uint32(0xFFFF0000))
+                        packed[s.bases[r] + s.again[r] + position] = self.word(
+                            place + s.again_tokens[r], neurons[i], h & Uint32(0xFFFF0000), rest
+                        )
                     if fits:
                         s.staged[s.offsets[r] + position] = word
                     else:
@@ -416,16 +439,22 @@ class Transpose:
             for i in cutlass.range(lane, s.offsets[r + 1] - first, 32, unroll=4):
                 packed[base + i] = s.staged[first + i]
 
+    def word(self, place, neuron, h, gradients):
+        low = Uint32(place & 63) | (Uint32(neuron) << 6) | h
+        return (Int64(gradients) << 32) | (Int64(low) & 0xFFFFFFFF)
+
     def bits(self, value):
         return Uint32(widen(value.bitcast(Uint16)))
 
     @cute.jit
     def hidden(self, entry, up):
-        """h of an entry as 16 bits."""
+        """h of an entry rounded to 16 bits, and above it what that leaves."""
         bits = entry >> 16
         if const_expr(self.gated):
             h = high_to_float(entry, self.dtype) * low_to_float(up, self.dtype)
-            bits = pack(h, h, self.dtype) & Uint32(0xFFFF)
+            rounded = h.to(self.dtype).to(Float32)
+            rest = h - rounded if cute.arch.fmax(rounded, -rounded) != Float32.inf else Float32(0.0)
+            bits = pack(rounded, rest, self.dtype)
         return bits
 
     # ---- shared memory ----
@@ -442,6 +471,8 @@ class Transpose:
             bases=shared.bases.get_tensor(cute.make_layout(WINDOW)),
             places=shared.places.get_tensor(cute.make_layout(WINDOW)),
             lists=shared.lists.get_tensor(cute.make_layout(WINDOW)),
+            again=shared.again.get_tensor(cute.make_layout(WINDOW)),
+            again_tokens=shared.again_tokens.get_tensor(cute.make_layout(WINDOW)),
             offsets=shared.offsets.get_tensor(cute.make_layout(WINDOW + 1)),
             counters=cute.make_tensor(cute.recast_ptr(arena + slots, dtype=Uint32), cute.make_layout(WINDOW * PITCH)),
             info=cute.make_tensor(
@@ -457,18 +488,18 @@ class Transpose:
 def signature(spec: TransposeSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype = operands.DTYPES[spec.dtype]
-    b, r, p = cute.sym_int32(), cute.sym_int32(), cute.sym_int32()
+    b, r, p, q = cute.sym_int32(), cute.sym_int32(), cute.sym_int32(), cute.sym_int32()
     arguments = (
         operands.vector(Int32, cute.sym_int32()),
         *operands.lists(b),
         operands.vector(dtype, p) if spec.gated else None,
-        operands.vector(dtype, p),
-        operands.vector(dtype, p) if spec.gated else None,
+        operands.vector(Int32, p),
+        operands.vector(Int32, p) if spec.gated else None,
         operands.vector(Int32, cute.sym_int32()),
         operands.cube(Int32, r, b, 2),
-        operands.matrix(Int32, r, 4),
+        operands.matrix(Int32, r, 5),
         operands.matrix(Int32, r, cute.sym_int32()),
-        operands.vector(Int64, p),
-        operands.vector(Int32, p),
+        operands.vector(Int64, q),
+        operands.vector(Int32, q),
     )
     return Transpose(spec), arguments

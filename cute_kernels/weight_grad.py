@@ -91,6 +91,7 @@ class WeightGrad(SparseProduct):
         dw_down: cute.Tensor,
         db_gate: cute.Tensor | None,
         db_up: cute.Tensor | None,
+        capacity: Int32,
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
@@ -121,6 +122,7 @@ class WeightGrad(SparseProduct):
         self.kernel(
             x, dy, order, sizes, tiles, starts, packed, tokens, (dw_gate, dw_up, dw_down), (db_gate, db_up),
             (wide, narrow, row_sums), a_layout, b_layout, ones_layout, slabs, units,
+            capacity,
         ).launch(
             grid=(cutlass.min(units, max_ctas), 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
         )  # fmt: skip
@@ -144,6 +146,7 @@ class WeightGrad(SparseProduct):
         ones_layout: cute.ComposedLayout,
         slabs: Int32,
         units: Int32,
+        capacity: Int32,
     ):
         thread = cute.arch.thread_idx()[0]
         group = cute.arch.make_warp_uniform(thread // 128)
@@ -159,7 +162,7 @@ class WeightGrad(SparseProduct):
                 ones[i] = self.dtype(1.0)
             cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
-        if sizes[sizes.shape[0] - 1] <= packed.shape[0]:
+        if sizes[sizes.shape[0] - 1] <= capacity:
             data = Operands(x, dy, tiles, starts, packed, tokens, slabs)
             if group == 0:
                 cute.arch.setmaxregister_decrease(REGISTERS_PRODUCER)
@@ -381,7 +384,7 @@ def signature(spec: WeightGradSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.rows(dtype, m, k),
         operands.vector(Int32, n),
         operands.vector(Int32, cute.sym_int32(), align=4),
-        operands.matrix(Int32, r, 4),
+        operands.matrix(Int32, r, 5),
         operands.matrix(Int32, r, cute.sym_int32()),
         operands.vector(Int64, p),
         operands.vector(Int32, p),
@@ -390,6 +393,7 @@ def signature(spec: WeightGradSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.rows(weight, n, k),
         operands.vector(dtype, n) if spec.bias else None,
         operands.vector(dtype, n) if spec.bias and spec.gated else None,
+        Int32(1),
         Int32(1),
     )
     return WeightGrad(spec), arguments

@@ -2,12 +2,21 @@
 
     python profiling/bench.py --real-layers FOLDER --out profiling/results/bench.json
     python profiling/bench.py --workload topic29 dense911 --ops ffn --compile none
+    python profiling/bench.py --ops train,train_forward --real-layers FOLDER --out profiling/results/bench.json
+    python profiling/bench.py --workload topic29 --ops train --compile none --kernels
 
 Each variant is captured into a CUDA graph that calls it on several copies of the tokens, together larger than the L2
 cache. The graphs of a workload are replayed in turn, so that clocks and temperature are the same for all; a time is the
 median replay over the number of copies. Nothing is timed before it is right: an error against float64 of more than 1.1
 times dense PyTorch's, in norm or in the worst row, or other bits on replay, gives a red row without speed and exit
 status 1.
+
+``train`` is forward and backward of the gated layer, with the gradients of x and of all weights, for a given dy;
+``train_forward`` its forward, which keeps what backward needs, ``train_backward`` the operators of its backward;
+``sparse_train`` is the layer without gate. Where more is non-zero than the hybrid format holds, the dense strategy is
+timed in their place, and the sparse path only by ``train_overflow``. Gradients are checked on the same tokens, those
+that rounding would decide made zero (``testing.off_kinks``), with the L1 gradient too; on the tokens themselves, all
+replays must give the same bits.
 
 Columns:
   ms, p10-p90   median and spread of one call
@@ -17,12 +26,16 @@ Columns:
                 layer, the sum over its two kernels
   t/GEMM        time over that of cuBLAS's plain x w_gate^T, which does the same arithmetic as gate_pack
   eager/t, compiled/t   speed-up over the dense layer in eager PyTorch and through torch.compile
-  error, worst  relative error against float64 in the Frobenius norm and in the worst row, each over dense eager's own
+  error, worst  relative error against float64 in the Frobenius norm and in the worst row, each over dense eager's own;
+                of a training step those of the gradient that is worst by that measure
+  kept MB       of a training step, what autograd keeps for backward beside x and the weights
+  peak MB       of a training step, the most memory above that of its inputs
 """
 
 import argparse
 import csv
 import dataclasses
+import functools
 import json
 import math
 import statistics
@@ -37,10 +50,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twell import ops, testing
-from twell._runtime import format
-from twell.testing import FFN, Errors
+from twell._runtime import format, resolve
+from twell.functional import Strategy
+from twell.testing import FFN, Comparison, Errors
 
-OPS = ("gate_pack", "up_down", "ffn", "down", "sparse_ffn")
+INFERENCE = ("gate_pack", "up_down", "ffn", "down", "sparse_ffn")
+TRAINING = ("train", "train_forward", "train_backward", "train_overflow", "sparse_train")
+OPS = (*INFERENCE, *TRAINING)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ITEM = 2  # bytes of a stored value
 TILE = format.TILE
@@ -48,7 +64,11 @@ TILE = format.TILE
 # Weight rows read from L2 by all multiprocessors of an H200 (132, 1,980 MHz): 7.2 to 7.5 TB/s in a streaming read.
 L2_TBS = 7.3
 
+# The gradient of the sum of |h| with which a training step is checked, exact in bf16.
+L1 = 0.25
+
 Call = Callable[[int], tuple[Tensor, ...]]
+Verdict = tuple[dict[str, Comparison], str]
 
 
 @dataclasses.dataclass
@@ -62,14 +82,21 @@ class Ceilings:
 
 @dataclasses.dataclass
 class Variant:
-    """One thing to time: ``call(i)`` works on the i-th copy of the tokens and returns its outputs, y first."""
+    """One thing to time: ``call(i)`` works on the i-th copy of the tokens and returns its outputs, y first.
+
+    ``verify`` gives its errors and, where they are too large, why it is wrong. ``baseline`` is what follows "dense
+    eager" and "dense compiled" in the names of the variants that its time is compared with. ``forward`` is the part of
+    a training step that leaves y and what backward needs.
+    """
 
     name: str
     call: Call
     flop: float
     floor: float  # seconds
     gathered: float = 0.0  # bytes
-    verify: Callable[[tuple[Tensor, ...]], tuple[Errors | None, str]] | None = None  # errors and, where wrong, why
+    verify: Callable[[tuple[Tensor, ...]], Verdict] | None = None
+    baseline: str | None = None
+    forward: Callable[[int], Tensor] | None = None
 
 
 @dataclasses.dataclass
@@ -97,6 +124,11 @@ class Row:
     worst_row: float | None = None
     dense_frobenius: float | None = None
     dense_worst_row: float | None = None
+    kept_bytes: int | None = None
+    peak_bytes: int | None = None
+    # of a training step: errors over dense's own (Frobenius, worst row) by gradient, milliseconds by kernel
+    gradients: dict[str, tuple[float, float]] | None = None
+    kernels: dict[str, float] | None = None
 
 
 # Timing
@@ -168,6 +200,64 @@ def measure_ceilings(dtype: torch.dtype, l2_tbs: float) -> tuple[Ceilings, str]:
     return Ceilings(2 * size**3 / times["gemm"], 2 * source.numel() / times["copy"], l2_tbs * 1e12), machine
 
 
+def kernel_times(call: Call, copies: int, rounds: int = 5) -> dict[str, float]:
+    """Mean milliseconds of each kernel in one call, by symbol, and of all else on the GPU: "torch".
+
+    Events surround every launch; the GPU sleeps until the host has queued the whole call, so they measure no gap.
+    """
+    original = resolve.resolve
+    launches: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def timed(spec: Any) -> Callable[..., None]:
+        kernel = original(spec)
+
+        def launch(*arguments: Any) -> None:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            kernel(*arguments)
+            end.record()
+            launches.append((spec.symbol, start, end))
+
+        return launch
+
+    resolve.resolve = timed
+    wholes = []
+    try:
+        for i in range(rounds * copies):
+            torch.cuda._sleep(40_000_000)  # 20 ms
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call(i % copies)
+            end.record()
+            wholes.append((start, end))
+            torch.cuda.synchronize()
+    finally:
+        resolve.resolve = original
+    times: dict[str, float] = {}
+    for symbol, start, end in launches:
+        times[symbol] = times.get(symbol, 0.0) + start.elapsed_time(end) / len(wholes)
+    times["torch"] = sum(start.elapsed_time(end) for start, end in wholes) / len(wholes) - sum(times.values())
+    return times
+
+
+def memory(variant: Variant) -> tuple[int, int]:
+    """Bytes that the forward pass keeps beside its inputs and y, and the most that a step takes above its inputs."""
+    assert variant.forward is not None
+
+    def requested() -> int:
+        return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
+
+    torch.cuda.empty_cache()
+    before = requested()
+    y = variant.forward(0)
+    kept = requested() - before - y.numel() * y.element_size()
+    del y
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    variant.call(0)
+    return kept, torch.cuda.max_memory_allocated() - before
+
+
 # What is timed
 
 
@@ -181,7 +271,7 @@ class Bench:
 
     def __init__(self, name: str, problem: FFN, arguments: argparse.Namespace, ceilings: Ceilings, dense: Any) -> None:
         self.name, self.problem, self.ceilings, self.compiled = name, problem, ceilings, dense
-        self.ops, self.compression = arguments.ops, arguments.compression
+        self.ops, self.compression, self.kernels = arguments.ops, arguments.compression, arguments.kernels
         self.copies = copies_for(problem.x.numel() * ITEM)
         self.x = [problem.x, *(problem.x.clone() for _ in range(self.copies - 1))]
         gate = F.relu(F.linear(problem.x, problem.w_gate))
@@ -189,15 +279,22 @@ class Bench:
         self.gate_errors = testing.errors(gate, right)
         self.m, self.k = problem.x.shape
         self.n = problem.w_gate.shape[0]
+        # operations of one product; bytes of x, of one weight
+        self.sizes = 2.0 * self.m * self.n * self.k, ITEM * self.m * self.k, ITEM * self.n * self.k
         tiles = format.tiles(self.n)
         counts = F.pad(gate != 0, (0, tiles * TILE - self.n)).view(self.m, tiles, TILE).sum(2)
         self.nonzeros = int(counts.sum())
+        self.fits = self.nonzeros <= format.hybrid_capacity(self.m, self.n)
         self.overflowing = int((counts > format.capacity(self.compression)).sum())
         self.words_bytes = self.m * tiles * format.words_per_tile(self.compression) * 4
         self.gate_answer: Tensor | None = right if "gate_pack" in self.ops else None
         self.answers: dict[bool, Tensor] = {}
         self.dense_errors: dict[bool, Errors] = {}
-        for gated in {op not in ("down", "sparse_ffn") for op in self.ops if op != "gate_pack"}:
+        if any(op in TRAINING for op in self.ops):
+            upstream = testing.real_upstream(problem)
+            self.dy = [upstream, *(upstream.clone() for _ in range(self.copies - 1))]
+        of_output = [op for op in self.ops if op in ("up_down", "ffn", "down", "sparse_ffn", "train_forward")]
+        for gated in {op not in ("down", "sparse_ffn") for op in of_output}:
             self.answers[gated] = testing.float64_output(problem, gated=gated)
             self.dense_errors[gated] = testing.errors(testing.dense_output(problem, gated=gated), self.answers[gated])
 
@@ -208,12 +305,13 @@ class Bench:
 
     def variants(self) -> list[Variant]:
         m, k, n = self.m, self.k, self.n
-        product, token_bytes, weight_bytes = 2.0 * m * n * k, ITEM * m * k, ITEM * n * k
+        product, token_bytes, weight_bytes = self.sizes
         packed_bytes = self.words_bytes + self.overflowing * TILE * ITEM
         p, c, x = self.problem, self.compression, self.x
         chosen: list[Variant] = []
 
-        for gated in sorted(self.answers, reverse=True):
+        inferred = {op not in ("down", "sparse_ffn") for op in self.ops if op in INFERENCE and op != "gate_pack"}
+        for gated in sorted(inferred, reverse=True):
             products = 3 if gated else 2
             floor = self.seconds(products * product, 2 * token_bytes + products * weight_bytes)
             suffix = "" if gated else " non-gated"
@@ -224,6 +322,9 @@ class Bench:
                 call = self.dense(self.compiled, gated)
                 chosen.append(Variant(f"dense compiled{suffix}", call, products * product, floor))
 
+        chosen += self.training()
+        if not any(op in INFERENCE for op in self.ops):
+            return chosen
         gemm_floor = self.seconds(product, token_bytes + weight_bytes + ITEM * m * n)
         chosen.append(Variant("gate GEMM", lambda i: (F.linear(x[i], p.w_gate),), product, gemm_floor))
 
@@ -246,8 +347,94 @@ class Bench:
             if layer in self.ops:
                 flop = (projections + 1) * product
                 call = self.sparse(gated)
-                chosen.append(Variant(layer, call, flop, pack_floor + floor, gathered, self.verify_output(gated)))
+                verify, baseline = self.verify_output(gated), "" if gated else " non-gated"
+                chosen.append(Variant(layer, call, flop, pack_floor + floor, gathered, verify, baseline))
         return chosen
+
+    def training(self) -> list[Variant]:
+        """Steps and their parts, each after the dense ones that it is compared with."""
+        chosen: list[Variant] = []
+        for op, gated in (("train", True), ("train_overflow", True), ("sparse_train", False)):
+            if op not in self.ops or (op == "train_overflow" and self.fits):
+                continue
+            baseline = " train" if gated else " train non-gated"
+            if f"dense eager{baseline}" not in [variant.name for variant in chosen]:
+                chosen.append(self.whole_step(f"dense eager{baseline}", testing.dense_output, gated))
+                if self.compiled is not None:
+                    chosen.append(self.whole_step(f"dense compiled{baseline}", self.compiled, gated))
+            strategy: Strategy = "auto" if self.fits or op == "train_overflow" else "dense"
+            names = {op: self.layer(strategy)}
+            if strategy == "dense":
+                names = {f"{op}, dense strategy": self.layer(strategy)}
+                if self.compiled is not None:
+                    names[f"{op}, dense strategy compiled"] = self.layer(strategy, compiled=True)
+            for name, function in names.items():
+                chosen.append(self.whole_step(name, function, gated, strategy, baseline))
+        if self.fits:
+            chosen += self.parts_of_a_step()
+        return chosen
+
+    def layer(self, strategy: Strategy, compiled: bool = False) -> Any:
+        """``testing.sparse_output`` by this strategy."""
+        function = torch.compile(testing.sparse_output, fullgraph=True, dynamic=False) if compiled else None
+        return functools.partial(function or testing.sparse_output, compression=self.compression, strategy=strategy)
+
+    def whole_step(
+        self, name: str, function: Any, gated: bool, strategy: Strategy = "dense", baseline: str | None = None
+    ) -> Variant:
+        """Forward and backward through ``function(problem, gated=)``; what has a baseline is checked."""
+        product, token_bytes, weight_bytes = self.sizes
+        projections = 3 if gated else 2
+        flop = 3 * projections * product
+        # x twice, dy, y and dx; weights twice, and their gradients. Of sparse arithmetic, the gate's product alone
+        moved = 5 * token_bytes + 3 * projections * weight_bytes
+        floor = self.seconds(flop if strategy == "dense" else product, moved)
+        return Variant(
+            name,
+            lambda i: self.step(function, gated, i),
+            flop,
+            floor,
+            verify=None if baseline is None else self.verify_step(gated, strategy),
+            baseline=baseline,
+            forward=lambda i: self.forward(function, gated, i)[1],
+        )
+
+    def parts_of_a_step(self) -> list[Variant]:
+        """Forward and backward of the gated layer, each alone."""
+        product, token_bytes, weight_bytes = self.sizes
+        chosen: list[Variant] = []
+
+        def forward(name: str, function: Any, flop: float, verify: Any = None, baseline: str | None = None) -> None:
+            floor = self.seconds(flop, 2 * token_bytes + 3 * weight_bytes)
+            call = lambda i: (self.forward(function, True, i)[1].detach(),)  # noqa: E731
+            chosen.append(Variant(name, call, 3 * product, floor, verify=verify, baseline=baseline))
+
+        if "train_forward" in self.ops:
+            baseline = " train_forward"
+            forward(f"dense eager{baseline}", testing.dense_output, 3 * product)
+            if self.compiled is not None:
+                forward(f"dense compiled{baseline}", self.compiled, 3 * product)
+            forward("train_forward", self.layer("auto"), product, self.verify_output(True), baseline)
+        if "train_backward" in self.ops:
+            layer = self.problem[1:]
+            kept = [ops.hybrid_forward(x, *layer, self.compression)[3:] for x in self.x]
+            dl1 = self.problem.x.new_zeros((), dtype=torch.float32)
+            operator = ops.hybrid_backward
+            call = lambda i: operator(self.dy[i], dl1, self.x[i], *layer[:5], *kept[i], True, True)  # noqa: E731
+            floor = self.seconds(0, 3 * token_bytes + 6 * weight_bytes)
+            chosen.append(Variant("train_backward", call, 6 * product, floor, verify=self.verify_step(True, "auto")))
+        return chosen
+
+    @torch.enable_grad()
+    def forward(self, function: Any, gated: bool, i: int) -> tuple[dict[str, Tensor], Tensor]:
+        """The leaves by name, and y of ``function(problem, gated=)`` with what backward needs."""
+        leaves = self.problem._replace(x=self.x[i]).map(lambda t: t.detach().requires_grad_())
+        return leaves.present(gated), function(leaves, gated=gated)
+
+    def step(self, function: Any, gated: bool, i: int) -> tuple[Tensor, ...]:
+        """The gradients of x and of all weights."""
+        tensors, y = self.forward(function, gated, i)
+        return torch.autograd.grad(y, tuple(tensors.values()), self.dy[i])
 
     def dense(self, function: Any, gated: bool) -> Call:
         return lambda i: (function(self.problem._replace(x=self.x[i]), gated=gated),)
@@ -264,23 +451,40 @@ class Bench:
     def reader(self, packed: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Call:
         return lambda i: ops.down(*packed[i][:2], self.problem.w_down, None, self.compression)
 
-    def verify_packed(self, outputs: tuple[Tensor, ...]) -> tuple[Errors | None, str]:
+    def verify_packed(self, outputs: tuple[Tensor, ...]) -> Verdict:
         words, spill, stats = outputs
         dense = ops.unpack(words, spill, self.n, self.compression)
         assert self.gate_answer is not None
-        errors = testing.errors(dense, self.gate_answer)
-        if not errors.within(self.gate_errors):
-            return errors, f"gate error {errors}, dense has {self.gate_errors}"
+        comparison = Comparison(testing.errors(dense, self.gate_answer), self.gate_errors)
+        if not comparison.ok:
+            return {"gate": comparison}, f"gate: {comparison}"
         figures = stats.sum((0, 1)).tolist()
         counts = words.view(self.m, -1, format.words_per_tile(self.compression))[:, :, 0]
         overflowing = counts > format.capacity(self.compression)
         true = [int((dense != 0).sum()), int(overflowing.sum())]
-        return errors, "" if figures == true else f"statistics say {figures}, the packed gate has {true}"
+        why = "" if figures == true else f"statistics say {figures}, the packed gate has {true}"
+        return {"gate": comparison}, why
 
-    def verify_output(self, gated: bool) -> Callable[[tuple[Tensor, ...]], tuple[Errors | None, str]]:
-        def verify(outputs: tuple[Tensor, ...]) -> tuple[Errors | None, str]:
-            errors, dense = testing.errors(outputs[0], self.answers[gated]), self.dense_errors[gated]
-            return errors, "" if errors.within(dense) else f"error {errors}, dense has {dense}"
+    def verify_output(self, gated: bool) -> Callable[[tuple[Tensor, ...]], Verdict]:
+        def verify(outputs: tuple[Tensor, ...]) -> Verdict:
+            comparison = Comparison(testing.errors(outputs[0], self.answers[gated]), self.dense_errors[gated])
+            return {"y": comparison}, "" if comparison.ok else str(comparison)
+
+        return verify
+
+    def verify_step(self, gated: bool, strategy: Strategy) -> Callable[[tuple[Tensor, ...]], Verdict]:
+        """Of all gradients, without and with that of the sum of |h|, on tokens that no rounding decides."""
+
+        def verify(outputs: tuple[Tensor, ...]) -> Verdict:
+            clean = testing.off_kinks(self.problem, gated=gated)
+            found: dict[str, Comparison] = {}
+            for dl1, suffix in ((0.0, ""), (L1, " with l1")):
+                options = {"compression": self.compression, "strategy": strategy}
+                gradients = testing.sparse_gradients(clean, self.dy[0], dl1, gated=gated, **options)
+                compared = testing.compare_gradients(clean, self.dy[0], gradients, dl1, gated=gated)
+                found |= {f"{name}{suffix}": comparison for name, comparison in compared.items()}
+            wrong = [f"{name}: {comparison}" for name, comparison in found.items() if not comparison.ok]
+            return found, "; ".join(wrong)
 
         return verify
 
@@ -288,8 +492,11 @@ class Bench:
         row = Row(self.name, variant.name, self.nonzeros / self.m, float(self.overflowing))
         dense = self.gate_errors
         if variant.name != "gate GEMM" and variant.name != "gate_pack":
-            dense = self.dense_errors["non-gated" not in variant.name and variant.name not in ("down", "sparse_ffn")]
-        row.dense_frobenius, row.dense_worst_row = dense.frobenius, dense.worst_row
+            dense = self.dense_errors.get(
+                "non-gated" not in variant.name and variant.name not in ("down", "sparse_ffn")
+            )
+        if dense is not None and "train" not in variant.name:
+            row.dense_frobenius, row.dense_worst_row = dense.frobenius, dense.worst_row
         return row
 
     def run(self, seconds: float) -> list[Row]:
@@ -318,11 +525,12 @@ class Bench:
         testing.poison_memory()
         outputs = variant.call(self.copies - 1)
         if variant.verify is not None:
-            errors, row.red = variant.verify(outputs)
-            if errors is not None:
-                row.frobenius, row.worst_row = errors.frobenius, errors.worst_row
+            compared, row.red = variant.verify(outputs)
+            self.note(row, compared)
             if row.red:
                 return None
+        if variant.forward is not None:
+            row.kept_bytes, row.peak_bytes = memory(variant)
         graph = Graph(variant.call, self.copies)
         if variant.verify is None:
             return graph
@@ -336,6 +544,18 @@ class Bench:
             return None
         return graph
 
+    def note(self, row: Row, compared: dict[str, Comparison]) -> None:
+        """The errors; of several tensors those that are largest beside dense's."""
+        norm = max(compared.values(), key=lambda c: share(c.ours.frobenius, c.dense.frobenius))
+        worst = max(compared.values(), key=lambda c: share(c.ours.worst_row, c.dense.worst_row))
+        row.frobenius, row.dense_frobenius = norm.ours.frobenius, norm.dense.frobenius
+        row.worst_row, row.dense_worst_row = worst.ours.worst_row, worst.dense.worst_row
+        if len(compared) > 1:
+            row.gradients = {
+                name: (share(c.ours.frobenius, c.dense.frobenius), share(c.ours.worst_row, c.dense.worst_row))
+                for name, c in compared.items()
+            }
+
     def fill(self, row: Row, variant: Variant, times: dict[str, list[float]]) -> None:
         samples = sorted(times[variant.name])
         row.samples = len(samples)
@@ -348,11 +568,13 @@ class Bench:
             row.l2_gather_gbs = variant.gathered / row.ms / 1e6
         if variant.name == "gate_pack":
             row.over_gemm = row.ms / statistics.median(times["gate GEMM"])
-        if variant.name in ("ffn", "sparse_ffn"):
-            suffix = "" if variant.name == "ffn" else " non-gated"
-            row.speedup_eager = statistics.median(times[f"dense eager{suffix}"]) / row.ms
-            if f"dense compiled{suffix}" in times:
-                row.speedup_compiled = statistics.median(times[f"dense compiled{suffix}"]) / row.ms
+        if variant.baseline is not None:
+            if f"dense eager{variant.baseline}" in times:
+                row.speedup_eager = statistics.median(times[f"dense eager{variant.baseline}"]) / row.ms
+            if f"dense compiled{variant.baseline}" in times:
+                row.speedup_compiled = statistics.median(times[f"dense compiled{variant.baseline}"]) / row.ms
+        if self.kernels and variant.name in TRAINING:
+            row.kernels = kernel_times(variant.call, self.copies)
 
 
 # Output
@@ -361,7 +583,13 @@ class Bench:
 HEADER = [
     *("workload", "nnz", "variant", "ms", "p10-p90", "TFLOP/s", "L2 TB/s", "floor", "t/GEMM"),
     *("eager/t", "compiled/t", "error", "worst"),
+    *("kept MB", "peak MB"),
 ]
+
+
+def share(value: float, base: float) -> float:
+    """``value`` over ``base``; 1 where both are 0."""
+    return 1.0 if value == base else value / base if base else math.inf
 
 
 def over(value: float | None, base: float | None) -> str:
@@ -390,6 +618,8 @@ def cells(row: Row) -> list[str]:
         number(row.speedup_compiled),
         over(row.frobenius, row.dense_frobenius),
         over(row.worst_row, row.dense_worst_row),
+        number(None if row.kept_bytes is None else row.kept_bytes / 1e6, ".1f"),
+        number(None if row.peak_bytes is None else row.peak_bytes / 1e6, ".0f"),
     ]
 
 
@@ -414,6 +644,16 @@ def print_table(rows: list[Row]) -> None:
         # names to the left, numbers to the right; the reason of a red row runs on
         aligned = [cell.ljust(w) if i in (0, 2) else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))]
         print("  ".join(aligned).rstrip())
+
+
+def print_kernels(rows: list[Row]) -> None:
+    """Microseconds of each kernel in one call, the longest first."""
+    for row in rows:
+        if row.kernels is None:
+            continue
+        print(f"{row.workload} {row.variant}: {sum(row.kernels.values()) * 1e3:.0f} us in a queued call")
+        for symbol, ms in sorted(row.kernels.items(), key=lambda item: -item[1]):
+            print(f"  {ms * 1e3:8.1f}  {symbol}")
 
 
 def write(rows: list[Row], arguments: argparse.Namespace, machine: str, ceilings: Ceilings) -> None:
@@ -452,6 +692,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--compression", type=int, choices=(2, 4, 8), default=8)
     add("--ops", default="gate_pack,up_down,ffn", help=f"comma-separated, out of {','.join(OPS)}")
     add("--compile", choices=("default", "max-autotune-no-cudagraphs", "none"), default="default")
+    add("--kernels", action="store_true", help="also print the time of each kernel in a training step")
     add("--seconds", type=float, default=3.0, help="GPU time for the samples of one workload")
     add("--l2-tbs", type=float, default=L2_TBS, help="gather ceiling in TB/s (default: an H200's)")
     add("--out", type=Path, metavar="FILE", help="write JSON here")
@@ -494,6 +735,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write(rows, arguments, machine, ceilings)
         print(f"bench: {name} done", file=sys.stderr, flush=True)
     print_table(rows)
+    print_kernels(rows)
     print(f"M = {arguments.m}, {arguments.dtype}, compression {arguments.compression}; columns: see --help")
     print(
         f"ceilings: {ceilings.flops / 1e12:.0f} TFLOP/s and {ceilings.memory / 1e12:.2f} TB/s of memory measured now, "

@@ -2,8 +2,10 @@
 
     compute-sanitizer --tool memcheck python tests/sanitize.py
     compute-sanitizer --tool racecheck python tests/sanitize.py --op up_down
+    compute-sanitizer --tool synccheck python tests/sanitize.py --op hybrid_forward hybrid_backward
 
-The GPU runs nothing but copies and the kernels themselves. Exit status 1 if a result is wrong.
+The GPU runs nothing but copies, the kernels themselves and, in the operators of training, the sums and fills of torch
+between them. Those operators run gated and not. Exit status 1 if a result is wrong.
 """
 
 import argparse
@@ -16,7 +18,8 @@ from torch import Tensor
 from twell import ops, testing
 from twell.testing import FFN
 
-OPS = ("gate_pack", "up_down", "down", "unpack")
+TRAINING = ("hybrid_forward", "hybrid_backward", "hybrid_backward_accumulate")
+OPS = ("gate_pack", "up_down", "down", "unpack", *TRAINING)
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,14 @@ class Case:
 CASES = (
     Case("light", 64, 64, 256, 0.03),
     Case("empty", 64, 64, 256, 0, compression=4),
+    # the spill of every row-tile; of the hybrid format the bitmap
     Case("overflow", 65, 72, 264, 1, biases="gate up down"),
+    Case("overflow plain", 130, 136, 136, 0.8, compression=4, dtype=torch.float16),
     Case("partial tiles", 130, 264, 520, 0.1, compression=2, biases="gate up down", dtype=torch.float16),
     Case("one token", 1, 136, 264, 0.3, compression=4),
     Case("heavy rows", 9, 520, 2056, 0.6),
     Case("long rows", 17, 2056, 520, 0.1, biases="down"),
+    Case("token tiles", 390, 72, 776, 0.05, biases="gate up down"),
 )
 
 
@@ -48,12 +54,39 @@ def on_gpu(*arguments: Tensor | int | None) -> list[Tensor | int | None]:
     return [a.cuda() if isinstance(a, Tensor) else a for a in arguments]
 
 
+def check_training(op: str, case: Case, problem: FFN, gated: bool) -> None:
+    """Run one operator of training; AssertionError if it differs from the CPU operator."""
+    layer = tuple(problem if gated else problem._replace(w_up=None, up_bias=None))
+    y, l1, nonzeros, *kept = ops.hybrid_forward(*layer, case.compression)
+    if op == "hybrid_forward":
+        outputs = on_cpu(ops.hybrid_forward(*on_gpu(*layer, case.compression)))
+        for name, actual, expected in zip(("y", "l1", "nonzeros"), outputs, (y, l1, nonzeros)):
+            testing.assert_same(actual, expected, name)
+        testing.assert_hybrid_same(outputs[3:], kept, case.m, case.n, gated)
+        return
+    arguments = [testing.integer_upstream(problem), torch.tensor(1.0), *layer[:6], *kept]
+    if op == "hybrid_backward":
+        actual, expected = (ops.hybrid_backward(*a, True, True) for a in (on_gpu(*arguments), arguments))
+    else:
+        arguments += [None if t is None else torch.ones(t.shape) for t in layer[1:4]]
+        actual, expected = (
+            (*ops.hybrid_backward_accumulate(*a, True), *(t for t in a[-3:] if t is not None))
+            for a in (on_gpu(*arguments), arguments)
+        )
+    for i, (ours, theirs) in enumerate(zip(on_cpu(actual), expected)):
+        testing.assert_same(ours, theirs, f"output {i}")
+
+
 def on_cpu(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(output.cpu() for output in outputs)
 
 
 def check(op: str, case: Case, problem: FFN) -> None:
-    """Run one kernel; AssertionError if it differs from the CPU operator."""
+    """Run one operator; AssertionError if it differs from the CPU's."""
+    if op in TRAINING:
+        for gated in (True, False):
+            check_training(op, case, problem, gated)
+        return
     x, w_gate, w_up, w_down, gate_bias, up_bias, down_bias = problem
     gate = (x, w_gate, gate_bias, case.compression)
     packed = ops.gate_pack(*gate)
@@ -92,7 +125,7 @@ def main() -> int:
             except AssertionError as error:
                 wrong += 1
                 verdict = f"WRONG {' '.join(str(error).split())}"
-            print(f"{op:10} {case.name:14} {verdict}", flush=True)
+            print(f"{op:26} {case.name:15} {verdict}", flush=True)
     return 1 if wrong else 0
 
 

@@ -86,8 +86,8 @@ class SparseProduct:
     """A sparse tile times the rows that its list names: what the roles of such a kernel share.
 
     A unit of work is a tile of sparse rows and a part of the columns, the longest first. Its list is walked 128 places
-    a turn, `products` turns for the same places. 128 threads gather rows into a ring of `stages`, 64 rows each, two to a
-    turn. Each of two warp groups scatters its own 64 rows of coefficients into one of three tiles while the WGMMA of
+    a turn, `products` turns for the same places. 128 threads gather rows into a ring of `stages`, 64 rows each, two to
+    a turn. Each of two warp groups scatters its own 64 rows of coefficients into one of three tiles while the WGMMA of
     the turn before runs: a turn fills the tile of the next turn, and clears that of the turn after it. A kernel gives
 
         split(data, unit)                     its tile and part

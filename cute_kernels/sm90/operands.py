@@ -19,6 +19,11 @@ def vector(dtype: Any, n: Any, align: int = 16) -> Any:
     return make_fake_compact_tensor(dtype, (n,), assumed_align=align)
 
 
+def strided(dtype: Any, n: Any) -> Any:
+    """A vector [n] of any stride."""
+    return make_fake_tensor(dtype, (n,), stride=(cute.sym_int32(),), assumed_align=4)
+
+
 def cube(dtype: Any, a: Any, b: Any, c: int) -> Any:
     """A contiguous tensor [a, b, c]."""
     return make_fake_compact_tensor(dtype, (a, b, c), stride_order=(2, 1, 0), assumed_align=16)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import twell
 from twell._runtime import format, packaged
-from twell.functional import Aux
+from twell.functional import Aux, Strategy
 
 # Sizes at the edges of a kernel's tiles, and the sizes of real layers.
 UGLY_M = (0, 1, 7, 63, 64, 65, 127, 128, 129, 257)
@@ -417,14 +417,24 @@ def dense_output(problem: FFN, *, gated: bool = True) -> Tensor:
     return F.linear(hidden, problem.w_down.T, problem.down_bias)
 
 
-def sparse_output(problem: FFN, *, gated: bool = True, compression: int = 8) -> Tensor:
+def sparse_output(problem: FFN, *, gated: bool = True, compression: int = 8, strategy: Strategy = "auto") -> Tensor:
     """The same layer through ``twell.sparse_gated_ffn`` or ``twell.sparse_ffn``, [M, K]."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = problem
-    if gated:
-        return twell.sparse_gated_ffn(
-            x, w_gate, w_up, w_down.t(), b_gate=b_gate, b_up=b_up, b_down=b_down, compression=compression
+    if not gated:
+        return twell.sparse_ffn(
+            x, w_gate, w_down.t(), b_up=b_gate, b_down=b_down, compression=compression, strategy=strategy
         )
-    return twell.sparse_ffn(x, w_gate, w_down.t(), b_up=b_gate, b_down=b_down, compression=compression)
+    return twell.sparse_gated_ffn(
+        x,
+        w_gate,
+        w_up,
+        w_down.t(),
+        b_gate=b_gate,
+        b_up=b_up,
+        b_down=b_down,
+        compression=compression,
+        strategy=strategy,
+    )
 
 
 def sparse_layer(problem: FFN, *, gated: bool = True, **options: Any) -> tuple[Tensor, Aux]:
@@ -720,20 +730,20 @@ def _canonical(words: Tensor, dtype: torch.dtype, compression: int) -> Tensor:
     return torch.where(nan, table | ~0xFFFF, table).view(words.shape)
 
 
-def assert_hybrid_same(actual: Sequence[Tensor], expected: Sequence[Tensor], m: int, n: int) -> None:
+def assert_hybrid_same(actual: Sequence[Tensor], expected: Sequence[Tensor], m: int, n: int, gated: bool) -> None:
     """Raise AssertionError unless two hybrid gates of ``m`` tokens and ``n`` neurons agree in everything defined.
 
-    Each is entries, up, neurons, chunks, sizes and popularity, as ``twell.ops.hybrid_forward`` returns them last, of
-    16-bit values. Defined are the lists up to a multiple of 64 and as many entries and up projections as there are
-    non-zeros; where these do not fit, their number and the bitmap.
+    Each is entries, neurons, chunks, sizes and popularity, as ``twell.ops.hybrid_forward`` returns them last, of 16-bit
+    values. Defined are the lists up to a multiple of 64 and as many entries and, if ``gated``, up projections as there
+    are non-zeros; where these do not fit, their number and the bitmap.
     """
-    names = ("entries", "up", "neurons", "chunks", "sizes", "popularity")
+    names = ("entries", "neurons", "chunks", "sizes", "popularity")
     ours, theirs = (dict(zip(names, (t.cpu() for t in kept), strict=True)) for kept in (actual, expected))
     for name in names:
         assert ours[name].shape == theirs[name].shape, name
     assert_same(ours["sizes"][-1], theirs["sizes"][-1], "number of non-zeros")
-    total = int(ours["sizes"][-1])
-    if total > format.hybrid_capacity(m, n):
+    total, capacity = int(ours["sizes"][-1]), format.hybrid_capacity(m, n)
+    if total > capacity:
         words = m * format.bitmap_words(n)
         assert_same(ours["entries"][:words], theirs["entries"][:words], "bitmap")
         return
@@ -743,7 +753,9 @@ def assert_hybrid_same(actual: Sequence[Tensor], expected: Sequence[Tensor], m: 
     undefined = torch.arange(ours["neurons"].shape[1]) >= listed
     assert_same(ours["neurons"].masked_fill(undefined, 0), theirs["neurons"].masked_fill(undefined, 0), "neurons")
     assert_same(ours["entries"][:total], theirs["entries"][:total], "entries")
-    assert_same(ours["up"][:total], theirs["up"][:total], "up")
+    if gated:
+        up, right = (kept["entries"][capacity:].view(torch.int16)[:total] for kept in (ours, theirs))
+        assert_same(up, right, "bits of up projections")
 
 
 _POISON = 0xFF  # as bytes of bf16, fp16 and fp32 a NaN, of int32 -1

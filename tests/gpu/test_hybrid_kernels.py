@@ -200,17 +200,17 @@ class Transposed(NamedTuple):
 def run_transpose(
     pattern: Hybrid, m: int, capacity: int, dtype: torch.dtype, values: tuple[Tensor, ...], order: Tensor
 ) -> Transposed:
-    """``values`` are up, d_gate and d_up, or d_gate alone."""
+    """``values`` are up, d_gate and d_up, or d_gate alone; gradients are words with what rounding left above."""
     n, tiles = order.numel(), -(-order.numel() // format.NEURON_TILE)
     gated = len(values) == 3
     up, d_gate, d_up = values if gated else (None, values[0], None)
     slot = torch.empty_like(order)
     slot[order.long()] = torch.arange(n, dtype=torch.int32, device=order.device)
     out = Transposed(
-        poisoned(tiles, 4),
-        poisoned(tiles, -(-m // 64) + 1),
-        poisoned(capacity, dtype=torch.int64),
-        poisoned(capacity),
+        poisoned(tiles, 5),
+        poisoned(tiles, -(-m // 32) + 1),
+        poisoned(2 * capacity, dtype=torch.int64),
+        poisoned(2 * capacity),
     )
     groups = poisoned(tiles, format.token_tiles(m), 2)
     launch(specs.TransposeSpec(NAMES[dtype], gated), *pattern[:4], up, d_gate, d_up, slot, groups, *out)
@@ -226,11 +226,13 @@ def check_transpose(bits: Tensor, gated: bool, dtype: torch.dtype = BF16, random
     total = neurons.numel()
     generator = torch.Generator().manual_seed(m + n)
     # finite, of either sign
-    values = [draw(1, capacity, 0.9, i, 0x4700)[0] for i in range(3)]
+    values = [draw(1, capacity, 0.9, i, 0x4700)[0] for i in range(5)]
     values = [torch.where(torch.rand(capacity, generator=generator) < 0.5, v, v | -0x8000) for v in values]
-    values = [v if gated or i == 1 else torch.zeros_like(v) for i, v in enumerate(values)]
+    # up, d_gate, d_up, what rounding left of d_gate and of d_up
+    values = [v if gated or i in (1, 3) else torch.zeros_like(v) for i, v in enumerate(values)]
     order = torch.randperm(n, generator=generator) if random_order else hybrid.popularity.cpu().argsort(descending=True)
-    given = [v.view(dtype).cuda() for v in (values if gated else values[1:2])]
+    d_gate, d_up = ((values[i].int() & 0xFFFF) | values[i + 2].int() << 16 for i in (1, 2))
+    given = [v.cuda() for v in ((values[0].view(dtype), d_gate, d_up) if gated else (d_gate,))]
     arguments = (hybrid, m, capacity, dtype, tuple(given), order.int().cuda())
     out = run_transpose(*arguments)
 
@@ -243,34 +245,42 @@ def check_transpose(bits: Tensor, gated: bool, dtype: torch.dtype = BF16, random
     key = (tile * m + token) * 64 + rank
     by_key = key.argsort()
     tile, token, rank = tile[by_key], token[by_key], rank[by_key]
-    up, d_gate, d_up = (v[:total][by_key] for v in values)
+    up, *gradients = (v[:total][by_key] for v in values)
     gate = (expected.entries[by_key] >> 16).to(torch.int16)
-    hidden = gate
+    hidden, hidden_rest = gate, torch.zeros_like(gate)
     if gated:
-        hidden = (gate.view(dtype).float() * up.view(dtype).float()).to(dtype).view(torch.int16)
+        product = gate.view(dtype).float() * up.view(dtype).float()
+        hidden = product.to(dtype)
+        hidden_rest = (product - hidden.float()).to(dtype).view(torch.int16)
+        hidden = hidden.view(torch.int16)
+
+    def words(h: Tensor, d_gate: Tensor, d_up: Tensor, places: Tensor, ranks: Tensor) -> Tensor:
+        word = places % 64 | ranks << 6 | (h.long() & 0xFFFF) << 16
+        return word | (d_gate.long() & 0xFFFF) << 32 | (d_up.long() & 0xFFFF) << 48
 
     tiles, starts, packed, tokens = (t.cpu() for t in out)
-    list_base = 0
-    places = torch.zeros(total, dtype=torch.int64)
-    all_tokens = []
+    base, list_base = 0, 0
     for r in range(tiles.shape[0]):
-        first, last = int((tile < r).sum()), int((tile <= r).sum())
-        listed, place = torch.unique_consecutive(token[first:last], return_inverse=True)
-        places[first:last] = place
-        assert tiles[r].tolist() == [first, list_base, last - first, listed.numel()]
-        for i in range(-(-listed.numel() // 64)):
-            assert int(starts[r, i]) == first + int((place < 64 * i).sum()), (r, i)
-        assert int(starts[r, -(-listed.numel() // 64)]) == last
-        all_tokens.append(listed.int())
-        list_base += listed.numel()
-    assert_bits(tokens[:list_base], torch.cat(all_tokens), "tokens")
+        own = slice(int((tile < r).sum()), int((tile <= r).sum()))
+        listed, place = torch.unique_consecutive(token[own], return_inverse=True)
+        count, length = place.numel(), listed.numel()
+        copies = 2 if count <= format.RARE_ENTRIES else 1
+        assert tiles[r].tolist() == [base, list_base, count * copies, length * copies, copies]
+        every = torch.cat([place, place + length]) if copies == 2 else place
+        chunks = -(-length * copies // 64)
+        for i in range(chunks):
+            assert int(starts[r, i]) == base + int((every < 64 * i).sum()), (r, i)
+        assert int(starts[r, chunks]) == base + count * copies
+        assert_bits(tokens[list_base : list_base + length * copies], listed.int().repeat(copies), "tokens")
+        for copy, values_of_copy in enumerate(((hidden, *gradients[:2]), (hidden_rest, *gradients[2:]))[:copies]):
+            got = packed[base + copy * count : base + (copy + 1) * count]
+            want = words(*(v[own] for v in values_of_copy), place + copy * length, rank[own])
+            # inside a token entries may stand in any order
+            got_key = token[own] * 64 + (got >> 6 & 63)
+            assert_bits(got[got_key.argsort()], want, f"packed, copy {copy}")
+        base, list_base = base + count * copies, list_base + length * copies
     assert bool((tokens[list_base:] == POISON_INT).all())
-    assert bool((packed[total:] == POISON_INT << 32 | POISON_INT).all())
-    want = places % 64 | rank << 6 | (hidden.long() & 0xFFFF) << 16 | (d_gate.long() & 0xFFFF) << 32
-    want |= (d_up.long() & 0xFFFF) << 48
-    # inside a token entries may stand in any order
-    got_key = (tile * m + token) * 64 + (packed[:total] >> 6 & 63)
-    assert_bits(packed[:total][got_key.argsort()], want, "packed")
+    assert bool((packed[base:] == POISON_INT << 32 | POISON_INT).all())
 
     # 0x55 is far above every capacity here: nothing may be written
     overflowing = hybrid._replace(sizes=hybrid.sizes.clone().fill_(POISON_INT))

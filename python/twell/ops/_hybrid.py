@@ -253,12 +253,15 @@ def backward_cuda(
     up_bias = vector(layer.up_bias, n, x) if bias and gated else None
     recomputed = (dy, x, w_gate, w_up, w_down, gate_bias, up_bias, dl1, entries, sizes, capacity)
 
-    d_gate = x.new_empty(capacity)
-    d_up = x.new_empty(capacity) if gated else None
+    d_gate = sizes.new_empty(capacity)
+    d_up = sizes.new_empty(capacity) if gated else None
     launch(tuning.sampled_grad(dtype, gated), dy, w_down, *pattern, up, dl1, d_gate, d_up, multiprocessors)
     if dx is not None:
         gathered = tuning.gathered(dtype, 2 if gated else 1, False)
-        launch(gathered, d_gate, w_gate, d_up, w_up, None, *pattern, dx, capacity, multiprocessors)
+        # the rounded ones of two values in each word
+        gate_rounded, up_rounded = (None if d is None else d.view(dtype)[::2] for d in (d_gate, d_up))
+        launch(gathered, gate_rounded, w_gate, up_rounded, w_up, None, *pattern, dx, capacity, multiprocessors)
+        del gate_rounded, up_rounded
         launch(tuning.overflow(dtype, "input", gated, bias), *recomputed, dx, multiprocessors)
     if weights is None:
         return none
@@ -267,10 +270,12 @@ def backward_cuda(
     launch(tuning.rank(), popularity, order, slot)
     neuron_tiles, token_tiles = -(-n // format.NEURON_TILE), format.token_tiles(m)
     groups = sizes.new_empty((neuron_tiles, token_tiles, 2))
-    tiles = sizes.new_empty((neuron_tiles, 4))
-    starts = sizes.new_empty((neuron_tiles, format.chunks(m) + 1))
-    packed = sizes.new_empty(capacity, dtype=torch.int64)
-    tokens = sizes.new_empty(capacity)
+    tiles = sizes.new_empty((neuron_tiles, 5))
+    starts = sizes.new_empty((neuron_tiles, format.chunks(2 * m) + 1))
+    # neuron tiles of few non-zeros enter twice
+    room = capacity + min(capacity, neuron_tiles * format.RARE_ENTRIES)
+    packed = sizes.new_empty(room, dtype=torch.int64)
+    tokens = sizes.new_empty(room)
     by_neuron = (groups, tiles, starts, packed, tokens)
     launch(tuning.transpose(dtype, gated), *pattern, up, d_gate, d_up, slot, *by_neuron)
 
@@ -281,7 +286,7 @@ def backward_cuda(
     db_up = (x.new_empty(n) if out.up_bias is None else out.up_bias) if bias and gated else None
     gradients = (out.w_gate, out.w_up, out.w_down, db_gate, db_up)
     weight_grad = tuning.weight_grad(dtype, gated, bias, accumulate)
-    launch(weight_grad, x, dy, order, sizes, tiles, starts, packed, tokens, *gradients, multiprocessors)
+    launch(weight_grad, x, dy, order, sizes, tiles, starts, packed, tokens, *gradients, capacity, multiprocessors)
     mode = "weight_add" if accumulate else "weight"
     launch(tuning.overflow(dtype, mode, gated, bias), *recomputed, *gradients, multiprocessors)
     return out._replace(x=dx)
