@@ -485,16 +485,38 @@ def off_kinks(problem: FFN, *, gated: bool = True) -> FFN:
     return problem._replace(x=tokens)
 
 
+def _rare_neurons(active: Tensor) -> Tensor | None:
+    """Neurons [N] of 64 that have few non-zeros together, by popularity; None where the non-zeros do not fit."""
+    m, n = active.shape
+    counts = active.sum(0)
+    if int(counts.sum()) > format.hybrid_capacity(m, n):
+        return None
+    on_cpu = counts.tolist()
+    order = sorted(range(n), key=lambda neuron: (-on_cpu[neuron], neuron))
+    rare = torch.zeros(n, dtype=torch.bool, device=active.device)
+    for first in range(0, n, format.NEURON_TILE):
+        tile = order[first : first + format.NEURON_TILE]
+        rare[tile] = bool(counts[tile].sum() <= format.RARE_ENTRIES)
+    return rare
+
+
 @torch.no_grad()
 def _gradients(
     problem: FFN, dy: Tensor, dl1: float, gated: bool, dtype: torch.dtype | None = None, absolute: bool = False
 ) -> dict[str, Tensor]:
-    """Gradients in float64. ``dtype``: h, d_gate and d_up are rounded to it. ``absolute``: of all terms the size."""
+    """Gradients in float64. ``dtype``: h, d_gate and d_up are rounded to it. ``absolute``: of all terms the size.
+
+    For the weights and biases of rare neurons, as ``twell.reference.hybrid_backward`` defines them, they are not.
+    """
+    gates = torch.cat([float64_gate(problem.rows(*rows)) != 0 for rows in _chunks(len(dy))] or [dy.new_zeros(0)])
+    rare = _rare_neurons(gates) if dtype is not None and len(dy) else None
     w = problem.rows(0, 0).map(Tensor.double)
     out = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in problem.present(gated).items()}
 
-    def rounded(values: Tensor) -> Tensor:
-        values = values if dtype is None else values.to(dtype).double()
+    def rounded(values: Tensor, weights: bool = False) -> Tensor:
+        if dtype is not None:
+            narrow = values.to(dtype).double()
+            values = torch.where(rare, values, narrow) if weights and rare is not None else narrow
         return values.abs() if absolute else values
 
     def size(matrix: Tensor) -> Tensor:
@@ -506,15 +528,15 @@ def _gradients(
         up = F.linear(x, w.w_up, w.up_bias) if gated else torch.ones_like(gate)
         hidden = gate * up
         dh = (upstream @ w.w_down.T + dl1 * hidden.sign()).masked_fill_(gate == 0, 0)
-        coefficients = {"gate": (rounded(dh * up), w.w_gate)}
+        coefficients = {"gate": (dh * up, w.w_gate)}
         if gated:
-            coefficients["up"] = rounded(dh * gate), w.w_up
+            coefficients["up"] = dh * gate, w.w_up
         for name, (d, weight) in coefficients.items():
-            out["x"][start:stop] += d @ size(weight)
-            out[f"w_{name}"] += d.T @ size(x)
+            out["x"][start:stop] += rounded(d) @ size(weight)
+            out[f"w_{name}"] += rounded(d, weights=True).T @ size(x)
             if f"{name}_bias" in out:
-                out[f"{name}_bias"] += d.sum(0)
-        out["w_down"] += rounded(hidden).T @ size(upstream)
+                out[f"{name}_bias"] += rounded(d, weights=True).sum(0)
+        out["w_down"] += rounded(hidden, weights=True).T @ size(upstream)
         if "down_bias" in out:
             out["down_bias"] += size(upstream).sum(0)
     return out

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from twell import ops, testing
+from twell._runtime import format
 from twell.testing import FFN, WORKLOADS, Errors
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -245,6 +246,154 @@ def test_budget() -> None:
     assert Errors(0, 0).within(Errors(0, 0))
 
 
+# Gradients
+
+
+GATED = pytest.mark.parametrize("gated", [True, False])
+
+
+@pytest.fixture(scope="module")
+def stepped() -> tuple[FFN, torch.Tensor]:
+    """A problem with biases, off its kinks, and dy."""
+    generator = torch.Generator().manual_seed(1)
+    gate, up, down = (0.25 * torch.randn(size, generator=generator) for size in (512, 512, 128))
+    problem = testing.make("skew29", 300, 128, 512, device="cpu")
+    biases = {"gate_bias": gate.to(BF16), "up_bias": up.to(BF16), "down_bias": down.to(BF16)}
+    problem = testing.off_kinks(problem._replace(**biases))
+    return problem, testing.real_upstream(problem)
+
+
+@GATED
+@pytest.mark.parametrize("dl1", [0.0, 0.3])
+def test_float64_gradients_are_those_of_autograd(
+    stepped: tuple[FFN, torch.Tensor], gated: bool, dl1: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in chunks that do not divide the rows."""
+    problem, dy = stepped
+    expected = testing.dense_gradients(problem.map(torch.Tensor.double), dy.double(), dl1, gated=gated)
+    monkeypatch.setattr(testing, "CHUNK_ROWS", 77)
+    found = testing.float64_gradients(problem, dy, dl1, gated=gated)
+    names = FFN._fields if gated else ("x", "w_gate", "w_down", "gate_bias", "down_bias")
+    assert tuple(found) == tuple(expected) == names
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12)
+
+
+@GATED
+def test_gradients_of_the_layers(stepped: tuple[FFN, torch.Tensor], gated: bool) -> None:
+    """They are within budget, with every strategy and option; those of dense PyTorch are what they say."""
+    problem, dy = stepped
+    for dl1 in (0.0, 0.25):
+        for options in ({}, {"strategy": "dense"}, {"compression": 2}):
+            found = testing.sparse_gradients(problem, dy, dl1, gated=gated, **options)
+            for name, comparison in testing.compare_gradients(problem, dy, found, dl1, gated=gated).items():
+                assert comparison.ok, f"{name}: {comparison}"
+                assert 1e-4 < comparison.dense.frobenius < 1e-2
+                assert comparison.factor == (testing.BIAS_BUDGET if name.endswith("bias") else testing.BUDGET)
+        assert_gradients_equal(found, testing.sparse_gradients(problem, dy, dl1, gated=gated))
+    dense = testing.dense_gradients(problem, dy, gated=gated)
+    assert_gradients_equal(testing.sparse_gradients(problem, dy, gated=gated, strategy="dense"), dense)
+
+
+def assert_gradients_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        testing.assert_same(gradient, expected[name], name)
+
+
+def without_l1(problem: FFN, dy: torch.Tensor) -> dict[str, torch.Tensor]:
+    return testing.sparse_gradients(problem, dy)
+
+
+def without_a_token(problem: FFN, dy: torch.Tensor) -> dict[str, torch.Tensor]:
+    return testing.sparse_gradients(problem, dy.clone().index_fill_(0, torch.tensor([17]), 0), 0.25)
+
+
+def with_a_neuron_scaled(problem: FFN, dy: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A neuron of few tokens is 4 % off in one gradient: the worst row shows it."""
+    gradients = testing.sparse_gradients(problem, dy, 0.25)
+    sizes = gradients["w_up"].float().norm(dim=1)
+    gradients["w_up"][sizes.where(sizes > 0.1 * sizes.mean(), math.inf).argmin()] *= 1.04
+    return gradients
+
+
+def with_a_nan(problem: FFN, dy: torch.Tensor) -> dict[str, torch.Tensor]:
+    gradients = testing.sparse_gradients(problem, dy, 0.25)
+    gradients["gate_bias"][3] = math.nan
+    return gradients
+
+
+@pytest.mark.parametrize("planted", [without_l1, without_a_token, with_a_neuron_scaled, with_a_nan])
+def test_planted_errors_of_gradients_are_over_budget(stepped: tuple[FFN, torch.Tensor], planted: object) -> None:
+    problem, dy = stepped
+    assert callable(planted)
+    compared = testing.compare_gradients(problem, dy, planted(problem, dy), 0.25)
+    assert not all(comparison.ok for comparison in compared.values())
+
+
+def test_gradients_must_be_complete(stepped: tuple[FFN, torch.Tensor]) -> None:
+    problem, dy = stepped
+    gradients = testing.sparse_gradients(problem, dy, gated=False)
+    with pytest.raises(ValueError, match="w_up"):
+        testing.compare_gradients(problem, dy, gradients)
+
+
+def test_off_kinks() -> None:
+    """Tokens with a sum that is almost nothing are zero after; what is exactly nothing is no kink."""
+    problem = testing.make("uniform29", 64, 128, 512, device="cpu", dtype=torch.float32)
+    problem.w_gate[5] = 0
+    clean = testing.off_kinks(problem)
+    assert torch.equal(clean.x[1:], problem.x[1:])
+    # tokens 7 and 9 are moved until one sum is 1e-7 of its terms: gate of neuron 3, up projection of an active one
+    active = int((problem.x[9] @ problem.w_gate.t()).argmax())
+    for token, weight in ((7, problem.w_gate[3]), (9, problem.w_up[active])):
+        x = problem.x[token].double()
+        w = weight.double()
+        problem.x[token] = (x - w * (x @ w) / (w @ w) + 1e-7 * w).float()
+    assert float((problem.x[9] @ problem.w_gate.t())[active]) > 0
+    clean = testing.off_kinks(problem)
+    changed = (clean.x != problem.x).any(1).nonzero().flatten().tolist()
+    assert {7, 9} <= set(changed)
+    assert not clean.x[[7, 9]].any()
+    assert 9 not in (testing.off_kinks(problem, gated=False).x != problem.x).any(1).nonzero().flatten().tolist()
+
+
+def test_upstream_of_repeated_tokens_repeats() -> None:
+    problem = testing.integer_problem(8200, 8, 8)
+    dy = testing.real_upstream(problem)
+    assert (dy.shape, dy.dtype) == (problem.x.shape, BF16)
+    assert torch.equal(dy[4096:8192], dy[:4096])
+    assert torch.equal(dy[8192:], dy[:8])
+
+
+@GATED
+@pytest.mark.parametrize("density", [0.1, 1])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_exact_gradients(gated: bool, density: float, dtype: torch.dtype) -> None:
+    """What the layers give, bit by bit, and what autograd gives where nothing is rounded."""
+    problem = testing.integer_problem(70, 24, 136, density=density, biases="gate up down", dtype=dtype)
+    dy = testing.integer_upstream(problem)
+    assert int((dy != 0).sum(1).max()) <= 6
+    right = testing.exact_gradients(problem, dy, -2.0, gated=gated)
+    found = testing.sparse_gradients(problem, dy, -2.0, gated=gated)
+    assert_gradients_equal(found, {name: t.float().to(dtype) for name, t in right.items()})
+    wide = problem.map(torch.Tensor.double)
+    for name, gradient in testing.exact_gradients(wide, dy.double(), -2.0, gated=gated).items():
+        assert torch.equal(gradient, testing.float64_gradients(problem, dy, -2.0, gated=gated)[name])
+
+
+def test_inexact_gradients_are_refused() -> None:
+    problem = testing.integer_problem(70, 24, 136, density=1)
+    dy = testing.integer_upstream(problem)
+    with pytest.raises(ValueError, match="2\\^24"):
+        testing.exact_gradients(problem, dy * 4096)
+    with pytest.raises(ValueError, match="up projections"):
+        testing.exact_gradients(problem._replace(w_up=problem.w_up * 33), dy)
+
+
+# Bits
+
+
 def test_assert_same() -> None:
     ours = torch.tensor([0.0, math.nan, 1.0])
     testing.assert_same(ours, torch.tensor([-0.0, math.nan, 1.0]))
@@ -290,6 +439,48 @@ def test_assert_packed_same(dtype: torch.dtype) -> None:
     ):
         with pytest.raises(AssertionError):
             testing.assert_packed_same(harmful, expected, n, 8)
+
+
+@GATED
+def test_assert_hybrid_same(gated: bool) -> None:
+    """Every defined bit counts, of what is undefined none: past the lists, past the entries, in place of a bitmap."""
+    for density in (0.1, 1):
+        problem = testing.integer_problem(130, 24, 264, density=density)
+        layer = problem if gated else problem._replace(w_up=None)
+        _, _, nonzeros, *expected = ops.hybrid_forward(*layer, 8)
+        total, capacity = int(nonzeros), format.hybrid_capacity(130, 264)
+
+        def damaged(which: int, index: object, kept: list[torch.Tensor] = expected) -> list[torch.Tensor]:
+            changed = [t.clone() for t in kept]
+            changed[which][index] += 1
+            return changed
+
+        size = int(expected[3][0])
+        if density == 1:
+            harmless = [(0, 130 * 9), (1, (0, 0)), (2, (0, 1)), (3, 0), (4, 5)]
+            harmful = [(0, 0), (0, 130 * 9 - 1), (3, -1)]
+        else:
+            harmless = [(0, total), (1, (0, -(-size // 64) * 64))] if size <= 192 else [(0, total)]
+            harmful = [(0, 0), (0, total - 1), (1, (0, size - 1)), (2, (0, 1)), (3, 0), (3, -1), (4, 5)]
+            harmful += [(0, capacity), (0, capacity + (total - 1) // 2)] if gated else []
+        for which, index in harmless:
+            testing.assert_hybrid_same(damaged(which, index), expected, 130, 264, gated)
+        for which, index in harmful:
+            with pytest.raises(AssertionError):
+                testing.assert_hybrid_same(damaged(which, index), expected, 130, 264, gated)
+
+
+def test_poisoned_fills_every_output() -> None:
+    """The outputs of the first call, scalars and empty ones too."""
+    calls: list[tuple[torch.Tensor, ...]] = []
+
+    def call() -> tuple[torch.Tensor, ...]:
+        calls.append((torch.zeros(()), torch.zeros(2, 3, dtype=BF16), torch.zeros(0)))
+        return calls[-1]
+
+    assert testing.poisoned(call) is calls[1]
+    assert all(bool(t.isnan().all()) for t in calls[0])
+    assert not any(bool(t.any()) for t in calls[1])
 
 
 def test_machine_line() -> None:

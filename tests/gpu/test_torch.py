@@ -249,17 +249,16 @@ def test_autocast(layer: FFN, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ["x", "w_gate", "w_up", "w_down"])
-def test_gradients_are_refused_where_there_are_none(layer: FFN, name: str) -> None:
-    """The sparse path says so and names the dense one, which has them; without grad mode it runs."""
+def test_what_requires_grad_gets_it(layer: FFN, name: str) -> None:
+    """By either strategy; without grad mode the path of inference runs."""
     wanting = layer._replace(**{name: getattr(layer, name).clone().requires_grad_()})
-    with pytest.raises(NotImplementedError, match=r"dense"):
-        run(wanting)
+    x, w_gate, w_up, w_down = wanting[:4]
+    for strategy in ("auto", "dense"):
+        y = twell.sparse_gated_ffn(x, w_gate, w_up, w_down.t(), strategy=strategy)
+        y.float().sum().backward()
+        assert getattr(wanting, name).grad.isfinite().all()
     with torch.no_grad():
         testing.assert_same(run(wanting), testing.exact_output(layer))
-    x, w_gate, w_up, w_down = wanting[:4]
-    y = twell.sparse_gated_ffn(x, w_gate, w_up, w_down.t(), strategy="dense")
-    y.float().sum().backward()
-    assert getattr(wanting, name).grad.isfinite().all()
 
 
 def test_operators_refuse_gradients(layer: FFN) -> None:

@@ -187,14 +187,30 @@ def decode(layer: Layer, kept: Kept) -> tuple[Tensor, Tensor | None]:
     return gate, None if w_up is None else dense(behind[0])
 
 
+def rare(popularity: Tensor) -> Tensor:
+    """Whether a neuron is in a tile, by popularity, of at most ``format.RARE_ENTRIES`` non-zeros: [N]."""
+    counts, order = popularity.sort(descending=True, stable=True)
+    tiles = F.pad(counts, (0, -len(counts) % format.NEURON_TILE)).view(-1, format.NEURON_TILE).sum(1)
+    few = (tiles <= format.RARE_ENTRIES).repeat_interleave(format.NEURON_TILE)[: len(counts)]
+    return torch.empty_like(few).scatter_(0, order, few)
+
+
 def backward_cpu(dy: Tensor, dl1: Tensor, layer: Layer, kept: Kept, out: Gradients, accumulate: bool) -> None:
     """Dense matrix products of what ``kept`` holds, rounded where the kernels round, into ``out``."""
     dtype = layer.x.dtype
     gate, up = decode(layer, kept)
     hidden = gate if up is None else gate * up
     dh = project(dy, layer.w_down, None).add_(dl1 * hidden.sign()).masked_fill_(gate == 0, 0)
-    d_gate = rounded(dh if up is None else dh * up, dtype)
-    d_up = None if up is None else rounded(dh * gate, dtype)
+    wide_gate = dh if up is None else dh * up
+    wide_up = None if up is None else dh * gate
+    d_gate, d_up = rounded(wide_gate, dtype), None if wide_up is None else rounded(wide_up, dtype)
+
+    # of rare neurons the weights' gradients have what rounding leaves, too
+    again = rare(kept.popularity) & (kept.sizes[-1] <= format.hybrid_capacity(*gate.shape))
+
+    def for_weights(values: Tensor) -> Tensor:
+        first = rounded(values, dtype)
+        return torch.where(again & first.isfinite(), first + rounded(values - first, dtype), first)
 
     def product(coefficients: Tensor, matrix: Tensor) -> Tensor:
         return coefficients @ matrix.to(coefficients.dtype)
@@ -205,16 +221,16 @@ def backward_cpu(dy: Tensor, dl1: Tensor, layer: Layer, kept: Kept, out: Gradien
             dx += product(d_up, layer.w_up)
         out.x.copy_(dx)
     for target, coefficients, matrix in (
-        (out.w_gate, d_gate, layer.x),
-        (out.w_up, d_up, layer.x),
-        (out.w_down, rounded(hidden, dtype), dy),
+        (out.w_gate, wide_gate, layer.x),
+        (out.w_up, wide_up, layer.x),
+        (out.w_down, hidden, dy),
     ):
         if target is not None and coefficients is not None:
-            gradient = product(coefficients.t(), matrix)
+            gradient = product(for_weights(coefficients).t(), matrix)
             target.add_(gradient) if accumulate else target.copy_(gradient)
-    for target, coefficients in ((out.gate_bias, d_gate), (out.up_bias, d_up)):
+    for target, coefficients in ((out.gate_bias, wide_gate), (out.up_bias, wide_up)):
         if target is not None and coefficients is not None:
-            target.copy_(coefficients.sum(0))
+            target.copy_(for_weights(coefficients).sum(0))
 
 
 # The GPU's side
