@@ -193,6 +193,9 @@ class Overflow:
             owners = x.shape[0] if const_expr(self.by_token) else w_gate.shape[0]
             passes = self.passes(x.shape[1])
             turn = Int32(0)
+            # coefficients go to the shared memory of peers, which must have started
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
             for item in cutlass.range(
                 block // self.cluster,
                 cute.ceil_div(owners, OWNERS) * passes,
