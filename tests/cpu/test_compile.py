@@ -36,15 +36,28 @@ def reports(request: pytest.FixtureRequest) -> Iterator[dict[Spec, Future[list[A
         pool.shutdown(cancel_futures=True)
 
 
+# threads of a CTA, and CTAs that must fit on an SM
+OCCUPANCY = {
+    "gate_pack": (384, 1),
+    "unpack": (256, 8),
+    "compact": (1024, 1),
+    "sampled_up": (384, 1),
+    "sampled_grad": (384, 1),
+    "gathered": (384, 1),
+    "rank": (256, 4),
+    "transpose": (1024, 1),
+    "weight_grad": (384, 1),
+    "overflow": (256, 1),
+}
+
+
 def register_budget(spec: Spec, kernel: str) -> int:
     """Registers a thread may use for as many CTAs to share an SM as the kernel counts on."""
-    if spec.op == "gate_pack":
-        return feasible.registers_per_thread(threads=384, ctas_per_sm=1)
-    if isinstance(spec, specs.UnpackSpec):
-        return feasible.registers_per_thread(threads=256, ctas_per_sm=8)
-    # groups of tokens hide their listing behind a second CTA while rows are short enough; heavy tokens do not
-    shared = spec.k_max <= 2048 and "heavy" not in kernel
-    return feasible.registers_per_thread(threads=256, ctas_per_sm=2 if shared else 1)
+    if isinstance(spec, (specs.UpDownSpec, specs.DownSpec)):
+        # groups of tokens hide their listing behind a second CTA while rows are short enough; heavy tokens do not
+        shared = spec.k_max <= 2048 and "heavy" not in kernel
+        return feasible.registers_per_thread(256, 2 if shared else 1)
+    return feasible.registers_per_thread(*OCCUPANCY[spec.op])
 
 
 @pytest.mark.parametrize("spec", catalog.SHIPPED, ids=lambda spec: spec.symbol)
