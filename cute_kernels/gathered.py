@@ -255,10 +255,7 @@ class Gathered(SparseProduct):
             unit = self.unit_after(unit)
             next_tile, next_slab = self.split(data, unit) if unit < units else (tile, slab)
             next_length = data.sizes[next_tile]
-            if const_expr(self.has_bias):
-                self.start_from_bias(acc, bias, slab * TILE_N + (lane & 3) * 2)
-            else:
-                acc.fill(0.0)
+            acc.fill(0.0)
             turns = cute.ceil_div(length, TURN) * self.products
             for k in cutlass.range(turns, unroll=1):
                 left = length - k // self.products * TURN
@@ -296,6 +293,8 @@ class Gathered(SparseProduct):
             if turns > 0:
                 release = self.release(empty, release, lane)
 
+            if const_expr(self.has_bias):
+                self.add_bias(acc, bias, coordinates, slab)
             row = tile * TILE_M + warp_index * 16 + (lane >> 2)
             column = slab * TILE_N
             for i in range_constexpr(2):
@@ -313,17 +312,14 @@ class Gathered(SparseProduct):
         return state
 
     @cute.jit
-    def start_from_bias(self, acc, bias, first):
-        """acc = bias[column] in every row, 0 for the columns that pad the last slab; a lane's columns start at `first`.
-
-        Added at the end, all loads at once would spill: here they land where the sums are.
-        """
+    def add_bias(self, acc, bias, coordinates, slab):
+        """acc += bias[column], nothing for the columns that pad the last slab."""
         for v in range_constexpr(TILE_N // 8):
+            column = slab * TILE_N + coordinates[(0, 0, v), 0, 0][1]
             for j in range_constexpr(2):
-                column = first + 8 * v + j
-                b = bias[column].to(Float32) if column < bias.shape[0] else Float32(0.0)
+                b = bias[column + j].to(Float32) if column < bias.shape[0] else Float32(0.0)
                 for i in range_constexpr(2):
-                    acc[(j, i, v), 0, 0] = b
+                    acc[(j, i, v), 0, 0] += b
 
 
 def signature(spec: GatheredSpec) -> tuple[Any, tuple[Any, ...]]:
