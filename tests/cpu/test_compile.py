@@ -66,7 +66,9 @@ def test_compiles_within_budget(spec: Spec, reports: dict[Spec, Future[list[Any]
         assert kernel.registers <= register_budget(spec, kernel.kernel), kernel
         # the heavy kernel of the widest slab holds 192 registers of sums and x, and spills: it may not get worse
         widest = "heavy" in kernel.kernel and getattr(spec, "k_max", 0) == 4096
-        assert kernel.spill_bytes <= (384 if widest else 0), kernel
+        # after the main loop, where the bias is added to 128 sums, all loads are in flight at once
+        biased = spec.op == "gathered" and spec.bias
+        assert kernel.spill_bytes <= (384 if widest else 256 if biased else 0), kernel
         assert kernel.wgmma == (), kernel
 
 
