@@ -31,7 +31,13 @@ from .sm90 import operands
 from .sm90.gather import (
     AHEAD,
     GROUP_THREADS,
+    MMA_WARPS,
+    REGISTERS_FILL,
+    REGISTERS_MMA,
+    STAGES,
+    THREADS,
     TILE_BARRIER,
+    TURN,
     SparseProduct,
     gather_columns,
     store_bits,
@@ -42,15 +48,8 @@ from .sm90.values import widen
 from .specs import GatheredSpec
 
 TILE_M, TILE_N, TILE_K = twell.TOKEN_TILE, 256, twell.CHUNK
-# places of a list in a turn
-TURN = 2 * TILE_K
-STAGES = 4
 # most token tiles that are sorted: 131,072 tokens. With more, their order evens out
 SORTED = 1024
-THREADS = 384
-MMA_WARPS = 8
-REGISTERS_PRODUCER, REGISTERS_MMA = 88, 208
-feasible.check_register_split((REGISTERS_PRODUCER, REGISTERS_MMA, REGISTERS_MMA))
 
 
 class Operands(NamedTuple):
@@ -70,8 +69,6 @@ class Operands(NamedTuple):
 
 class Gathered(SparseProduct):
     """One dtype, number of products and presence of a bias; sizes and strides stay symbolic."""
-
-    stages = STAGES
 
     def __init__(self, spec: GatheredSpec):
         self.dtype = operands.DTYPES[spec.dtype]
@@ -156,7 +153,7 @@ class Gathered(SparseProduct):
         data = Operands(coefficients, w, coefficients2, w2, entries, neurons, chunks, sizes, order, slabs)
         if sizes[sizes.shape[0] - 1] <= capacity:
             if group == 0:
-                cute.arch.setmaxregister_decrease(REGISTERS_PRODUCER)
+                cute.arch.setmaxregister_decrease(REGISTERS_FILL)
                 self.fill(full, empty, shared.sB.data_ptr(), data, units, thread)
             else:
                 cute.arch.setmaxregister_increase(REGISTERS_MMA)
@@ -302,14 +299,6 @@ class Gathered(SparseProduct):
                 left = out.shape[1] - column if row + 8 * i < out.shape[0] else 0
                 store_rounded(acc, i, TILE_N, target, left, lane, self.dtype)
             tile, slab, length = next_tile, next_slab, next_length
-
-    @cute.jit
-    def release(self, empty, state, lane):
-        """A stage has been read by this warp."""
-        if lane == 0:
-            cute.arch.mbarrier_arrive(empty + state.index)
-        state.advance()
-        return state
 
     @cute.jit
     def add_bias(self, acc, bias, coordinates, slab):

@@ -25,152 +25,139 @@ def k_class(k: int) -> int:
     raise NotImplementedError(f"hidden size must be at most {K_CLASSES[-1]}, got {k}")
 
 
-def _check_dtype(dtype: str) -> None:
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {dtype!r}")
-
-
 def _check_k_max(k_max: int) -> None:
     if k_max not in K_CLASSES:
         raise ValueError(f"k_max must be one of {K_CLASSES}, got {k_max}")
 
 
 @dataclass(frozen=True)
-class GatePackSpec:
-    """``x, w_gate -> words, spill, stats``: the gate GEMM that packs its result."""
+class _Kernel:
+    """A kernel for one dtype; ``suffix`` is what its symbol says of its other choices."""
 
     dtype: str
+    op: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {self.dtype!r}")
+
+    @property
+    def suffix(self) -> str:
+        return ""
+
+    @property
+    def symbol(self) -> str:
+        return f"{self.op}_{DTYPES[self.dtype]}{self.suffix}"
+
+
+@dataclass(frozen=True)
+class GatePackSpec(_Kernel):
+    """``x, w_gate -> words, spill, stats``: the gate GEMM that packs its result."""
+
     compression: int
     bias: bool
     op: ClassVar[str] = "gate_pack"
 
     def __post_init__(self) -> None:
-        _check_dtype(self.dtype)
+        super().__post_init__()
         words_per_tile(self.compression)
 
     @property
-    def symbol(self) -> str:
-        return f"{self.op}_{DTYPES[self.dtype]}_c{self.compression}{'_bias' if self.bias else ''}"
+    def suffix(self) -> str:
+        return f"_c{self.compression}{'_bias' if self.bias else ''}"
 
 
 @dataclass(frozen=True)
-class UpDownSpec:
+class UpDownSpec(_Kernel):
     """``x, packed gate, w_up, w_down -> y, l1`` for any hidden size up to ``k_max``."""
 
-    dtype: str
     k_max: int
     bias: bool
     op: ClassVar[str] = "up_down"
 
     def __post_init__(self) -> None:
-        _check_dtype(self.dtype)
+        super().__post_init__()
         _check_k_max(self.k_max)
 
     @property
-    def symbol(self) -> str:
-        return f"{self.op}_{DTYPES[self.dtype]}_k{self.k_max}{'_bias' if self.bias else ''}"
+    def suffix(self) -> str:
+        return f"_k{self.k_max}{'_bias' if self.bias else ''}"
 
 
 @dataclass(frozen=True)
-class DownSpec:
+class DownSpec(_Kernel):
     """``packed activations, w_down -> y, l1`` for any hidden size up to ``k_max``."""
 
-    dtype: str
     k_max: int
     bias: bool
     op: ClassVar[str] = "down"
 
     def __post_init__(self) -> None:
-        _check_dtype(self.dtype)
+        super().__post_init__()
         _check_k_max(self.k_max)
 
     @property
-    def symbol(self) -> str:
-        return f"{self.op}_{DTYPES[self.dtype]}_k{self.k_max}{'_bias' if self.bias else ''}"
+    def suffix(self) -> str:
+        return f"_k{self.k_max}{'_bias' if self.bias else ''}"
 
 
 @dataclass(frozen=True)
-class UnpackSpec:
+class UnpackSpec(_Kernel):
     """``packed -> dense``."""
 
-    dtype: str
     op: ClassVar[str] = "unpack"
 
-    def __post_init__(self) -> None:
-        _check_dtype(self.dtype)
-
-    @property
-    def symbol(self) -> str:
-        return f"{self.op}_{DTYPES[self.dtype]}"
-
 
 @dataclass(frozen=True)
-class CompactSpec:
+class CompactSpec(_Kernel):
     """``words, spill, stats -> entries, neurons, chunks, sizes, popularity``: TwELL to the hybrid format."""
 
-    dtype: str
     op: ClassVar[str] = "compact"
-
-    def __post_init__(self) -> None:
-        _check_dtype(self.dtype)
-
-    @property
-    def symbol(self) -> str:
-        return f"{self.op}_{DTYPES[self.dtype]}"
 
 
 @dataclass(frozen=True)
-class SampledUpSpec:
+class SampledUpSpec(_Kernel):
     """``x, w_up, hybrid gate -> up, hidden, l1``: the up projection at the non-zeros."""
 
-    dtype: str
     bias: bool
     op: ClassVar[str] = "sampled_up"
 
-    def __post_init__(self) -> None:
-        _check_dtype(self.dtype)
-
     @property
-    def symbol(self) -> str:
-        return f"{self.op}_{DTYPES[self.dtype]}{'_bias' if self.bias else ''}"
+    def suffix(self) -> str:
+        return "_bias" if self.bias else ""
 
 
 @dataclass(frozen=True)
-class SampledGradSpec:
+class SampledGradSpec(_Kernel):
     """``dy, w_down, hybrid gate, up -> d_gate, d_up`` at the non-zeros."""
 
-    dtype: str
     gated: bool
     op: ClassVar[str] = "sampled_grad"
 
-    def __post_init__(self) -> None:
-        _check_dtype(self.dtype)
-
     @property
-    def symbol(self) -> str:
-        return f"{self.op}_{DTYPES[self.dtype]}{'' if self.gated else '_plain'}"
+    def suffix(self) -> str:
+        return "" if self.gated else "_plain"
 
 
 @dataclass(frozen=True)
-class GatheredSpec:
+class GatheredSpec(_Kernel):
     """``coefficients at the non-zeros, weight rows -> [M, K]``: the sum of ``products`` sparse products.
 
     With 0 the coefficients are the gate values that the entries hold.
     """
 
-    dtype: str
     products: int
     bias: bool
     op: ClassVar[str] = "gathered"
 
     def __post_init__(self) -> None:
-        _check_dtype(self.dtype)
+        super().__post_init__()
         if self.products not in (0, 1, 2):
             raise ValueError(f"products must be 0, 1 or 2, got {self.products}")
 
     @property
-    def symbol(self) -> str:
-        return f"{self.op}_{DTYPES[self.dtype]}_{self.products}{'_bias' if self.bias else ''}"
+    def suffix(self) -> str:
+        return f"_{self.products}{'_bias' if self.bias else ''}"
 
 
 @dataclass(frozen=True)
@@ -185,55 +172,45 @@ class RankSpec:
 
 
 @dataclass(frozen=True)
-class TransposeSpec:
+class TransposeSpec(_Kernel):
     """``hybrid gate, gradients -> lists of tokens and packed coefficients``, a tile of neurons at a time."""
 
-    dtype: str
     gated: bool
     op: ClassVar[str] = "transpose"
 
-    def __post_init__(self) -> None:
-        _check_dtype(self.dtype)
-
     @property
-    def symbol(self) -> str:
-        return f"{self.op}_{DTYPES[self.dtype]}{'' if self.gated else '_plain'}"
+    def suffix(self) -> str:
+        return "" if self.gated else "_plain"
 
 
 @dataclass(frozen=True)
-class WeightGradSpec:
+class WeightGradSpec(_Kernel):
     """``x, dy, packed coefficients by neuron tile -> weight gradients``, stored or added to fp32 buffers."""
 
-    dtype: str
     gated: bool
     bias: bool
     accumulate: bool
     op: ClassVar[str] = "weight_grad"
 
-    def __post_init__(self) -> None:
-        _check_dtype(self.dtype)
-
     @property
-    def symbol(self) -> str:
-        flags = f"{'' if self.gated else '_plain'}{'_bias' if self.bias else ''}{'_add' if self.accumulate else ''}"
-        return f"{self.op}_{DTYPES[self.dtype]}{flags}"
+    def suffix(self) -> str:
+        return f"{'' if self.gated else '_plain'}{'_bias' if self.bias else ''}{'_add' if self.accumulate else ''}"
 
 
 OVERFLOW_MODES = ("forward", "input", "weight", "weight_add")
 
 
 @dataclass(frozen=True)
-class OverflowSpec:
+class OverflowSpec(_Kernel):
     """What the training kernels leave when the non-zeros exceed the hybrid format's capacity, from its bitmap."""
 
-    dtype: str
     mode: str
     gated: bool
     bias: bool
     op: ClassVar[str] = "overflow"
 
     def __post_init__(self) -> None:
-        _check_dtype(self.dtype)
+        super().__post_init__()
         if self.mode not in OVERFLOW_MODES:
             raise ValueError(f"mode must be one of {OVERFLOW_MODES}, got {self.mode!r}")
 

@@ -35,7 +35,13 @@ from .sm90 import operands
 from .sm90.gather import (
     AHEAD,
     GROUP_THREADS,
+    MMA_WARPS,
+    REGISTERS_FILL,
+    REGISTERS_MMA,
+    STAGES,
+    THREADS,
     TILE_BARRIER,
+    TURN,
     SparseProduct,
     gather_columns,
     store_bits,
@@ -45,13 +51,6 @@ from .sm90.gather import (
 from .specs import WeightGradSpec
 
 TILE_M, TILE_N, TILE_K = twell.NEURON_TILE, 256, twell.CHUNK
-# places of a list in a turn
-TURN = 2 * TILE_K
-STAGES = 4
-THREADS = 384
-MMA_WARPS = 8
-REGISTERS_PRODUCER, REGISTERS_MMA = 88, 208
-feasible.check_register_split((REGISTERS_PRODUCER, REGISTERS_MMA, REGISTERS_MMA))
 
 
 class Operands(NamedTuple):
@@ -69,7 +68,7 @@ class Operands(NamedTuple):
 class WeightGrad(SparseProduct):
     """One dtype, gated or not, with bias gradients or not, stored or accumulated; sizes and strides stay symbolic."""
 
-    products, stages = 1, STAGES
+    products = 1
 
     def __init__(self, spec: WeightGradSpec):
         self.dtype = operands.DTYPES[spec.dtype]
@@ -165,7 +164,7 @@ class WeightGrad(SparseProduct):
         if sizes[sizes.shape[0] - 1] <= capacity:
             data = Operands(x, dy, tiles, starts, packed, tokens, slabs)
             if group == 0:
-                cute.arch.setmaxregister_decrease(REGISTERS_PRODUCER)
+                cute.arch.setmaxregister_decrease(REGISTERS_FILL)
                 self.fill(full, empty, shared.sB.data_ptr(), data, units, thread)
             else:
                 cute.arch.setmaxregister_increase(REGISTERS_MMA)
@@ -328,14 +327,6 @@ class WeightGrad(SparseProduct):
             if const_expr(self.has_bias and row_sums is not None):
                 cute.gemm(row_sums, sums, rA[None, None, block, tile], rOnes[None, None, i, 0], sums)
         warpgroup.commit_group()
-
-    @cute.jit
-    def release(self, empty, state, lane):
-        """A stage has been read by this warp."""
-        if lane == 0:
-            cute.arch.mbarrier_arrive(empty + state.index)
-        state.advance()
-        return state
 
     @cute.jit
     def store(self, acc, target, order, tile, column, columns: cutlass.Constexpr, turns, thread):

@@ -11,9 +11,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint16, Uint32, range_constexpr
 
+from .. import feasible
 from .values import pack
 
-GROUP_THREADS = 128
+# one group gathers, two multiply
+THREADS, GROUP_THREADS, MMA_WARPS = 384, 128, 8
+REGISTERS_FILL, REGISTERS_MMA = 88, 208
+feasible.check_register_split((REGISTERS_FILL, REGISTERS_MMA, REGISTERS_MMA))
+# places of a list in a turn, and stages of 64 rows in the ring
+TURN, STAGES = 128, 4
 # named barriers of the two warp groups
 TILE_BARRIER = 1
 # coefficients that a thread loads a turn ahead
@@ -86,7 +92,7 @@ class SparseProduct:
     """A sparse tile times the rows that its list names: what the roles of such a kernel share.
 
     A unit of work is a tile of sparse rows and a part of the columns, the longest first. Its list is walked 128 places
-    a turn, `products` turns for the same places. 128 threads gather rows into a ring of `stages`, 64 rows each, two to
+    a turn, `products` turns for the same places. 128 threads gather rows into a ring of STAGES, 64 rows each, two to
     a turn. Each of two warp groups scatters its own 64 rows of coefficients into one of three tiles while the WGMMA of
     the turn before runs: a turn fills the tile of the next turn, and clears that of the turn after it. A kernel gives
 
@@ -102,7 +108,6 @@ class SparseProduct:
     """
 
     products: int
-    stages: int
 
     @cute.jit
     def fill(self, full, empty, sB, data, units, thread):
@@ -123,14 +128,14 @@ class SparseProduct:
                     self.gather(data, target, current.part, rows[None, second], place.product, thread)
                     cute.arch.cp_async_commit_group()
                     stage += 1
-                    if stage == self.stages:
+                    if stage == STAGES:
                         stage = Int32(0)
                         phase = phase ^ 1
                     if flying == FLYING:
                         cute.arch.cp_async_wait_group(FLYING)
                         cute.arch.fence_proxy("async.shared", space="cta")
                         cute.arch.mbarrier_arrive(full + done)
-                        done = done + 1 if done + 1 < self.stages else 0
+                        done = done + 1 if done + 1 < STAGES else 0
                     else:
                         flying += 1
             place, current, following = self.advance(data, place, current, following, units, lane)
@@ -139,7 +144,7 @@ class SparseProduct:
         cute.arch.fence_proxy("async.shared", space="cta")
         while flying > 0:
             cute.arch.mbarrier_arrive(full + done)
-            done = done + 1 if done + 1 < self.stages else 0
+            done = done + 1 if done + 1 < STAGES else 0
             flying -= 1
 
     @cute.jit
@@ -150,6 +155,14 @@ class SparseProduct:
                     # beyond the list its last row again: the coefficients there are zero
                     at = place.chunk * 64 + second * 64 + thread // 8 + 16 * j
                     rows[j, second] = self.row(data, current.base + cutlass.min(at, current.length - 1))
+
+    @cute.jit
+    def release(self, empty, state, lane):
+        """A stage has been read by this warp."""
+        if lane == 0:
+            cute.arch.mbarrier_arrive(empty + state.index)
+        state.advance()
+        return state
 
     # ---- a warp group's coefficients ----
 

@@ -270,9 +270,18 @@ def test_what_nobody_asks_for_is_empty(asked: tuple[bool, bool]) -> None:
 
 
 def test_offsets_beyond_32_bits_are_refused() -> None:
-    _hybrid.require_offsets(10_226_112, 5632)
-    with pytest.raises(NotImplementedError, match=r"with 5632 neurons a training step takes at most 10226112 tokens"):
-        _hybrid.require_offsets(10_226_120, 5632)
+    _hybrid.require_offsets(7_669_584, 5632)
+    with pytest.raises(NotImplementedError, match=r"with 5632 neurons a training step takes at most 7669584 tokens"):
+        _hybrid.require_offsets(7_669_592, 5632)
+
+
+def test_rows_beyond_32_bit_offsets_are_copied() -> None:
+    near = torch.empty_strided((500_000, 8), (65536, 1), dtype=BF16, device="meta")
+    far = torch.empty_strided((600_000, 8), (65536, 1), dtype=BF16, device="meta")
+    assert _hybrid.near_rows(near) is near
+    assert _hybrid.near_rows(far).stride() == (8, 1)
+    with pytest.raises(NotImplementedError, match=r"at most 34359738368 values, got 34359738376"):
+        _hybrid.near_rows(torch.empty((2**32 + 1, 8), dtype=BF16, device="meta"))
 
 
 # The contract with torch

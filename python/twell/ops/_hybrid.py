@@ -89,9 +89,24 @@ def empty_kept(x: Tensor, n: int, gated: bool) -> Kept:
 
 def require_offsets(m: int, n: int) -> None:
     """Raise NotImplementedError if places in the entries of ``m`` tokens and ``n`` neurons exceed 32 bits."""
-    if format.hybrid_words(m, n, 2) > MOST:
-        most = MOST // format.hybrid_words(8, n, 2) * 8
+    # backward has two values side by side for each place
+    if max(format.hybrid_words(m, n, 2), 2 * format.hybrid_capacity(m, n)) > MOST:
+        most = MOST // max(format.hybrid_words(8, n, 2), 2 * format.hybrid_capacity(8, n)) * 8
         raise NotImplementedError(f"with {n} neurons a training step takes at most {most} tokens, got {m}")
+
+
+def near_rows(matrix: Tensor) -> Tensor:
+    """``rows`` that kernels find by 32-bit offsets of 16 bytes: a copy where they are spread over more than 64 GB.
+
+    Raises NotImplementedError where even a copy is larger.
+    """
+    reach = 8 << 32
+    laid = rows(matrix)
+    if laid.shape[0] * laid.stride(0) > reach:
+        if matrix.numel() > reach:
+            raise NotImplementedError(f"a training step takes matrices of at most {reach} values, got {matrix.numel()}")
+        laid = laid.clone(memory_format=torch.contiguous_format)
+    return laid
 
 
 def values(entries: Tensor, capacity: int, dtype: torch.dtype, count: int) -> Tensor:
@@ -259,7 +274,7 @@ def backward_cuda(
     capacity = format.hybrid_capacity(m, n)
     entries, neurons, chunks, sizes, popularity = kept
     pattern = (entries, neurons, chunks, sizes)
-    x, dy, w_gate, w_down = rows(x), rows(dy), rows(w_gate), down_rows(w_down)
+    x, dy, w_gate, w_down = near_rows(x), near_rows(dy), rows(w_gate), down_rows(w_down)
     w_up = None if w_up is None else rows(w_up)
     up = values(entries, capacity, dtype, 1)[0] if gated else None
     dl1 = vector(dl1.reshape(1), 1, dl1)

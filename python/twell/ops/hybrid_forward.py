@@ -94,7 +94,7 @@ def _cuda(
     if not m:
         return result(x), l1.zero_(), nonzeros.zero_(), *(kept._replace(sizes=kept.sizes.zero_()))
 
-    x, w_gate, w_down = rows(x), rows(w_gate), down_rows(w_down)
+    x, w_gate, w_down = _hybrid.near_rows(x), rows(w_gate), down_rows(w_down)
     w_up = None if w_up is None else rows(w_up)
     multiprocessors, capacity = device.sm_count(x.device.index), format.hybrid_capacity(m, n)
     words, spill, stats = gate_pack(x, w_gate, gate_bias, compression)
