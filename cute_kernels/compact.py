@@ -1,4 +1,4 @@
-"""TwELL to the hybrid format of training: by tiles of 128 tokens, a list of neurons and the entries that refer to it.
+"""TwELL to the hybrid format: by tiles of 128 tokens, a list of neurons and the entries that refer to it.
 
 Two launches: `locate`, one CTA, turns the statistics into the places of the token tiles in the pool of entries, and
 `compact`, one CTA per token tile, 32 warps with four tokens each. Where all fit into the pool:
@@ -12,9 +12,9 @@ Two launches: `locate`, one CTA, turns the statistics into the places of the tok
 
 `count` and `place` deal what is kept to all threads, so that no heavy token holds a warp; an entry's place among those
 of its chunk and token follows from where in their row these begin. What is not kept the token's own warp visits again,
-32 non-zeros at a time. Where the pool is too small, the CTA writes rows of a bitmap instead.
+32 non-zeros at a time. In training, where the pool may be too small, the CTA then writes rows of a bitmap instead.
 
-`compact` starts with `locate`, and loads the counts of its tokens before it waits for it.
+`locate` waits for the gate GEMM and lets `compact` start, which loads the counts of its tokens before it waits in turn.
 """
 
 from typing import Any, NamedTuple
@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int16, Int32, Int64, Uint8, Uint16, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int16, Int32, Int64, Uint8, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from . import feasible
 from . import format as twell
 from .sm90 import operands
 from .sm90.copies import load_values
-from .sm90.values import MAGNITUDE, byte_sum, lowest_bit, nonzero_flags, prefix_sum, widen
+from .sm90.values import MAGNITUDE, byte_sum, high_to_float, lowest_bit, nonzero_flags, prefix_sum, widen
 from .specs import CompactSpec
 
 TOKENS = twell.TOKEN_TILE
@@ -70,10 +70,11 @@ class Views(NamedTuple):
 
 
 class Compact:
-    """One dtype; the compression is the run-time words_per_tile."""
+    """One dtype, for training or not; the compression is the run-time words_per_tile."""
 
     def __init__(self, spec: CompactSpec):
         self.dtype = operands.DTYPES[spec.dtype]
+        self.training = spec.training
 
     @cute.jit
     def __call__(
@@ -85,11 +86,16 @@ class Compact:
         neurons: cute.Tensor,
         chunks: cute.Tensor,
         sizes: cute.Tensor,
-        popularity: cute.Tensor,
+        popularity: cute.Tensor | None,
+        l1: cute.Tensor,
+        size: Int32,
         words_per_tile: Int32,
+        plain: Int32,
         capacity: Int32,
         stream: cuda.CUstream,
     ):
+        """`l1` is cleared; if `plain`, without an up projection, it takes the sum of the values of each token tile."""
+
         @cute.struct
         class Shared:
             bitmap: cute.struct.MemRange[Uint32, BITMAP]
@@ -104,9 +110,11 @@ class Compact:
         # counters and prefix sums of every chunk fit
         assert 6 * PITCH * CHUNKS < 4 * ARENA
         self.shared = Shared
-        self.locate(stats, chunks, sizes).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+        self.locate(stats, chunks, sizes).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True)
         if words.shape[0] > 0:
-            self.compact(words, spill, entries, neurons, chunks, sizes, popularity, words_per_tile, capacity).launch(
+            self.compact(
+                words, spill, entries, neurons, chunks, sizes, popularity, l1, size, words_per_tile, plain, capacity
+            ).launch(
                 grid=(chunks.shape[0], 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
             )
 
@@ -117,6 +125,8 @@ class Compact:
         """First and last column of `chunks`, where the entries of a token tile begin and end; number of non-zeros."""
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        cute.arch.griddepcontrol_wait()
+        # not before: `compact` reads the words at once
         cute.arch.griddepcontrol_launch_dependents()
         allocator = SmemAllocator()
         totals = allocator.allocate_tensor(Int32, cute.make_layout(THREADS))
@@ -172,8 +182,11 @@ class Compact:
         neurons: cute.Tensor,
         chunks: cute.Tensor,
         sizes: cute.Tensor,
-        popularity: cute.Tensor,
+        popularity: cute.Tensor | None,
+        l1: cute.Tensor,
+        size: Int32,
         width: Int32,
+        plain: Int32,
         capacity: Int32,
     ):
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
@@ -183,25 +196,48 @@ class Compact:
         s = self.views(shared, chunks.shape[1] - 1, Int32(1))
         gate = (words, spill, width, tile)
         quads = cute.make_rmem_tensor((4, OWN), Uint32)
-        own, most = self.count_tokens(s, gate, quads, popularity.shape[0], thread, warp, lane)
+        own, most = self.count_tokens(s, gate, quads, size, thread, warp, lane)
         # what follows needs the launch before
         cute.arch.griddepcontrol_wait()
-        if sizes[chunks.shape[0]] > capacity:
-            for j in cutlass.range(OWN, unroll=1):
-                m = tile * TOKENS + warp * OWN + j
-                if m < words.shape[0]:
-                    buffer = s.counters.iterator + warp * twell.TILE
-                    self.write_bitmap(buffer, words, spill, entries, m, width, popularity.shape[0], lane)
+        cute.arch.griddepcontrol_launch_dependents()
+        for i in cutlass.range(thread, l1.shape[1], THREADS, unroll=1):
+            l1[tile, i] = Float32(0.0)
+        if const_expr(self.training):
+            if sizes[chunks.shape[0]] > capacity:
+                for j in cutlass.range(OWN, unroll=1):
+                    m = tile * TOKENS + warp * OWN + j
+                    if m < words.shape[0]:
+                        buffer = s.counters.iterator + warp * twell.TILE
+                        self.write_bitmap(buffer, words, spill, entries, m, width, size, lane)
+            else:
+                self.build(
+                    shared, gate, quads, own, most, entries, neurons, chunks, sizes, popularity, l1, size, plain,
+                    thread, warp, lane,
+                )  # fmt: skip
         else:
-            start, end = chunks[tile, 0], chunks[tile, chunks.shape[1] - 1]
-            room, fits = self.room(chunks.shape[1] - 1, end - start)
-            s = self.views(shared, chunks.shape[1] - 1, room)
-            kept = self.mark(s, gate, quads, own, most, room, warp, lane)
-            size = self.list_union(s, neurons, popularity, tile, thread, warp, lane)
-            if thread == 0:
-                sizes[tile] = size
-            self.count(s, gate, kept, neurons, chunks, size, start, thread, warp, lane)
-            self.place(s, gate, kept, entries, start, end - start, fits, thread, warp, lane)
+            self.build(
+                shared, gate, quads, own, most, entries, neurons, chunks, sizes, None, l1, size, plain,
+                thread, warp, lane,
+            )  # fmt: skip
+
+    @cute.jit
+    def build(
+        self, shared, gate, quads, own, most, entries, neurons, chunks, sizes, popularity, l1, count, plain,
+        thread, warp, lane,
+    ):  # fmt: skip
+        """Lists and entries of the token tile."""
+        tile = gate[3]
+        start, end = chunks[tile, 0], chunks[tile, chunks.shape[1] - 1]
+        room, fits = self.room(chunks.shape[1] - 1, end - start)
+        s = self.views(shared, chunks.shape[1] - 1, room)
+        kept = self.mark(s, gate, quads, own, most, room, warp, lane)
+        size = self.list_union(s, neurons, popularity, count, tile, thread, warp, lane)
+        if thread == 0:
+            sizes[tile] = size
+        self.count(s, gate, kept, neurons, chunks, size, start, thread, warp, lane)
+        self.place(s, gate, kept, entries, start, end - start, fits, thread, warp, lane)
+        if plain != 0:
+            self.sum_values(s, entries, start, end, l1, tile, thread, warp, lane)
 
     # ---- phases ----
 
@@ -331,12 +367,11 @@ class Compact:
                     s.owners[first + 32 * i] = Uint8(token)
 
     @cute.jit
-    def list_union(self, s, neurons, popularity, tile, thread, warp, lane):
+    def list_union(self, s, neurons, popularity, count, tile, thread, warp, lane):
         """Popularity, bitmap, ranks and list of the union; returns its size and leaves the counters free.
 
         Each warp has a stretch of the bitmap, of which a lane holds word `lane` and word 32 + `lane`.
         """
-        count = popularity.shape[0]
         bitmap_words = cute.ceil_div(count, 32)
         share = cute.ceil_div(bitmap_words, WARPS)
         first = warp * share
@@ -351,10 +386,10 @@ class Compact:
                     tokens = (Uint32(s.counters[neuron >> 2]) >> Uint32((neuron & 3) * 8)) & 0xFF
                 word = Uint32(cute.arch.vote_ballot_sync(tokens != 0))
                 own[h] = word if lane == i else own[h]
-                if tokens != 0:
-                    cute.arch.red(
-                        popularity.iterator + neuron, Int32(tokens), op="add", dtype="s32", sem="relaxed", scope="gpu"
-                    )
+                if const_expr(popularity is not None):
+                    if tokens != 0:
+                        counter = popularity.iterator + neuron
+                        cute.arch.red(counter, Int32(tokens), op="add", dtype="s32", sem="relaxed", scope="gpu")
         before = cute.make_rmem_tensor((BITMAP // THREADS,), Int32)
         position = Int32(0)
         for h in range_constexpr(BITMAP // THREADS):
@@ -459,6 +494,26 @@ class Compact:
             cute.arch.sync_threads()
             for i in cutlass.range(thread, total, THREADS, unroll=4):
                 entries[start + i] = Int32(s.staged[i])
+
+    @cute.jit
+    def sum_values(self, s, entries, start, end, l1, tile, thread, warp, lane):
+        """The sum of the values of all entries, in the order in which they stand."""
+        # every entry is written, and read by another thread than wrote it
+        cute.arch.sync_threads()
+        sums = cute.make_tensor(cute.recast_ptr(s.sums.iterator, dtype=Float32), cute.make_layout(WARPS))
+        total = Float32(0.0)
+        for at in cutlass.range(start + thread, end, THREADS, unroll=4):
+            total += high_to_float(Uint32(entries[at]), self.dtype)
+        for d in range_constexpr(5):
+            total += cute.arch.shuffle_sync_bfly(total, 1 << d)
+        if lane == 0:
+            sums[warp] = total
+        cute.arch.sync_threads()
+        if thread == 0:
+            total = Float32(0.0)
+            for w in range_constexpr(WARPS):
+                total += sums[w]
+            l1[tile, 0] = total
 
     # ---- non-zeros that are kept ----
 
@@ -719,14 +774,17 @@ class Compact:
 def signature(spec: CompactSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype = operands.DTYPES[spec.dtype]
-    m = cute.sym_int32()
+    m, b = cute.sym_int32(), cute.sym_int32()
     arguments = (
         operands.rows(Int32, m, cute.sym_int32(divisibility=32)),
         operands.rows(dtype, m, cute.sym_int32(divisibility=twell.TILE)),
         operands.cube(Int32, cute.sym_int32(), cute.sym_int32(), 2),
         operands.vector(Int32, cute.sym_int32()),
-        *operands.lists(cute.sym_int32()),
-        operands.vector(Int32, cute.sym_int32(divisibility=8)),
+        *operands.lists(b),
+        operands.vector(Int32, cute.sym_int32(divisibility=8)) if spec.training else None,
+        operands.matrix(Float32, b, cute.sym_int32()),
+        Int32(1),
+        Int32(1),
         Int32(1),
         Int32(1),
     )

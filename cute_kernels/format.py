@@ -26,6 +26,12 @@ NEURON_TILE = 64
 # its coefficients to 16 bits left: where a neuron has few tokens, their sum may be much smaller than they are.
 RARE_ENTRIES = 2048
 
+# Most entries, 4 bytes each, that strategy "union" has room for at a time.
+UNION_ENTRIES = 1 << 28
+
+# Counts and places are 32-bit.
+MOST = 2**31 - 1
+
 
 def tiles(n: int) -> int:
     """Number of tiles in a row of ``n`` neurons; the last one may be partial."""
@@ -42,6 +48,19 @@ def words_per_tile(compression: int) -> int:
 def capacity(compression: int) -> int:
     """Most non-zeros that a row-tile holds in its words; one more spills it."""
     return words_per_tile(compression) - 1
+
+
+def sums_per_tile(n: int) -> int:
+    """Sums of |h| that the kernels on token tiles write for each: of 256 listed neurons each, or of its tokens."""
+    return max(TOKEN_TILE, tiles(n))
+
+
+def union_slices(m: int, n: int) -> list[tuple[int, int]]:
+    """(first, last) of the tokens that strategy "union" takes at a time: entries for all of their gates are 1 GB."""
+    most = max(1, UNION_ENTRIES // n // TOKEN_TILE) * TOKEN_TILE
+    slices = -(-m // most)
+    length = -(-token_tiles(m) // max(slices, 1)) * TOKEN_TILE
+    return [(first, min(m, first + length)) for first in range(0, m, length)] if m else []
 
 
 def token_tiles(m: int) -> int:

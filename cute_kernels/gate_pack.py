@@ -124,6 +124,7 @@ class GatePack:
                 cluster=(cm, cn, 1),
                 min_blocks_per_mp=1,
                 stream=stream,
+                use_pdl=True,
             )  # fmt: skip
 
     def load_atom(self, tensor: Any, layout: Any, box: tuple[int, int], peers: int) -> Any:
@@ -176,6 +177,8 @@ class GatePack:
         sG = shared.sG.get_tensor(gate_layout.outer, swizzle=gate_layout.inner)
         sW = shared.sW.get_tensor(words_layout)
         pipeline.pipeline_init_wait(cluster_shape_mn=self.cluster)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
 
         if group == 0:
             cute.arch.setmaxregister_decrease(REGISTERS_LOAD_PACK)

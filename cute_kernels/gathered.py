@@ -6,7 +6,7 @@ neurons, 128 a turn. Two kinds of warp groups, whose common parts are in sm90/ga
 
     fill    group 0. cp.async of rows of w, 256 columns each, into MN-major swizzled stages of 64 rows.
     mma     groups 1 and 2, 64 tokens each: WGMMA 64x256x16 of the stages and the group's own tile of coefficients;
-            while it runs, the tile of the next turn. Then bias, rounding and 16-byte stores.
+            while it runs, the tile of the next turn. Then rounding and 16-byte stores.
 
     FULL[s]    128 fill threads, when the copies of the stage are through and fenced.
     EMPTY[s]   8 mma warps.
@@ -117,7 +117,8 @@ class Gathered(SparseProduct):
                 coefficients, w, coefficients2, w2, bias, entries, neurons, chunks, sizes, out, mma, a_layout,
                 b_layout, slabs, units, capacity,
             ).launch(
-                grid=(cutlass.min(units, max_ctas), 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
+                grid=(cutlass.min(units, max_ctas), 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream,
+                use_pdl=True,
             )  # fmt: skip
 
     @cute.kernel
@@ -148,6 +149,8 @@ class Gathered(SparseProduct):
             cute.arch.mbarrier_init(full + thread, GROUP_THREADS)
             cute.arch.mbarrier_init(empty + thread, MMA_WARPS)
             cute.arch.mbarrier_init_fence()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         order = shared.order.get_tensor(cute.make_layout(SORTED))
         self.sort_tiles(order, shared.sB.data_ptr(), sizes, thread)
         data = Operands(coefficients, w, coefficients2, w2, entries, neurons, chunks, sizes, order, slabs)
@@ -209,9 +212,8 @@ class Gathered(SparseProduct):
 
     @cute.jit
     def load(self, data, at, product):
-        """The entry and the bits of its coefficient."""
-        word = Uint32(data.entries[at])
-        bits = word >> 16
+        """The entry and the bits of its coefficient, 0 where the entry holds them: `word` is not to be touched yet."""
+        word, bits = Uint32(data.entries[at]), Uint32(0)
         if const_expr(not self.from_entries):
             source = data.coefficients.iterator
             if const_expr(self.products == 2):
@@ -224,6 +226,7 @@ class Gathered(SparseProduct):
     @cute.jit
     def put(self, data, tile, part, half, word, bits, valid):
         """A coefficient to row token, column place of the list, by the group that has the token."""
+        bits = word >> 16 if const_expr(self.from_entries) else bits
         mine = valid & (Int32((word >> 12) & Uint32(1)) == half)
         store_bits(tile + swizzled(word), bits, mine)
 
@@ -252,7 +255,7 @@ class Gathered(SparseProduct):
             unit = self.unit_after(unit)
             next_tile, next_slab = self.split(data, unit) if unit < units else (tile, slab)
             next_length = data.sizes[next_tile]
-            acc.fill(0.0)
+            self.start(acc, bias, coordinates, slab)
             turns = cute.ceil_div(length, TURN) * self.products
             for k in cutlass.range(turns, unroll=1):
                 left = length - k // self.products * TURN
@@ -290,8 +293,6 @@ class Gathered(SparseProduct):
             if turns > 0:
                 release = self.release(empty, release, lane)
 
-            if const_expr(self.has_bias):
-                self.add_bias(acc, bias, coordinates, slab)
             row = tile * TILE_M + warp_index * 16 + (lane >> 2)
             column = slab * TILE_N
             for i in range_constexpr(2):
@@ -301,14 +302,17 @@ class Gathered(SparseProduct):
             tile, slab, length = next_tile, next_slab, next_length
 
     @cute.jit
-    def add_bias(self, acc, bias, coordinates, slab):
-        """acc += bias[column], nothing for the columns that pad the last slab."""
-        for v in range_constexpr(TILE_N // 8):
-            column = slab * TILE_N + coordinates[(0, 0, v), 0, 0][1]
-            for j in range_constexpr(2):
-                b = bias[column + j].to(Float32) if column < bias.shape[0] else Float32(0.0)
-                for i in range_constexpr(2):
-                    acc[(j, i, v), 0, 0] += b
+    def start(self, acc, bias, coordinates, slab):
+        """The sums begin with the bias of their columns, or with zero."""
+        acc.fill(0.0)
+        if const_expr(self.has_bias):
+            for v in range_constexpr(TILE_N // 8):
+                column = slab * TILE_N + coordinates[(0, 0, v), 0, 0][1]
+                for j in range_constexpr(2):
+                    # columns beyond the last are not stored
+                    b = bias[cutlass.min(column + j, bias.shape[0] - 1)].to(Float32)
+                    for i in range_constexpr(2):
+                        acc[(j, i, v), 0, 0] = b
 
 
 def signature(spec: GatheredSpec) -> tuple[Any, tuple[Any, ...]]:

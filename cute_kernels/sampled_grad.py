@@ -13,12 +13,14 @@ from cutlass import Float32, Int32, const_expr
 
 from .sampled_up import SampledUp
 from .sm90 import operands
-from .sm90.values import pack
+from .sm90.values import high_to_float, pack
 from .specs import SampledGradSpec
 
 
 class SampledGrad(SampledUp):
     """One dtype, gated or not."""
+
+    has_bias = False
 
     def __init__(self, spec: SampledGradSpec):
         self.dtype = operands.DTYPES[spec.dtype]
@@ -44,12 +46,17 @@ class SampledGrad(SampledUp):
         self.launch(dy, w_down, entries, neurons, chunks, sizes, d_gate.shape[0], results, max_ctas, stream)
 
     @cute.jit
-    def take(self, results, at, value, gate, neurons, tile, place):
-        """Store what one entry gives."""
-        up, dl1, d_gate, d_up = results
-        u = Float32(1.0)
+    def load_other(self, results, at):
+        """The up projection; 1 where there is none."""
         if const_expr(self.gated):
-            u = up[at].to(Float32)
+            return results[0][at].to(Float32)
+        return Float32(1.0)
+
+    @cute.jit
+    def take(self, results, at, value, word, u, neurons, tile, place):
+        """Store what one entry gives."""
+        _, dl1, d_gate, d_up = results
+        gate = high_to_float(word, self.dtype)
         h = gate * u
         sign = Float32(1.0) if h > 0.0 else Float32(0.0)
         sign = Float32(-1.0) if h < 0.0 else sign

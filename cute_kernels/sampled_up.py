@@ -1,12 +1,13 @@
 """The up projection at the non-zeros of a hybrid gate: up = x[m] . w_up[c] + bias[c], hidden = gate * up, and sums of
-|hidden|.
+|hidden|. The hidden state takes the gate's place in the entries; training keeps it elsewhere, and up too.
 
 Persistent, one CTA per SM. A unit of work is a tile of 128 tokens and up to 256 neurons of its list; each row of w in
 the union of 128 tokens' neurons is read once, whatever the pattern. Two kinds of warp groups:
 
     load    group 0. x by TMA, 64 columns a stage, and the same columns of 256 rows of w by cp.async, swizzled.
     mma     groups 1 and 2, 64 tokens each: WGMMA 64x256x16 over the columns. Then, 128 neurons at a time, sums go to
-            shared memory, and each entry of the pattern picks its own: all other products were computed in vain.
+            shared memory, and each entry of the pattern picks its own: all other products were computed in vain. The
+            entries are loaded before the sums are there.
 
     FULL[s]    128 load threads through cp.async + 1 arrival and the bytes of x.
     EMPTY[s]   8 mma warps.
@@ -32,7 +33,7 @@ from . import feasible
 from . import format as twell
 from .sm90 import operands
 from .sm90.gather import copy_async
-from .sm90.values import high_to_float, widen
+from .sm90.values import high_to_float, pack, widen
 from .specs import SampledUpSpec
 
 TILE_M, TILE_N, TILE_K = twell.TOKEN_TILE, 256, 64
@@ -42,8 +43,10 @@ LOAD_THREADS, MMA_THREADS = 128, 256
 # neurons whose sums are staged at a time, and rows of w that the load threads cover with one copy each
 STAGED = 128
 PASS = LOAD_THREADS // (TILE_K // 8)
-# entries of the hybrid format per chunk of its list; a unit holds four chunks
-CHUNKS = TILE_N // twell.CHUNK
+# chunks of the list in a unit and in what is staged at a time
+CHUNKS, STAGED_CHUNKS = TILE_N // twell.CHUNK, STAGED // twell.CHUNK
+# entries that a thread loads at a time
+BATCH = 4
 REGISTERS_LOAD, REGISTERS_MMA = 88, 208
 feasible.check_register_split((REGISTERS_LOAD, REGISTERS_MMA, REGISTERS_MMA))
 
@@ -55,13 +58,11 @@ class Barrier(IntEnum):
 
 
 class SampledUp:
-    """One dtype and presence of a bias; sizes and strides stay symbolic."""
-
-    has_bias = False
+    """One dtype and presence of a bias, for training or not; sizes and strides stay symbolic."""
 
     def __init__(self, spec: Any):
         self.dtype = operands.DTYPES[spec.dtype]
-        self.has_bias = spec.bias
+        self.has_bias, self.training = spec.bias, spec.training
 
     @cute.jit
     def __call__(
@@ -73,13 +74,15 @@ class SampledUp:
         neurons: cute.Tensor,
         chunks: cute.Tensor,
         sizes: cute.Tensor,
-        up: cute.Tensor,
-        hidden: cute.Tensor,
+        up: cute.Tensor | None,
+        hidden: cute.Tensor | None,
         l1: cute.Tensor,
+        capacity: Int32,
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        self.launch(x, w_up, entries, neurons, chunks, sizes, up.shape[0], (up_bias, up, hidden, l1), max_ctas, stream)
+        results = (up_bias, up, hidden, l1, entries)
+        self.launch(x, w_up, entries, neurons, chunks, sizes, capacity, results, max_ctas, stream)
 
     @cute.jit
     def launch(self, x, w, entries, neurons, chunks, sizes, capacity, results, max_ctas, stream):
@@ -107,7 +110,7 @@ class SampledUp:
         if x.shape[0] > 0:
             self.kernel(
                 x_tma, x_g, w, entries, neurons, chunks, sizes, capacity, results, mma, x_layout, w_layout
-            ).launch(grid=(max_ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream)
+            ).launch(grid=(max_ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(
@@ -139,6 +142,8 @@ class SampledUp:
         cute.arch.sync_threads()
         sX = shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner)
         columns = cute.ceil_div(w.shape[1], TILE_K)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         if sizes[sizes.shape[0] - 1] <= capacity:
             if group == 0:
                 cute.arch.setmaxregister_decrease(REGISTERS_LOAD)
@@ -235,7 +240,12 @@ class SampledUp:
         release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
         unit, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         tile, before = self.seek(sizes, unit, Int32(0), Int32(0))
+        words, others = cute.make_rmem_tensor((BATCH,), Uint32), cute.make_rmem_tensor((BATCH,), Float32)
+        bounds = cute.make_rmem_tensor((CHUNKS + 1,), Int32)
         while tile < sizes.shape[0] - 1:
+            for i in range_constexpr(CHUNKS + 1):
+                bounds[i] = chunks[tile, cutlass.min((unit - before) * CHUNKS + i, chunks.shape[1] - 1)]
+            self.load_entries(results, entries, words, others, bounds[0] + thread, bounds[STAGED_CHUNKS])
             mma.set(warpgroup.Field.ACCUMULATE, False)
             for k in cutlass.range(columns, unroll=1):
                 cute.arch.mbarrier_wait(full + state.index, state.phase)
@@ -255,49 +265,75 @@ class SampledUp:
             if lane == 0:
                 cute.arch.mbarrier_arrive(empty + release.index)
             release.advance()
-            self.sample(acc, sums, totals, entries, neurons, chunks, results, tile, unit - before, thread)
+            total = Float32(0.0)
+            for half_of_unit in range_constexpr(TILE_N // STAGED):
+                total += self.sample(
+                    acc, sums, entries, words, others, bounds, neurons, results, tile, unit - before, half_of_unit,
+                    thread,
+                )  # fmt: skip
+            self.finish(results, totals, total, tile, unit - before, thread)
             unit += step
             tile, before = self.seek(sizes, unit, tile, before)
 
     @cute.jit
-    def sample(self, acc, sums, totals, entries, neurons, chunks, results, tile, part, thread):
-        """Stage the sums and hand each entry its own."""
+    def sample(
+        self, acc, sums, entries, words, others, bounds, neurons, results, tile, part, staged: cutlass.Constexpr, thread
+    ):
+        """Stage 128 columns of the sums and hand each entry its own; the first entries are loaded already."""
         # sums of row r start at column c ^ 8 (r % 8): eight rows of a fragment hit different banks
         row, column = (thread // 32) * 16 + ((thread & 31) >> 2), (thread & 3) * 2
+        cute.arch.barrier(barrier_id=Barrier.SUMS, number_of_threads=MMA_THREADS)
+        for v in range_constexpr(STAGED // 8):
+            for i in range_constexpr(2):
+                at = (row + 8 * i) * STAGED + ((8 * v) ^ ((row & 7) << 3)) + column
+                pair = cute.make_tensor((sums.iterator + at).align(8), cute.make_layout(2))
+                for j in range_constexpr(2):
+                    pair[j] = acc[(j, i, v + staged * (STAGED // 8)), 0, 0]
+        cute.arch.barrier(barrier_id=Barrier.SUMS, number_of_threads=MMA_THREADS)
+        first, middle, last = (bounds[staged * STAGED_CHUNKS + i] for i in range(3))
         total = Float32(0.0)
-        for part_half in range_constexpr(TILE_N // STAGED):
-            cute.arch.barrier(barrier_id=Barrier.SUMS, number_of_threads=MMA_THREADS)
-            for v in range_constexpr(STAGED // 8):
-                for i in range_constexpr(2):
-                    at = (row + 8 * i) * STAGED + ((8 * v) ^ ((row & 7) << 3)) + column
-                    pair = cute.make_tensor((sums.iterator + at).align(8), cute.make_layout(2))
-                    for j in range_constexpr(2):
-                        pair[j] = acc[(j, i, v + part_half * (STAGED // 8)), 0, 0]
-            cute.arch.barrier(barrier_id=Barrier.SUMS, number_of_threads=MMA_THREADS)
-            chunk = part * CHUNKS + part_half * (STAGED // twell.CHUNK)
-            end = chunks.shape[1] - 1
-            first = chunks[tile, cutlass.min(chunk, end)]
-            middle = chunks[tile, cutlass.min(chunk + 1, end)]
-            last = chunks[tile, cutlass.min(chunk + 2, end)]
-            for at in cutlass.range(first + thread, last, MMA_THREADS, unroll=4):
-                word = Uint32(entries[at])
-                token, place = Int32((word >> 6) & Uint32(127)), Int32(word & Uint32(63))
-                place = place + twell.CHUNK if at >= middle else place
-                value = sums[token * STAGED + (place ^ ((token & 7) << 3))]
-                gate = high_to_float(word, self.dtype)
-                place += part * TILE_N + part_half * STAGED
-                total += self.take(results, at, value, gate, neurons, tile, place)
-        self.finish(results, totals, total, tile, part, thread)
+        at = first + thread
+        while at < last:
+            for j in range_constexpr(BATCH):
+                here = at + j * MMA_THREADS
+                if here < last:
+                    word = words[j]
+                    token, place = Int32((word >> 6) & Uint32(127)), Int32(word & Uint32(63))
+                    place = place + twell.CHUNK if here >= middle else place
+                    value = sums[token * STAGED + (place ^ ((token & 7) << 3))]
+                    place += part * TILE_N + staged * STAGED
+                    total += self.take(results, here, value, word, others[j], neurons, tile, place)
+            at += BATCH * MMA_THREADS
+            self.load_entries(results, entries, words, others, at, last)
+        if const_expr(staged == 0):
+            self.load_entries(results, entries, words, others, last + thread, bounds[CHUNKS])
+        return total
 
     @cute.jit
-    def take(self, results, at, value, gate, neurons, tile, place):
+    def load_entries(self, results, entries, words, others, at, last):
+        """The next entries of a thread, and what else is known of them."""
+        for j in range_constexpr(BATCH):
+            here = at + j * MMA_THREADS
+            if here < last:
+                words[j] = Uint32(entries[here])
+                others[j] = self.load_other(results, here)
+
+    @cute.jit
+    def load_other(self, results, at):
+        return Float32(1.0)
+
+    @cute.jit
+    def take(self, results, at, value, word, other, neurons, tile, place):
         """Store what one entry gives; returns its |hidden|."""
-        bias, up, hidden, _ = results
+        bias, up, hidden, _, entries = results
         if const_expr(self.has_bias):
             value += bias[widen(neurons[tile, place])].to(Float32)
-        h = gate * value
-        up[at] = value.to(self.dtype)
-        hidden[at] = h.to(self.dtype)
+        h = high_to_float(word, self.dtype) * value
+        if const_expr(self.training):
+            up[at] = value.to(self.dtype)
+            hidden[at] = h.to(self.dtype)
+        else:
+            entries[at] = Int32((pack(Float32(0.0), h, self.dtype) & Uint32(0xFFFF0000)) | (word & Uint32(0xFFFF)))
         return cute.arch.fmax(h, -h)
 
     @cute.jit
@@ -326,9 +362,10 @@ def signature(spec: SampledUpSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.vector(dtype, n) if spec.bias else None,
         operands.vector(Int32, cute.sym_int32()),
         *operands.lists(b),
-        operands.vector(dtype, p),
-        operands.vector(dtype, p),
+        operands.vector(dtype, p) if spec.training else None,
+        operands.vector(dtype, p) if spec.training else None,
         operands.matrix(Float32, b, cute.sym_int32()),
+        Int32(1),
         Int32(1),
     )
     return SampledUp(spec), arguments

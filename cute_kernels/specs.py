@@ -17,17 +17,30 @@ DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 K_CLASSES = (512, 1024, 2048, 4096, 8192, 16384)
 
 
-def k_class(k: int) -> int:
+# Those of the skinny kernels, where a cluster of CTAs shares a row: four, if its hidden size lets them, or eight.
+SKINNY_K_CLASSES = {4: (2048, 4096, 8192), 8: (2048, 4096, 8192, 16384)}
+
+# Most tokens of a batch that a skinny gate GEMM is made for.
+SKINNY_TOKENS = (8, 32, 64, 128, 256)
+
+
+def k_class(k: int, classes: tuple[int, ...] = K_CLASSES) -> int:
     """Smallest K class that holds a hidden size of ``k``; NotImplementedError beyond the largest."""
-    for k_max in K_CLASSES:
+    for k_max in classes:
         if k <= k_max:
             return k_max
-    raise NotImplementedError(f"hidden size must be at most {K_CLASSES[-1]}, got {k}")
+    raise NotImplementedError(f"hidden size must be at most {classes[-1]}, got {k}")
 
 
-def _check_k_max(k_max: int) -> None:
-    if k_max not in K_CLASSES:
-        raise ValueError(f"k_max must be one of {K_CLASSES}, got {k_max}")
+def _check_k_max(k_max: int, classes: tuple[int, ...] = K_CLASSES) -> None:
+    if k_max not in classes:
+        raise ValueError(f"k_max must be one of {classes}, got {k_max}")
+
+
+def _check_skinny(k_max: int, cluster: int) -> None:
+    if cluster not in SKINNY_K_CLASSES:
+        raise ValueError(f"cluster must be one of {tuple(SKINNY_K_CLASSES)}, got {cluster}")
+    _check_k_max(k_max, SKINNY_K_CLASSES[cluster])
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,60 @@ class GatePackSpec(_Kernel):
     @property
     def suffix(self) -> str:
         return f"_c{self.compression}{'_bias' if self.bias else ''}"
+
+
+@dataclass(frozen=True)
+class GatePackSkinnySpec(_Kernel):
+    """``x, w_gate -> words, spill, stats`` for batches of up to ``tokens``, of any compression."""
+
+    tokens: int
+    bias: bool
+    op: ClassVar[str] = "gate_pack_skinny"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokens not in SKINNY_TOKENS:
+            raise ValueError(f"tokens must be one of {SKINNY_TOKENS}, got {self.tokens}")
+
+    @property
+    def suffix(self) -> str:
+        return f"_m{self.tokens}{'_bias' if self.bias else ''}"
+
+
+@dataclass(frozen=True)
+class UpDownSkinnySpec(_Kernel):
+    """``x, packed gate, w_up, w_down -> y, l1`` for few tokens and any hidden size up to ``k_max``."""
+
+    k_max: int
+    cluster: int
+    bias: bool
+    op: ClassVar[str] = "up_down_skinny"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_skinny(self.k_max, self.cluster)
+
+    @property
+    def suffix(self) -> str:
+        return f"_k{self.k_max}_x{self.cluster}{'_bias' if self.bias else ''}"
+
+
+@dataclass(frozen=True)
+class DownSkinnySpec(_Kernel):
+    """``packed activations, w_down -> y, l1`` for few tokens and any hidden size up to ``k_max``."""
+
+    k_max: int
+    cluster: int
+    bias: bool
+    op: ClassVar[str] = "down_skinny"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_skinny(self.k_max, self.cluster)
+
+    @property
+    def suffix(self) -> str:
+        return f"_k{self.k_max}_x{self.cluster}{'_bias' if self.bias else ''}"
 
 
 @dataclass(frozen=True)
@@ -110,21 +177,34 @@ class UnpackSpec(_Kernel):
 
 @dataclass(frozen=True)
 class CompactSpec(_Kernel):
-    """``words, spill, stats -> entries, neurons, chunks, sizes, popularity``: TwELL to the hybrid format."""
+    """``words, spill, stats -> entries, neurons, chunks, sizes``: TwELL to the hybrid format.
 
+    For ``training`` it also counts the non-zeros of each neuron, and what exceeds the capacity becomes a bitmap.
+    """
+
+    training: bool
     op: ClassVar[str] = "compact"
+
+    @property
+    def suffix(self) -> str:
+        return "_training" if self.training else ""
 
 
 @dataclass(frozen=True)
 class SampledUpSpec(_Kernel):
-    """``x, w_up, hybrid gate -> up, hidden, l1``: the up projection at the non-zeros."""
+    """``x, w_up, hybrid gate -> hidden, l1``: the up projection at the non-zeros.
+
+    The hidden state takes the place of the gate in the entries, but for ``training`` it goes elsewhere, and so does the
+    up projection.
+    """
 
     bias: bool
+    training: bool
     op: ClassVar[str] = "sampled_up"
 
     @property
     def suffix(self) -> str:
-        return "_bias" if self.bias else ""
+        return f"{'_bias' if self.bias else ''}{'_training' if self.training else ''}"
 
 
 @dataclass(frozen=True)
@@ -222,6 +302,9 @@ class OverflowSpec(_Kernel):
 
 Spec = (
     GatePackSpec
+    | GatePackSkinnySpec
+    | UpDownSkinnySpec
+    | DownSkinnySpec
     | UpDownSpec
     | DownSpec
     | UnpackSpec
@@ -243,9 +326,18 @@ def all_specs() -> tuple[Spec, ...]:
         *(GatePackSpec(d, c, b) for d in DTYPES for c in (8, 4, 2) for b in flags),
         *(UpDownSpec(d, k, b) for d in DTYPES for k in K_CLASSES for b in flags),
         *(DownSpec(d, k, b) for d in DTYPES for k in K_CLASSES for b in flags),
+        *(GatePackSkinnySpec(d, t, b) for d in DTYPES for t in SKINNY_TOKENS for b in flags),
+        *(
+            UpDownSkinnySpec(d, k, c, b)
+            for d in DTYPES
+            for c, ks in SKINNY_K_CLASSES.items()
+            for k in ks
+            for b in flags
+        ),
+        *(DownSkinnySpec(d, k, c, b) for d in DTYPES for c, ks in SKINNY_K_CLASSES.items() for k in ks for b in flags),
         *(UnpackSpec(d) for d in DTYPES),
-        *(CompactSpec(d) for d in DTYPES),
-        *(SampledUpSpec(d, b) for d in DTYPES for b in flags),
+        *(CompactSpec(d, t) for d in DTYPES for t in flags),
+        *(SampledUpSpec(d, b, t) for d in DTYPES for b in flags for t in flags),
         *(SampledGradSpec(d, g) for d in DTYPES for g in flags),
         *(GatheredSpec(d, p, b) for d in DTYPES for p, b in ((0, False), (0, True), (1, False), (1, True), (2, False))),
         RankSpec(),

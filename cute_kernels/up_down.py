@@ -150,6 +150,7 @@ class UpDown:
                 min_blocks_per_mp=self.ctas_per_sm,
                 preferred_smem_carveout=100,
                 stream=stream,
+                use_pdl=True,
             )
             if const_expr(self.slabs == 1):
                 self.heavy(*arguments).launch(
@@ -159,6 +160,7 @@ class UpDown:
                     min_blocks_per_mp=1,
                     preferred_smem_carveout=100,
                     stream=stream,
+                    use_pdl=True,
                 )
 
     # ---- the two kernels ----
@@ -184,6 +186,8 @@ class UpDown:
         group, slab = block // self.slabs, block % self.slabs
         s = self.views(SmemAllocator().allocate(self.shared))
         self.init_barriers(s, thread)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         first = group * TOKENS
         # lane 4g + i holds x of token g
         token = first + (lane >> 2)
@@ -239,6 +243,8 @@ class UpDown:
         s = self.views(SmemAllocator().allocate(self.shared))
         self.init_barriers(s, thread)
         cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         phases = Int32(0)
         # groups are dealt to clusters in turn: which cluster takes a token does not change its result
         for base in cutlass.range(cluster, heavy.shape[0], 32 * clusters, unroll=1):

@@ -1,7 +1,8 @@
 """Time twell's kernels and layers beside dense PyTorch on the named workloads: one run, one machine, interleaved.
 
     python profiling/bench.py --real-layers FOLDER --out profiling/results/bench.json
-    python profiling/bench.py --workload topic29 dense911 --ops ffn --compile none
+    python profiling/bench.py --workload topic29 dense911 --ops ffn --strategy row,union,auto --compile none
+    python profiling/bench.py --ops decode --m-decode 1 16 --real-layers FOLDER
     python profiling/bench.py --ops train,train_forward --real-layers FOLDER --out profiling/results/bench.json
     python profiling/bench.py --workload topic29 --ops train --compile none --kernels
 
@@ -11,21 +12,34 @@ median replay over the number of copies. Nothing is timed before it is right: an
 times dense PyTorch's, in norm or in the worst row, or other bits on replay, gives a red row without speed and exit
 status 1.
 
+``ffn``, ``sparse_ffn`` (without gate), ``decode``, ``train`` and ``sparse_train`` have a row for each of --strategy.
+"auto" is a ``twell.AutoStrategy`` that a few calls have settled before it is captured: the column tells on what.
+
+``decode`` is the gated layer on each number of tokens of --m-decode, the nearest to the middle of those recorded. Here
+there are copies of the weights, together larger than L2, which a replay visits in turn. Errors are those of up to 512
+tokens, so many at a time.
+
 ``train`` is forward and backward of the gated layer, with the gradients of x and of all weights, for a given dy;
 ``train_forward`` its forward, which keeps what backward needs, ``train_backward`` the operators of its backward;
-``sparse_train`` is the layer without gate. Where more is non-zero than the hybrid format holds, the dense strategy is
-timed in their place, and the sparse path only by ``train_overflow``. Gradients are checked on the same tokens, those
-that rounding would decide made zero (``testing.off_kinks``), with the L1 gradient too; on the tokens themselves, all
-replays must give the same bits.
+``sparse_train`` is the layer without gate. "row" and "union" are the same there. Where more is non-zero than the hybrid
+format holds, the dense strategy is timed in their place, and the sparse path only by ``train_overflow``. Gradients are
+checked on the same tokens, those that rounding would decide made zero (``testing.off_kinks``), with the L1 gradient
+too; on the tokens themselves, all replays must give the same bits.
 
 Columns:
-  ms, p10-p90   median and spread of one call
+  M, nnz        tokens of a call, non-zeros of a token
+  strategy      what ran; after "auto" what it settled on
+  time, p10-p90 median and spread of one call
   TFLOP/s       operations of the dense computation (2 M N K per product) over time
-  L2 TB/s       bytes of the weight rows gathered, 4 K per non-zero for up_down and 2 K for down, over time
+  executed      TFLOP/s of the operations executed: of the gate GEMM and of what follows it, 2 K a product for each
+                non-zero or, by "union", 2 * 128 K for each neuron of each tile of 128 tokens
+  TB/s          bytes of the weight rows gathered through L2 over time: 2 K a product for each non-zero or, by "union",
+                for each neuron of each tile. Of decode bytes from memory: x, y, and the weights that its tokens need
   floor         share of the time that the larger of arithmetic, memory and gather needs at the measured ceilings; for a
-                layer, the sum over its two kernels
+                layer, the sum over gate_pack and what follows
   t/GEMM        time over that of cuBLAS's plain x w_gate^T, which does the same arithmetic as gate_pack
   eager/t, compiled/t   speed-up over the dense layer in eager PyTorch and through torch.compile
+  dense/t       speed-up over the faster of these two, and which it is
   error, worst  relative error against float64 in the Frobenius norm and in the worst row, each over dense eager's own;
                 of a training step those of the gradient that is worst by that measure
   kept MB       of a training step, what autograd keeps for backward beside x and the weights
@@ -49,14 +63,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import twell
 from twell import ops, testing
 from twell._runtime import format, resolve
-from twell.functional import Strategy
 from twell.testing import FFN, Comparison, Errors
 
-INFERENCE = ("gate_pack", "up_down", "ffn", "down", "sparse_ffn")
+INFERENCE = ("gate_pack", "up_down", "up_down_union", "ffn", "down", "sparse_ffn")
 TRAINING = ("train", "train_forward", "train_backward", "train_overflow", "sparse_train")
-OPS = (*INFERENCE, *TRAINING)
+OPS = (*INFERENCE, "decode", *TRAINING)
+STRATEGIES = ("row", "union", "dense", "auto")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ITEM = 2  # bytes of a stored value
 TILE = format.TILE
@@ -66,6 +81,16 @@ L2_TBS = 7.3
 
 # The gradient of the sum of |h| with which a training step is checked, exact in bf16.
 L1 = 0.25
+
+# Eager calls before a graph of "auto" is captured. It measures calls 0, 1, 2, 4 and decides by them at 1, 2, 4, 8.
+SETTLING = 9
+
+# Tokens after which recorded layers repeat; decode takes those around the middle, and so many for its errors.
+RECORDED = 4096
+DECODED = 512
+
+# Visits of each copy of the weights in a graph of decode, which else would be as short as the events that time it.
+VISITS = 16
 
 Call = Callable[[int], tuple[Tensor, ...]]
 Verdict = tuple[dict[str, Comparison], str]
@@ -82,21 +107,37 @@ class Ceilings:
 
 @dataclasses.dataclass
 class Variant:
-    """One thing to time: ``call(i)`` works on the i-th copy of the tokens and returns its outputs, y first.
+    """One thing to time: ``call(i)`` works on the i-th copy of the operands and returns its outputs, y first.
 
-    ``verify`` gives its errors and, where they are too large, why it is wrong. ``baseline`` is what follows "dense
-    eager" and "dense compiled" in the names of the variants that its time is compared with. ``forward`` is the part of
-    a training step that leaves y and what backward needs.
+    ``eager`` is what runs outside of graphs, where that differs. ``verify`` gives the errors and, where they are too
+    large, why it is wrong. ``baseline`` is what follows "dense eager" and "dense compiled" in the names of the variants
+    that its time is compared with. ``forward`` is the part of a training step that leaves y and what backward needs.
+    ``settle`` fixes what depends on the strategy; it may fail.
     """
 
     name: str
     call: Call
     flop: float
-    floor: float  # seconds
-    gathered: float = 0.0  # bytes
+    floor: float = 0.0  # seconds
+    gathered: float = 0.0  # bytes through L2
     verify: Callable[[tuple[Tensor, ...]], Verdict] | None = None
     baseline: str | None = None
     forward: Callable[[int], Tensor] | None = None
+    eager: Call | None = None
+    settle: Callable[[], None] | None = None
+    requested: str = ""
+    strategy: str = ""
+    executed: float | None = None  # operations
+    moved: float | None = None  # bytes from memory
+    copies: int = 0  # calls in a graph
+
+    @property
+    def key(self) -> str:
+        return f"{self.name} {self.requested}".rstrip()
+
+    def now(self, i: int) -> tuple[Tensor, ...]:
+        """A call outside of graphs."""
+        return (self.eager or self.call)(i)
 
 
 @dataclasses.dataclass
@@ -129,20 +170,29 @@ class Row:
     # of a training step: errors over dense's own (Frobenius, worst row) by gradient, milliseconds by kernel
     gradients: dict[str, tuple[float, float]] | None = None
     kernels: dict[str, float] | None = None
+    tokens: int = 0
+    # what was asked for and what ran; empty where there is no choice
+    requested: str = ""
+    strategy: str = ""
+    executed_tflops: float | None = None
+    memory_gbs: float | None = None
+    # over the faster of eager and compiled dense PyTorch
+    speedup_dense: float | None = None
+    faster_dense: str = ""
 
 
 # Timing
 
 
 class Graph:
-    """A captured graph of ``call`` on every copy; ``outputs`` are those of the last."""
+    """A captured graph of ``call`` on every copy; ``outputs`` are those of the last. ``warm`` is called before."""
 
-    def __init__(self, call: Call, copies: int) -> None:
+    def __init__(self, call: Call, copies: int, warm: Call | None = None) -> None:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for i in range(copies):
-                call(i)
+                (warm or call)(i)
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         self.copies = copies
@@ -181,7 +231,7 @@ def measure(graphs: dict[str, Graph], seconds: float) -> dict[str, list[float]]:
 
 
 def copies_for(bytes_each: int) -> int:
-    """How many copies of the tokens are at least twice the L2 cache, two or more."""
+    """How many copies of operands of ``bytes_each`` are at least twice the L2 cache, two or more."""
     return max(2, math.ceil(2 * torch.cuda.get_device_properties().L2_cache_size / bytes_each))
 
 
@@ -254,7 +304,7 @@ def memory(variant: Variant) -> tuple[int, int]:
     del y
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    variant.call(0)
+    variant.now(0)
     return kept, torch.cuda.max_memory_allocated() - before
 
 
@@ -272,6 +322,7 @@ class Bench:
     def __init__(self, name: str, problem: FFN, arguments: argparse.Namespace, ceilings: Ceilings, dense: Any) -> None:
         self.name, self.problem, self.ceilings, self.compiled = name, problem, ceilings, dense
         self.ops, self.compression, self.kernels = arguments.ops, arguments.compression, arguments.kernels
+        self.strategies, self.decoded = arguments.strategy, arguments.m_decode
         self.copies = copies_for(problem.x.numel() * ITEM)
         self.x = [problem.x, *(problem.x.clone() for _ in range(self.copies - 1))]
         gate = F.relu(F.linear(problem.x, problem.w_gate))
@@ -285,7 +336,8 @@ class Bench:
         counts = F.pad(gate != 0, (0, tiles * TILE - self.n)).view(self.m, tiles, TILE).sum(2)
         self.nonzeros = int(counts.sum())
         self.fits = self.nonzeros <= format.hybrid_capacity(self.m, self.n)
-        self.overflowing = int((counts > format.capacity(self.compression)).sum())
+        overflows = (counts > format.capacity(self.compression)).sum(1)
+        self.overflowing = int(overflows.sum())
         self.words_bytes = self.m * tiles * format.words_per_tile(self.compression) * 4
         self.gate_answer: Tensor | None = right if "gate_pack" in self.ops else None
         self.answers: dict[bool, Tensor] = {}
@@ -293,7 +345,14 @@ class Bench:
         if any(op in TRAINING for op in self.ops):
             upstream = testing.real_upstream(problem)
             self.dy = [upstream, *(upstream.clone() for _ in range(self.copies - 1))]
-        of_output = [op for op in self.ops if op in ("up_down", "ffn", "down", "sparse_ffn", "train_forward")]
+        # tokens around the middle, which of their neurons fire and how many tiles overflow
+        tokens = min(DECODED, self.m)
+        middle = max(0, (min(RECORDED, self.m) - tokens) // 2)
+        self.window = problem.rows(middle, middle + tokens)
+        self.window_active, self.window_overflowing = (t[middle : middle + tokens] for t in (gate != 0, overflows))
+        self.weights: list[FFN] = []
+        scored = ("up_down", "up_down_union", "ffn", "down", "sparse_ffn", "train_forward")
+        of_output = [op for op in self.ops if op in scored]
         for gated in {op not in ("down", "sparse_ffn") for op in of_output}:
             self.answers[gated] = testing.float64_output(problem, gated=gated)
             self.dense_errors[gated] = testing.errors(testing.dense_output(problem, gated=gated), self.answers[gated])
@@ -304,7 +363,7 @@ class Bench:
         return max(flop / ceilings.flops, moved / ceilings.memory, gathered / ceilings.l2)
 
     def variants(self) -> list[Variant]:
-        m, k, n = self.m, self.k, self.n
+        m, n = self.m, self.n
         product, token_bytes, weight_bytes = self.sizes
         packed_bytes = self.words_bytes + self.overflowing * TILE * ITEM
         p, c, x = self.problem, self.compression, self.x
@@ -334,22 +393,145 @@ class Bench:
             chosen.append(Variant("gate_pack", call, product, pack_floor, 0, self.verify_packed))
 
         packed: list[tuple[Tensor, Tensor, Tensor]] = []
-        if "up_down" in self.ops or "down" in self.ops:
+        if any(op in self.ops for op in ("up_down", "up_down_union", "down")):
             packed = [ops.gate_pack(x[i], p.w_gate, None, c) for i in range(self.copies)]
         for op, layer, gated in (("up_down", "ffn", True), ("down", "sparse_ffn", False)):
-            projections = 2 if gated else 1
-            gathered = float(self.nonzeros) * projections * k * ITEM
-            moved = packed_bytes + projections * (token_bytes + weight_bytes)
-            floor = self.seconds(0, moved, gathered)
+            projections, verify = 2 if gated else 1, self.verify_output(gated)
+            flop = projections * product
             if op in self.ops:
                 call = self.gated_reader(packed) if gated else self.reader(packed)
-                chosen.append(Variant(op, call, projections * product, floor, gathered, self.verify_output(gated)))
+                figures = self.of_readers("row", gated)
+                chosen.append(Variant(op, call, flop, verify=verify, **figures))
+            if "up_down_union" in self.ops and (gated or "down" in self.ops):
+                name = "up_down_union" if gated else "up_down_union non-gated"
+                settle = functools.partial(self.of_readers, "union", gated)
+                call = self.union_reader(packed, gated)
+                chosen.append(settling(Variant(name, call, flop, verify=self.verify_union(gated)), settle))
             if layer in self.ops:
-                flop = (projections + 1) * product
-                call = self.sparse(gated)
-                verify, baseline = self.verify_output(gated), "" if gated else " non-gated"
-                chosen.append(Variant(layer, call, flop, pack_floor + floor, gathered, verify, baseline))
+                chosen += [self.whole_layer(layer, requested, gated, pack_floor) for requested in self.strategies]
         return chosen
+
+    @functools.cached_property
+    def union_rows(self) -> int:
+        """Neurons that some token of a tile of 128 fires, summed over all tiles, as the operator has them."""
+        p, c = self.problem, self.compression
+        packed = ops.gate_pack(p.x, p.w_gate, None, c)
+        return int(ops.up_down_union(p.x, *packed, None, p.w_down, None, None, c)[2].sum())
+
+    def of_readers(self, strategy: str, gated: bool) -> dict[str, float]:
+        """What a strategy executes and gathers after the gate is packed, and its floor."""
+        projections = 2 if gated else 1
+        rows = self.union_rows if strategy == "union" else self.nonzeros
+        gathered = float(rows) * projections * self.k * ITEM
+        executed = 2.0 * rows * self.k * projections * (format.TOKEN_TILE if strategy == "union" else 1)
+        _, token_bytes, weight_bytes = self.sizes
+        moved = self.words_bytes + self.overflowing * TILE * ITEM + projections * (token_bytes + weight_bytes)
+        floor = self.seconds(executed if strategy == "union" else 0, moved, gathered)
+        return {"executed": executed, "gathered": gathered, "floor": floor}
+
+    def whole_layer(self, name: str, requested: str, gated: bool, pack_floor: float) -> Variant:
+        """A layer's forward pass by one strategy."""
+        product, token_bytes, weight_bytes = self.sizes
+        products = 3 if gated else 2
+
+        def figures(strategy: str) -> dict[str, float]:
+            if strategy == "dense":
+                floor = self.seconds(products * product, 2 * token_bytes + products * weight_bytes)
+                return {"executed": products * product, "gathered": 0.0, "floor": floor}
+            found = self.of_readers(strategy, gated)
+            return found | {"executed": product + found["executed"], "floor": pack_floor + found["floor"]}
+
+        variant = Variant(name, lambda i: (), products * product, verify=self.verify_output(gated))
+        variant.baseline, variant.requested = "" if gated else " non-gated", requested
+        return self.by_strategy(variant, lambda strategy, i: self.sparse(gated, strategy, i), figures)
+
+    def by_strategy(
+        self,
+        variant: Variant,
+        layer: Callable[[Any, int], tuple[Tensor, ...]],
+        figures: Callable[[str], dict[str, Any]],
+    ) -> Variant:
+        """The variant as calls of ``layer(strategy, i)``; "auto" settles first. ``figures`` are those of a strategy."""
+
+        def settle() -> dict[str, Any]:
+            passed: Any = variant.requested
+            if passed == "auto":
+                passed = twell.AutoStrategy()
+                for i in range(SETTLING):
+                    layer(passed, i)
+                    torch.cuda.synchronize()
+                variant.strategy = next((choice.strategy for choice in passed.explain() if not choice.graph), "")
+                if not variant.strategy:
+                    raise RuntimeError('"auto" chooses nothing on this device')
+            else:
+                variant.strategy = passed
+            variant.call = functools.partial(layer, passed)
+            # outside of graphs "auto" may run another strategy to measure
+            variant.eager = functools.partial(layer, variant.strategy)
+            return figures(variant.strategy)
+
+        return settling(variant, settle)
+
+    # A few tokens
+
+    def decoding(self, m: int) -> list[Variant]:
+        """The gated layer on ``m`` tokens, with weights that are not in L2."""
+        product, token_bytes, weight_bytes = (2.0 * m * self.n * self.k, ITEM * m * self.k, self.sizes[2])
+        copies = copies_for(3 * weight_bytes)
+        if not self.weights:
+            self.weights = [self.window, *(self.window.map(Tensor.clone) for _ in range(copies - 1))]
+        parts = len(self.window.x) // m
+        active = self.window_active[: parts * m].view(parts, m, self.n)
+        nonzeros, fired = float(active.sum()) / parts, float(active.any(1).sum()) / parts
+        by_tile = F.pad(active, (0, 0, 0, -m % format.TOKEN_TILE)).view(-1, format.TOKEN_TILE, self.n)
+        listed = float(by_tile.any(1).sum()) / parts
+        answer = testing.float64_output(self.window)
+
+        def whole(function: Callable[[FFN], Tensor]) -> Tensor:
+            tokens = len(self.window.x)
+            return torch.cat([function(self.window.rows(first, first + m)) for first in range(0, tokens, m)])
+
+        dense_errors = testing.errors(whole(testing.dense_output), answer)
+
+        def at(i: int) -> FFN:
+            first = i % parts * m
+            return self.weights[i % copies]._replace(x=self.window.x[first : first + m])
+
+        def layer(strategy: Any, i: int) -> tuple[Tensor, ...]:
+            return (testing.sparse_output(at(i), compression=self.compression, strategy=strategy),)
+
+        def figures(strategy: str) -> dict[str, Any]:
+            pairs = {"row": nonzeros, "union": listed * format.TOKEN_TILE, "dense": m * self.n}[strategy]
+            executed = product + 2 * 2 * pairs * self.k
+            rows = self.n if strategy == "dense" else fired
+            moved = 2 * token_bytes + weight_bytes + 2 * rows * self.k * ITEM
+            # the gate's product and the memory traffic, which the smallest batches are bound by
+            floor = self.seconds(3 * product if strategy == "dense" else product, moved)
+            return {"executed": executed, "moved": moved, "floor": floor, "verify": functools.partial(verify, strategy)}
+
+        def verify(strategy: str, outputs: tuple[Tensor, ...]) -> Verdict:
+            y = whole(self.layer(strategy))
+            comparison = Comparison(testing.errors(y, answer), dense_errors)
+            if not comparison.ok:
+                return {"y": comparison}, str(comparison)
+            first = (VISITS * copies - 1) % parts * m
+            same = torch.equal(outputs[0], y[first : first + m])
+            return {"y": comparison}, "" if same else "other bits with a copy of the weights"
+
+        chosen = []
+        for name, function in (("dense eager", testing.dense_output), ("dense compiled", self.compiled)):
+            if function is not None:
+                call = lambda i, function=function: (function(at(i), gated=True),)  # noqa: E731
+                dense = figures("dense") | {"verify": None}
+                chosen.append(Variant(f"{name} decode", call, 3 * product, **dense))
+        for requested in self.strategies:
+            variant = Variant("decode", lambda i: (), 3 * product, baseline=" decode", requested=requested)
+            chosen.append(self.by_strategy(variant, layer, figures))
+        for variant in chosen:
+            variant.copies = VISITS * copies
+        return chosen
+
+    # Training
 
     def training(self) -> list[Variant]:
         """Steps and their parts, each after the dense ones that it is compared with."""
@@ -362,40 +544,61 @@ class Bench:
                 chosen.append(self.whole_step(f"dense eager{baseline}", testing.dense_output, gated))
                 if self.compiled is not None:
                     chosen.append(self.whole_step(f"dense compiled{baseline}", self.compiled, gated))
-            strategy: Strategy = "auto" if self.fits or op == "train_overflow" else "dense"
-            names = {op: self.layer(strategy)}
-            if strategy == "dense":
-                names = {f"{op}, dense strategy": self.layer(strategy)}
-                if self.compiled is not None:
-                    names[f"{op}, dense strategy compiled"] = self.layer(strategy, compiled=True)
-            for name, function in names.items():
-                chosen.append(self.whole_step(name, function, gated, strategy, baseline))
+            for requested in self.strategies_of_a_step(op):
+                chosen += self.steps(op, requested, gated, baseline)
         if self.fits:
             chosen += self.parts_of_a_step()
         return chosen
 
-    def layer(self, strategy: Strategy, compiled: bool = False) -> Any:
+    def strategies_of_a_step(self, op: str) -> list[str]:
+        """Those asked for that differ; the sparse path is ``train_overflow``'s where the pattern does not fit."""
+        if op == "train_overflow":
+            return ["union"]
+        sparse = "union" if self.fits else "dense"
+        return list(dict.fromkeys(sparse if name in ("row", "union") else name for name in self.strategies))
+
+    def steps(self, op: str, requested: str, gated: bool, baseline: str) -> list[Variant]:
+        """A step by one strategy, and where that is the dense one also compiled."""
+        projections = 3 if gated else 2
+
+        def figures(strategy: str) -> dict[str, Any]:
+            function = self.layer(strategy)
+            return {
+                "floor": self.floor_of_a_step(gated, sparse=strategy != "dense"),
+                "verify": self.verify_step(gated, strategy),
+                "forward": lambda i: self.forward(function, gated, i)[1],
+            }
+
+        variant = Variant(op, lambda i: (), 3 * projections * self.sizes[0], baseline=baseline, requested=requested)
+        step = lambda strategy, i: self.step(self.layer(strategy), gated, i % self.copies)  # noqa: E731
+        chosen = [self.by_strategy(variant, step, figures)]
+        if requested == "dense" and self.compiled is not None:
+            compiled = self.whole_step(f"{op} compiled", self.layer("dense", compiled=True), gated)
+            compiled.baseline, compiled.verify = baseline, self.verify_step(gated, "dense")
+            compiled.requested = compiled.strategy = "dense"
+            chosen.append(compiled)
+        return chosen
+
+    def layer(self, strategy: Any, compiled: bool = False) -> Any:
         """``testing.sparse_output`` by this strategy."""
         function = torch.compile(testing.sparse_output, fullgraph=True, dynamic=False) if compiled else None
         return functools.partial(function or testing.sparse_output, compression=self.compression, strategy=strategy)
 
-    def whole_step(
-        self, name: str, function: Any, gated: bool, strategy: Strategy = "dense", baseline: str | None = None
-    ) -> Variant:
-        """Forward and backward through ``function(problem, gated=)``; what has a baseline is checked."""
+    def floor_of_a_step(self, gated: bool, sparse: bool) -> float:
         product, token_bytes, weight_bytes = self.sizes
         projections = 3 if gated else 2
-        flop = 3 * projections * product
         # x twice, dy, y and dx; weights twice, and their gradients. Of sparse arithmetic, the gate's product alone
-        moved = 5 * token_bytes + 3 * projections * weight_bytes
-        floor = self.seconds(flop if strategy == "dense" else product, moved)
+        return self.seconds(
+            product if sparse else 3 * projections * product, 5 * token_bytes + 3 * projections * weight_bytes
+        )
+
+    def whole_step(self, name: str, function: Any, gated: bool) -> Variant:
+        """Forward and backward of dense PyTorch through ``function(problem, gated=)``."""
         return Variant(
             name,
             lambda i: self.step(function, gated, i),
-            flop,
-            floor,
-            verify=None if baseline is None else self.verify_step(gated, strategy),
-            baseline=baseline,
+            3 * (3 if gated else 2) * self.sizes[0],
+            self.floor_of_a_step(gated, sparse=False),
             forward=lambda i: self.forward(function, gated, i)[1],
         )
 
@@ -414,7 +617,7 @@ class Bench:
             forward(f"dense eager{baseline}", testing.dense_output, 3 * product)
             if self.compiled is not None:
                 forward(f"dense compiled{baseline}", self.compiled, 3 * product)
-            forward("train_forward", self.layer("auto"), product, self.verify_output(True), baseline)
+            forward("train_forward", self.layer("union"), product, self.verify_output(True), baseline)
         if "train_backward" in self.ops:
             layer = self.problem[1:]
             kept = [ops.hybrid_forward(x, *layer, self.compression)[3:] for x in self.x]
@@ -422,7 +625,7 @@ class Bench:
             operator = ops.hybrid_backward
             call = lambda i: operator(self.dy[i], dl1, self.x[i], *layer[:5], *kept[i], True, True)  # noqa: E731
             floor = self.seconds(0, 3 * token_bytes + 6 * weight_bytes)
-            chosen.append(Variant("train_backward", call, 6 * product, floor, verify=self.verify_step(True, "auto")))
+            chosen.append(Variant("train_backward", call, 6 * product, floor, verify=self.verify_step(True, "union")))
         return chosen
 
     @torch.enable_grad()
@@ -439,10 +642,9 @@ class Bench:
     def dense(self, function: Any, gated: bool) -> Call:
         return lambda i: (function(self.problem._replace(x=self.x[i]), gated=gated),)
 
-    def sparse(self, gated: bool) -> Call:
-        return lambda i: (
-            testing.sparse_output(self.problem._replace(x=self.x[i]), gated=gated, compression=self.compression),
-        )
+    def sparse(self, gated: bool, strategy: Any, i: int) -> tuple[Tensor, ...]:
+        options = {"compression": self.compression, "strategy": strategy}
+        return (testing.sparse_output(self.problem._replace(x=self.x[i % self.copies]), gated=gated, **options),)
 
     def gated_reader(self, packed: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Call:
         p, c = self.problem, self.compression
@@ -450,6 +652,11 @@ class Bench:
 
     def reader(self, packed: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Call:
         return lambda i: ops.down(*packed[i][:2], self.problem.w_down, None, self.compression)
+
+    def union_reader(self, packed: Sequence[tuple[Tensor, Tensor, Tensor]], gated: bool) -> Call:
+        p, c = self.problem, self.compression
+        w_up = p.w_up if gated else None
+        return lambda i: ops.up_down_union(self.x[i], *packed[i], w_up, p.w_down, None, None, c)
 
     def verify_packed(self, outputs: tuple[Tensor, ...]) -> Verdict:
         words, spill, stats = outputs
@@ -472,7 +679,20 @@ class Bench:
 
         return verify
 
-    def verify_step(self, gated: bool, strategy: Strategy) -> Callable[[tuple[Tensor, ...]], Verdict]:
+    def verify_union(self, gated: bool) -> Callable[[tuple[Tensor, ...]], Verdict]:
+        """y, and the sizes of the unions, which its other figures are made from."""
+
+        def verify(outputs: tuple[Tensor, ...]) -> Verdict:
+            found, why = self.verify_output(gated)(outputs)
+            words, spill, _ = ops.gate_pack(self.problem.x, self.problem.w_gate, None, self.compression)
+            active = ops.unpack(words, spill, self.n, self.compression) != 0
+            tiles = F.pad(active, (0, 0, 0, -self.m % format.TOKEN_TILE)).view(-1, format.TOKEN_TILE, self.n)
+            right = tiles.any(1).sum(1)
+            return found, why or ("" if torch.equal(outputs[2].long(), right) else "the sizes of unions are wrong")
+
+        return verify
+
+    def verify_step(self, gated: bool, strategy: str) -> Callable[[tuple[Tensor, ...]], Verdict]:
         """Of all gradients, without and with that of the sum of |h|, on tokens that no rounding decides."""
 
         def verify(outputs: tuple[Tensor, ...]) -> Verdict:
@@ -488,8 +708,13 @@ class Bench:
 
         return verify
 
-    def row(self, variant: Variant) -> Row:
-        row = Row(self.name, variant.name, self.nonzeros / self.m, float(self.overflowing))
+    def row(self, variant: Variant, decoded: int) -> Row:
+        if decoded:
+            nnz = float(self.window_active.sum()) / len(self.window.x)
+            overflowing = float(self.window_overflowing.sum()) * decoded / len(self.window.x)
+            return Row(self.name, variant.name, nnz, overflowing, tokens=decoded, requested=variant.requested)
+        row = Row(self.name, variant.name, self.nonzeros / self.m, float(self.overflowing), tokens=self.m)
+        row.requested = variant.requested
         dense = self.gate_errors
         if variant.name != "gate GEMM" and variant.name != "gate_pack":
             dense = self.dense_errors.get(
@@ -500,30 +725,40 @@ class Bench:
         return row
 
     def run(self, seconds: float) -> list[Row]:
-        """Check every variant, then time those that are right."""
+        """Check every variant, then time those that are right; each number of decoded tokens after the others."""
+        rows = self.timed(self.variants(), seconds)
+        if "decode" in self.ops:
+            for m in self.decoded:
+                rows += self.timed(self.decoding(m), seconds, m)
+        return rows
+
+    def timed(self, variants: list[Variant], seconds: float, decoded: int = 0) -> list[Row]:
         rows: list[Row] = []
         graphs: dict[str, Graph] = {}
-        variants = self.variants()
         for variant in variants:
-            row = self.row(variant)
+            row = self.row(variant, decoded)
             rows.append(row)
             try:
+                if variant.settle is not None:
+                    variant.settle()
+                row.strategy = variant.strategy
                 graph = self.checked(variant, row)
             except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
                 row.red = reason(error)
                 continue
             if graph is not None:
-                graphs[variant.name] = graph
+                graphs[variant.key] = graph
         times = measure(graphs, seconds) if graphs else {}
         for variant, row in zip(variants, rows, strict=True):
-            if variant.name in times:
+            if variant.key in times:
                 self.fill(row, variant, times)
         return rows
 
     def checked(self, variant: Variant, row: Row) -> Graph | None:
         """A graph that gives the right result, None (and the reason in the row) if it does not."""
+        copies = variant.copies or self.copies
         testing.poison_memory()
-        outputs = variant.call(self.copies - 1)
+        outputs = variant.now(copies - 1)
         if variant.verify is not None:
             compared, row.red = variant.verify(outputs)
             self.note(row, compared)
@@ -531,7 +766,7 @@ class Bench:
                 return None
         if variant.forward is not None:
             row.kept_bytes, row.peak_bytes = memory(variant)
-        graph = Graph(variant.call, self.copies)
+        graph = Graph(variant.call, copies, variant.eager)
         if variant.verify is None:
             return graph
         for output in graph.outputs:
@@ -557,34 +792,64 @@ class Bench:
             }
 
     def fill(self, row: Row, variant: Variant, times: dict[str, list[float]]) -> None:
-        samples = sorted(times[variant.name])
+        samples = sorted(times[variant.key])
         row.samples = len(samples)
         row.ms, row.min_ms = statistics.median(samples), samples[0]
         row.p10_ms, row.p90_ms = (samples[round(share * (len(samples) - 1))] for share in (0.1, 0.9))
         row.tflops = variant.flop / row.ms / 1e9
         row.floor_ms = variant.floor * 1e3
         row.floor_share = row.floor_ms / row.ms
-        if variant.name in ("up_down", "down"):
+        if variant.executed is not None:
+            row.executed_tflops = variant.executed / row.ms / 1e9
+        if variant.gathered:
             row.l2_gather_gbs = variant.gathered / row.ms / 1e6
+        if variant.moved is not None:
+            row.memory_gbs = variant.moved / row.ms / 1e6
         if variant.name == "gate_pack":
             row.over_gemm = row.ms / statistics.median(times["gate GEMM"])
         if variant.baseline is not None:
-            if f"dense eager{variant.baseline}" in times:
-                row.speedup_eager = statistics.median(times[f"dense eager{variant.baseline}"]) / row.ms
-            if f"dense compiled{variant.baseline}" in times:
-                row.speedup_compiled = statistics.median(times[f"dense compiled{variant.baseline}"]) / row.ms
-        if self.kernels and variant.name in TRAINING:
-            row.kernels = kernel_times(variant.call, self.copies)
+            compare_with_dense(row, variant.baseline, times)
+        if self.kernels and variant.name in TRAINING and variant.strategy != "dense":
+            row.kernels = kernel_times(variant.now, self.copies)
+
+
+def settling(variant: Variant, figures: Callable[[], dict[str, Any]]) -> Variant:
+    """The variant, whose fields become what ``figures`` returns before it is checked."""
+
+    def settle() -> None:
+        for field, value in figures().items():
+            setattr(variant, field, value)
+
+    variant.settle = settle
+    return variant
+
+
+def compare_with_dense(row: Row, baseline: str, times: dict[str, list[float]]) -> None:
+    """Speed-up over either dense variant, and over the faster one."""
+    assert row.ms is not None
+    speedups = {}
+    for name in ("eager", "compiled"):
+        if f"dense {name}{baseline}" in times:
+            speedups[name] = statistics.median(times[f"dense {name}{baseline}"]) / row.ms
+    row.speedup_eager, row.speedup_compiled = speedups.get("eager"), speedups.get("compiled")
+    if speedups:
+        row.faster_dense = min(speedups, key=lambda name: speedups[name])
+        row.speedup_dense = speedups[row.faster_dense]
 
 
 # Output
 
 
 HEADER = [
-    *("workload", "nnz", "variant", "ms", "p10-p90", "TFLOP/s", "L2 TB/s", "floor", "t/GEMM"),
-    *("eager/t", "compiled/t", "error", "worst"),
-    *("kept MB", "peak MB"),
+    *("workload", "M", "nnz", "variant", "strategy", "time", "p10-p90"),
+    *("TFLOP/s", "executed", "TB/s", "floor", "t/GEMM", "eager/t", "compiled/t", "dense/t"),
+    *("error", "worst", "kept MB", "peak MB"),
 ]
+# names, to the left of their columns
+NAMES = [HEADER.index(name) for name in ("workload", "variant", "strategy")]
+
+# Times below are shown in microseconds.
+SMALL_MS = 0.1
 
 
 def share(value: float, base: float) -> float:
@@ -596,26 +861,35 @@ def over(value: float | None, base: float | None) -> str:
     return "-" if value is None or not base else f"{value / base:.2f}"
 
 
+def named(row: Row) -> str:
+    """The strategy of a row, after "auto" what it settled on."""
+    settled = row.requested == "auto" and row.strategy
+    return f"auto: {row.strategy}" if settled else row.strategy or row.requested or "-"
+
+
 def cells(row: Row) -> list[str]:
     """One line of the table; of a red row only what is wrong."""
+    start = [row.workload, str(row.tokens), f"{row.nnz:.1f}", row.variant, named(row)]
     if row.red or row.ms is None:
-        return [row.workload, f"{row.nnz:.1f}", row.variant, f"RED {row.red}"]
+        return [*start, f"RED {row.red}"]
 
     def number(value: float | None, form: str = ".2f") -> str:
         return "-" if value is None else f"{value:{form}}"
 
+    unit, scale, form = ("us", 1e3, ".1f") if row.ms < SMALL_MS else ("ms", 1.0, ".3f")
+    low, high = ("-" if t is None else f"{t * scale:{form}}" for t in (row.p10_ms, row.p90_ms))
+    gbs = row.l2_gather_gbs if row.memory_gbs is None else row.memory_gbs
     return [
-        row.workload,
-        f"{row.nnz:.1f}",
-        row.variant,
-        number(row.ms, ".4f"),
-        f"{number(row.p10_ms, '.3f')}-{number(row.p90_ms, '.3f')}",
-        number(row.tflops, ".0f"),
-        number(None if row.l2_gather_gbs is None else row.l2_gather_gbs / 1000),
+        *start,
+        f"{row.ms * scale:{'.1f' if unit == 'us' else '.4f'}} {unit}",
+        f"{low}-{high}",
+        *(number(t, ".1f" if t is not None and t < 10 else ".0f") for t in (row.tflops, row.executed_tflops)),
+        number(None if gbs is None else gbs / 1000),
         number(row.floor_share, ".0%"),
         number(row.over_gemm, ".3f"),
         number(row.speedup_eager),
         number(row.speedup_compiled),
+        "-" if row.speedup_dense is None else f"{row.speedup_dense:.2f} {row.faster_dense}",
         over(row.frobenius, row.dense_frobenius),
         over(row.worst_row, row.dense_worst_row),
         number(None if row.kept_bytes is None else row.kept_bytes / 1e6, ".1f"),
@@ -642,7 +916,7 @@ def print_table(rows: list[Row]) -> None:
     widths = [max(len(line[i]) for line in full) for i in range(len(HEADER))]
     for line in [HEADER, *lines]:
         # names to the left, numbers to the right; the reason of a red row runs on
-        aligned = [cell.ljust(w) if i in (0, 2) else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))]
+        aligned = [cell.ljust(w) if i in NAMES else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))]
         print("  ".join(aligned).rstrip())
 
 
@@ -651,7 +925,7 @@ def print_kernels(rows: list[Row]) -> None:
     for row in rows:
         if row.kernels is None:
             continue
-        print(f"{row.workload} {row.variant}: {sum(row.kernels.values()) * 1e3:.0f} us in a queued call")
+        print(f"{row.workload} {row.variant} ({named(row)}): {sum(row.kernels.values()) * 1e3:.0f} us in a queued call")
         for symbol, ms in sorted(row.kernels.items(), key=lambda item: -item[1]):
             print(f"  {ms * 1e3:8.1f}  {symbol}")
 
@@ -691,6 +965,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", choices=DTYPES, default="bf16")
     add("--compression", type=int, choices=(2, 4, 8), default=8)
     add("--ops", default="gate_pack,up_down,ffn", help=f"comma-separated, out of {','.join(OPS)}")
+    add("--strategy", default="auto", help=f"comma-separated, out of {','.join(STRATEGIES)}")
+    add("--m-decode", nargs="+", type=int, default=[1, 8, 16, 64, 128, 256], metavar="M", help="tokens of decode")
     add("--compile", choices=("default", "max-autotune-no-cudagraphs", "none"), default="default")
     add("--kernels", action="store_true", help="also print the time of each kernel in a training step")
     add("--seconds", type=float, default=3.0, help="GPU time for the samples of one workload")
@@ -702,6 +978,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     unknown = set(arguments.ops) - set(OPS)
     if unknown:
         parser.error(f"--ops takes {', '.join(OPS)}, got {', '.join(sorted(unknown))}")
+    arguments.strategy = list(dict.fromkeys(arguments.strategy.split(",")))
+    unknown = set(arguments.strategy) - set(STRATEGIES)
+    if unknown:
+        parser.error(f"--strategy takes {', '.join(STRATEGIES)}, got {', '.join(sorted(unknown))}")
+    most = min(DECODED, arguments.m)
+    if "decode" in arguments.ops and not all(0 < m <= most for m in arguments.m_decode):
+        parser.error(f"--m-decode takes 1 to {most} tokens, got {', '.join(map(str, arguments.m_decode))}")
     real = testing.real_names(arguments.real_layers) if arguments.real_layers else []
     known = [*testing.WORKLOADS, *real]
     arguments.workload = arguments.workload or known
@@ -722,6 +1005,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     dense = None
     if arguments.compile != "none":
         mode = None if arguments.compile == "default" else arguments.compile
+        # each number of tokens is compiled for itself, and each size of a recorded layer
+        torch._dynamo.config.recompile_limit = 256
         dense = torch.compile(testing.dense_output, fullgraph=True, dynamic=False, mode=mode)
     rows: list[Row] = []
     for name in arguments.workload:

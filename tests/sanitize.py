@@ -5,7 +5,8 @@
     compute-sanitizer --tool synccheck python tests/sanitize.py --op hybrid_forward hybrid_backward
 
 The GPU runs nothing but copies, the kernels themselves and, in the operators of training, the sums and fills of torch
-between them. Those operators run gated and not. Exit status 1 if a result is wrong.
+between them. Those operators and ``up_down_union`` run gated and not. Up to 256 tokens have kernels of their own.
+Exit status 1 if a result is wrong.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from twell import ops, testing
 from twell.testing import FFN
 
 TRAINING = ("hybrid_forward", "hybrid_backward", "hybrid_backward_accumulate")
-OPS = ("gate_pack", "up_down", "down", "unpack", *TRAINING)
+OPS = ("gate_pack", "up_down", "down", "up_down_union", "unpack", *TRAINING)
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,15 @@ CASES = (
     Case("heavy rows", 9, 520, 2056, 0.6),
     Case("long rows", 17, 2056, 520, 0.1, biases="down"),
     Case("token tiles", 390, 72, 776, 0.05, biases="gate up down"),
+    # more tokens than the kernels for few of them take
+    Case("many, heavy", 270, 136, 264, 0.7, compression=4),
+    Case("many, overflow", 257, 72, 264, 1, biases="gate up down", dtype=torch.float16),
+    Case("many, long", 257, 1032, 264, 0.1, compression=2, biases="up"),
+    Case("few, long", 3, 2056, 520, 0.2, biases="gate up down"),
+    Case("few, overflow", 7, 264, 776, 1, compression=4),
+    Case("few, empty", 8, 72, 264, 0, biases="gate down", dtype=torch.float16),
+    Case("few, partial", 33, 264, 776, 0.1, compression=2, biases="gate up down", dtype=torch.float16),
+    Case("most of few", 256, 136, 264, 0.1, compression=4, biases="down"),
 )
 
 
@@ -97,6 +107,17 @@ def check(op: str, case: Case, problem: FFN) -> None:
     if op == "unpack":
         arguments = (words, spill, case.n, case.compression)
         testing.assert_same(ops.unpack(*on_gpu(*arguments)).cpu(), ops.unpack(*arguments), "values")
+        return
+    if op == "up_down_union":
+        for gated in (True, False):
+            weights = (w_up, w_down, up_bias) if gated else (None, w_down, None)
+            arguments = (x, *packed, *weights, down_bias, case.compression)
+            y, l1, union = on_cpu(ops.up_down_union(*on_gpu(*arguments)))
+            expected_y, expected_l1, expected_union = ops.up_down_union(*arguments)
+            testing.assert_same(y, expected_y, "y")
+            testing.assert_same(union, expected_union, "union")
+            # how the sum of a tile is split is the kernel's business
+            testing.assert_same(l1.sum(1), expected_l1.sum(1), "l1")
         return
     if op == "up_down":
         operator, arguments = ops.up_down, (x, words, spill, w_up, w_down, up_bias, down_bias, case.compression)

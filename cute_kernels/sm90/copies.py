@@ -32,3 +32,22 @@ def load_values(source: Any) -> Any:
     line = cute.make_tensor(cute.recast_ptr(source.align(16), dtype=Uint32), cute.make_layout(4))
     cute.autovec_copy(line, quad)
     return quad
+
+
+@cute.jit
+def load_peer_value(source: Any, rank: Int32) -> Float32:
+    """One fp32 value from the same place in the shared memory of CTA `rank` of the cluster."""
+    return cute.arch.inline_ptx(
+        "ld.shared::cluster.f32 {$w0}, [{$r0}];",
+        write_only_types=[Float32],
+        read_only_args=[cute.arch.map_dsmem_ptr(source, rank).toint()],
+    )
+
+
+@cute.jit
+def store_peer(target: Any, rank: Int32, value: Int32) -> None:
+    """One word to the same place in the shared memory of CTA `rank` of the cluster."""
+    cute.arch.inline_ptx(
+        "st.shared::cluster.u32 [{$r0}], {$r1};",
+        read_only_args=[cute.arch.map_dsmem_ptr(target, rank).toint(), value],
+    )

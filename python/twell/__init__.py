@@ -1,17 +1,38 @@
 """Exact sparse ReLU feed-forward layers in the TwELL format (Tile-wise ELLPACK, arXiv 2603.23198).
 
 ``sparse_gated_ffn``, ``sparse_ffn`` and ``pack`` are the functions, ``twell.nn`` the modules, ``twell.ops`` the
-registered operators. Importing needs torch alone: no GPU, no driver, no compiler.
+registered operators, and ``explain`` tells which strategy a layer runs. Importing needs torch alone: no GPU, no driver,
+no compiler.
 """
 
 from __future__ import annotations
 
 from twell import _log, nn, ops
+from twell._auto import AutoStrategy
+from twell._compaction import CompactionReport, Firing, FiringCounts, compact, count_firing, restore
 from twell.functional import Aux, pack, sparse_ffn, sparse_gated_ffn
+from twell.nn import explain
 from twell.packed import PackedTwell
 
 __version__ = "0.1.0"
 
-__all__ = ["Aux", "PackedTwell", "__version__", "nn", "ops", "pack", "sparse_ffn", "sparse_gated_ffn"]
+__all__ = [
+    "AutoStrategy",
+    "Aux",
+    "CompactionReport",
+    "Firing",
+    "FiringCounts",
+    "PackedTwell",
+    "__version__",
+    "compact",
+    "count_firing",
+    "explain",
+    "nn",
+    "ops",
+    "pack",
+    "restore",
+    "sparse_ffn",
+    "sparse_gated_ffn",
+]
 
 _log.configure()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from twell import ops
+from twell.ops import _hybrid
 
 Mains = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -27,13 +28,16 @@ class Operands(NamedTuple):
     b_down: Any
 
 
-def ffn(name: str, operands: Operands, mains: Mains, compression: int) -> tuple[Tensor, Tensor, Tensor]:
-    """y [M, K], the sum of |h| (0-d) and the number of non-zeros (0-d, int64); the first two are differentiable.
+def ffn(name: str, operands: Operands, mains: Mains, compression: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y [M, K], the sum of |h| (0-d), the number of non-zeros (0-d, int64) and the hybrid format's ``sizes``.
+
+    The first two are differentiable.
 
     ``mains`` are the float32 tensors, shaped as w_gate, w_up and w_down, to which backward adds the gradient of that
     weight instead of returning it; None where it shall be returned. ``name`` is the function that errors speak of.
     """
-    return cast(tuple[Tensor, Tensor, Tensor], _FFN.apply(name, compression, *mains, *operands))  # type: ignore[no-untyped-call]
+    outputs = _FFN.apply(name, compression, *mains, *operands)  # type: ignore[no-untyped-call]
+    return cast(tuple[Tensor, Tensor, Tensor, Tensor], outputs)
 
 
 class _FFN(torch.autograd.Function):
@@ -52,18 +56,19 @@ class _FFN(torch.autograd.Function):
         b_gate: Tensor | None,
         b_up: Tensor | None,
         b_down: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         y, l1, nonzeros, *kept = ops.hybrid_forward(x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down, compression)
         ctx.save_for_backward(x, w_gate, w_up, w_down, b_gate, b_up, *kept)
         # not saved: a hook that moves saved tensors would have backward add to a copy
         ctx.mains = (main_gate, main_up, main_down)
         ctx.name = name
-        ctx.mark_non_differentiable(nonzeros)
+        sizes = _hybrid.Kept(*kept).sizes
+        ctx.mark_non_differentiable(nonzeros, sizes)
         ctx.set_materialize_grads(False)
-        return y, l1, nonzeros
+        return y, l1, nonzeros, sizes
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         needs = Operands(*ctx.needs_input_grad[-len(Operands._fields) :])
         db_down = None
         if needs.b_down and dy is not None:

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import _autograd, ops, tuning
+from twell import _auto, _autograd, ops, tuning
+from twell._auto import AutoStrategy
 from twell._runtime import format, specs
 from twell.packed import PackedTwell
 
@@ -41,7 +42,7 @@ def sparse_gated_ffn(
     b_gate: Tensor | None = None,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
-    strategy: Strategy = "auto",
+    strategy: Strategy | AutoStrategy = "auto",
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
     return_aux: Literal[False] = False,
@@ -58,7 +59,7 @@ def sparse_gated_ffn(
     b_gate: Tensor | None = None,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
-    strategy: Strategy = "auto",
+    strategy: Strategy | AutoStrategy = "auto",
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
     return_aux: Literal[True],
@@ -74,7 +75,7 @@ def sparse_gated_ffn(
     b_gate: Tensor | None = None,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
-    strategy: Strategy = "auto",
+    strategy: Strategy | AutoStrategy = "auto",
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
     return_aux: bool = False,
@@ -87,8 +88,12 @@ def sparse_gated_ffn(
             tensor it is read in place, else copied at every call, which is logged. N neurons and K are multiples of 8,
             at most 65,536 and 16,384.
         b_gate, b_up: [N]. b_down: [K]. Optional.
-        strategy: "row" works on each token's non-zeros alone; "dense" is plain PyTorch, for any size and floating
-            dtype; "auto" is "row"; "union" has no kernel yet.
+        strategy: "row" works on each token's non-zeros alone, "union" on tiles of 128 tokens, with the neurons that
+            some token of a tile fires; "dense" is plain PyTorch, for any size and floating dtype. Where a gradient will
+            be needed, "row" and "union" are the same. "auto" keeps no memory between calls and so never measures: it is
+            "union", or "row" for few tokens. To have the strategy chosen by measured sparsity pass an ``AutoStrategy``
+            that you keep, as the modules do. On a GPU without sparse kernels both are "dense", after a warning. Results
+            of different strategies may differ in the last bits.
         compression: 2, 4 or 8. A tile of 256 neurons takes 256 / compression words, and up to one less non-zeros before
             it is spilled. Speed depends on it, the result does not.
         main_grads: float32 tensors (main_gate, main_up, main_down) of the weights' shapes. Backward adds the gradients
@@ -117,26 +122,33 @@ def sparse_gated_ffn(
     t = _admit(name, x=x, w_gate=w_gate, w_up=w_up, w_down=w_down, b_gate=b_gate, b_up=b_up, b_down=b_down)
     x = t["x"]
     mains = _admit_mains(name, t, ("w_gate", "w_up", "w_down"), main_grads)
-    if _runs_dense(name, t, strategy, compression):
+    route = _route(name, t, strategy, compression)
+    if route.strategy == "dense":
         w_gate, w_up, w_down = map(_autograd.into_main, (t["w_gate"], t["w_up"], t["w_down"]), mains)
         gate = F.relu(F.linear(x, w_gate, t.get("b_gate")))
         hidden = gate * F.linear(x, w_up, t.get("b_up"))
         y = F.linear(hidden, w_down, t.get("b_down"))
+        _note_dense(route, gate, y)
         return (y, _dense_aux(hidden, gate)) if return_aux else y
 
     tokens = x.reshape(-1, x.shape[-1])
     if _needing_grad(t):
         biases = (t.get("b_gate"), t.get("b_up"), t.get("b_down"))
         layer = _autograd.Operands(tokens, t["w_gate"], t["w_up"], t["w_down"], *biases)
-        y, total, nonzeros = _autograd.ffn(name, layer, mains, compression)
+        y, total, nonzeros, sizes = _autograd.ffn(name, layer, mains, compression)
+        _note_training(route, nonzeros, sizes, y)
         y = y.reshape(x.shape)
         return (y, _per_token(total, nonzeros, tokens.shape[0])) if return_aux else y
 
     words, spill, stats = ops.gate_pack(tokens, t["w_gate"], t.get("b_gate"), compression)
-    down = t["w_down"].t()
-    y, l1 = ops.up_down(tokens, words, spill, t["w_up"], down, t.get("b_up"), t.get("b_down"), compression)
+    weights, unions = (t["w_up"], t["w_down"].t(), t.get("b_up"), t.get("b_down")), None
+    if route.strategy == "union":
+        y, l1, unions = ops.up_down_union(tokens, words, spill, stats, *weights, compression)
+    else:
+        y, l1 = ops.up_down(tokens, words, spill, *weights, compression)
+    _note(route, stats, unions)
     y = y.reshape(x.shape)
-    return (y, _sparse_aux(l1, stats)) if return_aux else y
+    return (y, _sparse_aux(l1, stats, tokens.shape[0])) if return_aux else y
 
 
 @overload
@@ -147,7 +159,7 @@ def sparse_ffn(
     *,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
-    strategy: Strategy = "auto",
+    strategy: Strategy | AutoStrategy = "auto",
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
     return_aux: Literal[False] = False,
@@ -162,7 +174,7 @@ def sparse_ffn(
     *,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
-    strategy: Strategy = "auto",
+    strategy: Strategy | AutoStrategy = "auto",
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
     return_aux: Literal[True],
@@ -176,7 +188,7 @@ def sparse_ffn(
     *,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
-    strategy: Strategy = "auto",
+    strategy: Strategy | AutoStrategy = "auto",
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
     return_aux: bool = False,
@@ -190,23 +202,31 @@ def sparse_ffn(
     t = _admit(name, x=x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down)
     x = t["x"]
     main_up, main_down = _admit_mains(name, t, ("w_up", "w_down"), main_grads)
-    if _runs_dense(name, t, strategy, compression):
+    route = _route(name, t, strategy, compression)
+    if route.strategy == "dense":
         w_up, w_down = _autograd.into_main(t["w_up"], main_up), _autograd.into_main(t["w_down"], main_down)
         hidden = F.relu(F.linear(x, w_up, t.get("b_up")))
         y = F.linear(hidden, w_down, t.get("b_down"))
+        _note_dense(route, hidden, y)
         return (y, _dense_aux(hidden, hidden)) if return_aux else y
 
     tokens = x.reshape(-1, x.shape[-1])
     if _needing_grad(t):
         layer = _autograd.Operands(tokens, t["w_up"], None, t["w_down"], t.get("b_up"), None, t.get("b_down"))
-        y, total, nonzeros = _autograd.ffn(name, layer, (main_up, None, main_down), compression)
+        y, total, nonzeros, sizes = _autograd.ffn(name, layer, (main_up, None, main_down), compression)
+        _note_training(route, nonzeros, sizes, y)
         y = y.reshape(x.shape)
         return (y, _per_token(total, nonzeros, tokens.shape[0])) if return_aux else y
 
     words, spill, stats = ops.gate_pack(tokens, t["w_up"], t.get("b_up"), compression)
-    y, l1 = ops.down(words, spill, t["w_down"].t(), t.get("b_down"), compression)
+    w_down, b_down, unions = t["w_down"].t(), t.get("b_down"), None
+    if route.strategy == "union":
+        y, l1, unions = ops.up_down_union(tokens, words, spill, stats, None, w_down, None, b_down, compression)
+    else:
+        y, l1 = ops.down(words, spill, w_down, b_down, compression)
+    _note(route, stats, unions)
     y = y.reshape(x.shape)
-    return (y, _sparse_aux(l1, stats)) if return_aux else y
+    return (y, _sparse_aux(l1, stats, tokens.shape[0])) if return_aux else y
 
 
 def pack(x: Tensor, w_gate: Tensor, b_gate: Tensor | None = None, *, compression: int = 8) -> PackedTwell:
@@ -271,21 +291,55 @@ def _admit(name: str, **operands: Tensor | None) -> dict[str, Tensor]:
     return present
 
 
-def _runs_dense(name: str, operands: dict[str, Tensor], requested: str, compression: int) -> bool:
-    """Whether plain PyTorch computes this call; if not, every limit of the sparse path has been checked."""
-    if tuning.strategy(requested) == "dense":
-        return True
-    x = operands["x"]
+def _route(name: str, operands: dict[str, Tensor], requested: Any, compression: int) -> _auto.Route:
+    """How this call runs; unless "dense" was asked for, every limit of the sparse path has been checked."""
+    if not isinstance(requested, AutoStrategy):
+        tuning.require_strategy(requested)
+        if requested == "dense":
+            return _auto.Route("dense")
+    x, needing = operands["x"], _needing_grad(operands)
     _require_packable(name, operands, compression)
-    if x.dtype in _PACKED_DTYPES:
-        return False
-    if x.dtype in _WIDE_DTYPES and x.device.type == "cpu":
+    if x.dtype not in _PACKED_DTYPES:
+        if x.dtype not in _WIDE_DTYPES or x.device.type != "cpu":
+            raise TypeError(
+                f"{name}: dtype must be bfloat16 or float16 (float32 and float64 on the CPU, float32 under autocast), "
+                f'got {x.dtype} on {x.device.type}; strategy="dense" takes any'
+            )
         # TwELL stores 16-bit values; the operators of training take wider ones, for gradcheck
-        return not _needing_grad(operands)
-    raise TypeError(
-        f"{name}: dtype must be bfloat16 or float16 (float32 and float64 on the CPU, float32 under autocast), "
-        f'got {x.dtype} on {x.device.type}; strategy="dense" takes any'
-    )
+        return _auto.Route("union" if needing else "dense")
+    if requested in ("row", "union"):
+        return _auto.Route(requested)
+    forced = _auto.forced(x.device.type, x.device.index)
+    if forced:
+        return _auto.Route(forced)
+    gated, training = "w_gate" in operands, bool(needing)
+    n = operands["w_gate" if gated else "w_up"].shape[0]
+    if isinstance(requested, AutoStrategy):
+        return requested.begin(x, n, gated, training)
+    return _auto.Route(_auto.fresh(x, n, gated, training))
+
+
+def _note(route: _auto.Route, stats: Tensor, unions: Tensor | None) -> None:
+    """Leave the figures of a sparse call that needs no gradient, if they are wanted."""
+    if route.measurement is not None:
+        route.measurement.counts(stats.select(2, 0).sum(), unions)
+
+
+def _note_dense(route: _auto.Route, gate: Tensor, y: Tensor) -> None:
+    """What ``_note`` does, of a dense gate [..., N]; training keeps its choice until backward has passed y."""
+    if route.measurement is not None:
+        route.measurement.dense(gate)
+    if route.holder is not None:
+        route.holder.hold(y)
+
+
+def _note_training(route: _auto.Route, nonzeros: Tensor, sizes: Tensor, y: Tensor) -> None:
+    """What ``_note`` does, of a sparse call that needs gradients."""
+    if route.measurement is not None:
+        m, n = route.measurement.problem.m, route.measurement.problem.n
+        route.measurement.counts(nonzeros, sizes[:-1], most=format.hybrid_capacity(m, n))
+    if route.holder is not None:
+        route.holder.hold(y)
 
 
 def _require_packable(name: str, operands: dict[str, Tensor], compression: int) -> None:
@@ -343,8 +397,8 @@ def _dense_aux(hidden: Tensor, gate: Tensor) -> Aux:
     return _per_token(l1, (gate != 0).sum(), hidden.shape[:-1].numel())
 
 
-def _sparse_aux(l1: Tensor, stats: Tensor) -> Aux:
-    return _per_token(l1.sum(), stats.select(2, 0).sum(), l1.shape[0])
+def _sparse_aux(l1: Tensor, stats: Tensor, tokens: int) -> Aux:
+    return _per_token(l1.sum(), stats.select(2, 0).sum(), tokens)
 
 
 def _per_token(l1: Tensor, nonzeros: Tensor, tokens: int) -> Aux:

@@ -7,7 +7,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from twell import functional, tuning
+from twell import _auto, functional, tuning
+from twell._auto import AutoStrategy, Choice, Explanation
 from twell._log import logger
 from twell._runtime import format
 from twell.functional import Aux, Strategy
@@ -19,17 +20,25 @@ class _SparseFFN(nn.Module):
     down_proj: nn.Linear
     accumulate_main_grad: bool = False
 
-    def __init__(self, hidden: int, intermediate: int, compression: int, strategy: Strategy) -> None:
+    def __init__(self, hidden: int, intermediate: int, compression: int, strategy: Strategy | AutoStrategy) -> None:
         super().__init__()
-        tuning.strategy(strategy)
+        if not isinstance(strategy, AutoStrategy):
+            tuning.require_strategy(strategy)
         format.words_per_tile(compression)
         self.hidden, self.intermediate = hidden, intermediate
         self.compression, self.strategy = compression, strategy
+        self._auto = AutoStrategy()
         # load_state_dict(assign=True) puts tensors of any layout in place of the parameters
         self.register_load_state_dict_post_hook(_keep_rows)  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         return f"{self.hidden}, {self.intermediate}, compression={self.compression}, strategy={self.strategy!r}"
+
+    def _site(self) -> AutoStrategy | None:
+        """What chooses the strategy; None where it has been named."""
+        if isinstance(self.strategy, AutoStrategy):
+            return self.strategy
+        return self._auto if self.strategy == "auto" else None
 
     def _main_grads(self, **projections: nn.Linear) -> list[Tensor | None] | None:
         """``weight.main_grad`` of each projection whose weight requires grad, if these shall take the gradients."""
@@ -64,10 +73,11 @@ class SparseGatedMLP(_SparseFFN):
     moving, casting, copying and pickling keep it so; file formats that store contiguous tensors only need
     ``.contiguous()`` on the way out.
 
-    ``compression`` and ``strategy`` are those of ``twell.sparse_gated_ffn`` and may be set at any time. So may
-    ``accumulate_main_grad``, False at first: if true, backward adds the gradient of each weight to
-    ``weight.main_grad``, a float32 tensor of the weight's shape that the trainer has put there, and leaves
-    ``weight.grad`` alone.
+    ``compression`` and ``strategy`` are those of ``twell.sparse_gated_ffn`` and may be set at any time. With "auto" the
+    module has an ``AutoStrategy`` of its own, which chooses by the sparsity that earlier calls measured, as
+    ``twell.explain`` shows. Any other strategy stays as named. ``accumulate_main_grad``, False at first, may be set,
+    too: if true, backward adds the gradient of each weight to ``weight.main_grad``, a float32 tensor of the weight's
+    shape that the trainer has put there, and leaves ``weight.grad`` alone.
     """
 
     def __init__(
@@ -77,7 +87,7 @@ class SparseGatedMLP(_SparseFFN):
         bias: bool = False,
         *,
         compression: int = 8,
-        strategy: Strategy = "auto",
+        strategy: Strategy | AutoStrategy = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -89,7 +99,13 @@ class SparseGatedMLP(_SparseFFN):
 
     @classmethod
     def from_linear(
-        cls, gate: nn.Linear, up: nn.Linear, down: nn.Linear, *, compression: int = 8, strategy: Strategy = "auto"
+        cls,
+        gate: nn.Linear,
+        up: nn.Linear,
+        down: nn.Linear,
+        *,
+        compression: int = 8,
+        strategy: Strategy | AutoStrategy = "auto",
     ) -> SparseGatedMLP:
         """A module on the very Parameter objects of three ``nn.Linear``, each with or without bias.
 
@@ -117,7 +133,7 @@ class SparseGatedMLP(_SparseFFN):
             b_gate=gate.bias,
             b_up=up.bias,
             b_down=down.bias,
-            strategy=self.strategy,
+            strategy=self._site() or self.strategy,
             compression=self.compression,
             main_grads=self._main_grads(gate_proj=gate, up_proj=up, down_proj=down),
             return_aux=return_aux,
@@ -134,7 +150,7 @@ class SparseMLP(_SparseFFN):
         bias: bool = False,
         *,
         compression: int = 8,
-        strategy: Strategy = "auto",
+        strategy: Strategy | AutoStrategy = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -145,7 +161,7 @@ class SparseMLP(_SparseFFN):
 
     @classmethod
     def from_linear(
-        cls, up: nn.Linear, down: nn.Linear, *, compression: int = 8, strategy: Strategy = "auto"
+        cls, up: nn.Linear, down: nn.Linear, *, compression: int = 8, strategy: Strategy | AutoStrategy = "auto"
     ) -> SparseMLP:
         """A module on the very Parameter objects of two ``nn.Linear``, as ``SparseGatedMLP.from_linear``."""
         hidden, intermediate = _require_linear({"up": up}, down)
@@ -165,11 +181,38 @@ class SparseMLP(_SparseFFN):
             self.down_proj.weight,
             b_up=self.up_proj.bias,
             b_down=self.down_proj.bias,
-            strategy=self.strategy,
+            strategy=self._site() or self.strategy,
             compression=self.compression,
             main_grads=self._main_grads(up_proj=self.up_proj, down_proj=self.down_proj),
             return_aux=return_aux,
         )
+
+
+def explain(layers: nn.Module | AutoStrategy) -> Explanation:
+    """Which strategy each layer of ``layers`` runs, why, and what it measured; ``print`` it for a table.
+
+    ``layers`` is a module that is or contains layers of ``twell.nn``, or the ``AutoStrategy`` of a call site. Nothing
+    waits and nothing changes: figures still on their way from the GPU are left out.
+    """
+    if isinstance(layers, AutoStrategy):
+        return Explanation(tuple(layers.explain()))
+    if not isinstance(layers, nn.Module):
+        raise TypeError(f"layers must be an nn.Module or an AutoStrategy, got {type(layers).__name__}")
+    rows: list[Choice] = []
+    for name, layer in layers.named_modules():
+        if isinstance(layer, _SparseFFN):
+            rows += _explain(name, layer)
+    return Explanation(tuple(rows))
+
+
+def _explain(name: str, layer: _SparseFFN) -> list[Choice]:
+    site, where = layer._site(), layer.down_proj.weight.device
+    if site is None:
+        return [Choice(name, "any", "any", "", str(layer.strategy), "it was named")]
+    if strategy := _auto.forced(where.type, where.index):
+        why = "has no sparse kernels" if where.type == "cuda" else "measures nothing and leaves no choice"
+        return [Choice(name, "any", "any", "", strategy, f"{where} {why}")]
+    return site.explain(name) or [Choice(name, "any", "any", "", "auto", "not called yet")]
 
 
 def _lay_rows(down: nn.Linear) -> bool:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
+from typing import NamedTuple
 
 import torch
 
-from twell._runtime import specs
+from twell import _tuning_table
+from twell._runtime import format, specs
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -32,6 +35,38 @@ def down(dtype: torch.dtype, k: int, bias: bool) -> specs.DownSpec:
     return specs.DownSpec(dtype_name(dtype), specs.k_class(k), bias)
 
 
+# Most tokens for which the kernels run that are made for few. NVIDIA H200, K = 2048, N = 5632
+SKINNY_GATE_PACK = 256
+SKINNY_UP_DOWN = 256
+# most tokens that eight CTAs share each
+SKINNY_SHARED = 32
+
+
+@functools.cache
+def gate_pack_skinny(dtype: torch.dtype, m: int, bias: bool) -> specs.GatePackSkinnySpec:
+    """The gate GEMM for ``m`` tokens, few of them."""
+    tokens = next((t for t in specs.SKINNY_TOKENS if m <= t), specs.SKINNY_TOKENS[-1])
+    return specs.GatePackSkinnySpec(dtype_name(dtype), tokens, bias)
+
+
+@functools.cache
+def up_down_skinny(dtype: torch.dtype, m: int, k: int, bias: bool) -> specs.UpDownSkinnySpec:
+    """The gated up and down projections of ``m`` tokens, few of them, for hidden size ``k``."""
+    return specs.UpDownSkinnySpec(dtype_name(dtype), *_skinny_row(m, k), bias)
+
+
+@functools.cache
+def down_skinny(dtype: torch.dtype, m: int, k: int, bias: bool) -> specs.DownSkinnySpec:
+    """The down projection of ``m`` tokens, few of them, for hidden size ``k``."""
+    return specs.DownSkinnySpec(dtype_name(dtype), *_skinny_row(m, k), bias)
+
+
+def _skinny_row(m: int, k: int) -> tuple[int, int]:
+    """Class of ``k``, and the CTAs that share a token: as many as are needed to occupy the GPU."""
+    cluster = 4 if m > SKINNY_SHARED and k <= specs.SKINNY_K_CLASSES[4][-1] else 8
+    return specs.k_class(k, specs.SKINNY_K_CLASSES[cluster]), cluster
+
+
 @functools.cache
 def unpack(dtype: torch.dtype) -> specs.UnpackSpec:
     """TwELL to dense."""
@@ -39,15 +74,15 @@ def unpack(dtype: torch.dtype) -> specs.UnpackSpec:
 
 
 @functools.cache
-def compact(dtype: torch.dtype) -> specs.CompactSpec:
+def compact(dtype: torch.dtype, training: bool) -> specs.CompactSpec:
     """TwELL to the hybrid format."""
-    return specs.CompactSpec(dtype_name(dtype))
+    return specs.CompactSpec(dtype_name(dtype), training)
 
 
 @functools.cache
-def sampled_up(dtype: torch.dtype, bias: bool) -> specs.SampledUpSpec:
+def sampled_up(dtype: torch.dtype, bias: bool, training: bool) -> specs.SampledUpSpec:
     """The up projection at the non-zeros."""
-    return specs.SampledUpSpec(dtype_name(dtype), bias)
+    return specs.SampledUpSpec(dtype_name(dtype), bias, training)
 
 
 @functools.cache
@@ -86,13 +121,131 @@ def overflow(dtype: torch.dtype, mode: str, gated: bool, bias: bool) -> specs.Ov
     return specs.OverflowSpec(dtype_name(dtype), mode, gated, bias)
 
 
-def strategy(requested: str) -> str:
-    """The strategy to run: "row" or "dense". "auto" is "row" whatever the sparsity.
+# Strategies
 
-    Raises ValueError for a name that is none, NotImplementedError for "union", which has no kernel.
-    """
-    if requested == "union":
-        raise NotImplementedError('strategy="union" has no kernel yet, expected "auto", "row" or "dense"')
-    if requested not in ("auto", "row", "dense"):
+
+STRATEGIES = ("auto", "row", "union", "dense")
+
+# A change of strategy must promise to save this share of the time.
+MARGIN = 0.05
+
+# More non-zeros than the hybrid format holds cost a training step seven times dense's (H200, K = 2,048, N = 5,632). The
+# sparse route starts below this share of its capacity, so that batches may vary by a third.
+SAFE_SHARE = 0.7
+
+# Of a layer not yet measured at inference "union" runs, if with one non-zero in 190 neurons it would take at most this
+# multiple of the time of "row": the worst pattern costs it a few times dense's, "row" thirty times.
+WORST_CASE_PREMIUM = 1.25
+_ASSUMED_DENSITY = 1 / 190
+
+
+class Problem(NamedTuple):
+    """The sizes of a call: x [m, k], n neurons, with a gate or without; ``training`` where a gradient is needed."""
+
+    m: int
+    k: int
+    n: int
+    gated: bool
+    training: bool
+
+
+class Figures(NamedTuple):
+    """How sparse a layer is. ``nonzeros``: mean non-zeros of a token. ``union``: mean share of the n neurons that some
+    token of a tile, 128 consecutive ones, fires; None where unknown."""
+
+    nonzeros: float
+    union: float | None
+
+
+class Decision(NamedTuple):
+    """A strategy, why, and the predicted times of all as multiples of dense's, where anything is known."""
+
+    strategy: str
+    reason: str
+    costs: dict[str, float]
+
+
+def require_strategy(requested: object) -> None:
+    """Raise ValueError unless ``requested`` is the name of a strategy."""
+    if requested not in STRATEGIES:
         raise ValueError(f'strategy must be "auto", "row", "union" or "dense", got {requested!r}')
-    return "dense" if requested == "dense" else "row"
+
+
+def shares(problem: Problem, figures: Figures) -> tuple[float, float]:
+    """The shares of the n neurons that a tile of tokens and that one token fires: what costs are linear in.
+
+    An unknown union, or one of more tokens than there are, is as large as independent tokens would make it.
+    """
+    density = min(figures.nonzeros / problem.n, 1.0)
+    union = 1 - (1 - density) ** min(problem.m, format.TOKEN_TILE)
+    return union if figures.union is None else min(union, figures.union), density
+
+
+def costs(problem: Problem, figures: Figures) -> dict[str, float]:
+    """Predicted time of each strategy that the table knows for ``problem``, as a multiple of that of "dense"."""
+    union, density = shares(problem, figures)
+    predicted = {
+        name: base + per_union * union + per_density * density
+        for name, (base, per_union, per_density) in coefficients(problem).items()
+    }
+    return predicted | {"dense": 1.0}
+
+
+def decide(problem: Problem, figures: Figures | None, current: str | None) -> Decision:
+    """The strategy for ``problem``, of ``figures`` measured or None, where ``current`` has run so far, if any has.
+
+    A pure function. Before anything is measured, inference takes a sparse strategy and training the dense one.
+    """
+    if figures is None:
+        return _fresh(problem)
+    predicted = costs(problem, figures)
+    if problem.training:
+        held = format.hybrid_capacity(problem.m, problem.n) / max(problem.m, 1)
+        limit = SAFE_SHARE * held * (1 if current in (None, "dense") else 1 + MARGIN)
+        if figures.nonzeros > limit:
+            reason = f"{figures.nonzeros:.0f} non-zeros a token are too near the {held:.0f} that the sparse route holds"
+            return Decision("dense", reason, predicted)
+    best = min(predicted, key=lambda name: predicted[name])
+    if current is None or current not in predicted or current == best:
+        return Decision(best, f"predicted at {predicted[best]:.2f} of dense's time", predicted)
+    if predicted[best] > (1 - MARGIN) * predicted[current]:
+        return Decision(current, f"kept: {best} would save less than {MARGIN:.0%}", predicted)
+    saved = 1 - predicted[best] / predicted[current]
+    return Decision(best, f"saves {saved:.0%} of the time of {current}", predicted)
+
+
+def _fresh(problem: Problem) -> Decision:
+    if problem.training:
+        return Decision("dense", "nothing measured yet, and an untrained layer fires half of its neurons", {})
+    assumed = costs(problem, Figures(_ASSUMED_DENSITY * problem.n, None))
+    row, union = assumed.get("row", 1.0), assumed.get("union", math.inf)
+    if union <= WORST_CASE_PREMIUM * row and union < 1:
+        return Decision("union", "nothing measured yet, and its worst case is bounded", {})
+    strategy = "row" if row < 1 else "dense"
+    return Decision(strategy, f"nothing measured yet, and the best for {problem.m} tokens of a sparse layer", {})
+
+
+@functools.lru_cache(1024)
+def coefficients(problem: Problem) -> dict[str, tuple[float, float, float]]:
+    """For each sparse strategy what makes up its cost: base, per share of the union, per share of non-zeros.
+
+    From the measured layer nearest in kind and in k * n, between its numbers of tokens in log m. Fewer tokens than were
+    measured have no sparse strategy, more are as the most that were.
+    """
+
+    def distance(measured: tuple[bool, bool, int, int]) -> tuple[bool, bool, float]:
+        training, gated, k, n = measured
+        return training != problem.training, gated != problem.gated, abs(math.log(problem.k * problem.n / (k * n)))
+
+    by_tokens = _tuning_table.TABLE[min(_tuning_table.TABLE, key=distance)]
+    m = min(problem.m, max(by_tokens))
+    if m < min(by_tokens):
+        return {}
+    below, above = max(t for t in by_tokens if t <= m), min(t for t in by_tokens if t >= m)
+    share = math.log(m / below) / math.log(above / below) if below < above else 0.0
+    between = {}
+    for name, low in by_tokens[below].items():
+        if name in by_tokens[above]:
+            base, per_union, per_density = (a + share * (b - a) for a, b in zip(low, by_tokens[above][name]))
+            between[name] = base, per_union, per_density
+    return between

@@ -39,6 +39,7 @@ def reports(request: pytest.FixtureRequest) -> Iterator[dict[Spec, Future[list[A
 # threads of a CTA, and CTAs that must fit on an SM
 OCCUPANCY = {
     "gate_pack": (384, 1),
+    "gate_pack_skinny": (160, 2),
     "unpack": (256, 8),
     "compact": (1024, 1),
     "sampled_up": (384, 1),
@@ -57,6 +58,8 @@ def register_budget(spec: Spec, kernel: str) -> int:
         # groups of tokens hide their listing behind a second CTA while rows are short enough; heavy tokens do not
         shared = spec.k_max <= 2048 and "heavy" not in kernel
         return feasible.registers_per_thread(256, 2 if shared else 1)
+    if isinstance(spec, (specs.UpDownSkinnySpec, specs.DownSkinnySpec)):
+        return feasible.registers_per_thread(256, {256: 3, 512: 2}.get(spec.k_max // spec.cluster, 1))
     return feasible.registers_per_thread(*OCCUPANCY[spec.op])
 
 
@@ -66,9 +69,7 @@ def test_compiles_within_budget(spec: Spec, reports: dict[Spec, Future[list[Any]
         assert kernel.registers <= register_budget(spec, kernel.kernel), kernel
         # the heavy kernel of the widest slab holds 192 registers of sums and x, and spills: it may not get worse
         widest = "heavy" in kernel.kernel and getattr(spec, "k_max", 0) == 4096
-        # after the main loop, where the bias is added to 128 sums, all loads are in flight at once
-        biased = spec.op == "gathered" and spec.bias
-        assert kernel.spill_bytes <= (384 if widest else 256 if biased else 0), kernel
+        assert kernel.spill_bytes <= (384 if widest else 0), kernel
         assert kernel.wgmma == (), kernel
 
 

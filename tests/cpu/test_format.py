@@ -29,6 +29,43 @@ def test_neuron_index_fits_its_bits() -> None:
 
 
 @pytest.mark.parametrize(
+    ("n", "sums"), [(8, 128), (5632, 128), (128 * 256, 128), (128 * 256 + 8, 129), (65536 - 8, 256), (65536, 256)]
+)
+def test_sums_per_tile(n: int, sums: int) -> None:
+    """Room for one sum a token, and for one of 256 neurons in a union of all."""
+    assert format.sums_per_tile(n) == sums
+
+
+@pytest.mark.parametrize("n", [8, 264, 5632, 8192, 16392, 65528, 65536])
+@pytest.mark.parametrize(
+    "m", [0, 1, 127, 128, 129, 4096, 4097, 8192 + 130, 16384, 47616, 47617, 100_000, 1_000_000, 40_000_001]
+)
+def test_union_slices(m: int, n: int) -> None:
+    """Consecutive, of whole token tiles but for the last, within the room, no more than needed and nearly alike."""
+    slices = format.union_slices(m, n)
+    assert [first for first, _ in slices] == [0, *(last for _, last in slices)][: len(slices)]
+    assert (slices[-1][1] if slices else 0) == m
+    assert all(first < last and first % format.TOKEN_TILE == 0 for first, last in slices)
+    assert all((last - first) * n <= format.UNION_ENTRIES for first, last in slices)
+    room = format.UNION_ENTRIES // n // format.TOKEN_TILE
+    assert len(slices) <= -(-format.token_tiles(m) // room)
+    lengths = [format.token_tiles(last - first) for first, last in slices]
+    assert len(set(lengths[:-1])) <= 1
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_union_slices_of_known_sizes() -> None:
+    assert format.union_slices(16384, 5632) == [(0, 16384)]
+    assert format.union_slices(8192 + 130, 65536) == [(0, 2816), (2816, 5632), (5632, 8322)]
+    assert format.union_slices(4096, 65536) == [(0, 4096)]
+    assert format.union_slices(4096 + 1, 65536) == [(0, 2176), (2176, 4097)]
+
+
+def test_a_token_tile_of_most_neurons_is_a_slice() -> None:
+    assert format.TOKEN_TILE * format.MAX_NEURONS <= format.UNION_ENTRIES <= format.MOST
+
+
+@pytest.mark.parametrize(
     ("threads", "ctas", "registers"), [(128, 1, 255), (256, 1, 255), (384, 1, 168), (384, 2, 80), (256, 2, 128)]
 )
 def test_registers_per_thread(threads: int, ctas: int, registers: int) -> None:

@@ -135,7 +135,7 @@ def test_dense_has_gradients(ffn: Callable[..., Any]) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("strategy", ["auto", "row"])
+@pytest.mark.parametrize("strategy", ["auto", "row", "union"])
 def test_exact_whether_a_gradient_is_needed_or_not(ffn: Callable[..., Any], strategy: str) -> None:
     problem = testing.integer_problem(2, 8, 8)
     problem.x.requires_grad_()
@@ -146,7 +146,7 @@ def test_exact_whether_a_gradient_is_needed_or_not(ffn: Callable[..., Any], stra
 
 
 @BOTH
-@pytest.mark.parametrize("strategy", ["auto", "row"])
+@pytest.mark.parametrize("strategy", ["auto", "row", "union"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_wider_dtypes_on_the_cpu_are_dense(ffn: Callable[..., Any], strategy: str, dtype: torch.dtype) -> None:
     problem = real_problem(5, 264, 32, dtype)
@@ -231,7 +231,6 @@ def shaped(**changes: Any) -> dict[str, Any]:
         ({"w_up": torch.zeros(24, 16, dtype=BF16, device="meta")}, ValueError, "w_up must be on cpu as x is, got meta"),
         ({"compression": 3}, ValueError, r"compression must be one of \(2, 4, 8\), got 3"),
         ({"strategy": "fast"}, ValueError, 'strategy must be "auto", "row", "union" or "dense", got \'fast\''),
-        ({"strategy": "union"}, NotImplementedError, 'strategy="union" has no kernel yet, expected "auto"'),
     ],
 )
 def test_bad_arguments_are_refused(changes: dict[str, Any], error: type[Exception], text: str) -> None:

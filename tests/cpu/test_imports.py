@@ -21,6 +21,7 @@ LAYERS = [
     ["cute_kernels.sm90"],
     [
         *("cute_kernels.gate_pack", "cute_kernels.up_down", "cute_kernels.down", "cute_kernels.unpack"),
+        *("cute_kernels.gate_pack_skinny", "cute_kernels.up_down_skinny", "cute_kernels.down_skinny"),
         *("cute_kernels.compact", "cute_kernels.sampled_up", "cute_kernels.sampled_grad", "cute_kernels.gathered"),
         *("cute_kernels.rank", "cute_kernels.transpose", "cute_kernels.weight_grad", "cute_kernels.overflow"),
     ],
@@ -30,11 +31,13 @@ LAYERS = [
     ["twell._env"],
     ["twell._log"],
     ["twell._runtime"],
-    ["twell.reference", "twell.tuning"],
+    ["twell.reference", "twell._tuning_table"],
+    ["twell.tuning"],
     ["twell.ops"],
-    ["twell._autograd", "twell.packed"],
+    ["twell._auto", "twell._autograd", "twell.packed"],
     ["twell.functional"],
     ["twell.nn"],
+    ["twell._compaction"],
     ["twell.__init__"],
     # people's side
     ["twell.testing", "twell._info"],

@@ -39,14 +39,48 @@ def calls(o: dict[str, Tensor | None], compression: int) -> list[tuple[Any, Call
     """(operator, reference, arguments) of every operator on these operands."""
     n = o["w_gate"].shape[0]
     pack = (o["x"], o["w_gate"], o["gate_bias"], compression)
-    words, spill, _ = reference.gate_pack(*pack)
-    up_down = (o["x"], words, spill, o["w_up"], o["w_down"], o["up_bias"], o["down_bias"], compression)
+    words, spill, stats = reference.gate_pack(*pack)
+    packed = o["x"], words, spill
+    weights = o["w_up"], o["w_down"], o["up_bias"], o["down_bias"]
+    plain = None, o["w_down"], None, o["down_bias"]
     return [
         (ops.gate_pack, reference.gate_pack, pack),
         (ops.unpack, reference.unpack, (words, spill, n, compression)),
-        (ops.up_down, reference.up_down, up_down),
+        (ops.up_down, reference.up_down, (*packed, *weights, compression)),
         (ops.down, reference.down, (words, spill, o["w_down"], o["down_bias"], compression)),
+        (ops.up_down_union, token_by_token, (*packed, stats, *weights, compression)),
+        (ops.up_down_union, token_by_token, (*packed, stats, *plain, compression)),
     ]
+
+
+def token_by_token(
+    x: Tensor,
+    words: Tensor,
+    spill: Tensor,
+    stats: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    compression: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What ``up_down_union`` means: each token's non-zeros alone in float64, h rounded to x's dtype once."""
+    (m, k), n = x.shape, w_down.shape[0]
+    gate, wide = reference.unpack(words, spill, n, compression).double(), x.double()
+    fired: list[set[int]] = [set() for _ in range(-(-m // 128))]
+    y, l1 = torch.zeros(m, k, dtype=torch.float64), torch.zeros(len(fired), max(128, -(-n // 256)))
+    for token in range(m):
+        active = gate[token].nonzero().flatten()
+        hidden = gate[token, active]
+        if w_up is not None:
+            up = w_up[active].double() @ wide[token]
+            hidden = hidden * (up if up_bias is None else up + up_bias[active].double())
+        y[token] = hidden.to(x.dtype).double() @ w_down[active].double()
+        if down_bias is not None:
+            y[token] += down_bias.double()
+        l1[token // 128, 0] += hidden.abs().sum()
+        fired[token // 128].update(active.tolist())
+    return y.to(x.dtype), l1, torch.tensor([len(neurons) for neurons in fired], dtype=torch.int32)
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -78,7 +112,7 @@ def test_nan_and_infinity_are_non_zeros() -> None:
     o = operands(4, 264, 16)
     o["x"][0, 0], o["x"][1, 0] = float("nan"), float("inf")
     o["w_gate"][:, 0] = 1
-    words, spill, _ = ops.gate_pack(o["x"], o["w_gate"], None, 8)
+    words, spill, stats = ops.gate_pack(o["x"], o["w_gate"], None, 8)
     expected = reference.gate(o["x"], o["w_gate"], None)
     assert words.view(4, 2, 32)[0, :, 0].tolist() == [256, 8]
     torch.testing.assert_close(ops.unpack(words, spill, 264, 8), expected, rtol=0, atol=0, equal_nan=True)
@@ -86,6 +120,47 @@ def test_nan_and_infinity_are_non_zeros() -> None:
     assert y[0].isnan().all()
     assert l1[0].isnan()
     assert y[2:].isfinite().all()
+    y, l1, union = ops.up_down_union(o["x"], words, spill, stats, o["w_up"], o["w_down"], None, None, 8)
+    assert y[0].isnan().all()
+    assert l1[0, 0].isnan()
+    assert y[2:].isfinite().all()
+    assert union.tolist() == [264]
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_union_of_several_token_tiles(gated: bool) -> None:
+    """Tiles of 128 tokens: one with some, one with nothing, one with a single neuron and a partial one with all."""
+    o = operands(400, 264, 16, bias=True)
+    gate = integers(400, 264, low=0, high=2) * integers(400, 264, low=0, high=2)
+    gate[:, 200:] = 0
+    gate[128:384] = 0
+    gate[383, 263] = 3
+    gate[384:] = 2
+    words, spill, stats = reference.gate_pack(torch.eye(400).to(BF16), gate.t().contiguous(), None, 4)
+    up = (o["w_up"], o["w_down"], o["up_bias"]) if gated else (None, o["w_down"], None)
+    arguments = (o["x"], words, spill, stats, *up, o["down_bias"], 4)
+    y, l1, union = ops.up_down_union(*arguments)
+    assert equal((y, l1, union), token_by_token(*arguments))
+    assert union.tolist() == [200, 0, 1, 264]
+    assert l1.shape == (4, 128)
+    assert torch.equal(y[128:383], o["down_bias"].expand(255, -1))
+
+
+def test_union_rounds_h_once() -> None:
+    """257 is none of bf16's values: y takes 256, the sum of |h| does not."""
+    x, w_gate = torch.tensor([[1.0, 0, 0, 0, 0, 0, 0, 256]]).to(BF16), torch.zeros(8, 8, dtype=BF16)
+    w_up, w_down = torch.zeros(8, 8, dtype=BF16), torch.ones(8, 8, dtype=BF16)
+    w_gate[3, 0] = w_up[3, 0] = w_up[3, 7] = 1
+    packed = ops.gate_pack(x, w_gate, None, 8)
+    y, l1, union = ops.up_down_union(x, *packed, w_up, w_down, None, None, 8)
+    assert y.tolist() == [[256.0] * 8]
+    assert l1.sum().item() == 257
+    assert union.tolist() == [1]
+    # a bias that leaves only what rounding took
+    y, _ = ops.up_down(x, *packed[:2], w_up, w_down, None, torch.full((8,), -256.0, dtype=BF16), 8)
+    assert y.tolist() == [[1.0] * 8]
+    y, _, _ = ops.up_down_union(x, *packed, w_up, w_down, None, torch.full((8,), -256.0, dtype=BF16), 8)
+    assert y.tolist() == [[0.0] * 8]
 
 
 def test_a_word_reads_back_with_all_of_its_bits() -> None:
@@ -124,7 +199,7 @@ def test_an_input_that_requires_grad_is_refused_by_name_of_the_function_to_call(
     o["x"].requires_grad_(), o["w_down"].requires_grad_()
     for (op, _, arguments), name in zip(
         calls({a: None if t is None else t.detach() for a, t in o.items()}, 8),
-        ("sparse_gated_ffn", "pack", "sparse_gated_ffn", "sparse_ffn"),
+        ("sparse_gated_ffn", "pack", "sparse_gated_ffn", "sparse_ffn", *["sparse_gated_ffn or twell.sparse_ffn"] * 2),
         strict=True,
     ):
         needing = [
@@ -156,7 +231,7 @@ def test_autocast_does_not_touch_the_operators() -> None:
 )
 def test_packed_operands_that_do_not_fit_are_refused(change: dict[str, Any], text: str) -> None:
     o = operands(3, 264, 16)
-    words, spill, _ = ops.gate_pack(o["x"], o["w_gate"], None, 8)
+    words, spill, stats = ops.gate_pack(o["x"], o["w_gate"], None, 8)
     arguments = {"words": words, "spill": spill, "n": 264, "compression": 8} | change
     with pytest.raises(ValueError, match=text):
         ops.unpack(*arguments.values())
@@ -166,6 +241,10 @@ def test_packed_operands_that_do_not_fit_are_refused(change: dict[str, Any], tex
         ops.down(arguments["words"], arguments["spill"], w, None, arguments["compression"])
     with pytest.raises(ValueError, match=text):
         ops.up_down(o["x"], arguments["words"], arguments["spill"], w, w, None, None, arguments["compression"])
+    packed = arguments["words"], arguments["spill"], stats
+    for w_up in (w, None):
+        with pytest.raises(ValueError, match=text):
+            ops.up_down_union(o["x"], *packed, w_up, w, None, None, arguments["compression"])
 
 
 @pytest.fixture
@@ -173,7 +252,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[specs.Spec, tuple[An
     """What the CUDA implementations, called on CPU tensors, would launch on a GPU of 132 multiprocessors."""
     launches: list[tuple[specs.Spec, tuple[Any, ...]]] = []
     monkeypatch.setattr(device, "sm_count", lambda index: 132)
-    for name in ("gate_pack", "up_down", "down", "unpack"):
+    for name in ("gate_pack", "up_down", "down", "unpack", "up_down_union"):
         record = lambda spec, *arguments: launches.append((spec, arguments))  # noqa: E731
         monkeypatch.setattr(sys.modules[f"twell.ops.{name}"], "launch", record)
     return launches
@@ -184,13 +263,19 @@ def cuda_calls(o: dict[str, Tensor | None]) -> list[Any]:
     return [sys.modules[f"twell.ops.{op._opname}"]._cuda(*arguments) for op, _, arguments in calls(o, 8)]
 
 
+@pytest.mark.parametrize("m", [1, 65, 300])
 @pytest.mark.parametrize("bias", [False, True])
 def test_kernels_get_the_arguments_that_they_are_compiled_for(
-    bias: bool, launched: list[tuple[specs.Spec, tuple[Any, ...]]]
+    bias: bool, m: int, launched: list[tuple[specs.Spec, tuple[Any, ...]]]
 ) -> None:
+    """Whichever kernels a number of tokens has."""
     pytest.importorskip("cutlass")
-    cuda_calls(operands(65, 520, 16, bias=bias))
-    assert [spec.op for spec, _ in launched] == ["gate_pack", "unpack", "up_down", "down"]
+    cuda_calls(operands(m, 520, 16, bias=bias))
+    union = ["compact", "sampled_up", "gathered", "compact", "gathered"]
+    assert [spec.op.removesuffix("_skinny") for spec, _ in launched] == [
+        *("gate_pack", "unpack", "up_down", "down"),
+        *union,
+    ]
     for spec, arguments in launched:
         _, fakes = kernel_module(spec.op).signature(spec)
         assert len(arguments) == len(fakes)
@@ -202,6 +287,7 @@ def test_kernels_get_the_arguments_that_they_are_compiled_for(
                     str(argument.dtype).removeprefix("torch.").lower()
                     == {
                         "BFloat16": "bfloat16",
+                        "Int16": "int16",
                         "Int32": "int32",
                         "Float32": "float32",
                     }[fake.element_type.__name__]
@@ -212,26 +298,68 @@ def test_kernels_get_the_arguments_that_they_are_compiled_for(
 
 @pytest.mark.parametrize("k", [16, 16384])
 def test_scratch_and_grid(k: int, launched: list[tuple[specs.Spec, tuple[Any, ...]]]) -> None:
-    cuda_calls(operands(65, 8, k))
+    cuda_calls(operands(300, 8, k))
     by_op = {spec.op: arguments for spec, arguments in launched}
     assert by_op["gate_pack"][-1] == 66
     for op in ("up_down", "down"):
         *_, heavy, width, clusters = by_op[op]
-        assert (heavy.shape, width, clusters) == ((9,), 32, 16)
+        assert (heavy.shape, width, clusters) == ((38,), 32, 16)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_slices_of_the_union(
+    gated: bool, launched: list[tuple[specs.Spec, tuple[Any, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each slice of the tokens has lists and entries of its own; outputs are parts of one tensor."""
+    monkeypatch.setattr(format, "UNION_ENTRIES", 2 * 128 * 520)
+    o = operands(650, 520, 16)
+    (_, _, arguments) = calls(o, 8)[-2 if gated else -1]
+    x, words, spill, stats = arguments[:4]
+    y, l1, union = sys.modules["twell.ops.up_down_union"]._cuda(*arguments)
+    assert (y.shape, l1.shape, union.shape) == ((650, 16), (6, 128), (6,))
+    per_slice = ["compact", "sampled_up", "gathered"] if gated else ["compact", "gathered"]
+    assert [spec.op for spec, _ in launched] == per_slice * 3
+
+    def same(part: Tensor, whole: Tensor, first: int, last: int) -> bool:
+        return part.data_ptr() == whole[first:last].data_ptr() and part.shape == whole[first:last].shape
+
+    for i, (first, last) in enumerate(((0, 256), (256, 512), (512, 650))):
+        by_op = {spec.op: a for spec, a in launched[i * len(per_slice) : (i + 1) * len(per_slice)]}
+        assert all(same(a, t, first, last) for a, t in zip(by_op["compact"], (words, spill), strict=False))
+        assert same(by_op["compact"][2], stats, first // 64, -(-last // 64))
+        entries, neurons, chunks, sizes = by_op["compact"][3:7]
+        assert entries.numel() >= (last - first) * 520
+        assert (neurons.shape, chunks.shape, sizes.shape) == ((2, 576), (2, 10), (3,))
+        assert sizes.data_ptr() == union[2 * i :].data_ptr()
+        assert same(by_op["compact"][8], l1, 2 * i, 2 * i + 2)
+        assert same(by_op["gathered"][9], y, first, last)
+        if gated:
+            assert same(by_op["sampled_up"][0], x, first, last)
+            assert same(by_op["sampled_up"][9], l1, 2 * i, 2 * i + 2)
+        for other in set(per_slice) - {"compact"}:
+            at = {"sampled_up": 3, "gathered": 5}[other]
+            pointers = [t.data_ptr() for t in by_op[other][at : at + 4]]
+            assert pointers == [t.data_ptr() for t in (entries, neurons, chunks, sizes)]
 
 
 def test_one_missing_bias_of_two_is_zeros(launched: list[tuple[specs.Spec, tuple[Any, ...]]]) -> None:
     for missing in ("up_bias", "down_bias"):
-        cuda_calls(operands(2, 8, 16, bias=True) | {missing: None})
+        cuda_calls(operands(300, 8, 16, bias=True) | {missing: None})
     up_bias, down_bias = (arguments[5:7] for spec, arguments in launched if spec.op == "up_down")
     assert torch.equal(up_bias[0], torch.zeros(8, dtype=BF16))
     assert torch.equal(down_bias[1], torch.zeros(16, dtype=BF16))
+    # the kernels of the union have one bias each
+    biases = [arguments[2] for spec, arguments in launched if spec.op == "sampled_up"]
+    assert [bias is None for bias in biases] == [True, False]
+    biases = [arguments[4] for spec, arguments in launched if spec.op == "gathered"]
+    assert [bias is None for bias in biases] == [False, False, True, True]
 
 
 def test_without_tokens_nothing_is_launched(launched: list[tuple[specs.Spec, tuple[Any, ...]]]) -> None:
     results = cuda_calls(operands(0, 264, 16))
     assert not launched
     assert [len(result) for result in results[0]] == [0, 0, 0]
+    assert [len(result) for result in results[-1]] == [0, 0, 0]
 
 
 def test_operands_as_kernels_read_them() -> None:

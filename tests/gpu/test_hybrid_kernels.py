@@ -28,6 +28,13 @@ class Hybrid(NamedTuple):
     popularity: Tensor
 
 
+class Compacted(NamedTuple):
+    """What ``compact`` wrote, and the sums of |h| that it clears or writes."""
+
+    hybrid: Hybrid
+    sums: Tensor
+
+
 def poisoned(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
     out = torch.empty(shape, dtype=dtype, device="cuda")
     out.view(torch.uint8).fill_(POISON)
@@ -133,7 +140,9 @@ def expected_hybrid(bits: Tensor) -> tuple[Hybrid, Tensor]:
     return Hybrid(every, lists, offsets, sizes, popularity), torch.cat(empty + neurons)
 
 
-def run_compact(bits: Tensor, compression: int, dtype: torch.dtype, capacity: int) -> Hybrid:
+def run_compact(
+    bits: Tensor, compression: int, dtype: torch.dtype, capacity: int, training: bool = True, plain: bool = False
+) -> Compacted:
     m, n = bits.shape
     words, spill, stats = pack(bits, compression)
     tiles, chunks = format.token_tiles(m), format.chunks(n)
@@ -145,8 +154,12 @@ def run_compact(bits: Tensor, compression: int, dtype: torch.dtype, capacity: in
         torch.zeros(n, dtype=torch.int32, device="cuda"),
     )
     width = format.words_per_tile(compression)
-    launch(specs.CompactSpec(NAMES[dtype]), words, spill.view(dtype), stats, *out, width, capacity)
-    return out
+    sums = poisoned(tiles, format.sums_per_tile(n), dtype=torch.float32)
+    *pattern, popularity = out
+    counted = popularity if training else None
+    spec = specs.CompactSpec(NAMES[dtype], training)
+    launch(spec, words, spill.view(dtype), stats, *pattern, counted, sums, n, width, int(plain), capacity)
+    return Compacted(out, sums)
 
 
 def assert_bits(actual: Tensor, expected: Tensor, what: str) -> None:
@@ -163,7 +176,8 @@ def check_compact(bits: Tensor, compression: int, dtype: torch.dtype = BF16, cap
     m, n = bits.shape
     if capacity is None:
         capacity = format.hybrid_capacity(m, n)
-    out = run_compact(bits, compression, dtype, capacity)
+    out, sums = run_compact(bits, compression, dtype, capacity)
+    assert not bool(sums.any())
     total = int((bits & 0x7FFF != 0).sum())
     if total > capacity:
         assert int(out.sizes[-1]) == total
@@ -221,7 +235,7 @@ def check_transpose(bits: Tensor, gated: bool, dtype: torch.dtype = BF16, random
     """Compact (with room for all) and transpose, and compare every defined word."""
     m, n = bits.shape
     capacity = max(int((bits & 0x7FFF != 0).sum()) + 8, 64)
-    hybrid = run_compact(bits, 8, dtype, capacity)
+    hybrid = run_compact(bits, 8, dtype, capacity).hybrid
     expected, neurons = expected_hybrid(bits)
     total = neurons.numel()
     generator = torch.Generator().manual_seed(m + n)
@@ -329,7 +343,7 @@ def test_compact_repeats() -> None:
     bits = pattern("hot", 1000, 5632)
     first = check_compact(bits, 8, capacity=1000 * 5632)
     for _ in range(20):
-        again = run_compact(bits, 8, BF16, 1000 * 5632)
+        again = run_compact(bits, 8, BF16, 1000 * 5632).hybrid
         for ours, theirs in zip(again, first, strict=True):
             assert torch.equal(ours, theirs)
 
@@ -345,9 +359,41 @@ def test_compact_counts_saturate() -> None:
     words, spill, stats = pack(bits, 8)
     stats[:, :, 0] = 4 << 20
     out = poisoned(140_000 * 8), poisoned(1094, 64, dtype=torch.int16), poisoned(1094, 2), poisoned(1095), poisoned(8)
-    launch(specs.CompactSpec("bfloat16"), words, spill.view(BF16), stats, *out, 32, 2**31 - 2)
+    sums = poisoned(1094, 128, dtype=torch.float32)
+    launch(specs.CompactSpec("bfloat16", True), words, spill.view(BF16), stats, *out, sums, 8, 32, 0, 2**31 - 2)
     assert int(out[3][-1]) == 2**31 - 1
     assert_bits(out[0], expected_bitmap(bits, 140_000 * 8), "bitmap")
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_compact_for_inference(name: str, dtype: torch.dtype) -> None:
+    """As in training, but nothing is counted by neuron, and there is room for everything."""
+    m, n = 300, 1544
+    bits = pattern(name, m, n)
+    total = int((bits & 0x7FFF != 0).sum())
+    out, _ = run_compact(bits, 4, dtype, m * n, training=False)
+    expected, _ = expected_hybrid(bits)
+    for ours, theirs, what in zip(out[1:4], expected[1:4], Hybrid._fields[1:4]):
+        assert_bits(ours, theirs, what)
+    assert_bits(out.entries[:total], expected.entries, "entries")
+    assert not bool(out.popularity.any())
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("m", "density"), [(1, 0.5), (129, 0.01), (300, 0.04), (257, 1.0)])
+def test_compact_sums_values(m: int, density: float, training: bool) -> None:
+    """Without an up projection the values are the hidden state, and their sum is exact on integers."""
+    generator = torch.Generator().manual_seed(m)
+    gate = torch.randint(1, 9, (m, 1544), generator=generator).to(BF16)
+    gate[torch.rand(gate.shape, generator=generator) >= density] = 0
+    tiles = format.token_tiles(m)
+    padded = torch.zeros(tiles * format.TOKEN_TILE, 1544)
+    padded[:m] = gate
+    expected = torch.zeros(tiles, format.sums_per_tile(1544))
+    expected[:, 0] = padded.view(tiles, -1).sum(1)
+    out = run_compact(gate.view(torch.int16), 8, BF16, m * 1544, training, plain=True)
+    assert torch.equal(out.sums.cpu(), expected)
 
 
 # ---- transpose ----

@@ -13,6 +13,7 @@ from twell.ops.hybrid_backward_accumulate import hybrid_backward_accumulate
 from twell.ops.hybrid_forward import hybrid_forward
 from twell.ops.unpack import unpack
 from twell.ops.up_down import up_down
+from twell.ops.up_down_union import up_down_union
 
 __all__ = [
     "down",
@@ -22,4 +23,5 @@ __all__ = [
     "hybrid_forward",
     "unpack",
     "up_down",
+    "up_down_union",
 ]

@@ -29,8 +29,6 @@ from twell import tuning
 from twell._runtime import device, format
 from twell.ops._library import down_rows, launch, rows, vector
 
-MOST = 2**31 - 1
-
 
 class Kept(NamedTuple):
     """What forward keeps for backward beside its operands: the hybrid gate with its up projections."""
@@ -90,8 +88,8 @@ def empty_kept(x: Tensor, n: int, gated: bool) -> Kept:
 def require_offsets(m: int, n: int) -> None:
     """Raise NotImplementedError if places in the entries of ``m`` tokens and ``n`` neurons exceed 32 bits."""
     # backward has two values side by side for each place
-    if max(format.hybrid_words(m, n, 2), 2 * format.hybrid_capacity(m, n)) > MOST:
-        most = MOST // max(format.hybrid_words(8, n, 2), 2 * format.hybrid_capacity(8, n)) * 8
+    if max(format.hybrid_words(m, n, 2), 2 * format.hybrid_capacity(m, n)) > format.MOST:
+        most = format.MOST // max(format.hybrid_words(8, n, 2), 2 * format.hybrid_capacity(8, n)) * 8
         raise NotImplementedError(f"with {n} neurons a training step takes at most {most} tokens, got {m}")
 
 
@@ -138,7 +136,7 @@ def encode(gate: Tensor, up: Tensor | None, kept: Kept) -> None:
         tensor.zero_()
     kept.popularity.copy_(active.sum(0))
     total = int(active.sum())
-    kept.sizes[-1] = min(total, MOST)
+    kept.sizes[-1] = min(total, format.MOST)
     if total > format.hybrid_capacity(m, n):
         bits = F.pad(active, (0, -n % 32)).view(m, format.bitmap_words(n), 32).long() << torch.arange(32)
         kept.entries[: m * format.bitmap_words(n)] = bits.sum(2).int().view(-1)

@@ -41,11 +41,15 @@ def _cuda(
     y, l1 = outputs(words, spill, w_down, compression)
     m, k = y.shape
     if m:
-        spec = tuning.down(spill.dtype, k, down_bias is not None)
-        bias = vector(down_bias, k, spill) if spec.bias else None
-        heavy = words.new_empty(-(-m // format.GROUP_ROWS))
-        width, clusters = format.words_per_tile(compression), device.sm_count(words.device.index) // 8
-        launch(spec, words, spill, down_rows(w_down), bias, y, l1, heavy, width, clusters)
+        dtype, biased = spill.dtype, down_bias is not None
+        width = format.words_per_tile(compression)
+        operands = (words, spill, down_rows(w_down), vector(down_bias, k, spill) if biased else None, y, l1)
+        if m <= tuning.SKINNY_UP_DOWN:
+            launch(tuning.down_skinny(dtype, m, k, biased), *operands, width)
+        else:
+            heavy = words.new_empty(-(-m // format.GROUP_ROWS))
+            clusters = device.sm_count(words.device.index) // 8
+            launch(tuning.down(dtype, k, biased), *operands, heavy, width, clusters)
     return y, l1
 
 

@@ -56,12 +56,14 @@ def _cpu(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> tu
 
 def _cuda(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> tuple[Tensor, Tensor, Tensor]:
     words, spill, stats = outputs(x, w_gate, compression)
-    if x.shape[0]:
-        spec = tuning.gate_pack(x.dtype, compression, bias is not None)
-        gate_bias = vector(bias, w_gate.shape[0], x) if spec.bias else None
+    m, biased = x.shape[0], bias is not None
+    operands = (rows(x), rows(w_gate), vector(bias, w_gate.shape[0], x) if biased else None, words, spill, stats)
+    if 0 < m <= tuning.SKINNY_GATE_PACK:
+        launch(tuning.gate_pack_skinny(x.dtype, m, biased), *operands, format.words_per_tile(compression))
+    elif m:
         # a cluster is two CTAs, one per multiprocessor
         clusters = device.sm_count(x.device.index) // 2
-        launch(spec, rows(x), rows(w_gate), gate_bias, words, spill, stats, clusters)
+        launch(tuning.gate_pack(x.dtype, compression, biased), *operands, clusters)
     return words, spill, stats
 
 

@@ -101,21 +101,22 @@ def _cuda(
     entries, neurons, chunks, sizes, popularity = kept
     pattern = (entries, neurons, chunks, sizes)
     width = format.words_per_tile(compression)
-    launch(tuning.compact(dtype), words, spill, stats, entries, neurons, chunks, sizes, popularity, width, capacity)
+    # sums of |h| for each token tile, by whichever kernel computes h
+    sums = x.new_empty((format.token_tiles(m), format.sums_per_tile(n)), dtype=torch.float32)
+    compact = tuning.compact(dtype, training=True)
+    launch(compact, words, spill, stats, *pattern, popularity, sums, n, width, int(not gated), capacity)
     torch.sum(stats.select(2, 0), (0, 1), out=nonzeros)
     # the largest tensors of the step: given back before y is taken
     del words, spill, stats
     y = result(x)
 
-    # sums of |h| that kernels write for a token tile: one for every 256 neurons of its list, or one a token
-    partial = x.new_zeros((format.token_tiles(m), max(format.TOKEN_TILE, format.tiles(n))), dtype=torch.float32)
     hidden = None
     if w_up is not None:
         up = _hybrid.values(entries, capacity, dtype, 1)[0]
         hidden = torch.empty_like(up)
-        spec = tuning.sampled_up(dtype, up_bias is not None)
+        spec = tuning.sampled_up(dtype, up_bias is not None, training=True)
         bias = None if up_bias is None else vector(up_bias, n, x)
-        launch(spec, x, w_up, bias, *pattern, up, hidden, partial, multiprocessors)
+        launch(spec, x, w_up, bias, *pattern, up, hidden, sums, capacity, multiprocessors)
     # without an up projection the hidden state is in the entries
     down = tuning.gathered(dtype, 1 if gated else 0, down_bias is not None)
     bias = None if down_bias is None else vector(down_bias, k, x)
@@ -128,20 +129,9 @@ def _cuda(
         vector(down_bias, k, x) if any_bias else None,
     )
     overflow = tuning.overflow(dtype, "forward", gated, any_bias)
-    launch(overflow, x, w_gate, w_up, w_down, *biases, entries, sizes, capacity, y, partial, multiprocessors)
-    torch.sum(partial, (0, 1), out=l1)
-    if not gated:
-        l1 += _sum_of_values(entries[:capacity], sizes[-1], dtype)
+    launch(overflow, x, w_gate, w_up, w_down, *biases, entries, sizes, capacity, y, sums, multiprocessors)
+    torch.sum(sums, (0, 1), out=l1)
     return y, l1, nonzeros, *kept
-
-
-def _sum_of_values(entries: Tensor, total: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum in fp32 of the values of the first ``total`` entries; 0 where these exceed the capacity: a bitmap."""
-    place = torch.arange(entries.shape[0], dtype=torch.int32, device=entries.device)
-    valid = (place < total) & (total <= entries.shape[0])
-    # the upper half of each word
-    values = entries.view(dtype)[1::2]
-    return values.where(valid, values.new_zeros(())).sum(dtype=torch.float32)
 
 
 hybrid_forward = register(

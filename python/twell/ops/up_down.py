@@ -70,11 +70,16 @@ def _cuda(
     y, l1 = outputs(x, words, spill, w_up, compression)
     m, k = x.shape
     if m:
-        spec = tuning.up_down(x.dtype, k, up_bias is not None or down_bias is not None)
-        biases = (vector(up_bias, w_up.shape[0], x), vector(down_bias, k, x)) if spec.bias else (None, None)
-        heavy = x.new_empty(-(-m // format.GROUP_ROWS), dtype=torch.int32)
-        width, clusters = format.words_per_tile(compression), device.sm_count(x.device.index) // 8
-        launch(spec, rows(x), words, spill, rows(w_up), down_rows(w_down), *biases, y, l1, heavy, width, clusters)
+        biased = up_bias is not None or down_bias is not None
+        biases = (vector(up_bias, w_up.shape[0], x), vector(down_bias, k, x)) if biased else (None, None)
+        width = format.words_per_tile(compression)
+        operands = (rows(x), words, spill, rows(w_up), down_rows(w_down), *biases, y, l1)
+        if m <= tuning.SKINNY_UP_DOWN:
+            launch(tuning.up_down_skinny(x.dtype, m, k, biased), *operands, width)
+        else:
+            heavy = x.new_empty(-(-m // format.GROUP_ROWS), dtype=torch.int32)
+            clusters = device.sm_count(x.device.index) // 8
+            launch(tuning.up_down(x.dtype, k, biased), *operands, heavy, width, clusters)
     return y, l1
 
 

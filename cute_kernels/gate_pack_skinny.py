@@ -1,0 +1,338 @@
+"""The gate GEMM of gate_pack.py for few tokens, bound by memory: each weight is read once, by the whole chip.
+
+A tile of 256 neurons and up to 128 tokens is the work of a cluster of eight CTAs, or four if there is more than one
+tile of tokens; two CTAs per SM. Four of eight share the neurons and two K where there are few tokens, otherwise two and
+the rest: the more CTAs split K the more partial sums they exchange, the more share the neurons the more often they read
+x. A split takes every second or fourth block of 64 columns. Weights are the A operand of WGMMA and tokens the B
+operand, as few as eight.
+
+    load    warp 4. TMA loads of w and x, 64 columns a stage, into a ring.
+    mma     warps 0 to 3: WGMMA 64 x tokens x 16 for 64 or 128 neurons. Then the partial sums go to `sums`, over the
+            ring, and after a cluster barrier each CTA takes the tokens rank, rank + 8, ..: a warp a token, a lane eight
+            neurons. It adds up the splits' sums from distributed shared memory, always in the same order. Counts are
+            pushed to CTA 0, which writes the statistics after a second cluster barrier. Between arriving there and
+            waiting, the words are written.
+
+    FULL[s]    1 arrival + bytes.
+    EMPTY[s]   4 mma warps.
+    MMA        the 128 mma threads: the ring has been read and may be overwritten.
+"""
+
+from enum import IntEnum
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from . import feasible
+from . import format as twell
+from .sm90 import operands
+from .sm90.copies import load_peer, store_peer
+from .sm90.values import lanes_before, nonzero_flags, relu_pack
+from .specs import GatePackSkinnySpec
+
+TILE_N, TILE_K = twell.TILE, 64
+# tokens of a tile
+MOST_TOKENS = 128
+MMA_THREADS, THREADS = 128, 160
+WARPS = MMA_THREADS // 32
+MAX_WIDTH = twell.words_per_tile(min(twell.COMPRESSIONS))
+
+
+class Barrier(IntEnum):
+    """Named barriers; 0 is __syncthreads."""
+
+    MMA = 1
+
+
+class GatePackSkinny:
+    """One dtype, presence of a bias and most tokens of a tile; the compression is the run-time words_per_tile."""
+
+    def __init__(self, spec: GatePackSkinnySpec):
+        self.dtype = operands.DTYPES[spec.dtype]
+        self.has_bias, self.tokens = spec.bias, min(spec.tokens, MOST_TOKENS)
+        # two tiles of tokens are enough to occupy every SM
+        self.cluster = 8 if spec.tokens <= MOST_TOKENS else 4
+        # CTAs that share the neurons of a tile, and those that share K
+        self.parts = 4 if self.tokens <= 8 else 2
+        self.splits = self.cluster // self.parts
+        self.neurons = TILE_N // self.parts
+        self.stages = min(6, 110 * 1024 // ((self.neurons + self.tokens) * TILE_K * 2))
+        # tokens of a warp
+        self.rounds = max(1, self.tokens // (self.cluster * WARPS))
+        # of the statistics, 64 tokens each
+        self.entries = max(1, self.tokens // twell.STATS_ROWS)
+        # a token's sums: first those of neurons 0-3 of each eight, then, 4 words on, those of neurons 4-7. So the lanes
+        # of a fragment, and those that read eight neurons each, hit different banks
+        self.upper = self.neurons // 2 + 4
+        self.pitch = self.neurons + 4
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        w: cute.Tensor,
+        bias: cute.Tensor | None,
+        words: cute.Tensor,
+        spill: cute.Tensor,
+        stats: cute.Tensor,
+        words_per_tile: Int32,
+        stream: cuda.CUstream,
+    ):
+        stages = self.stages
+        shape = (self.neurons, self.tokens, TILE_K)
+        mma = sm90.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (64, self.tokens)
+        )
+        w_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
+        x_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        w_tma, w_g = cpasync.make_tiled_tma_atom(
+            load, w, cute.slice_(w_layout, (None, None, 0)), (self.neurons, TILE_K)
+        )
+        x_tma, x_g = cpasync.make_tiled_tma_atom(load, x, cute.slice_(x_layout, (None, None, 0)), (self.tokens, TILE_K))
+        ring = (cute.cosize(w_layout) + cute.cosize(x_layout)) * 2
+        # the partial sums lie over the ring, of which the tiles of w come first
+        assert 4 * self.pitch * self.tokens <= ring
+
+        @cute.struct
+        class Shared:
+            full: cute.struct.MemRange[Int64, stages]
+            empty: cute.struct.MemRange[Int64, stages]
+            tally: cute.struct.Align[cute.struct.MemRange[Int32, 2 * self.entries * self.cluster * WARPS], 8]
+            rows: cute.struct.Align[cute.struct.MemRange[Uint32, MAX_WIDTH * WARPS], 16]
+            sW: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
+            sX: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
+
+        assert feasible.ctas_per_sm(Shared.size_in_bytes()) >= 2
+        self.shared = Shared
+        m_tiles = cute.ceil_div(x.shape[0], self.tokens)
+        n_tiles = cute.ceil_div(w.shape[0], TILE_N)
+        if m_tiles > 0:
+            self.kernel(
+                x_tma, x_g, w_tma, w_g, bias, words, spill, stats, mma, x_layout, w_layout, words_per_tile,
+                (x.shape[0], w.shape[0], cute.ceil_div(x.shape[1], TILE_K)),
+            ).launch(
+                grid=(self.cluster, n_tiles, m_tiles), block=(THREADS, 1, 1), cluster=(self.cluster, 1, 1),
+                min_blocks_per_mp=2, preferred_smem_carveout=100, stream=stream, use_pdl=True,
+            )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        x_tma: cute.CopyAtom,
+        x_g: cute.Tensor,
+        w_tma: cute.CopyAtom,
+        w_g: cute.Tensor,
+        bias: cute.Tensor | None,
+        words: cute.Tensor,
+        spill: cute.Tensor,
+        stats: cute.Tensor,
+        mma: cute.TiledMma,
+        x_layout: cute.ComposedLayout,
+        w_layout: cute.ComposedLayout,
+        width: Int32,
+        extent: tuple[Int32, Int32, Int32],
+    ):
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        rank, column, row = cute.arch.block_idx()
+        shared = SmemAllocator().allocate(self.shared)
+        full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
+        if warp_index == WARPS:
+            cpasync.prefetch_descriptor(x_tma)
+            cpasync.prefetch_descriptor(w_tma)
+        if thread < self.stages:
+            cute.arch.mbarrier_init(full + thread, 1)
+            cute.arch.mbarrier_init(empty + thread, WARPS)
+            cute.arch.mbarrier_init_fence()
+        sX = shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner)
+        sW = shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner)
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        part, split = rank % self.parts, rank // self.parts
+        blocks = (extent[2] - split + self.splits - 1) // self.splits
+        sums = cute.make_tensor(
+            cute.recast_ptr(shared.sW.data_ptr(), dtype=Float32), cute.make_layout(self.pitch * self.tokens)
+        )
+        tally = shared.tally.get_tensor(cute.make_layout(2 * self.entries * self.cluster * WARPS))
+        quads = cute.make_rmem_tensor((4, self.rounds), Uint32)
+        first = row * self.tokens + rank + self.cluster * warp_index
+        if warp_index == WARPS:
+            self.load(full, empty, x_tma, x_g, w_tma, w_g, sX, sW, row, column * self.parts + part, split, blocks)
+        else:
+            self.mma(full, empty, mma, sX, sW, sums, blocks, thread)
+        # every CTA's partial sums are written
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        if warp_index < WARPS:
+            quads.fill(0)
+            if first < extent[0] and first < (row + 1) * self.tokens:
+                self.gather(sums, quads, first - row * self.tokens, column, bias, extent[1], rank, lane)
+            # non-zeros, then overflows, of each entry of the statistics
+            counted = [Int32(0)] * (2 * self.entries)
+            for i in range_constexpr(self.rounds):
+                valid = first + self.cluster * WARPS * i < extent[0]
+                for j in range_constexpr(4):
+                    quads[j, i] = quads[j, i] if valid else Uint32(0)
+                entry = self.cluster * WARPS * i // twell.STATS_ROWS
+                count = self.count(quads[None, i])
+                counted[2 * entry] += count
+                counted[2 * entry + 1] += Int32(count >= width)
+            for i in range_constexpr(2 * self.entries):
+                if lane == i:
+                    place = (rank * WARPS + warp_index) * (2 * self.entries) + i
+                    store_peer(tally.iterator + place, Int32(0), counted[i])
+        # the tally is complete, and nobody reads a peer's sums any more
+        cute.arch.cluster_arrive()
+        if warp_index < WARPS:
+            buffer = cute.make_tensor(shared.rows.data_ptr() + warp_index * MAX_WIDTH, cute.make_layout(MAX_WIDTH))
+            for i in range_constexpr(self.rounds):
+                m = first + self.cluster * WARPS * i
+                if m < extent[0]:
+                    self.pack(quads[None, i], m, column, words, spill, buffer, width, lane)
+        cute.arch.cluster_wait()
+        entry = row * self.entries + thread // 2
+        if rank == 0 and thread < 2 * self.entries and entry < stats.shape[0]:
+            total = Int32(0)
+            for i in range_constexpr(self.cluster * WARPS):
+                total += tally[2 * self.entries * i + thread]
+            stats[entry, column, thread % 2] = total
+
+    @cute.jit
+    def load(self, full, empty, x_tma, x_g, w_tma, w_g, sX, sW, row, column, split, blocks):
+        """The CTA's blocks of K, one a stage."""
+        lane = cute.arch.lane_idx()
+        x_tiles = cute.local_tile(x_g, (self.tokens, TILE_K), (None, None))
+        w_tiles = cute.local_tile(w_g, (self.neurons, TILE_K), (None, None))
+        one = cute.make_layout(1)
+        x_s, x_t = cpasync.tma_partition(x_tma, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(x_tiles, 0, 2))
+        w_s, w_t = cpasync.tma_partition(w_tma, 0, one, cute.group_modes(sW, 0, 2), cute.group_modes(w_tiles, 0, 2))
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+        for i in cutlass.range(blocks, unroll=1):
+            cute.arch.mbarrier_wait(empty + state.index, state.phase)
+            barrier = full + state.index
+            if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, (self.neurons + self.tokens) * TILE_K * 2)
+            block = split + i * self.splits
+            cute.copy(w_tma, w_t[None, column, block], w_s[None, state.index], tma_bar_ptr=barrier)
+            cute.copy(x_tma, x_t[None, row, block], x_s[None, state.index], tma_bar_ptr=barrier)
+            state.advance()
+
+    @cute.jit
+    def mma(self, full, empty, mma: cute.TiledMma, sX, sW, sums, blocks, thread):
+        """Products of the CTA's blocks, then its partial sums by token."""
+        lane = cute.arch.lane_idx()
+        leader = mma.get_slice(0)
+        rW = mma.make_fragment_A(leader.partition_A(sW))
+        rX = mma.make_fragment_B(leader.partition_B(sX))
+        coordinates = mma.get_slice(thread).partition_C(cute.make_identity_tensor((self.neurons, self.tokens)))
+        acc = cute.make_rmem_tensor(coordinates.shape, Float32)
+        acc.fill(0.0)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        for _ in cutlass.range(blocks, unroll=1):
+            cute.arch.mbarrier_wait(full + state.index, state.phase)
+            warpgroup.fence()
+            for k in range_constexpr(TILE_K // 16):
+                cute.gemm(mma, acc, rW[None, None, k, state.index], rX[None, None, k, state.index], acc)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            if lane == 0:
+                cute.arch.mbarrier_arrive(empty + state.index)
+            state.advance()
+        # another warp may still read the ring
+        cute.arch.barrier(barrier_id=Barrier.MMA, number_of_threads=MMA_THREADS)
+        for i in range_constexpr(cute.size(acc)):
+            neuron, token = coordinates[i]
+            sums[token * self.pitch + (neuron >> 3) * 4 + (neuron & 3) + ((neuron >> 2) & 1) * self.upper] = acc[i]
+
+    @cute.jit
+    def gather(self, sums, quads, first, column, bias, neurons, rank, lane):
+        """Add up the splits' sums of eight neurons and the tokens of a warp; ReLU and rounding."""
+        at = lane * 4
+        part = Int32(0)
+        if const_expr(self.parts > 1):
+            part, at = lane // (32 // self.parts), (lane % (32 // self.parts)) * 4
+        neuron = column * TILE_N + lane * 8
+        values = cute.make_rmem_tensor((8,), Float32)
+        for round in range_constexpr(self.rounds):
+            values.fill(0.0)
+            if const_expr(self.has_bias):
+                if neuron < neurons:
+                    for i in range_constexpr(8):
+                        values[i] = bias[neuron + i].to(Float32)
+            token = first + self.cluster * WARPS * round
+            source = sums.iterator + (token * self.pitch + at)
+            for s in range_constexpr(self.splits):
+                # each CTA begins with another peer; a token has the same CTA at every run
+                split = (s + rank) % self.splits
+                for i in range_constexpr(2):
+                    four = load_peer(source + i * self.upper, split * self.parts + part)
+                    for j in range_constexpr(4):
+                        values[4 * i + j] += four[j]
+            for i in range_constexpr(4):
+                pair = relu_pack(values[2 * i], values[2 * i + 1], self.dtype)
+                quads[i, round] = pair if neuron < neurons else Uint32(0)
+
+    @cute.jit
+    def count(self, quad):
+        flags = nonzero_flags(quad)
+        own = Int32(0)
+        for i in range_constexpr(8):
+            own += Int32(flags[i])
+        return Int32(cute.arch.warp_redux_sync(own, "add"))
+
+    @cute.jit
+    def pack(self, quad, m, column, words, spill, buffer, width, lane):
+        """Write the words of one token, and its values if they overflow."""
+        neuron = column * TILE_N + lane * 8
+        for i in range_constexpr(MAX_WIDTH // 32):
+            buffer[lane + 32 * i] = Uint32(0)
+        flags = nonzero_flags(quad)
+        own = Int32(0)
+        for i in range_constexpr(8):
+            own += Int32(flags[i])
+        place = 1 + lanes_before(own)
+        count = Int32(cute.arch.warp_redux_sync(own, "add"))
+        cute.arch.sync_warp()
+        for i in range_constexpr(8):
+            bits = quad[i // 2] & Uint32(0xFFFF0000) if const_expr(i % 2) else quad[i // 2] << 16
+            if flags[i] & (place < width):
+                buffer[place] = bits | Uint32(neuron + i)
+            place += Int32(flags[i])
+        if lane == 0:
+            buffer[0] = Uint32(count)
+        cute.arch.sync_warp()
+        target = words.iterator + (Int64(m) * words.stride[0] + column * width)
+        for i in range_constexpr(MAX_WIDTH // 32):
+            if lane + 32 * i < width:
+                cute.make_tensor(target, cute.make_layout(MAX_WIDTH))[lane + 32 * i] = Int32(buffer[lane + 32 * i])
+        cute.arch.sync_warp()
+        if count >= width:
+            line = cute.recast_ptr((spill.iterator + (Int64(m) * spill.stride[0] + neuron)).align(16), dtype=Uint32)
+            cute.autovec_copy(quad, cute.make_tensor(line, cute.make_layout(4)))
+
+
+def signature(spec: GatePackSkinnySpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    dtype = operands.DTYPES[spec.dtype]
+    m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
+    arguments = (
+        operands.rows(dtype, m, k),
+        operands.rows(dtype, n, k),
+        operands.vector(dtype, n) if spec.bias else None,
+        operands.rows(Int32, m, cute.sym_int32(divisibility=32)),
+        operands.rows(dtype, m, cute.sym_int32(divisibility=twell.TILE)),
+        operands.cube(Int32, cute.sym_int32(), cute.sym_int32(), 2),
+        Int32(1),
+    )
+    return GatePackSkinny(spec), arguments

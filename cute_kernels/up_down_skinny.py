@@ -1,0 +1,388 @@
+"""The gated up and down projections for few tokens: y[m] = sum over non-zeros c of h[m, c] * w_down[c], with
+h[m, c] = gate[m, c] * (x[m] . w_up[c] + up_bias[c]), as up_down.py has it, where latency is all.
+
+A token is the work of a cluster of four or eight CTAs, each with its part of the columns; nothing is shared between
+tokens. A CTA's warps deal the non-zeros among them, up to WINDOW at a time:
+
+    list     eight lanes a tile of the gate: counts and values of 32 tiles arrive in one load. Every CTA lists them all.
+    up       a warp takes four neurons at a time: each lane loads 16 bytes of a row, or a few times that, and multiplies
+             them with the x that it holds; sums over the warp go to `partial`. The first down rows are on their way.
+    hidden   after a cluster barrier each thread takes a non-zero, and adds up the CTAs' partial sums in order.
+    down     a warp takes four neurons at a time again, and adds h times their rows to fp32 sums in registers.
+
+At the end the warps' sums meet in shared memory, and each CTA rounds and stores its columns. h stays fp32. A CTA
+arrives at the cluster barrier twice a WINDOW, when its partial sums are complete and when it has read all others', and
+waits for the second only before it writes the next ones, or the end.
+"""
+
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass.memory import SmemAllocator
+
+from . import feasible
+from . import format as twell
+from .sm90 import operands
+from .sm90.copies import load_peer_value, load_values
+from .sm90.values import high_to_float, low_to_float, nonzero_flags, prefix_sum
+from .specs import UpDownSkinnySpec
+
+WARPS = 8
+THREADS = 32 * WARPS
+WINDOW = 2048
+# tiles that are listed together, lanes of each
+TILES = 32
+LANES = THREADS // TILES
+# columns of a warp's load
+STEP = 256
+
+
+class Views(NamedTuple):
+    """A CTA's shared memory by name."""
+
+    counts: Any  # [TILES] non-zeros of each tile
+    totals: Any  # [warps] sums of |h| by warp
+    list: Any  # [WINDOW] value bits << 16 | neuron
+    hidden: Any  # [WINDOW]
+    partial: Any  # [WINDOW] dot products over the CTA's columns
+    sums: Any  # [warps, columns] over `list` and what follows: y by warp
+
+
+class UpDownSkinny:
+    """One dtype and class of hidden sizes; `gated = False` leaves out the up projection."""
+
+    gated = True
+
+    def __init__(self, spec: Any):
+        self.dtype = operands.DTYPES[spec.dtype]
+        self.has_bias = spec.bias
+        self.cluster = spec.cluster
+        # 16-byte loads of a lane that a row takes
+        self.vectors = spec.k_max // (spec.cluster * STEP)
+        self.columns = self.vectors * STEP
+        # rows of a warp in flight
+        self.rows = {1: 4, 2: 4, 4: 2, 8: 1}[self.vectors]
+        self.words = max(3 * WINDOW if self.gated else 2 * WINDOW, WARPS * self.columns)
+        self.ctas_per_sm = {1: 3, 2: 2, 4: 1, 8: 1}[self.vectors]
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        words: cute.Tensor,
+        spill: cute.Tensor,
+        w_up: cute.Tensor,
+        w_down: cute.Tensor,
+        up_bias: cute.Tensor | None,
+        down_bias: cute.Tensor | None,
+        y: cute.Tensor,
+        l1: cute.Tensor,
+        words_per_tile: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.launch(x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, words_per_tile, stream)
+
+    @cute.jit
+    def launch(self, x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, words_per_tile, stream):
+        @cute.struct
+        class Shared:
+            counts: cute.struct.MemRange[Int32, TILES]
+            totals: cute.struct.MemRange[Float32, WARPS]
+            arena: cute.struct.Align[cute.struct.MemRange[Float32, self.words], 16]
+
+        assert feasible.ctas_per_sm(Shared.size_in_bytes()) >= self.ctas_per_sm
+        self.shared = Shared
+        if y.shape[0] > 0:
+            self.kernel(x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, words_per_tile).launch(
+                grid=(self.cluster, y.shape[0], 1),
+                block=(THREADS, 1, 1),
+                cluster=(self.cluster, 1, 1),
+                min_blocks_per_mp=self.ctas_per_sm,
+                preferred_smem_carveout=100,
+                stream=stream,
+                use_pdl=True,
+            )
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: cute.Tensor | None,
+        words: cute.Tensor,
+        spill: cute.Tensor,
+        w_up: cute.Tensor | None,
+        w_down: cute.Tensor,
+        up_bias: cute.Tensor | None,
+        down_bias: cute.Tensor | None,
+        y: cute.Tensor,
+        l1: cute.Tensor,
+        width: Int32,
+    ):
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        rank, m, _ = cute.arch.block_idx()
+        s = self.views(SmemAllocator().allocate(self.shared))
+        # this CTA's columns, in pieces of 16 bytes
+        share = cute.ceil_div(y.shape[1], 8 * self.cluster) * 8
+        left = rank * share
+        columns = cutlass.max(cutlass.min(y.shape[1] - left, share), Int32(0))
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        x_lane = self.load_row(x, m, left, columns, lane) if const_expr(self.gated) else None
+        acc = cute.make_rmem_tensor((8, self.vectors), Float32)
+        acc.fill(0.0)
+        tiles = words.shape[1] // width
+        total, windows = Float32(0.0), Int32(0)
+        for group in cutlass.range(0, tiles, TILES, unroll=1):
+            slot = warp * (32 // LANES) + lane // LANES
+            row = words.iterator + (Int64(m) * words.stride[0] + (group + slot) * width)
+            quad = cute.make_rmem_tensor((4,), Uint32)
+            listed = self.count(s, row, quad, slot, group + slot < tiles, lane)
+            for base in cutlass.range(0, listed, WINDOW, unroll=1):
+                size = cutlass.min(listed - base, Int32(WINDOW))
+                self.list(s, row, quad, spill, m, width, slot, group + slot, base, lane)
+                cute.arch.sync_threads()
+                rows = cute.make_rmem_tensor((4, self.vectors, self.rows), Uint32)
+                if const_expr(self.gated):
+                    if windows > 0:
+                        cute.arch.cluster_wait()
+                    self.up(s, x_lane, w_up, size, left, columns, warp, lane)
+                    cute.arch.cluster_arrive()
+                # not before the arrival, which waits for loads, too
+                self.load_rows(s, rows, w_down, warp * self.rows, size, left, columns, lane)
+                if const_expr(self.gated):
+                    cute.arch.cluster_wait()
+                total += self.hide(s, up_bias, size, thread)
+                if const_expr(self.gated):
+                    cute.arch.cluster_arrive()
+                    windows += 1
+                cute.arch.sync_threads()
+                for first in cutlass.range(warp * self.rows, size, WARPS * self.rows, unroll=1):
+                    if first != warp * self.rows:
+                        self.load_rows(s, rows, w_down, first, size, left, columns, lane)
+                    self.add(s, acc, rows, first, size)
+                # the list is read
+                cute.arch.sync_threads()
+        if const_expr(self.gated):
+            # the end overwrites partial sums, and nobody may leave before they are read
+            if windows > 0:
+                cute.arch.cluster_wait()
+        self.finish(s, acc, total, down_bias, y, l1, m, left, columns, rank, thread, warp, lane)
+
+    # ---- listing ----
+
+    @cute.jit
+    def count(self, s, row, quad, slot, exists, lane):
+        """Count and first words of a tile, four a lane, for each of 32 tiles; returns how many non-zeros these have."""
+        quad.fill(0)
+        # the counts before may still be read
+        cute.arch.sync_threads()
+        if exists:
+            self.load_quad(row + lane % LANES * 4, quad)
+        if lane % LANES == 0:
+            s.counts[slot] = Int32(quad[0])
+        cute.arch.sync_threads()
+        return Int32(cute.arch.warp_redux_sync(s.counts[lane], "add"))
+
+    @cute.jit
+    def load_quad(self, source, quad):
+        line = cute.recast_ptr(source.align(16), dtype=Uint32)
+        cute.autovec_copy(cute.make_tensor(line, cute.make_layout(4)), quad)
+
+    @cute.jit
+    def list(self, s, row, quad, spill, m, width, slot, tile, base, lane):
+        """Non-zeros `base` to `base + WINDOW` of 32 tiles, ascending; a lane has words of one of them."""
+        piece = lane % LANES
+        count = s.counts[slot]
+        before = prefix_sum(s.counts[lane], lane)
+        # where the tile's first non-zero goes
+        start = cute.arch.shuffle_sync(before, slot) - base
+        if count < width:
+            self.put_quad(s, quad, start, piece, count)
+            more = cute.make_rmem_tensor((4,), Uint32)
+            # words that the first load left
+            for q in cutlass.range(piece + LANES, count // 4 + 1, LANES, unroll=1):
+                self.load_quad(row + 4 * q, more)
+                self.put_quad(s, more, start, q, count)
+        if cute.arch.vote_any_sync(count >= width):
+            self.list_spilled(s, spill, m, tile, start, count >= width, piece, lane)
+
+    @cute.jit
+    def list_spilled(self, s, spill, m, tile, start, spilled, piece, lane):
+        """The non-zeros of tiles that overflow, eight a lane at a time."""
+        for part in cutlass.range(twell.TILE // (8 * LANES), unroll=1):
+            quad = cute.make_rmem_tensor((4,), Uint32)
+            quad.fill(0)
+            neuron = tile * twell.TILE + (part * LANES + piece) * 8
+            if spilled:
+                quad.store(load_values(spill.iterator + (Int64(m) * spill.stride[0] + neuron)).load())
+            flags = nonzero_flags(quad)
+            own = Int32(0)
+            for i in range_constexpr(8):
+                own += Int32(flags[i])
+            inclusive = own
+            for d in (1, 2, 4):
+                other = cute.arch.shuffle_sync_up(inclusive, d, mask_and_clamp=0)
+                inclusive = inclusive + other if piece >= d else inclusive
+            at = start + inclusive - own
+            for i in range_constexpr(8):
+                bits = quad[i // 2] & Uint32(0xFFFF0000) if const_expr(i % 2) else quad[i // 2] << 16
+                self.put(s, at, bits | Uint32(neuron + i), flags[i])
+                at += Int32(flags[i])
+            start += cute.arch.shuffle_sync(inclusive, lane | (LANES - 1))
+
+    @cute.jit
+    def put_quad(self, s, quad, start, q, count):
+        """Words 4 q to 4 q + 3 of a tile; word 0 is the count."""
+        for i in range_constexpr(4):
+            ordinal = 4 * q + i
+            self.put(s, start + ordinal - 1, quad[i], ordinal > 0 and ordinal <= count)
+
+    @cute.jit
+    def put(self, s, at, word, valid):
+        if valid and at >= 0 and at < WINDOW:
+            s.list[at] = word
+
+    # ---- rows ----
+
+    @cute.jit
+    def load_row(self, matrix, row, left, columns, lane):
+        """A lane's pieces of this CTA's columns of a row, zeros where there are none."""
+        values = cute.make_rmem_tensor((4, self.vectors), Uint32)
+        values.fill(0)
+        for v in range_constexpr(self.vectors):
+            column = v * STEP + lane * 8
+            if column < columns:
+                values[None, v].store(
+                    load_values(matrix.iterator + (Int64(row) * matrix.stride[0] + left + column)).load()
+                )
+        return values
+
+    @cute.jit
+    def load_rows(self, s, rows, matrix, first, size, left, columns, lane):
+        """`load_row` for the neurons from `first` of the list on."""
+        for j in range_constexpr(self.rows):
+            if first + j < size:
+                neuron = s.list[first + j] & Uint32(0xFFFF)
+                base = matrix.iterator + (Int64(neuron) * matrix.stride[0] + left)
+                for v in range_constexpr(self.vectors):
+                    column = v * STEP + lane * 8
+                    if column < columns:
+                        rows[None, v, j].store(load_values(base + column).load())
+
+    @cute.jit
+    def up(self, s, x_lane, w_up, size, left, columns, warp, lane):
+        """Dot products over this CTA's columns."""
+        rows = cute.make_rmem_tensor((4, self.vectors, self.rows), Uint32)
+        for first in cutlass.range(warp * self.rows, size, WARPS * self.rows, unroll=1):
+            # columns that do not exist count as zero
+            rows.fill(0)
+            self.load_rows(s, rows, w_up, first, size, left, columns, lane)
+            sums = [Float32(0.0)] * self.rows
+            for v in range_constexpr(self.vectors):
+                for i in range_constexpr(4):
+                    low, high = low_to_float(x_lane[i, v], self.dtype), high_to_float(x_lane[i, v], self.dtype)
+                    for j in range_constexpr(self.rows):
+                        sums[j] += low * low_to_float(rows[i, v, j], self.dtype)
+                        sums[j] += high * high_to_float(rows[i, v, j], self.dtype)
+            for d in range_constexpr(5):
+                for j in range_constexpr(self.rows):
+                    sums[j] += cute.arch.shuffle_sync_bfly(sums[j], 1 << d)
+            for j in range_constexpr(self.rows):
+                if lane == j and first + j < size:
+                    s.partial[first + j] = sums[j]
+
+    @cute.jit
+    def hide(self, s, up_bias, size, thread):
+        """The hidden state of the listed non-zeros; returns the thread's sum of |h|."""
+        total = Float32(0.0)
+        for i in cutlass.range(thread, size, THREADS, unroll=1):
+            word = s.list[i]
+            h = high_to_float(word, self.dtype)
+            if const_expr(self.gated):
+                value = Float32(0.0)
+                for r in range_constexpr(self.cluster):
+                    value += load_peer_value(s.partial.iterator + i, Int32(r))
+                if const_expr(self.has_bias):
+                    value += up_bias[Int32(word & Uint32(0xFFFF))].to(Float32)
+                h = h * value
+            s.hidden[i] = h
+            total += cute.arch.fmax(h, -h)
+        return total
+
+    @cute.jit
+    def add(self, s, acc, rows, first, size):
+        """acc += h times the rows."""
+        for j in range_constexpr(self.rows):
+            if first + j < size:
+                h = s.hidden[first + j]
+                for v in range_constexpr(self.vectors):
+                    for i in range_constexpr(4):
+                        acc[2 * i, v] += h * low_to_float(rows[i, v, j], self.dtype)
+                        acc[2 * i + 1, v] += h * high_to_float(rows[i, v, j], self.dtype)
+
+    # ---- the end ----
+
+    @cute.jit
+    def finish(self, s, acc, total, down_bias, y, l1, m, left, columns, rank, thread, warp, lane):
+        """Add up the warps' sums, always in the same order, and store this CTA's columns."""
+        for d in range_constexpr(5):
+            total += cute.arch.shuffle_sync_bfly(total, 1 << d)
+        if lane == 0:
+            s.totals[warp] = total
+        for v in range_constexpr(self.vectors):
+            target = cute.make_tensor(
+                (s.sums + (warp * self.columns + v * STEP + lane * 8)).align(16), cute.make_layout(8)
+            )
+            cute.autovec_copy(acc[None, v], target)
+        cute.arch.sync_threads()
+        sums = cute.make_tensor(s.sums, cute.make_layout(WARPS * self.columns))
+        for column in cutlass.range(2 * thread, columns, 2 * THREADS, unroll=1):
+            pair = cute.make_rmem_tensor((2,), self.dtype)
+            for j in range_constexpr(2):
+                value = Float32(0.0)
+                for w in range_constexpr(WARPS):
+                    value += sums[w * self.columns + column + j]
+                if const_expr(self.has_bias):
+                    value += down_bias[left + column + j].to(Float32)
+                pair[j] = value.to(self.dtype)
+            line = y.iterator + (Int64(m) * y.stride[0] + left + column)
+            cute.autovec_copy(pair, cute.make_tensor(line.align(4), cute.make_layout(2)))
+        if rank == 0 and thread == 0:
+            everything = Float32(0.0)
+            for w in range_constexpr(WARPS):
+                everything += s.totals[w]
+            l1[m] = everything
+
+    def views(self, shared):
+        """Tensors over the shared struct, by name."""
+        arena = shared.arena.data_ptr()
+        return Views(
+            counts=shared.counts.get_tensor(cute.make_layout(TILES)),
+            totals=shared.totals.get_tensor(cute.make_layout(WARPS)),
+            list=cute.make_tensor(cute.recast_ptr(arena, dtype=Uint32), cute.make_layout(WINDOW)),
+            hidden=cute.make_tensor(arena + WINDOW, cute.make_layout(WINDOW)),
+            partial=cute.make_tensor(arena + 2 * WINDOW, cute.make_layout(WINDOW)),
+            sums=arena,
+        )
+
+
+def signature(spec: UpDownSkinnySpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    dtype = operands.DTYPES[spec.dtype]
+    m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
+    arguments = (
+        operands.rows(dtype, m, k),
+        operands.rows(Int32, m, cute.sym_int32(divisibility=32)),
+        operands.rows(dtype, m, cute.sym_int32(divisibility=twell.TILE)),
+        operands.rows(dtype, n, k),
+        operands.rows(dtype, n, k),
+        operands.vector(dtype, n) if spec.bias else None,
+        operands.vector(dtype, k) if spec.bias else None,
+        operands.rows(dtype, m, k),
+        operands.vector(Float32, m),
+        Int32(1),
+    )
+    return UpDownSkinny(spec), arguments

@@ -1,0 +1,500 @@
+"""``AutoStrategy``: the strategy of a call site, chosen from figures that its earlier calls left.
+
+A call at the site asks ``begin`` how it runs. On a schedule it is handed a ``Measurement`` too: the counts that its
+kernels left anyway are summed on the device and copied to pinned memory behind them, and a later call on the schedule
+that finds them arrived decides anew. The host never waits. ``tuning.decide`` holds the rules, this file the memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from twell import tuning
+from twell._log import logger, warn_once
+from twell._runtime import device, format
+
+# Compiled graphs, whose number of tokens may be symbolic, know two classes of it: at most this many, and more. Each has
+# a typical number that it is decided for.
+FEW = 256
+_TYPICAL = {True: 64, False: 16384}
+_TYPICAL_K, _TYPICAL_N = 2048, 5632
+
+
+def forced(kind: str, index: int | None) -> str:
+    """The strategy that "auto" is on a device, by its type and index; "" where it chooses."""
+    if kind != "cuda":
+        return "row"
+    try:
+        capability = device.capability(index or 0)
+    except RuntimeError:
+        # no driver, so that these are fake tensors
+        return ""
+    if capability == (9, 0):
+        return ""
+    warn_once(f'strategy="auto" is "dense" on compute capability {capability}: the sparse kernels need (9, 0)')
+    return "dense"
+
+
+# as torch.compiler.assume_constant_result has it, which would import Dynamo: tracing calls it and keeps the answer
+forced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class Choice(NamedTuple):
+    """What one layer runs for one kind of call, a row of ``Explanation``.
+
+    layer: its qualified name. kind: "inference", "training" or "any". tokens: the numbers of tokens it is about.
+    graph: "captured" or "compiled" if a graph keeps this choice, else "". calls: how many calls there were.
+    figures: what was measured, or None, and measured: in which of the calls. costs: predicted times as multiples of
+    dense's; empty where nothing is known.
+    """
+
+    layer: str
+    kind: str
+    tokens: str
+    graph: str
+    strategy: str
+    reason: str
+    calls: int = 0
+    figures: tuning.Figures | None = None
+    measured: int | None = None
+    costs: dict[str, float] = {}  # noqa: RUF012
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The strategies of layers: ``rows`` are data, ``str`` of it is a table."""
+
+    rows: tuple[Choice, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Choice]:
+        return iter(self.rows)
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "no layers of twell"
+        header = ["layer", "calls", "tokens", "strategy", "non-zeros", "union", "row", "union", "dense", "why"]
+        lines = [header, *(_cells(row) for row in self.rows)]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+        # names to the left, numbers to the right
+        left = (0, 1, 2, 3, len(header) - 1)
+        aligned = ([c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(x, widths))] for x in lines)
+        return "\n".join("  ".join(cells).rstrip() for cells in aligned)
+
+
+def _cells(row: Choice) -> list[str]:
+    figures, union = row.figures, None if row.figures is None else row.figures.union
+    calls = f"{row.calls} {row.kind}" if row.calls else row.kind
+    measured = "" if row.measured is None else f" (measured in call {row.measured})"
+    return [
+        row.layer or "-",
+        f"{row.graph} {row.kind}" if row.graph else calls,
+        row.tokens,
+        row.strategy,
+        "-" if figures is None else f"{figures.nonzeros:.1f}",
+        "-" if union is None else f"{union:.1%}",
+        *(f"{row.costs[name]:.2f}" if name in row.costs else "-" for name in ("row", "union", "dense")),
+        row.reason + measured,
+    ]
+
+
+class Transfer:
+    """Integers on their way from a GPU to the host."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._host.copy_(values, non_blocking=True)
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(values.device))
+
+    def arrived(self) -> bool:
+        """Whether ``read`` may be called; does not wait."""
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def read(self) -> list[int]:
+        """The values, after they have arrived."""
+        values: list[int] = self._host.tolist()
+        return values
+
+
+class Measurement(NamedTuple):
+    """A call whose figures are wanted."""
+
+    site: AutoStrategy
+    problem: tuning.Problem
+    call: int
+
+    @torch.no_grad()
+    def dense(self, gate: Tensor) -> None:
+        """Leave the figures of a dense gate [..., N] after ReLU."""
+        active, whole = gate.reshape(-1, self.problem.n) != 0, self.problem.m // format.TOKEN_TILE
+        tiles = active[: whole * format.TOKEN_TILE].view(whole, format.TOKEN_TILE, self.problem.n)
+        self.counts(active.sum(), tiles.any(1).sum(1))
+
+    @torch.no_grad()
+    def counts(self, nonzeros: Tensor, unions: Tensor | None, most: int | None = None) -> None:
+        """Leave the number of non-zeros (0-d) and, if known, of neurons that some token of each tile of 128 fires.
+
+        With more than ``most`` non-zeros the unions say nothing.
+        """
+        whole = self.problem.m // format.TOKEN_TILE
+        if unions is None or not whole:
+            values = torch.stack((nonzeros.long(),))
+        else:
+            # a tile with fewer tokens says less
+            values = torch.stack((nonzeros.long(), unions[:whole].sum()))
+        self.site.expect(self.problem, self.call, Transfer(values), most)
+
+
+class _Expected(NamedTuple):
+    """What ``Measurement.counts`` left of a call."""
+
+    problem: tuning.Problem
+    call: int
+    transfer: Transfer
+    most: int | None
+
+    def figures(self) -> tuning.Figures:
+        """The figures, after they have arrived."""
+        m, n = self.problem.m, self.problem.n
+        nonzeros, *unions = self.transfer.read()
+        known = unions and (self.most is None or nonzeros <= self.most)
+        return tuning.Figures(nonzeros / m, unions[0] / (m // format.TOKEN_TILE * n) if known else None)
+
+
+class Route(NamedTuple):
+    """How a call runs: its strategy, what its figures go to if they are wanted, the site that is to hold its y."""
+
+    strategy: str
+    measurement: Measurement | None = None
+    holder: AutoStrategy | None = None
+
+
+@dataclasses.dataclass
+class _Bucket:
+    """What a site knows about calls of one kind, with about the same number of tokens."""
+
+    problem: tuning.Problem
+    decision: tuning.Decision | None = None
+    calls: int = 0
+    late: bool = False  # whether a decision could not be made when it was due
+    figures: tuning.Figures | None = None
+    measured: int | None = None
+
+
+@dataclasses.dataclass
+class _Graph:
+    """What compiled graphs of one class run. Fixed once ``traced``; tracing reads ``strategy`` and nothing else."""
+
+    strategy: str
+    reason: str
+    traced: bool = False
+
+
+class _Pass:
+    """A forward pass that backward has yet to go through."""
+
+
+class AutoStrategy:
+    """The strategy of a call site, chosen from measurements: pass it as ``strategy`` at that site's every call.
+
+    Modules with ``strategy="auto"`` have one of their own. On a GPU of compute capability 9.0 it picks "row", "union"
+    or "dense" separately for inference and training and for each power of two of tokens: the cheapest by
+    ``twell.tuning.decide``, which knows measured times, for the non-zeros that earlier calls had. These come to the
+    host asynchronously; no call waits. Calls 0, 1, 2, 4, 8, ... and then each ``period``-th, a power of two, decide
+    anew and measure; to learn what "union" would gather, such a call runs it in place of "row". Before anything is
+    known inference takes a sparse strategy, training the dense one. A change must promise to save 5 %, and is logged at
+    INFO; ``twell.explain`` shows choices, reasons and figures.
+
+    On other GPUs it is "dense", after a warning, and on the CPU "row"; nothing is measured there.
+
+    The same figures arriving at the same calls give the same choices. Strategies differ in the last bits, and arrival
+    is a matter of timing: name a strategy for bitwise repeatable runs. A graph, captured or compiled, keeps the
+    strategy chosen before it was made and measures nothing; make it after some eager calls, or name the strategy. As
+    long as a forward pass waits for its backward, training keeps its choice, so that activation checkpointing computes
+    the same again.
+
+    Copying and pickling keep choices and figures.
+    """
+
+    def __init__(self, *, period: int = 64) -> None:
+        if not isinstance(period, int) or period < 1 or period & (period - 1):
+            raise ValueError(f"period must be a power of two, got {period!r}")
+        self.period = period
+        self._layer: tuple[int, int, bool] | None = None
+        self._buckets: dict[tuple[bool, int], _Bucket] = {}
+        self._captured: dict[tuple[bool, int], tuning.Decision] = {}
+        self._graphs = tuple(
+            _Graph(*_typical(training, few, None)[:2]) for training in (False, True) for few in (False, True)
+        )
+        self._connect()
+
+    def _connect(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: _Expected | None = None
+        self._open: weakref.WeakSet[_Pass] = weakref.WeakSet()
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            return {
+                "period": self.period,
+                "_layer": self._layer,
+                "_buckets": {key: dataclasses.replace(bucket) for key, bucket in self._buckets.items()},
+                "_captured": dict(self._captured),
+                # a graph belongs to the original
+                "_graphs": tuple(dataclasses.replace(graph, traced=False) for graph in self._graphs),
+            }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._connect()
+
+    def __repr__(self) -> str:
+        return f"AutoStrategy(period={self.period})"
+
+    def begin(self, x: Tensor, n: int, gated: bool, training: bool) -> Route:
+        """How a call on x [..., K] with n neurons runs."""
+        m = _tokens(x)
+        if _tracing(m):
+            return Route(self._trace(m, training))
+        problem = tuning.Problem(m, x.shape[-1], n, gated, training)
+        holder = self if training else None
+        # neither tensors that hold no values nor graphs that would run again leave figures
+        real = type(x) is Tensor or type(x) is torch.nn.Parameter
+        if not real or _capturing(x):
+            return Route(self._peek(problem, record=real), None, holder)
+        with self._lock:
+            call, decision, due = self._count(problem)
+            strategy = decision.strategy
+            if not due or self._pending is not None or not m:
+                return Route(strategy, None, holder)
+        if strategy == "row" and m >= format.TOKEN_TILE and "union" in tuning.coefficients(problem):
+            strategy = "union"
+        return Route(strategy, Measurement(self, problem, call), holder)
+
+    def choose(self, problem: tuning.Problem) -> tuning.Decision:
+        """Count a call, and the decision that holds for it."""
+        with self._lock:
+            return self._count(problem)[1]
+
+    def observe(self, problem: tuning.Problem, figures: tuning.Figures, call: int | None = None) -> None:
+        """Take the figures of a call, by default the latest; the next one on the schedule decides by them."""
+        with self._lock:
+            self._observe(problem, figures, call)
+
+    def expect(self, problem: tuning.Problem, call: int, transfer: Transfer, most: int | None) -> None:
+        """Take the figures of a call once they have arrived, unless others are on their way."""
+        with self._lock:
+            if self._pending is None and self._layer == (problem.k, problem.n, problem.gated):
+                self._pending = _Expected(problem, call, transfer, most)
+
+    def hold(self, y: Tensor) -> None:
+        """Keep the choices for training until backward has passed through ``y``, or nothing can pass any more."""
+        node = y.grad_fn
+        if node is None:
+            return
+        waiting, waiting_for = self._open, _Pass()
+        waiting.add(waiting_for)
+        # the hook lives as long as the graph, and what it names with it
+        node.register_hook(lambda *_: waiting.discard(waiting_for))
+
+    def explain(self, layer: str = "") -> list[Choice]:
+        """The choices so far, for calls and for graphs."""
+        with self._lock:
+            rows = []
+            for key, bucket in sorted(self._buckets.items(), key=lambda item: item[0]):
+                if bucket.decision is None:
+                    continue
+                figures, measured = bucket.figures, bucket.measured
+                pending = self._pending
+                if pending is not None and _key(pending.problem) == key and pending.transfer.arrived():
+                    figures, measured = pending.figures(), pending.call
+                about = (layer, _kind(key[0]), _range(key[1]), "", *bucket.decision[:2])
+                rows.append(Choice(*about, bucket.calls, figures, measured, bucket.decision.costs))
+            for key, decision in sorted(self._captured.items(), key=lambda item: item[0]):
+                about = (layer, _kind(key[0]), _range(key[1]), "captured", *decision[:2])
+                rows.append(Choice(*about, costs=decision.costs))
+            for i, graph in enumerate(self._graphs):
+                if graph.traced:
+                    tokens = f"up to {FEW}" if i % 2 else f"more than {FEW}"
+                    rows.append(Choice(layer, _kind(i > 1), tokens, "compiled", graph.strategy, graph.reason))
+            return rows
+
+    def _trace(self, m: Any, training: bool) -> str:
+        """The choice of compiled graphs. Dynamo guards on what is read here, which does not change once it is read."""
+        graph = self._graphs[_graph_index(training, _few(m))]
+        if not torch.compiler.is_exporting():
+            graph.traced = True
+        return graph.strategy
+
+    def _peek(self, problem: tuning.Problem, record: bool) -> str:
+        """The choice as it stands, for a call that leaves nothing."""
+        with self._lock:
+            self._enter(problem)
+            key = _key(problem)
+            bucket = self._buckets.get(key)
+            decision = None if bucket is None else bucket.decision
+            if decision is None:
+                decision = tuning.decide(problem, self._nearest(key), None)
+            if record:
+                self._captured[key] = decision
+            return decision.strategy
+
+    def _count(self, problem: tuning.Problem) -> tuple[int, tuning.Decision, bool]:
+        """Which call of its bucket this is, the decision that holds for it, and whether it is on the schedule."""
+        self._enter(problem)
+        bucket = self._buckets.setdefault(_key(problem), _Bucket(problem))
+        call, bucket.calls = bucket.calls, bucket.calls + 1
+        due = call % self.period == 0 if call >= self.period else call & (call - 1) == 0
+        if due or bucket.late or bucket.decision is None:
+            self._collect()
+            return call, self._decide(problem, bucket), due
+        return call, bucket.decision, due
+
+    def _enter(self, problem: tuning.Problem) -> None:
+        """Forget another layer's figures: that of a module changes where neurons are removed."""
+        layer = (problem.k, problem.n, problem.gated)
+        if self._layer != layer:
+            self._layer, self._pending = layer, None
+            self._buckets.clear()
+            self._captured.clear()
+
+    def _collect(self) -> None:
+        pending = self._pending
+        if pending is not None and pending.transfer.arrived():
+            self._pending = None
+            self._observe(pending.problem, pending.figures(), pending.call)
+
+    def _observe(self, problem: tuning.Problem, figures: tuning.Figures, call: int | None) -> None:
+        self._enter(problem)
+        bucket = self._buckets.setdefault(_key(problem), _Bucket(problem))
+        bucket.figures, bucket.measured = figures, max(bucket.calls - 1, 0) if call is None else call
+
+    def _decide(self, problem: tuning.Problem, bucket: _Bucket) -> tuning.Decision:
+        before = bucket.decision
+        bucket.late = before is not None and problem.training and len(self._open) > 0
+        if before is not None and bucket.late:
+            return before
+        figures = bucket.figures or self._nearest(_key(problem))
+        decision = tuning.decide(problem, figures, None if before is None else before.strategy)
+        bucket.problem, bucket.decision = problem, decision
+        if before is None or decision.strategy != before.strategy:
+            m, k, n, gated, training = problem
+            layer = f"{'gated' if gated else 'non-gated'} layer, K = {k}, N = {n}, {_kind(training)}, {m} tokens"
+            change = decision.strategy if before is None else f"{before.strategy} -> {decision.strategy}"
+            logger.info("%s: strategy %s, %s%s", layer, change, decision.reason, _measured(figures))
+        self._decide_graphs(problem)
+        return decision
+
+    def _decide_graphs(self, latest: tuning.Problem) -> None:
+        """What graphs compiled from now on run: as most calls of their class, or by the nearest figures."""
+        for i, graph in enumerate(self._graphs):
+            training, few = i > 1, bool(i % 2)
+            if graph.traced:
+                continue
+            alike = [
+                (bucket.calls, key[1], bucket.decision)
+                for key, bucket in self._buckets.items()
+                if key[0] == training and (bucket.problem.m <= FEW) == few and bucket.decision is not None
+            ]
+            if alike:
+                decision = max(alike, key=lambda each: each[:2])[2]
+            else:
+                figures = self._nearest((training, _bucket(_TYPICAL[few])))
+                decision = _typical(training, few, figures, latest)
+            graph.strategy, graph.reason = decision.strategy, decision.reason
+
+    def _nearest(self, key: tuple[bool, int]) -> tuning.Figures | None:
+        """The figures of the bucket nearest in its number of tokens, of the same kind if there are two."""
+        known = {other: b.figures for other, b in self._buckets.items() if b.figures is not None}
+        if not known:
+            return None
+        return known[min(known, key=lambda other: (abs(other[1] - key[1]), other[0] != key[0], -other[1]))]
+
+
+def fresh(x: Tensor, n: int, gated: bool, training: bool) -> str:
+    """The strategy of a call on x [..., K] without a site to remember it: one that is sparse, in training too."""
+    if training:
+        return "union"
+    m = _tokens(x)
+    if _tracing(m):
+        return _FRESH[_few(m)]
+    return tuning.decide(tuning.Problem(m, x.shape[-1], n, gated, training), None, None).strategy
+
+
+def _tokens(x: Tensor) -> int:
+    m = 1
+    for size in x.shape[:-1]:
+        # torch.Size.numel would make an integer of a symbol
+        m = m * size
+    return m
+
+
+def _tracing(m: Any) -> bool:
+    """Whether this call makes a graph, of ``m`` tokens, which may be symbolic."""
+    if torch.compiler.is_compiling() or type(m) is not int:
+        return True
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+
+
+def _capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _few(m: Any) -> bool:
+    """The class of a number of tokens that may be symbolic."""
+    if torch.compiler.is_exporting():
+        # a guard would narrow the range that the user gave
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        return statically_known_true(m <= FEW)
+    return True if m <= FEW else False
+
+
+def _graph_index(training: bool, few: bool) -> int:
+    return (2 if training else 0) + (1 if few else 0)
+
+
+def _typical(
+    training: bool, few: bool, figures: tuning.Figures | None, like: tuning.Problem | None = None
+) -> tuning.Decision:
+    k, n, gated = (_TYPICAL_K, _TYPICAL_N, True) if like is None else (like.k, like.n, like.gated)
+    return tuning.decide(tuning.Problem(_TYPICAL[few], k, n, gated, training), figures, None)
+
+
+def _bucket(m: int) -> int:
+    """The power of two that ``m`` is at most, as its logarithm."""
+    return (m - 1).bit_length() if m > 0 else 0
+
+
+def _key(problem: tuning.Problem) -> tuple[bool, int]:
+    return problem.training, _bucket(problem.m)
+
+
+def _kind(training: bool) -> str:
+    return "training" if training else "inference"
+
+
+def _range(bucket: int) -> str:
+    low, high = (1 << bucket >> 1) + 1, 1 << bucket
+    return f"{low} to {high}" if low < high else str(high)
+
+
+def _measured(figures: tuning.Figures | None) -> str:
+    if figures is None:
+        return ""
+    union = "" if figures.union is None else f", a union of {figures.union:.1%}"
+    return f"; measured {figures.nonzeros:.1f} non-zeros a token{union}"
+
+
+# what graphs compiled from a call without a site run, by whether their tokens are few
+_FRESH = {few: _typical(False, few, None).strategy for few in (False, True)}

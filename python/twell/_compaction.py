@@ -1,0 +1,588 @@
+"""Neurons that never fire: counting which do, taking the others out of a layer, putting them back.
+
+A neuron whose gate is zero adds exactly nothing. A layer without it computes the same function wherever it would not
+have fired, and the gate GEMM, the one product that sparsity does not skip, is smaller. "Never fired on this data" is
+not "cannot fire": nothing here happens unless it is called, and what it takes out can be put back.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from twell import _auto, functional
+from twell._runtime import format
+from twell.nn import SparseGatedMLP, SparseMLP
+
+MLP = SparseGatedMLP | SparseMLP
+Module = TypeVar("Module", bound=nn.Module)
+
+# The kernels take multiples of 8 neurons.
+_STEP = 8
+
+# Gates that are computed at a time while counting: 32 MB of 16 bits, and as much spill.
+_CHUNK_GATES = 1 << 24
+
+_PACKED_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, eq=False)
+class Firing:
+    """How often each of N neurons fired, and over how many tokens.
+
+    totals: int64 [N + 1], the N counts and then the tokens, so that evidence is merged by adding: runs by ``+``, ranks
+        by an all-reduce.
+    """
+
+    totals: Tensor
+
+    @property
+    def counts(self) -> Tensor:
+        """int64 [N]: the tokens for which a neuron's gate was not zero."""
+        return self.totals[:-1]
+
+    @property
+    def tokens(self) -> int:
+        """All tokens seen. Waits for the device."""
+        return int(self.totals[-1])
+
+    def alive(self, minimum: int = 1) -> Tensor:
+        """bool [N]: the neurons that fired at least ``minimum`` times."""
+        return self.counts >= minimum
+
+    def __add__(self, other: Firing) -> Firing:
+        if not isinstance(other, Firing):
+            return NotImplemented
+        if self.totals.shape != other.totals.shape:
+            neurons = len(self.counts), len(other.counts)
+            raise ValueError(f"both must have counted the same neurons, got {neurons[0]} and {neurons[1]}")
+        return Firing(self.totals + other.totals.to(self.totals.device))
+
+    def __repr__(self) -> str:
+        if self.totals.is_meta:
+            return f"Firing({len(self.counts)} neurons on meta)"
+        return f"Firing({int(self.alive().sum()):,} of {len(self.counts):,} neurons in {self.tokens:,} tokens)"
+
+
+class FiringCounts(Mapping[str, Firing]):
+    """``Firing`` of each twell layer of a model, by the layer's name in ``named_modules``; "" is the model itself."""
+
+    def __init__(self, layers: Mapping[str, Firing]) -> None:
+        self._layers = dict(layers)
+
+    def __getitem__(self, name: str) -> Firing:
+        return self._layers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __add__(self, other: FiringCounts) -> FiringCounts:
+        """The evidence of both, which must be of the same layers; on the devices of the first."""
+        if not isinstance(other, FiringCounts):
+            return NotImplemented
+        if self.keys() != other.keys():
+            apart = ", ".join(map(repr, sorted(self.keys() ^ other.keys())))
+            raise ValueError(f"both must have counted the same layers, got {apart} in one alone")
+        return FiringCounts({name: firing + other[name] for name, firing in self.items()})
+
+    def all_reduce(self, group: dist.ProcessGroup | None = None) -> FiringCounts:
+        """The evidence of all ranks of ``group``, one collective a layer; itself where torch.distributed is not in use.
+
+        Every rank must call it, with the same layers.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return self
+        merged = {name: Firing(firing.totals.clone()) for name, firing in self.items()}
+        for firing in merged.values():
+            dist.all_reduce(firing.totals, group=group)
+        return FiringCounts(merged)
+
+    def __repr__(self) -> str:
+        return "\n".join(["FiringCounts", *(f"  {name or 'module'}: {firing}" for name, firing in self.items())])
+
+
+@contextmanager
+def count_firing(model: nn.Module) -> Iterator[FiringCounts]:
+    """Count how often each neuron of the twell layers of ``model`` fires, in every call made inside the ``with``.
+
+    ``model`` may itself be such a layer. A neuron fires for a token if the gate that the layer computes, after ReLU and
+    rounding to 16 bits, is not zero. It is computed once more for this, by the sparse kernel or, for layers with
+    ``strategy="dense"``, by PyTorch: where the order of summation decides whether a gate is zero, a call that runs the
+    other one may differ. Works with and without gradients and under autocast, and never waits for the device. What
+    activation checkpointing computes anew is not counted again. Counts stand on the device of each layer, which must
+    not move meanwhile, and can be read at any time.
+
+    A model that was compiled before may not run the hooks that this is made of, and count nothing: call the original,
+    or compile inside. Pickle models outside the ``with``. Raises ValueError if there is no twell layer.
+    """
+    layers = _layers(model)
+    if not layers:
+        raise ValueError(f"count_firing: the model must have SparseGatedMLP or SparseMLP layers, got {_kind(model)}")
+    firing, handles = {}, []
+    try:
+        for mlp, names in layers.items():
+            weight = _gate(mlp).weight
+            totals = torch.zeros(weight.shape[0] + 1, dtype=torch.int64, device=weight.device)
+            handles.append(mlp.register_forward_pre_hook(_counter(mlp, totals), with_kwargs=True))
+            firing[names[0]] = Firing(totals)
+        yield FiringCounts(firing)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _counter(owner: MLP, totals: Tensor) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else kwargs.get("x")
+        # a copy of the layer has this hook too, and what is no tensor the layer itself refuses
+        if module is not owner or not isinstance(x, Tensor):
+            return
+        # within backward it is a checkpoint that is computed anew
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+            _count(owner, x, totals)
+
+    return count
+
+
+@torch.no_grad()
+def _count(mlp: MLP, x: Tensor, totals: Tensor) -> None:
+    """Add the non-zeros of the gate of x [..., K] to ``totals`` [N + 1], by neuron, and its tokens."""
+    name, gate = "count_firing", _gate(mlp)
+    operands = functional._admit(name, x=x, w_gate=gate.weight, b_gate=gate.bias)
+    x, weight, bias = operands["x"], operands["w_gate"], operands.get("b_gate")
+    tokens, packs = x.reshape(-1, x.shape[-1]), _packs(mlp, x)
+    if not tokens.shape[0]:
+        return
+    totals[-1] += tokens.shape[0]
+    # of equal size, so that none has few tokens where the layer has many
+    for chunk in tokens.tensor_split(-(-tokens.shape[0] * weight.shape[0] // _CHUNK_GATES)):
+        if packs:
+            values = functional.pack(chunk, weight, bias, compression=mlp.compression).unpack()
+        else:
+            values = F.relu(F.linear(chunk, weight, bias))
+        totals[:-1] += (values != 0).sum(0)
+
+
+def _packs(mlp: MLP, x: Tensor) -> bool:
+    """Whether the sparse kernel is what computes the gate, or may be."""
+    if mlp.strategy == "dense" or x.dtype not in _PACKED_DTYPES:
+        return False
+    return mlp.strategy in ("row", "union") or _auto.forced(x.device.type, x.device.index) != "dense"
+
+
+@dataclass(frozen=True)
+class LayerCompaction:
+    """What ``compact`` did to one layer.
+
+    name: in ``named_modules`` of what was compacted; "" for that itself. neurons: N before. alive: how many of them the
+    evidence calls alive. kept: N after, ``alive`` filled up to a multiple of 8. bytes_saved: of parameters, on their
+    device. evidence: in words. tokens: how many the evidence comes from, None where a mask was given.
+    """
+
+    name: str
+    neurons: int
+    alive: int
+    kept: int
+    bytes_saved: int
+    evidence: str
+    tokens: int | None
+
+    @property
+    def neurons_saved(self) -> float:
+        """Share of the neurons, of their parameters and of the flops of dense products that is gone."""
+        return 1 - self.kept / self.neurons
+
+    @property
+    def gate_saved(self) -> float:
+        """Share of the gate GEMM that is gone, in tiles of 256 neurons, which its kernel computes as a whole."""
+        return 1 - format.tiles(self.kept) / format.tiles(self.neurons)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name or 'module'}: {self.neurons:,} neurons, {self.alive:,} alive, {self.kept:,} kept; "
+            f"gate GEMM {self.gate_saved:.1%} smaller, {self.bytes_saved / 1e6:,.1f} MB saved; {self.evidence}"
+        )
+
+
+@dataclass(frozen=True)
+class CompactionReport:
+    """What ``compact`` removed, on which evidence: a ``LayerCompaction`` for each layer, in the model's order."""
+
+    layers: tuple[LayerCompaction, ...]
+
+    @property
+    def neurons(self) -> int:
+        """Neurons before, of all layers."""
+        return sum(layer.neurons for layer in self.layers)
+
+    @property
+    def kept(self) -> int:
+        """Neurons after, of all layers."""
+        return sum(layer.kept for layer in self.layers)
+
+    @property
+    def bytes_saved(self) -> int:
+        """Bytes of parameters, of all layers."""
+        return sum(layer.bytes_saved for layer in self.layers)
+
+    def __str__(self) -> str:
+        total = (
+            f"{self.kept:,} of {self.neurons:,} neurons kept in {len(self.layers)} layers, "
+            f"{self.bytes_saved / 1e6:,.1f} MB saved"
+        )
+        return "\n".join([*map(str, self.layers), *([total] if len(self.layers) > 1 else [])])
+
+
+class Compaction(nn.Module):
+    """What a compacted layer remembers, as its child ``compaction``: it computes nothing.
+
+    kept: bool [N], a persistent buffer: True where a neuron of the original layer is still there. It says which neurons
+        a checkpoint holds, and is what ``compact`` takes to make a fresh layer fit it.
+    removed: [N - N', C] on the CPU, a row for each neuron taken out with its weights and biases side by side, or None.
+        Follows the module's dtype but not its device, is saved in the state dict, and is neither parameter nor buffer:
+        what wraps a model for many GPUs does not see it. Set it to None to drop it.
+    """
+
+    kept: Tensor
+    removed: Tensor | None
+
+    def __init__(self, kept: Tensor, removed: Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("kept", kept)
+        self.removed = removed
+
+    @property
+    def neurons(self) -> Tensor:
+        """int64 [N'], ascending: the place in the original layer of each neuron that is left. Waits for the device."""
+        return self.kept.nonzero().flatten()
+
+    def extra_repr(self) -> str:
+        left = "some" if self.kept.is_meta else f"{int(self.kept.sum())}"
+        return f"{left} of {self.kept.numel()} neurons" + (", the others dropped" if self.removed is None else "")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Compaction:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.removed is not None:
+            # what fn makes of a tensor, without taking all rows to another device
+            like = fn(self.removed.new_empty(0))
+            if self.removed.is_meta or like.is_meta:
+                device = "meta" if like.is_meta else "cpu"
+                self.removed = torch.empty_like(self.removed, dtype=like.dtype, device=device)
+            else:
+                self.removed = self.removed.to(like.dtype)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.removed is not None:
+            destination[prefix + "removed"] = self.removed
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        key = prefix + "removed"
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if key in state_dict:
+            if key in unexpected_keys:
+                unexpected_keys.remove(key)
+            removed = state_dict[key].detach()
+            self.removed = removed if removed.is_meta else removed.to("cpu", copy=True)
+        elif prefix + "kept" in state_dict:
+            # rows of another model, perhaps of other neurons, are none of this one's
+            self.removed = None
+
+
+def compact(
+    module: Module,
+    alive: Tensor | Firing | Mapping[str, Tensor] | Mapping[str, Firing],
+    *,
+    minimum: int = 1,
+    keep_removed: bool = True,
+    inplace: bool = False,
+) -> tuple[Module, CompactionReport]:
+    """``module`` without the neurons that are not alive, and a report of what was removed on which evidence.
+
+    The result is exact for the neurons kept: where no removed neuron would fire it computes the same function,
+    elsewhere what those would add is missing. ``alive`` comes from data, and speaks of that data alone.
+
+    Args:
+        module: a SparseGatedMLP, a SparseMLP, or any model with such layers.
+        alive: for a layer its ``Firing``, or bool [N] that is true for neurons to keep, on any device. For a model a
+            mapping from names of layers, as in ``named_modules``, to these, as ``count_firing`` gives it; layers that
+            it does not name stay as they are.
+        minimum: with ``Firing``, how often a neuron must have fired to be alive.
+        keep_removed: keep what is removed on the CPU, for ``restore``, and in the state dict, which then is as large as
+            before. Else it is gone.
+        inplace: for a model, put the compacted layers into ``module`` itself, which is returned. Else a copy of it is
+            returned, and ``module`` stays as it is.
+
+    A compacted layer is of the same class, a copy of the old one but for N: ``strategy``, hooks and all else are kept.
+    Its neurons keep their order. Its parameters are new ones, on the same device and with the same ``requires_grad``;
+    gradients, ``main_grad`` and the state of an optimizer do not follow, so make the optimizer afterwards. Parameters
+    that other modules share are shared no more.
+
+    N stays a multiple of 8, so up to 7 neurons that are not alive are kept, those that fired most and then the first.
+    The gate GEMM's kernel computes tiles of 256 neurons: it gains for each 256 that N falls. Compacting again is
+    possible, and ``restore`` then undoes both.
+
+    Each compacted layer gets a child ``compaction`` (see there) with ``kept``, bool [N], and ``neurons``, the places
+    that they had. To load its state dict into a fresh model, compact that with the masks first:
+    ``twell.compact(fresh, {name: state[f"{name}.compaction.kept"]}, inplace=True)``.
+
+    Waits for the device. Raises TypeError for what is neither a layer, evidence nor a mask, ValueError for masks of the
+    wrong length, evidence from no tokens, layers without any neuron alive and names that the module does not have.
+    """
+    masks, reports = _plan(module, alive, minimum)
+
+    def make(mlp: MLP, name: str) -> MLP:
+        return _compacted(mlp, masks[name], keep_removed)
+
+    return _exchange("compact", module, list(masks), make, inplace), CompactionReport(tuple(reports))
+
+
+def restore(module: Module, *, inplace: bool = False) -> Module:
+    """Undo ``compact``: ``module``, a compacted layer or a model with some, with all the neurons it had once.
+
+    Neurons that were removed are bitwise as they were, unless the module was cast since; those that were kept are as
+    they are now, trained or not. Parameters are new ones, and ``inplace`` is as in ``compact``. Raises ValueError where
+    nothing was compacted, or where what was removed has been dropped.
+    """
+    compacted = [names[0] for mlp, names in _layers(module).items() if _compaction(mlp) is not None]
+    if not compacted:
+        raise ValueError(f"restore: module must be or have layers that compact has made, got {_kind(module)}")
+    for name in compacted:
+        _require_removed(module.get_submodule(name), name)
+    return _exchange("restore", module, compacted, _restored, inplace)
+
+
+def _layers(module: nn.Module) -> dict[MLP, list[str]]:
+    """The twell layers of a model, with all the names that each has."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"a torch.nn.Module is expected, got {_kind(module)}")
+    layers: dict[MLP, list[str]] = {}
+    for name, child in module.named_modules(remove_duplicate=False):
+        if isinstance(child, (SparseGatedMLP, SparseMLP)):
+            layers.setdefault(child, []).append(name)
+    return layers
+
+
+def _gate(mlp: MLP) -> nn.Linear:
+    """The projection before ReLU."""
+    return mlp.gate_proj if isinstance(mlp, SparseGatedMLP) else mlp.up_proj
+
+
+def _compaction(mlp: MLP) -> Compaction | None:
+    child = mlp._modules.get("compaction")
+    return child if isinstance(child, Compaction) else None
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return type(value).__name__
+
+
+def _plan(module: nn.Module, alive: object, minimum: int) -> tuple[dict[str, Tensor], list[LayerCompaction]]:
+    """The neurons to keep of each layer to compact, by its first name, and the reports; checks all arguments."""
+    layers = _layers(module)
+    if not layers:
+        raise TypeError(f"compact: module must be or have SparseGatedMLP or SparseMLP layers, got {_kind(module)}")
+    if not isinstance(minimum, int) or minimum < 1:
+        raise ValueError(f"compact: minimum must be a positive integer, got {minimum!r}")
+    if module in layers and not isinstance(alive, Mapping):
+        alive = {"": alive}
+    if not isinstance(alive, Mapping):
+        raise TypeError(f"compact: alive must map names of layers to Firing or bool tensors, got {_kind(alive)}")
+    if unknown := [name for name in alive if not any(name in names for names in layers.values())]:
+        known = ", ".join(repr(names[0]) for names in layers.values())
+        raise ValueError(f"compact: alive must name layers of the module ({known}), got {unknown[0]!r}")
+    masks, reports = {}, []
+    for mlp, names in layers.items():
+        given = [name for name in names if name in alive]
+        if len(given) > 1:
+            raise ValueError(f"compact: alive must name a layer once, got {given[0]!r} and {given[1]!r}")
+        if given:
+            masks[names[0]], report = _choose(mlp, given[0], alive[given[0]], minimum)
+            reports.append(report)
+    return masks, reports
+
+
+def _choose(mlp: MLP, name: str, evidence: object, minimum: int) -> tuple[Tensor, LayerCompaction]:
+    """The neurons to keep, bool [N] on the CPU, and the report on them."""
+    where, n = f"compact: alive of {name or 'module'}", mlp.intermediate
+    if isinstance(evidence, Firing):
+        if evidence.totals.shape != (n + 1,):
+            raise ValueError(f"{where} must have counted its {n} neurons, got {_kind(evidence.counts)}")
+        tensor = evidence.totals
+    elif isinstance(evidence, Tensor) and evidence.dtype == torch.bool:
+        if evidence.shape != (n,):
+            raise ValueError(f"{where} must be bool [{n}], got {_kind(evidence)}")
+        if minimum != 1:
+            raise ValueError(f"{where} is a mask, for which minimum must be 1, got {minimum}")
+        tensor = evidence
+    else:
+        raise TypeError(f"{where} must be bool [{n}] or Firing, got {_kind(evidence)}")
+    if tensor.is_meta:
+        raise ValueError(f"{where} must have values, got a tensor on meta")
+
+    counts, tokens = tensor.cpu(), None
+    words = "as in the mask given"
+    if isinstance(evidence, Firing):
+        counts, tokens = counts[:-1], int(counts[-1])
+        if not tokens:
+            raise ValueError(
+                f"{where} must come from data, got counts of no tokens: the layer was not called, or only as part of a "
+                "compiled module"
+            )
+        words = f"alive are those that fired {'once' if minimum == 1 else f'{minimum:,} times'} in {tokens:,} tokens"
+    kept = counts >= minimum
+    living = int(kept.sum())
+    if not living:
+        raise ValueError(f"{where} must have a neuron, got none of {n}: the layer adds nothing but its down bias")
+
+    # dead neurons, those that fired most first; none where all are kept
+    fill = min(-living % _STEP, n - living)
+    order = counts.long().masked_fill(kept, -1).sort(descending=True, stable=True).indices
+    kept[order[:fill]] = True
+    parameters = _neurons(mlp, name)
+    bytes_saved = (n - living - fill) * sum(rows.shape[1] * rows.element_size() for rows in parameters.values())
+    return kept, LayerCompaction(name, n, living, living + fill, bytes_saved, words, tokens)
+
+
+def _neurons(mlp: MLP, name: str = "") -> dict[str, Tensor]:
+    """All parameters that have a row per neuron, as [N, K] of weights or [N, 1] of biases; checked."""
+    inputs = ("gate_proj", "up_proj") if isinstance(mlp, SparseGatedMLP) else ("up_proj",)
+    rows: dict[str, Tensor] = {}
+    for projection in (*inputs, "down_proj"):
+        linear = mlp.get_submodule(projection)
+        own = dict(linear.named_parameters())
+        if not isinstance(linear, nn.Linear) or own.keys() - {"bias"} != {"weight"}:
+            raise TypeError(
+                f"{f'{name}.' if name else ''}{projection} must be an nn.Linear with parameters weight and bias alone, "
+                f"got {_kind(linear)} with {sorted(own)}"
+            )
+        rows[f"{projection}.weight"] = own["weight"].t() if projection == "down_proj" else own["weight"]
+        if projection != "down_proj" and "bias" in own:
+            rows[f"{projection}.bias"] = own["bias"][:, None]
+    return rows
+
+
+def _resized(mlp: MLP, rows: Mapping[str, Tensor], compaction: Compaction | None) -> MLP:
+    """A copy of ``mlp`` with other neurons: ``rows`` are contiguous, with the names and widths of ``_neurons``."""
+    parameters = dict(mlp.named_parameters(remove_duplicate=False))
+    # deepcopy puts these in place of what it would copy
+    memo: dict[int, Any] = {id(_compaction(mlp)): None}
+    n = 0
+    for name, new in rows.items():
+        old = parameters[name]
+        n = new.shape[0]
+        data = new.t() if name == "down_proj.weight" else new.view(n, *old.shape[1:])
+        memo[id(old)] = nn.Parameter(data, old.requires_grad)
+    resized: MLP = copy.deepcopy(mlp, memo)
+    resized.intermediate = resized.down_proj.in_features = n
+    for projection in {name.partition(".")[0] for name in rows} - {"down_proj"}:
+        getattr(resized, projection).out_features = n
+    resized._modules.pop("compaction", None)
+    if compaction is not None:
+        resized.compaction = compaction.train(mlp.training)
+    return resized
+
+
+def _compacted(mlp: MLP, kept: Tensor, keep_removed: bool) -> MLP:
+    before = _compaction(mlp)
+    left, gone = kept.nonzero().flatten(), (~kept).nonzero().flatten()
+    rows = _neurons(mlp)
+    removed = _beside([t.index_select(0, gone.to(t.device)) for t in rows.values()]) if keep_removed else None
+    if before is not None:
+        # in terms of the neurons that there were at first
+        neurons = before.neurons.cpu()
+        original = torch.zeros(before.kept.numel(), dtype=torch.bool)
+        original[neurons[left]] = True
+        if removed is not None and before.removed is not None:
+            everything = removed.new_empty(original.numel(), removed.shape[1])
+            everything[neurons[gone]] = removed
+            everything[~before.kept.cpu()] = before.removed.to(removed)
+            removed = everything[~original]
+        else:
+            removed = None
+        kept = original
+    device = _gate(mlp).weight.device
+    compaction = Compaction(kept.to(device), removed)
+    return _resized(mlp, {name: t.index_select(0, left.to(t.device)) for name, t in rows.items()}, compaction)
+
+
+def _beside(rows: list[Tensor]) -> Tensor:
+    """Rows of several tensors side by side [R, C] on the CPU, of a dtype that holds the values of all."""
+    dtype = rows[0].dtype
+    for t in rows[1:]:
+        dtype = torch.promote_types(dtype, t.dtype)
+    return torch.cat([t if t.is_meta else t.cpu() for t in (t.to(dtype) for t in rows)], 1)
+
+
+def _require_removed(mlp: Any, name: str) -> None:
+    compaction, rows = _compaction(mlp), _neurons(mlp, name)
+    assert compaction is not None
+    what = f"restore: {name or 'module'}"
+    if compaction.removed is None:
+        raise ValueError(f"{what} must hold what was removed, got none: it was compacted or loaded without")
+    if compaction.kept.is_meta:
+        raise ValueError(f"{what} must know which neurons were kept, got a mask on meta")
+    left, n = int(compaction.kept.sum()), compaction.kept.numel()
+    expected = [n - left, sum(t.shape[1] for t in rows.values())]
+    if left != mlp.intermediate or list(compaction.removed.shape) != expected:
+        raise ValueError(
+            f"{what} must have {left} neurons and {expected} of removed ones, as its mask says, "
+            f"got {mlp.intermediate} and {list(compaction.removed.shape)}"
+        )
+
+
+def _restored(mlp: MLP, name: str) -> MLP:
+    compaction, rows = _compaction(mlp), _neurons(mlp, name)
+    assert compaction is not None
+    assert compaction.removed is not None
+    kept = compaction.kept.cpu()
+    removed = torch.split(compaction.removed, [t.shape[1] for t in rows.values()], 1)
+    full = {}
+    for (name, t), gone in zip(rows.items(), removed):
+        mask = kept.to(t.device)
+        full[name] = t.new_empty(kept.numel(), t.shape[1])
+        full[name][mask], full[name][~mask] = t, gone.to(t)
+    return _resized(mlp, full, None)
+
+
+def _exchange(caller: str, module: Module, names: list[str], make: Callable[[Any, str], MLP], inplace: bool) -> Module:
+    """``module`` with ``make(layer, name)`` in place of each layer of these names, in itself or in a copy."""
+    if inplace and "" in names:
+        raise ValueError(f"{caller}: inplace must be False for a layer itself, got True: only what is returned is new")
+    # these become the parameters of modules that may be trained
+    with torch.inference_mode(False), torch.no_grad():
+        if not inplace:
+            layers = {name: module.get_submodule(name) for name in names}
+            return copy.deepcopy(module, {id(layer): make(layer, name) for name, layer in layers.items()})
+        places = {all_names[0]: all_names for all_names in _layers(module).values()}
+        for name in names:
+            # one at a time, and nothing refers to the old one: its memory is free for the next
+            new = make(module.get_submodule(name), name)
+            for place in places[name]:
+                module.set_submodule(place, new)
+    return module

@@ -1,0 +1,126 @@
+"""``up_down_union``: ``up_down`` and ``down`` by tiles of 128 tokens, on tensor cores. Strategy "union".
+
+Each tile gathers the weight rows in the union of its tokens' neurons once; any pattern is exact, and a tile whose union
+is everything costs what dense costs. h[m, c] = gate[m, c] * (x[m] . w_up[c] + up_bias[c]) for the non-zeros of the gate,
+without ``w_up`` h = gate; y = h @ w_down + down_bias. h is rounded to x's dtype, once, as in dense PyTorch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from twell import tuning
+from twell._runtime import device, format
+from twell.ops import _hybrid
+from twell.ops._library import check_packed, down_rows, launch, register, rows, vector
+from twell.ops.unpack import unpack
+
+Outputs = tuple[Tensor, Tensor, Tensor]
+
+
+def outputs(x: Tensor, words: Tensor, spill: Tensor, w_down: Tensor, compression: int) -> Outputs:
+    """Uninitialised y [M, K], l1 float32 [ceil(M/128), max(T, 128)] and union int32 [ceil(M/128)].
+
+    ValueError unless words and spill are packed for x and w_down.
+    """
+    m, n = x.shape[0], w_down.shape[0]
+    check_packed(words, spill, m, n, compression)
+    tiles = format.token_tiles(m)
+    l1 = x.new_empty((tiles, format.sums_per_tile(n)), dtype=torch.float32)
+    return x.new_empty(x.shape), l1, x.new_empty(tiles, dtype=torch.int32)
+
+
+def _fake(
+    x: Tensor,
+    words: Tensor,
+    spill: Tensor,
+    stats: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    compression: int,
+) -> Outputs:
+    return outputs(x, words, spill, w_down, compression)
+
+
+def _cpu(
+    x: Tensor,
+    words: Tensor,
+    spill: Tensor,
+    stats: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    compression: int,
+) -> Outputs:
+    y, l1, union = outputs(x, words, spill, w_down, compression)
+    gate = unpack(words, spill, w_down.shape[0], compression)
+    hidden = gate.float()
+    if w_up is not None:
+        hidden = (hidden * _hybrid.project(x, w_up, up_bias)).masked_fill_(gate == 0, 0)
+    y.copy_(_hybrid.project(hidden.to(x.dtype), w_down.t(), down_bias))
+    l1.zero_()
+    for tile in range(len(union)):
+        tokens = slice(tile * format.TOKEN_TILE, (tile + 1) * format.TOKEN_TILE)
+        l1[tile, 0] = hidden[tokens].abs().sum()
+        union[tile] = (gate[tokens] != 0).any(0).sum()
+    return y, l1, union
+
+
+def _cuda(
+    x: Tensor,
+    words: Tensor,
+    spill: Tensor,
+    stats: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    compression: int,
+) -> Outputs:
+    (m, k), n, dtype = x.shape, w_down.shape[0], x.dtype
+    y, l1, sizes = (*outputs(x, words, spill, w_down, compression)[:2], words.new_empty(format.token_tiles(m) + 1))
+    x, w_down = _hybrid.near_rows(x), down_rows(w_down)
+    w_up = None if w_up is None else rows(w_up)
+    multiprocessors, width = device.sm_count(x.device.index), format.words_per_tile(compression)
+    up = tuning.sampled_up(dtype, up_bias is not None, training=False)
+    down = tuning.gathered(dtype, 0, down_bias is not None)
+    up_bias = None if up_bias is None else vector(up_bias, n, x)
+    down_bias = None if down_bias is None else vector(down_bias, k, x)
+    for first, last in format.union_slices(m, n):
+        start, stop = first // format.TOKEN_TILE, format.token_tiles(last)
+        # behind the sizes of a slice stands its number of non-zeros, until the next slice writes its first size there
+        pattern = (*_empty_lists(x, last - first, n), sizes[start : stop + 1])
+        counted = stats[first // format.STATS_ROWS : -(-last // format.STATS_ROWS)]
+        packed = (words[first:last], spill[first:last], counted)
+        sums = l1[start:stop]
+        compact = tuning.compact(dtype, training=False)
+        launch(compact, *packed, *pattern, None, sums, n, width, int(w_up is None), format.MOST)
+        if w_up is not None:
+            launch(up, x[first:last], w_up, up_bias, *pattern, None, None, sums, format.MOST, multiprocessors)
+        # the hidden state is now in the entries
+        launch(down, None, w_down, None, None, down_bias, *pattern, y[first:last], format.MOST, multiprocessors)
+    return y, l1, sizes[:-1]
+
+
+def _empty_lists(x: Tensor, m: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised entries, neurons and chunks as ``_hybrid`` has them, with room for any pattern."""
+    tiles, chunks = format.token_tiles(m), format.chunks(n)
+    return (
+        x.new_empty(m * n, dtype=torch.int32),
+        x.new_empty((tiles, format.CHUNK * chunks), dtype=torch.int16),
+        x.new_empty((tiles, chunks + 1), dtype=torch.int32),
+    )
+
+
+up_down_union = register(
+    "up_down_union(Tensor x, Tensor words, Tensor spill, Tensor stats, Tensor? w_up, Tensor w_down, Tensor? up_bias, "
+    "Tensor? down_bias, int compression) -> (Tensor y, Tensor l1, Tensor union)",
+    fake=_fake,
+    cpu=_cpu,
+    cuda=_cuda,
+    instead="twell.sparse_gated_ffn or twell.sparse_ffn",
+)

@@ -1,0 +1,1044 @@
+"""``strategy="auto"``: the decision, the memory of a call site, what graphs and checkpoints see of it, the table.
+
+The CPU leaves no choice. ``chooses`` makes it pass for a GPU that does, with a transfer whose arrival the test decides.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import gc
+import importlib
+import json
+import logging
+import math
+import pickle
+import re
+import threading
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+import twell
+from twell import _auto, _log, _tuning_table, testing, tuning
+from twell._runtime import device, format
+from twell.nn import SparseGatedMLP, SparseMLP
+from twell.tuning import Figures, Problem
+
+BF16 = torch.bfloat16
+K, N = 32, 264
+MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
+SPARSE, DENSE = Figures(10, 0.05), Figures(3000, 1.0)
+
+
+def problem(m: int = 16384, training: bool = False, gated: bool = True, k: int = 2048, n: int = 5632) -> Problem:
+    return Problem(m, k, n, gated, training)
+
+
+class Arrivals:
+    """Stands for ``_auto.Transfer``: values arrive when ``open`` is true; counts how often it was asked."""
+
+    open = True
+    asked = 0
+    sent: list[list[int]]
+
+    def __init__(self) -> None:
+        self.sent = []
+
+    def __call__(self, values: Tensor) -> Any:
+        arrivals, numbers = self, values.tolist()
+        self.sent.append(numbers)
+
+        class Sent:
+            def arrived(self) -> bool:
+                arrivals.asked += 1
+                return arrivals.open
+
+            def read(self) -> list[int]:
+                assert arrivals.open, "read before arrival"
+                return numbers
+
+        return Sent()
+
+
+@pytest.fixture
+def chooses(monkeypatch: pytest.MonkeyPatch) -> Arrivals:
+    """The CPU chooses as a GPU would, by a table whose costs the sizes of these tests move."""
+
+    def free(kind: str, index: int | None) -> str:
+        return ""
+
+    free._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    arrivals = Arrivals()
+    monkeypatch.setattr(_auto, "forced", free)
+    monkeypatch.setattr(_auto, "Transfer", arrivals)
+    table = {
+        (False, True, K, N): {1: {"row": (0.3, 0.0, 4.0), "union": (0.4, 0.5, 1.0)}},
+        (True, True, K, N): {1: {"union": (0.2, 0.6, 1.0)}},
+    }
+    monkeypatch.setattr(_tuning_table, "TABLE", table)
+    tuning.coefficients.cache_clear()
+    yield arrivals
+    tuning.coefficients.cache_clear()
+
+
+def layer(cls: Any = SparseGatedMLP, firing: int = 8) -> Any:
+    """A module in which the first ``firing`` neurons fire for every token, of bias alone."""
+    mlp = cls(K, N, bias=True, dtype=BF16)
+    set_firing(mlp, firing)
+    return mlp
+
+
+def set_firing(mlp: Any, firing: int) -> None:
+    gate = mlp.gate_proj if isinstance(mlp, SparseGatedMLP) else mlp.up_proj
+    with torch.no_grad():
+        gate.weight.zero_()
+        gate.bias.copy_(torch.where(torch.arange(N) < firing, 1.0, -1.0))
+
+
+def strategies_of(mlp: Any) -> list[tuple[str, str]]:
+    return [(row.kind, row.strategy) for row in twell.explain(mlp)]
+
+
+# The decision
+
+
+def test_decides_by_the_cheapest_prediction() -> None:
+    for figures in (SPARSE, Figures(30, 0.5), Figures(130, 0.26), DENSE, Figures(0, 0)):
+        for training in (False, True):
+            decision = tuning.decide(problem(training=training), figures, None)
+            assert decision.costs == tuning.costs(problem(training=training), figures)
+            if "hold" not in decision.reason:
+                assert decision.costs[decision.strategy] == min(decision.costs.values())
+            assert decision.costs["dense"] == 1
+    assert tuning.decide(problem(), DENSE, None).strategy == "dense"
+    assert tuning.decide(problem(1), SPARSE, None).strategy == "row"
+    assert tuning.decide(problem(training=True), SPARSE, None).strategy == "union"
+
+
+def test_is_a_pure_function() -> None:
+    arguments = [
+        (problem(m, training), figures, current)
+        for m in (1, 300, 16384)
+        for training in (False, True)
+        for figures in (None, SPARSE, DENSE)
+        for current in (None, "union", "dense")
+    ]
+    first = [tuning.decide(*each) for each in arguments]
+    tuning.coefficients.cache_clear()
+    assert [tuning.decide(*each) for each in reversed(arguments)] == first[::-1]
+
+
+def test_a_change_must_promise_five_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+    for row, union, current, expected in (
+        (0.50, 0.48, "row", "row"),
+        (0.50, 0.47, "row", "union"),
+        (0.50, 0.48, "union", "union"),
+        (0.50, 0.48, None, "union"),
+        (0.96, 0.97, "dense", "dense"),
+        (0.94, 0.97, "dense", "row"),
+        (1.04, 1.2, "row", "row"),
+        (1.06, 1.2, "row", "dense"),
+        (0.5, 0.5, "gone", "row"),
+    ):
+        monkeypatch.setattr(tuning, "costs", lambda *_, r=row, u=union: {"row": r, "union": u, "dense": 1.0})
+        decision = tuning.decide(problem(), SPARSE, current)
+        assert decision.strategy == expected, (row, union, current)
+        kept = current == expected and min(row, union, 1.0) != decision.costs[expected]
+        assert decision.reason.startswith("kept") == kept
+
+
+def test_before_any_measurement() -> None:
+    assert tuning.decide(problem(training=True), None, None)[::2] == ("dense", {})
+    assert tuning.decide(problem(16384), None, None).strategy == "union"
+    assert tuning.decide(problem(1), None, None).strategy == "row"
+    assert tuning.decide(problem(0), None, None).strategy in ("row", "dense")
+    assert "nothing measured" in tuning.decide(problem(), None, None).reason
+
+
+def test_training_keeps_away_from_what_the_hybrid_format_holds() -> None:
+    held = format.hybrid_capacity(16384, 5632) / 16384
+    for share, current, expected in (
+        (0.6, None, "union"),
+        (0.69, "dense", "union"),
+        (0.71, "dense", "dense"),
+        (0.71, "union", "union"),
+        (0.75, "union", "dense"),
+        (3.0, "union", "dense"),
+    ):
+        decision = tuning.decide(problem(training=True), Figures(share * held, 0.1), current)
+        assert decision.strategy == expected, (share, current)
+    assert "140" in decision.reason
+    # a forward pass without gradients has no such limit
+    assert tuning.decide(problem(), Figures(0.75 * held, 0.1), "union").strategy == "union"
+
+
+def test_an_unknown_union_is_bounded_from_above() -> None:
+    density = 29 / 5632
+    bound = 1 - (1 - density) ** 128
+    unknown = tuning.costs(problem(), Figures(29, None))
+    assert unknown == tuning.costs(problem(), Figures(29, bound))
+    assert unknown["union"] > tuning.costs(problem(), Figures(29, 0.1))["union"]
+    # and so is one that more tokens had
+    assert tuning.costs(problem(1), Figures(29, 0.5)) == tuning.costs(problem(1), Figures(29, None))
+
+
+def test_coefficients_come_from_the_nearest_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {
+        (False, True, 1024, 2048): {16: {"row": (0.1, 0.0, 0.0)}, 256: {"row": (0.5, 0.0, 4.0), "union": (1.0,) * 3}},
+        (False, True, 4096, 16384): {16: {"row": (0.2, 0.0, 0.0)}},
+        (False, False, 1024, 2048): {16: {"row": (0.3, 0.0, 0.0)}},
+        (True, True, 1024, 2048): {16: {"union": (0.4, 0.0, 0.0)}},
+    }
+    monkeypatch.setattr(_tuning_table, "TABLE", table)
+    tuning.coefficients.cache_clear()
+
+    def found(m: int, k: int, n: int, gated: bool = True, training: bool = False) -> dict[str, Any]:
+        return tuning.coefficients(Problem(m, k, n, gated, training))
+
+    try:
+        assert found(16, 1000, 2000) == {"row": (0.1, 0.0, 0.0)}
+        assert found(16, 2048, 16384) == {"row": (0.2, 0.0, 0.0)}
+        assert found(16, 8192, 65536)["row"][0] == 0.2
+        assert found(16, 1024, 2048, gated=False)["row"][0] == 0.3
+        assert found(16, 4096, 16384, gated=False)["row"][0] == 0.3
+        assert found(16, 4096, 16384, training=True)["union"][0] == 0.4
+        assert found(16, 4096, 16384, gated=False, training=True)["union"][0] == 0.4
+        # half way in log m; only what both neighbours have; nothing below, the last above
+        assert found(64, 1024, 2048) == {"row": pytest.approx((0.3, 0.0, 2.0))}
+        assert found(15, 1024, 2048) == {}
+        assert found(0, 1024, 2048) == {}
+        assert found(1 << 20, 1024, 2048) == found(256, 1024, 2048) == table[False, True, 1024, 2048][256]
+    finally:
+        tuning.coefficients.cache_clear()
+
+
+def test_the_committed_table() -> None:
+    check_table(_tuning_table)
+    assert {key[:2] for key in _tuning_table.TABLE} >= {(False, True), (True, True)}
+    # literals and nothing else
+    tree = ast.parse(Path(_tuning_table.__file__).read_text())
+    values = [node.value for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
+    assert [ast.literal_eval(value) for value in values] == [
+        _tuning_table.MACHINE,
+        _tuning_table.DATE,
+        _tuning_table.TABLE,
+    ]
+
+
+def check_table(module: Any) -> None:
+    assert isinstance(module.MACHINE, str)
+    assert "torch" in module.MACHINE
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", module.DATE)
+    for (training, gated, k, n), by_tokens in module.TABLE.items():
+        assert type(training) is type(gated) is bool
+        assert k > 0
+        assert n > 0
+        assert list(by_tokens) == sorted(by_tokens)
+        for m, entry in by_tokens.items():
+            assert m > 0
+            assert set(entry) <= ({"union"} if training else {"row", "union"})
+            for coefficients in entry.values():
+                assert len(coefficients) == 3
+                assert all(isinstance(c, float) and math.isfinite(c) and c >= 0 for c in coefficients)
+
+
+@pytest.mark.parametrize("name", ["fast", "", None, 3, ["row"]])
+def test_names_are_checked(name: Any) -> None:
+    with pytest.raises(
+        ValueError, match=f'strategy must be "auto", "row", "union" or "dense", got {re.escape(repr(name))}'
+    ):
+        tuning.require_strategy(name)
+    with pytest.raises(ValueError, match="strategy must be"):
+        SparseMLP(K, N, strategy=name)
+
+
+@pytest.mark.parametrize("period", [0, -1, 3, 2.0, "64"])
+def test_the_period_is_checked(period: Any) -> None:
+    with pytest.raises(ValueError, match=f"period must be a power of two, got {re.escape(repr(period))}"):
+        twell.AutoStrategy(period=period)
+
+
+# The memory of a call site
+
+
+def test_the_schedule() -> None:
+    for period, last, expected in (
+        (64, 300, [0, 1, 2, 4, 8, 16, 32, 64, 128, 192, 256]),
+        (4, 13, [0, 1, 2, 4, 8, 12]),
+        (1, 4, [0, 1, 2, 3]),
+    ):
+        site = twell.AutoStrategy(period=period)
+        assert [call for call in range(last) if site._count(problem())[2]] == expected
+
+
+def test_figures_count_from_the_next_scheduled_call_on() -> None:
+    site = twell.AutoStrategy()
+    before = [site.choose(problem()).strategy for _ in range(5)]
+    site.observe(problem(), DENSE)
+    after = [site.choose(problem()).strategy for _ in range(5)]
+    assert before == ["union"] * 5
+    assert after == ["union"] * 3 + ["dense"] * 2
+
+
+def test_the_same_history_gives_the_same_choices() -> None:
+    generator = torch.Generator().manual_seed(0)
+    events = []
+    for _ in range(400):
+        m = int(torch.randint(1, 30000, (), generator=generator))
+        density, union = torch.rand(2, generator=generator).tolist()
+        call = problem(m, training=density > 0.5)
+        events.append((call, Figures(300 * density, union if union > 0.2 else None) if union < 0.5 else None))
+
+    def replay(site: twell.AutoStrategy) -> list[str]:
+        choices = []
+        for call, figures in events:
+            choices.append(site.choose(call).strategy)
+            if figures is not None:
+                site.observe(call, figures)
+        return choices
+
+    first = replay(twell.AutoStrategy(period=4))
+    assert first == replay(twell.AutoStrategy(period=4))
+    assert set(first) == {"row", "union", "dense"}
+
+
+def test_a_new_bucket_starts_from_the_nearest_one() -> None:
+    site = twell.AutoStrategy()
+    site.choose(problem(16384))
+    site.observe(problem(16384), DENSE)
+    site.observe(problem(16), SPARSE)
+    assert site.choose(problem(9000, training=True)).strategy == "dense"
+    assert site.choose(problem(8000)).strategy == "dense"
+    assert site.choose(problem(8)).strategy == "row"
+    # figures of inference count for training, too
+    site = twell.AutoStrategy()
+    site.observe(problem(16384), SPARSE)
+    assert site.choose(problem(16384, training=True)).strategy == "union"
+
+
+def test_another_layer_at_the_site_is_a_new_one() -> None:
+    site = twell.AutoStrategy()
+    site.choose(problem())
+    site.observe(problem(), DENSE)
+    assert site.choose(problem()).strategy == "dense"
+    assert site.choose(problem(n=4096)).strategy == "union"
+    assert len(site.explain()) == 1
+
+
+def test_changes_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    site = twell.AutoStrategy(period=1)
+    with caplog.at_level(logging.INFO, "twell"):
+        for figures in (SPARSE, SPARSE, DENSE, DENSE):
+            site.choose(problem())
+            site.observe(problem(), figures)
+        site.choose(problem())
+    assert [record.levelname for record in caplog.records] == ["INFO"] * 2
+    started, changed = (record.getMessage() for record in caplog.records)
+    assert "gated layer, K = 2048, N = 5632, inference, 16384 tokens: strategy union, nothing measured yet" in started
+    assert "strategy union -> dense, saves" in changed
+    assert "measured 3000.0 non-zeros a token, a union of 100.0%" in changed
+
+
+@pytest.mark.parametrize("through", [copy.deepcopy, copy.copy, lambda site: pickle.loads(pickle.dumps(site))])
+def test_copies_remember(through: Callable[[Any], Any], chooses: Arrivals) -> None:
+    mlp, x = layer(firing=200), torch.randn(256, K).to(BF16)
+    with torch.no_grad():
+        mlp(x)
+        mlp(x)
+        chooses.open = False
+    site = mlp._auto
+    other = through(site)
+    assert other.period == site.period
+    assert other._pending is None
+    assert [row.strategy for row in other.explain()] == [row.strategy for row in site.explain()] == ["dense"]
+    with torch.no_grad():
+        mlp(x)
+    assert [row.calls for row in other.explain()] == [2]
+    whole = copy.deepcopy(mlp)
+    assert whole._auto is not site
+    assert [row.figures for row in twell.explain(whole)] == [row.figures for row in twell.explain(mlp)]
+    assert not any("auto" in name for name in mlp.state_dict())
+    assert strategies_of(pickle.loads(pickle.dumps(mlp)).to("cpu")) == strategies_of(mlp)
+
+
+def test_threads_do_not_corrupt() -> None:
+    site, failures = twell.AutoStrategy(period=4), []
+
+    def work(m: int) -> None:
+        try:
+            for i in range(300):
+                site.choose(problem(m + i % 3, training=i % 2 == 0))
+                site.observe(problem(m), SPARSE if i % 5 else DENSE)
+                site.explain()
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(m,)) for m in (100, 100, 5000)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert sum(row.calls for row in site.explain()) == 900
+
+
+# Calls of modules
+
+
+@MODULES
+def test_the_cpu_leaves_no_choice(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_auto, "Transfer", lambda _: pytest.fail("measured on the CPU"))
+    mlp, x = layer(cls, 200), torch.randn(5, K).to(BF16)
+    for _ in range(3):
+        y = mlp(x)
+    named = copy.deepcopy(mlp)
+    named.strategy = "row"
+    assert torch.equal(y, named(x))
+    with torch.no_grad():
+        assert torch.equal(mlp(x), named(x))
+    (row,) = twell.explain(mlp)
+    assert (row.strategy, row.kind, row.figures) == ("row", "any", None)
+    assert "cpu" in row.reason
+    assert not mlp._auto.explain()
+
+
+@MODULES
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("firing", [0, 8, 200])
+@pytest.mark.parametrize("lead", [(256,), (2, 128), (300,)])
+def test_measures_what_is_there(
+    cls: Any, training: bool, firing: int, lead: tuple[int, ...], chooses: Arrivals
+) -> None:
+    """By whichever strategy runs; the choice follows, and results stay exact."""
+    mlp, x = layer(cls, firing), torch.randn(*lead, K).to(BF16)
+    m = x.shape[:-1].numel()
+    reference = copy.deepcopy(mlp)
+    reference.strategy = "dense"
+    with torch.set_grad_enabled(training):
+        for _ in range(9):
+            torch.testing.assert_close(mlp(x), reference(x), rtol=2e-2, atol=2e-2)
+            (row,) = twell.explain(mlp)
+            assert row.figures == Figures(firing, firing / N)
+    assert row.kind == ("training" if training else "inference")
+    assert row.tokens == "129 to 256" if m == 256 else "257 to 512"
+    assert (row.calls, row.measured) == (9, 8)
+    assert len(chooses.sent) == 5
+    # 200 of 264 fire: too many for any
+    assert row.strategy == "dense" if firing == 200 else row.strategy in ("row", "union")
+    expected = {"dense"} | ({"union"} if training else {"row", "union"})
+    assert set(row.costs) == expected
+
+
+def test_each_kind_and_size_of_calls_has_its_own_choice(chooses: Arrivals) -> None:
+    mlp = layer(firing=8)
+    for m in (1, 2, 3, 4, 256):
+        with torch.no_grad():
+            mlp(torch.randn(m, K).to(BF16))
+        mlp(torch.randn(m, K).to(BF16))
+    rows = twell.explain(mlp).rows
+    assert [(row.kind, row.tokens) for row in rows] == [
+        (kind, tokens) for kind in ("inference", "training") for tokens in ("1", "2", "3 to 4", "129 to 256")
+    ]
+    assert all(row.calls == (2 if row.tokens == "3 to 4" else 1) for row in rows)
+    # too few tokens to tell what 128 would fire
+    assert [row.figures.union for row in rows if row.figures] == [None] * 3 + [8 / N] + [None] * 3 + [8 / N]
+
+
+def test_measures_row_by_running_union(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    for name in ("up_down", "up_down_union"):
+        original = getattr(twell.ops, name)
+        monkeypatch.setattr(twell.ops, name, lambda *a, o=original, n=name: (ran.append(n), o(*a))[1])
+    mlp, x = layer(firing=2), torch.randn(128, K).to(BF16)
+    with torch.no_grad():
+        for _ in range(6):
+            mlp(x)
+        assert strategies_of(mlp) == [("inference", "row")]
+        assert ran == ["up_down_union"] * 3 + ["up_down", "up_down_union", "up_down"]
+        ran.clear()
+        for _ in range(3):
+            mlp(x[:127])
+    assert ran == ["up_down"] * 3
+
+
+def test_no_call_waits(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlp, x = layer(firing=200), torch.randn(256, K).to(BF16)
+    chooses.open = False
+    # the stand-in's own reading of values is no part of it
+    monkeypatch.setattr(_auto, "Transfer", lambda values: chooses(torch.tensor([200 * 256, 400])))
+    for owner, name in ((Tensor, "item"), (Tensor, "__bool__"), (Tensor, "cpu"), (Tensor, "__int__")):
+        monkeypatch.setattr(owner, name, lambda *_: pytest.fail("a host synchronisation"))
+    for name in ("synchronize", "Event"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("a host synchronisation"))
+    for _ in range(9):
+        mlp.up_proj(x)
+        mlp(x)
+    assert strategies_of(mlp) == [("training", "dense")]
+    # one on its way, and the scheduled calls asked for it: at 1, 2, 4, 8, and explain
+    assert len(chooses.sent) == 1
+    assert chooses.asked == 5
+
+
+def test_what_a_transfer_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA: one copy into pinned memory and one event, of the stream that computes; nothing else."""
+    calls: list[Any] = []
+
+    class Event:
+        def record(self, stream: Any) -> None:
+            calls.append(("record", stream))
+
+        def query(self) -> bool:
+            calls.append("query")
+            return len(calls) > 3
+
+        def synchronize(self) -> None:
+            pytest.fail("a host synchronisation")
+
+    original = torch.empty
+
+    def empty(*shape: Any, dtype: Any, pin_memory: bool) -> Tensor:
+        assert pin_memory
+        return original(*shape, dtype=dtype)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda where: f"stream of {where}")
+    monkeypatch.setattr(torch, "empty", empty)
+    transfer = _auto.Transfer(torch.tensor([3, 1 << 40]))
+    assert calls == [("record", "stream of cpu")]
+    assert [transfer.arrived(), transfer.arrived(), transfer.arrived()] == [False, False, True]
+    assert transfer.read() == [3, 1 << 40]
+
+
+def test_more_than_the_hybrid_format_holds_has_no_union(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "_fresh", lambda _: tuning.Decision("union", "so that training overflows", {}))
+    mlp, x = layer(firing=100), torch.randn(256, K).to(BF16)
+    mlp(x)
+    (row,) = twell.explain(mlp)
+    assert (row.strategy, row.figures) == ("union", Figures(100, None))
+    mlp(x)
+    assert strategies_of(mlp) == [("training", "dense")]
+    assert "too near the 64" in twell.explain(mlp).rows[0].reason
+
+
+@pytest.mark.parametrize("strategy", ["row", "union", "dense"])
+def test_a_named_strategy_stays(strategy: Any, chooses: Arrivals) -> None:
+    mlp, x = layer(firing=8), torch.randn(256, K).to(BF16)
+    mlp.strategy = strategy
+    with torch.no_grad():
+        mlp(x)
+    mlp(x)
+    assert not chooses.sent
+    (row,) = twell.explain(mlp)
+    assert row[:6] == ("", "any", "any", "", strategy, "it was named")
+    mlp.strategy = "auto"
+    mlp(x)
+    assert chooses.sent
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_functions_take_a_site(gated: bool, chooses: Arrivals) -> None:
+    site, p = twell.AutoStrategy(), testing.integer_problem(256, 16, 264, density=0.9)
+    call = twell.sparse_gated_ffn if gated else twell.sparse_ffn
+    weights = (p.w_gate, p.w_up) if gated else (p.w_gate,)
+    expected = testing.exact_output(p, gated=gated)
+    with torch.no_grad():
+        for _ in range(3):
+            y, aux = call(p.x, *weights, p.w_down.t(), strategy=site, return_aux=True)
+            torch.testing.assert_close(y, expected, rtol=2e-2, atol=32)
+            assert aux.l0 == (testing.float64_gate(p) != 0).sum() / 256
+    (row,) = twell.explain(site)
+    assert (row.layer, row.strategy, row.calls) == ("", "dense", 3)
+    assert row.figures is not None
+    assert row.figures.nonzeros == float(aux.l0)
+    # a name has no memory
+    for _ in range(2):
+        call(p.x, *weights, p.w_down.t(), strategy="auto")
+    assert len(chooses.sent) == 3
+
+
+@pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
+def test_modules_take_a_site(cls: Any, chooses: Arrivals) -> None:
+    site = twell.AutoStrategy(period=2)
+    mlp = cls(K, N, bias=True, dtype=BF16, strategy=site)
+    set_firing(mlp, 200)
+    with torch.no_grad():
+        mlp(torch.randn(256, K).to(BF16))
+    assert site.explain()[0].figures == Figures(200, 200 / N)
+    assert strategies_of(mlp) == [(row.kind, row.strategy) for row in site.explain()]
+    assert "strategy=AutoStrategy(period=2)" in repr(mlp)
+
+
+@pytest.mark.parametrize("strategy", ["row", "union"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_strategies_agree(strategy: Any, gated: bool) -> None:
+    p = testing.integer_problem(300, 16, 520, biases="gate up down")
+    y, aux = testing.sparse_layer(p, gated=gated, strategy=strategy)
+    expected, dense = testing.sparse_layer(p, gated=gated, strategy="dense")
+    assert torch.equal(y, expected)
+    assert aux.l0 == dense.l0
+    torch.testing.assert_close(aux.l1, dense.l1)
+
+
+def test_limits_are_those_of_the_sparse_path_whatever_was_chosen(chooses: Arrivals) -> None:
+    site = twell.AutoStrategy()
+    weights = [torch.zeros(12, 16, dtype=BF16) for _ in range(2)]
+    with pytest.raises(ValueError, match="N must be a positive multiple of 8"):
+        twell.sparse_gated_ffn(torch.zeros(3, 16, dtype=BF16), *weights, weights[0].t(), strategy=site)
+    wide = [torch.zeros(24, 16, dtype=torch.float64) for _ in range(2)]
+    x = torch.zeros(3, 16, dtype=torch.float64)
+    assert twell.sparse_gated_ffn(x, *wide, wide[0].t(), strategy=site).dtype == torch.float64
+    arguments = [t.to("meta") for t in (x, *wide, wide[0].t())]
+    with pytest.raises(TypeError, match="dtype must be bfloat16 or float16"):
+        twell.sparse_gated_ffn(*arguments, strategy=site)
+    assert not site.explain()
+
+
+def test_no_tokens(chooses: Arrivals) -> None:
+    mlp = layer()
+    with torch.no_grad():
+        assert mlp(torch.zeros(0, K, dtype=BF16)).shape == (0, K)
+    mlp(torch.zeros(0, K, dtype=BF16))
+    assert not chooses.sent
+
+
+# Devices
+
+
+def test_other_gpus_are_dense(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(device, "capability", lambda index: (9, 0) if index == 0 else (8, 6))
+    _log.warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "twell"):
+        found = [_auto.forced(*where) for where in (("cuda", 0), ("cuda", None), ("cuda", 1), ("cuda", 1))]
+    assert found == ["", "", "dense", "dense"]
+    assert [record.getMessage() for record in caplog.records] == [
+        'strategy="auto" is "dense" on compute capability (8, 6): the sparse kernels need (9, 0)'
+    ]
+    assert _auto.forced("cpu", None) == _auto.forced("meta", None) == "row"
+
+
+def test_tensors_without_values_neither_measure_nor_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_driver(index: int) -> tuple[int, int]:
+        raise RuntimeError("no CUDA driver")
+
+    monkeypatch.setattr(device, "capability", no_driver)
+    monkeypatch.setattr(_auto, "Transfer", lambda _: pytest.fail("measured a fake tensor"))
+    with FakeTensorMode():
+        site = twell.AutoStrategy()
+        weights = [torch.empty(N, K, device="cuda", dtype=BF16) for _ in range(3)]
+        for m in (3, 5000):
+            x = torch.empty(m, K, device="cuda", dtype=BF16)
+            assert twell.sparse_gated_ffn(x, *weights[:2], weights[2].t(), strategy=site).shape == x.shape
+    assert not site.explain()
+    mlp = SparseMLP(K, N, device="meta", dtype=BF16)
+    assert mlp(torch.empty(3, K, device="meta", dtype=BF16)).is_meta
+    assert strategies_of(mlp) == [("any", "row")]
+
+
+# Graphs
+
+
+def test_a_capture_takes_the_choice_and_leaves_nothing(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlp, x = layer(firing=200), torch.randn(256, K).to(BF16)
+    with torch.no_grad():
+        capturing = True
+        monkeypatch.setattr(_auto, "_capturing", lambda _: capturing)
+        mlp(x)
+        assert [(row.graph, row.calls) for row in twell.explain(mlp)] == [("captured", 0)]
+        assert not chooses.sent
+        capturing = False
+        for _ in range(3):
+            mlp(x)
+        calls, captured = twell.explain(mlp)
+    assert (calls.graph, calls.strategy, calls.calls) == ("", "dense", 3)
+    assert captured.graph == "captured"
+    assert captured.strategy in ("row", "union")
+    assert "captured inference" in str(twell.explain(mlp))
+
+
+def test_marked_as_dynamo_marks() -> None:
+    @torch.compiler.assume_constant_result
+    def constant() -> int:
+        return 0
+
+    assert vars(constant).items() <= vars(_auto.forced).items()
+    assert vars(constant)
+
+
+class Compiles:
+    """A backend that counts graphs and runs them as they are."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, _: Any) -> Any:
+        self.graphs += 1
+        return graph.forward
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@MODULES
+@pytest.mark.parametrize("training", [False, True])
+def test_a_compiled_graph_keeps_its_choice(cls: Any, training: bool, chooses: Arrivals, fresh_dynamo: None) -> None:
+    mlp, x = layer(cls, 200), torch.randn(512, K).to(BF16)
+    backend = Compiles()
+    compiled = torch.compile(mlp, fullgraph=True, backend=backend, dynamic=False)
+    with torch.set_grad_enabled(training):
+        compiled(x)
+        assert not chooses.sent
+        (row,) = twell.explain(mlp)
+        assert (row.graph, row.tokens, row.kind) == (
+            "compiled",
+            "more than 256",
+            "training" if training else "inference",
+        )
+        assert row.strategy == "dense" if training else row.strategy in ("row", "union")
+        # calls that count and choose otherwise make no other graph
+        set_firing(mlp, 2 if training else 200)
+        for _ in range(10):
+            mlp(x)
+            compiled(x)
+        assert strategies_of(mlp)[0][1] != row.strategy
+        assert strategies_of(mlp)[1][1] == row.strategy
+        assert backend.graphs == 1
+
+
+def test_a_graph_is_compiled_with_what_calls_have_measured(chooses: Arrivals, fresh_dynamo: None) -> None:
+    mlp, x = layer(firing=200), torch.randn(512, K).to(BF16)
+    with torch.no_grad():
+        for _ in range(3):
+            mlp(x)
+        torch.compile(mlp, fullgraph=True, backend="aot_eager")(x)
+    assert strategies_of(mlp) == [("inference", "dense"), ("inference", "dense")]
+    # figures of one kind serve the other, where it has none
+    set_firing(mlp, 4)
+    with torch.no_grad():
+        for _ in range(6):
+            mlp(x)
+    torch.compile(mlp, fullgraph=True, backend="aot_eager")(x).float().sum().backward()
+    assert strategies_of(mlp)[-1] == ("training", "union")
+
+
+def test_layers_with_one_choice_share_a_graph(chooses: Arrivals, fresh_dynamo: None) -> None:
+    backend, x = Compiles(), torch.randn(512, K).to(BF16)
+    layers = [layer(firing=8) for _ in range(12)]
+    with torch.no_grad():
+        for mlp in layers:
+            mlp.compile(fullgraph=True, backend=backend)
+            mlp(x)
+    assert backend.graphs == 1
+    assert all(row.graph == "compiled" for mlp in layers for row in twell.explain(mlp))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_two_classes_of_symbolic_sizes(training: bool, chooses: Arrivals, fresh_dynamo: None) -> None:
+    backend = Compiles()
+    mlp = layer(firing=8)
+    compiled = torch.compile(mlp, fullgraph=True, backend=backend, dynamic=True)
+    with torch.set_grad_enabled(training):
+        for m in (300, 1000, 5000, 7, 256, 257, 128):
+            assert compiled(torch.randn(m, K).to(BF16)).shape == (m, K)
+    assert backend.graphs <= 3
+    assert [row.tokens for row in twell.explain(mlp)] == ["more than 256", "up to 256"]
+
+
+def test_functions_compile(chooses: Arrivals, fresh_dynamo: None) -> None:
+    p = testing.integer_problem(65, 16, 264)
+    site = twell.AutoStrategy()
+    for strategy in ("auto", site, "union"):
+        call = torch.compile(
+            lambda q, s=strategy: testing.sparse_output(q, strategy=s), fullgraph=True, backend="aot_eager"
+        )
+        with torch.no_grad():
+            assert torch.equal(call(p), testing.exact_output(p))
+        leaves = p.map(lambda t: t.clone().requires_grad_())
+        assert torch.equal(call(leaves), testing.exact_output(p))
+    assert {row.graph for row in site.explain()} == {"compiled"}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exports_with_any_number_of_tokens(strict: bool, chooses: Arrivals, fresh_dynamo: None) -> None:
+    mlp, x = layer(firing=8), torch.randn(300, K).to(BF16)
+    with torch.no_grad():
+        # the statistics of gate_pack have a row for 64 tokens, and one is special
+        sizes = {"x": {0: torch.export.Dim("m", min=129, max=4096)}}
+        exported = torch.export.export(mlp, (x,), dynamic_shapes=sizes, strict=strict)
+        for m in (300, 129):
+            torch.testing.assert_close(exported.module()(x[:m]), mlp(x[:m]), rtol=2e-2, atol=2e-2)
+
+
+def test_a_trace_leaves_no_measurement(chooses: Arrivals) -> None:
+    mlp, x = layer(firing=8), torch.randn(256, K).to(BF16)
+    with torch.no_grad():
+        traced = torch.jit.trace(mlp, (x,), check_trace=False)
+        assert not chooses.sent
+        torch.testing.assert_close(traced(x), mlp(x), rtol=2e-2, atol=2e-2)
+
+
+# Checkpoints
+
+
+@MODULES
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("firing", [8, 200])
+def test_a_checkpoint_computes_the_same_again(cls: Any, reentrant: bool, firing: int, chooses: Arrivals) -> None:
+    """Figures that call for another strategy arrive between the forward passes and their backward."""
+    site = twell.AutoStrategy(period=1)
+    mlp, x = layer(cls, firing), torch.randn(256, K).to(BF16).requires_grad_()
+    mlp.strategy = site
+    seen = set()
+    for step in range(4):
+        if step == 2:
+            set_firing(mlp, 208 - firing)
+        outputs = [checkpoint(mlp, x, use_reentrant=reentrant) for _ in range(3)]
+        sum(y.float().sum() for y in outputs).backward()
+        seen |= {row.strategy for row in site.explain() if row.kind == "training"}
+        assert not site._open
+    assert seen == {"dense", "union"}
+
+
+@pytest.mark.parametrize("strategy", ["dense", "union"])
+def test_training_keeps_its_choice_until_backward(strategy: str, chooses: Arrivals) -> None:
+    site = twell.AutoStrategy(period=1)
+    mlp, x = layer(firing=8 if strategy == "dense" else 200), torch.randn(256, K).to(BF16)
+    mlp.strategy = site
+    other = {"dense": "union", "union": "dense"}[strategy]
+
+    def choice() -> str:
+        return next(row.strategy for row in site.explain() if row.kind == "training")
+
+    if strategy == "union":
+        site.observe(Problem(256, K, N, True, True), Figures(8, 8 / N))
+    kept = mlp(x)
+    assert choice() == strategy
+    for _ in range(3):
+        mlp(x)
+        assert choice() == strategy
+    # inference is free meanwhile
+    with torch.no_grad():
+        mlp(x)
+    kept.float().sum().backward()
+    mlp(x)
+    assert choice() == other
+
+
+def test_a_graph_that_is_dropped_holds_nothing(chooses: Arrivals) -> None:
+    site = twell.AutoStrategy()
+    mlp, x = layer(firing=8), torch.randn(256, K).to(BF16)
+    mlp.strategy = site
+    # the decision that was due at call 1 is made at the first call that may
+    y = mlp(x)
+    mlp(x)
+    assert [row.strategy for row in site.explain()] == ["dense"]
+    del y
+    gc.collect()
+    mlp(x)
+    mlp(x)
+    assert [row.strategy for row in site.explain()] == ["union"]
+    assert not site._open
+
+
+def test_frozen_parameters_hold_nothing(chooses: Arrivals) -> None:
+    mlp = layer(firing=8).requires_grad_(False)
+    y = mlp(torch.randn(256, K).to(BF16))
+    assert not y.requires_grad
+    assert strategies_of(mlp)[0][0] == "inference"
+
+
+# The measurements
+
+
+@pytest.fixture
+def tune(root: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """profiling/tune.py, a script."""
+    monkeypatch.syspath_prepend(str(root / "profiling"))
+    return importlib.import_module("tune")
+
+
+TRUE = {
+    (False, True, 2048, 5632): {
+        64: {"row": (0.5, 0.0, 20.0)},
+        16384: {"row": (0.36, 0.12, 42.0), "union": (0.36, 0.63, 4.5)},
+    },
+    (True, False, 1024, 2816): {4096: {"union": (0.0, 0.7, 9.0)}},
+}
+
+
+def measured(noise: float = 0.0) -> list[dict[str, Any]]:
+    """Rows as tune.py writes them, of a machine that ``TRUE`` describes."""
+    rows = []
+    for (training, gated, k, n), by_tokens in TRUE.items():
+        for m, entry in by_tokens.items():
+            for i, (nonzeros, union) in enumerate(
+                ((29, 0.48), (29, 0.17), (29, 0.1), (128, 0.26), (14, 0.07), (900, 1))
+            ):
+                problem, figures = Problem(m, k, n, gated, training), Figures(nonzeros, union if m >= 128 else None)
+                for name, coefficients in entry.items():
+                    terms = zip(coefficients, (1.0, *tuning.shares(problem, figures)), strict=True)
+                    relative = sum(a * b for a, b in terms) * (1 + noise * (-1) ** i)
+                    row = {**problem._asdict(), **figures._asdict(), "pattern": str(i), "strategy": name, "red": ""}
+                    rows.append(
+                        row | {"dense": "dense eager", "dense_ms": 2.0, "ms": 2 * relative, "relative": relative}
+                    )
+    return rows
+
+
+def test_the_fit_finds_what_made_the_times(tune: Any) -> None:
+    table = tune.fit(measured())
+    assert table.keys() == TRUE.keys()
+    for key, by_tokens in TRUE.items():
+        for m, entry in by_tokens.items():
+            for name, expected in entry.items():
+                # few tokens fire what their union is: only the prediction is unique
+                if m >= 128:
+                    assert table[key][m][name] == pytest.approx(expected, abs=2e-4)
+    rows = measured()
+    assert all(tune.predicted(table, row) == pytest.approx(row["relative"], rel=1e-3) for row in rows)
+    assert "choices lose 0.0 % on average" in tune.report(table, rows).replace("0.0%", "0.0 %")
+    noisy = tune.fit(measured(0.05))
+    assert all(tune.predicted(noisy, row) == pytest.approx(row["relative"], rel=0.2) for row in rows)
+
+
+def test_the_fit_is_least_squares_without_negative_terms(tune: Any) -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        matrix, target = generator.normal(size=(6, 3)), generator.normal(size=6)
+        found = tune.non_negative_least_squares(matrix, target)
+        gradient = matrix.T @ (matrix @ found - target)
+        # the conditions of an optimum
+        assert (found >= 0).all()
+        assert (gradient >= -1e-9).all()
+        assert np.abs(gradient * found).max() < 1e-9
+
+
+def test_rows_that_failed_or_were_measured_again(tune: Any) -> None:
+    rows = measured()
+    wrong = [{**row, "relative": 9.0, "ms": 18.0} for row in rows]
+    red = [{**row, "red": "differs", "ms": None, "relative": None} for row in rows]
+    assert tune.fit([*wrong, *rows, *red]) == tune.fit(rows)
+    assert tune.fit(red) == tune.fit(rows[:1]) == {}
+    assert tune.report({}, red) == "nothing to fit"
+
+
+@pytest.mark.parametrize("clocks", ["", "; SM 1980 MHz now, 1980 most, memory 3201 MHz, 700 W"])
+def test_writes_the_table_from_files(
+    clocks: str, tune: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, machine = measured(), f"NVIDIA H200 (132 SMs, 140 GiB){clocks}; driver 580; torch 2.11.0; CuTe DSL 4.8.1"
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, part in zip(files, (rows[:9], rows[9:])):
+        tune.write_json({"machine": machine, "date": "2026-11-21T10:00:00+00:00", "rows": part}, file)
+    table = tmp_path / "table.py"
+    assert tune.main(["--from", *map(str, files), "--write", "--table", str(table)]) == 0
+    assert machine in capsys.readouterr().out
+    written = types.ModuleType("written")
+    exec(compile(table.read_text(), str(table), "exec"), written.__dict__)
+    check_table(written)
+    assert (written.MACHINE, written.DATE, written.TABLE) == (machine, "2026-11-21", tune.fit(rows))
+    assert max(map(len, table.read_text().splitlines())) <= 120
+
+    other = tmp_path / "c.json"
+    tune.write_json({"machine": "NVIDIA H100 (132 SMs); torch 2.11.0", "date": "2026-11-21", "rows": []}, other)
+    with pytest.raises(ValueError, match="a table is for one GPU, got measurements of NVIDIA H100, NVIDIA H200"):
+        tune.main(["--from", str(files[0]), str(other)])
+
+
+def test_the_committed_table_is_as_generated(tune: Any) -> None:
+    generated = tune.table_text(_tuning_table.TABLE, _tuning_table.MACHINE, _tuning_table.DATE)
+    assert generated == Path(_tuning_table.__file__).read_text()
+
+
+def test_what_is_measured(tune: Any) -> None:
+    everything = tune.plan(tune.parse([]))
+    first = tune.SHAPES[0]
+    assert {(k, n) for k, n, *_ in everything} == set(tune.SHAPES)
+    assert {m for *_, tokens in everything for m in tokens} == {*tune.TOKENS, tune.MANY_TOKENS}
+    for k, n, kind, pattern, tokens in everything:
+        assert kind == "gated" or ((k, n) == first and min(tokens) >= 1024)
+        assert pattern != "dense" or ("training" not in kind and max(tokens) <= 4096)
+    some = tune.plan(tune.parse("--shapes 896x4864 --m 1 100 --kinds gated training --patterns skew".split()))
+    assert some == [(896, 4864, "gated", "skew", [1, 100])]
+    assert tune.plan(tune.parse("--shapes 64x128 --m 1024 --kinds training --patterns skew".split()))
+
+
+@pytest.mark.parametrize("m", [1, 100, 300])
+def test_figures_of_a_measured_layer(tune: Any, m: int) -> None:
+    problem = testing.integer_problem(m, 16, 264)
+    active = testing.float64_gate(problem) != 0
+    whole = m // 128 * 128
+    union = active[:whole].view(-1, 128, 264).any(1).float().mean().item() if whole else None
+    assert tune.figures_of(problem) == Figures(active.sum().item() / m, pytest.approx(union) if whole else None)
+
+
+def test_a_row_for_each_strategy(tune: Any) -> None:
+    times = {"row": [2.0, 1.0, 3.0], "dense eager": [5.0], "dense compiled": [4.0]}
+    call = problem(64)
+    rows = tune.rows_of(call, "skew", SPARSE, times, {"row": 0.01}, {"union": "differs"})
+    assert [(row["strategy"], row["red"], row.get("relative")) for row in rows] == [
+        ("row", "", 0.5),
+        ("union", "differs", None),
+    ]
+    assert rows[0]["dense"] == "dense compiled"
+    assert json.loads(json.dumps(rows)) == rows
+    assert [tune.problem_of(row) for row in rows] == [call, call]
+    assert "RED differs" in tune.line(rows[1])
+
+
+# Telling people
+
+
+def test_explain_is_a_table(chooses: Arrivals) -> None:
+    model = nn.ModuleDict({"first": layer(firing=8), "second": layer(SparseMLP, 200), "head": nn.Linear(K, K)})
+    model["third"] = layer()
+    model["third"].strategy = "row"
+    model["fourth"] = layer()
+    x = torch.randn(256, K).to(BF16)
+    with torch.no_grad():
+        for _ in range(3):
+            model["second"](model["first"](x))
+    explained = twell.explain(model)
+    assert [row.layer for row in explained] == ["first", "second", "third", "fourth"]
+    assert len(explained) == 4
+    lines = str(explained).splitlines()
+    assert len(lines) == 5
+    assert lines[0].split() == "layer calls tokens strategy non-zeros union row union dense why".split()
+    assert lines[1].startswith("first")
+    assert "8.0   3.0%" in lines[1]
+    assert "(measured in call 2)" in lines[1]
+    assert "200.0  75.8%" in lines[2]
+    assert " dense " in lines[2]
+    assert lines[3].endswith("it was named")
+    assert lines[4].endswith("not called yet")
+    assert "auto" in lines[4]
+
+
+def test_explain_changes_nothing(chooses: Arrivals) -> None:
+    mlp, x = layer(firing=200), torch.randn(256, K).to(BF16)
+    with torch.no_grad():
+        mlp(x)
+        pending = mlp._auto._pending
+        assert twell.explain(mlp).rows == twell.explain(mlp).rows
+        assert mlp._auto._pending is pending is not None
+        chooses.open = False
+        assert twell.explain(mlp).rows[0].figures is None
+
+
+def test_explain_takes_modules_and_sites() -> None:
+    assert str(twell.explain(nn.Linear(2, 2))) == "no layers of twell"
+    assert not twell.explain(twell.AutoStrategy())
+    with pytest.raises(TypeError, match=r"layers must be an nn.Module or an AutoStrategy, got str"):
+        twell.explain("auto")  # type: ignore[call-overload]

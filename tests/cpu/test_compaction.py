@@ -1,0 +1,867 @@
+"""Counting what fires, compacting and restoring: exact bits, what survives torch's handling of modules, refusals."""
+
+import copy
+import gc
+import io
+import os
+import pickle
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import twell
+from twell import _compaction, testing
+from twell._compaction import Compaction
+from twell.nn import SparseGatedMLP, SparseMLP
+from twell.testing import FFN
+
+BF16, FP16 = torch.bfloat16, torch.float16
+GATED = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+BIASES = pytest.mark.parametrize("biases", ["", "gate up down"], ids=["no-bias", "bias"])
+M, K, N = 21, 32, 536
+MLP = SparseGatedMLP | SparseMLP
+
+
+def problem(biases: str = "gate up down", density: float = 0.05, **options: Any) -> FFN:
+    """Few tokens, so that most neurons never fire."""
+    return testing.integer_problem(M, K, N, density=density, biases=biases, **options)
+
+
+def layer_of(p: FFN, gated: bool, **options: Any) -> MLP:
+    """The module with the weights and biases of a problem; without gate, w_gate is its up projection."""
+    n, k = p.w_gate.shape
+    bias = p.gate_bias is not None
+    cls = SparseGatedMLP if gated else SparseMLP
+    mlp = cls(k, n, bias, dtype=p.x.dtype, device=p.x.device, **options)
+    state = {"gate_proj.weight": p.w_gate, "up_proj.weight": p.w_up, "down_proj.weight": p.w_down.t()}
+    if bias:
+        state |= {f"{name}_proj.bias": getattr(p, f"{name}_bias") for name in ("gate", "up", "down")}
+    if not gated:
+        state = {name.replace("gate_proj", "up_proj"): t for name, t in state.items() if "up_proj" not in name}
+    mlp.load_state_dict(state)
+    return mlp
+
+
+def fired(p: FFN) -> Tensor:
+    """int64 [N]: how often each neuron fires, by float64."""
+    return (testing.float64_gate(p) != 0).sum(0)
+
+
+def evidence(mlp: MLP, x: Tensor) -> twell.Firing:
+    with twell.count_firing(mlp) as firing, torch.no_grad():
+        mlp(x)
+    return firing[""]
+
+
+def without(p: FFN, kept: Tensor) -> FFN:
+    """The problem whose neurons that are not kept add nothing."""
+    return p._replace(w_down=p.w_down * kept[:, None].to(p.w_down))
+
+
+def kept_of(mlp: nn.Module) -> Tensor:
+    compaction = mlp.compaction
+    assert isinstance(compaction, Compaction)
+    return compaction.kept
+
+
+def half(n: int = N) -> Tensor:
+    """A mask of 264 neurons."""
+    mask = torch.zeros(n, dtype=torch.bool)
+    mask[torch.randperm(n, generator=torch.Generator().manual_seed(0))[:264]] = True
+    return mask
+
+
+def has_rows(mlp: MLP) -> bool:
+    weight = mlp.down_proj.weight
+    return weight.shape == (K, mlp.intermediate) and weight.stride() == (1, K)
+
+
+def same_parameters(a: nn.Module, b: nn.Module) -> None:
+    ours, theirs = dict(a.named_parameters()), dict(b.named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, parameter in ours.items():
+        other = theirs[name]
+        assert (parameter.dtype, parameter.shape, parameter.stride()) == (other.dtype, other.shape, other.stride()), (
+            name
+        )
+        assert torch.equal(parameter, other), name
+        assert parameter.requires_grad == other.requires_grad, name
+
+
+class Residual(nn.Module):
+    """Layers of both kinds, one of them in two places, and one that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(K, K, dtype=BF16)
+        self.blocks = nn.ModuleList([layer_of(problem(seed=1), True), layer_of(problem(seed=2), False)])
+        self.blocks.append(self.blocks[0])
+        self.idle = SparseMLP(K, 16, dtype=BF16)
+        self.first = [self.blocks[0]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.embed(x)
+        for block in self.blocks:
+            y = y + block(x)
+        return y
+
+
+def called(firing: twell.FiringCounts) -> dict[str, twell.Firing]:
+    return {name: layer for name, layer in firing.items() if layer.tokens}
+
+
+# Counting
+
+
+@GATED
+@BIASES
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32])
+@pytest.mark.parametrize("strategy", ["auto", "row", "union", "dense"])
+def test_counts_what_fires(gated: bool, biases: str, dtype: torch.dtype, strategy: Any) -> None:
+    p = problem(biases, density=0.3, dtype=dtype)
+    mlp = layer_of(p, gated, strategy=strategy)
+    with twell.count_firing(mlp) as firing:
+        mlp(p.x)
+        with torch.no_grad():
+            mlp(p.x[:20].view(2, 2, 5, K))
+        with torch.inference_mode():
+            mlp(x=p.x[0], return_aux=True)
+        mlp(p.x[:0])
+        mlp(p.x.t().contiguous().t())
+    counts = 2 * fired(p) + fired(p.rows(0, 20)) + fired(p.rows(0, 1))
+    layer = firing[""]
+    assert list(firing) == [""]
+    assert layer.counts.dtype == torch.int64
+    assert torch.equal(layer.counts, counts)
+    assert layer.tokens == 2 * M + 20 + 1
+    assert torch.equal(layer.alive(3), counts >= 3)
+    assert repr(layer) == f"Firing({int((counts > 0).sum())} of 536 neurons in 63 tokens)"
+    assert repr(layer) in repr(firing)
+
+
+@GATED
+def test_outputs_and_gradients_are_those_without_counting(gated: bool) -> None:
+    p = problem()
+    mlp = layer_of(p, gated)
+    results = []
+    for counted in (False, True):
+        x = p.x.clone().requires_grad_()
+        mlp.zero_grad()
+        if counted:
+            with twell.count_firing(mlp):
+                y = mlp(x)
+                y.sum().backward()
+        else:
+            y = mlp(x)
+            y.sum().backward()
+        assert x.grad is not None
+        results.append([y, x.grad, *(parameter.grad for parameter in mlp.parameters())])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+    assert not mlp._forward_pre_hooks
+
+
+def test_counts_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = problem(density=0.3)
+    monkeypatch.setattr(_compaction, "_CHUNK_GATES", 3 * N)
+    sizes, pack = [], twell.functional.pack
+
+    def recorded(x: Tensor, *arguments: Any, **options: Any) -> Any:
+        sizes.append(len(x))
+        return pack(x, *arguments, **options)
+
+    monkeypatch.setattr(_compaction.functional, "pack", recorded)
+    layer = evidence(layer_of(p, True), p.x[:20])
+    assert sizes == [3, 3, 3, 3, 3, 3, 2]
+    assert torch.equal(layer.counts, fired(p.rows(0, 20)))
+
+
+def test_a_gate_that_rounds_to_zero_does_not_fire() -> None:
+    """2^-28 is below half of the smallest float16, and an ordinary bfloat16; NaN is a non-zero."""
+    for dtype, expected in ((FP16, 0), (BF16, 1)):
+        mlp = SparseMLP(8, 8, dtype=dtype)
+        nn.init.zeros_(mlp.up_proj.weight)
+        with torch.no_grad():
+            mlp.up_proj.weight[:2, 0] = torch.tensor([2.0**-14, float("nan")])
+        x = torch.zeros(1, 8, dtype=dtype)
+        x[0, 0] = 2.0**-14
+        assert evidence(mlp, x).counts.tolist() == [expected, 1, 0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("strategy", ["row", "dense"])
+def test_autocast_decides_the_rounding(strategy: Any) -> None:
+    """In float32 the gate is 2^-9; in bfloat16 1 + 2^-9 is 1, and the gate 0."""
+    mlp = SparseMLP(8, 8, strategy=strategy)
+    nn.init.zeros_(mlp.up_proj.weight)
+    with torch.no_grad():
+        mlp.up_proj.weight[0, :2] = torch.tensor([1 + 2.0**-9, -1.0])
+    x = torch.ones(3, 8)
+    assert evidence(mlp, x).counts[0] == 3
+    with torch.autocast("cpu", BF16):
+        assert evidence(mlp, x).counts[0] == 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_calls_count_once(reentrant: bool) -> None:
+    p = problem()
+    mlp = layer_of(p, True)
+    with twell.count_firing(mlp) as firing:
+        checkpoint(mlp, p.x.clone().requires_grad_(), use_reentrant=reentrant).sum().backward()
+    assert firing[""].tokens == M
+    assert torch.equal(firing[""].counts, fired(p))
+
+
+def test_counts_the_layers_of_a_model() -> None:
+    model, x = Residual(), problem().x
+    with twell.count_firing(model) as firing:
+        model(x)
+        copy.deepcopy(model)(x)
+    model(x)
+    assert list(firing) == ["blocks.0", "blocks.1", "idle"]
+    assert [layer.tokens for layer in firing.values()] == [2 * M, M, 0]
+    assert not any(layer._forward_pre_hooks for layer in model.modules())
+    loaded = pickle.loads(pickle.dumps(firing))
+    assert torch.equal(loaded["blocks.0"].totals, firing["blocks.0"].totals)
+
+
+def test_stops_counting_after_an_error() -> None:
+    mlp = layer_of(problem(), True)
+    context = twell.count_firing(mlp)
+    with pytest.raises(TypeError, match="must be a tensor"), context:
+        mlp("words")
+    assert not mlp._forward_pre_hooks
+
+
+def test_compiled_models() -> None:
+    """Compiled inside it counts and stays one graph; compiled before, what is counted is nothing, and refused."""
+    torch.compiler.reset()
+    p = problem()
+    model = nn.Sequential(layer_of(p, True))
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        with twell.count_firing(model) as firing:
+            compiled(p.x)
+            testing.assert_same(compiled(p.x), testing.exact_output(p))
+        compiled(p.x)
+        assert firing["0"].tokens == 2 * M
+        assert torch.equal(firing["0"].counts, 2 * fired(p))
+        # without this the compiled call above is still guarded by the hook
+        torch.compiler.reset()
+        compiled(p.x)
+        with twell.count_firing(model) as firing:
+            compiled(p.x)
+    if not firing["0"].tokens:
+        with pytest.raises(ValueError, match="got counts of no tokens: the layer was not called, or only as part of a"):
+            twell.compact(model, firing)
+
+
+def test_two_counters_at_once() -> None:
+    p = problem()
+    mlp = layer_of(p, False)
+    with twell.count_firing(mlp) as outer:
+        mlp(p.x)
+        with twell.count_firing(mlp) as inner:
+            mlp(p.x[:4])
+    assert (outer[""].tokens, inner[""].tokens) == (M + 4, 4)
+
+
+def test_opened_in_inference_mode() -> None:
+    p = problem()
+    mlp = layer_of(p, True)
+    with torch.inference_mode():
+        with twell.count_firing(mlp) as firing:
+            mlp(p.x)
+        compacted, _ = twell.compact(mlp, firing)
+    with twell.count_firing(mlp) as firing:
+        mlp(p.x)
+    compacted(p.x).sum().backward()
+    assert compacted.down_proj.weight.grad is not None
+
+
+def test_evidence_adds_up() -> None:
+    model = Residual()
+    with twell.count_firing(model) as first:
+        model(problem(seed=3).x)
+    with twell.count_firing(model) as second:
+        model(problem(seed=4).x)
+    merged = first + second
+    assert merged["blocks.1"].tokens == 2 * M
+    assert torch.equal(merged["blocks.1"].counts, first["blocks.1"].counts + second["blocks.1"].counts)
+    assert first.all_reduce() is first
+    with pytest.raises(ValueError, match="both must have counted the same layers, got 'idle' in one alone"):
+        first + twell.FiringCounts({name: first[name] for name in ("blocks.0", "blocks.1")})
+    with pytest.raises(ValueError, match="both must have counted the same neurons, got 536 and 16"):
+        first["blocks.0"] + first["idle"]
+    with pytest.raises(TypeError, match="unsupported operand"):
+        first + 1
+    with pytest.raises(TypeError, match="unsupported operand"):
+        first["idle"] + 1
+
+
+TWO_RANKS = """
+import sys, torch, twell
+import torch.distributed as dist
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+firing = twell.FiringCounts({"a": twell.Firing(torch.arange(9) + rank), "b": twell.Firing(torch.full((17,), 10**rank))})
+merged = firing.all_reduce()
+print(merged["a"].totals.tolist(), merged["b"].tokens, firing["b"].tokens)
+dist.destroy_process_group()
+"""
+
+
+def test_evidence_of_two_ranks(tmp_path: Path) -> None:
+    path = os.pathsep.join(filter(None, sys.path))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_RANKS, str(rank), str(tmp_path / "store")],
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=300)[0].strip() for rank in ranks]
+    assert outputs == [f"{list(range(1, 18, 2))} 11 {10**rank}" for rank in range(2)]
+
+
+def test_counts_nothing_without_layers() -> None:
+    with pytest.raises(ValueError, match="must have SparseGatedMLP or SparseMLP layers, got Linear"):
+        with twell.count_firing(nn.Linear(8, 8)):
+            pass
+    with pytest.raises(TypeError, match=r"a torch.nn.Module is expected, got float32 \[8\]"):
+        with twell.count_firing(torch.ones(8)):  # type: ignore[arg-type]
+            pass
+
+
+# Compacting
+
+
+@GATED
+@BIASES
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("strategy", ["auto", "row", "union"])
+def test_same_bits_where_no_removed_neuron_fires(gated: bool, biases: str, dtype: torch.dtype, strategy: Any) -> None:
+    p = problem(biases, dtype=dtype)
+    mlp = layer_of(p, gated, strategy=strategy, compression=4)
+    compacted, report = twell.compact(mlp, evidence(mlp, p.x))
+    living = int((fired(p) > 0).sum())
+    (layer,) = report.layers
+    assert (layer.neurons, layer.alive, layer.kept) == (N, living, -(-living // 8) * 8)
+    assert 0 < layer.kept < N - 64
+    assert type(compacted) is type(mlp)
+    assert (compacted.intermediate, compacted.compression, compacted.strategy) == (layer.kept, 4, strategy)
+    assert has_rows(compacted)
+    with torch.no_grad():
+        y, aux = compacted(p.x, return_aux=True)
+        expected, expected_aux = mlp(p.x, return_aux=True)
+    testing.assert_same(y, testing.exact_output(p, gated=gated))
+    testing.assert_same(y, expected)
+    assert aux == expected_aux
+
+
+@GATED
+def test_what_is_missing_is_what_removed_neurons_add(gated: bool) -> None:
+    p = problem(density=0.4)
+    mlp = layer_of(p, gated, strategy="row")
+    compacted, report = twell.compact(mlp, half())
+    assert fired(p)[~half()].all()
+    assert torch.equal(kept_of(compacted), half())
+    with torch.no_grad():
+        testing.assert_same(compacted(p.x), testing.exact_output(without(p, half()), gated=gated))
+        difference = testing.float64_output(p, gated=gated) - testing.float64_output(without(p, half()), gated=gated)
+    # the contribution of those alone
+    only = without(p, ~half())._replace(down_bias=None)
+    assert torch.equal(difference, testing.float64_output(only, gated=gated))
+    assert difference.any()
+    assert report.layers[0].tokens is None
+
+
+@GATED
+@BIASES
+def test_gradients_are_those_of_the_kept_neurons(gated: bool, biases: str) -> None:
+    p = problem(biases)
+    mlp = layer_of(p, gated)
+    compacted, _ = twell.compact(mlp, evidence(mlp, p.x))
+    kept, upstream, inputs = kept_of(compacted), testing.integer_upstream(p), []
+    for layer in (mlp, compacted):
+        inputs.append(p.x.clone().requires_grad_())
+        layer(inputs[-1]).backward(upstream)
+    assert torch.equal(inputs[0].grad, inputs[1].grad)
+    for name, parameter in compacted.named_parameters():
+        full = mlp.get_parameter(name).grad
+        assert parameter.is_leaf
+        assert full is not None
+        if name == "down_proj.bias":
+            expected = full
+        else:
+            expected = full[:, kept] if name == "down_proj.weight" else full[kept]
+            gone = full[:, ~kept] if name == "down_proj.weight" else full[~kept]
+            assert not gone.any()
+        assert torch.equal(parameter.grad, expected), name
+    torch.optim.SGD(compacted.parameters(), 0.1).step()
+    assert has_rows(compacted)
+
+
+@GATED
+@BIASES
+def test_rows_and_their_order(gated: bool, biases: str) -> None:
+    mlp = layer_of(problem(biases), gated)
+    mlp.up_proj.weight.requires_grad_(False)
+    before = copy.deepcopy(mlp)
+    compacted, _ = twell.compact(mlp.eval(), half())
+    neurons = half().nonzero().flatten()
+    assert torch.equal(compacted.compaction.neurons, neurons)
+    for name, parameter in compacted.named_parameters():
+        full = before.get_parameter(name)
+        expected = full
+        if name == "down_proj.weight":
+            expected = full[:, neurons]
+        elif name != "down_proj.bias":
+            expected = full[neurons]
+        assert torch.equal(parameter, expected)
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.requires_grad == full.requires_grad == (name != "up_proj.weight")
+        assert parameter.untyped_storage().data_ptr() != mlp.get_parameter(name).untyped_storage().data_ptr()
+    same_parameters(mlp, before)
+    assert mlp.intermediate == N
+    assert not hasattr(mlp, "compaction")
+    assert not compacted.training
+    assert not compacted.compaction.training
+    assert "264, compression=8" in repr(compacted)
+    assert "264 of 536 neurons" in repr(compacted)
+    linears = [child for child in compacted.children() if isinstance(child, nn.Linear)]
+    assert [(c.in_features, c.out_features) for c in linears] == [(K, 264)] * (2 if gated else 1) + [(264, K)]
+
+
+def test_fills_up_with_those_that_fired_most_then_the_first() -> None:
+    totals = torch.zeros(N + 1, dtype=torch.int64)
+    totals[-1] = 1000
+    totals[[5, 100, 300]] = 50
+    totals[[200, 400]] = torch.tensor([3, 9])
+    compacted, report = twell.compact(layer_of(problem(), True), twell.Firing(totals), minimum=10)
+    assert compacted.compaction.neurons.tolist() == [0, 1, 2, 5, 100, 200, 300, 400]
+    assert (report.layers[0].alive, report.layers[0].kept) == (3, 8)
+    mask = torch.zeros(N, dtype=torch.bool)
+    mask[[1, 535]] = True
+    compacted, report = twell.compact(layer_of(problem(), False), mask)
+    assert compacted.compaction.neurons.tolist() == [0, 1, 2, 3, 4, 5, 6, 535]
+
+
+def test_all_alive_and_sizes_that_are_no_multiple_of_8() -> None:
+    p = problem()
+    compacted, report = twell.compact(layer_of(p, True), torch.ones(N, dtype=torch.bool))
+    assert (report.layers[0].kept, report.bytes_saved, report.layers[0].gate_saved) == (N, 0, 0)
+    with torch.no_grad():
+        testing.assert_same(compacted(p.x), testing.exact_output(p))
+    same_parameters(twell.restore(compacted), layer_of(p, True))
+    odd = SparseMLP(8, 13, strategy="dense")
+    for living, expected in ((1, 8), (8, 8), (9, 13), (13, 13)):
+        compacted, _ = twell.compact(odd, torch.arange(13) < living)
+        assert compacted.intermediate == expected
+        assert compacted(torch.ones(2, 8)).shape == (2, 8)
+
+
+def test_report() -> None:
+    mlp = layer_of(problem(), True)
+    totals = torch.tensor([2] * 250 + [1] * (N - 250) + [123456])
+    _, report = twell.compact(mlp, twell.Firing(totals), minimum=2)
+    (layer,) = report.layers
+    assert (layer.name, layer.neurons, layer.alive, layer.kept, layer.tokens) == ("", N, 250, 256, 123456)
+    assert layer.bytes_saved == report.bytes_saved == (N - 256) * (3 * K + 2) * 2
+    assert layer.bytes_saved == sum(p.nbytes for p in mlp.parameters()) - sum(
+        p.nbytes for p in twell.compact(mlp, layer_mask(256))[0].parameters()
+    )
+    assert layer.neurons_saved == 1 - 256 / N
+    # three tiles of 256 neurons became one
+    assert layer.gate_saved == pytest.approx(2 / 3)
+    assert str(report) == (
+        "module: 536 neurons, 250 alive, 256 kept; gate GEMM 66.7% smaller, 0.1 MB saved; "
+        "alive are those that fired 2 times in 123,456 tokens"
+    )
+    model = Residual()
+    _, report = twell.compact(model, {"blocks.1": half(), "idle": torch.arange(16) < 8})
+    assert str(report).splitlines() == [
+        "blocks.1: 536 neurons, 264 alive, 264 kept; gate GEMM 33.3% smaller, 0.0 MB saved; as in the mask given",
+        "idle: 16 neurons, 8 alive, 8 kept; gate GEMM 0.0% smaller, 0.0 MB saved; as in the mask given",
+        "272 of 552 neurons kept in 2 layers, 0.0 MB saved",
+    ]
+    assert (report.neurons, report.kept) == (552, 272)
+
+
+def layer_mask(kept: int) -> Tensor:
+    return torch.arange(N) < kept
+
+
+def test_a_subclass_stays_one_with_all_it_has() -> None:
+    class Named(SparseGatedMLP):
+        def __init__(self, label: str) -> None:
+            super().__init__(K, N, dtype=BF16)
+            self.label = label
+
+    mlp = Named("first").requires_grad_(False)
+    seen: list[int] = []
+    mlp.register_forward_hook(lambda module, args, y: seen.append(y.shape[0]))
+    mlp.accumulate_main_grad = True
+    compacted, _ = twell.compact(mlp, half())
+    compacted(torch.zeros(3, K, dtype=BF16))
+    assert isinstance(compacted, Named)
+    assert (compacted.label, compacted.accumulate_main_grad, seen) == ("first", True, [3])
+
+
+def test_tied_projections_stay_tied() -> None:
+    mlp = SparseGatedMLP(K, N, dtype=BF16)
+    mlp.up_proj.weight = mlp.gate_proj.weight
+    compacted, _ = twell.compact(mlp, half())
+    assert compacted.up_proj.weight is compacted.gate_proj.weight
+    assert compacted.up_proj.weight.shape == (264, K)
+    restored = twell.restore(compacted)
+    assert restored.up_proj.weight is restored.gate_proj.weight
+    assert torch.equal(restored.up_proj.weight, mlp.up_proj.weight)
+
+
+def test_down_weight_in_another_layout() -> None:
+    p = problem()
+    mlp = layer_of(p, True)
+    mlp.down_proj.weight = nn.Parameter(p.w_down.t().contiguous())
+    compacted, _ = twell.compact(mlp, half())
+    assert has_rows(compacted)
+    assert has_rows(twell.restore(compacted))
+
+
+def test_mixed_dtypes_come_back() -> None:
+    """Autocast computes such a layer; bfloat16 and float16 fit beside each other in float32."""
+    mlp = SparseGatedMLP(K, N, dtype=BF16)
+    mlp.up_proj.to(FP16)
+    compacted, _ = twell.compact(mlp, half())
+    same_parameters(twell.restore(compacted), mlp)
+    assert (compacted.gate_proj.weight.dtype, compacted.up_proj.weight.dtype) == (BF16, FP16)
+
+
+# Models
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_compacts_a_model(inplace: bool) -> None:
+    model, x = Residual(), problem().x
+    names = list(model.state_dict())
+    before, expected, original = copy.deepcopy(model), model(x), model.blocks[0]
+    with twell.count_firing(model) as firing:
+        model(x)
+    compacted, report = twell.compact(model, called(firing), inplace=inplace)
+    assert (compacted is model) == inplace
+    assert [layer.name for layer in report.layers] == ["blocks.0", "blocks.1"]
+    assert compacted.blocks[0] is compacted.blocks[2]
+    assert compacted.blocks[0].intermediate == report.layers[0].kept < N
+    assert compacted.idle.intermediate == 16
+    assert not hasattr(compacted.idle, "compaction")
+    testing.assert_same(compacted(x), expected)
+    if not inplace:
+        assert compacted.first[0] is compacted.blocks[0]
+        assert model.blocks[0] is original
+        assert compacted.embed.weight is not model.embed.weight
+        same_parameters(model, before)
+        assert list(model.state_dict()) == names
+    restored = twell.restore(compacted, inplace=inplace)
+    assert (restored is compacted) == inplace
+    assert restored.blocks[0] is restored.blocks[2]
+    same_parameters(restored, before)
+    assert list(restored.state_dict()) == names
+    testing.assert_same(restored(x), expected)
+
+
+def test_in_place_frees_what_it_replaces() -> None:
+    model = nn.Sequential(*(layer_of(problem(), True) for _ in range(3)))
+    evidence(model[1], problem().x)
+    gone = [weakref.ref(parameter) for parameter in model.parameters()]
+    gc.disable()
+    try:
+        twell.compact(model, dict.fromkeys("012", half()), inplace=True)
+        assert not any(parameter() is not None for parameter in gone)
+        gone = [weakref.ref(parameter) for parameter in model.parameters()]
+        twell.restore(model, inplace=True)
+        assert not any(parameter() is not None for parameter in gone)
+    finally:
+        gc.enable()
+
+
+def test_names_of_a_shared_layer() -> None:
+    model = Residual()
+    compacted, report = twell.compact(model, {"blocks.2": half()}, inplace=True)
+    assert [layer.name for layer in report.layers] == ["blocks.2"]
+    assert compacted.blocks[0] is compacted.blocks[2]
+    assert compacted.blocks[0].intermediate == 264
+    with pytest.raises(ValueError, match=r"must name a layer once, got 'blocks.0' and 'blocks.2'"):
+        twell.compact(Residual(), {"blocks.0": half(), "blocks.2": half()})
+
+
+def test_nothing_changes_where_something_is_refused() -> None:
+    model = Residual()
+    with pytest.raises(ValueError, match=r"alive of idle must be bool \[16\]"):
+        twell.compact(model, {"blocks.0": half(), "idle": half()}, inplace=True)
+    assert model.blocks[0].intermediate == N
+
+
+def test_counts_a_compacted_model() -> None:
+    p = problem()
+    mlp = layer_of(p, True)
+    compacted, _ = twell.compact(mlp, evidence(mlp, p.x))
+    assert torch.equal(evidence(compacted, p.x).counts, fired(p)[kept_of(compacted)])
+
+
+def test_evidence_within_the_context() -> None:
+    p = problem()
+    mlp = layer_of(p, True)
+    with twell.count_firing(mlp) as firing, torch.no_grad():
+        y = mlp(p.x)
+        compacted, _ = twell.compact(mlp, firing)
+        testing.assert_same(compacted(p.x), y)
+    assert firing[""].tokens == M
+
+
+def test_compiles_as_one_graph() -> None:
+    torch.compiler.reset()
+    p = problem()
+    mlp = layer_of(p, True, strategy="row")
+    compacted, _ = twell.compact(mlp, evidence(mlp, p.x))
+    with torch.no_grad():
+        compiled = torch.compile(compacted, fullgraph=True, backend="aot_eager")
+        testing.assert_same(compiled(p.x), testing.exact_output(p))
+
+
+# Undoing
+
+
+@GATED
+@BIASES
+@pytest.mark.parametrize("keep", [1, 264, 529, 536])
+def test_restores_the_same_bits(gated: bool, biases: str, keep: int) -> None:
+    generator = torch.Generator().manual_seed(keep)
+    mlp = layer_of(problem(biases), gated)
+    with torch.no_grad():
+        for parameter in mlp.parameters():
+            # any bits, NaN and infinities aside
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    mask = torch.zeros(N, dtype=torch.bool)
+    mask[torch.randperm(N, generator=generator)[:keep]] = True
+    mlp.gate_proj.requires_grad_(False) if gated else None
+    compacted, _ = twell.compact(mlp, mask)
+    restored = twell.restore(compacted)
+    same_parameters(restored, mlp)
+    assert list(restored.state_dict()) == list(mlp.state_dict())
+    assert restored.intermediate == N
+    assert repr(restored) == repr(mlp)
+    assert has_rows(restored)
+    assert kept_of(compacted) is not None
+
+
+def test_trained_neurons_return_to_their_places() -> None:
+    p = problem()
+    mlp = layer_of(p, True)
+    compacted, _ = twell.compact(mlp, half())
+    with torch.no_grad():
+        for parameter in compacted.parameters():
+            parameter.add_(1)
+    restored = twell.restore(compacted)
+    for name, parameter in mlp.named_parameters():
+        rows = restored.get_parameter(name)
+        if name == "down_proj.bias":
+            assert torch.equal(rows, parameter + 1)
+            continue
+        rows, old = (rows.t(), parameter.t()) if name == "down_proj.weight" else (rows, parameter)
+        assert torch.equal(rows[half()], old[half()] + 1)
+        assert torch.equal(rows[~half()], old[~half()])
+
+
+@pytest.mark.parametrize("keep_removed", [True, False])
+def test_compacted_twice(keep_removed: bool) -> None:
+    p = problem()
+    mlp = layer_of(p, True)
+    once, _ = twell.compact(mlp, half(), keep_removed=keep_removed)
+    again = torch.zeros(264, dtype=torch.bool)
+    again[1::3] = True
+    twice, report = twell.compact(once, again)
+    neurons = half().nonzero().flatten()[1::3]
+    assert torch.equal(twice.compaction.neurons, neurons)
+    assert (report.layers[0].neurons, report.layers[0].kept) == (264, 88)
+    assert torch.equal(twice.gate_proj.weight, mlp.gate_proj.weight[neurons])
+    assert once.intermediate == 264
+    if keep_removed:
+        same_parameters(twell.restore(twice), mlp)
+        same_parameters(twell.restore(once), mlp)
+    else:
+        assert twice.compaction.removed is None
+
+
+def test_what_was_dropped_is_not_restored() -> None:
+    compacted, _ = twell.compact(layer_of(problem(), True), half(), keep_removed=False)
+    assert "the others dropped" in repr(compacted)
+    assert "compaction.removed" not in compacted.state_dict()
+    with pytest.raises(ValueError, match="restore: module must hold what was removed, got none"):
+        twell.restore(compacted)
+    for module in (layer_of(problem(), True), nn.Linear(8, 8)):
+        with pytest.raises(ValueError, match="must be or have layers that compact has made"):
+            twell.restore(module)
+    compacted, _ = twell.compact(layer_of(problem(), True), half())
+    kept_of(compacted)[0] ^= True
+    with pytest.raises(ValueError, match=r"restore: module must have 26[35] neurons and .* got 264 and \[272, 98\]"):
+        twell.restore(compacted)
+
+
+# What torch does to modules
+
+
+def saved(mlp: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(mlp, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def load(assign: bool) -> Callable[[Any], Any]:
+    """Into a fresh layer that the mask in the state dict has made fit."""
+
+    def loaded(mlp: Any) -> Any:
+        file = io.BytesIO()
+        torch.save(nn.Sequential(mlp).state_dict(), file)
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+        fresh = nn.Sequential(type(mlp)(K, N, True, dtype=BF16))
+        twell.compact(fresh, {"0": state["0.compaction.kept"]}, inplace=True)
+        assert fresh.load_state_dict(state, assign=assign) == ([], [])
+        return fresh[0]
+
+    return loaded
+
+
+def from_meta(mlp: Any) -> Any:
+    state = mlp.state_dict()
+    fresh, report = twell.compact(type(mlp)(K, N, True, dtype=BF16, device="meta"), state["compaction.kept"])
+    assert fresh.gate_proj.weight.is_meta if isinstance(fresh, SparseGatedMLP) else fresh.up_proj.weight.is_meta
+    assert report.bytes_saved > 0
+    assert "some of 536" in repr(fresh)
+    real = fresh.to_empty(device="cpu")
+    assert real.compaction.removed.device.type == "cpu"
+    real.load_state_dict(state)
+    return real
+
+
+@GATED
+@pytest.mark.parametrize(
+    "through",
+    [
+        load(assign=False),
+        load(assign=True),
+        copy.deepcopy,
+        lambda mlp: pickle.loads(pickle.dumps(mlp)),
+        saved,
+        lambda mlp: copy.deepcopy(mlp).to(torch.float32).to(BF16),
+        lambda mlp: copy.deepcopy(mlp).share_memory(),
+        from_meta,
+    ],
+    ids=["load", "assign", "deepcopy", "pickle", "save", "cast", "share", "meta"],
+)
+def test_the_map_survives(gated: bool, through: Callable[[Any], Any]) -> None:
+    p = problem()
+    mlp = layer_of(p, gated)
+    compacted, _ = twell.compact(mlp, evidence(mlp, p.x))
+    after = through(compacted)
+    assert has_rows(after)
+    assert torch.equal(kept_of(after), kept_of(compacted))
+    with torch.no_grad():
+        testing.assert_same(after(p.x), testing.exact_output(p, gated=gated))
+    same_parameters(twell.restore(after), mlp)
+
+
+def test_removed_rows_are_no_buffer_and_follow_the_dtype() -> None:
+    compacted, _ = twell.compact(layer_of(problem(), True), half())
+    assert [name for name, _ in compacted.named_buffers()] == ["compaction.kept"]
+    assert compacted.state_dict()["compaction.removed"].shape == (272, 3 * K + 2)
+    wide = copy.deepcopy(compacted).double()
+    assert wide.compaction.removed.dtype == torch.float64
+    assert wide.compaction.kept.dtype == torch.bool
+    on_meta = copy.deepcopy(compacted).to("meta")
+    assert on_meta.compaction.removed.is_meta
+    with pytest.raises(ValueError, match="got a mask on meta"):
+        twell.restore(on_meta)
+
+
+def test_a_checkpoint_without_removed_rows_leaves_nothing_to_restore() -> None:
+    mlp = layer_of(problem(), True)
+    lean, _ = twell.compact(mlp, half(), keep_removed=False)
+    full, _ = twell.compact(mlp, layer_mask(264))
+    full.load_state_dict(lean.state_dict())
+    assert torch.equal(kept_of(full), half())
+    with pytest.raises(ValueError, match="compacted or loaded without"):
+        twell.restore(full)
+    other, _ = twell.compact(mlp, half())
+    lean.load_state_dict(other.state_dict())
+    same_parameters(twell.restore(lean), mlp)
+
+
+# Refusals
+
+
+def test_compact_refuses() -> None:
+    mlp, firing = layer_of(problem(), True), twell.Firing(torch.ones(N + 1, dtype=torch.int64))
+    cases: list[tuple[Any, Any, type[Exception], str]] = [
+        (mlp, half().float(), TypeError, r"alive of module must be bool \[536\] or Firing, got float32 \[536\]"),
+        (mlp, half().nonzero().flatten(), TypeError, r"bool \[536\] or Firing, got int64 \[264\]"),
+        (mlp, [True] * N, TypeError, r"bool \[536\] or Firing, got list"),
+        (mlp, half()[:535], ValueError, r"alive of module must be bool \[536\], got bool \[535\]"),
+        (mlp, half()[None], ValueError, r"must be bool \[536\], got bool \[1, 536\]"),
+        (mlp, half().to("meta"), ValueError, "must have values, got a tensor on meta"),
+        (mlp, torch.zeros(N, dtype=torch.bool), ValueError, "must have a neuron, got none of 536"),
+        (
+            mlp,
+            twell.Firing(torch.ones(N, dtype=torch.int64)),
+            ValueError,
+            r"counted its 536 neurons, got int64 \[535\]",
+        ),
+        (mlp, twell.Firing(torch.zeros(N + 1, dtype=torch.int64)), ValueError, "got counts of no tokens"),
+        (mlp, {"gate_proj": half()}, ValueError, r"must name layers of the module \(''\), got 'gate_proj'"),
+        (nn.Linear(K, N), half(), TypeError, "must be or have SparseGatedMLP or SparseMLP layers, got Linear"),
+        (half(), half(), TypeError, r"a torch.nn.Module is expected, got bool \[536\]"),
+        (
+            nn.Sequential(mlp),
+            half(),
+            TypeError,
+            r"must map names of layers to Firing or bool tensors, got bool \[536\]",
+        ),
+        (nn.Sequential(mlp), firing, TypeError, "must map names of layers to Firing or bool tensors, got Firing"),
+        (nn.Sequential(mlp), {"mlp": firing}, ValueError, r"layers of the module \('0'\), got 'mlp'"),
+        (nn.Sequential(mlp), {"0": None}, TypeError, r"alive of 0 must be bool \[536\] or Firing, got NoneType"),
+    ]
+    for module, alive, error, message in cases:
+        with pytest.raises(error, match=message):
+            twell.compact(module, alive)
+    for minimum in (0, -1, 0.5):
+        with pytest.raises(ValueError, match=f"minimum must be a positive integer, got {minimum}"):
+            twell.compact(mlp, firing, minimum=minimum)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="is a mask, for which minimum must be 1, got 2"):
+        twell.compact(mlp, half(), minimum=2)
+    with pytest.raises(ValueError, match="compact: inplace must be False for a layer itself"):
+        twell.compact(mlp, half(), inplace=True)
+    with pytest.raises(ValueError, match="restore: inplace must be False for a layer itself"):
+        twell.restore(twell.compact(mlp, half())[0], inplace=True)
+
+
+def test_compact_refuses_projections_that_are_no_plain_linear() -> None:
+    mlp = layer_of(problem(), True)
+    nn.utils.parametrizations.weight_norm(mlp.up_proj)
+    with pytest.raises(
+        TypeError, match=r"up_proj must be an nn.Linear with parameters weight and bias alone, got Param"
+    ):
+        twell.compact(mlp, half())
+    model = nn.Sequential(layer_of(problem(), True))
+    model[0].gate_proj = nn.Sequential(nn.Linear(K, N))
+    with pytest.raises(TypeError, match=r"0.gate_proj must be an nn.Linear .*, got Sequential with"):
+        twell.compact(model, {"0": half()})

@@ -1,0 +1,297 @@
+"""``strategy="auto"`` on a GPU: what it measures, that it never waits, what graphs and checkpoints keep."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import twell
+from twell import testing
+from twell.nn import SparseGatedMLP, SparseMLP
+from twell.testing import FFN
+
+M = 4096
+BF16 = torch.bfloat16
+BOTH = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+
+
+@pytest.fixture(scope="module", params=["uniform29", "topic29", "topic128", "dense911"])
+def layer(request: pytest.FixtureRequest) -> tuple[str, FFN]:
+    return request.param, testing.make(request.param, M)
+
+
+@pytest.fixture(scope="module")
+def topic() -> FFN:
+    return testing.make("topic29", M)
+
+
+@pytest.fixture(scope="module")
+def dense() -> FFN:
+    return testing.make("dense911", M)
+
+
+def module(problem: FFN, gated: bool = True) -> Any:
+    """The layer as a module, with ``strategy="auto"``."""
+    (n, k), cls = problem.w_gate.shape, SparseGatedMLP if gated else SparseMLP
+    mlp = cls(k, n, device="cuda", dtype=problem.x.dtype)
+    set_weights(mlp, problem)
+    return mlp
+
+
+def set_weights(mlp: Any, problem: FFN) -> None:
+    with torch.no_grad():
+        if isinstance(mlp, SparseGatedMLP):
+            mlp.gate_proj.weight.copy_(problem.w_gate)
+            mlp.up_proj.weight.copy_(problem.w_up)
+        else:
+            mlp.up_proj.weight.copy_(problem.w_gate)
+        mlp.down_proj.weight.copy_(problem.w_down.t())
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def settle(mlp: Any, x: Tensor, calls: int = 9, step: Callable[[Tensor], Any] = lambda y: None) -> None:
+    """Calls that may not wait for the GPU; the test waits between them, so that figures arrive."""
+    for _ in range(calls):
+        with no_synchronisation():
+            step(mlp(x))
+        torch.cuda.synchronize()
+
+
+def backward(y: Tensor) -> None:
+    y.backward(torch.ones_like(y))
+
+
+def true_figures(problem: FFN) -> twell.tuning.Figures:
+    active = torch.relu(problem.x @ problem.w_gate.T) != 0
+    union = active.view(-1, 128, active.shape[1]).any(1).float().mean()
+    return twell.tuning.Figures(active.sum().item() / len(problem.x), union.item())
+
+
+@BOTH
+@pytest.mark.parametrize("training", [False, True])
+def test_chooses_by_what_it_measures(gated: bool, training: bool, layer: tuple[str, FFN]) -> None:
+    name, problem = layer
+    mlp = module(problem, gated)
+    with torch.set_grad_enabled(training):
+        settle(mlp, problem.x, step=backward if training else lambda y: None)
+    (row,) = twell.explain(mlp)
+    expected = true_figures(problem)
+    assert row.figures is not None
+    # the kernel's gate and PyTorch's differ where rounding decides
+    assert row.figures.nonzeros == pytest.approx(expected.nonzeros, rel=2e-3)
+    assert row.figures.union == pytest.approx(expected.union, rel=2e-3)
+    assert row.costs["dense"] == 1
+    assert row.strategy == min(row.costs, key=lambda s: row.costs[s]) or "hold" in row.reason or "kept" in row.reason
+    if name == "dense911":
+        assert row.strategy == "dense"
+    elif name in ("uniform29", "topic29"):
+        assert row.strategy == "union" if training else row.strategy in ("row", "union")
+
+
+@BOTH
+def test_results_are_right_whatever_runs(gated: bool, layer: tuple[str, FFN]) -> None:
+    _, problem = layer
+    mlp = module(problem, gated).requires_grad_(False)
+    for _ in range(6):
+        comparison = testing.compare(problem, mlp(problem.x), gated=gated)
+        assert comparison.ok, comparison
+
+
+@BOTH
+def test_training_passes_gradients_through_every_change(gated: bool, topic: FFN, dense: FFN) -> None:
+    mlp, dy, seen = module(topic, gated), testing.real_upstream(topic), []
+    mlp.strategy = twell.AutoStrategy(period=1)
+    reference = copy.deepcopy(mlp)
+    reference.strategy = "dense"
+    for problem in (topic, dense):
+        set_weights(mlp, problem)
+        set_weights(reference, problem)
+        for _ in range(4):
+            gradients = []
+            for each in (mlp, reference):
+                x = problem.x.clone().requires_grad_()
+                each(x).backward(dy)
+                gradients.append([x.grad, *(p.grad.clone() for p in each.parameters())])
+                each.zero_grad()
+            for ours, theirs in zip(*gradients, strict=True):
+                assert (ours.double() - theirs.double()).norm() < 0.05 * theirs.double().norm()
+            torch.cuda.synchronize()
+            seen.append(twell.explain(mlp).rows[0].strategy)
+    # fresh, sparse, with one call by the sparse strategy on what is dense, then dense
+    assert seen == ["dense", *["union"] * 4, *["dense"] * 3]
+
+
+def test_more_than_the_hybrid_format_holds(dense: FFN) -> None:
+    mlp = module(dense)
+    mlp._auto.observe(twell.tuning.Problem(M, 2048, 5632, True, True), twell.tuning.Figures(10, 0.05))
+    with torch.enable_grad():
+        mlp(dense.x)
+    torch.cuda.synchronize()
+    (row,) = twell.explain(mlp)
+    assert (row.strategy, row.figures.union) == ("union", None)
+    assert row.figures.nonzeros == pytest.approx(true_figures(dense).nonzeros, rel=2e-3)
+
+
+@pytest.mark.parametrize("m", [1, 7, 64])
+def test_few_tokens(m: int, topic: FFN) -> None:
+    mlp = module(topic).requires_grad_(False)
+    settle(mlp, topic.x[:m])
+    (row,) = twell.explain(mlp)
+    assert row.strategy in ("row", "dense")
+    assert row.figures.union is None
+    active = torch.relu(topic.x[:m] @ topic.w_gate.T) != 0
+    assert row.figures.nonzeros * m == pytest.approx(float(active.sum()), abs=2 + 0.002 * m * row.figures.nonzeros)
+
+
+def test_the_same_history_gives_the_same_choices_and_bits(topic: FFN) -> None:
+    def history() -> tuple[list[str], list[Tensor]]:
+        mlp, choices, results = module(topic).requires_grad_(False), [], []
+        for _ in range(12):
+            results.append(mlp(topic.x))
+            torch.cuda.synchronize()
+            choices.append(twell.explain(mlp).rows[0].strategy)
+        return choices, results
+
+    (choices, results), (again, same) = history(), history()
+    assert choices == again
+    for y, other in zip(results, same, strict=True):
+        testing.assert_same(y, other)
+
+
+def test_figures_come_when_the_gpu_is_done(topic: FFN, dense: FFN) -> None:
+    """Calls queued behind a sleep run as the first one does, for nothing has arrived."""
+    mlp = module(dense).requires_grad_(False)
+    mlp(dense.x)
+    mlp = copy.deepcopy(mlp)
+    mlp._auto = twell.AutoStrategy(period=1)
+    torch.cuda.synchronize()
+    with no_synchronisation():
+        torch.cuda._sleep(2_000_000_000)  # 1 s
+        for _ in range(5):
+            mlp(dense.x)
+        before = twell.explain(mlp).rows[0]
+    assert before.figures is None
+    assert before.strategy in ("row", "union")
+    torch.cuda.synchronize()
+    assert twell.explain(mlp).rows[0].figures is not None
+    mlp(dense.x)
+    assert twell.explain(mlp).rows[0].strategy == "dense"
+
+
+@BOTH
+def test_a_captured_graph_keeps_its_choice(gated: bool, topic: FFN, dense: FFN) -> None:
+    mlp = module(topic, gated).requires_grad_(False)
+    settle(mlp, topic.x)
+    chosen = twell.explain(mlp).rows[0].strategy
+    graph, x = torch.cuda.CUDAGraph(), topic.x.clone()
+    with torch.cuda.graph(graph):
+        y = mlp(x)
+    calls, captured = twell.explain(mlp)
+    assert (calls.calls, captured.graph, captured.strategy) == (9, "captured", chosen)
+    named = copy.deepcopy(mlp)
+    named.strategy = chosen
+    for problem in (topic, dense):
+        set_weights(mlp, problem)
+        set_weights(named, problem)
+        y.fill_(torch.nan)
+        graph.replay()
+        # whatever calls choose meanwhile
+        settle(mlp, problem.x, 2)
+        testing.assert_same(y, named(problem.x))
+    assert twell.explain(mlp).rows[1].strategy == chosen
+
+
+def test_a_training_step_is_captured(topic: FFN) -> None:
+    mlp, dy = module(topic), testing.real_upstream(topic)
+    settle(mlp, topic.x, step=backward)
+    mlp.zero_grad(set_to_none=True)
+    x, stream = topic.x.clone().requires_grad_(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.autograd.grad(mlp(x), [x, *mlp.parameters()], dy)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gradients = torch.autograd.grad(mlp(x), [x, *mlp.parameters()], dy)
+    graph.replay()
+    assert [row.strategy for row in twell.explain(mlp)] == ["union", "union"]
+    named = copy.deepcopy(mlp)
+    named.strategy = "union"
+    for ours, expected in zip(gradients, torch.autograd.grad(named(x), [x, *named.parameters()], dy), strict=True):
+        testing.assert_same(ours, expected)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_compiles_as_one_graph(training: bool, topic: FFN) -> None:
+    torch.compiler.reset()
+    mlp = module(topic)
+    with torch.set_grad_enabled(training):
+        settle(mlp, topic.x, step=backward if training else lambda y: None)
+        chosen = twell.explain(mlp).rows[0].strategy
+        assert chosen in ("row", "union")
+        y = torch.compile(mlp, fullgraph=True, backend="aot_eager")(topic.x)
+        named = copy.deepcopy(mlp)
+        named.strategy = chosen
+        testing.assert_same(y.detach(), named(topic.x).detach())
+    assert [(row.graph, row.strategy) for row in twell.explain(mlp)] == [("", chosen), ("compiled", chosen)]
+    torch.compiler.reset()
+
+
+@BOTH
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_while_choices_change(gated: bool, reentrant: bool, topic: FFN, dense: FFN) -> None:
+    mlp, seen = module(topic, gated), set()
+    mlp.strategy = twell.AutoStrategy(period=1)
+    for problem in (topic, dense, topic):
+        set_weights(mlp, problem)
+        for _ in range(3):
+            x = problem.x.clone().requires_grad_()
+            outputs = [checkpoint(mlp, x, use_reentrant=reentrant) for _ in range(2)]
+            torch.cuda.synchronize()
+            sum(y.float().sum() for y in outputs).backward()
+            assert x.grad.isfinite().all()
+            torch.cuda.synchronize()
+            seen |= {row.strategy for row in twell.explain(mlp) if row.kind == "training"}
+    assert seen == {"dense", "union"}
+
+
+def test_moves_and_copies(topic: FFN) -> None:
+    mlp = module(topic).requires_grad_(False)
+    settle(mlp, topic.x)
+    row = twell.explain(mlp).rows[0]
+    for other in (copy.deepcopy(mlp), pickle.loads(pickle.dumps(mlp)), copy.deepcopy(mlp).to("cpu").to("cuda")):
+        assert twell.explain(other).rows[0] == row
+        other(topic.x)
+        assert twell.explain(other).rows[0].calls == row.calls + 1
+    assert twell.explain(copy.deepcopy(mlp).to("cpu")).rows[0].strategy == "row"
+
+
+def test_functions_take_a_site(topic: FFN) -> None:
+    site = twell.AutoStrategy()
+    for _ in range(3):
+        y = testing.sparse_output(topic, strategy=site)  # type: ignore[arg-type]
+        torch.cuda.synchronize()
+    assert testing.compare(topic, y).ok
+    assert site.explain()[0].figures is not None
+    # without memory: what a fresh site would run, or in training the sparse strategy
+    named = twell.tuning.decide(twell.tuning.Problem(M, 2048, 5632, True, False), None, None).strategy
+    testing.assert_same(
+        testing.sparse_output(topic),
+        testing.sparse_output(topic, strategy=named),  # type: ignore[arg-type]
+    )
