@@ -76,10 +76,10 @@ def chunks(length: int) -> int:
 def hybrid_capacity(m: int, n: int) -> int:
     """Non-zeros of ``m`` rows of ``n`` neurons that the hybrid format holds, wherever they are; more makes a bitmap.
 
-    140 a token at n = 5632: with their 16-bit up projections and the lists that is 0.9 KB a token. A multiple of eight,
+    156 a token at n = 5632: with their 16-bit up projections and the lists that is 1.0 KB a token. A multiple of eight,
     for what follows the entries is read in pieces of 16 bytes.
     """
-    return -(-m * min(n, max(64, n // 40)) // 8) * 8
+    return -(-m * min(n, max(64, n // 36)) // 8) * 8
 
 
 def hybrid_words(m: int, n: int, value_bytes: int) -> int:

@@ -176,6 +176,18 @@ class UnpackSpec(_Kernel):
 
 
 @dataclass(frozen=True)
+class RegluSpec(_Kernel):
+    """``gate, up -> relu(gate) * up`` of dense layers; ``backward``: ``dh, gate, up -> d_gate, d_up``."""
+
+    backward: bool
+    op: ClassVar[str] = "reglu"
+
+    @property
+    def suffix(self) -> str:
+        return "_backward" if self.backward else ""
+
+
+@dataclass(frozen=True)
 class CompactSpec(_Kernel):
     """``words, spill, stats -> entries, neurons, chunks, sizes``: TwELL to the hybrid format.
 
@@ -308,6 +320,7 @@ Spec = (
     | UpDownSpec
     | DownSpec
     | UnpackSpec
+    | RegluSpec
     | CompactSpec
     | SampledUpSpec
     | SampledGradSpec
@@ -336,6 +349,7 @@ def all_specs() -> tuple[Spec, ...]:
         ),
         *(DownSkinnySpec(d, k, c, b) for d in DTYPES for c, ks in SKINNY_K_CLASSES.items() for k in ks for b in flags),
         *(UnpackSpec(d) for d in DTYPES),
+        *(RegluSpec(d, b) for d in DTYPES for b in flags),
         *(CompactSpec(d, t) for d in DTYPES for t in flags),
         *(SampledUpSpec(d, b, t) for d in DTYPES for b in flags for t in flags),
         *(SampledGradSpec(d, g) for d in DTYPES for g in flags),

@@ -31,6 +31,15 @@ def pack(low: Float32, high: Float32, dtype: cutlass.Constexpr) -> Uint32:
 
 
 @cute.jit
+def relu_pair(pair: Uint32, dtype: cutlass.Constexpr) -> Uint32:
+    """ReLU of both values: +0 for zeros of either sign, NaN stays NaN."""
+    kind = "bf16x2" if const_expr(dtype is cutlass.BFloat16) else "f16x2"
+    return cute.arch.inline_ptx(
+        f"max.NaN.{kind} {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[pair, Uint32(0)]
+    )
+
+
+@cute.jit
 def low_to_float(pair: Uint32, dtype: cutlass.Constexpr) -> Float32:
     """The value in bits 0-15 as fp32."""
     if const_expr(dtype is cutlass.BFloat16):

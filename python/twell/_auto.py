@@ -42,8 +42,14 @@ def forced(kind: str, index: int | None) -> str:
     return "dense"
 
 
-# as torch.compiler.assume_constant_result has it, which would import Dynamo: tracing calls it and keeps the answer
+def _exporting() -> bool:
+    # while Dynamo traces, torch 2.11 takes this for true in what it traces, whatever it is for
+    return torch.compiler.is_exporting()
+
+
+# as torch.compiler.assume_constant_result has it, which would import Dynamo: tracing calls them and keeps the answers
 forced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Choice(NamedTuple):
@@ -332,7 +338,7 @@ class AutoStrategy:
     def _trace(self, m: Any, training: bool) -> str:
         """The choice of compiled graphs. Dynamo guards on what is read here, which does not change once it is read."""
         graph = self._graphs[_graph_index(training, _few(m))]
-        if not torch.compiler.is_exporting():
+        if not _exporting():
             graph.traced = True
         return graph.strategy
 
@@ -452,7 +458,7 @@ def _capturing(x: Tensor) -> bool:
 
 def _few(m: Any) -> bool:
     """The class of a number of tokens that may be symbolic."""
-    if torch.compiler.is_exporting():
+    if _exporting():
         # a guard would narrow the range that the user gave
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 

@@ -113,7 +113,7 @@ def sparse_gated_ffn(
 
     y and ``aux.l1`` are differentiable once, with respect to x, weights and biases: gradients are as close to the true
     ones as dense PyTorch's at any sparsity, and the same bits at every run. Beside its operands a call keeps for
-    backward what ``cute_kernels/format.py`` calls the hybrid format, 0.9 KB a token at N = 5632.
+    backward what ``cute_kernels/format.py`` calls the hybrid format, 1.0 KB a token at N = 5632.
 
     Raises TypeError, ValueError or NotImplementedError naming what was got and expected; a second derivative raises
     NotImplementedError unless ``strategy`` is "dense".

@@ -130,8 +130,8 @@ STRATEGIES = ("auto", "row", "union", "dense")
 MARGIN = 0.05
 
 # More non-zeros than the hybrid format holds cost a training step seven times dense's (H200, K = 2,048, N = 5,632). The
-# sparse route starts below this share of its capacity, so that batches may vary by a third.
-SAFE_SHARE = 0.7
+# sparse route starts below this share of its capacity, so that batches may vary by a sixth.
+SAFE_SHARE = 0.85
 
 # Of a layer not yet measured at inference "union" runs, if with one non-zero in 190 neurons it would take at most this
 # multiple of the time of "row": the worst pattern costs it a few times dense's, "row" thirty times.

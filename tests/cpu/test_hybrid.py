@@ -106,7 +106,7 @@ def read(kept: _hybrid.Kept, m: int, n: int) -> tuple[dict[tuple[int, int], int]
                 order.append((token, row[rank]))
         assert len(seen) == length, "every neuron of a list is active in its tile"
         at = bounds[-1]
-    assert len(values) == len(order) == at == lengths[-1] <= m * min(n, max(64, n // 40)) + 7
+    assert len(values) == len(order) == at == lengths[-1] <= m * min(n, max(64, n // 36)) + 7
     return values, order
 
 

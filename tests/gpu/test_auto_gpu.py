@@ -209,6 +209,7 @@ def test_a_captured_graph_keeps_its_choice(gated: bool, topic: FFN, dense: FFN) 
     for problem in (topic, dense):
         set_weights(mlp, problem)
         set_weights(named, problem)
+        x.copy_(problem.x)
         y.fill_(torch.nan)
         graph.replay()
         # whatever calls choose meanwhile
@@ -276,7 +277,8 @@ def test_moves_and_copies(topic: FFN) -> None:
     settle(mlp, topic.x)
     row = twell.explain(mlp).rows[0]
     for other in (copy.deepcopy(mlp), pickle.loads(pickle.dumps(mlp)), copy.deepcopy(mlp).to("cpu").to("cuda")):
-        assert twell.explain(other).rows[0] == row
+        # figures that were still on their way are dropped
+        assert twell.explain(other).rows[0]._replace(measured=row.measured) == row
         other(topic.x)
         assert twell.explain(other).rows[0].calls == row.calls + 1
     assert twell.explain(copy.deepcopy(mlp).to("cpu")).rows[0].strategy == "row"

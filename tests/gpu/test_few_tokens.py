@@ -82,8 +82,8 @@ SHAPES = [
     (64, 1024, 2816),
     (255, 4096, 5632),
     (256, 8192, 520),
-    (1, 16384, 264),
-    (200, 16384, 136),
+    (1, 8192, 264),
+    (200, 8192, 136),
 ]
 
 
@@ -109,7 +109,7 @@ def test_densities(m: int, density: float) -> None:
     dtype, compression = VARIANTS[m % 6]
     problem = testing.integer_problem(m, 896, 2056, density=density, device=CUDA, dtype=dtype)
     if density in (0, 1):
-        assert float((testing.float64_gate(problem) > 0).double().mean()) == density
+        assert int((testing.float64_gate(problem) > 0).sum()) == density * m * 2056
     check(problem, compression)
 
 
