@@ -1,7 +1,6 @@
 """TwELL to the hybrid format: by tiles of 128 tokens, a list of neurons and the entries that refer to it.
 
-Two launches: `locate`, one CTA, turns the statistics into the places of the token tiles in the pool of entries, and
-`compact`, one CTA per token tile, 32 warps with four tokens each. Where all fit into the pool:
+`compact`, one CTA per token tile, 32 warps with four tokens each:
 
     mark    visit the non-zeros and count them by neuron: a byte each, for a neuron has at most 128. They are kept in
             shared memory, token by token and ascending, as long as there is room.
@@ -12,9 +11,12 @@ Two launches: `locate`, one CTA, turns the statistics into the places of the tok
 
 `count` and `place` deal what is kept to all threads, so that no heavy token holds a warp; an entry's place among those
 of its chunk and token follows from where in their row these begin. What is not kept the token's own warp visits again,
-32 non-zeros at a time. In training, where the pool may be too small, the CTA then writes rows of a bitmap instead.
+32 non-zeros at a time.
 
-`locate` waits for the gate GEMM and lets `compact` start, which loads the counts of its tokens before it waits in turn.
+In inference the pool of entries has room for all gates, and each token tile its own part of it. In training the pool is
+small, and kept: `locate`, one CTA, first turns the statistics into the places of the token tiles. Where they exceed the
+pool, `compact` writes rows of a bitmap. It loads the counts of its tokens before it waits for `locate`, which itself
+waited for the gate GEMM.
 """
 
 from typing import Any, NamedTuple
@@ -81,7 +83,7 @@ class Compact:
         self,
         words: cute.Tensor,
         spill: cute.Tensor,
-        stats: cute.Tensor,
+        stats: cute.Tensor | None,
         entries: cute.Tensor,
         neurons: cute.Tensor,
         chunks: cute.Tensor,
@@ -110,7 +112,9 @@ class Compact:
         # counters and prefix sums of every chunk fit
         assert 6 * PITCH * CHUNKS < 4 * ARENA
         self.shared = Shared
-        self.locate(stats, chunks, sizes).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True)
+        if const_expr(self.training):
+            locate = self.locate(stats, chunks, sizes)
+            locate.launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True)
         if words.shape[0] > 0:
             self.compact(
                 words, spill, entries, neurons, chunks, sizes, popularity, l1, size, words_per_tile, plain, capacity
@@ -196,12 +200,17 @@ class Compact:
         s = self.views(shared, chunks.shape[1] - 1, Int32(1))
         gate = (words, spill, width, tile)
         quads = cute.make_rmem_tensor((4, OWN), Uint32)
+        if const_expr(not self.training):
+            # the words are those of the launch before; in training, of the one before that
+            cute.arch.griddepcontrol_wait()
         own, most = self.count_tokens(s, gate, quads, size, thread, warp, lane)
-        # what follows needs the launch before
-        cute.arch.griddepcontrol_wait()
+        if const_expr(self.training):
+            cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         for i in cutlass.range(thread, l1.shape[1], THREADS, unroll=1):
             l1[tile, i] = Float32(0.0)
+        results = (entries, neurons, chunks, sizes, popularity, l1)
+        place = (thread, warp, lane)
         if const_expr(self.training):
             if sizes[chunks.shape[0]] > capacity:
                 for j in cutlass.range(OWN, unroll=1):
@@ -210,34 +219,44 @@ class Compact:
                         buffer = s.counters.iterator + warp * twell.TILE
                         self.write_bitmap(buffer, words, spill, entries, m, width, size, lane)
             else:
-                self.build(
-                    shared, gate, quads, own, most, entries, neurons, chunks, sizes, popularity, l1, size, plain,
-                    thread, warp, lane,
-                )  # fmt: skip
+                start, end = chunks[tile, 0], chunks[tile, chunks.shape[1] - 1]
+                self.build(shared, gate, quads, own, most, results, size, plain, start, end - start, place)
         else:
-            self.build(
-                shared, gate, quads, own, most, entries, neurons, chunks, sizes, None, l1, size, plain,
-                thread, warp, lane,
-            )  # fmt: skip
+            if tile == 0 and thread == 0:
+                # whoever reads the pattern compares it with a capacity
+                sizes[chunks.shape[0]] = Int32(0)
+            total = self.total(s, own, warp, lane)
+            self.build(shared, gate, quads, own, most, results, size, plain, tile * TOKENS * size, total, place)
 
     @cute.jit
-    def build(
-        self, shared, gate, quads, own, most, entries, neurons, chunks, sizes, popularity, l1, count, plain,
-        thread, warp, lane,
-    ):  # fmt: skip
-        """Lists and entries of the token tile."""
+    def total(self, s, own, warp, lane):
+        """Non-zeros of all tokens of the CTA."""
+        if lane == 0:
+            sums = own[0]
+            for j in range_constexpr(1, OWN):
+                sums += own[j]
+            s.sums[warp] = sums
+        cute.arch.sync_threads()
+        total = Int32(cute.arch.warp_redux_sync(s.sums[lane], "add"))
+        cute.arch.sync_threads()
+        return total
+
+    @cute.jit
+    def build(self, shared, gate, quads, own, most, results, count, plain, start, total, place):
+        """Lists of the token tile, and its `total` entries from `start` on."""
+        entries, neurons, chunks, sizes, popularity, l1 = results
+        thread, warp, lane = place
         tile = gate[3]
-        start, end = chunks[tile, 0], chunks[tile, chunks.shape[1] - 1]
-        room, fits = self.room(chunks.shape[1] - 1, end - start)
+        room, fits = self.room(chunks.shape[1] - 1, total)
         s = self.views(shared, chunks.shape[1] - 1, room)
         kept = self.mark(s, gate, quads, own, most, room, warp, lane)
         size = self.list_union(s, neurons, popularity, count, tile, thread, warp, lane)
         if thread == 0:
             sizes[tile] = size
         self.count(s, gate, kept, neurons, chunks, size, start, thread, warp, lane)
-        self.place(s, gate, kept, entries, start, end - start, fits, thread, warp, lane)
+        self.place(s, gate, kept, entries, start, total, fits, thread, warp, lane)
         if plain != 0:
-            self.sum_values(s, entries, start, end, l1, tile, thread, warp, lane)
+            self.sum_values(s, entries, start, start + total, l1, tile, thread, warp, lane)
 
     # ---- phases ----
 
@@ -778,7 +797,7 @@ def signature(spec: CompactSpec) -> tuple[Any, tuple[Any, ...]]:
     arguments = (
         operands.rows(Int32, m, cute.sym_int32(divisibility=32)),
         operands.rows(dtype, m, cute.sym_int32(divisibility=twell.TILE)),
-        operands.cube(Int32, cute.sym_int32(), cute.sym_int32(), 2),
+        operands.cube(Int32, cute.sym_int32(), cute.sym_int32(), 2) if spec.training else None,
         operands.vector(Int32, cute.sym_int32()),
         *operands.lists(b),
         operands.vector(Int32, cute.sym_int32(divisibility=8)) if spec.training else None,

@@ -191,7 +191,8 @@ class RegluSpec(_Kernel):
 class CompactSpec(_Kernel):
     """``words, spill, stats -> entries, neurons, chunks, sizes``: TwELL to the hybrid format.
 
-    For ``training`` it also counts the non-zeros of each neuron, and what exceeds the capacity becomes a bitmap.
+    For ``training`` entries stand one after the other, the non-zeros of each neuron are counted, and what exceeds the
+    capacity becomes a bitmap. Otherwise each token tile has room for all of its gates.
     """
 
     training: bool

@@ -416,7 +416,7 @@ class Bench:
         """Neurons that some token of a tile of 128 fires, summed over all tiles, as the operator has them."""
         p, c = self.problem, self.compression
         packed = ops.gate_pack(p.x, p.w_gate, None, c)
-        return int(ops.up_down_union(p.x, *packed, None, p.w_down, None, None, c)[2].sum())
+        return int(ops.up_down_union(p.x, *packed[:2], None, p.w_down, None, None, c)[2].sum())
 
     def of_readers(self, strategy: str, gated: bool) -> dict[str, float]:
         """What a strategy executes and gathers after the gate is packed, and its floor."""
@@ -656,7 +656,7 @@ class Bench:
     def union_reader(self, packed: Sequence[tuple[Tensor, Tensor, Tensor]], gated: bool) -> Call:
         p, c = self.problem, self.compression
         w_up = p.w_up if gated else None
-        return lambda i: ops.up_down_union(self.x[i], *packed[i], w_up, p.w_down, None, None, c)
+        return lambda i: ops.up_down_union(self.x[i], *packed[i][:2], w_up, p.w_down, None, None, c)
 
     def verify_packed(self, outputs: tuple[Tensor, ...]) -> Verdict:
         words, spill, stats = outputs

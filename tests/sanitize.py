@@ -5,8 +5,8 @@
     compute-sanitizer --tool synccheck python tests/sanitize.py --op hybrid_forward hybrid_backward
 
 The GPU runs nothing but copies, the kernels themselves and, in the operators of training, the sums and fills of torch
-between them. Those operators and ``up_down_union`` run gated and not. Up to 256 tokens have kernels of their own.
-Exit status 1 if a result is wrong.
+between them. Those operators and ``up_down_union`` run gated and not, ``reglu`` with its gradient. Up to 256 tokens
+have kernels of their own. Exit status 1 if a result is wrong.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from twell import ops, testing
 from twell.testing import FFN
 
 TRAINING = ("hybrid_forward", "hybrid_backward", "hybrid_backward_accumulate")
-OPS = ("gate_pack", "up_down", "down", "up_down_union", "unpack", *TRAINING)
+OPS = ("gate_pack", "up_down", "down", "up_down_union", "unpack", "reglu", *TRAINING)
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,13 @@ def check(op: str, case: Case, problem: FFN) -> None:
             check_training(op, case, problem, gated)
         return
     x, w_gate, w_up, w_down, gate_bias, up_bias, down_bias = problem
+    if op == "reglu":
+        # what is left of a vector of eight has code of its own
+        gate, up = (torch.nn.functional.linear(x, w).flatten()[: case.m * case.n - 3] for w in (w_gate, w_up))
+        outputs = (ops.reglu(*on_gpu(gate, up)), *ops.reglu_backward(*on_gpu(up, gate, up)))
+        for i, expected in enumerate((ops.reglu(gate, up), *ops.reglu_backward(up, gate, up))):
+            testing.assert_same(outputs[i].cpu(), expected, f"output {i}")
+        return
     gate = (x, w_gate, gate_bias, case.compression)
     packed = ops.gate_pack(*gate)
     if op == "gate_pack":
@@ -111,7 +118,7 @@ def check(op: str, case: Case, problem: FFN) -> None:
     if op == "up_down_union":
         for gated in (True, False):
             weights = (w_up, w_down, up_bias) if gated else (None, w_down, None)
-            arguments = (x, *packed, *weights, down_bias, case.compression)
+            arguments = (x, words, spill, *weights, down_bias, case.compression)
             y, l1, union = on_cpu(ops.up_down_union(*on_gpu(*arguments)))
             expected_y, expected_l1, expected_union = ops.up_down_union(*arguments)
             testing.assert_same(y, expected_y, "y")

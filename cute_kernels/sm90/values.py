@@ -35,7 +35,10 @@ def relu_pair(pair: Uint32, dtype: cutlass.Constexpr) -> Uint32:
     """ReLU of both values: +0 for zeros of either sign, NaN stays NaN."""
     kind = "bf16x2" if const_expr(dtype is cutlass.BFloat16) else "f16x2"
     return cute.arch.inline_ptx(
-        f"max.NaN.{kind} {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[pair, Uint32(0)]
+        # a constant operand must be in a register
+        f"{{ .reg .b32 zero; mov.b32 zero, 0; max.NaN.{kind} {{$w0}}, {{$r0}}, zero; }}",
+        write_only_types=[Uint32],
+        read_only_args=[pair],
     )
 
 

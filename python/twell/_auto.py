@@ -141,10 +141,10 @@ class Measurement(NamedTuple):
 
     @torch.no_grad()
     def dense(self, gate: Tensor) -> None:
-        """Leave the figures of a dense gate [..., N] after ReLU."""
-        active, whole = gate.reshape(-1, self.problem.n) != 0, self.problem.m // format.TOKEN_TILE
-        tiles = active[: whole * format.TOKEN_TILE].view(whole, format.TOKEN_TILE, self.problem.n)
-        self.counts(active.sum(), tiles.any(1).sum(1))
+        """Leave the figures of a dense gate [..., N], before or after ReLU."""
+        silent, whole = gate.reshape(-1, self.problem.n) <= 0, self.problem.m // format.TOKEN_TILE
+        tiles = silent[: whole * format.TOKEN_TILE].view(whole, format.TOKEN_TILE, self.problem.n)
+        self.counts(silent.numel() - silent.sum(), self.problem.n - tiles.all(1).sum(1))
 
     @torch.no_grad()
     def counts(self, nonzeros: Tensor, unions: Tensor | None, most: int | None = None) -> None:
@@ -218,7 +218,7 @@ class AutoStrategy:
     ``twell.tuning.decide``, which knows measured times, for the non-zeros that earlier calls had. These come to the
     host asynchronously; no call waits. Calls 0, 1, 2, 4, 8, ... and then each ``period``-th, a power of two, decide
     anew and measure; to learn what "union" would gather, such a call runs it in place of "row". Before anything is
-    known inference takes a sparse strategy, training the dense one. A change must promise to save 5 %, and is logged at
+    known inference takes a sparse strategy, training the dense one. A change must promise to save 2 %, and is logged at
     INFO; ``twell.explain`` shows choices, reasons and figures.
 
     On other GPUs it is "dense", after a warning, and on the CPU "row"; nothing is measured there.

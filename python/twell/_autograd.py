@@ -1,14 +1,18 @@
-"""What joins the registered operators to autograd: one function per block, one for gradients with a float32 home."""
+"""What joins the registered operators to autograd: one function per block, one for the middle of dense layers, one for
+gradients with a float32 home."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from twell import ops
-from twell.ops import _hybrid
+from twell import ops, tuning
+from twell.ops import _hybrid, _library
 
 Mains = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -159,3 +163,59 @@ class _IntoMain(torch.autograd.Function):
         with torch.no_grad():
             ctx.main.add_(gradient)
         return None, None
+
+
+def eager(operands: Iterable[Tensor]) -> bool:
+    """Whether a call on these is what it seems: tensors that hold values, and nothing that traces or transforms it."""
+    return (
+        not torch.compiler.is_compiling()
+        and all(type(t) is Tensor or type(t) is torch.nn.Parameter for t in operands)
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and forward_ad._current_level < 0
+    )
+
+
+def fuses(gate: Tensor, operands: Iterable[Tensor]) -> bool:
+    """Whether ``gated_relu`` is for this gate, which eager operations on ``operands`` gave; its kernels are loaded.
+
+    Elsewhere torch's operators are: no kernel knows the tensors, or a compiler fuses the operators itself.
+    """
+    return (
+        gate.is_cuda
+        and gate.dtype in (torch.bfloat16, torch.float16)
+        and eager(operands)
+        and (gate.numel() >= tuning.FUSED_ELEMENTS or torch.cuda.is_current_stream_capturing())
+        and _library.launchable(
+            gate.device.index, tuning.reglu(gate.dtype, backward=False), tuning.reglu(gate.dtype, backward=True)
+        )
+    )
+
+
+def gated_relu(gate: Tensor, up: Tensor) -> Tensor:
+    """``relu(gate) * up`` in one pass, its gradients in another; the bits of torch's operators. Keeps gate and up."""
+    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
+        return cast(Tensor, _GatedReLU.apply(gate, up))  # type: ignore[no-untyped-call]
+    return ops.reglu(gate, up)  # type: ignore[no-any-return]
+
+
+class _GatedReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return ops.reglu(gate, up)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        gate, up = ctx.saved_tensors
+        gate_needed, up_needed = ctx.needs_input_grad
+        # a gradient that shall have a gradient, one of two, or a batch of them
+        torchs_own = torch.is_grad_enabled() or not (gate_needed and up_needed)
+        if not (torchs_own or torch._C._are_functorch_transforms_active()):
+            return cast(tuple[Tensor, Tensor], ops.reglu_backward(dh, gate, up))
+        active = F.relu(gate)
+        return (
+            torch.ops.aten.threshold_backward(dh * up, active, 0) if gate_needed else None,
+            dh * active if up_needed else None,
+        )

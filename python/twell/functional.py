@@ -125,8 +125,12 @@ def sparse_gated_ffn(
     route = _route(name, t, strategy, compression)
     if route.strategy == "dense":
         w_gate, w_up, w_down = map(_autograd.into_main, (t["w_gate"], t["w_up"], t["w_down"]), mains)
-        gate = F.relu(F.linear(x, w_gate, t.get("b_gate")))
-        hidden = gate * F.linear(x, w_up, t.get("b_up"))
+        gate = F.linear(x, w_gate, t.get("b_gate"))
+        if _autograd.fuses(gate, t.values()):
+            hidden = _autograd.gated_relu(gate, F.linear(x, w_up, t.get("b_up")))
+        else:
+            gate = F.relu(gate)
+            hidden = gate * F.linear(x, w_up, t.get("b_up"))
         y = F.linear(hidden, w_down, t.get("b_down"))
         _note_dense(route, gate, y)
         return (y, _dense_aux(hidden, gate)) if return_aux else y
@@ -143,7 +147,7 @@ def sparse_gated_ffn(
     words, spill, stats = ops.gate_pack(tokens, t["w_gate"], t.get("b_gate"), compression)
     weights, unions = (t["w_up"], t["w_down"].t(), t.get("b_up"), t.get("b_down")), None
     if route.strategy == "union":
-        y, l1, unions = ops.up_down_union(tokens, words, spill, stats, *weights, compression)
+        y, l1, unions = ops.up_down_union(tokens, words, spill, *weights, compression)
     else:
         y, l1 = ops.up_down(tokens, words, spill, *weights, compression)
     _note(route, stats, unions)
@@ -205,7 +209,7 @@ def sparse_ffn(
     route = _route(name, t, strategy, compression)
     if route.strategy == "dense":
         w_up, w_down = _autograd.into_main(t["w_up"], main_up), _autograd.into_main(t["w_down"], main_down)
-        hidden = F.relu(F.linear(x, w_up, t.get("b_up")))
+        hidden = F.relu(F.linear(x, w_up, t.get("b_up")), inplace=not _needing_grad(t) and _autograd.eager(t.values()))
         y = F.linear(hidden, w_down, t.get("b_down"))
         _note_dense(route, hidden, y)
         return (y, _dense_aux(hidden, hidden)) if return_aux else y
@@ -221,7 +225,7 @@ def sparse_ffn(
     words, spill, stats = ops.gate_pack(tokens, t["w_up"], t.get("b_up"), compression)
     w_down, b_down, unions = t["w_down"].t(), t.get("b_down"), None
     if route.strategy == "union":
-        y, l1, unions = ops.up_down_union(tokens, words, spill, stats, None, w_down, None, b_down, compression)
+        y, l1, unions = ops.up_down_union(tokens, words, spill, None, w_down, None, b_down, compression)
     else:
         y, l1 = ops.down(words, spill, w_down, b_down, compression)
     _note(route, stats, unions)
@@ -326,7 +330,10 @@ def _note(route: _auto.Route, stats: Tensor, unions: Tensor | None) -> None:
 
 
 def _note_dense(route: _auto.Route, gate: Tensor, y: Tensor) -> None:
-    """What ``_note`` does, of a dense gate [..., N]; training keeps its choice until backward has passed y."""
+    """What ``_note`` does, of a dense gate [..., N], before ReLU or after it.
+
+    Training keeps its choice until backward has passed y.
+    """
     if route.measurement is not None:
         route.measurement.dense(gate)
     if route.holder is not None:
@@ -393,8 +400,9 @@ def _describe(value: object) -> str:
 
 
 def _dense_aux(hidden: Tensor, gate: Tensor) -> Aux:
+    """The figures of a dense hidden state and its gate, before or after ReLU."""
     l1 = hidden.abs().sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
-    return _per_token(l1, (gate != 0).sum(), hidden.shape[:-1].numel())
+    return _per_token(l1, gate.numel() - (gate <= 0).sum(), hidden.shape[:-1].numel())
 
 
 def _sparse_aux(l1: Tensor, stats: Tensor, tokens: int) -> Aux:

@@ -41,6 +41,7 @@ OCCUPANCY = {
     "gate_pack": (384, 1),
     "gate_pack_skinny": (160, 2),
     "unpack": (256, 8),
+    "reglu": (256, 5),
     "compact": (1024, 1),
     "sampled_up": (384, 1),
     "sampled_grad": (384, 1),

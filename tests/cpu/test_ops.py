@@ -39,7 +39,7 @@ def calls(o: dict[str, Tensor | None], compression: int) -> list[tuple[Any, Call
     """(operator, reference, arguments) of every operator on these operands."""
     n = o["w_gate"].shape[0]
     pack = (o["x"], o["w_gate"], o["gate_bias"], compression)
-    words, spill, stats = reference.gate_pack(*pack)
+    words, spill, _ = reference.gate_pack(*pack)
     packed = o["x"], words, spill
     weights = o["w_up"], o["w_down"], o["up_bias"], o["down_bias"]
     plain = None, o["w_down"], None, o["down_bias"]
@@ -48,8 +48,8 @@ def calls(o: dict[str, Tensor | None], compression: int) -> list[tuple[Any, Call
         (ops.unpack, reference.unpack, (words, spill, n, compression)),
         (ops.up_down, reference.up_down, (*packed, *weights, compression)),
         (ops.down, reference.down, (words, spill, o["w_down"], o["down_bias"], compression)),
-        (ops.up_down_union, token_by_token, (*packed, stats, *weights, compression)),
-        (ops.up_down_union, token_by_token, (*packed, stats, *plain, compression)),
+        (ops.up_down_union, token_by_token, (*packed, *weights, compression)),
+        (ops.up_down_union, token_by_token, (*packed, *plain, compression)),
     ]
 
 
@@ -57,7 +57,6 @@ def token_by_token(
     x: Tensor,
     words: Tensor,
     spill: Tensor,
-    stats: Tensor,
     w_up: Tensor | None,
     w_down: Tensor,
     up_bias: Tensor | None,
@@ -112,7 +111,7 @@ def test_nan_and_infinity_are_non_zeros() -> None:
     o = operands(4, 264, 16)
     o["x"][0, 0], o["x"][1, 0] = float("nan"), float("inf")
     o["w_gate"][:, 0] = 1
-    words, spill, stats = ops.gate_pack(o["x"], o["w_gate"], None, 8)
+    words, spill, _ = ops.gate_pack(o["x"], o["w_gate"], None, 8)
     expected = reference.gate(o["x"], o["w_gate"], None)
     assert words.view(4, 2, 32)[0, :, 0].tolist() == [256, 8]
     torch.testing.assert_close(ops.unpack(words, spill, 264, 8), expected, rtol=0, atol=0, equal_nan=True)
@@ -120,7 +119,7 @@ def test_nan_and_infinity_are_non_zeros() -> None:
     assert y[0].isnan().all()
     assert l1[0].isnan()
     assert y[2:].isfinite().all()
-    y, l1, union = ops.up_down_union(o["x"], words, spill, stats, o["w_up"], o["w_down"], None, None, 8)
+    y, l1, union = ops.up_down_union(o["x"], words, spill, o["w_up"], o["w_down"], None, None, 8)
     assert y[0].isnan().all()
     assert l1[0, 0].isnan()
     assert y[2:].isfinite().all()
@@ -136,9 +135,9 @@ def test_union_of_several_token_tiles(gated: bool) -> None:
     gate[128:384] = 0
     gate[383, 263] = 3
     gate[384:] = 2
-    words, spill, stats = reference.gate_pack(torch.eye(400).to(BF16), gate.t().contiguous(), None, 4)
+    words, spill, _ = reference.gate_pack(torch.eye(400).to(BF16), gate.t().contiguous(), None, 4)
     up = (o["w_up"], o["w_down"], o["up_bias"]) if gated else (None, o["w_down"], None)
-    arguments = (o["x"], words, spill, stats, *up, o["down_bias"], 4)
+    arguments = (o["x"], words, spill, *up, o["down_bias"], 4)
     y, l1, union = ops.up_down_union(*arguments)
     assert equal((y, l1, union), token_by_token(*arguments))
     assert union.tolist() == [200, 0, 1, 264]
@@ -151,13 +150,13 @@ def test_union_rounds_h_once() -> None:
     x, w_gate = torch.tensor([[1.0, 0, 0, 0, 0, 0, 0, 256]]).to(BF16), torch.zeros(8, 8, dtype=BF16)
     w_up, w_down = torch.zeros(8, 8, dtype=BF16), torch.ones(8, 8, dtype=BF16)
     w_gate[3, 0] = w_up[3, 0] = w_up[3, 7] = 1
-    packed = ops.gate_pack(x, w_gate, None, 8)
+    packed = ops.gate_pack(x, w_gate, None, 8)[:2]
     y, l1, union = ops.up_down_union(x, *packed, w_up, w_down, None, None, 8)
     assert y.tolist() == [[256.0] * 8]
     assert l1.sum().item() == 257
     assert union.tolist() == [1]
     # a bias that leaves only what rounding took
-    y, _ = ops.up_down(x, *packed[:2], w_up, w_down, None, torch.full((8,), -256.0, dtype=BF16), 8)
+    y, _ = ops.up_down(x, *packed, w_up, w_down, None, torch.full((8,), -256.0, dtype=BF16), 8)
     assert y.tolist() == [[1.0] * 8]
     y, _, _ = ops.up_down_union(x, *packed, w_up, w_down, None, torch.full((8,), -256.0, dtype=BF16), 8)
     assert y.tolist() == [[0.0] * 8]
@@ -231,7 +230,7 @@ def test_autocast_does_not_touch_the_operators() -> None:
 )
 def test_packed_operands_that_do_not_fit_are_refused(change: dict[str, Any], text: str) -> None:
     o = operands(3, 264, 16)
-    words, spill, stats = ops.gate_pack(o["x"], o["w_gate"], None, 8)
+    words, spill, _ = ops.gate_pack(o["x"], o["w_gate"], None, 8)
     arguments = {"words": words, "spill": spill, "n": 264, "compression": 8} | change
     with pytest.raises(ValueError, match=text):
         ops.unpack(*arguments.values())
@@ -241,7 +240,7 @@ def test_packed_operands_that_do_not_fit_are_refused(change: dict[str, Any], tex
         ops.down(arguments["words"], arguments["spill"], w, None, arguments["compression"])
     with pytest.raises(ValueError, match=text):
         ops.up_down(o["x"], arguments["words"], arguments["spill"], w, w, None, None, arguments["compression"])
-    packed = arguments["words"], arguments["spill"], stats
+    packed = arguments["words"], arguments["spill"]
     for w_up in (w, None):
         with pytest.raises(ValueError, match=text):
             ops.up_down_union(o["x"], *packed, w_up, w, None, None, arguments["compression"])
@@ -314,7 +313,7 @@ def test_slices_of_the_union(
     monkeypatch.setattr(format, "UNION_ENTRIES", 2 * 128 * 520)
     o = operands(650, 520, 16)
     (_, _, arguments) = calls(o, 8)[-2 if gated else -1]
-    x, words, spill, stats = arguments[:4]
+    x, words, spill = arguments[:3]
     y, l1, union = sys.modules["twell.ops.up_down_union"]._cuda(*arguments)
     assert (y.shape, l1.shape, union.shape) == ((650, 16), (6, 128), (6,))
     per_slice = ["compact", "sampled_up", "gathered"] if gated else ["compact", "gathered"]
@@ -326,7 +325,7 @@ def test_slices_of_the_union(
     for i, (first, last) in enumerate(((0, 256), (256, 512), (512, 650))):
         by_op = {spec.op: a for spec, a in launched[i * len(per_slice) : (i + 1) * len(per_slice)]}
         assert all(same(a, t, first, last) for a, t in zip(by_op["compact"], (words, spill), strict=False))
-        assert same(by_op["compact"][2], stats, first // 64, -(-last // 64))
+        assert by_op["compact"][2] is None
         entries, neurons, chunks, sizes = by_op["compact"][3:7]
         assert entries.numel() >= (last - first) * 520
         assert (neurons.shape, chunks.shape, sizes.shape) == ((2, 576), (2, 10), (3,))

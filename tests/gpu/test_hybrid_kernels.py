@@ -158,7 +158,8 @@ def run_compact(
     *pattern, popularity = out
     counted = popularity if training else None
     spec = specs.CompactSpec(NAMES[dtype], training)
-    launch(spec, words, spill.view(dtype), stats, *pattern, counted, sums, n, width, int(plain), capacity)
+    read = (words, spill.view(dtype), stats if training else None)
+    launch(spec, *read, *pattern, counted, sums, n, width, int(plain), capacity)
     return Compacted(out, sums)
 
 
@@ -368,15 +369,20 @@ def test_compact_counts_saturate() -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_compact_for_inference(name: str, dtype: torch.dtype) -> None:
-    """As in training, but nothing is counted by neuron, and there is room for everything."""
+    """As in training, but each token tile has room for all of its gates, and nothing is counted."""
     m, n = 300, 1544
     bits = pattern(name, m, n)
-    total = int((bits & 0x7FFF != 0).sum())
     out, _ = run_compact(bits, 4, dtype, m * n, training=False)
     expected, _ = expected_hybrid(bits)
-    for ours, theirs, what in zip(out[1:4], expected[1:4], Hybrid._fields[1:4]):
-        assert_bits(ours, theirs, what)
-    assert_bits(out.entries[:total], expected.entries, "entries")
+    assert_bits(out.sizes[:-1], expected.sizes[:-1], "sizes")
+    assert int(out.sizes[-1]) == 0
+    assert_bits(out.neurons, expected.neurons, "neurons")
+    begin = expected.chunks[:, :1]
+    room = torch.arange(format.token_tiles(m), dtype=torch.int32)[:, None] * (format.TOKEN_TILE * n)
+    assert_bits(out.chunks, expected.chunks - begin + room, "chunks")
+    for tile, first in enumerate(room.flatten().tolist()):
+        here = expected.entries[int(begin[tile]) : int(expected.chunks[tile, -1])]
+        assert_bits(out.entries[first : first + len(here)], here, f"entries of tile {tile}")
     assert not bool(out.popularity.any())
 
 

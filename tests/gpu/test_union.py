@@ -50,8 +50,8 @@ def right(problem: FFN, gated: bool) -> Outputs:
 def union_operands(problem: FFN, gated: bool, compression: int = 8) -> tuple[Any, ...]:
     """The arguments of the operator, the gate packed on the problem's device."""
     x, w_gate, w_up, w_down, gate_bias, up_bias, down_bias = problem
-    packed = ops.gate_pack(x, w_gate, gate_bias, compression)
-    return (x, *packed, w_up if gated else None, w_down, up_bias if gated else None, down_bias, compression)
+    words, spill, _ = ops.gate_pack(x, w_gate, gate_bias, compression)
+    return (x, words, spill, w_up if gated else None, w_down, up_bias if gated else None, down_bias, compression)
 
 
 def run(problem: FFN, gated: bool, compression: int = 8) -> Outputs:

@@ -12,6 +12,7 @@ from twell._runtime import cache, device, packaged, specs
 # Compiling is not thread-safe.
 _lock = threading.Lock()
 _kernels: dict[specs.Spec, packaged.Kernel] = {}
+_missing: set[specs.Spec] = set()
 
 
 def resolve(spec: specs.Spec) -> packaged.Kernel:
@@ -27,6 +28,22 @@ def resolve(spec: specs.Spec) -> packaged.Kernel:
             if kernel is None:
                 kernel = _kernels[spec] = _find(spec)
     return kernel
+
+
+def obtainable(spec: specs.Spec) -> bool:
+    """Whether ``resolve`` gives a kernel; loads it. A failure is logged and lasts, but not one in a graph's capture."""
+    if spec in _kernels:
+        return True
+    if spec in _missing:
+        return False
+    try:
+        resolve(spec)
+    except RuntimeError as error:
+        if not _capturing():
+            _missing.add(spec)
+            logger.warning("going on without kernel %s: %s", spec.symbol, error)
+        return False
+    return True
 
 
 def _find(spec: specs.Spec) -> packaged.Kernel:

@@ -11,6 +11,7 @@ from twell.ops.gate_pack import gate_pack
 from twell.ops.hybrid_backward import hybrid_backward
 from twell.ops.hybrid_backward_accumulate import hybrid_backward_accumulate
 from twell.ops.hybrid_forward import hybrid_forward
+from twell.ops.reglu import reglu, reglu_backward
 from twell.ops.unpack import unpack
 from twell.ops.up_down import up_down
 from twell.ops.up_down_union import up_down_union
@@ -21,6 +22,8 @@ __all__ = [
     "hybrid_backward",
     "hybrid_backward_accumulate",
     "hybrid_forward",
+    "reglu",
+    "reglu_backward",
     "unpack",
     "up_down",
     "up_down_union",

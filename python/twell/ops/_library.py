@@ -87,6 +87,15 @@ def launch(spec: specs.Spec, *arguments: Any) -> None:
         torch.cuda.synchronize()
 
 
+def launchable(index: int, *needed: specs.Spec) -> bool:
+    """Whether ``launch`` can run these kernels on device ``index``: for what has another way."""
+    try:
+        return device.capability(index) == (9, 0) and all(resolve.obtainable(spec) for spec in needed)
+    except RuntimeError:
+        # no cuda-python
+        return False
+
+
 def require_sm90(index: int) -> None:
     """Raise NotImplementedError unless device ``index`` has compute capability 9.0, which the kernels are built for."""
     major, minor = device.capability(index)
@@ -131,6 +140,13 @@ def vector(bias: Tensor | None, length: int, like: Tensor) -> Tensor:
 
 def _aligned(tensor: Tensor) -> bool:
     return tensor.data_ptr() % ALIGNMENT == 0
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """All elements of ``tensor`` as a vector that kernels read: contiguous, aligned. A copy where it is not so."""
+    if not (tensor.is_contiguous() and _aligned(tensor)):
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.view(-1)
 
 
 def check_packed(words: Tensor, spill: Tensor, m: int, n: int, compression: int) -> None:

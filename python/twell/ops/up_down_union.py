@@ -1,8 +1,9 @@
 """``up_down_union``: ``up_down`` and ``down`` by tiles of 128 tokens, on tensor cores. Strategy "union".
 
-Each tile gathers the weight rows in the union of its tokens' neurons once; any pattern is exact, and a tile whose union
-is everything costs what dense costs. h[m, c] = gate[m, c] * (x[m] . w_up[c] + up_bias[c]) for the non-zeros of the gate,
-without ``w_up`` h = gate; y = h @ w_down + down_bias. h is rounded to x's dtype, once, as in dense PyTorch.
+Each tile gathers the weight rows in the union of its tokens' neurons once. Any pattern is exact; where the union is
+everything the products are those of dense PyTorch, and finding the places of their factors comes on top.
+h[m, c] = gate[m, c] * (x[m] . w_up[c] + up_bias[c]) for the non-zeros of the gate, without ``w_up`` h = gate;
+y = h @ w_down + down_bias. h is rounded to x's dtype, once, as in dense PyTorch.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ def _fake(
     x: Tensor,
     words: Tensor,
     spill: Tensor,
-    stats: Tensor,
     w_up: Tensor | None,
     w_down: Tensor,
     up_bias: Tensor | None,
@@ -49,7 +49,6 @@ def _cpu(
     x: Tensor,
     words: Tensor,
     spill: Tensor,
-    stats: Tensor,
     w_up: Tensor | None,
     w_down: Tensor,
     up_bias: Tensor | None,
@@ -74,7 +73,6 @@ def _cuda(
     x: Tensor,
     words: Tensor,
     spill: Tensor,
-    stats: Tensor,
     w_up: Tensor | None,
     w_down: Tensor,
     up_bias: Tensor | None,
@@ -92,10 +90,9 @@ def _cuda(
     down_bias = None if down_bias is None else vector(down_bias, k, x)
     for first, last in format.union_slices(m, n):
         start, stop = first // format.TOKEN_TILE, format.token_tiles(last)
-        # behind the sizes of a slice stands its number of non-zeros, until the next slice writes its first size there
+        # behind the sizes of a slice stands a zero, until the next slice writes its first size there
         pattern = (*_empty_lists(x, last - first, n), sizes[start : stop + 1])
-        counted = stats[first // format.STATS_ROWS : -(-last // format.STATS_ROWS)]
-        packed = (words[first:last], spill[first:last], counted)
+        packed = (words[first:last], spill[first:last], None)
         sums = l1[start:stop]
         compact = tuning.compact(dtype, training=False)
         launch(compact, *packed, *pattern, None, sums, n, width, int(w_up is None), format.MOST)
@@ -117,7 +114,7 @@ def _empty_lists(x: Tensor, m: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 up_down_union = register(
-    "up_down_union(Tensor x, Tensor words, Tensor spill, Tensor stats, Tensor? w_up, Tensor w_down, Tensor? up_bias, "
+    "up_down_union(Tensor x, Tensor words, Tensor spill, Tensor? w_up, Tensor w_down, Tensor? up_bias, "
     "Tensor? down_bias, int compression) -> (Tensor y, Tensor l1, Tensor union)",
     fake=_fake,
     cpu=_cpu,

@@ -1,0 +1,145 @@
+"""What dense layers do between their products: h = relu(gate) * up in one pass, and its gradients in one pass.
+
+    forward    gate, up -> h
+    backward   dh, gate, up -> d_gate = dh * up where relu(gate) > 0 or NaN, else 0;  d_up = dh * relu(gate)
+
+Tensors of any shape come as vectors of the same length. The bits are those of the GPU operators of torch: ReLU gives +0
+and keeps NaN, a product of two 16-bit values is taken in fp32 and rounded once. A thread has several vectors of eight
+values, a block apart, and loads all of them before it computes. Beyond the last vector it loads that one again.
+"""
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint16, Uint32, range_constexpr
+
+from .sm90 import operands
+from .sm90.values import high_to_float, low_to_float, pack, relu_pair
+from .specs import RegluSpec
+
+THREADS = 256
+# values of a 16-byte vector
+VECTOR = 8
+# vectors of each source in flight, 128 and 96 bytes a thread
+FORWARD_VECTORS, BACKWARD_VECTORS = 4, 2
+
+
+class _Elementwise:
+    """A pass over ``sources`` into ``targets``, vectors of one length; ``combine`` takes and gives pairs of values."""
+
+    vectors: int
+
+    def __init__(self, spec: RegluSpec):
+        self.dtype = operands.DTYPES[spec.dtype]
+
+    @cute.jit
+    def launch(self, sources: Any, targets: Any, stream: cuda.CUstream):
+        size = Int64(sources[0].shape[0])
+        # fewer than eight values are nobody's vector
+        blocks = cutlass.max(cute.ceil_div(size // VECTOR, THREADS * self.vectors), 1)
+        if size > 0:
+            self.kernel(sources, targets, size).launch(grid=(Int32(blocks), 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, sources: Any, targets: Any, size: Int64):
+        block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
+        vectors = size >> 3
+        first = Int64(block) * (THREADS * self.vectors) + thread
+        if vectors > 0:
+            held = []
+            for i in range_constexpr(self.vectors):
+                at = cutlass.min(first + i * THREADS, vectors - 1) * VECTOR
+                held.append([self.load(source.iterator + at) for source in sources])
+            for i in range_constexpr(self.vectors):
+                results = [self.combine([quad[pair] for quad in held[i]]) for pair in range(4)]
+                if first + i * THREADS < vectors:
+                    at = cute.assume((first + i * THREADS) * VECTOR, divby=VECTOR)
+                    for k in range_constexpr(len(targets)):
+                        self.store(targets[k].iterator + at, [pair[k] for pair in results])
+        if block == 0:
+            at = vectors * VECTOR + thread
+            if at < size:
+                results = self.combine([self.load_one(source.iterator + at) for source in sources])
+                for k in range_constexpr(len(targets)):
+                    self.store_one(targets[k].iterator + at, results[k])
+
+    def combine(self, pairs: Any) -> Any:
+        raise NotImplementedError
+
+    def load(self, source: Any) -> Any:
+        """Eight values in four registers, of memory that is read once."""
+        return cute.arch.inline_ptx(
+            "ld.global.cs.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+            write_only_types=[Uint32] * 4,
+            read_only_args=[source],
+        )
+
+    def store(self, target: Any, values: Any) -> None:
+        quad = cute.make_rmem_tensor((4,), Uint32)
+        for i in range(4):
+            quad[i] = values[i]
+        cute.autovec_copy(quad, cute.make_tensor(cute.recast_ptr(target, dtype=Uint32), cute.make_layout(4)))
+
+    def load_one(self, source: Any) -> Any:
+        """One value in the low half of a register."""
+        return cute.make_tensor(cute.recast_ptr(source, dtype=Uint16), cute.make_layout(1))[0].to(Uint32)
+
+    def store_one(self, target: Any, pair: Any) -> None:
+        value = cute.make_tensor(cute.recast_ptr(target, dtype=Uint16), cute.make_layout(1))
+        value[0] = Uint16(pair & Uint32(0xFFFF))
+
+
+class Reglu(_Elementwise):
+    """``gate, up -> h`` of one dtype."""
+
+    vectors = FORWARD_VECTORS
+
+    @cute.jit
+    def __call__(self, gate: cute.Tensor, up: cute.Tensor, hidden: cute.Tensor, stream: cuda.CUstream):
+        self.launch((gate, up), (hidden,), stream)
+
+    @cute.jit
+    def combine(self, pairs: Any) -> Any:
+        gate, up = relu_pair(pairs[0], self.dtype), pairs[1]
+        low = low_to_float(gate, self.dtype) * low_to_float(up, self.dtype)
+        high = high_to_float(gate, self.dtype) * high_to_float(up, self.dtype)
+        return [pack(low, high, self.dtype)]
+
+
+class RegluBackward(_Elementwise):
+    """``dh, gate, up -> d_gate, d_up`` of one dtype."""
+
+    vectors = BACKWARD_VECTORS
+
+    @cute.jit
+    def __call__(
+        self,
+        upstream: cute.Tensor,
+        gate: cute.Tensor,
+        up: cute.Tensor,
+        d_gate: cute.Tensor,
+        d_up: cute.Tensor,
+        stream: cuda.CUstream,
+    ):
+        self.launch((upstream, gate, up), (d_gate, d_up), stream)
+
+    @cute.jit
+    def combine(self, pairs: Any) -> Any:
+        gate = relu_pair(pairs[1], self.dtype)
+        d_gate, d_up = [], []
+        for part, to_float in ((0xFFFF, low_to_float), (0xFFFF0000, high_to_float)):
+            dh = to_float(pairs[0], self.dtype)
+            # after ReLU a value other than 0 has a bit set, NaN included
+            fires = (gate & Uint32(part)) != 0
+            d_gate.append(cutlass.select_(fires, dh * to_float(pairs[2], self.dtype), Float32(0.0)))
+            d_up.append(dh * to_float(gate, self.dtype))
+        return [pack(*d_gate, self.dtype), pack(*d_up, self.dtype)]
+
+
+def signature(spec: RegluSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    dtype, size = operands.DTYPES[spec.dtype], cute.sym_int64()
+    kernel, tensors = (RegluBackward(spec), 5) if spec.backward else (Reglu(spec), 3)
+    return kernel, tuple(operands.vector(dtype, size) for _ in range(tensors))

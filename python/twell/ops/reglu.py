@@ -1,0 +1,67 @@
+"""``reglu`` and ``reglu_backward``: what a dense gated layer does between its products, in one pass each.
+
+hidden = relu(gate) * up, of tensors of one shape, and the gradients of gate and up from that of hidden. On either
+device the bits are those of torch's own operators and of its autograd there: what is rounded is each product, once; a
+NaN gate stays NaN and passes its gradient on. On the CPU any floating dtype, on CUDA bfloat16 or float16.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from twell import tuning
+from twell.ops._library import flat, launch, register
+
+
+def output(gate: Tensor, up: Tensor) -> Tensor:
+    """Uninitialised hidden state, contiguous; ValueError unless gate and up have one shape and dtype."""
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(f"up must be {gate.dtype} {list(gate.shape)} as gate is, got {up.dtype} {list(up.shape)}")
+    return gate.new_empty(gate.shape)
+
+
+def gradients(upstream: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialised gradients of gate and up; ValueError unless all operands have one shape and dtype."""
+    if upstream.shape != gate.shape or upstream.dtype != gate.dtype:
+        got = f"{upstream.dtype} {list(upstream.shape)}"
+        raise ValueError(f"upstream must be {gate.dtype} {list(gate.shape)} as gate is, got {got}")
+    return output(gate, up), output(gate, up)
+
+
+def _cpu(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.mul(torch.relu(gate), up, out=output(gate, up))
+
+
+def _cuda(gate: Tensor, up: Tensor) -> Tensor:
+    hidden = output(gate, up)
+    if hidden.numel():
+        launch(tuning.reglu(gate.dtype, backward=False), flat(gate), flat(up), hidden.view(-1))
+    return hidden
+
+
+def _backward_cpu(upstream: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    d_gate, d_up = gradients(upstream, gate, up)
+    active = torch.relu(gate)
+    torch.mul(upstream, active, out=d_up)
+    return d_gate.copy_(torch.ops.aten.threshold_backward(upstream * up, active, 0)), d_up
+
+
+def _backward_cuda(upstream: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    d_gate, d_up = gradients(upstream, gate, up)
+    if d_up.numel():
+        spec = tuning.reglu(gate.dtype, backward=True)
+        launch(spec, flat(upstream), flat(gate), flat(up), d_gate.view(-1), d_up.view(-1))
+    return d_gate, d_up
+
+
+reglu = register(
+    "reglu(Tensor gate, Tensor up) -> Tensor", fake=output, cpu=_cpu, cuda=_cuda, instead="twell.sparse_gated_ffn"
+)
+reglu_backward = register(
+    "reglu_backward(Tensor upstream, Tensor gate, Tensor up) -> (Tensor d_gate, Tensor d_up)",
+    fake=gradients,
+    cpu=_backward_cpu,
+    cuda=_backward_cuda,
+    instead="twell.sparse_gated_ffn",
+)

@@ -1,0 +1,481 @@
+"""``relu(gate) * up`` as one operator: the bits of torch's own, forward, backward and beyond, and where it is used."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import twell
+from twell import _autograd, ops, testing, tuning
+from twell._runtime import resolve, specs
+from twell.ops import _library
+
+BF16, FP16 = torch.bfloat16, torch.float16
+DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16])
+
+
+def plain(gate: Tensor, up: Tensor) -> Tensor:
+    return F.relu(gate) * up
+
+
+def same_bits(actual: Tensor, expected: Tensor) -> bool:
+    """Zeros have a sign, NaN has one meaning whatever its bits."""
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
+    equal = actual.contiguous().view(bits) == expected.contiguous().view(bits)
+    return bool((equal | (actual.isnan() & expected.isnan())).all())
+
+
+def every_value(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """dh, gate and up [16, 65536]: each 16-bit pattern as a gate; zeros, infinities, NaN and extremes beside it."""
+    gate = torch.arange(1 << 16).to(torch.int16).view(dtype).expand(16, -1)
+    info = torch.finfo(dtype)
+    special = [0.0, -0.0, 1.0, -3.0, torch.inf, -torch.inf, torch.nan, info.tiny, -info.tiny / 4, info.max, 1 / 3]
+    others = torch.tensor(special).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    dh, up = (others[torch.randint(len(special), gate.shape, generator=generator)] for _ in range(2))
+    return dh, gate.contiguous(), up
+
+
+def torchs_gradients(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+    leaves = [t.detach().requires_grad_() for t in (gate, up)]
+    return torch.autograd.grad(plain(*leaves), leaves, dh)
+
+
+@DTYPES
+def test_the_bits_of_torch_for_every_gate(dtype: torch.dtype) -> None:
+    dh, gate, up = every_value(dtype)
+    assert same_bits(ops.reglu(gate, up), plain(gate, up))
+    for ours, theirs in zip(ops.reglu_backward(dh, gate, up), torchs_gradients(dh, gate, up), strict=True):
+        assert same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 0, 5), (2, 3, 5)])
+def test_any_shape_and_wider_dtypes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    dh, gate, up = (torch.randn(shape, dtype=dtype) for _ in range(3))
+    assert same_bits(ops.reglu(gate, up), plain(gate, up))
+    for ours, theirs in zip(ops.reglu_backward(dh, gate, up), torchs_gradients(dh, gate, up), strict=True):
+        assert same_bits(ours, theirs)
+
+
+def test_any_strides() -> None:
+    base = torch.randn(3, 12, 10).to(BF16)
+    views: list[Callable[[Tensor], Tensor]] = [
+        lambda t: t.t(),
+        lambda t: t[1:7:2],
+        lambda t: t[:, 1:],
+        lambda t: t[:1].expand(5, 10),
+    ]
+    for view in views:
+        dh, gate, up = map(view, base)
+        for a, b in ((gate, up), (gate.contiguous(), up), (gate, up.contiguous())):
+            hidden = ops.reglu(a, b)
+            assert hidden.is_contiguous()
+            assert same_bits(hidden, plain(gate, up))
+        for ours, theirs in zip(ops.reglu_backward(dh, gate, up), torchs_gradients(dh, gate, up), strict=True):
+            assert ours.is_contiguous()
+            assert same_bits(ours, theirs)
+
+
+def test_opcheck() -> None:
+    for dtype in (BF16, torch.float64):
+        for shape in ((5, 24), (3,), (0, 8)):
+            dh, gate, up = (torch.randn(shape).to(dtype) for _ in range(3))
+            torch.library.opcheck(ops.reglu, (gate, up))
+            torch.library.opcheck(ops.reglu_backward, (dh, gate, up))
+
+
+def test_fakes() -> None:
+    with FakeTensorMode():
+        gate = torch.empty(4, 6, 8, dtype=BF16, device="cuda")
+        up = torch.empty(4, 8, 6, dtype=BF16, device="cuda").transpose(1, 2)
+        for fake in (ops.reglu(gate, up), *ops.reglu_backward(up, gate, up)):
+            assert (fake.shape, fake.stride(), fake.dtype) == (gate.shape, gate.stride(), BF16)
+            assert fake.device.type == "cuda"
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    gate = torch.zeros(4, 8, dtype=BF16)
+    for up in (torch.zeros(8, dtype=BF16), torch.zeros(4, 8)):
+        with pytest.raises(ValueError, match=r"up must be torch.bfloat16 \[4, 8\] as gate is, got"):
+            ops.reglu(gate, up)
+        with pytest.raises(ValueError, match=r"up must be torch.bfloat16 \[4, 8\] as gate is, got"):
+            ops.reglu_backward(gate, gate, up)
+        with pytest.raises(ValueError, match=r"upstream must be torch.bfloat16 \[4, 8\] as gate is, got"):
+            ops.reglu_backward(up, gate, gate)
+    needing = torch.zeros(4, 8, dtype=BF16, requires_grad=True)
+    for call in (lambda: ops.reglu(needing, gate), lambda: ops.reglu_backward(gate, gate, needing)):
+        with pytest.raises(NotImplementedError, match=r"call twell\.sparse_gated_ffn"):
+            call()
+
+
+@DTYPES
+def test_kernels_get_the_arguments_that_they_are_compiled_for(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Vectors of all elements: in place where they can be read, else a copy. Nothing is launched for nothing."""
+    launches: list[tuple[specs.Spec, tuple[Tensor, ...]]] = []
+    module: Any = sys.modules["twell.ops.reglu"]
+    monkeypatch.setattr(module, "launch", lambda spec, *arguments: launches.append((spec, arguments)))
+    base = torch.zeros(3, 7, 9, dtype=dtype)
+    dh, gate, up = base[0], base.transpose(1, 2)[1].contiguous().t(), torch.zeros(64, dtype=dtype)[1:].view(7, 9)
+    hidden = module._cuda(gate, up)
+    gradients = module._backward_cuda(dh, gate, up)
+    assert [spec for spec, _ in launches] == [tuning.reglu(dtype, backward=b) for b in (False, True)]
+    (_, forward), (_, backward) = launches
+    assert [t.shape for t in (*forward, *backward)] == [(63,)] * 8
+    assert all(t.is_contiguous() for t in (*forward, *backward))
+    assert all(t.data_ptr() % 16 == 0 for t in (*forward, *backward))
+    assert backward[0].data_ptr() == dh.data_ptr()
+    written = [forward[-1], *backward[-2:]]
+    assert [t.data_ptr() for t in written] == [t.data_ptr() for t in (hidden, *gradients)]
+    module._cuda(gate[:0], up[:0]), module._backward_cuda(dh[:0], gate[:0], up[:0])
+    assert len(launches) == 2
+
+
+# With gradients
+
+
+def test_gradients_to_any_order() -> None:
+    gate, up = (torch.randn(5, 9, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(_autograd.gated_relu, (gate, up))
+    assert torch.autograd.gradcheck(_autograd.gated_relu, (gate, up), check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(_autograd.gated_relu, (gate, up))
+    assert torch.autograd.gradgradcheck(_autograd.gated_relu, (gate, up.detach()))
+
+    def third(f: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        total = f(gate, up).pow(3).sum()
+        for _ in range(2):
+            total = sum((g.pow(2).sum() for g in torch.autograd.grad(total, (gate, up), create_graph=True)), total)
+        return torch.autograd.grad(total, (gate, up))
+
+    for ours, theirs in zip(third(_autograd.gated_relu), third(plain), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@DTYPES
+@pytest.mark.parametrize("needed", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradients_have_the_bits_of_torch(dtype: torch.dtype, needed: tuple[bool, bool], create_graph: bool) -> None:
+    dh, gate, up = every_value(dtype)
+    found = []
+    for f in (_autograd.gated_relu, plain):
+        leaves = [t.clone().requires_grad_(need) for t, need in zip((gate, up), needed)]
+        wanted = [t for t in leaves if t.requires_grad]
+        hidden = f(*leaves)
+        found.append((hidden.detach(), *torch.autograd.grad(hidden, wanted, dh, create_graph=create_graph)))
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.requires_grad == theirs.requires_grad
+        assert same_bits(ours.detach(), theirs.detach())
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_without_gradients_nothing_is_kept(mode: Callable[[], Any]) -> None:
+    gate, up = (torch.randn(3, 8).to(BF16) for _ in range(2))
+    with mode():
+        hidden = _autograd.gated_relu(gate, up)
+        assert hidden.grad_fn is None
+        assert same_bits(hidden, plain(gate, up))
+
+
+# In layers
+
+
+@contextmanager
+def fusing(monkeypatch: pytest.MonkeyPatch, fuse: bool = True) -> Iterator[list[int]]:
+    """Dense layers take the fused way, on the CPU too; the calls of it."""
+    calls: list[int] = []
+    fused = _autograd.gated_relu
+
+    def counted(gate: Tensor, up: Tensor) -> Tensor:
+        calls.append(gate.numel())
+        return fused(gate, up)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_autograd, "fuses", lambda gate, operands: fuse)
+        patch.setattr(_autograd, "gated_relu", counted)
+        yield calls
+
+
+def draw(m: int = 9, n: int = 264, k: int = 32, dtype: torch.dtype = BF16) -> testing.FFN:
+    tensors = (torch.randn(*shape) / 4 for shape in ((m, k), (n, k), (n, k), (n, k), (n,), (n,), (k,)))
+    return testing.FFN(*(t.to(dtype) for t in tensors))
+
+
+def layer(p: testing.FFN, **options: Any) -> Any:
+    biases = {"b_gate": p.gate_bias, "b_up": p.up_bias, "b_down": p.down_bias}
+    return twell.sparse_gated_ffn(*p[:3], p.w_down.t(), **biases, strategy="dense", **options)
+
+
+def with_figures(p: testing.FFN) -> tuple[Tensor, Tensor, Tensor]:
+    y, aux = layer(p, return_aux=True)
+    return y, *aux
+
+
+def by_hand(p: testing.FFN) -> tuple[Tensor, Tensor, Tensor]:
+    """y, l1 and l0 in plain PyTorch."""
+    gate = F.relu(F.linear(p.x, p.w_gate, p.gate_bias))
+    hidden = gate * F.linear(p.x, p.w_up, p.up_bias)
+    y = F.linear(hidden, p.w_down.t(), p.down_bias)
+    tokens = max(p.x.shape[0], 1)
+    return y, hidden.abs().sum(dtype=torch.float32) / tokens, (gate != 0).sum().float() / tokens
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("m", [0, 9])
+def test_dense_layers_have_the_bits_of_plain_pytorch(m: int, fuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = draw(m)
+    if m:
+        p.x[1, 2], p.x[3, 4], p.gate_bias[7] = torch.nan, torch.inf, 0.0
+        p.w_gate[7] = 0
+    dy = torch.randn(m, 32).to(BF16)
+    found = []
+    with fusing(monkeypatch, fuse) as calls:
+        for f in (with_figures, by_hand):
+            leaves = p.map(lambda t: t.clone().requires_grad_())
+            y, l1, l0 = f(leaves)
+            gradients = torch.autograd.grad((y, l1), tuple(leaves), (dy, torch.tensor(0.3)))
+            found.append((y.detach(), l1.detach(), l0, *gradients))
+            with torch.no_grad():
+                found[-1] += tuple(f(p))
+        assert len(calls) == (2 if fuse else 0)
+    for ours, theirs in zip(*found, strict=True):
+        assert same_bits(ours, theirs)
+
+
+def test_second_derivatives_of_a_fused_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = draw(3, 12, 8, torch.float64).map(lambda t: t.requires_grad_())
+    with fusing(monkeypatch) as calls:
+        assert torch.autograd.gradcheck(lambda *t: layer(testing.FFN(*t)), tuple(p))
+        assert torch.autograd.gradgradcheck(lambda *t: layer(testing.FFN(*t)), tuple(p))
+        penalty = torch.autograd.grad(layer(p).sum(), p.x, create_graph=True)[0].pow(2).sum()
+        ours = torch.autograd.grad(penalty, (p.w_gate, p.w_up, p.w_down))
+        assert calls
+    penalty = torch.autograd.grad(by_hand(p)[0].sum(), p.x, create_graph=True)[0].pow(2).sum()
+    for a, b in zip(ours, torch.autograd.grad(penalty, (p.w_gate, p.w_up, p.w_down)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_main_gradients_and_checkpointing(reentrant: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = draw()
+    found = []
+    for fuse in (True, False):
+        leaves = p.map(lambda t: t.clone().requires_grad_())
+        mains = tuple(torch.ones(w.shape) for w in (p.w_gate, p.w_up, p.w_down.t()))
+
+        def run(*tensors: Tensor, mains: tuple[Tensor, ...] = mains) -> Tensor:
+            y: Tensor = layer(testing.FFN(*tensors), main_grads=mains)
+            return y
+
+        with fusing(monkeypatch, fuse):
+            y = run(*leaves) if reentrant is None else checkpoint(run, *leaves, use_reentrant=reentrant)
+            y.float().pow(2).sum().backward()
+        found.append((*mains, *(t.grad for t in leaves if t.grad is not None)))
+        assert len(found[-1]) == 7
+    for ours, theirs in zip(*found, strict=True):
+        assert same_bits(ours, theirs)
+
+
+def test_no_more_is_kept_for_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gate, up and the hidden state, where plain PyTorch keeps the gate after ReLU."""
+    p = draw(64).map(lambda t: t.requires_grad_())
+    kept = []
+    for fuse in (True, False):
+        storages: dict[int, Tensor] = {}
+        with (
+            fusing(monkeypatch, fuse),
+            torch.autograd.graph.saved_tensors_hooks(
+                lambda t, s=storages: s.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t
+            ),
+        ):
+            y = layer(p)
+        del y
+        kept.append(sorted(t.untyped_storage().nbytes() for t in storages.values()))
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_figures_count_what_fires(fuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A NaN gate is a non-zero, zeros of either sign are not; a gate before ReLU counts as after it."""
+    p = draw(130)
+    p.x[5, 5] = torch.nan
+    with fusing(monkeypatch, fuse):
+        _, aux = layer(p, return_aux=True)
+    assert aux.l0 == by_hand(p)[2]
+
+    left: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(twell._auto.Measurement, "counts", lambda self, *figures: left.append(figures))
+    gate = torch.randn(300, 264).to(BF16)
+    gate[:128, :7], gate[7, 3], gate[:, 9] = -0.0, torch.nan, -1.0
+    measurement = twell._auto.Measurement(twell.AutoStrategy(), tuning.Problem(300, 32, 264, True, False), 0)
+    for each in (gate, F.relu(gate)):
+        measurement.dense(each)
+    active = F.relu(gate) != 0
+    for nonzeros, unions in left:
+        assert nonzeros == active.sum()
+        assert torch.equal(unions, active[:256].view(2, 128, 264).any(1).sum(1))
+
+
+# Where it is used
+
+
+def stand_in(**changes: Any) -> Any:
+    """What ``fuses`` asks of a gate on a GPU."""
+    fields = {"is_cuda": True, "dtype": BF16, "device": torch.device("cuda:0")} | changes
+    elements = fields.pop("elements", tuning.FUSED_ELEMENTS)
+    return SimpleNamespace(numel=lambda: elements, **fields)
+
+
+def test_what_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    capturing = False
+    monkeypatch.setattr(_library, "launchable", lambda *question: asked.append(question) or True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    operands = [torch.zeros(2), torch.nn.Parameter(torch.zeros(2))]
+    assert _autograd.fuses(stand_in(), operands)
+    assert asked == [(0, tuning.reglu(BF16, backward=False), tuning.reglu(BF16, backward=True))]
+    assert _autograd.fuses(stand_in(dtype=FP16), operands)
+    assert not _autograd.fuses(stand_in(is_cuda=False), operands)
+    assert not _autograd.fuses(stand_in(dtype=torch.float32), operands)
+    few = stand_in(elements=tuning.FUSED_ELEMENTS - 1)
+    assert not _autograd.fuses(few, operands)
+    capturing = True
+    assert _autograd.fuses(few, operands)
+    monkeypatch.setattr(_library, "launchable", lambda *question: False)
+    assert not _autograd.fuses(stand_in(), operands)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_what_is_not_what_it_seems() -> None:
+    x = torch.randn(4, 8)
+    assert _autograd.eager([x, torch.nn.Parameter(x)])
+    assert not _autograd.eager([x, x.as_subclass(Subclass)])
+    with FakeTensorMode() as mode:
+        assert not _autograd.eager([mode.from_tensor(x)])
+    assert not _autograd.eager([mode.from_tensor(x)])
+    with forward_ad.dual_level():
+        assert not _autograd.eager([x])
+    seen: list[bool] = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(_autograd.eager([x]))
+        return x * 2
+
+    torch.func.vmap(look)(x)
+    torch.func.grad(lambda x: look(x).sum())(x)
+    torch.jit.trace(look, (x,), check_trace=False)
+    assert seen == [False] * 3
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: x + 1 if _autograd.eager([x]) else x - 1, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), x - 1)
+
+
+TRANSFORMS: list[Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = [
+    lambda f, x: torch.func.vmap(f)(x[:, None]),
+    lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    lambda f, x: torch.func.jvp(f, (x,), (x.cos(),)),
+    lambda f, x: torch.func.hessian(lambda x: f(x).pow(2).sum())(x[:2]),
+    lambda f, x: torch.autograd.functional.jacobian(f, x[:2], vectorize=True),
+    lambda f, x: torch.jit.trace(f, (x,), check_trace=False)(x),
+]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_dense_layers_can_be_transformed(transform: Callable[..., Any], gated: bool) -> None:
+    p = draw(5, 24, 8, torch.float64)
+
+    def ours(x: Tensor) -> Tensor:
+        if gated:
+            return layer(p._replace(x=x))  # type: ignore[no-any-return]
+        return twell.sparse_ffn(x, p.w_gate, p.w_down.t(), strategy="dense")
+
+    def theirs(x: Tensor) -> Tensor:
+        return by_hand(p._replace(x=x))[0] if gated else F.linear(F.relu(F.linear(x, p.w_gate)), p.w_down.t())
+
+    torch.testing.assert_close(transform(ours, p.x), transform(theirs, p.x))
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_a_layer_without_gate_works_in_place(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ReLU overwrites what the first product gave where no gradient needs it, and nothing of the user's."""
+    p = draw(7, dtype=dtype)
+    p.x[1, 2], p.w_gate[3], p.gate_bias[3] = torch.nan, 0, -0.0
+    before = p.map(Tensor.clone)
+    relu, in_place = F.relu, []
+
+    def watched(t: Tensor, inplace: bool = False) -> Tensor:
+        in_place.append(inplace)
+        return relu(t, inplace=inplace)
+
+    monkeypatch.setattr(F, "relu", watched)
+    hidden = relu(F.linear(p.x, p.w_gate, p.gate_bias))
+    expected = F.linear(hidden, p.w_down.t())
+    call = lambda x, **options: twell.sparse_ffn(  # noqa: E731
+        x, p.w_gate, p.w_down.t(), b_up=p.gate_bias, strategy="dense", **options
+    )
+    y, aux = call(p.x, return_aux=True)
+    assert same_bits(y, expected)
+    assert aux.l0 == (hidden != 0).sum() / 7
+    leaf = p.x.clone().requires_grad_()
+    assert same_bits(call(leaf).detach(), expected)
+    with torch.no_grad():
+        assert same_bits(call(leaf), expected)
+    assert in_place == [True, False, True]
+    for tensor, was in zip(p, before, strict=True):
+        assert same_bits(tensor, was)
+
+
+def test_without_kernels_dense_layers_do_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is missing is looked for once and logged once; a kernel that a capture could not load is, later."""
+    spec = tuning.reglu(BF16, backward=False)
+    monkeypatch.setattr(resolve, "_kernels", {})
+    monkeypatch.setattr(resolve, "_missing", set())
+    capturing, looked = True, []
+
+    def find(spec: specs.Spec) -> Callable[..., None]:
+        looked.append(spec)
+        if len(looked) < 3:
+            raise RuntimeError("nowhere")
+        return print
+
+    monkeypatch.setattr(resolve, "_find", find)
+    monkeypatch.setattr(resolve, "_capturing", lambda: capturing)
+    assert not resolve.obtainable(spec)
+    assert not caplog.records
+    capturing = False
+    assert [resolve.obtainable(spec) for _ in range(3)] == [False] * 3
+    assert len(looked) == 2
+    assert [record.getMessage() for record in caplog.records] == ["going on without kernel reglu_bf16: nowhere"]
+    other = tuning.reglu(FP16, backward=False)
+    assert [resolve.obtainable(other) for _ in range(2)] == [True] * 2
+    assert len(looked) == 3
+
+    monkeypatch.setattr(_library.device, "capability", lambda index: (9, 0) if index else (8, 0))
+    assert _library.launchable(1, other)
+    assert not _library.launchable(1, other, spec)
+    assert not _library.launchable(0, other)
+
+    def no_bindings(index: int) -> tuple[int, int]:
+        raise RuntimeError("cuda.bindings is not usable")
+
+    monkeypatch.setattr(_library.device, "capability", no_bindings)
+    assert not _library.launchable(1, other)
