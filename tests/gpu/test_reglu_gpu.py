@@ -1,0 +1,419 @@
+"""``relu(gate) * up`` in one kernel, its gradients in another: the bits of torch's operators; dense layers with them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import twell
+from twell import _autograd, ops, testing, tuning
+from twell.ops import _library
+
+BF16, FP16 = torch.bfloat16, torch.float16
+DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16])
+# of a dense layer large enough to be fused, in neither size a multiple of eight; tokens, K, neurons
+M, K, N = 1021, 264, 1035
+
+
+def same_bits(actual: Tensor, expected: Tensor) -> bool:
+    """Zeros have a sign, NaN has one meaning whatever its bits."""
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    bits = torch.int16 if actual.element_size() == 2 else torch.int32
+    equal = actual.contiguous().view(bits) == expected.contiguous().view(bits)
+    return bool((equal | (actual.isnan() & expected.isnan())).all())
+
+
+def plain(gate: Tensor, up: Tensor) -> Tensor:
+    return F.relu(gate) * up
+
+
+def torchs(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+    """The hidden state and the gradients of gate and up, of torch."""
+    leaves = [t.detach().requires_grad_() for t in (gate, up)]
+    hidden = plain(*leaves)
+    return (hidden.detach(), *torch.autograd.grad(hidden, leaves, dh))
+
+
+def ours(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+    return (ops.reglu(gate, up), *ops.reglu_backward(dh, gate, up))
+
+
+def check(dh: Tensor, gate: Tensor, up: Tensor) -> None:
+    for name, a, b in zip(("hidden", "d_gate", "d_up"), ours(dh, gate, up), torchs(dh, gate, up), strict=True):
+        assert same_bits(a, b), name
+
+
+def random(*shape: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, Tensor]:
+    dh, gate, up = (torch.randn(shape, device="cuda").to(dtype) for _ in range(3))
+    return dh, gate, up
+
+
+@DTYPES
+def test_every_value(dtype: torch.dtype) -> None:
+    """Each 16-bit pattern as a gate, as an upstream gradient and as an up projection, beside special and any values."""
+    info = torch.finfo(dtype)
+    special = [0.0, -0.0, 1.0, -3.0, torch.inf, -torch.inf, torch.nan, info.tiny, -info.tiny / 4, info.max, 1 / 3]
+    others = torch.tensor(special, device="cuda").to(dtype)
+    every = torch.arange(1 << 16, device="cuda").to(torch.int16).view(dtype).expand(64, -1).contiguous()
+    pick = [others[torch.randint(len(special), every.shape, device="cuda")] for _ in range(2)]
+    shuffled = [every[:, torch.randperm(1 << 16, device="cuda")] for _ in range(2)]
+    for a, b in (pick, shuffled):
+        check(a, every, b)
+        check(every, a, b)
+        check(a, b, every)
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 4095, 4096, 8191, 8192, 8193, 16384 + 7, 1 << 20, (1 << 20) + 5])
+def test_sizes(size: int, dtype: torch.dtype) -> None:
+    check(*random(size, dtype=dtype))
+
+
+def test_shapes() -> None:
+    for shape in ((), (1, 1), (3, 0, 5), (2, 3, 5), (1021, 1035)):
+        check(*random(*shape))
+        assert ops.reglu(*random(*shape)[1:]).shape == shape
+
+
+def test_nothing_else_is_written() -> None:
+    """The kernels, given parts of a larger tensor, leave the rest of it alone."""
+    for size in (1, 7, 8, 9, 4099, 8192, 8195):
+        dh, gate, up = random(size)
+        for backward in (False, True):
+            spare = [torch.full((size + 8200,), 7.0, dtype=BF16, device="cuda") for _ in range(1 + backward)]
+            sources = (dh, gate, up) if backward else (gate, up)
+            _library.launch(tuning.reglu(BF16, backward=backward), *sources, *(t[:size] for t in spare))
+            expected = torchs(dh, gate, up)[1:] if backward else torchs(dh, gate, up)[:1]
+            for t, right in zip(spare, expected, strict=True):
+                assert same_bits(t[:size], right)
+                assert bool((t[size:] == 7).all())
+
+
+VIEWS: list[Callable[[Tensor], Tensor]] = [
+    lambda t: t.t(),
+    lambda t: t[1:601:2],
+    lambda t: t[:, 1:],
+    lambda t: t[:, :64],
+    lambda t: t[:1].expand(100, 130),
+    # contiguous, but not aligned
+    lambda t: t.view(-1)[1:9001],
+    lambda t: t.view(-1)[8:9000],
+]
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_strides_and_alignment(view: Callable[[Tensor], Tensor]) -> None:
+    dh, gate, up = (view(t) for t in random(700, 130))
+    check(dh, gate, up)
+    check(dh, gate.contiguous(), up)
+    check(dh.clone(memory_format=torch.contiguous_format), gate, up)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rest", [0, 8 * 8191 + 3])
+def test_beyond_32_bits(rest: int) -> None:
+    """More than 2^31 elements, and more than 2^32 bytes, compared in parts."""
+    if torch.cuda.mem_get_info()[1] < 60e9:
+        pytest.skip("needs a GPU with 60 GB")
+    torch.cuda.empty_cache()
+    size, part = (1 << 31) + (1 << 20) + rest, 1 << 26
+    dh, gate, up = (torch.empty(size, dtype=BF16, device="cuda") for _ in range(3))
+    for t in (dh, gate, up):
+        for piece in t.split(part):
+            piece.normal_()
+    results = ours(dh, gate, up)
+    for pieces in zip(*(t.split(part) for t in (dh, gate, up, *results)), strict=True):
+        for a, b in zip(pieces[3:], torchs(*pieces[:3]), strict=True):
+            assert same_bits(a, b)
+    del results, dh, gate, up
+    torch.cuda.empty_cache()
+
+
+def test_opcheck() -> None:
+    for shape in ((5, 24), (3,), (0, 8), (33, 1035)):
+        dh, gate, up = random(*shape)
+        torch.library.opcheck(ops.reglu, (gate, up))
+        torch.library.opcheck(ops.reglu_backward, (dh, gate, up))
+
+
+def test_other_dtypes_are_refused() -> None:
+    gate = torch.zeros(8, device="cuda")
+    with pytest.raises(ValueError, match="dtype must be one of"):
+        ops.reglu(gate, gate)
+
+
+# Graphs and streams
+
+
+def test_cuda_graph() -> None:
+    """One graph of both kernels, replayed with other operands."""
+    static = random(300, 1035)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        ours(*static)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = ours(*static)
+    for _ in range(5):
+        for old, new in zip(static, random(300, 1035), strict=True):
+            old.copy_(new)
+        for result in results:
+            result.fill_(torch.nan)
+        graph.replay()
+        for a, b in zip(results, torchs(*static), strict=True):
+            assert same_bits(a, b)
+
+
+def test_side_stream() -> None:
+    """Both kernels wait for what the current stream wrote before, and the host for nothing."""
+    right = random(1024, 1035)
+    operands = [torch.full_like(t, torch.nan) for t in right]
+    ours(*right)
+    expected = torchs(*right)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        for t, r in zip(operands, right, strict=True):
+            t.copy_(r)
+        results = ours(*operands)
+    assert not stream.query()
+    stream.synchronize()
+    for a, b in zip(results, expected, strict=True):
+        assert same_bits(a, b)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_devices() -> None:
+    dh, gate, up = random(33, 1035)
+    expected = torchs(dh, gate, up)
+    for a, b in zip(ours(*(t.to("cuda:1") for t in (dh, gate, up))), expected, strict=True):
+        assert a.device == torch.device("cuda:1")
+        assert same_bits(a.cpu(), b.cpu())
+
+
+# Gradients
+
+
+@DTYPES
+@pytest.mark.parametrize("needed", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradients(dtype: torch.dtype, needed: tuple[bool, bool], create_graph: bool) -> None:
+    dh, gate, up = random(130, 1035, dtype=dtype)
+    gate[3, 4:9] = torch.nan
+    found = []
+    for f in (_autograd.gated_relu, plain):
+        leaves = [t.clone().requires_grad_(need) for t, need in zip((gate, up), needed)]
+        wanted = [t for t in leaves if t.requires_grad]
+        hidden = f(*leaves)
+        found.append((hidden.detach(), *torch.autograd.grad(hidden, wanted, dh, create_graph=create_graph)))
+    for a, b in zip(*found, strict=True):
+        assert same_bits(a.detach(), b.detach())
+
+
+def test_second_derivatives() -> None:
+    dh, gate, up = random(130, 264)
+    found = []
+    for f in (_autograd.gated_relu, plain):
+        leaves = [t.clone().requires_grad_() for t in (dh, gate, up)]
+        first = torch.autograd.grad(f(*leaves[1:]), leaves[1:], leaves[0], create_graph=True)
+        total = sum((g.float().pow(2).sum() for g in first), torch.zeros((), device="cuda"))
+        found.append(torch.autograd.grad(total, leaves))
+    for a, b in zip(*found, strict=True):
+        assert same_bits(a, b)
+
+
+# Dense layers
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The sizes of the gates that took the fused way."""
+    calls: list[int] = []
+    operator = _autograd.gated_relu
+
+    def counted(gate: Tensor, up: Tensor) -> Tensor:
+        calls.append(gate.numel())
+        return operator(gate, up)
+
+    monkeypatch.setattr(_autograd, "gated_relu", counted)
+    yield calls
+
+
+def draw(m: int = M, dtype: torch.dtype = BF16) -> testing.FFN:
+    shapes = ((m, K), (N, K), (N, K), (N, K), (N,), (N,), (K,))
+    return testing.FFN(*((torch.randn(shape, device="cuda") / 4).to(dtype) for shape in shapes))
+
+
+def layer(p: testing.FFN, **options: Any) -> Any:
+    biases = {"b_gate": p.gate_bias, "b_up": p.up_bias, "b_down": p.down_bias}
+    return twell.sparse_gated_ffn(*p[:3], p.w_down.t(), **biases, strategy="dense", **options)
+
+
+def with_figures(p: testing.FFN) -> tuple[Tensor, Tensor, Tensor]:
+    y, aux = layer(p, return_aux=True)
+    return y, *aux
+
+
+def by_hand(p: testing.FFN) -> tuple[Tensor, Tensor, Tensor]:
+    """y, l1 and l0 in plain PyTorch."""
+    gate = F.relu(F.linear(p.x, p.w_gate, p.gate_bias))
+    hidden = gate * F.linear(p.x, p.w_up, p.up_bias)
+    y = F.linear(hidden, p.w_down.t(), p.down_bias)
+    tokens = p.x.shape[0]
+    return y, hidden.abs().sum(dtype=torch.float32) / tokens, (gate != 0).sum().float() / tokens
+
+
+@DTYPES
+def test_dense_layers_have_the_bits_of_plain_pytorch(dtype: torch.dtype, fused: list[int]) -> None:
+    assert M * N >= tuning.FUSED_ELEMENTS
+    p = draw(dtype=dtype)
+    p.x[1, 2], p.x[3, 4] = torch.nan, torch.inf
+    dy = torch.randn(M, K, device="cuda").to(dtype)
+    found = []
+    for f in (with_figures, by_hand):
+        leaves = p.map(lambda t: t.clone().requires_grad_())
+        y, l1, l0 = f(leaves)
+        gradients = torch.autograd.grad((y, l1), tuple(leaves), (dy, torch.tensor(0.3, device="cuda")))
+        with torch.no_grad():
+            found.append((y, l1, l0, *gradients, *f(p)))
+    for a, b in zip(*found, strict=True):
+        assert same_bits(a.detach(), b.detach())
+    assert fused == [M * N] * 2
+
+
+def test_second_derivatives_of_a_dense_layer(fused: list[int]) -> None:
+    p = draw()
+    found = []
+    for f in (layer, lambda p: by_hand(p)[0]):
+        leaves = p.map(lambda t: t.clone().requires_grad_())
+        first = torch.autograd.grad(f(leaves).float().mean(), leaves.x, create_graph=True)[0]
+        found.append(torch.autograd.grad(first.float().pow(2).sum(), (leaves.w_gate, leaves.w_up, leaves.w_down)))
+    for a, b in zip(*found, strict=True):
+        assert b.any()
+        assert same_bits(a, b)
+    assert fused == [M * N]
+
+
+def test_few_tokens_are_fused_in_graphs_alone(fused: list[int]) -> None:
+    p = draw(7)
+    expected = by_hand(p)[0]
+    assert same_bits(layer(p), expected)
+    assert fused == []
+    _autograd.gated_relu(p.x, p.x), ops.reglu_backward(p.x, p.x, p.x)  # loads the kernels
+    fused.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(p)
+    y.fill_(torch.nan)
+    graph.replay()
+    assert same_bits(y, expected)
+    assert fused == [7 * N]
+
+
+def test_a_training_step_in_a_graph(fused: list[int]) -> None:
+    p = draw()
+    static, leaves = p.map(lambda t: t.clone().requires_grad_()), p.map(lambda t: t.clone().requires_grad_())
+
+    def step() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(layer(static).float().pow(2).sum(), tuple(static))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gradients = step()
+    graph.replay()
+    expected = torch.autograd.grad(by_hand(leaves)[0].float().pow(2).sum(), tuple(leaves))
+    for a, b in zip(gradients, expected, strict=True):
+        testing.assert_same(a, b)
+    assert len(fused) == 2
+
+
+def memory(call: Callable[[], Any]) -> int:
+    """The most bytes that a call held at once."""
+    call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_memory(training: bool, fused: list[int]) -> None:
+    """At the peak, and kept for backward, no more than plain PyTorch."""
+    p = draw(8192).map(lambda t: t.requires_grad_(training))
+    peaks, kept = [], []
+    for f in (layer, by_hand_y):
+
+        def call(f: Callable[..., Tensor] = f) -> None:
+            y = f(p)
+            if training:
+                torch.autograd.grad(y, tuple(p), torch.ones_like(y))
+
+        peaks.append(memory(call))
+        before = torch.cuda.memory_allocated()
+        y = f(p)
+        kept.append(torch.cuda.memory_allocated() - before)
+        del y
+    assert fused
+    assert peaks[0] <= peaks[1]
+    assert kept[0] <= kept[1]
+
+
+def by_hand_y(p: testing.FFN) -> Tensor:
+    gate = F.relu(F.linear(p.x, p.w_gate, p.gate_bias))
+    hidden = gate * F.linear(p.x, p.w_up, p.up_bias)
+    return F.linear(hidden, p.w_down.t(), p.down_bias)
+
+
+def test_a_layer_without_gate_works_in_place() -> None:
+    p = draw()
+    p.x[1, 2] = torch.nan
+    before = p.map(Tensor.clone)
+    expected = F.linear(F.relu(F.linear(p.x, p.w_gate, p.gate_bias)), p.w_down.t())
+    y = twell.sparse_ffn(p.x, p.w_gate, p.w_down.t(), b_up=p.gate_bias, strategy="dense")
+    assert same_bits(y, expected)
+    for tensor, was in zip(p, before, strict=True):
+        assert same_bits(tensor, was)
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("training", [False, True])
+def test_compiled_modules(mode: str | None, training: bool, fused: list[int]) -> None:
+    """The compiler fuses the operators itself."""
+    torch.compiler.reset()
+    module = twell.nn.SparseGatedMLP(K, 1040, bias=True, strategy="dense", device="cuda", dtype=BF16)
+    compiled = torch.compile(copy.deepcopy(module), fullgraph=True, mode=mode)
+    x = torch.randn(1024, K, device="cuda").to(BF16)
+    for _ in range(3):
+        results = []
+        for call in (module, compiled):
+            leaf = x.clone().requires_grad_(training)
+            with torch.set_grad_enabled(training):
+                y = call(leaf)
+            if training:
+                y.float().pow(2).mean().backward()
+            results.append((y.detach().clone(), leaf.grad))
+        testing_close(*results)
+    # none while it was traced or run
+    assert fused == [1024 * 1040] * 3
+
+
+def testing_close(actual: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        if b is not None:
+            assert (a.float() - b.float()).norm() <= 0.01 * b.float().norm()
