@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import twell
+from twell._auto import AutoStrategy
 from twell._runtime import format, packaged
 from twell.functional import Aux, Strategy
 
@@ -422,8 +423,13 @@ def dense_output(problem: FFN, *, gated: bool = True) -> Tensor:
     return F.linear(hidden, problem.w_down.T, problem.down_bias)
 
 
-def sparse_output(problem: FFN, *, gated: bool = True, compression: int = 8, strategy: Strategy = "auto") -> Tensor:
-    """The same layer through ``twell.sparse_gated_ffn`` or ``twell.sparse_ffn``, [M, K]."""
+def sparse_output(
+    problem: FFN, *, gated: bool = True, compression: int = 8, strategy: Strategy | AutoStrategy = "row"
+) -> Tensor:
+    """The same layer through ``twell.sparse_gated_ffn`` or ``twell.sparse_ffn``, [M, K].
+
+    By default by strategy "row", which does not round the hidden state: integers have one right answer.
+    """
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = problem
     if not gated:
         return twell.sparse_ffn(

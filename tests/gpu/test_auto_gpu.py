@@ -287,7 +287,7 @@ def test_moves_and_copies(topic: FFN) -> None:
 def test_functions_take_a_site(topic: FFN) -> None:
     site = twell.AutoStrategy()
     for _ in range(3):
-        y = testing.sparse_output(topic, strategy=site)  # type: ignore[arg-type]
+        y = testing.sparse_output(topic, strategy=site)
         torch.cuda.synchronize()
     assert testing.compare(topic, y).ok
     assert site.explain()[0].figures is not None
@@ -295,5 +295,5 @@ def test_functions_take_a_site(topic: FFN) -> None:
     named = twell.tuning.decide(twell.tuning.Problem(M, 2048, 5632, True, False), None, None).strategy
     testing.assert_same(
         testing.sparse_output(topic),
-        testing.sparse_output(topic, strategy=named),  # type: ignore[arg-type]
+        testing.sparse_output(topic, strategy=named),
     )

@@ -1,9 +1,9 @@
-"""``relu(gate) * up`` in one kernel, its gradients in another: the bits of torch's operators; dense layers with them."""
+"""``relu(gate) * up`` in one kernel, its gradients in another: torch's bits; dense layers with them."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -235,7 +235,7 @@ def test_second_derivatives() -> None:
 
 
 @pytest.fixture
-def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of the gates that took the fused way."""
     calls: list[int] = []
     operator = _autograd.gated_relu
@@ -245,7 +245,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return operator(gate, up)
 
     monkeypatch.setattr(_autograd, "gated_relu", counted)
-    yield calls
+    return calls
 
 
 def draw(m: int = M, dtype: torch.dtype = BF16) -> testing.FFN:
@@ -391,8 +391,7 @@ def test_a_layer_without_gate_works_in_place() -> None:
         assert same_bits(tensor, was)
 
 
-@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("mode", "training"), [(None, False), ("reduce-overhead", False), (None, True)])
 def test_compiled_modules(mode: str | None, training: bool, fused: list[int]) -> None:
     """The compiler fuses the operators itself."""
     torch.compiler.reset()
@@ -408,12 +407,12 @@ def test_compiled_modules(mode: str | None, training: bool, fused: list[int]) ->
             if training:
                 y.float().pow(2).mean().backward()
             results.append((y.detach().clone(), leaf.grad))
-        testing_close(*results)
+        assert_close(*results)
     # none while it was traced or run
     assert fused == [1024 * 1040] * 3
 
 
-def testing_close(actual: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+def assert_close(actual: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
     for a, b in zip(actual, expected, strict=True):
         if b is not None:
             assert (a.float() - b.float()).norm() <= 0.01 * b.float().norm()

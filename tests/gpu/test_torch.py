@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -83,8 +83,8 @@ def modules(problem: FFN) -> list[tuple[nn.Module, bool]]:
     """The two modules with the weights and biases of a problem, and whether each is gated."""
     n, k = problem.w_gate.shape
     bias = problem.gate_bias is not None
-    gated = twell.nn.SparseGatedMLP(k, n, bias, device="cuda", dtype=problem.x.dtype)
-    non_gated = twell.nn.SparseMLP(k, n, bias, device="cuda", dtype=problem.x.dtype)
+    gated = twell.nn.SparseGatedMLP(k, n, bias, strategy="row", device="cuda", dtype=problem.x.dtype)
+    non_gated = twell.nn.SparseMLP(k, n, bias, strategy="row", device="cuda", dtype=problem.x.dtype)
     state = {"gate_proj.weight": problem.w_gate, "up_proj.weight": problem.w_up, "down_proj.weight": problem.w_down.t()}
     if bias:
         state |= {f"{name}_proj.bias": getattr(problem, f"{name}_bias") for name in ("gate", "up", "down")}
@@ -277,20 +277,21 @@ def test_operators_refuse_gradients(layer: FFN) -> None:
             call()
 
 
-def test_aux(layer: FFN) -> None:
+@pytest.mark.parametrize("strategy", ["row", "union"])
+def test_aux(layer: FFN, strategy: Literal["row", "union"]) -> None:
     """l1 and l0 against float64, gated and not."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     gate = testing.float64_gate(layer)
     assert b_up is not None
     hidden = gate * torch.nn.functional.linear(x.double(), w_up.double(), b_up.double())
     biases = {"b_gate": b_gate, "b_up": b_up, "b_down": b_down}
-    _, aux = twell.sparse_gated_ffn(x, w_gate, w_up, w_down.t(), **biases, return_aux=True)
+    _, aux = twell.sparse_gated_ffn(x, w_gate, w_up, w_down.t(), **biases, strategy=strategy, return_aux=True)
     assert float(aux.l1) == pytest.approx(float(hidden.abs().sum() / 130), rel=1e-6)
     assert float(aux.l0) == pytest.approx(float((gate > 0).sum()) / 130, rel=1e-6)
-    _, aux = twell.sparse_ffn(x, w_gate, w_down.t(), b_up=b_gate, b_down=b_down, return_aux=True)
+    _, aux = twell.sparse_ffn(x, w_gate, w_down.t(), b_up=b_gate, b_down=b_down, strategy=strategy, return_aux=True)
     assert float(aux.l1) == pytest.approx(float(gate.sum() / 130), rel=1e-6)
     assert float(aux.l0) == pytest.approx(float((gate > 0).sum()) / 130, rel=1e-6)
-    _, aux = twell.sparse_gated_ffn(x[:0], w_gate, w_up, w_down.t(), return_aux=True)
+    _, aux = twell.sparse_gated_ffn(x[:0], w_gate, w_up, w_down.t(), strategy=strategy, return_aux=True)
     assert [float(aux.l1), float(aux.l0)] == [0, 0]
 
 

@@ -7,11 +7,16 @@ NaN gate stays NaN and passes its gradient on. On the CPU any floating dtype, on
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from twell import tuning
 from twell.ops._library import flat, launch, register
+
+# Values of a launch: offsets in bytes fit in 32 bits.
+PIECE = 1 << 29
 
 
 def output(gate: Tensor, up: Tensor) -> Tensor:
@@ -35,8 +40,9 @@ def _cpu(gate: Tensor, up: Tensor) -> Tensor:
 
 def _cuda(gate: Tensor, up: Tensor) -> Tensor:
     hidden = output(gate, up)
-    if hidden.numel():
-        launch(tuning.reglu(gate.dtype, backward=False), flat(gate), flat(up), hidden.view(-1))
+    spec = tuning.reglu(gate.dtype, backward=False)
+    for operands in _pieces(flat(gate), flat(up), hidden.view(-1)):
+        launch(spec, *operands)
     return hidden
 
 
@@ -49,10 +55,15 @@ def _backward_cpu(upstream: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, T
 
 def _backward_cuda(upstream: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     d_gate, d_up = gradients(upstream, gate, up)
-    if d_up.numel():
-        spec = tuning.reglu(gate.dtype, backward=True)
-        launch(spec, flat(upstream), flat(gate), flat(up), d_gate.view(-1), d_up.view(-1))
+    spec = tuning.reglu(gate.dtype, backward=True)
+    for operands in _pieces(flat(upstream), flat(gate), flat(up), d_gate.view(-1), d_up.view(-1)):
+        launch(spec, *operands)
     return d_gate, d_up
+
+
+def _pieces(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same parts of vectors of one length."""
+    return zip(*(torch.split(vector, PIECE) for vector in vectors)) if vectors[0].numel() else iter(())
 
 
 reglu = register(
