@@ -1,9 +1,8 @@
 """The gate GEMM of gate_pack.py for few tokens, bound by memory: each weight is read once, by the whole chip.
 
 A tile of 256 neurons and up to 128 tokens is the work of a cluster of eight CTAs, or four if there is more than one
-tile of tokens; two CTAs per SM. Four of eight share the neurons and two K where there are few tokens, otherwise two and
-the rest: the more CTAs split K the more partial sums they exchange, the more share the neurons the more often they read
-x. A split takes every second or fourth block of 64 columns. Weights are the A operand of WGMMA and tokens the B
+tile of tokens; two CTAs per SM. Four of eight share the neurons and two K for up to 64 tokens, otherwise two and the rest:
+the more CTAs split K the more partial sums they exchange, the more share the neurons the more often they read x. A split takes every second or fourth block of 64 columns. Weights are the A operand of WGMMA and tokens the B
 operand, as few as eight.
 
     load    warp 4. TMA loads of w and x, 64 columns a stage, into a ring.
@@ -61,7 +60,7 @@ class GatePackSkinny:
         # two tiles of tokens are enough to occupy every SM
         self.cluster = 8 if spec.tokens <= MOST_TOKENS else 4
         # CTAs that share the neurons of a tile, and those that share K
-        self.parts = 4 if self.tokens <= 8 else 2
+        self.parts = 4 if spec.tokens <= 64 else 2
         self.splits = self.cluster // self.parts
         self.neurons = TILE_N // self.parts
         self.stages = min(6, 110 * 1024 // ((self.neurons + self.tokens) * TILE_K * 2))
