@@ -1,9 +1,10 @@
 """The gate GEMM of gate_pack.py for few tokens, bound by memory: each weight is read once, by the whole chip.
 
 A tile of 256 neurons and up to 128 tokens is the work of a cluster of eight CTAs, or four if there is more than one
-tile of tokens; two CTAs per SM. Four of eight share the neurons and two K for up to 64 tokens, otherwise two and the rest:
-the more CTAs split K the more partial sums they exchange, the more share the neurons the more often they read x. A split takes every second or fourth block of 64 columns. Weights are the A operand of WGMMA and tokens the B
-operand, as few as eight.
+tile of tokens; two CTAs per SM. Up to 64 tokens four of eight share the neurons and two K, otherwise two and the rest:
+the more CTAs split K the more partial sums they exchange, the more share the neurons the more often they read x. A
+split takes every second or fourth block of 64 columns. Weights are the A operand of WGMMA and tokens the B operand, as
+few as eight.
 
     load    warp 4. TMA loads of w and x, 64 columns a stage, into a ring.
     mma     warps 0 to 3: WGMMA 64 x tokens x 16 for 64 or 128 neurons. Then the partial sums go to `sums`, over the
