@@ -129,11 +129,11 @@ class RegluBackward(_Elementwise):
     def combine(self, pairs: Any) -> Any:
         gate = relu_pair(pairs[1], self.dtype)
         d_gate, d_up = [], []
-        for part, to_float in ((0xFFFF, low_to_float), (0xFFFF0000, high_to_float)):
-            dh = to_float(pairs[0], self.dtype)
-            # after ReLU a value other than 0 has a bit set, NaN included
-            fires = (gate & Uint32(part)) != 0
-            d_gate.append(cutlass.select_(fires, dh * to_float(pairs[2], self.dtype), Float32(0.0)))
+        for to_float in (low_to_float, high_to_float):
+            dh, before = to_float(pairs[0], self.dtype), to_float(pairs[1], self.dtype)
+            product = dh * to_float(pairs[2], self.dtype)
+            # a NaN passes its gradient on. Asked of the gate after ReLU, the compiler for CUDA 12 crashes
+            d_gate.append(Float32(0.0) if before <= 0.0 else product)
             d_up.append(dh * to_float(gate, self.dtype))
         return [pack(*d_gate, self.dtype), pack(*d_up, self.dtype)]
 
