@@ -13,12 +13,17 @@ from twell._log import logger
 from twell._runtime import format
 from twell.functional import Aux, Strategy
 
+DownLayout = Literal["rows", "linear"]
+
 
 class _SparseFFN(nn.Module):
     """What both modules share. Subclasses add the projections that read the hidden state's input."""
 
     down_proj: nn.Linear
     accumulate_main_grad: bool = False
+    record_aux: bool = False
+    aux: Aux | None = None
+    down_layout: DownLayout = "rows"
 
     def __init__(self, hidden: int, intermediate: int, compression: int, strategy: Strategy | AutoStrategy) -> None:
         super().__init__()
@@ -33,6 +38,18 @@ class _SparseFFN(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.hidden}, {self.intermediate}, compression={self.compression}, strategy={self.strategy!r}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # the figures of a call may be part of its graph, which can neither be copied nor pickled
+        return {name: value for name, value in self.__dict__.items() if name != "aux"}
+
+    def _finish(self, result: tuple[Tensor, Aux] | Tensor, return_aux: bool) -> Any:
+        """What ``forward`` returns, of what the function gave."""
+        if not self.record_aux:
+            return result
+        assert isinstance(result, tuple)
+        y, self.aux = result
+        return result if return_aux else y
 
     def _site(self) -> AutoStrategy | None:
         """What chooses the strategy; None where it has been named."""
@@ -72,6 +89,10 @@ class SparseGatedMLP(_SparseFFN):
     is the transposed view of a contiguous [intermediate, hidden] tensor, one row per neuron. Loading a state dict,
     moving, casting, copying and pickling keep it so; file formats that store contiguous tensors only need
     ``.contiguous()`` on the way out.
+
+    If ``record_aux`` is set to true, each call leaves its ``Aux`` in ``aux``, for models whose code hands on y alone.
+    The figures are part of autograd's graph; what reads them should set ``aux`` to None. Copies and pickles leave them
+    out.
 
     ``compression`` and ``strategy`` are those of ``twell.sparse_gated_ffn`` and may be set at any time. With "auto" the
     module has an ``AutoStrategy`` of its own, which chooses by the sparsity that earlier calls measured, as
@@ -125,7 +146,7 @@ class SparseGatedMLP(_SparseFFN):
     def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
         """x [..., hidden] -> y [..., hidden], with ``Aux(l1, l0)`` if asked for."""
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        return functional.sparse_gated_ffn(  # type: ignore[call-overload, no-any-return]
+        result = functional.sparse_gated_ffn(  # type: ignore[call-overload]
             x,
             gate.weight,
             up.weight,
@@ -136,8 +157,9 @@ class SparseGatedMLP(_SparseFFN):
             strategy=self._site() or self.strategy,
             compression=self.compression,
             main_grads=self._main_grads(gate_proj=gate, up_proj=up, down_proj=down),
-            return_aux=return_aux,
+            return_aux=return_aux or self.record_aux,
         )
+        return self._finish(result, return_aux)  # type: ignore[no-any-return]
 
 
 class SparseMLP(_SparseFFN):
@@ -175,7 +197,7 @@ class SparseMLP(_SparseFFN):
     def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
     def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
         """x [..., hidden] -> y [..., hidden], with ``Aux(l1, l0)`` if asked for."""
-        return functional.sparse_ffn(  # type: ignore[call-overload, no-any-return]
+        result = functional.sparse_ffn(  # type: ignore[call-overload]
             x,
             self.up_proj.weight,
             self.down_proj.weight,
@@ -184,8 +206,9 @@ class SparseMLP(_SparseFFN):
             strategy=self._site() or self.strategy,
             compression=self.compression,
             main_grads=self._main_grads(up_proj=self.up_proj, down_proj=self.down_proj),
-            return_aux=return_aux,
+            return_aux=return_aux or self.record_aux,
         )
+        return self._finish(result, return_aux)  # type: ignore[no-any-return]
 
 
 def explain(layers: nn.Module | AutoStrategy) -> Explanation:
@@ -215,6 +238,30 @@ def _explain(name: str, layer: _SparseFFN) -> list[Choice]:
     return site.explain(name) or [Choice(name, "any", "any", "", "auto", "not called yet")]
 
 
+def set_down_layout(module: nn.Module, layout: DownLayout) -> None:
+    """How ``down_proj.weight`` of every layer of ``twell.nn`` in ``module`` is stored from now on. Shapes stay [K, N].
+
+    "rows", as the modules are made: the transposed view of a contiguous [N, K] tensor, which the kernels read in place.
+    "linear": contiguous, nn.Linear's own layout, which ``fully_shard`` (FSDP2) asks of every parameter; the kernels
+    then read a copy at each call, 23 MB at K = 2,048 and N = 5,632. Call it before ``fully_shard`` and before anything
+    keeps views of the parameters; the Parameter objects stay. A layer whose weight was replaced by one of another
+    layout is set right, too.
+
+    Raises ValueError for another name, and if ``module`` has no such layer.
+    """
+    if layout not in ("rows", "linear"):
+        raise ValueError(f'layout must be "rows" or "linear", got {layout!r}')
+    layers = [layer for layer in module.modules() if isinstance(layer, _SparseFFN)]
+    if not layers:
+        raise ValueError(f"module must have layers of twell.nn, got none in {type(module).__name__}")
+    for layer in layers:
+        layer.down_layout = layout
+        if layout == "rows":
+            _lay_rows(layer.down_proj)
+        elif not layer.down_proj.weight.is_contiguous():
+            layer.down_proj.weight.data = layer.down_proj.weight.data.contiguous()
+
+
 def _lay_rows(down: nn.Linear) -> bool:
     """Give ``down.weight`` [K, N] a storage with one contiguous row per neuron; whether that changed anything."""
     weight = down.weight
@@ -225,7 +272,8 @@ def _lay_rows(down: nn.Linear) -> bool:
 
 
 def _keep_rows(module: _SparseFFN, incompatible_keys: Any) -> None:
-    _lay_rows(module.down_proj)
+    if module.down_layout == "rows":
+        _lay_rows(module.down_proj)
 
 
 def _require_linear(inputs: dict[str, nn.Linear], down: nn.Linear) -> tuple[int, int]:

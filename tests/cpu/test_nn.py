@@ -5,13 +5,13 @@ import io
 import logging
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import nn
 
-from twell.nn import SparseGatedMLP, SparseMLP
+from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
 
 BF16 = torch.bfloat16
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
@@ -219,3 +219,41 @@ def test_compiles_as_one_graph(cls: Module) -> None:
         expected, expected_aux = mlp(x, return_aux=True)
         assert torch.equal(y, expected)
         assert aux == expected_aux
+
+
+def test_record_aux_leaves_figures_and_copies_do_not_take_them() -> None:
+    mlp = SparseGatedMLP(64, 128, dtype=torch.bfloat16)
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    y, aux = mlp(x, return_aux=True)
+    assert mlp.aux is None
+    mlp.record_aux = True
+    assert torch.equal(mlp(x), y)
+    assert mlp.aux is not None
+    assert torch.equal(mlp.aux.l1, aux.l1)
+    assert mlp.aux.l1.requires_grad
+    assert copy.deepcopy(mlp).aux is None
+    assert pickle.loads(pickle.dumps(mlp)).aux is None
+    assert mlp.aux is not None
+
+
+@pytest.mark.parametrize("layout", ["rows", "linear"])
+def test_down_layout_is_kept_and_changes_no_result(layout: Literal["rows", "linear"]) -> None:
+    mlp = SparseGatedMLP(64, 128, dtype=torch.bfloat16)
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    weight, y = mlp.down_proj.weight, mlp(x)
+    values = weight.detach().clone()
+    set_down_layout(nn.Sequential(mlp), layout)
+    assert mlp.down_proj.weight is weight
+    assert torch.equal(weight, values)
+    for same in (mlp, copy.deepcopy(mlp), pickle.loads(pickle.dumps(mlp))):
+        same.load_state_dict({name: t.clone() for name, t in mlp.state_dict().items()}, assign=True)
+        stored = same.down_proj.weight.t() if layout == "rows" else same.down_proj.weight
+        assert stored.is_contiguous()
+        assert torch.equal(same(x), y)
+
+
+def test_down_layout_refuses_what_it_cannot_set() -> None:
+    with pytest.raises(ValueError, match='layout must be "rows" or "linear", got \'columns\''):
+        set_down_layout(SparseMLP(8, 8), "columns")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must have layers of twell.nn, got none in Linear"):
+        set_down_layout(nn.Linear(8, 8), "rows")
