@@ -255,5 +255,5 @@ def test_down_layout_is_kept_and_changes_no_result(layout: Literal["rows", "line
 def test_down_layout_refuses_what_it_cannot_set() -> None:
     with pytest.raises(ValueError, match='layout must be "rows" or "linear", got \'columns\''):
         set_down_layout(SparseMLP(8, 8), "columns")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="must have layers of twell.nn, got none in Linear"):
+    with pytest.raises(ValueError, match=r"must have layers of twell\.nn, got none in Linear"):
         set_down_layout(nn.Linear(8, 8), "rows")
