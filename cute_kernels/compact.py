@@ -31,7 +31,17 @@ from . import feasible
 from . import format as twell
 from .sm90 import operands
 from .sm90.copies import load_values
-from .sm90.values import MAGNITUDE, byte_sum, high_to_float, lowest_bit, nonzero_flags, prefix_sum, widen
+from .sm90.values import (
+    MAGNITUDE,
+    byte_sum,
+    count_flags,
+    high_to_float,
+    lowest_bit,
+    nonzero_flags,
+    prefix_sum,
+    value_bits,
+    widen,
+)
 from .specs import CompactSpec
 
 TOKENS = twell.TOKEN_TILE
@@ -50,7 +60,6 @@ TILE_BITS = twell.TILE // 32
 ARENA = 53248
 # entries of a thread that are counted side by side
 BATCHES = 4
-MOST = 2**31 - 1
 
 MARK, COUNT, PLACE = range(3)
 
@@ -175,7 +184,7 @@ class Compact:
 
     @cute.jit
     def saturate(self, value: Int64) -> Int32:
-        return Int32(cutlass.min(value, Int64(MOST)))
+        return Int32(cutlass.min(value, Int64(twell.MOST)))
 
     @cute.kernel
     def compact(
@@ -272,7 +281,7 @@ class Compact:
             s.counters[i] = Uint32(0)
         if thread == 0:
             s.scalars[0] = Int32(0)
-            s.scalars[1] = Int32(MOST)
+            s.scalars[1] = Int32(twell.MOST)
         own, most = cute.make_rmem_tensor((OWN,), Int32), Int32(0)
         for j in range_constexpr(OWN):
             own[j] = Int32(quads[0, j])
@@ -297,12 +306,7 @@ class Compact:
         for j in range_constexpr(OWN):
             m = tile * TOKENS + warp * OWN + j
             if m < words.shape[0] and column < words.shape[1]:
-                self.load_quad(quads[None, j], words.iterator + (Int64(m) * words.stride[0] + column))
-
-    @cute.jit
-    def load_quad(self, quad, source):
-        line = cute.recast_ptr(source.align(16), dtype=Uint32)
-        cute.autovec_copy(cute.make_tensor(line, cute.make_layout(4)), quad)
+                load_values(words.iterator + (Int64(m) * words.stride[0] + column), quads[None, j])
 
     @cute.jit
     def mark(self, s, gate, quads, own, most, room, warp, lane):
@@ -362,7 +366,7 @@ class Compact:
                     if q <= count[j]:
                         m = tile * TOKENS + warp * OWN + j
                         source = words.iterator + (Int64(m) * words.stride[0] + (group + lane) * width + q)
-                        self.load_quad(quads[None, j], source)
+                        load_values(source, quads[None, j])
                 for j in range_constexpr(OWN):
                     for i in range_constexpr(4):
                         if q + i <= count[j]:
@@ -613,16 +617,13 @@ class Compact:
         _, spill, _, tile = gate
         values = load_values(spill.iterator + (Int64(tile * TOKENS + token) * spill.stride[0] + neuron))
         flags = nonzero_flags(values)
-        own = Int32(0)
-        for i in range_constexpr(8):
-            own += Int32(flags[i])
-        at = place + prefix_sum(own, lane)
+        at = place + prefix_sum(count_flags(flags), lane)
         for i in range_constexpr(8):
             if flags[i]:
-                bits = values[i // 2] & Uint32(0xFFFF0000) if const_expr(i % 2) else values[i // 2] << 16
-                self.mark_entry(s, bits | Uint32(neuron + i))
+                word = value_bits(values, i) | Uint32(neuron + i)
+                self.mark_entry(s, word)
                 if keep:
-                    self.keep_entry(s, bits | Uint32(neuron + i), at, token)
+                    self.keep_entry(s, word, at, token)
             at += Int32(flags[i])
         return cute.arch.shuffle_sync(at, 31)
 

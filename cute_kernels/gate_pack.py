@@ -31,7 +31,8 @@ from cutlass.tensor_utils import LayoutEnum
 from . import feasible
 from . import format as twell
 from .sm90 import operands
-from .sm90.values import lanes_before, nonzero_flags, relu_pack
+from .sm90.copies import load_values, store_values
+from .sm90.values import count_flags, lanes_before, nonzero_flags, relu_pack, value_bits
 from .specs import GatePackSpec
 
 TILE_M, TILE_N = 128, twell.TILE
@@ -367,38 +368,52 @@ class GatePack:
         # closed form of the 128-byte swizzle: panels of 64 neurons, 16-byte chunks permuted by the row
         panel, chunk = lane >> 3, lane & 7
         offset = panel * (TILE_M * 64) + row * 64 + ((chunk ^ (row & 7)) << 3)
-        quad = cute.make_rmem_tensor((4,), Uint32)
-        source = cute.recast_ptr((sG.iterator + offset).align(16), dtype=Uint32)
-        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), quad)
+        quad = load_values(sG.iterator + offset)
         neuron = Uint32(column * TILE_N + lane * 8)
         inside = valid and neuron < Uint32(neurons)
         for i in range_constexpr(4):
             quad[i] = quad[i] if inside else Uint32(0)
-        for i in range_constexpr(self.width // 32):
-            words[lane + 32 * i] = Uint32(0)
-        flags = nonzero_flags(quad)
-        own = Int32(0)
-        for i in range_constexpr(8):
-            own += Int32(flags[i])
-        place = 1 + lanes_before(own)
-        count = Int32(cute.arch.warp_redux_sync(own, "add"))
-        cute.arch.sync_warp()
-        if own > 0:
-            for i in range_constexpr(8):
-                bits = quad[i // 2] & Uint32(0xFFFF0000) if const_expr(i % 2) else quad[i // 2] << 16
-                if flags[i] & (place < self.width):
-                    words[place] = bits | (neuron + i)
-                place += Int32(flags[i])
-        if lane == 0:
-            words[0] = Uint32(count)
+        count = pack_words(quad, neuron, words, self.width, self.width, lane, True)
         overflow = Int32(0)
         if count >= self.width:
             overflow = Int32(1)
             if valid:
-                target = spill.iterator + (Int64(m) * spill.stride[0] + neuron)
-                line = cute.make_tensor(cute.recast_ptr(target.align(16), dtype=Uint32), cute.make_layout(4))
-                cute.autovec_copy(quad, line)
+                store_values(spill.iterator + (Int64(m) * spill.stride[0] + neuron), quad)
         return count, overflow
+
+
+@cute.jit
+def pack_words(
+    quad: Any,
+    neuron: Uint32,
+    words: Any,
+    room: cutlass.Constexpr,
+    width: Any,
+    lane: Int32,
+    skip: cutlass.Constexpr,
+) -> Int32:
+    """Pack a tile's 256 values, eight a lane, those of neurons `neuron` on, into `words` of shared memory.
+
+    All `room` words are written, non-zeros to the first `width` of them. Returns how many there are: with `width` or
+    more the tile overflows. `skip`: lanes without a non-zero branch around the stores.
+    """
+    for i in range_constexpr(room // 32):
+        words[lane + 32 * i] = Uint32(0)
+    flags = nonzero_flags(quad)
+    own = count_flags(flags)
+    place = 1 + lanes_before(own)
+    count = Int32(cute.arch.warp_redux_sync(own, "add"))
+    # all are cleared
+    cute.arch.sync_warp()
+    busy = own > 0 if const_expr(skip) else Boolean(True)
+    if busy:
+        for i in range_constexpr(8):
+            if flags[i] & (place < width):
+                words[place] = value_bits(quad, i) | (neuron + i)
+            place += Int32(flags[i])
+    if lane == 0:
+        words[0] = Uint32(count)
+    return count
 
 
 def signature(spec: GatePackSpec) -> tuple[Any, tuple[Any, ...]]:

@@ -6,12 +6,13 @@ the more CTAs split K the more partial sums they exchange, the more share the ne
 split takes every second or fourth block of 64 columns. Weights are the A operand of WGMMA and tokens the B operand, as
 few as eight.
 
-    load    warp 4. TMA loads of w and x, 64 columns a stage, into a ring.
-    mma     warps 0 to 3: WGMMA 64 x tokens x 16 for 64 or 128 neurons. Then the partial sums go to `sums`, over the
-            ring, and after a cluster barrier each CTA takes the tokens rank, rank + 8, ..: a warp a token, a lane eight
-            neurons. It adds up the splits' sums from distributed shared memory, always in the same order. Counts are
-            pushed to CTA 0, which writes the statistics after a second cluster barrier. Between arriving there and
-            waiting, the words are written.
+    load        warp 4. TMA loads of w and x, 64 columns a stage, into a ring.
+    mma         warps 0 to 3: WGMMA 64 x tokens x 16 for 64 or 128 neurons. Then the partial sums go to `sums`, over the
+                ring.
+    epilogue    warps 0 to 3 again, after a cluster barrier. Each CTA takes every eighth or fourth token, its rank the
+                first: a warp a token, a lane eight neurons. It adds up the splits' sums from distributed shared memory,
+                always in the same order. Counts are pushed to CTA 0, which writes the statistics after a second cluster
+                barrier. Between arriving there and waiting, the words are written.
 
     FULL[s]    1 arrival + bytes.
     EMPTY[s]   4 mma warps.
@@ -33,9 +34,10 @@ from cutlass.tensor_utils import LayoutEnum
 
 from . import feasible
 from . import format as twell
+from .gate_pack import pack_words
 from .sm90 import operands
-from .sm90.copies import load_peer, store_peer
-from .sm90.values import lanes_before, nonzero_flags, relu_pack
+from .sm90.copies import load_peer, store_peer, store_values
+from .sm90.values import count_flags, nonzero_flags, relu_pack
 from .specs import GatePackSkinnySpec
 
 TILE_N, TILE_K = twell.TILE, 64
@@ -163,49 +165,14 @@ class GatePackSkinny:
         sums = cute.make_tensor(
             cute.recast_ptr(shared.sW.data_ptr(), dtype=Float32), cute.make_layout(self.pitch * self.tokens)
         )
-        tally = shared.tally.get_tensor(cute.make_layout(2 * self.entries * self.cluster * WARPS))
-        quads = cute.make_rmem_tensor((4, self.rounds), Uint32)
+        # the warp's first token in the epilogue
         first = row * self.tokens + rank + self.cluster * warp_index
         if warp_index == WARPS:
             self.load(full, empty, x_tma, x_g, w_tma, w_g, sX, sW, row, column * self.parts + part, split, blocks)
         else:
             self.mma(full, empty, mma, sX, sW, sums, blocks, thread)
-        # every CTA's partial sums are written
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        if warp_index < WARPS:
-            quads.fill(0)
-            if first < extent[0] and first < (row + 1) * self.tokens:
-                self.gather(sums, quads, first - row * self.tokens, column, bias, extent[1], rank, lane)
-            # non-zeros, then overflows, of each entry of the statistics
-            counted = [Int32(0)] * (2 * self.entries)
-            for i in range_constexpr(self.rounds):
-                valid = first + self.cluster * WARPS * i < extent[0]
-                for j in range_constexpr(4):
-                    quads[j, i] = quads[j, i] if valid else Uint32(0)
-                entry = self.cluster * WARPS * i // twell.STATS_ROWS
-                count = self.count(quads[None, i])
-                counted[2 * entry] += count
-                counted[2 * entry + 1] += Int32(count >= width)
-            for i in range_constexpr(2 * self.entries):
-                if lane == i:
-                    place = (rank * WARPS + warp_index) * (2 * self.entries) + i
-                    store_peer(tally.iterator + place, Int32(0), counted[i])
-        # the tally is complete, and nobody reads a peer's sums any more
-        cute.arch.cluster_arrive()
-        if warp_index < WARPS:
-            buffer = cute.make_tensor(shared.rows.data_ptr() + warp_index * MAX_WIDTH, cute.make_layout(MAX_WIDTH))
-            for i in range_constexpr(self.rounds):
-                m = first + self.cluster * WARPS * i
-                if m < extent[0]:
-                    self.pack(quads[None, i], m, column, words, spill, buffer, width, lane)
-        cute.arch.cluster_wait()
-        entry = row * self.entries + thread // 2
-        if rank == 0 and thread < 2 * self.entries and entry < stats.shape[0]:
-            total = Int32(0)
-            for i in range_constexpr(self.cluster * WARPS):
-                total += tally[2 * self.entries * i + thread]
-            stats[entry, column, thread % 2] = total
+        at = (rank, column, row, thread, warp_index, lane)
+        self.epilogue(shared, sums, bias, words, spill, stats, width, extent, first, at)
 
     @cute.jit
     def load(self, full, empty, x_tma, x_g, w_tma, w_g, sX, sW, row, column, split, blocks):
@@ -256,12 +223,42 @@ class GatePackSkinny:
             sums[token * self.pitch + (neuron >> 3) * 4 + (neuron & 3) + ((neuron >> 2) & 1) * self.upper] = acc[i]
 
     @cute.jit
+    def epilogue(self, shared, sums, bias, words, spill, stats, width, extent, first, at):
+        """The cluster's partial sums to words, spill and statistics: a warp takes `rounds` tokens, from `first` on.
+
+        Warp 4 takes part in the cluster barriers alone.
+        """
+        rank, column, row, thread, warp_index, lane = at
+        tally = shared.tally.get_tensor(cute.make_layout(2 * self.entries * self.cluster * WARPS))
+        quads = cute.make_rmem_tensor((4, self.rounds), Uint32)
+        # every CTA's partial sums are written
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        if warp_index < WARPS:
+            quads.fill(0)
+            if first < extent[0] and first < (row + 1) * self.tokens:
+                self.gather(sums, quads, first - row * self.tokens, column, bias, extent[1], rank, lane)
+            self.push_counts(quads, tally, first, extent[0], width, rank, warp_index, lane)
+        # the tally is complete, and nobody reads a peer's sums any more
+        cute.arch.cluster_arrive()
+        if warp_index < WARPS:
+            buffer = cute.make_tensor(shared.rows.data_ptr() + warp_index * MAX_WIDTH, cute.make_layout(MAX_WIDTH))
+            for i in range_constexpr(self.rounds):
+                m = first + self.cluster * WARPS * i
+                if m < extent[0]:
+                    self.pack(quads[None, i], m, column, words, spill, buffer, width, lane)
+        cute.arch.cluster_wait()
+        entry = row * self.entries + thread // 2
+        if rank == 0 and thread < 2 * self.entries and entry < stats.shape[0]:
+            total = Int32(0)
+            for i in range_constexpr(self.cluster * WARPS):
+                total += tally[2 * self.entries * i + thread]
+            stats[entry, column, thread % 2] = total
+
+    @cute.jit
     def gather(self, sums, quads, first, column, bias, neurons, rank, lane):
         """Add up the splits' sums of eight neurons and the tokens of a warp; ReLU and rounding."""
-        at = lane * 4
-        part = Int32(0)
-        if const_expr(self.parts > 1):
-            part, at = lane // (32 // self.parts), (lane % (32 // self.parts)) * 4
+        part, at = lane // (32 // self.parts), (lane % (32 // self.parts)) * 4
         neuron = column * TILE_N + lane * 8
         values = cute.make_rmem_tensor((8,), Float32)
         for round in range_constexpr(self.rounds):
@@ -284,33 +281,28 @@ class GatePackSkinny:
                 quads[i, round] = pair if neuron < neurons else Uint32(0)
 
     @cute.jit
-    def count(self, quad):
-        flags = nonzero_flags(quad)
-        own = Int32(0)
-        for i in range_constexpr(8):
-            own += Int32(flags[i])
-        return Int32(cute.arch.warp_redux_sync(own, "add"))
+    def push_counts(self, quads, tally, first, tokens, width, rank, warp_index, lane):
+        """Non-zeros and overflows of the warp's tokens to CTA 0's tally; those that do not exist become zero."""
+        # two for each entry of the statistics
+        counted = [Int32(0)] * (2 * self.entries)
+        for i in range_constexpr(self.rounds):
+            valid = first + self.cluster * WARPS * i < tokens
+            for j in range_constexpr(4):
+                quads[j, i] = quads[j, i] if valid else Uint32(0)
+            entry = self.cluster * WARPS * i // twell.STATS_ROWS
+            count = Int32(cute.arch.warp_redux_sync(count_flags(nonzero_flags(quads[None, i])), "add"))
+            counted[2 * entry] += count
+            counted[2 * entry + 1] += Int32(count >= width)
+        for i in range_constexpr(2 * self.entries):
+            if lane == i:
+                place = (rank * WARPS + warp_index) * (2 * self.entries) + i
+                store_peer(tally.iterator + place, Int32(0), counted[i])
 
     @cute.jit
     def pack(self, quad, m, column, words, spill, buffer, width, lane):
         """Write the words of one token, and its values if they overflow."""
         neuron = column * TILE_N + lane * 8
-        for i in range_constexpr(MAX_WIDTH // 32):
-            buffer[lane + 32 * i] = Uint32(0)
-        flags = nonzero_flags(quad)
-        own = Int32(0)
-        for i in range_constexpr(8):
-            own += Int32(flags[i])
-        place = 1 + lanes_before(own)
-        count = Int32(cute.arch.warp_redux_sync(own, "add"))
-        cute.arch.sync_warp()
-        for i in range_constexpr(8):
-            bits = quad[i // 2] & Uint32(0xFFFF0000) if const_expr(i % 2) else quad[i // 2] << 16
-            if flags[i] & (place < width):
-                buffer[place] = bits | Uint32(neuron + i)
-            place += Int32(flags[i])
-        if lane == 0:
-            buffer[0] = Uint32(count)
+        count = pack_words(quad, Uint32(neuron), buffer, MAX_WIDTH, width, lane, False)
         cute.arch.sync_warp()
         target = words.iterator + (Int64(m) * words.stride[0] + column * width)
         for i in range_constexpr(MAX_WIDTH // 32):
@@ -318,8 +310,7 @@ class GatePackSkinny:
                 cute.make_tensor(target, cute.make_layout(MAX_WIDTH))[lane + 32 * i] = Int32(buffer[lane + 32 * i])
         cute.arch.sync_warp()
         if count >= width:
-            line = cute.recast_ptr((spill.iterator + (Int64(m) * spill.stride[0] + neuron)).align(16), dtype=Uint32)
-            cute.autovec_copy(quad, cute.make_tensor(line, cute.make_layout(4)))
+            store_values(spill.iterator + (Int64(m) * spill.stride[0] + neuron), quad)
 
 
 def signature(spec: GatePackSkinnySpec) -> tuple[Any, tuple[Any, ...]]:

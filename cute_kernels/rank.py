@@ -1,7 +1,7 @@
 """Neurons by popularity, descending, equal ones by index: order[rank] = neuron and slot[neuron] = rank.
 
 A rank is the number of neurons that come before. All pairs are compared: at some thousand neurons that takes a few
-microseconds in one launch, where a sort takes several.
+microseconds in one launch, where a sort takes several launches.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from cutlass.memory import SmemAllocator
 from .sm90 import operands
 from .specs import RankSpec
 
-# a lane ranks one neuron, against every eighth part of each block of the others
+# a lane ranks one neuron; each warp compares with an eighth of each block of the others
 NEURONS, WARPS, BLOCK = 32, 8, 4096
 THREADS = 32 * WARPS
 

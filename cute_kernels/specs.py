@@ -16,7 +16,6 @@ DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 # The hidden size a row kernel keeps in registers is fixed when it is compiled: the smallest class that holds K.
 K_CLASSES = (512, 1024, 2048, 4096, 8192, 16384)
 
-
 # Those of the skinny kernels, where a cluster of CTAs shares a row: four, if its hidden size lets them, or eight.
 SKINNY_K_CLASSES = {4: (2048, 4096, 8192), 8: (2048, 4096, 8192, 16384)}
 
@@ -32,15 +31,9 @@ def k_class(k: int, classes: tuple[int, ...] = K_CLASSES) -> int:
     raise NotImplementedError(f"hidden size must be at most {classes[-1]}, got {k}")
 
 
-def _check_k_max(k_max: int, classes: tuple[int, ...] = K_CLASSES) -> None:
+def _check_k_max(k_max: int, classes: tuple[int, ...]) -> None:
     if k_max not in classes:
         raise ValueError(f"k_max must be one of {classes}, got {k_max}")
-
-
-def _check_skinny(k_max: int, cluster: int) -> None:
-    if cluster not in SKINNY_K_CLASSES:
-        raise ValueError(f"cluster must be one of {tuple(SKINNY_K_CLASSES)}, got {cluster}")
-    _check_k_max(k_max, SKINNY_K_CLASSES[cluster])
 
 
 @dataclass(frozen=True)
@@ -99,73 +92,66 @@ class GatePackSkinnySpec(_Kernel):
 
 
 @dataclass(frozen=True)
-class UpDownSkinnySpec(_Kernel):
-    """``x, packed gate, w_up, w_down -> y, l1`` for few tokens and any hidden size up to ``k_max``."""
+class _RowKernel(_Kernel):
+    """A kernel for any hidden size up to ``k_max``, a class of ``K_CLASSES``."""
 
     k_max: int
-    cluster: int
     bias: bool
-    op: ClassVar[str] = "up_down_skinny"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_skinny(self.k_max, self.cluster)
+        _check_k_max(self.k_max, K_CLASSES)
 
     @property
     def suffix(self) -> str:
-        return f"_k{self.k_max}_x{self.cluster}{'_bias' if self.bias else ''}"
+        return f"_k{self.k_max}{'_bias' if self.bias else ''}"
 
 
 @dataclass(frozen=True)
-class DownSkinnySpec(_Kernel):
-    """``packed activations, w_down -> y, l1`` for few tokens and any hidden size up to ``k_max``."""
+class UpDownSpec(_RowKernel):
+    """``x, packed gate, w_up, w_down -> y, l1``."""
 
-    k_max: int
-    cluster: int
-    bias: bool
-    op: ClassVar[str] = "down_skinny"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_skinny(self.k_max, self.cluster)
-
-    @property
-    def suffix(self) -> str:
-        return f"_k{self.k_max}_x{self.cluster}{'_bias' if self.bias else ''}"
-
-
-@dataclass(frozen=True)
-class UpDownSpec(_Kernel):
-    """``x, packed gate, w_up, w_down -> y, l1`` for any hidden size up to ``k_max``."""
-
-    k_max: int
-    bias: bool
     op: ClassVar[str] = "up_down"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_k_max(self.k_max)
 
-    @property
-    def suffix(self) -> str:
-        return f"_k{self.k_max}{'_bias' if self.bias else ''}"
+@dataclass(frozen=True)
+class DownSpec(_RowKernel):
+    """``packed activations, w_down -> y, l1``."""
+
+    op: ClassVar[str] = "down"
 
 
 @dataclass(frozen=True)
-class DownSpec(_Kernel):
-    """``packed activations, w_down -> y, l1`` for any hidden size up to ``k_max``."""
+class _SkinnyRowKernel(_Kernel):
+    """The same for few tokens, each of them the work of a ``cluster`` of CTAs; ``SKINNY_K_CLASSES`` has the classes."""
 
     k_max: int
+    cluster: int
     bias: bool
-    op: ClassVar[str] = "down"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_k_max(self.k_max)
+        if self.cluster not in SKINNY_K_CLASSES:
+            raise ValueError(f"cluster must be one of {tuple(SKINNY_K_CLASSES)}, got {self.cluster}")
+        _check_k_max(self.k_max, SKINNY_K_CLASSES[self.cluster])
 
     @property
     def suffix(self) -> str:
-        return f"_k{self.k_max}{'_bias' if self.bias else ''}"
+        return f"_k{self.k_max}_x{self.cluster}{'_bias' if self.bias else ''}"
+
+
+@dataclass(frozen=True)
+class UpDownSkinnySpec(_SkinnyRowKernel):
+    """``x, packed gate, w_up, w_down -> y, l1`` for few tokens."""
+
+    op: ClassVar[str] = "up_down_skinny"
+
+
+@dataclass(frozen=True)
+class DownSkinnySpec(_SkinnyRowKernel):
+    """``packed activations, w_down -> y, l1`` for few tokens."""
+
+    op: ClassVar[str] = "down_skinny"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from cutlass.memory import SmemAllocator
 
 from . import format as twell
 from .sm90 import operands
+from .sm90.copies import load_values, store_values
 from .specs import UnpackSpec
 
 WARPS = 8
@@ -58,29 +59,19 @@ class Unpack:
         quad.fill(0)
         count = words[m, tile * width]
         if count >= width:
-            self.copy(spill.iterator + (Int64(m) * spill.stride[0] + tile * twell.TILE + lane * 8), quad)
+            load_values(spill.iterator + (Int64(m) * spill.stride[0] + tile * twell.TILE + lane * 8), quad)
         elif count > 0:
-            line = cute.make_tensor(
-                cute.recast_ptr((buffer.iterator + lane * 8).align(16), dtype=Uint32), cute.make_layout(4)
-            )
-            cute.autovec_copy(quad, line)
+            store_values(buffer.iterator + lane * 8, quad)
             cute.arch.sync_warp()
             for i in cutlass.range(lane, count, 32, unroll=1):
                 word = Uint32(words[m, tile * width + 1 + i])
                 buffer[Int32(word & Uint32(twell.TILE - 1))] = Uint16(word >> 16)
             cute.arch.sync_warp()
-            cute.autovec_copy(line, quad)
+            load_values(buffer.iterator + lane * 8, quad)
             cute.arch.sync_warp()
         neuron = tile * twell.TILE + lane * 8
         if neuron < out.shape[1]:
-            target = out.iterator + (Int64(m) * out.stride[0] + neuron)
-            cute.autovec_copy(
-                quad, cute.make_tensor(cute.recast_ptr(target.align(16), dtype=Uint32), cute.make_layout(4))
-            )
-
-    def copy(self, source, quad):
-        """Eight 16-bit values from global memory."""
-        cute.autovec_copy(cute.make_tensor(cute.recast_ptr(source.align(16), dtype=Uint32), cute.make_layout(4)), quad)
+            store_values(out.iterator + (Int64(m) * out.stride[0] + neuron), quad)
 
 
 def signature(spec: UnpackSpec) -> tuple[Any, tuple[Any, ...]]:

@@ -37,9 +37,19 @@ from cutlass.memory import SmemAllocator
 from . import feasible
 from . import format as twell
 from .sm90 import operands
-from .sm90.copies import bulk_copy, load_peer, load_values
+from .sm90.copies import bulk_copy, load_peer, load_values, store_values
 from .sm90.mma import load_matrices_transposed, mma_16x8x8, mma_16x8x16
-from .sm90.values import MAGNITUDE, high_to_float, low_to_float, lowest_bit, nonzero_flags, pack, prefix_sum, widen
+from .sm90.values import (
+    MAGNITUDE,
+    high_to_float,
+    low_to_float,
+    lowest_bit,
+    nonzero_flags,
+    pack,
+    prefix_sum,
+    value_bits,
+    widen,
+)
 from .specs import UpDownSpec
 
 TOKENS = twell.GROUP_ROWS
@@ -74,10 +84,10 @@ class Views(NamedTuple):
     partial: Any  # [2, WARPS, TOKENS, BATCH] dot products over a warp's columns
     up: Any  # [buffers, BATCH, slab]
     down: Any  # [buffers, BATCH, slab + PAD]
-    bitmap: Any  # [N / 32] over the rings, before it is filled
-    prefix: Any  # [N / 32] over the ring: neurons marked before each word of the bitmap
-    sum_y: Any  # [slab] fp32 over the ring, after it is read: a heavy token's partial sums
-    staged: Any  # [TOKENS, slab + PAD] over the ring, after it is read: rounded rows of y
+    bitmap: Any  # [N / 32] over the rings, before they are filled
+    prefix: Any  # [N / 32] over the rings, too: neurons marked before each word of the bitmap
+    sum_y: Any  # [slab] fp32 over the rings, after they are read: a heavy token's partial sums
+    staged: Any  # [TOKENS, slab + PAD] over the rings, after they are read: rounded rows of y
 
 
 class UpDown:
@@ -449,7 +459,7 @@ class UpDown:
         origin, step, mine = deal
         first = Int32(0) if step == 1 else warp * 32
         stride = Int32(32) if step == 1 else Int32(32 * WARPS)
-        quad = cute.make_rmem_tensor((4,), Int32)
+        quad = cute.make_rmem_tensor((4,), Uint32)
         for j in cutlass.range(first, mine, stride, unroll=1):
             tile = origin + (j + lane) * step
             count = words[m, tile * width] if j + lane < mine else 0
@@ -459,11 +469,11 @@ class UpDown:
             line = words.iterator + (Int64(m) * words.stride[0] + tile * width)
             for q in cutlass.range(Int32(cute.arch.warp_redux_sync(quads, "max")), unroll=1):
                 if q < quads:
-                    cute.autovec_copy(cute.make_tensor((line + q * 4).align(16), cute.make_layout(4)), quad)
+                    load_values(line + q * 4, quad)
                     for i in range_constexpr(4):
                         at = q * 4 + i - 1
                         if at >= 0 and at < stored:
-                            self.visit(s, Uint32(quad[i]), slot, start, place)
+                            self.visit(s, quad[i], slot, start, place)
             # an overflowing tile is read from the spill by the whole warp, eight values a lane
             overflowing = Uint32(cute.arch.vote_ballot_sync(count >= width))
             while overflowing != 0:
@@ -472,9 +482,8 @@ class UpDown:
                 values = load_values(spill.iterator + (Int64(m) * spill.stride[0] + neuron))
                 flags = nonzero_flags(values)
                 for i in range_constexpr(8):
-                    bits = values[i // 2] & Uint32(0xFFFF0000) if const_expr(i % 2) else values[i // 2] << 16
                     if flags[i]:
-                        self.visit(s, bits | Uint32(neuron + i), slot, start, place)
+                        self.visit(s, value_bits(values, i) | Uint32(neuron + i), slot, start, place)
 
     @cute.jit
     def visit(self, s, word, slot, start, place: cutlass.Constexpr):
@@ -685,8 +694,7 @@ class UpDown:
     def store_staged(self, s, y, m, column, token, staged_column):
         """Eight columns of one row of y."""
         values = load_values(s.staged.iterator + (token * self.pitch + staged_column))
-        target = cute.recast_ptr((y.iterator + (Int64(m) * y.stride[0] + column)).align(16), dtype=Uint32)
-        cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(4)))
+        store_values(y.iterator + (Int64(m) * y.stride[0] + column), values)
 
     def column(self, warp, block):
         """First column of a warp's block."""

@@ -5,10 +5,11 @@ A token is the work of a cluster of four or eight CTAs, each with its part of th
 tokens. A CTA's warps deal the non-zeros among them, up to WINDOW at a time:
 
     list     eight lanes a tile of the gate: counts and values of 32 tiles arrive in one load. Every CTA lists them all.
-    up       a warp takes four neurons at a time: each lane loads 16 bytes of a row, or a few times that, and multiplies
-             them with the x that it holds; sums over the warp go to `partial`. The first down rows are on their way.
-    hidden   after a cluster barrier each thread takes a non-zero, and adds up the CTAs' partial sums in order.
-    down     a warp takes four neurons at a time again, and adds h times their rows to fp32 sums in registers.
+    up       a warp takes four neurons at a time, fewer if rows are long: each lane loads 16 bytes of a row, or a few
+             times that, and multiplies them with the x that it holds; sums over the warp go to `partial`.
+    hidden   after a cluster barrier each thread takes a non-zero, and adds up the CTAs' partial sums in order; the
+             first down rows are on their way.
+    down     a warp takes as many neurons at a time again, and adds h times their rows to fp32 sums in registers.
 
 At the end the warps' sums meet in shared memory, and each CTA rounds and stores its columns. h stays fp32. A CTA
 arrives at the cluster barrier twice a WINDOW, when its partial sums are complete and when it has read all others', and
@@ -27,7 +28,7 @@ from . import feasible
 from . import format as twell
 from .sm90 import operands
 from .sm90.copies import load_peer_value, load_values
-from .sm90.values import high_to_float, low_to_float, nonzero_flags, prefix_sum
+from .sm90.values import count_flags, high_to_float, low_to_float, nonzero_flags, prefix_sum, value_bits
 from .specs import UpDownSkinnySpec
 
 WARPS = 8
@@ -180,16 +181,11 @@ class UpDownSkinny:
         # the counts before may still be read
         cute.arch.sync_threads()
         if exists:
-            self.load_quad(row + lane % LANES * 4, quad)
+            load_values(row + lane % LANES * 4, quad)
         if lane % LANES == 0:
             s.counts[slot] = Int32(quad[0])
         cute.arch.sync_threads()
         return Int32(cute.arch.warp_redux_sync(s.counts[lane], "add"))
-
-    @cute.jit
-    def load_quad(self, source, quad):
-        line = cute.recast_ptr(source.align(16), dtype=Uint32)
-        cute.autovec_copy(cute.make_tensor(line, cute.make_layout(4)), quad)
 
     @cute.jit
     def list(self, s, row, quad, spill, m, width, slot, tile, base, lane):
@@ -204,7 +200,7 @@ class UpDownSkinny:
             more = cute.make_rmem_tensor((4,), Uint32)
             # words that the first load left
             for q in cutlass.range(piece + LANES, count // 4 + 1, LANES, unroll=1):
-                self.load_quad(row + 4 * q, more)
+                load_values(row + 4 * q, more)
                 self.put_quad(s, more, start, q, count)
         if cute.arch.vote_any_sync(count >= width):
             self.list_spilled(s, spill, m, tile, start, count >= width, piece, lane)
@@ -217,19 +213,16 @@ class UpDownSkinny:
             quad.fill(0)
             neuron = tile * twell.TILE + (part * LANES + piece) * 8
             if spilled:
-                quad.store(load_values(spill.iterator + (Int64(m) * spill.stride[0] + neuron)).load())
+                load_values(spill.iterator + (Int64(m) * spill.stride[0] + neuron), quad)
             flags = nonzero_flags(quad)
-            own = Int32(0)
-            for i in range_constexpr(8):
-                own += Int32(flags[i])
+            own = count_flags(flags)
             inclusive = own
             for d in (1, 2, 4):
                 other = cute.arch.shuffle_sync_up(inclusive, d, mask_and_clamp=0)
                 inclusive = inclusive + other if piece >= d else inclusive
             at = start + inclusive - own
             for i in range_constexpr(8):
-                bits = quad[i // 2] & Uint32(0xFFFF0000) if const_expr(i % 2) else quad[i // 2] << 16
-                self.put(s, at, bits | Uint32(neuron + i), flags[i])
+                self.put(s, at, value_bits(quad, i) | Uint32(neuron + i), flags[i])
                 at += Int32(flags[i])
             start += cute.arch.shuffle_sync(inclusive, lane | (LANES - 1))
 
@@ -255,9 +248,7 @@ class UpDownSkinny:
         for v in range_constexpr(self.vectors):
             column = v * STEP + lane * 8
             if column < columns:
-                values[None, v].store(
-                    load_values(matrix.iterator + (Int64(row) * matrix.stride[0] + left + column)).load()
-                )
+                load_values(matrix.iterator + (Int64(row) * matrix.stride[0] + left + column), values[None, v])
         return values
 
     @cute.jit
@@ -270,7 +261,7 @@ class UpDownSkinny:
                 for v in range_constexpr(self.vectors):
                     column = v * STEP + lane * 8
                     if column < columns:
-                        rows[None, v, j].store(load_values(base + column).load())
+                        load_values(base + column, rows[None, v, j])
 
     @cute.jit
     def up(self, s, x_lane, w_up, size, left, columns, warp, lane):

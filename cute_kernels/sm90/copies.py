@@ -3,7 +3,7 @@
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Uint32, const_expr
 
 
 @cute.jit
@@ -26,12 +26,19 @@ def load_peer(source: Any, rank: Int32) -> Any:
 
 
 @cute.jit
-def load_values(source: Any) -> Any:
-    """Eight 16-bit values from a 16-byte aligned address, as four registers."""
-    quad = cute.make_rmem_tensor((4,), Uint32)
+def load_values(source: Any, quad: Any = None) -> Any:
+    """16 bytes, four words or eight 16-bit values, from an aligned address to four registers: `quad`, or new ones."""
+    if const_expr(quad is None):
+        quad = cute.make_rmem_tensor((4,), Uint32)
     line = cute.make_tensor(cute.recast_ptr(source.align(16), dtype=Uint32), cute.make_layout(4))
     cute.autovec_copy(line, quad)
     return quad
+
+
+@cute.jit
+def store_values(target: Any, quad: Any) -> None:
+    """Four registers to 16 bytes at an aligned address: the way back of `load_values`."""
+    cute.autovec_copy(quad, cute.make_tensor(cute.recast_ptr(target.align(16), dtype=Uint32), cute.make_layout(4)))
 
 
 @cute.jit

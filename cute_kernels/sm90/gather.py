@@ -12,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint16, Uint32, range_constexpr
 
 from .. import feasible
+from .copies import store_values
 from .values import pack
 
 # one group gathers, two multiply
@@ -325,5 +326,4 @@ def store_rounded(
         if at < left:
             for v in range_constexpr(4):
                 quad[v] = words[v]
-            line = cute.recast_ptr((row + at).align(16), dtype=Uint32)
-            cute.autovec_copy(quad, cute.make_tensor(line, cute.make_layout(4)))
+            store_values(row + at, quad)

@@ -1,4 +1,4 @@
-"""Arithmetic on pairs of 16-bit gate values held in one 32-bit register."""
+"""Arithmetic on 16-bit values, two in a 32-bit register, and counts and prefix sums over a warp."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint16, Uint32, const_expr
 
-# both halves without their sign: a gate value is a non-zero exactly if one of these bits is set (NaN included, -0 not)
+# a 16-bit value without its sign: it is a non-zero exactly if one of these bits is set (NaN included, -0 not)
 MAGNITUDE = 0x7FFF
 
 
@@ -66,6 +66,21 @@ def nonzero_flags(quad: Any) -> Any:
         flags.append((quad[i] & Uint32(MAGNITUDE)) != 0)
         flags.append((quad[i] & Uint32(MAGNITUDE << 16)) != 0)
     return flags
+
+
+@cute.jit
+def count_flags(flags: Any) -> Int32:
+    """How many of eight booleans are true."""
+    count = Int32(0)
+    for i in cutlass.range_constexpr(8):
+        count += Int32(flags[i])
+    return count
+
+
+@cute.jit
+def value_bits(quad: Any, i: cutlass.Constexpr) -> Uint32:
+    """Value `i` of eight in four registers, in bits 16-31 as in a word of TwELL; bits 0-15 are clear."""
+    return quad[i // 2] & Uint32(0xFFFF0000) if const_expr(i % 2) else quad[i // 2] << 16
 
 
 @cute.jit

@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,8 @@ import twell
 from twell._auto import AutoStrategy
 from twell._runtime import format, packaged
 from twell.functional import Aux, Strategy
+
+_T = TypeVar("_T")
 
 # Sizes at the edges of a kernel's tiles, and the sizes of real layers.
 UGLY_M = (0, 1, 7, 63, 64, 65, 127, 128, 129, 257)
@@ -817,6 +819,22 @@ def poisoned(call: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     for output in call():
         output.view(-1).view(torch.uint8).fill_(_POISON)
     return call()
+
+
+def captured(call: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
+    """A CUDA graph of ``call``, and the outputs that each replay writes.
+
+    Before the capture it is called once on a side stream: what a first call loads or allocates is there by then.
+    """
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = call()
+    return graph, outputs
 
 
 # The machine

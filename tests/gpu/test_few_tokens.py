@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -490,19 +488,6 @@ def test_opcheck(m: int, biases: str) -> None:
     torch.library.opcheck(ops.down, (words, spill, full.w_down, full.down_bias, 8))
 
 
-def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of ``call`` and the outputs it writes, after a warm-up on a side stream."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = call()
-    return graph, outputs
-
-
 @SOME
 def test_cuda_graph_follows_its_inputs(m: int) -> None:
     """One graph, captured with sparse data, replayed with none, with everything positive and with sparse data again."""
@@ -511,7 +496,7 @@ def test_cuda_graph_follows_its_inputs(m: int) -> None:
         return testing.integer_problem(m, 264, 776, density=density, biases=BIASES, seed=seed, device=CUDA)
 
     static = problem(0.1, 0)
-    graph, outputs = captured(lambda: both(static))
+    graph, outputs = testing.captured(lambda: both(static))
     for density, seed in ((0.1, 0), (0, 1), (1, 2), (0.02, 3), (0.1, 0)):
         new = problem(density, seed)
         for old, tensor in zip(static, new, strict=True):
@@ -536,7 +521,7 @@ def test_cuda_graph_of_several_layers_replays_the_same_bits(name: str, m: int) -
         return x
 
     expected = step()
-    graph, x = captured(step)
+    graph, x = testing.captured(step)
     for _ in range(100):
         x.fill_(math.nan)
         graph.replay()

@@ -573,24 +573,11 @@ def test_compiled_modules(cls: Any, mode: str | None) -> None:
             testing.assert_same(ours, right)
 
 
-def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of ``call`` and the outputs it writes, after a warm-up on a side stream."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = call()
-    return graph, outputs
-
-
 @BOTH
 def test_cuda_graph_follows_its_inputs(gated: bool) -> None:
     """One graph of forward and backward: sparse data, none, so much that it overflows, and sparse data again."""
     static, dy = layer(), testing.integer_upstream(layer())
-    graph, gradients = captured(lambda: testing.sparse_gradients(static, dy, 1.0, gated=gated))
+    graph, gradients = testing.captured(lambda: testing.sparse_gradients(static, dy, 1.0, gated=gated))
     for density, seed in ((0.1, 0), (0, 1), (1, 2), (0.02, 3), (0.1, 0)):
         new = layer(density, seed)
         for old, tensor in zip(static, new, strict=True):
@@ -626,7 +613,7 @@ def test_cuda_graph_of_whole_training_steps() -> None:
         return step
 
     step = stepper(mlp)
-    graph, loss = captured(lambda: step(static.copy_(x)))
+    graph, loss = testing.captured(lambda: step(static.copy_(x)))
     with torch.no_grad():
         for parameter, value in zip(mlp.parameters(), start, strict=True):
             parameter.copy_(value)

@@ -154,14 +154,7 @@ def test_other_dtypes_are_refused() -> None:
 def test_cuda_graph() -> None:
     """One graph of both kernels, replayed with other operands."""
     static = random(300, 1035)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        ours(*static)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = ours(*static)
+    graph, results = testing.captured(lambda: ours(*static))
     for _ in range(5):
         for old, new in zip(static, random(300, 1035), strict=True):
             old.copy_(new)
@@ -326,14 +319,7 @@ def test_a_training_step_in_a_graph(fused: list[int]) -> None:
     def step() -> tuple[Tensor, ...]:
         return torch.autograd.grad(layer(static).float().pow(2).sum(), tuple(static))
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        gradients = step()
+    graph, gradients = testing.captured(step)
     graph.replay()
     expected = torch.autograd.grad(by_hand(leaves)[0].float().pow(2).sum(), tuple(leaves))
     for a, b in zip(gradients, expected, strict=True):

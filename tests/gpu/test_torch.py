@@ -5,8 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
@@ -110,23 +109,10 @@ def test_compiled_modules(layer: FFN, mode: str | None) -> None:
 # CUDA graphs and streams
 
 
-def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of ``call`` and the outputs it writes, after a warm-up on a side stream."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = call()
-    return graph, outputs
-
-
 def test_cuda_graph_follows_its_inputs(layer: FFN) -> None:
     """One graph, captured with sparse data, replayed with none, with everything positive and with sparse data again."""
     static = layer.map(Tensor.clone)
-    graph, outputs = captured(
+    graph, outputs = testing.captured(
         lambda: (testing.sparse_output(static), testing.sparse_output(static, gated=False), packed_gate(static))
     )
     for density, seed in ((0.1, 0), (0, 1), (1, 2), (0.02, 3), (0.1, 0)):
@@ -150,7 +136,7 @@ def packed_gate(problem: FFN) -> Tensor:
 def test_cuda_graph_replays_the_same_bits() -> None:
     problem = testing.make("topic128", 2048)
     expected = run(problem)
-    graph, y = captured(lambda: run(problem))
+    graph, y = testing.captured(lambda: run(problem))
     for _ in range(100):
         y.fill_(torch.nan)
         graph.replay()
@@ -177,17 +163,18 @@ def test_side_stream(layer: FFN) -> None:
     testing.assert_same(non_gated, testing.exact_output(layer, gated=False))
 
 
-def test_two_streams_at_once() -> None:
+@pytest.mark.parametrize("strategy", ["row", "union"])
+def test_two_streams_at_once(strategy: Literal["row", "union"]) -> None:
     """Calls that overlap share no scratch memory."""
     problems = [testing.make(name, 4096, seed=i) for i, name in enumerate(("topic128", "skew29"))]
-    expected = [run(problem) for problem in problems]
+    expected = [testing.sparse_output(problem, strategy=strategy) for problem in problems]
     streams = [torch.cuda.Stream() for _ in problems]
     torch.cuda.synchronize()
     for _ in range(20):
         results = []
         for stream, problem in zip(streams, problems, strict=True):
             with torch.cuda.stream(stream):
-                results.append(run(problem))
+                results.append(testing.sparse_output(problem, strategy=strategy))
         torch.cuda.synchronize()
         for y, right in zip(results, expected, strict=True):
             assert torch.equal(y, right)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -674,19 +673,6 @@ def test_compiled_module(layered: FFN, mode: str | None) -> None:
         testing.assert_same(compiled(layered.x.roll(shift, 0)), y)
 
 
-def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of ``call`` and the outputs it writes, after a warm-up on a side stream."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = call()
-    return graph, outputs
-
-
 @BOTH
 def test_cuda_graph_follows_its_inputs(gated: bool) -> None:
     """One graph, captured with sparse data, replayed with none, with everything positive and with sparse data again."""
@@ -695,7 +681,9 @@ def test_cuda_graph_follows_its_inputs(gated: bool) -> None:
         return testing.integer_problem(300, 264, 776, density=density, biases=BIASES, seed=seed, device=CUDA)
 
     static = problem(0.1, 0)
-    graph, outputs = captured(lambda: (*ops.up_down_union(*union_operands(static, gated)), by_strategy(static, gated)))
+    graph, outputs = testing.captured(
+        lambda: (*ops.up_down_union(*union_operands(static, gated)), by_strategy(static, gated))
+    )
     for density, seed in ((0.1, 0), (0, 1), (1, 2), (0.02, 3), (0.1, 0)):
         new = problem(density, seed)
         for old, tensor in zip(static, new, strict=True):
@@ -712,7 +700,7 @@ def test_cuda_graph_of_slices_replays_the_same_bits(monkeypatch: pytest.MonkeyPa
     problem = testing.make("topic128", 2048)
     expected = by_strategy(problem)
     monkeypatch.setattr(format, "UNION_ENTRIES", 512 * 5632)
-    graph, y = captured(lambda: by_strategy(problem))
+    graph, y = testing.captured(lambda: by_strategy(problem))
     for _ in range(100):
         y.fill_(torch.nan)
         graph.replay()
@@ -737,22 +725,6 @@ def test_side_stream(layered: FFN, gated: bool) -> None:
     assert not stream.query()
     stream.synchronize()
     testing.assert_same(y, right(layered, gated).y)
-
-
-def test_two_streams_at_once() -> None:
-    """Calls that overlap share no scratch memory."""
-    problems = [testing.make(name, 4096, seed=i) for i, name in enumerate(("topic128", "skew29"))]
-    expected = [by_strategy(problem) for problem in problems]
-    streams = [torch.cuda.Stream() for _ in problems]
-    torch.cuda.synchronize()
-    for _ in range(20):
-        results = []
-        for stream, problem in zip(streams, problems, strict=True):
-            with torch.cuda.stream(stream):
-                results.append(by_strategy(problem))
-        torch.cuda.synchronize()
-        for y, answer in zip(results, expected, strict=True):
-            assert torch.equal(y, answer)
 
 
 def test_nothing_waits_for_the_gpu(layered: FFN, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,15 +21,22 @@ Outputs = tuple[Tensor, Tensor, Tensor]
 
 
 def outputs(x: Tensor, words: Tensor, spill: Tensor, w_down: Tensor, compression: int) -> Outputs:
-    """Uninitialised y [M, K], l1 float32 [ceil(M/128), max(T, 128)] and union int32 [ceil(M/128)].
+    """Uninitialised y [M, K], l1 float32 [ceil(M/128), max(T, 128)] and sizes int32 [ceil(M/128) + 1].
 
-    ValueError unless words and spill are packed for x and w_down.
+    The operator returns all sizes but the last, which the kernels use. ValueError unless words and spill are packed for
+    x and w_down.
     """
     m, n = x.shape[0], w_down.shape[0]
     check_packed(words, spill, m, n, compression)
     tiles = format.token_tiles(m)
     l1 = x.new_empty((tiles, format.sums_per_tile(n)), dtype=torch.float32)
-    return x.new_empty(x.shape), l1, x.new_empty(tiles, dtype=torch.int32)
+    return x.new_empty(x.shape), l1, x.new_empty(tiles + 1, dtype=torch.int32)
+
+
+def _union(sizes: Tensor) -> Tensor:
+    """All sizes but the last."""
+    # an index would ask for the device, which a fake tensor need not have
+    return sizes.narrow(0, 0, sizes.shape[0] - 1)
 
 
 def _fake(
@@ -42,7 +49,8 @@ def _fake(
     down_bias: Tensor | None,
     compression: int,
 ) -> Outputs:
-    return outputs(x, words, spill, w_down, compression)
+    y, l1, sizes = outputs(x, words, spill, w_down, compression)
+    return y, l1, _union(sizes)
 
 
 def _cpu(
@@ -55,7 +63,8 @@ def _cpu(
     down_bias: Tensor | None,
     compression: int,
 ) -> Outputs:
-    y, l1, union = outputs(x, words, spill, w_down, compression)
+    y, l1, sizes = outputs(x, words, spill, w_down, compression)
+    union = _union(sizes)
     gate = unpack(words, spill, w_down.shape[0], compression)
     hidden = gate.float()
     if w_up is not None:
@@ -80,9 +89,10 @@ def _cuda(
     compression: int,
 ) -> Outputs:
     (m, k), n, dtype = x.shape, w_down.shape[0], x.dtype
-    y, l1, sizes = (*outputs(x, words, spill, w_down, compression)[:2], words.new_empty(format.token_tiles(m) + 1))
-    x, w_down = _hybrid.near_rows(x), down_rows(w_down)
-    w_up = None if w_up is None else rows(w_up)
+    y, l1, sizes = outputs(x, words, spill, w_down, compression)
+    w_down = down_rows(w_down)
+    if w_up is not None:
+        x, w_up = rows(x), rows(w_up)
     multiprocessors, width = device.sm_count(x.device.index), format.words_per_tile(compression)
     up = tuning.sampled_up(dtype, up_bias is not None, training=False)
     down = tuning.gathered(dtype, 0, down_bias is not None)
@@ -100,7 +110,7 @@ def _cuda(
             launch(up, x[first:last], w_up, up_bias, *pattern, None, None, sums, format.MOST, multiprocessors)
         # the hidden state is now in the entries
         launch(down, None, w_down, None, None, down_bias, *pattern, y[first:last], format.MOST, multiprocessors)
-    return y, l1, sizes[:-1]
+    return y, l1, _union(sizes)
 
 
 def _empty_lists(x: Tensor, m: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
