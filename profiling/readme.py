@@ -121,6 +121,43 @@ def shapes() -> str:
     return markdown(["K / N", "pattern", *(f"M = {m:,}" for m in tokens)], "ll" + "r" * len(tokens), rows)
 
 
+def model() -> str:
+    names = {"forward": "forward, decoder", "logits": "forward, with LM head", "train": "training step"}
+    rows = []
+    for row in result("h200_model")["rows"]:
+        ran = ", ".join(f"{count} {name}" for name, count in sorted(row["strategies"].items()))
+        spread = f"{row['p10_ms']:.0f} to {row['p90_ms']:.0f}"
+        best = f"**{row['speedup']:.2f}**" if row["variant"] == "sparse compiled" else f"{row['speedup']:.2f}"
+        times = [f"{row['ms']:.1f}", spread, f"{row['tokens_per_ms']:.0f}", best]
+        rows.append(
+            [names[row["op"]], row["variant"], *times, f"{row['peak_bytes'] / 1e9:.1f}", f"{row['error']:.2f}", ran]
+        )
+    header = ["", "variant", "ms", "10 to 90 %", "tokens/ms", "over dense", "peak GB", "error", "layers run"]
+    return markdown(header, "llrrrrrrl", rows)
+
+
+def model_machine() -> str:
+    run = result("h200_model")
+    active = ", ".join(f"{value:.0f}" for value in run["non_zeros"])
+    return f"Non-zeros a token, layer by layer: {active}. {run['machine']}"
+
+
+def training_run() -> str:
+    runs = result("h200_training_run")["runs"]
+    rows = []
+    for sparse, dense in zip(runs["sparse"], runs["dense"], strict=True):
+        if sparse["step"] % 50 == 0:
+            cells = [f"{each[name]:.3f}" for name in ("ce", "held_out_ce") for each in (dense, sparse)]
+            cells += [f"{each['non_zeros']:.0f}" for each in (dense, sparse)]
+            cells += [f"{each['tokens_per_s'] / 1e3:.0f}" for each in (dense, sparse)]
+            cells += [f"{each['peak_bytes'] / 1e9:.1f}" for each in (dense, sparse)]
+            rows.append([str(sparse["step"]), *cells])
+    header = ["step"]
+    for name in ("cross-entropy", "held out", "non-zeros", "thousand tokens/s", "peak GB"):
+        header += [f"{name}: dense", "sparse"]
+    return markdown(header, "r" * len(header), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "forward": forward,
     "mean speed-up": mean_speedup,
@@ -128,6 +165,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode": decode,
     "machine": machine,
     "shapes": shapes,
+    "model": model,
+    "model machine": model_machine,
+    "training run": training_run,
 }
 PLACE = re.compile(r"(<!-- table: ([^\n]*?) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 # of a checkout; scratch/ is a place for experiments and need not exist
-FOLDERS = ("tests", "profiling", "scratch")
+FOLDERS = ("tests", "profiling", "examples", "scratch")
 
 # manylinux platforms are matched one by one
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 27, 28)]

@@ -1,8 +1,9 @@
 """Exact sparse ReLU feed-forward layers in the TwELL format (Tile-wise ELLPACK, arXiv 2603.23198).
 
 ``sparse_gated_ffn``, ``sparse_ffn`` and ``pack`` are the functions, ``twell.nn`` the modules, ``twell.ops`` the
-registered operators, and ``explain`` tells which strategy a layer runs. Importing needs torch alone: no GPU, no driver,
-no compiler.
+registered operators, and ``explain`` tells which strategy a layer runs. ``sparsify_`` changes a model over in place,
+``twell.integrations.transformers`` one of Hugging Face; ``twell.recipe`` is for training, ``twell.distributed`` for
+tensor parallelism. Importing needs torch alone: no GPU, no driver, no compiler.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from twell import _log, nn, ops
 from twell._auto import AutoStrategy
 from twell._compaction import CompactionReport, Firing, FiringCounts, compact, count_firing, restore
+from twell._sparsify import sparsify_
 from twell.functional import Aux, pack, sparse_ffn, sparse_gated_ffn
 from twell.nn import explain
 from twell.packed import PackedTwell
@@ -33,6 +35,7 @@ __all__ = [
     "restore",
     "sparse_ffn",
     "sparse_gated_ffn",
+    "sparsify_",
 ]
 
 _log.configure()

@@ -422,6 +422,11 @@ def _plan(module: nn.Module, alive: object, minimum: int) -> tuple[dict[str, Ten
         if len(given) > 1:
             raise ValueError(f"compact: alive must name a layer once, got {given[0]!r} and {given[1]!r}")
         if given:
+            if "up_proj" not in mlp._modules:
+                raise NotImplementedError(
+                    f"compact: {given[0]} must hold its own projections, got the fc2 of a pair, whose up projection "
+                    "is another module's"
+                )
             masks[names[0]], report = _choose(mlp, given[0], alive[given[0]], minimum)
             reports.append(report)
     return masks, reports

@@ -25,7 +25,8 @@ from twell._demo_compare import (
     sparsity_table,
 )
 from twell._demo_model import ByteModel, ModelShape, Output, Reading, Schedule, train
-from twell._demo_text import Corpus, RequestError, even_windows, read_corpus
+from twell._demo_text import Corpus, even_windows, read_corpus
+from twell._request import RequestError
 from twell.functional import Strategy, pack, sparse_gated_ffn
 from twell.packed import PackedTwell
 

@@ -11,14 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from twell._request import RequestError
+
 HELD_BACK_SHARE = 0.1
 MAX_BYTES = 64 << 20
 SEPARATOR = 0  # no text file holds this byte, so it marks where one ends
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "node_modules"}
-
-
-class RequestError(ValueError):
-    """What the command line asks for cannot be met; the message says what was got and what expected."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +44,14 @@ def stdlib_folder() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def _paths(root: Path, suffix: str) -> Iterator[Path]:
+def paths(root: Path, suffix: str) -> Iterator[Path]:
     """Regular files below `root`, in an order that depends on their names alone; hidden and installed ones left out."""
     for path in sorted(root.iterdir()):
         if path.name.startswith(".") or path.name in _SKIPPED_FOLDERS:
             continue
         if path.is_dir():
             if not path.is_symlink():
-                yield from _paths(path, suffix)
+                yield from paths(path, suffix)
         elif path.is_file() and path.name.endswith(suffix):
             yield path
 
@@ -89,7 +87,7 @@ def read_corpus(root: Path | None, seed: int, minimum: int) -> Corpus:
         raise RequestError(f"{name}: expected a folder of text files, got {str(folder)!r} ({got})")
     files: list[bytes] = []
     total, truncated = 0, False
-    for path in _paths(folder, suffix):
+    for path in paths(folder, suffix):
         data = _text(path)
         if data is None:
             continue

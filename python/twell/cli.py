@@ -9,26 +9,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import twell
+from twell import _analyze, _convert, _record
+from twell._request import RequestError, at_least
 
+MODELS = (
+    ("analyze", _analyze, "report how sparse the layers of a model are, and what twell would gain"),
+    ("record", _record, "write layers of a model as workloads for benchmarks"),
+    ("convert", _convert, "convert checkpoints between layouts and model types"),
+)
 DEMO = """\
 Train a small byte-level transformer with a ReLU-gated FFN and an L1 penalty, then run its trained FFN layers on
 held-back text through TwELL and through dense PyTorch, compare both with float64, print a table and save one picture.
 Ctrl-C ends the training early and evaluates what there is. Exits with 1 where sparse and dense disagree.
 """
 INFO = "Show versions, devices, packaged kernels, the kernel cache and TWELL_* environment variables."
-
-
-def _at_least(low: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"expected an integer of at least {low}, got {text!r}") from None
-        if value < low:
-            raise argparse.ArgumentTypeError(f"expected an integer of at least {low}, got {value}")
-        return value
-
-    return parse
 
 
 def _number(text: str, expected: str, accept: Callable[[float], bool]) -> float:
@@ -69,18 +63,23 @@ def parser() -> argparse.ArgumentParser:
         "--seconds", type=_seconds, metavar="S", help="longest training time (default: 60 on a CPU, more on a GPU)"
     )
     length.add_argument(
-        "--steps", type=_at_least(1), metavar="N", help="most training steps; without --seconds the run is repeatable"
+        "--steps", type=at_least(1), metavar="N", help="most training steps; without --seconds the run is repeatable"
     )
-    length.add_argument("--seed", type=_at_least(0), metavar="N", default=0, help="of weights and text (%(default)s)")
+    length.add_argument("--seed", type=at_least(0), metavar="N", default=0, help="of weights and text (%(default)s)")
     length.add_argument("--l1", type=_coefficient, metavar="C", help="coefficient of the L1 penalty")
     size = demo.add_argument_group("model", "defaults depend on the machine")
-    size.add_argument("--layers", type=_at_least(1), metavar="N", help="transformer layers")
-    size.add_argument("--hidden", type=_at_least(32), metavar="K", help="hidden size, a multiple of 32")
-    size.add_argument("--intermediate", type=_at_least(8), metavar="N", help="neurons of an FFN, a multiple of 8")
-    size.add_argument("--context", type=_at_least(2), metavar="N", help="bytes of a training window")
+    size.add_argument("--layers", type=at_least(1), metavar="N", help="transformer layers")
+    size.add_argument("--hidden", type=at_least(32), metavar="K", help="hidden size, a multiple of 32")
+    size.add_argument("--intermediate", type=at_least(8), metavar="N", help="neurons of an FFN, a multiple of 8")
+    size.add_argument("--context", type=at_least(2), metavar="N", help="bytes of a training window")
     size.add_argument(
         "--compression", type=int, choices=(2, 4, 8), default=8, help="256 / C words a tile are packed (%(default)s)"
     )
+
+    for name, module, summary in MODELS:
+        command = commands.add_parser(name, help=summary, description=module.DESCRIPTION)
+        module.add_arguments(command)
+        command.set_defaults(module=module)
 
     info = commands.add_parser("info", help="show versions, devices, kernels and cache", description=INFO)
     info.add_argument("--json", action="store_true", help="print JSON")
@@ -98,14 +97,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             from twell import _info
 
             return _info.run(**arguments)
+        if module := arguments.pop("module", None):
+            run: Callable[[argparse.Namespace], int] = module.run
+            return run(argparse.Namespace(**arguments))
         from twell import _demo
-        from twell._demo_text import RequestError
 
-        try:
-            return _demo.run(_demo.Request(**arguments))
-        except RequestError as error:
-            print(f"twell {command}: error: {error}", file=sys.stderr)
-            return 2
+        return _demo.run(_demo.Request(**arguments))
+    except (RequestError, ImportError) as error:
+        print(f"twell {command}: error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"\ntwell {command}: interrupted", file=sys.stderr)
         return 130

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -19,6 +20,7 @@ Strategy = Literal["auto", "row", "union", "dense"]
 _PACKED_DTYPES = (torch.bfloat16, torch.float16)
 _WIDE_DTYPES = (torch.float32, torch.float64)
 _OPTIONAL = ("b_gate", "b_up", "b_down")
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Aux(NamedTuple):
@@ -122,6 +124,8 @@ def sparse_gated_ffn(
     name = "sparse_gated_ffn"
     t = _admit(name, x=x, w_gate=w_gate, w_up=w_up, w_down=w_down, b_gate=b_gate, b_up=b_up, b_down=b_down)
     x = t["x"]
+    if _sharded(t):
+        return _on_shards(name, sparse_gated_ffn, t, strategy, compression, main_grads, return_aux)  # type: ignore[no-any-return]
     mains = _admit_mains(name, t, ("w_gate", "w_up", "w_down"), main_grads)
     route = _route(name, t, strategy, compression)
     if route.strategy == "dense":
@@ -206,6 +210,8 @@ def sparse_ffn(
     name = "sparse_ffn"
     t = _admit(name, x=x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down)
     x = t["x"]
+    if _sharded(t):
+        return _on_shards(name, sparse_ffn, t, strategy, compression, main_grads, return_aux)  # type: ignore[no-any-return]
     main_up, main_down = _admit_mains(name, t, ("w_up", "w_down"), main_grads)
     route = _route(name, t, strategy, compression)
     if route.strategy == "dense":
@@ -251,6 +257,10 @@ def pack(x: Tensor, w_gate: Tensor, b_gate: Tensor | None = None, *, compression
             f"{name}: {', '.join(needing)} requires grad, but the format stores no gradient; "
             "call it under torch.no_grad()"
         )
+    if _sharded(t):
+        from twell.ops import _sharding
+
+        x = _sharding.packable(name, t)
     tokens, n = x.reshape(-1, x.shape[-1]), t["w_gate"].shape[0]
     words, spill, stats = ops.gate_pack(tokens, t["w_gate"], t.get("b_gate"), compression)
     words, spill = (packed.reshape(*x.shape[:-1], packed.shape[1]) for packed in (words, spill))
@@ -294,6 +304,36 @@ def _admit(name: str, **operands: Tensor | None) -> dict[str, Tensor]:
         if value.dtype != x.dtype:
             raise TypeError(f"{name}: {argument} must be {x.dtype} as x is, got {value.dtype}")
     return present
+
+
+def _sharded(operands: Mapping[str, Tensor]) -> bool:
+    """Whether there are DTensors among them, which there cannot be before torch's module of them was imported."""
+    for value in operands.values():
+        if type(value) not in _PLAIN and "torch.distributed.tensor" in sys.modules:
+            from torch.distributed.tensor import DTensor
+
+            if isinstance(value, DTensor):
+                return True
+    return False
+
+
+def _on_shards(
+    name: str,
+    function: Callable[..., Any],
+    operands: dict[str, Tensor],
+    strategy: Any,
+    compression: int,
+    mains: Sequence[Tensor | None] | None,
+    return_aux: bool,
+) -> Any:
+    """What ``function`` returns for operands that are DTensors, each rank working on what it holds."""
+    from twell.ops import _sharding
+
+    options = {"strategy": strategy, "compression": compression}
+    y, figures = _sharding.ffn(
+        name, function, operands, mains, dense=strategy == "dense", return_aux=return_aux, **options
+    )
+    return y if figures is None else (y, Aux(*figures))
 
 
 def _route(name: str, operands: dict[str, Tensor], requested: Any, compression: int) -> _auto.Route:

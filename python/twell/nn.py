@@ -5,20 +5,24 @@ from __future__ import annotations
 from typing import Any, Literal, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twell import _auto, functional, tuning
 from twell._auto import AutoStrategy, Choice, Explanation
-from twell._log import logger
+from twell._log import logger, warn_once
 from twell._runtime import format
 from twell.functional import Aux, Strategy
 
 DownLayout = Literal["rows", "linear"]
 
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
 
 class _SparseFFN(nn.Module):
     """What both modules share. Subclasses add the projections that read the hidden state's input."""
 
+    up_proj: nn.Linear
     down_proj: nn.Linear
     accumulate_main_grad: bool = False
     record_aux: bool = False
@@ -51,6 +55,26 @@ class _SparseFFN(nn.Module):
         y, self.aux = result
         return result if return_aux else y
 
+    def _is_plain(self) -> bool:
+        """Whether weights and biases say all that the projections do."""
+        children = (child for name, child in self._modules.items() if name in _PROJECTIONS)
+        return all(child is not None and _is_plain(child) for child in children)
+
+    def _by_children(self, x: Tensor, return_aux: bool) -> Any:
+        """What ``forward`` returns where a projection is more than a weight and a bias: by calling all of them."""
+        if self.accumulate_main_grad:
+            raise NotImplementedError("accumulate_main_grad: expected plain nn.Linear projections, got others or hooks")
+        if not torch.compiler.is_compiling():
+            warn_once(
+                "a projection of a twell layer has hooks, a forward of its own or another type than nn.Linear (an "
+                "adapter, say): the layer calls its projections and runs dense"
+            )
+        gate = F.relu(getattr(self, "gate_proj", self.up_proj)(x))
+        hidden = gate * self.up_proj(x) if hasattr(self, "gate_proj") else gate
+        y = self.down_proj(hidden)
+        with_aux = return_aux or self.record_aux
+        return self._finish((y, functional._dense_aux(hidden, gate)) if with_aux else y, return_aux)
+
     def _site(self) -> AutoStrategy | None:
         """What chooses the strategy; None where it has been named."""
         if isinstance(self.strategy, AutoStrategy):
@@ -78,7 +102,7 @@ class _SparseFFN(nn.Module):
             child = self.get_submodule(name)
             child.weight, child.bias = linear.weight, linear.bias
         if _lay_rows(self.down_proj):
-            logger.info("the weight of the down projection was laid out anew, one contiguous row per neuron")
+            logger.debug("the weight of the down projection was laid out anew, one contiguous row per neuron")
 
 
 class SparseGatedMLP(_SparseFFN):
@@ -145,6 +169,8 @@ class SparseGatedMLP(_SparseFFN):
     def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
     def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
         """x [..., hidden] -> y [..., hidden], with ``Aux(l1, l0)`` if asked for."""
+        if not self._is_plain():
+            return self._by_children(x, return_aux)  # type: ignore[no-any-return]
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
         result = functional.sparse_gated_ffn(  # type: ignore[call-overload]
             x,
@@ -197,6 +223,8 @@ class SparseMLP(_SparseFFN):
     def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
     def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
         """x [..., hidden] -> y [..., hidden], with ``Aux(l1, l0)`` if asked for."""
+        if not self._is_plain():
+            return self._by_children(x, return_aux)  # type: ignore[no-any-return]
         result = functional.sparse_ffn(  # type: ignore[call-overload]
             x,
             self.up_proj.weight,
@@ -229,6 +257,8 @@ def explain(layers: nn.Module | AutoStrategy) -> Explanation:
 
 
 def _explain(name: str, layer: _SparseFFN) -> list[Choice]:
+    if not layer._is_plain():
+        return [Choice(name, "any", "any", "", "dense", "a projection is more than a weight and a bias")]
     site, where = layer._site(), layer.down_proj.weight.device
     if site is None:
         return [Choice(name, "any", "any", "", str(layer.strategy), "it was named")]
@@ -259,7 +289,9 @@ def set_down_layout(module: nn.Module, layout: DownLayout) -> None:
         if layout == "rows":
             _lay_rows(layer.down_proj)
         elif not layer.down_proj.weight.is_contiguous():
-            layer.down_proj.weight.data = layer.down_proj.weight.data.contiguous()
+            weight = layer.down_proj.weight
+            with torch.inference_mode(weight.is_inference()), torch.no_grad():
+                weight.data = weight.data.contiguous()
 
 
 def _lay_rows(down: nn.Linear) -> bool:
@@ -267,13 +299,24 @@ def _lay_rows(down: nn.Linear) -> bool:
     weight = down.weight
     if weight.t().is_contiguous():
         return False
-    weight.data = weight.data.t().contiguous().t()
+    # a tensor can only take the data of its own kind
+    with torch.inference_mode(weight.is_inference()), torch.no_grad():
+        weight.data = weight.data.t().contiguous().t()
     return True
 
 
 def _keep_rows(module: _SparseFFN, incompatible_keys: Any) -> None:
-    if module.down_layout == "rows":
+    if module.down_layout == "rows" and isinstance(module.down_proj, nn.Linear):
         _lay_rows(module.down_proj)
+
+
+def _is_plain(child: nn.Module) -> bool:
+    """Whether calling ``child`` does what nn.Linear does with its weight and bias, and nothing else."""
+    own = vars(child)
+    # accelerate wraps each forward; unless it also brings the weights in, that changes nothing
+    wrapped = "forward" in own and getattr(own.get("_hf_hook"), "offload", True)
+    hooks = (child._forward_pre_hooks, child._forward_hooks, child._backward_pre_hooks, child._backward_hooks)
+    return type(child).forward is nn.Linear.forward and not wrapped and not any(hooks)
 
 
 def _require_linear(inputs: dict[str, nn.Linear], down: nn.Linear) -> tuple[int, int]:
@@ -281,6 +324,10 @@ def _require_linear(inputs: dict[str, nn.Linear], down: nn.Linear) -> tuple[int,
     for name, linear in (*inputs.items(), ("down", down)):
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"{name} must be an nn.Linear, got {type(linear).__name__}")
+        if not _is_plain(linear):
+            raise TypeError(
+                f"{name} must be a plain nn.Linear, got {type(linear).__name__} with a forward or hooks of its own"
+            )
     intermediate, hidden = next(iter(inputs.values())).weight.shape
     for name, linear in (*inputs.items(), ("down", down)):
         expected = [hidden, intermediate] if name == "down" else [intermediate, hidden]

@@ -196,11 +196,11 @@ def load_real(
 ) -> FFN:
     """Read ``folder/layer{layer}.npz``, a recorded layer; its tokens repeat up to m, up and down weights are random.
 
-    The file holds ``x`` int8 [tokens, K] and ``x_scale``; ``w`` int8 [alive, K] and ``w_scale``, the gate rows of the
-    neurons that fire at least once; ``alive``, their indices; ``n``, the number of neurons; and ``quiet`` [K], a
-    direction whose product with every token is about 1. The other neurons get noise pushed down along ``quiet``, so
-    that they stay silent without being zero, which would run cooler and faster than real weights. Needs numpy.
-    Raises FileNotFoundError where the layer is not in the folder.
+    The file holds ``x`` int8 [tokens, K] and ``x_scale`` [tokens, 1] or [1, K]; ``w`` int8 [alive, K] and ``w_scale``,
+    the gate rows of the neurons that fire at least once; ``alive``, their indices; ``n``, the number of neurons; and
+    ``quiet`` [K], a direction whose product with every token is about 1. The other neurons get noise pushed down along
+    ``quiet``, so that they stay silent without being zero, which would run cooler and faster than real weights. Needs
+    numpy. Raises FileNotFoundError where the layer is not in the folder.
     """
     import numpy as np
 

@@ -236,19 +236,24 @@ def _fresh(problem: Problem) -> Decision:
     return Decision(strategy, f"nothing measured yet, and the best for {problem.m} tokens of a sparse layer", {})
 
 
-@functools.lru_cache(1024)
-def coefficients(problem: Problem) -> dict[str, tuple[float, float, float]]:
-    """For each sparse strategy what makes up its cost: base, per share of the union, per share of non-zeros.
-
-    From the measured layer nearest in kind and in k * n, between its numbers of tokens in log m. Fewer tokens than were
-    measured have no sparse strategy, more are as the most that were.
-    """
+def nearest(problem: Problem) -> tuple[bool, bool, int, int]:
+    """(training, gated, K, N) of the measured layer that is nearest in kind and in k * n."""
 
     def distance(measured: tuple[bool, bool, int, int]) -> tuple[bool, bool, float]:
         training, gated, k, n = measured
         return training != problem.training, gated != problem.gated, abs(math.log(problem.k * problem.n / (k * n)))
 
-    by_tokens = _tuning_table.TABLE[min(_tuning_table.TABLE, key=distance)]
+    return min(_tuning_table.TABLE, key=distance)
+
+
+@functools.lru_cache(1024)
+def coefficients(problem: Problem) -> dict[str, tuple[float, float, float]]:
+    """For each sparse strategy what makes up its cost: base, per share of the union, per share of non-zeros.
+
+    From the ``nearest`` measured layer, between its numbers of tokens in log m. Fewer tokens than were measured have no
+    sparse strategy, more are as the most that were.
+    """
+    by_tokens = _tuning_table.TABLE[nearest(problem)]
     m = min(problem.m, max(by_tokens))
     if m < min(by_tokens):
         return {}

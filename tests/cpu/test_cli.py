@@ -26,7 +26,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["--help"], ["demo", "info", "--version"]),
+        (["--help"], ["demo", "info", "analyze", "record", "convert", "--version"]),
         (["demo", "--help"], ["--text", "--seconds", "--steps", "--seed", "--out", "--l1", "--compression", "Ctrl-C"]),
         (["info", "--help"], ["--json", "--verbose"]),
     ],

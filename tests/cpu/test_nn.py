@@ -152,7 +152,7 @@ def test_from_linear_shares_every_parameter(cls: Module, bias: bool, caplog: pyt
     layers, x = linears(cls, bias), tokens()
     down = layers[-1]
     before, old = down.weight, down.weight.detach().clone()
-    with caplog.at_level(logging.INFO, "twell"):
+    with caplog.at_level(logging.DEBUG, "twell"):
         mlp = cls.from_linear(*layers, compression=4, strategy="row")
         assert "down projection was laid out anew" in caplog.text
         caplog.clear()

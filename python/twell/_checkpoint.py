@@ -1,0 +1,239 @@
+"""How checkpoints store down projections: which layout a file holds, and what its header says.
+
+Two layouts exist. "linear" is nn.Linear's, [hidden, intermediate]; "rows" is its transpose, [intermediate, hidden], one
+row per neuron. Where both lengths differ, the shape tells. A square weight needs the marker ``LAYOUT_KEY``, in
+config.json or in the metadata of the safetensors file that holds it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+DownLayout = Literal["rows", "linear"]
+
+# Key of config.json and of safetensors metadata. It describes files, so a model that was loaded must not carry "rows"
+# into the configuration that it saves beside weights of nn.Linear's shape.
+LAYOUT_KEY = "sparsity_down_layout"
+LAYOUTS: tuple[DownLayout, ...] = ("linear", "rows")
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_DOWN = re.compile(r"(?:^|\.)down_proj\.weight$|(?:^|\.)decoder\.layers\.\d+\.fc2\.weight$")
+_INPUTS = {"down_proj": ("up_proj", "gate_proj"), "fc2": ("fc1",)}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a safetensors file: dtype as the header names it, and where its bytes start and stop in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Header:
+    """The header of a safetensors file, in the order of the file. ``metadata`` is None where there is none."""
+
+    metadata: dict[str, str] | None
+    tensors: dict[str, Stored]
+
+
+def is_down(name: str) -> bool:
+    """Whether ``name`` is a down projection's weight: any ``down_proj.weight``, or OPT's ``decoder.layers.N.fc2``."""
+    return _DOWN.search(name) is not None
+
+
+def down_layout(
+    shape: Sequence[int], hidden: int, intermediate: int, config: Mapping[str, Any] | None = None
+) -> DownLayout:
+    """The layout of a down weight of ``shape``, in a layer of ``hidden`` inputs and ``intermediate`` neurons.
+
+    ``config`` is the checkpoint's configuration, or anything else that may hold the marker ``LAYOUT_KEY``. Raises
+    ValueError if the shape is neither [hidden, intermediate] nor [intermediate, hidden], if it contradicts the marker,
+    and if it is square and there is no marker: nothing is guessed.
+    """
+    got, marker = list(shape), _marker(config)
+    linear, rows = [hidden, intermediate], [intermediate, hidden]
+    if got not in (linear, rows):
+        raise ValueError(f"the down weight must be {linear} (linear) or {rows} (rows), got {got}")
+    if linear == rows:
+        if marker is None:
+            raise ValueError(
+                f'a square down weight {got} may be stored either way: expected {LAYOUT_KEY} "linear" or "rows" in '
+                "the configuration, got none"
+            )
+        return marker
+    layout: DownLayout = "linear" if got == linear else "rows"
+    if marker not in (None, layout):
+        expected = linear if marker == "linear" else rows
+        raise ValueError(f"{LAYOUT_KEY} is {marker!r}, so the down weight must be {expected}, got {got} ({layout})")
+    return layout
+
+
+def layouts(
+    shapes: Mapping[str, Sequence[int]],
+    config: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Mapping[str, str] | None] | None = None,
+) -> dict[str, DownLayout]:
+    """The layout of each down weight among the tensors of a checkpoint, ``{name: shape}`` with every tensor in it.
+
+    Lengths are those of the up, gate or fc1 weight beside it and, where there is none, of ``config``. The marker may be
+    in ``config``, in ``metadata``, the safetensors metadata by tensor name, or in both. Raises ValueError if these
+    differ, and as ``down_layout``, with the name of the tensor.
+    """
+    found: dict[str, DownLayout] = {}
+    for name in filter(is_down, shapes):
+        try:
+            hidden, intermediate = _lengths(name, shapes, config)
+            ours, theirs = _marker((metadata or {}).get(name)), _marker(config)
+            if ours and theirs and ours != theirs:
+                raise ValueError(
+                    f"{LAYOUT_KEY} must be the same in the configuration and in the file's metadata, got {theirs!r} "
+                    f"and {ours!r}"
+                )
+            marked = {LAYOUT_KEY: ours} if ours else config
+            found[name] = down_layout(shapes[name], hidden, intermediate, marked)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return found
+
+
+def folder_layouts(folder: Path) -> dict[str, DownLayout]:
+    """The layout of each down weight of a Hugging Face folder with safetensors files; reads headers only.
+
+    Raises FileNotFoundError where the folder has no such files, and ValueError as ``layouts``.
+    """
+    headers = [read_header(path) for path in weight_files(folder)]
+    shapes = {name: stored.shape for header in headers for name, stored in header.tensors.items()}
+    metadata = {name: header.metadata for header in headers for name in header.tensors}
+    config = folder / CONFIG
+    return layouts(shapes, read_json(config) if config.is_file() else None, metadata)
+
+
+def intermediate_size(config: Mapping[str, Any]) -> int | None:
+    """Neurons of an FFN as a configuration tells them: the paper's own key comes before those of the base model."""
+    for key in ("sparsity_new_intermediate_size", "intermediate_size", "ffn_dim"):
+        if isinstance(size := config.get(key), int):
+            return size
+    return None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a Hugging Face folder: those that the index names or the single one.
+
+    Raises FileNotFoundError if there is neither, or if a file of the index is missing.
+    """
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if not (folder / INDEX).is_file():
+        raise FileNotFoundError(f"expected {SINGLE} or {INDEX} in {str(folder)!r}, got neither")
+    return indexed_files(folder / INDEX)
+
+
+def indexed_files(index: Path) -> list[Path]:
+    """The files that an index names, in the order of their names. Raises ValueError, FileNotFoundError."""
+    entries = read_json(index).get("weight_map")
+    if not isinstance(entries, dict) or not entries:
+        raise ValueError(f'{str(index)!r} must have a "weight_map" of tensor names to files, got {entries!r}')
+    files = [index.parent / name for name in sorted(set(entries.values()))]
+    for path in files:
+        # an index comes from elsewhere; what it names must not lead out of its folder
+        if path.parent != index.parent or path.name in ("", ".", ".."):
+            raise ValueError(f"{str(index)!r} must name files beside it, got {str(path)!r}")
+        if not path.is_file():
+            raise FileNotFoundError(f"{str(index)!r} names {path.name!r}, which is not there")
+    return files
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds. Raises ValueError, naming the file, where it holds none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} must be a JSON object, got {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{str(path)!r} must be a JSON object, got {type(content).__name__}")
+    return content
+
+
+def read_header(path: Path) -> Header:
+    """Names, dtypes, shapes and places of the tensors of a safetensors file, without reading them.
+
+    Raises ValueError if it is not a sound safetensors file, ImportError if safetensors is missing.
+    """
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise ImportError("reading checkpoints needs safetensors: pip install twell[hf]") from None
+    try:
+        # the library checks all of the header, so that below it can be believed
+        with safe_open(path, framework="pt"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{str(path)!r} must be a safetensors file, got {error}") from None
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(length))
+    metadata = header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        start, stop = entry["data_offsets"]
+        tensors[name] = Stored(entry["dtype"], tuple(entry["shape"]), 8 + length + start, 8 + length + stop)
+    return Header(metadata, tensors)
+
+
+def header_bytes(
+    metadata: Mapping[str, str] | None, tensors: Iterable[tuple[str, str, Sequence[int], int, int]]
+) -> bytes:
+    """The head of a safetensors file: length, and the JSON padded to a multiple of 8 bytes.
+
+    ``tensors`` are (name, dtype, shape, start, stop), with places counted from the end of the header.
+    """
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    for name, dtype, shape, start, stop in tensors:
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _marker(config: Mapping[str, Any] | None) -> DownLayout | None:
+    marker = None if config is None else config.get(LAYOUT_KEY)
+    if marker is not None and marker not in LAYOUTS:
+        raise ValueError(f'{LAYOUT_KEY} must be "linear" or "rows", got {marker!r}')
+    return cast("DownLayout | None", marker)
+
+
+def _lengths(name: str, shapes: Mapping[str, Sequence[int]], config: Mapping[str, Any] | None) -> tuple[int, int]:
+    """(hidden, intermediate) of the layer whose down weight is ``name``."""
+    prefix, module, _ = ("." + name).rsplit(".", 2)
+    prefix = prefix[1:] + "." if prefix else ""
+    beside = [sibling for stem in _INPUTS[module] if (sibling := f"{prefix}{stem}.weight") in shapes]
+    lengths = {tuple(shapes[sibling]) for sibling in beside}
+    if len(lengths) > 1 or any(len(shape) != 2 for shape in lengths):
+        got = ", ".join(f"{sibling} {list(shapes[sibling])}" for sibling in beside)
+        raise ValueError(f"the weights beside it must all be [intermediate, hidden], got {got}")
+    if lengths:
+        intermediate, hidden = lengths.pop()
+        return hidden, intermediate
+    text = (config or {}).get("text_config", config) or {}
+    sizes = text.get("hidden_size"), intermediate_size(text)
+    if not all(isinstance(size, int) for size in sizes):
+        raise ValueError(
+            f"expected {' or '.join(_INPUTS[module])} beside it, or hidden_size and intermediate_size in the "
+            "configuration, got neither"
+        )
+    return cast("tuple[int, int]", sizes)

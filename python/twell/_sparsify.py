@@ -1,0 +1,632 @@
+"""``sparsify_``: the ReLU feed-forward layers of a plain PyTorch model through twell, in place.
+
+Names propose and arithmetic disposes. A module with the right children is a candidate; what it computes is found out by
+running its own ``forward`` on a few small random weights, on the CPU in float64, beside the formula. So neither the
+size, the device nor the dtype of the model matters, and what a name cannot tell (dropout, another order, a factor, a
+residual) is seen. Where the layers sit directly in a block whose ``forward`` does much else, as in OPT, its source is
+read instead.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from twell import tuning
+from twell._auto import AutoStrategy
+from twell._log import logger
+from twell._runtime import format, specs
+from twell.functional import Strategy
+from twell.nn import SparseGatedMLP, SparseMLP, _keep_rows, _SparseFFN
+
+Activation = Callable[[Tensor], Tensor]
+Filter = Callable[[nn.Module, str], bool]
+
+_GATED = ("gate_proj", "up_proj", "down_proj")
+_PLAIN = ("up_proj", "down_proj")
+_PAIR = ("fc1", "fc2")
+
+# Children and parameters that feed-forward layers of other forms have: what near misses are told by.
+_TELLTALES = frozenset(
+    {*_GATED, *_PAIR, "gate_up_proj", "c_fc", "c_proj", "w1", "w2", "w3", "wi", "wi_0", "wi_1", "wo"}
+    | {"dense_h_to_4h", "dense_4h_to_h"}
+)
+
+# Activations that a module may have in the code of its forward, where no attribute says which.
+_KNOWN: dict[str, Activation] = {
+    "SiLU": F.silu,
+    "GELU": F.gelu,
+    "GELU (tanh)": lambda x: F.gelu(x, approximate="tanh"),
+    "squared ReLU": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+
+_HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+
+# Neurons of the small weights. A module's own code may rely on its hidden size, hardly ever on its neurons.
+_NEURONS = 8
+
+_LEAVE_OUT = "to leave it as it is, have filter_fn return False for it"
+
+
+class _SharedLinear(nn.Linear):
+    """An ``nn.Linear`` on the very parameters of another, which ``_share`` gives it."""
+
+    def __init__(self) -> None:
+        # nn.Linear's own would allocate
+        nn.Module.__init__(self)
+
+    def _share(self, linear: nn.Linear) -> None:
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self.train(linear.training)
+
+
+class DeferredUp(_SharedLinear):
+    """``fc1`` of a pair: holds the up projection's parameters and hands on its input, which ``SparseDown`` takes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., hidden] -> x."""
+        return x
+
+
+class SparseDown(SparseMLP, _SharedLinear):
+    """``fc2`` of a pair: ``fc2(relu(fc1(x)))`` through ``twell.sparse_ffn`` on the input x [..., hidden] of ``fc1``.
+
+    For blocks that have both layers and the activation among their own children, and so keep their own ``forward`` and
+    their keys ``fc1.weight`` and ``fc2.weight``: ``fc1`` becomes a ``DeferredUp``, the activation nothing, and this
+    layer, which is an ``nn.Linear`` with the down projection's parameters, does the work of all three. It finds the up
+    projection in ``up_proj``, the very module ``fc1``, which is not a child: copying and pickling the block, moving it
+    and loading into it keep the two together. All else is as in ``twell.nn.SparseMLP``.
+    """
+
+    up_proj: nn.Linear
+
+    def __init__(
+        self, up: DeferredUp, down: nn.Linear, *, compression: int = 8, strategy: Strategy | AutoStrategy = "auto"
+    ) -> None:
+        _SparseFFN.__init__(self, up.in_features, up.out_features, compression, strategy)
+        self._share(down)
+        # past nn.Module, which would make it a child with state-dict keys of its own
+        object.__setattr__(self, "up_proj", up)
+        _keep_rows(self, None)
+
+    @property
+    def down_proj(self) -> nn.Linear:  # type: ignore[override]
+        """This layer itself."""
+        return self
+
+
+class _PairMLP(nn.Module):
+    """A module of ``fc1``, ReLU and ``fc2`` whose forward has the ReLU in its code, where no child can be replaced."""
+
+    def __init__(self, fc1: DeferredUp, fc2: SparseDown) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = fc1, fc2
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc2(self.fc1(x))
+        return y
+
+
+class Candidate(NamedTuple):
+    """A module that will be replaced, in whole or by a pair of children.
+
+    name: in ``named_modules`` of the model. form: "gated" and "plain" are replaced by ``SparseGatedMLP`` and
+    ``SparseMLP``, "whole" by a ``_PairMLP``; of a "pair" children are. attribute: of the activation, None where it is
+    in the code. was: the activation that ReLU replaces, None where it was ReLU.
+    """
+
+    name: str
+    module: nn.Module
+    form: Literal["gated", "plain", "whole", "pair"]
+    attribute: str | None
+    was: str | None
+
+    @property
+    def layer(self) -> str:
+        """The qualified name of the twell layer that there will be."""
+        if self.form in ("gated", "plain"):
+            return self.name
+        return f"{self.name}.fc2" if self.name else "fc2"
+
+
+class Plan(NamedTuple):
+    """What ``apply`` will replace, and the names of what ``filter_fn`` left out."""
+
+    candidates: list[Candidate]
+    left: list[str]
+
+
+def sparsify_(
+    model: nn.Module,
+    filter_fn: Filter | None = None,
+    *,
+    activation: Literal["relu"] | None = None,
+    compression: int = 8,
+    strategy: Strategy = "auto",
+) -> list[str]:
+    """Run the ReLU feed-forward layers of ``model`` through twell, in place.
+
+    Three forms are found by the names of ``nn.Linear`` children, wherever they are in ``model``:
+
+    - ``gate_proj``, ``up_proj`` [N, K] and ``down_proj`` [K, N]: ``down(relu(gate(x)) * up(x))``, as in Llama, Qwen,
+      Mistral and Gemma; the module becomes a ``twell.nn.SparseGatedMLP``.
+    - ``up_proj`` and ``down_proj``: ``down(relu(up(x)))``; the module becomes a ``twell.nn.SparseMLP``.
+    - ``fc1`` [N, K] and ``fc2`` [K, N]: ``fc2(relu(fc1(x)))``, as a module or among the other children of a block, as
+      in OPT. The module stays; ``fc1`` hands its input on to ``fc2``, which does the work of both, and the activation
+      is an ``nn.Identity``. Hooks on these three see that.
+
+    Parameters stay the same objects and state dicts keep their keys, so optimizers, checkpoints and tied weights hold.
+    The down projection's weight is laid out anew, one contiguous row per neuron, as ``twell.nn`` describes; use
+    ``twell.nn.set_down_layout`` before ``fully_shard``. A module used in several places is replaced once, in all of
+    them.
+
+    A candidate must compute exactly the function named, which is checked by running its ``forward`` on small random
+    weights (for ``fc1`` and ``fc2`` within a block by reading its source), in training mode, too: the model's own
+    tensors are neither read nor needed, so it may be on ``meta``.
+
+    Args:
+        model: any module that contains such layers; for a model of transformers see
+            ``twell.integrations.transformers.sparsify``, which also keeps its configuration right.
+        filter_fn: called with each candidate and its qualified name; those for which it returns False stay as they are.
+        activation: None refuses candidates with an activation other than ReLU. "relu" replaces it by ReLU, which is
+            logged: the model then computes another function, and is of use only after training.
+        compression, strategy: of every layer, as in ``twell.sparse_gated_ffn``. With "auto" each chooses for itself.
+
+    Returns the qualified names of the twell layers that the model now has more, in the order of ``named_modules``.
+    These are the keys of ``layers`` and the names that ``twell.explain`` shows.
+
+    Raises TypeError or ValueError, and then nothing has changed: if nothing is found; for a candidate that computes
+    something else, has further children or state, hooks, projections that are not plain ``nn.Linear`` (quantised,
+    adapted, sharded), sizes that the kernels do not take (multiples of 8, K up to 16,384 and N up to 65,536), or if
+    ``model`` is itself a module that would have to be replaced.
+    """
+    tuning.require_strategy(strategy)
+    format.words_per_tile(compression)
+    return apply(model, plan(model, filter_fn, activation, strategy), compression, strategy)
+
+
+def layers(model: nn.Module) -> dict[str, SparseGatedMLP | SparseMLP]:
+    """All twell layers of ``model`` by qualified name: gated, non-gated, and ``fc2`` of the pairs of OPT-like blocks.
+
+    Each once, under its first name; "" is the model itself.
+    """
+    return {name: m for name, m in model.named_modules() if isinstance(m, (SparseGatedMLP, SparseMLP))}
+
+
+def plan(model: nn.Module, filter_fn: Filter | None, activation: str | None, strategy: str) -> Plan:
+    """What ``sparsify_`` would replace; raises what it raises, and changes nothing."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"sparsify_: model must be an nn.Module, got {type(model).__name__}")
+    if activation not in (None, "relu"):
+        raise ValueError(f'sparsify_: activation must be None or "relu", got {activation!r}')
+    candidates: list[Candidate] = []
+    left: list[str] = []
+    misses: dict[str, str] = {}
+    for name, module in _outside_layers(model):
+        children = _children_of_ffn(module)
+        if children is None:
+            if found := _TELLTALES & (module._modules.keys() | module._parameters.keys()):
+                misses.setdefault(type(module).__name__, f"{_at(name, module)} with {', '.join(sorted(found))}")
+        elif filter_fn is not None and not filter_fn(module, name):
+            left.append(name)
+        else:
+            candidate = _examine(name, module, children, strategy)
+            if candidate.was is not None and activation is None:
+                raise ValueError(_explain_activation(candidate))
+            candidates.append(candidate)
+    if not candidates:
+        raise ValueError(_nothing_found(model, left, misses))
+    if candidates[0].name == "" and candidates[0].form != "pair":
+        ours = "SparseGatedMLP.from_linear" if candidates[0].form == "gated" else "SparseMLP.from_linear"
+        raise ValueError(
+            "sparsify_: model must contain the layers to replace, but is itself one, which cannot be replaced in "
+            f"place: got {type(model).__name__}; make a layer of its projections with twell.nn.{ours}"
+        )
+    return Plan(candidates, left)
+
+
+def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy) -> list[str]:
+    """Replace what ``plan`` found; the names of the layers that there are then."""
+    replacements: dict[int, nn.Module] = {}
+    for candidate in planned.candidates:
+        module = candidate.module
+        down: Any = module.get_submodule("down_proj" if candidate.form in ("gated", "plain") else "fc2")
+        # a tensor can only take the data of its own kind
+        with torch.inference_mode(down.weight.is_inference()), torch.no_grad():
+            if candidate.form == "pair":
+                _pair_up(module, candidate.attribute, compression, strategy)
+            else:
+                replacements[id(module)] = _replacement(candidate, compression, strategy).train(module.training)
+    for parent in list(model.modules()):
+        for key, child in parent._modules.items():
+            if child is not None and id(child) in replacements:
+                parent._modules[key] = replacements[id(child)]
+    if changed := sorted({c.was for c in planned.candidates if c.was is not None}):
+        count = sum(c.was is not None for c in planned.candidates)
+        logger.info("ReLU replaces %s; layers that need training before use: %d", " and ".join(changed), count)
+    return [candidate.layer for candidate in planned.candidates]
+
+
+def _replacement(candidate: Candidate, compression: int, strategy: Strategy) -> nn.Module:
+    module: Any = candidate.module
+    options: dict[str, Any] = {"compression": compression, "strategy": strategy}
+    if candidate.form == "gated":
+        return SparseGatedMLP.from_linear(module.gate_proj, module.up_proj, module.down_proj, **options)
+    if candidate.form == "plain":
+        return SparseMLP.from_linear(module.up_proj, module.down_proj, **options)
+    return _PairMLP(*_pair(module, options))
+
+
+def _pair_up(module: Any, attribute: str | None, compression: int, strategy: Strategy) -> None:
+    assert attribute is not None
+    fc1, fc2 = _pair(module, {"compression": compression, "strategy": strategy})
+    module.fc1, module.fc2 = fc1, fc2
+    setattr(module, attribute, nn.Identity().train(module.training))
+
+
+def _pair(module: Any, options: dict[str, Any]) -> tuple[DeferredUp, SparseDown]:
+    up = DeferredUp()
+    up._share(module.fc1)
+    return up, SparseDown(up, module.fc2, **options)
+
+
+def _outside_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of ``model`` that are neither twell layers nor within one."""
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, (_SparseFFN, _SharedLinear)):
+            inside.update(id(child) for child in module.modules())
+        elif id(module) not in inside:
+            yield name, module
+
+
+def _children_of_ffn(module: nn.Module) -> tuple[str, ...] | None:
+    """The names of the projections, if these are the children of one of the forms."""
+    names = module._modules.keys()
+    if isinstance(getattr(module, "fc2", None), SparseDown):
+        return None
+    for children in (_GATED, _PLAIN, _PAIR):
+        if all(isinstance(module._modules.get(child), nn.Module) for child in children):
+            # another kind of gate makes it another function
+            return None if children == _PLAIN and "gate_up_proj" in names else children
+    return None
+
+
+def _at(name: str, module: nn.Module) -> str:
+    return f"{name or 'the model'} ({type(module).__name__})"
+
+
+def _examine(name: str, module: nn.Module, children: tuple[str, ...], strategy: str) -> Candidate:
+    """The candidate that ``module`` is. Raises TypeError or ValueError if it cannot be replaced as it is."""
+    where = _at(name, module)
+    weights = {child: _plain_weight(f"{where}: {child}", module._modules[child]) for child in children}
+    _require_sizes(where, weights, strategy)
+    if "forward" in vars(module):
+        raise ValueError(
+            f"{where} has a forward of its own, set on the instance (as offloading and patches do), which replacing it "
+            f"would lose; {_LEAVE_OUT}"
+        )
+    reason = ""
+    if children == _PAIR:
+        attribute, reason = _read_pair(module)
+        if attribute is not None:
+            act = getattr(module, attribute)
+            _require_unhooked(where, {"fc1": module.fc1, "fc2": module.fc2, attribute: act})
+            _require_stateless(f"{where}: {attribute}", act)
+            return Candidate(name, module, "pair", attribute, None if _is_relu(act) else _kind(act))
+
+    others = {key: m for key, m in module._modules.items() if m is not None and key not in children and not _inert(m)}
+    own = [*module._parameters, *module._buffers]
+    if own or len(others) > 1:
+        if reason:
+            raise ValueError(f"{where} cannot be run sparse: {reason}; {_LEAVE_OUT}")
+        got = [*own, *(f"{key} ({type(m).__name__})" for key, m in others.items())]
+        raise ValueError(
+            f"{where} must have {', '.join(children)} and an activation alone, got beside them {', '.join(got)}; "
+            f"{_LEAVE_OUT}"
+        )
+    for key, other in others.items():
+        _require_stateless(f"{where}: {key}", other)
+    _require_unhooked(where, dict(module.named_modules()))
+    callables = [*others, *(key for key, value in vars(module).items() if not key.startswith("_") and callable(value))]
+    attribute = callables[0] if len(callables) == 1 else None
+    form: Any = {_GATED: "gated", _PLAIN: "plain", _PAIR: "whole"}[children]
+    return Candidate(name, module, form, attribute, _activation(where, module, children, attribute))
+
+
+def _plain_weight(where: str, linear: nn.Module | None) -> Tensor:
+    if type(linear) is not nn.Linear:
+        raise TypeError(
+            f"{where} must be an nn.Linear itself, got {type(linear).__module__}.{type(linear).__name__}: quantised "
+            f"layers have no 16-bit weights to run on, and adapters must be merged first; {_LEAVE_OUT}"
+        )
+    if odd := [key for key, p in linear._parameters.items() if p is not None and type(p) is not nn.Parameter]:
+        raise TypeError(
+            f"{where}.{odd[0]} must be a plain nn.Parameter, got {type(linear._parameters[odd[0]]).__name__}: call "
+            f"sparsify_ before sharding or quantising; {_LEAVE_OUT}"
+        )
+    if linear._parameters.keys() != {"weight", "bias"} or linear._buffers or linear._modules:
+        got = sorted([*linear._parameters, *linear._buffers, *linear._modules])
+        raise TypeError(f"{where} must have a weight and a bias alone, got {', '.join(got)}; {_LEAVE_OUT}")
+    if linear.weight is None or "forward" in vars(linear):
+        raise TypeError(f"{where} must be an nn.Linear as made, got one that was patched; {_LEAVE_OUT}")
+    return linear.weight
+
+
+def _require_sizes(where: str, weights: dict[str, Tensor], strategy: str) -> None:
+    n, k = next(iter(weights.values())).shape
+    for child, weight in weights.items():
+        expected = [k, n] if child in ("down_proj", "fc2") else [n, k]
+        if list(weight.shape) != expected:
+            raise ValueError(
+                f"{where}: {child}.weight must be {expected} (K = {k}, N = {n}), got {list(weight.shape)}; {_LEAVE_OUT}"
+            )
+    for what in ("dtype", "device"):
+        if len(found := {str(getattr(weight, what)) for weight in weights.values()}) > 1:
+            raise ValueError(
+                f"{where} must have its weights on one {what}, got {' and '.join(sorted(found))}; {_LEAVE_OUT}"
+            )
+    if not next(iter(weights.values())).is_floating_point():
+        raise TypeError(f"{where} must have floating weights, got {next(iter(weights.values())).dtype}; {_LEAVE_OUT}")
+    for letter, size, limit in (("K", k, specs.K_CLASSES[-1]), ("N", n, format.MAX_NEURONS)):
+        if strategy != "dense" and (size == 0 or size % 8 or size > limit):
+            raise ValueError(
+                f"{where}: {letter} must be a positive multiple of 8 up to {limit:,}, as the sparse kernels take, got "
+                f"{size:,}; {_LEAVE_OUT}"
+            )
+
+
+def _require_unhooked(where: str, modules: dict[str, Any]) -> None:
+    for name, module in modules.items():
+        if hooks := [hook.lstrip("_") for hook in _HOOKS if getattr(module, hook, None)]:
+            raise ValueError(
+                f"{where} has {hooks[0]}{f' on {name}' if name else ''}, which replacing it would lose: remove them "
+                f"and register them on the result; {_LEAVE_OUT}"
+            )
+
+
+def _require_stateless(where: str, module: Any) -> None:
+    if isinstance(module, nn.Module) and (state := [*dict(module.named_parameters()), *dict(module.named_buffers())]):
+        raise ValueError(
+            f"{where} must be an activation without state, got {type(module).__name__} with {', '.join(state)}; "
+            f"{_LEAVE_OUT}"
+        )
+
+
+def _inert(module: nn.Module) -> bool:
+    return type(module) is nn.Identity or (type(module) is nn.Dropout and module.p == 0)
+
+
+def _kind(act: object) -> str:
+    return str(getattr(act, "__name__", type(act).__name__))
+
+
+def _is_relu(act: Activation) -> bool:
+    # the device named, as models may be made under another
+    x = torch.linspace(-20, 20, 401, dtype=torch.float64, device="cpu")
+    x = torch.cat([x, 1e30 * x])
+    try:
+        # some work in place
+        return torch.equal(act(x.clone()), F.relu(x))
+    except Exception:
+        return False
+
+
+def _activation(where: str, module: nn.Module, children: tuple[str, ...], attribute: str | None) -> str | None:
+    """The activation of ``module``, None for ReLU. Raises ValueError if it is not one of the formulas of ``plan``."""
+    weights, x = _small(module, children)
+    failure = ""
+    try:
+        own = _outputs(module, weights, x)
+        if _computes(own, weights, children, x, F.relu):
+            return None
+        if attribute is not None:
+            act = getattr(module, attribute)
+            if not _is_relu(act):
+                try:
+                    setattr(module, attribute, nn.ReLU() if isinstance(act, nn.Module) else F.relu)
+                    own = _outputs(module, weights, x)
+                finally:
+                    setattr(module, attribute, act)
+                if _computes(own, weights, children, x, F.relu):
+                    return _kind(act)
+        else:
+            for known, function in _KNOWN.items():
+                if _computes(own, weights, children, x, function):
+                    return known
+    except Exception as error:
+        failure = f" (its forward raised {type(error).__name__}: {error})"
+    *inputs, down = children
+    formula = f"act({inputs[0]}(x)){f' * {inputs[1]}(x)' if len(inputs) > 1 else ''}"
+    raise ValueError(
+        f"{where} must compute {down}({formula}) with an elementwise activation, in training mode too, got another "
+        f"function of x [..., {x.shape[-1]}]{failure}: dropout, a factor, another "
+        f"order or further inputs would be lost; {_LEAVE_OUT}"
+    )
+
+
+def _small(module: nn.Module, children: tuple[str, ...]) -> tuple[dict[str, Tensor], Tensor]:
+    """Random weights with few neurons for the projections, and tokens [2, 4, K] of very different sizes."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
+
+    projections: dict[str, Any] = {child: module.get_submodule(child) for child in children}
+    k = projections[children[0]].weight.shape[1]
+    weights = {}
+    for child in children:
+        inputs, outputs = (_NEURONS, k) if child == children[-1] else (k, _NEURONS)
+        weights[f"{child}.weight"] = draw(outputs, inputs) / inputs**0.5
+        if projections[child].bias is not None:
+            weights[f"{child}.bias"] = draw(outputs)
+    # a clamp or a saturation shows in the large ones, biases in the zeros
+    scales = torch.tensor([0.0, 0.1, 1.0, 1e4], dtype=torch.float64, device="cpu")
+    return weights, draw(2, 4, k) * scales[:, None]
+
+
+def _outputs(module: nn.Module, weights: dict[str, Tensor], x: Tensor) -> list[Any]:
+    """What the module's own forward makes of x with these weights, in training and in evaluation."""
+    modes = {m: m.training for m in module.modules()}
+    outputs = []
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            for mode in (True, False):
+                for m in modes:
+                    m.training = mode
+                outputs.append(functional_call(module, weights, (x.clone(),), tie_weights=False))
+        finally:
+            for m, mode in modes.items():
+                m.training = mode
+    return outputs
+
+
+def _computes(
+    own: list[Any], weights: dict[str, Tensor], children: tuple[str, ...], x: Tensor, act: Activation
+) -> bool:
+    def project(child: str, value: Tensor) -> Tensor:
+        return F.linear(value, weights[f"{child}.weight"], weights.get(f"{child}.bias"))
+
+    hidden = act(project(children[0], x))
+    if len(children) == 3:
+        hidden = hidden * project(children[1], x)
+    expected = project(children[-1], hidden)
+    # float32 inside the module is the same function; each token is held to its own size
+    slack = 1e-5 * expected.abs().amax(-1, keepdim=True)
+    return all(
+        isinstance(y, Tensor) and y.shape == expected.shape and bool(((y - expected).abs() <= slack).all()) for y in own
+    )
+
+
+def _read_pair(module: nn.Module) -> tuple[str | None, str]:
+    """The attribute of the activation in ``fc2(activation(fc1(x)))`` of a module's own forward, or None and why not.
+
+    Seen are the calls in one expression, or in statements that follow each other. Anything between them, and any other
+    use of what they return, would get other values than before.
+    """
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(type(module).forward)))
+        tree = ast.parse(source)
+    except (OSError, TypeError, SyntaxError):
+        return None, "the source of its forward cannot be read"
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    calls: dict[str, ast.Call] = {}
+    for name in _PAIR:
+        uses = [node for node in ast.walk(tree) if _is_self(node, name)]
+        # fc1.weight and the like read on
+        uses = [node for node in uses if not isinstance(parents[node], ast.Attribute)]
+        called = [node for node in map(parents.get, uses) if isinstance(node, ast.Call) and node.func in uses]
+        if len(uses) != 1 or len(called) != 1 or len(called[0].args) != 1 or called[0].keywords:
+            return None, f"its forward must call self.{name} once, on one argument, and use it nowhere else"
+        calls[name] = called[0]
+
+    consumed: list[ast.Name] = []
+    argument, at = _source_of(calls["fc2"], calls["fc2"].args[0], parents, consumed)
+    act = argument.func if isinstance(argument, ast.Call) and len(argument.args) == 1 else None
+    if not isinstance(argument, ast.Call) or not isinstance(act, ast.Attribute) or not _is_self(act, act.attr):
+        return None, "its forward must call self.fc2 on what an activation, an attribute of self, has just returned"
+    if _source_of(at, argument.args[0], parents, consumed)[0] is not calls["fc1"]:
+        return None, f"its forward must call self.{act.attr} on what self.fc1 has just returned"
+    if argument.keywords or len([node for node in ast.walk(tree) if _is_self(node, act.attr)]) != 1:
+        return None, f"its forward must call self.{act.attr} once, on one argument, and use it nowhere else"
+    if act.attr not in module._modules and act.attr not in vars(module):
+        return None, f"self.{act.attr} must be an attribute of the instance, got one of its class"
+
+    # the name may be given another value where fc2 has returned, and that may be used
+    final = _statement(calls["fc2"], parents)
+    renewed = _target(final)
+    for name in {node.id for node in consumed}:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
+                after = _place(node) > _place(final) and _statement(node, parents) is not final
+                before = _place(node) <= min(_place(used) for used in consumed if used.id == name)
+                if node not in consumed and not before and not (after and renewed == name):
+                    return None, f"its forward must not use {name} for anything else than self.fc2"
+    return act.attr, ""
+
+
+def _is_self(node: ast.AST, attribute: str) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr == attribute
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    )
+
+
+def _place(node: Any) -> tuple[int, int]:
+    return node.lineno, node.col_offset
+
+
+def _statement(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.stmt:
+    while not isinstance(node, ast.stmt):
+        node = parents[node]
+    return node
+
+
+def _target(statement: ast.stmt) -> str | None:
+    """The single name that a statement assigns to."""
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        target: ast.expr = statement.targets[0]
+    elif isinstance(statement, ast.AnnAssign):
+        target = statement.target
+    else:
+        return None
+    return target.id if isinstance(target, ast.Name) else None
+
+
+def _source_of(
+    user: ast.AST, argument: ast.expr, parents: dict[ast.AST, ast.AST], consumed: list[ast.Name]
+) -> tuple[ast.expr, ast.AST]:
+    """The expression whose value ``argument`` of ``user`` is, and where it stands: itself, or the statement before."""
+    if not isinstance(argument, ast.Name):
+        return argument, user
+    statement = _statement(user, parents)
+    for _, block in ast.iter_fields(parents[statement]):
+        if isinstance(block, list) and statement in block and (index := block.index(statement)):
+            before = block[index - 1]
+            if _target(before) == argument.id and before.value is not None:
+                consumed.append(argument)
+                return before.value, before
+    return argument, user
+
+
+def _explain_activation(candidate: Candidate) -> str:
+    return (
+        f"sparsify_: {_at(candidate.name, candidate.module)} must apply ReLU, got {candidate.was}. What is skipped are "
+        f"the neurons that ReLU sets to zero, and {candidate.was} has none: its values near zero are small, not zero. "
+        "A model pretrained with it must be trained further with ReLU first (arXiv 2310.04564, ReLU Strikes Back; "
+        "twell.recipe adds the L1 term that makes it sparse). If that is what you mean to do, pass "
+        f'activation="relu"; {_LEAVE_OUT}'
+    )
+
+
+def _nothing_found(model: nn.Module, left: list[str], misses: dict[str, str]) -> str:
+    forms = "; ".join(", ".join(form) for form in (_GATED, _PLAIN, _PAIR))
+    text = (
+        "sparsify_: model must have modules with nn.Linear children named as in one of these forms: "
+        f"{forms}; got {type(model).__name__} without any"
+    )
+    if left:
+        text += f" that filter_fn takes; it left out {len(left)}, the first of them {left[0] or 'the model'!r}"
+    if already := layers(model):
+        text += f"; {len(already)} layers of twell are there already, as {next(iter(already)) or 'the model itself'!r}"
+    if misses:
+        text += "; nearest are " + "; ".join(list(misses.values())[:5])
+        text += ": fused projections, experts in one tensor and other names are not recognised; split or rename them, "
+        text += "or call twell.sparse_gated_ffn"
+    return text

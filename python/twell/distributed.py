@@ -1,0 +1,301 @@
+"""Several GPUs: tensor parallelism for the modules of ``twell.nn``, and plans for whole models.
+
+Data parallelism needs nothing from here. ``DistributedDataParallel`` takes the modules as they are, ``fully_shard``
+(FSDP2) after ``twell.nn.set_down_layout(model, "linear")``, for it refuses parameters that are not contiguous. Under
+FSDP2 figures that a layer left in ``aux`` may enter the loss beside the model's output, as they usually do; a loss of
+figures alone does not make FSDP2 gather the weights again that backward needs, unless they are part of the output.
+
+``torch.distributed.checkpoint`` stores and loads the modules as they are. To hand a state dict of one process on with
+``broadcast_from_rank0``, call ``set_down_layout(model, "linear")`` before making it: torch broadcasts the storage of a
+tensor that is not contiguous as if it were, without a word.
+
+Tensor parallelism divides neurons: each rank holds rows of gate and up and columns of down, packs its own neurons, and
+the outputs are summed. The functions do so for any DTensors so placed; ``SparseMLPParallel`` places a module's, and
+``tensor_parallel_plan`` those of a model::
+
+    mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))
+    twell.nn.set_down_layout(model, "linear")  # if fully_shard follows
+    parallelize_module(model, mesh["tp"], twell.distributed.tensor_parallel_plan(model))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+
+Importing this registers the sharding rules of ``torch.ops.twell``, too. Needs a torch with distributed support.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
+from torch.utils import _pytree as pytree
+
+from twell.functional import Aux
+from twell.nn import SparseGatedMLP, SparseMLP
+from twell.ops import _sharding
+
+__all__ = ["SparseMLPParallel", "tensor_parallel_plan"]
+
+# Attention that asks its projections, not its configuration, for the number of heads: the HF models known to do so.
+_BY_HEAD_DIM = ("llama", "mistral", "qwen2", "qwen3", "sparse_llama", "sparse_qwen2")
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+class SparseMLPParallel(ParallelStyle):
+    """The style of ``parallelize_module`` for ``twell.nn.SparseGatedMLP`` and ``SparseMLP``: neurons are divided.
+
+    Of gate and up projection each rank holds rows, of the down projection columns, biases accordingly; that of the down
+    projection is whole on all, and added once. The part of ``down_proj.weight`` is stored as the module's
+    ``down_layout`` says. Every share of neurons must be a multiple of 8, unless the strategy is "dense". ``hidden`` and
+    ``intermediate`` stay those of the whole layer. With strategy "auto" each rank measures its own neurons and chooses
+    for itself.
+
+    Args:
+        input_layouts: placement of x where it is not a DTensor: Replicate(), the default, or Shard(1) for sequence
+            parallelism, whose tokens are gathered before and whose gradients are scattered after.
+        output_layouts: placement of y: Replicate(), the default, by an all-reduce, or Shard(1) by a reduce-scatter.
+        use_local_output: y is a plain tensor, this rank's part; if false, a DTensor.
+
+    ``aux``, returned or recorded, is that of the whole layer on every rank, in plain tensors.
+
+    Applying it raises TypeError for another module; ValueError for a mesh of more than one dimension, shares that are
+    not multiples of 8, and modules that are sharded already.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__()
+        self.input_layouts = (input_layouts or Replicate(),)
+        self.output_layouts = (output_layouts or Replicate(),)
+        self.use_local_output = use_local_output
+
+    def __repr__(self) -> str:
+        options = f"{self.input_layouts[0]!r}, {self.output_layouts[0]!r}, use_local_output={self.use_local_output}"
+        return f"SparseMLPParallel({options})"
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        name = type(self).__name__
+        if not isinstance(module, (SparseGatedMLP, SparseMLP)):
+            raise TypeError(f"{name}: module must be a SparseGatedMLP or a SparseMLP, got {type(module).__name__}")
+        if device_mesh.ndim != 1:
+            raise ValueError(f'{name}: the mesh must have one dimension, as mesh["tp"] has, got {device_mesh}')
+        if isinstance(module.down_proj.weight, DTensor):
+            raise ValueError(f"{name}: the module must hold plain parameters, got {module.down_proj.weight.placements}")
+        if module.strategy != "dense":
+            _sharding.require_shares(name, module.intermediate, [device_mesh.size()])
+
+        source = self.src_data_rank
+        for linear in _inputs(module):
+            for parameter in dict(linear.named_parameters()):
+                _distribute(linear, parameter, device_mesh, Shard(0), source)
+        down = module.down_proj
+        if down.bias is not None:
+            _distribute(down, "bias", device_mesh, Replicate(), source)
+        if module.down_layout == "rows":
+            # a share of the rows of the transposed weight is stored by rows itself
+            rows = distribute_tensor(down.weight.detach().t(), device_mesh, [Shard(0)], src_data_rank=source)
+            down.weight = nn.Parameter(rows.t(), down.weight.requires_grad)
+        else:
+            _distribute(down, "weight", device_mesh, Shard(1), source)
+
+        input_layouts, output_layouts, local = self.input_layouts, self.output_layouts, self.use_local_output
+
+        def place(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            return _place((arguments, named), device_mesh, input_layouts)
+
+        def reduce(layer: Any, _: object, result: Any) -> Any:
+            y, aux = result if isinstance(result, tuple) else (result, None)
+            figures = layer.aux if layer.record_aux else aux
+            if figures is not None:
+                figures = Aux(*(_redistributed(figure, (Replicate(),), True) for figure in figures))
+            if layer.record_aux:
+                layer.aux = figures
+            y = _redistributed(y, output_layouts, local)
+            return (y, figures) if isinstance(result, tuple) else y
+
+        module.register_forward_pre_hook(place, with_kwargs=True)
+        module.register_forward_hook(reduce)
+        return module
+
+
+def tensor_parallel_plan(
+    model: nn.Module, *, embeddings: bool = True, loss_parallel: bool = False
+) -> dict[str, ParallelStyle]:
+    """The plan with which ``parallelize_module(model, mesh, plan)`` divides a model with layers of ``twell.nn``.
+
+    - Every layer of ``twell.nn``: ``SparseMLPParallel()``.
+    - Attention of the HF models Llama, Mistral, Qwen2 and Qwen3, and of the sparse ones of
+      ``twell.integrations.transformers``: heads are divided. Their numbers, of keys and values too, must be multiples
+      of the number of ranks, else applying the plan raises ValueError. Attention of other models is not divided.
+    - With ``embeddings``, the input embedding and the output projection that the model's ``get_input_embeddings`` and
+      ``get_output_embeddings`` name: the vocabulary is divided. Tied weights stay tied. An embedding with a
+      ``padding_idx``, and what is tied to it, is not divided.
+    - Everything else that has parameters is whole on all ranks and computes the same there. Its parameters become
+      DTensors all the same, for optimizers and ``clip_grad_norm_`` take no mixture.
+
+    The model takes and returns plain tensors, the same on all ranks. With ``loss_parallel`` logits are DTensors divided
+    over the vocabulary instead, for ``torch.distributed.tensor.parallel.loss_parallel``.
+
+    Make it after ``sparsify`` and before anything is sharded. Sequence parallelism is not part of it: HF models number
+    positions by the length of what they are given.
+
+    Raises ValueError if ``model`` has no layer of ``twell.nn``, and for ``loss_parallel`` without an output projection
+    that can be divided.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    plan: dict[str, ParallelStyle] = {}
+    done: set[nn.Module] = set()
+    for module, name in names.items():
+        if isinstance(module, (SparseGatedMLP, SparseMLP)):
+            plan[name] = SparseMLPParallel()
+            done.update(module.modules(), _inputs(module))
+    if not plan:
+        raise ValueError(f"model must have layers of twell.nn, which sparsify makes, got {type(model).__name__}")
+    for module, name in names.items():
+        if _has_known_heads(module):
+            plan[name] = _Heads()
+            for child, layer in module.named_children():
+                if child in _PROJECTIONS:
+                    plan[f"{name}.{child}"] = RowwiseParallel() if child == "o_proj" else ColwiseParallel()
+                elif dict(layer.named_parameters()):
+                    # a norm of each head
+                    plan[f"{name}.{child}"] = _Whole(Shard(2))
+            done.update(module.modules())
+    head = _vocabulary(plan, model, names, embeddings, loss_parallel)
+    done.update(module for module, name in names.items() if name in plan)
+    for module, name in names.items():
+        if module not in done and not any(module.children()) and dict(module.named_parameters()):
+            plan[name] = _Whole()
+    plan.update(head)
+    return plan
+
+
+def _vocabulary(
+    plan: dict[str, ParallelStyle], model: Any, names: dict[nn.Module, str], embeddings: bool, loss_parallel: bool
+) -> dict[str, ParallelStyle]:
+    """Add the input embedding and the output projection to ``plan``; return what has to follow all else."""
+    embedding, head = _named(model, names, "get_input_embeddings"), _named(model, names, "get_output_embeddings")
+    if type(embedding) is not nn.Embedding:
+        embedding = None
+    if type(head) is not nn.Linear:
+        head = None
+    tied = embedding is not None and head is not None and embedding.weight is head.weight
+    divisible = False
+    # each rank would take a padding index for one of its own rows
+    if embeddings and embedding is not None and embedding.padding_idx is None:
+        divisible = True
+        plan[names[embedding]] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+    if embeddings and head is not None and (divisible or not tied):
+        layout = Shard(-1) if loss_parallel else Replicate()
+        plan[names[head]] = ColwiseParallel(output_layouts=layout, use_local_output=not loss_parallel)
+    elif loss_parallel:
+        raise ValueError(
+            "loss_parallel needs an output projection, an nn.Linear that get_output_embeddings returns, divided as "
+            f"embeddings=True does unless it is tied to an embedding with a padding_idx; got {type(model).__name__}"
+        )
+    if embedding is None or head is None or not tied:
+        return {}
+    return {"": _Tied(names[embedding], names[head])}
+
+
+def _named(model: Any, names: dict[nn.Module, str], getter: str) -> nn.Module | None:
+    """What a method of ``model``, if it has that, returns of its submodules."""
+    module = getattr(model, getter, lambda: None)()
+    return module if isinstance(module, nn.Module) and module in names else None
+
+
+class _Heads(PrepareModuleInput):
+    """Of an attention module whose projections are divided: its input as a DTensor, whose gradient is summed once."""
+
+    def __init__(self) -> None:
+        whole: dict[str, Placement] = {"hidden_states": Replicate()}
+        super().__init__(input_kwarg_layouts=whole, desired_input_kwarg_layouts=whole)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        attention: Any = module
+        for child in ("q_proj", "k_proj"):
+            heads = attention.get_submodule(child).out_features // attention.head_dim
+            if heads % device_mesh.size():
+                raise ValueError(
+                    f"the number of heads of {child} must be a multiple of the {device_mesh.size()} ranks, got {heads}"
+                )
+        return super()._apply(module, device_mesh)
+
+
+class _Whole(ParallelStyle):
+    """Parameters and buffers whole on every rank, as DTensors; inputs and outputs are plain tensors, placed alike."""
+
+    def __init__(self, layout: Placement | None = None) -> None:
+        super().__init__()
+        self.layouts = (layout or Replicate(),)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name in dict(module.named_parameters()):
+            _distribute(module, name, device_mesh, Replicate(), self.src_data_rank)
+        for name, buffer in list(module.named_buffers()):
+            whole = distribute_tensor(buffer, device_mesh, [Replicate()], src_data_rank=self.src_data_rank)
+            module.register_buffer(name, whole, persistent=name not in module._non_persistent_buffers_set)
+        layouts = self.layouts
+
+        def place(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            return _place((arguments, named), device_mesh, layouts)
+
+        def take(_: nn.Module, __: object, result: Any) -> Any:
+            return pytree.tree_map_only(DTensor, lambda t: _redistributed(t, layouts, True), result)
+
+        module.register_forward_pre_hook(place, with_kwargs=True)
+        module.register_forward_hook(take)
+        return module
+
+
+class _Tied(ParallelStyle):
+    """Of a model whose embedding and output projection, placed alike, each got a weight of their own: one again."""
+
+    def __init__(self, embedding: str, head: str) -> None:
+        super().__init__()
+        self.embedding, self.head = embedding, head
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.get_submodule(self.head).weight = module.get_submodule(self.embedding).weight
+        return module
+
+
+def _inputs(layer: SparseGatedMLP | SparseMLP) -> list[nn.Linear]:
+    """The projections of x, which need not be children."""
+    return [layer.gate_proj, layer.up_proj] if isinstance(layer, SparseGatedMLP) else [layer.up_proj]
+
+
+def _has_known_heads(module: nn.Module) -> bool:
+    kind = getattr(getattr(module, "config", None), "model_type", None)
+    children = dict(module.named_children())
+    return kind in _BY_HEAD_DIM and all(type(children.get(name)) is nn.Linear for name in _PROJECTIONS)
+
+
+def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, source: int | None) -> None:
+    """Make a parameter of ``module`` a DTensor, from the values that rank ``source`` has; None: each has the whole."""
+    parameter = module.get_parameter(name)
+    placed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=source)
+    module.register_parameter(name, nn.Parameter(placed, parameter.requires_grad))
+
+
+def _place(tree: Any, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Any:
+    """``tree`` with DTensors for the plain tensors in it."""
+
+    def place(t: Tensor) -> Tensor:
+        return t if isinstance(t, DTensor) else DTensor.from_local(t, mesh, placements, run_check=False)
+
+    return pytree.tree_map_only(Tensor, place, tree)
+
+
+def _redistributed(t: DTensor, placements: tuple[Placement, ...], local: bool) -> Tensor:
+    if t.placements != placements:
+        t = t.redistribute(placements=placements)
+    return t.to_local() if local else t

@@ -1,0 +1,300 @@
+"""``SparsityCallback``: the training recipe for the Trainer of transformers."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twell import recipe
+from twell._log import logger
+from twell.recipe import Normalisation, SparsityTracker, StatsWriter, TokenTypes
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError("SparsityCallback is for the Trainer of transformers: pip install twell[train]") from error
+
+_STATE = "sparsity_tracker.pt"
+
+
+class SparsityCallback(TrainerCallback):  # type: ignore[misc]
+    """Adds the L1 term to the loss of a Trainer, tracks how sparse the model becomes, revives dead neurons.
+
+    ::
+
+        model = sparsify(model)
+        Trainer(model, args, train_dataset=data, callbacks=[SparsityCallback(warmup_steps=600)]).train()
+
+    The model's forward pass must return a loss. In training mode the callback adds ``coefficient`` times the warm-up's
+    factor times ``recipe.l1_term`` to it, so that a step's gradient is that of Trainer's loss plus the mean of the term
+    over micro-batches and ranks, however Trainer weighs the former: by tokens or by batches, over devices or not, with
+    fewer micro-batches in the last step of an epoch. The loss that Trainer logs includes the term, evaluation does not.
+
+    Logs of training steps, and ``state.log_history``, gain ``sparsity_l0`` and ``sparsity_l1``, the means over layers
+    since the last log, ``sparsity_dead``, a share of the neurons, and ``sparsity_coefficient``, the one in force. Each
+    layer's figures go where ``recipe.StatsWriter`` writes. A resumed run continues warm-up and files where the
+    checkpoint was made; its first step is observed if the checkpoint does not say which neurons were dead.
+
+    For a loss of your own (``compute_loss_func``, an overridden ``compute_loss`` that does not use the model's loss,
+    label smoothing) there is nothing to add to, which is an error: call ``recipe.record_aux`` and add
+    ``recipe.l1_term`` there, and set ``coefficient`` to 0 here, which leaves the loss alone.
+
+    Args:
+        coefficient: of the L1 term; 2e-5 is the paper's, for models of 0.5 to 2 B parameters. Smaller models have fewer
+            neurons to sum over and want more.
+        normalisation: "token_sum" or "neuron_mean", as in ``recipe.l1_term``.
+        warmup_steps, warmup_start: optimizer steps, as in ``recipe.l1_warmup``.
+        reinitialize: fraction of ``recipe.reinitialize_dead``, which then runs after each optimizer step; 0: never. The
+            paper has 0.1.
+        every, window: as in ``recipe.SparsityTracker``.
+        types: gives the types of tokens from the model's ``input_ids``, as ``recipe.token_types`` makes it.
+        settle_every: with torch_compile, name strategies (``recipe.settle``) at the first log after each so many steps.
+        csv: file for the figures; None: "sparsity.csv" in the output directory.
+        tensorboard, wandb: as in ``recipe.StatsWriter``.
+        seed: of the noise for dead neurons.
+
+    Runs with DDP, FSDP2, torch_compile, bf16 and fp16, and with gradient checkpointing that is not reentrant. Raises
+    ValueError as training begins if the model has no twell layers, with nn.DataParallel (use torchrun), with label
+    smoothing, and with ``reinitialize`` under DeepSpeed, whose own copies of the weights would undo it.
+    """
+
+    def __init__(
+        self,
+        coefficient: float = 2e-5,
+        *,
+        normalisation: Normalisation = "token_sum",
+        warmup_steps: int = 0,
+        warmup_start: int = 0,
+        reinitialize: float = 0.0,
+        every: int = 100,
+        window: int = 1,
+        types: TokenTypes | None = None,
+        settle_every: int | None = None,
+        csv: str | os.PathLike[str] | None = None,
+        tensorboard: bool | str | os.PathLike[str] = True,
+        wandb: bool = True,
+        seed: int = 0,
+    ) -> None:
+        if coefficient < 0:
+            raise ValueError(f"coefficient must not be negative, got {coefficient}")
+        if normalisation not in recipe.NORMALISATIONS:
+            raise ValueError(f"normalisation must be one of {', '.join(recipe.NORMALISATIONS)}, got {normalisation!r}")
+        if not 0 <= reinitialize <= 1:
+            raise ValueError(f"reinitialize must be from 0 to 1, got {reinitialize}")
+        recipe.l1_warmup(0, warmup_steps, warmup_start)
+        self.coefficient, self.normalisation = coefficient, normalisation
+        self.warmup_steps, self.warmup_start = warmup_steps, warmup_start
+        self.reinitialize, self.every, self.window, self.types = reinitialize, every, window, types
+        self.settle_every, self.csv, self.tensorboard, self.wandb, self.seed = (
+            settle_every,
+            csv,
+            tensorboard,
+            wandb,
+            seed,
+        )
+        self.tracker: SparsityTracker | None = None
+        self._writer: StatsWriter | None = None
+        self._model: nn.Module | None = None
+        self._handles: list[Any] = []
+        self._step = 0
+        self._watching = False
+        # first step of the epoch, None before the first epoch, and how many of its steps a resumed run leaves out
+        self._epoch: tuple[int, int] | None = None
+        # micro-batches of this step, and what Trainer multiplies the loss with
+        self._micro_batches = self._scale = 1
+        self._settled = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Find the layers, hook the model."""
+        self._detach()
+        model: nn.Module = kwargs["model"]
+        recipe.layers(model)
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"SparsityCallback: one process per GPU is expected, got nn.DataParallel on {args.n_gpu} GPUs, whose "
+                "copies of the model leave no figures; start with torchrun, or set CUDA_VISIBLE_DEVICES to one GPU"
+            )
+        if args.label_smoothing_factor and self.coefficient:
+            raise ValueError(
+                f"SparsityCallback: label_smoothing_factor must be 0, got {args.label_smoothing_factor}: Trainer then "
+                "computes the loss outside the model; override compute_loss and add twell.recipe.l1_term there, with "
+                "coefficient=0 here"
+            )
+        if self.reinitialize and args.deepspeed:
+            raise ValueError("SparsityCallback: reinitialize must be 0 under DeepSpeed, which keeps copies of weights")
+        self.tracker = SparsityTracker(
+            model, every=self.every, window=self.window, types=self.types.names if self.types else ()
+        )
+        if self.coefficient:
+            recipe.record_aux(model)
+        if state.global_step and self.reinitialize:
+            saved = Path(args.output_dir) / f"checkpoint-{state.global_step}" / _STATE
+            if saved.exists():
+                self.tracker.load_state_dict(torch.load(saved, map_location="cpu", weights_only=True))
+        self._writer = StatsWriter(
+            Path(args.output_dir) / "sparsity.csv" if self.csv is None else self.csv,
+            resume_step=state.global_step or None,
+            tensorboard=self.tensorboard,
+            wandb=self.wandb,
+        )
+        self._model, self._epoch, self._settled = model, None, state.global_step
+        self._scale = _loss_scale(args, model)
+        self._handles = [
+            model.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
+            model.register_forward_hook(_Hook(self._after), with_kwargs=True),
+        ]
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the model as it was."""
+        self._detach()
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Know which step of the epoch the next one is."""
+        skipped = 0
+        if self._epoch is None and not args.ignore_data_skip and (length := _length(kwargs.get("train_dataloader"))):
+            skipped = state.global_step % max(math.ceil(length / args.gradient_accumulation_steps), 1)
+        self._epoch = state.global_step, skipped
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Know how many micro-batches the step has: the last one of an epoch may have fewer."""
+        self._step, self._micro_batches = state.global_step, args.gradient_accumulation_steps
+        length = _length(kwargs.get("train_dataloader"))
+        if length and self._epoch is not None:
+            begun, skipped = self._epoch
+            done = (state.global_step - begun + skipped) * args.gradient_accumulation_steps
+            self._micro_batches = max(min(self._micro_batches, length - done), 1)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Draw dead neurons towards their initialisation."""
+        if self.reinitialize and self.tracker is not None and self._model is not None:
+            recipe.reinitialize_dead(
+                self._model, self.tracker.dead(), self.reinitialize, step=state.global_step, seed=self.seed
+            )
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Add the figures to the logs of a training step, and write them."""
+        if self.tracker is None or self._writer is None or logs is None or not {"loss", "learning_rate"} <= logs.keys():
+            return
+        stats = self.tracker.read()
+        figures = {f"sparsity_{name}": value for name, value in stats.summary().items()}
+        figures["sparsity_coefficient"] = self._coefficient(self._step)
+        logs.update(figures)
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(figures)
+        self._writer.write(state.global_step, stats)
+        if self.settle_every and state.global_step >= self._settled + self.settle_every:
+            self._settled = state.global_step
+            assert self._model is not None
+            for name, (before, after) in recipe.settle(self._model, stats).items():
+                logger.info("%s: strategy %s -> %s", name, before, after)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Put beside the checkpoint which neurons are dead."""
+        if self.reinitialize and self.tracker is not None:
+            saved = self.tracker.state_dict()
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            if state.is_world_process_zero and folder.is_dir():
+                torch.save(saved, folder / _STATE)
+
+    def _detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self.tracker is not None:
+            self.tracker.close()
+        if self._writer is not None:
+            self._writer.close()
+        if self._model is not None:
+            recipe.record_aux(self._model, False)
+        self.tracker = self._writer = self._model = None
+
+    def _coefficient(self, step: int) -> float:
+        return self.coefficient * recipe.l1_warmup(step, self.warmup_steps, self.warmup_start)
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the model."""
+        assert self.tracker is not None
+        # figures of passes that no loss was made of, such as generated text
+        recipe.clear_aux(model)
+        self._watching = model.training and torch.is_grad_enabled()
+        if not self._watching:
+            return
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        positions, types = kwargs.get("position_ids"), None
+        # models of images and text have three positions for each token
+        if isinstance(ids, Tensor) and isinstance(positions, Tensor) and positions.dim() == ids.dim():
+            positions = positions.expand(ids.shape)
+        else:
+            positions = None
+        if isinstance(ids, Tensor) and self.types is not None:
+            types = self.types(ids, positions)
+        self.tracker.begin(self._step, types=types, positions=positions)
+
+    def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Forward hook of the model: its output with the L1 term in the loss."""
+        if not self._watching:
+            return output
+        assert self.tracker is not None
+        self.tracker.end()
+        self._watching = False
+        if not self.coefficient:
+            return output
+        term = recipe.l1_term(model, self.normalisation, several=True)
+        weight = self._coefficient(self._step)
+        if kwargs.get("num_items_in_batch") is not None:
+            # the model has divided by the tokens of all micro-batches, which otherwise Trainer does by their number
+            weight /= self._micro_batches * self._scale
+        return _with_loss(output, lambda loss: loss + weight * term.to(loss.device))
+
+
+class _Hook:
+    """A hook of the model that its copies, an average of its weights for instance, do not have."""
+
+    def __init__(self, function: Callable[..., Any] | None) -> None:
+        self.function = function
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"function": None}
+
+    # what it calls counts steps and writes attributes; the forward pass that it surrounds is compiled all the same
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *arguments: Any) -> Any:
+        return None if self.function is None else self.function(*arguments)
+
+
+def _with_loss(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``output`` of a model of transformers with another loss."""
+    loss = output.get("loss") if isinstance(output, dict) else output[0] if isinstance(output, tuple) else None
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ValueError(
+            f"SparsityCallback: the model must return its loss in training mode, got {type(output).__name__} without: "
+            "a loss that is computed outside the model, by compute_loss_func or an overridden compute_loss, takes "
+            "twell.recipe.l1_term there, with coefficient=0 here"
+        )
+    if isinstance(output, tuple):
+        return (change(loss), *output[1:])
+    output["loss"] = change(loss)
+    return output
+
+
+def _length(dataloader: Any) -> int | None:
+    """Batches of an epoch on this rank, None where that is unknown."""
+    try:
+        return len(dataloader)
+    except TypeError:
+        return None
+
+
+def _loss_scale(args: Any, model: Any) -> int:
+    """What Trainer multiplies a loss with that was divided by the tokens of all devices: DDP will average."""
+    if not args.average_tokens_across_devices:
+        return 1
+    parallel = getattr(args, "parallelism_config", None)
+    tensor_parallel = getattr(model, "_tp_size", None) or getattr(parallel, "tp_size", None) or 1
+    return max(int(args.world_size) // int(tensor_parallel), 1)

@@ -1,0 +1,350 @@
+"""Models of Hugging Face transformers with their feed-forward layers through twell. ``pip install twell[hf]``.
+
+``sparsify`` takes a model that is there. ``SparseLlamaForCausalLM`` and ``SparseQwen2ForCausalLM`` are sparse from the
+start, for training from scratch and for checkpoints; importing this module makes the Auto classes know them::
+
+    import twell.integrations.transformers as twell_hf
+    model = twell_hf.sparsify(AutoModelForCausalLM.from_pretrained("facebook/opt-125m"))
+    model = twell_hf.SparseLlamaForCausalLM.from_pretrained("SakanaAI/SparseLM0.5B", dtype=torch.bfloat16)
+
+``generate`` works as with any model. The prompt's tokens run through the kernels for many tokens and each further
+token through those for few, which the operators choose by the number of rows. On a GPU the host is the bound for small
+batches; with a static cache transformers compiles the decoding step into CUDA graphs::
+
+    model.generate(**inputs)  # once, eagerly: a graph keeps what strategy="auto" had chosen before it was made
+    model.generate(**inputs, cache_implementation="static")  # its first call compiles
+
+Where that choice is to be made by hand, ``torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)`` in
+place of ``model.forward`` does the same for the static cache.
+
+Saved files hold ``down_proj.weight`` [hidden, intermediate], contiguous, as the stock classes do, so they load either
+way. In memory it is the transposed view of one contiguous row per neuron. For ``fully_shard`` (FSDP2) call
+``twell.nn.set_down_layout(model, "linear")`` first. Weights that accelerate offloads to the CPU or to disk are not seen
+by the layers: keep them on the device.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from twell import _checkpoint, _sparsify
+from twell._log import logger
+from twell.functional import Strategy
+from twell.nn import SparseGatedMLP, SparseMLP, _keep_rows, _SparseFFN
+
+try:
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+        PreTrainedModel,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+    )
+    from transformers.modeling_utils import load_state_dict
+except ImportError:
+    raise ImportError("twell.integrations.transformers needs transformers: pip install twell[hf]") from None
+
+# after transformers, whose absence it would report in other words
+from twell.integrations._trainer import SparsityCallback
+
+__all__ = [
+    "SparseLlamaConfig",
+    "SparseLlamaForCausalLM",
+    "SparseQwen2Config",
+    "SparseQwen2ForCausalLM",
+    "SparsityCallback",
+    "sparsify",
+]
+
+# What configurations call their activation.
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+_OWN_KEYS = ("sparsity_strategy", "sparsity_compression", _checkpoint.LAYOUT_KEY)
+
+
+def sparsify(
+    model: Any,
+    *,
+    activation: Literal["relu"] | None = None,
+    filter_fn: _sparsify.Filter | None = None,
+    compression: int = 8,
+    strategy: Strategy = "auto",
+) -> Any:
+    """``model``, a ``PreTrainedModel``, with its ReLU feed-forward layers through twell, in place.
+
+    For Llama, Qwen2, Qwen3, Mistral, Gemma and others with ``gate_proj``, ``up_proj`` and ``down_proj``, for non-gated
+    layers and for OPT, with and without a head; ``twell.sparsify_``, which does it, tells what is recognised, what is
+    kept and what the arguments are. Files that ``save_pretrained`` writes are those of the stock class.
+
+    A model with another activation, SiLU for most, is refused, as its hidden state has no zeros. ``activation="relu"``
+    says that it will be trained with ReLU: this changes what it computes, and its configuration with it, so that
+    ``from_pretrained`` of the stock class computes the same. The configuration speaks for all layers, so ``filter_fn``
+    must then take all of them.
+
+    Returns the very ``model``. Raises TypeError or ValueError, and then nothing has changed: as ``twell.sparsify_``,
+    for a mixture of experts, and for a quantised model.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"sparsify: model must be a transformers.PreTrainedModel, got {type(model).__name__}; of an adapter take "
+            "the merged model, and for other modules twell.sparsify_"
+        )
+    for config in _configs(model):
+        if experts := [key for key in _EXPERTS if isinstance(n := getattr(config, key, None), int) and n > 1]:
+            raise ValueError(
+                f"sparsify: model must be dense, got a mixture of experts ({experts[0]} = "
+                f"{getattr(config, experts[0])}): experts are no nn.Linear layers of their own but slices of one "
+                "tensor, or few tokens each; twell.sparsify_ with a filter_fn takes the dense layers among them"
+            )
+    if getattr(model, "quantization_method", None) is not None:
+        raise ValueError(f"sparsify: model must have 16-bit weights, got one quantised by {model.quantization_method}")
+    planned = _sparsify.plan(model, filter_fn, activation, strategy)
+    changed = [candidate for candidate in planned.candidates if candidate.was is not None]
+    if changed and planned.left:
+        raise ValueError(
+            'sparsify: filter_fn must take every layer where activation="relu" changes the activation, as the '
+            f"configuration has one for all, got False for {planned.left[0]!r}; twell.sparsify_ leaves the "
+            "configuration alone"
+        )
+    _sparsify.apply(model, planned, compression, strategy)
+    for layer in _sparsify.layers(model).values():
+        for module in layer.modules():
+            # transformers initialises what has no such mark when more weights are loaded later
+            module._is_hf_initialized = True  # type: ignore[assignment]
+    for candidate in changed:
+        _set_relu(_owner(model, candidate.name).config)
+    return model
+
+
+def _configs(model: Any) -> list[Any]:
+    """The configuration of a model and, if it has one of its own, that of its text part."""
+    config = model.config
+    text = config.get_text_config()
+    return [config] if text is config else [config, text]
+
+
+def _owner(model: Any, name: str) -> Any:
+    """The innermost model around a module: parts of a model may have configurations of their own."""
+    owner, module = model, model
+    for key in filter(None, name.split(".")):
+        module = getattr(module, key)
+        owner = module if isinstance(module, PreTrainedModel) else owner
+    return owner
+
+
+def _set_relu(config: Any) -> None:
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        for key in _ACTIVATIONS:
+            if isinstance(getattr(part, key, None), str):
+                setattr(part, key, "relu")
+
+
+class _SparseConfig:
+    """What both configurations share: reading those of stock models and of the paper's."""
+
+    model_type: str
+    # of checkpoints with the same tensors: the stock model's, and what the paper's training code writes
+    _read_as_own: tuple[str, ...] = ()
+
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """As the base class, without a warning for configurations of the models that this one reads."""
+        content, unused = super().get_config_dict(*args, **kwargs)  # type: ignore[misc]
+        if content.get("model_type") in cls._read_as_own:
+            content["model_type"] = cls.model_type
+        return content, unused
+
+
+def _fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a configuration as the paper's code reads them, if they are of it."""
+    # the class has its own, which that of another's content must not hide
+    fields.pop("model_type", None)
+    theirs = [key for key in fields if key.startswith("sparsity_") and key not in _OWN_KEYS]
+    if theirs and fields["hidden_act"] != "relu":
+        logger.info(
+            "the layers apply ReLU, as %s is set, whatever hidden_act says: %r", theirs[0], fields["hidden_act"]
+        )
+        fields["hidden_act"] = "relu"
+    if fields.get("sparsity_new_intermediate_size") is not None:
+        fields["intermediate_size"] = fields["sparsity_new_intermediate_size"]
+    return fields
+
+
+class SparseLlamaConfig(_SparseConfig, LlamaConfig):  # type: ignore[misc]
+    """``LlamaConfig`` of a model whose feed-forward layers are twell's, ``model_type`` "sparse_llama".
+
+    Args:
+        hidden_act: "relu"; the model refuses any other.
+        sparsity_strategy: "auto", "row", "union" or "dense", of every layer, as in ``twell.sparse_gated_ffn``.
+        sparsity_compression: 2, 4 or 8, likewise.
+        sparsity_down_layout: of a checkpoint's files: "linear" if down weights are stored [hidden, intermediate],
+            "rows" if [intermediate, hidden]. Needed where both are equal, else the shape tells. Always "linear" in what
+            ``save_pretrained`` of the model writes. May be given to ``from_pretrained``, too.
+        sparsity_gated_mlp: False for layers without a gate, ``twell.nn.SparseMLP``. A key of the paper's
+            configurations, as is ``sparsity_new_intermediate_size``; with any of these ``hidden_act`` counts as "relu".
+
+    All other arguments are those of ``LlamaConfig``.
+    """
+
+    model_type = "sparse_llama"
+    _read_as_own = ("llama", "llama_sparse_relu")
+    # a layer has no projections that could be called one by one; twell.distributed has plans for it
+    base_model_tp_plan = {k: v for k, v in (LlamaConfig.base_model_tp_plan or {}).items() if ".mlp." not in k}  # noqa: RUF012
+
+    def __init__(
+        self,
+        hidden_act: str = "relu",
+        sparsity_strategy: str = "auto",
+        sparsity_compression: int = 8,
+        sparsity_down_layout: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        fields = _fields({"hidden_act": hidden_act, **kwargs})
+        own = (sparsity_strategy, sparsity_compression, sparsity_down_layout)
+        super().__init__(**fields, **dict(zip(_OWN_KEYS, own)))
+
+
+class SparseQwen2Config(_SparseConfig, Qwen2Config):  # type: ignore[misc]
+    """``Qwen2Config`` likewise, ``model_type`` "sparse_qwen2"; the further arguments are ``SparseLlamaConfig``'s."""
+
+    model_type = "sparse_qwen2"
+    _read_as_own = ("qwen2", "qwen2_sparse_relu")
+    base_model_tp_plan = {k: v for k, v in (Qwen2Config.base_model_tp_plan or {}).items() if ".mlp." not in k}  # noqa: RUF012
+
+    def __init__(
+        self,
+        hidden_act: str = "relu",
+        sparsity_strategy: str = "auto",
+        sparsity_compression: int = 8,
+        sparsity_down_layout: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        fields = _fields({"hidden_act": hidden_act, **kwargs})
+        own = (sparsity_strategy, sparsity_compression, sparsity_down_layout)
+        super().__init__(**fields, **dict(zip(_OWN_KEYS, own)))
+
+
+class _SparseModel:
+    """What both models share: their layers, and files with down weights stored either way."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        expected = type(self).config_class  # type: ignore[attr-defined]
+        if not isinstance(config, expected):
+            raise TypeError(
+                f"{type(self).__name__}: config must be a {expected.__name__}, got {type(config).__name__}; "
+                f"{expected.__name__}(**config.to_dict()) makes one"
+            )
+        if config.hidden_act != "relu":
+            raise ValueError(
+                f'{type(self).__name__}: hidden_act must be "relu", got {config.hidden_act!r}: what is skipped are the '
+                "neurons that ReLU sets to zero, and other activations have none. A model pretrained with another must "
+                'be trained further with ReLU first (arXiv 2310.04564); hidden_act="relu" says that you mean to'
+            )
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        # after their initialisation, so that a seed gives the weights that it gives the stock model
+        for block in self.model.layers:  # type: ignore[attr-defined]
+            block.mlp = _layer(block.mlp, config)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As of the stock class, for files of this class, of the stock class and of the paper's code.
+
+        Down weights may be stored [hidden, intermediate] or [intermediate, hidden], in safetensors or pickled, whole
+        or in shards; which it is, the shape and the configuration tell. Raises ValueError for square ones without
+        ``sparsity_down_layout`` in the configuration or among the arguments.
+        """
+        loaded = super().from_pretrained(*args, **kwargs)  # type: ignore[misc]
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        _restore_rows(model)
+        return loaded
+
+    @classmethod
+    def _load_pretrained_model(
+        cls,
+        model: Any,
+        state_dict: dict[str, Tensor] | None,
+        checkpoint_files: list[str] | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        # both versions of transformers come by here when files are found and the model is made, on meta
+        converted = _as_linear(model.config, state_dict, checkpoint_files)
+        model.config.sparsity_down_layout = "linear"
+        return super()._load_pretrained_model(model, converted, checkpoint_files, *args, **kwargs)  # type: ignore[misc]
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the stock class; down weights are stored [hidden, intermediate]."""
+        self.config.sparsity_down_layout = "linear"  # type: ignore[attr-defined]
+        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+
+
+def _layer(mlp: Any, config: Any) -> SparseGatedMLP | SparseMLP:
+    options: dict[str, Any] = {"compression": config.sparsity_compression, "strategy": config.sparsity_strategy}
+    if getattr(config, "sparsity_gated_mlp", True):
+        return SparseGatedMLP.from_linear(mlp.gate_proj, mlp.up_proj, mlp.down_proj, **options)
+    return SparseMLP.from_linear(mlp.up_proj, mlp.down_proj, **options)
+
+
+def _restore_rows(model: nn.Module) -> None:
+    """Lay down weights out as the kernels read them, which loading does not keep."""
+    for layer in model.modules():
+        if isinstance(layer, _SparseFFN):
+            # a tensor can only take the data of its own kind
+            with torch.inference_mode(layer.down_proj.weight.is_inference()), torch.no_grad():
+                _keep_rows(layer, None)
+
+
+def _as_linear(config: Any, state_dict: dict[str, Tensor] | None, files: list[str] | None) -> dict[str, Tensor] | None:
+    """The state dict to load: the one given or, if files hold rows, theirs, with such weights transposed; else None."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    metadata: dict[str, dict[str, str] | None] = {}
+    if state_dict is None:
+        for file in files or ():
+            if file.endswith(".safetensors"):
+                header = _checkpoint.read_header(Path(file))
+                shapes |= {name: stored.shape for name, stored in header.tensors.items()}
+                metadata |= dict.fromkeys(header.tensors, header.metadata)
+            else:
+                shapes |= {name: tuple(t.shape) for name, t in load_state_dict(file).items()}
+    else:
+        shapes = {name: tuple(t.shape) for name, t in state_dict.items()}
+    try:
+        found = _checkpoint.layouts(shapes, config.to_dict(), metadata or None)
+    except ValueError as error:
+        hint = f"; from_pretrained takes {_checkpoint.LAYOUT_KEY} as an argument"
+        raise ValueError(f"{error}{hint if config.hidden_size == config.intermediate_size else ''}") from None
+    rows = [name for name, layout in found.items() if layout == "rows"]
+    if not rows:
+        return state_dict
+    logger.info("%d down weights are stored [intermediate, hidden]", len(rows))
+    if state_dict is None:
+        # memory-mapped, as transformers' own reading is
+        state_dict = {name: t for file in files or () for name, t in load_state_dict(file).items()}
+    return {**state_dict, **{name: state_dict[name].t() for name in rows}}
+
+
+class SparseLlamaForCausalLM(_SparseModel, LlamaForCausalLM):  # type: ignore[misc]
+    """``LlamaForCausalLM`` whose ``mlp`` of each block is a ``twell.nn.SparseGatedMLP``; see ``SparseLlamaConfig``.
+
+    Same keys, shapes and initial values as the stock model with ``hidden_act="relu"``. Raises ValueError for another.
+    """
+
+    config_class = SparseLlamaConfig
+
+
+class SparseQwen2ForCausalLM(_SparseModel, Qwen2ForCausalLM):  # type: ignore[misc]
+    """``Qwen2ForCausalLM`` likewise; see ``SparseQwen2Config``."""
+
+    config_class = SparseQwen2Config
+
+
+for _config, _model in ((SparseLlamaConfig, SparseLlamaForCausalLM), (SparseQwen2Config, SparseQwen2ForCausalLM)):
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)
+    AutoModelForCausalLM.register(_config, _model, exist_ok=True)

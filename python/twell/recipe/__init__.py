@@ -1,0 +1,64 @@
+"""The recipe of arXiv 2603.23198 for training sparse models, as plain functions.
+
+::
+
+    recipe.record_aux(model)
+    tracker = recipe.SparsityTracker(model, every=100)
+    writer = recipe.StatsWriter("sparsity.csv")
+    for step, (ids, labels) in enumerate(batches):
+        with tracker.watch(step):
+            loss = cross_entropy(model(ids), labels)
+        loss = loss + 2e-5 * recipe.l1_warmup(step, 600) * recipe.l1_term(model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        recipe.reinitialize_dead(model, tracker.dead(), step=step)
+        if step % 10 == 0:
+            writer.write(step, tracker.read())
+
+Of these ``l1_term`` is all that the method needs; the paper's own numbers are without reinitialisation unless it says
+so. For the Trainer of transformers there is ``twell.integrations.transformers.SparsityCallback``.
+
+Under torch.compile: call ``record_aux`` and make the tracker before the first step. A graph keeps the strategy that it
+was traced with, in training usually "dense"; ``settle`` names better ones from measured figures and has it traced
+anew. Activation checkpointing needs ``use_reentrant=False``; inside a graph compiled with ``fullgraph=True`` also
+``torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True``, while without fullgraph, or where the
+checkpoint surrounds compiled blocks, nothing is needed.
+"""
+
+from twell.recipe._aux import (
+    NORMALISATIONS,
+    Normalisation,
+    clear_aux,
+    convert_coefficient,
+    l1_term,
+    l1_warmup,
+    layers,
+    record_aux,
+)
+from twell.recipe._reinitialize import reinitialize_dead
+from twell.recipe._strategies import settle, strategies
+from twell.recipe._tracker import POSITIONS, LayerStats, SparsityStats, SparsityTracker
+from twell.recipe._types import TokenTypes, token_types
+from twell.recipe._writers import StatsWriter
+
+__all__ = [
+    "NORMALISATIONS",
+    "POSITIONS",
+    "LayerStats",
+    "Normalisation",
+    "SparsityStats",
+    "SparsityTracker",
+    "StatsWriter",
+    "TokenTypes",
+    "clear_aux",
+    "convert_coefficient",
+    "l1_term",
+    "l1_warmup",
+    "layers",
+    "record_aux",
+    "reinitialize_dead",
+    "settle",
+    "strategies",
+    "token_types",
+]

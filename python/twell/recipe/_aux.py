@@ -1,0 +1,275 @@
+"""What layers leave of each call: figures for the loss and the tracker, kept by hooks that compiled graphs run too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from twell._compaction import MLP, _gate
+from twell.functional import Aux
+from twell.nn import SparseGatedMLP, SparseMLP
+
+Normalisation = Literal["token_sum", "neuron_mean"]
+NORMALISATIONS = ("token_sum", "neuron_mean")
+
+# Calls of one layer that may wait to be read. A model that is called this often has been forgotten.
+_MOST_UNREAD = 1024
+
+# what wrappers put into the names of modules
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+class Recorder:
+    """What the hooks of one layer keep of its calls in training mode, until it is read.
+
+    calls: the figures with their graphs, for the loss. figures: detached, for the tracker. inputs: of calls in compiled
+    graphs, which the tracker counts afterwards; others it counts at once, by ``observe``.
+
+    Copies keep nothing and record nothing.
+    """
+
+    def __init__(self) -> None:
+        self.term = self.tracked = self.observing = False
+        self.observe: Callable[[Tensor], None] | None = None
+        self.calls: list[Aux] = []
+        self.figures: list[Aux] = []
+        self.inputs: list[Tensor] = []
+        self.handles: list[Any] = []
+        # the strategy that ``settle`` gave the layer
+        self.settled: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return Recorder().__dict__
+
+    def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook: what the layer is called on."""
+        if not (self.observing and layer.training):
+            return
+        x = args[0] if args else kwargs.get("x")
+        if not isinstance(x, Tensor):
+            # the layer itself refuses it
+            return
+        if torch.compiler.is_compiling():
+            x = x.detach()
+            # autocast is over when this is counted
+            if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+                x = x.to(torch.get_autocast_dtype(x.device.type))
+            self.inputs.append(x)
+        elif self.observe is not None and not _recomputing():
+            self.observe(x.detach())
+
+    def after(self, layer: Any, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook: the figures that the call left."""
+        aux = layer.aux
+        if aux is None or not layer.training:
+            return
+        if not torch.compiler.is_compiling():
+            if _recomputing():
+                layer.aux = None
+                return
+            if max(len(self.calls), len(self.figures)) >= _MOST_UNREAD:
+                # such as generating text, which no loss will be made of
+                if not torch.is_grad_enabled():
+                    return
+                raise RuntimeError(
+                    f"a layer was called {_MOST_UNREAD} times in training mode, and nobody read what it recorded: call "
+                    "l1_term after each forward pass (a SparsityTracker: use watch), or record_aux(model, False)"
+                )
+        if self.term:
+            self.calls.append(aux)
+        if self.tracked:
+            self.figures.append(Aux(aux.l1.detach(), aux.l0))
+
+
+def _recomputing() -> bool:
+    """Whether a checkpoint is computed anew, within backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def whole(t: Tensor) -> Tensor:
+    """What a DTensor holds on all ranks together, differentiably; other tensors as they are."""
+    full: Tensor = t.full_tensor() if hasattr(t, "full_tensor") else t
+    return full
+
+
+def layers(model: nn.Module) -> dict[str, MLP]:
+    """The twell layers of ``model`` by qualified name, without what compiling, DDP, FSDP and checkpointing add to it.
+
+    A layer with several names has the first. Raises TypeError for what is no module, ValueError if there is no layer.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    found = {
+        _clean(name): layer
+        for name, layer in _unwrapped(model).named_modules()
+        if isinstance(layer, (SparseGatedMLP, SparseMLP))
+    }
+    if not found:
+        raise ValueError(
+            f"model must have layers of twell.nn, got none in {type(model).__name__}; twell.sparsify_ puts them in the "
+            "place of a model's feed-forward layers"
+        )
+    return found
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        module: nn.Module = model.module
+        return module
+    return model
+
+
+def _clean(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def recorder_of(layer: nn.Module) -> Recorder:
+    """The recorder of ``layer``, hooked to it; a new one where it has none."""
+    recorder = getattr(layer, "_recorder", None)
+    if not isinstance(recorder, Recorder) or not recorder.handles:
+        recorder = Recorder()
+        recorder.handles = [
+            layer.register_forward_pre_hook(recorder.before, with_kwargs=True),
+            layer.register_forward_hook(recorder.after),
+        ]
+        setattr(layer, "_recorder", recorder)  # noqa: B010
+    return recorder
+
+
+def release(layer: MLP) -> None:
+    """Take the hooks off ``layer`` if nothing needs them any more."""
+    recorder = getattr(layer, "_recorder", None)
+    if recorder is not None and not (recorder.term or recorder.tracked):
+        for handle in recorder.handles:
+            handle.remove()
+        del layer._recorder
+        layer.record_aux, layer.aux = False, None
+
+
+def record_aux(model: nn.Module, enabled: bool = True) -> None:
+    """Have every twell layer of ``model`` record L1 and L0 of its calls in training mode for ``l1_term``, or stop it.
+
+    Costs two reductions that the kernels do anyway, and no synchronisation. Call it before ``torch.compile`` or at
+    least before the first step of a compiled model. What activation checkpointing computes anew is not recorded
+    again. Copies of the model record nothing until they are told to. Raises ValueError if there is no twell layer.
+    """
+    for layer in layers(model).values():
+        if enabled:
+            recorder_of(layer).term = layer.record_aux = True
+        elif (recorder := getattr(layer, "_recorder", None)) is not None:
+            recorder.term = False
+            recorder.calls.clear()
+            release(layer)
+
+
+def clear_aux(model: nn.Module) -> None:
+    """Forget what the layers of ``model`` recorded for ``l1_term`` and nobody read."""
+    for layer in layers(model).values():
+        layer.aux = None
+        if (recorder := getattr(layer, "_recorder", None)) is not None:
+            recorder.calls.clear()
+
+
+def l1_term(model: nn.Module, normalisation: Normalisation = "token_sum", *, several: bool = False) -> Tensor:
+    """The L1 term of the training loss, a 0-d tensor: the mean over layers of the mean over tokens of ``|h|``.
+
+    h is the hidden state, ``relu(gate) * up`` or ``relu(up)``. Over the neurons of a token ``|h|`` is
+
+    - summed by "token_sum": what arXiv 2603.23198 adds to the cross-entropy, with coefficient 2e-5;
+    - averaged by "neuron_mean": a layer with N neurons has 1/N of that, and the same term needs N times the
+      coefficient. ``convert_coefficient`` converts.
+
+    Use it after each forward pass of a model that has been through ``record_aux``::
+
+        loss = cross_entropy + coefficient * recipe.l1_term(model)
+
+    All tokens of a batch count, padding too. With gradient accumulation each micro-batch has its own term, scaled as
+    its cross-entropy is; ranks that average gradients average the term.
+
+    Args:
+        several: take the mean over all calls where a layer was called more than once since the last read: layers that
+            share weights, or several forward passes for one loss. Otherwise that is an error.
+
+    Reading clears. Raises RuntimeError if a layer recorded nothing, or more than one call, or if its L1 requires no
+    gradient although its weights do.
+    """
+    if normalisation not in NORMALISATIONS:
+        raise ValueError(f"normalisation must be one of {', '.join(NORMALISATIONS)}, got {normalisation!r}")
+    found, recorded = layers(model), {}
+    for name, layer in found.items():
+        recorder = getattr(layer, "_recorder", None)
+        if recorder is None or not recorder.term:
+            raise RuntimeError(f"l1_term: {name or 'the layer'} records nothing: call record_aux(model) first")
+        recorded[name] = list(recorder.calls)
+        recorder.calls.clear()
+        layer.aux = None
+    means = []
+    for name, layer in found.items():
+        _require_usable(name, layer, recorded[name], several)
+        for aux in recorded[name]:
+            l1 = whole(aux.l1)
+            means.append(l1 if normalisation == "token_sum" else l1 / layer.intermediate)
+    device = means[0].device
+    term = torch.stack([mean.to(device) for mean in means]).mean()
+    if term.requires_grad and not torch.compiler.is_compiling():
+        term.register_hook(lambda _: _forget_recomputed(list(found.values())))  # type: ignore[no-untyped-call]
+    return term
+
+
+def _require_usable(name: str, layer: MLP, calls: list[Aux], several: bool) -> None:
+    name = name or "the layer"
+    if not calls:
+        mode = "is in eval mode, where nothing is recorded" if not layer.training else "was not called"
+        raise RuntimeError(
+            f"l1_term: {name} recorded nothing since the last read: it {mode}, or a model compiled before record_aux "
+            "skipped its hooks (torch.compiler.reset() helps)"
+        )
+    if len(calls) > 1 and not several:
+        raise RuntimeError(
+            f"l1_term: {name} was called {len(calls)} times since the last read; several=True takes the mean over all "
+            "calls, clear_aux(model) forgets calls that no loss is made of"
+        )
+    if torch.is_grad_enabled() and not all(aux.l1.requires_grad for aux in calls):
+        if any(parameter.requires_grad for parameter in (*_gate(layer).parameters(), *layer.parameters())):
+            raise RuntimeError(
+                f"l1_term: the L1 of {name} requires no grad, so that the term would not train it: the layer ran under "
+                "no_grad, as in activation checkpointing with use_reentrant=True. Use use_reentrant=False (in "
+                'transformers gradient_checkpointing_kwargs={"use_reentrant": False})'
+            )
+
+
+def _forget_recomputed(found: list[Any]) -> None:
+    """Called as backward begins: at its end, drop what compiled layers in a checkpoint record when they run anew."""
+    before = [(layer, recorder_of(layer).calls, len(recorder_of(layer).calls)) for layer in found]
+
+    def forget() -> None:
+        for layer, calls, count in before:
+            del calls[count:]
+            layer.aux = None
+
+    torch.autograd.Variable._execution_engine.queue_callback(forget)
+
+
+def convert_coefficient(coefficient: float, neurons: int, source: Normalisation, target: Normalisation) -> float:
+    """The coefficient that gives the same loss under ``target`` as ``coefficient`` under ``source``, for N ``neurons``.
+
+    2e-5 of "token_sum" is 0.11264 of "neuron_mean" where N = 5,632.
+    """
+    for name in (source, target):
+        if name not in NORMALISATIONS:
+            raise ValueError(f"normalisation must be one of {', '.join(NORMALISATIONS)}, got {name!r}")
+    if source == target:
+        return coefficient
+    return coefficient * neurons if target == "neuron_mean" else coefficient / neurons
+
+
+def l1_warmup(step: int, warmup_steps: int, start: int = 0) -> float:
+    """The factor on the coefficient in ``step``: 0 up to ``start``, then linear, 1 from ``start + warmup_steps`` on."""
+    if warmup_steps < 0 or start < 0:
+        raise ValueError(f"warmup_steps and start must not be negative, got {warmup_steps} and {start}")
+    if step >= start + warmup_steps:
+        return 1.0
+    return 0.0 if step < start else (step - start) / warmup_steps

@@ -1,0 +1,106 @@
+"""Dead neurons drawn back towards their initialisation."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twell import _compaction
+from twell.nn import SparseGatedMLP, SparseMLP
+from twell.recipe._aux import layers
+
+
+@torch.no_grad()
+def reinitialize_dead(
+    module: nn.Module,
+    dead: Tensor | Mapping[str, Tensor],
+    fraction: float = 0.1,
+    std: float = 0.02,
+    generator: torch.Generator | None = None,
+    *,
+    step: int | None = None,
+    seed: int = 0,
+) -> None:
+    """``W <- (1 - fraction) W + fraction N(0, std^2)`` on the gate rows of dead neurons, in place, and on no others.
+
+    Row n of the gate's weight [N, K] (of the up projection where there is no gate) is what neuron n is fired by, a
+    column in the paper's notation (arXiv 2603.23198, fraction 0.1, std 0.02). Call it after each optimizer step, as
+    long as neurons are dead::
+
+        recipe.reinitialize_dead(model, tracker.dead(), step=step)
+
+    Args:
+        module: a layer, or a model with layers.
+        dead: bool [N] on the layer's device; for a model a mapping from names of layers, as ``SparsityTracker.dead``
+            has them, to these. Layers that it does not name stay as they are.
+        generator: draws the noise, on the weights' device. All ranks must have it in the same state.
+        step: without ``generator``, the noise is that of ``seed``, of this step and of the layer's place: the same on
+            all ranks, and after a resume.
+
+    Nothing waits for the device, so the cost is the same whether or not a neuron is dead: for each layer named a draw
+    of [N, K] numbers and two passes over the weight. DTensors (FSDP2, tensor parallel) get what the whole weight would:
+    each rank draws the noise of all N neurons and uses its part. Flat parameters (FSDP1, ZeRO-3) are refused;
+    FSDP1 has ``summon_full_params``.
+
+    The optimizer's state stays as it is. A dead neuron has no gradient, so its moments have decayed to nothing; weight
+    decay applies to it as ever. An optimizer that keeps fp32 copies of 16-bit weights of its own overwrites what this
+    does; do it to those copies then. Biases stay, so a neuron whose bias alone keeps it silent may stay dead.
+    """
+    if not 0 < fraction <= 1 or std < 0:
+        raise ValueError(f"fraction must be in (0, 1] and std not negative, got {fraction} and {std}")
+    if (generator is None) == (step is None):
+        raise ValueError("either generator or step must say what noise to draw, got both or neither")
+    found = layers(module)
+    if isinstance(dead, Tensor):
+        if not isinstance(module, (SparseGatedMLP, SparseMLP)):
+            raise TypeError("dead must map names of layers to masks where module is a model, got a tensor")
+        dead = {"": dead}
+    if unknown := dead.keys() - found.keys():
+        raise ValueError(f"dead must name layers of the module ({', '.join(found)}), got {', '.join(sorted(unknown))}")
+    for place, (name, layer) in enumerate(found.items()):
+        if name not in dead:
+            continue
+        weight, mask = _gate_weight(name, layer), dead[name]
+        if mask.dtype != torch.bool or mask.shape != (weight.shape[0],):
+            raise ValueError(
+                f"dead of {name or 'the layer'} must be bool [{weight.shape[0]}], got {mask.dtype} {list(mask.shape)}"
+            )
+        source = generator
+        if source is None:
+            # neighbouring steps and layers get seeds far apart
+            drawn = random.Random(f"{seed} {step} {place}").getrandbits(62)
+            source = torch.Generator(weight.device).manual_seed(drawn)
+        _reinitialize(weight, mask, fraction, std, source)
+
+
+def _reinitialize(weight: Any, mask: Tensor, fraction: float, std: float, generator: torch.Generator) -> None:
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    noise = torch.randn(weight.shape, generator=generator, device=weight.device, dtype=wide)
+    rows = mask[:, None].expand(weight.shape)
+    if hasattr(weight, "placements"):
+        noise, rows, weight = _part(noise, weight), _part(rows, weight), weight.to_local()
+    drawn = torch.lerp(weight.to(wide), noise * std, fraction)
+    weight.copy_(torch.where(rows, drawn.to(weight.dtype), weight))
+
+
+def _part(whole: Tensor, like: Any) -> Tensor:
+    """What this rank holds of ``whole``, which all ranks have, if it is placed as the DTensor ``like`` is."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    replicas = DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+    local: Tensor = replicas.redistribute(placements=like.placements).to_local()
+    return local
+
+
+def _gate_weight(name: str, layer: Any) -> Tensor:
+    weight: Tensor = _compaction._gate(layer).weight
+    if weight.dim() != 2 or weight.shape[0] != layer.intermediate:
+        raise ValueError(
+            f"the gate of {name or 'the layer'} must have {layer.intermediate} rows, got {list(weight.shape)}: weights "
+            "of FSDP1 are whole within summon_full_params, those of fully_shard (FSDP2) need nothing"
+        )
+    return weight

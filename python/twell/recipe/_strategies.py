@@ -1,0 +1,60 @@
+"""Which strategy layers run, and naming it from measurements where a compiled graph could not choose by itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from twell import _auto, tuning
+from twell._auto import AutoStrategy
+from twell.nn import SparseGatedMLP, explain
+from twell.recipe._aux import layers, recorder_of
+
+if TYPE_CHECKING:
+    from twell.recipe._tracker import SparsityStats
+
+
+def strategies(model: nn.Module) -> dict[str, str]:
+    """The strategy that most training calls of each layer run so far, by its name; ``twell.explain`` says why.
+
+    Of a layer not called in training it is that of other calls, "auto" where there were none. Nothing waits.
+    """
+    chosen = {}
+    for name, layer in layers(model).items():
+        rows = explain(layer).rows
+        training = [row for row in rows if row.kind == "training"] or list(rows)
+        # a graph does not count its calls, and whoever compiles runs little else
+        chosen[name] = max(training, key=lambda row: (bool(row.graph), row.calls)).strategy
+    return chosen
+
+
+def settle(model: nn.Module, stats: SparsityStats) -> dict[str, tuple[str, str]]:
+    """Name for each layer with strategy "auto" the one that ``stats`` call for in training; what changed, (old, new).
+
+    Eager layers need no help: "auto" measures and chooses. A compiled graph keeps the choice that it was traced with,
+    usually "dense" in training, because nothing had been measured. Changing ``strategy`` makes torch.compile trace the
+    layer anew at its next call, so call this rarely, as sparsity settles: after a tenth of the run, say, then each time
+    that the non-zeros have halved. Layers that it named before are decided anew, with 2 % to gain at least; those that
+    the caller named stay, as do layers that were not observed and layers on devices that leave no choice.
+    ``layer.strategy = "auto"`` undoes it, for inference for instance, where another strategy may be best.
+
+    ``stats`` are from ``SparsityTracker.read`` and the same on all ranks, and so are the names.
+    """
+    changes = {}
+    figures = {row.layer: row for row in stats.layers}
+    for name, layer in layers(model).items():
+        row, before = figures.get(name), layer.strategy
+        weight = layer.down_proj.weight
+        settled = getattr(getattr(layer, "_recorder", None), "settled", None)
+        free = before == "auto" or isinstance(before, AutoStrategy) or before == settled
+        if row is None or row.observed_l0 is None or not free or _auto.forced(weight.device.type, weight.device.index):
+            continue
+        gated, k = isinstance(layer, SparseGatedMLP), layer.hidden
+        problem = tuning.Problem(row.tokens // row.calls, k, row.neurons, gated, training=True)
+        current = settled if before == settled else None
+        decision = tuning.decide(problem, tuning.Figures(row.observed_l0, row.union), current)
+        if decision.strategy != before:
+            changes[name] = (str(before), decision.strategy)
+        recorder_of(layer).settled = layer.strategy = decision.strategy  # type: ignore[assignment]
+    return changes

@@ -1,0 +1,491 @@
+"""``SparsityTracker``: how sparse each layer is, by neuron, position and type of token, without a wait in the step."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from twell import _compaction, functional
+from twell._runtime import format
+from twell.recipe import _aux
+from twell.recipe._strategies import strategies
+
+POSITIONS = (0, 1, 2, 4, 16, 64, 256, 1024)
+
+# Gates that are counted at a time: 32 MB of 16 bits, and as much spill.
+_CHUNK_GATES = 1 << 24
+
+
+class LayerStats(NamedTuple):
+    """Figures of one layer, over all ranks. None: nothing is known.
+
+    layer: its qualified name. neurons: N. l0, l1: means over all calls since the last read, per token, as ``Aux``.
+
+    The others are of the last complete window. tokens, calls: how many were observed. dead: neurons that fired for none
+    of these tokens. observed_l0: their mean non-zeros. union: the share of the neurons that some token of 128
+    consecutive ones fires, in the mean. positions, types: mean non-zeros by place in the sequence and by type.
+
+    strategy: as ``recipe.strategies`` has it.
+    """
+
+    layer: str
+    neurons: int
+    l0: float | None
+    l1: float | None
+    tokens: int
+    calls: int
+    dead: int | None
+    observed_l0: float | None
+    union: float | None
+    positions: dict[str, float | None]
+    types: dict[str, float | None]
+    strategy: str
+
+
+@dataclass(frozen=True)
+class SparsityStats:
+    """``LayerStats`` of all layers, in the model's order."""
+
+    layers: tuple[LayerStats, ...]
+
+    def summary(self) -> dict[str, float]:
+        """Means over the layers: l0, l1, dead (as a share of the neurons); what is unknown is left out."""
+        shares = [None if row.dead is None else row.dead / row.neurons for row in self.layers]
+        columns = {"l0": [r.l0 for r in self.layers], "l1": [r.l1 for r in self.layers], "dead": shares}
+        known = {name: [v for v in values if v is not None] for name, values in columns.items()}
+        return {name: sum(values) / len(values) for name, values in known.items() if values}
+
+    def rows(self) -> list[dict[str, str | int | float | None]]:
+        """A flat row for each layer, all with the same keys."""
+        rows = []
+        for layer in self.layers:
+            row = {k: v for k, v in layer._asdict().items() if k not in ("positions", "types")}
+            row |= {f"l0_at_{name}": value for name, value in layer.positions.items()}
+            rows.append(row | {f"l0_of_{name}": value for name, value in layer.types.items()})
+        return rows
+
+
+class _Layout(NamedTuple):
+    """Where the counts of a layer stand in one int64 tensor: how many of each kind."""
+
+    neurons: int
+    positions: int
+    types: int
+
+    def split(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """Views: firings by neuron [N], non-zeros and tokens by position [P], by type [T + 2], totals [5].
+
+        The last two types are tokens that shall not count, and tokens of no valid type. Totals are tokens, calls,
+        non-zeros, neurons in the unions of tiles of 128 tokens, and such tiles.
+        """
+        p, t = self.positions, self.types + 2
+        return torch.split(flat, [self.neurons, p, p, t, t, 5])
+
+    @property
+    def size(self) -> int:
+        return self.neurons + 2 * self.positions + 2 * (self.types + 2) + 5
+
+
+class SparsityTracker:
+    """L0, L1, dead neurons per layer, L0 by position in the sequence and by type of token, over all ranks.
+
+    ::
+
+        kinds = recipe.token_types(tokenizer)
+        tracker = recipe.SparsityTracker(model, every=100, types=kinds.names)
+        for step, ids in enumerate(batches):
+            with tracker.watch(step, types=kinds(ids)):
+                logits = model(ids)
+            ...  # loss, backward, optimizer
+            if step % 10 == 0:
+                stats = tracker.read()
+
+    L0 and L1 come from each forward pass in ``watch`` and cost nothing: the kernels count anyway. Dead neurons,
+    positions, types and unions come from steps whose number is a multiple of ``every``, and from the first step
+    watched; there each layer's gate is computed once more, in chunks: a gate GEMM and two passes over its [tokens, N]
+    result. Counts of ``window`` such steps make a window, and figures are of the last complete one.
+
+    Nothing waits for the device but ``read``. Only calls in training mode count, and what activation checkpointing
+    computes anew does not. Call it on original modules, before torch.compile or at least before a compiled model's
+    first step: compiled graphs hand out their layers' inputs in observed steps, as the second of two variants, and
+    ``watch`` counts them as it ends.
+
+    Args:
+        model: with twell layers, wrapped or not.
+        every: the distance of observed steps. 0: none is.
+        window: observed steps whose counts are taken together. With one, "dead" means silent for a batch.
+        positions: where the ranges of positions begin, ascending from 0; the last one is open.
+        types: names of the types of tokens, if ``watch`` will be given types.
+        group: of ranks whose figures are taken together. All of them must watch the same steps and read at the same
+            time. None: all ranks, if torch.distributed is initialised. Ranks that see the same tokens, as in tensor
+            parallelism, each add them to ``tokens``; no other figure changes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        every: int = 100,
+        window: int = 1,
+        positions: Sequence[int] = POSITIONS,
+        types: Sequence[str] = (),
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if every < 0 or window < 1:
+            raise ValueError(f"every must be 0 or more, window 1 or more, got {every} and {window}")
+        bounds = list(positions)
+        if not bounds or bounds[0] != 0 or any(a >= b for a, b in itertools.pairwise(bounds)):
+            raise ValueError(f"positions must ascend from 0, got {bounds}")
+        self.model, self.every, self.window, self.group = model, every, window, group
+        self.types, self._bounds = tuple(types), bounds
+        self.positions = tuple(
+            str(low) if high == low + 1 else f"{low}-{'' if high is None else high - 1}"
+            for low, high in zip(bounds, [*bounds[1:], None])
+        )
+        self._layers = _aux.layers(model)
+        for name, layer in self._layers.items():
+            if getattr(getattr(layer, "_recorder", None), "tracked", False):
+                raise ValueError(f"model has a SparsityTracker already, on {name or 'itself'}: call its close() first")
+        self._recorders = {name: _aux.recorder_of(layer) for name, layer in self._layers.items()}
+        self._layouts = {
+            name: _Layout(layer.intermediate, len(bounds), len(self.types)) for name, layer in self._layers.items()
+        }
+        for name, layer in self._layers.items():
+            layer.record_aux = self._recorders[name].tracked = True
+        self._sums: Tensor | None = None  # float64 [L, 2]: l1 and l0
+        self._calls = [0] * len(self._layers)
+        self._open: dict[str, Tensor] = {}
+        self._observed = 0  # complete steps in ``_open``
+        self._step: int | None = None
+        self._observing = False
+        self._fresh = True  # nothing has been observed yet
+        self._closed: Tensor | None = None
+        self._reduced = False  # whether ``_closed`` is of all ranks
+        self._dead: dict[str, Tensor] | None = None
+
+    def close(self) -> None:
+        """Take the hooks off the model. L1 is recorded on, where ``record_aux`` asked for it."""
+        for name, layer in self._layers.items():
+            recorder = self._recorders[name]
+            recorder.tracked = recorder.observing = False
+            recorder.observe = None
+            recorder.figures.clear()
+            recorder.inputs.clear()
+            if not recorder.term:
+                layer.record_aux, layer.aux = False, None
+            _aux.release(layer)
+
+    @contextmanager
+    def watch(self, step: int, *, types: Tensor | None = None, positions: Tensor | None = None) -> Iterator[None]:
+        """Track what the model computes inside the ``with``: the forward pass of one micro-batch of ``step``.
+
+        Backward belongs outside. ``types`` are integers shaped like the tokens, each a type or -1 for a token that
+        shall not be counted by neuron, position or type; ``positions`` likewise, for packed sequences. Without it the
+        position of x [..., S, K] is its place in S, and of x [M, K] unknown.
+        """
+        self.begin(step, types=types, positions=positions)
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+        self.end()
+
+    def begin(self, step: int, *, types: Tensor | None = None, positions: Tensor | None = None) -> None:
+        """Begin what ``watch`` does, for code that cannot use ``with``; ``end`` or ``abandon`` must follow."""
+        self._require_integers("types", types)
+        self._require_integers("positions", positions)
+        if types is not None and not self.types:
+            raise ValueError("types were given, but the tracker was made without names for them")
+        if step != self._step:
+            self._close_step()
+            self._step = step
+            self._observing = self.every > 0 and (self._fresh or step % self.every == 0)
+        for name, recorder in self._recorders.items():
+            recorder.inputs.clear()
+            # what compiled layers in a checkpoint recorded when backward ran them anew
+            recorder.figures.clear()
+            recorder.observing = self._observing
+            if self._observing:
+                recorder.observe = functools.partial(self._observe, name, types, positions)
+
+    def abandon(self) -> None:
+        """End ``begin`` without counting what is not counted yet."""
+        for recorder in self._recorders.values():
+            recorder.observe = None
+            recorder.inputs.clear()
+            recorder.figures.clear()
+
+    def end(self) -> None:
+        """What ``watch`` does as it ends."""
+        for recorder in self._recorders.values():
+            observe, recorder.observe = recorder.observe, None
+            for x in recorder.inputs:
+                assert observe is not None
+                observe(x)
+            recorder.inputs.clear()
+        if not any(recorder.figures for recorder in self._recorders.values()):
+            raise RuntimeError(
+                "SparsityTracker: no layer was called in training mode in watch, or a model that was compiled before "
+                "skipped the tracker's hooks (torch.compiler.reset() helps)"
+            )
+        device, totals = self._device(), list[Tensor]()
+        for i, recorder in enumerate(self._recorders.values()):
+            figures = [tuple(map(_aux.whole, aux)) for aux in recorder.figures]
+            recorder.figures.clear()
+            self._calls[i] += len(figures)
+            columns = zip(*figures) if figures else ((torch.zeros((), device=device),),) * 2
+            totals += [sum(c[1:], c[0]).to(device, torch.float64, non_blocking=True) for c in columns]
+        with torch.inference_mode(False):
+            added = torch.stack(totals).view(-1, 2)
+            if self._sums is None:
+                self._sums = torch.zeros_like(added)
+            self._sums += added
+
+    def read(self) -> SparsityStats:
+        """The figures of all ranks; L0 and L1 begin anew. Every rank must call it: it takes part in one all-reduce.
+
+        Waits for the device. Raises ValueError if there were types without a name.
+        """
+        self._close_step()
+        sums = torch.zeros(len(self._calls), 2, dtype=torch.float64, device=self._device())
+        if self._sums is not None:
+            sums.copy_(self._sums)
+        parts = [sums.flatten(), torch.tensor(self._calls, dtype=torch.float64, device=sums.device)]
+        if self._closed is not None and not self._reduced:
+            parts.append(self._closed.double())
+        packed = self._all_reduce(torch.cat(parts))
+        self._sums, self._calls = None, [0] * len(self._calls)
+        if len(parts) == 3:
+            self._closed, self._reduced = packed[len(sums) * 3 :].long(), True
+        values = packed[: len(sums) * 3].tolist()
+        means, calls = values[: len(sums) * 2], values[len(sums) * 2 :]
+        counts = self._counts(None if self._closed is None else self._closed.cpu())
+        chosen = strategies(self.model)
+        rows = []
+        for i, (name, layout) in enumerate(self._layouts.items()):
+            l1, l0 = (_ratio(means[2 * i + j], calls[i]) for j in (0, 1))
+            rows.append(self._row(name, layout, l0, l1, counts[name], chosen[name]))
+        return SparsityStats(tuple(rows))
+
+    def dead(self) -> dict[str, Tensor]:
+        """bool [N] for each layer, on its device: neurons silent in the last complete window; without one, none is.
+
+        Every rank must call it; nothing waits. The first call after a window takes part in an all-reduce; others cost
+        nothing, and return the same tensors.
+        """
+        self._close_step()
+        if self._closed is not None and not self._reduced:
+            self._closed, self._reduced = self._all_reduce(self._closed), True
+        if self._dead is not None:
+            return dict(self._dead)
+        masks = {}
+        for name, counts in self._counts(self._closed).items():
+            weight = _compaction._gate(self._layers[name]).weight
+            if counts is None:
+                masks[name] = torch.zeros(self._layouts[name].neurons, dtype=torch.bool, device=weight.device)
+            else:
+                firings, *_, totals = counts
+                masks[name] = ((firings == 0) & (totals[0] > 0)).to(weight.device, non_blocking=True)
+        self._dead = masks
+        return dict(masks)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts of the last complete window, of all ranks: what ``dead`` says. Every rank must call it.
+
+        A window that is not complete and L0 and L1 since the last read are not in it.
+        """
+        self.dead()
+        closed = None if self._closed is None else self._closed.clone()
+        return {"closed": closed, "layouts": {name: tuple(layout) for name, layout in self._layouts.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the window of ``state``, on every rank. Raises ValueError if it is of other layers or types."""
+        mine = {name: tuple(layout) for name, layout in self._layouts.items()}
+        theirs = {name: tuple(layout) for name, layout in state["layouts"].items()}
+        if mine != theirs:
+            raise ValueError(f"state must be of the layers, positions and types {mine}, got {theirs}")
+        closed = state["closed"]
+        self._closed = None if closed is None else closed.to(self._device())
+        self._reduced, self._fresh, self._dead = closed is not None, closed is None, None
+        self._open.clear()
+        self._observed, self._step = 0, None
+
+    def _device(self) -> torch.device:
+        return next(iter(self._layers.values())).down_proj.weight.device
+
+    def _close_step(self) -> None:
+        """Count the open step as observed, if it was, and begin a new window when this one is complete."""
+        if self._step is not None and self._observing and self._open:
+            self._observed += 1
+            self._fresh = False
+            if self._observed >= self.window:
+                device = self._device()
+                flats = [
+                    self._open[name].to(device)
+                    if name in self._open
+                    else torch.zeros(layout.size, dtype=torch.int64, device=device)
+                    for name, layout in self._layouts.items()
+                ]
+                self._closed, self._reduced, self._dead = torch.cat(flats), False, None
+                self._open.clear()
+                self._observed = 0
+        self._step = None
+
+    def _all_reduce(self, packed: Tensor) -> Tensor:
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(packed, group=self.group)
+        return packed
+
+    def _counts(self, closed: Tensor | None) -> dict[str, tuple[Tensor, ...] | None]:
+        if closed is None:
+            return dict.fromkeys(self._layouts)
+        flats = torch.split(closed, [layout.size for layout in self._layouts.values()])
+        return {name: layout.split(flat) for (name, layout), flat in zip(self._layouts.items(), flats)}
+
+    def _row(
+        self,
+        name: str,
+        layout: _Layout,
+        l0: float | None,
+        l1: float | None,
+        counts: tuple[Tensor, ...] | None,
+        strategy: str,
+    ) -> LayerStats:
+        neurons = layout.neurons
+        if counts is None:
+            nothing = dict.fromkeys(self.positions), dict.fromkeys(self.types)
+            return LayerStats(name, neurons, l0, l1, 0, 0, None, None, None, *nothing, strategy)
+        firings, at, tokens_at, of, tokens_of, totals = counts
+        if invalid := int(tokens_of[-1]):
+            raise ValueError(f"types must be -1 to {len(self.types) - 1}, got {invalid} tokens of others")
+        tokens, calls, nonzeros, union, tiles = totals.tolist()
+        return LayerStats(
+            name,
+            neurons,
+            l0,
+            l1,
+            tokens,
+            calls,
+            int((firings == 0).sum()) if tokens else None,
+            _ratio(nonzeros, tokens),
+            _ratio(union, tiles * neurons),
+            dict(zip(self.positions, map(_ratio, at.tolist(), tokens_at.tolist()))),
+            dict(zip(self.types, map(_ratio, of.tolist(), tokens_of.tolist()))),
+            strategy,
+        )
+
+    def _require_integers(self, name: str, values: Tensor | None) -> None:
+        if values is not None and (values.is_floating_point() or values.dtype == torch.bool):
+            raise TypeError(f"{name} must be integers, got {values.dtype}")
+
+    def _observe(self, name: str, types: Tensor | None, positions: Tensor | None, x: Tensor) -> None:
+        """Count one call of a layer on x [..., K]."""
+        layer, layout = self._layers[name], self._layouts[name]
+        # the counts outlive an inference mode that x may come from
+        with torch.inference_mode(False), torch.no_grad():
+            x = _aux.whole(x)
+            if name not in self._open:
+                self._open[name] = torch.zeros(layout.size, dtype=torch.int64, device=x.device)
+            firings, at, tokens_at, of, tokens_of, totals = layout.split(self._open[name])
+            tokens = x.shape[:-1].numel()
+            kept = None
+            per_token = x.new_zeros(tokens, dtype=torch.int64)
+            if types is not None:
+                index = self._per_token("types", types, x)
+                kept = index >= 0
+                index = torch.where(index >= len(self.types), len(self.types) + 1, index)
+                index = torch.where(kept, index, len(self.types))
+            union, tiles = _count(layer, x, kept, firings, per_token)
+            totals += torch.stack(
+                [
+                    per_token.new_full((), tokens) if kept is None else kept.sum(),
+                    per_token.new_ones(()),
+                    per_token.sum(),
+                    union,
+                    per_token.new_full((), tiles),
+                ]
+            )
+            ones = torch.ones_like(per_token) if kept is None else kept.long()
+            if types is not None:
+                of.index_add_(0, index, per_token)
+                tokens_of.index_add_(0, index, torch.ones_like(per_token))
+            if positions is None and x.dim() > 2:
+                positions = torch.arange(x.shape[-2], device=x.device).expand(x.shape[:-1])
+            if positions is not None:
+                values = self._per_token("positions", positions, x)
+                place = torch.zeros_like(values)
+                for low in self._bounds[1:]:
+                    place += values >= low
+                at.index_add_(0, place, per_token)
+                tokens_at.index_add_(0, place, ones)
+
+    def _per_token(self, name: str, values: Tensor, x: Tensor) -> Tensor:
+        """``values`` as int64 [M] beside x; one row for all sequences will do."""
+        shape = x.shape[:-1]
+        if values.numel() != shape.numel() and values.numel() == shape[-1]:
+            values = values.reshape(-1).expand(shape)
+        if values.numel() != shape.numel():
+            raise ValueError(f"{name} must have one for each of the tokens {list(shape)}, got {list(values.shape)}")
+        return values.reshape(-1).to(x.device, torch.int64, non_blocking=True)
+
+
+def _count(layer: Any, x: Tensor, kept: Tensor | None, firings: Tensor, per_token: Tensor) -> tuple[Tensor, int]:
+    """Add the non-zeros of the gate of x [..., K] to ``firings`` [N] and ``per_token`` [M].
+
+    Returns the neurons that some token of each tile of 128 fires, summed over the tiles that are whole, and how many
+    tiles these are. Tokens that are not ``kept`` [M] have no non-zeros.
+    """
+    n = len(firings)
+    if layer.intermediate != n:
+        raise ValueError(f"a tracked layer must keep its {n} neurons, got {layer.intermediate}: make a new tracker")
+    gate = _gate_of(layer, x)
+    tokens, tile = x.reshape(-1, x.shape[-1]), format.TOKEN_TILE
+    step = max(tile, _CHUNK_GATES // n // tile * tile)
+    union, tiles = firings.new_zeros(()), 0
+    for start in range(0, tokens.shape[0], step):
+        chunk = tokens[start : start + step]
+        # NaN fires, as in Aux
+        fires = ~(gate(chunk) <= 0)
+        if kept is not None:
+            fires &= kept[start : start + step, None]
+        firings += fires.sum(0)
+        per_token[start : start + step] = fires.sum(1)
+        whole = chunk.shape[0] // tile
+        union = union + fires[: whole * tile].view(whole, tile, n).any(1).sum()
+        tiles += whole
+    return union, tiles
+
+
+def _gate_of(layer: Any, x: Tensor) -> Callable[[Tensor], Tensor]:
+    """What gives the layer's gate [M, N] for rows of x, before ReLU or after it, computed as the layer does."""
+    projection: Any = _compaction._gate(layer)
+    if not layer._is_plain():
+        # an adapter, say
+        return lambda rows: projection(
+            rows if torch.is_autocast_enabled(x.device.type) else rows.to(_dtype(projection))
+        )
+    weight = _aux.whole(projection.weight).to(x.dtype)
+    bias = None if projection.bias is None else _aux.whole(projection.bias).to(x.dtype)
+    operands = functional._admit("SparsityTracker", x=x, w_gate=weight, b_gate=bias)
+    dtype, weight, bias = operands["x"].dtype, operands["w_gate"], operands.get("b_gate")
+    if _compaction._packs(layer, operands["x"]):
+        return lambda rows: functional.pack(rows.to(dtype), weight, bias, compression=layer.compression).unpack()
+    return lambda rows: F.linear(rows.to(dtype), weight, bias)
+
+
+def _dtype(module: nn.Module) -> torch.dtype:
+    return next(module.parameters()).dtype
+
+
+def _ratio(total: float, count: float) -> float | None:
+    return total / count if count else None

@@ -1,0 +1,154 @@
+"""Where figures go: CSV always, TensorBoard and Weights & Biases where they are."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from twell._log import logger
+from twell.recipe._tracker import SparsityStats
+
+_SUMMARY = "mean"
+
+
+class StatsWriter:
+    """Writes ``SparsityStats`` of steps: a line per layer to a CSV file, the same numbers to TensorBoard and W&B.
+
+    Only rank 0 writes; on others all of this does nothing. Lines of a step are written at once and reach the operating
+    system before ``write`` returns: a run that is killed leaves at most its last line cut short.
+
+    Args:
+        path: of the CSV file. Its folder is made.
+        resume_step: None begins a file: one that is there already is moved to the first free of "NAME.1", "NAME.2", ...
+            A number continues the file, if there is one, behind that step: lines of later steps and a line cut short
+            are removed. ValueError if its columns are not those of what is written.
+        tensorboard: write to this folder; True: to ``path`` with the suffix ".tensorboard". Without tensorboard
+            installed nothing happens.
+        wandb: log to the run that is active when ``write`` is called, if any.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        resume_step: int | None = None,
+        tensorboard: bool | str | os.PathLike[str] = True,
+        wandb: bool = True,
+    ) -> None:
+        self.path, self.active = Path(path), _is_first_rank()
+        self._columns: list[str] | None = None
+        self._board: Any = None
+        self._wandb, self._defined = wandb, False
+        if not self.active:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if resume_step is None:
+            _move_aside(self.path)
+        elif self.path.exists():
+            self._columns = _cut_back(self.path, resume_step)
+        if tensorboard and importlib.util.find_spec("tensorboard") is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            folder = self.path.with_suffix(".tensorboard") if tensorboard is True else Path(tensorboard)
+            purge = None if resume_step is None else resume_step + 1
+            self._board = SummaryWriter(str(folder), purge_step=purge)
+
+    def write(self, step: int, stats: SparsityStats) -> None:
+        """Write the figures of all layers, and to TensorBoard and W&B their means as layer "mean"."""
+        if not self.active:
+            return
+        rows = [{"step": step, **row} for row in stats.rows()]
+        self._write_csv(rows)
+        values = {
+            f"twell/{key}/{row['layer'] or 'layer'}": value
+            for row in stats.rows()
+            for key, value in row.items()
+            if isinstance(value, (int, float)) and key not in ("neurons", "calls")
+        }
+        values |= {f"twell/{name}/{_SUMMARY}": value for name, value in stats.summary().items()}
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+            self._board.flush()
+        # whoever has a run active has imported it
+        run = getattr(sys.modules.get("wandb"), "run", None) if self._wandb else None
+        if run is not None:
+            if not self._defined:
+                run.define_metric("twell/step")
+                run.define_metric("twell/*", step_metric="twell/step")
+                self._defined = True
+            run.log({**values, "twell/step": step})
+
+    def close(self) -> None:
+        """Close what is open; the CSV file is not."""
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
+    def _write_csv(self, rows: list[dict[str, Any]]) -> None:
+        if not rows:
+            return
+        columns = list(rows[0])
+        text = ""
+        if self._columns is None:
+            text = _lines([columns])
+        elif self._columns != columns:
+            raise ValueError(f"{self.path} must have the columns {', '.join(columns)}, got {', '.join(self._columns)}")
+        text += _lines([[_cell(row[column]) for column in columns] for row in rows])
+        # one write of all lines, at the end of the file as it is then
+        with open(self.path, "ab", buffering=0) as file:
+            file.write(text.encode())
+        self._columns = columns
+
+
+def _is_first_rank() -> bool:
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def _move_aside(path: Path) -> None:
+    if not path.exists():
+        return
+    free = next(other for i in range(1, 1 << 20) if not (other := path.with_name(f"{path.name}.{i}")).exists())
+    path.rename(free)
+    logger.warning("%s is of another run: moved to %s", path, free)
+
+
+def _cut_back(path: Path, step: int) -> list[str] | None:
+    """Remove lines of steps after ``step`` and a line cut short; the columns, None if there are none left."""
+    text = path.read_bytes()
+    whole = text[: text.rfind(b"\n") + 1].decode()
+    lines = list(csv.reader(io.StringIO(whole)))
+    if not lines:
+        path.unlink()
+        return None
+    columns = lines[0]
+    if "step" not in columns:
+        raise ValueError(f"{path} must have a column step, got {', '.join(columns)}")
+    place = columns.index("step")
+    kept = [line for line in lines[1:] if len(line) == len(columns) and int(line[place]) <= step]
+    new = path.with_name(f".{path.name}.new")
+    with open(new, "wb") as file:
+        file.write(_lines([columns, *kept]).encode())
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+    return columns
+
+
+def _lines(rows: list[Any]) -> str:
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(rows)
+    return out.getvalue()
+
+
+def _cell(value: object) -> object:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else value

@@ -1,0 +1,650 @@
+"""``twell analyze``: figures against a slow recomputation, strategies against the table, files, bad input."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+import shutil
+import sys
+import xml.etree.ElementTree
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+import saved_models
+from saved_models import run
+
+import twell
+from twell import _analyze, _analyze_plots, _model_text, _sparsify, cli, tuning
+from twell._analyze import COLUMNS, UNIONS, Call, LayerReport, Tally
+from twell._model_text import Batch, Layer
+from twell._request import RequestError
+
+CALLS = [Call(1, False), Call(64, False), Call(16384, False), Call(16384, True)]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_models.save(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def opt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_models.save(tmp_path_factory.mktemp("opt"), "opt")
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of text, with files that are none."""
+    folder = tmp_path_factory.mktemp("words")
+    for seed in range(4):
+        (folder / f"{seed}.txt").write_text(saved_models.text(400, seed))
+    (folder / "image.png").write_bytes(b"\x89PNG\xff\x00")
+    (folder / "empty.txt").write_text(" \n")
+    (folder / ".hidden").write_text("hidden")
+    return folder
+
+
+def arguments_of(*words: object, command: Any = _analyze) -> Any:
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args([str(word) for word in words])
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+# Figures
+
+
+def slow(pattern: np.ndarray, starts: Sequence[int], compression: int) -> dict[str, Any]:
+    """What a report should say of ``pattern`` bool [tokens, N], in plain loops."""
+    tokens, n = pattern.shape
+    counts = [int(row.sum()) for row in pattern]
+    capacity = 256 // compression - 1
+    tiles = [int(row[i : i + 256].sum()) for row in pattern for i in range(0, n, 256)]
+    unions = {}
+    for size in UNIONS:
+        blocks = [pattern[i : i + size].any(0).sum() for i in range(0, tokens - size + 1, size)]
+        if blocks:
+            unions[size] = sum(map(int, blocks)) / (len(blocks) * n)
+    popularity = sorted((int(column.sum()) for column in pattern.T), reverse=True)
+    return {
+        "tokens": tokens,
+        "mean": sum(counts) / tokens,
+        "p50": int(np.quantile(counts, 0.5, method="inverted_cdf")),
+        "p99": int(np.quantile(counts, 0.99, method="inverted_cdf")),
+        "most": max(counts),
+        "first": sum(counts[i] for i in starts) / max(len(starts), 1),
+        "heavy": sum(count > 128 for count in counts) / tokens,
+        "heavy_share": sum(count > n / 36 for count in counts) / tokens,
+        "overflowing": sum(tile > capacity for tile in tiles) / len(tiles),
+        "dead": sum(count == 0 for count in popularity),
+        "unions": unions,
+        "hottest": {h: sum(popularity[:h]) / max(sum(popularity), 1) for h in (64, 256, 1024)},
+    }
+
+
+def layer_of(n: int, compression: int = 8, k: int = 16) -> Layer:
+    linear = nn.Linear(k, n, device="meta")
+    return Layer("layers.5.mlp", 5, nn.Identity(), linear, True, compression)
+
+
+def assert_report(report: LayerReport, expected: dict[str, Any]) -> None:
+    for name, value in expected.items():
+        assert getattr(report, name) == pytest.approx(value, rel=1e-12), name
+
+
+@pytest.mark.parametrize("compression", [2, 4, 8])
+@pytest.mark.parametrize(("n", "sizes"), [(600, [1, 100, 300, 255, 7]), (256, [63]), (8, [128, 129]), (1280, [1024])])
+def test_figures(n: int, sizes: list[int], compression: int) -> None:
+    """Tokens come in calls of any size, neurons are no multiple of a tile, some tokens fire nothing or everything."""
+    torch.manual_seed(n)
+    popularity = torch.rand(n) ** 3 * (torch.rand(n) < 0.7)
+    pattern = torch.rand(sum(sizes), n) < popularity * torch.rand(sum(sizes), 1)
+    pattern[3] = False
+    pattern[min(5, len(pattern) - 1)] = popularity > 0
+    first = torch.rand(sum(sizes)) < 0.05
+    tally = Tally(n, compression, torch.device("cpu"))
+    for part, starts in zip(torch.split(pattern, sizes), torch.split(first, sizes), strict=True):
+        tally.add(part, starts)
+    report = tally.report(layer_of(n, compression))
+    assert_report(report, slow(pattern.numpy(), first.nonzero().flatten().tolist(), compression))
+    assert (report.k, report.n, report.number, report.name) == (16, n, 5, "layers.5.mlp")
+
+
+@pytest.mark.parametrize("value", [False, True])
+def test_figures_of_extremes(value: bool) -> None:
+    tally = Tally(300, 8, torch.device("cpu"))
+    tally.add(torch.full((40, 300), value), torch.zeros(40, dtype=torch.bool))
+    report = tally.report(layer_of(300))
+    assert_report(report, slow(np.full((40, 300), value), [], 8))
+    assert report.figures == tuning.Figures(300.0 * value, None)
+
+
+def recorded_inputs(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    """What enters the FFNs of a stock model that is run as it is."""
+    inputs: list[Tensor] = []
+    handles = [
+        module.register_forward_pre_hook(lambda _, args: inputs.append(args[0].flatten(0, -2)))
+        for name, module in model.named_modules()
+        if name.endswith((".mlp", ".fc1"))
+    ]
+    with torch.no_grad():
+        model(ids)
+    for handle in handles:
+        handle.remove()
+    return inputs
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "opt"])
+def test_layers_report_what_their_packed_gates_hold(kind: str) -> None:
+    """Against gates that are packed and unpacked, of a stock model that knows nothing of this package."""
+    model: Any = saved_models.build(kind).bfloat16()
+    ids = torch.randint(288, (4, 200))
+    inputs = recorded_inputs(model, ids)
+    projections = [
+        (module.weight, module.bias) for name, module in model.named_modules() if name.endswith(("gate_proj", "fc1"))
+    ]
+    gates = [twell.pack(x, w, b).unpack() for x, (w, b) in zip(inputs, projections, strict=True)]
+    _sparsify.sparsify_(model, strategy="dense")
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    reports = _analyze.analyze(model, [Batch(ids[:3], mask[:3]), Batch(ids[3:], mask[3:])])
+    assert [report.number for report in reports] == [0, 1, 2]
+    assert all(report.gated == (kind != "opt") for report in reports)
+    assert reports[0].mean > reports[2].mean > 1
+    for report, gate in zip(reports, gates, strict=True):
+        expected = slow((gate != 0).numpy(), [0, 200, 400, 600], 8)
+        # a sum that another order takes across zero may change a count by one
+        assert report.mean == pytest.approx(expected["mean"], rel=1e-3)
+        for name in ("first", "overflowing", "heavy_share"):
+            assert getattr(report, name) == pytest.approx(expected[name], rel=0.05, abs=0.01)
+        assert abs(report.dead - expected["dead"]) <= 2
+        for name in ("unions", "hottest"):
+            assert getattr(report, name) == pytest.approx(expected[name], rel=0.01)
+
+
+def test_model_is_left_as_it_was() -> None:
+    model = saved_models.build()
+    _sparsify.sparsify_(model, compression=4)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ids = torch.randint(288, (1, 256))
+    reports = _analyze.analyze(model, [Batch(ids, torch.ones_like(ids, dtype=torch.bool))])
+    assert all(report.compression == 4 for report in reports)
+    assert all(not module._forward_pre_hooks for module in model.modules())
+    assert all(layer.strategy == "auto" for layer in _sparsify.layers(model).values())
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_padding_is_left_out() -> None:
+    model = saved_models.build()
+    _sparsify.sparsify_(model, strategy="dense")
+    ids = torch.randint(288, (3, 96))
+    mask = torch.arange(96) < torch.tensor([[96], [40], [1]])
+    reports = [_analyze.analyze(model, [Batch(ids.where(mask, fill), mask)]) for fill in (0, 7)]
+    assert reports[0] == reports[1]
+    assert {report.tokens for report in reports[0]} == {137}
+    alone = [Batch(row[None, :length], mask[:1, :length]) for row, length in zip(ids, (96, 40, 1), strict=True)]
+    for padded, single in zip(reports[0], _analyze.analyze(model, alone), strict=True):
+        assert padded.mean == pytest.approx(single.mean, rel=1e-3)
+        assert padded.first == pytest.approx(single.first, abs=0.5)
+        assert padded.unions == pytest.approx(single.unions, rel=1e-2)
+        assert set(padded.unions) == {16, 64, 128}
+
+
+def test_first_token_with_padding_to_the_left() -> None:
+    model = saved_models.build()
+    _sparsify.sparsify_(model, strategy="dense")
+    ids = torch.randint(288, (2, 32))
+    mask = torch.arange(32) >= torch.tensor([[0], [12]])
+    seen: list[Tensor] = []
+    watched = _model_text.layers(model)[:1]
+    _model_text.observe(model, watched, [Batch(ids, mask)], lambda i, x, first: seen.append(first))
+    assert seen[0].nonzero().flatten().tolist() == [0, 32]
+
+
+def test_nothing_to_report_is_refused() -> None:
+    model = saved_models.build()
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="0 layers"):
+        _analyze.analyze(model, [Batch(ids, ids == 0)])
+    _sparsify.sparsify_(model)
+    with pytest.raises(ValueError, match="0 tokens"):
+        _analyze.analyze(model, [])
+
+
+def test_inputs_that_are_not_finite_are_refused() -> None:
+    model = saved_models.build()
+    _sparsify.sparsify_(model, strategy="dense")
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 0] = math.inf
+    ids = torch.randint(288, (1, 256))
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp: its input is not finite in torch.float32"):
+        _analyze.analyze(model, [Batch(ids, ids >= 0)])
+    assert all(not module._forward_pre_hooks for module in model.modules())
+
+
+def test_layers_that_see_some_of_the_tokens_are_refused() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(9, 16)
+            self.mlp = twell.nn.SparseGatedMLP(16, 32, strategy="dense")
+
+        def forward(self, ids: Tensor) -> Tensor:
+            y: Tensor = self.mlp(self.embed(ids)[:, ::2])
+            return y
+
+    ids = torch.zeros(2, 6, dtype=torch.long)
+    with pytest.raises(ValueError, match="expected the batch's 12 tokens, got 6"):
+        _analyze.analyze(Routed(), [Batch(ids, ids == 0)])
+
+
+def test_numbers_of_layers() -> None:
+    def mlp() -> nn.Module:
+        return twell.nn.SparseMLP(16, 32, device="meta")
+
+    stack = nn.Sequential(nn.Identity(), mlp(), nn.Identity(), mlp())
+    assert [(layer.number, layer.name) for layer in _model_text.layers(stack)] == [(1, "1"), (3, "3")]
+    twins = nn.ModuleDict({"0": nn.ModuleDict({"a": mlp(), "b": mlp()}), "x": mlp()})
+    assert [layer.number for layer in _model_text.layers(twins)] == [0, 1, 2]
+
+
+# Strategies
+
+
+def report_of(mean: float, union: float | None, k: int = 2048, n: int = 5632, gated: bool = True, **more: Any) -> Any:
+    figures: dict[str, Any] = {
+        **dict.fromkeys(("p50", "p99", "most", "dead"), int(mean)),
+        **dict.fromkeys(("first", "heavy", "heavy_share", "overflowing"), 0.0),
+        "hottest": dict.fromkeys((64, 256, 1024), 0.5),
+        "unions": {} if union is None else {64: union, 128: union},
+        "name": "layers.0.mlp",
+        "number": 0,
+        "compression": 8,
+        "tokens": 4096,
+        **more,
+    }
+    return LayerReport(gated=gated, k=k, n=n, mean=mean, **figures)
+
+
+@pytest.mark.parametrize(("k", "n"), [(2048, 5632), (896, 4864), (4096, 14336), (3072, 8192), (64, 320)])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("mean", [0.5, 30.0, 120.0, 900.0])
+def test_strategies_are_those_of_the_table(mean: float, gated: bool, k: int, n: int) -> None:
+    report = report_of(min(mean, n / 2), min(1.0, 8 * mean / n), k, n, gated)
+    for call in [*CALLS, Call(300, False), Call(1 << 20, True)]:
+        problem = tuning.Problem(call.tokens, k, n, gated, call.training)
+        decision = tuning.decide(problem, report.figures, None)
+        each = _analyze.pick(report, call)
+        assert each.strategy == decision.strategy
+        assert each.speedup == pytest.approx(1 / decision.costs[decision.strategy])
+        assert each.speedup >= 1 or each.strategy == "dense"
+        assert each.reason
+
+
+def test_reasons() -> None:
+    assert _analyze.pick(report_of(30, 0.2), CALLS[3]).strategy == "union"
+    losing = _analyze.pick(report_of(900, 0.95), CALLS[2])
+    assert (losing.strategy, losing.speedup) == ("dense", 1.0)
+    assert "row would take" in losing.reason
+    assert "union would take" in losing.reason
+    full = _analyze.pick(report_of(140, 0.1), CALLS[3])
+    assert full.strategy == "dense"
+    assert "too near the 156" in full.reason
+    assert _analyze.pick(report_of(3, 0.1, gated=False), CALLS[0]).reason == "no sparse kernel was measured for 1 token"
+    odd = _analyze.pick(report_of(3, 0.1, n=5630), CALLS[2])
+    assert odd.strategy == "dense"
+    assert "multiple of 8" in odd.reason
+    assert "16384" in _analyze.pick(report_of(3, 0.1, k=32768), CALLS[2]).reason
+
+
+def test_far_from_what_was_measured() -> None:
+    assert not _analyze.pick(report_of(9, 0.1, 1536, 4608), CALLS[2]).far
+    assert _analyze.pick(report_of(9, 0.1, 256, 1024), CALLS[2]).far
+    # as many weights as a measured layer, in another form
+    assert _analyze.pick(report_of(9, 0.1, 512, 22528), CALLS[2]).far
+
+
+def test_speed_of_all_layers_is_that_of_their_times() -> None:
+    reports = [report_of(9, 0.1), report_of(9, 0.1, 4096, 11008), report_of(9, 0.1, gated=False)]
+    picks = [_analyze.pick(report, CALLS[2]) for report in reports]
+    times = [3 * 2048 * 5632, 3 * 4096 * 11008, 2 * 2048 * 5632]
+    expected = sum(times) / sum(time / each.speedup for time, each in zip(times, picks, strict=True))
+    assert _analyze.speedup(reports, picks) == pytest.approx(expected)
+    assert 1 < expected < max(each.speedup for each in picks)
+
+
+# The command
+
+
+def test_command(llama: Path, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "layers.csv"
+    options = ("--text", words, "--tokens", 600, "--sequence", 100, "--csv", table)
+    assert run(_analyze, llama, *options, "--tokens-per-call", 1, 64, 16384, 1) == 0
+    printed = capsys.readouterr().out
+    for part in ("3 ReLU FFN layers", "K = 64, N = 320", "600 tokens", "6 sequences", "union", "hottest", "tiles > 31"):
+        assert part in printed
+    for part in ("FFNs 1.", "Mean over layers:", "H200", "Far from what was measured", "training, 16,384 tokens"):
+        assert part in printed
+    rows = rows_of(table)
+    keys = ["m1", "m64", "m16384", "train16384"]
+    expected = [name for name in COLUMNS if not name.endswith("_CALL")]
+    per_call = [name for name in COLUMNS if name.endswith("_CALL")]
+    expected += [name.replace("CALL", key) for key in keys for name in per_call]
+    assert list(rows[0]) == expected
+    assert [row["layer"] for row in rows] == ["0", "1", "2"]
+    for row in rows:
+        assert (row["name"], row["kind"]) == (f"model.layers.{row['layer']}.mlp", "gated")
+        assert (row["k"], row["n"], row["tokens"], row["compression"]) == ("64", "320", "600", "8")
+        assert 0 < float(row["union_64"]) <= float(row["union_128"]) <= 1 - int(row["dead"]) / 320
+        assert int(row["p50"]) <= int(row["p99"]) <= int(row["max"])
+        # each layer's line says what its row says
+        lines = [line.split() for line in printed.splitlines() if line.split()[:1] == [row["layer"]]]
+        assert [float(lines[0][1]), int(lines[0][2])] == [pytest.approx(float(row["mean"]), abs=0.06), int(row["p50"])]
+        assert lines[1][1:3] == [row["strategy_m1"], f"{float(row['speedup_m1']):.2f}x"]
+        figures = tuning.Figures(float(row["mean"]), float(row["union_128"]))
+        for key, call in zip(keys, CALLS, strict=True):
+            decision = tuning.decide(tuning.Problem(call.tokens, 64, 320, True, call.training), figures, None)
+            assert row[f"strategy_{key}"] == decision.strategy
+            assert float(row[f"speedup_{key}"]) == pytest.approx(1 / decision.costs[decision.strategy])
+
+
+def test_chart(llama: Path, words: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    chart = tmp_path / "chart.png"
+    assert run(_analyze, llama, "--text", words, "--tokens", 300, "--plot", chart) == 0
+    assert chart.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert chart.stat().st_size > 10_000
+
+
+def test_figures_of_the_command_are_those_of_the_stock_model(llama: Path, tmp_path: Path) -> None:
+    """One file of text, tokenized and cut by hand, through transformers alone."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    document = tmp_path / "document.txt"
+    document.write_text(saved_models.text(900))
+    ids = AutoTokenizer.from_pretrained(llama)(document.read_text())["input_ids"][1:]
+    sequences = torch.tensor([[0, *ids[i : i + 127]] for i in range(0, 5 * 127, 127)])
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    inputs = recorded_inputs(model, sequences)
+    table = tmp_path / "layers.csv"
+    run(_analyze, llama, "--text", document, "--tokens", 640, "--sequence", 128, "--batch", 3, "--csv", table)
+    for layer, (row, x) in enumerate(zip(rows_of(table), inputs, strict=True)):
+        gate = x @ model.model.layers[layer].mlp.gate_proj.weight.T
+        expected = slow((gate > 0).numpy(), range(0, 640, 128), 8)
+        assert float(row["mean"]) == pytest.approx(expected["mean"], rel=1e-3)
+        assert float(row["first_token"]) == pytest.approx(expected["first"], abs=0.5)
+        assert abs(int(row["dead"]) - expected["dead"]) <= 2
+        for size in UNIONS:
+            assert float(row[f"union_{size}"]) == pytest.approx(expected["unions"][size], rel=1e-2)
+
+
+def test_command_repeats(llama: Path, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    kept = []
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        folder.mkdir()
+        table, chart = folder / "a.csv", folder / "a.svg"
+        run(_analyze, llama, "--text", words, "--tokens", 300, "--csv", table, "--plot", chart)
+        xml.etree.ElementTree.parse(chart)
+        printed = capsys.readouterr().out.replace(str(folder), "")
+        kept.append((table.read_bytes(), chart.read_bytes(), printed))
+    assert kept[0] == kept[1]
+
+
+def test_batch_size_does_not_matter(llama: Path, words: Path, tmp_path: Path) -> None:
+    means = []
+    for batch in (1, 5):
+        table = tmp_path / f"{batch}.csv"
+        run(_analyze, llama, "--text", words, "--tokens", 500, "--sequence", 90, "--batch", batch, "--csv", table)
+        means.append([[float(row["mean"]), float(row["union_128"])] for row in rows_of(table)])
+    assert np.allclose(means[0], means[1], rtol=2e-3)
+
+
+def test_opt(opt: Path, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "layers.csv"
+    assert run(_analyze, opt, "--text", words, "--tokens", 300, "--compression", 2, "--csv", table) == 0
+    rows = rows_of(table)
+    assert {(row["kind"], row["n"], row["compression"]) for row in rows} == {("non-gated", "320", "2")}
+    assert [row["name"] for row in rows] == [f"model.decoder.layers.{i}.fc2" for i in range(3)]
+    assert all(row["why_m1"] == "no sparse kernel was measured for 1 token" for row in rows)
+    assert "non-gated, K = 64, N = 320" in capsys.readouterr().out
+
+
+def test_sparse_classes(words: Path, tmp_path: Path, llama: Path) -> None:
+    """A model saved as SparseLlamaForCausalLM has the figures of the stock one with its weights."""
+    integration = pytest.importorskip("twell.integrations.transformers")
+    config = integration.SparseLlamaConfig(**{**saved_models.build().config.to_dict(), "model_type": "sparse_llama"})
+    model = integration.SparseLlamaForCausalLM(config)
+    model.load_state_dict(saved_models.build().state_dict())
+    folder = tmp_path / "sparse"
+    model.save_pretrained(folder)
+    saved_models.save_tokenizer(folder)
+    tables = []
+    for i, source in enumerate((llama, folder)):
+        table = tmp_path / f"{i}.csv"
+        run(_analyze, source, "--text", words, "--tokens", 300, "--csv", table)
+        tables.append([(row["name"], row["mean"], row["dead"], row["union_128"]) for row in rows_of(table)])
+    assert tables[0] == tables[1]
+
+
+def test_checkpoint_with_down_weights_stored_by_rows(words: Path, tmp_path: Path, llama: Path) -> None:
+    """As the paper's code stores them, under the stock model's name."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "rows"
+    shutil.copytree(llama, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "silu", "sparsity_l1_coeff": 2e-5}))
+    weights = load_file(folder / "model.safetensors")
+    weights = {name: t.T.contiguous() if "down_proj" in name else t for name, t in weights.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    tables = []
+    for i, source in enumerate((llama, folder)):
+        table = tmp_path / f"{i}.csv"
+        run(_analyze, source, "--text", words, "--tokens", 300, "--csv", table)
+        tables.append([(row["name"], row["mean"], row["dead"], row["union_128"]) for row in rows_of(table)])
+    assert tables[0] == tables[1]
+
+
+def test_weights_that_are_missing_or_cut_short_are_an_error(words: Path, tmp_path: Path, llama: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "part"
+    shutil.copytree(llama, folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.gate_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RequestError, match=r"none for model\.layers\.1\.mlp\.gate_proj\.weight"):
+        run(_analyze, folder, "--text", words, "--tokens", 300)
+    content = (llama / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(RequestError, match="MODEL: "):
+        run(_analyze, folder, "--text", words, "--tokens", 300)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(RequestError, match="MODEL: "):
+        run(_analyze, folder, "--text", words, "--tokens", 300)
+
+
+def test_another_activation(words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = saved_models.save(tmp_path / "silu", hidden_act="silu")
+    with pytest.raises(RequestError, match=r"(?s)MODEL.*ReLU.*activation"):
+        run(_analyze, folder, "--text", words, "--tokens", 300)
+    assert run(_analyze, folder, "--text", words, "--tokens", 300, "--activation", "relu") == 0
+    assert "ReLU in place of SiLU" in capsys.readouterr().out
+
+
+def test_help_documents_the_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(_analyze, "--help")
+    printed = capsys.readouterr().out
+    assert all(name in printed and meaning in printed for name, meaning in COLUMNS.items())
+
+
+# Text
+
+
+def read(folder: Path, *options: object, least: int = 1) -> _model_text.Text:
+    arguments = arguments_of(folder, *options)
+    return _model_text.read(_model_text.load(arguments), arguments, least)
+
+
+def test_sequences_begin_as_the_tokenizer_begins(llama: Path, words: Path, tmp_path: Path) -> None:
+    text = read(llama, "--text", words, "--tokens", 1000, "--sequence", 64)
+    assert text.tokens == 1000
+    assert all(sequence[0] == 0 for sequence in text.sequences)
+    assert {len(sequence) for sequence in text.sequences[:-1]} == {64}
+    # a document begins with the token, too, once
+    assert sum(sequence[1:].count(0) for sequence in text.sequences) == text.files - 1
+    assert all(a or b for sequence in text.sequences for a, b in itertools.pairwise(sequence))
+    plain = saved_models.save(tmp_path / "plain", bos=False)
+    assert 0 not in itertools.chain(*read(plain, "--text", words, "--tokens", 1000).sequences)
+
+
+def test_text_is_read_in_an_order_of_its_own_but_the_same(llama: Path, words: Path) -> None:
+    paths = [words / "3.txt", words / "1.txt"]
+    assert list(_model_text._files(paths)) == paths
+    shuffled = list(_model_text._files([words]))
+    assert shuffled == list(_model_text._files([words]))
+    assert {path.name for path in shuffled} == {"0.txt", "1.txt", "2.txt", "3.txt"}
+    text = read(llama, "--text", words, *paths, "--tokens", 10**6)
+    assert text.files == 6
+    assert 3000 < text.tokens < 10**6
+
+
+def test_long_files_are_read_a_piece_at_a_time(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_model_text, "_PIECE", 64)
+    path = tmp_path / "long.txt"
+    path.write_text(saved_models.text(2000))
+    text = read(llama, "--text", path, "--tokens", 10**6, "--sequence", 256)
+    assert sum(sequence.count(0) for sequence in text.sequences) == len(text.sequences)
+    tokenizer = _model_text.load(arguments_of(llama, "--text", path)).tokenizer
+    assert tokenizer.decode([token for sequence in text.sequences for token in sequence[1:]]) == path.read_text()
+
+
+def test_sequence_is_as_long_as_the_model_allows(llama: Path, words: Path) -> None:
+    assert len(read(llama, "--text", words, "--tokens", 600).sequences[0]) == 256
+    with pytest.raises(RequestError, match="at most the 256 positions"):
+        read(llama, "--text", words, "--sequence", 257)
+
+
+def test_batches_pad_to_the_longest() -> None:
+    batches = list(_model_text.batches([[1, 2, 3], [4], [5, 6]], 2))
+    assert batches[0].ids.tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert batches[0].mask.tolist() == [[True] * 3, [True, False, False]]
+    assert batches[1].mask.tolist() == [[True, True]]
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["MODEL", "--text", "missing.txt"], "--text: expected a text file or a folder, got '.*missing.txt'"),
+        (["MODEL", "--text", "image.png"], "--text: expected UTF-8 text, got '.*image.png'"),
+        (["MODEL", "--text", "empty.txt"], "--text: expected UTF-8 text"),
+        (["MODEL", "--text", "bare"], "at least 256 tokens, got 0 in 0 files"),
+        (["MODEL", "--text", "short.txt"], "at least 256 tokens, got [0-9]+ in 1 files"),
+        (["MODEL", "--text", "long.txt", "--tokens", "255"], r"at least 256 tokens, got 255 .* \(--tokens 255\)"),
+        (["nowhere", "--text", "long.txt"], r"MODEL: expected a folder with a config.json, got .*\(no such folder; "),
+        (
+            ["bare", "--text", "long.txt"],
+            r"MODEL: expected a folder with a config.json, got .*\(a folder without one\)",
+        ),
+        (["untokenized", "--text", "long.txt"], "MODEL: expected a tokenizer"),
+        (["MODEL", "--text", "long.txt", "--device", "cuda:99"], "--device: expected one of"),
+        (["MODEL", "--text", "long.txt", "--device", "tpu"], "--device: expected cpu, cuda or cuda:INDEX"),
+        (["MODEL", "--text", "long.txt", "--csv", "a.txt"], "--csv: expected a path that ends in .csv"),
+        (["MODEL", "--text", "long.txt", "--plot", "a.pdf"], "--plot: expected a path that ends in .png or .svg"),
+        (["MODEL", "--text", "long.txt", "--plot", "no/a.png"], "--plot: expected an existing folder"),
+    ],
+)
+def test_bad_requests(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bare").mkdir()
+    saved_models.build().save_pretrained("untokenized")
+    Path("image.png").write_bytes(b"\x89PNG\xff\x00")
+    Path("empty.txt").write_text("\n")
+    Path("short.txt").write_text("short")
+    Path("long.txt").write_text(saved_models.text(500))
+    with pytest.raises(RequestError, match=message):
+        run(_analyze, *(llama if option == "MODEL" else option for option in options))
+
+
+def test_exit_codes(llama: Path, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["analyze", str(llama), "--text", str(words), "--tokens", "300"]) == 0
+    assert "Mean over layers" in capsys.readouterr().out
+    assert cli.main(["analyze", str(tmp_path), "--text", str(words)]) == 2
+    assert capsys.readouterr().err.startswith("twell analyze: error: MODEL: expected a folder with a config.json")
+
+
+@pytest.mark.parametrize(
+    "options", [["--tokens", "0"], ["--sequence", "1"], ["--batch", "x"], ["--dtype", "int8"], ["--activation", "silu"]]
+)
+def test_bad_arguments(llama: Path, options: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run(_analyze, llama, "--text", "a.txt", *options)
+    assert stopped.value.code == 2
+
+
+def test_a_model_without_feed_forward_layers_of_this_kind(words: Path, tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = tmp_path / "gpt2"
+    GPT2LMHeadModel(GPT2Config(vocab_size=288, n_embd=32, n_layer=1, n_head=2)).save_pretrained(folder)
+    saved_models.save_tokenizer(folder)
+    with pytest.raises(RequestError, match="MODEL"):
+        run(_analyze, folder, "--text", words, "--tokens", 300)
+
+
+def test_tokenizer_of_another_model(words: Path, tmp_path: Path) -> None:
+    folder = saved_models.save(tmp_path / "small", vocab_size=64)
+    with pytest.raises(RequestError, match="its vocabulary has 64"):
+        run(_analyze, folder, "--text", words, "--tokens", 300)
+
+
+def test_overflow_in_half_precision_is_an_error(llama: Path, words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> list[LayerReport]:
+        raise ValueError("model.layers.1.mlp: its input is not finite")
+
+    monkeypatch.setattr(_analyze, "analyze", refuse)
+    with pytest.raises(RequestError, match="not finite"):
+        run(_analyze, llama, "--text", words, "--tokens", 300)
+
+
+@pytest.mark.parametrize(("missing", "extra"), [("transformers", "hf"), ("matplotlib.figure", "plots")])
+def test_missing_extras_are_named(
+    llama: Path, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    chart = ("--plot", tmp_path / "a.png") if extra == "plots" else ()
+    with pytest.raises(ImportError, match=rf"pip install twell\[{extra}\]"):
+        run(_analyze, llama, "--text", words, "--tokens", 300, *chart)
+
+
+def test_chart_of_many_layers(tmp_path: Path) -> None:
+    """Unions that are unknown and layers that fire nothing have a place in it, too."""
+    pytest.importorskip("matplotlib")
+    reports = [report_of(0 if i == 3 else i, None if i % 2 else 0.3, number=i) for i in range(40)]
+    picks = [[_analyze.pick(report, call) for call in CALLS] for report in reports]
+    _analyze_plots.save(tmp_path / "a.PNG", reports, picks, "forty")
+    assert (tmp_path / "a.PNG").read_bytes().startswith(b"\x89PNG")

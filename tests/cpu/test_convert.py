@@ -1,0 +1,888 @@
+"""Checkpoints between layouts: what is recognised, what is refused, bytes, and conversions that do not finish."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("safetensors")
+
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from twell import _checkpoint, _convert, cli
+from twell._checkpoint import LAYOUT_KEY
+from twell._request import RequestError
+
+ROOT = Path(__file__).resolve().parents[2]
+K, N = 8, 12
+
+
+def tensors(hidden: int = K, intermediate: int = N, layers: int = 2, dtype: torch.dtype = torch.bfloat16) -> Any:
+    generator = torch.Generator().manual_seed(hidden + intermediate)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    state = {"model.embed_tokens.weight": draw(16, hidden), "model.norm.weight": torch.ones(hidden)}
+    for layer in range(layers):
+        mlp = f"model.layers.{layer}.mlp."
+        state[mlp + "gate_proj.weight"] = draw(intermediate, hidden)
+        state[mlp + "up_proj.weight"] = draw(intermediate, hidden)
+        state[mlp + "down_proj.weight"] = draw(hidden, intermediate)
+        state[f"model.layers.{layer}.self_attn.q_proj.weight"] = draw(hidden, hidden)
+    return state
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    base = {"architectures": ["LlamaForCausalLM"], "hidden_act": "relu", "hidden_size": K, "intermediate_size": N}
+    return {**base, "model_type": "llama", "tie_word_embeddings": True} | changes
+
+
+def write(
+    folder: Path, state: Mapping[str, Tensor], settings: Mapping[str, Any] | None = None, shards: int = 1
+) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(settings or config(), indent=2) + "\n")
+    (folder / "tokenizer.json").write_text("{}")
+    if shards == 1:
+        save_file(dict(state), folder / "model.safetensors", {"format": "pt", "origin": "test"})
+        return folder
+    names = list(state)
+    weight_map: dict[str, str] = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        save_file({name: state[name] for name in names[shard::shards]}, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(names[shard::shards], file)
+    total = sum(tensor.nbytes for tensor in state.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return folder
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for path in _checkpoint.weight_files(folder) for name, tensor in load_file(path).items()}
+
+
+def run(source: Path, target: Path, *options: str) -> None:
+    parser = argparse.ArgumentParser()
+    _convert.add_arguments(parser)
+    assert _convert.run(parser.parse_args([str(source), str(target), *options])) == 0
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    }
+
+
+def metadata(path: Path) -> dict[str, str]:
+    with safe_open(path, framework="pt") as file:
+        return file.metadata() or {}
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype, name
+        assert tensor.shape == other[name].shape, name
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8)), name
+
+
+# layouts
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.layers.0.mlp.down_proj.weight", True),
+        ("language_model.model.layers.11.mlp.down_proj.weight", True),
+        ("_orig_mod.module.layers.1.mlp.experts.3.down_proj.weight", True),
+        ("down_proj.weight", True),
+        ("model.decoder.layers.3.fc2.weight", True),
+        ("decoder.layers.3.fc2.weight", True),
+        ("vision_model.encoder.layers.3.mlp.fc2.weight", False),
+        ("model.layers.0.mlp.down_proj.bias", False),
+        ("model.layers.0.mlp.down_proj.lora_A.weight", False),
+        ("model.layers.0.mlp.up_proj.weight", False),
+        ("model.layers.0.mlp.countdown_proj.weight", False),
+        ("model.layers.0.mlp.down_proj.weight_scale", False),
+        ("model.decoder.layers.3.fc2.bias", False),
+    ],
+)
+def test_names(name: str, expected: bool) -> None:
+    assert _checkpoint.is_down(name) is expected
+
+
+def test_shapes_tell_the_layout() -> None:
+    assert _checkpoint.down_layout([K, N], K, N) == "linear"
+    assert _checkpoint.down_layout(torch.Size([N, K]), K, N, {}) == "rows"
+    for marker in _checkpoint.LAYOUTS:
+        assert _checkpoint.down_layout((K, K), K, K, {LAYOUT_KEY: marker}) == marker
+        assert _checkpoint.down_layout((K, N), K, N, {LAYOUT_KEY: "linear"}) == "linear"
+
+
+@pytest.mark.parametrize(
+    ("shape", "intermediate", "marker", "message"),
+    [
+        ((K, K), K, None, r"a square down weight \[8, 8\] may be stored either way: expected sparsity_down_layout"),
+        ((K, N), N, "rows", r"sparsity_down_layout is 'rows', so the down weight must be \[12, 8\], got \[8, 12\]"),
+        ((N, K), N, "linear", r"sparsity_down_layout is 'linear', so the down weight must be \[8, 12\], got \[12, 8\]"),
+        ((K, N + 1), N, None, r"the down weight must be \[8, 12\] \(linear\) or \[12, 8\] \(rows\), got \[8, 13\]"),
+        ((K * N,), N, None, r"got \[96\]"),
+        ((2, K, N), N, None, r"got \[2, 8, 12\]"),
+        ((K, K), K, "columns", r"sparsity_down_layout must be \"linear\" or \"rows\", got 'columns'"),
+        ((K, K), K, ["rows"], r"got \['rows'\]"),
+    ],
+)
+def test_layouts_that_are_refused(shape: Sequence[int], intermediate: int, marker: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _checkpoint.down_layout(shape, K, intermediate, None if marker is None else {LAYOUT_KEY: marker})
+
+
+def test_lengths_come_from_the_neighbours_then_from_the_configuration() -> None:
+    down, up = "layers.0.mlp.down_proj.weight", "layers.0.mlp.up_proj.weight"
+    # a pruned layer, whatever the configuration says
+    assert _checkpoint.layouts({down: [K, 5], up: [5, K]}, {"hidden_size": K, "intermediate_size": N}) == {
+        down: "linear"
+    }
+    assert _checkpoint.layouts({down: [N, K]}, {"hidden_size": K, "intermediate_size": N}) == {down: "rows"}
+    nested = {"text_config": {"hidden_size": K, "intermediate_size": N}}
+    assert _checkpoint.layouts({down: [N, K]}, nested) == {down: "rows"}
+    # the paper's models have the neurons of their own key
+    paper = {"hidden_size": K, "intermediate_size": 99, "sparsity_new_intermediate_size": N}
+    assert _checkpoint.layouts({down: [N, K]}, paper) == {down: "rows"}
+    assert _checkpoint.layouts({down: [N, K]}, paper | {"sparsity_new_intermediate_size": None, "intermediate_size": N})
+    opt = "model.decoder.layers.0.fc2.weight"
+    assert _checkpoint.layouts({opt: [N, K]}, {"hidden_size": K, "ffn_dim": N}) == {opt: "rows"}
+    assert _checkpoint.layouts({opt: [K, N], opt.replace("fc2", "fc1"): [N, K]}) == {opt: "linear"}
+    assert _checkpoint.layouts({"down_proj.weight": [K, N], "up_proj.weight": [N, K]}) == {"down_proj.weight": "linear"}
+    with pytest.raises(ValueError, match=r"layers.0.mlp.down_proj.weight: expected up_proj or gate_proj beside it"):
+        _checkpoint.layouts({down: [K, N]})
+    with pytest.raises(
+        ValueError, match=r"must all be \[intermediate, hidden\], got layers.0.mlp.up_proj.weight \[12, 8"
+    ):
+        _checkpoint.layouts({down: [K, N], up: [N, K], "layers.0.mlp.gate_proj.weight": [N + 1, K]})
+
+
+def test_the_marker_may_be_in_either_place() -> None:
+    shapes = {"down_proj.weight": [K, K], "up_proj.weight": [K, K]}
+    rows: dict[str, str] = {LAYOUT_KEY: "rows"}
+    for settings, metadata in ((rows, None), (rows, {}), (None, rows), (rows, rows), ({}, rows)):
+        by_name = None if metadata is None else {"down_proj.weight": metadata}
+        assert _checkpoint.layouts(shapes, settings, by_name) == {"down_proj.weight": "rows"}
+    with pytest.raises(ValueError, match="in the configuration and in the file's metadata, got 'linear' and 'rows'"):
+        _checkpoint.layouts(shapes, {LAYOUT_KEY: "linear"}, {"down_proj.weight": rows})
+
+
+def test_headers_are_read_as_they_stand(tmp_path: Path) -> None:
+    state = {"b": torch.zeros(3, 2), "a é": torch.ones(2, dtype=torch.bfloat16), "none": torch.zeros(0, 4)}
+    path = tmp_path / "x.safetensors"
+    save_file(state, path, {"format": "pt", "note": "ü"})
+    header = _checkpoint.read_header(path)
+    assert header.metadata == {"format": "pt", "note": "ü"}
+    assert {name: stored.shape for name, stored in header.tensors.items()} == {
+        n: tuple(t.shape) for n, t in state.items()
+    }
+    data = path.read_bytes()
+    stored = header.tensors["a é"]
+    assert data[stored.start : stored.stop] == b"\x80\x3f\x80\x3f"
+    start = min(each.start for each in header.tensors.values())
+    again = [(n, e.dtype, e.shape, e.start - start, e.stop - start) for n, e in header.tensors.items()]
+    assert _checkpoint.header_bytes(header.metadata, again) == data[:start]
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "text", "overlap"])
+def test_damaged_files_are_refused(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.zeros(4, 4)}, path)
+    data = path.read_bytes()
+    overlap = _checkpoint.header_bytes(None, [("a", "F32", (4,), 0, 16), ("b", "F32", (4,), 8, 24)]) + bytes(24)
+    path.write_bytes({"empty": b"", "cut": data[:-1], "text": b"hello world", "overlap": overlap}[damage])
+    with pytest.raises(ValueError, match="must be a safetensors file, got"):
+        _checkpoint.read_header(path)
+
+
+# conversions
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_there_and_back_is_byte_for_byte_the_same(shards: int, tmp_path: Path) -> None:
+    state = tensors()
+    source = write(tmp_path / "source", state, shards=shards)
+    run(source, tmp_path / "rows", "--layout", "rows")
+    rows = read(tmp_path / "rows")
+    same(rows, {n: t.t().contiguous() if _checkpoint.is_down(n) else t for n, t in state.items()})
+    run(tmp_path / "rows", tmp_path / "linear")
+    assert contents(tmp_path / "linear") == contents(source)
+    # nothing to do is a copy
+    run(source, tmp_path / "copy")
+    assert contents(tmp_path / "copy") == contents(source)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "linear", "rows", "source"]
+
+
+def test_a_marker_says_that_there_are_rows(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", tensors(), shards=20)
+    run(source, tmp_path / "rows", "--layout", "rows")
+    settings = json.loads((tmp_path / "rows" / "config.json").read_text())
+    assert settings == config() | {LAYOUT_KEY: "rows"}
+    for path in _checkpoint.weight_files(tmp_path / "rows"):
+        header = _checkpoint.read_header(path)
+        expected = {"format": "pt"} | ({LAYOUT_KEY: "rows"} if any(map(_checkpoint.is_down, header.tensors)) else {})
+        assert metadata(path) == expected
+    assert set(_checkpoint.folder_layouts(tmp_path / "rows").values()) == {"rows"}
+    assert set(_checkpoint.folder_layouts(source).values()) == {"linear"}
+
+
+def test_files_without_metadata_stay_so(tmp_path: Path) -> None:
+    save_file(tensors(), tmp_path / "a.safetensors")
+    run(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--layout", "rows")
+    assert metadata(tmp_path / "b.safetensors") == {LAYOUT_KEY: "rows"}
+    run(tmp_path / "b.safetensors", tmp_path / "c.safetensors")
+    assert (tmp_path / "c.safetensors").read_bytes() == (tmp_path / "a.safetensors").read_bytes()
+
+
+def test_odd_tensors_are_copied_bit_for_bit(tmp_path: Path) -> None:
+    """NaNs with a payload, dtypes that torch lacks or numpy lacks, no elements, scalars, names of any kind."""
+    state = tensors() | {
+        "model.layers.0.mlp.down_proj.bias": torch.tensor([0x7FC1, -0x3F], dtype=torch.int16).view(torch.bfloat16),
+        "model.rotary_emb.inv_freq": torch.tensor([float("nan"), -0.0, float("inf")]),
+        "steps": torch.tensor(7),
+        "mask": torch.tensor([True, False]),
+        "eight": torch.arange(4, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        "empty": torch.zeros(0, 3),
+        'quote" \\ é': torch.zeros(1, dtype=torch.int8),
+        "phase": torch.zeros(3, dtype=torch.complex64),
+        "wide": torch.arange(3).to(torch.uint64),
+    }
+    state["model.layers.1.mlp.down_proj.weight"].view(torch.int16)[0, :2] = torch.tensor([0x7FC1, -0x3F])
+    source = write(tmp_path / "source", state)
+    run(source, tmp_path / "rows", "--layout", "rows")
+    same(read(tmp_path / "rows"), {n: t.t().contiguous() if _checkpoint.is_down(n) else t for n, t in state.items()})
+    run(tmp_path / "rows", tmp_path / "linear")
+    assert contents(tmp_path / "linear") == contents(source)
+
+
+def test_dtypes_that_torch_does_not_know_are_copied(tmp_path: Path) -> None:
+    state = tensors()
+    save_file(state, tmp_path / "a.safetensors")
+    header = _checkpoint.read_header(tmp_path / "a.safetensors")
+    data = (tmp_path / "a.safetensors").read_bytes()
+    start = min(stored.start for stored in header.tensors.values())
+    entries = [(n, s.dtype, s.shape, s.start - start, s.stop - start) for n, s in header.tensors.items()]
+    end = len(data) - start
+    scales = _checkpoint.header_bytes(None, [*entries, ("scale", "F8_E8M0", (3,), end, end + 3)])
+    (tmp_path / "a.safetensors").write_bytes(scales + data[start:] + b"\x01\x02\xff")
+    run(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--layout", "rows", "--dtype", "float32")
+    written = _checkpoint.read_header(tmp_path / "b.safetensors")
+    scale = written.tensors["scale"]
+    assert (scale.dtype, scale.shape) == ("F8_E8M0", (3,))
+    assert (tmp_path / "b.safetensors").read_bytes()[scale.start : scale.stop] == b"\x01\x02\xff"
+
+
+def test_each_tensor_of_a_mixture_is_known_by_its_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = tensors()
+    mixed = dict(state)
+    name = "model.layers.1.mlp.down_proj.weight"
+    mixed[name] = state[name].t().contiguous()
+    source = write(tmp_path / "source", mixed)
+    run(source, tmp_path / "linear")
+    same(read(tmp_path / "linear"), state)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "down_proj" in line]
+    assert sorted(line[5] for line in lines) == ["linear", "rows"]
+
+
+def test_square_weights_need_to_be_told(tmp_path: Path) -> None:
+    state = tensors(K, K)
+    source = write(tmp_path / "source", state, config(intermediate_size=K))
+    with pytest.raises(RequestError, match=r"layers.0.mlp.down_proj.weight: a square down weight \[8, 8\] may be"):
+        run(source, tmp_path / "rows", "--layout", "rows", "--model-type", "sparse_llama")
+    options = ["--layout", "rows", "--source-layout", "linear"]
+    # a reader that knows nothing of the marker would notice nothing
+    with pytest.raises(RequestError, match=r"expected --model-type sparse_llama or sparse_qwen2, got .* type 'llama'"):
+        run(source, tmp_path / "rows", *options)
+    run(source, tmp_path / "rows", *options, "--model-type", "sparse_llama")
+    same(read(tmp_path / "rows"), {n: t.t().contiguous() if _checkpoint.is_down(n) else t for n, t in state.items()})
+    # from here on the marker tells, whichever way
+    for step, (start, layout) in enumerate([("rows", "linear"), ("0", "linear"), ("1", "rows"), ("2", "rows")]):
+        run(tmp_path / start, tmp_path / str(step), "--layout", layout)
+        expected = state if layout == "linear" else read(tmp_path / "rows")
+        same(read(tmp_path / str(step)), expected)
+        assert set(_checkpoint.folder_layouts(tmp_path / str(step)).values()) == {layout}
+    # a file of the one and a configuration of the other
+    (tmp_path / "rows" / "config.json").write_bytes((tmp_path / "0" / "config.json").read_bytes())
+    with pytest.raises(RequestError, match="must be the same in the configuration and in the file's metadata"):
+        run(tmp_path / "rows", tmp_path / "again")
+    run(tmp_path / "rows", tmp_path / "again", "--source-layout", "rows")
+    same(read(tmp_path / "again"), state)
+
+
+def test_source_layout_does_not_overrule_shapes(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", tensors(), config() | {LAYOUT_KEY: "rows"})
+    with pytest.raises(RequestError, match=r"must be \[12, 8\], got \[8, 12\]"):
+        run(source, tmp_path / "out")
+    with pytest.raises(RequestError, match=r"--source-layout rows: .* must be \[12, 8\], got \[8, 12\]"):
+        run(source, tmp_path / "out", "--source-layout", "rows")
+    run(source, tmp_path / "out", "--source-layout", "linear")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_dtype(dtype: str, tmp_path: Path) -> None:
+    state = tensors(dtype=torch.float32) | {"steps": torch.tensor(7), "half": torch.ones(3, dtype=torch.float16)}
+    source = write(tmp_path / "source", state, config(dtype="float32"), shards=2)
+    run(source, tmp_path / "out", "--layout", "rows", "--dtype", dtype)
+    expected = {n: t.t().contiguous() if _checkpoint.is_down(n) else t for n, t in state.items()}
+    wanted = getattr(torch, dtype)
+    same(read(tmp_path / "out"), {n: t.to(wanted) if t.is_floating_point() else t for n, t in expected.items()})
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in read(tmp_path / "out").values())
+    for path in _checkpoint.weight_files(tmp_path / "out"):
+        header = _checkpoint.read_header(path)
+        start = min(stored.start for stored in header.tensors.values())
+        for stored in header.tensors.values():
+            assert (stored.start - start) % {"I64": 8, "F32": 4}.get(stored.dtype, 2) == 0
+
+
+def test_old_configurations_have_torch_dtype(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", tensors(), config(torch_dtype="bfloat16"))
+    run(source, tmp_path / "out", "--dtype", "float16")
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert settings["torch_dtype"] == "float16"
+    assert "dtype" not in settings
+
+
+def test_values_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    state = tensors()
+    state["model.norm.weight"][2] = 1e5
+    source = write(tmp_path / "source", state)
+    with pytest.raises(
+        RequestError, match=r"model.norm.weight must fit in float16, got 1 values beyond 65504, the larg"
+    ):
+        run(source, tmp_path / "out", "--dtype", "float16")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+    run(source, tmp_path / "out", "--dtype", "bfloat16")
+
+
+def test_quantised_down_projections_are_refused(tmp_path: Path) -> None:
+    state = tensors()
+    name = "model.layers.0.mlp.down_proj.weight"
+    state[name] = state[name].to(torch.float8_e4m3fn)
+    source = write(tmp_path / "source", state)
+    with pytest.raises(RequestError, match=r"must be of F64, F32, F16, BF16 to be transposed, got F8_E4M3"):
+        run(source, tmp_path / "out", "--layout", "rows")
+    run(source, tmp_path / "out")
+    same(read(tmp_path / "out"), state)
+
+
+# other files
+
+
+def test_what_is_beside_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "source", tensors())
+    for name in ("tokenizer.model", "assets/logo.png", "LICENSE", "chat_template.jinja"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_bytes(os.urandom(32))
+    left = ("pytorch_model.bin", "optimizer.pt", "model.gguf", "consolidated.safetensors", "checkpoint-5/optimizer.pt")
+    for name in (
+        *left,
+        "checkpoint-5/config.json",
+        ".git/HEAD",
+        ".cache/huggingface/x",
+        "pytorch_model.bin.index.json",
+    ):
+        (source / name).parent.mkdir(exist_ok=True, parents=True)
+        (source / name).write_bytes(b"x")
+    os.chmod(source / "LICENSE", 0o600)
+    run(source, tmp_path / "out", "--layout", "rows")
+    kept = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer.model", "LICENSE", "chat_template.jinja"}
+    written = contents(tmp_path / "out")
+    assert written.keys() == kept | {"assets/logo.png"}
+    assert all(
+        written[name] == (source / name).read_bytes() for name in written if not name.startswith(("config", "mod"))
+    )
+    assert (tmp_path / "out" / "LICENSE").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "out").stat().st_mode & 0o777 == source.stat().st_mode & 0o777
+    (said,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("left out:"))
+    assert all(name in said for name in ("checkpoint-5/", ".git/", *left[:4]))
+
+
+def test_links_of_a_download_cache_are_followed(tmp_path: Path) -> None:
+    blobs = write(tmp_path / "blobs", tensors())
+    source = tmp_path / "snapshot"
+    source.mkdir()
+    for path in blobs.iterdir():
+        (source / path.name).symlink_to(path)
+    run(source, tmp_path / "out", "--layout", "rows")
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+    run(tmp_path / "out", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(blobs)
+
+
+# pickles
+
+
+@pytest.mark.parametrize("form", ["single", "shards", "legacy"])
+def test_pickled_weights_are_read(form: str, tmp_path: Path) -> None:
+    state = tensors() | {"steps": torch.tensor([1, 2]), "view": torch.arange(12.0).view(3, 4).t()}
+    # the head of a tied model is the embedding; another shared tensor is written twice
+    tied = state | {"lm_head.weight": state["model.embed_tokens.weight"], "twin": state["model.norm.weight"]}
+    source = write(tmp_path / "source", {"x": torch.zeros(1)})
+    (source / "model.safetensors").unlink()
+    if form == "shards":
+        # the head with the embedding
+        names = sorted(tied, key=lambda name: ("embed" in name or "head" in name, name))
+        parts = {"pytorch_model-00001-of-00002.bin": names[:5], "pytorch_model-00002-of-00002.bin": names[5:]}
+        for file, part in parts.items():
+            torch.save({name: tied[name] for name in part}, source / file)
+        weight_map = {name: file for file, part in parts.items() for name in part}
+        index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+        (source / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    else:
+        torch.save(tied, source / "pytorch_model.bin", _use_new_zipfile_serialization=form != "legacy")
+    run(source, tmp_path / "out", "--layout", "rows")
+    expected = {n: t.t() if _checkpoint.is_down(n) else t for n, t in tied.items()}
+    del expected["lm_head.weight"]
+    same(read(tmp_path / "out"), {name: tensor.contiguous() for name, tensor in expected.items()})
+    assert all(metadata(path)["format"] == "pt" for path in _checkpoint.weight_files(tmp_path / "out"))
+    assert not any("bin" in path.name for path in (tmp_path / "out").iterdir())
+    if form == "shards":
+        index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+        assert set(index["weight_map"].values()) == {f"model-0000{i}-of-00002.safetensors" for i in (1, 2)}
+        assert index["weight_map"].keys() == expected.keys()
+    assert set(_checkpoint.folder_layouts(tmp_path / "out").values()) == {"rows"}
+
+
+def test_pickles_that_hold_more_than_tensors_are_refused(tmp_path: Path) -> None:
+    path, out = tmp_path / "a.pt", tmp_path / "out.safetensors"
+    torch.save({"model": tensors()}, path)
+    with pytest.raises(RequestError, match="must be a state dict that holds tensors alone, got something else"):
+        run(path, out)
+    torch.save(torch.nn.Linear(2, 2), path)
+    with pytest.raises(RequestError, match="must be a state dict that holds tensors alone, got"):
+        run(path, out)
+    path.write_bytes(b"no pickle")
+    with pytest.raises(RequestError, match="must be a state dict that holds tensors alone, got"):
+        run(path, out)
+    torch.save(tensors(), path)
+    run(path, out)
+    same(load_file(out), tensors())
+
+
+# the configuration
+
+PAPER = {"sparsity_gated_mlp": True, "sparsity_new_intermediate_size": N, "sparsity_use_hybrid_kernel": True}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "sparse_llama"])
+@pytest.mark.parametrize("was", ["llama", "llama_sparse_relu", "sparse_llama"])
+def test_the_configuration_of_the_published_models(was: str, model_type: str, tmp_path: Path) -> None:
+    """They have ReLU whatever hidden_act says, their own class, and a number of neurons of their own."""
+    theirs = config(model_type=was, hidden_act="silu", intermediate_size=99, auto_map={"AutoConfig": "x.Y"}) | PAPER
+    state = {n: t.t().contiguous() if _checkpoint.is_down(n) else t for n, t in tensors().items()}
+    source = write(tmp_path / "source", state, theirs)
+    run(source, tmp_path / "out", "--model-type", model_type)
+    name = "Sparse" * (model_type == "sparse_llama") + "LlamaForCausalLM"
+    changed = {"model_type": model_type, "architectures": [name], "hidden_act": "relu", "intermediate_size": N}
+    expected = {key: value for key, value in theirs.items() if key != "auto_map"} | changed
+    if model_type == "sparse_llama":
+        expected[LAYOUT_KEY] = "linear"
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == expected
+    same(read(tmp_path / "out"), tensors())
+
+
+@pytest.mark.parametrize(
+    ("changes", "extra", "model_type", "message"),
+    [
+        ({"hidden_act": "silu"}, {}, "llama", r"expected a model that was trained with it .* got hidden_act 'silu'"),
+        ({"hidden_act": "silu", LAYOUT_KEY: "linear"}, {}, "sparse_llama", r"got hidden_act 'silu'"),
+        ({}, {}, "qwen2", r"expected a model of type qwen2, sparse_qwen2, qwen2_sparse_relu, got 'llama'"),
+        ({"model_type": "mistral"}, {}, "llama", r"expected a model of type llama, .*, got 'mistral'"),
+        ({"architectures": ["LlamaForTokenClassification"]}, {}, "llama", r"ForCausalLM, got \['LlamaForTokenClass"),
+        ({}, {"model.layers.2.mlp.up_proj.weight": [N, K], "model.layers.2.mlp.down_proj.weight": [K, N]}, "llama",
+         r"gated layers: expected model.layers.2.mlp.gate_proj.weight, got none"),
+        ({}, {f"model.layers.2.mlp.{n}_proj.weight": [K, 4] if n == "down" else [4, K] for n in ("up", "gate", "down")},
+         "llama", r"has one intermediate_size: got layers of \[4, 12\] neurons"),
+        ({"model_type": "qwen2"}, {"model.layers.0.mlp.up_proj.bias": [N]}, "qwen2", "has no biases in its FFN"),
+    ],
+)  # fmt: skip
+def test_configurations_that_would_lie_are_refused(
+    changes: dict[str, Any], extra: dict[str, list[int]], model_type: str, message: str, tmp_path: Path
+) -> None:
+    state = tensors() | {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in extra.items()}
+    source = write(tmp_path / "source", state, config(**changes))
+    with pytest.raises(RequestError, match=message):
+        run(source, tmp_path / "out", "--model-type", model_type)
+    assert not (tmp_path / "out").exists()
+
+
+def test_layers_without_a_gate(tmp_path: Path) -> None:
+    state = {name: tensor for name, tensor in tensors().items() if "gate" not in name}
+    source = write(tmp_path / "source", state)
+    with pytest.raises(RequestError, match=r"gated layers: expected model.layers.0.mlp.gate_proj.weight, got none"):
+        run(source, tmp_path / "out", "--model-type", "llama")
+    run(source, tmp_path / "out", "--model-type", "sparse_llama", "--layout", "rows")
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (settings["sparsity_gated_mlp"], settings["intermediate_size"]) == (False, N)
+
+
+def test_biases_reach_the_configuration(tmp_path: Path) -> None:
+    state = tensors() | {"model.layers.0.mlp.up_proj.bias": torch.zeros(N, dtype=torch.bfloat16)}
+    run(write(tmp_path / "source", state), tmp_path / "out", "--model-type", "sparse_llama")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["mlp_bias"] is True
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_stock_transformers_computes_the_same(family: str, tied: bool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    settings = transformers.AutoConfig.for_model(
+        family,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=64,
+        tie_word_embeddings=tied,
+        hidden_act="relu",
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(settings).eval()
+    model.save_pretrained(tmp_path / "source", max_shard_size="20KB")
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        expected = model(ids).logits
+    run(tmp_path / "source", tmp_path / "rows", "--layout", "rows", "--model-type", f"sparse_{family}")
+    run(tmp_path / "rows", tmp_path / "linear", "--model-type", family)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "linear").eval()
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, expected)
+    for name, tensor in read(tmp_path / "source").items():
+        assert torch.equal(tensor, read(tmp_path / "linear")[name])
+
+
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_twell_computes_the_same_of_rows(family: str, square: bool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from twell.integrations import transformers as twell_hf
+
+    cls = twell_hf.SparseLlamaForCausalLM if family == "llama" else twell_hf.SparseQwen2ForCausalLM
+    settings = cls.config_class(
+        hidden_size=32,
+        intermediate_size=32 if square else 48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=64,
+    )
+    torch.manual_seed(0)
+    model = cls(settings).eval()
+    model.save_pretrained(tmp_path / "source", max_shard_size="20KB")
+    run(tmp_path / "source", tmp_path / "rows", "--layout", "rows")
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        for load in (cls, transformers.AutoModelForCausalLM):
+            assert torch.equal(load.from_pretrained(tmp_path / "rows")(ids).logits, model(ids).logits)
+    # what it saves is what was there at first
+    cls.from_pretrained(tmp_path / "rows").save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    run(tmp_path / "rows", tmp_path / "linear")
+    for folder in ("saved", "linear"):
+        same(read(tmp_path / folder), read(tmp_path / "source"))
+    if not square:
+        assert contents(tmp_path / "linear") == contents(tmp_path / "source")
+
+
+def test_opt(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    settings = transformers.OPTConfig(
+        hidden_size=16, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=32, word_embed_proj_dim=16
+    )
+    transformers.OPTForCausalLM(settings).save_pretrained(tmp_path / "source")
+    run(tmp_path / "source", tmp_path / "rows", "--layout", "rows")
+    name = "model.decoder.layers.0.fc2.weight"
+    assert torch.equal(read(tmp_path / "rows")[name], read(tmp_path / "source")[name].t())
+    run(tmp_path / "rows", tmp_path / "linear")
+    assert contents(tmp_path / "linear") == contents(tmp_path / "source")
+
+
+# what a user asks for that cannot be
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "options", "message"),
+    [
+        ("nowhere", "out", [], r"SRC must be a folder or a file of weights, got .*nowhere' \(no such file\)"),
+        ("bare", "out", [], r"SRC must have a config.json"),
+        ("unweighted", "out", [], r"SRC must have model.safetensors, .*, got"),
+        ("source", "full", [], r"DST must be new or empty, got .*full' \(--force replaces it\)"),
+        ("source", "full", ["--force"], r"--force replaces checkpoints, got .*full', which holds no weights"),
+        ("source", "source", ["--force"], r"DST must be apart from SRC"),
+        ("source", "source/inner", [], r"DST must be apart from SRC"),
+        ("source", ".", ["--force"], r"DST must be apart from SRC"),
+        ("source", "file.safetensors", [], r"DST must be a folder where SRC is one"),
+        ("file.safetensors", "out", [], r"DST must be a .safetensors file where SRC is a file"),
+        ("file.safetensors", "other.safetensors", [], r"a file that exists \(--force replaces it\)"),
+        ("file.safetensors", "new.safetensors", ["--model-type", "llama"], r"expected a folder, got a file of weights"),
+        (
+            "full/notes.txt",
+            "new.safetensors",
+            [],
+            r"SRC must be a folder or a file of .safetensors, .bin, .pt, .pth, got",
+        ),
+        ("other.safetensors", "new.safetensors", [], r"SRC must have down projections .*, got x"),
+        ("broken", "out", [], r"names 'model-00002.safetensors', which is not there"),
+        ("outside", "out", [], r"must name files beside it, got"),
+    ],
+)
+def test_requests_that_are_refused(source: str, target: str, options: list[str], message: str, tmp_path: Path) -> None:
+    write(tmp_path / "source", tensors())
+    save_file(tensors(), tmp_path / "file.safetensors")
+    save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
+    for folder in ("bare", "full", "unweighted", "broken", "outside"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "notes.txt").write_text("mine")
+        if folder not in ("bare", "full"):
+            (tmp_path / folder / "config.json").write_text("{}")
+    index = {"broken": "model-00002.safetensors", "outside": "../file.safetensors"}
+    for folder, file in index.items():
+        (tmp_path / folder / _checkpoint.INDEX).write_text(json.dumps({"weight_map": {"x": file}}))
+    before = contents(tmp_path)
+    with pytest.raises(RequestError, match=message):
+        run(tmp_path / source, tmp_path / target, *options)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["source"], "the following arguments are required: DST"),
+        (["source", "out", "--layout", "square"], "argument --layout: invalid choice: 'square'"),
+        (["source", "out", "--model-type", "gpt2"], "argument --model-type: invalid choice: 'gpt2'"),
+        (["source", "out", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+        (["nowhere", "out"], "twell convert: error: SRC must be a folder or a file of weights, got 'nowhere'"),
+        (["source", "source"], "twell convert: error: DST must be apart from SRC"),
+    ],
+)
+def test_errors_of_the_command_line(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "source", tensors())
+    try:
+        code: object = cli.main(["convert", *arguments])
+    except SystemExit as stopped:
+        code = stopped.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_line_converts(tmp_path: Path) -> None:
+    write(tmp_path / "source", tensors())
+    assert cli.main(["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--layout", "rows"]) == 0
+    assert set(_checkpoint.folder_layouts(tmp_path / "out").values()) == {"rows"}
+
+
+def test_force_replaces_a_checkpoint(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", tensors())
+    out = write(tmp_path / "out", tensors(K, N + 4), shards=3)
+    (out / "stale.txt").write_text("of the old one")
+    run(source, out, "--force")
+    assert contents(out) == contents(source)
+    run(source / "model.safetensors", tmp_path / "a.safetensors", "--layout", "rows")
+    run(source / "model.safetensors", tmp_path / "a.safetensors", "--force")
+    assert (tmp_path / "a.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    (tmp_path / "empty").mkdir()
+    run(source, tmp_path / "empty")
+    assert contents(tmp_path / "empty") == contents(source)
+    # a link stays one, to the new folder
+    (tmp_path / "link").symlink_to(out)
+    run(source, tmp_path / "link", "--layout", "rows", "--force")
+    assert (tmp_path / "link").is_symlink()
+    assert set(_checkpoint.folder_layouts(out).values()) == {"rows"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "empty", "link", "out", "source"]
+
+
+def test_a_dry_run_writes_nothing_and_says_what_it_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "source", tensors())
+    before = contents(tmp_path)
+    run(source, tmp_path / "deep" / "out", "--layout", "rows", "--dtype", "float32", "--dry-run")
+    assert contents(tmp_path) == before
+    assert not (tmp_path / "deep").exists()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("3.36 kB in 1 file")
+    (down,) = (line.split() for line in lines if "down_proj" in line)
+    assert down == [
+        "model.layers.*.mlp.down_proj.weight",
+        "2",
+        "BF16",
+        "[8,",
+        "12]",
+        "linear",
+        "rows",
+        "[12,",
+        "8],",
+        "F32",
+    ]
+    (norm,) = (line.split() for line in lines if "norm" in line)
+    assert norm == ["model.norm.weight", "1", "F32", "[8]", "the", "same"]
+    assert 'config.json: sparsity_down_layout: none -> "rows"' in lines
+    assert 'config.json: torch_dtype: none -> "float32"' in lines
+    # what could not be done is refused beforehand
+    with pytest.raises(RequestError, match="DST must be apart"):
+        run(source, source, "--dry-run")
+
+
+# conversions that do not finish
+
+KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+from twell import _convert
+write = _convert._write_file
+def slow(file, new, path, advance):
+    write(file, new, path, advance)
+    print("wrote", flush=True)
+    time.sleep(60)
+_convert._write_file = slow
+_convert.convert(Path(sys.argv[1]), Path(sys.argv[2]), layout="rows")
+"""
+
+
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT])
+def test_killed_while_it_writes(stop: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "source", tensors(), shards=2)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), str(ROOT)]),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out")]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert any(line == "wrote\n" for line in process.stdout)
+        process.send_signal(stop)
+        process.wait(30)
+    assert process.returncode != 0
+    assert not (tmp_path / "out").exists()
+    left = [path for path in tmp_path.iterdir() if path.name != "source"]
+    assert len(left) == (1 if stop == signal.SIGKILL else 0)
+    assert all(path.name.startswith(".out.partial-") for path in left)
+    run(source, tmp_path / "out", "--layout", "rows")
+    assert set(_checkpoint.folder_layouts(tmp_path / "out").values()) == {"rows"}
+    assert ("was left by a conversion that was interrupted" in capsys.readouterr().err) == bool(left)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("form", ["folder", "file"])
+def test_a_full_disk_leaves_everything_as_it_was(
+    form: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error comes at the first tensor that is written, at a later one, or at the name."""
+    source = write(tmp_path / "source", tensors())
+    target = write(tmp_path / "out", tensors(K, N + 4))
+    if form == "file":
+        source, target = source / "model.safetensors", target / "model.safetensors"
+    before = contents(tmp_path)
+    full = OSError(28, "No space left on device")
+    original, calls = _convert._convert, 0
+
+    def convert(file: Any, tensor: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3 * at + 1:
+            raise full
+        return original(file, tensor)
+
+    def rename(old: Path, new: Path) -> None:
+        if ".partial-" in str(old):
+            raise full
+        os.replace(old, new)
+
+    if at < 2:
+        monkeypatch.setattr(_convert, "_convert", convert)
+    else:
+        monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(RequestError, match="No space left on device"):
+        run(source, target, "--layout", "rows", "--force")
+    assert contents(tmp_path) == before
+    assert not any(path.name.startswith(".") for path in tmp_path.rglob("*"))
+
+
+def test_too_little_space_is_noticed_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write(tmp_path / "source", tensors())
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(RequestError, match=r"DST needs 1.7 kB, got 1 kB free in"):
+        run(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_that_is_cut_meanwhile_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write(tmp_path / "source", tensors())
+    original = _convert._write
+
+    def cut(*arguments: Any) -> None:
+        path = source / "model.safetensors"
+        os.truncate(path, path.stat().st_size - 8)
+        original(*arguments)
+
+    monkeypatch.setattr(_convert, "_write", cut)
+    with pytest.raises(RequestError, match=r"ended within '.*'; was it written to meanwhile"):
+        run(source, tmp_path / "out", "--layout", "rows")
+    assert not (tmp_path / "out").exists()
+
+
+def test_memory_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
+    """A model of 96 MB in tensors of 4 MB."""
+    state = {
+        f"layers.{layer}.mlp.{name}_proj.weight": torch.full(shape, layer, dtype=torch.bfloat16)
+        for layer in range(8)
+        for name, shape in (("up", (2048, 1024)), ("gate", (2048, 1024)), ("down", (1024, 2048)))
+    }
+    save_file(state, tmp_path / "a.safetensors")
+    del state
+    code = """
+import resource, sys
+from pathlib import Path
+from twell import _convert
+import safetensors, tqdm
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+_convert.convert(Path(sys.argv[1]), Path(sys.argv[2]), layout="rows")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), str(ROOT)]),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-c", code, str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert int(done.stdout.split()[-1]) < 40_000
+
+
+def test_missing_packages_name_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write(tmp_path / "source", tensors())
+    for name in ("tqdm", "safetensors"):
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(RequestError, match=rf"{name}.* pip install twell\[hf\]"):
+            run(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,392 @@
+"""``twell record``: files that ``load_real`` reads with the model's own pattern, and what is refused."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+import saved_models
+from saved_models import run
+
+from twell import _analyze, _model_text, _record, _sparsify, testing
+from twell._analyze import Tally
+from twell._model_text import Batch, Layer
+from twell._request import RequestError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_models.save(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("words") / "words.txt"
+    path.write_text(saved_models.text(3000))
+    return path
+
+
+def pattern_of(folder: Path, number: int, tokens: int, seed: int = 0) -> Tensor:
+    """Which gates of a recorded layer fire, bool [tokens, N], as a benchmark would have them."""
+    problem = testing.load_real(number, folder, tokens, seed=seed, device="cpu")
+    return testing.float64_gate(problem) > 0
+
+
+def layer_of(weight: Tensor, bias: Tensor | None = None, number: int = 3) -> Layer:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    linear.weight.data = weight
+    if bias is not None:
+        linear.bias.data = bias
+    return Layer(f"model.layers.{number}.mlp", number, nn.Identity(), linear, True, 8)
+
+
+def drawn(m: int, k: int, n: int, *, common: float = 0.4, scales: Callable[[int], Tensor] = torch.ones) -> Any:
+    """Tokens with something in common and neurons of which a tenth or so fires and many are dead; bfloat16.
+
+    ``scales`` makes features larger and their weights smaller.
+    """
+    torch.manual_seed(k)
+    sizes = scales(k)
+    mean = torch.randn(k)
+    x = (torch.randn(m, k) + common * mean) * sizes
+    threshold = 1.5 + 2.0 * torch.rand(n, 1)
+    weight = (torch.randn(n, k) - threshold * mean / (common * mean.norm() ** 2 / k**0.5)) / k**0.5 / sizes
+    return x.bfloat16(), weight.bfloat16()
+
+
+def round_trip(x: Tensor, layer: Layer, folder: Path) -> tuple[_record.Recording, _record.Agreement]:
+    recording = _record.quantize(x, layer)
+    path = folder / f"layer{layer.number}.npz"
+    recording.save(path)
+    first = torch.zeros(len(x), dtype=torch.bool)
+    first[0] = True
+    return recording, _record.check(path, recording, first, layer)[0]
+
+
+# The command
+
+
+def test_command(llama: Path, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "recorded"
+    options = ("--text", words, "--tokens", 700, "--sequence", 100)
+    assert run(_record, llama, *options, "--layers", 2, 0, 2, "--out", out) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["README.md", "layer0.npz", "layer2.npz"]
+    assert list(tmp_path.iterdir()) == [out]
+    assert testing.real_names(out) == ["real0", "real2"]
+    printed, readme = capsys.readouterr().out, (out / "README.md").read_text()
+    assert "int8" in readme
+    assert "--workload real2 real0" in readme
+    stored, changed, whole = [
+        [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+        for table in readme.split("\n\n")
+        if table.startswith("|")
+    ]
+    assert [row[0] for row in stored] == ["2", "0"]
+    assert [row[0] for row in whole] == ["0", "1", "2"]
+    loaded = _model_text.load(_arguments(llama, *options, "--layers", 0, "--out", out))
+    sequences = _model_text.read(loaded, _arguments(llama, *options, "--layers", 0, "--out", out), 700).sequences
+    reports = _analyze.analyze(loaded.model, _model_text.batches(sequences, 4))
+    assert [_analyze.figures_cells(report) for report in reports] == whole
+    layers = _model_text.layers(loaded.model)
+    for row, agreement in zip(stored, changed, strict=True):
+        number = int(row[0])
+        with np.load(out / f"layer{number}.npz") as arrays:
+            kept = {name: (arrays[name].dtype.name, arrays[name].shape) for name in arrays.files}
+            alive, n = arrays["alive"], int(arrays["n"])
+        rows = len(alive)
+        assert kept == {
+            "x": ("int8", (700, 64)),
+            "x_scale": ("float32", (1, 64)),
+            "w": ("int8", (rows, 64)),
+            "w_scale": ("float32", (rows, 1)),
+            "alive": ("int32", (rows,)),
+            "quiet": ("float32", (64,)),
+            "n": ("int64", ()),
+        }
+        assert n == 320
+        assert np.all(np.diff(alive) > 0)
+        # the table is of what the file gives, and that is nearly what the model does
+        pattern = pattern_of(out, number, 700)
+        first = torch.arange(700) % 100 == 0
+        tally = Tally(320, 8, CPU)
+        tally.add(pattern, first)
+        assert _analyze.figures_cells(tally.report(layers[number])) == row
+        report = reports[number]
+        assert rows == 320 - report.dead
+        assert float(pattern.sum(1).double().mean()) == pytest.approx(report.mean, rel=0.01)
+        assert not pattern[:, ~torch.isin(torch.arange(320), torch.from_numpy(alive))].any()
+        assert float(agreement[1]) == pytest.approx(report.mean, abs=0.006)
+        assert f"layer {number}: {agreement[1]} non-zeros a token in the model, {agreement[2]} in the file" in printed
+
+
+def _arguments(*words: object) -> Any:
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    _record.add_arguments(parser)
+    return parser.parse_args([str(word) for word in words])
+
+
+def test_pattern_is_the_stock_models(llama: Path, words: Path, tmp_path: Path) -> None:
+    """Every gate of a file beside those of the model that transformers alone loads and runs."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out = tmp_path / "recorded"
+    run(_record, llama, "--text", words, "--tokens", 512, "--sequence", 128, "--layers", 1, "--out", out)
+    ids = AutoTokenizer.from_pretrained(llama)(words.read_text())["input_ids"][1:]
+    sequences = torch.tensor([[0, *ids[i : i + 127]] for i in range(0, 4 * 127, 127)])
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    mlp = model.model.layers[1].mlp
+    inputs: list[Tensor] = []
+    mlp.register_forward_pre_hook(lambda _, args: inputs.append(args[0].flatten(0, -2)))
+    with torch.no_grad():
+        model(sequences)
+        fired = mlp.gate_proj(inputs[0]) > 0
+    pattern = pattern_of(out, 1, 512)
+    assert int((pattern & fired).sum()) > 0.99 * int(fired.sum())
+    assert int((pattern ^ fired).sum()) < 0.015 * int(fired.sum())
+    x = testing.load_real(1, out, 512, device="cpu", dtype=torch.float32).x
+    assert float((x - inputs[0]).norm() / inputs[0].norm()) < 0.01
+
+
+def test_recorded_layers_are_workloads_of_the_benchmark(
+    llama: Path, words: Path, tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "recorded"
+    run(_record, llama, "--text", words, "--tokens", 300, "--layers", 1, "--out", out)
+    monkeypatch.syspath_prepend(str(root / "profiling"))
+    bench = importlib.import_module("bench")
+    assert bench.parse(["--real-layers", str(out), "--workload", "real1"]).workload == ["real1"]
+    with pytest.raises(SystemExit):
+        bench.parse(["--real-layers", str(out), "--workload", "real0"])
+    assert testing.load("real1", 1000, real_layers=out, device="cpu").x.shape == (1000, 64)
+
+
+def test_command_repeats(llama: Path, words: Path, tmp_path: Path) -> None:
+    contents = []
+    for name in ("one", "two"):
+        out = tmp_path / name
+        # an empty folder is as good as a new one
+        out.mkdir()
+        run(_record, llama, "--text", words, "--tokens", 300, "--layers", 0, 1, "--out", out)
+        contents.append({path.name: path.read_bytes() for path in out.iterdir()})
+    assert contents[0] == contents[1]
+    assert len(contents[0]) == 3
+
+
+@pytest.mark.parametrize(("kind", "options"), [("opt", {}), ("llama", {"mlp_bias": True}), ("qwen3", {"head_dim": 16})])
+def test_other_models(kind: str, options: dict[str, Any], words: Path, tmp_path: Path) -> None:
+    """Non-gated layers, whose up projection takes the gate's place, and biases, which become part of the weight."""
+    folder = saved_models.save(tmp_path / "model", kind, **options)
+    out = tmp_path / "recorded"
+    run(_record, folder, "--text", words, "--tokens", 512, "--layers", 0, 1, 2, "--out", out)
+    assert ("non-gated" in (out / "README.md").read_text()) == (kind == "opt")
+    model = saved_models.build(kind, **options)
+    arguments = _arguments(folder, "--text", words, "--tokens", 512, "--layers", 0, "--out", out)
+    loaded = _model_text.load(arguments)
+    sequences = _model_text.read(loaded, arguments, 512).sequences
+    _sparsify.sparsify_(model, strategy="dense")
+    ids = torch.tensor(sequences)
+    for report in _analyze.analyze(model, [Batch(ids, ids >= 0)]):
+        pattern = pattern_of(out, report.number, 512)
+        assert float(pattern.sum(1).double().mean()) == pytest.approx(report.mean, rel=0.01)
+
+
+# Quality of what is written
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_drawn_rows_stay_silent(tmp_path: Path, seed: int) -> None:
+    """Whatever ``load_real`` draws for the neurons that are not stored."""
+    x, weight = drawn(512, 128, 1024)
+    recording, agreement = round_trip(x, layer_of(weight), tmp_path)
+    assert 100 < len(recording.alive) < 1000
+    assert agreement.stored == len(recording.alive)
+    silent = torch.ones(1024, dtype=torch.bool)
+    silent[recording.alive.long()] = False
+    assert not pattern_of(tmp_path, 3, 512, seed)[:, silent].any()
+    product = (recording.x * recording.x_scale) @ recording.quiet
+    assert 0.9 < float(product.min()) <= float(product.max()) < 3
+
+
+def test_quiet_does_not_depend_on_one_odd_token(tmp_path: Path) -> None:
+    """The first token of a sequence points elsewhere in many models, and may be longer or shorter."""
+    x, weight = drawn(512, 128, 1024)
+    x[0] -= 0.8 * x[1:].float().mean(0)
+    x[200] *= 30
+    x[300] *= 1e-3
+    x[400] = 0
+    recording, agreement = round_trip(x, layer_of(weight), tmp_path)
+    assert recording.x_scale.shape == (512, 1)
+    assert len(recording.alive) == int(recording.fired.any(0).sum()) < 1024
+    assert agreement.lost < 0.02
+
+
+def test_without_a_quiet_direction_all_rows_are_stored(tmp_path: Path) -> None:
+    """Tokens and their opposites: no direction is above zero for both."""
+    x, weight = drawn(256, 64, 512)
+    x = torch.cat((x, -x))
+    layer = layer_of(weight - 0.0)
+    layer.linear.weight.data[::2] = 0
+    recording, agreement = round_trip(x, layer, tmp_path)
+    assert recording.alive.tolist() == list(range(512))
+    assert not recording.quiet.any()
+    assert not recording.fired[:, ::2].any()
+    assert not pattern_of(tmp_path, 3, 512)[:, ::2].any()
+    assert agreement.stored == 512
+
+
+def outliers(k: int) -> Tensor:
+    scale = torch.ones(k)
+    scale[torch.randperm(k)[: k // 50]] = 20.0
+    return scale
+
+
+def test_features_that_are_large_do_not_drown_the_others(tmp_path: Path) -> None:
+    """20 times: one scale for a token would leave the other features 6 of the 127 steps."""
+    x, weight = drawn(1024, 256, 1024, scales=outliers)
+    recording, agreement = round_trip(x, layer_of(weight), tmp_path)
+    assert agreement.before > 5
+    assert recording.x_scale.shape == (1, 256)
+    assert agreement.lost < 0.03
+    assert agreement.after == pytest.approx(agreement.before, rel=0.005)
+    with_scale_of_tokens = _record._round(x.float(), 1)
+    coarse = (with_scale_of_tokens[0] * with_scale_of_tokens[1]) @ weight.float().T > 0
+    assert int((coarse ^ recording.fired).sum()) > 2 * (agreement.lost + agreement.added) * int(recording.fired.sum())
+
+
+def test_counts_are_brought_back(tmp_path: Path) -> None:
+    """Rows that rounding lets fire too often or too seldom are moved: without that the difference is larger."""
+    x, weight = drawn(1024, 256, 1024)
+    bias = -0.3 * torch.rand(1024)
+    layer = layer_of(weight, bias.bfloat16())
+    recording, agreement = round_trip(x, layer, tmp_path)
+    tokens = _record._read_back(recording.x.float(), recording.x_scale)
+    one = _record._solve(tokens.double(), torch.ones(1024, dtype=torch.float64)).float()
+    target = weight.float() + layer.linear.bias.float()[:, None] * one
+    plain = (tokens @ _record._read_back(*_record._round(target, 1)).T > 0).sum(0)
+    wanted = recording.fired.sum(0)
+    settled = pattern_of(tmp_path, 3, 1024).sum(0)
+    assert int((settled - wanted).abs().sum()) < 0.7 * int((plain - wanted).abs().sum())
+    assert abs(agreement.after - agreement.before) < 0.005 * agreement.before
+
+
+@pytest.mark.parametrize("share", ["nothing", "everything"])
+def test_layers_at_the_extremes(share: str, tmp_path: Path) -> None:
+    x, weight = drawn(300, 64, 256)
+    mean = x.float().mean(0)
+    weight = (weight.float() + (20 if share == "everything" else -20) * mean / mean.norm() ** 2).bfloat16()
+    recording, agreement = round_trip(x, layer_of(weight), tmp_path)
+    expected = 256 if share == "everything" else 0
+    assert agreement.before == agreement.after == len(recording.alive) == expected
+    assert (agreement.lost, agreement.added) == (0, 0)
+
+
+def test_three_layers_of_the_usual_size_take_60_mb(tmp_path: Path) -> None:
+    """The worst case: no neuron is dead. Values fall as they do in a model."""
+    torch.manual_seed(0)
+    x, x_scale = _record._round(torch.randn(4096, 2048), 0)
+    w, w_scale = _record._round(torch.randn(5632, 2048), 1)
+    recording = _record.Recording(
+        *(x.to(torch.int8), x_scale, w.to(torch.int8), w_scale),
+        alive=torch.arange(5632, dtype=torch.int32),
+        quiet=torch.zeros(2048),
+        n=5632,
+        fired=torch.zeros(0),
+    )
+    recording.save(tmp_path / "layer0.npz")
+    assert 3 * (tmp_path / "layer0.npz").stat().st_size < 60e6
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("spoil", ["lost", "added", "biased", "loud"])
+def test_a_file_that_does_not_keep_the_pattern_is_an_error(spoil: str, tmp_path: Path) -> None:
+    x, weight = drawn(512, 128, 1024)
+    layer = layer_of(weight)
+    recording = _record.quantize(x, layer)
+    changed: dict[str, Any] = {}
+    if spoil == "lost":
+        changed["w"] = torch.where(torch.arange(len(recording.w))[:, None] % 4 == 0, 0, recording.w)
+        message = r"of the non-zeros are lost"
+    elif spoil == "added":
+        noise = torch.randint(-40, 41, recording.w.shape)
+        changed["w"] = (recording.w + noise).clamp(-127, 127).to(torch.int8)
+        message = r"are new, at most 5% may"
+    elif spoil == "biased":
+        changed["fired"] = recording.fired.clone()
+        nonzeros = recording.fired.nonzero()
+        chosen = nonzeros[:: len(nonzeros) // (len(nonzeros) // 40)]
+        changed["fired"][chosen[:, 0], chosen[:, 1]] = False
+        message = r"non-zeros a token in place of .*, 1% may differ"
+    else:
+        changed["quiet"] = -recording.quiet
+        message = r"neurons fire that should be silent"
+    spoilt = _record.Recording(**{**vars(recording), **changed})
+    spoilt.save(tmp_path / "layer3.npz")
+    with pytest.raises(ValueError, match=rf"model\.layers\.3\.mlp: int8 does not keep its pattern: .*{message}"):
+        _record.check(tmp_path / "layer3.npz", spoilt, torch.zeros(512, dtype=torch.bool), layer)
+
+
+def test_few_changes_of_a_layer_that_hardly_fires_are_allowed() -> None:
+    def agreement(lost: int, added: int, nonzeros: int) -> _record.Agreement:
+        after = (nonzeros - lost + added) / 1000
+        return _record.Agreement(0, 1000, nonzeros / 1000, after, lost / nonzeros, added / nonzeros, 9, 9)
+
+    assert agreement(8, 8, 40).problem == ""
+    assert agreement(0, 16, 40).problem == ""
+    assert "17.0% are new" in agreement(0, 17, 100).problem
+    assert agreement(400, 400, 10000).problem == ""
+    assert "5.0% of the non-zeros are lost" in agreement(501, 500, 10000).problem
+    assert "10.11 non-zeros a token in place of 10.00" in agreement(0, 110, 10000).problem
+
+
+def test_nothing_is_left_behind_where_int8_does_not_do(
+    llama: Path, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_record, "MOST_BIASED", -1.0)
+    monkeypatch.setattr(_record, "FEW", -1)
+    with pytest.raises(RequestError, match=r"model\.layers\.0\.mlp: int8 does not keep its pattern"):
+        run(_record, llama, "--text", words, "--tokens", 300, "--layers", 0, "--out", tmp_path / "recorded")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--layers", "3"], "--layers: expected some of 0, 1, 2, got 3"),
+        (["--layers", "0", "7", "9"], "--layers: expected some of 0, 1, 2, got 7, 9"),
+        (["--layers", "0", "--tokens", "100000"], "at least 100,000 tokens, got [0-9,]+ in 1 files"),
+        (["--layers", "0", "--out", "full"], "--out: expected a new or an empty folder"),
+        (["--layers", "0", "--out", "full/file"], "--out: expected a folder, got the file"),
+        (["--layers", "0", "--out", "no/where"], "--out: expected an existing folder around it"),
+    ],
+)
+def test_bad_requests(
+    llama: Path, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("full").mkdir()
+    Path("full/file").touch()
+    with pytest.raises(RequestError, match=message):
+        run(_record, llama, "--text", words, "--out", "new", *options)
+    assert not Path("new").exists()
+
+
+def test_layers_must_be_named(llama: Path, words: Path) -> None:
+    for options in ([], ["--layers"], ["--layers", "-1"], ["--layers", "x"]):
+        with pytest.raises(SystemExit) as stopped:
+            run(_record, llama, "--text", words, "--out", "new", *options)
+        assert stopped.value.code == 2

@@ -1,0 +1,530 @@
+"""``SparsityCallback``: the gradient that Trainer makes of the loss, what is logged, resuming, two processes."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from twell import recipe
+from twell.integrations._trainer import SparsityCallback
+from twell.nn import SparseGatedMLP
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCABULARY, LENGTH = 32, 12
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def llama(layers: int = 2, hidden: int = 16, intermediate: int = 48) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=64,
+        hidden_act="relu",
+        # larger weights than usual, so that the term is no smaller than the cross-entropy
+        initializer_range=0.3,
+    )
+    model = LlamaForCausalLM(config)
+    for layer in model.model.layers:
+        mlp = layer.mlp
+        layer.mlp = SparseGatedMLP.from_linear(mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    return model
+
+
+def sequences(count: int, masked: bool = False) -> list[dict[str, Tensor]]:
+    """Sequences that count upwards from a random start; ``masked``: with few or many labels."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for i in range(count):
+        start = torch.randint(VOCABULARY, (1,), generator=generator)
+        ids = (start + torch.arange(LENGTH)) % VOCABULARY
+        labels = ids.clone()
+        if masked:
+            labels[: 3 * i % LENGTH] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def arguments(folder: Path, **options: Any) -> TrainingArguments:
+    defaults: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "num_train_epochs": 1,
+        "learning_rate": 0.0,
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_num_workers": 0,
+    }
+    return TrainingArguments(**{**defaults, **options})
+
+
+def callback(**options: Any) -> SparsityCallback:
+    return SparsityCallback(**{"coefficient": 0.1, "every": 2, "tensorboard": False, **options})
+
+
+class Recording(Trainer):  # type: ignore[misc]
+    """Keeps the micro-batches of each step and the gradient that the optimizer got."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.steps: list[tuple[list[tuple[Any, Any]], list[Tensor]]] = []
+        self.micro: list[tuple[Any, Any]] = []
+        outer = self
+
+        class Keep(TrainerCallback):  # type: ignore[misc]
+            def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                grads = [p.grad.clone() for p in kwargs["model"].parameters()]
+                outer.steps.append((outer.micro, grads))
+                outer.micro = []
+
+        self.add_callback(Keep())
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        self.micro.append(({name: t.clone() for name, t in inputs.items()}, num_items_in_batch))
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def plain_l1(model: Any, ids: Tensor) -> Tensor:
+    """The L1 term by plain PyTorch, with inputs that hooks keep."""
+    kept: list[Tensor] = []
+    hooks = [
+        layer.mlp.register_forward_hook(lambda mlp, args, output: kept.append(args[0])) for layer in model.model.layers
+    ]
+    model(input_ids=ids)
+    for hook in hooks:
+        hook.remove()
+    means = []
+    for layer, x in zip(model.model.layers, kept, strict=True):
+        h = F.relu(layer.mlp.gate_proj(x)) * layer.mlp.up_proj(x)
+        means.append(h.abs().sum(-1).mean())
+    return torch.stack(means).mean()
+
+
+def plain_gradient(model: Any, micro: list[tuple[Any, Any]], coefficient: float) -> list[Tensor]:
+    """That of a loop over the same micro-batches: cross-entropy as Trainer weighs it, plus the mean of the terms."""
+    model.zero_grad()
+    for inputs, items in micro:
+        logits = model(input_ids=inputs["input_ids"]).logits[:, :-1].reshape(-1, VOCABULARY)
+        labels = inputs["labels"][:, 1:].reshape(-1)
+        if items is None:
+            ce = F.cross_entropy(logits, labels) / len(micro)
+        else:
+            ce = F.cross_entropy(logits, labels, reduction="sum") / items
+        (ce + coefficient / len(micro) * plain_l1(model, inputs["input_ids"])).backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("by_tokens", [True, False], ids=["tokens", "batches"])
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_gradient_is_that_of_a_plain_loop(tmp_path: Path, accumulation: int, masked: bool, by_tokens: bool) -> None:
+    model = llama()
+    plain = copy.deepcopy(model)
+    # seven batches: the last step of the epoch has fewer micro-batches
+    args = arguments(tmp_path, gradient_accumulation_steps=accumulation, num_train_epochs=2)
+    trainer = Recording(model, args, train_dataset=sequences(14, masked), callbacks=[callback()])
+    trainer.model_accepts_loss_kwargs = by_tokens
+    trainer.train()
+    assert [len(micro) for micro, _ in trainer.steps] == ([3, 3, 1] if accumulation == 3 else [1] * 7) * 2
+    assert all((micro[0][1] is not None) == by_tokens for micro, _ in trainer.steps)
+    for micro, grads in trainer.steps:
+        for got, expected in zip(grads, plain_gradient(plain, micro, 0.1), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+    # the term is no rounding error
+    without = plain_gradient(plain, trainer.steps[-1][0], 0.0)
+    assert any((a - b).norm() > 0.1 * b.norm() for a, b in zip(trainer.steps[-1][1], without))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    ],
+    ids=["checkpointing", "compiled"],
+)
+def test_gradient_under_trainers_options(tmp_path: Path, options: dict[str, Any]) -> None:
+    model = llama()
+    plain = copy.deepcopy(model)
+    spy = callback(every=1)
+    tokens = []
+
+    class Count(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            assert spy.tracker is not None
+            tokens.append(spy.tracker.read().layers[0].tokens)
+
+    trainer = Recording(
+        model, arguments(tmp_path, max_steps=3, **options), train_dataset=sequences(6), callbacks=[spy, Count()]
+    )
+    trainer.train()
+    assert tokens == [2 * LENGTH] * 3
+    for micro, grads in trainer.steps:
+        for got, expected in zip(grads, plain_gradient(plain, micro, 0.1), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_warmup_follows_the_global_step(tmp_path: Path) -> None:
+    model = llama()
+    plain = copy.deepcopy(model)
+    trainer = Recording(
+        model,
+        arguments(tmp_path),
+        train_dataset=sequences(10),
+        callbacks=[callback(warmup_steps=2, warmup_start=1, normalisation="neuron_mean", coefficient=0.1 * 48)],
+    )
+    trainer.train()
+    factors = [0, 0, 0.5, 1, 1]
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["sparsity_coefficient"] for entry in logs] == pytest.approx([4.8 * f for f in factors])
+    for (micro, grads), factor in zip(trainer.steps, factors, strict=True):
+        for got, expected in zip(grads, plain_gradient(plain, micro, 0.1 * factor), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_trains_to_lower_loss_and_more_sparsity(tmp_path: Path) -> None:
+    model = llama(hidden=32, intermediate=128)
+    args = arguments(
+        tmp_path,
+        max_steps=120,
+        per_device_train_batch_size=16,
+        learning_rate=1e-2,
+        optim="adamw_torch",
+        logging_steps=20,
+        eval_strategy="steps",
+        eval_steps=60,
+    )
+    kinds = recipe.TokenTypes(("first", "low", "high"), (torch.arange(VOCABULARY) >= 16).long() + 1)
+    spy = callback(coefficient=1e-2, warmup_steps=20, reinitialize=0.1, every=20, types=kinds)
+    trainer = Trainer(model, args, train_dataset=sequences(256), eval_dataset=sequences(16), callbacks=[spy])
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logs) == 6
+    assert trainer.evaluate()["eval_loss"] < 0.3 * before
+    assert logs[-1]["sparsity_l0"] < 0.5 * logs[0]["sparsity_l0"]
+    assert logs[-1]["sparsity_l1"] < 0.5 * logs[0]["sparsity_l1"]
+    assert 0 <= logs[-1]["sparsity_dead"] <= 1
+    table = rows(tmp_path / "sparsity.csv")
+    assert [(row["step"], row["layer"]) for row in table] == [
+        (str(step), f"model.layers.{i}.mlp") for step in range(20, 121, 20) for i in range(2)
+    ]
+    mean = sum(float(row["l0"]) for row in table[-2:]) / 2
+    assert mean == pytest.approx(logs[-1]["sparsity_l0"], rel=1e-5)
+    assert float(table[-1]["l0_of_first"]) == pytest.approx(float(table[-1]["l0_at_0"]))
+    # the model is as it was
+    for layer in recipe.layers(model).values():
+        assert not layer.record_aux
+        assert not layer._forward_hooks
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_evaluation_has_no_penalty(tmp_path: Path) -> None:
+    model, data = llama(), sequences(4)
+    plain = copy.deepcopy(model)
+    args = arguments(tmp_path, max_steps=1, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4)
+    trainer = Trainer(model, args, train_dataset=data, eval_dataset=data, callbacks=[callback(coefficient=10.0)])
+    trainer.train()
+    logs = {key: value for entry in trainer.state.log_history for key, value in entry.items()}
+    ids = torch.stack([each["input_ids"] for each in data])
+    with torch.no_grad():
+        expected = float(plain(input_ids=ids, labels=ids).loss)
+    assert logs["eval_loss"] == pytest.approx(expected, rel=1e-4)
+    assert logs["loss"] > 5 * expected
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_resuming_changes_nothing(tmp_path: Path, accumulation: int) -> None:
+    # five steps an epoch, the last one with fewer micro-batches, which Trainer itself resumed wrongly before
+    count = 10 * accumulation - (2 if accumulation > 1 and int(transformers.__version__.split(".")[0]) >= 5 else 0)
+
+    def train(folder: Path, stop: int | None = None, resume: str | None = None) -> tuple[Any, Any]:
+        args = arguments(
+            folder,
+            num_train_epochs=2,
+            learning_rate=1e-2,
+            optim="adamw_torch",
+            save_strategy="steps",
+            save_steps=3,
+            gradient_accumulation_steps=accumulation,
+            seed=3,
+        )
+        model = llama()
+        with torch.no_grad():
+            # silent in all tokens
+            model.model.layers[0].mlp.gate_proj.weight[:8].zero_()
+        stops: list[Any] = []
+        if stop is not None:
+
+            class Stop(TrainerCallback):  # type: ignore[misc]
+                def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+                    # as if it were killed some steps after the checkpoint
+                    control.should_training_stop = state.global_step >= stop
+                    return control
+
+            stops = [Stop()]
+        own = callback(warmup_steps=8, reinitialize=0.1, every=4)
+        trainer = Trainer(model, args, train_dataset=sequences(count, masked=True), callbacks=[own, *stops])
+        trainer.train(resume_from_checkpoint=resume)
+        return model, trainer
+
+    whole, trainer = train(tmp_path / "whole")
+    assert trainer.state.global_step == 10
+    train(tmp_path / "killed", stop=5)
+    assert [row["step"] for row in rows(tmp_path / "killed" / "sparsity.csv")][-1] == "5"
+    resumed, again = train(tmp_path / "killed", resume=str(tmp_path / "killed" / "checkpoint-3"))
+    assert again.state.global_step == 10
+    for a, b in zip(weights(resumed), weights(whole), strict=True):
+        assert torch.equal(a, b)
+    tables = [rows(tmp_path / name / "sparsity.csv") for name in ("whole", "killed")]
+    assert [row["step"] for row in tables[1]] == [str(step) for step in range(1, 11) for _ in range(2)]
+    for key in ("step", "layer", "l0", "l1"):
+        assert [row[key] for row in tables[0]] == [row[key] for row in tables[1]]
+    histories = [
+        [(e["step"], e["sparsity_l0"], e["sparsity_coefficient"]) for e in t.state.log_history if "sparsity_l0" in e]
+        for t in (trainer, again)
+    ]
+    assert histories[0] == histories[1]
+
+
+def test_says_what_it_cannot_do(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="coefficient must not be negative, got -1"):
+        SparsityCallback(-1)
+    with pytest.raises(ValueError, match="normalisation must be one of"):
+        SparsityCallback(normalisation="mean")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="reinitialize must be from 0 to 1, got 2"):
+        SparsityCallback(reinitialize=2)
+    with pytest.raises(ValueError, match="must not be negative"):
+        SparsityCallback(warmup_steps=-1)
+
+    def train(model: Any, *, callbacks: list[Any] | None = None, **options: Any) -> None:
+        loss = options.pop("compute_loss_func", None)
+        Trainer(
+            model,
+            arguments(tmp_path, max_steps=1, **options),
+            train_dataset=sequences(4),
+            callbacks=callbacks or [callback()],
+            compute_loss_func=loss,
+        ).train()
+
+    stock = LlamaForCausalLM(llama().config)
+    with pytest.raises(ValueError, match=r"layers of twell\.nn, got none in LlamaForCausalLM; twell\.sparsify_"):
+        train(stock)
+    with pytest.raises(ValueError, match=r"label_smoothing_factor must be 0, got 0\.1"):
+        train(llama(), label_smoothing_factor=0.1)
+
+    def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        logits = outputs["logits"][:, :-1].reshape(-1, VOCABULARY)
+        return F.cross_entropy(logits, labels[:, 1:].reshape(-1))
+
+    with pytest.raises(ValueError, match="without: a loss that is computed outside the model"):
+        train(llama(), compute_loss_func=own_loss)
+    model = llama()
+    train(model, compute_loss_func=own_loss, callbacks=[callback(coefficient=0.0)])
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        train(llama(), gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True})
+
+
+def test_a_loss_of_ones_own_takes_the_term(tmp_path: Path) -> None:
+    class Own(Recording):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            outputs = model(input_ids=inputs["input_ids"])
+            logits = outputs.logits[:, :-1].reshape(-1, VOCABULARY)
+            loss = F.cross_entropy(logits, inputs["labels"][:, 1:].reshape(-1)) + 0.1 * recipe.l1_term(model)
+            return (loss, outputs) if return_outputs else loss
+
+    model = llama()
+    plain = copy.deepcopy(model)
+    recipe.record_aux(model)
+    trainer = Own(
+        model,
+        arguments(tmp_path, max_steps=2, gradient_accumulation_steps=2),
+        train_dataset=sequences(8),
+    )
+    trainer.model_accepts_loss_kwargs = False
+    trainer.train()
+    for micro, grads in trainer.steps:
+        for got, expected in zip(grads, plain_gradient(plain, micro, 0.1), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_tuples_copies_and_generation(tmp_path: Path) -> None:
+    """Models that return tuples; averages of weights, which deep-copy the model; text made between steps."""
+
+    class Tuples(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.llama = llama()
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+            output = self.llama(input_ids=input_ids, labels=labels)
+            return output.loss, output.logits
+
+    model = Tuples()
+    plain = llama()
+    averages = []
+
+    class Between(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            other, zeros = copy.deepcopy(kwargs["model"]), torch.zeros(1, 4, dtype=torch.int64)
+            averages.append(other(zeros, zeros)[0])
+            assert averages[-1] < 10
+            kwargs["model"].train()
+            with torch.no_grad():
+                for _ in range(3):
+                    kwargs["model"](zeros, labels=zeros)
+
+    trainer = Recording(
+        model,
+        arguments(tmp_path, max_steps=3),
+        train_dataset=sequences(6),
+        callbacks=[callback(coefficient=10.0), Between()],
+    )
+    trainer.train()
+    assert len(averages) == 3
+    for micro, grads in trainer.steps:
+        for got, expected in zip(grads, plain_gradient(plain, micro, 10.0), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    # once more with the same callback, after a run that ended early
+    spy = callback()
+
+    class Fail(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    failing = Trainer(
+        model, arguments(tmp_path / "again", max_steps=3), train_dataset=sequences(6), callbacks=[spy, Fail()]
+    )
+    with pytest.raises(KeyboardInterrupt):
+        failing.train()
+    failing.remove_callback(Fail)
+    failing.train()
+    assert failing.state.global_step == 3
+
+
+def test_settles_strategies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def settle(model: nn.Module, stats: recipe.SparsityStats) -> dict[str, Any]:
+        calls.append(stats)
+        return {}
+
+    monkeypatch.setattr(recipe, "settle", settle)
+    args = arguments(tmp_path, num_train_epochs=1, logging_steps=2)
+    Trainer(llama(), args, train_dataset=sequences(20), callbacks=[callback(settle_every=4)]).train()
+    # after steps 4 and 8 of 10
+    assert len(calls) == 2
+
+
+RANKS = """
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, sys.argv[1])
+from test_trainer import *
+
+torch.set_num_threads(1)
+results = []
+for average in (True, False):
+    model, folder = llama(), Path(sys.argv[2]) / str(average)
+    args = arguments(
+        folder, gradient_accumulation_steps=2, average_tokens_across_devices=average, ddp_backend="gloo", max_steps=3
+    )
+    trainer = Recording(model, args, train_dataset=sequences(16, masked=True), callbacks=[callback(reinitialize=0.1)])
+    trainer.train()
+    assert args.world_size == 2
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    results.append((trainer.steps, [(entry["sparsity_l0"], entry["sparsity_dead"]) for entry in logs], weights(model)))
+torch.save(results, Path(sys.argv[2]) / f"result{os.environ['RANK']}")
+"""
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    ranks = []
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for rank in range(2):
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), str(ROOT)]),
+            "OMP_NUM_THREADS": "1",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        command = [sys.executable, "-c", RANKS, str(Path(__file__).parent), str(tmp_path)]
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        ranks.append(subprocess.Popen(command, env=environment, **pipes))
+    try:
+        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    for process, output in zip(ranks, outputs):
+        assert process.returncode == 0, output
+    results = [torch.load(tmp_path / f"result{rank}", weights_only=False) for rank in range(2)]
+    for average in range(2):
+        (steps, logs, final), (other_steps, other_logs, other_final) = (result[average] for result in results)
+        assert logs == other_logs
+        assert all(torch.equal(a, b) for a, b in zip(final, other_final))
+        plain = llama()
+        for (micro, grads), (other_micro, other_grads) in zip(steps[:1], other_steps[:1]):
+            assert all(torch.equal(a, b) for a, b in zip(grads, other_grads))
+            if average == 0:
+                # tokens counted over both ranks: twice the weight, which averaging halves
+                micro, other_micro = ([(x, items / 2) for x, items in m] for m in (micro, other_micro))
+            each = [plain_gradient(plain, m, 0.1) for m in (micro, other_micro)]
+            for got, a, b in zip(grads, *each, strict=True):
+                torch.testing.assert_close(got, (a + b) / 2, rtol=1e-4, atol=1e-6)
+    # one rank writes
+    assert (tmp_path / "True" / "sparsity.csv").exists()
+    assert len(rows(tmp_path / "True" / "sparsity.csv")) == 6

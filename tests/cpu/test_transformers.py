@@ -1,0 +1,658 @@
+"""The integration with transformers: tiny random models, before and after; files of both layouts; generate."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import logging
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+import twell  # noqa: E402
+from twell import _checkpoint, testing  # noqa: E402
+from twell._sparsify import SparseDown, layers  # noqa: E402
+from twell.integrations import transformers as integration  # noqa: E402
+from twell.integrations.transformers import (  # noqa: E402
+    SparseLlamaConfig,
+    SparseLlamaForCausalLM,
+    SparseQwen2Config,
+    SparseQwen2ForCausalLM,
+    sparsify,
+)
+from twell.nn import SparseGatedMLP, SparseMLP  # noqa: E402
+
+BF16 = torch.bfloat16
+K, N, VOCABULARY = 32, 72, 61
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": K,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    # large enough for logits, and so for their order, to differ between tokens
+    "initializer_range": 0.2,
+}
+_LLAMA = {**_SIZES, "intermediate_size": N, "num_key_value_heads": 2, "hidden_act": "relu"}
+_OPT = {**_SIZES, "ffn_dim": N, "word_embed_proj_dim": K, "init_std": 0.2, "dropout": 0.0}
+
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", _LLAMA),
+    "llama-bias": ("LlamaConfig", "LlamaForCausalLM", {**_LLAMA, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama-base": ("LlamaConfig", "LlamaModel", _LLAMA),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", _LLAMA),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**_LLAMA, "head_dim": 8}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {**_LLAMA, "sliding_window": None}),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", {**_LLAMA, "head_dim": 8}),
+    "nemotron": ("NemotronConfig", "NemotronForCausalLM", _LLAMA),
+    "opt": ("OPTConfig", "OPTForCausalLM", _OPT),
+    "opt-post": ("OPTConfig", "OPTForCausalLM", {**_OPT, "do_layer_norm_before": False, "enable_bias": False}),
+    "opt-base": ("OPTConfig", "OPTModel", _OPT),
+}
+EACH = pytest.mark.parametrize("name", MODELS)
+PAIRS = {
+    "llama": (SparseLlamaConfig, SparseLlamaForCausalLM, "LlamaConfig", "LlamaForCausalLM"),
+    "qwen2": (SparseQwen2Config, SparseQwen2ForCausalLM, "Qwen2Config", "Qwen2ForCausalLM"),
+}
+BOTH = pytest.mark.parametrize("pair", PAIRS)
+
+
+def stock(name: str, seed: int = 0, **changes: Any) -> Any:
+    config, cls, fields = MODELS[name]
+    torch.manual_seed(seed)
+    return getattr(transformers, cls)(getattr(transformers, config)(**{**fields, **changes})).eval()
+
+
+def sparse(pair: str, seed: int = 0, **changes: Any) -> Any:
+    config, cls, *_ = PAIRS[pair]
+    torch.manual_seed(seed)
+    return cls(config(**{**_LLAMA, **changes})).eval()
+
+
+def cast(model: Any, dtype: torch.dtype) -> Any:
+    """The model with its parameters in dtype, and its buffers as they were, as from_pretrained has it."""
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
+    model.config.dtype = dtype
+    return model
+
+
+def prompt(batch: int = 2, length: int = 9) -> Tensor:
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def out(model: Any, ids: Tensor | None = None) -> Tensor:
+    """Logits, or hidden states of a model without a head."""
+    result: Tensor = model(input_ids=prompt() if ids is None else ids, use_cache=False)[0]
+    return result
+
+
+def rows(model: Any) -> bool:
+    return all(m.down_proj.weight.t().is_contiguous() for m in layers(model).values())
+
+
+@pytest.fixture
+def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """transformers' log, which does not propagate by itself."""
+    logger = logging.getLogger("transformers")
+    before, logger.propagate = logger.propagate, True
+    with caplog.at_level(logging.WARNING, "transformers"):
+        yield caplog
+    logger.propagate = before
+
+
+@EACH
+def test_same_logits_and_gradients(name: str) -> None:
+    dense = stock(name)
+    ours = copy.deepcopy(dense)
+    keys, parameters = list(ours.state_dict()), dict(ours.named_parameters())
+    assert sparsify(ours) is ours
+    assert len(layers(ours)) == 2
+    assert list(ours.state_dict()) == keys
+    after = dict(ours.named_parameters())
+    assert after.keys() == parameters.keys()
+    assert all(after[key] is parameters[key] for key in parameters)
+    assert rows(ours)
+    for model in (dense, ours):
+        out(model).square().sum().backward()
+    # relu and the sums around it are the same code in fp32
+    assert torch.equal(out(ours), out(dense))
+    for key, p in dense.named_parameters():
+        torch.testing.assert_close(parameters[key].grad, p.grad, rtol=1e-3, atol=1e-4, msg=key)
+
+
+@EACH
+def test_16_bits_within_the_budget_of_dense(name: str) -> None:
+    dense = stock(name).to(BF16)
+    ours, exact = sparsify(copy.deepcopy(dense), strategy="row"), copy.deepcopy(dense).double()
+    with torch.no_grad():
+        answer = out(exact, prompt(8, 24)).flatten(0, 1)
+        mine, theirs = (testing.errors(out(m, prompt(8, 24)).flatten(0, 1), answer) for m in (ours, dense))
+    # all but the layers rounds alike; the worst of a few hundred rows is a matter of chance
+    assert mine.within(theirs, testing.BUDGET, 1.5), f"{mine} against {theirs}"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "opt", "gemma"])
+def test_another_activation_is_refused(name: str) -> None:
+    key = "activation_function" if name == "opt" else "hidden_act"
+    act = {"opt": "gelu", "gemma": "gelu_pytorch_tanh"}.get(name, "silu")
+    model = stock(name, **{key: act})
+    before = out(model)
+    with pytest.raises(ValueError, match=r"must apply ReLU, got \w+.*2310\.04564.*activation=\"relu\""):
+        sparsify(model)
+    assert not layers(model)
+    assert getattr(model.config, key) == act
+    assert torch.equal(out(model), before)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "opt", "gemma"])
+def test_retraining_with_relu(name: str, tmp_path: Path) -> None:
+    key = "activation_function" if name == "opt" else "hidden_act"
+    model, relu = stock(name, **{key: "gelu" if name in ("opt", "gemma") else "silu"}), stock(name)
+    sparsify(model, activation="relu")
+    assert getattr(model.config, key) == "relu"
+    assert torch.equal(out(model), out(relu))
+    model.save_pretrained(tmp_path)
+    assert torch.equal(out(type(model).from_pretrained(tmp_path)), out(relu))
+
+
+def test_retraining_takes_all_layers_or_none() -> None:
+    model = stock("llama", hidden_act="silu")
+    with pytest.raises(ValueError, match=r"filter_fn must take every layer.*got False for 'model.layers.1.mlp'"):
+        sparsify(model, activation="relu", filter_fn=lambda _, name: ".0." in name)
+    assert model.config.hidden_act == "silu"
+    assert not layers(model)
+    # of a model with ReLU some may stay dense
+    assert list(layers(sparsify(stock("llama"), filter_fn=lambda _, name: ".0." in name))) == ["model.layers.0.mlp"]
+
+
+def test_what_is_no_dense_model_is_refused() -> None:
+    fields = {**_LLAMA, "num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "head_dim": 8}
+    with torch.device("meta"):
+        experts = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**fields))
+    with pytest.raises(ValueError, match=r"must be dense, got a mixture of experts \(num_experts = 4\)"):
+        sparsify(experts)
+    with pytest.raises(TypeError, match=r"must be a transformers\.PreTrainedModel, got Linear.*twell\.sparsify_"):
+        sparsify(torch.nn.Linear(8, 8))
+    model = stock("llama")
+    model.quantization_method = "fp8"
+    with pytest.raises(ValueError, match="one quantised by fp8"):
+        sparsify(model)
+    with pytest.raises(ValueError, match="2 layers of twell are there already"):
+        sparsify(sparsify(stock("llama")))
+
+
+def test_fused_projections_are_named() -> None:
+    with torch.device("meta"):
+        phi = transformers.Phi3ForCausalLM(transformers.Phi3Config(**_LLAMA))
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp \(Phi3MLP\) with down_proj, gate_up_proj"):
+        sparsify(phi)
+
+
+def test_dropout_on_the_activation_is_seen() -> None:
+    sizes = {"d_model": K, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": N, "decoder_ffn_dim": N}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "activation_function": "relu"}
+    config = transformers.BartConfig(vocab_size=VOCABULARY, **sizes, **heads)
+    with torch.device("meta"):
+        bart = transformers.BartForConditionalGeneration(config)
+    with pytest.raises(ValueError, match=r"encoder\.layers\.0 \(BartEncoderLayer\) cannot be run sparse"):
+        sparsify(bart)
+
+
+def dense_loads(folder: Path, pair: str, dtype: torch.dtype) -> Any:
+    return getattr(transformers, PAIRS[pair][3]).from_pretrained(folder, dtype=dtype)
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return {key: t for file in folder.glob("*.safetensors") for key, t in safetensors_torch.load_file(file).items()}
+
+
+# SparseLlamaForCausalLM and SparseQwen2ForCausalLM
+
+
+@BOTH
+def test_a_seed_gives_the_stock_models_weights(pair: str) -> None:
+    ours, theirs = sparse(pair), stock(pair)
+    state = ours.state_dict()
+    assert list(state) == list(theirs.state_dict())
+    assert all(torch.equal(state[key], value) for key, value in theirs.state_dict().items())
+    assert torch.equal(out(ours), out(theirs))
+    assert rows(ours)
+    assert ours.config.model_type == f"sparse_{pair}"
+
+
+@BOTH
+def test_defaults_and_fields(pair: str) -> None:
+    config = PAIRS[pair][0]()
+    assert (config.hidden_act, config.sparsity_strategy, config.sparsity_compression) == ("relu", "auto", 8)
+    model = sparse(pair, sparsity_strategy="row", sparsity_compression=2)
+    assert {(m.strategy, m.compression) for m in layers(model).values()} == {("row", 2)}
+    with pytest.raises(ValueError, match=r'hidden_act must be "relu", got \'silu\'.*2310\.04564'):
+        sparse(pair, hidden_act="silu")
+    with pytest.raises(ValueError, match="strategy must be"):
+        sparse(pair, sparsity_strategy="quick")
+    assert "layers.*.self_attn.q_proj" in config.base_model_tp_plan
+    assert not [key for key in config.base_model_tp_plan if "mlp" in key]
+    content = stock(pair, hidden_act="silu").config
+    with pytest.raises(TypeError, match=rf"config must be a {type(config).__name__}, got {type(content).__name__}"):
+        PAIRS[pair][1](content)
+    remade = type(config)(**{**content.to_dict(), "hidden_act": "relu"})
+    assert remade.model_type == remade.to_dict()["model_type"] == f"sparse_{pair}"
+    assert (remade.hidden_size, remade.intermediate_size, remade.sparsity_strategy) == (K, N, "auto")
+
+
+@BOTH
+@pytest.mark.parametrize(("shard", "dtype"), [("5GB", torch.float32), ("10KB", BF16)])
+def test_round_trip(pair: str, shard: str, dtype: torch.dtype, tmp_path: Path, quiet: pytest.LogCaptureFixture) -> None:
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    model = cast(sparse(pair, sparsity_strategy="row"), dtype)
+    model.save_pretrained(first, max_shard_size=shard)
+    files = sorted(path.name for path in first.glob("*.safetensors"))
+    assert (len(files) > 1) == (shard == "10KB")
+    assert all(t.shape == (K, N) for key, t in stored(first).items() if "down_proj" in key)
+    config = json.loads((first / "config.json").read_text())
+    assert (config["model_type"], config["hidden_act"], config["sparsity_strategy"]) == (
+        f"sparse_{pair}",
+        "relu",
+        "row",
+    )
+    assert config["sparsity_down_layout"] == "linear"
+
+    again = PAIRS[pair][1].from_pretrained(first, dtype=dtype)
+    auto = transformers.AutoModelForCausalLM.from_pretrained(first, dtype=dtype)
+    assert not [r for r in quiet.records if "model of type" in r.getMessage()]
+    dense = dense_loads(first, pair, dtype)
+    for other in (again, auto):
+        assert type(other) is PAIRS[pair][1]
+        assert rows(other)
+        assert not other.training
+        assert {m.strategy for m in layers(other).values()} == {"row"}
+        with torch.no_grad():
+            assert torch.equal(out(other), out(model))
+    assert type(dense.model.layers[0].mlp).__name__.endswith("MLP")
+
+    again.save_pretrained(second, max_shard_size=shard)
+    dense.save_pretrained(third, max_shard_size=shard)
+    for file in files:
+        # transformers 5 spreads what it has loaded over shards in another order
+        assert (second / file).read_bytes() == (third / file).read_bytes()
+        assert shard == "10KB" or (second / file).read_bytes() == (first / file).read_bytes()
+    before, after = stored(first), stored(second)
+    assert before.keys() == after.keys()
+    assert all(before[key].dtype == dtype and torch.equal(before[key], after[key]) for key in before)
+
+
+@BOTH
+def test_stock_files_load(pair: str, tmp_path: Path, quiet: pytest.LogCaptureFixture) -> None:
+    dense = stock(pair)
+    dense.save_pretrained(tmp_path)
+    ours, info = PAIRS[pair][1].from_pretrained(tmp_path, output_loading_info=True, device_map="cpu")
+    assert not [r for r in quiet.records if r.levelno >= logging.WARNING]
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert rows(ours)
+    assert torch.equal(out(ours), out(dense))
+    silu = tmp_path / "silu"
+    stock(pair, hidden_act="silu").save_pretrained(silu)
+    with pytest.raises(ValueError, match="hidden_act must be \"relu\", got 'silu'"):
+        PAIRS[pair][1].from_pretrained(silu)
+    assert torch.equal(out(PAIRS[pair][1].from_pretrained(silu, hidden_act="relu")), out(dense))
+
+
+def test_a_sparsified_model_writes_stock_files(tmp_path: Path) -> None:
+    for name in ("llama", "opt"):
+        dense, folder = stock(name), tmp_path / name
+        dense.save_pretrained(folder / "dense")
+        sparsify(copy.deepcopy(dense)).save_pretrained(folder / "sparse")
+        one, two = ((folder / kind / "model.safetensors").read_bytes() for kind in ("dense", "sparse"))
+        assert one == two
+        assert json.loads((folder / "sparse" / "config.json").read_text()) == json.loads(
+            (folder / "dense" / "config.json").read_text()
+        )
+
+
+def store(
+    model: Any,
+    folder: Path,
+    *,
+    transposed: bool,
+    shards: int = 1,
+    metadata: bool = False,
+    pickled: bool = False,
+    **fields: Any,
+) -> Path:
+    """A folder as the paper's code may have written it: model_type of the stock model, and its own keys beside."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {key: t.clone().contiguous() for key, t in model.state_dict().items()}
+    for key in state:
+        if transposed and key.endswith("down_proj.weight"):
+            state[key] = state[key].t().contiguous()
+    content = {**model.config.to_dict(), **fields}
+    content["model_type"] = content["model_type"].removeprefix("sparse_")
+    (folder / "config.json").write_text(json.dumps(content))
+    marks = {"format": "pt", **({_checkpoint.LAYOUT_KEY: "rows"} if metadata else {})}
+    if pickled:
+        torch.save(state, folder / "pytorch_model.bin")
+    elif shards == 1:
+        safetensors_torch.save_file(state, folder / "model.safetensors", marks)
+    else:
+        index = {}
+        for i in range(shards):
+            name = f"model-{i + 1:05}-of-{shards:05}.safetensors"
+            part = {key: state[key] for key in list(state)[i::shards]}
+            safetensors_torch.save_file(part, folder / name, marks)
+            index |= dict.fromkeys(part, name)
+        total = sum(t.numel() * t.element_size() for t in state.values())
+        content = {"metadata": {"total_size": total}, "weight_map": index}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+    return folder
+
+
+PAPER = {
+    "sparsity_gated_mlp": True,
+    "sparsity_l1_coeff": 2e-5,
+    "sparsity_new_intermediate_size": N,
+    "sparsity_use_hybrid_kernel": True,
+    "hidden_act": "silu",
+}
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("transposed", "shards", "pickled", "dtype"),
+    [
+        (False, 1, False, None),
+        (True, 1, False, None),
+        (True, 1, False, BF16),
+        (True, 3, False, BF16),
+        (True, 3, False, None),
+        (True, 1, True, None),
+        (False, 1, True, BF16),
+    ],
+)
+def test_checkpoints_of_the_paper(
+    pair: str, transposed: bool, shards: int, pickled: bool, dtype: Any, tmp_path: Path, quiet: pytest.LogCaptureFixture
+) -> None:
+    dense = stock(pair)
+    fields = {**PAPER, "intermediate_size": 4 * N}
+    folder = store(dense, tmp_path, transposed=transposed, shards=shards, pickled=pickled, **fields)
+    loaded = PAIRS[pair][1].from_pretrained(folder, **({} if dtype is None else {"dtype": dtype}))
+    assert not [r for r in quiet.records if r.levelno >= logging.WARNING]
+    assert rows(loaded)
+    assert loaded.config.hidden_act == "relu"
+    assert loaded.config.intermediate_size == N
+    assert loaded.config.sparsity_l1_coeff == 2e-5
+    assert loaded.dtype == (dtype or torch.float32)
+    cast(dense, loaded.dtype)
+    assert all(torch.equal(t, dense.state_dict()[key]) for key, t in loaded.state_dict().items())
+    with torch.no_grad():
+        torch.testing.assert_close(out(loaded), out(dense), rtol=0.1, atol=0.0 if dtype is None else 0.1)
+
+    # over the very files that the weights came from
+    loaded.save_pretrained(folder)
+    again = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=loaded.dtype)
+    assert type(again) is PAIRS[pair][1]
+    assert _checkpoint.LAYOUT_KEY in json.loads((folder / "config.json").read_text())
+    with torch.no_grad():
+        assert torch.equal(out(again), out(loaded))
+
+
+def test_layers_without_a_gate(tmp_path: Path) -> None:
+    model = sparse("llama", sparsity_gated_mlp=False)
+    assert {type(m) for m in layers(model).values()} == {SparseMLP}
+    assert not [key for key in model.state_dict() if "gate_proj" in key]
+    for transposed in (False, True):
+        folder = store(model, tmp_path / str(transposed), transposed=transposed)
+        assert torch.equal(out(SparseLlamaForCausalLM.from_pretrained(folder)), out(model))
+    model.save_pretrained(tmp_path / "own")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "own")
+    assert torch.equal(out(again), out(model))
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_square_weights_need_a_word(pickled: bool, tmp_path: Path) -> None:
+    dense = stock("llama", intermediate_size=K)
+    linear = store(dense, tmp_path / "linear", transposed=False, pickled=pickled)
+    transposed = store(dense, tmp_path / "rows", transposed=True, pickled=pickled, metadata=True)
+    for folder in (linear, transposed) if pickled else (linear,):
+        with pytest.raises(ValueError, match=r"square down weight.*sparsity_down_layout as an argument"):
+            SparseLlamaForCausalLM.from_pretrained(folder)
+    for folder, layout in ((linear, "linear"), (transposed, "rows")):
+        model = SparseLlamaForCausalLM.from_pretrained(folder, sparsity_down_layout=layout)
+        assert torch.equal(out(model), out(dense))
+        assert model.config.sparsity_down_layout == "linear"
+        # what it writes says so itself
+        model.save_pretrained(tmp_path / "again")
+        assert torch.equal(out(SparseLlamaForCausalLM.from_pretrained(tmp_path / "again")), out(dense))
+
+
+def test_square_files_that_say_rows(tmp_path: Path) -> None:
+    dense = stock("llama", intermediate_size=K)
+    marked = store(dense, tmp_path / "marked", transposed=True, metadata=True, sparsity_down_layout="rows")
+    assert torch.equal(out(SparseLlamaForCausalLM.from_pretrained(marked)), out(dense))
+    # weights of another writer beside a configuration of before
+    stale = store(dense, tmp_path / "stale", transposed=True, metadata=True, sparsity_down_layout="linear")
+    with pytest.raises(ValueError, match=r"must be the same in the configuration and in the file's metadata"):
+        SparseLlamaForCausalLM.from_pretrained(stale)
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    folder = store(stock("llama"), tmp_path, transposed=False)
+    file = folder / "model.safetensors"
+    state = safetensors_torch.load_file(file)
+    state["model.layers.1.mlp.down_proj.weight"] = torch.zeros(K, N + 8)
+    safetensors_torch.save_file(state, file, {"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"model\.layers\.1\.mlp\.down_proj\.weight: the down weight must be \[32, 72\]"
+    ):
+        SparseLlamaForCausalLM.from_pretrained(folder)
+
+
+def test_other_ways_to_load(tmp_path: Path) -> None:
+    model = sparse("llama")
+    model.save_pretrained(tmp_path / "inner")
+    load = SparseLlamaForCausalLM.from_pretrained
+    for options in ({"torch_dtype": BF16}, {"dtype": "auto"}, {"attn_implementation": "eager"}, {"device_map": "auto"}):
+        loaded = load(tmp_path, subfolder="inner", **options)
+        assert rows(loaded)
+        assert loaded.dtype == options.get("torch_dtype", torch.float32)
+        torch.testing.assert_close(out(loaded).float(), out(model), rtol=0.1, atol=0.3)
+    config = SparseLlamaConfig.from_pretrained(tmp_path / "inner", sparsity_compression=2)
+    loaded = load(tmp_path / "inner", config=config)
+    assert {m.compression for m in layers(loaded).values()} == {2}
+    assert {m.strategy for m in layers(load(tmp_path / "inner", sparsity_strategy="dense")).values()} == {"dense"}
+    with torch.inference_mode():
+        loaded = load(tmp_path / "inner")
+        assert rows(loaded)
+        assert torch.equal(out(loaded), out(model))
+
+
+def test_a_state_dict_as_argument() -> None:
+    model = sparse("llama")
+    state = {key: t.clone() for key, t in model.state_dict().items()}
+    flipped = {key: t.t().contiguous() if "down_proj" in key else t for key, t in state.items()}
+    for content in (state, flipped):
+        shapes = {key: t.shape for key, t in content.items()}
+        loaded = SparseLlamaForCausalLM.from_pretrained(None, config=model.config, state_dict=content)
+        assert torch.equal(out(loaded), out(model))
+        assert {key: t.shape for key, t in content.items()} == shapes
+
+
+def test_importing_again_registers_again() -> None:
+    before = dict(vars(integration))
+    importlib.reload(integration)
+    assert transformers.AutoConfig.for_model("sparse_llama").hidden_act == "relu"
+    config = integration.SparseLlamaConfig(**_LLAMA)
+    assert type(transformers.AutoModelForCausalLM.from_config(config)) is integration.SparseLlamaForCausalLM
+    # the classes that all other tests know
+    vars(integration).update(before)
+    for config_class, model_class, *_ in PAIRS.values():
+        transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+        transformers.AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
+
+
+# What servers and trainers do with models
+
+SUBJECTS: dict[str, Callable[[], Any]] = {
+    "sparsified": lambda: sparsify(stock("llama")),
+    "opt": lambda: sparsify(stock("opt")),
+    "own": lambda: sparse("llama"),
+}
+SUBJECT = pytest.mark.parametrize("subject", SUBJECTS)
+
+
+def successor(ids: Tensor) -> Tensor:
+    """The rule that models are trained on: each token has one that follows it."""
+    return (ids * 7 + 5) % (VOCABULARY - 3) + 3
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, Any]:
+    """Dense models that know the rule, so that no rounding decides which token is the most likely."""
+    models = {}
+    for name in ("llama", "opt"):
+        model = stock(name, initializer_range=0.05, init_std=0.05).train()
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        for _ in range(60):
+            tokens = [torch.randint(3, VOCABULARY, (32, 1))]
+            while len(tokens) < 8:
+                tokens.append(successor(tokens[-1]))
+            ids = torch.cat(tokens, 1)
+            optimizer.zero_grad()
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+        models[name] = model.eval()
+    return models
+
+
+@SUBJECT
+@pytest.mark.parametrize(
+    ("dtype", "cache"), [(torch.float32, None), (BF16, None), (torch.float32, "static"), (BF16, "static")]
+)
+def test_generate_gives_the_dense_models_tokens(
+    subject: str, dtype: torch.dtype, cache: str | None, trained: dict[str, Any]
+) -> None:
+    dense = copy.deepcopy(trained["opt" if subject == "opt" else "llama"])
+    model = SUBJECTS[subject]()
+    model.load_state_dict(dense.state_dict())
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6}
+    if cache is not None:
+        options["cache_implementation"] = cache
+    for batch, length in ((1, 1), (3, 5)):
+        ids = [prompt(batch, 1)]
+        while len(ids) < length + 6:
+            ids.append(successor(ids[-1]))
+        start = torch.cat(ids[:length], 1)
+        for m in (dense, model):
+            got = cast(m, dtype).generate(input_ids=start, attention_mask=torch.ones_like(start), **options)
+            assert torch.equal(got, torch.cat(ids, 1))
+
+
+@SUBJECT
+@pytest.mark.parametrize(
+    "through", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+)
+def test_copies_stand_alone(subject: str, through: Callable[[Any], Any]) -> None:
+    model = SUBJECTS[subject]()
+    expected = out(model)
+    other = through(model)
+    assert type(other) is type(model)
+    assert rows(other)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    assert torch.equal(out(other), expected)
+
+
+@SUBJECT
+def test_made_on_meta_then_loaded(subject: str) -> None:
+    full = SUBJECTS[subject]()
+    with torch.device("meta"):
+        model = SUBJECTS[subject]()
+    assert all(p.is_meta for p in model.parameters())
+    state = {key: t.contiguous().clone() for key, t in full.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    # buffers that no state dict holds
+    for ours, theirs in zip(model.modules(), full.modules(), strict=True):
+        ours._buffers.update({key: t for key, t in theirs._buffers.items() if t is not None})
+    assert rows(model)
+    assert torch.equal(out(model), out(full))
+
+
+@SUBJECT
+def test_modes_casts_and_neighbours(subject: str) -> None:
+    model, neighbour = SUBJECTS[subject](), SUBJECTS[subject]()
+    with torch.no_grad():
+        expected = out(model)
+        for p in neighbour.parameters():
+            p.mul_(0.5)
+        assert torch.equal(out(model), expected)
+    with torch.inference_mode():
+        assert torch.equal(out(model), expected)
+    model.to(BF16).to(torch.float32)
+    assert rows(model)
+    torch.testing.assert_close(out(model), expected, rtol=0.1, atol=0.3)
+    model.half()
+    with torch.no_grad():
+        assert out(model).isfinite().all()
+
+
+@SUBJECT
+def test_training_with_checkpointing(subject: str) -> None:
+    dense = stock("opt" if subject == "opt" else "llama").train()
+    model = SUBJECTS[subject]().train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for m in (dense, model):
+        loss = m(input_ids=prompt(), labels=prompt(), use_cache=False).loss
+        loss.backward()
+    grads = dict(dense.named_parameters())
+    for key, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, grads[key].grad, rtol=1e-3, atol=1e-4, msg=key)
+
+
+@SUBJECT
+def test_compiles_in_one_graph(subject: str) -> None:
+    torch._dynamo.reset()
+    model = SUBJECTS[subject]()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(out(compiled), out(model))
+
+
+@SUBJECT
+def test_figures(subject: str) -> None:
+    model = SUBJECTS[subject]()
+    names = [f"model.decoder.layers.{i}.fc2" if subject == "opt" else f"model.layers.{i}.mlp" for i in range(2)]
+    assert list(layers(model)) == names
+    assert [row.layer for row in twell.explain(model)] == names
+    kind = SparseDown if subject == "opt" else SparseGatedMLP
+    with torch.no_grad(), twell.count_firing(model) as counts:
+        for layer in layers(model).values():
+            assert type(layer) is kind
+            layer.record_aux = True
+        out(model)
+    for name, layer in layers(model).items():
+        assert layer.aux is not None
+        assert round(float(layer.aux.l0) * 18, 2) == int(counts[name].counts.sum())
+
+
+def test_more_weights_can_be_loaded_later() -> None:
+    model = sparsify(stock("llama"))
+    expected = out(model)
+    model.init_weights()
+    assert torch.equal(out(model), expected)
+    model.resize_token_embeddings(VOCABULARY + 3)
+    assert torch.equal(out(model)[..., :VOCABULARY], expected)
