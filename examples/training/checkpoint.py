@@ -1,0 +1,169 @@
+"""Checkpoints that are whole or absent, and that a run resumes from as if it had never stopped.
+
+A step's folder is written under another name, forced to disk, given a manifest that lists its files, and renamed. What
+was killed on the way has the wrong name, or a manifest that does not match, and is never read.
+
+Kept are weights, moments and steps of the optimizer, the place in the text, random states, and which neurons were dead
+when last observed. Left out is what "auto" measured: layers choose their strategies anew within a few steps. On the CPU
+a resumed run has the same bits; on a GPU sums in no fixed order and other strategies make no two runs the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+
+from . import RequestError
+from .parallel import World
+
+MANIFEST = "manifest.json"
+
+# what is said of a single process, which is meant to have no process group
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+def save(
+    folder: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    about: dict[str, Any],
+    here: World,
+    keep: int,
+) -> Path:
+    """Write ``folder/step-N`` and remove all but the last ``keep``.
+
+    ``state`` (tensors and plain values) is the same on all ranks, ``about`` (plain values) is for the manifest.
+    """
+    final = folder / f"step-{step:08d}"
+    partial = final.with_suffix(".tmp")
+    if here.first:
+        for left in folder.glob("step-*.tmp"):
+            shutil.rmtree(left)
+        partial.mkdir(parents=True)
+    here.barrier()
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=partial, no_dist=here.size == 1)
+    torch.save(_random_state(here), partial / f"random-{here.rank}.pt")
+    if here.first:
+        torch.save(state, partial / "state.pt")
+    here.barrier()
+    if here.first:
+        _complete(partial, {"step": step, "ranks": here.size, **about})
+        if final.exists():
+            # it was never complete, or the run would have gone on from it
+            shutil.rmtree(final)
+        partial.rename(final)
+        _to_disk(folder)
+        for old in complete(folder)[:-keep]:
+            # under this name it is no checkpoint any more, however far the removal gets
+            shutil.rmtree(old.rename(old.with_suffix(".tmp")))
+    here.barrier()
+    return final
+
+
+def _complete(partial: Path, about: dict[str, Any]) -> None:
+    files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
+    for name in files:
+        _to_disk(partial / name)
+    manifest = partial / MANIFEST
+    manifest.write_text(json.dumps({**about, "files": files}, indent=1))
+    _to_disk(manifest)
+    _to_disk(partial)
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def complete(folder: Path) -> list[Path]:
+    """The checkpoints of ``folder`` that can be read, oldest first."""
+    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name) and manifest(path)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def manifest(path: Path) -> dict[str, Any] | None:
+    """What the run that wrote ``path`` left about itself; None where a file is missing or cut short."""
+    try:
+        about: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+        whole = all((path / name).stat().st_size == size for name, size in about["files"].items())
+    except (OSError, ValueError, KeyError):
+        return None
+    return about if whole else None
+
+
+def choose(folder: Path, resume: str) -> Path | None:
+    """The checkpoint that ``resume`` ("auto", "never" or a path) means, None for none.
+
+    RequestError where it cannot be read, and where ``folder`` has later ones, which the run would come to mix with its
+    own.
+    """
+    known = complete(folder)
+    path = None if resume == "never" else Path(resume)
+    if resume == "auto":
+        path = known[-1] if known else None
+    elif path is not None and manifest(path) is None:
+        raise RequestError(f"--resume: expected a complete checkpoint, got {resume!r}; there are {_names(known)}")
+    later = [each for each in known if path is None or each.name > path.name]
+    if later:
+        raise RequestError(
+            f"--resume: expected no checkpoints after {path.name if path else 'the beginning'}, got {_names(later)}; "
+            "remove them, or choose another --out"
+        )
+    return path
+
+
+def _names(paths: list[Path]) -> str:
+    return ", ".join(map(str, paths)) or "none"
+
+
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, here: World) -> dict[str, Any]:
+    """Put what ``path`` holds into model, optimizer and random generators; the ``state`` that was saved with it."""
+    weights, moments = get_state_dict(model, optimizer)
+    saved = {"model": weights, "optimizer": moments}
+    dcp.load(saved, checkpoint_id=path, no_dist=here.size == 1)
+    set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+    random = path / f"random-{here.rank}.pt"
+    # there may be more ranks now than when it was saved
+    if random.exists():
+        _set_random_state(torch.load(random, weights_only=True), here)
+    state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+    return state
+
+
+def whole_weights(model: nn.Module) -> dict[str, Any]:
+    """All weights, gathered from all ranks, on the CPU. Complete on the first rank alone."""
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def _random_state(here: World) -> dict[str, Any]:
+    state = {"cpu": torch.get_rng_state()}
+    if here.device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(here.device)
+    return state
+
+
+def _set_random_state(state: dict[str, Any], here: World) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and here.device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], here.device)

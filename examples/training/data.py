@@ -1,0 +1,350 @@
+"""Text to batches: documents, a tokenizer of their own, one file of tokens, and which tokens a step reads.
+
+Documents are tokenised once, each followed by an end-of-document token, into ``train.bin`` and ``held.bin`` of a folder
+named after a hash of what went in. A later run with the same inputs opens these files and reads nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import RequestError
+
+END = "<|endoftext|>"
+# part of the cache's key: raise it with any change of what ends up in the files
+FORMAT = 1
+# a longer document is cut into several at a line end: no single one is slow to tokenise, or most of what is held out
+LONGEST_DOCUMENT = 256 << 10
+TOKENIZER_TEXT = 32 << 20
+BATCH_TEXT = 8 << 20
+# which files are read first, and which documents are held out, is the same whatever the run's seed
+SPLIT_SEED = 0
+_SKIPPED_FOLDERS = {"__pycache__", "node_modules"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where documents come from: text files (or folders of them), or a data set on disk.
+
+    ``suffixes`` restricts text files by the end of their names; empty takes every file that is UTF-8. ``without`` are
+    folders to leave out, such as those that runs write to. About ``max_bytes`` of text are read.
+    """
+
+    text: tuple[Path, ...] = ()
+    dataset: Path | None = None
+    column: str = "text"
+    suffixes: tuple[str, ...] = ()
+    max_bytes: int = 1 << 30
+    without: tuple[Path, ...] = ()
+
+    def files(self) -> list[Path]:
+        """What is read, sorted by name, without looking inside. RequestError where there is nothing."""
+        option, roots = ("--text", self.text) if self.dataset is None else ("--dataset", (self.dataset,))
+        suffixes = self.suffixes if self.dataset is None else ()
+        found: list[Path] = []
+        without = {path.resolve() for path in self.without}
+        for root in roots:
+            if not root.exists():
+                raise RequestError(f"{option}: expected a folder or a file, got {str(root)!r} (does not exist)")
+            below = (
+                [root]
+                if root.is_file()
+                else [path for path in _walk(root, without) if path.name.endswith(suffixes or "")]
+            )
+            if not below:
+                kind = f"files that end in {' or '.join(suffixes)}" if suffixes else "files"
+                raise RequestError(f"{option}: expected {kind} in {str(root)!r}, got none")
+            found += below
+        return found
+
+    def key(self) -> str:
+        """A hash of the source: its options, and the names, sizes and times of its files."""
+        files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self.files()]
+        options = (self.column if self.dataset else "", self.suffixes, self.max_bytes)
+        return hashlib.sha256(repr((FORMAT, options, files)).encode()).hexdigest()
+
+    def documents(self) -> Iterator[str]:
+        """The documents, in the same order each time."""
+        left = self.max_bytes
+        for document in self._texts() if self.dataset is None else _rows(self.dataset, self.column, self.files()):
+            document = document[:left]
+            left -= len(document) if document.isascii() else len(document.encode())
+            yield from _cut(document)
+            if left <= 0:
+                return
+
+    def _texts(self) -> Iterator[str]:
+        files = self.files()
+        random.Random(SPLIT_SEED).shuffle(files)
+        for path in files:
+            text = _read(path, self.max_bytes)
+            if text is not None:
+                yield text
+
+
+def _walk(root: Path, without: set[Path]) -> Iterator[Path]:
+    """Regular files below ``root``, by name; hidden ones and caches left out."""
+    for folder, below, names in os.walk(root):
+        visible = sorted(name for name in below if not name.startswith(".") and name not in _SKIPPED_FOLDERS)
+        below[:] = [name for name in visible if Path(folder, name).resolve() not in without]
+        for name in sorted(names):
+            path = Path(folder, name)
+            if not name.startswith(".") and path.is_file():
+                yield path
+
+
+def _read(path: Path, limit: int) -> str | None:
+    """The first ``limit`` bytes of a file if they are UTF-8 text, else None."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(min(limit, 8192))
+            if b"\0" in data:
+                return None
+            data += file.read(limit - len(data))
+            whole = not file.read(1)
+    except OSError:
+        return None
+    try:
+        return data.decode() if b"\0" not in data else None
+    except UnicodeDecodeError as error:
+        # the limit may cut a character in two
+        at_end = not whole and error.start >= len(data) - 3
+        return data[: error.start].decode() if at_end else None
+
+
+def _rows(dataset: Path, column: str, files: list[Path]) -> Iterator[str]:
+    """The texts of a data set that ``save_to_disk`` wrote, or of Parquet or JSON Lines files."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError("--dataset needs the package datasets: pip install twell[train]") from error
+    if dataset.is_dir() and any((dataset / name).exists() for name in ("state.json", "dataset_dict.json")):
+        rows = datasets.load_from_disk(str(dataset))
+        if isinstance(rows, datasets.DatasetDict):
+            if "train" not in rows:
+                raise RequestError(
+                    f"--dataset: expected a split named 'train', got {sorted(rows)}; name a split's folder"
+                )
+            rows = rows["train"]
+    else:
+        kinds = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
+        chosen = [path for path in files if path.suffix in kinds]
+        names = {kinds[path.suffix] for path in chosen}
+        if len(names) != 1:
+            raise RequestError(
+                f"--dataset: expected a folder that datasets.save_to_disk wrote, or Parquet or JSON Lines files of one "
+                f"kind, got {sorted({path.suffix for path in files})} in {str(dataset)!r}"
+            )
+        paths = [str(path) for path in chosen]
+        # streaming reads the files in place, in place of a copy under ~/.cache
+        rows = datasets.load_dataset(names.pop(), data_files=paths, split="train", streaming=True)
+    for row in rows:
+        if not isinstance(row.get(column), str):
+            got = f"{type(row[column]).__name__}" if column in row else f"only {sorted(row)}"
+            raise RequestError(f"--column: expected text in column {column!r} of {str(dataset)!r}, got {got}")
+        yield row[column]
+
+
+def _cut(document: str) -> Iterator[str]:
+    start = 0
+    while start < len(document):
+        end = min(start + LONGEST_DOCUMENT, len(document))
+        if end < len(document):
+            end = document.rfind("\n", start + 1, end) + 1 or end
+        if not document[start:end].isspace():
+            yield document[start:end]
+        start = end
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A folder of tokenised text. ``fingerprint`` is a hash of the tokens; ``bytes`` counts the text they stand for."""
+
+    folder: Path
+    vocabulary: int
+    dtype: str
+    end: int
+    documents: int
+    bytes: int
+    train_tokens: int
+    held_tokens: int
+    fingerprint: str
+
+    @property
+    def train(self) -> Any:
+        return np.memmap(self.folder / "train.bin", self.dtype, "r")
+
+    @property
+    def held(self) -> Any:
+        return np.memmap(self.folder / "held.bin", self.dtype, "r")
+
+    def tokenizer(self) -> Any:
+        """The tokenizer, as Transformers has it."""
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(tokenizer_file=str(self.folder / "tokenizer.json"), eos_token=END)
+
+
+def prepare(
+    source: Source,
+    cache: Path,
+    vocabulary: int,
+    held_out: float,
+    first: bool = True,
+    say: Callable[[str], None] = lambda line: None,
+) -> Tokens:
+    """The tokens of ``source``, from ``cache`` if they are there, else made and left there.
+
+    ``held_out`` is the share of the text in documents that are not trained on. Where several processes call this, one
+    is ``first`` and does the work, and the others wait for its files.
+    """
+    key = hashlib.sha256(f"{source.key()} {vocabulary} {held_out}".encode()).hexdigest()[:16]
+    folder = cache / f"tokens-{key}"
+    if first and not (folder / "tokens.json").exists():
+        # the name shows which process makes it, so that two runs never write the same files
+        partial = cache / f"tokens-{key}.{os.getpid()}.tmp"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            _tokenise(source, partial, vocabulary, held_out, say)
+            _adopt(partial, folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    # where the first one fails, whatever started the processes ends the others
+    while not (folder / "tokens.json").exists():
+        time.sleep(0.1)
+    return Tokens(folder, **json.loads((folder / "tokens.json").read_text()))
+
+
+def _adopt(partial: Path, folder: Path) -> None:
+    try:
+        partial.rename(folder)
+    except OSError:
+        # another run may have made the same meanwhile
+        if not (folder / "tokens.json").exists():
+            raise
+
+
+def _tokenise(source: Source, folder: Path, vocabulary: int, held_out: float, say: Callable[[str], None]) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    started = time.perf_counter()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(_first(source.documents(), TOKENIZER_TEXT), trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    size = tokenizer.get_vocab_size()
+    say(f"trained a tokenizer of {size:,} tokens in {time.perf_counter() - started:.1f} s")
+    # what looks like a special token in a text is text
+    tokenizer.encode_special_tokens = True
+    end = tokenizer.token_to_id(END)
+    dtype = "uint16" if vocabulary <= 1 << 16 else "uint32"
+
+    documents, sizes, tokens, digest = 0, [0, 0], [0, 0], hashlib.sha256()
+    said = time.perf_counter()
+    with (folder / "train.bin").open("wb") as train, (folder / "held.bin").open("wb") as held:
+        for texts in _batches(source.documents(), BATCH_TEXT):
+            for text, encoding in zip(texts, tokenizer.encode_batch_fast(texts, add_special_tokens=False)):
+                # a document is held out whenever too little is: the first is trained on, the second held out
+                hold = sizes[1] < held_out * sum(sizes)
+                ids = np.array([*encoding.ids, end], dtype).tobytes()
+                (held if hold else train).write(ids)
+                digest.update(ids)
+                documents += 1
+                sizes[hold] += len(text)
+                tokens[hold] += len(encoding.ids) + 1
+            if time.perf_counter() > said + 10:
+                said = time.perf_counter()
+                say(f"tokenised {sum(sizes) / 1e6:,.0f} MB")
+    if documents < 2:
+        raise RequestError(
+            "expected at least 2 documents of UTF-8 text, one to train on and one to hold out (a longer one counts as "
+            f"several of {LONGEST_DOCUMENT >> 10} KiB), got {documents}"
+        )
+    seconds = time.perf_counter() - started
+    say(
+        f"tokenised {documents:,} documents, {sum(sizes) / 1e6:,.1f} MB, into {sum(tokens):,} tokens in {seconds:.1f} s"
+    )
+    made = Tokens(
+        folder=folder,
+        vocabulary=size,
+        dtype=dtype,
+        end=end,
+        documents=documents,
+        bytes=sum(sizes),
+        train_tokens=tokens[0],
+        held_tokens=tokens[1],
+        fingerprint=digest.hexdigest()[:16],
+    )
+    record = {name: value for name, value in asdict(made).items() if name != "folder"}
+    (folder / "tokens.json").write_text(json.dumps(record, indent=1))
+
+
+def _first(documents: Iterator[str], size: int) -> Iterator[str]:
+    for document in documents:
+        yield document
+        size -= len(document)
+        if size <= 0:
+            return
+
+
+def _batches(documents: Iterator[str], size: int) -> Iterator[list[str]]:
+    batch: list[str] = []
+    held = 0
+    for document in documents:
+        batch.append(document)
+        held += len(document)
+        if held >= size:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
+
+
+class Sequences:
+    """Tokens cut into sequences that overlap by one: the last token of each is the next one's first.
+
+    ``rows`` counts sequences on for ever: epoch ``row // len(self)`` reads all of them in an order of its own, given by
+    ``seed`` (None: as they stand). What a run has read is thus one number.
+    """
+
+    def __init__(self, part: str, tokens: Any, length: int, seed: int | None = None) -> None:
+        self.tokens, self.length, self.seed = tokens, length, seed
+        self._order: tuple[int, Any] | None = None
+        if not len(self):
+            raise RequestError(f"{part} text: expected {length + 1:,} tokens, a sequence, or more, got {len(tokens):,}")
+
+    def __len__(self) -> int:
+        return max(0, len(self.tokens) - 1) // self.length
+
+    def rows(self, rows: range) -> Tensor:
+        """int64 [len(rows), length + 1]."""
+        starts = [self._place(row) * self.length for row in rows]
+        return torch.from_numpy(np.stack([self.tokens[s : s + self.length + 1] for s in starts]).astype(np.int64))
+
+    def _place(self, row: int) -> int:
+        epoch, index = divmod(row, len(self))
+        if self.seed is None:
+            return index
+        if self._order is None or self._order[0] != epoch:
+            generator = np.random.default_rng((self.seed, epoch))
+            self._order = epoch, generator.permutation(len(self))
+        return int(self._order[1][index])

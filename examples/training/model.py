@@ -1,0 +1,132 @@
+"""The model: a Llama whose FFN is ``down(relu(gate(x)) * up(x))``, its sizes by name, and what is compiled of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
+from transformers.utils import logging
+
+from twell.integrations.transformers import SparseLlamaConfig, SparseLlamaForCausalLM
+
+from .data import Tokens
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model. Embedding and output share a weight of ``vocab`` rows."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    vocab: int = 49152
+
+
+# the last four are the paper's
+SHAPES = {
+    "20M": Shape(8, 256, 704, 4),
+    "60M": Shape(10, 512, 1408, 8),
+    "125M": Shape(12, 768, 2112, 12),
+    "350M": Shape(24, 1024, 2816, 16),
+    "0.5B": Shape(8, 2048, 5632, 32),
+    "1B": Shape(18, 2048, 5632, 32),
+    "1.5B": Shape(28, 2048, 5632, 32),
+    "2B": Shape(38, 2048, 5632, 32),
+}
+
+
+def causal_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float | None = None, **_: Any
+) -> tuple[Tensor, None]:
+    """Attention to all that came before: [batch, heads, tokens, size] -> [batch, tokens, heads, size].
+
+    For an attention that is not its own, Transformers makes no mask. For its own it looks at each batch's positions on
+    the host first, which waits for the GPU.
+    """
+    y = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    return y.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("causal", causal_attention)
+
+
+def configuration(shape: Shape, sequence: int, end: int) -> Any:
+    """What Transformers makes the model from and saves with it; ``end`` is the end-of-document token."""
+    return SparseLlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        max_position_embeddings=sequence,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=end,
+    )
+
+
+def build(shape: Shape, sequence: int, end: int, strategy: str, device: torch.device, seed: int) -> Any:
+    """A float32 model with fresh weights: the same ones for each ``seed``, whatever the strategy."""
+    config = configuration(shape, sequence, end)
+    config._attn_implementation = "causal"
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = SparseLlamaForCausalLM(config)
+    for layer in model.model.layers:
+        layer.mlp.strategy = strategy
+    return model.train()
+
+
+def prepare(model: Any, dtype: torch.dtype, compiled: bool, checkpointed: bool) -> None:
+    """Compile each decoder layer, and have it compute its activations again in backward, each if asked for.
+
+    All decoder layers share what was compiled for the first. A dense FFN is compiled with what is around it. A sparse
+    one stays out: a compiled graph keeps the strategy it was traced with, while the FFN of a fresh model starts dense
+    and changes over as it becomes sparse; and its kernels leave nothing to fuse.
+    """
+    around = torch.compile(_around_ffn) if compiled else _around_ffn
+    for layer in model.model.layers:
+        forward: Any
+        if layer.mlp.strategy != "dense":
+            forward = partial(_with_ffn_apart, layer, around, dtype)
+        else:
+            forward = torch.compile(layer.forward) if compiled else layer.forward
+        layer.forward = partial(checkpoint, forward, use_reentrant=False) if checkpointed else forward
+
+
+def _with_ffn_apart(layer: Any, around: Any, dtype: torch.dtype, hidden: Tensor, **attention: Any) -> Tensor:
+    """What a decoder layer of Llama does."""
+    hidden, x = around(layer, dtype, hidden, attention)
+    y: Tensor = layer.mlp(x)
+    return hidden + y
+
+
+def _around_ffn(layer: Any, dtype: torch.dtype, hidden: Tensor, attention: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The residual stream behind attention, and what the FFN reads, in the dtype that it computes in."""
+    hidden = hidden + layer.self_attn(hidden_states=layer.input_layernorm(hidden), **attention)[0]
+    return hidden, layer.post_attention_layernorm(hidden).to(dtype)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean over tokens, in float32: logits [..., vocab], targets [...]."""
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+
+def export(weights: dict[str, Tensor], shape: Shape, sequence: int, tokens: Tokens, folder: Path) -> None:
+    """Write ``weights`` and the tokenizer as a folder that ``from_pretrained`` of Transformers loads."""
+    with torch.device("meta"):
+        model = SparseLlamaForCausalLM(configuration(shape, sequence, tokens.end))
+    model.load_state_dict(weights, assign=True)
+    model.tie_weights()
+    logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    tokens.tokenizer().save_pretrained(folder)

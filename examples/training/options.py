@@ -1,0 +1,141 @@
+"""The command line of ``train.py``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from .model import SHAPES
+
+DTYPES = ("float32", "bfloat16")
+# What a resumed run must share with the one it goes on with, to go on as if that had never stopped. The others may
+# change: they decide where, how fast and in which order of summation the same is computed.
+IDENTITY = (
+    *("layers", "hidden", "intermediate", "heads", "vocab", "sequence", "dtype", "seed", "steps", "tokens_per_step"),
+    *("lr", "min_lr", "warmup", "weight_decay", "clip", "l1", "l1_warmup", "reinitialize", "observe_every"),
+)
+
+
+def parse(description: str, arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "train.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+
+    group = parser.add_argument_group("model")
+    group.add_argument("--config", choices=SHAPES, default="125M", help="sizes by name (default 125M)")
+    group.add_argument("--layers", type=positive, metavar="N", help="in place of the configuration's, as the next four")
+    group.add_argument("--hidden", type=positive, metavar="N", help="size of the residual stream")
+    group.add_argument("--intermediate", type=positive, metavar="N", help="neurons of an FFN")
+    group.add_argument("--heads", type=positive, metavar="N", help="of attention")
+    group.add_argument("--vocab", type=positive, metavar="N", help="size of the vocabulary")
+    group.add_argument(
+        "--ffn", choices=["sparse", "dense"], default="sparse", help="dense: the same function, compiled"
+    )
+    group.add_argument("--strategy", choices=["auto", "row", "union"], default="auto", help="of sparse FFNs")
+
+    group = parser.add_argument_group("data")
+    group.add_argument("--text", type=Path, nargs="+", default=[], metavar="PATH", help="folders of text, or files")
+    group.add_argument("--suffix", nargs="+", default=[], metavar=".EXT", help="only files of --text that end so")
+    group.add_argument("--dataset", type=Path, metavar="PATH", help="from save_to_disk, or Parquet or JSON Lines files")
+    group.add_argument("--column", default="text", metavar="NAME", help="of the data set (default text)")
+    group.add_argument("--max-bytes", type=size, default="1G", metavar="SIZE", help="of text to read (default 1G)")
+    group.add_argument("--held-out", type=float, default=0.02, metavar="SHARE", help="of the text (default 0.02)")
+    group.add_argument("--sequence", type=positive, default=2048, metavar="TOKENS", help="length (default 2048)")
+    group.add_argument("--cache", type=Path, metavar="FOLDER", help="of tokens; runs may share it (default OUT/cache)")
+
+    group = parser.add_argument_group("optimisation")
+    group.add_argument("--steps", type=positive, default=1000, metavar="N", help="default 1000")
+    group.add_argument("--tokens-per-step", type=positive, default=1 << 20, metavar="N", help="default 1048576")
+    group.add_argument("--micro-batch", type=positive, default=8, metavar="N", help="sequences at a time (default 8)")
+    group.add_argument("--lr", type=float, default=1e-3, metavar="RATE", help="of AdamW, the highest (default 1e-3)")
+    group.add_argument("--min-lr", type=float, metavar="RATE", help="where the cosine ends (default: a tenth of --lr)")
+    group.add_argument("--warmup", type=natural, metavar="STEPS", help="of the rate (default: a twentieth of --steps)")
+    group.add_argument("--weight-decay", type=float, default=0.1, metavar="RATE", help="of matrices (default 0.1)")
+    group.add_argument("--clip", type=float, default=1.0, metavar="NORM", help="of the gradient (default 1)")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and order (default 0)")
+
+    group = parser.add_argument_group("sparsity")
+    group.add_argument("--l1", type=float, default=2e-5, metavar="RATE", help="coefficient of L1 (default 2e-5)")
+    group.add_argument("--l1-warmup", type=natural, metavar="STEPS", help="of the coefficient (default: as --warmup)")
+    group.add_argument(
+        "--reinitialize",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="of noise mixed into the gates of dead neurons at each step; the paper's is 0.1 (default 0: leave them)",
+    )
+    group.add_argument(
+        "--observe-every", type=natural, default=50, metavar="STEPS", help="look for dead neurons (default 50)"
+    )
+
+    group = parser.add_argument_group("machine")
+    group.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
+    group.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of products; weights are kept in float32")
+    group.add_argument("--parallel", choices=["ddp", "fsdp", "tp"], help="under torchrun (default ddp)")
+    group.add_argument("--compile", action=argparse.BooleanOptionalAction, help="with torch.compile (default: on cuda)")
+    group.add_argument("--checkpoint-activations", action="store_true", help="compute them twice to save memory")
+
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--out", type=Path, required=True, metavar="FOLDER", help="of checkpoints, metrics and the model"
+    )
+    group.add_argument("--log-every", type=positive, default=10, metavar="STEPS", help="default 10")
+    group.add_argument(
+        "--eval-every", type=natural, default=0, metavar="STEPS", help="default 0: after the last step alone"
+    )
+    group.add_argument("--eval-sequences", type=positive, default=64, metavar="N", help="of held-out text (default 64)")
+    group.add_argument("--checkpoint-every", type=natural, default=500, metavar="STEPS", help="default 500; 0: never")
+    group.add_argument("--keep", type=positive, default=2, metavar="N", help="that many checkpoints (default 2)")
+    group.add_argument("--tensorboard", action="store_true", help="write sparsity there, too")
+    group.add_argument("--resume", default="auto", metavar="auto|never|PATH", help="default auto: from OUT's last one")
+
+    options = parser.parse_args(arguments)
+    if bool(options.text) == (options.dataset is not None):
+        parser.error("expected either --text or --dataset")
+    if not 0 < options.held_out < 1:
+        parser.error(f"--held-out: expected a share between 0 and 1, got {options.held_out}")
+    if not 0 <= options.reinitialize <= 1:
+        parser.error(f"--reinitialize: expected a share between 0 and 1, got {options.reinitialize}")
+    return with_defaults(options, parser)
+
+
+def natural(text: str, least: int = 0) -> int:
+    if (number := int(text)) < least:
+        raise argparse.ArgumentTypeError(f"expected {least} or more, got {number}")
+    return number
+
+
+def positive(text: str) -> int:
+    return natural(text, 1)
+
+
+def size(text: str) -> int:
+    """A number of bytes, as in 4096, 100M or 1.5G."""
+    unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}.get(text[-1:].upper())
+    return positive(str(int(float(text[:-1]) * unit))) if unit else positive(text)
+
+
+def with_defaults(options: argparse.Namespace, parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options with what follows from others filled in, and checked."""
+    shape = SHAPES[options.config]
+    for name in ("layers", "hidden", "intermediate", "heads", "vocab"):
+        if getattr(options, name) is None:
+            setattr(options, name, getattr(shape, name))
+    if options.hidden % (2 * options.heads):
+        parser.error(f"--hidden: expected a multiple of twice the {options.heads} heads, got {options.hidden}")
+    for name in ("hidden", "intermediate"):
+        if getattr(options, name) % 8:
+            parser.error(
+                f"--{name}: expected a multiple of 8, which the sparse kernels need, got {getattr(options, name)}"
+            )
+    if options.vocab < 257:
+        parser.error(f"--vocab: expected 257 or more, the bytes and the end of a document, got {options.vocab}")
+    if options.min_lr is None:
+        options.min_lr = options.lr / 10
+    if options.warmup is None:
+        options.warmup = options.steps // 20
+    if options.l1_warmup is None:
+        options.l1_warmup = options.warmup
+    if options.cache is None:
+        options.cache = options.out / "cache"
+    return options

@@ -1,0 +1,87 @@
+"""What a run says of itself: a line on the console, a record in ``metrics.jsonl``, and the time that training took."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class Metrics:
+    """Appends records, one JSON object a line. ``path`` None: writes nothing, for ranks other than the first."""
+
+    def __init__(self, path: Path | None, resume_step: int | None) -> None:
+        self.path = path
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if resume_step is None:
+            if path.exists():
+                path.replace(path.with_suffix(".old.jsonl"))
+        elif path.exists():
+            # what came after the checkpoint comes again
+            kept = [line for line in path.read_text().splitlines() if _step(line) <= resume_step]
+            path.write_text("".join(line + "\n" for line in kept))
+
+    def write(self, **record: Any) -> None:
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(json.dumps(record, default=str) + "\n")
+
+
+def _step(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except ValueError:
+        # cut short by what ended the run
+        return float("inf")
+
+
+class Clock:
+    """Seconds of training since the last ``lap``, without those spent in ``paused``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._since = device, time.perf_counter()
+
+    def lap(self) -> float:
+        """Whoever calls it has read a result from the device, so that nothing is under way."""
+        before, self._since = self._since, time.perf_counter()
+        return self._since - before
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        self._wait()
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._wait()
+            self._since += time.perf_counter() - started
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory that tensors took since the last call (a GPU), or that this process ever took (the CPU)."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def machine(device: torch.device) -> str:
+    """What this runs on, for whoever compares figures."""
+    if device.type != "cuda":
+        return f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, CUDA {torch.version.cuda}"

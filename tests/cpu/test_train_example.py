@@ -1,0 +1,669 @@
+"""examples/train.py: what it reads, that it learns, and that whatever ends it loses nothing but steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import train  # noqa: E402
+from training import RequestError, checkpoint, data, model, options, parallel  # noqa: E402
+from training.data import Sequences, Source  # noqa: E402
+
+SMALL = (
+    "--layers 2 --hidden 32 --intermediate 64 --heads 2 --vocab 300 --sequence 32 --micro-batch 2 "
+    "--tokens-per-step 256 --held-out 0.1 --eval-sequences 4 --log-every 2 --device cpu --dtype float32"
+).split()
+# two thirds of the neurons are dead within a few steps, and some come back
+SPARSE = "--l1 0.003 --l1-warmup 0 --lr 0.02 --warmup 0 --reinitialize 0.1 --observe-every 4".split()
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+# runs in other processes are forked from one that has imported what takes seconds, and has no threads
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(
+    [
+        *("torch", "numpy", "tokenizers", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"),
+        *("transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2"),
+    ]
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny products gain nothing from threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixty files of words in an order that can be learnt, and things that are no text."""
+    root = tmp_path_factory.mktemp("text")
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghijkl", k=5)) for _ in range(40)]
+    lines = [" ".join(draw.choices(words, k=6)) for _ in range(20)]
+    for i in range(60):
+        folder = root / f"part{i % 3}"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{i}.txt").write_text("\n".join(draw.choices(lines, k=25)))
+    (root / "image.txt").write_bytes(b"\x89PNG\0" * 1000)
+    (root / "latin.txt").write_bytes("é".encode("latin-1") * 100)
+    (root / ".hidden.txt").write_text("hidden " * 100)
+    return root
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def run(text: Path, cache: Path, tmp_path: Path) -> Callable[..., int]:
+    """train.main on the small model, its output under tmp_path."""
+
+    def run(*more: object, out: str = "out") -> int:
+        return train.main(command(text, cache, tmp_path / out, *more))
+
+    return run
+
+
+def command(text: Path, cache: Path, out: Path, *more: object) -> list[str]:
+    return [*SMALL, "--text", str(text), "--cache", str(cache), "--out", str(out), *map(str, more)]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    loaded: dict[str, torch.Tensor] = load_file(out / "final" / "model.safetensors")
+    return loaded
+
+
+def same(a: Path, b: Path) -> bool:
+    """Whether two runs ended with the same bits."""
+    first, second = weights(a), weights(b)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def records(out: Path) -> list[dict[str, Any]]:
+    """What was recorded of steps, without what differs between runs."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {key: value for key, value in line.items() if key not in ("tokens_per_s", "peak_bytes")}
+        for line in lines
+        if "options" not in line
+    ]
+
+
+def steps(out: Path) -> list[int]:
+    """The complete checkpoints."""
+    return [int(path.name.removeprefix("step-")) for path in checkpoint.complete(out / "checkpoints")]
+
+
+# Text
+
+
+def test_documents_are_the_text_files(text: Path) -> None:
+    documents = list(Source((text,)).documents())
+    files = {path.read_text() for path in text.rglob("*.txt") if path.stem.isdigit()}
+    assert len(documents) == 60
+    assert set(documents) == files
+    # the order mixes the folders, and is the same each time
+    assert documents == list(Source((text,)).documents())
+    assert documents != [path.read_text() for path in sorted(text.rglob("*.txt")) if path.stem.isdigit()]
+
+
+def test_documents_of_several_roots_and_suffixes(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "one.py").write_text("one")
+    (tmp_path / "a" / "two.rst").write_text("two")
+    (tmp_path / "three.log").write_text("three")
+    source = Source((tmp_path / "a", tmp_path / "three.log"), suffixes=(".py",))
+    # a file that was named is read whatever its name
+    assert sorted(source.documents()) == ["one", "three"]
+
+
+def test_long_documents_are_cut_at_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "LONGEST_DOCUMENT", 100)
+    whole = "".join(f"line {i}\n" for i in range(100)) + "x" * 250 + "\n" * 150
+    (tmp_path / "long.txt").write_text(whole)
+    documents = list(Source((tmp_path,)).documents())
+    assert "".join(documents) == whole[: len("".join(documents))]
+    assert whole[len("".join(documents)) :].strip() == ""
+    assert all(len(document) <= 100 for document in documents)
+    assert all(document.endswith("\n") for document in documents[:5])
+
+
+@pytest.mark.parametrize("limit", [1, 10, 11, 12, 200])
+def test_max_bytes_cuts_between_characters(tmp_path: Path, limit: int) -> None:
+    (tmp_path / "euro.txt").write_text("€" * 50)
+    assert list(Source((tmp_path,), max_bytes=limit).documents()) == (["€" * min(limit // 3, 50)] if limit > 2 else [])
+
+
+def test_tokens_stand_for_the_text(text: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    tokens = data.prepare(Source((text,)), tmp_path, 300, 0.1, say=said.append)
+    assert len(tokens.train) == tokens.train_tokens
+    assert len(tokens.held) == tokens.held_tokens
+    tokenizer = tokens.tokenizer()
+    assert len(tokenizer) == tokens.vocabulary == 300
+    parts = [tokenizer.decode(part).split(data.END)[:-1] for part in (tokens.train, tokens.held)]
+    assert sorted(parts[0] + parts[1]) == sorted(Source((text,)).documents())
+    assert sum(map(len, parts[1])) / sum(map(len, parts[0] + parts[1])) == pytest.approx(0.1, abs=0.02)
+    assert tokens.documents == 60
+    assert "60 documents" in said[-1]
+
+
+def test_end_of_document_in_a_text_is_text(tmp_path: Path) -> None:
+    for i in range(2):
+        (tmp_path / f"{i}.txt").write_text(f"a{data.END}b{i}")
+    tokens = data.prepare(Source((tmp_path,), without=(tmp_path / "cache",)), tmp_path / "cache", 300, 0.1)
+    for part in (tokens.train, tokens.held):
+        assert [i for i, token in enumerate(part) if token == tokens.end] == [len(part) - 1]
+
+
+def test_tokens_are_made_once(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "text"
+    shutil.copytree(text, folder)
+    made = data.prepare(Source((folder,)), tmp_path, 300, 0.1)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("tokenised again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "_tokenise", refuse)
+        assert data.prepare(Source((folder,)), tmp_path, 300, 0.1) == made
+        for other in (Source((folder,), max_bytes=1000), Source((folder,), suffixes=(".txt",))):
+            with pytest.raises(AssertionError, match="again"):
+                data.prepare(other, tmp_path, 300, 0.1)
+        with pytest.raises(AssertionError, match="again"):
+            data.prepare(Source((folder,)), tmp_path, 301, 0.1)
+    # what failed left nothing behind
+    assert [path.name for path in tmp_path.glob("tokens-*")] == [made.folder.name]
+    (folder / "part0" / "0.txt").write_text("changed")
+    assert data.prepare(Source((folder,)), tmp_path, 300, 0.1).fingerprint != made.fingerprint
+
+
+def test_many_tokens_need_wider_integers(text: Path, tmp_path: Path) -> None:
+    tokens = data.prepare(Source((text,)), tmp_path, 70_000, 0.1)
+    assert tokens.dtype == "uint32"
+    assert tokens.train.max() < tokens.vocabulary < 70_000
+
+
+@pytest.mark.parametrize("form", ["disk", "splits", "parquet", "jsonl"])
+def test_datasets(tmp_path: Path, form: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [f"row {i} of them" for i in range(20)]
+    dataset = datasets.Dataset.from_dict({"content": rows, "n": list(range(20))})
+    where = tmp_path / "set"
+    if form == "disk":
+        dataset.save_to_disk(where)
+    elif form == "splits":
+        datasets.DatasetDict({"train": dataset, "test": dataset.select([0])}).save_to_disk(where)
+    elif form == "parquet":
+        where.mkdir()
+        dataset.to_parquet(where / "rows.parquet")
+    else:
+        where.mkdir()
+        dataset.to_json(where / "rows.jsonl")
+    assert list(Source(dataset=where, column="content").documents()) == rows
+    for column, got in (("n", "got int"), ("text", "got only")):
+        with pytest.raises(RequestError, match=got):
+            list(Source(dataset=where, column=column).documents())
+
+
+def test_datasets_of_no_known_form_are_refused(text: Path) -> None:
+    pytest.importorskip("datasets")
+    with pytest.raises(RequestError, match=r"Parquet or JSON Lines.*got \['.txt'\]"):
+        list(Source(dataset=text).documents())
+
+
+def test_sequences() -> None:
+    sequences = Sequences("training", np.arange(101, dtype=np.uint16), 10, seed=3)
+    assert len(sequences) == 10
+    epochs = [sequences.rows(range(i * 10, i * 10 + 10)) for i in range(3)]
+    for epoch in epochs:
+        assert epoch.dtype == torch.int64
+        assert sorted(epoch[:, 0].tolist()) == list(range(0, 100, 10))
+        assert torch.equal(epoch, epoch[:, :1] + torch.arange(11))
+    assert not torch.equal(epochs[0], epochs[1])
+    # any rows at any time, over the end of an epoch too
+    again = Sequences("training", np.arange(101, dtype=np.uint16), 10, seed=3)
+    assert torch.equal(again.rows(range(15, 25)), torch.cat([epochs[1][5:], epochs[2][:5]]))
+    assert not torch.equal(Sequences("training", np.arange(101), 10, seed=4).rows(range(10)), epochs[0])
+    in_place = Sequences("held-out", np.arange(101), 10)
+    assert in_place.rows(range(10, 12))[:, 0].tolist() == [0, 10]
+
+
+def test_too_little_text_for_a_sequence() -> None:
+    with pytest.raises(RequestError, match="held-out text: expected 11 tokens, a sequence, or more, got 10"):
+        Sequences("held-out", np.arange(10), 10)
+
+
+def test_what_a_run_writes_is_no_text(text: Path, tmp_path: Path) -> None:
+    shutil.copytree(text, tmp_path / "text")
+    options = [*SMALL, "--steps", "2", "--text", str(tmp_path), "--out", str(tmp_path / "text" / "out")]
+    assert train.main(options) == 0
+    # the same text, so the same tokens and a run that is over
+    assert train.main(options) == 0
+    assert len(list((tmp_path / "text" / "out" / "cache").iterdir())) == 1
+
+
+# Runs
+
+
+def test_learns_and_exports(run: Callable[..., int], text: Path, tmp_path: Path, capsys: Any) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert run("--steps", 40, "--lr", 0.01, "--eval-every", 20, "--checkpoint-every", 0, "--dtype", "bfloat16") == 0
+    lines = records(tmp_path / "out")
+    losses = [line["ce"] for line in lines if "ce" in line]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] - 1
+    held = {line["step"]: line["held_out_ce"] for line in lines if "held_out_ce" in line}
+    assert held.keys() == {20, 40}
+    assert held[40] < held[20]
+    assert steps(tmp_path / "out") == []
+    printed = capsys.readouterr().out
+    assert "step     40  loss" in printed
+    assert "tokens/s" in printed
+    table = (tmp_path / "out" / "sparsity.csv").read_text().splitlines()
+    assert len(table) == 1 + 20 * 2
+
+    exported = tmp_path / "out" / "final"
+    loaded = AutoModelForCausalLM.from_pretrained(exported)
+    assert type(loaded).__name__ == "SparseLlamaForCausalLM"
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    document = next(Source((text,)).documents())
+    ids = torch.tensor([tokenizer(document).input_ids[:32]])
+    assert tokenizer.decode(ids[0]) == document[: len(tokenizer.decode(ids[0]))]
+    assert loaded.generate(ids, max_new_tokens=2, do_sample=False).shape == (1, 34)
+    # the text is what it was trained on
+    loss = loaded(input_ids=ids, labels=ids).loss.item()
+    assert loss < losses[0] - 1
+
+
+def test_export_has_the_logits_of_the_model(run: Callable[..., int], tmp_path: Path, monkeypatch: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    kept: list[Any] = []
+    export = train.Training.export
+    monkeypatch.setattr(train.Training, "export", lambda self: kept.append(self) or export(self))
+    assert run("--steps", 2) == 0
+    ids = torch.arange(32)[None] + 200
+    with torch.no_grad():
+        trained = kept[0].model(input_ids=ids).logits
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "final")(input_ids=ids).logits
+    assert kept[0].model.training
+    # attention of another implementation, the same sums otherwise
+    torch.testing.assert_close(loaded, trained, rtol=1e-5, atol=1e-5)
+
+
+def test_dense_and_sparse_begin_alike_and_learn_alike(run: Callable[..., int], tmp_path: Path) -> None:
+    for ffn in ("sparse", "dense"):
+        assert run("--steps", 10, "--lr", 0.01, "--ffn", ffn, out=ffn) == 0
+    pairs = [(a["ce"], b["ce"]) for a, b in zip(records(tmp_path / "sparse"), records(tmp_path / "dense")) if "ce" in a]
+    assert len(pairs) == 5
+    for a, b in pairs:
+        assert a == pytest.approx(b, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "more", [["--checkpoint-activations"], ["--micro-batch", 4], ["--ffn", "dense", "--checkpoint-activations"]]
+)
+def test_memory_is_saved_without_other_results(run: Callable[..., int], tmp_path: Path, more: list[object]) -> None:
+    base = ["--steps", 3, "--observe-every", 1, *(more[:2] if "dense" in more else [])]
+    assert run(*base, out="base") == 0
+    assert run(*base, *more, out="more") == 0
+    for a, b in zip(records(tmp_path / "base"), records(tmp_path / "more")):
+        assert a == pytest.approx(b, rel=1e-5)
+    if "--checkpoint-activations" in more:
+        assert same(tmp_path / "base", tmp_path / "more")
+
+
+@pytest.mark.parametrize(("ffn", "graphs"), [("sparse", 4), ("dense", 5)])
+def test_layers_share_what_is_compiled(run: Callable[..., int], tmp_path: Path, ffn: str, graphs: int) -> None:
+    from torch._dynamo.utils import counters
+
+    common = ["--steps", 3, "--layers", 3, "--ffn", ffn, "--observe-every", 2]
+    assert run(*common, out="eager") == 0
+    torch._dynamo.reset()
+    counters.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        # code generation takes most of the time, and is not in question
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+        assert run(*common, "--compile", out="compiled") == 0
+    # training and evaluation of a layer and of the loss; a dense layer's inputs are counted in every other step
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert not counters["graph_break"]
+    for a, b in zip(records(tmp_path / "eager"), records(tmp_path / "compiled")):
+        assert a == pytest.approx(b, rel=1e-5)
+
+
+def test_tensor_parallel_is_not_compiled() -> None:
+    here = parallel.World(0, 2, "tp", torch.device("cpu"))
+    choice = options.parse("", ["--text", "x", "--out", "x", "--compile"])
+    with pytest.raises(RequestError, match="--compile: expected another mode than --parallel tp"):
+        train.compiles(choice, here)
+    choice.compile = None
+    on_gpu = {mode: dataclasses.replace(here, mode=mode, device=torch.device("cuda")) for mode in ("tp", "fsdp", "")}
+    assert {mode: train.compiles(choice, world) for mode, world in on_gpu.items()} == {
+        "tp": False,
+        "fsdp": True,
+        "": True,
+    }
+
+
+def test_schedule() -> None:
+    run: Any = object.__new__(train.Training)
+    run.choice = options.parse("", ["--text", "x", "--out", "x", "--steps", "101", "--warmup", "10", "--l1", "4"])
+    rates = []
+    for run.done in range(101):
+        rates.append(run.learning_rate())
+    assert rates[:10] == pytest.approx([1e-4 * i for i in range(1, 11)])
+    assert rates[10] == max(rates) == 1e-3
+    assert rates[55] == pytest.approx(5.5e-4, rel=0.01)
+    assert rates[100] == pytest.approx(1e-4)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert [run.coefficient(step) for step in (0, 5, 10, 50)] == [0, 2, 4, 4]
+
+
+def test_shapes_have_the_sizes_of_their_names() -> None:
+    for name, shape in model.SHAPES.items():
+        config = model.configuration(shape, 2048, 0)
+        with torch.device("meta"):
+            built = model.SparseLlamaForCausalLM(config)
+        size = sum(p.numel() for p in built.parameters()) / 1e6
+        expected = float(name[:-1]) * (1000 if name.endswith("B") else 1)
+        assert size == pytest.approx(expected, rel=0.07), name
+
+
+# Ending and going on
+
+
+def test_goes_on_as_if_never_stopped(run: Callable[..., int], tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    step, deaths = train.Training.step, {}
+
+    def interrupted(self: Any) -> None:
+        step(self)
+        # a model that draws random numbers
+        self.parameters[0].data.add_(torch.randn(()), alpha=1e-3)
+        if self.done in deaths:
+            os.kill(os.getpid(), deaths[self.done])
+
+    monkeypatch.setattr(train.Training, "step", interrupted)
+    arguments = ["--steps", 9, "--checkpoint-every", 3, "--eval-every", 3, *SPARSE]
+    assert run(*arguments, out="whole") == 0
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    deaths |= {2: signal.SIGTERM, 6: signal.SIGINT}
+    assert run(*arguments) == 128 + signal.SIGTERM
+    assert "saved" in capsys.readouterr().out
+    assert steps(tmp_path / "out") == [2]
+    # whatever the random state is elsewhere
+    torch.manual_seed(99)
+    assert run(*arguments) == 128 + signal.SIGINT
+    assert steps(tmp_path / "out") == [3, 6]
+    assert run(*arguments) == 0
+    assert "step-00000006" in capsys.readouterr().out
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+    assert same(tmp_path / "out", tmp_path / "whole")
+    whole = records(tmp_path / "whole")
+    assert [line for line in records(tmp_path / "out") if line in whole] == whole
+    stats = [(tmp_path / out / "sparsity.csv").read_text().splitlines() for out in ("out", "whole")]
+    assert stats[0][-2:] == stats[1][-2:]
+    # noise was drawn for those that were dead at step 4, before the run stopped
+    assert 0.3 < next(line["dead"] for line in whole if line["step"] == 6) < 0.9
+
+
+def test_finished_runs_stay_finished(run: Callable[..., int], tmp_path: Path, monkeypatch: Any) -> None:
+    assert run("--steps", 2) == 0
+    before = weights(tmp_path / "out")
+    monkeypatch.setattr(train.Training, "step", None)
+    shutil.rmtree(tmp_path / "out" / "final")
+    assert run("--steps", 2) == 0
+    assert all(torch.equal(before[name], value) for name, value in weights(tmp_path / "out").items())
+
+
+def test_without_checkpoints_a_run_begins_again(run: Callable[..., int], tmp_path: Path) -> None:
+    assert run("--steps", 2, "--checkpoint-every", 0) == 0
+    first = records(tmp_path / "out")
+    assert run("--steps", 2, "--checkpoint-every", 0) == 0
+    assert records(tmp_path / "out") == first
+    assert (tmp_path / "out" / "metrics.old.jsonl").exists()
+
+
+def test_damaged_checkpoints_are_not_read(run: Callable[..., int], tmp_path: Path) -> None:
+    assert run("--steps", 8, "--checkpoint-every", 1, "--keep", 8) == 0
+    out = tmp_path / "out"
+    saved = {step: out / "checkpoints" / f"step-{step:08d}" for step in range(1, 9)}
+    assert steps(out) == list(saved)
+    # cut short, missing, without a manifest, with half of one, under the name of one that is being written
+    (part,) = saved[8].glob("*.distcp")
+    part.write_bytes(part.read_bytes()[:-1])
+    (saved[7] / "random-0.pt").unlink()
+    (saved[6] / "manifest.json").unlink()
+    (saved[5] / "manifest.json").write_text('{"step": 5, "fi')
+    saved[4].rename(saved[4].with_suffix(".tmp"))
+    assert steps(out) == [1, 2, 3]
+    final = weights(out)
+    assert run("--steps", 8, "--checkpoint-every", 1, "--resume", saved[8], out="other") == 2
+    assert run("--steps", 8, "--checkpoint-every", 1, "--keep", 8) == 0
+    assert steps(out) == list(range(1, 9))
+    assert all(torch.equal(final[name], value) for name, value in weights(out).items())
+
+
+def test_resume_says_what_differs(run: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
+    assert run("--steps", 2) == 0
+    capsys.readouterr()
+    assert run("--steps", 4, "--lr", 0.5) == 2
+    message = capsys.readouterr().err
+    assert "steps (2 there, 4 here), lr (0.001 there, 0.5 here), min_lr" in message
+    assert "hidden" not in message
+    # of another text
+    other = tmp_path / "text"
+    other.mkdir()
+    for i in range(9):
+        (other / f"{i}.txt").write_text(f"another {i} " * 50)
+    assert run("--steps", 2, "--text", other) == 2
+    assert "differs in text (" in capsys.readouterr().err
+    # where, how fast and in which order is free to change
+    assert run("--steps", 2, "--ffn", "dense", "--micro-batch", 4, "--log-every", 1) == 0
+
+
+def test_runs_are_not_mixed(run: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
+    assert run("--steps", 4, "--checkpoint-every", 1, "--keep", 9) == 0
+    earlier = tmp_path / "out" / "checkpoints" / "step-00000002"
+    for resume in ("never", earlier):
+        assert run("--steps", 4, "--resume", resume) == 2
+        assert "step-00000003, " in capsys.readouterr().err
+    # from there into another folder
+    assert run("--steps", 4, "--resume", earlier, out="other") == 0
+    assert same(tmp_path / "out", tmp_path / "other")
+
+
+def test_a_lost_loss_ends_the_run_before_it_is_saved(run: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
+    arguments = ["--steps", 8, "--checkpoint-every", 2, "--lr", 1e38, "--warmup", 0, "--log-every", 100]
+    assert run(*arguments) == 2
+    assert "the loss became nan by step 2" in capsys.readouterr().err
+    assert steps(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--vocab", "256"], "expected 257 or more"),
+        (["--intermediate", "100"], "multiple of 8"),
+        (["--heads", "3"], "multiple of twice the 3 heads"),
+        (["--dataset", "x"], "either --text or --dataset"),
+        (["--held-out", "1.5"], "between 0 and 1"),
+        (["--reinitialize", "2"], "between 0 and 1"),
+        (["--max-bytes", "lots"], "--max-bytes"),
+        (["--steps", "0"], "expected 1 or more, got 0"),
+        (["--warmup", "-1"], "expected 0 or more, got -1"),
+    ],
+)
+def test_options_are_checked(tmp_path: Path, capsys: Any, more: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        train.main(command(tmp_path, tmp_path, tmp_path / "out", *more))
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--tokens-per-step", 100], "--tokens-per-step: expected a multiple of 64 (--sequence 32 x --micro-batch 2"),
+        (["--text", "/nowhere"], "--text: expected a folder or a file, got '/nowhere' (does not exist)"),
+        (["--suffix", ".md"], "--text: expected files that end in .md"),
+        (["--max-bytes", 10], "expected at least 2 documents"),
+        (["--sequence", 4096, "--tokens-per-step", 8192, "--held-out", 0.01], "held-out text: expected 4,097 tokens"),
+        (["--parallel", "ddp"], "--parallel ddp: expected several processes"),
+        (["--resume", "/nowhere"], "--resume: expected a complete checkpoint, got '/nowhere'; there are none"),
+        *([] if torch.cuda.is_available() else [(["--device", "cuda"], "--device: expected one of 0 GPUs")]),
+    ],
+)
+def test_what_cannot_be_done_is_said(run: Callable[..., int], capsys: Any, more: list[object], message: str) -> None:
+    assert run("--steps", 1, *more) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_sizes() -> None:
+    assert [options.size(text) for text in ("4096", "1K", "1.5m", "2G")] == [4096, 1024, 3 << 19, 2 << 30]
+
+
+# Other processes
+
+
+def others(target: Callable[..., None], *arguments: tuple[Any, ...]) -> list[int | None]:
+    """Run ``target`` in a process for each tuple of arguments, all at once; their exit codes."""
+    processes = [PROCESSES.Process(target=target, args=each) for each in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        process.kill()
+    return [process.exitcode for process in processes]
+
+
+def train_until(command: list[str], where: tuple[str, int, bool]) -> None:
+    """Train, and kill this process before or after the given call of a function that saving a checkpoint makes."""
+    torch.set_num_threads(1)
+    name, left, after = where
+    owner, attribute = {
+        "tensors": (checkpoint.dcp, "save"),
+        "state": (torch, "save"),
+        "sync": (checkpoint, "_to_disk"),
+        "rename": (Path, "rename"),
+        "remove": (shutil, "rmtree"),
+    }[name]
+    original = getattr(owner, attribute)
+
+    def deadly(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if not left and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(*args, **kwargs)
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, attribute, deadly)
+    sys.exit(train.main(command))
+
+
+def test_killed_while_saving_loses_nothing(run: Callable[..., int], text: Path, cache: Path, tmp_path: Path) -> None:
+    arguments = ["--steps", 8, "--checkpoint-every", 1, "--keep", 2, *SPARSE]
+    assert run(*arguments, out="whole") == 0
+    # what is killed, in which call of its run, before or after it, and whether the step that is being saved has been
+    deaths = [
+        (("tensors", 1, False), False),
+        (("tensors", 2, True), False),
+        # in the middle of the tensors, and behind them
+        (("state", 2, False), False),
+        (("state", 7, True), False),
+        (("sync", 1, False), False),
+        # the first rename is of a file within
+        (("rename", 1, True), False),
+        (("rename", 2, False), False),
+        (("rename", 2, True), True),
+        # an older one is removed; the next run removes what is left of it
+        (("remove", 1, False), True),
+        (("remove", 1, True), False),
+        (("remove", 1, True), True),
+    ]
+    for where, saved in deaths:
+        assert others(train_until, (command(text, cache, tmp_path / "out", *arguments), where)) == [-signal.SIGKILL]
+        # metrics are written before the checkpoint
+        reached = records(tmp_path / "out")[-1]["step"]
+        assert (steps(tmp_path / "out") or [0])[-1] == (reached if saved else reached - 1), where
+    assert run(*arguments) == 0
+    assert steps(tmp_path / "out") == [7, 8]
+    assert same(tmp_path / "out", tmp_path / "whole")
+    assert len(list((tmp_path / "out" / "checkpoints").iterdir())) == 2
+
+
+def train_as_rank(rank: int, port: int, command: list[str], stop: bool) -> None:
+    """Train as one rank of two; ``stop``: the second one gets SIGTERM in the first step."""
+    torch.set_num_threads(1)
+    step = train.Training.step
+
+    def stopped(self: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        step(self)
+
+    if stop and rank == 1:
+        setattr(train.Training, "step", stopped)  # noqa: B010
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    sys.exit(train.main(command))
+
+
+def test_two_ranks_are_as_one(run: Callable[..., int], text: Path, cache: Path, tmp_path: Path) -> None:
+    def two(mode: str, *more: object, stop: bool = False) -> list[int | None]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        one = command(text, cache, tmp_path / mode, "--parallel", mode, *arguments, *more)
+        return others(train_as_rank, (0, port, one, stop), (1, port, one, stop))
+
+    arguments = ["--steps", 4, "--checkpoint-every", 2, "--keep", 9, "--log-every", 1]
+    assert run(*arguments, out="one") == 0
+    start, one = tmp_path / "one" / "checkpoints" / "step-00000002", weights(tmp_path / "one")
+    assert two("ddp", stop=True) == [128 + signal.SIGTERM] * 2
+    assert steps(tmp_path / "ddp") == [1]
+    assert two("ddp") == [0, 0]
+    # from what one process saved
+    assert two("fsdp", "--resume", start) == [0, 0]
+    assert two("tp", "--resume", start) == [0, 0]
+    for mode in ("ddp", "fsdp", "tp"):
+        for name, weight in weights(tmp_path / mode).items():
+            # sums in another order: 4e-8 when this was written, and a step changes 1e-2
+            assert (weight - one[name]).norm() < 1e-6 * one[name].norm(), (mode, name)
+        lines = records(tmp_path / mode)
+        for line, expected in zip(lines, records(tmp_path / "one")[-len(lines) :]):
+            assert line == pytest.approx(expected, rel=1e-5)
+        # and back, with what two saved
+        saved = tmp_path / mode / "checkpoints" / "step-00000004"
+        assert run(*arguments, "--resume", saved, out=f"{mode}-back") == 0
+        assert same(tmp_path / mode, tmp_path / f"{mode}-back")
