@@ -22,7 +22,7 @@ from torch.func import functional_call
 
 from twell import tuning
 from twell._auto import AutoStrategy
-from twell._log import logger
+from twell._log import logger, warn_once
 from twell._runtime import format, specs
 from twell.functional import Strategy
 from twell.nn import SparseGatedMLP, SparseMLP, _keep_rows, _SparseFFN
@@ -102,6 +102,18 @@ class SparseDown(SparseMLP, _SharedLinear):
         # past nn.Module, which would make it a child with state-dict keys of its own
         object.__setattr__(self, "up_proj", up)
         _keep_rows(self, None)
+
+    def _is_plain(self) -> bool:
+        up: Any = self.up_proj
+        # accelerate wraps each forward; unless it also brings the weights in, that changes nothing
+        if "forward" in vars(up) and getattr(vars(up).get("_hf_hook"), "offload", True):
+            raise NotImplementedError(
+                "fc1 of a twell pair has another forward than it was given, which fc2, that does its work, would leave "
+                "out: expected none"
+            )
+        if (up._forward_hooks or up._forward_pre_hooks) and not torch.compiler.is_compiling():
+            warn_once("fc1 of a twell pair has hooks: they see its input on both sides and must not change it")
+        return True
 
     @property
     def down_proj(self) -> nn.Linear:  # type: ignore[override]

@@ -121,8 +121,10 @@ class SparseMLPParallel(ParallelStyle):
             y = _redistributed(y, output_layouts, local)
             return (y, figures) if isinstance(result, tuple) else y
 
-        module.register_forward_pre_hook(place, with_kwargs=True)
-        module.register_forward_hook(reduce)
+        # inside the hooks of others, whether those came first or not: they see DTensors that fit the weights go in, and
+        # figures of the whole layer come out
+        module.register_forward_pre_hook(place, with_kwargs=True, prepend=True)
+        module.register_forward_hook(reduce, prepend=True)
         return module
 
 

@@ -118,6 +118,10 @@ def sparse_gated_ffn(
     ones as dense PyTorch's at any sparsity, and the same bits at every run. Beside its operands a call keeps for
     backward what ``cute_kernels/format.py`` calls the hybrid format, 1.0 KB a token at N = 5632.
 
+    All operands may be DTensors of one mesh: w_gate and w_up sharded on dimension 0 and w_down on dimension 1 divide
+    the neurons, x sharded on a leading dimension the tokens. y and ``aux`` are DTensors then, Partial where they are
+    sums over ranks, and main_grads are placed as gradients; ``twell.ops._sharding`` has the rules.
+
     Raises TypeError, ValueError or NotImplementedError naming what was got and expected; a second derivative raises
     NotImplementedError unless ``strategy`` is "dense".
     """
@@ -244,7 +248,7 @@ def pack(x: Tensor, w_gate: Tensor, b_gate: Tensor | None = None, *, compression
     """``relu(x @ w_gate^T + b_gate)`` in the TwELL format: x [..., K], w_gate [N, K], b_gate [N] -> [..., N] packed.
 
     Tensors are bfloat16 or float16, on the CPU too. Not differentiable. Sizes, autocast and errors are as in
-    ``sparse_gated_ffn``.
+    ``sparse_gated_ffn``. Of DTensors x may be sharded; w_gate may not, since a packed gate numbers neurons from 0.
     """
     name = "pack"
     t = _admit(name, x=x, w_gate=w_gate, b_gate=b_gate)

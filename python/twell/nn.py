@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from twell import _auto, functional, tuning
 from twell._auto import AutoStrategy, Choice, Explanation
@@ -289,20 +291,31 @@ def set_down_layout(module: nn.Module, layout: DownLayout) -> None:
         if layout == "rows":
             _lay_rows(layer.down_proj)
         elif not layer.down_proj.weight.is_contiguous():
-            weight = layer.down_proj.weight
-            with torch.inference_mode(weight.is_inference()), torch.no_grad():
-                weight.data = weight.data.contiguous()
+            _store(layer.down_proj.weight, Tensor.contiguous)
 
 
 def _lay_rows(down: nn.Linear) -> bool:
     """Give ``down.weight`` [K, N] a storage with one contiguous row per neuron; whether that changed anything."""
     weight = down.weight
-    if weight.t().is_contiguous():
+    if weight.t().is_contiguous() or any(part.is_shard(0) for part in getattr(weight, "placements", ())):
+        # parts of the hidden dimension are FSDP2's, in a storage of its own
         return False
+    _store(weight, lambda data: data.t().contiguous().t())
+    return True
+
+
+def _store(weight: Tensor, lay: Callable[[Tensor], Tensor]) -> None:
+    """Give a Parameter, which stays the same object, its values as ``lay`` lays them out."""
     # a tensor can only take the data of its own kind
     with torch.inference_mode(weight.is_inference()), torch.no_grad():
-        weight.data = weight.data.t().contiguous().t()
-    return True
+        laid = lay(weight.data)
+        if not is_traceable_wrapper_subclass(weight):
+            weight.data = laid
+            return
+        # ``data`` of a DTensor is the outside only: the whole object is exchanged, as nn.Module.to does
+        gradient, weight.grad = weight.grad, None
+        torch.utils.swap_tensors(weight, nn.Parameter(laid, weight.requires_grad))
+        weight.grad = gradient
 
 
 def _keep_rows(module: _SparseFFN, incompatible_keys: Any) -> None:

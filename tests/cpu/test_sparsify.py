@@ -715,3 +715,17 @@ def test_a_model_of_real_size_on_meta() -> None:
     with torch.device("meta"):
         m = nn.ModuleList(Gated(k=4096, n=14336) for _ in range(8))
     assert len(sparsify_(m)) == 8
+
+
+def test_a_pair_whose_first_layer_is_changed_afterwards(caplog: pytest.LogCaptureFixture) -> None:
+    m = Block().eval()
+    sparsify_(m)
+    x = torch.randn(3, K)
+    y = m(x)
+    m.fc1.register_forward_hook(lambda *_: None)
+    with caplog.at_level(logging.WARNING, "twell"):
+        assert torch.equal(m(x), y)
+    assert "fc1 of a twell pair has hooks" in caplog.text
+    m.fc1.forward = lambda x: 2 * x  # type: ignore[method-assign]
+    with pytest.raises(NotImplementedError, match="fc1 of a twell pair has another forward"):
+        m(x)

@@ -1,0 +1,128 @@
+"""Run a function in several processes, one rank each: over gloo on the CPU, or over NCCL with a GPU each."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# imported once, in the process that the ranks are forked from
+PRELOAD = ["torch", "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+# of a rank that waits for another: longer than anything here takes, shorter than anybody's patience
+PATIENCE_S = 60.0
+_SIGNAL = signal.SIGUSR1
+
+
+def run(world: int, function: Callable[..., Any], *arguments: Any, folder: Path, backend: str = "gloo") -> list[Any]:
+    """What ``function(device, *arguments)`` returns on each of ``world`` ranks, which a process group connects.
+
+    ``function`` and ``arguments`` are pickled, ``folder`` is empty. Raises AssertionError with the traceback of the
+    first rank that fails, dies or takes too long, and ends the others.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    processes: list[Any] = []
+    results: dict[int, Any] = {}
+    store = folder / f"store-{time.monotonic_ns()}"
+    for rank in range(world):
+        receiver, sender = context.Pipe(duplex=False)
+        log = store.with_name(f"{store.name}-{rank}.txt")
+        task = (rank, world, backend, str(store), log, sender, function, arguments)
+        process = context.Process(target=_rank, args=task, daemon=True)
+        process.start()
+        sender.close()
+        processes.append((process, receiver, log))
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        waiting = {receiver: rank for rank, (_, receiver, _) in enumerate(processes)}
+        failures: dict[int, str] = {}
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready and not failures:
+                raise AssertionError(_stuck(processes, sorted(waiting.values())))
+            if not ready:
+                break
+            for receiver in ready:
+                rank = waiting.pop(receiver)
+                try:
+                    ok, value = receiver.recv()
+                except EOFError:
+                    process, _, log = processes[rank]
+                    process.join(10)
+                    ok, value = False, f"died: exit code {process.exitcode}\n{_text(log)}"
+                (results if ok else failures)[rank] = value
+            if failures:
+                # one failure makes others, and the cause need not be the first to be heard of
+                deadline = min(deadline, time.monotonic() + 1)
+        told = "\n".join(f"rank {rank} of {world} failed: {failures[rank]}" for rank in sorted(failures))
+        assert not failures, told
+        return [results[rank] for rank in range(world)]
+    finally:
+        for process, receiver, _ in processes:
+            # one that is done leaves by itself; with an error elsewhere it may wait for ever
+            process.join(10 if len(results) == world else 0)
+            process.kill()
+            process.join()
+            receiver.close()
+
+
+def _stuck(processes: list[Any], ranks: list[int]) -> str:
+    """Where these ranks are, from the stacks that they write when asked."""
+    lines = [f"ranks {ranks} still run after {PATIENCE_S:.0f} s"]
+    for rank in ranks:
+        process, _, log = processes[rank]
+        os.kill(process.pid, _SIGNAL)
+        time.sleep(0.5)
+        lines.append(f"rank {rank}:\n{_text(log)}")
+    return "\n".join(lines)
+
+
+def _text(log: Path) -> str:
+    return log.read_text(errors="replace") if log.exists() else ""
+
+
+def _rank(
+    rank: int,
+    world: int,
+    backend: str,
+    store: str,
+    log: Path,
+    sender: Connection,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    with log.open("w") as stderr:
+        os.dup2(stderr.fileno(), 2)
+        faulthandler.enable(sys.__stderr__)
+        faulthandler.register(_SIGNAL, sys.__stderr__)
+        try:
+            torch.set_num_threads(1)
+            device = torch.device("cpu")
+            if backend == "nccl":
+                device = torch.device("cuda", rank)
+                torch.cuda.set_device(device)
+            timeout = timedelta(seconds=PATIENCE_S)
+            dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=world, timeout=timeout)
+            message = True, function(device, *arguments)
+            # nobody leaves while another still talks to him
+            dist.barrier()
+            dist.destroy_process_group()
+        except BaseException:
+            message = False, traceback.format_exc()
+        sender.send(message)
+        if not message[0]:
+            # threads of a broken process group may hang at exit
+            os._exit(1)

@@ -1,0 +1,223 @@
+"""``tensor_parallel_plan``: HF models divided over ranks, alone and under FSDP2, train as one process does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+
+import twell
+from twell.distributed import SparseMLPParallel, tensor_parallel_plan
+
+pytest.importorskip("transformers")
+
+Run = Callable[..., list[Any]]
+
+COEFFICIENT, VOCABULARY = 0.1, 83
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+OPT: dict[str, Any] = {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0, "bos_token_id": 0, "eos_token_id": 1}
+
+
+def make(kind: str, **changes: Any) -> Any:
+    """A tiny model with twell's layers; the same on every rank, float64."""
+    import transformers
+
+    from twell.integrations import transformers as integration
+
+    torch.manual_seed(0)
+    if kind.startswith("Sparse"):
+        config = getattr(integration, f"{kind}Config")(**SIZES | changes)
+        model = getattr(integration, f"{kind}ForCausalLM")(config)
+    else:
+        extra = OPT | {"activation_function": "relu"} if kind == "OPT" else {"hidden_act": "relu"}
+        extra = extra | ({"head_dim": 8} if kind == "Qwen3" else {})
+        config = getattr(transformers, f"{kind}Config")(**SIZES | extra | changes)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+        integration.sparsify(model)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            nn.init.normal_(parameter, 1.0 if name.endswith("weight") else 0.0, 0.3)
+    for layer in layers(model):
+        layer.record_aux = True
+    return model.double()
+
+
+def layers(model: nn.Module) -> list[Any]:
+    return [m for m in model.modules() if isinstance(m, (twell.nn.SparseGatedMLP, twell.nn.SparseMLP))]
+
+
+def tokens(step: int, rank: int = 0) -> Tensor:
+    return torch.randint(2, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def loss_of(model: Any, ids: Tensor) -> Tensor:
+    loss = model(input_ids=ids, labels=ids).loss
+    l1 = torch.stack([layer.aux.l1 for layer in layers(model)]).mean()
+    return loss + COEFFICIENT * l1
+
+
+def train(model: Any, ranks: tuple[int, ...] = (0,), fused: bool = True) -> list[Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    seen = []
+    for step in range(2):
+        loss = torch.stack([loss_of(model, tokens(step, rank)) for rank in ranks]).mean()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        seen += [loss.detach(), norm.full_tensor() if isinstance(norm, DTensor) else norm]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def same(model: nn.Module, expected: nn.Module) -> None:
+    for (name, p), (other, q) in zip(model.named_parameters(), expected.named_parameters(), strict=True):
+        assert name == other
+        assert isinstance(p, DTensor), name
+        torch.testing.assert_close(p.detach().full_tensor(), q.detach(), msg=lambda m, n=name: f"{n}: {m}")
+
+
+def in_parts(device: torch.device, kind: str, changes: dict[str, Any], options: dict[str, Any]) -> None:
+    whole = make(kind, **changes)
+    model = copy.deepcopy(whole)
+    mesh = init_device_mesh(device.type, (2,))
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    parallelize_module(model, mesh, tensor_parallel_plan(model, **options))
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
+    divided = any(p.is_shard() for p in model.get_input_embeddings().weight.placements)
+    assert divided == (options.get("embeddings", True) and "pad_token_id" not in changes and kind != "OPT")
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens(9)).logits, whole(tokens(9)).logits)
+        if kind != "OPT":
+            prompt = tokens(8)[:, :4]
+            generated = [m.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0) for m in (model, whole)]
+            assert torch.equal(*generated)
+    for ours, expected in zip(train(model), train(whole)):
+        torch.testing.assert_close(ours, expected)
+    same(model, whole)
+
+
+CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("Llama", {"attention_bias": True, "mlp_bias": True}, {}),
+    ("Llama", {"pad_token_id": 0}, {}),
+    ("Qwen2", {"tie_word_embeddings": True}, {}),
+    ("Qwen3", {"tie_word_embeddings": True}, {"embeddings": False}),
+    ("Mistral", {}, {"embeddings": False}),
+    ("SparseLlama", {}, {}),
+    ("SparseQwen2", {}, {}),
+    ("OPT", {}, {}),
+]
+
+
+def all_in_parts(device: torch.device) -> None:
+    for case in CASES:
+        try:
+            in_parts(device, *case)
+        except Exception as error:
+            raise AssertionError(str(case)) from error
+
+
+def test_models_in_parts(cpu_ranks: Run) -> None:
+    cpu_ranks(2, all_in_parts)
+
+
+def with_loss_parallel(device: torch.device) -> None:
+    whole = make("Llama")
+    model = copy.deepcopy(whole)
+    parallelize_module(model, init_device_mesh(device.type, (2,)), tensor_parallel_plan(model, loss_parallel=True))
+    losses = []
+    for each in (model, whole):
+        ids = tokens(0)
+        logits = each(ids).logits.flatten(0, 1)
+        if isinstance(logits, DTensor):
+            assert logits.placements == (Shard(1),)
+            with loss_parallel():
+                target = DTensor.from_local(ids.flatten(), logits.device_mesh, [Replicate()])
+                loss = nn.functional.cross_entropy(logits, target)
+                loss.backward()
+            loss = loss.full_tensor()
+        else:
+            loss = nn.functional.cross_entropy(logits, ids.flatten())
+            loss.backward()
+        losses.append(loss.detach())
+    torch.testing.assert_close(*losses)
+    for p, q in zip(model.parameters(), whole.parameters()):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+def refusals(device: torch.device) -> None:
+    mesh = init_device_mesh(device.type, (2,))
+    model = make("Llama", num_key_value_heads=1)
+    with pytest.raises(ValueError, match="number of heads of k_proj must be a multiple of the 2 ranks, got 1"):
+        parallelize_module(model, mesh, tensor_parallel_plan(model))
+    with pytest.raises(ValueError, match=r"layers of twell.nn, which sparsify makes, got Linear"):
+        tensor_parallel_plan(nn.Linear(8, 8))
+    with pytest.raises(ValueError, match=r"loss_parallel needs an output projection.*got Sequential"):
+        tensor_parallel_plan(nn.Sequential(twell.nn.SparseMLP(16, 32)), loss_parallel=True)
+
+
+def plan_of_anything(device: torch.device) -> None:
+    """A model of nobody in particular: layers are divided, the rest is whole and of DTensors."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Embedding(20, 16), nn.LayerNorm(16), twell.nn.SparseMLP(16, 32), nn.Linear(16, 4)).double()
+    model = copy.deepcopy(whole)
+    plan = tensor_parallel_plan(model)
+    assert isinstance(plan["2"], SparseMLPParallel)
+    parallelize_module(model, init_device_mesh(device.type, (2,)), plan)
+    ids = torch.arange(20)
+    for each in (model, whole):
+        each(ids).square().sum().backward()
+    for p, q in zip(model.parameters(), whole.parameters()):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+def all_else(device: torch.device) -> None:
+    with_loss_parallel(device)
+    refusals(device)
+    plan_of_anything(device)
+
+
+def test_loss_parallel_refusals_and_any_model(cpu_ranks: Run) -> None:
+    cpu_ranks(2, all_else)
+
+
+def both_ways(device: torch.device, kind: str) -> None:
+    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+    whole = make(kind)
+    model = copy.deepcopy(whole)
+    twell.nn.set_down_layout(model, "linear")
+    parallelize_module(model, mesh["tp"], tensor_parallel_plan(model))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    rank = mesh["dp"].get_local_rank()
+    ours, expected = train(model, (rank,)), train(whole, (0, 1))
+    for loss, answer in zip(ours[::2], expected[::2]):
+        total = loss.clone()
+        dist.all_reduce(total)
+        torch.testing.assert_close(total / 4, answer)
+    for norm, answer in zip(ours[1::2], expected[1::2]):
+        torch.testing.assert_close(norm, answer)
+    same(model, whole)
+    assert model.model.layers[0].mlp.down_proj.weight.device_mesh.ndim == 2
+
+
+def test_fsdp_of_parts(cpu_ranks: Run) -> None:
+    cpu_ranks(4, both_ways, "Qwen3")

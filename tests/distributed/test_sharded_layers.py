@@ -1,0 +1,375 @@
+"""The functions on DTensors: every placement gives what one process gives, and so do the gradients."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+import twell
+from twell import _autograd
+
+Run = Callable[..., list[Any]]
+
+BATCH, SEQUENCE, HIDDEN, NEURONS = 2, 6, 16, 32
+NAMES = ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
+COEFFICIENT = 0.3
+
+
+def operands(gated: bool, dtype: torch.dtype = torch.float64, n: int = NEURONS) -> dict[str, Tensor]:
+    """The same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "x": (BATCH, SEQUENCE, HIDDEN),
+        "w_gate": (n, HIDDEN),
+        "w_up": (n, HIDDEN),
+        "w_down": (HIDDEN, n),
+        "b_gate": (n,),
+        "b_up": (n,),
+        "b_down": (HIDDEN,),
+    }
+    names = [name for name in NAMES if gated or "gate" not in name]
+    return {name: torch.randn(shapes[name], generator=generator, dtype=dtype) for name in names}
+
+
+def call(t: dict[str, Tensor], **options: Any) -> Any:
+    function = twell.sparse_gated_ffn if "w_gate" in t else twell.sparse_ffn
+    return function(**t, **options)  # type: ignore[arg-type]
+
+
+def loss(y: Tensor, aux: twell.Aux) -> Tensor:
+    """Of both outputs, on plain tensors: arithmetic of Partial DTensors is torch's business."""
+    whole_y, whole_l1 = (t.full_tensor() if isinstance(t, DTensor) else t for t in (y, aux.l1))
+    return (whole_y * whole_y).sum() + COEFFICIENT * whole_l1
+
+
+def step(t: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """y, l1, l0 and the gradients of a loss that uses both outputs."""
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in t.items()}
+    y, aux = call(leaves, return_aux=True, **options)
+    loss(y, aux).backward()
+    return y.detach(), aux.l1.detach(), aux.l0, {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def tensor_parallel(name: str, x: Placement) -> Placement:
+    return {"x": x, "w_down": Shard(1), "b_down": Replicate()}.get(name, Shard(0))
+
+
+def replicated(name: str, x: Placement) -> Placement:
+    return x if name == "x" else Replicate()
+
+
+def crossed(name: str, x: Placement) -> Placement:
+    """Every weight sharded along K, which no rank can work with; biases however."""
+    return {"x": x, "w_down": Shard(0), "b_down": Shard(0), "b_up": Replicate()}.get(
+        name, Shard(1 if "w" in name else 0)
+    )
+
+
+def one_only(name: str, x: Placement) -> Placement:
+    return {"x": x, "w_down": Shard(1)}.get(name, Replicate())
+
+
+def whole(t: Tensor) -> Tensor:
+    assert isinstance(t, DTensor)
+    return t.full_tensor()
+
+
+def placed_as_one(device: torch.device, gated: bool, strategy: str) -> None:
+    mesh = init_device_mesh(device.type, (2,))
+    single = {name: t.to(device) for name, t in operands(gated).items()}
+    y, l1, l0, gradients = step(single, strategy=strategy)
+    layouts = (tensor_parallel, replicated, crossed, one_only)
+    for layout, x in itertools.product(layouts, (Replicate(), Shard(0), Shard(1), Shard(2))):
+        sharded = {name: distribute_tensor(t, mesh, [layout(name, x)]) for name, t in single.items()}
+        their_y, their_l1, their_l0, theirs = step(sharded, strategy=strategy)
+        where = f"{layout.__name__}, x {x}: "
+        for what, ours, expected in (("y", their_y, y), ("l1", their_l1, l1), ("l0", their_l0, l0)):
+            torch.testing.assert_close(whole(ours), expected, msg=lambda m, w=where + what: f"{w}: {m}")
+        for name, expected in gradients.items():
+            torch.testing.assert_close(whole(theirs[name]), expected, msg=lambda m, w=where + name: f"{w}: {m}")
+
+
+def every_function(device: torch.device) -> None:
+    for gated, strategy in itertools.product((True, False), ("auto", "dense")):
+        placed_as_one(device, gated, strategy)
+
+
+def test_any_placement_is_one_process(cpu_ranks: Run) -> None:
+    cpu_ranks(2, every_function)
+
+
+def placements_of_results(device: torch.device) -> None:
+    mesh = init_device_mesh(device.type, (2,))
+    cases = (
+        (tensor_parallel, Replicate(), Partial(), Partial()),
+        (tensor_parallel, Shard(1), Partial(), Partial()),
+        (replicated, Shard(1), Shard(1), Partial()),
+        (replicated, Shard(2), Replicate(), Replicate()),
+        (replicated, Replicate(), Replicate(), Replicate()),
+    )
+    for layout, x, y_placement, aux_placement in cases:
+        sharded = {name: distribute_tensor(t, mesh, [layout(name, x)]) for name, t in operands(True).items()}
+        for training in (False, True):
+            y, aux = call({name: t.detach().requires_grad_(training) for name, t in sharded.items()}, return_aux=True)
+            assert y.placements == (y_placement,), (layout, x, y.placements)
+            assert aux.l1.placements == aux.l0.placements == (aux_placement,), (layout, x, aux)
+            assert y.shape == sharded["x"].shape
+            assert aux.l1.requires_grad == training
+            assert not aux.l0.requires_grad
+
+
+def uneven_tokens(device: torch.device, ranks: int) -> None:
+    mesh = init_device_mesh(device.type, (ranks,))
+    for m in (5, 1, 0):
+        single = operands(True)
+        single["x"] = single["x"].reshape(-1, HIDDEN)[:m]
+        y, l1, l0, gradients = step(single)
+        sharded = {name: distribute_tensor(t, mesh, [replicated(name, Shard(0))]) for name, t in single.items()}
+        their_y, their_l1, their_l0, theirs = step(sharded)
+        for ours, expected in ((their_y, y), (their_l1, l1), (their_l0, l0)):
+            torch.testing.assert_close(whole(ours), expected)
+        for name, expected in gradients.items():
+            torch.testing.assert_close(whole(theirs[name]), expected)
+
+
+def test_uneven_tokens(cpu_ranks: Run) -> None:
+    cpu_ranks(3, uneven_tokens, 3)
+
+
+def two_dimensions(device: torch.device) -> None:
+    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+    single = operands(True)
+    y, l1, l0, gradients = step(single)
+    layouts: list[dict[str, tuple[Placement, Placement]]] = [
+        {name: (replicated(name, Shard(0)), tensor_parallel(name, Replicate())) for name in NAMES},
+        {name: (replicated(name, Shard(0)), tensor_parallel(name, Shard(1))) for name in NAMES},
+        {name: (replicated(name, Shard(1)), replicated(name, Shard(0))) for name in NAMES},
+        # 32 neurons on four ranks
+        {name: (tensor_parallel(name, Replicate()), tensor_parallel(name, Replicate())) for name in NAMES},
+    ]
+    for layout in layouts:
+        sharded = {name: distribute_tensor(t, mesh, layout[name]) for name, t in single.items()}
+        their_y, their_l1, their_l0, theirs = step(sharded)
+        for ours, expected in ((their_y, y), (their_l1, l1), (their_l0, l0)):
+            torch.testing.assert_close(whole(ours), expected)
+        for name, expected in gradients.items():
+            torch.testing.assert_close(whole(theirs[name]), expected)
+
+
+def test_two_dimensions(cpu_ranks: Run) -> None:
+    cpu_ranks(4, two_dimensions)
+
+
+def refusals(device: torch.device) -> None:
+    mesh = init_device_mesh(device.type, (2,))
+
+    def sharded(n: int = NEURONS) -> dict[str, Tensor]:
+        return {
+            name: distribute_tensor(t, mesh, [tensor_parallel(name, Replicate())])
+            for name, t in operands(True, n=n).items()
+        }
+
+    plain_x = {**sharded(), "x": operands(True)["x"]}
+    with pytest.raises(TypeError, match=r"sparse_gated_ffn: x must be a DTensor as w_gate is, got Tensor; .*Parallel"):
+        call(plain_x)
+    with pytest.raises(TypeError, match="w_up must be a DTensor as x is, got Tensor"):
+        call({**sharded(), "w_up": operands(True)["w_up"]})
+    with pytest.raises(ValueError, match=r"multiple of 8 .*got N = 24 over 2 ranks: \[12\] each"):
+        call(sharded(24))
+    torch.testing.assert_close(whole(call(sharded(24), strategy="dense")), call(operands(True, n=24)))
+    with pytest.raises(ValueError, match=r"sparse_gated_ffn: w_up must be \[32, 16\] .* got \[24, 16\]"):
+        call({**sharded(), "w_up": sharded(24)["w_up"]})
+    other = init_device_mesh(device.type, (2, 1))
+    with pytest.raises(ValueError, match=r"b_up must be on .* as x is, got"):
+        call({**sharded(), "b_up": distribute_tensor(operands(True)["b_up"], other, [Shard(0), Replicate()])})
+
+
+def main_grads(device: torch.device) -> None:
+    mesh = init_device_mesh(device.type, (2,))
+    single = operands(True)
+    weights = ("w_gate", "w_up", "w_down")
+    _, _, _, gradients = step(single)
+    for layout, x, kind in ((tensor_parallel, Shard(1), None), (replicated, Shard(1), Partial())):
+        sharded = {name: distribute_tensor(t, mesh, [layout(name, x)]) for name, t in single.items()}
+        mains = [
+            DTensor.from_local(
+                torch.ones_like(sharded[name].to_local(), dtype=torch.float32), mesh, [kind or layout(name, x)]
+            )
+            for name in weights
+        ]
+        before = [whole(main) for main in mains]
+        _, _, _, theirs = step(sharded, main_grads=mains)
+        for name, main, start in zip(weights, mains, before):
+            assert theirs[name] is None
+            torch.testing.assert_close(whole(main) - start, gradients[name].float(), atol=1e-4, rtol=1e-4)
+        with pytest.raises(TypeError, match="main_grads must be one tensor or None for each of"):
+            call(sharded, main_grads=mains[:2])
+        mains[1] = DTensor.from_local(torch.zeros(NEURONS, HIDDEN), mesh, [Replicate()])
+        with pytest.raises(ValueError, match="main_grads must have for w_up a DTensor of its mesh placed"):
+            call(sharded, main_grads=mains)
+
+
+def each_gradient_alone(device: torch.device) -> None:
+    """Any subset of operands may require grad; a rank that has none of a gradient must not wait for the others."""
+    mesh = init_device_mesh(device.type, (2,))
+    single = operands(True)
+    _, _, _, gradients = step(single)
+    sharded = {name: distribute_tensor(t, mesh, [tensor_parallel(name, Shard(1))]) for name, t in single.items()}
+    for name in NAMES:
+        leaves = {other: t.detach().requires_grad_(other == name) for other, t in sharded.items()}
+        y, aux = call(leaves, return_aux=True)
+        loss(y, aux).backward()
+        torch.testing.assert_close(whole(leaves[name].grad), gradients[name])
+        if name != "b_down":
+            leaves[name].grad = None
+            call(leaves, return_aux=True)[1].l1.backward()
+            if name == "w_down":
+                assert leaves[name].grad is None
+            else:
+                of_l1 = {other: t.detach().requires_grad_(other == name) for other, t in single.items()}
+                call(of_l1, return_aux=True)[1].l1.backward()
+                torch.testing.assert_close(whole(leaves[name].grad), of_l1[name].grad)
+
+
+def under_autocast(device: torch.device) -> None:
+    mesh = init_device_mesh(device.type, (2,))
+    single = operands(True, torch.float32)
+    with torch.autocast(device.type, torch.bfloat16):
+        y, l1, l0, gradients = step(single)
+    sharded = {name: distribute_tensor(t, mesh, [tensor_parallel(name, Shard(1))]) for name, t in single.items()}
+    with torch.autocast(device.type, torch.bfloat16):
+        their_y, their_l1, their_l0, theirs = step(sharded)
+    assert their_y.dtype == torch.bfloat16
+    for ours, expected in ((their_y, y), (their_l1, l1), (their_l0, l0)):
+        torch.testing.assert_close(whole(ours), expected, atol=0.5, rtol=0.02)
+    for name, expected in gradients.items():
+        ours = whole(theirs[name])
+        assert ours.dtype == torch.float32
+        assert (ours - expected).norm() < 0.02 * expected.norm(), name
+
+
+def still_under_way(device: torch.device) -> None:
+    """x whose collective nobody has waited for, as torch's styles hand it on."""
+    mesh = init_device_mesh(device.type, (2,))
+    single = operands(True)
+    _, _, _, gradients = step(single)
+    sharded = {
+        name: distribute_tensor(t, mesh, [tensor_parallel(name, Shard(0))]).requires_grad_()
+        for name, t in single.items()
+    }
+    gathered = sharded["x"].redistribute(placements=[Replicate()], async_op=True)
+    seen: list[type] = []
+    original = _autograd.ffn
+
+    def note(name: str, layer: _autograd.Operands, *rest: Any) -> Any:
+        seen.append(type(layer.x))
+        return original(name, layer, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_autograd, "ffn", note)
+        y, aux = call({**sharded, "x": gathered}, return_aux=True)
+    loss(y, aux).backward()
+    torch.testing.assert_close(whole(sharded["x"].grad), gradients["x"])
+    assert seen == [Tensor]
+
+
+def one_by_one(device: torch.device) -> None:
+    placements_of_results(device)
+    refusals(device)
+    main_grads(device)
+    each_gradient_alone(device)
+    under_autocast(device)
+    still_under_way(device)
+
+
+def test_placements_refusals_main_grads_autocast(cpu_ranks: Run) -> None:
+    cpu_ranks(2, one_by_one)
+
+
+def compiled(device: torch.device) -> None:
+    mesh = init_device_mesh(device.type, (2,))
+    single = operands(True)
+    _, _, _, gradients = step(single)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def function(**t: Tensor) -> Tensor:
+        return loss(*call(t, return_aux=True))
+
+    for layout, x in ((tensor_parallel, Replicate()), (tensor_parallel, Shard(1)), (replicated, Shard(0))):
+        leaves = {name: distribute_tensor(t, mesh, [layout(name, x)]).requires_grad_() for name, t in single.items()}
+        function(**leaves).backward()
+        for name, expected in gradients.items():
+            torch.testing.assert_close(whole(leaves[name].grad), expected)
+
+
+def test_compiled(cpu_ranks: Run) -> None:
+    cpu_ranks(2, compiled)
+
+
+def exact_operands(device: torch.device) -> dict[str, Tensor]:
+    """Sparse small integers: every sum, and what each of two ranks has of it, is exact in bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    m, k, n = (256, 256, 1024) if device.type == "cuda" else (64, 64, 128)
+
+    def draw(share: float, *shape: int) -> Tensor:
+        drawn = torch.rand(shape, generator=generator)
+        return ((drawn < share).float() - (drawn < share / 2).float() * 2).bfloat16().to(device)
+
+    return {
+        "x": draw(16 / k, m, k),
+        "w_gate": draw(1 / 4, n, k),
+        "w_up": draw(1 / 4, n, k),
+        "w_down": draw(1 / 32, n, k).t(),
+        "b_gate": torch.full((n,), -2.0).bfloat16().to(device),
+        "b_up": draw(1 / 2, n),
+        "b_down": draw(1 / 2, k),
+    }
+
+
+def exact_step(t: dict[str, Tensor], dy: Tensor, **options: Any) -> dict[str, Tensor]:
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in t.items()}
+    y, aux = call(leaves, return_aux=True, **options)
+    whole_y, l1 = (u.full_tensor() if isinstance(u, DTensor) else u for u in (y, aux.l1))
+    # an upstream gradient of 1 for each token
+    ((whole_y * dy).sum() + dy.shape[0] * l1).backward()
+    return {"y": y.detach(), "l1": aux.l1.detach(), "l0": aux.l0} | {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def bit_by_bit(device: torch.device) -> None:
+    mesh = init_device_mesh(device.type, (2,))
+    single = exact_operands(device)
+    dy = (single["x"].roll(1, 0) * single["x"].roll(1, 1).abs()).bfloat16()
+    n = single["w_up"].shape[0]
+    for half in (slice(0, n // 2), slice(n // 2, n)):
+        own = {name: t.double().cpu() for name, t in single.items()}
+        own |= {name: own[name][half] for name in ("w_gate", "w_up", "b_gate", "b_up")}
+        own["w_down"] = own["w_down"][:, half]
+        partial = exact_step(own, dy.double().cpu(), strategy="dense")
+        assert 0.01 < float(partial["l0"]) / n < 0.3
+        for name in ("y", "x"):
+            assert torch.equal(partial[name], partial[name].bfloat16().double()), f"the part of {name} is not exact"
+            assert partial[name].abs().max() > 4
+    expected = exact_step(single, dy, strategy="union")
+    for x in (Replicate(), Shard(0)):
+        sharded = {name: distribute_tensor(t, mesh, [tensor_parallel(name, x)]) for name, t in single.items()}
+        # by rows, as the modules store it
+        sharded["w_down"] = distribute_tensor(single["w_down"].t(), mesh, [Shard(0)]).t()
+        for name, ours in exact_step(sharded, dy, strategy="union").items():
+            assert torch.equal(whole(ours), expected[name]), f"{name} of a step"
+        with torch.no_grad():
+            for strategy in ("row", "union", "auto", "dense"):
+                y, aux = call(sharded, strategy=strategy, return_aux=True)
+                assert torch.equal(whole(y), expected["y"]), f"y of {strategy}"
+                assert torch.equal(whole(aux.l1), expected["l1"]), f"l1 of {strategy}"
+                assert torch.equal(whole(aux.l0), expected["l0"]), f"l0 of {strategy}"
+
+
+def test_bit_by_bit(two: Run) -> None:
+    two(bit_by_bit)

@@ -1,0 +1,124 @@
+"""The operators and ``pack`` on DTensors: tokens may be sharded, anything else is replicated or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+import twell
+import twell.distributed
+from twell import ops
+
+Run = Callable[..., list[Any]]
+
+HIDDEN, NEURONS, COMPRESSION = 32, 272, 8
+
+
+def layer(m: int) -> dict[str, Tensor]:
+    """Small integers: sums are exact, whatever number of rows a matrix product has."""
+    generator = torch.Generator().manual_seed(m)
+    shapes = {"x": (m, HIDDEN), "w_gate": (NEURONS, HIDDEN), "w_up": (NEURONS, HIDDEN), "w_down": (NEURONS, HIDDEN)}
+    shapes |= {"b_gate": (NEURONS,), "b_up": (NEURONS,), "b_down": (HIDDEN,)}
+    return {name: torch.randint(-3, 4, shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+
+
+def same(ours: object, expected: object, placements: tuple[Placement, ...] | None, what: str) -> None:
+    assert isinstance(ours, DTensor), what
+    assert isinstance(expected, Tensor)
+    assert placements is None or ours.placements == placements, f"{what}: {ours.placements}"
+    assert torch.equal(ours.full_tensor(), expected), what
+
+
+def token_by_token(device: torch.device) -> None:
+    mesh = init_device_mesh(device.type, (2,))
+    for m, block in ((256, 128), (128, 64), (130, 1), (5, 1), (1, 1)):
+        t = layer(m)
+        words, spill, _ = ops.gate_pack(t["x"], t["w_gate"], t["b_gate"], COMPRESSION)
+        rest = (t["w_up"], t["w_down"], t["b_up"], None, COMPRESSION)
+        answers: dict[str, tuple[Any, tuple[Any, ...], int]] = {
+            "gate_pack": (ops.gate_pack, (t["x"], t["w_gate"], t["b_gate"], COMPRESSION), 64),
+            "unpack": (ops.unpack, (words, spill, NEURONS, COMPRESSION), 1),
+            "up_down": (ops.up_down, (t["x"], words, spill, *rest), 1),
+            "up_down_union": (ops.up_down_union, (t["x"], words, spill, *rest), 128),
+            "down": (ops.down, (words, spill, t["w_down"], t["b_down"], COMPRESSION), 1),
+            "reglu": (ops.reglu, (t["x"], t["x"] + 1), 1),
+            "reglu_backward": (ops.reglu_backward, (t["x"], t["x"] + 1, t["x"] - 1), 1),
+        }
+        for name, (op, arguments, needed) in answers.items():
+            expected = op(*arguments)
+            sharded = [
+                distribute_tensor(a, mesh, [Shard(0) if a.shape[0] == m else Replicate()])
+                if isinstance(a, Tensor)
+                else a
+                for a in arguments
+            ]
+            ours = op(*sharded)
+            kept: tuple[Placement, ...] | None = (Shard(0),) if block >= needed and m > 1 else None
+            if isinstance(expected, Tensor):
+                ours, expected = (ours,), (expected,)
+            for got, answer in zip(ours, expected):
+                # the values of tiles that are not spilled are undefined, on the CPU zero
+                same(got, answer, kept, f"{name} of {m} tokens")
+    for kind in (Shard(0), Shard(1)):
+        x = distribute_tensor(layer(8)["x"], mesh, [kind])
+        same(ops.reglu(x, x), ops.reglu(layer(8)["x"], layer(8)["x"]), (kind,), "reglu")
+
+
+def refused(device: torch.device) -> None:
+    mesh = init_device_mesh(device.type, (2,))
+    t = {name: distribute_tensor(tensor, mesh, [Replicate()]) for name, tensor in layer(4).items()}
+    with pytest.raises(Exception, match=r"take no DTensors.*call twell.sparse_gated_ffn"):
+        ops.hybrid_forward(t["x"], t["w_gate"], t["w_up"], t["w_down"], None, None, None, COMPRESSION)
+
+
+def packs(device: torch.device) -> None:
+    mesh = init_device_mesh(device.type, (2,))
+    t = layer(256)
+    x, w_gate = t["x"].view(2, 128, HIDDEN), t["w_gate"]
+    single = twell.pack(x, w_gate, t["b_gate"])
+    replicated = {name: distribute_tensor(t[name], mesh, [Replicate()]) for name in ("w_gate", "b_gate")}
+    for kind in (Replicate(), Shard(0), Shard(1), Shard(2)):
+        packed = twell.pack(distribute_tensor(x, mesh, [kind]), *replicated.values())
+        assert packed.shape == single.shape
+        for ours, expected in (
+            (packed.words, single.words),
+            (packed.spill, single.spill),
+            (packed.stats, single.stats),
+        ):
+            same(ours, expected, (Shard(0),) if kind == Shard(0) else None, f"pack of x {kind}")
+        same(packed.unpack(), single.unpack(), None, "unpack")
+        if kind == Shard(0):
+            same(packed.nnz(), single.nnz(), None, "nnz")
+    uneven = torch.cat([x, x[:1]])
+    packed = twell.pack(distribute_tensor(uneven, mesh, [Shard(0)]), replicated["w_gate"])
+    same(packed.unpack(), twell.pack(uneven, w_gate).unpack(), None, "pack of three sequences")
+    same(
+        twell.pack(distribute_tensor(x[0, 0], mesh, [Shard(0)]), replicated["w_gate"]).unpack(),
+        twell.pack(x[0, 0], w_gate).unpack(),
+        None,
+        "pack of one token",
+    )
+    with pytest.raises(NotImplementedError, match=r"pack: w_gate must be Replicate, got .*Shard.*to_local"):
+        twell.pack(distribute_tensor(x, mesh, [Replicate()]), distribute_tensor(w_gate, mesh, [Shard(0)]))
+    with pytest.raises(TypeError, match="pack: x must be a DTensor as w_gate is, got Tensor"):
+        twell.pack(x, replicated["w_gate"])
+    # what the message says
+    own = twell.pack(x, distribute_tensor(w_gate, mesh, [Shard(0)]).to_local())
+    gathered = DTensor.from_local(own.unpack(), mesh, [Shard(2)]).full_tensor()
+    assert torch.equal(gathered, twell.pack(x, w_gate).unpack())
+
+
+def all_of_it(device: torch.device) -> None:
+    token_by_token(device)
+    refused(device)
+    packs(device)
+
+
+def test_operators_on_dtensors(cpu_ranks: Run) -> None:
+    cpu_ranks(2, all_of_it)
