@@ -121,40 +121,45 @@ def shapes() -> str:
     return markdown(["K / N", "pattern", *(f"M = {m:,}" for m in tokens)], "ll" + "r" * len(tokens), rows)
 
 
-def model() -> str:
+def model(name: str) -> str:
     names = {"forward": "forward, decoder", "logits": "forward, with LM head", "train": "training step"}
     rows = []
-    for row in result("h200_model")["rows"]:
-        ran = ", ".join(f"{count} {name}" for name, count in sorted(row["strategies"].items()))
-        spread = f"{row['p10_ms']:.0f} to {row['p90_ms']:.0f}"
-        best = f"**{row['speedup']:.2f}**" if row["variant"] == "sparse compiled" else f"{row['speedup']:.2f}"
-        times = [f"{row['ms']:.1f}", spread, f"{row['tokens_per_ms']:.0f}", best]
-        rows.append(
-            [names[row["op"]], row["variant"], *times, f"{row['peak_bytes'] / 1e9:.1f}", f"{row['error']:.2f}", ran]
-        )
+    for op in names:
+        for row in (row for row in result(name)["rows"] if row["op"] == op):
+            ran = ", ".join(f"{count} {strategy}" for strategy, count in sorted(row["strategies"].items()))
+            spread = f"{row['p10_ms']:.0f} to {row['p90_ms']:.0f}"
+            best = f"**{row['speedup']:.2f}**" if row["variant"] == "sparse compiled" else f"{row['speedup']:.2f}"
+            times = [f"{row['ms']:.1f}", spread, f"{row['tokens_per_ms']:.0f}", best]
+            rows.append(
+                [names[op], row["variant"], *times, f"{row['peak_bytes'] / 1e9:.1f}", f"{row['error']:.2f}", ran]
+            )
     header = ["", "variant", "ms", "10 to 90 %", "tokens/ms", "over dense", "peak GB", "error", "layers run"]
     return markdown(header, "llrrrrrrl", rows)
 
 
-def model_machine() -> str:
-    run = result("h200_model")
+def model_machine(name: str) -> str:
+    run = result(name)
     active = ", ".join(f"{value:.0f}" for value in run["non_zeros"])
     return f"Non-zeros a token, layer by layer: {active}. {run['machine']}"
 
 
 def training_run() -> str:
     runs = result("h200_training_run")["runs"]
-    rows = []
-    for sparse, dense in zip(runs["sparse"], runs["dense"], strict=True):
-        if sparse["step"] % 50 == 0:
-            cells = [f"{each[name]:.3f}" for name in ("ce", "held_out_ce") for each in (dense, sparse)]
-            cells += [f"{each['non_zeros']:.0f}" for each in (dense, sparse)]
-            cells += [f"{each['tokens_per_s'] / 1e3:.0f}" for each in (dense, sparse)]
-            cells += [f"{each['peak_bytes'] / 1e9:.1f}" for each in (dense, sparse)]
-            rows.append([str(sparse["step"]), *cells])
-    header = ["step"]
-    for name in ("cross-entropy", "held out", "non-zeros", "thousand tokens/s", "peak GB"):
-        header += [f"{name}: dense", "sparse"]
+    sparse = [name for name in runs if name.startswith("sparse")]
+    columns = {
+        "cross-entropy": (list(runs), lambda row: f"{row['ce']:.3f}"),
+        "held out": (list(runs), lambda row: f"{row['held_out_ce']:.3f}"),
+        "non-zeros": (sparse, lambda row: f"{row['non_zeros']:.0f}"),
+        "thousand tokens/s": (["dense", *sparse], lambda row: f"{row['tokens_per_s'] / 1e3:.0f}"),
+        "peak GB": (["dense", *sparse], lambda row: f"{row['peak_bytes'] / 1e9:.1f}"),
+    }
+    header, rows = ["step"], []
+    for quantity, (names, _) in columns.items():
+        header += [f"{quantity}: {names[0]}", *names[1:]]
+    for index, first in enumerate(runs["dense"]):
+        if first["step"] % 50 == 0:
+            cells = [show(runs[name][index]) for names, show in columns.values() for name in names]
+            rows.append([str(first["step"]), *cells])
     return markdown(header, "r" * len(header), rows)
 
 
@@ -165,8 +170,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode": decode,
     "machine": machine,
     "shapes": shapes,
-    "model": model,
-    "model machine": model_machine,
+    "model": lambda: model("h200_model"),
+    "model machine": lambda: model_machine("h200_model"),
+    "sparser model": lambda: model("h200_model_sparser"),
+    "sparser model machine": lambda: model_machine("h200_model_sparser"),
     "training run": training_run,
 }
 PLACE = re.compile(r"(<!-- table: ([^\n]*?) -->\n).*?(\n<!-- end -->)", re.DOTALL)
