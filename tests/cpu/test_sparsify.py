@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import twell
 from twell import testing
+from twell._log import warn_once
 from twell._sparsify import DeferredUp, SparseDown, layers, sparsify_
 from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
 
@@ -722,6 +723,7 @@ def test_a_pair_whose_first_layer_is_changed_afterwards(caplog: pytest.LogCaptur
     sparsify_(m)
     x = torch.randn(3, K)
     y = m(x)
+    warn_once.cache_clear()
     m.fc1.register_forward_hook(lambda *_: None)
     with caplog.at_level(logging.WARNING, "twell"):
         assert torch.equal(m(x), y)
