@@ -71,6 +71,6 @@ clean: ## remove what was built, .venv included
 $(stamp): pyproject.toml $(wildcard $(CONSTRAINTS))
 	test -x "$(PY)" || "$(PYTHON)" -m venv "$(VENV)"
 	$(pip) scikit-build-core
-	$(pip) --no-build-isolation --config-settings=wheel.cmake=false '.[dev,plots,train]'
+	$(pip) --no-build-isolation --config-settings=wheel.cmake=false '.[bench,dev,docs,plots,train]'
 	"$(PY)" -m pip uninstall --quiet --yes twell
 	touch "$(stamp)"

@@ -19,7 +19,7 @@ from twell._request import RequestError, at_least
 
 DESCRIPTION = """\
 Run a model on text and write what enters the chosen feed-forward layers, with their gate weights, as int8: workloads
-with the pattern of a real model, for twell.testing.load_real and profiling/bench.py --real-layers.
+with the pattern of a real model, for `twell bench --workload real:FOLDER` and twell.testing.load_real.
 """
 
 # A file must keep the pattern: at most these shares of the non-zeros may be lost, may be new, or more or fewer in all.
@@ -272,7 +272,7 @@ def _readme(
         ]
         for a, _ in results
     ]
-    workloads = " ".join(f"real{agreement.number}" for agreement, _ in results)
+    workloads = " ".join(f"real:FOLDER/{agreement.number}" for agreement, _ in results)
     return f"""\
 # Recorded gate activations
 
@@ -285,7 +285,7 @@ Written by `twell record` of twell {twell.__version__}.
 (int8 [rows, K] times `w_scale` [rows, 1]) of the neurons `alive`, which are those that fire at least once, or all;
 `quiet` [K], a direction along which `twell.testing.load_real` pushes the rows that it draws for the others, so that
 they stay silent; and `n`, the number of neurons. A bias is part of its row. `twell.testing.load_real(L, FOLDER)` makes
-a problem of a file, and `profiling/bench.py --real-layers FOLDER --workload {workloads}` times it.
+a problem of a file, and `twell bench ffn --workload {workloads}` times it.
 
 The files, as `load_real` reads them in bfloat16:
 

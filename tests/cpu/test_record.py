@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from saved_models import run
 
 from twell import _analyze, _model_text, _record, _sparsify, testing
 from twell._analyze import Tally
+from twell._bench import workloads
 from twell._model_text import Batch, Layer
 from twell._request import RequestError
 
@@ -86,7 +86,7 @@ def test_command(llama: Path, words: Path, tmp_path: Path, capsys: pytest.Captur
     assert testing.real_names(out) == ["real0", "real2"]
     printed, readme = capsys.readouterr().out, (out / "README.md").read_text()
     assert "int8" in readme
-    assert "--workload real2 real0" in readme
+    assert "--workload real:FOLDER/2 real:FOLDER/0" in readme
     stored, changed, whole = [
         [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
         for table in readme.split("\n\n")
@@ -160,16 +160,12 @@ def test_pattern_is_the_stock_models(llama: Path, words: Path, tmp_path: Path) -
     assert float((x - inputs[0]).norm() / inputs[0].norm()) < 0.01
 
 
-def test_recorded_layers_are_workloads_of_the_benchmark(
-    llama: Path, words: Path, tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_layers_are_workloads_of_the_benchmark(llama: Path, words: Path, tmp_path: Path) -> None:
     out = tmp_path / "recorded"
     run(_record, llama, "--text", words, "--tokens", 300, "--layers", 1, "--out", out)
-    monkeypatch.syspath_prepend(str(root / "profiling"))
-    bench = importlib.import_module("bench")
-    assert bench.parse(["--real-layers", str(out), "--workload", "real1"]).workload == ["real1"]
-    with pytest.raises(SystemExit):
-        bench.parse(["--real-layers", str(out), "--workload", "real0"])
+    assert [source.name for source in workloads.parse([f"real:{out}/1"])] == ["real1"]
+    with pytest.raises(RequestError):
+        workloads.parse([f"real:{out}/0"])
     assert testing.load("real1", 1000, real_layers=out, device="cpu").x.shape == (1000, 64)
 
 
