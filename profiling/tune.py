@@ -32,10 +32,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from bench import Graph, measure
 from torch import Tensor
 
 from twell import testing, tuning
+from twell._bench.protocol import Graph, measure
 from twell._runtime import format
 from twell.testing import FFN, Workload
 from twell.tuning import Figures, Problem

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import twell
-from twell import _analyze, _convert, _record
+from twell import _analyze, _bench, _convert, _record
 from twell._request import RequestError, at_least
 
 MODELS = (
@@ -81,6 +81,9 @@ def parser() -> argparse.ArgumentParser:
         module.add_arguments(command)
         command.set_defaults(module=module)
 
+    # parses what follows it by itself, as "bench model" takes other arguments than the rest
+    commands.add_parser("bench", help="time kernels, layers and models beside dense PyTorch", add_help=False)
+
     info = commands.add_parser("info", help="show versions, devices, kernels and cache", description=INFO)
     info.add_argument("--json", action="store_true", help="print JSON")
     info.add_argument("--verbose", action="store_true", help="list each packaged kernel")
@@ -89,8 +92,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` (default: sys.argv). Returns the exit code: 2 for bad arguments, 130 for Ctrl-C."""
-    commands = parser()
-    arguments = vars(commands.parse_args(argv))
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["bench"]:
+        return _bench.main(given[1:])
+    arguments = vars(parser().parse_args(given))
     command = arguments.pop("command")
     try:
         if command == "info":

@@ -31,6 +31,7 @@ LAYERS = [
     # torch side: what is known at call time
     ["twell._env"],
     ["twell._log"],
+    ["twell._nvtx"],
     ["twell._runtime"],
     ["twell.reference", "twell._tuning_table", "twell._checkpoint"],
     ["twell.tuning"],
@@ -46,6 +47,7 @@ LAYERS = [
     ["twell.testing", "twell._info", "twell._request"],
     ["twell._demo", "twell._demo_compare", "twell._demo_model", "twell._demo_plots", "twell._demo_text"],
     ["twell._convert", "twell._model_text", "twell._analyze", "twell._analyze_plots", "twell._record"],
+    ["twell._bench"],
     ["twell.cli"],
     ["twell.__main__"],
 ]

@@ -1,0 +1,364 @@
+"""How long things take: the protocol of all benchmarks here, on a GPU and, for trying it out, on a CPU.
+
+- A thing to time is a call on the i-th of several copies of its operands, which together are at least twice the L2
+  cache, so that no call finds its own operands there. There are at most 256: what few tokens take is nothing beside
+  the weights, which all calls on a layer share, as they do in a model's larger batches; ``decode`` has copies of these.
+- On a GPU, one call on each copy is captured into a CUDA graph, after as many calls outside of it have loaded kernels
+  and allocated memory. A time is what two events around a replay say, over the number of copies: the host has no part.
+- All that is compared is replayed in turn, and the order rotates by one from round to round, so that clocks,
+  temperature and what ran before are the same for each. Two rounds warm up, two say how many fit the seconds wanted,
+  and so many are timed, 10 to 200.
+- A time is the median of its replays; its spread are the 10th and the 90th percentile.
+- Rates are put beside what the machine did in the same run, of a large matrix product and a large copy, and the line
+  that names machine and clocks is read while the GPU is busy.
+
+``Gpu`` and ``Cpu`` are the same to their callers. On a CPU a replay is the calls themselves, between two readings of a
+clock, and what belongs to a GPU (poisoned memory, peak memory) is not there: its times say that a benchmark runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from twell import testing
+from twell._runtime import resolve
+
+Call = Callable[[int], tuple[Tensor, ...]]
+
+MOST_COPIES = 256
+WARM_ROUNDS = 2
+LEAST_ROUNDS, MOST_ROUNDS = 10, 200
+
+# Replays of the matrix product during which the machine line is read: about two seconds of an H200.
+BUSY_REPLAYS = 800
+
+# Cycles that the GPU sleeps until the host has queued a whole call: 20 ms of an H200.
+SLEEP_CYCLES = 40_000_000
+
+
+@dataclasses.dataclass
+class Ceilings:
+    """What the machine can do, measured in this run but for L2: flop/s and bytes/s."""
+
+    flops: float
+    memory: float
+    l2: float
+
+
+class Recording(Protocol):
+    """Calls on every copy of the operands, to be run again and again; ``outputs`` are those of the last copy."""
+
+    copies: int
+    outputs: tuple[Tensor, ...]
+
+    def replay(self) -> Callable[[], float]:
+        """Run the calls. What is returned gives their milliseconds, once ``wait`` was called."""
+        ...
+
+    def wait(self) -> None:
+        """Return when all replays are through."""
+        ...
+
+    def spoil(self) -> None:
+        """Fill the outputs with NaN, so that what the next replay does not write shows."""
+        ...
+
+
+class Graph:
+    """A recording in a CUDA graph. ``warm`` is called before, in place of ``call``, where they differ."""
+
+    def __init__(self, call: Call, copies: int, warm: Call | None = None) -> None:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for i in range(copies):
+                (warm or call)(i)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        self.copies = copies
+        self.outputs: tuple[Tensor, ...] = ()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            for i in range(copies):
+                self.outputs = call(i)
+
+    def replay(self) -> Callable[[], float]:
+        """Start a replay."""
+        start, end = _events()
+        start.record()
+        self._graph.replay()
+        end.record()
+        return lambda: float(start.elapsed_time(end))
+
+    def wait(self) -> None:
+        """Return when the GPU is idle."""
+        torch.cuda.synchronize()
+
+    def spoil(self) -> None:
+        """Fill the outputs with NaN."""
+        for output in self.outputs:
+            output.view(torch.uint8).fill_(0xFF)
+
+
+def _events() -> tuple[Any, Any]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class Loop:
+    """A recording without a GPU: the calls themselves, timed by ``clock``, in seconds."""
+
+    def __init__(
+        self, call: Call, copies: int, warm: Call | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.copies, self._call, self._clock = copies, call, clock
+        self.outputs: tuple[Tensor, ...] = ()
+        for i in range(copies):
+            (warm or call)(i)
+
+    def replay(self) -> Callable[[], float]:
+        """Call on every copy."""
+        start = self._clock()
+        for i in range(self.copies):
+            self.outputs = self._call(i)
+        milliseconds = (self._clock() - start) * 1e3
+        return lambda: milliseconds
+
+    def wait(self) -> None:
+        """Nothing runs by itself."""
+
+    def spoil(self) -> None:
+        """Drop the outputs: a replay makes new ones."""
+        self.outputs = ()
+
+
+def measure(recordings: Mapping[str, Recording], seconds: float) -> dict[str, list[float]]:
+    """Milliseconds of one call, by name: replays in turn for about ``seconds``, at least 10 rounds and at most 200."""
+
+    def rounds(count: int) -> dict[str, list[float]]:
+        spans: dict[str, list[Callable[[], float]]] = {name: [] for name in recordings}
+        order = list(recordings)
+        for _ in range(count):
+            for name in order:
+                spans[name].append(recordings[name].replay())
+            order = order[1:] + order[:1]  # so that none always follows the same one
+        for recording in recordings.values():
+            recording.wait()
+        return {name: [span() / recordings[name].copies for span in each] for name, each in spans.items()}
+
+    if not recordings:
+        return {}
+    rounds(WARM_ROUNDS)
+    once = sum(min(times) * recordings[name].copies for name, times in rounds(WARM_ROUNDS).items()) / 1000
+    wanted = seconds / once if once else MOST_ROUNDS
+    return rounds(int(max(LEAST_ROUNDS, min(MOST_ROUNDS, wanted))))
+
+
+class Spread(NamedTuple):
+    """The median of samples, the least of them, and their 10th and 90th percentiles."""
+
+    median: float
+    least: float
+    p10: float
+    p90: float
+
+
+def spread(samples: Sequence[float]) -> Spread:
+    """Of at least one sample. A percentile is the sample nearest to it."""
+    ordered = sorted(samples)
+    p10, p90 = (ordered[round(share * (len(ordered) - 1))] for share in (0.1, 0.9))
+    return Spread(statistics.median(ordered), ordered[0], p10, p90)
+
+
+def copies_for(bytes_each: int, cache: int) -> int:
+    """How many copies of operands of ``bytes_each`` are at least twice a cache of ``cache`` bytes: 2 to 256."""
+    return min(max(2, math.ceil(2 * cache / bytes_each)), MOST_COPIES)
+
+
+class Device(Protocol):
+    """Where things run, and how they are recorded there."""
+
+    torch_device: torch.device
+
+    def copies_for(self, bytes_each: int) -> int:
+        """How many copies of operands of ``bytes_each`` are at least twice the last cache."""
+        ...
+
+    def record(self, call: Call, copies: int, warm: Call | None = None) -> Recording:
+        """A recording of ``call`` on each of so many copies."""
+        ...
+
+    def wait(self) -> None:
+        """Return when everything queued is through."""
+        ...
+
+    def poison(self) -> None:
+        """Leave NaN in the memory that is handed out next."""
+        ...
+
+    def peak(self, call: Call) -> int | None:
+        """The most bytes that a call takes above those of its operands; None if it cannot be known."""
+        ...
+
+    def kept(self, forward: Callable[[int], Tensor]) -> int | None:
+        """Bytes that a forward pass keeps for backward beside its operands and y; None if it cannot be known."""
+        ...
+
+    def kernel_times(self, call: Call, copies: int) -> dict[str, float]:
+        """Mean milliseconds of each kernel in one call, by symbol, and of all else: "torch"."""
+        ...
+
+    def ceilings(self, dtype: torch.dtype, l2_tbs: float) -> tuple[Ceilings, str]:
+        """What the machine can do now, and its line."""
+        ...
+
+
+class Gpu:
+    """The current CUDA device, ``torch_device``."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+
+    def copies_for(self, bytes_each: int) -> int:
+        """Twice the L2 cache."""
+        return copies_for(bytes_each, torch.cuda.get_device_properties(self.torch_device).L2_cache_size)
+
+    def record(self, call: Call, copies: int, warm: Call | None = None) -> Recording:
+        """A CUDA graph."""
+        return Graph(call, copies, warm)
+
+    def wait(self) -> None:
+        """Return when the GPU is idle."""
+        torch.cuda.synchronize()
+
+    def poison(self) -> None:
+        """``testing.poison_memory``."""
+        testing.poison_memory(self.torch_device)
+
+    def peak(self, call: Call) -> int | None:
+        """By the allocator's own count."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call(0)
+        return torch.cuda.max_memory_allocated() - before
+
+    def kept(self, forward: Callable[[int], Tensor]) -> int | None:
+        """By the bytes that were asked for."""
+
+        def requested() -> int:
+            return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
+
+        torch.cuda.empty_cache()
+        before = requested()
+        y = forward(0)
+        return requested() - before - y.numel() * y.element_size()
+
+    def kernel_times(self, call: Call, copies: int, rounds: int = 5) -> dict[str, float]:
+        """Events surround every launch; the GPU sleeps until the host has queued a call, so they measure no gap."""
+        original = resolve.resolve
+        launches: list[tuple[str, Any, Any]] = []
+
+        def timed(spec: Any) -> Callable[..., None]:
+            kernel = original(spec)
+
+            def launch(*arguments: Any) -> None:
+                start, end = _events()
+                start.record()
+                kernel(*arguments)
+                end.record()
+                launches.append((spec.symbol, start, end))
+
+            return launch
+
+        resolve.resolve = timed
+        wholes = []
+        try:
+            for i in range(rounds * copies):
+                torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+                start, end = _events()
+                start.record()
+                call(i % copies)
+                end.record()
+                wholes.append((start, end))
+                torch.cuda.synchronize()
+        finally:
+            resolve.resolve = original
+        times: dict[str, float] = {}
+        for symbol, start, end in launches:
+            times[symbol] = times.get(symbol, 0.0) + start.elapsed_time(end) / len(wholes)
+        times["torch"] = sum(start.elapsed_time(end) for start, end in wholes) / len(wholes) - sum(times.values())
+        return times
+
+    def ceilings(self, dtype: torch.dtype, l2_tbs: float) -> tuple[Ceilings, str]:
+        """Of a product of 8,192 x 8,192 matrices and a copy of 2 GiB; the line is read while the GPU is busy."""
+        found, gemm = _ceilings(self, 8192, 1 << 31, dtype, l2_tbs, 0.5)
+        for _ in range(BUSY_REPLAYS):
+            gemm.replay()
+        machine = testing.machine_line(self.torch_device)
+        self.wait()
+        return found, machine
+
+
+class Cpu:
+    """The CPU operators. ``clock`` gives seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.torch_device = torch.device("cpu")
+        self._clock = clock
+
+    def copies_for(self, bytes_each: int) -> int:
+        """As few as there can be: no cache is to be avoided."""
+        return copies_for(bytes_each, 0)
+
+    def record(self, call: Call, copies: int, warm: Call | None = None) -> Recording:
+        """The calls themselves."""
+        return Loop(call, copies, warm, self._clock)
+
+    def wait(self) -> None:
+        """Nothing runs by itself."""
+
+    def poison(self) -> None:
+        """Memory of a CPU cannot be had back on purpose."""
+
+    def peak(self, call: Call) -> int | None:
+        """Not known."""
+        return None
+
+    def kept(self, forward: Callable[[int], Tensor]) -> int | None:
+        """Not known."""
+        return None
+
+    def kernel_times(self, call: Call, copies: int, rounds: int = 5) -> dict[str, float]:
+        """There are no kernels."""
+        samples = []
+        for i in range(rounds * copies):
+            start = self._clock()
+            call(i % copies)
+            samples.append((self._clock() - start) * 1e3)
+        return {"torch": statistics.mean(samples)}
+
+    def ceilings(self, dtype: torch.dtype, l2_tbs: float) -> tuple[Ceilings, str]:
+        """Of a product of 256 x 256 matrices and a copy of 4 MiB."""
+        return _ceilings(self, 256, 1 << 22, dtype, l2_tbs, 0.01)[0], testing.machine_line(self.torch_device)
+
+
+def _ceilings(
+    device: Device, size: int, copied: int, dtype: torch.dtype, l2_tbs: float, seconds: float
+) -> tuple[Ceilings, Recording]:
+    """Rates of a matrix product of ``size`` and a copy of ``copied`` bytes, and the recording of the product."""
+    where = device.torch_device
+    a, b = (torch.randn(size, size, device=where).to(dtype) for _ in range(2))
+    source = torch.randint(0, 255, (copied,), dtype=torch.uint8, device=where)
+    target = torch.empty_like(source)
+    gemm = device.record(lambda i: (a @ b,), 2)
+    recordings = {"gemm": gemm, "copy": device.record(lambda i: (target.copy_(source),), 1)}
+    times = {name: spread(samples).median / 1000 for name, samples in measure(recordings, seconds).items()}
+    return Ceilings(2 * size**3 / times["gemm"], 2 * copied / times["copy"], l2_tbs * 1e12), gemm

@@ -1,0 +1,742 @@
+"""``twell bench`` on the CPU operators: what it times, what it refuses, what it prints and writes."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import twell
+from twell import _bench, testing
+from twell._bench import _arguments, _cli, protocol, runner
+from twell._bench.layers import INFERENCE, OPS, TRAINING, Layer, Options
+from twell._bench.protocol import Ceilings, Cpu
+from twell._bench.report import Progress
+from twell._bench.rows import COLUMNS, Row
+from twell._bench.runner import Job, Runner
+from twell._bench.workloads import parse
+
+TINY = ["-m", "64", "-k", "64", "-n", "264", "--device", "cpu", "--seconds", "0.001"]
+WORKLOAD = "nnz=9,skew=0.5"
+# fewer than what a layer's own rows and the dense ones are
+PARTS = ("gate GEMM", "train compiled", "sparse_train compiled")
+
+
+@pytest.fixture(autouse=True)
+def _no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test draws is forgotten; replays are as few as can be."""
+    for name in [name for name in testing.WORKLOADS if "=" in name]:
+        monkeypatch.delitem(testing.WORKLOADS, name)
+    monkeypatch.setattr(protocol, "WARM_ROUNDS", 1)
+    monkeypatch.setattr(protocol, "LEAST_ROUNDS", 2)
+    monkeypatch.setattr("twell._bench.decode.VISITS", 1)
+
+
+class Result(NamedTuple):
+    code: int
+    rows: list[dict[str, Any]]
+    data: dict[str, Any]
+    out: str
+    err: str
+
+
+@pytest.fixture
+def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """Runs the command, and reads what it wrote."""
+
+    def run(*words: str, tiny: bool = True) -> Result:
+        path = tmp_path / "out.json"
+        path.unlink(missing_ok=True)
+        code = _bench.main([*words, *(TINY if tiny else []), "--json", str(path)])
+        captured = capsys.readouterr()
+        data = json.loads(path.read_text()) if path.exists() else {"rows": []}
+        return Result(code, data["rows"], data, captured.out, captured.err)
+
+    return run
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return Row(**row).key
+
+
+def test_every_op(bench: Callable[..., Result]) -> None:
+    result = bench(",".join(OPS), "--workload", WORKLOAD, "--strategy", "row,union,dense,auto", "--m-decode", "1,8")
+    assert result.code == 0, result.out
+    # the pattern fits, so that there is nothing to overflow
+    assert {row["variant"] for row in result.rows} >= set(OPS) - {"train_overflow"}
+    assert len({key(row) for row in result.rows}) == len(result.rows)
+    for row in result.rows:
+        assert row["ms"] > 0
+        assert row["p10_ms"] <= row["ms"] <= row["p90_ms"]
+        assert row["tflops"] > 0
+        assert row["floor_ms"] > 0
+        assert row["red"] == ""
+        assert row["checked"]
+        assert (row["k"], row["n"], row["m"], row["dtype"], row["compression"]) == (64, 264, 64, "bf16", 8)
+        assert row["workload"] == WORKLOAD
+        assert set(row["op"].split(",")) <= set(OPS)
+    ours = [row for row in result.rows if row["variant"] in OPS]
+    for row in ours:
+        assert row["frobenius"] <= 1.1 * row["dense_frobenius"]
+    by_strategy = {(row["variant"], row["requested"], row["strategy"]) for row in ours if row["requested"]}
+    for op in ("ffn", "sparse_ffn", "decode"):
+        assert {(r, s) for v, r, s in by_strategy if v == op} == {(s, s) for s in ("row", "union", "dense")} | {
+            ("auto", "row")
+        }
+    for op in ("train", "sparse_train"):
+        assert {r for v, r, _ in by_strategy if v == op} == {"union", "dense", "auto"}
+    for row in ours:
+        if row["variant"] in ("ffn", "sparse_ffn", "train", "sparse_train", "decode", "train_forward"):
+            assert row["speedup_eager"] == row["speedup_dense"] > 0
+            assert row["faster_dense"] == "eager"
+    assert {row["tokens"] for row in ours if row["variant"] == "decode"} == {1, 8}
+    assert {row["tokens"] for row in ours if row["variant"] != "decode"} == {64}
+    gradients = next(row for row in ours if row["variant"] == "train")["gradients"]
+    assert gradients.keys() == {f"{t}{s}" for t in ("x", "w_gate", "w_up", "w_down") for s in ("", " with l1")}
+
+
+def test_by_default_three_ops_of_all_workloads_that_there_can_be(bench: Callable[..., Result]) -> None:
+    result = bench()
+    assert result.code == 0
+    assert {row["workload"] for row in result.rows} == {"uniform29", "skew29", "topic29", "topic128"}
+    assert {row["op"] for row in result.rows} == {"gate_pack", "up_down"} | {"ffn"}
+    assert {row["requested"] for row in result.rows if row["variant"] == "ffn"} == {"auto"}
+
+
+def test_sizes_and_forms(bench: Callable[..., Result]) -> None:
+    result = bench(
+        *("gate_pack", "down", "--tokens", "16,130", "24", "--hidden", "32", "--neurons", "200", "--workload", "nnz=5"),
+        *("--dtype", "fp16", "--compression", "4", "--device", "cpu", "--seconds", "0.001"),
+        tiny=False,
+    )
+    assert result.code == 0
+    assert {(row["tokens"], row["k"], row["n"]) for row in result.rows} == {(m, 32, 200) for m in (16, 130, 24)}
+    assert {(row["dtype"], row["compression"]) for row in result.rows} == {("fp16", 4)}
+    assert {row["variant"] for row in result.rows} == {"dense eager non-gated", "gate GEMM", "gate_pack", "down"}
+    assert result.data["arguments"]["m"] == [16, 130, 24]
+
+
+def test_operations_may_stand_on_both_sides_of_options(bench: Callable[..., Result]) -> None:
+    result = bench("gate_pack", "--workload", WORKLOAD, *TINY, "down", tiny=False)
+    assert {row["op"] for row in result.rows} == {"gate_pack", "down"}
+
+
+def test_m_of_decode_alone_is_the_tokens_decoded() -> None:
+    asked = request("decode", "-m", "1,8", "--workload", "topic29")
+    assert asked.options.decoded == (1, 8)
+    assert {job.m for job in asked.jobs} == {16384}
+    asked = request("ffn,decode", "-m", "40", "--workload", "topic29")
+    assert asked.options.decoded == (1, 8, 16)
+    assert {job.m for job in asked.jobs} == {40}
+    asked = request("decode", "-m", "40", "--m-decode", "3", "--workload", "topic29")
+    assert (asked.options.decoded, {job.m for job in asked.jobs}) == ((3,), {40})
+
+
+def request(*words: str) -> _arguments.Request:
+    return _arguments.request(_cli.parser().parse_intermixed_args([*words, "--device", "cpu"]))
+
+
+def test_a_recorded_layer(bench: Callable[..., Result], tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    np.savez(
+        tmp_path / "layer5.npz",
+        x=draw.integers(-9, 9, (32, 16), dtype=np.int8),
+        x_scale=np.full((32, 1), 0.1, np.float32),
+        w=draw.integers(-9, 9, (6, 16), dtype=np.int8),
+        w_scale=np.full((6, 1), 0.1, np.float32),
+        alive=np.arange(6),
+        quiet=np.ones(16, np.float32) / 16,
+        n=24,
+    )
+    result = bench("gate_pack", "--workload", f"real:{tmp_path}", "--repro")
+    assert {(row["workload"], row["k"], row["n"], row["tokens"]) for row in result.rows} == {("real5", 16, 24, 64)}
+    assert f"--workload real:{tmp_path}/5 " in result.out
+
+
+# What is not right
+
+
+def test_a_wrong_result_is_red_and_has_no_time(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    right = testing.sparse_output
+
+    def wrong(problem: testing.FFN, **options: Any) -> Tensor:
+        y = right(problem, **options)
+        return y * 1.05 if options.get("strategy") == "union" else y
+
+    monkeypatch.setattr(testing, "sparse_output", wrong)
+    result = bench("ffn,decode", "--workload", WORKLOAD, "--strategy", "row,union", "--m-decode", "4", "--wide")
+    assert result.code == 1
+    reds = [row for row in result.rows if row["red"]]
+    assert {(row["variant"], row["requested"]) for row in reds} == {("ffn", "union"), ("decode", "union")}
+    for row in reds:
+        assert "allowed 1.1" in row["red"]
+        assert row["frobenius"] > 1.1 * row["dense_frobenius"]
+        assert_no_speed(row)
+    assert all(row["ms"] for row in result.rows if not row["red"])
+    assert "2 of 7 rows are red" in result.err
+    lines = [line for line in result.out.splitlines() if "RED" in line]
+    assert len(lines) == 2
+    assert all(" ms" not in line and " us" not in line for line in lines)
+
+
+def assert_no_speed(row: dict[str, Any]) -> None:
+    """A row without anything that a time goes into."""
+    names = "ms min_ms p10_ms p90_ms tflops executed_tflops l2_gather_gbs memory_gbs floor_share over_gemm kernels"
+    names += " speedup_eager speedup_compiled speedup_dense energy_mj"
+    assert {name: row[name] for name in names.split() if row[name] is not None} == {}
+    assert row["samples"] == 0
+
+
+def test_a_wrong_gradient_is_red(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    right = testing.sparse_gradients
+
+    def wrong(problem: testing.FFN, dy: Tensor, dl1: float = 0.0, **options: Any) -> dict[str, Tensor]:
+        found = right(problem, dy, dl1, **options)
+        return {name: t * (1.2 if name == "w_up" and dl1 else 1) for name, t in found.items()}
+
+    monkeypatch.setattr(testing, "sparse_gradients", wrong)
+    result = bench("train", "--workload", WORKLOAD, "--strategy", "union")
+    assert result.code == 1
+    (row,) = (row for row in result.rows if row["red"])
+    assert row["variant"] == "train"
+    assert row["red"].startswith("w_up with l1: error")
+    assert_no_speed(row)
+
+
+def test_an_error_is_red_and_the_others_go_on(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(problem: testing.FFN, **options: Any) -> Tensor:
+        raise NotImplementedError("no\nsuch   kernel")
+
+    monkeypatch.setattr(testing, "sparse_output", fails)
+    result = bench("gate_pack,ffn", "--workload", WORKLOAD, "--strategy", "row,auto")
+    assert result.code == 1
+    reds = {row["requested"]: row["red"] for row in result.rows if row["red"]}
+    assert reds == dict.fromkeys(("row", "auto"), "NotImplementedError: no such kernel")
+    assert next(row for row in result.rows if row["variant"] == "gate_pack")["ms"] > 0
+
+
+def test_other_bits_on_replay_are_red(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    right, calls = testing.sparse_output, 0
+
+    def drifts(problem: testing.FFN, **options: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        y = right(problem, **options)
+        y.view(-1)[0] += 2.0**-9 * calls
+        return y
+
+    monkeypatch.setattr(testing, "sparse_output", drifts)
+    monkeypatch.setattr(testing, "errors", lambda *_: testing.Errors(1e-3, 1e-3))
+    result = bench("ffn", "--workload", WORKLOAD, "--strategy", "row")
+    assert result.code == 1
+    assert [row["red"] for row in result.rows if row["variant"] == "ffn"] == ["a replayed recording gives other bits"]
+
+
+def test_unchecked_says_so(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(testing, "sparse_output", lambda problem, **_: torch.zeros_like(problem.x))
+    monkeypatch.setattr(testing, "float64_output", lambda *_, **__: pytest.fail("compared all the same"))
+    result = bench("ffn,decode", "--workload", WORKLOAD, "--no-check", "--m-decode", "4", "--repro")
+    assert result.code == 0
+    assert not any(row["checked"] or row["red"] or row["frobenius"] is not None for row in result.rows)
+    assert all(row["ms"] for row in result.rows)
+    assert result.out.count("unchecked") >= len(result.rows)
+    assert "UNCHECKED" in result.out
+    assert all("--no-check" in line for line in result.out.splitlines() if line.startswith("  python"))
+    assert result.data["arguments"]["check"] is False
+
+
+def test_checks_may_be_asked_for() -> None:
+    assert request("ffn", "--check").options.check
+    assert not request("ffn", "--no-check").options.check
+
+
+def test_a_workload_that_fails_is_red_and_the_next_is_timed(
+    bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = testing.make
+
+    def fails(name: str, *rest: Any, **options: Any) -> testing.FFN:
+        if name == "nnz=7":
+            raise torch.OutOfMemoryError("out of memory")
+        return make(name, *rest, **options)
+
+    monkeypatch.setattr(testing, "make", fails)
+    result = bench("gate_pack", "--workload", "nnz=7", "nnz=8", "--repro")
+    assert result.code == 1
+    first, *others = result.rows
+    assert (first["workload"], first["variant"], first["tokens"]) == ("nnz=7", "any", 64)
+    assert first["red"] == "OutOfMemoryError: out of memory"
+    assert others
+    assert all(row["workload"] == "nnz=8" and row["ms"] for row in others)
+    assert "bench gate_pack -m 64 -k 64 -n 264 --workload nnz=7 " in result.out
+
+
+def test_a_fault_while_timing_leaves_no_time(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> dict[str, list[float]]:
+        raise RuntimeError("illegal address")
+
+    monkeypatch.setattr(runner, "measure", fails)
+    result = bench("ffn,decode", "--workload", WORKLOAD, "--m-decode", "4")
+    assert result.code == 1
+    for row in result.rows:
+        assert row["red"] == "RuntimeError: illegal address"
+        assert_no_speed(row)
+    # the ceilings are measured by themselves, and each group is tried
+    assert {row["tokens"] for row in result.rows} == {64, 4}
+
+
+def test_what_does_not_fit_trains_dense_and_by_overflow(bench: Callable[..., Result]) -> None:
+    words = ("train,train_overflow,train_forward,train_backward", "--workload", "nnz=200", "--strategy", "row,auto")
+    result = bench(*words, "-k", "32", "-n", "256", "-m", "512", "--device", "cpu", "--seconds", "0.001", tiny=False)
+    ran = [(row["variant"], row["requested"], row["strategy"]) for row in result.rows]
+    assert ("train", "dense", "dense") in ran
+    assert ("train_overflow", "union", "union") in ran
+    assert not {"train_forward", "train_backward"} & {name for name, *_ in ran}
+    assert not [row for row in result.rows if row["red"]]
+
+
+def test_nothing_to_time(bench: Callable[..., Result]) -> None:
+    result = bench("train_overflow", "--workload", WORKLOAD)
+    assert (result.code, result.rows) == (0, [])
+    assert "nothing to time" in result.err
+
+
+# What is printed and written
+
+
+def test_data(bench: Callable[..., Result], tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "out.csv"
+    result = bench("gate_pack", "--workload", WORKLOAD, "--csv", str(path))
+    assert result.data["machine"] == testing.machine_line("cpu")
+    assert result.data["complete"] is True
+    assert result.data["ceilings"].keys() == {"tflops", "memory_tbs", "l2_tbs_assumed"}
+    assert result.data["arguments"]["workload"] == [WORKLOAD]
+    assert result.data["arguments"]["ops"] == ["gate_pack"]
+    with path.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["variant"] for line in lines] == [row["variant"] for row in result.rows]
+    assert [float(line["ms"]) for line in lines] == [row["ms"] for row in result.rows]
+    assert result.data["machine"] in result.out
+
+
+def test_readers_of_earlier_files_find_their_fields(root: Path, bench: Callable[..., Result]) -> None:
+    before = json.loads((root / "profiling" / "results" / "h200_auto.json").read_text())
+    now = bench("gate_pack", "--workload", WORKLOAD).data
+    assert before.keys() <= now.keys()
+    assert before["rows"][0].keys() <= now["rows"][0].keys()
+    # the path was the machine's, --csv is where it went
+    assert before["arguments"].keys() - {"csv"} <= now["arguments"].keys()
+
+
+@pytest.mark.parametrize("form", ["--json", "--csv"])
+def test_stdout_takes_data_and_nothing_else(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _bench.main(["gate_pack", "--workload", "nnz=7", "nnz=9", *TINY, form, "-", "--repro"]) == 0
+    captured = capsys.readouterr()
+    if form == "--json":
+        found = json.loads(captured.out)["rows"]
+    else:
+        found = list(csv.DictReader(io.StringIO(captured.out)))
+    assert [row["variant"] for row in found] == ["gate GEMM", "gate_pack"] * 2
+    assert testing.machine_line("cpu") in captured.err
+
+
+def test_columns(bench: Callable[..., Result]) -> None:
+    result = bench("gate_pack", "--workload", WORKLOAD, "--columns", "floor,TIME", "worst")
+    header = result.out.splitlines()[0].split()
+    assert header == ["workload", "M", "nnz", "variant", "strategy", "floor", "time", "worst"]
+    wide = bench("gate_pack", "--workload", WORKLOAD, "--wide")
+    assert wide.out.splitlines()[0].split() == [column.name for column in COLUMNS]
+
+
+def test_a_table_is_not_wider_than_160(bench: Callable[..., Result]) -> None:
+    workload = "nnz=9,skew=0.5,tokens=0.5,dead=0.25,topic=0.5"
+    result = bench("gate_pack,train", "--workload", workload, "--strategy", "union,auto")
+    table = [line for line in result.out.splitlines() if line.startswith(("workload", workload))]
+    assert len(table) == 1 + len(result.rows)
+    assert max(map(len, table)) <= 160
+    assert "left out: " in result.out
+
+
+def test_kernels(bench: Callable[..., Result]) -> None:
+    result = bench("gate_pack,train", "--workload", WORKLOAD, "--strategy", "union,dense", "--kernels")
+    measured = {(row["variant"], row["strategy"]) for row in result.rows if row["kernels"]}
+    assert measured == {("gate_pack", ""), ("train", "union")}
+    assert f"{WORKLOAD}, 64 tokens, train (union): " in result.out
+
+
+REPEATED = (
+    ("gate_pack,up_down,down,up_down_union", ()),
+    ("ffn", ("--strategy", "row,auto", "--dtype", "fp16")),
+    ("train,train_forward,train_backward", ("--strategy", "union,dense", "--compression", "4")),
+    ("gate_pack,decode", ("--m-decode", "1,4", "--strategy", "row,union", "--l2-tbs", "5", "--memory")),
+)
+
+
+@pytest.mark.parametrize(("ops", "options"), REPEATED, ids=[ops for ops, _ in REPEATED])
+def test_repro_repeats_its_row(bench: Callable[..., Result], ops: str, options: tuple[str, ...]) -> None:
+    workloads = (WORKLOAD, "nnz=4,topic=0.25") if ops == "ffn" else (WORKLOAD,)
+    result = bench(ops, "--workload", *workloads, *options, "--repro")
+    lines = [line.strip() for line in result.out.splitlines() if line.startswith("  python -m twell bench ")]
+    assert len(lines) == len(result.rows)
+    repeated: dict[str, set[tuple[Any, ...]]] = {}
+    # one of the two workloads is enough for what runs again
+    for row, line in zip(result.rows, lines, strict=True):
+        asked = _arguments.request(_cli.parser().parse_args(shlex.split(line)[4:]))
+        assert [job.source.name for job in asked.jobs] == [row["workload"]]
+        assert [(job.m, job.k, job.n, job.dtype) for job in asked.jobs] == [
+            (row["m"], row["k"], row["n"], row["dtype"])
+        ]
+        assert ",".join(asked.options.ops) == row["op"]
+        assert asked.options.seconds == 0.001
+        assert asked.device == "cpu"
+        assert asked.l2_tbs == (5 if "--l2-tbs" in options else 7.3)
+        if row["workload"] == WORKLOAD:
+            if line not in repeated:
+                again = bench(*shlex.split(line)[4:], tiny=False)
+                repeated[line] = {key(other) for other in again.rows}
+            assert key(row) in repeated[line]
+
+
+def test_ctrl_c_leaves_what_was_measured(
+    bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    make = testing.make
+
+    def interrupted(name: str, *rest: Any, **options: Any) -> testing.FFN:
+        if name == "nnz=8":
+            raise KeyboardInterrupt
+        return make(name, *rest, **options)
+
+    monkeypatch.setattr(testing, "make", interrupted)
+    result = bench("gate_pack", "--workload", "nnz=7", "nnz=8", "nnz=9")
+    assert result.code == 130
+    assert {row["workload"] for row in result.rows} == {"nnz=7"}
+    assert result.data["complete"] is False
+    assert "gate_pack" in result.out
+    assert result.data["machine"] in result.out
+    assert "twell bench: interrupted" in result.err
+    # before anything is measured an older file stays
+    path = tmp_path / "old.json"
+    path.write_text("old")
+    assert _bench.main(["gate_pack", "--workload", "nnz=8", *TINY, "--json", str(path)]) == 130
+    assert path.read_text() == "old"
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_rows_are_written_as_they_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    seen: list[int] = []
+    make = testing.make
+
+    def looks(name: str, *rest: Any, **options: Any) -> testing.FFN:
+        seen.append(len(json.loads(path.read_text())["rows"]) if path.exists() else 0)
+        return make(name, *rest, **options)
+
+    monkeypatch.setattr(testing, "make", looks)
+    assert _bench.main(["gate_pack", "--workload", "nnz=7", "nnz=8", "nnz=9", *TINY, "--json", str(path)]) == 0
+    assert seen == [0, 2, 4]
+
+
+def test_progress_counts_what_is_timed(bench: Callable[..., Result]) -> None:
+    result = bench("gate_pack,decode", "--workload", "nnz=7", "nnz=8", "--m-decode", "1,2")
+    steps = [line.removeprefix("twell bench: ") for line in result.err.splitlines()]
+    assert steps == [
+        f"{i + 3 * j + 1}/6 {name}, M = 64{part}"
+        for j, name in enumerate(("nnz=7", "nnz=8"))
+        for i, part in enumerate(("", ", decode of 1", ", decode of 2"))
+    ]
+
+
+# Memory and energy
+
+
+class Known(Cpu):
+    """A device that knows its memory."""
+
+    def peak(self, call: protocol.Call) -> int | None:
+        call(0)
+        return 4096
+
+    def kept(self, forward: Callable[[int], Tensor]) -> int | None:
+        forward(0)
+        return 1024
+
+
+class Joules(NamedTuple):
+    joules: float
+    seconds: float
+    calls: int
+    idle_joules: float
+
+
+class Meter:
+    """Ten calls take a joule each, but dense twice as much; a tenth of it idle."""
+
+    method = "total_energy_counter"
+
+    def __init__(self, broken: bool = False) -> None:
+        self.asked: list[float] = []
+        self.broken = broken
+
+    def measure(self, call: Callable[[], None], seconds: float) -> Joules:
+        self.asked.append(seconds)
+        if self.broken:
+            raise OSError("the driver went away")
+        for _ in range(10):
+            call()
+        joules = 20.0 if len(self.asked) == 1 else 10.0
+        return Joules(joules, seconds, 10, 0.1 * joules)
+
+
+@torch.no_grad()
+def run(options: Options, meter: Any = None, workload: str = WORKLOAD) -> list[Row]:
+    (source,) = parse([workload])
+    with Progress() as progress:
+        this = Runner(options, Known(), Ceilings(1e12, 1e11, 1e12), progress, meter)
+        return [row for group in this.run(Job(source, 64, 64, 264, "bf16")) for row in group]
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_memory(memory: bool) -> None:
+    found = run(Options((*INFERENCE, *TRAINING, "decode"), decoded=(2,), memory=memory, seconds=1e-3))
+    steps = ("train", "sparse_train", "dense eager train", "dense eager train non-gated")
+    assert {row.variant for row in found if row.kept_bytes == 1024} == set(steps)
+    measured = {row.variant for row in found if row.peak_bytes == 4096}
+    assert measured == ({row.variant for row in found} if memory else set(steps))
+
+
+def test_energy_is_of_a_token_beside_dense() -> None:
+    meter = Meter()
+    found = {row.variant: row for row in run(Options(("ffn",), seconds=1e-3, energy_seconds=2.5), meter)}
+    assert meter.asked == [2.5] * 3
+    dense, ours = found["dense eager"], found["ffn"]
+    # ten replays of two copies of 64 tokens
+    assert dense.energy_mj == pytest.approx(20e3 / (10 * 2 * 64))
+    assert ours.energy_mj == pytest.approx(10e3 / (10 * 2 * 64))
+    assert ours.idle_mj == pytest.approx(1e3 / (10 * 2 * 64))
+    assert ours.energy_dense == pytest.approx(2.0)
+    assert dense.energy_dense is None
+
+
+def test_times_survive_an_energy_that_cannot_be_measured(caplog: pytest.LogCaptureFixture) -> None:
+    found = run(Options(("ffn",), seconds=1e-3), Meter(broken=True))
+    assert all(row.ms and row.energy_mj is None and not row.red for row in found)
+    assert "energy of dense eager cannot be measured: OSError: the driver went away" in caplog.text
+
+
+def test_energy_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _bench.main(["ffn", *TINY, "--energy"]) == 2
+    assert "twell bench: error: --energy" in capsys.readouterr().err
+
+
+# What a layer is
+
+
+def test_figures_of_a_layer() -> None:
+    problem = testing.pattern_problem(torch.tensor([[1, 0, 2] + [0] * 61, [0] * 64, [1] * 64]), 64)
+    layer = Layer(problem, Options(("ffn",), compression=8), Cpu(), Ceilings(1e12, 1e11, 1e12))
+    assert (layer.m, layer.k, layer.n, layer.nonzeros) == (3, 64, 64, 66)
+    # 31 of 64 fit into a tile
+    assert layer.overflows.tolist() == [0, 0, 1]
+    assert layer.overflowing == 1
+    assert layer.product == 2 * 3 * 64 * 64
+    assert layer.seconds(2e12, 1e11, 1e12) == 2.0
+    assert layer.seconds(1e12, 3e11, 1e12) == 3.0
+    assert layer.seconds(1e12, 1e11, 4e12) == 4.0
+
+
+def test_an_answer_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    right = testing.float64_output
+
+    def counted(problem: testing.FFN, *, gated: bool = True) -> Tensor:
+        calls.append(gated)
+        return right(problem, gated=gated)
+
+    monkeypatch.setattr(testing, "float64_output", counted)
+    run(Options(("ffn", "up_down", "sparse_ffn"), ("row", "union"), seconds=1e-3))
+    assert sorted(calls) == [False, True]
+
+
+# The command line
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("words", [[], ["ffn"], ["ffn", "--device", "cuda"], ["ffn", "--device", "cuda:1"]], ids=str)
+def test_without_a_gpu(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert _bench.main(words) == 2
+    error = capsys.readouterr().err
+    assert (
+        error
+        == "twell bench: error: needs a CUDA device; --device cpu runs the same on the CPU operators, to try it out\n"
+    )
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert _bench.main(["ffn", "--device", "cuda:2"]) == 2
+    assert "--device cuda:2: there are 2 CUDA devices" in capsys.readouterr().err
+    for words, device in ((("ffn",), "cuda"), (("ffn", "--device", "cuda:1"), "cuda:1")):
+        asked = _arguments.request(_cli.parser().parse_args(words))
+        assert (asked.device, asked.compile) == (device, "default")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["ffn", "--workload", "topic30"], "--workload takes uniform29"),
+        (["ffn", "--workload", "nnz=29,skw=1"], "parameters of a workload are nnz, skew, tokens, dead, topic"),
+        (["ffn", "--workload", "nnz=600", "-n", "264"], "nnz=600 has 600 non-zeros of a token: expected at most 264"),
+        (["--workload", "topic29", "ffn,train"], "ffn,train is an operation: expected before --workload"),
+        (["ffn", "-n", "16"], "16 neurons are too few for the workloads by name: expected --workload"),
+        (["ffn", "model"], "model is timed by itself: twell bench model --help"),
+        (["decode", "-m", "1024"], "--m-decode takes 1 to 512 tokens of 16384, got 1024"),
+        (["ffn,decode", "-m", "64", "--m-decode", "65"], "--m-decode takes 1 to 64 tokens of 64, got 65"),
+        (["ffn", "--columns", "speed"], "--columns: a column is one of workload, M"),
+        (["ffn", "--device", "mps"], "--device takes cuda, cuda:INDEX or cpu, got 'mps'"),
+        (["ffn", "--device", "toaster"], "--device takes cuda, cuda:INDEX or cpu, got 'toaster'"),
+        (["ffn", "--json", "."], ". is a folder: expected the name of a file"),
+        (["ffn", "--json", "-", "--csv", "-"], "--json and --csv both write -"),
+        (["ffn", "--csv", "/dev/null/x.csv"], "/dev/null/x.csv cannot be written"),
+    ],
+)
+def test_requests_that_cannot_be_met(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = words if "--device" in words else [*words, "--device", "cpu"]
+    assert _bench.main(given) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("twell bench: error: ")
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["dance"], "argument OP: expected of gate_pack, up_down, up_down_union, ffn"),
+        (["ffn,dance"], "got 'dance'"),
+        (["ffn", "--strategy", "row,best"], "argument --strategy: expected of row, union, dense, auto, got 'best'"),
+        (["ffn", "-m", "0"], "argument -m/--tokens: expected an integer of at least 1, got 0"),
+        (["ffn", "-m", "1,x"], "got 'x'"),
+        (["ffn", "-k", "0"], "argument -k/--hidden: expected an integer of at least 1, got 0"),
+        (["ffn", "--dtype", "fp32"], "argument --dtype: invalid choice: 'fp32'"),
+        (["ffn", "--compression", "3"], "argument --compression: invalid choice: 3"),
+        (["ffn", "--seconds", "0"], "argument --seconds: expected a number above 0, got '0'"),
+        (["ffn", "--seconds", "inf"], "argument --seconds: expected a number above 0, got 'inf'"),
+        (["ffn", "--l2-tbs", "x"], "argument --l2-tbs: expected a number above 0, got 'x'"),
+    ],
+)
+def test_bad_arguments(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        _bench.main(words)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_explains_everything(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit) as stopped:
+        _bench.main(["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    words = " ".join(text.split())
+    for column in COLUMNS:
+        assert f"{column.name} {column.help}" in words
+    for part in (*OPS, "model", *testing.WORKLOADS, "real:FOLDER", "nnz="):
+        assert part in words
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_model_has_a_module_and_arguments_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[argparse.Namespace] = []
+
+    class Models(ModuleType):
+        DESCRIPTION = "Whole models."
+
+        @staticmethod
+        def add_arguments(parser: argparse.ArgumentParser) -> None:
+            parser.add_argument("folder")
+            parser.add_argument("-m", type=float)
+
+        @staticmethod
+        def run(arguments: argparse.Namespace) -> int:
+            seen.append(arguments)
+            if arguments.folder == "none":
+                raise ImportError("pip install twell[hf]")
+            return 7
+
+    models = Models("twell._bench.models")
+    monkeypatch.setitem(sys.modules, "twell._bench.models", models)
+    monkeypatch.setattr(_bench, "models", models, raising=False)
+    assert _bench.main(["model", "run/final", "-m", "0.5"]) == 7
+    assert (seen[0].folder, seen[0].m) == ("run/final", 0.5)
+    assert _bench.main(["model", "none"]) == 2
+    assert capsys.readouterr().err == "twell bench model: error: pip install twell[hf]\n"
+    with pytest.raises(SystemExit):
+        _bench.main(["model", "--help"])
+    assert "usage: twell bench model" in capsys.readouterr().out
+
+
+def test_the_door_in_profiling(root: Path) -> None:
+    path = os.pathsep.join([str(root / "python"), str(root)])
+    code = """
+import runpy, sys
+sys.argv[1:] = ["--help"]
+try:
+    runpy.run_path("profiling/bench.py", run_name="__main__")
+except SystemExit as stopped:
+    assert stopped.code == 0
+print(sorted({name.split(".")[0] for name in sys.modules} & {"transformers", "rich", "cutlass"}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "usage: twell bench " in done.stdout
+    # what a benchmark of layers does not need is not there
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_auto_runs_by_a_site_that_has_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[Any] = []
+    right = testing.sparse_output
+
+    def noted(problem: testing.FFN, **options: Any) -> Tensor:
+        passed.append(options["strategy"])
+        return right(problem, **options)
+
+    monkeypatch.setattr(testing, "sparse_output", noted)
+    (row,) = (row for row in run(Options(("ffn",), ("auto",), seconds=1e-3)) if row.variant == "ffn")
+    assert (row.requested, row.strategy) == ("auto", "row")
+    site = passed[0]
+    assert isinstance(site, twell.AutoStrategy)
+    # first it settles, then what is compared and what warms up runs by the name that it settled on
+    assert passed[:9] == [site] * 9
+    assert passed[9] == "row"
+    # what is recorded asks the site
+    assert passed[-1] is site

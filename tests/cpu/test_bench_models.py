@@ -1,0 +1,567 @@
+"""``twell bench model`` on the CPU: models of random weights and saved ones, what is checked, and what is written."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import json
+import math
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from tests.cpu import saved_models
+from twell import _analyze, _model_text, functional
+from twell._bench import main, models, models_random, models_run
+from twell._bench.energy import Energy
+from twell._bench.models_random import PAPER, Pattern, Shape, parse_shape
+from twell._bench.models_run import Row, Settings, Subject, Training
+from twell._request import RequestError
+
+TINY = "2x32x64x2x64"
+SHAPE = parse_shape(TINY)
+SIZES = ["--sequence", "64", "--batch", "2", "--micro-batch", "1", "--accumulate", "2", "--rounds", "2"]
+CPU = torch.device("cpu")
+
+
+def bench(*arguments: object) -> int:
+    return main(["model", *map(str, arguments)])
+
+
+@pytest.fixture
+def lenient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few numbers that the error of one rounding over that of another can be 1.5."""
+    monkeypatch.setattr(models_run, "TOLERANCE", 3.0)
+    monkeypatch.setattr(models_run, "WORST_TOLERANCE", 20.0)
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    """A tiny model whose weights were drawn, in float32 once a test has trained it."""
+    ids = models_random.draw_ids(SHAPE, 4, 64, 0.5)
+    model = models_random.build(SHAPE, 64, CPU)
+    wanted = models_random.draw(model, ids, Pattern(4.0))
+    made = Subject(TINY, model, ids, "drawn", wanted)
+    made.analyze()
+    return made
+
+
+# Random models
+
+
+def test_the_papers_figures() -> None:
+    assert [models_random.paper_nnz(PAPER[name]) for name in ("0.5B", "1B", "1.5B", "2B")] == [39, 34, 29, 24]
+    assert models_random.paper_nnz(parse_shape("4x1024x2816")) == pytest.approx(14.5)
+
+
+@pytest.mark.parametrize("layers", [8, 18, 28, 38])
+def test_profile_has_the_papers_form(layers: int) -> None:
+    wanted = models_random.profile(layers, 29.0)
+    assert sum(wanted) / layers == pytest.approx(29)
+    assert min(wanted) == wanted[0]
+    assert 0.1 < wanted.index(max(wanted)) / layers < 0.5
+
+
+def test_profile_of_one_layer() -> None:
+    assert models_random.profile(1, 7.0) == [7.0]
+
+
+def test_shapes_of_ones_own() -> None:
+    assert parse_shape("1.5B") == Shape("1.5B", 28, 2048, 5632, 32, 49152)
+    assert parse_shape("4x256x704") == Shape("4x256x704", 4, 256, 704, 4, 49152)
+    assert parse_shape("4x256x704x8x1000") == Shape("4x256x704x8x1000", 4, 256, 704, 8, 1000)
+
+
+@pytest.mark.parametrize("text", ["3B", "4x256", "0x256x704", "4x256x704x3", "4x256x704x0", "x", "4x256x704x4x5x6"])
+def test_refuses_other_shapes(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="expected"):
+        parse_shape(text)
+
+
+def test_documents_draw_from_a_part_of_the_vocabulary() -> None:
+    shape = Shape("", 1, 8, 8, 1, 6400)
+    ids = models_random.draw_ids(shape, 3, 1024, 0.5)
+    assert ids.shape == (3, 1024)
+    parts = (ids // 100).view(6, 512)
+    assert torch.equal(parts.amin(1), parts.amax(1))
+    assert len(set(parts[:, 0].tolist())) > 1
+    # Zipf: the first of 100 is drawn once in 5.2 times, the tenth once in 52
+    counts = (ids % 100).flatten().bincount(minlength=100) / ids.numel()
+    assert float(counts[0]) == pytest.approx(1 / 5.19, rel=0.15)
+    assert float(counts[9]) == pytest.approx(1 / 51.9, rel=0.35)
+    assert torch.equal(ids, models_random.draw_ids(shape, 3, 1024, 0.5))
+    assert not torch.equal(ids, models_random.draw_ids(shape, 3, 1024, 0.5, seed=1))
+
+
+def test_without_topics_all_draw_from_all() -> None:
+    ids = models_random.draw_ids(Shape("", 1, 8, 8, 1, 6400), 2, 1024, 0.0)
+    assert int(ids.max()) > 5000
+
+
+def test_tokens_of_text_are_its_words(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("one two one three, one " * 40)
+    shape = Shape("", 1, 8, 8, 1, 6400)
+    ids = models_random.text_ids(shape, 2, 60, 0.0, [file]).flatten()
+    words = ids[:6].tolist()
+    assert words[0] == words[2] == words[5]
+    assert len(set(words)) == 4
+    topical = models_random.text_ids(shape, 2, 60, 0.5, [file])
+    assert len(set((topical // 100)[0].tolist())) == 1
+    with pytest.raises(RequestError, match="at least 6,000 tokens"):
+        models_random.text_ids(shape, 100, 60, 0.0, [file])
+
+
+def pattern_of(pattern: Pattern, seed: int = 0) -> tuple[Any, list[float], list[_analyze.LayerReport]]:
+    """A model, what was wanted and what came of it, on tokens that its thresholds were not found on."""
+    shape = parse_shape("3x64x256x2x640")
+    model = models_random.build(shape, 256, CPU)
+    ids = models_random.draw_ids(shape, 16, 256, pattern.topic)
+    wanted = models_random.draw(model, ids, pattern, seed)
+    batch = _model_text.Batch(ids, torch.ones_like(ids, dtype=torch.bool))
+    return model, wanted, _analyze.analyze(model, [batch])
+
+
+def test_layers_fire_as_many_neurons_as_wanted() -> None:
+    model, wanted, reports = pattern_of(Pattern(8.0))
+    assert sum(wanted) / 3 == pytest.approx(8)
+    assert [report.mean for report in reports] == pytest.approx(wanted, rel=0.03)
+    for report in reports:
+        assert report.dead > 0.2 * 256
+        assert report.most > 3 * report.mean, "tokens differ"
+        assert report.hottest[64] > 0.5, "neurons differ"
+    # documents share neurons, so that tokens without topics have more of them in turn
+    apart = pattern_of(Pattern(8.0, topic=0.0))[2]
+    for together, alone in zip(reports, apart, strict=True):
+        assert together.unions[128] < 0.8 * alone.unions[128]
+    # the paper's layers: no parameter but those of the stock model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 2}
+    with torch.device("meta"):
+        stock = LlamaForCausalLM(LlamaConfig(vocab_size=640, tie_word_embeddings=True, **sizes))
+    assert model.state_dict().keys() == stock.state_dict().keys()
+
+
+def test_thresholds_hold_for_other_tokens() -> None:
+    pattern = Pattern(8.0)
+    model, wanted, _ = pattern_of(pattern)
+    ids = models_random.draw_ids(parse_shape("3x64x256x2x640"), 16, 256, pattern.topic, seed=5)
+    reports = _analyze.analyze(model, [_model_text.Batch(ids, torch.ones_like(ids, dtype=torch.bool))])
+    assert [report.mean for report in reports] == pytest.approx(wanted, rel=0.2)
+
+
+def test_the_same_seed_draws_the_same_model() -> None:
+    models_of = [pattern_of(Pattern(8.0), seed)[0].state_dict() for seed in (3, 3, 4)]
+    same, other = ([torch.equal(models_of[0][k], m[k]) for k in m if "norm" not in k] for m in models_of[1:])
+    assert all(same)
+    assert not any(other)
+
+
+def test_too_many_non_zeros_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"fewer than the 179 neurons that are not dead, got 2\d\d"):
+        pattern_of(Pattern(170.0))
+
+
+def test_casting_keeps_down_weights_and_rotary_frequencies(subject: Subject) -> None:
+    model = subject.exact()
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    models_random.cast(model, torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+    assert all(block.mlp.down_proj.weight.t().is_contiguous() for block in model.model.layers)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What one run of the command printed and wrote; two configurations, compiled by a backend that runs as it is."""
+    folder = tmp_path_factory.mktemp("bench")
+    files = folder / "a.json", folder / "a.csv"
+    tiny = ["--config", TINY, "3x32x64x2x64", "--nnz", 4, 5, "--topic", 0.25, "--device", "cpu", "--compile", "eager"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models_run, "TOLERANCE", 3.0)
+        patch.setattr(models_run, "WORST_TOLERANCE", 20.0)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        code = bench(*tiny, *SIZES, "--ops", "train", "forward", "--json", files[0], "--csv", files[1])
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        torch._dynamo.reset()
+    return SimpleNamespace(code=code, json=json.loads(files[0].read_text()), csv=files[1].read_text(), graphs=graphs)
+
+
+def test_rows_of_configurations(written: Any) -> None:
+    assert written.code == 0
+    rows = written.json["rows"]
+    kinds = [f"{kind} {how}" for kind in ("dense", "sparse") for how in ("eager", "compiled")]
+    expected = [
+        (config, op, kind) for config in (TINY, "3x32x64x2x64") for op in ("forward", "train") for kind in kinds
+    ]
+    assert [(row["config"], row["op"], row["variant"]) for row in rows] == expected
+    for row in rows:
+        training, layers = row["op"] == "train", 3 if row["config"].startswith("3") else 2
+        assert (row["red"], row["tokens"], row["micro_batch"]) == ("", 128, 1 if training else 2)
+        assert row["samples"] == 2
+        assert row["p10_ms"] <= row["ms"] <= row["p90_ms"]
+        assert row["tokens_per_ms"] == pytest.approx(128 / row["ms"])
+        assert row["pattern"] == f"{layers + 2} non-zeros wanted, skew 1, dead 0.3, topic 0.25"
+        assert len(row["non_zeros"]) == layers
+        assert 0 < row["frobenius"] < (0.5 if training else 0.05)
+        assert row["strategies"] == {"row" if row["variant"].startswith("sparse") else "dense": layers}
+        assert (row["kept_bytes"] is not None) == training
+        assert row["mj_per_token"] is row["peak_bytes"] is None
+        if row["variant"] == "dense eager":
+            assert (row["error"], row["worst"]) == (1, 1)
+    for first in range(0, len(rows), 4):
+        fastest = min(row["ms"] for row in rows[first : first + 2])
+        assert [row["speedup"] * row["ms"] for row in rows[first : first + 4]] == pytest.approx([fastest] * 4)
+
+
+def test_what_is_compiled_serves_all_layers_and_configurations(written: Any) -> None:
+    # dense and sparse, inference and training
+    assert written.graphs == 4
+
+
+def test_files(written: Any) -> None:
+    data = written.json
+    assert data["complete"] is True
+    assert data["skipped"] == []
+    assert data["machine"].startswith("CPU")
+    assert data["arguments"]["config"] == [TINY, "3x32x64x2x64"]
+    assert data["arguments"]["batch"] == 2
+    models_of = data["models"]
+    assert [model["layers"] for model in models_of] == [2, 3]
+    for model, nnz in zip(models_of, (4, 5), strict=True):
+        assert sum(model["wanted"]) / model["layers"] == pytest.approx(nnz)
+        assert model["non_zeros"] == pytest.approx(model["wanted"], rel=0.15)
+        assert model["parameters"] > 0
+    rows = list(csv.DictReader(written.csv.splitlines()))
+    assert len(rows) == len(data["rows"])
+    assert set(rows[0]) == {field.name for field in dataclasses.fields(Row)}
+    assert json.loads(rows[0]["non_zeros"]) == data["rows"][0]["non_zeros"]
+
+
+def test_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], lenient: None) -> None:
+    folder = saved_models.save(tmp_path / "model")
+    text = tmp_path / "text.txt"
+    text.write_text(saved_models.text(2000))
+    out = tmp_path / "out.json"
+    code = bench(folder, "--text", text, *SIZES, "--ops", "logits", "--device", "cpu", "--json", out, "--repro")
+    assert code == 0
+    data = json.loads(out.read_text())
+    assert [(row["config"], row["op"], row["variant"]) for row in data["rows"]] == [
+        ("model", "logits", "dense eager"),
+        ("model", "logits", "sparse eager"),
+    ]
+    assert data["arguments"]["model"] == "model"
+    assert data["arguments"]["text"] == ["text.txt"]
+    assert (data["layers"], len(data["non_zeros"])) == (3, 3)
+    assert str(tmp_path) not in out.read_text()
+    printed = capsys.readouterr().out
+    line = printed.splitlines()[-1]
+    assert "sparse eager" in printed
+    assert "non-zeros a token" in printed
+    # the line that repeats it asks for the same
+    parser = argparse.ArgumentParser()
+    models.add_arguments(parser)
+    again = parser.parse_args(shlex.split(line)[5:])
+    assert (again.model, again.text, again.ops, again.batch) == (folder, [text], ["logits"], 2)
+    assert (again.micro_batch, again.accumulate, again.rounds, again.device) == (1, 2, 2, "cpu")
+
+
+def test_the_line_that_repeats_a_configuration() -> None:
+    parser = argparse.ArgumentParser()
+    models.add_arguments(parser)
+    given = "--config 0.5B 2B --nnz 40 25 --skew 0.5 --topic 0 --energy --energy-seconds 3 --compile none --seed 7"
+    asked = parser.parse_args([*given.split(), *SIZES])
+    again = parser.parse_args(shlex.split(models.repro(asked, "2B", "train"))[5:])
+    assert (again.config, again.nnz, again.ops) == ([PAPER["2B"]], [25.0], ["train"])
+    left = ("skew", "dead", "topic", "energy", "energy_seconds", "compile", "seed", "micro_batch", "accumulate")
+    assert [getattr(again, name) for name in left] == [getattr(asked, name) for name in left]
+
+
+def test_data_may_go_to_stdout(capsys: pytest.CaptureFixture[str], lenient: None) -> None:
+    code = bench("--config", TINY, "--nnz", 4, *SIZES, "--ops", "forward", "--device", "cpu", "--json", "-")
+    assert code == 0
+    assert len(json.loads(capsys.readouterr().out)["rows"]) == 2
+
+
+def test_no_operation_begins_when_the_budget_is_spent(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--config", TINY, "2B", "--nnz", 4, *SIZES, "--device", "cpu", "--budget-s", 1e-9]
+    assert bench(*sizes) == 0
+    assert f"was over: {TINY}, 2B" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the folder of a model or --config, got neither"),
+        (["folder", "--config", "2B"], "the folder of a model or --config, got both"),
+        (["folder"], "--text: expected text to run the model on, got none"),
+        (["folder", "--text", "a", "--topic", 0], "--topic is for --config"),
+        (["folder", "--text", "a", "--nnz", 29], "--nnz is for --config"),
+        (["--config", "0.5B", "1B", "2B", "--nnz", 1, 2], "one value or one for each of 3 configurations, got 2"),
+        (["--config", TINY, "--energy", "--device", "cpu"], "--energy is NVML's: it needs a CUDA device, got cpu"),
+        (["--config", TINY, "--json", "."], ". is a folder"),
+        (["--config", TINY, "--json", "-", "--csv", "-"], "either --json or --csv"),
+        (["--config", TINY, "--device", "cpu", "--compile", "fast"], "--compile takes default, none"),
+        (["--config", TINY, "--device", "cpu", "--nnz", 60], "--nnz: expected fewer than the 45 neurons"),
+        (["--config", "1x32x60x2x64", "--device", "cpu", *SIZES], "positive multiple of 8"),
+        (["nowhere", "--text", "a", "--device", "cpu"], "expected a folder with a config.json"),
+    ],
+)
+def test_requests_that_cannot_be_met(capsys: pytest.CaptureFixture[str], arguments: list[object], message: str) -> None:
+    if "--sequence" not in arguments:
+        arguments = [*arguments, *SIZES]
+    assert bench(*arguments) in (1, 2)
+    printed = capsys.readouterr()
+    assert message in printed.err + printed.out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--config", "3B"], ["--topic", "1.5"], ["--dead", "-1"], ["--nnz", "0"], ["--nnz", "nan"], ["--batch", "0"]],
+)
+def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench(*arguments)
+    assert ended.value.code == 2
+    assert "expected" in capsys.readouterr().err
+
+
+# What is wrong
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, rows: slice) -> None:
+    """Have sparse layers return zeros for some tokens, as an overflow nobody notices would."""
+    original = functional.sparse_gated_ffn
+
+    def spoiled(x: Tensor, *weights: Tensor, strategy: Any, **options: Any) -> Any:
+        result: Any = original(x, *weights, strategy=strategy, **options)
+        if strategy == "dense":
+            return result
+        y, aux = result if isinstance(result, tuple) else (result, None)
+        wrong = torch.zeros(y.shape[:-1], dtype=torch.bool).flatten()
+        wrong[rows] = True
+        y = y.masked_fill(wrong.view(*y.shape[:-1], 1), 0)
+        return y if aux is None else (y, aux)
+
+    monkeypatch.setattr(functional, "sparse_gated_ffn", spoiled)
+
+
+def test_no_speed_on_a_red_gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lenient: None) -> None:
+    spoil(monkeypatch, slice(0, 64))
+    out = tmp_path / "out.json"
+    code = bench("--config", TINY, "--nnz", 4, *SIZES, "--ops", "forward", "train", "--device", "cpu", "--json", out)
+    assert code == 1
+    for row in json.loads(out.read_text())["rows"]:
+        assert row["error"] is not None
+        if row["variant"].startswith("dense"):
+            assert row["red"] == ""
+            assert row["ms"] > 0
+        else:
+            assert "times that of dense eager" in row["red"]
+            assert row["ms"] is row["tokens_per_ms"] is row["speedup"] is row["p10_ms"] is row["kept_bytes"] is None
+
+
+def test_a_single_wrong_token_is_noticed(monkeypatch: pytest.MonkeyPatch, subject: Subject) -> None:
+    monkeypatch.setattr(models_run, "TOLERANCE", 1e9)
+    monkeypatch.setattr(models_run, "WORST_TOLERANCE", 3.0)
+    spoil(monkeypatch, slice(100, 101))
+    rows = models_run.run_op(subject, "forward", settings())
+    assert [bool(row.red) for row in rows] == [False, True]
+    assert rows[1].red.startswith("error of a token")
+
+
+def settings(**changes: Any) -> Settings:
+    given: dict[str, Any] = {"batch": 2, "micro_batch": 2, "accumulate": 1, "rounds": 1, "backend": ""}
+    return Settings(**(given | changes))
+
+
+def test_a_variant_that_fails_is_red(monkeypatch: pytest.MonkeyPatch, subject: Subject) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a fault\nof a kernel")
+
+    monkeypatch.setattr(models_run.Variant, "settle", fail)
+    rows = models_run.run_op(subject, "forward", settings())
+    assert [row.red for row in rows] == ["", "RuntimeError: a fault of a kernel"]
+    assert rows[0].speedup == 1
+
+
+def test_half_the_sequences_where_memory_runs_out(
+    monkeypatch: pytest.MonkeyPatch, subject: Subject, lenient: None
+) -> None:
+    original = models_run.Forward.run_pass
+
+    def run_pass(self: models_run.Forward, tokens: Tensor) -> Tensor:
+        # the layers run, so that only some of the variants fail
+        if len(tokens) > 1 and self.strategy != "dense":
+            raise torch.OutOfMemoryError("out of memory")
+        return original(self, tokens)
+
+    monkeypatch.setattr(models_run.Forward, "run_pass", run_pass)
+    steps: list[str] = []
+    rows = models_run.run_op(subject, "forward", settings(), step=steps.append)
+    assert [(row.micro_batch, row.tokens, row.red) for row in rows] == [(1, 128, "")] * 2
+    assert {row.note for row in rows} == {"2 sequences in a pass ran out of memory"}
+    assert any("again with 1" in step for step in steps)
+
+
+def test_memory_that_holds_no_sequence(monkeypatch: pytest.MonkeyPatch, subject: Subject) -> None:
+    def run_pass(self: models_run.Forward, tokens: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(models_run.Forward, "run_pass", run_pass)
+    rows = models_run.run_op(subject, "forward", settings())
+    assert all("one sequence in a pass runs out of memory" in row.red for row in rows)
+
+
+# Energy and memory
+
+
+class Meter:
+    """An ``EnergyMeter`` that runs three calls, each of 2 J, half of which an idle GPU takes."""
+
+    method = "total_energy_counter"
+
+    def measure(self, call: Any, seconds: float) -> Energy:
+        for _ in range(3):
+            call()
+        return Energy(6.0, seconds, 3, 3.0)
+
+
+def test_energy_of_a_token(subject: Subject, lenient: None) -> None:
+    meter: Any = Meter()
+    rows = models_run.run_op(subject, "forward", settings(energy_seconds=1.5), meter)
+    for row in rows:
+        assert row.mj_per_token == pytest.approx(6000 / (3 * 128))
+        assert row.mj_per_token_idle_corrected == pytest.approx(3000 / (3 * 128))
+        assert (row.energy_calls, row.energy_seconds) == (3, 1.5)
+
+
+def test_what_a_training_pass_keeps(subject: Subject) -> None:
+    model = copy_of(subject)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = subject.ids[:2]
+    assert tokens.numel() not in {size for p in model.parameters() for size in p.shape}
+    kept = {}
+    for strategy in ("dense", "row"):
+        variant = Training(model, (strategy, strategy, False), 2, optimizer)
+        total, copies = variant.kept(tokens)
+        # of each weight that autocast casts: all but those of norms, the embedding as the head
+        linear = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+        assert copies is not None
+        assert copies == 2 * linear
+        kept[strategy] = total - copies
+    # gate, up, relu(gate) and their product: at least three of 16 bits
+    assert kept["dense"] > 2 * 3 * 2 * tokens.numel() * 64
+    assert kept["row"] != kept["dense"]
+    # beside activations [64, 64] a weight [64, 32] can be told, [64, 64] could not
+    ambiguous = Training(model, ("dense", "dense", False), 1, optimizer).kept(tokens)
+    assert ambiguous[1] is None
+
+
+def copy_of(subject: Subject) -> Any:
+    return subject.exact()
+
+
+def test_held_are_weights_and_states(subject: Subject) -> None:
+    model = copy_of(subject)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    variant = Training(model, ("dense", "dense", False), 1, optimizer)
+    weights = variant.held()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    variant.call(subject.ids[:1])
+    count = sum(p.numel() for p in model.parameters())
+    assert weights >= 4 * count
+    assert 8 * count <= variant.held() - weights < 8 * count + 1000
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters()), "the rate is 0"
+
+
+def test_variants_share_weights_and_optimizer(subject: Subject) -> None:
+    model = copy_of(subject)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    both = [Training(model, (kind, kind, False), 1, optimizer) for kind in ("dense", "row")]
+    for ours, theirs in zip(both[0].model.parameters(), both[1].model.parameters(), strict=True):
+        assert ours is theirs
+    assert [layer.strategy for layer in both[0].layers.values()] == ["dense"] * 2
+
+
+def test_exact_gradients_are_those_of_the_whole_pass(subject: Subject) -> None:
+    """Sequence by sequence, in fp32, they are those of one pass but for rounding."""
+    model = copy_of(subject)
+    optimizer = torch.optim.SGD(model.parameters())
+    variant = Training(model, ("dense", "dense", False), 2, optimizer)
+    variant.dtype = None
+    whole = variant.check(subject.ids[:2])
+    parts = variant.exact(subject.ids[:2])
+    total, each = models_run.compare_gradients(whole, parts)
+    assert total < 1e-4
+    # seven weights in each of two layers, and the embedding
+    assert len(each) == 15
+
+
+def test_errors_of_tokens_and_of_tensors() -> None:
+    exact = torch.ones(2, 3, 4)
+    ours = exact.clone()
+    ours[1, 2] = 1.5
+    total, tokens = models_run.compare_tokens(ours, exact)
+    assert total == pytest.approx(0.5 / math.sqrt(6))
+    assert tokens == [0, 0, 0, 0, 0, 0.5]
+    # a large gradient hides no small one, and the vector of a norm is left out
+    small, large, norm = torch.ones(2, 2), torch.full((2, 2), 1e6), torch.ones(3)
+    total, weights = models_run.compare_gradients([small * 1.5, large, norm * 0], [small, large, norm])
+    assert weights == [0.5, 0]
+    total, weights = models_run.compare_gradients([small * 1.5, large * 0.98, norm * 0], [small, large, norm])
+    assert weights == pytest.approx([0.5, 0.02], rel=1e-4)
+    assert total == pytest.approx(0.1, rel=1e-4)
+    zero = torch.zeros(2, 2)
+    assert models_run.compare_gradients([zero], [zero])[1] == [0]
+    assert models_run.compare_gradients([zero + 1], [zero])[1] == [math.inf]
+    assert math.isnan(models_run.compare_gradients([zero * math.nan], [zero + 1])[0])
+
+
+def config_of(shape: Shape) -> Any:
+    return SimpleNamespace(
+        num_hidden_layers=shape.layers,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.neurons,
+        vocab_size=shape.vocab,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "gigabytes", "expected"),
+    [("0.5B", 0.51, 150, 8), ("1B", 1.03, 150, 8), ("2B", 2.05, 150, 4), ("2B", 2.05, 80, 1), ("0.5B", 0.51, 80, 8)],
+)
+def test_sequences_of_a_pass_that_fit(name: str, billions: float, gigabytes: int, expected: int) -> None:
+    config, memory = config_of(PAPER[name]), gigabytes * 10**9
+    assert models_run.fitting_micro_batch(config, int(billions * 1e9), 8, 2048, memory) == expected
+
+
+def test_summaries_compare_the_fastest() -> None:
+    def row(variant: str, ms: float | None, speedup: float | None, **more: Any) -> Row:
+        return Row("train", "1.5B", variant, 100, 8, ms=ms, speedup=speedup, **more)
+
+    rows = [
+        row("dense eager", 200.0, 0.5, mj_per_token=9.0),
+        row("dense compiled", 100.0, 1.0, mj_per_token=8.0, peak_bytes=1000, kept_bytes_per_token=50.0),
+        row("sparse eager", 150.0, 0.67),
+        row("sparse compiled", 80.0, 1.25, mj_per_token=6.0, peak_bytes=720, kept_bytes_per_token=20.0),
+        Row("forward", "1.5B", "dense eager", 100, 8, ms=1.0, speedup=1.0),
+    ]
+    assert list(models.summaries(rows)) == [
+        "1.5B train: sparse compiled 1.25 times as fast as dense compiled, energy -25.0%, peak memory -28.0%, "
+        "kept for backward -60.0%"
+    ]

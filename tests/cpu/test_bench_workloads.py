@@ -1,0 +1,197 @@
+"""What --workload takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from twell import testing
+from twell._bench import workloads
+from twell._bench.workloads import parse
+from twell._request import RequestError
+
+
+@pytest.fixture(autouse=True)
+def _no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test draws is forgotten."""
+    monkeypatch.setattr(workloads, "WORKLOADS", testing.WORKLOADS)
+    monkeypatch.setattr(testing, "WORKLOADS", dict(testing.WORKLOADS))
+    monkeypatch.setattr(workloads, "WORKLOADS", testing.WORKLOADS)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    folder = tmp_path / "recorded layers"
+    folder.mkdir()
+    write_layer(folder, 3)
+    write_layer(folder, 12)
+    return folder
+
+
+def write_layer(folder: Path, layer: int, k: int = 16, n: int = 24) -> None:
+    draw = np.random.default_rng(layer)
+    np.savez(
+        folder / f"layer{layer}.npz",
+        x=draw.integers(-9, 9, (32, k), dtype=np.int8),
+        x_scale=np.full((32, 1), 0.1, np.float32),
+        w=draw.integers(-9, 9, (6, k), dtype=np.int8),
+        w_scale=np.full((6, 1), 0.1, np.float32),
+        alive=np.arange(6),
+        quiet=draw.normal(size=k).astype(np.float32),
+        n=n,
+    )
+
+
+def names(*texts: str) -> list[str]:
+    return [source.name for source in parse(list(texts))]
+
+
+def test_default_is_all_that_have_names() -> None:
+    testing.WORKLOADS["later"] = testing.Workload(5)
+    everything = [source.name for source in parse(None)]
+    assert everything == list(workloads.NAMED)
+    assert "later" not in everything
+    assert everything[:2] == ["uniform29", "skew29"]
+
+
+def test_names_are_taken_once() -> None:
+    assert names("topic29", "uniform29", "topic29") == ["topic29", "uniform29"]
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "pattern"),
+    [
+        ("nnz=29", "nnz=29", testing.Workload(29)),
+        ("topic=0.5,nnz=29.50", "nnz=29.5,topic=0.5", testing.Workload(29.5, rho=0.5)),
+        ("nnz=29,skew=0,dead=0", "nnz=29", testing.Workload(29)),
+        (
+            "nnz=1e3,skew=1,topic=1,tokens=0.5,dead=.3",
+            "nnz=1000,skew=1,tokens=0.5,dead=0.3,topic=1",
+            testing.Workload(1000, neuron_sigma=1, token_sigma=0.5, dead=0.3, rho=1),
+        ),
+    ],
+)
+def test_parameters(text: str, name: str, pattern: testing.Workload) -> None:
+    (source,) = parse([text])
+    assert (source.name, source.text, source.pattern) == (name, name, pattern)
+    # the name stands for the same
+    assert parse([name]) == [source]
+
+
+def test_parameters_that_are_the_same_are_one_workload() -> None:
+    assert names("nnz=9,skew=1", "skew=1.0,nnz=9") == ["nnz=9,skew=1"]
+
+
+def test_drawn_workloads_have_their_pattern() -> None:
+    (source,) = parse(["nnz=20,dead=0.5"])
+    problem = source.load(512, 64, 256, device="cpu", dtype=torch.bfloat16)
+    fires = testing.dense_output(problem).shape, (problem.x @ problem.w_gate.T) > 0
+    assert fires[0] == (512, 64)
+    assert 18 < float(fires[1].sum(1).float().mean()) < 22
+    assert 90 < int((fires[1].sum(0) == 0).sum()) < 170
+    (named,) = parse(["uniform29"])
+    assert torch.equal(
+        named.load(64, 64, 256, device="cpu", dtype=torch.bfloat16).x,
+        testing.make("uniform29", 64, 64, 256, device="cpu").x,
+    )
+
+
+def test_every_neuron_can_fire() -> None:
+    (source,) = parse(["nnz=64"])
+    problem = source.load(16, 32, 64, device="cpu", dtype=torch.bfloat16)
+    assert bool(((problem.x @ problem.w_gate.T) > 0).all())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nnz=29,skw=1", "parameters of a workload are nnz, skew, tokens, dead, topic, got 'skw' in 'nnz=29,skw=1'"),
+        ("nnz=29,", "got '' in 'nnz=29,'"),
+        ("nnz=29, skew=1", "got ' skew'"),
+        ("skew=1", "expected nnz=, the mean non-zeros of a token, in 'skew=1'"),
+        ("nnz=", "expected a number above 0 after nnz=, got '' in 'nnz='"),
+        ("nnz=0", "expected a number above 0 after nnz=, got '0'"),
+        ("nnz=-3", "expected a number above 0"),
+        ("nnz=nan", "expected a number above 0"),
+        ("nnz=inf", "expected a number above 0"),
+        ("nnz=many", "expected a number above 0 after nnz=, got 'many'"),
+        ("nnz=9,nnz=9", "nnz stands twice in 'nnz=9,nnz=9'"),
+        ("nnz=9,dead=1.5", "expected a number of 0 to 1 after dead=, got '1.5'"),
+        ("nnz=9,topic=-0.1", "expected a number of 0 to 1 after topic="),
+        ("nnz=9,skew=-1", "expected a number of at least 0 after skew="),
+        ("nnz=9,tokens=inf", "expected a number of at least 0 after tokens="),
+        ("topic30", "--workload takes uniform29, skew29, .*, real:FOLDER.* or parameters .nnz=, .*, got 'topic30'"),
+        ("real3", "got 'real3'; a recorded layer is real:FOLDER/3"),
+        ("", "got ''"),
+        ("real:", "expected the folder of recorded layers after real:"),
+        ("real:/no/such/folder", "there is no folder /no/such"),
+    ],
+)
+def test_what_is_no_workload(text: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        parse([text])
+
+
+def test_more_nonzeros_than_neurons() -> None:
+    (source,) = parse(["nnz=60,dead=0.5"])
+    source.check(120)
+    for ask in (lambda: source.check(100), lambda: source.load(8, 8, 100, device="cpu", dtype=torch.bfloat16)):
+        with pytest.raises(
+            RequestError, match="has 60 non-zeros of a token: expected at most 50, those of 100 neurons"
+        ):
+            ask()
+
+
+def test_recorded_layers(recorded: Path) -> None:
+    everything = parse([f"real:{recorded}"])
+    assert [source.name for source in everything] == ["real3", "real12"]
+    for form in ("3", "layer3", "layer3.npz", "real3"):
+        assert parse([f"real:{recorded}/{form}"]) == everything[:1]
+    # the text stands for one of them
+    assert [parse([source.text]) for source in everything] == [[source] for source in everything]
+    assert parse([f"real:{recorded}", f"real:{recorded}/12"]) == everything
+    problem = everything[0].load(40, 1, 1, device="cpu", dtype=torch.float16)
+    assert problem.x.shape == (40, 16)
+    assert problem.w_gate.shape == (24, 16)
+    assert problem.x.dtype is torch.float16
+    everything[0].check(1)
+
+
+def test_recorded_layers_of_the_home_folder(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(recorded.parent))
+    assert parse([f"real:~/{recorded.name}/3"])[0].folder == recorded
+
+
+def test_a_folder_whose_name_is_a_number(tmp_path: Path) -> None:
+    folder = tmp_path / "3"
+    folder.mkdir()
+    write_layer(folder, 7)
+    assert names(f"real:{folder}") == ["real7"]
+
+
+def test_recorded_layers_that_are_not_there(recorded: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"expected a layer of .*recorded layers, which has 3, 12"):
+        parse([f"real:{recorded}/4"])
+    with pytest.raises(RequestError, match=r"expected files layer0.npz, .* got none"):
+        parse([f"real:{tmp_path}"])
+    with pytest.raises(RequestError, match="recorded layers in a folder are real:"):
+        parse([str(recorded)])
+
+
+def test_layers_of_two_models_need_two_runs(recorded: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    write_layer(other, 3)
+    with pytest.raises(RequestError, match="would both be called real3: time them in two runs"):
+        parse([f"real:{recorded}/3", f"real:{other}"])
+
+
+@pytest.mark.parametrize("content", [b"", b"PK no archive", b"PK\x03\x04 no archive"])
+def test_a_broken_recording(recorded: Path, content: bytes) -> None:
+    (recorded / "layer3.npz").write_bytes(content)
+    (source,) = parse([f"real:{recorded}/3"])
+    with pytest.raises(RequestError, match=r"real:.*/3 cannot be read"):
+        source.load(8, 1, 1, device="cpu", dtype=torch.bfloat16)

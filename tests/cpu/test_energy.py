@@ -1,0 +1,347 @@
+"""``EnergyMeter`` on a GPU and an NVML that are made up: what it counts, how, and of which GPU."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from twell._bench import energy
+from twell._bench.energy import EnergyMeter, trapezoids
+
+IDLE, BUSY = 100.0, 600.0  # watts
+
+UUIDS = [f"{number}0000000-0000-4000-8000-00000000000{number}" for number in range(3)]
+
+
+class Clock:
+    """Time that passes when somebody sleeps, and a bit with each look."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Board:
+    """A GPU that draws BUSY watts while a call runs; its counter moves in steps of ``step`` seconds."""
+
+    def __init__(self, clock: Clock, step: float = 0.1) -> None:
+        self.clock, self.step = clock, step
+        self.busy: list[tuple[float, float]] = []
+
+    def run(self, seconds: float) -> None:
+        self.busy.append((self.clock.now, self.clock.now + seconds))
+        self.clock.now += seconds
+
+    def joules(self, until: float) -> float:
+        return IDLE * until + (BUSY - IDLE) * sum(max(0.0, min(end, until) - start) for start, end in self.busy)
+
+    def counter(self) -> int:
+        moved = self.clock.now // self.step * self.step
+        return round(self.joules(moved) * 1e3)
+
+
+class FakeError(Exception):
+    """NVMLError."""
+
+
+class Nvml(ModuleType):
+    """pynvml as far as it is used: its GPUs are those of UUIDS, in NVML's own order."""
+
+    NVMLError = FakeError
+
+    def __init__(self, board: Board | None = None, **missing: bool) -> None:
+        super().__init__("pynvml")
+        self.board, self.missing = board, missing
+        self.watts: Callable[[], float] = lambda: BUSY
+        self.asked: list[str] = []
+
+    def _check(self, what: str) -> None:
+        if self.missing.get(what):
+            raise FakeError(f"{what} not supported")
+
+    def nvmlInit(self) -> None:
+        self._check("init")
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        self.asked.append(uuid)
+        self._check("uuid")
+        if uuid.startswith("MIG-"):
+            if not self.missing.get("mig"):
+                raise FakeError("not found")
+            return f"instance {uuid}"
+        if self.missing.get("mig") or uuid.removeprefix("GPU-") not in UUIDS:
+            raise FakeError("not found")
+        return uuid.removeprefix("GPU-")
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, instance: str) -> str:
+        return f"parent of {instance}"
+
+    def nvmlDeviceGetHandleByPciBusId(self, address: str) -> str:
+        self.asked.append(address)
+        return address
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
+        self._check("counter")
+        assert self.board is not None
+        return self.board.counter()
+
+    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
+        self._check("power")
+        return round(self.watts() * 1e3)
+
+
+class FakeEvent:
+    def record(self, stream: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made_up = Clock()
+    monkeypatch.setattr(energy, "time", made_up)
+    return made_up
+
+
+@pytest.fixture
+def visible(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[int]], None]:
+    """Have torch see these of the GPUs, in this order."""
+
+    def choose(order: list[int]) -> None:
+        gpus = [SimpleNamespace(uuid=UUIDS[i], pci_bus_id=16 + i, pci_domain_id=0, pci_device_id=i) for i in order]
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpus[index])
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
+        monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+
+    choose([0])
+    return choose
+
+
+def install(monkeypatch: pytest.MonkeyPatch, nvml: Nvml) -> Nvml:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    return nvml
+
+
+@pytest.mark.parametrize("duration", [0.001, 0.15, 0.33])
+def test_counter(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None], duration: float
+) -> None:
+    board = Board(clock)
+    install(monkeypatch, Nvml(board))
+    meter = EnergyMeter()
+    assert meter.available
+    assert meter.method == "total_energy_counter"
+    assert meter.idle_watts(2.0) == pytest.approx(IDLE, rel=1e-3)
+    calls = 0
+
+    def call() -> None:
+        nonlocal calls
+        calls += 1
+        board.run(duration)
+
+    found = meter.measure(call, 2.0)
+    assert found.calls == calls
+    assert 2.0 <= found.seconds < 2.0 + duration + 0.01
+    assert found.seconds == pytest.approx(calls * duration, rel=0.01)
+    # steps of 0.1 s of 600 W would be 3 % of it, if calls began anywhere between two
+    assert found.joules == pytest.approx(calls * duration * BUSY, rel=0.005)
+    assert found.idle_joules == pytest.approx(found.seconds * IDLE, rel=0.005)
+    assert found.net_joules == pytest.approx(calls * duration * (BUSY - IDLE), rel=0.01)
+
+
+def test_idle_power_is_measured_where_nobody_asked(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None]
+) -> None:
+    board = Board(clock)
+    install(monkeypatch, Nvml(board))
+    begun = clock.now
+    found = EnergyMeter().measure(lambda: board.run(0.5), 1.0)
+    assert board.busy[0][0] - begun > 2
+    assert found.calls == 2
+    assert found.idle_joules == pytest.approx(IDLE * found.seconds, rel=0.005)
+
+
+def test_a_counter_that_stands_still_ends(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None]
+) -> None:
+    board = Board(clock, step=1e6)
+    install(monkeypatch, Nvml(board))
+    found = EnergyMeter().measure(lambda: board.run(0.5), 1.0)
+    assert found.calls == 2
+    assert found.joules == 0
+
+
+def test_power_sampling(monkeypatch: pytest.MonkeyPatch, visible: Callable[[list[int]], None]) -> None:
+    """By the real clock and a thread: power is that of the moment it is asked for."""
+    nvml = install(monkeypatch, Nvml(counter=True))
+    for name, value in (("_SAMPLE", 0.002), ("_SETTLE", 0.0), ("_WARM", 0.02)):
+        monkeypatch.setattr(energy, name, value)
+    meter = EnergyMeter(torch.device("cuda"))
+    assert meter.method == "power_sampling"
+    nvml.watts = lambda: IDLE
+    assert meter.idle_watts(0.05) == pytest.approx(IDLE)
+    nvml.watts = lambda: BUSY
+    found = meter.measure(lambda: time.sleep(0.02), 0.1)
+    assert found.seconds >= 0.1
+    assert 1 <= found.calls <= 6
+    assert found.joules == pytest.approx(BUSY * found.seconds)
+    assert found.idle_joules == pytest.approx(IDLE * found.seconds)
+
+
+def test_sampled_power_is_integrated(monkeypatch: pytest.MonkeyPatch, visible: Callable[[list[int]], None]) -> None:
+    """A ramp has the area of its mean: samples of the past alone would miss half a step each."""
+    nvml = install(monkeypatch, Nvml(counter=True))
+    monkeypatch.setattr(energy, "_SAMPLE", 0.01)
+    monkeypatch.setattr(energy, "_WARM", 0.001)
+    meter = EnergyMeter()
+    meter._idle = 0.0
+    start = time.perf_counter()
+    nvml.watts = lambda: 1000 * (time.perf_counter() - start)
+    begun = time.perf_counter() - start
+    found = meter.measure(lambda: time.sleep(0.05), 0.2)
+    ended = time.perf_counter() - start
+    assert found.joules == pytest.approx(500 * (ended**2 - begun**2), rel=0.1)
+
+
+def test_a_failure_of_the_sampling_thread_is_raised(
+    monkeypatch: pytest.MonkeyPatch, visible: Callable[[list[int]], None]
+) -> None:
+    nvml = install(monkeypatch, Nvml(counter=True))
+    for name, value in (("_SAMPLE", 0.001), ("_WARM", 0.001)):
+        monkeypatch.setattr(energy, name, value)
+    meter = EnergyMeter()
+    meter._idle = 0.0
+    looks = itertools.count()
+
+    def watts() -> float:
+        if next(looks) > 2:
+            raise FakeError("GPU is lost")
+        return BUSY
+
+    nvml.watts = watts
+    with pytest.raises(RuntimeError, match="GPU is lost"):
+        meter.measure(lambda: time.sleep(0.02), 0.05)
+
+
+def test_trapezoids() -> None:
+    assert trapezoids([(0.0, 100.0), (1.0, 200.0), (3.0, 0.0)]) == pytest.approx(150 + 200)
+    assert trapezoids([(0.0, 100.0)]) == 0
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3)), (2,), (1, 0)])
+def test_finds_the_gpu_that_torch_means(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None], order: tuple[int, ...]
+) -> None:
+    """NVML numbers all GPUs, torch those of CUDA_VISIBLE_DEVICES in its order, whether by index or UUID."""
+    visible(list(order))
+    install(monkeypatch, Nvml(Board(clock)))
+    for index, physical in enumerate(order):
+        assert EnergyMeter(index)._handle == UUIDS[physical]
+        assert EnergyMeter(torch.device("cuda", index))._handle == UUIDS[physical]
+    assert EnergyMeter()._handle == UUIDS[order[0]]
+    assert EnergyMeter(torch.device("cuda"))._handle == UUIDS[order[0]]
+
+
+def test_torch_may_give_the_whole_uuid(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None]
+) -> None:
+    nvml = install(monkeypatch, Nvml(Board(clock)))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=f"GPU-{UUIDS[1]}"))
+    assert EnergyMeter()._handle == UUIDS[1]
+    assert nvml.asked == [f"GPU-{UUIDS[1]}"]
+
+
+def test_mig_instance(
+    monkeypatch: pytest.MonkeyPatch,
+    clock: Clock,
+    visible: Callable[[list[int]], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """CUDA_VISIBLE_DEVICES=MIG-...: torch gives the UUID of the instance, which has no power of its own."""
+    install(monkeypatch, Nvml(Board(clock), mig=True))
+    warned: list[str] = []
+    monkeypatch.setattr(energy, "warn_once", warned.append)
+    meter = EnergyMeter()
+    assert meter.available
+    assert meter._handle == f"parent of instance MIG-{UUIDS[0]}"
+    assert "whole GPU" in warned[0]
+
+
+def test_pci_address_where_the_uuid_is_not_known(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None]
+) -> None:
+    visible([2, 0])
+    install(monkeypatch, Nvml(Board(clock), uuid=True))
+    assert EnergyMeter(0)._handle == "00000000:12:02.0"
+    assert EnergyMeter(1)._handle == "00000000:10:00.0"
+
+
+def test_a_gpu_that_nvml_does_not_know(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None]
+) -> None:
+    install(monkeypatch, Nvml(Board(clock), uuid=True))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=UUIDS[0]))
+    meter = EnergyMeter()
+    assert not meter.available
+    assert UUIDS[0] in meter.reason
+
+
+@pytest.mark.parametrize("missing", [{"init": True}, {"counter": True, "power": True}])
+def test_unavailable(
+    monkeypatch: pytest.MonkeyPatch,
+    clock: Clock,
+    visible: Callable[[list[int]], None],
+    missing: dict[str, bool],
+) -> None:
+    install(monkeypatch, Nvml(Board(clock), **missing))
+    meter = EnergyMeter()
+    assert not meter.available
+    for use in (lambda: meter.idle_watts(1.0), lambda: meter.measure(lambda: None, 1.0)):
+        with pytest.raises(RuntimeError, match="not supported"):
+            use()
+
+
+def test_no_gpu(monkeypatch: pytest.MonkeyPatch, visible: Callable[[list[int]], None]) -> None:
+    visible([])
+    install(monkeypatch, Nvml())
+    assert EnergyMeter().reason == "there is no CUDA device"
+    assert "got cpu" in EnergyMeter(torch.device("cpu")).reason
+
+
+def test_seconds_must_be_positive(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None]
+) -> None:
+    install(monkeypatch, Nvml(Board(clock)))
+    with pytest.raises(ValueError, match="above 0, got 0"):
+        EnergyMeter().measure(lambda: None, 0)
+
+
+def test_names_the_extra_where_pynvml_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(ImportError, match=r"pip install twell\[bench\]"):
+        EnergyMeter()
+
+
+def test_the_real_pynvml_has_what_is_used() -> None:
+    pynvml = pytest.importorskip("pynvml")
+    used = [name for name in vars(Nvml) if name.startswith("nvml")]
+    assert [name for name in used if not callable(getattr(pynvml, name, None))] == []
+    assert issubclass(pynvml.NVMLError, Exception)
