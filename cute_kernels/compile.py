@@ -27,10 +27,24 @@ def compile_spec(spec: Spec, options: str = "") -> Any:
     """Compile ``spec`` and return the callable; ``options`` are added to the compiler's own."""
     module = importlib.import_module(f".{spec.op}", __package__)
     jit_object, fake_args = module.signature(spec)
+    _name_kernels(jit_object, spec)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(
         jit_object, *fake_args, stream, options=f"--enable-tvm-ffi --gpu-arch {ARCH} {options}".rstrip()
     )
+
+
+def _name_kernels(jit_object: Any, spec: Spec) -> None:
+    """Have profilers show device kernels as twell_SYMBOL, of several with the method's name behind it.
+
+    The compiler's own names list the types of all arguments, cut off at 180 characters, so that variants look alike.
+    """
+    for method in dir(type(jit_object)):
+        rename = getattr(getattr(type(jit_object), method), "set_name_prefix", None)
+        # the host's function gets its name where it is exported
+        if rename is not None and method != "__call__":
+            own = "" if method in ("kernel", spec.op) else f"_{method}"
+            rename(f"twell_{spec.symbol}{own}", remove_cutlass_symbol=True, keep_mangled_name=False)
 
 
 def compile_object(spec: Spec, out: Path) -> None:

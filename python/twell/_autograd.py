@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from twell import ops, tuning
+from twell import _nvtx, ops, tuning
 from twell.ops import _hybrid, _library
 
 Mains = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -72,6 +72,7 @@ class _FFN(torch.autograd.Function):
         return y, l1, nonzeros, sizes
 
     @staticmethod
+    @_nvtx.marked(lambda ctx, dy, *_: _backward_range(ctx.name, dy))
     def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         needs = Operands(*ctx.needs_input_grad[-len(Operands._fields) :])
         db_down = None
@@ -86,6 +87,11 @@ class _FFN(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             gradients = _first_order(ctx.name, gradients, (dy, dl1, *saved))
         return (None, None, None, None, None, *gradients)
+
+
+def _backward_range(name: str, dy: Tensor | None) -> _nvtx.Context:
+    """A profiler's range of the backward pass of ``name``; its operator says more of the sizes."""
+    return _nvtx.range(f"{name}.backward", category=_nvtx.BACKWARD, m=None if dy is None else dy.shape[0])
 
 
 def _gradients(

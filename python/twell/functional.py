@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import _auto, _autograd, ops, tuning
+from twell import _auto, _autograd, _nvtx, ops, tuning
 from twell._auto import AutoStrategy
 from twell._runtime import format, specs
 from twell.packed import PackedTwell
@@ -131,37 +131,7 @@ def sparse_gated_ffn(
     if _sharded(t):
         return _on_shards(name, sparse_gated_ffn, t, strategy, compression, main_grads, return_aux)  # type: ignore[no-any-return]
     mains = _admit_mains(name, t, ("w_gate", "w_up", "w_down"), main_grads)
-    route = _route(name, t, strategy, compression)
-    if route.strategy == "dense":
-        w_gate, w_up, w_down = map(_autograd.into_main, (t["w_gate"], t["w_up"], t["w_down"]), mains)
-        gate = F.linear(x, w_gate, t.get("b_gate"))
-        if _autograd.fuses(gate, t.values()):
-            hidden = _autograd.gated_relu(gate, F.linear(x, w_up, t.get("b_up")))
-        else:
-            gate = F.relu(gate)
-            hidden = gate * F.linear(x, w_up, t.get("b_up"))
-        y = F.linear(hidden, w_down, t.get("b_down"))
-        _note_dense(route, gate, y)
-        return (y, _dense_aux(hidden, gate)) if return_aux else y
-
-    tokens = x.reshape(-1, x.shape[-1])
-    if _needing_grad(t):
-        biases = (t.get("b_gate"), t.get("b_up"), t.get("b_down"))
-        layer = _autograd.Operands(tokens, t["w_gate"], t["w_up"], t["w_down"], *biases)
-        y, total, nonzeros, sizes = _autograd.ffn(name, layer, mains, compression)
-        _note_training(route, nonzeros, sizes, y)
-        y = y.reshape(x.shape)
-        return (y, _per_token(total, nonzeros, tokens.shape[0])) if return_aux else y
-
-    words, spill, stats = ops.gate_pack(tokens, t["w_gate"], t.get("b_gate"), compression)
-    weights, unions = (t["w_up"], t["w_down"].t(), t.get("b_up"), t.get("b_down")), None
-    if route.strategy == "union":
-        y, l1, unions = ops.up_down_union(tokens, words, spill, *weights, compression)
-    else:
-        y, l1 = ops.up_down(tokens, words, spill, *weights, compression)
-    _note(route, stats, unions)
-    y = y.reshape(x.shape)
-    return (y, _sparse_aux(l1, stats, tokens.shape[0])) if return_aux else y
+    return _gated(name, t, _route(name, t, strategy, compression), mains, compression, return_aux)
 
 
 @overload
@@ -216,32 +186,8 @@ def sparse_ffn(
     x = t["x"]
     if _sharded(t):
         return _on_shards(name, sparse_ffn, t, strategy, compression, main_grads, return_aux)  # type: ignore[no-any-return]
-    main_up, main_down = _admit_mains(name, t, ("w_up", "w_down"), main_grads)
-    route = _route(name, t, strategy, compression)
-    if route.strategy == "dense":
-        w_up, w_down = _autograd.into_main(t["w_up"], main_up), _autograd.into_main(t["w_down"], main_down)
-        hidden = F.relu(F.linear(x, w_up, t.get("b_up")), inplace=not _needing_grad(t) and _autograd.eager(t.values()))
-        y = F.linear(hidden, w_down, t.get("b_down"))
-        _note_dense(route, hidden, y)
-        return (y, _dense_aux(hidden, hidden)) if return_aux else y
-
-    tokens = x.reshape(-1, x.shape[-1])
-    if _needing_grad(t):
-        layer = _autograd.Operands(tokens, t["w_up"], None, t["w_down"], t.get("b_up"), None, t.get("b_down"))
-        y, total, nonzeros, sizes = _autograd.ffn(name, layer, (main_up, None, main_down), compression)
-        _note_training(route, nonzeros, sizes, y)
-        y = y.reshape(x.shape)
-        return (y, _per_token(total, nonzeros, tokens.shape[0])) if return_aux else y
-
-    words, spill, stats = ops.gate_pack(tokens, t["w_up"], t.get("b_up"), compression)
-    w_down, b_down, unions = t["w_down"].t(), t.get("b_down"), None
-    if route.strategy == "union":
-        y, l1, unions = ops.up_down_union(tokens, words, spill, None, w_down, None, b_down, compression)
-    else:
-        y, l1 = ops.down(words, spill, w_down, b_down, compression)
-    _note(route, stats, unions)
-    y = y.reshape(x.shape)
-    return (y, _sparse_aux(l1, stats, tokens.shape[0])) if return_aux else y
+    mains = _admit_mains(name, t, ("w_up", "w_down"), main_grads)
+    return _plain(name, t, _route(name, t, strategy, compression), mains, compression, return_aux)
 
 
 def pack(x: Tensor, w_gate: Tensor, b_gate: Tensor | None = None, *, compression: int = 8) -> PackedTwell:
@@ -271,6 +217,82 @@ def pack(x: Tensor, w_gate: Tensor, b_gate: Tensor | None = None, *, compression
     return PackedTwell(words, spill, stats, n, compression)
 
 
+def _range_of(name: str, t: dict[str, Tensor], route: _auto.Route, *_: Any) -> _nvtx.Context:
+    """A profiler's range of a routed call."""
+    phase = _nvtx.FORWARD if _needing_grad(t) else _nvtx.INFERENCE
+    return _nvtx.range(name, category=phase, **_nvtx.sizes(t), strategy=route.strategy)
+
+
+@_nvtx.marked(_range_of)
+def _gated(
+    name: str, t: dict[str, Tensor], route: _auto.Route, mains: Any, compression: int, return_aux: bool
+) -> Tensor | tuple[Tensor, Aux]:
+    """``sparse_gated_ffn`` of admitted operands, as ``route`` says."""
+    x = t["x"]
+    if route.strategy == "dense":
+        w_gate, w_up, w_down = map(_autograd.into_main, (t["w_gate"], t["w_up"], t["w_down"]), mains)
+        gate = F.linear(x, w_gate, t.get("b_gate"))
+        if _autograd.fuses(gate, t.values()):
+            hidden = _autograd.gated_relu(gate, F.linear(x, w_up, t.get("b_up")))
+        else:
+            gate = F.relu(gate)
+            hidden = gate * F.linear(x, w_up, t.get("b_up"))
+        y = F.linear(hidden, w_down, t.get("b_down"))
+        _note_dense(route, gate, y)
+        return (y, _dense_aux(hidden, gate)) if return_aux else y
+
+    tokens = x.reshape(-1, x.shape[-1])
+    if _needing_grad(t):
+        biases = (t.get("b_gate"), t.get("b_up"), t.get("b_down"))
+        layer = _autograd.Operands(tokens, t["w_gate"], t["w_up"], t["w_down"], *biases)
+        y, total, nonzeros, sizes = _autograd.ffn(name, layer, mains, compression)
+        _note_training(route, nonzeros, sizes, y)
+        y = y.reshape(x.shape)
+        return (y, _per_token(total, nonzeros, tokens.shape[0])) if return_aux else y
+
+    words, spill, stats = ops.gate_pack(tokens, t["w_gate"], t.get("b_gate"), compression)
+    weights, unions = (t["w_up"], t["w_down"].t(), t.get("b_up"), t.get("b_down")), None
+    if route.strategy == "union":
+        y, l1, unions = ops.up_down_union(tokens, words, spill, *weights, compression)
+    else:
+        y, l1 = ops.up_down(tokens, words, spill, *weights, compression)
+    _note(route, stats, unions)
+    y = y.reshape(x.shape)
+    return (y, _sparse_aux(l1, stats, tokens.shape[0])) if return_aux else y
+
+
+@_nvtx.marked(_range_of)
+def _plain(
+    name: str, t: dict[str, Tensor], route: _auto.Route, mains: Any, compression: int, return_aux: bool
+) -> Tensor | tuple[Tensor, Aux]:
+    """``sparse_ffn`` of admitted operands, as ``route`` says."""
+    x, (main_up, main_down) = t["x"], mains
+    if route.strategy == "dense":
+        w_up, w_down = _autograd.into_main(t["w_up"], main_up), _autograd.into_main(t["w_down"], main_down)
+        hidden = F.relu(F.linear(x, w_up, t.get("b_up")), inplace=not _needing_grad(t) and _autograd.eager(t.values()))
+        y = F.linear(hidden, w_down, t.get("b_down"))
+        _note_dense(route, hidden, y)
+        return (y, _dense_aux(hidden, hidden)) if return_aux else y
+
+    tokens = x.reshape(-1, x.shape[-1])
+    if _needing_grad(t):
+        layer = _autograd.Operands(tokens, t["w_up"], None, t["w_down"], t.get("b_up"), None, t.get("b_down"))
+        y, total, nonzeros, sizes = _autograd.ffn(name, layer, (main_up, None, main_down), compression)
+        _note_training(route, nonzeros, sizes, y)
+        y = y.reshape(x.shape)
+        return (y, _per_token(total, nonzeros, tokens.shape[0])) if return_aux else y
+
+    words, spill, stats = ops.gate_pack(tokens, t["w_up"], t.get("b_up"), compression)
+    w_down, b_down, unions = t["w_down"].t(), t.get("b_down"), None
+    if route.strategy == "union":
+        y, l1, unions = ops.up_down_union(tokens, words, spill, None, w_down, None, b_down, compression)
+    else:
+        y, l1 = ops.down(words, spill, w_down, b_down, compression)
+    _note(route, stats, unions)
+    y = y.reshape(x.shape)
+    return (y, _sparse_aux(l1, stats, tokens.shape[0])) if return_aux else y
+
+
 def _admit(name: str, **operands: Tensor | None) -> dict[str, Tensor]:
     """The operands that are not None, cast as autocast asks, after checking types, shapes, devices and dtypes."""
     present = {}
@@ -279,6 +301,9 @@ def _admit(name: str, **operands: Tensor | None) -> dict[str, Tensor]:
             if value is None and argument in _OPTIONAL:
                 continue
             raise TypeError(f"{name}: {argument} must be a tensor, got {type(value).__name__}")
+        if value.is_nested or value.layout is not torch.strided:
+            kind = "a nested tensor" if value.is_nested else value.layout
+            raise TypeError(f"{name}: {argument} must be a strided tensor, got {kind}")
         present[argument] = value
 
     x = present["x"]
@@ -397,7 +422,7 @@ def _note_training(route: _auto.Route, nonzeros: Tensor, sizes: Tensor, y: Tenso
 def _require_packable(name: str, operands: dict[str, Tensor], compression: int) -> None:
     x, weight = operands["x"], operands["w_gate" if "w_gate" in operands else "w_up"]
     n, k = weight.shape
-    if compression not in format.COMPRESSIONS:
+    if not isinstance(compression, int) or compression not in format.COMPRESSIONS:
         raise ValueError(f"{name}: compression must be one of {format.COMPRESSIONS}, got {compression!r}")
     for letter, size, limit in (("K", k, specs.K_CLASSES[-1]), ("N", n, format.MAX_NEURONS)):
         if size == 0 or size % 8:

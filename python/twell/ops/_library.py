@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twell import _env
+from twell import _env, _nvtx
 from twell._log import warn_once
 from twell._runtime import device, format, resolve, specs
 
 Implementation = Callable[..., Any]
 
 _LIBRARY = torch.library.Library("twell", "DEF")  # type: ignore[no-untyped-call]
-_NVTX, _DEBUG = _env.nvtx(), _env.debug()
+_DEBUG = _env.debug()
 
 # TMA and 16-byte vector loads: base address, and row stride in 16-bit elements.
 ALIGNMENT = 16
@@ -23,19 +23,27 @@ STRIDE_MULTIPLE = 8
 
 
 def register(
-    schema: str, *, fake: Implementation, cpu: Implementation, cuda: Implementation, instead: str
+    schema: str,
+    *,
+    fake: Implementation,
+    cpu: Implementation,
+    cuda: Implementation,
+    instead: str,
+    phase: str | None = None,
 ) -> torch._ops.OpOverload:
     """Define an operator of library ``twell`` and return its overload.
 
     ``fake`` has the signature of the schema and returns outputs of the right shape; ``cpu`` and ``cuda`` compute.
     Called with an input that requires grad while grad mode is on, all of them refuse and name ``instead``, the function
     to call. They do so themselves because an Autograd kernel in Python would add half to the cost of every call (4.4 us
-    against 2.8, torch 2.13).
+    against 2.8, torch 2.13). ``phase`` is what part of a step a profiler shall say the operator is, if it is always the
+    same.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-    _LIBRARY.impl(name, _refuse_grad(name, _without_autocast(cpu), instead), "CPU")  # type: ignore[no-untyped-call]
-    _LIBRARY.impl(name, _refuse_grad(name, _on_device(name, cuda), instead), "CUDA")  # type: ignore[no-untyped-call]
+    for device_type, implementation in (("CPU", _without_autocast(cpu)), ("CUDA", _on_device(cuda))):
+        implementation = _nvtx.marked(_range_of(name, phase))(_refuse_grad(name, implementation, instead))
+        _LIBRARY.impl(name, implementation, device_type)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"twell::{name}", _refuse_grad(name, fake, instead), lib=_LIBRARY)
     return getattr(torch.ops.twell, name).default  # type: ignore[no-any-return]
 
@@ -62,20 +70,28 @@ def _without_autocast(implementation: Implementation) -> Implementation:
     return without_autocast
 
 
-def _on_device(name: str, implementation: Implementation) -> Implementation:
-    """Make the device of the first argument the current one, and mark the call for a profiler if asked to."""
+def _on_device(implementation: Implementation) -> Implementation:
+    """Make the device of the first argument the current one."""
 
     def on_device(*arguments: Any) -> Any:
         with torch.cuda.device(arguments[0].device):
             return implementation(*arguments)
 
-    def marked(*arguments: Any) -> Any:
-        with torch.cuda.nvtx.range(f"twell.{name}"):
-            return on_device(*arguments)
-
-    return marked if _NVTX else on_device
+    return on_device
 
 
+def _range_of(name: str, phase: str | None) -> Callable[..., _nvtx.Context]:
+    """What makes a profiler's range of the arguments of operator ``name``."""
+
+    def describe(*arguments: Any) -> _nvtx.Context:
+        schema = getattr(torch.ops.twell, name).default._schema
+        given = {argument.name: value for argument, value in zip(schema.arguments, arguments)}
+        return _nvtx.range(name, category=phase, **_nvtx.sizes(given))
+
+    return describe
+
+
+@_nvtx.marked(lambda spec, *_: _nvtx.range(spec.op, kernel=spec.symbol))
 def launch(spec: specs.Spec, *arguments: Any) -> None:
     """Call the kernel of ``spec`` on the current device and torch's current stream.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from twell import _nvtx
 from twell.ops import _hybrid
 from twell.ops._hybrid import Gradients, Kept, Layer
 from twell.ops._library import register
@@ -68,4 +69,5 @@ hybrid_backward = register(
     cpu=_cpu,
     cuda=_cuda,
     instead="twell.sparse_gated_ffn or twell.sparse_ffn",
+    phase=_nvtx.BACKWARD,
 )

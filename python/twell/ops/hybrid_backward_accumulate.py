@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from twell import _nvtx
 from twell.ops import _hybrid
 from twell.ops._hybrid import Gradients, Layer
 from twell.ops._library import has_rows, register
@@ -69,4 +70,5 @@ hybrid_backward_accumulate = register(
     cpu=_cpu,
     cuda=_cuda,
     instead="twell.sparse_gated_ffn or twell.sparse_ffn",
+    phase=_nvtx.BACKWARD,
 )

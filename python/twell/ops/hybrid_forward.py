@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from twell import tuning
+from twell import _nvtx, tuning
 from twell._runtime import device, format
 from twell.ops import _hybrid
 from twell.ops._hybrid import Kept
@@ -142,4 +142,5 @@ hybrid_forward = register(
     cpu=_cpu,
     cuda=_cuda,
     instead="twell.sparse_gated_ffn or twell.sparse_ffn",
+    phase=_nvtx.FORWARD,
 )

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from twell import tuning
+from twell import _nvtx, tuning
 from twell.ops._library import flat, launch, register
 
 # Values of a launch: offsets in bytes fit in 32 bits.
@@ -75,4 +75,5 @@ reglu_backward = register(
     cpu=_backward_cpu,
     cuda=_backward_cuda,
     instead="twell.sparse_gated_ffn",
+    phase=_nvtx.BACKWARD,
 )

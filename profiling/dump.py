@@ -1,0 +1,101 @@
+"""Write what the compiler makes of kernels: PTX, CUBIN and SASS of each symbol, and what registers it takes.
+
+    python profiling/dump.py gate_pack_bf16_c8 up_down_bf16_k2048 -o build/dump
+
+Needs the compiler, no GPU. SASS needs nvdisasm or cuobjdump: of pip install "nvidia-cutlass-dsl[sass]", of triton, of
+a CUDA toolkit in the path or below /usr/local/cuda. Without one the other files are written all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from twell._runtime import kernel_module, specs
+
+DISASSEMBLERS = {"nvdisasm": ["--print-code"], "cuobjdump": ["--dump-sass"]}
+
+# Folders of site-packages that have the tools.
+PACKAGED = ("nvidia/*/bin", "triton/backends/nvidia/bin")
+
+
+def disassemblers() -> Iterator[list[str]]:
+    """Commands that print the SASS of the CUBIN whose path is added, the likelier ones first."""
+    for name, options in DISASSEMBLERS.items():
+        found = [
+            path for folder in sys.path for packaged in PACKAGED for path in Path(folder).glob(f"{packaged}/{name}")
+        ]
+        in_path = shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
+        for path in (*found, *([in_path] if in_path else [])):
+            yield [str(path), *options]
+
+
+def disassemble(cubin: Path, line_info: bool) -> str | None:
+    """The SASS of ``cubin``, with source lines if asked for; None where no tool can read it."""
+    for command in disassemblers():
+        lines = ["--print-line-info"] if line_info and "nvdisasm" in command[0] else []
+        done = subprocess.run([*command, *lines, str(cubin)], capture_output=True, text=True)
+        if done.returncode == 0:
+            return done.stdout
+        # one that is older than the compiler does not know its files
+        print(f"dump: {command[0]} failed: {done.stderr.strip()[:200]}", file=sys.stderr)
+    return None
+
+
+def dump(compiler: Any, symbol: str, folder: Path, line_info: bool) -> list[Path]:
+    """Write SYMBOL.ptx, .cubin, .sass and .txt (registers, spills, WGMMA warnings); the paths of those written."""
+    spec = specs.spec_from_symbol(symbol)
+    compiled = compiler.compile_spec(spec, "--keep-ptx --keep-cubin" + (" --generate-line-info" if line_info else ""))
+    written = [folder / f"{symbol}{suffix}" for suffix in (".ptx", ".cubin", ".txt")]
+    ptx, cubin, text = written
+    folder.mkdir(parents=True, exist_ok=True)
+    ptx.write_text(compiled.__ptx__)
+    cubin.write_bytes(compiled.__cubin__)
+    lines = []
+    for kernel in compiler.report(spec):
+        lines.append(f"{kernel.kernel}: {kernel.registers} registers, {kernel.spill_bytes} bytes spilled")
+        lines += kernel.wgmma
+    text.write_text("\n".join(lines) + "\n")
+    sass = disassemble(cubin, line_info)
+    if sass is not None:
+        written.append(folder / f"{symbol}.sass")
+        written[-1].write_text(sass)
+    return written
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("symbols", nargs="+", metavar="SYMBOL", help="as python -m cute_kernels list --all prints them")
+    parser.add_argument("-o", "--out", type=Path, required=True, metavar="FOLDER", help="made if it is not there")
+    parser.add_argument("--line-info", action="store_true", help="source lines in PTX and SASS")
+    arguments = parser.parse_args(argv)
+    try:
+        for symbol in arguments.symbols:
+            specs.spec_from_symbol(symbol)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        compiler = kernel_module("compile")
+    except ModuleNotFoundError as error:
+        print(f"dump: error: needs the compiler, nvidia-cutlass-dsl ({error})", file=sys.stderr)
+        return 2
+    disassembled = True
+    for symbol in arguments.symbols:
+        written = dump(compiler, symbol, arguments.out, arguments.line_info)
+        print(*written, sep="\n", flush=True)
+        disassembled &= written[-1].suffix == ".sass"
+    if not disassembled:
+        print(
+            'dump: no SASS: no disassembler found that reads these; pip install "nvidia-cutlass-dsl[sass]"',
+            file=sys.stderr,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# usage: profiling/ncu.sh OP[,OP...] [--workload W] [OPTION...] [OPTION of profile_target.py...] [-- OPTION of ncu...]
+#
+# Measures the kernels of operators on a named workload with Nsight Compute: speed of light, memory, scheduler, warp
+# states, launch and occupancy, and prints them as a table beside the time that the work needs at least.
+#
+#   profiling/ncu.sh gate_pack,up_down --workload topic29
+#   profiling/ncu.sh weight_grad --workload topic29 -o build/ncu/weight_grad
+#   profiling/ncu.sh train --kernel gathered --launch-skip 1 --launch-count 1
+#
+# OP is an operator, or a kernel, which then is the only one measured; python profiling/profile_target.py --help has all.
+#
+#   --kernel NAME      only kernels of this operator, or whose names match regex:EXPRESSION (default: all of twell's)
+#   --launch-skip N    leave out the first N launches that match (default: 0)
+#   --launch-count N   measure so many at most (default: all)
+#   --cache-control C  all: each measurement starts with empty caches; none: with what the last one left (default: all)
+#   --floor FILE       what profile_target.py --figures wrote of this workload; else it is measured first, without ncu
+#   --no-floor         no floors
+#   -o, --out PREFIX   PREFIX.ncu-rep, PREFIX.csv, PREFIX.json (default: build/profiles/ncu-OP)
+#   --dry-run          print the commands, run nothing
+#
+# Clocks are left as they are (--clock-control none). Lines of source are shown for kernels compiled with
+# CUTE_DSL_LINEINFO=1 in the environment. PYTHON names the interpreter (default: python3).
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(dirname "$here")
+python=${PYTHON:-python3}
+
+fail() { echo "ncu.sh: $*" >&2; exit 2; }
+usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
+
+# of $1, what is told apart by names: what the compiler calls kernels, and what they are called here
+pattern() {
+  case $1 in
+    regex:*) echo "$1" ;;
+    '') echo 'regex:cute_kernels|^twell_' ;;
+    *[!a-z_]*) fail "--kernel takes the name of a kernel or regex:EXPRESSION, got $1" ;;
+    *) echo "regex:cute_kernels$1[A-Z]|^twell_$1_(bf16|fp16|[0-9]|forward|input|weight)" ;;
+  esac
+}
+
+[ $# -gt 0 ] || { usage >&2; exit 2; }
+op='' kernel='' skip='' count='' cache=all floor='' floors=yes out='' dry='' target=() more=()
+value() { [ $# -ge 2 ] || fail "$1 needs a value"; echo "$2"; }
+while [ $# -gt 0 ]; do
+  case $1 in
+    -h | --help) usage; exit ;;
+    --kernel) kernel=$(value "$@"); shift ;;
+    --launch-skip) skip=$(value "$@"); shift ;;
+    --launch-count) count=$(value "$@"); shift ;;
+    --cache-control) cache=$(value "$@"); shift ;;
+    --floor) floor=$(value "$@"); shift ;;
+    --no-floor) floors='' ;;
+    -o | --out) out=$(value "$@"); shift ;;
+    --dry-run) dry=yes ;;
+    --) shift; more=("$@"); break ;;
+    -*) target+=("$1") ;;
+    *) if [ -z "$op" ]; then op=$1; else target+=("$1"); fi ;;
+  esac
+  shift
+done
+[ -n "$op" ] || fail "which operator? --help lists them"
+for number in "$skip" "$count"; do
+  case $number in *[!0-9]*) fail "--launch-skip and --launch-count take numbers, got $number" ;; esac
+done
+case $op in compact | sampled_up | gathered | sampled_grad | rank | transpose | weight_grad) kernel=${kernel:-$op} ;; esac
+name=$(pattern "$kernel")
+out=${out:-build/profiles/ncu-${op//,/-}}
+
+ncu=$(PATH=$PATH:/usr/local/cuda/bin command -v ncu) ||
+  { [ -n "$dry" ] && ncu=ncu; } || fail "no ncu in the path: it comes with the CUDA toolkit, or as Nsight Compute"
+[ ! -d "$root/python/twell" ] || export PYTHONPATH=$root/python:$root${PYTHONPATH:+:$PYTHONPATH}
+export TWELL_NVTX=${TWELL_NVTX:-1}
+
+run() { if [ -n "$dry" ]; then printf '%q ' "$@"; echo; else "$@"; fi; }
+program=("$python" "$here/profile_target.py" "$op" ${target[@]+"${target[@]}"})
+sections=()
+for section in SpeedOfLight ComputeWorkloadAnalysis MemoryWorkloadAnalysis SchedulerStats WarpStateStats LaunchStats \
+  Occupancy SourceCounters; do
+  sections+=(--section "$section")
+done
+
+[ -n "$dry" ] || mkdir -p "$(dirname "$out")"
+if [ -n "$floors" ] && [ -z "$floor" ]; then
+  floor=$out.json
+  run "${program[@]}" --figures "$floor"
+fi
+[ -n "$dry" ] || rm -f "$out.ncu-rep"
+run "$ncu" --profile-from-start off --clock-control none --cache-control "$cache" --nvtx --import-source yes \
+  "${sections[@]}" --metrics sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active \
+  --kernel-name "$name" ${skip:+--launch-skip "$skip"} ${count:+--launch-count "$count"} \
+  --force-overwrite --export "$out" ${more[@]+"${more[@]}"} "${program[@]}"
+if [ -z "$dry" ]; then
+  [ -s "$out.ncu-rep" ] || fail "nothing was measured: no kernel matched $name, or ncu said why above"
+  "$ncu" --import "$out.ncu-rep" --csv --page raw >"$out.csv"
+else
+  run "$ncu" --import "$out.ncu-rep" --csv --page raw
+fi
+run "$python" "$here/summarize.py" "$out.csv" ${floor:+--floor "$floor"}

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# usage: profiling/nsys.sh OP[,OP...] [--workload W] [OPTION...] [OPTION of profile_target.py...] [-- OPTION of nsys...]
+#
+# Records the timeline of operators on a named workload with Nsight Systems, warmed up: kernels, CUDA calls, and the
+# NVTX ranges of domain "twell". Prints the time of each kernel and of each range, on the GPU and on the host.
+#
+#   profiling/nsys.sh ffn --workload topic29 --strategy union
+#   profiling/nsys.sh train,gate_pack --workload topic29 --m 8192 -o build/nsys/train
+#
+# OP is an operator; python profiling/profile_target.py --help has all.
+#
+#   -o, --out PREFIX   PREFIX.nsys-rep, and a PREFIX_*.csv for each table (default: build/profiles/nsys-OP)
+#   --dry-run          print the commands, run nothing
+#
+# PYTHON names the interpreter (default: python3).
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(dirname "$here")
+python=${PYTHON:-python3}
+
+fail() { echo "nsys.sh: $*" >&2; exit 2; }
+usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
+
+[ $# -gt 0 ] || { usage >&2; exit 2; }
+op='' out='' dry='' target=() more=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    -h | --help) usage; exit ;;
+    -o | --out) [ $# -ge 2 ] || fail "$1 needs a value"; out=$2; shift ;;
+    --dry-run) dry=yes ;;
+    --) shift; more=("$@"); break ;;
+    -*) target+=("$1") ;;
+    *) if [ -z "$op" ]; then op=$1; else target+=("$1"); fi ;;
+  esac
+  shift
+done
+[ -n "$op" ] || fail "which operator? --help lists them"
+out=${out:-build/profiles/nsys-${op//,/-}}
+
+nsys=$(PATH=$PATH:/usr/local/cuda/bin command -v nsys) ||
+  { [ -n "$dry" ] && nsys=nsys; } || fail "no nsys in the path: it comes with the CUDA toolkit, or as Nsight Systems"
+[ ! -d "$root/python/twell" ] || export PYTHONPATH=$root/python:$root${PYTHONPATH:+:$PYTHONPATH}
+export TWELL_NVTX=${TWELL_NVTX:-1}
+
+run() { if [ -n "$dry" ]; then printf '%q ' "$@"; echo; else "$@"; fi; }
+[ -n "$dry" ] || { mkdir -p "$(dirname "$out")"; rm -f "$out.nsys-rep"; }
+run "$nsys" profile --trace=cuda,nvtx --sample=none --cpuctxsw=none --cuda-graph-trace=node \
+  --capture-range=cudaProfilerApi --capture-range-end=stop --force-overwrite=true --output "$out" \
+  ${more[@]+"${more[@]}"} "$python" "$here/profile_target.py" "$op" ${target[@]+"${target[@]}"}
+[ -n "$dry" ] || [ -s "$out.nsys-rep" ] || fail "nothing was recorded; nsys said why above"
+tables=cuda_gpu_kern_sum,nvtx_gpu_proj_sum,nvtx_sum
+run "$nsys" stats --force-export=true --report "$tables" --format column "$out.nsys-rep"
+run "$nsys" stats --quiet --report "$tables" --format csv --output "$out" "$out.nsys-rep"

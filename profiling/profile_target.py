@@ -1,0 +1,255 @@
+"""What profiling/nsys.sh and profiling/ncu.sh run: operators on a named workload, a few calls after warming up.
+
+    python profiling/profile_target.py up_down --workload topic29
+    python profiling/profile_target.py gate_pack,up_down,train_backward --m 4096 --trace trace.json
+    python profiling/profile_target.py weight_grad --workload topic29 --figures figures.json
+
+Only what lies between cudaProfilerStart and cudaProfilerStop is meant to be recorded: --calls calls of each operator,
+in a range "profile OP" of domain "twell". The name of a kernel stands for the operator that launches it. "auto" has
+settled by then.
+
+--figures writes what the floors of profiling/summarize.py are computed from (sizes, non-zeros, unions, what the machine
+can do) and records nothing: rates are not to be measured under a profiler. --trace has torch.profiler record the calls:
+operators with their shapes, kernels with their names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import twell
+from twell import _nvtx, ops, testing
+from twell._bench import protocol, workloads
+from twell._bench._cli import L2_TBS
+from twell._bench.layers import SETTLING
+from twell._request import RequestError, at_least
+from twell._runtime import format
+from twell.testing import FFN
+
+Call = Callable[[], object]
+
+# An operator that launches each kernel of its own name and no operator.
+KERNELS = {
+    "compact": "up_down_union",
+    "sampled_up": "up_down_union",
+    "gathered": "up_down_union",
+    "sampled_grad": "train_backward",
+    "rank": "train_backward",
+    "transpose": "train_backward",
+    "weight_grad": "train_backward",
+}
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+TOKENS, FEW_TOKENS = 16384, 16
+
+
+def gate_pack(p: FFN, compression: int, strategy: Any) -> Call:
+    return lambda: ops.gate_pack(p.x, p.w_gate, p.gate_bias, compression)
+
+
+def reader(read: Callable[[FFN, Tensor, Tensor, int], object]) -> Callable[[FFN, int, Any], Call]:
+    """Calls of what reads a packed gate, which was packed before."""
+
+    def build(p: FFN, compression: int, strategy: Any) -> Call:
+        words, spill, _ = ops.gate_pack(p.x, p.w_gate, p.gate_bias, compression)
+        return lambda: read(p, words, spill, compression)
+
+    return build
+
+
+def layer(gated: bool) -> Callable[[FFN, int, Any], Call]:
+    """Calls of a whole layer."""
+    return lambda p, compression, strategy: (
+        lambda: testing.sparse_output(p, gated=gated, compression=compression, strategy=strategy)
+    )
+
+
+def step(backward: bool, gated: bool = True) -> Callable[[FFN, int, Any], Call]:
+    """Forward passes that keep what backward needs, and backward."""
+
+    def build(p: FFN, compression: int, strategy: Any) -> Call:
+        dy = testing.real_upstream(p)
+        leaves = p.map(lambda t: t.detach().requires_grad_())
+        needed = tuple(leaves.present(gated).values())
+
+        @torch.enable_grad()
+        def call() -> object:
+            y = testing.sparse_output(leaves, gated=gated, compression=compression, strategy=strategy)
+            return torch.autograd.grad(y, needed, dy) if backward else y
+
+        return call
+
+    return build
+
+
+def train_backward(p: FFN, compression: int, strategy: Any) -> Call:
+    """The operator of the backward pass, of a forward pass before."""
+    dy, layer_ = testing.real_upstream(p), p[1:]
+    kept = ops.hybrid_forward(p.x, *layer_, compression)[3:]
+    dl1 = p.x.new_zeros((), dtype=torch.float32)
+    return lambda: ops.hybrid_backward(dy, dl1, p.x, *layer_[:5], *kept, True, True)
+
+
+def reglu(p: FFN, compression: int, strategy: Any) -> Call:
+    gate, up = F.linear(p.x, p.w_gate, p.gate_bias), F.linear(p.x, p.w_up, p.up_bias)
+    return lambda: (ops.reglu(gate, up), ops.reglu_backward(gate, gate, up))
+
+
+OPS: dict[str, Callable[[FFN, int, Any], Call]] = {
+    "gate_pack": gate_pack,
+    "up_down": reader(lambda p, w, s, c: ops.up_down(p.x, w, s, p.w_up, p.w_down, p.up_bias, p.down_bias, c)),
+    "up_down_union": reader(
+        lambda p, w, s, c: ops.up_down_union(p.x, w, s, p.w_up, p.w_down, p.up_bias, p.down_bias, c)
+    ),
+    "down": reader(lambda p, w, s, c: ops.down(w, s, p.w_down, p.down_bias, c)),
+    "unpack": reader(lambda p, w, s, c: ops.unpack(w, s, p.w_gate.shape[0], c)),
+    "ffn": layer(gated=True),
+    "sparse_ffn": layer(gated=False),
+    "decode": layer(gated=True),
+    "train": step(backward=True),
+    "train_forward": step(backward=False),
+    "train_backward": train_backward,
+    "sparse_train": step(backward=True, gated=False),
+    "reglu": reglu,
+}
+
+
+@torch.no_grad()
+def figures(p: FFN, compression: int) -> dict[str, int]:
+    """What the work of the kernels follows from: sizes, and counts of the gate's non-zeros.
+
+    ``union_rows`` are the neurons that some token of a tile of 128 fires, over all tiles; ``token_rows`` the tokens
+    that fire some neuron of a tile of 64 neighbours by popularity, over all tiles; ``fired`` the neurons that any does.
+    """
+    (m, k), n = p.x.shape, p.w_gate.shape[0]
+    active = F.linear(p.x, p.w_gate, p.gate_bias) > 0
+    tiles = F.pad(active, (0, -n % format.TILE)).view(m, format.tiles(n), format.TILE).sum(2)
+    by_token = F.pad(active, (0, 0, 0, -m % format.TOKEN_TILE)).view(-1, format.TOKEN_TILE, n)
+    popularity = active.sum(0)
+    order = popularity.sort(descending=True, stable=True).indices
+    by_neuron = F.pad(active[:, order], (0, -n % format.NEURON_TILE)).view(m, -1, format.NEURON_TILE)
+    return {
+        "m": m,
+        "k": k,
+        "n": n,
+        "compression": compression,
+        "nonzeros": int(popularity.sum()),
+        "fired": int((popularity > 0).sum()),
+        "spilled_tiles": int((tiles > format.capacity(compression)).sum()),
+        "union_rows": int(by_token.any(1).sum()),
+        "token_rows": int(by_neuron.any(2).sum()),
+    }
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("op", help=f"comma-separated, out of {', '.join(OPS)}, or kernels: {', '.join(KERNELS)}")
+    add("--workload", default="topic29", help="as twell bench takes it, but a single one (default: %(default)s)")
+    add("--m", type=at_least(1), help=f"tokens (default: {TOKENS}, of decode {FEW_TOKENS})")
+    add(
+        "--k", type=at_least(8), default=2048, help="hidden size; recorded layers have their own (default: %(default)s)"
+    )
+    add("--n", type=at_least(8), default=5632, help="neurons; recorded layers have their own (default: %(default)s)")
+    add("--dtype", choices=DTYPES, default="bf16")
+    add("--compression", type=int, choices=format.COMPRESSIONS, default=8)
+    add("--strategy", choices=("row", "union", "dense", "auto"), default="union", help="of whole layers")
+    add("--calls", type=at_least(1), default=3, help="recorded calls of each operator (default: %(default)s)")
+    add("--warm-up", type=at_least(1), default=3, help="calls before them (default: %(default)s)")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is for trying this out")
+    add("--figures", type=Path, metavar="FILE", help="write what floors are computed from, and record nothing")
+    add("--l2-tbs", type=float, default=L2_TBS, help="rate of gathered rows in figures, TB/s (default: an H200's)")
+    add("--trace", type=Path, metavar="FILE", help="have torch.profiler record the calls, as a Chrome trace")
+    arguments = parser.parse_args(argv)
+    arguments.op = list(dict.fromkeys(arguments.op.split(",")))
+    unknown = [op for op in arguments.op if op not in OPS and op not in KERNELS]
+    if unknown:
+        parser.error(f"unknown operator {', '.join(unknown)}; expected some of {', '.join((*OPS, *KERNELS))}")
+    if "decode" in arguments.op and len(arguments.op) > 1 and arguments.m is None:
+        parser.error("decode beside other operators needs --m")
+    if arguments.figures and arguments.trace:
+        parser.error("--figures records nothing: leave --trace out")
+    arguments.m = arguments.m or (FEW_TOKENS if arguments.op == ["decode"] else TOKENS)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("needs a CUDA device; --device cpu tries it out")
+    return arguments
+
+
+def load(arguments: argparse.Namespace) -> FFN:
+    """The problem asked for. RequestError if it cannot be had."""
+    sources = workloads.parse([arguments.workload])
+    if len(sources) != 1:
+        raise RequestError(f"expected one workload, got {', '.join(source.text for source in sources)}")
+    sizes = arguments.m, arguments.k, arguments.n
+    return sources[0].load(*sizes, device=arguments.device, dtype=DTYPES[arguments.dtype])
+
+
+def write_figures(problem: FFN, arguments: argparse.Namespace) -> None:
+    device = protocol.Gpu(torch.device("cuda")) if arguments.device == "cuda" else protocol.Cpu()
+    ceilings, machine = device.ceilings(DTYPES[arguments.dtype], arguments.l2_tbs)
+    found: dict[str, Any] = {"workload": arguments.workload, "dtype": arguments.dtype, "machine": machine}
+    found |= {"ceilings": vars(ceilings)} | figures(problem, arguments.compression)
+    arguments.figures.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"profile_target: wrote {arguments.figures}")
+
+
+def record(calls: dict[str, Call], times: int, on_gpu: bool) -> None:
+    """Each call so many times, in a range, where profilers listen: once, since some end with the first stop."""
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+    for name, call in calls.items():
+        with _nvtx.range(f"profile {name}"):
+            for _ in range(times):
+                call()
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+
+
+@torch.no_grad()
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    on_gpu, auto = arguments.device == "cuda", arguments.strategy == "auto"
+    try:
+        problem = load(arguments)
+    except RequestError as error:
+        print(f"profile_target: error: {error}", file=sys.stderr)
+        return 2
+    if arguments.figures:
+        write_figures(problem, arguments)
+        return 0
+
+    calls = {}
+    for name in arguments.op:
+        strategy = twell.AutoStrategy() if auto else arguments.strategy
+        calls[name] = OPS[KERNELS.get(name, name)](problem, arguments.compression, strategy)
+        for _ in range(max(arguments.warm_up, SETTLING if auto else 0)):
+            calls[name]()
+            # "auto" reads its figures between calls
+            if on_gpu:
+                torch.cuda.synchronize()
+    if arguments.trace:
+        with torch.profiler.profile(record_shapes=True) as profiler:
+            record(calls, arguments.calls, on_gpu)
+        profiler.export_chrome_trace(str(arguments.trace))
+        averages = profiler.key_averages(group_by_input_shape=True)
+        print(averages.table(sort_by="device_time_total" if on_gpu else "cpu_time_total", row_limit=20))
+    else:
+        record(calls, arguments.calls, on_gpu)
+    done = f"{arguments.calls} calls of {', '.join(calls)}: {arguments.workload}, {arguments.m} tokens"
+    print(f"profile_target: {done}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,392 @@
+"""What Nsight Compute measured of each kernel, as a table, beside the time that its work needs at least.
+
+    python profiling/summarize.py up_down.csv --floor up_down.json
+
+FILE is what ``ncu --import REPORT --csv`` prints, with ``--page raw`` or ``--page details`` (with --print-details all,
+or there are no stalls). Of several launches of a kernel medians are shown. --floor is what profiling/profile_target.py
+--figures wrote of the same workload. profiling/ncu.sh makes both files and runs this.
+
+Columns:
+  kernel        operator, compiled variant and kernel, as far as the name tells
+  launches      how many the figures are medians of
+  us            duration of one
+  floor         the longest of what its arithmetic, memory traffic and gathered rows need at the measured rates, and
+                which of them it is
+  share         of the floor in the time, of all kernels of an operator together
+  tensor, L2, DRAM, issue   use of the tensor pipe while active, throughput of L2 and memory, busy issue slots: percent
+                of the peak
+  stalls        what warps wait for most, as a share of the time they are resident
+  regs, smem    registers of a thread, shared memory of a CTA
+  warps         resident ones, achieved and theoretical, percent of the most
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import json
+import re
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from twell._bench import report
+from twell._runtime import format, specs
+
+# Bytes of a stored value.
+ITEM = 2
+
+# What a column is called by ncu: names of metrics, then what the details page calls them. The first there is counts.
+METRICS = {
+    "time": ("gpu__time_duration.sum", "gpu__time_duration.avg", "Duration"),
+    "tensor": (
+        "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
+        "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+        "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active",
+    ),
+    "l2": (
+        "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+        "lts__t_sectors.avg.pct_of_peak_sustained_elapsed",
+        "L2 Cache Throughput",
+    ),
+    "dram": (
+        "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
+        "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+        "DRAM Throughput",
+    ),
+    "issue": (
+        "smsp__issue_active.avg.pct_of_peak_sustained_active",
+        "sm__inst_issued.avg.pct_of_peak_sustained_active",
+        "One or More Eligible",
+        "Issue Slots Busy",
+    ),
+    "registers": ("launch__registers_per_thread", "Registers Per Thread"),
+    "static": ("launch__shared_mem_per_block_static", "Static Shared Memory Per Block"),
+    "dynamic": ("launch__shared_mem_per_block_dynamic", "Dynamic Shared Memory Per Block"),
+    "driver": ("launch__shared_mem_per_block_driver", "Driver Shared Memory Per Block"),
+    "achieved": ("sm__warps_active.avg.pct_of_peak_sustained_active", "Achieved Occupancy"),
+    "theoretical": ("sm__maximum_warps_per_active_cycle_pct", "Theoretical Occupancy"),
+}
+
+# Of the reasons, those of warps that were not issued are a part of all.
+STALL = re.compile(
+    r"smsp__average_warps?_(?:latency_)?issue_stalled_(\w+?)_per_(?:issue_active|warp_active)\.(?:ratio|pct)"
+)
+STALL_SHOWN = re.compile(r"Stall ([A-Z][\w /]*)")
+# What a warp does that is no waiting, and still a part of the time.
+SELECTED = "selected"
+STALLS_SHOWN = 3
+
+# Factors to milliseconds and to bytes, by the beginning of a unit.
+TIME_UNITS = {
+    "nsecond": 1e-6,
+    "ns": 1e-6,
+    "usecond": 1e-3,
+    "us": 1e-3,
+    "msecond": 1.0,
+    "ms": 1.0,
+    "second": 1e3,
+    "s": 1e3,
+}
+BYTE_UNITS = {"byte": 1.0, "kbyte": 1e3, "mbyte": 1e6, "kibyte": 1024.0, "mibyte": 1024.0**2}
+
+# Names that the compiler gives, and names that kernels are given here.
+COMPILERS_NAME = re.compile(r"kernel_cutlass_([a-z_]+?)_\w*?cute_kernels([a-z_]+)([A-Z][A-Za-z]*)_object_at")
+GIVEN_NAME = re.compile(r"twell_(\w+?)_\d+$")
+
+
+@dataclass(frozen=True)
+class Name:
+    """What a kernel's name says: its operator, its spec where that is known, the kernel of several, what to print."""
+
+    op: str
+    spec: Any
+    label: str
+
+
+def parse_name(name: str) -> Name:
+    """Read the name of a device kernel; one of other makers is its own operator."""
+    if found := GIVEN_NAME.match(name):
+        by_symbol = {spec.symbol: spec for spec in specs.all_specs()}
+        parts = found[1].split("_")
+        for count in range(len(parts), 0, -1):
+            spec = by_symbol.get("_".join(parts[:count]))
+            if spec is not None:
+                return Name(spec.op, spec, " ".join((spec.symbol, *parts[count:])))
+    if found := COMPILERS_NAME.match(name):
+        kernel, op, cls = found.groups()
+        variant = re.sub(r"(?<!^)([A-Z])", r" \1", cls).lower().replace(" ", "_").removeprefix(op).strip("_")
+        own = "" if kernel in ("kernel", op) else kernel
+        return Name(op, None, " ".join(part for part in (op, variant, own) if part))
+    short = re.sub(r"\(.*|<.*", "", name).removeprefix("void ")
+    return Name(name, None, short[:60])
+
+
+# Reading
+
+
+@dataclass
+class Launch:
+    """One launch: the numbers that ncu gave of it, by metric, and their units."""
+
+    kernel: str
+    values: dict[str, float] = field(default_factory=dict)
+    units: dict[str, str] = field(default_factory=dict)
+
+    def add(self, metric: str, unit: str, text: str) -> None:
+        value = number(text)
+        if value is not None:
+            self.values[metric], self.units[metric] = value, unit
+
+    def find(self, column: str) -> float | None:
+        """The value of a column of ``METRICS``: milliseconds, bytes, percent or a count."""
+        for metric in METRICS[column]:
+            if metric in self.values:
+                return self.values[metric] * factor(self.units[metric])
+        return None
+
+    def stalls(self) -> dict[str, float]:
+        """How long warps stood in each state, in one unit."""
+        found = {}
+        for metric, value in self.values.items():
+            match = STALL.fullmatch(metric) or STALL_SHOWN.fullmatch(metric)
+            if match and not match[1].endswith("_not_issued"):
+                found[match[1].lower().replace(" ", "_")] = value
+        return found
+
+
+def number(text: str) -> float | None:
+    """A number as ncu prints it, perhaps with commas between thousands; None for what is none."""
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return None
+
+
+def factor(unit: str) -> float:
+    """What a value of ``unit`` is multiplied with; 1 but for times and bytes."""
+    unit = unit.partition("/")[0].lower()
+    return TIME_UNITS.get(unit, BYTE_UNITS.get(unit, 1.0))
+
+
+def read(lines: Iterable[str]) -> list[Launch]:
+    """The launches in the CSV that ncu printed, in their order. ValueError if it is not that."""
+    # what the program and ncu said comes before
+    rows = csv.reader(itertools.dropwhile(lambda line: not line.startswith('"ID"'), lines))
+    header = next(rows, [])
+    if "Kernel Name" not in header:
+        raise ValueError('expected the CSV of ncu, with a header from "ID" on that has "Kernel Name"')
+    at = {name: i for i, name in enumerate(header)}
+    launches: dict[tuple[str, ...], Launch] = {}
+    key = [at[name] for name in ("Process ID", "ID") if name in at]
+    units: list[str] = [""] * len(header)
+    for row in rows:
+        if len(row) != len(header):
+            continue
+        if "Metric Name" in at:
+            launch = launches.setdefault(tuple(row[i] for i in key), Launch(row[at["Kernel Name"]]))
+            launch.add(row[at["Metric Name"]], row[at["Metric Unit"]], row[at["Metric Value"]])
+        elif not row[at["ID"]]:
+            units = row
+        else:
+            launch = launches[tuple(row[i] for i in key)] = Launch(row[at["Kernel Name"]])
+            for metric, unit, text in zip(header, units, row):
+                launch.add(metric, unit, text)
+    return list(launches.values())
+
+
+# Floors
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a kernel cannot do without: operations, bytes from and to memory, bytes of rows gathered through L2."""
+
+    flop: float = 0.0
+    memory: float = 0.0
+    gathered: float = 0.0
+
+    def floor(self, ceilings: Mapping[str, float]) -> tuple[float, str]:
+        """Milliseconds, and what takes them."""
+        return max(
+            (self.flop / ceilings["flops"] * 1e3, "arithmetic"),
+            (self.memory / ceilings["memory"] * 1e3, "memory"),
+            (self.gathered / ceilings["l2"] * 1e3, "L2"),
+        )
+
+
+def work(op: str, spec: Any, f: Mapping[str, Any]) -> Work | None:
+    """The work of all kernels of ``op`` in a call, of ``profile_target.figures``; None where none is known.
+
+    A bound from below: lists, statistics and what a second pass over rare neurons costs are left out. What the name
+    of a kernel does not tell (without gate, two products at a time) is taken as the layer with a gate, one product.
+    """
+    m, k, n, nonzeros = (float(f[key]) for key in ("m", "k", "n", "nonzeros"))
+    tokens, weight, row = ITEM * m * k, ITEM * n * k, ITEM * k
+    words = 4 * m * format.tiles(f["n"]) * format.words_per_tile(f["compression"])
+    packed = words + f["spilled_tiles"] * format.TILE * ITEM
+    fired, listed = f["fired"] * row, float(f["union_rows"])
+    entries = 4 * nonzeros
+    by_list = 2 * format.TOKEN_TILE * k * listed
+    products = max(1, getattr(spec, "products", 1))
+    projections = 2 if getattr(spec, "gated", True) else 1
+    known = {
+        "gate_pack": Work(2 * m * n * k, tokens + weight + packed),
+        "gate_pack_skinny": Work(2 * m * n * k, tokens + weight + packed),
+        "up_down": Work(0, packed + 2 * tokens + 2 * fired, 2 * nonzeros * row),
+        "up_down_skinny": Work(0, packed + 2 * tokens + 2 * fired),
+        "down": Work(0, packed + tokens + fired, nonzeros * row),
+        "down_skinny": Work(0, packed + tokens + fired),
+        "unpack": Work(0, packed + ITEM * m * n),
+        "reglu": Work(0, (5 if getattr(spec, "backward", False) else 3) * ITEM * m * n),
+        "compact": Work(0, packed + entries),
+        "sampled_up": Work(by_list, tokens + fired + 2 * entries, listed * row),
+        "gathered": Work(products * by_list, tokens + products * fired + entries, products * listed * row),
+        # a gradient that is rounded, and what that left
+        "sampled_grad": Work(by_list, tokens + fired + entries + (ITEM + 4) * projections * nonzeros, listed * row),
+        # of each entry values, then words of 8 and 4 bytes
+        "transpose": Work(0, entries + (ITEM + 4) * projections * nonzeros + 12 * nonzeros),
+        "weight_grad": Work(
+            (projections + 1) * 2 * format.NEURON_TILE * k * f["token_rows"],
+            2 * tokens + (projections + 1) * weight + 12 * nonzeros,
+            2.0 * f["token_rows"] * row,
+        ),
+    }
+    return known.get(op)
+
+
+# The table
+
+
+@dataclass
+class Row:
+    """A kernel. Milliseconds, percent, bytes; None is what was not measured."""
+
+    kernel: str
+    launches: int
+    ms: float | None
+    tensor: float | None
+    l2: float | None
+    dram: float | None
+    issue: float | None
+    registers: float | None
+    shared_bytes: float | None
+    achieved: float | None
+    theoretical: float | None
+    stalls: dict[str, float]
+    floor_ms: float | None = None
+    floor_share: float | None = None
+    bound: str = ""
+    red: str = ""
+
+
+def median(values: Iterable[float | None]) -> float | None:
+    present = [value for value in values if value is not None]
+    return statistics.median(present) if present else None
+
+
+def summarize(launches: Sequence[Launch], figures: Mapping[str, Any] | None = None) -> list[Row]:
+    """A row for each kernel, in the order of their first launches, with floors where ``figures`` tell."""
+    kernels: dict[str, list[Launch]] = {}
+    for launch in launches:
+        kernels.setdefault(launch.kernel, []).append(launch)
+    rows = {kernel: _row(parse_name(kernel).label, of_one) for kernel, of_one in kernels.items()}
+    if figures is not None:
+        operators: dict[tuple[str, Any], list[Row]] = {}
+        for kernel, row in rows.items():
+            name = parse_name(kernel)
+            operators.setdefault((name.op, name.spec), []).append(row)
+        for (op, spec), parts in operators.items():
+            needed = work(op, spec, figures)
+            times = [row.ms for row in parts if row.ms is not None]
+            # variants that look alike are not parts of one
+            if needed is None or not times or len({row.kernel for row in parts}) < len(parts):
+                continue
+            longest = max((row for row in parts if row.ms is not None), key=lambda row: row.ms or 0.0)
+            longest.floor_ms, longest.bound = needed.floor(figures["ceilings"])
+            longest.floor_share = longest.floor_ms / sum(times)
+    return list(rows.values())
+
+
+def _row(label: str, launches: Sequence[Launch]) -> Row:
+    found = {column: median(launch.find(column) for launch in launches) for column in METRICS}
+    shared = [found[part] for part in ("static", "dynamic", "driver")]
+    states = [launch.stalls() for launch in launches]
+    stalls = {
+        state: median(each.get(state) for each in states) or 0.0 for state in {s for each in states for s in each}
+    }
+    whole = sum(stalls.values())
+    return Row(
+        label,
+        len(launches),
+        found["time"],
+        *(found[column] for column in ("tensor", "l2", "dram", "issue", "registers")),
+        sum(part for part in shared if part is not None) if any(part is not None for part in shared) else None,
+        found["achieved"],
+        found["theoretical"],
+        {state: 100 * value / whole for state, value in sorted(stalls.items(), key=lambda s: -s[1]) if whole},
+    )
+
+
+def _shown(value: float | None, form: str = ".0f", scale: float = 1.0) -> str:
+    return "-" if value is None else f"{value * scale:{form}}"
+
+
+def _stalls(row: Row) -> str:
+    waiting = [(state, share) for state, share in row.stalls.items() if state != SELECTED]
+    return ", ".join(f"{state} {share:.0f}" for state, share in waiting[:STALLS_SHOWN]) or "-"
+
+
+COLUMNS = [
+    report.Column("kernel", lambda row: row.kernel, left=True),
+    report.Column("launches", lambda row: str(row.launches)),
+    report.Column("us", lambda row: _shown(row.ms, ".1f", 1e3)),
+    report.Column("floor", lambda row: "-" if row.floor_ms is None else f"{row.floor_ms * 1e3:.1f} {row.bound}"),
+    report.Column("share", lambda row: _shown(row.floor_share, ".0%")),
+    report.Column("tensor", lambda row: _shown(row.tensor)),
+    report.Column("L2", lambda row: _shown(row.l2)),
+    report.Column("DRAM", lambda row: _shown(row.dram)),
+    report.Column("issue", lambda row: _shown(row.issue)),
+    report.Column("stalls (%)", _stalls, left=True),
+    report.Column("regs", lambda row: _shown(row.registers)),
+    report.Column("smem kB", lambda row: _shown(row.shared_bytes, ".1f", 1e-3)),
+    report.Column("warps", lambda row: f"{_shown(row.achieved)}/{_shown(row.theoretical)}"),
+]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, metavar="FILE.csv", help="what ncu printed")
+    parser.add_argument("--floor", type=Path, metavar="FIGURES.json", help="what profile_target.py --figures wrote")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows, as twell bench does")
+    arguments = parser.parse_args(argv)
+    try:
+        figures = None if arguments.floor is None else json.loads(arguments.floor.read_text())
+        with arguments.file.open(newline="") as lines:
+            rows = summarize(read(lines), figures)
+    except (OSError, ValueError) as error:
+        print(f"summarize: error: {arguments.file}: {error}", file=sys.stderr)
+        return 2
+    if not rows:
+        print(f"summarize: error: {arguments.file}: no kernel was profiled", file=sys.stderr)
+        return 2
+    report.print_table(COLUMNS, rows)
+    if figures is not None:
+        sizes = ", ".join(f"{name} {figures[name]}" for name in ("workload", "m", "k", "n", "dtype", "compression"))
+        print(f"{sizes}: {figures['nonzeros'] / figures['m']:.1f} non-zeros a token")
+        rates = figures["ceilings"]
+        flops, memory, l2 = (rates[name] / 1e12 for name in ("flops", "memory", "l2"))
+        print(f"floors at {flops:.0f} TFLOP/s, {memory:.2f} TB/s of memory and {l2:.2f} TB/s of L2")
+        print(figures["machine"])
+    if arguments.json:
+        machine = "" if figures is None else figures["machine"]
+        report.write_json(arguments.json, rows, machine=machine, arguments=arguments, figures=figures)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

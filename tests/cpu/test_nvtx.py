@@ -1,0 +1,420 @@
+"""Ranges that TWELL_NVTX=1 marks, as a recorder in nvtx's place sees them; what torch's profiler shows."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import timeit
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import twell
+from twell import _nvtx, functional, ops, testing
+from twell.ops import _library
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Recorder:
+    """What a domain of nvtx is called with; ``events`` are (depth, name, category, payload)."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[int, str, str, dict[str, Any]]] = []
+        self.depth = 0
+        self.made = 0
+
+    def get_event_attributes(self, message: str, category: str, payload: Any) -> tuple[str, str, dict[str, Any]]:
+        self.made += 1
+        values = {} if payload is None else dict(zip(payload.dtype.names, payload.item()))
+        return message, category, values
+
+    def push_range(self, attributes: tuple[str, str, dict[str, Any]]) -> None:
+        self.events.append((self.depth, *attributes))
+        self.depth += 1
+
+    def pop_range(self) -> None:
+        self.depth -= 1
+
+
+def load(monkeypatch: pytest.MonkeyPatch, package: ModuleType | None, version: str = "0.2.17") -> ModuleType:
+    """A second copy of ``twell._nvtx``, imported with TWELL_NVTX=1 where ``package`` is nvtx."""
+    monkeypatch.setenv("TWELL_NVTX", "1")
+    monkeypatch.setitem(sys.modules, "nvtx", package)
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    spec = importlib.util.spec_from_file_location("copy_of_nvtx", _nvtx.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def package(domain: Recorder) -> ModuleType:
+    module = ModuleType("nvtx")
+    module.get_domain = {"twell": domain}.__getitem__  # type: ignore[attr-defined]
+    return module
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> ModuleType:
+    return load(monkeypatch, package(recorder))
+
+
+class TestOff:
+    pytestmark = pytest.mark.skipif(_nvtx.ON, reason="TWELL_NVTX=1")
+
+    def test_functions_are_what_they_were(self) -> None:
+        def function() -> None: ...
+
+        assert _nvtx.marked(lambda: _nvtx.range("x"))(function) is function
+        for marked in (_library.launch, functional._gated, functional._plain):
+            assert not hasattr(marked, "__wrapped__")
+
+    def test_ranges_are_one_object_and_cost_nothing_to_speak_of(self) -> None:
+        assert _nvtx.range("a", category="b", m=1) is _nvtx.range("c")
+
+        def inside() -> None:
+            with _nvtx.range("a", m=1):
+                pass
+
+        # 0.3 us on an idle core; the best of many on a busy one
+        assert min(timeit.repeat(inside, number=1000, repeat=20)) / 1000 < 3e-6
+
+    def test_nothing_is_imported(self) -> None:
+        code = "import sys, twell; assert 'nvtx' not in sys.modules"
+        subprocess.run([sys.executable, "-c", code], check=True, env=environment(TWELL_NVTX="0"))
+
+
+class TestRange:
+    def test_payload_and_category(self, on: ModuleType, recorder: Recorder) -> None:
+        with on.range("a", category=on.BACKWARD, m=3, share=0.5, dtype=torch.bfloat16, strategy="row", absent=None):
+            pass
+        payload = {"m": 3, "share": 0.5, "dtype": "bfloat16", "strategy": "row"}
+        assert recorder.events == [(0, "a", "backward", payload)]
+        assert recorder.depth == 0
+
+    def test_category_is_inherited(self, on: ModuleType, recorder: Recorder) -> None:
+        with on.range("a", category=on.FORWARD):
+            with on.range("b"):
+                with on.range("c", category=on.BACKWARD):
+                    pass
+            with on.range("d"):
+                pass
+        with on.range("e"):
+            pass
+        assert [event[:3] for event in recorder.events] == [
+            (0, "a", "training forward"),
+            (1, "b", "training forward"),
+            (2, "c", "backward"),
+            (1, "d", "training forward"),
+            (0, "e", "inference"),
+        ]
+
+    def test_none_inside_its_own_name(self, on: ModuleType, recorder: Recorder) -> None:
+        with on.range("a"), on.range("a", m=1), on.range("b"), on.range("a"):
+            pass
+        assert [event[:2] for event in recorder.events] == [(0, "a"), (1, "b"), (2, "a")]
+        assert recorder.depth == 0
+
+    def test_ends_with_an_error(self, on: ModuleType, recorder: Recorder) -> None:
+        with pytest.raises(ZeroDivisionError), on.range("a"), on.range("b"):
+            raise ZeroDivisionError
+        with on.range("b"):
+            pass
+        assert [event[:2] for event in recorder.events] == [(0, "a"), (1, "b"), (0, "b")]
+        assert recorder.depth == 0
+
+    def test_threads_have_their_own(self, on: ModuleType, recorder: Recorder) -> None:
+        def other() -> None:
+            with on.range("a"):
+                pass
+
+        with on.range("a", category=on.BACKWARD):
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+        assert [event[1:3] for event in recorder.events] == [("a", "backward"), ("a", "inference")]
+
+    def test_attributes_are_made_once(self, on: ModuleType, recorder: Recorder) -> None:
+        for m in (1, 2, 1, 2):
+            with on.range("a", m=m):
+                pass
+        assert (len(recorder.events), recorder.made) == (4, 2)
+
+    def test_decorated(self, on: ModuleType, recorder: Recorder) -> None:
+        @on.marked(lambda a, b: on.range("sum", m=a, n=b))
+        def add(a: int, b: int) -> int:
+            """Adds."""
+            return a + b
+
+        assert add(1, b=2) == 3
+        assert (add.__name__, add.__doc__) == ("add", "Adds.")
+        assert recorder.events == [(0, "sum", "inference", {"m": 1, "n": 2})]
+
+
+class TestSizes:
+    def test_from_what_there_is(self) -> None:
+        x, weight, words, spill = (torch.empty(s, dtype=torch.half) for s in ((2, 3, 8), (16, 8), (6, 32), (6, 256)))
+        dtype = torch.half
+        assert _nvtx.sizes({"x": x, "w_gate": weight}) == {"m": 6, "k": 8, "n": 16, "dtype": dtype}
+        assert _nvtx.sizes({"x": x, "w_up": None, "w_down": weight})["n"] == 16
+        packed = {"words": words.int(), "spill": spill, "n": 10, "compression": 4}
+        assert _nvtx.sizes(packed) == {"m": 6, "n": 10, "dtype": dtype, "compression": 4}
+        assert _nvtx.sizes({"gate": x, "up": x}) == {"m": 6, "n": 8, "dtype": dtype}
+        assert _nvtx.sizes({}) == {}
+
+    def test_any_shape(self) -> None:
+        """An operator says what is wrong, or nothing is."""
+        scalar, vector = torch.empty(()), torch.empty(3)
+        assert _nvtx.sizes({"gate": scalar}) == {"m": 1, "dtype": torch.float32}
+        assert _nvtx.sizes({"x": vector, "w_gate": vector}) == {"m": 1, "dtype": torch.float32}
+
+
+class TestWithoutPackage:
+    @pytest.mark.parametrize(
+        ("installed", "version", "reason"),
+        [(False, "", "import of nvtx halted; None in sys.modules"), (True, "0.2.13", "got nvtx 0.2.13")],
+    )
+    def test_one_warning_and_nothing_marked(
+        self,
+        installed: bool,
+        version: str,
+        reason: str,
+        monkeypatch: pytest.MonkeyPatch,
+        recorder: Recorder,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        logger = logging.getLogger("twell")
+        monkeypatch.setattr(logger, "propagate", True)
+        with caplog.at_level(logging.WARNING, "twell"):
+            copies = [load(monkeypatch, package(recorder) if installed else None, version) for _ in range(2)]
+        assert [record.getMessage() for record in caplog.records] == [
+            'TWELL_NVTX=1 marks nothing: it needs nvtx 0.2.14 or newer and numpy, pip install "twell[bench]" '
+            f"({reason})"
+        ]
+        for module in copies:
+            assert not module.ON
+            with module.range("a"):
+                pass
+        assert recorder.events == []
+
+    def test_newer_versions_are_taken(self, monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> None:
+        for version in ("0.2.14", "0.2.17rc1", "0.3", "1.0"):
+            assert load(monkeypatch, package(recorder), version).ON
+
+
+# The recorder as a package, for an interpreter that has all of twell import it.
+PACKAGE = f"""
+from __future__ import annotations
+from typing import Any
+
+{inspect.getsource(Recorder)}
+
+domain = Recorder()
+
+def get_domain(name):
+    assert name == "twell"
+    return domain
+"""
+
+CALLS = """
+import contextlib, json, nvtx, torch, twell
+from twell import ops, testing
+from twell.ops import _library
+from twell._runtime import resolve, specs
+
+problem = testing.integer_problem(16, 8, 264)
+leaves = problem.map(lambda t: t.clone().requires_grad_())
+found = {}
+
+@contextlib.contextmanager
+def noted(name):
+    del nvtx.domain.events[:]
+    yield
+    found[name] = list(nvtx.domain.events)
+    assert nvtx.domain.depth == 0, name
+
+def gated(p, **options):
+    return twell.sparse_gated_ffn(p.x, p.w_gate, p.w_up, p.w_down.t(), **options)
+
+def plain(p, **options):
+    return twell.sparse_ffn(p.x, p.w_gate, p.w_down.t(), **options)
+
+for strategy in ("row", "union", "dense"):
+    with noted("gated " + strategy):
+        gated(problem, strategy=strategy, compression=4)
+    with noted("plain " + strategy):
+        plain(problem, strategy=strategy)
+with noted("train"):
+    y = gated(leaves, strategy="union")
+    y.sum().backward()
+with noted("train plain"):
+    plain(leaves, strategy="row").sum().backward()
+with noted("mains"):
+    mains = [torch.zeros(t.shape) for t in (leaves.w_gate, leaves.w_up, leaves.w_down.t())]
+    gated(leaves, strategy="union", main_grads=mains).sum().backward()
+with noted("reglu"):
+    ops.reglu_backward(problem.x, problem.x, ops.reglu(problem.x, problem.x))
+with noted("unpack"):
+    twell.pack(problem.x, problem.w_gate).unpack()
+with noted("refused"), contextlib.suppress(NotImplementedError):
+    ops.gate_pack(leaves.x, leaves.w_gate, None, 8)
+
+# tracing marks nothing; what runs afterwards are the operators
+compiled = torch.compile(gated, fullgraph=True, backend="eager")
+with noted("compiled"):
+    assert torch.equal(compiled(problem, strategy="row"), gated(problem, strategy="row"))
+step = torch.compile(gated, fullgraph=True, backend="aot_eager")
+with noted("compiled step"):
+    step(leaves, strategy="union").sum().backward()
+
+# a launch, without a GPU
+_library.require_sm90 = lambda index: None
+torch.cuda.current_device = lambda: 0
+resolve.resolve = lambda spec: lambda *arguments: None
+with noted("launch"):
+    with twell._nvtx.range("up_down"):
+        _library.launch(specs.UpDownSpec("bfloat16", 2048, False))
+        _library.launch(specs.UpDownSkinnySpec("bfloat16", 2048, 8, False))
+print(json.dumps(found))
+"""
+
+
+def environment(**variables: str) -> dict[str, str]:
+    paths = os.pathsep.join((str(ROOT / "python"), str(ROOT)))
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **variables}
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int, str, str, dict[str, Any]]]]:
+    """The events of many calls, by call."""
+    folder = tmp_path_factory.mktemp("recording")
+    (folder / "nvtx.py").write_text(PACKAGE)
+    information = folder / "nvtx-0.2.17.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: nvtx\nVersion: 0.2.17\n")
+    variables = environment(TWELL_NVTX="1")
+    variables["PYTHONPATH"] = os.pathsep.join((str(folder), variables["PYTHONPATH"]))
+    command = [sys.executable, "-c", CALLS]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return {call: [tuple(e) for e in events] for call, events in json.loads(done.stdout.splitlines()[-1]).items()}  # type: ignore[misc]
+
+
+class TestWholePackage:
+    SIZES = {"m": 16, "k": 8, "n": 264, "dtype": "bfloat16"}  # noqa: RUF012
+
+    def names(self, events: list[tuple[int, str, str, dict[str, Any]]]) -> list[tuple[int, str]]:
+        return [event[:2] for event in events]
+
+    @pytest.mark.parametrize(
+        ("call", "inside"),
+        [
+            ("gated row", ["gate_pack", "up_down"]),
+            ("gated union", ["gate_pack", "up_down_union"]),
+            ("gated dense", []),
+            ("plain row", ["gate_pack", "down"]),
+            ("plain union", ["gate_pack", "up_down_union"]),
+            ("plain dense", []),
+        ],
+    )
+    def test_inference(self, marked: Any, call: str, inside: list[str]) -> None:
+        events = marked[call]
+        function = "sparse_gated_ffn" if call.startswith("gated") else "sparse_ffn"
+        # the CPU's operators call each other
+        assert self.names([e for e in events if e[0] < 2]) == [(0, function), *((1, op) for op in inside)]
+        assert {event[2] for event in events} == {"inference"}
+        strategy = call.split()[1]
+        assert events[0][3] == {**self.SIZES, "strategy": strategy}
+        compression = 4 if call.startswith("gated") else 8
+        for _, op, _, payload in events[1:]:
+            if op != "unpack":
+                assert payload == {**self.SIZES, "compression": compression}
+
+    @pytest.mark.parametrize(
+        ("call", "function", "backward"),
+        [
+            ("train", "sparse_gated_ffn", "hybrid_backward"),
+            ("train plain", "sparse_ffn", "hybrid_backward"),
+            ("mains", "sparse_gated_ffn", "hybrid_backward_accumulate"),
+        ],
+    )
+    def test_training(self, marked: Any, call: str, function: str, backward: str) -> None:
+        assert [event[:3] for event in marked[call]] == [
+            (0, function, "training forward"),
+            (1, "hybrid_forward", "training forward"),
+            (0, f"{function}.backward", "backward"),
+            (1, backward, "backward"),
+        ]
+        assert marked[call][2][3] == {"m": 16}
+        assert marked[call][3][3] == self.SIZES
+
+    def test_other_operators(self, marked: Any) -> None:
+        assert [event[1:3] for event in marked["reglu"]] == [("reglu", "inference"), ("reglu_backward", "backward")]
+        assert marked["reglu"][0][3] == {"m": 16, "n": 8, "dtype": "bfloat16"}
+        assert [event[1] for event in marked["unpack"]] == ["gate_pack", "unpack"]
+        assert marked["unpack"][1][3] == {"m": 16, "n": 264, "dtype": "bfloat16", "compression": 8}
+
+    def test_kernels(self, marked: Any) -> None:
+        """The one named as its operator has no range; the one for few tokens has."""
+        assert self.names(marked["launch"]) == [(0, "up_down"), (1, "up_down_skinny")]
+        assert marked["launch"][1][3] == {"kernel": "up_down_skinny_bf16_k2048_x8"}
+
+    def test_an_error_leaves_no_range_open(self, marked: Any) -> None:
+        assert self.names(marked["refused"]) == [(0, "gate_pack")]
+
+    def test_compiled(self, marked: Any) -> None:
+        """The compiled call has its operators, the one beside it the function too."""
+        names = [event[1] for event in marked["compiled"] if event[1] != "unpack"]
+        assert names == ["gate_pack", "up_down", "sparse_gated_ffn", "gate_pack", "up_down"]
+        assert [event[1] for event in marked["compiled step"]] == ["hybrid_forward", "hybrid_backward"]
+
+
+def test_a_real_nvtx_takes_it() -> None:
+    """No tool listens, but all calls are made."""
+    pytest.importorskip("nvtx")
+    code = "import twell; from twell import _nvtx\nassert _nvtx.ON\nwith _nvtx.range('a', m=1, dtype='x'): pass"
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment(TWELL_NVTX="1"))
+
+
+class TestTorchProfiler:
+    def test_operators_have_names_and_shapes(self) -> None:
+        problem = testing.integer_problem(16, 8, 264)
+        leaves = problem.map(lambda t: t.clone().requires_grad_())
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+            for strategy in ("row", "union"):
+                twell.sparse_gated_ffn(
+                    problem.x, problem.w_gate, problem.w_up, problem.w_down.t(), strategy=strategy, compression=4
+                )
+            twell.sparse_gated_ffn(
+                leaves.x, leaves.w_gate, leaves.w_up, leaves.w_down.t(), strategy="row"
+            ).sum().backward()
+            ops.reglu(problem.x, problem.x)
+        shapes = {event.name: event.input_shapes for event in profile.events() if event.name.startswith("twell::")}
+        assert set(shapes) == {
+            *("twell::gate_pack", "twell::up_down", "twell::up_down_union", "twell::unpack"),
+            *("twell::hybrid_forward", "twell::hybrid_backward", "twell::reglu"),
+        }
+        assert shapes["twell::gate_pack"][:2] == [[16, 8], [264, 8]]
+        words, spill = [16, 2 * 64], [16, 512]
+        assert shapes["twell::up_down"][:5] == [[16, 8], words, spill, [264, 8], [264, 8]]
+        assert shapes["twell::up_down_union"][:5] == [[16, 8], words, spill, [264, 8], [264, 8]]
+        assert shapes["twell::hybrid_forward"][:4] == [[16, 8], [264, 8], [264, 8], [264, 8]]
+        assert shapes["twell::hybrid_backward"][0] == [16, 8]
+        assert shapes["twell::reglu"] == [[16, 8], [16, 8]]
