@@ -1,0 +1,349 @@
+"""profiling/sweep.py: what it asks of bench, what its files hold, going on, budgets, Ctrl-C and red rows."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MACHINE = "NVIDIA H200 (made up); SM {} MHz now, 1980 most; torch 2.11.0; kernels 0123456789ab; commit {}"
+
+
+@pytest.fixture
+def sweep(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(root / "profiling"))
+    import sweep
+
+    # where files go by default
+    monkeypatch.setattr(sweep, "RESULTS", tmp_path / "default")
+    return sweep
+
+
+class Bench:
+    """Stands in for twell bench: writes rows for what it is asked. ``before(self, calls so far)`` may interfere."""
+
+    def __init__(self, before: Callable[[Bench, int], None] = lambda bench, count: None) -> None:
+        self.calls: list[list[str]] = []
+        self.before = before
+        self.red: set[str] = set()
+        self.silent: set[str] = set()
+        self.machine = MACHINE.format(1500, "abc")
+        self.status = 0
+
+    def __call__(self, argv: Sequence[str]) -> int:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("op")
+        parser.add_argument("--workload", nargs="+")
+        parser.add_argument("-m", nargs="+", type=int)
+        parser.add_argument("--m-decode", nargs="+", type=int)
+        parser.add_argument("--strategy")
+        parser.add_argument("--json", type=Path)
+        asked, _ = parser.parse_known_args(argv)
+        self.calls.append(list(argv))
+        rows: list[dict[str, Any]] = []
+        try:
+            self.before(self, len(self.calls))
+            for workload in asked.workload:
+                if workload in self.silent:
+                    continue
+                name = f"real{workload.rpartition('/')[2]}" if workload.startswith("real:") else workload
+                for m in asked.m_decode or asked.m:
+                    known = {"workload": name, "tokens": m, "nnz": 1.0, "ms": 1.0, "red": "", "strategy": ""}
+                    rows.append(known | {"variant": "dense eager", "requested": ""})
+                    for strategy in asked.strategy.split(","):
+                        red = "wrong" if workload in self.red else ""
+                        found = {"variant": asked.op, "requested": strategy, "strategy": strategy, "speedup_dense": 2.0}
+                        rows.append(known | found | {"red": red, "ms": None if red else 1.0})
+        finally:
+            data = {"machine": self.machine, "ceilings": {"tflops": 780.0}, "rows": rows}
+            asked.json.write_text(json.dumps(data))
+        return self.status or int(any(row["red"] for row in rows))
+
+
+def run(sweep: Any, bench: Any, *words: object) -> int:
+    status: int = sweep.main([str(word) for word in words], bench)
+    return status
+
+
+def read(folder: Path, name: str = "memory") -> Any:
+    return json.loads((folder / f"h200_sweep_{name}.json").read_text())
+
+
+def test_every_sweep_asks_for_its_points(sweep: Any, root: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps({"non_zeros": [67.5, 11.0, 0.0]}))
+    bench = Bench()
+    words = ("--out", tmp_path, "--model", model, "--budget-s", 1e6)
+    assert run(sweep, bench, *sweep.SWEEPS, *words) == 0
+    for name in sweep.SWEEPS:
+        data = read(tmp_path, name)
+        assert data["complete"]
+        assert data["sweep"] == name
+        assert data["machine"] == bench.machine
+        assert data["ceilings"] == {"tflops": 780.0}
+        assert data["arguments"] == {"bench": ["--seconds", "0.3", "--compile", "default"]}
+        assert {row["point"] for row in data["rows"]} == set(data["points"])
+    rows = read(tmp_path, "nnz")["rows"]
+    assert {row["pattern"] for row in rows} == {"uniform", "topic"}
+    assert {row["requested"] for row in rows if row["variant"] == "ffn"} == {"row", "union", "auto", "dense"}
+    counts = {row["workload"].split(",")[0] for row in rows if row["variant"] == "ffn"}
+    assert counts == {f"nnz={nnz}" for nnz in (1, 2, 4, 8, 16, 29, 64, 128, 256, 512, 911, 2816, 5632)}
+    tokens = {(row["variant"], row["tokens"]) for row in read(tmp_path, "m")["rows"]}
+    assert {m for op, m in tokens if op == "decode"} == {1, 4, 16, 64, 128, 256}
+    assert max(m for op, m in tokens if op == "ffn") == 131072
+    # a layer that never fires is left out
+    layers = read(tmp_path, "layers")["rows"]
+    assert {(row["layer"], row["workload"].split(",")[0]) for row in layers} == {(0, "nnz=67.5"), (1, "nnz=11")}
+    assert all("--kernels" in call for call in bench.calls[-2:])
+
+
+def test_calls_are_cut_and_cover_each_point_once(sweep: Any) -> None:
+    arguments = sweep.parse(["nnz", "m"])
+    for name in ("nnz", "m"):
+        points = list(sweep.SWEEPS[name](arguments))
+        for longest in (1.0, 10.0, 40.0, 1e9):
+            missing, seen = points, []
+            while missing:
+                call = sweep.next_call(missing, longest)
+                # bench measures each workload with each number of tokens
+                product = {(point.workload, point.m) for point in call.points}
+                assert len(product) == len({w for w, _ in product}) * len({m for _, m in product}) == len(call.points)
+                assert len(call.points) == 1 or sum(point.seconds for point in call.points) <= longest
+                seen += call.points
+                missing = [point for point in missing if point not in call.points]
+            assert sorted(point.key for point in seen) == sorted(point.key for point in points)
+
+
+def test_it_goes_on_where_it_stopped(sweep: Any, tmp_path: Path) -> None:
+    words = ("memory", "-n", 64, "--out", tmp_path)
+    first = Bench()
+    # the first call fits, the second would begin too late
+    first.before = lambda bench, count: setattr(sweep.time, "monotonic", lambda: 1e9)
+    original = sweep.time.monotonic
+    try:
+        assert run(sweep, first, *words, "--budget-s", 60) == 0
+    finally:
+        sweep.time.monotonic = original
+    assert len(first.calls) == 1
+    before = read(tmp_path)
+    assert not before["complete"]
+    assert {row["variant"] for row in before["rows"]} == {"dense eager", "train"}
+    second = Bench()
+    second.machine = MACHINE.format(1700, "def")
+    assert run(sweep, second, *words, "--budget-s", 60) == 0
+    assert [call[0] for call in second.calls] == ["ffn"]
+    after = read(tmp_path)
+    assert after["complete"]
+    assert after["machine"] == before["machine"]
+    assert after["rows"][: len(before["rows"])] == before["rows"]
+    third = Bench()
+    assert run(sweep, third, *words) == 0
+    assert third.calls == []
+
+
+def test_a_budget_too_small_for_any_call(sweep: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = Bench()
+    assert run(sweep, bench, "memory", "--out", tmp_path, "--budget-s", 3) == 0
+    assert bench.calls == []
+    assert not list(tmp_path.iterdir())
+    assert "points are missing" in capsys.readouterr().err
+
+
+def test_ctrl_c_keeps_what_was_measured(sweep: Any, tmp_path: Path) -> None:
+    def stop(bench: Bench, count: int) -> None:
+        if count == 2:
+            raise KeyboardInterrupt
+
+    words = ("memory", "-n", 64, "--out", tmp_path)
+    assert run(sweep, Bench(stop), *words) == 130
+    assert {row["variant"] for row in read(tmp_path)["rows"]} == {"dense eager", "train"}
+
+    # bench itself writes what it has, and returns 130
+    def half(bench: Bench, count: int) -> None:
+        bench.silent, bench.status = {w for w in bench.calls[-1] if w.startswith("nnz=64")}, 130
+
+    assert run(sweep, Bench(half), *words) == 130
+    points = read(tmp_path)["points"]
+    assert sum(key.startswith("ffn") for key in points) == 3
+    last = Bench()
+    assert run(sweep, last, *words) == 0
+    assert [word for word in last.calls[0] if word.startswith("nnz=")] == ["nnz=64,skew=1,tokens=0.5,topic=0.5"]
+    assert read(tmp_path)["complete"]
+
+
+def test_red_rows_are_told_and_measured_again(sweep: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("memory", "-n", 64, "--out", tmp_path)
+    bench = Bench()
+    bench.red = {"nnz=8,skew=1,tokens=0.5,topic=0.5"}
+    assert run(sweep, bench, *words) == 1
+    assert "RED wrong" in capsys.readouterr().out
+    assert read(tmp_path)["complete"]
+    again = Bench()
+    assert run(sweep, again, *words) == 0
+    assert [[word for word in call if word.startswith("nnz=")] for call in again.calls] == [[*bench.red]] * 2
+    rows = read(tmp_path)["rows"]
+    assert len(rows) == 16
+    assert not any(row["red"] for row in rows)
+
+
+@pytest.mark.parametrize("way", ["raises", "says nothing", "leaves one out"])
+def test_a_call_that_fails_costs_only_its_points(
+    sweep: Any, tmp_path: Path, way: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(bench: Bench, count: int) -> None:
+        first = {word for word in bench.calls[-1] if word.startswith("nnz=1,")}
+        bench.status, bench.silent = 0, first if way == "leaves one out" and count == 1 else set()
+        if count == 1 and way == "raises":
+            raise RuntimeError("out of memory")
+        if count == 1 and way == "says nothing":
+            bench.silent, bench.status = set(bench.calls[-1]), 2
+
+    assert run(sweep, Bench(fail), "memory", "-n", 64, "--out", tmp_path) == 1
+    data = read(tmp_path)
+    reds = {row["point"] for row in data["rows"] if row["red"]}
+    assert all(point.startswith("train") for point in reds)
+    assert len(reds) == (1 if way == "leaves one out" else 4)
+    assert ("out of memory" in capsys.readouterr().out) == (way == "raises")
+
+
+def test_recorded_layers(sweep: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "somewhere" / "recorded"
+    folder.mkdir(parents=True)
+    for name in ("layer3.npz", "layer12.npz", "layers.npz", "notes.txt"):
+        (folder / name).touch()
+    bench = Bench()
+    assert run(sweep, bench, "layers", "--real", folder, "--out", tmp_path) == 0
+    assert bench.calls[0][:4] == ["ffn", "--workload", f"real:{folder}/3", f"real:{folder}/12"]
+    data = read(tmp_path, "layers")
+    assert {(row["workload"], row["layer"]) for row in data["rows"]} == {("real3", 3), ("real12", 12)}
+    assert {row["source"] for row in data["rows"]} == {"layers recorded in recorded"}
+    # paths are the machine's own
+    assert str(tmp_path) not in json.dumps(data)
+
+
+def test_layers_of_several_models_of_one_file(sweep: Any, tmp_path: Path) -> None:
+    models = [{"config": "0.5B", "non_zeros": [5.0]}, {"config": "2B", "non_zeros": [7.0, 9.0]}]
+    (tmp_path / "models.json").write_text(json.dumps({"models": models}))
+    assert run(sweep, Bench(), "layers", "--model", tmp_path / "models.json", "--out", tmp_path) == 0
+    rows = [row for row in read(tmp_path, "layers")["rows"] if row["variant"] == "ffn"]
+    assert [(row["source"].split()[-1], row["layer"]) for row in rows] == [("0.5B", 0), ("2B", 0), ("2B", 1)]
+
+
+def test_layers_of_an_analysis(sweep: Any, tmp_path: Path) -> None:
+    path = tmp_path / "opt.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["layer", "name", "k", "n", "mean"])
+        writer.writeheader()
+        for layer, mean in ((0, 40.25), (1, 7.5), (2, 7.5)):
+            writer.writerow({"layer": layer, "name": f"layers.{layer}", "k": 64, "n": 256, "mean": mean})
+    bench = Bench()
+    assert run(sweep, bench, "layers", "--analyze", path, "--out", tmp_path) == 0
+    assert all(call[call.index("-k") + 1] == "64" and call[call.index("-n") + 1] == "256" for call in bench.calls)
+    rows = read(tmp_path, "layers")["rows"]
+    # two layers that are alike are measured once and shown twice
+    assert sum(word.startswith("nnz=7.5") for word in bench.calls[0]) in (1, 2)
+    assert [row["layer"] for row in rows if row["variant"] == "ffn"] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("layers",), "got none of them"),
+        (("nnz", "layers", "--real", "."), "--real takes a folder of recorded layers"),
+        (("layers", "--model", "none.json"), "--model takes JSON"),
+        (("layers", "--model", "broken.json"), "--model takes JSON"),
+        (("layers", "--analyze", "broken.json"), "--analyze takes the CSV"),
+        (("layers", "--model", "a/model.json", "b/model.json"), "twice"),
+        (("memory", "--out", "other"), "expected 'memory'"),
+        (("memory", "--out", "broken"), "is no file of a sweep"),
+    ],
+)
+def test_requests_that_make_no_sense(
+    sweep: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "b", "other", "broken"):
+        Path(folder).mkdir()
+        Path(folder, "model.json").write_text('{"non_zeros": [1.0]}')
+    Path("broken.json").write_text("layer,mean\n0,much\n")
+    arguments = {"bench": ["--seconds", "0.3", "--compile", "default"]}
+    Path("other/h200_sweep_memory.json").write_text(
+        json.dumps({"sweep": "nnz", "points": {}, "rows": [], "arguments": arguments})
+    )
+    Path("broken/h200_sweep_memory.json").write_text("[1]")
+    bench = Bench()
+    assert run(sweep, bench, *words) == 2
+    assert said in capsys.readouterr().err
+    assert bench.calls == []
+
+
+def test_other_settings_or_machines_are_not_mixed(
+    sweep: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("memory", "-n", 64, "--out", tmp_path)
+    assert run(sweep, Bench(), *words) == 0
+    before = read(tmp_path)
+    assert run(sweep, Bench(), *words, "--seconds", 1) == 2
+    assert "name another --out" in capsys.readouterr().err
+    other = Bench()
+    other.machine = other.machine.replace("H200", "H100")
+    assert run(sweep, other, "memory", "-n", 128, "--out", tmp_path) == 2
+    assert "another machine" in capsys.readouterr().err
+    assert read(tmp_path) == before
+
+
+@pytest.mark.parametrize("words", [("pie",), (), ("nnz", "--budget-s", "0"), ("nnz", "-k", "-1"), ("nnz", "--m", "x")])
+def test_bad_arguments(sweep: Any, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run(sweep, Bench(), *words)
+    assert stopped.value.code == 2
+
+
+def test_what_bench_does_not_take_is_told(sweep: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(argv: Sequence[str]) -> int:
+        raise SystemExit(2)
+
+    assert run(sweep, refuse, "memory", "--out", tmp_path, "--bench", "--no-such") == 2
+    assert "--no-such" in capsys.readouterr().err
+
+
+def test_a_dry_run_lists_calls_and_seconds(sweep: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = Bench()
+    assert run(sweep, bench, "nnz", "m", "--dry-run", "--out", tmp_path, "--compile", "none") == 0
+    assert bench.calls == []
+    lines = capsys.readouterr().out.splitlines()
+    assert "the 38 points of nnz" in "".join(lines)
+    assert sum("twell bench" in line for line in lines) == len(lines) - 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_bench_itself_on_the_cpu(
+    sweep: Any, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The flags are those of twell bench, and charts can be drawn of what comes out."""
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps({"non_zeros": [6.0, 2.0, 4.0]}))
+    size = ("-m", 64, "-k", 32, "-n", 64, "--seconds", 0.001, "--compile", "none")
+    words = ("layers", "kernels", "--model", model, *size, "--out", tmp_path, "--bench", "--device", "cpu")
+    # of the workloads by name those that so few neurons allow
+    monkeypatch.setattr(sweep, "NAMED", ("uniform29",))
+    assert sweep.main([str(word) for word in words]) == 0, capsys.readouterr()
+    rows = read(tmp_path, "layers")["rows"]
+    assert sorted({row["layer"] for row in rows}) == [0, 1, 2]
+    assert {row["variant"] for row in rows} == {"dense eager", "dense eager train", "gate GEMM", "ffn", "train"}
+    pytest.importorskip("matplotlib")
+    import charts
+
+    results = charts.Results(tmp_path)
+    assert [point["layer"] for point in charts.layers(results).data["points"]["train"]] == [0, 1, 2]
+    assert set(charts.kernels(results).data) == {"ffn", "train"}
