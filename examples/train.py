@@ -9,6 +9,7 @@ The same command again resumes where the last one stopped. The model is written 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import shutil
 import signal
@@ -28,6 +29,10 @@ import twell
 from twell import recipe
 
 
+class LostLoss(RequestError):
+    """The loss is no number any more."""
+
+
 class Training:
     """A model, its optimizer and its place in the text: what a step changes, and what a checkpoint keeps."""
 
@@ -41,11 +46,14 @@ class Training:
         self.dtype = getattr(torch, choice.dtype)
         self.shape = model.Shape(choice.layers, choice.hidden, choice.intermediate, choice.heads, choice.vocab)
         strategy = "dense" if choice.ffn == "dense" else choice.strategy
-        self.model = model.build(self.shape, choice.sequence, tokens.end, strategy, here.device, choice.seed)
-        # the hooks of both have to be there before anything is compiled
-        if choice.l1:
+        self.model = model.build(
+            self.shape, choice.sequence, tokens.end, strategy, here.device, choice.seed, choice.activation
+        )
+        self.tracker: recipe.SparsityTracker | None = None
+        if model.is_sparse(self.model):
+            # the hooks of both have to be there before anything is compiled
             recipe.record_aux(self.model)
-        self.tracker = recipe.SparsityTracker(self.model, every=choice.observe_every)
+            self.tracker = recipe.SparsityTracker(self.model, every=choice.observe_every)
         compiled = compiles(choice, here)
         model.prepare(self.model, self.dtype, compiled, choice.checkpoint_activations)
         self.module = parallel.spread(self.model, here, self.dtype)
@@ -70,16 +78,17 @@ class Training:
         for i in range(self.accumulation):
             parallel.reduce_gradients(self.module, here, now=i == self.accumulation - 1)
             inputs, targets = self.read(self.text, first + i * here.readers * choice.micro_batch)
-            with self.tracker.watch(self.done):
+            with self.watching(self.done):
                 loss = cross_entropy = self.forward(inputs, targets)
-            if choice.l1:
+            if self.tracker is not None:
+                # whatever the coefficient: what layers record has to be read
                 loss = cross_entropy + self.coefficient(self.done) * recipe.l1_term(self.model)
             (loss / self.accumulation).backward()
             self.sums += torch.stack((loss, cross_entropy)).detach() / self.accumulation
         self.norm = parallel.clip(self.parameters, choice.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if choice.reinitialize:
+        if self.tracker is not None and choice.reinitialize:
             dead = self.tracker.dead()
             recipe.reinitialize_dead(self.model, dead, choice.reinitialize, step=self.done, seed=choice.seed)
         self.done += 1
@@ -96,6 +105,10 @@ class Training:
     def coefficient(self, step: int) -> float:
         """What the L1 term is multiplied by in ``step``."""
         return float(self.choice.l1 * recipe.l1_warmup(step, self.choice.l1_warmup))
+
+    def watching(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """What to run a forward pass of ``step`` in, for its sparsity to be counted."""
+        return contextlib.nullcontext() if self.tracker is None else self.tracker.watch(step)
 
     def read(self, text: Sequences, row: int) -> tuple[Tensor, Tensor]:
         """A micro-batch from ``row`` on, and for each token the one that follows: int64 [sequences, tokens]."""
@@ -130,12 +143,13 @@ class Training:
     def losses(self, steps: int) -> tuple[float, float]:
         """The mean loss and cross-entropy of the last ``steps`` steps, over all ranks; they begin anew.
 
-        Waits for the device. RequestError if they are no numbers any more.
+        Waits for the device. LostLoss if they, or the last step's gradient, are no numbers any more.
         """
         loss, cross_entropy = self.here.mean(self.sums / steps).tolist()
         self.sums.zero_()
-        if not math.isfinite(loss):
-            raise RequestError(f"the loss became {loss} by step {self.done}: try a lower --lr or a longer --warmup")
+        for what, value in (("loss", loss), ("gradient", float(self.norm))):
+            if not math.isfinite(value):
+                raise LostLoss(f"the {what} became {value} by step {self.done}: try a lower --lr or a longer --warmup")
         return loss, cross_entropy
 
     def identity(self) -> dict[str, Any]:
@@ -144,7 +158,7 @@ class Training:
 
     def save(self) -> Path:
         about = {"row": self.row, "epoch": self.row // len(self.text), "identity": self.identity()}
-        state = {"tracker": self.tracker.state_dict()}
+        state = {} if self.tracker is None else {"tracker": self.tracker.state_dict()}
         folder = self.choice.out / "checkpoints"
         return checkpoint.save(folder, self.done, self.model, self.optimizer, state, about, self.here, self.choice.keep)
 
@@ -159,7 +173,8 @@ class Training:
                 f"--resume: {path} is of a run that differs in {changes}; repeat its options, or begin another --out"
             )
         state = checkpoint.load(path, self.model, self.optimizer, self.here)
-        self.tracker.load_state_dict(state["tracker"])
+        if self.tracker is not None:
+            self.tracker.load_state_dict(state["tracker"])
         self.done, self.row = about["step"], about["row"]
         if self.here.size != about["ranks"]:
             self.here.say(
@@ -173,7 +188,7 @@ class Training:
         if self.here.first:
             partial = final.with_suffix(".tmp")
             shutil.rmtree(partial, ignore_errors=True)
-            model.export(weights, self.shape, self.choice.sequence, self.tokens, partial)
+            model.export(weights, self.shape, self.choice.sequence, self.tokens, partial, self.choice.activation)
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
         self.here.barrier()
@@ -220,17 +235,14 @@ class Stop:
 
 def train(choice: argparse.Namespace, here: parallel.World) -> int:
     """Train, save and export; the exit status."""
+    with checkpoint.alone(choice.out, here):
+        return _train(choice, here)
+
+
+def _train(choice: argparse.Namespace, here: parallel.World) -> int:
     began = time.perf_counter()
-    source = Source(
-        text=tuple(choice.text),
-        dataset=choice.dataset,
-        column=choice.column,
-        suffixes=tuple(choice.suffix),
-        max_bytes=choice.max_bytes,
-        without=(choice.out, choice.cache),
-    )
-    tokens = prepare(source, choice.cache, choice.vocab, choice.held_out, here.first, here.say)
-    path = checkpoint.choose(choice.out / "checkpoints", choice.resume)
+    tokens = prepare(source(choice), choice.cache, choice.vocab, choice.held_out, here.first, here.say)
+    path = checkpoint.choose(choice.out / "checkpoints", choice.resume, check=here.first)
     run = Training(choice, tokens, here)
     if path is not None:
         run.resume(path)
@@ -259,8 +271,21 @@ def train(choice: argparse.Namespace, here: parallel.World) -> int:
                 return 128 + (stop.signal or signal.SIGTERM)
     if choice.ffn == "sparse" and here.device.type == "cuda":
         here.say(f"\n{twell.explain(run.model)}\n")
-    here.say(f"wrote {run.export()}; {log.speed():,.0f} tokens/s in the second half of the run")
+    speed = f"; {log.speed():,.0f} tokens/s in the second half of the run" if log.speeds else ""
+    here.say(f"wrote {run.export()}{speed}")
     return 0
+
+
+def source(choice: argparse.Namespace) -> Source:
+    """The text that the options name."""
+    return Source(
+        text=tuple(choice.text),
+        dataset=choice.dataset,
+        column=choice.column,
+        suffixes=tuple(choice.suffix),
+        max_bytes=choice.max_bytes,
+        without=(choice.out, choice.cache),
+    )
 
 
 def due(step: int, every: int, last: bool = False) -> bool:
@@ -275,9 +300,11 @@ class Log:
         self.since, self.speeds = run.done, list[float]()
         path, step = self.choice.out / "metrics.jsonl", run.done if resumed else None
         self.metrics = report.Metrics(path if self.here.first else None, step)
-        self.layers = recipe.StatsWriter(
-            path.with_name("sparsity.csv"), resume_step=step, tensorboard=self.choice.tensorboard
-        )
+        self.layers: recipe.StatsWriter | None = None
+        if run.tracker is not None:
+            self.layers = recipe.StatsWriter(
+                path.with_name("sparsity.csv"), resume_step=step, tensorboard=self.choice.tensorboard
+            )
         about = {"machine": report.machine(self.here.device), "ranks": self.here.size, "parameters": run.size}
         self.metrics.write(step=run.done, **about, options=vars(self.choice))
         self.clock = report.Clock(self.here.device)
@@ -287,11 +314,13 @@ class Log:
         run, steps = self.run, self.run.done - self.since
         loss, cross_entropy = run.losses(steps)
         seconds = self.clock.lap()
-        stats = run.tracker.read()
         self.since = run.done
         self.speeds.append(steps * self.choice.tokens_per_step / seconds)
-        self.layers.write(run.done, stats)
-        means = stats.summary()
+        means: dict[str, float] = {}
+        if run.tracker is not None and self.layers is not None:
+            stats = run.tracker.read()
+            self.layers.write(run.done, stats)
+            means = stats.summary()
         record = {
             "step": run.done,
             "loss": loss,
@@ -299,15 +328,18 @@ class Log:
             "gradient": float(run.norm),
             "lr": run.optimizer.param_groups[0]["lr"],
             "l1": self.choice.l1 and run.coefficient(run.done - 1),
-            "non_zeros": means["l0"],
+            "non_zeros": means.get("l0"),
             "dead": means.get("dead"),
             "tokens_per_s": self.speeds[-1],
             "peak_bytes": report.peak_bytes(self.here.device),
         }
         self.metrics.write(**record)
+        sparsity = "l1 {l1:.2e}  non-zeros {non_zeros:7.1f}  ".format(**record) if means else ""
         self.here.say(
-            "step {step:6d}  loss {loss:7.4f}  ce {ce:7.4f}  lr {lr:.2e}  l1 {l1:.2e}  non-zeros {non_zeros:7.1f}  "
-            "{tokens_per_s:9,.0f} tokens/s  {gib:6.2f} GiB".format(**record, gib=record["peak_bytes"] / (1 << 30))
+            "step {step:6d}  loss {loss:7.4f}  ce {ce:7.4f}  lr {lr:.2e}  {sparsity}"
+            "{tokens_per_s:9,.0f} tokens/s  {gib:6.2f} GiB".format(
+                **record, sparsity=sparsity, gib=record["peak_bytes"] / (1 << 30)
+            )
         )
 
     def evaluation(self) -> None:
@@ -318,7 +350,7 @@ class Log:
 
     def speed(self) -> float:
         """Tokens a second in the second half of the intervals, the median."""
-        return statistics.median(self.speeds[len(self.speeds) // 2 :]) if self.speeds else 0.0
+        return statistics.median(self.speeds[len(self.speeds) // 2 :])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -329,6 +361,10 @@ def main(arguments: list[str] | None = None) -> int:
             return train(choice, here)
     except (RequestError, ImportError) as error:
         print(f"train.py: error: {error}", file=sys.stderr)
+        return 2
+    except torch.OutOfMemoryError as error:
+        advice = "a smaller --micro-batch, --checkpoint-activations and --parallel fsdp take less memory"
+        print(f"train.py: error: out of memory: {advice}. {error}", file=sys.stderr)
         return 2
 
 

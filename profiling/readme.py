@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import _quality
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
 LAYERS = ("real3", "topic29", "skew29", "uniform29", "real6", "topic128", "dense911")
@@ -175,6 +177,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "sparser model": lambda: model("h200_model_sparser"),
     "sparser model machine": lambda: model_machine("h200_model_sparser"),
     "training run": training_run,
+    "quality": lambda: _quality.table(result("h200_quality")),
+    "quality layers": lambda: _quality.layers(result("h200_quality")),
+    "quality notes": lambda: _quality.notes(result("h200_quality")),
 }
 PLACE = re.compile(r"(<!-- table: ([^\n]*?) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 

@@ -1,7 +1,8 @@
 """Checkpoints that are whole or absent, and that a run resumes from as if it had never stopped.
 
 A step's folder is written under another name, forced to disk, given a manifest that lists its files, and renamed. What
-was killed on the way has the wrong name, or a manifest that does not match, and is never read.
+was killed on the way has the wrong name, or a manifest that does not match, and is never read. What was damaged later
+is told by checksums, as the run begins.
 
 Kept are weights, moments and steps of the optimizer, the place in the text, random states, and which neurons were dead
 when last observed. Left out is what "auto" measured: layers choose their strategies anew within a few steps. On the CPU
@@ -10,11 +11,15 @@ a resumed run has the same bits; on a GPU sums in no fixed order and other strat
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
 import shutil
 import warnings
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +40,29 @@ MANIFEST = "manifest.json"
 
 # what is said of a single process, which is meant to have no process group
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+@contextlib.contextmanager
+def alone(out: Path, here: World) -> Iterator[None]:
+    """Keep other runs out of the folder ``out``. The system gives the lock back however the process ends.
+
+    RequestError if another run, or what a killed torchrun left behind, still writes there.
+    """
+    if out.exists() and not out.is_dir():
+        raise RequestError(f"--out: expected a folder, got the file {str(out)!r}")
+    if not here.first:
+        yield
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / ".lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RequestError(f"--out: expected a folder of this run alone, got {str(out)!r}: another runs") from None
+        except OSError:
+            # some file systems have no locks
+            pass
+        yield
 
 
 def save(
@@ -83,9 +111,18 @@ def _complete(partial: Path, about: dict[str, Any]) -> None:
     for name in files:
         _to_disk(partial / name)
     manifest = partial / MANIFEST
-    manifest.write_text(json.dumps({**about, "files": files}, indent=1))
+    checksums = {name: _checksum(partial / name) for name in files}
+    manifest.write_text(json.dumps({**about, "files": files, "checksums": checksums}, indent=1))
     _to_disk(manifest)
     _to_disk(partial)
+
+
+def _checksum(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while piece := file.read(16 << 20):
+            value = zlib.crc32(piece, value)
+    return value
 
 
 def _to_disk(path: Path) -> None:
@@ -112,11 +149,17 @@ def manifest(path: Path) -> dict[str, Any] | None:
     return about if whole else None
 
 
-def choose(folder: Path, resume: str) -> Path | None:
+def damaged(path: Path) -> list[str]:
+    """The files of a complete checkpoint that are not as they were written."""
+    checksums = (manifest(path) or {}).get("checksums", {})
+    return [name for name, checksum in checksums.items() if _checksum(path / name) != checksum]
+
+
+def choose(folder: Path, resume: str, check: bool = True) -> Path | None:
     """The checkpoint that ``resume`` ("auto", "never" or a path) means, None for none.
 
     RequestError where it cannot be read, and where ``folder`` has later ones, which the run would come to mix with its
-    own.
+    own. ``check``: read all of it, for damage; of several ranks one is enough.
     """
     known = complete(folder)
     path = None if resume == "never" else Path(resume)
@@ -129,6 +172,11 @@ def choose(folder: Path, resume: str) -> Path | None:
         raise RequestError(
             f"--resume: expected no checkpoints after {path.name if path else 'the beginning'}, got {_names(later)}; "
             "remove them, or choose another --out"
+        )
+    if check and path is not None and (files := damaged(path)):
+        raise RequestError(
+            f"--resume: {path} is damaged: expected other bytes in {', '.join(files)}; remove it to go on from what is "
+            f"left of {_names(known)}"
         )
     return path
 

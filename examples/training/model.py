@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from twell.integrations.transformers import SparseLlamaConfig, SparseLlamaForCausalLM
@@ -58,9 +58,14 @@ def causal_attention(
 AttentionInterface.register("causal", causal_attention)
 
 
-def configuration(shape: Shape, sequence: int, end: int) -> Any:
-    """What Transformers makes the model from and saves with it; ``end`` is the end-of-document token."""
-    return SparseLlamaConfig(
+def configuration(shape: Shape, sequence: int, end: int, activation: str = "relu") -> Any:
+    """What Transformers makes the model from and saves with it; ``end`` is the end-of-document token.
+
+    ``activation`` "relu" means the sparse model, "silu" a stock Llama.
+    """
+    kind = SparseLlamaConfig if activation == "relu" else LlamaConfig
+    return kind(
+        hidden_act=activation,
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -74,16 +79,28 @@ def configuration(shape: Shape, sequence: int, end: int) -> Any:
     )
 
 
-def build(shape: Shape, sequence: int, end: int, strategy: str, device: torch.device, seed: int) -> Any:
-    """A float32 model with fresh weights: the same ones for each ``seed``, whatever the strategy."""
-    config = configuration(shape, sequence, end)
+def build(
+    shape: Shape, sequence: int, end: int, strategy: str, device: torch.device, seed: int, activation: str = "relu"
+) -> Any:
+    """A float32 model with fresh weights: the same ones for each ``seed``, whatever the strategy and the activation."""
+    config = configuration(shape, sequence, end, activation)
     config._attn_implementation = "causal"
     torch.manual_seed(seed)
     with torch.device(device):
-        model = SparseLlamaForCausalLM(config)
-    for layer in model.model.layers:
-        layer.mlp.strategy = strategy
+        model = _class(activation)(config)
+    if is_sparse(model):
+        for layer in model.model.layers:
+            layer.mlp.strategy = strategy
     return model.train()
+
+
+def _class(activation: str) -> Any:
+    return SparseLlamaForCausalLM if activation == "relu" else LlamaForCausalLM
+
+
+def is_sparse(model: Any) -> bool:
+    """Whether the FFNs are twell's, rather than those of a stock Llama."""
+    return isinstance(model, SparseLlamaForCausalLM)
 
 
 def prepare(model: Any, dtype: torch.dtype, compiled: bool, checkpointed: bool) -> None:
@@ -96,7 +113,7 @@ def prepare(model: Any, dtype: torch.dtype, compiled: bool, checkpointed: bool) 
     around = torch.compile(_around_ffn) if compiled else _around_ffn
     for layer in model.model.layers:
         forward: Any
-        if layer.mlp.strategy != "dense":
+        if getattr(layer.mlp, "strategy", "dense") != "dense":
             forward = partial(_with_ffn_apart, layer, around, dtype)
         else:
             forward = torch.compile(layer.forward) if compiled else layer.forward
@@ -121,10 +138,12 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 
-def export(weights: dict[str, Tensor], shape: Shape, sequence: int, tokens: Tokens, folder: Path) -> None:
+def export(
+    weights: dict[str, Tensor], shape: Shape, sequence: int, tokens: Tokens, folder: Path, activation: str = "relu"
+) -> None:
     """Write ``weights`` and the tokenizer as a folder that ``from_pretrained`` of Transformers loads."""
     with torch.device("meta"):
-        model = SparseLlamaForCausalLM(configuration(shape, sequence, tokens.end))
+        model = _class(activation)(configuration(shape, sequence, tokens.end, activation))
     model.load_state_dict(weights, assign=True)
     model.tie_weights()
     logging.disable_progress_bar()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from .model import SHAPES
@@ -11,7 +12,8 @@ DTYPES = ("float32", "bfloat16")
 # What a resumed run must share with the one it goes on with, to go on as if that had never stopped. The others may
 # change: they decide where, how fast and in which order of summation the same is computed.
 IDENTITY = (
-    *("layers", "hidden", "intermediate", "heads", "vocab", "sequence", "dtype", "seed", "steps", "tokens_per_step"),
+    *("layers", "hidden", "intermediate", "heads", "vocab", "activation", "sequence", "dtype", "seed"),
+    *("steps", "tokens_per_step"),
     *("lr", "min_lr", "warmup", "weight_decay", "clip", "l1", "l1_warmup", "reinitialize", "observe_every"),
 )
 
@@ -32,6 +34,12 @@ def parse(description: str, arguments: list[str] | None) -> argparse.Namespace:
         "--ffn", choices=["sparse", "dense"], default="sparse", help="dense: the same function, compiled"
     )
     group.add_argument("--strategy", choices=["auto", "row", "union"], default="auto", help="of sparse FFNs")
+    group.add_argument(
+        "--activation",
+        choices=["relu", "silu"],
+        default="relu",
+        help="silu: a stock Llama to compare with, which has no zeros; needs --ffn dense",
+    )
 
     group = parser.add_argument_group("data")
     group.add_argument("--text", type=Path, nargs="+", default=[], metavar="PATH", help="folders of text, or files")
@@ -47,15 +55,15 @@ def parse(description: str, arguments: list[str] | None) -> argparse.Namespace:
     group.add_argument("--steps", type=positive, default=1000, metavar="N", help="default 1000")
     group.add_argument("--tokens-per-step", type=positive, default=1 << 20, metavar="N", help="default 1048576")
     group.add_argument("--micro-batch", type=positive, default=8, metavar="N", help="sequences at a time (default 8)")
-    group.add_argument("--lr", type=float, default=1e-3, metavar="RATE", help="of AdamW, the highest (default 1e-3)")
-    group.add_argument("--min-lr", type=float, metavar="RATE", help="where the cosine ends (default: a tenth of --lr)")
+    group.add_argument("--lr", type=rate, default=1e-3, metavar="RATE", help="of AdamW, the highest (default 1e-3)")
+    group.add_argument("--min-lr", type=rate, metavar="RATE", help="where the cosine ends (default: a tenth of --lr)")
     group.add_argument("--warmup", type=natural, metavar="STEPS", help="of the rate (default: a twentieth of --steps)")
-    group.add_argument("--weight-decay", type=float, default=0.1, metavar="RATE", help="of matrices (default 0.1)")
-    group.add_argument("--clip", type=float, default=1.0, metavar="NORM", help="of the gradient (default 1)")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and order (default 0)")
+    group.add_argument("--weight-decay", type=rate, default=0.1, metavar="RATE", help="of matrices (default 0.1)")
+    group.add_argument("--clip", type=rate, default=1.0, metavar="NORM", help="of the gradient (default 1; 0: never)")
+    group.add_argument("--seed", type=natural, default=0, metavar="N", help="of weights and order (default 0)")
 
     group = parser.add_argument_group("sparsity")
-    group.add_argument("--l1", type=float, default=2e-5, metavar="RATE", help="coefficient of L1 (default 2e-5)")
+    group.add_argument("--l1", type=rate, metavar="RATE", help="coefficient of L1 (default 2e-5; of SiLU 0)")
     group.add_argument("--l1-warmup", type=natural, metavar="STEPS", help="of the coefficient (default: as --warmup)")
     group.add_argument(
         "--reinitialize",
@@ -71,8 +79,14 @@ def parse(description: str, arguments: list[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("machine")
     group.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
     group.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of products; weights are kept in float32")
-    group.add_argument("--parallel", choices=["ddp", "fsdp", "tp"], help="under torchrun (default ddp)")
-    group.add_argument("--compile", action=argparse.BooleanOptionalAction, help="with torch.compile (default: on cuda)")
+    group.add_argument(
+        "--parallel", choices=["ddp", "fsdp", "tp"], help="under torchrun (default ddp); tp is never compiled"
+    )
+    group.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="with torch.compile (default: on cuda, except --parallel tp, whose DTensors it cannot trace)",
+    )
     group.add_argument("--checkpoint-activations", action="store_true", help="compute them twice to save memory")
 
     group = parser.add_argument_group("output")
@@ -97,6 +111,14 @@ def parse(description: str, arguments: list[str] | None) -> argparse.Namespace:
     if not 0 <= options.reinitialize <= 1:
         parser.error(f"--reinitialize: expected a share between 0 and 1, got {options.reinitialize}")
     return with_defaults(options, parser)
+
+
+def rate(text: str) -> float:
+    """A finite number of at least 0."""
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of 0 or more, got {text}")
+    return number
 
 
 def natural(text: str, least: int = 0) -> int:
@@ -130,6 +152,20 @@ def with_defaults(options: argparse.Namespace, parser: argparse.ArgumentParser) 
             )
     if options.vocab < 257:
         parser.error(f"--vocab: expected 257 or more, the bytes and the end of a document, got {options.vocab}")
+    if options.l1 is None:
+        options.l1 = 2e-5 if options.activation == "relu" else 0.0
+    if options.activation == "silu":
+        expected = {"ffn": "dense", "l1": 0, "reinitialize": 0}
+        for name, value in expected.items():
+            if (got := getattr(options, name)) != value:
+                why = "--activation silu, which sets nothing to zero"
+                parser.error(f"--{name}: expected {value} with {why}, got {got}")
+        if options.parallel == "tp":
+            parser.error("--parallel: expected ddp or fsdp with --activation silu, got tp, which divides sparse FFNs")
+    if options.min_lr is not None and options.min_lr > options.lr:
+        parser.error(f"--min-lr: expected at most --lr {options.lr:g}, got {options.min_lr:g}")
+    if options.reinitialize and not options.observe_every:
+        parser.error("--reinitialize: expected --observe-every of 1 or more, which finds dead neurons, got 0")
     if options.min_lr is None:
         options.min_lr = options.lr / 10
     if options.warmup is None:

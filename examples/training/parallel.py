@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from twell.distributed import tensor_parallel_plan
 from twell.nn import set_down_layout
 
 from . import RequestError
+from .model import is_sparse
 
 
 @dataclass(frozen=True)
@@ -96,14 +98,18 @@ def spread(model: Any, here: World, dtype: torch.dtype) -> Any:
     if here.mode == "fsdp":
         mesh = init_device_mesh(here.device.type, (here.size,))
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        # shards are cut out of contiguous parameters
-        set_down_layout(model, "linear")
+        if is_sparse(model):
+            # shards are cut out of contiguous parameters
+            set_down_layout(model, "linear")
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         return fully_shard(model, mesh=mesh, mp_policy=policy)
     if here.mode == "tp":
         mesh = init_device_mesh(here.device.type, (here.size,))
-        return parallelize_module(model, mesh, tensor_parallel_plan(model))
+        try:
+            return parallelize_module(model, mesh, tensor_parallel_plan(model))
+        except ValueError as error:
+            raise RequestError(f"--parallel tp: {error}") from error
     return model
 
 
@@ -116,6 +122,6 @@ def reduce_gradients(module: Any, here: World, now: bool) -> None:
 
 
 def clip(parameters: list[nn.Parameter], limit: float) -> Tensor:
-    """Scale gradients down to a total norm of at most ``limit``; that norm before."""
-    norm = nn.utils.clip_grad_norm_(parameters, limit)
+    """Scale gradients down to a total norm of at most ``limit``, unless that is 0; that norm before."""
+    norm = nn.utils.clip_grad_norm_(parameters, limit or math.inf)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

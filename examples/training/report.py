@@ -28,7 +28,9 @@ class Metrics:
         elif path.exists():
             # what came after the checkpoint comes again
             kept = [line for line in path.read_text().splitlines() if _step(line) <= resume_step]
-            path.write_text("".join(line + "\n" for line in kept))
+            partial = path.with_suffix(".tmp")
+            partial.write_text("".join(line + "\n" for line in kept))
+            partial.replace(path)
 
     def write(self, **record: Any) -> None:
         if self.path is not None:

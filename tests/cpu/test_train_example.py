@@ -25,7 +25,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import train  # noqa: E402
-from training import RequestError, checkpoint, data, model, options, parallel  # noqa: E402
+from training import RequestError, checkpoint, data, model, options, parallel, report  # noqa: E402
 from training.data import Sequences, Source  # noqa: E402
 
 SMALL = (
@@ -319,6 +319,88 @@ def test_export_has_the_logits_of_the_model(run: Callable[..., int], tmp_path: P
     torch.testing.assert_close(loaded, trained, rtol=1e-5, atol=1e-5)
 
 
+def test_silu_is_a_stock_llama(run: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
+    silu = ["--activation", "silu", "--ffn", "dense", "--steps", 10, "--lr", 0.01, "--checkpoint-every", 5]
+    assert run(*silu, out="whole") == 0
+    assert "non-zeros" not in capsys.readouterr().out
+    lines = [line for line in records(tmp_path / "whole") if "ce" in line]
+    assert lines[-1]["ce"] < lines[0]["ce"] - 0.3
+    assert {(line["l1"], line["non_zeros"], line["dead"]) for line in lines} == {(0.0, None, None)}
+    assert all(line["loss"] == line["ce"] for line in lines)
+    assert not (tmp_path / "whole" / "sparsity.csv").exists()
+
+    # with the weights that ReLU begins with
+    ends = json.loads((tmp_path / "whole" / "final" / "config.json").read_text())["eos_token_id"]
+    shape = model.Shape(2, 32, 64, 2, 300)
+    both = [model.build(shape, 32, ends, "dense", torch.device("cpu"), 0, kind) for kind in ("relu", "silu")]
+    first, second = (each.state_dict() for each in both)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+    shutil.copytree(tmp_path / "whole", tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "checkpoints" / "step-00000010")
+    assert run(*silu) == 0
+    assert "resumed from" in capsys.readouterr().out
+    assert same(tmp_path / "out", tmp_path / "whole")
+    assert run("--steps", 10, "--lr", 0.01, "--ffn", "dense", "--l1", 0) == 2
+    assert "activation (silu there, relu here)" in capsys.readouterr().err
+
+
+def test_silu_is_saved_as_a_stock_llama(run: Callable[..., int], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+    assert run("--activation", "silu", "--ffn", "dense", "--steps", 2) == 0
+    folder = tmp_path / "out" / "final"
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["model_type"], config["architectures"], config["hidden_act"]) == (
+        "llama",
+        ["LlamaForCausalLM"],
+        "silu",
+    )
+    assert not [key for key in config if key.startswith("sparsity")]
+    loaded, about = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert type(loaded) is LlamaForCausalLM
+    assert not any(about[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert loaded.generate(torch.arange(5)[None] + 200, max_new_tokens=2, do_sample=False).shape == (1, 7)
+
+
+def test_a_seed_decides_weights_and_order(run: Callable[..., int], tmp_path: Path) -> None:
+    for out, seed in (("a", 0), ("b", 0), ("c", 1)):
+        # of another random state each
+        torch.rand(ord(out))
+        assert run("--steps", 2, "--seed", seed, out=out) == 0
+    assert same(tmp_path / "a", tmp_path / "b")
+    assert not same(tmp_path / "a", tmp_path / "c")
+
+
+def test_without_l1_its_term_changes_nothing(run: Callable[..., int], tmp_path: Path) -> None:
+    assert run("--steps", 4, "--l1", 0) == 0
+    lines = [line for line in records(tmp_path / "out") if "ce" in line]
+    assert all(line["loss"] == line["ce"] for line in lines)
+    assert {line["l1"] for line in lines} == {0}
+
+
+@pytest.mark.parametrize(("clip", "same_weights"), [(0, True), (1e-3, False)])
+def test_gradients_are_clipped_unless_told_not_to(
+    run: Callable[..., int], tmp_path: Path, clip: float, same_weights: bool
+) -> None:
+    # no gradient is as large as this
+    assert run("--steps", 3, "--clip", 1e9, out="never") == 0
+    assert run("--steps", 3, "--clip", clip) == 0
+    assert same(tmp_path / "never", tmp_path / "out") == same_weights
+
+
+def test_out_of_memory_is_said_with_advice(run: Callable[..., int], monkeypatch: Any, capsys: Any) -> None:
+    def step(_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(train.Training, "step", step)
+    assert run("--steps", 1) == 2
+    message = capsys.readouterr().err
+    assert "a smaller --micro-batch" in message
+    assert "Tried to allocate 2.00 GiB" in message
+
+
 def test_dense_and_sparse_begin_alike_and_learn_alike(run: Callable[..., int], tmp_path: Path) -> None:
     for ffn in ("sparse", "dense"):
         assert run("--steps", 10, "--lr", 0.01, "--ffn", ffn, out=ffn) == 0
@@ -473,6 +555,50 @@ def test_damaged_checkpoints_are_not_read(run: Callable[..., int], tmp_path: Pat
     assert all(torch.equal(final[name], value) for name, value in weights(out).items())
 
 
+def test_checkpoints_of_other_bytes_are_not_read(run: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
+    assert run("--steps", 2, "--checkpoint-every", 1) == 0
+    folder = tmp_path / "out" / "checkpoints" / "step-00000002"
+    (part,) = folder.glob("*.distcp")
+    whole = part.read_bytes()
+    part.write_bytes(whole[:9000] + bytes(64) + whole[9064:])
+    assert part.read_bytes() != whole
+    assert run("--steps", 2) == 2
+    assert f"{folder} is damaged: expected other bytes in {part.name}; remove it" in capsys.readouterr().err
+    shutil.rmtree(folder)
+    assert run("--steps", 2, "--checkpoint-every", 1) == 0
+    assert (folder / part.name).stat().st_size == len(whole)
+
+
+def test_two_runs_do_not_share_a_folder(run: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
+    here = parallel.World(0, 1, "", torch.device("cpu"))
+    with checkpoint.alone(tmp_path / "out", here):
+        assert run("--steps", 1) == 2
+        assert "expected a folder of this run alone" in capsys.readouterr().err
+    assert run("--steps", 1) == 0
+
+
+def test_metrics_survive_a_kill_as_the_run_goes_on(tmp_path: Path, monkeypatch: Any) -> None:
+    path = tmp_path / "metrics.jsonl"
+    text = "".join(f'{{"step": {i}}}\n' for i in range(4))
+    path.write_text(text)
+    monkeypatch.setattr(Path, "replace", lambda *_: sys.exit(9))
+    with pytest.raises(SystemExit):
+        report.Metrics(path, 2)
+    assert path.read_text() == text
+    monkeypatch.undo()
+    report.Metrics(path, 2)
+    assert path.read_text() == text[: text.index('{"step": 3')]
+
+
+def test_a_clip_of_0_is_none() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([3.0, 4.0])
+    assert parallel.clip([weight], 0.0) == 5
+    assert weight.grad.tolist() == [3, 4]
+    assert parallel.clip([weight], 1.0) == 5
+    assert weight.grad.norm() == pytest.approx(1)
+
+
 def test_resume_says_what_differs(run: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
     assert run("--steps", 2) == 0
     capsys.readouterr()
@@ -509,6 +635,22 @@ def test_a_lost_loss_ends_the_run_before_it_is_saved(run: Callable[..., int], tm
     assert steps(tmp_path / "out") == []
 
 
+def test_a_lost_gradient_ends_the_run_before_it_is_saved(
+    run: Callable[..., int], tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    clip = parallel.clip
+
+    def lost(parameters: list[Any], limit: float) -> torch.Tensor:
+        if steps(tmp_path / "out") == [1]:
+            parameters[0].grad[0, 0] = float("nan")
+        return clip(parameters, limit)
+
+    monkeypatch.setattr(parallel, "clip", lost)
+    assert run("--steps", 4, "--checkpoint-every", 1) == 2
+    assert "the gradient became nan by step 2" in capsys.readouterr().err
+    assert steps(tmp_path / "out") == [1]
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -521,6 +663,17 @@ def test_a_lost_loss_ends_the_run_before_it_is_saved(run: Callable[..., int], tm
         (["--max-bytes", "lots"], "--max-bytes"),
         (["--steps", "0"], "expected 1 or more, got 0"),
         (["--warmup", "-1"], "expected 0 or more, got -1"),
+        (["--l1=-0.1"], "expected a number of 0 or more, got -0.1"),
+        (["--lr", "nan"], "expected a number of 0 or more, got nan"),
+        (["--clip", "inf"], "expected a number of 0 or more, got inf"),
+        (["--seed", "-1"], "expected 0 or more, got -1"),
+        (["--min-lr", "1"], "--min-lr: expected at most --lr 0.001, got 1"),
+        (["--reinitialize", "0.1", "--observe-every", "0"], "--reinitialize: expected --observe-every of 1 or more"),
+        (["--activation", "silu"], "--ffn: expected dense with --activation silu, which sets nothing to zero"),
+        (["--activation", "silu", "--ffn", "dense", "--l1", "2e-5"], "--l1: expected 0 with --activation silu"),
+        (["--activation", "silu", "--ffn", "dense", "--reinitialize", "0.1"], "--reinitialize: expected 0 with"),
+        (["--activation", "silu", "--ffn", "dense", "--parallel", "tp"], "--parallel: expected ddp or fsdp with"),
+        (["--activation", "gelu"], "invalid choice: 'gelu'"),
     ],
 )
 def test_options_are_checked(tmp_path: Path, capsys: Any, more: list[str], message: str) -> None:
@@ -639,13 +792,17 @@ def train_as_rank(rank: int, port: int, command: list[str], stop: bool) -> None:
     sys.exit(train.main(command))
 
 
+def two_ranks(command: list[str], stop: bool = False) -> list[int | None]:
+    """Train in two processes; their exit codes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return others(train_as_rank, (0, port, command, stop), (1, port, command, stop))
+
+
 def test_two_ranks_are_as_one(run: Callable[..., int], text: Path, cache: Path, tmp_path: Path) -> None:
     def two(mode: str, *more: object, stop: bool = False) -> list[int | None]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        one = command(text, cache, tmp_path / mode, "--parallel", mode, *arguments, *more)
-        return others(train_as_rank, (0, port, one, stop), (1, port, one, stop))
+        return two_ranks(command(text, cache, tmp_path / mode, "--parallel", mode, *arguments, *more), stop)
 
     arguments = ["--steps", 4, "--checkpoint-every", 2, "--keep", 9, "--log-every", 1]
     assert run(*arguments, out="one") == 0
@@ -667,3 +824,23 @@ def test_two_ranks_are_as_one(run: Callable[..., int], text: Path, cache: Path, 
         saved = tmp_path / mode / "checkpoints" / "step-00000004"
         assert run(*arguments, "--resume", saved, out=f"{mode}-back") == 0
         assert same(tmp_path / mode, tmp_path / f"{mode}-back")
+
+
+def test_silu_is_sharded(run: Callable[..., int], text: Path, cache: Path, tmp_path: Path) -> None:
+    silu = ["--activation", "silu", "--ffn", "dense", "--steps", 2]
+    assert run(*silu, out="one") == 0
+    assert two_ranks(command(text, cache, tmp_path / "two", "--parallel", "fsdp", *silu)) == [0, 0]
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert one.keys() == two.keys()
+    assert all((two[name] - one[name]).norm() < 1e-6 * one[name].norm() for name in one)
+
+
+def test_what_cannot_be_divided_is_said(monkeypatch: Any) -> None:
+    def plan(_: Any) -> None:
+        raise ValueError("the number of heads of q_proj must be a multiple of the 2 ranks, got 1")
+
+    monkeypatch.setattr(parallel, "init_device_mesh", lambda *_: None)
+    monkeypatch.setattr(parallel, "tensor_parallel_plan", plan)
+    here = parallel.World(0, 2, "tp", torch.device("cpu"))
+    with pytest.raises(RequestError, match="--parallel tp: the number of heads of q_proj must be a multiple"):
+        parallel.spread(None, here, torch.float32)

@@ -1,0 +1,376 @@
+"""What profiling/quality.py found: the rows of its file, a table and a chart of them beside the paper's figures."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from _style import Theme
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import SubFigure
+
+# of arXiv 2603.23198, for 1.5 B parameters and 5,632 neurons a layer: coefficient, non-zeros, added cross-entropy
+PAPER = ((0.0, 911, 0.0), (2e-5, 29, 0.019))
+PAPER_NEURONS, PAPER_DEAD = 5632, 0.30
+TITLE = "What sparsity costs: cross-entropy on held-out text against non-zeros"
+SIZE = (8.3, 7.8)
+
+
+def short(coefficient: float) -> str:
+    """As in 2e-5."""
+    mantissa, exponent = f"{coefficient:.2e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}" if coefficient else "0"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run decides; ``ffn`` is only how the same is computed."""
+
+    coefficient: float = 0.0
+    activation: str = "relu"
+    reinitialize: float = 0.0
+    seed: int = 0
+    ffn: str = "dense"
+
+    def options(self) -> list[str]:
+        """For examples/train.py."""
+        chosen = {"l1": self.coefficient, "activation": self.activation, "reinitialize": self.reinitialize}
+        return [f"--{name}={value}" for name, value in {**chosen, "seed": self.seed, "ffn": self.ffn}.items()]
+
+    def __str__(self) -> str:
+        name = "SiLU" if self.activation == "silu" else f"L1 {short(self.coefficient)}"
+        parts = [name, f"seed {self.seed}"]
+        parts += [f"reinitialised {self.reinitialize:g}"] if self.reinitialize else []
+        return ", ".join(parts + ([f"FFN {self.ffn}"] if self.ffn != "dense" else []))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Of one layer on the held-out text: non-zeros and the sum of ``|h|``, means over tokens; neurons that never fired.
+
+    ``union``: the share of neurons that some token of 128 consecutive ones fires.
+    """
+
+    neurons: int
+    l0: float
+    l1: float
+    dead: int
+    union: float | None
+    strategy: str
+
+
+@dataclass(frozen=True)
+class Result(Run):
+    """A run and what came of it. ``red`` says why it ended early; then there are no figures.
+
+    ce, ce_error: cross-entropy on the held-out text, a mean over tokens, and its standard error. blocks: its parts,
+    each a micro-batch of sequences, which all runs have in common: the differences between two runs scatter far less.
+    l0, dead: means over the layers, of non-zeros and of the share of neurons that never fired on the held-out text;
+    None for SiLU, which has no zeros. tokens_per_s: of the second half. seconds: of all, compiling included.
+    """
+
+    ce: float | None = None
+    ce_error: float | None = None
+    l0: float | None = None
+    dead: float | None = None
+    layers: list[Layer] = field(default_factory=list)
+    blocks: list[float] = field(default_factory=list)
+    curve: list[dict[str, float | None]] = field(default_factory=list)
+    parameters: int = 0
+    tokens_per_s: float | None = None
+    peak_bytes: int = 0
+    seconds: float = 0.0
+    machine: str = ""
+    red: str = ""
+
+    @property
+    def run(self) -> Run:
+        return Run(**{each.name: getattr(self, each.name) for each in fields(Run)})
+
+
+class DataError(ValueError):
+    """A file that is not what was asked for, or lacks what shall be shown."""
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The file of a sweep. DataError if it is none."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        results(found)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"expected the results of a sweep, got {str(path)!r} ({error})") from error
+    return found
+
+
+def results(document: dict[str, Any]) -> list[Result]:
+    return [Result(**{**row, "layers": [Layer(**layer) for layer in row["layers"]]}) for row in document["rows"]]
+
+
+def standard_error(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+@dataclass(frozen=True)
+class Point:
+    """Results that differ in the seed alone, in the mean, and their cross-entropy beside that of ReLU without L1.
+
+    ``added`` is a share: the mean over seeds of the difference to the run without L1 of the same seed, which begins
+    with the same weights and reads in the same order; a seed without one is compared with seed 0. ``spread`` and
+    ``added_spread`` are standard deviations between seeds of ``ce`` and of ``added`` (None: one seed), ``added_error``
+    the part of the standard error of ``added`` that comes from the choice of the held-out text. ``layers`` are
+    non-zeros by layer; for SiLU it is empty, l0 and dead None.
+    """
+
+    coefficient: float
+    activation: str
+    reinitialize: float
+    seeds: int
+    ce: float
+    spread: float | None
+    added: float | None
+    added_spread: float | None
+    added_error: float | None
+    l0: float | None
+    dead: float | None
+    neurons: int | None
+    layers: list[float]
+
+    @property
+    def name(self) -> str:
+        if self.activation == "silu":
+            return "SiLU"
+        return "ReLU, reinitialised" if self.reinitialize else "ReLU"
+
+
+def points(document: dict[str, Any]) -> list[Point]:
+    """ReLU by coefficient, then with reinitialisation, then SiLU. Runs at fault are left out, as are sparse kernels."""
+    good = [result for result in results(document) if not result.red and result.ffn == "dense"]
+    baseline = {result.seed: result for result in good if result.run == Run(seed=result.seed)}
+    found: dict[Run, list[Result]] = {}
+    for result in sorted(good, key=lambda r: (r.activation != "relu", r.reinitialize, r.coefficient, r.seed)):
+        found.setdefault(Run(result.coefficient, result.activation, result.reinitialize), []).append(result)
+    return [_point(run, each, baseline) for run, each in found.items()]
+
+
+def _point(run: Run, alike: Sequence[Result], baseline: dict[int, Result]) -> Point:
+    ce = [result.ce or math.nan for result in alike]
+    added, errors = [], []
+    for result in alike:
+        base = baseline.get(result.seed) or baseline.get(0)
+        if base is not None and base.ce is not None:
+            shares = [(mine - theirs) / base.ce for mine, theirs in zip(result.blocks, base.blocks, strict=True)]
+            added.append(statistics.fmean(shares))
+            errors.append(standard_error(shares))
+
+    def mean(name: str) -> float | None:
+        values = [getattr(result, name) for result in alike]
+        return None if None in values else statistics.fmean(values)
+
+    return Point(
+        coefficient=run.coefficient,
+        activation=run.activation,
+        reinitialize=run.reinitialize,
+        seeds=len(alike),
+        ce=statistics.fmean(ce),
+        spread=statistics.stdev(ce) if len(ce) > 1 else None,
+        added=statistics.fmean(added) if added else None,
+        added_spread=statistics.stdev(added) if len(added) > 1 else None,
+        # all seeds read the same text: more of them do not make it more
+        added_error=statistics.fmean(errors) if errors else None,
+        l0=mean("l0"),
+        dead=mean("dead"),
+        neurons=alike[0].layers[0].neurons if alike[0].layers else None,
+        layers=[statistics.fmean(layer.l0 for layer in layers) for layers in zip(*(r.layers for r in alike))],
+    )
+
+
+def noise(found: Iterable[Point]) -> float | None:
+    """The standard deviation of ``added`` between seeds, from all points that have several; None if none has."""
+    # what is compared with itself does not differ
+    several = [(p.seeds - 1, p.added_spread) for p in found if p.added_spread is not None and not is_baseline(p)]
+    return math.sqrt(sum(n * s * s for n, s in several) / sum(n for n, _ in several)) if several else None
+
+
+def is_baseline(point: Point) -> bool:
+    return point.name == "ReLU" and point.coefficient == 0
+
+
+# Text
+
+
+def table(document: dict[str, Any]) -> str:
+    """Markdown: cross-entropy and sparsity by coefficient, the paper's below."""
+    header = ["", "L1", "seeds", "cross-entropy", "over ReLU without L1", "non-zeros", "of the neurons", "dead"]
+    rows = []
+    for point in points(document):
+        sparse = point.l0 is not None and point.neurons is not None
+        added = "" if point.added is None else f"{100 * point.added:+.2f} %"
+        rows.append(
+            [
+                point.name,
+                short(point.coefficient) if point.activation == "relu" else "",
+                str(point.seeds),
+                f"{point.ce:.4f}" + (f" ± {point.spread:.4f}" if point.spread is not None else ""),
+                added + (f" ± {100 * point.added_spread:.2f}" if point.added_spread else ""),
+                f"{point.l0:.1f}" if sparse else "all",
+                f"{100 * (point.l0 or 0) / (point.neurons or 1):.1f} %" if sparse else "100 %",
+                f"{100 * point.dead:.1f} %" if point.dead is not None else "",
+            ]
+        )
+    for coefficient, l0, more in PAPER:
+        paper = ["the paper's 1.5B", short(coefficient), "", "", f"{100 * more:+.1f} %" if more else "", str(l0)]
+        dead = f"over {100 * PAPER_DEAD:.0f} %" if coefficient else ""
+        rows.append([*paper, f"{100 * l0 / PAPER_NEURONS:.1f} %", dead])
+    return _markdown(header, rows, "lrrrrrrr")
+
+
+def layers(document: dict[str, Any]) -> str:
+    """Markdown: non-zeros by layer."""
+    sparse = [point for point in points(document) if point.layers]
+    count = max((len(point.layers) for point in sparse), default=0)
+    rows = [[point.name, short(point.coefficient), *(f"{l0:.1f}" for l0 in point.layers)] for point in sparse]
+    return _markdown(["non-zeros", "L1", *(f"layer {i}" for i in range(count))], rows, "lr" + "r" * count)
+
+
+def notes(document: dict[str, Any]) -> str:
+    """A paragraph: what was trained, how far chance goes, what sparse kernels made of it, where."""
+    arguments, found = document["arguments"], results(document)
+    size = max((result.parameters for result in found), default=0)
+    tokens = arguments["steps"] * arguments["tokens_per_step"]
+    lines = [
+        f"{size / 1e6:.1f} M parameters, {arguments['layers']} layers of {arguments['intermediate']:,} neurons, "
+        f"{tokens / 1e6:.1f} M tokens; the coefficient is that of a sum over a token's neurons. After ± stand standard "
+        "deviations between seeds."
+    ]
+    if errors := [point.added_error for point in points(document) if point.added_error]:
+        lines.append(
+            f"The choice of held-out text gives differences a standard error of up to {100 * max(errors):.2f} %."
+        )
+    dense = {result.run: result for result in found if result.ffn == "dense" and not result.red}
+    for result in found:
+        alike = dense.get(Run(**{**asdict(result.run), "ffn": "dense"}))
+        if result.red:
+            lines.append(f"{result.run}: {result.red}.")
+        elif result.ffn == "sparse" and alike is not None:
+            lines.append(
+                f"L1 {short(result.coefficient)} with sparse kernels, each layer's strategy by measurement: "
+                f"cross-entropy {result.ce:.4f} ({alike.ce:.4f} dense), {result.tokens_per_s:,.0f} tokens/s "
+                f"({alike.tokens_per_s:,.0f} dense, compiled)."
+            )
+    return " ".join([*lines, document["machine"]])
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> str:
+    rule = ["--:" if side == "r" else "---" for side in align]
+    lines = ["| " + " | ".join(cells) + " |" for cells in (header, *rows)]
+    return "\n".join([lines[0], "|" + "|".join(rule) + "|", *lines[1:]])
+
+
+# Chart
+
+
+def shown(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """What ``draw`` shows. DataError if there is nothing to compare."""
+    found = points(document)
+    relu = [point for point in found if point.name == "ReLU"]
+    if len(relu) < 2 or any(point.added is None for point in found):
+        names = [f"L1 {short(point.coefficient)}" for point in relu]
+        raise DataError(f"expected ReLU runs without L1 and with another coefficient, got {names or 'none'}")
+    return [asdict(point) for point in found]
+
+
+def draw(figure: SubFigure, theme: Theme, data: Sequence[dict[str, Any]]) -> None:
+    found = [Point(**each) for each in data]
+    top, below = figure.subfigures(2, 1, height_ratios=(1.2, 1))
+    _draw_quality(top.subplots(), theme, found)
+    left, right = below.subplots(1, 2)
+    _draw_layers(left, theme, [point for point in found if point.name == "ReLU"])
+    _draw_dead(right, theme, [point for point in found if point.activation == "relu"])
+
+
+def _kinds(theme: Theme, found: Sequence[Point]) -> Iterator[tuple[bool, str, list[Point]]]:
+    """ReLU without and with reinitialisation, where there is any: which of the two, a colour, the points."""
+    for again, colour in ((False, theme.colours[0]), (True, theme.colours[1])):
+        if chosen := [p for p in found if p.activation == "relu" and bool(p.reinitialize) == again]:
+            yield again, colour, chosen
+
+
+def _draw_quality(axes: Axes, theme: Theme, found: Sequence[Point]) -> None:
+    spread = noise(found)
+    for again, colour, chosen in _kinds(theme, found):
+        shares = [100 * (point.l0 or 0) / (point.neurons or 1) for point in chosen]
+        added = [100 * (point.added or 0) for point in chosen]
+        bars = None if spread is None else [0 if is_baseline(point) else 100 * spread for point in chosen]
+        style: dict[str, Any] = {"marker": "D", "linestyle": "none", "mfc": theme.ground} if again else {"marker": "o"}
+        name = "dead neurons reinitialised" if again else "ReLU: L1 coefficient, non-zeros"
+        axes.errorbar(shares, added, bars, color=colour, capsize=3, elinewidth=1, label=name, **style)
+        # neighbours on either side of the line
+        for i, (point, x, y) in enumerate(zip(chosen, shares, added) if not again else ()):
+            place, side = ((5, 8), "left") if i % 2 else ((-3, -15), "right")
+            text = f"{short(point.coefficient)}, {point.l0:.0f}"
+            axes.annotate(text, (x, y), place, textcoords="offset points", ha=side, fontsize=8)
+    for point in found:
+        if point.activation == "silu":
+            axes.axhline(100 * (point.added or 0), color=theme.dense, linestyle="--", linewidth=1.5, label="SiLU")
+    paper = [(100 * l0 / PAPER_NEURONS, 100 * more) for _, l0, more in PAPER]
+    style = {"color": theme.paper, "marker": "s", "linestyle": ":", "linewidth": 1.5}
+    axes.plot(*zip(*paper), label="the paper's 1.5B: 0, 911 and 2e-5, 29", **style)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda share, _: f"{share:g} %")
+    axes.margins(x=0.08, y=0.12)
+    axes.set(xlabel="neurons that are not zero", ylabel="cross-entropy over\nthat without L1, %")
+    kind = "" if spread is None else f"; bars: standard deviation between seeds, {100 * spread:.2f} %"
+    axes.set_title(f"Quality{kind}", loc="left")
+    handles, labels = axes.get_legend_handles_labels()
+    # those with bars come last otherwise
+    order = sorted(range(len(labels)), key=lambda i: not hasattr(handles[i], "has_yerr"))
+    axes.legend([handles[i] for i in order], [labels[i] for i in order])
+
+
+def _draw_layers(axes: Axes, theme: Theme, relu: Sequence[Point]) -> None:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    shade = LinearSegmentedColormap.from_list("coefficients", [theme.dense, theme.colours[0], theme.colours[1]])
+    for i, point in enumerate(relu):
+        # a layer where nothing fires has no place on a logarithmic axis
+        l0 = [max(mean, 0.1) for mean in point.layers]
+        axes.plot(range(len(l0)), l0, marker="o", color=shade(i / (len(relu) - 1)), label=short(point.coefficient))
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    # room for the legend
+    axes.set_ylim(low / (high / low) ** 0.35, high)
+    axes.yaxis.set_major_formatter(lambda count, _: f"{count:,g}")
+    axes.set_xticks(range(len(relu[0].layers)))
+    axes.set(xlabel="layer", ylabel="non-zeros a token")
+    axes.set_title("Non-zeros by layer and L1 coefficient", loc="left")
+    axes.legend(fontsize=7.5, ncols=4, handlelength=1.2, columnspacing=1, loc="lower center")
+
+
+def _draw_dead(axes: Axes, theme: Theme, found: Sequence[Point]) -> None:
+    coefficients = sorted({point.coefficient for point in found})
+    for again, colour, chosen in _kinds(theme, found):
+        places = [coefficients.index(point.coefficient) + (0.2 if again else -0.2) for point in chosen]
+        heights = [100 * (point.dead or 0) for point in chosen]
+        axes.bar(
+            places,
+            heights,
+            0.38,
+            color=colour,
+            hatch="//" if again else None,
+            label="reinitialised" if again else "left alone",
+        )
+    if PAPER[1][0] in coefficients:
+        place = coefficients.index(PAPER[1][0])
+        line: dict[str, Any] = {"color": theme.paper, "linestyle": ":", "label": "the paper's: over 30 %"}
+        axes.hlines(100 * PAPER_DEAD, place - 0.45, place + 0.45, **line)
+    axes.set_xticks(range(len(coefficients)), [short(c) for c in coefficients])
+    axes.set(xlabel="L1 coefficient", ylabel="dead neurons, %")
+    axes.set_title("Neurons that never fired on held-out text", loc="left")
+    axes.legend(fontsize=7.5)
