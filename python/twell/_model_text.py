@@ -136,7 +136,8 @@ def load(arguments: argparse.Namespace, compression: int | None = None) -> Loade
                 was = " and ".join(sorted({c.was for c in planned.candidates if c.was is not None}))
             integration.sparsify(model, activation=arguments.activation, strategy="dense")
     except (OSError, ValueError, TypeError, NotImplementedError, RuntimeError, SafetensorError) as error:
-        raise RequestError(f"MODEL: {error}") from error
+        hint = ". Here that is --activation relu" if 'pass activation="relu"' in str(error) else ""
+        raise RequestError(f"MODEL: {error}{hint}") from error
     for layer in _sparsify.layers(model).values():
         layer.strategy = "dense"
         if compression is not None:

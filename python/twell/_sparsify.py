@@ -620,7 +620,8 @@ def _source_of(
 def _explain_activation(candidate: Candidate) -> str:
     return (
         f"sparsify_: {_at(candidate.name, candidate.module)} must apply ReLU, got {candidate.was}. What is skipped are "
-        f"the neurons that ReLU sets to zero, and {candidate.was} has none: its values near zero are small, not zero. "
+        "the neurons that ReLU sets to zero: SiLU, GELU and the like have none, their values near zero are small, not "
+        "zero, and what another does to those that fire the kernels do not compute. "
         "A model pretrained with it must be trained further with ReLU first (arXiv 2310.04564, ReLU Strikes Back; "
         "twell.recipe adds the L1 term that makes it sparse). If that is what you mean to do, pass "
         f'activation="relu"; {_LEAVE_OUT}'

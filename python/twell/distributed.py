@@ -139,7 +139,7 @@ def tensor_parallel_plan(
       of the number of ranks, else applying the plan raises ValueError. Attention of other models is not divided.
     - With ``embeddings``, the input embedding and the output projection that the model's ``get_input_embeddings`` and
       ``get_output_embeddings`` name: the vocabulary is divided. Tied weights stay tied. An embedding with a
-      ``padding_idx``, and what is tied to it, is not divided.
+      ``padding_idx`` or of a subclass, as Gemma's, and what is tied to it, is not divided.
     - Everything else that has parameters is whole on all ranks and computes the same there. Its parameters become
       DTensors all the same, for optimizers and ``clip_grad_norm_`` take no mixture.
 
@@ -149,8 +149,8 @@ def tensor_parallel_plan(
     Make it after ``sparsify`` and before anything is sharded. Sequence parallelism is not part of it: HF models number
     positions by the length of what they are given.
 
-    Raises ValueError if ``model`` has no layer of ``twell.nn``, and for ``loss_parallel`` without an output projection
-    that can be divided.
+    Raises ValueError if ``model`` has no layer of ``twell.nn``, if other modules share a parameter, and for
+    ``loss_parallel`` without an output projection that can be divided.
     """
     names = {module: name for name, module in model.named_modules()}
     plan: dict[str, ParallelStyle] = {}
@@ -185,27 +185,40 @@ def _vocabulary(
 ) -> dict[str, ParallelStyle]:
     """Add the input embedding and the output projection to ``plan``; return what has to follow all else."""
     embedding, head = _named(model, names, "get_input_embeddings"), _named(model, names, "get_output_embeddings")
-    if type(embedding) is not nn.Embedding:
-        embedding = None
-    if type(head) is not nn.Linear:
-        head = None
-    tied = embedding is not None and head is not None and embedding.weight is head.weight
-    divisible = False
-    # each rank would take a padding index for one of its own rows
-    if embeddings and embedding is not None and embedding.padding_idx is None:
-        divisible = True
+    weight = getattr(embedding, "weight", None)
+    tied = weight is not None and weight is getattr(head, "weight", None)
+    _require_own(model, weight if tied else None)
+    # a subclass may do more than look up; each rank would take a padding index for one of its own rows
+    divisible = embeddings and type(embedding) is nn.Embedding and embedding.padding_idx is None
+    divisible &= type(head) is nn.Linear or not tied
+    if divisible and embedding is not None:
         plan[names[embedding]] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
-    if embeddings and head is not None and (divisible or not tied):
+    if embeddings and type(head) is nn.Linear and (divisible or not tied):
         layout = Shard(-1) if loss_parallel else Replicate()
         plan[names[head]] = ColwiseParallel(output_layouts=layout, use_local_output=not loss_parallel)
     elif loss_parallel:
         raise ValueError(
             "loss_parallel needs an output projection, an nn.Linear that get_output_embeddings returns, divided as "
-            f"embeddings=True does unless it is tied to an embedding with a padding_idx; got {type(model).__name__}"
+            f"embeddings=True does unless it is tied to an embedding that is not; got {type(model).__name__}"
         )
     if embedding is None or head is None or not tied:
         return {}
     return {"": _Tied(names[embedding], names[head])}
+
+
+def _require_own(model: nn.Module, tied: Any) -> None:
+    """Raise ValueError if modules share a parameter, which each would get one of its own for, other than ``tied``."""
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(parameter, []).append(f"{name}.{key}")
+    for parameter, several in owners.items():
+        if len(several) > (2 if parameter is tied else 1):
+            raise ValueError(
+                f"modules must have parameters of their own, but for the embedding and the output projection, got "
+                f"one shared by {', '.join(several)}: divided, it would become several"
+            )
 
 
 def _named(model: Any, names: dict[nn.Module, str], getter: str) -> nn.Module | None:

@@ -484,7 +484,7 @@ def test_weights_that_are_missing_or_cut_short_are_an_error(words: Path, tmp_pat
 
 def test_another_activation(words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = saved_models.save(tmp_path / "silu", hidden_act="silu")
-    with pytest.raises(RequestError, match=r"(?s)MODEL.*ReLU.*activation"):
+    with pytest.raises(RequestError, match=r"(?s)MODEL.*ReLU.*that is --activation relu"):
         run(_analyze, folder, "--text", words, "--tokens", 300)
     assert run(_analyze, folder, "--text", words, "--tokens", 300, "--activation", "relu") == 0
     assert "ReLU in place of SiLU" in capsys.readouterr().out

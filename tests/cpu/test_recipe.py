@@ -996,6 +996,11 @@ def test_csv_resumes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         assert len({tuple(line) for line in lines}) == 1
         assert max(int(line["step"]) for line in lines) == 3
         assert not list(tmp_path.glob(".*"))
+    # what a machine that lost power may leave
+    kept = path.read_bytes()
+    path.write_bytes(kept + b"\0" * 40 + b"\n\xff\xfe,1\nx" + kept.splitlines()[-1][1:] + b"\n")
+    StatsWriter(path, tensorboard=False, resume_step=3)
+    assert path.read_bytes() == kept
     # other columns
     writer = StatsWriter(path, tensorboard=False, resume_step=3)
     tracker = SparsityTracker(model := Model())

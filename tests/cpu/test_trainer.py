@@ -368,6 +368,29 @@ def test_says_what_it_cannot_do(tmp_path: Path) -> None:
         train(llama(), gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True})
 
 
+def test_a_run_that_was_interrupted_leaves_nothing_in_the_next(tmp_path: Path) -> None:
+    class Interrupt(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    def train(*callbacks: Any) -> Any:
+        trainer = Trainer(model, arguments(tmp_path, max_steps=1), train_dataset=sequences(4), callbacks=[*callbacks])
+        trainer.train()
+        return trainer.state.log_history[0]["loss"]
+
+    model = llama()
+    plain = train()
+    first = callback(coefficient=1e3)
+    with pytest.raises(KeyboardInterrupt):
+        train(first, Interrupt())
+    assert train(callback(coefficient=0.0)) == pytest.approx(plain)
+    assert first.tracker is None
+    assert not model._forward_hooks
+    # two of one Trainer are a mistake
+    with pytest.raises(ValueError, match="SparsityTracker already"):
+        train(callback(), callback())
+
+
 def test_a_loss_of_ones_own_takes_the_term(tmp_path: Path) -> None:
     class Own(Recording):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:

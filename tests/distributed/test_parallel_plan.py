@@ -102,7 +102,8 @@ def in_parts(device: torch.device, kind: str, changes: dict[str, Any], options: 
     parallelize_module(model, mesh, tensor_parallel_plan(model, **options))
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
     divided = any(p.is_shard() for p in model.get_input_embeddings().weight.placements)
-    assert divided == (options.get("embeddings", True) and "pad_token_id" not in changes and kind != "OPT")
+    plain = "pad_token_id" not in changes and kind not in ("OPT", "Gemma2")
+    assert divided == (options.get("embeddings", True) and plain)
     with torch.no_grad():
         torch.testing.assert_close(model(tokens(9)).logits, whole(tokens(9)).logits)
         if kind != "OPT":
@@ -123,6 +124,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("SparseLlama", {}, {}),
     ("SparseQwen2", {}, {}),
     ("OPT", {}, {}),
+    # its embedding, of a class of its own, scales what it looks up and is tied to the head
+    ("Gemma2", {"hidden_activation": "relu", "head_dim": 8}, {}),
 ]
 
 
@@ -171,6 +174,10 @@ def refusals(device: torch.device) -> None:
         tensor_parallel_plan(nn.Linear(8, 8))
     with pytest.raises(ValueError, match=r"loss_parallel needs an output projection.*got Sequential"):
         tensor_parallel_plan(nn.Sequential(twell.nn.SparseMLP(16, 32)), loss_parallel=True)
+    shared = nn.Sequential(twell.nn.SparseMLP(16, 32), nn.Linear(16, 16), nn.Linear(16, 16))
+    shared[2].weight = shared[1].weight
+    with pytest.raises(ValueError, match=r"parameters of their own.*got one shared by 1\.weight, 2\.weight"):
+        tensor_parallel_plan(shared)
 
 
 def plan_of_anything(device: torch.device) -> None:

@@ -101,6 +101,8 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc]
         self.tracker: SparsityTracker | None = None
         self._writer: StatsWriter | None = None
         self._model: nn.Module | None = None
+        # that of the Trainer whose run this is
+        self._state: Any = None
         self._handles: list[Any] = []
         self._step = 0
         self._watching = False
@@ -115,6 +117,11 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc]
         self._detach()
         model: nn.Module = kwargs["model"]
         recipe.layers(model)
+        for hook in list(model._forward_hooks.values()):
+            owner = getattr(getattr(hook, "function", None), "__self__", None)
+            # of a run that an exception or Ctrl-C ended, which Trainer tells nobody
+            if isinstance(owner, SparsityCallback) and owner._state is not state:
+                owner._detach()
         if args.n_gpu > 1:
             raise ValueError(
                 f"SparsityCallback: one process per GPU is expected, got nn.DataParallel on {args.n_gpu} GPUs, whose "
@@ -143,7 +150,7 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc]
             tensorboard=self.tensorboard,
             wandb=self.wandb,
         )
-        self._model, self._epoch, self._settled = model, None, state.global_step
+        self._model, self._state, self._epoch, self._settled = model, state, None, state.global_step
         self._scale = _loss_scale(args, model)
         self._handles = [
             model.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
@@ -212,7 +219,7 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc]
             self._writer.close()
         if self._model is not None:
             recipe.record_aux(self._model, False)
-        self.tracker = self._writer = self._model = None
+        self.tracker = self._writer = self._model = self._state = None
 
     def _coefficient(self, step: int) -> float:
         return self.coefficient * recipe.l1_warmup(step, self.warmup_steps, self.warmup_start)

@@ -121,9 +121,10 @@ def _move_aside(path: Path) -> None:
 
 
 def _cut_back(path: Path, step: int) -> list[str] | None:
-    """Remove lines of steps after ``step`` and a line cut short; the columns, None if there are none left."""
+    """Remove lines of steps after ``step`` and what is no line; the columns, None if there are none left."""
     text = path.read_bytes()
-    whole = text[: text.rfind(b"\n") + 1].decode()
+    # a machine that lost power may leave anything at the end
+    whole = text[: text.rfind(b"\n") + 1].decode(errors="replace").replace("\0", "")
     lines = list(csv.reader(io.StringIO(whole)))
     if not lines:
         path.unlink()
@@ -132,7 +133,8 @@ def _cut_back(path: Path, step: int) -> list[str] | None:
     if "step" not in columns:
         raise ValueError(f"{path} must have a column step, got {', '.join(columns)}")
     place = columns.index("step")
-    kept = [line for line in lines[1:] if len(line) == len(columns) and int(line[place]) <= step]
+    whole_lines = [line for line in lines[1:] if len(line) == len(columns) and line[place].isdecimal()]
+    kept = [line for line in whole_lines if int(line[place]) <= step]
     new = path.with_name(f".{path.name}.new")
     with open(new, "wb") as file:
         file.write(_lines([columns, *kept]).encode())
