@@ -14,7 +14,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A bundle has no kernel sources to compile and no build files.
 if not (ROOT / "CMakeLists.txt").exists():
-    collect_ignore = [f"cpu/test_{name}.py" for name in ("bundle", "catalog", "compile", "format", "imports", "wheel")]
+    collect_ignore = [
+        f"cpu/test_{name}.py" for name in ("bundle", "catalog", "compile", "docs", "format", "imports", "wheel")
+    ]
 
 
 def why_no_gpu() -> str | None:

@@ -1,17 +1,35 @@
-"""Every kernel on tiny problems, checked against the CPU operators: what to run under compute-sanitizer.
+"""Every kernel on tiny problems, checked against the CPU operators, by itself or under compute-sanitizer.
 
-    compute-sanitizer --tool memcheck python tests/sanitize.py
-    compute-sanitizer --tool racecheck python tests/sanitize.py --op up_down
-    compute-sanitizer --tool synccheck python tests/sanitize.py --op hybrid_forward hybrid_backward
+    python tests/sanitize.py --list
+    python tests/sanitize.py --op up_down --case light "heavy rows"
+    python tests/sanitize.py --tool memcheck
+    python tests/sanitize.py --tool racecheck --op hybrid_forward hybrid_backward --limit-s 120
+
+With ``--tool`` this program runs itself under compute-sanitizer and prints a line for each operator: the cases that ran
+and what the sanitizer reported while they did. An operator that has used up ``--limit-s`` seconds leaves its other
+cases out, and says so.
 
 The GPU runs nothing but copies, the kernels themselves and, in the operators of training, the sums and fills of torch
 between them. Those operators and ``up_down_union`` run gated and not, ``reglu`` with its gradient. Up to 256 tokens
-have kernels of their own. Exit status 1 if a result is wrong.
+have kernels of their own. Exit status 1 if a result is wrong or the sanitizer reports something.
 """
 
+from __future__ import annotations
+
 import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
 import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +37,34 @@ from torch import Tensor
 from twell import ops, testing
 from twell.testing import FFN
 
-TRAINING = ("hybrid_forward", "hybrid_backward", "hybrid_backward_accumulate")
-OPS = ("gate_pack", "up_down", "down", "up_down_union", "unpack", "reglu", *TRAINING)
+_FORWARD = ("gate_pack", "gate_pack_skinny", "compact", "sampled_up", "gathered", "overflow")
+_BACKWARD = ("sampled_grad", "gathered", "rank", "transpose", "weight_grad", "overflow")
+
+# Operators, and the kernels that they launch.
+OPS = {
+    "gate_pack": ("gate_pack", "gate_pack_skinny"),
+    "up_down": ("up_down", "up_down_skinny"),
+    "down": ("down", "down_skinny"),
+    "up_down_union": ("compact", "sampled_up", "gathered"),
+    "unpack": ("unpack",),
+    "reglu": ("reglu",),
+    "hybrid_forward": _FORWARD,
+    "hybrid_backward": _BACKWARD,
+    "hybrid_backward_accumulate": _BACKWARD,
+}
+
+_COMMON = ("--report-api-errors", "no", "--error-exitcode", "99")
+# racecheck and synccheck follow kernels alone; the other two see a buffer's end only if torch gives each its own memory
+TOOLS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "memcheck": (_COMMON, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+    "racecheck": (_COMMON, {}),
+    # what a kernel leaves undefined by design is copied to the host all the same
+    "initcheck": ((*_COMMON, "--check-api-memory-access", "no"), {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+    "synccheck": (_COMMON, {}),
+}
+
+# Importing torch and loading the library under the sanitizer.
+_START_S = 120
 
 
 @dataclass(frozen=True)
@@ -35,6 +79,11 @@ class Case:
     compression: int = 8
     biases: str = ""
     dtype: torch.dtype = torch.bfloat16
+
+    def problem(self) -> FFN:
+        return testing.integer_problem(
+            self.m, self.k, self.n, density=self.density, biases=self.biases, dtype=self.dtype
+        )
 
 
 CASES = (
@@ -60,101 +109,236 @@ CASES = (
 )
 
 
-def on_gpu(*arguments: Tensor | int | None) -> list[Tensor | int | None]:
-    return [a.cuda() if isinstance(a, Tensor) else a for a in arguments]
+class Call(NamedTuple):
+    """A registered operator and its arguments on the CPU, the last ``written`` of which it adds to."""
+
+    op: Any
+    arguments: tuple[Any, ...]
+    gated: bool = True
+    written: int = 0
+
+    def on(self, device: str) -> Call:
+        """The same with copies of all tensors there."""
+        moved = [a.to(device, copy=True) if isinstance(a, Tensor) else a for a in self.arguments]
+        return self._replace(arguments=tuple(moved))
+
+    def run(self) -> tuple[Tensor, ...]:
+        """What the operator returns and what it has added to, on the CPU."""
+        returned = self.op(*self.arguments)
+        outputs = (returned,) if isinstance(returned, Tensor) else tuple(returned)
+        added = self.arguments[len(self.arguments) - self.written - 1 : -1] if self.written else ()
+        return tuple(t.cpu() for t in (*outputs, *added) if t is not None)
 
 
-def check_training(op: str, case: Case, problem: FFN, gated: bool) -> None:
-    """Run one operator of training; AssertionError if it differs from the CPU operator."""
-    layer = tuple(problem if gated else problem._replace(w_up=None, up_bias=None))
-    y, l1, nonzeros, *kept = ops.hybrid_forward(*layer, case.compression)
-    if op == "hybrid_forward":
-        outputs = on_cpu(ops.hybrid_forward(*on_gpu(*layer, case.compression)))
-        for name, actual, expected in zip(("y", "l1", "nonzeros"), outputs, (y, l1, nonzeros)):
-            testing.assert_same(actual, expected, name)
-        testing.assert_hybrid_same(outputs[3:], kept, case.m, case.n, gated)
-        return
-    arguments = [testing.integer_upstream(problem), torch.tensor(1.0), *layer[:6], *kept]
-    if op == "hybrid_backward":
-        actual, expected = (ops.hybrid_backward(*a, True, True) for a in (on_gpu(*arguments), arguments))
-    else:
-        arguments += [None if t is None else torch.ones(t.shape) for t in layer[1:4]]
-        actual, expected = (
-            (*ops.hybrid_backward_accumulate(*a, True), *(t for t in a[-3:] if t is not None))
-            for a in (on_gpu(*arguments), arguments)
-        )
-    for i, (ours, theirs) in enumerate(zip(on_cpu(actual), expected)):
-        testing.assert_same(ours, theirs, f"output {i}")
-
-
-def on_cpu(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(output.cpu() for output in outputs)
-
-
-def check(op: str, case: Case, problem: FFN) -> None:
-    """Run one operator; AssertionError if it differs from the CPU's."""
-    if op in TRAINING:
-        for gated in (True, False):
-            check_training(op, case, problem, gated)
-        return
+def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
+    """All calls that make up an operator's check."""
     x, w_gate, w_up, w_down, gate_bias, up_bias, down_bias = problem
     if op == "reglu":
         # what is left of a vector of eight has code of its own
         gate, up = (torch.nn.functional.linear(x, w).flatten()[: case.m * case.n - 3] for w in (w_gate, w_up))
-        outputs = (ops.reglu(*on_gpu(gate, up)), *ops.reglu_backward(*on_gpu(up, gate, up)))
-        for i, expected in enumerate((ops.reglu(gate, up), *ops.reglu_backward(up, gate, up))):
-            testing.assert_same(outputs[i].cpu(), expected, f"output {i}")
+        yield Call(ops.reglu, (gate, up))
+        yield Call(ops.reglu_backward, (up, gate, up))
         return
-    gate = (x, w_gate, gate_bias, case.compression)
-    packed = ops.gate_pack(*gate)
+    if op.startswith("hybrid"):
+        for gated in (True, False):
+            yield training_call(op, case, problem, gated)
+        return
+    packing = Call(ops.gate_pack, (x, w_gate, gate_bias, case.compression))
     if op == "gate_pack":
-        testing.assert_packed_same(on_cpu(ops.gate_pack(*on_gpu(*gate))), packed, case.n, case.compression)
+        yield packing
         return
-    words, spill, _ = packed
+    words, spill, _ = ops.gate_pack(*packing.arguments)
     if op == "unpack":
-        arguments = (words, spill, case.n, case.compression)
-        testing.assert_same(ops.unpack(*on_gpu(*arguments)).cpu(), ops.unpack(*arguments), "values")
-        return
-    if op == "up_down_union":
+        yield Call(ops.unpack, (words, spill, case.n, case.compression))
+    elif op == "down":
+        yield Call(ops.down, (words, spill, w_down, down_bias, case.compression), False)
+    elif op == "up_down":
+        yield Call(ops.up_down, (x, words, spill, w_up, w_down, up_bias, down_bias, case.compression))
+    else:
         for gated in (True, False):
             weights = (w_up, w_down, up_bias) if gated else (None, w_down, None)
-            arguments = (x, words, spill, *weights, down_bias, case.compression)
-            y, l1, union = on_cpu(ops.up_down_union(*on_gpu(*arguments)))
-            expected_y, expected_l1, expected_union = ops.up_down_union(*arguments)
-            testing.assert_same(y, expected_y, "y")
-            testing.assert_same(union, expected_union, "union")
-            # how the sum of a tile is split is the kernel's business
-            testing.assert_same(l1.sum(1), expected_l1.sum(1), "l1")
+            yield Call(ops.up_down_union, (x, words, spill, *weights, down_bias, case.compression), gated)
+
+
+def training_call(op: str, case: Case, problem: FFN, gated: bool) -> Call:
+    layer = tuple(problem if gated else problem._replace(w_up=None, up_bias=None))
+    if op == "hybrid_forward":
+        return Call(ops.hybrid_forward, (*layer, case.compression), gated)
+    _, _, _, *kept = ops.hybrid_forward(*layer, case.compression)
+    saved = (testing.integer_upstream(problem), torch.tensor(1.0), *layer[:6], *kept)
+    if op == "hybrid_backward":
+        return Call(ops.hybrid_backward, (*saved, True, True), gated)
+    mains = [None if t is None else torch.ones(t.shape) for t in layer[1:4]]
+    return Call(ops.hybrid_backward_accumulate, (*saved, *mains, True), gated, written=3)
+
+
+def check(op: str, case: Case) -> None:
+    """Run one operator on the GPU; AssertionError if it differs from the CPU's."""
+    for call in calls(op, case, case.problem()):
+        actual, expected = call.on("cuda").run(), call.on("cpu").run()
+        compare(op, case, call.gated, actual, expected)
+
+
+def compare(op: str, case: Case, gated: bool, actual: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+    if op == "gate_pack":
+        testing.assert_packed_same(actual, expected, case.n, case.compression)
         return
-    if op == "up_down":
-        operator, arguments = ops.up_down, (x, words, spill, w_up, w_down, up_bias, down_bias, case.compression)
-    else:
-        operator, arguments = ops.down, (words, spill, w_down, down_bias, case.compression)
-    for name, actual, expected in zip(("y", "l1"), on_cpu(operator(*on_gpu(*arguments))), operator(*arguments)):
-        testing.assert_same(actual, expected, name)
+    if op == "hybrid_forward":
+        testing.assert_hybrid_same(actual[3:], expected[3:], case.m, case.n, gated)
+        actual, expected = actual[:3], expected[:3]
+    elif op == "up_down_union":
+        # how the sum of a tile is split is the kernel's business
+        actual, expected = ((y, l1.sum(1), union) for y, l1, union in (actual, expected))
+    for i, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        testing.assert_same(ours, theirs, f"output {i}")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", nargs="+", choices=OPS, default=OPS)
-    parser.add_argument("--case", nargs="+", choices=[case.name for case in CASES], help="default: all")
-    arguments = parser.parse_args()
+def run_here(names: list[str], cases: list[Case], limit_s: float) -> int:
+    """Run the checks in this process; the number of wrong ones."""
     wrong = 0
-    for case in CASES:
-        if arguments.case and case.name not in arguments.case:
-            continue
-        problem = testing.integer_problem(
-            case.m, case.k, case.n, density=case.density, biases=case.biases, dtype=case.dtype
-        )
-        for op in arguments.op:
+    for op in names:
+        start = time.monotonic()
+        for case in cases:
+            if time.monotonic() - start > limit_s:
+                print(f"{op:26} {case.name:15} left out", flush=True)
+                continue
             try:
-                check(op, case, problem)
+                check(op, case)
                 verdict = "ok"
             except AssertionError as error:
                 wrong += 1
                 verdict = f"WRONG {' '.join(str(error).split())}"
             print(f"{op:26} {case.name:15} {verdict}", flush=True)
-    return 1 if wrong else 0
+    return wrong
+
+
+# Under the sanitizer
+
+
+@dataclass
+class Tally:
+    """What one operator came to: its cases by verdict, and the sanitizer's reports before the verdicts."""
+
+    verdicts: Counter[str]
+    reports: int
+    seconds: float
+
+    def __str__(self) -> str:
+        text = f"{self.verdicts['ok']} ok, {self.reports} reports, {self.seconds:.0f} s"
+        extra = [f"{count} {verdict}" for verdict, count in sorted(self.verdicts.items()) if verdict != "ok"]
+        return ", ".join([text, *extra])
+
+
+# A report begins where the sanitizer's margin has one space behind it; four more are its details.
+_REPORT = re.compile(r"^=+ (?! )(?!COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY|LEAK SUMMARY|Target)\S")
+_SUMMARY = re.compile(r"^=+ (?:ERROR SUMMARY: (\d+)|RACECHECK SUMMARY: (\d+))")
+_LINE = re.compile(r"^(\w+) +(\S.*?) +(ok|WRONG|left out)\b")
+
+
+class Reader:
+    """Reads what a run under the sanitizer prints, line by line."""
+
+    def __init__(self) -> None:
+        self.tallies: dict[str, Tally] = {}
+        self.errors: int | None = None
+        self._pending = 0
+        self._since = time.monotonic()
+
+    def read(self, line: str) -> bool:
+        """Whether the line is worth showing: a report with its details, or a wrong result."""
+        if summary := _SUMMARY.match(line):
+            self.errors = (self.errors or 0) + int(summary[1] or summary[2])
+            return False
+        if _REPORT.match(line):
+            self._pending += 1
+            return True
+        if verdict := _LINE.match(line):
+            self._take(verdict[1], verdict[3])
+            return verdict[3] == "WRONG"
+        return line.startswith("=========  ") or "Traceback" in line or "Error" in line
+
+    def _take(self, op: str, verdict: str) -> None:
+        now = time.monotonic()
+        tally = self.tallies.setdefault(op, Tally(Counter(), 0, 0.0))
+        tally.verdicts[verdict] += 1
+        tally.reports += self._pending
+        tally.seconds += now - self._since
+        self._pending, self._since = 0, now
+
+
+def sanitizer() -> str | None:
+    """Path of compute-sanitizer, on the path or in the toolkit's usual place."""
+    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+
+
+def command_line(tool: str, program: str, names: list[str], cases: list[Case], limit_s: float) -> list[str]:
+    """The sanitizer's command with the options of ``tool`` that it knows, running this file."""
+    known = subprocess.run([program, "--help"], capture_output=True, text=True, check=False).stdout
+    options = list(TOOLS[tool][0])
+    pairs = [pair for pair in zip(options[::2], options[1::2]) if pair[0] in known]
+    chosen = [option for pair in pairs for option in pair]
+    child = [sys.executable, str(Path(__file__).resolve()), "--limit-s", str(limit_s), "--op", *names]
+    return [program, "--tool", tool, *chosen, *child, "--case", *(case.name for case in cases)]
+
+
+def run_under(tool: str, names: list[str], cases: list[Case], limit_s: float) -> int:
+    """Run the checks under the sanitizer, print a line for each operator; the exit status."""
+    program = sanitizer()
+    if program is None:
+        print("compute-sanitizer is not on the path; it comes with the CUDA toolkit", file=sys.stderr)
+        return 2
+    command = command_line(tool, program, names, cases, limit_s)
+    print(" ".join(command), flush=True)
+    environment = os.environ | TOOLS[tool][1]
+    reader = Reader()
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    # a case may take as long again as its operator's limit before it is noticed
+    timer = threading.Timer(_START_S + 2 * limit_s * len(names), os.killpg, (process.pid, signal.SIGKILL))
+    timer.start()
+    try:
+        assert process.stdout is not None
+        shown = 0
+        for line in process.stdout:
+            if reader.read(line) and shown < 200:
+                shown += 1
+                print(line, end="", flush=True)
+        status = process.wait()
+    finally:
+        timer.cancel()
+    for op in names:
+        print(f"{op:26} {tool:10} {reader.tallies.get(op, 'did not run')}")
+    total = "no summary" if reader.errors is None else f"{reader.errors} errors"
+    print(f"{tool}: {total}, exit status {status}")
+    return int(status != 0 or reader.errors != 0)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--op", nargs="+", choices=OPS, default=list(OPS), metavar="NAME", help="default: all")
+    names = [case.name for case in CASES]
+    parser.add_argument("--case", nargs="+", choices=names, default=names, metavar="NAME", help="default: all")
+    parser.add_argument("--tool", choices=TOOLS, help="run under compute-sanitizer")
+    parser.add_argument("--limit-s", type=float, default=60, help="seconds for each operator (default: %(default)s)")
+    parser.add_argument("--list", action="store_true", help="print operators with their kernels, and cases; run none")
+    arguments = parser.parse_args(argv)
+    cases = [case for case in CASES if case.name in arguments.case]
+    if arguments.list:
+        for op in arguments.op:
+            print(f"{op:26} {', '.join(OPS[op])}")
+        for case in cases:
+            print(f"{case.name:26} M {case.m}, K {case.k}, N {case.n}, density {case.density}, {case.dtype}")
+        return 0
+    if arguments.tool:
+        return run_under(arguments.tool, arguments.op, cases, arguments.limit_s)
+    return int(run_here(arguments.op, cases, arguments.limit_s) > 0)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ other processes wait for it and see all of it or nothing.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import functools
 import hashlib
@@ -43,12 +44,16 @@ def load(spec: specs.Spec) -> packaged.Kernel:
         kernel = _lookup(folder, spec)
         if kernel is None:
             with _lock(folder / f"{spec.symbol}.lock"):
+                _clear(folder, spec)
                 kernel = _lookup(folder, spec) or _load_entry(_build(spec, folder), spec)
         return kernel
     except (OSError, UnsafeCacheError) as error:
         logger.warning("kernel cache not used: %s", error)
-    with tempfile.TemporaryDirectory(prefix="twell-") as private:
-        return _load_entry(_build(spec, Path(private)), spec)
+    try:
+        with tempfile.TemporaryDirectory(prefix="twell-") as private:
+            return _load_entry(_build(spec, Path(private)), spec)
+    except OSError as error:
+        raise RuntimeError(f"kernel {spec} cannot be compiled: there is no place for it: {error}") from error
 
 
 @functools.cache
@@ -62,7 +67,11 @@ def fingerprint() -> str:
 
 def open_folder() -> Path:
     """The folder of this fingerprint, created if need be. Raises OSError or UnsafeCacheError."""
-    base = _env.cache_dir()
+    try:
+        base = _env.cache_dir()
+    except RuntimeError as error:
+        # a user without a home, as containers have them
+        raise FileNotFoundError(f"{error} TWELL_CACHE_DIR names a folder without one") from error
     base.parent.mkdir(parents=True, exist_ok=True)
     # The user may well keep the cache elsewhere through a link of their own; what counts is where it ends.
     folder = Path(os.path.realpath(base)) / fingerprint()
@@ -91,6 +100,18 @@ def _lock(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _clear(folder: Path, spec: specs.Spec) -> None:
+    """Remove what builds of ``spec`` left that did not come to their end. Whoever calls holds the lock."""
+    for scratch in folder.glob(f"{_scratch(spec)}*"):
+        logger.debug("removing %s, of a build that was interrupted", scratch)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _scratch(spec: specs.Spec) -> str:
+    """How the names of the folders that ``spec`` is built in begin."""
+    return f".{spec.symbol}."
 
 
 def _lookup(folder: Path, spec: specs.Spec) -> packaged.Kernel | None:
@@ -141,7 +162,7 @@ def _build(spec: specs.Spec, folder: Path) -> Path:
             "install the compiler with `pip install nvidia-cutlass-dsl`"
         ) from error
     logger.info("compiling kernel %s", spec.symbol)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=f".{spec.symbol}.") as scratch:
+    with tempfile.TemporaryDirectory(dir=folder, prefix=_scratch(spec)) as scratch:
         product = Path(scratch) / f"{spec.symbol}.o"
         compile_object(spec, product)
         compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
@@ -159,7 +180,11 @@ def _link(compiler: str, product: Path) -> Path:
     """Make a library of an object. What it needs stays undefined: ``packaged.load_runtime`` supplies it."""
     library = product.with_suffix(".so")
     command = [compiler, "-shared", "-o", str(library), str(product)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = os.environ | {"LC_ALL": "C"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    full = os.strerror(errno.ENOSPC)
+    if result.returncode and full in result.stderr:
+        raise OSError(errno.ENOSPC, full, str(product.parent))
     if result.returncode:
         raise RuntimeError(f"linking kernel {product.stem} failed: {' '.join(command)}\n{result.stderr}")
     return library

@@ -11,12 +11,14 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
+import os
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twell._log import logger
+from twell._log import logger, warn_once
 from twell._runtime import device, fingerprint
 
 FOLDER = Path(__file__).resolve().parents[1] / "_lib"
@@ -26,6 +28,9 @@ RUNTIME = "libcute_dsl_runtime.so"
 DSL, TVM_FFI = "nvidia-cutlass-dsl", "apache-tvm-ffi"
 
 Kernel = Callable[..., None]
+
+# 64-bit ELF: the identification and what follows it, the offset of the table of sections, size and number of these
+_ELF_HEADER = struct.Struct("<40sQ10xHH2x")
 
 
 @dataclass(frozen=True)
@@ -52,11 +57,37 @@ class Manifest:
 
 
 def find(symbol: str) -> Kernel | None:
-    """The packaged kernel of this name; None if there is no usable library or it lacks the symbol."""
+    """The packaged kernel of this name; None if there is no usable library or it lacks the symbol.
+
+    A library that is damaged is reported once. Raises RuntimeError if what every library needs cannot be loaded.
+    """
     manifest = read_manifest(FOLDER)
     if manifest is None or symbol not in manifest.symbols:
         return None
-    return load(FOLDER / LIBRARY, symbol)
+    load_runtime()
+    library = FOLDER / LIBRARY
+    try:
+        _require_whole(library)
+        return load(library, symbol)
+    except (OSError, RuntimeError) as error:
+        warn_once(f"a packaged kernel cannot be used, install twell again: {error}")
+        return None
+
+
+@functools.cache
+def _require_whole(library: Path) -> None:
+    """Raise OSError if ``library`` ends before its table of sections, the last part of a file that linkers write.
+
+    Of a library cut short the loader maps pages that are not there, and the process dies when it touches one.
+    """
+    with open(library, "rb") as file:
+        header = file.read(_ELF_HEADER.size)
+        size = os.fstat(file.fileno()).st_size
+    if len(header) < _ELF_HEADER.size or not header.startswith(b"\x7fELF"):
+        raise OSError(f"{library} is no library")
+    _, sections, entry, count = _ELF_HEADER.unpack(header)
+    if sections + entry * count > size:
+        raise OSError(f"{library} is cut short: expected at least {sections + entry * count} bytes, got {size}")
 
 
 @functools.cache
@@ -67,7 +98,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         return None
     try:
         manifest = _parse(json.loads((folder / "manifest.json").read_text()))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         logger.warning("packaged kernels ignored: manifest.json in %s is not usable: %s", folder, error)
         return None
     if manifest.arch != fingerprint.ARCH:
@@ -115,7 +146,7 @@ def load(library: Path, symbol: str) -> Kernel:
     load_runtime()
     try:
         return _open(library)[symbol]  # type: ignore[no-any-return]
-    except (AttributeError, OSError) as error:
+    except (AttributeError, OSError, RuntimeError) as error:
         raise RuntimeError(f"cannot load kernel {symbol} from {library}: {error}") from error
 
 

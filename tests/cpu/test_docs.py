@@ -1,0 +1,408 @@
+"""The pages build without a warning, name everything public, and say nothing that does not run."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import io
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import twell
+from twell import _env, cli
+from twell._bench import _arguments, models
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+# those whose blocks and commands are tried
+TRIED = [ROOT / "README.md", ROOT / "examples" / "README.md", *PAGES]
+LINKED = [*TRIED, ROOT / "AGENTS.md", ROOT / "profiling" / "results" / "README.md"]
+DOCUMENTED = (
+    *("twell", "twell.nn", "twell.recipe", "twell.integrations.transformers", "twell.distributed"),
+    *("twell.testing", "twell.reference"),
+)
+NOT_RUN = re.compile(r"<!-- not run: \S.* -->")
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+class Block(NamedTuple):
+    """A fenced block: the word behind the fence, its first line, what is in it, the line before it."""
+
+    kind: str
+    line: int
+    text: str
+    before: str
+
+
+def blocks(path: Path) -> list[Block]:
+    found: list[Block] = []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    fence, start = "", 0
+    for number, line in enumerate(lines):
+        opened = re.match(r"\s*(`{3,})([^`]*)$", line)
+        if not fence and opened:
+            fence, kind, start = opened[1], opened[2].strip(), number
+        elif fence and line.strip() == fence:
+            before = lines[start - 1] if start else ""
+            found.append(Block(kind, start + 2, "\n".join(lines[start + 1 : number]), before))
+            fence = ""
+    assert not fence, f"{path}:{start + 1}: the block does not end"
+    return found
+
+
+def prose(path: Path) -> str:
+    """A page without its blocks and without what is in backquotes."""
+    text = re.sub(r"(?ms)^\s*(`{3,}).*?^\s*\1$", "", path.read_text(encoding="utf-8"))
+    return re.sub(r"(?<!\})`[^`\n]+`", "", text)
+
+
+def headings(path: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    text = re.sub(r"(?ms)^(`{3,}).*?^\1$", "", path.read_text(encoding="utf-8"))
+    titles = re.findall(r"(?m)^#+ (.*)$", text)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+# The build
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    missing = [name for name in ("sphinx", "myst_parser", "furo") if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"the extra docs is not installed: no {', '.join(missing)}")
+    pytest.importorskip("transformers", reason="the pages document twell.integrations.transformers")
+    out = tmp_path_factory.mktemp("docs")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", str(out / "doctrees")]
+    # no site can be reached by way of a closed port
+    network = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    built = subprocess.run(
+        [*command, str(DOCS), str(out / "html")], cwd=ROOT, env=os.environ | network, capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stderr[-6000:]
+    return out / "html"
+
+
+def documented(site: Path) -> set[str]:
+    """Names of the Python objects in the site's inventory."""
+    content = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    lines = zlib.decompress(content).decode().splitlines()
+    return {line.split(" ", 1)[0] for line in lines if " py:" in line}
+
+
+def public(module: ModuleType) -> list[str]:
+    """What a module offers: its ``__all__``, or the functions and classes that it defines."""
+    if hasattr(module, "__all__"):
+        return [name for name in module.__all__ if not name.startswith("__")]
+    defined = [name for name, thing in vars(module).items() if getattr(thing, "__module__", "") == module.__name__]
+    return [
+        name
+        for name in defined
+        if not name.startswith("_") and (inspect.isclass(vars(module)[name]) or inspect.isfunction(vars(module)[name]))
+    ]
+
+
+def test_pages_build_without_a_warning(site: Path) -> None:
+    assert (site / "index.html").stat().st_size > 1000
+    assert (site / "search.html").exists()
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_every_public_name_is_documented(name: str, site: Path) -> None:
+    expected = public(importlib.import_module(name))
+    assert expected
+    module = sys.modules[name]
+    # what the package offers as well is documented there
+    full = {f"{'twell' if getattr(twell, each, None) is getattr(module, each) else name}.{each}" for each in expected}
+    missing = full - documented(site)
+    assert not missing, f"not in docs/api: {', '.join(sorted(missing))}"
+
+
+def test_docstrings_keep_their_markup(site: Path) -> None:
+    """What the conversion of docstrings must get right: bars, several names of one argument, fields, links."""
+    page = (site / "api" / "twell.html").read_text()
+    text = re.sub(r"<[^>]+>", "", page)
+    assert "sum of |hidden state|" in text
+    assert "w_gate, w_up: [N, K]." in text
+    assert "w_down: [K, N], as in nn.Linear" in text
+    assert "Alias for field number" not in text
+    assert 'href="#twell.AutoStrategy"' in page
+    assert "``" not in text
+
+
+def test_pages_hold_figures_of_the_results(site: Path) -> None:
+    page = (site / "when-it-pays.html").read_text()
+    assert page.count("<table") >= 7
+    assert "<table" in (site / "faq.html").read_text()
+
+
+# Operators, variables, commands
+
+
+def section(path: Path, title: str) -> str:
+    text = path.read_text(encoding="utf-8")
+    found = re.search(rf"(?ms)^## {re.escape(title)}$(.*?)(?=^## |\Z)", text)
+    assert found, f"{path}: no section {title!r}"
+    return found[1]
+
+
+def test_each_operator_has_its_section() -> None:
+    text = (DOCS / "ops.md").read_text(encoding="utf-8")
+    assert re.findall(r"(?m)^## (\w+)$", text) == re.findall(r"\{op\} (\w+)", text)
+    registered = {
+        name.removeprefix("twell::").partition(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("twell::")
+    }
+    assert sorted(re.findall(r"\{op\} (\w+)", text)) == sorted(registered) == sorted(twell.ops.__all__)
+    table = re.findall(r"(?m)^\| (`\w+`(?:, `\w+`)*) \|", text)
+    assert sorted(name.strip("`") for cell in table for name in cell.split(", ")) == sorted(registered)
+
+
+@pytest.mark.parametrize("op", twell.ops.__all__)
+def test_section_of_an_operator_names_all_that_its_schema_does(op: str) -> None:
+    schema = getattr(torch.ops.twell, op).default._schema
+    named = set(re.findall(r"`(\w+)`", section(DOCS / "ops.md", op)))
+    words = {each.name for each in (*schema.arguments, *schema.returns) if each.name}
+    assert words <= named, f"{op}: {', '.join(sorted(words - named))}"
+
+
+def test_environment_page_has_the_variables_that_are_read() -> None:
+    tree = ast.parse(Path(_env.__file__).read_text())
+    constants = {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Tuple)
+    }
+    read: dict[str, set[str] | None] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"TWELL_\w+", node.value):
+            read.setdefault(node.value, None)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_choice":
+            name, choices = node.args[:2]
+            values = constants[choices.id] if isinstance(choices, ast.Name) else ast.literal_eval(choices)
+            assert isinstance(name, ast.Constant)
+            read[str(name.value)] = set(values)
+    rows = re.findall(r"(?m)^\| `(TWELL_\w+)` \| (.*?) \|", (DOCS / "environment.md").read_text(encoding="utf-8"))
+    assert sorted(name for name, _ in rows) == sorted(read)
+    for variable, cell in rows:
+        expected = read[variable]
+        assert expected is None or set(re.findall(r"`(\w+)`", cell)) == expected, variable
+
+
+def test_install_page_has_the_extras() -> None:
+    wanted = re.search(r"(?ms)^\[project\.optional-dependencies\]$(.*?)^\[", (ROOT / "pyproject.toml").read_text())
+    assert wanted
+    rows = re.findall(r"(?m)^\| `(\w+)` \|", section(DOCS / "install.md", "From a checkout"))
+    assert sorted(rows) == sorted(re.findall(r"(?m)^(\w+) = \[", wanted[1]))
+
+
+def commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    return {}
+
+
+def test_each_command_has_its_section() -> None:
+    text = (DOCS / "command-line.md").read_text(encoding="utf-8")
+    shown = re.findall(r"(?m)^## twell ([\w ]+)$", text)
+    assert set(shown) == {*commands(cli.parser()), "bench", "bench model"}
+    assert re.findall(r"\{help\} ([\w ]+)", text) == shown
+
+
+def test_citations_name_this_version() -> None:
+    entry = re.search(r"version *= \{(.*?)\}", (DOCS / "cite.md").read_text(encoding="utf-8"))
+    assert entry
+    assert entry[1] == twell.__version__
+    citation = ROOT / "CITATION.cff"
+    if citation.exists():
+        assert f"\nversion: {twell.__version__}\n" in citation.read_text(encoding="utf-8")
+
+
+def test_diagrams_are_as_drawn() -> None:
+    checked = subprocess.run(
+        [sys.executable, "docs/figures/draw.py", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stderr
+
+
+# Links, blocks, commands of the pages
+
+
+@pytest.mark.parametrize("path", LINKED, ids=name_of)
+def test_relative_links_lead_somewhere(path: Path) -> None:
+    text = prose(path)
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    targets += re.findall(r"\{download\}`[^<`]*<([^>]+)>`", text)
+    targets += re.findall(r'(?:src|srcset|href)="([^"]+)"', text)
+    dead = []
+    for target in targets:
+        file, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        found = path if not file else (path.parent / file).resolve()
+        if not found.exists() or (anchor and found.suffix == ".md" and anchor not in headings(found)):
+            dead.append(target)
+    assert not dead
+
+
+@pytest.mark.parametrize("path", TRIED, ids=name_of)
+def test_python_blocks_run_on_the_cpu(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block after block in one namespace. One that cannot says why in the line above: ``<!-- not run: REASON -->``."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    namespace: dict[str, object] = {"__name__": "page"}
+    for block in blocks(path):
+        if block.kind != "python":
+            continue
+        where = f"{name_of(path)}:{block.line}"
+        code = compile("\n" * (block.line - 1) + block.text, where, "exec")
+        if NOT_RUN.match(block.before):
+            continue
+        if "transformers" in block.text:
+            pytest.importorskip("transformers")
+        try:
+            exec(code, namespace)
+        except Exception as error:
+            raise AssertionError(f"{where} does not run; mark it <!-- not run: REASON --> if it cannot") from error
+
+
+def test_a_block_that_fails_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A\n\n```python\nx = 1\n```\n\n<!-- not run: a fragment -->\n```python\nraise SystemExit\n```\n")
+    assert [(block.kind, block.line, bool(NOT_RUN.match(block.before))) for block in blocks(page)] == [
+        ("python", 4, False),
+        ("python", 9, True),
+    ]
+
+
+class Command(NamedTuple):
+    where: str
+    words: list[str]
+
+
+def shell_commands(path: Path) -> Iterator[Command]:
+    """Commands of the ``sh`` blocks of a page: without comments, variables before them, and what only starts them."""
+    for block in blocks(path):
+        if block.kind != "sh":
+            continue
+        text = re.sub(r"\\\n\s*", lambda _: " ", block.text)
+        for number, line in enumerate(text.splitlines()):
+            for part in re.split(r"\s(?:;|&&|\|)\s", line):
+                words = shlex.split(part, comments=True)
+                while words and re.match(r"[A-Z_]+=", words[0]):
+                    words.pop(0)
+                if words and words[0] == "torchrun":
+                    words = ["python", *words[next(i for i, word in enumerate(words) if word.endswith(".py")) :]]
+                if words and words[0] == "bundle/run.sh":
+                    words.pop(0)
+                if words and words[0] == "compute-sanitizer":
+                    words = words[next(i for i, word in enumerate(words) if word == "python") :]
+                if words:
+                    yield Command(f"{name_of(path)}:{block.line + number}: {' '.join(words)}", words)
+    # in text and tables; the name of a command alone, or of any, is no command
+    text = re.sub(r"(?ms)^(`{3,}).*?^\1$", "", path.read_text(encoding="utf-8"))
+    for span in re.findall(r"(?<!`)`((?:python|twell|make) [^`]+)`", text):
+        words = shlex.split(span.removeprefix("python -m ") if span.startswith("python -m twell") else span)
+        if words[0] != "twell" or len(words) > 2:
+            yield Command(f"{name_of(path)}: {span}", words)
+
+
+@pytest.fixture(scope="module")
+def help_of() -> dict[str, str]:
+    """What ``--help`` of a script prints, by its path; filled as it is asked for."""
+    return {}
+
+
+def script_help(script: str, known: dict[str, str]) -> str:
+    if script not in known:
+        printed, saved = io.StringIO(), (sys.argv, sys.path[:])
+        sys.argv, sys.path[:0] = [script, "--help"], [str((ROOT / script).parent)]
+        try:
+            with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+                runpy.run_path(str(ROOT / script), run_name="__main__")
+        finally:
+            sys.argv, sys.path[:] = saved
+        known[script] = printed.getvalue()
+    return known[script]
+
+
+def complaint(words: list[str], known: dict[str, str]) -> str:
+    """What is wrong with a command, as far as its parser can tell; empty if nothing."""
+    name, *rest = words
+    if name in ("python", "python3") and rest[:2] == ["-m", "twell"]:
+        name, rest = "twell", rest[2:]
+    if name in ("python", "python3") and rest[0] == "profiling/bench.py":
+        name, rest = "twell", ["bench", *rest[1:]]
+    if name == "twell":
+        said, parse = io.StringIO(), cli.parser().parse_args
+        if rest[:1] == ["bench"]:
+            model, parser = rest[1:2] == ["model"], argparse.ArgumentParser()
+            (models if model else _arguments).add_arguments(parser)
+            rest, parse = rest[1 + model :], parser.parse_intermixed_args
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            try:
+                parse(rest)
+            except SystemExit as stopped:
+                return said.getvalue().strip() if stopped.code else ""
+        return ""
+    if name == "make":
+        targets = re.findall(r"(?m)^([a-z]+):", (ROOT / "Makefile").read_text())
+        return "" if not rest or rest[0] in targets else f"make has no target {rest[0]}"
+    if name in ("python", "python3") and rest[:1] in (["-m"], ["-c"]):
+        return "" if rest[0] == "-c" or importlib.util.find_spec(rest[1]) else f"no module {rest[1]}"
+    if name in ("python", "python3"):
+        if not (ROOT / rest[0]).is_file():
+            return f"no file {rest[0]}"
+        printed = script_help(rest[0], known)
+        missing = [word for word in rest[1:] if word.startswith("--") and word.partition("=")[0] not in printed]
+        return f"{rest[0]} has no {', '.join(missing)}" if missing else ""
+    if (ROOT / name).is_file():
+        return ""
+    return "" if name in ("pip", "export", "git", "cd", "cp") else f"unknown command {name}"
+
+
+@pytest.mark.parametrize("path", TRIED, ids=name_of)
+def test_commands_are_such_that_their_parsers_take_them(path: Path, help_of: dict[str, str]) -> None:
+    wrong = {command.where: complaint(command.words, help_of) for command in shell_commands(path)}
+    assert not {where: said for where, said in wrong.items() if said}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["twell", "info", "--json"], ""),
+        (["python", "-m", "twell", "info", "--nonsense"], "--nonsense"),
+        (["python", "profiling/readme.py", "--check"], ""),
+        (["python", "profiling/readme.py", "--nonsense"], "has no --nonsense"),
+        (["python", "profiling/nothing.py"], "no file"),
+        (["make", "test", "ARGS=-k unpack"], ""),
+        (["make", "coffee"], "no target coffee"),
+        (["coffee"], "unknown command"),
+    ],
+)
+def test_what_is_wrong_with_a_command_is_found(words: list[str], said: str, help_of: dict[str, str]) -> None:
+    found = complaint(words, help_of)
+    assert said in found
+    assert bool(said) == bool(found)

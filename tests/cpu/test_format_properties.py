@@ -1,0 +1,538 @@
+"""What must hold of the formats for any gate: geometry, words, round trips, order, capacities, compaction."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import twell
+from twell import ops, reference, testing
+from twell._runtime import format
+from twell.nn import SparseGatedMLP, SparseMLP
+from twell.ops import _hybrid
+
+pytest.importorskip("hypothesis")
+
+
+# The same examples in every run, however slow the machine.
+FIXED: dict[str, Any] = {
+    "derandomize": True,
+    "deadline": None,
+    "database": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
+}
+MANY, FEW = settings(max_examples=150, **FIXED), settings(max_examples=40, **FIXED)
+
+BF16, FP16 = torch.bfloat16, torch.float16
+EVERY_N = range(8, format.MAX_NEURONS + 1, 8)
+DTYPES = st.sampled_from([BF16, FP16])
+COMPRESSIONS = st.sampled_from(format.COMPRESSIONS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny products gain nothing from threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# Geometry, for every number of neurons
+
+
+def test_tiles_cover_every_number_of_neurons() -> None:
+    for n in EVERY_N:
+        tiles = format.tiles(n)
+        assert (tiles - 1) * 256 < n <= tiles * 256
+        # the neuron's index fits in the low half of a word, and its tile in the row
+        assert (n - 1) & ~0xFFFF == 0
+        assert (n - 1) // 256 == tiles - 1
+        chunks, words = format.chunks(n), format.bitmap_words(n)
+        assert (chunks - 1) * 64 < n <= chunks * 64
+        assert (words - 1) * 32 < n <= words * 32
+        assert format.sums_per_tile(n) >= max(128, tiles)
+
+
+def test_words_hold_what_compression_leaves() -> None:
+    for compression in format.COMPRESSIONS:
+        width = format.words_per_tile(compression)
+        assert width * compression == 256
+        # one word is the count
+        assert format.capacity(compression) == width - 1
+    capacities = [format.capacity(c) for c in sorted(format.COMPRESSIONS)]
+    assert capacities == sorted(capacities, reverse=True)
+
+
+@pytest.mark.parametrize("m", [0, 1, 7, 8, 127, 129, 16384, 1_000_000])
+def test_hybrid_capacity_of_every_number_of_neurons(m: int) -> None:
+    """A multiple of eight, enough for 64 non-zeros a token, never more than rounding beyond all, monotone."""
+    last = 0
+    for n in EVERY_N:
+        capacity = format.hybrid_capacity(m, n)
+        assert capacity % 8 == 0
+        assert m * min(n, 64) <= capacity < m * n + 8
+        assert capacity >= last
+        last = capacity
+
+
+@MANY
+@given(
+    m=st.integers(0, 1 << 22), n=st.sampled_from(EVERY_N), more=st.integers(0, 1 << 12), size=st.sampled_from([0, 2])
+)
+def test_hybrid_words_have_room_for_either_form(m: int, n: int, more: int, size: int) -> None:
+    words = format.hybrid_words(m, n, size)
+    capacity = format.hybrid_capacity(m, n)
+    assert words >= capacity + capacity * size // 4
+    assert words >= m * format.bitmap_words(n)
+    assert format.hybrid_words(m + more, n, size) >= words
+    assert format.hybrid_capacity(m + more, n) >= capacity
+
+
+@MANY
+@given(m=st.integers(0, 1 << 22), n=st.sampled_from(EVERY_N))
+@example(m=format.UNION_ENTRIES // 65536, n=65536)
+@example(m=format.UNION_ENTRIES // 65536 + 1, n=65536)
+def test_union_slices_are_a_partition(m: int, n: int) -> None:
+    slices = format.union_slices(m, n)
+    bounds = [0, *(last for _, last in slices)]
+    assert [first for first, _ in slices] == bounds[:-1]
+    assert bounds[-1] == m
+    assert all(0 < last - first and (last - first) * n <= format.UNION_ENTRIES for first, last in slices)
+    assert all(first % format.TOKEN_TILE == 0 for first, _ in slices)
+
+
+# Words: the value's bits above the neuron's index
+
+
+def test_a_word_holds_any_value_and_any_neuron() -> None:
+    values = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16)
+    for neuron in (0, 1, 255, 256, 32767, 32768, 65534, 65535):
+        words = values.int() << 16 | neuron
+        assert torch.equal((words >> 16).to(torch.int16), values)
+        assert bool((words & 0xFFFF == neuron).all())
+
+
+# Packed gates
+
+
+class Gates(NamedTuple):
+    """A gate before ReLU, finite values of 16 bits [M, N], and where it is to be packed with what compression."""
+
+    values: Tensor
+    compression: int
+
+
+def bits(draw: Callable[..., Any], m: int, n: int, dtype: torch.dtype) -> Tensor:
+    """Any finite values at all: subnormal, tiny, huge, zeros of both signs, with a drawn share of positive ones."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
+    drawn = torch.randint(-(1 << 15), 1 << 15, (m, n), generator=generator, dtype=torch.int32).to(torch.int16)
+    values = drawn.view(dtype)
+    values = torch.where(values.isfinite(), values, torch.ones((), dtype=dtype)).abs()
+    share = draw(st.sampled_from([0.0, 0.01, 0.1, 0.125, 0.25, 0.5, 0.9, 1.0]))
+    # by row and tile, so that spilled tiles stand beside empty ones
+    shares = share * 2 * torch.rand(m, -(-n // 256), generator=generator)
+    shares = shares.repeat_interleave(256, 1)[:, :n] if share < 1 else torch.ones(m, n)
+    positive = torch.rand(m, n, generator=generator) < shares
+    return torch.where(positive, values, -values)
+
+
+@st.composite
+def gates(draw: Callable[..., Any], most: int = 6) -> Gates:
+    n = 8 * draw(st.one_of(st.integers(1, 100), st.sampled_from([32, 33, 64, 95, 96, 97, 161, 256])))
+    return Gates(bits(draw, draw(st.integers(0, most)), n, draw(DTYPES)), draw(COMPRESSIONS))
+
+
+def operands(values: Tensor) -> tuple[Tensor, Tensor]:
+    """x and w_gate whose product is ``values`` [M, N], exactly: token m has a one in feature m."""
+    m, n = values.shape
+    k = max(8, -(-m // 8) * 8)
+    x = torch.eye(m, k).to(values.dtype)
+    w_gate = torch.zeros(n, k, dtype=values.dtype)
+    w_gate[:, :m] = values.t()
+    return x, w_gate
+
+
+def pack(g: Gates) -> tuple[Tensor, Tensor, Tensor]:
+    packed: tuple[Tensor, Tensor, Tensor] = ops.gate_pack(*operands(g.values), None, g.compression)
+    return packed
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
+@MANY
+@given(gates())
+def test_packing_loses_nothing(g: Gates) -> None:
+    words, spill, _ = pack(g)
+    dense = ops.unpack(words, spill, g.values.shape[1], g.compression)
+    assert same_bits(dense, torch.where(g.values > 0, g.values, torch.zeros_like(g.values)))
+
+
+@MANY
+@given(gates())
+def test_words_are_counted_ascending_and_end_in_zeros(g: Gates) -> None:
+    words, spill, stats = pack(g)
+    (m, n), width = g.values.shape, format.words_per_tile(g.compression)
+    tiles = format.tiles(n)
+    table, expected = words.view(m, tiles, width), torch.nn.functional.pad(g.values > 0, (0, -n % 256))
+    counts = table[:, :, 0]
+    assert torch.equal(counts.long(), expected.view(m, tiles, 256).sum(2))
+    place = torch.arange(1, width)
+    used = place <= counts[:, :, None]
+    entries = table[:, :, 1:]
+    assert not entries[~used].any()
+    neurons = entries & 0xFFFF
+    assert bool((neurons // 256 == torch.arange(tiles)[:, None])[used].all())
+    ascending = (neurons[:, :, 1:] > neurons[:, :, :-1]) | ~used[:, :, 1:]
+    assert bool(ascending.all())
+    # a spilled tile holds all its values in place, and its first ones in the words as well
+    spilled = counts >= width
+    wide = torch.nn.functional.pad(g.values.clamp(min=0), (0, -n % 256)).view(m, tiles, 256)
+    assert same_bits(spill.view(m, tiles, 256)[spilled], wide[spilled] + 0)
+    assert torch.equal(stats[:, :, 0].sum(0), counts.sum(0))
+    assert torch.equal(stats[:, :, 1].sum(0), spilled.sum(0))
+
+
+@FEW
+@given(gates())
+def test_packing_is_the_reference(g: Gates) -> None:
+    x, w_gate = operands(g.values)
+    expected = reference.gate_pack(x, w_gate, None, g.compression)
+    testing.assert_packed_same(pack(g), expected, g.values.shape[1], g.compression)
+    words, spill, _ = expected
+    assert torch.equal(
+        ops.unpack(words, spill, g.values.shape[1], g.compression),
+        reference.unpack(words, spill, g.values.shape[1], g.compression),
+    )
+
+
+@MANY
+@given(gates(), st.integers(0, 1 << 30))
+def test_what_is_undefined_is_not_read(g: Gates, seed: int) -> None:
+    """Anything past the count, in the words of spilled tiles and in the spill of the others."""
+    words, spill, _ = pack(g)
+    (m, n), width = g.values.shape, format.words_per_tile(g.compression)
+    tiles = format.tiles(n)
+    clean = ops.unpack(words, spill, n, g.compression)
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randint(-(1 << 31), (1 << 31) - 1, words.shape, generator=generator).int().view(m, tiles, width)
+    table = words.view(m, tiles, width)
+    counts = table[:, :, :1]
+    place = torch.arange(width)
+    defined = (place == 0) | ((place <= counts) & (counts < width))
+    spoilt = torch.where(defined, table, noise)
+    values = spill.view(m, tiles, 256).masked_fill(counts < width, float("nan"))
+    assert same_bits(ops.unpack(spoilt.view(m, -1) if m else words, values.view(spill.shape), n, g.compression), clean)
+
+
+@FEW
+@given(gates(most=5))
+def test_rows_are_packed_alone_and_compression_changes_nothing(g: Gates) -> None:
+    words, spill, stats = pack(g)
+    x, w_gate = operands(g.values)
+    m, n = g.values.shape
+    for row in range(m):
+        alone = ops.gate_pack(x[row : row + 1], w_gate, None, g.compression)
+        assert torch.equal(alone[0], words[row : row + 1])
+        assert same_bits(alone[1], spill[row : row + 1])
+    for compression in format.COMPRESSIONS:
+        other = ops.gate_pack(x, w_gate, None, compression)
+        assert same_bits(ops.unpack(*other[:2], n, compression), ops.unpack(words, spill, n, g.compression))
+        assert torch.equal(other[2][:, :, 0], stats[:, :, 0])
+        more = compression <= g.compression
+        fewer, usual = (other[2][:, :, 1], stats[:, :, 1]) if more else (stats[:, :, 1], other[2][:, :, 1])
+        assert bool((fewer <= usual).all())
+
+
+@pytest.mark.parametrize("compression", format.COMPRESSIONS)
+def test_every_partial_tile(compression: int) -> None:
+    """Each remainder of N by 256, behind so many tiles, with its last tile around what the words hold."""
+    width = format.words_per_tile(compression)
+    for tiles, rest in itertools.product((0, 1, 5, 22), range(8, 257, 8)):
+        n = tiles * 256 + rest
+        values = -torch.ones(3, n)
+        for row, count in enumerate((width - 1, width, rest)):
+            values[row, n - min(count, rest) :] = 2
+        values[0, :tiles:7] = 3
+        g = Gates(values.to(BF16), compression)
+        words, spill, _ = pack(g)
+        assert torch.equal(ops.unpack(words, spill, n, compression), g.values.clamp(min=0))
+        assert words[:, tiles * width].tolist() == [min(width - 1, rest), min(width, rest), rest]
+
+
+@pytest.mark.parametrize("n", [65528, 65536])
+def test_the_most_neurons(n: int) -> None:
+    values = -torch.ones(2, n)
+    values[0, -8:], values[1, ::1000] = 5, 2
+    for compression in format.COMPRESSIONS:
+        g = Gates(values.to(BF16), compression)
+        words, spill, _ = pack(g)
+        assert torch.equal(ops.unpack(words, spill, n, compression), g.values.clamp(min=0))
+
+
+@FEW
+@given(gates(most=4), st.sampled_from([(-1,), (1, -1), (-1, 1, 1), (2, -1), ()]))
+def test_a_packed_gate_keeps_its_shape(g: Gates, lead: tuple[int, ...]) -> None:
+    x, w_gate = operands(g.values)
+    values, m = g.values, len(x)
+    if lead == ():
+        x, values = (x[0], values[0]) if m else (x, values)
+    elif m % 2 == 0 or 2 not in lead:
+        sizes = [m // (2 if 2 in lead else 1) if size == -1 else size for size in lead]
+        x, values = x.view(*sizes, x.shape[1]), values.view(*sizes, values.shape[1])
+    packed = twell.pack(x, w_gate, compression=g.compression)
+    assert packed.shape == values.shape
+    assert torch.equal(packed.unpack(), values.clamp(min=0))
+    assert int(packed.nnz()) == int((values > 0).sum())
+
+
+# Readers of packed gates
+
+
+class Layer(NamedTuple):
+    """An exact problem around a drawn pattern."""
+
+    problem: testing.FFN
+    compression: int
+
+
+@st.composite
+def layers(draw: Callable[..., Any], tokens: int = 5, neurons: int = 70) -> Layer:
+    m, n = draw(st.integers(1, tokens)), 8 * draw(st.integers(1, neurons))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
+    share = draw(st.sampled_from([0.0, 0.02, 0.1, 0.3, 1.0]))
+    fires = torch.rand(m, n, generator=generator) <= share
+    values = torch.where(fires, torch.randint(1, 5, (m, n), generator=generator), -1)
+    biases = draw(st.sampled_from(["", "gate up down", "down", "up"]))
+    k = max(8, -(-m // 8) * 8)
+    return Layer(testing.pattern_problem(values, k, biases=biases, dtype=draw(DTYPES)), draw(COMPRESSIONS))
+
+
+@FEW
+@given(layers())
+def test_projections_of_any_pattern_are_the_reference(layer: Layer) -> None:
+    x, w_gate, w_up, w_down, gate_bias, up_bias, down_bias = layer.problem
+    words, spill, _ = ops.gate_pack(x, w_gate, gate_bias, layer.compression)
+    gated = (x, words, spill, w_up, w_down, up_bias, down_bias, layer.compression)
+    plain = (words, spill, w_down, down_bias, layer.compression)
+    for op, of_reference, arguments in ((ops.up_down, reference.up_down, gated), (ops.down, reference.down, plain)):
+        for ours, theirs in zip(op(*arguments), of_reference(*arguments), strict=True):
+            testing.assert_same(ours, theirs)
+    y, l1, union = ops.up_down_union(*gated)
+    assert torch.equal(y, testing.exact_output(layer.problem))
+    assert union.tolist() == [int((testing.float64_gate(layer.problem) > 0).any(0).sum())]
+    testing.assert_same(l1.sum(), ops.up_down(*gated)[1].sum())
+
+
+# The hybrid format
+
+
+@st.composite
+def patterns(draw: Callable[..., Any]) -> Tensor:
+    """A gate of small positive integers and zeros [M, N], from nothing to everything, even or by token or neuron."""
+    m = draw(st.sampled_from([0, 1, 2, 5, 127, 128, 129, 200, 257]))
+    n = 8 * draw(st.integers(1, 40 if m > 5 else 120))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
+    share = draw(st.sampled_from([0.0, 0.01, 0.1, 0.24, 0.25, 0.26, 0.6, 1.0]))
+    weights = draw(st.sampled_from(["even", "tokens", "neurons"]))
+    shares = torch.full((m, n), share)
+    if weights == "tokens":
+        shares *= 2 * torch.rand(m, 1, generator=generator)
+    elif weights == "neurons":
+        shares *= 2 * torch.rand(1, n, generator=generator)
+    fires = torch.rand(m, n, generator=generator) < shares
+    return torch.where(fires, torch.randint(1, 200, (m, n), generator=generator), 0).to(BF16)
+
+
+def encoded(gate: Tensor, up: Tensor | None) -> _hybrid.Kept:
+    kept = _hybrid.empty_kept(gate[:, :8].contiguous(), gate.shape[1], up is not None)
+    _hybrid.encode(gate, up, kept)
+    return kept
+
+
+def layer_of(gate: Tensor, up: Tensor | None) -> _hybrid.Layer:
+    """A layer with this gate and up projection: what a bitmap is decoded with."""
+    m = gate.shape[0]
+    k = max(8, -(-m // 8) * 8)
+    x = torch.eye(m, k).to(gate.dtype)
+
+    def weight(values: Tensor) -> Tensor:
+        return torch.nn.functional.pad(values.t(), (0, k - m))
+
+    return _hybrid.Layer(x, weight(gate), None if up is None else weight(up), weight(gate), None, None)
+
+
+@MANY
+@given(patterns(), st.booleans())
+def test_the_hybrid_format_loses_nothing(gate: Tensor, gated: bool) -> None:
+    up = torch.arange(gate.numel()).remainder(251).sub(125).view(gate.shape).to(BF16) if gated else None
+    kept = encoded(gate, up)
+    m, n = gate.shape
+    total, capacity = int((gate != 0).sum()), format.hybrid_capacity(m, n)
+    assert int(kept.sizes[-1]) == total
+    assert torch.equal(kept.popularity.long(), (gate != 0).sum(0))
+    decoded, projected = _hybrid.decode(layer_of(gate, up), kept)
+    assert torch.equal(decoded, gate.float())
+    assert (projected is None) == (up is None)
+    if up is not None and projected is not None:
+        assert torch.equal(projected, up.float().masked_fill(gate == 0, 0))
+    assert len(kept.entries) == format.hybrid_words(m, n, 2 * gated) >= min(total, capacity)
+
+
+@MANY
+@given(patterns())
+def test_entries_and_lists_of_the_hybrid_format_ascend(gate: Tensor) -> None:
+    kept, (m, n) = encoded(gate, None), gate.shape
+    total = int(kept.sizes[-1])
+    if total > format.hybrid_capacity(m, n):
+        words = kept.entries[: m * format.bitmap_words(n)].view(m, -1)
+        found = sum(int(word) >> bit & 1 for word in words.flatten().tolist() for bit in range(32))
+        assert found == total
+        return
+    tiles, chunks = format.token_tiles(m), format.chunks(n)
+    active = torch.nn.functional.pad(gate != 0, (0, 0, 0, -m % 128)).view(tiles, 128, n).any(1)
+    assert kept.sizes[:-1].tolist() == active.sum(1).tolist()
+    for tile in range(tiles):
+        length = int(kept.sizes[tile])
+        assert (kept.neurons[tile, :length].int() & 0xFFFF).tolist() == active[tile].nonzero().flatten().tolist()
+    if tiles:
+        bounds = kept.chunks
+        assert int(bounds[0, 0]) == 0
+        assert int(bounds[-1, -1]) == total
+        assert torch.equal(bounds[1:, 0], bounds[:-1, -1])
+        assert bool((bounds.diff(dim=1) >= 0).all())
+        run = torch.arange(tiles * chunks).repeat_interleave(bounds.diff(dim=1).flatten())
+        keys = run << 13 | (kept.entries[:total] & 0x1FFF).long()
+        assert bool((keys.diff() > 0).all())
+
+
+@FEW
+@given(patterns().filter(lambda gate: gate.shape[0] <= 5))
+def test_the_hybrid_format_is_the_reference(gate: Tensor) -> None:
+    for ours, theirs in zip(encoded(gate, None), reference.hybrid(gate), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@FEW
+@given(
+    m=st.sampled_from([1, 3, 128, 130]),
+    n=st.sampled_from([72, 136, 264, 2304 + 72]),
+    over=st.integers(-1, 1),
+    seed=st.integers(0, 1 << 30),
+)
+def test_the_capacity_decides_between_entries_and_bitmap(m: int, n: int, over: int, seed: int) -> None:
+    """One less than fits, as many, one more: wherever they are."""
+    capacity = format.hybrid_capacity(m, n)
+    total = min(capacity + over, m * n)
+    places = torch.randperm(m * n, generator=torch.Generator().manual_seed(seed))[:total]
+    gate = torch.zeros(m * n).index_fill_(0, places, 1).view(m, n).to(BF16)
+    kept = encoded(gate, None)
+    decoded, _ = _hybrid.decode(layer_of(gate, None), kept)
+    assert torch.equal(decoded, gate.float())
+    bitmap = total > capacity
+    assert (not kept.neurons.any() and not kept.chunks.any()) == bitmap
+
+
+@FEW
+@given(st.lists(st.integers(0, 400), min_size=1, max_size=300), st.integers(0, 1 << 30))
+def test_rare_neurons_are_those_of_light_tiles(counts: list[int], seed: int) -> None:
+    """By popularity 64 at a time; the order in which neurons come makes no difference to how many there are."""
+    popularity = torch.tensor(counts, dtype=torch.int32)
+    rare = _hybrid.rare(popularity)
+    order = sorted(range(len(counts)), key=lambda neuron: (-counts[neuron], neuron))
+    for first in range(0, len(counts), 64):
+        tile = order[first : first + 64]
+        assert set(rare[tile].tolist()) == {sum(counts[neuron] for neuron in tile) <= format.RARE_ENTRIES}
+    shuffled = popularity[torch.randperm(len(counts), generator=torch.Generator().manual_seed(seed))]
+    assert int(_hybrid.rare(shuffled).sum()) == int(rare.sum())
+
+
+# Training, by its parts
+
+
+@FEW
+@given(layers(tokens=6, neurons=20), st.booleans(), st.integers(0, 1 << 30))
+def test_gradients_of_any_pattern_are_the_reference(layer: Layer, gated: bool, seed: int) -> None:
+    problem = layer.problem if gated else layer.problem._replace(w_up=None, up_bias=None)
+    _, _, _, *kept = ops.hybrid_forward(*problem, layer.compression)
+    generator = torch.Generator().manual_seed(seed)
+    dy = torch.randint(-2, 3, problem.x.shape, generator=generator).to(problem.x.dtype)
+    dl1 = torch.tensor(float(torch.randint(-1, 2, (), generator=generator)))
+    found = ops.hybrid_backward(dy, dl1, *problem[:6], *kept, True, True)
+    expected = reference.hybrid_backward(dy, dl1, *problem[:6])
+    for operand, ours, theirs in zip(problem[:6], found, expected, strict=True):
+        testing.assert_same(ours, theirs.to(ours.dtype) if operand is not None else ours.new_empty(0))
+
+
+@FEW
+@given(layers(tokens=6, neurons=20), st.data())
+def test_gradients_add_up_over_tokens(layer: Layer, data: st.DataObject) -> None:
+    """Of two parts of a batch: x's side by side, main gradients summed, wherever the batch is cut."""
+    problem = layer.problem
+    m = problem.x.shape[0]
+    cut = data.draw(st.integers(0, m))
+    dy = testing.integer_upstream(problem)
+
+    def gradients(start: int, stop: int, mains: list[Tensor]) -> Tensor:
+        part = problem.rows(start, stop)
+        _, _, _, *kept = ops.hybrid_forward(*part, layer.compression)
+        saved = (dy[start:stop], torch.tensor(1.0), *part[:6], *kept)
+        dx, *_ = ops.hybrid_backward_accumulate(*saved, *mains, True)
+        return dx
+
+    whole, parts = ([torch.zeros(t.shape) for t in problem[1:4]] for _ in range(2))
+    dx = gradients(0, m, whole)
+    assert torch.equal(torch.cat([gradients(0, cut, parts), gradients(cut, m, parts)]), dx)
+    for one, other in zip(whole, parts, strict=True):
+        assert torch.equal(one, other)
+
+
+# Compaction
+
+
+@FEW
+@given(layers(tokens=6, neurons=12), st.booleans(), st.integers(0, 1 << 30), st.sampled_from(["row", "union", "dense"]))
+def test_compacting_keeps_what_fires_and_restoring_all(layer: Layer, gated: bool, seed: int, strategy: Any) -> None:
+    """Neurons that fired and some others: a multiple of 8 of them, in order, the same function, and all back."""
+    problem = layer.problem
+    n, k = problem.w_gate.shape
+    bias = problem.gate_bias is not None and problem.up_bias is not None and problem.down_bias is not None
+    kind = SparseGatedMLP if gated else SparseMLP
+    module: Any = kind(k, n, bias, strategy=strategy, dtype=problem.x.dtype)
+    first = "gate_proj" if gated else "up_proj"
+    given_weights = {f"{first}.weight": problem.w_gate, "down_proj.weight": problem.w_down.t()}
+    if gated:
+        given_weights["up_proj.weight"] = problem.w_up
+    if bias:
+        given_weights |= {f"{first}.bias": problem.gate_bias, "down_proj.bias": problem.down_bias}
+        if gated:
+            given_weights["up_proj.bias"] = problem.up_bias
+    module.load_state_dict(given_weights)
+    with torch.no_grad(), twell.count_firing(module) as counted:
+        y = module(problem.x)
+    fired = counted[""].counts > 0
+    spared = fired | (torch.rand(n, generator=torch.Generator().manual_seed(seed)) < 0.2)
+    if not spared.any():
+        with pytest.raises(ValueError, match="alive"):
+            twell.compact(module, spared)
+        return
+    smaller, report = twell.compact(module, spared)
+    kept = smaller.compaction.kept
+    assert report.kept % 8 == 0
+    assert int(spared.sum()) <= report.kept == int(kept.sum()) < int(spared.sum()) + 8
+    assert bool((kept | ~spared).all())
+    assert torch.equal(getattr(smaller, first).weight, getattr(module, first).weight[kept])
+    with torch.no_grad():
+        assert torch.equal(smaller(problem.x), y)
+    back = twell.restore(smaller)
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor), name

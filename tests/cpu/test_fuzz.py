@@ -1,0 +1,475 @@
+"""The fuzzer and the sanitizer's driver: what they draw and cover, and that faults do not get past them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from twell import ops
+from twell._runtime import device, kernel_module, specs
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(TESTS))
+
+import fuzz  # noqa: E402
+import sanitize  # noqa: E402
+from fuzz import Case, Limits  # noqa: E402
+
+CPU = torch.device("cpu")
+LIMITS = Limits.of("cpu", jit=False)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny products gain nothing from threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# What is drawn
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_cases_stay_within_their_limits_and_reach_everything(where: str) -> None:
+    limits = Limits.of(where, jit=False)
+    cases = [fuzz.draw(5, number, limits, graphs=where == "cuda") for number in range(3000)]
+    for case in cases:
+        assert case.k % 8 == case.n % 8 == 0
+        assert 8 <= case.n <= limits.n
+        assert 0 <= case.m <= limits.m
+        assert case.m * case.n <= limits.gates
+        assert case.m * case.n * case.k <= limits.work
+        assert case.n * case.k <= max(limits.weights, 8 * case.k)
+        assert case.training == (case.op in ("train", "overflow"))
+        assert set(case.biases) <= set(fuzz.BIASES)
+        assert case.gated or not {"w_up", "up_bias"} & {*case.biases, *case.wanted}
+        assert not (case.stream and case.x_layout == "expanded")
+    for kind, names in (
+        ("op", fuzz.OPS),
+        ("strategy", fuzz.STRATEGIES),
+        ("pattern", fuzz.PATTERNS),
+        ("dtype", fuzz.DTYPES),
+        ("x_layout", fuzz.X_LAYOUTS),
+        ("weight_layout", fuzz.WEIGHT_LAYOUTS),
+        ("down_layout", fuzz.DOWN_LAYOUTS),
+        ("bias_layout", fuzz.BIAS_LAYOUTS),
+        ("compression", (2, 4, 8)),
+    ):
+        assert {getattr(case, kind) for case in cases} == set(names), kind
+    assert {specs.k_class(case.k) for case in cases} == set(limits.classes)
+    flags = ("exact", "gated", "training", "l1", "mains", "autocast", "filled")
+    for flag in (*flags, *(("graph", "stream") if where == "cuda" else ())):
+        assert {getattr(case, flag) for case in cases} == {True, False}, flag
+    assert {case.m for case in cases} >= {m for m in fuzz.TOKENS if m <= limits.m}
+
+
+def test_classes_of_k_are_those_that_ship() -> None:
+    catalog = kernel_module("catalog")
+    shipped = {spec.k_max for spec in catalog.SHIPPED if isinstance(spec, specs.UpDownSpec)}
+    assert set(fuzz.PACKAGED_K) == shipped
+    assert {*fuzz.PACKAGED_K, fuzz.COMPILED_K} == set(specs.K_CLASSES)
+    assert Limits.of("cuda", jit=False).classes == fuzz.PACKAGED_K
+    assert Limits.of("cuda", jit=True).classes == specs.K_CLASSES
+
+
+def test_a_case_is_a_function_of_seed_and_number() -> None:
+    first, again = (fuzz.draw(3, 7, LIMITS, False) for _ in range(2))
+    assert first == again
+    assert fuzz.draw(4, 7, LIMITS, False) != first
+    for one, other in zip(fuzz.build(first, CPU), fuzz.build(again, CPU), strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+
+
+def exact_cases(count: int, seed: int = 11) -> list[Case]:
+    drawn = (fuzz.draw(seed, number, LIMITS, False) for number in range(10 * count))
+    return [case for case in drawn if case.exact and case.m][:count]
+
+
+def test_integers_leave_nothing_to_rounding() -> None:
+    """All that is rounded to 16 bits fits in the 8 of bf16, and every sum, of any order, in the 24 of fp32."""
+    for case in exact_cases(80):
+        layer = fuzz.build(case, CPU)
+        right = fuzz.solve(case, layer)
+        magnitudes = fuzz.solve(case, layer._replace(**{name: t.abs() for name, t in layer.present().items()}))
+        x, w_gate = layer.x.double().abs(), layer.w_gate.double().abs()
+        reach = x @ w_gate.t() + (0 if layer.gate_bias is None else layer.gate_bias.double().abs())
+        assert float(right.gate.max()) <= 256
+        assert float(reach.max()) < 1 << 24
+        up = torch.ones(1) if layer.w_up is None else layer.x.double() @ layer.w_up.double().t()
+        assert float((right.gate * up.abs().max()).max()) <= 256
+        for name, answer in magnitudes.answers.items():
+            # the sizes of all terms together, of a layer that fires more than this one
+            assert float(answer.value.abs().max()) < 1 << 27, name
+            assert torch.equal(right.answers[name].value, right.answers[name].value.round())
+            assert float(right.answers[name].value.abs().max()) < 1 << 24
+
+
+def test_patterns_are_what_they_say() -> None:
+    def gates(pattern: str, **changes: Any) -> Tensor:
+        case = dataclasses.replace(
+            fuzz.draw(1, 0, LIMITS, False),
+            m=256,
+            k=64,
+            n=512,
+            exact=True,
+            pattern=pattern,
+            density=0.01,
+            biases=(),
+            **{"x_layout": "plain", "gated": False, "compression": 8, **changes},
+        )
+        return fuzz.solve(case, fuzz.build(case, CPU)).gate
+
+    assert not gates("none").any()
+    assert (gates("all") > 0).all()
+    assert int((gates("single") > 0).sum()) == 1
+    heavy = (gates("heavy tokens", number=3) > 0).sum(1)
+    assert heavy.max() == 512 > 20 * heavy.median()
+    neurons = (gates("heavy neurons", number=3) > 0).sum(0)
+    assert neurons.max() == 256 > 20 * neurons.median()
+    loads = (gates("tokens") > 0).sum(1)
+    assert loads.max() > 100
+    assert loads.min() < 5
+    band = gates("band") > 0
+    assert band[:16, :64].all()
+    assert not band[:16, 64:].any()
+    counts = {int(c) for n in range(20) for c in (gates("tiles", number=n) > 0).view(256, 2, 256).sum(2).unique()}
+    assert counts >= {0, 1, 30, 31, 32, 33, 255, 256}
+
+
+# What is found
+
+
+def run(*arguments: str) -> int:
+    return fuzz.main(["--device", "cpu", "--budget-s", "20", *arguments])
+
+
+def test_a_hundred_cases_pass_and_are_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger = tmp_path / "ledger.jsonl"
+    assert run("--cases", "100", "--seed", "2", "--ledger", str(ledger)) == 0
+    header, *cases, last = map(json.loads, ledger.read_text().splitlines())
+    assert "CPU" in header["machine"]
+    assert [record["number"] for record in cases] == list(range(100))
+    assert {record["verdict"] for record in cases} == {"ok"}
+    assert all(record["seconds"] > 0 for record in cases)
+    assert max(ratio for record in cases for ratio in record["ratios"].values()) <= 1
+    assert last["summary"]["cases"] == 100
+    assert sum(last["summary"]["counts"]["op"].values()) == 100
+    assert "100 cases in" in capsys.readouterr().out
+    # a second run is added
+    assert run("--cases", "2", "--ledger", str(ledger)) == 0
+    assert len(ledger.read_text().splitlines()) == 102 + 4
+
+
+Op = Callable[..., Any]
+
+
+def loses_the_last_entry(op: Op) -> Op:
+    def pack(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> Any:
+        words, spill, stats = op(x, w_gate, bias, compression)
+        table = words.view(-1, 256 // compression)
+        table[:, -1] = 0
+        return words, spill, stats
+
+    return pack
+
+
+def drops_the_spill(op: Op) -> Op:
+    return lambda words, spill, *rest: op(words, torch.zeros_like(spill), *rest)
+
+
+def is_an_ulp_off(op: Op) -> Op:
+    def projected(*arguments: Any) -> Any:
+        y, *rest = op(*arguments)
+        if y.numel():
+            y.view(-1)[-1:].view(torch.int16).add_(1)
+        return y, *rest
+
+    return projected
+
+
+def writes_no_last_row(op: Op) -> Op:
+    def projected(*arguments: Any) -> Any:
+        y, *rest = op(*arguments)
+        y[128:] = math.nan
+        return y, *rest
+
+    return projected
+
+
+def adds_a_token_twice(op: Op) -> Op:
+    def backward(*arguments: Any) -> Any:
+        dx, dw_gate, dw_up, dw_down, *rest = op(*arguments)
+        if dw_down.numel():
+            dw_down += arguments[0][:1]
+        return dx, dw_gate, dw_up, dw_down, *rest
+
+    return backward
+
+
+def never_the_same(op: Op) -> Op:
+    calls = []
+
+    def projected(*arguments: Any) -> Any:
+        y, l1, *rest = op(*arguments)
+        calls.append(None)
+        return y, l1 * (1 + 1e-7 * (len(calls) % 2)), *rest
+
+    return projected
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "text"),
+    [
+        ("gate_pack", loses_the_last_entry, ""),
+        ("unpack", drops_the_spill, "gate"),
+        ("up_down", is_an_ulp_off, "y differs"),
+        ("up_down_union", writes_no_last_row, "y differs"),
+        ("hybrid_backward", adds_a_token_twice, "w_down differs"),
+        ("hybrid_forward", never_the_same, "a second call has other bits"),
+        ("down", never_the_same, "a second call has other bits"),
+    ],
+)
+def test_a_fault_is_found(
+    name: str, fault: Callable[[Op], Op], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each within 150 cases, and the command that is printed shows it again."""
+    monkeypatch.setattr(ops, name, fault(getattr(ops, name)))
+    monkeypatch.setattr(fuzz, "MOST_MISMATCHES", 1)
+    assert run("--cases", "150") == 1
+    found = capsys.readouterr().out
+    assert "WRONG 1:" in found
+    assert text in found
+    (command,) = (line for line in found.splitlines() if "python tests/fuzz.py --replay" in line)
+    assert fuzz.main(command.split()[2:]) == 1
+    assert "stopping here" in found
+
+
+@pytest.mark.parametrize("op", ["up_down", "up_down_union", "hybrid_forward"])
+def test_a_fault_in_real_numbers_is_found(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token that is off by 3 % in bf16 or 0.5 % in fp16, which no integer shows."""
+    cases = [fuzz.draw(1, number, LIMITS, False) for number in range(400)]
+    named = {"up_down": "row", "up_down_union": "union", "hybrid_forward": "union"}[op]
+    cases = [
+        case
+        for case in cases
+        if not case.exact
+        and case.strategy == named
+        and case.op == ("train" if op == "hybrid_forward" else "forward")
+        and (op != "up_down" or case.gated)
+        and case.m > 0
+    ]
+    # tokens without non-zeros have nothing to be off by
+    fired = [int((fuzz.solve(case, fuzz.build(case, CPU)).gate[0] > 0).sum()) > 0 for case in cases]
+    cases = [case for case, some in zip(cases, fired, strict=True) if some][:6]
+    assert len(cases) >= 3
+    real = getattr(ops, op)
+
+    def off(*arguments: Any) -> Any:
+        y, *rest = real(*arguments)
+        y[0] *= 1.03 if y.dtype == torch.bfloat16 else 1.005
+        return y, *rest
+
+    assert {fuzz.attempt(case, CPU).verdict for case in cases} == {"ok"}
+    monkeypatch.setattr(ops, op, off)
+    found = [fuzz.attempt(case, CPU).verdict for case in cases]
+    assert sum("row is off" in verdict or "what is allowed" in verdict for verdict in found) >= len(cases) - 1, found
+
+
+def test_what_a_call_raises_is_a_mismatch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuses(*arguments: Any) -> Any:
+        raise NotImplementedError("no such layer")
+
+    monkeypatch.setattr(ops, "gate_pack", refuses)
+    monkeypatch.setattr(fuzz, "MOST_MISMATCHES", 2)
+    assert run("--cases", "30") == 1
+    assert "NotImplementedError: no such layer" in capsys.readouterr().out
+
+
+def test_the_fewest_tokens_that_fail_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "up_down", writes_no_last_row(ops.up_down))
+    drawn = (fuzz.draw(1, number, LIMITS, False) for number in range(1000))
+    case = next(c for c in drawn if c.m >= 256 and c.strategy == "row" and c.op == "forward" and c.gated)
+    assert fuzz.attempt(case, CPU).verdict != "ok"
+    smallest = fuzz.shrink(case, CPU)
+    assert 128 < smallest.m < 256 + 128
+    assert fuzz.attempt(dataclasses.replace(case, m=smallest.m // 2), CPU).verdict == "ok"
+
+
+def program(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    own = [str(TESTS.parent / "python"), str(TESTS.parent), str(TESTS)]
+    paths = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
+    variables = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, timeout=120)
+
+
+def test_a_hang_ends_the_run_and_is_named() -> None:
+    done = program("""
+import time, fuzz
+fuzz.run = lambda case, device, result: time.sleep(60)
+fuzz.main(["--device", "cpu", "--cases", "1", "--limit-s", "0.2"])
+""")
+    assert done.returncode == 3, done.stderr
+    assert "HANGS for more than 0 s: python tests/fuzz.py --replay 1:0 --device cpu --m" in done.stdout
+
+
+def test_a_replay_needs_a_case(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("--replay", "seven")
+    assert "--replay must be SEED:NUMBER, got 'seven'" in capsys.readouterr().err
+
+
+# The sanitizer's driver
+
+
+def test_every_kernel_that_ships_is_run() -> None:
+    shipped = {spec.op for spec in kernel_module("catalog").SHIPPED}
+    assert {family for families in sanitize.OPS.values() for family in families} == shipped
+
+
+@pytest.mark.parametrize("op", sanitize.OPS)
+def test_operators_launch_the_kernels_that_the_driver_says(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA code of each, called on CPU tensors with launches recorded: on a GPU of 132 multiprocessors."""
+    launched: set[specs.Spec] = set()
+    monkeypatch.setattr(device, "sm_count", lambda index: 132)
+    for name in [name for name in sys.modules if name.startswith("twell.ops.")]:
+        if hasattr(sys.modules[name], "launch"):
+            monkeypatch.setattr(sys.modules[name], "launch", lambda spec, *arguments: launched.add(spec))
+    for case in sanitize.CASES:
+        for call in sanitize.calls(op, case, case.problem()):
+            module = sys.modules[f"twell.ops.{call.op._opname.removesuffix('_backward')}"] if op == "reglu" else None
+            module = module or sys.modules[f"twell.ops.{op}"]
+            backward = call.op is ops.reglu_backward
+            (module._backward_cuda if backward else module._cuda)(*call.arguments)
+    # the gate is packed by an operator of its own, which takes these tensors to the CPU
+    own = set(sanitize.OPS[op]) - (set(sanitize.OPS["gate_pack"]) if op == "hybrid_forward" else set())
+    assert {spec.op for spec in launched} == own
+    # both dtypes and, where a spec knows of them, biases or none
+    assert {getattr(spec, "dtype", None) for spec in launched} >= set(specs.DTYPES)
+    for family in own:
+        for choice in ("bias", "gated", "training", "backward"):
+            known = {getattr(spec, choice, None) for spec in kernel_module("catalog").SHIPPED if spec.op == family}
+            if known == {False, True} and not (family in ("compact", "sampled_up") and choice == "training"):
+                seen = {getattr(spec, choice) for spec in launched if spec.op == family}
+                assert seen == known or (family, choice) == ("gathered", "bias"), (family, choice)
+
+
+def test_checks_agree_with_themselves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """All operators with the CPU in place of the GPU; then one that is wrong."""
+    plain = sanitize.Call.on
+    monkeypatch.setattr(sanitize.Call, "on", lambda call, device: plain(call, "cpu"))
+    assert sanitize.main(["--case", "light", "overflow", "few, partial"]) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) == 3 * len(sanitize.OPS)
+    assert all(line.endswith(" ok") for line in out.splitlines())
+
+    def on(call: sanitize.Call, device: str) -> sanitize.Call:
+        moved = plain(call, "cpu")
+        return moved._replace(op=lambda *a: [t + 1 for t in call.op(*a)]) if device == "cuda" else moved
+
+    monkeypatch.setattr(sanitize.Call, "on", on)
+    assert sanitize.main(["--case", "light", "--op", "down"]) == 1
+    assert "WRONG output 0" in capsys.readouterr().out
+    assert sanitize.main(["--op", "down", "--limit-s", "-1"]) == 0
+    assert capsys.readouterr().out.count("left out") == len(sanitize.CASES)
+
+
+FAKE = """#!/bin/sh
+if [ "$1" = --help ]; then echo "--error-exitcode  --report-api-errors"; exit 0; fi
+echo "========= COMPUTE-SANITIZER"
+echo "$@" >> {log}
+echo "caching $PYTORCH_NO_CUDA_MEMORY_CACHING" >> {log}
+{output}
+exit {status}
+"""
+CLEAN = """echo "up_down                    light           ok"
+echo "up_down                    empty           left out"
+echo "========= ERROR SUMMARY: 0 errors"
+"""
+FAULTY = """echo "========= Invalid __global__ read of size 16 bytes"
+echo "=========     at up_down_light+0x100"
+echo "=========     Address 0x7f is out of bounds"
+echo "========="
+echo "up_down                    light           ok"
+echo "up_down                    empty           WRONG output 0: not equal"
+echo "========= ERROR SUMMARY: 1 error"
+"""
+
+
+@pytest.fixture
+def fake_sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Puts a program in the sanitizer's place that prints ``output``; returns what it was asked for."""
+
+    def make(output: str, status: int = 0) -> Path:
+        log = tmp_path / "log"
+        (tmp_path / "compute-sanitizer").write_text(FAKE.format(log=log, output=output, status=status))
+        (tmp_path / "compute-sanitizer").chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        return log
+
+    return make
+
+
+def test_the_sanitizer_is_run_with_the_options_that_it_knows(
+    fake_sanitizer: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = fake_sanitizer(CLEAN)
+    assert sanitize.main(["--tool", "initcheck", "--op", "up_down", "down", "--case", "light", "empty"]) == 0
+    asked, caching = log.read_text().splitlines()
+    assert asked.startswith("--tool initcheck --report-api-errors no --error-exitcode 99 ")
+    assert asked.endswith("sanitize.py --limit-s 60 --op up_down down --case light empty")
+    assert caching == "caching 1"
+    out = capsys.readouterr().out
+    assert "up_down                    initcheck  1 ok, 0 reports, 0 s, 1 left out" in out
+    assert "down                       initcheck  did not run" in out
+    assert "initcheck: 0 errors, exit status 0" in out
+
+
+def test_what_the_sanitizer_reports_is_shown_and_counted(
+    fake_sanitizer: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_sanitizer(FAULTY, status=99)
+    assert sanitize.main(["--tool", "memcheck", "--op", "up_down"]) == 1
+    out = capsys.readouterr().out
+    assert "Invalid __global__ read of size 16 bytes" in out
+    assert "at up_down_light+0x100" in out
+    assert "up_down                    memcheck   1 ok, 1 reports, 0 s, 1 WRONG" in out
+    assert "memcheck: 1 errors, exit status 99" in out
+    fake_sanitizer("echo nothing", status=0)
+    assert sanitize.main(["--tool", "memcheck", "--op", "up_down"]) == 1
+    assert "memcheck: no summary" in capsys.readouterr().out
+
+
+def test_a_sanitizer_that_hangs_is_ended(
+    fake_sanitizer: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_sanitizer("sleep 60 & sleep 60")
+    monkeypatch.setattr(sanitize, "_START_S", 0.5)
+    assert sanitize.main(["--tool", "synccheck", "--op", "up_down", "--limit-s", "0"]) == 1
+    assert "exit status -9" in capsys.readouterr().out
+
+
+def test_without_a_sanitizer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sanitize, "sanitizer", lambda: None)
+    assert sanitize.main(["--tool", "memcheck"]) == 2
+    assert "comes with the CUDA toolkit" in capsys.readouterr().err
+
+
+def test_the_list_names_kernels_and_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sanitize.main(["--list"]) == 0
+    out = capsys.readouterr().out
+    assert all(op in out for op in sanitize.OPS)
+    assert all(case.name in out for case in sanitize.CASES)

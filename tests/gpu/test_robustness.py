@@ -1,0 +1,639 @@
+"""What must not change a bit: a thousand repeats, streams, threads, memory that ran out, values that are no numbers.
+
+Non-finite values. A token *fires* a neuron whose gate, after ReLU, is not zero; NaN is not. What holds for every
+strategy, forward and backward, and is tested here:
+
+- Nothing becomes non-finite that dense PyTorch leaves finite.
+- A non-finite token, or gate weight or bias, shows in the tokens whose gates it spoils, as in dense PyTorch; all other
+  tokens keep their bits.
+- A non-finite row of the up weight, or up bias, shows in the tokens that fire the neuron, and in no others: dense
+  PyTorch shows it in all.
+- A non-finite row of the down weight shows in the tokens that fire the neuron, and, in the columns where it is not
+  finite, perhaps in tokens beside one: of the same eight consecutive ones by "row", of the same 128 by "union" and in
+  training. Dense PyTorch shows it in all tokens.
+- A non-finite down bias, or output gradient, shows in its column, or token, and in the gradients of what that fires.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import twell
+from twell import ops, testing
+from twell.nn import SparseGatedMLP, SparseMLP
+from twell.testing import FFN
+
+T = TypeVar("T")
+CUDA = torch.device("cuda")
+BF16, FP16 = torch.bfloat16, torch.float16
+BIASES = "gate up down"
+BOTH = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+Outputs = dict[str, Tensor]
+
+
+def bits_differ(found: Outputs, first: Outputs) -> Tensor:
+    """For each output whether a bit differs, int64, without a wait."""
+
+    def bits(t: Tensor) -> Tensor:
+        return t.reshape(-1).view(torch.int16)
+
+    return torch.stack([(bits(found[n]) != bits(first[n])).any() for n in first]).long()
+
+
+def assert_same(found: Outputs, expected: Outputs, what: str = "") -> None:
+    assert found.keys() == expected.keys()
+    for name, right in expected.items():
+        testing.assert_same(found[name], right, f"{what} {name}")
+
+
+def forward(problem: FFN, strategy: Any, gated: bool = True) -> Outputs:
+    with torch.no_grad():
+        y, aux = testing.sparse_layer(problem, gated=gated, strategy=strategy)
+    return {"y": y, "l1": aux.l1}
+
+
+def step(problem: FFN, dy: Tensor, gated: bool = True, **options: Any) -> Outputs:
+    """y and all gradients of one training step."""
+    leaves = problem.map(lambda t: t.detach().requires_grad_())
+    with torch.enable_grad():
+        y, aux = testing.sparse_layer(leaves, gated=gated, **{"strategy": "union"} | options)
+        present = leaves.present(gated)
+        upstream = [dy, torch.full_like(aux.l1, 0.25 * len(dy))]
+        gradients = torch.autograd.grad([y, aux.l1], tuple(present.values()), upstream, allow_unused=True)
+    return {"y": y.detach()} | {n: g for n, g in zip(present, gradients, strict=True) if g is not None}
+
+
+def with_biases(problem: FFN, seed: int = 1) -> FFN:
+    generator = torch.Generator(CUDA).manual_seed(seed)
+    n, k = problem.w_gate.shape
+    up, down = (torch.randn(size, generator=generator, device=CUDA).to(BF16) for size in (n, k))
+    return problem._replace(gate_bias=torch.zeros_like(up), up_bias=up, down_bias=down)
+
+
+# A thousand runs
+
+
+def assert_repeats(call: Callable[[], Outputs], runs: int, busy: bool) -> None:
+    """``busy``: beside matrix products on another stream, so that CTAs start unevenly."""
+    first = call()
+    different = torch.zeros(len(first), dtype=torch.int64, device=CUDA)
+    other = torch.cuda.Stream()
+    noise = torch.randn(1024, 1024, device=CUDA, dtype=BF16)
+    torch.cuda.synchronize()
+    for _ in range(runs):
+        if busy:
+            with torch.cuda.stream(other):
+                torch.mm(noise, noise)
+        different += bits_differ(call(), first)
+    assert different.tolist() == [0] * len(first)
+
+
+BUSY = pytest.mark.parametrize("busy", [False, True], ids=["alone", "busy"])
+
+
+@BUSY
+@pytest.mark.parametrize(("name", "m"), [("topic128", 2048), ("skew29", 1000), ("dense911", 300)])
+def test_a_thousand_runs_of_union(name: str, m: int, busy: bool) -> None:
+    problem = with_biases(testing.make(name, m))
+    assert_repeats(lambda: forward(problem, "union"), 1000, busy)
+
+
+@BUSY
+@pytest.mark.parametrize(("name", "m"), [("topic29", 1), ("topic128", 8), ("skew29", 100), ("dense911", 256)])
+def test_a_thousand_runs_of_few_tokens(name: str, m: int, busy: bool) -> None:
+    problem = with_biases(testing.make(name, m))
+    assert_repeats(lambda: forward(problem, "row"), 1000, busy)
+
+
+@BUSY
+@BOTH
+@pytest.mark.parametrize(("name", "m"), [("topic128", 1024), ("skew29", 500)])
+def test_a_thousand_training_steps(name: str, m: int, gated: bool, busy: bool) -> None:
+    problem = with_biases(testing.make(name, m))
+    dy = testing.real_upstream(problem)
+    assert_repeats(lambda: step(problem, dy, gated), 1000, busy)
+
+
+@BOTH
+def test_a_thousand_overflows(gated: bool) -> None:
+    problem = with_biases(testing.make("dense911", 130, 512, 1544))
+    dy = testing.real_upstream(problem)
+    assert_repeats(lambda: step(problem, dy, gated), 1000, True)
+
+
+@BUSY
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+def test_a_thousand_replays_of_a_training_step(gated: bool, busy: bool) -> None:
+    problem = with_biases(testing.make("topic29", 700))
+    dy = testing.real_upstream(problem)
+    expected = step(problem, dy, gated)
+    graph, outputs = testing.captured(lambda: step(problem, dy, gated))
+
+    def replay() -> Outputs:
+        graph.replay()
+        return outputs
+
+    assert_same(replay(), expected)
+    first = {name: t.clone() for name, t in outputs.items()}
+    assert_repeats(lambda: replay() and {name: t.clone() for name, t in outputs.items()}, 1000, busy)
+    assert_same(outputs, first)
+
+
+# Streams and threads
+
+
+def mixed_calls() -> list[Callable[[], Outputs]]:
+    """Calls that differ in all that they launch: strategies, dtypes, sizes, training."""
+    light, skewed = testing.make("topic29", 1500), testing.make("skew29", 600, dtype=FP16)
+    few, heavy = testing.make("topic128", 5), testing.make("dense911", 130, 512, 1544)
+    dy, heavy_dy = testing.real_upstream(skewed), testing.real_upstream(heavy)
+    return [
+        lambda: forward(light, "row"),
+        lambda: forward(light, "union", gated=False),
+        lambda: step(skewed, dy),
+        lambda: forward(few, "row"),
+        lambda: step(heavy, heavy_dy, False),
+        lambda: forward(skewed, "dense"),
+    ]
+
+
+def test_streams_do_not_disturb_each_other() -> None:
+    """Calls interleaved on a stream each, forth and back, give the bits that they give one after the other."""
+    calls = mixed_calls()
+    expected = [call() for call in calls]
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    for turn in range(40):
+        order = range(len(calls)) if turn % 2 else reversed(range(len(calls)))
+        results = {}
+        for i in order:
+            with torch.cuda.stream(streams[i]):
+                results[i] = calls[i]()
+        torch.cuda.synchronize()
+        for i, found in results.items():
+            assert_same(found, expected[i], f"turn {turn}, call {i}:")
+
+
+def in_threads(work: list[Callable[[], T]]) -> list[T]:
+    """Run every function in a thread of its own, all at once; the first exception is raised."""
+    results: list[Any] = [None] * len(work)
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(len(work))
+
+    def run(i: int) -> None:
+        try:
+            barrier.wait()
+            results[i] = work[i]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(work))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads)
+    if errors:
+        raise errors[0]
+    return results
+
+
+@pytest.mark.parametrize("own_stream", [True, False], ids=["own streams", "one stream"])
+def test_threads_do_not_disturb_each_other(own_stream: bool) -> None:
+    """Forward and training calls of several threads at once."""
+    calls = mixed_calls()
+    expected = [call() for call in calls]
+    torch.cuda.synchronize()
+
+    def worker(i: int) -> Callable[[], int]:
+        def work() -> int:
+            stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
+            different = 0
+            with torch.cuda.stream(stream):
+                for _ in range(25):
+                    found = calls[i]()
+                    stream.synchronize()
+                    different += int(bits_differ(found, expected[i]).sum())
+            return different
+
+        return work
+
+    assert in_threads([worker(i % len(calls)) for i in range(2 * len(calls))]) == [0] * (2 * len(calls))
+
+
+def test_backward_in_another_thread() -> None:
+    problem = testing.integer_problem(300, 264, 776, density=0.05, biases=BIASES, device=CUDA)
+    dy = testing.integer_upstream(problem)
+    right = testing.exact_gradients(problem, dy)
+    leaves = problem.map(lambda t: t.detach().requires_grad_())
+    y, _ = testing.sparse_layer(leaves, strategy="union")
+    in_threads([lambda: y.backward(dy)])
+    for name, leaf in leaves.present(True).items():
+        testing.assert_same(leaf.grad, right[name].float().to(BF16), name)
+
+
+def test_a_site_that_threads_share() -> None:
+    """An AutoStrategy called by many: whatever it chooses, integers whose hidden state fp16 holds have one answer."""
+    site = twell.AutoStrategy()
+    sizes = (3, 130, 700, 1500)
+    problems = [testing.integer_problem(m, 264, 776, density=0.05, seed=m, device=CUDA, dtype=FP16) for m in sizes]
+    expected = [testing.exact_output(problem) for problem in problems]
+
+    def worker(i: int) -> Callable[[], bool]:
+        def work() -> bool:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                return all(
+                    torch.equal(testing.sparse_output(problems[i], strategy=site), expected[i]) for _ in range(40)
+                )
+
+        return work
+
+    torch.cuda.synchronize()
+    assert all(in_threads([worker(i % 4) for i in range(8)]))
+
+
+def test_first_calls_of_many_threads() -> None:
+    """In a fresh process: eight threads find and load all kernels at once, and each has the right answer."""
+    program = """
+import json, threading, torch
+from twell import testing
+problems = [testing.integer_problem(m, k, 776, density=0.05, biases="gate up down", device="cuda", dtype=dtype)
+            for m, k, dtype in ((300, 264, torch.bfloat16), (300, 1032, torch.float16), (5, 264, torch.bfloat16))]
+ups = [testing.integer_upstream(p) for p in problems]
+rights = [(testing.exact_output(p), testing.exact_gradients(p, dy)["w_up"].float().to(p.x.dtype))
+          for p, dy in zip(problems, ups)]
+torch.cuda.synchronize()
+barrier, verdicts = threading.Barrier(8), []
+def work(i):
+    p, dy, (y, dw) = problems[i % 3], ups[i % 3], rights[i % 3]
+    barrier.wait()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        # which rounds the hidden state, and bf16 does not hold it
+        strategy = "union" if i % 2 and p.x.dtype == torch.float16 else "row"
+        verdicts.append(torch.equal(testing.sparse_output(p, strategy=strategy), y))
+        verdicts.append(torch.equal(testing.sparse_gradients(p, dy, strategy="union")["w_up"], dw))
+threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+[t.start() for t in threads]
+[t.join() for t in threads]
+print(json.dumps(verdicts))
+"""
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [True] * 16
+
+
+def trainer(cls: Any, dtype: torch.dtype, strategy: str, seed: int) -> Callable[[], tuple[Tensor, list[Tensor]]]:
+    """One optimizer step of a model of two layers at each call: the loss, and the parameters after it."""
+    torch.manual_seed(seed)
+    layers = [cls(264, 776, bias=True, strategy=strategy, device=CUDA, dtype=dtype) for _ in range(2)]
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    batch = torch.randn(300, 264, device=CUDA).to(dtype)
+
+    def train() -> tuple[Tensor, list[Tensor]]:
+        optimizer.zero_grad()
+        loss = (model(batch) - 1).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach(), [p.detach().clone() for p in model.parameters()]
+
+    return train
+
+
+def test_two_models_in_one_process() -> None:
+    """Of different classes, dtypes and strategies, trained in turns and on two streams: as if each were alone."""
+    kinds = [
+        (SparseGatedMLP, BF16, "union", 1),
+        (SparseMLP, FP16, "union", 2),
+        (SparseGatedMLP, FP16, "dense", 3),
+    ]
+    alone = [[train() for _ in range(6)] for train in (trainer(*kind) for kind in kinds)]
+    together = [trainer(*kind) for kind in kinds]
+    streams = [torch.cuda.Stream() for _ in kinds]
+    torch.cuda.synchronize()
+    for turn in range(6):
+        results = []
+        for train, stream in zip(together, streams, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(train())
+        torch.cuda.synchronize()
+        for i, (loss, parameters) in enumerate(results):
+            expected_loss, expected = alone[i][turn]
+            testing.assert_same(loss, expected_loss, f"loss of model {i}, step {turn}")
+            for ours, right in zip(parameters, expected, strict=True):
+                testing.assert_same(ours, right, f"model {i}, step {turn}")
+
+
+# Memory that runs out
+
+
+@contextmanager
+def starved(spare: int) -> Iterator[None]:
+    """Torch may take ``spare`` bytes more than what is in use, and no others."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(CUDA).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + spare) / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+MB = 1 << 20
+
+
+def runs_out(call: Callable[[], Any]) -> bool:
+    """Whether ``call`` runs out of memory; no traceback is left that would hold on to tensors."""
+    try:
+        call()
+    except torch.OutOfMemoryError:
+        return True
+    return False
+
+
+def fails_at(call: Callable[[], Any], spares: range) -> int:
+    """How often ``call`` runs out of memory, with more and more of it until it does not."""
+    for count, spare in enumerate(spares):
+        with starved(spare):
+            out = runs_out(call)
+        if not out:
+            return count
+    raise AssertionError(f"needs more than {spares[-1] / MB:.0f} MB")
+
+
+@pytest.fixture(scope="module")
+def large() -> FFN:
+    """Buffers of megabytes; fp16 holds the hidden state, so that all strategies have one right answer."""
+    return testing.integer_problem(2048, 1024, 4096, density=0.008, biases=BIASES, device=CUDA, dtype=FP16)
+
+
+@pytest.mark.parametrize("strategy", ["row", "union", "dense"])
+@BOTH
+def test_out_of_memory_in_forward(strategy: str, gated: bool, large: FFN) -> None:
+    """Wherever an allocation fails, the next call gives the same bits, on memory that the failed one has written."""
+    expected = forward(large, strategy, gated)
+    testing.assert_same(expected["y"], testing.exact_output(large, gated=gated))
+
+    def call() -> None:
+        forward(large, strategy, gated)
+
+    def failing() -> None:
+        try:
+            call()
+        finally:
+            # with memory again, whatever the failed call has launched
+            torch.cuda.set_per_process_memory_fraction(1.0)
+            assert_same(forward(large, strategy, gated), expected, "after running out,")
+
+    assert fails_at(failing, range(0, 1200 * MB, 8 * MB)) >= 2
+
+
+@BOTH
+@pytest.mark.parametrize("density", [0.008, 0.5], ids=["fits", "overflows"])
+def test_out_of_memory_in_training(density: float, gated: bool) -> None:
+    problem = testing.integer_problem(1024, 520, 2056, density=density, biases=BIASES, device=CUDA)
+    dy = testing.integer_upstream(problem)
+    expected = step(problem, dy, gated)
+
+    def failing() -> None:
+        try:
+            step(problem, dy, gated)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+            assert_same(step(problem, dy, gated), expected, "after running out,")
+
+    assert fails_at(failing, range(0, 800 * MB, 4 * MB)) >= 2
+
+
+@BOTH
+def test_out_of_memory_in_backward(gated: bool, large: FFN) -> None:
+    """The graph is kept: the same backward goes through once there is memory. Main gradients are all or nothing."""
+    dy = testing.integer_upstream(large)
+    right = testing.exact_gradients(large, dy, gated=gated)
+    leaves = large.map(lambda t: t.detach().requires_grad_())
+    weights = [large.w_gate, large.w_up] if gated else [large.w_gate]
+    mains = [torch.zeros(t.shape, device=CUDA) for t in weights]
+    mains.append(torch.zeros(large.w_down.shape, device=CUDA).t())
+    y, _ = testing.sparse_layer(leaves, gated=gated, strategy="union", main_grads=mains)
+    present = leaves.present(gated)
+    del weights
+    failures = 0
+    for spare in range(0, 1200 * MB, 8 * MB):
+        try:
+            with starved(spare):
+                found = torch.autograd.grad(y, tuple(present.values()), dy, retain_graph=True, allow_unused=True)
+            break
+        except torch.OutOfMemoryError:
+            failures += 1
+            assert not any(bool(main.any()) for main in mains)
+    assert failures >= 1
+    for name, gradient in zip(present, found, strict=True):
+        if gradient is not None:
+            testing.assert_same(gradient, right[name].float().to(FP16), name)
+    names = ["w_gate", "w_up", "w_down"] if gated else ["w_gate", "w_down"]
+    for name, main in zip(names, mains, strict=True):
+        testing.assert_same(main.t() if name == "w_down" else main, right[name].float(), f"main {name}")
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_out_of_memory_in_capture(training: bool, large: FFN) -> None:
+    """The capture fails and says so; the next call is right, and so is the next capture."""
+    dy = testing.integer_upstream(large)
+
+    def call() -> Outputs:
+        return step(large, dy) if training else forward(large, "union")
+
+    expected = call()
+    graph = torch.cuda.CUDAGraph()
+    with starved(24 * MB), pytest.raises(torch.OutOfMemoryError), torch.cuda.graph(graph):
+        call()
+    del graph
+    assert_same(call(), expected, "after a failed capture,")
+    graph, outputs = testing.captured(call)
+    for output in outputs.values():
+        output.fill_(math.nan)
+    graph.replay()
+    assert_same(outputs, expected, "a later graph:")
+
+
+def test_a_full_gpu() -> None:
+    """Other tensors hold nearly all memory there is, rather than a limit of torch."""
+    problem = testing.integer_problem(20_000, 1024, 4096, density=0.008, device=CUDA)
+    expected = {strategy: forward(problem, strategy) for strategy in ("row", "union")}
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    hoard = torch.empty(free - 200 * MB, dtype=torch.uint8, device=CUDA)
+    for strategy in expected:
+        assert runs_out(lambda strategy=strategy: forward(problem, strategy))
+    few = problem.rows(0, 64)
+    found = forward(few, "row")
+    del hoard
+    torch.cuda.empty_cache()
+    testing.assert_same(found["y"], expected["row"]["y"][:64])
+    for strategy, right in expected.items():
+        assert_same(forward(problem, strategy), right, strategy)
+
+
+# Values that are none
+
+NEURON = 300
+TILE = {"row": 8, "union": 128, "training": 128}
+
+
+def pattern(m: int) -> FFN:
+    """Nine neurons of each tile fire for each token, and neuron 300 for every third of the first 24 tokens."""
+    generator = torch.Generator().manual_seed(7)
+    active = torch.rand(m, 768, generator=generator).argsort(1).argsort(1) < 27
+    gates = torch.where(active, torch.randint(1, 5, (m, 768), generator=generator), -1)
+    token = torch.arange(m)
+    gates[:, NEURON] = torch.where((token % 3 == 0) & (token < 24), 2, -1)
+    return testing.pattern_problem(gates, 304, biases=BIASES, device=CUDA)
+
+
+PLACES = ("x", "w_gate", "w_up", "w_down", "gate_bias", "up_bias", "down_bias")
+
+
+def spoil(problem: FFN, place: str, value: float) -> FFN:
+    """A copy with ``value`` in token 17, in neuron 300 or, of the down bias, in column 5."""
+    copy = problem.map(Tensor.clone)
+    tensor = getattr(copy, place)
+    tensor[{"x": (17, 5), "down_bias": (5,)}.get(place, (NEURON, 5)[: tensor.dim()])] = value
+    return copy
+
+
+def dense_step(problem: FFN, dy: Tensor, gated: bool) -> Outputs:
+    found = testing.dense_gradients(problem, dy, 0.25, gated=gated)
+    return {"y": testing.dense_output(problem, gated=gated)} | found
+
+
+@pytest.mark.parametrize("m", [18, 30, 200, 300])
+@pytest.mark.parametrize("strategy", ["row", "union", "training"])
+@BOTH
+def test_where_non_finite_values_show(m: int, strategy: str, gated: bool) -> None:
+    """The docstring of this module, sentence by sentence, at every place where a value can be."""
+    problem = pattern(m)
+    dy = testing.integer_upstream(problem)
+
+    def run(layer: FFN) -> Tensor:
+        return step(layer, dy, gated)["y"] if strategy == "training" else forward(layer, strategy, gated)["y"]
+
+    clean = run(problem)
+    silenced = problem.map(Tensor.clone)
+    assert silenced.gate_bias is not None
+    silenced.w_gate[NEURON], silenced.gate_bias[NEURON] = 0, -1
+    without = run(silenced)
+    for place in PLACES if gated else [p for p in PLACES if p not in ("w_up", "up_bias")]:
+        for value in (math.nan, math.inf, -math.inf):
+            layer = spoil(problem, place, value)
+            y, dense = run(layer), testing.dense_output(layer, gated=gated)
+            what = f"{place} = {value}"
+            assert not bool((dense.isfinite() & ~y.isfinite()).any()), what
+            shows, spared, alone = where(layer, place, TILE[strategy], testing.float64_gate(problem)[:, NEURON] > 0)
+            assert bool((~y[shows].isfinite()).any(1).all()), what
+            right = without if place in ("w_gate", "gate_bias") else clean
+            testing.assert_same(y[spared], right[spared], f"{what}, spared tokens")
+            if alone:
+                column = torch.arange(y.shape[1], device=CUDA) == 5
+                testing.assert_same(y[:, ~column], clean[:, ~column], f"{what}, other columns")
+
+
+def where(layer: FFN, place: str, tile: int, fires: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """Tokens that show a value, tokens that do not, and whether it stays in its column. ``fires``: neuron 300 did."""
+    m = len(fires)
+    if place == "x":
+        spoilt = torch.arange(m, device=CUDA) == 17
+        return spoilt, ~spoilt, False
+    if place in ("w_gate", "gate_bias"):
+        gate = F.relu(F.linear(layer.x, layer.w_gate, layer.gate_bias))[:, NEURON]
+        return ~gate.isfinite(), gate == 0, False
+    if place in ("w_up", "up_bias"):
+        return fires, ~fires, False
+    if place == "w_down":
+        beside = F.pad(fires, (0, -m % tile)).view(-1, tile).any(1).repeat_interleave(tile)[:m]
+        return fires, ~beside, True
+    return torch.ones_like(fires), torch.zeros_like(fires), True
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("overflows", [False, True], ids=["fits", "overflows"])
+@BOTH
+def test_where_non_finite_values_show_in_gradients(overflows: bool, value: float, gated: bool) -> None:
+    """No gradient is lost that dense PyTorch keeps; tokens that have nothing to do with it keep theirs."""
+    problem = pattern(300)
+    if overflows:
+        assert problem.gate_bias is not None
+        problem.gate_bias[: 768 // 2] += 3
+    dy = testing.integer_upstream(problem)
+    clean = step(problem, dy, gated)
+    gate = testing.float64_gate(problem) > 0
+    token = torch.arange(300, device=CUDA)
+    for place in ("dy", *(p for p in PLACES[:4] if gated or p != "w_up")):
+        layer, upstream = (problem, dy.clone()) if place == "dy" else (spoil(problem, place, value), dy)
+        if place == "dy":
+            upstream[17, 5] = value
+        found, dense = step(layer, upstream, gated), dense_step(layer, upstream, gated)
+        for name, right in dense.items():
+            lost = right.isfinite() & ~found[name].isfinite()
+            assert not bool(lost.any()), f"{place}: {int(lost.sum())} elements of {name}"
+        if place == "dy":
+            testing.assert_same(found["x"][token != 17], clean["x"][token != 17], "x, other tokens")
+            fired = gate[17]
+            assert not bool(found["w_down"][fired, 5].isfinite().any())
+            testing.assert_same(found["w_gate"][~fired], clean["w_gate"][~fired], "w_gate, other neurons")
+        elif place == "x":
+            testing.assert_same(found["x"][token != 17], clean["x"][token != 17], "x, other tokens")
+            if gated and math.isnan(value):
+                assert not bool(found["x"][17].isfinite().any())
+        elif place == "w_down":
+            fires = gate[:, NEURON]
+            testing.assert_same(found["x"][~fires], clean["x"][~fires], "x, tokens that do not fire it")
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("strategy", ["row", "union"])
+def test_everything_is_nan(dtype: torch.dtype, strategy: str) -> None:
+    """No kernel waits or reads out of bounds for want of a number; afterwards all is well."""
+    problem = testing.integer_problem(300, 264, 776, density=0.1, biases=BIASES, device=CUDA, dtype=dtype)
+    expected = forward(problem, strategy)
+    for value in (math.nan, math.inf, -math.inf):
+        for m in (1, 130, 300):
+            spoilt = problem.rows(0, m).map(lambda t, value=value: torch.full_like(t, value))
+            forward(spoilt, strategy)
+            step(spoilt, torch.full_like(spoilt.x, value))
+    torch.cuda.synchronize()
+    assert_same(forward(problem, strategy), expected)
+
+
+@pytest.mark.parametrize("compression", [2, 4, 8])
+@pytest.mark.parametrize("m", [7, 300])
+def test_packing_keeps_every_value_that_is_none(m: int, compression: int) -> None:
+    """NaN and infinity in a packed gate are counted and in their place, in words and in the spill."""
+    x, w_gate = torch.eye(m, 304, device=CUDA).to(BF16), torch.ones(264, 304, device=CUDA, dtype=BF16)
+    # a product with 0 would spread them
+    bias = torch.full((264,), -2.0, device=CUDA, dtype=BF16)
+    bias[::7], bias[1:200:50], bias[3::90] = math.nan, math.inf, -math.inf
+    bias[256:] = math.inf
+    packed = twell.pack(x, w_gate, bias, compression=compression)
+    expected = F.relu(1 + bias).expand(m, 264)
+    testing.assert_same(packed.unpack(), expected)
+    assert int(packed.nnz()) == int((expected != 0).sum())
+    on_cpu = ops.gate_pack(x.cpu(), w_gate.cpu(), bias.cpu(), compression)
+    testing.assert_packed_same((packed.words, packed.spill, packed.stats), on_cpu, 264, compression)
