@@ -31,7 +31,7 @@ pip = "$(PY)" -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAI
 stamp := $(VENV)/.twell-ready
 symbols := $(subst $() $(),;,$(strip $(BUNDLE_SYMBOLS)))
 
-.PHONY: help demo test lint format symbols wheel bundle clean
+.PHONY: help demo test lint format charts docs symbols wheel bundle clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 16
@@ -50,6 +50,12 @@ lint: $(stamp) ## ruff and mypy
 format: $(stamp) ## let ruff lay the code out
 	"$(PY)" -m ruff check --fix
 	"$(PY)" -m ruff format
+
+charts: $(stamp) ## profiling/charts/ from profiling/results/
+	"$(PY)" profiling/charts.py $(ARGS)
+
+docs: $(stamp) ## build/docs: the documentation as a site; warnings are errors
+	"$(PY)" -m sphinx -W --keep-going -b html -d build/doctrees docs build/docs $(ARGS)
 
 symbols: $(stamp) ## names of the kernels that ship
 	"$(PY)" -m cute_kernels list
