@@ -49,7 +49,7 @@ def main() -> None:
     runtime = pack_runtime(arguments.cache)
     (arguments.out / "runtime").mkdir()
     shutil.copyfile(runtime, arguments.out / "runtime" / "libcute_dsl_runtime.so.xz")
-    ignore = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
+    ignore = shutil.ignore_patterns("__pycache__", "*.pyc", ".*", "charts")
     for folder in FOLDERS:
         if (ROOT / folder).is_dir():
             shutil.copytree(ROOT / folder, arguments.out / folder, ignore=ignore)
