@@ -27,6 +27,7 @@ from training.data import Sequences, Source, Tokens, prepare
 
 import twell
 from twell import recipe
+from twell.testing import machine_line
 
 
 class LostLoss(RequestError):
@@ -305,7 +306,7 @@ class Log:
             self.layers = recipe.StatsWriter(
                 path.with_name("sparsity.csv"), resume_step=step, tensorboard=self.choice.tensorboard
             )
-        about = {"machine": report.machine(self.here.device), "ranks": self.here.size, "parameters": run.size}
+        about = {"machine": machine_line(self.here.device), "ranks": self.here.size, "parameters": run.size}
         self.metrics.write(step=run.done, **about, options=vars(self.choice))
         self.clock = report.Clock(self.here.device)
 

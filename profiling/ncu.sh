@@ -23,12 +23,7 @@
 # CUTE_DSL_LINEINFO=1 in the environment. PYTHON names the interpreter (default: python3).
 set -euo pipefail
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-root=$(dirname "$here")
-python=${PYTHON:-python3}
-
-fail() { echo "ncu.sh: $*" >&2; exit 2; }
-usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
+. "$(dirname "${BASH_SOURCE[0]}")/_nsight.sh"
 
 # of $1, what is told apart by names: what the compiler calls kernels, and what they are called here
 pattern() {
@@ -42,7 +37,6 @@ pattern() {
 
 [ $# -gt 0 ] || { usage >&2; exit 2; }
 op='' kernel='' skip='' count='' cache=all floor='' floors=yes out='' dry='' target=() more=()
-value() { [ $# -ge 2 ] || fail "$1 needs a value"; echo "$2"; }
 while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) usage; exit ;;
@@ -68,12 +62,7 @@ case $op in compact | sampled_up | gathered | sampled_grad | rank | transpose | 
 name=$(pattern "$kernel")
 out=${out:-build/profiles/ncu-${op//,/-}}
 
-ncu=$(PATH=$PATH:/usr/local/cuda/bin command -v ncu) ||
-  { [ -n "$dry" ] && ncu=ncu; } || fail "no ncu in the path: it comes with the CUDA toolkit, or as Nsight Compute"
-[ ! -d "$root/python/twell" ] || export PYTHONPATH=$root/python:$root${PYTHONPATH:+:$PYTHONPATH}
-export TWELL_NVTX=${TWELL_NVTX:-1}
-
-run() { if [ -n "$dry" ]; then printf '%q ' "$@"; echo; else "$@"; fi; }
+ncu=$(tool ncu "Nsight Compute")
 program=("$python" "$here/profile_target.py" "$op" ${target[@]+"${target[@]}"})
 sections=()
 for section in SpeedOfLight ComputeWorkloadAnalysis MemoryWorkloadAnalysis SchedulerStats WarpStateStats LaunchStats \

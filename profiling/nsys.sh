@@ -15,19 +15,14 @@
 # PYTHON names the interpreter (default: python3).
 set -euo pipefail
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-root=$(dirname "$here")
-python=${PYTHON:-python3}
-
-fail() { echo "nsys.sh: $*" >&2; exit 2; }
-usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
+. "$(dirname "${BASH_SOURCE[0]}")/_nsight.sh"
 
 [ $# -gt 0 ] || { usage >&2; exit 2; }
 op='' out='' dry='' target=() more=()
 while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) usage; exit ;;
-    -o | --out) [ $# -ge 2 ] || fail "$1 needs a value"; out=$2; shift ;;
+    -o | --out) out=$(value "$@"); shift ;;
     --dry-run) dry=yes ;;
     --) shift; more=("$@"); break ;;
     -*) target+=("$1") ;;
@@ -38,12 +33,7 @@ done
 [ -n "$op" ] || fail "which operator? --help lists them"
 out=${out:-build/profiles/nsys-${op//,/-}}
 
-nsys=$(PATH=$PATH:/usr/local/cuda/bin command -v nsys) ||
-  { [ -n "$dry" ] && nsys=nsys; } || fail "no nsys in the path: it comes with the CUDA toolkit, or as Nsight Systems"
-[ ! -d "$root/python/twell" ] || export PYTHONPATH=$root/python:$root${PYTHONPATH:+:$PYTHONPATH}
-export TWELL_NVTX=${TWELL_NVTX:-1}
-
-run() { if [ -n "$dry" ]; then printf '%q ' "$@"; echo; else "$@"; fi; }
+nsys=$(tool nsys "Nsight Systems")
 [ -n "$dry" ] || { mkdir -p "$(dirname "$out")"; rm -f "$out.nsys-rep"; }
 run "$nsys" profile --trace=cuda,nvtx --sample=none --cpuctxsw=none --cuda-graph-trace=node \
   --capture-range=cudaProfilerApi --capture-range-end=stop --force-overwrite=true --output "$out" \

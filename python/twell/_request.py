@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 
 
@@ -23,3 +24,15 @@ def at_least(low: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def exit_status(command: str, run: Callable[[], int]) -> int:
+    """What ``run`` returns; 2 where the request cannot be met, 130 for Ctrl-C, after saying so on stderr."""
+    try:
+        return run()
+    except (RequestError, ImportError) as error:
+        print(f"{command}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\n{command}: interrupted", file=sys.stderr)
+        return 130

@@ -7,10 +7,12 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import twell
 from twell import _analyze, _bench, _convert, _record
-from twell._request import RequestError, at_least
+from twell._request import at_least, exit_status
 
 MODELS = (
     ("analyze", _analyze, "report how sparse the layers of a model are, and what twell would gain"),
@@ -96,21 +98,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given[:1] == ["bench"]:
         return _bench.main(given[1:])
     arguments = vars(parser().parse_args(given))
-    command = arguments.pop("command")
-    try:
-        if command == "info":
-            from twell import _info
+    return exit_status(f"twell {arguments['command']}", lambda: _run(**arguments))
 
-            return _info.run(**arguments)
-        if module := arguments.pop("module", None):
-            run: Callable[[argparse.Namespace], int] = module.run
-            return run(argparse.Namespace(**arguments))
-        from twell import _demo
 
-        return _demo.run(_demo.Request(**arguments))
-    except (RequestError, ImportError) as error:
-        print(f"twell {command}: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"\ntwell {command}: interrupted", file=sys.stderr)
-        return 130
+def _run(command: str, module: ModuleType | None = None, **arguments: Any) -> int:
+    if command == "info":
+        from twell import _info
+
+        return _info.run(**arguments)
+    if module is not None:
+        run: Callable[[argparse.Namespace], int] = module.run
+        return run(argparse.Namespace(**arguments))
+    from twell import _demo
+
+    return _demo.run(_demo.Request(**arguments))

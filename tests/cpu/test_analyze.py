@@ -427,6 +427,12 @@ def test_opt(opt: Path, words: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "non-gated, K = 64, N = 320" in capsys.readouterr().out
 
 
+def figures_of(model: Path, words: Path, tmp_path: Path) -> list[tuple[str, ...]]:
+    table = tmp_path / f"{model.name}.csv"
+    run(_analyze, model, "--text", words, "--tokens", 300, "--csv", table)
+    return [(row["name"], row["mean"], row["dead"], row["union_128"]) for row in rows_of(table)]
+
+
 def test_sparse_classes(words: Path, tmp_path: Path, llama: Path) -> None:
     """A model saved as SparseLlamaForCausalLM has the figures of the stock one with its weights."""
     integration = pytest.importorskip("twell.integrations.transformers")
@@ -436,12 +442,7 @@ def test_sparse_classes(words: Path, tmp_path: Path, llama: Path) -> None:
     folder = tmp_path / "sparse"
     model.save_pretrained(folder)
     saved_models.save_tokenizer(folder)
-    tables = []
-    for i, source in enumerate((llama, folder)):
-        table = tmp_path / f"{i}.csv"
-        run(_analyze, source, "--text", words, "--tokens", 300, "--csv", table)
-        tables.append([(row["name"], row["mean"], row["dead"], row["union_128"]) for row in rows_of(table)])
-    assert tables[0] == tables[1]
+    assert figures_of(folder, words, tmp_path) == figures_of(llama, words, tmp_path)
 
 
 def test_checkpoint_with_down_weights_stored_by_rows(words: Path, tmp_path: Path, llama: Path) -> None:
@@ -455,12 +456,7 @@ def test_checkpoint_with_down_weights_stored_by_rows(words: Path, tmp_path: Path
     weights = load_file(folder / "model.safetensors")
     weights = {name: t.T.contiguous() if "down_proj" in name else t for name, t in weights.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    tables = []
-    for i, source in enumerate((llama, folder)):
-        table = tmp_path / f"{i}.csv"
-        run(_analyze, source, "--text", words, "--tokens", 300, "--csv", table)
-        tables.append([(row["name"], row["mean"], row["dead"], row["union_128"]) for row in rows_of(table)])
-    assert tables[0] == tables[1]
+    assert figures_of(folder, words, tmp_path) == figures_of(llama, words, tmp_path)
 
 
 def test_weights_that_are_missing_or_cut_short_are_an_error(words: Path, tmp_path: Path, llama: Path) -> None:

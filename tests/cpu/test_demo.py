@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,8 @@ import torch
 from twell import _demo, _demo_compare, _demo_model, _demo_plots, _demo_text, cli, pack, testing
 from twell.nn import SparseGatedMLP
 from twell.packed import PackedTwell
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SMALL = "--device cpu --layers 2 --hidden 32 --intermediate 264 --context 32".split()
 
@@ -31,15 +32,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "nul.txt").write_bytes(b"a\0b")
     (root / ".hidden.txt").write_text("hidden" * 1000)
     return root
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny products gain nothing from threads, and wait for each other for ever on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def demo(folder: Path, out: Path, *more: str) -> int:

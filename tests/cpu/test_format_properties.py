@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,19 +30,12 @@ FIXED: dict[str, Any] = {
 }
 MANY, FEW = settings(max_examples=150, **FIXED), settings(max_examples=40, **FIXED)
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BF16, FP16 = torch.bfloat16, torch.float16
 EVERY_N = range(8, format.MAX_NEURONS + 1, 8)
 DTYPES = st.sampled_from([BF16, FP16])
 COMPRESSIONS = st.sampled_from(format.COMPRESSIONS)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny products gain nothing from threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # Geometry, for every number of neurons

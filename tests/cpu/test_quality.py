@@ -6,7 +6,6 @@ import functools
 import json
 import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import quality  # noqa: E402
 import train  # noqa: E402
 from _quality import Result, Run  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 SMALL = (
     "--layers 2 --hidden 32 --intermediate 64 --heads 2 --vocab 300 --sequence 32 --micro-batch 4 --device cpu "
@@ -33,15 +32,6 @@ COEFFICIENTS = (0.0, 0.001, 0.01)
 PLAN = (
     "--coefficients 0 0.01 0.001 --repeat-at 0 0.01 --seeds 2 --reinitialize-at 0.01 --sparse-at 0.01 --share 0.1"
 ).split()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny products gain nothing from threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

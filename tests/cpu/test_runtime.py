@@ -14,7 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_kernels
 import torch
+from tiny_kernels import Compiler, compile_tiny
 
 from twell import _env, _log
 from twell._runtime import cache, device, fingerprint, kernel_module, packaged, resolve, specs
@@ -23,40 +25,10 @@ SPEC = specs.UnpackSpec("bfloat16")
 OTHER = specs.UnpackSpec("float16")
 ROOT = Path(__file__).parents[2]
 
-# A function by the calling convention of tvm-ffi that returns an integer.
-SOURCE = """
-#include <stdint.h>
-typedef struct {{ int32_t type_index; uint32_t padding; int64_t value; }} Any;
-int __tvm_ffi_{symbol}(void *self, const Any *args, int32_t count, Any *result) {{
-    result->type_index = 1; result->padding = 0; result->value = {answer};
-    return 0;
-}}
-"""
-
-
-def compile_tiny(symbol: str, out: Path, answer: int = 42, *flags: str) -> None:
-    source = out.with_suffix(".c")
-    source.write_text(SOURCE.format(symbol=symbol, answer=answer))
-    subprocess.run(["cc", *(flags or ("-c",)), "-fPIC", "-o", out, source], check=True)
-    source.unlink()
-
-
-class Compiler:
-    """Stands for the DSL: counts what it is asked to compile."""
-
-    def __init__(self) -> None:
-        self.compiled: list[str] = []
-
-    def compile_object(self, spec: specs.Spec, out: Path) -> None:
-        self.compiled.append(spec.symbol)
-        compile_tiny(spec.symbol, out, answer=41 + len(self.compiled))
-
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    compiler = Compiler()
-    monkeypatch.setattr(cache, "kernel_module", lambda name: compiler)
-    return compiler
+    return tiny_kernels.install(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

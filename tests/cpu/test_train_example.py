@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import json
 import multiprocessing
 import os
@@ -12,7 +13,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ SMALL = (
 # two thirds of the neurons are dead within a few steps, and some come back
 SPARSE = "--l1 0.003 --l1-warmup 0 --lr 0.02 --warmup 0 --reinitialize 0.1 --observe-every 4".split()
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 # runs in other processes are forked from one that has imported what takes seconds, and has no threads
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -45,15 +46,6 @@ PROCESSES.set_forkserver_preload(
         *("transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2"),
     ]
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny products gain nothing from threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -844,3 +836,25 @@ def test_what_cannot_be_divided_is_said(monkeypatch: Any) -> None:
     here = parallel.World(0, 2, "tp", torch.device("cpu"))
     with pytest.raises(RequestError, match="--parallel tp: the number of heads of q_proj must be a multiple"):
         parallel.spread(None, here, torch.float32)
+
+
+def test_runs_are_put_beside_each_other(
+    run: Callable[..., int], tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.syspath_prepend(str(root / "profiling"))
+    training_run: Any = importlib.import_module("training_run")
+    assert run("--steps", 4, "--eval-every", 2, out="sparse") == 0
+    assert run("--steps", 4, "--eval-every", 2, "--ffn", "dense", out="dense") == 0
+    assert run("--steps", 2, out="short") == 0
+    names = [f"{name}={tmp_path / name}" for name in ("dense", "sparse", "short")]
+    out = tmp_path / "runs.json"
+    assert training_run.main([*names[:2], "--out", str(out)]) == 0
+    written = json.loads(out.read_text())
+    assert [[row["step"] for row in steps] for steps in written["runs"].values()] == [[2, 4], [2, 4]]
+    assert all(row["held_out_ce"] > 0 and row["ce"] > 0 for steps in written["runs"].values() for row in steps)
+    assert [len(layers) for layers in written["layers"].values()] == [2, 2]
+    assert written["differences"] == {"dense": {}, "sparse": {"ffn": "sparse"}}
+    assert str(tmp_path) not in out.read_text()
+    with pytest.raises(SystemExit):
+        training_run.main([names[0], names[2], "--out", str(out)])
+    assert "expected runs of one --steps, got 2, 4" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from twell._bench.protocol import Ceilings, Cpu, Device, Gpu
 from twell._bench.report import STDOUT, Progress
 from twell._bench.rows import COLUMNS, Row
 from twell._bench.runner import DTYPES, Runner, steps
-from twell._request import RequestError
+from twell._request import RequestError, exit_status
 
 if TYPE_CHECKING:
     from twell._bench.energy import EnergyMeter
@@ -204,13 +204,6 @@ def run_model(argv: Sequence[str]) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """See ``twell._bench.main``."""
-    model = list(argv[:1]) == ["model"]
-    name = f"{COMMAND} model" if model else COMMAND
-    try:
-        return run_model(argv[1:]) if model else run(parser().parse_intermixed_args(argv))
-    except (RequestError, ImportError) as error:
-        print(f"{name}: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"\n{name}: interrupted", file=sys.stderr)
-        return 130
+    if list(argv[:1]) == ["model"]:
+        return exit_status(f"{COMMAND} model", lambda: run_model(argv[1:]))
+    return exit_status(COMMAND, lambda: run(parser().parse_intermixed_args(argv)))

@@ -153,6 +153,18 @@ class _SparseConfig:
     # of checkpoints with the same tensors: the stock model's, and what the paper's training code writes
     _read_as_own: tuple[str, ...] = ()
 
+    def __init__(
+        self,
+        hidden_act: str = "relu",
+        sparsity_strategy: str = "auto",
+        sparsity_compression: int = 8,
+        sparsity_down_layout: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        fields = _fields({"hidden_act": hidden_act, **kwargs})
+        own = (sparsity_strategy, sparsity_compression, sparsity_down_layout)
+        super().__init__(**fields, **dict(zip(_OWN_KEYS, own)))
+
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """As the base class, without a warning for configurations of the models that this one reads."""
@@ -197,18 +209,8 @@ class SparseLlamaConfig(_SparseConfig, LlamaConfig):  # type: ignore[misc]
     _read_as_own = ("llama", "llama_sparse_relu")
     # a layer has no projections that could be called one by one; twell.distributed has plans for it
     base_model_tp_plan = {k: v for k, v in (LlamaConfig.base_model_tp_plan or {}).items() if ".mlp." not in k}  # noqa: RUF012
-
-    def __init__(
-        self,
-        hidden_act: str = "relu",
-        sparsity_strategy: str = "auto",
-        sparsity_compression: int = 8,
-        sparsity_down_layout: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        fields = _fields({"hidden_act": hidden_act, **kwargs})
-        own = (sparsity_strategy, sparsity_compression, sparsity_down_layout)
-        super().__init__(**fields, **dict(zip(_OWN_KEYS, own)))
+    # transformers 5 writes one for a class without its own
+    __init__ = _SparseConfig.__init__
 
 
 class SparseQwen2Config(_SparseConfig, Qwen2Config):  # type: ignore[misc]
@@ -217,18 +219,7 @@ class SparseQwen2Config(_SparseConfig, Qwen2Config):  # type: ignore[misc]
     model_type = "sparse_qwen2"
     _read_as_own = ("qwen2", "qwen2_sparse_relu")
     base_model_tp_plan = {k: v for k, v in (Qwen2Config.base_model_tp_plan or {}).items() if ".mlp." not in k}  # noqa: RUF012
-
-    def __init__(
-        self,
-        hidden_act: str = "relu",
-        sparsity_strategy: str = "auto",
-        sparsity_compression: int = 8,
-        sparsity_down_layout: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        fields = _fields({"hidden_act": hidden_act, **kwargs})
-        own = (sparsity_strategy, sparsity_compression, sparsity_down_layout)
-        super().__init__(**fields, **dict(zip(_OWN_KEYS, own)))
+    __init__ = _SparseConfig.__init__
 
 
 class _SparseModel:

@@ -1,0 +1,89 @@
+"""Put runs of examples/train.py beside each other, for the README's table and the chart of the training.
+
+    python profiling/training_run.py dense=runs/dense sparse=runs/sparse --out profiling/results/h200_training_run.json
+
+Each run is a folder with metrics.jsonl and sparsity.csv. Runs must be of one kind of machine, one model and one text,
+and log the same steps. The options kept are those of the first; of the others what differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sweep import lasting
+
+# Options that name places, which are nobody else's, and those that must be the same.
+PLACES = ("text", "dataset", "cache", "out", "resume")
+COMMON = ("text", "dataset", "layers", "hidden", "intermediate", "vocab", "seed", "steps", "tokens_per_step")
+LAYER = ("l0", "l1", "dead", "union")
+
+
+def read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
+    """What a run says of itself, its steps with all that was measured after each, and its layers at the end."""
+    about, *records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps: dict[int, dict[str, Any]] = {}
+    for record in records:
+        # a run that was resumed says again what it is
+        if "machine" in record:
+            continue
+        steps.setdefault(record["step"], {}).update(record)
+    with (folder / "sparsity.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    layers = [
+        # what was not observed is empty
+        {name: float(row[name]) if row[name] else None for name in LAYER} | {"strategy": row["strategy"]}
+        for row in rows
+        if row["step"] == rows[-1]["step"]
+    ]
+    return about, [steps[step] for step in sorted(steps)], layers
+
+
+def combine(runs: dict[str, Path]) -> dict[str, Any]:
+    """The file's content; ValueError where runs cannot be compared."""
+    found = {name: read(folder) for name, folder in runs.items()}
+    options = {name: about["options"] for name, (about, _, _) in found.items()}
+    first = next(iter(options.values()))
+    machines = {lasting(about["machine"]): about["machine"] for about, _, _ in found.values()}
+    if len(machines) > 1:
+        raise ValueError(f"expected runs of one kind of machine, got {' and '.join(machines)}")
+    for key in COMMON:
+        if len(values := {str(each.get(key)) for each in options.values()}) > 1:
+            raise ValueError(f"expected runs of one --{key.replace('_', '-')}, got {', '.join(sorted(values))}")
+    if len({tuple(step["step"] for step in steps) for _, steps, _ in found.values()}) > 1:
+        raise ValueError("expected runs that logged the same steps")
+    return {
+        "machine": next(iter(machines.values())),
+        "options": {key: value for key, value in first.items() if key not in PLACES},
+        "differences": {
+            name: {key: value for key, value in each.items() if value != first.get(key) and key not in PLACES}
+            for name, each in options.items()
+        },
+        "runs": {name: steps for name, (_, steps, _) in found.items()},
+        "layers": {name: layers for name, (_, _, layers) in found.items()},
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", metavar="NAME=FOLDER", help="a run, and what it is called")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    arguments = parser.parse_args(argv)
+    pairs = [text.partition("=") for text in arguments.runs]
+    if wrong := [text for text, pair in zip(arguments.runs, pairs) if not all(pair)]:
+        parser.error(f"expected NAME=FOLDER, got {', '.join(wrong)}")
+    try:
+        content = combine({name: Path(folder) for name, _, folder in pairs})
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

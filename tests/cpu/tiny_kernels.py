@@ -1,0 +1,46 @@
+"""Libraries of one small function in the place of kernels, for tests of how kernels are found. Needs a C compiler."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from twell._runtime import cache, specs
+
+# A function by the calling convention of tvm-ffi that returns an integer.
+SOURCE = """
+#include <stdint.h>
+typedef struct {{ int32_t type_index; uint32_t padding; int64_t value; }} Any;
+int __tvm_ffi_{symbol}(void *self, const Any *args, int32_t count, Any *result) {{
+    result->type_index = 1; result->padding = 0; result->value = {answer};
+    return 0;
+}}
+"""
+
+
+def compile_tiny(symbol: str, out: Path, answer: int = 42, *flags: str) -> None:
+    """An object, or with ``-shared`` a library, whose function ``symbol`` returns ``answer``."""
+    source = out.with_suffix(".c")
+    source.write_text(SOURCE.format(symbol=symbol, answer=answer))
+    subprocess.run(["cc", *(flags or ("-c",)), "-fPIC", "-o", out, source], check=True)
+    source.unlink()
+
+
+class Compiler:
+    """Stands for the DSL: its kernels return 42, 43, ... in the order in which they were compiled."""
+
+    def __init__(self) -> None:
+        self.compiled: list[str] = []
+
+    def compile_object(self, spec: specs.Spec, out: Path) -> None:
+        self.compiled.append(spec.symbol)
+        compile_tiny(spec.symbol, out, answer=41 + len(self.compiled))
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    """A ``Compiler`` that the cache takes for the DSL."""
+    compiler = Compiler()
+    monkeypatch.setattr(cache, "kernel_module", lambda name: compiler)
+    return compiler
