@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from twell import _auto, functional, tuning
 from twell._auto import AutoStrategy, Choice, Explanation
@@ -103,7 +101,7 @@ class _SparseFFN(nn.Module):
         for name, linear in projections.items():
             child = self.get_submodule(name)
             child.weight, child.bias = linear.weight, linear.bias
-        if _lay_rows(self.down_proj):
+        if _lay(self.down_proj.weight, rows=True):
             logger.debug("the weight of the down projection was laid out anew, one contiguous row per neuron")
 
 
@@ -142,7 +140,7 @@ class SparseGatedMLP(_SparseFFN):
         self.gate_proj = nn.Linear(hidden, intermediate, bias, device, dtype)
         self.up_proj = nn.Linear(hidden, intermediate, bias, device, dtype)
         self.down_proj = nn.Linear(intermediate, hidden, bias, device, dtype)
-        _lay_rows(self.down_proj)
+        _lay(self.down_proj.weight, rows=True)
 
     @classmethod
     def from_linear(
@@ -207,7 +205,7 @@ class SparseMLP(_SparseFFN):
         super().__init__(hidden, intermediate, compression, strategy)
         self.up_proj = nn.Linear(hidden, intermediate, bias, device, dtype)
         self.down_proj = nn.Linear(intermediate, hidden, bias, device, dtype)
-        _lay_rows(self.down_proj)
+        _lay(self.down_proj.weight, rows=True)
 
     @classmethod
     def from_linear(
@@ -288,39 +286,26 @@ def set_down_layout(module: nn.Module, layout: DownLayout) -> None:
         raise ValueError(f"module must have layers of twell.nn, got none in {type(module).__name__}")
     for layer in layers:
         layer.down_layout = layout
-        if layout == "rows":
-            _lay_rows(layer.down_proj)
-        elif not layer.down_proj.weight.is_contiguous():
-            _store(layer.down_proj.weight, Tensor.contiguous)
+        _lay(layer.down_proj.weight, layout == "rows")
 
 
-def _lay_rows(down: nn.Linear) -> bool:
-    """Give ``down.weight`` [K, N] a storage with one contiguous row per neuron; whether that changed anything."""
-    weight = down.weight
-    if weight.t().is_contiguous() or any(part.is_shard(0) for part in getattr(weight, "placements", ())):
-        # parts of the hidden dimension are FSDP2's, in a storage of its own
+def _lay(weight: Tensor, rows: bool) -> bool:
+    """Store the Parameter ``weight`` [K, N] by rows of neurons, or contiguous; whether that changed anything."""
+    if functional._sharded({"weight": weight}):
+        from twell.ops import _sharding
+
+        return _sharding.lay(weight, rows)  # type: ignore[arg-type]
+    if (weight.t() if rows else weight).is_contiguous():
         return False
-    _store(weight, lambda data: data.t().contiguous().t())
-    return True
-
-
-def _store(weight: Tensor, lay: Callable[[Tensor], Tensor]) -> None:
-    """Give a Parameter, which stays the same object, its values as ``lay`` lays them out."""
     # a tensor can only take the data of its own kind
     with torch.inference_mode(weight.is_inference()), torch.no_grad():
-        laid = lay(weight.data)
-        if not is_traceable_wrapper_subclass(weight):
-            weight.data = laid
-            return
-        # ``data`` of a DTensor is the outside only: the whole object is exchanged, as nn.Module.to does
-        gradient, weight.grad = weight.grad, None
-        torch.utils.swap_tensors(weight, nn.Parameter(laid, weight.requires_grad))
-        weight.grad = gradient
+        weight.data = weight.data.t().contiguous().t() if rows else weight.data.contiguous()
+    return True
 
 
 def _keep_rows(module: _SparseFFN, incompatible_keys: Any) -> None:
     if module.down_layout == "rows" and isinstance(module.down_proj, nn.Linear):
-        _lay_rows(module.down_proj)
+        _lay(module.down_proj.weight, rows=True)
 
 
 def _is_plain(child: nn.Module) -> bool:

@@ -30,7 +30,6 @@ _T = TypeVar("_T")
 
 # Sizes at the edges of a kernel's tiles, and the sizes of real layers.
 UGLY_M = (0, 1, 7, 63, 64, 65, 127, 128, 129, 257)
-UGLY_N = (8, 264, 5632, 8192)
 UGLY_K = (8, 64, 72, 896, 2048, 4096, 8192)
 
 # A result may be this much further from float64 than dense PyTorch is.
