@@ -117,6 +117,9 @@ def load(arguments: argparse.Namespace, compression: int | None = None) -> Loade
         got = "a folder without one" if folder.is_dir() else "no such folder; a model of a hub must be downloaded first"
         raise RequestError(f"MODEL: expected a folder with a config.json, got {str(folder)!r} ({got})")
     device = _device(arguments.device)
+    # before what takes long
+    for path in arguments.text:
+        _require_text(path)
     with _hf():
         from safetensors import SafetensorError
         from transformers import AutoTokenizer
@@ -262,12 +265,19 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
             # the first files by name would be alike
             random.Random(0).shuffle(files)
             yield from (file for file in files if _is_text(file))
-        elif not path.is_file():
-            raise RequestError(f"--text: expected a text file or a folder, got {str(path)!r} (no such file)")
-        elif not _is_text(path):
-            raise RequestError(f"--text: expected UTF-8 text, got {str(path)!r}")
         else:
+            _require_text(path)
             yield path
+
+
+def _require_text(path: Path) -> None:
+    """Raise RequestError if ``path`` is neither a folder nor a file of text."""
+    if path.is_dir():
+        return
+    if not path.is_file():
+        raise RequestError(f"--text: expected a text file or a folder, got {str(path)!r} (no such file)")
+    if not _is_text(path):
+        raise RequestError(f"--text: expected UTF-8 text, got {str(path)!r}")
 
 
 def _is_text(path: Path) -> bool:

@@ -644,3 +644,11 @@ def test_chart_of_many_layers(tmp_path: Path) -> None:
     picks = [[_analyze.pick(report, call) for call in CALLS] for report in reports]
     _analyze_plots.save(tmp_path / "a.PNG", reports, picks, "forty")
     assert (tmp_path / "a.PNG").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_missing_text_is_noticed_before_the_model_is_read(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_model_text, "_load", lambda *_: pytest.fail("the model was read"))
+    with pytest.raises(RequestError, match="expected a text file or a folder"):
+        run(_analyze, llama, "--text", tmp_path / "nothing.txt")
