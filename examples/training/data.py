@@ -131,6 +131,19 @@ def _rows(dataset: Path, column: str, files: list[Path]) -> Iterator[str]:
         import datasets
     except ImportError as error:
         raise ImportError("--dataset needs the package datasets: pip install twell[train]") from error
+    try:
+        for row in _open_dataset(datasets, dataset, files):
+            if not isinstance(row.get(column), str):
+                got = f"{type(row[column]).__name__}" if column in row else f"only {sorted(row)}"
+                raise RequestError(f"--column: expected text in column {column!r} of {str(dataset)!r}, got {got}")
+            yield row[column]
+    except RequestError:
+        raise
+    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        raise RequestError(f"--dataset: expected files that can be read, got {str(dataset)!r}: {error}") from error
+
+
+def _open_dataset(datasets: Any, dataset: Path, files: list[Path]) -> Any:
     if dataset.is_dir() and any((dataset / name).exists() for name in ("state.json", "dataset_dict.json")):
         rows = datasets.load_from_disk(str(dataset))
         if isinstance(rows, datasets.DatasetDict):
@@ -139,23 +152,18 @@ def _rows(dataset: Path, column: str, files: list[Path]) -> Iterator[str]:
                     f"--dataset: expected a split named 'train', got {sorted(rows)}; name a split's folder"
                 )
             rows = rows["train"]
-    else:
-        kinds = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
-        chosen = [path for path in files if path.suffix in kinds]
-        names = {kinds[path.suffix] for path in chosen}
-        if len(names) != 1:
-            raise RequestError(
-                f"--dataset: expected a folder that datasets.save_to_disk wrote, or Parquet or JSON Lines files of one "
-                f"kind, got {sorted({path.suffix for path in files})} in {str(dataset)!r}"
-            )
-        paths = [str(path) for path in chosen]
-        # streaming reads the files in place, in place of a copy under ~/.cache
-        rows = datasets.load_dataset(names.pop(), data_files=paths, split="train", streaming=True)
-    for row in rows:
-        if not isinstance(row.get(column), str):
-            got = f"{type(row[column]).__name__}" if column in row else f"only {sorted(row)}"
-            raise RequestError(f"--column: expected text in column {column!r} of {str(dataset)!r}, got {got}")
-        yield row[column]
+        return rows
+    kinds = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
+    chosen = [path for path in files if path.suffix in kinds]
+    names = {kinds[path.suffix] for path in chosen}
+    if len(names) != 1:
+        raise RequestError(
+            f"--dataset: expected a folder that datasets.save_to_disk wrote, or Parquet or JSON Lines files of one "
+            f"kind, got {sorted({path.suffix for path in files})} in {str(dataset)!r}"
+        )
+    paths = [str(path) for path in chosen]
+    # streaming reads the files in place, in place of a copy under ~/.cache
+    return datasets.load_dataset(names.pop(), data_files=paths, split="train", streaming=True)
 
 
 def _cut(document: str) -> Iterator[str]:

@@ -230,6 +230,16 @@ def test_datasets_of_no_known_form_are_refused(text: Path) -> None:
         list(Source(dataset=text).documents())
 
 
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.jsonl", b'{"text": "one"}\n{"text": "tw'), ("a.parquet", b"PAR1 and no more")]
+)
+def test_damaged_datasets_are_refused(tmp_path: Path, name: str, content: bytes) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(RequestError, match="--dataset: expected files that can be read"):
+        list(Source(dataset=tmp_path).documents())
+
+
 def test_sequences() -> None:
     sequences = Sequences("training", np.arange(101, dtype=np.uint16), 10, seed=3)
     assert len(sequences) == 10
