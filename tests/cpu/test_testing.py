@@ -226,6 +226,11 @@ def test_errors() -> None:
     assert testing.errors(silent + torch.tensor([[0], [1e-3]]), silent).worst_row == pytest.approx(
         1e-3 * math.sqrt(2) / floor
     )
+    # of a row whose terms cancel they are the measure; where these point the same way, the row is
+    terms = torch.tensor([2.0, 10.0], dtype=torch.float64)
+    cancelling = testing.errors(answer + torch.tensor([[0.0, 0.5], [0.0, 0.2]]), answer, terms)
+    assert cancelling.worst_row == pytest.approx(0.1)
+    assert cancelling.frobenius == measured.frobenius
     assert testing.errors(torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.float64)) == Errors(0, 0)
     assert testing.errors(torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.float64)).frobenius == math.inf
     assert testing.errors(torch.zeros(0, 2), torch.zeros(0, 2, dtype=torch.float64)) == Errors(0, 0)
@@ -293,6 +298,22 @@ def test_gradients_of_the_layers(stepped: tuple[FFN, torch.Tensor], gated: bool)
         assert_gradients_equal(found, testing.sparse_gradients(problem, dy, dl1, gated=gated))
     dense = testing.dense_gradients(problem, dy, gated=gated)
     assert_gradients_equal(testing.sparse_gradients(problem, dy, gated=gated, strategy="dense"), dense)
+
+
+def test_rows_that_cancel_are_measured_by_their_terms() -> None:
+    """Two equal tokens with opposite gradients but for a little: what is left of a row is small beside its terms."""
+    problem = testing.integer_problem(2, 8, 8, density=1.0)
+    problem = problem._replace(x=problem.x[:1].expand(2, 8).clone())
+    dy = torch.full((2, 8), 4.0, dtype=problem.x.dtype)
+    dy[1] = -dy[1] + 2.0**-6
+    answer = testing.float64_gradients(problem, dy)
+    hidden = answer["w_down"][:, 0] / 2.0**-6
+    assert bool((hidden > 0).any())
+    # each row is off by a hundredth of one of its two terms, which is several times what the row is
+    off = answer | {"w_down": answer["w_down"] + 0.01 * hidden[:, None] * dy[0]}
+    compared = testing.compare_gradients(problem, dy, off)["w_down"].ours
+    assert compared.worst_row == pytest.approx(0.01 / math.sqrt(2), rel=0.01)
+    assert compared.frobenius == pytest.approx(0.01 * 4 / 2.0**-6)
 
 
 def assert_gradients_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

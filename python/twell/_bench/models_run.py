@@ -318,7 +318,8 @@ class Training(Variant):
             storage = t.untyped_storage()
             if storage.data_ptr() not in own:
                 storages[storage.data_ptr()] = storage.nbytes(), tuple(sorted(t.shape)) in shapes
-            return t
+            # an output that its own graph saved as it is would never be freed
+            return t.detach()
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             # what is kept lives as long as the loss

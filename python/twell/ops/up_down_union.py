@@ -98,10 +98,12 @@ def _cuda(
     down = tuning.gathered(dtype, 0, down_bias is not None)
     up_bias = None if up_bias is None else vector(up_bias, n, x)
     down_bias = None if down_bias is None else vector(down_bias, k, x)
-    for first, last in format.union_slices(m, n):
+    slices = format.union_slices(m, n)
+    lists = _empty_lists(x, max((last - first for first, last in slices), default=0), n)
+    for first, last in slices:
         start, stop = first // format.TOKEN_TILE, format.token_tiles(last)
         # behind the sizes of a slice stands a zero, until the next slice writes its first size there
-        pattern = (*_empty_lists(x, last - first, n), sizes[start : stop + 1])
+        pattern = (*lists, sizes[start : stop + 1])
         packed = (words[first:last], spill[first:last], None)
         sums = l1[start:stop]
         compact = tuning.compact(dtype, training=False)
