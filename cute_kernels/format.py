@@ -27,7 +27,7 @@ NEURON_TILE = 64
 RARE_ENTRIES = 2048
 
 # Most entries, 4 bytes each, that strategy "union" has room for at a time.
-UNION_ENTRIES = 1 << 28
+UNION_ENTRIES = 1 << 27
 
 # Counts and places are 32-bit.
 MOST = 2**31 - 1
@@ -56,7 +56,7 @@ def sums_per_tile(n: int) -> int:
 
 
 def union_slices(m: int, n: int) -> list[tuple[int, int]]:
-    """(first, last) of the tokens that strategy "union" takes at a time: entries for all of their gates are 1 GB."""
+    """(first, last) of the tokens that strategy "union" takes at a time: entries for all of their gates are 0.5 GB."""
     most = max(1, UNION_ENTRIES // n // TOKEN_TILE) * TOKEN_TILE
     slices = -(-m // most)
     length = -(-token_tiles(m) // max(slices, 1)) * TOKEN_TILE

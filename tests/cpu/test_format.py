@@ -56,9 +56,9 @@ def test_union_slices(m: int, n: int) -> None:
 
 def test_union_slices_of_known_sizes() -> None:
     assert format.union_slices(16384, 5632) == [(0, 16384)]
-    assert format.union_slices(8192 + 130, 65536) == [(0, 2816), (2816, 5632), (5632, 8322)]
-    assert format.union_slices(4096, 65536) == [(0, 4096)]
-    assert format.union_slices(4096 + 1, 65536) == [(0, 2176), (2176, 4097)]
+    assert format.union_slices(4096 + 130, 65536) == [(0, 1536), (1536, 3072), (3072, 4226)]
+    assert format.union_slices(2048, 65536) == [(0, 2048)]
+    assert format.union_slices(2048 + 1, 65536) == [(0, 1152), (1152, 2049)]
 
 
 def test_a_token_tile_of_most_neurons_is_a_slice() -> None:
