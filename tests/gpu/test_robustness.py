@@ -499,11 +499,15 @@ def test_a_full_gpu() -> None:
     torch.cuda.empty_cache()
     spare = torch.empty(64 * MB, dtype=torch.uint8, device=CUDA)
     hoard = holes()
-    del spare
-    out = {strategy: runs_out(lambda strategy=strategy: forward(problem, strategy)) for strategy in expected}
-    found = forward(few, "row")
-    del hoard
-    torch.cuda.empty_cache()
+    try:
+        del spare
+        out = {strategy: runs_out(lambda strategy=strategy: forward(problem, strategy)) for strategy in expected}
+        torch.cuda.empty_cache()
+        found = forward(few, "row")
+    finally:
+        # or every test after this one would run out, too
+        hoard.clear()
+        torch.cuda.empty_cache()
     assert all(out.values()), out
     testing.assert_same(found["y"], expected["row"]["y"][:64])
     for strategy, right in expected.items():

@@ -99,11 +99,12 @@ def _cuda(
     up_bias = None if up_bias is None else vector(up_bias, n, x)
     down_bias = None if down_bias is None else vector(down_bias, k, x)
     slices = format.union_slices(m, n)
-    lists = _empty_lists(x, max((last - first for first, last in slices), default=0), n)
+    # the first slice is the longest, and the others take its memory after it
+    entries, neurons, chunks = _empty_lists(x, slices[0][1] if slices else 0, n)
     for first, last in slices:
         start, stop = first // format.TOKEN_TILE, format.token_tiles(last)
         # behind the sizes of a slice stands a zero, until the next slice writes its first size there
-        pattern = (*lists, sizes[start : stop + 1])
+        pattern = (entries, neurons[: stop - start], chunks[: stop - start], sizes[start : stop + 1])
         packed = (words[first:last], spill[first:last], None)
         sums = l1[start:stop]
         compact = tuning.compact(dtype, training=False)
