@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import readme
+import summarize
 import torch
 from docutils import nodes
 from docutils.parsers.rst import directives
@@ -232,23 +233,37 @@ def paper_code() -> str:
 
 
 def memory() -> str:
-    """What a layer's training step keeps for backward, and its peak."""
-    rows = []
-    for variant in ("dense eager train", "dense compiled train", "train"):
-        row = readme.measured("topic29", variant)
-        kept, peak = (f"{row[key] / 1e6:.0f}" for key in ("kept_bytes", "peak_bytes"))
-        rows.append(
-            [
-                variant.replace("train", "").strip() or "twell",
-                kept,
-                f"{row['kept_bytes'] / row['tokens'] / 1e3:.1f}",
-                peak,
-            ]
-        )
-    return readme.markdown(["", "kept for backward, MB", "a token, KB", "peak, MB"], "lrrr", rows)
+    """What a layer keeps for backward, and its peaks, at one number of non-zeros: nothing here depends on them."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in readme.result("h200_sweep_memory")["rows"]:
+        if row["workload"].startswith("nnz=29,") and row["variant"] != "gate GEMM":
+            name, training = row["variant"].removesuffix(" train"), row["variant"].endswith("train")
+            name = name if name.startswith("dense") else f'twell, "{row["strategy"]}"'
+            kept = {"kept": row["kept_bytes"], "training": row["peak_bytes"]} if training else {}
+            rows.setdefault(name, {}).update(kept or {"forward": row["peak_bytes"]}, tokens=row["tokens"])
+    cells = [
+        [name, *(f"{row[key] / row['tokens'] / 1e3:.1f}" for key in ("kept", "training", "forward"))]
+        for name, row in rows.items()
+    ]
+    header = ["KB a token", "kept for backward", "peak of a training step", "peak of a forward pass"]
+    return readme.markdown(header, "lrrr", cells)
 
 
-TABLES = {**readme.TABLES, "paper code": paper_code, "memory": memory}
+def ncu() -> str:
+    """What Nsight Compute measured of each kernel."""
+    found = readme.result("h200_ncu")
+    rows = [summarize.Row(**row) for row in found["rows"]]
+    # one launch of each, as the text says
+    columns = [column for column in summarize.COLUMNS if column.name != "launches"]
+    align = "".join("l" if column.left else "r" for column in columns)
+    cells = [[column.cell(row) for column in columns] for row in rows]
+    rates = found["figures"]["ceilings"]
+    flops, memory_, l2 = (rates[name] / 1e12 for name in ("flops", "memory", "l2"))
+    floors = f"Floors at {flops:.0f} TFLOP/s, {memory_:.2f} TB/s of memory and {l2:.2f} TB/s of L2."
+    return f"{readme.markdown([c.name for c in columns], align, cells)}\n\n{floors} {found['machine']}\n"
+
+
+TABLES = {**readme.TABLES, "paper code": paper_code, "memory": memory, "ncu": ncu}
 
 
 class Results(Generated):

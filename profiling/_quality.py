@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import _style
 from _style import Theme
 
 if TYPE_CHECKING:
@@ -239,14 +240,22 @@ def layers(document: dict[str, Any]) -> str:
     return _markdown(["non-zeros", "L1", *(f"layer {i}" for i in range(count))], rows, "lr" + "r" * count)
 
 
+def trained(document: dict[str, Any]) -> str:
+    """How large the models are, and on how much text they were trained."""
+    arguments = document["arguments"]
+    size = max((result.parameters for result in results(document)), default=0)
+    tokens = arguments["steps"] * arguments["tokens_per_step"]
+    return (
+        f"{size / 1e6:.1f} M parameters, {arguments['layers']} layers of {arguments['intermediate']:,} neurons, "
+        f"{tokens / 1e6:.1f} M tokens"
+    )
+
+
 def notes(document: dict[str, Any]) -> str:
     """A paragraph: what was trained, how far chance goes, what sparse kernels made of it, where."""
-    arguments, found = document["arguments"], results(document)
-    size = max((result.parameters for result in found), default=0)
-    tokens = arguments["steps"] * arguments["tokens_per_step"]
+    found = results(document)
     lines = [
-        f"{size / 1e6:.1f} M parameters, {arguments['layers']} layers of {arguments['intermediate']:,} neurons, "
-        f"{tokens / 1e6:.1f} M tokens; the coefficient is that of a sum over a token's neurons. After ± stand standard "
+        f"{trained(document)}; the coefficient is that of a sum over a token's neurons. After ± stand standard "
         "deviations between seeds."
     ]
     if errors := [point.added_error for point in points(document) if point.added_error]:
@@ -288,9 +297,9 @@ def shown(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 def draw(figure: SubFigure, theme: Theme, data: Sequence[dict[str, Any]]) -> None:
     found = [Point(**each) for each in data]
-    top, below = figure.subfigures(2, 1, height_ratios=(1.2, 1))
+    top, below = figure.subfigures(2, 1, height_ratios=(1.3, 1))
     _draw_quality(top.subplots(), theme, found)
-    left, right = below.subplots(1, 2)
+    left, right = below.subplots(1, 2, width_ratios=(1.2, 1))
     _draw_layers(left, theme, [point for point in found if point.name == "ReLU"])
     _draw_dead(right, theme, [point for point in found if point.activation == "relu"])
 
@@ -302,6 +311,16 @@ def _kinds(theme: Theme, found: Sequence[Point]) -> Iterator[tuple[bool, str, li
             yield again, colour, chosen
 
 
+def finding(found: Sequence[Point]) -> str:
+    """How sparse ReLU may be before cross-entropy is above that without L1 by more than chance."""
+    limit = noise(found) or 0.0
+    free = [p for p in found if p.name == "ReLU" and not is_baseline(p) and (p.added or 0) <= limit and p.l0]
+    if not free:
+        return "Every coefficient costs cross-entropy"
+    sparsest = min(free, key=lambda point: point.l0 or 0)
+    return f"Cross-entropy not above that without L1 down to {sparsest.l0:.0f} of {sparsest.neurons:,} neurons a token"
+
+
 def _draw_quality(axes: Axes, theme: Theme, found: Sequence[Point]) -> None:
     spread = noise(found)
     for again, colour, chosen in _kinds(theme, found):
@@ -309,68 +328,78 @@ def _draw_quality(axes: Axes, theme: Theme, found: Sequence[Point]) -> None:
         added = [100 * (point.added or 0) for point in chosen]
         bars = None if spread is None else [0 if is_baseline(point) else 100 * spread for point in chosen]
         style: dict[str, Any] = {"marker": "D", "linestyle": "none", "mfc": theme.ground} if again else {"marker": "o"}
-        name = "dead neurons reinitialised" if again else "ReLU: L1 coefficient, non-zeros"
+        name = "ReLU, dead neurons reinitialised" if again else "ReLU, by L1 coefficient"
+        name += f" (bars: {100 * spread:.2f} % between seeds)" if spread is not None and not again else ""
         axes.errorbar(shares, added, bars, color=colour, capsize=3, elinewidth=1, label=name, **style)
-        # neighbours on either side of the line
-        for i, (point, x, y) in enumerate(zip(chosen, shares, added) if not again else ()):
-            place, side = ((5, 8), "left") if i % 2 else ((-3, -15), "right")
-            text = f"{short(point.coefficient)}, {point.l0:.0f}"
-            axes.annotate(text, (x, y), place, textcoords="offset points", ha=side, fontsize=8)
+        for point, x, y in zip(chosen, shares, added):
+            _style.label(axes, x, y, short(point.coefficient), color=colour)
     for point in found:
         if point.activation == "silu":
             axes.axhline(100 * (point.added or 0), color=theme.dense, linestyle="--", linewidth=1.5, label="SiLU")
-    paper = [(100 * l0 / PAPER_NEURONS, 100 * more) for _, l0, more in PAPER]
-    style = {"color": theme.paper, "marker": "s", "linestyle": ":", "linewidth": 1.5}
-    axes.plot(*zip(*paper), label="the paper's 1.5B: 0, 911 and 2e-5, 29", **style)
+    axes.axhline(0, color=theme.muted, linewidth=1.2, zorder=1.5)
+    for coefficient, l0, more in PAPER:
+        x, y = 100 * l0 / PAPER_NEURONS, 100 * more
+        axes.plot(x, y, "s", color=theme.paper)
+        _style.label(axes, x, y, f"the paper's 1.5B, {short(coefficient)}", color=theme.paper)
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(lambda share, _: f"{share:g} %")
-    axes.margins(x=0.08, y=0.12)
-    axes.set(xlabel="neurons that are not zero", ylabel="cross-entropy over\nthat without L1, %")
-    kind = "" if spread is None else f"; bars: standard deviation between seeds, {100 * spread:.2f} %"
-    axes.set_title(f"Quality{kind}", loc="left")
+    axes.margins(x=0.07, y=0.1)
+    low, high = axes.get_xlim()
+    ticks = [share for share in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if low <= share <= high]
+    axes.set_xticks(ticks, [f"{share:g} %" for share in ticks])
+    axes.set_xticks([], minor=True)
+    axes.set(
+        xlabel="neurons that are not zero, of all of a layer (log)", ylabel="cross-entropy over\nthat without L1, %"
+    )
+    axes.set_title(finding(found), loc="left")
     handles, labels = axes.get_legend_handles_labels()
     # those with bars come last otherwise
     order = sorted(range(len(labels)), key=lambda i: not hasattr(handles[i], "has_yerr"))
-    axes.legend([handles[i] for i in order], [labels[i] for i in order])
+    axes.legend([handles[i] for i in order], [labels[i] for i in order], loc="lower left")
 
 
 def _draw_layers(axes: Axes, theme: Theme, relu: Sequence[Point]) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
-    shade = LinearSegmentedColormap.from_list("coefficients", [theme.dense, theme.colours[0], theme.colours[1]])
+    shade = LinearSegmentedColormap.from_list("coefficients", [theme.dense, theme.row, theme.extra])
     for i, point in enumerate(relu):
         # a layer where nothing fires has no place on a logarithmic axis
         l0 = [max(mean, 0.1) for mean in point.layers]
-        axes.plot(range(len(l0)), l0, marker="o", color=shade(i / (len(relu) - 1)), label=short(point.coefficient))
+        style: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": 1.6}
+        axes.plot(range(len(l0)), l0, color=shade(i / (len(relu) - 1)), label=short(point.coefficient), **style)
     axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    # room for the legend
-    axes.set_ylim(low / (high / low) ** 0.35, high)
     axes.yaxis.set_major_formatter(lambda count, _: f"{count:,g}")
     axes.set_xticks(range(len(relu[0].layers)))
-    axes.set(xlabel="layer", ylabel="non-zeros a token")
-    axes.set_title("Non-zeros by layer and L1 coefficient", loc="left")
-    axes.legend(fontsize=7.5, ncols=4, handlelength=1.2, columnspacing=1, loc="lower center")
+    axes.set(xlabel="layer", ylabel="non-zeros a token (log)")
+    axes.set_title("Non-zeros by layer", loc="left")
+    # from top to bottom as the lines
+    axes.legend(
+        title="L1", title_fontsize=8.5, fontsize=8.5, handlelength=1.2, loc="center left", bbox_to_anchor=(1, 0.5)
+    )
 
 
 def _draw_dead(axes: Axes, theme: Theme, found: Sequence[Point]) -> None:
     coefficients = sorted({point.coefficient for point in found})
+    pairs = {point.coefficient for point in found if point.reinitialize}
     for again, colour, chosen in _kinds(theme, found):
-        places = [coefficients.index(point.coefficient) + (0.2 if again else -0.2) for point in chosen]
+        places = [
+            coefficients.index(p.coefficient) + 0.2 * (p.coefficient in pairs) * (1 if again else -1) for p in chosen
+        ]
         heights = [100 * (point.dead or 0) for point in chosen]
-        axes.bar(
-            places,
-            heights,
-            0.38,
-            color=colour,
-            hatch="//" if again else None,
-            label="reinitialised" if again else "left alone",
-        )
+        widths = [0.38 if point.coefficient in pairs else 0.6 for point in chosen]
+        name = "reinitialised" if again else "left alone"
+        axes.bar(places, heights, widths, color=colour, hatch="//" if again else None, label=name)
+        for place, height in zip(places, heights):
+            text = "0" if height < 0.05 else f"{height:.1f}"
+            axes.annotate(
+                text, (place, height), (0, 2), textcoords="offset points", ha="center", fontsize=8, color=colour
+            )
     if PAPER[1][0] in coefficients:
         place = coefficients.index(PAPER[1][0])
-        line: dict[str, Any] = {"color": theme.paper, "linestyle": ":", "label": "the paper's: over 30 %"}
-        axes.hlines(100 * PAPER_DEAD, place - 0.45, place + 0.45, **line)
-    axes.set_xticks(range(len(coefficients)), [short(c) for c in coefficients])
+        axes.hlines(100 * PAPER_DEAD, place - 0.45, place + 0.45, color=theme.paper)
+        text = f"the paper's 1.5B: over {100 * PAPER_DEAD:.0f} %"
+        place_text: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": theme.paper}
+        axes.annotate(text, (place + 0.45, 100 * PAPER_DEAD), (4, 0), va="center", **place_text)
+    axes.set_xticks(range(len(coefficients)), [short(c) for c in coefficients], fontsize=8)
     axes.set(xlabel="L1 coefficient", ylabel="dead neurons, %")
-    axes.set_title("Neurons that never fired on held-out text", loc="left")
-    axes.legend(fontsize=7.5)
+    axes.set_title("Neurons that never fired", loc="left")
+    axes.legend(fontsize=8.5, loc="upper left", bbox_to_anchor=(0.28, 0.88))

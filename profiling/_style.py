@@ -13,6 +13,8 @@ writes ``loss-light.png``, ``loss-dark.png``, ``loss-light.svg`` and ``loss-dark
 
 from __future__ import annotations
 
+import itertools
+import math
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from matplotlib.figure import SubFigure
+    from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import RendererAgg
+    from matplotlib.figure import Figure, SubFigure
 
 # Inches. At 100 pixels an inch the width is that of a README's column; PNGs have more for dense screens.
 SIZE = (8.3, 4.6)
@@ -28,6 +32,11 @@ DPI = 160
 SUFFIXES = ("png", "svg")
 # What names the data that a file shows, in its metadata.
 KEY = "twell-data"
+# Names the texts that ``arrange`` moves.
+MOVABLE = "movable"
+# Where they may stand, best first: steps to the right and up.
+AROUND = ((1, 0), (0, 1), (1, 1), (-1, 1), (1, -1), (-1, -1), (0, -1), (-1, 0))
+SIDES, HEIGHTS = {-1: "right", 0: "center", 1: "left"}, {-1: "top", 0: "center", 1: "bottom"}
 
 
 @dataclass(frozen=True)
@@ -167,20 +176,101 @@ def save(
             figure.set_layout_engine(layout)
             FigureCanvasAgg(figure)
             if title:
-                wrapped = "\n".join(textwrap.wrap(title, int(9.6 * size[0])))
+                # a number keeps its sign of percent
+                wrapped = textwrap.fill(title.replace(" %", "\xa0%"), int(9.6 * size[0])).replace("\xa0", " ")
                 figure.suptitle(wrapped, x=0.012, ha="left", fontsize=12, fontweight="bold")
             # a part of its own, so that a legend outside of the axes keeps clear of title and footer
             draw(figure.add_subfigure(figure.add_gridspec(1, 1)[0]), theme)
             if footer:
-                wrapped = "\n".join(textwrap.fill(line, int(17.5 * size[0])) for line in footer.splitlines())
-                figure.supxlabel(wrapped, x=0.012, ha="left", fontsize=7, color=theme.muted)
+                wrapped = "\n".join(_fill(line, int(16.6 * size[0])) for line in footer.splitlines())
+                figure.supxlabel(wrapped, x=0.012, ha="left", fontsize=7.5, color=theme.muted)
             # one layout for all formats: each drawing would begin where the one before left off
             layout.execute(figure)
             figure.set_layout_engine("none")
+            arrange(figure)
             for path in written:
                 if path.stem.endswith(f"-{theme.name}"):
                     figure.savefig(path, dpi=DPI, metadata=metadata(path, data))
     return written
+
+
+def _fill(text: str, width: int) -> str:
+    """Lines of at most ``width`` characters, short parts between semicolons kept whole."""
+    parts = [part.replace(" ", "\xa0") if len(part) < width / 3 else part for part in text.split("; ")]
+    return textwrap.fill("; ".join(parts), width, break_on_hyphens=False).replace("\xa0", " ")
+
+
+def label(axes: Axes, x: float, y: float, text: str, **style: Any) -> None:
+    """Name a point. ``save`` puts the text beside it, where it hides neither lines nor other texts."""
+    found = axes.annotate(text, (x, y), (0, 0), textcoords="offset points", **({"fontsize": 8} | style))
+    found.set_gid(MOVABLE)
+    found.set_in_layout(False)
+
+
+def arrange(figure: Figure) -> None:
+    """Give the texts of ``label`` their places. The layout must be final."""
+    from matplotlib.axes import Axes
+    from matplotlib.text import Annotation
+
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    for axes in figure.findobj(Axes):
+        texts = [text for text in axes.texts if text.get_gid() == MOVABLE and isinstance(text, Annotation)]
+        if not texts:
+            continue
+        spots, taken = _spots(axes), [t.get_window_extent(renderer) for t in axes.texts if t.get_gid() != MOVABLE]
+        if (known := axes.get_legend()) is not None:
+            taken.append(known.get_window_extent(renderer))
+        for text in texts:
+            _place(text, axes, renderer, spots, taken, figure.bbox.x1 - 3)
+
+
+def _spots(axes: Axes) -> Any:
+    """Pixels [n, 2], a few apart, along the lines, markers and bars of error of ``axes``."""
+    import numpy
+    from matplotlib.collections import LineCollection
+
+    strokes: list[Any] = []
+    for drawn in axes.lines:
+        corners = drawn.get_transform().transform(drawn.get_xydata())
+        if drawn.get_linestyle() != "None":
+            strokes.append(corners)
+        if drawn.get_marker() not in ("None", "", None):
+            reach = 0.6 * drawn.get_markersize() * axes.figure.dpi / 72
+            for x, y in corners:
+                strokes += [((x - reach, y), (x + reach, y)), ((x, y - reach), (x, y + reach))]
+    for bars in axes.collections:
+        if isinstance(bars, LineCollection):
+            strokes += [bars.get_transform().transform(segment) for segment in bars.get_segments()]
+    pieces = [
+        numpy.linspace(one, other, 2 + int(math.dist(one, other) / 3))
+        for stroke in strokes
+        for one, other in itertools.pairwise(stroke)
+    ]
+    return numpy.concatenate(pieces) if pieces else numpy.empty((0, 2))
+
+
+def _place(text: Any, axes: Axes, renderer: RendererAgg, spots: Any, taken: list[Any], edge: float) -> None:
+    """Of places around its point, nearest first, the one where ``text`` hides least; adds it to ``taken``.
+
+    ``edge`` is where the page ends.
+    """
+    from matplotlib.transforms import Bbox
+
+    # at the right end of the axes there may be some margin
+    frame = Bbox.from_extents(*axes.bbox.min, min(axes.bbox.x1 + 25, edge), axes.bbox.y1)
+    choices = []
+    for far, (across, up) in itertools.product((6, 10, 15), AROUND):
+        near = far * (0.7 if across and up else 1)
+        place = {"position": (across * near, up * near), "ha": SIDES[across], "va": HEIGHTS[up]}
+        text.set(**place)
+        box = text.get_window_extent(renderer)
+        cost = float(((spots > box.min - 1) & (spots < box.max + 1)).all(1).sum())
+        cost += 100 * sum(box.padded(3).overlaps(other) for other in taken)
+        cost += 100 * (not (frame.contains(*box.min) and frame.contains(*box.max)))
+        choices.append((cost, len(choices), place, box))
+    _, _, place, box = min(choices, key=lambda choice: choice[:2])
+    text.set(**place)
+    taken.append(box)
 
 
 def metadata(path: Path, data: str) -> dict[str, str | None]:

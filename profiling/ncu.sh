@@ -84,6 +84,6 @@ if [ -z "$dry" ]; then
   [ -s "$out.ncu-rep" ] || fail "nothing was measured: no kernel matched $name, or ncu said why above"
   "$ncu" --import "$out.ncu-rep" --csv --page raw >"$out.csv"
 else
-  run "$ncu" --import "$out.ncu-rep" --csv --page raw
+  echo "$(run "$ncu" --import "$out.ncu-rep" --csv --page raw)>$(printf %q "$out.csv")"
 fi
 run "$python" "$here/summarize.py" "$out.csv" ${floor:+--floor "$floor"}

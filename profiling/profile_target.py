@@ -198,6 +198,7 @@ def write_figures(problem: FFN, arguments: argparse.Namespace) -> None:
     ceilings, machine = device.ceilings(DTYPES[arguments.dtype], arguments.l2_tbs)
     found: dict[str, Any] = {"workload": arguments.workload, "dtype": arguments.dtype, "machine": machine}
     found |= {"ceilings": vars(ceilings)} | figures(problem, arguments.compression)
+    arguments.figures.parent.mkdir(parents=True, exist_ok=True)
     arguments.figures.write_text(json.dumps(found, indent=1) + "\n")
     print(f"profile_target: wrote {arguments.figures}")
 
@@ -216,15 +217,20 @@ def record(calls: dict[str, Call], times: int, on_gpu: bool) -> None:
         torch.cuda.profiler.stop()
 
 
-@torch.no_grad()
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
-    on_gpu, auto = arguments.device == "cuda", arguments.strategy == "auto"
     try:
-        problem = load(arguments)
-    except RequestError as error:
+        return run(arguments)
+    except (ValueError, NotImplementedError, OSError) as error:
         print(f"profile_target: error: {error}", file=sys.stderr)
         return 2
+
+
+@torch.no_grad()
+def run(arguments: argparse.Namespace) -> int:
+    """Record or count what is asked for; returns 0. What an operator refuses, it raises as it does for users."""
+    on_gpu, auto = arguments.device == "cuda", arguments.strategy == "auto"
+    problem = load(arguments)
     if arguments.figures:
         write_figures(problem, arguments)
         return 0
@@ -241,6 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.trace:
         with torch.profiler.profile(record_shapes=True) as profiler:
             record(calls, arguments.calls, on_gpu)
+        arguments.trace.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(arguments.trace))
         averages = profiler.key_averages(group_by_input_shape=True)
         print(averages.table(sort_by="device_time_total" if on_gpu else "cpu_time_total", row_limit=20))

@@ -11,12 +11,15 @@ import functools
 import json
 import math
 import re
+import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import _quality
+from sweep import lasting
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -73,10 +76,21 @@ def forward() -> str:
     return markdown([*header, "worst row's"], "lrrrrlrr", rows)
 
 
+def geometric(ratios: Sequence[float]) -> float:
+    return math.prod(ratios) ** (1 / len(ratios))
+
+
 def mean_speedup() -> str:
-    ratios = [dense(name, "") / measured(name, "ffn")["ms"] for name in LAYERS[:5]]
-    mean = math.prod(ratios) ** (1 / len(ratios))
-    return f"Over the first five named, the mean speed-up is {mean:.2f} (geometric mean)."
+    mean = geometric([dense(name, "") / measured(name, "ffn")["ms"] for name in LAYERS[:5]])
+    of_model = {
+        op: [row["speedup_dense"] for row in result("h200_sweep_layers")["rows"] if row["variant"] == op and row["ms"]]
+        for op in ("ffn", "train")
+    }
+    count = len(of_model["ffn"])
+    return (
+        f"The mean speed-up is {mean:.2f} over the first five named, and {geometric(of_model['ffn']):.2f} over all {count} "
+        f"layers of the trained model below, whose training steps gain {geometric(of_model['train']):.2f} (geometric means)."
+    )
 
 
 def training() -> str:
@@ -105,7 +119,10 @@ def machine() -> str:
     return str(result("h200_auto")["machine"])
 
 
-def shapes() -> str:
+SHAPES = ((1024, 2816), (896, 4864), (2048, 5632), (4096, 11008), (4096, 14336))
+
+
+def shapes(shown: Sequence[tuple[int, int]] = SHAPES) -> str:
     best: dict[tuple[int, int, str, int], tuple[float, str]] = {}
     for row in result("h200_tuning")["rows"]:
         if not row["red"] and not row["training"] and row["gated"]:
@@ -113,7 +130,7 @@ def shapes() -> str:
             best[key] = min(best.get(key, (math.inf, "")), (row["relative"], row["strategy"][0]))
     tokens = (1, 16, 64, 256, 1024, 4096, 16384, 131072)
     rows = []
-    for k, n in ((1024, 2816), (896, 4864), (2048, 5632), (4096, 11008), (4096, 14336)):
+    for k, n in shown:
         for pattern in ("topic", "uniform", "denser"):
             cells = []
             for m in tokens:
@@ -123,41 +140,211 @@ def shapes() -> str:
     return markdown(["K / N", "pattern", *(f"M = {m:,}" for m in tokens)], "ll" + "r" * len(tokens), rows)
 
 
-def model(name: str) -> str:
-    names = {"forward": "forward, decoder", "logits": "forward, with LM head", "train": "training step"}
+# Whole models
+
+OPS = {"forward": "forward, decoder", "logits": "forward, with LM head", "train": "training step"}
+VARIANTS = ("dense eager", "dense compiled", "sparse eager", "sparse compiled")
+
+
+class Paper(NamedTuple):
+    """What arXiv 2603.23198 has for a size, dense and sparse, and how much faster it says that the sparse one is.
+
+    forward, training: tokens/ms and percent. energy: of a forward pass, mJ/token. peak: of a training step, GB.
+    """
+
+    forward: tuple[float, float, float]
+    energy: tuple[float, float]
+    training: tuple[float, float, float]
+    peak: tuple[float, float]
+
+
+PAPER_CORRELATION = -0.996
+PAPER = {
+    "0.5B": Paper((410, 480, 17.0), (1.63, 1.43), (97.3, 95.9, -1.5), (26.2, 21.2)),
+    "1B": Paper((185, 219, 18.1), (3.71, 3.17), (48.6, 52.1, 7.1), (44.5, 33.1)),
+    "1.5B": Paper((119, 141, 18.8), (5.73, 4.87), (31.8, 35.5, 11.6), (62.8, 45.1)),
+    "2B": Paper((87.8, 106, 20.5), (7.85, 6.51), (22.4, 27.3, 21.9), (46.7, 57.1)),
+}
+
+
+def configurations() -> list[dict[str, Any]]:
+    """The files of the models of the paper's sizes. LookupError if two have the same row."""
+    found = [result(path.stem) for path in sorted(RESULTS.glob("h200_paper_configs*.json"))]
+    counts = Counter((row["config"], row["op"], row["variant"]) for run in found for row in run["rows"])
+    if twice := [" ".join(key) for key, count in counts.items() if count > 1]:
+        raise LookupError(f"expected one row of each model, got more of {', '.join(twice)}")
+    return found
+
+
+def timed(runs: Sequence[dict[str, Any]]) -> list[Row]:
+    """The rows of these runs that have a time, by model and operation."""
+    rows = [row for run in runs for row in run["rows"] if row["ms"] and not row["red"]]
+    order = list(dict.fromkeys(row.get("config") for row in rows))
+    return sorted(rows, key=lambda row: (order.index(row.get("config")), list(OPS).index(row["op"])))
+
+
+def pairs(rows: Sequence[Row], kind: str = "") -> Iterator[tuple[Row, Row]]:
+    """Dense and sparse of each model and operation: of ``kind``, eager or compiled, or the faster of each."""
+    for key in dict.fromkeys((row.get("config"), row["op"]) for row in rows):
+        both = [
+            [
+                row
+                for row in rows
+                if (row.get("config"), row["op"]) == key and row["variant"].startswith(f"{what} {kind}")
+            ]
+            for what in ("dense", "sparse")
+        ]
+        if all(both):
+            theirs, ours = (min(found, key=lambda row: float(row["ms"])) for found in both)
+            yield theirs, ours
+
+
+def percent(value: float) -> str:
+    # no minus before what rounds to zero
+    return f"{round(value, 1) + 0.0:+.1f} %"
+
+
+def change(before: float, now: float) -> str:
+    return percent(100 * (now / before - 1))
+
+
+def models() -> str:
+    """The faster dense variant beside the faster sparse one: the trained model, then the paper's sizes."""
     rows = []
-    for op in names:
-        for row in (row for row in result(name)["rows"] if row["op"] == op):
-            ran = ", ".join(f"{count} {strategy}" for strategy, count in sorted(row["strategies"].items()))
-            spread = f"{row['p10_ms']:.0f} to {row['p90_ms']:.0f}"
-            best = f"**{row['speedup']:.2f}**" if row["variant"] == "sparse compiled" else f"{row['speedup']:.2f}"
-            times = [f"{row['ms']:.1f}", spread, f"{row['tokens_per_ms']:.0f}", best]
-            rows.append(
-                [names[op], row["variant"], *times, f"{row['peak_bytes'] / 1e9:.1f}", f"{row['error']:.2f}", ran]
-            )
-    header = ["", "variant", "ms", "10 to 90 %", "tokens/ms", "over dense", "peak GB", "error", "layers run"]
-    return markdown(header, "llrrrrrrl", rows)
+    for label, runs in (("0.5B trained", [result("h200_model")]), ("", configurations())):
+        counts = {each["config"]: statistics.fmean(each["non_zeros"]) for run in runs for each in run["models"]}
+        for theirs, ours in pairs(timed(runs)):
+            both = theirs, ours
+            cells = [f"{label or ours['config']} ({counts[ours['config']]:.0f})", OPS[ours["op"]]]
+            cells += [" / ".join(f"{row['ms']:.0f}" for row in both)]
+            cells += [" / ".join(f"{row['tokens_per_ms']:.0f}" for row in both)]
+            cells += [f"**{theirs['ms'] / ours['ms']:.2f}**"]
+            for key, scale, form in (("mj_per_token", 1, ".2f"), ("peak_bytes", 1e9, ".1f")):
+                before, now = (row[key] for row in both)
+                cells += [f"{before / scale:{form}} / {now / scale:{form}}", change(before, now)]
+            rows.append(cells)
+    header = ["model (non-zeros)", "", "ms", "tokens/ms", "speed-up", "mJ/token", "", "peak GB", ""]
+    return markdown(header, "llrrrrrrr", rows)
+
+
+def model_table(runs: Sequence[dict[str, Any]]) -> str:
+    """All variants; columns of which no row has anything are left out."""
+    found = timed(runs)
+    several = len({row.get("config") for row in found}) > 1
+    columns: list[tuple[str, str, Callable[[Row], str]]] = [
+        ("", "l", lambda row: row["config"] if several else ""),
+        ("", "l", lambda row: OPS[row["op"]]),
+        ("variant", "l", lambda row: row["variant"]),
+        ("pass", "r", lambda row: str(row.get("micro_batch", ""))),
+        ("ms", "r", lambda row: f"{row['ms']:.1f}"),
+        ("10 to 90 %", "r", lambda row: f"{row['p10_ms']:.0f} to {row['p90_ms']:.0f}"),
+        ("tokens/ms", "r", lambda row: f"{row['tokens_per_ms']:.0f}"),
+        (
+            "over dense",
+            "r",
+            lambda row: ("**{:.2f}**" if row["variant"] == VARIANTS[-1] else "{:.2f}").format(row["speedup"]),
+        ),
+        ("mJ/token", "r", lambda row: shown(row, "mj_per_token", ".2f")),
+        ("net of idle", "r", lambda row: shown(row, "mj_per_token_idle_corrected", ".2f")),
+        ("peak GB", "r", lambda row: shown(row, "peak_bytes", ".1f", 1e9)),
+        ("with weights", "r", lambda row: shown(row, "peak_total_bytes", ".1f", 1e9)),
+        ("kept KB/token", "r", lambda row: shown(row, "kept_bytes_per_token", ".0f", 1e3)),
+        ("error", "r", lambda row: f"{row['error']:.2f}"),
+        ("worst", "r", lambda row: shown(row, "worst", ".2f")),
+        ("layers run", "l", lambda row: ", ".join(f"{n} {name}" for name, n in sorted(row["strategies"].items()))),
+    ]
+    used = [column for column in columns if any(column[2](row) for row in found)]
+    return markdown([c[0] for c in used], "".join(c[1] for c in used), [[c[2](row) for c in used] for row in found])
+
+
+def shown(row: Row, key: str, form: str, scale: float = 1) -> str:
+    return "" if row.get(key) is None else f"{row[key] / scale:{form}}"
+
+
+def machines(runs: Sequence[dict[str, Any]]) -> str:
+    """The machine lines of runs, once where only clocks differ."""
+    lines = {lasting(run["machine"]): run["machine"] for run in reversed(runs)}
+    return " And: ".join(reversed(lines.values()))
 
 
 def model_machine(name: str) -> str:
     run = result(name)
-    active = ", ".join(f"{value:.0f}" for value in run["non_zeros"])
-    return f"Non-zeros a token, layer by layer: {active}. {run['machine']}"
+    counts = ", ".join(f"{value:.0f}" for value in run["non_zeros"])
+    text = f"Non-zeros a token, layer by layer: {counts}."
+    if any(run.get("unions", ())):
+        text += f" Share of the neurons that 128 tokens fire: {', '.join(f'{u:.0%}' for u in run['unions'])}."
+    return f"{text} {run['machine']}"
 
 
-def sparser_speedup() -> str:
-    forward, train = (
-        next(
-            row["speedup"]
-            for row in result("h200_model_sparser")["rows"]
-            if (row["op"], row["variant"]) == (op, "sparse compiled")
-        )
-        for op in ("forward", "train")
-    )
-    return (
-        f"With L1 of 3e-4 all layers run sparse: the decoder's forward pass is {forward:.2f} times, the training step "
-        f"{train:.2f} times as fast as dense ([docs/when-it-pays.md](docs/when-it-pays.md))."
-    )
+def models_machine() -> str:
+    """What the models' tokens fire, and where all was measured."""
+    runs = [result("h200_model"), *configurations()]
+    unions = {each["config"]: statistics.fmean(each["unions"]) for run in runs for each in run["models"]}
+    named = [f"{'trained' if config not in PAPER else config} {share:.0%}" for config, share in unions.items()]
+    return f"Share of the neurons that 128 tokens fire, mean over the layers: {', '.join(named)}. {machines(runs)}"
+
+
+def configurations_machine() -> str:
+    """What was drawn, layer by layer, and where it was measured."""
+    runs = configurations()
+    subjects = {each["config"]: each for run in runs for each in run["models"]}
+    lines = [
+        f"- {config}, non-zeros a token layer by layer: {', '.join(f'{value:.0f}' for value in each['non_zeros'])}; "
+        f"share of the neurons that 128 tokens fire: {', '.join(f'{value:.0%}' for value in each['unions'])}"
+        for config, each in subjects.items()
+    ]
+    energy = runs[0]["energy"]
+    counter = energy["method"].replace("_", " ")
+    lines += ["", f"Energy by the board's {counter}; idle it takes {energy['idle_watts']:.0f} W. {machines(runs)}"]
+    return "\n".join(lines)
+
+
+def beside_paper() -> str:
+    """What sparsity changes, in percent: in the paper, here in eager mode, here compiled; with weights here alone."""
+    ours = [of_kind(kind) for kind in ("eager", "compiled")]
+    rows = []
+    for config, paper in PAPER.items():
+        cells = [config]
+        for op, key, said in (
+            ("forward", "tokens_per_ms", percent(paper.forward[2])),
+            ("forward", "mj_per_token", change(*paper.energy)),
+            ("train", "tokens_per_ms", percent(paper.training[2])),
+            ("train", "peak_bytes", change(*paper.peak)),
+            ("train", "peak_total_bytes", ""),
+        ):
+            changes = [change(*found[config, op][key]) for found in ours if (config, op) in found]
+            cells.append(" / ".join([said, *changes] if said else changes).replace(" % /", " /"))
+        rows.append(cells)
+    header = ["", "forward tokens/ms", "forward mJ/token", "training tokens/ms", "training peak", "with weights"]
+    return markdown(header, "lrrrrr", rows)
+
+
+def beside_paper_in_full() -> str:
+    """The figures themselves, dense and sparse: of the paper, of eager and of compiled models."""
+    ours = [of_kind(kind) for kind in ("eager", "compiled")]
+    rows = []
+    for config, paper in PAPER.items():
+        for what, said, more, op, key, scale, form in (
+            ("forward tokens/ms", paper.forward[:2], percent(paper.forward[2]), "forward", "tokens_per_ms", 1, ".0f"),
+            ("forward mJ/token", paper.energy, change(*paper.energy), "forward", "mj_per_token", 1, ".2f"),
+            ("training tokens/ms", paper.training[:2], percent(paper.training[2]), "train", "tokens_per_ms", 1, ".0f"),
+            ("training peak GB", paper.peak, change(*paper.peak), "train", "peak_bytes", 1e9, ".1f"),
+            ("with weights", (), "", "train", "peak_total_bytes", 1e9, ".1f"),
+        ):
+            cells = [config, what, " / ".join(f"{value:g}" for value in said), more]
+            for found in ours:
+                both = found[config, op][key] if (config, op) in found else ()
+                cells += [" / ".join(f"{value / scale:{form}}" for value in both), change(*both) if both else ""]
+            rows.append(cells)
+    return markdown(["", "", "paper", "", "twell, eager", "", "twell, compiled", ""], "llrrrrrr", rows)
+
+
+def of_kind(kind: str) -> dict[tuple[str, str], dict[str, tuple[float, float]]]:
+    """Of models of the paper's sizes, eager or compiled: by model and operation all figures, dense and sparse."""
+    return {
+        (ours["config"], ours["op"]): {key: (theirs[key], value) for key, value in ours.items()}
+        for theirs, ours in pairs(timed(configurations()), kind)
+    }
 
 
 def training_run() -> str:
@@ -180,6 +367,75 @@ def training_run() -> str:
     return markdown(header, "r" * len(header), rows)
 
 
+# Layers of a trained model, and where "auto" errs
+
+
+def layers() -> str:
+    """Non-zeros and speed-up of a trained model's layers, one at a time."""
+    rows: dict[int, dict[str, Row]] = {}
+    for row in result("h200_sweep_layers")["rows"]:
+        if row["requested"] == "auto" and row["ms"] and not row["red"]:
+            rows.setdefault(row["layer"], {})[row["variant"]] = row
+    cells = []
+    for number, ops in sorted(rows.items()):
+        line = [str(number), f"{ops['ffn']['nnz']:.0f}"]
+        for op in ("ffn", "train"):
+            row = ops[op]
+            times = [
+                f"{row['ms'] * row['speedup_dense']:.2f}",
+                f"**{row['ms']:.2f}**",
+                f"**{row['speedup_dense']:.2f}**",
+            ]
+            line += [*times, "dense" if row["strategy"] == "dense" else row["strategy"] if op == "ffn" else "sparse"]
+        cells.append(line)
+    header = ["layer", "non-zeros a token", "forward, ms: dense", "twell", "speed-up", "strategy"]
+    return markdown([*header, "training: dense", "twell", "speed-up", "strategy"], "rrrrrlrrrl", cells)
+
+
+def layer_correlation() -> str:
+    parts = []
+    for op, name in (("ffn", "forward"), ("train", "training")):
+        rows = [row for row in result("h200_sweep_layers")["rows"] if row["variant"] == op and row["ms"]]
+        counts, gains, times = ([row[key] for row in rows] for key in ("nnz", "speedup_dense", "ms"))
+        plain, of_time = statistics.correlation(counts, gains), statistics.correlation(counts, times)
+        of_log = statistics.correlation([math.log(count) for count in counts], gains)
+        parts.append(f"{name} {plain:.3f}, with the logarithm of the non-zeros {of_log:.3f}, of the time {of_time:.3f}")
+    text = f"Correlation of speed-up and non-zeros: {'; '.join(parts)}. The paper has {PAPER_CORRELATION}."
+    return f"{text} {result('h200_sweep_layers')['machine']}"
+
+
+def auto_misses() -> str:
+    """Where "auto" chose another strategy than the best of those measured beside it, and took 2 % longer."""
+    points: dict[str, list[Row]] = {}
+    for row in result("h200_sweep_m")["rows"]:
+        if row["requested"] and row["ms"] and not row["red"]:
+            points.setdefault(row["point"], []).append(row)
+    cells = []
+    for rows in points.values():
+        auto = next((row for row in rows if row["requested"] == "auto"), None)
+        others = [row for row in rows if row["requested"] != "auto"]
+        if auto is None or not others:
+            continue
+        best = min(others, key=lambda row: float(row["ms"]))
+        if auto["strategy"] != best["strategy"] and auto["ms"] > 1.02 * best["ms"]:
+            over = percent(100 * (auto["ms"] / best["ms"] - 1))
+            names = [f"{row['strategy']} {row['ms'] * 1e3:.0f}" for row in (auto, best)]
+            cells.append([auto["pattern"], f"{auto['tokens']:,}", *names, over])
+    return markdown(["pattern", "tokens", '"auto", microseconds', "the best", ""], "lrllr", cells)
+
+
+def quality_limit() -> str:
+    """Between which coefficients sparsity begins to cost."""
+    found = [point for point in _quality.points(result("h200_quality")) if point.name == "ReLU" and point.coefficient]
+    costs = [point.added is not None and point.added > 0 for point in found]
+    first = costs.index(True) if True in costs else len(found)
+    said = [f"{_quality.short(point.coefficient)}, {point.l0:.0f} non-zeros a token" for point in found]
+    parts = [f"L1 costs nothing here up to {said[first - 1]}"] if first else []
+    if first < len(found):
+        parts.append(f"{100 * (found[first].added or 0):.1f} % at {said[first]}")
+    return f"{', and '.join(parts)}."
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "forward": forward,
     "mean speed-up": mean_speedup,
@@ -187,17 +443,27 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode": decode,
     "machine": machine,
     "shapes": shapes,
-    "model": lambda: model("h200_model"),
+    "some shapes": lambda: shapes(((1024, 2816), (2048, 5632))),
+    "models": models,
+    "models machine": models_machine,
+    "model": lambda: model_table([result("h200_model")]),
     "model machine": lambda: model_machine("h200_model"),
-    "sparser model": lambda: model("h200_model_sparser"),
+    "configurations": lambda: model_table(configurations()),
+    "configurations machine": configurations_machine,
+    "beside the paper": beside_paper,
+    "beside the paper, in full": beside_paper_in_full,
+    "sparser model": lambda: model_table([result("h200_model_sparser")]),
     "sparser model machine": lambda: model_machine("h200_model_sparser"),
-    "sparser speed-up": sparser_speedup,
     "training run": training_run,
+    "layers": layers,
+    "layer correlation": layer_correlation,
+    "auto misses": auto_misses,
     "quality": lambda: _quality.table(result("h200_quality")),
     "quality layers": lambda: _quality.layers(result("h200_quality")),
+    "quality limit": quality_limit,
     "quality notes": lambda: _quality.notes(result("h200_quality")),
 }
-PLACE = re.compile(r"(<!-- table: ([^\n]*?) -->\n).*?(\n<!-- end -->)", re.DOTALL)
+PLACE = re.compile(r"(<!-- table: ([^\n]*?) -->)\n.*?(<!-- end -->)", re.DOTALL)
 
 
 def fill(text: str) -> str:
@@ -207,7 +473,7 @@ def fill(text: str) -> str:
         before, name, after = match.groups()
         if name not in TABLES:
             raise LookupError(f"table must be one of {', '.join(TABLES)}, got {name!r}")
-        return f"{before}{TABLES[name]()}{after}"
+        return f"{before}\n{TABLES[name]()}\n{after}"
 
     return PLACE.sub(table, text)
 

@@ -338,6 +338,9 @@ def measure(call: Call, more: Sequence[str], bench: Bench, folder: Path) -> tupl
         traceback.print_exc()
         status, why = 1, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if status == 2 and not result:
+        # bench has said why: so would each of the other calls
+        raise SweepError(f"twell bench cannot do {' '.join([*call.argv, *more])}")
     return status, result, why or f"twell bench gave no row, exit status {status}"
 
 

@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -871,11 +872,24 @@ def _commit() -> str | None:
     return f"{commit}+" if commit and changed else commit
 
 
+def _under_load(device: torch.device, *command: str) -> str | None:
+    """Like ``_output``, while the device multiplies matrices: at rest its clocks say nothing."""
+    a = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(_output, *command)
+        while not asked.done():
+            for _ in range(8):
+                a @ a
+            torch.cuda.synchronize(device)
+        return asked.result()
+
+
 def _gpu(device: torch.device) -> list[str]:
     properties = torch.cuda.get_device_properties(device)
     parts = [f"{properties.name} ({properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB)"]
     uuid = str(getattr(properties, "uuid", ""))
-    queried = _output(
+    queried = _under_load(
+        device,
         "nvidia-smi",
         f"--id=GPU-{uuid}" if uuid else f"--id={device.index or 0}",
         "--query-gpu=clocks.sm,clocks.max.sm,clocks.max.memory,power.limit,driver_version",
@@ -889,7 +903,7 @@ def _gpu(device: torch.device) -> list[str]:
 
 
 def machine_line(device: torch.device | str | None = None) -> str:
-    """One line that a number needs beside it: processor, clocks, driver, torch, CuTe DSL, twell and commit.
+    """One line that a number needs beside it: processor, clocks under load, driver, torch, CuTe DSL, twell and commit.
 
     ``device`` is the one that ran; by default the current CUDA device, or the CPU where there is none.
     """

@@ -23,6 +23,7 @@ from torch import Tensor
 import twell
 from twell import _bench, testing
 from twell._bench import _arguments, _cli, protocol, runner
+from twell._bench.decode import Decode
 from twell._bench.layers import INFERENCE, OPS, TRAINING, Layer, Options
 from twell._bench.protocol import Ceilings, Cpu
 from twell._bench.report import Progress
@@ -43,7 +44,7 @@ def _no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(testing.WORKLOADS, name)
     monkeypatch.setattr(protocol, "WARM_ROUNDS", 1)
     monkeypatch.setattr(protocol, "LEAST_ROUNDS", 2)
-    monkeypatch.setattr("twell._bench.decode.VISITS", 1)
+    monkeypatch.setattr("twell._bench.decode.CALLS", 2)
 
 
 class Result(NamedTuple):
@@ -217,6 +218,24 @@ def test_a_wrong_gradient_is_red(bench: Callable[..., Result], monkeypatch: pyte
     assert_no_speed(row)
 
 
+def test_a_wrong_dense_layer_is_no_baseline(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch.compile makes of the dense layer is checked as the sparse ones are."""
+    dense = testing.dense_output
+
+    def wrong(problem: testing.FFN, *, gated: bool = True) -> Tensor:
+        return 1.05 * dense(problem, gated=gated)
+
+    monkeypatch.setattr(_cli, "_compiled", lambda mode: wrong)
+    result = bench("ffn,sparse_ffn", "--workload", WORKLOAD)
+    red = {row["variant"] for row in result.rows if row["red"]}
+    assert red == {"dense compiled", "dense compiled non-gated"}
+    assert result.code == 1
+    for row in result.rows:
+        if row["variant"] in ("ffn", "sparse_ffn"):
+            assert row["faster_dense"] == "eager"
+            assert row["speedup_compiled"] is None
+
+
 def test_an_error_is_red_and_the_others_go_on(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(problem: testing.FFN, **options: Any) -> Tensor:
         raise NotImplementedError("no\nsuch   kernel")
@@ -352,6 +371,37 @@ def test_stdout_takes_data_and_nothing_else(form: str, capsys: pytest.CaptureFix
         found = list(csv.DictReader(io.StringIO(captured.out)))
     assert [row["variant"] for row in found] == ["gate GEMM", "gate_pack"] * 2
     assert testing.machine_line("cpu") in captured.err
+
+
+def test_stdout_by_its_path_takes_data_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _bench.main(["gate_pack", "--workload", "nnz=7", *TINY, "--json", "/dev/stdout"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["rows"]) == 2
+
+
+def test_a_file_that_cannot_be_written_costs_no_row(
+    bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, rows: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("twell._bench.report.write_csv", full)
+    result = bench("gate_pack", "--workload", "nnz=7", "nnz=9", "--csv", "rows.csv")
+    assert result.code == 2
+    assert [row["workload"] for row in result.rows] == ["nnz=7"] * 2 + ["nnz=9"] * 2
+    assert result.out.count("gate_pack") == 2
+    assert result.err.count("twell bench: error: rows.csv cannot be written: no space left") == 1
+
+
+def test_one_token_is_a_token(bench: Callable[..., Result]) -> None:
+    result = bench("decode", "--workload", WORKLOAD, "--m-decode", "1,2", "-m", "64", "--repro")
+    assert f"{WORKLOAD}, 1 token, decode auto:" in result.out
+    assert f"{WORKLOAD}, 2 tokens, decode auto:" in result.out
+
+
+def test_memory_of_a_cpu_is_said_to_be_unknown(bench: Callable[..., Result]) -> None:
+    said = "memory: not known on a CPU"
+    assert said in bench("gate_pack", "--workload", WORKLOAD, "--memory").out
+    assert said not in bench("gate_pack", "--workload", WORKLOAD).out
 
 
 def test_columns(bench: Callable[..., Result]) -> None:
@@ -559,6 +609,28 @@ def test_figures_of_a_layer() -> None:
     assert layer.seconds(1e12, 1e11, 4e12) == 4.0
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("cache", [0, 100_000, 1_000_000])
+def test_decode_leaves_no_gate_in_the_cache(monkeypatch: pytest.MonkeyPatch, cache: int) -> None:
+    """A sparse call reads the gate's weight and a few rows of the others."""
+    monkeypatch.setattr("twell._bench.decode.CALLS", 32)
+
+    class Cached(Cpu):
+        def copies_for(self, bytes_each: int) -> int:
+            return protocol.copies_for(bytes_each, cache)
+
+    problem = testing.pattern_problem(torch.ones(64, 64, dtype=torch.int64), 64)
+    layer = Layer(problem, Options(("decode",)), Cached(), Ceilings(1e12, 1e11, 1e12))
+    decode = Decode(layer)
+    gates = [weights.w_gate for weights in decode.weights]
+    assert len({gate.data_ptr() for gate in gates}) == len(gates)
+    assert sum(gate.numel() * gate.element_size() for gate in gates) >= 2 * cache
+    for variant in decode.variants(8):
+        assert variant.copies >= 32
+        # each copy is visited as often as the others
+        assert variant.copies % len(gates) == 0
+
+
 def test_an_answer_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[bool] = []
     right = testing.float64_output
@@ -610,8 +682,9 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         (["--workload", "topic29", "ffn,train"], "ffn,train is an operation: expected before --workload"),
         (["ffn", "-n", "16"], "16 neurons are too few for the workloads by name: expected --workload"),
         (["ffn", "model"], "model is timed by itself: twell bench model --help"),
-        (["decode", "-m", "1024"], "--m-decode takes 1 to 512 tokens of 16384, got 1024"),
-        (["ffn,decode", "-m", "64", "--m-decode", "65"], "--m-decode takes 1 to 64 tokens of 64, got 65"),
+        (["decode", "-m", "1024"], "decode takes 1 to 512 of 16384 tokens, got 1024"),
+        (["ffn,decode", "-m", "64", "--m-decode", "65"], "decode takes 1 to 64 of 64 tokens, got 65"),
+        (["ffn,train", "--m-decode", "8"], "--m-decode is for decode, which is not among the operations: ffn, train"),
         (["ffn", "--columns", "speed"], "--columns: a column is one of workload, M"),
         (["ffn", "--device", "mps"], "--device takes cuda, cuda:INDEX or cpu, got 'mps'"),
         (["ffn", "--device", "toaster"], "--device takes cuda, cuda:INDEX or cpu, got 'toaster'"),

@@ -298,6 +298,29 @@ def test_data_may_go_to_stdout(capsys: pytest.CaptureFixture[str], lenient: None
     assert len(json.loads(capsys.readouterr().out)["rows"]) == 2
 
 
+def test_ctrl_c_before_any_row_leaves_an_older_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "old.json"
+    path.write_text("old")
+
+    def interrupted(*arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(models, "build", interrupted)
+    assert bench("--config", TINY, *SIZES, "--device", "cpu", "--json", path) == 130
+    assert path.read_text() == "old"
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_small_figures_are_not_rounded_away() -> None:
+    facts = {"config": "x", "layers": 2, "parameters": 164160, "pattern": "", "non_zeros": [0.89, 66.4], "unions": []}
+    first, second, *_ = models._about(facts)
+    assert first == "x: 2 layers, 0.16 million parameters"
+    assert second.endswith("by layer: 0.9, 66")
+    assert "0.54 billion" in next(models._about(facts | {"parameters": 541e6}))
+
+
 def test_no_operation_begins_when_the_budget_is_spent(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--config", TINY, "2B", "--nnz", 4, *SIZES, "--device", "cpu", "--budget-s", 1e-9]
     assert bench(*sizes) == 0
@@ -315,7 +338,8 @@ def test_no_operation_begins_when_the_budget_is_spent(capsys: pytest.CaptureFixt
         (["--config", "0.5B", "1B", "2B", "--nnz", 1, 2], "one value or one for each of 3 configurations, got 2"),
         (["--config", TINY, "--energy", "--device", "cpu"], "--energy is NVML's: it needs a CUDA device, got cpu"),
         (["--config", TINY, "--json", "."], ". is a folder"),
-        (["--config", TINY, "--json", "-", "--csv", "-"], "either --json or --csv"),
+        (["--config", TINY, "--json", "-", "--csv", "-"], "--json and --csv both write -"),
+        (["--config", TINY, "--json", "/proc/x.json"], "/proc/x.json cannot be written"),
         (["--config", TINY, "--device", "cpu", "--compile", "fast"], "--compile takes default, none"),
         (["--config", TINY, "--device", "cpu", "--nnz", 60], "--nnz: expected fewer than the 45 neurons"),
         (["--config", "1x32x60x2x64", "--device", "cpu", *SIZES], "positive multiple of 8"),
@@ -449,6 +473,31 @@ def test_energy_of_a_token(subject: Subject, lenient: None) -> None:
         assert row.mj_per_token == pytest.approx(6000 / (3 * 128))
         assert row.mj_per_token_idle_corrected == pytest.approx(3000 / (3 * 128))
         assert (row.energy_calls, row.energy_seconds) == (3, 1.5)
+
+
+def test_times_survive_an_energy_that_cannot_be_measured(
+    subject: Subject, lenient: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(Meter):
+        def measure(self, call: Any, seconds: float) -> Energy:
+            raise OSError("the driver went away")
+
+    meter: Any = Broken()
+    rows = models_run.run_op(subject, "forward", settings(), meter)
+    assert all(row.ms and row.mj_per_token is None and not row.red for row in rows)
+    assert "energy of dense eager cannot be measured: OSError: the driver went away" in caplog.text
+
+
+def test_the_order_of_variants_rotates(subject: Subject, lenient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def timed(self: Any, variant: models_run.Variant, tokens: torch.Tensor) -> float:
+        order.append(variant.name)
+        return 1.0
+
+    monkeypatch.setattr(models_run._Run, "timed", timed)
+    models_run.run_op(subject, "forward", settings(rounds=3))
+    assert order == ["dense eager", "sparse eager", "sparse eager", "dense eager", "dense eager", "sparse eager"]
 
 
 def test_what_a_training_pass_keeps(subject: Subject) -> None:

@@ -7,7 +7,9 @@ import csv
 import io
 import json
 import math
+import os
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +20,7 @@ import pytest
 from twell._bench import _cli, report, rows
 from twell._bench.report import Column, Progress, print_table, write_csv, write_json
 from twell._bench.rows import COLUMNS, Row, fitting
+from twell._request import RequestError
 
 
 @dataclass
@@ -94,6 +97,13 @@ def test_terminal_takes_any_columns(monkeypatch: pytest.MonkeyPatch, columns: Se
     assert RESULTS[1].red in printed(monkeypatch, Terminal(), columns, RESULTS)
 
 
+def test_a_dumb_terminal_shows_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    wide = (*COLUMNS_OF_RESULTS, *(Column(f"column {i}", lambda row: "123456789") for i in range(20)))
+    text = printed(monkeypatch, Terminal(), wide, RESULTS[:1])
+    assert text.count("123456789") == 20
+
+
 def test_width_is_that_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = printed(monkeypatch, io.StringIO(), COLUMNS_OF_RESULTS, [RESULTS[0], RESULTS[2]]).splitlines()
     assert report.table_width(COLUMNS_OF_RESULTS, [RESULTS[0], RESULTS[2]]) == max(map(len, lines[1:]))
@@ -136,6 +146,60 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt):
         write_json(path, [Result("b")], machine="m", arguments={})
     assert path.read_text() == before
+
+
+def test_a_link_leads_to_the_file_as_before(tmp_path: Path) -> None:
+    path, link = tmp_path / "file.csv", tmp_path / "link.csv"
+    link.symlink_to(path)
+    write_csv(link, [Result("a")])
+    assert link.is_symlink()
+    assert "a" in path.read_text()
+
+
+def test_a_pipe_stays_one_and_is_written_at_the_end(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    reader.start()
+    report.require_writable([pipe])
+    writer = report.Writer(pipe, name="test")
+    for name in ("a", "b"):
+        writer.save(False, lambda path: write_csv(path, [Result("too early")]))
+        assert not read, name
+    writer.save(True, lambda path: write_csv(path, [Result("last")]))
+    reader.join(10)
+    assert "last" in read[0]
+    assert "early" not in read[0]
+    assert pipe.is_fifo()
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_what_cannot_be_written_is_told_before_and_leaves_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("old")
+    for path in (file / "x.csv", Path("/proc/twell/x.csv"), Path("/proc/x.csv"), tmp_path):
+        with pytest.raises(RequestError, match="cannot be written|is a folder"):
+            report.require_writable([path])
+    with pytest.raises(RequestError, match="both write"):
+        report.require_writable([file, None, file])
+    report.require_writable([tmp_path / "new" / "x.csv", None, file, Path("-")])
+    assert file.read_text() == "old"
+    assert [path.name for path in (tmp_path / "new").iterdir()] == []
+
+
+def test_a_failure_to_write_is_told_once_and_forgotten_when_it_is_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path) -> None:
+        raise OSError("no space left")
+
+    writer = report.Writer(tmp_path / "x.csv", None, name="twell bench")
+    writer.save(False, full)
+    writer.save(False, full)
+    assert capsys.readouterr().err.count("x.csv cannot be written: no space left") == 1
+    writer.save(True, lambda path: write_csv(path, [Result("a")]))
+    assert writer.failure == ""
 
 
 def test_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

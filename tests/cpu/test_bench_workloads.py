@@ -121,18 +121,29 @@ def test_every_neuron_can_fire() -> None:
         ("nnz=9,nnz=9", "nnz stands twice in 'nnz=9,nnz=9'"),
         ("nnz=9,dead=1.5", "expected a number of 0 to 1 after dead=, got '1.5'"),
         ("nnz=9,topic=-0.1", "expected a number of 0 to 1 after topic="),
-        ("nnz=9,skew=-1", "expected a number of at least 0 after skew="),
-        ("nnz=9,tokens=inf", "expected a number of at least 0 after tokens="),
+        ("nnz=9,skew=-1", "expected a number of 0 to 3 after skew="),
+        ("nnz=9,skew=100", "expected a number of 0 to 3 after skew=, got '100'"),
+        ("nnz=9,tokens=inf", "expected a number of 0 to 3 after tokens="),
         ("topic30", "--workload takes uniform29, skew29, .*, real:FOLDER.* or parameters .nnz=, .*, got 'topic30'"),
         ("real3", "got 'real3'; a recorded layer is real:FOLDER/3"),
         ("", "got ''"),
         ("real:", "expected the folder of recorded layers after real:"),
         ("real:/no/such/folder", "there is no folder /no/such"),
+        ("real:/proc/nowhere", "there is no folder /proc/nowhere"),
+        ("topic29,uniform29", "got 'topic29,uniform29'; several are separated by spaces"),
     ],
 )
 def test_what_is_no_workload(text: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         parse([text])
+
+
+@pytest.mark.parametrize("text", ["nnz=2,skew=3,tokens=3", "nnz=40,skew=3", "nnz=2,tokens=3,topic=1"])
+def test_the_widest_spreads_have_the_non_zeros_asked_for(text: str) -> None:
+    (source,) = parse([text])
+    problem = source.load(256, 64, 512, device="cpu", dtype=torch.bfloat16)
+    found = float((problem.x.float() @ problem.w_gate.float().T > 0).sum()) / 256
+    assert found == pytest.approx(source.pattern.nnz if source.pattern else 0, rel=0.1)
 
 
 def test_more_nonzeros_than_neurons() -> None:

@@ -152,8 +152,19 @@ def test_docstrings_keep_their_markup(site: Path) -> None:
 
 def test_pages_hold_figures_of_the_results(site: Path) -> None:
     page = (site / "when-it-pays.html").read_text()
-    assert page.count("<table") >= 7
+    assert page.count("<table") >= 16
+    assert "<td><p>gate_pack_bf16_c8</p></td>" in re.sub(r' class="[^"]*"', "", (site / "profiling.html").read_text())
     assert "<table" in (site / "faq.html").read_text()
+
+
+def test_a_chart_without_data_says_how_to_draw_it(site: Path) -> None:
+    page = re.sub(r"<[^>]+>", "", (site / "when-it-pays.html").read_text())
+    missing = [
+        name
+        for name in re.findall(r"\{chart\} (\w+)", (DOCS / "when-it-pays.md").read_text())
+        if not (ROOT / "profiling" / "charts" / f"{name}-light.svg").exists()
+    ]
+    assert re.findall(r"No chart (\w+) yet", page) == missing
 
 
 # Operators, variables, commands

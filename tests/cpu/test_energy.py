@@ -89,6 +89,11 @@ class Nvml(ModuleType):
     def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, instance: str) -> str:
         return f"parent of {instance}"
 
+    def nvmlDeviceGetMigMode(self, handle: str) -> list[int]:
+        if not (self.missing.get("mig") or self.missing.get("divided")):
+            raise FakeError("not supported")
+        return [1, 1]
+
     def nvmlDeviceGetHandleByPciBusId(self, address: str) -> str:
         self.asked.append(address)
         return address
@@ -179,14 +184,36 @@ def test_idle_power_is_measured_where_nobody_asked(
     assert found.idle_joules == pytest.approx(IDLE * found.seconds, rel=0.005)
 
 
-def test_a_counter_that_stands_still_ends(
+def test_a_counter_that_stands_still_is_no_energy(
     monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None]
 ) -> None:
     board = Board(clock, step=1e6)
     install(monkeypatch, Nvml(board))
-    found = EnergyMeter().measure(lambda: board.run(0.5), 1.0)
-    assert found.calls == 2
-    assert found.joules == 0
+    meter = EnergyMeter()
+    meter.idle = IDLE
+    for use in (lambda: meter.idle_watts(1.0), lambda: meter.measure(lambda: board.run(0.5), 1.0)):
+        with pytest.raises(RuntimeError, match="counter of the GPU does not rise"):
+            use()
+
+
+def test_a_counter_that_begins_anew_is_no_energy(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None]
+) -> None:
+    """As it does when the driver is loaded again."""
+    board = Board(clock)
+    install(monkeypatch, Nvml(board))
+    meter = EnergyMeter()
+    meter.idle_watts(1.0)
+    counter, loaded = board.counter, 0
+
+    def again() -> None:
+        nonlocal loaded
+        board.run(0.5)
+        loaded = loaded or counter()
+
+    monkeypatch.setattr(board, "counter", lambda: counter() - loaded)
+    with pytest.raises(RuntimeError, match="does not rise"):
+        meter.measure(again, 1.0)
 
 
 def test_power_sampling(monkeypatch: pytest.MonkeyPatch, visible: Callable[[list[int]], None]) -> None:
@@ -282,6 +309,19 @@ def test_mig_instance(
     meter = EnergyMeter()
     assert meter.available
     assert meter._handle == f"parent of instance MIG-{UUIDS[0]}"
+    assert "whole GPU" in warned[0]
+
+
+@pytest.mark.parametrize("known", ["uuid", "pci address"])
+def test_a_divided_gpu_by_its_own_uuid(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None], known: str
+) -> None:
+    """Some versions give an instance the UUID of its GPU: other instances count all the same."""
+    install(monkeypatch, Nvml(Board(clock), divided=True, uuid=known != "uuid"))
+    warned: list[str] = []
+    monkeypatch.setattr(energy, "warn_once", warned.append)
+    assert EnergyMeter().available
+    assert len(warned) == 1
     assert "whole GPU" in warned[0]
 
 

@@ -332,6 +332,18 @@ class TestSummary:
         assert capsys.readouterr().err.startswith(f"summarize: error: {path}: ")
 
 
+def test_the_measured_kernels_are_rows_of_the_table() -> None:
+    found = json.loads((ROOT / "profiling" / "results" / "h200_ncu.json").read_text())
+    rows = {row.kernel: row for row in (summarize.Row(**each) for each in found["rows"])}
+    ceilings = found["figures"]["ceilings"]
+    for name in ("gate_pack_bf16_c8", "up_down_bf16_k2048 light", "weight_grad_bf16"):
+        op = name.split("_bf16")[0]
+        needed = summarize.work(op, None, found["figures"])
+        assert needed is not None
+        assert rows[name].floor_ms == pytest.approx(needed.floor(ceilings)[0])
+    assert all(row.ms is not None and row.stalls for row in rows.values())
+
+
 TINY = ["--device", "cpu", "--m", "130", "--k", "64", "--n", "264", "--workload", "nnz=10,skew=1"]
 
 
@@ -340,7 +352,7 @@ class TestTarget:
         every = ",".join((*profile_target.OPS, *profile_target.KERNELS))
         assert profile_target.main([every, *TINY, "--calls", "1", "--warm-up", "1"]) == 0
         assert capsys.readouterr().out == (
-            f"profile_target: 1 calls of {every.replace(',', ', ')}: nnz=10,skew=1, 130 tokens\n"
+            f"profile_target: 1 call of {every.replace(',', ', ')}: nnz=10,skew=1, 130 tokens\n"
         )
 
     @pytest.mark.parametrize("strategy", ["row", "dense", "auto"])

@@ -1,9 +1,17 @@
 """Figures for people come from data: the README's tables are what profiling/readme.py makes of profiling/results."""
 
+from __future__ import annotations
+
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+MACHINE = "NVIDIA H200 (made up); SM 1980 MHz now, 1980 most; kernels 0123456789ab"
 
 
 def test_readme_has_the_figures_of_the_results(root: Path) -> None:
@@ -18,3 +26,193 @@ def test_every_result_has_its_machine_line(root: Path) -> None:
     assert files
     for path in files:
         assert "kernels" in json.loads(path.read_text())["machine"], path
+
+
+def test_every_result_is_described(root: Path) -> None:
+    folder = root / "profiling" / "results"
+    rows = re.findall(r"(?m)^\| ((?:`\w+`(?:, )?)+) \|", (folder / "README.md").read_text())
+    described = [name.strip("`") for cell in rows for name in cell.split(", ")]
+    assert len(described) == len(set(described))
+    assert {path.stem for path in folder.glob("*.json")} <= set(described)
+
+
+# Tables of made-up results
+
+
+@pytest.fixture
+def readme(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """profiling/readme.py, which finds its results in tmp_path."""
+    monkeypatch.syspath_prepend(str(root / "profiling"))
+    import readme
+
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    readme.result.cache_clear()
+    yield readme
+    readme.result.cache_clear()
+
+
+def row(config: str, op: str, variant: str, ms: float, **more: Any) -> dict[str, Any]:
+    """A row of bench model: 1,000 tokens, a tenth of a watt-second a second."""
+    known: dict[str, Any] = {"config": config, "op": op, "variant": variant, "ms": ms, "red": "", "micro_batch": 8}
+    known |= {"tokens_per_ms": 1000 / ms, "speedup": 10 / ms, "p10_ms": ms - 1, "p90_ms": ms + 1, "error": 1.0}
+    known |= {"mj_per_token": ms / 10, "mj_per_token_idle_corrected": ms / 20, "worst": 1.5}
+    known |= {"peak_bytes": int(ms * 1e9), "peak_total_bytes": int((ms + 4) * 1e9), "kept_bytes_per_token": None}
+    return known | {"strategies": {"union": 7, "dense": 1}} | more
+
+
+def variants(config: str, op: str, *ms: float) -> list[dict[str, Any]]:
+    names = ("dense eager", "dense compiled", "sparse eager", "sparse compiled")
+    return [row(config, op, name, each) for name, each in zip(names, ms, strict=True)]
+
+
+def write(folder: Path, name: str, rows: list[dict[str, Any]], **more: Any) -> None:
+    models = [
+        {"config": config, "non_zeros": [10.0, 30.0], "unions": [0.1, 0.2]}
+        for config in dict.fromkeys(row["config"] for row in rows if "config" in row)
+    ]
+    content = {"machine": MACHINE, "models": models, "energy": {"method": "total_energy_counter", "idle_watts": 99.6}}
+    (folder / f"{name}.json").write_text(json.dumps({**content, "rows": rows, **more}))
+
+
+def cells(table: str) -> list[list[str]]:
+    """The lines of a table below its head."""
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+
+
+class TestModels:
+    def test_the_faster_of_each_side_by_side(self, readme: Any, tmp_path: Path) -> None:
+        write(tmp_path, "h200_model", variants("final", "train", 20, 30, 16, 25))
+        write(tmp_path, "h200_paper_configs", variants("1B", "forward", 20, 10, 9, 8))
+        trained, drawn = cells(readme.models())
+        assert trained[:5] == ["0.5B trained (20)", "training step", "20 / 16", "50 / 62", "**1.25**"]
+        assert drawn[:5] == ["1B (20)", "forward, decoder", "10 / 8", "100 / 125", "**1.25**"]
+        assert drawn[5:] == ["1.00 / 0.80", "-20.0 %", "10.0 / 8.0", "-20.0 %"]
+
+    def test_files_of_configurations_are_read_together(self, readme: Any, tmp_path: Path) -> None:
+        write(
+            tmp_path,
+            "h200_paper_configs",
+            variants("1B", "train", 20, 10, 9, 8) + variants("2B", "forward", 4, 3, 3, 2),
+        )
+        write(tmp_path, "h200_paper_configs_2b", variants("2B", "train", 40, 20, 18, 16))
+        found = readme.timed(readme.configurations())
+        assert [(each["config"], each["op"]) for each in found[::4]] == [
+            ("1B", "train"),
+            ("2B", "forward"),
+            ("2B", "train"),
+        ]
+        write(tmp_path, "h200_paper_configs_again", variants("1B", "train", 20, 10, 9, 8)[:1])
+        readme.result.cache_clear()
+        with pytest.raises(LookupError, match="got more of 1B train dense eager"):
+            readme.configurations()
+
+    def test_what_is_red_or_not_there_is_left_out(self, readme: Any, tmp_path: Path) -> None:
+        rows = variants("1B", "forward", 20, 10, 9, 8)
+        rows[3] |= {"red": "too large an error"}
+        lost = variants("1B", "train", 20, 10, 9, 8)[:2]
+        write(tmp_path, "h200_paper_configs", rows + lost)
+        (pair,) = readme.pairs(readme.timed(readme.configurations()))
+        assert [each["variant"] for each in pair] == ["dense compiled", "sparse eager"]
+
+    def test_columns_without_figures_are_left_out(self, readme: Any) -> None:
+        older = {key: value for key, value in row("", "forward", "sparse compiled", 8).items() if "mj" not in key}
+        del older["config"]
+        head, _, line = readme.model_table([{"rows": [older]}]).splitlines()
+        assert "mJ" not in head
+        assert "kept" not in head
+        assert (
+            "| sparse compiled | 8 | 8.0 | 7 to 9 | 125 | **1.25** | 8.0 | 12.0 | 1.00 | 1.50 | 1 dense, 7 union |"
+            in line
+        )
+
+    def test_a_machine_is_named_once(self, readme: Any) -> None:
+        hotter = MACHINE.replace("1980 MHz now", "1500 MHz now")
+        assert readme.machines([{"machine": MACHINE}, {"machine": hotter}]) == MACHINE
+        other = MACHINE.replace("H200", "H100")
+        assert readme.machines([{"machine": MACHINE}, {"machine": other}]) == f"{MACHINE} And: {other}"
+
+    def test_beside_the_paper(self, readme: Any, tmp_path: Path) -> None:
+        write(tmp_path, "h200_paper_configs", variants("1B", "forward", 20, 10, 10, 8))
+        by_size = {line[0]: line[1:] for line in cells(readme.beside_paper())}
+        assert by_size["1B"] == ["+18.1 / +100.0 / +25.0 %", "-14.6 / -50.0 / -20.0 %", "+7.1 %", "-25.6 %", ""]
+        full = {(line[0], line[1]): line[2:] for line in cells(readme.beside_paper_in_full())}
+        assert full["1B", "forward mJ/token"] == [
+            "3.71 / 3.17",
+            "-14.6 %",
+            "2.00 / 1.00",
+            "-50.0 %",
+            "1.00 / 0.80",
+            "-20.0 %",
+        ]
+        assert full["1B", "with weights"] == [""] * 6
+
+    def test_changes(self, readme: Any) -> None:
+        assert [readme.change(4, now) for now in (3, 4, 3.9999, 5)] == ["-25.0 %", "+0.0 %", "+0.0 %", "+25.0 %"]
+
+
+def layer(number: int, variant: str, nnz: float, ms: float, strategy: str = "union") -> dict[str, Any]:
+    known: dict[str, Any] = {"layer": number, "variant": variant, "nnz": nnz, "ms": ms, "strategy": strategy, "red": ""}
+    return known | {"requested": "auto", "speedup_dense": 2 / ms}
+
+
+class TestLayers:
+    def test_rows_and_correlation(self, readme: Any, tmp_path: Path) -> None:
+        rows = [layer(i, op, 10 * (i + 1), 1.0 + i) for op in ("ffn", "train") for i in range(3)]
+        rows[-1]["strategy"] = "dense"
+        rows.append(rows[0] | {"variant": "dense eager", "requested": "", "speedup_dense": None})
+        write(tmp_path, "h200_sweep_layers", rows)
+        lines = cells(readme.layers())
+        assert lines[0] == [
+            "0",
+            "10",
+            *("2.00", "**1.00**", "**2.00**", "union"),
+            *("2.00", "**1.00**", "**2.00**", "sparse"),
+        ]
+        assert lines[2][-1] == "dense"
+        # times lie on a line; speed-ups of 2, 1 and 2/3 do not
+        said = "forward -0.961, with the logarithm of the non-zeros -0.991, of the time 1.000"
+        assert said in readme.layer_correlation()
+
+
+def test_auto_misses(readme: Any, tmp_path: Path) -> None:
+    def strategies(point: str, auto: str, **ms: float) -> list[dict[str, Any]]:
+        known = {"point": point, "pattern": "topic", "tokens": 2048, "red": ""}
+        named = [known | {"requested": name, "strategy": name, "ms": each} for name, each in ms.items()]
+        return [*named, known | {"requested": "auto", "strategy": auto, "ms": ms[auto]}]
+
+    rows = strategies("a", "union", row=1.0, union=1.1, dense=2.0)
+    # the best, as good as that, and nothing to compare with
+    rows += strategies("b", "row", row=1.0, union=1.1, dense=2.0) + strategies("c", "union", row=1.0, union=1.01)
+    rows += strategies("d", "row", row=1.0)[1:]
+    write(tmp_path, "h200_sweep_m", rows)
+    assert cells(readme.auto_misses()) == [["topic", "2,048", "union 1100", "row 1000", "+10.0 %"]]
+
+
+@pytest.mark.parametrize(
+    ("added", "said"),
+    [
+        (
+            {1e-5: -0.01, 1e-4: 0.0, 1e-3: 0.05},
+            "nothing here up to 1e-4, 50 non-zeros a token, and 5.0 % at 1e-3, 50 non",
+        ),
+        ({1e-5: -0.01, 1e-4: -0.02}, "L1 costs nothing here up to 1e-4, 50 non-zeros a token."),
+        ({1e-5: 0.01, 1e-4: -0.02}, "1.0 % at 1e-5, 50 non-zeros a token."),
+    ],
+)
+def test_where_sparsity_begins_to_cost(added: dict[float, float], said: str, readme: Any, tmp_path: Path) -> None:
+    neurons = {"neurons": 100, "l0": 50.0, "l1": 1.0, "dead": 0, "union": None, "strategy": "dense"}
+    rows = [
+        {"coefficient": c, "ce": 2.0 * (1 + more), "blocks": [2.0 * (1 + more)] * 2, "l0": 50.0, "layers": [neurons]}
+        for c, more in {0.0: 0.0, **added}.items()
+    ]
+    write(tmp_path, "h200_quality", rows)
+    assert said in readme.quality_limit()
+
+
+def test_places_are_filled(readme: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(readme.TABLES, "some", lambda: "| new |")
+    for before in ("old\nolder\n", ""):
+        text = f"a\n<!-- table: some -->\n{before}<!-- end -->\nb"
+        assert readme.fill(text) == "a\n<!-- table: some -->\n| new |\n<!-- end -->\nb"
+    with pytest.raises(LookupError, match="got 'none'"):
+        readme.fill("<!-- table: none -->\n<!-- end -->")

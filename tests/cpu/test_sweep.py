@@ -317,6 +317,23 @@ def test_what_bench_does_not_take_is_told(sweep: Any, tmp_path: Path, capsys: py
     assert "--no-such" in capsys.readouterr().err
 
 
+def test_what_bench_cannot_do_is_told_once_and_leaves_no_points(
+    sweep: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a machine without a GPU."""
+    calls = 0
+
+    def cannot(argv: Sequence[str]) -> int:
+        nonlocal calls
+        calls += 1
+        return 2
+
+    assert run(sweep, cannot, "nnz", "memory", "--out", tmp_path) == 2
+    assert calls == 1
+    assert "sweep: error: twell bench cannot do ffn --workload nnz=1" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_dry_run_lists_calls_and_seconds(sweep: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench = Bench()
     assert run(sweep, bench, "nnz", "m", "--dry-run", "--out", tmp_path, "--compile", "none") == 0

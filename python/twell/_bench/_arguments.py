@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from twell._bench import rows
 from twell._bench.decode import DECODED
 from twell._bench.layers import OPS, STRATEGIES, Options
-from twell._bench.report import STDOUT
+from twell._bench.report import STDOUT, output, require_writable
 from twell._bench.rows import COLUMNS
 from twell._bench.runner import DTYPES, Job
 from twell._bench.workloads import EXPLAINED, NAMED, Source, parse
@@ -34,9 +33,11 @@ operations:
   gate_pack, up_down, up_down_union, down
                 the operators by themselves, all but the first on what gate_pack made
   ffn, sparse_ffn
-                the whole layer's forward pass, with gate and without, by each of --strategy
+                the whole layer's forward pass, with gate and without, by each of --strategy; all calls share the
+                weights, so that small ones stay in L2, of which decode has copies
   decode        the gated layer on each number of tokens of --m-decode, those around the middle of the workload, with
-                copies of the weights, together larger than L2, visited in turn; errors are those of {DECODED} tokens
+                copies of the weights, of which the gates alone are larger than L2, visited in turn; errors are those of
+                {DECODED} tokens
   train, sparse_train
                 forward and backward, with the gradients of x and of all weights, by each of --strategy; "row" and
                 "union" are the same. Where more is non-zero than the hybrid format holds, dense is timed in their
@@ -185,8 +186,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--columns", nargs="+", metavar="NAME", help="after those that name the row, also comma-separated")
     add("--wide", action="store_true", help=f"all columns; by default those that fit {rows.TABLE_WIDTH} characters")
     add("--repro", action="store_true", help="print for each row the command that repeats it")
-    add("--json", type=Path, metavar="FILE", help=f'write the data; "{STDOUT}" is stdout, with nothing else there')
-    add("--csv", type=Path, metavar="FILE", help="the same as CSV")
+    add("--json", type=output, metavar="FILE", help=f'write the data; "{STDOUT}" is stdout, with nothing else there')
+    add("--csv", type=output, metavar="FILE", help="the same as CSV")
 
 
 def _explained(name: str, text: str) -> str:
@@ -202,7 +203,7 @@ def _explained(name: str, text: str) -> str:
 def request(arguments: argparse.Namespace) -> Request:
     """What the arguments mean. RequestError where they contradict each other or the machine."""
     tokens, options = _options(arguments)
-    _check_outputs(arguments)
+    require_writable((arguments.json, arguments.csv))
     columns = tuple(name for text in arguments.columns or () for name in text.split(","))
     try:
         rows.chosen(columns)
@@ -238,8 +239,10 @@ def _options(arguments: argparse.Namespace) -> tuple[tuple[int, ...], Options]:
     tokens = tokens or (TOKENS,)
     decoded = decoded or tuple(m for m in DECODED_BY_DEFAULT if m <= min(tokens))
     most = min(DECODED, *tokens)
+    if arguments.m_decode and "decode" not in ops:
+        raise RequestError(f"--m-decode is for decode, which is not among the operations: {', '.join(ops)}")
     if "decode" in ops and max(decoded) > most:
-        raise RequestError(f"--m-decode takes 1 to {most} tokens of {min(tokens)}, got {max(decoded)}")
+        raise RequestError(f"decode takes 1 to {most} of {min(tokens)} tokens, got {max(decoded)}")
     return tokens, Options(
         ops,
         _flat(arguments.strategy) or ("auto",),
@@ -251,23 +254,6 @@ def _options(arguments: argparse.Namespace) -> tuple[tuple[int, ...], Options]:
         seconds=arguments.seconds,
         energy_seconds=arguments.energy_seconds,
     )
-
-
-def _check_outputs(arguments: argparse.Namespace) -> None:
-    paths = [path for path in (arguments.json, arguments.csv) if path is not None]
-    for path in paths:
-        if path.is_dir():
-            raise RequestError(f"{path} is a folder: expected the name of a file")
-        # before minutes of measuring
-        if str(path) != STDOUT:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise RequestError(f"{path} cannot be written: {error}") from None
-            if not os.access(path.parent, os.W_OK):
-                raise RequestError(f"{path} cannot be written: no permission in {path.parent}")
-    if len(set(paths)) < len(paths):
-        raise RequestError(f"--json and --csv both write {paths[0]}")
 
 
 def _flat(lists: list[list[Any]] | None) -> tuple[Any, ...]:

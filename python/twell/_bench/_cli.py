@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from twell import testing
 from twell._bench import DESCRIPTION, report, rows
 from twell._bench._arguments import L2_TBS, Request, add_arguments, request
 from twell._bench.protocol import Ceilings, Cpu, Device, Gpu
-from twell._bench.report import STDOUT, Progress
+from twell._bench.report import Progress, Writer
 from twell._bench.rows import COLUMNS, Row
 from twell._bench.runner import DTYPES, Runner, steps
 from twell._request import RequestError, exit_status
@@ -59,10 +60,18 @@ class _Run:
     machine: str
     meter: EnergyMeter | None
     found: list[Row]
+    writer: Writer
     complete: bool = False
 
     def write(self, final: bool) -> None:
         """The data so far; to stdout at the end alone."""
+        self.writer.save(final, self._write)
+
+    def _write(self, path: Path) -> None:
+        asked = self.asked
+        if path == asked.csv:
+            report.write_csv(path, self.found)
+            return
         more: dict[str, Any] = {
             "ceilings": {
                 "tflops": self.ceilings.flops / 1e12,
@@ -72,17 +81,15 @@ class _Run:
             "complete": self.complete,
         }
         if self.meter is not None:
-            more["energy_method"] = self.meter.method
-        asked = self.asked
-        if asked.json is not None and (final or str(asked.json) != STDOUT):
-            report.write_json(asked.json, self.found, machine=self.machine, arguments=asked.arguments(), **more)
-        if asked.csv is not None and (final or str(asked.csv) != STDOUT):
-            report.write_csv(asked.csv, self.found)
+            more |= {"energy_method": self.meter.method, "idle_watts": self.meter.idle}
+        report.write_json(path, self.found, machine=self.machine, arguments=asked.arguments(), **more)
 
 
 @torch.no_grad()
 def run(arguments: argparse.Namespace) -> int:
-    """Time what is asked for. Returns 0, 1 if a row is red, 130 for Ctrl-C, after which the rows so far are written.
+    """Time what is asked for. Returns 0, 1 if a row is red, 2 if a file could not be written, 130 for Ctrl-C.
+
+    After Ctrl-C, too, the rows so far are printed and written.
 
     Raises RequestError for what cannot be done.
     """
@@ -94,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
             device = Gpu(torch.device("cuda", torch.cuda.current_device()))
         meter = _meter(device) if asked.energy else None
         ceilings, machine = device.ceilings(DTYPES[asked.jobs[0].dtype], asked.l2_tbs)
-        this = _Run(asked, ceilings, machine, meter, [])
+        this = _Run(asked, ceilings, machine, meter, [], Writer(asked.json, asked.csv, name=COMMAND))
         try:
             _measure(this, device)
         except KeyboardInterrupt:
@@ -110,7 +117,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{red} of {len(this.found)} rows are red", file=sys.stderr)
     if this.complete and not this.found:
         print(f"{COMMAND}: nothing to time: some parts of training are for patterns that fit, or not", file=sys.stderr)
-    return (1 if red else 0) if this.complete else 130
+    if not this.complete:
+        return 130
+    return 2 if this.writer.failure else int(red > 0)
 
 
 def _meter(device: Device) -> EnergyMeter:
@@ -168,12 +177,15 @@ def _print(this: _Run) -> None:
         f"ceilings: {ceilings.flops / 1e12:.3g} TFLOP/s and {ceilings.memory / 1e12:.3g} TB/s of memory measured now, "
         f"{ceilings.l2 / 1e12:.3g} TB/s of L2 assumed"
     )
+    if asked.options.memory and asked.device == "cpu":
+        print("memory: not known on a CPU, whose allocator keeps no count")
     if this.meter is not None:
-        print(f"energy: of the whole board, by {this.meter.method.replace('_', ' ')}")
+        idle = "" if this.meter.idle is None else f"; idle {this.meter.idle:.0f} W"
+        print(f"energy: of the whole board, by {this.meter.method.replace('_', ' ')}{idle}")
     print(this.machine)
     if asked.repro:
         for row in found:
-            print(f"{row.workload}, {row.tokens} tokens, {row.variant} {row.requested}".rstrip() + ":")
+            print(f"{row.workload}, {_tokens(row)}, {row.variant} {row.requested}".rstrip() + ":")
             print(f"  {repro(row, asked)}")
 
 
@@ -181,9 +193,13 @@ def _print_kernels(row: Row) -> None:
     """Microseconds of each kernel in one call, the longest first."""
     assert row.kernels is not None
     total = sum(row.kernels.values()) * 1e3
-    print(f"{row.workload}, {row.tokens} tokens, {row.variant} ({rows.named(row)}): {total:.0f} us in a queued call")
+    print(f"{row.workload}, {_tokens(row)}, {row.variant} ({rows.named(row)}): {total:.0f} us in a queued call")
     for symbol, ms in sorted(row.kernels.items(), key=lambda item: -item[1]):
         print(f"  {ms * 1e3:8.1f}  {symbol}")
+
+
+def _tokens(row: Row) -> str:
+    return f"{row.tokens} token{'' if row.tokens == 1 else 's'}"
 
 
 def parser() -> argparse.ArgumentParser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,12 +20,12 @@ from twell.testing import FFN, Comparison, Errors
 RECORDED = 4096
 DECODED = 512
 
-# Visits of each copy of the weights in a recording, which else would be as short as the events that time it.
-VISITS = 16
+# Calls of a recording, at least, which else would be as short as the events that time it.
+CALLS = 32
 
 
 class Decode:
-    """The tokens around the middle of a workload, and copies of its weights, together larger than the L2 cache."""
+    """The tokens around the middle of a workload, and copies of its weights, whose gates exceed the L2 cache."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
@@ -35,7 +36,9 @@ class Decode:
         # of a token
         self.nnz = float(self.active.sum()) / tokens
         self.overflowing = float(layer.overflows[middle : middle + tokens].sum()) / tokens
-        self.copies = layer.device.copies_for(3 * layer.weight_bytes)
+        # of the other two weights a sparse call reads some rows: its gates alone are not to fit into the cache
+        self.copies = layer.device.copies_for(layer.weight_bytes)
+        self.calls = self.copies * math.ceil(CALLS / self.copies)
         self.weights = [self.window, *(self.window.map(Tensor.clone) for _ in range(self.copies - 1))]
 
     def variants(self, m: int) -> list[Variant]:
@@ -45,7 +48,7 @@ class Decode:
         chosen = [call.dense(name, function) for name, function in self.layer.dense()]
         chosen += [call.sparse(requested) for requested in options.strategies]
         for variant in chosen:
-            variant.copies = VISITS * self.copies
+            variant.copies = self.calls
         return chosen
 
 
@@ -113,6 +116,6 @@ class _Calls:
         comparison = Comparison(testing.errors(y, right), dense)
         if not comparison.ok:
             return {"y": comparison}, str(comparison)
-        first = (VISITS * self.decode.copies - 1) % self.parts * self.m
+        first = (self.decode.calls - 1) % self.parts * self.m
         same = torch.equal(outputs[0], y[first : first + self.m])
         return {"y": comparison}, "" if same else "other bits with a copy of the weights"

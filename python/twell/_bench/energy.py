@@ -63,8 +63,8 @@ class EnergyMeter:
     NVML knows all GPUs whatever that variable says, so the one meant is found by its UUID, or by its PCI address. Of a
     MIG instance it is the GPU that it is part of: other instances then count, which is a warning.
 
-    ``available`` tells whether energy can be measured; if not, ``reason`` tells why, and ``measure`` raises
-    RuntimeError. Raises ImportError where pynvml is missing.
+    ``idle`` is the latest of ``idle_watts``, None before it. ``available`` tells whether energy can be measured; if not,
+    ``reason`` tells why, and ``measure`` raises RuntimeError. Raises ImportError where pynvml is missing.
     """
 
     def __init__(self, device: torch.device | int | None = None) -> None:
@@ -73,7 +73,7 @@ class EnergyMeter:
         except ImportError:
             raise ImportError("energy is measured through pynvml: pip install twell[bench]") from None
         self._nvml: Any = pynvml
-        self._idle: float | None = None
+        self.idle: float | None = None
         self._device = 0
         self.reason = ""
         self.method: Method = "total_energy_counter"
@@ -103,18 +103,19 @@ class EnergyMeter:
             first, start = self._at_step()
             time.sleep(seconds)
             last, end = self._at_step()
-            joules, elapsed = last - first, end - start
-        self._idle = joules / elapsed
-        return self._idle
+            joules, elapsed = _risen(first, last), end - start
+        self.idle = joules / elapsed
+        return self.idle
 
     def measure(self, call: Callable[[], None], seconds: float) -> Energy:
         """Call again and again until ``seconds`` have passed; the calls are whole, so that it is a little more.
 
         The GPU is synchronised before the first call and after the last. A first measurement takes ``idle_watts``
         before it, unless that was called. Two seconds and more keep the error of the counter's steps below 1 %.
+        Raises RuntimeError where the counter did not rise: it begins anew when the driver is loaded again.
         """
         self._require(seconds)
-        idle = self.idle_watts() if self._idle is None else self._idle
+        idle = self.idle_watts() if self.idle is None else self.idle
         if self.method == "power_sampling":
             self._run(call, min(_WARM, seconds))
             sampler = _Sampler(self._watts)
@@ -127,7 +128,7 @@ class EnergyMeter:
             end = time.perf_counter()
             last, late = self._at_step()
             # the GPU was idle until the counter moved
-            joules, elapsed = last - first - idle * (late - end), end - start
+            joules, elapsed = _risen(first, last) - idle * (late - end), end - start
         return Energy(joules, elapsed, calls, idle * elapsed)
 
     def _run(self, call: Callable[[], None], seconds: float) -> int:
@@ -215,6 +216,13 @@ class _Sampler:
         return trapezoids(self._samples), self._samples[-1][0] - self._samples[0][0]
 
 
+def _risen(first: float, last: float) -> float:
+    """Joules between two looks at the counter."""
+    if not last > first:
+        raise RuntimeError(f"the energy counter of the GPU does not rise: {first:.3f} J, later {last:.3f} J")
+    return last - first
+
+
 def trapezoids(samples: list[tuple[float, float]]) -> float:
     """Joules of power samples (seconds, watts), in their order."""
     pairs = itertools.pairwise(samples)
@@ -243,16 +251,26 @@ def _handle(nvml: Any, index: int) -> Any:
     for prefix in ("GPU-", "MIG-") if bare else ():
         try:
             handle = nvml.nvmlDeviceGetHandleByUUID(prefix + bare)
-            return _whole(nvml, handle) if prefix == "MIG-" else handle
+            if prefix == "MIG-":
+                handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+            _warn_of_instances(nvml, handle)
+            return handle
         except nvml.NVMLError as error:
             failure = error
     if hasattr(properties, "pci_bus_id"):
         address = f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-        return nvml.nvmlDeviceGetHandleByPciBusId(address)
+        handle = nvml.nvmlDeviceGetHandleByPciBusId(address)
+        _warn_of_instances(nvml, handle)
+        return handle
     raise RuntimeError(f"NVML knows no GPU with the UUID {uuid or '(none)'} of cuda:{index}: {failure}")
 
 
-def _whole(nvml: Any, instance: Any) -> Any:
-    """The GPU that a MIG instance is part of."""
-    warn_once("energy of a MIG instance is that of its whole GPU: what other instances take is in it")
-    return nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(instance)
+def _warn_of_instances(nvml: Any, handle: Any) -> None:
+    """Warn where a GPU is divided: torch may give an instance the UUID of the GPU that it is part of."""
+    try:
+        divided = nvml.nvmlDeviceGetMigMode(handle)[0]
+    except nvml.NVMLError:
+        # one that cannot be
+        return
+    if divided:
+        warn_once("energy of a MIG instance is that of its whole GPU: what other instances take is in it")

@@ -231,7 +231,9 @@ class Inference:
 
         def variant(name: str, function: Callable[..., Tensor]) -> Variant:
             call: Call = lambda i: (function(self.problem._replace(x=layer.x[i]), gated=gated),)  # noqa: E731
-            return Variant(f"{name}{suffix}", asked[0], call, flop, floor)
+            compiled = function is layer.options.compiled
+            verify = layer.verify_output(gated) if compiled else None
+            return Variant(f"{name}{suffix}", asked[0], call, flop, floor, verify=verify, executed=flop)
 
         return [variant(name, function) for name, function in layer.dense()]
 
@@ -245,7 +247,7 @@ class Inference:
         layer = self.layer
         floor = layer.seconds(layer.product, layer.token_bytes + layer.weight_bytes + ITEM * layer.m * layer.n)
         call: Call = lambda i: (F.linear(layer.x[i], self.problem.w_gate),)  # noqa: E731
-        return Variant("gate GEMM", self.asked[0], call, layer.product, floor)
+        return Variant("gate GEMM", self.asked[0], call, layer.product, floor, executed=layer.product)
 
     @property
     def _pack_floor(self) -> float:
@@ -258,8 +260,9 @@ class Inference:
         return packed
 
     def _gate_pack(self) -> Variant:
+        flop = self.layer.product
         return Variant(
-            "gate_pack", "gate_pack", self._pack, self.layer.product, self._pack_floor, verify=self._verify_packed
+            "gate_pack", "gate_pack", self._pack, flop, self._pack_floor, verify=self._verify_packed, executed=flop
         )
 
     def _verify_packed(self, outputs: tuple[Tensor, ...]) -> Verdict:

@@ -30,7 +30,7 @@ from twell._bench.models_random import (
     text_ids,
 )
 from twell._bench.models_run import OPS, Row, Settings, Subject, fitting_micro_batch, run_op
-from twell._bench.report import STDOUT, Column, Progress
+from twell._bench.report import STDOUT, Column, Progress, Writer, output, require_writable
 from twell._demo import pick_device
 from twell._request import RequestError, at_least
 
@@ -77,6 +77,7 @@ class _Report:
     arguments: argparse.Namespace
     device: torch.device
     meter: EnergyMeter | None
+    writer: Writer
     rows: list[Row] = field(default_factory=list)
     subjects: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
@@ -91,17 +92,19 @@ class _Report:
 
     def write(self, *, final: bool = False) -> None:
         """The data so far; to stdout at the end alone."""
-        self.machine = testing.machine_line(self.device)
-        arguments = self.arguments
-        if arguments.json is not None and (final or str(arguments.json) != STDOUT):
-            more: dict[str, Any] = {"models": self.subjects, "skipped": self.skipped, "complete": self.complete}
-            if len(self.subjects) == 1:
-                more |= {name: self.subjects[0][name] for name in ("layers", "non_zeros", "unions")}
-            if self.meter is not None:
-                more["energy"] = {"method": self.meter.method, "idle_watts": self.idle_watts}
-            report.write_json(arguments.json, self.rows, machine=self.machine, arguments=given(arguments), **more)
-        if arguments.csv is not None and (final or str(arguments.csv) != STDOUT):
-            report.write_csv(arguments.csv, self.rows)
+        self.writer.save(final, self._write)
+
+    def _write(self, path: Path) -> None:
+        if path == self.arguments.csv:
+            report.write_csv(path, self.rows)
+            return
+        more: dict[str, Any] = {"models": self.subjects, "skipped": self.skipped, "complete": self.complete}
+        if len(self.subjects) == 1:
+            more |= {name: self.subjects[0][name] for name in ("layers", "non_zeros", "unions")}
+        if self.meter is not None:
+            more["energy"] = {"method": self.meter.method, "idle_watts": self.idle_watts}
+        arguments = given(self.arguments) | {"compile": _compiled(self.arguments, self.device)}
+        report.write_json(path, self.rows, machine=self.machine, arguments=arguments, **more)
 
 
 def given(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -176,8 +179,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("output")
     add = out.add_argument
     add("--repro", action="store_true", help="print for each operation the command that repeats it")
-    add("--json", type=Path, metavar="FILE", help=f'write the data; "{STDOUT}" is stdout, with nothing else there')
-    add("--csv", type=Path, metavar="FILE", help="the same as CSV")
+    add("--json", type=output, metavar="FILE", help=f'write the data; "{STDOUT}" is stdout, with nothing else there')
+    add("--csv", type=output, metavar="FILE", help="the same as CSV")
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -196,16 +199,12 @@ def _check(arguments: argparse.Namespace) -> None:
             f"--nnz: expected one value or one for each of {len(arguments.config)} configurations, "
             f"got {len(arguments.nnz)}"
         )
-    for path in (arguments.json, arguments.csv):
-        if path is not None and path.is_dir():
-            raise RequestError(f"{path} is a folder: expected the name of a file")
-    if str(arguments.json) == STDOUT == str(arguments.csv):
-        raise RequestError(f"either --json or --csv can be {STDOUT}")
-    if arguments.compile not in (None, *COMPILE):
-        # importing it takes seconds
-        known = torch._dynamo.list_backends(None)
-        if arguments.compile not in known:
-            raise RequestError(f"--compile takes {', '.join((*COMPILE, *known))}, got {arguments.compile!r}")
+    require_writable((arguments.json, arguments.csv))
+    # importing it takes seconds
+    if arguments.compile not in (None, *COMPILE) and arguments.compile not in torch._dynamo.list_backends(None):
+        # those for debugging are taken, too
+        known = ", ".join((*COMPILE, *torch._dynamo.list_backends()))
+        raise RequestError(f"--compile takes {known}, got {arguments.compile!r}")
 
 
 def _needed(arguments: argparse.Namespace) -> int:
@@ -260,13 +259,18 @@ def _drawn(arguments: argparse.Namespace, shape: Shape, nnz: float | None, devic
     return Subject(shape.name, model, ids, str(pattern), wanted)
 
 
+def _compiled(arguments: argparse.Namespace, device: torch.device) -> str:
+    """What --compile stands for."""
+    return str(arguments.compile or ("none" if device.type == "cpu" else "default"))
+
+
 def _settings(arguments: argparse.Namespace, subject: Subject) -> Settings:
     """With as many passes in a training step as its sequences take."""
     sequences, micro_batch = _step_sequences(arguments), arguments.micro_batch or 8
     if arguments.micro_batch is None and subject.device.type == "cuda":
         memory = torch.cuda.get_device_properties(subject.device).total_memory
         micro_batch = fitting_micro_batch(subject.config, subject.parameters, micro_batch, arguments.sequence, memory)
-    compiled = arguments.compile or ("none" if subject.device.type == "cpu" else "default")
+    compiled = _compiled(arguments, subject.device)
     return Settings(
         batch=arguments.batch,
         micro_batch=micro_batch,
@@ -278,13 +282,15 @@ def _settings(arguments: argparse.Namespace, subject: Subject) -> Settings:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Time what is asked for. Returns 0, 1 if a row is red, 130 for Ctrl-C, after which the rows so far are written.
+    """Time what is asked for. Returns 0, 1 if a row is red, 2 if a file could not be written, 130 for Ctrl-C.
 
+    After Ctrl-C, too, the rows so far are printed and, if there are any, written.
     Raises RequestError for what cannot be done, ImportError where transformers or pynvml is missing and needed.
     """
     _check(arguments)
     device = pick_device(arguments.device)
-    this = _Report(arguments, device, _meter(device) if arguments.energy else None)
+    meter = _meter(device) if arguments.energy else None
+    this = _Report(arguments, device, meter, Writer(arguments.json, arguments.csv, name=NAME))
     with ExitStack() as stack:
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
@@ -293,7 +299,10 @@ def run(arguments: argparse.Namespace) -> int:
             this.complete = True
         except KeyboardInterrupt:
             print(f"\n{NAME}: interrupted", file=sys.stderr)
-    this.write(final=True)
+    this.machine = testing.machine_line(device)
+    # an older file is better than one without rows
+    if this.rows or this.complete:
+        this.write(final=True)
     if this.silent:
         print(this.machine, file=sys.stderr)
     else:
@@ -301,7 +310,9 @@ def run(arguments: argparse.Namespace) -> int:
     red = sum(bool(row.red) for row in this.rows)
     if red:
         print(f"{red} of {len(this.rows)} rows are red", file=sys.stderr)
-    return (1 if red else 0) if this.complete else 130
+    if not this.complete:
+        return 130
+    return 2 if this.writer.failure else int(red > 0)
 
 
 def _meter(device: torch.device) -> EnergyMeter:
@@ -335,6 +346,7 @@ def _measure(this: _Report) -> None:
             for op in ops:
                 if not _over(this, start, f"{name} {op}"):
                     this.rows += run_op(subject, op, _settings(arguments, subject), this.meter, progress.step)
+                    this.machine = testing.machine_line(this.device)
                     this.write()
             del subject
 
@@ -374,7 +386,7 @@ COLUMNS = (
     Column("tokens", _figure("tokens", ","), False, "of a call"),
     Column("pass", _figure("micro_batch", "d"), False, "sequences that run at a time"),
     Column("ms", _figure("ms", ".1f"), False, "median of a call"),
-    Column("p10-p90", _spread, False, "10th and 90th percentile of a call"),
+    Column("p10-p90", _spread, False, "10th and 90th percentile of a call; of up to 5 rounds the least and the most"),
     Column("tokens/ms", _figure("tokens_per_ms", ".0f"), False, "tokens over the median"),
     Column("over-dense", _figure("speedup", ".2f"), False, "speed-up over the faster dense variant"),
     Column("mJ/token", _figure("mj_per_token", ".3f"), False, "energy of the whole board, calls after each other"),
@@ -421,7 +433,8 @@ def _print(this: _Report) -> None:
     if this.skipped:
         print(f"left out, as --budget-s {this.arguments.budget_s:g} was over: {', '.join(this.skipped)}")
     if this.meter is not None:
-        print(f"energy: of the whole board, by {this.meter.method.replace('_', ' ')}; idle {this.idle_watts:.0f} W")
+        idle = "" if this.idle_watts is None else f"; idle {this.idle_watts:.0f} W"
+        print(f"energy: of the whole board, by {this.meter.method.replace('_', ' ')}{idle}")
     print(this.machine)
     if this.arguments.repro:
         for config, op in dict.fromkeys((row.config, row.op) for row in this.rows):
@@ -431,12 +444,18 @@ def _print(this: _Report) -> None:
 def _about(facts: dict[str, Any]) -> Iterator[str]:
     """How sparse a model is, in lines."""
     drawn = f"; random weights: {facts['pattern']}" if facts["pattern"] else ""
-    yield f"{facts['config']}: {facts['layers']} layers, {facts['parameters'] / 1e9:.2f} billion parameters{drawn}"
+    count = facts["parameters"]
+    size = f"{count / 1e9:.2f} billion" if count >= 1e8 else f"{count / 1e6:.2f} million"
+    yield f"{facts['config']}: {facts['layers']} layers, {size} parameters{drawn}"
     active, unions = facts["non_zeros"], facts["unions"]
-    yield f"  non-zeros a token, mean {_mean(active):.1f}, by layer: {', '.join(f'{v:.0f}' for v in active)}"
+    yield f"  non-zeros a token, mean {_mean(active):.1f}, by layer: {', '.join(map(_count, active))}"
     if not any(map(math.isnan, unions)):
         share = ", ".join(f"{v:.0%}" for v in unions)
         yield f"  neurons that 128 consecutive tokens fire, mean {_mean(unions):.1%}, by layer: {share}"
+
+
+def _count(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
 
 
 def _mean(values: Sequence[float]) -> float:

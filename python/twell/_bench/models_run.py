@@ -26,6 +26,7 @@ from twell import _analyze, _model_text, _sparsify, recipe
 from twell._bench.energy import EnergyMeter
 from twell._bench.models_random import cast
 from twell._bench.protocol import spread
+from twell._log import logger
 from twell._runtime import format
 
 OPS = ("forward", "logits", "train")
@@ -447,9 +448,11 @@ class _Run:
             self.note_memory(row, variant)
         self.step(f"{self.subject.name} {self.op}: {len(ready)} variants in turn")
         samples: list[list[float]] = [[] for _ in ready]
+        order = list(zip(ready, samples, strict=True))
         for i in range(self.settings.rounds):
-            for (_, variant), each in zip(ready, samples, strict=True):
+            for (_, variant), each in order:
                 each.append(self.timed(variant, self.batches[i % len(self.batches)]))
+            order = order[1:] + order[:1]  # so that none always follows the same one
         for (row, _), each in zip(ready, samples, strict=True):
             note_times(row, each)
         dense = [row.ms for row, _ in ready if row.ms is not None and row.variant.startswith("dense")]
@@ -572,7 +575,14 @@ class _Run:
             variant.call(self.batches[turn % len(self.batches)])
             turn += 1
 
-        energy = meter.measure(call, self.settings.energy_seconds)
+        try:
+            energy = meter.measure(call, self.settings.energy_seconds)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            # NVML's own included: the times are good whatever becomes of this
+            logger.warning("energy of %s cannot be measured: %s", row.variant, reason(error))
+            return
         tokens = energy.calls * row.tokens
         row.mj_per_token = energy.joules * 1e3 / tokens
         row.mj_per_token_idle_corrected = energy.net_joules * 1e3 / tokens

@@ -15,8 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-# A file of this name is standard output.
+from twell._request import RequestError
+
+# A file of this name is standard output; so are these, as a table would stand between the data there.
 STDOUT = "-"
+_ALSO_STDOUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
 # Between the columns of a table as text.
 GAP = "  "
@@ -95,7 +98,9 @@ def _console(stream: Any) -> Any:
         from rich.console import Console
     except ImportError:
         return None
-    return Console(file=stream, highlight=False)
+    console = Console(file=stream, highlight=False)
+    # rich takes such a terminal for 80 columns, whatever it is told, and cuts figures off
+    return None if console.is_dumb_terminal else console
 
 
 def _print_rich(console: Any, columns: Sequence[Column], rows: Sequence[Any], title: str) -> None:
@@ -176,16 +181,80 @@ def _cell(value: Any) -> Any:
     return json.dumps(_finite(value)) if isinstance(value, (dict, list, tuple)) else value
 
 
+def output(text: str) -> Path:
+    """What argparse makes the name of a file to be written with."""
+    return Path(STDOUT if text in _ALSO_STDOUT else text)
+
+
+def require_writable(paths: Sequence[Path | None]) -> None:
+    """RequestError unless all can be written and differ, before minutes of measuring; makes their folders."""
+    found = [path for path in paths if path is not None]
+    for path in found:
+        if path.is_dir():
+            raise RequestError(f"{path} is a folder: expected the name of a file")
+        if not is_rewritable(path):
+            continue
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = _partial(path.resolve())
+            partial.touch()
+            partial.unlink()
+        except OSError as error:
+            raise RequestError(f"{path} cannot be written: {error}") from None
+    if len(set(found)) < len(found):
+        raise RequestError(f"--json and --csv both write {found[0]}")
+
+
+def is_rewritable(path: Path) -> bool:
+    """Whether a file may be written again and again: not stdout, a pipe or a device."""
+    return str(path) != STDOUT and (path.is_file() or not path.exists())
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
+
+
 def _write(path: Path, text: str) -> None:
     """All of it or nothing, so that an interruption leaves what was there before."""
     if str(path) == STDOUT:
         sys.stdout.write(text)
         sys.stdout.flush()
         return
+    if not is_rewritable(path):
+        path.write_text(text)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
+    # of a link, what it leads to
+    target = path.resolve()
+    partial = _partial(target)
     partial.write_text(text)
-    partial.replace(path)
+    partial.replace(target)
+
+
+class Writer:
+    """Writes the data of a run as they come. A file that cannot be written costs no measurement: ``failure`` says why.
+
+    ``save(final, write)`` calls ``write`` with each of the paths whose turn it is: those that are written once, such as
+    stdout, have theirs at the end.
+    """
+
+    def __init__(self, *paths: Path | None, name: str) -> None:
+        self.failure = ""
+        self._paths, self._name = [path for path in paths if path is not None], name
+
+    def save(self, final: bool, write: Callable[[Path], None]) -> None:
+        """Write each file that there is."""
+        failure = ""
+        for path in self._paths:
+            if not (final or is_rewritable(path)):
+                continue
+            try:
+                write(path)
+            except OSError as error:
+                failure = f"{path} cannot be written: {error}"
+        if failure and failure != self.failure:
+            print(f"{self._name}: error: {failure}", file=sys.stderr, flush=True)
+        self.failure = failure
 
 
 class Progress:

@@ -164,7 +164,7 @@ def _spread(row: Row) -> str:
 
 def _bandwidth(row: Row) -> str:
     gbs = row.l2_gather_gbs if row.memory_gbs is None else row.memory_gbs
-    return "-" if gbs is None else f"{gbs / 1000:.2f}"
+    return "-" if gbs is None else f"{gbs / 1000:{'.2f' if gbs >= 100 else '.2g'}}"
 
 
 def _dense(row: Row) -> str:
@@ -213,7 +213,8 @@ COLUMNS = (
         _number("floor_share", ".0%"),
         False,
         "the roofline: share of the time that the largest of arithmetic, memory and gather needs at the measured "
-        "ceilings; for a layer, the sum over gate_pack and what follows",
+        "ceilings; for a layer, the sum over gate_pack and what follows. Of training the arithmetic of the sparse path "
+        "is that of the gate GEMM, and nothing is gathered, so that 100 % is out of reach",
     ),
     Column(
         "t/GEMM",

@@ -179,7 +179,8 @@ class Runner:
         if variant.baseline is not None:
             names = {name: f"dense {name}{variant.baseline}" for name in ("eager", "compiled")}
             note_dense(row, {name: spread(times[key]).median for name, key in names.items() if key in times})
-        if self._options.kernels and variant.verify is not None and variant.strategy != "dense":
+        ours = variant.verify is not None and not variant.name.startswith("dense") and variant.strategy != "dense"
+        if self._options.kernels and ours:
             row.kernels = self._device.kernel_times(variant.now, min(variant.copies or layer.copies, KERNEL_COPIES))
 
     def _energies(

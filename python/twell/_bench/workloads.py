@@ -15,11 +15,13 @@ from twell.testing import FFN, WORKLOADS, Workload
 
 # What parameters of a drawn workload are called, and their names in ``testing.Workload``.
 KEYS = {"nnz": "nnz", "skew": "neuron_sigma", "tokens": "token_sigma", "dead": "dead", "topic": "rho"}
-_BOUNDS = {"skew": math.inf, "tokens": math.inf, "dead": 1.0, "topic": 1.0}
+# Of what is spread wider than this some draws have more non-zeros than asked for.
+_WIDEST = 3.0
+_BOUNDS = {"skew": _WIDEST, "tokens": _WIDEST, "dead": 1.0, "topic": 1.0}
 EXPLAINED = {
     "nnz": "mean non-zeros of a token",
-    "skew": "spread of the popularity of neurons, as the sigma of its logarithm",
-    "tokens": "the same of tokens",
+    "skew": f"spread of the popularity of neurons, as the sigma of its logarithm; at most {_WIDEST:g}",
+    "tokens": f"the same of tokens; at most {_WIDEST:g}",
     "dead": "share of neurons that never fire",
     "topic": "correlation of a token with the topic of its document",
 }
@@ -94,6 +96,8 @@ def _hint(text: str) -> str:
     """What may have been meant."""
     if text.startswith("real") and text[4:].isdecimal():
         return f"; a recorded layer is {REAL}FOLDER/{text[4:]}"
+    if "," in text and all(part in NAMED for part in text.split(",")):
+        return "; several are separated by spaces"
     if Path(text).is_dir():
         return f"; recorded layers in a folder are {REAL}{text}"
     return ""
@@ -105,9 +109,10 @@ def _recorded(text: str) -> list[Source]:
     if text == REAL:
         raise RequestError(f"expected the folder of recorded layers after {REAL}")
     folder, layer = (path, None) if path.is_dir() else (path.parent, path.name.removesuffix(".npz"))
-    if not folder.is_dir():
-        raise RequestError(f"{text}: there is no folder {folder}")
-    names = testing.real_names(folder)
+    names = testing.real_names(folder) if folder.is_dir() else []
+    if layer is not None and not names:
+        missing = folder if not folder.is_dir() else path
+        raise RequestError(f"{text}: there is no folder {missing}")
     if not names:
         raise RequestError(f"{text}: expected files layer0.npz, layer1.npz, ... in {folder}, got none")
     if layer is not None:
@@ -146,7 +151,6 @@ def _value(key: str, text: str, whole: str) -> float:
             return value
         raise RequestError(f"expected a number above 0 after nnz=, got {text!r} in {whole!r}")
     most = _BOUNDS[key]
-    if not (0 <= value <= most and math.isfinite(value)):
-        bounds = "of at least 0" if most == math.inf else f"of 0 to {most:g}"
-        raise RequestError(f"expected a number {bounds} after {key}=, got {text!r} in {whole!r}")
+    if not 0 <= value <= most:
+        raise RequestError(f"expected a number of 0 to {most:g} after {key}=, got {text!r} in {whole!r}")
     return value

@@ -1,0 +1,495 @@
+"""What the fuzzer expects: float64's answers, and how far from them the promised roundings may lead.
+
+The strategies promise where they round to 16 bits: the gate always, h where "union" and training project it, in
+backward the up projection that forward kept, each coefficient and each result once. Overflows compute the up projection
+again; rare neurons add what rounding left of a coefficient. Two bounds follow for each result:
+
+- of a row in norm: each of these roundings at its worst, half of the last place;
+- of the whole in the Frobenius norm: ``testing.BUDGET`` times what they cost on average, a third of that squared, and
+  times dense PyTorch's error where it is smaller. Where few roundings share most of the error, luck widens that.
+
+"auto" may round where dense PyTorch does, and results that have its bits are right. Nothing here is the package's code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from fuzz_problems import BIASES, DTYPES, SPARSE, Case, Layer, sums
+from torch import Tensor
+
+from twell import testing
+from twell._runtime import format
+
+# The error of a product with one fp32 step for 16 of its terms, as a share of it: each is cut off at the last bit.
+STEP = 2.0**-24
+STEP_TERMS = 16
+
+# What such sums may be off by at the worst, as a share of the sizes of their terms.
+SUMMATION = 2.0**-16
+
+# A sum of products rarely comes near to ``fuzz_problems.ACCUMULATION``: its error on average as a share of that.
+USUAL = 0.25
+
+# So many roundings leave nothing to luck.
+MANY = 4096
+
+# What main gradients are before a call adds to them.
+MAIN = 3
+
+Outputs = dict[str, Tensor]
+
+
+class Mismatch(Exception):
+    """A result is not what it must be."""
+
+
+@dataclass
+class Result:
+    """What a case came to.
+
+    ratios: errors as shares of what is allowed. dense: errors as multiples of dense's. nonzeros: of a token.
+    edges: what the pattern exceeds.
+    """
+
+    verdict: str = "ok"
+    seconds: float = 0.0
+    ratios: dict[str, float] = dataclasses.field(default_factory=dict)
+    dense: dict[str, float] = dataclasses.field(default_factory=dict)
+    nonzeros: float = 0.0
+    edges: list[str] = dataclasses.field(default_factory=list)
+
+
+class Value(NamedTuple):
+    """Numbers in float64, how far what stands for each may be off, and the square of that on average."""
+
+    right: Tensor
+    off: Tensor
+    square: Tensor
+
+    def times(self, other: Value) -> Value:
+        a, b = self, other
+        off = a.off * b.right.abs() + b.off * a.right.abs() + a.off * b.off
+        square = a.square * b.right.square() + b.square * a.right.square() + a.square * b.square
+        return Value(a.right * b.right, off, square)
+
+    def rounded(self, dtype: torch.dtype) -> Value:
+        half = half_step(self.right.abs() + self.off, dtype)
+        return self._replace(off=self.off + half, square=self.square + half.square() / 3)
+
+    def split(self, dtype: torch.dtype) -> Value:
+        """Rounded, with what that leaves rounded and added."""
+        half = half_step(self.right.abs() + self.off, dtype)
+        again = half_step(half, dtype)
+        return self._replace(off=self.off + again, square=self.square + again.square() / 3)
+
+    def where(self, mask: Tensor, other: Value | None = None) -> Value:
+        """Zeros, or ``other``, where ``mask`` does not hold."""
+        return Value(*(torch.where(mask, a, 0 if other is None else b) for a, b in zip(self, other or self)))
+
+    def t(self) -> Value:
+        return Value(*(tensor.t() for tensor in self))
+
+
+def exact(t: Tensor) -> Value:
+    return Value(t, torch.zeros_like(t), torch.zeros_like(t))
+
+
+def summed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Value:
+    right, reach = sums(x, weight, bias)
+    return Value(right, reach, (USUAL * reach).square())
+
+
+def rounding(dtype: torch.dtype) -> tuple[float, float]:
+    """Largest relative error of rounding to ``dtype``, and the largest absolute one near 0."""
+    info = torch.finfo(dtype)
+    return info.eps / 2, info.smallest_normal * info.eps / 2
+
+
+def half_step(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """The largest error of rounding ``t`` to ``dtype``: half of its last place."""
+    unit, smallest = rounding(dtype)
+    # the exponent of fp32 alone is the power of two below
+    below = (t.float().view(torch.int32) & 0x7F800000).view(torch.float32).double()
+    return (below * unit).clamp_min(smallest)
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Whether each token is one of those whose roundings are the same, since their x is: all or the zeros. [M]"""
+
+    token: Tensor
+
+    @classmethod
+    def of(cls, case: Case, x: Tensor) -> Alike:
+        return cls(torch.ones_like(x[:, 0], dtype=torch.bool) if case.x_layout == "expanded" else ~x.any(1))
+
+    def merge(self, t: Tensor) -> Tensor:
+        """``t``, a row for each token, with one row for those that are alike, their sum."""
+        together = self.token[:, None]
+        return torch.cat([t.masked_fill(together, 0), t.masked_fill(~together, 0).sum(0, keepdim=True)])
+
+    def sizes(self) -> Tensor:
+        """How many tokens are like each, with itself."""
+        return torch.where(self.token, self.token.sum(), 1).double()
+
+
+@dataclass(frozen=True)
+class Product:
+    """Coefficients [R, J], and the rows [J, C] that they weigh, of which nothing is off."""
+
+    coefficients: Value
+    rows: Tensor
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A result [R, C] in float64, and what rounding may do to it.
+
+    bound: of its rows' errors in norm, at the worst. usual: of the whole's error in norm, on average. count: how many
+    roundings share most of that.
+    """
+
+    value: Tensor
+    bound: Tensor
+    usual: Tensor
+    count: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        products: list[Product],
+        dtype: torch.dtype | None,
+        alike: Alike,
+        *,
+        by_token: bool,
+        bias: Tensor | None = None,
+    ) -> Answer:
+        """The sum of ``products``, rounded to ``dtype``, or added to ``MAIN`` in fp32 where that is None.
+
+        by_token: a row is a token, and a neuron otherwise.
+        """
+        value = sum(p.coefficients.right @ p.rows for p in products) + (0 if bias is None else bias.double())
+        assert isinstance(value, Tensor)
+        if dtype is None:
+            last = STEP * (MAIN + value.abs())
+            # a sum may come in two parts
+            bound = 2 * last.norm(dim=1)
+        else:
+            last = half_step(value, dtype)
+            unit, smallest = rounding(dtype)
+            bound = unit * value.norm(dim=1) + smallest * math.sqrt(value.shape[1])
+        square = last.square() / 3
+        shares = []
+        for p in products:
+            right, off, average = p.coefficients
+            lengths = p.rows.norm(dim=1)
+            terms = int((right != 0).sum(1).max()) if right.numel() else 0
+            drift = 2 * (STEP * terms / STEP_TERMS) ** 2
+            average = average if by_token else average * alike.sizes()
+            square = square + (average + drift * right.square()) @ p.rows.square() + drift * value.square()
+            # a result that is off is rounded where it is
+            bound = bound + 1.01 * (off + SUMMATION * right.abs()) @ lengths
+            share = average * lengths.square()
+            shares.append(alike.merge(share if by_token else share.t()).flatten())
+        energy = alike.merge(square) if by_token else square
+        count = torch.minimum(participants(energy), participants(torch.cat(shares)))
+        return cls(value, bound, square.sum().sqrt(), count)
+
+
+def participants(shares: Tensor) -> Tensor:
+    """How many equal shares would be as uneven as these; 1 of none."""
+    return (shares.sum().square() / shares.square().sum()).nan_to_num(1.0).clamp_min(1)
+
+
+@dataclass(frozen=True)
+class Right:
+    """All answers by name, the gate [M, N], and the figures: the sum of |h|, how far it may be off, the non-zeros."""
+
+    answers: dict[str, Answer]
+    gate: Tensor
+    l1: Tensor
+    l1_bound: Tensor
+    nonzeros: Tensor
+
+
+@torch.no_grad()
+def solve(case: Case, layer: Layer) -> Right:
+    """What the layer and its gradients are, in float64."""
+    dtype, sparse = DTYPES[case.dtype], case.strategy in SPARSE
+    alike = Alike.of(case, layer.x)
+    gate = summed(layer.x, layer.w_gate, layer.gate_bias)
+    active = gate.right > 0
+    gate = gate.rounded(dtype).where(active)
+    up = None if layer.w_up is None else summed(layer.x, layer.w_up, layer.up_bias)
+    hidden = gate
+    if up is not None:
+        hidden = gate.times(up if sparse else up.rounded(dtype))
+        if not (case.strategy == "row" and not case.training):
+            hidden = hidden.rounded(dtype)
+        hidden = hidden.where(active)
+    down = Product(hidden, layer.w_down.double())
+    answers = {"y": Answer.of([down], dtype, alike, by_token=True, bias=layer.down_bias)}
+    if case.training:
+        answers |= gradients(case, layer, alike, gate, up)
+    size = hidden.right.abs().sum()
+    return Right(answers, gate.right, size, hidden.off.sum() + SUMMATION * size, active.sum())
+
+
+def gradients(case: Case, layer: Layer, alike: Alike, gate: Value, up: Value | None) -> dict[str, Answer]:
+    dtype, sparse = DTYPES[case.dtype], case.strategy in SPARSE
+    active = gate.right > 0
+    fits = int(active.sum()) <= format.hybrid_capacity(case.m, case.n)
+    if up is not None and (fits or not sparse):
+        up = up.rounded(dtype)
+    hidden = gate if up is None else gate.times(up)
+    dh = summed(layer.dy, layer.w_down, None)
+    if not sparse:
+        # rounded before and after the gradient of |h| comes to it, which may leave little
+        half = half_step(dh.right.abs() + dl1_of(case), dtype)
+        dh = dh._replace(off=dh.off + 2 * half, square=dh.square + half.square())
+    dh = dh._replace(right=dh.right + dl1_of(case) * hidden.right.sign())
+    again = rare(active) if sparse and fits else torch.zeros_like(active.any(0))
+
+    def coefficient(value: Value, is_rounded: bool = True) -> tuple[Value, Value]:
+        """A coefficient as the gradient of x has it, and as those of the weights do."""
+        plain = value.rounded(dtype) if is_rounded else value
+        return plain.where(active), (value.split(dtype).where(again, plain) if is_rounded else plain).where(active)
+
+    for_x, for_gate = coefficient(dh if up is None else dh.times(up))
+    x = layer.x.double()
+    inputs = [Product(for_x, layer.w_gate.double())]
+    by_neuron = {"gate": for_gate}
+    if layer.w_up is not None:
+        for_x, by_neuron["up"] = coefficient(dh.times(gate))
+        inputs.append(Product(for_x, layer.w_up.double()))
+    _, for_down = coefficient(hidden, is_rounded=up is not None)
+    ones = torch.ones_like(x[:, :1])
+    products = {f"w_{name}": Product(value.t(), x) for name, value in by_neuron.items()}
+    products |= {f"{name}_bias": Product(value.t(), ones) for name, value in by_neuron.items()}
+    products |= {"w_down": Product(for_down.t(), layer.dy.double())}
+    products |= {"down_bias": Product(exact(layer.dy.double()).t(), ones)}
+    out = {}
+    for name in case.wanted:
+        if name == "x":
+            out[name] = Answer.of(inputs, dtype, alike, by_token=True)
+        else:
+            last = None if case.mains and name not in BIASES else dtype
+            out[name] = Answer.of([products[name]], last, alike, by_token=False)
+    return out
+
+
+def rare(active: Tensor) -> Tensor:
+    """Whether a neuron is one of 64, by popularity, that have few non-zeros together: [N]."""
+    counts, order = active.sum(0).sort(descending=True, stable=True)
+    tile = torch.arange(len(counts), device=counts.device) // format.NEURON_TILE
+    few = counts.new_zeros(int(tile[-1]) + 1).index_add_(0, tile, counts) <= format.RARE_ENTRIES
+    return torch.empty_like(few[tile]).scatter_(0, order, few[tile])
+
+
+def dl1_of(case: Case) -> float:
+    """The gradient of the sum of |h|. None where that of its mean over tokens, divided again, would not be exact."""
+    tokens = torch.tensor(float(max(case.m, 1)))
+    # as a GPU divides by a number of the host
+    whole = bool(tokens * (1 / tokens) == 1)
+    return (1.0 if case.exact and whole else 0.0 if case.exact else 0.25) if case.l1 else 0.0
+
+
+@torch.enable_grad()
+def dense(case: Case, t: dict[str, Tensor], dy: Tensor) -> Outputs:
+    """The same in plain PyTorch, of operands as the call gets them and with the names that its outputs have."""
+    leaves = {name: operand.detach().requires_grad_(name in case.wanted) for name, operand in t.items()}
+    gate = F.relu(F.linear(leaves["x"], leaves["w_gate"], leaves.get("gate_bias")))
+    hidden = gate * F.linear(leaves["x"], leaves["w_up"], leaves.get("up_bias")) if case.gated else gate
+    y = F.linear(hidden, leaves["w_down"], leaves.get("down_bias"))
+    l1, l0 = hidden.abs().sum(dtype=torch.float32), (gate > 0).sum().float()
+    out = {"y": y.detach(), "l1": l1.detach() / max(case.m, 1), "l0": l0 / max(case.m, 1)}
+    if not case.training:
+        return out
+    with torch.autocast(dy.device.type, enabled=False):
+        found = derive([y, l1], leaves, [dy.view(y.shape), torch.full_like(l1, dl1_of(case))])
+    return out | {name: torch.zeros_like(leaves[name]) if g is None else g for name, g in found.items()}
+
+
+def derive(outputs: list[Tensor], leaves: dict[str, Tensor], upstream: list[Tensor]) -> dict[str, Tensor | None]:
+    """Gradients of those leaves that require any; where only the down projection does, the sum of |h| has none."""
+    inputs = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    pairs = [(y, dy) for y, dy in zip(outputs, upstream) if y.requires_grad]
+    found = torch.autograd.grad(
+        [y for y, _ in pairs], list(inputs.values()), [dy for _, dy in pairs], allow_unused=True
+    )
+    return dict(zip(inputs, found))
+
+
+def packed_words(gate: Tensor, compression: int) -> tuple[Tensor, Tensor]:
+    """words and stats of a gate [M, N] of 16 bits, as README has the format."""
+    m, n = gate.shape
+    tiles, width = -(-n // 256), 256 // compression
+    values = F.pad(gate, (0, 256 * tiles - n)).view(m, tiles, 256)
+    nonzero = values != 0
+    counts = nonzero.sum(2)
+    place = torch.where(nonzero, nonzero.cumsum(2), width).clamp(max=width)
+    neurons = torch.arange(256 * tiles, device=gate.device, dtype=torch.int32).view(1, tiles, 256)
+    entries = values.view(torch.int16).int() << 16 | neurons
+    # the last column takes what no word does
+    words = torch.zeros(m, tiles, width + 1, dtype=torch.int32, device=gate.device).scatter_(2, place, entries)
+    words[:, :, 0] = counts
+    figures = torch.stack((counts, (counts >= width).long()), 2)
+    stats = F.pad(figures, (0, 0, 0, 0, 0, -m % 64)).view(-1, 64, tiles, 2).sum(1)
+    return words[:, :, :width].reshape(m, tiles * width), stats.int()
+
+
+def edges(case: Case, right: Right) -> list[str]:
+    """Whether the words of some tile are too few for its non-zeros, and the hybrid format for all."""
+    found = []
+    if case.m and case.strategy != "dense":
+        tiles = F.pad(right.gate > 0, (0, -case.n % 256)).view(case.m, -1, 256).sum(2)
+        if int(tiles.max()) >= 256 // case.compression:
+            found.append("spill")
+        if case.training and int(right.nonzeros) > format.hybrid_capacity(case.m, case.n):
+            found.append("bitmap")
+    return found
+
+
+# What is found
+
+
+def same_bits(found: Outputs, first: Outputs, what: str) -> None:
+    differing = [
+        name
+        for name, t in found.items()
+        if t.shape != first[name].shape
+        or not torch.equal(t.reshape(-1).view(torch.uint8), first[name].reshape(-1).view(torch.uint8))
+    ]
+    if differing or found.keys() != first.keys():
+        raise Mismatch(f"{what} has other bits in {', '.join(differing) or sorted(found)}")
+
+
+def check(
+    case: Case,
+    shape: torch.Size,
+    right: Right,
+    baseline: Outputs,
+    plain: Outputs,
+    found: Outputs,
+    result: Result,
+) -> None:
+    """``baseline`` is dense PyTorch as precise as it gets, ``plain`` what it makes of these very operands."""
+    if found["y"].shape != shape or found["y"].dtype != DTYPES[case.dtype]:
+        raise Mismatch(f"y must be {list(shape)}, got {found['y'].dtype} {list(found['y'].shape)}")
+    missing = {"y", *case.wanted} - {name.removeprefix("main ") for name in found}
+    if missing:
+        raise Mismatch(f"no {', '.join(sorted(missing))}")
+    # by their strides PyTorch may round a product before it adds the bias
+    plainly = {name: t for name, t in plain.items() if name in found}
+    if case.strategy == "dense":
+        same_bits(found, plainly, "dense")
+        return
+    if case.strategy not in SPARSE:
+        with contextlib.suppress(Mismatch):
+            same_bits(found, plainly, "dense")
+            return
+    if "l1" in found:
+        check_figures(case, right, found)
+    for name, t in found.items():
+        key = name.removeprefix("main ")
+        if key in right.answers:
+            check_answer(case, name, t, right.answers[key], baseline.get(key), result)
+
+
+def check_answer(case: Case, name: str, found: Tensor, answer: Answer, baseline: Tensor | None, result: Result) -> None:
+    """Bits of exact cases, both bounds of others."""
+    if name in ("w_down", "main w_down"):
+        found, baseline = found.t(), None if baseline is None else baseline.t()
+    dtype, value, sparse = DTYPES[case.dtype], answer.value, case.strategy in SPARSE
+    found = found.detach().reshape(value.shape)
+    main = name.startswith("main ")
+    # dense PyTorch adds two products to the gradient of x, each of them rounded
+    if case.exact and (sparse or name != "x" or not case.gated):
+        expected = (value + MAIN).float() if main else value.float().to(dtype).to(found.dtype)
+        if not torch.equal(found, expected):
+            raise Mismatch(f"{name} {difference(found, expected)}")
+        return
+    if not value.numel():
+        return
+    error = error_of(found, value + MAIN if main else value, dtype)
+    rows = float((error.norm(dim=1) / answer.bound).max())
+    usual, count = float(answer.usual), float(answer.count)
+    allowed = usual
+    if baseline is not None:
+        theirs = float(error_of(baseline.detach().reshape(value.shape), value, dtype).norm())
+        if count >= MANY and theirs:
+            result.dense[name] = float(error.norm()) / theirs
+            allowed = min(usual, theirs) if sparse else theirs
+        elif not sparse:
+            allowed = max(usual, theirs)
+    norm = 0.0 if case.exact else float(error.norm()) / (testing.BUDGET * (1 + 4 / math.sqrt(count)) * allowed)
+    result.ratios[name] = max(rows, norm)
+    if not rows <= 1:
+        raise Mismatch(f"{name}: a row is off by {rows:.2f} times what rounding can explain")
+    if not norm <= 1:
+        raise Mismatch(f"{name}: the error is {norm:.2f} times what is allowed ({count:.0f} roundings)")
+
+
+def error_of(found: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """How far ``found`` is off; not at all where it is infinite for want of a larger number."""
+    largest = torch.finfo(dtype).max
+    beyond = found.isinf() & (found.sign() == value.sign()) & (value.abs() > largest * (1 - 2.0**-8))
+    return (found.double() - value).masked_fill(beyond, 0)
+
+
+def difference(found: Tensor, expected: Tensor) -> str:
+    wrong = ~((found == expected) | (found.isnan() & expected.isnan()))
+    at = wrong.nonzero()[:1].flatten().tolist()
+    place = tuple(at)
+    return (
+        f"differs in {int(wrong.sum())} of {wrong.numel()} elements, first at {at}: "
+        f"{float(found[place])}, expected {float(expected[place])}"
+    )
+
+
+def check_figures(case: Case, right: Right, found: Outputs) -> None:
+    tokens = max(case.m, 1)
+    l0, l1, total = float(found["l0"]), float(found["l1"]), float(right.l1)
+    if l0 != float(right.nonzeros.float() / tokens):
+        raise Mismatch(f"l0 {l0}, expected {float(right.nonzeros) / tokens}")
+    allowed = float(right.l1_bound) / tokens
+    if case.exact:
+        allowed = 0.0 if total < testing.EXACT_LIMIT else 1e-5 * total / tokens
+    if not abs(l1 - float(right.l1.float() / tokens)) <= allowed:
+        raise Mismatch(f"l1 {l1}, expected {total / tokens}, off by at most {allowed}")
+
+
+def check_packed(case: Case, layer: Layer, right: Right, found: Outputs) -> None:
+    dtype = DTYPES[case.dtype]
+    values = found["dense"].reshape(case.m, case.n)
+    if case.exact:
+        expected = right.gate.float().to(dtype)
+        if not torch.equal(values, expected):
+            raise Mismatch(f"gate {difference(values, expected)}")
+    else:
+        gate = summed(layer.x, layer.w_gate, layer.gate_bias).rounded(dtype)
+        off = (values.double() - right.gate).abs() > gate.off
+        if bool((off | ((values > 0) != (right.gate > 0))).any()):
+            raise Mismatch("a gate is not the nearest value to float64's")
+    words, stats = packed_words(values, case.compression)
+    for name, expected in (("words", words), ("stats", stats)):
+        if not torch.equal(found[name].reshape(expected.shape), expected):
+            raise Mismatch(f"{name} {difference(found[name].reshape(expected.shape), expected)}")
+    if int(found["nnz"]) != int(right.nonzeros):
+        raise Mismatch(f"nnz {int(found['nnz'])}, expected {int(right.nonzeros)}")
+
+
+def check_compacted(case: Case, right: Right, baseline: Outputs, found: Outputs, result: Result) -> None:
+    counts = (right.gate > 0).sum(0)
+    if not torch.equal(found["counts"], counts):
+        raise Mismatch(f"counts {difference(found['counts'], counts)}")
+    for name in ("y", "y compacted", "y restored"):
+        if name in found:
+            check_answer(case, name, found[name], right.answers["y"], baseline.get("y"), result)
