@@ -86,10 +86,10 @@ def mean_speedup() -> str:
         op: [row["speedup_dense"] for row in result("h200_sweep_layers")["rows"] if row["variant"] == op and row["ms"]]
         for op in ("ffn", "train")
     }
-    count = len(of_model["ffn"])
+    forward, train = (geometric(of_model[op]) for op in ("ffn", "train"))
     return (
-        f"The mean speed-up is {mean:.2f} over the first five named, and {geometric(of_model['ffn']):.2f} over all {count} "
-        f"layers of the trained model below, whose training steps gain {geometric(of_model['train']):.2f} (geometric means)."
+        f"The mean speed-up is {mean:.2f} over the first five named, and {forward:.2f} over all {len(of_model['ffn'])} "
+        f"layers of the trained model below, whose training steps gain {train:.2f} (geometric means)."
     )
 
 
