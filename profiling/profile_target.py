@@ -253,7 +253,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(averages.table(sort_by="device_time_total" if on_gpu else "cpu_time_total", row_limit=20))
     else:
         record(calls, arguments.calls, on_gpu)
-    done = f"{arguments.calls} calls of {', '.join(calls)}: {arguments.workload}, {arguments.m} tokens"
+    counted = f"{arguments.calls} call{'' if arguments.calls == 1 else 's'}"
+    done = f"{counted} of {', '.join(calls)}: {arguments.workload}, {arguments.m} tokens"
     print(f"profile_target: {done}", flush=True)
     return 0
 

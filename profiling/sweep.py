@@ -340,7 +340,7 @@ def measure(call: Call, more: Sequence[str], bench: Bench, folder: Path) -> tupl
     result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if status == 2 and not result:
         # bench has said why: so would each of the other calls
-        raise SweepError(f"twell bench cannot do {' '.join([*call.argv, *more])}")
+        raise SweepError(f"twell bench cannot do what it is asked for, see above: {' '.join([*call.argv, *more])}")
     return status, result, why or f"twell bench gave no row, exit status {status}"
 
 

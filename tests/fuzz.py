@@ -50,7 +50,7 @@ from fuzz_answers import (
     same_bits,
     solve,
 )
-from fuzz_ledger import Tally, print_summary, read, record_of
+from fuzz_ledger import Tally, header, print_summary, read, record_of
 from fuzz_problems import (
     DTYPES,
     SPARSE,
@@ -410,8 +410,7 @@ def main(argv: list[str] | None = None) -> int:
     start, mismatches = time.monotonic(), fuzzer.tally.mismatches
     with open(arguments.ledger, "a") if arguments.ledger else contextlib.nullcontext() as ledger:
         if ledger is not None:
-            options = {name: str(value) for name, value in vars(arguments).items()}
-            print(json.dumps({"machine": testing.machine_line(device), "arguments": options}), file=ledger, flush=True)
+            print(json.dumps(header(device, vars(arguments))), file=ledger, flush=True)
         number = 0
         while number != arguments.cases and time.monotonic() - start < arguments.budget_s:
             fuzzer.take(fuzzer.draw(arguments.seed, number), ledger)

@@ -1,7 +1,7 @@
 """The fuzzer's ledgers: a line for each case, and what all of them come to.
 
-A ledger has runs one after the other: a line with the machine and the arguments, a line for each case, and at the end
-the summary, which is missing where a run hung or was ended.
+A ledger has runs one after the other: a line with the machine, the time and the arguments, a line for each case, and at
+the end the summary, which is missing where a run hung or was ended.
 """
 
 from __future__ import annotations
@@ -15,14 +15,24 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import torch
 from fuzz_answers import Result
 from fuzz_problems import COMPILED_K, PACKAGED_K, Case
+
+from twell import testing
 
 Record = dict[str, Any]
 
 KINDS = ("op", "strategy", "dtype", "pattern", "compression")
 FLAGS = ("l1", "mains", "graph", "stream", "autocast", "filled")
 EDGES = ("spill", "bitmap")
+
+
+def header(device: torch.device, arguments: dict[str, Any]) -> Record:
+    """The line that a run begins with."""
+    options = {name: str(value) for name, value in arguments.items() if value is not None}
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"machine": testing.machine_line(device), "date": now, "arguments": options}
 
 
 def record_of(case: Case, result: Result) -> Record:
@@ -100,7 +110,8 @@ def read(paths: Iterable[Path]) -> dict[str, Any]:
         for line in lines(path):
             if "machine" in line:
                 tally = Tally()
-                run = {"machine": line["machine"], "seed": int(line["arguments"]["seed"]), "ended": False}
+                seed = int(line["arguments"]["seed"])
+                run = {"machine": line["machine"], "date": line.get("date"), "seed": seed, "ended": False}
                 runs.append((run, tally))
             elif run is None:
                 raise ValueError(f"{path} begins without the line that names the machine")
@@ -117,7 +128,7 @@ def read(paths: Iterable[Path]) -> dict[str, Any]:
         run.setdefault("seconds", round(tally.seconds, 1))
     return {
         "machine": runs[0][0]["machine"],
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": runs[0][0]["date"],
         "runs": [run for run, _ in runs],
         "seconds": round(sum(run["seconds"] for run, _ in runs), 1),
         **everything.summary(),

@@ -488,6 +488,18 @@ def test_times_survive_an_energy_that_cannot_be_measured(
     assert "energy of dense eager cannot be measured: OSError: the driver went away" in caplog.text
 
 
+def test_idle_power_that_cannot_be_measured_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def idle_watts() -> float:
+        raise OSError("the driver went away")
+
+    meter = SimpleNamespace(idle_watts=idle_watts, method="power_sampling")
+    monkeypatch.setattr(models, "_meter", lambda device: meter)
+    assert bench("--config", TINY, *SIZES, "--device", "cpu", "--energy") == 2
+    assert "twell bench model: error: --energy: the driver went away" in capsys.readouterr().err
+
+
 def test_the_order_of_variants_rotates(subject: Subject, lenient: None, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 

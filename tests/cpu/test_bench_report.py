@@ -160,7 +160,7 @@ def test_a_pipe_stays_one_and_is_written_at_the_end(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     read: list[str] = []
-    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
     reader.start()
     report.require_writable([pipe])
     writer = report.Writer(pipe, name="test")
@@ -179,7 +179,7 @@ def test_what_cannot_be_written_is_told_before_and_leaves_nothing(tmp_path: Path
     file = tmp_path / "file"
     file.write_text("old")
     for path in (file / "x.csv", Path("/proc/twell/x.csv"), Path("/proc/x.csv"), tmp_path):
-        with pytest.raises(RequestError, match="cannot be written|is a folder"):
+        with pytest.raises(RequestError, match=r"cannot be written|is a folder"):
             report.require_writable([path])
     with pytest.raises(RequestError, match="both write"):
         report.require_writable([file, None, file])

@@ -239,7 +239,7 @@ def test_sampled_power_is_integrated(monkeypatch: pytest.MonkeyPatch, visible: C
     monkeypatch.setattr(energy, "_SAMPLE", 0.01)
     monkeypatch.setattr(energy, "_WARM", 0.001)
     meter = EnergyMeter()
-    meter._idle = 0.0
+    meter.idle = 0.0
     start = time.perf_counter()
     nvml.watts = lambda: 1000 * (time.perf_counter() - start)
     begun = time.perf_counter() - start
@@ -255,7 +255,7 @@ def test_a_failure_of_the_sampling_thread_is_raised(
     for name, value in (("_SAMPLE", 0.001), ("_WARM", 0.001)):
         monkeypatch.setattr(energy, name, value)
     meter = EnergyMeter()
-    meter._idle = 0.0
+    meter.idle = 0.0
     looks = itertools.count()
 
     def watts() -> float:

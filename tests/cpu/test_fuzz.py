@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import math
 import os
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import ops
+from twell import ops, testing
 from twell._runtime import device, format, kernel_module, specs
 from twell.ops import _hybrid
 
@@ -170,6 +171,115 @@ def test_a_hundred_cases_pass_and_are_recorded(tmp_path: Path, capsys: pytest.Ca
     assert run("--cases", "2", "--ledger", str(ledger)) == 0
     assert len(ledger.read_text().splitlines()) == 102 + 4
 
+
+def test_ledgers_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, more, out = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "all.json"
+    assert run("--cases", "12", "--seed", "3", "--ledger", str(first)) == 0
+    assert run("--cases", "5", "--seed", "3", "--ledger", str(more)) == 0
+    # as if it had been ended
+    kept = more.read_text().splitlines()[:-2]
+    packed = tmp_path / "b.jsonl.gz"
+    packed.write_bytes(gzip.compress("\n".join(kept).encode()))
+    assert fuzz.main(["--summary", str(first), str(packed), "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "seed 3: 12 cases in" in printed
+    assert "s, which did not end, on" in printed
+    assert "16 cases in" in printed
+    assert "0 mismatches; 4 cases had run before" in printed
+    summary = json.loads(out.read_text())
+    assert "CPU" in summary["machine"]
+    assert summary["date"]
+    assert [(r["seed"], r["cases"], r["ended"]) for r in summary["runs"]] == [(3, 12, True), (3, 4, False)]
+    assert (summary["cases"], summary["distinct"], summary["mismatches"]) == (16, 12, [])
+    for kind in ("op", "strategy", "dtype", "class of K"):
+        assert sum(summary["counts"][kind].values()) == 16
+    assert {"with", "edges"} <= summary["counts"].keys()
+    assert summary["seconds"] >= summary["case_seconds"] > 0
+    worst = max(r for line in first.read_text().splitlines() for r in json.loads(line).get("ratios", {}).values())
+    assert max(v for k, (v, _) in summary["worst"].items() if "allowed" in k) == pytest.approx(worst, abs=1e-3)
+
+
+def test_a_mismatch_shows_in_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger = tmp_path / "a.jsonl"
+    assert run("--cases", "3", "--ledger", str(ledger)) == 0
+    lines = ledger.read_text().splitlines()
+    ledger.write_text("\n".join([*lines[:2], lines[2].replace('"verdict": "ok"', '"verdict": "y differs"'), lines[3]]))
+    assert fuzz.main(["--summary", str(ledger)]) == 1
+    assert "WRONG 1:1 y differs\n3 cases" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("", "no run in these ledgers"),
+        ("no JSON", "a.jsonl:1 is no line of a ledger: 'no JSON'"),
+        ('{"a": 1}', "a.jsonl:1 is no line of a ledger"),
+        ('{"verdict": "ok"}', "begins without the line that names the machine"),
+        (None, "No such file"),
+    ],
+)
+def test_what_is_no_ledger(content: str | None, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger = tmp_path / "a.jsonl"
+    if content is not None:
+        ledger.write_text(content)
+    assert fuzz.main(["--summary", str(ledger)]) == 2
+    assert text in capsys.readouterr().err
+
+
+# Bounds are as narrow as what is promised
+
+
+CALL: dict[str, Any] = {"x_layout": "plain", "graph": False, "stream": False, "autocast": False, "filled": False}
+PATTERN: dict[str, Any] = {"pattern": "uniform", "density": 0.2, "compression": 2, "wanted": (), "mains": False}
+TRAINING: dict[str, Any] = {"op": "train", "strategy": "union", "wanted": problems.WEIGHTS, "mains": True}
+
+
+def crafted(**changes: Any) -> Case:
+    """A case with enough roundings that luck explains none of them; nothing about its call is odd."""
+    sizes = {"m": 300, "k": 256, "n": 320, "dtype": "bf16", "exact": False, "gated": True, "biases": (), "l1": False}
+    return dataclasses.replace(problems.draw(1, 0, LIMITS, False), **{**CALL, **PATTERN, **sizes, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"op": "forward", "strategy": s, "gated": g} for s in ("row", "union") for g in (True, False)),
+        {**TRAINING, "density": 0.1},
+        {**TRAINING, "density": 0.1, "dtype": "fp16", "biases": ("gate_bias",), "l1": True},
+        {**TRAINING, "density": 0.1, "gated": False, "wanted": ("w_gate", "w_down")},
+        {**TRAINING, "op": "overflow", "density": 0.5, "wanted": ("x", *problems.WEIGHTS), "mains": False},
+    ],
+    ids=["row", "row plain", "union", "union plain", "training", "l1", "training plain", "overflow"],
+)
+def test_errors_are_what_is_usual(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither larger nor smaller: one rounding more or less would show."""
+    case = crafted(**changes)
+    monkeypatch.setattr(answers, "LUCK", 0)
+    monkeypatch.setattr(testing, "BUDGET", 1.05)
+    result = fuzz.attempt(case, CPU)
+    assert result.verdict == "ok"
+    prefixes = {name: "main " if case.mains and name != "x" else "" for name in case.wanted}
+    assert result.ratios.keys() == {"y", *(prefix + name for name, prefix in prefixes.items())}
+    assert min(result.ratios.values()) > 0.85, result.ratios
+
+
+@pytest.mark.parametrize("changes", [{"x_layout": "expanded"}, {"m": 0}, {"pattern": "none"}, {"pattern": "single"}])
+def test_odd_cases_stay_within_their_bounds(changes: dict[str, Any]) -> None:
+    """Tokens that are all alike, of which there are none, or that fire next to nothing."""
+    drawn = (problems.draw(8, number, LIMITS, False) for number in range(400))
+    cases = [dataclasses.replace(case, **changes) for case in drawn if case.training and not case.exact][:25]
+    found = {str(case): fuzz.attempt(case, CPU).verdict for case in cases}
+    assert set(found.values()) == {"ok"}, {case: verdict for case, verdict in found.items() if verdict != "ok"}
+
+
+def test_a_number_that_fp16_does_not_hold_may_be_infinite() -> None:
+    found = torch.tensor([math.inf, -math.inf, math.inf, math.inf, 3.0])
+    right = torch.tensor([70000.0, -1e6, -1e6, 60000.0, 2.0], dtype=torch.float64)
+    assert answers.error_of(found, right, torch.float16).tolist() == [0, 0, math.inf, math.inf, 1]
+    assert answers.error_of(found, right, torch.bfloat16)[0].isinf()
+
+
+# Faults
 
 Op = Callable[..., Any]
 
@@ -471,17 +581,6 @@ def rounds_what_it_adds(op: Op) -> Op:
     return backward
 
 
-def crafted(**changes: Any) -> Case:
-    """A case with enough roundings that luck explains none of them; nothing about its call is odd."""
-    call = {"x_layout": "plain", "graph": False, "stream": False, "autocast": False, "filled": False, "l1": False}
-    sizes = {"m": 300, "k": 256, "n": 320, "dtype": "bf16", "exact": False, "gated": True, "biases": ()}
-    pattern = {"pattern": "uniform", "density": 0.2, "compression": 2, "wanted": (), "mains": False}
-    return dataclasses.replace(problems.draw(1, 0, LIMITS, False), **{**call, **sizes, **pattern, **changes})
-
-
-TRAINING: dict[str, Any] = {"op": "train", "strategy": "union", "wanted": problems.WEIGHTS, "mains": True}
-
-
 @pytest.mark.parametrize(
     ("name", "fault", "case", "text"),
     [
@@ -492,7 +591,7 @@ TRAINING: dict[str, Any] = {"op": "train", "strategy": "union", "wanted": proble
             "y differs",
         ),
         ("up_down", rounds_h, crafted(op="forward", strategy="row"), "y: the error is"),
-        ("up_down_union", rounds_up, crafted(op="forward", strategy="union"), "y: the error is"),
+        ("up_down_union", rounds_up, crafted(op="forward", strategy="union", n=2048), "y: the error is"),
         ("hybrid_backward_accumulate", rounds_what_it_adds, crafted(**TRAINING), "main w_gate: the error is"),
     ],
     ids=["sum", "h", "up", "main gradient"],

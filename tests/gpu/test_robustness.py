@@ -40,6 +40,7 @@ T = TypeVar("T")
 CUDA = torch.device("cuda")
 BF16, FP16 = torch.bfloat16, torch.float16
 BIASES = "gate up down"
+GIVEN = ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
 BOTH = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 Outputs = dict[str, Tensor]
 
@@ -150,6 +151,50 @@ def test_a_thousand_replays_of_a_training_step(gated: bool, busy: bool) -> None:
     first = {name: t.clone() for name, t in outputs.items()}
     assert_repeats(lambda: replay() and {name: t.clone() for name, t in outputs.items()}, 1000, busy)
     assert_same(outputs, first)
+
+
+@BUSY
+@pytest.mark.parametrize(
+    ("strategy", "name", "m"), [("row", "skew29", 64), ("row", "dense911", 300), ("union", "topic128", 700)]
+)
+def test_a_thousand_replays_of_inference(strategy: str, name: str, m: int, busy: bool) -> None:
+    problem = with_biases(testing.make(name, m))
+    expected = forward(problem, strategy)
+    graph, outputs = testing.captured(lambda: forward(problem, strategy))
+
+    def replay() -> Outputs:
+        for output in outputs.values():
+            output.fill_(math.nan)
+        graph.replay()
+        return {name: t.clone() for name, t in outputs.items()}
+
+    assert_same(replay(), expected)
+    assert_repeats(replay, 1000, busy)
+
+
+def test_a_thousand_calls_keep_no_memory() -> None:
+    """What is in use afterwards is what was before; a site may hold on to figures of a few bytes."""
+    problem, site = testing.make("topic29", 300), twell.AutoStrategy()
+    dy = testing.real_upstream(problem)
+    calls: list[Callable[[], Outputs]] = [
+        lambda: forward(problem, "row"),
+        lambda: forward(problem, "union", gated=False),
+        lambda: forward(problem, site),
+        # what the site may come to, with memory that cuBLAS keeps
+        lambda: forward(problem, "dense"),
+        lambda: step(problem, dy),
+    ]
+
+    def run(times: int) -> int:
+        for _ in range(times):
+            for call in calls:
+                call()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    before = run(5)
+    # the smallest tensor that one call in ten might keep takes 512 bytes
+    assert abs(run(250) - before) < 100 * 512
 
 
 # Streams and threads
@@ -511,6 +556,38 @@ def test_a_full_gpu() -> None:
     testing.assert_same(found["y"], expected["row"]["y"][:64])
     for strategy, right in expected.items():
         assert_same(forward(problem, strategy), right, strategy)
+
+
+# Operands that no kernel takes
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "error", "text"),
+    [
+        *((place, Tensor.cpu, ValueError, f"{place} must be on cuda:0 as x is, got cpu") for place in GIVEN[1:]),
+        ("x", Tensor.cpu, ValueError, "w_gate must be on cpu as x is, got cuda:0"),
+        *((place, Tensor.half, TypeError, f"{place} must be torch.bfloat16 as x is") for place in GIVEN[1:]),
+        ("x", Tensor.float, TypeError, "w_gate must be torch.float32 as x is, got torch.bfloat16"),
+        ("every", Tensor.float, TypeError, "dtype must be .*got torch.float32 on cuda"),
+        ("every", Tensor.double, TypeError, "dtype must be .*got torch.float64 on cuda"),
+        ("x", Tensor.to_sparse, TypeError, "x must be a strided tensor, got torch.sparse_coo"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", None),
+)
+@pytest.mark.parametrize("strategy", ["row", "union"])
+def test_bad_operands_are_refused(
+    place: str, change: Callable[[Tensor], Tensor], error: type[Exception], text: str, strategy: Any
+) -> None:
+    """With a sentence, before anything is launched; the next call is right."""
+    problem = testing.integer_problem(9, 72, 264, biases=BIASES, device=CUDA)
+    t: dict[str, Any] = dict(zip(GIVEN, (*problem[:3], problem.w_down.t(), *problem[4:]), strict=True))
+
+    def call(arguments: dict[str, Tensor]) -> Tensor:
+        return twell.sparse_gated_ffn(**arguments, strategy=strategy)
+
+    with pytest.raises(error, match=text):
+        call({name: change(value) if place in (name, "every") else value for name, value in t.items()})
+    testing.assert_same(call(t), testing.exact_output(problem))
 
 
 # Values that are none

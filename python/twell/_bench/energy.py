@@ -63,8 +63,8 @@ class EnergyMeter:
     NVML knows all GPUs whatever that variable says, so the one meant is found by its UUID, or by its PCI address. Of a
     MIG instance it is the GPU that it is part of: other instances then count, which is a warning.
 
-    ``idle`` is the latest of ``idle_watts``, None before it. ``available`` tells whether energy can be measured; if not,
-    ``reason`` tells why, and ``measure`` raises RuntimeError. Raises ImportError where pynvml is missing.
+    ``idle`` is the latest of ``idle_watts``, None before it. ``available`` tells whether energy can be measured; if
+    not, ``reason`` tells why, and ``measure`` raises RuntimeError. Raises ImportError where pynvml is missing.
     """
 
     def __init__(self, device: torch.device | int | None = None) -> None:

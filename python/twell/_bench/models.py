@@ -333,7 +333,11 @@ def _measure(this: _Report) -> None:
         if this.meter is not None:
             progress.step("idle power")
             torch.zeros(1, device=this.device)
-            this.idle_watts = this.meter.idle_watts()
+            try:
+                this.idle_watts = this.meter.idle_watts()
+            except Exception as error:
+                # NVML's own included
+                raise RequestError(f"--energy: {error}") from error
         makers = list(_subjects(arguments, this.device))
         names = [arguments.model.name] if arguments.model is not None else [s.name for s in arguments.config]
         for name, make in zip(names, makers, strict=True):
