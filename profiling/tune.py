@@ -9,7 +9,7 @@ nothing; --budget-s ends it between problems. Several files are merged, of rows 
 
 A problem is a synthetic layer (``PATTERNS``, with the weights' copies rotated so that they exceed the L2 cache) at a
 number of tokens. Its strategies and dense PyTorch are captured into CUDA graphs and replayed in turn, after a check
-against dense PyTorch; a time is a median. Dense is eager PyTorch or, where --compile-m asks for it on the first shape,
+against dense PyTorch; a time is a median. Dense is eager PyTorch or, for the numbers of tokens in --compile-m,
 torch.compile if that is faster: each row says which.
 
 Relative times are fitted, per layer, number of tokens and strategy, by base + a * union + b * density, none negative:
@@ -102,7 +102,10 @@ class Layer:
 
     def __init__(self, problem: FFN, gated: bool, training: bool, compiled: Any) -> None:
         self.gated, self.training, self.compiled = gated, training, compiled
-        size = sum(t.numel() * t.element_size() for t in problem.present(gated).values())
+        # of few tokens a sparse call reads little but the gate's weight
+        few = problem.x.shape[0] < 1024 and not training
+        read = [problem.w_gate] if few else list(problem.present(gated).values())
+        size = sum(t.numel() * t.element_size() for t in read)
         cache = torch.cuda.get_device_properties().L2_cache_size
         copies = max(2, math.ceil(2 * cache / size))
         self.problems = [problem, *(problem.map(torch.clone) for _ in range(copies - 1))]
@@ -221,6 +224,8 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
         "complete": False,
         "rows": [],
     }
+    # one graph for each size
+    torch._dynamo.config.recompile_limit = 256
     compiled = torch.compile(testing.dense_output, fullgraph=True, dynamic=False) if arguments.compile_m else None
     for k, n, kind, pattern, tokens in plan(arguments):
         problem = None
@@ -230,7 +235,7 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
                 return data
             if problem is None:
                 problem = draw(pattern, max(tokens), k, n)
-            rows, dense = problem.rows(0, m), compiled if (k, n) == SHAPES[0] and m in arguments.compile_m else None
+            rows, dense = problem.rows(0, m), compiled if m in arguments.compile_m else None
             call = Problem(m, k, n, "non-gated" not in kind, "training" in kind)
             figures = figures_of(rows)
             if call.training and figures.nonzeros * m > format.hybrid_capacity(m, n):
@@ -401,7 +406,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--m", nargs="+", type=int, metavar="TOKENS", help="default: those of TOKENS; others may be given")
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     add("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))
-    add("--compile-m", nargs="*", type=int, default=[16384], metavar="TOKENS", help="torch.compile dense there as well")
+    add(
+        "--compile-m",
+        nargs="*",
+        type=int,
+        default=[4096, 16384, 131072],
+        metavar="TOKENS",
+        help="torch.compile dense there as well",
+    )
     add("--seconds", type=float, default=0.25, help="GPU time for the samples of one problem")
     add("--budget-s", type=float, default=360.0, help="start no further problem after so many seconds")
     add("--out", type=Path, metavar="FILE", help="write JSON here")

@@ -19,6 +19,7 @@ clock, and what belongs to a GPU (poisoned memory, peak memory) is not there: it
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import statistics
 import time
@@ -244,7 +245,7 @@ class Gpu:
 
     def peak(self, call: Call) -> int | None:
         """By the allocator's own count."""
-        torch.cuda.empty_cache()
+        self._settle_memory(call)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         call(0)
@@ -256,10 +257,16 @@ class Gpu:
         def requested() -> int:
             return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
 
-        torch.cuda.empty_cache()
+        self._settle_memory(forward)
         before = requested()
         y = forward(0)
         return requested() - before - y.numel() * y.element_size()
+
+    def _settle_memory(self, call: Callable[[int], object]) -> None:
+        """Have nothing allocated or let go of later that is not the call's own: what compiling it leaves, say."""
+        call(0)
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def kernel_times(self, call: Call, copies: int, rounds: int = 5) -> dict[str, float]:
         """Events surround every launch; the GPU sleeps until the host has queued a call, so they measure no gap."""
