@@ -127,13 +127,15 @@ OPS: dict[str, Callable[[FFN, int, Any], Call]] = {
 def figures(p: FFN, compression: int) -> dict[str, int]:
     """What the work of the kernels follows from: sizes, and counts of the gate's non-zeros.
 
-    ``union_rows`` are the neurons that some token of a tile of 128 fires, over all tiles; ``token_rows`` the tokens
-    that fire some neuron of a tile of 64 neighbours by popularity, over all tiles; ``fired`` the neurons that any does.
+    ``union_rows`` are the neurons that some token of a tile of 128 fires, over all tiles, ``group_rows`` those of a
+    group of eight, over all groups; ``token_rows`` the tokens that fire some neuron of a tile of 64 neighbours by
+    popularity, over all tiles; ``fired`` the neurons that any does.
     """
     (m, k), n = p.x.shape, p.w_gate.shape[0]
     active = F.linear(p.x, p.w_gate, p.gate_bias) > 0
     tiles = F.pad(active, (0, -n % format.TILE)).view(m, format.tiles(n), format.TILE).sum(2)
     by_token = F.pad(active, (0, 0, 0, -m % format.TOKEN_TILE)).view(-1, format.TOKEN_TILE, n)
+    by_group = by_token.view(-1, format.GROUP_ROWS, n)
     popularity = active.sum(0)
     order = popularity.sort(descending=True, stable=True).indices
     by_neuron = F.pad(active[:, order], (0, -n % format.NEURON_TILE)).view(m, -1, format.NEURON_TILE)
@@ -146,6 +148,7 @@ def figures(p: FFN, compression: int) -> dict[str, int]:
         "fired": int((popularity > 0).sum()),
         "spilled_tiles": int((tiles > format.capacity(compression)).sum()),
         "union_rows": int(by_token.any(1).sum()),
+        "group_rows": int(by_group.any(1).sum()),
         "token_rows": int(by_neuron.any(2).sum()),
     }
 

@@ -224,14 +224,12 @@ def work(op: str, spec: Any, f: Mapping[str, Any]) -> Work | None:
 
     A bound from below: lists, statistics and what a second pass over rare neurons costs are left out. What the name
     of a kernel does not tell (without gate, two products at a time) is taken as the layer with a gate, one product.
-    But for ``up_down`` and ``down``: rows count for each non-zero, and are read once where the eight tokens of a group
-    share them, so that the share exceeds 100 % on such patterns.
     """
     m, k, n, nonzeros = (float(f[key]) for key in ("m", "k", "n", "nonzeros"))
     tokens, weight, row = ITEM * m * k, ITEM * n * k, ITEM * k
     words = 4 * m * format.tiles(f["n"]) * format.words_per_tile(f["compression"])
     packed = words + f["spilled_tiles"] * format.TILE * ITEM
-    fired, listed = f["fired"] * row, float(f["union_rows"])
+    fired, listed, grouped = f["fired"] * row, float(f["union_rows"]), float(f["group_rows"])
     entries = 4 * nonzeros
     by_list = 2 * format.TOKEN_TILE * k * listed
     products = max(1, getattr(spec, "products", 1))
@@ -239,9 +237,9 @@ def work(op: str, spec: Any, f: Mapping[str, Any]) -> Work | None:
     known = {
         "gate_pack": Work(2 * m * n * k, tokens + weight + packed),
         "gate_pack_skinny": Work(2 * m * n * k, tokens + weight + packed),
-        "up_down": Work(0, packed + 2 * tokens + 2 * fired, 2 * nonzeros * row),
+        "up_down": Work(0, packed + 2 * tokens + 2 * fired, 2 * grouped * row),
         "up_down_skinny": Work(0, packed + 2 * tokens + 2 * fired),
-        "down": Work(0, packed + tokens + fired, nonzeros * row),
+        "down": Work(0, packed + tokens + fired, grouped * row),
         "down_skinny": Work(0, packed + tokens + fired),
         "unpack": Work(0, packed + ITEM * m * n),
         "reglu": Work(0, (5 if getattr(spec, "backward", False) else 3) * ITEM * m * n),

@@ -237,6 +237,7 @@ FIGURES: dict[str, Any] = {
     "fired": 100,
     "spilled_tiles": 3,
     "union_rows": 120,
+    "group_rows": 1800,
     "token_rows": 300,
     "ceilings": {"flops": 1e12, "memory": 1e12, "l2": 2e12},
 }
@@ -248,8 +249,8 @@ class TestFloors:
         ("op", "expected"),
         [
             ("gate_pack", summarize.Work(2 * 256 * 512 * 64, 2 * 256 * 64 + 2 * 512 * 64 + PACKED)),
-            ("up_down", summarize.Work(0, PACKED + 4 * 256 * 64 + 4 * 100 * 64, 2 * 2560 * 128)),
-            ("down", summarize.Work(0, PACKED + 2 * 256 * 64 + 2 * 100 * 64, 2560 * 128)),
+            ("up_down", summarize.Work(0, PACKED + 4 * 256 * 64 + 4 * 100 * 64, 2 * 1800 * 128)),
+            ("down", summarize.Work(0, PACKED + 2 * 256 * 64 + 2 * 100 * 64, 1800 * 128)),
             ("unpack", summarize.Work(0, PACKED + 2 * 256 * 512)),
             ("compact", summarize.Work(0, PACKED + 4 * 2560)),
             ("sampled_up", summarize.Work(2 * 128 * 64 * 120, 2 * 256 * 64 + 2 * 100 * 64 + 8 * 2560, 120 * 128)),
@@ -293,7 +294,7 @@ class TestFloors:
         light, pack = by_kernel["up_down light"], by_kernel["gate_pack"]
         assert by_kernel["up_down heavy"].floor_ms is None
         assert light.bound == "L2"
-        assert light.floor_ms == pytest.approx(2 * 2560 * 128 / 2e12 * 1e3)
+        assert light.floor_ms == pytest.approx(2 * 1800 * 128 / 2e12 * 1e3)
         assert light.floor_share == pytest.approx(light.floor_ms / (0.4105 + 0.1))
         assert pack.floor_share is not None
 
@@ -378,6 +379,7 @@ class TestTarget:
         assert found["nonzeros"] == sum(row.sum().item() for row in active)
         assert found["fired"] == sum(bool(column.any()) for column in active.t())
         assert found["union_rows"] == sum(int(active[s : s + 128].any(0).sum()) for s in (0, 128))
+        assert found["group_rows"] == sum(int(active[s : s + 8].any(0).sum()) for s in range(0, 150, 8))
         order = sorted(range(300), key=lambda neuron: -int(active[:, neuron].sum()))
         tiles = [order[s : s + 64] for s in range(0, 300, 64)]
         assert found["token_rows"] == sum(int(active[:, tile].any(1).sum()) for tile in tiles)
