@@ -237,7 +237,7 @@ def model_table(runs: Sequence[dict[str, Any]]) -> str:
         ("variant", "l", lambda row: row["variant"]),
         ("pass", "r", lambda row: str(row.get("micro_batch", ""))),
         ("ms", "r", lambda row: f"{row['ms']:.1f}"),
-        ("10 to 90 %", "r", lambda row: f"{row['p10_ms']:.0f} to {row['p90_ms']:.0f}"),
+        ("spread", "r", lambda row: f"{row['p10_ms']:.0f} to {row['p90_ms']:.0f}"),
         ("tokens/ms", "r", lambda row: f"{row['tokens_per_ms']:.0f}"),
         (
             "over dense",
