@@ -10,8 +10,8 @@ and what the sanitizer reported while they did. An operator that has used up ``-
 cases out, and says so.
 
 The GPU runs nothing but copies, the kernels themselves and, in the operators of training, the sums and fills of torch
-between them. Those operators and ``up_down_union`` run gated and not, ``reglu`` with its gradient. Up to 256 tokens
-have kernels of their own. Exit status 1 if a result is wrong or the sanitizer reports something.
+between them. Those operators, ``up_down_union`` and ``ffn_union`` run gated and not, ``reglu`` with its gradient. Up to
+256 tokens have kernels of their own. Exit status 1 if a result is wrong or the sanitizer reports something.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from twell import ops, testing
+from twell._runtime import format
 from twell.testing import FFN
 
 _FORWARD = ("gate_pack", "gate_pack_skinny", "compact", "sampled_up", "gathered", "overflow")
@@ -46,6 +47,7 @@ OPS = {
     "up_down": ("up_down", "up_down_skinny"),
     "down": ("down", "down_skinny"),
     "up_down_union": ("compact", "sampled_up", "gathered"),
+    "ffn_union": ("gate_pack", "gate_pack_skinny", "compact", "sampled_up", "gathered"),
     "unpack": ("unpack",),
     "reglu": ("reglu",),
     "hybrid_forward": _FORWARD,
@@ -147,6 +149,11 @@ def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
     if op == "gate_pack":
         yield packing
         return
+    if op == "ffn_union":
+        for gated in (True, False):
+            weights = (w_up, w_down, gate_bias, up_bias) if gated else (None, w_down, gate_bias, None)
+            yield Call(ops.ffn_union, (x, w_gate, *weights, down_bias, case.compression), gated)
+        return
     words, spill, _ = ops.gate_pack(*packing.arguments)
     if op == "unpack":
         yield Call(ops.unpack, (words, spill, case.n, case.compression))
@@ -174,6 +181,8 @@ def training_call(op: str, case: Case, problem: FFN, gated: bool) -> Call:
 
 def check(op: str, case: Case) -> None:
     """Run one operator on the GPU; AssertionError if it differs from the CPU's."""
+    # slices of two token tiles, so that there are several
+    format.UNION_ENTRIES = 2 * format.TOKEN_TILE * case.n
     for call in calls(op, case, case.problem()):
         actual, expected = call.on("cuda").run(), call.on("cpu").run()
         compare(op, case, call.gated, actual, expected)
@@ -186,9 +195,9 @@ def compare(op: str, case: Case, gated: bool, actual: tuple[Any, ...], expected:
     if op == "hybrid_forward":
         testing.assert_hybrid_same(actual[3:], expected[3:], case.m, case.n, gated)
         actual, expected = actual[:3], expected[:3]
-    elif op == "up_down_union":
+    elif op in ("up_down_union", "ffn_union"):
         # how the sum of a tile is split is the kernel's business
-        actual, expected = ((y, l1.sum(1), union) for y, l1, union in (actual, expected))
+        actual, expected = ((y, l1.sum(1), *others) for y, l1, *others in (actual, expected))
     for i, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
         testing.assert_same(ours, theirs, f"output {i}")
 

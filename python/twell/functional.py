@@ -250,12 +250,16 @@ def _gated(
         y = y.reshape(x.shape)
         return (y, _per_token(total, nonzeros, tokens.shape[0])) if return_aux else y
 
-    words, spill, stats = ops.gate_pack(tokens, t["w_gate"], t.get("b_gate"), compression)
-    weights, unions = (t["w_up"], t["w_down"].t(), t.get("b_up"), t.get("b_down")), None
-    if route.strategy == "union":
-        y, l1, unions = ops.up_down_union(tokens, words, spill, *weights, compression)
+    w_gate, b_gate, unions = t["w_gate"], t.get("b_gate"), None
+    weights, up_biases = (t["w_up"], t["w_down"].t()), (t.get("b_up"), t.get("b_down"))
+    if route.strategy == "union" and _in_slices(tokens, w_gate):
+        y, l1, stats, unions = ops.ffn_union(tokens, w_gate, *weights, b_gate, *up_biases, compression)
     else:
-        y, l1 = ops.up_down(tokens, words, spill, *weights, compression)
+        words, spill, stats = ops.gate_pack(tokens, w_gate, b_gate, compression)
+        if route.strategy == "union":
+            y, l1, unions = ops.up_down_union(tokens, words, spill, *weights, *up_biases, compression)
+        else:
+            y, l1 = ops.up_down(tokens, words, spill, *weights, *up_biases, compression)
     _note(route, stats, unions)
     y = y.reshape(x.shape)
     return (y, _sparse_aux(l1, stats, tokens.shape[0])) if return_aux else y
@@ -282,15 +286,28 @@ def _plain(
         y = y.reshape(x.shape)
         return (y, _per_token(total, nonzeros, tokens.shape[0])) if return_aux else y
 
-    words, spill, stats = ops.gate_pack(tokens, t["w_up"], t.get("b_up"), compression)
-    w_down, b_down, unions = t["w_down"].t(), t.get("b_down"), None
-    if route.strategy == "union":
-        y, l1, unions = ops.up_down_union(tokens, words, spill, None, w_down, None, b_down, compression)
+    w_up, w_down, b_up, b_down, unions = t["w_up"], t["w_down"].t(), t.get("b_up"), t.get("b_down"), None
+    if route.strategy == "union" and _in_slices(tokens, w_up):
+        y, l1, stats, unions = ops.ffn_union(tokens, w_up, None, w_down, b_up, None, b_down, compression)
     else:
-        y, l1 = ops.down(words, spill, w_down, b_down, compression)
+        words, spill, stats = ops.gate_pack(tokens, w_up, b_up, compression)
+        if route.strategy == "union":
+            y, l1, unions = ops.up_down_union(tokens, words, spill, None, w_down, None, b_down, compression)
+        else:
+            y, l1 = ops.down(words, spill, w_down, b_down, compression)
     _note(route, stats, unions)
     y = y.reshape(x.shape)
     return (y, _sparse_aux(l1, stats, tokens.shape[0])) if return_aux else y
+
+
+def _in_slices(tokens: Tensor, weight: Tensor) -> bool:
+    """Whether "union" takes the tokens slice by slice; not of a symbolic number, where a guard would narrow a graph."""
+    most = format.UNION_ENTRIES // weight.shape[0]
+    if _auto._tracing(tokens.shape[0]):
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        return statically_known_true(tokens.shape[0] > most)
+    return tokens.shape[0] > most
 
 
 def _admit(name: str, **operands: Tensor | None) -> dict[str, Tensor]:

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import twell
 from twell import ops, reference
 from twell._log import warn_once
 from twell._runtime import device, format, kernel_module, specs
@@ -48,9 +50,27 @@ def calls(o: dict[str, Tensor | None], compression: int) -> list[tuple[Any, Call
         (ops.unpack, reference.unpack, (words, spill, n, compression)),
         (ops.up_down, reference.up_down, (*packed, *weights, compression)),
         (ops.down, reference.down, (words, spill, o["w_down"], o["down_bias"], compression)),
+        (ops.ffn_union, whole_layer, (o["x"], o["w_gate"], *weights[:2], o["gate_bias"], *weights[2:], compression)),
+        (ops.ffn_union, whole_layer, (o["x"], o["w_gate"], *plain[:2], o["gate_bias"], *plain[2:], compression)),
         (ops.up_down_union, token_by_token, (*packed, *weights, compression)),
         (ops.up_down_union, token_by_token, (*packed, *plain, compression)),
     ]
+
+
+def whole_layer(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    compression: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What ``ffn_union`` means."""
+    words, spill, stats = reference.gate_pack(x, w_gate, gate_bias, compression)
+    y, l1, union = token_by_token(x, words, spill, w_up, w_down, up_bias, down_bias, compression)
+    return y, l1, stats, union
 
 
 def token_by_token(
@@ -198,7 +218,7 @@ def test_an_input_that_requires_grad_is_refused_by_name_of_the_function_to_call(
     o["x"].requires_grad_(), o["w_down"].requires_grad_()
     for (op, _, arguments), name in zip(
         calls({a: None if t is None else t.detach() for a, t in o.items()}, 8),
-        ("sparse_gated_ffn", "pack", "sparse_gated_ffn", "sparse_ffn", *["sparse_gated_ffn or twell.sparse_ffn"] * 2),
+        ("sparse_gated_ffn", "pack", "sparse_gated_ffn", "sparse_ffn", *["sparse_gated_ffn or twell.sparse_ffn"] * 4),
         strict=True,
     ):
         needing = [
@@ -270,10 +290,11 @@ def test_kernels_get_the_arguments_that_they_are_compiled_for(
     """Whichever kernels a number of tokens has."""
     pytest.importorskip("cutlass")
     cuda_calls(operands(m, 520, 16, bias=bias))
-    union = ["compact", "sampled_up", "gathered", "compact", "gathered"]
+    gated, plain = ["compact", "sampled_up", "gathered"], ["compact", "gathered"]
     assert [spec.op.removesuffix("_skinny") for spec, _ in launched] == [
         *("gate_pack", "unpack", "up_down", "down"),
-        *union,
+        *("gate_pack", *gated, "gate_pack", *plain),
+        *(*gated, *plain),
     ]
     for spec, arguments in launched:
         _, fakes = kernel_module(spec.op).signature(spec)
@@ -303,6 +324,74 @@ def test_scratch_and_grid(k: int, launched: list[tuple[specs.Spec, tuple[Any, ..
     for op in ("up_down", "down"):
         *_, heavy, width, clusters = by_op[op]
         assert (heavy.shape, width, clusters) == ((38,), 32, 16)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_slice_is_packed_just_before_it_is_used(
+    gated: bool, launched: list[tuple[specs.Spec, tuple[Any, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All slices take the same words and spill; statistics are parts of one tensor."""
+    monkeypatch.setattr(format, "UNION_ENTRIES", 2 * 128 * 520)
+    o = operands(650, 520, 16, bias=True)
+    weights = (o["w_up"] if gated else None, o["w_down"], o["gate_bias"], o["up_bias"] if gated else None)
+    arguments = (o["x"], o["w_gate"], *weights, o["down_bias"], 8)
+    y, l1, stats, union = sys.modules["twell.ops.ffn_union"]._cuda(*arguments)
+    assert (y.shape, l1.shape, stats.shape, union.shape) == ((650, 16), (6, 128), (11, 3, 2), (6,))
+    per_slice = ["gate_pack", "compact", "sampled_up", "gathered"] if gated else ["gate_pack", "compact", "gathered"]
+    # the last slice has few tokens, for which there is another kernel
+    ran = [spec.op.removesuffix("_skinny") for spec, _ in launched]
+    assert ran == per_slice * 3
+    packs = [a for spec, a in launched if spec.op.startswith("gate_pack")]
+    compacts = [a for spec, a in launched if spec.op == "compact"]
+    for i, (rows, blocks) in enumerate(((256, 4), (256, 4), (138, 3))):
+        x, _, bias, words, spill, figures = packs[i][:6]
+        assert x.data_ptr() == o["x"][256 * i :].data_ptr()
+        assert len(x) == len(words) == len(spill) == rows
+        assert bias is o["gate_bias"]
+        assert figures.data_ptr() == stats[4 * i :].data_ptr()
+        assert len(figures) == blocks
+        assert words.data_ptr() == packs[0][3].data_ptr() == compacts[i][0].data_ptr()
+        assert spill.data_ptr() == packs[0][4].data_ptr() == compacts[i][1].data_ptr()
+
+
+def test_many_tokens_are_taken_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the functions: the operator for it, with the bits of the two that it stands for; not of few tokens."""
+    o = operands(650, 520, 16, bias=True)
+    biases = {"b_gate": o["gate_bias"], "b_up": o["up_bias"], "b_down": o["down_bias"]}
+    ran: list[str] = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if op.namespace == "twell":
+                ran.append(op._opname)
+            return op(*args, **(kwargs or {}))
+
+    def layer(x: Tensor) -> list[Tensor]:
+        y, aux = twell.sparse_gated_ffn(
+            x, o["w_gate"], o["w_up"], o["w_down"].t(), **biases, strategy="union", return_aux=True
+        )
+        plain = {"b_up": o["gate_bias"], "b_down": o["down_bias"]}
+        without, figures = twell.sparse_ffn(x, o["w_gate"], o["w_down"].t(), **plain, strategy="union", return_aux=True)
+        return [y, aux.l1, aux.l0, without, figures.l1, figures.l0]
+
+    whole = layer(o["x"])
+    monkeypatch.setattr(format, "UNION_ENTRIES", 2 * 128 * 520)
+    with Calls():
+        sliced = layer(o["x"])
+        layer(o["x"][:256])
+    assert ran == ["ffn_union"] * 2 + ["gate_pack", "up_down_union"] * 2
+    assert all(torch.equal(a, b) for a, b in zip(whole, sliced, strict=True))
+    graphs: list[list[str]] = []
+
+    def keep(module: Any, _: Any) -> Any:
+        graphs.append([n.target._opname for n in module.graph.nodes if "twell" in str(n.target)])
+        return module.forward
+
+    for dynamic, expected in ((False, ["ffn_union"] * 2), (True, ["gate_pack", "up_down_union"] * 2)):
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, backend=keep, fullgraph=True, dynamic=dynamic)
+        assert torch.equal(compiled(o["x"])[0], whole[0])
+        assert graphs.pop() == expected
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -349,9 +438,9 @@ def test_one_missing_bias_of_two_is_zeros(launched: list[tuple[specs.Spec, tuple
     assert torch.equal(down_bias[1], torch.zeros(16, dtype=BF16))
     # the kernels of the union have one bias each
     biases = [arguments[2] for spec, arguments in launched if spec.op == "sampled_up"]
-    assert [bias is None for bias in biases] == [True, False]
+    assert [bias is None for bias in biases] == [True, True, False, False]
     biases = [arguments[4] for spec, arguments in launched if spec.op == "gathered"]
-    assert [bias is None for bias in biases] == [False, False, True, True]
+    assert [bias is None for bias in biases] == [False] * 4 + [True] * 4
 
 
 def test_without_tokens_nothing_is_launched(launched: list[tuple[specs.Spec, tuple[Any, ...]]]) -> None:

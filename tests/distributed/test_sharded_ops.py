@@ -46,6 +46,11 @@ def token_by_token(device: torch.device) -> None:
             "unpack": (ops.unpack, (words, spill, NEURONS, COMPRESSION), 1),
             "up_down": (ops.up_down, (t["x"], words, spill, *rest), 1),
             "up_down_union": (ops.up_down_union, (t["x"], words, spill, *rest), 128),
+            "ffn_union": (
+                ops.ffn_union,
+                (t["x"], t["w_gate"], t["w_up"], t["w_down"], t["b_gate"], t["b_up"], None, COMPRESSION),
+                128,
+            ),
             "down": (ops.down, (words, spill, t["w_down"], t["b_down"], COMPRESSION), 1),
             "reglu": (ops.reglu, (t["x"], t["x"] + 1), 1),
             "reglu_backward": (ops.reglu_backward, (t["x"], t["x"] + 1, t["x"] - 1), 1),

@@ -391,6 +391,39 @@ def test_slices_do_not_change_a_bit(
         testing.assert_same(actual, expected, name)
 
 
+@BOTH
+@pytest.mark.parametrize("density", [0, 0.08, 1])
+@pytest.mark.parametrize("compression", [2, 8])
+@pytest.mark.parametrize(("m", "tiles"), [(1, 1), (300, 1), (1000, 3), (897, 7)])
+def test_packing_slice_by_slice_does_not_change_a_bit(
+    m: int, tiles: int, compression: int, density: float, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``ffn_union`` has the results of the two operators, also where another kernel packs a short last slice."""
+    p = testing.integer_problem(m, 136, 264, density=density, biases=BIASES, device=CUDA)
+    words, spill, stats = ops.gate_pack(p.x, p.w_gate, p.gate_bias, compression)
+    weights = (p.w_up, p.w_down, p.up_bias) if gated else (None, p.w_down, None)
+    y, l1, union = ops.up_down_union(p.x, words, spill, *weights, p.down_bias, compression)
+    monkeypatch.setattr(format, "UNION_ENTRIES", tiles * format.TOKEN_TILE * 264)
+    biases = (p.gate_bias, p.up_bias if gated else None, p.down_bias)
+    found = ops.ffn_union(p.x, p.w_gate, *weights[:2], *biases, compression)
+    for name, actual, expected in zip(("y", "l1", "stats", "union"), found, (y, l1, stats, union), strict=True):
+        testing.assert_same(actual, expected, name)
+
+
+def test_many_tokens_take_the_memory_of_a_slice() -> None:
+    """Beside y, the packed gate and the lists of one slice: less than dense PyTorch's gate alone."""
+    m, n, k = 1 << 18, 5632, 64
+    p = testing.integer_problem(512, k, n, density=0.005, device=CUDA)
+    p = p._replace(x=p.x.repeat(m // 512, 1))
+    expected = right(p.rows(0, 512), True).y
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = by_strategy(p)
+    assert torch.cuda.max_memory_allocated() - before < m * n * 2 / 2
+    assert all(bool((part == expected).all()) for part in y.view(-1, 512, k).split(64))
+
+
 def test_slices_of_real_numbers_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = testing.make("topic29", 3000)
     whole = by_strategy(problem)

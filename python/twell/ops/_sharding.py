@@ -27,9 +27,10 @@ A layer
 
 Operators
     Those that work token by token take tokens sharded on dimension 0 and weights replicated: ``unpack``, ``up_down``,
-    ``down``, and, where all shards are whole blocks of the tokens that a row of their figures stands for, ``gate_pack``
-    and ``up_down_union``. Anything else is replicated first, which is right and slow. ``reglu`` takes any sharding. The
-    operators of training have outputs that belong to a batch, so DTensors are refused and the function to call named.
+    ``down``, and, where all shards are whole blocks of the tokens that a row of their figures stands for,
+    ``gate_pack``, ``up_down_union`` and ``ffn_union``. Anything else is replicated first, which is right and slow.
+    ``reglu`` takes any sharding. The operators of training have outputs that belong to a batch, so DTensors are refused
+    and the function to call named.
 
 Importing this module registers the operators' rules; ``twell.distributed`` and the functions that meet a DTensor do so.
 """
@@ -325,6 +326,11 @@ def _up_down_union(x: Any, *rest: Any) -> _Rules:
     return _by_token(3, (True, True, True, False, False, False, False, False), (x, *rest), divisible)
 
 
+def _ffn_union(x: Any, *rest: Any) -> _Rules:
+    divisible = _whole_blocks(x, format.TOKEN_TILE)
+    return _by_token(4, (True, False, False, False, False, False, False, False), (x, *rest), divisible)
+
+
 def _reglu(*elements: Any) -> _Rules:
     outputs = len(elements) - 1
     kinds: list[Placement] = [*(Shard(i) for i in range(len(elements[0].shape))), Replicate()]
@@ -344,6 +350,7 @@ for _op, _rules in (
     (ops.down, _down),
     (ops.up_down, _up_down),
     (ops.up_down_union, _up_down_union),
+    (ops.ffn_union, _ffn_union),
     ([ops.reglu, ops.reglu_backward], _reglu),
     ([ops.hybrid_forward, ops.hybrid_backward, ops.hybrid_backward_accumulate], _refuse),
 ):

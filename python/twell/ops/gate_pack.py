@@ -10,21 +10,31 @@ from twell import tuning
 from twell._runtime import device, format
 from twell.ops._library import launch, register, rows, vector
 
+Packed = tuple[Tensor, Tensor, Tensor]
 
-def outputs(x: Tensor, w_gate: Tensor, compression: int) -> tuple[Tensor, Tensor, Tensor]:
+
+def outputs(x: Tensor, w_gate: Tensor, compression: int) -> Packed:
     """Uninitialised words int32 [M, T*W], spill [M, T*256] of x's dtype, stats int32 [ceil(M/64), T, 2]."""
-    m, tiles = x.shape[0], format.tiles(w_gate.shape[0])
+    return *room(x, x.shape[0], w_gate, compression), figures(x, w_gate)
+
+
+def room(x: Tensor, m: int, w_gate: Tensor, compression: int) -> tuple[Tensor, Tensor]:
+    """Uninitialised words and spill of ``m`` tokens."""
+    tiles = format.tiles(w_gate.shape[0])
     words = x.new_empty((m, tiles * format.words_per_tile(compression)), dtype=torch.int32)
-    spill = x.new_empty((m, tiles * format.TILE))
-    stats = x.new_empty((-(-m // format.STATS_ROWS), tiles, 2), dtype=torch.int32)
-    return words, spill, stats
+    return words, x.new_empty((m, tiles * format.TILE))
 
 
-def _fake(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> tuple[Tensor, Tensor, Tensor]:
+def figures(x: Tensor, w_gate: Tensor) -> Tensor:
+    """Uninitialised stats."""
+    return x.new_empty((-(-x.shape[0] // format.STATS_ROWS), format.tiles(w_gate.shape[0]), 2), dtype=torch.int32)
+
+
+def _fake(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> Packed:
     return outputs(x, w_gate, compression)
 
 
-def _cpu(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> tuple[Tensor, Tensor, Tensor]:
+def on_cpu(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> Packed:
     words, spill, stats = outputs(x, w_gate, compression)
     accumulator = x.float() @ w_gate.float().t()
     if bias is not None:
@@ -54,23 +64,28 @@ def _cpu(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> tu
     return words, spill, stats
 
 
-def _cuda(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> tuple[Tensor, Tensor, Tensor]:
-    words, spill, stats = outputs(x, w_gate, compression)
+def _cuda(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> Packed:
+    packed = outputs(x, w_gate, compression)
+    pack(x, w_gate, bias, packed, compression)
+    return packed
+
+
+def pack(x: Tensor, w_gate: Tensor, bias: Tensor | None, packed: Packed, compression: int) -> None:
+    """Launch what fills ``packed``."""
     m, biased = x.shape[0], bias is not None
-    operands = (rows(x), rows(w_gate), vector(bias, w_gate.shape[0], x) if biased else None, words, spill, stats)
+    operands = (rows(x), rows(w_gate), vector(bias, w_gate.shape[0], x) if biased else None, *packed)
     if 0 < m <= tuning.SKINNY_GATE_PACK:
         launch(tuning.gate_pack_skinny(x.dtype, m, biased), *operands, format.words_per_tile(compression))
     elif m:
         # a cluster is two CTAs, one per multiprocessor
         clusters = device.sm_count(x.device.index) // 2
         launch(tuning.gate_pack(x.dtype, compression, biased), *operands, clusters)
-    return words, spill, stats
 
 
 gate_pack = register(
     "gate_pack(Tensor x, Tensor w_gate, Tensor? bias, int compression) -> (Tensor words, Tensor spill, Tensor stats)",
     fake=_fake,
-    cpu=_cpu,
+    cpu=on_cpu,
     cuda=_cuda,
     instead="twell.sparse_gated_ffn or twell.sparse_ffn",
 )

@@ -8,6 +8,8 @@ y = h @ w_down + down_bias. h is rounded to x's dtype, once, as in dense PyTorch
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -26,14 +28,18 @@ def outputs(x: Tensor, words: Tensor, spill: Tensor, w_down: Tensor, compression
     The operator returns all sizes but the last, which the kernels use. ValueError unless words and spill are packed for
     x and w_down.
     """
-    m, n = x.shape[0], w_down.shape[0]
-    check_packed(words, spill, m, n, compression)
-    tiles = format.token_tiles(m)
+    check_packed(words, spill, x.shape[0], w_down.shape[0], compression)
+    return results(x, w_down.shape[0])
+
+
+def results(x: Tensor, n: int) -> Outputs:
+    """The same of ``n`` neurons."""
+    tiles = format.token_tiles(x.shape[0])
     l1 = x.new_empty((tiles, format.sums_per_tile(n)), dtype=torch.float32)
     return x.new_empty(x.shape), l1, x.new_empty(tiles + 1, dtype=torch.int32)
 
 
-def _union(sizes: Tensor) -> Tensor:
+def union(sizes: Tensor) -> Tensor:
     """All sizes but the last."""
     # an index would ask for the device, which a fake tensor need not have
     return sizes.narrow(0, 0, sizes.shape[0] - 1)
@@ -50,10 +56,10 @@ def _fake(
     compression: int,
 ) -> Outputs:
     y, l1, sizes = outputs(x, words, spill, w_down, compression)
-    return y, l1, _union(sizes)
+    return y, l1, union(sizes)
 
 
-def _cpu(
+def on_cpu(
     x: Tensor,
     words: Tensor,
     spill: Tensor,
@@ -64,18 +70,18 @@ def _cpu(
     compression: int,
 ) -> Outputs:
     y, l1, sizes = outputs(x, words, spill, w_down, compression)
-    union = _union(sizes)
+    found = union(sizes)
     gate = unpack(words, spill, w_down.shape[0], compression)
     hidden = gate.float()
     if w_up is not None:
         hidden = (hidden * _hybrid.project(x, w_up, up_bias)).masked_fill_(gate == 0, 0)
     y.copy_(_hybrid.project(hidden.to(x.dtype), w_down.t(), down_bias))
     l1.zero_()
-    for tile in range(len(union)):
+    for tile in range(len(found)):
         tokens = slice(tile * format.TOKEN_TILE, (tile + 1) * format.TOKEN_TILE)
         l1[tile, 0] = hidden[tokens].abs().sum()
-        union[tile] = (gate[tokens] != 0).any(0).sum()
-    return y, l1, union
+        found[tile] = (gate[tokens] != 0).any(0).sum()
+    return y, l1, found
 
 
 def _cuda(
@@ -88,12 +94,28 @@ def _cuda(
     down_bias: Tensor | None,
     compression: int,
 ) -> Outputs:
+    y, l1, sizes = found = outputs(x, words, spill, w_down, compression)
+    by_slices(x, lambda first, last: (words[first:last], spill[first:last]), w_up, w_down, up_bias, down_bias, found)
+    return y, l1, union(sizes)
+
+
+def by_slices(
+    x: Tensor,
+    packed_of: Callable[[int, int], tuple[Tensor, Tensor]],
+    w_up: Tensor | None,
+    w_down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    found: Outputs,
+) -> None:
+    """Launch what fills ``found``. ``packed_of(first, last)`` gives words and spill of a slice when it is its turn."""
     (m, k), n, dtype = x.shape, w_down.shape[0], x.dtype
-    y, l1, sizes = outputs(x, words, spill, w_down, compression)
+    y, l1, sizes = found
     w_down = down_rows(w_down)
     if w_up is not None:
         x, w_up = rows(x), rows(w_up)
-    multiprocessors, width = device.sm_count(x.device.index), format.words_per_tile(compression)
+    multiprocessors, tiles = device.sm_count(x.device.index), format.tiles(n)
+    compact = tuning.compact(dtype, training=False)
     up = tuning.sampled_up(dtype, up_bias is not None, training=False)
     down = tuning.gathered(dtype, 0, down_bias is not None)
     up_bias = None if up_bias is None else vector(up_bias, n, x)
@@ -105,15 +127,13 @@ def _cuda(
         start, stop = first // format.TOKEN_TILE, format.token_tiles(last)
         # behind the sizes of a slice stands a zero, until the next slice writes its first size there
         pattern = (entries, neurons[: stop - start], chunks[: stop - start], sizes[start : stop + 1])
-        packed = (words[first:last], spill[first:last], None)
-        sums = l1[start:stop]
-        compact = tuning.compact(dtype, training=False)
-        launch(compact, *packed, *pattern, None, sums, n, width, int(w_up is None), format.MOST)
+        words, spill = packed_of(first, last)
+        sums, width = l1[start:stop], words.shape[1] // tiles
+        launch(compact, words, spill, None, *pattern, None, sums, n, width, int(w_up is None), format.MOST)
         if w_up is not None:
             launch(up, x[first:last], w_up, up_bias, *pattern, None, None, sums, format.MOST, multiprocessors)
         # the hidden state is now in the entries
         launch(down, None, w_down, None, None, down_bias, *pattern, y[first:last], format.MOST, multiprocessors)
-    return y, l1, _union(sizes)
 
 
 def _empty_lists(x: Tensor, m: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,7 +150,7 @@ up_down_union = register(
     "up_down_union(Tensor x, Tensor words, Tensor spill, Tensor? w_up, Tensor w_down, Tensor? up_bias, "
     "Tensor? down_bias, int compression) -> (Tensor y, Tensor l1, Tensor union)",
     fake=_fake,
-    cpu=_cpu,
+    cpu=on_cpu,
     cuda=_cuda,
     instead="twell.sparse_gated_ffn or twell.sparse_ffn",
 )
