@@ -419,7 +419,7 @@ def main(argv: list[str] | None = None) -> int:
                 print("stopping here", flush=True)
                 break
             give_back(device)
-        summary = {"seconds": round(time.monotonic() - start, 1), **fuzzer.tally.summary()}
+        summary = {"seconds": round(time.monotonic() - start, 3), **fuzzer.tally.summary()}
         if ledger is not None:
             print(json.dumps({"summary": summary}), file=ledger, flush=True)
     print_summary(summary)

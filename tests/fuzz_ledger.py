@@ -82,7 +82,7 @@ class Tally:
         return {
             "cases": self.cases,
             "distinct": len(self.seen),
-            "case_seconds": round(self.seconds, 1),
+            "case_seconds": round(self.seconds, 3),
             "mismatches": self.mismatches,
             "counts": counts,
             "worst": {name: [round(ratio, 3), where] for name, (ratio, where) in sorted(self.worst.items())},
@@ -125,12 +125,12 @@ def read(paths: Iterable[Path]) -> dict[str, Any]:
         raise ValueError("no run in these ledgers")
     for run, tally in runs:
         run |= {"cases": tally.cases, "mismatches": len(tally.mismatches)}
-        run.setdefault("seconds", round(tally.seconds, 1))
+        run.setdefault("seconds", round(tally.seconds, 3))
     return {
         "machine": runs[0][0]["machine"],
         "date": runs[0][0]["date"],
         "runs": [run for run, _ in runs],
-        "seconds": round(sum(run["seconds"] for run, _ in runs), 1),
+        "seconds": round(sum(run["seconds"] for run, _ in runs), 3),
         **everything.summary(),
     }
 

@@ -270,7 +270,7 @@ class AutoStrategy:
     def begin(self, x: Tensor, n: int, gated: bool, training: bool) -> Route:
         """How a call on x [..., K] with n neurons runs."""
         m = _tokens(x)
-        if _tracing(m):
+        if tracing(m):
             return Route(self._trace(m, training))
         problem = tuning.Problem(m, x.shape[-1], n, gated, training)
         holder = self if training else None
@@ -432,7 +432,7 @@ def fresh(x: Tensor, n: int, gated: bool, training: bool) -> str:
     if training:
         return "union"
     m = _tokens(x)
-    if _tracing(m):
+    if tracing(m):
         return _FRESH[_few(m)]
     return tuning.decide(tuning.Problem(m, x.shape[-1], n, gated, training), None, None).strategy
 
@@ -445,7 +445,7 @@ def _tokens(x: Tensor) -> int:
     return m
 
 
-def _tracing(m: Any) -> bool:
+def tracing(m: Any) -> bool:
     """Whether this call makes a graph, of ``m`` tokens, which may be symbolic."""
     if torch.compiler.is_compiling() or type(m) is not int:
         return True

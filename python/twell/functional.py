@@ -303,7 +303,7 @@ def _plain(
 def _in_slices(tokens: Tensor, weight: Tensor) -> bool:
     """Whether "union" takes the tokens slice by slice; not of a symbolic number, where a guard would narrow a graph."""
     most = format.UNION_ENTRIES // weight.shape[0]
-    if _auto._tracing(tokens.shape[0]):
+    if _auto.tracing(tokens.shape[0]):
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
         return statically_known_true(tokens.shape[0] > most)

@@ -194,9 +194,7 @@ def test_ledgers_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for kind in ("op", "strategy", "dtype", "class of K"):
         assert sum(summary["counts"][kind].values()) == 16
     assert {"with", "edges"} <= summary["counts"].keys()
-    # each is rounded to tenths
-    assert summary["case_seconds"] >= 0
-    assert summary["seconds"] >= summary["case_seconds"] - 0.2
+    assert summary["seconds"] >= summary["case_seconds"] > 0
     worst = max(r for line in first.read_text().splitlines() for r in json.loads(line).get("ratios", {}).values())
     assert max(v for k, (v, _) in summary["worst"].items() if "allowed" in k) == pytest.approx(worst, abs=1e-3)
 

@@ -266,6 +266,17 @@ def test_packed_operands_that_do_not_fit_are_refused(change: dict[str, Any], tex
             ops.up_down_union(o["x"], *packed, w_up, w, None, None, arguments["compression"])
 
 
+@pytest.mark.parametrize("name", ["w_up", "w_down"])
+def test_weights_of_other_shapes_are_refused(name: str) -> None:
+    o = operands(3, 264, 16) | {name: integers(256, 16)}
+    arguments = o["x"], o["w_gate"], o["w_up"], o["w_down"], None, None, None, 8
+    text = rf"{name} must be \[264, 16\] as w_gate is, got \[256, 16\]"
+    with pytest.raises(ValueError, match=text):
+        ops.ffn_union(*arguments)
+    with pytest.raises(ValueError, match=text):
+        sys.modules["twell.ops.ffn_union"]._cuda(*arguments)
+
+
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[specs.Spec, tuple[Any, ...]]]:
     """What the CUDA implementations, called on CPU tensors, would launch on a GPU of 132 multiprocessors."""

@@ -18,6 +18,15 @@ from twell.ops.up_down_union import on_cpu as up_down_on_cpu
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
+def outputs(x: Tensor, w_gate: Tensor, w_up: Tensor | None, w_down: Tensor) -> Outputs:
+    """Empty y, l1, stats and sizes, as the two operators have them; ValueError unless weights have one shape."""
+    for name, weight in (("w_up", w_up), ("w_down", w_down)):
+        if weight is not None and weight.shape != w_gate.shape:
+            raise ValueError(f"{name} must be {list(w_gate.shape)} as w_gate is, got {list(weight.shape)}")
+    y, l1, sizes = results(x, w_gate.shape[0])
+    return y, l1, figures(x, w_gate), sizes
+
+
 def _fake(
     x: Tensor,
     w_gate: Tensor,
@@ -28,8 +37,8 @@ def _fake(
     down_bias: Tensor | None,
     compression: int,
 ) -> Outputs:
-    y, l1, sizes = results(x, w_gate.shape[0])
-    return y, l1, figures(x, w_gate), union(sizes)
+    y, l1, stats, sizes = outputs(x, w_gate, w_up, w_down)
+    return y, l1, stats, union(sizes)
 
 
 def _cpu(
@@ -42,6 +51,7 @@ def _cpu(
     down_bias: Tensor | None,
     compression: int,
 ) -> Outputs:
+    outputs(x, w_gate, w_up, w_down)
     words, spill, stats = pack_on_cpu(x, w_gate, gate_bias, compression)
     y, l1, unions = up_down_on_cpu(x, words, spill, w_up, w_down, up_bias, down_bias, compression)
     return y, l1, stats, unions
@@ -57,8 +67,8 @@ def _cuda(
     down_bias: Tensor | None,
     compression: int,
 ) -> Outputs:
-    y, l1, sizes = found = results(x, w_gate.shape[0])
-    stats, w_gate = figures(x, w_gate), rows(w_gate)
+    y, l1, stats, sizes = outputs(x, w_gate, w_up, w_down)
+    w_gate = rows(w_gate)
     slices = format.union_slices(x.shape[0], w_gate.shape[0])
     # the first slice is the longest
     words, spill = room(x, slices[0][1] if slices else 0, w_gate, compression)
@@ -69,7 +79,7 @@ def _cuda(
         pack(x[first:last], w_gate, gate_bias, (*packed, stats[blocks]), compression)
         return packed
 
-    by_slices(x, packed_of, w_up, w_down, up_bias, down_bias, found)
+    by_slices(x, packed_of, w_up, w_down, up_bias, down_bias, (y, l1, sizes))
     return y, l1, stats, union(sizes)
 
 
