@@ -61,6 +61,7 @@ PATTERNS: dict[str, tuple[float, dict[str, Any]]] = {
     "sparser": (1 / 400, {**_UNEVEN, "dead": 0.5, "rho": 0.5}),
     "denser": (1 / 60, {**_UNEVEN, "dead": 0.2}),
     "wide topic": (1 / 44, {**_UNEVEN, "dead": 0.2, "rho": 0.5}),
+    "wide": (1 / 19, {**_UNEVEN, "dead": 0.1, "rho": 0.3}),
     "dense": (1 / 6, {"neuron_sigma": 0.5, "token_sigma": 0.3}),
 }
 
