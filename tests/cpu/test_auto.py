@@ -913,6 +913,16 @@ def test_the_fit_finds_what_made_the_times(tune: Any) -> None:
     assert all(tune.predicted(noisy, row) == pytest.approx(row["relative"], rel=0.2) for row in rows)
 
 
+def test_slow_times_that_are_not_linear_leave_fast_ones_fitted(tune: Any) -> None:
+    rows = measured()
+    slow = {id(row) for row in rows if row["strategy"] == "row" and row["relative"] > 3}
+    bent = [{**row, "relative": row["relative"] * (1.3 if id(row) in slow else 1)} for row in rows]
+    table = tune.fit(bent)
+    fast = [row for row in bent if row["strategy"] == "row" and row["relative"] < 1]
+    assert slow and fast
+    assert all(tune.predicted(table, row) == pytest.approx(row["relative"], rel=0.01) for row in fast)
+
+
 def test_the_fit_is_least_squares_without_negative_terms(tune: Any) -> None:
     generator = np.random.default_rng(0)
     for _ in range(50):

@@ -272,6 +272,35 @@ def test_odd_cases_stay_within_their_bounds(changes: dict[str, Any]) -> None:
     assert set(found.values()) == {"ok"}, {case: verdict for case, verdict in found.items() if verdict != "ok"}
 
 
+def test_what_tensor_cores_cut_off_adds_up() -> None:
+    """Gates near 16 of 8,184 terms lose half of the accumulator's last place at each of 512 steps."""
+    # a token in ten is heavy
+    case = crafted(op="pack", m=50, k=8184, n=128, dtype="fp16", gated=False, pattern="heavy tokens", density=0.4)
+    case = next(c for c in (dataclasses.replace(case, seed=seed) for seed in range(20)) if heavy(c) > 500)
+    layer = problems.build(case, CPU)
+    value = answers.summed(layer.x, layer.w_gate, None)
+    total = torch.zeros_like(value.right)
+    for x, weight in zip(layer.x.double().split(16, dim=1), layer.w_gate.double().split(16, dim=1)):
+        total = towards_zero(total + x @ weight.t())
+    error = (total - value.right).abs()
+    assert bool((error <= value.off).all())
+    # more than what sums in another order lead to
+    reach = problems.sums(layer.x, layer.w_gate, None)[1]
+    assert float((error / reach)[value.right > 12].median()) > 1.5
+
+
+def heavy(case: Case) -> int:
+    layer = problems.build(case, CPU)
+    return int((problems.sums(layer.x, layer.w_gate, None)[0] > 12).sum())
+
+
+def towards_zero(t: Tensor) -> Tensor:
+    """Rounded to fp32, never away from zero."""
+    nearest = t.float()
+    cut = torch.where(nearest.double().abs() > t.abs(), torch.nextafter(nearest, torch.zeros_like(nearest)), nearest)
+    return cut.double()
+
+
 def test_a_number_that_fp16_does_not_hold_may_be_infinite() -> None:
     found = torch.tensor([math.inf, -math.inf, math.inf, math.inf, 3.0])
     right = torch.tensor([70000.0, -1e6, -1e6, 60000.0, 2.0], dtype=torch.float64)
