@@ -19,6 +19,7 @@ PARTS = {
     "up_down": "up and down",
     "down": "down",
     "sampled_up": "up at non-zeros",
+    "gathered*0": "y = h W_down",
     "gathered*1": "y = h W_down",
     "sampled_grad": "gradients at non-zeros",
     "gathered*2": "dx",
@@ -30,16 +31,15 @@ REST = "rest"
 def part_of(symbol: str) -> str:
     """The part of a step that a kernel belongs to."""
     if symbol.startswith("gathered"):
-        return PARTS[f"gathered*{symbol[-1]}"] if symbol[-1] in "12" else REST
+        return PARTS[f"gathered*{symbol[-1]}"] if symbol[-1] in "012" else REST
     # of up_down and up_down_skinny the longer name that matches
     known = [name for name in PARTS if symbol.startswith(name)]
     return PARTS[max(known, key=len)] if known else REST
 
 
 def kernels(results: Results) -> Chart | None:
-    """Where the time of a forward pass and of a training step goes (h200_sweep_kernels, or h200_training)."""
-    sweep, training = results.get("h200_sweep_kernels"), results.get("h200_training")
-    result = sweep if good(sweep) else training
+    """Where the time of a forward pass and of a training step goes (h200_sweep_kernels)."""
+    result = results.get("h200_sweep_kernels")
     rows = good(result)
     panels: dict[str, list[Row]] = {}
     for op, suffix in (("ffn", ""), ("train_forward", " train_forward"), ("train", " train")):

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 WORKLOADS = ("real3", "uniform29", "topic29", "skew29", "real6", "topic128", "dense911")
 PAPER_TEXT = "the paper's code"
+# Two strategies whose times differ by less than this share do not cross: one run later the other may be ahead.
+ALIKE = 0.01
 
 
 def speedup(results: Results) -> Chart | None:
@@ -130,14 +132,14 @@ def nnz(results: Results) -> Chart | None:
 
 
 def marks(lines: dict[str, list[list[float]]]) -> list[Row]:
-    """Where strategies cross each other and dense."""
+    """Where strategies cross each other and dense. Two strategies do so where they differ on both sides (``ALIKE``)."""
     found = []
     for name in ("row", "union", "train"):
         if name in lines:
             found += [{"what": f"{name} = dense", "x": x, "y": 1.0} for x in crossings(*of_line(lines[name]))]
     if "row" in lines and "union" in lines:
         row, union = ({point[0]: point[1] for point in lines[name]} for name in ("row", "union"))
-        xs = sorted(set(row) & set(union))
+        xs = sorted(x for x in set(row) & set(union) if abs(row[x] / union[x] - 1) > ALIKE)
         for x in crossings(xs, [row[at] / union[at] for at in xs]):
             i = max(j for j, at in enumerate(xs) if at <= x)
             x0, x1 = xs[i], xs[min(i + 1, len(xs) - 1)]

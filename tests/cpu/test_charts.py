@@ -52,6 +52,13 @@ def of_kernels(charts: Any) -> Any:
     return _charts_kernels
 
 
+@pytest.fixture
+def layer(charts: Any) -> Any:
+    import _charts_layer
+
+    return _charts_layer
+
+
 # Results as the sweeps write them
 
 
@@ -204,6 +211,14 @@ def test_crossovers_of_strategies(charts: Any, tmp_path: Path) -> None:
     assert "(topic)" in chart.title
 
 
+def test_what_is_as_fast_does_not_cross(layer: Any) -> None:
+    union = [[1.0, 3.0], [4.0, 2.5], [16.0, 2.0]]
+    row = [[1.0, 3.001], [4.0, 2.4], [16.0, 1.2]]
+    assert [mark for mark in layer.marks({"row": row, "union": union}) if mark["what"] == "row = union"] == []
+    row[0][1] = 3.3
+    assert len([mark for mark in layer.marks({"row": row, "union": union}) if mark["what"] == "row = union"]) == 1
+
+
 def test_red_and_untimed_rows_are_not_shown(charts: Any, tmp_path: Path) -> None:
     rows = nnz_rows()
     for each in rows:
@@ -309,6 +324,7 @@ def test_kernels_add_up_to_the_whole(charts: Any, tmp_path: Path) -> None:
         ("gate_pack_skinny_bf16", "gate GEMM + pack"),
         ("up_down_skinny_bf16", "up and down"),
         ("down_bf16_k2048", "down"),
+        ("gathered_bf16_0", "y = h W_down"),
         ("gathered_bf16_2", "dx"),
         ("torch", "rest"),
         ("transpose_bf16", "rest"),
@@ -320,7 +336,7 @@ def test_parts_of_kernels(of_kernels: Any, symbol: str, part: str) -> None:
 
 def test_every_kernel_of_a_step_has_a_part(of_kernels: Any, root: Path) -> None:
     """A kernel that is renamed would vanish in "rest"."""
-    result = json.loads((root / "profiling" / "results" / "h200_training.json").read_text())
+    result = json.loads((root / "profiling" / "results" / "h200_sweep_kernels.json").read_text())
     small = {symbol for each in result["rows"] for symbol, ms in (each.get("kernels") or {}).items() if ms < 0.08}
     for each in result["rows"]:
         for symbol in each.get("kernels") or {}:
