@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import re
@@ -89,7 +90,7 @@ def mean_speedup() -> str:
     forward, train = (geometric(of_model[op]) for op in ("ffn", "train"))
     return (
         f"The mean speed-up is {mean:.2f} over the first five named, and {forward:.2f} over all {len(of_model['ffn'])} "
-        f"layers of the trained model below, whose training steps gain {train:.2f} (geometric means)."
+        f"layers of a model trained like the one below, whose training steps gain {train:.2f} (geometric means)."
     )
 
 
@@ -407,7 +408,7 @@ def layer_correlation() -> str:
 def auto_misses() -> str:
     """Where "auto" chose another strategy than the best of those measured beside it, and took 2 % longer."""
     points: dict[str, list[Row]] = {}
-    for row in result("h200_sweep_m")["rows"]:
+    for row in itertools.chain(*(result(name)["rows"] for name in ("h200_sweep_nnz", "h200_sweep_m"))):
         if row["requested"] and row["ms"] and not row["red"]:
             points.setdefault(row["point"], []).append(row)
     cells = []
@@ -420,8 +421,20 @@ def auto_misses() -> str:
         if auto["strategy"] != best["strategy"] and auto["ms"] > 1.02 * best["ms"]:
             over = percent(100 * (auto["ms"] / best["ms"] - 1))
             names = [f"{row['strategy']} {row['ms'] * 1e3:.0f}" for row in (auto, best)]
-            cells.append([auto["pattern"], f"{auto['tokens']:,}", *names, over])
-    return markdown(["pattern", "tokens", '"auto", microseconds', "the best", ""], "lrllr", cells)
+            cells.append([auto["pattern"], f"{auto['nnz']:.0f}", f"{auto['tokens']:,}", *names, over])
+    return markdown(["pattern", "non-zeros", "tokens", '"auto", microseconds', "the best", ""], "lrrllr", cells)
+
+
+def fuzz() -> str:
+    """What the fuzzer ran, and found."""
+    run = result("h200_fuzz")
+    counts, wrong = run["counts"]["numbers"], run["mismatches"]
+    largest, case = max(value for name, value in run["worst"].items() if name.endswith("allowed"))
+    return (
+        f"{run['cases']:,} cases in {run['seconds']:.0f} s: {counts['integers']:,} of integers, bit by bit, and "
+        f"{counts['reals']:,} of real numbers, the largest error {largest:.2f} of what is allowed ({case}). "
+        f"Mismatches: {'; '.join(wrong) if wrong else 'none'}. {run['machine']}"
+    )
 
 
 def quality_limit() -> str:
@@ -458,6 +471,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "layers": layers,
     "layer correlation": layer_correlation,
     "auto misses": auto_misses,
+    "fuzz": fuzz,
     "quality": lambda: _quality.table(result("h200_quality")),
     "quality layers": lambda: _quality.layers(result("h200_quality")),
     "quality limit": quality_limit,

@@ -176,7 +176,7 @@ class TestLayers:
 
 def test_auto_misses(readme: Any, tmp_path: Path) -> None:
     def strategies(point: str, auto: str, **ms: float) -> list[dict[str, Any]]:
-        known = {"point": point, "pattern": "topic", "tokens": 2048, "red": ""}
+        known = {"point": point, "pattern": "topic", "nnz": 29.2, "tokens": 2048, "red": ""}
         named = [known | {"requested": name, "strategy": name, "ms": each} for name, each in ms.items()]
         return [*named, known | {"requested": "auto", "strategy": auto, "ms": ms[auto]}]
 
@@ -185,7 +185,23 @@ def test_auto_misses(readme: Any, tmp_path: Path) -> None:
     rows += strategies("b", "row", row=1.0, union=1.1, dense=2.0) + strategies("c", "union", row=1.0, union=1.01)
     rows += strategies("d", "row", row=1.0)[1:]
     write(tmp_path, "h200_sweep_m", rows)
-    assert cells(readme.auto_misses()) == [["topic", "2,048", "union 1100", "row 1000", "+10.0 %"]]
+    write(tmp_path, "h200_sweep_nnz", strategies("e", "dense", union=1.0, dense=1.5))
+    expected = [["topic", "29", "2,048", "dense 1500", "union 1000", "+50.0 %"]]
+    expected += [["topic", "29", "2,048", "union 1100", "row 1000", "+10.0 %"]]
+    assert cells(readme.auto_misses()) == expected
+
+
+@pytest.mark.parametrize(("mismatches", "said"), [([], "Mismatches: none."), (["6:4 y"], "Mismatches: 6:4 y.")])
+def test_what_the_fuzzer_found(mismatches: list[str], said: str, readme: Any, tmp_path: Path) -> None:
+    run = {"machine": "a GPU", "cases": 1200, "seconds": 61.4, "mismatches": mismatches}
+    run["counts"] = {"numbers": {"integers": 500, "reals": 700}}
+    run["worst"] = {"y, of what is allowed": [0.9, "6:1"], "x, of what is allowed": [0.7, "6:2"]}
+    run["worst"]["y, times dense's"] = [1.01, "6:3"]
+    (tmp_path / "h200_fuzz.json").write_text(json.dumps(run))
+    assert readme.fuzz() == (
+        "1,200 cases in 61 s: 500 of integers, bit by bit, and 700 of real numbers, the largest error 0.90 of what is "
+        f"allowed (6:1). {said} a GPU"
+    )
 
 
 @pytest.mark.parametrize(
