@@ -58,6 +58,7 @@ PATTERNS: dict[str, tuple[float, dict[str, Any]]] = {
     "uniform": (1 / 190, {}),
     "skew": (1 / 190, {**_UNEVEN, "dead": 0.3}),
     "topic": (1 / 190, {**_UNEVEN, "dead": 0.3, "rho": 0.5}),
+    "sparsest": (1 / 1400, {**_UNEVEN, "dead": 0.5, "rho": 0.5}),
     "sparser": (1 / 400, {**_UNEVEN, "dead": 0.5, "rho": 0.5}),
     "denser": (1 / 60, {**_UNEVEN, "dead": 0.2}),
     "wide topic": (1 / 44, {**_UNEVEN, "dead": 0.2, "rho": 0.5}),
