@@ -88,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     results = Results(arguments.results)
     wrong: list[str] = []
+    drawn = 0
     try:
         _style.require()
         for name in arguments.charts or ALL:
@@ -99,6 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             elif chart is not None:
                 chart.save(arguments.out / name)
                 print(f"{name}: {chart.title}")
+            drawn += chart is not None
+        if not drawn and not wrong:
+            raise ResultError(f"expected results of some chart in {arguments.results}, got none")
     except (ResultError, _quality.DataError, ImportError) as error:
         print(f"charts: error: {error}", file=sys.stderr)
         return 2

@@ -9,9 +9,12 @@ a CUDA toolkit in the path or below /usr/local/cuda. Without one the other files
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +50,24 @@ def disassemble(cubin: Path, line_info: bool) -> str | None:
     return None
 
 
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[None]:
+    """Has the compiler leave files with names of its own in a folder that goes, not in the current one.
+
+    It reads the variable when it is imported.
+    """
+    name = "CUTE_DSL_DUMP_DIR"
+    if name in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[name] = folder
+        try:
+            yield
+        finally:
+            del os.environ[name]
+
+
 def dump(compiler: Any, symbol: str, folder: Path, line_info: bool) -> list[Path]:
     """Write SYMBOL.ptx, .cubin, .sass and .txt (registers, spills, WGMMA warnings); the paths of those written."""
     spec = specs.spec_from_symbol(symbol)
@@ -79,16 +100,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             specs.spec_from_symbol(symbol)
     except ValueError as error:
         parser.error(str(error))
-    try:
-        compiler = kernel_module("compile")
-    except ModuleNotFoundError as error:
-        print(f"dump: error: needs the compiler, nvidia-cutlass-dsl ({error})", file=sys.stderr)
-        return 2
-    disassembled = True
-    for symbol in arguments.symbols:
-        written = dump(compiler, symbol, arguments.out, arguments.line_info)
-        print(*written, sep="\n", flush=True)
-        disassembled &= written[-1].suffix == ".sass"
+    with scratch_folder():
+        try:
+            compiler = kernel_module("compile")
+        except ModuleNotFoundError as error:
+            print(f"dump: error: needs the compiler, nvidia-cutlass-dsl ({error})", file=sys.stderr)
+            return 2
+        disassembled = True
+        for symbol in arguments.symbols:
+            written = dump(compiler, symbol, arguments.out, arguments.line_info)
+            print(*written, sep="\n", flush=True)
+            disassembled &= written[-1].suffix == ".sass"
     if not disassembled:
         print(
             'dump: no SASS: no disassembler found that reads these; pip install "nvidia-cutlass-dsl[sass]"',

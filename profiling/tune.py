@@ -315,9 +315,11 @@ def fit(rows: Iterable[dict[str, Any]]) -> Table:
         if len(group) < 2:
             continue
         relative = np.array([row["relative"] for row in group])
-        terms = np.array([(1.0, *shares_of(row)) for row in group])
+        # of one token both shares are the same: the first of two columns that fit alike is taken, and that of the union
+        # would be far too much for a few tokens more
+        terms = np.array([(1.0, density, union) for union, density in map(shares_of, group)])
         weights = (np.array([fastest[place_of(row)] for row in group]) / relative) ** WEIGHT_POWER
-        base, per_union, per_density = non_negative_least_squares(terms * (weights / relative)[:, None], weights)
+        base, per_density, per_union = non_negative_least_squares(terms * (weights / relative)[:, None], weights)
         coefficients = (round(float(base), 4), round(float(per_union), 4), round(float(per_density), 4))
         table.setdefault(key, {}).setdefault(m, {})[strategy] = coefficients
     return table
@@ -400,9 +402,25 @@ def table_text(table: Table, machine: str, date: str) -> str:
     return "\n".join([*lines, "}", ""])
 
 
+def read(path: Path) -> dict[str, Any]:
+    """What an earlier run wrote; ValueError where it is something else."""
+    try:
+        run = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"expected what --out wrote in {path}, got {error}") from error
+    needed = {*Problem._fields, *Figures._fields, "pattern", "strategy", "relative", "red"}
+    rows = run.get("rows") if isinstance(run, dict) else None
+    if not isinstance(rows, list) or not {"machine", "date"} <= run.keys():
+        raise ValueError(f"expected what --out wrote in {path}, got other JSON")
+    for row in rows:
+        if missing := needed - row.keys() - ({"relative"} if row.get("red") else set()):
+            raise ValueError(f"expected what --out wrote in {path}, got a row without {', '.join(sorted(missing))}")
+    return run
+
+
 def merged(paths: Sequence[Path]) -> dict[str, Any]:
     """The data of several runs on GPUs of one model: rows of all, machine and date of the last."""
-    runs = [json.loads(path.read_text()) for path in paths]
+    runs = [read(path) for path in paths]
     models = {run["machine"].split(" (")[0] for run in runs}
     if len(models) > 1:
         raise ValueError(f"a table is for one GPU, got measurements of {', '.join(sorted(models))}")
@@ -440,7 +458,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     if arguments.sources is not None:
-        data = merged(arguments.sources)
+        try:
+            data = merged(arguments.sources)
+        except ValueError as error:
+            print(f"tune: error: {error}", file=sys.stderr)
+            return 2
     elif not torch.cuda.is_available():
         print("tune: needs a CUDA device, or --from", file=sys.stderr)
         return 2

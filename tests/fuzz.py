@@ -388,6 +388,15 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--json needs --summary")
     if arguments.summary:
         return summarize(arguments.summary, arguments.json)
+    for name, value in (
+        ("--budget-s", arguments.budget_s),
+        ("--cases", arguments.cases),
+        ("--limit-s", arguments.limit_s),
+    ):
+        if value is not None and not value > 0:
+            parser.error(f"{name} must be above 0, got {value:g}")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a CUDA device; --device cpu fuzzes the CPU operators")
 
     device = torch.device(arguments.device)
     # a product of integers is exact only where partial sums are not rounded to 16 bits

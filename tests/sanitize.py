@@ -330,6 +330,10 @@ def run_under(tool: str, names: list[str], cases: list[Case], limit_s: float) ->
     return int(status != 0 or reader.errors != 0)
 
 
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", nargs="+", choices=OPS, default=list(OPS), metavar="NAME", help="default: all")
@@ -346,6 +350,9 @@ def main(argv: list[str] | None = None) -> int:
         for case in cases:
             print(f"{case.name:26} M {case.m}, K {case.k}, N {case.n}, density {case.density}, {case.dtype}")
         return 0
+    if not has_gpu():
+        print("sanitize: error: needs a CUDA device", file=sys.stderr)
+        return 2
     if arguments.tool:
         return run_under(arguments.tool, arguments.op, cases, arguments.limit_s)
     return int(run_here(arguments.op, cases, arguments.limit_s) > 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 
@@ -27,9 +28,18 @@ def at_least(low: int) -> Callable[[str], int]:
 
 
 def exit_status(command: str, run: Callable[[], int]) -> int:
-    """What ``run`` returns; 2 where the request cannot be met, 130 for Ctrl-C, after saying so on stderr."""
+    """What ``run`` returns; 2 where the request cannot be met, 130 for Ctrl-C, after saying so on stderr.
+
+    1, without a word, where nobody reads what is printed any more.
+    """
     try:
-        return run()
+        status = run()
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # nor will what is left in the buffer be
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (RequestError, ImportError) as error:
         print(f"{command}: error: {error}", file=sys.stderr)
         return 2

@@ -140,7 +140,7 @@ STRATEGIES = ("auto", "row", "union", "dense")
 # A change of strategy must promise to save this share of the time, about the error of the predictions.
 MARGIN = 0.02
 
-# More non-zeros than the hybrid format holds cost a training step seven times dense's (H200, K = 2,048, N = 5,632). The
+# More non-zeros than the hybrid format holds cost a training step eight times dense's (H200, K = 2,048, N = 5,632). The
 # sparse route starts below this share of its capacity, so that batches may vary by a sixth.
 SAFE_SHARE = 0.85
 

@@ -913,6 +913,17 @@ def test_the_fit_finds_what_made_the_times(tune: Any) -> None:
     assert all(tune.predicted(noisy, row) == pytest.approx(row["relative"], rel=0.2) for row in rows)
 
 
+def test_what_one_token_costs_is_of_its_non_zeros(tune: Any) -> None:
+    """Its union is the same, but costs of more tokens lie between those of one and those of some."""
+    rows = []
+    for nonzeros in (14, 29, 128):
+        problem, figures = Problem(1, 2048, 5632, True, False), Figures(nonzeros, None)
+        row = {**problem._asdict(), **figures._asdict(), "pattern": str(nonzeros), "strategy": "row", "red": ""}
+        rows.append(row | {"relative": 0.3 + 8 * nonzeros / 5632})
+    (entry,) = tune.fit(rows).values()
+    assert entry[1]["row"] == pytest.approx((0.3, 0.0, 8.0), abs=1e-3)
+
+
 def test_slow_times_that_are_not_linear_leave_fast_ones_fitted(tune: Any) -> None:
     rows = measured()
     slow = {id(row) for row in rows if row["strategy"] == "row" and row["relative"] > 3}
@@ -964,8 +975,30 @@ def test_writes_the_table_from_files(
 
     other = tmp_path / "c.json"
     tune.write_json({"machine": "NVIDIA H100 (132 SMs); torch 2.11.0", "date": "2026-11-21", "rows": []}, other)
-    with pytest.raises(ValueError, match="a table is for one GPU, got measurements of NVIDIA H100, NVIDIA H200"):
-        tune.main(["--from", str(files[0]), str(other)])
+    assert tune.main(["--from", str(files[0]), str(other)]) == 2
+    assert "a table is for one GPU, got measurements of NVIDIA H100, NVIDIA H200" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "No such file"),
+        ("{", "expected what --out wrote"),
+        ("[]", "got other JSON"),
+        ('{"machine": "a GPU", "date": "2026-11-21", "rows": [{"m": 1}]}', "got a row without gated, k, n"),
+    ],
+)
+def test_files_that_tune_did_not_write(
+    text: str | None, said: str, tune: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tune.json"
+    if text is not None:
+        path.write_text(text)
+    assert tune.main(["--from", str(path), "--write", "--table", str(tmp_path / "table.py")]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert str(path) in error
+    assert not (tmp_path / "table.py").exists()
 
 
 def test_the_committed_table_is_as_generated(tune: Any) -> None:

@@ -497,8 +497,11 @@ def test_missing_data_is_an_error_only_where_named(
 ) -> None:
     (tmp_path / "results").mkdir()
     where = ("--results", tmp_path / "results", "--out", tmp_path / "charts")
-    assert run(charts, *where) == 0
+    assert run(charts, *where) == 2
+    assert f"expected results of some chart in {tmp_path / 'results'}, got none" in capsys.readouterr().err
     assert not (tmp_path / "charts").exists()
+    write(tmp_path / "results", "h200_sweep_memory", memory_rows())
+    assert run(charts, *where) == 0
     assert run(charts, "nnz", *where) == 2
     assert "h200_sweep_nnz" in capsys.readouterr().err
 

@@ -92,6 +92,16 @@ def test_ctrl_c_exits_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert "twell demo: interrupted" in capsys.readouterr().err
 
 
+def test_a_reader_that_leaves_is_no_error() -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "twell", "info", "--verbose"]
+    done = subprocess.run(command, env=environment, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_runs_as_a_module() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "twell", "--version"]

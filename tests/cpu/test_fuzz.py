@@ -693,6 +693,30 @@ fuzz.main(["--device", "cpu", "--cases", "1", "--limit-s", "0.2"])
     assert "HANGS for more than 0 s: python tests/fuzz.py --replay 1:0 --device cpu --m" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--cases", "0"], "--cases must be above 0, got 0"),
+        (["--budget-s", "-5"], "--budget-s must be above 0, got -5"),
+        (["--limit-s", "nan"], "--limit-s must be above 0, got nan"),
+        (["--device", "cuda"], "--device cuda needs a CUDA device"),
+    ],
+)
+def test_a_run_of_nothing_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "cuda" in words and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SystemExit) as stopped:
+        fuzz.main(words)
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_sanitizer_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sanitize.main(["--op", "unpack"]) == 2
+    assert "needs a CUDA device" in capsys.readouterr().err
+
+
 def test_a_replay_needs_a_case(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run("--replay", "seven")
@@ -734,6 +758,7 @@ def test_operators_launch_the_kernels_that_the_driver_says(op: str, monkeypatch:
                 assert seen == known or (family, choice) == ("gathered", "bias"), (family, choice)
 
 
+@pytest.mark.usefixtures("as_if_on_a_gpu")
 def test_checks_agree_with_themselves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """All operators with the CPU in place of the GPU; then one that is wrong."""
     plain = sanitize.Call.on
@@ -752,6 +777,11 @@ def test_checks_agree_with_themselves(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "WRONG output 0" in capsys.readouterr().out
     assert sanitize.main(["--op", "down", "--limit-s", "-1"]) == 0
     assert capsys.readouterr().out.count("left out") == len(sanitize.CASES)
+
+
+@pytest.fixture
+def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sanitize, "has_gpu", lambda: True)
 
 
 FAKE = """#!/bin/sh
@@ -790,6 +820,7 @@ def fake_sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
     return make
 
 
+@pytest.mark.usefixtures("as_if_on_a_gpu")
 def test_the_sanitizer_is_run_with_the_options_that_it_knows(
     fake_sanitizer: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -805,6 +836,7 @@ def test_the_sanitizer_is_run_with_the_options_that_it_knows(
     assert "initcheck: 0 errors, exit status 0" in out
 
 
+@pytest.mark.usefixtures("as_if_on_a_gpu")
 def test_what_the_sanitizer_reports_is_shown_and_counted(
     fake_sanitizer: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -820,6 +852,7 @@ def test_what_the_sanitizer_reports_is_shown_and_counted(
     assert "memcheck: no summary" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("as_if_on_a_gpu")
 def test_a_sanitizer_that_hangs_is_ended(
     fake_sanitizer: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -829,6 +862,7 @@ def test_a_sanitizer_that_hangs_is_ended(
     assert "exit status -9" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("as_if_on_a_gpu")
 def test_without_a_sanitizer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sanitize, "sanitizer", lambda: None)
     assert sanitize.main(["--tool", "memcheck"]) == 2

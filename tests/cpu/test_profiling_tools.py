@@ -619,6 +619,7 @@ def dumped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 class TestDump:
     def test_files(self, dumped: Path) -> None:
+        assert not list(ROOT.glob("*.ptx"))
         ptx = (dumped / "unpack_bf16.ptx").read_text()
         (kernel,) = re.findall(r"\.entry (\w+)", ptx)
         assert ".target sm_90a" in ptx

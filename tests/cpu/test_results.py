@@ -174,9 +174,18 @@ class TestLayers:
         assert said in readme.layer_correlation()
 
 
+def test_results_that_are_missing(
+    readme: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["readme.py", "--check"])
+    write(tmp_path, "h200_sweep_m", [])
+    assert readme.main() == 2
+    assert f"readme: error: expected results in {tmp_path}" in capsys.readouterr().err
+
+
 def test_auto_misses(readme: Any, tmp_path: Path) -> None:
     def strategies(point: str, auto: str, **ms: float) -> list[dict[str, Any]]:
-        known = {"point": point, "pattern": "topic", "nnz": 29.2, "tokens": 2048, "red": ""}
+        known = {"point": point, "variant": "ffn", "pattern": "topic", "nnz": 29.2, "tokens": 2048, "red": ""}
         named = [known | {"requested": name, "strategy": name, "ms": each} for name, each in ms.items()]
         return [*named, known | {"requested": "auto", "strategy": auto, "ms": ms[auto]}]
 
@@ -186,8 +195,18 @@ def test_auto_misses(readme: Any, tmp_path: Path) -> None:
     rows += strategies("d", "row", row=1.0)[1:]
     write(tmp_path, "h200_sweep_m", rows)
     write(tmp_path, "h200_sweep_nnz", strategies("e", "dense", union=1.0, dense=1.5))
+    # a named workload, which has no point, decoded: the kinds of rows are told apart, and dense is what PyTorch takes
+    named = {"workload": "topic128", "tokens": 8, "nnz": 129.0, "red": ""}
+    kinds = (("decode", "row", "row", 0.02), ("decode", "auto", "row", 0.02), ("dense eager decode", "", "", 0.01))
+    kinds = (*kinds, ("dense eager", "", "", 0.001), ("gate GEMM", "", "", 0.001))
+    decoded = [
+        named | {"variant": variant, "requested": requested, "strategy": strategy, "ms": ms}
+        for variant, requested, strategy, ms in kinds
+    ]
+    write(tmp_path, "h200_strategies", decoded)
     expected = [["topic", "29", "2,048", "dense 1500", "union 1000", "+50.0 %"]]
     expected += [["topic", "29", "2,048", "union 1100", "row 1000", "+10.0 %"]]
+    expected += [["`topic128`", "129", "8", "row 20", "dense 10", "+100.0 %"]]
     assert cells(readme.auto_misses()) == expected
 
 
