@@ -194,23 +194,14 @@ def draw_nnz(figure: SubFigure, theme: Theme, data: dict[str, Any]) -> None:
 
 
 def tokens(results: Results) -> Chart | None:
-    """Speed-up against M, the tokens of a call (h200_sweep_m, or h200_tuning until there is one)."""
-    sweep, tuning = results.get("h200_sweep_m"), results.get("h200_tuning")
+    """Speed-up against M, the tokens of a call (h200_sweep_m)."""
+    result = results.get("h200_sweep_m")
     panels: dict[str, dict[str, list[list[float]]]] = {}
-
-    def add(pattern: str, name: str, m: int, ratio: float) -> None:
-        panels.setdefault(pattern, {}).setdefault(name, []).append([m, ratio])
-
-    for row in good(sweep):
+    for row in good(result):
         name = {"train": "train"}.get(row["variant"], row["requested"])
         ratio = best(row)
         if ratio and name and row["pattern"] in PATTERNS:
-            add(row["pattern"], name, row["tokens"], ratio)
-    if not panels and tuning is not None:
-        for row in good(tuning, k=2048, n=5632, gated=True):
-            if row["pattern"] in PATTERNS:
-                add(row["pattern"], "train" if row["training"] else row["strategy"], row["m"], 1 / row["relative"])
-    result = sweep if good(sweep) else tuning
+            panels.setdefault(row["pattern"], {}).setdefault(name, []).append([row["tokens"], ratio])
     if result is None or not panels:
         return None
     names = ("row", "union", "dense", "auto", "train")
@@ -233,10 +224,6 @@ def tokens(results: Results) -> Chart | None:
         f"{between(sorted(set(map(int, active))))} non-zeros a token; " if active else ""
     )
     note += "" if any(row.get("speedup_compiled") for row in rows) else "dense: eager PyTorch; "
-    if result is tuning:
-        compiled = sorted({row["m"] for row in rows if row["dense"] == "dense compiled"})
-        note = "K = 2,048, N = 5,632; dense: eager PyTorch, with "
-        note += f"{between(compiled)} tokens the faster of eager and compiled\n"
     return Chart(title, note + machine(result), ordered, draw_tokens, (SIZE[0], 4.6))
 
 
@@ -385,12 +372,10 @@ def draw_layers(figure: SubFigure, theme: Theme, data: dict[str, Any]) -> None:
 
 
 def memory(results: Results) -> Chart | None:
-    """Memory of a training step a token, dense beside sparse (h200_sweep_memory, or h200_auto until there is one)."""
-    sweep = results.get("h200_sweep_memory")
-    found = good(sweep) or good(results.get("h200_auto"))
-    result = sweep if good(sweep) else results.get("h200_auto")
+    """Memory of a training step a token, dense beside sparse (h200_sweep_memory)."""
+    result = results.get("h200_sweep_memory")
     panels: dict[str, dict[str, list[list[float]]]] = {}
-    for row in found:
+    for row in good(result):
         name = memory_name(row)
         if name is None or not row["tokens"] or not row["nnz"]:
             continue

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import math
 import re
 import statistics
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import _quality
+from _charts import ResultError, Results
 from sweep import lasting
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,16 +31,10 @@ Row = dict[str, Any]
 @functools.cache
 def result(name: str) -> dict[str, Any]:
     """The file of that name."""
-    path = RESULTS / f"{name}.json"
-    try:
-        loaded: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ResultError(f"expected results in {path}, got {error}") from error
-    return loaded
-
-
-class ResultError(LookupError):
-    """Results that a table needs are missing."""
+    found = Results(RESULTS).get(name)
+    if found is None:
+        raise ResultError(f"expected results in {RESULTS / name}.json, got no such file")
+    return found
 
 
 def markdown(header: Sequence[str], align: str, rows: Sequence[Sequence[str]]) -> str:
@@ -413,16 +407,21 @@ def layer_correlation() -> str:
     return f"{text} {result('h200_sweep_layers')['machine']}"
 
 
-def auto_misses() -> str:
-    """Where "auto" chose another strategy than the best of those measured beside it, and took 2 % longer."""
+def compared() -> list[list[Row]]:
+    """What was measured beside each other of the same layer, call and number of tokens, where strategies compete."""
     points: dict[tuple[str, str, int], list[Row]] = {}
     names = ("h200_sweep_nnz", "h200_sweep_m", "h200_strategies")
     for row in itertools.chain(*(result(name)["rows"] for name in names)):
         if (row["requested"] or row["variant"].startswith("dense")) and row["ms"] and not row["red"]:
             kind = row["variant"].removeprefix("dense eager").removeprefix("dense compiled").strip() or "ffn"
             points.setdefault((row.get("point") or row["workload"], kind, row["tokens"]), []).append(row)
+    return list(points.values())
+
+
+def auto_misses() -> str:
+    """Where "auto" chose another strategy than the best of those measured beside it, and took 2 % longer."""
     cells = []
-    for rows in points.values():
+    for rows in compared():
         auto = next((row for row in rows if row["requested"] == "auto"), None)
         others = [row for row in rows if row["requested"] != "auto"]
         if auto is None or not others:
@@ -512,7 +511,7 @@ def main() -> int:
     text = path.read_text()
     try:
         filled = fill(text)
-    except LookupError as error:
+    except (LookupError, ResultError) as error:
         print(f"readme: error: {error}", file=sys.stderr)
         return 2
     if arguments.check:

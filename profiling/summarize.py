@@ -230,8 +230,6 @@ def work(op: str, spec: Any, f: Mapping[str, Any]) -> Work | None:
     words = 4 * m * format.tiles(f["n"]) * format.words_per_tile(f["compression"])
     packed = words + f["spilled_tiles"] * format.TILE * ITEM
     fired, listed = f["fired"] * row, float(f["union_rows"])
-    # figures of earlier versions have no such count
-    grouped = f.get("group_rows")
     entries = 4 * nonzeros
     by_list = 2 * format.TOKEN_TILE * k * listed
     products = max(1, getattr(spec, "products", 1))
@@ -239,9 +237,9 @@ def work(op: str, spec: Any, f: Mapping[str, Any]) -> Work | None:
     known = {
         "gate_pack": Work(2 * m * n * k, tokens + weight + packed),
         "gate_pack_skinny": Work(2 * m * n * k, tokens + weight + packed),
-        "up_down": Work(0, packed + 2 * tokens + 2 * fired, 2.0 * grouped * row) if grouped is not None else None,
+        "up_down": Work(0, packed + 2 * tokens + 2 * fired, 2.0 * f["group_rows"] * row),
         "up_down_skinny": Work(0, packed + 2 * tokens + 2 * fired),
-        "down": Work(0, packed + tokens + fired, 1.0 * grouped * row) if grouped is not None else None,
+        "down": Work(0, packed + tokens + fired, 1.0 * f["group_rows"] * row),
         "down_skinny": Work(0, packed + tokens + fired),
         "unpack": Work(0, packed + ITEM * m * n),
         "reglu": Work(0, (5 if getattr(spec, "backward", False) else 3) * ITEM * m * n),

@@ -52,13 +52,6 @@ def of_kernels(charts: Any) -> Any:
     return _charts_kernels
 
 
-@pytest.fixture
-def layer(charts: Any) -> Any:
-    import _charts_layer
-
-    return _charts_layer
-
-
 # Results as the sweeps write them
 
 
@@ -211,12 +204,15 @@ def test_crossovers_of_strategies(charts: Any, tmp_path: Path) -> None:
     assert "(topic)" in chart.title
 
 
-def test_what_is_as_fast_does_not_cross(layer: Any) -> None:
+@pytest.mark.usefixtures("charts")
+def test_what_is_as_fast_does_not_cross() -> None:
+    from _charts_layer import marks
+
     union = [[1.0, 3.0], [4.0, 2.5], [16.0, 2.0]]
     row = [[1.0, 3.001], [4.0, 2.4], [16.0, 1.2]]
-    assert [mark for mark in layer.marks({"row": row, "union": union}) if mark["what"] == "row = union"] == []
+    assert [mark for mark in marks({"row": row, "union": union}) if mark["what"] == "row = union"] == []
     row[0][1] = 3.3
-    assert len([mark for mark in layer.marks({"row": row, "union": union}) if mark["what"] == "row = union"]) == 1
+    assert len([mark for mark in marks({"row": row, "union": union}) if mark["what"] == "row = union"]) == 1
 
 
 def test_red_and_untimed_rows_are_not_shown(charts: Any, tmp_path: Path) -> None:

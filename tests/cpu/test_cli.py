@@ -92,18 +92,20 @@ def test_ctrl_c_exits_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert "twell demo: interrupted" in capsys.readouterr().err
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
+def as_module(*arguments: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "twell", *arguments]
+    return subprocess.run(command, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "twell", "info", "--verbose"]
-    done = subprocess.run(command, env=environment, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    done = as_module("info", "--verbose", stdout=write)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_runs_as_a_module() -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", "twell", "--version"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = as_module("--version")
     assert (done.returncode, done.stdout) == (0, f"twell {twell.__version__}\n")

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from twell import tuning
+from twell._bench import workloads
+from twell._runtime import format
 
 MACHINE = "NVIDIA H200 (made up); SM 1980 MHz now, 1980 most; kernels 0123456789ab"
 
@@ -208,6 +215,43 @@ def test_auto_misses(readme: Any, tmp_path: Path) -> None:
     expected += [["topic", "29", "2,048", "union 1100", "row 1000", "+10.0 %"]]
     expected += [["`topic128`", "129", "8", "row 20", "dense 10", "+100.0 %"]]
     assert cells(readme.auto_misses()) == expected
+
+
+def test_the_table_of_auto_at_points_that_it_is_not_fitted_to(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it would choose now, at what was measured there; docs/when-it-pays.md names the misses."""
+    monkeypatch.syspath_prepend(str(root / "profiling"))
+    import readme
+    import tune
+
+    drawn: dict[str, tuning.Figures] = {}
+    lost: dict[tuple[str, int, int, bool], float] = {}
+    for rows in readme.compared():
+        first, ms = rows[0], dict[str, float]()
+        if first["workload"].startswith("real"):
+            # recorded layers are not part of the repository
+            continue
+        for each in rows:
+            strategy = each["strategy"] or "dense"
+            ms[strategy] = min(each["ms"], ms.get(strategy, math.inf))
+        if first["workload"] not in drawn:
+            (source,) = workloads.parse([first["workload"]])
+            # a document is enough, and some hundred features are as good as thousands
+            problem = source.load(512, 512, first["n"], device="cpu", dtype=torch.float32)
+            drawn[source.text] = tune.figures_of(problem)
+        figures, tokens = drawn[first["workload"]], first["tokens"]
+        if tokens < format.TOKEN_TILE:
+            figures = figures._replace(union=None)
+        training = any(each["variant"].endswith("train") for each in rows)
+        call = tuning.Problem(tokens, first["k"], first["n"], gated=True, training=training)
+        chosen = tuning.decide(call, figures, None).strategy
+        if chosen in ms:
+            place = (first.get("pattern") or first["workload"], round(first["nnz"]), tokens, training)
+            lost[place] = ms[chosen] / min(ms.values()) - 1
+    assert len(lost) > 80
+    assert statistics.mean(lost.values()) < 0.004
+    misses = {place for place, loss in lost.items() if loss > 0.02}
+    assert misses == {(*place, False) for place in (("topic", 2, 16384), ("topic", 4, 16384), ("topic", 29, 1024))}
+    assert max(lost.values()) < 0.09
 
 
 @pytest.mark.parametrize(("mismatches", "said"), [([], "Mismatches: none."), (["6:4 y"], "Mismatches: 6:4 y.")])
