@@ -15,8 +15,7 @@ of its chunk and token follows from where in their row these begin. What is not 
 
 In inference the pool of entries has room for all gates, and each token tile its own part of it. In training the pool is
 small, and kept: `locate`, one CTA, first turns the statistics into the places of the token tiles. Where they exceed the
-pool, `compact` writes rows of a bitmap. It loads the counts of its tokens before it waits for `locate`, which itself
-waited for the gate GEMM.
+pool, `compact` writes rows of a bitmap.
 """
 
 from typing import Any, NamedTuple
@@ -139,7 +138,6 @@ class Compact:
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cute.arch.griddepcontrol_wait()
-        # not before: `compact` reads the words at once
         cute.arch.griddepcontrol_launch_dependents()
         allocator = SmemAllocator()
         totals = allocator.allocate_tensor(Int32, cute.make_layout(THREADS))
@@ -209,13 +207,9 @@ class Compact:
         s = self.views(shared, chunks.shape[1] - 1, Int32(1))
         gate = (words, spill, width, tile)
         quads = cute.make_rmem_tensor((4, OWN), Uint32)
-        if const_expr(not self.training):
-            # the words are those of the launch before; in training, of the one before that
-            cute.arch.griddepcontrol_wait()
-        own, most = self.count_tokens(s, gate, quads, size, thread, warp, lane)
-        if const_expr(self.training):
-            cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        own, most = self.count_tokens(s, gate, quads, size, thread, warp, lane)
         for i in cutlass.range(thread, l1.shape[1], THREADS, unroll=1):
             l1[tile, i] = Float32(0.0)
         results = (entries, neurons, chunks, sizes, popularity, l1)

@@ -6,7 +6,8 @@ neurons, 128 a turn. Two kinds of warp groups, whose common parts are in sm90/ga
 
     fill    group 0. cp.async of rows of w, 256 columns each, into MN-major swizzled stages of 64 rows.
     mma     groups 1 and 2, 64 tokens each: WGMMA 64x256x16 of the stages and the group's own tile of coefficients;
-            while it runs, the tile of the next turn. Then rounding and 16-byte stores.
+            while it runs, the tile of the next turn. Then rounding and 16-byte stores. After `longest` places of a list
+            the sums are set aside.
 
     FULL[s]    128 fill threads, when the copies of the stage are through and fenced.
     EMPTY[s]   8 mma warps.
@@ -18,7 +19,6 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
@@ -36,8 +36,8 @@ from .sm90.gather import (
     REGISTERS_MMA,
     STAGES,
     THREADS,
-    TILE_BARRIER,
     TURN,
+    Group,
     SparseProduct,
     gather_columns,
     store_bits,
@@ -75,6 +75,7 @@ class Gathered(SparseProduct):
         self.from_entries = spec.products == 0
         self.products = max(1, spec.products)
         self.has_bias = spec.bias
+        self.longest = twell.LONGEST_SUM[spec.dtype]
 
     @cute.jit
     def __call__(
@@ -89,6 +90,7 @@ class Gathered(SparseProduct):
         chunks: cute.Tensor,
         sizes: cute.Tensor,
         out: cute.Tensor,
+        aside: cute.Tensor,
         capacity: Int32,
         max_ctas: Int32,
         stream: cuda.CUstream,
@@ -114,7 +116,7 @@ class Gathered(SparseProduct):
         units = cute.ceil_div(out.shape[0], TILE_M) * slabs
         if units > 0:
             self.kernel(
-                coefficients, w, coefficients2, w2, bias, entries, neurons, chunks, sizes, out, mma, a_layout,
+                coefficients, w, coefficients2, w2, bias, entries, neurons, chunks, sizes, out, aside, mma, a_layout,
                 b_layout, slabs, units, capacity,
             ).launch(
                 grid=(cutlass.min(units, max_ctas), 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream,
@@ -134,6 +136,7 @@ class Gathered(SparseProduct):
         chunks: cute.Tensor,
         sizes: cute.Tensor,
         out: cute.Tensor,
+        aside: cute.Tensor,
         mma: cute.TiledMma,
         a_layout: cute.ComposedLayout,
         b_layout: cute.ComposedLayout,
@@ -162,7 +165,7 @@ class Gathered(SparseProduct):
                 cute.arch.setmaxregister_increase(REGISTERS_MMA)
                 sA = shared.sA.get_tensor(a_layout.outer, swizzle=a_layout.inner)
                 sB = shared.sB.get_tensor(b_layout.outer, swizzle=b_layout.inner)
-                self.mma(full, empty, mma, shared.sA.data_ptr(), sA, sB, data, out, bias, units, thread - 128)
+                self.mma(full, empty, mma, shared.sA.data_ptr(), sA, sB, data, out, aside, bias, units, thread - 128)
 
     @cute.jit
     def sort_tiles(self, order, scratch, sizes, thread):
@@ -231,7 +234,7 @@ class Gathered(SparseProduct):
         store_bits(tile + swizzled(word), bits, mine)
 
     @cute.jit
-    def mma(self, full, empty, mma: cute.TiledMma, tiles, sA, sB, data, out, bias, units, thread):
+    def mma(self, full, empty, mma: cute.TiledMma, tiles, sA, sB, data, out, aside, bias, units, thread):
         """Main loop over the list, then the tile of `out`."""
         half = cute.arch.make_warp_uniform(thread // 128)
         lane = cute.arch.lane_idx()
@@ -243,12 +246,10 @@ class Gathered(SparseProduct):
         coordinates = mma.get_slice(member).partition_C(cute.make_identity_tensor((TILE_M // 2, TILE_N)))
         acc = cute.make_rmem_tensor(coordinates.shape[:3], Float32)
         words = cute.make_rmem_tensor((2, AHEAD), Uint32)
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
-        release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
         mma.set(warpgroup.Field.ACCUMULATE, True)
-        ahead = self.first_tiles(data, tiles, words, units, half, member)
-        slot = Int32(0)
         unit = Int32(cute.arch.block_idx()[0])
+        group = Group(full, empty, tiles, words, aside, data, units, half, member)
+        walk = self.first_turns(group)
         tile, slab = self.split(data, unit)
         length = data.sizes[tile]
         while unit < units:
@@ -256,42 +257,7 @@ class Gathered(SparseProduct):
             next_tile, next_slab = self.split(data, unit) if unit < units else (tile, slab)
             next_length = data.sizes[next_tile]
             self.start(acc, bias, coordinates, slab)
-            turns = cute.ceil_div(length, TURN) * self.products
-            for k in cutlass.range(turns, unroll=1):
-                left = length - k // self.products * TURN
-                cute.arch.barrier(barrier_id=TILE_BARRIER + half, number_of_threads=GROUP_THREADS)
-                cute.arch.mbarrier_wait(full + state.index, state.phase)
-                warpgroup.fence()
-                for block in range_constexpr(TILE_K // 16):
-                    cute.gemm(mma, acc, rA[None, None, block, 2 * slot + half], rB[None, None, block, state.index], acc)
-                warpgroup.commit_group()
-                state.advance()
-                warpgroup.wait_group(1)
-                if k > 0:
-                    release = self.release(empty, release, lane)
-                if left > TILE_K:
-                    cute.arch.mbarrier_wait(full + state.index, state.phase)
-                    warpgroup.fence()
-                    for block in range_constexpr(TILE_K // 16):
-                        cute.gemm(
-                            mma,
-                            acc,
-                            rA[None, None, TILE_K // 16 + block, 2 * slot + half],
-                            rB[None, None, block, state.index],
-                            acc,
-                        )
-                    warpgroup.commit_group()
-                    state.advance()
-                # while the tensor cores work: the next turn's coefficients
-                ahead = self.fill_tile(data, tiles, words, ahead, units, half, member)
-                if left > TILE_K:
-                    warpgroup.wait_group(1)
-                    release = self.release(empty, release, lane)
-                self.clear(tiles, slot - 1 if slot > 0 else 2, half, member)
-                slot = slot + 1 if slot < 2 else 0
-            warpgroup.wait_group(0)
-            if turns > 0:
-                release = self.release(empty, release, lane)
+            walk = self.sum_list(mma, (rA, rB, acc), group, walk, length)
 
             row = tile * TILE_M + warp_index * 16 + (lane >> 2)
             column = slab * TILE_N
@@ -330,6 +296,7 @@ def signature(spec: GatheredSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.vector(Int32, cute.sym_int32()),
         *operands.lists(b),
         operands.rows(dtype, cute.sym_int32(), k),
+        operands.vector(Float32, cute.sym_int32()),
         Int32(1),
         Int32(1),
     )

@@ -40,6 +40,7 @@ from . import format as twell
 from .sm90 import operands
 from .sm90.gather import copy_async
 from .sm90.mma import mma_16x8x16
+from .sm90.sums import set_aside, take_back
 from .sm90.values import high_to_float, low_to_float, lowest_bit, pack, prefix_sum, relu_pack
 from .specs import OverflowSpec
 
@@ -74,6 +75,7 @@ class Operands(NamedTuple):
     bits: Any  # [M * ceil(N / 32)]
     results: Any  # each [owners, K]
     totals: Any  # l1, or the gradients of the biases
+    aside: Any  # sums of many partners on their way
 
 
 class Views(NamedTuple):
@@ -123,6 +125,9 @@ class Overflow:
         self.stage = (lefts * OWNERS + rights * self.share * WARPS) * COLUMNS
         fixed = 4 * (self.pairs + self.slots + self.slots // self.cluster + WARPS) + 2 * WINDOW + 256
         self.stages = min(5, (feasible.SMEM_PER_CTA - fixed) // (2 * self.stage))
+        # partners whose products tensor cores add up; each has two for dx of a gated layer
+        self.longest = twell.LONGEST_SUM[spec.dtype] // (self.counts[0] - self.counts[1] + 1)
+        assert self.longest % WINDOW == 0
         self.ring = self.stages * self.stage // (4 * self.blocks * 256 * WARPS)
 
     def scored(self, o: Operands) -> Any:
@@ -136,7 +141,7 @@ class Overflow:
     @cute.jit
     def launch(
         self, x, dy, w_gate, w_up, w_down, gate_bias, up_bias, down_bias, dl1, bits, sizes, capacity, results, totals,
-        max_ctas, stream,
+        aside, max_ctas, stream,
     ):  # fmt: skip
         @cute.struct
         class Shared:
@@ -156,13 +161,14 @@ class Overflow:
         most = max_ctas // self.cluster if const_expr(self.cluster == 2) else max_ctas
         if x.shape[0] > 0:
             self.kernel(
-                x, dy, w_gate, w_up, w_down, gate_bias, up_bias, down_bias, dl1, bits, sizes, capacity, results, totals
+                x, dy, w_gate, w_up, w_down, gate_bias, up_bias, down_bias, dl1, bits, sizes, capacity, results, totals,
+                aside,
             ).launch(
                 grid=(self.cluster * cutlass.max(cutlass.min(items, most), Int32(1)), 1, 1),
                 block=(THREADS, 1, 1),
                 cluster=(self.cluster, 1, 1),
                 stream=stream,
-            )
+            )  # fmt: skip
 
     def passes(self, k):
         """Times that a group of owners is taken."""
@@ -185,8 +191,9 @@ class Overflow:
         capacity: Int32,
         results: Any,
         totals: Any,
+        aside: cute.Tensor,
     ):
-        o = Operands(x, dy, w_gate, w_up, w_down, gate_bias, up_bias, down_bias, dl1, bits, results, totals)
+        o = Operands(x, dy, w_gate, w_up, w_down, gate_bias, up_bias, down_bias, dl1, bits, results, totals, aside)
         s = self.views(SmemAllocator().allocate(self.shared))
         block = cute.arch.block_idx()[0]
         if sizes[sizes.shape[0] - 1] > capacity:
@@ -210,8 +217,6 @@ class Overflow:
         _, results, sums = self.counts
         partners = o.w_gate.shape[0] if const_expr(self.by_token) else o.x.shape[0]
         at = self.stand()
-        # the first of the warp
-        column = (span * self.cluster + at.rank) * self.slab + at.warp * self.blocks * BLOCK
         acc = cute.make_rmem_tensor((4, 8, self.blocks, TILES, results), Float32)
         acc.fill(0.0)
         for t in range_constexpr(sums):
@@ -219,6 +224,8 @@ class Overflow:
                 for row in range_constexpr(2):
                     s.own[self.total(at, t, tile, row)] = Float32(0.0)
         for window in cutlass.range(0, partners, WINDOW, unroll=1):
+            if window > 0 and window % self.longest == 0:
+                set_aside(acc, o.aside, 0, window == self.longest)
             self.list_partners(o, s, at, first, owners, window, partners)
             base = Int32(0)
             while base < s.sums[WARPS]:
@@ -226,15 +233,22 @@ class Overflow:
                 self.score(o, s, here, first, owners, window, base, turn)
                 cute.arch.cluster_arrive()
                 cute.arch.cluster_wait()
+                column = self.first_column(here, span)
                 if column < o.x.shape[1]:
                     count = cutlass.min(s.sums[WARPS] - base, Int32(self.batch))
                     self.add(o, s, here, window, base, count, column, turn, acc)
                 turn = turn ^ 1
                 base += self.batch
-        self.store(o, first, owners, column, acc)
+        if partners > self.longest:
+            take_back(acc, o.aside, 0)
+        self.store(o, first, owners, self.first_column(self.stand(), span), acc)
         if const_expr(sums > 0):
             self.store_totals(o, s, self.stand(), first, owners, span)
         return turn
+
+    def first_column(self, at, span):
+        """The first column of the warp."""
+        return (span * self.cluster + at.rank) * self.slab + at.warp * self.blocks * BLOCK
 
     # ---- list ----
 
@@ -671,11 +685,12 @@ class Forward(Overflow):
         capacity: Int32,
         y: cute.Tensor,
         l1: cute.Tensor,
+        aside: cute.Tensor,
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
         weights = (w_gate, w_up, w_down, gate_bias, up_bias, down_bias)
-        self.launch(x, None, *weights, None, bits, sizes, capacity, (y,), (l1,), max_ctas, stream)
+        self.launch(x, None, *weights, None, bits, sizes, capacity, (y,), (l1,), aside, max_ctas, stream)
 
     def scored(self, o: Operands) -> Any:
         return [([o.x], [o.w_gate, o.w_up] if self.gated else [o.w_gate])]
@@ -706,11 +721,12 @@ class Input(Overflow):
         sizes: cute.Tensor,
         capacity: Int32,
         dx: cute.Tensor,
+        aside: cute.Tensor,
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
         weights = (w_gate, w_up, w_down, gate_bias, up_bias, None)
-        self.launch(x, dy, *weights, dl1, bits, sizes, capacity, (dx,), (), max_ctas, stream)
+        self.launch(x, dy, *weights, dl1, bits, sizes, capacity, (dx,), (), aside, max_ctas, stream)
 
     def scored(self, o: Operands) -> Any:
         return [([o.x], [o.w_gate, o.w_up] if self.gated else [o.w_gate]), ([o.dy], [o.w_down])]
@@ -751,13 +767,14 @@ class Weight(Overflow):
         dw_down: cute.Tensor,
         db_gate: cute.Tensor | None,
         db_up: cute.Tensor | None,
+        aside: cute.Tensor,
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
         weights = (w_gate, w_up, w_down, gate_bias, up_bias, None)
         results = (dw_gate, dw_up, dw_down) if const_expr(self.gated) else (dw_gate, dw_down)
         totals = (db_gate, db_up)[: self.counts[2]]
-        self.launch(x, dy, *weights, dl1, bits, sizes, capacity, results, totals, max_ctas, stream)
+        self.launch(x, dy, *weights, dl1, bits, sizes, capacity, results, totals, aside, max_ctas, stream)
 
     def scored(self, o: Operands) -> Any:
         return [([o.w_gate, o.w_up] if self.gated else [o.w_gate], [o.x]), ([o.w_down], [o.dy])]
@@ -801,14 +818,16 @@ def signature(spec: OverflowSpec) -> tuple[Any, tuple[Any, ...]]:
     )
     bitmap = (*(operands.vector(Int32, cute.sym_int32(), align=4) for _ in range(2)), Int32(1))
     dl1 = operands.vector(Float32, 1, align=4)
+    aside = operands.vector(Float32, cute.sym_int32())
     if spec.mode == "forward":
         down_bias = operands.vector(dtype, k) if spec.bias else None
         l1 = operands.matrix(Float32, cute.sym_int32(), cute.sym_int32())
-        return Forward(spec), (operands.rows(dtype, m, k), *weights, down_bias, *bitmap, token_rows, l1, Int32(1))
+        results = (token_rows, l1, aside, Int32(1))
+        return Forward(spec), (operands.rows(dtype, m, k), *weights, down_bias, *bitmap, *results)
     inputs = (operands.rows(dtype, m, k), operands.rows(dtype, m, k), *weights, dl1, *bitmap)
     if spec.mode == "input":
-        return Input(spec), (*inputs, token_rows, Int32(1))
+        return Input(spec), (*inputs, token_rows, aside, Int32(1))
     kind = Float32 if spec.mode == "weight_add" else dtype
     gate, up, down = (operands.rows(kind, n, k) for _ in range(3))
     outputs = (gate, up if spec.gated else None, down)
-    return Weight(spec), (*inputs, *outputs, gate_bias, up_bias, Int32(1))
+    return Weight(spec), (*inputs, *outputs, gate_bias, up_bias, aside, Int32(1))

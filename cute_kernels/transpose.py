@@ -12,8 +12,6 @@ one: within one token and neuron tile entries stand in any order. They are put t
 room. Up to WINDOW neuron tiles at a time. If the entries exceed the pool there are none, and all three return at once.
 
 A tile of few entries has its list twice: behind the coefficients stands what rounding them to 16 bits left.
-
-Each launch starts with the one before and waits for it where it needs it: `place` counts meanwhile.
 """
 
 from typing import Any, NamedTuple
@@ -163,9 +161,8 @@ class Transpose:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         r = cute.arch.block_idx()[0] * SCAN_WARPS + warp
         token_tiles = groups.shape[1]
-        cute.arch.griddepcontrol_launch_dependents()
-        # for `count`: what is read here it has written
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         if r < tiles.shape[0] and sizes[token_tiles] <= capacity:
             entries, tokens = Int32(0), Int32(0)
             own = cute.make_rmem_tensor((2, BATCHES), Int32)
@@ -210,6 +207,7 @@ class Transpose:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tile = cute.arch.block_idx()[0]
         s, room = self.views(SmemAllocator().allocate(self.shared), slot.shape[0])
+        cute.arch.griddepcontrol_wait()
         if sizes[chunks.shape[0]] <= d_gate.shape[0]:
             listed = self.load_list(s, neurons, chunks, sizes, slot, tile, thread)
             total = tiles.shape[0]
@@ -218,8 +216,6 @@ class Transpose:
                 self.clear(s, here, thread)
                 cute.arch.sync_threads()
                 self.tally(s, entries, listed, first, here, warp, lane)
-                # what follows needs the launch before
-                cute.arch.griddepcontrol_wait()
                 if warp * 32 < here:
                     self.locate(s, groups, tiles, starts, tile, first, here, warp, lane)
                 cute.arch.sync_threads()
@@ -232,8 +228,6 @@ class Transpose:
                 if fits:
                     self.copy_out(s, packed, here, warp, lane)
                     cute.arch.sync_threads()
-        # no launch may follow before `scan` is through
-        cute.arch.griddepcontrol_wait()
 
     # ---- a token tile's entries by neuron tile and token ----
 

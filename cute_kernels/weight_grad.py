@@ -8,7 +8,7 @@ parts are in sm90/gather.py:
     fill    group 0. cp.async of rows of x or dy, 256 columns each, into MN-major swizzled stages of 64 rows.
     mma     groups 1 and 2. x: one takes d_gate, one d_up, WGMMA 64x256x16. dy (and x, if not gated): each takes half of
             the columns, WGMMA 64x128x16. While it runs, the coefficients of the next turn. Then each row of sums is
-            stored as the row of its neuron.
+            stored as the row of its neuron. After `longest` places of a list the sums are set aside.
 
     FULL[s]    128 fill threads, when the copies of the stage are through and fenced.
     EMPTY[s]   8 mma warps.
@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, Uint32, Uint64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
@@ -40,8 +39,8 @@ from .sm90.gather import (
     REGISTERS_MMA,
     STAGES,
     THREADS,
-    TILE_BARRIER,
     TURN,
+    Group,
     SparseProduct,
     gather_columns,
     store_bits,
@@ -73,6 +72,7 @@ class WeightGrad(SparseProduct):
     def __init__(self, spec: WeightGradSpec):
         self.dtype = operands.DTYPES[spec.dtype]
         self.gated, self.has_bias, self.accumulate = spec.gated, spec.bias, spec.accumulate
+        self.longest = twell.LONGEST_SUM[spec.dtype]
 
     @cute.jit
     def __call__(
@@ -90,6 +90,7 @@ class WeightGrad(SparseProduct):
         dw_down: cute.Tensor,
         db_gate: cute.Tensor | None,
         db_up: cute.Tensor | None,
+        aside: cute.Tensor,
         capacity: Int32,
         max_ctas: Int32,
         stream: cuda.CUstream,
@@ -119,7 +120,7 @@ class WeightGrad(SparseProduct):
         slabs = cute.ceil_div(x.shape[1], TILE_N)
         units = cute.ceil_div(order.shape[0], TILE_M) * slabs * 2
         self.kernel(
-            x, dy, order, sizes, tiles, starts, packed, tokens, (dw_gate, dw_up, dw_down), (db_gate, db_up),
+            x, dy, order, sizes, tiles, starts, packed, tokens, (dw_gate, dw_up, dw_down), (db_gate, db_up), aside,
             (wide, narrow, row_sums), a_layout, b_layout, ones_layout, slabs, units,
             capacity,
         ).launch(
@@ -139,6 +140,7 @@ class WeightGrad(SparseProduct):
         tokens: cute.Tensor,
         weights: tuple[Any, ...],
         biases: tuple[Any, ...],
+        aside: cute.Tensor,
         mmas: tuple[Any, ...],
         a_layout: cute.ComposedLayout,
         b_layout: cute.ComposedLayout,
@@ -172,7 +174,7 @@ class WeightGrad(SparseProduct):
                 sB = shared.sB.get_tensor(b_layout.outer, swizzle=b_layout.inner)
                 sOnes = shared.ones.get_tensor(ones_layout.outer, swizzle=ones_layout.inner)
                 self.mma(
-                    full, empty, mmas, shared.sA.data_ptr(), sA, sB, sOnes, data, order, weights, biases, units,
+                    full, empty, mmas, shared.sA.data_ptr(), sA, sB, sOnes, data, order, weights, biases, aside, units,
                     thread - 128,
                 )  # fmt: skip
 
@@ -216,7 +218,7 @@ class WeightGrad(SparseProduct):
         store_bits(tile + swizzled(low), bits, valid)
 
     @cute.jit
-    def mma(self, full, empty, mmas, tiles, sA, sB, sOnes, data, order, weights, biases, units, thread):
+    def mma(self, full, empty, mmas, tiles, sA, sB, sOnes, data, order, weights, biases, aside, units, thread):
         """Main loop over a unit's tokens, then the rows of its neurons."""
         wide, narrow, row_sums = mmas
         half = cute.arch.make_warp_uniform(thread // 128)
@@ -238,98 +240,58 @@ class WeightGrad(SparseProduct):
         wide.set(warpgroup.Field.ACCUMULATE, True)
         narrow.set(warpgroup.Field.ACCUMULATE, True)
         row_sums.set(warpgroup.Field.ACCUMULATE, True)
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
-        ahead = self.first_tiles(data, tiles, words, units, half, member)
-        slot = Int32(0)
         unit = Int32(cute.arch.block_idx()[0])
+        group = Group(full, empty, tiles, words, aside, data, units, half, member)
+        walk = self.first_turns(group)
         tile, part = self.split(data, unit)
         length = data.tiles[tile, 3]
         while unit < units:
             unit = self.unit_after(unit)
             next_tile, next_part = self.split(data, unit) if unit < units else (tile, part)
             next_length = data.tiles[next_tile, 3]
-            turns = cute.ceil_div(length, TURN)
             of_dy = part >= data.slabs
             slab = part - data.slabs if of_dy else part
             acc.fill(0.0)
             sums.fill(0.0)
-            shared = (full, empty, tiles, data, words, units, half, member)
             if const_expr(self.gated):
                 if of_dy:
-                    state, slot, ahead = self.loop(
-                        narrow, rA, rHalf, acc_half, None, None, None, shared, state, slot, ahead, length
-                    )
+                    walk = self.sum_list(narrow, (rA, rHalf, acc_half), group, walk, length)
                 else:
-                    state, slot, ahead = self.loop(
-                        wide, rA, rB, acc, row_sums, rOnes, sums, shared, state, slot, ahead, length
-                    )
+                    walk = self.sum_list(wide, (rA, rB, acc, row_sums, rOnes, sums), group, walk, length)
             else:
-                state, slot, ahead = self.loop(
-                    narrow, rA, rHalf, acc_half, row_sums, rOnes, sums, shared, state, slot, ahead, length
-                )
+                walk = self.sum_list(narrow, (rA, rHalf, acc_half, row_sums, rOnes, sums), group, walk, length)
             first = slab * TILE_N
             if of_dy:
-                self.store(acc_half, dw_down, order, tile, first + half * (TILE_N // 2), TILE_N // 2, turns, member)
+                self.store(acc_half, dw_down, order, tile, first + half * (TILE_N // 2), TILE_N // 2, length, member)
             else:
                 if const_expr(not self.gated):
-                    self.store(acc_half, dw_gate, order, tile, first + half * (TILE_N // 2), TILE_N // 2, turns, member)
+                    self.store(acc_half, dw_gate, order, tile, first + half * (TILE_N // 2), TILE_N // 2, length, member)
                     if half == 0:
                         self.store_bias(sums, db_gate, order, tile, slab, member)
                 else:
                     if half == 0:
-                        self.store(acc, dw_gate, order, tile, first, TILE_N, turns, member)
+                        self.store(acc, dw_gate, order, tile, first, TILE_N, length, member)
                         self.store_bias(sums, db_gate, order, tile, slab, member)
                     else:
-                        self.store(acc, dw_up, order, tile, first, TILE_N, turns, member)
+                        self.store(acc, dw_up, order, tile, first, TILE_N, length, member)
                         self.store_bias(sums, db_up, order, tile, slab, member)
             tile, part, length = next_tile, next_part, next_length
 
     @cute.jit
-    def loop(self, mma: cute.TiledMma, rA, rB, acc, row_sums, rOnes, sums, shared, state, slot, ahead, length):
-        """acc += A B over the list; with bias gradients sums += A 1."""
-        full, empty, tiles, data, words, units, half, member = shared
-        lane = cute.arch.lane_idx()
-        release = state.clone()
-        turns = cute.ceil_div(length, TURN)
-        for k in cutlass.range(turns, unroll=1):
-            left = length - k * TURN
-            cute.arch.barrier(barrier_id=TILE_BARRIER + half, number_of_threads=GROUP_THREADS)
-            cute.arch.mbarrier_wait(full + state.index, state.phase)
-            self.multiply(mma, rA, rB, acc, row_sums, rOnes, sums, 2 * slot + half, state.index, 0)
-            state.advance()
-            warpgroup.wait_group(1)
-            if k > 0:
-                release = self.release(empty, release, lane)
-            if left > TILE_K:
-                cute.arch.mbarrier_wait(full + state.index, state.phase)
-                self.multiply(mma, rA, rB, acc, row_sums, rOnes, sums, 2 * slot + half, state.index, 1)
-                state.advance()
-            # while the tensor cores work: the next turn's coefficients
-            ahead = self.fill_tile(data, tiles, words, ahead, units, half, member)
-            if left > TILE_K:
-                warpgroup.wait_group(1)
-                release = self.release(empty, release, lane)
-            self.clear(tiles, slot - 1 if slot > 0 else 2, half, member)
-            slot = slot + 1 if slot < 2 else 0
-        warpgroup.wait_group(0)
-        if turns > 0:
-            release = self.release(empty, release, lane)
-        return state, slot, ahead
-
-    @cute.jit
-    def multiply(
-        self, mma: cute.TiledMma, rA, rB, acc, row_sums, rOnes, sums, tile, stage, second: cutlass.Constexpr
-    ):  # fmt: skip
+    def multiply(self, mma: cute.TiledMma, factors, tile, stage, second: cutlass.Constexpr):
+        """Sums += half a tile of coefficients times a stage of rows; with bias gradients also times ones."""
+        rA, rB, acc = factors[:3]
         warpgroup.fence()
         for i in range_constexpr(TILE_K // 16):
             block = second * (TILE_K // 16) + i
             cute.gemm(mma, acc, rA[None, None, block, tile], rB[None, None, i, stage], acc)
-            if const_expr(self.has_bias and row_sums is not None):
+            if const_expr(self.has_bias and len(factors) > 3):
+                row_sums, rOnes, sums = factors[3:]
                 cute.gemm(row_sums, sums, rA[None, None, block, tile], rOnes[None, None, i, 0], sums)
         warpgroup.commit_group()
 
     @cute.jit
-    def store(self, acc, target, order, tile, column, columns: cutlass.Constexpr, turns, thread):
+    def store(self, acc, target, order, tile, column, columns: cutlass.Constexpr, length, thread):
         """Rows of sums to the rows of their neurons."""
         lane = cute.arch.lane_idx()
         row = ((thread & 127) // 32) * 16 + (lane >> 2)
@@ -339,7 +301,7 @@ class WeightGrad(SparseProduct):
             left = target.shape[1] - column if rank < order.shape[0] else 0
             base = target.iterator + (Int64(neuron) * target.stride[0] + column)
             if const_expr(self.accumulate):
-                if turns > 0:
+                if length > 0:
                     self.add_row(acc, i, columns, base + (lane & 3) * 2, left - (lane & 3) * 2)
             else:
                 store_rounded(acc, i, columns, base, left, lane, self.dtype)
@@ -384,6 +346,7 @@ def signature(spec: WeightGradSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.rows(weight, n, k),
         operands.vector(dtype, n) if spec.bias else None,
         operands.vector(dtype, n) if spec.bias and spec.gated else None,
+        operands.vector(Float32, cute.sym_int32()),
         Int32(1),
         Int32(1),
     )

@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
+import cutlass.pipeline as pipeline
 from cutlass import Boolean, Int32, Int64, Uint16, Uint32, range_constexpr
+from cutlass.cute.nvgpu import warpgroup
 
 from .. import feasible
 from .copies import store_values
+from .sums import set_aside, take_back
 from .values import pack
 
 # one group gathers, two multiply
@@ -89,6 +92,20 @@ class List(NamedTuple):
     end: Any
 
 
+class Group(NamedTuple):
+    """What a warp group that multiplies works with."""
+
+    full: Any
+    empty: Any
+    tiles: Any  # coefficients, in shared memory
+    words: Any  # coefficients that are loaded ahead, in registers
+    aside: Any  # where this thread sets sums aside
+    data: Any
+    units: Any
+    half: Any  # which group of the two
+    member: Any  # thread of the group
+
+
 class SparseProduct:
     """A sparse tile times the rows that its list names: what the roles of such a kernel share.
 
@@ -105,10 +122,12 @@ class SparseProduct:
         load(data, at, product)               a coefficient in two registers
         put(data, tile, part, half, low, high, valid)
 
-    What a unit needs is loaded while the one before it runs, rows and coefficients a turn before they are used.
+    What a unit needs is loaded while the one before it runs, rows and coefficients a turn before they are used. After
+    `longest` places the sums of a unit are set aside.
     """
 
     products: int
+    longest: int
 
     @cute.jit
     def fill(self, full, empty, sB, data, units, thread):
@@ -156,6 +175,62 @@ class SparseProduct:
                     # beyond the list its last row again: the coefficients there are zero
                     at = place.chunk * 64 + second * 64 + thread // 8 + 16 * j
                     rows[j, second] = self.row(data, current.base + cutlass.min(at, current.length - 1))
+
+    # ---- the warp groups that multiply ----
+
+    @cute.jit
+    def first_turns(self, g):
+        """Where a warp group begins to walk all turns of its CTA: stage of the ring, slot of the tiles, what is ahead."""
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
+        return state, Int32(0), self.first_tiles(g.data, g.tiles, g.words, g.units, g.half, g.member)
+
+    @cute.jit
+    def sum_list(self, mma: cute.TiledMma, factors, g, walk, length):
+        """Add the products of a unit's whole list to its sums; the walk goes on behind it."""
+        state, slot, ahead = walk
+        release = state.clone()
+        lane = cute.arch.lane_idx()
+        turns, longest = cute.ceil_div(length, TURN) * self.products, self.longest // TURN
+        for k in cutlass.range(turns, unroll=1):
+            left = length - k // self.products * TURN
+            if k > 0 and k % longest == 0:
+                warpgroup.wait_group(0)
+                for i in range_constexpr(2, len(factors), 3):
+                    set_aside(factors[i], g.aside, 128 * (i // 5), k == longest)
+            cute.arch.barrier(barrier_id=TILE_BARRIER + g.half, number_of_threads=GROUP_THREADS)
+            cute.arch.mbarrier_wait(g.full + state.index, state.phase)
+            self.multiply(mma, factors, 2 * slot + g.half, state.index, 0)
+            state.advance()
+            warpgroup.wait_group(1)
+            if k > 0:
+                release = self.release(g.empty, release, lane)
+            if left > 64:
+                cute.arch.mbarrier_wait(g.full + state.index, state.phase)
+                self.multiply(mma, factors, 2 * slot + g.half, state.index, 1)
+                state.advance()
+            # while the tensor cores work: the next turn's coefficients
+            ahead = self.fill_tile(g.data, g.tiles, g.words, ahead, g.units, g.half, g.member)
+            if left > 64:
+                warpgroup.wait_group(1)
+                release = self.release(g.empty, release, lane)
+            self.clear(g.tiles, slot - 1 if slot > 0 else 2, g.half, g.member)
+            slot = slot + 1 if slot < 2 else 0
+        warpgroup.wait_group(0)
+        if turns > 0:
+            release = self.release(g.empty, release, lane)
+        if turns > longest:
+            for i in range_constexpr(2, len(factors), 3):
+                take_back(factors[i], g.aside, 128 * (i // 5))
+        return state, slot, ahead
+
+    @cute.jit
+    def multiply(self, mma: cute.TiledMma, factors, tile, stage, second: cutlass.Constexpr):
+        """Sums += half a tile of coefficients times a stage of rows."""
+        rA, rB, acc = factors
+        warpgroup.fence()
+        for i in range_constexpr(4):
+            cute.gemm(mma, acc, rA[None, None, 4 * second + i, tile], rB[None, None, i, stage], acc)
+        warpgroup.commit_group()
 
     @cute.jit
     def release(self, empty, state, lane):

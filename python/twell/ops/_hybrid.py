@@ -107,6 +107,11 @@ def near_rows(matrix: Tensor) -> Tensor:
     return laid
 
 
+def room_aside(x: Tensor, terms: int, ctas: int) -> Tensor:
+    """Where ``ctas`` CTAs set sums of up to ``terms`` terms aside; empty where tensor cores add these up in one go."""
+    return x.new_empty(format.sums_aside(tuning.dtype_name(x.dtype), terms, ctas), dtype=torch.float32)
+
+
 def values(entries: Tensor, capacity: int, dtype: torch.dtype, count: int) -> Tensor:
     """What follows the entries: ``count`` values of ``dtype`` for each place, [count, capacity], a view."""
     behind = entries[capacity : capacity + capacity * count * dtype.itemsize // 4]
@@ -272,8 +277,8 @@ def backward_cuda(
     capacity = format.hybrid_capacity(m, n)
     entries, neurons, chunks, sizes, popularity = kept
     pattern = (entries, neurons, chunks, sizes)
-    x, dy, w_gate, w_down = near_rows(x), near_rows(dy), rows(w_gate), down_rows(w_down)
-    w_up = None if w_up is None else rows(w_up)
+    x, dy, w_gate, w_down = near_rows(x), near_rows(dy), near_rows(w_gate), near_rows(down_rows(w_down))
+    w_up = None if w_up is None else near_rows(w_up)
     up = values(entries, capacity, dtype, 1)[0] if gated else None
     dl1 = vector(dl1.reshape(1), 1, dl1)
 
@@ -289,9 +294,11 @@ def backward_cuda(
         gathered = tuning.gathered(dtype, 2 if gated else 1, False)
         # the rounded ones of two values in each word
         gate_rounded, up_rounded = (None if d is None else d.view(dtype)[::2] for d in (d_gate, d_up))
-        launch(gathered, gate_rounded, w_gate, up_rounded, w_up, None, *pattern, dx, capacity, multiprocessors)
+        aside = room_aside(x, 2 * n if gated else n, multiprocessors)
+        launch(gathered, gate_rounded, w_gate, up_rounded, w_up, None, *pattern, dx, aside, capacity, multiprocessors)
         del gate_rounded, up_rounded
-        launch(tuning.overflow(dtype, "input", gated, bias), *recomputed, dx, multiprocessors)
+        launch(tuning.overflow(dtype, "input", gated, bias), *recomputed, dx, aside, multiprocessors)
+        del aside
     if weights is None:
         return none
 
@@ -313,7 +320,8 @@ def backward_cuda(
     # a layer with one of two biases has a place for the other's gradient all the same
     db_gate = (x.new_empty(n) if out.gate_bias is None else out.gate_bias) if bias else None
     db_up = (x.new_empty(n) if out.up_bias is None else out.up_bias) if bias and gated else None
-    gradients = (out.w_gate, out.w_up, out.w_down, db_gate, db_up)
+    # clusters of four CTAs, one for each multiprocessor, take a batch that overflows
+    gradients = (out.w_gate, out.w_up, out.w_down, db_gate, db_up, room_aside(x, m, 4 * multiprocessors))
     weight_grad = tuning.weight_grad(dtype, gated, bias, accumulate)
     launch(weight_grad, x, dy, order, sizes, tiles, starts, packed, tokens, *gradients, capacity, multiprocessors)
     mode = "weight_add" if accumulate else "weight"

@@ -14,7 +14,7 @@ from twell import _nvtx, tuning
 from twell._runtime import device, format
 from twell.ops import _hybrid
 from twell.ops._hybrid import Kept
-from twell.ops._library import down_rows, launch, register, rows, vector
+from twell.ops._library import down_rows, launch, register, vector
 from twell.ops.gate_pack import gate_pack
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -94,8 +94,8 @@ def _cuda(
     if not m:
         return result(x), l1.zero_(), nonzeros.zero_(), *(kept._replace(sizes=kept.sizes.zero_()))
 
-    x, w_gate, w_down = _hybrid.near_rows(x), rows(w_gate), down_rows(w_down)
-    w_up = None if w_up is None else rows(w_up)
+    x, w_gate, w_down = (_hybrid.near_rows(t) for t in (x, w_gate, down_rows(w_down)))
+    w_up = None if w_up is None else _hybrid.near_rows(w_up)
     multiprocessors, capacity = device.sm_count(x.device.index), format.hybrid_capacity(m, n)
     words, spill, stats = gate_pack(x, w_gate, gate_bias, compression)
     entries, neurons, chunks, sizes, popularity = kept
@@ -120,7 +120,8 @@ def _cuda(
     # without an up projection the hidden state is in the entries
     down = tuning.gathered(dtype, 1 if gated else 0, down_bias is not None)
     bias = None if down_bias is None else vector(down_bias, k, x)
-    launch(down, hidden, w_down, None, None, bias, *pattern, y, capacity, multiprocessors)
+    aside = _hybrid.room_aside(x, n, multiprocessors)
+    launch(down, hidden, w_down, None, None, bias, *pattern, y, aside, capacity, multiprocessors)
 
     any_bias = not (gate_bias is None and up_bias is None and down_bias is None)
     biases = (
@@ -129,7 +130,7 @@ def _cuda(
         vector(down_bias, k, x) if any_bias else None,
     )
     overflow = tuning.overflow(dtype, "forward", gated, any_bias)
-    launch(overflow, x, w_gate, w_up, w_down, *biases, entries, sizes, capacity, y, sums, multiprocessors)
+    launch(overflow, x, w_gate, w_up, w_down, *biases, entries, sizes, capacity, y, sums, aside, multiprocessors)
     torch.sum(sums, (0, 1), out=l1)
     return y, l1, nonzeros, *kept
 

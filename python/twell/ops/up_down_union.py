@@ -111,7 +111,7 @@ def by_slices(
     """Launch what fills ``found``. ``packed_of(first, last)`` gives words and spill of a slice when it is its turn."""
     (m, k), n, dtype = x.shape, w_down.shape[0], x.dtype
     y, l1, sizes = found
-    w_down = down_rows(w_down)
+    w_down = _hybrid.near_rows(down_rows(w_down))
     if w_up is not None:
         x, w_up = rows(x), rows(w_up)
     multiprocessors, tiles = device.sm_count(x.device.index), format.tiles(n)
@@ -120,6 +120,7 @@ def by_slices(
     down = tuning.gathered(dtype, 0, down_bias is not None)
     up_bias = None if up_bias is None else vector(up_bias, n, x)
     down_bias = None if down_bias is None else vector(down_bias, k, x)
+    aside = _hybrid.room_aside(x, n, multiprocessors)
     slices = format.union_slices(m, n)
     # the first slice is the longest, and the others take its memory after it
     entries, neurons, chunks = _empty_lists(x, slices[0][1] if slices else 0, n)
@@ -133,7 +134,8 @@ def by_slices(
         if w_up is not None:
             launch(up, x[first:last], w_up, up_bias, *pattern, None, None, sums, format.MOST, multiprocessors)
         # the hidden state is now in the entries
-        launch(down, None, w_down, None, None, down_bias, *pattern, y[first:last], format.MOST, multiprocessors)
+        out = (y[first:last], aside, format.MOST, multiprocessors)
+        launch(down, None, w_down, None, None, down_bias, *pattern, *out)
 
 
 def _empty_lists(x: Tensor, m: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
