@@ -1,0 +1,154 @@
+"""Kernels that start before the launch before them has ended wait for it before they read anything.
+
+A kernel launched with ``use_pdl`` may run while its predecessor does. ``griddepcontrol.wait`` returns when all that ran
+before is through and its writes are visible. It is therefore the first thing that concerns global memory, unconditional,
+and the next launch is let go only after it: then whatever ran before the kernel before is through, too.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+KERNELS = Path(__file__).resolve().parents[2] / "cute_kernels"
+WAIT, TRIGGER = "griddepcontrol_wait", "griddepcontrol_launch_dependents"
+
+
+def attributes(node: ast.AST) -> set[str]:
+    return {child.attr for child in ast.walk(node) if isinstance(child, ast.Attribute)}
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+
+
+def launched_early(tree: ast.AST) -> set[str]:
+    """Names of the kernels in a module that are launched with ``use_pdl``."""
+    names, bound = set(), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            bound |= {target.id: node.value for target in node.targets if isinstance(target, ast.Name)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "launch":
+            if any(keyword.arg == "use_pdl" for keyword in node.keywords):
+                kernel = node.func.value
+                kernel = bound[kernel.id] if isinstance(kernel, ast.Name) else kernel
+                assert isinstance(kernel, ast.Call)
+                assert isinstance(kernel.func, ast.Attribute)
+                names.add(kernel.func.attr)
+    return names
+
+
+def violations(source: str) -> list[str]:
+    """What in a module breaks the rule."""
+    tree, found = ast.parse(source), []
+    early = launched_early(tree)
+    for kernel in functions(tree):
+        decorated = any("kernel" in attributes(decorator) for decorator in kernel.decorator_list)
+        if not decorated:
+            if {WAIT, TRIGGER} & attributes(kernel):
+                found.append(f"{kernel.name}: only kernels themselves wait and let go")
+            continue
+        if kernel.name not in early:
+            if WAIT in attributes(kernel):
+                found.append(f"{kernel.name}: waits, but is not launched with use_pdl")
+            continue
+        found += unordered(kernel)
+    return found
+
+
+def unordered(kernel: ast.FunctionDef) -> Iterator[str]:
+    steps = [
+        statement.value.func.attr
+        if isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Call)
+        and isinstance(statement.value.func, ast.Attribute)
+        else ""
+        for statement in kernel.body
+    ]
+    if steps.count(WAIT) != 1:
+        yield f"{kernel.name}: must wait once, unconditionally"
+        return
+    wait = steps.index(WAIT)
+    if any(TRIGGER in attributes(statement) for statement in kernel.body[:wait]):
+        yield f"{kernel.name}: lets the next launch go before it waits"
+    tensors = {
+        argument.arg
+        for argument in kernel.args.args
+        if argument.annotation is None or "Tensor" in attributes(argument.annotation) | names(argument.annotation)
+    } - {"self"}
+    for statement in kernel.body[:wait]:
+        for name in touched(statement, tensors):
+            yield f"{kernel.name}: touches {name} before it waits"
+
+
+def names(node: ast.AST) -> set[str]:
+    return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
+
+
+def touched(statement: ast.stmt, tensors: set[str]) -> set[str]:
+    """Tensors of which a statement takes more than the shape. One that only gets another name is one of them, too."""
+    found = set()
+    if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Tuple):
+        # names put side by side
+        if all(isinstance(element, ast.Name) for element in statement.value.elts):
+            tensors |= {t.id for t in statement.targets if isinstance(t, ast.Name)}
+            return found
+    parents = {child: node for node in ast.walk(statement) for child in ast.iter_child_nodes(node)}
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name) and node.id in tensors:
+            parent = parents.get(node)
+            if not (isinstance(parent, ast.Attribute) and parent.attr == "shape"):
+                found.add(node.id)
+    return found
+
+
+FILES = sorted(path for path in KERNELS.glob("*.py") if "griddepcontrol" in path.read_text())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_kernel_waits_before_it_reads_and_before_the_next_one_starts(path: Path) -> None:
+    assert violations(path.read_text()) == []
+
+
+def test_every_early_launch_is_looked_at() -> None:
+    early = {path.stem for path in KERNELS.rglob("*.py") if "use_pdl" in path.read_text()}
+    assert early == {path.stem for path in FILES}
+
+
+GOOD = """
+class K:
+    @cute.jit
+    def __call__(self, x, stream):
+        self.kernel(x).launch(grid=(1, 1, 1), stream=stream, use_pdl=True)
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, n: Int32):
+        size = x.shape[0]
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        y = x[n]
+"""
+WAITS = "        cute.arch.griddepcontrol_wait()\n"
+GOES = "        cute.arch.griddepcontrol_launch_dependents()\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (GOOD.replace(WAITS, ""), "must wait once, unconditionally"),
+        (GOOD.replace(WAITS, "        if n > 0:\n    " + WAITS), "must wait once, unconditionally"),
+        (GOOD.replace(WAITS + GOES, GOES + WAITS), "lets the next launch go before it waits"),
+        (GOOD.replace(WAITS, "        y = x[0]\n" + WAITS), "touches x before it waits"),
+        (GOOD.replace(WAITS, "        y = self.load(x, n)\n" + WAITS), "touches x before it waits"),
+        (GOOD.replace(WAITS, "        both = (x, n)\n        self.load(both)\n" + WAITS), "touches both before it waits"),
+        (GOOD.replace("use_pdl=True", "smem=0"), "waits, but is not launched with use_pdl"),
+        (GOOD + "\n    @cute.jit\n    def load(self):\n" + WAITS, "only kernels themselves wait"),
+    ],
+)
+def test_breaking_the_rule_is_seen(source: str, said: str) -> None:
+    assert violations(GOOD) == []
+    assert said in "; ".join(violations(source))
