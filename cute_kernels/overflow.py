@@ -126,8 +126,8 @@ class Overflow:
         fixed = 4 * (self.pairs + self.slots + self.slots // self.cluster + WARPS) + 2 * WINDOW + 256
         self.stages = min(5, (feasible.SMEM_PER_CTA - fixed) // (2 * self.stage))
         # partners whose products tensor cores add up; each has two for dx of a gated layer
-        self.longest = twell.LONGEST_SUM[spec.dtype] // (self.counts[0] - self.counts[1] + 1)
-        assert self.longest % WINDOW == 0
+        terms = self.counts[0] - self.counts[1] + 1
+        self.longest = max(1, twell.LONGEST_SUM[spec.dtype] // (terms * WINDOW)) * WINDOW
         self.ring = self.stages * self.stage // (4 * self.blocks * 256 * WARPS)
 
     def scored(self, o: Operands) -> Any:

@@ -251,6 +251,17 @@ class RankSpec:
 
 
 @dataclass(frozen=True)
+class MatrixTransposeSpec:
+    """``matrix -> matrix^T`` of 16-bit values."""
+
+    op: ClassVar[str] = "matrix_transpose"
+
+    @property
+    def symbol(self) -> str:
+        return self.op
+
+
+@dataclass(frozen=True)
 class TransposeSpec(_Kernel):
     """``hybrid gate, gradients -> lists of tokens and packed coefficients``, a tile of neurons at a time."""
 
@@ -313,6 +324,7 @@ Spec = (
     | SampledGradSpec
     | GatheredSpec
     | RankSpec
+    | MatrixTransposeSpec
     | TransposeSpec
     | WeightGradSpec
     | OverflowSpec
@@ -342,6 +354,7 @@ def all_specs() -> tuple[Spec, ...]:
         *(SampledGradSpec(d, g) for d in DTYPES for g in flags),
         *(GatheredSpec(d, p, b) for d in DTYPES for p, b in ((0, False), (0, True), (1, False), (1, True), (2, False))),
         RankSpec(),
+        MatrixTransposeSpec(),
         *(TransposeSpec(d, g) for d in DTYPES for g in flags),
         *(WeightGradSpec(d, g, b, a) for d in DTYPES for g in flags for b in flags for a in flags),
         *(OverflowSpec(d, m, g, b) for d in DTYPES for m in OVERFLOW_MODES for g in flags for b in flags),

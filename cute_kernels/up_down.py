@@ -98,8 +98,8 @@ class UpDown:
     def __init__(self, spec: Any):
         self.dtype = operands.DTYPES[spec.dtype]
         self.has_bias = spec.bias
-        # neurons whose products tensor cores add up, a batch an instruction
-        self.longest = twell.LONGEST_SUM[spec.dtype] // 16 * BATCH
+        # neurons whose products tensor cores add up; with four of them an instruction loses less than with 16
+        self.longest = twell.LONGEST_SUM[spec.dtype] // 2
         self.slabs = max(1, spec.k_max // SLAB)
         self.slab = spec.k_max // self.slabs
         self.blocks = self.slab // (BLOCK * WARPS)

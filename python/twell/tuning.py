@@ -115,6 +115,12 @@ def rank() -> specs.RankSpec:
 
 
 @functools.cache
+def matrix_transpose() -> specs.MatrixTransposeSpec:
+    """A matrix of 16-bit values, transposed."""
+    return specs.MatrixTransposeSpec()
+
+
+@functools.cache
 def transpose(dtype: torch.dtype, gated: bool) -> specs.TransposeSpec:
     """The non-zeros by neuron."""
     return specs.TransposeSpec(dtype_name(dtype), gated)

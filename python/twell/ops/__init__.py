@@ -12,6 +12,7 @@ from twell.ops.gate_pack import gate_pack
 from twell.ops.hybrid_backward import hybrid_backward
 from twell.ops.hybrid_backward_accumulate import hybrid_backward_accumulate
 from twell.ops.hybrid_forward import hybrid_forward
+from twell.ops.matrix_transpose import matrix_transpose
 from twell.ops.reglu import reglu, reglu_backward
 from twell.ops.unpack import unpack
 from twell.ops.up_down import up_down
@@ -24,6 +25,7 @@ __all__ = [
     "hybrid_backward",
     "hybrid_backward_accumulate",
     "hybrid_forward",
+    "matrix_transpose",
     "reglu",
     "reglu_backward",
     "unpack",

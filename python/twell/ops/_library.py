@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twell import _env, _nvtx
+from twell import _env, _nvtx, tuning
 from twell._log import warn_once
 from twell._runtime import device, format, resolve, specs
 
@@ -124,7 +124,18 @@ def require_sm90(index: int) -> None:
 
 def rows(matrix: Tensor) -> Tensor:
     """``matrix`` [R, C] as kernels read it: aligned rows of unit stride. A copy where it is not so."""
-    return matrix if has_rows(matrix) else matrix.clone(memory_format=torch.contiguous_format)
+    if has_rows(matrix):
+        return matrix
+    return transpose(matrix.t(), matrix.new_empty(matrix.shape))
+
+
+def transpose(matrix: Tensor, out: Tensor) -> Tensor:
+    """Fill the contiguous ``out`` [C, R] with ``matrix`` [R, C], and return it."""
+    blocks = matrix.dtype.itemsize == 2 and matrix.shape[0] % 8 == matrix.shape[1] % 8 == 0
+    if matrix.is_cuda and blocks and has_rows(matrix):
+        launch(tuning.matrix_transpose(), matrix.view(torch.int16), out.view(torch.int16))
+        return out
+    return out.copy_(matrix.t())
 
 
 def has_rows(matrix: Tensor) -> bool:
