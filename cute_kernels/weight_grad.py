@@ -124,7 +124,8 @@ class WeightGrad(SparseProduct):
             (wide, narrow, row_sums), a_layout, b_layout, ones_layout, slabs, units,
             capacity,
         ).launch(
-            grid=(cutlass.min(units, max_ctas), 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
+            grid=(cutlass.min(units, max_ctas), 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream,
+            use_pdl=True,
         )  # fmt: skip
 
     @cute.kernel
@@ -163,6 +164,8 @@ class WeightGrad(SparseProduct):
                 ones[i] = self.dtype(1.0)
             cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         if sizes[sizes.shape[0] - 1] <= capacity:
             data = Operands(x, dy, tiles, starts, packed, tokens, slabs)
             if group == 0:

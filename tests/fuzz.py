@@ -53,6 +53,7 @@ from fuzz_answers import (
 from fuzz_ledger import Tally, header, print_summary, read, record_of
 from fuzz_problems import (
     DTYPES,
+    EXPORTED,
     SPARSE,
     WEIGHTS,
     Case,
@@ -63,7 +64,8 @@ from fuzz_problems import (
     draw,
     laid_out,
 )
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import twell
 from twell import testing
@@ -91,10 +93,11 @@ def ffn(case: Case, t: dict[str, Tensor], **options: Any) -> Any:
 
 @contextlib.contextmanager
 def surroundings(case: Case, device: torch.device) -> Iterator[None]:
-    """Autocast, and new memory full of NaN, where the case has them."""
+    """Autocast, a default device, and new memory full of NaN, where the case has them."""
     torch.use_deterministic_algorithms(case.filled)
+    default = torch.device(device if device.type == "cuda" else "meta") if case.device_set else contextlib.nullcontext()
     try:
-        with torch.autocast(device.type, DTYPES[case.dtype], enabled=case.autocast):
+        with torch.autocast(device.type, DTYPES[case.dtype], enabled=case.autocast), default:
             yield
     finally:
         torch.use_deterministic_algorithms(False)
@@ -125,7 +128,15 @@ def caller(case: Case, t: dict[str, Tensor], dy: Tensor) -> Callable[[], Outputs
                 name: torch.full_like(t[name], MAIN, dtype=torch.float32) if name in case.wanted else None
                 for name in weights
             }
-        y, aux = ffn(case, leaves, strategy=strategy, return_aux=True, main_grads=tuple(mains.values()) or None)
+
+        def layer(x: Tensor) -> Any:
+            options = {"return_aux": True, "main_grads": tuple(mains.values()) or None}
+            return ffn(case, {**leaves, "x": x}, strategy=strategy, **options)
+
+        if case.checkpointed:
+            y, aux = checkpoint(layer, leaves["x"], use_reentrant=False, preserve_rng_state=False)
+        else:
+            y, aux = layer(leaves["x"])
         upstream = [dy.to(y.dtype), torch.full_like(aux.l1, dl1_of(case) * case.m)]
         with torch.autocast(dy.device.type, enabled=False):
             found = derive([y, aux.l1], leaves, upstream)
@@ -140,6 +151,27 @@ def caller(case: Case, t: dict[str, Tensor], dy: Tensor) -> Callable[[], Outputs
         return out
 
     return pack if case.op == "pack" else step if case.training else forward
+
+
+class Exported(nn.Module):
+    """A case's layer, to export: a function of its tokens [M, K]."""
+
+    def __init__(self, case: Case, t: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.case, self.t = case, t
+
+    def forward(self, x: Tensor) -> Tensor:
+        strategy = "auto" if self.case.strategy == "site" else self.case.strategy
+        return ffn(self.case, {**self.t, "x": x}, strategy=strategy)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def exported(case: Case, t: dict[str, Tensor]) -> Tensor:
+    """y of a graph that takes any number of tokens, made with another one."""
+    x = t["x"].reshape(-1, case.k)
+    tokens = {0: torch.export.Dim("tokens", min=1, max=EXPORTED)}
+    program = torch.export.export(Exported(case, t), (x.new_ones(100, case.k),), dynamic_shapes=(tokens,))
+    return program.module()(x).view(t["x"].shape)  # type: ignore[no-any-return]
 
 
 def compacted(case: Case, layer: Layer, x: Tensor) -> Outputs:
@@ -238,6 +270,11 @@ def run(case: Case, device: torch.device, result: Result) -> None:
         if not spoilt(held, keep):
             raise Mismatch("a second call writes to what the first returned")
         del again, held
+        if case.exported:
+            found = {"y": exported(case, operands)}
+            if case.strategy in SPARSE:
+                same_bits(found, outputs, "an exported graph")
+            outputs = found
         if case.graph:
             graph, static = testing.captured(call)
             spoil(static, keep)

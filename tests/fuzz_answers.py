@@ -27,8 +27,9 @@ from torch import Tensor
 from twell import testing
 from twell._runtime import format
 
-# The error of a product with one fp32 step for 16 of its terms, as a share of it: each is cut off at the last bit.
-STEP = 2.0**-24
+# What one instruction of tensor cores, 16 terms of one sign, cuts off of their sum on average (H200: 1e-7). A sum of
+# neurons or tokens is in parts of ``format.LONGEST_SUM`` terms where the package adds it up.
+STEP = 2.0**-23
 STEP_TERMS = 16
 
 # What such sums may be off by at the worst, as a share of the sizes of their terms.
@@ -177,16 +178,17 @@ class Answer:
         alike: Alike,
         *,
         by_token: bool,
+        longest: int,
         bias: Tensor | None = None,
     ) -> Answer:
         """The sum of ``products``, rounded to ``dtype``, or added to ``MAIN`` in fp32 where that is None.
 
-        by_token: a row is a token, and a neuron otherwise.
+        by_token: a row is a token, and a neuron otherwise. longest: terms that tensor cores add up in one go.
         """
         value = sum(p.coefficients.right @ p.rows for p in products) + (0 if bias is None else bias.double())
         assert isinstance(value, Tensor)
         if dtype is None:
-            last = STEP * (MAIN + value.abs())
+            last = 2.0**-24 * (MAIN + value.abs())
             # a sum may come in two parts
             bound = 2 * last.norm(dim=1)
         else:
@@ -199,11 +201,12 @@ class Answer:
             right, off, average = p.coefficients
             lengths = p.rows.norm(dim=1)
             terms = int((right != 0).sum(1).max()) if right.numel() else 0
-            drift = 2 * (STEP * terms / STEP_TERMS) ** 2
+            lost = STEP * min(terms, longest) / STEP_TERMS
+            drift = 2 * lost**2
             average = average if by_token else average * alike.sizes()
             square = square + (average + drift * right.square()) @ p.rows.square() + drift * value.square()
             # a result that is off is rounded where it is
-            bound = bound + 1.01 * (off + SUMMATION * right.abs()) @ lengths
+            bound = bound + 1.01 * (off + (SUMMATION + 2 * lost) * right.abs()) @ lengths
             share = average * lengths.square()
             shares.append(alike.merge(share if by_token else share.t()).flatten())
         energy = alike.merge(square) if by_token else square
@@ -243,7 +246,7 @@ def solve(case: Case, layer: Layer) -> Right:
             hidden = hidden.rounded(dtype)
         hidden = hidden.where(active)
     down = Product(hidden, layer.w_down.double())
-    answers = {"y": Answer.of([down], dtype, alike, by_token=True, bias=layer.down_bias)}
+    answers = {"y": Answer.of([down], dtype, alike, by_token=True, longest=longest(case), bias=layer.down_bias)}
     if case.training:
         answers |= gradients(case, layer, alike, gate, up)
     size = hidden.right.abs().sum()
@@ -286,11 +289,16 @@ def gradients(case: Case, layer: Layer, alike: Alike, gate: Value, up: Value | N
     out = {}
     for name in case.wanted:
         if name == "x":
-            out[name] = Answer.of(inputs, dtype, alike, by_token=True)
+            out[name] = Answer.of(inputs, dtype, alike, by_token=True, longest=longest(case))
         else:
             last = None if case.mains and name not in BIASES else dtype
-            out[name] = Answer.of([products[name]], last, alike, by_token=False)
+            out[name] = Answer.of([products[name]], last, alike, by_token=False, longest=longest(case))
     return out
+
+
+def longest(case: Case) -> int:
+    """Terms of a sum that tensor cores add up in one go: all of them where PyTorch may choose."""
+    return format.LONGEST_SUM[str(DTYPES[case.dtype]).removeprefix("torch.")] if case.strategy in SPARSE else 1 << 30
 
 
 def rare(active: Tensor) -> Tensor:

@@ -36,6 +36,11 @@ NEURONS = (8, 16, 56, 64, 72, 128, 248, 256, 264, 504, 512, 520, 776, 1024, 1032
 X_LAYOUTS = {"plain": 4, "padded": 2, "odd": 2, "columns": 1, "alternate": 1, "expanded": 1}
 WEIGHT_LAYOUTS = {"plain": 5, "padded": 2, "odd": 1, "columns": 1}
 DOWN_LAYOUTS = {"rows": 5, "linear": 2, "padded": 1, "odd": 1}
+# Sums of so many terms tensor cores add up in parts. The sizes are for GPUs.
+MANY_NEURONS = (28_672, 32_776, 65_536)
+MANY_TOKENS = (70_001, 131_200, 1 << 20)
+# tokens that an exported graph is made for
+EXPORTED = 16_384
 BIAS_LAYOUTS = {"plain": 3, "off": 1, "alternate": 1}
 WEIGHTS = ("w_gate", "w_up", "w_down")
 BIASES = ("gate_bias", "up_bias", "down_bias")
@@ -69,9 +74,28 @@ class Limits(NamedTuple):
         return cls(20_000, 16384, 1 << 27, 1 << 26, 1 << 37, (*PACKAGED_K, *([COMPILED_K] if jit else [])))
 
 
+FLAGS = (
+    "l1",
+    "mains",
+    "graph",
+    "stream",
+    "autocast",
+    "filled",
+    "coherent",
+    "checkpointed",
+    "device_set",
+    "exported",
+)
+
+
 @dataclass(frozen=True)
 class Case:
-    """One problem and one way to call it. ``wanted`` names the tensors that require grad, in training."""
+    """One problem and one way to call it.
+
+    wanted: the tensors that require grad, in training. coherent: most terms of long sums have one sign. checkpointed:
+    the forward pass runs again in backward. device_set: another default device than the operands' is set, or theirs on
+    a GPU. exported: a graph with a dynamic number of tokens is called, too.
+    """
 
     seed: int
     number: int
@@ -99,13 +123,17 @@ class Case:
     stream: bool
     autocast: bool
     filled: bool
+    coherent: bool
+    checkpointed: bool
+    device_set: bool
+    exported: bool
 
     @property
     def training(self) -> bool:
         return bool(self.wanted)
 
     def __str__(self) -> str:
-        flags = [name for name in ("l1", "mains", "graph", "stream", "autocast", "filled") if getattr(self, name)]
+        flags = [name for name in FLAGS if getattr(self, name)]
         parts = [
             f"{self.seed}:{self.number} {self.op} {self.m}x{self.k}x{self.n} {self.dtype}",
             "integers" if self.exact else "reals",
@@ -183,11 +211,20 @@ def draw(seed: int, number: int, limits: Limits, graphs: bool) -> Case:
         stream=graphs and not eager and not graph and x_layout != "expanded" and chance(0.2),
         autocast=not eager and chance(0.15),
         filled=not eager and chance(0.2),
+        coherent=not exact and chance(0.25),
+        checkpointed=training and chance(0.15),
+        device_set=chance(0.15),
+        exported=op == "forward" and 0 < m <= EXPORTED and chance(0.03),
     )
 
 
 def sizes(rng: random.Random, op: str, number: int, limits: Limits) -> tuple[int, int, int]:
-    """M, K and N within ``limits``; cases go through the classes of K in turn."""
+    """M, K and N within ``limits``; cases go through the classes of K in turn, but for few with very long sums."""
+    if limits.m > max(TOKENS) and op != "decode" and rng.random() < 0.03:
+        k = rng.choice([8, 64, 128, 264, 512])
+        if rng.random() < 0.6:
+            return rng.choice([1, 8, 9, 127, 256, 300, 1000]), k, rng.choice(MANY_NEURONS)
+        return rng.choice(MANY_TOKENS), min(k, 128), rng.choice([8, 64, 72, 120])
     at = number % len(limits.classes)
     largest, below = limits.classes[at], limits.classes[at - 1] if at else 0
     edges = [below + 8, largest, *((8, 16, 64, 72, 128, 136, 264) if not below else (below + 72, largest - 8))]
@@ -335,6 +372,10 @@ def build(case: Case, device: torch.device) -> Layer:
         w_up, w_down = normal(n, k) / math.sqrt(k), 0.1 * normal(n, k)
         biases = {"gate_bias": 0.25 * normal(n), "up_bias": normal(n), "down_bias": normal(k)}
         dy = normal(m, k)
+        if case.coherent:
+            # x and dy alone have one sign, and up projections of near 1
+            x, w_up, w_down, dy = x.abs(), 0.2 * w_up, w_down.abs(), dy.abs()
+            w_up[:, 0] = 1
     pattern = features(case, topics, unit, sure, generator)
     popularity, load, boost = pattern.popularity, pattern.load, pattern.boost
     if case.exact:
