@@ -225,9 +225,9 @@ class AutoStrategy:
 
     The same figures arriving at the same calls give the same choices. Strategies differ in the last bits, and arrival
     is a matter of timing: name a strategy for bitwise repeatable runs. A graph, captured or compiled, keeps the
-    strategy chosen before it was made and measures nothing; make it after some eager calls, or name the strategy. As
-    long as a forward pass waits for its backward, training keeps its choice, so that activation checkpointing computes
-    the same again.
+    strategy chosen before it was made and measures nothing; make it after some eager calls, or name the strategy.
+    Under activation checkpointing training keeps its choice until a forward pass has had its backward, so that the
+    recomputation runs what the forward pass ran; the recomputation itself neither counts as a call nor measures.
 
     Copying and pickling keep choices and figures.
     """
@@ -273,11 +273,12 @@ class AutoStrategy:
         if tracing(m):
             return Route(self._trace(m, training))
         problem = tuning.Problem(m, x.shape[-1], n, gated, training)
-        holder = self if training else None
+        holder = self if training and _checkpointed() else None
         # neither tensors that hold no values nor graphs that would run again leave figures
         real = type(x) is Tensor or type(x) is torch.nn.Parameter
-        if not real or _capturing(x):
-            return Route(self._peek(problem, record=real), None, holder)
+        capturing = real and _capturing(x)
+        if not real or capturing or (training and self._recomputes()):
+            return Route(self._peek(problem, record=capturing), None, holder)
         with self._lock:
             call, decision, due = self._count(problem)
             strategy = decision.strategy
@@ -286,6 +287,13 @@ class AutoStrategy:
         if strategy == "row" and m >= format.TOKEN_TILE and "union" in tuning.coefficients(problem):
             strategy = "union"
         return Route(strategy, Measurement(self, problem, call), holder)
+
+    def _recomputes(self) -> bool:
+        """Whether this call belongs to the backward pass of an earlier one, as in activation checkpointing.
+
+        A reentrant checkpoint has no earlier one: its forward pass was inference.
+        """
+        return torch._C._current_graph_task_id() != -1 and len(self._open) > 0
 
     def choose(self, problem: tuning.Problem) -> tuning.Decision:
         """Count a call, and the decision that holds for it."""
@@ -304,14 +312,20 @@ class AutoStrategy:
                 self._pending = _Expected(problem, call, transfer, most)
 
     def hold(self, y: Tensor) -> None:
-        """Keep the choices for training until backward has passed through ``y``, or nothing can pass any more."""
+        """Keep the choices for training until no backward pass can go through ``y`` any more."""
         node = y.grad_fn
         if node is None:
             return
         waiting, waiting_for = self._open, _Pass()
         waiting.add(waiting_for)
+
         # the hook lives as long as the graph, and what it names with it
-        node.register_hook(lambda *_: waiting.discard(waiting_for))
+        def passed(*_: Any) -> None:
+            if not torch._C._autograd._get_current_graph_task_keep_graph():
+                # which node of the layer is the last is only known when all have run
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: waiting.discard(waiting_for))
+
+        node.register_hook(passed)
 
     def explain(self, layer: str = "") -> list[Choice]:
         """The choices so far, for calls and for graphs."""
@@ -450,6 +464,11 @@ def tracing(m: Any) -> bool:
     if torch.compiler.is_compiling() or type(m) is not int:
         return True
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+
+
+def _checkpointed() -> bool:
+    """Whether activation checkpointing may compute this call again: hooks take what it saves for backward."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _capturing(x: Tensor) -> bool:
