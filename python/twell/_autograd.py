@@ -108,9 +108,11 @@ class _FFN(torch.autograd.Function):
 
 def _require_addable(*upstream: Tensor | None) -> None:
     """Raise NotImplementedError unless mains can take what becomes of these gradients."""
-    if torch._C._are_functorch_transforms_active():
+    present = [g for g in upstream if g is not None]
+    # what is_grads_batched=True makes is no transform of torch.func
+    if torch._C._are_functorch_transforms_active() or any(map(torch._C._functorch.is_legacy_batchedtensor, present)):
         got = "a batch of them or those of a transform of torch.func"
-    elif any(g is not None and has_tangent(g) for g in upstream):
+    elif any(map(has_tangent, present)):
         got = "some with forward-mode tangents"
     else:
         return

@@ -38,9 +38,11 @@ def folded(matrix: Tensor) -> bool:
 
 
 def _is_real(tensor: Tensor) -> bool:
-    """Whether ``tensor`` has elements in memory, which what stands for it in a trace has not."""
+    """Whether ``tensor`` has elements in memory, which what stands for it in a trace or transform has not."""
+    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
     plain = type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
-    return plain and not torch.compiler.is_compiling() and not tensor.is_meta and tensor.numel() > 0
+    return plain and not tensor.is_meta and tensor.numel() > 0
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
