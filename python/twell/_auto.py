@@ -117,7 +117,7 @@ class Transfer:
     """Integers on their way from a GPU to the host."""
 
     def __init__(self, values: Tensor) -> None:
-        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
         self._host.copy_(values, non_blocking=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(torch.cuda.current_stream(values.device))

@@ -505,8 +505,8 @@ def test_what_a_transfer_does(monkeypatch: pytest.MonkeyPatch) -> None:
 
     original = torch.empty
 
-    def empty(*shape: Any, dtype: Any, pin_memory: bool) -> Tensor:
-        assert pin_memory
+    def empty(*shape: Any, dtype: Any, pin_memory: bool, device: str) -> Tensor:
+        assert (pin_memory, device) == (True, "cpu")
         return original(*shape, dtype=dtype)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
