@@ -11,6 +11,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -124,12 +125,18 @@ class Transfer:
 
     def arrived(self) -> bool:
         """Whether ``read`` may be called; does not wait."""
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        with device.relaxed_capture():
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> list[int]:
         """The values, after they have arrived."""
         values: list[int] = self._host.tolist()
         return values
+
+
+def _beside_captures(tensor: Tensor) -> AbstractContextManager[None]:
+    """Where a measurement may take memory that the call by itself would not need, whatever other threads capture."""
+    return device.relaxed_capture() if tensor.is_cuda else nullcontext()
 
 
 class Measurement(NamedTuple):
@@ -142,9 +149,10 @@ class Measurement(NamedTuple):
     @torch.no_grad()
     def dense(self, gate: Tensor) -> None:
         """Leave the figures of a dense gate [..., N], before or after ReLU."""
-        silent, whole = gate.reshape(-1, self.problem.n) <= 0, self.problem.m // format.TOKEN_TILE
-        tiles = silent[: whole * format.TOKEN_TILE].view(whole, format.TOKEN_TILE, self.problem.n)
-        self.counts(silent.numel() - silent.sum(), self.problem.n - tiles.all(1).sum(1))
+        with _beside_captures(gate):
+            silent, whole = gate.reshape(-1, self.problem.n) <= 0, self.problem.m // format.TOKEN_TILE
+            tiles = silent[: whole * format.TOKEN_TILE].view(whole, format.TOKEN_TILE, self.problem.n)
+            self.counts(silent.numel() - silent.sum(), self.problem.n - tiles.all(1).sum(1))
 
     @torch.no_grad()
     def counts(self, nonzeros: Tensor, unions: Tensor | None, most: int | None = None) -> None:
@@ -153,12 +161,14 @@ class Measurement(NamedTuple):
         With more than ``most`` non-zeros the unions say nothing.
         """
         whole = self.problem.m // format.TOKEN_TILE
-        if unions is None or not whole:
-            values = torch.stack((nonzeros.long(),))
-        else:
-            # a tile with fewer tokens says less
-            values = torch.stack((nonzeros.long(), unions[:whole].sum()))
-        self.site.expect(self.problem, self.call, Transfer(values), most)
+        with _beside_captures(nonzeros):
+            if unions is None or not whole:
+                values = torch.stack((nonzeros.long(),))
+            else:
+                # a tile with fewer tokens says less
+                values = torch.stack((nonzeros.long(), unions[:whole].sum()))
+            transfer = Transfer(values)
+        self.site.expect(self.problem, self.call, transfer, most)
 
 
 class _Expected(NamedTuple):
