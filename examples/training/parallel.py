@@ -60,7 +60,7 @@ class World:
         """Whether the flag is set on some rank. Goes from host to host, past the GPUs' queues."""
         if self.size == 1:
             return flag
-        flags = torch.tensor(int(flag))
+        flags = torch.tensor(int(flag), device="cpu")
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         return bool(flags)
 

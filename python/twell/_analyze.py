@@ -153,7 +153,7 @@ class Tally:
         """The figures of all tokens so far, of which there must be some; nothing can be added after it."""
         self._count_unions(self._waiting)
         n, histogram = self._n, self._histogram.cpu()
-        tokens, nonzeros = int(histogram.sum()), int((histogram * torch.arange(n + 1)).sum())
+        tokens, nonzeros = int(histogram.sum()), int((histogram * torch.arange(n + 1, device="cpu")).sum())
         below = histogram.cumsum(0)
 
         def more_than(limit: int) -> float:

@@ -11,6 +11,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -117,19 +118,25 @@ class Transfer:
     """Integers on their way from a GPU to the host."""
 
     def __init__(self, values: Tensor) -> None:
-        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
         self._host.copy_(values, non_blocking=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(torch.cuda.current_stream(values.device))
 
     def arrived(self) -> bool:
         """Whether ``read`` may be called; does not wait."""
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        with device.relaxed_capture():
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> list[int]:
         """The values, after they have arrived."""
         values: list[int] = self._host.tolist()
         return values
+
+
+def _beside_captures(tensor: Tensor) -> AbstractContextManager[None]:
+    """Where a measurement may take memory that the call by itself would not need, whatever other threads capture."""
+    return device.relaxed_capture() if tensor.is_cuda else nullcontext()
 
 
 class Measurement(NamedTuple):
@@ -142,9 +149,10 @@ class Measurement(NamedTuple):
     @torch.no_grad()
     def dense(self, gate: Tensor) -> None:
         """Leave the figures of a dense gate [..., N], before or after ReLU."""
-        silent, whole = gate.reshape(-1, self.problem.n) <= 0, self.problem.m // format.TOKEN_TILE
-        tiles = silent[: whole * format.TOKEN_TILE].view(whole, format.TOKEN_TILE, self.problem.n)
-        self.counts(silent.numel() - silent.sum(), self.problem.n - tiles.all(1).sum(1))
+        with _beside_captures(gate):
+            silent, whole = gate.reshape(-1, self.problem.n) <= 0, self.problem.m // format.TOKEN_TILE
+            tiles = silent[: whole * format.TOKEN_TILE].view(whole, format.TOKEN_TILE, self.problem.n)
+            self.counts(silent.numel() - silent.sum(), self.problem.n - tiles.all(1).sum(1))
 
     @torch.no_grad()
     def counts(self, nonzeros: Tensor, unions: Tensor | None, most: int | None = None) -> None:
@@ -153,12 +161,14 @@ class Measurement(NamedTuple):
         With more than ``most`` non-zeros the unions say nothing.
         """
         whole = self.problem.m // format.TOKEN_TILE
-        if unions is None or not whole:
-            values = torch.stack((nonzeros.long(),))
-        else:
-            # a tile with fewer tokens says less
-            values = torch.stack((nonzeros.long(), unions[:whole].sum()))
-        self.site.expect(self.problem, self.call, Transfer(values), most)
+        with _beside_captures(nonzeros):
+            if unions is None or not whole:
+                values = torch.stack((nonzeros.long(),))
+            else:
+                # a tile with fewer tokens says less
+                values = torch.stack((nonzeros.long(), unions[:whole].sum()))
+            transfer = Transfer(values)
+        self.site.expect(self.problem, self.call, transfer, most)
 
 
 class _Expected(NamedTuple):
@@ -225,9 +235,9 @@ class AutoStrategy:
 
     The same figures arriving at the same calls give the same choices. Strategies differ in the last bits, and arrival
     is a matter of timing: name a strategy for bitwise repeatable runs. A graph, captured or compiled, keeps the
-    strategy chosen before it was made and measures nothing; make it after some eager calls, or name the strategy. As
-    long as a forward pass waits for its backward, training keeps its choice, so that activation checkpointing computes
-    the same again.
+    strategy chosen before it was made and measures nothing; make it after some eager calls, or name the strategy.
+    Under activation checkpointing training keeps its choice until a forward pass has had its backward, so that the
+    recomputation runs what the forward pass ran; the recomputation itself neither counts as a call nor measures.
 
     Copying and pickling keep choices and figures.
     """
@@ -273,11 +283,12 @@ class AutoStrategy:
         if tracing(m):
             return Route(self._trace(m, training))
         problem = tuning.Problem(m, x.shape[-1], n, gated, training)
-        holder = self if training else None
+        holder = self if training and _checkpointed() else None
         # neither tensors that hold no values nor graphs that would run again leave figures
         real = type(x) is Tensor or type(x) is torch.nn.Parameter
-        if not real or _capturing(x):
-            return Route(self._peek(problem, record=real), None, holder)
+        capturing = real and _capturing(x)
+        if not real or capturing or (training and self._recomputes()):
+            return Route(self._peek(problem, record=capturing), None, holder)
         with self._lock:
             call, decision, due = self._count(problem)
             strategy = decision.strategy
@@ -286,6 +297,13 @@ class AutoStrategy:
         if strategy == "row" and m >= format.TOKEN_TILE and "union" in tuning.coefficients(problem):
             strategy = "union"
         return Route(strategy, Measurement(self, problem, call), holder)
+
+    def _recomputes(self) -> bool:
+        """Whether this call belongs to the backward pass of an earlier one, as in activation checkpointing.
+
+        A reentrant checkpoint has no earlier one: its forward pass was inference.
+        """
+        return torch._C._current_graph_task_id() != -1 and len(self._open) > 0
 
     def choose(self, problem: tuning.Problem) -> tuning.Decision:
         """Count a call, and the decision that holds for it."""
@@ -304,14 +322,20 @@ class AutoStrategy:
                 self._pending = _Expected(problem, call, transfer, most)
 
     def hold(self, y: Tensor) -> None:
-        """Keep the choices for training until backward has passed through ``y``, or nothing can pass any more."""
+        """Keep the choices for training until no backward pass can go through ``y`` any more."""
         node = y.grad_fn
         if node is None:
             return
         waiting, waiting_for = self._open, _Pass()
         waiting.add(waiting_for)
+
         # the hook lives as long as the graph, and what it names with it
-        node.register_hook(lambda *_: waiting.discard(waiting_for))
+        def passed(*_: Any) -> None:
+            if not torch._C._autograd._get_current_graph_task_keep_graph():
+                # which node of the layer is the last is only known when all have run
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: waiting.discard(waiting_for))
+
+        node.register_hook(passed)
 
     def explain(self, layer: str = "") -> list[Choice]:
         """The choices so far, for calls and for graphs."""
@@ -450,6 +474,11 @@ def tracing(m: Any) -> bool:
     if torch.compiler.is_compiling() or type(m) is not int:
         return True
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+
+
+def _checkpointed() -> bool:
+    """Whether activation checkpointing may compute this call again: hooks take what it saves for backward."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _capturing(x: Tensor) -> bool:

@@ -3,7 +3,7 @@ gradients with a float32 home."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -13,8 +13,11 @@ from torch.autograd import forward_ad
 
 from twell import _nvtx, ops, tuning
 from twell.ops import _hybrid, _library
+from twell.ops._library import has_tangent
 
 Mains = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+_WEIGHTS = ("w_gate", "w_up", "w_down")
 
 
 class Operands(NamedTuple):
@@ -40,6 +43,12 @@ def ffn(name: str, operands: Operands, mains: Mains, compression: int) -> tuple[
     ``mains`` are the float32 tensors, shaped as w_gate, w_up and w_down, to which backward adds the gradient of that
     weight instead of returning it; None where it shall be returned. ``name`` is the function that errors speak of.
     """
+    if not torch.compiler.is_compiling():
+        for weight, main in zip(_WEIGHTS, mains):
+            if main is not None:
+                # a view's node: of a leaf's the engine does not always tell whether it will run
+                view = getattr(operands, weight).view_as(main)
+                operands = operands._replace(**{weight: view})
     outputs = _FFN.apply(name, compression, *mains, *operands)  # type: ignore[no-untyped-call]
     return cast(tuple[Tensor, Tensor, Tensor, Tensor], outputs)
 
@@ -66,6 +75,9 @@ class _FFN(torch.autograd.Function):
         # not saved: a hook that moves saved tensors would have backward add to a copy
         ctx.mains = (main_gate, main_up, main_down)
         ctx.name = name
+        if not torch.compiler.is_compiling():
+            weights = zip(_WEIGHTS, (w_gate, w_up, w_down), ctx.mains)
+            ctx.nodes = {w: weight.grad_fn for w, weight, main in weights if weight is not None and main is not None}
         sizes = _hybrid.Kept(*kept).sizes
         ctx.mark_non_differentiable(nonzeros, sizes)
         ctx.set_materialize_grads(False)
@@ -75,6 +87,11 @@ class _FFN(torch.autograd.Function):
     @_nvtx.marked(lambda ctx, dy, *_: _backward_range(ctx.name, dy))
     def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         needs = Operands(*ctx.needs_input_grad[-len(Operands._fields) :])
+        if not torch.compiler.is_compiling() and ctx.nodes:
+            _require_addable(dy, dl1)
+            # what forward saw needed is not what this backward pass wants: torch.autograd.grad may ask for x alone
+            runs = torch._C._will_engine_execute_node
+            needs = needs._replace(**{weight: False for weight, node in ctx.nodes.items() if not runs(node)})
         db_down = None
         if needs.b_down and dy is not None:
             db_down = dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(dy.dtype)
@@ -87,6 +104,19 @@ class _FFN(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             gradients = _first_order(ctx.name, gradients, (dy, dl1, *saved))
         return (None, None, None, None, None, *gradients)
+
+
+def _require_addable(*upstream: Tensor | None) -> None:
+    """Raise NotImplementedError unless mains can take what becomes of these gradients."""
+    present = [g for g in upstream if g is not None]
+    # what is_grads_batched=True makes is no transform of torch.func
+    if torch._C._are_functorch_transforms_active() or any(map(torch._C._functorch.is_legacy_batchedtensor, present)):
+        got = "a batch of them or those of a transform of torch.func"
+    elif any(map(has_tangent, present)):
+        got = "some with forward-mode tangents"
+    else:
+        return
+    raise NotImplementedError(f"main_grads take the gradients of a plain backward pass, got {got}")
 
 
 def _backward_range(name: str, dy: Tensor | None) -> _nvtx.Context:
@@ -166,9 +196,39 @@ class _IntoMain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        if not torch.compiler.is_compiling():
+            _require_addable(gradient)
         with torch.no_grad():
             ctx.main.add_(gradient)
         return None, None
+
+
+def _transforming() -> bool:
+    """Whether a transform of torch.func or a level of forward-mode AD is open."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+# as torch.compiler.assume_constant_result has it: tracing, which opens the transforms that it traces, calls it
+_transforming._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def transformed(operands: Mapping[str, Tensor], needing: bool) -> str:
+    """What of a call only PyTorch's own operators can do: what torch.func or forward-mode AD asks of it. "" if nothing.
+
+    ``needing`` is whether autograd will want gradients.
+    """
+    if not _transforming():
+        return ""
+    if torch.compiler.is_compiling():
+        # what is traced does not say whose tensors they are
+        return "a call inside a transform"
+    if torch._C._are_functorch_transforms_active():
+        for argument, value in operands.items():
+            if torch._C._functorch.is_functorch_wrapped_tensor(value):
+                return f"{argument} of a transform of torch.func"
+        if needing:
+            return "gradients that pass a transform of torch.func"
+    return next((f"{argument} with a forward-mode tangent" for argument, t in operands.items() if has_tangent(t)), "")
 
 
 def eager(operands: Iterable[Tensor]) -> bool:
@@ -216,8 +276,8 @@ class _GatedReLU(torch.autograd.Function):
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, Tensor | None]:
         gate, up = ctx.saved_tensors
         gate_needed, up_needed = ctx.needs_input_grad
-        # a gradient that shall have a gradient, one of two, or a batch of them
-        torchs_own = torch.is_grad_enabled() or not (gate_needed and up_needed)
+        # a gradient that must have a gradient or a tangent, one of two, or a batch of them
+        torchs_own = torch.is_grad_enabled() or has_tangent(dh) or not (gate_needed and up_needed)
         if not (torchs_own or torch._C._are_functorch_transforms_active()):
             return cast(tuple[Tensor, Tensor], ops.reglu_backward(dh, gate, up))
         active = F.relu(gate)

@@ -521,7 +521,7 @@ def _compacted(mlp: MLP, kept: Tensor, keep_removed: bool) -> MLP:
     if before is not None:
         # in terms of the neurons that there were at first
         neurons = before.neurons.cpu()
-        original = torch.zeros(before.kept.numel(), dtype=torch.bool)
+        original = torch.zeros(before.kept.numel(), dtype=torch.bool, device="cpu")
         original[neurons[left]] = True
         if removed is not None and before.removed is not None:
             everything = removed.new_empty(original.numel(), removed.shape[1])

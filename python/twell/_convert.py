@@ -161,7 +161,7 @@ class _File:
             if file.readinto(data) != len(data):
                 raise ValueError(f"{str(self.path)!r} ended within {name!r}; was it written to meanwhile?")
         if not data:
-            return torch.empty(stored.shape, dtype=_DTYPES[stored.dtype])
+            return torch.empty(stored.shape, dtype=_DTYPES[stored.dtype], device="cpu")
         return torch.frombuffer(data, dtype=_DTYPES[stored.dtype]).view(stored.shape)
 
 

@@ -242,7 +242,7 @@ def train(
         while (progress := schedule.progress(history.steps, time.perf_counter() - start)) < 1 and not stop.requested:
             for group in optimizer.param_groups:
                 group["lr"] = schedule.learning_rate * learning_rate_factor(progress)
-            starts = torch.randint(text.numel() - length + 1, (schedule.batch,), generator=generator)
+            starts = torch.randint(text.numel() - length + 1, (schedule.batch,), generator=generator, device="cpu")
             tokens = windows(text, starts.to(device), length)
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 output: Output = model(tokens[:, :-1])

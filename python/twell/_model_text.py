@@ -306,8 +306,10 @@ def batches(sequences: Sequence[Sequence[int]], size: int) -> Iterator[Batch]:
     for first in range(0, len(sequences), size):
         rows = sequences[first : first + size]
         longest = max(map(len, rows))
-        ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
-        yield Batch(ids, torch.arange(longest) < torch.tensor([len(row) for row in rows])[:, None])
+        ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device="cpu")
+        yield Batch(
+            ids, torch.arange(longest, device="cpu") < torch.tensor([len(row) for row in rows], device="cpu")[:, None]
+        )
 
 
 @contextmanager
@@ -340,7 +342,7 @@ def observe(
     body = getattr(model, "base_model", None)
     device = next(model.parameters()).device
     present: Tensor | None = None
-    first = torch.empty(0)
+    first = torch.empty(0, device="cpu")
     total = 0
 
     def hook(i: int) -> Callable[..., None]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import _auto, _autograd, _nvtx, ops, tuning
+from twell import _auto, _autograd, _memory, _nvtx, ops, tuning
 from twell._auto import AutoStrategy
 from twell._runtime import format, specs
 from twell.packed import PackedTwell
@@ -99,10 +99,12 @@ def sparse_gated_ffn(
             in the last bits.
         compression: 2, 4 or 8. A tile of 256 neurons takes 256 / compression words, and up to one less non-zeros before
             it is spilled. Speed depends on it, the result does not.
-        main_grads: float32 tensors (main_gate, main_up, main_down) of the weights' shapes. Backward adds the gradients
-            of these weights to them, in fp32, and gives the weights none: their ``.grad`` stays as it is. None in a
-            place leaves that weight's gradient where it goes otherwise. main_down is added to in place if stored as the
-            transposed view of [N, K] rows, else by way of a copy.
+        main_grads: float32 tensors (main_gate, main_up, main_down) of the weights' shapes; views of one buffer must not
+            overlap. Backward adds the gradients of these weights to them, in fp32, and gives the weights none: their
+            ``.grad`` stays as it is. A backward pass that wants no gradient of a weight, such as
+            ``torch.autograd.grad(y, x)``, adds none; one that torch.compile traced adds all. None in a place leaves
+            that weight's gradient where it goes otherwise. main_down is added to in place if stored as the transposed
+            view of [N, K] rows, else by way of a copy.
         return_aux: also return ``Aux(l1, l0)``.
 
     All tensors are bfloat16 or float16 and on one device: a GPU of compute capability 9.0 or the CPU. The CPU takes
@@ -121,6 +123,9 @@ def sparse_gated_ffn(
     All operands may be DTensors of one mesh: w_gate and w_up sharded on dimension 0 and w_down on dimension 1 divide
     the neurons, x sharded on a leading dimension the tokens. y and ``aux`` are DTensors then, Partial where they are
     sums over ranks, and main_grads are placed as gradients; ``twell.ops._sharding`` has the rules.
+
+    Under transforms of torch.func (grad, jvp, vmap and what is made of them) and for operands with a forward-mode
+    tangent "auto" is "dense", whose derivatives are those of PyTorch; "row" and "union" raise NotImplementedError.
 
     Raises TypeError, ValueError or NotImplementedError naming what was got and expected; a second derivative raises
     NotImplementedError unless ``strategy`` is "dense".
@@ -193,8 +198,9 @@ def sparse_ffn(
 def pack(x: Tensor, w_gate: Tensor, b_gate: Tensor | None = None, *, compression: int = 8) -> PackedTwell:
     """``relu(x @ w_gate^T + b_gate)`` in the TwELL format: x [..., K], w_gate [N, K], b_gate [N] -> [..., N] packed.
 
-    Tensors are bfloat16 or float16, on the CPU too. Not differentiable. Sizes, autocast and errors are as in
-    ``sparse_gated_ffn``. Of DTensors x may be sharded; w_gate may not, since a packed gate numbers neurons from 0.
+    Tensors are bfloat16 or float16, on the CPU too. Not differentiable, and not for transforms of torch.func. Sizes,
+    autocast and errors are as in ``sparse_gated_ffn``. Of DTensors x may be sharded; w_gate may not, since a packed
+    gate numbers neurons from 0.
     """
     name = "pack"
     t = _admit(name, x=x, w_gate=w_gate, b_gate=b_gate)
@@ -202,6 +208,8 @@ def pack(x: Tensor, w_gate: Tensor, b_gate: Tensor | None = None, *, compression
     _require_packable(name, t, compression)
     if x.dtype not in _PACKED_DTYPES:
         raise TypeError(f"{name}: dtype must be bfloat16 or float16, which the format stores, got {x.dtype}")
+    if got := _autograd.transformed(t, False):
+        raise NotImplementedError(f"{name}: the format takes plain tensors, got {got}")
     if needing := _needing_grad(t):
         raise NotImplementedError(
             f"{name}: {', '.join(needing)} requires grad, but the format stores no gradient; "
@@ -390,6 +398,13 @@ def _route(name: str, operands: dict[str, Tensor], requested: Any, compression: 
             return _auto.Route("dense")
     x, needing = operands["x"], _needing_grad(operands)
     _require_packable(name, operands, compression)
+    if got := _autograd.transformed(operands, bool(needing)):
+        if requested in ("row", "union"):
+            raise NotImplementedError(
+                f'{name}: strategy="{requested}" takes plain tensors, got {got}; use strategy="dense", or "auto", '
+                "which is dense then"
+            )
+        return _auto.Route("dense")
     if x.dtype not in _PACKED_DTYPES:
         if x.dtype not in _WIDE_DTYPES or x.device.type != "cpu":
             raise TypeError(
@@ -475,8 +490,17 @@ def _admit_mains(
         ):
             expected = f"a float32 tensor {list(weight.shape)} on {weight.device} that requires no grad"
             raise ValueError(f"{name}: main_grads must have for {argument} {expected}, got {_describe(main)}")
+        if main is not None and _memory.folded(main):
+            got = f"{list(main.shape)} of strides {list(main.stride())}"
+            raise ValueError(f"{name}: main_grads must have for {argument} one place for each element, got {got}")
+    given = {f"main_grads for {argument}": main for argument, main in zip(weights, mains) if main is not None}
+    if given and (pair := _memory.shared(given, operands)):
+        raise ValueError(f"{name}: main_grads must have memory of their own, got {' and '.join(pair)} sharing some")
     needing = _needing_grad(operands)
-    return tuple(main if argument in needing else None for argument, main in zip(weights, mains))
+    taken = tuple(main if argument in needing else None for argument, main in zip(weights, mains))
+    if any(main is not None for main in taken) and (got := _autograd.transformed(operands, True)):
+        raise NotImplementedError(f"{name}: main_grads take the gradients of a plain backward pass, got {got}")
+    return taken
 
 
 def _describe(value: object) -> str:

@@ -22,9 +22,9 @@ def gate_pack(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) 
     dense = gate(x, w_gate, bias)
     m, n = dense.shape
     tiles, width = format.tiles(n), format.words_per_tile(compression)
-    words = torch.zeros(m, tiles * width, dtype=torch.int32)
-    spill = torch.zeros(m, tiles * format.TILE, dtype=x.dtype)
-    stats = torch.zeros(-(-m // format.STATS_ROWS), tiles, 2, dtype=torch.int32)
+    words = torch.zeros(m, tiles * width, dtype=torch.int32, device=x.device)
+    spill = torch.zeros(m, tiles * format.TILE, dtype=x.dtype, device=x.device)
+    stats = torch.zeros(-(-m // format.STATS_ROWS), tiles, 2, dtype=torch.int32, device=x.device)
     for row in range(m):
         for tile in range(tiles):
             values = dense[row, tile * format.TILE : (tile + 1) * format.TILE]
@@ -43,7 +43,7 @@ def gate_pack(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) 
 def unpack(words: Tensor, spill: Tensor, n: int, compression: int) -> Tensor:
     """The dense values [M, n] of the spill's dtype."""
     m, width = words.shape[0], format.words_per_tile(compression)
-    dense = torch.zeros(m, format.tiles(n) * format.TILE, dtype=spill.dtype)
+    dense = torch.zeros(m, format.tiles(n) * format.TILE, dtype=spill.dtype, device=words.device)
     for row in range(m):
         for tile in range(format.tiles(n)):
             count, *entries = words[row, tile * width : (tile + 1) * width].tolist()
@@ -52,7 +52,9 @@ def unpack(words: Tensor, spill: Tensor, n: int, compression: int) -> Tensor:
                 dense[row, here] = spill[row, here]
                 continue
             for word in entries[:count]:
-                dense[row, word & 0xFFFF] = torch.tensor(word >> 16, dtype=torch.int16).view(spill.dtype)
+                dense[row, word & 0xFFFF] = torch.tensor(word >> 16, dtype=torch.int16, device=words.device).view(
+                    spill.dtype
+                )
     return dense[:, :n]
 
 
@@ -68,7 +70,7 @@ def up_down(
 ) -> tuple[Tensor, Tensor]:
     """y [M, K] of x's dtype, l1 float32 [M]: sums over the non-zeros of the gate alone, in fp32, y rounded once."""
     dense = unpack(words, spill, w_up.shape[0], compression)
-    y, l1 = torch.zeros(x.shape, dtype=torch.float32), torch.zeros(x.shape[0])
+    y, l1 = torch.zeros(x.shape, dtype=torch.float32, device=x.device), torch.zeros(x.shape[0], device=x.device)
     for row, neuron in (dense != 0).nonzero().tolist():
         up = x[row].float() @ w_up[neuron].float()
         hidden = dense[row, neuron].float() * (up if up_bias is None else up + up_bias[neuron].float())
@@ -82,7 +84,10 @@ def down(
 ) -> tuple[Tensor, Tensor]:
     """y [M, K] of the spill's dtype, l1 float32 [M]: ``up_down`` with the packed values as hidden state."""
     dense = unpack(words, spill, w_down.shape[0], compression)
-    y, l1 = torch.zeros(words.shape[0], w_down.shape[1]), torch.zeros(words.shape[0])
+    y, l1 = (
+        torch.zeros(words.shape[0], w_down.shape[1], device=words.device),
+        torch.zeros(words.shape[0], device=words.device),
+    )
     for row, neuron in (dense != 0).nonzero().tolist():
         hidden = dense[row, neuron].float()
         y[row] += hidden * w_down[neuron].float()
@@ -94,17 +99,23 @@ def hybrid(dense: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """entries, neurons, chunks, sizes and popularity of a gate [M, N] in the hybrid format; what is undefined is 0."""
     m, n = dense.shape
     tiles, columns = format.token_tiles(m), format.chunks(n)
-    neurons = torch.zeros(tiles, format.CHUNK * columns, dtype=torch.int32)
-    chunks = torch.zeros(tiles, columns + 1, dtype=torch.int32)
-    sizes = torch.zeros(tiles + 1, dtype=torch.int32)
-    entries = torch.zeros(format.hybrid_words(m, n, 0), dtype=torch.int32)
+    neurons = torch.zeros(tiles, format.CHUNK * columns, dtype=torch.int32, device=dense.device)
+    chunks = torch.zeros(tiles, columns + 1, dtype=torch.int32, device=dense.device)
+    sizes = torch.zeros(tiles + 1, dtype=torch.int32, device=dense.device)
+    entries = torch.zeros(format.hybrid_words(m, n, 0), dtype=torch.int32, device=dense.device)
     active = dense != 0
     sizes[tiles], popularity = active.sum(), active.sum(0).int()
     if sizes[tiles] > format.hybrid_capacity(m, n):
         for row, neuron in active.nonzero().tolist():
             word = row * format.bitmap_words(n) + neuron // 32
             entries[word] |= 1 << neuron % 32 if neuron % 32 < 31 else -(2**31)
-        return entries, neurons.short(), chunks, sizes * (torch.arange(tiles + 1) == tiles), popularity
+        return (
+            entries,
+            neurons.short(),
+            chunks,
+            sizes * (torch.arange(tiles + 1, device=dense.device) == tiles),
+            popularity,
+        )
 
     count = 0
     for tile in range(tiles):
@@ -145,7 +156,7 @@ def hybrid_forward(
     """y [M, K] of x's dtype, the sum of |h| in fp32, the number of non-zeros. h is rounded before it is projected."""
     dense = gate(x, w_gate, gate_bias)
     h, _ = hidden(dense, x, w_up, up_bias)
-    y = torch.zeros(x.shape, dtype=torch.float32)
+    y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for row, neuron in (dense != 0).nonzero().tolist():
         y[row] += h[row, neuron].to(x.dtype).float() * w_down[neuron].float()
     return (y if down_bias is None else y + down_bias.float()).to(x.dtype), h.abs().sum(), (dense != 0).sum()
@@ -181,13 +192,13 @@ def hybrid_backward(
         return rounded + (value - rounded).to(x.dtype).float() if neuron in rare and rounded.isfinite() else rounded
 
     h, up = hidden(dense, x, w_up, up_bias)
-    dx, dw_gate, dw_up, dw_down = (torch.zeros(t.shape) for t in (x, w_gate, w_gate, w_down))
-    db_gate, db_up = torch.zeros(len(w_gate)), torch.zeros(len(w_gate))
+    dx, dw_gate, dw_up, dw_down = (torch.zeros(t.shape, device=x.device) for t in (x, w_gate, w_gate, w_down))
+    db_gate, db_up = torch.zeros(len(w_gate), device=x.device), torch.zeros(len(w_gate), device=x.device)
     for row, neuron in (dense != 0).nonzero().tolist():
         here = row, neuron
         dh = dy[row].float() @ w_down[neuron].float() + dl1 * h[here].sign()
         d_gate = dh * up[here].float()
-        d_up = dh * dense[here].float() if w_up is not None else torch.zeros(())
+        d_up = dh * dense[here].float() if w_up is not None else torch.zeros((), device=x.device)
         dx[row] += d_gate.to(x.dtype).float() * w_gate[neuron].float()
         if w_up is not None:
             dx[row] += d_up.to(x.dtype).float() * w_up[neuron].float()

@@ -211,7 +211,7 @@ def load_real(
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator, device="cpu")
 
     w_gate = normal(n, k) * (0.6 / x.norm(dim=1).mean()) - 4.0 * stored["quiet"]
     w_gate[stored["alive"].long()] = stored["w"].float() * stored["w_scale"]
@@ -281,16 +281,16 @@ def _draw_integers(m: int, k: int, n: int, density: float, biases: str, seed: in
     generator = torch.Generator().manual_seed(seed)
 
     def integers(low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high + 1, shape, generator=generator, dtype=torch.int8)
+        return torch.randint(low, high + 1, shape, generator=generator, dtype=torch.int8, device="cpu")
 
     def signs(*shape: int) -> Tensor:
         return 2 * integers(0, 1, *shape) - 1
 
     def fan_in(count: int) -> Tensor:
         """[n, k] of zeros and, in each row, ``count`` signs in columns from 1 on."""
-        start = torch.randint(k - 1, (n, 1), generator=generator)
-        columns = (start + torch.arange(count) * ((k - 1) // count)) % (k - 1) + 1
-        return torch.zeros(n, k, dtype=torch.int8).scatter_(1, columns, signs(n, count))
+        start = torch.randint(k - 1, (n, 1), generator=generator, device="cpu")
+        columns = (start + torch.arange(count, device="cpu") * ((k - 1) // count)) % (k - 1) + 1
+        return torch.zeros(n, k, dtype=torch.int8, device="cpu").scatter_(1, columns, signs(n, count))
 
     count = min(_FAN_IN, k - 1)
     x = signs(m, k) * integers(1, 2, m, k)
@@ -316,7 +316,7 @@ def _gate_shift(count: int, density: float, bias: bool) -> int:
     if density >= 1:
         return math.ceil((most + 1) / 2)
     deviation = math.sqrt(2.5 * count)  # a product is one of -2, -1, 1, 2
-    quantile = math.sqrt(2) * float(torch.erfinv(torch.tensor(1 - 2 * density)))
+    quantile = math.sqrt(2) * float(torch.erfinv(torch.tensor(1 - 2 * density, device="cpu")))
     return -round(quantile * deviation / 2)
 
 
@@ -340,8 +340,8 @@ def pattern_problem(
         raise ValueError(f"a pattern of M rows needs k >= M, got M = {m}, k = {k}")
     base = _draw_integers(m, k, n, 0, biases, seed)
     x = base.x.sign()
-    x[:, :m] = torch.eye(m)
-    w_gate = torch.zeros(n, k)
+    x[:, :m] = torch.eye(m, device="cpu")
+    w_gate = torch.zeros(n, k, device="cpu")
     w_gate[:, :m] = gates.T.cpu().float()
     if base.gate_bias is not None:
         w_gate[:, :m] -= base.gate_bias.float()[:, None]
@@ -372,9 +372,13 @@ def integer_upstream(problem: FFN, *, seed: int = 0) -> Tensor:
     """An upstream gradient [M, K] for an exact problem: -2 to 2 at six places of each row, so that sums stay small."""
     m, k = problem.x.shape
     generator = torch.Generator().manual_seed(seed)
-    places = torch.randint(k, (m, 6), generator=generator)
-    values = torch.randint(-2, 3, (m, 6), generator=generator)
-    return torch.zeros(m, k, dtype=torch.int64).scatter_(1, places, values).to(problem.x.device, problem.x.dtype)
+    places = torch.randint(k, (m, 6), generator=generator, device="cpu")
+    values = torch.randint(-2, 3, (m, 6), generator=generator, device="cpu")
+    return (
+        torch.zeros(m, k, dtype=torch.int64, device="cpu")
+        .scatter_(1, places, values)
+        .to(problem.x.device, problem.x.dtype)
+    )
 
 
 # References and errors
@@ -800,7 +804,7 @@ def assert_hybrid_same(actual: Sequence[Tensor], expected: Sequence[Tensor], m: 
     for name in ("sizes", "chunks", "popularity"):
         assert_same(ours[name], theirs[name], name)
     listed = -(-ours["sizes"][:-1, None] // format.CHUNK) * format.CHUNK
-    undefined = torch.arange(ours["neurons"].shape[1]) >= listed
+    undefined = torch.arange(ours["neurons"].shape[1], device=listed.device) >= listed
     assert_same(ours["neurons"].masked_fill(undefined, 0), theirs["neurons"].masked_fill(undefined, 0), "neurons")
     assert_same(ours["entries"][:total], theirs["entries"][:total], "entries")
     if gated:

@@ -17,6 +17,7 @@ import re
 import threading
 import types
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import twell
 from twell import _auto, _log, _tuning_table, testing, tuning
@@ -488,6 +489,34 @@ def test_no_call_waits(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> No
     assert chooses.asked == 5
 
 
+@contextmanager
+def relaxed(calls: list[Any]) -> Iterator[None]:
+    """Stands for ``device.relaxed_capture``."""
+    calls.append("relaxed")
+    yield
+    calls.append("strict")
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("strategy", ["dense", "union"])
+def test_measurements_do_not_mind_captures_of_other_threads(
+    training: bool, strategy: str, chooses: Arrivals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What takes memory, pinned or not, that the strategy by itself does not take."""
+    calls: list[Any] = []
+    monkeypatch.setattr(_auto, "_beside_captures", lambda tensor: relaxed(calls))
+    transfer = _auto.Transfer
+    monkeypatch.setattr(_auto, "Transfer", lambda values: (calls.append("transfer"), transfer(values))[1])
+    mlp, x = layer(firing=8), torch.randn(256, K).to(BF16)
+    mlp._auto.observe(Problem(256, K, N, True, training), DECIDES[strategy])
+    with torch.set_grad_enabled(training):
+        mlp(x)
+    assert calls.count("transfer") == 1
+    before = calls[: calls.index("transfer")]
+    assert before.count("relaxed") - before.count("strict") == (2 if strategy == "dense" else 1)
+    assert calls.count("relaxed") == calls.count("strict")
+
+
 def test_what_a_transfer_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA: one copy into pinned memory and one event, of the stream that computes; nothing else."""
     calls: list[Any] = []
@@ -497,21 +526,23 @@ def test_what_a_transfer_does(monkeypatch: pytest.MonkeyPatch) -> None:
             calls.append(("record", stream))
 
         def query(self) -> bool:
+            assert calls[-1] == "relaxed"
             calls.append("query")
-            return len(calls) > 3
+            return calls.count("query") > 2
 
         def synchronize(self) -> None:
             pytest.fail("a host synchronisation")
 
     original = torch.empty
 
-    def empty(*shape: Any, dtype: Any, pin_memory: bool) -> Tensor:
-        assert pin_memory
+    def empty(*shape: Any, dtype: Any, pin_memory: bool, device: str) -> Tensor:
+        assert (pin_memory, device) == (True, "cpu")
         return original(*shape, dtype=dtype)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda where: f"stream of {where}")
     monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(device, "relaxed_capture", lambda: relaxed(calls))
     transfer = _auto.Transfer(torch.tensor([3, 1 << 40]))
     assert calls == [("record", "stream of cpu")]
     assert [transfer.arrived(), transfer.arrived(), transfer.arrived()] == [False, False, True]
@@ -791,49 +822,192 @@ def test_a_trace_leaves_no_measurement(chooses: Arrivals) -> None:
 
 # Checkpoints
 
+DECIDES = {"union": SPARSE, "dense": DENSE}
+
+
+def training(m: int = 256) -> Problem:
+    return Problem(m, K, N, True, True)
+
+
+def site_of(mlp: Any) -> twell.AutoStrategy:
+    """A site of ``mlp`` at which every call is on the schedule."""
+    mlp.strategy = twell.AutoStrategy(period=1)
+    return mlp.strategy
+
+
+def decided(site: twell.AutoStrategy) -> str:
+    return next(row.strategy for row in site.explain() if row.kind == "training")
+
+
+class Block(nn.Module):
+    """A pre-norm residual block; ``tail`` saves tensors behind the layer."""
+
+    def __init__(self, bias: bool, tail: bool) -> None:
+        super().__init__()
+        self.norm, self.mlp, self.tail = nn.LayerNorm(K, dtype=BF16), layer(), tail
+        if not bias:
+            self.mlp.down_proj.bias = None
+        self.site = site_of(self.mlp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.mlp(self.norm(x))
+        return nn.functional.silu(y) if self.tail else y
+
+
+def once(block: Any, x: Tensor) -> Tensor:
+    return checkpoint(block, x, use_reentrant=False)
+
+
+def nested(block: Any, x: Tensor) -> Tensor:
+    return once(lambda x: once(block, x).sin(), x)
+
+
+@pytest.mark.parametrize("lead", [(256,), (2, 128), (2, 2, 64)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tail", [False, True])
+@pytest.mark.parametrize("way", [once, nested])
+def test_a_recomputation_runs_what_the_forward_pass_ran(
+    way: Any, tail: bool, bias: bool, lead: tuple[int, ...], chooses: Arrivals
+) -> None:
+    """Figures that call for another strategy arrive between the forward passes and their backward."""
+    chooses.open = False
+    block, x = Block(bias, tail), torch.randn(*lead, K).to(BF16).requires_grad_()
+    for step, name in enumerate(("dense", "union", "dense", "union")):
+        outputs = [way(block, x) for _ in range(2)]
+        assert decided(block.site) == name
+        block.site.observe(training(), DECIDES["union" if name == "dense" else "dense"])
+        sum(y.float().sum() for y in outputs).backward()
+        (row,) = twell.explain(block.mlp)
+        assert (row.strategy, row.calls) == (name, 2 * step + 2)
+        assert not block.site._open
+        block.site.observe(training(), DECIDES["union" if name == "dense" else "dense"])
+
 
 @MODULES
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("firing", [8, 200])
-def test_a_checkpoint_computes_the_same_again(cls: Any, reentrant: bool, firing: int, chooses: Arrivals) -> None:
-    """Figures that call for another strategy arrive between the forward passes and their backward."""
-    site = twell.AutoStrategy(period=1)
-    mlp, x = layer(cls, firing), torch.randn(256, K).to(BF16).requires_grad_()
-    mlp.strategy = site
-    seen = set()
-    for step in range(4):
-        if step == 2:
-            set_firing(mlp, 208 - firing)
-        outputs = [checkpoint(mlp, x, use_reentrant=reentrant) for _ in range(3)]
-        sum(y.float().sum() for y in outputs).backward()
-        seen |= {row.strategy for row in site.explain() if row.kind == "training"}
-        assert not site._open
-    assert seen == {"dense", "union"}
+def test_choices_follow_the_sparsity_under_checkpointing(cls: Any, reentrant: bool, chooses: Arrivals) -> None:
+    """Layers that become sparse or dense in mid-run, with a call outside of any checkpoint between the steps."""
+    mlps, x = [layer(cls) for _ in range(3)], torch.randn(2, 128, K).to(BF16).requires_grad_()
+    sites, seen = [site_of(mlp) for mlp in mlps], []
+    for step in range(12):
+        for mlp in mlps:
+            set_firing(mlp, 8 if 3 <= step < 8 else 200)
+        y = x
+        for mlp in mlps:
+            y = y + checkpoint(mlp, y, use_reentrant=reentrant)
+        if step % 4 == 2:
+            mlps[0](x.detach()).float().sum().backward()
+        y.float().sum().backward()
+        seen.append({decided(site) for site in sites})
+        assert not any(site._open for site in sites)
+    assert seen[2] == seen[11] == {"dense"}
+    assert seen[7] == {"union"}
+
+
+@pytest.mark.parametrize("segments", [2, 4])
+def test_checkpoints_of_a_sequence_of_layers(segments: int, chooses: Arrivals) -> None:
+    chooses.open = False
+    model = nn.Sequential(*(Block(True, False) for _ in range(4)))
+    expected = copy.deepcopy(model)
+    x = torch.randn(2, 128, K).to(BF16)
+    # the last segment is no checkpoint
+    free = len(model) - len(model) // segments
+    for name, other in (("dense", "union"), ("union", "dense")):
+        # gradients accumulate over three passes, one of which has its backward late
+        late = checkpoint_sequential(model, segments, x, use_reentrant=False)
+        for _ in range(2):
+            y = checkpoint_sequential(model, segments, x, use_reentrant=False)
+            for block in model[:free]:
+                block.site.observe(training(), DECIDES[other])
+            y.float().sum().backward()
+        late.float().sum().backward()
+        assert {decided(block.site) for block in model} == {name}
+        for block in expected:
+            block.mlp.strategy = name
+        for _ in range(3):
+            expected(x).float().sum().backward()
+        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            testing.assert_same(ours.grad, theirs.grad)
+            ours.grad = theirs.grad = None
+        for block in model:
+            block.site.observe(training(), DECIDES[other])
+
+
+def test_a_second_backward_recomputes_the_same(chooses: Arrivals) -> None:
+    block, x = Block(False, False), torch.randn(2, 128, K).to(BF16).requires_grad_()
+    y = once(block, x)
+    y.float().sum().backward(retain_graph=True)
+    first, x.grad = x.grad, None
+    for _ in range(2):
+        block.site.observe(training(), SPARSE)
+        block.mlp(x)
+    y.float().sum().backward()
+    testing.assert_same(x.grad, first)
+    block.mlp(x)
+    assert decided(block.site) == "union"
+
+
+def test_a_call_in_a_hook_of_backward_decides_nothing(chooses: Arrivals) -> None:
+    """It comes between a checkpoint's forward pass and its recomputation."""
+    block, x = Block(False, False), torch.randn(2, 128, K).to(BF16).requires_grad_()
+    y = once(block, x)
+
+    def call(gradient: Tensor) -> None:
+        block.site.observe(training(), SPARSE)
+        with torch.enable_grad():
+            block.mlp(x.detach())
+
+    y.register_hook(call)
+    y.float().sum().backward()
+    assert [(row.strategy, row.calls) for row in twell.explain(block.mlp)] == [("dense", 1)]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_of_a_transformers_model(reentrant: bool, chooses: Arrivals) -> None:
+    transformers = pytest.importorskip("transformers")
+    from twell.integrations.transformers import sparsify
+
+    config = transformers.LlamaConfig(
+        vocab_size=61,
+        hidden_size=K,
+        intermediate_size=N,
+        num_hidden_layers=2,
+        hidden_act="relu",
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        mlp_bias=True,
+    )
+    model = sparsify(transformers.LlamaForCausalLM(config).to(BF16)).train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    mlps = [each.mlp for each in model.model.layers]
+    sites, seen = [site_of(mlp) for mlp in mlps], []
+    ids = torch.randint(61, (2, 128))
+    for step in range(8):
+        for mlp in mlps:
+            set_firing(mlp, 8 if step < 4 else 200)
+        model(input_ids=ids, labels=ids).loss.backward()
+        seen.append({decided(site) for site in sites})
+    assert seen[3] == {"union"}
+    assert seen[7] == {"dense"}
 
 
 @pytest.mark.parametrize("strategy", ["dense", "union"])
 def test_training_keeps_its_choice_until_backward(strategy: str, chooses: Arrivals) -> None:
-    site = twell.AutoStrategy(period=1)
     mlp, x = layer(firing=8 if strategy == "dense" else 200), torch.randn(256, K).to(BF16)
-    mlp.strategy = site
-    other = {"dense": "union", "union": "dense"}[strategy]
-
-    def choice() -> str:
-        return next(row.strategy for row in site.explain() if row.kind == "training")
-
+    site, other = site_of(mlp), {"dense": "union", "union": "dense"}[strategy]
     if strategy == "union":
-        site.observe(Problem(256, K, N, True, True), Figures(8, 8 / N))
-    kept = mlp(x)
-    assert choice() == strategy
+        site.observe(training(), SPARSE)
+    kept = once(mlp, x)
     for _ in range(3):
         mlp(x)
-        assert choice() == strategy
+        assert decided(site) == strategy
     # inference is free meanwhile
     with torch.no_grad():
         mlp(x)
     kept.float().sum().backward()
     mlp(x)
-    assert choice() == other
+    assert decided(site) == other
 
 
 def test_a_graph_that_is_dropped_holds_nothing(chooses: Arrivals) -> None:
@@ -841,15 +1015,23 @@ def test_a_graph_that_is_dropped_holds_nothing(chooses: Arrivals) -> None:
     mlp, x = layer(firing=8), torch.randn(256, K).to(BF16)
     mlp.strategy = site
     # the decision that was due at call 1 is made at the first call that may
-    y = mlp(x)
+    y = once(mlp, x)
     mlp(x)
-    assert [row.strategy for row in site.explain()] == ["dense"]
+    assert decided(site) == "dense"
     del y
     gc.collect()
     mlp(x)
     mlp(x)
-    assert [row.strategy for row in site.explain()] == ["union"]
+    assert decided(site) == "union"
     assert not site._open
+
+
+def test_without_checkpoints_a_graph_holds_nothing(chooses: Arrivals) -> None:
+    mlp, x = layer(firing=8), torch.randn(256, K).to(BF16)
+    site = site_of(mlp)
+    kept = [mlp(x), mlp(x)]
+    assert decided(site) == "union"
+    assert all(y.grad_fn is not None for y in kept)
 
 
 def test_frozen_parameters_hold_nothing(chooses: Arrivals) -> None:

@@ -36,7 +36,7 @@ LAYERS = [
     ["twell.reference", "twell._tuning_table", "twell._checkpoint"],
     ["twell.tuning"],
     ["twell.ops"],
-    ["twell._auto", "twell._autograd", "twell.packed"],
+    ["twell._auto", "twell._autograd", "twell._memory", "twell.packed"],
     ["twell.functional"],
     ["twell.nn"],
     ["twell._compaction", "twell._sparsify"],

@@ -8,7 +8,8 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -341,6 +342,23 @@ class TestResolve:
         monkeypatch.setattr(resolve, "_capturing", lambda: True)
         assert resolve.resolve(SPEC)() == 42
 
+    def test_the_first_call_loads_whatever_other_threads_capture(
+        self, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        entered: list[str] = []
+
+        @contextmanager
+        def relaxed() -> Iterator[None]:
+            entered.append("relaxed")
+            yield
+
+        monkeypatch.setattr(device, "relaxed_capture", relaxed)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(resolve, "_capturing", lambda: False)
+        for _ in range(3):
+            assert resolve.resolve(SPEC)() == 42
+        assert entered == ["relaxed"]
+
     def test_capturing_is_asked_of_the_current_stream(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[int] = []
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -410,6 +428,25 @@ class TestDevice:
         monkeypatch.setattr(device, "_bindings", lambda: broken)
         with pytest.raises(RuntimeError, match="cuStreamIsCapturing failed: CUDA_ERROR_INVALID_HANDLE"):
             device.is_capturing(1)
+
+    def test_a_thread_is_relaxed_for_a_while(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        modes = ["global"]
+
+        def exchange(mode: str) -> tuple[Any, str]:
+            modes.append(mode)
+            return driver.CUresult.CUDA_SUCCESS, modes[-2]
+
+        driver = fake_driver(cuThreadExchangeStreamCaptureMode=exchange)
+        driver.CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED="relaxed")
+        monkeypatch.setattr(device, "_bindings", lambda: driver)
+        with device.relaxed_capture():
+            assert modes == ["global", "relaxed"]
+            with device.relaxed_capture():
+                assert modes[2:] == ["relaxed"]
+        assert modes == ["global", "relaxed", "relaxed", "relaxed", "global"]
+        with pytest.raises(ZeroDivisionError), device.relaxed_capture():
+            1 / 0  # noqa: B018
+        assert modes[-2:] == ["relaxed", "global"]
 
     def test_no_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         no_device = SimpleNamespace(name="CUDA_ERROR_NO_DEVICE")

@@ -622,6 +622,113 @@ def test_main_gradients_and_the_rest_of_torch(ffn: Function) -> None:
             testing.assert_same(main, answer, way.__name__)
 
 
+WAYS: dict[str, tuple[Callable[[Tensor, dict[str, Tensor]], Any], str]] = {
+    "backward": (lambda total, own: total.backward(), "w_gate w_up w_down"),
+    "backward twice": (lambda total, own: (total.backward(retain_graph=True), total.backward()), "w_gate w_up w_down"),
+    "backward into x": (lambda total, own: total.backward(inputs=[own["x"]]), ""),
+    "backward into two": (lambda total, own: total.backward(inputs=[own["x"], own["w_down"]]), "w_down"),
+    "backward into a weight": (lambda total, own: total.backward(inputs=[own["w_gate"]]), "w_gate"),
+    "backward into a bias": (lambda total, own: total.backward(inputs=[own["gate_bias"]]), ""),
+    "grad of x": (lambda total, own: torch.autograd.grad(total, own["x"]), ""),
+    "grad of biases": (lambda total, own: torch.autograd.grad(total, [own["gate_bias"], own["down_bias"]]), ""),
+    "grad of a weight": (
+        lambda total, own: torch.autograd.grad(total, [own["x"], own["w_gate"]], allow_unused=True),
+        "w_gate",
+    ),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("strategy", ["union", "dense"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("around", ["", "checkpoint", "weights that were computed"])
+def test_main_gradients_are_added_to_where_a_backward_pass_wants_them(
+    ffn: Function, strategy: str, way: str, around: str
+) -> None:
+    p, loss, _ = loss_and_problem(ffn)
+    own = leaves(p, ffn)
+    weights = [name for name in ("w_gate", "w_up", "w_down") if name in own]
+
+    def total(mains: tuple[Tensor, ...]) -> Tensor:
+        def call(x: Tensor) -> Tensor:
+            q = p._replace(x=x)
+            if around == "weights that were computed":
+                q = q._replace(**{name: own[name] * 1 for name in weights})
+            return loss(*ffn(q, strategy=strategy, main_grads=mains))
+
+        return checkpoint(call, p.x, use_reentrant=False) if around == "checkpoint" else call(p.x)
+
+    whole, mains = (tuple(main.zero_() for main in mains_of(p, ffn, "rows")) for _ in range(2))
+    total(whole).backward()
+    run, wanted = WAYS[way]
+    with Recorder() as recorder:
+        run(total(mains), own)
+    for name, main, answer in zip(weights, mains, whole, strict=True):
+        assert answer.any()
+        testing.assert_same(main, answer * (name in wanted) * (2 if "twice" in way else 1), name)
+        assert own[name].grad is None
+    fused = {name for name, *_ in recorder.calls} & {"hybrid_backward_accumulate", "hybrid_backward"}
+    if strategy == "union" and wanted:
+        assert fused == {"hybrid_backward_accumulate"}
+
+
+def neighbours(whole: Tensor, place: str) -> tuple[Tensor, Tensor]:
+    """Two [N, K] of one buffer [2N, 2K] that lie side by side."""
+    n, k = (size // 2 for size in whole.shape)
+    return {
+        "halves": (whole[:n, :k], whole[n:, :k]),
+        "columns": (whole[:n, :k], whole[:n, k:]),
+        "rows": (whole[::2, :k], whole[1::2, :k]),
+        "elements": (whole[:n, ::2], whole[:n, 1::2]),
+    }[place]
+
+
+@pytest.mark.parametrize("strategy", ["union", "dense"])
+@pytest.mark.parametrize("place", ["halves", "columns", "rows", "elements"])
+def test_main_gradients_may_lie_side_by_side(strategy: str, place: str) -> None:
+    p, loss, _ = loss_and_problem(gated)
+    apart = mains_of(p, gated, "rows")
+    loss(*gated(p, main_grads=apart, strategy=strategy)).backward()
+    whole = torch.full((2 * 264, 2 * 32), 2.0)
+    together = (*neighbours(whole, place), torch.full((264, 32), 2.0).t())
+    loss(*gated(p, main_grads=together, strategy=strategy)).backward()
+    for main, answer in zip(together, apart, strict=True):
+        testing.assert_same(main, answer)
+
+
+@pytest.mark.parametrize(
+    ("mains", "text"),
+    [
+        (lambda b, p: (b[:24, :16], b[:24, :16], None), "w_gate and main_grads for w_up sharing"),
+        (lambda b, p: (b[:24, :16], b[23:47, :16], None), "w_gate and main_grads for w_up sharing"),
+        (lambda b, p: (b[:48:2, :16], b[47:, :16].expand(24, 16), None), "w_up one place for each element, got .*0, 1"),
+        (lambda b, p: (b[:24, :16], None, b[:16, :24]), "w_gate and main_grads for w_down sharing"),
+        (lambda b, p: (None, b[:24, :16], b[:24, 15:31].t()), "w_up and main_grads for w_down sharing"),
+        (lambda b, p: (b.as_strided((24, 16), (8, 1)), None, None), "w_gate one place for each element, got .*8, 1"),
+        (lambda b, p: (p.w_gate.detach(), None, None), "w_gate and w_gate sharing"),
+        (lambda b, p: (None, p.w_gate.detach(), None), "w_up and w_gate sharing"),
+        (lambda b, p: (torch.cat([p.x.detach()] * 12).as_strided((24, 16), (16, 1)), None, None), None),
+    ],
+)
+def test_main_gradients_that_share_memory_are_refused(mains: Any, text: str | None) -> None:
+    p = draw(2, 24, 16, dtype=torch.float32)
+    given = mains(torch.zeros(48, 32), p)
+    for strategy in ("auto", "dense"):
+        if text is None:
+            gated(p, main_grads=given, strategy=strategy)
+            continue
+        with pytest.raises(ValueError, match=f"sparse_gated_ffn: main_grads must have .*{text}"):
+            gated(p, main_grads=given, strategy=strategy)
+
+
+def test_one_main_gradient_for_two_weights_is_refused_while_compiling() -> None:
+    torch.compiler.reset()
+    p, main = draw(2, 24, 16), torch.zeros(24, 16)
+    step = torch.compile(lambda p, m: gated(p, main_grads=(m, m, None))[0], backend="aot_eager")
+    with pytest.raises(ValueError, match="main_grads for w_gate and main_grads for w_up sharing some"):
+        step(p, main)
+
+
 @pytest.mark.parametrize(
     ("mains", "error", "text"),
     [

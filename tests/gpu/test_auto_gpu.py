@@ -250,15 +250,21 @@ def test_compiles_as_one_graph(training: bool, topic: FFN) -> None:
 
 @BOTH
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_while_choices_change(gated: bool, reentrant: bool, topic: FFN, dense: FFN) -> None:
+@pytest.mark.parametrize("lead", [(M,), (4, M // 4)])
+@pytest.mark.parametrize("wait", [True, False])
+def test_checkpoints_while_choices_change(
+    gated: bool, reentrant: bool, lead: tuple[int, ...], wait: bool, topic: FFN, dense: FFN
+) -> None:
+    """Of a residual block, whose recomputation begins when the gradient has passed the layer's y."""
     mlp, seen = module(topic, gated), set()
     mlp.strategy = twell.AutoStrategy(period=1)
     for problem in (topic, dense, topic):
         set_weights(mlp, problem)
         for _ in range(3):
-            x = problem.x.clone().requires_grad_()
-            outputs = [checkpoint(mlp, x, use_reentrant=reentrant) for _ in range(2)]
-            torch.cuda.synchronize()
+            x = problem.x.view(*lead, -1).clone().requires_grad_()
+            outputs = [checkpoint(lambda x: x + mlp(x), x, use_reentrant=reentrant) for _ in range(2)]
+            if wait:
+                torch.cuda.synchronize()
             sum(y.float().sum() for y in outputs).backward()
             assert x.grad.isfinite().all()
             torch.cuda.synchronize()

@@ -239,7 +239,7 @@ def _saved(arguments: argparse.Namespace, device: torch.device) -> Subject:
     )
     loaded = _model_text.load(options)
     text = _model_text.read(loaded, options, least=options.tokens)
-    return Subject(arguments.model.resolve().name, loaded.model, torch.tensor(text.sequences))
+    return Subject(arguments.model.resolve().name, loaded.model, torch.tensor(text.sequences, device="cpu"))
 
 
 def _drawn(arguments: argparse.Namespace, shape: Shape, nnz: float | None, device: torch.device) -> Subject:

@@ -249,7 +249,7 @@ def draw_ids(shape: Shape, sequences: int, length: int, topic: float, seed: int 
     """Token ids int64 [sequences, length]: by Zipf's law, each document from its topic's part of the vocabulary."""
     size = shape.vocab // _topics(shape.vocab, topic)
     generator = torch.Generator().manual_seed(seed)
-    frequency = 1 / torch.arange(1, size + 1, dtype=torch.float64)
+    frequency = 1 / torch.arange(1, size + 1, dtype=torch.float64, device="cpu")
     ranks = torch.multinomial(frequency, sequences * length, replacement=True, generator=generator)
     return _in_topics(ranks.view(sequences, length), shape, topic, generator)
 
@@ -264,7 +264,7 @@ def text_ids(shape: Shape, sequences: int, length: int, topic: float, paths: lis
     loaded = _model_text.Loaded(SimpleNamespace(config=config), _Words(size), Path(), "")  # type: ignore[arg-type]
     wanted = argparse.Namespace(text=paths, tokens=sequences * length, sequence=length)
     text = _model_text.read(loaded, wanted, least=sequences * length)
-    return _in_topics(torch.tensor(text.sequences), shape, topic, torch.Generator().manual_seed(seed))
+    return _in_topics(torch.tensor(text.sequences, device="cpu"), shape, topic, torch.Generator().manual_seed(seed))
 
 
 class _Words:
@@ -286,7 +286,7 @@ class _Words:
 def _in_topics(ranks: Tensor, shape: Shape, topic: float, generator: torch.Generator) -> Tensor:
     topics = _topics(shape.vocab, topic)
     sequences, length = ranks.shape
-    drawn = torch.randint(topics, (sequences, math.ceil(length / DOCUMENT)), generator=generator)
+    drawn = torch.randint(topics, (sequences, math.ceil(length / DOCUMENT)), generator=generator, device="cpu")
     documents = drawn.repeat_interleave(DOCUMENT, 1)[:, :length]
     return ranks + documents * (shape.vocab // topics)
 

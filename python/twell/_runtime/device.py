@@ -7,6 +7,8 @@ Nothing happens at import. Without cuda-python or a driver every query raises Ru
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +99,21 @@ def is_capturing(stream: int) -> bool:
     if status != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"cuStreamIsCapturing failed: {status.name}")
     return bool(state != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Let this thread ask events, take memory and load kernels although another one captures a CUDA graph.
+
+    A capture in mode "global", which is torch's default, forbids that to all threads, and breaks if one does it.
+    """
+    _initialised()
+    relaxed = _bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = _call("cuThreadExchangeStreamCaptureMode", relaxed)
+    try:
+        yield
+    finally:
+        _call("cuThreadExchangeStreamCaptureMode", before)
 
 
 def describe() -> Driver:

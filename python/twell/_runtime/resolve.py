@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -26,8 +28,20 @@ def resolve(spec: specs.Spec) -> packaged.Kernel:
         with _lock:
             kernel = _kernels.get(spec)
             if kernel is None:
-                kernel = _kernels[spec] = _find(spec)
+                kernel = _kernels[spec] = _loading(spec, _find(spec))
     return kernel
+
+
+def _loading(spec: specs.Spec, kernel: packaged.Kernel) -> packaged.Kernel:
+    """``kernel``, whose first call brings its code onto the GPU: not part of any capture, nor forbidden by one."""
+
+    def load(*arguments: Any) -> Any:
+        with device.relaxed_capture() if torch.cuda.is_initialized() else nullcontext():  # type: ignore[no-untyped-call]
+            result = kernel(*arguments)  # type: ignore[func-returns-value]
+        _kernels[spec] = kernel
+        return result
+
+    return load
 
 
 def obtainable(spec: specs.Spec) -> bool:

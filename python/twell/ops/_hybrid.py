@@ -143,7 +143,7 @@ def encode(gate: Tensor, up: Tensor | None, kept: Kept) -> None:
     total = int(active.sum())
     kept.sizes[-1] = min(total, format.MOST)
     if total > format.hybrid_capacity(m, n):
-        bits = F.pad(active, (0, -n % 32)).view(m, format.bitmap_words(n), 32).long() << torch.arange(32)
+        bits = F.pad(active, (0, -n % 32)).view(m, format.bitmap_words(n), 32).long() << torch.arange(32, device="cpu")
         kept.entries[: m * format.bitmap_words(n)] = bits.sum(2).int().view(-1)
         return
 
@@ -153,7 +153,7 @@ def encode(gate: Tensor, up: Tensor | None, kept: Kept) -> None:
     kept.sizes[:-1] = lengths
     tile, neuron = union.nonzero(as_tuple=True)
     kept.neurons[tile, ranks[tile, neuron]] = neuron.short()
-    place = torch.arange(format.CHUNK * chunks)
+    place = torch.arange(format.CHUNK * chunks, device="cpu")
     last = kept.neurons.gather(1, (lengths - 1).clamp(min=0)[:, None])
     repeats = (place >= lengths[:, None]) & (place < -(-lengths // format.CHUNK)[:, None] * format.CHUNK)
     kept.neurons.copy_(torch.where(repeats, last, kept.neurons))
@@ -186,18 +186,20 @@ def decode(layer: Layer, kept: Kept) -> tuple[Tensor, Tensor | None]:
     total = int(kept.sizes[-1])
     if total > capacity:
         words = kept.entries[: m * format.bitmap_words(n)].view(m, -1, 1)
-        inactive = (words >> torch.arange(32) & 1).view(m, -1)[:, :n] == 0
+        inactive = (words >> torch.arange(32, device="cpu") & 1).view(m, -1)[:, :n] == 0
         gate = rounded(project(x, w_gate, gate_bias), dtype).relu_().masked_fill_(inactive, 0)
         return gate, None if w_up is None else project(x, w_up, up_bias).masked_fill_(inactive, 0)
 
     entries, chunks = kept.entries[:total], format.chunks(n)
-    run = torch.arange(kept.neurons.shape[0] * chunks).repeat_interleave(kept.chunks.diff(dim=1).flatten())
+    run = torch.arange(kept.neurons.shape[0] * chunks, device="cpu").repeat_interleave(
+        kept.chunks.diff(dim=1).flatten()
+    )
     tile = run // chunks
     token = tile * format.TOKEN_TILE + (entries >> 6 & format.TOKEN_TILE - 1)
     neuron = kept.neurons[tile, run % chunks * format.CHUNK + (entries & format.CHUNK - 1)].long() & 0xFFFF
 
     def dense(at_entries: Tensor) -> Tensor:
-        return torch.zeros(m, n, dtype=wide).index_put_((token, neuron), at_entries[:total].to(wide))
+        return torch.zeros(m, n, dtype=wide, device="cpu").index_put_((token, neuron), at_entries[:total].to(wide))
 
     stored = (w_up is not None) + (dtype.itemsize > 2)
     behind = values(kept.entries, capacity, dtype, stored)

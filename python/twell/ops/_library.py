@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from twell import _env, _nvtx, tuning
 from twell._log import warn_once
@@ -34,10 +35,10 @@ def register(
     """Define an operator of library ``twell`` and return its overload.
 
     ``fake`` has the signature of the schema and returns outputs of the right shape; ``cpu`` and ``cuda`` compute.
-    Called with an input that requires grad while grad mode is on, all of them refuse and name ``instead``, the function
-    to call. They do so themselves because an Autograd kernel in Python would add half to the cost of every call (4.4 us
-    against 2.8, torch 2.13). ``phase`` is what part of a step a profiler shall say the operator is, if it is always the
-    same.
+    Called with an input that has a forward-mode tangent, or that requires grad while grad mode is on, all of them
+    refuse; for the latter they name ``instead``, the function to call. They do so themselves because an Autograd kernel
+    in Python would add half to the cost of every call (4.4 us against 2.8, torch 2.13). ``phase`` is what part of a
+    step a profiler must say the operator is, if it is always the same.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
@@ -50,6 +51,11 @@ def register(
 
 def _refuse_grad(name: str, implementation: Implementation, instead: str) -> Implementation:
     def refuse_grad(*arguments: Any) -> Any:
+        if forward_ad._current_level >= 0 and any(isinstance(a, Tensor) and has_tangent(a) for a in arguments):
+            raise NotImplementedError(
+                f"torch.ops.twell.{name} has no derivative: expected no input with a forward-mode tangent, got one; "
+                'the functions of twell take it with strategy="dense"'
+            )
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
             raise NotImplementedError(
                 f"torch.ops.twell.{name} has no gradient: expected no input that requires grad while grad mode is on; "
@@ -58,6 +64,13 @@ def _refuse_grad(name: str, implementation: Implementation, instead: str) -> Imp
         return implementation(*arguments)
 
     return refuse_grad
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a dual number of forward-mode AD."""
+    if forward_ad._current_level < 0:
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _without_autocast(implementation: Implementation) -> Implementation:

@@ -50,7 +50,7 @@ def on_cpu(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> 
     row, neuron = nonzero.nonzero(as_tuple=True)
     rowtile = row * tiles + neuron // format.TILE
     through = counts.view(-1).cumsum(0)
-    place = 1 + torch.arange(row.numel()) - (through - counts.view(-1))[rowtile]
+    place = 1 + torch.arange(row.numel(), device="cpu") - (through - counts.view(-1))[rowtile]
     kept = place <= format.capacity(compression)
     entries = gate.view(torch.int16)[row, neuron].int() << 16 | neuron.int()
     table = words.zero_().view(m * tiles, format.words_per_tile(compression))

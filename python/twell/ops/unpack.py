@@ -24,7 +24,7 @@ def _cpu(words: Tensor, spill: Tensor, n: int, compression: int) -> Tensor:
     spilled = counts > format.capacity(compression)
 
     dense = spill.reshape(m, tiles, format.TILE).masked_fill(~spilled, 0).view(spill.shape)
-    row, tile, slot = ((torch.arange(width - 1) < counts) & ~spilled).nonzero(as_tuple=True)
+    row, tile, slot = ((torch.arange(width - 1, device="cpu") < counts) & ~spilled).nonzero(as_tuple=True)
     entry = entries[row, tile, slot]
     dense[row, (entry & 0xFFFF).long()] = (entry >> 16).to(torch.int16).view(spill.dtype)
     return out.copy_(dense[:, :n])

@@ -59,7 +59,7 @@ def token_types(tokenizer: Any, *, pad: int | None = None) -> TokenTypes:
         special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
     else:
         size, special = len(tokenizer), set(tokenizer.all_special_ids)
-    table = torch.empty(size + 1, dtype=torch.int64)
+    table = torch.empty(size + 1, dtype=torch.int64, device="cpu")
     for i in range(size):
         table[i] = _KINDS.index(SPECIAL if i in special else _kind(tokenizer.decode([i])))
     # what the embedding has beyond the tokenizer

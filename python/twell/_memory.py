@@ -1,0 +1,81 @@
+"""Where tensors lie in memory: which share a byte, and which have two elements in one place. Exact for any strides."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+def shared(written: Mapping[str, Tensor], read: Mapping[str, Tensor]) -> tuple[str, str] | None:
+    """The names of two tensors that share a byte, the first of which is ``written``; None if there are none.
+
+    While torch.compile traces, and of tensors that hold no values, only the same object is seen.
+    """
+    tensors = [(name, tensor, *_extent(tensor)) for both in (written, read) for name, tensor in both.items()]
+    for i, (name, tensor, first, last) in enumerate(tensors[: len(written)]):
+        for other, second, begin, end in tensors[i + 1 :]:
+            near = begin <= last and first <= end and tensor.device == second.device
+            if tensor is second or (near and _overlap(tensor, second)):
+                return name, other
+    return None
+
+
+def folded(matrix: Tensor) -> bool:
+    """Whether two elements of ``matrix`` [R, C] are in one place."""
+    if not _is_real(matrix):
+        return False
+    (rows, columns), (down, across) = matrix.shape, matrix.stride()
+    common = math.gcd(down, across)
+    if not common:
+        return bool(matrix.numel() > 1)
+    # the shortest way back to where one was: so many rows one way, so many columns the other
+    return across // common < rows and down // common < columns
+
+
+def _is_real(tensor: Tensor) -> bool:
+    """Whether ``tensor`` has elements in memory, which what stands for it in a trace or transform has not."""
+    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    plain = type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
+    return plain and not tensor.is_meta and tensor.numel() > 0
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of the first and the last byte; an empty range where there are none."""
+    if not _is_real(tensor):
+        return 0, -1
+    first, reach = tensor.data_ptr(), 1
+    for length, stride in zip(tensor.shape, tensor.stride()):
+        reach += (length - 1) * stride
+    return first, first + reach * tensor.element_size() - 1
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether some byte belongs to both."""
+    # forwards through a and backwards through b, byte by byte, from b's last byte to where a begins and back again
+    steps = Counter[int]()
+    for tensor in (a, b):
+        size = tensor.element_size()
+        steps[1] += size - 1
+        for length, stride in zip(tensor.shape, tensor.stride()):
+            steps[stride * size] += length - 1
+    distance = _extent(b)[1] - a.data_ptr()
+    return _reaches(distance, tuple(sorted(((s, n) for s, n in steps.items() if s and n), reverse=True)))
+
+
+@functools.lru_cache(4096)
+def _reaches(distance: int, steps: tuple[tuple[int, int], ...]) -> bool:
+    """Whether ``distance`` is made of steps (length, how many of them at most), the longest first."""
+    if not steps or distance <= 0:
+        return distance == 0
+    if distance % math.gcd(*(length for length, _ in steps)):
+        return False
+    (length, most), rest = steps[0], steps[1:]
+    fewest = -((sum(step * count for step, count in rest) - distance) // length)
+    counts = range(max(fewest, 0), min(distance // length, most) + 1)
+    return any(_reaches(distance - length * count, rest) for count in counts)

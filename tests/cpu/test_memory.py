@@ -1,0 +1,78 @@
+"""Which tensors share memory: compared with the addresses of all their bytes, one by one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from twell import _memory
+
+BUFFER = torch.zeros(1024, dtype=torch.uint8)
+
+
+def draw(source: random.Random) -> Tensor:
+    """A view of at most 5 x 5 elements in the first half of the buffer, of any strides."""
+    floats = BUFFER.view(source.choice([torch.float32, torch.bfloat16]))
+    shape, strides = ([source.randint(low, high) for _ in range(2)] for low, high in ((1, 5), (0, 9)))
+    return floats.as_strided(shape, strides, source.randint(0, 60))
+
+
+def places(tensor: Tensor) -> list[int]:
+    """The address of each element's first byte."""
+    (rows, columns), (down, across), size = tensor.shape, tensor.stride(), tensor.element_size()
+    return [tensor.data_ptr() + (i * down + j * across) * size for i in range(rows) for j in range(columns)]
+
+
+def occupied(tensor: Tensor) -> set[int]:
+    return {place + byte for place in places(tensor) for byte in range(tensor.element_size())}
+
+
+def test_every_pair_of_views_is_told_rightly() -> None:
+    source, found = random.Random(0), set()
+    for _ in range(4000):
+        a, b = draw(source), draw(source)
+        shared, folded = bool(occupied(a) & occupied(b)), len(set(places(a))) < a.numel()
+        assert (_memory.shared({"a": a}, {"b": b}) is not None) == shared, (a.shape, a.stride(), b.shape, b.stride())
+        assert _memory.folded(a) == folded, (a.shape, a.stride())
+        found.add((shared, folded))
+    assert len(found) == 4
+
+
+def test_tensors_are_named_and_only_what_is_written_counts() -> None:
+    a, b, c = BUFFER[:8], BUFFER[8:16], BUFFER[4:12]
+    assert _memory.shared({"a": a, "b": b}, {}) is None
+    assert _memory.shared({"a": a}, {"b": b, "c": c}) == ("a", "c")
+    assert _memory.shared({"b": b, "c": c}, {"a": a}) == ("b", "c")
+    assert _memory.shared({"d": BUFFER[512:]}, {"a": a, "c": c}) is None
+    assert _memory.shared({"a": a[:0]}, {"a again": a}) is None
+
+
+@pytest.mark.parametrize("n", [4096, 65536])
+def test_large_neighbours_are_told_apart_at_once(n: int) -> None:
+    """No element is touched: the buffer is never written."""
+    whole = torch.empty(2 * n, 4096)
+    for a, b in (
+        (whole[:n], whole[n:]),
+        (whole[::2], whole[1::2]),
+        (whole[:, :2048], whole[:, 2048:]),
+        (whole[:, ::2], whole[:, 1::2]),
+        (whole[:n], whole[n:].view(4096, n).t()),
+    ):
+        assert _memory.shared({"a": a, "b": b}, {}) is None
+    assert _memory.shared({"a": whole[: n + 1]}, {"b": whole[n:, 4095:]}) == ("a", "b")
+    assert not _memory.folded(whole)
+
+
+def test_what_has_no_memory_is_known_by_itself_alone() -> None:
+    with FakeTensorMode():
+        fake = torch.empty(4, 4, device="cuda")
+        other = torch.empty(4, 4, device="cuda")
+    meta = torch.empty(4, 4, device="meta")
+    for tensor, second in ((fake, other), (meta, torch.empty_like(meta))):
+        assert _memory.shared({"a": tensor}, {"b": second}) is None
+        assert _memory.shared({"a": tensor}, {"b": tensor}) == ("a", "b")
+        assert not _memory.folded(tensor)

@@ -1,0 +1,317 @@
+"""What goes on around a call: other streams, threads and devices, captures, default devices, thousands of steps."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, func
+from torch.autograd import forward_ad
+
+import twell
+from twell import testing
+from twell.nn import SparseGatedMLP
+from twell.testing import FFN
+
+BF16 = torch.bfloat16
+
+
+def call_of(problem: FFN, strategy: str) -> Callable[[Tensor], Tensor]:
+    """The layer as a function of x; "training" is the forward pass of a step."""
+    weights = (problem.w_gate, problem.w_up, problem.w_down.t())
+    if strategy == "training":
+        gate = problem.w_gate.clone().requires_grad_()
+        return lambda x: twell.sparse_gated_ffn(x, gate, *weights[1:], strategy="union").detach()
+    return lambda x: twell.sparse_gated_ffn(x, *weights, strategy=strategy)
+
+
+def module(problem: FFN, **options: Any) -> SparseGatedMLP:
+    n, k = problem.w_gate.shape
+    mlp = SparseGatedMLP(k, n, device=problem.x.device, dtype=problem.x.dtype, **options)
+    with torch.no_grad():
+        mlp.gate_proj.weight.copy_(problem.w_gate)
+        mlp.up_proj.weight.copy_(problem.w_up)
+        mlp.down_proj.weight.copy_(problem.w_down.t())
+    return mlp
+
+
+# Streams
+
+
+def chain(call: Callable[[Tensor], Tensor], x: Tensor, streams: tuple[Any, Any]) -> Tensor:
+    """x, called on one stream, scaled on the other and written back, with events alone between them."""
+    one, two = streams
+    x = x.clone()
+    torch.cuda.synchronize()
+    for _ in range(20):
+        with torch.cuda.stream(one):
+            y = call(x)
+            called = one.record_event()
+        with torch.cuda.stream(two):
+            two.wait_event(called)
+            z = (y / y.float().abs().amax(1, keepdim=True).clamp_min(1e-3)).to(x.dtype)
+            z[:, :2] = x[:, :2]
+            y.record_stream(two)
+            scaled = two.record_event()
+        with torch.cuda.stream(one):
+            one.wait_event(scaled)
+            x.copy_(z)
+            z.record_stream(one)
+            # what still read y now would show it
+            y.fill_(torch.nan)
+    torch.cuda.synchronize()
+    return x
+
+
+@pytest.mark.parametrize("strategy", ["row", "union", "training"])
+@pytest.mark.parametrize("m", [1, 64, 300, 2048])
+def test_events_between_streams_order_calls(m: int, strategy: str) -> None:
+    problem = testing.make("topic29", m)
+    call, current = call_of(problem, strategy), torch.cuda.current_stream()
+    expected = chain(call, problem.x, (current, current))
+    for _ in range(3):
+        testing.assert_same(chain(call, problem.x, (torch.cuda.Stream(), torch.cuda.Stream())), expected)
+
+
+@pytest.mark.parametrize("m", [8, 300, 2048])
+def test_a_capture_that_forks_and_joins(m: int) -> None:
+    p, q = testing.make("topic29", m), testing.make("skew29", m, seed=1)
+    row, union, other = (call_of(*each) for each in ((p, "row"), (p, "union"), (q, "union")))
+    right = [row(p.x), other(q.x), union(p.x)]
+    main, side, graph = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=main):
+        a = row(p.x)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            b = other(q.x)
+        c = union(p.x)
+        main.wait_stream(side)
+        d = b + c
+    for _ in range(20):
+        for y in (a, b, c, d):
+            y.fill_(torch.nan)
+        graph.replay()
+        for y, answer in zip((a, b, c, d), (*right, right[1] + right[2]), strict=True):
+            testing.assert_same(y, answer)
+
+
+# Threads
+
+# an invalidated capture leaves its traces, hence a process of its own
+BESIDE_A_CAPTURE = """
+import sys, threading, torch, twell
+
+cold, mlp = sys.argv[1] == "cold", twell.nn.SparseGatedMLP(1024, 2816, dtype=torch.bfloat16, device="cuda")
+mlp.strategy = twell.AutoStrategy(period=1) if sys.argv[2] == "auto" else sys.argv[2]
+mlp.requires_grad_(sys.argv[3] == "training")
+x, a = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in ((4096, 1024), (512, 512)))
+ready, go, done, errors = threading.Event(), threading.Event(), threading.Event(), []
+
+
+def calls(count, stream):
+    for _ in range(count):
+        y = mlp(x)
+        if y.requires_grad:
+            y.sum().backward()
+        if not go.is_set():
+            stream.synchronize()
+
+
+def other():
+    stream = torch.cuda.Stream()
+    try:
+        with torch.cuda.stream(stream):
+            if cold:
+                # memory that the calls will want, and none of their kernels
+                [torch.empty(1 << size, device="cuda", dtype=torch.uint8) for size in (30, *[18] * 16)]
+            else:
+                calls(6, stream)
+            ready.set()
+            go.wait(60)
+            calls(4, stream)
+            twell.explain(mlp)
+    except Exception as error:
+        errors.append(error)
+    finally:
+        ready.set()
+        done.set()
+
+
+thread = threading.Thread(target=other)
+thread.start()
+ready.wait(60)
+torch.cuda.synchronize()
+stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+with torch.cuda.stream(stream):
+    (a @ a) @ a
+    stream.synchronize()
+    graph.capture_begin(capture_error_mode="global")
+    try:
+        b = a @ a
+        go.set()
+        done.wait(60)
+        c = b @ a
+    finally:
+        go.set()
+        graph.capture_end()
+graph.replay()
+torch.cuda.synchronize()
+thread.join()
+assert not errors, errors
+assert torch.equal(c, (a @ a) @ a)
+"""
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["warm auto inference", "warm auto training", "warm row inference", "warm row training", "cold row inference"],
+)
+def test_calls_beside_a_capture_of_another_thread(how: str) -> None:
+    command = [sys.executable, "-c", BESIDE_A_CAPTURE, *how.split()]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+# Devices
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+def test_auto_measures_on_a_device_that_is_not_current(device: str, training: bool) -> None:
+    problem = testing.make("topic29", 4096, device=device)
+    mlp = module(problem)
+    with torch.cuda.device(0), torch.set_grad_enabled(training):
+        for _ in range(9):
+            y = mlp(problem.x)
+            if training:
+                y.float().sum().backward()
+            torch.cuda.synchronize(device)
+        assert torch.cuda.current_device() == 0
+    with torch.no_grad():
+        assert testing.compare(problem, mlp(problem.x)).ok
+    assert any(row.figures is not None for row in twell.explain(mlp))
+
+
+@pytest.mark.parametrize("default", ["cuda", "cpu", "meta"])
+@pytest.mark.parametrize("strategy", ["auto", "row", "union", "dense"])
+def test_the_default_device_changes_nothing(strategy: Any, default: str) -> None:
+    problem = testing.integer_problem(300, 64, 520, biases="gate up down", device="cuda")
+    dy = testing.integer_upstream(problem)
+
+    def results() -> list[Tensor]:
+        mlp = SparseGatedMLP(64, 520, device="cuda", dtype=BF16, strategy=strategy)
+        with torch.no_grad():
+            mlp.gate_proj.weight.copy_(problem.w_gate)
+            mlp.up_proj.weight.copy_(problem.w_up)
+            mlp.down_proj.weight.copy_(problem.w_down.t())
+            found = [mlp(problem.x) for _ in range(3)]
+        for _ in range(3):
+            x = problem.x.clone().requires_grad_()
+            y, aux = mlp(x, return_aux=True)
+            (y * dy).float().sum().backward()
+            torch.cuda.synchronize()
+            found += [y.detach(), aux.l1.detach(), x.grad]
+        packed = twell.pack(problem.x, problem.w_gate, problem.gate_bias)
+        return [*found, packed.unpack(), packed.nnz()]
+
+    expected = results()
+    with torch.device(default):
+        for ours, theirs in zip(results(), expected, strict=True):
+            testing.assert_same(ours, theirs)
+
+
+# Derivatives, memory
+
+
+@pytest.mark.parametrize("strategy", ["auto", "row", "union", "dense"])
+def test_transforms_and_tangents(strategy: Any) -> None:
+    """ "auto" is dense, names of sparse strategies refuse."""
+    p = testing.make("topic29", 300)
+    x, t = p.x, torch.randn_like(p.x)
+
+    def call(x: Tensor, strategy: Any = strategy) -> Tensor:
+        return twell.sparse_gated_ffn(x, p.w_gate, p.w_up, p.w_down.t(), strategy=strategy)
+
+    def dual(f: Callable[[Tensor], Tensor]) -> Any:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(f(forward_ad.make_dual(x, t))).tangent
+
+    for derive in (
+        dual,
+        lambda f: func.jvp(f, (x,), (t,))[1],
+        lambda f: func.grad(lambda x: f(x).float().sum())(x),
+        lambda f: func.vmap(f)(x[:8]),
+    ):
+        if strategy in ("row", "union"):
+            with pytest.raises(NotImplementedError, match="takes plain tensors"):
+                derive(call)
+        else:
+            testing.assert_same(derive(call), derive(lambda x: call(x, "dense")))
+
+
+@pytest.mark.parametrize("place", ["halves", "columns", "rows", "elements"])
+def test_main_gradients_side_by_side(place: str) -> None:
+    p = testing.make("topic29", 2048)
+    n, k = p.w_gate.shape
+    weights = [t.clone().requires_grad_() for t in (p.w_gate, p.w_up, p.w_down)]
+    dy = testing.real_upstream(p)
+
+    def add_to(*mains: Tensor) -> None:
+        y = twell.sparse_gated_ffn(p.x, *weights[:2], weights[2].t(), strategy="union", main_grads=(*mains, None))
+        y.backward(dy)
+
+    apart, whole = [torch.ones(n, k, device="cuda") for _ in range(2)], torch.ones(2 * n, 2 * k, device="cuda")
+    together = {
+        "halves": (whole[:n, :k], whole[n:, :k]),
+        "columns": (whole[:n, :k], whole[:n, k:]),
+        "rows": (whole[::2, :k], whole[1::2, :k]),
+        "elements": (whole[:n, ::2], whole[:n, 1::2]),
+    }[place]
+    for _ in range(3):
+        add_to(*apart)
+        add_to(*together)
+    for ours, theirs in zip(together, apart, strict=True):
+        # what kernels cannot write in place is summed apart first, and rounded once more
+        torch.testing.assert_close(ours, theirs, rtol=1e-5 if place == "elements" else 0, atol=0)
+        ours.fill_(1)
+    # nothing beside them was touched
+    assert (whole == 1).all()
+
+
+@pytest.mark.slow
+def test_thousands_of_steps_leave_nothing_behind() -> None:
+    """Nothing grows on the GPU nor on the host, even if every call measures and cycles are never collected."""
+    mlp = SparseGatedMLP(1024, 2816, True, device="cuda", dtype=BF16, strategy=twell.AutoStrategy(period=1))
+    with torch.no_grad():
+        mlp.gate_proj.bias.fill_(-1.5)
+    x = torch.randn(4096, 1024, device="cuda", dtype=BF16)
+
+    def steps(count: int) -> tuple[int, int]:
+        for _ in range(count):
+            with torch.no_grad():
+                mlp(x)
+            y, aux = torch.utils.checkpoint.checkpoint(mlp, x, True, use_reentrant=False)
+            (y.float().sum() + aux.l1).backward()
+            mlp.zero_grad(set_to_none=True)
+        del y, aux
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    gc.disable()
+    try:
+        allocated, host = steps(100)
+        after, host_after = steps(1000)
+    finally:
+        gc.enable()
+    assert after <= allocated
+    # in KB
+    assert host_after - host < 50_000
+    assert not mlp.strategy._open
