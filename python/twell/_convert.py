@@ -540,7 +540,8 @@ def _replaced(source: _Source, plan: _Plan, target: Path, force: bool) -> list[s
     written = {CONFIG, SINGLE, INDEX, *source.others, *(file.name for file in plan.files)}
     if (target / INDEX).is_file():
         # weights of the conversion before, which may have had other shards
-        written |= {path.name for path in _checkpoint.indexed_files(target / INDEX, missing=True)}
+        shards = _checkpoint.indexed_files(target / INDEX, missing=True)
+        written |= {path.name for path in shards if path.suffix == ".safetensors"}
     if foreign := sorted({name if "/" not in name else name.partition("/")[0] + "/" for name in held - written}):
         raise ValueError(
             f"DST must be new, or hold nothing besides what this conversion writes, got {str(target)!r} with "
