@@ -81,7 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         content = combine({name: Path(folder) for name, _, folder in pairs})
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+    from twell import _files
+
+    _files.write_text(arguments.out, json.dumps(content, indent=1) + "\n")
     return 0
 
 

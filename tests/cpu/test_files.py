@@ -11,6 +11,7 @@ import shutil
 import signal
 import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +196,48 @@ def test_full_disks_are_recognised(code: int) -> None:
     assert _files.is_full(RuntimeError(f"IoError(Os {{ code: {code}, message: {os.strerror(code)!r} }})"))
     assert not _files.is_full(chained(OSError(errno.EACCES, os.strerror(errno.EACCES)), "__cause__"))
     assert not _files.is_full(None)
+
+
+def write_table(path: Path) -> None:
+    from twell import _analyze
+
+    _analyze.write_csv(path, [{"layer": 1}])
+
+
+def write_json(path: Path) -> None:
+    from twell._bench import report
+
+    report.write_json(path, [], machine="m", arguments={})
+
+
+def cut_back(path: Path) -> None:
+    from twell import recipe
+
+    recipe.StatsWriter(path, resume_step=1, tensorboard=False)
+
+
+@pytest.mark.parametrize("write", [write_table, write_json, cut_back])
+def test_files_of_users_are_replaced_whole_and_on_the_disk(
+    write: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if write is write_table:
+        pytest.importorskip("transformers")
+    path, old = tmp_path / "out.csv", "step,layer\n1,a\n2,a\n"
+    path.write_text(old)
+    synced: list[str] = []
+
+    def sync(partial: Path) -> None:
+        assert path.read_text() == old
+        synced.append(partial.read_text())
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_files, "sync", sync)
+        with pytest.raises(KeyboardInterrupt):
+            write(path)
+    assert path.read_text() == old
+    assert [each.name for each in tmp_path.iterdir()] == ["out.csv"]
+    write(path)
+    # without the date of it
+    assert path.read_text().splitlines()[-1] == synced[0].splitlines()[-1]
+    assert path.read_text() != old
