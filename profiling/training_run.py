@@ -19,7 +19,7 @@ from typing import Any
 from sweep import lasting
 
 # Options that name places, which are nobody else's, and those that must be the same.
-PLACES = ("text", "dataset", "cache", "out", "resume")
+PLACES = ("text", "dataset", "cache", "out", "resume", "implied")
 COMMON = ("text", "dataset", "layers", "hidden", "intermediate", "vocab", "seed", "steps", "tokens_per_step")
 LAYER = ("l0", "l1", "dead", "union")
 

@@ -34,7 +34,7 @@ def replacing(path: Path) -> Iterator[Path]:
     partial = target.with_name(f"{_prefix(target)}{secrets.token_hex(4)}")
     try:
         yield partial
-        sync(partial)
+        sync_all(partial)
         _put(partial, target)
     except BaseException:
         _remove(partial)
@@ -58,14 +58,23 @@ def leftovers(path: Path) -> list[Path]:
     return sorted(target.parent.glob(f"{glob.escape(_prefix(target))}*"))
 
 
-def sync(path: Path) -> None:
+def sync(path: str | Path) -> None:
+    """Put a file, or the names in a folder, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_all(path: Path) -> None:
     """Put a file, or a folder and all in it, on the disk."""
     for folder, _, names in os.walk(path):
         for name in names:
-            _sync(os.path.join(folder, name))
-        _sync(folder)
+            sync(os.path.join(folder, name))
+        sync(folder)
     if not path.is_dir():
-        _sync(path)
+        sync(path)
 
 
 def is_full(error: BaseException | None) -> bool:
@@ -84,14 +93,6 @@ def _prefix(target: Path) -> str:
     return f".{target.name}.partial-"
 
 
-def _sync(path: str | Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _put(partial: Path, target: Path) -> None:
     """Give ``partial`` the name ``target``, and remove the folder that had it."""
     replaced = partial.is_dir() and target.is_dir() and any(target.iterdir())
@@ -101,7 +102,7 @@ def _put(partial: Path, target: Path) -> None:
         if target.is_file():
             shutil.copymode(target, partial)
         os.replace(partial, target)
-    _sync(target.parent)
+    sync(target.parent)
     if replaced:
         _remove(partial)
 

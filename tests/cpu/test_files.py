@@ -65,7 +65,7 @@ def test_the_new_takes_the_place_of_the_old(kind: str, tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("where", ["block", "sync", "put"])
+@pytest.mark.parametrize("where", ["block", "sync_all", "_put"])
 def test_a_writer_that_fails_leaves_the_old(
     where: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,7 +76,7 @@ def test_a_writer_that_fails_leaves_the_old(
         raise OSError(errno.ENOSPC, "full")
 
     if where != "block":
-        monkeypatch.setattr(_files, f"_{where}", fail)
+        monkeypatch.setattr(_files, where, fail)
     with pytest.raises(OSError, match="full"), _files.replacing(path) as partial:  # noqa: PT012
         make(partial, kind, "new")
         if where == "block":
@@ -232,7 +232,7 @@ def test_files_of_users_are_replaced_whole_and_on_the_disk(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(_files, "sync", sync)
+        patch.setattr(_files, "sync_all", sync)
         with pytest.raises(KeyboardInterrupt):
             write(path)
     assert path.read_text() == old
