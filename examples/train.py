@@ -3,7 +3,8 @@
     python examples/train.py --config 125M --text ~/books --out runs/books
     torchrun --nproc-per-node 2 examples/train.py --config 0.5B --text ~/books --out runs/books --parallel fsdp
 
-The same command again resumes where the last one stopped. The model is written to OUT/final, for from_pretrained.
+The same command again resumes where the last one stopped, and with more --steps goes on from where it was to end. The
+model is written to OUT/final, for from_pretrained.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import os
 import shutil
 import signal
+import socket
 import statistics
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -26,7 +30,7 @@ from training import RequestError, checkpoint, model, options, parallel, report
 from training.data import Sequences, Source, Tokens, prepare
 
 import twell
-from twell import recipe
+from twell import _files, recipe
 from twell.testing import machine_line
 
 
@@ -43,6 +47,8 @@ class Training:
         self.held = Sequences("held-out", tokens.held, choice.sequence)
         self.sequences, self.accumulation = batches(choice, here)
         self.done, self.row = 0, 0  # steps, and sequences read
+        self.schedule = choice.steps  # where the cosine of the rate ends
+        self.console = report.Console(here.say)
 
         self.dtype = getattr(torch, choice.dtype)
         self.shape = model.Shape(choice.layers, choice.hidden, choice.intermediate, choice.heads, choice.vocab)
@@ -70,13 +76,20 @@ class Training:
         # loss and cross-entropy, summed over the steps since they were read
         self.sums = torch.zeros(2, device=here.device)
 
-    def step(self) -> None:
-        """One optimizer step. Nothing in it waits for the device."""
+    def step(self, stopping: Callable[[], bool]) -> bool:
+        """One optimizer step. Nothing in it waits for the device.
+
+        False where ``stopping`` came true between its micro-batches: then it has changed nothing.
+        """
         choice, here = self.choice, self.here
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate()
+        before = self._volatile() if self.accumulation > 1 else None
         first = self.row + here.reader * choice.micro_batch
         for i in range(self.accumulation):
+            if before is not None and i:
+                if stopping():
+                    self._restore(before)
+                    return False
+                self.console.progress(f"step {self.done + 1:6d}  micro-batch {i} of {self.accumulation}")
             parallel.reduce_gradients(self.module, here, now=i == self.accumulation - 1)
             inputs, targets = self.read(self.text, first + i * here.readers * choice.micro_batch)
             with self.watching(self.done):
@@ -87,6 +100,8 @@ class Training:
             (loss / self.accumulation).backward()
             self.sums += torch.stack((loss, cross_entropy)).detach() / self.accumulation
         self.norm = parallel.clip(self.parameters, choice.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate()
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.tracker is not None and choice.reinitialize:
@@ -94,13 +109,30 @@ class Training:
             recipe.reinitialize_dead(self.model, dead, choice.reinitialize, step=self.done, seed=choice.seed)
         self.done += 1
         self.row += self.sequences
+        return True
+
+    def _volatile(self) -> tuple[Any, ...]:
+        """What micro-batches change besides gradients."""
+        counts = None if self.tracker is None else self.tracker.state_dict()
+        return checkpoint.random_state(self.here), self.sums.clone(), counts
+
+    def _restore(self, before: tuple[Any, ...]) -> None:
+        random, sums, counts = before
+        self.optimizer.zero_grad()
+        checkpoint.set_random_state(random, self.here)
+        self.sums.copy_(sums)
+        if self.tracker is not None:
+            self.tracker.load_state_dict(counts)
 
     def learning_rate(self) -> float:
-        """Linear up to ``--lr``, then half a cosine down to ``--min-lr``, which the last step has."""
+        """Linear up to ``--lr``, then half a cosine down to ``--min-lr``, which the last step has.
+
+        Steps that were asked for later, of a run that is extended, have ``--min-lr``.
+        """
         choice = self.choice
         if self.done < choice.warmup:
             return float(choice.lr * (self.done + 1) / choice.warmup)
-        passed = (self.done - choice.warmup) / max(1, choice.steps - 1 - choice.warmup)
+        passed = min(1.0, (self.done - choice.warmup) / max(1, self.schedule - 1 - choice.warmup))
         return float(choice.min_lr + (choice.lr - choice.min_lr) * (1 + math.cos(math.pi * passed)) / 2)
 
     def coefficient(self, step: int) -> float:
@@ -129,20 +161,25 @@ class Training:
         return loss
 
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """The cross-entropy on the first sequences of the held-out text."""
+    def evaluate(self, stopping: Callable[[], bool]) -> float | None:
+        """The cross-entropy on the first sequences of the held-out text; None where ``stopping`` came true."""
         here, size = self.here, self.choice.micro_batch
         # as many micro-batches on each rank; where the text runs out, its beginning is read again
         count = math.ceil(min(self.choice.eval_sequences, len(self.held)) / (here.readers * size))
         total = torch.zeros((), device=here.device)
         self.model.eval()
-        for i in range(count):
-            total += self.forward(*self.read(self.held, (i * here.readers + here.reader) * size))
-        self.model.train()
+        try:
+            for i in range(count):
+                if stopping():
+                    return None
+                self.console.progress(f"step {self.done:6d}  held-out micro-batch {i} of {count}")
+                total += self.forward(*self.read(self.held, (i * here.readers + here.reader) * size))
+        finally:
+            self.model.train()
         return float(here.mean(total / count))
 
     def losses(self, steps: int) -> tuple[float, float]:
-        """The mean loss and cross-entropy of the last ``steps`` steps, over all ranks; they begin anew.
+        """The mean loss and cross-entropy of the last ``steps`` steps, over all ranks; they begin again.
 
         Waits for the device. LostLoss if they, or the last step's gradient, are no numbers any more.
         """
@@ -158,20 +195,33 @@ class Training:
         return {"text": self.tokens.fingerprint} | {name: getattr(self.choice, name) for name in options.IDENTITY}
 
     def save(self) -> Path:
-        about = {"row": self.row, "epoch": self.row // len(self.text), "identity": self.identity()}
+        about = {"row": self.row, "epoch": self.row // len(self.text), "schedule": self.schedule}
+        about["identity"] = self.identity()
         state = {} if self.tracker is None else {"tracker": self.tracker.state_dict()}
         folder = self.choice.out / "checkpoints"
         return checkpoint.save(folder, self.done, self.model, self.optimizer, state, about, self.here, self.choice.keep)
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint; RequestError if it is of another run."""
-        about = checkpoint.manifest(path)
+        choice, about = self.choice, checkpoint.manifest(path)
         assert about is not None
-        theirs, mine = about["identity"], self.identity()
-        if differing := [name for name in mine if mine[name] != theirs.get(name)]:
+        theirs = about["identity"]
+        for name in choice.implied:
+            setattr(choice, name, theirs.get(name))
+        mine = self.identity()
+        extended = mine["steps"] > theirs.get("steps", mine["steps"])
+        differing = [name for name in mine if mine[name] != theirs.get(name) and not (extended and name == "steps")]
+        if differing:
             changes = ", ".join(f"{name} ({theirs.get(name)} there, {mine[name]} here)" for name in differing)
             raise RequestError(
-                f"--resume: {path} is of a run that differs in {changes}; repeat its options, or begin another --out"
+                f"--resume: {path} is of a run that differs in {changes}; repeat its options, of which --steps alone "
+                "may grow, or begin another --out"
+            )
+        self.schedule = about.get("schedule", theirs["steps"])
+        if extended:
+            self.here.say(
+                f"extended from {theirs['steps']} to {choice.steps} steps: those after {self.schedule}, where the "
+                f"learning rate was to end, have --min-lr {choice.min_lr:g}"
             )
         state = checkpoint.load(path, self.model, self.optimizer, self.here)
         if self.tracker is not None:
@@ -187,11 +237,11 @@ class Training:
         weights = checkpoint.whole_weights(self.model)
         final: Path = self.choice.out / "final"
         if self.here.first:
-            partial = final.with_suffix(".tmp")
-            shutil.rmtree(partial, ignore_errors=True)
-            model.export(weights, self.shape, self.choice.sequence, self.tokens, partial, self.choice.activation)
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
+            # of this run alone, which was killed: no other writes to OUT
+            for left in _files.leftovers(final):
+                shutil.rmtree(left)
+            with _files.replacing(final) as partial:
+                model.export(weights, self.shape, self.choice.sequence, self.tokens, partial, self.choice.activation)
         self.here.barrier()
         return final
 
@@ -215,23 +265,48 @@ def compiles(choice: argparse.Namespace, here: parallel.World) -> bool:
 
 
 class Stop:
-    """Within it, ``signal`` remembers that SIGINT or SIGTERM asked the run to end. A second SIGINT ends it at once."""
+    """Within it, ``signal`` is the SIGINT or SIGTERM that asked the run to end. One more ends the process at once.
 
+    A thread hears of signals, whatever the main one computes. Launchers and terminals send the same request to a
+    process several times, so what follows within ``SAME`` seconds is no second one.
+    """
+
+    SAME = 1.0
     signal: int | None = None
 
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say, self._since = say, 0.0
+
     def __enter__(self) -> Stop:
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._heard, self._sender = socket.socketpair()
+        self._sender.setblocking(False)
+        self._descriptor = signal.set_wakeup_fd(self._sender.fileno())
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+        # not ignored: only of signals with a handler is the thread told
+        self._before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
-        if number == signal.SIGINT:
-            # torchrun sends SIGTERM after the terminal's SIGINT: that is no second request
-            signal.signal(number, self._before[signal.SIGINT])
+    def _listen(self) -> None:
+        while number := self._heard.recv(1):
+            if number[0] in (signal.SIGINT, signal.SIGTERM):
+                self._note(number[0])
+
+    def _note(self, number: int) -> None:
+        if self.signal is None:
+            self.signal, self._since = number, time.monotonic()
+            self._say(f"{signal.Signals(number).name}: stopping after this micro-batch; one more stops at once")
+        elif time.monotonic() - self._since > self.SAME:
+            self._say(f"{signal.Signals(number).name}: stopped at once; steps since the last checkpoint are lost")
+            os._exit(128 + number)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._descriptor)
+        self._sender.close()
+        self._thread.join()
+        self._heard.close()
 
 
 def train(choice: argparse.Namespace, here: parallel.World) -> int:
@@ -242,7 +317,7 @@ def train(choice: argparse.Namespace, here: parallel.World) -> int:
 
 def _train(choice: argparse.Namespace, here: parallel.World) -> int:
     began = time.perf_counter()
-    tokens = prepare(source(choice), choice.cache, choice.vocab, choice.held_out, here.first, here.say)
+    tokens = prepare(source(choice), choice.cache, choice.vocab, choice.held_out, here.first, here.say, here.barrier)
     path = checkpoint.choose(choice.out / "checkpoints", choice.resume, check=here.first)
     run = Training(choice, tokens, here)
     if path is not None:
@@ -254,27 +329,40 @@ def _train(choice: argparse.Namespace, here: parallel.World) -> int:
         f"{time.perf_counter() - began:.1f} s"
     )
     log = Log(run, resumed=path is not None)
-    with Stop() as stop:
-        while run.done < choice.steps:
-            run.step()
-            last, ending = run.done == choice.steps, here.any(stop.signal is not None)
-            saving = ending or due(run.done, choice.checkpoint_every, last)
-            # before each checkpoint, so that it holds no half of an interval, nor a loss that is no number
-            if saving or last or run.done % choice.log_every == 0:
-                log.interval()
-            if last or due(run.done, choice.eval_every):
-                log.evaluation()
-            if saving:
-                with log.clock.paused():
-                    path = run.save()
-            if ending:
-                here.say(f"stopped; saved {path}; the same command goes on from there")
-                return 128 + (stop.signal or signal.SIGTERM)
+    with Stop(here.say) as stop:
+        if not _steps(run, log, lambda: here.any(stop.signal is not None)):
+            return 128 + (stop.signal or signal.SIGTERM)
     if choice.ffn == "sparse" and here.device.type == "cuda":
         here.say(f"\n{twell.explain(run.model)}\n")
     speed = f"; {log.speed():,.0f} tokens/s in the second half of the run" if log.speeds else ""
     here.say(f"wrote {run.export()}{speed}")
     return 0
+
+
+def _steps(run: Training, log: Log, stopping: Callable[[], bool]) -> bool:
+    """Train to the last step, or until ``stopping``, with what was done saved: then False."""
+    choice, saved = run.choice, run.done
+    # a run that was stopped left this to the next
+    ending = log.owes_evaluation() and not log.evaluation(stopping)
+    while not ending and run.done < choice.steps:
+        complete = run.step(stopping)
+        ending = not complete or stopping()
+        last = run.done == choice.steps
+        evaluating = not ending and log.due(run.done)
+        saving = ending or due(run.done, choice.checkpoint_every, last)
+        # before each checkpoint, so that it holds no half of an interval, nor a loss that is no number
+        if run.done > log.since and (saving or evaluating or last or run.done % choice.log_every == 0):
+            log.interval()
+        if evaluating:
+            ending = not log.evaluation(stopping)
+        if (saving or ending) and run.done > saved:
+            with log.clock.paused():
+                run.save()
+            saved = run.done
+    if ending:
+        where = f"saved up to step {saved}" if saved else "no step was complete"
+        run.here.say(f"stopped; {where}; the same command goes on from there")
+    return not ending
 
 
 def source(choice: argparse.Namespace) -> Source:
@@ -291,6 +379,18 @@ def source(choice: argparse.Namespace) -> Source:
 
 def due(step: int, every: int, last: bool = False) -> bool:
     return every > 0 and (last or step % every == 0)
+
+
+def no_space(choice: argparse.Namespace) -> str:
+    """What to say of a full disk: where, and what is left of the run."""
+    free, where = min((shutil.disk_usage(path).free, str(path)) for path in (choice.out, choice.cache) if path.exists())
+    kept = [str(path) for path in checkpoint.complete(choice.out / "checkpoints")]
+    kept += [str(path) for path in [choice.out / "final"] if path.exists()]
+    after = "goes on from there" if len(kept) else "begins again"
+    return (
+        f"no space is left on the disk of {where} ({free / 1e6:,.1f} MB free); kept: {', '.join(kept) or 'nothing'}; "
+        f"make room, and the same command {after}"
+    )
 
 
 class Log:
@@ -336,18 +436,31 @@ class Log:
         }
         self.metrics.write(**record)
         sparsity = "l1 {l1:.2e}  non-zeros {non_zeros:7.1f}  ".format(**record) if means else ""
-        self.here.say(
+        self.run.console.say(
             "step {step:6d}  loss {loss:7.4f}  ce {ce:7.4f}  lr {lr:.2e}  {sparsity}"
             "{tokens_per_s:9,.0f} tokens/s  {gib:6.2f} GiB".format(
                 **record, sparsity=sparsity, gib=record["peak_bytes"] / (1 << 30)
             )
         )
 
-    def evaluation(self) -> None:
+    def due(self, step: int) -> bool:
+        """Whether the held-out loss is to be had after ``step``."""
+        return due(step, self.choice.eval_every) or step == self.choice.steps
+
+    def owes_evaluation(self) -> bool:
+        """Whether a resumed run has yet to evaluate the step that it resumed from."""
+        done = self.run.done
+        return self.here.any(self.here.first and done > 0 and self.due(done) and done not in self.metrics.evaluated)
+
+    def evaluation(self, stopping: Callable[[], bool]) -> bool:
+        """The held-out loss, False where ``stopping`` came true before it was had."""
         with self.clock.paused():
-            held_out = self.run.evaluate()
+            held_out = self.run.evaluate(stopping)
+        if held_out is None:
+            return False
         self.metrics.write(step=self.run.done, held_out_ce=held_out)
-        self.here.say(f"step {self.run.done:6d}  held-out ce {held_out:.4f}")
+        self.run.console.say(f"step {self.run.done:6d}  held-out ce {held_out:.4f}")
+        return True
 
     def speed(self) -> float:
         """Tokens a second in the second half of the intervals, the median."""
@@ -363,9 +476,17 @@ def main(arguments: list[str] | None = None) -> int:
     except (RequestError, ImportError) as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("train.py: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except torch.OutOfMemoryError as error:
         advice = "a smaller --micro-batch, --checkpoint-activations and --parallel fsdp take less memory"
         print(f"train.py: error: out of memory: {advice}. {error}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        if not _files.is_full(error):
+            raise
+        print(f"train.py: error: {no_space(choice)}", file=sys.stderr)
         return 2
 
 

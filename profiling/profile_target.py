@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import twell
-from twell import _nvtx, ops, testing
+from twell import _files, _nvtx, ops, testing
 from twell._bench import protocol, workloads
 from twell._bench._cli import L2_TBS
 from twell._bench.layers import SETTLING
@@ -202,7 +202,7 @@ def write_figures(problem: FFN, arguments: argparse.Namespace) -> None:
     found: dict[str, Any] = {"workload": arguments.workload, "dtype": arguments.dtype, "machine": machine}
     found |= {"ceilings": vars(ceilings)} | figures(problem, arguments.compression)
     arguments.figures.parent.mkdir(parents=True, exist_ok=True)
-    arguments.figures.write_text(json.dumps(found, indent=1) + "\n")
+    _files.write_text(arguments.figures, json.dumps(found, indent=1) + "\n")
     print(f"profile_target: wrote {arguments.figures}")
 
 

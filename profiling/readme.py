@@ -518,7 +518,9 @@ def main() -> int:
         if filled != text:
             print("README.md and profiling/results/ differ: python profiling/readme.py", file=sys.stderr)
         return int(filled != text)
-    path.write_text(filled)
+    from twell import _files
+
+    _files.write_text(path, filled)
     return 0
 
 

@@ -312,9 +312,9 @@ class File:
     def write(self) -> None:
         """All or nothing."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_name(f".{self.path.name}.partial")
-        partial.write_text(json.dumps(self.data, indent=1) + "\n")
-        partial.replace(self.path)
+        from twell import _files
+
+        _files.write_text(self.path, json.dumps(self.data, indent=1) + "\n")
 
 
 def lasting(machine: str) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 from sweep import lasting
 
 # Options that name places, which are nobody else's, and those that must be the same.
-PLACES = ("text", "dataset", "cache", "out", "resume")
+PLACES = ("text", "dataset", "cache", "out", "resume", "implied")
 COMMON = ("text", "dataset", "layers", "hidden", "intermediate", "vocab", "seed", "steps", "tokens_per_step")
 LAYER = ("l0", "l1", "dead", "union")
 
@@ -81,7 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         content = combine({name: Path(folder) for name, _, folder in pairs})
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+    from twell import _files
+
+    _files.write_text(arguments.out, json.dumps(content, indent=1) + "\n")
     return 0
 
 

@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import testing, tuning
+from twell import _files, testing, tuning
 from twell._bench.protocol import Graph, measure
 from twell._runtime import format
 from twell.testing import FFN, Workload
@@ -261,7 +261,7 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
 def write_json(data: dict[str, Any], path: Path | None) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(data, indent=1) + "\n")
+        _files.write_text(path, json.dumps(data, indent=1) + "\n")
 
 
 def line(row: dict[str, Any]) -> str:
@@ -475,7 +475,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not table:
             print("tune: no rows to make a table of", file=sys.stderr)
             return 1
-        arguments.table.write_text(table_text(table, data["machine"], data["date"][:10]))
+        _files.write_text(arguments.table, table_text(table, data["machine"], data["date"][:10]))
     return 1 if any(row["red"] for row in data["rows"]) else 0
 
 

@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
-import os
 import re
 import shutil
 import warnings
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -33,10 +31,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from twell import _files
+
 from . import RequestError
 from .parallel import World
-
-MANIFEST = "manifest.json"
+from .whole import damaged, manifest, seal
 
 # what is said of a single process, which is meant to have no process group
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -48,13 +47,15 @@ def alone(out: Path, here: World) -> Iterator[None]:
 
     RequestError if another run, or what a killed torchrun left behind, still writes there.
     """
-    if out.exists() and not out.is_dir():
-        raise RequestError(f"--out: expected a folder, got the file {str(out)!r}")
     if not here.first:
         yield
         return
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / ".lock").open("a") as file:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = (out / ".lock").open("a")
+    except OSError as error:
+        raise RequestError(f"--out: expected a folder to write to, got {str(out)!r}: {error.strerror}") from error
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -86,19 +87,22 @@ def save(
             shutil.rmtree(left)
         partial.mkdir(parents=True)
     here.barrier()
-    weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=partial, no_dist=here.size == 1)
-    torch.save(_random_state(here), partial / f"random-{here.rank}.pt")
+    try:
+        _fill(partial, model, optimizer, state, here)
+        here.barrier()
+        if here.first:
+            seal(partial, {"step": step, "ranks": here.size, **about})
+    except Exception:
+        # it would take the space that a disk may have run out of
+        if here.first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
     if here.first:
-        torch.save(state, partial / "state.pt")
-    here.barrier()
-    if here.first:
-        _complete(partial, {"step": step, "ranks": here.size, **about})
         if final.exists():
             # it was never complete, or the run would have gone on from it
             shutil.rmtree(final)
         partial.rename(final)
-        _to_disk(folder)
+        _files.sync(folder)
         for old in complete(folder)[:-keep]:
             # under this name it is no checkpoint any more, however far the removal gets
             shutil.rmtree(old.rename(old.with_suffix(".tmp")))
@@ -106,53 +110,34 @@ def save(
     return final
 
 
-def _complete(partial: Path, about: dict[str, Any]) -> None:
-    files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-    for name in files:
-        _to_disk(partial / name)
-    manifest = partial / MANIFEST
-    checksums = {name: _checksum(partial / name) for name in files}
-    manifest.write_text(json.dumps({**about, "files": files, "checksums": checksums}, indent=1))
-    _to_disk(manifest)
-    _to_disk(partial)
-
-
-def _checksum(path: Path) -> int:
-    value = 0
-    with path.open("rb") as file:
-        while piece := file.read(16 << 20):
-            value = zlib.crc32(piece, value)
-    return value
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _fill(
+    partial: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], here: World
+) -> None:
+    weights, moments = get_state_dict(model, optimizer)
+    failure: BaseException | None = None
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=partial, no_dist=here.size == 1)
+    except CheckpointException as error:
+        # it is no Exception, and prints the stack of every rank
+        failure = next(iter(error.failures.values()))[0]
+    # out here, where raising it leaves what it was raised from as it is
+    if failure is not None:
+        raise failure
+    _write(random_state(here), partial / f"random-{here.rank}.pt")
+    if here.first:
+        _write(state, partial / "state.pt")
+
+
+def _write(content: Any, path: Path) -> None:
+    # torch's own file says of a full disk that the position is unexpected
+    with path.open("wb") as file:
+        torch.save(content, file)
 
 
 def complete(folder: Path) -> list[Path]:
     """The checkpoints of ``folder`` that can be read, oldest first."""
     found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name) and manifest(path)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
-
-
-def manifest(path: Path) -> dict[str, Any] | None:
-    """What the run that wrote ``path`` left about itself; None where a file is missing or cut short."""
-    try:
-        about: dict[str, Any] = json.loads((path / MANIFEST).read_text())
-        whole = all((path / name).stat().st_size == size for name, size in about["files"].items())
-    except (OSError, ValueError, KeyError):
-        return None
-    return about if whole else None
-
-
-def damaged(path: Path) -> list[str]:
-    """The files of a complete checkpoint that are not as they were written."""
-    checksums = (manifest(path) or {}).get("checksums", {})
-    return [name for name, checksum in checksums.items() if _checksum(path / name) != checksum]
 
 
 def choose(folder: Path, resume: str, check: bool = True) -> Path | None:
@@ -194,7 +179,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, here: W
     random = path / f"random-{here.rank}.pt"
     # there may be more ranks now than when it was saved
     if random.exists():
-        _set_random_state(torch.load(random, weights_only=True), here)
+        set_random_state(torch.load(random, weights_only=True), here)
     state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
     return state
 
@@ -204,14 +189,14 @@ def whole_weights(model: nn.Module) -> dict[str, Any]:
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
-def _random_state(here: World) -> dict[str, Any]:
+def random_state(here: World) -> dict[str, Any]:
     state = {"cpu": torch.get_rng_state()}
     if here.device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(here.device)
     return state
 
 
-def _set_random_state(state: dict[str, Any], here: World) -> None:
+def set_random_state(state: dict[str, Any], here: World) -> None:
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and here.device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], here.device)

@@ -1,19 +1,18 @@
 """Text to batches: documents, a tokenizer of their own, one file of tokens, and which tokens a step reads.
 
 Documents are tokenised once, each followed by an end-of-document token, into ``train.bin`` and ``held.bin`` of a folder
-named after a hash of what went in. A later run with the same inputs opens these files and reads nothing else.
+named after a hash of what went in. A later run with the same inputs checks these files for damage and reads nothing
+else.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import random
-import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from twell import _files
+
 from . import RequestError
+from .whole import damaged, manifest, seal
 
 END = "<|endoftext|>"
 # part of the cache's key: raise it with any change of what ends up in the files
-FORMAT = 1
+FORMAT = 2
 # a longer document is cut into several at a line end: no single one is slow to tokenise, or most of what is held out
 LONGEST_DOCUMENT = 256 << 10
 TOKENIZER_TEXT = 32 << 20
@@ -213,40 +215,40 @@ def prepare(
     held_out: float,
     first: bool = True,
     say: Callable[[str], None] = lambda line: None,
+    barrier: Callable[[], None] = lambda: None,
 ) -> Tokens:
-    """The tokens of ``source``, from ``cache`` if they are there, else made and left there.
+    """The tokens of ``source``, from ``cache`` if they are there and whole, else made and left there.
 
     ``held_out`` is the share of the text in documents that are not trained on. Where several processes call this, one
-    is ``first`` and does the work, and the others wait for its files.
+    is ``first`` and does the work, and the others wait for its files and then in ``barrier``.
     """
     key = hashlib.sha256(f"{source.key()} {vocabulary} {held_out}".encode()).hexdigest()[:16]
     folder = cache / f"tokens-{key}"
-    if first and not (folder / "tokens.json").exists():
-        # the name shows which process makes it, so that two runs never write the same files
-        partial = cache / f"tokens-{key}.{os.getpid()}.tmp"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    if first and (manifest(folder) is None or damaged(folder)):
+        if folder.exists():
+            say(f"{folder} is damaged: its text is tokenised again")
         try:
-            _tokenise(source, partial, vocabulary, held_out, say)
-            _adopt(partial, folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            cache.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RequestError(
+                f"--cache: expected a folder to write to, got {str(cache)!r}: {error.strerror}"
+            ) from error
+        with _files.replacing(folder) as partial:
+            partial.mkdir()
+            seal(partial, _tokenise(source, partial, vocabulary, held_out, say))
     # where the first one fails, whatever started the processes ends the others
-    while not (folder / "tokens.json").exists():
+    while (about := manifest(folder)) is None:
         time.sleep(0.1)
-    return Tokens(folder, **json.loads((folder / "tokens.json").read_text()))
+    barrier()
+    # the first one may have replaced what was damaged
+    about = manifest(folder) or about
+    return Tokens(folder, **{field.name: about[field.name] for field in fields(Tokens) if field.name != "folder"})
 
 
-def _adopt(partial: Path, folder: Path) -> None:
-    try:
-        partial.rename(folder)
-    except OSError:
-        # another run may have made the same meanwhile
-        if not (folder / "tokens.json").exists():
-            raise
-
-
-def _tokenise(source: Source, folder: Path, vocabulary: int, held_out: float, say: Callable[[str], None]) -> None:
+def _tokenise(
+    source: Source, folder: Path, vocabulary: int, held_out: float, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Write tokenizer and tokens to ``folder``; what ``Tokens`` says of them."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     started = time.perf_counter()
@@ -291,19 +293,16 @@ def _tokenise(source: Source, folder: Path, vocabulary: int, held_out: float, sa
     say(
         f"tokenised {documents:,} documents, {sum(sizes) / 1e6:,.1f} MB, into {sum(tokens):,} tokens in {seconds:.1f} s"
     )
-    made = Tokens(
-        folder=folder,
-        vocabulary=size,
-        dtype=dtype,
-        end=end,
-        documents=documents,
-        bytes=sum(sizes),
-        train_tokens=tokens[0],
-        held_tokens=tokens[1],
-        fingerprint=digest.hexdigest()[:16],
-    )
-    record = {name: value for name, value in asdict(made).items() if name != "folder"}
-    (folder / "tokens.json").write_text(json.dumps(record, indent=1))
+    return {
+        "vocabulary": size,
+        "dtype": dtype,
+        "end": end,
+        "documents": documents,
+        "bytes": sum(sizes),
+        "train_tokens": tokens[0],
+        "held_tokens": tokens[1],
+        "fingerprint": digest.hexdigest()[:16],
+    }
 
 
 def _first(documents: Iterator[str], size: int) -> Iterator[str]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from .model import SHAPES
 
 DTYPES = ("float32", "bfloat16")
-# What a resumed run must share with the one it goes on with, to go on as if that had never stopped. The others may
-# change: they decide where, how fast and in which order of summation the same is computed.
+# What a resumed run must share with the one it goes on with, to go on as if that had never stopped; steps may become
+# more. The others may change: they decide where, how fast and in which order of summation the same is computed.
 IDENTITY = (
     *("layers", "hidden", "intermediate", "heads", "vocab", "activation", "sequence", "dtype", "seed"),
     *("steps", "tokens_per_step"),
@@ -52,7 +52,7 @@ def parse(description: str, arguments: list[str] | None) -> argparse.Namespace:
     group.add_argument("--cache", type=Path, metavar="FOLDER", help="of tokens; runs may share it (default OUT/cache)")
 
     group = parser.add_argument_group("optimisation")
-    group.add_argument("--steps", type=positive, default=1000, metavar="N", help="default 1000")
+    group.add_argument("--steps", type=positive, default=1000, metavar="N", help="in all (default 1000)")
     group.add_argument("--tokens-per-step", type=positive, default=1 << 20, metavar="N", help="default 1048576")
     group.add_argument("--micro-batch", type=positive, default=8, metavar="N", help="sequences at a time (default 8)")
     group.add_argument("--lr", type=rate, default=1e-3, metavar="RATE", help="of AdamW, the highest (default 1e-3)")
@@ -168,6 +168,8 @@ def with_defaults(options: argparse.Namespace, parser: argparse.ArgumentParser) 
         parser.error("--reinitialize: expected --observe-every of 1 or more, which finds dead neurons, got 0")
     if options.min_lr is None:
         options.min_lr = options.lr / 10
+    # a run that gets more steps keeps those that the first number of steps gave
+    options.implied = [name for name in ("warmup", "l1_warmup") if getattr(options, name) is None]
     if options.warmup is None:
         options.warmup = options.steps // 20
     if options.l1_warmup is None:

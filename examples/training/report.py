@@ -1,4 +1,4 @@
-"""What a run says of itself: a line on the console, a record in ``metrics.jsonl``, and the time that training took."""
+"""What a run says of itself: lines on the console, records in ``metrics.jsonl``, and the time that training took."""
 
 from __future__ import annotations
 
@@ -7,18 +7,38 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from twell import _files
+
+
+class Console:
+    """Says lines, and of what is slow how far it is, where nothing was said for so many seconds."""
+
+    def __init__(self, say: Callable[[str], None], patience: float = 20.0) -> None:
+        self._say, self.patience, self._said = say, patience, time.monotonic()
+
+    def say(self, line: str) -> None:
+        self._say(line)
+        self._said = time.monotonic()
+
+    def progress(self, line: str) -> None:
+        if time.monotonic() - self._said > self.patience:
+            self.say(line)
+
 
 class Metrics:
-    """Appends records, one JSON object a line. ``path`` None: writes nothing, for ranks other than the first."""
+    """Appends records, one JSON object a line. ``path`` None: writes nothing, for ranks other than the first.
+
+    ``evaluated`` are the steps of what was there that a held-out loss was recorded of.
+    """
 
     def __init__(self, path: Path | None, resume_step: int | None) -> None:
-        self.path = path
+        self.path, self.evaluated = path, set[float]()
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -28,9 +48,8 @@ class Metrics:
         elif path.exists():
             # what came after the checkpoint comes again
             kept = [line for line in path.read_text().splitlines() if _step(line) <= resume_step]
-            partial = path.with_suffix(".tmp")
-            partial.write_text("".join(line + "\n" for line in kept))
-            partial.replace(path)
+            self.evaluated = {_step(line) for line in kept if "held_out_ce" in json.loads(line)}
+            _files.write_text(path, "".join(line + "\n" for line in kept))
 
     def write(self, **record: Any) -> None:
         if self.path is not None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twell import _model_text, _tuning_table, functional, tuning
+from twell import _files, _model_text, _tuning_table, functional, tuning
 from twell._model_text import Batch, Layer
 from twell._request import RequestError, at_least
 from twell._runtime import format
@@ -419,7 +419,7 @@ def rows(reports: Sequence[LayerReport], picks: Sequence[Sequence[Pick]]) -> lis
 
 def write_csv(path: Path, table: Sequence[dict[str, Any]]) -> None:
     """Write rows of the same columns, of which there must be some."""
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with _files.replacing(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(table[0]))
         writer.writeheader()
         writer.writerows(table)

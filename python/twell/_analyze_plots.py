@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from twell import _files
 from twell._analyze import LayerReport, Pick
 
 if TYPE_CHECKING:
@@ -81,5 +82,5 @@ def save(path: Path, reports: Sequence[LayerReport], picks: Sequence[Sequence[Pi
         axes.legend(loc="upper left", bbox_to_anchor=(1.005, 1), frameon=False, fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=11)
-    with matplotlib.rc_context({"svg.hashsalt": "twell"}):
-        figure.savefig(path, dpi=110, format=suffix, metadata={"Date": None} if suffix == "svg" else None)
+    with matplotlib.rc_context({"svg.hashsalt": "twell"}), _files.replacing(path) as partial:
+        figure.savefig(partial, dpi=110, format=suffix, metadata={"Date": None} if suffix == "svg" else None)

@@ -21,6 +21,9 @@ DownLayout = Literal["rows", "linear"]
 LAYOUT_KEY = "sparsity_down_layout"
 LAYOUTS: tuple[DownLayout, ...] = ("linear", "rows")
 
+# what configurations call the activation of their layers; where there are several, the first counts
+ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function")
+
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -143,8 +146,11 @@ def weight_files(folder: Path) -> list[Path]:
     return indexed_files(folder / INDEX)
 
 
-def indexed_files(index: Path) -> list[Path]:
-    """The files that an index names, in the order of their names. Raises ValueError, FileNotFoundError."""
+def indexed_files(index: Path, *, missing: bool = False) -> list[Path]:
+    """The files that an index names, in the order of their names. Raises ValueError.
+
+    FileNotFoundError if one is not there, unless some may be ``missing``.
+    """
     entries = read_json(index).get("weight_map")
     if not isinstance(entries, dict) or not entries:
         raise ValueError(f'{str(index)!r} must have a "weight_map" of tensor names to files, got {entries!r}')
@@ -153,7 +159,7 @@ def indexed_files(index: Path) -> list[Path]:
         # an index comes from elsewhere; what it names must not lead out of its folder
         if path.parent != index.parent or path.name in ("", ".", ".."):
             raise ValueError(f"{str(index)!r} must name files beside it, got {str(path)!r}")
-        if not path.is_file():
+        if not missing and not path.is_file():
             raise FileNotFoundError(f"{str(index)!r} names {path.name!r}, which is not there")
     return files
 

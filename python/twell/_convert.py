@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import glob
 import json
 import os
 import re
-import secrets
 import shutil
 import sys
 from collections import Counter
@@ -20,8 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from twell import _checkpoint
-from twell._checkpoint import CONFIG, INDEX, LAYOUT_KEY, LAYOUTS, SINGLE, DownLayout
+from twell import _checkpoint, _files
+from twell._checkpoint import ACTIVATIONS, CONFIG, INDEX, LAYOUT_KEY, LAYOUTS, SINGLE, DownLayout
 from twell._request import RequestError
 
 DESCRIPTION = """\
@@ -29,8 +27,9 @@ Convert a checkpoint of a ReLU language model between two layouts of its down pr
 intermediate], which every nn.Linear reads, and "rows", [intermediate, hidden], one row per neuron. SRC is a Hugging
 Face folder (model.safetensors, or shards with their index, or pytorch_model.bin) or one file of weights; DST is a new
 folder or .safetensors file. All other tensors are copied bit for bit, all other files as they are; weights in other
-formats are left out. Layouts are recognised by shape; a square weight needs the marker that this command writes, or
---source-layout. DST appears when it is complete and not before.
+formats are left out, as are links to folders; links to files are copied as files. Layouts are recognised by shape; a
+square weight needs the marker that this command writes, or --source-layout. DST appears when it is complete and not
+before. --force replaces a DST that holds nothing besides what a conversion writes; what is replaced is printed.
 """
 
 ModelType = Literal["keep", "llama", "sparse_llama", "qwen2", "sparse_qwen2"]
@@ -95,8 +94,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--source-layout", choices=LAYOUTS, help="how SRC stores square down projections, in place of any marker"
     )
-    parser.add_argument("--dry-run", action="store_true", help="print what would happen and write nothing")
-    parser.add_argument("--force", action="store_true", help="replace DST if it holds another checkpoint")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would happen and write nothing; with --dtype it reads all"
+    )
+    parser.add_argument("--force", action="store_true", help="replace DST if it holds a converted checkpoint")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -124,14 +125,22 @@ def convert(
     where reading or writing fails, ImportError where safetensors or tqdm are missing; ``target`` is then as before.
     """
     target = Path(os.path.realpath(target))
-    _require_target(source, target, force)
+    _require_apart(source, target)
     checkpoint = _read(source)
     plan = _plan(checkpoint, layout, model_type, dtype, source_layout)
-    _print(checkpoint, plan, source, target)
-    for left in sorted(target.parent.glob(f".{glob.escape(target.name)}.partial-*")):
+    replaced = _replaced(checkpoint, plan, target, force)
+    _print(checkpoint, plan, source, target, replaced)
+    if checkpoint.config is not None and (activation := _activation(checkpoint.config)) != "relu":
+        got = f"has the activation {activation!r}" if activation else "does not name its activation"
+        print(f"warning: {CONFIG} {got}: twell's layers apply ReLU, and load no other model", file=sys.stderr)
+    for left in _files.leftovers(target):
         print(f"note: {left} was left by a conversion that was interrupted; remove it", file=sys.stderr)
-    if not dry_run:
-        _write(checkpoint, plan, target)
+    losses = _Losses()
+    if dry_run:
+        _rehearse(checkpoint, plan, losses)
+    else:
+        _write(checkpoint, plan, target, losses, lambda: _replaced(checkpoint, plan, target, force))
+    losses.warn()
 
 
 @dataclass
@@ -187,6 +196,13 @@ class _Source:
     index: dict[str, Any] | None  # that of the shards, as it was
     others: dict[str, Path]  # files that are copied, by their name relative to the folder
     left_out: list[str]
+    followed: list[str]  # links out of the folder whose content is copied
+
+    def paths(self) -> list[Path]:
+        """All files that are read."""
+        folder = self.files[0].path.parent
+        named = [] if self.config is None else [folder / CONFIG, folder / INDEX]
+        return [*(file.path for file in self.files), *filter(Path.is_file, named), *self.others.values()]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: stored.shape for file in self.files for name, stored in file.header.tensors.items()}
@@ -195,9 +211,9 @@ class _Source:
 def _read(source: Path) -> _Source:
     if source.is_file():
         if source.suffix == ".safetensors":
-            return _Source([_File(source, _checkpoint.read_header(source))], None, None, {}, [])
+            return _Source([_File(source, _checkpoint.read_header(source))], None, None, {}, [], [])
         if source.suffix in _PICKLES:
-            return _Source([_read_pickle(source, None)], None, None, {}, [])
+            return _Source([_read_pickle(source, None)], None, None, {}, [], [])
         raise ValueError(f"SRC must be a folder or a file of {', '.join(_WEIGHTS[:4])}, got {str(source)!r}")
     if not source.is_dir():
         raise FileNotFoundError(f"SRC must be a folder or a file of weights, got {str(source)!r} (no such file)")
@@ -218,8 +234,8 @@ def _read(source: Path) -> _Source:
     counts = Counter(name for file in files for name in file.header.tensors)
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(f"each tensor must be in one file, got several with {twice[0]!r}")
-    others, left_out = _others(source, {file.path.name for file in files})
-    return _Source(files, config, None if index is None else _checkpoint.read_json(index), others, left_out)
+    others = _others(source, {file.path.name for file in files})
+    return _Source(files, config, None if index is None else _checkpoint.read_json(index), *others)
 
 
 def _read_pickle(path: Path, config: Mapping[str, Any] | None) -> _Pickle:
@@ -262,24 +278,48 @@ def _without_tied_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _others(source: Path, weights: set[str]) -> tuple[dict[str, Path], list[str]]:
-    """The files beside the weights: those to copy, and the names of those (or whole folders) that are left out."""
+def _others(source: Path, weights: set[str]) -> tuple[dict[str, Path], list[str], list[str]]:
+    """The files beside the weights: those to copy, what is left out, and links out of the folder among the former."""
     copied: dict[str, Path] = {}
     left_out: list[str] = []
     for path in sorted(source.iterdir()):
         if path.name in weights or path.name in (CONFIG, INDEX):
             continue
-        if path.is_dir():
-            inside = [inner for inner in sorted(path.rglob("*")) if inner.is_file()]
+        if path.is_dir() and not path.is_symlink():
+            inside, odd = _below(path)
             if path.name in _HIDDEN_FOLDERS or any(_is_weights(inner) for inner in inside):
                 left_out.append(path.name + "/")
             else:
                 copied |= {inner.relative_to(source).as_posix(): inner for inner in inside}
+                left_out += [_link(inner, source) for inner in odd]
+        elif not path.is_file():
+            left_out.append(_link(path, source))
         elif _is_weights(path):
             left_out.append(path.name)
-        elif path.is_file():
+        else:
             copied[path.name] = path
-    return copied, left_out
+    # a snapshot of a download cache is nothing but links to the files beside it
+    home = Path(os.path.realpath(source.parents[1] if source.absolute().parent.name == "snapshots" else source))
+    followed = [_link(path, source) for path in copied.values() if home not in Path(os.path.realpath(path)).parents]
+    return copied, left_out, followed
+
+
+def _below(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The files in a folder at any depth, and what is neither a file nor a folder. Links to folders are of these."""
+    files: list[Path] = []
+    odd: list[Path] = []
+    for at, folders, names in os.walk(folder):
+        for path in (Path(at, name) for name in [*folders, *names]):
+            if path.is_file():
+                files.append(path)
+            elif path.is_symlink() or not path.is_dir():
+                odd.append(path)
+    return sorted(files), sorted(odd)
+
+
+def _link(path: Path, source: Path) -> str:
+    name = path.relative_to(source).as_posix()
+    return f"{name} -> {os.readlink(path)}" if path.is_symlink() else name
 
 
 def _is_weights(path: Path) -> bool:
@@ -339,6 +379,11 @@ def _plan(
     config = None
     if source.config is not None:
         config = _config(source.config, model_type, _sizes(shapes, stored), shapes)
+        if layout == "rows" and (activation := _activation(config)) not in (None, "relu"):
+            raise ValueError(
+                "--layout rows is for twell alone, whose layers apply ReLU: expected a model that was trained with "
+                f"ReLU, got {activation!r} in {CONFIG}"
+            )
         # whose classes always say it
         sparse = str(config.get("model_type")).startswith("sparse_")
         config = _marked(config, layout if sparse else marker)
@@ -424,7 +469,7 @@ def _config(
     if was not in _FAMILIES[family]:
         expected = ", ".join(_FAMILIES[family])
         raise ValueError(f"--model-type {model_type}: expected a model of type {expected}, got {was!r}")
-    if not _is_relu(config):
+    if _activation(config) != "relu":
         raise ValueError(
             f"--model-type {model_type} stands for ReLU: expected a model that was trained with it (hidden_act "
             f'"relu", or sparsity_* keys), got hidden_act {config.get("hidden_act")!r}'
@@ -453,70 +498,169 @@ def _config(
     return new
 
 
-def _is_relu(config: Mapping[str, Any]) -> bool:
+def _activation(config: Mapping[str, Any]) -> str | None:
+    """The activation of the layers as a configuration names it, None where it names none."""
     # the paper's classes run ReLU whatever hidden_act says, and their keys are in the configurations they wrote
-    theirs = any(key.startswith("sparsity_") and key not in _OWN_KEYS for key in config)
-    return theirs or config.get("hidden_act") == "relu"
+    if any(key.startswith("sparsity_") and key not in _OWN_KEYS for key in config):
+        return "relu"
+    for part in (config.get("text_config"), config):
+        named = [part.get(key) for key in ACTIVATIONS] if isinstance(part, Mapping) else []
+        if found := [name for name in named if isinstance(name, str)]:
+            return found[0]
+    return "relu" if str(config.get("model_type")).startswith("sparse_") else None
 
 
-def _require_target(source: Path, target: Path, force: bool) -> None:
-    """Raise ValueError where ``target`` cannot be written."""
+def _require_apart(source: Path, target: Path) -> None:
+    """Raise ValueError where one of SRC and DST is in the other, or where they are of different kinds."""
     start = Path(os.path.realpath(source))
-    if target == start or target in start.parents or start in target.parents:
+    if _is_in(target, start) or _is_in(start, target):
         raise ValueError(f"DST must be apart from SRC, got {str(target)!r} and {str(start)!r}")
     if source.is_file():
         if target.suffix != ".safetensors":
             raise ValueError(f"DST must be a .safetensors file where SRC is a file, got {str(target)!r}")
-        if target.is_dir() or (target.exists() and not force):
-            got = "a folder" if target.is_dir() else "a file that exists (--force replaces it)"
-            raise ValueError(f"DST must be a file to write, got {str(target)!r}, {got}")
-    elif target.exists():
-        if not target.is_dir():
-            raise ValueError(f"DST must be a folder where SRC is one, got {str(target)!r}")
-        if any(target.iterdir()):
-            if not force:
-                raise ValueError(f"DST must be new or empty, got {str(target)!r} (--force replaces it)")
-            # --force must not take away a home folder
-            if not any((target / name).is_file() for name in (SINGLE, INDEX, _BIN, _BIN_INDEX)):
-                raise ValueError(f"--force replaces checkpoints, got {str(target)!r}, which holds no weights")
+        if target.exists() and not target.is_file():
+            raise ValueError(f"DST must be a file to write, got {str(target)!r}, a folder or a device")
+    elif target.exists() and not target.is_dir():
+        raise ValueError(f"DST must be a folder where SRC is one, got {str(target)!r}")
 
 
-def _write(source: _Source, plan: _Plan, target: Path) -> None:
-    """Write all of ``plan`` beside ``target``, then give it that name."""
+def _is_in(path: Path, folder: Path) -> bool:
+    """Whether ``path`` is ``folder`` or in it, by whatever names: a folder may be mounted at several."""
+    return folder.exists() and any(each.exists() and each.samefile(folder) for each in (path, *path.parents))
+
+
+def _replaced(source: _Source, plan: _Plan, target: Path, force: bool) -> list[str]:
+    """The files of ``target`` that go. Raises ValueError where it holds others, or where ``force`` would be needed."""
+    if not target.is_dir():
+        if target.exists() and not force:
+            raise ValueError(f"DST must be a new file, got {str(target)!r}, a file that exists (--force replaces it)")
+        return [target.name] if target.exists() else []
+    if not (held := _held(target)):
+        return []
+    written = {CONFIG, SINGLE, INDEX, *source.others, *(file.name for file in plan.files)}
+    if (target / INDEX).is_file():
+        # weights of the conversion before, which may have had other shards
+        shards = _checkpoint.indexed_files(target / INDEX, missing=True)
+        written |= {path.name for path in shards if path.suffix == ".safetensors"}
+    if foreign := sorted({name if "/" not in name else name.partition("/")[0] + "/" for name in held - written}):
+        raise ValueError(
+            f"DST must be new, or hold nothing besides what this conversion writes, got {str(target)!r} with "
+            f"{_some(foreign)}; move these elsewhere, or name another DST"
+        )
+    if not held & {SINGLE, INDEX}:
+        raise ValueError(f"--force replaces checkpoints, got {str(target)!r}, which holds no weights")
+    if not force:
+        raise ValueError(
+            f"DST must be new or empty, got {str(target)!r} with {_some(sorted(held))} (--force replaces it)"
+        )
+    linked = [path for path in source.paths() if _is_in(Path(os.path.realpath(path)), target)]
+    if linked:
+        raise ValueError(f"DST must be apart from SRC, got {str(target)!r}, which {str(linked[0])!r} is a link into")
+    return sorted(held)
+
+
+def _held(folder: Path) -> set[str]:
+    """The names of all that is in a folder: files, links and empty folders, relative to it."""
+    found = set()
+    for at, folders, names in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(at, name))]
+        found |= {Path(at, name).relative_to(folder).as_posix() for name in [*names, *links]}
+        if not names and not folders and at != str(folder):
+            found.add(Path(at).relative_to(folder).as_posix() + "/")
+    return found
+
+
+def _some(names: Sequence[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+@dataclass
+class _Losses:
+    """What a change of dtype did to values: by tensor, how many it made zero, and how many it could not hold."""
+
+    dtype: str = ""
+    zeros: Counter[str] = field(default_factory=Counter)
+    beyond: Counter[str] = field(default_factory=Counter)
+    values: int = 0
+    largest: float = 0.0
+
+    def count(self, name: str, wide: Tensor, narrow: Tensor) -> None:
+        self.dtype, self.values = str(narrow.dtype).removeprefix("torch."), self.values + wide.numel()
+        self.zeros[name] += int((narrow == 0).sum()) - int((wide == 0).sum())
+        lost = wide.isfinite() & ~narrow.isfinite()
+        if count := int(lost.sum()):
+            self.beyond[name] += count
+            self.largest = max(self.largest, float(wide[lost].abs().max()))
+
+    def require_finite(self) -> None:
+        if self.beyond:
+            raise ValueError(
+                f"all values must fit in {self.dtype}, got {self.beyond.total()} beyond "
+                f"{torch.finfo(getattr(torch, self.dtype)).max:g}, the largest {self.largest:g}: {_counts(self.beyond)}"
+            )
+
+    def warn(self) -> None:
+        if zeros := +self.zeros:
+            print(
+                f"warning: {zeros.total():,} of {self.values:,} values were too small for {self.dtype} and became 0: "
+                f"{_counts(zeros)}",
+                file=sys.stderr,
+            )
+
+
+def _counts(counter: Counter[str]) -> str:
+    return _some([f"{name} {count:,}" for name, count in counter.most_common()])
+
+
+def _rehearse(source: _Source, plan: _Plan, losses: _Losses) -> None:
+    """Convert the tensors that change their dtype, and write nothing."""
+    for file, new in zip(source.files, plan.files):
+        for tensor in new.tensors:
+            if tensor.cast:
+                for _ in _convert(file, tensor, losses):
+                    pass
+    losses.require_finite()
+
+
+def _write(source: _Source, plan: _Plan, target: Path, losses: _Losses, check: Callable[[], object]) -> None:
+    """Write all of ``plan`` beside ``target``, ``check`` again, then give it that name."""
     try:
         from tqdm import tqdm
     except ImportError:
         raise ImportError("twell convert needs tqdm: pip install twell[hf]") from None
-    target.parent.mkdir(parents=True, exist_ok=True)
     total = sum(tensor.nbytes for file in plan.files for tensor in file.tensors)
-    copied = sum(path.stat().st_size for path in source.others.values())
-    if (free := shutil.disk_usage(target.parent).free) < total + copied:
-        raise ValueError(f"DST needs {_size(total + copied)}, got {_size(free)} free in {str(target.parent)!r}")
-    partial = target.parent / f".{target.name}.partial-{secrets.token_hex(4)}"
+    needed = total + sum(path.stat().st_size for path in source.others.values())
     try:
-        with closing(tqdm(total=total, unit="B", unit_scale=True, disable=None, desc="convert")) as bar:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (free := shutil.disk_usage(target.parent).free) < needed:
+            raise ValueError(f"DST needs {_size(needed)}, got {_size(free)} free in {str(target.parent)!r}")
+        with (
+            closing(tqdm(total=total, unit="B", unit_scale=True, disable=None, desc="convert")) as bar,
+            _files.replacing(target) as partial,
+        ):
             if source.config is None:
-                _write_file(source.files[0], plan.files[0], partial, bar.update)
+                _write_file(source.files[0], plan.files[0], partial, losses, bar.update)
             else:
                 partial.mkdir()
                 for file, new in zip(source.files, plan.files):
-                    _write_file(file, new, partial / new.name, bar.update)
+                    _write_file(file, new, partial / new.name, losses, bar.update)
                 _write_rest(source, plan, partial)
-                _sync(partial)
-        _replace(partial, target)
-    except BaseException:
-        if partial.is_dir():
-            shutil.rmtree(partial, ignore_errors=True)
-        else:
-            partial.unlink(missing_ok=True)
+            losses.require_finite()
+            # minutes have passed, in which something may have come to be there
+            check()
+    except OSError as error:
+        if _files.is_full(error):
+            raise ValueError(
+                f"no space is left in {str(target.parent)!r}: DST needs {_size(needed)}; nothing there has changed"
+            ) from error
         raise
 
 
-def _write_file(file: _File, new: _Target, path: Path, advance: Callable[[int], object]) -> None:
+def _write_file(file: _File, new: _Target, path: Path, losses: _Losses, advance: Callable[[int], object]) -> None:
     if not new.changed:
         shutil.copyfile(file.path, path)
         advance(sum(tensor.nbytes for tensor in new.tensors))
-        _sync(path)
         return
     places = dict(zip((tensor.name for tensor in new.tensors), _places([tensor.nbytes for tensor in new.tensors])))
     by_name = {tensor.name: tensor for tensor in new.tensors}
@@ -528,27 +672,21 @@ def _write_file(file: _File, new: _Target, path: Path, advance: Callable[[int], 
     with path.open("xb") as out:
         out.write(header)
         for tensor in new.tensors:
-            for chunk in _convert(file, tensor):
+            for chunk in _convert(file, tensor, losses):
                 out.write(chunk)
                 advance(len(chunk))
-    _sync(path)
     # the library's own checks, on what others will read
     _checkpoint.read_header(path)
 
 
-def _convert(file: _File, tensor: _Tensor) -> Iterator[bytes | memoryview]:
+def _convert(file: _File, tensor: _Tensor, losses: _Losses) -> Iterator[bytes | memoryview]:
     if not (tensor.transpose or tensor.cast):
         yield from file.chunks(tensor.name)
         return
     data = file.load(tensor.name)
     if tensor.cast:
         wide, data = data, data.to(_DTYPES[tensor.dtype])
-        if lost := int((wide.isfinite() & ~data.isfinite()).sum()):
-            largest = float(wide[wide.isfinite()].abs().max())
-            raise ValueError(
-                f"{tensor.name} must fit in {str(data.dtype).removeprefix('torch.')}, got {lost} values beyond "
-                f"{torch.finfo(data.dtype).max:g}, the largest {largest:g}"
-            )
+        losses.count(tensor.name, wide, data)
     yield _bytes(data.t() if tensor.transpose else data)
 
 
@@ -569,40 +707,10 @@ def _write_rest(source: _Source, plan: _Plan, folder: Path) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, folder / name)
         shutil.copymode(path, folder / name)
-        _sync(folder / name)
-    for inner in {(folder / name).parent for name in source.others}:
-        _sync(inner)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    _sync(path)
-
-
-def _replace(partial: Path, target: Path) -> None:
-    """Give what was written its name; a folder that has it goes when the new one is there."""
-    old = None
-    if target.is_dir() and any(target.iterdir()):
-        old = target.parent / f".{target.name}.old-{secrets.token_hex(4)}"
-        os.rename(target, old)
-    try:
-        os.rename(partial, target)
-    except BaseException:
-        if old is not None:
-            os.rename(old, target)
-        raise
-    _sync(target.parent)
-    if old is not None:
-        shutil.rmtree(old)
-
-
-def _sync(path: Path) -> None:
-    """Put what is in a file, or the names in a folder, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _places(sizes: Sequence[int]) -> list[int]:
@@ -618,7 +726,7 @@ def _bytes(tensor: Tensor) -> memoryview:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _print(source: _Source, plan: _Plan, start: Path, target: Path) -> None:
+def _print(source: _Source, plan: _Plan, start: Path, target: Path, replaced: Sequence[str]) -> None:
     old = {name: stored for file in source.files for name, stored in file.header.tensors.items()}
     groups: Counter[tuple[str, ...]] = Counter()
     for file in plan.files:
@@ -640,6 +748,10 @@ def _print(source: _Source, plan: _Plan, start: Path, target: Path) -> None:
                 print(f"{CONFIG}: {key}: {was} -> {now}")
     if source.left_out:
         print(f"left out: {', '.join(source.left_out)}")
+    if source.followed:
+        print(f"copied as files: {', '.join(source.followed)}")
+    if replaced:
+        print(f"replaced in {target}: {', '.join(replaced)}")
 
 
 def _fate(tensor: _Tensor, layout: DownLayout) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from twell import _files
 from twell._demo_model import Reading
 from twell._runtime import format
 from twell.packed import PackedTwell
@@ -257,4 +258,5 @@ def save(
     dense, words = bottom.subplots(2, 1, height_ratios=[2.4, 5])
     _tile(dense, words, picture)
     figure.suptitle(title, fontsize=14)
-    figure.savefig(path, dpi=110, format="png")
+    with _files.replacing(path) as partial:
+        figure.savefig(partial, dpi=110, format="png")

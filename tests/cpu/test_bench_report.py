@@ -137,8 +137,8 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     write_json(path, [Result("a")], machine="m", arguments={})
     before = path.read_text()
 
-    def interrupted(self: Path, text: str) -> int:
-        with self.open("w") as file:
+    def interrupted(self: Path, text: str, encoding: str) -> int:
+        with self.open("w", encoding=encoding) as file:
             file.write(text[:10])
         raise KeyboardInterrupt
 

@@ -22,7 +22,7 @@ pytest.importorskip("safetensors")
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from twell import _checkpoint, _convert, cli
+from twell import _checkpoint, _convert, _files, cli
 from twell._checkpoint import LAYOUT_KEY
 from twell._request import RequestError
 
@@ -368,13 +368,40 @@ def test_old_configurations_have_torch_dtype(tmp_path: Path) -> None:
 def test_values_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     state = tensors()
     state["model.norm.weight"][2] = 1e5
-    source = write(tmp_path / "source", state)
-    with pytest.raises(
-        RequestError, match=r"model.norm.weight must fit in float16, got 1 values beyond 65504, the larg"
-    ):
-        run(source, tmp_path / "out", "--dtype", "float16")
+    state["model.layers.1.mlp.up_proj.weight"][:3, 0] = -2e5
+    # what was not finite before is no loss
+    state["mask"] = torch.tensor([float("-inf"), float("nan"), 1.0])
+    source = write(tmp_path / "source", state, shards=2)
+    for more in ([], ["--dry-run"]):
+        with pytest.raises(
+            RequestError,
+            match=r"must fit in float16, got 4 beyond 65504, the largest 199680: "
+            r"model.layers.1.mlp.up_proj.weight 3, model.norm.weight 1$",
+        ):
+            run(source, tmp_path / "out", "--dtype", "float16", *more)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
     run(source, tmp_path / "out", "--dtype", "bfloat16")
+
+
+@pytest.mark.parametrize("more", [(), ("--layout", "rows"), ("--dry-run",)])
+def test_values_that_become_zero_are_counted(
+    more: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tensors(dtype=torch.float32)
+    state["model.norm.weight"][:2] = torch.tensor([0.0, -0.0])
+    run(write(tmp_path / "source", state), tmp_path / "fits", "--dtype", "float16", *more)
+    assert "became 0" not in capsys.readouterr().err
+    state["model.norm.weight"][2:4] = 2e-8
+    # the least that float16 holds
+    state["model.norm.weight"][4] = 2.0**-24
+    state["model.layers.0.mlp.down_proj.weight"][0, :5] = -1e-9
+    run(write(tmp_path / "tiny", state), tmp_path / "out", "--dtype", "float16", *more)
+    total = sum(tensor.numel() for tensor in state.values())
+    assert (
+        f"warning: 7 of {total} values were too small for float16 and became 0: "
+        "model.layers.0.mlp.down_proj.weight 5, model.norm.weight 2\n"
+    ) in capsys.readouterr().err
+    assert (tmp_path / "out").exists() == ("--dry-run" not in more)
 
 
 def test_quantised_down_projections_are_refused(tmp_path: Path) -> None:
@@ -420,16 +447,52 @@ def test_what_is_beside_the_weights(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert all(name in said for name in ("checkpoint-5/", ".git/", *left[:4]))
 
 
-def test_links_of_a_download_cache_are_followed(tmp_path: Path) -> None:
+def test_links_of_a_download_cache_are_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     blobs = write(tmp_path / "blobs", tensors())
-    source = tmp_path / "snapshot"
-    source.mkdir()
+    source = tmp_path / "snapshots" / "abc"
+    source.mkdir(parents=True)
     for path in blobs.iterdir():
-        (source / path.name).symlink_to(path)
+        (source / path.name).symlink_to(os.path.relpath(path, source))
     run(source, tmp_path / "out", "--layout", "rows")
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+    assert "copied as files" not in capsys.readouterr().out
     run(tmp_path / "out", tmp_path / "back")
     assert contents(tmp_path / "back") == contents(blobs)
+
+
+def test_links_are_copied_as_files_or_left_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "source", tensors())
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "notes.txt").write_text("mine")
+    (source / "assets").mkdir()
+    (source / "assets" / "logo.txt").write_text("logo")
+    links = {
+        "within.txt": "tokenizer.json",
+        "out.txt": "../elsewhere/notes.txt",
+        "assets/out.txt": "../../elsewhere/notes.txt",
+        "loop": ".",
+        "assets/loop": "..",
+        "folder": "../elsewhere",
+        "nowhere": "missing",
+        "itself": "itself",
+    }
+    for name, to in links.items():
+        (source / name).symlink_to(to)
+    os.mkfifo(source / "pipe")
+    run(source, tmp_path / "out", "--layout", "rows")
+    copied = {"within.txt": b"{}", "out.txt": b"mine", "assets/out.txt": b"mine", "assets/logo.txt": b"logo"}
+    written = contents(tmp_path / "out")
+    assert written.keys() == {"config.json", "model.safetensors", "tokenizer.json", *copied}
+    assert {name: written[name] for name in copied} == copied
+    assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
+    lines = capsys.readouterr().out.splitlines()
+    (left,) = (line for line in lines if line.startswith("left out: "))
+    names = ("assets/loop", "folder", "itself", "loop", "nowhere")
+    assert left == "left out: " + ", ".join([*(f"{name} -> {links[name]}" for name in names), "pipe"])
+    (followed,) = (line for line in lines if line.startswith("copied as files: "))
+    assert followed == "copied as files: " + ", ".join(
+        f"{name} -> {links[name]}" for name in ("assets/out.txt", "out.txt")
+    )
 
 
 # pickles
@@ -527,6 +590,36 @@ def test_configurations_that_would_lie_are_refused(
     with pytest.raises(RequestError, match=message):
         run(source, tmp_path / "out", "--model-type", model_type)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_act": "silu"}, "has the activation 'silu'"),
+        ({"hidden_act": "relu", "hidden_activation": "gelu_pytorch_tanh"}, "has the activation 'gelu_pytorch_tanh'"),
+        ({"text_config": {"activation_function": "relu2"}}, "has the activation 'relu2'"),
+        ({"hidden_act": None}, "does not name its activation"),
+        ({"hidden_act": None, "model_type": "sparse_llama"}, ""),
+        ({"hidden_act": "silu"} | PAPER, ""),
+        ({}, ""),
+    ],
+)
+def test_an_activation_that_is_not_relu_is_named(
+    changes: dict[str, Any], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "source", tensors(), config(**changes))
+    run(source, tmp_path / "linear")
+    error = capsys.readouterr().err
+    assert error.count("warning: config.json") == bool(named)
+    assert named in error
+    same(read(tmp_path / "linear"), tensors())
+    # what no program could read is not written
+    if "has" in named:
+        with pytest.raises(RequestError, match=r"whose layers apply ReLU: expected .*, got '\w+' in config.json"):
+            run(source, tmp_path / "rows", "--layout", "rows")
+    else:
+        run(source, tmp_path / "rows", "--layout", "rows")
+    assert (tmp_path / "rows").exists() == ("has" not in named)
 
 
 def test_layers_without_a_gate(tmp_path: Path) -> None:
@@ -629,8 +722,17 @@ def test_opt(tmp_path: Path) -> None:
         ("nowhere", "out", [], r"SRC must be a folder or a file of weights, got .*nowhere' \(no such file\)"),
         ("bare", "out", [], r"SRC must have a config.json"),
         ("unweighted", "out", [], r"SRC must have model.safetensors, .*, got"),
-        ("source", "full", [], r"DST must be new or empty, got .*full' \(--force replaces it\)"),
-        ("source", "full", ["--force"], r"--force replaces checkpoints, got .*full', which holds no weights"),
+        ("source", "full", [], r"DST must be new, or hold nothing .*, got .*full' with notes.txt; move these"),
+        ("source", "full", ["--force"], r"DST must be new, or hold nothing .*, got .*full' with notes.txt; move these"),
+        ("source", "config", ["--force"], r"--force replaces checkpoints, got .*config', which holds no weights"),
+        (
+            "source",
+            "old",
+            [],
+            r"new or empty, got .*old' with config.json, model.safetensors, .* \(--force replaces it\)",
+        ),
+        ("source", "old", ["--dry-run"], r"DST must be new or empty, got .*old' with .* \(--force replaces it\)"),
+        ("linked", "old", ["--force"], r"DST must be apart from SRC, got .*old', which .*linked/.*' is a link into"),
         ("source", "source", ["--force"], r"DST must be apart from SRC"),
         ("source", "source/inner", [], r"DST must be apart from SRC"),
         ("source", ".", ["--force"], r"DST must be apart from SRC"),
@@ -651,6 +753,12 @@ def test_opt(tmp_path: Path) -> None:
 )
 def test_requests_that_are_refused(source: str, target: str, options: list[str], message: str, tmp_path: Path) -> None:
     write(tmp_path / "source", tensors())
+    write(tmp_path / "old", tensors())
+    (tmp_path / "linked").mkdir()
+    for path in (tmp_path / "old").iterdir():
+        (tmp_path / "linked" / path.name).symlink_to(path)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text("{}")
     save_file(tensors(), tmp_path / "file.safetensors")
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
     for folder in ("bare", "full", "unweighted", "broken", "outside"):
@@ -704,7 +812,8 @@ def test_the_command_line_converts(tmp_path: Path) -> None:
 def test_force_replaces_a_checkpoint(tmp_path: Path) -> None:
     source = write(tmp_path / "source", tensors())
     out = write(tmp_path / "out", tensors(K, N + 4), shards=3)
-    (out / "stale.txt").write_text("of the old one")
+    # one that is gone already
+    (out / "model-00002-of-00003.safetensors").unlink()
     run(source, out, "--force")
     assert contents(out) == contents(source)
     run(source / "model.safetensors", tmp_path / "a.safetensors", "--layout", "rows")
@@ -719,6 +828,75 @@ def test_force_replaces_a_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "link").is_symlink()
     assert set(_checkpoint.folder_layouts(out).values()) == {"rows"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "empty", "link", "out", "source"]
+
+
+@pytest.mark.parametrize("more", [["--force"], ["--force", "--dry-run"], []])
+@pytest.mark.parametrize(
+    ("held", "named"),
+    [
+        ("checkpoint-500/optimizer.pt", "checkpoint-500/"),
+        ("runs/events/log", "runs/"),
+        ("training_args.bin", "training_args.bin"),
+        ("pytorch_model.bin", "pytorch_model.bin"),
+        ("model-00009-of-00009.safetensors", "model-00009-of-00009.safetensors"),
+        (".git/HEAD", ".git/"),
+        ("notes.txt", "notes.txt"),
+        ("empty/", "empty/"),
+        ("link", "link"),
+        ("broken", "broken"),
+        ("assets/other.png", "assets/"),
+    ],
+)
+def test_force_takes_nothing_that_a_conversion_does_not_write(
+    held: str, named: str, more: list[str], tmp_path: Path
+) -> None:
+    source = write(tmp_path / "source", tensors())
+    (source / "assets").mkdir()
+    (source / "assets" / "logo.png").write_bytes(b"logo")
+    out = tmp_path / "out"
+    shutil.copytree(source, out)
+    if held in ("link", "broken"):
+        (out / held).symlink_to(tmp_path / "source" if held == "link" else tmp_path / "missing")
+    elif held.endswith("/"):
+        (out / held).mkdir()
+    else:
+        (out / held).parent.mkdir(exist_ok=True, parents=True)
+        (out / held).write_bytes(b"precious")
+    before = sorted(path.relative_to(out) for path in out.rglob("*"))
+    with pytest.raises(RequestError, match=rf"nothing besides what this conversion writes, got .* with {named}; move"):
+        run(source, out, "--layout", "rows", *more)
+    assert sorted(path.relative_to(out) for path in out.rglob("*")) == before
+    assert set(_checkpoint.folder_layouts(out).values()) == {"linear"}
+
+
+def test_what_goes_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "source", tensors())
+    out = write(tmp_path / "out", tensors(), shards=2)
+    before = contents(out)
+    for more in (["--dry-run"], []):
+        run(source, out, "--force", *more)
+        lines = capsys.readouterr().out.splitlines()
+        assert f"replaced in {out}: {', '.join(sorted(before))}" in lines
+        assert (contents(out) == before) == bool(more)
+    run(source, tmp_path / "new", "--dry-run")
+    assert "replaced" not in capsys.readouterr().out
+
+
+def test_what_comes_to_be_in_the_target_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = write(tmp_path / "source", tensors()), write(tmp_path / "out", tensors())
+    original = _convert._write_rest
+
+    def late(*arguments: Any) -> None:
+        (out / "checkpoint-1").mkdir()
+        (out / "checkpoint-1" / "optimizer.pt").write_bytes(b"precious")
+        original(*arguments)
+
+    monkeypatch.setattr(_convert, "_write_rest", late)
+    with pytest.raises(RequestError, match="with checkpoint-1/; move these"):
+        run(source, out, "--layout", "rows", "--force")
+    assert (out / "checkpoint-1" / "optimizer.pt").read_bytes() == b"precious"
+    assert set(_checkpoint.folder_layouts(out).values()) == {"linear"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
 def test_a_dry_run_writes_nothing_and_says_what_it_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -758,8 +936,8 @@ import os, signal, sys, time
 from pathlib import Path
 from twell import _convert
 write = _convert._write_file
-def slow(file, new, path, advance):
-    write(file, new, path, advance)
+def slow(*arguments):
+    write(*arguments)
     print("wrote", flush=True)
     time.sleep(60)
 _convert._write_file = slow
@@ -806,23 +984,21 @@ def test_a_full_disk_leaves_everything_as_it_was(
     full = OSError(28, "No space left on device")
     original, calls = _convert._convert, 0
 
-    def convert(file: Any, tensor: Any) -> Any:
+    def convert(*arguments: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 3 * at + 1:
             raise full
-        return original(file, tensor)
+        return original(*arguments)
 
-    def rename(old: Path, new: Path) -> None:
-        if ".partial-" in str(old):
-            raise full
-        os.replace(old, new)
+    def put(*_: Path) -> None:
+        raise full
 
     if at < 2:
         monkeypatch.setattr(_convert, "_convert", convert)
     else:
-        monkeypatch.setattr(os, "rename", rename)
-    with pytest.raises(RequestError, match="No space left on device"):
+        monkeypatch.setattr(_files, "_put", put)
+    with pytest.raises(RequestError, match=r"^no space is left in .*: DST needs 1.\d+ kB; nothing there has changed$"):
         run(source, target, "--layout", "rows", "--force")
     assert contents(tmp_path) == before
     assert not any(path.name.startswith(".") for path in tmp_path.rglob("*"))

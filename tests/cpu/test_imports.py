@@ -31,7 +31,7 @@ LAYERS = [
     # torch side: what is known at call time
     ["twell._env"],
     ["twell._log"],
-    ["twell._nvtx"],
+    ["twell._nvtx", "twell._files"],
     ["twell._runtime"],
     ["twell.reference", "twell._tuning_table", "twell._checkpoint"],
     ["twell.tuning"],

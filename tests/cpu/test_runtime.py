@@ -70,7 +70,7 @@ class TestCache:
         assert {mode(path) for path in folder.iterdir()} == {0o600}
         assert sorted(path.suffix for path in folder.iterdir()) == [".lock", ".so"]
 
-    @pytest.mark.parametrize("damage", ["truncated", "changed", "emptied", "writable", "symlink", "hardly a library"])
+    @pytest.mark.parametrize("damage", ["truncated", "changed", "emptied", "writable", "symlink"])
     def test_a_damaged_entry_is_built_again(
         self, damage: str, compiler: Compiler, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -87,11 +87,6 @@ class TestCache:
             entry.symlink_to(foreign)
         elif damage == "writable":
             entry.chmod(0o666)
-        elif damage == "hardly a library":
-            entry.unlink()
-            entry = folder / f"{SPEC.symbol}.{hashlib.sha256(b'text').hexdigest()}.so"
-            entry.write_bytes(b"text")
-            entry.chmod(0o600)
         else:
             # a new file, because the old one is mapped into this process
             entry.unlink()
@@ -107,6 +102,68 @@ class TestCache:
             assert foreign.read_bytes() == target
         assert cache.load(SPEC)() == 43
         assert len(compiler.compiled) == 2
+
+    @pytest.mark.parametrize("fault", ["no library", "here alone"])
+    def test_an_entry_that_this_process_cannot_load_stays(
+        self,
+        fault: str,
+        compiler: Compiler,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        assert cache.load(SPEC)() == 42
+        (entry,) = entries(folder)
+        if fault == "no library":
+            entry.unlink()
+            entry = folder / f"{SPEC.symbol}.{hashlib.sha256(b'text').hexdigest()}.so"
+            entry.write_bytes(b"text")
+            entry.chmod(0o600)
+        before, load = entry.read_bytes(), packaged.load
+
+        def refuse(library: Path, symbol: str) -> packaged.Kernel:
+            if library == entry:
+                raise RuntimeError("failed to map segment from shared object")
+            return load(library, symbol)
+
+        with monkeypatch.context() as patch:
+            if fault == "here alone":
+                patch.setattr(packaged, "load", refuse)
+            # compiled for this process, beside the folder that all share
+            assert cache.load(SPEC)() == 43
+            assert entries(folder) == [entry]
+            assert str(entry) in caplog.text
+            patch.setenv("TWELL_JIT", "off")
+            with pytest.raises(RuntimeError, match=f"cannot be loaded from {entry}"):
+                cache.load(SPEC)
+        assert entry.read_bytes() == before
+        assert not list(folder.glob(".*"))
+        if fault != "no library":
+            assert cache.load(SPEC)() == 42
+
+    def test_a_damaged_entry_is_not_removed_once_it_is_replaced(
+        self, compiler: Compiler, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Another process rebuilds the entry, under its name, after this one saw the damage."""
+        cache.load(SPEC)
+        (entry,) = entries(folder)
+        content, lock = entry.read_bytes(), cache._lock
+        entry.unlink()
+        entry.write_bytes(content[:-1])
+        entry.chmod(0o600)
+
+        @contextmanager
+        def late(path: Path) -> Iterator[None]:
+            entry.unlink()
+            entry.write_bytes(content)
+            entry.chmod(0o600)
+            with lock(path):
+                yield
+
+        monkeypatch.setattr(cache, "_lock", late)
+        assert cache.load(SPEC)() == 42
+        assert entries(folder) == [entry]
+        assert compiler.compiled == [SPEC.symbol]
 
     def test_a_file_of_another_name_is_no_entry(self, compiler: Compiler, folder: Path) -> None:
         long, short = specs.DownSpec("bfloat16", 512, True), specs.DownSpec("bfloat16", 512, False)

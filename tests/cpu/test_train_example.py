@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import errno
 import functools
 import importlib
 import json
@@ -13,6 +15,8 @@ import shutil
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,14 +24,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 pytest.importorskip("transformers")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import train  # noqa: E402
-from training import RequestError, checkpoint, data, model, options, parallel, report  # noqa: E402
+from training import RequestError, checkpoint, data, model, options, parallel, report, whole  # noqa: E402
 from training.data import Sequences, Source  # noqa: E402
+
+from twell import _files  # noqa: E402
 
 SMALL = (
     "--layers 2 --hidden 32 --intermediate 64 --heads 2 --vocab 300 --sequence 32 --micro-batch 2 "
@@ -191,9 +198,62 @@ def test_tokens_are_made_once(text: Path, tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(AssertionError, match="again"):
             data.prepare(Source((folder,)), tmp_path, 301, 0.1)
     # what failed left nothing behind
-    assert [path.name for path in tmp_path.glob("tokens-*")] == [made.folder.name]
+    assert {path.name for path in tmp_path.iterdir()} == {"text", made.folder.name}
     (folder / "part0" / "0.txt").write_text("changed")
     assert data.prepare(Source((folder,)), tmp_path, 300, 0.1).fingerprint != made.fingerprint
+
+
+@pytest.mark.parametrize("damage", ["bytes", "length", "zeros", "missing", "manifest"])
+@pytest.mark.parametrize("name", ["train.bin", "tokenizer.json"])
+def test_damaged_tokens_are_made_again(text: Path, tmp_path: Path, damage: str, name: str) -> None:
+    made = data.prepare(Source((text,)), tmp_path, 300, 0.1)
+    tokens, tokenizer = np.array(made.train), (made.folder / "tokenizer.json").read_bytes()
+    path = made.folder / (whole.MANIFEST if damage == "manifest" else name)
+    content = path.read_bytes()
+    # as files are whose machine lost power before they were on the disk
+    changed = {"length": content[:-2], "zeros": bytes(len(content)), "manifest": b""}
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(changed.get(damage, content[:9] + bytes([content[9] ^ 1]) + content[10:]))
+    said: list[str] = []
+    assert data.prepare(Source((text,)), tmp_path, 300, 0.1, say=said.append) == made
+    assert said[0] == f"{made.folder} is damaged: its text is tokenised again"
+    assert np.array_equal(made.train, tokens)
+    assert (made.folder / "tokenizer.json").read_bytes() == tokenizer
+    assert [path.name for path in tmp_path.iterdir()] == [made.folder.name]
+    # what is whole is not touched
+    said.clear()
+    assert data.prepare(Source((text,)), tmp_path, 300, 0.1, say=said.append) == made
+    assert not said
+
+
+def test_tokens_are_on_the_disk_before_they_have_their_name(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync, synced = _files.sync, set[str]()
+
+    def noted(path: Path) -> None:
+        assert not list(tmp_path.glob("tokens-*")) or Path(path) == tmp_path
+        synced.add(Path(path).name)
+        sync(path)
+
+    monkeypatch.setattr(_files, "sync", noted)
+    data.prepare(Source((text,)), tmp_path, 300, 0.1)
+    assert synced >= {"train.bin", "held.bin", "tokenizer.json", whole.MANIFEST, tmp_path.name}
+
+
+def test_other_ranks_wait_until_damaged_tokens_are_replaced(text: Path, tmp_path: Path) -> None:
+    made = data.prepare(Source((text,)), tmp_path, 300, 0.1)
+    content = (made.folder / "train.bin").read_bytes()
+    (made.folder / "train.bin").write_bytes(bytes(len(content)))
+    arguments = (Source((text,)), tmp_path, 300, 0.1)
+
+    def barrier() -> None:
+        data.prepare(*arguments, first=True)
+
+    again = data.prepare(*arguments, first=False, barrier=barrier)
+    assert again.train.tobytes() == content
 
 
 def test_many_tokens_need_wider_integers(text: Path, tmp_path: Path) -> None:
@@ -393,7 +453,7 @@ def test_gradients_are_clipped_unless_told_not_to(
 
 
 def test_out_of_memory_is_said_with_advice(run: Callable[..., int], monkeypatch: Any, capsys: Any) -> None:
-    def step(_: Any) -> None:
+    def step(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(train.Training, "step", step)
@@ -461,6 +521,7 @@ def test_tensor_parallel_is_not_compiled() -> None:
 def test_schedule() -> None:
     run: Any = object.__new__(train.Training)
     run.choice = options.parse("", ["--text", "x", "--out", "x", "--steps", "101", "--warmup", "10", "--l1", "4"])
+    run.schedule = 101
     rates = []
     for run.done in range(101):
         rates.append(run.learning_rate())
@@ -470,6 +531,9 @@ def test_schedule() -> None:
     assert rates[100] == pytest.approx(1e-4)
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert [run.coefficient(step) for step in (0, 5, 10, 50)] == [0, 2, 4, 4]
+    # steps that were added
+    for run.done in (101, 150, 300):
+        assert run.learning_rate() == pytest.approx(1e-4)
 
 
 def test_shapes_have_the_sizes_of_their_names() -> None:
@@ -488,12 +552,13 @@ def test_shapes_have_the_sizes_of_their_names() -> None:
 def test_goes_on_as_if_never_stopped(run: Callable[..., int], tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     step, deaths = train.Training.step, {}
 
-    def interrupted(self: Any) -> None:
-        step(self)
+    def interrupted(self: Any, stopping: Any) -> bool:
+        complete = step(self, stopping)
         # a model that draws random numbers
         self.parameters[0].data.add_(torch.randn(()), alpha=1e-3)
         if self.done in deaths:
-            os.kill(os.getpid(), deaths[self.done])
+            request(deaths[self.done])
+        return bool(complete)
 
     monkeypatch.setattr(train.Training, "step", interrupted)
     arguments = ["--steps", 9, "--checkpoint-every", 3, "--eval-every", 3, *SPARSE]
@@ -501,7 +566,9 @@ def test_goes_on_as_if_never_stopped(run: Callable[..., int], tmp_path: Path, mo
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     deaths |= {2: signal.SIGTERM, 6: signal.SIGINT}
     assert run(*arguments) == 128 + signal.SIGTERM
-    assert "saved" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "SIGTERM: stopping after this micro-batch; one more stops at once" in printed
+    assert "stopped; saved up to step 2; the same command goes on from there" in printed
     assert steps(tmp_path / "out") == [2]
     # whatever the random state is elsewhere
     torch.manual_seed(99)
@@ -518,6 +585,188 @@ def test_goes_on_as_if_never_stopped(run: Callable[..., int], tmp_path: Path, mo
     assert stats[0][-2:] == stats[1][-2:]
     # noise was drawn for those that were dead at step 4, before the run stopped
     assert 0.3 < next(line["dead"] for line in whole if line["step"] == 6) < 0.9
+
+
+def request(number: int) -> None:
+    """Send this process a signal, of which a thread of it is to hear."""
+    os.kill(os.getpid(), number)
+    time.sleep(0.2)
+
+
+@pytest.mark.parametrize("begun", [0, 4, 5])
+def test_a_step_that_is_stopped_has_changed_nothing(
+    run: Callable[..., int], tmp_path: Path, monkeypatch: Any, capsys: Any, begun: int
+) -> None:
+    """Each step has four micro-batches; step 4 looks for dead neurons, step 5 does not."""
+    forward, read, stops = train.Training.forward, 0, [4 * begun + 3]
+
+    def interrupted(self: Any, inputs: Any, targets: Any) -> torch.Tensor:
+        nonlocal read
+        read += self.model.training
+        if read in stops and self.model.training:
+            stops.clear()
+            request(signal.SIGTERM)
+        # a model that draws random numbers
+        return forward(self, inputs, targets) * (1 + 0.1 * torch.rand(()))
+
+    monkeypatch.setattr(train.Training, "forward", interrupted)
+    arguments = ["--steps", 8, "--checkpoint-every", 8, *SPARSE]
+    assert run(*arguments, "--log-every", 3) == 128 + signal.SIGTERM
+    assert read == 4 * begun + 3
+    assert steps(tmp_path / "out") == ([begun] if begun else [])
+    said = f"saved up to step {begun}" if begun else "no step was complete"
+    assert f"stopped; {said}; the same command goes on" in capsys.readouterr().out
+    stopped = records(tmp_path / "out")
+    assert [line["step"] for line in stopped] == ([3, begun] if begun else [])
+
+    assert run(*arguments, "--log-every", 1, out="whole") == 0
+    assert run(*arguments, "--log-every", 1) == 0
+    assert same(tmp_path / "out", tmp_path / "whole")
+    expected = records(tmp_path / "whole")
+    assert [line for line in records(tmp_path / "out") if line["step"] > begun] == expected[begun:]
+    # of complete steps alone
+    for line in stopped[1:]:
+        since = expected[3:begun]
+        assert line["loss"] == pytest.approx(sum(each["loss"] for each in since) / len(since), rel=1e-5)
+        for name in ("dead", "lr", "gradient"):
+            assert line[name] == since[-1][name], name
+
+
+def test_evaluation_is_stopped_and_made_up_for(run: Callable[..., int], tmp_path: Path, monkeypatch: Any) -> None:
+    forward, asked = train.Training.forward, []
+
+    def interrupted(self: Any, inputs: Any, targets: Any) -> torch.Tensor:
+        if not self.model.training and self.done == 4 and len(asked) < 1:
+            asked.append(self.done)
+            request(signal.SIGINT)
+        return forward(self, inputs, targets)
+
+    arguments = ["--steps", 6, "--eval-every", 2, "--eval-sequences", 8, "--log-every", 3]
+    assert run(*arguments, out="whole") == 0
+    monkeypatch.setattr(train.Training, "forward", interrupted)
+    assert run(*arguments) == 128 + signal.SIGINT
+    assert steps(tmp_path / "out") == [4]
+    assert [line["step"] for line in records(tmp_path / "out") if "held_out_ce" in line] == [2]
+    assert run(*arguments) == 0
+    assert records(tmp_path / "out") == records(tmp_path / "whole")
+
+
+def test_what_is_slow_says_how_far_it_is(run: Callable[..., int], monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(report.Console.__init__, "__defaults__", (0.0,))
+    assert run("--steps", 1, "--eval-sequences", 4) == 0
+    printed = capsys.readouterr().out
+    for i in range(1, 4):
+        assert f"step      1  micro-batch {i} of 4" in printed
+    assert "step      1  held-out micro-batch 1 of 2" in printed
+    monkeypatch.setattr(report.Console.__init__, "__defaults__", (60.0,))
+    assert run("--steps", 1, out="fast") == 0
+    assert "micro-batch" not in capsys.readouterr().out
+
+
+def test_finished_runs_are_extended(run: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
+    arguments = ["--checkpoint-every", 10, "--log-every", 1, "--lr", 0.01]
+    assert run("--steps", 40, *arguments) == 0
+    first = {line["step"]: line for line in records(tmp_path / "out") if "lr" in line}
+    shutil.copytree(tmp_path / "out", tmp_path / "other")
+    capsys.readouterr()
+    assert run("--steps", 60, *arguments) == 0
+    printed = capsys.readouterr().out
+    assert "extended from 40 to 60 steps: those after 40, where the learning rate was to end, have --min-lr 0.001" in (
+        printed
+    )
+    lines = {line["step"]: line for line in records(tmp_path / "out") if "lr" in line}
+    assert list(lines) == list(range(1, 61))
+    assert {step: lines[step] for step in first} == first
+    assert [lines[step]["lr"] for step in range(41, 61)] == pytest.approx([0.001] * 20)
+    assert not same(tmp_path / "out", tmp_path / "other")
+    # in two parts, or after a stop, it is the same
+    assert run("--steps", 50, *arguments, out="other") == 0
+    assert run("--steps", 60, *arguments, out="other") == 0
+    shutil.rmtree(tmp_path / "other" / "checkpoints" / "step-00000060")
+    assert run("--steps", 60, *arguments, out="other") == 0
+    assert same(tmp_path / "out", tmp_path / "other")
+    assert run("--steps", 40, *arguments) == 2
+    assert "steps (60 there, 40 here); repeat its options, of which --steps alone may grow" in capsys.readouterr().err
+    # what was named must stay
+    assert run("--steps", 80, "--warmup", 4, *arguments) == 2
+    assert "differs in warmup (2 there, 4 here)" in capsys.readouterr().err
+
+
+def test_the_old_model_stays_until_the_new_one_is_there(
+    run: Callable[..., int], tmp_path: Path, monkeypatch: Any
+) -> None:
+    assert run("--steps", 2) == 0
+    before = weights(tmp_path / "out")
+
+    def export(*arguments: Any) -> None:
+        folder = arguments[4]
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
+        assert all(torch.equal(before[name], value) for name, value in weights(tmp_path / "out").items())
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "export", export)
+        assert run("--steps", 4) == 128 + signal.SIGINT
+    after = weights(tmp_path / "out")
+    assert all(torch.equal(before[name], value) for name, value in after.items())
+    (tmp_path / "out" / ".final.partial-killed").mkdir()
+    assert run("--steps", 4) == 0
+    assert not all(torch.equal(before[name], value) for name, value in weights(tmp_path / "out").items())
+    assert not _files.leftovers(tmp_path / "out" / "final")
+
+
+# what writes, and whether a whole checkpoint is left when it cannot
+WRITERS = {
+    "tokens": (Path, "open", "train.bin", False),
+    "tokenizer": (data, "_tokenise", "", False),
+    "tensors": (checkpoint.dcp, "save", "", True),
+    "state": (checkpoint, "_write", "state.pt", True),
+    "metrics": (report.Metrics, "write", "", True),
+    "model": (model, "export", "", True),
+}
+
+
+@pytest.mark.parametrize("what", WRITERS)
+def test_a_full_disk_is_one_sentence(
+    run: Callable[..., int], text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, what: str
+) -> None:
+    where, name, file, kept = WRITERS[what]
+    arguments = ["--steps", 4, "--checkpoint-every", 2, "--cache", tmp_path / "cache"]
+    if kept:
+        assert run(*arguments[:2], "--steps", 2, *arguments[2:]) == 0
+    original, full = getattr(where, name), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def refuse(*given: Any, **more: Any) -> Any:
+        if file and not any(str(each).endswith(file) for each in given):
+            return original(*given, **more)
+        if what in ("tokenizer", "model"):
+            raise ValueError(f"IoError(Os {{ code: 28, message: {os.strerror(errno.ENOSPC)!r} }})")
+        try:
+            try:
+                raise full
+            except OSError:
+                raise RuntimeError("unexpected pos 64 vs 0")  # noqa: B904
+        except RuntimeError as error:
+            if what == "tensors":
+                raise CheckpointException("save", {0: (error, None)}) from None  # type: ignore[dict-item]
+            raise
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, refuse)
+        capsys.readouterr()
+        assert run(*arguments) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith(f"train.py: error: no space is left on the disk of {tmp_path}")
+    assert "MB free)" in line
+    last = tmp_path / "out" / "checkpoints" / f"step-0000000{4 if what == 'model' else 2}"
+    assert (f"{last}, {tmp_path / 'out' / 'final'}; make room, and the same command goes on" in line) == kept
+    assert ("kept: nothing; make room, and the same command begins again" in line) != kept
+    # nothing half written takes space
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert not list(tmp_path.rglob(".*partial*"))
+    assert run(*arguments) == 0
+    assert steps(tmp_path / "out") == [2, 4]
 
 
 def test_finished_runs_stay_finished(run: Callable[..., int], tmp_path: Path, monkeypatch: Any) -> None:
@@ -583,7 +832,7 @@ def test_metrics_survive_a_kill_as_the_run_goes_on(tmp_path: Path, monkeypatch: 
     path = tmp_path / "metrics.jsonl"
     text = "".join(f'{{"step": {i}}}\n' for i in range(4))
     path.write_text(text)
-    monkeypatch.setattr(Path, "replace", lambda *_: sys.exit(9))
+    monkeypatch.setattr(os, "replace", lambda *_: sys.exit(9))
     with pytest.raises(SystemExit):
         report.Metrics(path, 2)
     assert path.read_text() == text
@@ -604,10 +853,12 @@ def test_a_clip_of_0_is_none() -> None:
 def test_resume_says_what_differs(run: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
     assert run("--steps", 2) == 0
     capsys.readouterr()
-    assert run("--steps", 4, "--lr", 0.5) == 2
+    assert run("--steps", 1, "--lr", 0.5) == 2
     message = capsys.readouterr().err
-    assert "steps (2 there, 4 here), lr (0.001 there, 0.5 here), min_lr" in message
+    assert "steps (2 there, 1 here), lr (0.001 there, 0.5 here), min_lr" in message
     assert "hidden" not in message
+    assert run("--steps", 4, "--lr", 0.5) == 2
+    assert "differs in lr (0.001 there, 0.5 here), min_lr" in capsys.readouterr().err
     # of another text
     other = tmp_path / "text"
     other.mkdir()
@@ -693,6 +944,10 @@ def test_options_are_checked(tmp_path: Path, capsys: Any, more: list[str], messa
         (["--max-bytes", 10], "expected at least 2 documents"),
         (["--sequence", 4096, "--tokens-per-step", 8192, "--held-out", 0.01], "held-out text: expected 4,097 tokens"),
         (["--parallel", "ddp"], "--parallel ddp: expected several processes"),
+        (["--out", "/dev/null"], "--out: expected a folder to write to, got '/dev/null': File exists"),
+        (["--out", "/dev/null/out"], "--out: expected a folder to write to, got '/dev/null/out': Not a directory"),
+        (["--out", "x" * 300], "': File name too long"),
+        (["--cache", "/dev/null/x"], "--cache: expected a folder to write to, got '/dev/null/x': Not a directory"),
         (["--resume", "/nowhere"], "--resume: expected a complete checkpoint, got '/nowhere'; there are none"),
         *([] if torch.cuda.is_available() else [(["--device", "cuda"], "--device: expected one of 0 GPUs")]),
     ],
@@ -727,7 +982,7 @@ def train_until(command: list[str], where: tuple[str, int, bool]) -> None:
     owner, attribute = {
         "tensors": (checkpoint.dcp, "save"),
         "state": (torch, "save"),
-        "sync": (checkpoint, "_to_disk"),
+        "seal": (checkpoint, "seal"),
         "rename": (Path, "rename"),
         "remove": (shutil, "rmtree"),
     }[name]
@@ -757,7 +1012,8 @@ def test_killed_while_saving_loses_nothing(run: Callable[..., int], text: Path, 
         # in the middle of the tensors, and behind them
         (("state", 2, False), False),
         (("state", 7, True), False),
-        (("sync", 1, False), False),
+        (("seal", 1, False), False),
+        (("seal", 2, True), False),
         # the first rename is of a file within
         (("rename", 1, True), False),
         (("rename", 2, False), False),
@@ -779,16 +1035,17 @@ def test_killed_while_saving_loses_nothing(run: Callable[..., int], text: Path, 
 
 
 def train_as_rank(rank: int, port: int, command: list[str], stop: bool) -> None:
-    """Train as one rank of two; ``stop``: the second one gets SIGTERM in the first step."""
+    """Train as one rank of two; ``stop``: the second one gets SIGTERM in the first micro-batch of the second step."""
     torch.set_num_threads(1)
-    step = train.Training.step
+    forward = train.Training.forward
 
-    def stopped(self: Any) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        step(self)
+    def stopped(self: Any, inputs: Any, targets: Any) -> torch.Tensor:
+        if self.done == 1 and rank == 1 and self.model.training:
+            request(signal.SIGTERM)
+        return forward(self, inputs, targets)
 
-    if stop and rank == 1:
-        setattr(train.Training, "step", stopped)  # noqa: B010
+    if stop:
+        setattr(train.Training, "forward", stopped)  # noqa: B010
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     sys.exit(train.main(command))
@@ -809,9 +1066,13 @@ def test_two_ranks_are_as_one(run: Callable[..., int], text: Path, cache: Path, 
     arguments = ["--steps", 4, "--checkpoint-every", 2, "--keep", 9, "--log-every", 1]
     assert run(*arguments, out="one") == 0
     start, one = tmp_path / "one" / "checkpoints" / "step-00000002", weights(tmp_path / "one")
-    assert two("ddp", stop=True) == [128 + signal.SIGTERM] * 2
-    assert steps(tmp_path / "ddp") == [1]
+    for mode in ("ddp", "fsdp"):
+        # both give up the step between the same micro-batches
+        assert two(mode, stop=True) == [128 + signal.SIGTERM] * 2
+        assert steps(tmp_path / mode) == [1]
+        assert [line["step"] for line in records(tmp_path / mode)] == [1]
     assert two("ddp") == [0, 0]
+    shutil.rmtree(tmp_path / "fsdp")
     # from what one process saved
     assert two("fsdp", "--resume", start) == [0, 0]
     assert two("tp", "--resume", start) == [0, 0]
@@ -826,6 +1087,43 @@ def test_two_ranks_are_as_one(run: Callable[..., int], text: Path, cache: Path, 
         saved = tmp_path / mode / "checkpoints" / "step-00000004"
         assert run(*arguments, "--resume", saved, out=f"{mode}-back") == 0
         assert same(tmp_path / mode, tmp_path / f"{mode}-back")
+
+
+def train_and_signal(command: list[str], delays: tuple[float, ...]) -> None:
+    """Train, with a micro-batch that takes a minute and signals in it, each after so many seconds."""
+    torch.set_num_threads(1)
+
+    def slow(self: Any, inputs: Any, targets: Any) -> torch.Tensor:
+        def send() -> None:
+            for delay in delays:
+                time.sleep(delay)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        if self.done < 1:
+            return forward(self, inputs, targets)
+        threading.Thread(target=send, daemon=True).start()
+        # as one long call into C++ does, it keeps Python's own handlers from running; other threads get the signals
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        ctypes.CDLL(None).usleep(60_000_000)
+        raise AssertionError("unreachable")
+
+    forward = train.Training.forward
+    setattr(train.Training, "forward", slow)  # noqa: B010
+    train.Stop.SAME = 0.5
+    os.dup2(os.open(f"{command[command.index('--out') + 1]}.log", os.O_WRONLY | os.O_CREAT), 1)
+    sys.exit(train.main(command))
+
+
+def test_a_second_signal_stops_at_once(text: Path, cache: Path, tmp_path: Path) -> None:
+    """In whatever is computed; what a launcher sends twice is one request."""
+    began = time.monotonic()
+    arguments = command(text, cache, tmp_path / "out", "--steps", 4, "--checkpoint-every", 1)
+    assert others(train_and_signal, (arguments, (0.5, 0.1, 1.0))) == [128 + signal.SIGTERM]
+    assert time.monotonic() - began < 50
+    log = (tmp_path / "out.log").read_text()
+    assert log.count("SIGTERM: stopping after this micro-batch") == 1
+    assert log.count("SIGTERM: stopped at once") == 1
+    assert steps(tmp_path / "out") == [1]
 
 
 def test_silu_is_sharded(run: Callable[..., int], text: Path, cache: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import json
 import os
 import socket
 import subprocess
@@ -328,6 +329,85 @@ def test_resuming_changes_nothing(tmp_path: Path, accumulation: int) -> None:
         for t in (trainer, again)
     ]
     assert histories[0] == histories[1]
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_dead_neurons_come_from_the_checkpoint_that_is_resumed(restored: bool, tmp_path: Path) -> None:
+    """Which may be in another folder than the run, beside one of the same step of another run."""
+    seen: dict[int, dict[str, Tensor]] = {}
+
+    class Look(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            found = [c for c in trainer.callback_handler.callbacks if isinstance(c, SparsityCallback)]
+            assert found[0].tracker is not None
+            seen[state.global_step] = {name: mask.clone() for name, mask in found[0].tracker.dead().items()}
+
+    def train(folder: Path, silent: int, resume: Path | None = None, steps: int = 2) -> list[Tensor]:
+        nonlocal trainer
+        model = llama()
+        with torch.no_grad():
+            model.model.layers[0].mlp.gate_proj.weight[:silent].zero_()
+        trainer = Trainer(
+            model,
+            arguments(
+                folder,
+                max_steps=steps,
+                learning_rate=1e-2,
+                save_strategy="steps",
+                save_steps=1,
+                restore_callback_states_from_checkpoint=restored,
+            ),
+            train_dataset=sequences(16),
+            # the first step alone is observed
+            callbacks=[callback(reinitialize=0.1, every=100, csv=folder / "figures.csv"), Look()],
+        )
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        return weights(model)
+
+    trainer: Any = None
+    whole = train(tmp_path / "whole", silent=8, steps=4)
+    expected = seen[3]
+    assert expected["model.layers.0.mlp"][:8].all()
+    train(tmp_path / "other", silent=40)
+    (tmp_path / "whole" / "checkpoint-2").rename(tmp_path / "moved")
+    resumed = train(tmp_path / "other", silent=8, resume=tmp_path / "moved", steps=4)
+    for name, mask in seen[3].items():
+        assert torch.equal(mask, expected[name])
+    for a, b in zip(resumed, whole, strict=True):
+        assert torch.equal(a, b)
+    # and from what the resumed run saved
+    again = train(tmp_path / "again", silent=8, resume=tmp_path / "other" / "checkpoint-3", steps=4)
+    for a, b in zip(again, whole, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_checkpoint_without_counts_is_resumed(tmp_path: Path) -> None:
+    """Saved without the callback, or by one that revives no neurons."""
+    common = {"save_strategy": "steps", "save_steps": 1}
+    for callbacks in ([], [callback()]):
+        for steps, own in ((1, callbacks), (2, [callback(reinitialize=0.1)])):
+            args = arguments(tmp_path, max_steps=steps, **common)
+            trainer = Trainer(llama(), args, train_dataset=sequences(8), callbacks=own)
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1") if steps > 1 else None)
+        state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+        assert state["stateful_callbacks"]["SparsityCallback"]["counts"]
+
+
+def test_types_are_not_restored_from_a_checkpoint(tmp_path: Path) -> None:
+    types = recipe.TokenTypes(["low", "high"], torch.tensor([0] * 16 + [1] * 16))
+    options = {"save_strategy": "steps", "save_steps": 1}
+    for steps, restored in ((1, False), (2, False), (3, True)):
+        trainer = Trainer(
+            llama(),
+            arguments(tmp_path, max_steps=steps, restore_callback_states_from_checkpoint=restored, **options),
+            train_dataset=sequences(8),
+            callbacks=[callback(types=types, reinitialize=0.1)],
+        )
+        if restored:
+            with pytest.raises(ValueError, match=r"must be off with types, .* \(low, high\)"):
+                trainer.train(resume_from_checkpoint=True)
+        else:
+            trainer.train(resume_from_checkpoint=steps > 1)
 
 
 def test_says_what_it_cannot_do(tmp_path: Path) -> None:

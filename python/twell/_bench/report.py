@@ -9,12 +9,14 @@ import io
 import json
 import math
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from twell import _files
 from twell._request import RequestError
 
 # A file of this name is standard output; so are these, as a table would stand between the data there.
@@ -196,9 +198,8 @@ def require_writable(paths: Sequence[Path | None]) -> None:
             continue
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial = _partial(path.resolve())
-            partial.touch()
-            partial.unlink()
+            with tempfile.TemporaryFile(dir=path.resolve().parent):
+                pass
         except OSError as error:
             raise RequestError(f"{path} cannot be written: {error}") from None
     if len(set(found)) < len(found):
@@ -210,25 +211,14 @@ def is_rewritable(path: Path) -> bool:
     return str(path) != STDOUT and (path.is_file() or not path.exists())
 
 
-def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial")
-
-
 def _write(path: Path, text: str) -> None:
     """All of it or nothing, so that an interruption leaves what was there before."""
     if str(path) == STDOUT:
         sys.stdout.write(text)
         sys.stdout.flush()
         return
-    if not is_rewritable(path):
-        path.write_text(text)
-        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    # of a link, what it leads to
-    target = path.resolve()
-    partial = _partial(target)
-    partial.write_text(text)
-    partial.replace(target)
+    _files.write_text(path, text)
 
 
 class Writer:

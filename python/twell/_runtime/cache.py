@@ -1,9 +1,10 @@
 """Compiled kernels in the user's own folder: one library per kernel, built once and trusted only while untouched.
 
 ``<cache>/<fingerprint>/<symbol>.<sha256>.so``, where the fingerprint covers the kernel sources, the DSL, tvm-ffi, the
-toolkit and the architecture, and the hash is that of the file itself, so a damaged entry is noticed and rebuilt. Only
-the user can write there (mode 0700, checked, symlinks refused); a build holds a file lock and ends in a rename, so
-other processes wait for it and see all of it or nothing.
+toolkit and the architecture, and the hash is that of the file itself, so a damaged entry is noticed and rebuilt. An
+entry that is as it was written stays, even where a process cannot load it: others can. Only the user can write there
+(mode 0700, checked, symlinks refused); a build holds a file lock and ends in a rename, so other processes wait for it
+and see all of it or nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from twell import _env
@@ -36,19 +37,21 @@ class UnsafeCacheError(RuntimeError):
 def load(spec: specs.Spec) -> packaged.Kernel:
     """The kernel of ``spec`` from the user cache, compiled into it first where needed.
 
-    A folder that cannot be used is reported, and the kernel compiled for this process alone. Raises RuntimeError if the
-    kernel must be compiled and cannot be, or may not be (``TWELL_JIT=off``).
+    A folder that cannot be used, or an entry that cannot be loaded, is reported, and the kernel compiled for this
+    process alone. Raises RuntimeError if the kernel must be compiled and cannot be, or may not be (``TWELL_JIT=off``).
     """
     try:
-        folder = open_folder()
-        kernel = _lookup(folder, spec)
-        if kernel is None:
-            with _lock(folder / f"{spec.symbol}.lock"):
-                _clear(folder, spec)
-                kernel = _lookup(folder, spec) or _load_entry(_build(spec, folder), spec)
-        return kernel
+        entry = _entry(open_folder(), spec)
     except (OSError, UnsafeCacheError) as error:
         logger.warning("kernel cache not used: %s", error)
+    else:
+        try:
+            return _load_entry(entry, spec)
+        except (ImportError, OSError, RuntimeError) as error:
+            if not _env.jit():
+                raise RuntimeError(f"kernel {spec} cannot be loaded from {entry}: {error}") from error
+            # too little memory, too many open files, a folder that may not hold programs: of this process alone
+            logger.warning("kernel cache entry %s is left as it is and not used: %s", entry, error)
     try:
         with tempfile.TemporaryDirectory(prefix="twell-") as private:
             return _load_entry(_build(spec, Path(private)), spec)
@@ -102,8 +105,39 @@ def _lock(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def _entry(folder: Path, spec: specs.Spec) -> Path:
+    """The intact entry of ``spec``, built where there is none."""
+    if (entry := _intact(folder, spec)) is not None:
+        return entry
+    with _lock(folder / f"{spec.symbol}.lock"):
+        _clear(folder, spec)
+        # another process may have built it meanwhile
+        return _intact(folder, spec) or _build(spec, folder)
+
+
+def _intact(folder: Path, spec: specs.Spec) -> Path | None:
+    for entry in _entries(folder, spec):
+        try:
+            if not _damage(entry):
+                return entry
+        except OSError as error:
+            logger.warning("kernel cache entry %s cannot be read: %s", entry, error)
+    return None
+
+
+def _entries(folder: Path, spec: specs.Spec) -> Iterator[Path]:
+    for suffix in ("so", "o"):
+        yield from sorted(folder.glob(f"{spec.symbol}.*.{suffix}"))
+
+
 def _clear(folder: Path, spec: specs.Spec) -> None:
-    """Remove what builds of ``spec`` left that did not come to their end. Whoever calls holds the lock."""
+    """Remove damaged entries, and what builds of ``spec`` left that did not come to their end; the lock is held."""
+    for entry in _entries(folder, spec):
+        # one that cannot be read may be another's to read
+        with suppress(OSError):
+            if damage := _damage(entry):
+                logger.warning("kernel cache entry %s is discarded: %s", entry, damage)
+                entry.unlink(missing_ok=True)
     for scratch in folder.glob(f"{_scratch(spec)}*"):
         logger.debug("removing %s, of a build that was interrupted", scratch)
         shutil.rmtree(scratch, ignore_errors=True)
@@ -114,26 +148,21 @@ def _scratch(spec: specs.Spec) -> str:
     return f".{spec.symbol}."
 
 
-def _lookup(folder: Path, spec: specs.Spec) -> packaged.Kernel | None:
-    """The kernel of an intact entry; entries that are not intact are removed."""
-    for suffix in ("so", "o"):
-        for entry in sorted(folder.glob(f"{spec.symbol}.*.{suffix}")):
-            try:
-                _require_intact(entry)
-                return _load_entry(entry, spec)
-            except (OSError, RuntimeError) as error:
-                logger.warning("kernel cache entry %s is discarded: %s", entry, error)
-                entry.unlink(missing_ok=True)
-    return None
-
-
-def _require_intact(entry: Path) -> None:
-    with open(os.open(entry, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+def _damage(entry: Path) -> str:
+    """What is wrong with an entry for every process, "" if nothing. Raises OSError if it cannot be read."""
+    try:
+        descriptor = os.open(entry, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOENT):
+            return error.strerror or str(error)
+        raise
+    with open(descriptor, "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            raise RuntimeError("it is not a regular file that this user alone can write")
+            return "it is not a regular file that this user alone can write"
         if entry.name.split(".")[-2] != hashlib.sha256(file.read()).hexdigest():
-            raise RuntimeError("its content is not what was written")
+            return "its content is not what was written"
+    return ""
 
 
 def _load_entry(entry: Path, spec: specs.Spec) -> packaged.Kernel:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 import os
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,13 +20,12 @@ from twell.recipe import Normalisation, SparsityTracker, StatsWriter, TokenTypes
 
 try:
     from transformers import TrainerCallback
+    from transformers.trainer_callback import ExportableState
 except ImportError as error:
     raise ImportError("SparsityCallback is for the Trainer of transformers: pip install twell[train]") from error
 
-_STATE = "sparsity_tracker.pt"
 
-
-class SparsityCallback(TrainerCallback):  # type: ignore[misc]
+class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Adds the L1 term to the loss of a Trainer, tracks how sparse the model becomes, revives dead neurons.
 
     ::
@@ -39,7 +41,8 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc]
     Logs of training steps, and ``state.log_history``, gain ``sparsity_l0`` and ``sparsity_l1``, the means over layers
     since the last log, ``sparsity_dead``, a share of the neurons, and ``sparsity_coefficient``, the one in force. Each
     layer's figures go where ``recipe.StatsWriter`` writes. A resumed run continues warm-up and files where the
-    checkpoint was made; its first step is observed if the checkpoint does not say which neurons were dead.
+    checkpoint was made, whichever folder that is in: its trainer_state.json says which neurons were dead. If it does
+    not, the first step is observed.
 
     For a loss of your own (``compute_loss_func``, an overridden ``compute_loss`` that does not use the model's loss,
     label smoothing) there is nothing to add to, which is an error: call ``recipe.record_aux`` and add
@@ -61,7 +64,8 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc]
 
     Runs with DDP, FSDP2, torch_compile, bf16 and fp16, and with gradient checkpointing that is not reentrant. Raises
     ValueError as training begins if the model has no twell layers, with nn.DataParallel (use torchrun), with label
-    smoothing, and with ``reinitialize`` under DeepSpeed, whose own copies of the weights would undo it.
+    smoothing, with ``reinitialize`` under DeepSpeed, whose own copies of the weights would undo it, and with ``types``
+    under restore_callback_states_from_checkpoint, which makes callbacks from a file that holds no types.
     """
 
     def __init__(
@@ -99,6 +103,8 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc]
             seed,
         )
         self.tracker: SparsityTracker | None = None
+        # that of the tracker after the last step, on every rank
+        self._counts: dict[str, Any] | None = None
         self._writer: StatsWriter | None = None
         self._model: nn.Module | None = None
         # that of the Trainer whose run this is
@@ -140,10 +146,19 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc]
         )
         if self.coefficient:
             recipe.record_aux(model)
-        if state.global_step and self.reinitialize:
-            saved = Path(args.output_dir) / f"checkpoint-{state.global_step}" / _STATE
-            if saved.exists():
-                self.tracker.load_state_dict(torch.load(saved, map_location="cpu", weights_only=True))
+        # Trainer has read it from the checkpoint that it resumes from, and replaces it in those that it writes
+        saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        # of two callbacks, the second of which will not find a place on the model
+        saved = saved[0] if isinstance(saved, list) else saved
+        if saved["types"] and self.types is None and args.restore_callback_states_from_checkpoint:
+            raise ValueError(
+                "SparsityCallback: restore_callback_states_from_checkpoint must be off with types, which the "
+                f"checkpoint names ({', '.join(saved['types'])}) and does not hold"
+            )
+        self._counts = None
+        if state.global_step and self.reinitialize and saved["counts"] is not None:
+            self._counts = _decoded(saved["counts"])
+            self.tracker.load_state_dict(self._counts)
         self._writer = StatsWriter(
             Path(args.output_dir) / "sparsity.csv" if self.csv is None else self.csv,
             resume_step=state.global_step or None,
@@ -183,6 +198,8 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc]
             recipe.reinitialize_dead(
                 self._model, self.tracker.dead(), self.reinitialize, step=state.global_step, seed=self.seed
             )
+            # here, as every rank must take part, while one alone is asked for ``state``
+            self._counts = self.tracker.state_dict()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add the figures to the logs of a training step, and write them."""
@@ -201,13 +218,20 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc]
             for name, (before, after) in recipe.settle(self._model, stats).items():
                 logger.info("%s: strategy %s -> %s", name, before, after)
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Put beside the checkpoint which neurons are dead."""
-        if self.reinitialize and self.tracker is not None:
-            saved = self.tracker.state_dict()
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            if state.is_world_process_zero and folder.is_dir():
-                torch.save(saved, folder / _STATE)
+    def state(self) -> dict[str, Any]:
+        """What Trainer writes to a checkpoint's trainer_state.json: arguments, and counts that tell dead neurons."""
+        names = ("coefficient", "normalisation", "warmup_steps", "warmup_start", "reinitialize", "every", "window")
+        arguments = {name: getattr(self, name) for name in (*names, "settle_every", "wandb", "seed")}
+        arguments["csv"] = None if self.csv is None else os.fspath(self.csv)
+        arguments["tensorboard"] = (
+            self.tensorboard if isinstance(self.tensorboard, bool) else os.fspath(self.tensorboard)
+        )
+        return {
+            "args": arguments,
+            "attributes": {},
+            "types": list(self.types.names) if self.types else [],
+            "counts": None if self._counts is None else _encoded(self._counts),
+        }
 
     def _detach(self) -> None:
         for handle in self._handles:
@@ -219,7 +243,7 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc]
             self._writer.close()
         if self._model is not None:
             recipe.record_aux(self._model, False)
-        self.tracker = self._writer = self._model = self._state = None
+        self.tracker = self._counts = self._writer = self._model = self._state = None
 
     def _coefficient(self, step: int) -> float:
         return self.coefficient * recipe.l1_warmup(step, self.warmup_steps, self.warmup_start)
@@ -288,6 +312,19 @@ def _with_loss(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return (change(loss), *output[1:])
     output["loss"] = change(loss)
     return output
+
+
+def _encoded(counts: dict[str, Any]) -> str:
+    """Counts as text, which JSON can hold."""
+    data = io.BytesIO()
+    torch.save(counts, data)
+    return base64.b64encode(zlib.compress(data.getvalue())).decode()
+
+
+def _decoded(text: str) -> dict[str, Any]:
+    data = io.BytesIO(zlib.decompress(base64.b64decode(text)))
+    counts: dict[str, Any] = torch.load(data, map_location="cpu", weights_only=True)
+    return counts
 
 
 def _length(dataloader: Any) -> int | None:

@@ -62,8 +62,6 @@ __all__ = [
     "sparsify",
 ]
 
-# What configurations call their activation.
-_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 _OWN_KEYS = ("sparsity_strategy", "sparsity_compression", _checkpoint.LAYOUT_KEY)
@@ -141,7 +139,7 @@ def _owner(model: Any, name: str) -> Any:
 
 def _set_relu(config: Any) -> None:
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
-        for key in _ACTIVATIONS:
+        for key in _checkpoint.ACTIVATIONS:
             if isinstance(getattr(part, key, None), str):
                 setattr(part, key, "relu")
 

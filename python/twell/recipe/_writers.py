@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from twell import _files
 from twell._log import logger
 from twell.recipe._tracker import SparsityStats
 
@@ -135,12 +136,7 @@ def _cut_back(path: Path, step: int) -> list[str] | None:
     place = columns.index("step")
     whole_lines = [line for line in lines[1:] if len(line) == len(columns) and line[place].isdecimal()]
     kept = [line for line in whole_lines if int(line[place]) <= step]
-    new = path.with_name(f".{path.name}.new")
-    with open(new, "wb") as file:
-        file.write(_lines([columns, *kept]).encode())
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+    _files.write_text(path, _lines([columns, *kept]))
     return columns
 
 

@@ -1,0 +1,136 @@
+"""Files and folders that appear whole or not at all, whatever ends the process that writes them."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import glob
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from twell._log import logger
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# of linux/fs.h and fcntl.h
+_RENAME_EXCHANGE, _AT_FDCWD = 2, -100
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name beside ``path`` to write a file or a folder under, which becomes ``path`` as the block ends.
+
+    What was written is on the disk before it takes the place of what was at ``path``. A block that raises leaves
+    ``path`` as it was and nothing beside it. A symbolic link stays: what it leads to is replaced. A pipe or a device
+    is written as it is.
+    """
+    target = Path(os.path.realpath(path))
+    if not is_replaceable(target):
+        yield target
+        return
+    partial = target.with_name(f"{_prefix(target)}{secrets.token_hex(4)}")
+    try:
+        yield partial
+        sync_all(partial)
+        _put(partial, target)
+    except BaseException:
+        _remove(partial)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file of ``text`` in UTF-8, whole or not at all."""
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def is_replaceable(path: Path) -> bool:
+    """Whether something can take the place of ``path``, unlike that of a pipe or a device."""
+    return path.is_file() or path.is_dir() or not path.exists()
+
+
+def leftovers(path: Path) -> list[Path]:
+    """What writers of ``path`` left that were killed, or are still at work."""
+    target = Path(os.path.realpath(path))
+    return sorted(target.parent.glob(f"{glob.escape(_prefix(target))}*"))
+
+
+def sync(path: str | Path) -> None:
+    """Put a file, or the names in a folder, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_all(path: Path) -> None:
+    """Put a file, or a folder and all in it, on the disk."""
+    for folder, _, names in os.walk(path):
+        for name in names:
+            sync(os.path.join(folder, name))
+        sync(folder)
+    if not path.is_dir():
+        sync(path)
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether ``error``, or what led to it, says that a disk or a quota is full."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        # libraries that are not written in Python put the system's words into errors of their own
+        if getattr(error, "errno", None) in _FULL or any(os.strerror(code) in str(error) for code in _FULL):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _prefix(target: Path) -> str:
+    return f".{target.name}.partial-"
+
+
+def _put(partial: Path, target: Path) -> None:
+    """Give ``partial`` the name ``target``, and remove the folder that had it."""
+    replaced = partial.is_dir() and target.is_dir() and any(target.iterdir())
+    if replaced:
+        _exchange(partial, target)
+    else:
+        if target.is_file():
+            shutil.copymode(target, partial)
+        os.replace(partial, target)
+    sync(target.parent)
+    if replaced:
+        _remove(partial)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Swap the names of two folders, in one step where the file system can."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is not None:
+        if not rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+            return
+        if (code := ctypes.get_errno()) not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise OSError(code, os.strerror(code), str(other))
+    aside = other.with_name(f"{_prefix(other)}{secrets.token_hex(4)}")
+    os.rename(other, aside)
+    try:
+        os.rename(one, other)
+    except BaseException:
+        os.rename(aside, other)
+        raise
+    os.rename(aside, one)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder, or say that it stays: whatever it was in the way of is over."""
+    try:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("%s could not be removed: %s", path, error)

@@ -1,0 +1,243 @@
+"""Files and folders that appear whole or not at all: what a writer that fails, or is killed, leaves behind."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from twell import _files
+
+
+def make(path: Path, kind: str, text: str) -> None:
+    """A file of ``text``, or a folder with two such files."""
+    if kind == "file":
+        path.write_text(text)
+        return
+    (path / "inner").mkdir(parents=True)
+    for name in ("a", "inner/b"):
+        (path / name).write_text(text)
+
+
+def read(path: Path) -> list[str]:
+    """The texts of all files, nothing where there are none."""
+    files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
+    return [file.read_text() for file in files]
+
+
+@pytest.fixture(params=["file", "folder"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=[True, False], ids=["exchange", "two renames"])
+def exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the file system can swap two names in one step."""
+    if not request.param:
+
+        def rename(*_: Any) -> int:
+            ctypes.set_errno(errno.EINVAL)
+            return -1
+
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: type("Library", (), {"renameat2": staticmethod(rename)}))
+    return bool(request.param)
+
+
+@pytest.mark.usefixtures("exchange")
+def test_the_new_takes_the_place_of_the_old(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    for text in ("first", "second"):
+        with _files.replacing(path) as partial:
+            make(partial, kind, text)
+            assert read(path) == [] if text == "first" else ["first"] * (1 + (kind == "folder"))
+        assert read(path) == [text] * (1 + (kind == "folder"))
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("where", ["block", "sync_all", "_put"])
+def test_a_writer_that_fails_leaves_the_old(
+    where: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out"
+    make(path, kind, "old")
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    if where != "block":
+        monkeypatch.setattr(_files, where, fail)
+    with pytest.raises(OSError, match="full"), _files.replacing(path) as partial:  # noqa: PT012
+        make(partial, kind, "new")
+        if where == "block":
+            fail()
+    assert set(read(path)) == {"old"}
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_swap_that_fails_half_way_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, rename = tmp_path / "out", os.rename
+    make(path, "folder", "old")
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
+
+    def second(old: Path, new: Path) -> None:
+        if new == path and ".partial-" in old.name and set(read(old)) == {"new"}:
+            raise OSError(errno.EIO, "broken")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", second)
+    with pytest.raises(OSError, match="broken"), _files.replacing(path) as partial:
+        make(partial, "folder", "new")
+    assert set(read(path)) == {"old"}
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+
+
+def killed_as_it_swaps(path: Path, after: bool) -> None:
+    exchange = _files._exchange
+
+    def deadly(*names: Path) -> None:
+        if after:
+            exchange(*names)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(_files, "_exchange", deadly)  # noqa: B010
+    with _files.replacing(path) as partial:
+        make(partial, "folder", "new")
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_writer_that_is_killed_leaves_the_old_or_the_new(after: bool, tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    make(path, "folder", "old")
+    process = multiprocessing.get_context("spawn").Process(target=killed_as_it_swaps, args=(path, after))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert read(path) == ["new" if after else "old"] * 2
+    (left,) = _files.leftovers(path)
+    assert read(left) == ["old" if after else "new"] * 2
+
+
+def test_writers_at_the_same_time_do_not_mix(kind: str, tmp_path: Path) -> None:
+    path, ready = tmp_path / "out", threading.Barrier(4)
+    make(path, kind, "old")
+
+    def write(text: str) -> None:
+        with _files.replacing(path) as partial:
+            make(partial, kind, text)
+            ready.wait(30)
+
+    writers = [threading.Thread(target=write, args=(str(i),)) for i in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    (text,) = set(read(path))
+    assert text in "0123"
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+
+
+def test_links_modes_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
+    path, link, pipe = tmp_path / "secret", tmp_path / "link", tmp_path / "pipe"
+    path.write_text("old")
+    path.chmod(0o600)
+    link.symlink_to("secret")
+    _files.write_text(link, "new")
+    assert link.is_symlink()
+    assert path.read_text() == "new"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    _files.write_text(pipe, "through")
+    assert os.read(reader, 20) == b"through"
+    os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_an_old_folder_that_cannot_be_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "out"
+    make(path, "folder", "old")
+
+    def refuse(folder: Path) -> None:
+        raise PermissionError(errno.EACCES, "no", str(folder))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with caplog.at_level(logging.WARNING, "twell"), _files.replacing(path) as partial:
+        make(partial, "folder", "new")
+    assert set(read(path)) == {"new"}
+    (left,) = _files.leftovers(path)
+    assert f"{left} could not be removed" in caplog.text
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_full_disks_are_recognised(code: int) -> None:
+    def chained(error: Exception, link: str) -> Exception:
+        outer = RuntimeError("unexpected pos 64 vs 0")
+        setattr(outer, link, error)
+        return outer
+
+    full = OSError(code, os.strerror(code))
+    assert _files.is_full(full)
+    assert _files.is_full(chained(full, "__cause__"))
+    assert _files.is_full(chained(chained(full, "__context__"), "__cause__"))
+    assert _files.is_full(RuntimeError(f"IoError(Os {{ code: {code}, message: {os.strerror(code)!r} }})"))
+    assert not _files.is_full(chained(OSError(errno.EACCES, os.strerror(errno.EACCES)), "__cause__"))
+    assert not _files.is_full(None)
+
+
+def write_table(path: Path) -> None:
+    from twell import _analyze
+
+    _analyze.write_csv(path, [{"layer": 1}])
+
+
+def write_json(path: Path) -> None:
+    from twell._bench import report
+
+    report.write_json(path, [], machine="m", arguments={})
+
+
+def cut_back(path: Path) -> None:
+    from twell import recipe
+
+    recipe.StatsWriter(path, resume_step=1, tensorboard=False)
+
+
+@pytest.mark.parametrize("write", [write_table, write_json, cut_back])
+def test_files_of_users_are_replaced_whole_and_on_the_disk(
+    write: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if write is write_table:
+        pytest.importorskip("transformers")
+    path, old = tmp_path / "out.csv", "step,layer\n1,a\n2,a\n"
+    path.write_text(old)
+    synced: list[str] = []
+
+    def sync(partial: Path) -> None:
+        assert path.read_text() == old
+        synced.append(partial.read_text())
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_files, "sync_all", sync)
+        with pytest.raises(KeyboardInterrupt):
+            write(path)
+    assert path.read_text() == old
+    assert [each.name for each in tmp_path.iterdir()] == ["out.csv"]
+    write(path)
+    # without the date of it
+    assert path.read_text().splitlines()[-1] == synced[0].splitlines()[-1]
+    assert path.read_text() != old
