@@ -165,7 +165,12 @@ class Gathered(SparseProduct):
                 cute.arch.setmaxregister_increase(REGISTERS_MMA)
                 sA = shared.sA.get_tensor(a_layout.outer, swizzle=a_layout.inner)
                 sB = shared.sB.get_tensor(b_layout.outer, swizzle=b_layout.inner)
-                self.mma(full, empty, mma, shared.sA.data_ptr(), sA, sB, data, out, aside, bias, units, thread - 128)
+                mma.set(warpgroup.Field.ACCUMULATE, True)
+                role = (full, empty, mma, shared.sA.data_ptr(), sA, sB, data, out, aside, bias, units, thread - 128)
+                if aside.shape[0] > 0:
+                    self.mma(*role, True)
+                else:
+                    self.mma(*role, False)
 
     @cute.jit
     def sort_tiles(self, order, scratch, sizes, thread):
@@ -234,7 +239,10 @@ class Gathered(SparseProduct):
         store_bits(tile + swizzled(word), bits, mine)
 
     @cute.jit
-    def mma(self, full, empty, mma: cute.TiledMma, tiles, sA, sB, data, out, aside, bias, units, thread):
+    def mma(
+        self, full, empty, mma: cute.TiledMma, tiles, sA, sB, data, out, aside, bias, units, thread,
+        long: cutlass.Constexpr,
+    ):  # fmt: skip
         """Main loop over the list, then the tile of `out`."""
         half = cute.arch.make_warp_uniform(thread // 128)
         lane = cute.arch.lane_idx()
@@ -246,7 +254,6 @@ class Gathered(SparseProduct):
         coordinates = mma.get_slice(member).partition_C(cute.make_identity_tensor((TILE_M // 2, TILE_N)))
         acc = cute.make_rmem_tensor(coordinates.shape[:3], Float32)
         words = cute.make_rmem_tensor((2, AHEAD), Uint32)
-        mma.set(warpgroup.Field.ACCUMULATE, True)
         unit = Int32(cute.arch.block_idx()[0])
         group = Group(full, empty, tiles, words, aside, data, units, half, member)
         walk = self.first_turns(group)
@@ -257,7 +264,7 @@ class Gathered(SparseProduct):
             next_tile, next_slab = self.split(data, unit) if unit < units else (tile, slab)
             next_length = data.sizes[next_tile]
             self.start(acc, bias, coordinates, slab)
-            walk = self.sum_list(mma, (rA, rB, acc), group, walk, length)
+            walk = self.sum_list(mma, (rA, rB, acc), group, walk, length, long)
 
             row = tile * TILE_M + warp_index * 16 + (lane >> 2)
             column = slab * TILE_N

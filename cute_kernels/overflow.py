@@ -168,7 +168,6 @@ class Overflow:
                 block=(THREADS, 1, 1),
                 cluster=(self.cluster, 1, 1),
                 stream=stream,
-                use_pdl=True,
             )  # fmt: skip
 
     def passes(self, k):
@@ -194,8 +193,6 @@ class Overflow:
         totals: Any,
         aside: cute.Tensor,
     ):
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
         o = Operands(x, dy, w_gate, w_up, w_down, gate_bias, up_bias, down_bias, dl1, bits, results, totals, aside)
         s = self.views(SmemAllocator().allocate(self.shared))
         block = cute.arch.block_idx()[0]

@@ -26,7 +26,7 @@ class Rank:
     @cute.jit
     def __call__(self, popularity: cute.Tensor, order: cute.Tensor, slot: cute.Tensor, stream: cuda.CUstream):
         self.kernel(popularity, order, slot).launch(
-            grid=(cute.ceil_div(popularity.shape[0], NEURONS), 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+            grid=(cute.ceil_div(popularity.shape[0], NEURONS), 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
@@ -36,8 +36,6 @@ class Rank:
         shared = SmemAllocator()
         block = shared.allocate_tensor(Int32, cute.make_layout(BLOCK), byte_alignment=16)
         counts = shared.allocate_tensor(Int32, cute.make_layout((NEURONS, WARPS)), byte_alignment=16)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
         n = popularity.shape[0]
         neuron = cute.arch.block_idx()[0] * NEURONS + lane
         own = popularity[neuron] if neuron < n else 0

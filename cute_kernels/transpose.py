@@ -107,7 +107,7 @@ class Transpose:
         capacity = d_gate.shape[0]
         if chunks.shape[0] > 0:
             self.count(*pattern, groups, capacity).launch(
-                grid=(chunks.shape[0], 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
+                grid=(chunks.shape[0], 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
             )
         self.scan(sizes, groups, tiles, capacity).launch(
             grid=(cute.ceil_div(tiles.shape[0], SCAN_WARPS), 1, 1),
@@ -136,9 +136,8 @@ class Transpose:
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tile = cute.arch.block_idx()[0]
-        s, _ = self.views(SmemAllocator().allocate(self.shared), slot.shape[0])
-        cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        s, _ = self.views(SmemAllocator().allocate(self.shared), slot.shape[0])
         if sizes[chunks.shape[0]] <= capacity:
             listed = self.load_list(s, neurons, chunks, sizes, slot, tile, thread)
             total = groups.shape[0]
@@ -209,7 +208,6 @@ class Transpose:
         tile = cute.arch.block_idx()[0]
         s, room = self.views(SmemAllocator().allocate(self.shared), slot.shape[0])
         cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
         if sizes[chunks.shape[0]] <= d_gate.shape[0]:
             listed = self.load_list(s, neurons, chunks, sizes, slot, tile, thread)
             total = tiles.shape[0]

@@ -18,7 +18,7 @@ WINDOW neurons of the union at a time:
               dot    mma: [4 neurons x K/8] times x of the eight tokens, from registers; partial sums go to `partial`;
               sync   one barrier a batch: its sums are complete, the buffers just read are free and are refilled;
               add    mma: [K/8 columns x 4 neurons] times h of the eight tokens, onto fp32 sums in registers. h is fp32:
-                     it enters as three 16-bit terms, side by side in the sixteen k of one mma.
+                     it enters as three 16-bit terms, two of them side by side in the eight k of one mma.
             The dot of the next batch overlaps with the add of this one.
 
     FULL[b % buffers]  1 arrival + bytes: the down rows of batch b and the up rows of batch b + 1, one turn's work.
@@ -38,7 +38,7 @@ from . import feasible
 from . import format as twell
 from .sm90 import operands
 from .sm90.copies import bulk_copy, load_peer, load_values, store_values
-from .sm90.mma import load_matrices_transposed, mma_16x8x16
+from .sm90.mma import load_matrices_transposed, mma_16x8x8, mma_16x8x16
 from .sm90.values import (
     MAGNITUDE,
     high_to_float,
@@ -213,10 +213,15 @@ class UpDown:
         deal = (Int32(0), Int32(1), words.shape[1] // width)
         acc = cute.make_rmem_tensor((4, 4, self.blocks), Float32)
         acc.fill(0.0)
-        total, _ = self.accumulate(
+        summed = (
             s, words, spill, w_up, w_down, up_bias, x_frag, acc, m, listed, warp, deal, width, slab,
             Int32(0), thread, warp, lane,
         )  # fmt: skip
+        total = Float32(0.0)
+        if w_down.shape[0] > self.longest:
+            total, _ = self.accumulate(*summed, True)
+        else:
+            total, _ = self.accumulate(*summed, False)
 
         self.stage_rows(s, acc, down_bias, slab, y.shape[1], warp, lane)
         cute.arch.sync_threads()
@@ -300,7 +305,7 @@ class UpDown:
         acc.fill(0.0)
         total, phases = self.accumulate(
             s, words, spill, w_up, w_down, up_bias, x_frag, acc, m, Boolean(True), Int32(0), deal, width,
-            Int32(0), phases, thread, warp, lane,
+            Int32(0), phases, thread, warp, lane, False,
         )  # fmt: skip
 
         # read again rather than kept in a register beside the sums
@@ -361,22 +366,32 @@ class UpDown:
         thread,
         warp,
         lane,
+        long: cutlass.Constexpr,
     ):
-        """List and stream the union, window by window; returns each lane's sum of |h| and the barriers' phases."""
-        total, start, more = Float32(0.0), Int32(0), Boolean(True)
-        while more:
-            self.list_window(
+        """List and stream the union, window by window; returns each lane's sum of |h| and the barriers' phases.
+
+        `long` is for layers with more than `longest` neurons, whose sums may take that many terms.
+        """
+        total, share = Float32(0.0), Float32(0.0)
+        start, size = Int32(0), Int32(1)
+        while start < size:
+            size = self.list_window(
                 s, words, spill, up_bias, m, listed, slot, deal, width, start, w_down.shape[0], thread, warp, lane
             )
             self.clear_tails(s, w_down.shape[1] - slab * self.slab, thread)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_threads()
-            here = cutlass.min(s.counts[SIZE] - start, Int32(WINDOW))
-            apart = start >= self.longest
-            total, phases = self.stream(s, w_up, w_down, x_frag, acc, here, apart, total, slab, phases, warp, lane)
+            here = cutlass.min(size - start, Int32(WINDOW))
+            streamed = (s, w_up, w_down, x_frag, acc, here, slab, phases, warp, lane)
+            if const_expr(long):
+                if start < self.longest:
+                    share, phases = self.stream(*streamed, False)
+                else:
+                    share, phases = self.stream(*streamed, True)
+            else:
+                share, phases = self.stream(*streamed, False)
+            total += share
             start += WINDOW
-            # in shared memory, for want of registers
-            more = start < s.counts[SIZE]
             cute.arch.sync_threads()
         return total, phases
 
@@ -407,7 +422,7 @@ class UpDown:
 
     @cute.jit
     def list_window(self, s, words, spill, up_bias, m, listed, slot, deal, width, start, neurons, thread, warp, lane):
-        """Fill `union` and `gates` with ranks `start` and on of the union, whose size goes to `counts`."""
+        """Fill `union` and `gates` with ranks `start` and on of the union; returns the union's size."""
         bitmap_words = cute.ceil_div(neurons, 32)
         for i in cutlass.range(thread, bitmap_words, THREADS, unroll=1):
             s.bitmap[i] = Uint32(0)
@@ -449,9 +464,8 @@ class UpDown:
         cute.arch.sync_threads()
         if listed:
             self.scan(s, words, spill, m, slot, deal, width, start, warp, lane, True)
-        if thread == 0:
-            s.counts[SIZE] = size
         cute.arch.sync_threads()
+        return size
 
     @cute.jit
     def scan(self, s, words, spill, m, slot, deal, width, start, warp, lane, place: cutlass.Constexpr):
@@ -502,7 +516,7 @@ class UpDown:
     # ---- stream ----
 
     @cute.jit
-    def stream(self, s, w_up, w_down, x_frag, acc, neurons, apart, total, slab, phases, warp, lane):
+    def stream(self, s, w_up, w_down, x_frag, acc, neurons, slab, phases, warp, lane, apart: cutlass.Constexpr):
         """Add h times the listed neurons' down rows to `acc`; returns each lane's share of sum |h|, and the phases.
 
         `apart` is for sums that are too long for tensor cores, see sm90/sums.py.
@@ -514,6 +528,7 @@ class UpDown:
             self.fetch(s, w_up, w_down, Int32(-1), self.buffers, Int32(0), Int32(0), neurons, slab, warp, lane)
         for b in cutlass.range(cutlass.min(batches, Int32(ahead)), unroll=1):
             self.fetch(s, w_up, w_down, b, b, b, b + 1, neurons, slab, warp, lane)
+        total = Float32(0.0)
         g, pair = lane >> 2, (lane & 1) * 2
         up_source = s.up.iterator + (
             (lane >> 3) * self.slab + self.column(warp, 0) + ((lane & 3) << 3) + ((lane & 4) << 3)
@@ -543,11 +558,7 @@ class UpDown:
                 h0 = h0 * up0 if gates & Uint32(MAGNITUDE) != 0 else Float32(0.0)
                 h1 = h1 * up1 if gates & Uint32(MAGNITUDE << 16) != 0 else Float32(0.0)
             total += cute.arch.fmax(h0, -h0) + cute.arch.fmax(h1, -h1)
-            rows = down_source + buffer * (BATCH * self.pitch)
-            if apart:
-                self.add(acc, rows, h0, h1, lane, True)
-            else:
-                self.add(acc, rows, h0, h1, lane, False)
+            self.add(acc, down_source + buffer * (BATCH * self.pitch), h0, h1, lane, apart)
             self.sync()
             buffer = following
         return total, phases
@@ -623,8 +634,8 @@ class UpDown:
     def add(self, acc, source, h0, h1, lane, apart: cutlass.Constexpr):
         """acc += this warp's columns of four down rows times h; h0, h1 are those of neurons 2 (lane % 2) and the next.
 
-        B operand: the leading terms of h in k = 0-3, the second in 4-7, the third in 8-11; the rows stand at each of
-        them. If `apart`, fp32 additions add the products to the sums, and not the tensor cores.
+        B operands: the leading terms of h in k = 0-3 and the second in 4-7, where the rows stand again; then the third.
+        If `apart`, fp32 additions add the products to the sums, and not the tensor cores, with all terms in one mma.
         """
         first, rest0, rest1 = self.split(h0, h1)
         second, rest0, rest1 = self.split(rest0, rest1)
@@ -634,17 +645,21 @@ class UpDown:
         for block in range_constexpr(self.blocks):
             for half in range_constexpr(2):
                 a = load_matrices_transposed(source + (BLOCK * block + BLOCK // 2 * half))
-                # the rows stand twice in A: k = 8-15 are for the third terms
-                for i in range_constexpr(2):
-                    tile, rows = 2 * half + i, (a[2 * i], a[2 * i + 1]) * 2
-                    before = [acc[j, tile, block] for j in range(4)]
-                    if const_expr(apart):
+                if const_expr(apart):
+                    for i in range_constexpr(2):
+                        rows = (a[2 * i], a[2 * i + 1]) * 2
                         sums = mma_16x8x16([Float32(0.0)] * 4, *rows, leading, third, self.dtype)
-                        sums = [sums[j] + before[j] for j in range(4)]
-                    else:
-                        sums = mma_16x8x16(before, *rows, leading, third, self.dtype)
-                    for j in range_constexpr(4):
-                        acc[j, tile, block] = sums[j]
+                        for j in range_constexpr(4):
+                            acc[j, 2 * half + i, block] += sums[j]
+                else:
+                    # a sum is touched again only after another one was
+                    for b in (leading, third):
+                        for i in range_constexpr(2):
+                            tile = 2 * half + i
+                            sums = [acc[j, tile, block] for j in range(4)]
+                            sums = mma_16x8x8(sums, a[2 * i], a[2 * i + 1], b, self.dtype)
+                            for j in range_constexpr(4):
+                                acc[j, tile, block] = sums[j]
 
     @cute.jit
     def up(self, s, b, g, pair):

@@ -124,8 +124,7 @@ class WeightGrad(SparseProduct):
             (wide, narrow, row_sums), a_layout, b_layout, ones_layout, slabs, units,
             capacity,
         ).launch(
-            grid=(cutlass.min(units, max_ctas), 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream,
-            use_pdl=True,
+            grid=(cutlass.min(units, max_ctas), 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
         )  # fmt: skip
 
     @cute.kernel
@@ -164,8 +163,6 @@ class WeightGrad(SparseProduct):
                 ones[i] = self.dtype(1.0)
             cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
         if sizes[sizes.shape[0] - 1] <= capacity:
             data = Operands(x, dy, tiles, starts, packed, tokens, slabs)
             if group == 0:
@@ -176,10 +173,16 @@ class WeightGrad(SparseProduct):
                 sA = shared.sA.get_tensor(a_layout.outer, swizzle=a_layout.inner)
                 sB = shared.sB.get_tensor(b_layout.outer, swizzle=b_layout.inner)
                 sOnes = shared.ones.get_tensor(ones_layout.outer, swizzle=ones_layout.inner)
-                self.mma(
+                for mma in mmas:
+                    mma.set(warpgroup.Field.ACCUMULATE, True)
+                role = (
                     full, empty, mmas, shared.sA.data_ptr(), sA, sB, sOnes, data, order, weights, biases, aside, units,
                     thread - 128,
                 )  # fmt: skip
+                if aside.shape[0] > 0:
+                    self.mma(*role, True)
+                else:
+                    self.mma(*role, False)
 
     @cute.jit
     def split(self, data, unit):
@@ -221,7 +224,10 @@ class WeightGrad(SparseProduct):
         store_bits(tile + swizzled(low), bits, valid)
 
     @cute.jit
-    def mma(self, full, empty, mmas, tiles, sA, sB, sOnes, data, order, weights, biases, aside, units, thread):
+    def mma(
+        self, full, empty, mmas, tiles, sA, sB, sOnes, data, order, weights, biases, aside, units, thread,
+        long: cutlass.Constexpr,
+    ):  # fmt: skip
         """Main loop over a unit's tokens, then the rows of its neurons."""
         wide, narrow, row_sums = mmas
         half = cute.arch.make_warp_uniform(thread // 128)
@@ -240,9 +246,6 @@ class WeightGrad(SparseProduct):
         )
         sums = cute.make_rmem_tensor(row_sums.get_slice(member).partition_shape_C((TILE_M, 8)), Float32)
         words = cute.make_rmem_tensor((2, AHEAD), Uint32)
-        wide.set(warpgroup.Field.ACCUMULATE, True)
-        narrow.set(warpgroup.Field.ACCUMULATE, True)
-        row_sums.set(warpgroup.Field.ACCUMULATE, True)
         unit = Int32(cute.arch.block_idx()[0])
         group = Group(full, empty, tiles, words, aside, data, units, half, member)
         walk = self.first_turns(group)
@@ -258,11 +261,11 @@ class WeightGrad(SparseProduct):
             sums.fill(0.0)
             if const_expr(self.gated):
                 if of_dy:
-                    walk = self.sum_list(narrow, (rA, rHalf, acc_half), group, walk, length)
+                    walk = self.sum_list(narrow, (rA, rHalf, acc_half), group, walk, length, long)
                 else:
-                    walk = self.sum_list(wide, (rA, rB, acc, row_sums, rOnes, sums), group, walk, length)
+                    walk = self.sum_list(wide, (rA, rB, acc, row_sums, rOnes, sums), group, walk, length, long)
             else:
-                walk = self.sum_list(narrow, (rA, rHalf, acc_half, row_sums, rOnes, sums), group, walk, length)
+                walk = self.sum_list(narrow, (rA, rHalf, acc_half, row_sums, rOnes, sums), group, walk, length, long)
             first = slab * TILE_N
             if of_dy:
                 self.store(acc_half, dw_down, order, tile, first + half * (TILE_N // 2), TILE_N // 2, length, member)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Boolean, Int32, Int64, Uint16, Uint32, range_constexpr
+from cutlass import Boolean, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
 from .. import feasible
@@ -180,52 +180,53 @@ class SparseProduct:
 
     @cute.jit
     def first_turns(self, g):
-        """Where a warp group begins its walk over all turns: stage of the ring, slot of the tiles, what is ahead."""
+        """Where a warp group begins to walk all turns of its CTA: stage of the ring, slot of the tiles, what is ahead."""
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
         return state, Int32(0), self.first_tiles(g.data, g.tiles, g.words, g.units, g.half, g.member)
 
     @cute.jit
-    def sum_list(self, mma: cute.TiledMma, factors, g, walk, length):
-        """Add the products of a unit's whole list to its sums; the walk goes on behind it."""
+    def sum_list(self, mma: cute.TiledMma, factors, g, walk, length, long: cutlass.Constexpr):
+        """Add the products of a unit's whole list to its sums; the walk goes on behind it.
+
+        Without `long` no list has more than `longest` places. Whatever asks that of each list slows all of them down by
+        a tenth: the compiler keeps counters of a loop in uniform registers only where every branch is uniform.
+        """
         state, slot, ahead = walk
         release = state.clone()
         lane = cute.arch.lane_idx()
         turns, longest = cute.ceil_div(length, TURN) * self.products, self.longest // TURN
-        k = Int32(0)
-        while k < turns:
-            # a loop in a loop, so that what is seldom done stands outside of the one that counts
-            more = Boolean(True)
-            while more:
-                left = length - k // self.products * TURN
-                cute.arch.barrier(barrier_id=TILE_BARRIER + g.half, number_of_threads=GROUP_THREADS)
+        for k in cutlass.range(turns, unroll=1):
+            left = length - k // self.products * TURN
+            if const_expr(long):
+                if k > 0 and k % longest == 0:
+                    warpgroup.wait_group(0)
+                    for i in range_constexpr(2, len(factors), 3):
+                        set_aside(factors[i], g.aside, 128 * (i // 5), k == longest)
+            cute.arch.barrier(barrier_id=TILE_BARRIER + g.half, number_of_threads=GROUP_THREADS)
+            cute.arch.mbarrier_wait(g.full + state.index, state.phase)
+            self.multiply(mma, factors, 2 * slot + g.half, state.index, 0)
+            state.advance()
+            warpgroup.wait_group(1)
+            if k > 0:
+                release = self.release(g.empty, release, lane)
+            if left > 64:
                 cute.arch.mbarrier_wait(g.full + state.index, state.phase)
-                self.multiply(mma, factors, 2 * slot + g.half, state.index, 0)
+                self.multiply(mma, factors, 2 * slot + g.half, state.index, 1)
                 state.advance()
+            # while the tensor cores work: the next turn's coefficients
+            ahead = self.fill_tile(g.data, g.tiles, g.words, ahead, g.units, g.half, g.member)
+            if left > 64:
                 warpgroup.wait_group(1)
-                if k > 0:
-                    release = self.release(g.empty, release, lane)
-                if left > 64:
-                    cute.arch.mbarrier_wait(g.full + state.index, state.phase)
-                    self.multiply(mma, factors, 2 * slot + g.half, state.index, 1)
-                    state.advance()
-                # while the tensor cores work: the next turn's coefficients
-                ahead = self.fill_tile(g.data, g.tiles, g.words, ahead, g.units, g.half, g.member)
-                if left > 64:
-                    warpgroup.wait_group(1)
-                    release = self.release(g.empty, release, lane)
-                self.clear(g.tiles, slot - 1 if slot > 0 else 2, g.half, g.member)
-                slot = slot + 1 if slot < 2 else 0
-                k += 1
-                more = (k < turns) & (k % longest != 0)
-            warpgroup.wait_group(0)
-            if k < turns:
-                for i in range_constexpr(2, len(factors), 3):
-                    set_aside(factors[i], g.aside, 128 * (i // 5), k == longest)
+                release = self.release(g.empty, release, lane)
+            self.clear(g.tiles, slot - 1 if slot > 0 else 2, g.half, g.member)
+            slot = slot + 1 if slot < 2 else 0
+        warpgroup.wait_group(0)
         if turns > 0:
             release = self.release(g.empty, release, lane)
-        if turns > longest:
-            for i in range_constexpr(2, len(factors), 3):
-                take_back(factors[i], g.aside, 128 * (i // 5))
+        if const_expr(long):
+            if turns > longest:
+                for i in range_constexpr(2, len(factors), 3):
+                    take_back(factors[i], g.aside, 128 * (i // 5))
         return state, slot, ahead
 
     @cute.jit
