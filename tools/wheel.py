@@ -1,7 +1,7 @@
 """Build the wheel that is handed on, with the platform tag that indexes accept.
 
 A wheel that pip builds from the sources is tagged linux_x86_64, which says nothing of the systems that it runs on.
-auditwheel compares the symbols that its library needs with those that a tag promises, and refuses one that does not hold.
+auditwheel compares what its library needs with what the tag's systems have, and refuses a tag that does not hold.
 """
 
 from __future__ import annotations

@@ -71,9 +71,9 @@ def test_name_says_what_it_needs(wheel: Path) -> None:
     assert wheel.stat().st_size < 20e6
 
 
-@pytest.mark.parametrize("check", [["twine", "check", "--strict"], ["check_wheel_contents"]], ids=lambda check: check[0])
-def test_an_index_takes_it(check: list[str], wheel: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", *check, str(wheel)], capture_output=True, text=True)
+@pytest.mark.parametrize("check", ["twine check --strict", "check_wheel_contents"])
+def test_an_index_takes_it(check: str, wheel: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", *check.split(), str(wheel)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -157,9 +157,7 @@ def _build(spec: specs.Spec, folder: Path) -> Path:
     try:
         compile_object = kernel_module("compile").compile_object
     except ImportError as error:
-        raise RuntimeError(
-            f"kernel {spec} is neither packaged nor cached, and cannot be compiled: {error}"
-        ) from error
+        raise RuntimeError(f"kernel {spec} is neither packaged nor cached, and cannot be compiled: {error}") from error
     logger.info("compiling kernel %s", spec.symbol)
     with tempfile.TemporaryDirectory(dir=folder, prefix=_scratch(spec)) as scratch:
         product = Path(scratch) / f"{spec.symbol}.o"
