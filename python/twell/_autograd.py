@@ -74,15 +74,14 @@ class _FFN(torch.autograd.Function):
     @staticmethod
     @_nvtx.marked(lambda ctx, dy, *_: _backward_range(ctx.name, dy))
     def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[-len(Operands._fields) :]
-        needs = Operands(*needed)
+        needs = Operands(*ctx.needs_input_grad[-len(Operands._fields) :])
         db_down = None
         if needs.b_down and dy is not None:
             db_down = dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(dy.dtype)
         gradients = Operands(None, None, None, None, None, None, db_down)
         saved: tuple[Tensor | None, ...] = ()
         # torch 2.9 cannot trace a slice of a named tuple
-        if any(needed[:-1]) and not (dy is None and dl1 is None):
+        if any(tuple(needs)[:-1]) and not (dy is None and dl1 is None):
             saved = ctx.saved_tensors
             with torch.no_grad():
                 gradients = _gradients(dy, dl1, saved, needs, ctx.mains)._replace(b_down=db_down)
