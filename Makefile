@@ -18,6 +18,8 @@ BUNDLE_SYMBOLS ?=
 BUNDLE_PACKAGES ?=
 # Passed on: make test ARGS="-k unpack", make demo ARGS="--text ~/notes".
 ARGS ?=
+# The version for `make test-torch`.
+TORCH ?= 2.9.0
 
 PY := $(abspath $(VENV))/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -29,18 +31,26 @@ export PYTHONPATH := $(CURDIR)/python:$(CURDIR)
 
 pip = "$(PY)" -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 stamp := $(VENV)/.twell-ready
-symbols := $(subst $() $(),;,$(strip $(BUNDLE_SYMBOLS)))
+# What hangs on torch: operators, autograd, torch.compile, torch.export, modules.
+core := ops functional nn training hybrid packed reference reglu auto compaction sparsify recipe serving testing nvtx
 
-.PHONY: help demo test lint format charts docs symbols wheel bundle clean
+.PHONY: help demo test test-torch lint format charts docs symbols wheel sdist bundle clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
 
 demo: $(stamp) ## train a small model on real text, compare sparse with dense, draw what happened
 	"$(PY)" -m twell demo $(ARGS)
 
 test: $(stamp) ## every test that this machine can run; the GPU's are skipped without one
 	"$(PY)" -m pytest $(ARGS)
+
+test-torch: build/torch-$(TORCH).txt ## the tests that hang on torch, with another version: TORCH=2.9.0
+	$(MAKE) test VENV=build/torch-$(TORCH) CONSTRAINTS=$< ARGS="$(core:%=tests/cpu/test_%.py) $(ARGS)"
+
+build/torch-$(TORCH).txt: constraints.txt
+	mkdir -p build
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $@
 
 lint: $(stamp) ## ruff and mypy
 	"$(PY)" -m ruff check
@@ -62,12 +72,16 @@ symbols: $(stamp) ## names of the kernels that ship
 
 wheel: $(stamp) ## dist/: a wheel with every kernel inside
 	rm -f dist/*.whl
-	"$(PY)" -m build --no-isolation --wheel --outdir dist
+	"$(PY)" tools/wheel.py
+
+sdist: $(stamp) ## dist/: the sources, from which pip compiles the kernels
+	rm -f dist/*.tar.gz
+	"$(PY)" -m build --no-isolation --sdist --outdir dist
 
 bundle: $(stamp) ## build/bundle/: what a GPU host without network needs; BUNDLE_SYMBOLS="..." for some kernels only
 	rm -rf build/bundle-wheel
-	TWELL_SYMBOLS="$(symbols)" "$(PY)" -m build --no-isolation --wheel --outdir build/bundle-wheel \
-		--config-setting=build-dir=build/$(if $(symbols),partial,wheel)
+	TWELL_SYMBOLS="$(BUNDLE_SYMBOLS)" "$(PY)" -m build --no-isolation --wheel --outdir build/bundle-wheel \
+		--config-setting=build-dir=build/$(if $(strip $(BUNDLE_SYMBOLS)),partial,wheel)
 	"$(PY)" tools/bundle.py --python $(BUNDLE_PYTHON) --wheel build/bundle-wheel/*.whl $(BUNDLE_PACKAGES)
 
 clean: ## remove what was built, .venv included

@@ -8,11 +8,13 @@ execute_process(
   OUTPUT_VARIABLE CUTE_LIBRARIES
   COMMAND_ERROR_IS_FATAL ANY)
 
-# The wheels that carry them install beside ours, so paths relative to twell/_lib find them on any machine.
-set(CUTE_RPATH "")
+# The wheels that carry them install beside ours, so paths relative to twell/_lib find them on any machine. Where kernels
+# run, the runtime may be that of the other toolkit.
+set(folders nvidia_cutlass_dsl/cu12/lib nvidia_cutlass_dsl/cu13/lib tvm_ffi/lib)
+list(TRANSFORM folders PREPEND "$ORIGIN/../../" OUTPUT_VARIABLE CUTE_RPATH)
 foreach(library IN LISTS CUTE_LIBRARIES)
-  if(NOT library MATCHES "/((nvidia_cutlass_dsl|tvm_ffi)/.*)/[^/]+$")
-    message(FATAL_ERROR "expected ${library} inside an installed wheel")
+  cmake_path(GET library PARENT_PATH folder)
+  if(NOT folder MATCHES "/(nvidia_cutlass_dsl/cu1[23]|tvm_ffi)/lib$")
+    message(FATAL_ERROR "expected ${library} in one of ${folders} of an installed wheel")
   endif()
-  list(APPEND CUTE_RPATH "$ORIGIN/../../${CMAKE_MATCH_1}")
 endforeach()

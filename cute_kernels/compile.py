@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cutlass.cute as cute
-from cutlass.cute.runtime import find_runtime_libraries, make_fake_stream
+try:
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import find_runtime_libraries, make_fake_stream
+except ImportError as error:
+    raise ImportError(f"no compiler of kernels ({error}); install it with `pip install twell[jit]`") from error
 
 from .fingerprint import ARCH
 from .specs import Spec

@@ -8,6 +8,9 @@ from pathlib import Path
 
 ARCH = "sm_90a"
 
+# Of the DSL the distribution that every installation has, with the compiler or without, of any toolkit.
+DSL, TVM_FFI = "nvidia-cutlass-dsl-libs-base", "apache-tvm-ffi"
+
 
 def source_hash() -> str:
     """SHA-256 over the names and bytes of every Python file of this package."""
@@ -22,4 +25,4 @@ def source_hash() -> str:
 
 def versions() -> dict[str, str]:
     """Versions of the distributions that decide the code and its binding."""
-    return {name: metadata.version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")}
+    return {name: metadata.version(name) for name in (DSL, TVM_FFI)}

@@ -103,8 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with scratch_folder():
         try:
             compiler = kernel_module("compile")
-        except ModuleNotFoundError as error:
-            print(f"dump: error: needs the compiler, nvidia-cutlass-dsl ({error})", file=sys.stderr)
+        except ImportError as error:
+            print(f"dump: error: {error}", file=sys.stderr)
             return 2
         disassembled = True
         for symbol in arguments.symbols:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A bundle has no kernel sources to compile, no build files, no pages and no pictures.
 if not (ROOT / "CMakeLists.txt").exists():
-    absent = ("bundle", "catalog", "charts", "compile", "docs", "format", "imports", "wheel")
+    absent = ("bundle", "catalog", "charts", "compile", "docs", "format", "imports", "requirements", "wheel")
     collect_ignore = [f"cpu/test_{name}.py" for name in absent]
 
 
@@ -45,9 +45,9 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel with every kernel, built as `make wheel` builds it; only what changed is compiled again."""
+    """The wheel with every kernel, as `make wheel` makes it; only what changed is compiled again."""
     out = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(out), str(ROOT)]
+    command = [sys.executable, str(ROOT / "tools" / "wheel.py"), "--out", str(out)]
     environment = {name: value for name, value in os.environ.items() if name != "TWELL_SYMBOLS"}
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
     built = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -97,7 +97,8 @@ class _FFN(torch.autograd.Function):
             db_down = dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(dy.dtype)
         gradients = Operands(None, None, None, None, None, None, db_down)
         saved: tuple[Tensor | None, ...] = ()
-        if any(needs[:-1]) and not (dy is None and dl1 is None):
+        # torch 2.9 cannot trace a slice of a named tuple
+        if any(tuple(needs)[:-1]) and not (dy is None and dl1 is None):
             saved = ctx.saved_tensors
             with torch.no_grad():
                 gradients = _gradients(dy, dl1, saved, needs, ctx.mains)._replace(b_down=db_down)

@@ -15,10 +15,11 @@ import torch
 import twell
 from twell import _env
 from twell._log import logger
-from twell._runtime import cache, device, packaged
+from twell._runtime import cache, device, fingerprint, packaged
 
 SPARSE_CAPABILITY = (9, 0)
-PACKAGES = ("cuda-python", "cuda-bindings", "apache-tvm-ffi", "nvidia-cutlass-dsl")
+# the last is the compiler, which need not be there
+PACKAGES = ("cuda-python", "cuda-bindings", fingerprint.TVM_FFI, fingerprint.DSL, "nvidia-cutlass-dsl")
 VARIABLES: dict[str, Callable[[], object]] = {
     "TWELL_JIT": lambda: "auto" if _env.jit() else "off",
     "TWELL_CACHE_DIR": _env.cache_dir,
@@ -194,8 +195,7 @@ def lines(info: Info, verbose: bool) -> Iterator[str]:
             "library": kernels.library,
             "kernels": f"{len(kernels.symbols)} for {kernels.arch}" + ("" if verbose else " (--verbose lists them)"),
             "built with": (
-                f"nvidia-cutlass-dsl {kernels.dsl_version} ({kernels.toolkit}), "
-                f"apache-tvm-ffi {kernels.tvm_ffi_version}"
+                f"CuTe DSL {kernels.dsl_version} ({kernels.toolkit}), {fingerprint.TVM_FFI} {kernels.tvm_ffi_version}"
             ),
             "sources": str(kernels.source_hash),
             "loads": "yes" if kernels.loads else "no",

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import twell
 from twell._auto import AutoStrategy
-from twell._runtime import format, packaged
+from twell._runtime import fingerprint, format, packaged
 from twell.functional import Aux, Strategy
 
 _T = TypeVar("_T")
@@ -918,7 +918,7 @@ def machine_line(device: torch.device | str | None = None) -> str:
         parts = [f"CPU {platform.machine()}, {torch.get_num_threads()} threads"]
     parts += [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
     manifest = packaged.read_manifest(packaged.FOLDER)
-    dsl = packaged.version("nvidia-cutlass-dsl") if manifest is None else manifest.versions.get("nvidia-cutlass-dsl")
+    dsl = packaged.version(fingerprint.DSL) if manifest is None else manifest.dsl_version
     parts += [f"CuTe DSL {dsl}", f"twell {twell.__version__}"]
     if manifest is not None:
         parts.append(f"kernels {manifest.source_hash[:12]}")

@@ -41,6 +41,11 @@ def test_what_ships() -> None:
                 assert specs.DownSpec(dtype, specs.k_class(k), bias) in shipped
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/install.md"])
+def test_pages_say_how_many_ship(page: str, root: Path) -> None:
+    assert set(re.findall(r"(\d+) kernels", (root / page).read_text())) == {str(len(catalog.SHIPPED))}
+
+
 def test_k_class_is_the_smallest_that_holds_k() -> None:
     assert specs.k_class(8) == specs.K_CLASSES[0]
     for smaller, larger in zip(specs.K_CLASSES, specs.K_CLASSES[1:]):

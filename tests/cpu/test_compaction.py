@@ -329,7 +329,8 @@ def test_evidence_of_two_ranks(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    outputs = [rank.communicate(timeout=300)[0].strip() for rank in ranks]
+    # torch 2.9 prints that ranks are connected
+    outputs = [rank.communicate(timeout=300)[0].splitlines()[-1] for rank in ranks]
     assert outputs == [f"{list(range(1, 18, 2))} 11 {10**rank}" for rank in range(2)]
 
 

@@ -379,7 +379,7 @@ def complaint(words: list[str], known: dict[str, str]) -> str:
                 return said.getvalue().strip() if stopped.code else ""
         return ""
     if name == "make":
-        targets = re.findall(r"(?m)^([a-z]+):", (ROOT / "Makefile").read_text())
+        targets = re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text())
         return "" if not rest or rest[0] in targets else f"make has no target {rest[0]}"
     if name in ("python", "python3") and rest[:1] in (["-m"], ["-c"]):
         return "" if rest[0] == "-c" or importlib.util.find_spec(rest[1]) else f"no module {rest[1]}"

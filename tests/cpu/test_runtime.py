@@ -266,7 +266,7 @@ print(t.cache.load(t.SPEC)())
         monkeypatch.setitem(sys.modules, "cutlass", None)
         for name in [name for name in sys.modules if name.endswith("cute_kernels.compile")]:
             monkeypatch.delitem(sys.modules, name)
-        with pytest.raises(RuntimeError, match=r"UnpackSpec.*cannot be compiled.*pip install nvidia-cutlass-dsl"):
+        with pytest.raises(RuntimeError, match=r"UnpackSpec.*cannot be compiled.*pip install twell\[jit\]"):
             cache.load(SPEC)
 
     def test_a_failing_linker_is_quoted(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -330,7 +330,7 @@ class TestPackaged:
             ({"arch": "sm_100a"}, "built for sm_100a, expected sm_90a"),
             ({"source_hash": "0" * 64}, "the kernel sources changed since they were built"),
             ({"symbols": "unpack_bf16"}, "symbols must be a list, got 'unpack_bf16'"),
-            ({"versions": {"nvidia-cutlass-dsl": "4.8.1"}}, "apache-tvm-ffi must be a str, got None"),
+            ({"versions": {fingerprint.DSL: "4.8.1"}}, "apache-tvm-ffi must be a str, got None"),
             ({"toolkit": None}, "toolkit must be a str, got None"),
         ],
     )
@@ -350,13 +350,13 @@ class TestPackaged:
         assert "manifest.json" in caplog.text
 
     def test_other_versions_are_logged(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        versions = fingerprint.versions() | {"nvidia-cutlass-dsl": "4.0.0"}
+        versions = fingerprint.versions() | {fingerprint.DSL: "4.0.0"}
         self.write(tmp_path / "_lib", versions=versions)
         with caplog.at_level(logging.INFO, "twell"):
             manifest = packaged.read_manifest(tmp_path / "_lib")
         assert manifest is not None
         assert manifest.symbols == (SPEC.symbol,)
-        assert "built with nvidia-cutlass-dsl 4.0.0" in caplog.text
+        assert f"built with {fingerprint.DSL} 4.0.0" in caplog.text
 
     def test_a_symbol_that_the_library_lacks(self, tmp_path: Path) -> None:
         self.write(tmp_path / "_lib")
@@ -365,7 +365,7 @@ class TestPackaged:
 
     def test_a_missing_runtime_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(packaged, "_runtime_candidates", lambda: iter([Path("libabsent-runtime.so")]))
-        with pytest.raises(RuntimeError, match=r"pip install nvidia-cutlass-dsl.*libabsent-runtime.so: cannot open"):
+        with pytest.raises(RuntimeError, match=r"pip install nvidia-cutlass-dsl-libs-cu12.*libabsent-runtime.so: can"):
             packaged.load_runtime.__wrapped__()
 
     def test_a_missing_tvm_ffi_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def load(spec: specs.Spec) -> packaged.Kernel:
 def fingerprint() -> str:
     """What an entry depends on besides its spec, as 16 hexadecimal digits."""
     toolkit = next(packaged.toolkits(), Path("none")).name
-    versions = [packaged.version(package) for package in (packaged.DSL, packaged.TVM_FFI)]
+    versions = [packaged.version(package) for package in (built_from.DSL, built_from.TVM_FFI)]
     parts = (built_from.source_hash(), *versions, toolkit, built_from.ARCH, platform.machine(), *platform.libc_ver())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
@@ -186,10 +186,7 @@ def _build(spec: specs.Spec, folder: Path) -> Path:
     try:
         compile_object = kernel_module("compile").compile_object
     except ImportError as error:
-        raise RuntimeError(
-            f"kernel {spec} is neither packaged nor cached, and cannot be compiled ({error}); "
-            "install the compiler with `pip install nvidia-cutlass-dsl`"
-        ) from error
+        raise RuntimeError(f"kernel {spec} is neither packaged nor cached, and cannot be compiled: {error}") from error
     logger.info("compiling kernel %s", spec.symbol)
     with tempfile.TemporaryDirectory(dir=folder, prefix=_scratch(spec)) as scratch:
         product = Path(scratch) / f"{spec.symbol}.o"

@@ -23,9 +23,7 @@ from twell._runtime import device, fingerprint
 
 FOLDER = Path(__file__).resolve().parents[1] / "_lib"
 LIBRARY = "libtwell_kernels.so"
-RUNTIME = "libcute_dsl_runtime.so"
-# distributions
-DSL, TVM_FFI = "nvidia-cutlass-dsl", "apache-tvm-ffi"
+RUNTIME, RUNTIME_PACKAGE = "libcute_dsl_runtime.so", "nvidia-cutlass-dsl-libs-cu12"
 
 Kernel = Callable[..., None]
 
@@ -49,11 +47,11 @@ class Manifest:
 
     @property
     def dsl_version(self) -> str:
-        return self.versions[DSL]
+        return self.versions[fingerprint.DSL]
 
     @property
     def tvm_ffi_version(self) -> str:
-        return self.versions[TVM_FFI]
+        return self.versions[fingerprint.TVM_FFI]
 
 
 def find(symbol: str) -> Kernel | None:
@@ -127,7 +125,7 @@ def _parse(fields: Any) -> Manifest:
     return Manifest(
         arch=field(fields, "arch", str),
         toolkit=field(fields, "toolkit", str),
-        versions={name: field(versions, name, str) for name in (DSL, TVM_FFI)},
+        versions={name: field(versions, name, str) for name in (fingerprint.DSL, fingerprint.TVM_FFI)},
         source_hash=field(fields, "source_hash", str),
         symbols=tuple(field(fields, "symbols", list)),
     )
@@ -177,7 +175,7 @@ def load_runtime() -> Path:
         logger.debug("kernel runtime %s", path)
         return path
     raise RuntimeError(
-        f"{RUNTIME} cannot be loaded; install it with `pip install nvidia-cutlass-dsl` ({'; '.join(problems)})"
+        f"{RUNTIME} cannot be loaded; install it with `pip install {RUNTIME_PACKAGE}` ({'; '.join(problems)})"
     )
 
 

@@ -22,8 +22,8 @@ so. For the Trainer of transformers there is ``twell.integrations.transformers.S
 Under torch.compile: call ``record_aux`` and make the tracker before the first step. A graph keeps the strategy that it
 was traced with, in training usually "dense"; ``settle`` names better ones from measured figures and has it traced
 anew. Activation checkpointing needs ``use_reentrant=False``; inside a graph compiled with ``fullgraph=True`` also
-``torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True``, while without fullgraph, or where the
-checkpoint surrounds compiled blocks, nothing is needed.
+``torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True``, which torch 2.9 does not have, while
+without fullgraph, or where the checkpoint surrounds compiled blocks, nothing is needed.
 """
 
 from twell.recipe._aux import (

@@ -1,0 +1,104 @@
+"""What twell asks of other packages, read from the metadata of a build: what they pin fits in, what is there stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from build import ProjectBuilder
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+# Requires-Dist of the wheels on the package index, as far as they name what twell or one of its extras asks for. Then
+# those of the versions that they pin: nvidia-cutlass-dsl 4.8.0 and its libraries, torch 2.14.0 and 2.14.1.
+DSL_480 = [f"nvidia-cutlass-dsl-libs-{part}==4.8.0" for part in ("base", "core", "cu12", "cu13")]
+DRIVER = ["cuda-bindings>=12.8", "cuda-bindings<14,>=13.0.3"]
+ENGINES = {
+    "vllm 0.33.0": [
+        "torch==2.14.0",
+        "apache-tvm-ffi==0.1.11",
+        "nvidia-cutlass-dsl[cu13]==4.8.0",
+        "transformers<5.21.0,>=5.16.1",
+        "safetensors>=0.6.2",
+        "nvtx==0.2.15",
+        *DSL_480,
+        *DRIVER,
+    ],
+    "sglang 0.5.23": [
+        "torch==2.14.1",
+        "apache-tvm-ffi==0.1.11",
+        "nvidia-cutlass-dsl[cu13]==4.8.0",
+        "transformers==5.19.0",
+        "cuda-python>=13.0",
+        *DSL_480,
+        *DRIVER,
+    ],
+}
+RUNTIME = "nvidia-cutlass-dsl-libs-cu12"
+
+
+@pytest.fixture(scope="module")
+def project(root: Path) -> ProjectBuilder:
+    return ProjectBuilder(root)
+
+
+@pytest.fixture(scope="module")
+def metadata(project: ProjectBuilder, tmp_path_factory: pytest.TempPathFactory) -> Message:
+    """The metadata that a wheel would have; no kernel is compiled."""
+    folder = project.prepare("wheel", tmp_path_factory.mktemp("metadata"))
+    assert folder is not None
+    return Parser().parsestr((Path(folder) / "METADATA").read_text())
+
+
+def requirements(metadata: Message, *extras: str) -> Iterator[Requirement]:
+    """What twell asks for with these extras; none are required without any."""
+    for line in metadata.get_all("Requires-Dist", []):
+        requirement = Requirement(line)
+        if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+            yield requirement
+
+
+def meet(ranges: list[SpecifierSet]) -> bool:
+    """Whether a version is in all of these ranges, whose lower bounds belong to them."""
+    bounds = {part.version for specifiers in ranges for part in specifiers if part.operator in ("==", ">=")}
+    return any(all(specifiers.contains(bound) for specifiers in ranges) for bound in bounds)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_installs_beside_a_serving_engine(engine: str, metadata: Message) -> None:
+    pins = [Requirement(line) for line in ENGINES[engine]]
+    common = set()
+    for ours in requirements(metadata, *metadata.get_all("Provides-Extra", [])):
+        theirs = [pin.specifier for pin in pins if pin.name == canonicalize_name(ours.name)]
+        assert not theirs or meet([ours.specifier, *theirs]), f"twell asks for {ours}, {engine} for {theirs}"
+        common.update([ours.name] if theirs else [])
+    assert {"torch", "apache-tvm-ffi", RUNTIME, "nvidia-cutlass-dsl", "cuda-bindings", "transformers"} <= common
+
+
+@pytest.mark.parametrize("ranges", [[">=4.8.1,<4.9", "==4.8.0"], [">=2,<3", ">=3"], ["!=1.0,>=1.0,<2", "==1.0"]])
+def test_ranges_that_do_not_meet_are_seen(ranges: list[str]) -> None:
+    assert not meet([SpecifierSet(one) for one in ranges])
+
+
+@pytest.mark.parametrize("installed", ["2.9.0", "2.11.0+cu130", "2.13.0+cpu", "2.14.1", "2.15.0"])
+def test_an_installed_torch_stays(installed: str, metadata: Message) -> None:
+    (torch,) = (requirement for requirement in requirements(metadata) if requirement.name == "torch")
+    assert torch.specifier.contains(installed)
+
+
+def test_the_compiler_is_an_extra(metadata: Message) -> None:
+    plain = {requirement.name for requirement in requirements(metadata)}
+    assert plain == {"torch", "apache-tvm-ffi", RUNTIME, "cuda-bindings"}
+    assert {requirement.name for requirement in requirements(metadata, "jit")} - plain == {"nvidia-cutlass-dsl"}
+
+
+def test_what_builds_and_what_runs_have_one_range(metadata: Message, project: ProjectBuilder) -> None:
+    """A kernel that a wheel lacks is compiled by what the wheel's own were compiled by, and called through the same."""
+    builds = {r.name: r.specifier for r in map(Requirement, project.build_system_requires)}
+    runs = {r.name: r.specifier for r in requirements(metadata, "jit")}
+    assert builds["nvidia-cutlass-dsl"] == runs["nvidia-cutlass-dsl"] == runs[RUNTIME]
+    assert builds["apache-tvm-ffi"] == runs["apache-tvm-ffi"]
