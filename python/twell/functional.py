@@ -13,11 +13,11 @@ from torch import Tensor
 from twell import _auto, _autograd, _nvtx, ops, tuning
 from twell._auto import AutoStrategy
 from twell._runtime import format, specs
+from twell.ops._library import has_row_strides
 from twell.packed import PackedTwell
 
 Strategy = Literal["auto", "row", "union", "dense"]
 
-_PACKED_DTYPES = (torch.bfloat16, torch.float16)
 _WIDE_DTYPES = (torch.float32, torch.float64)
 _OPTIONAL = ("b_gate", "b_up", "b_down")
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -200,7 +200,7 @@ def pack(x: Tensor, w_gate: Tensor, b_gate: Tensor | None = None, *, compression
     t = _admit(name, x=x, w_gate=w_gate, b_gate=b_gate)
     x = t["x"]
     _require_packable(name, t, compression)
-    if x.dtype not in _PACKED_DTYPES:
+    if x.dtype not in _auto.PACKED_DTYPES:
         raise TypeError(f"{name}: dtype must be bfloat16 or float16, which the format stores, got {x.dtype}")
     if needing := _needing_grad(t):
         raise NotImplementedError(
@@ -388,26 +388,26 @@ def _route(name: str, operands: dict[str, Tensor], requested: Any, compression: 
         tuning.require_strategy(requested)
         if requested == "dense":
             return _auto.Route("dense")
-    x, needing = operands["x"], _needing_grad(operands)
+    x, training = operands["x"], bool(_needing_grad(operands))
     _require_packable(name, operands, compression)
-    if x.dtype not in _PACKED_DTYPES:
-        if x.dtype not in _WIDE_DTYPES or x.device.type != "cpu":
-            raise TypeError(
-                f"{name}: dtype must be bfloat16 or float16 (float32 and float64 on the CPU, float32 under autocast), "
-                f'got {x.dtype} on {x.device.type}; strategy="dense" takes any'
-            )
-        # TwELL stores 16-bit values; the operators of training take wider ones, for gradcheck
-        return _auto.Route("union" if needing else "dense")
-    if requested in ("row", "union"):
-        return _auto.Route(requested)
-    forced = _auto.forced(x.device.type, x.device.index)
-    if forced:
-        return _auto.Route(forced)
-    gated, training = "w_gate" in operands, bool(needing)
+    if x.dtype not in _auto.PACKED_DTYPES and (x.dtype not in _WIDE_DTYPES or x.device.type != "cpu"):
+        raise TypeError(
+            f"{name}: dtype must be bfloat16 or float16 (float32 and float64 on the CPU, float32 under autocast), "
+            f'got {x.dtype} on {x.device.type}; strategy="dense" takes any'
+        )
+    site = isinstance(requested, AutoStrategy)
+    strategy, _ = _auto.fixed("auto" if site else requested, x.device, x.dtype, training)
+    if strategy:
+        return _auto.Route(strategy)
+    gated = "w_gate" in operands
     n = operands["w_gate" if gated else "w_up"].shape[0]
-    if isinstance(requested, AutoStrategy):
-        return requested.begin(x, n, gated, training)
-    return _auto.Route(_auto.fresh(x, n, gated, training))
+    call = (x, n, gated, training, copies_down(operands["w_down"]))
+    return requested.begin(*call) if site else _auto.Route(_auto.fresh(*call))
+
+
+def copies_down(w_down: Tensor) -> bool:
+    """Whether sparse strategies copy ``w_down`` [K, N] by rows at each call."""
+    return not has_row_strides(w_down.t())
 
 
 def _note(route: _auto.Route, stats: Tensor, unions: Tensor | None) -> None:
