@@ -47,11 +47,13 @@ def forced(kind: str, index: int | None) -> str:
 
 def fixed(requested: str, device: torch.device, dtype: torch.dtype, training: bool) -> tuple[str, str]:
     """What runs where ``requested`` leaves nothing to choose for operands of ``dtype``, and why; else two times ""."""
-    if requested == "auto":
-        return forced(device.type, device.index), "there are no sparse kernels on this device"
+    if requested == "auto" and (strategy := forced(device.type, device.index)):
+        return strategy, "sparse kernels need a GPU of compute capability 9.0"
     if requested != "dense" and dtype not in PACKED_DTYPES:
         # TwELL stores 16-bit values; the operators of training take wider ones, for gradcheck
-        return "union" if training else "dense", "it takes 16-bit values, or training, to run sparse"
+        return "union" if training else "dense", "32-bit values run sparse in training alone"
+    if requested == "auto":
+        return "", ""
     if requested == "row" and training:
         return "union", 'training is the same by "row" and by "union"'
     return requested, "it was named"

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import twell
 from twell import _auto, _log, _tuning_table, testing, tuning
 from twell._runtime import device, format
-from twell.nn import SparseGatedMLP, SparseMLP
+from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
 from twell.tuning import Figures, Problem
 
 BF16 = torch.bfloat16
@@ -93,6 +93,8 @@ def chooses(monkeypatch: pytest.MonkeyPatch) -> Arrivals:
 def layer(cls: Any = SparseGatedMLP, firing: int = 8) -> Any:
     """A module in which the first ``firing`` neurons fire for every token, of bias alone."""
     mlp = cls(K, N, bias=True, dtype=BF16)
+    # as measured times are
+    set_down_layout(mlp, "rows")
     set_firing(mlp, firing)
     return mlp
 
@@ -401,13 +403,13 @@ def test_the_cpu_leaves_no_choice(cls: Any, monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(3):
         y = mlp(x)
     named = copy.deepcopy(mlp)
-    named.strategy = "row"
+    named.strategy = "dense"
     assert torch.equal(y, named(x))
     with torch.no_grad():
         assert torch.equal(mlp(x), named(x))
     (row,) = twell.explain(mlp)
-    assert (row.strategy, row.kind, row.figures) == ("row", "any", None)
-    assert "cpu" in row.reason
+    assert (row.strategy, row.kind, row.figures) == ("dense", "any", None)
+    assert "need a GPU" in row.reason
     assert not mlp._auto.explain()
 
 
@@ -537,8 +539,11 @@ def test_a_named_strategy_stays(strategy: Any, chooses: Arrivals) -> None:
         mlp(x)
     mlp(x)
     assert not chooses.sent
-    (row,) = twell.explain(mlp)
-    assert row[:6] == ("", "any", "any", "", strategy, "it was named")
+    rows = twell.explain(mlp).rows
+    if strategy == "row":
+        assert [row[:5] for row in rows] == [("", "inference", "any", "", "row"), ("", "training", "any", "", "union")]
+    else:
+        assert [row[:6] for row in rows] == [("", "any", "any", "", strategy, "it was named")]
     mlp.strategy = "auto"
     mlp(x)
     assert chooses.sent
@@ -622,7 +627,7 @@ def test_other_gpus_are_dense(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     assert [record.getMessage() for record in caplog.records] == [
         'strategy="auto" is "dense" on compute capability (8, 6): the sparse kernels need (9, 0)'
     ]
-    assert _auto.forced("cpu", None) == _auto.forced("meta", None) == "row"
+    assert _auto.forced("cpu", None) == _auto.forced("meta", None) == "dense"
 
 
 def test_tensors_without_values_neither_measure_nor_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -640,7 +645,7 @@ def test_tensors_without_values_neither_measure_nor_count(monkeypatch: pytest.Mo
     assert not site.explain()
     mlp = SparseMLP(K, N, device="meta", dtype=BF16)
     assert mlp(torch.empty(3, K, device="meta", dtype=BF16)).is_meta
-    assert strategies_of(mlp) == [("any", "row")]
+    assert strategies_of(mlp) == [("any", "dense")]
 
 
 # Graphs
@@ -1048,7 +1053,7 @@ def test_a_row_for_each_strategy(tune: Any) -> None:
 def test_explain_is_a_table(chooses: Arrivals) -> None:
     model = nn.ModuleDict({"first": layer(firing=8), "second": layer(SparseMLP, 200), "head": nn.Linear(K, K)})
     model["third"] = layer()
-    model["third"].strategy = "row"
+    model["third"].strategy = "union"
     model["fourth"] = layer()
     x = torch.randn(256, K).to(BF16)
     with torch.no_grad():
@@ -1059,7 +1064,19 @@ def test_explain_is_a_table(chooses: Arrivals) -> None:
     assert len(explained) == 4
     lines = str(explained).splitlines()
     assert len(lines) == 5
-    assert lines[0].split() == "layer calls tokens strategy non-zeros union row union dense why".split()
+    names = [
+        "layer",
+        "calls",
+        "tokens",
+        "strategy",
+        "non-zeros",
+        "union",
+        "row time",
+        "union time",
+        "dense time",
+        "why",
+    ]
+    assert re.split("  +", lines[0]) == names
     assert lines[1].startswith("first")
     assert "8.0   3.0%" in lines[1]
     assert "(measured in call 2)" in lines[1]
