@@ -180,7 +180,7 @@ def test_counts_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         return pack(x, *arguments, **options)
 
     monkeypatch.setattr(_compaction.functional, "pack", recorded)
-    layer = evidence(layer_of(p, True), p.x[:20])
+    layer = evidence(layer_of(p, True, strategy="row"), p.x[:20])
     assert sizes == [3, 3, 3, 3, 3, 3, 2]
     assert torch.equal(layer.counts, fired(p.rows(0, 20)))
 
