@@ -291,7 +291,7 @@ class AutoStrategy:
 
     def begin(self, x: Tensor, n: int, gated: bool, training: bool, down_copied: bool) -> Route:
         """How a call on x [..., K] with n neurons runs."""
-        m = _tokens(x)
+        m = tokens_of(x)
         if tracing(m):
             return Route(self._trace(m, training, down_copied))
         problem = tuning.Problem(m, x.shape[-1], n, gated, training, down_copied)
@@ -457,13 +457,14 @@ def fresh(x: Tensor, n: int, gated: bool, training: bool, down_copied: bool) -> 
     """The strategy of a call on x [..., K] without a site to remember it: one that is sparse, in training too."""
     if training:
         return "union"
-    m = _tokens(x)
+    m = tokens_of(x)
     if tracing(m):
         return _FRESH[_graph_index(training, down_copied, _few(m))]
     return tuning.decide(tuning.Problem(m, x.shape[-1], n, gated, training, down_copied), None, None).strategy
 
 
-def _tokens(x: Tensor) -> int:
+def tokens_of(x: Tensor) -> int:
+    """Tokens of x [..., K], which may be symbolic."""
     m = 1
     for size in x.shape[:-1]:
         # torch.Size.numel would make an integer of a symbol

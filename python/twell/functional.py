@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from twell import _auto, _autograd, _nvtx, ops, tuning
@@ -32,6 +33,10 @@ class Aux(NamedTuple):
 
     l1: Tensor
     l0: Tensor
+
+
+# so that exported programs that return it can be saved
+pytree._register_namedtuple(Aux, serialized_type_name="twell.Aux")
 
 
 @overload
@@ -489,7 +494,7 @@ def _describe(value: object) -> str:
 def _dense_aux(hidden: Tensor, gate: Tensor) -> Aux:
     """The figures of a dense hidden state and its gate, before or after ReLU."""
     l1 = hidden.abs().sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
-    return _per_token(l1, gate.numel() - (gate <= 0).sum(), hidden.shape[:-1].numel())
+    return _per_token(l1, gate.numel() - (gate <= 0).sum(), _auto.tokens_of(hidden))
 
 
 def _sparse_aux(l1: Tensor, stats: Tensor, tokens: int) -> Aux:

@@ -74,6 +74,31 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
     return Row(**row).key
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--device", "cpu"], (512, 256, 1408)),
+        (["--device", "cpu:0"], (512, 256, 1408)),
+        (["--device", "cpu", "-m", "64", "-n", "264"], (64, 256, 264)),
+        (["--device", "cuda"], (16384, 2048, 5632)),
+        ([], (16384, 2048, 5632)),
+    ],
+)
+def test_a_cpu_has_sizes_of_its_own(
+    words: list[str], expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_arguments, "_device", lambda text: "cpu" if text else "cuda")
+    asked = _arguments.request(_cli.parser().parse_intermixed_args(["ffn", "--workload", WORKLOAD, *words]))
+    assert [(job.m, job.k, job.n) for job in asked.jobs] == [expected]
+
+
+def test_the_sizes_of_a_cpu_are_quick_and_shown(bench: Callable[..., Result]) -> None:
+    result = bench("ffn", "--workload", "topic29", "--device", "cpu", "--seconds", "0.001", tiny=False)
+    assert result.code == 0, result.out
+    assert {(row["m"], row["k"], row["n"]) for row in result.rows} == {(512, 256, 1408)}
+    assert "M = 512, K = 256, N = 1,408, on a CPU" in result.out
+
+
 def test_every_op(bench: Callable[..., Result]) -> None:
     result = bench(",".join(OPS), "--workload", WORKLOAD, "--strategy", "row,union,dense,auto", "--m-decode", "1,8")
     assert result.code == 0, result.out

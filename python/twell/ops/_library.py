@@ -149,6 +149,18 @@ def down_rows(w_down: Tensor) -> Tensor:
     return laid
 
 
+def blocks(m: int, size: int) -> int:
+    """ceil(m / size), as outputs have it: the blocks of ``size`` in ``m`` tokens.
+
+    In graphs that are exported for a symbolic ``m`` it is a symbol of its own, whose value the output tells. torch
+    compares every length with 1, and for an expression of ``m`` that would cut the range of ``m`` at ``size``.
+    torch.compile makes a graph for each side instead, for with such a symbol it would record no CUDA graph.
+    """
+    if isinstance(m, torch.SymInt) and torch.compiler.is_exporting():
+        return torch.library.get_ctx().new_dynamic_size()  # type: ignore[no-any-return]
+    return -(-m // size)
+
+
 def vector(bias: Tensor | None, length: int, like: Tensor) -> Tensor:
     """A bias [length] as kernels read it, zeros for None: contiguous and aligned. A copy where it is not so."""
     if bias is None:
