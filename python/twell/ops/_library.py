@@ -157,7 +157,7 @@ def blocks(m: int, size: int) -> int:
     torch.compile makes a graph for each side instead, for with such a symbol it would record no CUDA graph.
     """
     if isinstance(m, torch.SymInt) and torch.compiler.is_exporting():
-        return torch.library.get_ctx().new_dynamic_size()  # type: ignore[no-any-return]
+        return torch.library.get_ctx().new_dynamic_size()
     return -(-m // size)
 
 
