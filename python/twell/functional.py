@@ -92,7 +92,8 @@ def sparse_gated_ffn(
     Args:
         x: tokens [..., K]. Read in place if rows are 16-byte aligned with unit stride inside, else copied.
         w_gate, w_up: [N, K]. w_down: [K, N], as in nn.Linear; stored as the transposed view of a contiguous [N, K]
-            tensor it is read in place, else copied at every call, which is logged. N neurons and K are multiples of 8,
+            tensor it is read in place, else sparse strategies copy it at each forward and at each backward pass, which
+            is logged once. N neurons and K are multiples of 8,
             at most 65,536 and 16,384.
         b_gate, b_up: [N]. b_down: [K]. Optional.
         strategy: "row" works on each token's non-zeros alone, "union" on tiles of 128 tokens, with the neurons that
@@ -100,7 +101,7 @@ def sparse_gated_ffn(
             be needed, "row" and "union" are the same. "auto" keeps no memory between calls and so never measures: it is
             what is cheapest for a sparse layer, mostly "union", "row" for few tokens and "dense" for some hundreds. To
             have the strategy chosen by measured sparsity pass an ``AutoStrategy`` that you keep, as the modules do. On
-            a GPU without sparse kernels both are "dense", after a warning. Results of different strategies may differ
+            a GPU without sparse kernels both are "dense", after a warning, and on the CPU, too. Results of different strategies may differ
             in the last bits.
         compression: 2, 4 or 8. A tile of 256 neurons takes 256 / compression words, and up to one less non-zeros before
             it is spilled. Speed depends on it, the result does not.

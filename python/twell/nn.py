@@ -254,7 +254,8 @@ def _explain(name: str, layer: _SparseFFN) -> list[Choice]:
         return [Choice(name, "any", "any", "", "dense", "a projection is more than a weight and a bias")]
     site, weight = layer._site(), layer.down_proj.weight
     kind, requested = weight.device.type, "auto" if site else str(layer.strategy)
-    autocast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
+    # autocast leaves float64 as it is
+    autocast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
     dtype = torch.get_autocast_dtype(kind) if autocast else weight.dtype
     inference, training = (_auto.fixed(requested, weight.device, dtype, training) for training in (False, True))
     if site and not inference[0]:

@@ -393,6 +393,65 @@ def test_threads_do_not_corrupt() -> None:
     assert sum(row.calls for row in site.explain()) == 900
 
 
+# Copies of the down weight
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_copied_down_weight_costs_its_time(training: bool, gated: bool) -> None:
+    figures = Figures(10, 0.02)
+    for m in (1, 64, 4096, 16384):
+        laid = problem(m, training, gated)
+        copied = laid._replace(down_copied=True)
+        before, after = tuning.costs(laid, figures), tuning.costs(copied, figures)
+        assert after.keys() == before.keys()
+        assert after["dense"] == 1
+        # of weights alone where tokens are few, of products where they are many
+        least = 2 * (3 if gated else 2) / 4.2e12 * (3 if training else 1)
+        dense = max(least, 2 * m * (3 if gated else 2) / 790e12 * (3 if training else 1))
+        extra = (2 if training else 1) * 4 / tuning.COPY_BYTES / dense
+        for name in before.keys() - {"dense"}:
+            assert after[name] - before[name] == pytest.approx(extra)
+
+
+def test_few_tokens_are_dense_where_the_down_weight_is_copied() -> None:
+    for figures in (None, Figures(10, None)):
+        for m in (1, 16, 64):
+            laid, copied = problem(m), problem(m)._replace(down_copied=True)
+            assert tuning.decide(laid, figures, None).strategy == "row"
+            decision = tuning.decide(copied, figures, None)
+            assert decision.strategy == "dense"
+            assert "copies of the down weight outweigh row" in decision.reason
+    copied = problem(16384)._replace(down_copied=True)
+    assert tuning.decide(copied, SPARSE, None).strategy == "union"
+    # dense for another reason says nothing of copies
+    assert "copies" not in tuning.decide(copied, DENSE, None).reason
+
+
+def test_a_site_decides_again_where_the_layout_changes() -> None:
+    site, laid = twell.AutoStrategy(), problem(16)
+    copied = laid._replace(down_copied=True)
+    for _ in range(3):
+        assert site.choose(laid).strategy == "row"
+    assert site.choose(copied).strategy == "dense"
+    assert site.choose(laid).strategy == "row"
+    (row,) = site.explain()
+    assert row.calls == 5
+
+
+def test_graphs_know_the_layout(chooses: Arrivals, fresh_dynamo: None) -> None:
+    strategies = {}
+    for layout in ("rows", "linear"):
+        mlp = layer(firing=8)
+        set_down_layout(mlp, layout)  # type: ignore[arg-type]
+        with torch.no_grad():
+            torch.compile(mlp, fullgraph=True, backend="aot_eager")(torch.randn(16, K).to(BF16))
+        (row,) = twell.explain(mlp).rows
+        assert row.graph == "compiled"
+        strategies[layout] = row.strategy
+    assert strategies == {"rows": "row", "linear": "dense"}
+
+
 # Calls of modules
 
 
@@ -1084,6 +1143,33 @@ def test_explain_is_a_table(chooses: Arrivals) -> None:
     assert lines[3].endswith("it was named")
     assert lines[4].endswith("not called yet")
     assert "auto" in lines[4]
+
+
+def ran(mlp: Any, x: Tensor, training: bool) -> str:
+    """The strategy of a call by the operators in it."""
+    with torch.set_grad_enabled(training), torch.profiler.profile() as profiler:
+        mlp(x)
+    names = {event.key.removeprefix("twell::") for event in profiler.key_averages() if event.key.startswith("twell::")}
+    if names & {"up_down_union", "ffn_union", "hybrid_forward"}:
+        return "union"
+    return "row" if names & {"up_down", "down"} else "dense"
+
+
+@MODULES
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, BF16])
+@pytest.mark.parametrize("strategy", ["auto", "row", "union", "dense", twell.AutoStrategy()])
+def test_explain_names_what_runs(cls: Any, strategy: Any, dtype: torch.dtype, autocast: bool) -> None:
+    mlp, x = cls(K, N, dtype=dtype, strategy=strategy), torch.randn(8, K, dtype=dtype)
+    with torch.autocast("cpu", enabled=autocast):
+        for training in (False, True):
+            rows = {row.kind: row.strategy for row in twell.explain(mlp)}
+            assert rows.get("training" if training else "inference", rows.get("any")) == ran(mlp, x, training)
+    if not isinstance(strategy, str) or strategy == "auto":
+        # operators that stand in for kernels take several times as long
+        assert rows == {"any": "dense"}
+    mlp.up_proj.register_forward_hook(lambda *_: None)
+    assert [row.strategy for row in twell.explain(mlp)] == ["dense"] == [ran(mlp, x, False)]
 
 
 def test_explain_changes_nothing(chooses: Arrivals) -> None:
