@@ -101,8 +101,8 @@ def sparse_gated_ffn(
             be needed, "row" and "union" are the same. "auto" keeps no memory between calls and so never measures: it is
             what is cheapest for a sparse layer, mostly "union", "row" for few tokens and "dense" for some hundreds. To
             have the strategy chosen by measured sparsity pass an ``AutoStrategy`` that you keep, as the modules do. On
-            a GPU without sparse kernels both are "dense", after a warning, and on the CPU, too. Results of different strategies may differ
-            in the last bits.
+            a GPU without sparse kernels both are "dense", after a warning, and on the CPU, too. Results of different
+            strategies may differ in the last bits.
         compression: 2, 4 or 8. A tile of 256 neurons takes 256 / compression words, and up to one less non-zeros before
             it is spilled. Speed depends on it, the result does not.
         main_grads: float32 tensors (main_gate, main_up, main_down) of the weights' shapes. Backward adds the gradients
