@@ -310,6 +310,9 @@ def test_layouts_give_the_same_bits_and_auto_reckons_with_copies(topic: FFN, gat
         assert p.is_contiguous()
         assert p.grad.is_contiguous()
         testing.assert_same(p.grad, q.grad)
+    if not gated:
+        # the table has no few tokens of such layers
+        return
     rows.strategy = linear.strategy = "auto"
     with torch.no_grad():
         for mlp in (rows, linear):
