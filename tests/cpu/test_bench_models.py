@@ -26,6 +26,7 @@ from twell._bench.energy import Energy
 from twell._bench.models_random import PAPER, Pattern, Shape, parse_shape
 from twell._bench.models_run import Row, Settings, Subject, Training
 from twell._request import RequestError
+from twell.nn import set_down_layout
 
 TINY = "2x32x64x2x64"
 SHAPE = parse_shape(TINY)
@@ -174,6 +175,7 @@ def test_too_many_non_zeros_are_refused() -> None:
 
 def test_casting_keeps_down_weights_and_rotary_frequencies(subject: Subject) -> None:
     model = subject.exact()
+    set_down_layout(model, "rows")
     frequencies = model.model.rotary_emb.inv_freq.clone()
     models_random.cast(model, torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
