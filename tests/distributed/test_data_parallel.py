@@ -1,4 +1,4 @@
-"""DDP and FSDP2: ranks with tokens of their own take the step that one process takes on all of them."""
+"""DDP, FSDP1 and FSDP2: ranks with tokens of their own take the step that one process takes on all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -209,7 +209,24 @@ def rows_are_refused(device: torch.device) -> None:
         fully_shard(layer)
 
 
+def fsdp1(device: torch.device) -> None:
+    """One flat parameter for all of a module's."""
+    whole = make(device)
+    for each in (0, 1):
+        (whole(tokens(device, 0, 0, each)).square().mean() / 2).backward()
+    for original in (True, False):
+        model = FullyShardedDataParallel(make(device), use_orig_params=original, device_id=device)
+        model(tokens(device, 0, 0, dist.get_rank())).square().mean().backward()
+        torch.optim.SGD(model.parameters(), 1.0).step()
+        with FullyShardedDataParallel.summon_full_params(model):
+            for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+                torch.testing.assert_close(p.detach(), (q - q.grad).detach(), rtol=2e-2, atol=2e-2)
+                if device.type == "cpu":
+                    torch.testing.assert_close(p.detach(), (q - q.grad).detach())
+
+
 def fsdp_else(device: torch.device) -> None:
+    fsdp1(device)
     fsdp_from_meta(device)
     fsdp_in_mixed_precision(device)
     figures_alone(device)
