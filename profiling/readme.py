@@ -100,7 +100,7 @@ def training() -> str:
     rows = []
     for name in LAYERS:
         row = measured(name, "train")
-        kind = "dense" if row["strategy"] == "dense" else "sparse"
+        kind = row["strategy"]
         rows.append([f"`{name}`", *against_dense(name, "train", " train"), kind, *errors(row)])
     header = ["workload", "dense", "twell", "speed-up", "strategy", "error over dense's", "worst row's"]
     return markdown(header, "lrrrlrr", rows)
@@ -389,7 +389,7 @@ def layers() -> str:
                 f"**{row['ms']:.2f}**",
                 f"**{row['speedup_dense']:.2f}**",
             ]
-            line += [*times, "dense" if row["strategy"] == "dense" else row["strategy"] if op == "ffn" else "sparse"]
+            line += [*times, row["strategy"]]
         cells.append(line)
     header = ["layer", "non-zeros a token", "forward, ms: dense", "twell", "speed-up", "strategy"]
     return markdown([*header, "training: dense", "twell", "speed-up", "strategy"], "rrrrrlrrrl", cells)

@@ -52,6 +52,9 @@ LEAST_TOKENS_OF_OTHERS = 1024
 MOST_TOKENS_OF_DENSE = 4096
 KINDS = ("gated", "non-gated", "training", "non-gated training")
 
+# Fields of a problem that measurements vary; down weights are stored by rows.
+SIZES = ("m", "k", "n", "gated", "training")
+
 _UNEVEN: dict[str, Any] = {"neuron_sigma": 1.0, "token_sigma": 0.5}
 # non-zeros as a share of the neurons, and how they fall
 PATTERNS: dict[str, tuple[float, dict[str, Any]]] = {
@@ -184,7 +187,7 @@ def rows_of(
     for name in dict.fromkeys((*medians, *red)):
         if name.startswith("dense") and name not in red:
             continue
-        row = {**problem._asdict(), "pattern": pattern, **figures._asdict(), "strategy": name}
+        row = {**dict(zip(SIZES, problem)), "pattern": pattern, **figures._asdict(), "strategy": name}
         row |= {"red": red.get(name, ""), "error": errors.get(name), "dense": dense, "dense_ms": medians[dense]}
         if name in medians:
             samples = sorted(times[name])
@@ -326,7 +329,7 @@ def fit(rows: Iterable[dict[str, Any]]) -> Table:
 
 
 def problem_of(row: dict[str, Any]) -> Problem:
-    return Problem(*(row[name] for name in Problem._fields))
+    return Problem(*(row[name] for name in SIZES))
 
 
 def place_of(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -408,7 +411,7 @@ def read(path: Path) -> dict[str, Any]:
         run = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"expected what --out wrote in {path}, got {error}") from error
-    needed = {*Problem._fields, *Figures._fields, "pattern", "strategy", "relative", "red"}
+    needed = {*SIZES, *Figures._fields, "pattern", "strategy", "relative", "red"}
     rows = run.get("rows") if isinstance(run, dict) else None
     if not isinstance(rows, list) or not {"machine", "date"} <= run.keys():
         raise ValueError(f"expected what --out wrote in {path}, got other JSON")

@@ -93,14 +93,14 @@ def world(mode: str | None, device: str | None) -> Iterator[World]:
 
 def spread(model: Any, here: World, dtype: torch.dtype) -> Any:
     """The module to call in place of ``model``, whose parameters now live as the mode has it."""
+    if is_sparse(model) and here.mode != "fsdp":
+        # read in place by the kernels; FSDP cuts its shards out of contiguous parameters
+        set_down_layout(model, "rows")
     if here.mode == "ddp":
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     if here.mode == "fsdp":
         mesh = init_device_mesh(here.device.type, (here.size,))
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        if is_sparse(model):
-            # shards are cut out of contiguous parameters
-            set_down_layout(model, "linear")
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         return fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -27,11 +27,14 @@ FEW = 256
 _TYPICAL = {True: 64, False: 16384}
 _TYPICAL_K, _TYPICAL_N = 2048, 5632
 
+PACKED_DTYPES = (torch.bfloat16, torch.float16)
+
 
 def forced(kind: str, index: int | None) -> str:
     """The strategy that "auto" is on a device, by its type and index; "" where it chooses."""
     if kind != "cuda":
-        return "row"
+        # operators that stand in for the kernels take several times as long
+        return "dense"
     try:
         capability = device.capability(index or 0)
     except RuntimeError:
@@ -43,6 +46,20 @@ def forced(kind: str, index: int | None) -> str:
     return "dense"
 
 
+def fixed(requested: str, device: torch.device, dtype: torch.dtype, training: bool) -> tuple[str, str]:
+    """What runs where ``requested`` leaves nothing to choose for operands of ``dtype``, and why; else two times ""."""
+    if requested == "auto" and (strategy := forced(device.type, device.index)):
+        return strategy, "sparse kernels need a GPU of compute capability 9.0"
+    if requested != "dense" and dtype not in PACKED_DTYPES:
+        # TwELL stores 16-bit values; the operators of training take wider ones, for gradcheck
+        return "union" if training else "dense", "32-bit values run sparse in training alone"
+    if requested == "auto":
+        return "", ""
+    if requested == "row" and training:
+        return "union", 'training is the same by "row" and by "union"'
+    return requested, "it was named"
+
+
 def _exporting() -> bool:
     # while Dynamo traces, torch 2.11 takes this for true in what it traces, whatever it is for
     return torch.compiler.is_exporting()
@@ -51,6 +68,10 @@ def _exporting() -> bool:
 # as torch.compiler.assume_constant_result has it, which would import Dynamo: tracing calls them and keeps the answers
 forced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+# Strategies of which ``Explanation`` shows predicted times.
+_TIMED = ("row", "union", "dense")
 
 
 class Choice(NamedTuple):
@@ -89,7 +110,8 @@ class Explanation:
     def __str__(self) -> str:
         if not self.rows:
             return "no layers of twell"
-        header = ["layer", "calls", "tokens", "strategy", "non-zeros", "union", "row", "union", "dense", "why"]
+        times = [f"{name} time" for name in _TIMED]
+        header = ["layer", "calls", "tokens", "strategy", "non-zeros", "union", *times, "why"]
         lines = [header, *(_cells(row) for row in self.rows)]
         widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
         # names to the left, numbers to the right
@@ -109,7 +131,7 @@ def _cells(row: Choice) -> list[str]:
         row.strategy,
         "-" if figures is None else f"{figures.nonzeros:.1f}",
         "-" if union is None else f"{union:.1%}",
-        *(f"{row.costs[name]:.2f}" if name in row.costs else "-" for name in ("row", "union", "dense")),
+        *(f"{row.costs[name]:.2f}" if name in row.costs else "-" for name in _TIMED),
         row.reason + measured,
     ]
 
@@ -231,7 +253,9 @@ class AutoStrategy:
     known inference takes a sparse strategy, training the dense one. A change must promise to save 2 %, and is logged at
     INFO; ``twell.explain`` shows choices, reasons and figures.
 
-    On other GPUs it is "dense", after a warning, and on the CPU "row"; nothing is measured there.
+    Where the down weight is not stored by rows (``twell.nn.set_down_layout``), it reckons with the copy that sparse
+    strategies make of it. On other GPUs it is "dense", after a warning, and so it is on the CPU, where the operators
+    that stand in for the kernels are slower than that; nothing is measured there.
 
     The same figures arriving at the same calls give the same choices. Strategies differ in the last bits, and arrival
     is a matter of timing: name a strategy for bitwise repeatable runs. A graph, captured or compiled, keeps the
@@ -249,9 +273,7 @@ class AutoStrategy:
         self._layer: tuple[int, int, bool] | None = None
         self._buckets: dict[tuple[bool, int], _Bucket] = {}
         self._captured: dict[tuple[bool, int], tuning.Decision] = {}
-        self._graphs = tuple(
-            _Graph(*_typical(training, few, None)[:2]) for training in (False, True) for few in (False, True)
-        )
+        self._graphs = tuple(_Graph(*_typical(*kind, None)[:2]) for kind in _GRAPH_KINDS)
         self._connect()
 
     def _connect(self) -> None:
@@ -277,12 +299,12 @@ class AutoStrategy:
     def __repr__(self) -> str:
         return f"AutoStrategy(period={self.period})"
 
-    def begin(self, x: Tensor, n: int, gated: bool, training: bool) -> Route:
+    def begin(self, x: Tensor, n: int, gated: bool, training: bool, down_copied: bool) -> Route:
         """How a call on x [..., K] with n neurons runs."""
-        m = _tokens(x)
+        m = tokens_of(x)
         if tracing(m):
-            return Route(self._trace(m, training))
-        problem = tuning.Problem(m, x.shape[-1], n, gated, training)
+            return Route(self._trace(m, training, down_copied))
+        problem = tuning.Problem(m, x.shape[-1], n, gated, training, down_copied)
         holder = self if training and _checkpointed() else None
         # neither tensors that hold no values nor graphs that would run again leave figures
         real = type(x) is Tensor or type(x) is torch.nn.Parameter
@@ -353,15 +375,15 @@ class AutoStrategy:
             for key, decision in sorted(self._captured.items(), key=lambda item: item[0]):
                 about = (layer, _kind(key[0]), _range(key[1]), "captured", *decision[:2])
                 rows.append(Choice(*about, costs=decision.costs))
-            for i, graph in enumerate(self._graphs):
+            for (training, _, few), graph in zip(_GRAPH_KINDS, self._graphs):
                 if graph.traced:
-                    tokens = f"up to {FEW}" if i % 2 else f"more than {FEW}"
-                    rows.append(Choice(layer, _kind(i > 1), tokens, "compiled", graph.strategy, graph.reason))
+                    tokens = f"up to {FEW}" if few else f"more than {FEW}"
+                    rows.append(Choice(layer, _kind(training), tokens, "compiled", graph.strategy, graph.reason))
             return rows
 
-    def _trace(self, m: Any, training: bool) -> str:
+    def _trace(self, m: Any, training: bool, down_copied: bool) -> str:
         """The choice of compiled graphs. Dynamo guards on what is read here, which does not change once it is read."""
-        graph = self._graphs[_graph_index(training, _few(m))]
+        graph = self._graphs[_graph_index(training, down_copied, _few(m))]
         if not _exporting():
             graph.traced = True
         return graph.strategy
@@ -372,7 +394,8 @@ class AutoStrategy:
             self._enter(problem)
             key = _key(problem)
             bucket = self._buckets.get(key)
-            decision = None if bucket is None else bucket.decision
+            alike = bucket is not None and bucket.problem.down_copied == problem.down_copied
+            decision = bucket.decision if bucket is not None and alike else None
             if decision is None:
                 decision = tuning.decide(problem, self._nearest(key), None)
             if record:
@@ -385,7 +408,8 @@ class AutoStrategy:
         bucket = self._buckets.setdefault(_key(problem), _Bucket(problem))
         call, bucket.calls = bucket.calls, bucket.calls + 1
         due = call % self.period == 0 if call >= self.period else call & (call - 1) == 0
-        if due or bucket.late or bucket.decision is None:
+        laid_anew = bucket.problem.down_copied != problem.down_copied
+        if due or bucket.late or bucket.decision is None or laid_anew:
             self._collect()
             return call, self._decide(problem, bucket), due
         return call, bucket.decision, due
@@ -418,7 +442,7 @@ class AutoStrategy:
         decision = tuning.decide(problem, figures, None if before is None else before.strategy)
         bucket.problem, bucket.decision = problem, decision
         if before is None or decision.strategy != before.strategy:
-            m, k, n, gated, training = problem
+            m, k, n, gated, training, _ = problem
             layer = f"{'gated' if gated else 'non-gated'} layer, K = {k}, N = {n}, {_kind(training)}, {m} tokens"
             change = decision.strategy if before is None else f"{before.strategy} -> {decision.strategy}"
             logger.info("%s: strategy %s, %s%s", layer, change, decision.reason, _measured(figures))
@@ -427,20 +451,22 @@ class AutoStrategy:
 
     def _decide_graphs(self, latest: tuning.Problem) -> None:
         """What graphs compiled from now on run: as most calls of their class, or by the nearest figures."""
-        for i, graph in enumerate(self._graphs):
-            training, few = i > 1, bool(i % 2)
+        for (training, down_copied, few), graph in zip(_GRAPH_KINDS, self._graphs):
             if graph.traced:
                 continue
             alike = [
                 (bucket.calls, key[1], bucket.decision)
                 for key, bucket in self._buckets.items()
-                if key[0] == training and (bucket.problem.m <= FEW) == few and bucket.decision is not None
+                if key[0] == training
+                and bucket.problem.down_copied == down_copied
+                and (bucket.problem.m <= FEW) == few
+                and bucket.decision is not None
             ]
             if alike:
                 decision = max(alike, key=lambda each: each[:2])[2]
             else:
                 figures = self._nearest((training, _bucket(_TYPICAL[few])))
-                decision = _typical(training, few, figures, latest)
+                decision = _typical(training, down_copied, few, figures, latest)
             graph.strategy, graph.reason = decision.strategy, decision.reason
 
     def _nearest(self, key: tuple[bool, int]) -> tuning.Figures | None:
@@ -451,17 +477,18 @@ class AutoStrategy:
         return known[min(known, key=lambda other: (abs(other[1] - key[1]), other[0] != key[0], -other[1]))]
 
 
-def fresh(x: Tensor, n: int, gated: bool, training: bool) -> str:
+def fresh(x: Tensor, n: int, gated: bool, training: bool, down_copied: bool) -> str:
     """The strategy of a call on x [..., K] without a site to remember it: one that is sparse, in training too."""
     if training:
         return "union"
-    m = _tokens(x)
+    m = tokens_of(x)
     if tracing(m):
-        return _FRESH[_few(m)]
-    return tuning.decide(tuning.Problem(m, x.shape[-1], n, gated, training), None, None).strategy
+        return _FRESH[_graph_index(training, down_copied, _few(m))]
+    return tuning.decide(tuning.Problem(m, x.shape[-1], n, gated, training, down_copied), None, None).strategy
 
 
-def _tokens(x: Tensor) -> int:
+def tokens_of(x: Tensor) -> int:
+    """Tokens of x [..., K], which may be symbolic."""
     m = 1
     for size in x.shape[:-1]:
         # torch.Size.numel would make an integer of a symbol
@@ -495,15 +522,20 @@ def _few(m: Any) -> bool:
     return True if m <= FEW else False
 
 
-def _graph_index(training: bool, few: bool) -> int:
-    return (2 if training else 0) + (1 if few else 0)
+# Kinds of compiled graphs: whether they train, whether they copy the down weight, whether their tokens are few.
+_GRAPH_KINDS = tuple((i > 3, i % 4 > 1, i % 2 > 0) for i in range(8))
+
+
+def _graph_index(training: bool, down_copied: bool, few: bool) -> int:
+    """The place in ``_GRAPH_KINDS``; booleans that are traced are no integers."""
+    return (4 if training else 0) + (2 if down_copied else 0) + (1 if few else 0)
 
 
 def _typical(
-    training: bool, few: bool, figures: tuning.Figures | None, like: tuning.Problem | None = None
+    training: bool, down_copied: bool, few: bool, figures: tuning.Figures | None, like: tuning.Problem | None = None
 ) -> tuning.Decision:
     k, n, gated = (_TYPICAL_K, _TYPICAL_N, True) if like is None else (like.k, like.n, like.gated)
-    return tuning.decide(tuning.Problem(_TYPICAL[few], k, n, gated, training), figures, None)
+    return tuning.decide(tuning.Problem(_TYPICAL[few], k, n, gated, training, down_copied), figures, None)
 
 
 def _bucket(m: int) -> int:
@@ -531,5 +563,5 @@ def _measured(figures: tuning.Figures | None) -> str:
     return f"; measured {figures.nonzeros:.1f} non-zeros a token{union}"
 
 
-# what graphs compiled from a call without a site run, by whether their tokens are few
-_FRESH = {few: _typical(False, few, None).strategy for few in (False, True)}
+# What graphs compiled from a call without a site run.
+_FRESH = tuple(_typical(*kind, None).strategy for kind in _GRAPH_KINDS)

@@ -31,8 +31,6 @@ _STEP = 8
 # Gates that are computed at a time while counting: 32 MB of 16 bits, and as much spill.
 _CHUNK_GATES = 1 << 24
 
-_PACKED_DTYPES = (torch.bfloat16, torch.float16)
-
 
 @dataclass(frozen=True, eq=False)
 class Firing:
@@ -176,9 +174,8 @@ def _count(mlp: MLP, x: Tensor, totals: Tensor) -> None:
 
 def _packs(mlp: MLP, x: Tensor) -> bool:
     """Whether the sparse kernel is what computes the gate, or may be."""
-    if mlp.strategy == "dense" or x.dtype not in _PACKED_DTYPES:
-        return False
-    return mlp.strategy in ("row", "union") or _auto.forced(x.device.type, x.device.index) != "dense"
+    requested = "auto" if isinstance(mlp.strategy, _auto.AutoStrategy) else mlp.strategy
+    return x.dtype in _auto.PACKED_DTYPES and _auto.fixed(requested, x.device, x.dtype, False)[0] != "dense"
 
 
 @dataclass(frozen=True)
@@ -501,7 +498,10 @@ def _resized(mlp: MLP, rows: Mapping[str, Tensor], compaction: Compaction | None
     for name, new in rows.items():
         old = parameters[name]
         n = new.shape[0]
-        data = new.t() if name == "down_proj.weight" else new.view(n, *old.shape[1:])
+        if name == "down_proj.weight":
+            data = new.t() if mlp.down_layout == "rows" else new.t().contiguous()
+        else:
+            data = new.view(n, *old.shape[1:])
         memo[id(old)] = nn.Parameter(data, old.requires_grad)
     resized: MLP = copy.deepcopy(mlp, memo)
     resized.intermediate = resized.down_proj.in_features = n

@@ -25,7 +25,7 @@ from twell._auto import AutoStrategy
 from twell._log import logger, warn_once
 from twell._runtime import format, specs
 from twell.functional import Strategy
-from twell.nn import SparseGatedMLP, SparseMLP, _keep_rows, _SparseFFN
+from twell.nn import SparseGatedMLP, SparseMLP, _SparseFFN
 
 Activation = Callable[[Tensor], Tensor]
 Filter = Callable[[nn.Module, str], bool]
@@ -101,7 +101,6 @@ class SparseDown(SparseMLP, _SharedLinear):
         self._share(down)
         # past nn.Module, which would make it a child with state-dict keys of its own
         object.__setattr__(self, "up_proj", up)
-        _keep_rows(self, None)
 
     def _is_plain(self) -> bool:
         up: Any = self.up_proj
@@ -181,10 +180,9 @@ def sparsify_(
       in OPT. The module stays; ``fc1`` hands its input on to ``fc2``, which does the work of both, and the activation
       is an ``nn.Identity``. Hooks on these three see that.
 
-    Parameters stay the same objects and state dicts keep their keys, so optimizers, checkpoints and tied weights hold.
-    The down projection's weight is laid out anew, one contiguous row per neuron, as ``twell.nn`` describes; use
-    ``twell.nn.set_down_layout`` before ``fully_shard``. A module used in several places is replaced once, in all of
-    them.
+    Parameters stay the same objects, stored as they were, and state dicts keep their keys, so optimizers, checkpoints
+    and tied weights hold. ``twell.nn.set_down_layout(model, "rows")`` saves the kernels a copy of each down weight at
+    each call. A module used in several places is replaced once, in all of them.
 
     A candidate must compute exactly the function named, which is checked by running its ``forward`` on small random
     weights (for ``fc1`` and ``fc2`` within a block by reading its source), in training mode, too: the model's own
@@ -256,13 +254,10 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
     replacements: dict[int, nn.Module] = {}
     for candidate in planned.candidates:
         module = candidate.module
-        down: Any = module.get_submodule("down_proj" if candidate.form in ("gated", "plain") else "fc2")
-        # a tensor can only take the data of its own kind
-        with torch.inference_mode(down.weight.is_inference()), torch.no_grad():
-            if candidate.form == "pair":
-                _pair_up(module, candidate.attribute, compression, strategy)
-            else:
-                replacements[id(module)] = _replacement(candidate, compression, strategy).train(module.training)
+        if candidate.form == "pair":
+            _pair_up(module, candidate.attribute, compression, strategy)
+        else:
+            replacements[id(module)] = _replacement(candidate, compression, strategy).train(module.training)
     for parent in list(model.modules()):
         for key, child in parent._modules.items():
             if child is not None and id(child) in replacements:

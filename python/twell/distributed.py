@@ -1,20 +1,20 @@
 """Several GPUs: tensor parallelism for the modules of ``twell.nn``, and plans for whole models.
 
-Data parallelism needs nothing from here. ``DistributedDataParallel`` takes the modules as they are, ``fully_shard``
-(FSDP2) after ``twell.nn.set_down_layout(model, "linear")``, for it refuses parameters that are not contiguous. Under
-FSDP2 figures that a layer left in ``aux`` may enter the loss beside the model's output, as they usually do; a loss of
-figures alone does not make FSDP2 gather the weights again that backward needs, unless they are part of the output.
+Data parallelism needs nothing from here. ``DistributedDataParallel``, ``FullyShardedDataParallel`` and ``fully_shard``
+(FSDP2) take the modules as they are; the latter two refuse down weights stored by rows (``twell.nn.set_down_layout``).
+Under FSDP2 figures that a layer left in ``aux`` may enter the loss beside the model's output, as they usually do; a
+loss of figures alone does not make FSDP2 gather the weights again that backward needs, unless they are part of the
+output.
 
-``torch.distributed.checkpoint`` stores and loads the modules as they are. To hand a state dict of one process on with
-``broadcast_from_rank0``, call ``set_down_layout(model, "linear")`` before making it: torch broadcasts the storage of a
-tensor that is not contiguous as if it were, without a word.
+``torch.distributed.checkpoint`` stores and loads the modules as they are. Do not hand on a state dict of down weights
+stored by rows with ``broadcast_from_rank0``: torch broadcasts the storage of a tensor that is not contiguous as if it
+were, without a word.
 
 Tensor parallelism divides neurons: each rank holds rows of gate and up and columns of down, packs its own neurons, and
 the outputs are summed. The functions do so for any DTensors so placed; ``SparseMLPParallel`` places a module's, and
 ``tensor_parallel_plan`` those of a model::
 
     mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))
-    twell.nn.set_down_layout(model, "linear")  # if fully_shard follows
     parallelize_module(model, mesh["tp"], twell.distributed.tensor_parallel_plan(model))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh["dp"])

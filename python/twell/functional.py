@@ -8,16 +8,17 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from twell import _auto, _autograd, _memory, _nvtx, ops, tuning
 from twell._auto import AutoStrategy
 from twell._runtime import format, specs
+from twell.ops._library import has_row_strides
 from twell.packed import PackedTwell
 
 Strategy = Literal["auto", "row", "union", "dense"]
 
-_PACKED_DTYPES = (torch.bfloat16, torch.float16)
 _WIDE_DTYPES = (torch.float32, torch.float64)
 _OPTIONAL = ("b_gate", "b_up", "b_down")
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -32,6 +33,10 @@ class Aux(NamedTuple):
 
     l1: Tensor
     l0: Tensor
+
+
+# so that exported programs that return it can be saved
+pytree._register_namedtuple(Aux, serialized_type_name="twell.Aux")
 
 
 @overload
@@ -87,7 +92,8 @@ def sparse_gated_ffn(
     Args:
         x: tokens [..., K]. Read in place if rows are 16-byte aligned with unit stride inside, else copied.
         w_gate, w_up: [N, K]. w_down: [K, N], as in nn.Linear; stored as the transposed view of a contiguous [N, K]
-            tensor it is read in place, else copied at every call, which is logged. N neurons and K are multiples of 8,
+            tensor it is read in place, else sparse strategies copy it at each forward and at each backward pass, which
+            is logged once. N neurons and K are multiples of 8,
             at most 65,536 and 16,384.
         b_gate, b_up: [N]. b_down: [K]. Optional.
         strategy: "row" works on each token's non-zeros alone, "union" on tiles of 128 tokens, with the neurons that
@@ -95,8 +101,8 @@ def sparse_gated_ffn(
             be needed, "row" and "union" are the same. "auto" keeps no memory between calls and so never measures: it is
             what is cheapest for a sparse layer, mostly "union", "row" for few tokens and "dense" for some hundreds. To
             have the strategy chosen by measured sparsity pass an ``AutoStrategy`` that you keep, as the modules do. On
-            a GPU without sparse kernels both are "dense", after a warning. Results of different strategies may differ
-            in the last bits.
+            a GPU without sparse kernels both are "dense", after a warning, and on the CPU, too. Results of different
+            strategies may differ in the last bits.
         compression: 2, 4 or 8. A tile of 256 neurons takes 256 / compression words, and up to one less non-zeros before
             it is spilled. Speed depends on it, the result does not.
         main_grads: float32 tensors (main_gate, main_up, main_down) of the weights' shapes; views of one buffer must not
@@ -206,7 +212,7 @@ def pack(x: Tensor, w_gate: Tensor, b_gate: Tensor | None = None, *, compression
     t = _admit(name, x=x, w_gate=w_gate, b_gate=b_gate)
     x = t["x"]
     _require_packable(name, t, compression)
-    if x.dtype not in _PACKED_DTYPES:
+    if x.dtype not in _auto.PACKED_DTYPES:
         raise TypeError(f"{name}: dtype must be bfloat16 or float16, which the format stores, got {x.dtype}")
     if got := _autograd.transformed(t, False):
         raise NotImplementedError(f"{name}: the format takes plain tensors, got {got}")
@@ -396,33 +402,33 @@ def _route(name: str, operands: dict[str, Tensor], requested: Any, compression: 
         tuning.require_strategy(requested)
         if requested == "dense":
             return _auto.Route("dense")
-    x, needing = operands["x"], _needing_grad(operands)
+    x, training = operands["x"], bool(_needing_grad(operands))
     _require_packable(name, operands, compression)
-    if got := _autograd.transformed(operands, bool(needing)):
+    if got := _autograd.transformed(operands, training):
         if requested in ("row", "union"):
             raise NotImplementedError(
                 f'{name}: strategy="{requested}" takes plain tensors, got {got}; use strategy="dense", or "auto", '
                 "which is dense then"
             )
         return _auto.Route("dense")
-    if x.dtype not in _PACKED_DTYPES:
-        if x.dtype not in _WIDE_DTYPES or x.device.type != "cpu":
-            raise TypeError(
-                f"{name}: dtype must be bfloat16 or float16 (float32 and float64 on the CPU, float32 under autocast), "
-                f'got {x.dtype} on {x.device.type}; strategy="dense" takes any'
-            )
-        # TwELL stores 16-bit values; the operators of training take wider ones, for gradcheck
-        return _auto.Route("union" if needing else "dense")
-    if requested in ("row", "union"):
-        return _auto.Route(requested)
-    forced = _auto.forced(x.device.type, x.device.index)
-    if forced:
-        return _auto.Route(forced)
-    gated, training = "w_gate" in operands, bool(needing)
+    if x.dtype not in _auto.PACKED_DTYPES and (x.dtype not in _WIDE_DTYPES or x.device.type != "cpu"):
+        raise TypeError(
+            f"{name}: dtype must be bfloat16 or float16 (float32 and float64 on the CPU, float32 under autocast), "
+            f'got {x.dtype} on {x.device.type}; strategy="dense" takes any'
+        )
+    site = isinstance(requested, AutoStrategy)
+    strategy, _ = _auto.fixed("auto" if site else requested, x.device, x.dtype, training)
+    if strategy:
+        return _auto.Route(strategy)
+    gated = "w_gate" in operands
     n = operands["w_gate" if gated else "w_up"].shape[0]
-    if isinstance(requested, AutoStrategy):
-        return requested.begin(x, n, gated, training)
-    return _auto.Route(_auto.fresh(x, n, gated, training))
+    call = (x, n, gated, training, copies_down(operands["w_down"]))
+    return requested.begin(*call) if site else _auto.Route(_auto.fresh(*call))
+
+
+def copies_down(w_down: Tensor) -> bool:
+    """Whether sparse strategies copy ``w_down`` [K, N] by rows at each call."""
+    return not has_row_strides(w_down.t())
 
 
 def _note(route: _auto.Route, stats: Tensor, unions: Tensor | None) -> None:
@@ -513,7 +519,7 @@ def _describe(value: object) -> str:
 def _dense_aux(hidden: Tensor, gate: Tensor) -> Aux:
     """The figures of a dense hidden state and its gate, before or after ReLU."""
     l1 = hidden.abs().sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
-    return _per_token(l1, gate.numel() - (gate <= 0).sum(), hidden.shape[:-1].numel())
+    return _per_token(l1, gate.numel() - (gate <= 0).sum(), _auto.tokens_of(hidden))
 
 
 def _sparse_aux(l1: Tensor, stats: Tensor, tokens: int) -> Aux:

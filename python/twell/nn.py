@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from twell import _auto, functional, tuning
 from twell._auto import AutoStrategy, Choice, Explanation
-from twell._log import logger, warn_once
+from twell._log import warn_once
 from twell._runtime import format
 from twell.functional import Aux, Strategy
 
@@ -27,7 +27,7 @@ class _SparseFFN(nn.Module):
     accumulate_main_grad: bool = False
     record_aux: bool = False
     aux: Aux | None = None
-    down_layout: DownLayout = "rows"
+    down_layout: DownLayout = "linear"
 
     def __init__(self, hidden: int, intermediate: int, compression: int, strategy: Strategy | AutoStrategy) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class _SparseFFN(nn.Module):
         self.hidden, self.intermediate = hidden, intermediate
         self.compression, self.strategy = compression, strategy
         self._auto = AutoStrategy()
-        # load_state_dict(assign=True) puts tensors of any layout in place of the parameters
+        # load_state_dict(assign=True) puts contiguous tensors in place of parameters stored by rows
         self.register_load_state_dict_post_hook(_keep_rows)  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
@@ -101,18 +101,15 @@ class _SparseFFN(nn.Module):
         for name, linear in projections.items():
             child = self.get_submodule(name)
             child.weight, child.bias = linear.weight, linear.bias
-        if _lay(self.down_proj.weight, rows=True):
-            logger.debug("the weight of the down projection was laid out anew, one contiguous row per neuron")
 
 
 class SparseGatedMLP(_SparseFFN):
     """``down_proj(relu(gate_proj(x)) * up_proj(x))`` through ``twell.sparse_gated_ffn`` on x [..., hidden].
 
     ``gate_proj``, ``up_proj`` [intermediate, hidden] and ``down_proj`` [hidden, intermediate] are ``nn.Linear``
-    children with their usual initialisation, names and shapes; each ``bias`` exists if asked for. ``down_proj.weight``
-    is the transposed view of a contiguous [intermediate, hidden] tensor, one row per neuron. Loading a state dict,
-    moving, casting, copying and pickling keep it so; file formats that store contiguous tensors only need
-    ``.contiguous()`` on the way out.
+    children with their usual initialisation, names, shapes and layout; each ``bias`` exists if asked for. On a GPU the
+    kernels read ``down_proj.weight`` by rows of neurons and so make a copy at each call, which
+    ``twell.nn.set_down_layout(module, "rows")`` saves.
 
     If ``record_aux`` is set to true, each call leaves its ``Aux`` in ``aux``, for models whose code hands on y alone.
     The figures are part of autograd's graph; what reads them should set ``aux`` to None. Copies and pickles leave them
@@ -140,7 +137,6 @@ class SparseGatedMLP(_SparseFFN):
         self.gate_proj = nn.Linear(hidden, intermediate, bias, device, dtype)
         self.up_proj = nn.Linear(hidden, intermediate, bias, device, dtype)
         self.down_proj = nn.Linear(intermediate, hidden, bias, device, dtype)
-        _lay(self.down_proj.weight, rows=True)
 
     @classmethod
     def from_linear(
@@ -154,9 +150,7 @@ class SparseGatedMLP(_SparseFFN):
     ) -> SparseGatedMLP:
         """A module on the very Parameter objects of three ``nn.Linear``, each with or without bias.
 
-        ``down.weight`` stays the same Parameter too: if it is not stored one contiguous row per neuron, its storage is
-        replaced by one that is, and this is logged. Shape, values and optimizer state are untouched; views taken of the
-        old storage before no longer follow. Raises TypeError or ValueError if the layers do not make one FFN.
+        Their storage stays as it is, too. Raises TypeError or ValueError if the layers do not make one FFN.
         """
         hidden, intermediate = _require_linear({"gate": gate, "up": up}, down)
         mlp = cls(hidden, intermediate, compression=compression, strategy=strategy, device="meta")
@@ -205,7 +199,6 @@ class SparseMLP(_SparseFFN):
         super().__init__(hidden, intermediate, compression, strategy)
         self.up_proj = nn.Linear(hidden, intermediate, bias, device, dtype)
         self.down_proj = nn.Linear(intermediate, hidden, bias, device, dtype)
-        _lay(self.down_proj.weight, rows=True)
 
     @classmethod
     def from_linear(
@@ -259,23 +252,32 @@ def explain(layers: nn.Module | AutoStrategy) -> Explanation:
 def _explain(name: str, layer: _SparseFFN) -> list[Choice]:
     if not layer._is_plain():
         return [Choice(name, "any", "any", "", "dense", "a projection is more than a weight and a bias")]
-    site, where = layer._site(), layer.down_proj.weight.device
-    if site is None:
-        return [Choice(name, "any", "any", "", str(layer.strategy), "it was named")]
-    if strategy := _auto.forced(where.type, where.index):
-        why = "has no sparse kernels" if where.type == "cuda" else "measures nothing and leaves no choice"
-        return [Choice(name, "any", "any", "", strategy, f"{where} {why}")]
-    return site.explain(name) or [Choice(name, "any", "any", "", "auto", "not called yet")]
+    site, weight = layer._site(), layer.down_proj.weight
+    kind, requested = weight.device.type, "auto" if site else str(layer.strategy)
+    # autocast leaves float64 as it is
+    autocast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(kind) if autocast else weight.dtype
+    inference, training = (_auto.fixed(requested, weight.device, dtype, training) for training in (False, True))
+    if site and not inference[0]:
+        return site.explain(name) or [Choice(name, "any", "any", "", "auto", "not called yet")]
+    if inference == training:
+        return [Choice(name, "any", "any", "", *inference)]
+    return [Choice(name, "inference", "any", "", *inference), Choice(name, "training", "any", "", *training)]
 
 
 def set_down_layout(module: nn.Module, layout: DownLayout) -> None:
     """How ``down_proj.weight`` of every layer of ``twell.nn`` in ``module`` is stored from now on. Shapes stay [K, N].
 
-    "rows", as the modules are made: the transposed view of a contiguous [N, K] tensor, which the kernels read in place.
-    "linear": contiguous, nn.Linear's own layout, which ``fully_shard`` (FSDP2) asks of every parameter; the kernels
-    then read a copy at each call, 23 MB at K = 2,048 and N = 5,632. Call it before ``fully_shard`` and before anything
-    keeps views of the parameters; the Parameter objects stay. A layer whose weight was replaced by one of another
-    layout is set right, too.
+    "linear", the default: contiguous, as nn.Linear stores it and as everything expects that flattens parameters or
+    saves them to contiguous files. The sparse kernels then read a copy by rows, made at each forward and at each
+    backward pass: 23 MB at K = 2,048 and N = 5,632. "rows": the transposed view of a contiguous [N, K] tensor, which
+    they read in place; for inference, above all of few tokens, and for training where nothing flattens parameters.
+    FSDP1 and FSDP2, flat optimizers, ``parameters_to_vector`` and safetensors refuse such a weight or need
+    ``.contiguous()``.
+
+    Loading a state dict, moving, casting, copying and pickling keep either. Call it before anything keeps views of the
+    parameters; the Parameter objects stay. A layer whose weight was replaced by one of another layout is set right,
+    too.
 
     Raises ValueError for another name, and if ``module`` has no such layer.
     """

@@ -155,15 +155,26 @@ SAFE_SHARE = 0.85
 WORST_CASE_PREMIUM = 1.25
 _ASSUMED_DENSITY = 1 / 190
 
+# Bytes per second, read and written, of a transposing copy of [K, N] 16-bit values: an estimate for an H200. The rates
+# of dense layers there are those of cuBLAS at M = 16,384 and of weights read from memory; clocks vary them by 8 %.
+COPY_BYTES = 1.3e12
+_DENSE_FLOP = 790e12
+_DENSE_BYTES = 4.2e12
+
 
 class Problem(NamedTuple):
-    """The sizes of a call: x [m, k], n neurons, with a gate or without; ``training`` where a gradient is needed."""
+    """The sizes of a call: x [m, k], n neurons, with a gate or without; ``training`` where a gradient is needed.
+
+    ``down_copied``: whether the down weight is stored as nn.Linear stores it, so that sparse kernels read a copy by
+    rows, made at each forward and at each backward pass.
+    """
 
     m: int
     k: int
     n: int
     gated: bool
     training: bool
+    down_copied: bool = False
 
 
 class Figures(NamedTuple):
@@ -201,11 +212,23 @@ def shares(problem: Problem, figures: Figures) -> tuple[float, float]:
 def costs(problem: Problem, figures: Figures) -> dict[str, float]:
     """Predicted time of each strategy that the table knows for ``problem``, as a multiple of that of "dense"."""
     union, density = shares(problem, figures)
+    copies = copy_cost(problem)
     predicted = {
-        name: base + per_union * union + per_density * density
-        for name, (base, per_union, per_density) in coefficients(problem).items()
+        name: base + per_union * union + per_density * density + copies
+        for name, (base, per_union, per_density) in coefficients(problem._replace(down_copied=False)).items()
     }
     return predicted | {"dense": 1.0}
+
+
+def copy_cost(problem: Problem) -> float:
+    """The time of the copies of the down weight that sparse strategies make, as a multiple of dense's."""
+    if not problem.down_copied:
+        return 0.0
+    # backward makes one more copy, and twice the products
+    copies, passes = (2, 3) if problem.training else (1, 1)
+    weights, values = 3 if problem.gated else 2, problem.k * problem.n
+    flop, weight_bytes = 2 * problem.m * weights * values, 2 * weights * values
+    return copies * 4 * values / COPY_BYTES / (passes * max(flop / _DENSE_FLOP, weight_bytes / _DENSE_BYTES))
 
 
 def decide(problem: Problem, figures: Figures | None, current: str | None) -> Decision:
@@ -213,8 +236,16 @@ def decide(problem: Problem, figures: Figures | None, current: str | None) -> De
 
     A pure function. Before anything is measured, inference takes a sparse strategy and training the dense one.
     """
-    if figures is None:
-        return _fresh(problem)
+    decision = _fresh(problem) if figures is None else _measured(problem, figures, current)
+    if decision.strategy == "dense" and problem.down_copied:
+        in_place = decide(problem._replace(down_copied=False), figures, current).strategy
+        if in_place != "dense":
+            reason = f"copies of the down weight outweigh {in_place}, which needs none where it is stored by rows"
+            return decision._replace(reason=f"{decision.reason}; {reason}")
+    return decision
+
+
+def _measured(problem: Problem, figures: Figures, current: str | None) -> Decision:
     predicted = costs(problem, figures)
     if problem.training:
         held = format.hybrid_capacity(problem.m, problem.n) / max(problem.m, 1)

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import twell
 from twell import _auto, _log, _tuning_table, testing, tuning
 from twell._runtime import device, format
-from twell.nn import SparseGatedMLP, SparseMLP
+from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
 from twell.tuning import Figures, Problem
 
 BF16 = torch.bfloat16
@@ -94,6 +94,8 @@ def chooses(monkeypatch: pytest.MonkeyPatch) -> Arrivals:
 def layer(cls: Any = SparseGatedMLP, firing: int = 8) -> Any:
     """A module in which the first ``firing`` neurons fire for every token, of bias alone."""
     mlp = cls(K, N, bias=True, dtype=BF16)
+    # as measured times are
+    set_down_layout(mlp, "rows")
     set_firing(mlp, firing)
     return mlp
 
@@ -392,6 +394,65 @@ def test_threads_do_not_corrupt() -> None:
     assert sum(row.calls for row in site.explain()) == 900
 
 
+# Copies of the down weight
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_copied_down_weight_costs_its_time(training: bool, gated: bool) -> None:
+    figures = Figures(10, 0.02)
+    for m in (1, 64, 4096, 16384):
+        laid = problem(m, training, gated)
+        copied = laid._replace(down_copied=True)
+        before, after = tuning.costs(laid, figures), tuning.costs(copied, figures)
+        assert after.keys() == before.keys()
+        assert after["dense"] == 1
+        # of weights alone where tokens are few, of products where they are many
+        least = 2 * (3 if gated else 2) / 4.2e12 * (3 if training else 1)
+        dense = max(least, 2 * m * (3 if gated else 2) / 790e12 * (3 if training else 1))
+        extra = (2 if training else 1) * 4 / tuning.COPY_BYTES / dense
+        for name in before.keys() - {"dense"}:
+            assert after[name] - before[name] == pytest.approx(extra)
+
+
+def test_few_tokens_are_dense_where_the_down_weight_is_copied() -> None:
+    for figures in (None, Figures(10, None)):
+        for m in (1, 16, 64):
+            laid, copied = problem(m), problem(m)._replace(down_copied=True)
+            assert tuning.decide(laid, figures, None).strategy == "row"
+            decision = tuning.decide(copied, figures, None)
+            assert decision.strategy == "dense"
+            assert "copies of the down weight outweigh row" in decision.reason
+    copied = problem(16384)._replace(down_copied=True)
+    assert tuning.decide(copied, SPARSE, None).strategy == "union"
+    # dense for another reason says nothing of copies
+    assert "copies" not in tuning.decide(copied, DENSE, None).reason
+
+
+def test_a_site_decides_again_where_the_layout_changes() -> None:
+    site, laid = twell.AutoStrategy(), problem(16)
+    copied = laid._replace(down_copied=True)
+    for _ in range(3):
+        assert site.choose(laid).strategy == "row"
+    assert site.choose(copied).strategy == "dense"
+    assert site.choose(laid).strategy == "row"
+    (row,) = site.explain()
+    assert row.calls == 5
+
+
+def test_graphs_know_the_layout(chooses: Arrivals, fresh_dynamo: None) -> None:
+    strategies = {}
+    for layout in ("rows", "linear"):
+        mlp = layer(firing=8)
+        set_down_layout(mlp, layout)  # type: ignore[arg-type]
+        with torch.no_grad():
+            torch.compile(mlp, fullgraph=True, backend="aot_eager")(torch.randn(16, K).to(BF16))
+        (row,) = twell.explain(mlp).rows
+        assert row.graph == "compiled"
+        strategies[layout] = row.strategy
+    assert strategies == {"rows": "row", "linear": "dense"}
+
+
 # Calls of modules
 
 
@@ -402,13 +463,13 @@ def test_the_cpu_leaves_no_choice(cls: Any, monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(3):
         y = mlp(x)
     named = copy.deepcopy(mlp)
-    named.strategy = "row"
+    named.strategy = "dense"
     assert torch.equal(y, named(x))
     with torch.no_grad():
         assert torch.equal(mlp(x), named(x))
     (row,) = twell.explain(mlp)
-    assert (row.strategy, row.kind, row.figures) == ("row", "any", None)
-    assert "cpu" in row.reason
+    assert (row.strategy, row.kind, row.figures) == ("dense", "any", None)
+    assert "need a GPU" in row.reason
     assert not mlp._auto.explain()
 
 
@@ -568,8 +629,11 @@ def test_a_named_strategy_stays(strategy: Any, chooses: Arrivals) -> None:
         mlp(x)
     mlp(x)
     assert not chooses.sent
-    (row,) = twell.explain(mlp)
-    assert row[:6] == ("", "any", "any", "", strategy, "it was named")
+    rows = twell.explain(mlp).rows
+    if strategy == "row":
+        assert [row[:5] for row in rows] == [("", "inference", "any", "", "row"), ("", "training", "any", "", "union")]
+    else:
+        assert [row[:6] for row in rows] == [("", "any", "any", "", strategy, "it was named")]
     mlp.strategy = "auto"
     mlp(x)
     assert chooses.sent
@@ -653,7 +717,7 @@ def test_other_gpus_are_dense(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     assert [record.getMessage() for record in caplog.records] == [
         'strategy="auto" is "dense" on compute capability (8, 6): the sparse kernels need (9, 0)'
     ]
-    assert _auto.forced("cpu", None) == _auto.forced("meta", None) == "row"
+    assert _auto.forced("cpu", None) == _auto.forced("meta", None) == "dense"
 
 
 def test_tensors_without_values_neither_measure_nor_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -671,7 +735,7 @@ def test_tensors_without_values_neither_measure_nor_count(monkeypatch: pytest.Mo
     assert not site.explain()
     mlp = SparseMLP(K, N, device="meta", dtype=BF16)
     assert mlp(torch.empty(3, K, device="meta", dtype=BF16)).is_meta
-    assert strategies_of(mlp) == [("any", "row")]
+    assert strategies_of(mlp) == [("any", "dense")]
 
 
 # Graphs
@@ -805,10 +869,9 @@ def test_functions_compile(chooses: Arrivals, fresh_dynamo: None) -> None:
 def test_exports_with_any_number_of_tokens(strict: bool, chooses: Arrivals, fresh_dynamo: None) -> None:
     mlp, x = layer(firing=8), torch.randn(300, K).to(BF16)
     with torch.no_grad():
-        # the statistics of gate_pack have a row for 64 tokens, and one is special
-        sizes = {"x": {0: torch.export.Dim("m", min=129, max=4096)}}
+        sizes = {"x": {0: torch.export.Dim("m", min=1, max=4096)}}
         exported = torch.export.export(mlp, (x,), dynamic_shapes=sizes, strict=strict)
-        for m in (300, 129):
+        for m in (300, 129, 1):
             torch.testing.assert_close(exported.module()(x[:m]), mlp(x[:m]), rtol=2e-2, atol=2e-2)
 
 
@@ -1230,7 +1293,7 @@ def test_a_row_for_each_strategy(tune: Any) -> None:
 def test_explain_is_a_table(chooses: Arrivals) -> None:
     model = nn.ModuleDict({"first": layer(firing=8), "second": layer(SparseMLP, 200), "head": nn.Linear(K, K)})
     model["third"] = layer()
-    model["third"].strategy = "row"
+    model["third"].strategy = "union"
     model["fourth"] = layer()
     x = torch.randn(256, K).to(BF16)
     with torch.no_grad():
@@ -1241,7 +1304,19 @@ def test_explain_is_a_table(chooses: Arrivals) -> None:
     assert len(explained) == 4
     lines = str(explained).splitlines()
     assert len(lines) == 5
-    assert lines[0].split() == "layer calls tokens strategy non-zeros union row union dense why".split()
+    names = [
+        "layer",
+        "calls",
+        "tokens",
+        "strategy",
+        "non-zeros",
+        "union",
+        "row time",
+        "union time",
+        "dense time",
+        "why",
+    ]
+    assert re.split("  +", lines[0]) == names
     assert lines[1].startswith("first")
     assert "8.0   3.0%" in lines[1]
     assert "(measured in call 2)" in lines[1]
@@ -1250,6 +1325,33 @@ def test_explain_is_a_table(chooses: Arrivals) -> None:
     assert lines[3].endswith("it was named")
     assert lines[4].endswith("not called yet")
     assert "auto" in lines[4]
+
+
+def ran(mlp: Any, x: Tensor, training: bool) -> str:
+    """The strategy of a call by the operators in it."""
+    with torch.set_grad_enabled(training), torch.profiler.profile() as profiler:
+        mlp(x)
+    names = {event.key.removeprefix("twell::") for event in profiler.key_averages() if event.key.startswith("twell::")}
+    if names & {"up_down_union", "ffn_union", "hybrid_forward"}:
+        return "union"
+    return "row" if names & {"up_down", "down"} else "dense"
+
+
+@MODULES
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, BF16])
+@pytest.mark.parametrize("strategy", ["auto", "row", "union", "dense", twell.AutoStrategy()])
+def test_explain_names_what_runs(cls: Any, strategy: Any, dtype: torch.dtype, autocast: bool) -> None:
+    mlp, x = cls(K, N, dtype=dtype, strategy=strategy), torch.randn(8, K, dtype=dtype)
+    with torch.autocast("cpu", enabled=autocast):
+        for training in (False, True):
+            rows = {row.kind: row.strategy for row in twell.explain(mlp)}
+            assert rows.get("training" if training else "inference", rows.get("any")) == ran(mlp, x, training)
+    if not isinstance(strategy, str) or strategy == "auto":
+        # operators that stand in for kernels take several times as long
+        assert rows == {"any": "dense"}
+    mlp.up_proj.register_forward_hook(lambda *_: None)
+    assert [row.strategy for row in twell.explain(mlp)] == ["dense"] == [ran(mlp, x, False)]
 
 
 def test_explain_changes_nothing(chooses: Arrivals) -> None:

@@ -74,6 +74,31 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
     return Row(**row).key
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--device", "cpu"], (512, 256, 1408)),
+        (["--device", "cpu:0"], (512, 256, 1408)),
+        (["--device", "cpu", "-m", "64", "-n", "264"], (64, 256, 264)),
+        (["--device", "cuda"], (16384, 2048, 5632)),
+        ([], (16384, 2048, 5632)),
+    ],
+)
+def test_a_cpu_has_sizes_of_its_own(
+    words: list[str], expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_arguments, "_device", lambda text: "cpu" if text else "cuda")
+    asked = _arguments.request(_cli.parser().parse_intermixed_args(["ffn", "--workload", WORKLOAD, *words]))
+    assert [(job.m, job.k, job.n) for job in asked.jobs] == [expected]
+
+
+def test_the_sizes_of_a_cpu_are_quick_and_shown(bench: Callable[..., Result]) -> None:
+    result = bench("ffn", "--workload", "topic29", "--device", "cpu", "--seconds", "0.001", tiny=False)
+    assert result.code == 0, result.out
+    assert {(row["m"], row["k"], row["n"]) for row in result.rows} == {(512, 256, 1408)}
+    assert "M = 512, K = 256, N = 1,408, on a CPU" in result.out
+
+
 def test_every_op(bench: Callable[..., Result]) -> None:
     result = bench(",".join(OPS), "--workload", WORKLOAD, "--strategy", "row,union,dense,auto", "--m-decode", "1,8")
     assert result.code == 0, result.out
@@ -96,7 +121,7 @@ def test_every_op(bench: Callable[..., Result]) -> None:
     by_strategy = {(row["variant"], row["requested"], row["strategy"]) for row in ours if row["requested"]}
     for op in ("ffn", "sparse_ffn", "decode"):
         assert {(r, s) for v, r, s in by_strategy if v == op} == {(s, s) for s in ("row", "union", "dense")} | {
-            ("auto", "row")
+            ("auto", "dense")
         }
     for op in ("train", "sparse_train"):
         assert {r for v, r, _ in by_strategy if v == op} == {"union", "dense", "auto"}
@@ -139,7 +164,7 @@ def test_operations_may_stand_on_both_sides_of_options(bench: Callable[..., Resu
 def test_m_of_decode_alone_is_the_tokens_decoded() -> None:
     asked = request("decode", "-m", "1,8", "--workload", "topic29")
     assert asked.options.decoded == (1, 8)
-    assert {job.m for job in asked.jobs} == {16384}
+    assert {job.m for job in asked.jobs} == {512}
     asked = request("ffn,decode", "-m", "40", "--workload", "topic29")
     assert asked.options.decoded == (1, 8, 16)
     assert {job.m for job in asked.jobs} == {40}
@@ -682,7 +707,7 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         (["--workload", "topic29", "ffn,train"], "ffn,train is an operation: expected before --workload"),
         (["ffn", "-n", "16"], "16 neurons are too few for the workloads by name: expected --workload"),
         (["ffn", "model"], "model is timed by itself: twell bench model --help"),
-        (["decode", "-m", "1024"], "decode takes 1 to 512 of 16384 tokens, got 1024"),
+        (["decode", "-m", "1024"], "decode takes 1 to 512 of 512 tokens, got 1024"),
         (["ffn,decode", "-m", "64", "--m-decode", "65"], "decode takes 1 to 64 of 64 tokens, got 65"),
         (["ffn,train", "--m-decode", "8"], "--m-decode is for decode, which is not among the operations: ffn, train"),
         (["ffn", "--columns", "speed"], "--columns: a column is one of workload, M"),
@@ -805,11 +830,11 @@ def test_auto_runs_by_a_site_that_has_settled(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(testing, "sparse_output", noted)
     (row,) = (row for row in run(Options(("ffn",), ("auto",), seconds=1e-3)) if row.variant == "ffn")
-    assert (row.requested, row.strategy) == ("auto", "row")
+    assert (row.requested, row.strategy) == ("auto", "dense")
     site = passed[0]
     assert isinstance(site, twell.AutoStrategy)
     # first it settles, then what is compared and what warms up runs by the name that it settled on
     assert passed[:9] == [site] * 9
-    assert passed[9] == "row"
+    assert passed[9] == "dense"
     # what is recorded asks the site
     assert passed[-1] is site

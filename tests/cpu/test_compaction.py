@@ -79,9 +79,10 @@ def half(n: int = N) -> Tensor:
     return mask
 
 
-def has_rows(mlp: MLP) -> bool:
+def is_laid_out(mlp: MLP, layout: str = "linear") -> bool:
     weight = mlp.down_proj.weight
-    return weight.shape == (K, mlp.intermediate) and weight.stride() == (1, K)
+    stored = weight.t() if layout == "rows" else weight
+    return weight.shape == (K, mlp.intermediate) and stored.is_contiguous() and mlp.down_layout == layout
 
 
 def same_parameters(a: nn.Module, b: nn.Module) -> None:
@@ -179,7 +180,7 @@ def test_counts_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         return pack(x, *arguments, **options)
 
     monkeypatch.setattr(_compaction.functional, "pack", recorded)
-    layer = evidence(layer_of(p, True), p.x[:20])
+    layer = evidence(layer_of(p, True, strategy="row"), p.x[:20])
     assert sizes == [3, 3, 3, 3, 3, 3, 2]
     assert torch.equal(layer.counts, fired(p.rows(0, 20)))
 
@@ -360,7 +361,7 @@ def test_same_bits_where_no_removed_neuron_fires(gated: bool, biases: str, dtype
     assert 0 < layer.kept < N - 64
     assert type(compacted) is type(mlp)
     assert (compacted.intermediate, compacted.compression, compacted.strategy) == (layer.kept, 4, strategy)
-    assert has_rows(compacted)
+    assert is_laid_out(compacted)
     with torch.no_grad():
         y, aux = compacted(p.x, return_aux=True)
         expected, expected_aux = mlp(p.x, return_aux=True)
@@ -409,7 +410,7 @@ def test_gradients_are_those_of_the_kept_neurons(gated: bool, biases: str) -> No
             assert not gone.any()
         assert torch.equal(parameter.grad, expected), name
     torch.optim.SGD(compacted.parameters(), 0.1).step()
-    assert has_rows(compacted)
+    assert is_laid_out(compacted)
 
 
 @GATED
@@ -529,13 +530,13 @@ def test_tied_projections_stay_tied() -> None:
     assert torch.equal(restored.up_proj.weight, mlp.up_proj.weight)
 
 
-def test_down_weight_in_another_layout() -> None:
-    p = problem()
-    mlp = layer_of(p, True)
-    mlp.down_proj.weight = nn.Parameter(p.w_down.t().contiguous())
+@pytest.mark.parametrize("layout", ["rows", "linear"])
+def test_the_down_weight_keeps_its_layout(layout: Any) -> None:
+    mlp = layer_of(problem(), True)
+    twell.nn.set_down_layout(mlp, layout)
     compacted, _ = twell.compact(mlp, half())
-    assert has_rows(compacted)
-    assert has_rows(twell.restore(compacted))
+    assert is_laid_out(compacted, layout)
+    assert is_laid_out(twell.restore(compacted), layout)
 
 
 def test_mixed_dtypes_come_back() -> None:
@@ -660,7 +661,7 @@ def test_restores_the_same_bits(gated: bool, biases: str, keep: int) -> None:
     assert list(restored.state_dict()) == list(mlp.state_dict())
     assert restored.intermediate == N
     assert repr(restored) == repr(mlp)
-    assert has_rows(restored)
+    assert is_laid_out(restored)
     assert kept_of(compacted) is not None
 
 
@@ -775,7 +776,7 @@ def test_the_map_survives(gated: bool, through: Callable[[Any], Any]) -> None:
     mlp = layer_of(p, gated)
     compacted, _ = twell.compact(mlp, evidence(mlp, p.x))
     after = through(compacted)
-    assert has_rows(after)
+    assert is_laid_out(after)
     assert torch.equal(kept_of(after), kept_of(compacted))
     with torch.no_grad():
         testing.assert_same(after(p.x), testing.exact_output(p, gated=gated))

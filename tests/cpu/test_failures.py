@@ -220,7 +220,7 @@ def test_a_refused_call_leaves_no_trace() -> None:
 # Non-finite values, on the CPU: the same as dense PyTorch wherever a token fires the neuron
 
 
-@pytest.mark.parametrize("strategy", SPARSE)
+@pytest.mark.parametrize("strategy", ["row", "union"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", ["x", "w_gate", "w_up", "w_down", "gate_bias", "up_bias", "down_bias"])
 def test_non_finite_values_reach_what_dense_lets_them_reach(name: str, value: float, strategy: Any) -> None:

@@ -18,12 +18,12 @@ PROJECTIONS = {True: "gate up down", False: "gate down"}
 
 def gated(problem: testing.FFN, **options: Any) -> Any:
     biases = {"b_gate": problem.gate_bias, "b_up": problem.up_bias, "b_down": problem.down_bias}
-    return twell.sparse_gated_ffn(*problem[:3], problem.w_down.t(), **biases, **options)
+    return twell.sparse_gated_ffn(*problem[:3], problem.w_down.t(), **biases, **{"strategy": "row", **options})
 
 
 def plain(problem: testing.FFN, **options: Any) -> Any:
     biases = {"b_up": problem.gate_bias, "b_down": problem.down_bias}
-    return twell.sparse_ffn(problem.x, problem.w_gate, problem.w_down.t(), **biases, **options)
+    return twell.sparse_ffn(problem.x, problem.w_gate, problem.w_down.t(), **biases, **{"strategy": "row", **options})
 
 
 BOTH = pytest.mark.parametrize("ffn", [gated, plain])

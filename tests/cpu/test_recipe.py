@@ -54,7 +54,9 @@ class Model(nn.Module):
 
     def __init__(self, *mlps: nn.Module) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(mlp) for mlp in mlps or (SparseGatedMLP(K, N), SparseMLP(K, 2 * N)))
+        # named, for on a CPU "auto" would be dense
+        mlps = mlps or (SparseGatedMLP(K, N, strategy="union"), SparseMLP(K, 2 * N, strategy="union"))
+        self.blocks = nn.ModuleList(map(Block, mlps))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -907,6 +909,7 @@ def test_settle_names_what_the_figures_call_for() -> None:
     for mlp, alive in zip(mlps, (2, 40, 2)):
         silence(mlp, alive)
     model = Model(*mlps).to(BF16)
+    twell.nn.set_down_layout(model, "rows")
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     x = torch.randn(2, 128, K, dtype=BF16)
     tracker = SparsityTracker(model, every=1)
@@ -933,15 +936,22 @@ def test_settle_names_what_the_figures_call_for() -> None:
     mlps[1].strategy = "row"
     silence(mlps[1], 40)
     assert recipe.settle(model, run(3)) == {}
+    # with so few tokens copies of the down weight would cost more than the layer saves
+    silence(mlps[0], 2)
+    stats = run(4)
+    twell.nn.set_down_layout(model, "linear")
+    assert recipe.settle(model, stats) == {}
+    twell.nn.set_down_layout(model, "rows")
+    assert recipe.settle(model, stats) == {"blocks.0.mlp": ("dense", "union")}
 
 
 def test_settle_leaves_devices_without_a_choice() -> None:
-    model, (x,) = Model(), inputs()
+    model, (x,) = Model(SparseGatedMLP(K, N), SparseMLP(K, 2 * N)), inputs()
     tracker = SparsityTracker(model)
     with tracker.watch(0):
         model(x)
     assert recipe.settle(model, tracker.read()) == {}
-    assert recipe.strategies(model) == {"blocks.0.mlp": "row", "blocks.1.mlp": "row"}
+    assert recipe.strategies(model) == {"blocks.0.mlp": "dense", "blocks.1.mlp": "dense"}
     assert isinstance(twell.explain(model).rows[0].strategy, str)
 
 
@@ -974,7 +984,7 @@ def test_csv_has_a_line_per_layer(tmp_path: Path) -> None:
     ]
     first = stats.layers[0]
     assert float(lines[0]["l0"]) == pytest.approx(first.l0, rel=1e-5)
-    assert (lines[0]["neurons"], lines[0]["dead"], lines[0]["strategy"]) == (str(N), str(first.dead), "row")
+    assert (lines[0]["neurons"], lines[0]["dead"], lines[0]["strategy"]) == (str(N), str(first.dead), "union")
     assert float(lines[0]["l0_at_0"]) == pytest.approx(first.positions["0"], rel=1e-5)
     # no token has such a place, and none had a type
     assert lines[0]["l0_at_1024-"] == lines[0]["l0_of_a"] == ""

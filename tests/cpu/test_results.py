@@ -173,7 +173,7 @@ class TestLayers:
             "0",
             "10",
             *("2.00", "**1.00**", "**2.00**", "union"),
-            *("2.00", "**1.00**", "**2.00**", "sparse"),
+            *("2.00", "**1.00**", "**2.00**", "union"),
         ]
         assert lines[2][-1] == "dense"
         # times lie on a line; speed-ups of 2, 1 and 2/3 do not

@@ -282,7 +282,7 @@ def test_meta_construction(cls: Module, how: str, copies: bool) -> None:
     assert all(torch.equal(tensor, state[name]) for name, tensor in mlp.state_dict().items())
     agrees(mlp)
     if how != "parameters":
-        assert mlp.down_proj.weight.t().is_contiguous()
+        assert mlp.down_proj.weight.is_contiguous()
 
 
 @MODULES
@@ -303,7 +303,7 @@ def test_dtypes_there_and_back(cls: Module, swap: bool) -> None:
         ):
             change()
             assert {parameter.dtype for parameter in mlp.parameters()} == {dtype}
-            assert mlp.down_proj.weight.t().is_contiguous()
+            assert mlp.down_proj.weight.is_contiguous()
             agrees(mlp, tokens(dtype))
             with pytest.raises(TypeError, match="as x is, got"):
                 mlp(tokens(torch.float32 if dtype != torch.float32 else BF16))
@@ -365,7 +365,7 @@ def test_copies_have_lives_of_their_own(cls: Module, duplicate: Callable[[Any], 
 
 def test_copies_with_a_graph_and_figures() -> None:
     """Between forward and backward: what is left in the module is part of the graph."""
-    mlp = SparseGatedMLP(K, N, dtype=BF16)
+    mlp = SparseGatedMLP(K, N, dtype=BF16, strategy="row")
     mlp.record_aux = True
     y = mlp(tokens())
     for duplicate in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved):
@@ -406,7 +406,7 @@ def test_many_models_in_one_process() -> None:
 
 
 def test_nothing_outlives_a_model() -> None:
-    mlp = SparseGatedMLP(K, N, dtype=BF16)
+    mlp = SparseGatedMLP(K, N, dtype=BF16, strategy="row")
     mlp.record_aux = True
     mlp(tokens()).float().sum().backward()
     with torch.inference_mode():
@@ -498,7 +498,7 @@ def test_weights_changed_before_backward_are_noticed(name: str, strategy: Any) -
 
 
 def test_projections_may_share_a_weight() -> None:
-    mlp = SparseGatedMLP(K, N, dtype=BF16)
+    mlp = SparseGatedMLP(K, N, dtype=BF16, strategy="row")
     mlp.up_proj.weight = mlp.gate_proj.weight
     agrees(mlp)
     mlp(tokens()).float().sum().backward()
@@ -524,7 +524,7 @@ def test_hooks_of_the_layer_run(cls: Module) -> None:
 
 
 def test_keys_may_be_renamed_by_hooks() -> None:
-    model = nn.Sequential(SparseGatedMLP(K, N, dtype=BF16), SparseMLP(K, N, dtype=BF16))
+    model = nn.Sequential(SparseGatedMLP(K, N, dtype=BF16, strategy="row"), SparseMLP(K, N, dtype=BF16, strategy="row"))
     expected = new_state(model)
 
     def rename(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
@@ -543,12 +543,12 @@ def test_keys_may_be_renamed_by_hooks() -> None:
         assert model.state_dict().keys() == renamed.keys()
         assert all(torch.equal(tensor, renamed[name]) for name, tensor in model.state_dict().items())
         for layer in model:
-            assert layer.down_proj.weight.t().is_contiguous()
+            assert layer.down_proj.weight.is_contiguous()
             agrees(layer)
 
 
 def test_weights_may_be_handed_over_for_a_call() -> None:
-    mlp = SparseGatedMLP(K, N, True, dtype=BF16)
+    mlp = SparseGatedMLP(K, N, True, dtype=BF16, strategy="row")
     state = new_state(mlp)
     with torch.no_grad():
         y = torch.func.functional_call(mlp, state, (tokens(),))
@@ -563,7 +563,10 @@ class Doubled(nn.Module):
 
 @pytest.mark.parametrize("name", CHILDREN)
 def test_parametrized_weights(name: str) -> None:
-    mlp, plain = SparseGatedMLP(K, N, True, dtype=BF16), SparseGatedMLP(K, N, True, dtype=BF16)
+    mlp, plain = (
+        SparseGatedMLP(K, N, True, dtype=BF16, strategy="row"),
+        SparseGatedMLP(K, N, True, dtype=BF16, strategy="row"),
+    )
     plain.load_state_dict(mlp.state_dict())
     child = child_of(mlp, name)
     parametrize.register_parametrization(child, "weight", Doubled())
@@ -712,7 +715,7 @@ def test_children_that_are_more_than_a_weight(name: str, change: Callable[..., N
 @pytest.mark.parametrize("name", ["up_proj", "down_proj"])
 @pytest.mark.parametrize("change", [hook, adapter, wrapped, weight_norm])
 def test_children_of_the_layer_without_a_gate(name: str, change: Callable[..., None]) -> None:
-    mlp = SparseMLP(K, N, True, dtype=BF16)
+    mlp = SparseMLP(K, N, True, dtype=BF16, strategy="row")
     change(mlp, name)
     agrees(mlp)
     assert mlp(tokens(), return_aux=True)[1].l0 > 0
@@ -731,7 +734,7 @@ def test_changed_children_in_a_compiled_graph(cls: Module) -> None:
 
 
 def test_changed_children_are_seen_and_forgotten() -> None:
-    mlp = SparseGatedMLP(K, N, dtype=BF16)
+    mlp = SparseGatedMLP(K, N, dtype=BF16, strategy="row")
     with torch.no_grad():
         sparse = mlp(tokens())
         handle = mlp.down_proj.register_forward_hook(lambda module, args, y: 3 * y)
@@ -750,8 +753,7 @@ def test_changed_children_are_seen_and_forgotten() -> None:
 @pytest.mark.parametrize("change", [hook, pre_hook, own_forward, weight_norm, subclass, adapter, wrapped])
 def test_changed_linears_make_no_layer(index: int, change: Callable[..., None]) -> None:
     """The weight alone would be shared, and the rest forgotten."""
-    layers = SparseGatedMLP(K, N, dtype=BF16)
-    set_down_layout(layers, "linear")
+    layers = SparseGatedMLP(K, N, dtype=BF16, strategy="row")
     change(layers, CHILDREN[index])
     with pytest.raises(
         TypeError, match=rf"{CHILDREN[index].removesuffix('_proj')} must be an? (plain )?nn.Linear, got"
@@ -761,7 +763,7 @@ def test_changed_linears_make_no_layer(index: int, change: Callable[..., None]) 
 
 def test_accelerate_places_and_offloads() -> None:
     accelerate = pytest.importorskip("accelerate")
-    model = nn.Sequential(SparseGatedMLP(K, N, dtype=BF16), SparseMLP(K, N, dtype=BF16))
+    model = nn.Sequential(SparseGatedMLP(K, N, dtype=BF16, strategy="row"), SparseMLP(K, N, dtype=BF16, strategy="row"))
     with torch.no_grad():
         expected = model(tokens())
     placed = accelerate.dispatch_model(copy.deepcopy(model), {"": "cpu"}, force_hooks=True)
@@ -772,7 +774,9 @@ def test_accelerate_places_and_offloads() -> None:
         offloaded = accelerate.cpu_offload(copy.deepcopy(model), torch.device("cpu"))
         close(offloaded(tokens()), expected)
     with accelerate.init_empty_weights():
-        empty = nn.Sequential(SparseGatedMLP(K, N, dtype=BF16), SparseMLP(K, N, dtype=BF16))
+        empty = nn.Sequential(
+            SparseGatedMLP(K, N, dtype=BF16, strategy="row"), SparseMLP(K, N, dtype=BF16, strategy="row")
+        )
     for name, tensor in model.state_dict().items():
         accelerate.utils.set_module_tensor_to_device(empty, name, "cpu", tensor.contiguous())
     with torch.no_grad():
@@ -918,7 +922,7 @@ def test_models_are_copied_moved_and_cast(kind: str) -> None:
     meta = copy.deepcopy(sparse).to("meta")
     for rebuilt in (copy.deepcopy(meta), pickle.loads(pickle.dumps(meta))):
         rebuilt.load_state_dict(sparse.state_dict(), assign=True)
-        assert all(layer.down_proj.weight.t().is_contiguous() for layer in layers(rebuilt).values())
+        assert all(layer.down_proj.weight.is_contiguous() for layer in layers(rebuilt).values())
         if kind == "torch":
             matches(rebuilt, dense, x)
 

@@ -25,12 +25,14 @@ Loss = Callable[[Tensor, twell.Aux], Tensor]
 
 def gated(p: testing.FFN, **options: Any) -> tuple[Tensor, twell.Aux]:
     biases = {"b_gate": p.gate_bias, "b_up": p.up_bias, "b_down": p.down_bias}
-    return twell.sparse_gated_ffn(p.x, p.w_gate, p.w_up, p.w_down.t(), **biases, return_aux=True, **options)
+    return twell.sparse_gated_ffn(
+        p.x, p.w_gate, p.w_up, p.w_down.t(), **biases, return_aux=True, **{"strategy": "row", **options}
+    )
 
 
 def plain(p: testing.FFN, **options: Any) -> tuple[Tensor, twell.Aux]:
     biases = {"b_up": p.gate_bias, "b_down": p.down_bias}
-    return twell.sparse_ffn(p.x, p.w_gate, p.w_down.t(), **biases, return_aux=True, **options)
+    return twell.sparse_ffn(p.x, p.w_gate, p.w_down.t(), **biases, return_aux=True, **{"strategy": "row", **options})
 
 
 BOTH = pytest.mark.parametrize("ffn", [gated, plain])
@@ -357,7 +359,7 @@ def loss_and_problem(ffn: Function, m: int = 9) -> tuple[testing.FFN, Loss, dict
 
 
 @BOTH
-@pytest.mark.parametrize("strategy", ["auto", "dense"])
+@pytest.mark.parametrize("strategy", ["union", "dense"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(ffn: Function, reentrant: bool, strategy: str) -> None:
     p, loss, _ = loss_and_problem(ffn)
@@ -450,7 +452,7 @@ def test_deterministic_algorithms(ffn: Function) -> None:
 
 @BOTH
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("strategy", ["auto", "dense"])
+@pytest.mark.parametrize("strategy", ["union", "dense"])
 def test_autocast(ffn: Function, strategy: str, inside: bool) -> None:
     """Backward under autocast too casts nothing again; gradients have the dtype of the leaves."""
     p = draw(9, 264, 32, bias=True, dtype=torch.float32)
@@ -496,7 +498,7 @@ def test_compiles_as_one_graph(ffn: Function, backend: str, dynamic: bool) -> No
 @pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
 def test_a_compiled_module_trains(cls: Any, context: AbstractContextManager[Any]) -> None:
     torch.compiler.reset()
-    mlp = cls(32, 264, bias=True)
+    mlp = cls(32, 264, bias=True, strategy="row")
     x = torch.randn(2, 9, 32, requires_grad=True)
     results = []
     for call in (mlp, torch.compile(mlp, fullgraph=True, backend="aot_eager")):
@@ -535,7 +537,7 @@ def mains_of(p: testing.FFN, ffn: Function, layout: str) -> tuple[Tensor, ...]:
 
 
 @BOTH
-@pytest.mark.parametrize("strategy", ["auto", "dense"])
+@pytest.mark.parametrize("strategy", ["union", "dense"])
 @pytest.mark.parametrize("layout", ["rows", "linear"])
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_main_gradients(ffn: Function, strategy: str, layout: str, dtype: torch.dtype) -> None:
@@ -765,7 +767,7 @@ def test_main_gradients_that_cannot_be_are_refused(mains: Any, error: type[Excep
 
 
 @pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
-@pytest.mark.parametrize("strategy", ["auto", "dense"])
+@pytest.mark.parametrize("strategy", ["union", "dense"])
 def test_a_module_fills_main_grad(cls: Any, strategy: Any) -> None:
     mlp = cls(32, 264, bias=True, dtype=BF16, strategy=strategy)
     x = torch.randn(9, 32).to(BF16)

@@ -1,4 +1,4 @@
-"""DDP and FSDP2: ranks with tokens of their own take the step that one process takes on all of them."""
+"""DDP, FSDP1 and FSDP2: ranks with tokens of their own take the step that one process takes on all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,8 +38,8 @@ def make(device: torch.device, seed: int = 0, where: str | None = None) -> nn.Mo
     hidden, neurons, dtype = (16, 32, torch.float64) if device.type == "cpu" else (256, 1024, torch.bfloat16)
     with torch.device(where or device):
         model = nn.Sequential(
-            Block(twell.nn.SparseGatedMLP(hidden, neurons, bias=True, dtype=dtype), hidden).to(dtype),
-            Block(twell.nn.SparseMLP(hidden, neurons, dtype=dtype), hidden).to(dtype),
+            Block(twell.nn.SparseGatedMLP(hidden, neurons, bias=True, dtype=dtype, strategy="union"), hidden).to(dtype),
+            Block(twell.nn.SparseMLP(hidden, neurons, dtype=dtype, strategy="union"), hidden).to(dtype),
         )
     for block in model:
         block.mlp.record_aux = True
@@ -95,11 +95,13 @@ def mean_over_ranks(losses: list[float], device: torch.device) -> Tensor:
     return total.cpu() / dist.get_world_size()
 
 
-def ddp(device: torch.device, bucket_view: bool) -> None:
+def ddp(device: torch.device, bucket_view: bool, rows: bool) -> None:
     whole = make(device)
     expected = train(whole, device, [0, 1])
     # values other than those of rank 0 are overwritten
     model = make(device, seed=dist.get_rank())
+    if rows:
+        twell.nn.set_down_layout(model, "rows")
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
 
     def sync(last: bool) -> None:
@@ -112,12 +114,13 @@ def ddp(device: torch.device, bucket_view: bool) -> None:
     )
     same(model, whole)
     for block in model:
-        assert block.mlp.down_proj.weight.t().is_contiguous()
+        weight = block.mlp.down_proj.weight
+        assert (weight.t() if rows else weight).is_contiguous()
 
 
-@pytest.mark.parametrize("bucket_view", [False, True])
-def test_ddp(two: Run, bucket_view: bool) -> None:
-    two(ddp, bucket_view)
+@pytest.mark.parametrize(("bucket_view", "rows"), [(False, False), (True, False), (True, True)])
+def test_ddp(two: Run, bucket_view: bool, rows: bool) -> None:
+    two(ddp, bucket_view, rows)
 
 
 def fsdp(device: torch.device, reshard: bool, every_layer: bool) -> None:
@@ -125,7 +128,6 @@ def fsdp(device: torch.device, reshard: bool, every_layer: bool) -> None:
     whole = make(device)
     model = copy.deepcopy(whole)
     expected = train(whole, device, [0, 1])
-    twell.nn.set_down_layout(model, "linear")
     for block in model:
         if every_layer:
             fully_shard(block.mlp, mesh=mesh, reshard_after_forward=reshard)
@@ -139,7 +141,7 @@ def fsdp(device: torch.device, reshard: bool, every_layer: bool) -> None:
     same(model, whole)
     assert isinstance(model[0].mlp.down_proj.weight, DTensor)
     assert "compression=8" in repr(model)
-    assert len(twell.explain(model)) == 2
+    assert {row.layer for row in twell.explain(model)} == {"0.mlp", "1.mlp"}
     # sharded values, in and out
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     same(model, whole)
@@ -153,7 +155,6 @@ def test_fsdp(two: Run, reshard: bool, every_layer: bool) -> None:
 def fsdp_from_meta(device: torch.device) -> None:
     whole = make(device)
     model = make(device, where="meta")
-    twell.nn.set_down_layout(model, "linear")
     for block in model:
         fully_shard(block)
     fully_shard(model)
@@ -170,7 +171,6 @@ def fsdp_from_meta(device: torch.device) -> None:
 def fsdp_in_mixed_precision(device: torch.device) -> None:
     whole = make(device).float()
     model = copy.deepcopy(whole)
-    twell.nn.set_down_layout(model, "linear")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model:
         fully_shard(block, mp_policy=policy)
@@ -191,7 +191,6 @@ def figures_alone(device: torch.device) -> None:
     """A loss of figures alone is right if they are part of what the sharded module returns."""
     whole = make(device)[0].mlp
     layer = copy.deepcopy(whole)
-    twell.nn.set_down_layout(layer, "linear")
     fully_shard(layer)
     x = tokens(device, 0, 0, 0)
     for each in (whole, layer):
@@ -203,12 +202,31 @@ def figures_alone(device: torch.device) -> None:
 
 
 def rows_are_refused(device: torch.device) -> None:
-    """FSDP2's own limit, which ``set_down_layout`` is for; when this fails it is no longer needed."""
+    """FSDP2's own limit; when this fails down weights may be stored by rows under it."""
+    layer = make(device)[0].mlp
+    twell.nn.set_down_layout(layer, "rows")
     with pytest.raises(NotImplementedError, match="non-contiguous parameters"):
-        fully_shard(make(device)[0].mlp)
+        fully_shard(layer)
+
+
+def fsdp1(device: torch.device) -> None:
+    """One flat parameter for all of a module's."""
+    whole = make(device)
+    for each in (0, 1):
+        (whole(tokens(device, 0, 0, each)).square().mean() / 2).backward()
+    for original in (True, False):
+        model = FullyShardedDataParallel(make(device), use_orig_params=original, device_id=device)
+        model(tokens(device, 0, 0, dist.get_rank())).square().mean().backward()
+        torch.optim.SGD(model.parameters(), 1.0).step()
+        with FullyShardedDataParallel.summon_full_params(model):
+            for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+                torch.testing.assert_close(p.detach(), (q - q.grad).detach(), rtol=2e-2, atol=2e-2)
+                if device.type == "cpu":
+                    torch.testing.assert_close(p.detach(), (q - q.grad).detach())
 
 
 def fsdp_else(device: torch.device) -> None:
+    fsdp1(device)
     fsdp_from_meta(device)
     fsdp_in_mixed_precision(device)
     figures_alone(device)

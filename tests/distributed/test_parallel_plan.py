@@ -209,7 +209,6 @@ def both_ways(device: torch.device, kind: str) -> None:
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
     whole = make(kind)
     model = copy.deepcopy(whole)
-    twell.nn.set_down_layout(model, "linear")
     parallelize_module(model, mesh["tp"], tensor_parallel_plan(model))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh["dp"])

@@ -32,22 +32,22 @@ HIDDEN, NEURONS = 16, 32
 
 def make(seed: int, where: torch.device) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(twell.nn.SparseGatedMLP(HIDDEN, NEURONS, bias=True), twell.nn.SparseMLP(HIDDEN, NEURONS)).to(
-        where
-    )
+    return nn.Sequential(
+        twell.nn.SparseGatedMLP(HIDDEN, NEURONS, bias=True, strategy="union"),
+        twell.nn.SparseMLP(HIDDEN, NEURONS, strategy="union"),
+    ).to(where)
 
 
 def one_process(model: nn.Module, device: torch.device) -> nn.Module:
     return model
 
 
-def linear(model: nn.Module, device: torch.device) -> nn.Module:
-    twell.nn.set_down_layout(model, "linear")
+def rows(model: nn.Module, device: torch.device) -> nn.Module:
+    twell.nn.set_down_layout(model, "rows")
     return model
 
 
 def fsdp(model: nn.Module, device: torch.device) -> nn.Module:
-    linear(model, device)
     for layer in model:
         fully_shard(layer)
     return fully_shard(model)
@@ -62,7 +62,7 @@ def replicated(model: nn.Module, device: torch.device) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model)
 
 
-WAYS = (one_process, linear, fsdp, tensor_parallel, replicated)
+WAYS = (one_process, rows, fsdp, tensor_parallel, replicated)
 
 
 def full(t: Tensor) -> Tensor:

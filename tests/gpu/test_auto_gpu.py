@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import twell
 from twell import testing
-from twell.nn import SparseGatedMLP, SparseMLP
+from twell.nn import DownLayout, SparseGatedMLP, SparseMLP, set_down_layout
 from twell.testing import FFN
 
 M = 4096
@@ -38,10 +38,11 @@ def dense() -> FFN:
     return testing.make("dense911", M)
 
 
-def module(problem: FFN, gated: bool = True) -> Any:
+def module(problem: FFN, gated: bool = True, layout: DownLayout = "rows") -> Any:
     """The layer as a module, with ``strategy="auto"``."""
     (n, k), cls = problem.w_gate.shape, SparseGatedMLP if gated else SparseMLP
     mlp = cls(k, n, device="cuda", dtype=problem.x.dtype)
+    set_down_layout(mlp, layout)
     set_weights(mlp, problem)
     return mlp
 
@@ -297,3 +298,32 @@ def test_functions_take_a_site(topic: FFN) -> None:
         testing.sparse_output(topic, strategy="auto"),
         testing.sparse_output(topic, strategy=named),
     )
+
+
+@BOTH
+def test_layouts_give_the_same_bits_and_auto_reckons_with_copies(topic: FFN, gated: bool) -> None:
+    """What is read by rows is the same, forward and backward; for few tokens the copy costs more than it saves."""
+    rows, linear = module(topic, gated), module(topic, gated, "linear")
+    dy = testing.real_upstream(topic)
+    for strategy in ("row", "union"):
+        rows.strategy = linear.strategy = strategy  # type: ignore[assignment]
+        with torch.no_grad():
+            for m in (1, 64, M):
+                testing.assert_same(linear(topic.x[:m]), rows(topic.x[:m]))
+    for mlp in (rows, linear):
+        mlp(topic.x).backward(dy)
+    for p, q in zip(linear.parameters(), rows.parameters(), strict=True):
+        assert p.is_contiguous()
+        assert p.grad.is_contiguous()
+        testing.assert_same(p.grad, q.grad)
+    if not gated:
+        # the table has no few tokens of such layers
+        return
+    rows.strategy = linear.strategy = "auto"
+    with torch.no_grad():
+        for mlp in (rows, linear):
+            settle(mlp, topic.x[:1])
+    (by_rows,), (copied,) = twell.explain(rows), twell.explain(linear)
+    assert by_rows.strategy == "row"
+    assert copied.strategy == "dense"
+    assert "copies of the down weight" in copied.reason

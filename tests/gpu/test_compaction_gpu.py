@@ -133,7 +133,7 @@ def test_same_bits_where_no_removed_neuron_fires(gated: bool, strategy: Any, dty
     assert 0 < layer.alive <= layer.kept < layer.neurons
     assert compacted.compaction.kept.device == p.x.device
     assert compacted.compaction.removed.device.type == "cpu"
-    assert compacted.down_proj.weight.stride() == (1, 264)
+    assert compacted.down_proj.weight.is_contiguous()
     with torch.no_grad():
         y, aux = compacted(p.x, return_aux=True)
         expected, expected_aux = mlp(p.x, return_aux=True)

@@ -24,7 +24,9 @@ from twell._request import RequestError, at_least
 L2_TBS = 7.3
 
 OPS_BY_DEFAULT = ("gate_pack", "up_down", "ffn")
-TOKENS, HIDDEN, NEURONS = 16384, 2048, 5632
+# Tokens, hidden size and neurons by default. With those of a CPU the default command takes half a minute on two cores.
+SIZES = 16384, 2048, 5632
+CPU_SIZES = 512, 256, 1408
 DECODED_BY_DEFAULT = (1, 8, 16, 64, 128, 256)
 COMPILE = ("default", "max-autotune-no-cudagraphs", "none")
 
@@ -150,11 +152,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = " ".join(OPS_BY_DEFAULT)
     add("ops", nargs="*", type=_words((*OPS, "model")), metavar="OP", help=f"what to time, see below ({default})")
 
+    defaults = [f"{gpu}; {cpu} on a CPU" for gpu, cpu in zip(SIZES, CPU_SIZES)]
     layer = parser.add_argument_group("layer")
     add = layer.add_argument
-    add("-m", "--tokens", nargs="+", type=_counts, metavar="M", help=f"tokens, one number or several ({TOKENS})")
-    add("-k", "--hidden", type=at_least(1), metavar="K", default=HIDDEN, help="hidden size (%(default)s)")
-    add("-n", "--neurons", type=at_least(1), metavar="N", default=NEURONS, help="neurons (%(default)s)")
+    add("-m", "--tokens", nargs="+", type=_counts, metavar="M", help=f"tokens, one number or several ({defaults[0]})")
+    add("-k", "--hidden", type=at_least(1), metavar="K", help=f"hidden size ({defaults[1]})")
+    add("-n", "--neurons", type=at_least(1), metavar="N", help=f"neurons ({defaults[2]})")
     add("--workload", nargs="+", action="extend", metavar="W", help="one or several, see below (default: all by name)")
     add("--dtype", choices=DTYPES, default="bf16", help="of all tensors (%(default)s)")
     add("--compression", type=int, choices=(2, 4, 8), default=8, help="256 / C words a tile are packed (%(default)s)")
@@ -202,7 +205,9 @@ def _explained(name: str, text: str) -> str:
 
 def request(arguments: argparse.Namespace) -> Request:
     """What the arguments mean. RequestError where they contradict each other or the machine."""
-    tokens, options = _options(arguments)
+    by_default, hidden, neurons = CPU_SIZES if str(arguments.device).partition(":")[0] == "cpu" else SIZES
+    arguments.hidden, arguments.neurons = arguments.hidden or hidden, arguments.neurons or neurons
+    tokens, options = _options(arguments, by_default)
     require_writable((arguments.json, arguments.csv))
     columns = tuple(name for text in arguments.columns or () for name in text.split(","))
     try:
@@ -228,15 +233,15 @@ def request(arguments: argparse.Namespace) -> Request:
     )
 
 
-def _options(arguments: argparse.Namespace) -> tuple[tuple[int, ...], Options]:
-    """Numbers of tokens of the workloads, and what is timed of them."""
+def _options(arguments: argparse.Namespace, by_default: int) -> tuple[tuple[int, ...], Options]:
+    """Numbers of tokens of the workloads, one ``by_default``, and what is timed of them."""
     ops = _flat(arguments.ops) or OPS_BY_DEFAULT
     if "model" in ops:
         raise RequestError("model is timed by itself: twell bench model --help")
     tokens, decoded = _flat(arguments.tokens), _flat(arguments.m_decode)
     if ops == ("decode",) and not decoded:
         tokens, decoded = (), tokens
-    tokens = tokens or (TOKENS,)
+    tokens = tokens or (by_default,)
     decoded = decoded or tuple(m for m in DECODED_BY_DEFAULT if m <= min(tokens))
     most = min(DECODED, *tokens)
     if arguments.m_decode and "decode" not in ops:

@@ -168,6 +168,10 @@ def _print(this: _Run) -> None:
     for row in found:
         if row.kernels is not None:
             _print_kernels(row)
+    first = asked.jobs[0]
+    if asked.device == "cpu":
+        sizes = f"M = {', '.join(map(str, asked.arguments()['m']))}, K = {first.k:,}, N = {first.n:,}"
+        print(f"{sizes}, on a CPU, whose times mean nothing; -m, -k and -n take others")
     left_out = f"; left out: {', '.join(dropped)} (--wide)" if dropped else ""
     print(f"{asked.jobs[0].dtype}, compression {asked.options.compression}; columns: {COMMAND} --help{left_out}")
     if not asked.options.check:

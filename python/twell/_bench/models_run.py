@@ -28,6 +28,7 @@ from twell._bench.models_random import cast
 from twell._bench.protocol import spread
 from twell._log import logger
 from twell._runtime import format
+from twell.nn import set_down_layout
 
 OPS = ("forward", "logits", "train")
 
@@ -184,6 +185,8 @@ class Variant:
         # parameters alone are shared: each copy counts and chooses for itself
         self.model = copy.deepcopy(model, {id(tensor): tensor for tensor in model.parameters()})
         self.layers = _sparsify.layers(self.model)
+        # parameters are shared, so that this is done once
+        set_down_layout(self.model, "rows")
         for layer in self.layers.values():
             layer.strategy = strategy  # type: ignore[assignment]
         self.strategy, self.micro_batch = strategy, micro_batch

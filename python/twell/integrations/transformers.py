@@ -17,10 +17,10 @@ batches; with a static cache transformers compiles the decoding step into CUDA g
 Where that choice is to be made by hand, ``torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)`` in
 place of ``model.forward`` does the same for the static cache.
 
-Saved files hold ``down_proj.weight`` [hidden, intermediate], contiguous, as the stock classes do, so they load either
-way. In memory it is the transposed view of one contiguous row per neuron. For ``fully_shard`` (FSDP2) call
-``twell.nn.set_down_layout(model, "linear")`` first. Weights that accelerate offloads to the CPU or to disk are not seen
-by the layers: keep them on the device.
+``down_proj.weight`` is [hidden, intermediate] in files and in memory, as the stock classes have it, so files load
+either way. For inference, and for training where nothing flattens parameters,
+``twell.nn.set_down_layout(model, "rows")`` saves a copy of it at each call. Weights that accelerate offloads to the CPU
+or to disk are not seen by the layers: keep them on the device.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from twell import _checkpoint, _sparsify
 from twell._log import logger
 from twell.functional import Strategy
-from twell.nn import SparseGatedMLP, SparseMLP, _keep_rows, _SparseFFN
+from twell.nn import SparseGatedMLP, SparseMLP
 
 try:
     from transformers import (
@@ -242,19 +241,6 @@ class _SparseModel:
             block.mlp = _layer(block.mlp, config)
 
     @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As of the stock class, for files of this class, of the stock class and of the paper's code.
-
-        Down weights may be stored [hidden, intermediate] or [intermediate, hidden], in safetensors or pickled, whole
-        or in shards; which it is, the shape and the configuration tell. Raises ValueError for square ones without
-        ``sparsity_down_layout`` in the configuration or among the arguments.
-        """
-        loaded = super().from_pretrained(*args, **kwargs)  # type: ignore[misc]
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        _restore_rows(model)
-        return loaded
-
-    @classmethod
     def _load_pretrained_model(
         cls,
         model: Any,
@@ -279,15 +265,6 @@ def _layer(mlp: Any, config: Any) -> SparseGatedMLP | SparseMLP:
     if getattr(config, "sparsity_gated_mlp", True):
         return SparseGatedMLP.from_linear(mlp.gate_proj, mlp.up_proj, mlp.down_proj, **options)
     return SparseMLP.from_linear(mlp.up_proj, mlp.down_proj, **options)
-
-
-def _restore_rows(model: nn.Module) -> None:
-    """Lay down weights out as the kernels read them, which loading does not keep."""
-    for layer in model.modules():
-        if isinstance(layer, _SparseFFN):
-            # a tensor can only take the data of its own kind
-            with torch.inference_mode(layer.down_proj.weight.is_inference()), torch.no_grad():
-                _keep_rows(layer, None)
 
 
 def _as_linear(config: Any, state_dict: dict[str, Tensor] | None, files: list[str] | None) -> dict[str, Tensor] | None:
@@ -316,13 +293,18 @@ def _as_linear(config: Any, state_dict: dict[str, Tensor] | None, files: list[st
     if state_dict is None:
         # memory-mapped, as transformers' own reading is
         state_dict = {name: t for file in files or () for name, t in load_state_dict(file).items()}
-    return {**state_dict, **{name: state_dict[name].t() for name in rows}}
+    return {**state_dict, **{name: state_dict[name].t().contiguous() for name in rows}}
 
 
 class SparseLlamaForCausalLM(_SparseModel, LlamaForCausalLM):  # type: ignore[misc]
     """``LlamaForCausalLM`` whose ``mlp`` of each block is a ``twell.nn.SparseGatedMLP``; see ``SparseLlamaConfig``.
 
     Same keys, shapes and initial values as the stock model with ``hidden_act="relu"``. Raises ValueError for another.
+
+    ``from_pretrained`` takes files of this class, of the stock class and of the paper's code. Down weights may be
+    stored [hidden, intermediate] or [intermediate, hidden], in safetensors or pickled, whole or in shards; which it is,
+    the shape and the configuration tell. It raises ValueError for square ones without ``sparsity_down_layout`` in the
+    configuration or among the arguments.
     """
 
     config_class = SparseLlamaConfig

@@ -153,20 +153,36 @@ def transpose(matrix: Tensor, out: Tensor) -> Tensor:
 
 def has_rows(matrix: Tensor) -> bool:
     """Whether kernels can read and write ``matrix`` [R, C] in place."""
+    return has_row_strides(matrix) and _aligned(matrix)
+
+
+def has_row_strides(matrix: Tensor) -> bool:
+    """``has_rows`` but for the address, which tensors without values do not have."""
     stride, inner = matrix.stride()
-    return inner == 1 and stride >= matrix.shape[1] and stride % STRIDE_MULTIPLE == 0 and _aligned(matrix)
+    return inner == 1 and stride >= matrix.shape[1] and stride % STRIDE_MULTIPLE == 0
 
 
 def down_rows(w_down: Tensor) -> Tensor:
-    """``rows`` of a down weight [N, K]. nn.Linear's own layout is the other one: that copy is logged, once a shape."""
+    """``rows`` of a down weight [N, K]. nn.Linear's own layout is the other one: that copy is logged, once."""
     laid = rows(w_down)
     if laid is not w_down:
-        n, k = w_down.shape
         warn_once(
-            f"a down weight [{k}, {n}] is not stored one contiguous row per neuron: its {n * k * 2 / 1e6:.0f} MB are "
-            "copied at every call; store it as the transposed view of a contiguous [N, K] tensor, as twell.nn does"
+            "down_proj.weight (w_down) is stored as nn.Linear stores it, and the sparse kernels read a copy by rows, "
+            'made at each call; twell.nn.set_down_layout(model, "rows") stores it so that they need none'
         )
     return laid
+
+
+def blocks(m: int, size: int) -> int:
+    """ceil(m / size), as outputs have it: the blocks of ``size`` in ``m`` tokens.
+
+    In graphs that are exported for a symbolic ``m`` it is a symbol of its own, whose value the output tells. torch
+    compares every length with 1, and for an expression of ``m`` that would cut the range of ``m`` at ``size``.
+    torch.compile makes a graph for each side instead, for with such a symbol it would record no CUDA graph.
+    """
+    if isinstance(m, torch.SymInt) and torch.compiler.is_exporting():
+        return torch.library.get_ctx().new_dynamic_size()
+    return -(-m // size)
 
 
 def vector(bias: Tensor | None, length: int, like: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from twell import tuning
 from twell._runtime import device, format
-from twell.ops._library import launch, register, rows, vector
+from twell.ops._library import blocks, launch, register, rows, vector
 
 Packed = tuple[Tensor, Tensor, Tensor]
 
@@ -27,7 +27,7 @@ def room(x: Tensor, m: int, w_gate: Tensor, compression: int) -> tuple[Tensor, T
 
 def figures(x: Tensor, w_gate: Tensor) -> Tensor:
     """Uninitialised stats."""
-    return x.new_empty((-(-x.shape[0] // format.STATS_ROWS), format.tiles(w_gate.shape[0]), 2), dtype=torch.int32)
+    return x.new_empty((blocks(x.shape[0], format.STATS_ROWS), format.tiles(w_gate.shape[0]), 2), dtype=torch.int32)
 
 
 def _fake(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> Packed:

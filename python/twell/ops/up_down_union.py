@@ -16,7 +16,7 @@ from torch import Tensor
 from twell import tuning
 from twell._runtime import device, format
 from twell.ops import _hybrid
-from twell.ops._library import check_packed, down_rows, launch, register, rows, vector
+from twell.ops._library import blocks, check_packed, down_rows, launch, register, rows, vector
 from twell.ops.unpack import unpack
 
 Outputs = tuple[Tensor, Tensor, Tensor]
@@ -34,7 +34,7 @@ def outputs(x: Tensor, words: Tensor, spill: Tensor, w_down: Tensor, compression
 
 def results(x: Tensor, n: int) -> Outputs:
     """The same of ``n`` neurons."""
-    tiles = format.token_tiles(x.shape[0])
+    tiles = blocks(x.shape[0], format.TOKEN_TILE)
     l1 = x.new_empty((tiles, format.sums_per_tile(n)), dtype=torch.float32)
     return x.new_empty(x.shape), l1, x.new_empty(tiles + 1, dtype=torch.int32)
 

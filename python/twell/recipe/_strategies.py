@@ -8,6 +8,7 @@ from torch import nn
 
 from twell import _auto, tuning
 from twell._auto import AutoStrategy
+from twell.functional import copies_down
 from twell.nn import SparseGatedMLP, explain
 from twell.recipe._aux import layers, recorder_of
 
@@ -51,7 +52,8 @@ def settle(model: nn.Module, stats: SparsityStats) -> dict[str, tuple[str, str]]
         if row is None or row.observed_l0 is None or not free or _auto.forced(weight.device.type, weight.device.index):
             continue
         gated, k = isinstance(layer, SparseGatedMLP), layer.hidden
-        problem = tuning.Problem(row.tokens // row.calls, k, row.neurons, gated, training=True)
+        sizes = (row.tokens // row.calls, k, row.neurons, gated)
+        problem = tuning.Problem(*sizes, training=True, down_copied=copies_down(weight.detach()))
         current = settled if before == settled else None
         decision = tuning.decide(problem, tuning.Figures(row.observed_l0, row.union), current)
         if decision.strategy != before:

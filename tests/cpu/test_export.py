@@ -1,0 +1,157 @@
+"""Graphs for any number of tokens: ``torch.export``, saved and loaded, and ``torch.compile`` with dynamic shapes."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.export import Dim
+
+import twell
+from twell import _auto, testing
+
+K, N = 16, 264
+# ends of blocks of 64 and of tiles of 128, of the kernels for few tokens, and one of each class
+TOKENS = (1, 2, 7, 8, 63, 64, 65, 127, 128, 129, 300, 4096, 16384)
+# 2, 4 and 8 are as good with one dtype as with the other, and with biases as without
+OPTIONS = [
+    ("row", 2, "", torch.bfloat16),
+    ("union", 4, "gate up down", torch.float16),
+    ("auto", 8, "down", torch.bfloat16),
+]
+OPTIONS += [("dense", 8, "gate up down", torch.float16), ("row", 8, "gate up down", torch.float16)]
+
+
+class Layer(nn.Module):
+    """A layer on the operands of a problem: a call of the function, or of a module."""
+
+    def __init__(self, p: testing.FFN, gated: bool, function: bool, aux: bool, **options: Any) -> None:
+        super().__init__()
+        self.gated, self.function, self.aux, self.options = gated, function, aux, options
+        names = ("gate", "up", "down") if gated else ("up", "down")
+        weights = (p.w_gate, p.w_up, p.w_down.t()) if gated else (p.w_gate, p.w_down.t())
+        biases = (p.gate_bias, p.up_bias, p.down_bias) if gated else (p.gate_bias, p.down_bias)
+        linears = []
+        for weight, bias in zip(weights, biases, strict=True):
+            linears.append(nn.Linear(*weight.shape[::-1], bias is not None, dtype=weight.dtype))
+            linears[-1].load_state_dict({"weight": weight} if bias is None else {"weight": weight, "bias": bias})
+        if function:
+            self.linears = nn.ModuleDict(dict(zip(names, linears, strict=True)))
+        else:
+            cls: Any = twell.nn.SparseGatedMLP if gated else twell.nn.SparseMLP
+            self.mlp = cls.from_linear(*linears, **options)
+
+    def forward(self, x: Tensor) -> Any:
+        if not self.function:
+            return self.mlp(x, return_aux=self.aux)
+        call: Any = twell.sparse_gated_ffn if self.gated else twell.sparse_ffn
+        weights = [linear.weight for linear in self.linears.values()]
+        biases = {f"b_{name}": linear.bias for name, linear in self.linears.items()}
+        return call(x, *weights, **biases, return_aux=self.aux, **self.options)
+
+
+def problem(m: int, biases: str, dtype: torch.dtype) -> testing.FFN:
+    """Whole numbers, so that every strategy has the same right answer."""
+    return testing.integer_problem(m, K, N, density=0.1, biases=biases, dtype=dtype)
+
+
+def assert_same(ours: Any, eager: Any) -> None:
+    for a, b in zip(pytree.tree_leaves(ours), pytree.tree_leaves(eager), strict=True):
+        testing.assert_same(a, b)
+
+
+def saved(exported: Any) -> Any:
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    file.seek(0)
+    return torch.export.load(file)
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("function", [True, False], ids=["function", "module"])
+@pytest.mark.parametrize(("strategy", "compression", "biases", "dtype"), OPTIONS)
+@torch.no_grad()
+def test_one_exported_graph_is_for_any_number_of_tokens(
+    strategy: Any, compression: int, biases: str, dtype: torch.dtype, function: bool, gated: bool
+) -> None:
+    p = problem(TOKENS[-1], biases, dtype)
+    layer = Layer(p, gated, function, aux=gated, strategy=strategy, compression=compression)
+    sizes = ({0: Dim("m", min=1, max=TOKENS[-1])},)
+    # both ways of tracing, each with half of the cases
+    exported = torch.export.export(layer, (p.x[:100],), dynamic_shapes=sizes, strict=function)
+    assert [(int(r.lower), int(r.upper)) for s, r in exported.range_constraints.items() if str(s)[0] == "s"] == [
+        (1, TOKENS[-1])
+    ]
+    call = saved(exported).module()
+    for m in TOKENS:
+        assert_same(call(p.x[:m]), layer(p.x[:m]))
+
+
+@pytest.mark.parametrize("strategy", ["row", "union", "dense"])
+@pytest.mark.parametrize("example", [1, 64, 129])
+@torch.no_grad()
+def test_the_graph_does_not_depend_on_the_example(strategy: Any, example: int) -> None:
+    """For few tokens, for one block of them, for more; decomposed as compilers ahead of time do."""
+    p = problem(300, "", torch.bfloat16)
+    layer = Layer(p, True, False, aux=True, strategy=strategy)
+    x = p.x[: max(example, 2)]
+    exported = torch.export.export(layer, (x,), dynamic_shapes=({0: Dim("m", min=1, max=4096)},))
+    call = exported.run_decompositions().module()
+    for m in (1, 2, 65, 300):
+        assert_same(call(p.x[:m]), layer(p.x[:m]))
+
+
+@pytest.mark.parametrize("strategy", ["row", "union", "dense"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@torch.no_grad()
+def test_batch_and_sequence_may_both_be_dynamic(gated: bool, strategy: Any) -> None:
+    p = problem(600, "", torch.bfloat16)
+    layer = Layer(p, gated, False, aux=True, strategy=strategy)
+    sizes = ({0: Dim("batch", min=1, max=64), 1: Dim("sequence", min=1, max=4096)},)
+    call = torch.export.export(layer, (p.x[:60].view(3, 20, K),), dynamic_shapes=sizes).module()
+    for batch, sequence in ((1, 1), (1, 128), (2, 1), (2, 32), (2, 65), (5, 120)):
+        x = p.x[: batch * sequence].view(batch, sequence, K)
+        assert_same(call(x), layer(x))
+
+
+@torch.no_grad()
+def test_auto_exports_what_it_would_choose_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_auto.forced, "__code__", (lambda kind, index: "").__code__)
+    p = problem(300, "", torch.bfloat16)
+    layer = Layer(p, True, False, aux=False, strategy="auto")
+    exported = torch.export.export(layer, (p.x[:100],), dynamic_shapes=({0: Dim("m", min=1, max=16384)},))
+    assert "up_down_union" in exported.graph_module.code
+    call = exported.module()
+    for m in (1, 64, 65, 129):
+        testing.assert_same(call(p.x[:m]), testing.exact_output(p.rows(0, m)))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("strategy", ["row", "union"])
+def test_dynamic_compilation_makes_few_graphs(strategy: Any, training: bool) -> None:
+    """One token and blocks of 64 and 128 have graphs of their own; no other number has."""
+    torch.compiler.reset()
+    p = problem(TOKENS[-1], "gate up down", torch.bfloat16)
+    mlp = Layer(p, True, False, aux=False, strategy=strategy)
+    graphs = []
+
+    def count(module: Any, example: Any) -> Any:
+        graphs.append(1)
+        return torch._dynamo.lookup_backend("aot_eager")(module, example)
+
+    compiled = torch.compile(mlp, dynamic=True, fullgraph=True, backend=count)
+    with torch.set_grad_enabled(training):
+        for m in (300, *TOKENS):
+            x = p.x[:m].clone()
+            if m > 1:
+                torch._dynamo.mark_dynamic(x, 0)
+            y = compiled(x)
+            assert torch.equal(y, mlp(x)), m
+            if training:
+                found = torch.autograd.grad(y.sum(), list(mlp.parameters()))
+                assert all(map(torch.equal, found, torch.autograd.grad(mlp(x).sum(), list(mlp.parameters())))), m
+    assert len(graphs) <= 4
