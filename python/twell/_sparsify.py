@@ -1,42 +1,37 @@
 """``sparsify_``: the ReLU feed-forward layers of a plain PyTorch model through twell, in place.
 
-Names propose and arithmetic disposes. A module with the right children is a candidate; what it computes is found out by
-running its own ``forward`` on a few small random weights, on the CPU in float64, beside the formula. So neither the
-size, the device nor the dtype of the model matters, and what a name cannot tell (dropout, another order, a factor, a
-residual) is seen. Where the layers sit directly in a block whose ``forward`` does much else, as in OPT, its source is
-read instead.
+Names propose and ``_equivalence`` disposes. A module with the right children is a candidate; what it computes is found
+out by running its own ``forward`` on a few small random weights, on the CPU, beside the formula. So neither the size nor
+the device of the model matters, and what a name cannot tell (dropout, another order, a factor, a residual) is seen.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
-from collections.abc import Callable, Iterator
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from twell import tuning
 from twell._auto import AutoStrategy
+from twell._equivalence import HOOKS, PAIR, Activation, difference, is_relu, read_pair, run_pair
 from twell._log import logger, warn_once
 from twell._runtime import format, specs
 from twell.functional import Strategy
 from twell.nn import SparseGatedMLP, SparseMLP, _keep_rows, _SparseFFN
 
-Activation = Callable[[Tensor], Tensor]
 Filter = Callable[[nn.Module, str], bool]
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _PLAIN = ("up_proj", "down_proj")
-_PAIR = ("fc1", "fc2")
 
 # Children and parameters that feed-forward layers of other forms have: what near misses are told by.
 _TELLTALES = frozenset(
-    {*_GATED, *_PAIR, "gate_up_proj", "c_fc", "c_proj", "w1", "w2", "w3", "wi", "wi_0", "wi_1", "wo"}
+    {*_GATED, *PAIR, "gate_up_proj", "c_fc", "c_proj", "w1", "w2", "w3", "wi", "wi_0", "wi_1", "wo"}
     | {"dense_h_to_4h", "dense_4h_to_h"}
 )
 
@@ -51,12 +46,9 @@ _KNOWN: dict[str, Activation] = {
 }
 
 _HOOKS = (
-    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *HOOKS,
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
-
-# Neurons of the small weights. A module's own code may rely on its hidden size, hardly ever on its neurons.
-_NEURONS = 8
 
 _LEAVE_OUT = "to leave it as it is, have filter_fn return False for it"
 
@@ -311,7 +303,7 @@ def _children_of_ffn(module: nn.Module) -> tuple[str, ...] | None:
     names = module._modules.keys()
     if isinstance(getattr(module, "fc2", None), SparseDown):
         return None
-    for children in (_GATED, _PLAIN, _PAIR):
+    for children in (_GATED, _PLAIN, PAIR):
         if all(isinstance(module._modules.get(child), nn.Module) for child in children):
             # another kind of gate makes it another function
             return None if children == _PLAIN and "gate_up_proj" in names else children
@@ -333,13 +325,15 @@ def _examine(name: str, module: nn.Module, children: tuple[str, ...], strategy: 
             f"would lose; {_LEAVE_OUT}"
         )
     reason = ""
-    if children == _PAIR:
-        attribute, reason = _read_pair(module)
+    if children == PAIR:
+        attribute, reason = read_pair(module)
         if attribute is not None:
             act = getattr(module, attribute)
             _require_unhooked(where, {"fc1": module.fc1, "fc2": module.fc2, attribute: act})
             _require_stateless(f"{where}: {attribute}", act)
-            return Candidate(name, module, "pair", attribute, None if _is_relu(act) else _kind(act))
+            if reason := run_pair(module, attribute):
+                raise ValueError(f"{where} cannot be run sparse: {reason}; {_LEAVE_OUT}")
+            return Candidate(name, module, "pair", attribute, None if is_relu(act, weights["fc1"].dtype) else _kind(act))
 
     others = {key: m for key, m in module._modules.items() if m is not None and key not in children and not _inert(m)}
     own = [*module._parameters, *module._buffers]
@@ -356,7 +350,7 @@ def _examine(name: str, module: nn.Module, children: tuple[str, ...], strategy: 
     _require_unhooked(where, dict(module.named_modules()))
     callables = [*others, *(key for key, value in vars(module).items() if not key.startswith("_") and callable(value))]
     attribute = callables[0] if len(callables) == 1 else None
-    form: Any = {_GATED: "gated", _PLAIN: "plain", _PAIR: "whole"}[children]
+    form: Any = {_GATED: "gated", _PLAIN: "plain", PAIR: "whole"}[children]
     return Candidate(name, module, form, attribute, _activation(where, module, children, attribute))
 
 
@@ -427,194 +421,31 @@ def _kind(act: object) -> str:
     return str(getattr(act, "__name__", type(act).__name__))
 
 
-def _is_relu(act: Activation) -> bool:
-    # the device named, as models may be made under another
-    x = torch.linspace(-20, 20, 401, dtype=torch.float64, device="cpu")
-    x = torch.cat([x, 1e30 * x])
-    try:
-        # some work in place
-        return torch.equal(act(x.clone()), F.relu(x))
-    except Exception:
-        return False
-
-
 def _activation(where: str, module: nn.Module, children: tuple[str, ...], attribute: str | None) -> str | None:
     """The activation of ``module``, None for ReLU. Raises ValueError if it is not one of the formulas of ``plan``."""
-    weights, x = _small(module, children)
-    failure = ""
-    try:
-        own = _outputs(module, weights, x)
-        if _computes(own, weights, children, x, F.relu):
-            return None
-        if attribute is not None:
-            act = getattr(module, attribute)
-            if not _is_relu(act):
-                try:
-                    setattr(module, attribute, nn.ReLU() if isinstance(act, nn.Module) else F.relu)
-                    own = _outputs(module, weights, x)
-                finally:
-                    setattr(module, attribute, act)
-                if _computes(own, weights, children, x, F.relu):
-                    return _kind(act)
-        else:
-            for known, function in _KNOWN.items():
-                if _computes(own, weights, children, x, function):
-                    return known
-    except Exception as error:
-        failure = f" (its forward raised {type(error).__name__}: {error})"
+    act = None if attribute is None else getattr(module, attribute)
+    relu = act is not None and is_relu(act, module.get_submodule(children[0]).weight.dtype)
+    reason = difference(module, children, F.relu, act if relu else None)
+    if not reason:
+        return None
+    if attribute is not None and act is not None and not relu:
+        try:
+            setattr(module, attribute, nn.ReLU() if isinstance(act, nn.Module) else F.relu)
+            reason = difference(module, children, F.relu, None)
+        finally:
+            setattr(module, attribute, act)
+        if not reason:
+            return _kind(act)
+    elif attribute is None:
+        for known, function in _KNOWN.items():
+            if not difference(module, children, function, None):
+                return known
     *inputs, down = children
     formula = f"act({inputs[0]}(x)){f' * {inputs[1]}(x)' if len(inputs) > 1 else ''}"
     raise ValueError(
-        f"{where} must compute {down}({formula}) with an elementwise activation, in training mode too, got another "
-        f"function of x [..., {x.shape[-1]}]{failure}: dropout, a factor, another "
-        f"order or further inputs would be lost; {_LEAVE_OUT}"
+        f"{where} must compute {down}({formula}) with an elementwise activation and nothing else, in training mode too, "
+        f"got another function of x: {reason}; {_LEAVE_OUT}"
     )
-
-
-def _small(module: nn.Module, children: tuple[str, ...]) -> tuple[dict[str, Tensor], Tensor]:
-    """Random weights with few neurons for the projections, and tokens [2, 4, K] of very different sizes."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
-
-    projections: dict[str, Any] = {child: module.get_submodule(child) for child in children}
-    k = projections[children[0]].weight.shape[1]
-    weights = {}
-    for child in children:
-        inputs, outputs = (_NEURONS, k) if child == children[-1] else (k, _NEURONS)
-        weights[f"{child}.weight"] = draw(outputs, inputs) / inputs**0.5
-        if projections[child].bias is not None:
-            weights[f"{child}.bias"] = draw(outputs)
-    # a clamp or a saturation shows in the large ones, biases in the zeros
-    scales = torch.tensor([0.0, 0.1, 1.0, 1e4], dtype=torch.float64, device="cpu")
-    return weights, draw(2, 4, k) * scales[:, None]
-
-
-def _outputs(module: nn.Module, weights: dict[str, Tensor], x: Tensor) -> list[Any]:
-    """What the module's own forward makes of x with these weights, in training and in evaluation."""
-    modes = {m: m.training for m in module.modules()}
-    outputs = []
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        try:
-            for mode in (True, False):
-                for m in modes:
-                    m.training = mode
-                outputs.append(functional_call(module, weights, (x.clone(),), tie_weights=False))
-        finally:
-            for m, mode in modes.items():
-                m.training = mode
-    return outputs
-
-
-def _computes(
-    own: list[Any], weights: dict[str, Tensor], children: tuple[str, ...], x: Tensor, act: Activation
-) -> bool:
-    def project(child: str, value: Tensor) -> Tensor:
-        return F.linear(value, weights[f"{child}.weight"], weights.get(f"{child}.bias"))
-
-    hidden = act(project(children[0], x))
-    if len(children) == 3:
-        hidden = hidden * project(children[1], x)
-    expected = project(children[-1], hidden)
-    # float32 inside the module is the same function; each token is held to its own size
-    slack = 1e-5 * expected.abs().amax(-1, keepdim=True)
-    return all(
-        isinstance(y, Tensor) and y.shape == expected.shape and bool(((y - expected).abs() <= slack).all()) for y in own
-    )
-
-
-def _read_pair(module: nn.Module) -> tuple[str | None, str]:
-    """The attribute of the activation in ``fc2(activation(fc1(x)))`` of a module's own forward, or None and why not.
-
-    Seen are the calls in one expression, or in statements that follow each other. Anything between them, and any other
-    use of what they return, would get other values than before.
-    """
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(type(module).forward)))
-        tree = ast.parse(source)
-    except (OSError, TypeError, SyntaxError):
-        return None, "the source of its forward cannot be read"
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    calls: dict[str, ast.Call] = {}
-    for name in _PAIR:
-        uses = [node for node in ast.walk(tree) if _is_self(node, name)]
-        # fc1.weight and the like read on
-        uses = [node for node in uses if not isinstance(parents[node], ast.Attribute)]
-        called = [node for node in map(parents.get, uses) if isinstance(node, ast.Call) and node.func in uses]
-        if len(uses) != 1 or len(called) != 1 or len(called[0].args) != 1 or called[0].keywords:
-            return None, f"its forward must call self.{name} once, on one argument, and use it nowhere else"
-        calls[name] = called[0]
-
-    consumed: list[ast.Name] = []
-    argument, at = _source_of(calls["fc2"], calls["fc2"].args[0], parents, consumed)
-    act = argument.func if isinstance(argument, ast.Call) and len(argument.args) == 1 else None
-    if not isinstance(argument, ast.Call) or not isinstance(act, ast.Attribute) or not _is_self(act, act.attr):
-        return None, "its forward must call self.fc2 on what an activation, an attribute of self, has just returned"
-    if _source_of(at, argument.args[0], parents, consumed)[0] is not calls["fc1"]:
-        return None, f"its forward must call self.{act.attr} on what self.fc1 has just returned"
-    if argument.keywords or len([node for node in ast.walk(tree) if _is_self(node, act.attr)]) != 1:
-        return None, f"its forward must call self.{act.attr} once, on one argument, and use it nowhere else"
-    if act.attr not in module._modules and act.attr not in vars(module):
-        return None, f"self.{act.attr} must be an attribute of the instance, got one of its class"
-
-    # the name may be given another value where fc2 has returned, and that may be used
-    final = _statement(calls["fc2"], parents)
-    renewed = _target(final)
-    for name in {node.id for node in consumed}:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
-                after = _place(node) > _place(final) and _statement(node, parents) is not final
-                before = _place(node) <= min(_place(used) for used in consumed if used.id == name)
-                if node not in consumed and not before and not (after and renewed == name):
-                    return None, f"its forward must not use {name} for anything else than self.fc2"
-    return act.attr, ""
-
-
-def _is_self(node: ast.AST, attribute: str) -> bool:
-    return (
-        isinstance(node, ast.Attribute)
-        and node.attr == attribute
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    )
-
-
-def _place(node: Any) -> tuple[int, int]:
-    return node.lineno, node.col_offset
-
-
-def _statement(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.stmt:
-    while not isinstance(node, ast.stmt):
-        node = parents[node]
-    return node
-
-
-def _target(statement: ast.stmt) -> str | None:
-    """The single name that a statement assigns to."""
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target: ast.expr = statement.targets[0]
-    elif isinstance(statement, ast.AnnAssign):
-        target = statement.target
-    else:
-        return None
-    return target.id if isinstance(target, ast.Name) else None
-
-
-def _source_of(
-    user: ast.AST, argument: ast.expr, parents: dict[ast.AST, ast.AST], consumed: list[ast.Name]
-) -> tuple[ast.expr, ast.AST]:
-    """The expression whose value ``argument`` of ``user`` is, and where it stands: itself, or the statement before."""
-    if not isinstance(argument, ast.Name):
-        return argument, user
-    statement = _statement(user, parents)
-    for _, block in ast.iter_fields(parents[statement]):
-        if isinstance(block, list) and statement in block and (index := block.index(statement)):
-            before = block[index - 1]
-            if _target(before) == argument.id and before.value is not None:
-                consumed.append(argument)
-                return before.value, before
-    return argument, user
 
 
 def _explain_activation(candidate: Candidate) -> str:
@@ -629,7 +460,7 @@ def _explain_activation(candidate: Candidate) -> str:
 
 
 def _nothing_found(model: nn.Module, left: list[str], misses: dict[str, str]) -> str:
-    forms = "; ".join(", ".join(form) for form in (_GATED, _PLAIN, _PAIR))
+    forms = "; ".join(", ".join(form) for form in (_GATED, _PLAIN, PAIR))
     text = (
         "sparsify_: model must have modules with nn.Linear children named as in one of these forms: "
         f"{forms}; got {type(model).__name__} without any"

@@ -39,7 +39,7 @@ LAYERS = [
     ["twell._auto", "twell._autograd", "twell.packed"],
     ["twell.functional"],
     ["twell.nn"],
-    ["twell._compaction", "twell._sparsify"],
+    ["twell._compaction", "twell._equivalence", "twell._sparsify"],
     ["twell.__init__"],
     ["twell.recipe", "twell.distributed"],
     ["twell.integrations"],
