@@ -228,9 +228,14 @@ def _try(module: nn.Module, small: dict[str, Tensor], act: Activation, trial: _T
             return f"{what} differs for {trial}"
     if not torch.equal(given, x):
         return "it changes x in place"
-    found = {name for name, numbers in own.seen - allowed if name not in _VIEWS and (numbers or name not in _LINEAR)}
     # casts are what autocast is for
-    return f"it runs {', '.join(sorted(found))}" if found and not trial.autocast else ""
+    odd = set() if trial.autocast else {name for name, numbers in own.seen - allowed if not _is_linear(name, numbers)}
+    return f"it runs {', '.join(sorted(odd))}" if odd else ""
+
+
+def _is_linear(name: str, numbers: tuple[Any, ...]) -> bool:
+    """Whether an operator, with the numbers among its arguments, can only be part of sums and products of tensors."""
+    return name in _VIEWS or (name in _LINEAR and not numbers) or name.startswith("profiler::")
 
 
 def _inputs(dtype: torch.dtype, trial: _Trial, k: int) -> tuple[Tensor, Tensor]:
@@ -292,11 +297,11 @@ def _close(ours: Any, theirs: Tensor, precision: torch.dtype) -> bool:
     return bool(torch.equal(a.isfinite(), finite) and near[finite].all())
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operators that run, in backward passes too, with the numbers among their arguments."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen: set[tuple[str, tuple[Any, ...]]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -307,7 +312,7 @@ class _Operators(TorchDispatchMode):
 
 def _operators(act: Activation) -> frozenset[Any]:
     """What an activation runs, forward and backward; of ReLU in place, too."""
-    functions = [act, functools.partial(F.relu, inplace=True)] if act is F.relu else [act]
+    functions: list[Activation] = [act, functools.partial(F.relu, inplace=True)] if act is F.relu else [act]
     with _Operators() as recorded:
         for function, grad, view in itertools.product(functions, (True, False), (True, False)):
             x = torch.linspace(-4, 4, 8, dtype=torch.float64, device="cpu").requires_grad_(grad)
@@ -426,11 +431,11 @@ def _open_branch(function: types.FunctionType) -> str:
 
 
 def _decides(code: types.CodeType) -> bool:
+    """Whether code, or code within it, compares or jumps on a condition: only then there is a source to read."""
     names = {instruction.opname for instruction in dis.get_instructions(code)}
-    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return any("JUMP_IF" in name or name.endswith("_OP") and name != "BINARY_OP" for name in names) or any(
-        _decides(constant) for constant in inner
-    )
+    if names & {"COMPARE_OP", "IS_OP", "CONTAINS_OP"} or any("_IF_" in name for name in names):
+        return True
+    return any(_decides(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
 
 
 def _tree(function: Any) -> ast.AST | None:
@@ -554,7 +559,9 @@ def _used(function: types.FunctionType) -> set[str]:
         return {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
     inside = {node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in _KEPT}
     used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node not in inside}
-    return used | {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return used | {
+        node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
 
 
 def _is_self(node: ast.AST, attribute: str) -> bool:
@@ -628,7 +635,9 @@ class _Flow(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(leaf is value for leaf in tree_leaves((args, kwargs)) for value in self.values[:2]):
-            self.reason = self.reason or f"its forward must use what self.fc1 and self.{self.order[1]} return for self.fc2 alone"
+            self.reason = (
+                self.reason or f"its forward must use what self.fc1 and self.{self.order[1]} return for self.fc2 alone"
+            )
         return func(*args, **(kwargs or {}))
 
 

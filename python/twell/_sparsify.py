@@ -1,13 +1,14 @@
 """``sparsify_``: the ReLU feed-forward layers of a plain PyTorch model through twell, in place.
 
 Names propose and ``_equivalence`` disposes. A module with the right children is a candidate; what it computes is found
-out by running its own ``forward`` on a few small random weights, on the CPU, beside the formula. So neither the size nor
-the device of the model matters, and what a name cannot tell (dropout, another order, a factor, a residual) is seen.
+out by running its own ``forward`` on a few small random weights, on the CPU, beside the formula. So neither the size
+nor the device of the model matters, and what a name cannot tell (dropout, another order, a factor, a residual) is seen.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
@@ -49,6 +50,8 @@ _HOOKS = (
     *HOOKS,
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
+
+_MACHINERY = frozenset(vars(nn.Module()))
 
 _LEAVE_OUT = "to leave it as it is, have filter_fn return False for it"
 
@@ -178,9 +181,18 @@ def sparsify_(
     ``twell.nn.set_down_layout`` before ``fully_shard``. A module used in several places is replaced once, in all of
     them.
 
-    A candidate must compute exactly the function named, which is checked by running its ``forward`` on small random
-    weights (for ``fc1`` and ``fc2`` within a block by reading its source), in training mode, too: the model's own
-    tensors are neither read nor needed, so it may be on ``meta``.
+    A candidate must compute exactly the function named, with its gradients. Its ``forward`` runs beside the formula on
+    small random weights, in float64, in the model's dtype and under autocast, in training and in evaluation, with
+    gradients and without, for one token and for several, at ordinary and at extreme magnitudes. It may run no other
+    operators than linear layers, ReLU and one product are made of. It may neither read attributes, other than children
+    and what counts as constant (its sizes, a dropout of 0, None), nor set any, nor branch on what these runs do not
+    vary. The model's own tensors are neither read nor needed, so it may be on ``meta``. For ``fc1`` and ``fc2`` within
+    a block the source of the block's class is read, and the block runs on meta tensors if x is all that it needs.
+
+    None of this sees what code outside of a candidate does: one that calls ``fc1`` of a block, gives ``forward`` other
+    inputs than x, keeps a reference to a module outside of ``model``, or changes the settings of one of torch's own
+    activations later. Nor does it see state that a ``forward`` reads from other objects, the attribute of an imported
+    module, say.
 
     Args:
         model: any module that contains such layers; for a model of transformers see
@@ -220,6 +232,7 @@ def plan(model: nn.Module, filter_fn: Filter | None, activation: str | None, str
     candidates: list[Candidate] = []
     left: list[str] = []
     misses: dict[str, str] = {}
+    examined: dict[Any, str | None] = {}
     for name, module in _outside_layers(model):
         children = _children_of_ffn(module)
         if children is None:
@@ -228,12 +241,13 @@ def plan(model: nn.Module, filter_fn: Filter | None, activation: str | None, str
         elif filter_fn is not None and not filter_fn(module, name):
             left.append(name)
         else:
-            candidate = _examine(name, module, children, strategy)
+            candidate = _examine(name, module, children, strategy, examined)
             if candidate.was is not None and activation is None:
                 raise ValueError(_explain_activation(candidate))
             candidates.append(candidate)
     if not candidates:
         raise ValueError(_nothing_found(model, left, misses))
+    _require_reachable(model, candidates)
     if candidates[0].name == "" and candidates[0].form != "pair":
         ours = "SparseGatedMLP.from_linear" if candidates[0].form == "gated" else "SparseMLP.from_linear"
         raise ValueError(
@@ -248,9 +262,8 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
     replacements: dict[int, nn.Module] = {}
     for candidate in planned.candidates:
         module = candidate.module
-        down: Any = module.get_submodule("down_proj" if candidate.form in ("gated", "plain") else "fc2")
         # a tensor can only take the data of its own kind
-        with torch.inference_mode(down.weight.is_inference()), torch.no_grad():
+        with torch.inference_mode(_down(candidate).weight.is_inference()), torch.no_grad():
             if candidate.form == "pair":
                 _pair_up(module, candidate.attribute, compression, strategy)
             else:
@@ -314,8 +327,13 @@ def _at(name: str, module: nn.Module) -> str:
     return f"{name or 'the model'} ({type(module).__name__})"
 
 
-def _examine(name: str, module: nn.Module, children: tuple[str, ...], strategy: str) -> Candidate:
-    """The candidate that ``module`` is. Raises TypeError or ValueError if it cannot be replaced as it is."""
+def _examine(
+    name: str, module: nn.Module, children: tuple[str, ...], strategy: str, examined: dict[Any, str | None]
+) -> Candidate:
+    """The candidate that ``module`` is. Raises TypeError or ValueError if it cannot be replaced as it is.
+
+    examined: the activations of modules before, by ``_likeness``.
+    """
     where = _at(name, module)
     weights = {child: _plain_weight(f"{where}: {child}", module._modules[child]) for child in children}
     _require_sizes(where, weights, strategy)
@@ -333,7 +351,9 @@ def _examine(name: str, module: nn.Module, children: tuple[str, ...], strategy: 
             _require_stateless(f"{where}: {attribute}", act)
             if reason := run_pair(module, attribute):
                 raise ValueError(f"{where} cannot be run sparse: {reason}; {_LEAVE_OUT}")
-            return Candidate(name, module, "pair", attribute, None if is_relu(act, weights["fc1"].dtype) else _kind(act))
+            return Candidate(
+                name, module, "pair", attribute, None if is_relu(act, weights["fc1"].dtype) else _kind(act)
+            )
 
     others = {key: m for key, m in module._modules.items() if m is not None and key not in children and not _inert(m)}
     own = [*module._parameters, *module._buffers]
@@ -351,7 +371,21 @@ def _examine(name: str, module: nn.Module, children: tuple[str, ...], strategy: 
     callables = [*others, *(key for key, value in vars(module).items() if not key.startswith("_") and callable(value))]
     attribute = callables[0] if len(callables) == 1 else None
     form: Any = {_GATED: "gated", _PLAIN: "plain", PAIR: "whole"}[children]
-    return Candidate(name, module, form, attribute, _activation(where, module, children, attribute))
+    if (likeness := _likeness(module)) not in examined:
+        examined[likeness] = _activation(where, module, children, attribute)
+    return Candidate(name, module, form, attribute, examined[likeness])
+
+
+def _likeness(module: nn.Module) -> Any:
+    """What two modules have in common that compute the same function of x and their weights."""
+    plain = (str, bool, int, float, type(None))
+    attributes = {key: value for key, value in vars(module).items() if key not in _MACHINERY}
+    return (
+        type(module),
+        tuple((key, type(v), v if isinstance(v, plain) else id(v)) for key, v in attributes.items()),
+        tuple((key, None if p is None else (p.shape, p.dtype)) for key, p in module._parameters.items()),
+        tuple((key, None if child is None else _likeness(child)) for key, child in module._modules.items()),
+    )
 
 
 def _plain_weight(where: str, linear: nn.Module | None) -> Tensor:
@@ -405,6 +439,76 @@ def _require_unhooked(where: str, modules: dict[str, Any]) -> None:
             )
 
 
+def _require_reachable(model: nn.Module, candidates: list[Candidate]) -> None:
+    """Raise ValueError if something in ``model`` would go on using a module, or a down weight, as it was."""
+    replaced = {id(c.module): c for c in candidates if c.form != "pair"}
+    weights = {_down(c).weight.untyped_storage()._cdata: (c, _down(c).weight) for c in candidates}
+    for name, owner in model.named_modules():
+        where = _at(name, owner)
+        compiled = owner._modules.get("_orig_mod")
+        if id(compiled) in replaced or (owner._compiled_call_impl is not None and id(owner) in replaced):
+            raise ValueError(
+                f"{where} was compiled, which would go on running it as it was: compile it after sparsify_"
+            )
+        if "_fsdp_wrapped_module" in owner._modules and {id(c.module) for c in candidates} & set(
+            map(id, owner.modules())
+        ):
+            raise ValueError(
+                f"{where} has its parameters in one buffer: call sparsify_ before FullyShardedDataParallel"
+            )
+        for key, value in vars(owner).items():
+            if key != "_modules" and (found := _first_held(value, replaced)):
+                raise ValueError(
+                    f"{_at(found.name, found.module)} must be reached by names of children alone, but {where} has it "
+                    f"in {key}, too, and would go on running it as it was; {_LEAVE_OUT}"
+                )
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if type(tensor) not in (Tensor, nn.Parameter):
+            continue
+        candidate, weight = weights.get(tensor.untyped_storage()._cdata, (None, tensor))
+        if candidate is not None and tensor is not weight and _overlap(tensor, weight):
+            raise ValueError(
+                f"{_at(candidate.name, candidate.module)} must have a down weight of its own or share the nn.Parameter "
+                f"itself, got one that shares memory with {name}, which another layout would part; {_LEAVE_OUT}"
+            )
+
+
+def _down(candidate: Candidate) -> Any:
+    return candidate.module.get_submodule("down_proj" if candidate.form in ("gated", "plain") else "fc2")
+
+
+def _first_held(value: Any, wanted: dict[int, Candidate], depth: int = 5) -> Candidate | None:
+    """The first of the modules ``wanted`` that a value holds, as containers, methods and functions hold others."""
+    if isinstance(value, nn.Module):
+        return wanted.get(id(value))
+    if depth == 0 or isinstance(value, (str, Tensor, type)):
+        return None
+    inner: Iterable[Any] = ()
+    if isinstance(value, dict):
+        inner = value.values()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        inner = value
+    elif isinstance(value, types.MethodType):
+        inner = (value.__self__, value.__func__)
+    elif isinstance(value, functools.partial):
+        inner = (value.func, value.args, value.keywords)
+    elif isinstance(value, types.FunctionType):
+        cells = (cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType())
+        inner = itertools.chain(cells, value.__defaults__ or (), (value.__kwdefaults__ or {}).values())
+    found = (_first_held(item, wanted, depth - 1) for item in inner)
+    return next((candidate for candidate in found if candidate is not None), None)
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one storage have memory in common."""
+    spans = []
+    for t in (a, b):
+        last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride())) if t.numel() else -1
+        begin = t.storage_offset() * t.element_size()
+        spans.append((begin, begin + (last + 1) * t.element_size()))
+    return spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]
+
+
 def _require_stateless(where: str, module: Any) -> None:
     if isinstance(module, nn.Module) and (state := [*dict(module.named_parameters()), *dict(module.named_buffers())]):
         raise ValueError(
@@ -424,7 +528,8 @@ def _kind(act: object) -> str:
 def _activation(where: str, module: nn.Module, children: tuple[str, ...], attribute: str | None) -> str | None:
     """The activation of ``module``, None for ReLU. Raises ValueError if it is not one of the formulas of ``plan``."""
     act = None if attribute is None else getattr(module, attribute)
-    relu = act is not None and is_relu(act, module.get_submodule(children[0]).weight.dtype)
+    first: Any = module.get_submodule(children[0])
+    relu = act is not None and is_relu(act, first.weight.dtype)
     reason = difference(module, children, F.relu, act if relu else None)
     if not reason:
         return None
@@ -443,8 +548,8 @@ def _activation(where: str, module: nn.Module, children: tuple[str, ...], attrib
     *inputs, down = children
     formula = f"act({inputs[0]}(x)){f' * {inputs[1]}(x)' if len(inputs) > 1 else ''}"
     raise ValueError(
-        f"{where} must compute {down}({formula}) with an elementwise activation and nothing else, in training mode too, "
-        f"got another function of x: {reason}; {_LEAVE_OUT}"
+        f"{where} must compute {down}({formula}) with an elementwise activation and nothing else, got another function "
+        f"of x: {reason}; {_LEAVE_OUT}"
     )
 
 
