@@ -23,7 +23,15 @@ from twell._equivalence import HOOKS, PAIR, Activation, difference, is_relu, rea
 from twell._log import logger, warn_once
 from twell._runtime import format, specs
 from twell.functional import Strategy
-from twell.nn import SparseGatedMLP, SparseMLP, _keep_rows, _SparseFFN
+from twell.nn import (
+    _HOOKS_OF_ALL,
+    SparseGatedMLP,
+    SparseMLP,
+    _behaves,
+    _calls_are_torchs,
+    _keep_rows,
+    _SparseFFN,
+)
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -106,9 +114,13 @@ class SparseDown(SparseMLP, _SharedLinear):
                 "fc1 of a twell pair has another forward than it was given, which fc2, that does its work, would leave "
                 "out: expected none"
             )
-        if (up._forward_hooks or up._forward_pre_hooks) and not torch.compiler.is_compiling():
+        if (up._forward_hooks or up._forward_pre_hooks or any(_HOOKS_OF_ALL)) and not torch.compiler.is_compiling():
             warn_once("fc1 of a twell pair has hooks: they see its input on both sides and must not change it")
-        return True
+        return _calls_are_torchs() and all(_behaves(p) for p in (up.weight, up.bias, self.weight, self.bias))
+
+    def _project(self, name: str, x: Tensor) -> Any:
+        # what the layer would run, had it not become part of a pair
+        return nn.Linear.forward(self if name == "down_proj" else self.up_proj, x)
 
     @property
     def down_proj(self) -> nn.Linear:  # type: ignore[override]

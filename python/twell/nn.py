@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import linear as _linear
+from torch.nn.modules import module as _module
 
 from twell import _auto, functional, tuning
 from twell._auto import AutoStrategy, Choice, Explanation
@@ -17,6 +20,19 @@ from twell.functional import Aux, Strategy
 DownLayout = Literal["rows", "linear"]
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+# What calling an nn.Linear runs, None where it was replaced before this import, and the hooks of all modules.
+_CALL = nn.Module.__call__ if getattr(nn.Module.__call__, "__globals__", None) is vars(_module) else None
+_FORWARD = nn.Linear.forward if getattr(nn.Linear.forward, "__globals__", None) is vars(_linear) else None
+_LINEAR = F.linear if isinstance(F.linear, types.BuiltinFunctionType) else None
+_HOOKS_OF_ALL = (
+    *(_module._global_forward_pre_hooks, _module._global_forward_hooks),
+    *(_module._global_backward_pre_hooks, _module._global_backward_hooks),
+)
+
+# What parameters are without behaviour of their own, and torch's tensors that stand for plain ones.
+_PLAIN_TENSORS = (nn.Parameter, type(None), Tensor)
+_STAND_INS = ("torch._subclasses", "torch.distributed")
 
 
 class _SparseFFN(nn.Module):
@@ -56,9 +72,16 @@ class _SparseFFN(nn.Module):
         return result if return_aux else y
 
     def _is_plain(self) -> bool:
-        """Whether weights and biases say all that the projections do."""
-        children = (child for name, child in self._modules.items() if name in _PROJECTIONS)
-        return all(child is not None and _is_plain(child) for child in children)
+        """Whether weights and biases say all that calling the projections does."""
+        if any(_HOOKS_OF_ALL) or not _calls_are_torchs():
+            return False
+        for name, child in self._modules.items():
+            if name in _PROJECTIONS and (child is None or not _is_plain(child)):
+                return False
+        return True
+
+    def _project(self, name: str, x: Tensor) -> Any:
+        return getattr(self, name)(x)
 
     def _by_children(self, x: Tensor, return_aux: bool) -> Any:
         """What ``forward`` returns where a projection is more than a weight and a bias: by calling all of them."""
@@ -66,12 +89,13 @@ class _SparseFFN(nn.Module):
             raise NotImplementedError("accumulate_main_grad: expected plain nn.Linear projections, got others or hooks")
         if not torch.compiler.is_compiling():
             warn_once(
-                "a projection of a twell layer has hooks, a forward of its own or another type than nn.Linear (an "
-                "adapter, say): the layer calls its projections and runs dense"
+                "a projection of a twell layer has hooks, its own or those of all modules, a forward that is not "
+                "torch's or weights that are no plain nn.Parameter (an adapter, say): the layer calls its projections "
+                "and runs dense"
             )
-        gate = F.relu(getattr(self, "gate_proj", self.up_proj)(x))
-        hidden = gate * self.up_proj(x) if hasattr(self, "gate_proj") else gate
-        y = self.down_proj(hidden)
+        gate = F.relu(self._project("gate_proj" if hasattr(self, "gate_proj") else "up_proj", x))
+        hidden = gate * self._project("up_proj", x) if hasattr(self, "gate_proj") else gate
+        y = self._project("down_proj", hidden)
         with_aux = return_aux or self.record_aux
         return self._finish((y, functional._dense_aux(hidden, gate)) if with_aux else y, return_aux)
 
@@ -117,6 +141,10 @@ class SparseGatedMLP(_SparseFFN):
     If ``record_aux`` is set to true, each call leaves its ``Aux`` in ``aux``, for models whose code hands on y alone.
     The figures are part of autograd's graph; what reads them should set ``aux`` to None. Copies and pickles leave them
     out.
+
+    The projections are not called where their weights and biases say all that calling them would do. Hooks, their own or
+    those of all modules (as counters of FLOPs register), adapters, weights of a subclass and a replaced ``forward`` of
+    ``nn.Linear`` count: the layer then calls its projections and runs dense, after a warning.
 
     ``compression`` and ``strategy`` are those of ``twell.sparse_gated_ffn`` and may be set at any time. With "auto" the
     module has an ``AutoStrategy`` of its own, which chooses by the sparsity that earlier calls measured, as
@@ -308,13 +336,34 @@ def _keep_rows(module: _SparseFFN, incompatible_keys: Any) -> None:
         _lay(module.down_proj.weight, rows=True)
 
 
+def _calls_are_torchs() -> bool:
+    """Whether an ``nn.Linear`` that is called runs torch's own code, which libraries replace for all modules."""
+    return nn.Linear.__call__ is _CALL and nn.Linear.forward is _FORWARD and F.linear is _LINEAR
+
+
 def _is_plain(child: nn.Module) -> bool:
     """Whether calling ``child`` does what nn.Linear does with its weight and bias, and nothing else."""
-    own = vars(child)
+    own, kind = vars(child), type(child)
+    if kind.forward is not nn.Linear.forward or kind.__call__ is not nn.Linear.__call__:
+        return False
     # accelerate wraps each forward; unless it also brings the weights in, that changes nothing
-    wrapped = "forward" in own and getattr(own.get("_hf_hook"), "offload", True)
-    hooks = (child._forward_pre_hooks, child._forward_hooks, child._backward_pre_hooks, child._backward_hooks)
-    return type(child).forward is nn.Linear.forward and not wrapped and not any(hooks)
+    if "forward" in own and getattr(own.get("_hf_hook"), "offload", True):
+        return False
+    if child._forward_pre_hooks or child._forward_hooks or child._backward_pre_hooks or child._backward_hooks:
+        return False
+    for parameter in child._parameters.values():
+        if type(parameter) not in _PLAIN_TENSORS and not _behaves(parameter):
+            return False
+    return True
+
+
+def _behaves(value: Tensor | None) -> bool:
+    """Whether operators do with a tensor of a subclass what they do with any: not with quantised weights, say."""
+    kind: Any = type(value)
+    if kind in _PLAIN_TENSORS or kind.__module__.startswith(_STAND_INS):
+        return True
+    bases = (base for base in kind.__mro__ if base not in (*_PLAIN_TENSORS, torch._C.TensorBase))
+    return not any(vars(base).keys() & {"__torch_function__", "__torch_dispatch__"} for base in bases)
 
 
 def _require_linear(inputs: dict[str, nn.Linear], down: nn.Linear) -> tuple[int, int]:
