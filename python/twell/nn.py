@@ -142,9 +142,9 @@ class SparseGatedMLP(_SparseFFN):
     The figures are part of autograd's graph; what reads them should set ``aux`` to None. Copies and pickles leave them
     out.
 
-    The projections are not called where their weights and biases say all that calling them would do. Hooks, their own or
-    those of all modules (as counters of FLOPs register), adapters, weights of a subclass and a replaced ``forward`` of
-    ``nn.Linear`` count: the layer then calls its projections and runs dense, after a warning.
+    The projections are not called where their weights and biases say all that calling them would do. Hooks, their
+    own or those of all modules (as counters of FLOPs register), adapters, weights of a subclass and a replaced
+    ``forward`` of ``nn.Linear`` count: the layer then calls its projections and runs dense, after a warning.
 
     ``compression`` and ``strategy`` are those of ``twell.sparse_gated_ffn`` and may be set at any time. With "auto" the
     module has an ``AutoStrategy`` of its own, which chooses by the sparsity that earlier calls measured, as
