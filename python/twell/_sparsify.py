@@ -241,6 +241,8 @@ def plan(model: nn.Module, filter_fn: Filter | None, activation: str | None, str
         raise TypeError(f"sparsify_: model must be an nn.Module, got {type(model).__name__}")
     if activation not in (None, "relu"):
         raise ValueError(f'sparsify_: activation must be None or "relu", got {activation!r}')
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(f"sparsify_: filter_fn must be a function of a module and its name, got {filter_fn!r}")
     candidates: list[Candidate] = []
     left: list[str] = []
     misses: dict[str, str] = {}

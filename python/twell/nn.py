@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch.nn.modules import linear as _linear
 from torch.nn.modules import module as _module
 
 from twell import _auto, functional, tuning
+from twell._arguments import require, require_flag, require_integer
 from twell._auto import AutoStrategy, Choice, Explanation
 from twell._log import logger, warn_once
 from twell._runtime import format
@@ -35,23 +36,56 @@ _PLAIN_TENSORS = (nn.Parameter, type(None), Tensor)
 _STAND_INS = ("torch._subclasses", "torch.distributed")
 
 
+def _require_setting(name: str, value: Any) -> None:
+    """Raise TypeError or ValueError unless a layer's attribute ``name`` may be ``value``."""
+    if name == "strategy":
+        if not isinstance(value, AutoStrategy):
+            tuning.require_strategy(value)
+    elif name == "compression":
+        format.words_per_tile(value)
+    elif name == "down_layout":
+        _require_layout(name, value)
+    else:
+        require_flag(name, value)
+
+
+def _setting(name: str) -> Any:
+    """An attribute that is checked when it is set; kept in the instance's dictionary, as others are."""
+
+    def get(self: nn.Module) -> Any:
+        # always there: torch.compile has no guard on what is not
+        return self.__dict__[name]
+
+    def put(self: nn.Module, value: Any) -> None:
+        _require_setting(name, value)
+        self.__dict__[name] = value
+
+    return property(get, put)
+
+
 class _SparseFFN(nn.Module):
     """What both modules share. Subclasses add the projections that read the hidden state's input."""
 
     up_proj: nn.Linear
     down_proj: nn.Linear
-    accumulate_main_grad: bool = False
-    record_aux: bool = False
     aux: Aux | None = None
-    down_layout: DownLayout = "rows"
+    if TYPE_CHECKING:
+        strategy: Strategy | AutoStrategy
+        compression: int
+        accumulate_main_grad: bool
+        record_aux: bool
+        down_layout: DownLayout
+    else:
+        strategy, compression, down_layout = map(_setting, ("strategy", "compression", "down_layout"))
+        accumulate_main_grad, record_aux = map(_setting, ("accumulate_main_grad", "record_aux"))
 
     def __init__(self, hidden: int, intermediate: int, compression: int, strategy: Strategy | AutoStrategy) -> None:
         super().__init__()
-        if not isinstance(strategy, AutoStrategy):
-            tuning.require_strategy(strategy)
-        format.words_per_tile(compression)
+        require_integer("hidden", hidden, 1)
+        require_integer("intermediate", intermediate, 1)
         self.hidden, self.intermediate = hidden, intermediate
         self.compression, self.strategy = compression, strategy
+        self.accumulate_main_grad, self.record_aux, self.down_layout = False, False, "rows"
         self._auto = AutoStrategy()
         # load_state_dict(assign=True) puts tensors of any layout in place of the parameters
         self.register_load_state_dict_post_hook(_keep_rows)  # type: ignore[no-untyped-call]
@@ -62,6 +96,11 @@ class _SparseFFN(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # the figures of a call may be part of its graph, which can neither be copied nor pickled
         return {name: value for name, value in self.__dict__.items() if name != "aux"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # pickles of earlier versions have what was set alone
+        defaults = {"accumulate_main_grad": False, "record_aux": False, "down_layout": "rows"}
+        super().__setstate__({**defaults, **state})  # type: ignore[no-untyped-call]
 
     def _finish(self, result: tuple[Tensor, Aux] | Tensor, return_aux: bool) -> Any:
         """What ``forward`` returns, of what the function gave."""
@@ -307,14 +346,19 @@ def set_down_layout(module: nn.Module, layout: DownLayout) -> None:
 
     Raises ValueError for another name, and if ``module`` has no such layer.
     """
-    if layout not in ("rows", "linear"):
-        raise ValueError(f'layout must be "rows" or "linear", got {layout!r}')
+    _require_layout("layout", layout)
+    require("module", module, nn.Module, "an nn.Module")
     layers = [layer for layer in module.modules() if isinstance(layer, _SparseFFN)]
     if not layers:
         raise ValueError(f"module must have layers of twell.nn, got none in {type(module).__name__}")
     for layer in layers:
         layer.down_layout = layout
         _lay(layer.down_proj.weight, layout == "rows")
+
+
+def _require_layout(name: str, layout: object) -> None:
+    if layout not in ("rows", "linear"):
+        raise ValueError(f'{name} must be "rows" or "linear", got {layout!r}')
 
 
 def _lay(weight: Tensor, rows: bool) -> bool:

@@ -30,7 +30,7 @@ LAYERS = [
     ["cute_kernels.__main__"],
     # torch side: what is known at call time
     ["twell._env"],
-    ["twell._log"],
+    ["twell._arguments", "twell._log"],
     ["twell._nvtx"],
     ["twell._runtime"],
     ["twell.reference", "twell._tuning_table", "twell._checkpoint"],
