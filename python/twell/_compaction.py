@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twell import _auto, functional
-from twell._arguments import require_integer
 from twell._runtime import format
 from twell.nn import SparseGatedMLP, SparseMLP
 
@@ -353,7 +352,6 @@ def compact(
     Waits for the device. Raises TypeError for what is neither a layer, evidence nor a mask, ValueError for masks of the
     wrong length, evidence from no tokens, layers without any neuron alive and names that the module does not have.
     """
-    require_integer("compact: minimum", minimum, 1)
     masks, reports = _plan(module, alive, minimum)
 
     def make(mlp: MLP, name: str) -> MLP:

@@ -331,7 +331,7 @@ def test_resuming_changes_nothing(tmp_path: Path, accumulation: int) -> None:
 
 
 def test_says_what_it_cannot_do(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="coefficient must not be negative, got -1"):
+    with pytest.raises(ValueError, match="coefficient must be a finite number of at least 0, got -1"):
         SparsityCallback(-1)
     with pytest.raises(ValueError, match="normalisation must be one of"):
         SparsityCallback(normalisation="mean")  # type: ignore[arg-type]

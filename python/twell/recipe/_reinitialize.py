@@ -55,7 +55,7 @@ def reinitialize_dead(
     require_number("std", std, 0)
     require_integer("seed", seed, 0)
     if fraction == 0:
-        raise ValueError("fraction must be more than 0, got 0")
+        raise ValueError("fraction must be in (0, 1], got 0")
     if (generator is None) == (step is None):
         raise ValueError("either generator or step must say what noise to draw, got both or neither")
     found = layers(module)
