@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -351,14 +351,15 @@ def _admit(name: str, **operands: Tensor | None) -> dict[str, Tensor]:
     return present
 
 
-def _common(values: Iterable[Any]) -> Any:
-    """The most common value; of those equally common the last."""
-    return Counter(reversed(list(values))).most_common(1)[0][0]
+def _common(values: list[tuple[str, Any]]) -> Any:
+    """The most common of the operands' values; of those equally common that of the first weight, and x's last."""
+    weights_first = sorted(values, key=lambda value: value[0] == "x")
+    return Counter(value for _, value in weights_first).most_common(1)[0][0]
 
 
 def _odd_one(name: str, expected: str, values: dict[str, Any]) -> str:
     """What is wrong with the first operand that differs from most of the others; of two it is x."""
-    common = _common(values.values())
+    common = _common(list(values.items()))
     odd = next(argument for argument, value in values.items() if value != common)
     others = "the others are" if odd == "x" else "x is"
     return f"{name}: {odd} must be {expected.format(common)} as {others}, got {values[odd]}"
@@ -367,11 +368,11 @@ def _odd_one(name: str, expected: str, values: dict[str, Any]) -> str:
 def _wrong_shape(name: str, operands: dict[str, Tensor]) -> str:
     """Which operand has another K or N than most of the others."""
     letters = {"x": "K", "w_gate": "NK", "w_up": "NK", "w_down": "KN", "b_gate": "N", "b_up": "N", "b_down": "K"}
-    sizes: dict[str, list[int]] = {"K": [], "N": []}
+    sizes: dict[str, list[tuple[str, int]]] = {"K": [], "N": []}
     for argument, value in operands.items():
         if argument == "x" or value.dim() == len(letters[argument]):
             for letter, size in zip(reversed(letters[argument]), reversed(value.shape)):
-                sizes[letter].append(size)
+                sizes[letter].append((argument, size))
     common = {letter: _common(found) for letter, found in sizes.items()}
     for argument, value in operands.items():
         expected = [common[letter] for letter in letters[argument]]

@@ -260,7 +260,10 @@ def test_the_operand_that_differs_from_the_others_is_named(wrong: dict[str, Any]
         twell.sparse_gated_ffn(**{**weights(), **wrong})
 
 
-def test_of_two_operands_it_is_x() -> None:
+def test_of_two_operands_it_is_x_or_the_second_weight() -> None:
+    w_up = torch.zeros(24, 16, dtype=BF16)
+    with pytest.raises(ValueError, match=r"w_down must be \[16, 24\] .*got \[24, 16\]"):
+        twell.sparse_ffn(torch.zeros(3, 16, dtype=BF16), w_up, w_up)
     with pytest.raises(ValueError, match=r"x must be \[\.\.\., 16\] .*got \[3, 8\]"):
         twell.pack(torch.zeros(3, 8, dtype=BF16), torch.zeros(24, 16, dtype=BF16))
 
