@@ -353,7 +353,9 @@ def _admit(name: str, **operands: Tensor | None) -> dict[str, Tensor]:
 
 def _common(values: list[tuple[str, Any]]) -> Any:
     """The most common of the operands' values; of those equally common that of the first weight, and x's last."""
-    weights_first = sorted(values, key=lambda value: value[0] == "x")
+    # tensors on meta have yet to be made
+    real = [(a, v) for a, v in values if not (isinstance(v, torch.device) and v.type == "meta")]
+    weights_first = sorted(real or values, key=lambda value: value[0] == "x")
     return Counter(value for _, value in weights_first).most_common(1)[0][0]
 
 

@@ -253,6 +253,10 @@ def test_wrong_arguments_are_named(
         ({"x": torch.zeros(3, 16)}, "x must be torch.bfloat16 as the others are, got torch.float32"),
         ({"w_down": torch.zeros(16, 24)}, "w_down must be torch.bfloat16 as x is, got torch.float32"),
         ({"x": torch.zeros(3, 16, dtype=BF16, device="meta")}, "x must be on cpu as the others are, got meta"),
+        (
+            {f"w_{n}": torch.zeros(s, dtype=BF16, device="meta") for n, s in SHAPES.items()},
+            "w_gate must be on cpu as x is, got meta",
+        ),
     ],
 )
 def test_the_operand_that_differs_from_the_others_is_named(wrong: dict[str, Any], text: str) -> None:
