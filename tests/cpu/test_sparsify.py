@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -891,6 +892,18 @@ def test_what_would_go_on_running_the_old_layer_is_refused(keep: Callable[[Any],
     with pytest.raises(ValueError, match=why):
         sparsify_(m, activation="relu")
     assert not layers(m)
+
+
+def test_layers_of_fsdp1_are_refused() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        m = FullyShardedDataParallel(nn.Sequential(Gated()), use_orig_params=True, device_id=torch.device("cpu"))
+        with pytest.raises(ValueError, match="has its parameters in one buffer: call sparsify_ before"):
+            sparsify_(m)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_compiled_block_notices_its_new_layers() -> None:
