@@ -654,7 +654,7 @@ class _Own(nn.Module):
 
 @contextlib.contextmanager
 def _unhooked(module: nn.Module) -> Iterator[None]:
-    """Without the hooks within ``module``, which a trial is no business of."""
+    """Without the hooks within ``module``, which must not see meta tensors."""
     before = [(m, key, vars(m)[key]) for m in module.modules() for key in HOOKS if vars(m).get(key)]
     try:
         for m, key, hooks in before:
