@@ -47,8 +47,8 @@ def tiles(n: int) -> int:
 
 def words_per_tile(compression: int) -> int:
     """Words of one row-tile, W = 256 / C, the count included."""
-    if compression not in COMPRESSIONS:
-        raise ValueError(f"compression must be one of {COMPRESSIONS}, got {compression}")
+    if not isinstance(compression, int) or compression not in COMPRESSIONS:
+        raise ValueError(f"compression must be one of {COMPRESSIONS}, got {compression!r}")
     return TILE // compression
 
 

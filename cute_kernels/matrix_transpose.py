@@ -1,7 +1,7 @@
-"""A matrix of 16-bit values transposed: out[c, r] = matrix[r, c]. For down weights that are stored as nn.Linear has them.
+"""A matrix of 16-bit values transposed: out[c, r] = matrix[r, c]. For down weights in the layout of nn.Linear.
 
-A thread transposes eight rows of eight columns in registers, so that its loads and stores are of 16 bytes. A warp has 64
-rows of 32 columns: it stores 128 contiguous bytes of four rows of the result at a time. The bound is memory.
+A thread transposes eight rows of eight columns in registers, so that its loads and stores are of 16 bytes. A warp has
+64 rows of 32 columns: it stores 128 contiguous bytes of four rows of the result at a time. The bound is memory.
 """
 
 from typing import Any

@@ -271,7 +271,9 @@ class WeightGrad(SparseProduct):
                 self.store(acc_half, dw_down, order, tile, first + half * (TILE_N // 2), TILE_N // 2, length, member)
             else:
                 if const_expr(not self.gated):
-                    self.store(acc_half, dw_gate, order, tile, first + half * (TILE_N // 2), TILE_N // 2, length, member)
+                    self.store(
+                        acc_half, dw_gate, order, tile, first + half * (TILE_N // 2), TILE_N // 2, length, member
+                    )
                     if half == 0:
                         self.store_bias(sums, db_gate, order, tile, slab, member)
                 else:

@@ -180,7 +180,7 @@ class SparseProduct:
 
     @cute.jit
     def first_turns(self, g):
-        """Where a warp group begins to walk all turns of its CTA: stage of the ring, slot of the tiles, what is ahead."""
+        """Where a warp group begins its walk over all turns: stage of the ring, slot of the tiles, what is ahead."""
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
         return state, Int32(0), self.first_tiles(g.data, g.tiles, g.words, g.units, g.half, g.member)
 

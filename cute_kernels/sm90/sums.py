@@ -2,8 +2,9 @@
 
 A tensor core aligns its 16 products with the sum and cuts off what lies below the sum's last places, always towards
 zero. Terms of one sign lose 1e-7 of their sum per instruction (H200, WGMMA): 1e-4 after 16,384 terms. So a sum is set
-aside in memory after `format.LONGEST_SUM` terms, where fp32 additions add it up, which round to nearest, and starts from
-zero again. Each thread sets its own registers aside, in a fixed order, so a call has the same bits at every run.
+aside in memory after `format.LONGEST_SUM` terms and starts from zero again. What is set aside is added up by fp32
+additions, which round to nearest. Each thread has its own registers' sums there, in a fixed order of pieces, so a call
+has the same bits at every run.
 """
 
 from typing import Any

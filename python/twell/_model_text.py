@@ -27,6 +27,10 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 # Characters of a file that are tokenized at a time, so that no file is too large.
 _PIECE = 1 << 20
 
+# Files that a saved model and its tokenizer have some of.
+_WEIGHTS = ("*.safetensors", "*.bin")
+_TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+
 # Longest sequence by default, where the model allows it.
 _SEQUENCE = 2048
 
@@ -113,32 +117,30 @@ def load(arguments: argparse.Namespace, compression: int | None = None) -> Loade
     what cannot be loaded or has no ReLU FFN, ImportError without transformers.
     """
     folder: Path = arguments.model
-    if not (folder / "config.json").is_file():
-        got = "a folder without one" if folder.is_dir() else "no such folder; a model of a hub must be downloaded first"
-        raise RequestError(f"MODEL: expected a folder with a config.json, got {str(folder)!r} ({got})")
+    content = _config(folder)
+    _require_files(folder, "weights", _WEIGHTS)
+    _require_files(folder, "a tokenizer", _TOKENIZERS)
     device = _device(arguments.device)
     # before what takes long
     for path in arguments.text:
         _require_text(path)
     with _hf():
-        from safetensors import SafetensorError
         from transformers import AutoTokenizer
 
         from twell.integrations import transformers as integration
-    try:
+    _require_causal(folder, content)
+    with _reading(folder, "a tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-        # without files of one it tries whatever the kind of model might have, each with errors of its own
-        raise RequestError(f"MODEL: expected a tokenizer in {str(folder)!r}: {str(error).strip()}") from error
+    with _reading(folder, "a model"):
+        model = _load(folder, arguments.dtype, content)
     try:
-        model = _load(folder, arguments.dtype)
         was = ""
         if not _sparsify.layers(model):
             if arguments.activation is not None:
                 planned = _sparsify.plan(model, None, arguments.activation, "dense")
                 was = " and ".join(sorted({c.was for c in planned.candidates if c.was is not None}))
             integration.sparsify(model, activation=arguments.activation, strategy="dense")
-    except (OSError, ValueError, TypeError, NotImplementedError, RuntimeError, SafetensorError) as error:
+    except (ValueError, TypeError) as error:
         hint = ". Here that is --activation relu" if 'pass activation="relu"' in str(error) else ""
         raise RequestError(f"MODEL: {error}{hint}") from error
     for layer in _sparsify.layers(model).values():
@@ -148,14 +150,67 @@ def load(arguments: argparse.Namespace, compression: int | None = None) -> Loade
     return Loaded(model.to(device).eval(), tokenizer, folder, was)
 
 
-def _load(folder: Path, dtype: str) -> Any:
+def _config(folder: Path) -> dict[str, Any]:
+    """What the folder's config.json says."""
+    path = folder / "config.json"
+    if not path.is_file():
+        got = "a folder without one" if folder.is_dir() else "no such folder; a model of a hub must be downloaded first"
+        raise RequestError(f"MODEL: expected a folder with a config.json, got {str(folder)!r} ({got})")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RequestError(f"MODEL: expected JSON in {str(path)!r}, got {_line(error)}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise RequestError(f"MODEL: expected a model_type in {str(path)!r}, got none")
+    return content
+
+
+def _require_files(folder: Path, what: str, names: Sequence[str]) -> None:
+    """Raise RequestError unless the folder has a file of one of the names."""
+    if not any(file.is_file() for name in names for file in folder.glob(name)):
+        raise RequestError(f"MODEL: expected {what} in {str(folder)!r} ({names[0]} or the like), got none")
+
+
+def _require_causal(folder: Path, content: dict[str, Any]) -> None:
+    """Raise RequestError unless transformers has a causal language model of the folder's kind."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+
+    kind: str = content["model_type"]
+    # importing twell's integration makes its own known
+    own = kind.startswith("sparse_") or kind.endswith("_sparse_relu")
+    if not own and kind not in names:
+        raise RequestError(
+            f"MODEL: expected a causal language model that transformers knows, got model_type {kind!r} in "
+            f"{str(folder)!r}"
+        )
+    with _reading(folder, "a configuration"):
+        if not own:
+            AutoConfig.from_pretrained(folder, local_files_only=True)
+
+
+@contextmanager
+def _reading(folder: Path, what: str) -> Iterator[None]:
+    """Have what transformers raises for a folder end in one line."""
+    try:
+        yield
+    except Exception as error:
+        raise RequestError(f"MODEL: expected {what} that can be read in {str(folder)!r}, got {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    """The kind of an error and the first line of its text."""
+    text = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _load(folder: Path, dtype: str, content: dict[str, Any]) -> Any:
     """The causal language model in ``folder``, every weight of its body from there."""
     from transformers import AutoModelForCausalLM
 
     from twell.integrations import transformers as integration
 
-    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    kind = str(content.get("model_type"))
+    kind: str = content["model_type"]
     family = kind.removesuffix("_sparse_relu")
     # the stock classes cannot read down weights that are stored the other way
     ours = kind != family or any(key.startswith("sparsity_") for key in content)

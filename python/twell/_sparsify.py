@@ -1,42 +1,45 @@
 """``sparsify_``: the ReLU feed-forward layers of a plain PyTorch model through twell, in place.
 
-Names propose and arithmetic disposes. A module with the right children is a candidate; what it computes is found out by
-running its own ``forward`` on a few small random weights, on the CPU in float64, beside the formula. So neither the
-size, the device nor the dtype of the model matters, and what a name cannot tell (dropout, another order, a factor, a
-residual) is seen. Where the layers sit directly in a block whose ``forward`` does much else, as in OPT, its source is
-read instead.
+Names propose and ``_equivalence`` disposes. A module with the right children is a candidate; what it computes is found
+out by running its own ``forward`` on a few small random weights, on the CPU, beside the formula. So neither the size
+nor the device of the model matters, and what a name cannot tell (dropout, another order, a factor, a residual) is seen.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
-from collections.abc import Callable, Iterator
+import functools
+import itertools
+import types
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from twell import tuning
 from twell._auto import AutoStrategy
+from twell._equivalence import HOOKS, PAIR, Activation, difference, is_relu, read_pair, run_pair
 from twell._log import logger, warn_once
 from twell._runtime import format, specs
 from twell.functional import Strategy
-from twell.nn import SparseGatedMLP, SparseMLP, _SparseFFN
+from twell.nn import (
+    _HOOKS_OF_ALL,
+    SparseGatedMLP,
+    SparseMLP,
+    _behaves,
+    _calls_are_torchs,
+    _SparseFFN,
+)
 
-Activation = Callable[[Tensor], Tensor]
 Filter = Callable[[nn.Module, str], bool]
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _PLAIN = ("up_proj", "down_proj")
-_PAIR = ("fc1", "fc2")
 
 # Children and parameters that feed-forward layers of other forms have: what near misses are told by.
 _TELLTALES = frozenset(
-    {*_GATED, *_PAIR, "gate_up_proj", "c_fc", "c_proj", "w1", "w2", "w3", "wi", "wi_0", "wi_1", "wo"}
+    {*_GATED, *PAIR, "gate_up_proj", "c_fc", "c_proj", "w1", "w2", "w3", "wi", "wi_0", "wi_1", "wo"}
     | {"dense_h_to_4h", "dense_4h_to_h"}
 )
 
@@ -51,12 +54,11 @@ _KNOWN: dict[str, Activation] = {
 }
 
 _HOOKS = (
-    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *HOOKS,
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
 
-# Neurons of the small weights. A module's own code may rely on its hidden size, hardly ever on its neurons.
-_NEURONS = 8
+_MACHINERY = frozenset(vars(nn.Module()))
 
 _LEAVE_OUT = "to leave it as it is, have filter_fn return False for it"
 
@@ -110,9 +112,13 @@ class SparseDown(SparseMLP, _SharedLinear):
                 "fc1 of a twell pair has another forward than it was given, which fc2, that does its work, would leave "
                 "out: expected none"
             )
-        if (up._forward_hooks or up._forward_pre_hooks) and not torch.compiler.is_compiling():
+        if (up._forward_hooks or up._forward_pre_hooks or any(_HOOKS_OF_ALL)) and not torch.compiler.is_compiling():
             warn_once("fc1 of a twell pair has hooks: they see its input on both sides and must not change it")
-        return True
+        return _calls_are_torchs() and all(_behaves(p) for p in (up.weight, up.bias, self.weight, self.bias))
+
+    def _project(self, name: str, x: Tensor) -> Any:
+        # what the layer would run, had it not become part of a pair
+        return nn.Linear.forward(self if name == "down_proj" else self.up_proj, x)
 
     @property
     def down_proj(self) -> nn.Linear:  # type: ignore[override]
@@ -184,9 +190,18 @@ def sparsify_(
     and tied weights hold. ``twell.nn.set_down_layout(model, "rows")`` saves the kernels a copy of each down weight at
     each call. A module used in several places is replaced once, in all of them.
 
-    A candidate must compute exactly the function named, which is checked by running its ``forward`` on small random
-    weights (for ``fc1`` and ``fc2`` within a block by reading its source), in training mode, too: the model's own
-    tensors are neither read nor needed, so it may be on ``meta``.
+    A candidate must compute exactly the function named, with its gradients. Its ``forward`` runs beside the formula on
+    small random weights, in float64, in the model's dtype and under autocast, in training and in evaluation, with
+    gradients and without, for one token and for several, at ordinary and at extreme magnitudes. It may run no other
+    operators than linear layers, ReLU and one product are made of. It may neither read attributes, other than children
+    and what counts as constant (its sizes, a dropout of 0, None), nor set any, nor branch on what these runs do not
+    vary. The model's own tensors are neither read nor needed, so it may be on ``meta``. For ``fc1`` and ``fc2`` within
+    a block the source of the block's class is read, and the block runs on meta tensors if x is all that it needs.
+
+    None of this sees what code outside of a candidate does: one that calls ``fc1`` of a block, gives ``forward`` other
+    inputs than x, keeps a reference to a module outside of ``model``, or changes the settings of one of torch's own
+    activations later. Nor does it see state that a ``forward`` reads from other objects, the attribute of an imported
+    module, say.
 
     Args:
         model: any module that contains such layers; for a model of transformers see
@@ -223,9 +238,12 @@ def plan(model: nn.Module, filter_fn: Filter | None, activation: str | None, str
         raise TypeError(f"sparsify_: model must be an nn.Module, got {type(model).__name__}")
     if activation not in (None, "relu"):
         raise ValueError(f'sparsify_: activation must be None or "relu", got {activation!r}')
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(f"sparsify_: filter_fn must be a function of a module and its name, got {filter_fn!r}")
     candidates: list[Candidate] = []
     left: list[str] = []
     misses: dict[str, str] = {}
+    examined: dict[Any, str | None] = {}
     for name, module in _outside_layers(model):
         children = _children_of_ffn(module)
         if children is None:
@@ -234,12 +252,13 @@ def plan(model: nn.Module, filter_fn: Filter | None, activation: str | None, str
         elif filter_fn is not None and not filter_fn(module, name):
             left.append(name)
         else:
-            candidate = _examine(name, module, children, strategy)
+            candidate = _examine(name, module, children, strategy, examined)
             if candidate.was is not None and activation is None:
                 raise ValueError(_explain_activation(candidate))
             candidates.append(candidate)
     if not candidates:
         raise ValueError(_nothing_found(model, left, misses))
+    _require_reachable(model, candidates)
     if candidates[0].name == "" and candidates[0].form != "pair":
         ours = "SparseGatedMLP.from_linear" if candidates[0].form == "gated" else "SparseMLP.from_linear"
         raise ValueError(
@@ -306,7 +325,7 @@ def _children_of_ffn(module: nn.Module) -> tuple[str, ...] | None:
     names = module._modules.keys()
     if isinstance(getattr(module, "fc2", None), SparseDown):
         return None
-    for children in (_GATED, _PLAIN, _PAIR):
+    for children in (_GATED, _PLAIN, PAIR):
         if all(isinstance(module._modules.get(child), nn.Module) for child in children):
             # another kind of gate makes it another function
             return None if children == _PLAIN and "gate_up_proj" in names else children
@@ -317,8 +336,13 @@ def _at(name: str, module: nn.Module) -> str:
     return f"{name or 'the model'} ({type(module).__name__})"
 
 
-def _examine(name: str, module: nn.Module, children: tuple[str, ...], strategy: str) -> Candidate:
-    """The candidate that ``module`` is. Raises TypeError or ValueError if it cannot be replaced as it is."""
+def _examine(
+    name: str, module: nn.Module, children: tuple[str, ...], strategy: str, examined: dict[Any, str | None]
+) -> Candidate:
+    """The candidate that ``module`` is. Raises TypeError or ValueError if it cannot be replaced as it is.
+
+    examined: the activations of modules before, by ``_likeness``.
+    """
     where = _at(name, module)
     weights = {child: _plain_weight(f"{where}: {child}", module._modules[child]) for child in children}
     _require_sizes(where, weights, strategy)
@@ -328,13 +352,17 @@ def _examine(name: str, module: nn.Module, children: tuple[str, ...], strategy: 
             f"would lose; {_LEAVE_OUT}"
         )
     reason = ""
-    if children == _PAIR:
-        attribute, reason = _read_pair(module)
+    if children == PAIR:
+        attribute, reason = read_pair(module)
         if attribute is not None:
             act = getattr(module, attribute)
             _require_unhooked(where, {"fc1": module.fc1, "fc2": module.fc2, attribute: act})
             _require_stateless(f"{where}: {attribute}", act)
-            return Candidate(name, module, "pair", attribute, None if _is_relu(act) else _kind(act))
+            if reason := run_pair(module, attribute):
+                raise ValueError(f"{where} cannot be run sparse: {reason}; {_LEAVE_OUT}")
+            return Candidate(
+                name, module, "pair", attribute, None if is_relu(act, weights["fc1"].dtype) else _kind(act)
+            )
 
     others = {key: m for key, m in module._modules.items() if m is not None and key not in children and not _inert(m)}
     own = [*module._parameters, *module._buffers]
@@ -351,8 +379,22 @@ def _examine(name: str, module: nn.Module, children: tuple[str, ...], strategy: 
     _require_unhooked(where, dict(module.named_modules()))
     callables = [*others, *(key for key, value in vars(module).items() if not key.startswith("_") and callable(value))]
     attribute = callables[0] if len(callables) == 1 else None
-    form: Any = {_GATED: "gated", _PLAIN: "plain", _PAIR: "whole"}[children]
-    return Candidate(name, module, form, attribute, _activation(where, module, children, attribute))
+    form: Any = {_GATED: "gated", _PLAIN: "plain", PAIR: "whole"}[children]
+    if (likeness := _likeness(module)) not in examined:
+        examined[likeness] = _activation(where, module, children, attribute)
+    return Candidate(name, module, form, attribute, examined[likeness])
+
+
+def _likeness(module: nn.Module) -> Any:
+    """What two modules have in common that compute the same function of x and their weights."""
+    plain = (str, bool, int, float, type(None))
+    attributes = {key: value for key, value in vars(module).items() if key not in _MACHINERY}
+    return (
+        type(module),
+        tuple((key, type(v), v if isinstance(v, plain) else id(v)) for key, v in attributes.items()),
+        tuple((key, None if p is None else (p.shape, p.dtype)) for key, p in module._parameters.items()),
+        tuple((key, None if child is None else _likeness(child)) for key, child in module._modules.items()),
+    )
 
 
 def _plain_weight(where: str, linear: nn.Module | None) -> Tensor:
@@ -406,6 +448,76 @@ def _require_unhooked(where: str, modules: dict[str, Any]) -> None:
             )
 
 
+def _require_reachable(model: nn.Module, candidates: list[Candidate]) -> None:
+    """Raise ValueError if something in ``model`` would go on using a module, or a down weight, as it was."""
+    replaced = {id(c.module): c for c in candidates if c.form != "pair"}
+    weights = {_down(c).weight.untyped_storage()._cdata: (c, _down(c).weight) for c in candidates}
+    for name, owner in model.named_modules():
+        where = _at(name, owner)
+        compiled = owner._modules.get("_orig_mod")
+        if id(compiled) in replaced or (owner._compiled_call_impl is not None and id(owner) in replaced):
+            raise ValueError(
+                f"{where} was compiled, which would go on running it as it was: compile it after sparsify_"
+            )
+        if "_fsdp_wrapped_module" in owner._modules and {id(c.module) for c in candidates} & set(
+            map(id, owner.modules())
+        ):
+            raise ValueError(
+                f"{where} has its parameters in one buffer: call sparsify_ before FullyShardedDataParallel"
+            )
+        for key, value in vars(owner).items():
+            if key != "_modules" and (found := _first_held(value, replaced)):
+                raise ValueError(
+                    f"{_at(found.name, found.module)} must be reached by names of children alone, but {where} has it "
+                    f"in {key}, too, and would go on running it as it was; {_LEAVE_OUT}"
+                )
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if type(tensor) not in (Tensor, nn.Parameter):
+            continue
+        candidate, weight = weights.get(tensor.untyped_storage()._cdata, (None, tensor))
+        if candidate is not None and tensor is not weight and _overlap(tensor, weight):
+            raise ValueError(
+                f"{_at(candidate.name, candidate.module)} must have a down weight of its own or share the nn.Parameter "
+                f"itself, got one that shares memory with {name}, which another layout would part; {_LEAVE_OUT}"
+            )
+
+
+def _down(candidate: Candidate) -> Any:
+    return candidate.module.get_submodule("down_proj" if candidate.form in ("gated", "plain") else "fc2")
+
+
+def _first_held(value: Any, wanted: dict[int, Candidate], depth: int = 5) -> Candidate | None:
+    """The first of the modules ``wanted`` that a value holds, as containers, methods and functions hold others."""
+    if isinstance(value, nn.Module):
+        return wanted.get(id(value))
+    if depth == 0 or isinstance(value, (str, Tensor, type)):
+        return None
+    inner: Iterable[Any] = ()
+    if isinstance(value, dict):
+        inner = value.values()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        inner = value
+    elif isinstance(value, types.MethodType):
+        inner = (value.__self__, value.__func__)
+    elif isinstance(value, functools.partial):
+        inner = (value.func, value.args, value.keywords)
+    elif isinstance(value, types.FunctionType):
+        cells = (cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType())
+        inner = itertools.chain(cells, value.__defaults__ or (), (value.__kwdefaults__ or {}).values())
+    found = (_first_held(item, wanted, depth - 1) for item in inner)
+    return next((candidate for candidate in found if candidate is not None), None)
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one storage have memory in common."""
+    spans = []
+    for t in (a, b):
+        last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride())) if t.numel() else -1
+        begin = t.storage_offset() * t.element_size()
+        spans.append((begin, begin + (last + 1) * t.element_size()))
+    return spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]
+
+
 def _require_stateless(where: str, module: Any) -> None:
     if isinstance(module, nn.Module) and (state := [*dict(module.named_parameters()), *dict(module.named_buffers())]):
         raise ValueError(
@@ -422,194 +534,32 @@ def _kind(act: object) -> str:
     return str(getattr(act, "__name__", type(act).__name__))
 
 
-def _is_relu(act: Activation) -> bool:
-    # the device named, as models may be made under another
-    x = torch.linspace(-20, 20, 401, dtype=torch.float64, device="cpu")
-    x = torch.cat([x, 1e30 * x])
-    try:
-        # some work in place
-        return torch.equal(act(x.clone()), F.relu(x))
-    except Exception:
-        return False
-
-
 def _activation(where: str, module: nn.Module, children: tuple[str, ...], attribute: str | None) -> str | None:
     """The activation of ``module``, None for ReLU. Raises ValueError if it is not one of the formulas of ``plan``."""
-    weights, x = _small(module, children)
-    failure = ""
-    try:
-        own = _outputs(module, weights, x)
-        if _computes(own, weights, children, x, F.relu):
-            return None
-        if attribute is not None:
-            act = getattr(module, attribute)
-            if not _is_relu(act):
-                try:
-                    setattr(module, attribute, nn.ReLU() if isinstance(act, nn.Module) else F.relu)
-                    own = _outputs(module, weights, x)
-                finally:
-                    setattr(module, attribute, act)
-                if _computes(own, weights, children, x, F.relu):
-                    return _kind(act)
-        else:
-            for known, function in _KNOWN.items():
-                if _computes(own, weights, children, x, function):
-                    return known
-    except Exception as error:
-        failure = f" (its forward raised {type(error).__name__}: {error})"
+    act = None if attribute is None else getattr(module, attribute)
+    first: Any = module.get_submodule(children[0])
+    relu = act is not None and is_relu(act, first.weight.dtype)
+    reason = difference(module, children, F.relu, act if relu else None)
+    if not reason:
+        return None
+    if attribute is not None and act is not None and not relu:
+        try:
+            setattr(module, attribute, nn.ReLU() if isinstance(act, nn.Module) else F.relu)
+            reason = difference(module, children, F.relu, None)
+        finally:
+            setattr(module, attribute, act)
+        if not reason:
+            return _kind(act)
+    elif attribute is None:
+        for known, function in _KNOWN.items():
+            if not difference(module, children, function, None):
+                return known
     *inputs, down = children
     formula = f"act({inputs[0]}(x)){f' * {inputs[1]}(x)' if len(inputs) > 1 else ''}"
     raise ValueError(
-        f"{where} must compute {down}({formula}) with an elementwise activation, in training mode too, got another "
-        f"function of x [..., {x.shape[-1]}]{failure}: dropout, a factor, another "
-        f"order or further inputs would be lost; {_LEAVE_OUT}"
+        f"{where} must compute {down}({formula}) with an elementwise activation and nothing else, got another function "
+        f"of x: {reason}; {_LEAVE_OUT}"
     )
-
-
-def _small(module: nn.Module, children: tuple[str, ...]) -> tuple[dict[str, Tensor], Tensor]:
-    """Random weights with few neurons for the projections, and tokens [2, 4, K] of very different sizes."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
-
-    projections: dict[str, Any] = {child: module.get_submodule(child) for child in children}
-    k = projections[children[0]].weight.shape[1]
-    weights = {}
-    for child in children:
-        inputs, outputs = (_NEURONS, k) if child == children[-1] else (k, _NEURONS)
-        weights[f"{child}.weight"] = draw(outputs, inputs) / inputs**0.5
-        if projections[child].bias is not None:
-            weights[f"{child}.bias"] = draw(outputs)
-    # a clamp or a saturation shows in the large ones, biases in the zeros
-    scales = torch.tensor([0.0, 0.1, 1.0, 1e4], dtype=torch.float64, device="cpu")
-    return weights, draw(2, 4, k) * scales[:, None]
-
-
-def _outputs(module: nn.Module, weights: dict[str, Tensor], x: Tensor) -> list[Any]:
-    """What the module's own forward makes of x with these weights, in training and in evaluation."""
-    modes = {m: m.training for m in module.modules()}
-    outputs = []
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        try:
-            for mode in (True, False):
-                for m in modes:
-                    m.training = mode
-                outputs.append(functional_call(module, weights, (x.clone(),), tie_weights=False))
-        finally:
-            for m, mode in modes.items():
-                m.training = mode
-    return outputs
-
-
-def _computes(
-    own: list[Any], weights: dict[str, Tensor], children: tuple[str, ...], x: Tensor, act: Activation
-) -> bool:
-    def project(child: str, value: Tensor) -> Tensor:
-        return F.linear(value, weights[f"{child}.weight"], weights.get(f"{child}.bias"))
-
-    hidden = act(project(children[0], x))
-    if len(children) == 3:
-        hidden = hidden * project(children[1], x)
-    expected = project(children[-1], hidden)
-    # float32 inside the module is the same function; each token is held to its own size
-    slack = 1e-5 * expected.abs().amax(-1, keepdim=True)
-    return all(
-        isinstance(y, Tensor) and y.shape == expected.shape and bool(((y - expected).abs() <= slack).all()) for y in own
-    )
-
-
-def _read_pair(module: nn.Module) -> tuple[str | None, str]:
-    """The attribute of the activation in ``fc2(activation(fc1(x)))`` of a module's own forward, or None and why not.
-
-    Seen are the calls in one expression, or in statements that follow each other. Anything between them, and any other
-    use of what they return, would get other values than before.
-    """
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(type(module).forward)))
-        tree = ast.parse(source)
-    except (OSError, TypeError, SyntaxError):
-        return None, "the source of its forward cannot be read"
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    calls: dict[str, ast.Call] = {}
-    for name in _PAIR:
-        uses = [node for node in ast.walk(tree) if _is_self(node, name)]
-        # fc1.weight and the like read on
-        uses = [node for node in uses if not isinstance(parents[node], ast.Attribute)]
-        called = [node for node in map(parents.get, uses) if isinstance(node, ast.Call) and node.func in uses]
-        if len(uses) != 1 or len(called) != 1 or len(called[0].args) != 1 or called[0].keywords:
-            return None, f"its forward must call self.{name} once, on one argument, and use it nowhere else"
-        calls[name] = called[0]
-
-    consumed: list[ast.Name] = []
-    argument, at = _source_of(calls["fc2"], calls["fc2"].args[0], parents, consumed)
-    act = argument.func if isinstance(argument, ast.Call) and len(argument.args) == 1 else None
-    if not isinstance(argument, ast.Call) or not isinstance(act, ast.Attribute) or not _is_self(act, act.attr):
-        return None, "its forward must call self.fc2 on what an activation, an attribute of self, has just returned"
-    if _source_of(at, argument.args[0], parents, consumed)[0] is not calls["fc1"]:
-        return None, f"its forward must call self.{act.attr} on what self.fc1 has just returned"
-    if argument.keywords or len([node for node in ast.walk(tree) if _is_self(node, act.attr)]) != 1:
-        return None, f"its forward must call self.{act.attr} once, on one argument, and use it nowhere else"
-    if act.attr not in module._modules and act.attr not in vars(module):
-        return None, f"self.{act.attr} must be an attribute of the instance, got one of its class"
-
-    # the name may be given another value where fc2 has returned, and that may be used
-    final = _statement(calls["fc2"], parents)
-    renewed = _target(final)
-    for name in {node.id for node in consumed}:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
-                after = _place(node) > _place(final) and _statement(node, parents) is not final
-                before = _place(node) <= min(_place(used) for used in consumed if used.id == name)
-                if node not in consumed and not before and not (after and renewed == name):
-                    return None, f"its forward must not use {name} for anything else than self.fc2"
-    return act.attr, ""
-
-
-def _is_self(node: ast.AST, attribute: str) -> bool:
-    return (
-        isinstance(node, ast.Attribute)
-        and node.attr == attribute
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    )
-
-
-def _place(node: Any) -> tuple[int, int]:
-    return node.lineno, node.col_offset
-
-
-def _statement(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.stmt:
-    while not isinstance(node, ast.stmt):
-        node = parents[node]
-    return node
-
-
-def _target(statement: ast.stmt) -> str | None:
-    """The single name that a statement assigns to."""
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target: ast.expr = statement.targets[0]
-    elif isinstance(statement, ast.AnnAssign):
-        target = statement.target
-    else:
-        return None
-    return target.id if isinstance(target, ast.Name) else None
-
-
-def _source_of(
-    user: ast.AST, argument: ast.expr, parents: dict[ast.AST, ast.AST], consumed: list[ast.Name]
-) -> tuple[ast.expr, ast.AST]:
-    """The expression whose value ``argument`` of ``user`` is, and where it stands: itself, or the statement before."""
-    if not isinstance(argument, ast.Name):
-        return argument, user
-    statement = _statement(user, parents)
-    for _, block in ast.iter_fields(parents[statement]):
-        if isinstance(block, list) and statement in block and (index := block.index(statement)):
-            before = block[index - 1]
-            if _target(before) == argument.id and before.value is not None:
-                consumed.append(argument)
-                return before.value, before
-    return argument, user
 
 
 def _explain_activation(candidate: Candidate) -> str:
@@ -624,7 +574,7 @@ def _explain_activation(candidate: Candidate) -> str:
 
 
 def _nothing_found(model: nn.Module, left: list[str], misses: dict[str, str]) -> str:
-    forms = "; ".join(", ".join(form) for form in (_GATED, _PLAIN, _PAIR))
+    forms = "; ".join(", ".join(form) for form in (_GATED, _PLAIN, PAIR))
     text = (
         "sparsify_: model must have modules with nn.Linear children named as in one of these forms: "
         f"{forms}; got {type(model).__name__} without any"

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 from torch.utils import _pytree as pytree
 
+from twell._arguments import require, require_flag
 from twell.functional import Aux
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.ops import _sharding
@@ -73,6 +74,9 @@ class SparseMLPParallel(ParallelStyle):
         use_local_output: bool = True,
     ) -> None:
         super().__init__()
+        for name, layout in (("input_layouts", input_layouts), ("output_layouts", output_layouts)):
+            require(f"SparseMLPParallel: {name}", layout, (Placement, type(None)), "a Placement or None")
+        require_flag("SparseMLPParallel: use_local_output", use_local_output)
         self.input_layouts = (input_layouts or Replicate(),)
         self.output_layouts = (output_layouts or Replicate(),)
         self.use_local_output = use_local_output
@@ -152,6 +156,7 @@ def tensor_parallel_plan(
     Raises ValueError if ``model`` has no layer of ``twell.nn``, if other modules share a parameter, and for
     ``loss_parallel`` without an output projection that can be divided.
     """
+    require("model", model, nn.Module, "an nn.Module")
     names = {module: name for name, module in model.named_modules()}
     plan: dict[str, ParallelStyle] = {}
     done: set[nn.Module] = set()

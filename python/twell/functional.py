@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
@@ -356,14 +357,46 @@ def _admit(name: str, **operands: Tensor | None) -> dict[str, Tensor]:
     shapes = {"w_gate": [n, k], "w_up": [n, k], "w_down": [k, n], "b_gate": [n], "b_up": [n], "b_down": [k]}
     for argument, value in present.items():
         if argument != "x" and list(value.shape) != shapes[argument]:
-            raise ValueError(
-                f"{name}: {argument} must be {shapes[argument]} (x has K = {k}, N = {n}), got {list(value.shape)}"
-            )
+            raise ValueError(_wrong_shape(name, present))
         if value.device != x.device:
-            raise ValueError(f"{name}: {argument} must be on {x.device} as x is, got {value.device}")
+            raise ValueError(_odd_one(name, "on {}", {a: t.device for a, t in present.items()}))
         if value.dtype != x.dtype:
-            raise TypeError(f"{name}: {argument} must be {x.dtype} as x is, got {value.dtype}")
+            raise TypeError(_odd_one(name, "{}", {a: t.dtype for a, t in present.items()}))
     return present
+
+
+def _common(values: list[tuple[str, Any]]) -> Any:
+    """The most common of the operands' values; of those equally common that of the first weight, and x's last."""
+    # tensors on meta have yet to be made
+    real = [(a, v) for a, v in values if not (isinstance(v, torch.device) and v.type == "meta")]
+    weights_first = sorted(real or values, key=lambda value: value[0] == "x")
+    return Counter(value for _, value in weights_first).most_common(1)[0][0]
+
+
+def _odd_one(name: str, expected: str, values: dict[str, Any]) -> str:
+    """What is wrong with the first operand that differs from most of the others; of two it is x."""
+    common = _common(list(values.items()))
+    odd = next(argument for argument, value in values.items() if value != common)
+    others = "the others are" if odd == "x" else "x is"
+    return f"{name}: {odd} must be {expected.format(common)} as {others}, got {values[odd]}"
+
+
+def _wrong_shape(name: str, operands: dict[str, Tensor]) -> str:
+    """Which operand has another K or N than most of the others."""
+    letters = {"x": "K", "w_gate": "NK", "w_up": "NK", "w_down": "KN", "b_gate": "N", "b_up": "N", "b_down": "K"}
+    sizes: dict[str, list[tuple[str, int]]] = {"K": [], "N": []}
+    for argument, value in operands.items():
+        if argument == "x" or value.dim() == len(letters[argument]):
+            for letter, size in zip(reversed(letters[argument]), reversed(value.shape)):
+                sizes[letter].append((argument, size))
+    common = {letter: _common(found) for letter, found in sizes.items()}
+    for argument, value in operands.items():
+        expected = [common[letter] for letter in letters[argument]]
+        got = list(value.shape)
+        if (got[-1:] if argument == "x" else got) != expected:
+            break
+    text = f"[..., {common['K']}]" if argument == "x" else str(expected)
+    return f"{name}: {argument} must be {text} (the others have K = {common['K']}, N = {common['N']}), got {got}"
 
 
 def _sharded(operands: Mapping[str, Tensor]) -> bool:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+import types
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import linear as _linear
+from torch.nn.modules import module as _module
 
 from twell import _auto, functional, tuning
+from twell._arguments import require, require_flag, require_integer
 from twell._auto import AutoStrategy, Choice, Explanation
 from twell._log import warn_once
 from twell._runtime import format
@@ -18,24 +22,70 @@ DownLayout = Literal["rows", "linear"]
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
+# What calling an nn.Linear runs, None where it was replaced before this import, and the hooks of all modules.
+_CALL = nn.Module.__call__ if getattr(nn.Module.__call__, "__globals__", None) is vars(_module) else None
+_FORWARD = nn.Linear.forward if getattr(nn.Linear.forward, "__globals__", None) is vars(_linear) else None
+_LINEAR = F.linear if isinstance(F.linear, types.BuiltinFunctionType) else None
+_HOOKS_OF_ALL = (
+    *(_module._global_forward_pre_hooks, _module._global_forward_hooks),
+    *(_module._global_backward_pre_hooks, _module._global_backward_hooks),
+)
+
+# What parameters are without behaviour of their own, and torch's tensors that stand for plain ones.
+_PLAIN_TENSORS = (nn.Parameter, type(None), Tensor)
+_STAND_INS = ("torch._subclasses", "torch.distributed")
+
+
+def _require_setting(name: str, value: Any) -> None:
+    """Raise TypeError or ValueError unless a layer's attribute ``name`` may be ``value``."""
+    if name == "strategy":
+        if not isinstance(value, AutoStrategy):
+            tuning.require_strategy(value)
+    elif name == "compression":
+        format.words_per_tile(value)
+    elif name == "down_layout":
+        _require_layout(name, value)
+    else:
+        require_flag(name, value)
+
+
+def _setting(name: str) -> Any:
+    """An attribute that is checked when it is set; kept in the instance's dictionary, as others are."""
+
+    def get(self: nn.Module) -> Any:
+        # always there: torch.compile has no guard on what is not
+        return self.__dict__[name]
+
+    def put(self: nn.Module, value: Any) -> None:
+        _require_setting(name, value)
+        self.__dict__[name] = value
+
+    return property(get, put)
+
 
 class _SparseFFN(nn.Module):
     """What both modules share. Subclasses add the projections that read the hidden state's input."""
 
     up_proj: nn.Linear
     down_proj: nn.Linear
-    accumulate_main_grad: bool = False
-    record_aux: bool = False
     aux: Aux | None = None
-    down_layout: DownLayout = "linear"
+    if TYPE_CHECKING:
+        strategy: Strategy | AutoStrategy
+        compression: int
+        accumulate_main_grad: bool
+        record_aux: bool
+        down_layout: DownLayout
+    else:
+        strategy, compression, down_layout = map(_setting, ("strategy", "compression", "down_layout"))
+        accumulate_main_grad, record_aux = map(_setting, ("accumulate_main_grad", "record_aux"))
 
     def __init__(self, hidden: int, intermediate: int, compression: int, strategy: Strategy | AutoStrategy) -> None:
         super().__init__()
-        if not isinstance(strategy, AutoStrategy):
-            tuning.require_strategy(strategy)
-        format.words_per_tile(compression)
+        require_integer("hidden", hidden, 1)
+        require_integer("intermediate", intermediate, 1)
         self.hidden, self.intermediate = hidden, intermediate
         self.compression, self.strategy = compression, strategy
+        self.accumulate_main_grad, self.record_aux, self.down_layout = False, False, "linear"
         self._auto = AutoStrategy()
         # load_state_dict(assign=True) puts contiguous tensors in place of parameters stored by rows
         self.register_load_state_dict_post_hook(_keep_rows)  # type: ignore[no-untyped-call]
@@ -47,6 +97,11 @@ class _SparseFFN(nn.Module):
         # the figures of a call may be part of its graph, which can neither be copied nor pickled
         return {name: value for name, value in self.__dict__.items() if name != "aux"}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # pickles of earlier versions have what was set alone
+        defaults = {"accumulate_main_grad": False, "record_aux": False, "down_layout": "rows"}
+        super().__setstate__({**defaults, **state})  # type: ignore[no-untyped-call]
+
     def _finish(self, result: tuple[Tensor, Aux] | Tensor, return_aux: bool) -> Any:
         """What ``forward`` returns, of what the function gave."""
         if not self.record_aux:
@@ -56,9 +111,16 @@ class _SparseFFN(nn.Module):
         return result if return_aux else y
 
     def _is_plain(self) -> bool:
-        """Whether weights and biases say all that the projections do."""
-        children = (child for name, child in self._modules.items() if name in _PROJECTIONS)
-        return all(child is not None and _is_plain(child) for child in children)
+        """Whether weights and biases say all that calling the projections does."""
+        if any(_HOOKS_OF_ALL) or not _calls_are_torchs():
+            return False
+        for name, child in self._modules.items():
+            if name in _PROJECTIONS and (child is None or not _is_plain(child)):
+                return False
+        return True
+
+    def _project(self, name: str, x: Tensor) -> Any:
+        return getattr(self, name)(x)
 
     def _by_children(self, x: Tensor, return_aux: bool) -> Any:
         """What ``forward`` returns where a projection is more than a weight and a bias: by calling all of them."""
@@ -66,12 +128,13 @@ class _SparseFFN(nn.Module):
             raise NotImplementedError("accumulate_main_grad: expected plain nn.Linear projections, got others or hooks")
         if not torch.compiler.is_compiling():
             warn_once(
-                "a projection of a twell layer has hooks, a forward of its own or another type than nn.Linear (an "
-                "adapter, say): the layer calls its projections and runs dense"
+                "a projection of a twell layer has hooks, its own or those of all modules, a forward that is not "
+                "torch's or weights that are no plain nn.Parameter (an adapter, say): the layer calls its projections "
+                "and runs dense"
             )
-        gate = F.relu(getattr(self, "gate_proj", self.up_proj)(x))
-        hidden = gate * self.up_proj(x) if hasattr(self, "gate_proj") else gate
-        y = self.down_proj(hidden)
+        gate = F.relu(self._project("gate_proj" if hasattr(self, "gate_proj") else "up_proj", x))
+        hidden = gate * self._project("up_proj", x) if hasattr(self, "gate_proj") else gate
+        y = self._project("down_proj", hidden)
         with_aux = return_aux or self.record_aux
         return self._finish((y, functional._dense_aux(hidden, gate)) if with_aux else y, return_aux)
 
@@ -114,6 +177,10 @@ class SparseGatedMLP(_SparseFFN):
     If ``record_aux`` is set to true, each call leaves its ``Aux`` in ``aux``, for models whose code hands on y alone.
     The figures are part of autograd's graph; what reads them should set ``aux`` to None. Copies and pickles leave them
     out.
+
+    The projections are not called where their weights and biases say all that calling them would do. Hooks, their
+    own or those of all modules (as counters of FLOPs register), adapters, weights of a subclass and a replaced
+    ``forward`` of ``nn.Linear`` count: the layer then calls its projections and runs dense, after a warning.
 
     ``compression`` and ``strategy`` are those of ``twell.sparse_gated_ffn`` and may be set at any time. With "auto" the
     module has an ``AutoStrategy`` of its own, which chooses by the sparsity that earlier calls measured, as
@@ -281,14 +348,19 @@ def set_down_layout(module: nn.Module, layout: DownLayout) -> None:
 
     Raises ValueError for another name, and if ``module`` has no such layer.
     """
-    if layout not in ("rows", "linear"):
-        raise ValueError(f'layout must be "rows" or "linear", got {layout!r}')
+    _require_layout("layout", layout)
+    require("module", module, nn.Module, "an nn.Module")
     layers = [layer for layer in module.modules() if isinstance(layer, _SparseFFN)]
     if not layers:
         raise ValueError(f"module must have layers of twell.nn, got none in {type(module).__name__}")
     for layer in layers:
         layer.down_layout = layout
         _lay(layer.down_proj.weight, layout == "rows")
+
+
+def _require_layout(name: str, layout: object) -> None:
+    if layout not in ("rows", "linear"):
+        raise ValueError(f'{name} must be "rows" or "linear", got {layout!r}')
 
 
 def _lay(weight: Tensor, rows: bool) -> bool:
@@ -310,13 +382,34 @@ def _keep_rows(module: _SparseFFN, incompatible_keys: Any) -> None:
         _lay(module.down_proj.weight, rows=True)
 
 
+def _calls_are_torchs() -> bool:
+    """Whether an ``nn.Linear`` that is called runs torch's own code, which libraries replace for all modules."""
+    return nn.Linear.__call__ is _CALL and nn.Linear.forward is _FORWARD and F.linear is _LINEAR
+
+
 def _is_plain(child: nn.Module) -> bool:
     """Whether calling ``child`` does what nn.Linear does with its weight and bias, and nothing else."""
-    own = vars(child)
+    own, kind = vars(child), type(child)
+    if kind.forward is not nn.Linear.forward or kind.__call__ is not nn.Linear.__call__:
+        return False
     # accelerate wraps each forward; unless it also brings the weights in, that changes nothing
-    wrapped = "forward" in own and getattr(own.get("_hf_hook"), "offload", True)
-    hooks = (child._forward_pre_hooks, child._forward_hooks, child._backward_pre_hooks, child._backward_hooks)
-    return type(child).forward is nn.Linear.forward and not wrapped and not any(hooks)
+    if "forward" in own and getattr(own.get("_hf_hook"), "offload", True):
+        return False
+    if child._forward_pre_hooks or child._forward_hooks or child._backward_pre_hooks or child._backward_hooks:
+        return False
+    for parameter in child._parameters.values():
+        if type(parameter) not in _PLAIN_TENSORS and not _behaves(parameter):
+            return False
+    return True
+
+
+def _behaves(value: Tensor | None) -> bool:
+    """Whether operators do with a tensor of a subclass what they do with any: not with quantised weights, say."""
+    kind: Any = type(value)
+    if kind in _PLAIN_TENSORS or kind.__module__.startswith(_STAND_INS):
+        return True
+    bases = (base for base in kind.__mro__ if base not in (*_PLAIN_TENSORS, torch._C.TensorBase))
+    return not any(vars(base).keys() & {"__torch_function__", "__torch_dispatch__"} for base in bases)
 
 
 def _require_linear(inputs: dict[str, nn.Linear], down: nn.Linear) -> tuple[int, int]:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import twell
+from twell._arguments import require, require_integer, require_number
 from twell._auto import AutoStrategy
 from twell._runtime import fingerprint, format, packaged
 from twell.functional import Aux, Strategy
@@ -144,7 +145,9 @@ def make(
     The draw depends on the sizes, the seed and the kind of device. ``document`` is the number of consecutive tokens
     that share a topic. Raises ValueError for an unknown name.
     """
-    if name not in WORKLOADS:
+    _require_sizes(m, k, n)
+    require_integer("seed", seed, 0)
+    if not isinstance(name, str) or name not in WORKLOADS:
         raise ValueError(f"workload must be one of {', '.join(WORKLOADS)}, got {name!r}")
     load = WORKLOADS[name]
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -169,6 +172,11 @@ def make(
     w_gate[dead, 0] = _DEAD_BIAS
     w_up, w_down = normal(n, k) / math.sqrt(k), normal(n, k) / math.sqrt(n)
     return FFN(x.to(dtype), w_gate.to(dtype), w_up.to(dtype), w_down.to(dtype))
+
+
+def _require_sizes(m: int, k: int, n: int) -> None:
+    for letter, size in (("m", m), ("k", k), ("n", n)):
+        require_integer(letter, size, 0)
 
 
 def _threshold(pre_activation: Tensor, nnz: float) -> float:
@@ -236,9 +244,10 @@ def load(
     k and n do not apply to a recorded layer, which has its own. Raises ValueError for an unknown name, or for a
     recorded layer without a folder.
     """
+    require("name", name, str, "the name of a workload")
     if name.startswith("real") and name[4:].isdecimal():
         if real_layers is None:
-            raise ValueError(f"{name} is a recorded layer: it needs the folder that holds layer{name[4:]}.npz")
+            raise ValueError(f"{name} needs real_layers, the folder that holds layer{name[4:]}.npz, got none")
         return load_real(int(name[4:]), real_layers, m, seed=seed, device=device, dtype=dtype)
     return make(name, m, k, n, seed=seed, device=device, dtype=dtype)
 
@@ -271,6 +280,10 @@ def integer_problem(
     one, out of "gate up down". k is at least 8. Drawn on the CPU, so that every device gets the same one; every sum is
     exact in fp32 and every gate in 16 bits. Raises ValueError where the sizes are too large for that.
     """
+    _require_sizes(m, k, n)
+    require_number("density", density, 0, 1)
+    require("biases", biases, str, 'words of "gate up down"')
+    require_integer("seed", seed, 0)
     problem = _draw_integers(m, k, n, density, biases, seed).map(lambda t: t.to(device, dtype))
     check_exact(problem)
     return problem
@@ -656,6 +669,8 @@ def errors(out: Tensor, answer: Tensor, terms: Tensor | None = None) -> Errors:
 
     ``terms`` [M]: of what each row is the sum of, the root of all squares.
     """
+    require("out", out, Tensor, "a tensor [M, K]")
+    require("answer", answer, Tensor, "a tensor [M, K]")
     if out.shape != answer.shape:
         raise ValueError(f"shapes must agree, got {tuple(out.shape)} and {tuple(answer.shape)}")
     if not answer.numel():

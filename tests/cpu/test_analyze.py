@@ -6,6 +6,7 @@ import csv
 import itertools
 import json
 import math
+import re
 import shutil
 import sys
 import xml.etree.ElementTree
@@ -564,7 +565,10 @@ def test_batches_pad_to_the_longest() -> None:
             ["bare", "--text", "long.txt"],
             r"MODEL: expected a folder with a config.json, got .*\(a folder without one\)",
         ),
-        (["untokenized", "--text", "long.txt"], "MODEL: expected a tokenizer"),
+        (
+            ["untokenized", "--text", "long.txt"],
+            r"MODEL: expected a tokenizer in 'untokenized' \(tokenizer\* or the like\), got none$",
+        ),
         (["MODEL", "--text", "long.txt", "--device", "cuda:99"], "--device: expected one of"),
         (["MODEL", "--text", "long.txt", "--device", "tpu"], "--device: expected cpu, cuda or cuda:INDEX"),
         (["MODEL", "--text", "long.txt", "--csv", "a.txt"], "--csv: expected a path that ends in .csv"),
@@ -584,6 +588,43 @@ def test_bad_requests(
     Path("long.txt").write_text(saved_models.text(500))
     with pytest.raises(RequestError, match=message):
         run(_analyze, *(llama if option == "MODEL" else option for option in options))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", "{", "expected JSON in .*config.json', got JSONDecodeError: "),
+        ("config.json", "[]", "expected a model_type in .*config.json', got none"),
+        ("config.json", '{"model_type": 3}', "expected a model_type in .*config.json', got none"),
+        ("config.json", '{"model_type": "abacus"}', "expected a causal language model .*, got model_type 'abacus'"),
+        ("config.json", '{"model_type": "vit"}', "expected a causal language model .*, got model_type 'vit'"),
+        ("config.json", '{"model_type": "llama", "hidden_size": "wide"}', "expected .* that can be read in .*, got "),
+        ("tokenizer.json", "{", "expected a tokenizer that can be read in .*, got "),
+        ("tokenizer.json", None, "expected a tokenizer"),
+        ("model.safetensors", "{", "expected a model that can be read in .*, got "),
+        ("model.safetensors", None, r"expected weights in .* \(\*\.safetensors or the like\), got none"),
+    ],
+)
+def test_a_broken_model_is_an_error_of_one_line(
+    words: Path,
+    llama: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    file: str,
+    content: str | None,
+    message: str,
+) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(llama, folder)
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_text(content)
+    assert cli.main(["analyze", str(folder), "--text", str(words)]) == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert re.match(f"twell analyze: error: MODEL: {message}", lines[-1])
+    # a bar of progress, if there is one
+    assert not [line for line in lines[:-1] if "rror" in line or "Traceback" in line]
 
 
 def test_exit_codes(llama: Path, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,8 +79,12 @@ def plain(strategy: Any = "row", **changes: Any) -> Any:
         ({"w_gate": torch.ones(1, 24, 16, dtype=BF16)}, ValueError, r"must be \[N, K\], got \[1, 24, 16\]"),
         ({"w_down": torch.ones((), dtype=BF16)}, ValueError, r"w_down must be \[16, 24\] .*got \[\]"),
         ({"b_up": torch.ones(24, 1, dtype=BF16)}, ValueError, r"b_up must be \[24\] .*got \[24, 1\]"),
-        ({"x": torch.ones(0, 8, dtype=BF16)}, ValueError, r"w_gate must be \[24, 8\] .*got \[24, 16\]"),
-        ({"x": torch.ones(3, 16, dtype=BF16, device="meta")}, ValueError, "w_gate must be on meta as x is, got cpu"),
+        ({"x": torch.ones(0, 8, dtype=BF16)}, ValueError, r"x must be \[\.\.\., 16\] .*got \[0, 8\]"),
+        (
+            {"x": torch.ones(3, 16, dtype=BF16, device="meta")},
+            ValueError,
+            "x must be on cpu as the others are, got meta",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -196,8 +200,8 @@ def test_modules_refuse_what_is_no_input() -> None:
     mlp = SparseGatedMLP(16, 24, dtype=BF16, strategy="row")
     for x, error, text in (
         ([1.0], TypeError, "x must be a tensor, got list"),
-        (torch.ones(3, 8, dtype=BF16), ValueError, r"w_gate must be \[24, 8\]"),
-        (torch.ones(3, 16), TypeError, "w_gate must be torch.float32 as x is, got torch.bfloat16"),
+        (torch.ones(3, 8, dtype=BF16), ValueError, r"x must be \[\.\.\., 16\]"),
+        (torch.ones(3, 16), TypeError, "x must be torch.bfloat16 as the others are, got torch.float32"),
         (torch.ones(3, 16, dtype=torch.int64), TypeError, "x must have a floating dtype, got torch.int64"),
     ):
         with pytest.raises(error, match=text):

@@ -223,7 +223,7 @@ def shaped(**changes: Any) -> dict[str, Any]:
         ({"x": torch.zeros((), dtype=BF16)}, ValueError, r"x must be \[..., K\], got a scalar"),
         ({"x": torch.zeros(3, 16, dtype=torch.int32)}, TypeError, "x must have a floating dtype, got torch.int32"),
         ({"w_gate": torch.zeros(24, dtype=BF16)}, ValueError, r"first weight must be \[N, K\], got \[24\]"),
-        ({"x": torch.zeros(3, 8, dtype=BF16)}, ValueError, r"w_gate must be \[24, 8\] \(x has K = 8.*got \[24, 16\]"),
+        ({"x": torch.zeros(3, 8, dtype=BF16)}, ValueError, r"x must be \[..., 16\] .*K = 16, N = 24.*got \[3, 8\]"),
         ({"w_down": torch.zeros(24, 16, dtype=BF16)}, ValueError, r"w_down must be \[16, 24\] .*got \[24, 16\]"),
         ({"b_gate": torch.zeros(16, dtype=BF16)}, ValueError, r"b_gate must be \[24\] .*got \[16\]"),
         ({"b_down": torch.zeros(24, dtype=BF16)}, ValueError, r"b_down must be \[16\] .*got \[24\]"),

@@ -30,7 +30,7 @@ LAYERS = [
     ["cute_kernels.__main__"],
     # torch side: what is known at call time
     ["twell._env"],
-    ["twell._log"],
+    ["twell._arguments", "twell._log"],
     ["twell._nvtx", "twell._files"],
     ["twell._runtime"],
     ["twell.reference", "twell._tuning_table", "twell._checkpoint"],
@@ -39,7 +39,7 @@ LAYERS = [
     ["twell._auto", "twell._autograd", "twell._memory", "twell.packed"],
     ["twell.functional"],
     ["twell.nn"],
-    ["twell._compaction", "twell._sparsify"],
+    ["twell._compaction", "twell._equivalence", "twell._sparsify"],
     ["twell.__init__"],
     ["twell.recipe", "twell.distributed"],
     ["twell.integrations"],

@@ -1,8 +1,8 @@
 """Kernels that start before the launch before them has ended wait for it before they read anything.
 
-A kernel launched with ``use_pdl`` may run while its predecessor does. ``griddepcontrol.wait`` returns when all that ran
-before is through and its writes are visible. It is therefore the first thing that concerns global memory, unconditional,
-and the next launch is let go only after it: then whatever ran before the kernel before is through, too.
+A kernel launched with ``use_pdl`` may run while its predecessor does. ``griddepcontrol.wait`` returns when all that
+ran before is through and its writes are visible. So it comes before anything that concerns global memory, without a
+condition, and the next launch is let go only after it: then what ran before the kernel before is through, too.
 """
 
 from __future__ import annotations
@@ -144,7 +144,10 @@ GOES = "        cute.arch.griddepcontrol_launch_dependents()\n"
         (GOOD.replace(WAITS + GOES, GOES + WAITS), "lets the next launch go before it waits"),
         (GOOD.replace(WAITS, "        y = x[0]\n" + WAITS), "touches x before it waits"),
         (GOOD.replace(WAITS, "        y = self.load(x, n)\n" + WAITS), "touches x before it waits"),
-        (GOOD.replace(WAITS, "        both = (x, n)\n        self.load(both)\n" + WAITS), "touches both before it waits"),
+        (
+            GOOD.replace(WAITS, "        both = (x, n)\n        self.load(both)\n" + WAITS),
+            "touches both before it waits",
+        ),
         (GOOD.replace("use_pdl=True", "smem=0"), "waits, but is not launched with use_pdl"),
         (GOOD + "\n    @cute.jit\n    def load(self):\n" + WAITS, "only kernels themselves wait"),
     ],

@@ -9,12 +9,16 @@ import copy
 import gc
 import io
 import itertools
+import os
 import pickle
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -305,7 +309,7 @@ def test_dtypes_there_and_back(cls: Module, swap: bool) -> None:
             assert {parameter.dtype for parameter in mlp.parameters()} == {dtype}
             assert mlp.down_proj.weight.is_contiguous()
             agrees(mlp, tokens(dtype))
-            with pytest.raises(TypeError, match="as x is, got"):
+            with pytest.raises(TypeError, match=r"x must be .* as the others are, got"):
                 mlp(tokens(torch.float32 if dtype != torch.float32 else BF16))
         close(mlp.up_proj.weight.double(), state["up_proj.weight"].double())
     finally:
@@ -679,7 +683,23 @@ def wrapped(mlp: nn.Module, name: str) -> None:
     setattr(mlp, name, nn.Sequential(mlp.get_submodule(name), nn.Hardtanh(-0.1, 0.1)))
 
 
+class Tripled(nn.Parameter):
+    """A weight that linear layers get another product of, as quantised ones have their own."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return 3 * result if func is F.linear else result
+
+
+def own_kind_of_weight(mlp: nn.Module, name: str) -> None:
+    child = child_of(mlp, name)
+    child.weight = Tripled(child.weight.detach())
+
+
 CHANGES = [
+    own_kind_of_weight,
     *(weight_norm, spectral_norm, new_weight_norm, pruned),
     *(hook, pre_hook, own_forward, adapter, subclass, wrapped),
 ]
@@ -719,6 +739,116 @@ def test_children_of_the_layer_without_a_gate(name: str, change: Callable[..., N
     change(mlp, name)
     agrees(mlp)
     assert mlp(tokens(), return_aux=True)[1].l0 > 0
+
+
+def doubled(module: nn.Module, value: Tensor) -> Tensor:
+    return 2 * value if isinstance(module, nn.Linear) else value
+
+
+@contextmanager
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, make(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextmanager
+def hooked(register: Callable[..., Any], hook: Callable[..., Any]) -> Iterator[None]:
+    handle = register(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+AROUND_ALL: dict[str, Callable[[], Any]] = {
+    "forward hook": lambda: hooked(
+        torch.nn.modules.module.register_module_forward_hook, lambda m, args, y: doubled(m, y)
+    ),
+    "forward pre-hook": lambda: hooked(
+        torch.nn.modules.module.register_module_forward_pre_hook, lambda m, args: doubled(m, args[0])
+    ),
+    "backward hook": lambda: hooked(
+        torch.nn.modules.module.register_module_full_backward_hook, lambda m, dx, dy: (doubled(m, dx[0]),)
+    ),
+    "backward pre-hook": lambda: hooked(
+        torch.nn.modules.module.register_module_full_backward_pre_hook, lambda m, dy: (doubled(m, dy[0]),)
+    ),
+    "nn.Linear.forward": lambda: replaced(nn.Linear, "forward", lambda f: lambda m, x: 2 * f(m, x)),
+    "nn.Linear.__call__": lambda: replaced(nn.Module, "__call__", lambda f: lambda m, *args: doubled(m, f(m, *args))),
+    "F.linear": lambda: replaced(F, "linear", lambda f: lambda *args: 2 * f(*args)),
+}
+
+
+@pytest.mark.parametrize("around", AROUND_ALL)
+@pytest.mark.parametrize("strategy", ["row", "dense"])
+@MODULES
+def test_what_is_put_around_all_modules_counts(cls: Module, strategy: Any, around: str) -> None:
+    mlp = cls(K, N, True, dtype=BF16, strategy=strategy)
+
+    def results(call: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        x = tokens().requires_grad_()
+        y = call(x)
+        return y, *torch.autograd.grad(y.float().sum(), [x, *mlp.parameters()])
+
+    before = results(mlp)
+    with AROUND_ALL[around]():
+        got, expected = results(mlp), results(lambda x: by_children(mlp, x))
+    assert not all(torch.equal(one, other) for one, other in zip(got, before, strict=True))
+    for one, other in zip(got, expected, strict=True):
+        close(one, other)
+    assert all(torch.equal(one, other) for one, other in zip(results(mlp), before, strict=True))
+
+
+@pytest.mark.parametrize("around", ["nn.Linear.forward", "F.linear"])
+def test_code_put_around_linear_layers_counts_for_pairs(around: str) -> None:
+    dense = nn.Sequential(Pair())
+    sparse = copy.deepcopy(dense)
+    sparsify_(sparse, strategy="row")
+    x = torch.randn(3, K)
+    with AROUND_ALL[around](), torch.no_grad():
+        torch.testing.assert_close(sparse(x), dense(x))
+
+
+def test_code_put_around_linear_layers_before_twell_is_imported_counts() -> None:
+    code = """
+import torch
+from torch import nn
+original = nn.Linear.forward
+nn.Linear.forward = lambda self, x: 2 * original(self, x)
+from twell.nn import SparseMLP
+print(SparseMLP(8, 8)._is_plain())
+"""
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'python'}{os.pathsep}{root}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_a_weight_of_a_subclass_without_behaviour_is_plain() -> None:
+    class Named(nn.Parameter):
+        note = "of a framework that marks its weights"
+
+    mlp = SparseMLP(K, N, dtype=BF16)
+    mlp.up_proj.weight = Named(mlp.up_proj.weight.detach())
+    assert mlp._is_plain()
+
+
+@MODULES
+def test_what_is_put_around_all_modules_is_seen_by_compiled_graphs(cls: Module) -> None:
+    torch.compiler.reset()
+    mlp, graphs = cls(K, N, dtype=BF16), []
+    compiled = torch.compile(mlp, backend=lambda graph, _: graphs.append(1) or graph.forward, fullgraph=True)
+    with torch.no_grad():
+        for _ in range(3):
+            close(compiled(tokens()), mlp(tokens()))
+        assert len(graphs) == 1
+        with AROUND_ALL["nn.Linear.forward"]():
+            close(compiled(tokens()), by_children(mlp, tokens()))
+        assert torch.equal(compiled(tokens()), mlp(tokens()))
 
 
 @MODULES

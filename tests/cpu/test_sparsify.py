@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import logging
 import pickle
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -447,8 +449,163 @@ class Adapter(nn.Module):
         return x + self.up_proj(F.relu(self.down_proj(x)))
 
 
+class InTraining(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return 1.5 * y if self.training and torch.is_grad_enabled() else y
+
+
+class OfOneToken(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return 2 * y if x.shape[:-1].numel() == 1 else y
+
+
+class OfManyTokens(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if x.shape[-2] > 1000:
+            y = y * 2
+        return y
+
+
+class OnGPU(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y.relu() if x.is_cuda else y
+
+
+class GuardedHalf(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.activation(self.up_proj(x))
+        if hidden.dtype == torch.float16:
+            hidden = hidden.clamp(max=64504)
+        return self.down_proj(hidden)
+
+
+class Capped(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.up_proj(x)).clamp(max=1e300))
+
+
+class Wide(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.act_fn(self.gate_proj(x).float())
+        return self.down_proj((gate * self.up_proj(x).float()).to(x.dtype))
+
+
+class Untouched(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)).detach() * self.up_proj(x))
+
+
+class Weaker(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * 0.1
+
+
+class WeakerGradient(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Weaker.apply(x))
+
+
+class Frozen(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.act_fn(self.gate_proj(x))
+        return F.linear(gate * self.up_proj(x), self.down_proj.weight.detach())
+
+
+class ClippedGradient(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate_proj(x)
+        if gate.requires_grad:
+            gate.register_hook(lambda grad: grad.clamp(-1e20, 1e20))
+        return self.down_proj(self.act_fn(gate) * self.up_proj(x))
+
+
+class ByFactor(Gated):
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * super().forward(x)
+
+
+class ByFlag(Gated):
+    doubled = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + y if self.doubled else y
+
+
+FLAG = False
+
+
+class ByGlobal(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + y if FLAG else y
+
+
+class ByConfig(Gated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = {"double": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        for _ in range(self.options["double"]):
+            y = y + y
+        return y
+
+
+class Recording(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(self.hidden)
+
+
+class InPlace(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        x.add_(y)
+        return y
+
+
+class Casting(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x)
+
+
+class ByValue(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if x.isfinite().all() else y.nan_to_num()
+
+
 @pytest.mark.parametrize(
-    "other", [lambda: Dropout(0.1), Scaled, Residual, Swapped, Clamped, Tupled, TwoInputs, Adapter]
+    "other",
+    [
+        *(lambda: Dropout(0.1), Scaled, Residual, Swapped, Clamped, Tupled, TwoInputs, Adapter, InTraining, OfOneToken),
+        *(
+            OnGPU,
+            OfManyTokens,
+            GuardedHalf,
+            lambda: GuardedHalf().half(),
+            Capped,
+            Wide,
+            Untouched,
+            WeakerGradient,
+            Frozen,
+        ),
+        *(ClippedGradient, ByFactor, ByFlag, ByGlobal, ByConfig, Recording, InPlace, Casting, ByValue),
+    ],
 )
 def test_another_function_is_refused(other: Callable[[], nn.Module]) -> None:
     m = nn.ModuleDict({"mlp": other()})
@@ -458,6 +615,94 @@ def test_another_function_is_refused(other: Callable[[], nn.Module]) -> None:
     if "act_fn" in m["mlp"]._modules:
         assert type(m["mlp"].act_fn) is nn.ReLU
     assert all(module.training for module in m.modules())
+
+
+class Surrogate(torch.autograd.Function):
+    """ReLU with the gradient of SiLU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.relu()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return grad * torch.sigmoid(x) * (1 + x * (1 - torch.sigmoid(x)))
+
+
+class Shifted(nn.ReLU):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0 * x.abs()
+
+
+class Counting(nn.ReLU):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Annealed(nn.ReLU):
+    slope = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.leaky_relu(x, self.slope)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        *(Surrogate.apply, Shifted(), Counting(), Annealed(), nn.Hardtanh(0, 60000.0), nn.Threshold(1e-30, 0.0)),
+        *(nn.RReLU(0.0, 0.0), lambda x: x.clamp(min=0), lambda x: F.relu(x).clamp(max=60000.0)),
+        *(lambda x: F.relu(x).detach(), lambda x: F.relu(x.bfloat16()).to(x.dtype)),
+    ],
+)
+@pytest.mark.parametrize("form", [Gated, Block])
+def test_what_is_not_quite_relu_is_refused(form: Any, act: Any) -> None:
+    m = nn.Sequential(form(act))
+    with pytest.raises(ValueError, match=r"0 \(\w+\) must apply ReLU, got "):
+        sparsify_(m)
+    assert type(m[0]) is form
+
+
+class ByHand(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        gate = torch.relu(x @ self.gate_proj.weight.t())
+        return torch.einsum("...n,kn->...k", self.up_proj(x) * gate, self.down_proj.weight)
+
+
+class WithOptions(Gated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden_size, self.dropout, self.norm, self.act = K, 0.0, None, "relu"
+
+    def gate(self, x: Tensor) -> Tensor:
+        return getattr(F, self.act)(self.gate_proj(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self.hidden_size:
+            raise ValueError(x.shape)
+        with torch.profiler.record_function("mlp"):
+            hidden = self.gate(x).contiguous() * self.up_proj(x)
+            if self.norm is not None:
+                hidden = self.norm(hidden)
+        y = self.down_proj(F.dropout(hidden, self.dropout, self.training))
+        return y.unsqueeze(0).squeeze(0) if x.dim() == 1 else y
+
+
+class OwnReLU(nn.ReLU):
+    pass
+
+
+@pytest.mark.parametrize("form", [ByHand, WithOptions, lambda: Gated(OwnReLU()), lambda: Gated(lambda x: x.relu())])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+def test_the_function_may_be_written_in_other_ways(form: Callable[[], nn.Module], dtype: torch.dtype) -> None:
+    m, x = nn.Sequential(form()).to(dtype), tokens(dtype)
+    expected = m(x)
+    assert sparsify_(m) == ["0"]
+    torch.testing.assert_close(m(x), expected, rtol=2e-2, atol=2e-2)
 
 
 def test_dropout_of_nothing_is_accepted() -> None:
@@ -524,9 +769,63 @@ class NormBetween(Block):
         return self.fc2(self.activation_fn(self.final(self.fc1(x))))
 
 
+class ByForward(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.activation_fn(self.fc1(x))) + self.fc1.forward(x).mean()
+
+
+class ByGetattr(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return getattr(self, "fc1")(x).mean() + self.fc2(self.activation_fn(self.fc1(x)))  # noqa: B009
+
+
+class ByChildren(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return dict(self.named_children())["fc1"](x).mean() + self.fc2(self.activation_fn(self.fc1(x)))
+
+
+class ByAnotherMethod(Block):
+    def features(self, x: Tensor) -> Tensor:
+        return self.activation_fn(self.fc1(x))
+
+
+class ByProperty(Block):
+    @property
+    def bottom(self) -> nn.Module:
+        return self.fc1
+
+
+class ByHelper(Block):
+    """Nothing in the source of its forward says that the helper calls fc1, too."""
+
+    def extra(self, x: Tensor) -> Tensor:
+        next(child for child in self.children() if isinstance(child, nn.Linear))(x)
+        return x.mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.extra(x) + self.fc2(self.activation_fn(self.fc1(x)))
+
+
+class Peeking(Block):
+    """So does a helper that sees the hidden state from the frame that called it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.fc1(x)
+        hidden = self.activation_fn(hidden)
+        y = self.fc2(hidden)
+        return y + locals()["hidden"].mean()
+
+
 @pytest.mark.parametrize(
     ("other", "why"),
     [
+        (ByForward, "must call self.fc1 once"),
+        (ByGetattr, "must reach fc1, fc2 and activation_fn by these names alone, got getattr"),
+        (ByChildren, "must reach fc1, fc2 and activation_fn by these names alone, got self.named_children"),
+        (ByAnotherMethod, "its features must not use activation_fn"),
+        (ByProperty, "its bottom must not use fc1"),
+        (ByHelper, "must call fc1, activation_fn, fc2 once, one upon another"),
+        (Peeking, "must use what self.fc1 and self.activation_fn return for self.fc2 alone"),
         (ActivationDropout, "must call self.fc2 on what an activation"),
         (Reused, "must not use h for anything else"),
         (ReusedLater, "must not use h for anything else"),
@@ -540,6 +839,80 @@ def test_another_block_is_refused(other: Callable[[], nn.Module], why: str) -> N
     with pytest.raises(ValueError, match=rf"0 \(\w+\) cannot be run sparse: .*{why}.*filter_fn"):
         sparsify_(m)
     assert type(m[0].fc2) is nn.Linear
+
+
+def test_a_block_that_needs_more_than_x_is_read_alone() -> None:
+    class Masked(Block):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+            return x + mask * self.fc2(self.activation_fn(self.fc1(x)))
+
+    block, x = Masked(), tokens()
+    expected = block(x, x)
+    assert sparsify_(nn.Sequential(block)) == ["0.fc2"]
+    torch.testing.assert_close(block(x, x), expected)
+
+
+class Held(nn.Module):
+    """A model around a layer of SiLU, which it also has in another place that ``keep`` makes."""
+
+    def __init__(self, keep: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.mlp = Gated(nn.SiLU())
+        kept = keep(self)
+        self.mlp = self.mlp if kept is None else kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x)
+
+
+@pytest.mark.parametrize(
+    ("keep", "why"),
+    [
+        (lambda m: torch.compile(m.mlp, backend="eager"), "was compiled"),
+        (lambda m: m.mlp.compile(backend="eager"), "was compiled"),
+        (lambda m: setattr(m, "also", nn.ModuleList([m.mlp])), ""),
+        (lambda m: setattr(m, "also", lambda x: m.mlp(x)), ""),
+        (lambda m: setattr(m, "also", [m.mlp]), "has it in also, too"),
+        (lambda m: setattr(m, "also", {"a": (m.mlp,)}), "has it in also, too"),
+        (lambda m: setattr(m, "also", m.mlp.forward), "has it in also, too"),
+        (lambda m: setattr(m, "also", functools.partial(nn.Module.__call__, m.mlp)), "has it in also, too"),
+        (lambda m: setattr(m, "also", lambda x, mlp=m.mlp: mlp(x)), "has it in also, too"),
+        (lambda m: setattr(m, "also", (lambda mlp: lambda x: mlp(x))(m.mlp)), "has it in also, too"),
+        (lambda m: object.__setattr__(m, "also", m.mlp), "has it in also, too"),
+        (
+            lambda m: setattr(m, "also", nn.Parameter(m.mlp.down_proj.weight.data.view(-1)[8:])),
+            "shares memory with also",
+        ),
+    ],
+)
+def test_what_would_go_on_running_the_old_layer_is_refused(keep: Callable[[Any], object], why: str) -> None:
+    m = Held(keep)
+    if not why:
+        assert len(sparsify_(m, activation="relu")) == 1
+        return
+    with pytest.raises(ValueError, match=why):
+        sparsify_(m, activation="relu")
+    assert not layers(m)
+
+
+def test_layers_of_fsdp1_are_refused() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        m = FullyShardedDataParallel(nn.Sequential(Gated()), use_orig_params=True, device_id=torch.device("cpu"))
+        with pytest.raises(ValueError, match="has its parameters in one buffer: call sparsify_ before"):
+            sparsify_(m)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_compiled_block_notices_its_new_layers() -> None:
+    torch._dynamo.reset()
+    m = torch.compile(nn.Sequential(Gated(nn.SiLU()), Block(nn.SiLU())).eval(), backend="eager")
+    m(tokens())
+    assert len(sparsify_(m, activation="relu")) == 2
+    torch.testing.assert_close(m(tokens()), m._orig_mod(tokens()))
 
 
 def test_blocks_may_spread_the_calls_over_names() -> None:

@@ -411,13 +411,13 @@ def test_types_are_not_restored_from_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_says_what_it_cannot_do(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="coefficient must not be negative, got -1"):
+    with pytest.raises(ValueError, match="coefficient must be a finite number of at least 0, got -1"):
         SparsityCallback(-1)
     with pytest.raises(ValueError, match="normalisation must be one of"):
         SparsityCallback(normalisation="mean")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="reinitialize must be from 0 to 1, got 2"):
+    with pytest.raises(ValueError, match="reinitialize must be a number from 0 to 1, got 2"):
         SparsityCallback(reinitialize=2)
-    with pytest.raises(ValueError, match="must not be negative"):
+    with pytest.raises(ValueError, match="warmup_steps must be an integer of at least 0, got -1"):
         SparsityCallback(warmup_steps=-1)
 
     def train(model: Any, *, callbacks: list[Any] | None = None, **options: Any) -> None:

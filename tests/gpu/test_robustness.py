@@ -565,9 +565,9 @@ def test_a_full_gpu() -> None:
     ("place", "change", "error", "text"),
     [
         *((place, Tensor.cpu, ValueError, f"{place} must be on cuda:0 as x is, got cpu") for place in GIVEN[1:]),
-        ("x", Tensor.cpu, ValueError, "w_gate must be on cpu as x is, got cuda:0"),
+        ("x", Tensor.cpu, ValueError, "x must be on cuda:0 as the others are, got cpu"),
         *((place, Tensor.half, TypeError, f"{place} must be torch.bfloat16 as x is") for place in GIVEN[1:]),
-        ("x", Tensor.float, TypeError, "w_gate must be torch.float32 as x is, got torch.bfloat16"),
+        ("x", Tensor.float, TypeError, "x must be torch.bfloat16 as the others are, got torch.float32"),
         ("every", Tensor.float, TypeError, "dtype must be .*got torch.float32 on cuda"),
         ("every", Tensor.double, TypeError, "dtype must be .*got torch.float64 on cuda"),
         ("x", Tensor.to_sparse, TypeError, "x must be a strided tensor, got torch.sparse_coo"),

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from twell import recipe
+from twell._arguments import require, require_flag, require_integer, require_number, require_path
 from twell._log import logger
 from twell.recipe import Normalisation, SparsityTracker, StatsWriter, TokenTypes
+from twell.recipe._aux import require_normalisation
+from twell.recipe._tracker import require_schedule
 
 try:
     from transformers import TrainerCallback
@@ -85,13 +88,20 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         wandb: bool = True,
         seed: int = 0,
     ) -> None:
-        if coefficient < 0:
-            raise ValueError(f"coefficient must not be negative, got {coefficient}")
-        if normalisation not in recipe.NORMALISATIONS:
-            raise ValueError(f"normalisation must be one of {', '.join(recipe.NORMALISATIONS)}, got {normalisation!r}")
-        if not 0 <= reinitialize <= 1:
-            raise ValueError(f"reinitialize must be from 0 to 1, got {reinitialize}")
-        recipe.l1_warmup(0, warmup_steps, warmup_start)
+        require_number("coefficient", coefficient, 0)
+        require_normalisation(normalisation)
+        require_integer("warmup_steps", warmup_steps, 0)
+        require_integer("warmup_start", warmup_start, 0)
+        require_number("reinitialize", reinitialize, 0, 1)
+        require_schedule(every, window)
+        require("types", types, (TokenTypes, type(None)), "a TokenTypes, as recipe.token_types makes it, or None")
+        if settle_every is not None:
+            require_integer("settle_every", settle_every, 1)
+        if csv is not None:
+            require_path("csv", csv)
+        require("tensorboard", tensorboard, (bool, str, os.PathLike), "True, False or a folder")
+        require_flag("wandb", wandb)
+        require_integer("seed", seed, 0)
         self.coefficient, self.normalisation = coefficient, normalisation
         self.warmup_steps, self.warmup_start = warmup_steps, warmup_start
         self.reinitialize, self.every, self.window, self.types = reinitialize, every, window, types

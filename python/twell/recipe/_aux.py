@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from twell._arguments import require_integer, require_number
 from twell._compaction import MLP, _gate
 from twell.functional import Aux
 from twell.nn import SparseGatedMLP, SparseMLP
@@ -196,8 +197,7 @@ def l1_term(model: nn.Module, normalisation: Normalisation = "token_sum", *, sev
     Reading clears. Raises RuntimeError if a layer recorded nothing, or more than one call, or if its L1 requires no
     gradient although its weights do.
     """
-    if normalisation not in NORMALISATIONS:
-        raise ValueError(f"normalisation must be one of {', '.join(NORMALISATIONS)}, got {normalisation!r}")
+    require_normalisation(normalisation)
     found, recorded = layers(model), {}
     for name, layer in found.items():
         recorder = getattr(layer, "_recorder", None)
@@ -217,6 +217,12 @@ def l1_term(model: nn.Module, normalisation: Normalisation = "token_sum", *, sev
     if term.requires_grad and not torch.compiler.is_compiling():
         term.register_hook(lambda _: _forget_recomputed(list(found.values())))  # type: ignore[no-untyped-call]
     return term
+
+
+def require_normalisation(name: object) -> None:
+    """Raise ValueError unless ``name`` is that of a normalisation."""
+    if name not in NORMALISATIONS:
+        raise ValueError(f"normalisation must be one of {', '.join(NORMALISATIONS)}, got {name!r}")
 
 
 def _require_usable(name: str, layer: MLP, calls: list[Aux], several: bool) -> None:
@@ -258,9 +264,10 @@ def convert_coefficient(coefficient: float, neurons: int, source: Normalisation,
 
     2e-5 of "token_sum" is 0.11264 of "neuron_mean" where N = 5,632.
     """
-    for name in (source, target):
-        if name not in NORMALISATIONS:
-            raise ValueError(f"normalisation must be one of {', '.join(NORMALISATIONS)}, got {name!r}")
+    require_number("coefficient", coefficient, 0)
+    require_integer("neurons", neurons, 1)
+    require_normalisation(source)
+    require_normalisation(target)
     if source == target:
         return coefficient
     return coefficient * neurons if target == "neuron_mean" else coefficient / neurons
@@ -268,8 +275,8 @@ def convert_coefficient(coefficient: float, neurons: int, source: Normalisation,
 
 def l1_warmup(step: int, warmup_steps: int, start: int = 0) -> float:
     """The factor on the coefficient in ``step``: 0 up to ``start``, then linear, 1 from ``start + warmup_steps`` on."""
-    if warmup_steps < 0 or start < 0:
-        raise ValueError(f"warmup_steps and start must not be negative, got {warmup_steps} and {start}")
+    for name, value in (("step", step), ("warmup_steps", warmup_steps), ("start", start)):
+        require_integer(name, value, 0)
     if step >= start + warmup_steps:
         return 1.0
     return 0.0 if step < start else (step - start) / warmup_steps

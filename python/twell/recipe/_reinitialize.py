@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from twell import _compaction
+from twell._arguments import require, require_integer, require_number
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.recipe._aux import layers
 
@@ -50,8 +51,11 @@ def reinitialize_dead(
     decay applies to it as ever. An optimizer that keeps fp32 copies of 16-bit weights of its own overwrites what this
     does; do it to those copies then. Biases stay, so a neuron whose bias alone keeps it silent may stay dead.
     """
-    if not 0 < fraction <= 1 or std < 0:
-        raise ValueError(f"fraction must be in (0, 1] and std not negative, got {fraction} and {std}")
+    require_number("fraction", fraction, 0, 1)
+    require_number("std", std, 0)
+    require_integer("seed", seed, 0)
+    if fraction == 0:
+        raise ValueError("fraction must be in (0, 1], got 0")
     if (generator is None) == (step is None):
         raise ValueError("either generator or step must say what noise to draw, got both or neither")
     found = layers(module)
@@ -59,12 +63,14 @@ def reinitialize_dead(
         if not isinstance(module, (SparseGatedMLP, SparseMLP)):
             raise TypeError("dead must map names of layers to masks where module is a model, got a tensor")
         dead = {"": dead}
+    require("dead", dead, Mapping, "a bool tensor [N] or a mapping from names of layers to these")
     if unknown := dead.keys() - found.keys():
         raise ValueError(f"dead must name layers of the module ({', '.join(found)}), got {', '.join(sorted(unknown))}")
     for place, (name, layer) in enumerate(found.items()):
         if name not in dead:
             continue
         weight, mask = _gate_weight(name, layer), dead[name]
+        require(f"dead of {name or 'the layer'}", mask, Tensor, "a bool tensor")
         if mask.dtype != torch.bool or mask.shape != (weight.shape[0],):
             raise ValueError(
                 f"dead of {name or 'the layer'} must be bool [{weight.shape[0]}], got {mask.dtype} {list(mask.shape)}"

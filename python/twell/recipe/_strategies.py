@@ -42,6 +42,9 @@ def settle(model: nn.Module, stats: SparsityStats) -> dict[str, tuple[str, str]]
 
     ``stats`` are from ``SparsityTracker.read`` and the same on all ranks, and so are the names.
     """
+    # the tracker imports this file
+    if not hasattr(stats, "layers"):
+        raise TypeError(f"stats must be what SparsityTracker.read gives, got {type(stats).__name__}")
     changes = {}
     figures = {row.layer: row for row in stats.layers}
     for name, layer in layers(model).items():

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twell import _compaction, functional
+from twell._arguments import require, require_integer
 from twell._runtime import format
 from twell.recipe import _aux
 from twell.recipe._strategies import strategies
@@ -95,6 +96,12 @@ class _Layout(NamedTuple):
         return self.neurons + 2 * self.positions + 2 * (self.types + 2) + 5
 
 
+def require_schedule(every: int, window: int) -> None:
+    """Raise TypeError or ValueError unless these are what a ``SparsityTracker`` takes."""
+    require_integer("every", every, 0)
+    require_integer("window", window, 1)
+
+
 class SparsityTracker:
     """L0, L1, dead neurons per layer, L0 by position in the sequence and by type of token, over all ranks.
 
@@ -140,9 +147,12 @@ class SparsityTracker:
         types: Sequence[str] = (),
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        if every < 0 or window < 1:
-            raise ValueError(f"every must be 0 or more, window 1 or more, got {every} and {window}")
+        require_schedule(every, window)
+        require("positions", positions, (list, tuple, range), "integers that ascend from 0")
+        require("types", types, (list, tuple), "names of types")
         bounds = list(positions)
+        for bound in bounds:
+            require_integer("positions", bound, 0)
         if not bounds or bounds[0] != 0 or any(a >= b for a, b in itertools.pairwise(bounds)):
             raise ValueError(f"positions must ascend from 0, got {bounds}")
         self.model, self.every, self.window, self.group = model, every, window, group
@@ -202,6 +212,7 @@ class SparsityTracker:
 
     def begin(self, step: int, *, types: Tensor | None = None, positions: Tensor | None = None) -> None:
         """Begin what ``watch`` does, for code that cannot use ``with``; ``end`` or ``abandon`` must follow."""
+        require_integer("step", step, 0)
         self._require_integers("types", types)
         self._require_integers("positions", positions)
         if types is not None and not self.types:
@@ -385,6 +396,7 @@ class SparsityTracker:
         )
 
     def _require_integers(self, name: str, values: Tensor | None) -> None:
+        require(name, values, (Tensor, type(None)), "a tensor of integers or None")
         if values is not None and (values.is_floating_point() or values.dtype == torch.bool):
             raise TypeError(f"{name} must be integers, got {values.dtype}")
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from twell._arguments import require, require_integer
+
 FIRST, SPECIAL = "first", "special"
 _KINDS = (FIRST, SPECIAL, "digits", "space", "punctuation", "word")
 
@@ -23,6 +25,8 @@ class TokenTypes:
     """
 
     def __init__(self, names: Sequence[str], table: Tensor) -> None:
+        require("names", names, (list, tuple), "names of types")
+        require("table", table, Tensor, "a tensor of integers [V]")
         if table.dim() != 1 or not len(table) or table.is_floating_point() or table.dtype == torch.bool:
             raise ValueError(f"table must be integers [V], got {table.dtype} {list(table.shape)}")
         low, high = int(table.min()), int(table.max())
@@ -53,6 +57,11 @@ def token_types(tokenizer: Any, *, pad: int | None = None) -> TokenTypes:
     "punctuation" are tokens of nothing else (but for a space before), "word" is all the rest. ``tokenizer`` is one of
     transformers or of tokenizers. Tokens with the id ``pad`` are not counted. Decodes each token once.
     """
+    if not hasattr(tokenizer, "decode"):
+        expected = "a tokenizer of transformers or of tokenizers"
+        raise TypeError(f"tokenizer must be {expected}, got {type(tokenizer).__name__}")
+    if pad is not None:
+        require_integer("pad", pad, 0)
     backend = tokenizer if hasattr(tokenizer, "get_added_tokens_decoder") else None
     if backend is not None:
         size = tokenizer.get_vocab_size(with_added_tokens=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from twell import _files
+from twell._arguments import require, require_flag, require_integer, require_path
 from twell._log import logger
 from twell.recipe._tracker import SparsityStats
 
@@ -43,6 +44,11 @@ class StatsWriter:
         tensorboard: bool | str | os.PathLike[str] = True,
         wandb: bool = True,
     ) -> None:
+        require_path("path", path)
+        if resume_step is not None:
+            require_integer("resume_step", resume_step, 0)
+        require("tensorboard", tensorboard, (bool, str, os.PathLike), "True, False or a folder")
+        require_flag("wandb", wandb)
         self.path, self.active = Path(path), _is_first_rank()
         self._columns: list[str] | None = None
         self._board: Any = None
@@ -63,6 +69,7 @@ class StatsWriter:
 
     def write(self, step: int, stats: SparsityStats) -> None:
         """Write the figures of all layers, and to TensorBoard and W&B their means as layer "mean"."""
+        require("stats", stats, SparsityStats, "what SparsityTracker.read gives")
         if not self.active:
             return
         rows = [{"step": step, **row} for row in stats.rows()]

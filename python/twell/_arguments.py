@@ -1,0 +1,45 @@
+"""Arguments of public functions: TypeError and ValueError with what was got and what is expected."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import os
+from typing import Any
+
+
+def require(name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
+    """Raise TypeError unless ``value`` is of one of ``kinds``; ``expected`` says so in words."""
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name} must be {expected}, got {_describe(value)}")
+
+
+def require_flag(name: str, value: object) -> None:
+    """Raise TypeError unless ``value`` is True or False."""
+    require(name, value, bool, "True or False")
+
+
+def require_path(name: str, value: object) -> None:
+    """Raise TypeError unless ``value`` names a file."""
+    require(name, value, (str, os.PathLike), "a path")
+
+
+def require_integer(name: str, value: Any, low: int) -> None:
+    """Raise TypeError or ValueError unless ``value`` is an integer of at least ``low``."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer of at least {low}, got {_describe(value)}")
+    if value < low:
+        raise ValueError(f"{name} must be an integer of at least {low}, got {value}")
+
+
+def require_number(name: str, value: Any, low: float, high: float = math.inf) -> None:
+    """Raise TypeError or ValueError unless ``value`` is a finite number from ``low`` to ``high``."""
+    expected = f"a finite number of at least {low}" if high == math.inf else f"a number from {low} to {high}"
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be {expected}, got {_describe(value)}")
+    if not (math.isfinite(value) and low <= value <= high):
+        raise ValueError(f"{name} must be {expected}, got {value}")
+
+
+def _describe(value: object) -> str:
+    return repr(value) if isinstance(value, (str, bool, int, float, type(None))) else type(value).__name__

@@ -1,0 +1,701 @@
+"""Whether a module computes one formula and nothing else, for ``sparsify_``.
+
+The model's own tensors are not needed. The module's ``forward`` runs on small random weights beside the formula:
+outputs and gradients are compared in float64, in the model's dtype and under autocast, in both modes, with and without
+gradients, for one token and for several, at ordinary and at extreme magnitudes. Every operator that runs is recorded,
+since a clamp or a factor may have no effect on what was tried. So is what the code reads beside x and the projections,
+since it may have another value later; and a branch that the runs do not decide is looked for in the source.
+
+A pair of layers within a block that does much else is read from source, and the block runs on meta tensors.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dis
+import functools
+import inspect
+import itertools
+import textwrap
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Activation = Callable[[Tensor], Tensor]
+
+PAIR = ("fc1", "fc2")
+
+# What modules keep the hooks of calls in.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+# Neurons of the small weights. A module's own code may rely on its hidden size, hardly ever on its neurons.
+_NEURONS = 8
+
+# Products and sums of tensors. A number among their arguments would be a factor or a summand.
+_LINEAR = frozenset({"linear", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "add", "add_", "mul", "mul_"})
+_VIEWS = frozenset(
+    {"t", "transpose", "permute", "view", "_unsafe_view", "_reshape_alias", "expand", "squeeze", "unsqueeze"}
+    | {"squeeze_", "unsqueeze_", "t_"}
+    | {"alias", "detach", "clone", "sum"}
+)
+
+# What every module has. What hands out children and state by other ways than their names.
+_MACHINERY = frozenset(dir(nn.Module()))
+_LISTINGS = frozenset(
+    {"children", "named_children", "modules", "named_modules", "get_submodule", "parameters", "named_parameters"}
+    | {"_modules", "_parameters", "__dict__", "__getattr__", "__getattribute__"}
+)
+
+# Attributes of an nn.Linear that are the same in what replaces it.
+_KEPT = frozenset({"weight", "bias", "in_features", "out_features"})
+
+
+class _Trial(NamedTuple):
+    """A way to call a module.
+
+    dtype: None is the model's own. lead: the leading dimensions of x. size: of its values, 1 for the largest that the
+    dtype has and 0 for 1, on a logarithmic scale.
+    """
+
+    dtype: torch.dtype | None
+    training: bool
+    grad: bool
+    lead: tuple[int, ...]
+    size: float = 0.0
+    autocast: bool = False
+
+    def __str__(self) -> str:
+        x = f"x [{', '.join(map(str, (*self.lead, 'K')))}]{' of large values' if self.size else ''}"
+        dtype = "under autocast" if self.autocast else f"in {self.dtype}"
+        mode = "training" if self.training else "evaluation"
+        return f"{x} {dtype}, {mode} mode, {'with' if self.grad else 'without'} gradients"
+
+
+_TRIALS = (
+    _Trial(torch.float64, True, True, (2, 4)),
+    _Trial(torch.float64, True, False, (2, 4)),
+    _Trial(torch.float64, False, True, (2, 4)),
+    _Trial(torch.float64, False, False, (2, 4)),
+    _Trial(torch.float64, True, True, (1, 1)),
+    _Trial(torch.float64, False, False, (1,)),
+    _Trial(torch.float64, False, True, ()),
+    _Trial(torch.float64, True, True, (9,)),
+    _Trial(torch.float64, False, False, (2, 1, 3)),
+    _Trial(torch.float64, True, True, (2, 4), 0.4),
+    _Trial(None, True, True, (2, 4)),
+    _Trial(None, False, False, (1, 1)),
+    _Trial(None, False, True, (2, 4), 0.4),
+    _Trial(None, True, False, (2, 4), 1.0),
+    _Trial(torch.float32, True, True, (2, 4), autocast=True),
+)
+
+
+def difference(module: nn.Module, children: tuple[str, ...], act: Activation, own: Activation | None) -> str:
+    """What tells ``module`` from ``down(act(gate(x)) * up(x))`` of its children, "" if nothing does.
+
+    children: names of ``nn.Linear`` children in the order of the formula; without a gate there are two. own: the
+    activation that the module applies, where it is known to compute ``act``.
+    """
+    if beside := _further_inputs(module):
+        return f"its forward takes {beside} beside x"
+    linears: dict[str, Any] = {child: module.get_submodule(child) for child in children}
+    first = linears[children[0]]
+    watched = [m for m in module.modules() if not _of_torch(type(m))]
+    with _outside_of_modes(), _watch(watched) as state:
+        allowed = _operators(act) | (frozenset() if own is None else _operators(own))
+        weights = _small(linears)
+        for trial in _TRIALS:
+            here = trial._replace(dtype=trial.dtype or first.weight.dtype)
+            if reason := _try(module, weights, act, here, allowed):
+                return reason
+    return _beyond(watched, state, (first.in_features, first.out_features))
+
+
+def is_relu(act: Activation, dtype: torch.dtype) -> bool:
+    """Whether ``act`` is ReLU and has its gradient, in float64 and in ``dtype``, at 0, infinity and NaN, too."""
+    modules = list(act.modules()) if isinstance(act, nn.Module) else []
+    watched = [m for m in modules if not _of_torch(type(m))]
+    with _outside_of_modes(), _watch(watched) as state:
+        for kind, training, grad in itertools.product((torch.float64, dtype), (True, False), (True, False)):
+            x = _every_size(kind).requires_grad_(grad)
+            # of powers of two, so that a rounding of it would be none
+            dy = torch.ones_like(x).cumsum(0).remainder(5).exp2()
+            try:
+                with _mode(modules, training), torch.set_grad_enabled(grad):
+                    # some work in place
+                    y, expected = act(x.clone()), F.relu(x)
+                    pairs = [(y, expected)]
+                    if grad:
+                        pairs.append((torch.autograd.grad(y, x, dy)[0], torch.autograd.grad(expected, x, dy)[0]))
+            except Exception:
+                return False
+            if not all(_same(*pair) for pair in pairs):
+                return False
+    return not _beyond(watched, state, (), [] if isinstance(act, nn.Module) else [act])
+
+
+def _same(ours: Any, theirs: Tensor) -> bool:
+    if not isinstance(ours, Tensor) or ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+        return False
+    return bool(((ours == theirs) | (ours.isnan() & theirs.isnan())).all())
+
+
+def _every_size(dtype: torch.dtype) -> Tensor:
+    """All values of a 16-bit dtype; of a wider one the powers of the square root of two, infinity, 0 and NaN."""
+    # the device named, as models may be made under another
+    if dtype.itemsize == 2:
+        return torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cpu").view(dtype)
+    powers = torch.arange(-2150, 2050, dtype=torch.float64, device="cpu").div(2).exp2()
+    rest = torch.tensor([0.0, float("inf"), float("nan")], dtype=torch.float64, device="cpu")
+    return torch.cat([powers, -powers, rest, -rest]).to(dtype)
+
+
+@contextlib.contextmanager
+def _outside_of_modes() -> Iterator[None]:
+    """Without the caller's autocast and inference mode, and without touching the random numbers of torch."""
+    with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
+        yield
+
+
+@contextlib.contextmanager
+def _mode(modules: Iterable[nn.Module], training: bool) -> Iterator[None]:
+    before = {m: m.training for m in modules}
+    try:
+        for m in before:
+            m.training = training
+        yield
+    finally:
+        for m, mode in before.items():
+            m.training = mode
+
+
+def _of_torch(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", "")).split(".")[0] == "torch"
+
+
+def _further_inputs(module: nn.Module) -> str:
+    """The parameters of a module's forward after the first."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    if parameters and parameters[0].kind in (parameters[0].POSITIONAL_ONLY, parameters[0].POSITIONAL_OR_KEYWORD):
+        parameters = parameters[1:]
+    return ", ".join(parameter.name for parameter in parameters)
+
+
+# Running a module beside the formula
+
+
+def _draw(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
+
+
+def _small(linears: dict[str, Any]) -> dict[str, Tensor]:
+    """Random float64 weights with few neurons, and biases where the layers have them, by name."""
+    generator, weights = torch.Generator().manual_seed(0), {}
+    children = list(linears)
+    k = linears[children[0]].in_features
+    for child, linear in linears.items():
+        inputs, outputs = (_NEURONS, k) if child == children[-1] else (k, _NEURONS)
+        weights[f"{child}.weight"] = _draw(generator, outputs, inputs) / inputs**0.5
+        if linear.bias is not None:
+            weights[f"{child}.bias"] = _draw(generator, outputs)
+    return weights
+
+
+def _try(module: nn.Module, small: dict[str, Tensor], act: Activation, trial: _Trial, allowed: frozenset[Any]) -> str:
+    """What tells the module from the formula in one trial, "" if nothing does."""
+    assert trial.dtype is not None
+    weights = {name: weight.to(trial.dtype) for name, weight in small.items()}
+    x, dy = _inputs(trial.dtype, trial, next(iter(small.values())).shape[1])
+    given, own = x.clone(), _Operators()
+    try:
+        with _mode(module.modules(), trial.training), own:
+            ours = _results(lambda w, x: functional_call(module, w, (x,), tie_weights=False), weights, given, dy, trial)
+    except Exception as error:
+        # a module that takes x of three dimensions alone is never given another
+        return f"its forward raised {type(error).__name__}: {error}" if trial.lead == (2, 4) else ""
+    theirs = _results(functools.partial(_formula, act), weights, x.clone(), dy, trial)
+    for what, expected in theirs.items():
+        if not _close(ours.get(what), expected, torch.bfloat16 if trial.autocast else trial.dtype):
+            return f"{what} differs for {trial}"
+    if not torch.equal(given, x):
+        return "it changes x in place"
+    # casts are what autocast is for
+    odd = set() if trial.autocast else {name for name, numbers in own.seen - allowed if not _is_linear(name, numbers)}
+    return f"it runs {', '.join(sorted(odd))}" if odd else ""
+
+
+def _is_linear(name: str, numbers: tuple[Any, ...]) -> bool:
+    """Whether an operator, with the numbers among its arguments, can only be part of sums and products of tensors."""
+    return name in _VIEWS or (name in _LINEAR and not numbers) or name.startswith("profiler::")
+
+
+def _inputs(dtype: torch.dtype, trial: _Trial, k: int) -> tuple[Tensor, Tensor]:
+    """x and the gradient of y of a trial."""
+    generator, largest = torch.Generator().manual_seed(1), torch.finfo(dtype).max
+    x, dy = (_draw(generator, *trial.lead, k) for _ in range(2))
+    if trial.size:
+        x = (x * largest**trial.size).clamp(-largest, largest)
+    else:
+        # biases show where x is 0
+        scales = torch.tensor([1.0, 0.0, 0.1, 10.0], dtype=torch.float64, device="cpu")
+        x *= scales.repeat(x.numel() // k)[: x.numel() // k].view(*trial.lead, 1)
+    return x.to(dtype), dy.to(dtype)
+
+
+def _results(
+    function: Callable[[dict[str, Tensor], Tensor], Any],
+    weights: dict[str, Tensor],
+    x: Tensor,
+    dy: Tensor,
+    trial: _Trial,
+) -> dict[str, Any]:
+    """The output of a function, and the gradients of x and of the weights."""
+    wanted = {"x": x, **{name: weight.clone() for name, weight in weights.items()}}
+    for leaf in wanted.values():
+        leaf.requires_grad_(trial.grad)
+    leaves = {name: wanted[name] for name in weights}
+    with torch.set_grad_enabled(trial.grad), torch.autocast("cpu", torch.bfloat16, enabled=trial.autocast):
+        # a view, as work in place on a leaf would raise
+        y = function(leaves, x.view(x.shape))
+    if not trial.grad or not isinstance(y, Tensor) or y.shape != dy.shape:
+        return {"y": y}
+    grads: Iterable[Any] = itertools.repeat(None)
+    if y.requires_grad:
+        grads = torch.autograd.grad(y, list(wanted.values()), dy.to(y.dtype), allow_unused=True)
+    return {"y": y, **{f"the gradient of {name}": grad for name, grad in zip(wanted, grads)}}
+
+
+def _formula(act: Activation, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+    names = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
+
+    def project(child: str, value: Tensor) -> Tensor:
+        return F.linear(value, weights[f"{child}.weight"], weights.get(f"{child}.bias"))
+
+    hidden = act(project(names[0], x))
+    if len(names) == 3:
+        hidden = hidden * project(names[1], x)
+    return project(names[-1], hidden)
+
+
+def _close(ours: Any, theirs: Tensor, precision: torch.dtype) -> bool:
+    """Whether two tensors differ by roundings, each row held to its own size, and overflow in the same places."""
+    if not isinstance(ours, Tensor) or ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+        return False
+    a, b = ours.detach().double(), theirs.detach().double()
+    finite = b.isfinite()
+    slack = torch.finfo(precision).eps ** 0.75 * b.where(finite, 0.0).abs().amax(-1, keepdim=True)
+    near = (a - b).abs() <= slack
+    return bool(torch.equal(a.isfinite(), finite) and near[finite].all())
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the operators that run, in backward passes too, with the numbers among their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[tuple[str, tuple[Any, ...]]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        numbers = [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, (bool, int, float))]
+        self.seen.add((func._schema.name.removeprefix("aten::"), tuple(numbers)))
+        return func(*args, **(kwargs or {}))
+
+
+def _operators(act: Activation) -> frozenset[Any]:
+    """What an activation runs, forward and backward; of ReLU in place, too."""
+    functions: list[Activation] = [act, functools.partial(F.relu, inplace=True)] if act is F.relu else [act]
+    with _Operators() as recorded:
+        for function, grad, view in itertools.product(functions, (True, False), (True, False)):
+            x = torch.linspace(-4, 4, 8, dtype=torch.float64, device="cpu").requires_grad_(grad)
+            with torch.set_grad_enabled(grad):
+                # work in place on a view, such as a linear layer's output, has a backward of its own
+                y = function(x.clone().view(2, 4) if view else x.clone())
+            if y.requires_grad:
+                torch.autograd.grad(y, x, torch.ones_like(y))
+    # a number of elements is none of a factor
+    return frozenset((name, numbers) for name, numbers in recorded.seen if name not in ("ones_like", "linspace"))
+
+
+# What the code of a module could depend on beside x and its projections
+
+
+class _State:
+    """Attributes that code read, with their values, and names of those that it set."""
+
+    def __init__(self) -> None:
+        self.read: dict[str, Any] = {}
+        self.written: set[str] = set()
+
+
+@contextlib.contextmanager
+def _watch(modules: list[nn.Module]) -> Iterator[_State]:
+    """Record the attributes that code reads and sets on ``modules``."""
+    state = _State()
+    classes = {m: type(m) for m in modules}
+    try:
+        for m, kind in classes.items():
+            object.__setattr__(m, "__class__", _watched(kind, state))
+        yield state
+    finally:
+        for m, kind in classes.items():
+            object.__setattr__(m, "__class__", kind)
+
+
+def _watched(kind: Any, state: _State) -> type:
+    # settings of torch's own activations, such as inplace
+    settings = {name for base in kind.__mro__ if _of_torch(base) for name in getattr(base, "__constants__", ())}
+
+    def read(self: Any, name: str) -> Any:
+        value = super(made, self).__getattribute__(name)
+        if name not in _MACHINERY and not name.startswith("__") and name not in settings:
+            state.read[name] = value
+        return value
+
+    def write(self: Any, name: str, value: Any) -> None:
+        # set by the trials themselves
+        if name != "training":
+            state.written.add(name)
+        super(made, self).__setattr__(name, value)
+
+    names = {"__getattribute__": read, "__setattr__": write, "__module__": kind.__module__}
+    made = type(kind)(kind.__name__, (kind,), names)
+    return made  # type: ignore[no-any-return]
+
+
+def _is_constant(name: str, value: Any, sizes: tuple[int, ...]) -> bool:
+    """Whether what code reads says nothing that could be set to something else later: a size, a dropout of 0, ..."""
+    if value is None or callable(value) or (isinstance(value, str) and value == "relu"):
+        return True
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return value in sizes or (value == 0 and (name == "p" or "drop" in name))
+
+
+def _beyond(watched: list[nn.Module], state: _State, sizes: tuple[int, ...], functions: Iterable[Any] = ()) -> str:
+    """What the result could depend on that the runs did not decide, "" if there is nothing."""
+    if state.written:
+        return f"its forward sets self.{min(state.written)}"
+    for name, value in state.read.items():
+        if not _is_constant(name, value, sizes):
+            return f"its forward reads self.{name} ({_short(value)}), which can be set to something else"
+    roots = [*functions, *(type(m).forward for m in watched)]
+    return _open_code([*roots, *(v for v in state.read.values() if not isinstance(v, nn.Module))], sizes)
+
+
+def _short(value: Any) -> str:
+    return repr(value) if isinstance(value, (str, bool, int, float)) else type(value).__name__
+
+
+def _open_code(roots: Iterable[Any], sizes: tuple[int, ...]) -> str:
+    """The global or the branch, in functions and those that they call, whose other values no run has seen."""
+    waiting, seen = list(roots), set()
+    while waiting:
+        function = inspect.unwrap(waiting.pop())
+        function = getattr(function, "func", getattr(function, "__func__", function))
+        if not isinstance(function, types.FunctionType) or _of_torch(function) or function in seen:
+            continue
+        seen.add(function)
+        try:
+            outside = inspect.getclosurevars(function)
+        except ValueError:
+            return f"{function.__qualname__} uses a variable that has no value yet"
+        for name, value in {**outside.globals, **outside.nonlocals}.items():
+            if isinstance(value, (bool, int, float, Tensor, list, dict, set)) and not _is_constant(name, value, sizes):
+                return f"{function.__qualname__} reads {name} ({_short(value)}), which can be set to something else"
+            waiting.append(value)
+        if test := _open_branch(function):
+            return f"{function.__qualname__} branches on {test}, of which running it shows one side"
+    return ""
+
+
+def _open_branch(function: types.FunctionType) -> str:
+    """The source of a condition in a function that depends on more than the trials vary, "" if there is none."""
+    if not _decides(function.__code__):
+        return ""
+    tree = _tree(function)
+    if tree is None:
+        return "what cannot be read"
+    for condition in _conditions(tree):
+        if not _is_decided(condition):
+            return ast.unparse(condition).splitlines()[0]
+    return ""
+
+
+def _decides(code: types.CodeType) -> bool:
+    """Whether code, or code within it, compares or jumps on a condition: only then there is a source to read."""
+    names = {instruction.opname for instruction in dis.get_instructions(code)}
+    if names & {"COMPARE_OP", "IS_OP", "CONTAINS_OP"} or any("_IF_" in name for name in names):
+        return True
+    return any(_decides(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+
+
+def _tree(function: Any) -> ast.AST | None:
+    """The parsed source of a function, None if there is none."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+
+
+def _conditions(node: ast.AST) -> Iterator[ast.AST]:
+    # what raises says so by itself
+    if isinstance(node, ast.Assert):
+        return
+    if isinstance(node, ast.If) and not node.orelse and isinstance(node.body[-1], ast.Raise):
+        return
+    if isinstance(node, (ast.If, ast.IfExp, ast.While)):
+        yield node.test
+    elif isinstance(node, ast.comprehension):
+        yield from node.ifs
+    elif isinstance(node, ast.Match):
+        yield node.subject
+    elif isinstance(node, (ast.BoolOp, ast.Compare, ast.Try)):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _conditions(child)
+
+
+def _is_decided(node: ast.AST) -> bool:
+    """Whether the trials vary all that a condition depends on: the mode, grad mode and the dimensions of a tensor.
+
+    Attributes of self are seen when they are read.
+    """
+    if isinstance(node, (ast.UnaryOp, ast.BoolOp, ast.Compare)):
+        operands = (child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
+        return all(_is_decided(operand) for operand in operands)
+    if isinstance(node, ast.Call):
+        dim = isinstance(node.func, ast.Attribute) and node.func.attr == "dim" and isinstance(node.func.value, ast.Name)
+        return dim or ast.unparse(node) == "torch.is_grad_enabled()"
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return node.value.id == "self" or node.attr == "ndim"
+    return isinstance(node, ast.Constant)
+
+
+# A pair of layers in a block
+
+
+def read_pair(module: nn.Module) -> tuple[str | None, str]:
+    """The attribute of the activation in ``fc2(activation(fc1(x)))`` of a module's own forward, or None and why not.
+
+    Seen are the calls in one expression, or in statements that follow each other. Anything between them, and any other
+    use of what they return, would get other values than before. So would other methods that call them.
+    """
+    tree = _tree(inspect.unwrap(type(module).forward))
+    if tree is None:
+        return None, "the source of its forward cannot be read"
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    calls: dict[str, ast.Call] = {}
+    for name in PAIR:
+        uses = [node for node in ast.walk(tree) if _is_self(node, name)]
+        # fc1.weight and the like read on
+        uses = [node for node in uses if getattr(parents[node], "attr", None) not in _KEPT]
+        called = [node for node in map(parents.get, uses) if isinstance(node, ast.Call) and node.func in uses]
+        if len(uses) != 1 or len(called) != 1 or len(called[0].args) != 1 or called[0].keywords:
+            return None, f"its forward must call self.{name} once, on one argument, and use it nowhere else"
+        calls[name] = called[0]
+
+    consumed: list[ast.Name] = []
+    argument, at = _source_of(calls["fc2"], calls["fc2"].args[0], parents, consumed)
+    act = argument.func if isinstance(argument, ast.Call) and len(argument.args) == 1 else None
+    if not isinstance(argument, ast.Call) or not isinstance(act, ast.Attribute) or not _is_self(act, act.attr):
+        return None, "its forward must call self.fc2 on what an activation, an attribute of self, has just returned"
+    if _source_of(at, argument.args[0], parents, consumed)[0] is not calls["fc1"]:
+        return None, f"its forward must call self.{act.attr} on what self.fc1 has just returned"
+    if argument.keywords or len([node for node in ast.walk(tree) if _is_self(node, act.attr)]) != 1:
+        return None, f"its forward must call self.{act.attr} once, on one argument, and use it nowhere else"
+    if act.attr not in module._modules and act.attr not in vars(module):
+        return None, f"self.{act.attr} must be an attribute of the instance, got one of its class"
+    if reason := _other_uses(type(module), tree, parents, act.attr):
+        return None, reason
+
+    # the name may be given another value where fc2 has returned, and that may be used
+    final = _statement(calls["fc2"], parents)
+    renewed = _target(final)
+    for name in {node.id for node in consumed}:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
+                after = _place(node) > _place(final) and _statement(node, parents) is not final
+                before = _place(node) <= min(_place(used) for used in consumed if used.id == name)
+                if node not in consumed and not before and not (after and renewed == name):
+                    return None, f"its forward must not use {name} for anything else than self.fc2"
+    return act.attr, ""
+
+
+def _other_uses(kind: type, tree: ast.AST, parents: dict[ast.AST, ast.AST], attribute: str) -> str:
+    """How the code of a class gets at the layers of a pair beside the calls in its forward, "" if it does not."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == "self":
+            of = parents[node]
+            if not isinstance(of, ast.Attribute) or of.attr in _LISTINGS:
+                got = ast.unparse(of).splitlines()[0]
+                return f"its forward must reach fc1, fc2 and {attribute} by these names alone, got {got}"
+    names = {*PAIR, attribute}
+    for base in kind.__mro__:
+        if _of_torch(base) or base is object:
+            continue
+        for name, value in vars(base).items():
+            if name in ("__init__", "forward"):
+                continue
+            function = inspect.unwrap(getattr(value, "fget", None) or getattr(value, "__func__", value))
+            if isinstance(function, types.FunctionType) and (used := names & _used(function)):
+                return f"its {name} must not use {min(used)}, which forward calls, for anything but its parameters"
+    return ""
+
+
+def _used(function: types.FunctionType) -> set[str]:
+    """The attributes that a function uses, and its strings; not those of which it takes parameters and sizes alone."""
+    tree = _tree(function)
+    if tree is None:
+        code = function.__code__
+        return {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
+    inside = {node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in _KEPT}
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node not in inside}
+    return used | {
+        node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+
+
+def _is_self(node: ast.AST, attribute: str) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr == attribute
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    )
+
+
+def _place(node: Any) -> tuple[int, int]:
+    return node.lineno, node.col_offset
+
+
+def _statement(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.stmt:
+    while not isinstance(node, ast.stmt):
+        node = parents[node]
+    return node
+
+
+def _target(statement: ast.stmt) -> str | None:
+    """The single name that a statement assigns to."""
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        target: ast.expr = statement.targets[0]
+    elif isinstance(statement, ast.AnnAssign):
+        target = statement.target
+    else:
+        return None
+    return target.id if isinstance(target, ast.Name) else None
+
+
+def _source_of(
+    user: ast.AST, argument: ast.expr, parents: dict[ast.AST, ast.AST], consumed: list[ast.Name]
+) -> tuple[ast.expr, ast.AST]:
+    """The expression whose value ``argument`` of ``user`` is, and where it stands: itself, or the statement before."""
+    if not isinstance(argument, ast.Name):
+        return argument, user
+    statement = _statement(user, parents)
+    for _, block in ast.iter_fields(parents[statement]):
+        if isinstance(block, list) and statement in block and (index := block.index(statement)):
+            before = block[index - 1]
+            if _target(before) == argument.id and before.value is not None:
+                consumed.append(argument)
+                return before.value, before
+    return argument, user
+
+
+class _Flow(TorchFunctionMode):
+    """Where the outputs of ``fc1`` and of the activation go while a block runs on meta tensors."""
+
+    def __init__(self, sizes: dict[str, int], attribute: str) -> None:
+        super().__init__()
+        self.sizes, self.order = sizes, ("fc1", attribute, "fc2")
+        self.values: list[Tensor] = []
+        self.reason = ""
+
+    def stand_in(self, name: str) -> Activation:
+        """What takes the place of one of the layers."""
+
+        def call(x: Tensor) -> Tensor:
+            place = len(self.values)
+            if place >= 3 or name != self.order[place] or (place and x is not self.values[-1]):
+                self.reason = self.reason or f"its forward must call {', '.join(self.order)} once, one upon another"
+            with torch._C.DisableTorchFunction():
+                y = x.new_empty([*x.shape[:-1], self.sizes.get(name, x.shape[-1])])
+            self.values.append(y)
+            return y
+
+        return call
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(leaf is value for leaf in tree_leaves((args, kwargs)) for value in self.values[:2]):
+            self.reason = (
+                self.reason or f"its forward must use what self.fc1 and self.{self.order[1]} return for self.fc2 alone"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+class _Own(nn.Module):
+    """A module's forward without what calling it adds."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Any:
+        return type(self.module).forward(self.module, x)
+
+
+@contextlib.contextmanager
+def _unhooked(module: nn.Module) -> Iterator[None]:
+    """Without the hooks within ``module``, which must not see meta tensors."""
+    before = [(m, key, vars(m)[key]) for m in module.modules() for key in HOOKS if vars(m).get(key)]
+    try:
+        for m, key, hooks in before:
+            vars(m)[key] = type(hooks)()
+        yield
+    finally:
+        for m, key, hooks in before:
+            vars(m)[key] = hooks
+
+
+def run_pair(module: nn.Module, attribute: str) -> str:
+    """What a block does with its pair beside ``fc2(activation(fc1(x)))``, seen by running it on meta tensors.
+
+    "" if nothing, and if it cannot run so, as where it needs more than x: then its source has said all.
+    """
+    linears: Any = {name: module.get_submodule(name) for name in PAIR}
+    own = _Own(module)
+    meta = {
+        name: torch.empty_like(t, device="meta")
+        for name, t in itertools.chain(own.named_parameters(), own.named_buffers())
+    }
+    for training in (True, False):
+        flow = _Flow({name: linear.out_features for name, linear in linears.items()}, attribute)
+        act = getattr(module, attribute)
+        x = torch.empty(2, 4, linears["fc1"].in_features, dtype=linears["fc1"].weight.dtype, device="meta")
+        places: list[Any] = [*linears.values(), *([act] if isinstance(act, nn.Module) else [])]
+        try:
+            for name, layer in zip(flow.order if len(places) == 3 else PAIR, [places[0], *places[2:], places[1]]):
+                object.__setattr__(layer, "forward", flow.stand_in(name))
+            if not isinstance(act, nn.Module):
+                setattr(module, attribute, flow.stand_in(attribute))
+            with _outside_of_modes(), _mode(module.modules(), training), _unhooked(module), flow:
+                with torch.set_grad_enabled(training):
+                    functional_call(own, meta, (x,))
+        except Exception:
+            return flow.reason
+        finally:
+            for layer in places:
+                vars(layer).pop("forward", None)
+            if not isinstance(act, nn.Module):
+                setattr(module, attribute, act)
+        if flow.reason or len(flow.values) != 3:
+            return flow.reason or f"its forward must call {', '.join(flow.order)} once, one upon another"
+    return ""
