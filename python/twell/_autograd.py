@@ -157,10 +157,8 @@ def _gradients(
     else:
         weight_grad = any(weights_needed) or needs.b_gate or needs.b_up
         dx, dw_gate, dw_up, dw_down, db_gate, db_up = ops.hybrid_backward(*arguments, needs.x, weight_grad)
-        dw_down = dw_down.t() if down_needed else None
-        if dw_down is not None and w_down.is_contiguous():
-            # stored as the weight is, for whatever takes gradients flat
-            dw_down = dw_down.contiguous()
+        # stored as the weight is, for whatever takes gradients flat
+        dw_down = (ops.matrix_transpose(dw_down) if w_down.is_contiguous() else dw_down.t()) if down_needed else None
 
     every = Operands(dx, dw_gate, dw_up, dw_down, db_gate, db_up, None)
     return Operands(*(gradient if needed else None for gradient, needed in zip(every, needs)))

@@ -155,9 +155,10 @@ SAFE_SHARE = 0.85
 WORST_CASE_PREMIUM = 1.25
 _ASSUMED_DENSITY = 1 / 190
 
-# Bytes per second, read and written, of a transposing copy of [K, N] 16-bit values: an estimate for an H200. The rates
-# of dense layers there are those of cuBLAS at M = 16,384 and of weights read from memory; clocks vary them by 8 %.
-COPY_BYTES = 1.3e12
+# Bytes per second, read and written, of `matrix_transpose` (NVIDIA H200, driver 580.159.04: 14.6 us for 5,632 x 2,048,
+# 5.1 us for 2,816 x 1,024, 66 us for 14,336 x 4,096, weights from memory). The rates of dense layers there are those of
+# cuBLAS at M = 16,384 and of weights read from memory; clocks vary them by 8 %.
+COPY_BYTES = 3.1e12
 _DENSE_FLOP = 790e12
 _DENSE_BYTES = 4.2e12
 

@@ -54,6 +54,7 @@ def calls(o: dict[str, Tensor | None], compression: int) -> list[tuple[Any, Call
         (ops.ffn_union, whole_layer, (o["x"], o["w_gate"], *plain[:2], o["gate_bias"], *plain[2:], compression)),
         (ops.up_down_union, token_by_token, (*packed, *weights, compression)),
         (ops.up_down_union, token_by_token, (*packed, *plain, compression)),
+        (ops.matrix_transpose, lambda matrix: matrix.t().contiguous(), (o["w_down"],)),
     ]
 
 
@@ -218,13 +219,20 @@ def test_an_input_that_requires_grad_is_refused_by_name_of_the_function_to_call(
     o["x"].requires_grad_(), o["w_down"].requires_grad_()
     for (op, _, arguments), name in zip(
         calls({a: None if t is None else t.detach() for a, t in o.items()}, 8),
-        ("sparse_gated_ffn", "pack", "sparse_gated_ffn", "sparse_ffn", *["sparse_gated_ffn or twell.sparse_ffn"] * 4),
+        (
+            "twell.sparse_gated_ffn",
+            "twell.pack",
+            "twell.sparse_gated_ffn",
+            "twell.sparse_ffn",
+            *["twell.sparse_gated_ffn or twell.sparse_ffn"] * 4,
+            "Tensor.t",
+        ),
         strict=True,
     ):
         needing = [
             a.clone().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in arguments
         ]
-        with pytest.raises(NotImplementedError, match=f"expected no input that requires grad.*call twell.{name}"):
+        with pytest.raises(NotImplementedError, match=f"expected no input that requires grad.*call {name}"):
             op(*needing)
         with torch.no_grad():
             assert equal(op(*needing), op(*arguments))
