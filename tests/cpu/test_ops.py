@@ -298,7 +298,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[specs.Spec, tuple[An
 
 def cuda_calls(o: dict[str, Tensor | None]) -> list[Any]:
     """The results of every CUDA implementation."""
-    return [sys.modules[f"twell.ops.{op._opname}"]._cuda(*arguments) for op, _, arguments in calls(o, 8)]
+    modules = [(sys.modules[f"twell.ops.{op._opname}"], arguments) for op, _, arguments in calls(o, 8)]
+    # the transposing copy is that of `rows`
+    return [module._cuda(*arguments) for module, arguments in modules if hasattr(module, "_cuda")]
 
 
 @pytest.mark.parametrize("m", [1, 65, 300])
@@ -420,7 +422,7 @@ def test_slices_of_the_union(
     """Each slice of the tokens has lists and entries of its own; outputs are parts of one tensor."""
     monkeypatch.setattr(format, "UNION_ENTRIES", 2 * 128 * 520)
     o = operands(650, 520, 16)
-    (_, _, arguments) = calls(o, 8)[-2 if gated else -1]
+    (_, _, arguments) = calls(o, 8)[-3 if gated else -2]
     x, words, spill = arguments[:3]
     y, l1, union = sys.modules["twell.ops.up_down_union"]._cuda(*arguments)
     assert (y.shape, l1.shape, union.shape) == ((650, 16), (6, 128), (6,))

@@ -109,7 +109,9 @@ def run(p: Problem, mode: str, *, excess: int = 1, outputs: dict[str, Tensor]) -
         else:
             arguments += (outputs["dw_gate"], outputs["dw_up"] if p.gated else None, outputs["dw_down"])
             arguments += present(outputs["db_gate"], outputs["db_up"])
-    launch(specs.OverflowSpec(NAMES[x.dtype], mode, p.gated, bias), *arguments, device.sm_count(0))
+    # for sums of more terms than tensor cores add up in one go: clusters of four CTAs for each multiprocessor at most
+    aside = torch.full((4 * device.sm_count(0) * format.CTA_SUMS,), torch.nan, device="cuda")
+    launch(specs.OverflowSpec(NAMES[x.dtype], mode, p.gated, bias), *arguments, aside, device.sm_count(0))
 
 
 OUTPUTS = {

@@ -145,7 +145,7 @@ def rows(matrix: Tensor) -> Tensor:
 def transpose(matrix: Tensor, out: Tensor) -> Tensor:
     """Fill the contiguous ``out`` [C, R] with ``matrix`` [R, C], and return it."""
     blocks = matrix.dtype.itemsize == 2 and matrix.shape[0] % 8 == matrix.shape[1] % 8 == 0
-    if matrix.is_cuda and blocks and has_rows(matrix):
+    if matrix.is_cuda and matrix.numel() and blocks and has_rows(matrix):
         launch(tuning.matrix_transpose(), matrix.view(torch.int16), out.view(torch.int16))
         return out
     return out.copy_(matrix.t())
