@@ -113,7 +113,7 @@ class _Calls:
         """y of all tokens, and the last call's bits with its copy of the weights."""
         y = self.whole(self.layer.sparse(strategy))
         right, dense = self.answer
-        comparison = Comparison(testing.errors(y, right), dense)
+        comparison = Comparison(testing.errors(y, right), dense, int(self.decode.active.sum()))
         if not comparison.ok:
             return {"y": comparison}, str(comparison)
         first = (self.decode.calls - 1) % self.parts * self.m

@@ -145,7 +145,7 @@ class Layer:
 
         def verify(outputs: tuple[Tensor, ...]) -> Verdict:
             right, dense = self.answer(gated)
-            comparison = Comparison(testing.errors(outputs[0], right), dense)
+            comparison = Comparison(testing.errors(outputs[0], right), dense, self.nonzeros)
             return {"y": comparison}, "" if comparison.ok else str(comparison)
 
         return verify
@@ -271,7 +271,7 @@ class Inference:
         dense = ops.unpack(words, spill, layer.n, compression)
         right = testing.float64_gate(self.problem)
         theirs = testing.errors(F.relu(F.linear(self.problem.x, self.problem.w_gate)), right)
-        comparison = Comparison(testing.errors(dense, right), theirs)
+        comparison = Comparison(testing.errors(dense, right), theirs, int(right.count_nonzero()))
         if not comparison.ok:
             return {"gate": comparison}, f"gate: {comparison}"
         figures = stats.sum((0, 1)).tolist()
