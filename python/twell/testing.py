@@ -734,13 +734,13 @@ class Comparison:
         return f"error {self.ours}, dense {self.dense}, allowed {self.factor:.3g} ({self.row_factor:.3g}) times dense"
 
 
-def allowance(nonzeros: int) -> float:
+def allowance(roundings: int) -> float:
     """By how much luck widens a budget where so many roundings share the error: 4 for one or none, towards 1 for many.
 
     Two right results round at different places, so the ratio of their errors is a matter of chance where few terms
     are summed. The ratio is a figure over workloads: no call promises it.
     """
-    return 1 + LUCK / math.sqrt(max(nonzeros, 1))
+    return 1 + LUCK / math.sqrt(max(roundings, 1))
 
 
 def compare(problem: FFN, out: Tensor, *, gated: bool = True) -> Comparison:
