@@ -34,8 +34,8 @@ _T = TypeVar("_T")
 UGLY_M = (0, 1, 7, 63, 64, 65, 127, 128, 129, 257)
 UGLY_K = (8, 64, 72, 896, 2048, 4096, 8192)
 
-# A result may be this much further from float64 than dense PyTorch is, where so many roundings share the error that luck
-# decides nothing.
+# A result may be this much further from float64 than dense PyTorch is, where so many roundings share the error that
+# luck decides nothing.
 BUDGET = 1.1
 
 # The norm of n errors of one size has a deviation of half to three quarters of its size over the root of n, so where
@@ -416,9 +416,21 @@ def _chunks(m: int) -> Iterator[tuple[int, int]]:
 
 
 @torch.no_grad()
-def count_nonzeros(problem: FFN) -> int:
-    """Non-zeros of the gate of all tokens together, in float64."""
-    return sum(int(float64_gate(problem.rows(*rows)).count_nonzero()) for rows in _chunks(problem.x.shape[0]))
+def count_roundings(problem: FFN, *, gated: bool = True) -> float:
+    """How many hidden values most of the layer's rounding errors come from: (sum of h^2)^2 / sum of h^4, in float64.
+
+    This is the number of non-zeros where all have one size, less where a few of them are large, and 0 without any.
+    """
+    energy = fourth = 0.0
+    for start, stop in _chunks(problem.x.shape[0]):
+        part = problem.rows(start, stop)
+        hidden = float64_gate(part)
+        if gated:
+            hidden *= F.linear(part.x.double(), part.w_up.double(), _double(part.up_bias))
+        squares = hidden.square_()
+        energy += float(squares.sum())
+        fourth += float(squares.square_().sum())
+    return energy**2 / fourth if fourth else 0.0
 
 
 @torch.no_grad()
@@ -703,27 +715,27 @@ def errors(out: Tensor, answer: Tensor, terms: Tensor | None = None) -> Errors:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The errors of a result, and those of dense PyTorch on the same problem, whose gate has ``nonzeros`` non-zeros.
+    """The errors of a result, and those of dense PyTorch on the same problem; ``roundings`` share most of these.
 
-    ``budget`` and ``row_budget`` times the errors of dense PyTorch are allowed where there are many non-zeros, and more
+    ``budget`` and ``row_budget`` times the errors of dense PyTorch are allowed where there are many roundings, and more
     where there are few: see ``allowance``.
     """
 
     ours: Errors
     dense: Errors
-    nonzeros: int
+    roundings: float
     budget: float = BUDGET
     row_budget: float = BUDGET
 
     @property
     def factor(self) -> float:
         """The allowed error as a multiple of that of dense PyTorch."""
-        return self.budget * allowance(self.nonzeros)
+        return self.budget * allowance(self.roundings)
 
     @property
     def row_factor(self) -> float:
         """The same for the worst row."""
-        return self.row_budget * allowance(self.nonzeros)
+        return self.row_budget * allowance(self.roundings)
 
     @property
     def ok(self) -> bool:
@@ -734,7 +746,7 @@ class Comparison:
         return f"error {self.ours}, dense {self.dense}, allowed {self.factor:.3g} ({self.row_factor:.3g}) times dense"
 
 
-def allowance(roundings: int) -> float:
+def allowance(roundings: float) -> float:
     """By how much luck widens a budget where so many roundings share the error: 4 for one or none, towards 1 for many.
 
     Two right results round at different places, so the ratio of their errors is a matter of chance where few terms
@@ -747,7 +759,7 @@ def compare(problem: FFN, out: Tensor, *, gated: bool = True) -> Comparison:
     """Errors of ``out`` [M, K], a result for ``problem``, beside those of dense PyTorch."""
     answer = float64_output(problem, gated=gated)
     dense = errors(dense_output(problem, gated=gated), answer)
-    return Comparison(errors(out, answer), dense, count_nonzeros(problem))
+    return Comparison(errors(out, answer), dense, count_roundings(problem, gated=gated))
 
 
 def compare_gradients(
@@ -763,7 +775,7 @@ def compare_gradients(
     squares = _gradients(problem, dy, dl1, gated, each=torch.square)
     terms = {name: s.view(-1, s.shape[-1]).sum(1).sqrt() for name, s in squares.items()}
     dense = gradient_errors(dense_gradients(problem, dy, dl1, gated=gated), answer, terms)
-    return compare_errors(gradient_errors(gradients, answer, terms), dense, count_nonzeros(problem))
+    return compare_errors(gradient_errors(gradients, answer, terms), dense, count_roundings(problem, gated=gated))
 
 
 def gradient_errors(
@@ -778,13 +790,13 @@ def gradient_errors(
     }
 
 
-def compare_errors(ours: dict[str, Errors], dense: dict[str, Errors], nonzeros: int) -> dict[str, Comparison]:
-    """The comparison of each gradient of a layer whose gate has so many non-zeros, with the budget of its tensor."""
+def compare_errors(ours: dict[str, Errors], dense: dict[str, Errors], roundings: float) -> dict[str, Comparison]:
+    """The comparison of each gradient, with the budget that its tensor has; ``roundings`` as in ``Comparison``."""
 
     def budgets(name: str) -> tuple[float, float]:
         return (BIAS_BUDGET, BIAS_BUDGET) if name.endswith("bias") else (BUDGET, ROW_BUDGET)
 
-    return {name: Comparison(error, dense[name], nonzeros, *budgets(name)) for name, error in ours.items()}
+    return {name: Comparison(error, dense[name], roundings, *budgets(name)) for name, error in ours.items()}
 
 
 # Bits

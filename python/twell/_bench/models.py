@@ -413,14 +413,14 @@ COLUMNS = (
         "error",
         _figure("error", ".2f"),
         False,
-        "the same over dense eager's: more than 1.1 is red, a little more with few tokens",
+        "the same over dense eager's: more than 1.1 is red, with few tokens more",
     ),
     Column(
         "worst",
         _figure("worst", ".2f"),
         False,
         "largest error of a token over dense eager's largest; of train the largest such ratio of a weight's "
-        "gradient: more than 3 is red, a little more with few tokens",
+        "gradient: more than 3 is red, with few tokens more",
     ),
     Column("layers-run", _ran, False, "strategies of the layers"),
 )
