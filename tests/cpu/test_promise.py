@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from twell import ops, testing
+from twell import ops, testing, tuning
 from twell.testing import FFN
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -100,6 +100,20 @@ def test_the_bound_finds_faults(fault: Any, sizes: dict[str, Any], monkeypatch: 
             found.append(result.verdict != "ok")
     assert len(found) > 10
     assert all(found)
+
+
+def test_the_number_of_tokens_chooses_kernels_where_readme_says() -> None:
+    def kernels(m: int, k: int) -> tuple[Any, Any]:
+        gate, up_down = m <= tuning.SKINNY_GATE_PACK, m <= tuning.SKINNY_UP_DOWN
+        return (
+            tuning.gate_pack_skinny(torch.bfloat16, m, False) if gate else tuning.gate_pack(torch.bfloat16, 8, False),
+            tuning.up_down_skinny(torch.bfloat16, m, k, False) if up_down else tuning.up_down(torch.bfloat16, k, False),
+        )
+
+    changes = {m for k in (64, 2048, 8192) for m in range(1, 600) if kernels(m, k) != kernels(m + 1, k)}
+    *some, last = sorted(changes)
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    assert f"others beyond {', '.join(map(str, some))} and {last} tokens" in readme
 
 
 def drawn(sizes: dict[str, Any]) -> Iterator[FFN]:
