@@ -38,9 +38,8 @@ SUMMATION = 2.0**-16
 # A sum of products rarely comes near to ``fuzz_problems.ACCUMULATION``: its error on average as a share of that.
 USUAL = 0.25
 
-# The norm of so many errors of one size has a deviation of half to three quarters of its size over their root; this is
-# four to six deviations. So many roundings leave nothing to luck.
-LUCK = 3
+# So many roundings leave nothing to luck, see ``testing.LUCK``.
+LUCK = testing.LUCK
 MANY = 4096
 
 # What main gradients are before a call adds to them.
@@ -311,7 +310,7 @@ def rare(active: Tensor) -> Tensor:
 
 def dl1_of(case: Case) -> float:
     """The gradient of the sum of |h|. None where that of its mean over tokens, divided again, would not be exact."""
-    tokens = torch.tensor(float(max(case.m, 1)))
+    tokens = torch.tensor(float(max(case.m, 1)), device="cpu")
     # as a GPU divides by a number of the host
     whole = bool(tokens * (1 / tokens) == 1)
     return (1.0 if case.exact and whole else 0.0 if case.exact else 0.25) if case.l1 else 0.0

@@ -51,6 +51,7 @@ OPS = {
     "ffn_union": ("gate_pack", "gate_pack_skinny", "compact", "sampled_up", "gathered"),
     "unpack": ("unpack",),
     "reglu": ("reglu",),
+    "matrix_transpose": ("matrix_transpose",),
     "hybrid_forward": _FORWARD,
     "hybrid_backward": _BACKWARD,
     "hybrid_backward_accumulate": _BACKWARD,
@@ -141,6 +142,9 @@ def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
         gate, up = (torch.nn.functional.linear(x, w).flatten()[: case.m * case.n - 3] for w in (w_gate, w_up))
         yield Call(ops.reglu, (gate, up))
         yield Call(ops.reglu_backward, (up, gate, up))
+        return
+    if op == "matrix_transpose":
+        yield Call(ops.matrix_transpose, (w_down,))
         return
     if op.startswith("hybrid"):
         for gated in (True, False):

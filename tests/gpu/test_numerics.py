@@ -86,3 +86,25 @@ def test_a_thousand_runs_give_the_same_bits(name: str, m: int, busy: bool) -> No
             ]
         )
     assert different.tolist() == [0] * len(first)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "m", "own"),
+    [("row", 8, 1), ("row", 256, 1), ("row", 264, 8), ("union", 256, 128), ("union", 384, 128), ("training", 384, 128)],
+)
+def test_bits_of_a_token_depend_on_its_own_group_alone(strategy: str, m: int, own: int) -> None:
+    """Other tokens elsewhere in the call, and beyond 256 tokens also more of them, leave the first group as it is."""
+    problem = testing.make("topic29", 2048)
+    dy = testing.real_upstream(problem)
+
+    def first(order: torch.Tensor) -> torch.Tensor:
+        part = problem._replace(x=problem.x[order])
+        if strategy == "training":
+            return testing.sparse_gradients(part, dy[order], strategy="union")["x"][:own]
+        return testing.sparse_output(part, strategy=strategy)[:own]
+
+    order = torch.arange(m, device="cuda")
+    expected = first(order)
+    testing.assert_same(first(torch.cat([order[:own], order[own:].flip(0)])), expected)
+    if m > 256:
+        testing.assert_same(first(torch.arange(2048, device="cuda")), expected)

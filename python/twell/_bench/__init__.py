@@ -8,7 +8,7 @@ from collections.abc import Sequence
 DESCRIPTION = """\
 Time kernels, layers and models beside dense PyTorch: one run, one machine, interleaved. Nothing is timed before it is
 right: an error against float64 of more than 1.1 times dense PyTorch's, in norm or in the worst row, or other bits on
-replay, gives a red row without speed and exit status 1.
+replay, gives a red row without speed and exit status 1. Where few terms are summed luck decides, so more is allowed.
 """
 
 

@@ -67,10 +67,11 @@ class _Calls:
         self.listed = float(tiles_of(active).any(1).sum()) / self.parts
 
     @functools.cached_property
-    def answer(self) -> tuple[Tensor, Errors]:
-        """y of all tokens in float64, and the errors of dense PyTorch, so many tokens at a time."""
+    def answer(self) -> tuple[Tensor, Errors, float]:
+        """y of all tokens in float64, the errors of dense PyTorch, so many tokens at a time, and their roundings."""
         right = testing.float64_output(self.decode.window)
-        return right, testing.errors(self.whole(testing.dense_output), right)
+        dense = testing.errors(self.whole(testing.dense_output), right)
+        return right, dense, testing.count_roundings(self.decode.window)
 
     def whole(self, function: Callable[[FFN], Tensor]) -> Tensor:
         """y of all tokens, so many at a time."""
@@ -112,8 +113,8 @@ class _Calls:
     def verify(self, strategy: str, outputs: tuple[Tensor, ...]) -> Verdict:
         """y of all tokens, and the last call's bits with its copy of the weights."""
         y = self.whole(self.layer.sparse(strategy))
-        right, dense = self.answer
-        comparison = Comparison(testing.errors(y, right), dense)
+        right, dense, roundings = self.answer
+        comparison = Comparison(testing.errors(y, right), dense, roundings)
         if not comparison.ok:
             return {"y": comparison}, str(comparison)
         first = (self.decode.calls - 1) % self.parts * self.m

@@ -115,7 +115,7 @@ class Layer:
         self.fits = self.nonzeros <= format.hybrid_capacity(self.m, self.n)
         self.packed_bytes = self.overflowing * format.TILE * ITEM
         self.packed_bytes += self.m * format.tiles(self.n) * format.words_per_tile(options.compression) * 4
-        self._answers: dict[bool, tuple[Tensor, Errors]] = {}
+        self._answers: dict[bool, tuple[Tensor, Errors, float]] = {}
 
     def _count(self) -> tuple[int, Tensor]:
         """Non-zeros, and tiles that overflow by token."""
@@ -132,20 +132,20 @@ class Layer:
         ceilings = self.ceilings
         return max(flop / ceilings.flops, moved / ceilings.memory, gathered / ceilings.l2)
 
-    def answer(self, gated: bool) -> tuple[Tensor, Errors]:
-        """The layer's y in float64, and the errors of dense PyTorch."""
+    def answer(self, gated: bool) -> tuple[Tensor, Errors, float]:
+        """The layer's y in float64, the errors of dense PyTorch, and how many roundings share most of them."""
         if gated not in self._answers:
             right = testing.float64_output(self.problem, gated=gated)
             errors = testing.errors(testing.dense_output(self.problem, gated=gated), right)
-            self._answers[gated] = right, errors
+            self._answers[gated] = right, errors, testing.count_roundings(self.problem, gated=gated)
         return self._answers[gated]
 
     def verify_output(self, gated: bool) -> Verify:
         """y against float64."""
 
         def verify(outputs: tuple[Tensor, ...]) -> Verdict:
-            right, dense = self.answer(gated)
-            comparison = Comparison(testing.errors(outputs[0], right), dense)
+            right, dense, roundings = self.answer(gated)
+            comparison = Comparison(testing.errors(outputs[0], right), dense, roundings)
             return {"y": comparison}, "" if comparison.ok else str(comparison)
 
         return verify
@@ -271,7 +271,7 @@ class Inference:
         dense = ops.unpack(words, spill, layer.n, compression)
         right = testing.float64_gate(self.problem)
         theirs = testing.errors(F.relu(F.linear(self.problem.x, self.problem.w_gate)), right)
-        comparison = Comparison(testing.errors(dense, right), theirs)
+        comparison = Comparison(testing.errors(dense, right), theirs, int(right.count_nonzero()))
         if not comparison.ok:
             return {"gate": comparison}, f"gate: {comparison}"
         figures = stats.sum((0, 1)).tolist()

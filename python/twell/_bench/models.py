@@ -40,7 +40,7 @@ DESCRIPTION = """\
 Time a whole model with sparse feed-forward layers beside the same model with dense ones, in eager mode and through
 torch.compile: one run, one machine, interleaved. Nothing is timed before it is right: outputs, or the gradients of all
 weights, are compared with those in fp32, and an error of more than 1.1 times that of dense eager gives a red row
-without speed and exit status 1.
+without speed and exit status 1. Where few tokens are compared more is allowed: 1.14 times of 8,192, 1.39 of 128.
 """
 
 EPILOG = """\
@@ -409,13 +409,18 @@ COLUMNS = (
         False,
         "relative error against fp32, in norm; of train the weights' geometric mean",
     ),
-    Column("error", _figure("error", ".2f"), False, "the same over dense eager's: more than 1.1 is red"),
+    Column(
+        "error",
+        _figure("error", ".2f"),
+        False,
+        "the same over dense eager's: more than 1.1 is red, with few tokens more",
+    ),
     Column(
         "worst",
         _figure("worst", ".2f"),
         False,
         "largest error of a token over dense eager's largest; of train the largest such ratio of a weight's "
-        "gradient: more than 3 is red",
+        "gradient: more than 3 is red, with few tokens more",
     ),
     Column("layers-run", _ran, False, "strategies of the layers"),
 )

@@ -1,0 +1,147 @@
+"""The promised bound, in roundings, where few terms are summed and the ratio to dense PyTorch's error is chance."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from twell import ops, testing, tuning
+from twell.testing import FFN
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import fuzz
+import fuzz_problems as problems
+from fuzz_problems import Case, Limits
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+PLAIN: dict[str, Any] = {
+    "x_layout": "plain",
+    "weight_layout": "plain",
+    "down_layout": "rows",
+    "bias_layout": "plain",
+    "lead": 4,
+    **dict.fromkeys(problems.FLAGS, False),
+    "exact": False,
+    "gated": True,
+    "biases": (),
+    "pattern": "uniform",
+    "compression": 8,
+    "wanted": (),
+}
+# two non-zeros in all, one for each of a few tokens, a few for each of many
+ONE = {"m": 1, "k": 64, "n": 64, "density": 2 / 64}
+FEW = {"m": 16, "k": 64, "n": 64, "density": 1 / 64}
+MANY = {"m": 128, "k": 64, "n": 256, "density": 0.006}
+ALL = ("x", *problems.WEIGHTS)
+
+
+def cases(op: str, strategy: str, sizes: dict[str, Any], dtype: str, count: int = 40) -> list[Case]:
+    """Draws that differ in nothing but the numbers."""
+    base = problems.draw(1, 0, Limits.of("cpu", jit=False), False)
+    changes = {**PLAIN, **sizes, "op": op, "strategy": strategy, "dtype": dtype}
+    changes["wanted"] = ALL if op == "train" else ()
+    return [dataclasses.replace(base, **changes, seed=seed) for seed in range(count)]
+
+
+@pytest.mark.parametrize("dtype", problems.DTYPES)
+@pytest.mark.parametrize("sizes", [ONE, FEW, MANY], ids=["one", "few", "many"])
+@pytest.mark.parametrize(("op", "strategy"), [("forward", "row"), ("forward", "union"), ("train", "union")])
+def test_every_row_is_within_the_bound(op: str, strategy: str, sizes: dict[str, Any], dtype: str) -> None:
+    """y, and the gradients of x and of all weights, whatever dense PyTorch's error happens to be."""
+    results = [fuzz.attempt(case, CPU) for case in cases(op, strategy, sizes, dtype)]
+    assert {result.verdict for result in results} == {"ok"}
+    assert max(result.nonzeros for result in results) > 0
+    # the bound is not far above what happens
+    assert max(result.ratios["y"] for result in results) > 0.35
+
+
+def drops_a_nonzero(gate: Tensor) -> None:
+    """The first value is missing."""
+    for token, neuron in gate.nonzero()[:1].tolist():
+        gate[token, neuron] = 0
+
+
+def rounds_again(gate: Tensor) -> None:
+    """All values lose two bits."""
+    gate.copy_((gate.view(torch.int16) & ~3).view(gate.dtype))
+
+
+@pytest.mark.parametrize(
+    ("fault", "sizes"),
+    [(drops_a_nonzero, ONE), (drops_a_nonzero, MANY), (rounds_again, MANY)],
+    ids=["dropped, one", "dropped, many", "rounded, many"],
+)
+def test_the_bound_finds_faults(fault: Any, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    real, found = ops.gate_pack, []
+
+    def pack(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> Any:
+        words, spill, stats = real(x, w_gate, bias, compression)
+        tiles = words.view(len(x), -1, 256 // compression)
+        values = (tiles[:, 0, 1:] >> 16).short().view(x.dtype)
+        values = values.masked_fill(torch.arange(values.shape[1]) >= tiles[:, :1, 0], 0)
+        fault(values)
+        tiles[:, 0, 1:] = values.view(torch.int16).int() << 16 | tiles[:, 0, 1:] & 0xFFFF
+        return words, spill, stats
+
+    monkeypatch.setattr(ops, "gate_pack", pack)
+    for case in cases("forward", "row", sizes, "bf16", count=20):
+        result = fuzz.attempt(case, CPU)
+        if result.nonzeros:
+            found.append(result.verdict != "ok")
+    assert len(found) > 10
+    assert all(found)
+
+
+def test_the_number_of_tokens_chooses_kernels_where_readme_says() -> None:
+    def kernels(m: int, k: int) -> tuple[Any, Any]:
+        gate, up_down = m <= tuning.SKINNY_GATE_PACK, m <= tuning.SKINNY_UP_DOWN
+        return (
+            tuning.gate_pack_skinny(torch.bfloat16, m, False) if gate else tuning.gate_pack(torch.bfloat16, 8, False),
+            tuning.up_down_skinny(torch.bfloat16, m, k, False) if up_down else tuning.up_down(torch.bfloat16, k, False),
+        )
+
+    changes = {m for k in (64, 2048, 8192) for m in range(1, 600) if kernels(m, k) != kernels(m + 1, k)}
+    *some, last = sorted(changes)
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    assert f"others beyond {', '.join(map(str, some))} and {last} tokens" in readme
+
+
+def drawn(sizes: dict[str, Any]) -> Iterator[FFN]:
+    """The layers of cases, as ``testing`` has problems."""
+    for case in cases("forward", "row", sizes, "bf16", count=50):
+        layer = problems.build(case, CPU)
+        assert layer.w_up is not None
+        yield FFN(layer.x, layer.w_gate, layer.w_up, layer.w_down)
+
+
+@pytest.mark.parametrize("sizes", [ONE, FEW], ids=["one", "few"])
+def test_comparisons_with_dense_allow_for_luck(sizes: dict[str, Any]) -> None:
+    """None of a hundred right results is refused, though some are further off than many terms would allow."""
+    ratios = []
+    for problem in drawn(sizes):
+        for strategy in ("row", "union"):
+            compared = testing.compare(problem, testing.sparse_output(problem, strategy=strategy))
+            assert compared.ok, str(compared)
+            if compared.dense.frobenius:
+                ratios.append(compared.ours.frobenius / compared.dense.frobenius)
+    assert max(ratios) > testing.BUDGET
+
+
+@pytest.mark.parametrize("sizes", [ONE, FEW, MANY], ids=["one", "few", "many"])
+def test_comparisons_with_dense_find_a_missing_neuron(sizes: dict[str, Any]) -> None:
+    for problem in drawn(sizes):
+        fired = testing.float64_gate(problem).sum(0)
+        if fired.any():
+            w_down = problem.w_down.clone()
+            w_down[fired.argmax()] = 0
+            assert not testing.compare(problem, testing.sparse_output(problem._replace(w_down=w_down))).ok
