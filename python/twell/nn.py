@@ -36,6 +36,9 @@ _PLAIN_TENSORS = (nn.Parameter, type(None), Tensor)
 _STAND_INS = ("torch._subclasses", "torch.distributed")
 
 
+_SETTINGS = ("strategy", "compression", "down_layout", "accumulate_main_grad", "record_aux")
+
+
 def _require_setting(name: str, value: Any) -> None:
     """Raise TypeError or ValueError unless a layer's attribute ``name`` may be ``value``."""
     if name == "strategy":
@@ -50,15 +53,17 @@ def _require_setting(name: str, value: Any) -> None:
 
 
 def _setting(name: str) -> Any:
-    """An attribute that is checked when it is set; kept in the instance's dictionary, as others are."""
+    """An attribute that is checked when it is set; kept beside it, under another name."""
+    # of its own name torch.compile of torch 2.11 would ask the property again, for ever
+    kept = f"_{name}"
 
     def get(self: nn.Module) -> Any:
         # always there: torch.compile has no guard on what is not
-        return self.__dict__[name]
+        return self.__dict__[kept]
 
     def put(self: nn.Module, value: Any) -> None:
         _require_setting(name, value)
-        self.__dict__[name] = value
+        self.__dict__[kept] = value
 
     return property(get, put)
 
@@ -76,8 +81,7 @@ class _SparseFFN(nn.Module):
         record_aux: bool
         down_layout: DownLayout
     else:
-        strategy, compression, down_layout = map(_setting, ("strategy", "compression", "down_layout"))
-        accumulate_main_grad, record_aux = map(_setting, ("accumulate_main_grad", "record_aux"))
+        strategy, compression, down_layout, accumulate_main_grad, record_aux = map(_setting, _SETTINGS)
 
     def __init__(self, hidden: int, intermediate: int, compression: int, strategy: Strategy | AutoStrategy) -> None:
         super().__init__()
@@ -98,9 +102,10 @@ class _SparseFFN(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name != "aux"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # pickles of earlier versions have what was set alone
-        defaults = {"accumulate_main_grad": False, "record_aux": False, "down_layout": "rows"}
-        super().__setstate__({**defaults, **state})  # type: ignore[no-untyped-call]
+        # pickles of earlier versions have only what was set, under public names
+        defaults = {"_accumulate_main_grad": False, "_record_aux": False, "_down_layout": "rows"}
+        renamed = {f"_{name}" if name in _SETTINGS else name: value for name, value in state.items()}
+        super().__setstate__({**defaults, **renamed})  # type: ignore[no-untyped-call]
 
     def _finish(self, result: tuple[Tensor, Aux] | Tensor, return_aux: bool) -> Any:
         """What ``forward`` returns, of what the function gave."""

@@ -24,7 +24,7 @@ LAYERS = [
         *("cute_kernels.gate_pack_skinny", "cute_kernels.up_down_skinny", "cute_kernels.down_skinny"),
         *("cute_kernels.compact", "cute_kernels.sampled_up", "cute_kernels.sampled_grad", "cute_kernels.gathered"),
         *("cute_kernels.rank", "cute_kernels.transpose", "cute_kernels.weight_grad", "cute_kernels.overflow"),
-        "cute_kernels.reglu",
+        *("cute_kernels.reglu", "cute_kernels.matrix_transpose"),
     ],
     ["cute_kernels.compile", "cute_kernels.catalog"],
     ["cute_kernels.__main__"],

@@ -282,7 +282,7 @@ def test_moves_and_copies(topic: FFN) -> None:
         assert twell.explain(other).rows[0]._replace(measured=row.measured) == row
         other(topic.x)
         assert twell.explain(other).rows[0].calls == row.calls + 1
-    assert twell.explain(copy.deepcopy(mlp).to("cpu")).rows[0].strategy == "row"
+    assert twell.explain(copy.deepcopy(mlp).to("cpu")).rows[0].strategy == "dense"
 
 
 def test_functions_take_a_site(topic: FFN) -> None:
