@@ -114,14 +114,21 @@ class Gathered(SparseProduct):
         self.shared = Shared
         slabs = cute.ceil_div(out.shape[1], TILE_N)
         units = cute.ceil_div(out.shape[0], TILE_M) * slabs
+        arguments = (
+            coefficients, w, coefficients2, w2, bias, entries, neurons, chunks, sizes, out, aside, mma, a_layout,
+            b_layout, slabs, units, capacity,
+        )  # fmt: skip
+        ctas = cutlass.min(units, max_ctas)
         if units > 0:
-            self.kernel(
-                coefficients, w, coefficients2, w2, bias, entries, neurons, chunks, sizes, out, aside, mma, a_layout,
-                b_layout, slabs, units, capacity,
-            ).launch(
-                grid=(cutlass.min(units, max_ctas), 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream,
-                use_pdl=True,
-            )  # fmt: skip
+            # what sets sums aside is a kernel of its own: it is a tenth slower
+            if aside.shape[0] > 0:
+                self.kernel(*arguments, True).launch(
+                    grid=(ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
+                )
+            else:
+                self.kernel(*arguments, False).launch(
+                    grid=(ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
+                )
 
     @cute.kernel
     def kernel(
@@ -143,6 +150,7 @@ class Gathered(SparseProduct):
         slabs: Int32,
         units: Int32,
         capacity: Int32,
+        long: cutlass.Constexpr,
     ):
         thread = cute.arch.thread_idx()[0]
         group = cute.arch.make_warp_uniform(thread // 128)
@@ -155,9 +163,9 @@ class Gathered(SparseProduct):
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         order = shared.order.get_tensor(cute.make_layout(SORTED))
-        self.sort_tiles(order, shared.sB.data_ptr(), sizes, thread)
         data = Operands(coefficients, w, coefficients2, w2, entries, neurons, chunks, sizes, order, slabs)
         if sizes[sizes.shape[0] - 1] <= capacity:
+            self.sort_tiles(order, shared.sB.data_ptr(), sizes, thread)
             if group == 0:
                 cute.arch.setmaxregister_decrease(REGISTERS_FILL)
                 self.fill(full, empty, shared.sB.data_ptr(), data, units, thread)
@@ -166,11 +174,9 @@ class Gathered(SparseProduct):
                 sA = shared.sA.get_tensor(a_layout.outer, swizzle=a_layout.inner)
                 sB = shared.sB.get_tensor(b_layout.outer, swizzle=b_layout.inner)
                 mma.set(warpgroup.Field.ACCUMULATE, True)
-                role = (full, empty, mma, shared.sA.data_ptr(), sA, sB, data, out, aside, bias, units, thread - 128)
-                if aside.shape[0] > 0:
-                    self.mma(*role, True)
-                else:
-                    self.mma(*role, False)
+                self.mma(
+                    full, empty, mma, shared.sA.data_ptr(), sA, sB, data, out, aside, bias, units, thread - 128, long
+                )
 
     @cute.jit
     def sort_tiles(self, order, scratch, sizes, thread):

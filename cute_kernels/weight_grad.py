@@ -119,13 +119,20 @@ class WeightGrad(SparseProduct):
         self.shared = Shared
         slabs = cute.ceil_div(x.shape[1], TILE_N)
         units = cute.ceil_div(order.shape[0], TILE_M) * slabs * 2
-        self.kernel(
+        arguments = (
             x, dy, order, sizes, tiles, starts, packed, tokens, (dw_gate, dw_up, dw_down), (db_gate, db_up), aside,
-            (wide, narrow, row_sums), a_layout, b_layout, ones_layout, slabs, units,
-            capacity,
-        ).launch(
-            grid=(cutlass.min(units, max_ctas), 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
+            (wide, narrow, row_sums), a_layout, b_layout, ones_layout, slabs, units, capacity,
         )  # fmt: skip
+        ctas = cutlass.min(units, max_ctas)
+        # what sets sums aside is a kernel of its own: it is a tenth slower
+        if aside.shape[0] > 0:
+            self.kernel(*arguments, True).launch(
+                grid=(ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
+            )
+        else:
+            self.kernel(*arguments, False).launch(
+                grid=(ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
+            )
 
     @cute.kernel
     def kernel(
@@ -148,6 +155,7 @@ class WeightGrad(SparseProduct):
         slabs: Int32,
         units: Int32,
         capacity: Int32,
+        long: cutlass.Constexpr,
     ):
         thread = cute.arch.thread_idx()[0]
         group = cute.arch.make_warp_uniform(thread // 128)
@@ -175,14 +183,10 @@ class WeightGrad(SparseProduct):
                 sOnes = shared.ones.get_tensor(ones_layout.outer, swizzle=ones_layout.inner)
                 for mma in mmas:
                     mma.set(warpgroup.Field.ACCUMULATE, True)
-                role = (
+                self.mma(
                     full, empty, mmas, shared.sA.data_ptr(), sA, sB, sOnes, data, order, weights, biases, aside, units,
-                    thread - 128,
+                    thread - 128, long,
                 )  # fmt: skip
-                if aside.shape[0] > 0:
-                    self.mma(*role, True)
-                else:
-                    self.mma(*role, False)
 
     @cute.jit
     def split(self, data, unit):

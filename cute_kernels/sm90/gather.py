@@ -188,8 +188,8 @@ class SparseProduct:
     def sum_list(self, mma: cute.TiledMma, factors, g, walk, length, long: cutlass.Constexpr):
         """Add the products of a unit's whole list to its sums; the walk goes on behind it.
 
-        Without `long` no list has more than `longest` places. Whatever asks that of each list slows all of them down by
-        a tenth: the compiler keeps counters of a loop in uniform registers only where every branch is uniform.
+        Without `long` no list has more than `longest` places. Where lists may, the compiler keeps counters of the loop
+        no longer in uniform registers, and all of them take a tenth longer.
         """
         state, slot, ahead = walk
         release = state.clone()
