@@ -242,6 +242,7 @@ def work(op: str, spec: Any, f: Mapping[str, Any]) -> Work | None:
         "down": Work(0, packed + tokens + fired, 1.0 * f["group_rows"] * row),
         "down_skinny": Work(0, packed + tokens + fired),
         "unpack": Work(0, packed + ITEM * m * n),
+        "matrix_transpose": Work(0, 2 * ITEM * n * k),
         "reglu": Work(0, (5 if getattr(spec, "backward", False) else 3) * ITEM * m * n),
         "compact": Work(0, packed + entries),
         "sampled_up": Work(by_list, tokens + fired + 2 * entries, listed * row),

@@ -36,8 +36,11 @@ def replacing(path: Path) -> Iterator[Path]:
         yield partial
         sync_all(partial)
         _put(partial, target)
-    except BaseException:
+    except BaseException as error:
         _remove(partial)
+        if isinstance(error, OSError) and error.filename == str(partial):
+            # the name that was asked for
+            error.filename = str(path)
         raise
 
 

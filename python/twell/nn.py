@@ -389,7 +389,9 @@ def _keep_rows(module: _SparseFFN, incompatible_keys: Any) -> None:
 
 def _calls_are_torchs() -> bool:
     """Whether an ``nn.Linear`` that is called runs torch's own code, which libraries replace for all modules."""
-    return nn.Linear.__call__ is _CALL and nn.Linear.forward is _FORWARD and F.linear is _LINEAR
+    # torch.export replaces the call of every module while it traces
+    called = nn.Linear.__call__ is _CALL or _auto._exporting()
+    return called and nn.Linear.forward is _FORWARD and F.linear is _LINEAR
 
 
 def _is_plain(child: nn.Module) -> bool:

@@ -86,6 +86,7 @@ def test_one_exported_graph_is_for_any_number_of_tokens(
     assert [(int(r.lower), int(r.upper)) for s, r in exported.range_constraints.items() if str(s)[0] == "s"] == [
         (1, TOKENS[-1])
     ]
+    assert ("twell" in exported.graph_module.code) == (strategy in ("row", "union"))
     call = saved(exported).module()
     for m in TOKENS:
         assert_same(call(p.x[:m]), layer(p.x[:m]))
