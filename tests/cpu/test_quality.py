@@ -152,12 +152,12 @@ def test_an_interrupted_sweep_keeps_finished_runs(
 ) -> None:
     step, left = train.Training.step, 30 + 10
 
-    def interrupted(self: Any) -> None:
+    def interrupted(self: Any, stopping: Any) -> None:
         nonlocal left
         left -= 1
         if not left:
             raise KeyboardInterrupt
-        step(self)
+        step(self, stopping)
 
     command = [*base, "--coefficients", "0", "0.01", "--seeds", "1", "--reinitialize-at", "--sparse-at"]
     command += ["--out", str(tmp_path / "quality.json")]
