@@ -219,7 +219,7 @@ def draw(seed: int, number: int, limits: Limits, graphs: bool) -> Case:
 
 
 def sizes(rng: random.Random, op: str, number: int, limits: Limits) -> tuple[int, int, int]:
-    """M, K and N within ``limits``; cases go through the classes of K in turn, but for few with very long sums."""
+    """M, K and N within ``limits``; cases go through the classes of K in turn, except for few with very long sums."""
     if limits.m > max(TOKENS) and op != "decode" and rng.random() < 0.03:
         k = rng.choice([8, 64, 128, 264, 512])
         if rng.random() < 0.6:

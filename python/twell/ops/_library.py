@@ -157,7 +157,7 @@ def has_rows(matrix: Tensor) -> bool:
 
 
 def has_row_strides(matrix: Tensor) -> bool:
-    """``has_rows`` but for the address, which tensors without values do not have."""
+    """``has_rows`` except for the address, which tensors without values do not have."""
     stride, inner = matrix.stride()
     return inner == 1 and stride >= matrix.shape[1] and stride % STRIDE_MULTIPLE == 0
 
