@@ -25,8 +25,9 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import twell
-from twell import _bench, cli
-from twell._bench import _arguments, models
+from twell.commands import bench, cli
+from twell.commands.bench import models
+from twell.commands.bench import parser as bench_parser
 
 # What is documented under a name that docstrings use, by the module that has it.
 _MODULES = ("twell", "twell.nn", "twell.recipe", "twell.distributed", "twell.integrations.transformers")
@@ -199,10 +200,10 @@ def command_parser(words: list[str]) -> argparse.ArgumentParser:
     """The parser of ``twell WORDS``."""
     if words in (["bench"], ["bench", "model"]):
         model = len(words) > 1
-        told = models.DESCRIPTION if model else _bench.DESCRIPTION
-        bench = argparse.ArgumentParser(prog=f"twell {' '.join(words)}", description=told)
-        (models if model else _arguments).add_arguments(bench)
-        return bench
+        told = models.DESCRIPTION if model else bench.DESCRIPTION
+        made = argparse.ArgumentParser(prog=f"twell {' '.join(words)}", description=told)
+        (models if model else bench_parser).add_arguments(made)
+        return made
     parser = cli.parser()
     for word in words:
         choices = next((a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)), {})
