@@ -279,8 +279,7 @@ def run(case: Case, device: torch.device, result: Result) -> None:
             outputs = {name: t.clone() for name, t in static.items()}
         if case.exported:
             found = {"y": exported(case, operands)}
-            if case.strategy in SPARSE:
-                same_bits(found, outputs, "an exported graph")
+            same_bits(found, outputs, "an exported graph")
             outputs = found
     if case.op == "pack":
         check_packed(case, layer, right, outputs)

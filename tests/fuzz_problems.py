@@ -214,7 +214,7 @@ def draw(seed: int, number: int, limits: Limits, graphs: bool) -> Case:
         coherent=not exact and chance(0.25),
         checkpointed=training and chance(0.15),
         device_set=chance(0.15),
-        exported=op == "forward" and 0 < m <= EXPORTED and chance(0.03),
+        exported=op == "forward" and sparse and 0 < m <= EXPORTED and chance(0.06),
     )
 
 
