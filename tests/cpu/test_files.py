@@ -199,9 +199,9 @@ def test_full_disks_are_recognised(code: int) -> None:
 
 
 def write_table(path: Path) -> None:
-    from twell.commands import analyze
+    from twell.commands import sparsity
 
-    analyze.write_csv(path, [{"layer": 1}])
+    sparsity.write_csv(path, [{"layer": 1}])
 
 
 def write_json(path: Path) -> None:

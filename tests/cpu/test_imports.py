@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Each line may import those above it and itself. A name stands for a file, or for a folder and all in it.
 LAYERS = [
     # kernels: what is known at compile time
-    ["cute_kernels.__init__", "cute_kernels.format", "cute_kernels.feasible", "cute_kernels.fingerprint"],
+    ["cute_kernels.__init__", "cute_kernels.geometry", "cute_kernels.feasible", "cute_kernels.fingerprint"],
     ["cute_kernels.specs"],
     ["cute_kernels.sm90"],
     [
@@ -28,34 +28,35 @@ LAYERS = [
     ],
     ["cute_kernels.compile", "cute_kernels.catalog"],
     ["cute_kernels.__main__"],
-    # torch side: what is known at call time
-    ["twell._env"],
-    ["twell._arguments", "twell._log"],
-    ["twell._nvtx", "twell._files"],
+    # the library: what is known at call time
     ["twell._runtime"],
-    ["twell.reference", "twell._tuning_table", "twell._checkpoint"],
+    ["twell._arguments", "twell._files", "twell._memory"],
+    ["twell.reference", "twell._tuning_table"],
     ["twell.tuning"],
     ["twell.ops"],
-    ["twell._auto", "twell._autograd", "twell._memory", "twell.packed"],
+    ["twell._auto", "twell._autograd", "twell._sharding", "twell.packed"],
     ["twell.functional"],
     ["twell.nn"],
     ["twell._compaction", "twell._equivalence", "twell._sparsify"],
     ["twell.__init__"],
     ["twell.recipe", "twell.distributed"],
     ["twell.integrations"],
-    # people's side
-    ["twell.testing", "twell._info", "twell._request"],
-    ["twell._demo", "twell._demo_compare", "twell._demo_model", "twell._demo_plots", "twell._demo_text"],
-    ["twell._convert", "twell._model_text", "twell._analyze", "twell._analyze_plots", "twell._record"],
-    ["twell._bench"],
-    ["twell.cli"],
+    ["twell.testing"],
+    # what the command ``twell`` runs
+    ["twell.commands.__init__", "twell.commands.request"],
+    ["twell.commands.saved_model"],
+    ["twell.commands.sparsity"],
+    ["twell.commands.demo", "twell.commands.bench"],
+    ["twell.commands.analyze", "twell.commands.analyze_plots", "twell.commands.record"],
+    ["twell.commands.convert", "twell.commands.info"],
+    ["twell.commands.cli"],
     ["twell.__main__"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 TREES = {"cute_kernels": ROOT / "cute_kernels", "twell": ROOT / "python" / "twell"}
 
 # What the pure files may use besides the standard library: nothing.
-PURE = ("__init__", "format", "feasible", "fingerprint", "specs", "catalog")
+PURE = ("__init__", "geometry", "feasible", "fingerprint", "specs", "catalog")
 # The only files that may import the compiler, or the runtime's bindings.
 COMPILER_USERS = ("cute_kernels.", "twell._runtime.cache")
 BINDING_USERS = ("twell._runtime.",)
@@ -80,8 +81,11 @@ def is_module(name: str) -> bool:
     return package in TREES and (path_of(name).is_file() or TREES[package].joinpath(*rest, "__init__.py").is_file())
 
 
-def imports(module: str) -> Iterator[tuple[str, bool]]:
-    """Absolute names that a module imports anywhere in it, and whether it wrote them relative."""
+def imports(module: str, whole: bool = False) -> Iterator[tuple[str, bool]]:
+    """Absolute names of what a module imports anywhere in it, and whether it wrote them relative.
+
+    Modules, or as they are written, names of things in modules included, if ``whole``.
+    """
     for node in ast.walk(ast.parse(path_of(module).read_text())):
         if isinstance(node, ast.Import):
             yield from ((alias.name, False) for alias in node.names)
@@ -92,7 +96,7 @@ def imports(module: str) -> Iterator[tuple[str, bool]]:
                 base = ".".join([*parents, base] if base else parents)
             for alias in node.names:
                 inner = f"{base}.{alias.name}"
-                yield (inner if is_module(inner) else base), bool(node.level)
+                yield (inner if whole or is_module(inner) else base), bool(node.level)
 
 
 def rank(module: str) -> int:
@@ -116,6 +120,25 @@ def test_layers(module: str) -> None:
     for name, _ in imports(module):
         if name.split(".")[0] in TREES:
             assert rank(name) <= rank(module), f"{module} imports {name}, which is above it"
+
+
+def test_no_module_imports_itself_in_the_end() -> None:
+    graph = {module: {name for name, _ in imports(module) if is_module(name)} for module in modules()}
+    while leaves := [module for module, names in graph.items() if not names & graph.keys() - {module}]:
+        for module in leaves:
+            del graph[module]
+    assert not graph, f"these import each other in a circle: {sorted(graph)}"
+
+
+@pytest.mark.parametrize("module", modules())
+def test_private_names_stay_in_their_folder(module: str) -> None:
+    """A name with an underscore is for the folder that holds it, and for the folders inside of that."""
+    folder = module.split(".")[:-1]
+    for name, _ in imports(module, whole=True):
+        parts = name.split(".")
+        for i, part in enumerate(parts):
+            if parts[0] in TREES and part.startswith("_") and not part.startswith("__"):
+                assert folder[:i] == parts[:i], f"{module} imports {name}"
 
 
 @pytest.mark.parametrize("module", [name for name in modules() if name.startswith("cute_kernels.")])

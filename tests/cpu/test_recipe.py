@@ -430,7 +430,7 @@ def test_tracker_counts_what_fires(how: str, dtype: torch.dtype) -> None:
     model = Model().to(dtype)
     with torch.no_grad():
         for mlp in recipe.layers(model).values():
-            _compaction._gate(mlp).weight[5:9] = 0
+            _compaction.gate_of(mlp).weight[5:9] = 0
     if "checkpoint" in how:
         model.reentrant = False
     recipe.record_aux(model)
@@ -897,7 +897,7 @@ def chooses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def silence(mlp: Any, alive: int) -> None:
     """Let the first ``alive`` neurons fire for every token, and no others."""
-    gate = _compaction._gate(mlp)
+    gate = _compaction.gate_of(mlp)
     with torch.no_grad():
         gate.weight.zero_()
         gate.bias.copy_(torch.where(torch.arange(len(gate.bias)) < alive, 1.0, -1.0))

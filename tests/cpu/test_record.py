@@ -17,11 +17,11 @@ import saved_models
 from saved_models import run
 
 from twell import _sparsify, testing
-from twell.commands import analyze, record, saved_model
-from twell.commands.analyze import Tally
+from twell.commands import record, saved_model, sparsity
 from twell.commands.bench import workloads
 from twell.commands.request import RequestError
 from twell.commands.saved_model import Batch, Layer
+from twell.commands.sparsity import Tally
 
 CPU = torch.device("cpu")
 
@@ -97,8 +97,8 @@ def test_command(llama: Path, words: Path, tmp_path: Path, capsys: pytest.Captur
     assert [row[0] for row in whole] == ["0", "1", "2"]
     loaded = saved_model.load(_arguments(llama, *options, "--layers", 0, "--out", out))
     sequences = saved_model.read(loaded, _arguments(llama, *options, "--layers", 0, "--out", out), 700).sequences
-    reports = analyze.analyze(loaded.model, saved_model.batches(sequences, 4))
-    assert [analyze.figures_cells(report) for report in reports] == whole
+    reports = sparsity.analyze(loaded.model, saved_model.batches(sequences, 4))
+    assert [sparsity.figures_cells(report) for report in reports] == whole
     layers = saved_model.layers(loaded.model)
     for row, agreement in zip(stored, changed, strict=True):
         number = int(row[0])
@@ -122,7 +122,7 @@ def test_command(llama: Path, words: Path, tmp_path: Path, capsys: pytest.Captur
         first = torch.arange(700) % 100 == 0
         tally = Tally(320, 8, CPU)
         tally.add(pattern, first)
-        assert analyze.figures_cells(tally.report(layers[number])) == row
+        assert sparsity.figures_cells(tally.report(layers[number])) == row
         report = reports[number]
         assert rows == 320 - report.dead
         assert float(pattern.sum(1).double().mean()) == pytest.approx(report.mean, rel=0.01)
@@ -195,7 +195,7 @@ def test_other_models(kind: str, options: dict[str, Any], words: Path, tmp_path:
     sequences = saved_model.read(loaded, arguments, 512).sequences
     _sparsify.sparsify_(model, strategy="dense")
     ids = torch.tensor(sequences)
-    for report in analyze.analyze(model, [Batch(ids, ids >= 0)]):
+    for report in sparsity.analyze(model, [Batch(ids, ids >= 0)]):
         pattern = pattern_of(out, report.number, 512)
         assert float(pattern.sum(1).double().mean()) == pytest.approx(report.mean, rel=0.01)
 

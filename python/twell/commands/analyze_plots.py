@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from twell import _files
-from twell.commands.analyze import LayerReport, Pick
+from twell.commands.sparsity import LayerReport, Pick
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,10 +13,10 @@ from torch import Tensor
 
 import twell
 from twell import testing, tuning
-from twell.commands import analyze, saved_model
-from twell.commands.analyze import LayerReport, Tally
+from twell.commands import saved_model, sparsity
 from twell.commands.request import RequestError, at_least
 from twell.commands.saved_model import Layer
+from twell.commands.sparsity import LayerReport, Tally
 
 DESCRIPTION = """\
 Run a model on text and write what enters the chosen feed-forward layers, with their gate weights, as int8: workloads
@@ -112,7 +112,7 @@ def quantize(x: Tensor, layer: Layer) -> Recording:
     large, tokens of others. A bias is added to the weight along a direction whose product with every token is about 1.
     Then each row whose number of tokens came out wrong is moved along it and rounded once more.
     """
-    fired = torch.cat([pattern for _, pattern in analyze.patterns(x, layer.linear)])
+    fired = torch.cat([pattern for _, pattern in sparsity.patterns(x, layer.linear)])
     weight, bias = layer.linear.weight.float(), layer.linear.bias
     x_int, x_scale = min(
         (_round(x.float(), dim) for dim in (0, 1)), key=lambda rounded: _changed(rounded, layer, fired)
@@ -147,7 +147,7 @@ def _round(values: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 def _changed(rounded: tuple[Tensor, Tensor], layer: Layer, fired: Tensor) -> int:
     """How many gates differ where x is read back and the weight is the model's."""
     x = _read_back(*rounded).to(layer.linear.weight.dtype)
-    return sum(int((pattern != fired[rows]).sum()) for rows, pattern in analyze.patterns(x, layer.linear))
+    return sum(int((pattern != fired[rows]).sum()) for rows, pattern in sparsity.patterns(x, layer.linear))
 
 
 def _read_back(integers: Tensor, scale: Tensor) -> Tensor:
@@ -228,7 +228,7 @@ def check(path: Path, recording: Recording, first: Tensor, layer: Layer) -> tupl
     silent = torch.ones(recording.n, dtype=torch.bool, device=where)
     silent[recording.alive.long()] = False
     lost = added = loud = 0
-    for rows, pattern in analyze.patterns(problem.x.float(), gate):
+    for rows, pattern in sparsity.patterns(problem.x.float(), gate):
         tally.add(pattern, first[rows])
         lost += int((fired[rows] & ~pattern).sum())
         added += int((pattern & ~fired[rows]).sum())
@@ -260,7 +260,7 @@ def _readme(
 ) -> str:
     """What the folder holds, in Markdown."""
     dtype = tuning.dtype_name(next(loaded.model.parameters()).dtype)
-    header = analyze.figures_header(reports[0].compression)
+    header = sparsity.figures_header(reports[0].compression)
     k, n = (", ".join(sorted({f"{getattr(r, size):,}" for r in reports})) for size in ("k", "n"))
     kinds = " and ".join(sorted({"gated" if r.gated else "non-gated" for r in reports}))
     weights = "gate weights"
@@ -290,7 +290,7 @@ a problem of a file, and `twell bench ffn --workload {workloads}` times it.
 
 The files, as `load_real` reads them in bfloat16:
 
-{_markdown([header, *(analyze.figures_cells(report) for _, report in results)])}
+{_markdown([header, *(sparsity.figures_cells(report) for _, report in results)])}
 
 What int8 changed: mean non-zeros of a token, and shares of the model's non-zeros.
 
@@ -298,9 +298,9 @@ What int8 changed: mean non-zeros of a token, and shares of the model's non-zero
 
 The model itself, on the same tokens:
 
-{_markdown([header, *map(analyze.figures_cells, reports)])}
+{_markdown([header, *map(sparsity.figures_cells, reports)])}
 
-non-zeros, p50, p99 and max are of a token, > {analyze.HEAVY} and > N/{analyze.HEAVY_SHARE} the share of tokens
+non-zeros, p50, p99 and max are of a token, > {sparsity.HEAVY} and > N/{sparsity.HEAVY_SHARE} the share of tokens
 with more, tiles the share of the tiles of 256 neurons of a token that overflow, dead the share of neurons that never
 fire, union the share that some of so many consecutive tokens fires, hottest the share of the non-zeros that so many
 neurons have.
@@ -354,7 +354,7 @@ def run(arguments: argparse.Namespace) -> int:
     tallies = [Tally(layer.linear.out_features, layer.compression, layer.linear.weight.device) for layer in layers]
 
     def visit(i: int, x: Tensor, first: Tensor) -> None:
-        for rows, pattern in analyze.patterns(x, layers[i].linear):
+        for rows, pattern in sparsity.patterns(x, layers[i].linear):
             tallies[i].add(pattern, first[rows])
         if i in inputs:
             # a copy, whatever the model does to its own

@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Callable
 
+import torch
+
 
 class RequestError(ValueError):
     """What the command line asks for cannot be met; the message says what was got and what expected."""
@@ -46,3 +48,24 @@ def exit_status(command: str, run: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print(f"\n{command}: interrupted", file=sys.stderr)
         return 130
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The device of that name, by default a GPU where there is one.
+
+    RequestError where torch cannot use it.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise RequestError(f"--device: expected cpu, cuda or cuda:INDEX, got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise RequestError(f"--device: expected cpu, cuda or cuda:INDEX, got {name!r}")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and not count:
+        raise RequestError(f"--device: torch finds no CUDA device, got {name!r}; expected --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise RequestError(f"--device: expected one of {count} CUDA devices that torch can use, got {name!r}")
+    return device

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from twell import _sparsify
-from twell.commands.demo import corpus
-from twell.commands.request import RequestError, at_least
+from twell.commands.request import RequestError, at_least, pick_device
 from twell.nn import SparseGatedMLP, SparseMLP
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -121,7 +120,7 @@ def load(arguments: argparse.Namespace, compression: int | None = None) -> Loade
     content = _config(folder)
     _require_files(folder, "weights", _WEIGHTS)
     _require_files(folder, "a tokenizer", _TOKENIZERS)
-    device = _device(arguments.device)
+    device = pick_device(arguments.device)
     # before what takes long
     for path in arguments.text:
         _require_text(path)
@@ -256,12 +255,6 @@ def _hf() -> Iterator[None]:
         raise ImportError(f"{error}. Reading models takes transformers: pip install twell[hf]") from error
 
 
-def _device(name: str | None) -> torch.device:
-    from twell.commands.demo.demo import pick_device
-
-    return pick_device(name)
-
-
 def read(loaded: Loaded, arguments: argparse.Namespace, least: int) -> Text:
     """The first ``--tokens`` of the text, in sequences that begin as the tokenizer begins a text.
 
@@ -317,7 +310,7 @@ def _bos(tokenizer: Any) -> int | None:
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
     for path in paths:
         if path.is_dir():
-            files = list(corpus.paths(path, ""))
+            files = list(files_below(path, ""))
             # the first files by name would be alike
             random.Random(0).shuffle(files)
             yield from (file for file in files if _is_text(file))
@@ -444,3 +437,18 @@ def check_file(option: str, path: Path | None, suffixes: Sequence[str]) -> None:
         raise RequestError(f"{option}: expected an existing folder to write to, got {str(folder)!r}")
     if path.is_dir() or not os.access(folder, os.W_OK):
         raise RequestError(f"{option}: expected a file that can be written, got {str(path)!r}")
+
+
+_SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "node_modules"}
+
+
+def files_below(root: Path, suffix: str) -> Iterator[Path]:
+    """Regular files below `root`, in an order that depends on their names alone; hidden and installed ones left out."""
+    for path in sorted(root.iterdir()):
+        if path.name.startswith(".") or path.name in _SKIPPED_FOLDERS:
+            continue
+        if path.is_dir():
+            if not path.is_symlink():
+                yield from files_below(path, suffix)
+        elif path.is_file() and path.name.endswith(suffix):
+            yield path

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from twell import recipe
-from twell._arguments import require, require_flag, require_integer, require_number, require_path
+from twell._arguments import require, require_choice, require_flag, require_integer, require_number, require_path
 from twell._runtime.log import logger
 from twell.recipe import Normalisation, SparsityTracker, StatsWriter, TokenTypes
-from twell.recipe._aux import require_normalisation
-from twell.recipe._tracker import require_schedule
 
 try:
     from transformers import TrainerCallback
@@ -89,11 +87,12 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         seed: int = 0,
     ) -> None:
         require_number("coefficient", coefficient, 0)
-        require_normalisation(normalisation)
+        require_choice("normalisation", normalisation, recipe.NORMALISATIONS)
         require_integer("warmup_steps", warmup_steps, 0)
         require_integer("warmup_start", warmup_start, 0)
         require_number("reinitialize", reinitialize, 0, 1)
-        require_schedule(every, window)
+        require_integer("every", every, 0)
+        require_integer("window", window, 1)
         require("types", types, (TokenTypes, type(None)), "a TokenTypes, as recipe.token_types makes it, or None")
         if settle_every is not None:
             require_integer("settle_every", settle_every, 1)

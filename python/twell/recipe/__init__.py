@@ -37,8 +37,9 @@ from twell.recipe._aux import (
     record_aux,
 )
 from twell.recipe._reinitialize import reinitialize_dead
+from twell.recipe._stats import LayerStats, SparsityStats
 from twell.recipe._strategies import settle, strategies
-from twell.recipe._tracker import POSITIONS, LayerStats, SparsityStats, SparsityTracker
+from twell.recipe._tracker import POSITIONS, SparsityTracker
 from twell.recipe._types import TokenTypes, token_types
 from twell.recipe._writers import StatsWriter
 

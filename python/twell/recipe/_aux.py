@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from twell._arguments import require_integer, require_number
-from twell._compaction import MLP, _gate
+from twell._arguments import require_choice, require_integer, require_number
+from twell._compaction import MLP, gate_of
 from twell.functional import Aux
 from twell.nn import SparseGatedMLP, SparseMLP
 
@@ -197,7 +197,7 @@ def l1_term(model: nn.Module, normalisation: Normalisation = "token_sum", *, sev
     Reading clears. Raises RuntimeError if a layer recorded nothing, or more than one call, or if its L1 requires no
     gradient although its weights do.
     """
-    require_normalisation(normalisation)
+    require_choice("normalisation", normalisation, NORMALISATIONS)
     found, recorded = layers(model), {}
     for name, layer in found.items():
         recorder = getattr(layer, "_recorder", None)
@@ -219,12 +219,6 @@ def l1_term(model: nn.Module, normalisation: Normalisation = "token_sum", *, sev
     return term
 
 
-def require_normalisation(name: object) -> None:
-    """Raise ValueError unless ``name`` is that of a normalisation."""
-    if name not in NORMALISATIONS:
-        raise ValueError(f"normalisation must be one of {', '.join(NORMALISATIONS)}, got {name!r}")
-
-
 def _require_usable(name: str, layer: MLP, calls: list[Aux], several: bool) -> None:
     name = name or "the layer"
     if not calls:
@@ -239,7 +233,7 @@ def _require_usable(name: str, layer: MLP, calls: list[Aux], several: bool) -> N
             "calls, clear_aux(model) forgets calls that no loss is made of"
         )
     if torch.is_grad_enabled() and not all(aux.l1.requires_grad for aux in calls):
-        if any(parameter.requires_grad for parameter in (*_gate(layer).parameters(), *layer.parameters())):
+        if any(parameter.requires_grad for parameter in (*gate_of(layer).parameters(), *layer.parameters())):
             raise RuntimeError(
                 f"l1_term: the L1 of {name} requires no grad, so that the term would not train it: the layer ran under "
                 "no_grad, as in activation checkpointing with use_reentrant=True. Use use_reentrant=False (in "
@@ -266,8 +260,8 @@ def convert_coefficient(coefficient: float, neurons: int, source: Normalisation,
     """
     require_number("coefficient", coefficient, 0)
     require_integer("neurons", neurons, 1)
-    require_normalisation(source)
-    require_normalisation(target)
+    require_choice("normalisation", source, NORMALISATIONS)
+    require_choice("normalisation", target, NORMALISATIONS)
     if source == target:
         return coefficient
     return coefficient * neurons if target == "neuron_mean" else coefficient / neurons

@@ -103,7 +103,7 @@ def _part(whole: Tensor, like: Any) -> Tensor:
 
 
 def _gate_weight(name: str, layer: Any) -> Tensor:
-    weight: Tensor = _compaction._gate(layer).weight
+    weight: Tensor = _compaction.gate_of(layer).weight
     if weight.dim() != 2 or weight.shape[0] != layer.intermediate:
         raise ValueError(
             f"the gate of {name or 'the layer'} must have {layer.intermediate} rows, got {list(weight.shape)}: weights "

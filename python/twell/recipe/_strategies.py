@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import nn
 
 from twell import _auto, tuning
@@ -11,9 +9,7 @@ from twell._auto import AutoStrategy
 from twell.functional import copies_down
 from twell.nn import SparseGatedMLP, explain
 from twell.recipe._aux import layers, recorder_of
-
-if TYPE_CHECKING:
-    from twell.recipe._tracker import SparsityStats
+from twell.recipe._stats import SparsityStats
 
 
 def strategies(model: nn.Module) -> dict[str, str]:

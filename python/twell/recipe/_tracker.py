@@ -6,7 +6,6 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,61 +17,13 @@ from twell import _compaction, functional
 from twell._arguments import require, require_integer
 from twell._runtime import geometry
 from twell.recipe import _aux
+from twell.recipe._stats import LayerStats, SparsityStats, ratio
 from twell.recipe._strategies import strategies
 
 POSITIONS = (0, 1, 2, 4, 16, 64, 256, 1024)
 
 # Gates that are counted at a time: 32 MB of 16 bits, and as much spill.
 _CHUNK_GATES = 1 << 24
-
-
-class LayerStats(NamedTuple):
-    """Figures of one layer, over all ranks. None: nothing is known.
-
-    layer: its qualified name. neurons: N. l0, l1: means over all calls since the last read, per token, as ``Aux``.
-
-    The others are of the last complete window. tokens, calls: how many were observed. dead: neurons that fired for none
-    of these tokens. observed_l0: their mean non-zeros. union: the share of the neurons that some token of 128
-    consecutive ones fires, in the mean. positions, types: mean non-zeros by place in the sequence and by type.
-
-    strategy: as ``recipe.strategies`` has it.
-    """
-
-    layer: str
-    neurons: int
-    l0: float | None
-    l1: float | None
-    tokens: int
-    calls: int
-    dead: int | None
-    observed_l0: float | None
-    union: float | None
-    positions: dict[str, float | None]
-    types: dict[str, float | None]
-    strategy: str
-
-
-@dataclass(frozen=True)
-class SparsityStats:
-    """``LayerStats`` of all layers, in the model's order."""
-
-    layers: tuple[LayerStats, ...]
-
-    def summary(self) -> dict[str, float]:
-        """Means over the layers: l0, l1, dead (as a share of the neurons); what is unknown is left out."""
-        shares = [None if row.dead is None else row.dead / row.neurons for row in self.layers]
-        columns = {"l0": [r.l0 for r in self.layers], "l1": [r.l1 for r in self.layers], "dead": shares}
-        known = {name: [v for v in values if v is not None] for name, values in columns.items()}
-        return {name: sum(values) / len(values) for name, values in known.items() if values}
-
-    def rows(self) -> list[dict[str, str | int | float | None]]:
-        """A flat row for each layer, all with the same keys."""
-        rows = []
-        for layer in self.layers:
-            row = {k: v for k, v in layer._asdict().items() if k not in ("positions", "types")}
-            row |= {f"l0_at_{name}": value for name, value in layer.positions.items()}
-            rows.append(row | {f"l0_of_{name}": value for name, value in layer.types.items()})
-        return rows
 
 
 class _Layout(NamedTuple):
@@ -94,12 +45,6 @@ class _Layout(NamedTuple):
     @property
     def size(self) -> int:
         return self.neurons + 2 * self.positions + 2 * (self.types + 2) + 5
-
-
-def require_schedule(every: int, window: int) -> None:
-    """Raise TypeError or ValueError unless these are what a ``SparsityTracker`` takes."""
-    require_integer("every", every, 0)
-    require_integer("window", window, 1)
 
 
 class SparsityTracker:
@@ -147,7 +92,8 @@ class SparsityTracker:
         types: Sequence[str] = (),
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        require_schedule(every, window)
+        require_integer("every", every, 0)
+        require_integer("window", window, 1)
         require("positions", positions, (list, tuple, range), "integers that ascend from 0")
         require("types", types, (list, tuple), "names of types")
         bounds = list(positions)
@@ -284,7 +230,7 @@ class SparsityTracker:
         chosen = strategies(self.model)
         rows = []
         for i, (name, layout) in enumerate(self._layouts.items()):
-            l1, l0 = (_ratio(means[2 * i + j], calls[i]) for j in (0, 1))
+            l1, l0 = (ratio(means[2 * i + j], calls[i]) for j in (0, 1))
             rows.append(self._row(name, layout, l0, l1, counts[name], chosen[name]))
         return SparsityStats(tuple(rows))
 
@@ -301,7 +247,7 @@ class SparsityTracker:
             return dict(self._dead)
         masks = {}
         for name, counts in self._counts(self._closed).items():
-            weight = _compaction._gate(self._layers[name]).weight
+            weight = _compaction.gate_of(self._layers[name]).weight
             if counts is None:
                 masks[name] = torch.zeros(self._layouts[name].neurons, dtype=torch.bool, device=weight.device)
             else:
@@ -388,10 +334,10 @@ class SparsityTracker:
             tokens,
             calls,
             int((firings == 0).sum()) if tokens else None,
-            _ratio(nonzeros, tokens),
-            _ratio(union, tiles * neurons),
-            dict(zip(self.positions, map(_ratio, at.tolist(), tokens_at.tolist()))),
-            dict(zip(self.types, map(_ratio, of.tolist(), tokens_of.tolist()))),
+            ratio(nonzeros, tokens),
+            ratio(union, tiles * neurons),
+            dict(zip(self.positions, map(ratio, at.tolist(), tokens_at.tolist()))),
+            dict(zip(self.types, map(ratio, of.tolist(), tokens_of.tolist()))),
             strategy,
         )
 
@@ -480,7 +426,7 @@ def _count(layer: Any, x: Tensor, kept: Tensor | None, firings: Tensor, per_toke
 
 def _gate_of(layer: Any, x: Tensor) -> Callable[[Tensor], Tensor]:
     """What gives the layer's gate [M, N] for rows of x, before ReLU or after it, computed as the layer does."""
-    projection: Any = _compaction._gate(layer)
+    projection: Any = _compaction.gate_of(layer)
     if not layer._is_plain():
         # an adapter, say
         return lambda rows: projection(
@@ -497,7 +443,3 @@ def _gate_of(layer: Any, x: Tensor) -> Callable[[Tensor], Tensor]:
 
 def _dtype(module: nn.Module) -> torch.dtype:
     return next(module.parameters()).dtype
-
-
-def _ratio(total: float, count: float) -> float | None:
-    return total / count if count else None

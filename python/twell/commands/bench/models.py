@@ -32,8 +32,7 @@ from twell.commands.bench.models_random import (
 )
 from twell.commands.bench.models_run import OPS, Row, Settings, Subject, fitting_micro_batch, run_op
 from twell.commands.bench.report import STDOUT, Column, Progress, Writer, output, require_writable
-from twell.commands.demo.demo import pick_device
-from twell.commands.request import RequestError, at_least
+from twell.commands.request import RequestError, at_least, pick_device
 
 NAME = "twell bench model"
 

@@ -25,7 +25,7 @@ import twell
 from twell import _sparsify, recipe, testing
 from twell._runtime import geometry
 from twell._runtime.log import logger
-from twell.commands import analyze, saved_model
+from twell.commands import saved_model, sparsity
 from twell.commands.bench.energy import EnergyMeter
 from twell.commands.bench.models_random import cast
 from twell.commands.bench.protocol import spread
@@ -159,7 +159,7 @@ class Subject:
         """Find out how sparse the layers are."""
         ids = self.ids[:: max(len(self.ids) // ANALYZED, 1)][:ANALYZED].cpu()
         batches = [saved_model.Batch(part, torch.ones_like(part, dtype=torch.bool)) for part in torch.split(ids, 4)]
-        for report in analyze.analyze(self.for_inference(), batches):
+        for report in sparsity.analyze(self.for_inference(), batches):
             self.non_zeros.append(report.mean)
             self.unions.append(report.unions.get(geometry.TOKEN_TILE, math.nan))
             self.dead.append(report.dead / report.n)

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from twell.commands.bench import rows
 from twell.commands.bench.decode import DECODED
 from twell.commands.bench.layers import OPS, STRATEGIES, Options
@@ -18,7 +16,7 @@ from twell.commands.bench.report import STDOUT, output, require_writable
 from twell.commands.bench.rows import COLUMNS
 from twell.commands.bench.runner import DTYPES, Job
 from twell.commands.bench.workloads import EXPLAINED, NAMED, Source, parse
-from twell.commands.request import RequestError, at_least
+from twell.commands.request import RequestError, at_least, pick_device
 
 # Weight rows read from L2 by all multiprocessors of an H200 (132, 1,980 MHz): 7.2 to 7.5 TB/s in a streaming read.
 L2_TBS = 7.3
@@ -215,7 +213,7 @@ def request(arguments: argparse.Namespace) -> Request:
     except ValueError as error:
         raise RequestError(f"--columns: {error}") from None
     sources = _sources(arguments)
-    device = _device(arguments.device)
+    device = str(pick_device(arguments.device or "cuda"))
     if arguments.energy and device == "cpu":
         raise RequestError("--energy is measured by a GPU's driver: expected a CUDA device")
     return Request(
@@ -279,22 +277,3 @@ def _sources(arguments: argparse.Namespace) -> list[Source]:
     if not sources:
         raise RequestError(f"{arguments.neurons} neurons are too few for the workloads by name: expected --workload")
     return sources
-
-
-def _device(text: str | None) -> str:
-    """The device's name. RequestError where there is none of that name."""
-    wanted = text or "cuda"
-    try:
-        device = torch.device(wanted)
-    except RuntimeError:
-        raise RequestError(f"--device takes cuda, cuda:INDEX or cpu, got {wanted!r}") from None
-    if device.type == "cpu":
-        return "cpu"
-    if device.type != "cuda":
-        raise RequestError(f"--device takes cuda, cuda:INDEX or cpu, got {wanted!r}")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not count:
-        raise RequestError("needs a CUDA device; --device cpu runs the same on the CPU operators, to try it out")
-    if (device.index or 0) >= count:
-        raise RequestError(f"--device {wanted}: there are {count} CUDA devices")
-    return wanted

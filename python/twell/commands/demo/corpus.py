@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +11,11 @@ import torch
 from torch import Tensor
 
 from twell.commands.request import RequestError
+from twell.commands.saved_model import files_below
 
 HELD_BACK_SHARE = 0.1
 MAX_BYTES = 64 << 20
 SEPARATOR = 0  # no text file holds this byte, so it marks where one ends
-_SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "node_modules"}
 
 
 @dataclass(frozen=True)
@@ -42,18 +41,6 @@ class Corpus:
 def stdlib_folder() -> Path:
     """The folder of this interpreter's standard library source."""
     return Path(sysconfig.get_path("stdlib"))
-
-
-def paths(root: Path, suffix: str) -> Iterator[Path]:
-    """Regular files below `root`, in an order that depends on their names alone; hidden and installed ones left out."""
-    for path in sorted(root.iterdir()):
-        if path.name.startswith(".") or path.name in _SKIPPED_FOLDERS:
-            continue
-        if path.is_dir():
-            if not path.is_symlink():
-                yield from paths(path, suffix)
-        elif path.is_file() and path.name.endswith(suffix):
-            yield path
 
 
 def _text(path: Path) -> bytes | None:
@@ -87,7 +74,7 @@ def read_corpus(root: Path | None, seed: int, minimum: int) -> Corpus:
         raise RequestError(f"{name}: expected a folder of text files, got {str(folder)!r} ({got})")
     files: list[bytes] = []
     total, truncated = 0, False
-    for path in paths(folder, suffix):
+    for path in files_below(folder, suffix):
         data = _text(path)
         if data is None:
             continue

@@ -21,7 +21,7 @@ from twell.commands.demo import plots
 from twell.commands.demo.compare import LOSS_TOLERANCE, LayerReport, agreement_table, compare_layer, sparsity_table
 from twell.commands.demo.corpus import Corpus, even_windows, read_corpus
 from twell.commands.demo.model import ByteModel, ModelShape, Output, Reading, Schedule, train
-from twell.commands.request import RequestError
+from twell.commands.request import RequestError, pick_device
 from twell.functional import Strategy, pack, sparse_gated_ffn
 from twell.packed import PackedTwell
 
@@ -64,22 +64,6 @@ class Request:
     context: int | None = None
     l1: float | None = None
     compression: int = 8
-
-
-def pick_device(name: str | None) -> torch.device:
-    """The device to train on; RequestError where `name` asks for one that is not there."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise RequestError(f"--device: expected cpu, cuda or cuda:INDEX, got {name!r}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise RequestError(f"--device: expected cpu, cuda or cuda:INDEX, got {name!r}")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise RequestError(f"--device: expected one of {count} CUDA devices that torch can use, got {name!r}")
-    return device
 
 
 def pick_preset(device: torch.device) -> Preset:

@@ -259,4 +259,4 @@ def save(
     _tile(dense, words, picture)
     figure.suptitle(title, fontsize=14)
     with _files.replacing(path) as partial:
-        figure.savefig(partial, dpi=110, geometry="png")
+        figure.savefig(partial, dpi=110, format="png")

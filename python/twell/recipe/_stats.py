@@ -1,0 +1,59 @@
+"""What a sparsity tracker reports: figures of each layer, and of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class LayerStats(NamedTuple):
+    """Figures of one layer, over all ranks. None: nothing is known.
+
+    layer: its qualified name. neurons: N. l0, l1: means over all calls since the last read, per token, as ``Aux``.
+
+    The others are of the last complete window. tokens, calls: how many were observed. dead: neurons that fired for none
+    of these tokens. observed_l0: their mean non-zeros. union: the share of the neurons that some token of 128
+    consecutive ones fires, in the mean. positions, types: mean non-zeros by place in the sequence and by type.
+
+    strategy: as ``recipe.strategies`` has it.
+    """
+
+    layer: str
+    neurons: int
+    l0: float | None
+    l1: float | None
+    tokens: int
+    calls: int
+    dead: int | None
+    observed_l0: float | None
+    union: float | None
+    positions: dict[str, float | None]
+    types: dict[str, float | None]
+    strategy: str
+
+
+@dataclass(frozen=True)
+class SparsityStats:
+    """``LayerStats`` of all layers, in the model's order."""
+
+    layers: tuple[LayerStats, ...]
+
+    def summary(self) -> dict[str, float]:
+        """Means over the layers: l0, l1, dead (as a share of the neurons); what is unknown is left out."""
+        shares = [None if row.dead is None else row.dead / row.neurons for row in self.layers]
+        columns = {"l0": [r.l0 for r in self.layers], "l1": [r.l1 for r in self.layers], "dead": shares}
+        known = {name: [v for v in values if v is not None] for name, values in columns.items()}
+        return {name: sum(values) / len(values) for name, values in known.items() if values}
+
+    def rows(self) -> list[dict[str, str | int | float | None]]:
+        """A flat row for each layer, all with the same keys."""
+        rows = []
+        for layer in self.layers:
+            row = {k: v for k, v in layer._asdict().items() if k not in ("positions", "types")}
+            row |= {f"l0_at_{name}": value for name, value in layer.positions.items()}
+            rows.append(row | {f"l0_of_{name}": value for name, value in layer.types.items()})
+        return rows
+
+
+def ratio(total: float, count: float) -> float | None:
+    return total / count if count else None
