@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import readme
-import summarize
 import torch
 from docutils import nodes
 from docutils.parsers.rst import directives
@@ -25,6 +24,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import twell
+from profiling.nsight import summarize
 from twell.commands import bench, cli
 from twell.commands.bench import models
 from twell.commands.bench import parser as bench_parser
@@ -305,7 +305,7 @@ class Chart(Picture):
         try:
             return super().markdown()
         except LookupError:
-            draw = f"`python profiling/charts.py {name}`"
+            draw = f"`python -m profiling.draw {name}`"
             return f"*No chart {name} yet: its data has not been measured. {draw} draws it.*"
 
 

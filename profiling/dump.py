@@ -1,6 +1,6 @@
 """Write what the compiler makes of kernels: PTX, CUBIN and SASS of each symbol, and what registers it takes.
 
-    python profiling/dump.py gate_pack_bf16_c8 up_down_bf16_k2048 -o build/dump
+    python -m profiling.dump gate_pack_bf16_c8 up_down_bf16_k2048 -o build/dump
 
 Needs the compiler, no GPU. SASS needs nvdisasm or cuobjdump: of pip install "nvidia-cutlass-dsl[sass]", of triton, of
 a CUDA toolkit in the path or below /usr/local/cuda. Without one the other files are written all the same.

@@ -1,8 +1,8 @@
 """What sparsity costs: one small model of examples/train.py, trained with several L1 coefficients on the same text.
 
-    python profiling/quality.py --text FOLDER --out profiling/results/h200_quality.json --budget-s 360    # on a GPU
-    python profiling/quality.py --table profiling/results/h200_quality.json
-    python profiling/quality.py --chart profiling/results/h200_quality.json
+    python -m profiling.quality --text FOLDER --out profiling/results/h200_quality.json --budget-s 360    # on a GPU
+    python -m profiling.quality --table profiling/results/h200_quality.json
+    python -m profiling.quality --chart profiling/results/h200_quality.json
 
 Every run has the same shape, schedule and tokens, and those of one seed the same initial weights and order of text.
 What differs is the coefficient, the activation or the reinitialisation of dead neurons. Runs with other seeds tell how
@@ -26,10 +26,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import _quality
-import _style
 import torch
-from _quality import Layer, Result, Run
+
+from profiling import quality_results
+from profiling.draw import style
+from profiling.quality_results import Layer, Result, Run
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -84,12 +85,12 @@ class Sweep:
             self._adopt(choice.out)
 
     def _adopt(self, path: Path) -> None:
-        found = _quality.load(path)
+        found = quality_results.load(path)
         theirs = found["arguments"]
         if differing := [name for name, mine in self.identity.items() if theirs.get(name) != mine]:
             changes = ", ".join(f"{name} ({theirs.get(name)} there, {self.identity[name]} here)" for name in differing)
             raise RequestError(f"--out: {path} is of a sweep that differs in {changes}; repeat its options or move it")
-        self.results = {result.run: result for result in _quality.results(found)}
+        self.results = {result.run: result for result in quality_results.results(found)}
 
     def execute(self, run: Run) -> Result:
         """Train and measure one model, and write the file."""
@@ -156,7 +157,7 @@ def held_out(training: train.Training) -> dict[str, Any]:
     blocks = torch.stack(losses).tolist()
     figures: dict[str, Any] = {
         "ce": _short(statistics.fmean(blocks)),
-        "ce_error": _short(_quality.standard_error(blocks)),
+        "ce_error": _short(quality_results.standard_error(blocks)),
         "blocks": [_short(block) for block in blocks],
     }
     if training.tracker is not None:
@@ -270,13 +271,13 @@ def say(run: Run, result: Result) -> None:
 
 def chart(path: Path, stem: Path) -> list[Path]:
     """Draw the file of a sweep, light and dark; the files written."""
-    document = _quality.load(path)
-    data = _quality.shown(document)
-    return _style.save(
-        lambda figure, theme: _quality.draw(figure, theme, data),
+    document = quality_results.load(path)
+    data = quality_results.shown(document)
+    return style.save(
+        lambda figure, theme: quality_results.draw(figure, theme, data),
         stem,
-        size=_quality.SIZE,
-        title=_quality.TITLE,
+        size=quality_results.SIZE,
+        title=quality_results.TITLE,
         footer=document["machine"],
     )
 
@@ -288,13 +289,17 @@ def main(arguments: list[str] | None = None) -> int:
         if mine.list:
             print("\n".join(map(str, runs)))
         elif mine.table:
-            document = _quality.load(mine.table)
-            print("\n\n".join(part(document) for part in (_quality.table, _quality.layers, _quality.notes)))
+            document = quality_results.load(mine.table)
+            print(
+                "\n\n".join(
+                    part(document) for part in (quality_results.table, quality_results.layers, quality_results.notes)
+                )
+            )
         elif mine.chart:
             print("\n".join(map(str, chart(mine.chart, mine.to))))
         else:
             return sweep(mine, rest, runs)
-    except (RequestError, _quality.DataError, ImportError) as error:
+    except (RequestError, quality_results.DataError, ImportError) as error:
         print(f"quality.py: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

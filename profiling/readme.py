@@ -1,4 +1,4 @@
-"""Fill the tables of README.md from profiling/results/: ``python profiling/readme.py``. ``--check`` only compares.
+"""Fill the tables of README.md from profiling/results/: ``python -m profiling.readme``. ``--check`` only compares.
 
 Each stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; NAME is a function of this file. Nothing else of the
 README is touched.
@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import _quality
-from _charts import ResultError, Results
-from sweep import lasting
+from profiling import quality_results
+from profiling.draw.common import ResultError, Results
+from profiling.sweep import lasting
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -450,10 +450,12 @@ def fuzz() -> str:
 
 def quality_limit() -> str:
     """Between which coefficients sparsity begins to cost."""
-    found = [point for point in _quality.points(result("h200_quality")) if point.name == "ReLU" and point.coefficient]
+    found = [
+        point for point in quality_results.points(result("h200_quality")) if point.name == "ReLU" and point.coefficient
+    ]
     costs = [point.added is not None and point.added > 0 for point in found]
     first = costs.index(True) if True in costs else len(found)
-    said = [f"{_quality.short(point.coefficient)}, {point.l0:.0f} non-zeros a token" for point in found]
+    said = [f"{quality_results.short(point.coefficient)}, {point.l0:.0f} non-zeros a token" for point in found]
     parts = [f"L1 costs nothing here up to {said[first - 1]}"] if first else []
     if first < len(found):
         parts.append(f"{100 * (found[first].added or 0):.1f} % at {said[first]}")
@@ -483,10 +485,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "layer correlation": layer_correlation,
     "auto misses": auto_misses,
     "fuzz": fuzz,
-    "quality": lambda: _quality.table(result("h200_quality")),
-    "quality layers": lambda: _quality.layers(result("h200_quality")),
+    "quality": lambda: quality_results.table(result("h200_quality")),
+    "quality layers": lambda: quality_results.layers(result("h200_quality")),
     "quality limit": quality_limit,
-    "quality notes": lambda: _quality.notes(result("h200_quality")),
+    "quality notes": lambda: quality_results.notes(result("h200_quality")),
 }
 PLACE = re.compile(r"(<!-- table: ([^\n]*?) -->)\n.*?(<!-- end -->)", re.DOTALL)
 
@@ -516,7 +518,7 @@ def main() -> int:
         return 2
     if arguments.check:
         if filled != text:
-            print("README.md and profiling/results/ differ: python profiling/readme.py", file=sys.stderr)
+            print("README.md and profiling/results/ differ: python -m profiling.readme", file=sys.stderr)
         return int(filled != text)
     from twell import _files
 

@@ -1,8 +1,8 @@
-"""Run ``twell bench`` over ranges and keep what it finds, one file for each sweep: the data of profiling/charts.py.
+"""Run ``twell bench`` over ranges and keep what it finds, one file for each sweep: the data of profiling/draw.
 
-    python profiling/sweep.py nnz --out build/sweeps --budget-s 200
-    python profiling/sweep.py layers --real FOLDER --model profiling/results/h200_model.json
-    python profiling/sweep.py nnz m memory --dry-run          # the calls of bench, and how long an H200 takes over them
+    python -m profiling.sweep nnz --out build/sweeps --budget-s 200
+    python -m profiling.sweep layers --real FOLDER --model profiling/results/h200_model.json
+    python -m profiling.sweep nnz m memory --dry-run          # the calls of bench, and how long an H200 takes over them
 
 Sweeps:
   nnz      every strategy and the training step against non-zeros a token, uniform and with topics

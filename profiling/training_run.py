@@ -1,6 +1,6 @@
 """Put runs of examples/train.py beside each other, for the README's table and the chart of the training.
 
-    python profiling/training_run.py dense=runs/dense sparse=runs/sparse --out profiling/results/h200_training_run.json
+    python -m profiling.training_run dense=runs/dense sparse=runs/sparse --out profiling/results/h200_training_run.json
 
 Each run is a folder with metrics.jsonl and sparsity.csv. Runs must be of one kind of machine, one model and one text,
 and log the same steps. The options kept are those of the first; of the others what differs.

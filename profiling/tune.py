@@ -1,8 +1,8 @@
 """Measure what each strategy costs beside dense PyTorch, and generate the table by which "auto" decides.
 
-    python profiling/tune.py --out profiling/results/tune.json --write
-    python profiling/tune.py --out profiling/results/tune_a.json --shapes 2048x5632 --kinds gated --budget-s 170
-    python profiling/tune.py --from profiling/results/tune_a.json profiling/results/tune_b.json --write
+    python -m profiling.tune --out profiling/results/tune.json --write
+    python -m profiling.tune --out profiling/results/tune_a.json --shapes 2048x5632 --kinds gated --budget-s 170
+    python -m profiling.tune --from profiling/results/tune_a.json profiling/results/tune_b.json --write
 
 The first two need a Hopper GPU, the last none. Rows go to --out after each problem, so that a run that is cut off loses
 nothing; --budget-s ends it between problems. Several files are merged, of rows for the same problem the last.

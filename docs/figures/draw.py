@@ -15,7 +15,7 @@ from xml.sax.saxutils import escape
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parents[1]))
 
-from profiling._style import THEMES, Theme  # noqa: E402
+from profiling.draw.style import THEMES, Theme  # noqa: E402
 
 WIDTH = 860
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', Helvetica, Arial, sans-serif"

@@ -1,4 +1,4 @@
-"""profiling/profile_target.py and the scripts around it: what a user gets who asks for what cannot be."""
+"""profiling/nsight/profile_target.py and the scripts around it: what a user gets who asks for what cannot be."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from profiling import profile_target
+from profiling.nsight import profile_target
 
 TINY = ["--device", "cpu", "--m", "8", "--n", "64", "--workload", "nnz=4", "--calls", "1"]
 
@@ -40,7 +40,7 @@ def test_folders_of_files_are_made(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_dry_run_says_where_the_csv_goes(root: Path, tmp_path: Path) -> None:
-    command = [str(root / "profiling" / "ncu.sh"), "ffn", "--dry-run", "--no-floor", "-o", "out/a b"]
+    command = [str(root / "profiling" / "nsight" / "ncu.sh"), "ffn", "--dry-run", "--no-floor", "-o", "out/a b"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, env=os.environ)
     _, export, table = done.stdout.splitlines()
     assert export.endswith("--csv --page raw >out/a\\ b.csv")

@@ -1,4 +1,4 @@
-"""profiling/charts.py: what charts show, their files and their check; profiling/_style.py: colours and bytes."""
+"""profiling/draw: what charts show, their files and their check; profiling/draw/style.py: colours and bytes."""
 
 from __future__ import annotations
 
@@ -14,42 +14,14 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from profiling.draw import charts, common, style
+from profiling.draw import kernels as of_kernels
+
 MACHINE = "NVIDIA H200 (made up); torch 2.11.0; kernels 0123456789ab"
 NONZEROS = (1, 2, 4, 8, 16, 29, 64, 128, 256, 512, 911, 2816, 5632)
 DRAWN = ("speedup", "nnz", "tokens", "layers", "memory", "kernels", "roofline", "models", "paper", "training")
 # Those whose data is in the repository.
 TRACKED = tuple(name for name in (*DRAWN, "quality") if name != "nnz")
-
-
-@pytest.fixture
-def style(root: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(root / "profiling"))
-    import _style
-
-    # quick to draw
-    monkeypatch.setattr(_style, "DPI", 30)
-    return _style
-
-
-@pytest.fixture
-def charts(style: Any) -> Any:
-    import charts
-
-    return charts
-
-
-@pytest.fixture
-def common(charts: Any) -> Any:
-    import _charts
-
-    return _charts
-
-
-@pytest.fixture
-def of_kernels(charts: Any) -> Any:
-    import _charts_kernels
-
-    return _charts_kernels
 
 
 # Results as the sweeps write them
@@ -160,7 +132,7 @@ def write_sweeps(folder: Path) -> Path:
     return folder
 
 
-def run(charts: Any, *words: object) -> int:
+def run(*words: object) -> int:
     status: int = charts.main([str(word) for word in words])
     return status
 
@@ -168,18 +140,18 @@ def run(charts: Any, *words: object) -> int:
 # What charts show
 
 
-def test_every_sweep_is_drawn(charts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_sweep_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_sweeps(tmp_path / "results")
-    assert run(charts, "--results", tmp_path / "results", "--out", tmp_path / "charts") == 0
+    assert run("--results", tmp_path / "results", "--out", tmp_path / "charts") == 0
     names = {"nnz", "tokens", "layers", "memory", "kernels"}
-    wanted = {f"{name}-{theme}.{suffix}" for name in names for theme in ("light", "dark") for suffix in ("png", "svg")}
+    wanted = {f"{name}-{theme}.svg" for name in names for theme in ("light", "dark")}
     assert {path.name for path in (tmp_path / "charts").iterdir()} == wanted
     assert {line.split(":")[0] for line in capsys.readouterr().out.splitlines()} == names
     for path in (tmp_path / "charts").glob("*.svg"):
         xml.etree.ElementTree.parse(path)
 
 
-def test_crossings_are_where_straight_lines_in_logs_cross(common: Any) -> None:
+def test_crossings_are_where_straight_lines_in_logs_cross() -> None:
     xs = [1.0, 10.0, 100.0, 1000.0]
     assert common.crossings(xs, [4.0, 2.0, 0.5, 0.25]) == pytest.approx([10**1.5])
     assert common.crossings(xs, [4.0, 1.0, 0.5, 2.0]) == pytest.approx([10.0, 10**2.5])
@@ -188,7 +160,7 @@ def test_crossings_are_where_straight_lines_in_logs_cross(common: Any) -> None:
     assert common.crossings(xs[:1], [1.0]) == []
 
 
-def test_crossovers_of_strategies(charts: Any, tmp_path: Path) -> None:
+def test_crossovers_of_strategies(tmp_path: Path) -> None:
     write(tmp_path, "h200_sweep_nnz", nnz_rows())
     chart = charts.nnz(charts.Results(tmp_path))
     for pattern, limit in (("uniform", 180), ("topic", 540)):
@@ -204,9 +176,8 @@ def test_crossovers_of_strategies(charts: Any, tmp_path: Path) -> None:
     assert "(topic)" in chart.title
 
 
-@pytest.mark.usefixtures("charts")
 def test_what_is_as_fast_does_not_cross() -> None:
-    from _charts_layer import marks
+    from profiling.draw.layers import marks
 
     union = [[1.0, 3.0], [4.0, 2.5], [16.0, 2.0]]
     row = [[1.0, 3.001], [4.0, 2.4], [16.0, 1.2]]
@@ -215,7 +186,7 @@ def test_what_is_as_fast_does_not_cross() -> None:
     assert len([mark for mark in marks({"row": row, "union": union}) if mark["what"] == "row = union"]) == 1
 
 
-def test_red_and_untimed_rows_are_not_shown(charts: Any, tmp_path: Path) -> None:
+def test_red_and_untimed_rows_are_not_shown(tmp_path: Path) -> None:
     rows = nnz_rows()
     for each in rows:
         if each["requested"] == "row":
@@ -231,7 +202,7 @@ def test_red_and_untimed_rows_are_not_shown(charts: Any, tmp_path: Path) -> None
     assert charts.nnz(charts.Results(tmp_path / "red")) is None
 
 
-def test_correlation_is_pearsons(charts: Any, tmp_path: Path) -> None:
+def test_correlation_is_pearsons(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
     write(tmp_path, "h200_sweep_layers", layers_rows())
     chart = charts.layers(charts.Results(tmp_path))
@@ -252,7 +223,7 @@ def test_correlation_is_pearsons(charts: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gains", [[2.0], [2.0, 1.0], [1.5, 1.5, 1.5]], ids=["one", "two", "equal"])
-def test_no_correlation_of_what_has_none(charts: Any, tmp_path: Path, gains: list[float]) -> None:
+def test_no_correlation_of_what_has_none(tmp_path: Path, gains: list[float]) -> None:
     rows = [
         row("ffn", 10.0 * (i + 1), speedup_dense=gain, requested="auto", layer=i, source="few")
         for i, gain in enumerate(gains)
@@ -262,10 +233,10 @@ def test_no_correlation_of_what_has_none(charts: Any, tmp_path: Path, gains: lis
     assert chart.data["fits"] == {"ffn": {"nnz": None, "union": None}}
     assert "correlation" not in chart.title
     if len(gains) == 1:
-        chart.save(tmp_path / "layers", ("svg",))
+        chart.save(tmp_path / "layers")
 
 
-def test_layers_whose_union_is_not_known(charts: Any, tmp_path: Path) -> None:
+def test_layers_whose_union_is_not_known(tmp_path: Path) -> None:
     rows = layers_rows()
     for each in rows:
         each["strategy"] = "row"
@@ -273,10 +244,10 @@ def test_layers_whose_union_is_not_known(charts: Any, tmp_path: Path) -> None:
     chart = charts.layers(charts.Results(tmp_path))
     assert {point["union"] for each in chart.data["points"].values() for point in each} == {None}
     assert "union" not in chart.title
-    chart.save(tmp_path / "layers", ("svg",))
+    chart.save(tmp_path / "layers")
 
 
-def test_memory_by_token(charts: Any, tmp_path: Path) -> None:
+def test_memory_by_token(tmp_path: Path) -> None:
     rows = memory_rows()
     # one that went wrong does not make all of dense look better
     rows[0]["kept_bytes"] = 0
@@ -293,7 +264,7 @@ def test_memory_by_token(charts: Any, tmp_path: Path) -> None:
     assert "a forward pass's peak 4.4 times lower" in chart.title
 
 
-def test_a_sweep_takes_the_place_of_older_files(charts: Any, root: Path, tmp_path: Path) -> None:
+def test_a_sweep_takes_the_place_of_older_files(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "profiling" / "results", tmp_path / "results")
     before = {name: charts.ALL[name](charts.Results(tmp_path / "results")) for name in ("tokens", "memory", "kernels")}
     assert all(MACHINE not in chart.machine for chart in before.values())
@@ -304,7 +275,7 @@ def test_a_sweep_takes_the_place_of_older_files(charts: Any, root: Path, tmp_pat
         assert swept.digest != chart.digest
 
 
-def test_kernels_add_up_to_the_whole(charts: Any, tmp_path: Path) -> None:
+def test_kernels_add_up_to_the_whole(tmp_path: Path) -> None:
     write(tmp_path, "h200_sweep_kernels", kernels_rows())
     data = charts.kernels(charts.Results(tmp_path)).data
     assert [entry["workload"] for entry in data["train"]] == ["uniform29", "topic128"]
@@ -326,11 +297,11 @@ def test_kernels_add_up_to_the_whole(charts: Any, tmp_path: Path) -> None:
         ("transpose_bf16", "rest"),
     ],
 )
-def test_parts_of_kernels(of_kernels: Any, symbol: str, part: str) -> None:
+def test_parts_of_kernels(symbol: str, part: str) -> None:
     assert of_kernels.part_of(symbol) == part
 
 
-def test_every_kernel_of_a_step_has_a_part(of_kernels: Any, root: Path) -> None:
+def test_every_kernel_of_a_step_has_a_part(root: Path) -> None:
     """A kernel that is renamed would vanish in "rest"."""
     result = json.loads((root / "profiling" / "results" / "h200_sweep_kernels.json").read_text())
     small = {symbol for each in result["rows"] for symbol, ms in (each.get("kernels") or {}).items() if ms < 0.08}
@@ -339,7 +310,7 @@ def test_every_kernel_of_a_step_has_a_part(of_kernels: Any, root: Path) -> None:
             assert of_kernels.part_of(symbol) != of_kernels.REST or symbol in small
 
 
-def test_wrong_results_of_the_papers_code_are_marked(charts: Any, root: Path) -> None:
+def test_wrong_results_of_the_papers_code_are_marked(root: Path) -> None:
     data = charts.speedup(charts.Results(root / "profiling" / "results")).data
     forward = {bar["workload"]: bar for bar in data["forward"]}
     assert forward["real3"]["paper"] == pytest.approx(1.676 / 0.835)
@@ -349,7 +320,7 @@ def test_wrong_results_of_the_papers_code_are_marked(charts: Any, root: Path) ->
     assert forward["dense911"]["paper"] is None
 
 
-def test_points_of_the_roofline_are_operations_over_bytes(charts: Any, common: Any, root: Path) -> None:
+def test_points_of_the_roofline_are_operations_over_bytes(root: Path) -> None:
     results = charts.Results(root / "profiling" / "results")
     rows = common.good(results.get("h200_strategies"), workload="topic128", variant="ffn", requested="row")
     data = charts.roofline(results).data
@@ -358,7 +329,7 @@ def test_points_of_the_roofline_are_operations_over_bytes(charts: Any, common: A
     assert point["tflops"] == rows[0]["executed_tflops"]
 
 
-def test_models_of_one_file_are_told_apart(charts: Any, tmp_path: Path) -> None:
+def test_models_of_one_file_are_told_apart(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"op": op, "variant": variant, "ms": 1.0, "tokens_per_ms": rate, "peak_bytes": 1e9, "red": "", "config": config}
         for config, op in itertools.product(("0.5B", "2B"), ("forward", "train"))
@@ -375,10 +346,10 @@ def test_models_of_one_file_are_told_apart(charts: Any, tmp_path: Path) -> None:
     ) + list(itertools.product(("0.5B", "2B"), ["train"]))
     assert "1.20 to 1.50" in chart.title
     assert [group["nnz"] for group in chart.data] == [30.0, None, 30.0, None]
-    chart.save(tmp_path / "models", ("svg",))
+    chart.save(tmp_path / "models")
 
 
-def test_a_trained_model_has_its_size_for_a_name(charts: Any, root: Path) -> None:
+def test_a_trained_model_has_its_size_for_a_name(root: Path) -> None:
     data = charts.models(charts.Results(root / "profiling" / "results")).data
     assert {group["model"] for group in data} == {"0.5B"}
 
@@ -392,7 +363,7 @@ def configs_rows(config: str, op: str) -> list[dict[str, Any]]:
     ]
 
 
-def test_the_papers_configurations_beside_its_figures(charts: Any, tmp_path: Path) -> None:
+def test_the_papers_configurations_beside_its_figures(tmp_path: Path) -> None:
     rows = [each for op in ("forward", "logits", "train") for each in configs_rows("1.5B", op)]
     rows += configs_rows("2B", "forward")
     rows += [each | {"red": "wrong"} for each in configs_rows("0.5B", "forward")]
@@ -416,22 +387,22 @@ def test_the_papers_configurations_beside_its_figures(charts: Any, tmp_path: Pat
     assert train["paper"] == {"rate": 11.6, "peak": pytest.approx(-28.18, abs=0.01)}
     assert "50 to 60 % faster, 50 % faster in training" in chart.title
     assert "at 1.5B energy -25 % (paper -15 %), training memory -25 % (paper -28 %)" in chart.title
-    chart.save(tmp_path / "paper", ("svg",))
+    chart.save(tmp_path / "paper")
 
 
-def test_how_sparse_it_may_be_for_nothing(charts: Any) -> None:
-    import _quality
+def test_how_sparse_it_may_be_for_nothing() -> None:
+    from profiling import quality_results
 
     def point(coefficient: float, l0: float, added: float, spread: float | None = None) -> Any:
-        return _quality.Point(coefficient, "relu", 0.0, 3, 3.0, None, added, spread, None, l0, 0.0, 1000, [l0])
+        return quality_results.Point(coefficient, "relu", 0.0, 3, 3.0, None, added, spread, None, l0, 0.0, 1000, [l0])
 
     found = [point(0.0, 300, 0.0, 0.0), point(1e-4, 100, -0.02, 0.01), point(1e-3, 40, 0.009), point(1e-2, 9, 0.011)]
     # 40 is above by less than the deviation between seeds
-    assert _quality.finding(found).endswith("down to 40 of 1,000 neurons a token")
-    assert _quality.finding([found[0], found[3]]) == "Every coefficient costs cross-entropy"
+    assert quality_results.finding(found).endswith("down to 40 of 1,000 neurons a token")
+    assert quality_results.finding([found[0], found[3]]) == "Every coefficient costs cross-entropy"
 
 
-def test_small_print_names_what_decides_a_figure(common: Any) -> None:
+def test_small_print_names_what_decides_a_figure() -> None:
     whole = (
         "NVIDIA H200 (132 SMs, 140 GiB); SM 1455 MHz now, 1980 most, memory 3201 MHz, 700.00 W; driver 580.159.04; "
         "Python 3.12.3; torch 2.11.0+cu130; CuTe DSL 4.8.1; twell 0.1.0; kernels e5a23d26d16c"
@@ -444,82 +415,80 @@ def test_small_print_names_what_decides_a_figure(common: Any) -> None:
 # Files and their check
 
 
-def test_tracked_charts_show_the_results(charts: Any, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """``python profiling/charts.py`` makes this pass again."""
-    assert run(charts, "--check") == 0, capsys.readouterr().err
+def test_tracked_charts_show_the_results(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``python -m profiling.draw`` makes this pass again."""
+    assert run("--check") == 0, capsys.readouterr().err
     for name in TRACKED:
         assert (root / "profiling" / "charts" / f"{name}-light.svg").exists()
 
 
-def test_check_notices_what_changed(charts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_notices_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results, out = tmp_path / "results", tmp_path / "charts"
     words = ("memory", "--results", results, "--out", out)
     rows = memory_rows()
     write(results, "h200_sweep_memory", rows)
-    assert run(charts, *words, "--check") == 1
-    assert "memory-light.png: missing" in capsys.readouterr().err
-    assert run(charts, *words) == 0
-    assert run(charts, *words, "--check") == 0
+    assert run(*words, "--check") == 1
+    assert "memory-light.svg: missing" in capsys.readouterr().err
+    assert run(*words) == 0
+    assert run(*words, "--check") == 0
     rows[-2]["kept_bytes"] += 10**6
     write(results, "h200_sweep_memory", rows)
-    assert run(charts, *words, "--check") == 1
+    assert run(*words, "--check") == 1
     said = capsys.readouterr().err
-    assert all(f"memory-{end}: shows other data" in said for end in ("light.png", "dark.png", "light.svg", "dark.svg"))
-    assert run(charts, *words) == 0
+    assert all(f"memory-{end}: shows other data" in said for end in ("light.svg", "dark.svg"))
+    assert run(*words) == 0
     (out / "memory-dark.svg").write_text((out / "memory-dark.svg").read_text().replace("#0d1117", "#0d1118"))
-    assert run(charts, *words, "--check") == 1
+    assert run(*words, "--check") == 1
     assert "memory-dark.svg: is drawn otherwise now" in capsys.readouterr().err
     (out / "memory-dark.svg").unlink()
-    assert run(charts, *words, "--check") == 1
+    assert run(*words, "--check") == 1
     (results / "h200_sweep_memory.json").unlink()
-    assert run(charts, "--results", results, "--out", out, "--check") == 1
-    assert "memory-light.png: there is no data for it" in capsys.readouterr().err
+    assert run("--results", results, "--out", out, "--check") == 1
+    assert "memory-light.svg: there is no data for it" in capsys.readouterr().err
 
 
 def test_another_matplotlib_is_no_difference(
-    charts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path / "results", "h200_sweep_memory", memory_rows())
     words = ("memory", "--results", tmp_path / "results", "--out", tmp_path / "charts")
-    assert run(charts, *words) == 0
+    assert run(*words) == 0
     path = tmp_path / "charts" / "memory-light.svg"
     path.write_text(path.read_text().replace("<g ", "<g  ", 1))
     monkeypatch.setattr(charts, "matplotlib_version", lambda: "0.0")
-    assert run(charts, *words, "--check") == 0, capsys.readouterr().err
+    assert run(*words, "--check") == 0, capsys.readouterr().err
 
 
-def test_missing_data_is_an_error_only_where_named(
-    charts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_data_is_an_error_only_where_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "results").mkdir()
     where = ("--results", tmp_path / "results", "--out", tmp_path / "charts")
-    assert run(charts, *where) == 2
+    assert run(*where) == 2
     assert f"expected results of some chart in {tmp_path / 'results'}, got none" in capsys.readouterr().err
     assert not (tmp_path / "charts").exists()
     write(tmp_path / "results", "h200_sweep_memory", memory_rows())
-    assert run(charts, *where) == 0
-    assert run(charts, "nnz", *where) == 2
+    assert run(*where) == 0
+    assert run("nnz", *where) == 2
     assert "h200_sweep_nnz" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '"x"', '{"rows": []}'], ids=["broken", "list", "text", "no machine"])
-def test_files_that_are_no_results(charts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+def test_files_that_are_no_results(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     (tmp_path / "h200_sweep_nnz.json").write_text(text)
-    assert run(charts, "--results", tmp_path, "--out", tmp_path) == 2
+    assert run("--results", tmp_path, "--out", tmp_path) == 2
     assert "h200_sweep_nnz.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [("pie",), ("--results", "/nowhere")])
-def test_requests_that_make_no_sense(charts: Any, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_requests_that_make_no_sense(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        run(charts, *words)
+        run(*words)
     assert stopped.value.code == 2
     assert "got" in capsys.readouterr().err
 
 
-def test_help_names_every_chart(charts: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_chart(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        run(charts, "--help")
+        run("--help")
     said = capsys.readouterr().out
     # test_quality draws the last one
     assert tuple(charts.ALL) == (*DRAWN, "quality")
@@ -527,10 +496,10 @@ def test_help_names_every_chart(charts: Any, capsys: pytest.CaptureFixture[str])
 
 
 def test_without_matplotlib(
-    charts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    assert run(charts, "--out", tmp_path) == 2
+    assert run("--out", tmp_path) == 2
     assert "twell[plots]" in capsys.readouterr().err
 
 
@@ -544,20 +513,20 @@ def draw(figure: Any, theme: Any) -> None:
     figure.legend(loc="outside upper left")
 
 
-def test_files_are_the_same_bytes_each_time(style: Any, tmp_path: Path) -> None:
+def test_files_are_the_same_bytes_each_time(tmp_path: Path) -> None:
     first = style.save(draw, tmp_path / "a" / "x", title="Title", footer="machine", data="abc")
     again = style.save(draw, tmp_path / "b" / "x", title="Title", footer="machine", data="abc")
-    assert [path.name for path in first] == ["x-light.png", "x-dark.png", "x-light.svg", "x-dark.svg"]
+    assert [path.name for path in first] == ["x-light.svg", "x-dark.svg"]
     for one, other in zip(first, again, strict=True):
         assert one.read_bytes() == other.read_bytes()
         assert style.data_of(one) == "abc"
     light, dark = (path.read_bytes() for path in first[:2])
     assert light != dark
     plain = style.save(draw, tmp_path / "c" / "x")
-    assert [style.data_of(path) for path in plain] == [""] * 4
+    assert [style.data_of(path) for path in plain] == [""] * 2
 
 
-def test_labels_keep_clear_of_each_other_and_of_lines(style: Any, tmp_path: Path) -> None:
+def test_labels_keep_clear_of_each_other_and_of_lines(tmp_path: Path) -> None:
     boxes: list[Any] = []
     lines: list[Any] = []
 
@@ -570,7 +539,7 @@ def test_labels_keep_clear_of_each_other_and_of_lines(style: Any, tmp_path: Path
             style.label(axes, x, y, f"label {i}")
         boxes[:] = axes.texts
 
-    style.save(crowd, tmp_path / "x", suffixes=("svg",))
+    style.save(crowd, tmp_path / "x")
     extents = [text.get_window_extent() for text in boxes]
     assert not any(one.overlaps(other) for one, other in itertools.combinations(extents, 2))
     # within the page
@@ -579,7 +548,7 @@ def test_labels_keep_clear_of_each_other_and_of_lines(style: Any, tmp_path: Path
     assert not any(path.intersects_bbox(box, filled=False) for box in extents)
 
 
-def test_settings_of_the_caller_are_neither_used_nor_changed(style: Any, tmp_path: Path) -> None:
+def test_settings_of_the_caller_are_neither_used_nor_changed(tmp_path: Path) -> None:
     import matplotlib
 
     expected = [path.read_bytes() for path in style.save(draw, tmp_path / "a")]
@@ -619,7 +588,7 @@ def lab(colour: str, vision: str) -> list[float]:
     return [116 * y - 16, 500 * (x - y), 200 * (y - z)]
 
 
-def test_colours_stand_out_and_apart(style: Any) -> None:
+def test_colours_stand_out_and_apart() -> None:
     for theme in style.THEMES:
         assert contrast(theme.text, theme.ground) >= 7
         for colour in (*theme.colours, theme.muted):

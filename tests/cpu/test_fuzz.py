@@ -18,18 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests import sanitize
+from tests.fuzz import answers, problems
+from tests.fuzz import run as fuzz
+from tests.fuzz.problems import Case, Limits
 from twell import ops, testing
 from twell._runtime import device, geometry, kernel_module, specs
 from twell.ops import hybrid
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(TESTS))
-
-import fuzz  # noqa: E402
-import fuzz_answers as answers  # noqa: E402
-import fuzz_problems as problems  # noqa: E402
-import sanitize  # noqa: E402
-from fuzz_problems import Case, Limits  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -530,8 +527,8 @@ def test_a_fault_is_found(
     found = capsys.readouterr().out
     assert "WRONG 1:" in found
     assert text in found
-    (command,) = (line for line in found.splitlines() if "python tests/fuzz.py --replay" in line)
-    assert fuzz.main(command.split()[2:]) == 1
+    (command,) = (line for line in found.splitlines() if "python -m tests.fuzz --replay" in line)
+    assert fuzz.main(command.split()[3:]) == 1
     assert "stopping here" in found
 
 
@@ -683,7 +680,7 @@ def test_the_fewest_tokens_that_fail_are_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def program(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    own = [str(TESTS.parent / "python"), str(TESTS.parent), str(TESTS)]
+    own = [str(ROOT / "python"), str(ROOT)]
     paths = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
     variables = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environment
     return subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, timeout=120)
@@ -691,12 +688,13 @@ def program(script: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 def test_a_hang_ends_the_run_and_is_named() -> None:
     done = program("""
-import time, fuzz
+import time
+from tests.fuzz import run as fuzz
 fuzz.run = lambda case, device, result: time.sleep(60)
 fuzz.main(["--device", "cpu", "--cases", "1", "--limit-s", "0.2"])
 """)
     assert done.returncode == 3, done.stderr
-    assert "HANGS for more than 0 s: python tests/fuzz.py --replay 1:0 --device cpu --m" in done.stdout
+    assert "HANGS for more than 0 s: python -m tests.fuzz --replay 1:0 --device cpu --m" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from profiling import dump, profile_target, summarize
+from profiling import dump
+from profiling.nsight import profile_target, summarize
 from twell import ops, testing
 from twell._runtime import specs
 
@@ -484,7 +485,7 @@ def script(
 ) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PATH": str(tools), "PYTHON": python, "OMP_NUM_THREADS": "1"}
     environment.pop("TWELL_NVTX", None)
-    command = [str(ROOT / "profiling" / name), *arguments]
+    command = [str(ROOT / "profiling" / "nsight" / name), *arguments]
     return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
@@ -498,7 +499,7 @@ class TestScripts:
         bare = script(name, tools=tools, cwd=tmp_path)
         assert (asked.returncode, bare.returncode) == (0, 2)
         assert asked.stdout == bare.stderr
-        assert asked.stdout.startswith(f"usage: profiling/{name} OP[,OP...]")
+        assert asked.stdout.startswith(f"usage: profiling/nsight/{name} OP[,OP...]")
         assert "set -euo" not in asked.stdout
 
     @pytest.mark.parametrize(("name", "tool"), SCRIPTS)
@@ -556,7 +557,7 @@ class TestScripts:
             *("--launch-skip 1", "--launch-count 2", "--force-overwrite --export out/a --verbose"),
         ):
             assert option in first
-        assert first.endswith(f"{ROOT}/profiling/profile_target.py up_down {' '.join(TINY)}")
+        assert first.endswith(f"{ROOT}/profiling/nsight/profile_target.py up_down {' '.join(TINY)}")
         assert second == "ncu --import out/a.ncu-rep --csv --page raw"
         assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["a.csv", "a.json", "a.ncu-rep"]
         # figures and calls before the table, the workload after it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.fuzz import problems
+from tests.fuzz import run as fuzz
+from tests.fuzz.problems import Case, Limits
 from twell import ops, testing, tuning
 from twell.testing import FFN
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import fuzz
-import fuzz_problems as problems
-from fuzz_problems import Case, Limits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,12 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "profiling")]
 
-import _quality  # noqa: E402
-import quality  # noqa: E402
-import train  # noqa: E402
-from _quality import Result, Run  # noqa: E402
+from profiling import quality, quality_results
+from profiling.quality import train
+from profiling.quality_results import Result, Run
+
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
@@ -56,7 +54,7 @@ def swept(base: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def found(path: Path) -> dict[Run, Result]:
-    return {result.run: result for result in _quality.results(_quality.load(path))}
+    return {result.run: result for result in quality_results.results(quality_results.load(path))}
 
 
 def test_the_file_is_complete(swept: Path) -> None:
@@ -78,7 +76,7 @@ def test_the_file_is_complete(swept: Path) -> None:
         assert not result.red
         assert len(result.blocks) == 16
         assert result.ce == pytest.approx(sum(result.blocks) / 16, rel=1e-5)
-        assert result.ce_error == pytest.approx(_quality.standard_error(result.blocks), rel=1e-3)
+        assert result.ce_error == pytest.approx(quality_results.standard_error(result.blocks), rel=1e-3)
         assert [point["step"] for point in result.curve] == [10, 20, 30]
         # it learns: the first is the mean of ten steps
         assert result.curve[-1]["ce"] < result.curve[0]["ce"] - 0.5
@@ -195,11 +193,11 @@ def test_a_run_that_diverges_is_red_and_the_next_one_runs(base: list[str], tmp_p
     results = found(out)
     assert "the loss became" in results[Run(1e38)].red
     assert results[Run()].ce is not None
-    document = _quality.load(out)
-    assert [point.name for point in _quality.points(document)] == ["ReLU", "SiLU"]
-    assert "L1 1e38, seed 0: the loss became" in _quality.notes(document)
-    with pytest.raises(_quality.DataError, match="another coefficient"):
-        _quality.shown(document)
+    document = quality_results.load(out)
+    assert [point.name for point in quality_results.points(document)] == ["ReLU", "SiLU"]
+    assert "L1 1e38, seed 0: the loss became" in quality_results.notes(document)
+    with pytest.raises(quality_results.DataError, match="another coefficient"):
+        quality_results.shown(document)
 
 
 def test_all_runs_share_what_is_compiled(base: list[str], tmp_path: Path, monkeypatch: Any) -> None:
@@ -255,21 +253,26 @@ def test_chart(swept: Path, tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("matplotlib")
     assert quality.main(["--chart", str(swept), "--to", str(tmp_path / "charts" / "quality")]) == 0
     files = [Path(line) for line in capsys.readouterr().out.splitlines()]
-    assert {path.name for path in files} == {f"quality-{t}.{s}" for t in ("light", "dark") for s in ("png", "svg")}
+    assert {path.name for path in files} == {f"quality-{t}.svg" for t in ("light", "dark")}
     assert all(path.stat().st_size > 10_000 for path in files)
 
 
 def test_what_the_chart_shows(swept: Path) -> None:
     """The numbers that are drawn, read back from matplotlib's objects."""
     pytest.importorskip("matplotlib")
-    from _style import LIGHT
     from matplotlib.figure import Figure
 
+    from profiling.draw.style import LIGHT
+
     figure = Figure()
-    data = _quality.shown(_quality.load(swept))
-    _quality.draw(figure, LIGHT, json.loads(json.dumps(data)))
+    data = quality_results.shown(quality_results.load(swept))
+    quality_results.draw(figure, LIGHT, json.loads(json.dumps(data)))
     quality_axes, layers, dead = [axes for part in figure.subfigs for axes in part.axes]
-    points = {point.coefficient: point for point in _quality.points(_quality.load(swept)) if point.name == "ReLU"}
+    points = {
+        point.coefficient: point
+        for point in quality_results.points(quality_results.load(swept))
+        if point.name == "ReLU"
+    }
     line = next(line for line in quality_axes.lines if len(line.get_xdata()) == 3)
     assert list(line.get_xdata()) == pytest.approx([100 * points[c].l0 / 64 for c in COEFFICIENTS])
     assert list(line.get_ydata()) == pytest.approx([100 * points[c].added for c in COEFFICIENTS])

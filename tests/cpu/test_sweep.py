@@ -364,7 +364,7 @@ def test_bench_itself_on_the_cpu(
     assert sorted({row["layer"] for row in rows}) == [0, 1, 2]
     assert {row["variant"] for row in rows} == {"dense eager", "dense eager train", "gate GEMM", "ffn", "train"}
     pytest.importorskip("matplotlib")
-    import charts
+    from profiling.draw import charts
 
     results = charts.Results(tmp_path)
     assert [point["layer"] for point in charts.layers(results).data["points"]["train"]] == [0, 1, 2]

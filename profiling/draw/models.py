@@ -7,9 +7,9 @@ import re
 import statistics
 from typing import TYPE_CHECKING, Any
 
-import _quality
-from _charts import Chart, Results, Row, good, legend, line, log_axis, machine, of_line, patch, span
-from _style import SIZE, Theme
+from profiling import quality_results
+from profiling.draw.common import Chart, Results, Row, good, legend, line, log_axis, machine, of_line, patch, span
+from profiling.draw.style import SIZE, Theme
 
 if TYPE_CHECKING:
     from matplotlib.figure import SubFigure
@@ -251,7 +251,7 @@ def training(results: Results) -> Chart | None:
         )
     options = result["options"]
     note = f"{options['config']}, {int(options['tokens_per_step']):,} tokens a step, "
-    note += f"L1 {_quality.short(float(options['l1']))}; "
+    note += f"L1 {quality_results.short(float(options['l1']))}; "
     return Chart(title, note + machine(result), curves, draw_training, (SIZE[0], 4.5))
 
 
@@ -261,12 +261,12 @@ def draw_training(figure: SubFigure, theme: Theme, data: dict[str, Any]) -> None
     others = iter((theme.union, theme.extra, theme.paper) * len(data))
     entries = []
     for name, curve in data.items():
-        style = {"color": palette.get(name) or next(others), "linestyle": "--" if "again" in name else "-"}
-        loss.plot(curve["step"], curve["ce"], **style)
+        look = {"color": palette.get(name) or next(others), "linestyle": "--" if "again" in name else "-"}
+        loss.plot(curve["step"], curve["ce"], **look)
         if curve["held_out"]:
-            loss.plot(*of_line(curve["held_out"]), "o", color=style["color"], markeredgecolor=theme.ground, zorder=4)
-        active.plot(curve["step"], curve["non_zeros"], **style)
-        entries.append((line(**style), name))
+            loss.plot(*of_line(curve["held_out"]), "o", color=look["color"], markeredgecolor=theme.ground, zorder=4)
+        active.plot(curve["step"], curve["non_zeros"], **look)
+        entries.append((line(**look), name))
     entries.append((line(color=theme.muted, marker="o", linestyle="none"), "held out"))
     loss.set(xlabel="step", ylabel="cross-entropy (nats a token)", title="Training loss")
     active.set(xlabel="step", title="Activity")
@@ -280,5 +280,7 @@ def quality(results: Results) -> Chart | None:
     result = results.get("h200_quality")
     if result is None:
         return None
-    footer = f"{_quality.trained(result)}, {result['arguments']['steps']} steps\n{machine(result)}"
-    return Chart(_quality.TITLE, footer, _quality.shown(result), _quality.draw, _quality.SIZE)
+    footer = f"{quality_results.trained(result)}, {result['arguments']['steps']} steps\n{machine(result)}"
+    return Chart(
+        quality_results.TITLE, footer, quality_results.shown(result), quality_results.draw, quality_results.SIZE
+    )

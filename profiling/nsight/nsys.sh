@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# usage: profiling/nsys.sh OP[,OP...] [--workload W] [OPTION...] [OPTION of profile_target.py...] [-- OPTION of nsys...]
+# usage: profiling/nsight/nsys.sh OP[,OP...] [--workload W] [OPTION...] [OPTION of profile_target.py...] [-- OPTION of nsys...]
 #
 # Records the timeline of operators on a named workload with Nsight Systems, warmed up: kernels, CUDA calls, and the
 # NVTX ranges of domain "twell". Prints the time of each kernel and of each range, on the GPU and on the host.
 #
-#   profiling/nsys.sh ffn --workload topic29 --strategy union
-#   profiling/nsys.sh train,gate_pack --workload topic29 --m 8192 -o build/nsys/train
+#   profiling/nsight/nsys.sh ffn --workload topic29 --strategy union
+#   profiling/nsight/nsys.sh train,gate_pack --workload topic29 --m 8192 -o build/nsys/train
 #
-# OP is an operator; python profiling/profile_target.py --help has all.
+# OP is an operator; python -m profiling.nsight.profile_target --help has all.
 #
 #   -o, --out PREFIX   PREFIX.nsys-rep, and a PREFIX_*.csv for each table (default: build/profiles/nsys-OP)
 #   --dry-run          print the commands, run nothing
@@ -15,7 +15,7 @@
 # PYTHON names the interpreter (default: python3).
 set -euo pipefail
 
-. "$(dirname "${BASH_SOURCE[0]}")/_nsight.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 [ $# -gt 0 ] || { usage >&2; exit 2; }
 op='' out='' dry='' target=() more=()

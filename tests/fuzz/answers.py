@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from fuzz_problems import BIASES, DTYPES, SPARSE, Case, Layer, sums
 from torch import Tensor
 
+from tests.fuzz.problems import BIASES, DTYPES, SPARSE, Case, Layer, sums
 from twell import testing
 from twell._runtime import geometry
 
@@ -35,7 +35,7 @@ STEP_TERMS = 16
 # What such sums may be off by at the worst, as a share of the sizes of their terms.
 SUMMATION = 2.0**-16
 
-# A sum of products rarely comes near to ``fuzz_problems.ACCUMULATION``: its error on average as a share of that.
+# A sum of products rarely comes near to ``problems.ACCUMULATION``: its error on average as a share of that.
 USUAL = 0.25
 
 # So many roundings leave nothing to luck, see ``testing.LUCK``.

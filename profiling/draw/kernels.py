@@ -5,8 +5,22 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from _charts import MARKERS, Chart, Results, Row, dense_ms, good, legend, line, log_axis, machine, patch, powers, sizes
-from _style import SIZE, Theme
+from profiling.draw.common import (
+    MARKERS,
+    Chart,
+    Results,
+    Row,
+    dense_ms,
+    good,
+    legend,
+    line,
+    log_axis,
+    machine,
+    patch,
+    powers,
+    sizes,
+)
+from profiling.draw.style import SIZE, Theme
 
 if TYPE_CHECKING:
     from matplotlib.figure import SubFigure

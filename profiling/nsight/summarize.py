@@ -1,10 +1,10 @@
 """What Nsight Compute measured of each kernel, as a table, beside the time that its work needs at least.
 
-    python profiling/summarize.py up_down.csv --floor up_down.json
+    python -m profiling.nsight.summarize up_down.csv --floor up_down.json
 
 FILE is what ``ncu --import REPORT --csv`` prints, with ``--page raw`` or ``--page details`` (with --print-details all,
-or there are no stalls). Of several launches of a kernel medians are shown. --floor is what profiling/profile_target.py
---figures wrote of the same workload. profiling/ncu.sh makes both files and runs this.
+or there are no stalls). Of several launches of a kernel medians are shown. --floor is what profile_target.py
+--figures wrote of the same workload. profiling/nsight/ncu.sh makes both files and runs this.
 
 Columns:
   kernel        operator, compiled variant and kernel, as far as the name tells

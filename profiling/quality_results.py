@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import _style
-from _style import Theme
+from profiling.draw import style
+from profiling.draw.style import Theme
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -327,12 +327,12 @@ def _draw_quality(axes: Axes, theme: Theme, found: Sequence[Point]) -> None:
         shares = [100 * (point.l0 or 0) / (point.neurons or 1) for point in chosen]
         added = [100 * (point.added or 0) for point in chosen]
         bars = None if spread is None else [0 if is_baseline(point) else 100 * spread for point in chosen]
-        style: dict[str, Any] = {"marker": "D", "linestyle": "none", "mfc": theme.ground} if again else {"marker": "o"}
+        look: dict[str, Any] = {"marker": "D", "linestyle": "none", "mfc": theme.ground} if again else {"marker": "o"}
         name = "ReLU, dead neurons reinitialised" if again else "ReLU, by L1 coefficient"
         name += f" (bars: {100 * spread:.2f} % between seeds)" if spread is not None and not again else ""
-        axes.errorbar(shares, added, bars, color=colour, capsize=3, elinewidth=1, label=name, **style)
+        axes.errorbar(shares, added, bars, color=colour, capsize=3, elinewidth=1, label=name, **look)
         for point, x, y in zip(chosen, shares, added):
-            _style.label(axes, x, y, short(point.coefficient), color=colour)
+            style.label(axes, x, y, short(point.coefficient), color=colour)
     for point in found:
         if point.activation == "silu":
             axes.axhline(100 * (point.added or 0), color=theme.dense, linestyle="--", linewidth=1.5, label="SiLU")
@@ -340,7 +340,7 @@ def _draw_quality(axes: Axes, theme: Theme, found: Sequence[Point]) -> None:
     for coefficient, l0, more in PAPER:
         x, y = 100 * l0 / PAPER_NEURONS, 100 * more
         axes.plot(x, y, "s", color=theme.paper)
-        _style.label(axes, x, y, f"the paper's 1.5B, {short(coefficient)}", color=theme.paper)
+        style.label(axes, x, y, f"the paper's 1.5B, {short(coefficient)}", color=theme.paper)
     axes.set_xscale("log")
     axes.margins(x=0.07, y=0.1)
     low, high = axes.get_xlim()
@@ -364,8 +364,8 @@ def _draw_layers(axes: Axes, theme: Theme, relu: Sequence[Point]) -> None:
     for i, point in enumerate(relu):
         # a layer where nothing fires has no place on a logarithmic axis
         l0 = [max(mean, 0.1) for mean in point.layers]
-        style: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": 1.6}
-        axes.plot(range(len(l0)), l0, color=shade(i / (len(relu) - 1)), label=short(point.coefficient), **style)
+        look: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": 1.6}
+        axes.plot(range(len(l0)), l0, color=shade(i / (len(relu) - 1)), label=short(point.coefficient), **look)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda count, _: f"{count:,g}")
     axes.set_xticks(range(len(relu[0].layers)))

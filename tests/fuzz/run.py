@@ -1,13 +1,13 @@
 """Random layers against float64 until the time is up: sizes, patterns, layouts, strategies, and how a call is made.
 
-    python tests/fuzz.py --budget-s 300 --seed 1 --ledger fuzz.jsonl
-    python tests/fuzz.py --replay 1:357
-    python tests/fuzz.py --summary fuzz.jsonl more.jsonl.gz --json h200_fuzz.json
+    python -m tests.fuzz --budget-s 300 --seed 1 --ledger fuzz.jsonl
+    python -m tests.fuzz --replay 1:357
+    python -m tests.fuzz --summary fuzz.jsonl more.jsonl.gz --json h200_fuzz.json
 
 A case is a function of the seed, its number and the kind of device, and of nothing else. Half of the cases are integers
 whose every sum fp32 holds in any order: each result has one right answer, float64's, rounded once, and bits must match.
 The others are real numbers, and each result is held to two bounds against float64, in norm and in every row, which
-``fuzz_answers`` derives from where the strategies promise to round. ``fuzz_problems`` draws.
+``answers`` derives from where the strategies promise to round. ``problems`` draws.
 
 What a call returns is filled with NaN before it is called again, which must give the same bits; so must a CUDA graph.
 On a GPU free memory holds NaN. The reference is plain PyTorch in float64, and shares no code with the package.
@@ -35,7 +35,11 @@ from typing import Any, TextIO
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
-from fuzz_answers import (
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import twell
+from tests.fuzz.answers import (
     MAIN,
     Mismatch,
     Outputs,
@@ -50,8 +54,8 @@ from fuzz_answers import (
     same_bits,
     solve,
 )
-from fuzz_ledger import Tally, header, print_summary, read, record_of
-from fuzz_problems import (
+from tests.fuzz.ledger import Tally, header, print_summary, read, record_of
+from tests.fuzz.problems import (
     DTYPES,
     EXPORTED,
     SPARSE,
@@ -64,10 +68,6 @@ from fuzz_problems import (
     draw,
     laid_out,
 )
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
-import twell
 from twell import testing
 from twell._auto import AutoStrategy
 
@@ -372,7 +372,7 @@ class Fuzzer:
 
     def command(self, case: Case, tokens: int | None = None) -> str:
         m = "" if tokens is None else f" --m {tokens}"
-        return f"python tests/fuzz.py --replay {case.seed}:{case.number}{self.flags}{m}"
+        return f"python -m tests.fuzz --replay {case.seed}:{case.number}{self.flags}{m}"
 
     def draw(self, seed: int, number: int) -> Case:
         return draw(seed, number, self.limits, self.device.type == "cuda")
@@ -469,7 +469,3 @@ def main(argv: list[str] | None = None) -> int:
             print(json.dumps({"summary": summary}), file=ledger, flush=True)
     print_summary(summary)
     return int(bool(mismatches))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,7 @@
 
     save(draw, Path("charts/loss"), title="Sparse training follows dense", footer=machine)
 
-writes ``loss-light.png``, ``loss-dark.png``, ``loss-light.svg`` and ``loss-dark.svg``.
+writes ``loss-light.svg`` and ``loss-dark.svg``.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     from matplotlib.backends.backend_agg import RendererAgg
     from matplotlib.figure import Figure, SubFigure
 
-# Inches. At 100 pixels an inch the width is that of a README's column; PNGs have more for dense screens.
+# Inches. At 100 pixels an inch the width is that of a README's column.
 SIZE = (8.3, 4.6)
-DPI = 160
-SUFFIXES = ("png", "svg")
 # What names the data that a file shows, in its metadata.
 KEY = "twell-data"
 # Names the texts that ``arrange`` moves.
@@ -140,8 +138,8 @@ def require() -> None:
 
 
 def outputs(stem: Path) -> list[Path]:
-    """The files of a chart."""
-    return [stem.with_name(f"{stem.name}-{theme.name}.{suffix}") for suffix in SUFFIXES for theme in THEMES]
+    """The files of a chart, light and dark."""
+    return [stem.with_name(f"{stem.name}-{theme.name}.svg") for theme in THEMES]
 
 
 def save(
@@ -152,7 +150,6 @@ def save(
     title: str = "",
     footer: str = "",
     data: str = "",
-    suffixes: tuple[str, ...] = SUFFIXES,
 ) -> list[Path]:
     """Write the figure whose body ``draw`` fills, light and dark, and return the files.
 
@@ -167,8 +164,8 @@ def save(
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     stem.parent.mkdir(parents=True, exist_ok=True)
-    written = [path for path in outputs(stem) if path.suffix[1:] in suffixes]
-    for theme in THEMES:
+    written = outputs(stem)
+    for theme, path in zip(THEMES, written):
         with matplotlib.rc_context():
             matplotlib.rcdefaults()
             matplotlib.rcParams.update(theme.rc)
@@ -184,13 +181,10 @@ def save(
             if footer:
                 wrapped = "\n".join(_fill(line, int(16.6 * size[0])) for line in footer.splitlines())
                 figure.supxlabel(wrapped, x=0.012, ha="left", fontsize=7.5, color=theme.muted)
-            # one layout for all formats: each drawing would begin where the one before left off
             layout.execute(figure)
             figure.set_layout_engine("none")
             arrange(figure)
-            for path in written:
-                if path.stem.endswith(f"-{theme.name}"):
-                    figure.savefig(path, dpi=DPI, metadata=metadata(path, data))
+            figure.savefig(path, metadata=metadata(data))
     return written
 
 
@@ -273,23 +267,12 @@ def _place(text: Any, axes: Axes, renderer: RendererAgg, spots: Any, taken: list
     taken.append(box)
 
 
-def metadata(path: Path, data: str) -> dict[str, str | None]:
+def metadata(data: str) -> dict[str, str | None]:
     """What a file says of itself: no date, no name of a program, but the data that it shows."""
-    if path.suffix == ".svg":
-        return {"Date": None, "Creator": None, "Identifier": f"{KEY}:{data}" if data else None}
-    return {"Software": None} | ({KEY: data} if data else {})
+    return {"Date": None, "Creator": None, "Identifier": f"{KEY}:{data}" if data else None}
 
 
 def data_of(path: Path) -> str:
     """``data`` as ``save`` was given it, empty if the file has none."""
-    content = path.read_bytes()
-    # of a PNG's text chunk the keyword, a zero byte, the text and four bytes of checksum; of an SVG an element's text
-    start, stop = (f"{KEY}:".encode(), b"<") if path.suffix == ".svg" else (b"tEXt" + KEY.encode() + b"\0", None)
-    place = content.find(start)
-    if place < 0:
-        return ""
-    first = place + len(start)
-    if stop is not None:
-        return content[first : content.index(stop, first)].decode()
-    length = int.from_bytes(content[place - 4 : place], "big")
-    return content[first : place + 4 + length].decode("latin-1")
+    _, found, rest = path.read_text(encoding="utf-8").partition(f"{KEY}:")
+    return rest.partition("<")[0] if found else ""

@@ -1,15 +1,15 @@
-"""What profiling/nsys.sh and profiling/ncu.sh run: operators on a named workload, a few calls after warming up.
+"""What nsys.sh and ncu.sh run: operators on a named workload, a few calls after warming up.
 
-    python profiling/profile_target.py up_down --workload topic29
-    python profiling/profile_target.py gate_pack,up_down,train_backward --m 4096 --trace trace.json
-    python profiling/profile_target.py weight_grad --workload topic29 --figures figures.json
+    python -m profiling.nsight.profile_target up_down --workload topic29
+    python -m profiling.nsight.profile_target gate_pack,up_down,train_backward --m 4096 --trace trace.json
+    python -m profiling.nsight.profile_target weight_grad --workload topic29 --figures figures.json
 
 Only what lies between cudaProfilerStart and cudaProfilerStop is meant to be recorded: --calls calls of each operator,
 in a range "profile OP" of domain "twell". The name of a kernel stands for the operator that launches it. "auto" has
 settled by then.
 
---figures writes what the floors of profiling/summarize.py are computed from (sizes, non-zeros, unions, what the machine
-can do) and records nothing: rates are not to be measured under a profiler. --trace has torch.profiler record the calls:
+--figures writes what the floors of summarize.py are computed from (sizes, non-zeros, unions, what the machine can do)
+ and records nothing: rates are not to be measured under a profiler. --trace has torch.profiler record the calls:
 operators with their shapes, kernels with their names.
 """
 

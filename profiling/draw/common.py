@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import _style
-from _style import SIZE, Theme
+from profiling.draw import style
+from profiling.draw.style import SIZE, Theme
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,21 +75,20 @@ class Chart:
         shown = json.dumps([self.title, self.machine, rounded(self.data)], sort_keys=True)
         return hashlib.sha256(shown.encode()).hexdigest()[:16]
 
-    def save(self, stem: Path, suffixes: tuple[str, ...] = _style.SUFFIXES) -> list[Path]:
-        written: list[Path] = _style.save(
+    def save(self, stem: Path) -> list[Path]:
+        written: list[Path] = style.save(
             lambda figure, theme: self.draw(figure, theme, self.data),
             stem,
             size=self.size,
             title=self.title,
             footer=self.machine,
             data=f"{self.digest} {matplotlib_version()}",
-            suffixes=suffixes,
         )
         return written
 
 
 def matplotlib_version() -> str:
-    _style.require()
+    style.require()
     import matplotlib
 
     return str(matplotlib.__version__)

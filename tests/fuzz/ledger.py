@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fuzz_answers import Result
-from fuzz_problems import COMPILED_K, PACKAGED_K, Case
 
+from tests.fuzz.answers import Result
+from tests.fuzz.problems import COMPILED_K, PACKAGED_K, Case
 from twell import testing
 
 Record = dict[str, Any]

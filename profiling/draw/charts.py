@@ -1,11 +1,11 @@
-"""Draw the charts of profiling/charts/ from the files of profiling/results/: ``python profiling/charts.py``.
+"""Draw the charts of profiling/charts/ from the files of profiling/results/: ``python -m profiling.draw``.
 
-    python profiling/charts.py                      # all charts whose data is there
-    python profiling/charts.py nnz layers           # these; it is an error if their data is not there
-    python profiling/charts.py --check              # exit status 1 if a chart shows other data than the files hold
-    python profiling/charts.py --results build/sweeps --out build/charts
+    python -m profiling.draw                      # all charts whose data is there
+    python -m profiling.draw nnz layers           # these; it is an error if their data is not there
+    python -m profiling.draw --check              # exit status 1 if a chart shows other data than the files hold
+    python -m profiling.draw --results build/sweeps --out build/charts
 
-Each chart is a PNG and an SVG, light and dark, and carries a digest of what it shows. ``--check`` compares digests and,
+Each chart is an SVG, light and dark, and carries a digest of what it shows. ``--check`` compares digests and,
 where the same matplotlib drew them, the SVGs byte by byte.
 
 Charts:
@@ -20,15 +20,15 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import _quality
-import _style
-from _charts import Chart, ResultError, Results, matplotlib_version
-from _charts_kernels import kernels, roofline
-from _charts_layer import layers, memory, nnz, speedup, tokens
-from _charts_models import models, paper, quality, training
+from profiling import quality_results
+from profiling.draw import style
+from profiling.draw.common import Chart, ResultError, Results, matplotlib_version
+from profiling.draw.kernels import kernels, roofline
+from profiling.draw.layers import layers, memory, nnz, speedup, tokens
+from profiling.draw.models import models, paper, quality, training
 
-RESULTS = Path(__file__).resolve().parent / "results"
-CHARTS = Path(__file__).resolve().parent / "charts"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+CHARTS = Path(__file__).resolve().parents[1] / "charts"
 ALL: dict[str, Callable[[Results], Chart | None]] = {
     "speedup": speedup,
     "nnz": nnz,
@@ -46,19 +46,19 @@ ALL: dict[str, Callable[[Results], Chart | None]] = {
 
 def check(chart: Chart | None, stem: Path) -> list[str]:
     """What is wrong with a chart's files."""
-    files = _style.outputs(stem)
+    files = style.outputs(stem)
     if chart is None:
         return [f"{path.name}: there is no data for it" for path in files if path.exists()]
     wrong = []
     for path in files:
         if not path.exists():
             wrong.append(f"{path.name}: missing")
-        elif _style.data_of(path).split(" ")[0] != chart.digest:
+        elif style.data_of(path).split(" ")[0] != chart.digest:
             wrong.append(f"{path.name}: shows other data")
-    if wrong or any(_style.data_of(path) != f"{chart.digest} {matplotlib_version()}" for path in files):
+    if wrong or any(style.data_of(path) != f"{chart.digest} {matplotlib_version()}" for path in files):
         return wrong
     with tempfile.TemporaryDirectory() as folder:
-        for drawn in chart.save(Path(folder) / stem.name, ("svg",)):
+        for drawn in chart.save(Path(folder) / stem.name):
             if drawn.read_bytes() != (stem.parent / drawn.name).read_bytes():
                 wrong.append(f"{drawn.name}: is drawn otherwise now")
     return wrong
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong: list[str] = []
     drawn = 0
     try:
-        _style.require()
+        style.require()
         for name in arguments.charts or ALL:
             chart = ALL[name](results)
             if chart is None and arguments.charts:
@@ -103,13 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             drawn += chart is not None
         if not drawn and not wrong:
             raise ResultError(f"expected results of some chart in {arguments.results}, got none")
-    except (ResultError, _quality.DataError, ImportError) as error:
+    except (ResultError, quality_results.DataError, ImportError) as error:
         print(f"charts: error: {error}", file=sys.stderr)
         return 2
     if wrong:
-        print("\n".join(wrong), "python profiling/charts.py draws them anew", sep="\n", file=sys.stderr)
+        print("\n".join(wrong), "python -m profiling.draw draws them anew", sep="\n", file=sys.stderr)
     return int(bool(wrong))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# usage: profiling/ncu.sh OP[,OP...] [--workload W] [OPTION...] [OPTION of profile_target.py...] [-- OPTION of ncu...]
+# usage: profiling/nsight/ncu.sh OP[,OP...] [--workload W] [OPTION...] [OPTION of profile_target.py...] [-- OPTION of ncu...]
 #
 # Measures the kernels of operators on a named workload with Nsight Compute: speed of light, memory, scheduler, warp
 # states, launch and occupancy, and prints them as a table beside the time that the work needs at least.
 #
-#   profiling/ncu.sh gate_pack,up_down --workload topic29
-#   profiling/ncu.sh weight_grad --workload topic29 -o build/ncu/weight_grad
-#   profiling/ncu.sh train --kernel gathered --launch-skip 1 --launch-count 1
+#   profiling/nsight/ncu.sh gate_pack,up_down --workload topic29
+#   profiling/nsight/ncu.sh weight_grad --workload topic29 -o build/ncu/weight_grad
+#   profiling/nsight/ncu.sh train --kernel gathered --launch-skip 1 --launch-count 1
 #
-# OP is an operator, or a kernel, which then is the only one measured; python profiling/profile_target.py --help has all.
+# OP is an operator, or a kernel, which then is the only one measured; python -m profiling.nsight.profile_target --help has all.
 #
 #   --kernel NAME      only kernels of this operator, or whose names match regex:EXPRESSION (default: all of twell's)
 #   --launch-skip N    leave out the first N launches that match (default: 0)
@@ -23,7 +23,7 @@
 # CUTE_DSL_LINEINFO=1 in the environment. PYTHON names the interpreter (default: python3).
 set -euo pipefail
 
-. "$(dirname "${BASH_SOURCE[0]}")/_nsight.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 # of $1, what is told apart by names: what the compiler calls kernels, and what they are called here
 pattern() {

@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import _style
-from _charts import (
+from profiling.draw import style
+from profiling.draw.common import (
     MARKERS,
     PATTERNS,
     SLOWEST,
@@ -31,7 +31,7 @@ from _charts import (
     span,
     speed_axis,
 )
-from _style import SIZE, Theme
+from profiling.draw.style import SIZE, Theme
 
 if TYPE_CHECKING:
     from matplotlib.figure import SubFigure
@@ -162,8 +162,8 @@ def lines_of(theme: Theme) -> dict[str, dict[str, Any]]:
 
 def legend_of_lines(figure: SubFigure, theme: Theme, panels: Iterable[Iterable[str]]) -> None:
     used = {name for names in panels for name in names}
-    entries = [(name, style) for name, style in lines_of(theme).items() if name in used]
-    legend(figure, [(line(**style), "training step" if name == "train" else f'"{name}"') for name, style in entries])
+    entries = [(name, look) for name, look in lines_of(theme).items() if name in used]
+    legend(figure, [(line(**look), "training step" if name == "train" else f'"{name}"') for name, look in entries])
 
 
 def count(value: float) -> str:
@@ -337,20 +337,20 @@ def draw_layers(figure: SubFigure, theme: Theme, data: dict[str, Any]) -> None:
         if field == "union":
             axes.yaxis.set_major_formatter(percent)
     for op, each in points.items():
-        name, style = styles[op]
-        gains.plot([point["layer"] for point in each], [point["speedup"] for point in each], label=name, **style)
+        name, look = styles[op]
+        gains.plot([point["layer"] for point in each], [point["speedup"] for point in each], label=name, **look)
     for axes, field in zip(scatters, fields):
         for op, each in points.items():
-            name, style = styles[op]
+            name, look = styles[op]
             text = name if fits[op][field] is None else f"{name}: r = {fits[op][field]:.3f}"
             # what "auto" ran densely is hollow
             for dense in (False, True):
                 chosen = [p for p in each if (p["strategy"] == "dense") == dense and p[field] is not None]
                 fill = {"mfc": theme.ground} if dense else {"label": text}
                 xs, ys = [point[field] for point in chosen], [point["speedup"] for point in chosen]
-                axes.plot(xs, ys, linestyle="none", **style, **fill)
+                axes.plot(xs, ys, linestyle="none", **look, **fill)
                 for x, y, point in zip(xs, ys, chosen) if len(each) <= 40 else ():
-                    _style.label(axes, x, y, f"{point['layer']}", color=style["color"])
+                    style.label(axes, x, y, f"{point['layer']}", color=look["color"])
         axes.set(xlabel=f"{AGAINST[field]} (labels: layers)", ylabel="speed-up over dense")
         axes.set_xlim(left=0)
         if field == "union":

@@ -1,6 +1,6 @@
 # Sourced by ncu.sh and nsys.sh: where they are, how they fail, and which program they run.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-root=$(dirname "$here")
+root=$(dirname "$(dirname "$here")")
 python=${PYTHON:-python3}
 [ ! -d "$root/python/twell" ] || export PYTHONPATH=$root/python:$root${PYTHONPATH:+:$PYTHONPATH}
 export TWELL_NVTX=${TWELL_NVTX:-1}

@@ -1,0 +1,1 @@
+"""The fuzzer: random layers against float64."""

@@ -1,0 +1,7 @@
+"""``python -m tests.fuzz``."""
+
+import sys
+
+from tests.fuzz.run import main
+
+sys.exit(main())
