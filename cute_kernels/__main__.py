@@ -22,21 +22,26 @@ def main(argv: list[str] | None = None) -> int:
     compiling.add_argument("symbols", nargs="+", metavar="SYMBOL")
     target = compiling.add_mutually_exclusive_group(required=True)
     target.add_argument("-o", "--out", type=Path, help="the object file, for one symbol")
-    target.add_argument("-d", "--directory", type=Path, help="folder for SYMBOL.o of each")
+    target.add_argument("-d", "--directory", type=Path, help="folder for SYMBOL.o and SYMBOL.json, its report, of each")
     compiling.add_argument("--depfile", type=Path, help="write the sources that were used, as make rules read them")
 
     manifest = commands.add_parser("manifest", help="print what a library of these symbols was made from, as JSON")
     manifest.add_argument("symbols", nargs="*", metavar="SYMBOL", help="default: every symbol that ships")
 
     reporting = commands.add_parser("report", help="compile and print registers, spills and WGMMA warnings")
-    reporting.add_argument("symbols", nargs="*", metavar="SYMBOL", help="default: every symbol that ships")
+    reporting.add_argument(
+        "symbols",
+        nargs="*",
+        metavar="SYMBOL",
+        help="or a kernel, for all its symbols; default: all that ship",
+    )
 
     arguments = parser.parse_args(argv)
     if arguments.command == "list":
         print(*(spec.symbol for spec in (all_specs() if arguments.all else catalog.SHIPPED)), sep="\n")
         return 0
     try:
-        specs = [spec_from_symbol(symbol) for symbol in arguments.symbols] or list(catalog.SHIPPED)
+        specs = [spec for symbol in arguments.symbols for spec in _specs(symbol)] or list(catalog.SHIPPED)
     except ValueError as error:
         parser.error(str(error))
     if arguments.command == "compile":
@@ -50,12 +55,17 @@ def main(argv: list[str] | None = None) -> int:
     return _report(specs)
 
 
+def _specs(name: str) -> list[Spec]:
+    """The spec of a symbol, or those of a kernel that ship; ValueError if there is none."""
+    return [spec for spec in catalog.SHIPPED if spec.op == name] or [spec_from_symbol(name)]
+
+
 def _compile(specs: list[Spec], out: Path | None, directory: Path | None, depfile: Path | None) -> None:
     from .compile import compile_object
 
     outputs = [out or directory / f"{spec.symbol}.o" for spec in specs]
     for spec, path in zip(specs, outputs):
-        compile_object(spec, path)
+        compile_object(spec, path, path.with_suffix(".json") if directory is not None else None)
     if depfile is not None:
         root = Path(__file__).parent
         files = {Path(module.__file__) for module in list(sys.modules.values()) if getattr(module, "__file__", None)}
@@ -79,11 +89,11 @@ def _manifest(specs: list[Spec]) -> None:
 
 
 def _report(specs: list[Spec]) -> int:
-    from .compile import report
+    from .compile import compile_and_report
 
     print(f"{'symbol':32} {'registers':>9} {'spill bytes':>11}  kernel")
     for spec in specs:
-        for kernel in report(spec):
+        for kernel in compile_and_report(spec)[1]:
             print(f"{kernel.symbol:32} {kernel.registers:9} {kernel.spill_bytes:11}  {kernel.kernel[:60]}", flush=True)
             for warning in kernel.wgmma:
                 print(f"    {warning}")

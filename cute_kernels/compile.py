@@ -7,12 +7,13 @@ here, as torch's current stream, which tvm-ffi supplies at call time.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,18 @@ def _name_kernels(jit_object: Any, spec: Spec) -> None:
             rename(f"twell_{spec.symbol}{own}", remove_cutlass_symbol=True, keep_mangled_name=False)
 
 
-def compile_object(spec: Spec, out: Path) -> None:
-    """Write the object file that exports ``spec.symbol``, atomically: another process sees all of it or none."""
+def compile_object(spec: Spec, out: Path, report: Path | None = None) -> None:
+    """Write the object file that exports ``spec.symbol``, atomically: another process sees all of it or none.
+
+    ``report``: a JSON file for the ``Report`` of each device kernel, there before the object is.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
-    compiled = compile_spec(spec)
+    compiled, reports = compile_and_report(spec)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{spec.symbol}.") as scratch:
         part = Path(scratch) / out.name
         compiled.export_to_c(str(part), function_name=spec.symbol)
+        if report is not None:
+            report.write_text(json.dumps([asdict(each) for each in reports], indent=1) + "\n")
         os.replace(part, out)
 
 
@@ -77,12 +83,13 @@ class Report:
     wgmma: tuple[str, ...]
 
 
-def report(spec: Spec) -> list[Report]:
-    """Compile ``spec`` and read the compiler's remarks: one entry for each device kernel in it."""
-    reports = parse_remarks(spec.symbol, _output_of(lambda: compile_spec(spec, "remarks{ptx}")))
+def compile_and_report(spec: Spec) -> tuple[Any, list[Report]]:
+    """Compile ``spec`` and read the compiler's remarks: the callable, and one entry for each device kernel in it."""
+    compiled, said = _with_output(lambda: compile_spec(spec, "remarks{ptx}"))
+    reports = parse_remarks(spec.symbol, said)
     if not reports:
         raise RuntimeError(f"the compiler printed no ptxas report for {spec.symbol}")
-    return reports
+    return compiled, reports
 
 
 def parse_remarks(symbol: str, text: str) -> list[Report]:
@@ -102,22 +109,30 @@ def parse_remarks(symbol: str, text: str) -> list[Report]:
     return list(kernels.values())
 
 
-def _output_of(call: Callable[[], object]) -> str:
-    """What the process prints during ``call``, native code included: the remarks are written past ``sys.stdout``."""
+def _with_output(call: Callable[[], Any]) -> tuple[Any, str]:
+    """The result of ``call`` and what the process prints meanwhile, native code included.
+
+    The remarks are written past ``sys.stdout``. What was printed is not lost where ``call`` raises.
+    """
     streams = sys.stdout, sys.stderr
     with tempfile.TemporaryFile("w+", errors="replace") as sink:
         for stream in streams:
             stream.flush()
-        saved = [os.dup(fd) for fd in (1, 2)]
+        saved, failed = [os.dup(fd) for fd in (1, 2)], False
         try:
             for fd in (1, 2):
                 os.dup2(sink.fileno(), fd)
-            call()
+            result = call()
+        except BaseException:
+            failed = True
+            raise
         finally:
             for stream in streams:
                 stream.flush()
             for fd, original in zip((1, 2), saved):
                 os.dup2(original, fd)
                 os.close(original)
-        sink.seek(0)
-        return sink.read()
+            sink.seek(0)
+            if failed:
+                sys.stderr.write(sink.read())
+        return result, sink.read()

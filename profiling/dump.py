@@ -78,7 +78,7 @@ def dump(compiler: Any, symbol: str, folder: Path, line_info: bool) -> list[Path
     ptx.write_text(compiled.__ptx__)
     cubin.write_bytes(compiled.__cubin__)
     lines = []
-    for kernel in compiler.report(spec):
+    for kernel in compiler.compile_and_report(spec)[1]:
         lines.append(f"{kernel.kernel}: {kernel.registers} registers, {kernel.spill_bytes} bytes spilled")
         lines += kernel.wgmma
     text.write_text("\n".join(lines) + "\n")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -45,12 +46,17 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel with every kernel, as `make wheel` makes it; only what changed is compiled again."""
+    """The wheel with every kernel, as `make wheel` makes it; only what changed is compiled again.
+
+    Processes that run tests side by side take turns, as they share the folder of the build.
+    """
     out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, str(ROOT / "tools" / "wheel.py"), "--out", str(out)]
     environment = {name: value for name, value in os.environ.items() if name != "TWELL_SYMBOLS"}
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
-    built = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    (ROOT / "build").mkdir(exist_ok=True)
+    with FileLock(ROOT / "build" / "wheel.lock"):
+        built = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert built.returncode == 0, built.stdout
     (path,) = out.glob("*.whl")
     return path
