@@ -16,6 +16,10 @@ BUNDLE_PYTHON ?= 3.12
 BUNDLE_SYMBOLS ?=
 # More wheels for a bundle, as NAME==VERSION.
 BUNDLE_PACKAGES ?=
+# Processes that run tests side by side.
+WORKERS ?= auto
+# For `make check`: a file of cute_kernels/, without its suffix.
+K ?= gate_pack
 # Passed on: make test ARGS="-k unpack", make demo ARGS="--text ~/notes".
 ARGS ?=
 # The version for `make test-torch`.
@@ -34,7 +38,10 @@ stamp := $(VENV)/.twell-ready
 # What hangs on torch: operators, autograd, torch.compile, torch.export, modules.
 core := ops functional nn training hybrid packed reference reglu auto compaction sparsify recipe serving testing nvtx
 
-.PHONY: help demo test test-torch lint format charts docs symbols wheel sdist bundle clean
+# What a change of the library breaks first.
+quick := imports arguments functional nn packed reference ops hybrid launches format memory transforms
+
+.PHONY: help demo test quick check test-torch lint format charts docs symbols wheel sdist bundle clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -43,7 +50,14 @@ demo: $(stamp) ## train a small model on real text, compare sparse with dense, d
 	"$(PY)" -m twell demo $(ARGS)
 
 test: $(stamp) ## every test that this machine can run; the GPU's are skipped without one
-	"$(PY)" -m pytest $(ARGS)
+	"$(PY)" -m pytest --numprocesses $(WORKERS) --dist loadgroup $(ARGS)
+
+quick: $(stamp) ## tests of the library on a CPU, in two minutes
+	"$(PY)" -m pytest --numprocesses $(WORKERS) $(quick:%=tests/cpu/test_%.py) $(ARGS)
+
+check: $(stamp) ## one kernel: compile it, report its registers, run the tests that read its source; K=gate_pack
+	"$(PY)" -m cute_kernels report $(K)
+	"$(PY)" -m pytest tests/cpu/test_launches.py tests/cpu/test_imports.py tests/cpu/test_catalog.py $(ARGS)
 
 test-torch: build/torch-$(TORCH).txt ## the tests that hang on torch, with another version: TORCH=2.9.0
 	$(MAKE) test VENV=build/torch-$(TORCH) CONSTRAINTS=$< ARGS="$(core:%=tests/cpu/test_%.py) $(ARGS)"

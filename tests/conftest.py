@@ -29,11 +29,15 @@ def why_no_gpu() -> str | None:
     return None
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = why_no_gpu()
     for item in items:
         if ROOT / "tests" / "gpu" in item.path.parents:
             item.add_marker("gpu")
+        if "wheel" in getattr(item, "fixturenames", ()):
+            # one process builds it
+            item.add_marker(pytest.mark.xdist_group("wheel"))
         if reason is not None and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
 

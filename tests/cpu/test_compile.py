@@ -18,9 +18,8 @@ from cute_kernels.specs import Spec
 @pytest.fixture(scope="module")
 def reports(root: Path, wheel: Path) -> Callable[[Spec], list[Report]]:
     """What the compiler said of each kernel when the wheel was built; a JSON file lies beside each object."""
-    return lambda spec: json.loads(
-        (root / "build/wheel/objects" / f"{spec.symbol}.json").read_text(), object_hook=Report
-    )
+    folder = root / "build" / "wheel" / "objects"
+    return lambda spec: json.loads((folder / f"{spec.symbol}.json").read_text(), object_hook=Report)
 
 
 class Report(dict[str, Any]):
