@@ -26,8 +26,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int16, Int32, Int64, Uint8, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from . import feasible
-from . import format as twell
+from . import feasible, geometry
 from .sm90 import operands
 from .sm90.copies import load_values
 from .sm90.values import (
@@ -43,18 +42,18 @@ from .sm90.values import (
 )
 from .specs import CompactSpec
 
-TOKENS = twell.TOKEN_TILE
-CHUNK = twell.CHUNK
+TOKENS = geometry.TOKEN_TILE
+CHUNK = geometry.CHUNK
 WARPS = 32
 THREADS = 32 * WARPS
 # tokens of a warp: their byte counters share a word
 OWN = TOKENS // WARPS
 # words of counters of a chunk, and one more: the counters of one token lie in different banks
 PITCH = TOKENS // 4 + 1
-BITMAP = twell.MAX_NEURONS // 32
-CHUNKS = twell.MAX_NEURONS // CHUNK
+BITMAP = geometry.MAX_NEURONS // 32
+CHUNKS = geometry.MAX_NEURONS // CHUNK
 # words of a bitmap that a TwELL tile takes
-TILE_BITS = twell.TILE // 32
+TILE_BITS = geometry.TILE // 32
 # words of shared memory for the counters, then the non-zeros, then the entries: all that the lists leave
 ARENA = 53248
 # entries of a thread that are counted side by side
@@ -143,7 +142,7 @@ class Compact:
         totals = allocator.allocate_tensor(Int32, cute.make_layout(THREADS))
         sums = allocator.allocate_tensor(Int32, cute.make_layout(WARPS))
         tiles, last = chunks.shape[0], chunks.shape[1] - 1
-        pairs = stats.shape[1] * (TOKENS // twell.STATS_ROWS)
+        pairs = stats.shape[1] * (TOKENS // geometry.STATS_ROWS)
         most = Int64(stats.shape[0]) * stats.shape[1]
         counts = cute.make_tensor(stats.iterator, cute.make_layout(most, stride=2))
         own = cute.make_rmem_tensor((OWN,), Int32)
@@ -182,7 +181,7 @@ class Compact:
 
     @cute.jit
     def saturate(self, value: Int64) -> Int32:
-        return Int32(cutlass.min(value, Int64(twell.MOST)))
+        return Int32(cutlass.min(value, Int64(geometry.MOST)))
 
     @cute.kernel
     def compact(
@@ -219,7 +218,7 @@ class Compact:
                 for j in cutlass.range(OWN, unroll=1):
                     m = tile * TOKENS + warp * OWN + j
                     if m < words.shape[0]:
-                        buffer = s.counters.iterator + warp * twell.TILE
+                        buffer = s.counters.iterator + warp * geometry.TILE
                         self.write_bitmap(buffer, words, spill, entries, m, width, size, lane)
             else:
                 start, end = chunks[tile, 0], chunks[tile, chunks.shape[1] - 1]
@@ -275,7 +274,7 @@ class Compact:
             s.counters[i] = Uint32(0)
         if thread == 0:
             s.scalars[0] = Int32(0)
-            s.scalars[1] = Int32(twell.MOST)
+            s.scalars[1] = Int32(geometry.MOST)
         own, most = cute.make_rmem_tensor((OWN,), Int32), Int32(0)
         for j in range_constexpr(OWN):
             own[j] = Int32(quads[0, j])
@@ -592,7 +591,7 @@ class Compact:
                     run = self.visit(s, gate, token, word, active, place + first + lane, kept >= 0, run, lane, phase)
                 place += size
                 if high < 32:
-                    neuron = (group + high) * twell.TILE
+                    neuron = (group + high) * geometry.TILE
                     if const_expr(phase == MARK):
                         place = self.mark_spilled(s, gate, token, neuron + lane * 8, place, kept >= 0, lane)
                     else:
@@ -730,7 +729,7 @@ class Compact:
             while overflowing != 0:
                 t = lowest_bit(overflowing)
                 overflowing = overflowing & (overflowing - 1)
-                neuron = (group + t) * twell.TILE + lane * 8
+                neuron = (group + t) * geometry.TILE + lane * 8
                 flags = nonzero_flags(load_values(spill.iterator + (Int64(m) * spill.stride[0] + neuron)))
                 bits = Uint32(0)
                 for i in range_constexpr(8):
@@ -791,7 +790,7 @@ def signature(spec: CompactSpec) -> tuple[Any, tuple[Any, ...]]:
     m, b = cute.sym_int32(), cute.sym_int32()
     arguments = (
         operands.rows(Int32, m, cute.sym_int32(divisibility=32)),
-        operands.rows(dtype, m, cute.sym_int32(divisibility=twell.TILE)),
+        operands.rows(dtype, m, cute.sym_int32(divisibility=geometry.TILE)),
         operands.cube(Int32, cute.sym_int32(), cute.sym_int32(), 2) if spec.training else None,
         operands.vector(Int32, cute.sym_int32()),
         *operands.lists(b),

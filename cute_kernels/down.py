@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from . import format as twell
+from . import geometry
 from .sm90 import operands
 from .specs import DownSpec
 from .up_down import UpDown
@@ -46,7 +46,7 @@ def signature(spec: DownSpec) -> tuple[Any, tuple[Any, ...]]:
     m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
     arguments = (
         operands.rows(Int32, m, cute.sym_int32(divisibility=32)),
-        operands.rows(dtype, m, cute.sym_int32(divisibility=twell.TILE)),
+        operands.rows(dtype, m, cute.sym_int32(divisibility=geometry.TILE)),
         operands.rows(dtype, n, k),
         operands.vector(dtype, k) if spec.bias else None,
         operands.rows(dtype, m, k),

@@ -9,7 +9,7 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from . import format as twell
+from . import geometry
 from .sm90 import operands
 from .specs import DownSkinnySpec
 from .up_down_skinny import UpDownSkinny
@@ -41,7 +41,7 @@ def signature(spec: DownSkinnySpec) -> tuple[Any, tuple[Any, ...]]:
     m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
     arguments = (
         operands.rows(Int32, m, cute.sym_int32(divisibility=32)),
-        operands.rows(dtype, m, cute.sym_int32(divisibility=twell.TILE)),
+        operands.rows(dtype, m, cute.sym_int32(divisibility=geometry.TILE)),
         operands.rows(dtype, n, k),
         operands.vector(dtype, k) if spec.bias else None,
         operands.rows(dtype, m, k),

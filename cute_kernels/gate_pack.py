@@ -28,14 +28,13 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from . import feasible
-from . import format as twell
+from . import feasible, geometry
 from .sm90 import operands
 from .sm90.copies import load_values, store_values
 from .sm90.values import count_flags, lanes_before, nonzero_flags, relu_pack, value_bits
 from .specs import GatePackSpec
 
-TILE_M, TILE_N = 128, twell.TILE
+TILE_M, TILE_N = 128, geometry.TILE
 HALF_M = TILE_M // 2
 THREADS = 384
 MMA_WARPS, PACK_WARPS = 8, 3
@@ -63,7 +62,7 @@ class GatePack:
     ):
         self.dtype = operands.DTYPES[spec.dtype]
         self.has_bias = spec.bias
-        self.width = twell.words_per_tile(spec.compression)
+        self.width = geometry.words_per_tile(spec.compression)
         self.tile_k, self.stages, self.cluster, self.group = tile_k, stages, cluster, group
         # a words buffer is 8 KB whatever the compression: 64, 32 or 16 rows at once
         self.chunk_rows = 2048 // self.width
@@ -420,7 +419,7 @@ def signature(spec: GatePackSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype = operands.DTYPES[spec.dtype]
     m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
-    padded = cute.sym_int32(divisibility=twell.TILE)
+    padded = cute.sym_int32(divisibility=geometry.TILE)
     arguments = (
         operands.rows(dtype, m, k),
         operands.rows(dtype, n, k),

@@ -32,20 +32,19 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from . import feasible
-from . import format as twell
+from . import feasible, geometry
 from .gate_pack import pack_words
 from .sm90 import operands
 from .sm90.copies import load_peer, store_peer, store_values
 from .sm90.values import count_flags, nonzero_flags, relu_pack
 from .specs import GatePackSkinnySpec
 
-TILE_N, TILE_K = twell.TILE, 64
+TILE_N, TILE_K = geometry.TILE, 64
 # tokens of a tile
 MOST_TOKENS = 128
 MMA_THREADS, THREADS = 128, 160
 WARPS = MMA_THREADS // 32
-MAX_WIDTH = twell.words_per_tile(min(twell.COMPRESSIONS))
+MAX_WIDTH = geometry.words_per_tile(min(geometry.COMPRESSIONS))
 
 
 class Barrier(IntEnum):
@@ -70,7 +69,7 @@ class GatePackSkinny:
         # tokens of a warp
         self.rounds = max(1, self.tokens // (self.cluster * WARPS))
         # of the statistics, 64 tokens each
-        self.entries = max(1, self.tokens // twell.STATS_ROWS)
+        self.entries = max(1, self.tokens // geometry.STATS_ROWS)
         # a token's sums: first those of neurons 0-3 of each eight, then, 4 words on, those of neurons 4-7. So the lanes
         # of a fragment, and those that read eight neurons each, hit different banks
         self.upper = self.neurons // 2 + 4
@@ -289,7 +288,7 @@ class GatePackSkinny:
             valid = first + self.cluster * WARPS * i < tokens
             for j in range_constexpr(4):
                 quads[j, i] = quads[j, i] if valid else Uint32(0)
-            entry = self.cluster * WARPS * i // twell.STATS_ROWS
+            entry = self.cluster * WARPS * i // geometry.STATS_ROWS
             count = Int32(cute.arch.warp_redux_sync(count_flags(nonzero_flags(quads[None, i])), "add"))
             counted[2 * entry] += count
             counted[2 * entry + 1] += Int32(count >= width)
@@ -322,7 +321,7 @@ def signature(spec: GatePackSkinnySpec) -> tuple[Any, tuple[Any, ...]]:
         operands.rows(dtype, n, k),
         operands.vector(dtype, n) if spec.bias else None,
         operands.rows(Int32, m, cute.sym_int32(divisibility=32)),
-        operands.rows(dtype, m, cute.sym_int32(divisibility=twell.TILE)),
+        operands.rows(dtype, m, cute.sym_int32(divisibility=geometry.TILE)),
         operands.cube(Int32, cute.sym_int32(), cute.sym_int32(), 2),
         Int32(1),
     )

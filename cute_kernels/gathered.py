@@ -2,7 +2,7 @@
 of a second pair, plus bias. Each row of w in the union of 128 tokens' neurons is read once; WGMMA does the rest.
 
 Persistent, one CTA per SM. A unit of work is a token tile and a slab of 256 columns; its inner dimension is the list of
-neurons, 128 a turn. Two kinds of warp groups, whose common parts are in sm90/gather.py:
+neurons, 128 a turn. Two kinds of warp groups, whose common parts are in sm90/sparse_product.py:
 
     fill    group 0. cp.async of rows of w, 256 columns each, into MN-major swizzled stages of 64 rows.
     mma     groups 1 and 2, 64 tokens each: WGMMA 64x256x16 of the stages and the group's own tile of coefficients;
@@ -25,10 +25,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from . import feasible
-from . import format as twell
+from . import feasible, geometry
 from .sm90 import operands
-from .sm90.gather import (
+from .sm90.sparse_product import (
     AHEAD,
     GROUP_THREADS,
     MMA_WARPS,
@@ -47,7 +46,7 @@ from .sm90.gather import (
 from .sm90.values import widen
 from .specs import GatheredSpec
 
-TILE_M, TILE_N, TILE_K = twell.TOKEN_TILE, 256, twell.CHUNK
+TILE_M, TILE_N, TILE_K = geometry.TOKEN_TILE, 256, geometry.CHUNK
 # most token tiles that are sorted: 131,072 tokens. With more, their order evens out
 SORTED = 1024
 
@@ -75,7 +74,7 @@ class Gathered(SparseProduct):
         self.from_entries = spec.products == 0
         self.products = max(1, spec.products)
         self.has_bias = spec.bias
-        self.longest = twell.LONGEST_SUM[spec.dtype]
+        self.longest = geometry.LONGEST_SUM[spec.dtype]
 
     @cute.jit
     def __call__(

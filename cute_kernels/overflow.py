@@ -35,11 +35,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from . import feasible
-from . import format as twell
+from . import feasible, geometry
 from .sm90 import operands
-from .sm90.gather import copy_async
 from .sm90.mma import mma_16x8x16
+from .sm90.sparse_product import copy_async
 from .sm90.sums import set_aside, take_back
 from .sm90.values import high_to_float, low_to_float, lowest_bit, pack, prefix_sum, relu_pack
 from .specs import OverflowSpec
@@ -127,7 +126,7 @@ class Overflow:
         self.stages = min(5, (feasible.SMEM_PER_CTA - fixed) // (2 * self.stage))
         # partners whose products tensor cores add up; each has two for dx of a gated layer
         terms = self.counts[0] - self.counts[1] + 1
-        self.longest = max(1, twell.LONGEST_SUM[spec.dtype] // (terms * WINDOW)) * WINDOW
+        self.longest = max(1, geometry.LONGEST_SUM[spec.dtype] // (terms * WINDOW)) * WINDOW
         self.ring = self.stages * self.stage // (4 * self.blocks * 256 * WARPS)
 
     def scored(self, o: Operands) -> Any:
@@ -590,7 +589,7 @@ class Overflow:
                     for slot in cutlass.range(slots, unroll=8):
                         value += s.totals[(t * slots + slot) * OWNERS + at.thread]
                     if const_expr(self.by_token):
-                        o.totals[t][owner // twell.TOKEN_TILE, owner % twell.TOKEN_TILE] = value
+                        o.totals[t][owner // geometry.TOKEN_TILE, owner % geometry.TOKEN_TILE] = value
                     else:
                         o.totals[t][owner] = value.to(self.dtype)
         # they were read

@@ -29,14 +29,13 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from . import feasible
-from . import format as twell
+from . import feasible, geometry
 from .sm90 import operands
-from .sm90.gather import copy_async
+from .sm90.sparse_product import copy_async
 from .sm90.values import high_to_float, pack, widen
 from .specs import SampledUpSpec
 
-TILE_M, TILE_N, TILE_K = twell.TOKEN_TILE, 256, 64
+TILE_M, TILE_N, TILE_K = geometry.TOKEN_TILE, 256, 64
 STAGES = 3
 THREADS = 384
 LOAD_THREADS, MMA_THREADS = 128, 256
@@ -44,7 +43,7 @@ LOAD_THREADS, MMA_THREADS = 128, 256
 STAGED = 128
 PASS = LOAD_THREADS // (TILE_K // 8)
 # chunks of the list in a unit and in what is staged at a time
-CHUNKS, STAGED_CHUNKS = TILE_N // twell.CHUNK, STAGED // twell.CHUNK
+CHUNKS, STAGED_CHUNKS = TILE_N // geometry.CHUNK, STAGED // geometry.CHUNK
 # entries that a thread loads at a time
 BATCH = 4
 REGISTERS_LOAD, REGISTERS_MMA = 88, 208
@@ -202,7 +201,7 @@ class SampledUp:
         tile, before = self.seek(sizes, unit, Int32(0), Int32(0))
         while tile < sizes.shape[0] - 1:
             start = (unit - before) * TILE_N
-            length = cutlass.min(cute.ceil_div(sizes[tile] - start, twell.CHUNK) * twell.CHUNK, Int32(TILE_N))
+            length = cutlass.min(cute.ceil_div(sizes[tile] - start, geometry.CHUNK) * geometry.CHUNK, Int32(TILE_N))
             for j in range_constexpr(TILE_N // PASS):
                 row = first + PASS * j
                 neuron = widen(neurons[tile, start + row]) if row < length else 0
@@ -299,7 +298,7 @@ class SampledUp:
                 if here < last:
                     word = words[j]
                     token, place = Int32((word >> 6) & Uint32(127)), Int32(word & Uint32(63))
-                    place = place + twell.CHUNK if here >= middle else place
+                    place = place + geometry.CHUNK if here >= middle else place
                     value = sums[token * STAGED + (place ^ ((token & 7) << 3))]
                     place += part * TILE_N + staged * STAGED
                     total += self.take(results, here, value, word, others[j], neurons, tile, place)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .format import words_per_tile
+from .geometry import words_per_tile
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 

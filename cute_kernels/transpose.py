@@ -22,16 +22,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from . import feasible
-from . import format as twell
+from . import feasible, geometry
 from .sm90 import operands
 from .sm90.values import byte_sum, high_to_float, low_to_float, pack, prefix_sum, widen
 from .specs import TransposeSpec
 
-TOKENS = twell.TOKEN_TILE
-CHUNK = twell.CHUNK
-TILE = twell.NEURON_TILE
-CHUNKS = twell.MAX_NEURONS // CHUNK
+TOKENS = geometry.TOKEN_TILE
+CHUNK = geometry.CHUNK
+TILE = geometry.NEURON_TILE
+CHUNKS = geometry.MAX_NEURONS // CHUNK
 WARPS = 32
 THREADS = 32 * WARPS
 SCAN_WARPS = 4
@@ -101,7 +100,7 @@ class Transpose:
 
         assert feasible.ctas_per_sm(Shared.size_in_bytes()) >= 1
         # the slots of every neuron and a window fit
-        assert twell.MAX_NEURONS // 2 + 2 * WINDOW * PITCH < ARENA
+        assert geometry.MAX_NEURONS // 2 + 2 * WINDOW * PITCH < ARENA
         self.shared = Shared
         pattern = (entries, neurons, chunks, sizes, slot)
         capacity = d_gate.shape[0]
@@ -181,7 +180,7 @@ class Transpose:
                     entries = cute.arch.shuffle_sync(entries_before + own[0, i], 31)
                     tokens = cute.arch.shuffle_sync(tokens_before + own[1, i], 31)
             if lane == 0:
-                copies = Int32(2) if entries <= twell.RARE_ENTRIES else Int32(1)
+                copies = Int32(2) if entries <= geometry.RARE_ENTRIES else Int32(1)
                 tiles[r, 2] = entries * copies
                 tiles[r, 3] = tokens * copies
                 tiles[r, 4] = copies
@@ -461,7 +460,7 @@ class Transpose:
         staged = (slots + 2 * counters + 1) // 2 * 2
         views = Views(
             ends=shared.ends.get_tensor(cute.make_layout(CHUNKS + 1)),
-            slots=cute.make_tensor(cute.recast_ptr(arena, dtype=Uint16), cute.make_layout(twell.MAX_NEURONS)),
+            slots=cute.make_tensor(cute.recast_ptr(arena, dtype=Uint16), cute.make_layout(geometry.MAX_NEURONS)),
             bases=shared.bases.get_tensor(cute.make_layout(WINDOW)),
             places=shared.places.get_tensor(cute.make_layout(WINDOW)),
             lists=shared.lists.get_tensor(cute.make_layout(WINDOW)),

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint16, Uint32
 from cutlass.memory import SmemAllocator
 
-from . import format as twell
+from . import geometry
 from .sm90 import operands
 from .sm90.copies import load_values, store_values
 from .specs import UnpackSpec
@@ -45,7 +45,7 @@ class Unpack:
     ):
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        buffer = SmemAllocator().allocate_tensor(Uint16, cute.make_layout((twell.TILE, WARPS)), byte_alignment=16)
+        buffer = SmemAllocator().allocate_tensor(Uint16, cute.make_layout((geometry.TILE, WARPS)), byte_alignment=16)
         item = Int64(cute.arch.block_idx()[0]) * WARPS + warp
         m, column = Int32(item // columns), Int32(item % columns)
         if m < out.shape[0]:
@@ -59,17 +59,17 @@ class Unpack:
         quad.fill(0)
         count = words[m, tile * width]
         if count >= width:
-            load_values(spill.iterator + (Int64(m) * spill.stride[0] + tile * twell.TILE + lane * 8), quad)
+            load_values(spill.iterator + (Int64(m) * spill.stride[0] + tile * geometry.TILE + lane * 8), quad)
         elif count > 0:
             store_values(buffer.iterator + lane * 8, quad)
             cute.arch.sync_warp()
             for i in cutlass.range(lane, count, 32, unroll=1):
                 word = Uint32(words[m, tile * width + 1 + i])
-                buffer[Int32(word & Uint32(twell.TILE - 1))] = Uint16(word >> 16)
+                buffer[Int32(word & Uint32(geometry.TILE - 1))] = Uint16(word >> 16)
             cute.arch.sync_warp()
             load_values(buffer.iterator + lane * 8, quad)
             cute.arch.sync_warp()
-        neuron = tile * twell.TILE + lane * 8
+        neuron = tile * geometry.TILE + lane * 8
         if neuron < out.shape[1]:
             store_values(out.iterator + (Int64(m) * out.stride[0] + neuron), quad)
 
@@ -80,7 +80,7 @@ def signature(spec: UnpackSpec) -> tuple[Any, tuple[Any, ...]]:
     m, n = cute.sym_int32(), cute.sym_int32(divisibility=8)
     arguments = (
         operands.rows(Int32, m, cute.sym_int32(divisibility=32)),
-        operands.rows(dtype, m, cute.sym_int32(divisibility=twell.TILE)),
+        operands.rows(dtype, m, cute.sym_int32(divisibility=geometry.TILE)),
         operands.rows(dtype, m, n),
         Int32(1),
     )

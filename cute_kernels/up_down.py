@@ -34,8 +34,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from . import feasible
-from . import format as twell
+from . import feasible, geometry
 from .sm90 import operands
 from .sm90.copies import bulk_copy, load_peer, load_values, store_values
 from .sm90.mma import load_matrices_transposed, mma_16x8x8, mma_16x8x16
@@ -52,7 +51,7 @@ from .sm90.values import (
 )
 from .specs import UpDownSpec
 
-TOKENS = twell.GROUP_ROWS
+TOKENS = geometry.GROUP_ROWS
 WARPS = 8
 THREADS = 32 * WARPS
 BATCH = 4
@@ -99,7 +98,7 @@ class UpDown:
         self.dtype = operands.DTYPES[spec.dtype]
         self.has_bias = spec.bias
         # neurons whose products tensor cores add up; with four of them an instruction loses less than with 16
-        self.longest = twell.LONGEST_SUM[spec.dtype] // 2
+        self.longest = geometry.LONGEST_SUM[spec.dtype] // 2
         self.slabs = max(1, spec.k_max // SLAB)
         self.slab = spec.k_max // self.slabs
         self.blocks = self.slab // (BLOCK * WARPS)
@@ -110,7 +109,7 @@ class UpDown:
         turn = BATCH * (self.pitch + (self.slab if self.gated else 0))
         self.buffers = min(8, available // turn)
         self.up_values = self.buffers * BATCH * self.slab if self.gated else 0
-        lists = twell.MAX_NEURONS // 32 * 3
+        lists = geometry.MAX_NEURONS // 32 * 3
         self.arena = max(self.buffers * turn, lists, TOKENS * self.pitch)
 
     @cute.jit
@@ -495,7 +494,7 @@ class UpDown:
             # an overflowing tile is read from the spill by the whole warp, eight values a lane
             overflowing = Uint32(cute.arch.vote_ballot_sync(count >= width))
             while overflowing != 0:
-                neuron = (origin + (j + lowest_bit(overflowing)) * step) * twell.TILE + lane * 8
+                neuron = (origin + (j + lowest_bit(overflowing)) * step) * geometry.TILE + lane * 8
                 overflowing = overflowing & (overflowing - 1)
                 values = load_values(spill.iterator + (Int64(m) * spill.stride[0] + neuron))
                 flags = nonzero_flags(values)
@@ -734,7 +733,7 @@ class UpDown:
     def views(self, shared):
         """Tensors over the shared struct, by name."""
         arena = shared.arena.data_ptr()
-        bitmap_words = twell.MAX_NEURONS // 32
+        bitmap_words = geometry.MAX_NEURONS // 32
         bitmap = cute.recast_ptr(arena, dtype=Uint32)
         return Views(
             full=shared.full.data_ptr(),
@@ -780,7 +779,7 @@ def signature(spec: UpDownSpec) -> tuple[Any, tuple[Any, ...]]:
     arguments = (
         operands.rows(dtype, m, k),
         operands.rows(Int32, m, cute.sym_int32(divisibility=32)),
-        operands.rows(dtype, m, cute.sym_int32(divisibility=twell.TILE)),
+        operands.rows(dtype, m, cute.sym_int32(divisibility=geometry.TILE)),
         operands.rows(dtype, n, k),
         operands.rows(dtype, n, k),
         operands.vector(dtype, n) if spec.bias else None,

@@ -24,8 +24,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from . import feasible
-from . import format as twell
+from . import feasible, geometry
 from .sm90 import operands
 from .sm90.copies import load_peer_value, load_values
 from .sm90.values import count_flags, high_to_float, low_to_float, nonzero_flags, prefix_sum, value_bits
@@ -208,10 +207,10 @@ class UpDownSkinny:
     @cute.jit
     def list_spilled(self, s, spill, m, tile, start, spilled, piece, lane):
         """The non-zeros of tiles that overflow, eight a lane at a time."""
-        for part in cutlass.range(twell.TILE // (8 * LANES), unroll=1):
+        for part in cutlass.range(geometry.TILE // (8 * LANES), unroll=1):
             quad = cute.make_rmem_tensor((4,), Uint32)
             quad.fill(0)
-            neuron = tile * twell.TILE + (part * LANES + piece) * 8
+            neuron = tile * geometry.TILE + (part * LANES + piece) * 8
             if spilled:
                 load_values(spill.iterator + (Int64(m) * spill.stride[0] + neuron), quad)
             flags = nonzero_flags(quad)
@@ -367,7 +366,7 @@ def signature(spec: UpDownSkinnySpec) -> tuple[Any, tuple[Any, ...]]:
     arguments = (
         operands.rows(dtype, m, k),
         operands.rows(Int32, m, cute.sym_int32(divisibility=32)),
-        operands.rows(dtype, m, cute.sym_int32(divisibility=twell.TILE)),
+        operands.rows(dtype, m, cute.sym_int32(divisibility=geometry.TILE)),
         operands.rows(dtype, n, k),
         operands.rows(dtype, n, k),
         operands.vector(dtype, n) if spec.bias else None,

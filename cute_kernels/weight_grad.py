@@ -3,7 +3,7 @@ dw_down = h^T dy, for the tokens that fire at least one of the tile's neurons.
 
 Persistent, one CTA per SM, the most popular neurons first. A unit of work is a neuron tile, a slab of 256 columns and
 one of x and dy; its inner dimension is the tile's list of tokens, 128 a turn. Two kinds of warp groups, whose common
-parts are in sm90/gather.py:
+parts are in sm90/sparse_product.py:
 
     fill    group 0. cp.async of rows of x or dy, 256 columns each, into MN-major swizzled stages of 64 rows.
     mma     groups 1 and 2. x: one takes d_gate, one d_up, WGMMA 64x256x16. dy (and x, if not gated): each takes half of
@@ -28,10 +28,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from . import feasible
-from . import format as twell
+from . import feasible, geometry
 from .sm90 import operands
-from .sm90.gather import (
+from .sm90.sparse_product import (
     AHEAD,
     GROUP_THREADS,
     MMA_WARPS,
@@ -49,7 +48,7 @@ from .sm90.gather import (
 )
 from .specs import WeightGradSpec
 
-TILE_M, TILE_N, TILE_K = twell.NEURON_TILE, 256, twell.CHUNK
+TILE_M, TILE_N, TILE_K = geometry.NEURON_TILE, 256, geometry.CHUNK
 
 
 class Operands(NamedTuple):
@@ -72,7 +71,7 @@ class WeightGrad(SparseProduct):
     def __init__(self, spec: WeightGradSpec):
         self.dtype = operands.DTYPES[spec.dtype]
         self.gated, self.has_bias, self.accumulate = spec.gated, spec.bias, spec.accumulate
-        self.longest = twell.LONGEST_SUM[spec.dtype]
+        self.longest = geometry.LONGEST_SUM[spec.dtype]
 
     @cute.jit
     def __call__(

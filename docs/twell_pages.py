@@ -25,8 +25,8 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import twell
-from twell import _bench, cli
-from twell._bench import _arguments, models
+from twell.commands import bench, cli
+from twell.commands.bench import models, parser
 
 # What is documented under a name that docstrings use, by the module that has it.
 _MODULES = ("twell", "twell.nn", "twell.recipe", "twell.distributed", "twell.integrations.transformers")
@@ -199,9 +199,9 @@ def command_parser(words: list[str]) -> argparse.ArgumentParser:
     """The parser of ``twell WORDS``."""
     if words in (["bench"], ["bench", "model"]):
         model = len(words) > 1
-        told = models.DESCRIPTION if model else _bench.DESCRIPTION
+        told = models.DESCRIPTION if model else bench.DESCRIPTION
         bench = argparse.ArgumentParser(prog=f"twell {' '.join(words)}", description=told)
-        (models if model else _arguments).add_arguments(bench)
+        (models if model else parser).add_arguments(bench)
         return bench
     parser = cli.parser()
     for word in words:

@@ -2,7 +2,7 @@
 
 import sys
 
-from twell._bench import main
+from twell.commands.bench import main
 
 if __name__ == "__main__":
     sys.exit(main())

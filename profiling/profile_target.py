@@ -27,12 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import twell
-from twell import _files, _nvtx, ops, testing
-from twell._bench import protocol, workloads
-from twell._bench._cli import L2_TBS
-from twell._bench.layers import SETTLING
-from twell._request import RequestError, at_least
-from twell._runtime import format
+from twell import _files, ops, testing
+from twell._runtime import geometry, nvtx
+from twell.commands.bench import protocol, workloads
+from twell.commands.bench.cli import L2_TBS
+from twell.commands.bench.layers import SETTLING
+from twell.commands.request import RequestError, at_least
 from twell.testing import FFN
 
 Call = Callable[[], object]
@@ -133,12 +133,12 @@ def figures(p: FFN, compression: int) -> dict[str, int]:
     """
     (m, k), n = p.x.shape, p.w_gate.shape[0]
     active = F.linear(p.x, p.w_gate, p.gate_bias) > 0
-    tiles = F.pad(active, (0, -n % format.TILE)).view(m, format.tiles(n), format.TILE).sum(2)
-    by_token = F.pad(active, (0, 0, 0, -m % format.TOKEN_TILE)).view(-1, format.TOKEN_TILE, n)
-    by_group = by_token.view(-1, format.GROUP_ROWS, n)
+    tiles = F.pad(active, (0, -n % geometry.TILE)).view(m, geometry.tiles(n), geometry.TILE).sum(2)
+    by_token = F.pad(active, (0, 0, 0, -m % geometry.TOKEN_TILE)).view(-1, geometry.TOKEN_TILE, n)
+    by_group = by_token.view(-1, geometry.GROUP_ROWS, n)
     popularity = active.sum(0)
     order = popularity.sort(descending=True, stable=True).indices
-    by_neuron = F.pad(active[:, order], (0, -n % format.NEURON_TILE)).view(m, -1, format.NEURON_TILE)
+    by_neuron = F.pad(active[:, order], (0, -n % geometry.NEURON_TILE)).view(m, -1, geometry.NEURON_TILE)
     return {
         "m": m,
         "k": k,
@@ -146,7 +146,7 @@ def figures(p: FFN, compression: int) -> dict[str, int]:
         "compression": compression,
         "nonzeros": int(popularity.sum()),
         "fired": int((popularity > 0).sum()),
-        "spilled_tiles": int((tiles > format.capacity(compression)).sum()),
+        "spilled_tiles": int((tiles > geometry.capacity(compression)).sum()),
         "union_rows": int(by_token.any(1).sum()),
         "group_rows": int(by_group.any(1).sum()),
         "token_rows": int(by_neuron.any(2).sum()),
@@ -164,7 +164,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--n", type=at_least(8), default=5632, help="neurons; recorded layers have their own (default: %(default)s)")
     add("--dtype", choices=DTYPES, default="bf16")
-    add("--compression", type=int, choices=format.COMPRESSIONS, default=8)
+    add("--compression", type=int, choices=geometry.COMPRESSIONS, default=8)
     add("--strategy", choices=("row", "union", "dense", "auto"), default="union", help="of whole layers")
     add("--calls", type=at_least(1), default=3, help="recorded calls of each operator (default: %(default)s)")
     add("--warm-up", type=at_least(1), default=3, help="calls before them (default: %(default)s)")
@@ -212,7 +212,7 @@ def record(calls: dict[str, Call], times: int, on_gpu: bool) -> None:
         torch.cuda.synchronize()
         torch.cuda.profiler.start()
     for name, call in calls.items():
-        with _nvtx.range(f"profile {name}"):
+        with nvtx.range(f"profile {name}"):
             for _ in range(times):
                 call()
     if on_gpu:

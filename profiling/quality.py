@@ -39,7 +39,7 @@ from training import RequestError, options, parallel, report  # noqa: E402
 from training.data import Tokens, prepare  # noqa: E402
 
 from twell import recipe  # noqa: E402
-from twell._bench.report import Progress, write_json  # noqa: E402
+from twell.commands.bench.report import Progress, write_json  # noqa: E402
 from twell.testing import machine_line  # noqa: E402
 
 # 30 M parameters and 13 M tokens. A rate that ends at 0 makes seeds differ less.

@@ -34,8 +34,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from twell._bench import report
-from twell._runtime import format, specs
+from twell._runtime import geometry, specs
+from twell.commands.bench import report
 
 # Bytes of a stored value.
 ITEM = 2
@@ -227,11 +227,11 @@ def work(op: str, spec: Any, f: Mapping[str, Any]) -> Work | None:
     """
     m, k, n, nonzeros = (float(f[key]) for key in ("m", "k", "n", "nonzeros"))
     tokens, weight, row = ITEM * m * k, ITEM * n * k, ITEM * k
-    words = 4 * m * format.tiles(f["n"]) * format.words_per_tile(f["compression"])
-    packed = words + f["spilled_tiles"] * format.TILE * ITEM
+    words = 4 * m * geometry.tiles(f["n"]) * geometry.words_per_tile(f["compression"])
+    packed = words + f["spilled_tiles"] * geometry.TILE * ITEM
     fired, listed = f["fired"] * row, float(f["union_rows"])
     entries = 4 * nonzeros
-    by_list = 2 * format.TOKEN_TILE * k * listed
+    by_list = 2 * geometry.TOKEN_TILE * k * listed
     products = max(1, getattr(spec, "products", 1))
     projections = 2 if getattr(spec, "gated", True) else 1
     known = {
@@ -252,7 +252,7 @@ def work(op: str, spec: Any, f: Mapping[str, Any]) -> Work | None:
         # of each entry values, then words of 8 and 4 bytes
         "transpose": Work(0, entries + (ITEM + 4) * projections * nonzeros + 12 * nonzeros),
         "weight_grad": Work(
-            (projections + 1) * 2 * format.NEURON_TILE * k * f["token_rows"],
+            (projections + 1) * 2 * geometry.NEURON_TILE * k * f["token_rows"],
             2 * tokens + (projections + 1) * weight + 12 * nonzeros,
             2.0 * f["token_rows"] * row,
         ),

@@ -394,7 +394,7 @@ def say(text: str) -> None:
 
 def show(file: File) -> int:
     """Print the speed-ups of a sweep; the number of its red rows."""
-    from twell._bench.report import Column, print_table
+    from twell.commands.bench.report import Column, print_table
 
     known = {"requested": "", "strategy": "", "speedup_dense": None, "ms": None}
     rows = [SimpleNamespace(**known | row) for row in file.data["rows"] if row.get("red") or row.get("speedup_dense")]
@@ -465,7 +465,7 @@ def dry_run(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None, bench: Bench | None = None) -> int:
-    """``bench`` stands in for ``twell._bench.main``."""
+    """``bench`` stands in for ``twell.commands.bench.main``."""
     arguments = parse(argv)
     deadline = time.monotonic() + arguments.budget_s
     files: list[File] = []
@@ -480,9 +480,9 @@ def main(argv: Sequence[str] | None = None, bench: Bench | None = None) -> int:
             if twice:
                 raise SweepError(f"expected folders and files of different names, got {twice[0]!r} twice")
         if bench is None:
-            from twell import _bench
+            from twell.commands import bench
 
-            bench = _bench.main
+            bench = bench.main
         for name in arguments.sweeps:
             files.append(run(name, arguments, bench, deadline))
     except SweepError as error:

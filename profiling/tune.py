@@ -35,8 +35,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twell import _files, testing, tuning
-from twell._bench.protocol import Graph, measure
-from twell._runtime import format
+from twell._runtime import geometry
+from twell.commands.bench.protocol import Graph, measure
 from twell.testing import FFN, Workload
 from twell.tuning import Figures, Problem
 
@@ -95,15 +95,15 @@ def figures_of(problem: FFN) -> Figures:
     """The figures of a layer, of its own gates."""
     nonzeros, union = 0, 0
     m, n = problem.x.shape[0], problem.w_gate.shape[0]
-    whole = m // format.TOKEN_TILE * format.TOKEN_TILE
+    whole = m // geometry.TOKEN_TILE * geometry.TOKEN_TILE
     for start in range(0, m, 16384):
         stop = min(m, start + 16384)
         active = F.relu(F.linear(problem.x[start:stop], problem.w_gate)) != 0
         nonzeros += int(active.sum())
         tiles = active[: max(min(whole, stop) - start, 0)]
         if len(tiles):
-            union += int(tiles.view(-1, format.TOKEN_TILE, n).any(1).sum())
-    return Figures(nonzeros / m, union * format.TOKEN_TILE / (whole * n) if whole else None)
+            union += int(tiles.view(-1, geometry.TOKEN_TILE, n).any(1).sum())
+    return Figures(nonzeros / m, union * geometry.TOKEN_TILE / (whole * n) if whole else None)
 
 
 class Layer:
@@ -247,7 +247,7 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
             rows, dense = problem.rows(0, m), compiled if m in arguments.compile_m else None
             call = Problem(m, k, n, "non-gated" not in kind, "training" in kind)
             figures = figures_of(rows)
-            if call.training and figures.nonzeros * m > format.hybrid_capacity(m, n):
+            if call.training and figures.nonzeros * m > geometry.hybrid_capacity(m, n):
                 continue
             layer = Layer(rows, call.gated, call.training, dense)
             found = rows_of(call, pattern, figures, *layer.run(arguments.seconds))

@@ -25,7 +25,7 @@ from fuzz_problems import BIASES, DTYPES, SPARSE, Case, Layer, sums
 from torch import Tensor
 
 from twell import testing
-from twell._runtime import format
+from twell._runtime import geometry
 
 # What one instruction of tensor cores, 16 terms of one sign, cuts off of their sum on average (H200: 1e-7). A sum of
 # neurons or tokens is in parts of ``format.LONGEST_SUM`` terms where the package adds it up.
@@ -256,7 +256,7 @@ def solve(case: Case, layer: Layer) -> Right:
 def gradients(case: Case, layer: Layer, alike: Alike, gate: Value, up: Value | None) -> dict[str, Answer]:
     dtype, sparse = DTYPES[case.dtype], case.strategy in SPARSE
     active = gate.right > 0
-    fits = int(active.sum()) <= format.hybrid_capacity(case.m, case.n)
+    fits = int(active.sum()) <= geometry.hybrid_capacity(case.m, case.n)
     if up is not None and (fits or not sparse):
         up = up.rounded(dtype)
     hidden = gate if up is None else gate.times(up)
@@ -298,14 +298,14 @@ def gradients(case: Case, layer: Layer, alike: Alike, gate: Value, up: Value | N
 
 def longest(case: Case) -> int:
     """Terms of a sum that tensor cores add up in one go: all of them where PyTorch may choose."""
-    return format.LONGEST_SUM[str(DTYPES[case.dtype]).removeprefix("torch.")] if case.strategy in SPARSE else 1 << 30
+    return geometry.LONGEST_SUM[str(DTYPES[case.dtype]).removeprefix("torch.")] if case.strategy in SPARSE else 1 << 30
 
 
 def rare(active: Tensor) -> Tensor:
     """Whether a neuron is one of 64, by popularity, that have few non-zeros together: [N]."""
     counts, order = active.sum(0).sort(descending=True, stable=True)
-    tile = torch.arange(len(counts), device=counts.device) // format.NEURON_TILE
-    few = counts.new_zeros(int(tile[-1]) + 1).index_add_(0, tile, counts) <= format.RARE_ENTRIES
+    tile = torch.arange(len(counts), device=counts.device) // geometry.NEURON_TILE
+    few = counts.new_zeros(int(tile[-1]) + 1).index_add_(0, tile, counts) <= geometry.RARE_ENTRIES
     return torch.empty_like(few[tile]).scatter_(0, order, few[tile])
 
 
@@ -368,7 +368,7 @@ def edges(case: Case, right: Right) -> list[str]:
         tiles = F.pad(right.gate > 0, (0, -case.n % 256)).view(case.m, -1, 256).sum(2)
         if int(tiles.max()) >= 256 // case.compression:
             found.append("spill")
-        if case.training and int(right.nonzeros) > format.hybrid_capacity(case.m, case.n):
+        if case.training and int(right.nonzeros) > geometry.hybrid_capacity(case.m, case.n):
             found.append("bitmap")
     return found
 

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from twell import ops, testing
-from twell._runtime import format
+from twell._runtime import geometry
 from twell.testing import FFN
 
 _FORWARD = ("gate_pack", "gate_pack_skinny", "compact", "sampled_up", "gathered", "overflow")
@@ -187,7 +187,7 @@ def training_call(op: str, case: Case, problem: FFN, gated: bool) -> Call:
 def check(op: str, case: Case) -> None:
     """Run one operator on the GPU; AssertionError if it differs from the CPU's."""
     # slices of two token tiles, so that there are several
-    with mock.patch.object(format, "UNION_ENTRIES", 2 * format.TOKEN_TILE * case.n):
+    with mock.patch.object(geometry, "UNION_ENTRIES", 2 * geometry.TOKEN_TILE * case.n):
         for call in calls(op, case, case.problem()):
             actual, expected = call.on("cuda").run(), call.on("cpu").run()
             compare(op, case, call.gated, actual, expected)

@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, range_constexpr
 
-from .. import format as twell
+from .. import geometry
 
 # the threads of a CTA that have sums
 THREADS = 256
@@ -59,7 +59,7 @@ def place_of(memory: Any, before: cutlass.Constexpr) -> Any:
         cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[index])
         for index in (cute.arch.block_idx()[0], cute.arch.thread_idx()[0])
     )
-    return memory.iterator + (block * twell.CTA_SUMS + THREADS * before + thread % THREADS * 4)
+    return memory.iterator + (block * geometry.CTA_SUMS + THREADS * before + thread % THREADS * 4)
 
 
 def quad_at(place: Any, i: int) -> Any:

@@ -8,9 +8,10 @@ tensor parallelism. Importing needs torch alone: no GPU, no driver, no compiler.
 
 from __future__ import annotations
 
-from twell import _log, nn, ops
+from twell import nn, ops
 from twell._auto import AutoStrategy
 from twell._compaction import CompactionReport, Firing, FiringCounts, compact, count_firing, restore
+from twell._runtime import log
 from twell._sparsify import sparsify_
 from twell.functional import Aux, pack, sparse_ffn, sparse_gated_ffn
 from twell.nn import explain
@@ -38,4 +39,4 @@ __all__ = [
     "sparsify_",
 ]
 
-_log.configure()
+log.configure()

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from twell import tuning
-from twell._log import logger, warn_once
-from twell._runtime import device, format
+from twell._runtime import device, geometry
+from twell._runtime.log import logger, warn_once
 
 # Compiled graphs, whose number of tokens may be symbolic, know two classes of it: at most this many, and more. Each has
 # a typical number that it is decided for.
@@ -172,8 +172,8 @@ class Measurement(NamedTuple):
     def dense(self, gate: Tensor) -> None:
         """Leave the figures of a dense gate [..., N], before or after ReLU."""
         with _beside_captures(gate):
-            silent, whole = gate.reshape(-1, self.problem.n) <= 0, self.problem.m // format.TOKEN_TILE
-            tiles = silent[: whole * format.TOKEN_TILE].view(whole, format.TOKEN_TILE, self.problem.n)
+            silent, whole = gate.reshape(-1, self.problem.n) <= 0, self.problem.m // geometry.TOKEN_TILE
+            tiles = silent[: whole * geometry.TOKEN_TILE].view(whole, geometry.TOKEN_TILE, self.problem.n)
             self.counts(silent.numel() - silent.sum(), self.problem.n - tiles.all(1).sum(1))
 
     @torch.no_grad()
@@ -182,7 +182,7 @@ class Measurement(NamedTuple):
 
         With more than ``most`` non-zeros the unions say nothing.
         """
-        whole = self.problem.m // format.TOKEN_TILE
+        whole = self.problem.m // geometry.TOKEN_TILE
         with _beside_captures(nonzeros):
             if unions is None or not whole:
                 values = torch.stack((nonzeros.long(),))
@@ -206,7 +206,7 @@ class _Expected(NamedTuple):
         m, n = self.problem.m, self.problem.n
         nonzeros, *unions = self.transfer.read()
         known = unions and (self.most is None or nonzeros <= self.most)
-        return tuning.Figures(nonzeros / m, unions[0] / (m // format.TOKEN_TILE * n) if known else None)
+        return tuning.Figures(nonzeros / m, unions[0] / (m // geometry.TOKEN_TILE * n) if known else None)
 
 
 class Route(NamedTuple):
@@ -316,7 +316,7 @@ class AutoStrategy:
             strategy = decision.strategy
             if not due or self._pending is not None or not m:
                 return Route(strategy, None, holder)
-        if strategy == "row" and m >= format.TOKEN_TILE and "union" in tuning.coefficients(problem):
+        if strategy == "row" and m >= geometry.TOKEN_TILE and "union" in tuning.coefficients(problem):
             strategy = "union"
         return Route(strategy, Measurement(self, problem, call), holder)
 

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from twell import _nvtx, ops, tuning
-from twell.ops import _hybrid, _library
-from twell.ops._library import has_tangent
+from twell import ops, tuning
+from twell._runtime import nvtx
+from twell.ops import hybrid, library
+from twell.ops.library import has_tangent
 
 Mains = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -78,13 +79,13 @@ class _FFN(torch.autograd.Function):
         if not torch.compiler.is_compiling():
             weights = zip(_WEIGHTS, (w_gate, w_up, w_down), ctx.mains)
             ctx.nodes = {w: weight.grad_fn for w, weight, main in weights if weight is not None and main is not None}
-        sizes = _hybrid.Kept(*kept).sizes
+        sizes = hybrid.Kept(*kept).sizes
         ctx.mark_non_differentiable(nonzeros, sizes)
         ctx.set_materialize_grads(False)
         return y, l1, nonzeros, sizes
 
     @staticmethod
-    @_nvtx.marked(lambda ctx, dy, *_: _backward_range(ctx.name, dy))
+    @nvtx.marked(lambda ctx, dy, *_: _backward_range(ctx.name, dy))
     def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         needs = Operands(*ctx.needs_input_grad[-len(Operands._fields) :])
         if not torch.compiler.is_compiling() and ctx.nodes:
@@ -120,9 +121,9 @@ def _require_addable(*upstream: Tensor | None) -> None:
     raise NotImplementedError(f"main_grads take the gradients of a plain backward pass, got {got}")
 
 
-def _backward_range(name: str, dy: Tensor | None) -> _nvtx.Context:
+def _backward_range(name: str, dy: Tensor | None) -> nvtx.Context:
     """A profiler's range of the backward pass of ``name``; its operator says more of the sizes."""
-    return _nvtx.range(f"{name}.backward", category=_nvtx.BACKWARD, m=None if dy is None else dy.shape[0])
+    return nvtx.range(f"{name}.backward", category=nvtx.BACKWARD, m=None if dy is None else dy.shape[0])
 
 
 def _gradients(
@@ -255,7 +256,7 @@ def fuses(gate: Tensor, operands: Iterable[Tensor]) -> bool:
         and gate.dtype in (torch.bfloat16, torch.float16)
         and eager(operands)
         and (gate.numel() >= tuning.FUSED_ELEMENTS or torch.cuda.is_current_stream_capturing())
-        and _library.launchable(
+        and library.launchable(
             gate.device.index, tuning.reglu(gate.dtype, backward=False), tuning.reglu(gate.dtype, backward=True)
         )
     )

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twell import _auto, functional
-from twell._runtime import format
+from twell._runtime import geometry
 from twell.nn import SparseGatedMLP, SparseMLP
 
 MLP = SparseGatedMLP | SparseMLP
@@ -203,7 +203,7 @@ class LayerCompaction:
     @property
     def gate_saved(self) -> float:
         """Share of the gate GEMM that is gone, in tiles of 256 neurons, which its kernel computes as a whole."""
-        return 1 - format.tiles(self.kept) / format.tiles(self.neurons)
+        return 1 - geometry.tiles(self.kept) / geometry.tiles(self.neurons)
 
     def __str__(self) -> str:
         return (

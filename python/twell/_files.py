@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from twell._log import logger
+from twell._runtime.log import logger
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # of linux/fs.h and fcntl.h

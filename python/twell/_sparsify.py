@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from twell import tuning
 from twell._auto import AutoStrategy
 from twell._equivalence import HOOKS, PAIR, Activation, difference, is_relu, read_pair, run_pair
-from twell._log import logger, warn_once
-from twell._runtime import format, specs
+from twell._runtime import geometry, specs
+from twell._runtime.log import logger, warn_once
 from twell.functional import Strategy
 from twell.nn import (
     _HOOKS_OF_ALL,
@@ -220,7 +220,7 @@ def sparsify_(
     ``model`` is itself a module that would have to be replaced.
     """
     tuning.require_strategy(strategy)
-    format.words_per_tile(compression)
+    geometry.words_per_tile(compression)
     return apply(model, plan(model, filter_fn, activation, strategy), compression, strategy)
 
 
@@ -431,7 +431,7 @@ def _require_sizes(where: str, weights: dict[str, Tensor], strategy: str) -> Non
             )
     if not next(iter(weights.values())).is_floating_point():
         raise TypeError(f"{where} must have floating weights, got {next(iter(weights.values())).dtype}; {_LEAVE_OUT}")
-    for letter, size, limit in (("K", k, specs.K_CLASSES[-1]), ("N", n, format.MAX_NEURONS)):
+    for letter, size, limit in (("K", k, specs.K_CLASSES[-1]), ("N", n, geometry.MAX_NEURONS)):
         if strategy != "dense" and (size == 0 or size % 8 or size > limit):
             raise ValueError(
                 f"{where}: {letter} must be a positive multiple of 8 up to {limit:,}, as the sparse kernels take, got "

@@ -33,10 +33,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 from torch.utils import _pytree as pytree
 
+from twell import _sharding
 from twell._arguments import require, require_flag
 from twell.functional import Aux
 from twell.nn import SparseGatedMLP, SparseMLP
-from twell.ops import _sharding
 
 __all__ = ["SparseMLPParallel", "tensor_parallel_plan"]
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from twell import _auto, _autograd, _memory, _nvtx, ops, tuning
+from twell import _auto, _autograd, _memory, ops, tuning
 from twell._auto import AutoStrategy
-from twell._runtime import format, specs
-from twell.ops._library import has_row_strides
+from twell._runtime import geometry, nvtx, specs
+from twell.ops.library import has_row_strides
 from twell.packed import PackedTwell
 
 Strategy = Literal["auto", "row", "union", "dense"]
@@ -129,7 +129,7 @@ def sparse_gated_ffn(
 
     All operands may be DTensors of one mesh: w_gate and w_up sharded on dimension 0 and w_down on dimension 1 divide
     the neurons, x sharded on a leading dimension the tokens. y and ``aux`` are DTensors then, Partial where they are
-    sums over ranks, and main_grads are placed as gradients; ``twell.ops._sharding`` has the rules.
+    sums over ranks, and main_grads are placed as gradients; ``twell._sharding`` has the rules.
 
     Under transforms of torch.func (grad, jvp, vmap and what is made of them) and for operands with a forward-mode
     tangent "auto" is "dense", whose derivatives are those of PyTorch; "row" and "union" raise NotImplementedError.
@@ -223,7 +223,7 @@ def pack(x: Tensor, w_gate: Tensor, b_gate: Tensor | None = None, *, compression
             "call it under torch.no_grad()"
         )
     if _sharded(t):
-        from twell.ops import _sharding
+        from twell import _sharding
 
         x = _sharding.packable(name, t)
     tokens, n = x.reshape(-1, x.shape[-1]), t["w_gate"].shape[0]
@@ -232,13 +232,13 @@ def pack(x: Tensor, w_gate: Tensor, b_gate: Tensor | None = None, *, compression
     return PackedTwell(words, spill, stats, n, compression)
 
 
-def _range_of(name: str, t: dict[str, Tensor], route: _auto.Route, *_: Any) -> _nvtx.Context:
+def _range_of(name: str, t: dict[str, Tensor], route: _auto.Route, *_: Any) -> nvtx.Context:
     """A profiler's range of a routed call."""
-    phase = _nvtx.FORWARD if _needing_grad(t) else _nvtx.INFERENCE
-    return _nvtx.range(name, category=phase, **_nvtx.sizes(t), strategy=route.strategy)
+    phase = nvtx.FORWARD if _needing_grad(t) else nvtx.INFERENCE
+    return nvtx.range(name, category=phase, **nvtx.sizes(t), strategy=route.strategy)
 
 
-@_nvtx.marked(_range_of)
+@nvtx.marked(_range_of)
 def _gated(
     name: str, t: dict[str, Tensor], route: _auto.Route, mains: Any, compression: int, return_aux: bool
 ) -> Tensor | tuple[Tensor, Aux]:
@@ -280,7 +280,7 @@ def _gated(
     return (y, _sparse_aux(l1, stats, tokens.shape[0])) if return_aux else y
 
 
-@_nvtx.marked(_range_of)
+@nvtx.marked(_range_of)
 def _plain(
     name: str, t: dict[str, Tensor], route: _auto.Route, mains: Any, compression: int, return_aux: bool
 ) -> Tensor | tuple[Tensor, Aux]:
@@ -317,7 +317,7 @@ def _plain(
 
 def _in_slices(tokens: Tensor, weight: Tensor) -> bool:
     """Whether "union" takes the tokens slice by slice; not of a symbolic number, where a guard would narrow a graph."""
-    most = format.UNION_ENTRIES // weight.shape[0]
+    most = geometry.UNION_ENTRIES // weight.shape[0]
     if _auto.tracing(tokens.shape[0]):
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -420,7 +420,7 @@ def _on_shards(
     return_aux: bool,
 ) -> Any:
     """What ``function`` returns for operands that are DTensors, each rank working on what it holds."""
-    from twell.ops import _sharding
+    from twell import _sharding
 
     options = {"strategy": strategy, "compression": compression}
     y, figures = _sharding.ffn(
@@ -485,7 +485,7 @@ def _note_training(route: _auto.Route, nonzeros: Tensor, sizes: Tensor, y: Tenso
     """What ``_note`` does, of a sparse call that needs gradients."""
     if route.measurement is not None:
         m, n = route.measurement.problem.m, route.measurement.problem.n
-        route.measurement.counts(nonzeros, sizes[:-1], most=format.hybrid_capacity(m, n))
+        route.measurement.counts(nonzeros, sizes[:-1], most=geometry.hybrid_capacity(m, n))
     if route.holder is not None:
         route.holder.hold(y)
 
@@ -493,9 +493,9 @@ def _note_training(route: _auto.Route, nonzeros: Tensor, sizes: Tensor, y: Tenso
 def _require_packable(name: str, operands: dict[str, Tensor], compression: int) -> None:
     x, weight = operands["x"], operands["w_gate" if "w_gate" in operands else "w_up"]
     n, k = weight.shape
-    if not isinstance(compression, int) or compression not in format.COMPRESSIONS:
-        raise ValueError(f"{name}: compression must be one of {format.COMPRESSIONS}, got {compression!r}")
-    for letter, size, limit in (("K", k, specs.K_CLASSES[-1]), ("N", n, format.MAX_NEURONS)):
+    if not isinstance(compression, int) or compression not in geometry.COMPRESSIONS:
+        raise ValueError(f"{name}: compression must be one of {geometry.COMPRESSIONS}, got {compression!r}")
+    for letter, size, limit in (("K", k, specs.K_CLASSES[-1]), ("N", n, geometry.MAX_NEURONS)):
         if size == 0 or size % 8:
             raise ValueError(f"{name}: {letter} must be a positive multiple of 8 for the sparse kernels, got {size}")
         if size > limit:

@@ -14,8 +14,8 @@ from torch.nn.modules import module as _module
 from twell import _auto, functional, tuning
 from twell._arguments import require, require_flag, require_integer
 from twell._auto import AutoStrategy, Choice, Explanation
-from twell._log import warn_once
-from twell._runtime import format
+from twell._runtime import geometry
+from twell._runtime.log import warn_once
 from twell.functional import Aux, Strategy
 
 DownLayout = Literal["rows", "linear"]
@@ -45,7 +45,7 @@ def _require_setting(name: str, value: Any) -> None:
         if not isinstance(value, AutoStrategy):
             tuning.require_strategy(value)
     elif name == "compression":
-        format.words_per_tile(value)
+        geometry.words_per_tile(value)
     elif name == "down_layout":
         _require_layout(name, value)
     else:
@@ -371,7 +371,7 @@ def _require_layout(name: str, layout: object) -> None:
 def _lay(weight: Tensor, rows: bool) -> bool:
     """Store the Parameter ``weight`` [K, N] by rows of neurons, or contiguous; whether that changed anything."""
     if functional._sharded({"weight": weight}):
-        from twell.ops import _sharding
+        from twell import _sharding
 
         return _sharding.lay(weight, rows)  # type: ignore[arg-type]
     if (weight.t() if rows else weight).is_contiguous():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from twell._runtime import format
+from twell._runtime import geometry
 
 
 def gate(x: Tensor, w_gate: Tensor, bias: Tensor | None) -> Tensor:
@@ -21,34 +21,34 @@ def gate_pack(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) 
     """words int32 [M, T*W], spill [M, T*256], stats int32 [ceil(M/64), T, 2]; unused words and spill are 0."""
     dense = gate(x, w_gate, bias)
     m, n = dense.shape
-    tiles, width = format.tiles(n), format.words_per_tile(compression)
+    tiles, width = geometry.tiles(n), geometry.words_per_tile(compression)
     words = torch.zeros(m, tiles * width, dtype=torch.int32, device=x.device)
-    spill = torch.zeros(m, tiles * format.TILE, dtype=x.dtype, device=x.device)
-    stats = torch.zeros(-(-m // format.STATS_ROWS), tiles, 2, dtype=torch.int32, device=x.device)
+    spill = torch.zeros(m, tiles * geometry.TILE, dtype=x.dtype, device=x.device)
+    stats = torch.zeros(-(-m // geometry.STATS_ROWS), tiles, 2, dtype=torch.int32, device=x.device)
     for row in range(m):
         for tile in range(tiles):
-            values = dense[row, tile * format.TILE : (tile + 1) * format.TILE]
+            values = dense[row, tile * geometry.TILE : (tile + 1) * geometry.TILE]
             active = [i for i, value in enumerate(values.tolist()) if value != 0]
             words[row, tile * width] = len(active)
             for place, i in enumerate(active[: width - 1], start=1):
                 bits = int(values[i].view(torch.int16))
-                words[row, tile * width + place] = bits << 16 | tile * format.TILE + i
+                words[row, tile * width + place] = bits << 16 | tile * geometry.TILE + i
             if len(active) > width - 1:
-                spill[row, tile * format.TILE :][: len(values)] = values
-            stats[row // format.STATS_ROWS, tile, 0] += len(active)
-            stats[row // format.STATS_ROWS, tile, 1] += len(active) > width - 1
+                spill[row, tile * geometry.TILE :][: len(values)] = values
+            stats[row // geometry.STATS_ROWS, tile, 0] += len(active)
+            stats[row // geometry.STATS_ROWS, tile, 1] += len(active) > width - 1
     return words, spill, stats
 
 
 def unpack(words: Tensor, spill: Tensor, n: int, compression: int) -> Tensor:
     """The dense values [M, n] of the spill's dtype."""
-    m, width = words.shape[0], format.words_per_tile(compression)
-    dense = torch.zeros(m, format.tiles(n) * format.TILE, dtype=spill.dtype, device=words.device)
+    m, width = words.shape[0], geometry.words_per_tile(compression)
+    dense = torch.zeros(m, geometry.tiles(n) * geometry.TILE, dtype=spill.dtype, device=words.device)
     for row in range(m):
-        for tile in range(format.tiles(n)):
+        for tile in range(geometry.tiles(n)):
             count, *entries = words[row, tile * width : (tile + 1) * width].tolist()
             if count > width - 1:
-                here = slice(tile * format.TILE, (tile + 1) * format.TILE)
+                here = slice(tile * geometry.TILE, (tile + 1) * geometry.TILE)
                 dense[row, here] = spill[row, here]
                 continue
             for word in entries[:count]:
@@ -98,16 +98,16 @@ def down(
 def hybrid(dense: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """entries, neurons, chunks, sizes and popularity of a gate [M, N] in the hybrid format; what is undefined is 0."""
     m, n = dense.shape
-    tiles, columns = format.token_tiles(m), format.chunks(n)
-    neurons = torch.zeros(tiles, format.CHUNK * columns, dtype=torch.int32, device=dense.device)
+    tiles, columns = geometry.token_tiles(m), geometry.chunks(n)
+    neurons = torch.zeros(tiles, geometry.CHUNK * columns, dtype=torch.int32, device=dense.device)
     chunks = torch.zeros(tiles, columns + 1, dtype=torch.int32, device=dense.device)
     sizes = torch.zeros(tiles + 1, dtype=torch.int32, device=dense.device)
-    entries = torch.zeros(format.hybrid_words(m, n, 0), dtype=torch.int32, device=dense.device)
+    entries = torch.zeros(geometry.hybrid_words(m, n, 0), dtype=torch.int32, device=dense.device)
     active = dense != 0
     sizes[tiles], popularity = active.sum(), active.sum(0).int()
-    if sizes[tiles] > format.hybrid_capacity(m, n):
+    if sizes[tiles] > geometry.hybrid_capacity(m, n):
         for row, neuron in active.nonzero().tolist():
-            word = row * format.bitmap_words(n) + neuron // 32
+            word = row * geometry.bitmap_words(n) + neuron // 32
             entries[word] |= 1 << neuron % 32 if neuron % 32 < 31 else -(2**31)
         return (
             entries,
@@ -119,15 +119,15 @@ def hybrid(dense: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
     count = 0
     for tile in range(tiles):
-        tokens = slice(tile * format.TOKEN_TILE, (tile + 1) * format.TOKEN_TILE)
+        tokens = slice(tile * geometry.TOKEN_TILE, (tile + 1) * geometry.TOKEN_TILE)
         union = [neuron for neuron in range(n) if active[tokens, neuron].any()]
         sizes[tile] = len(union)
-        for place in range(format.CHUNK * format.chunks(len(union))):
+        for place in range(geometry.CHUNK * geometry.chunks(len(union))):
             neurons[tile, place] = union[min(place, len(union) - 1)]
         for chunk in range(columns):
             chunks[tile, chunk] = count
             for token, values in enumerate(dense[tokens]):
-                for rank, neuron in enumerate(union[format.CHUNK * chunk : format.CHUNK * (chunk + 1)]):
+                for rank, neuron in enumerate(union[geometry.CHUNK * chunk : geometry.CHUNK * (chunk + 1)]):
                     if values[neuron] != 0:
                         entries[count] = int(values[neuron].view(torch.int16)) << 16 | token << 6 | rank
                         count += 1
@@ -178,13 +178,13 @@ def hybrid_backward(
     time are rare if they have at most 2,048 non-zeros, provided that all non-zeros fit into the hybrid format.
     """
     dense = gate(x, w_gate, gate_bias)
-    fits = int((dense != 0).sum()) <= format.hybrid_capacity(*dense.shape)
+    fits = int((dense != 0).sum()) <= geometry.hybrid_capacity(*dense.shape)
     counts, order = (dense != 0).sum(0).sort(descending=True, stable=True)
     rare = {
         neuron
-        for tile, total in zip(torch.split(order, format.NEURON_TILE), torch.split(counts, format.NEURON_TILE))
+        for tile, total in zip(torch.split(order, geometry.NEURON_TILE), torch.split(counts, geometry.NEURON_TILE))
         for neuron in tile.tolist()
-        if fits and total.sum() <= format.RARE_ENTRIES
+        if fits and total.sum() <= geometry.RARE_ENTRIES
     }
 
     def split(value: Tensor, neuron: int) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 import twell
 from twell._arguments import require, require_integer, require_number
 from twell._auto import AutoStrategy
-from twell._runtime import fingerprint, format, packaged
+from twell._runtime import fingerprint, geometry, packaged
 from twell.functional import Aux, Strategy
 
 _T = TypeVar("_T")
@@ -540,14 +540,14 @@ def _rare_neurons(active: Tensor) -> Tensor | None:
     """Neurons [N] of 64 that have few non-zeros together, by popularity; None where the non-zeros do not fit."""
     m, n = active.shape
     counts = active.sum(0)
-    if int(counts.sum()) > format.hybrid_capacity(m, n):
+    if int(counts.sum()) > geometry.hybrid_capacity(m, n):
         return None
     on_cpu = counts.tolist()
     order = sorted(range(n), key=lambda neuron: (-on_cpu[neuron], neuron))
     rare = torch.zeros(n, dtype=torch.bool, device=active.device)
-    for first in range(0, n, format.NEURON_TILE):
-        tile = order[first : first + format.NEURON_TILE]
-        rare[tile] = bool(counts[tile].sum() <= format.RARE_ENTRIES)
+    for first in range(0, n, geometry.NEURON_TILE):
+        tile = order[first : first + geometry.NEURON_TILE]
+        rare[tile] = bool(counts[tile].sum() <= geometry.RARE_ENTRIES)
     return rare
 
 
@@ -827,13 +827,13 @@ def assert_packed_same(actual: Packed, expected: Packed, n: int, compression: in
     up to neuron n. NaN has one meaning whatever its bits.
     """
     (words, spill, stats), (expected_words, expected_spill, expected_stats) = actual, expected
-    m, tiles = words.shape[0], format.tiles(n)
+    m, tiles = words.shape[0], geometry.tiles(n)
     assert_same(
         _canonical(words, spill.dtype, compression), _canonical(expected_words, spill.dtype, compression), "words"
     )
     assert_same(stats, expected_stats, "stats")
-    counts = words.view(m, tiles, format.words_per_tile(compression))[:, :, :1]
-    defined = (counts > format.capacity(compression)).expand(m, tiles, format.TILE).reshape(spill.shape)[:, :n]
+    counts = words.view(m, tiles, geometry.words_per_tile(compression))[:, :, :1]
+    defined = (counts > geometry.capacity(compression)).expand(m, tiles, geometry.TILE).reshape(spill.shape)[:, :n]
     assert_same(
         spill[:, :n].masked_fill(~defined, 0), expected_spill[:, :n].to(spill.device).masked_fill(~defined, 0), "spill"
     )
@@ -843,7 +843,7 @@ def _canonical(words: Tensor, dtype: torch.dtype, compression: int) -> Tensor:
     """``words`` with the value bits of every NaN entry set to ones."""
     if not words.numel():
         return words
-    table = words.view(-1, format.words_per_tile(compression))
+    table = words.view(-1, geometry.words_per_tile(compression))
     nan = (table >> 16).to(torch.int16).view(dtype).isnan()
     nan[:, 0] = False  # a count, not an entry
     return torch.where(nan, table | ~0xFFFF, table).view(words.shape)
@@ -861,14 +861,14 @@ def assert_hybrid_same(actual: Sequence[Tensor], expected: Sequence[Tensor], m: 
     for name in names:
         assert ours[name].shape == theirs[name].shape, name
     assert_same(ours["sizes"][-1], theirs["sizes"][-1], "number of non-zeros")
-    total, capacity = int(ours["sizes"][-1]), format.hybrid_capacity(m, n)
+    total, capacity = int(ours["sizes"][-1]), geometry.hybrid_capacity(m, n)
     if total > capacity:
-        words = m * format.bitmap_words(n)
+        words = m * geometry.bitmap_words(n)
         assert_same(ours["entries"][:words], theirs["entries"][:words], "bitmap")
         return
     for name in ("sizes", "chunks", "popularity"):
         assert_same(ours[name], theirs[name], name)
-    listed = -(-ours["sizes"][:-1, None] // format.CHUNK) * format.CHUNK
+    listed = -(-ours["sizes"][:-1, None] // geometry.CHUNK) * geometry.CHUNK
     undefined = torch.arange(ours["neurons"].shape[1], device=listed.device) >= listed
     assert_same(ours["neurons"].masked_fill(undefined, 0), theirs["neurons"].masked_fill(undefined, 0), "neurons")
     assert_same(ours["entries"][:total], theirs["entries"][:total], "entries")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from twell import _tuning_table
-from twell._runtime import format, specs
+from twell._runtime import geometry, specs
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -206,7 +206,7 @@ def shares(problem: Problem, figures: Figures) -> tuple[float, float]:
     An unknown union, or one of more tokens than there are, is as large as independent tokens would make it.
     """
     density = min(figures.nonzeros / problem.n, 1.0)
-    union = 1 - (1 - density) ** min(problem.m, format.TOKEN_TILE)
+    union = 1 - (1 - density) ** min(problem.m, geometry.TOKEN_TILE)
     return union if figures.union is None else min(union, figures.union), density
 
 
@@ -249,7 +249,7 @@ def decide(problem: Problem, figures: Figures | None, current: str | None) -> De
 def _measured(problem: Problem, figures: Figures, current: str | None) -> Decision:
     predicted = costs(problem, figures)
     if problem.training:
-        held = format.hybrid_capacity(problem.m, problem.n) / max(problem.m, 1)
+        held = geometry.hybrid_capacity(problem.m, problem.n) / max(problem.m, 1)
         limit = SAFE_SHARE * held * (1 if current in (None, "dense") else 1 + MARGIN)
         if figures.nonzeros > limit:
             reason = f"{figures.nonzeros:.0f} non-zeros a token are too near the {held:.0f} that the sparse route holds"

@@ -25,10 +25,11 @@ import saved_models
 from saved_models import run
 
 import twell
-from twell import _analyze, _analyze_plots, _model_text, _sparsify, cli, tuning
-from twell._analyze import COLUMNS, UNIONS, Call, LayerReport, Tally
-from twell._model_text import Batch, Layer
-from twell._request import RequestError
+from twell import _sparsify, tuning
+from twell.commands import analyze, analyze_plots, cli, saved_model
+from twell.commands.analyze import COLUMNS, UNIONS, Call, LayerReport, Tally
+from twell.commands.request import RequestError
+from twell.commands.saved_model import Batch, Layer
 
 CALLS = [Call(1, False), Call(64, False), Call(16384, False), Call(16384, True)]
 
@@ -55,7 +56,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def arguments_of(*words: object, command: Any = _analyze) -> Any:
+def arguments_of(*words: object, command: Any = analyze) -> Any:
     import argparse
 
     parser = argparse.ArgumentParser()
@@ -164,7 +165,7 @@ def test_layers_report_what_their_packed_gates_hold(kind: str) -> None:
     gates = [twell.pack(x, w, b).unpack() for x, (w, b) in zip(inputs, projections, strict=True)]
     _sparsify.sparsify_(model, strategy="dense")
     mask = torch.ones_like(ids, dtype=torch.bool)
-    reports = _analyze.analyze(model, [Batch(ids[:3], mask[:3]), Batch(ids[3:], mask[3:])])
+    reports = analyze.analyze(model, [Batch(ids[:3], mask[:3]), Batch(ids[3:], mask[3:])])
     assert [report.number for report in reports] == [0, 1, 2]
     assert all(report.gated == (kind != "opt") for report in reports)
     assert reports[0].mean > reports[2].mean > 1
@@ -184,7 +185,7 @@ def test_model_is_left_as_it_was() -> None:
     _sparsify.sparsify_(model, compression=4)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ids = torch.randint(288, (1, 256))
-    reports = _analyze.analyze(model, [Batch(ids, torch.ones_like(ids, dtype=torch.bool))])
+    reports = analyze.analyze(model, [Batch(ids, torch.ones_like(ids, dtype=torch.bool))])
     assert all(report.compression == 4 for report in reports)
     assert all(not module._forward_pre_hooks for module in model.modules())
     assert all(layer.strategy == "auto" for layer in _sparsify.layers(model).values())
@@ -196,11 +197,11 @@ def test_padding_is_left_out() -> None:
     _sparsify.sparsify_(model, strategy="dense")
     ids = torch.randint(288, (3, 96))
     mask = torch.arange(96) < torch.tensor([[96], [40], [1]])
-    reports = [_analyze.analyze(model, [Batch(ids.where(mask, fill), mask)]) for fill in (0, 7)]
+    reports = [analyze.analyze(model, [Batch(ids.where(mask, fill), mask)]) for fill in (0, 7)]
     assert reports[0] == reports[1]
     assert {report.tokens for report in reports[0]} == {137}
     alone = [Batch(row[None, :length], mask[:1, :length]) for row, length in zip(ids, (96, 40, 1), strict=True)]
-    for padded, single in zip(reports[0], _analyze.analyze(model, alone), strict=True):
+    for padded, single in zip(reports[0], analyze.analyze(model, alone), strict=True):
         assert padded.mean == pytest.approx(single.mean, rel=1e-3)
         assert padded.first == pytest.approx(single.first, abs=0.5)
         assert padded.unions == pytest.approx(single.unions, rel=1e-2)
@@ -213,8 +214,8 @@ def test_first_token_with_padding_to_the_left() -> None:
     ids = torch.randint(288, (2, 32))
     mask = torch.arange(32) >= torch.tensor([[0], [12]])
     seen: list[Tensor] = []
-    watched = _model_text.layers(model)[:1]
-    _model_text.observe(model, watched, [Batch(ids, mask)], lambda i, x, first: seen.append(first))
+    watched = saved_model.layers(model)[:1]
+    saved_model.observe(model, watched, [Batch(ids, mask)], lambda i, x, first: seen.append(first))
     assert seen[0].nonzero().flatten().tolist() == [0, 32]
 
 
@@ -222,10 +223,10 @@ def test_nothing_to_report_is_refused() -> None:
     model = saved_models.build()
     ids = torch.zeros(1, 4, dtype=torch.long)
     with pytest.raises(ValueError, match="0 layers"):
-        _analyze.analyze(model, [Batch(ids, ids == 0)])
+        analyze.analyze(model, [Batch(ids, ids == 0)])
     _sparsify.sparsify_(model)
     with pytest.raises(ValueError, match="0 tokens"):
-        _analyze.analyze(model, [])
+        analyze.analyze(model, [])
 
 
 def test_inputs_that_are_not_finite_are_refused() -> None:
@@ -235,7 +236,7 @@ def test_inputs_that_are_not_finite_are_refused() -> None:
         model.model.layers[0].mlp.down_proj.weight[0, 0] = math.inf
     ids = torch.randint(288, (1, 256))
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp: its input is not finite in torch.float32"):
-        _analyze.analyze(model, [Batch(ids, ids >= 0)])
+        analyze.analyze(model, [Batch(ids, ids >= 0)])
     assert all(not module._forward_pre_hooks for module in model.modules())
 
 
@@ -252,7 +253,7 @@ def test_layers_that_see_some_of_the_tokens_are_refused() -> None:
 
     ids = torch.zeros(2, 6, dtype=torch.long)
     with pytest.raises(ValueError, match="expected the batch's 12 tokens, got 6"):
-        _analyze.analyze(Routed(), [Batch(ids, ids == 0)])
+        analyze.analyze(Routed(), [Batch(ids, ids == 0)])
 
 
 def test_numbers_of_layers() -> None:
@@ -260,9 +261,9 @@ def test_numbers_of_layers() -> None:
         return twell.nn.SparseMLP(16, 32, device="meta")
 
     stack = nn.Sequential(nn.Identity(), mlp(), nn.Identity(), mlp())
-    assert [(layer.number, layer.name) for layer in _model_text.layers(stack)] == [(1, "1"), (3, "3")]
+    assert [(layer.number, layer.name) for layer in saved_model.layers(stack)] == [(1, "1"), (3, "3")]
     twins = nn.ModuleDict({"0": nn.ModuleDict({"a": mlp(), "b": mlp()}), "x": mlp()})
-    assert [layer.number for layer in _model_text.layers(twins)] == [0, 1, 2]
+    assert [layer.number for layer in saved_model.layers(twins)] == [0, 1, 2]
 
 
 # Strategies
@@ -291,7 +292,7 @@ def test_strategies_are_those_of_the_table(mean: float, gated: bool, k: int, n: 
     for call in [*CALLS, Call(300, False), Call(1 << 20, True)]:
         problem = tuning.Problem(call.tokens, k, n, gated, call.training)
         decision = tuning.decide(problem, report.figures, None)
-        each = _analyze.pick(report, call)
+        each = analyze.pick(report, call)
         assert each.strategy == decision.strategy
         assert each.speedup == pytest.approx(1 / decision.costs[decision.strategy])
         assert each.speedup >= 1 or each.strategy == "dense"
@@ -299,34 +300,34 @@ def test_strategies_are_those_of_the_table(mean: float, gated: bool, k: int, n: 
 
 
 def test_reasons() -> None:
-    assert _analyze.pick(report_of(30, 0.2), CALLS[3]).strategy == "union"
-    losing = _analyze.pick(report_of(900, 0.95), CALLS[2])
+    assert analyze.pick(report_of(30, 0.2), CALLS[3]).strategy == "union"
+    losing = analyze.pick(report_of(900, 0.95), CALLS[2])
     assert (losing.strategy, losing.speedup) == ("dense", 1.0)
     assert "row would take" in losing.reason
     assert "union would take" in losing.reason
-    full = _analyze.pick(report_of(140, 0.1), CALLS[3])
+    full = analyze.pick(report_of(140, 0.1), CALLS[3])
     assert full.strategy == "dense"
     assert "too near the 156" in full.reason
-    assert _analyze.pick(report_of(3, 0.1, gated=False), CALLS[0]).reason == "no sparse kernel was measured for 1 token"
-    odd = _analyze.pick(report_of(3, 0.1, n=5630), CALLS[2])
+    assert analyze.pick(report_of(3, 0.1, gated=False), CALLS[0]).reason == "no sparse kernel was measured for 1 token"
+    odd = analyze.pick(report_of(3, 0.1, n=5630), CALLS[2])
     assert odd.strategy == "dense"
     assert "multiple of 8" in odd.reason
-    assert "16384" in _analyze.pick(report_of(3, 0.1, k=32768), CALLS[2]).reason
+    assert "16384" in analyze.pick(report_of(3, 0.1, k=32768), CALLS[2]).reason
 
 
 def test_far_from_what_was_measured() -> None:
-    assert not _analyze.pick(report_of(9, 0.1, 1536, 4608), CALLS[2]).far
-    assert _analyze.pick(report_of(9, 0.1, 256, 1024), CALLS[2]).far
+    assert not analyze.pick(report_of(9, 0.1, 1536, 4608), CALLS[2]).far
+    assert analyze.pick(report_of(9, 0.1, 256, 1024), CALLS[2]).far
     # as many weights as a measured layer, in another form
-    assert _analyze.pick(report_of(9, 0.1, 512, 22528), CALLS[2]).far
+    assert analyze.pick(report_of(9, 0.1, 512, 22528), CALLS[2]).far
 
 
 def test_speed_of_all_layers_is_that_of_their_times() -> None:
     reports = [report_of(9, 0.1), report_of(9, 0.1, 4096, 11008), report_of(9, 0.1, gated=False)]
-    picks = [_analyze.pick(report, CALLS[2]) for report in reports]
+    picks = [analyze.pick(report, CALLS[2]) for report in reports]
     times = [3 * 2048 * 5632, 3 * 4096 * 11008, 2 * 2048 * 5632]
     expected = sum(times) / sum(time / each.speedup for time, each in zip(times, picks, strict=True))
-    assert _analyze.speedup(reports, picks) == pytest.approx(expected)
+    assert analyze.speedup(reports, picks) == pytest.approx(expected)
     assert 1 < expected < max(each.speedup for each in picks)
 
 
@@ -336,7 +337,7 @@ def test_speed_of_all_layers_is_that_of_their_times() -> None:
 def test_command(llama: Path, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "layers.csv"
     options = ("--text", words, "--tokens", 600, "--sequence", 100, "--csv", table)
-    assert run(_analyze, llama, *options, "--tokens-per-call", 1, 64, 16384, 1) == 0
+    assert run(analyze, llama, *options, "--tokens-per-call", 1, 64, 16384, 1) == 0
     printed = capsys.readouterr().out
     for part in ("3 ReLU FFN layers", "K = 64, N = 320", "600 tokens", "6 sequences", "union", "hottest", "tiles > 31"):
         assert part in printed
@@ -368,7 +369,7 @@ def test_command(llama: Path, words: Path, tmp_path: Path, capsys: pytest.Captur
 def test_chart(llama: Path, words: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     chart = tmp_path / "chart.png"
-    assert run(_analyze, llama, "--text", words, "--tokens", 300, "--plot", chart) == 0
+    assert run(analyze, llama, "--text", words, "--tokens", 300, "--plot", chart) == 0
     assert chart.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert chart.stat().st_size > 10_000
 
@@ -384,7 +385,7 @@ def test_figures_of_the_command_are_those_of_the_stock_model(llama: Path, tmp_pa
     model = AutoModelForCausalLM.from_pretrained(llama)
     inputs = recorded_inputs(model, sequences)
     table = tmp_path / "layers.csv"
-    run(_analyze, llama, "--text", document, "--tokens", 640, "--sequence", 128, "--batch", 3, "--csv", table)
+    run(analyze, llama, "--text", document, "--tokens", 640, "--sequence", 128, "--batch", 3, "--csv", table)
     for layer, (row, x) in enumerate(zip(rows_of(table), inputs, strict=True)):
         gate = x @ model.model.layers[layer].mlp.gate_proj.weight.T
         expected = slow((gate > 0).numpy(), range(0, 640, 128), 8)
@@ -402,7 +403,7 @@ def test_command_repeats(llama: Path, words: Path, tmp_path: Path, capsys: pytes
         folder = tmp_path / name
         folder.mkdir()
         table, chart = folder / "a.csv", folder / "a.svg"
-        run(_analyze, llama, "--text", words, "--tokens", 300, "--csv", table, "--plot", chart)
+        run(analyze, llama, "--text", words, "--tokens", 300, "--csv", table, "--plot", chart)
         xml.etree.ElementTree.parse(chart)
         printed = capsys.readouterr().out.replace(str(folder), "")
         kept.append((table.read_bytes(), chart.read_bytes(), printed))
@@ -413,14 +414,14 @@ def test_batch_size_does_not_matter(llama: Path, words: Path, tmp_path: Path) ->
     means = []
     for batch in (1, 5):
         table = tmp_path / f"{batch}.csv"
-        run(_analyze, llama, "--text", words, "--tokens", 500, "--sequence", 90, "--batch", batch, "--csv", table)
+        run(analyze, llama, "--text", words, "--tokens", 500, "--sequence", 90, "--batch", batch, "--csv", table)
         means.append([[float(row["mean"]), float(row["union_128"])] for row in rows_of(table)])
     assert np.allclose(means[0], means[1], rtol=2e-3)
 
 
 def test_opt(opt: Path, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "layers.csv"
-    assert run(_analyze, opt, "--text", words, "--tokens", 300, "--compression", 2, "--csv", table) == 0
+    assert run(analyze, opt, "--text", words, "--tokens", 300, "--compression", 2, "--csv", table) == 0
     rows = rows_of(table)
     assert {(row["kind"], row["n"], row["compression"]) for row in rows} == {("non-gated", "320", "2")}
     assert [row["name"] for row in rows] == [f"model.decoder.layers.{i}.fc2" for i in range(3)]
@@ -430,7 +431,7 @@ def test_opt(opt: Path, words: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def figures_of(model: Path, words: Path, tmp_path: Path) -> list[tuple[str, ...]]:
     table = tmp_path / f"{model.name}.csv"
-    run(_analyze, model, "--text", words, "--tokens", 300, "--csv", table)
+    run(analyze, model, "--text", words, "--tokens", 300, "--csv", table)
     return [(row["name"], row["mean"], row["dead"], row["union_128"]) for row in rows_of(table)]
 
 
@@ -469,27 +470,27 @@ def test_weights_that_are_missing_or_cut_short_are_an_error(words: Path, tmp_pat
     del weights["model.layers.1.mlp.gate_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(RequestError, match=r"none for model\.layers\.1\.mlp\.gate_proj\.weight"):
-        run(_analyze, folder, "--text", words, "--tokens", 300)
+        run(analyze, folder, "--text", words, "--tokens", 300)
     content = (llama / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
     with pytest.raises(RequestError, match="MODEL: "):
-        run(_analyze, folder, "--text", words, "--tokens", 300)
+        run(analyze, folder, "--text", words, "--tokens", 300)
     (folder / "model.safetensors").unlink()
     with pytest.raises(RequestError, match="MODEL: "):
-        run(_analyze, folder, "--text", words, "--tokens", 300)
+        run(analyze, folder, "--text", words, "--tokens", 300)
 
 
 def test_another_activation(words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = saved_models.save(tmp_path / "silu", hidden_act="silu")
     with pytest.raises(RequestError, match=r"(?s)MODEL.*ReLU.*that is --activation relu"):
-        run(_analyze, folder, "--text", words, "--tokens", 300)
-    assert run(_analyze, folder, "--text", words, "--tokens", 300, "--activation", "relu") == 0
+        run(analyze, folder, "--text", words, "--tokens", 300)
+    assert run(analyze, folder, "--text", words, "--tokens", 300, "--activation", "relu") == 0
     assert "ReLU in place of SiLU" in capsys.readouterr().out
 
 
 def test_help_documents_the_columns(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        run(_analyze, "--help")
+        run(analyze, "--help")
     printed = capsys.readouterr().out
     assert all(name in printed and meaning in printed for name, meaning in COLUMNS.items())
 
@@ -497,9 +498,9 @@ def test_help_documents_the_columns(capsys: pytest.CaptureFixture[str]) -> None:
 # Text
 
 
-def read(folder: Path, *options: object, least: int = 1) -> _model_text.Text:
+def read(folder: Path, *options: object, least: int = 1) -> saved_model.Text:
     arguments = arguments_of(folder, *options)
-    return _model_text.read(_model_text.load(arguments), arguments, least)
+    return saved_model.read(saved_model.load(arguments), arguments, least)
 
 
 def test_sequences_begin_as_the_tokenizer_begins(llama: Path, words: Path, tmp_path: Path) -> None:
@@ -516,9 +517,9 @@ def test_sequences_begin_as_the_tokenizer_begins(llama: Path, words: Path, tmp_p
 
 def test_text_is_read_in_an_order_of_its_own_but_the_same(llama: Path, words: Path) -> None:
     paths = [words / "3.txt", words / "1.txt"]
-    assert list(_model_text._files(paths)) == paths
-    shuffled = list(_model_text._files([words]))
-    assert shuffled == list(_model_text._files([words]))
+    assert list(saved_model._files(paths)) == paths
+    shuffled = list(saved_model._files([words]))
+    assert shuffled == list(saved_model._files([words]))
     assert {path.name for path in shuffled} == {"0.txt", "1.txt", "2.txt", "3.txt"}
     text = read(llama, "--text", words, *paths, "--tokens", 10**6)
     assert text.files == 6
@@ -526,12 +527,12 @@ def test_text_is_read_in_an_order_of_its_own_but_the_same(llama: Path, words: Pa
 
 
 def test_long_files_are_read_a_piece_at_a_time(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_model_text, "_PIECE", 64)
+    monkeypatch.setattr(saved_model, "_PIECE", 64)
     path = tmp_path / "long.txt"
     path.write_text(saved_models.text(2000))
     text = read(llama, "--text", path, "--tokens", 10**6, "--sequence", 256)
     assert sum(sequence.count(0) for sequence in text.sequences) == len(text.sequences)
-    tokenizer = _model_text.load(arguments_of(llama, "--text", path)).tokenizer
+    tokenizer = saved_model.load(arguments_of(llama, "--text", path)).tokenizer
     assert tokenizer.decode([token for sequence in text.sequences for token in sequence[1:]]) == path.read_text()
 
 
@@ -542,7 +543,7 @@ def test_sequence_is_as_long_as_the_model_allows(llama: Path, words: Path) -> No
 
 
 def test_batches_pad_to_the_longest() -> None:
-    batches = list(_model_text.batches([[1, 2, 3], [4], [5, 6]], 2))
+    batches = list(saved_model.batches([[1, 2, 3], [4], [5, 6]], 2))
     assert batches[0].ids.tolist() == [[1, 2, 3], [4, 0, 0]]
     assert batches[0].mask.tolist() == [[True] * 3, [True, False, False]]
     assert batches[1].mask.tolist() == [[True, True]]
@@ -587,7 +588,7 @@ def test_bad_requests(
     Path("short.txt").write_text("short")
     Path("long.txt").write_text(saved_models.text(500))
     with pytest.raises(RequestError, match=message):
-        run(_analyze, *(llama if option == "MODEL" else option for option in options))
+        run(analyze, *(llama if option == "MODEL" else option for option in options))
 
 
 @pytest.mark.parametrize(
@@ -639,7 +640,7 @@ def test_exit_codes(llama: Path, words: Path, tmp_path: Path, capsys: pytest.Cap
 )
 def test_bad_arguments(llama: Path, options: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        run(_analyze, llama, "--text", "a.txt", *options)
+        run(analyze, llama, "--text", "a.txt", *options)
     assert stopped.value.code == 2
 
 
@@ -650,22 +651,22 @@ def test_a_model_without_feed_forward_layers_of_this_kind(words: Path, tmp_path:
     GPT2LMHeadModel(GPT2Config(vocab_size=288, n_embd=32, n_layer=1, n_head=2)).save_pretrained(folder)
     saved_models.save_tokenizer(folder)
     with pytest.raises(RequestError, match="MODEL"):
-        run(_analyze, folder, "--text", words, "--tokens", 300)
+        run(analyze, folder, "--text", words, "--tokens", 300)
 
 
 def test_tokenizer_of_another_model(words: Path, tmp_path: Path) -> None:
     folder = saved_models.save(tmp_path / "small", vocab_size=64)
     with pytest.raises(RequestError, match="its vocabulary has 64"):
-        run(_analyze, folder, "--text", words, "--tokens", 300)
+        run(analyze, folder, "--text", words, "--tokens", 300)
 
 
 def test_overflow_in_half_precision_is_an_error(llama: Path, words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any) -> list[LayerReport]:
         raise ValueError("model.layers.1.mlp: its input is not finite")
 
-    monkeypatch.setattr(_analyze, "analyze", refuse)
+    monkeypatch.setattr(analyze, "analyze", refuse)
     with pytest.raises(RequestError, match="not finite"):
-        run(_analyze, llama, "--text", words, "--tokens", 300)
+        run(analyze, llama, "--text", words, "--tokens", 300)
 
 
 @pytest.mark.parametrize(("missing", "extra"), [("transformers", "hf"), ("matplotlib.figure", "plots")])
@@ -675,21 +676,21 @@ def test_missing_extras_are_named(
     monkeypatch.setitem(sys.modules, missing, None)
     chart = ("--plot", tmp_path / "a.png") if extra == "plots" else ()
     with pytest.raises(ImportError, match=rf"pip install twell\[{extra}\]"):
-        run(_analyze, llama, "--text", words, "--tokens", 300, *chart)
+        run(analyze, llama, "--text", words, "--tokens", 300, *chart)
 
 
 def test_chart_of_many_layers(tmp_path: Path) -> None:
     """Unions that are unknown and layers that fire nothing have a place in it, too."""
     pytest.importorskip("matplotlib")
     reports = [report_of(0 if i == 3 else i, None if i % 2 else 0.3, number=i) for i in range(40)]
-    picks = [[_analyze.pick(report, call) for call in CALLS] for report in reports]
-    _analyze_plots.save(tmp_path / "a.PNG", reports, picks, "forty")
+    picks = [[analyze.pick(report, call) for call in CALLS] for report in reports]
+    analyze_plots.save(tmp_path / "a.PNG", reports, picks, "forty")
     assert (tmp_path / "a.PNG").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_missing_text_is_noticed_before_the_model_is_read(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_model_text, "_load", lambda *_: pytest.fail("the model was read"))
+    monkeypatch.setattr(saved_model, "_load", lambda *_: pytest.fail("the model was read"))
     with pytest.raises(RequestError, match="expected a text file or a folder"):
-        run(_analyze, llama, "--text", tmp_path / "nothing.txt")
+        run(analyze, llama, "--text", tmp_path / "nothing.txt")

@@ -29,8 +29,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import twell
-from twell import _auto, _log, _tuning_table, testing, tuning
-from twell._runtime import device, format
+from twell import _auto, _tuning_table, testing, tuning
+from twell._runtime import device, geometry, log
 from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
 from twell.tuning import Figures, Problem
 
@@ -168,7 +168,7 @@ def test_before_any_measurement() -> None:
 
 
 def test_training_keeps_away_from_what_the_hybrid_format_holds() -> None:
-    held = format.hybrid_capacity(16384, 5632) / 16384
+    held = geometry.hybrid_capacity(16384, 5632) / 16384
     for share, current, expected in (
         (0.6, None, "union"),
         (0.84, "dense", "union"),
@@ -710,7 +710,7 @@ def test_no_tokens(chooses: Arrivals) -> None:
 
 def test_other_gpus_are_dense(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(device, "capability", lambda index: (9, 0) if index == 0 else (8, 6))
-    _log.warn_once.cache_clear()
+    log.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "twell"):
         found = [_auto.forced(*where) for where in (("cuda", 0), ("cuda", None), ("cuda", 1), ("cuda", 1))]
     assert found == ["", "", "dense", "dense"]

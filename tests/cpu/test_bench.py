@@ -21,15 +21,16 @@ import torch
 from torch import Tensor
 
 import twell
-from twell import _bench, testing
-from twell._bench import _arguments, _cli, protocol, runner
-from twell._bench.decode import Decode
-from twell._bench.layers import INFERENCE, OPS, TRAINING, Layer, Options
-from twell._bench.protocol import Ceilings, Cpu
-from twell._bench.report import Progress
-from twell._bench.rows import COLUMNS, Row
-from twell._bench.runner import Job, Runner
-from twell._bench.workloads import parse
+from twell import testing
+from twell.commands import bench
+from twell.commands.bench import cli, parser, protocol, runner
+from twell.commands.bench.decode import Decode
+from twell.commands.bench.layers import INFERENCE, OPS, TRAINING, Layer, Options
+from twell.commands.bench.protocol import Ceilings, Cpu
+from twell.commands.bench.report import Progress
+from twell.commands.bench.rows import COLUMNS, Row
+from twell.commands.bench.runner import Job, Runner
+from twell.commands.bench.workloads import parse
 
 TINY = ["-m", "64", "-k", "64", "-n", "264", "--device", "cpu", "--seconds", "0.001"]
 WORKLOAD = "nnz=9,skew=0.5"
@@ -44,7 +45,7 @@ def _no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(testing.WORKLOADS, name)
     monkeypatch.setattr(protocol, "WARM_ROUNDS", 1)
     monkeypatch.setattr(protocol, "LEAST_ROUNDS", 2)
-    monkeypatch.setattr("twell._bench.decode.CALLS", 2)
+    monkeypatch.setattr("twell.commands.bench.decode.CALLS", 2)
 
 
 class Result(NamedTuple):
@@ -62,7 +63,7 @@ def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., R
     def run(*words: str, tiny: bool = True) -> Result:
         path = tmp_path / "out.json"
         path.unlink(missing_ok=True)
-        code = _bench.main([*words, *(TINY if tiny else []), "--json", str(path)])
+        code = bench.main([*words, *(TINY if tiny else []), "--json", str(path)])
         captured = capsys.readouterr()
         data = json.loads(path.read_text()) if path.exists() else {"rows": []}
         return Result(code, data["rows"], data, captured.out, captured.err)
@@ -87,8 +88,8 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
 def test_a_cpu_has_sizes_of_its_own(
     words: list[str], expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_arguments, "_device", lambda text: "cpu" if text else "cuda")
-    asked = _arguments.request(_cli.parser().parse_intermixed_args(["ffn", "--workload", WORKLOAD, *words]))
+    monkeypatch.setattr(parser, "_device", lambda text: "cpu" if text else "cuda")
+    asked = parser.request(cli.parser().parse_intermixed_args(["ffn", "--workload", WORKLOAD, *words]))
     assert [(job.m, job.k, job.n) for job in asked.jobs] == [expected]
 
 
@@ -172,8 +173,8 @@ def test_m_of_decode_alone_is_the_tokens_decoded() -> None:
     assert (asked.options.decoded, {job.m for job in asked.jobs}) == ((3,), {40})
 
 
-def request(*words: str) -> _arguments.Request:
-    return _arguments.request(_cli.parser().parse_intermixed_args([*words, "--device", "cpu"]))
+def request(*words: str) -> parser.Request:
+    return parser.request(cli.parser().parse_intermixed_args([*words, "--device", "cpu"]))
 
 
 def test_a_recorded_layer(bench: Callable[..., Result], tmp_path: Path) -> None:
@@ -250,7 +251,7 @@ def test_a_wrong_dense_layer_is_no_baseline(bench: Callable[..., Result], monkey
     def wrong(problem: testing.FFN, *, gated: bool = True) -> Tensor:
         return 1.05 * dense(problem, gated=gated)
 
-    monkeypatch.setattr(_cli, "_compiled", lambda mode: wrong)
+    monkeypatch.setattr(cli, "_compiled", lambda mode: wrong)
     result = bench("ffn,sparse_ffn", "--workload", WORKLOAD)
     red = {row["variant"] for row in result.rows if row["red"]}
     assert red == {"dense compiled", "dense compiled non-gated"}
@@ -388,7 +389,7 @@ def test_readers_of_earlier_files_find_their_fields(root: Path, bench: Callable[
 
 @pytest.mark.parametrize("form", ["--json", "--csv"])
 def test_stdout_takes_data_and_nothing_else(form: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _bench.main(["gate_pack", "--workload", "nnz=7", "nnz=9", *TINY, form, "-", "--repro"]) == 0
+    assert bench.main(["gate_pack", "--workload", "nnz=7", "nnz=9", *TINY, form, "-", "--repro"]) == 0
     captured = capsys.readouterr()
     if form == "--json":
         found = json.loads(captured.out)["rows"]
@@ -399,7 +400,7 @@ def test_stdout_takes_data_and_nothing_else(form: str, capsys: pytest.CaptureFix
 
 
 def test_stdout_by_its_path_takes_data_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _bench.main(["gate_pack", "--workload", "nnz=7", *TINY, "--json", "/dev/stdout"]) == 0
+    assert bench.main(["gate_pack", "--workload", "nnz=7", *TINY, "--json", "/dev/stdout"]) == 0
     assert len(json.loads(capsys.readouterr().out)["rows"]) == 2
 
 
@@ -409,7 +410,7 @@ def test_a_file_that_cannot_be_written_costs_no_row(
     def full(path: Path, rows: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("twell._bench.report.write_csv", full)
+    monkeypatch.setattr("twell.commands.bench.report.write_csv", full)
     result = bench("gate_pack", "--workload", "nnz=7", "nnz=9", "--csv", "rows.csv")
     assert result.code == 2
     assert [row["workload"] for row in result.rows] == ["nnz=7"] * 2 + ["nnz=9"] * 2
@@ -470,7 +471,7 @@ def test_repro_repeats_its_row(bench: Callable[..., Result], ops: str, options: 
     repeated: dict[str, set[tuple[Any, ...]]] = {}
     # one of the two workloads is enough for what runs again
     for row, line in zip(result.rows, lines, strict=True):
-        asked = _arguments.request(_cli.parser().parse_args(shlex.split(line)[4:]))
+        asked = parser.request(cli.parser().parse_args(shlex.split(line)[4:]))
         assert [job.source.name for job in asked.jobs] == [row["workload"]]
         assert [(job.m, job.k, job.n, job.dtype) for job in asked.jobs] == [
             (row["m"], row["k"], row["n"], row["dtype"])
@@ -507,7 +508,7 @@ def test_ctrl_c_leaves_what_was_measured(
     # before anything is measured an older file stays
     path = tmp_path / "old.json"
     path.write_text("old")
-    assert _bench.main(["gate_pack", "--workload", "nnz=8", *TINY, "--json", str(path)]) == 130
+    assert bench.main(["gate_pack", "--workload", "nnz=8", *TINY, "--json", str(path)]) == 130
     assert path.read_text() == "old"
     assert "interrupted" in capsys.readouterr().err
 
@@ -522,7 +523,7 @@ def test_rows_are_written_as_they_come(monkeypatch: pytest.MonkeyPatch, tmp_path
         return make(name, *rest, **options)
 
     monkeypatch.setattr(testing, "make", looks)
-    assert _bench.main(["gate_pack", "--workload", "nnz=7", "nnz=8", "nnz=9", *TINY, "--json", str(path)]) == 0
+    assert bench.main(["gate_pack", "--workload", "nnz=7", "nnz=8", "nnz=9", *TINY, "--json", str(path)]) == 0
     assert seen == [0, 2, 4]
 
 
@@ -614,7 +615,7 @@ def test_times_survive_an_energy_that_cannot_be_measured(caplog: pytest.LogCaptu
 
 
 def test_energy_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _bench.main(["ffn", *TINY, "--energy"]) == 2
+    assert bench.main(["ffn", *TINY, "--energy"]) == 2
     assert "twell bench: error: --energy" in capsys.readouterr().err
 
 
@@ -638,7 +639,7 @@ def test_figures_of_a_layer() -> None:
 @pytest.mark.parametrize("cache", [0, 100_000, 1_000_000])
 def test_decode_leaves_no_gate_in_the_cache(monkeypatch: pytest.MonkeyPatch, cache: int) -> None:
     """A sparse call reads the gate's weight and a few rows of the others."""
-    monkeypatch.setattr("twell._bench.decode.CALLS", 32)
+    monkeypatch.setattr("twell.commands.bench.decode.CALLS", 32)
 
     class Cached(Cpu):
         def copies_for(self, bytes_each: int) -> int:
@@ -680,7 +681,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("words", [[], ["ffn"], ["ffn", "--device", "cuda"], ["ffn", "--device", "cuda:1"]], ids=str)
 def test_without_a_gpu(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert _bench.main(words) == 2
+    assert bench.main(words) == 2
     error = capsys.readouterr().err
     assert (
         error
@@ -691,10 +692,10 @@ def test_without_a_gpu(words: list[str], capsys: pytest.CaptureFixture[str]) -> 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert _bench.main(["ffn", "--device", "cuda:2"]) == 2
+    assert bench.main(["ffn", "--device", "cuda:2"]) == 2
     assert "--device cuda:2: there are 2 CUDA devices" in capsys.readouterr().err
     for words, device in ((("ffn",), "cuda"), (("ffn", "--device", "cuda:1"), "cuda:1")):
-        asked = _arguments.request(_cli.parser().parse_args(words))
+        asked = parser.request(cli.parser().parse_args(words))
         assert (asked.device, asked.compile) == (device, "default")
 
 
@@ -720,7 +721,7 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 )
 def test_requests_that_cannot_be_met(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     given = words if "--device" in words else [*words, "--device", "cpu"]
-    assert _bench.main(given) == 2
+    assert bench.main(given) == 2
     error = capsys.readouterr().err
     assert error.startswith("twell bench: error: ")
     assert message in error
@@ -744,7 +745,7 @@ def test_requests_that_cannot_be_met(words: list[str], message: str, capsys: pyt
 )
 def test_bad_arguments(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        _bench.main(words)
+        bench.main(words)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -752,7 +753,7 @@ def test_bad_arguments(words: list[str], message: str, capsys: pytest.CaptureFix
 def test_help_explains_everything(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     with pytest.raises(SystemExit) as stopped:
-        _bench.main(["--help"])
+        bench.main(["--help"])
     assert stopped.value.code == 0
     text = capsys.readouterr().out
     words = " ".join(text.split())
@@ -783,15 +784,15 @@ def test_model_has_a_module_and_arguments_of_its_own(
                 raise ImportError("pip install twell[hf]")
             return 7
 
-    models = Models("twell._bench.models")
-    monkeypatch.setitem(sys.modules, "twell._bench.models", models)
-    monkeypatch.setattr(_bench, "models", models, raising=False)
-    assert _bench.main(["model", "run/final", "-m", "0.5"]) == 7
+    models = Models("twell.commands.bench.models")
+    monkeypatch.setitem(sys.modules, "twell.commands.bench.models", models)
+    monkeypatch.setattr(bench, "models", models, raising=False)
+    assert bench.main(["model", "run/final", "-m", "0.5"]) == 7
     assert (seen[0].folder, seen[0].m) == ("run/final", 0.5)
-    assert _bench.main(["model", "none"]) == 2
+    assert bench.main(["model", "none"]) == 2
     assert capsys.readouterr().err == "twell bench model: error: pip install twell[hf]\n"
     with pytest.raises(SystemExit):
-        _bench.main(["model", "--help"])
+        bench.main(["model", "--help"])
     assert "usage: twell bench model" in capsys.readouterr().out
 
 

@@ -20,12 +20,13 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from tests.cpu import saved_models
-from twell import _analyze, _model_text, functional
-from twell._bench import main, models, models_random, models_run
-from twell._bench.energy import Energy
-from twell._bench.models_random import PAPER, Pattern, Shape, parse_shape
-from twell._bench.models_run import Row, Settings, Subject, Training
-from twell._request import RequestError
+from twell import functional
+from twell.commands import analyze, saved_model
+from twell.commands.bench import main, models, models_random, models_run
+from twell.commands.bench.energy import Energy
+from twell.commands.bench.models_random import PAPER, Pattern, Shape, parse_shape
+from twell.commands.bench.models_run import Row, Settings, Subject, Training
+from twell.commands.request import RequestError
 from twell.nn import set_down_layout
 
 TINY = "2x32x64x2x64"
@@ -115,14 +116,14 @@ def test_tokens_of_text_are_its_words(tmp_path: Path) -> None:
         models_random.text_ids(shape, 100, 60, 0.0, [file])
 
 
-def pattern_of(pattern: Pattern, seed: int = 0) -> tuple[Any, list[float], list[_analyze.LayerReport]]:
+def pattern_of(pattern: Pattern, seed: int = 0) -> tuple[Any, list[float], list[analyze.LayerReport]]:
     """A model, what was wanted and what came of it, on tokens that its thresholds were not found on."""
     shape = parse_shape("3x64x256x2x640")
     model = models_random.build(shape, 256, CPU)
     ids = models_random.draw_ids(shape, 16, 256, pattern.topic)
     wanted = models_random.draw(model, ids, pattern, seed)
-    batch = _model_text.Batch(ids, torch.ones_like(ids, dtype=torch.bool))
-    return model, wanted, _analyze.analyze(model, [batch])
+    batch = saved_model.Batch(ids, torch.ones_like(ids, dtype=torch.bool))
+    return model, wanted, analyze.analyze(model, [batch])
 
 
 def test_layers_fire_as_many_neurons_as_wanted() -> None:
@@ -150,7 +151,7 @@ def test_thresholds_hold_for_other_tokens() -> None:
     pattern = Pattern(8.0)
     model, wanted, _ = pattern_of(pattern)
     ids = models_random.draw_ids(parse_shape("3x64x256x2x640"), 16, 256, pattern.topic, seed=5)
-    reports = _analyze.analyze(model, [_model_text.Batch(ids, torch.ones_like(ids, dtype=torch.bool))])
+    reports = analyze.analyze(model, [saved_model.Batch(ids, torch.ones_like(ids, dtype=torch.bool))])
     assert [report.mean for report in reports] == pytest.approx(wanted, rel=0.2)
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from twell import testing
-from twell._bench import protocol
-from twell._bench.protocol import Ceilings, Cpu, Gpu, Loop, copies_for, measure, spread
+from twell.commands.bench import protocol
+from twell.commands.bench.protocol import Ceilings, Cpu, Gpu, Loop, copies_for, measure, spread
 
 
 class Recorded:

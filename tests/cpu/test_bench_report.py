@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from twell._bench import _cli, report, rows
-from twell._bench.report import Column, Progress, print_table, write_csv, write_json
-from twell._bench.rows import COLUMNS, Row, fitting
-from twell._request import RequestError
+from twell.commands.bench import cli, report, rows
+from twell.commands.bench.report import Column, Progress, print_table, write_csv, write_json
+from twell.commands.bench.rows import COLUMNS, Row, fitting
+from twell.commands.request import RequestError
 
 
 @dataclass
@@ -309,8 +309,8 @@ def test_a_table_fits() -> None:
 
 def test_what_was_asked_for_is_not_left_out() -> None:
     found = [full_row(workload="nnz=29.5,skew=1,tokens=0.5,dead=0.3,topic=0.5")]
-    columns, dropped = fitting(found, kept=_cli.MEMORY + _cli.ENERGY)
-    assert set(_cli.MEMORY + _cli.ENERGY) <= {column.name for column in columns}
+    columns, dropped = fitting(found, kept=cli.MEMORY + cli.ENERGY)
+    assert set(cli.MEMORY + cli.ENERGY) <= {column.name for column in columns}
     assert "p10-p90" in dropped
 
 

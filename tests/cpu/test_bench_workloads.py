@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from twell import testing
-from twell._bench import workloads
-from twell._bench.workloads import parse
-from twell._request import RequestError
+from twell.commands.bench import workloads
+from twell.commands.bench.workloads import parse
+from twell.commands.request import RequestError
 
 
 @pytest.fixture(autouse=True)

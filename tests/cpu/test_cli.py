@@ -9,7 +9,8 @@ import sys
 import pytest
 
 import twell
-from twell import _demo, cli
+from twell.commands import cli
+from twell.commands.demo import demo
 
 
 def exit_of(*arguments: str) -> int | str | None:
@@ -61,33 +62,33 @@ def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.Captur
 
 
 def test_arguments_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[_demo.Request] = []
+    seen: list[demo.Request] = []
 
-    def run(request: _demo.Request) -> int:
+    def run(request: demo.Request) -> int:
         seen.append(request)
         return 7
 
-    monkeypatch.setattr(_demo, "run", run)
+    monkeypatch.setattr(demo, "run", run)
     given = "--text t --out o.png --seconds 2 --steps 3 --seed 4 --layers 5 --hidden 64 --intermediate 8 --context 9"
     assert cli.main(["demo", *given.split(), "--l1", "0.5", "--compression", "2", "--device", "cpu"]) == 7
     (request,) = seen
     assert (str(request.text), str(request.out), request.device) == ("t", "o.png", "cpu")
     assert (request.seconds, request.steps, request.seed, request.l1, request.compression) == (2.0, 3, 4, 0.5, 2)
     assert (request.layers, request.hidden, request.intermediate, request.context) == (5, 64, 8, 9)
-    preset = _demo.CPU
-    assert _demo.pick_shape(request, preset) == _demo.ModelShape(5, 64, 8, 9)
-    assert _demo.pick_shape(_demo.Request(request.out), preset) == preset.shape
+    preset = demo.CPU
+    assert demo.pick_shape(request, preset) == demo.ModelShape(5, 64, 8, 9)
+    assert demo.pick_shape(demo.Request(request.out), preset) == preset.shape
     # bounded by steps alone, by time alone, by both
     for seconds, steps, expected in ((None, 3, (None, 3)), (None, None, (60, None)), (5.0, 3, (5.0, 3))):
-        schedule = _demo.schedule_of(_demo.Request(request.out, seconds=seconds, steps=steps), preset)
+        schedule = demo.schedule_of(demo.Request(request.out, seconds=seconds, steps=steps), preset)
         assert (schedule.seconds, schedule.steps) == expected
 
 
 def test_ctrl_c_exits_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(request: _demo.Request) -> int:
+    def run(request: demo.Request) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_demo, "run", run)
+    monkeypatch.setattr(demo, "run", run)
     assert cli.main(["demo"]) == 130
     assert "twell demo: interrupted" in capsys.readouterr().err
 

@@ -22,9 +22,11 @@ pytest.importorskip("safetensors")
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from twell import _checkpoint, _convert, _files, cli
-from twell._checkpoint import LAYOUT_KEY
-from twell._request import RequestError
+from twell import _files
+from twell.commands import cli, convert
+from twell.commands.request import RequestError
+from twell.integrations import layouts
+from twell.integrations.layouts import LAYOUT_KEY
 
 ROOT = Path(__file__).resolve().parents[2]
 K, N = 8, 12
@@ -73,13 +75,13 @@ def write(
 
 
 def read(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for path in _checkpoint.weight_files(folder) for name, tensor in load_file(path).items()}
+    return {name: tensor for path in layouts.weight_files(folder) for name, tensor in load_file(path).items()}
 
 
 def run(source: Path, target: Path, *options: str) -> None:
     parser = argparse.ArgumentParser()
-    _convert.add_arguments(parser)
-    assert _convert.run(parser.parse_args([str(source), str(target), *options])) == 0
+    convert.add_arguments(parser)
+    assert convert.run(parser.parse_args([str(source), str(target), *options])) == 0
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -123,15 +125,15 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
     ],
 )
 def test_names(name: str, expected: bool) -> None:
-    assert _checkpoint.is_down(name) is expected
+    assert layouts.is_down(name) is expected
 
 
 def test_shapes_tell_the_layout() -> None:
-    assert _checkpoint.down_layout([K, N], K, N) == "linear"
-    assert _checkpoint.down_layout(torch.Size([N, K]), K, N, {}) == "rows"
-    for marker in _checkpoint.LAYOUTS:
-        assert _checkpoint.down_layout((K, K), K, K, {LAYOUT_KEY: marker}) == marker
-        assert _checkpoint.down_layout((K, N), K, N, {LAYOUT_KEY: "linear"}) == "linear"
+    assert layouts.down_layout([K, N], K, N) == "linear"
+    assert layouts.down_layout(torch.Size([N, K]), K, N, {}) == "rows"
+    for marker in layouts.LAYOUTS:
+        assert layouts.down_layout((K, K), K, K, {LAYOUT_KEY: marker}) == marker
+        assert layouts.down_layout((K, N), K, N, {LAYOUT_KEY: "linear"}) == "linear"
 
 
 @pytest.mark.parametrize(
@@ -149,32 +151,30 @@ def test_shapes_tell_the_layout() -> None:
 )
 def test_layouts_that_are_refused(shape: Sequence[int], intermediate: int, marker: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        _checkpoint.down_layout(shape, K, intermediate, None if marker is None else {LAYOUT_KEY: marker})
+        layouts.down_layout(shape, K, intermediate, None if marker is None else {LAYOUT_KEY: marker})
 
 
 def test_lengths_come_from_the_neighbours_then_from_the_configuration() -> None:
     down, up = "layers.0.mlp.down_proj.weight", "layers.0.mlp.up_proj.weight"
     # a pruned layer, whatever the configuration says
-    assert _checkpoint.layouts({down: [K, 5], up: [5, K]}, {"hidden_size": K, "intermediate_size": N}) == {
-        down: "linear"
-    }
-    assert _checkpoint.layouts({down: [N, K]}, {"hidden_size": K, "intermediate_size": N}) == {down: "rows"}
+    assert layouts.layouts({down: [K, 5], up: [5, K]}, {"hidden_size": K, "intermediate_size": N}) == {down: "linear"}
+    assert layouts.layouts({down: [N, K]}, {"hidden_size": K, "intermediate_size": N}) == {down: "rows"}
     nested = {"text_config": {"hidden_size": K, "intermediate_size": N}}
-    assert _checkpoint.layouts({down: [N, K]}, nested) == {down: "rows"}
+    assert layouts.layouts({down: [N, K]}, nested) == {down: "rows"}
     # the paper's models have the neurons of their own key
     paper = {"hidden_size": K, "intermediate_size": 99, "sparsity_new_intermediate_size": N}
-    assert _checkpoint.layouts({down: [N, K]}, paper) == {down: "rows"}
-    assert _checkpoint.layouts({down: [N, K]}, paper | {"sparsity_new_intermediate_size": None, "intermediate_size": N})
+    assert layouts.layouts({down: [N, K]}, paper) == {down: "rows"}
+    assert layouts.layouts({down: [N, K]}, paper | {"sparsity_new_intermediate_size": None, "intermediate_size": N})
     opt = "model.decoder.layers.0.fc2.weight"
-    assert _checkpoint.layouts({opt: [N, K]}, {"hidden_size": K, "ffn_dim": N}) == {opt: "rows"}
-    assert _checkpoint.layouts({opt: [K, N], opt.replace("fc2", "fc1"): [N, K]}) == {opt: "linear"}
-    assert _checkpoint.layouts({"down_proj.weight": [K, N], "up_proj.weight": [N, K]}) == {"down_proj.weight": "linear"}
+    assert layouts.layouts({opt: [N, K]}, {"hidden_size": K, "ffn_dim": N}) == {opt: "rows"}
+    assert layouts.layouts({opt: [K, N], opt.replace("fc2", "fc1"): [N, K]}) == {opt: "linear"}
+    assert layouts.layouts({"down_proj.weight": [K, N], "up_proj.weight": [N, K]}) == {"down_proj.weight": "linear"}
     with pytest.raises(ValueError, match=r"layers.0.mlp.down_proj.weight: expected up_proj or gate_proj beside it"):
-        _checkpoint.layouts({down: [K, N]})
+        layouts.layouts({down: [K, N]})
     with pytest.raises(
         ValueError, match=r"must all be \[intermediate, hidden\], got layers.0.mlp.up_proj.weight \[12, 8"
     ):
-        _checkpoint.layouts({down: [K, N], up: [N, K], "layers.0.mlp.gate_proj.weight": [N + 1, K]})
+        layouts.layouts({down: [K, N], up: [N, K], "layers.0.mlp.gate_proj.weight": [N + 1, K]})
 
 
 def test_the_marker_may_be_in_either_place() -> None:
@@ -182,16 +182,16 @@ def test_the_marker_may_be_in_either_place() -> None:
     rows: dict[str, str] = {LAYOUT_KEY: "rows"}
     for settings, metadata in ((rows, None), (rows, {}), (None, rows), (rows, rows), ({}, rows)):
         by_name = None if metadata is None else {"down_proj.weight": metadata}
-        assert _checkpoint.layouts(shapes, settings, by_name) == {"down_proj.weight": "rows"}
+        assert layouts.layouts(shapes, settings, by_name) == {"down_proj.weight": "rows"}
     with pytest.raises(ValueError, match="in the configuration and in the file's metadata, got 'linear' and 'rows'"):
-        _checkpoint.layouts(shapes, {LAYOUT_KEY: "linear"}, {"down_proj.weight": rows})
+        layouts.layouts(shapes, {LAYOUT_KEY: "linear"}, {"down_proj.weight": rows})
 
 
 def test_headers_are_read_as_they_stand(tmp_path: Path) -> None:
     state = {"b": torch.zeros(3, 2), "a é": torch.ones(2, dtype=torch.bfloat16), "none": torch.zeros(0, 4)}
     path = tmp_path / "x.safetensors"
     save_file(state, path, {"format": "pt", "note": "ü"})
-    header = _checkpoint.read_header(path)
+    header = layouts.read_header(path)
     assert header.metadata == {"format": "pt", "note": "ü"}
     assert {name: stored.shape for name, stored in header.tensors.items()} == {
         n: tuple(t.shape) for n, t in state.items()
@@ -201,7 +201,7 @@ def test_headers_are_read_as_they_stand(tmp_path: Path) -> None:
     assert data[stored.start : stored.stop] == b"\x80\x3f\x80\x3f"
     start = min(each.start for each in header.tensors.values())
     again = [(n, e.dtype, e.shape, e.start - start, e.stop - start) for n, e in header.tensors.items()]
-    assert _checkpoint.header_bytes(header.metadata, again) == data[:start]
+    assert layouts.header_bytes(header.metadata, again) == data[:start]
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "text", "overlap"])
@@ -209,10 +209,10 @@ def test_damaged_files_are_refused(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.zeros(4, 4)}, path)
     data = path.read_bytes()
-    overlap = _checkpoint.header_bytes(None, [("a", "F32", (4,), 0, 16), ("b", "F32", (4,), 8, 24)]) + bytes(24)
+    overlap = layouts.header_bytes(None, [("a", "F32", (4,), 0, 16), ("b", "F32", (4,), 8, 24)]) + bytes(24)
     path.write_bytes({"empty": b"", "cut": data[:-1], "text": b"hello world", "overlap": overlap}[damage])
     with pytest.raises(ValueError, match="must be a safetensors file, got"):
-        _checkpoint.read_header(path)
+        layouts.read_header(path)
 
 
 # conversions
@@ -224,7 +224,7 @@ def test_there_and_back_is_byte_for_byte_the_same(shards: int, tmp_path: Path) -
     source = write(tmp_path / "source", state, shards=shards)
     run(source, tmp_path / "rows", "--layout", "rows")
     rows = read(tmp_path / "rows")
-    same(rows, {n: t.t().contiguous() if _checkpoint.is_down(n) else t for n, t in state.items()})
+    same(rows, {n: t.t().contiguous() if layouts.is_down(n) else t for n, t in state.items()})
     run(tmp_path / "rows", tmp_path / "linear")
     assert contents(tmp_path / "linear") == contents(source)
     # nothing to do is a copy
@@ -238,12 +238,12 @@ def test_a_marker_says_that_there_are_rows(tmp_path: Path) -> None:
     run(source, tmp_path / "rows", "--layout", "rows")
     settings = json.loads((tmp_path / "rows" / "config.json").read_text())
     assert settings == config() | {LAYOUT_KEY: "rows"}
-    for path in _checkpoint.weight_files(tmp_path / "rows"):
-        header = _checkpoint.read_header(path)
-        expected = {"format": "pt"} | ({LAYOUT_KEY: "rows"} if any(map(_checkpoint.is_down, header.tensors)) else {})
+    for path in layouts.weight_files(tmp_path / "rows"):
+        header = layouts.read_header(path)
+        expected = {"format": "pt"} | ({LAYOUT_KEY: "rows"} if any(map(layouts.is_down, header.tensors)) else {})
         assert metadata(path) == expected
-    assert set(_checkpoint.folder_layouts(tmp_path / "rows").values()) == {"rows"}
-    assert set(_checkpoint.folder_layouts(source).values()) == {"linear"}
+    assert set(layouts.folder_layouts(tmp_path / "rows").values()) == {"rows"}
+    assert set(layouts.folder_layouts(source).values()) == {"linear"}
 
 
 def test_files_without_metadata_stay_so(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_odd_tensors_are_copied_bit_for_bit(tmp_path: Path) -> None:
     state["model.layers.1.mlp.down_proj.weight"].view(torch.int16)[0, :2] = torch.tensor([0x7FC1, -0x3F])
     source = write(tmp_path / "source", state)
     run(source, tmp_path / "rows", "--layout", "rows")
-    same(read(tmp_path / "rows"), {n: t.t().contiguous() if _checkpoint.is_down(n) else t for n, t in state.items()})
+    same(read(tmp_path / "rows"), {n: t.t().contiguous() if layouts.is_down(n) else t for n, t in state.items()})
     run(tmp_path / "rows", tmp_path / "linear")
     assert contents(tmp_path / "linear") == contents(source)
 
@@ -278,15 +278,15 @@ def test_odd_tensors_are_copied_bit_for_bit(tmp_path: Path) -> None:
 def test_dtypes_that_torch_does_not_know_are_copied(tmp_path: Path) -> None:
     state = tensors()
     save_file(state, tmp_path / "a.safetensors")
-    header = _checkpoint.read_header(tmp_path / "a.safetensors")
+    header = layouts.read_header(tmp_path / "a.safetensors")
     data = (tmp_path / "a.safetensors").read_bytes()
     start = min(stored.start for stored in header.tensors.values())
     entries = [(n, s.dtype, s.shape, s.start - start, s.stop - start) for n, s in header.tensors.items()]
     end = len(data) - start
-    scales = _checkpoint.header_bytes(None, [*entries, ("scale", "F8_E8M0", (3,), end, end + 3)])
+    scales = layouts.header_bytes(None, [*entries, ("scale", "F8_E8M0", (3,), end, end + 3)])
     (tmp_path / "a.safetensors").write_bytes(scales + data[start:] + b"\x01\x02\xff")
     run(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--layout", "rows", "--dtype", "float32")
-    written = _checkpoint.read_header(tmp_path / "b.safetensors")
+    written = layouts.read_header(tmp_path / "b.safetensors")
     scale = written.tensors["scale"]
     assert (scale.dtype, scale.shape) == ("F8_E8M0", (3,))
     assert (tmp_path / "b.safetensors").read_bytes()[scale.start : scale.stop] == b"\x01\x02\xff"
@@ -314,13 +314,13 @@ def test_square_weights_need_to_be_told(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"expected --model-type sparse_llama or sparse_qwen2, got .* type 'llama'"):
         run(source, tmp_path / "rows", *options)
     run(source, tmp_path / "rows", *options, "--model-type", "sparse_llama")
-    same(read(tmp_path / "rows"), {n: t.t().contiguous() if _checkpoint.is_down(n) else t for n, t in state.items()})
+    same(read(tmp_path / "rows"), {n: t.t().contiguous() if layouts.is_down(n) else t for n, t in state.items()})
     # from here on the marker tells, whichever way
     for step, (start, layout) in enumerate([("rows", "linear"), ("0", "linear"), ("1", "rows"), ("2", "rows")]):
         run(tmp_path / start, tmp_path / str(step), "--layout", layout)
         expected = state if layout == "linear" else read(tmp_path / "rows")
         same(read(tmp_path / str(step)), expected)
-        assert set(_checkpoint.folder_layouts(tmp_path / str(step)).values()) == {layout}
+        assert set(layouts.folder_layouts(tmp_path / str(step)).values()) == {layout}
     # a file of the one and a configuration of the other
     (tmp_path / "rows" / "config.json").write_bytes((tmp_path / "0" / "config.json").read_bytes())
     with pytest.raises(RequestError, match="must be the same in the configuration and in the file's metadata"):
@@ -344,14 +344,14 @@ def test_dtype(dtype: str, tmp_path: Path) -> None:
     state = tensors(dtype=torch.float32) | {"steps": torch.tensor(7), "half": torch.ones(3, dtype=torch.float16)}
     source = write(tmp_path / "source", state, config(dtype="float32"), shards=2)
     run(source, tmp_path / "out", "--layout", "rows", "--dtype", dtype)
-    expected = {n: t.t().contiguous() if _checkpoint.is_down(n) else t for n, t in state.items()}
+    expected = {n: t.t().contiguous() if layouts.is_down(n) else t for n, t in state.items()}
     wanted = getattr(torch, dtype)
     same(read(tmp_path / "out"), {n: t.to(wanted) if t.is_floating_point() else t for n, t in expected.items()})
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in read(tmp_path / "out").values())
-    for path in _checkpoint.weight_files(tmp_path / "out"):
-        header = _checkpoint.read_header(path)
+    for path in layouts.weight_files(tmp_path / "out"):
+        header = layouts.read_header(path)
         start = min(stored.start for stored in header.tensors.values())
         for stored in header.tensors.values():
             assert (stored.start - start) % {"I64": 8, "F32": 4}.get(stored.dtype, 2) == 0
@@ -517,16 +517,16 @@ def test_pickled_weights_are_read(form: str, tmp_path: Path) -> None:
     else:
         torch.save(tied, source / "pytorch_model.bin", _use_new_zipfile_serialization=form != "legacy")
     run(source, tmp_path / "out", "--layout", "rows")
-    expected = {n: t.t() if _checkpoint.is_down(n) else t for n, t in tied.items()}
+    expected = {n: t.t() if layouts.is_down(n) else t for n, t in tied.items()}
     del expected["lm_head.weight"]
     same(read(tmp_path / "out"), {name: tensor.contiguous() for name, tensor in expected.items()})
-    assert all(metadata(path)["format"] == "pt" for path in _checkpoint.weight_files(tmp_path / "out"))
+    assert all(metadata(path)["format"] == "pt" for path in layouts.weight_files(tmp_path / "out"))
     assert not any("bin" in path.name for path in (tmp_path / "out").iterdir())
     if form == "shards":
         index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
         assert set(index["weight_map"].values()) == {f"model-0000{i}-of-00002.safetensors" for i in (1, 2)}
         assert index["weight_map"].keys() == expected.keys()
-    assert set(_checkpoint.folder_layouts(tmp_path / "out").values()) == {"rows"}
+    assert set(layouts.folder_layouts(tmp_path / "out").values()) == {"rows"}
 
 
 def test_pickles_that_hold_more_than_tensors_are_refused(tmp_path: Path) -> None:
@@ -555,7 +555,7 @@ PAPER = {"sparsity_gated_mlp": True, "sparsity_new_intermediate_size": N, "spars
 def test_the_configuration_of_the_published_models(was: str, model_type: str, tmp_path: Path) -> None:
     """They have ReLU whatever hidden_act says, their own class, and a number of neurons of their own."""
     theirs = config(model_type=was, hidden_act="silu", intermediate_size=99, auto_map={"AutoConfig": "x.Y"}) | PAPER
-    state = {n: t.t().contiguous() if _checkpoint.is_down(n) else t for n, t in tensors().items()}
+    state = {n: t.t().contiguous() if layouts.is_down(n) else t for n, t in tensors().items()}
     source = write(tmp_path / "source", state, theirs)
     run(source, tmp_path / "out", "--model-type", model_type)
     name = "Sparse" * (model_type == "sparse_llama") + "LlamaForCausalLM"
@@ -768,7 +768,7 @@ def test_requests_that_are_refused(source: str, target: str, options: list[str],
             (tmp_path / folder / "config.json").write_text("{}")
     index = {"broken": "model-00002.safetensors", "outside": "../file.safetensors"}
     for folder, file in index.items():
-        (tmp_path / folder / _checkpoint.INDEX).write_text(json.dumps({"weight_map": {"x": file}}))
+        (tmp_path / folder / layouts.INDEX).write_text(json.dumps({"weight_map": {"x": file}}))
     before = contents(tmp_path)
     with pytest.raises(RequestError, match=message):
         run(tmp_path / source, tmp_path / target, *options)
@@ -806,7 +806,7 @@ def test_errors_of_the_command_line(
 def test_the_command_line_converts(tmp_path: Path) -> None:
     write(tmp_path / "source", tensors())
     assert cli.main(["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--layout", "rows"]) == 0
-    assert set(_checkpoint.folder_layouts(tmp_path / "out").values()) == {"rows"}
+    assert set(layouts.folder_layouts(tmp_path / "out").values()) == {"rows"}
 
 
 def test_force_replaces_a_checkpoint(tmp_path: Path) -> None:
@@ -826,7 +826,7 @@ def test_force_replaces_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(out)
     run(source, tmp_path / "link", "--layout", "rows", "--force")
     assert (tmp_path / "link").is_symlink()
-    assert set(_checkpoint.folder_layouts(out).values()) == {"rows"}
+    assert set(layouts.folder_layouts(out).values()) == {"rows"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "empty", "link", "out", "source"]
 
 
@@ -866,7 +866,7 @@ def test_force_takes_nothing_that_a_conversion_does_not_write(
     with pytest.raises(RequestError, match=rf"nothing besides what this conversion writes, got .* with {named}; move"):
         run(source, out, "--layout", "rows", *more)
     assert sorted(path.relative_to(out) for path in out.rglob("*")) == before
-    assert set(_checkpoint.folder_layouts(out).values()) == {"linear"}
+    assert set(layouts.folder_layouts(out).values()) == {"linear"}
 
 
 def test_what_goes_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -884,18 +884,18 @@ def test_what_goes_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_what_comes_to_be_in_the_target_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = write(tmp_path / "source", tensors()), write(tmp_path / "out", tensors())
-    original = _convert._write_rest
+    original = convert._write_rest
 
     def late(*arguments: Any) -> None:
         (out / "checkpoint-1").mkdir()
         (out / "checkpoint-1" / "optimizer.pt").write_bytes(b"precious")
         original(*arguments)
 
-    monkeypatch.setattr(_convert, "_write_rest", late)
+    monkeypatch.setattr(convert, "_write_rest", late)
     with pytest.raises(RequestError, match="with checkpoint-1/; move these"):
         run(source, out, "--layout", "rows", "--force")
     assert (out / "checkpoint-1" / "optimizer.pt").read_bytes() == b"precious"
-    assert set(_checkpoint.folder_layouts(out).values()) == {"linear"}
+    assert set(layouts.folder_layouts(out).values()) == {"linear"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
@@ -934,7 +934,7 @@ def test_a_dry_run_writes_nothing_and_says_what_it_would(tmp_path: Path, capsys:
 KILLED = """
 import os, signal, sys, time
 from pathlib import Path
-from twell import _convert
+from twell.commands import convert
 write = _convert._write_file
 def slow(*arguments):
     write(*arguments)
@@ -966,7 +966,7 @@ def test_killed_while_it_writes(stop: signal.Signals, tmp_path: Path, capsys: py
     assert len(left) == (1 if stop == signal.SIGKILL else 0)
     assert all(path.name.startswith(".out.partial-") for path in left)
     run(source, tmp_path / "out", "--layout", "rows")
-    assert set(_checkpoint.folder_layouts(tmp_path / "out").values()) == {"rows"}
+    assert set(layouts.folder_layouts(tmp_path / "out").values()) == {"rows"}
     assert ("was left by a conversion that was interrupted" in capsys.readouterr().err) == bool(left)
 
 
@@ -982,7 +982,7 @@ def test_a_full_disk_leaves_everything_as_it_was(
         source, target = source / "model.safetensors", target / "model.safetensors"
     before = contents(tmp_path)
     full = OSError(28, "No space left on device")
-    original, calls = _convert._convert, 0
+    original, calls = convert._convert, 0
 
     def convert(*arguments: Any) -> Any:
         nonlocal calls
@@ -995,7 +995,7 @@ def test_a_full_disk_leaves_everything_as_it_was(
         raise full
 
     if at < 2:
-        monkeypatch.setattr(_convert, "_convert", convert)
+        monkeypatch.setattr(convert, "_convert", convert)
     else:
         monkeypatch.setattr(_files, "_put", put)
     with pytest.raises(RequestError, match=r"^no space is left in .*: DST needs 1.\d+ kB; nothing there has changed$"):
@@ -1015,14 +1015,14 @@ def test_too_little_space_is_noticed_before(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_source_that_is_cut_meanwhile_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write(tmp_path / "source", tensors())
-    original = _convert._write
+    original = convert._write
 
     def cut(*arguments: Any) -> None:
         path = source / "model.safetensors"
         os.truncate(path, path.stat().st_size - 8)
         original(*arguments)
 
-    monkeypatch.setattr(_convert, "_write", cut)
+    monkeypatch.setattr(convert, "_write", cut)
     with pytest.raises(RequestError, match=r"ended within '.*'; was it written to meanwhile"):
         run(source, tmp_path / "out", "--layout", "rows")
     assert not (tmp_path / "out").exists()
@@ -1040,7 +1040,7 @@ def test_memory_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
     code = """
 import resource, sys
 from pathlib import Path
-from twell import _convert
+from twell.commands import convert
 import safetensors, tqdm
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 _convert.convert(Path(sys.argv[1]), Path(sys.argv[2]), layout="rows")

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from twell import _demo, _demo_compare, _demo_model, _demo_plots, _demo_text, cli, pack, testing
+from twell import pack, testing
+from twell.commands import cli
+from twell.commands.demo import compare, corpus, demo, model, plots
 from twell.nn import SparseGatedMLP
 from twell.packed import PackedTwell
 
@@ -42,7 +44,7 @@ def demo(folder: Path, out: Path, *more: str) -> int:
 
 
 def test_corpus_holds_back_whole_files(folder: Path) -> None:
-    corpus = _demo_text.read_corpus(folder, seed=0, minimum=264)
+    corpus = corpus.read_corpus(folder, seed=0, minimum=264)
     assert corpus.train_files + corpus.held_files == 12
     everything = sum(p.stat().st_size for p in folder.rglob("*.txt") if p.stem.isdigit())
     assert corpus.train_bytes + corpus.held_bytes == everything
@@ -57,23 +59,23 @@ def test_corpus_holds_back_whole_files(folder: Path) -> None:
 
 
 def test_corpus_depends_on_the_seed_alone(folder: Path) -> None:
-    first, again, other = (_demo_text.read_corpus(folder, seed, 264) for seed in (3, 3, 4))
+    first, again, other = (corpus.read_corpus(folder, seed, 264) for seed in (3, 3, 4))
     assert torch.equal(first.train, again.train)
     assert torch.equal(first.held, again.held)
     assert not torch.equal(first.train, other.train)
 
 
 def test_standard_library_is_the_default_text() -> None:
-    corpus = _demo_text.read_corpus(None, 0, 1000)
+    corpus = corpus.read_corpus(None, 0, 1000)
     assert corpus.root == Path(os.__file__).parent
     assert corpus.train_bytes > 5 * corpus.held_bytes > 0
 
 
 def test_even_windows_do_not_overlap() -> None:
     data = torch.arange(100, dtype=torch.uint8)
-    assert _demo_text.even_windows(data, 3, 10).tolist() == [list(range(s, s + 10)) for s in (0, 45, 90)]
-    assert _demo_text.even_windows(data, 1000, 10).shape == (10, 10)
-    assert _demo_text.even_windows(data, 1, 100).tolist() == [list(range(100))]
+    assert corpus.even_windows(data, 3, 10).tolist() == [list(range(s, s + 10)) for s in (0, 45, 90)]
+    assert corpus.even_windows(data, 1000, 10).shape == (10, 10)
+    assert corpus.even_windows(data, 1, 100).tolist() == [list(range(100))]
 
 
 # The command
@@ -86,7 +88,7 @@ def test_demo_end_to_end(folder: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "Speed needs an sm_90 GPU" in printed
     assert "Agreed: 2 layers" in printed
     assert "100 %  step    12" in printed
-    held = _demo_text.read_corpus(folder, 0, 264).held_bytes
+    held = corpus.read_corpus(folder, 0, 264).held_bytes
     assert f"{held:,} bytes" in printed
     assert out.read_bytes().startswith(b"\x89PNG")
     assert out.stat().st_size > 50_000
@@ -128,7 +130,7 @@ def test_demo_fails_where_packing_is_wrong(
         packed.words[:, 1] ^= 1 << 16
         return packed
 
-    monkeypatch.setattr(_demo_compare, "pack", corrupt)
+    monkeypatch.setattr(compare, "pack", corrupt)
     assert demo(folder, tmp_path / "a.png", "--steps", "2") == 1
     assert "FAILED: sparse and dense disagree" in capsys.readouterr().out
 
@@ -136,14 +138,14 @@ def test_demo_fails_where_packing_is_wrong(
 def test_demo_fails_where_the_output_is_wrong(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = _demo_compare.sparse_gated_ffn
+    right = compare.sparse_gated_ffn
 
     def one_row_lost(*arguments: object, **keywords: object) -> torch.Tensor:
         y = right(*arguments, **keywords)  # type: ignore[arg-type]
         assert isinstance(y, torch.Tensor)
         return y.index_fill(0, y.float().norm(dim=1).argmax(), 0)
 
-    monkeypatch.setattr(_demo_compare, "sparse_gated_ffn", one_row_lost)
+    monkeypatch.setattr(compare, "sparse_gated_ffn", one_row_lost)
     assert demo(folder, tmp_path / "a.png", "--steps", "2") == 1
     assert "layer 0: worst-row error against float64: expected at most" in capsys.readouterr().out
 
@@ -211,7 +213,7 @@ def test_second_interrupt_quits(
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(_demo_model, "windows", impatient)
+    monkeypatch.setattr(model, "windows", impatient)
     assert demo(folder, tmp_path / "a.png", "--seconds", "60") == 130
     assert "twell demo: interrupted" in capsys.readouterr().err
 
@@ -235,14 +237,14 @@ def layer() -> tuple[torch.Tensor, SparseGatedMLP]:
 
 def gate_failures(packed: PackedTwell, x: torch.Tensor, mlp: SparseGatedMLP) -> str:
     gate = packed.unpack()
-    return "\n".join(_demo_compare.check_packed(packed, gate) + _demo_compare.check_gate(gate, x, mlp.gate_proj.weight))
+    return "\n".join(compare.check_packed(packed, gate) + compare.check_gate(gate, x, mlp.gate_proj.weight))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("compression", [2, 4, 8])
 def test_a_right_layer_passes(layer: tuple[torch.Tensor, SparseGatedMLP], compression: int) -> None:
     x, mlp = layer
-    report, packed = _demo_compare.compare_layer(0, x, mlp, compression)
+    report, packed = compare.compare_layer(0, x, mlp, compression)
     assert report.failures == []
     gate = packed.unpack()
     assert report.non_zeros.tolist() == (gate != 0).sum(1).tolist()
@@ -303,17 +305,17 @@ def test_gate_check_knows_a_step_of_bf16(layer: tuple[torch.Tensor, SparseGatedM
     x, mlp = layer
     gate = pack(x, mlp.gate_proj.weight).unpack()
     moved = (gate.view(torch.int16) + 1).view(torch.bfloat16)
-    (message,) = _demo_compare.check_gate(moved, x, mlp.gate_proj.weight)
+    (message,) = compare.check_gate(moved, x, mlp.gate_proj.weight)
     assert int(message.split()[0].replace(",", "")) > 0.97 * gate.numel()
     empty = torch.zeros_like(gate)
-    assert _demo_compare.check_gate(empty, x, mlp.gate_proj.weight)
-    assert _demo_compare.check_reference(gate, x, mlp.gate_proj.weight) == []
-    assert _demo_compare.check_reference(moved, x, mlp.gate_proj.weight)
+    assert compare.check_gate(empty, x, mlp.gate_proj.weight)
+    assert compare.check_reference(gate, x, mlp.gate_proj.weight) == []
+    assert compare.check_reference(moved, x, mlp.gate_proj.weight)
 
 
 def test_error_bounds_can_fail() -> None:
     def failures(ours: testing.Errors, dense: testing.Errors, roundings: int = 1 << 20) -> list[str]:
-        return _demo_compare.error_failures(testing.Comparison(ours, dense, roundings))
+        return compare.error_failures(testing.Comparison(ours, dense, roundings))
 
     dense, nan = testing.Errors(1e-3, 2e-3), float("nan")
     assert failures(testing.Errors(1.1e-3, 2.2e-3), dense) == []
@@ -323,9 +325,9 @@ def test_error_bounds_can_fail() -> None:
     assert failures(testing.Errors(1.2e-3, 2.3e-3), dense, roundings=100) == []
     assert len(failures(testing.Errors(nan, nan), dense)) == 2
     assert len(failures(dense, testing.Errors(nan, nan))) == 2
-    assert _demo.model_failures(2.0, 2.005) == []
-    assert _demo.model_failures(2.0, 2.02)
-    assert _demo.model_failures(nan, nan)
+    assert demo.model_failures(2.0, 2.005) == []
+    assert demo.model_failures(2.0, 2.02)
+    assert demo.model_failures(nan, nan)
 
 
 # The model and the picture
@@ -333,7 +335,7 @@ def test_error_bounds_can_fail() -> None:
 
 def test_model_is_causal() -> None:
     torch.manual_seed(0)
-    model = _demo_model.ByteModel(_demo_model.ModelShape(2, 64, 128, 16)).eval()
+    model = model.ByteModel(model.ModelShape(2, 64, 128, 16)).eval()
     tokens = torch.randint(256, (1, 16))
     other = tokens.clone()
     other[0, 10:] = (other[0, 10:] + 1) % 256
@@ -344,14 +346,14 @@ def test_model_is_causal() -> None:
 
 
 def test_l1_makes_the_gate_sparse(folder: Path) -> None:
-    text = _demo_text.read_corpus(folder, 0, 264).train
+    text = corpus.read_corpus(folder, 0, 264).train
     last = []
     for l1 in (0.0, 0.1):
         torch.manual_seed(0)
-        model = _demo_model.ByteModel(_demo_model.ModelShape(1, 32, 256, 32))
-        schedule = _demo_model.Schedule(8, 3e-3, l1, None, 40, 1)
-        readings: list[_demo_model.Reading] = []
-        history = _demo_model.train(model, text, schedule, 0, readings.append, lambda: None)
+        model = model.ByteModel(model.ModelShape(1, 32, 256, 32))
+        schedule = model.Schedule(8, 3e-3, l1, None, 40, 1)
+        readings: list[model.Reading] = []
+        history = model.train(model, text, schedule, 0, readings.append, lambda: None)
         assert history.readings == readings
         assert readings[-1].loss < readings[0].loss - 1
         last.append(readings[-1].non_zeros)
@@ -362,7 +364,7 @@ def test_tile_picture_shows_what_is_packed(layer: tuple[torch.Tensor, SparseGate
     x, mlp = layer
     with torch.no_grad():
         packed = pack(x, mlp.gate_proj.weight)
-    picture = _demo_plots.choose_tile(packed, 3, torch.arange(130))
+    picture = plots.choose_tile(packed, 3, torch.arange(130))
     gate = packed.unpack()[picture.first_token : picture.first_token + len(picture.labels)]
     low = 256 * picture.tile
     assert torch.equal(picture.values, gate[:, low : low + 256].float())

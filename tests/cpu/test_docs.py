@@ -25,8 +25,9 @@ import pytest
 import torch
 
 import twell
-from twell import _env, cli
-from twell._bench import _arguments, models
+from twell._runtime import env
+from twell.commands import cli
+from twell.commands.bench import models
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -199,7 +200,7 @@ def test_section_of_an_operator_names_all_that_its_schema_does(op: str) -> None:
 
 
 def test_environment_page_has_the_variables_that_are_read() -> None:
-    tree = ast.parse(Path(_env.__file__).read_text())
+    tree = ast.parse(Path(env.__file__).read_text())
     constants = {
         node.targets[0].id: ast.literal_eval(node.value)
         for node in tree.body
@@ -370,7 +371,7 @@ def complaint(words: list[str], known: dict[str, str]) -> str:
         said, parse = io.StringIO(), cli.parser().parse_args
         if rest[:1] == ["bench"]:
             model, parser = rest[1:2] == ["model"], argparse.ArgumentParser()
-            (models if model else _arguments).add_arguments(parser)
+            (models if model else parser).add_arguments(parser)
             rest, parse = rest[1 + model :], parser.parse_intermixed_args
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
             try:

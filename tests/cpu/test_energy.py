@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from twell._bench import energy
-from twell._bench.energy import EnergyMeter, trapezoids
+from twell.commands.bench import energy
+from twell.commands.bench.energy import EnergyMeter, trapezoids
 
 IDLE, BUSY = 100.0, 600.0  # watts
 

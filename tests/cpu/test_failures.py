@@ -29,8 +29,8 @@ from tiny_kernels import Compiler, compile_tiny
 from torch import Tensor
 
 import twell
-from twell import _log, testing
-from twell._runtime import cache, fingerprint, packaged, resolve, specs
+from twell import testing
+from twell._runtime import cache, fingerprint, log, packaged, resolve, specs
 from twell.nn import SparseGatedMLP, SparseMLP
 
 BF16 = torch.bfloat16
@@ -273,7 +273,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(packaged, "FOLDER", tmp_path / "nothing")
     monkeypatch.setattr(resolve, "_kernels", {})
     monkeypatch.setattr(resolve, "_missing", set())
-    _log.warn_once.cache_clear()
+    log.warn_once.cache_clear()
     return tmp_path / "cache" / cache.fingerprint()
 
 

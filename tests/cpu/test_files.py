@@ -199,13 +199,13 @@ def test_full_disks_are_recognised(code: int) -> None:
 
 
 def write_table(path: Path) -> None:
-    from twell import _analyze
+    from twell.commands import analyze
 
-    _analyze.write_csv(path, [{"layer": 1}])
+    analyze.write_csv(path, [{"layer": 1}])
 
 
 def write_json(path: Path) -> None:
-    from twell._bench import report
+    from twell.commands.bench import report
 
     report.write_json(path, [], machine="m", arguments={})
 

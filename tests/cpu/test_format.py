@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from cute_kernels import feasible, format
+from cute_kernels import feasible, geometry
 
 
 @pytest.mark.parametrize(("n", "tiles"), [(0, 0), (8, 1), (255, 1), (256, 1), (257, 2), (5632, 22), (65536, 256)])
 def test_tiles_round_up(n: int, tiles: int) -> None:
-    assert format.tiles(n) == tiles
+    assert geometry.tiles(n) == tiles
 
 
 def test_words_and_capacity() -> None:
-    assert [format.words_per_tile(c) for c in format.COMPRESSIONS] == [128, 64, 32]
-    assert [format.capacity(c) for c in format.COMPRESSIONS] == [127, 63, 31]
+    assert [geometry.words_per_tile(c) for c in geometry.COMPRESSIONS] == [128, 64, 32]
+    assert [geometry.capacity(c) for c in geometry.COMPRESSIONS] == [127, 63, 31]
 
 
 @pytest.mark.parametrize("compression", [-2, 0, 1, 3, 16, 256])
 def test_other_compressions_are_refused(compression: int) -> None:
     with pytest.raises(ValueError, match=f"got {compression}"):
-        format.words_per_tile(compression)
+        geometry.words_per_tile(compression)
 
 
 def test_neuron_index_fits_its_bits() -> None:
-    assert format.MAX_NEURONS - 1 == 0xFFFF
-    assert format.tiles(format.MAX_NEURONS) * format.TILE == format.MAX_NEURONS
+    assert geometry.MAX_NEURONS - 1 == 0xFFFF
+    assert geometry.tiles(geometry.MAX_NEURONS) * geometry.TILE == geometry.MAX_NEURONS
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_neuron_index_fits_its_bits() -> None:
 )
 def test_sums_per_tile(n: int, sums: int) -> None:
     """Room for one sum a token, and for one of 256 neurons in a union of all."""
-    assert format.sums_per_tile(n) == sums
+    assert geometry.sums_per_tile(n) == sums
 
 
 @pytest.mark.parametrize("n", [8, 264, 5632, 8192, 16392, 65528, 65536])
@@ -42,27 +42,27 @@ def test_sums_per_tile(n: int, sums: int) -> None:
 )
 def test_union_slices(m: int, n: int) -> None:
     """Consecutive, of whole token tiles but for the last, within the room, no more than needed and nearly alike."""
-    slices = format.union_slices(m, n)
+    slices = geometry.union_slices(m, n)
     assert [first for first, _ in slices] == [0, *(last for _, last in slices)][: len(slices)]
     assert (slices[-1][1] if slices else 0) == m
-    assert all(first < last and first % format.TOKEN_TILE == 0 for first, last in slices)
-    assert all((last - first) * n <= format.UNION_ENTRIES for first, last in slices)
-    room = format.UNION_ENTRIES // n // format.TOKEN_TILE
-    assert len(slices) <= -(-format.token_tiles(m) // room)
-    lengths = [format.token_tiles(last - first) for first, last in slices]
+    assert all(first < last and first % geometry.TOKEN_TILE == 0 for first, last in slices)
+    assert all((last - first) * n <= geometry.UNION_ENTRIES for first, last in slices)
+    room = geometry.UNION_ENTRIES // n // geometry.TOKEN_TILE
+    assert len(slices) <= -(-geometry.token_tiles(m) // room)
+    lengths = [geometry.token_tiles(last - first) for first, last in slices]
     assert len(set(lengths[:-1])) <= 1
     assert lengths == sorted(lengths, reverse=True)
 
 
 def test_union_slices_of_known_sizes() -> None:
-    assert format.union_slices(16384, 5632) == [(0, 16384)]
-    assert format.union_slices(4096 + 130, 65536) == [(0, 1536), (1536, 3072), (3072, 4226)]
-    assert format.union_slices(2048, 65536) == [(0, 2048)]
-    assert format.union_slices(2048 + 1, 65536) == [(0, 1152), (1152, 2049)]
+    assert geometry.union_slices(16384, 5632) == [(0, 16384)]
+    assert geometry.union_slices(4096 + 130, 65536) == [(0, 1536), (1536, 3072), (3072, 4226)]
+    assert geometry.union_slices(2048, 65536) == [(0, 2048)]
+    assert geometry.union_slices(2048 + 1, 65536) == [(0, 1152), (1152, 2049)]
 
 
 def test_a_token_tile_of_most_neurons_is_a_slice() -> None:
-    assert format.TOKEN_TILE * format.MAX_NEURONS <= format.UNION_ENTRIES <= format.MOST
+    assert geometry.TOKEN_TILE * geometry.MAX_NEURONS <= geometry.UNION_ENTRIES <= geometry.MOST
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import twell
 from twell import ops, reference, testing
-from twell._runtime import format
+from twell._runtime import geometry
 from twell.nn import SparseGatedMLP, SparseMLP
-from twell.ops import _hybrid
+from twell.ops import hybrid
 
 pytest.importorskip("hypothesis")
 
@@ -33,9 +33,9 @@ MANY, FEW = settings(max_examples=150, **FIXED), settings(max_examples=40, **FIX
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BF16, FP16 = torch.bfloat16, torch.float16
-EVERY_N = range(8, format.MAX_NEURONS + 1, 8)
+EVERY_N = range(8, geometry.MAX_NEURONS + 1, 8)
 DTYPES = st.sampled_from([BF16, FP16])
-COMPRESSIONS = st.sampled_from(format.COMPRESSIONS)
+COMPRESSIONS = st.sampled_from(geometry.COMPRESSIONS)
 
 
 # Geometry, for every number of neurons
@@ -43,24 +43,24 @@ COMPRESSIONS = st.sampled_from(format.COMPRESSIONS)
 
 def test_tiles_cover_every_number_of_neurons() -> None:
     for n in EVERY_N:
-        tiles = format.tiles(n)
+        tiles = geometry.tiles(n)
         assert (tiles - 1) * 256 < n <= tiles * 256
         # the neuron's index fits in the low half of a word, and its tile in the row
         assert (n - 1) & ~0xFFFF == 0
         assert (n - 1) // 256 == tiles - 1
-        chunks, words = format.chunks(n), format.bitmap_words(n)
+        chunks, words = geometry.chunks(n), geometry.bitmap_words(n)
         assert (chunks - 1) * 64 < n <= chunks * 64
         assert (words - 1) * 32 < n <= words * 32
-        assert format.sums_per_tile(n) >= max(128, tiles)
+        assert geometry.sums_per_tile(n) >= max(128, tiles)
 
 
 def test_words_hold_what_compression_leaves() -> None:
-    for compression in format.COMPRESSIONS:
-        width = format.words_per_tile(compression)
+    for compression in geometry.COMPRESSIONS:
+        width = geometry.words_per_tile(compression)
         assert width * compression == 256
         # one word is the count
-        assert format.capacity(compression) == width - 1
-    capacities = [format.capacity(c) for c in sorted(format.COMPRESSIONS)]
+        assert geometry.capacity(compression) == width - 1
+    capacities = [geometry.capacity(c) for c in sorted(geometry.COMPRESSIONS)]
     assert capacities == sorted(capacities, reverse=True)
 
 
@@ -69,7 +69,7 @@ def test_hybrid_capacity_of_every_number_of_neurons(m: int) -> None:
     """A multiple of eight, enough for 64 non-zeros a token, never more than rounding beyond all, monotone."""
     last = 0
     for n in EVERY_N:
-        capacity = format.hybrid_capacity(m, n)
+        capacity = geometry.hybrid_capacity(m, n)
         assert capacity % 8 == 0
         assert m * min(n, 64) <= capacity < m * n + 8
         assert capacity >= last
@@ -81,25 +81,25 @@ def test_hybrid_capacity_of_every_number_of_neurons(m: int) -> None:
     m=st.integers(0, 1 << 22), n=st.sampled_from(EVERY_N), more=st.integers(0, 1 << 12), size=st.sampled_from([0, 2])
 )
 def test_hybrid_words_have_room_for_either_form(m: int, n: int, more: int, size: int) -> None:
-    words = format.hybrid_words(m, n, size)
-    capacity = format.hybrid_capacity(m, n)
+    words = geometry.hybrid_words(m, n, size)
+    capacity = geometry.hybrid_capacity(m, n)
     assert words >= capacity + capacity * size // 4
-    assert words >= m * format.bitmap_words(n)
-    assert format.hybrid_words(m + more, n, size) >= words
-    assert format.hybrid_capacity(m + more, n) >= capacity
+    assert words >= m * geometry.bitmap_words(n)
+    assert geometry.hybrid_words(m + more, n, size) >= words
+    assert geometry.hybrid_capacity(m + more, n) >= capacity
 
 
 @MANY
 @given(m=st.integers(0, 1 << 22), n=st.sampled_from(EVERY_N))
-@example(m=format.UNION_ENTRIES // 65536, n=65536)
-@example(m=format.UNION_ENTRIES // 65536 + 1, n=65536)
+@example(m=geometry.UNION_ENTRIES // 65536, n=65536)
+@example(m=geometry.UNION_ENTRIES // 65536 + 1, n=65536)
 def test_union_slices_are_a_partition(m: int, n: int) -> None:
-    slices = format.union_slices(m, n)
+    slices = geometry.union_slices(m, n)
     bounds = [0, *(last for _, last in slices)]
     assert [first for first, _ in slices] == bounds[:-1]
     assert bounds[-1] == m
-    assert all(0 < last - first and (last - first) * n <= format.UNION_ENTRIES for first, last in slices)
-    assert all(first % format.TOKEN_TILE == 0 for first, _ in slices)
+    assert all(0 < last - first and (last - first) * n <= geometry.UNION_ENTRIES for first, last in slices)
+    assert all(first % geometry.TOKEN_TILE == 0 for first, _ in slices)
 
 
 # Words: the value's bits above the neuron's index
@@ -174,8 +174,8 @@ def test_packing_loses_nothing(g: Gates) -> None:
 @given(gates())
 def test_words_are_counted_ascending_and_end_in_zeros(g: Gates) -> None:
     words, spill, stats = pack(g)
-    (m, n), width = g.values.shape, format.words_per_tile(g.compression)
-    tiles = format.tiles(n)
+    (m, n), width = g.values.shape, geometry.words_per_tile(g.compression)
+    tiles = geometry.tiles(n)
     table, expected = words.view(m, tiles, width), torch.nn.functional.pad(g.values > 0, (0, -n % 256))
     counts = table[:, :, 0]
     assert torch.equal(counts.long(), expected.view(m, tiles, 256).sum(2))
@@ -213,8 +213,8 @@ def test_packing_is_the_reference(g: Gates) -> None:
 def test_what_is_undefined_is_not_read(g: Gates, seed: int) -> None:
     """Anything past the count, in the words of spilled tiles and in the spill of the others."""
     words, spill, _ = pack(g)
-    (m, n), width = g.values.shape, format.words_per_tile(g.compression)
-    tiles = format.tiles(n)
+    (m, n), width = g.values.shape, geometry.words_per_tile(g.compression)
+    tiles = geometry.tiles(n)
     clean = ops.unpack(words, spill, n, g.compression)
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randint(-(1 << 31), (1 << 31) - 1, words.shape, generator=generator).int().view(m, tiles, width)
@@ -237,7 +237,7 @@ def test_rows_are_packed_alone_and_compression_changes_nothing(g: Gates) -> None
         alone = ops.gate_pack(x[row : row + 1], w_gate, None, g.compression)
         assert torch.equal(alone[0], words[row : row + 1])
         assert same_bits(alone[1], spill[row : row + 1])
-    for compression in format.COMPRESSIONS:
+    for compression in geometry.COMPRESSIONS:
         other = ops.gate_pack(x, w_gate, None, compression)
         assert same_bits(ops.unpack(*other[:2], n, compression), ops.unpack(words, spill, n, g.compression))
         assert torch.equal(other[2][:, :, 0], stats[:, :, 0])
@@ -246,10 +246,10 @@ def test_rows_are_packed_alone_and_compression_changes_nothing(g: Gates) -> None
         assert bool((fewer <= usual).all())
 
 
-@pytest.mark.parametrize("compression", format.COMPRESSIONS)
+@pytest.mark.parametrize("compression", geometry.COMPRESSIONS)
 def test_every_partial_tile(compression: int) -> None:
     """Each remainder of N by 256, behind so many tiles, with its last tile around what the words hold."""
-    width = format.words_per_tile(compression)
+    width = geometry.words_per_tile(compression)
     for tiles, rest in itertools.product((0, 1, 5, 22), range(8, 257, 8)):
         n = tiles * 256 + rest
         values = -torch.ones(3, n)
@@ -266,7 +266,7 @@ def test_every_partial_tile(compression: int) -> None:
 def test_the_most_neurons(n: int) -> None:
     values = -torch.ones(2, n)
     values[0, -8:], values[1, ::1000] = 5, 2
-    for compression in format.COMPRESSIONS:
+    for compression in geometry.COMPRESSIONS:
         g = Gates(values.to(BF16), compression)
         words, spill, _ = pack(g)
         assert torch.equal(ops.unpack(words, spill, n, compression), g.values.clamp(min=0))
@@ -346,13 +346,13 @@ def patterns(draw: Callable[..., Any]) -> Tensor:
     return torch.where(fires, torch.randint(1, 200, (m, n), generator=generator), 0).to(BF16)
 
 
-def encoded(gate: Tensor, up: Tensor | None) -> _hybrid.Kept:
-    kept = _hybrid.empty_kept(gate[:, :8].contiguous(), gate.shape[1], up is not None)
-    _hybrid.encode(gate, up, kept)
+def encoded(gate: Tensor, up: Tensor | None) -> hybrid.Kept:
+    kept = hybrid.empty_kept(gate[:, :8].contiguous(), gate.shape[1], up is not None)
+    hybrid.encode(gate, up, kept)
     return kept
 
 
-def layer_of(gate: Tensor, up: Tensor | None) -> _hybrid.Layer:
+def layer_of(gate: Tensor, up: Tensor | None) -> hybrid.Layer:
     """A layer with this gate and up projection: what a bitmap is decoded with."""
     m = gate.shape[0]
     k = max(8, -(-m // 8) * 8)
@@ -361,7 +361,7 @@ def layer_of(gate: Tensor, up: Tensor | None) -> _hybrid.Layer:
     def weight(values: Tensor) -> Tensor:
         return torch.nn.functional.pad(values.t(), (0, k - m))
 
-    return _hybrid.Layer(x, weight(gate), None if up is None else weight(up), weight(gate), None, None)
+    return hybrid.Layer(x, weight(gate), None if up is None else weight(up), weight(gate), None, None)
 
 
 @MANY
@@ -370,15 +370,15 @@ def test_the_hybrid_format_loses_nothing(gate: Tensor, gated: bool) -> None:
     up = torch.arange(gate.numel()).remainder(251).sub(125).view(gate.shape).to(BF16) if gated else None
     kept = encoded(gate, up)
     m, n = gate.shape
-    total, capacity = int((gate != 0).sum()), format.hybrid_capacity(m, n)
+    total, capacity = int((gate != 0).sum()), geometry.hybrid_capacity(m, n)
     assert int(kept.sizes[-1]) == total
     assert torch.equal(kept.popularity.long(), (gate != 0).sum(0))
-    decoded, projected = _hybrid.decode(layer_of(gate, up), kept)
+    decoded, projected = hybrid.decode(layer_of(gate, up), kept)
     assert torch.equal(decoded, gate.float())
     assert (projected is None) == (up is None)
     if up is not None and projected is not None:
         assert torch.equal(projected, up.float().masked_fill(gate == 0, 0))
-    assert len(kept.entries) == format.hybrid_words(m, n, 2 * gated) >= min(total, capacity)
+    assert len(kept.entries) == geometry.hybrid_words(m, n, 2 * gated) >= min(total, capacity)
 
 
 @MANY
@@ -386,12 +386,12 @@ def test_the_hybrid_format_loses_nothing(gate: Tensor, gated: bool) -> None:
 def test_entries_and_lists_of_the_hybrid_format_ascend(gate: Tensor) -> None:
     kept, (m, n) = encoded(gate, None), gate.shape
     total = int(kept.sizes[-1])
-    if total > format.hybrid_capacity(m, n):
-        words = kept.entries[: m * format.bitmap_words(n)].view(m, -1)
+    if total > geometry.hybrid_capacity(m, n):
+        words = kept.entries[: m * geometry.bitmap_words(n)].view(m, -1)
         found = sum(int(word) >> bit & 1 for word in words.flatten().tolist() for bit in range(32))
         assert found == total
         return
-    tiles, chunks = format.token_tiles(m), format.chunks(n)
+    tiles, chunks = geometry.token_tiles(m), geometry.chunks(n)
     active = torch.nn.functional.pad(gate != 0, (0, 0, 0, -m % 128)).view(tiles, 128, n).any(1)
     assert kept.sizes[:-1].tolist() == active.sum(1).tolist()
     for tile in range(tiles):
@@ -424,12 +424,12 @@ def test_the_hybrid_format_is_the_reference(gate: Tensor) -> None:
 )
 def test_the_capacity_decides_between_entries_and_bitmap(m: int, n: int, over: int, seed: int) -> None:
     """One less than fits, as many, one more: wherever they are."""
-    capacity = format.hybrid_capacity(m, n)
+    capacity = geometry.hybrid_capacity(m, n)
     total = min(capacity + over, m * n)
     places = torch.randperm(m * n, generator=torch.Generator().manual_seed(seed))[:total]
     gate = torch.zeros(m * n).index_fill_(0, places, 1).view(m, n).to(BF16)
     kept = encoded(gate, None)
-    decoded, _ = _hybrid.decode(layer_of(gate, None), kept)
+    decoded, _ = hybrid.decode(layer_of(gate, None), kept)
     assert torch.equal(decoded, gate.float())
     bitmap = total > capacity
     assert (not kept.neurons.any() and not kept.chunks.any()) == bitmap
@@ -440,13 +440,13 @@ def test_the_capacity_decides_between_entries_and_bitmap(m: int, n: int, over: i
 def test_rare_neurons_are_those_of_light_tiles(counts: list[int], seed: int) -> None:
     """By popularity 64 at a time; the order in which neurons come makes no difference to how many there are."""
     popularity = torch.tensor(counts, dtype=torch.int32)
-    rare = _hybrid.rare(popularity)
+    rare = hybrid.rare(popularity)
     order = sorted(range(len(counts)), key=lambda neuron: (-counts[neuron], neuron))
     for first in range(0, len(counts), 64):
         tile = order[first : first + 64]
-        assert set(rare[tile].tolist()) == {sum(counts[neuron] for neuron in tile) <= format.RARE_ENTRIES}
+        assert set(rare[tile].tolist()) == {sum(counts[neuron] for neuron in tile) <= geometry.RARE_ENTRIES}
     shuffled = popularity[torch.randperm(len(counts), generator=torch.Generator().manual_seed(seed))]
-    assert int(_hybrid.rare(shuffled).sum()) == int(rare.sum())
+    assert int(hybrid.rare(shuffled).sum()) == int(rare.sum())
 
 
 # Training, by its parts

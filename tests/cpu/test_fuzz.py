@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twell import ops, testing
-from twell._runtime import device, format, kernel_module, specs
-from twell.ops import _hybrid
+from twell._runtime import device, geometry, kernel_module, specs
+from twell.ops import hybrid
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TESTS))
@@ -462,7 +462,7 @@ def ignores_overflows(op: Op) -> Op:
     def backward(*arguments: Any) -> Any:
         dx, *rest = op(*arguments)
         m, n, total = len(arguments[2]), len(arguments[3]), int(arguments[11][-1])
-        return [g.zero_() for g in (dx, *rest)] if total > format.hybrid_capacity(m, n) else [dx, *rest]
+        return [g.zero_() for g in (dx, *rest)] if total > geometry.hybrid_capacity(m, n) else [dx, *rest]
 
     return backward
 
@@ -642,7 +642,7 @@ def test_a_rounding_too_many_is_found(
 def test_what_rounding_leaves_of_rare_neurons_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     case = crafted(**TRAINING, density=0.002)
     assert fuzz.attempt(case, CPU).verdict == "ok"
-    monkeypatch.setattr(_hybrid, "rare", lambda popularity: torch.zeros_like(popularity, dtype=torch.bool))
+    monkeypatch.setattr(hybrid, "rare", lambda popularity: torch.zeros_like(popularity, dtype=torch.bool))
     assert "main w_gate: a row is off" in fuzz.attempt(case, CPU).verdict
 
 

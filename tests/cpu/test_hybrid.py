@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from twell import ops, reference, testing
-from twell._runtime import device, format, kernel_module, specs
-from twell.ops import _hybrid
+from twell._runtime import device, geometry, kernel_module, specs
+from twell.ops import hybrid
 
 BF16 = torch.bfloat16
 GATED = pytest.mark.parametrize("gated", [True, False])
@@ -36,18 +36,18 @@ def problem(
     return ffn if gated else ffn._replace(w_up=None, up_bias=None)
 
 
-def forward(p: testing.FFN, compression: int = 8) -> tuple[Tensor, Tensor, Tensor, _hybrid.Kept]:
+def forward(p: testing.FFN, compression: int = 8) -> tuple[Tensor, Tensor, Tensor, hybrid.Kept]:
     y, l1, nonzeros, *kept = ops.hybrid_forward(*p, compression)
-    return y, l1, nonzeros, _hybrid.Kept(*kept)
+    return y, l1, nonzeros, hybrid.Kept(*kept)
 
 
 def upstream(p: testing.FFN, l1: float = 0.5) -> tuple[Tensor, Tensor]:
     """Integers for dy, and dl1 of the dtype that belongs to x's."""
     dy = torch.randint(-2, 3, p.x.shape).to(p.x.dtype)
-    return dy, torch.tensor(l1, dtype=_hybrid.accumulator(p.x.dtype))
+    return dy, torch.tensor(l1, dtype=hybrid.accumulator(p.x.dtype))
 
 
-def backward(p: testing.FFN, kept: _hybrid.Kept, dy: Tensor, dl1: Tensor, *asked: bool) -> tuple[Tensor, ...]:
+def backward(p: testing.FFN, kept: hybrid.Kept, dy: Tensor, dl1: Tensor, *asked: bool) -> tuple[Tensor, ...]:
     return ops.hybrid_backward(dy, dl1, *p[:6], *kept, *(asked or (True, True)))
 
 
@@ -69,7 +69,7 @@ def arguments_of_all(p: testing.FFN) -> list[tuple[Any, tuple[Any, ...]]]:
 # The format
 
 
-def read(kept: _hybrid.Kept, m: int, n: int) -> tuple[dict[tuple[int, int], int], list[tuple[int, int]]]:
+def read(kept: hybrid.Kept, m: int, n: int) -> tuple[dict[tuple[int, int], int], list[tuple[int, int]]]:
     """{(token, neuron): value bits} and the entries' places in order, checking all that the format promises."""
     tiles, columns = -(-m // 128), -(-n // 64)
     lengths = kept.sizes.tolist()
@@ -110,8 +110,8 @@ def read(kept: _hybrid.Kept, m: int, n: int) -> tuple[dict[tuple[int, int], int]
     return values, order
 
 
-def up_of(kept: _hybrid.Kept, m: int, n: int) -> Tensor:
-    return _hybrid.values(kept.entries, format.hybrid_capacity(m, n), BF16, 1)[0]
+def up_of(kept: hybrid.Kept, m: int, n: int) -> Tensor:
+    return hybrid.values(kept.entries, geometry.hybrid_capacity(m, n), BF16, 1)[0]
 
 
 @pytest.mark.parametrize(("m", "n", "k", "density"), SHAPES[:-1])
@@ -142,7 +142,7 @@ def test_forward_equals_the_reference(m: int, n: int, k: int, density: float, dt
         for name, actual, expected in zip(kept._fields, kept, expected_kept, strict=True):
             # the reference has no up projections behind the entries
             testing.assert_same(actual[: len(expected)] if name == "entries" else actual, expected, name)
-        assert len(kept.entries) == format.hybrid_words(m, n, 2 * gated)
+        assert len(kept.entries) == geometry.hybrid_words(m, n, 2 * gated)
 
 
 @GATED
@@ -168,12 +168,12 @@ def test_more_non_zeros_than_fit_make_a_bitmap() -> None:
     p = problem(3, 264, 16, 1.0)
     *_, nonzeros, kept = forward(p)
     assert kept.sizes.tolist() == [0, 3 * 264]
-    assert int(nonzeros) == 3 * 264 > format.hybrid_capacity(3, 264)
+    assert int(nonzeros) == 3 * 264 > geometry.hybrid_capacity(3, 264)
     assert kept.entries[: 3 * 9].tolist() == ([-1] * 8 + [255]) * 3
     # as many as fit are no overflow
     exact = testing.pattern_problem((torch.arange(264) % 4 == 0).int()[:256].repeat(3, 1), 16)
     *_, kept = forward(exact)
-    assert int(kept.sizes[-1]) == format.hybrid_capacity(3, 256) == 3 * 64
+    assert int(kept.sizes[-1]) == geometry.hybrid_capacity(3, 256) == 3 * 64
     assert len(read(kept, 3, 256)[0]) == 3 * 64
 
 
@@ -184,14 +184,14 @@ def test_backward_reads_nothing_undefined(gated: bool, density: float) -> None:
     *_, kept = forward(p)
     dy, dl1 = upstream(p)
     expected = backward(p, kept, dy, dl1)
-    spoilt = _hybrid.Kept(*(t.clone() for t in kept))
+    spoilt = hybrid.Kept(*(t.clone() for t in kept))
     total = int(kept.sizes[-1])
     if density == 1:
-        spoilt.entries[130 * format.bitmap_words(264) :] = -1
+        spoilt.entries[130 * geometry.bitmap_words(264) :] = -1
         for tensor in (spoilt.neurons, spoilt.chunks, spoilt.sizes[:-1], spoilt.popularity):
             tensor.fill_(-1)
     else:
-        spoilt.entries[total : format.hybrid_capacity(130, 264)] = -1
+        spoilt.entries[total : geometry.hybrid_capacity(130, 264)] = -1
         if gated:
             up_of(spoilt, 130, 264)[total:] = float("nan")
         for row, length in zip(spoilt.neurons, kept.sizes.tolist()):
@@ -234,9 +234,9 @@ def test_nan_and_infinity_are_non_zeros() -> None:
 @pytest.mark.parametrize("density", [0.1, 1.0])
 def test_wider_values_are_kept_beside_the_up_projections(gated: bool, dtype: torch.dtype, density: float) -> None:
     p = problem(130, 264, 16, density, gated=gated, dtype=dtype)
-    capacity = format.hybrid_capacity(130, 264)
+    capacity = geometry.hybrid_capacity(130, 264)
     y, l1, nonzeros, kept = forward(p)
-    assert len(kept.entries) == format.hybrid_words(130, 264, (1 + gated) * dtype.itemsize)
+    assert len(kept.entries) == geometry.hybrid_words(130, 264, (1 + gated) * dtype.itemsize)
     assert (y.dtype, l1.dtype) == (dtype, dtype)
     *_, narrow = forward(testing.FFN(*(None if t is None else t.to(BF16) for t in p)))
     for name in ("neurons", "chunks", "sizes", "popularity"):
@@ -244,7 +244,7 @@ def test_wider_values_are_kept_beside_the_up_projections(gated: bool, dtype: tor
     if density < 1:
         total = int(nonzeros)
         assert torch.equal(kept.entries[:total], narrow.entries[:total] & 0xFFFF)
-        gates = _hybrid.values(kept.entries, capacity, dtype, 1 + gated)[-1]
+        gates = hybrid.values(kept.entries, capacity, dtype, 1 + gated)[-1]
         assert torch.equal(gates[:total], (narrow.entries[:total] >> 16).short().view(BF16).to(dtype))
     dy, dl1 = upstream(p)
     leaves = [None if t is None else t.double().clone().requires_grad_() for t in p]
@@ -270,18 +270,18 @@ def test_what_nobody_asks_for_is_empty(asked: tuple[bool, bool]) -> None:
 
 
 def test_offsets_beyond_32_bits_are_refused() -> None:
-    _hybrid.require_offsets(6_882_960, 5632)
+    hybrid.require_offsets(6_882_960, 5632)
     with pytest.raises(NotImplementedError, match=r"with 5632 neurons a training step takes at most 6882960 tokens"):
-        _hybrid.require_offsets(6_882_968, 5632)
+        hybrid.require_offsets(6_882_968, 5632)
 
 
 def test_rows_beyond_32_bit_offsets_are_copied() -> None:
     near = torch.empty_strided((500_000, 8), (65536, 1), dtype=BF16, device="meta")
     far = torch.empty_strided((600_000, 8), (65536, 1), dtype=BF16, device="meta")
-    assert _hybrid.near_rows(near) is near
-    assert _hybrid.near_rows(far).stride() == (8, 1)
+    assert hybrid.near_rows(near) is near
+    assert hybrid.near_rows(far).stride() == (8, 1)
     with pytest.raises(NotImplementedError, match=r"at most 34359738368 values, got 34359738376"):
-        _hybrid.near_rows(torch.empty((2**32 + 1, 8), dtype=BF16, device="meta"))
+        hybrid.near_rows(torch.empty((2**32 + 1, 8), dtype=BF16, device="meta"))
 
 
 # The contract with torch
@@ -406,10 +406,10 @@ def test_main_tensors_that_kernels_cannot_write_are_added_to_afterwards(monkeypa
 
     def on_cpu(dy: Tensor, dl1: Tensor, layer: Any, kept: Any, dx: Any, weights: Any, accumulate: bool) -> Any:
         out = weights()._replace(x=dx)
-        _hybrid.backward_cpu(dy, dl1, layer, kept, out, accumulate)
+        hybrid.backward_cpu(dy, dl1, layer, kept, out, accumulate)
         return out
 
-    monkeypatch.setattr(_hybrid, "backward_cuda", on_cpu)
+    monkeypatch.setattr(hybrid, "backward_cuda", on_cpu)
     on_cuda(op, arguments)
     for actual, answer in zip(arguments, expected, strict=True):
         assert not isinstance(actual, Tensor) or torch.equal(actual, answer)

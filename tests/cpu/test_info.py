@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import twell
-from twell import _info, cli
-from twell._log import logger
 from twell._runtime import cache, device, fingerprint, packaged
+from twell._runtime.log import logger
+from twell.commands import cli, info
 
 
 def write_library(folder: Path, **changes: object) -> None:
@@ -45,7 +45,7 @@ def test_text_names_every_part(capsys: pytest.CaptureFixture[str]) -> None:
         twell.__version__,
     ):
         assert part in printed
-    for package in ("torch", "cuda-python", "apache-tvm-ffi", "nvidia-cutlass-dsl", *_info.VARIABLES):
+    for package in ("torch", "cuda-python", "apache-tvm-ffi", "nvidia-cutlass-dsl", *info.VARIABLES):
         assert package in printed
 
 
@@ -54,16 +54,14 @@ def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     info = json.loads(capsys.readouterr().out)
     assert info["versions"]["torch"] == torch.__version__
     assert set(info) == {"versions", "devices", "device_problem", "kernels", "cache", "environment"}
-    assert set(info["environment"]) == set(_info.VARIABLES)
+    assert set(info["environment"]) == set(info.VARIABLES)
     if not info["devices"]:
         assert info["device_problem"]
 
 
 def test_imports_no_compiler() -> None:
     """In a fresh interpreter where cutlass cannot be imported."""
-    program = (
-        "import sys; sys.modules['cutlass'] = None; from twell.cli import main; sys.exit(main(['info', '--verbose']))"
-    )
+    program = "import sys; sys.modules['cutlass'] = None; from twell.commands.cli import main; sys.exit(main(['info', '--verbose']))"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -72,8 +70,8 @@ def test_imports_no_compiler() -> None:
 
 def test_without_driver_or_cuda_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "describe", lambda: device.Driver(None, (), "cuda-python is not usable"))
-    info = _info.collect()
-    text = "\n".join(_info.lines(info, verbose=True))
+    info = info.collect()
+    text = "\n".join(info.lines(info, verbose=True))
     assert info.versions["CUDA driver"] == "none"
     assert "none: cuda-python is not usable" in text
     assert "CPU operators, which are exact but not fast" in text
@@ -82,9 +80,9 @@ def test_without_driver_or_cuda_python(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_says_which_devices_are_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = (device.Device(0, "Big", (9, 0), 132, 141 << 30), device.Device(1, "Small", (8, 9), 76, 16 << 30))
     monkeypatch.setattr(device, "describe", lambda: device.Driver((13, 0), devices))
-    info = _info.collect()
+    info = info.collect()
     assert [d.sparse for d in info.devices] == [True, False]
-    text = "\n".join(_info.lines(info, verbose=False))
+    text = "\n".join(info.lines(info, verbose=False))
     assert "cuda:0  Big, compute capability 9.0, 132 SMs, 141 GiB: sparse kernels run here" in text
     assert "cuda:1  Small, compute capability 8.9, 76 SMs, 16 GiB: no sparse kernels" in text
     assert re.search(r"CUDA driver +13\.0", text)
@@ -92,7 +90,7 @@ def test_says_which_devices_are_supported(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_no_library(tmp_path: Path) -> None:
-    kernels = _info._kernels(tmp_path)
+    kernels = info._kernels(tmp_path)
     assert not kernels.present
     assert not kernels.usable
     assert not kernels.loads
@@ -103,10 +101,10 @@ def test_library_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     folder = tmp_path / "_lib"
     write_library(folder)
     monkeypatch.setattr(packaged, "FOLDER", folder)
-    info = _info.collect()
+    info = info.collect()
     assert info.kernels.usable
     assert not info.kernels.loads
-    text = "\n".join(_info.lines(info, verbose=True))
+    text = "\n".join(info.lines(info, verbose=True))
     assert "2 for sm_90a" in text
     assert "    gate_pack_bf16_c8\n    unpack_bf16" in text
     assert "note: " in text
@@ -124,10 +122,10 @@ def test_library_that_is_not_used(
     monkeypatch.setattr(packaged, "FOLDER", folder)
     before = list(logger.handlers), logger.propagate, logger.level
     for _ in range(2):  # the reason is given each time
-        info = _info.collect()
+        info = info.collect()
         assert info.kernels.present
         assert not info.kernels.usable
-        assert problem in "\n".join(_info.lines(info, verbose=False))
+        assert problem in "\n".join(info.lines(info, verbose=False))
     assert (list(logger.handlers), logger.propagate, logger.level) == before
 
 
@@ -137,7 +135,7 @@ def test_log_level_does_not_hide_the_reason(tmp_path: Path) -> None:
     before = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        assert any("sm_80" in problem for problem in _info._kernels(folder).problems)
+        assert any("sm_80" in problem for problem in info._kernels(folder).problems)
         assert logger.level == logging.CRITICAL
     finally:
         logger.setLevel(before)
@@ -146,12 +144,12 @@ def test_log_level_does_not_hide_the_reason(tmp_path: Path) -> None:
 def test_cache_is_counted_and_not_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "kernels"
     monkeypatch.setenv("TWELL_CACHE_DIR", str(folder))
-    assert _info._cache() == _info.CacheInfo(str(folder), 0, 0, 0, None)
+    assert info._cache() == info.CacheInfo(str(folder), 0, 0, 0, None)
     assert not folder.exists()
     for name, size in ((f"{cache.fingerprint()}/a.0.so", 10), ("older/b.0.o", 5), ("older/b.lock", 7)):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(bytes(size))
-    assert _info._cache() == _info.CacheInfo(str(folder), 2, 15, 1, None)
+    assert info._cache() == info.CacheInfo(str(folder), 2, 15, 1, None)
 
 
 def test_environment_in_effect(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,10 +157,10 @@ def test_environment_in_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TWELL_LOG", "debug")
     monkeypatch.setenv("TWELL_CACHE_DIR", "relative")
     monkeypatch.setenv("TWELL_DEBUG", "yes")
-    info = _info.collect()
+    info = info.collect()
     assert info.environment["TWELL_JIT"] == "off"
     assert info.environment["TWELL_LOG"] == "debug"
     assert info.environment["TWELL_DEBUG"].startswith("invalid: environment variable TWELL_DEBUG must be one of")
     assert info.environment["TWELL_CACHE_DIR"].startswith("invalid: ")
     assert info.cache.problem
-    assert "not usable: environment variable TWELL_CACHE_DIR" in "\n".join(_info.lines(info, verbose=False))
+    assert "not usable: environment variable TWELL_CACHE_DIR" in "\n".join(info.lines(info, verbose=False))

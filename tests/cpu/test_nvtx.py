@@ -20,8 +20,9 @@ import pytest
 import torch
 
 import twell
-from twell import _nvtx, functional, ops, testing
-from twell.ops import _library
+from twell import functional, ops, testing
+from twell._runtime import nvtx
+from twell.ops import library
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,11 +49,11 @@ class Recorder:
 
 
 def load(monkeypatch: pytest.MonkeyPatch, package: ModuleType | None, version: str = "0.2.17") -> ModuleType:
-    """A second copy of ``twell._nvtx``, imported with TWELL_NVTX=1 where ``package`` is nvtx."""
+    """A second copy of ``twell._runtime.nvtx``, imported with TWELL_NVTX=1 where ``package`` is nvtx."""
     monkeypatch.setenv("TWELL_NVTX", "1")
     monkeypatch.setitem(sys.modules, "nvtx", package)
     monkeypatch.setattr(metadata, "version", lambda name: version)
-    spec = importlib.util.spec_from_file_location("copy_of_nvtx", _nvtx.__file__)
+    spec = importlib.util.spec_from_file_location("copy_of_nvtx", nvtx.__file__)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -77,20 +78,20 @@ def on(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> ModuleType:
 
 
 class TestOff:
-    pytestmark = pytest.mark.skipif(_nvtx.ON, reason="TWELL_NVTX=1")
+    pytestmark = pytest.mark.skipif(nvtx.ON, reason="TWELL_NVTX=1")
 
     def test_functions_are_what_they_were(self) -> None:
         def function() -> None: ...
 
-        assert _nvtx.marked(lambda: _nvtx.range("x"))(function) is function
-        for marked in (_library.launch, functional._gated, functional._plain):
+        assert nvtx.marked(lambda: nvtx.range("x"))(function) is function
+        for marked in (library.launch, functional._gated, functional._plain):
             assert not hasattr(marked, "__wrapped__")
 
     def test_ranges_are_one_object_and_cost_nothing_to_speak_of(self) -> None:
-        assert _nvtx.range("a", category="b", m=1) is _nvtx.range("c")
+        assert nvtx.range("a", category="b", m=1) is nvtx.range("c")
 
         def inside() -> None:
-            with _nvtx.range("a", m=1):
+            with nvtx.range("a", m=1):
                 pass
 
         # 0.3 us on an idle core; the best of many on a busy one
@@ -172,18 +173,18 @@ class TestSizes:
     def test_from_what_there_is(self) -> None:
         x, weight, words, spill = (torch.empty(s, dtype=torch.half) for s in ((2, 3, 8), (16, 8), (6, 32), (6, 256)))
         dtype = torch.half
-        assert _nvtx.sizes({"x": x, "w_gate": weight}) == {"m": 6, "k": 8, "n": 16, "dtype": dtype}
-        assert _nvtx.sizes({"x": x, "w_up": None, "w_down": weight})["n"] == 16
+        assert nvtx.sizes({"x": x, "w_gate": weight}) == {"m": 6, "k": 8, "n": 16, "dtype": dtype}
+        assert nvtx.sizes({"x": x, "w_up": None, "w_down": weight})["n"] == 16
         packed = {"words": words.int(), "spill": spill, "n": 10, "compression": 4}
-        assert _nvtx.sizes(packed) == {"m": 6, "n": 10, "dtype": dtype, "compression": 4}
-        assert _nvtx.sizes({"gate": x, "up": x}) == {"m": 6, "n": 8, "dtype": dtype}
-        assert _nvtx.sizes({}) == {}
+        assert nvtx.sizes(packed) == {"m": 6, "n": 10, "dtype": dtype, "compression": 4}
+        assert nvtx.sizes({"gate": x, "up": x}) == {"m": 6, "n": 8, "dtype": dtype}
+        assert nvtx.sizes({}) == {}
 
     def test_any_shape(self) -> None:
         """An operator says what is wrong, or nothing is."""
         scalar, vector = torch.empty(()), torch.empty(3)
-        assert _nvtx.sizes({"gate": scalar}) == {"m": 1, "dtype": torch.float32}
-        assert _nvtx.sizes({"x": vector, "w_gate": vector}) == {"m": 1, "dtype": torch.float32}
+        assert nvtx.sizes({"gate": scalar}) == {"m": 1, "dtype": torch.float32}
+        assert nvtx.sizes({"x": vector, "w_gate": vector}) == {"m": 1, "dtype": torch.float32}
 
 
 class TestWithoutPackage:
@@ -236,7 +237,7 @@ def get_domain(name):
 CALLS = """
 import contextlib, json, nvtx, torch, twell
 from twell import ops, testing
-from twell.ops import _library
+from twell.ops import library
 from twell._runtime import resolve, specs
 
 problem = testing.integer_problem(16, 8, 264)
@@ -289,7 +290,7 @@ _library.require_sm90 = lambda index: None
 torch.cuda.current_device = lambda: 0
 resolve.resolve = lambda spec: lambda *arguments: None
 with noted("launch"):
-    with twell._nvtx.range("up_down"):
+    with twell._runtime.nvtx.range("up_down"):
         _library.launch(specs.UpDownSpec("bfloat16", 2048, False))
         _library.launch(specs.UpDownSkinnySpec("bfloat16", 2048, 8, False))
 print(json.dumps(found))

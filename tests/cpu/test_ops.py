@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import twell
 from twell import ops, reference
-from twell._log import warn_once
-from twell._runtime import device, format, kernel_module, specs
-from twell.ops import _library
+from twell._runtime import device, geometry, kernel_module, specs
+from twell._runtime.log import warn_once
+from twell.ops import library
 
 BF16 = torch.bfloat16
 SHAPES = [(0, 264, 64), (1, 8, 8), (5, 264, 16), (63, 256, 8), (65, 520, 8), (2, 255 * 8, 8)]
@@ -109,7 +109,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
-@pytest.mark.parametrize("compression", format.COMPRESSIONS)
+@pytest.mark.parametrize("compression", geometry.COMPRESSIONS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_equal_the_reference_on_integers(shape: tuple[int, int, int], compression: int, dtype: torch.dtype) -> None:
     for bias in (False, True):
@@ -200,7 +200,7 @@ def test_opcheck(shape: tuple[int, int, int], bias: bool) -> None:
 
 
 @pytest.mark.parametrize("where", ["cuda", "meta"])
-@pytest.mark.parametrize("compression", format.COMPRESSIONS)
+@pytest.mark.parametrize("compression", geometry.COMPRESSIONS)
 def test_fakes_have_the_shapes_of_the_real_outputs(where: str, compression: int) -> None:
     for op, _, arguments in calls(operands(65, 520, 16, bias=True), compression):
         real = op(*arguments)
@@ -352,7 +352,7 @@ def test_a_slice_is_packed_just_before_it_is_used(
     gated: bool, launched: list[tuple[specs.Spec, tuple[Any, ...]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All slices take the same words and spill; statistics are parts of one tensor."""
-    monkeypatch.setattr(format, "UNION_ENTRIES", 2 * 128 * 520)
+    monkeypatch.setattr(geometry, "UNION_ENTRIES", 2 * 128 * 520)
     o = operands(650, 520, 16, bias=True)
     weights = (o["w_up"] if gated else None, o["w_down"], o["gate_bias"], o["up_bias"] if gated else None)
     arguments = (o["x"], o["w_gate"], *weights, o["down_bias"], 8)
@@ -396,7 +396,7 @@ def test_many_tokens_are_taken_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -
         return [y, aux.l1, aux.l0, without, figures.l1, figures.l0]
 
     whole = layer(o["x"])
-    monkeypatch.setattr(format, "UNION_ENTRIES", 2 * 128 * 520)
+    monkeypatch.setattr(geometry, "UNION_ENTRIES", 2 * 128 * 520)
     with Calls():
         sliced = layer(o["x"])
         layer(o["x"][:256])
@@ -420,7 +420,7 @@ def test_slices_of_the_union(
     gated: bool, launched: list[tuple[specs.Spec, tuple[Any, ...]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each slice of the tokens has lists and entries of its own; outputs are parts of one tensor."""
-    monkeypatch.setattr(format, "UNION_ENTRIES", 2 * 128 * 520)
+    monkeypatch.setattr(geometry, "UNION_ENTRIES", 2 * 128 * 520)
     o = operands(650, 520, 16)
     (_, _, arguments) = calls(o, 8)[-3 if gated else -2]
     x, words, spill = arguments[:3]
@@ -477,9 +477,9 @@ def test_operands_as_kernels_read_them() -> None:
     copied = [base[:, 1:17], base.t(), base[:, ::2][:, :8], base[:1].expand(4, 40), base[:, :36][:, :8].t()]
     copied += [base.view(-1)[: 12 * 33].view(33, 12)[:, :8], torch.zeros(8, 1, dtype=BF16).t()]
     for matrix in in_place:
-        assert _library.rows(matrix) is matrix
+        assert library.rows(matrix) is matrix
     for matrix in copied:
-        laid = _library.rows(matrix)
+        laid = library.rows(matrix)
         assert laid is not matrix
         assert torch.equal(laid, matrix)
         assert laid.data_ptr() % 16 == 0
@@ -488,10 +488,10 @@ def test_operands_as_kernels_read_them() -> None:
 
 def test_biases_as_kernels_read_them() -> None:
     base = torch.arange(32.0).to(BF16)
-    assert _library.vector(base[8:], 24, base).data_ptr() == base[8:].data_ptr()
-    assert torch.equal(_library.vector(None, 8, base), torch.zeros(8, dtype=BF16))
+    assert library.vector(base[8:], 24, base).data_ptr() == base[8:].data_ptr()
+    assert torch.equal(library.vector(None, 8, base), torch.zeros(8, dtype=BF16))
     for bias in (base[1:9], base[::2][:8], base[:1].expand(8)):
-        laid = _library.vector(bias, 8, base)
+        laid = library.vector(bias, 8, base)
         assert torch.equal(laid, bias)
         assert laid.is_contiguous()
         assert laid.data_ptr() % 16 == 0
@@ -501,22 +501,22 @@ def test_a_down_weight_in_the_other_layout_is_copied_and_logged_once(caplog: pyt
     warn_once.cache_clear()
     weight = integers(16, 264)  # as nn.Linear stores it: [K, N]
     for _ in range(3):
-        laid = _library.down_rows(weight.t())
+        laid = library.down_rows(weight.t())
         assert torch.equal(laid, weight.t())
         assert laid.is_contiguous()
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     # once, whatever the shape, with what the user can do about it
-    _library.down_rows(integers(24, 264).t())
+    library.down_rows(integers(24, 264).t())
     assert len(caplog.records) == 1
     assert 'twell.nn.set_down_layout(model, "rows")' in caplog.text
     rows = weight.t().contiguous()
-    assert _library.down_rows(rows) is rows
+    assert library.down_rows(rows) is rows
 
 
 def test_another_compute_capability_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "capability", lambda index: (10, 0) if index else (9, 0))
-    _library.require_sm90(0)
+    library.require_sm90(0)
     with pytest.raises(
         NotImplementedError, match=r"need compute capability 9.0 .*got 10.0 on cuda:1.*strategy=\"dense\""
     ):
-        _library.require_sm90(1)
+        library.require_sm90(1)

@@ -16,11 +16,12 @@ pytest.importorskip("transformers")
 import saved_models
 from saved_models import run
 
-from twell import _analyze, _model_text, _record, _sparsify, testing
-from twell._analyze import Tally
-from twell._bench import workloads
-from twell._model_text import Batch, Layer
-from twell._request import RequestError
+from twell import _sparsify, testing
+from twell.commands import analyze, record, saved_model
+from twell.commands.analyze import Tally
+from twell.commands.bench import workloads
+from twell.commands.request import RequestError
+from twell.commands.saved_model import Batch, Layer
 
 CPU = torch.device("cpu")
 
@@ -65,13 +66,13 @@ def drawn(m: int, k: int, n: int, *, common: float = 0.4, scales: Callable[[int]
     return x.bfloat16(), weight.bfloat16()
 
 
-def round_trip(x: Tensor, layer: Layer, folder: Path) -> tuple[_record.Recording, _record.Agreement]:
-    recording = _record.quantize(x, layer)
+def round_trip(x: Tensor, layer: Layer, folder: Path) -> tuple[record.Recording, record.Agreement]:
+    recording = record.quantize(x, layer)
     path = folder / f"layer{layer.number}.npz"
     recording.save(path)
     first = torch.zeros(len(x), dtype=torch.bool)
     first[0] = True
-    return recording, _record.check(path, recording, first, layer)[0]
+    return recording, record.check(path, recording, first, layer)[0]
 
 
 # The command
@@ -80,7 +81,7 @@ def round_trip(x: Tensor, layer: Layer, folder: Path) -> tuple[_record.Recording
 def test_command(llama: Path, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "recorded"
     options = ("--text", words, "--tokens", 700, "--sequence", 100)
-    assert run(_record, llama, *options, "--layers", 2, 0, 2, "--out", out) == 0
+    assert run(record, llama, *options, "--layers", 2, 0, 2, "--out", out) == 0
     assert sorted(path.name for path in out.iterdir()) == ["README.md", "layer0.npz", "layer2.npz"]
     assert list(tmp_path.iterdir()) == [out]
     assert testing.real_names(out) == ["real0", "real2"]
@@ -94,11 +95,11 @@ def test_command(llama: Path, words: Path, tmp_path: Path, capsys: pytest.Captur
     ]
     assert [row[0] for row in stored] == ["2", "0"]
     assert [row[0] for row in whole] == ["0", "1", "2"]
-    loaded = _model_text.load(_arguments(llama, *options, "--layers", 0, "--out", out))
-    sequences = _model_text.read(loaded, _arguments(llama, *options, "--layers", 0, "--out", out), 700).sequences
-    reports = _analyze.analyze(loaded.model, _model_text.batches(sequences, 4))
-    assert [_analyze.figures_cells(report) for report in reports] == whole
-    layers = _model_text.layers(loaded.model)
+    loaded = saved_model.load(_arguments(llama, *options, "--layers", 0, "--out", out))
+    sequences = saved_model.read(loaded, _arguments(llama, *options, "--layers", 0, "--out", out), 700).sequences
+    reports = analyze.analyze(loaded.model, saved_model.batches(sequences, 4))
+    assert [analyze.figures_cells(report) for report in reports] == whole
+    layers = saved_model.layers(loaded.model)
     for row, agreement in zip(stored, changed, strict=True):
         number = int(row[0])
         with np.load(out / f"layer{number}.npz") as arrays:
@@ -121,7 +122,7 @@ def test_command(llama: Path, words: Path, tmp_path: Path, capsys: pytest.Captur
         first = torch.arange(700) % 100 == 0
         tally = Tally(320, 8, CPU)
         tally.add(pattern, first)
-        assert _analyze.figures_cells(tally.report(layers[number])) == row
+        assert analyze.figures_cells(tally.report(layers[number])) == row
         report = reports[number]
         assert rows == 320 - report.dead
         assert float(pattern.sum(1).double().mean()) == pytest.approx(report.mean, rel=0.01)
@@ -134,7 +135,7 @@ def _arguments(*words: object) -> Any:
     import argparse
 
     parser = argparse.ArgumentParser()
-    _record.add_arguments(parser)
+    record.add_arguments(parser)
     return parser.parse_args([str(word) for word in words])
 
 
@@ -143,7 +144,7 @@ def test_pattern_is_the_stock_models(llama: Path, words: Path, tmp_path: Path) -
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     out = tmp_path / "recorded"
-    run(_record, llama, "--text", words, "--tokens", 512, "--sequence", 128, "--layers", 1, "--out", out)
+    run(record, llama, "--text", words, "--tokens", 512, "--sequence", 128, "--layers", 1, "--out", out)
     ids = AutoTokenizer.from_pretrained(llama)(words.read_text())["input_ids"][1:]
     sequences = torch.tensor([[0, *ids[i : i + 127]] for i in range(0, 4 * 127, 127)])
     model = AutoModelForCausalLM.from_pretrained(llama)
@@ -162,7 +163,7 @@ def test_pattern_is_the_stock_models(llama: Path, words: Path, tmp_path: Path) -
 
 def test_recorded_layers_are_workloads_of_the_benchmark(llama: Path, words: Path, tmp_path: Path) -> None:
     out = tmp_path / "recorded"
-    run(_record, llama, "--text", words, "--tokens", 300, "--layers", 1, "--out", out)
+    run(record, llama, "--text", words, "--tokens", 300, "--layers", 1, "--out", out)
     assert [source.name for source in workloads.parse([f"real:{out}/1"])] == ["real1"]
     with pytest.raises(RequestError):
         workloads.parse([f"real:{out}/0"])
@@ -175,7 +176,7 @@ def test_command_repeats(llama: Path, words: Path, tmp_path: Path) -> None:
         out = tmp_path / name
         # an empty folder is as good as a new one
         out.mkdir()
-        run(_record, llama, "--text", words, "--tokens", 300, "--layers", 0, 1, "--out", out)
+        run(record, llama, "--text", words, "--tokens", 300, "--layers", 0, 1, "--out", out)
         contents.append({path.name: path.read_bytes() for path in out.iterdir()})
     assert contents[0] == contents[1]
     assert len(contents[0]) == 3
@@ -186,15 +187,15 @@ def test_other_models(kind: str, options: dict[str, Any], words: Path, tmp_path:
     """Non-gated layers, whose up projection takes the gate's place, and biases, which become part of the weight."""
     folder = saved_models.save(tmp_path / "model", kind, **options)
     out = tmp_path / "recorded"
-    run(_record, folder, "--text", words, "--tokens", 512, "--layers", 0, 1, 2, "--out", out)
+    run(record, folder, "--text", words, "--tokens", 512, "--layers", 0, 1, 2, "--out", out)
     assert ("non-gated" in (out / "README.md").read_text()) == (kind == "opt")
     model = saved_models.build(kind, **options)
     arguments = _arguments(folder, "--text", words, "--tokens", 512, "--layers", 0, "--out", out)
-    loaded = _model_text.load(arguments)
-    sequences = _model_text.read(loaded, arguments, 512).sequences
+    loaded = saved_model.load(arguments)
+    sequences = saved_model.read(loaded, arguments, 512).sequences
     _sparsify.sparsify_(model, strategy="dense")
     ids = torch.tensor(sequences)
-    for report in _analyze.analyze(model, [Batch(ids, ids >= 0)]):
+    for report in analyze.analyze(model, [Batch(ids, ids >= 0)]):
         pattern = pattern_of(out, report.number, 512)
         assert float(pattern.sum(1).double().mean()) == pytest.approx(report.mean, rel=0.01)
 
@@ -257,7 +258,7 @@ def test_features_that_are_large_do_not_drown_the_others(tmp_path: Path) -> None
     assert recording.x_scale.shape == (1, 256)
     assert agreement.lost < 0.03
     assert agreement.after == pytest.approx(agreement.before, rel=0.005)
-    with_scale_of_tokens = _record._round(x.float(), 1)
+    with_scale_of_tokens = record._round(x.float(), 1)
     coarse = (with_scale_of_tokens[0] * with_scale_of_tokens[1]) @ weight.float().T > 0
     assert int((coarse ^ recording.fired).sum()) > 2 * (agreement.lost + agreement.added) * int(recording.fired.sum())
 
@@ -268,10 +269,10 @@ def test_counts_are_brought_back(tmp_path: Path) -> None:
     bias = -0.3 * torch.rand(1024)
     layer = layer_of(weight, bias.bfloat16())
     recording, agreement = round_trip(x, layer, tmp_path)
-    tokens = _record._read_back(recording.x.float(), recording.x_scale)
-    one = _record._solve(tokens.double(), torch.ones(1024, dtype=torch.float64)).float()
+    tokens = record._read_back(recording.x.float(), recording.x_scale)
+    one = record._solve(tokens.double(), torch.ones(1024, dtype=torch.float64)).float()
     target = weight.float() + layer.linear.bias.float()[:, None] * one
-    plain = (tokens @ _record._read_back(*_record._round(target, 1)).T > 0).sum(0)
+    plain = (tokens @ record._read_back(*record._round(target, 1)).T > 0).sum(0)
     wanted = recording.fired.sum(0)
     settled = pattern_of(tmp_path, 3, 1024).sum(0)
     assert int((settled - wanted).abs().sum()) < 0.7 * int((plain - wanted).abs().sum())
@@ -292,9 +293,9 @@ def test_layers_at_the_extremes(share: str, tmp_path: Path) -> None:
 def test_three_layers_of_the_usual_size_take_60_mb(tmp_path: Path) -> None:
     """The worst case: no neuron is dead. Values fall as they do in a model."""
     torch.manual_seed(0)
-    x, x_scale = _record._round(torch.randn(4096, 2048), 0)
-    w, w_scale = _record._round(torch.randn(5632, 2048), 1)
-    recording = _record.Recording(
+    x, x_scale = record._round(torch.randn(4096, 2048), 0)
+    w, w_scale = record._round(torch.randn(5632, 2048), 1)
+    recording = record.Recording(
         *(x.to(torch.int8), x_scale, w.to(torch.int8), w_scale),
         alive=torch.arange(5632, dtype=torch.int32),
         quiet=torch.zeros(2048),
@@ -312,7 +313,7 @@ def test_three_layers_of_the_usual_size_take_60_mb(tmp_path: Path) -> None:
 def test_a_file_that_does_not_keep_the_pattern_is_an_error(spoil: str, tmp_path: Path) -> None:
     x, weight = drawn(512, 128, 1024)
     layer = layer_of(weight)
-    recording = _record.quantize(x, layer)
+    recording = record.quantize(x, layer)
     changed: dict[str, Any] = {}
     if spoil == "lost":
         changed["w"] = torch.where(torch.arange(len(recording.w))[:, None] % 4 == 0, 0, recording.w)
@@ -330,16 +331,16 @@ def test_a_file_that_does_not_keep_the_pattern_is_an_error(spoil: str, tmp_path:
     else:
         changed["quiet"] = -recording.quiet
         message = r"neurons fire that should be silent"
-    spoilt = _record.Recording(**{**vars(recording), **changed})
+    spoilt = record.Recording(**{**vars(recording), **changed})
     spoilt.save(tmp_path / "layer3.npz")
     with pytest.raises(ValueError, match=rf"model\.layers\.3\.mlp: int8 does not keep its pattern: .*{message}"):
-        _record.check(tmp_path / "layer3.npz", spoilt, torch.zeros(512, dtype=torch.bool), layer)
+        record.check(tmp_path / "layer3.npz", spoilt, torch.zeros(512, dtype=torch.bool), layer)
 
 
 def test_few_changes_of_a_layer_that_hardly_fires_are_allowed() -> None:
-    def agreement(lost: int, added: int, nonzeros: int) -> _record.Agreement:
+    def agreement(lost: int, added: int, nonzeros: int) -> record.Agreement:
         after = (nonzeros - lost + added) / 1000
-        return _record.Agreement(0, 1000, nonzeros / 1000, after, lost / nonzeros, added / nonzeros, 9, 9)
+        return record.Agreement(0, 1000, nonzeros / 1000, after, lost / nonzeros, added / nonzeros, 9, 9)
 
     assert agreement(8, 8, 40).problem == ""
     assert agreement(0, 16, 40).problem == ""
@@ -352,10 +353,10 @@ def test_few_changes_of_a_layer_that_hardly_fires_are_allowed() -> None:
 def test_nothing_is_left_behind_where_int8_does_not_do(
     llama: Path, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_record, "MOST_BIASED", -1.0)
-    monkeypatch.setattr(_record, "FEW", -1)
+    monkeypatch.setattr(record, "MOST_BIASED", -1.0)
+    monkeypatch.setattr(record, "FEW", -1)
     with pytest.raises(RequestError, match=r"model\.layers\.0\.mlp: int8 does not keep its pattern"):
-        run(_record, llama, "--text", words, "--tokens", 300, "--layers", 0, "--out", tmp_path / "recorded")
+        run(record, llama, "--text", words, "--tokens", 300, "--layers", 0, "--out", tmp_path / "recorded")
     assert not list(tmp_path.iterdir())
 
 
@@ -377,12 +378,12 @@ def test_bad_requests(
     Path("full").mkdir()
     Path("full/file").touch()
     with pytest.raises(RequestError, match=message):
-        run(_record, llama, "--text", words, "--out", "new", *options)
+        run(record, llama, "--text", words, "--out", "new", *options)
     assert not Path("new").exists()
 
 
 def test_layers_must_be_named(llama: Path, words: Path) -> None:
     for options in ([], ["--layers"], ["--layers", "-1"], ["--layers", "x"]):
         with pytest.raises(SystemExit) as stopped:
-            run(_record, llama, "--text", words, "--out", "new", *options)
+            run(record, llama, "--text", words, "--out", "new", *options)
         assert stopped.value.code == 2

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from twell import reference
-from twell._runtime import format
+from twell._runtime import geometry
 
 BF16 = torch.bfloat16
 
@@ -28,9 +28,9 @@ def test_words_hold_count_then_ascending_value_and_neuron() -> None:
     assert not spill.any()
 
 
-@pytest.mark.parametrize("compression", format.COMPRESSIONS)
+@pytest.mark.parametrize("compression", geometry.COMPRESSIONS)
 def test_a_row_tile_spills_exactly_above_capacity(compression: int) -> None:
-    capacity = format.capacity(compression)
+    capacity = geometry.capacity(compression)
     values = torch.zeros(2, 256)
     values[0, :capacity], values[1, : capacity + 1] = 1.0, 1.0
     words, spill, stats = reference.gate_pack(*gate_problem(values), None, compression)

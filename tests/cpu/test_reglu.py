@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import twell
 from twell import _autograd, ops, testing, tuning
 from twell._runtime import resolve, specs
-from twell.ops import _library
+from twell.ops import library
 
 BF16, FP16 = torch.bfloat16, torch.float16
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -342,7 +342,7 @@ def stand_in(**changes: Any) -> Any:
 def test_what_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     capturing = False
-    monkeypatch.setattr(_library, "launchable", lambda *question: asked.append(question) or True)
+    monkeypatch.setattr(library, "launchable", lambda *question: asked.append(question) or True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     operands = [torch.zeros(2), torch.nn.Parameter(torch.zeros(2))]
     assert _autograd.fuses(stand_in(), operands)
@@ -354,7 +354,7 @@ def test_what_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not _autograd.fuses(few, operands)
     capturing = True
     assert _autograd.fuses(few, operands)
-    monkeypatch.setattr(_library, "launchable", lambda *question: False)
+    monkeypatch.setattr(library, "launchable", lambda *question: False)
     assert not _autograd.fuses(stand_in(), operands)
 
 
@@ -469,13 +469,13 @@ def test_without_kernels_dense_layers_do_without(
     assert [resolve.obtainable(other) for _ in range(2)] == [True] * 2
     assert len(looked) == 3
 
-    monkeypatch.setattr(_library.device, "capability", lambda index: (9, 0) if index else (8, 0))
-    assert _library.launchable(1, other)
-    assert not _library.launchable(1, other, spec)
-    assert not _library.launchable(0, other)
+    monkeypatch.setattr(library.device, "capability", lambda index: (9, 0) if index else (8, 0))
+    assert library.launchable(1, other)
+    assert not library.launchable(1, other, spec)
+    assert not library.launchable(0, other)
 
     def no_bindings(index: int) -> tuple[int, int]:
         raise RuntimeError("cuda.bindings is not usable")
 
-    monkeypatch.setattr(_library.device, "capability", no_bindings)
-    assert not _library.launchable(1, other)
+    monkeypatch.setattr(library.device, "capability", no_bindings)
+    assert not library.launchable(1, other)

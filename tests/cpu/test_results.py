@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from twell import tuning
-from twell._bench import workloads
-from twell._runtime import format
+from twell._runtime import geometry
+from twell.commands.bench import workloads
 
 MACHINE = "NVIDIA H200 (made up); SM 1980 MHz now, 1980 most; kernels 0123456789ab"
 
@@ -239,7 +239,7 @@ def test_the_table_of_auto_at_points_that_it_is_not_fitted_to(root: Path, monkey
             problem = source.load(512, 512, first["n"], device="cpu", dtype=torch.float32)
             drawn[source.text] = tune.figures_of(problem)
         figures, tokens = drawn[first["workload"]], first["tokens"]
-        if tokens < format.TOKEN_TILE:
+        if tokens < geometry.TOKEN_TILE:
             figures = figures._replace(union=None)
         training = any(each["variant"].endswith("train") for each in rows)
         call = tuning.Problem(tokens, first["k"], first["n"], gated=True, training=training)

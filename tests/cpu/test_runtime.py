@@ -19,8 +19,7 @@ import tiny_kernels
 import torch
 from tiny_kernels import Compiler, compile_tiny
 
-from twell import _env, _log
-from twell._runtime import cache, device, fingerprint, kernel_module, packaged, resolve, specs
+from twell._runtime import cache, device, env, fingerprint, kernel_module, log, packaged, resolve, specs
 
 SPEC = specs.UnpackSpec("bfloat16")
 OTHER = specs.UnpackSpec("float16")
@@ -530,16 +529,16 @@ class TestEnvironment:
     @pytest.mark.parametrize(("value", "allowed"), [("", True), ("auto", True), ("AUTO", True), ("off", False)])
     def test_jit(self, value: str, allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TWELL_JIT", value)
-        assert _env.jit() is allowed
+        assert env.jit() is allowed
 
     @pytest.mark.parametrize(
         ("name", "read", "text"),
         [
-            ("TWELL_JIT", _env.jit, "TWELL_JIT must be one of auto, off, got 'maybe'"),
-            ("TWELL_LOG", _env.log_level, "TWELL_LOG must be one of debug, info, .*got 'maybe'"),
-            ("TWELL_NVTX", _env.nvtx, "TWELL_NVTX must be one of 0, 1, got 'maybe'"),
-            ("TWELL_DEBUG", _env.debug, "TWELL_DEBUG must be one of 0, 1, got 'maybe'"),
-            ("TWELL_CACHE_DIR", _env.cache_dir, "TWELL_CACHE_DIR must be an absolute path, got 'maybe'"),
+            ("TWELL_JIT", env.jit, "TWELL_JIT must be one of auto, off, got 'maybe'"),
+            ("TWELL_LOG", env.log_level, "TWELL_LOG must be one of debug, info, .*got 'maybe'"),
+            ("TWELL_NVTX", env.nvtx, "TWELL_NVTX must be one of 0, 1, got 'maybe'"),
+            ("TWELL_DEBUG", env.debug, "TWELL_DEBUG must be one of 0, 1, got 'maybe'"),
+            ("TWELL_CACHE_DIR", env.cache_dir, "TWELL_CACHE_DIR must be an absolute path, got 'maybe'"),
         ],
     )
     def test_nonsense_is_refused(
@@ -550,35 +549,35 @@ class TestEnvironment:
             read()
 
     def test_switches(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert not _env.nvtx()
-        assert not _env.debug()
+        assert not env.nvtx()
+        assert not env.debug()
         monkeypatch.setenv("TWELL_NVTX", "1")
         monkeypatch.setenv("TWELL_DEBUG", "1")
-        assert _env.nvtx()
-        assert _env.debug()
+        assert env.nvtx()
+        assert env.debug()
 
     def test_where_the_cache_is(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv("HOME", str(tmp_path))
         monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
         monkeypatch.setenv("TWELL_CACHE_DIR", "~/kernels")
-        assert _env.cache_dir() == tmp_path / "kernels"
+        assert env.cache_dir() == tmp_path / "kernels"
         monkeypatch.delenv("TWELL_CACHE_DIR")
-        assert _env.cache_dir() == Path("/xdg/twell")
+        assert env.cache_dir() == Path("/xdg/twell")
         # the specification has relative paths ignored
         for value in ("relative", ""):
             monkeypatch.setenv("XDG_CACHE_HOME", value)
-            assert _env.cache_dir() == tmp_path / ".cache" / "twell"
+            assert env.cache_dir() == tmp_path / ".cache" / "twell"
 
     def test_logging(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert _env.log_level() is None
-        before = (_log.logger.handlers[:], _log.logger.level, _log.logger.propagate)
+        assert env.log_level() is None
+        before = (log.logger.handlers[:], log.logger.level, log.logger.propagate)
         monkeypatch.setenv("TWELL_LOG", "Info")
         try:
-            _log.configure()
-            assert _log.logger.level == logging.INFO
-            assert len(_log.logger.handlers) == len(before[0]) + 1
+            log.configure()
+            assert log.logger.level == logging.INFO
+            assert len(log.logger.handlers) == len(before[0]) + 1
         finally:
-            _log.logger.handlers, _log.logger.level, _log.logger.propagate = before
+            log.logger.handlers, log.logger.level, log.logger.propagate = before
 
 
 def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import twell
 from twell import testing
-from twell._log import warn_once
+from twell._runtime.log import warn_once
 from twell._sparsify import DeferredUp, SparseDown, layers, sparsify_
 from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from twell import ops, testing
-from twell._runtime import format
+from twell._runtime import geometry
 from twell.testing import FFN, WORKLOADS, Errors
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -505,7 +505,7 @@ def test_assert_hybrid_same(gated: bool) -> None:
         problem = testing.integer_problem(130, 24, 264, density=density)
         layer = problem if gated else problem._replace(w_up=None)
         _, _, nonzeros, *expected = ops.hybrid_forward(*layer, 8)
-        total, capacity = int(nonzeros), format.hybrid_capacity(130, 264)
+        total, capacity = int(nonzeros), geometry.hybrid_capacity(130, 264)
 
         def damaged(which: int, index: object, kept: list[torch.Tensor] = expected) -> list[torch.Tensor]:
             changed = [t.clone() for t in kept]

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import twell
 from twell import ops, testing
-from twell._demo_model import ByteModel, ModelShape
+from twell.commands.demo.model import ByteModel, ModelShape
 from twell.nn import SparseGatedMLP, SparseMLP
 
 BF16 = torch.bfloat16

@@ -19,16 +19,10 @@ transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 import twell  # noqa: E402
-from twell import _checkpoint, testing  # noqa: E402
+from twell import testing  # noqa: E402
 from twell._sparsify import SparseDown, layers  # noqa: E402
+from twell.integrations import layouts  # noqa: E402
 from twell.integrations import transformers as integration  # noqa: E402
-from twell.integrations.transformers import (  # noqa: E402
-    SparseLlamaConfig,
-    SparseLlamaForCausalLM,
-    SparseQwen2Config,
-    SparseQwen2ForCausalLM,
-    sparsify,
-)
 from twell.nn import SparseGatedMLP, SparseMLP  # noqa: E402
 
 BF16 = torch.bfloat16
@@ -343,7 +337,7 @@ def store(
     content = {**model.config.to_dict(), **fields}
     content["model_type"] = content["model_type"].removeprefix("sparse_")
     (folder / "config.json").write_text(json.dumps(content))
-    marks = {"format": "pt", **({_checkpoint.LAYOUT_KEY: "rows"} if metadata else {})}
+    marks = {"format": "pt", **({layouts.LAYOUT_KEY: "rows"} if metadata else {})}
     if pickled:
         torch.save(state, folder / "pytorch_model.bin")
     elif shards == 1:
@@ -405,7 +399,7 @@ def test_checkpoints_of_the_paper(
     loaded.save_pretrained(folder)
     again = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=loaded.dtype)
     assert type(again) is PAIRS[pair][1]
-    assert _checkpoint.LAYOUT_KEY in json.loads((folder / "config.json").read_text())
+    assert layouts.LAYOUT_KEY in json.loads((folder / "config.json").read_text())
     with torch.no_grad():
         assert torch.equal(out(again), out(loaded))
 

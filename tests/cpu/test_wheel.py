@@ -201,7 +201,7 @@ def test_sdist_installs(options: list[str], symbols: list[str], sdist: Path, tmp
     pip = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--no-build-isolation", *options]
     done = subprocess.run([*pip, f"--target={place}", str(sdist)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    info = [sys.executable, "-c", "import sys; from twell.cli import main; sys.exit(main(['info', '--json']))"]
+    info = [sys.executable, "-c", "import sys; from twell.commands.cli import main; sys.exit(main(['info', '--json']))"]
     environment |= {"PYTHONPATH": str(place), "TWELL_CACHE_DIR": str(tmp_path / "cache")}
     said = subprocess.run(info, env=environment, cwd=tmp_path, capture_output=True, text=True)
     kernels = json.loads(said.stdout)["kernels"]

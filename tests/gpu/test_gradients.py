@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import twell
 from twell import ops, testing
-from twell._demo_model import ByteModel, ModelShape
-from twell._runtime import format
+from twell._runtime import geometry
+from twell.commands.demo.model import ByteModel, ModelShape
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.testing import FFN
 
@@ -91,7 +91,7 @@ def check(
     """All operators, then the function with autograd around them. ``overflows``: whether a bitmap is expected."""
     kept = check_forward(problem, gated, compression)
     if overflows is not None:
-        capacity = format.hybrid_capacity(problem.x.shape[0], problem.w_gate.shape[0])
+        capacity = geometry.hybrid_capacity(problem.x.shape[0], problem.w_gate.shape[0])
         assert (int(kept[3][-1]) > capacity) == overflows
     check_backward(problem, gated, dl1, kept)
     dy = testing.integer_upstream(problem)
@@ -165,7 +165,7 @@ def test_each_bias(biases: str, density: float, gated: bool) -> None:
 @BOTH
 def test_as_many_as_fit_and_one_more(gated: bool) -> None:
     """The last pattern that the format holds, and the first that it does not."""
-    each = format.hybrid_capacity(300, 5632) // 300
+    each = geometry.hybrid_capacity(300, 5632) // 300
     gates = gates_at(300, 5632, lambda generator: torch.full((300,), each))
     check(testing.pattern_problem(gates, 304, device=DEVICE), gated, 1.0, overflows=False)
     gates[7, gates[7].argmin()] = 1
@@ -925,7 +925,7 @@ def test_training_follows_the_dense_run() -> None:
     dense, _ = trained("dense", 1)
     other, _ = trained("dense", 2)
     assert dense[:10].mean() > 1.5 * dense[-50:].mean()
-    assert nonzeros[0] > format.hybrid_capacity(1, 512) > nonzeros[-1]
+    assert nonzeros[0] > geometry.hybrid_capacity(1, 512) > nonzeros[-1]
     smooth = lambda losses: losses.unfold(0, 25, 25).mean(1)  # noqa: E731
     noise = (smooth(other) / smooth(dense) - 1).abs()
     difference = (smooth(sparse) / smooth(dense) - 1).abs()

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from twell._runtime import format, specs
-from twell.ops._library import launch
+from twell._runtime import geometry, specs
+from twell.ops.library import launch
 
 BF16, FP16 = torch.bfloat16, torch.float16
 NAMES = {BF16: "bfloat16", FP16: "float16"}
@@ -85,14 +85,14 @@ def pattern(name: str, m: int, n: int) -> Tensor:
 def pack(bits: Tensor, compression: int) -> tuple[Tensor, Tensor, Tensor]:
     """TwELL of gates [m, n] on the GPU, as the gate GEMM writes it: the spill of intact row-tiles is not defined."""
     m, n = bits.shape
-    tiles, width = format.tiles(n), format.words_per_tile(compression)
-    padded = torch.zeros(m, tiles * format.TILE, dtype=torch.int16)
+    tiles, width = geometry.tiles(n), geometry.words_per_tile(compression)
+    padded = torch.zeros(m, tiles * geometry.TILE, dtype=torch.int16)
     padded[:, :n] = bits
-    tiled = padded.view(m, tiles, format.TILE)
+    tiled = padded.view(m, tiles, geometry.TILE)
     nonzero = tiled & 0x7FFF != 0
     counts = nonzero.sum(2)
     place = nonzero.cumsum(2)
-    neuron = torch.arange(tiles * format.TILE, dtype=torch.int32).view(1, tiles, format.TILE)
+    neuron = torch.arange(tiles * geometry.TILE, dtype=torch.int32).view(1, tiles, geometry.TILE)
     kept = nonzero & (place < width)
     words = torch.zeros(m, tiles, width, dtype=torch.int32)
     row, tile, column = kept.nonzero(as_tuple=True)
@@ -100,9 +100,9 @@ def pack(bits: Tensor, compression: int) -> tuple[Tensor, Tensor, Tensor]:
     words[:, :, 0] = counts
     overflows = counts >= width
     spill = torch.where(overflows[:, :, None], tiled, torch.full_like(tiled, 0x5555))
-    stats = torch.zeros(-(-m // format.STATS_ROWS) * format.STATS_ROWS, tiles, 2, dtype=torch.int32)
+    stats = torch.zeros(-(-m // geometry.STATS_ROWS) * geometry.STATS_ROWS, tiles, 2, dtype=torch.int32)
     stats[:m, :, 0], stats[:m, :, 1] = counts, overflows
-    stats = stats.view(-1, format.STATS_ROWS, tiles, 2).sum(1, dtype=torch.int32)
+    stats = stats.view(-1, geometry.STATS_ROWS, tiles, 2).sum(1, dtype=torch.int32)
     return words.view(m, -1).cuda(), spill.view(m, -1).cuda(), stats.cuda()
 
 
@@ -112,23 +112,23 @@ def pack(bits: Tensor, compression: int) -> tuple[Tensor, Tensor, Tensor]:
 def expected_hybrid(bits: Tensor) -> tuple[Hybrid, Tensor]:
     """The format of gates [m, n] that fit, with the neuron of each entry; 0x55 where nothing is defined."""
     m, n = bits.shape
-    tiles, chunks = format.token_tiles(m), format.chunks(n)
+    tiles, chunks = geometry.token_tiles(m), geometry.chunks(n)
     nonzero = bits & 0x7FFF != 0
-    lists = torch.full((tiles, format.CHUNK * chunks), 0x5555, dtype=torch.int32)
+    lists = torch.full((tiles, geometry.CHUNK * chunks), 0x5555, dtype=torch.int32)
     offsets = torch.zeros(tiles, chunks + 1, dtype=torch.int32)
     sizes = torch.zeros(tiles + 1, dtype=torch.int32)
     entries, neurons, total = [], [], 0
     for b in range(tiles):
-        rows = slice(b * format.TOKEN_TILE, min(m, (b + 1) * format.TOKEN_TILE))
+        rows = slice(b * geometry.TOKEN_TILE, min(m, (b + 1) * geometry.TOKEN_TILE))
         union = nonzero[rows].any(0).nonzero()[:, 0]
         size = sizes[b] = union.numel()
         token, neuron = nonzero[rows].nonzero(as_tuple=True)
         rank = torch.searchsorted(union, neuron)
-        chunk, place = rank // format.CHUNK, rank % format.CHUNK
-        by_key = ((chunk * format.TOKEN_TILE + token) * format.CHUNK + place).argsort()
+        chunk, place = rank // geometry.CHUNK, rank % geometry.CHUNK
+        by_key = ((chunk * geometry.TOKEN_TILE + token) * geometry.CHUNK + place).argsort()
         entries.append((bits[rows][token, neuron].int() << 16 | token.int() << 6 | place.int())[by_key])
         neurons.append(neuron[by_key])
-        padded = format.chunks(int(size)) * format.CHUNK
+        padded = geometry.chunks(int(size)) * geometry.CHUNK
         lists[b, :padded] = union[torch.arange(padded).clamp(max=int(size) - 1)].int()
         offsets[b] = total + torch.bincount(chunk + 1, minlength=chunks + 1).cumsum(0)
         total += token.numel()
@@ -145,16 +145,16 @@ def run_compact(
 ) -> Compacted:
     m, n = bits.shape
     words, spill, stats = pack(bits, compression)
-    tiles, chunks = format.token_tiles(m), format.chunks(n)
+    tiles, chunks = geometry.token_tiles(m), geometry.chunks(n)
     out = Hybrid(
-        poisoned(max(capacity, m * format.bitmap_words(n)) + 64),
-        poisoned(tiles, format.CHUNK * chunks, dtype=torch.int16),
+        poisoned(max(capacity, m * geometry.bitmap_words(n)) + 64),
+        poisoned(tiles, geometry.CHUNK * chunks, dtype=torch.int16),
         poisoned(tiles, chunks + 1),
         poisoned(tiles + 1),
         torch.zeros(n, dtype=torch.int32, device="cuda"),
     )
-    width = format.words_per_tile(compression)
-    sums = poisoned(tiles, format.sums_per_tile(n), dtype=torch.float32)
+    width = geometry.words_per_tile(compression)
+    sums = poisoned(tiles, geometry.sums_per_tile(n), dtype=torch.float32)
     *pattern, popularity = out
     counted = popularity if training else None
     spec = specs.CompactSpec(NAMES[dtype], training)
@@ -176,7 +176,7 @@ def check_compact(bits: Tensor, compression: int, dtype: torch.dtype = BF16, cap
     """Run ``compact`` and compare; a capacity of None is the format's own."""
     m, n = bits.shape
     if capacity is None:
-        capacity = format.hybrid_capacity(m, n)
+        capacity = geometry.hybrid_capacity(m, n)
     out, sums = run_compact(bits, compression, dtype, capacity)
     assert not bool(sums.any())
     total = int((bits & 0x7FFF != 0).sum())
@@ -197,7 +197,7 @@ def check_compact(bits: Tensor, compression: int, dtype: torch.dtype = BF16, cap
 def expected_bitmap(bits: Tensor, length: int) -> Tensor:
     """The bitmap as the first of ``length`` words, then 0x55."""
     m, n = bits.shape
-    flags = torch.zeros(m, format.bitmap_words(n) * 32, dtype=torch.int64)
+    flags = torch.zeros(m, geometry.bitmap_words(n) * 32, dtype=torch.int64)
     flags[:, :n] = bits & 0x7FFF != 0
     words = (flags.view(m, -1, 32) << torch.arange(32)).sum(2)
     out = torch.full((length,), POISON_INT, dtype=torch.int32)
@@ -216,7 +216,7 @@ def run_transpose(
     pattern: Hybrid, m: int, capacity: int, dtype: torch.dtype, values: tuple[Tensor, ...], order: Tensor
 ) -> Transposed:
     """``values`` are up, d_gate and d_up, or d_gate alone; gradients are words with what rounding left above."""
-    n, tiles = order.numel(), -(-order.numel() // format.NEURON_TILE)
+    n, tiles = order.numel(), -(-order.numel() // geometry.NEURON_TILE)
     gated = len(values) == 3
     up, d_gate, d_up = values if gated else (None, values[0], None)
     slot = torch.empty_like(order)
@@ -227,7 +227,7 @@ def run_transpose(
         poisoned(2 * capacity, dtype=torch.int64),
         poisoned(2 * capacity),
     )
-    groups = poisoned(tiles, format.token_tiles(m), 2)
+    groups = poisoned(tiles, geometry.token_tiles(m), 2)
     launch(specs.TransposeSpec(NAMES[dtype], gated), *pattern[:4], up, d_gate, d_up, slot, groups, *out)
     return out
 
@@ -255,7 +255,7 @@ def check_transpose(bits: Tensor, gated: bool, dtype: torch.dtype = BF16, random
     slot[order] = torch.arange(n)
     counts = expected.chunks[:, -1] - expected.chunks[:, 0]
     tile_of_entry = torch.arange(counts.numel()).repeat_interleave(counts)
-    token = tile_of_entry * format.TOKEN_TILE + (expected.entries.long() >> 6 & 127)
+    token = tile_of_entry * geometry.TOKEN_TILE + (expected.entries.long() >> 6 & 127)
     tile, rank = slot[neurons] // 64, slot[neurons] % 64
     key = (tile * m + token) * 64 + rank
     by_key = key.argsort()
@@ -279,7 +279,7 @@ def check_transpose(bits: Tensor, gated: bool, dtype: torch.dtype = BF16, random
         own = slice(int((tile < r).sum()), int((tile <= r).sum()))
         listed, place = torch.unique_consecutive(token[own], return_inverse=True)
         count, length = place.numel(), listed.numel()
-        copies = 2 if count <= format.RARE_ENTRIES else 1
+        copies = 2 if count <= geometry.RARE_ENTRIES else 1
         assert tiles[r].tolist() == [base, list_base, count * copies, length * copies, copies]
         every = torch.cat([place, place + length]) if copies == 2 else place
         chunks = -(-length * copies // 64)
@@ -324,7 +324,7 @@ def test_compact(m: int, n: int, name: str) -> None:
     bits = pattern(name, m, n)
     compression = (8, 4, 2)[(m + n) % 3]
     check_compact(bits, compression, (BF16, FP16)[m % 2])
-    if int((bits & 0x7FFF != 0).sum()) > format.hybrid_capacity(m, n):
+    if int((bits & 0x7FFF != 0).sum()) > geometry.hybrid_capacity(m, n):
         check_compact(bits, 8, capacity=m * n)
 
 
@@ -378,7 +378,7 @@ def test_compact_for_inference(name: str, dtype: torch.dtype) -> None:
     assert int(out.sizes[-1]) == 0
     assert_bits(out.neurons, expected.neurons, "neurons")
     begin = expected.chunks[:, :1]
-    room = torch.arange(format.token_tiles(m), dtype=torch.int32)[:, None] * (format.TOKEN_TILE * n)
+    room = torch.arange(geometry.token_tiles(m), dtype=torch.int32)[:, None] * (geometry.TOKEN_TILE * n)
     assert_bits(out.chunks, expected.chunks - begin + room, "chunks")
     for tile, first in enumerate(room.flatten().tolist()):
         here = expected.entries[int(begin[tile]) : int(expected.chunks[tile, -1])]
@@ -393,10 +393,10 @@ def test_compact_sums_values(m: int, density: float, training: bool) -> None:
     generator = torch.Generator().manual_seed(m)
     gate = torch.randint(1, 9, (m, 1544), generator=generator).to(BF16)
     gate[torch.rand(gate.shape, generator=generator) >= density] = 0
-    tiles = format.token_tiles(m)
-    padded = torch.zeros(tiles * format.TOKEN_TILE, 1544)
+    tiles = geometry.token_tiles(m)
+    padded = torch.zeros(tiles * geometry.TOKEN_TILE, 1544)
     padded[:m] = gate
-    expected = torch.zeros(tiles, format.sums_per_tile(1544))
+    expected = torch.zeros(tiles, geometry.sums_per_tile(1544))
     expected[:, 0] = padded.view(tiles, -1).sum(1)
     out = run_compact(gate.view(torch.int16), 8, BF16, m * 1544, training, plain=True)
     assert torch.equal(out.sums.cpu(), expected)

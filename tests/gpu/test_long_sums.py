@@ -9,7 +9,7 @@ from torch import Tensor
 
 import twell
 from twell import testing
-from twell._runtime import format
+from twell._runtime import geometry
 from twell.testing import FFN
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -18,7 +18,7 @@ GATED = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 
 
 def longest(dtype: torch.dtype) -> int:
-    return format.LONGEST_SUM[str(dtype).removeprefix("torch.")]
+    return geometry.LONGEST_SUM[str(dtype).removeprefix("torch.")]
 
 
 def by_turns(m: int, n: int, turns: int, dtype: torch.dtype, share: int = 1) -> FFN:
@@ -102,7 +102,7 @@ def test_gradients_of_many_tokens(dtype: torch.dtype, gated: bool, bias: bool, m
 @DTYPE
 def test_batches_that_overflow(dtype: torch.dtype, gated: bool) -> None:
     """More non-zeros than the hybrid format holds, of many neurons and of many tokens."""
-    for m, n in ((130, min(2 * longest(dtype) + 8, format.MAX_NEURONS)), (longest(dtype) + 9000, 72)):
+    for m, n in ((130, min(2 * longest(dtype) + 8, geometry.MAX_NEURONS)), (longest(dtype) + 9000, 72)):
         problem = by_turns(m, n, 4, dtype, share=4)
         dy = torch.zeros_like(problem.x)
         dy[:, 3] = 1

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from twell import ops, testing
-from twell.ops import _library
+from twell.ops import library
 
 SHAPES = [(8, 8), (8, 64), (64, 8), (72, 264), (136, 2056), (2048, 5632)]
 
@@ -29,8 +29,8 @@ def test_strides_and_addresses(shape: tuple[int, int]) -> None:
     wide = torch.randn(rows + 1, columns + 16, device="cuda").bfloat16()
     for matrix in (wide[1:, 8:-8], wide[1:, 3 : 3 + columns], wide[:-1, ::2][:, : columns // 16 * 8]):
         assert torch.equal(ops.matrix_transpose(matrix), matrix.t())
-        assert torch.equal(_library.rows(matrix.t()), matrix.t())
-        assert _library.has_rows(_library.rows(matrix.t()))
+        assert torch.equal(library.rows(matrix.t()), matrix.t())
+        assert library.has_rows(library.rows(matrix.t()))
 
 
 def test_more_than_two_to_the_31_elements() -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from twell import testing
-from twell._runtime import device, format, specs
-from twell.ops._library import launch
+from twell._runtime import device, geometry, specs
+from twell.ops.library import launch
 from twell.testing import FFN
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -91,7 +91,7 @@ def run(p: Problem, mode: str, *, excess: int = 1, outputs: dict[str, Tensor]) -
     x, w_gate, w_up, w_down, gate_bias, up_bias, down_bias = p.layer
     bias = down_bias is not None
     total = int(p.active.sum()) + 1
-    sizes = torch.full((format.token_tiles(len(x)) + 1,), -1, dtype=torch.int32, device="cuda")
+    sizes = torch.full((geometry.token_tiles(len(x)) + 1,), -1, dtype=torch.int32, device="cuda")
     sizes[-1] = total
 
     def present(gate: Tensor | None, up: Tensor | None, *down: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -110,7 +110,7 @@ def run(p: Problem, mode: str, *, excess: int = 1, outputs: dict[str, Tensor]) -
             arguments += (outputs["dw_gate"], outputs["dw_up"] if p.gated else None, outputs["dw_down"])
             arguments += present(outputs["db_gate"], outputs["db_up"])
     # for sums of more terms than tensor cores add up in one go: clusters of four CTAs for each multiprocessor at most
-    aside = torch.full((4 * device.sm_count(0) * format.CTA_SUMS,), torch.nan, device="cuda")
+    aside = torch.full((4 * device.sm_count(0) * geometry.CTA_SUMS,), torch.nan, device="cuda")
     launch(specs.OverflowSpec(NAMES[x.dtype], mode, p.gated, bias), *arguments, aside, device.sm_count(0))
 
 
@@ -125,7 +125,7 @@ OUTPUTS = {
 def empty(p: Problem, mode: str, fill: float = math.nan) -> dict[str, Tensor]:
     """The outputs of a mode, filled; columns of l1 past the first 128 are not the kernel's."""
     (m, k), n, dtype = p.layer.x.shape, p.layer.w_gate.shape[0], p.layer.x.dtype
-    shapes = {"y": (m, k), "dx": (m, k), "l1": (format.token_tiles(m), 136), "db_gate": (n,), "db_up": (n,)}
+    shapes = {"y": (m, k), "dx": (m, k), "l1": (geometry.token_tiles(m), 136), "db_gate": (n,), "db_up": (n,)}
     out = {}
     for name in OUTPUTS[mode]:
         wide = name == "l1" or (mode == "weight_add" and name.startswith("dw"))
@@ -135,7 +135,7 @@ def empty(p: Problem, mode: str, fill: float = math.nan) -> dict[str, Tensor]:
 
 def tokens(l1: Tensor, m: int) -> Tensor:
     """Sums of |h| by token, of the table by tile and place."""
-    return l1[:, : format.TOKEN_TILE].reshape(-1)[:m]
+    return l1[:, : geometry.TOKEN_TILE].reshape(-1)[:m]
 
 
 def check(p: Problem, modes: tuple[str, ...] = specs.OVERFLOW_MODES) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import twell
 from twell import _autograd, ops, testing, tuning
-from twell.ops import _library
+from twell.ops import library
 
 BF16, FP16 = torch.bfloat16, torch.float16
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -88,7 +88,7 @@ def test_nothing_else_is_written() -> None:
         for backward in (False, True):
             spare = [torch.full((size + 8200,), 7.0, dtype=BF16, device="cuda") for _ in range(1 + backward)]
             sources = (dh, gate, up) if backward else (gate, up)
-            _library.launch(tuning.reglu(BF16, backward=backward), *sources, *(t[:size] for t in spare))
+            library.launch(tuning.reglu(BF16, backward=backward), *sources, *(t[:size] for t in spare))
             expected = torchs(dh, gate, up)[1:] if backward else torchs(dh, gate, up)[:1]
             for t, right in zip(spare, expected, strict=True):
                 assert same_bits(t[:size], right)

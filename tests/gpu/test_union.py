@@ -13,7 +13,7 @@ from torch import Tensor
 
 import twell
 from twell import ops, testing
-from twell._runtime import format
+from twell._runtime import geometry
 from twell.testing import FFN
 
 CUDA = torch.device("cuda")
@@ -40,8 +40,8 @@ def right(problem: FFN, gated: bool) -> Outputs:
     y = F.linear(hidden.to(dtype).double(), wide.w_down.t(), wide.down_bias).float().to(dtype)
 
     def by_tile(matrix: Tensor) -> Tensor:
-        tiles = format.token_tiles(m)
-        return F.pad(matrix, (0, 0, 0, -m % format.TOKEN_TILE)).view(tiles, format.TOKEN_TILE, gate.shape[1])
+        tiles = geometry.token_tiles(m)
+        return F.pad(matrix, (0, 0, 0, -m % geometry.TOKEN_TILE)).view(tiles, geometry.TOKEN_TILE, gate.shape[1])
 
     return Outputs(y, by_tile(hidden).abs().sum((1, 2)), by_tile(gate != 0).any(1).sum(1, dtype=torch.int32))
 
@@ -125,7 +125,7 @@ def test_densities(density: float, dtype: torch.dtype, compression: int) -> None
 def test_every_neuron_of_every_token(m: int, k: int, n: int, biases: str) -> None:
     """The union of each tile is everything: as much arithmetic as dense, and as exact."""
     problem = testing.integer_problem(m, k, n, density=1, biases=biases, device=CUDA)
-    assert run(problem, True).union.tolist() == [n] * format.token_tiles(m)
+    assert run(problem, True).union.tolist() == [n] * geometry.token_tiles(m)
     check(problem, 8)
 
 
@@ -385,8 +385,8 @@ def test_slices_do_not_change_a_bit(
     problem = testing.integer_problem(m, 136, 264, density=density, biases=BIASES, device=CUDA)
     whole = run(problem, gated)
     assert_right(whole, right(problem, gated))
-    monkeypatch.setattr(format, "UNION_ENTRIES", tiles * format.TOKEN_TILE * 264)
-    assert len(format.union_slices(m, 264)) == math.ceil(math.ceil(m / 128) / tiles)
+    monkeypatch.setattr(geometry, "UNION_ENTRIES", tiles * geometry.TOKEN_TILE * 264)
+    assert len(geometry.union_slices(m, 264)) == math.ceil(math.ceil(m / 128) / tiles)
     for name, actual, expected in zip(Outputs._fields, run(problem, gated), whole, strict=True):
         testing.assert_same(actual, expected, name)
 
@@ -403,7 +403,7 @@ def test_packing_slice_by_slice_does_not_change_a_bit(
     words, spill, stats = ops.gate_pack(p.x, p.w_gate, p.gate_bias, compression)
     weights = (p.w_up, p.w_down, p.up_bias) if gated else (None, p.w_down, None)
     y, l1, union = ops.up_down_union(p.x, words, spill, *weights, p.down_bias, compression)
-    monkeypatch.setattr(format, "UNION_ENTRIES", tiles * format.TOKEN_TILE * 264)
+    monkeypatch.setattr(geometry, "UNION_ENTRIES", tiles * geometry.TOKEN_TILE * 264)
     biases = (p.gate_bias, p.up_bias if gated else None, p.down_bias)
     found = ops.ffn_union(p.x, p.w_gate, *weights[:2], *biases, compression)
     for name, actual, expected in zip(("y", "l1", "stats", "union"), found, (y, l1, stats, union), strict=True):
@@ -427,15 +427,15 @@ def test_many_tokens_take_the_memory_of_a_slice() -> None:
 def test_slices_of_real_numbers_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = testing.make("topic29", 3000)
     whole = by_strategy(problem)
-    monkeypatch.setattr(format, "UNION_ENTRIES", 1024 * 5632)
-    assert len(format.union_slices(3000, 5632)) == 3
+    monkeypatch.setattr(geometry, "UNION_ENTRIES", 1024 * 5632)
+    assert len(geometry.union_slices(3000, 5632)) == 3
     testing.assert_same(by_strategy(problem), whole)
 
 
 def test_two_slices() -> None:
     """N = 65,536 and more tokens than have room at a time, unchanged."""
-    m = format.UNION_ENTRIES // 65536 + 130
-    assert len(format.union_slices(m, 65536)) == 2
+    m = geometry.UNION_ENTRIES // 65536 + 130
+    assert len(geometry.union_slices(m, 65536)) == 2
     block = testing.integer_problem(512, 64, 65536, density=0.04, device=CUDA)
     expected = {gated: right(block, gated) for gated in (True, False)}
     x = block.x.repeat(math.ceil(m / 512), 1)[:m].contiguous()
@@ -732,7 +732,7 @@ def test_cuda_graph_follows_its_inputs(gated: bool) -> None:
 def test_cuda_graph_of_slices_replays_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = testing.make("topic128", 2048)
     expected = by_strategy(problem)
-    monkeypatch.setattr(format, "UNION_ENTRIES", 512 * 5632)
+    monkeypatch.setattr(geometry, "UNION_ENTRIES", 512 * 5632)
     graph, y = testing.captured(lambda: by_strategy(problem))
     for _ in range(100):
         y.fill_(torch.nan)
@@ -769,8 +769,8 @@ def test_nothing_waits_for_the_gpu(layered: FFN, monkeypatch: pytest.MonkeyPatch
             testing.sparse_layer(layered, gated=gated, strategy="union")
             by_strategy(layered._replace(gate_bias=None, up_bias=None, down_bias=None), gated)
 
-    for room in (format.UNION_ENTRIES, 128 * 776):
-        monkeypatch.setattr(format, "UNION_ENTRIES", room)
+    for room in (geometry.UNION_ENTRIES, 128 * 776):
+        monkeypatch.setattr(geometry, "UNION_ENTRIES", room)
         calls()
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")

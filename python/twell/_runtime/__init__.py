@@ -1,6 +1,6 @@
 """How a kernel is found, loaded and called: packaged library, then user cache, then compiling.
 
-``specs``, ``format`` and ``fingerprint`` are the pure-Python part of the kernel package, which is
+``specs``, ``geometry`` and ``fingerprint`` are the pure-Python part of the kernel package, which is
 ``twell.cute_kernels`` when installed and the top-level ``cute_kernels`` in a source checkout. ``kernel_module`` imports
 the rest of it, cutlass included.
 """
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 _PACKAGE = "twell.cute_kernels" if importlib.util.find_spec("twell.cute_kernels") else "cute_kernels"
 
 if TYPE_CHECKING:
-    from cute_kernels import fingerprint, format, specs
+    from cute_kernels import fingerprint, geometry, specs
 else:
     fingerprint = importlib.import_module(f"{_PACKAGE}.fingerprint")
-    format = importlib.import_module(f"{_PACKAGE}.format")
+    geometry = importlib.import_module(f"{_PACKAGE}.geometry")
     specs = importlib.import_module(f"{_PACKAGE}.specs")
 
 
@@ -27,4 +27,4 @@ def kernel_module(name: str) -> ModuleType:
     return importlib.import_module(f"{_PACKAGE}.{name}")
 
 
-__all__ = ["fingerprint", "format", "kernel_module", "specs"]
+__all__ = ["fingerprint", "geometry", "kernel_module", "specs"]

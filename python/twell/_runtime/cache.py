@@ -24,10 +24,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from twell import _env
-from twell._log import logger
+from twell._runtime import env, kernel_module, packaged, specs
 from twell._runtime import fingerprint as built_from
-from twell._runtime import kernel_module, packaged, specs
+from twell._runtime.log import logger
 
 
 class UnsafeCacheError(RuntimeError):
@@ -48,7 +47,7 @@ def load(spec: specs.Spec) -> packaged.Kernel:
         try:
             return _load_entry(entry, spec)
         except (ImportError, OSError, RuntimeError) as error:
-            if not _env.jit():
+            if not env.jit():
                 raise RuntimeError(f"kernel {spec} cannot be loaded from {entry}: {error}") from error
             # too little memory, too many open files, a folder that may not hold programs: of this process alone
             logger.warning("kernel cache entry %s is left as it is and not used: %s", entry, error)
@@ -71,7 +70,7 @@ def fingerprint() -> str:
 def open_folder() -> Path:
     """The folder of this fingerprint, created if need be. Raises OSError or UnsafeCacheError."""
     try:
-        base = _env.cache_dir()
+        base = env.cache_dir()
     except RuntimeError as error:
         # a user without a home, as containers have them
         raise FileNotFoundError(f"{error} TWELL_CACHE_DIR names a folder without one") from error
@@ -177,7 +176,7 @@ def _load_entry(entry: Path, spec: specs.Spec) -> packaged.Kernel:
 
 def _build(spec: specs.Spec, folder: Path) -> Path:
     """Compile ``spec`` into ``folder`` and return its entry; linked if there is a C compiler, else a bare object."""
-    if not _env.jit():
+    if not env.jit():
         raise RuntimeError(
             f"kernel {spec} is neither packaged nor cached, and TWELL_JIT=off forbids compiling it; "
             'allow it once with TWELL_JIT=auto, or use strategy="dense"'

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twell._log import logger, warn_once
 from twell._runtime import device, fingerprint
+from twell._runtime.log import logger, warn_once
 
 FOLDER = Path(__file__).resolve().parents[1] / "_lib"
 LIBRARY = "libtwell_kernels.so"

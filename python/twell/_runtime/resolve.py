@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from twell._log import logger
 from twell._runtime import cache, device, packaged, specs
+from twell._runtime.log import logger
 
 # Compiling is not thread-safe.
 _lock = threading.Lock()

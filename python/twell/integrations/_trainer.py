@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from twell import recipe
 from twell._arguments import require, require_flag, require_integer, require_number, require_path
-from twell._log import logger
+from twell._runtime.log import logger
 from twell.recipe import Normalisation, SparsityTracker, StatsWriter, TokenTypes
 from twell.recipe._aux import require_normalisation
 from twell.recipe._tracker import require_schedule

@@ -30,9 +30,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from twell import _checkpoint, _sparsify
-from twell._log import logger
+from twell import _sparsify
+from twell._runtime.log import logger
 from twell.functional import Strategy
+from twell.integrations import layouts
 from twell.nn import SparseGatedMLP, SparseMLP
 
 try:
@@ -63,7 +64,7 @@ __all__ = [
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
-_OWN_KEYS = ("sparsity_strategy", "sparsity_compression", _checkpoint.LAYOUT_KEY)
+_OWN_KEYS = ("sparsity_strategy", "sparsity_compression", layouts.LAYOUT_KEY)
 
 
 def sparsify(
@@ -138,7 +139,7 @@ def _owner(model: Any, name: str) -> Any:
 
 def _set_relu(config: Any) -> None:
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
-        for key in _checkpoint.ACTIVATIONS:
+        for key in layouts.ACTIVATIONS:
             if isinstance(getattr(part, key, None), str):
                 setattr(part, key, "relu")
 
@@ -274,7 +275,7 @@ def _as_linear(config: Any, state_dict: dict[str, Tensor] | None, files: list[st
     if state_dict is None:
         for file in files or ():
             if file.endswith(".safetensors"):
-                header = _checkpoint.read_header(Path(file))
+                header = layouts.read_header(Path(file))
                 shapes |= {name: stored.shape for name, stored in header.tensors.items()}
                 metadata |= dict.fromkeys(header.tensors, header.metadata)
             else:
@@ -282,9 +283,9 @@ def _as_linear(config: Any, state_dict: dict[str, Tensor] | None, files: list[st
     else:
         shapes = {name: tuple(t.shape) for name, t in state_dict.items()}
     try:
-        found = _checkpoint.layouts(shapes, config.to_dict(), metadata or None)
+        found = layouts.layouts(shapes, config.to_dict(), metadata or None)
     except ValueError as error:
-        hint = f"; from_pretrained takes {_checkpoint.LAYOUT_KEY} as an argument"
+        hint = f"; from_pretrained takes {layouts.LAYOUT_KEY} as an argument"
         raise ValueError(f"{error}{hint if config.hidden_size == config.intermediate_size else ''}") from None
     rows = [name for name, layout in found.items() if layout == "rows"]
     if not rows:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from twell import tuning
-from twell._runtime import device, format
-from twell.ops._library import check_packed, down_rows, launch, register, vector
+from twell._runtime import device, geometry
+from twell.ops.library import check_packed, down_rows, launch, register, vector
 from twell.ops.unpack import unpack
 
 
@@ -42,12 +42,12 @@ def _cuda(
     m, k = y.shape
     if m:
         dtype, biased = spill.dtype, down_bias is not None
-        width = format.words_per_tile(compression)
+        width = geometry.words_per_tile(compression)
         operands = (words, spill, down_rows(w_down), vector(down_bias, k, spill) if biased else None, y, l1)
         if m <= tuning.SKINNY_UP_DOWN:
             launch(tuning.down_skinny(dtype, m, k, biased), *operands, width)
         else:
-            heavy = words.new_empty(-(-m // format.GROUP_ROWS))
+            heavy = words.new_empty(-(-m // geometry.GROUP_ROWS))
             clusters = device.sm_count(words.device.index) // 8
             launch(tuning.down(dtype, k, biased), *operands, heavy, width, clusters)
     return y, l1

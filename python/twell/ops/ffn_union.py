@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from twell._runtime import format
-from twell.ops._library import register, rows
+from twell._runtime import geometry
 from twell.ops.gate_pack import figures, pack, room
 from twell.ops.gate_pack import on_cpu as pack_on_cpu
+from twell.ops.library import register, rows
 from twell.ops.up_down_union import by_slices, results, union
 from twell.ops.up_down_union import on_cpu as up_down_on_cpu
 
@@ -69,12 +69,12 @@ def _cuda(
 ) -> Outputs:
     y, l1, stats, sizes = outputs(x, w_gate, w_up, w_down)
     w_gate = rows(w_gate)
-    slices = format.union_slices(x.shape[0], w_gate.shape[0])
+    slices = geometry.union_slices(x.shape[0], w_gate.shape[0])
     # the first slice is the longest
     words, spill = room(x, slices[0][1] if slices else 0, w_gate, compression)
 
     def packed_of(first: int, last: int) -> tuple[Tensor, Tensor]:
-        blocks = slice(first // format.STATS_ROWS, -(-last // format.STATS_ROWS))
+        blocks = slice(first // geometry.STATS_ROWS, -(-last // geometry.STATS_ROWS))
         packed = words[: last - first], spill[: last - first]
         pack(x[first:last], w_gate, gate_bias, (*packed, stats[blocks]), compression)
         return packed

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twell import tuning
-from twell._runtime import device, format
-from twell.ops._library import blocks, launch, register, rows, vector
+from twell._runtime import device, geometry
+from twell.ops.library import blocks, launch, register, rows, vector
 
 Packed = tuple[Tensor, Tensor, Tensor]
 
@@ -20,14 +20,14 @@ def outputs(x: Tensor, w_gate: Tensor, compression: int) -> Packed:
 
 def room(x: Tensor, m: int, w_gate: Tensor, compression: int) -> tuple[Tensor, Tensor]:
     """Uninitialised words and spill of ``m`` tokens."""
-    tiles = format.tiles(w_gate.shape[0])
-    words = x.new_empty((m, tiles * format.words_per_tile(compression)), dtype=torch.int32)
-    return words, x.new_empty((m, tiles * format.TILE))
+    tiles = geometry.tiles(w_gate.shape[0])
+    words = x.new_empty((m, tiles * geometry.words_per_tile(compression)), dtype=torch.int32)
+    return words, x.new_empty((m, tiles * geometry.TILE))
 
 
 def figures(x: Tensor, w_gate: Tensor) -> Tensor:
     """Uninitialised stats."""
-    return x.new_empty((blocks(x.shape[0], format.STATS_ROWS), format.tiles(w_gate.shape[0]), 2), dtype=torch.int32)
+    return x.new_empty((blocks(x.shape[0], geometry.STATS_ROWS), geometry.tiles(w_gate.shape[0]), 2), dtype=torch.int32)
 
 
 def _fake(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> Packed:
@@ -41,26 +41,26 @@ def on_cpu(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> 
         accumulator += bias.float()
     gate = F.pad(accumulator.to(x.dtype).relu_(), (0, spill.shape[1] - w_gate.shape[0]))
 
-    m, tiles, _ = tiled = (x.shape[0], stats.shape[1], format.TILE)
+    m, tiles, _ = tiled = (x.shape[0], stats.shape[1], geometry.TILE)
     nonzero = gate != 0
     counts = nonzero.view(tiled).sum(2, dtype=torch.int32)
-    overflows = counts > format.capacity(compression)
+    overflows = counts > geometry.capacity(compression)
 
     # Row-major order of `nonzero` is ascending neurons; a value's place is its rank within its row-tile.
     row, neuron = nonzero.nonzero(as_tuple=True)
-    rowtile = row * tiles + neuron // format.TILE
+    rowtile = row * tiles + neuron // geometry.TILE
     through = counts.view(-1).cumsum(0)
     place = 1 + torch.arange(row.numel(), device="cpu") - (through - counts.view(-1))[rowtile]
-    kept = place <= format.capacity(compression)
+    kept = place <= geometry.capacity(compression)
     entries = gate.view(torch.int16)[row, neuron].int() << 16 | neuron.int()
-    table = words.zero_().view(m * tiles, format.words_per_tile(compression))
+    table = words.zero_().view(m * tiles, geometry.words_per_tile(compression))
     table[:, 0] = counts.view(-1)
     table[rowtile[kept], place[kept]] = entries[kept]
 
     spill.copy_(gate.view(tiled).masked_fill(~overflows[:, :, None], 0).view(spill.shape))
-    padding = stats.shape[0] * format.STATS_ROWS - m
+    padding = stats.shape[0] * geometry.STATS_ROWS - m
     for i, figure in enumerate((counts, overflows.int())):
-        stats[:, :, i] = F.pad(figure, (0, 0, 0, padding)).view(-1, format.STATS_ROWS, tiles).sum(1)
+        stats[:, :, i] = F.pad(figure, (0, 0, 0, padding)).view(-1, geometry.STATS_ROWS, tiles).sum(1)
     return words, spill, stats
 
 
@@ -75,7 +75,7 @@ def pack(x: Tensor, w_gate: Tensor, bias: Tensor | None, packed: Packed, compres
     m, biased = x.shape[0], bias is not None
     operands = (rows(x), rows(w_gate), vector(bias, w_gate.shape[0], x) if biased else None, *packed)
     if 0 < m <= tuning.SKINNY_GATE_PACK:
-        launch(tuning.gate_pack_skinny(x.dtype, m, biased), *operands, format.words_per_tile(compression))
+        launch(tuning.gate_pack_skinny(x.dtype, m, biased), *operands, geometry.words_per_tile(compression))
     elif m:
         # a cluster is two CTAs, one per multiprocessor
         clusters = device.sm_count(x.device.index) // 2

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from twell import _nvtx
-from twell.ops import _hybrid
-from twell.ops._hybrid import Gradients, Kept, Layer
-from twell.ops._library import register
+from twell._runtime import nvtx
+from twell.ops import hybrid
+from twell.ops.hybrid import Gradients, Kept, Layer
+from twell.ops.library import register
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -46,7 +46,7 @@ def _fake(*arguments: Any) -> Outputs:
 def _cpu(*arguments: Any) -> Outputs:
     dy, dl1, layer, kept, asked = split(arguments)
     gradients = outputs(layer, *asked)
-    _hybrid.backward_cpu(dy, dl1, layer, kept, gradients, accumulate=False)
+    hybrid.backward_cpu(dy, dl1, layer, kept, gradients, accumulate=False)
     return present(gradients, layer.x)
 
 
@@ -57,7 +57,7 @@ def _cuda(*arguments: Any) -> Outputs:
         return present(Gradients(*(None if g is None else g.zero_() for g in gradients)), layer.x)
     dx = outputs(layer, input_grad, False).x
     weights = (lambda: outputs(layer, False, True)) if weight_grad else None
-    return present(_hybrid.backward_cuda(dy, dl1, layer, kept, dx, weights, accumulate=False), layer.x)
+    return present(hybrid.backward_cuda(dy, dl1, layer, kept, dx, weights, accumulate=False), layer.x)
 
 
 hybrid_backward = register(
@@ -69,5 +69,5 @@ hybrid_backward = register(
     cpu=_cpu,
     cuda=_cuda,
     instead="twell.sparse_gated_ffn or twell.sparse_ffn",
-    phase=_nvtx.BACKWARD,
+    phase=nvtx.BACKWARD,
 )

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twell import _nvtx
-from twell.ops import _hybrid
-from twell.ops._hybrid import Gradients, Layer
-from twell.ops._library import has_rows, register
+from twell._runtime import nvtx
+from twell.ops import hybrid
+from twell.ops.hybrid import Gradients, Layer
 from twell.ops.hybrid_backward import present, split
+from twell.ops.library import has_rows, register
 
 Outputs = tuple[Tensor, Tensor, Tensor]
 
@@ -41,7 +41,7 @@ def _cpu(*arguments: Any) -> Outputs:
     dy, dl1, layer, kept, (main_gate, main_up, main_down, input_grad) = split(arguments)
     gradients = outputs(layer, input_grad)
     targets = gradients._replace(w_gate=main_gate, w_up=main_up, w_down=main_down)
-    _hybrid.backward_cpu(dy, dl1, layer, kept, targets, accumulate=True)
+    hybrid.backward_cpu(dy, dl1, layer, kept, targets, accumulate=True)
     return _returned(gradients, layer.x)
 
 
@@ -54,7 +54,7 @@ def _cuda(*arguments: Any) -> Outputs:
         m if m is None or has_rows(m) else torch.zeros_like(m, memory_format=torch.contiguous_format) for m in mains
     ]
     targets = gradients._replace(w_gate=laid[0], w_up=laid[1], w_down=laid[2])
-    _hybrid.backward_cuda(dy, dl1, layer, kept, gradients.x, lambda: targets, accumulate=True)
+    hybrid.backward_cuda(dy, dl1, layer, kept, gradients.x, lambda: targets, accumulate=True)
     for main, added in zip(mains, laid):
         if added is not main:
             main.add_(added)
@@ -70,5 +70,5 @@ hybrid_backward_accumulate = register(
     cpu=_cpu,
     cuda=_cuda,
     instead="twell.sparse_gated_ffn or twell.sparse_ffn",
-    phase=_nvtx.BACKWARD,
+    phase=nvtx.BACKWARD,
 )

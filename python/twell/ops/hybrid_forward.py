@@ -2,7 +2,7 @@
 
 h[m, c] = gate[m, c] * (x[m] . w_up[c] + up_bias[c]) for the non-zeros of gate = relu(x @ w_gate^T + gate_bias), and
 without ``w_up`` h = gate; y = h @ w_down + down_bias. The gate is rounded to x's dtype, and so is h, once. The gate is
-kept in the hybrid format of ``twell.ops._hybrid``. On the CPU any floating dtype, on CUDA bfloat16 or float16.
+kept in the hybrid format of ``twell.ops.hybrid``. On the CPU any floating dtype, on CUDA bfloat16 or float16.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from twell import _nvtx, tuning
-from twell._runtime import device, format
-from twell.ops import _hybrid
-from twell.ops._hybrid import Kept
-from twell.ops._library import down_rows, launch, register, vector
+from twell import tuning
+from twell._runtime import device, geometry, nvtx
+from twell.ops import hybrid
 from twell.ops.gate_pack import gate_pack
+from twell.ops.hybrid import Kept
+from twell.ops.library import down_rows, launch, register, vector
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -27,9 +27,9 @@ def result(x: Tensor) -> Tensor:
 
 def figures(x: Tensor, w_gate: Tensor, w_up: Tensor | None) -> tuple[Tensor, Tensor, Kept]:
     """Uninitialised l1 (0-d, float32 or float64), nonzeros (0-d, int64) and what is kept."""
-    l1 = x.new_empty((), dtype=_hybrid.accumulator(x.dtype))
+    l1 = x.new_empty((), dtype=hybrid.accumulator(x.dtype))
     nonzeros = x.new_empty((), dtype=torch.int64)
-    return l1, nonzeros, _hybrid.empty_kept(x, w_gate.shape[0], w_up is not None)
+    return l1, nonzeros, hybrid.empty_kept(x, w_gate.shape[0], w_up is not None)
 
 
 def outputs(x: Tensor, w_gate: Tensor, w_up: Tensor | None) -> Outputs:
@@ -61,19 +61,19 @@ def _cpu(
     down_bias: Tensor | None,
     compression: int,
 ) -> Outputs:
-    _hybrid.require_offsets(x.shape[0], w_gate.shape[0])
+    hybrid.require_offsets(x.shape[0], w_gate.shape[0])
     y, l1, nonzeros, *tensors = outputs(x, w_gate, w_up)
     kept = Kept(*tensors)
-    gate = _hybrid.project(x, w_gate, gate_bias).to(x.dtype).relu_()
+    gate = hybrid.project(x, w_gate, gate_bias).to(x.dtype).relu_()
     hidden = gate.to(l1.dtype)
     up = None
     if w_up is not None:
-        up = _hybrid.project(x, w_up, up_bias)
+        up = hybrid.project(x, w_up, up_bias)
         hidden = (hidden * up).masked_fill_(gate == 0, 0)
     l1.copy_(hidden.abs().sum())
     nonzeros.copy_((gate != 0).sum())
-    y.copy_(_hybrid.project(hidden.to(x.dtype), w_down.t(), down_bias))
-    _hybrid.encode(gate, None if up is None else up.to(x.dtype), kept)
+    y.copy_(hybrid.project(hidden.to(x.dtype), w_down.t(), down_bias))
+    hybrid.encode(gate, None if up is None else up.to(x.dtype), kept)
     return y, l1, nonzeros, *kept
 
 
@@ -87,22 +87,22 @@ def _cuda(
     down_bias: Tensor | None,
     compression: int,
 ) -> Outputs:
-    _hybrid.require_offsets(x.shape[0], w_gate.shape[0])
+    hybrid.require_offsets(x.shape[0], w_gate.shape[0])
     l1, nonzeros, kept = figures(x, w_gate, w_up)
     (m, k), n, dtype, gated = x.shape, w_gate.shape[0], x.dtype, w_up is not None
     kept.popularity.zero_()
     if not m:
         return result(x), l1.zero_(), nonzeros.zero_(), *(kept._replace(sizes=kept.sizes.zero_()))
 
-    x, w_gate, w_down = (_hybrid.near_rows(t) for t in (x, w_gate, down_rows(w_down)))
-    w_up = None if w_up is None else _hybrid.near_rows(w_up)
-    multiprocessors, capacity = device.sm_count(x.device.index), format.hybrid_capacity(m, n)
+    x, w_gate, w_down = (hybrid.near_rows(t) for t in (x, w_gate, down_rows(w_down)))
+    w_up = None if w_up is None else hybrid.near_rows(w_up)
+    multiprocessors, capacity = device.sm_count(x.device.index), geometry.hybrid_capacity(m, n)
     words, spill, stats = gate_pack(x, w_gate, gate_bias, compression)
     entries, neurons, chunks, sizes, popularity = kept
     pattern = (entries, neurons, chunks, sizes)
-    width = format.words_per_tile(compression)
+    width = geometry.words_per_tile(compression)
     # sums of |h| for each token tile, by whichever kernel computes h
-    sums = x.new_empty((format.token_tiles(m), format.sums_per_tile(n)), dtype=torch.float32)
+    sums = x.new_empty((geometry.token_tiles(m), geometry.sums_per_tile(n)), dtype=torch.float32)
     compact = tuning.compact(dtype, training=True)
     launch(compact, words, spill, stats, *pattern, popularity, sums, n, width, int(not gated), capacity)
     torch.sum(stats.select(2, 0), (0, 1), out=nonzeros)
@@ -112,7 +112,7 @@ def _cuda(
 
     hidden = None
     if w_up is not None:
-        up = _hybrid.values(entries, capacity, dtype, 1)[0]
+        up = hybrid.values(entries, capacity, dtype, 1)[0]
         hidden = torch.empty_like(up)
         spec = tuning.sampled_up(dtype, up_bias is not None, training=True)
         bias = None if up_bias is None else vector(up_bias, n, x)
@@ -120,7 +120,7 @@ def _cuda(
     # without an up projection the hidden state is in the entries
     down = tuning.gathered(dtype, 1 if gated else 0, down_bias is not None)
     bias = None if down_bias is None else vector(down_bias, k, x)
-    aside = _hybrid.room_aside(x, n, multiprocessors)
+    aside = hybrid.room_aside(x, n, multiprocessors)
     launch(down, hidden, w_down, None, None, bias, *pattern, y, aside, capacity, multiprocessors)
 
     any_bias = not (gate_bias is None and up_bias is None and down_bias is None)
@@ -143,5 +143,5 @@ hybrid_forward = register(
     cpu=_cpu,
     cuda=_cuda,
     instead="twell.sparse_gated_ffn or twell.sparse_ffn",
-    phase=_nvtx.FORWARD,
+    phase=nvtx.FORWARD,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from twell.ops._library import register, transpose
+from twell.ops.library import register, transpose
 
 
 def outputs(matrix: Tensor) -> Tensor:

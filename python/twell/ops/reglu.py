@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from twell import _nvtx, tuning
-from twell.ops._library import flat, launch, register
+from twell import tuning
+from twell._runtime import nvtx
+from twell.ops.library import flat, launch, register
 
 # Values of a launch: offsets in bytes fit in 32 bits.
 PIECE = 1 << 29
@@ -75,5 +76,5 @@ reglu_backward = register(
     cpu=_backward_cpu,
     cuda=_backward_cuda,
     instead="twell.sparse_gated_ffn",
-    phase=_nvtx.BACKWARD,
+    phase=nvtx.BACKWARD,
 )

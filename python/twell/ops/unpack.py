@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from twell import tuning
-from twell._runtime import format
-from twell.ops._library import check_packed, launch, register
+from twell._runtime import geometry
+from twell.ops.library import check_packed, launch, register
 
 
 def outputs(words: Tensor, spill: Tensor, n: int, compression: int) -> Tensor:
@@ -18,12 +18,12 @@ def outputs(words: Tensor, spill: Tensor, n: int, compression: int) -> Tensor:
 
 def _cpu(words: Tensor, spill: Tensor, n: int, compression: int) -> Tensor:
     out = outputs(words, spill, n, compression)
-    m, tiles, width = words.shape[0], format.tiles(n), format.words_per_tile(compression)
+    m, tiles, width = words.shape[0], geometry.tiles(n), geometry.words_per_tile(compression)
     table = words.reshape(m, tiles, width)
     counts, entries = table[:, :, :1], table[:, :, 1:]
-    spilled = counts > format.capacity(compression)
+    spilled = counts > geometry.capacity(compression)
 
-    dense = spill.reshape(m, tiles, format.TILE).masked_fill(~spilled, 0).view(spill.shape)
+    dense = spill.reshape(m, tiles, geometry.TILE).masked_fill(~spilled, 0).view(spill.shape)
     row, tile, slot = ((torch.arange(width - 1, device="cpu") < counts) & ~spilled).nonzero(as_tuple=True)
     entry = entries[row, tile, slot]
     dense[row, (entry & 0xFFFF).long()] = (entry >> 16).to(torch.int16).view(spill.dtype)
@@ -33,7 +33,7 @@ def _cpu(words: Tensor, spill: Tensor, n: int, compression: int) -> Tensor:
 def _cuda(words: Tensor, spill: Tensor, n: int, compression: int) -> Tensor:
     out = outputs(words, spill, n, compression)
     if words.shape[0]:
-        launch(tuning.unpack(spill.dtype), words, spill, out, format.words_per_tile(compression))
+        launch(tuning.unpack(spill.dtype), words, spill, out, geometry.words_per_tile(compression))
     return out
 
 

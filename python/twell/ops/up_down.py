@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from twell import tuning
-from twell._runtime import device, format
-from twell.ops._library import check_packed, down_rows, launch, register, rows, vector
+from twell._runtime import device, geometry
+from twell.ops.library import check_packed, down_rows, launch, register, rows, vector
 from twell.ops.unpack import unpack
 
 
@@ -72,12 +72,12 @@ def _cuda(
     if m:
         biased = up_bias is not None or down_bias is not None
         biases = (vector(up_bias, w_up.shape[0], x), vector(down_bias, k, x)) if biased else (None, None)
-        width = format.words_per_tile(compression)
+        width = geometry.words_per_tile(compression)
         operands = (rows(x), words, spill, rows(w_up), down_rows(w_down), *biases, y, l1)
         if m <= tuning.SKINNY_UP_DOWN:
             launch(tuning.up_down_skinny(x.dtype, m, k, biased), *operands, width)
         else:
-            heavy = x.new_empty(-(-m // format.GROUP_ROWS), dtype=torch.int32)
+            heavy = x.new_empty(-(-m // geometry.GROUP_ROWS), dtype=torch.int32)
             clusters = device.sm_count(x.device.index) // 8
             launch(tuning.up_down(x.dtype, k, biased), *operands, heavy, width, clusters)
     return y, l1

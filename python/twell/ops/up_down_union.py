@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from twell import tuning
-from twell._runtime import device, format
-from twell.ops import _hybrid
-from twell.ops._library import blocks, check_packed, down_rows, launch, register, rows, vector
+from twell._runtime import device, geometry
+from twell.ops import hybrid
+from twell.ops.library import blocks, check_packed, down_rows, launch, register, rows, vector
 from twell.ops.unpack import unpack
 
 Outputs = tuple[Tensor, Tensor, Tensor]
@@ -34,8 +34,8 @@ def outputs(x: Tensor, words: Tensor, spill: Tensor, w_down: Tensor, compression
 
 def results(x: Tensor, n: int) -> Outputs:
     """The same of ``n`` neurons."""
-    tiles = blocks(x.shape[0], format.TOKEN_TILE)
-    l1 = x.new_empty((tiles, format.sums_per_tile(n)), dtype=torch.float32)
+    tiles = blocks(x.shape[0], geometry.TOKEN_TILE)
+    l1 = x.new_empty((tiles, geometry.sums_per_tile(n)), dtype=torch.float32)
     return x.new_empty(x.shape), l1, x.new_empty(tiles + 1, dtype=torch.int32)
 
 
@@ -74,11 +74,11 @@ def on_cpu(
     gate = unpack(words, spill, w_down.shape[0], compression)
     hidden = gate.float()
     if w_up is not None:
-        hidden = (hidden * _hybrid.project(x, w_up, up_bias)).masked_fill_(gate == 0, 0)
-    y.copy_(_hybrid.project(hidden.to(x.dtype), w_down.t(), down_bias))
+        hidden = (hidden * hybrid.project(x, w_up, up_bias)).masked_fill_(gate == 0, 0)
+    y.copy_(hybrid.project(hidden.to(x.dtype), w_down.t(), down_bias))
     l1.zero_()
     for tile in range(len(found)):
-        tokens = slice(tile * format.TOKEN_TILE, (tile + 1) * format.TOKEN_TILE)
+        tokens = slice(tile * geometry.TOKEN_TILE, (tile + 1) * geometry.TOKEN_TILE)
         l1[tile, 0] = hidden[tokens].abs().sum()
         found[tile] = (gate[tokens] != 0).any(0).sum()
     return y, l1, found
@@ -111,39 +111,39 @@ def by_slices(
     """Launch what fills ``found``. ``packed_of(first, last)`` gives words and spill of a slice when it is its turn."""
     (m, k), n, dtype = x.shape, w_down.shape[0], x.dtype
     y, l1, sizes = found
-    w_down = _hybrid.near_rows(down_rows(w_down))
+    w_down = hybrid.near_rows(down_rows(w_down))
     if w_up is not None:
         x, w_up = rows(x), rows(w_up)
-    multiprocessors, tiles = device.sm_count(x.device.index), format.tiles(n)
+    multiprocessors, tiles = device.sm_count(x.device.index), geometry.tiles(n)
     compact = tuning.compact(dtype, training=False)
     up = tuning.sampled_up(dtype, up_bias is not None, training=False)
     down = tuning.gathered(dtype, 0, down_bias is not None)
     up_bias = None if up_bias is None else vector(up_bias, n, x)
     down_bias = None if down_bias is None else vector(down_bias, k, x)
-    aside = _hybrid.room_aside(x, n, multiprocessors)
-    slices = format.union_slices(m, n)
+    aside = hybrid.room_aside(x, n, multiprocessors)
+    slices = geometry.union_slices(m, n)
     # the first slice is the longest, and the others take its memory after it
     entries, neurons, chunks = _empty_lists(x, slices[0][1] if slices else 0, n)
     for first, last in slices:
-        start, stop = first // format.TOKEN_TILE, format.token_tiles(last)
+        start, stop = first // geometry.TOKEN_TILE, geometry.token_tiles(last)
         # behind the sizes of a slice stands a zero, until the next slice writes its first size there
         pattern = (entries, neurons[: stop - start], chunks[: stop - start], sizes[start : stop + 1])
         words, spill = packed_of(first, last)
         sums, width = l1[start:stop], words.shape[1] // tiles
-        launch(compact, words, spill, None, *pattern, None, sums, n, width, int(w_up is None), format.MOST)
+        launch(compact, words, spill, None, *pattern, None, sums, n, width, int(w_up is None), geometry.MOST)
         if w_up is not None:
-            launch(up, x[first:last], w_up, up_bias, *pattern, None, None, sums, format.MOST, multiprocessors)
+            launch(up, x[first:last], w_up, up_bias, *pattern, None, None, sums, geometry.MOST, multiprocessors)
         # the hidden state is now in the entries
-        out = (y[first:last], aside, format.MOST, multiprocessors)
+        out = (y[first:last], aside, geometry.MOST, multiprocessors)
         launch(down, None, w_down, None, None, down_bias, *pattern, *out)
 
 
 def _empty_lists(x: Tensor, m: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
     """Uninitialised entries, neurons and chunks as ``_hybrid`` has them, with room for any pattern."""
-    tiles, chunks = format.token_tiles(m), format.chunks(n)
+    tiles, chunks = geometry.token_tiles(m), geometry.chunks(n)
     return (
         x.new_empty(m * n, dtype=torch.int32),
-        x.new_empty((tiles, format.CHUNK * chunks), dtype=torch.int16),
+        x.new_empty((tiles, geometry.CHUNK * chunks), dtype=torch.int16),
         x.new_empty((tiles, chunks + 1), dtype=torch.int32),
     )
 

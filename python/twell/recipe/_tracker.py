@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from twell import _compaction, functional
 from twell._arguments import require, require_integer
-from twell._runtime import format
+from twell._runtime import geometry
 from twell.recipe import _aux
 from twell.recipe._strategies import strategies
 
@@ -461,7 +461,7 @@ def _count(layer: Any, x: Tensor, kept: Tensor | None, firings: Tensor, per_toke
     if layer.intermediate != n:
         raise ValueError(f"a tracked layer must keep its {n} neurons, got {layer.intermediate}: make a new tracker")
     gate = _gate_of(layer, x)
-    tokens, tile = x.reshape(-1, x.shape[-1]), format.TOKEN_TILE
+    tokens, tile = x.reshape(-1, x.shape[-1]), geometry.TOKEN_TILE
     step = max(tile, _CHUNK_GATES // n // tile * tile)
     union, tiles = firings.new_zeros(()), 0
     for start in range(0, tokens.shape[0], step):

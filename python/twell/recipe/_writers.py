@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from twell import _files
 from twell._arguments import require, require_flag, require_integer, require_path
-from twell._log import logger
+from twell._runtime.log import logger
 from twell.recipe._tracker import SparsityStats
 
 _SUMMARY = "mean"

@@ -1,0 +1,27 @@
+"""The logger ``twell`` of the standard library's logging."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+from twell._runtime import env
+
+logger = logging.getLogger("twell")
+
+
+def configure() -> None:
+    """Log to stderr from the level that ``TWELL_LOG`` names; without it the application decides."""
+    level = env.log_level()
+    if level is not None:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = False
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Log a warning the first time this very message is given."""
+    logger.warning(message)

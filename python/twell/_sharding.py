@@ -1,0 +1,357 @@
+"""What DTensors mean here: the sharding rules of whole layers, and those of the operators that have any.
+
+A layer
+    ``ffn`` runs ``sparse_gated_ffn`` or ``sparse_ffn`` on DTensors by running it on what each rank holds. Each
+    dimension of the mesh does one of three things, which the placements of the operands decide:
+
+    ========  =================  ==============  =================  ============  ==============  ===========
+    on it     x                  gate, up        down               b_gate, b_up  b_down          y
+    ========  =================  ==============  =================  ============  ==============  ===========
+    neurons   Replicate          Shard(0)        Shard(1)           Shard(0)      Replicate       Partial
+    tokens    Shard(any but K)   Replicate       Replicate          Replicate     Replicate       Shard, as x
+    nothing   Replicate          Replicate       Replicate          Replicate     Replicate       Replicate
+    ========  =================  ==============  =================  ============  ==============  ===========
+
+    It divides neurons if any weight is sharded on it, in whatever way; else tokens, if x is sharded on one of its
+    leading dimensions; else nothing. What is placed otherwise is redistributed first, as DTensor does for
+    ``nn.Linear``: tokens sharded over ranks that divide neurons are gathered, and their gradient is scattered. The two
+    figures of ``Aux`` are sums over neurons and means over tokens: Partial on the first two kinds of dimension, each
+    rank's weighted by its number of tokens. Gradients come back alike: a Replicate operand that met sharded ones has a
+    Partial gradient. b_down enters y on one rank alone, yet its gradient is whole on all.
+
+    With divided neurons each rank packs its own, numbered from 0, and a tile is 256 of these. So there is no packed
+    tensor of the whole, and nothing to communicate before y: rules for the operators in the middle would only have to
+    promise shapes that follow from no global shape (tiles, unions, rooms for entries). The rule is that of the block
+    for this reason. An ``AutoStrategy`` sees the local problem alone: every rank measures its own neurons and may
+    choose another strategy than its neighbours, since the collectives lie outside and are the same for all.
+
+Operators
+    Those that work token by token take tokens sharded on dimension 0 and weights replicated: ``unpack``, ``up_down``,
+    ``down``, and, where all shards are whole blocks of the tokens that a row of their figures stands for,
+    ``gate_pack``, ``up_down_union`` and ``ffn_union``. Anything else is replicated first, which is right and slow.
+    ``reglu`` takes any sharding. The operators of training have outputs that belong to a batch, so DTensors are refused
+    and the function to call named.
+
+Importing this module registers the operators' rules; ``twell.distributed`` and the functions that meet a DTensor do so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+from twell import ops
+from twell._runtime import geometry
+
+# the dimension of each operand that counts neurons
+NEURONS = {"w_gate": 0, "w_up": 0, "w_down": 1, "b_gate": 0, "b_up": 0}
+WEIGHTS = ("w_gate", "w_up", "w_down")
+# shares of the sparse kernels are multiples of this
+MULTIPLE = 8
+
+
+def ffn(
+    name: str,
+    local: Callable[..., Any],
+    operands: Mapping[str, Tensor],
+    mains: Sequence[Tensor | None] | None,
+    *,
+    dense: bool,
+    return_aux: bool,
+    **options: Any,
+) -> tuple[DTensor, tuple[DTensor, DTensor] | None]:
+    """y and, if asked for, (l1, l0) of ``local``, the function called ``name``, on DTensors.
+
+    ``operands`` are those present, by name, of the right global shapes. ``mains`` are DTensors placed as gradients are:
+    as the weight on dimensions of the mesh that divide neurons, Partial on those that divide tokens. ``dense`` is
+    whether any number of neurons will do. Raises TypeError if some operand is not a DTensor, ValueError for different
+    meshes, shares of neurons that the kernels do not take, and mains placed otherwise.
+    """
+    tensors, mesh = require_dtensors(name, operands)
+    work = [_divides(tensors, mesh_dim) for mesh_dim in range(mesh.ndim)]
+    if not dense:
+        require_shares(name, tensors["w_up"].shape[0], [mesh.size(i) for i, w in enumerate(work) if w == "neurons"])
+    x = tensors["x"]
+    arguments: dict[str, Any] = {}
+    gradients: dict[str, tuple[Placement, ...]] = {}
+    for argument, tensor in tensors.items():
+        rules = [_rule(argument, w, x.placements[i]) for i, w in enumerate(work)]
+        gradients[argument] = tuple(gradient for _, gradient in rules)
+        arguments[argument] = _local(tensor, tuple(placement for placement, _ in rules), gradients[argument])
+    if "b_down" in arguments and not all(mesh.get_local_rank(i) == 0 for i, w in enumerate(work) if w == "neurons"):
+        arguments["b_down"] = _Elsewhere.apply(arguments["b_down"])  # type: ignore[no-untyped-call]
+    weights = [argument for argument in WEIGHTS if argument in tensors]
+    # anything else is for ``local`` to complain of
+    if isinstance(mains, (tuple, list)) and len(mains) == len(weights):
+        mains = [_local_main(name, a, main, mesh, gradients[a]) for a, main in zip(weights, mains)]
+
+    result = local(**arguments, main_grads=mains, return_aux=return_aux, **options)
+    y, aux = result if return_aux else (result, None)
+    partial, replicate = Partial(), Replicate()
+    placements = tuple(
+        partial if w == "neurons" else x.placements[i] if w == "tokens" else replicate for i, w in enumerate(work)
+    )
+    whole = DTensor.from_local(y, mesh, placements, run_check=False, shape=x.shape, stride=_contiguous(x.shape))
+    if aux is None:
+        return whole, None
+    tokens, mine = _tokens(x), _tokens(arguments["x"])
+    sums = [replicate if w == "nothing" else partial for w in work]
+    l1, l0 = (figure if mine == tokens else figure * (mine / max(tokens, 1)) for figure in aux)
+    return whole, (
+        DTensor.from_local(l1, mesh, sums, run_check=False),
+        DTensor.from_local(l0, mesh, sums, run_check=False),
+    )
+
+
+def require_dtensors(name: str, operands: Mapping[str, Tensor]) -> tuple[dict[str, DTensor], DeviceMesh]:
+    """The operands, all of which are DTensors of one mesh, and that mesh; TypeError or ValueError if not."""
+    tensors: dict[str, DTensor] = {}
+    for argument, value in operands.items():
+        if not isinstance(value, DTensor):
+            other = next(a for a, v in operands.items() if isinstance(v, DTensor))
+            raise TypeError(
+                f"{name}: {argument} must be a DTensor as {other} is, got {type(value).__name__}; "
+                "twell.distributed.SparseMLPParallel takes care of it for the modules, DTensor.from_local makes one"
+            )
+        tensors[argument] = value
+    first = next(iter(tensors))
+    mesh = tensors[first].device_mesh
+    for argument, tensor in tensors.items():
+        if tensor.device_mesh != mesh:
+            raise ValueError(f"{name}: {argument} must be on {mesh} as {first} is, got {tensor.device_mesh}")
+    return tensors, mesh
+
+
+def packable(name: str, operands: Mapping[str, Tensor]) -> DTensor:
+    """x of ``pack`` as ``gate_pack`` takes it: sharded evenly on dimension 0 or not at all.
+
+    Raises NotImplementedError if the other operands are sharded, and what ``require_dtensors`` raises.
+    """
+    tensors, mesh = require_dtensors(name, operands)
+    for argument, tensor in tensors.items():
+        if argument != "x" and any(_sharded(placement) for placement in tensor.placements):
+            raise NotImplementedError(
+                f"{name}: {argument} must be Replicate, got {tensor.placements}: a packed gate numbers neurons from "
+                "0 on each rank, so that shares make no whole; pack each rank's own from to_local() of the operands"
+            )
+    x = tensors["x"]
+    even = x.dim() > 1 and x.shape[0] % mesh.size() == 0
+    placements = tuple(p if even and p.is_shard(0) else Replicate() for p in x.placements)
+    return x if x.placements == placements else x.redistribute(placements=placements)
+
+
+def lay(weight: DTensor, rows: bool) -> bool:
+    """Store the local part of a DTensor ``weight`` [K, N] by rows of neurons, or contiguous; whether that changed it.
+
+    The Parameter stays the same object. A part sharded along K, which only ``fully_shard`` makes, is left alone: its
+    storage is not for kernels to read.
+    """
+    with torch.no_grad():
+        part = weight.to_local()
+        laid = part.t() if rows else part
+        if laid.is_contiguous() or any(placement.is_shard(0) for placement in weight.placements):
+            return False
+        laid = laid.contiguous()
+        part, stride = (laid.t(), (1, weight.shape[0])) if rows else (laid, (weight.shape[1], 1))
+        placed = (weight.device_mesh, weight.placements)
+        whole = DTensor.from_local(part, *placed, run_check=False, shape=weight.shape, stride=stride)
+        fresh = nn.Parameter(whole, weight.requires_grad)
+        fresh.grad, weight.grad = weight.grad, None
+    # .data would give the outer tensor other strides and leave the local one as it is
+    torch.utils.swap_tensors(weight, fresh)  # type: ignore[no-untyped-call]
+    return True
+
+
+def _sharded(placement: Placement) -> bool:
+    # private kinds of shards are no Shard
+    return not (placement.is_replicate() or placement.is_partial())
+
+
+def _divides(tensors: Mapping[str, DTensor], mesh_dim: int) -> str:
+    """What a dimension of the mesh divides: "neurons", "tokens" or "nothing"."""
+    if any(_sharded(tensors[argument].placements[mesh_dim]) for argument in WEIGHTS if argument in tensors):
+        return "neurons"
+    x = tensors["x"]
+    placement = x.placements[mesh_dim]
+    return "tokens" if isinstance(placement, Shard) and placement.dim % x.dim() < x.dim() - 1 else "nothing"
+
+
+def _rule(argument: str, work: str, x: Placement) -> tuple[Placement, Placement]:
+    """Where an operand lies on a dimension of the mesh that divides ``work``, and where its gradient does."""
+    if work == "neurons":
+        if argument in NEURONS:
+            return Shard(NEURONS[argument]), Shard(NEURONS[argument])
+        return Replicate(), Partial() if argument == "x" else Replicate()
+    if work == "tokens":
+        return (x, x) if argument == "x" else (Replicate(), Partial())
+    return Replicate(), Replicate()
+
+
+def _local(tensor: DTensor, placements: tuple[Placement, ...], gradient: tuple[Placement, ...]) -> Tensor:
+    """What this rank holds of ``tensor``, placed as asked; differentiable."""
+    if tensor.placements != placements:
+        tensor = tensor.redistribute(placements=placements)
+    if torch.compiler.is_compiling():
+        return tensor.to_local(grad_placements=gradient)
+    return cast(Tensor, _Local.apply(tensor, gradient))  # type: ignore[no-untyped-call]
+
+
+class _Local(torch.autograd.Function):
+    """``to_local`` in eager mode, whatever torch's version: waits for a collective under way, makes no gradient of
+    zeros where there is none, and lays a gradient out as its tensor is, for else a leaf would copy it, for which
+    torch 2.9 has no right way if it is Partial."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, gradient: tuple[Placement, ...]) -> Tensor:
+        part = tensor.to_local()
+        if isinstance(part, AsyncCollectiveTensor):
+            part = part.wait()
+        ctx.set_materialize_grads(False)
+        ctx.placed = (tensor.device_mesh, gradient)
+        ctx.whole = (tensor.shape, tensor.stride())
+        ctx.rows = part.dim() == 2 and not part.is_contiguous() and part.t().is_contiguous()
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[DTensor | None, None]:
+        if gradient is None:
+            return None, None
+        laid = gradient.t().contiguous().t() if ctx.rows else gradient.contiguous()
+        shape, stride = ctx.whole
+        return DTensor.from_local(laid, *ctx.placed, run_check=False, shape=shape, stride=stride), None
+
+
+class _Elsewhere(torch.autograd.Function):
+    """Zeros in place of what another rank adds; the gradient is that of the sum, which every rank knows."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor) -> Tensor:
+        return torch.zeros_like(bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _local_main(
+    name: str, argument: str, main: Tensor | None, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> Tensor | None:
+    if main is None:
+        return None
+    if not isinstance(main, DTensor) or main.device_mesh != mesh or main.placements != placements:
+        got = main.placements if isinstance(main, DTensor) else type(main).__name__
+        raise ValueError(
+            f"{name}: main_grads must have for {argument} a DTensor of its mesh placed {placements}, as this rank's "
+            f"gradient is, got {got}"
+        )
+    with torch.no_grad():
+        return main.to_local()
+
+
+def require_shares(name: str, n: int, ranks: Sequence[int]) -> None:
+    """Raise ValueError unless torch.chunk over ``ranks``, one mesh dimension after the other, gives sparse layers."""
+    shares = {n}
+    for count in ranks:
+        step = {share: -(-share // count) for share in shares}
+        shares = {max(0, min(step[share], share - i * step[share])) for share in shares for i in range(count)}
+    if any(share == 0 or share % MULTIPLE for share in shares):
+        over = " x ".join(map(str, ranks)) or "1"
+        raise ValueError(
+            f"{name}: each rank's share of the neurons must be a positive multiple of {MULTIPLE} for the sparse "
+            f'kernels, got N = {n} over {over} ranks: {sorted(shares)} each; strategy="dense" takes any'
+        )
+
+
+def _tokens(x: Tensor) -> int:
+    m = 1
+    for size in x.shape[:-1]:
+        m = m * size
+    return m
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    stride = [1]
+    for size in reversed(shape[1:]):
+        stride.insert(0, stride[0] * max(size, 1))
+    return tuple(stride)
+
+
+# Rules of single operators: (placements of outputs, placements of inputs) that one dimension of the mesh may have.
+_Rules = list[tuple[list[Placement | None], list[Placement | None]]]
+
+
+def _by_token(outputs: int, tokens: Sequence[bool], present: Sequence[object], sharded: bool = True) -> _Rules:
+    """All replicated and, if ``sharded``, tokens divided: inputs that are ``tokens`` and all outputs on dimension 0."""
+    rules: _Rules = []
+    for kind in (Shard(0), Replicate()) if sharded else (Replicate(),):
+        inputs: list[Placement | None] = [
+            None if value is None or isinstance(value, int) else kind if by_token else Replicate()
+            for by_token, value in zip(tokens, present)
+        ]
+        rules.append(([kind] * outputs, inputs))
+    return rules
+
+
+def _whole_blocks(tokens: Any, block: int) -> bool:
+    """Whether every shard of these tokens is made of whole blocks."""
+    return bool(tokens.shape[0] % (block * tokens.mesh.size()) == 0)
+
+
+def _gate_pack(x: Any, w_gate: Any, bias: Any, compression: int) -> _Rules:
+    divisible = _whole_blocks(x, geometry.STATS_ROWS)
+    return _by_token(3, (True, False, False, False), (x, w_gate, bias, compression), divisible)
+
+
+def _unpack(words: Any, spill: Any, n: int, compression: int) -> _Rules:
+    return _by_token(1, (True, True, False, False), (words, spill, n, compression))
+
+
+def _down(words: Any, spill: Any, w_down: Any, down_bias: Any, compression: int) -> _Rules:
+    return _by_token(2, (True, True, False, False, False), (words, spill, w_down, down_bias, compression))
+
+
+def _up_down(x: Any, *rest: Any) -> _Rules:
+    return _by_token(2, (True, True, True, False, False, False, False, False), (x, *rest))
+
+
+def _up_down_union(x: Any, *rest: Any) -> _Rules:
+    divisible = _whole_blocks(x, geometry.TOKEN_TILE)
+    return _by_token(3, (True, True, True, False, False, False, False, False), (x, *rest), divisible)
+
+
+def _ffn_union(x: Any, *rest: Any) -> _Rules:
+    divisible = _whole_blocks(x, geometry.TOKEN_TILE)
+    return _by_token(4, (True, False, False, False, False, False, False, False), (x, *rest), divisible)
+
+
+def _reglu(*elements: Any) -> _Rules:
+    outputs = len(elements) - 1
+    kinds: list[Placement] = [*(Shard(i) for i in range(len(elements[0].shape))), Replicate()]
+    return [([kind] * outputs, [kind] * len(elements)) for kind in kinds]
+
+
+def _refuse(*operands: Any) -> _Rules:
+    raise NotImplementedError(
+        "the operators of training take no DTensors, for what they keep belongs to a batch; call "
+        "twell.sparse_gated_ffn or twell.sparse_ffn, which run them on what each rank holds"
+    )
+
+
+for _op, _rules in (
+    (ops.gate_pack, _gate_pack),
+    (ops.unpack, _unpack),
+    (ops.down, _down),
+    (ops.up_down, _up_down),
+    (ops.up_down_union, _up_down_union),
+    (ops.ffn_union, _ffn_union),
+    ([ops.reglu, ops.reglu_backward], _reglu),
+    ([ops.hybrid_forward, ops.hybrid_backward, ops.hybrid_backward_accumulate], _refuse),
+):
+    register_sharding(_op)(_rules)

@@ -1,0 +1,1 @@
+"""What the command `twell` runs. Nothing here is an API."""

@@ -1,0 +1,494 @@
+"""``twell analyze``: how sparse a model's feed-forward layers are on text, and what sparse kernels make of that."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from twell import _files, _tuning_table, functional, tuning
+from twell._runtime import geometry
+from twell.commands import saved_model
+from twell.commands.request import RequestError, at_least
+from twell.commands.saved_model import Batch, Layer
+
+DESCRIPTION = """\
+Run a model on text and report how sparse each feed-forward layer is, which strategy the measured times of the kernels
+speak for, and the speed-up to expect: whether to use twell, and for which layers.
+"""
+
+UNIONS = (16, 64, 128, 256)
+HOTTEST = (64, 256, 1024)
+
+# More non-zeros than this make a row heavy; and so does more than one neuron in HEAVY_SHARE, which the hybrid format of
+# a training step holds on average.
+HEAVY = 128
+HEAVY_SHARE = 36
+
+# Fewer tokens than the largest union takes say nothing.
+LEAST_TOKENS = UNIONS[-1]
+
+# Gates that are computed at a time: 32 MB of 16 bits, and half as much of a pattern.
+_CHUNK_GATES = 1 << 24
+
+# A layer whose K, or K * N, is further than this factor from that of the nearest measured layer is far from it.
+FAR = 2.0
+
+COLUMNS = {
+    "layer": "number of the layer",
+    "name": "its qualified name in the model",
+    "kind": '"gated" or "non-gated"',
+    "k": "hidden size",
+    "n": "neurons",
+    "compression": "of the TwELL format; a tile of 256 neurons holds 256 / compression - 1 non-zeros",
+    "tokens": "tokens that ran",
+    "mean": "mean non-zeros of a token after ReLU",
+    "p50": "non-zeros that half of the tokens do not exceed",
+    "p99": "non-zeros that 99 % of the tokens do not exceed",
+    "max": "most non-zeros of a token",
+    "first_token": "mean non-zeros of the first token of a sequence",
+    "heavy": f"share of tokens with more than {HEAVY} non-zeros",
+    "heavy_share": f"share of tokens with more than n / {HEAVY_SHARE} non-zeros",
+    "overflowing": "share of the tiles of 256 neurons of a token with more non-zeros than fit",
+    "dead": "neurons that fired in no token",
+    **{f"union_{t}": f"share of n that some of {t} consecutive tokens fires, mean" for t in UNIONS},
+    **{f"hottest_{h}": f"share of all non-zeros that the {h} most active neurons have" for h in HOTTEST},
+    "strategy_CALL": "strategy for a call: CALL is m64 for inference on 64 tokens, train16384 for a training step",
+    "speedup_CALL": "expected time of the dense layer over that of the strategy, the whole layer",
+    "measured_CALL": "K x N of the measured layer that this rests on",
+    "why_CALL": "why that strategy",
+}
+
+
+class Call(NamedTuple):
+    """A kind of call to predict: its tokens, and whether it is a training step."""
+
+    tokens: int
+    training: bool
+
+    @property
+    def key(self) -> str:
+        return f"{'train' if self.training else 'm'}{self.tokens}"
+
+    def __str__(self) -> str:
+        return f"{'training, ' if self.training else ''}{self.tokens:,} token{'s' if self.tokens > 1 else ''}"
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """How sparse one layer is. Shares are from 0 to 1; ``COLUMNS`` says what each figure means.
+
+    unions: by number of tokens, without those longer than the text. hottest: by number of neurons.
+    """
+
+    name: str
+    number: int
+    gated: bool
+    k: int
+    n: int
+    compression: int
+    tokens: int
+    mean: float
+    p50: int
+    p99: int
+    most: int
+    first: float
+    heavy: float
+    heavy_share: float
+    overflowing: float
+    dead: int
+    unions: dict[int, float]
+    hottest: dict[int, float]
+
+    @property
+    def figures(self) -> tuning.Figures:
+        """What the choice of a strategy rests on."""
+        return tuning.Figures(self.mean, self.unions.get(geometry.TOKEN_TILE))
+
+
+class Tally:
+    """What the tokens of one layer have fired so far: sums on their device, bounded whatever the number of tokens."""
+
+    def __init__(self, n: int, compression: int, device: torch.device) -> None:
+        self._n, self._capacity = n, geometry.capacity(compression)
+        self._device = device
+        self._histogram = self._zeros(n + 1)
+        self._fired = self._zeros(n)
+        self._overflowing = self._zeros(1)
+        # non-zeros of the first tokens of sequences, and how many these are
+        self._first = self._zeros(2)
+        self._unions = {tokens: self._zeros(1) for tokens in UNIONS}
+        self._waiting = torch.empty(0, n, dtype=torch.bool, device=device)
+
+    def _zeros(self, length: int) -> Tensor:
+        return torch.zeros(length, dtype=torch.int64, device=self._device)
+
+    def add(self, pattern: Tensor, first: Tensor) -> None:
+        """Count ``pattern`` bool [tokens, N]: what fires; ``first`` bool [tokens] marks first tokens of sequences."""
+        tiles = F.pad(pattern, (0, -self._n % geometry.TILE)).view(len(pattern), -1, geometry.TILE).sum(2)
+        counts = tiles.sum(1)
+        self._histogram.index_add_(0, counts, torch.ones_like(counts))
+        self._fired += pattern.sum(0)
+        self._overflowing += (tiles > self._capacity).sum()
+        self._first += torch.stack(((counts * first).sum(), first.sum()))
+        # consecutive tokens count together even where they came in different calls
+        block = torch.cat((self._waiting, pattern))
+        whole = len(block) // UNIONS[-1] * UNIONS[-1]
+        self._count_unions(block[:whole])
+        self._waiting = block[whole:].clone()
+
+    def _count_unions(self, block: Tensor) -> None:
+        for tokens, total in self._unions.items():
+            whole = len(block) // tokens
+            total += block[: whole * tokens].view(whole, tokens, self._n).any(1).sum()
+
+    def report(self, layer: Layer) -> LayerReport:
+        """The figures of all tokens so far, of which there must be some; nothing can be added after it."""
+        self._count_unions(self._waiting)
+        n, histogram = self._n, self._histogram.cpu()
+        tokens, nonzeros = int(histogram.sum()), int((histogram * torch.arange(n + 1, device="cpu")).sum())
+        below = histogram.cumsum(0)
+
+        def more_than(limit: int) -> float:
+            return 1 - int(below[min(limit, n)]) / tokens
+
+        hot = self._fired.sort(descending=True).values.cumsum(0).cpu()
+        first, sequences = self._first.tolist()
+        return LayerReport(
+            name=layer.name,
+            number=layer.number,
+            gated=layer.gated,
+            k=layer.linear.in_features,
+            n=n,
+            compression=layer.compression,
+            tokens=tokens,
+            mean=nonzeros / tokens,
+            p50=int((below >= math.ceil(0.5 * tokens)).int().argmax()),
+            p99=int((below >= math.ceil(0.99 * tokens)).int().argmax()),
+            most=int(histogram.nonzero().max()),
+            first=first / max(sequences, 1),
+            heavy=more_than(HEAVY),
+            # more than n / 36 is more than the integer below it
+            heavy_share=more_than(n // HEAVY_SHARE),
+            overflowing=int(self._overflowing) / (tokens * geometry.tiles(n)),
+            dead=int((self._fired == 0).sum()),
+            unions={t: int(v) / (tokens // t * t // t * n) for t, v in self._unions.items() if tokens >= t},
+            hottest={h: int(hot[min(h, n) - 1]) / max(nonzeros, 1) for h in HOTTEST},
+        )
+
+
+def patterns(x: Tensor, linear: nn.Linear) -> Iterator[tuple[slice, Tensor]]:
+    """Which neurons the tokens x [M, K] fire, by plain PyTorch in their dtype: rows, and bool [rows, N]; NaN fires."""
+    step = max(1, _CHUNK_GATES // linear.out_features)
+    for start in range(0, len(x), step):
+        rows = slice(start, start + step)
+        yield rows, ~(F.linear(x[rows], linear.weight, linear.bias) <= 0)
+
+
+def analyze(
+    model: nn.Module,
+    token_batches: Iterable[Batch],
+    layers: Sequence[Layer] | None = None,
+    done: Callable[[int], object] | None = None,
+) -> list[LayerReport]:
+    """A report of each of ``layers``, by default all twell layers of ``model``, on the text of ``token_batches``.
+
+    The model should be in evaluation mode and stays as it is. ``done`` is called with the tokens of each batch after
+    it. Raises ValueError where there is no layer or no token, or where a layer's input is not finite.
+    """
+    watched = saved_model.layers(model) if layers is None else layers
+    tallies = [Tally(layer.linear.out_features, layer.compression, layer.linear.weight.device) for layer in watched]
+
+    def visit(i: int, x: Tensor, first: Tensor) -> None:
+        for rows, pattern in patterns(x, watched[i].linear):
+            tallies[i].add(pattern, first[rows])
+
+    seen = saved_model.observe(model, watched, token_batches, visit, done)
+    if not watched or not seen:
+        raise ValueError(f"analyze: expected layers and tokens, got {len(watched)} layers and {seen} tokens")
+    return [tally.report(layer) for tally, layer in zip(tallies, watched, strict=True)]
+
+
+@dataclass(frozen=True)
+class Pick:
+    """What "auto" would run for a kind of call once it has measured the layer.
+
+    speedup: time of the dense layer over that of ``strategy``. measured: K and N of the layer whose times this rests
+    on, and far: whether that one is very different.
+    """
+
+    call: Call
+    strategy: str
+    speedup: float
+    reason: str
+    measured: tuple[int, int]
+    far: bool
+
+
+def pick(report: LayerReport, call: Call) -> Pick:
+    """The strategy that the tuning table speaks for."""
+    problem = tuning.Problem(call.tokens, report.k, report.n, report.gated, call.training)
+    _, gated, k, n = tuning.nearest(problem)
+    far = gated != report.gated or max(_apart(report.k, k), _apart(report.k * report.n, k * n)) > FAR
+    refusal = _refusal(report)
+    if refusal:
+        return Pick(call, "dense", 1.0, refusal, (k, n), far)
+    decision = tuning.decide(problem, report.figures, None)
+    sparse = {name: cost for name, cost in decision.costs.items() if name != "dense"}
+    reason = decision.reason
+    if not sparse:
+        reason = f"no sparse kernel was measured for {call}"
+    elif decision.strategy == "dense" and min(sparse.values()) >= 1:
+        reason = ", ".join(f"{name} would take {cost:.2f}" for name, cost in sparse.items()) + " of dense's time"
+    return Pick(call, decision.strategy, 1 / decision.costs[decision.strategy], reason, (k, n), far)
+
+
+def _apart(a: int, b: int) -> float:
+    return max(a / b, b / a)
+
+
+def _refusal(report: LayerReport) -> str:
+    """Why the sparse kernels do not take a layer of this size; "" if they do."""
+    operands = {
+        "x": torch.empty(1, report.k, device="meta"),
+        "w_up": torch.empty(report.n, report.k, device="meta"),
+    }
+    try:
+        functional._require_packable("sizes", operands, report.compression)
+    except (ValueError, NotImplementedError) as error:
+        return str(error)
+    return ""
+
+
+def speedup(reports: Sequence[LayerReport], picks: Sequence[Pick]) -> float:
+    """Expected time of all layers dense over that with the strategies picked, times going with the products' flops."""
+    flops = [report.k * report.n * (3 if report.gated else 2) for report in reports]
+    return sum(flops) / sum(flop / each.speedup for flop, each in zip(flops, picks, strict=True))
+
+
+# What people see
+
+
+def _share(value: float | None) -> str:
+    if value is None:
+        return "-"
+    if not value:
+        return "0"
+    percent = 100 * value
+    return "< 0.01 %" if percent < 0.01 else f"{percent:.{2 if percent < 0.995 else 1 if percent < 99.95 else 0}f} %"
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Cells as columns, all to the right; the first line is the header."""
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines]
+
+
+def figures_header(compression: int) -> list[str]:
+    """The columns of ``figures_cells``."""
+    return [
+        *("layer", "non-zeros", "p50", "p99", "max", "first token", f"> {HEAVY}", f"> N/{HEAVY_SHARE}"),
+        *(f"tiles > {geometry.capacity(compression)}", "dead"),
+        *(f"{'union ' if t == UNIONS[0] else ''}{t}" for t in UNIONS),
+        *(f"{'hottest ' if h == HOTTEST[0] else ''}{h}" for h in HOTTEST),
+    ]
+
+
+def figures_cells(report: LayerReport) -> list[str]:
+    """One line of the table of activations."""
+    return [
+        *(str(report.number), f"{report.mean:,.1f}", f"{report.p50:,}", f"{report.p99:,}", f"{report.most:,}"),
+        *(f"{report.first:,.1f}", _share(report.heavy), _share(report.heavy_share), _share(report.overflowing)),
+        _share(report.dead / report.n),
+        *(_share(report.unions.get(t)) for t in UNIONS),
+        *(_share(report.hottest[h]) for h in HOTTEST),
+    ]
+
+
+def _tables(reports: Sequence[LayerReport], picks: Sequence[Sequence[Pick]]) -> Iterator[str]:
+    yield "Activations after ReLU"
+    yield from aligned([figures_header(reports[0].compression), *map(figures_cells, reports)])
+    yield f"non-zeros: mean of a token. > {HEAVY}, > N/{HEAVY_SHARE}: share of tokens with more. tiles: share of the"
+    yield "  tiles of 256 neurons of a token that overflow. dead: share of neurons that never fired. union: share of"
+    yield "  neurons that some of so many consecutive tokens fires. hottest: share of the non-zeros that so many have."
+    yield ""
+    yield "Strategy and expected speed of the layer, in times of dense"
+    header = ["layer", *(str(each.call) for each in picks[0])]
+    yield from aligned(
+        [
+            header,
+            *(
+                [str(report.number), *(f"{each.strategy} {each.speedup:.2f}x" for each in row)]
+                for report, row in zip(reports, picks, strict=True)
+            ),
+        ]
+    )
+
+
+def _summary(reports: Sequence[LayerReport], picks: Sequence[Sequence[Pick]]) -> Iterator[str]:
+    mean = sum(report.mean for report in reports) / len(reports)
+    share = sum(report.mean / report.n for report in reports) / len(reports)
+    yield f"Mean over layers: {mean:,.1f} non-zeros a token, {_share(share)} of the neurons"
+    for of_call in zip(*picks):
+        dense: dict[str, list[int]] = {}
+        for report, each in zip(reports, of_call, strict=True):
+            if each.strategy == "dense":
+                dense.setdefault(each.reason, []).append(report.number)
+        count = sum(map(len, dense.values()))
+        staying = f"; {count} of {len(reports)} layers stay dense" if count else ""
+        yield f"{of_call[0].call}: FFNs {speedup(reports, of_call):.2f}x as fast as dense{staying}"
+        for reason, numbers in dense.items():
+            yield f"  layer{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}: {reason}"
+
+
+def _caveats(reports: Sequence[LayerReport], picks: Sequence[Sequence[Pick]]) -> Iterator[str]:
+    machine = "; ".join(_tuning_table.MACHINE.split("; ")[:1])
+    yield f"Expected from times measured on {machine} in 16 bits, {_tuning_table.DATE}."
+    far: dict[str, list[str]] = {}
+    for report, row in zip(reports, picks, strict=True):
+        for each in row:
+            kind, (k, n) = "gated" if report.gated else "non-gated", each.measured
+            where = f"a {kind} layer with K = {report.k:,}, N = {report.n:,}; the nearest has K = {k:,}, N = {n:,}"
+            if each.far and str(each.call) not in far.setdefault(where, []):
+                far[where].append(str(each.call))
+    for where, calls in far.items():
+        if calls:
+            yield f"Far from what was measured: {where} ({'; '.join(calls)})"
+
+
+def _header(loaded: saved_model.Loaded, reports: Sequence[LayerReport], text: saved_model.Text) -> Iterator[str]:
+    parameter = next(loaded.model.parameters())
+    where = f"{parameter.device}, {tuning.dtype_name(parameter.dtype)}"
+    yield f"{loaded.folder.absolute().name}: {len(reports)} ReLU FFN layers; {where}"
+    shapes: dict[tuple[bool, int, int], list[int]] = {}
+    for report in reports:
+        shapes.setdefault((report.gated, report.k, report.n), []).append(report.number)
+    for (gated, k, n), numbers in shapes.items():
+        these = f"layers {', '.join(map(str, numbers))}: " if len(shapes) > 1 else ""
+        yield f"{these}{'gated' if gated else 'non-gated'}, K = {k:,}, N = {n:,}"
+    if loaded.was:
+        yield f"ReLU in place of {loaded.was}, which it was trained with: figures before any training with ReLU"
+    longest = max(map(len, text.sequences))
+    sequences = f"{len(text.sequences):,} sequences of up to {longest:,}"
+    yield f"Text: {text.tokens:,} tokens of {text.files:,} files, {sequences}"
+
+
+def rows(reports: Sequence[LayerReport], picks: Sequence[Sequence[Pick]]) -> list[dict[str, Any]]:
+    """One row for each layer, with the columns of ``COLUMNS``; None where the text was too short for a union."""
+    return [
+        {
+            "layer": report.number,
+            "name": report.name,
+            "kind": "gated" if report.gated else "non-gated",
+            "k": report.k,
+            "n": report.n,
+            "compression": report.compression,
+            "tokens": report.tokens,
+            "mean": report.mean,
+            "p50": report.p50,
+            "p99": report.p99,
+            "max": report.most,
+            "first_token": report.first,
+            "heavy": report.heavy,
+            "heavy_share": report.heavy_share,
+            "overflowing": report.overflowing,
+            "dead": report.dead,
+            **{f"union_{t}": report.unions.get(t) for t in UNIONS},
+            **{f"hottest_{h}": report.hottest[h] for h in HOTTEST},
+            **{
+                f"{name}_{each.call.key}": value
+                for each in row
+                for name, value in (
+                    ("strategy", each.strategy),
+                    ("speedup", each.speedup),
+                    ("measured", "x".join(map(str, each.measured))),
+                    ("why", each.reason),
+                )
+            },
+        }
+        for report, row in zip(reports, picks, strict=True)
+    ]
+
+
+def write_csv(path: Path, table: Sequence[dict[str, Any]]) -> None:
+    """Write rows of the same columns, of which there must be some."""
+    with _files.replacing(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(table[0]))
+        writer.writeheader()
+        writer.writerows(table)
+
+
+# The command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to ``parser``."""
+    saved_model.add_arguments(parser, tokens=65536)
+    add = parser.add_argument
+    add(
+        "--compression",
+        type=int,
+        choices=geometry.COMPRESSIONS,
+        help="of the TwELL format (default: the model's, or 8)",
+    )
+    add(
+        "--tokens-per-call",
+        type=at_least(1),
+        nargs="+",
+        metavar="M",
+        default=[1, 64, 16384],
+        help="tokens of the inference calls to predict: decoding, prefill (default: 1 64 16384)",
+    )
+    add(
+        "--training-tokens",
+        type=at_least(1),
+        nargs="+",
+        metavar="M",
+        default=[16384],
+        help="tokens of the training steps to predict (default: 16384)",
+    )
+    add("--csv", type=Path, metavar="FILE", help="write one row for each layer, with the columns below")
+    add("--plot", type=Path, metavar="FILE", help="draw a chart, PNG or SVG by its suffix; needs matplotlib")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    width = max(map(len, COLUMNS))
+    parser.epilog = "columns of the CSV, shares from 0 to 1:\n" + "\n".join(
+        f"  {name:<{width}}  {meaning}" for name, meaning in COLUMNS.items()
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and print. Raises RequestError for a request that cannot be met, before the model runs."""
+    saved_model.check_file("--csv", arguments.csv, (".csv",))
+    saved_model.check_file("--plot", arguments.plot, (".png", ".svg"))
+    if arguments.plot is not None:
+        from twell.commands import analyze_plots
+
+        analyze_plots.require()
+    loaded = saved_model.load(arguments, arguments.compression)
+    text = saved_model.read(loaded, arguments, LEAST_TOKENS)
+    with saved_model.progress(text.tokens, "analyze") as done:
+        try:
+            reports = analyze(loaded.model, saved_model.batches(text.sequences, arguments.batch), None, done)
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+    calls = [Call(m, False) for m in dict.fromkeys(arguments.tokens_per_call)]
+    calls += [Call(m, True) for m in dict.fromkeys(arguments.training_tokens)]
+    picks = [[pick(report, call) for call in calls] for report in reports]
+    header = list(_header(loaded, reports, text))
+    print(*header, "", *_tables(reports, picks), "", *_summary(reports, picks), "", sep="\n")
+    print(*_caveats(reports, picks), sep="\n")
+    if arguments.csv is not None:
+        write_csv(arguments.csv, rows(reports, picks))
+        print(f"CSV: {arguments.csv.absolute()}")
+    if arguments.plot is not None:
+        analyze_plots.save(arguments.plot, reports, picks, "\n".join(header))
+        print(f"Chart: {arguments.plot.absolute()}")
+    return 0

@@ -1,0 +1,229 @@
+"""The command ``twell bench``: times what is asked for, prints and writes what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from twell import testing
+from twell.commands.bench import DESCRIPTION, report, rows
+from twell.commands.bench.parser import L2_TBS, Request, add_arguments, request
+from twell.commands.bench.protocol import Ceilings, Cpu, Device, Gpu
+from twell.commands.bench.report import Progress, Writer
+from twell.commands.bench.rows import COLUMNS, Row
+from twell.commands.bench.runner import DTYPES, Runner, steps
+from twell.commands.request import RequestError, exit_status
+
+if TYPE_CHECKING:
+    from twell.commands.bench.energy import EnergyMeter
+
+COMMAND = "twell bench"
+
+# Columns that flags ask for.
+MEMORY, ENERGY = ("kept-MB", "peak-MB"), ("mJ/token", "net", "dense/mJ")
+
+
+def repro(row: Row, asked: Request) -> str:
+    """The command that repeats a row, with what it is compared with."""
+    options = asked.options
+    text = next((job.source.text for job in asked.jobs if job.source.name == row.workload), row.workload)
+    words: list[object] = ["python", "-m", "twell", "bench", row.op]
+    words += ["-m", row.m, "-k", row.k, "-n", row.n, "--workload", text]
+    words += ["--strategy", row.requested or ",".join(options.strategies)]
+    if "decode" in row.op.split(","):
+        words += ["--m-decode", row.tokens if row.op == "decode" else ",".join(map(str, options.decoded))]
+    words += ["--dtype", row.dtype, "--compression", row.compression]
+    words += ["--device", asked.device, "--compile", asked.compile, "--seconds", f"{options.seconds:g}"]
+    if asked.l2_tbs != L2_TBS:
+        words += ["--l2-tbs", f"{asked.l2_tbs:g}"]
+    if asked.energy:
+        words += ["--energy", "--energy-seconds", f"{options.energy_seconds:g}"]
+    flags = {"--no-check": not options.check, "--memory": options.memory, "--kernels": options.kernels}
+    words += [flag for flag, given in flags.items() if given]
+    return shlex.join(map(str, words))
+
+
+@dataclass
+class _Run:
+    """What was asked for, and what came of it so far."""
+
+    asked: Request
+    ceilings: Ceilings
+    machine: str
+    meter: EnergyMeter | None
+    found: list[Row]
+    writer: Writer
+    complete: bool = False
+
+    def write(self, final: bool) -> None:
+        """The data so far; to stdout at the end alone."""
+        self.writer.save(final, self._write)
+
+    def _write(self, path: Path) -> None:
+        asked = self.asked
+        if path == asked.csv:
+            report.write_csv(path, self.found)
+            return
+        more: dict[str, Any] = {
+            "ceilings": {
+                "tflops": self.ceilings.flops / 1e12,
+                "memory_tbs": self.ceilings.memory / 1e12,
+                "l2_tbs_assumed": self.ceilings.l2 / 1e12,
+            },
+            "complete": self.complete,
+        }
+        if self.meter is not None:
+            more |= {"energy_method": self.meter.method, "idle_watts": self.meter.idle}
+        report.write_json(path, self.found, machine=self.machine, arguments=asked.arguments(), **more)
+
+
+@torch.no_grad()
+def run(arguments: argparse.Namespace) -> int:
+    """Time what is asked for. Returns 0, 1 if a row is red, 2 if a file could not be written, 130 for Ctrl-C.
+
+    After Ctrl-C, too, the rows so far are printed and written.
+
+    Raises RequestError for what cannot be done.
+    """
+    asked = request(arguments)
+    with ExitStack() as stack:
+        device: Device = Cpu()
+        if asked.device != "cpu":
+            stack.enter_context(torch.cuda.device(torch.device(asked.device)))
+            device = Gpu(torch.device("cuda", torch.cuda.current_device()))
+        meter = _meter(device) if asked.energy else None
+        ceilings, machine = device.ceilings(DTYPES[asked.jobs[0].dtype], asked.l2_tbs)
+        this = _Run(asked, ceilings, machine, meter, [], Writer(asked.json, asked.csv, name=COMMAND))
+        try:
+            _measure(this, device)
+        except KeyboardInterrupt:
+            print(f"\n{COMMAND}: interrupted", file=sys.stderr)
+    if this.found or this.complete:
+        this.write(final=True)
+    if asked.silent:
+        print(machine, file=sys.stderr)
+    else:
+        _print(this)
+    red = sum(bool(row.red) for row in this.found)
+    if red:
+        print(f"{red} of {len(this.found)} rows are red", file=sys.stderr)
+    if this.complete and not this.found:
+        print(f"{COMMAND}: nothing to time: some parts of training are for patterns that fit, or not", file=sys.stderr)
+    if not this.complete:
+        return 130
+    return 2 if this.writer.failure else int(red > 0)
+
+
+def _meter(device: Device) -> EnergyMeter:
+    from twell.commands.bench.energy import EnergyMeter
+
+    meter = EnergyMeter(device.torch_device)
+    if not meter.available:
+        raise RequestError(f"--energy: {meter.reason}")
+    return meter
+
+
+def _measure(this: _Run, device: Device) -> None:
+    """Run all jobs; whatever has been timed is written at once."""
+    asked = this.asked
+    options = replace(asked.options, compiled=_compiled(asked.compile))
+    with Progress(sum(len(steps(options, job)) for job in asked.jobs), name=COMMAND) as progress:
+        runner = Runner(options, device, this.ceilings, progress, this.meter)
+        for job in asked.jobs:
+            for group in runner.run(job):
+                this.found += group
+                this.write(final=False)
+    this.complete = True
+
+
+def _compiled(mode: str) -> Callable[..., torch.Tensor] | None:
+    """The dense layer through torch.compile."""
+    if mode == "none":
+        return None
+    # each number of tokens is compiled for itself, and each size of a recorded layer
+    torch._dynamo.config.recompile_limit = 256
+    compiled: Callable[..., torch.Tensor] = torch.compile(
+        testing.dense_output, fullgraph=True, dynamic=False, mode=None if mode == "default" else mode
+    )
+    return compiled
+
+
+def _print(this: _Run) -> None:
+    """The table, and what belongs to it."""
+    asked, found = this.asked, this.found
+    kept = [*(MEMORY if asked.options.memory else ()), *(ENERGY if asked.energy else ())]
+    columns, dropped = (list(COLUMNS), []) if asked.wide else rows.fitting(found, kept=kept)
+    if asked.columns:
+        columns, dropped = rows.chosen(asked.columns), []
+    if found:
+        report.print_table(columns, found)
+    for row in found:
+        if row.kernels is not None:
+            _print_kernels(row)
+    first = asked.jobs[0]
+    if asked.device == "cpu":
+        sizes = f"M = {', '.join(map(str, asked.arguments()['m']))}, K = {first.k:,}, N = {first.n:,}"
+        print(f"{sizes}, on a CPU, whose times mean nothing; -m, -k and -n take others")
+    left_out = f"; left out: {', '.join(dropped)} (--wide)" if dropped else ""
+    print(f"{asked.jobs[0].dtype}, compression {asked.options.compression}; columns: {COMMAND} --help{left_out}")
+    if not asked.options.check:
+        print("UNCHECKED: no result was compared with float64 (--no-check)")
+    ceilings = this.ceilings
+    print(
+        f"ceilings: {ceilings.flops / 1e12:.3g} TFLOP/s and {ceilings.memory / 1e12:.3g} TB/s of memory measured now, "
+        f"{ceilings.l2 / 1e12:.3g} TB/s of L2 assumed"
+    )
+    if asked.options.memory and asked.device == "cpu":
+        print("memory: not known on a CPU, whose allocator keeps no count")
+    if this.meter is not None:
+        idle = "" if this.meter.idle is None else f"; idle {this.meter.idle:.0f} W"
+        print(f"energy: of the whole board, by {this.meter.method.replace('_', ' ')}{idle}")
+    print(this.machine)
+    if asked.repro:
+        for row in found:
+            print(f"{row.workload}, {_tokens(row)}, {row.variant} {row.requested}".rstrip() + ":")
+            print(f"  {repro(row, asked)}")
+
+
+def _print_kernels(row: Row) -> None:
+    """Microseconds of each kernel in one call, the longest first."""
+    assert row.kernels is not None
+    total = sum(row.kernels.values()) * 1e3
+    print(f"{row.workload}, {_tokens(row)}, {row.variant} ({rows.named(row)}): {total:.0f} us in a queued call")
+    for symbol, ms in sorted(row.kernels.items(), key=lambda item: -item[1]):
+        print(f"  {ms * 1e3:8.1f}  {symbol}")
+
+
+def _tokens(row: Row) -> str:
+    return f"{row.tokens} token{'' if row.tokens == 1 else 's'}"
+
+
+def parser() -> argparse.ArgumentParser:
+    """That of all operations but ``model``."""
+    top = argparse.ArgumentParser(prog=COMMAND, description=DESCRIPTION)
+    add_arguments(top)
+    return top
+
+
+def run_model(argv: Sequence[str]) -> int:
+    """``twell bench model``, which has arguments of its own."""
+    from twell.commands.bench import models
+
+    top = argparse.ArgumentParser(prog=f"{COMMAND} model", description=models.DESCRIPTION)
+    models.add_arguments(top)
+    return models.run(top.parse_args(argv))
+
+
+def main(argv: Sequence[str]) -> int:
+    """See ``twell.commands.bench.main``."""
+    if list(argv[:1]) == ["model"]:
+        return exit_status(f"{COMMAND} model", lambda: run_model(argv[1:]))
+    return exit_status(COMMAND, lambda: run(parser().parse_intermixed_args(argv)))

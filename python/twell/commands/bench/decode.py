@@ -1,0 +1,122 @@
+"""The gated layer on a few tokens, with weights that are not in L2: what generating text runs."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twell import testing
+from twell._runtime import geometry
+from twell.commands.bench.layers import ITEM, Layer, Variant, Verdict, tiles_of
+from twell.testing import FFN, Comparison, Errors
+
+# Tokens after which recorded layers repeat; those around the middle are taken, and so many for the errors.
+RECORDED = 4096
+DECODED = 512
+
+# Calls of a recording, at least, which else would be as short as the events that time it.
+CALLS = 32
+
+
+class Decode:
+    """The tokens around the middle of a workload, and copies of its weights, whose gates exceed the L2 cache."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer = layer
+        tokens = min(DECODED, layer.m)
+        middle = max(0, (min(RECORDED, layer.m) - tokens) // 2)
+        self.window = layer.problem.rows(middle, middle + tokens)
+        self.active = F.relu(F.linear(self.window.x, self.window.w_gate)) != 0
+        # of a token
+        self.nnz = float(self.active.sum()) / tokens
+        self.overflowing = float(layer.overflows[middle : middle + tokens].sum()) / tokens
+        # of the other two weights a sparse call reads some rows: its gates alone are not to fit into the cache
+        self.copies = layer.device.copies_for(layer.weight_bytes)
+        self.calls = self.copies * math.ceil(CALLS / self.copies)
+        self.weights = [self.window, *(self.window.map(Tensor.clone) for _ in range(self.copies - 1))]
+
+    def variants(self, m: int) -> list[Variant]:
+        """Of ``m`` tokens a call: dense PyTorch first, then each strategy."""
+        call = _Calls(self, m)
+        options = self.layer.options
+        chosen = [call.dense(name, function) for name, function in self.layer.dense()]
+        chosen += [call.sparse(requested) for requested in options.strategies]
+        for variant in chosen:
+            variant.copies = self.calls
+        return chosen
+
+
+class _Calls:
+    """The variants of one number of tokens."""
+
+    def __init__(self, decode: Decode, m: int) -> None:
+        self.decode, self.layer, self.m = decode, decode.layer, m
+        n, k = self.layer.n, self.layer.k
+        self.product, self.token_bytes = 2.0 * m * n * k, ITEM * m * k
+        self.parts = len(decode.window.x) // m
+        active = decode.active[: self.parts * m].view(self.parts, m, n)
+        # of a call: non-zeros, neurons that fire, and neurons on the lists of its tiles
+        self.nonzeros = float(active.sum()) / self.parts
+        self.fired = float(active.any(1).sum()) / self.parts
+        self.listed = float(tiles_of(active).any(1).sum()) / self.parts
+
+    @functools.cached_property
+    def answer(self) -> tuple[Tensor, Errors, float]:
+        """y of all tokens in float64, the errors of dense PyTorch, so many tokens at a time, and their roundings."""
+        right = testing.float64_output(self.decode.window)
+        dense = testing.errors(self.whole(testing.dense_output), right)
+        return right, dense, testing.count_roundings(self.decode.window)
+
+    def whole(self, function: Callable[[FFN], Tensor]) -> Tensor:
+        """y of all tokens, so many at a time."""
+        window, m = self.decode.window, self.m
+        return torch.cat([function(window.rows(first, first + m)) for first in range(0, len(window.x), m)])
+
+    def at(self, i: int) -> FFN:
+        """The problem of the i-th call."""
+        first = i % self.parts * self.m
+        weights = self.decode.weights[i % self.decode.copies]
+        return weights._replace(x=self.decode.window.x[first : first + self.m])
+
+    def figures(self, strategy: str) -> dict[str, Any]:
+        """What a strategy executes and moves, and its floor."""
+        layer = self.layer
+        listed = self.listed * geometry.TOKEN_TILE
+        pairs = {"row": self.nonzeros, "union": listed, "dense": float(self.m * layer.n)}[strategy]
+        rows = layer.n if strategy == "dense" else self.fired
+        moved = 2 * self.token_bytes + layer.weight_bytes + 2 * rows * layer.k * ITEM
+        # the gate's product and the memory traffic, which the smallest batches are bound by
+        floor = layer.seconds(3 * self.product if strategy == "dense" else self.product, moved)
+        return {"executed": self.product + 2 * 2 * pairs * layer.k, "moved": moved, "floor": floor}
+
+    def dense(self, name: str, function: Callable[..., Tensor]) -> Variant:
+        call = lambda i: (function(self.at(i), gated=True),)  # noqa: E731
+        return Variant(f"{name} decode", "decode", call, 3 * self.product, **self.figures("dense"))
+
+    def sparse(self, requested: str) -> Variant:
+        variant = Variant("decode", "decode", lambda i: (), 3 * self.product, baseline=" decode", requested=requested)
+
+        def call(strategy: Any, i: int) -> tuple[Tensor, ...]:
+            return (self.layer.sparse(strategy)(self.at(i)),)
+
+        def figures(strategy: str) -> dict[str, Any]:
+            return self.figures(strategy) | {"verify": functools.partial(self.verify, strategy)}
+
+        return self.layer.by_strategy(variant, call, figures)
+
+    def verify(self, strategy: str, outputs: tuple[Tensor, ...]) -> Verdict:
+        """y of all tokens, and the last call's bits with its copy of the weights."""
+        y = self.whole(self.layer.sparse(strategy))
+        right, dense, roundings = self.answer
+        comparison = Comparison(testing.errors(y, right), dense, roundings)
+        if not comparison.ok:
+            return {"y": comparison}, str(comparison)
+        first = (self.decode.calls - 1) % self.parts * self.m
+        same = torch.equal(outputs[0], y[first : first + self.m])
+        return {"y": comparison}, "" if same else "other bits with a copy of the weights"

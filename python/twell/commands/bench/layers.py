@@ -1,0 +1,381 @@
+"""What is timed of one layer without gradients: gate_pack, the products that read what it packs, and whole layers.
+
+``Layer`` holds what all benchmarks of one workload share, ``Variant`` is one thing to time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import twell
+from twell import _auto, ops, testing
+from twell._runtime import geometry
+from twell.commands.bench.protocol import Call, Ceilings, Device
+from twell.testing import FFN, Comparison, Errors
+
+INFERENCE = ("gate_pack", "up_down", "up_down_union", "ffn", "down", "sparse_ffn")
+TRAINING = ("train", "train_forward", "train_backward", "train_overflow", "sparse_train")
+OPS = (*INFERENCE, "decode", *TRAINING)
+STRATEGIES = ("row", "union", "dense", "auto")
+
+# Bytes of a stored value.
+ITEM = 2
+
+# Eager calls before "auto" is recorded. It measures calls 0, 1, 2, 4 and decides by them at 1, 2, 4, 8.
+SETTLING = 9
+
+# Tokens whose gate is computed at a time to count what fires.
+_COUNTED = 16384
+
+Packed = tuple[Tensor, Tensor, Tensor]
+Verdict = tuple[dict[str, Comparison], str]
+Verify = Callable[[tuple[Tensor, ...]], Verdict]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is timed of each workload. ``compiled`` is ``testing.dense_output`` through torch.compile, or None."""
+
+    ops: tuple[str, ...]
+    strategies: tuple[str, ...] = ("auto",)
+    compression: int = 8
+    decoded: tuple[int, ...] = ()
+    compiled: Callable[..., Tensor] | None = None
+    check: bool = True
+    kernels: bool = False
+    memory: bool = False
+    seconds: float = 3.0
+    energy_seconds: float = 5.0
+
+
+@dataclass
+class Variant:
+    """One thing to time: ``call(i)`` works on the i-th copy of the operands and returns its outputs, y first.
+
+    ``op`` is what it is timed for, several by commas. ``eager`` is what runs outside of recordings, where that differs.
+    ``verify`` gives the errors and, where they are too large, why it is wrong. ``baseline`` is what follows "dense
+    eager" and "dense compiled" in the names of the variants that its time is compared with. ``forward`` is the part of
+    a training step that leaves y and what backward needs. ``settle`` gives fields that depend on the strategy; it may
+    fail.
+    """
+
+    name: str
+    op: str
+    call: Call
+    flop: float
+    floor: float = 0.0  # seconds
+    gathered: float = 0.0  # bytes through L2
+    verify: Verify | None = None
+    baseline: str | None = None
+    forward: Callable[[int], Tensor] | None = None
+    eager: Call | None = None
+    settle: Callable[[], dict[str, Any]] | None = None
+    requested: str = ""
+    strategy: str = ""
+    executed: float | None = None  # operations
+    moved: float | None = None  # bytes from memory
+    copies: int = 0  # calls of a recording; 0 for as many as there are copies of x
+
+    @property
+    def key(self) -> str:
+        return f"{self.name} {self.requested}".rstrip()
+
+    def settled(self) -> None:
+        """Fix what depends on the strategy."""
+        if self.settle is not None:
+            for field, value in self.settle().items():
+                setattr(self, field, value)
+
+    def now(self, i: int) -> tuple[Tensor, ...]:
+        """A call outside of recordings."""
+        return (self.eager or self.call)(i)
+
+
+class Layer:
+    """A workload, copies of its tokens, what fires in it, and what dense PyTorch makes of it."""
+
+    def __init__(self, problem: FFN, options: Options, device: Device, ceilings: Ceilings) -> None:
+        self.problem, self.options, self.device, self.ceilings = problem, options, device, ceilings
+        self.m, self.k = problem.x.shape
+        self.n = problem.w_gate.shape[0]
+        # operations of one product; bytes of x, of one weight
+        self.product = 2.0 * self.m * self.n * self.k
+        self.token_bytes, self.weight_bytes = ITEM * self.m * self.k, ITEM * self.n * self.k
+        self.copies = device.copies_for(self.token_bytes)
+        self.x = [problem.x, *(problem.x.clone() for _ in range(self.copies - 1))]
+        self.nonzeros, self.overflows = self._count()
+        self.overflowing = int(self.overflows.sum())
+        self.fits = self.nonzeros <= geometry.hybrid_capacity(self.m, self.n)
+        self.packed_bytes = self.overflowing * geometry.TILE * ITEM
+        self.packed_bytes += self.m * geometry.tiles(self.n) * geometry.words_per_tile(options.compression) * 4
+        self._answers: dict[bool, tuple[Tensor, Errors, float]] = {}
+
+    def _count(self) -> tuple[int, Tensor]:
+        """Non-zeros, and tiles that overflow by token."""
+        nonzeros, overflows, tiles = 0, [], geometry.tiles(self.n)
+        for start in range(0, self.m, _COUNTED):
+            gate = F.relu(F.linear(self.problem.x[start : start + _COUNTED], self.problem.w_gate))
+            counts = F.pad(gate != 0, (0, tiles * geometry.TILE - self.n)).view(-1, tiles, geometry.TILE).sum(2)
+            nonzeros += int(counts.sum())
+            overflows.append((counts > geometry.capacity(self.options.compression)).sum(1))
+        return nonzeros, torch.cat(overflows)
+
+    def seconds(self, flop: float, moved: float, gathered: float = 0.0) -> float:
+        """The floor: the largest of what arithmetic, compulsory memory traffic and the gather take."""
+        ceilings = self.ceilings
+        return max(flop / ceilings.flops, moved / ceilings.memory, gathered / ceilings.l2)
+
+    def answer(self, gated: bool) -> tuple[Tensor, Errors, float]:
+        """The layer's y in float64, the errors of dense PyTorch, and how many roundings share most of them."""
+        if gated not in self._answers:
+            right = testing.float64_output(self.problem, gated=gated)
+            errors = testing.errors(testing.dense_output(self.problem, gated=gated), right)
+            self._answers[gated] = right, errors, testing.count_roundings(self.problem, gated=gated)
+        return self._answers[gated]
+
+    def verify_output(self, gated: bool) -> Verify:
+        """y against float64."""
+
+        def verify(outputs: tuple[Tensor, ...]) -> Verdict:
+            right, dense, roundings = self.answer(gated)
+            comparison = Comparison(testing.errors(outputs[0], right), dense, roundings)
+            return {"y": comparison}, "" if comparison.ok else str(comparison)
+
+        return verify
+
+    def sparse(self, strategy: Any, compiled: bool = False) -> Callable[..., Tensor]:
+        """``testing.sparse_output`` by this strategy."""
+        function = torch.compile(testing.sparse_output, fullgraph=True, dynamic=False) if compiled else None
+        options = {"compression": self.options.compression, "strategy": strategy}
+        return functools.partial(function or testing.sparse_output, **options)
+
+    def dense(self) -> Iterator[tuple[str, Callable[..., Tensor]]]:
+        """The dense functions by what they are called in names of variants."""
+        yield "dense eager", testing.dense_output
+        if self.options.compiled is not None:
+            yield "dense compiled", self.options.compiled
+
+    def by_strategy(
+        self,
+        variant: Variant,
+        layer: Callable[[Any, int], tuple[Tensor, ...]],
+        figures: Callable[[str], dict[str, Any]],
+    ) -> Variant:
+        """The variant as calls of ``layer(strategy, i)``; "auto" settles first. ``figures`` are those of a strategy."""
+
+        def settle() -> dict[str, Any]:
+            passed: Any = variant.requested
+            strategy = variant.requested
+            if strategy == "auto":
+                passed, strategy = self._auto(layer)
+            # outside of recordings "auto" may run another strategy to measure
+            calls = {"call": functools.partial(layer, passed), "eager": functools.partial(layer, strategy)}
+            return {"strategy": strategy, **calls, **figures(strategy)}
+
+        variant.settle = settle
+        return variant
+
+    def _auto(self, layer: Callable[[Any, int], tuple[Tensor, ...]]) -> tuple[twell.AutoStrategy, str]:
+        """A site that some calls have settled, and on what."""
+        site = twell.AutoStrategy()
+        for i in range(SETTLING):
+            layer(site, i)
+            self.device.wait()
+        where = self.device.torch_device
+        strategy = next((choice.strategy for choice in site.explain() if not choice.graph), "")
+        strategy = strategy or _auto.forced(where.type, where.index)
+        if not strategy:
+            raise RuntimeError('"auto" chooses nothing on this device')
+        return site, strategy
+
+
+class Inference:
+    """The forward pass and its parts, of the layer with gate and of that without."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer, self.problem = layer, layer.problem
+        self.asked = [op for op in layer.options.ops if op in INFERENCE]
+
+    def variants(self) -> list[Variant]:
+        """Dense PyTorch first."""
+        if not self.asked:
+            return []
+        chosen = [variant for gated in (True, False) for variant in self._dense(gated)]
+        chosen.append(self._gemm())
+        if "gate_pack" in self.asked:
+            chosen.append(self._gate_pack())
+        for op, whole, gated in (("up_down", "ffn", True), ("down", "sparse_ffn", False)):
+            if op in self.asked:
+                chosen.append(self._reader(op, gated))
+            if "up_down_union" in self.asked and (gated or "down" in self.asked):
+                chosen.append(self._union_reader(gated))
+            if whole in self.asked:
+                chosen += [self._whole(whole, requested, gated) for requested in self.layer.options.strategies]
+        return chosen
+
+    def _dense(self, gated: bool) -> list[Variant]:
+        """The whole layer in dense PyTorch, if anything asked for has such a y."""
+        layer = self.layer
+        asked = [op for op in self.asked if op != "gate_pack" and (op not in ("down", "sparse_ffn")) == gated]
+        if not asked:
+            return []
+        flop, floor = self._dense_floor(gated)
+        suffix = "" if gated else " non-gated"
+
+        def variant(name: str, function: Callable[..., Tensor]) -> Variant:
+            call: Call = lambda i: (function(self.problem._replace(x=layer.x[i]), gated=gated),)  # noqa: E731
+            compiled = function is layer.options.compiled
+            verify = layer.verify_output(gated) if compiled else None
+            return Variant(f"{name}{suffix}", asked[0], call, flop, floor, verify=verify, executed=flop)
+
+        return [variant(name, function) for name, function in layer.dense()]
+
+    def _dense_floor(self, gated: bool) -> tuple[float, float]:
+        """Operations of the dense layer, and its floor."""
+        layer, products = self.layer, 3 if gated else 2
+        flop = products * layer.product
+        return flop, layer.seconds(flop, 2 * layer.token_bytes + products * layer.weight_bytes)
+
+    def _gemm(self) -> Variant:
+        layer = self.layer
+        floor = layer.seconds(layer.product, layer.token_bytes + layer.weight_bytes + ITEM * layer.m * layer.n)
+        call: Call = lambda i: (F.linear(layer.x[i], self.problem.w_gate),)  # noqa: E731
+        return Variant("gate GEMM", self.asked[0], call, layer.product, floor, executed=layer.product)
+
+    @property
+    def _pack_floor(self) -> float:
+        layer = self.layer
+        return layer.seconds(layer.product, layer.token_bytes + layer.weight_bytes + layer.packed_bytes)
+
+    def _pack(self, i: int) -> Packed:
+        x, compression = self.layer.x[i], self.layer.options.compression
+        packed: Packed = ops.gate_pack(x, self.problem.w_gate, None, compression)
+        return packed
+
+    def _gate_pack(self) -> Variant:
+        flop = self.layer.product
+        return Variant(
+            "gate_pack", "gate_pack", self._pack, flop, self._pack_floor, verify=self._verify_packed, executed=flop
+        )
+
+    def _verify_packed(self, outputs: tuple[Tensor, ...]) -> Verdict:
+        words, spill, stats = outputs
+        layer, compression = self.layer, self.layer.options.compression
+        dense = ops.unpack(words, spill, layer.n, compression)
+        right = testing.float64_gate(self.problem)
+        theirs = testing.errors(F.relu(F.linear(self.problem.x, self.problem.w_gate)), right)
+        comparison = Comparison(testing.errors(dense, right), theirs, int(right.count_nonzero()))
+        if not comparison.ok:
+            return {"gate": comparison}, f"gate: {comparison}"
+        figures = stats.sum((0, 1)).tolist()
+        counts = words.view(layer.m, -1, geometry.words_per_tile(compression))[:, :, 0]
+        true = [int((dense != 0).sum()), int((counts > geometry.capacity(compression)).sum())]
+        why = "" if figures == true else f"statistics say {figures}, the packed gate has {true}"
+        return {"gate": comparison}, why
+
+    @functools.cached_property
+    def _packed(self) -> list[Packed]:
+        """The packed gate of each copy of the tokens."""
+        return [self._pack(i) for i in range(self.layer.copies)]
+
+    def _reader(self, op: str, gated: bool) -> Variant:
+        """``up_down`` or ``down`` on packed gates."""
+        p, x, c = self.problem, self.layer.x, self.layer.options.compression
+
+        def call(i: int) -> tuple[Tensor, ...]:
+            packed = self._packed[i][:2]
+            outputs: tuple[Tensor, ...]
+            if gated:
+                outputs = ops.up_down(x[i], *packed, p.w_up, p.w_down, None, None, c)
+            else:
+                outputs = ops.down(*packed, p.w_down, None, c)
+            return outputs
+
+        flop = (2 if gated else 1) * self.layer.product
+        variant = Variant(op, op, call, flop, verify=self.layer.verify_output(gated))
+        variant.settle = lambda: self._after_packing("row", gated)
+        return variant
+
+    def _union_reader(self, gated: bool) -> Variant:
+        """``up_down_union`` on packed gates."""
+        name, op = ("up_down_union", "up_down_union") if gated else ("up_down_union non-gated", "up_down_union,down")
+        flop = (2 if gated else 1) * self.layer.product
+        call = functools.partial(self._by_union, gated=gated)
+        variant = Variant(name, op, call, flop, verify=self._verify_union(gated))
+        variant.settle = lambda: self._after_packing("union", gated)
+        return variant
+
+    def _after_packing(self, strategy: str, gated: bool) -> dict[str, float]:
+        """The figures of what reads packed gates, which are there from now on."""
+        assert len(self._packed) == self.layer.copies
+        return self._of_readers(strategy, gated)
+
+    def _by_union(self, i: int, gated: bool) -> tuple[Tensor, ...]:
+        p, packed = self.problem, self._packed[i][:2]
+        w_up = p.w_up if gated else None
+        outputs: tuple[Tensor, ...] = ops.up_down_union(
+            self.layer.x[i], *packed, w_up, p.w_down, None, None, self.layer.options.compression
+        )
+        return outputs
+
+    def _verify_union(self, gated: bool) -> Verify:
+        """y, and the sizes of the unions, which its other figures are made from."""
+
+        def verify(outputs: tuple[Tensor, ...]) -> Verdict:
+            found, why = self.layer.verify_output(gated)(outputs)
+            words, spill, _ = self._pack(0)
+            active = ops.unpack(words, spill, self.layer.n, self.layer.options.compression) != 0
+            right = tiles_of(active).any(1).sum(1)
+            return found, why or ("" if torch.equal(outputs[2].long(), right) else "the sizes of unions are wrong")
+
+        return verify
+
+    @functools.cached_property
+    def _union_rows(self) -> int:
+        """Neurons that some token of a tile of 128 fires, summed over all tiles, as the operator has them."""
+        words, spill, _ = self._pack(0)
+        p, c = self.problem, self.layer.options.compression
+        return int(ops.up_down_union(p.x, words, spill, None, p.w_down, None, None, c)[2].sum())
+
+    def _of_readers(self, strategy: str, gated: bool) -> dict[str, float]:
+        """What a strategy executes and gathers after the gate is packed, and its floor."""
+        layer, projections = self.layer, 2 if gated else 1
+        rows = self._union_rows if strategy == "union" else layer.nonzeros
+        gathered = float(rows) * projections * layer.k * ITEM
+        executed = 2.0 * rows * layer.k * projections * (geometry.TOKEN_TILE if strategy == "union" else 1)
+        moved = layer.packed_bytes + projections * (layer.token_bytes + layer.weight_bytes)
+        floor = layer.seconds(executed if strategy == "union" else 0, moved, gathered)
+        return {"executed": executed, "gathered": gathered, "floor": floor}
+
+    def _whole(self, name: str, requested: str, gated: bool) -> Variant:
+        """A layer's forward pass by one strategy."""
+        flop, dense_floor = self._dense_floor(gated)
+
+        def figures(strategy: str) -> dict[str, float]:
+            if strategy == "dense":
+                return {"executed": flop, "gathered": 0.0, "floor": dense_floor}
+            found = self._of_readers(strategy, gated)
+            found["executed"] += self.layer.product
+            found["floor"] += self._pack_floor
+            return found
+
+        def call(strategy: Any, i: int) -> tuple[Tensor, ...]:
+            problem = self.problem._replace(x=self.layer.x[i % self.layer.copies])
+            return (self.layer.sparse(strategy)(problem, gated=gated),)
+
+        variant = Variant(name, name, lambda i: (), flop, verify=self.layer.verify_output(gated))
+        variant.baseline, variant.requested = "" if gated else " non-gated", requested
+        return self.layer.by_strategy(variant, call, figures)
+
+
+def tiles_of(active: Tensor) -> Tensor:
+    """[..., M, N] as tiles of 128 tokens, the last of each filled up with False: [tiles, 128, N]."""
+    m, n = active.shape[-2:]
+    return F.pad(active, (0, 0, 0, -m % geometry.TOKEN_TILE)).view(-1, geometry.TOKEN_TILE, n)

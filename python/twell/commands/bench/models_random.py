@@ -1,0 +1,297 @@
+"""Models of the paper's sizes with random weights that fire as trained ones do, and tokens for them.
+
+A trained model is sparse in its own way: some neurons fire often and others never, some tokens fire many, neighbouring
+tokens the same ones, and layers differ. Random weights have none of that, so all of it is drawn, as in
+``twell.testing.WORKLOADS``:
+
+- Two features of the hidden state are written by the embedding alone: a constant, through which a column of each gate
+  weight says how readily a neuron fires, and a token's own readiness. So the layers have no bias and no parameter more
+  than the paper's, and dense and sparse layers compute the same function.
+- The readiness of neurons is spread with ``skew``, the share ``dead`` never fires, and what all have in common is found
+  by bisection, layer by layer, on what enters the layer, so that a token has as many non-zeros as wanted.
+- Documents of 512 tokens draw their ids from a part of the vocabulary, whose embeddings share a component: ``topic`` is
+  the correlation of two of them. Within it ids follow Zipf's law.
+  With K = 2,048 and N = 5,632 the union of 128 tokens that fire 35 neurons each is 15 % of all with topic 0.5, 17 %
+  with 0.25 and 21 % with 0. A model trained for 700 steps had 10 % at 20 non-zeros, 17 % at 41 and, in its first
+  layer, 19 % at 29.
+- Attention and feed-forward layers add to the hidden state what leaves its size about the same at any depth. With the
+  usual initialisation attention would make all tokens of a sequence alike, and their neurons with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from twell.commands import saved_model
+from twell.commands.request import RequestError
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a Llama; embedding and output share a weight of ``vocab`` rows."""
+
+    name: str
+    layers: int
+    hidden: int
+    neurons: int
+    heads: int
+    vocab: int = 49152
+
+
+PAPER = {
+    name: Shape(name, layers, 2048, 5632, 32) for name, layers in (("0.5B", 8), ("1B", 18), ("1.5B", 28), ("2B", 38))
+}
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """How the layers fire.
+
+    nnz: mean non-zeros of a token over all layers. skew: standard deviation of the neurons' readiness, as a multiple of
+    that of their sums over tokens, and tokens: the same of the tokens'. dead: share of neurons that never fire. topic:
+    correlation of the embeddings of two tokens of a document.
+    """
+
+    nnz: float
+    skew: float = 1.0
+    tokens: float = 0.5
+    dead: float = 0.3
+    topic: float = 0.5
+
+    def __str__(self) -> str:
+        return f"{self.nnz:g} non-zeros wanted, skew {self.skew:g}, dead {self.dead:g}, topic {self.topic:g}"
+
+
+# Parts of the vocabulary that documents draw from.
+TOPICS = 64
+DOCUMENT = 512
+
+# Sequences that thresholds are found on.
+CALIBRATION = 16
+
+_CONSTANT = 4.0
+# So many standard deviations below its threshold a dead neuron is.
+_DEAD = 50.0
+# Tokens that the size of a layer's output is taken from.
+_SCALED_BY = 1024
+# The largest logit is about this, so that rounding it does not decide the loss.
+_LOGIT = 4.0
+
+
+def parse_shape(text: str) -> Shape:
+    """For argparse: one of the paper's, or LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]]."""
+    if text in PAPER:
+        return PAPER[text]
+    if re.fullmatch(r"\d+(x\d+){2,4}", text):
+        layers, hidden, neurons, *rest = map(int, text.split("x"))
+        heads = rest[0] if rest else max(hidden // 64, 1)
+        shape = Shape(text, layers, hidden, neurons, heads, *rest[1:])
+        if min(layers, hidden, neurons, heads, shape.vocab) > 0 and hidden % (2 * heads) == 0:
+            return shape
+        raise argparse.ArgumentTypeError(f"expected sizes above 0, an even size of each head, got {text}")
+    raise argparse.ArgumentTypeError(
+        f"expected {', '.join(PAPER)} or LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]], got {text!r}"
+    )
+
+
+def paper_nnz(shape: Shape) -> float:
+    """Mean non-zeros of a token, as the paper has them for its models: 39 with 8 layers, 29 with 28, 24 with 38.
+
+    These three lie on a line, which gives 34 for the 18 layers of 1B. Other sizes have the 1.5B model's share.
+    """
+    if shape in PAPER.values():
+        return 43 - shape.layers / 2
+    return 29 / 5632 * shape.neurons
+
+
+def profile(layers: int, mean: float) -> list[float]:
+    """Non-zeros of a token by layer: the first layers least active, the early-middle ones most, as the paper has it.
+
+    The curve, 0.4 + 1.2 t e^(1 - t) with t = 1 at 0.3 of the depth, is this project's: the paper gives no figures.
+    """
+    depths = [i / max(layers - 1, 1) / 0.3 for i in range(layers)]
+    curve = [0.4 + 1.2 * t * math.exp(1 - t) for t in depths]
+    return [mean * value * layers / sum(curve) for value in curve]
+
+
+def build(shape: Shape, sequence: int, device: torch.device) -> Any:
+    """A bfloat16 model of that shape in evaluation mode, its FFNs dense, whose weights are yet to be drawn."""
+    from twell.integrations.transformers import SparseLlamaConfig, SparseLlamaForCausalLM
+
+    config = SparseLlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.neurons,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        max_position_embeddings=sequence,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        sparsity_strategy="dense",
+    )
+    with torch.device(device):
+        model = SparseLlamaForCausalLM(config)
+    cast(model, torch.bfloat16)
+    return model.eval()
+
+
+@torch.no_grad()
+def draw(model: Any, ids: Tensor, pattern: Pattern, seed: int = 0) -> list[float]:
+    """Give ``model`` weights that fire as ``pattern`` says on tokens like ``ids`` [sequences, tokens].
+
+    Returns the non-zeros of a token that each layer was to have. Raises RequestError where there are not so many
+    neurons.
+    """
+    watched = saved_model.layers(model)
+    neurons = model.config.intermediate_size
+    wanted = profile(len(watched), pattern.nnz)
+    if max(wanted) >= (1 - pattern.dead) * neurons:
+        raise RequestError(
+            f"--nnz: expected fewer than the {(1 - pattern.dead) * neurons:.0f} neurons that are not dead, got "
+            f"{max(wanted):.0f} in the most active layer for a mean of {pattern.nnz:g}"
+        )
+    weight = model.get_input_embeddings().weight
+    generator = torch.Generator(weight.device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=weight.device)
+
+    # so much each sublayer adds to a hidden state of size 1: half of its variance in the end
+    share = 1 / math.sqrt(2 * len(watched))
+    _draw_embedding(weight, pattern, normal)
+    hidden = weight.shape[1]
+    model.get_decoder().norm.weight.fill_(_LOGIT / hidden)
+    for block in model.get_decoder().layers:
+        attention, mlp = block.self_attn, block.mlp
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+            linear.weight.copy_(normal(*linear.weight.shape) / math.sqrt(hidden))
+        for linear, scale in ((attention.o_proj, share), (mlp.down_proj, 1.0)):
+            linear.weight.copy_(normal(*linear.weight.shape) * (scale / math.sqrt(linear.in_features)))
+            # nobody writes to the features that thresholds are read from
+            linear.weight[:2] = 0
+
+    def visit(i: int, x: Tensor, first: Tensor) -> None:
+        # before the layer runs, so that the next one sees what it gives
+        mlp: Any = watched[i].module
+        fate = torch.rand(neurons, generator=generator, device=x.device)
+        _set_gate(mlp.gate_proj.weight, x, wanted[i], pattern, normal(neurons), fate)
+        few = x[:_SCALED_BY]
+        y = F.linear(F.relu(mlp.gate_proj(few)) * mlp.up_proj(few), mlp.down_proj.weight)
+        mlp.down_proj.weight.mul_(share / y.float().square().mean().sqrt().clamp_min(1e-3))
+
+    sample = ids[:: max(len(ids) // CALIBRATION, 1)][:CALIBRATION].cpu()
+    saved_model.observe(model, watched, [saved_model.Batch(sample, torch.ones_like(sample, dtype=torch.bool))], visit)
+    return wanted
+
+
+def _draw_embedding(weight: Tensor, pattern: Pattern, normal: Any) -> None:
+    vocab, hidden = weight.shape
+    topics = _topics(vocab, pattern.topic)
+    parts = torch.arange(vocab, device=weight.device) // (vocab // topics)
+    shared = normal(topics + 1, hidden)[parts]
+    embedding = math.sqrt(pattern.topic) * shared + math.sqrt(1 - pattern.topic) * normal(vocab, hidden)
+    embedding[:, 0], embedding[:, 1] = _CONSTANT, pattern.tokens * normal(vocab)
+    weight.copy_(embedding)
+
+
+def _set_gate(weight: Tensor, x: Tensor, nnz: float, pattern: Pattern, drawn: Tensor, fate: Tensor) -> None:
+    """Give the gate the two columns by which a token x [tokens, K] fires ``nnz`` neurons on average."""
+    weight[:, :2] = 0
+    sums = F.linear(x, weight).float()
+    sigma = float(sums.std())
+    constant = x[:, :1].float()
+    mean = float(constant.mean())
+    # the norm before the layer divides both features alike
+    weight[:, 1] = sigma * _CONSTANT / mean
+    sums += x[:, 1:2].float() * weight[:, 1].float()
+    # a neuron fires where sum + constant * column > 0, so where the sum, thus divided, exceeds a threshold of its own
+    readiness = pattern.skew * sigma * drawn
+    dead = fate < pattern.dead
+    sums.div_(constant / mean).add_(readiness)
+    sums[:, dead] = -math.inf
+    threshold = _threshold(sums, nnz, 20 * sigma)
+    readiness = torch.where(dead, torch.full_like(readiness, -_DEAD * sigma), readiness - threshold)
+    weight[:, 0] = readiness / mean
+
+
+def _threshold(sums: Tensor, nnz: float, bound: float) -> float:
+    """What ``nnz`` values of a row exceed on average, by bisection between -bound and bound."""
+    low, high = -bound, bound
+    middle = 0.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        if float((sums > middle).sum()) > nnz * len(sums):
+            low = middle
+        else:
+            high = middle
+    return middle
+
+
+def _topics(vocab: int, topic: float) -> int:
+    return min(TOPICS, vocab) if topic else 1
+
+
+def draw_ids(shape: Shape, sequences: int, length: int, topic: float, seed: int = 0) -> Tensor:
+    """Token ids int64 [sequences, length]: by Zipf's law, each document from its topic's part of the vocabulary."""
+    size = shape.vocab // _topics(shape.vocab, topic)
+    generator = torch.Generator().manual_seed(seed)
+    frequency = 1 / torch.arange(1, size + 1, dtype=torch.float64, device="cpu")
+    ranks = torch.multinomial(frequency, sequences * length, replacement=True, generator=generator)
+    return _in_topics(ranks.view(sequences, length), shape, topic, generator)
+
+
+def text_ids(shape: Shape, sequences: int, length: int, topic: float, paths: list[Path], seed: int = 0) -> Tensor:
+    """Token ids int64 [sequences, length] of the words of text, in its order: a hash of each word stands for it.
+
+    The text's documents are those of ``topic``: 512 words of it. Raises RequestError where there is too little text.
+    """
+    size = shape.vocab // _topics(shape.vocab, topic)
+    config = SimpleNamespace(vocab_size=shape.vocab, max_position_embeddings=length)
+    loaded = saved_model.Loaded(SimpleNamespace(config=config), _Words(size), Path(), "")  # type: ignore[arg-type]
+    wanted = argparse.Namespace(text=paths, tokens=sequences * length, sequence=length)
+    text = saved_model.read(loaded, wanted, least=sequences * length)
+    return _in_topics(torch.tensor(text.sequences, device="cpu"), shape, topic, torch.Generator().manual_seed(seed))
+
+
+class _Words:
+    """What ``_model_text.read`` takes for a tokenizer: words and signs, each a number below ``size``."""
+
+    bos_token_id = None
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": list(self._numbers(text))}
+
+    def _numbers(self, text: str) -> Iterator[int]:
+        for word in re.finditer(r"\w+|[^\w\s]", text):
+            yield zlib.crc32(word.group().encode()) % self._size
+
+
+def _in_topics(ranks: Tensor, shape: Shape, topic: float, generator: torch.Generator) -> Tensor:
+    topics = _topics(shape.vocab, topic)
+    sequences, length = ranks.shape
+    drawn = torch.randint(topics, (sequences, math.ceil(length / DOCUMENT)), generator=generator, device="cpu")
+    documents = drawn.repeat_interleave(DOCUMENT, 1)[:, :length]
+    return ranks + documents * (shape.vocab // topics)
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give the parameters another dtype in place. Not buffers: rotary embeddings would turn at rounded frequencies."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)

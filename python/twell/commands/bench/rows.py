@@ -1,0 +1,279 @@
+"""What a benchmark of layers finds out: ``Row``, one line of the table and of the data, and the table's columns."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from twell.commands.bench import report
+from twell.commands.bench.protocol import spread
+from twell.commands.bench.report import Column
+from twell.testing import Comparison
+
+# Times below are shown in microseconds.
+SMALL_MS = 0.1
+
+# What a table is to fit in, unless all columns are asked for.
+TABLE_WIDTH = 160
+
+
+@dataclasses.dataclass
+class Row:
+    """One line of the table and of the data. Times are milliseconds; ``red`` says what is wrong, empty if nothing.
+
+    ``op`` is what was asked for, ``variant`` what this row is about: the op itself, a part or a baseline of it.
+    """
+
+    workload: str
+    variant: str
+    nnz: float
+    overflowing_tiles: float
+    red: str = ""
+    ms: float | None = None
+    min_ms: float | None = None
+    p10_ms: float | None = None
+    p90_ms: float | None = None
+    samples: int = 0
+    tflops: float | None = None
+    l2_gather_gbs: float | None = None
+    floor_ms: float | None = None
+    floor_share: float | None = None
+    over_gemm: float | None = None
+    speedup_eager: float | None = None
+    speedup_compiled: float | None = None
+    frobenius: float | None = None
+    worst_row: float | None = None
+    dense_frobenius: float | None = None
+    dense_worst_row: float | None = None
+    kept_bytes: int | None = None
+    peak_bytes: int | None = None
+    # of a training step: errors over dense's own (Frobenius, worst row) by gradient, milliseconds by kernel
+    gradients: dict[str, tuple[float, float]] | None = None
+    kernels: dict[str, float] | None = None
+    tokens: int = 0
+    # what was asked for and what ran; empty where there is no choice
+    requested: str = ""
+    strategy: str = ""
+    executed_tflops: float | None = None
+    memory_gbs: float | None = None
+    # over the faster of eager and compiled dense PyTorch
+    speedup_dense: float | None = None
+    faster_dense: str = ""
+    op: str = ""
+    # tokens of the workload, of which a call of decode takes a few; sizes of the layer
+    m: int = 0
+    k: int = 0
+    n: int = 0
+    dtype: str = ""
+    compression: int = 0
+    # whether results were compared with float64
+    checked: bool = True
+    # millijoules a token: drawn, what an idle GPU draws in the same time, and dense's over this row's, both as drawn
+    energy_mj: float | None = None
+    idle_mj: float | None = None
+    energy_dense: float | None = None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells the row from all others."""
+        layer = (self.m, self.k, self.n, self.dtype, self.compression)
+        return (self.workload, self.variant, self.requested, self.tokens, *layer)
+
+
+def note_errors(row: Row, compared: Mapping[str, Comparison]) -> None:
+    """Put the errors into the row; of several tensors those that are largest beside dense's."""
+    norm = max(compared.values(), key=lambda c: ratio(c.ours.frobenius, c.dense.frobenius))
+    worst = max(compared.values(), key=lambda c: ratio(c.ours.worst_row, c.dense.worst_row))
+    row.frobenius, row.dense_frobenius = norm.ours.frobenius, norm.dense.frobenius
+    row.worst_row, row.dense_worst_row = worst.ours.worst_row, worst.dense.worst_row
+    if len(compared) > 1:
+        row.gradients = {
+            name: (ratio(c.ours.frobenius, c.dense.frobenius), ratio(c.ours.worst_row, c.dense.worst_row))
+            for name, c in compared.items()
+        }
+
+
+def note_times(row: Row, samples: Sequence[float], flop: float, floor: float) -> float:
+    """Put the milliseconds of replays into the row, beside ``flop`` dense operations and a floor in seconds."""
+    found = spread(samples)
+    row.samples, row.ms, row.min_ms, row.p10_ms, row.p90_ms = len(samples), *found
+    row.floor_ms = floor * 1e3
+    if found.median:
+        row.tflops = flop / found.median / 1e9
+        row.floor_share = row.floor_ms / found.median
+    return found.median
+
+
+def note_dense(row: Row, dense: Mapping[str, float]) -> None:
+    """Put the speed-ups into the row, over the dense variants ("eager", "compiled": milliseconds) and the faster."""
+    speedups = {name: ms / row.ms for name, ms in dense.items()} if row.ms else {}
+    row.speedup_eager, row.speedup_compiled = speedups.get("eager"), speedups.get("compiled")
+    if speedups:
+        row.faster_dense = min(speedups, key=lambda name: speedups[name])
+        row.speedup_dense = speedups[row.faster_dense]
+
+
+def ratio(value: float, base: float) -> float:
+    """``value`` over ``base``; 1 where both are 0."""
+    return 1.0 if value == base else value / base if base else math.inf
+
+
+def named(row: Row) -> str:
+    """The strategy of a row, after "auto" what it settled on."""
+    settled = row.requested == "auto" and row.strategy
+    return f"auto: {row.strategy}" if settled else row.strategy or row.requested or "-"
+
+
+# Columns
+
+
+def _number(field: str, form: str = ".2f", scale: float = 1.0) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        value = getattr(row, field)
+        return "-" if value is None else f"{value * scale:{form}}"
+
+    return cell
+
+
+def _rate(field: str) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        value = getattr(row, field)
+        return "-" if value is None else f"{value:{'.2g' if value < 1 else '.1f' if value < 10 else '.0f'}}"
+
+    return cell
+
+
+def _unit(row: Row) -> tuple[float, str, str, str]:
+    """Scale, form of a median, form of its spread and unit of a row's times."""
+    small = row.ms is not None and row.ms < SMALL_MS
+    return (1e3, ".1f", ".1f", "us") if small else (1.0, ".4f", ".3f", "ms")
+
+
+def _time(row: Row) -> str:
+    scale, form, _, unit = _unit(row)
+    return "-" if row.ms is None else f"{row.ms * scale:{form}} {unit}"
+
+
+def _spread(row: Row) -> str:
+    scale, _, form, _ = _unit(row)
+    low, high = row.p10_ms, row.p90_ms
+    return "-" if low is None or high is None else f"{low * scale:{form}}-{high * scale:{form}}"
+
+
+def _bandwidth(row: Row) -> str:
+    gbs = row.l2_gather_gbs if row.memory_gbs is None else row.memory_gbs
+    return "-" if gbs is None else f"{gbs / 1000:{'.2f' if gbs >= 100 else '.2g'}}"
+
+
+def _dense(row: Row) -> str:
+    return "-" if row.speedup_dense is None else f"{row.speedup_dense:.2f} {row.faster_dense}"
+
+
+def _error(field: str) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        if not row.checked:
+            return "unchecked"
+        value, base = getattr(row, field), getattr(row, f"dense_{field}")
+        return "-" if value is None or base is None else f"{ratio(value, base):.2f}"
+
+    return cell
+
+
+def _net(row: Row) -> str:
+    return "-" if row.energy_mj is None or row.idle_mj is None else f"{row.energy_mj - row.idle_mj:.4f}"
+
+
+COLUMNS = (
+    Column("workload", lambda row: row.workload, True, "the pattern of activation: see --workload"),
+    Column("M", lambda row: str(row.tokens), False, "tokens of a call"),
+    Column("nnz", lambda row: f"{row.nnz:.1f}", False, "non-zeros of a token, the mean"),
+    Column("variant", lambda row: row.variant, True, "what is timed: the op, a part of it, or a baseline"),
+    Column("strategy", named, True, 'what ran; after "auto" what it settled on'),
+    Column("time", _time, False, "median of one call"),
+    Column("p10-p90", _spread, False, "10th and 90th percentile of one call, in the unit of its time"),
+    Column("TFLOP/s", _rate("tflops"), False, "operations of the dense computation (2 M N K a product) over time"),
+    Column(
+        "executed",
+        _rate("executed_tflops"),
+        False,
+        "TFLOP/s of the operations executed: of the gate GEMM and of what follows it, 2 K a product for each non-zero "
+        'or, by "union", 2 * 128 K for each neuron of each tile of 128 tokens',
+    ),
+    Column(
+        "TB/s",
+        _bandwidth,
+        False,
+        'bytes of the weight rows gathered through L2 over time: 2 K a product for each non-zero or, by "union", for '
+        "each neuron of each tile. Of decode bytes from memory: x, y, and the weights that its tokens need",
+    ),
+    Column(
+        "floor",
+        _number("floor_share", ".0%"),
+        False,
+        "the roofline: share of the time that the largest of arithmetic, memory and gather needs at the measured "
+        "ceilings; for a layer, the sum over gate_pack and what follows. Of training the arithmetic of the sparse path "
+        "is that of the gate GEMM, and nothing is gathered, so that 100 % is out of reach",
+    ),
+    Column(
+        "t/GEMM",
+        _number("over_gemm", ".3f"),
+        False,
+        "time over that of cuBLAS's plain x w_gate^T, which does the same arithmetic as gate_pack",
+    ),
+    Column("eager/t", _number("speedup_eager"), False, "speed-up over the dense layer in eager PyTorch"),
+    Column("compiled/t", _number("speedup_compiled"), False, "speed-up over the dense layer through torch.compile"),
+    Column("dense/t", _dense, False, "speed-up over the faster of these two, and which it is"),
+    Column(
+        "error",
+        _error("frobenius"),
+        False,
+        "relative error against float64 in the Frobenius norm over dense eager's own; of a training step that of the "
+        "gradient that is worst by this measure",
+    ),
+    Column("worst", _error("worst_row"), False, "the same of the worst row"),
+    Column(
+        "kept-MB",
+        _number("kept_bytes", ".1f", 1e-6),
+        False,
+        "of a training step, what autograd keeps for backward beside x and the weights",
+    ),
+    Column("peak-MB", _number("peak_bytes", ".1f", 1e-6), False, "the most memory of a call above that of its inputs"),
+    Column("mJ/token", _number("energy_mj", ".4f"), False, "energy of the GPU a token (--energy)"),
+    Column("net", _net, False, "the same less what an idle GPU draws in that time"),
+    Column("dense/mJ", _number("energy_dense"), False, "energy of the faster dense variant over that of this one"),
+)
+BY_NAME = {column.name.lower(): column for column in COLUMNS}
+
+# Those that say what a row is about always stand first.
+NAMES = COLUMNS[:5]
+
+# Left out where no row has them, or where a table is too wide, the first of them first.
+EXPENDABLE = ("dense/t", "t/GEMM", "kept-MB", "peak-MB", "net", "dense/mJ", "mJ/token", "p10-p90", "worst", "TFLOP/s")
+
+
+def chosen(names: Sequence[str]) -> list[Column]:
+    """Columns by their names, in any case, after those that say what a row is about. ValueError for an unknown name."""
+    unknown = [name for name in names if name.lower() not in BY_NAME]
+    if unknown:
+        raise ValueError(f"a column is one of {', '.join(c.name for c in COLUMNS)}, got {', '.join(unknown)}")
+    wanted = [BY_NAME[name.lower()] for name in names]
+    return list(dict.fromkeys((*NAMES, *wanted)))
+
+
+def fitting(rows: Sequence[Row], width: int = TABLE_WIDTH, kept: Sequence[str] = ()) -> tuple[list[Column], list[str]]:
+    """The columns that say something of some row, within ``width`` characters, and the names of those left out.
+
+    Those of ``kept`` are not left out to make room.
+    """
+    good = [row for row in rows if not row.red]
+    columns = [c for c in COLUMNS if c.name not in EXPENDABLE or any(c.cell(row) != "-" for row in good)]
+    dropped: list[str] = []
+    for name in EXPENDABLE:
+        if report.table_width(columns, rows) <= width:
+            break
+        if name not in kept and any(c.name == name for c in columns):
+            columns = [c for c in columns if c.name != name]
+            dropped.append(name)
+    return columns, dropped

@@ -1,0 +1,770 @@
+"""``twell convert``: checkpoints from one layout of the down projections to another, tensor by tensor."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from twell import _files
+from twell.commands.request import RequestError
+from twell.integrations import layouts
+from twell.integrations.layouts import ACTIVATIONS, CONFIG, INDEX, LAYOUT_KEY, LAYOUTS, SINGLE, DownLayout
+
+DESCRIPTION = """\
+Convert a checkpoint of a ReLU language model between two layouts of its down projections: "linear", [hidden,
+intermediate], which every nn.Linear reads, and "rows", [intermediate, hidden], one row per neuron. SRC is a Hugging
+Face folder (model.safetensors, or shards with their index, or pytorch_model.bin) or one file of weights; DST is a new
+folder or .safetensors file. All other tensors are copied bit for bit, all other files as they are; weights in other
+formats are left out, as are links to folders; links to files are copied as files. Layouts are recognised by shape; a
+square weight needs the marker that this command writes, or --source-layout. DST appears when it is complete and not
+before. --force replaces a DST that holds nothing besides what a conversion writes; what is replaced is printed.
+"""
+
+ModelType = Literal["keep", "llama", "sparse_llama", "qwen2", "sparse_qwen2"]
+# class of each model type that may be asked for, and the family whose tensor names it shares
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "sparse_llama": "SparseLlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "sparse_qwen2": "SparseQwen2ForCausalLM",
+}
+_FAMILIES = {
+    "llama": ("llama", "sparse_llama", "llama_sparse_relu"),
+    "qwen2": ("qwen2", "sparse_qwen2", "qwen2_sparse_relu"),
+}
+
+# what twell's own classes add, which says nothing of how a model was trained
+_OWN_KEYS = ("sparsity_strategy", "sparsity_compression", LAYOUT_KEY)
+
+_BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_PICKLES = (".bin", ".pt", ".pth")
+# files of these kinds hold weights in the old layout, or what belongs to them, such as an optimizer's state
+_WEIGHTS = (".safetensors", *_PICKLES, ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt")
+_HIDDEN_FOLDERS = (".git", ".cache")
+_CHUNK = 16 << 20
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+# dtypes that a down weight is stored in, and that --dtype may change
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="SRC", help="folder of a model, or a file of weights")
+    parser.add_argument("target", type=Path, metavar="DST", help="folder or .safetensors file to write")
+    parser.add_argument("--layout", choices=LAYOUTS, default="linear", help="of DST's down projections (%(default)s)")
+    parser.add_argument(
+        "--model-type",
+        choices=("keep", *_ARCHITECTURES),
+        default="keep",
+        help="rewrite config.json, with hidden_act relu: llama and qwen2 for transformers alone, sparse_* for "
+        "twell.integrations.transformers (%(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("keep", "bfloat16", "float16", "float32"),
+        default="keep",
+        help="of all floating point tensors of 16 bits or more (%(default)s)",
+    )
+    parser.add_argument(
+        "--source-layout", choices=LAYOUTS, help="how SRC stores square down projections, in place of any marker"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would happen and write nothing; with --dtype it reads all"
+    )
+    parser.add_argument("--force", action="store_true", help="replace DST if it holds a converted checkpoint")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        convert(**{name: value for name, value in vars(arguments).items() if name != "command"})
+    except (ValueError, OSError, ImportError) as error:
+        raise error if isinstance(error, RequestError) else RequestError(str(error)) from error
+    return 0
+
+
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    layout: DownLayout = "linear",
+    model_type: ModelType = "keep",
+    dtype: Literal["keep", "bfloat16", "float16", "float32"] = "keep",
+    source_layout: DownLayout | None = None,
+    dry_run: bool = False,
+    force: bool = False,
+) -> None:
+    """What ``twell convert`` does, with its plan on stdout and progress on stderr, where that is a terminal.
+
+    At most one tensor and its copy are in memory. Raises ValueError for a checkpoint that cannot be converted, OSError
+    where reading or writing fails, ImportError where safetensors or tqdm are missing; ``target`` is then as before.
+    """
+    target = Path(os.path.realpath(target))
+    _require_apart(source, target)
+    checkpoint = _read(source)
+    plan = _plan(checkpoint, layout, model_type, dtype, source_layout)
+    replaced = _replaced(checkpoint, plan, target, force)
+    _print(checkpoint, plan, source, target, replaced)
+    if checkpoint.config is not None and (activation := _activation(checkpoint.config)) != "relu":
+        got = f"has the activation {activation!r}" if activation else "does not name its activation"
+        print(f"warning: {CONFIG} {got}: twell's layers apply ReLU, and load no other model", file=sys.stderr)
+    for left in _files.leftovers(target):
+        print(f"note: {left} was left by a conversion that was interrupted; remove it", file=sys.stderr)
+    losses = _Losses()
+    if dry_run:
+        _rehearse(checkpoint, plan, losses)
+    else:
+        _write(checkpoint, plan, target, losses, lambda: _replaced(checkpoint, plan, target, force))
+    losses.warn()
+
+
+@dataclass
+class _File:
+    """A file of weights: ``header`` says what it holds, ``chunks`` reads the bytes of a tensor, ``load`` all of it."""
+
+    path: Path
+    header: layouts.Header
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        stored = self.header.tensors[name]
+        with self.path.open("rb") as file:
+            file.seek(stored.start)
+            left = stored.nbytes
+            while left:
+                chunk = file.read(min(left, _CHUNK))
+                if not chunk:
+                    raise ValueError(f"{str(self.path)!r} ended within {name!r}; was it written to meanwhile?")
+                left -= len(chunk)
+                yield chunk
+
+    def load(self, name: str) -> Tensor:
+        stored = self.header.tensors[name]
+        data = bytearray(stored.nbytes)
+        with self.path.open("rb") as file:
+            file.seek(stored.start)
+            if file.readinto(data) != len(data):
+                raise ValueError(f"{str(self.path)!r} ended within {name!r}; was it written to meanwhile?")
+        if not data:
+            return torch.empty(stored.shape, dtype=_DTYPES[stored.dtype], device="cpu")
+        return torch.frombuffer(data, dtype=_DTYPES[stored.dtype]).view(stored.shape)
+
+
+@dataclass
+class _Pickle(_File):
+    """A state dict that torch.save wrote. Its tensors are views of the mapped file, which is read as they are."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        data = _bytes(self.tensors[name])
+        for start in range(0, len(data), _CHUNK):
+            yield bytes(data[start : start + _CHUNK])
+
+    def load(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+@dataclass
+class _Source:
+    files: list[_File]
+    config: dict[str, Any] | None
+    index: dict[str, Any] | None  # that of the shards, as it was
+    others: dict[str, Path]  # files that are copied, by their name relative to the folder
+    left_out: list[str]
+    followed: list[str]  # links out of the folder whose content is copied
+
+    def paths(self) -> list[Path]:
+        """All files that are read."""
+        folder = self.files[0].path.parent
+        named = [] if self.config is None else [folder / CONFIG, folder / INDEX]
+        return [*(file.path for file in self.files), *filter(Path.is_file, named), *self.others.values()]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: stored.shape for file in self.files for name, stored in file.header.tensors.items()}
+
+
+def _read(source: Path) -> _Source:
+    if source.is_file():
+        if source.suffix == ".safetensors":
+            return _Source([_File(source, layouts.read_header(source))], None, None, {}, [], [])
+        if source.suffix in _PICKLES:
+            return _Source([_read_pickle(source, None)], None, None, {}, [], [])
+        raise ValueError(f"SRC must be a folder or a file of {', '.join(_WEIGHTS[:4])}, got {str(source)!r}")
+    if not source.is_dir():
+        raise FileNotFoundError(f"SRC must be a folder or a file of weights, got {str(source)!r} (no such file)")
+    if not (source / CONFIG).is_file():
+        raise FileNotFoundError(f"SRC must have a {CONFIG}, got {str(source)!r} without; or name a file of weights")
+    config = layouts.read_json(source / CONFIG)
+    index: Path | None
+    if (source / SINGLE).is_file() or (source / INDEX).is_file():
+        index = None if (source / SINGLE).is_file() else source / INDEX
+        files = [_File(path, layouts.read_header(path)) for path in layouts.weight_files(source)]
+    elif (source / _BIN).is_file():
+        index, files = None, [_read_pickle(source / _BIN, config)]
+    elif (source / _BIN_INDEX).is_file():
+        index = source / _BIN_INDEX
+        files = [_read_pickle(path, config) for path in layouts.indexed_files(index)]
+    else:
+        raise FileNotFoundError(f"SRC must have {SINGLE}, {INDEX}, {_BIN} or {_BIN_INDEX}, got {str(source)!r} without")
+    counts = Counter(name for file in files for name in file.header.tensors)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(f"each tensor must be in one file, got several with {twice[0]!r}")
+    others = _others(source, {file.path.name for file in files})
+    return _Source(files, config, None if index is None else layouts.read_json(index), *others)
+
+
+def _read_pickle(path: Path, config: Mapping[str, Any] | None) -> _Pickle:
+    try:
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:
+            # files of torch before 1.6 cannot be mapped
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{str(path)!r} must be a state dict that holds tensors alone, got {reason}") from error
+    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+        raise ValueError(f"{str(path)!r} must be a state dict that holds tensors alone, got something else")
+    if unknown := {str(tensor.dtype) for tensor in state.values() if tensor.dtype not in _NAMES}:
+        raise ValueError(f"{str(path)!r}: expected dtypes {', '.join(_DTYPES)}, got {', '.join(sorted(unknown))}")
+    tensors = {name: tensor.detach() for name, tensor in state.items()}
+    if config is not None and config.get("tie_word_embeddings"):
+        tensors = _without_tied_head(tensors)
+    # widest first, so that each tensor is aligned
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+    stored = {
+        name: layouts.Stored(_NAMES[tensor.dtype], tuple(tensor.shape), place, place + tensor.nbytes)
+        for place, (name, tensor) in zip(_places([tensor.nbytes for tensor in tensors.values()]), tensors.items())
+    }
+    return _Pickle(path, layouts.Header({"format": "pt"}, stored), tensors)
+
+
+def _without_tied_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All but a head that is the embedding once more: a safetensors file has no way to share."""
+
+    def place(tensor: Tensor) -> tuple[Any, ...]:
+        return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+    places = [place(tensor) for tensor in tensors.values()]
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not (re.search(r"(?:^|\.)lm_head\.weight$", name) and places.count(place(tensor)) > 1)
+    }
+
+
+def _others(source: Path, weights: set[str]) -> tuple[dict[str, Path], list[str], list[str]]:
+    """The files beside the weights: those to copy, what is left out, and links out of the folder among the former."""
+    copied: dict[str, Path] = {}
+    left_out: list[str] = []
+    for path in sorted(source.iterdir()):
+        if path.name in weights or path.name in (CONFIG, INDEX):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            inside, odd = _below(path)
+            if path.name in _HIDDEN_FOLDERS or any(_is_weights(inner) for inner in inside):
+                left_out.append(path.name + "/")
+            else:
+                copied |= {inner.relative_to(source).as_posix(): inner for inner in inside}
+                left_out += [_link(inner, source) for inner in odd]
+        elif not path.is_file():
+            left_out.append(_link(path, source))
+        elif _is_weights(path):
+            left_out.append(path.name)
+        else:
+            copied[path.name] = path
+    # a snapshot of a download cache is nothing but links to the files beside it
+    home = Path(os.path.realpath(source.parents[1] if source.absolute().parent.name == "snapshots" else source))
+    followed = [_link(path, source) for path in copied.values() if home not in Path(os.path.realpath(path)).parents]
+    return copied, left_out, followed
+
+
+def _below(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The files in a folder at any depth, and what is neither a file nor a folder. Links to folders are of these."""
+    files: list[Path] = []
+    odd: list[Path] = []
+    for at, folders, names in os.walk(folder):
+        for path in (Path(at, name) for name in [*folders, *names]):
+            if path.is_file():
+                files.append(path)
+            elif path.is_symlink() or not path.is_dir():
+                odd.append(path)
+    return sorted(files), sorted(odd)
+
+
+def _link(path: Path, source: Path) -> str:
+    name = path.relative_to(source).as_posix()
+    return f"{name} -> {os.readlink(path)}" if path.is_symlink() else name
+
+
+def _is_weights(path: Path) -> bool:
+    return path.suffix in _WEIGHTS or path.name.endswith(tuple(f"{suffix}.index.json" for suffix in _WEIGHTS))
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """What becomes of a tensor. ``layout`` is how it is stored now, None for what is no down projection."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    layout: DownLayout | None
+    transpose: bool
+    cast: bool
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A file to write, its tensors in the order of their bytes; ``changed`` if it differs from the one it came from."""
+
+    name: str
+    metadata: dict[str, str] | None
+    tensors: list[_Tensor]
+    changed: bool
+
+
+@dataclass(frozen=True)
+class _Plan:
+    layout: DownLayout
+    files: list[_Target]
+    config: dict[str, Any] | None
+    index: dict[str, Any] | None
+
+
+def _plan(
+    source: _Source, layout: DownLayout, model_type: ModelType, dtype: str, source_layout: DownLayout | None
+) -> _Plan:
+    shapes = source.shapes()
+    if source_layout is not None:
+        try:
+            stored = layouts.layouts(shapes, (source.config or {}) | {LAYOUT_KEY: source_layout})
+        except ValueError as error:
+            raise ValueError(f"--source-layout {source_layout}: {error}") from None
+    else:
+        pickled = any(isinstance(file, _Pickle) for file in source.files)
+        metadata = {name: file.header.metadata for file in source.files for name in file.header.tensors}
+        stored = layouts.layouts(shapes, source.config, None if pickled else metadata)
+    if not stored:
+        some = ", ".join(list(shapes)[:3]) or "no tensors at all"
+        raise ValueError(f"SRC must have down projections (down_proj.weight, or fc2.weight of OPT), got {some}")
+    square = any(shapes[name][0] == shapes[name][1] for name in stored)
+    # what has no square weights needs no marker where it is as everyone stores it
+    marker = layout if layout == "rows" or square else None
+    config = None
+    if source.config is not None:
+        config = _config(source.config, model_type, _sizes(shapes, stored), shapes)
+        if layout == "rows" and (activation := _activation(config)) not in (None, "relu"):
+            raise ValueError(
+                "--layout rows is for twell alone, whose layers apply ReLU: expected a model that was trained with "
+                f"ReLU, got {activation!r} in {CONFIG}"
+            )
+        # whose classes always say it
+        sparse = str(config.get("model_type")).startswith("sparse_")
+        config = _marked(config, layout if sparse else marker)
+        if square and layout == "rows" and not sparse:
+            raise ValueError(
+                "rows of square down projections: other readers would take them for linear without noticing, expected "
+                f"--model-type sparse_llama or sparse_qwen2, got a model of type {config.get('model_type')!r}"
+            )
+        if dtype != "keep":
+            key = "torch_dtype" if "dtype" not in config else "dtype"
+            config[key] = dtype
+    elif model_type != "keep":
+        raise ValueError(f"--model-type {model_type} rewrites config.json: expected a folder, got a file of weights")
+    files = [_target(file, stored, layout, marker, dtype) for file in source.files]
+    return _Plan(layout, files, config, _index(source, files, dtype))
+
+
+def _target(
+    file: _File, stored: Mapping[str, DownLayout], layout: DownLayout, marker: DownLayout | None, dtype: str
+) -> _Target:
+    wanted = None if dtype == "keep" else _NAMES[getattr(torch, dtype)]
+    tensors = []
+    for name, old in sorted(file.header.tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
+        shape, transpose = old.shape, stored.get(name, layout) != layout
+        cast = wanted is not None and old.dtype in _FLOATS and old.dtype != wanted
+        if transpose:
+            if old.dtype not in _FLOATS:
+                # a quantised weight has scales along one of its sides
+                raise ValueError(f"{name} must be of {', '.join(_FLOATS)} to be transposed, got {old.dtype}")
+            shape = shape[::-1]
+        new = wanted if cast and wanted is not None else old.dtype
+        nbytes = old.nbytes // _DTYPES[old.dtype].itemsize * _DTYPES[new].itemsize if cast else old.nbytes
+        tensors.append(_Tensor(name, new, shape, nbytes, stored.get(name), transpose, cast))
+    if any(tensor.cast for tensor in tensors):
+        # widest first, so that each tensor is aligned; unknown ones are bytes
+        tensors.sort(key=lambda tensor: -_DTYPES[tensor.dtype].itemsize if tensor.dtype in _DTYPES else 0)
+    holds_down = any(tensor.layout for tensor in tensors)
+    metadata = dict(_marked(file.header.metadata or {}, marker if holds_down else None)) or None
+    changed = (
+        isinstance(file, _Pickle)
+        or (metadata or None) != (file.header.metadata or None)
+        or any(tensor.transpose or tensor.cast for tensor in tensors)
+    )
+    name = file.path.name
+    if isinstance(file, _Pickle):
+        name = name.replace("pytorch_model", "model").removesuffix(file.path.suffix) + ".safetensors"
+    return _Target(name, metadata, tensors, changed)
+
+
+def _marked(mapping: Mapping[str, Any], marker: DownLayout | None) -> dict[str, Any]:
+    """``mapping`` with the marker, or without one, and all else in its place."""
+    if marker is None:
+        return {key: value for key, value in mapping.items() if key != LAYOUT_KEY}
+    return {**mapping, LAYOUT_KEY: marker}
+
+
+def _index(source: _Source, files: Sequence[_Target], dtype: str) -> dict[str, Any] | None:
+    if source.index is None:
+        return None
+    index = dict(source.index)
+    index["weight_map"] = {tensor.name: file.name for file in files for tensor in file.tensors}
+    if list(source.index["weight_map"]) == sorted(source.index["weight_map"]):
+        index["weight_map"] = dict(sorted(index["weight_map"].items()))
+    if dtype != "keep" and "total_size" in index.get("metadata", {}):
+        total = sum(tensor.nbytes for file in files for tensor in file.tensors)
+        index["metadata"] = index["metadata"] | {"total_size": total}
+    return source.index if index == source.index else index
+
+
+def _sizes(shapes: Mapping[str, Sequence[int]], stored: Mapping[str, DownLayout]) -> set[int]:
+    """How many neurons the layers have."""
+    return {shapes[name][0 if layout == "rows" else 1] for name, layout in stored.items()}
+
+
+def _config(
+    config: Mapping[str, Any], model_type: ModelType, sizes: set[int], names: Mapping[str, object]
+) -> dict[str, Any]:
+    """The configuration of a model of ``model_type`` on tensors ``names``. Raises ValueError where there is none."""
+    if model_type == "keep":
+        return dict(config)
+    was = str(config.get("model_type"))
+    (family,) = (known for known, types in _FAMILIES.items() if model_type in types)
+    if was not in _FAMILIES[family]:
+        expected = ", ".join(_FAMILIES[family])
+        raise ValueError(f"--model-type {model_type}: expected a model of type {expected}, got {was!r}")
+    if _activation(config) != "relu":
+        raise ValueError(
+            f"--model-type {model_type} stands for ReLU: expected a model that was trained with it (hidden_act "
+            f'"relu", or sparsity_* keys), got hidden_act {config.get("hidden_act")!r}'
+        )
+    architectures = config.get("architectures") or []
+    if any(not name.endswith("ForCausalLM") for name in architectures):
+        raise ValueError(f"--model-type {model_type}: expected a model ...ForCausalLM, got {architectures}")
+    gates = [name.replace("down_proj", "gate_proj") for name in names if layouts.is_down(name)]
+    missing = [gate for gate in gates if gate not in names]
+    gated = not missing
+    if missing and (model_type == family or len(missing) < len(gates)):
+        raise ValueError(f"--model-type {model_type} has gated layers: expected {missing[0]}, got none")
+    if len(sizes) != 1:
+        raise ValueError(f"--model-type {model_type} has one intermediate_size: got layers of {sorted(sizes)} neurons")
+    biased = any(re.search(r"\.mlp\.\w+_proj\.bias$", name) for name in names)
+    if family == "qwen2" and biased:
+        raise ValueError(f"--model-type {model_type} has no biases in its FFN, got some")
+    # auto_map names code that comes with the checkpoint and would be preferred to the class asked for
+    new = {key: value for key, value in config.items() if key != "auto_map"}
+    new |= {"model_type": model_type, "architectures": [_ARCHITECTURES[model_type]], "hidden_act": "relu"}
+    new["intermediate_size"] = next(iter(sizes))
+    if family == "llama" and (biased or "mlp_bias" in new):
+        new["mlp_bias"] = biased
+    if "sparsity_gated_mlp" in new or not gated:
+        new["sparsity_gated_mlp"] = gated
+    return new
+
+
+def _activation(config: Mapping[str, Any]) -> str | None:
+    """The activation of the layers as a configuration names it, None where it names none."""
+    # the paper's classes run ReLU whatever hidden_act says, and their keys are in the configurations they wrote
+    if any(key.startswith("sparsity_") and key not in _OWN_KEYS for key in config):
+        return "relu"
+    for part in (config.get("text_config"), config):
+        named = [part.get(key) for key in ACTIVATIONS] if isinstance(part, Mapping) else []
+        if found := [name for name in named if isinstance(name, str)]:
+            return found[0]
+    return "relu" if str(config.get("model_type")).startswith("sparse_") else None
+
+
+def _require_apart(source: Path, target: Path) -> None:
+    """Raise ValueError where one of SRC and DST is in the other, or where they are of different kinds."""
+    start = Path(os.path.realpath(source))
+    if _is_in(target, start) or _is_in(start, target):
+        raise ValueError(f"DST must be apart from SRC, got {str(target)!r} and {str(start)!r}")
+    if source.is_file():
+        if target.suffix != ".safetensors":
+            raise ValueError(f"DST must be a .safetensors file where SRC is a file, got {str(target)!r}")
+        if target.exists() and not target.is_file():
+            raise ValueError(f"DST must be a file to write, got {str(target)!r}, a folder or a device")
+    elif target.exists() and not target.is_dir():
+        raise ValueError(f"DST must be a folder where SRC is one, got {str(target)!r}")
+
+
+def _is_in(path: Path, folder: Path) -> bool:
+    """Whether ``path`` is ``folder`` or in it, by whatever names: a folder may be mounted at several."""
+    return folder.exists() and any(each.exists() and each.samefile(folder) for each in (path, *path.parents))
+
+
+def _replaced(source: _Source, plan: _Plan, target: Path, force: bool) -> list[str]:
+    """The files of ``target`` that go. Raises ValueError where it holds others, or where ``force`` would be needed."""
+    if not target.is_dir():
+        if target.exists() and not force:
+            raise ValueError(f"DST must be a new file, got {str(target)!r}, a file that exists (--force replaces it)")
+        return [target.name] if target.exists() else []
+    if not (held := _held(target)):
+        return []
+    written = {CONFIG, SINGLE, INDEX, *source.others, *(file.name for file in plan.files)}
+    if (target / INDEX).is_file():
+        # weights of the conversion before, which may have had other shards
+        shards = layouts.indexed_files(target / INDEX, missing=True)
+        written |= {path.name for path in shards if path.suffix == ".safetensors"}
+    if foreign := sorted({name if "/" not in name else name.partition("/")[0] + "/" for name in held - written}):
+        raise ValueError(
+            f"DST must be new, or hold nothing besides what this conversion writes, got {str(target)!r} with "
+            f"{_some(foreign)}; move these elsewhere, or name another DST"
+        )
+    if not held & {SINGLE, INDEX}:
+        raise ValueError(f"--force replaces checkpoints, got {str(target)!r}, which holds no weights")
+    if not force:
+        raise ValueError(
+            f"DST must be new or empty, got {str(target)!r} with {_some(sorted(held))} (--force replaces it)"
+        )
+    linked = [path for path in source.paths() if _is_in(Path(os.path.realpath(path)), target)]
+    if linked:
+        raise ValueError(f"DST must be apart from SRC, got {str(target)!r}, which {str(linked[0])!r} is a link into")
+    return sorted(held)
+
+
+def _held(folder: Path) -> set[str]:
+    """The names of all that is in a folder: files, links and empty folders, relative to it."""
+    found = set()
+    for at, folders, names in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(at, name))]
+        found |= {Path(at, name).relative_to(folder).as_posix() for name in [*names, *links]}
+        if not names and not folders and at != str(folder):
+            found.add(Path(at).relative_to(folder).as_posix() + "/")
+    return found
+
+
+def _some(names: Sequence[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+@dataclass
+class _Losses:
+    """What a change of dtype did to values: by tensor, how many it made zero, and how many it could not hold."""
+
+    dtype: str = ""
+    zeros: Counter[str] = field(default_factory=Counter)
+    beyond: Counter[str] = field(default_factory=Counter)
+    values: int = 0
+    largest: float = 0.0
+
+    def count(self, name: str, wide: Tensor, narrow: Tensor) -> None:
+        self.dtype, self.values = str(narrow.dtype).removeprefix("torch."), self.values + wide.numel()
+        self.zeros[name] += int((narrow == 0).sum()) - int((wide == 0).sum())
+        lost = wide.isfinite() & ~narrow.isfinite()
+        if count := int(lost.sum()):
+            self.beyond[name] += count
+            self.largest = max(self.largest, float(wide[lost].abs().max()))
+
+    def require_finite(self) -> None:
+        if self.beyond:
+            raise ValueError(
+                f"all values must fit in {self.dtype}, got {self.beyond.total()} beyond "
+                f"{torch.finfo(getattr(torch, self.dtype)).max:g}, the largest {self.largest:g}: {_counts(self.beyond)}"
+            )
+
+    def warn(self) -> None:
+        if zeros := +self.zeros:
+            print(
+                f"warning: {zeros.total():,} of {self.values:,} values were too small for {self.dtype} and became 0: "
+                f"{_counts(zeros)}",
+                file=sys.stderr,
+            )
+
+
+def _counts(counter: Counter[str]) -> str:
+    return _some([f"{name} {count:,}" for name, count in counter.most_common()])
+
+
+def _rehearse(source: _Source, plan: _Plan, losses: _Losses) -> None:
+    """Convert the tensors that change their dtype, and write nothing."""
+    for file, new in zip(source.files, plan.files):
+        for tensor in new.tensors:
+            if tensor.cast:
+                for _ in _convert(file, tensor, losses):
+                    pass
+    losses.require_finite()
+
+
+def _write(source: _Source, plan: _Plan, target: Path, losses: _Losses, check: Callable[[], object]) -> None:
+    """Write all of ``plan`` beside ``target``, ``check`` again, then give it that name."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        raise ImportError("twell convert needs tqdm: pip install twell[hf]") from None
+    total = sum(tensor.nbytes for file in plan.files for tensor in file.tensors)
+    needed = total + sum(path.stat().st_size for path in source.others.values())
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (free := shutil.disk_usage(target.parent).free) < needed:
+            raise ValueError(f"DST needs {_size(needed)}, got {_size(free)} free in {str(target.parent)!r}")
+        with (
+            closing(tqdm(total=total, unit="B", unit_scale=True, disable=None, desc="convert")) as bar,
+            _files.replacing(target) as partial,
+        ):
+            if source.config is None:
+                _write_file(source.files[0], plan.files[0], partial, losses, bar.update)
+            else:
+                partial.mkdir()
+                for file, new in zip(source.files, plan.files):
+                    _write_file(file, new, partial / new.name, losses, bar.update)
+                _write_rest(source, plan, partial)
+            losses.require_finite()
+            # minutes have passed, in which something may have come to be there
+            check()
+    except OSError as error:
+        if _files.is_full(error):
+            raise ValueError(
+                f"no space is left in {str(target.parent)!r}: DST needs {_size(needed)}; nothing there has changed"
+            ) from error
+        raise
+
+
+def _write_file(file: _File, new: _Target, path: Path, losses: _Losses, advance: Callable[[int], object]) -> None:
+    if not new.changed:
+        shutil.copyfile(file.path, path)
+        advance(sum(tensor.nbytes for tensor in new.tensors))
+        return
+    places = dict(zip((tensor.name for tensor in new.tensors), _places([tensor.nbytes for tensor in new.tensors])))
+    by_name = {tensor.name: tensor for tensor in new.tensors}
+    entries = (by_name[name] for name in file.header.tensors)
+    header = layouts.header_bytes(
+        new.metadata,
+        ((each.name, each.dtype, each.shape, places[each.name], places[each.name] + each.nbytes) for each in entries),
+    )
+    with path.open("xb") as out:
+        out.write(header)
+        for tensor in new.tensors:
+            for chunk in _convert(file, tensor, losses):
+                out.write(chunk)
+                advance(len(chunk))
+    # the library's own checks, on what others will read
+    layouts.read_header(path)
+
+
+def _convert(file: _File, tensor: _Tensor, losses: _Losses) -> Iterator[bytes | memoryview]:
+    if not (tensor.transpose or tensor.cast):
+        yield from file.chunks(tensor.name)
+        return
+    data = file.load(tensor.name)
+    if tensor.cast:
+        wide, data = data, data.to(_DTYPES[tensor.dtype])
+        losses.count(tensor.name, wide, data)
+    yield _bytes(data.t() if tensor.transpose else data)
+
+
+def _write_rest(source: _Source, plan: _Plan, folder: Path) -> None:
+    """Configuration, index and whatever else there is."""
+    old = source.files[0].path.parent
+    assert plan.config is not None
+    if plan.config == source.config and list(plan.config) == list(source.config):
+        source.others[CONFIG] = old / CONFIG
+    else:
+        _write_json(folder / CONFIG, plan.config)
+    if plan.index is not None:
+        if plan.index is source.index:
+            source.others[INDEX] = old / INDEX
+        else:
+            _write_json(folder / INDEX, plan.index)
+    for name, path in source.others.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, folder / name)
+        shutil.copymode(path, folder / name)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _places(sizes: Sequence[int]) -> list[int]:
+    places, place = [], 0
+    for size in sizes:
+        places.append(place)
+        place += size
+    return places
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, row by row."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _print(source: _Source, plan: _Plan, start: Path, target: Path, replaced: Sequence[str]) -> None:
+    old = {name: stored for file in source.files for name, stored in file.header.tensors.items()}
+    groups: Counter[tuple[str, ...]] = Counter()
+    for file in plan.files:
+        for tensor in file.tensors:
+            stored = old[tensor.name]
+            name, layout = re.sub(r"\.\d+\.", ".*.", tensor.name), tensor.layout or ""
+            groups[name, stored.dtype, str(list(stored.shape)), layout, _fate(tensor, plan.layout)] += 1
+    head = ("tensors", "count", "dtype", "shape", "layout", "becomes")
+    rows = [head, *((row[0], str(count), *row[1:]) for row, count in groups.items())]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    total = sum(tensor.nbytes for file in plan.files for tensor in file.tensors)
+    print(f"{start} -> {target}, {_size(total)} in {len(plan.files)} file{'s' * (len(plan.files) != 1)}")
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    if source.config is not None and plan.config is not None:
+        for key in sorted({*source.config, *plan.config}):
+            was, now = (json.dumps(config[key]) if key in config else "none" for config in (source.config, plan.config))
+            if was != now:
+                print(f"{CONFIG}: {key}: {was} -> {now}")
+    if source.left_out:
+        print(f"left out: {', '.join(source.left_out)}")
+    if source.followed:
+        print(f"copied as files: {', '.join(source.followed)}")
+    if replaced:
+        print(f"replaced in {target}: {', '.join(replaced)}")
+
+
+def _fate(tensor: _Tensor, layout: DownLayout) -> str:
+    words = [f"{layout} {list(tensor.shape)}"] if tensor.transpose else []
+    if tensor.cast:
+        words.append(tensor.dtype)
+    return ", ".join(words) or "the same"
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"

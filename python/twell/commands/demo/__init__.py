@@ -1,0 +1,1 @@
+"""`twell demo`: train a small model, run its layers sparse and dense, compare."""

@@ -1,0 +1,264 @@
+"""The demo's comparison: trained FFN layers through TwELL and through dense PyTorch, each against float64."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twell import reference, testing
+from twell._runtime import geometry
+from twell.commands.demo.plots import packed_slots
+from twell.functional import pack, sparse_gated_ffn
+from twell.nn import SparseGatedMLP
+from twell.packed import PackedTwell
+from twell.testing import Comparison
+
+LOSS_TOLERANCE = 0.01  # nats per byte between the model run densely and through TwELL
+TIMED_CALLS, WARM_CALLS = 50, 10
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One FFN layer on held-back text. Bytes are of its gate; milliseconds are of the whole FFN (None: not timed)."""
+
+    layer: int
+    neurons: int
+    non_zeros: Tensor  # int64 [tokens], on the CPU
+    never_fire: int
+    overflowing: int
+    row_tiles: int
+    packed_bytes: int
+    dense_bytes: int
+    comparison: Comparison
+    sparse_ms: float | None = None
+    dense_ms: float | None = None
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def mean_non_zeros(self) -> float:
+        return self.non_zeros.double().mean().item()
+
+    @property
+    def skipped(self) -> float:
+        """Share of the (token, neuron) pairs whose rows of the up and down weights are never read."""
+        return 1 - self.mean_non_zeros / self.neurons
+
+
+def error_failures(comparison: Comparison) -> list[str]:
+    """Which errors exceed what the comparison allows. A NaN does."""
+    sparse, dense = comparison.ours, comparison.dense
+    figures = {
+        "whole-tensor": (sparse.frobenius, dense.frobenius, comparison.factor),
+        "worst-row": (sparse.worst_row, dense.worst_row, comparison.row_factor),
+    }
+    return [
+        f"{name} error against float64: expected at most {factor:.3g} x dense's {bound:.3e}, got {got:.3e}"
+        for name, (got, bound, factor) in figures.items()
+        if not (got <= factor * bound and math.isfinite(bound))
+    ]
+
+
+def summation_slack(k: int) -> float:
+    """Error of a k-term fp32 sum in any order the hardware may take, relative to the sum of the terms' magnitudes.
+
+    8 sqrt(k) units cover sequential rounding (each step's error is random; 8 standard deviations), k / 4 covers tensor
+    cores that truncate once per 16 terms; both doubled.
+    """
+    return 2.0**-23 * max(8 * math.sqrt(k), k / 4)
+
+
+def check_gate(gate: Tensor, x: Tensor, w_gate: Tensor) -> list[str]:
+    """Check every element of gate [M, N] against float64: it must be what some fp32 summation order rounds to.
+
+    The interval around x @ w_gate.T (bias-free) is a small fraction of one bf16 step, so that nearly every element has
+    exactly one admissible value, and a zero has none but zero.
+    """
+    slack = summation_slack(x.shape[1])
+    wrong, example = 0, ""
+    weight = w_gate.double()
+    for start in range(0, x.shape[0], testing.CHUNK_ROWS):
+        rows = x[start : start + testing.CHUNK_ROWS].double()
+        centre, radius = rows @ weight.T, slack * (rows.abs() @ weight.abs().T)
+        low, high = (z.float().to(gate.dtype).relu() for z in (centre - radius, centre + radius))
+        got = gate[start : start + testing.CHUNK_ROWS]
+        bad = ~((low <= got) & (got <= high))  # a NaN is bad
+        if count := int(bad.sum()):
+            if not wrong:
+                m, n = (int(i) for i in bad.nonzero()[0])
+                example = (
+                    f"; first: token {start + m}, neuron {n}, expected {float(low[m, n]):g} to {float(high[m, n]):g}, "
+                    f"got {float(got[m, n]):g}"
+                )
+            wrong += count
+    return [f"{wrong:,} unpacked gate values differ from relu(x Wg^T){example}"] if wrong else []
+
+
+def check_reference(gate: Tensor, x: Tensor, w_gate: Tensor) -> list[str]:
+    """Check gate [M, N] of the CPU operators bit by bit against the reference, which sums in the same order."""
+    expected = reference.gate(x, w_gate, None)
+    bad = int((gate.view(torch.int16) != expected.view(torch.int16)).sum())
+    return [f"{bad:,} unpacked gate values differ in their bits from the reference"] if bad else []
+
+
+def check_packed(packed: PackedTwell, gate: Tensor) -> list[str]:
+    """Check the words and the statistics of `packed` against gate [M, N], its dense values."""
+    counts, values, neurons = packed_slots(packed)
+    capacity = values.shape[-1]
+    m, tiles = counts.shape
+    tiled = F.pad(gate, (0, -packed.n % geometry.TILE)).view(m, tiles, geometry.TILE)
+    expected = (tiled != 0).sum(-1)
+    out = []
+    if bad := int((counts != expected).sum()):
+        out.append(
+            f"{bad:,} of {counts.numel():,} counts differ from the non-zeros of the same gate values "
+            f"(expected {int(expected.sum()):,} in all, got {int(counts.sum()):,})"
+        )
+    blocks = F.pad(torch.stack([expected, (expected > capacity).long()], -1), (0, 0, 0, 0, 0, -m % geometry.STATS_ROWS))
+    if not torch.equal(packed.stats.long(), blocks.view(-1, geometry.STATS_ROWS, tiles, 2).sum(1)):
+        out.append("the statistics (non-zeros and overflowing tiles of each 64 rows) differ from the gate values'")
+    if (total := int(packed.nnz())) != int(expected.sum()):
+        out.append(f"nnz(): expected {int(expected.sum()):,}, got {total:,}")
+    used = torch.arange(capacity, device=counts.device) < expected[..., None]
+    local = neurons - geometry.TILE * torch.arange(tiles, device=counts.device)[:, None]
+    if bad := int((used & ((local < 0) | (local >= geometry.TILE))).sum()):
+        out.append(f"{bad:,} packed words name a neuron outside their tile")
+        return out
+    if bad := int((used[..., 1:] & (local[..., 1:] <= local[..., :-1])).sum()):
+        out.append(f"{bad:,} packed words are not in ascending order of their neuron")
+    rebuilt = torch.zeros_like(F.pad(tiled, (0, 1)))  # slots that hold nothing land in a last column of its own
+    rebuilt.scatter_(-1, torch.where(used, local, geometry.TILE).long(), values)
+    first = (tiled != 0).cumsum(-1) <= capacity  # a tile that overflows still has its first non-zeros in words
+    if bad := int((rebuilt[..., : geometry.TILE] != tiled.where(first, 0)).sum()):
+        out.append(f"{bad:,} values read straight from the packed words differ from the unpacked gate")
+    return out
+
+
+def packed_bytes(packed: PackedTwell) -> int:
+    """Bytes of `packed` that are needed, of every row and tile.
+
+    4 for the count, 4 for each non-zero that has a word, and 2 for each of the tile's gate values where it overflows.
+    """
+    counts, values, _ = packed_slots(packed)
+    capacity = values.shape[-1]
+    width = torch.full((counts.shape[1],), geometry.TILE, device=counts.device)
+    width[-1] = packed.n - geometry.TILE * (counts.shape[1] - 1)
+    spilled = ((counts > capacity) * width).sum()
+    return int(4 * (counts.numel() + counts.clamp(max=capacity).sum()) + packed.spill.element_size() * spilled)
+
+
+def interleaved_medians(calls: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    """Median milliseconds of each call on `device`, by CUDA events, the calls taking turns."""
+    stream = torch.cuda.current_stream(device)
+    times: list[list[float]] = [[] for _ in calls]
+    for turn in range(WARM_CALLS + TIMED_CALLS):
+        events = []
+        for call in calls:
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            before.record(stream)
+            call()
+            after.record(stream)
+            events.append((before, after))
+        torch.cuda.synchronize(device)
+        if turn >= WARM_CALLS:
+            for record, (before, after) in zip(times, events, strict=True):
+                record.append(before.elapsed_time(after))
+    return [statistics.median(record) for record in times]
+
+
+@torch.no_grad()
+def compare_layer(layer: int, x: Tensor, mlp: SparseGatedMLP, compression: int) -> tuple[LayerReport, PackedTwell]:
+    """Run one trained layer on x [M, K] (bf16) both ways, and check all there is to check."""
+
+    weights = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
+    problem = testing.FFN(x, weights[0], weights[1], weights[2].t())
+
+    def sparse() -> Tensor:
+        return sparse_gated_ffn(x, *weights, strategy="row", compression=compression)
+
+    packed = pack(x, mlp.gate_proj.weight, compression=compression)
+    gate = packed.unpack()
+    comparison = testing.compare(problem, sparse())
+    failures = check_packed(packed, gate) + check_gate(gate, x, mlp.gate_proj.weight)
+    if x.device.type == "cpu":
+        failures += check_reference(gate, x, mlp.gate_proj.weight)
+    failures += error_failures(comparison)
+    sparse_ms, dense_ms = None, None
+    if x.device.type == "cuda":
+        sparse_ms, dense_ms = interleaved_medians([sparse, lambda: testing.dense_output(problem)], x.device)
+    counts, values, _ = packed_slots(packed)
+    report = LayerReport(
+        layer=layer,
+        neurons=packed.n,
+        non_zeros=(gate != 0).sum(1).cpu(),
+        never_fire=int((gate == 0).all(0).sum()),
+        overflowing=int((counts > values.shape[-1]).sum()),
+        row_tiles=counts.numel(),
+        packed_bytes=packed_bytes(packed),
+        dense_bytes=gate.numel() * gate.element_size(),
+        comparison=comparison,
+        sparse_ms=sparse_ms,
+        dense_ms=dense_ms,
+        failures=failures,
+    )
+    return report, packed
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lay `rows` out in columns, right-aligned, two spaces apart."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.2f} %" if share < 0.1 else f"{100 * share:.1f} %"
+
+
+def sparsity_table(reports: Sequence[LayerReport]) -> list[str]:
+    rows = [
+        ["", "non-zeros", "most in", "neurons", "tiles", "up/down", "gate", "gate", "packed"],
+        ["layer", "per token", "a token", "never fire", "overflowing", "skipped", "packed", "dense", "/ dense"],
+    ]
+    for r in reports:
+        rows.append(
+            [
+                str(r.layer),
+                f"{r.mean_non_zeros:.1f}",
+                f"{int(r.non_zeros.max()):,}",
+                percent(r.never_fire / r.neurons),
+                percent(r.overflowing / r.row_tiles),
+                percent(r.skipped),
+                f"{r.packed_bytes / 1e6:.2f} MB",
+                f"{r.dense_bytes / 1e6:.2f} MB",
+                percent(r.packed_bytes / r.dense_bytes),
+            ]
+        )
+    lines = aligned(rows)
+    return [*lines[:2], "-" * max(map(len, lines)), *lines[2:]]
+
+
+def agreement_table(reports: Sequence[LayerReport]) -> list[str]:
+    rows = [
+        ["", "worst row", "worst row", "all rows", "all rows"],
+        ["layer", "TwELL", "dense", "TwELL", "dense"],
+    ]
+    timed = all(r.sparse_ms is not None for r in reports)
+    if timed:
+        rows[0] += ["time", "time", ""]
+        rows[1] += ["TwELL", "dense", "speed-up"]
+    rows[0].append("")
+    rows[1].append("agrees")
+    for r in reports:
+        row = [str(r.layer)]
+        sparse, dense = r.comparison.ours, r.comparison.dense
+        row += [f"{e:.2e}" for e in (sparse.worst_row, dense.worst_row, sparse.frobenius, dense.frobenius)]
+        if r.sparse_ms is not None and r.dense_ms is not None:
+            row += [f"{r.sparse_ms:.3f} ms", f"{r.dense_ms:.3f} ms", f"{r.dense_ms / r.sparse_ms:.2f} x"]
+        rows.append([*row, "NO" if r.failures else "yes"])
+    lines = aligned(rows)
+    return [*lines[:2], "-" * max(map(len, lines)), *lines[2:]]

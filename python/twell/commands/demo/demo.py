@@ -1,0 +1,346 @@
+"""``twell demo``: train a small ReLU-gated transformer with L1, then compare its FFN layers sparse and dense."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twell import testing
+from twell.commands.demo import plots
+from twell.commands.demo.compare import LOSS_TOLERANCE, LayerReport, agreement_table, compare_layer, sparsity_table
+from twell.commands.demo.corpus import Corpus, even_windows, read_corpus
+from twell.commands.demo.model import ByteModel, ModelShape, Output, Reading, Schedule, train
+from twell.commands.request import RequestError
+from twell.functional import Strategy, pack, sparse_gated_ffn
+from twell.packed import PackedTwell
+
+SPARSE_CAPABILITY = (9, 0)
+INTERRUPTED = 130
+EVALUATION_BATCH = 8  # windows of held-back text that go through the model at once
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Defaults for one kind of machine; `tokens` of held-back text are compared."""
+
+    shape: ModelShape
+    batch: int
+    learning_rate: float
+    l1: float
+    seconds: float
+    tokens: int
+    report_every: int
+
+
+CPU = Preset(ModelShape(4, 128, 1024, 128), 8, 3e-3, 3e-3, 60, 4096, 1)
+GPU = Preset(ModelShape(6, 512, 2048, 256), 32, 2e-3, 1e-3, 90, 4096, 10)
+SM90 = Preset(ModelShape(6, 2048, 5632, 512), 32, 6e-4, 1e-4, 150, 16384, 10)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for. None: the machine's preset (`text`: the standard library's source)."""
+
+    out: Path
+    text: Path | None = None
+    device: str | None = None
+    seconds: float | None = None
+    steps: int | None = None
+    seed: int = 0
+    layers: int | None = None
+    hidden: int | None = None
+    intermediate: int | None = None
+    context: int | None = None
+    l1: float | None = None
+    compression: int = 8
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The device to train on; RequestError where `name` asks for one that is not there."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise RequestError(f"--device: expected cpu, cuda or cuda:INDEX, got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise RequestError(f"--device: expected cpu, cuda or cuda:INDEX, got {name!r}")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise RequestError(f"--device: expected one of {count} CUDA devices that torch can use, got {name!r}")
+    return device
+
+
+def pick_preset(device: torch.device) -> Preset:
+    if device.type != "cuda":
+        return CPU
+    return SM90 if torch.cuda.get_device_capability(device) == SPARSE_CAPABILITY else GPU
+
+
+def pick_shape(request: Request, preset: Preset) -> ModelShape:
+    """The preset's sizes where the request names none; RequestError where they cannot be built."""
+    default = preset.shape
+    shape = ModelShape(
+        request.layers if request.layers is not None else default.layers,
+        request.hidden if request.hidden is not None else default.hidden,
+        request.intermediate if request.intermediate is not None else default.intermediate,
+        request.context if request.context is not None else default.context,
+    )
+    if shape.hidden % 32:
+        raise RequestError(f"--hidden: expected a multiple of 32 (the size of an attention head), got {shape.hidden}")
+    if shape.intermediate % 8 or shape.intermediate > 65536:
+        raise RequestError(f"--intermediate: expected a multiple of 8 up to 65536, got {shape.intermediate}")
+    return shape
+
+
+def schedule_of(request: Request, preset: Preset) -> Schedule:
+    """Bounded by --steps alone where it is given without --seconds, so that such a run can be repeated."""
+    seconds = request.seconds if request.seconds is not None or request.steps is not None else preset.seconds
+    l1 = request.l1 if request.l1 is not None else preset.l1
+    return Schedule(preset.batch, preset.learning_rate, l1, seconds, request.steps, preset.report_every)
+
+
+def check_out(out: Path) -> None:
+    if out.suffix.lower() != ".png":
+        raise RequestError(f"--out: expected a path that ends in .png, got {str(out)!r}")
+    if not out.absolute().parent.is_dir():
+        raise RequestError(f"--out: expected an existing folder to write to, got {str(out.absolute().parent)!r}")
+    if out.is_dir():
+        raise RequestError(f"--out: expected a file, got the folder {str(out)!r}")
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[Reading], None]]:
+    """A bar on a terminal, redrawn in place; elsewhere a plain line about every tenth of the run."""
+    terminal = sys.stdout.isatty()
+    shown = -1
+
+    def figures(r: Reading) -> str:
+        return (
+            f"{100 * r.progress:3.0f} %  step {r.step:5,}  loss {r.loss:.3f}  non-zeros/token {r.non_zeros:6.1f}  "
+            f"{r.tokens_per_second:8,.0f} tokens/s"
+        )
+
+    def show(r: Reading) -> None:
+        nonlocal shown
+        if terminal:
+            text = figures(r)
+            width = min(40, shutil.get_terminal_size().columns - len(text) - 4)
+            done = round(width * r.progress)
+            bar = f"[{'#' * done}{'.' * (width - done)}] " if width >= 8 else ""
+            print(f"\r\x1b[K{bar}{text}", end="", flush=True)
+        elif (tenth := int(10 * r.progress)) > shown:
+            shown = tenth
+            print(f"  {figures(r)}", flush=True)
+
+    try:
+        yield show
+    finally:
+        if terminal:
+            print()
+
+
+@torch.no_grad()
+def token_losses(model: ByteModel, tokens: Tensor, strategy: Strategy, compression: int) -> Tensor:
+    """Cross-entropy of each predicted byte, fp32 [windows, length - 1], with every FFN run by `strategy`."""
+    before = [(mlp.strategy, mlp.compression) for mlp in model.mlps]
+    for mlp in model.mlps:
+        mlp.strategy, mlp.compression = strategy, compression
+    losses = []
+    for part in torch.split(tokens, EVALUATION_BATCH):
+        output: Output = model(part[:, :-1])
+        losses.append(F.cross_entropy(output.logits.float().transpose(1, 2), part[:, 1:], reduction="none"))
+    for mlp, (old_strategy, old_compression) in zip(model.mlps, before, strict=True):
+        mlp.strategy, mlp.compression = old_strategy, old_compression
+    return torch.cat(losses)
+
+
+@torch.no_grad()
+def ffn_inputs(model: ByteModel, tokens: Tensor) -> list[Tensor]:
+    """What each FFN layer reads when `model` runs on tokens [windows, length]: [windows * length, hidden] a layer."""
+    seen: list[list[Tensor]] = [[] for _ in model.mlps]
+
+    def hook_of(layer: int) -> Callable[[torch.nn.Module, tuple[Tensor, ...]], None]:
+        return lambda module, inputs: seen[layer].append(inputs[0].flatten(0, -2))
+
+    hooks = [mlp.register_forward_pre_hook(hook_of(i)) for i, mlp in enumerate(model.mlps)]
+    for part in torch.split(tokens, EVALUATION_BATCH):
+        model(part)
+    for hook in hooks:
+        hook.remove()
+    return [torch.cat(parts) for parts in seen]
+
+
+def preflight(shape: ModelShape, device: torch.device, compression: int) -> None:
+    """Run the sparse path once, so that a missing kernel is found before the training and not after it."""
+    x = torch.zeros(8, shape.hidden, dtype=torch.bfloat16, device=device)
+    weight = torch.zeros(shape.intermediate, shape.hidden, dtype=torch.bfloat16, device=device)
+    sparse_gated_ffn(x, weight, weight, weight.t(), strategy="row", compression=compression)
+    pack(x, weight, compression=compression).unpack()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def model_failures(dense_loss: float, sparse_loss: float) -> list[str]:
+    if abs(sparse_loss - dense_loss) <= LOSS_TOLERANCE:
+        return []
+    return [
+        f"held-back loss through TwELL: expected within {LOSS_TOLERANCE} of dense's {dense_loss:.4f}, "
+        f"got {sparse_loss:.4f}"
+    ]
+
+
+def _describe_machine(device: torch.device, checked: torch.device) -> Iterator[str]:
+    if device.type == "cpu":
+        yield f"Machine: CPU, {torch.get_num_threads()} threads; torch {torch.__version__}"
+    else:
+        name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        yield f"Machine: {name} (sm_{capability[0]}{capability[1]}); torch {torch.__version__}"
+        if checked != device:
+            yield "This GPU trains the model; TwELL's kernels need an sm_90 GPU, so the comparison runs on the CPU."
+
+
+def _describe_text(corpus: Corpus) -> Iterator[str]:
+    files = corpus.train_files + corpus.held_files
+    size = (corpus.train_bytes + corpus.held_bytes) / 1e6
+    cut = " (the rest of the folder is over the limit of 64 MiB and left out)" if corpus.truncated else ""
+    yield f"Text: {corpus.root}, {files:,} files, {size:.1f} MB{cut}"
+    yield (
+        f"Held back, never trained on: {corpus.held_files:,} whole files, {corpus.held_bytes:,} bytes; "
+        f"{corpus.train_bytes:,} bytes to train on"
+    )
+
+
+def _describe_model(model: ByteModel, schedule: Schedule) -> Iterator[str]:
+    shape = model.shape
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    yield (
+        f"Model: bytes in and out, {shape.layers} layers, hidden {shape.hidden}, {shape.intermediate} neurons a layer, "
+        f"context {shape.context}; {millions:.1f} M parameters"
+    )
+    limits = [f"{schedule.steps:,} steps"] if schedule.steps is not None else []
+    limits += [f"{schedule.seconds:g} s"] if schedule.seconds is not None else []
+    yield (
+        f"Training for {' or '.join(limits)} on cross-entropy + {schedule.l1:g} x L1 of the hidden state, "
+        f"{schedule.batch * shape.context:,} bytes a step"
+    )
+
+
+def _notes(reports: Sequence[LayerReport], packed: PackedTwell, checked: torch.device) -> Iterator[str]:
+    words, spill = packed.words.nbytes / 1e6, packed.spill.nbytes / 1e6
+    yield "up/down skipped: share of the (token, neuron) pairs whose up and down weight rows are never read."
+    yield "gate packed: bytes in use. 4 for the count of each row and tile, 4 for each packed non-zero, and 2 for every"
+    yield "  gate value of a tile that overflows. gate dense: 2 for every gate value. Buffers are allocated for any"
+    yield f"  pattern: {words:.2f} MB of words and {spill:.2f} MB of spill a layer, touched only where tiles overflow."
+    floor = f"1/{1 / testing.ROW_FLOOR:.0f}"
+    yield "Errors are relative, against the FFN in float64 on the same bf16 values; dense is PyTorch in bf16. A row's"
+    yield f"  error is over its own norm, or over {floor} of the root mean square norm where its own is smaller."
+    if reports[0].sparse_ms is None:
+        yield "No times: this ran on the CPU, where TwELL is exact but not fast. Speed needs an sm_90 GPU (H100, H200)."
+    else:
+        yield (
+            f"Times: the whole FFN (gate, up and down) on {reports[0].non_zeros.numel():,} tokens, eager, on "
+            f"{torch.cuda.get_device_name(checked)};"
+        )
+        yield "  medians of CUDA events, the two taking turns."
+
+
+def _save_picture(request: Request, *arguments: object) -> None:
+    """Write the PNG, or say what it takes."""
+    try:
+        plots.save(request.out, *arguments)  # type: ignore[arg-type]
+    except ImportError as error:
+        print(f"\nNo picture: {error}. Install matplotlib with `pip install twell[plots]`.")
+    else:
+        print(f"\nPicture: {request.out.absolute()}")
+
+
+def run(request: Request) -> int:
+    """Run the demo and print as it goes.
+
+    Returns the exit code: 0, 1 on disagreement, divergence or a missing kernel, 130 where nothing was trained.
+    Raises RequestError for a request that cannot be met, before any training.
+    """
+    check_out(request.out)
+    device = pick_device(request.device)
+    preset = pick_preset(device)
+    shape = pick_shape(request, preset)
+    schedule = schedule_of(request, preset)
+    corpus = read_corpus(request.text, request.seed, minimum=8 * (shape.context + 1))
+    checked = device if preset is SM90 else torch.device("cpu")
+    try:
+        preflight(shape, checked, request.compression)
+    except RuntimeError as error:
+        print(f"twell demo: the sparse path does not run on {checked}: {error}", file=sys.stderr)
+        return 1
+
+    torch.manual_seed(request.seed)
+    model = ByteModel(shape).to(device)
+    for lines in (_describe_machine(device, checked), _describe_text(corpus), _describe_model(model, schedule)):
+        print(*lines, sep="\n")
+
+    def notice() -> None:
+        print("\nStopping after this step to evaluate what was trained; Ctrl-C again quits.", flush=True)
+
+    with progress() as report:
+        history = train(model, corpus.train, schedule, request.seed, report, notice)
+    if not history.steps:
+        print("Interrupted before the first step.", file=sys.stderr)
+        return INTERRUPTED
+    ended = "interrupted" if history.interrupted else "done"
+    print(f"Training {ended}: {history.steps:,} steps, {history.tokens:,} bytes, {history.seconds:.1f} s")
+
+    started = time.perf_counter()
+    model = copy.deepcopy(model).to(device=checked, dtype=torch.bfloat16)
+    tokens = even_windows(corpus.held, max(1, preset.tokens // shape.context), shape.context + 1).to(checked)
+    dense_loss = token_losses(model, tokens, "dense", request.compression).mean().item()
+    if not math.isfinite(dense_loss):
+        print(f"Training diverged: the held-back loss is {dense_loss}. Try another --l1 or --seed.", file=sys.stderr)
+        return 1
+    sparse_loss = token_losses(model, tokens, "row", request.compression).mean().item()
+    reports: list[LayerReport] = []
+    pictured: PackedTwell | None = None
+    for layer, (x, mlp) in enumerate(zip(ffn_inputs(model, tokens[:, :-1]), model.mlps, strict=True)):
+        layer_report, packed = compare_layer(layer, x, mlp, request.compression)
+        reports.append(layer_report)
+        if layer == shape.layers // 2:
+            pictured = packed
+    assert pictured is not None
+
+    count = tokens[:, :-1].numel()
+    print(
+        f"\nThe trained FFN layers on {count:,} bytes of the held-back text, through TwELL (compression "
+        f"{request.compression}) and dense, in bf16\n"
+    )
+    print("How sparse the gate is", *sparsity_table(reports), sep="\n")
+    print("\nHow exact the output is, and how fast: largest error against float64", *agreement_table(reports), sep="\n")
+    print("", *_notes(reports, pictured, checked), sep="\n")
+    print(f"\nHeld-back loss of the whole model, nats per byte: dense {dense_loss:.4f}, TwELL {sparse_loss:.4f}")
+
+    failures = [f"layer {r.layer}: {f}" for r in reports for f in r.failures] + model_failures(dense_loss, sparse_loss)
+    picture = plots.choose_tile(pictured, shape.layers // 2, tokens[:, :-1].flatten())
+    title = f"TwELL demo: {shape.layers} layers, hidden {shape.hidden}, {shape.intermediate:,} neurons, " + (
+        f"{history.steps:,} steps on {corpus.root.name}"
+    )
+    non_zeros = [r.non_zeros for r in reports]
+    _save_picture(request, history.readings, dense_loss, non_zeros, shape.intermediate, picture, title)
+    print(f"Evaluation took {time.perf_counter() - started:.1f} s")
+    if failures:
+        print("\nFAILED: sparse and dense disagree", *(f"  {failure}" for failure in failures), sep="\n")
+        return 1
+    print(
+        f"\nAgreed: {len(reports)} layers, every packed count, value and neuron right, and errors at most "
+        f"{max(r.comparison.factor for r in reports):.3g} x dense's own"
+    )
+    return 0

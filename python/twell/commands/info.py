@@ -1,0 +1,226 @@
+"""``twell info``: versions, devices, packaged kernels, the cache and the environment, wherever it runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+import twell
+from twell._runtime import cache, device, env, fingerprint, packaged
+from twell._runtime.log import logger
+
+SPARSE_CAPABILITY = (9, 0)
+# the last is the compiler, which need not be there
+PACKAGES = ("cuda-python", "cuda-bindings", fingerprint.TVM_FFI, fingerprint.DSL, "nvidia-cutlass-dsl")
+VARIABLES: dict[str, Callable[[], object]] = {
+    "TWELL_JIT": lambda: "auto" if env.jit() else "off",
+    "TWELL_CACHE_DIR": env.cache_dir,
+    "TWELL_LOG": lambda: logging.getLevelName(level).lower() if (level := env.log_level()) is not None else "unset",
+    "TWELL_NVTX": lambda: int(env.nvtx()),
+    "TWELL_DEBUG": lambda: int(env.debug()),
+}
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """One GPU; `sparse` says whether TwELL's kernels run on it. Memory in bytes."""
+
+    index: int
+    name: str
+    capability: str
+    sm_count: int
+    memory: int
+    sparse: bool
+
+
+@dataclass(frozen=True)
+class KernelInfo:
+    """The packaged library: what its manifest says, and whether it loads. `problems` in words."""
+
+    library: str
+    present: bool
+    usable: bool
+    loads: bool
+    arch: str | None
+    toolkit: str | None
+    dsl_version: str | None
+    tvm_ffi_version: str | None
+    source_hash: str | None
+    symbols: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """The user cache. `entries` kernels of `bytes` in all, of which `current` fit this installation's versions."""
+
+    folder: str
+    entries: int
+    bytes: int
+    current: int
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class Info:
+    """Everything that ``twell info`` shows. `environment`: each variable's value in effect."""
+
+    versions: dict[str, str]
+    devices: tuple[DeviceInfo, ...]
+    device_problem: str | None
+    kernels: KernelInfo
+    cache: CacheInfo
+    environment: dict[str, str]
+
+
+def collect() -> Info:
+    """Look at this process and machine. Never raises for what is missing, and imports no compiler."""
+    driver = device.describe()
+    versions = {
+        "twell": twell.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "CUDA runtime (torch)": torch.version.cuda or "none",
+        "CUDA driver": "{}.{}".format(*driver.version) if driver.version else "none",
+    }
+    versions.update((package, packaged.version(package)) for package in PACKAGES)
+    devices = tuple(
+        DeviceInfo(
+            d.index,
+            d.name,
+            "{}.{}".format(*d.capability),
+            d.sm_count,
+            d.memory,
+            d.capability == SPARSE_CAPABILITY,
+        )
+        for d in driver.devices
+    )
+    environment = {name: _in_effect(value) for name, value in VARIABLES.items()}
+    return Info(versions, devices, driver.problem, _kernels(packaged.FOLDER), _cache(), environment)
+
+
+def _in_effect(value: Callable[[], object]) -> str:
+    try:
+        return str(value())
+    except ValueError as error:
+        return f"invalid: {error}"
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Collect what twell warns of, instead of letting it through to a log."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    handlers, propagate, level = logger.handlers, logger.propagate, logger.level
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.WARNING)
+    try:
+        yield messages
+    finally:
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
+def _kernels(folder: Path) -> KernelInfo:
+    library = folder / packaged.LIBRARY
+    with _warnings() as problems:
+        manifest = packaged.read_manifest.__wrapped__(folder)  # uncached: its reasons are wanted even the second time
+    loads = False
+    if manifest is not None:
+        try:
+            for symbol in manifest.symbols:
+                packaged.load(library, symbol)
+            loads = True
+        except RuntimeError as error:
+            problems.append(str(error))
+    return KernelInfo(
+        library=str(library),
+        present=library.is_file(),
+        usable=manifest is not None,
+        loads=loads,
+        arch=manifest.arch if manifest else None,
+        toolkit=manifest.toolkit if manifest else None,
+        dsl_version=manifest.dsl_version if manifest else None,
+        tvm_ffi_version=manifest.tvm_ffi_version if manifest else None,
+        source_hash=manifest.source_hash if manifest else None,
+        symbols=manifest.symbols if manifest else (),
+        problems=tuple(problems),
+    )
+
+
+def _cache() -> CacheInfo:
+    """Count the cache's entries, without creating anything."""
+    try:
+        folder = env.cache_dir()
+        entries = [path for path in folder.glob("*/*") if path.suffix in (".so", ".o") and not path.is_symlink()]
+        current = sum(path.parent.name == cache.fingerprint() for path in entries)
+        return CacheInfo(str(folder), len(entries), sum(path.stat().st_size for path in entries), current, None)
+    except (OSError, ValueError) as error:
+        return CacheInfo("", 0, 0, 0, str(error))
+
+
+def _fields(rows: dict[str, str]) -> Iterator[str]:
+    width = max(map(len, rows))
+    return (f"  {name.ljust(width)}  {value}" for name, value in rows.items())
+
+
+def lines(info: Info, verbose: bool) -> Iterator[str]:
+    """The report for people."""
+    yield "Versions"
+    yield from _fields(info.versions)
+    yield "\nDevices"
+    for d in info.devices:
+        support = "sparse kernels run here" if d.sparse else "no sparse kernels: they need compute capability 9.0"
+        yield f"  cuda:{d.index}  {d.name}, compute capability {d.capability}, {d.sm_count} SMs, " + (
+            f"{d.memory / 2**30:.0f} GiB: {support}"
+        )
+    if info.device_problem:
+        yield f"  none: {info.device_problem}"
+    if not any(d.sparse for d in info.devices):
+        yield "  TwELL runs here through its CPU operators, which are exact but not fast."
+    kernels = info.kernels
+    yield "\nPackaged kernels"
+    if kernels.usable:
+        rows = {
+            "library": kernels.library,
+            "kernels": f"{len(kernels.symbols)} for {kernels.arch}" + ("" if verbose else " (--verbose lists them)"),
+            "built with": (
+                f"CuTe DSL {kernels.dsl_version} ({kernels.toolkit}), {fingerprint.TVM_FFI} {kernels.tvm_ffi_version}"
+            ),
+            "sources": str(kernels.source_hash),
+            "loads": "yes" if kernels.loads else "no",
+        }
+        yield from _fields(rows)
+    else:
+        yield f"  none in use ({'there is a' if kernels.present else 'no'} library at {kernels.library})"
+    yield from (f"  note: {problem}" for problem in kernels.problems if kernels.present)
+    if verbose:
+        yield from (f"    {symbol}" for symbol in kernels.symbols)
+    yield "\nCache of compiled kernels"
+    if info.cache.problem:
+        yield f"  not usable: {info.cache.problem}"
+    else:
+        size = f"{info.cache.entries} kernels, {info.cache.bytes:,} bytes; {info.cache.current} fit these versions"
+        yield from _fields({"folder": info.cache.folder, "holds": size})
+    yield "\nEnvironment, as in effect"
+    yield from _fields(info.environment)
+
+
+def run(json: bool = False, verbose: bool = False) -> int:
+    """Print the report, as JSON where asked. Returns the exit code 0."""
+    info = collect()
+    print(_to_json(info) if json else "\n".join(lines(info, verbose)))
+    return 0
+
+
+def _to_json(info: Info) -> str:
+    return json.dumps(asdict(info), indent=2)

@@ -1,0 +1,446 @@
+"""A saved model and text for it: loading both, and showing what enters each feed-forward layer.
+
+Shared by ``twell analyze`` and ``twell record``. Needs the extra ``hf``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from twell import _sparsify
+from twell.commands.demo import corpus
+from twell.commands.request import RequestError, at_least
+from twell.nn import SparseGatedMLP, SparseMLP
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+# Characters of a file that are tokenized at a time, so that no file is too large.
+_PIECE = 1 << 20
+
+# Files that a saved model and its tokenizer have some of.
+_WEIGHTS = ("*.safetensors", "*.bin")
+_TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+
+# Longest sequence by default, where the model allows it.
+_SEQUENCE = 2048
+
+
+class Batch(NamedTuple):
+    """Token ids int64 [B, S], and bool [B, S]: which of them are text, the others are padding."""
+
+    ids: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A feed-forward layer whose hidden state is ``relu(linear(x))``, times an up projection if ``gated``.
+
+    number: its place in the model's stack. module: what is called with x, alone or first of its arguments. linear: its
+    weight and bias are what counts; called, it may do something else.
+    """
+
+    name: str
+    number: int
+    module: nn.Module
+    linear: nn.Linear
+    gated: bool
+    compression: int
+
+
+class Loaded(NamedTuple):
+    """A model in evaluation mode whose FFNs are twell layers, its tokenizer, and the folder of both.
+
+    was: the activations that ReLU has replaced, in words; "" if it was ReLU.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    folder: Path
+    was: str
+
+
+class Text(NamedTuple):
+    """Token ids, at most ``--sequence`` in a sequence, and how many files they come from."""
+
+    sequences: list[list[int]]
+    files: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.sequences))
+
+
+def add_arguments(parser: argparse.ArgumentParser, tokens: int) -> None:
+    """The arguments that ``load``, ``read`` and ``batches`` take; ``tokens`` is the default number."""
+    add = parser.add_argument
+    add("model", type=Path, metavar="MODEL", help="folder that save_pretrained wrote a model and its tokenizer to")
+    add(
+        "--text",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="text files, or folders of them, whose files are taken in an order shuffled by a fixed seed",
+    )
+    add("--tokens", type=at_least(1), metavar="N", default=tokens, help="tokens of the text to run (%(default)s)")
+    add(
+        "--sequence",
+        type=at_least(2),
+        metavar="S",
+        help=f"tokens of a sequence (default: {_SEQUENCE}, or all that the model allows, if fewer)",
+    )
+    add("--batch", type=at_least(1), metavar="B", default=4, help="sequences that run at a time (%(default)s)")
+    add("--device", help="cpu, cuda or cuda:INDEX (default: cuda where there is one)")
+    add("--dtype", choices=DTYPES, default="auto", help="default: the dtype that the model was saved in")
+    add(
+        "--activation",
+        choices=("relu",),
+        help="run a model that was trained with another activation with ReLU in its place",
+    )
+
+
+def load(arguments: argparse.Namespace, compression: int | None = None) -> Loaded:
+    """The model and the tokenizer that ``arguments`` name, on their device.
+
+    The FFNs run as dense PyTorch, which takes any device and dtype; their gates are the same. Raises RequestError for
+    what cannot be loaded or has no ReLU FFN, ImportError without transformers.
+    """
+    folder: Path = arguments.model
+    content = _config(folder)
+    _require_files(folder, "weights", _WEIGHTS)
+    _require_files(folder, "a tokenizer", _TOKENIZERS)
+    device = _device(arguments.device)
+    # before what takes long
+    for path in arguments.text:
+        _require_text(path)
+    with _hf():
+        from transformers import AutoTokenizer
+
+        from twell.integrations import transformers as integration
+    _require_causal(folder, content)
+    with _reading(folder, "a tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    with _reading(folder, "a model"):
+        model = _load(folder, arguments.dtype, content)
+    try:
+        was = ""
+        if not _sparsify.layers(model):
+            if arguments.activation is not None:
+                planned = _sparsify.plan(model, None, arguments.activation, "dense")
+                was = " and ".join(sorted({c.was for c in planned.candidates if c.was is not None}))
+            integration.sparsify(model, activation=arguments.activation, strategy="dense")
+    except (ValueError, TypeError) as error:
+        hint = ". Here that is --activation relu" if 'pass activation="relu"' in str(error) else ""
+        raise RequestError(f"MODEL: {error}{hint}") from error
+    for layer in _sparsify.layers(model).values():
+        layer.strategy = "dense"
+        if compression is not None:
+            layer.compression = compression
+    return Loaded(model.to(device).eval(), tokenizer, folder, was)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """What the folder's config.json says."""
+    path = folder / "config.json"
+    if not path.is_file():
+        got = "a folder without one" if folder.is_dir() else "no such folder; a model of a hub must be downloaded first"
+        raise RequestError(f"MODEL: expected a folder with a config.json, got {str(folder)!r} ({got})")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RequestError(f"MODEL: expected JSON in {str(path)!r}, got {_line(error)}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise RequestError(f"MODEL: expected a model_type in {str(path)!r}, got none")
+    return content
+
+
+def _require_files(folder: Path, what: str, names: Sequence[str]) -> None:
+    """Raise RequestError unless the folder has a file of one of the names."""
+    if not any(file.is_file() for name in names for file in folder.glob(name)):
+        raise RequestError(f"MODEL: expected {what} in {str(folder)!r} ({names[0]} or the like), got none")
+
+
+def _require_causal(folder: Path, content: dict[str, Any]) -> None:
+    """Raise RequestError unless transformers has a causal language model of the folder's kind."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+
+    kind: str = content["model_type"]
+    # importing twell's integration makes its own known
+    own = kind.startswith("sparse_") or kind.endswith("_sparse_relu")
+    if not own and kind not in names:
+        raise RequestError(
+            f"MODEL: expected a causal language model that transformers knows, got model_type {kind!r} in "
+            f"{str(folder)!r}"
+        )
+    with _reading(folder, "a configuration"):
+        if not own:
+            AutoConfig.from_pretrained(folder, local_files_only=True)
+
+
+@contextmanager
+def _reading(folder: Path, what: str) -> Iterator[None]:
+    """Have what transformers raises for a folder end in one line."""
+    try:
+        yield
+    except Exception as error:
+        raise RequestError(f"MODEL: expected {what} that can be read in {str(folder)!r}, got {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    """The kind of an error and the first line of its text."""
+    text = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _load(folder: Path, dtype: str, content: dict[str, Any]) -> Any:
+    """The causal language model in ``folder``, every weight of its body from there."""
+    from transformers import AutoModelForCausalLM
+
+    from twell.integrations import transformers as integration
+
+    kind: str = content["model_type"]
+    family = kind.removesuffix("_sparse_relu")
+    # the stock classes cannot read down weights that are stored the other way
+    ours = kind != family or any(key.startswith("sparsity_") for key in content)
+    own = {"llama": integration.SparseLlamaForCausalLM, "qwen2": integration.SparseQwen2ForCausalLM}
+    cls = own.get(family, AutoModelForCausalLM) if ours else AutoModelForCausalLM
+    model, about = cls.from_pretrained(
+        folder,
+        dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    # transformers draws what is not in the files, and the head is not run
+    missing = sorted(key for key in about["missing_keys"] if key.startswith(f"{model.base_model_prefix}."))
+    if missing:
+        raise ValueError(f"expected all weights in {str(folder)!r}, got none for {', '.join(missing[:3])}")
+    return model
+
+
+def layers(model: nn.Module) -> list[Layer]:
+    """The twell layers of ``model``, in its order.
+
+    Numbers are those in their names ("model.layers.3.mlp" is 3), or count from 0 where names do not tell them apart.
+    """
+    found = _sparsify.layers(model)
+    numbers = [next((int(part) for part in name.split(".") if part.isdecimal()), -1) for name in found]
+    if len(set(numbers)) < len(numbers) or -1 in numbers:
+        numbers = list(range(len(found)))
+    return [_layer(name, number, module) for (name, module), number in zip(found.items(), numbers)]
+
+
+def _layer(name: str, number: int, module: SparseGatedMLP | SparseMLP) -> Layer:
+    if isinstance(module, SparseGatedMLP):
+        return Layer(name, number, module, module.gate_proj, True, module.compression)
+    return Layer(name, number, module, module.up_proj, False, module.compression)
+
+
+@contextmanager
+def _hf() -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f"{error}. Reading models takes transformers: pip install twell[hf]") from error
+
+
+def _device(name: str | None) -> torch.device:
+    from twell.commands.demo.demo import pick_device
+
+    return pick_device(name)
+
+
+def read(loaded: Loaded, arguments: argparse.Namespace, least: int) -> Text:
+    """The first ``--tokens`` of the text, in sequences that begin as the tokenizer begins a text.
+
+    Documents follow each other, each with what the tokenizer puts around it; if that begins with its BOS token, so does
+    every sequence. Raises RequestError where a path is no text, or if there are fewer than ``least`` tokens.
+    """
+    config: Any = loaded.model.config
+    tokenizer = loaded.tokenizer
+    longest = getattr(config, "max_position_embeddings", None) or _SEQUENCE
+    length: int = arguments.sequence or min(_SEQUENCE, longest)
+    if length > longest:
+        raise RequestError(f"--sequence: expected at most the {longest} positions of the model, got {length}")
+    bos = _bos(tokenizer)
+    sequences: list[list[int]] = [[]]
+    missing: int = arguments.tokens
+    files = 0
+    for path in _files(arguments.text):
+        before = missing
+        for ids in _ids(path, tokenizer):
+            for token in ids:
+                if len(sequences[-1]) == length:
+                    sequences.append([])
+                if not sequences[-1] and bos not in (None, token) and missing > 1:
+                    sequences[-1].append(bos)
+                    missing -= 1
+                sequences[-1].append(token)
+                missing -= 1
+                if not missing:
+                    break
+            if not missing:
+                break
+        files += missing < before
+        if not missing:
+            break
+    text = Text([sequence for sequence in sequences if sequence], files)
+    if text.tokens < least:
+        raise RequestError(
+            f"--text: expected text of at least {least:,} tokens, got {text.tokens:,} in {files} files of "
+            f"{', '.join(map(str, arguments.text))} (--tokens {arguments.tokens})"
+        )
+    highest = max(map(max, text.sequences))
+    if highest >= config.vocab_size:
+        raise RequestError(f"MODEL: its tokenizer gives token {highest}, its vocabulary has {config.vocab_size} tokens")
+    return text
+
+
+def _bos(tokenizer: Any) -> int | None:
+    """The token that the tokenizer begins every text with, if it does."""
+    bos = tokenizer.bos_token_id
+    return bos if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else None
+
+
+def _files(paths: Sequence[Path]) -> Iterator[Path]:
+    for path in paths:
+        if path.is_dir():
+            files = list(corpus.paths(path, ""))
+            # the first files by name would be alike
+            random.Random(0).shuffle(files)
+            yield from (file for file in files if _is_text(file))
+        else:
+            _require_text(path)
+            yield path
+
+
+def _require_text(path: Path) -> None:
+    """Raise RequestError if ``path`` is neither a folder nor a file of text."""
+    if path.is_dir():
+        return
+    if not path.is_file():
+        raise RequestError(f"--text: expected a text file or a folder, got {str(path)!r} (no such file)")
+    if not _is_text(path):
+        raise RequestError(f"--text: expected UTF-8 text, got {str(path)!r}")
+
+
+def _is_text(path: Path) -> bool:
+    """Whether the file begins with UTF-8 text that has something in it."""
+    piece = next(_pieces(path), "")
+    return bool(piece.strip()) and "\0" not in piece
+
+
+def _pieces(path: Path) -> Iterator[str]:
+    """The file a piece at a time, up to where it ceases to be UTF-8."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            while piece := file.read(_PIECE):
+                yield piece
+    except (OSError, UnicodeDecodeError):
+        return
+
+
+def _ids(path: Path, tokenizer: Any) -> Iterator[list[int]]:
+    for i, piece in enumerate(_pieces(path)):
+        yield tokenizer(piece, add_special_tokens=i == 0, verbose=False)["input_ids"]
+
+
+def batches(sequences: Sequence[Sequence[int]], size: int) -> Iterator[Batch]:
+    """``size`` sequences at a time, each padded to the right to the longest among them."""
+    for first in range(0, len(sequences), size):
+        rows = sequences[first : first + size]
+        longest = max(map(len, rows))
+        ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device="cpu")
+        yield Batch(
+            ids, torch.arange(longest, device="cpu") < torch.tensor([len(row) for row in rows], device="cpu")[:, None]
+        )
+
+
+@contextmanager
+def progress(tokens: int, what: str) -> Iterator[Callable[[int], object]]:
+    """A bar on stderr, if that is a terminal; yields what takes the tokens that were done."""
+    from tqdm import tqdm
+
+    with tqdm(total=tokens, unit=" tokens", unit_scale=True, desc=what, disable=None) as bar:
+        yield bar.update
+
+
+Visit = Callable[[int, Tensor, Tensor], None]
+
+
+@torch.inference_mode()
+def observe(
+    model: nn.Module,
+    watched: Sequence[Layer],
+    token_batches: Iterable[Batch],
+    visit: Visit,
+    done: Callable[[int], object] | None = None,
+) -> int:
+    """Run ``model`` on the batches and call ``visit(i, x, first)`` with what enters ``watched[i]``, at every call.
+
+    x [tokens, K] leaves padding out; ``first``, bool [tokens], marks the first token of each sequence. ``done`` is
+    called with the tokens of each batch after it. Returns how many tokens there were. Raises ValueError where x is not
+    finite, or does not hold the tokens of the batch, as in a layer of experts.
+    """
+    # of a causal model the body alone: logits of all tokens would be its largest tensor by far
+    body = getattr(model, "base_model", None)
+    device = next(model.parameters()).device
+    present: Tensor | None = None
+    first = torch.empty(0, device="cpu")
+    total = 0
+
+    def hook(i: int) -> Callable[..., None]:
+        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x: Tensor = args[0] if args else next(iter(kwargs.values()))
+            x = x.reshape(-1, x.shape[-1])
+            if len(x) != len(first):
+                raise ValueError(f"{watched[i].name}: expected the batch's {len(first)} tokens, got {len(x)}")
+            x, starts = (x, first) if present is None else (x[present], first[present])
+            if not bool(x.isfinite().all()):
+                raise ValueError(f"{watched[i].name}: its input is not finite in {x.dtype}; another --dtype may help")
+            visit(i, x, starts.to(x.device))
+
+        return see
+
+    handles = [layer.module.register_forward_pre_hook(hook(i), with_kwargs=True) for i, layer in enumerate(watched)]
+    try:
+        for ids, mask in token_batches:
+            first = (mask & (mask.cumsum(1) == 1)).flatten().to(device)
+            present = None if bool(mask.all()) else mask.flatten().to(device)
+            if body is None:
+                model(ids.to(device))
+            else:
+                attention = None if present is None else mask.long().to(device)
+                body(input_ids=ids.to(device), attention_mask=attention, use_cache=False)
+            total += int(mask.sum())
+            if done is not None:
+                done(int(mask.sum()))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return total
+
+
+def check_file(option: str, path: Path | None, suffixes: Sequence[str]) -> None:
+    """Raise RequestError unless ``path``, if given, can be a file of one of the suffixes that is written."""
+    if path is None:
+        return
+    if path.suffix.lower() not in suffixes:
+        raise RequestError(f"{option}: expected a path that ends in {' or '.join(suffixes)}, got {str(path)!r}")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise RequestError(f"{option}: expected an existing folder to write to, got {str(folder)!r}")
+    if path.is_dir() or not os.access(folder, os.W_OK):
+        raise RequestError(f"{option}: expected a file that can be written, got {str(path)!r}")

@@ -1,0 +1,333 @@
+"""What the training operators share: the hybrid format, as the CPU writes and reads it, and the launches of backward.
+
+Tokens are cut into tiles of 128, each with a list: the union of its tokens' active neurons, ascending. A neuron's place
+in it is its rank, and 64 ranks are a chunk. Of M tokens, N neurons, B token tiles and C chunks of N,
+
+- sizes int32 [B+1]: the length of every list, then the number of non-zeros of all tokens.
+- neurons int16 [B, 64*C]: the lists, as unsigned bits; the last neuron repeats up to a multiple of 64.
+- chunks int32 [B, C+1]: where in entries each chunk begins and, in the last column, ends.
+- entries int32: one a non-zero, ``value bits << 16 | token in its tile << 6 | rank in its chunk``, ascending by token
+  tile, chunk, token and rank. Behind ``format.hybrid_capacity`` of them, their up projections; see ``values``.
+- popularity int32 [N]: the non-zeros of each neuron.
+
+If there are more non-zeros than ``format.hybrid_capacity``, the entries are a bitmap [M, ceil(N/32)] of the non-zeros
+instead, of the rest only the number of non-zeros counts, and backward computes the gate and the up projection again.
+
+The CPU's values may be wider than 16 bits. Entries then hold no values: these follow the up projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twell import tuning
+from twell._runtime import device, geometry
+from twell.ops.library import down_rows, launch, rows, vector
+
+
+class Kept(NamedTuple):
+    """What forward keeps for backward beside its operands: the hybrid gate with its up projections."""
+
+    entries: Tensor
+    neurons: Tensor
+    chunks: Tensor
+    sizes: Tensor
+    popularity: Tensor
+
+
+class Layer(NamedTuple):
+    """The operands of backward that forward had, as matrices: x [M, K], weights [N, K], biases [N]."""
+
+    x: Tensor
+    w_gate: Tensor
+    w_up: Tensor | None
+    w_down: Tensor
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+
+
+class Gradients(NamedTuple):
+    """Where backward writes: dx [M, K], weights [N, K], biases [N]; None where nobody asks."""
+
+    x: Tensor | None
+    w_gate: Tensor | None
+    w_up: Tensor | None
+    w_down: Tensor | None
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums over operands of ``dtype``: float32, float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def empty_kept(x: Tensor, n: int, gated: bool) -> Kept:
+    """Uninitialised tensors for the gate of ``x`` [M, K] with ``n`` neurons."""
+    m = x.shape[0]
+    tiles, chunks = geometry.token_tiles(m), geometry.chunks(n)
+    value_bytes = (gated + (x.dtype.itemsize > 2)) * x.dtype.itemsize
+
+    def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return x.new_empty(shape, dtype=dtype)
+
+    return Kept(
+        entries=integers(geometry.hybrid_words(m, n, value_bytes)),
+        neurons=integers(tiles, geometry.CHUNK * chunks, dtype=torch.int16),
+        chunks=integers(tiles, chunks + 1),
+        sizes=integers(tiles + 1),
+        popularity=integers(n),
+    )
+
+
+def require_offsets(m: int, n: int) -> None:
+    """Raise NotImplementedError if places in the entries of ``m`` tokens and ``n`` neurons exceed 32 bits."""
+    # backward has two values side by side for each place
+    if max(geometry.hybrid_words(m, n, 2), 2 * geometry.hybrid_capacity(m, n)) > geometry.MOST:
+        most = geometry.MOST // max(geometry.hybrid_words(8, n, 2), 2 * geometry.hybrid_capacity(8, n)) * 8
+        raise NotImplementedError(f"with {n} neurons a training step takes at most {most} tokens, got {m}")
+
+
+def near_rows(matrix: Tensor) -> Tensor:
+    """``rows`` that kernels find by 32-bit offsets of 16 bytes: a copy where they are spread over more than 64 GB.
+
+    Raises NotImplementedError where even a copy is larger.
+    """
+    reach = 8 << 32
+    laid = rows(matrix)
+    if laid.shape[0] * laid.stride(0) > reach:
+        if matrix.numel() > reach:
+            raise NotImplementedError(f"a training step takes matrices of at most {reach} values, got {matrix.numel()}")
+        laid = laid.clone(memory_format=torch.contiguous_format)
+    return laid
+
+
+def room_aside(x: Tensor, terms: int, ctas: int) -> Tensor:
+    """Where ``ctas`` CTAs set sums of up to ``terms`` terms aside; empty where tensor cores add these up in one go."""
+    return x.new_empty(geometry.sums_aside(tuning.dtype_name(x.dtype), terms, ctas), dtype=torch.float32)
+
+
+def values(entries: Tensor, capacity: int, dtype: torch.dtype, count: int) -> Tensor:
+    """What follows the entries: ``count`` values of ``dtype`` for each place, [count, capacity], a view."""
+    behind = entries[capacity : capacity + capacity * count * dtype.itemsize // 4]
+    return behind.view(dtype).view(count, capacity)
+
+
+# The CPU's side
+
+
+def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight^T + bias`` [M, N], summed and returned in ``accumulator``'s dtype."""
+    wide = accumulator(x.dtype)
+    out = x.to(wide) @ weight.to(wide).t()
+    return out if bias is None else out.add_(bias.to(wide))
+
+
+def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """``values`` rounded to ``dtype``, in their own."""
+    return values.to(dtype).to(values.dtype)
+
+
+def encode(gate: Tensor, up: Tensor | None, kept: Kept) -> None:
+    """Write the format of ``gate`` and ``up`` [M, N], both of the layer's dtype. What nobody may read becomes 0."""
+    m, n = gate.shape
+    active = gate != 0
+    for tensor in kept:
+        tensor.zero_()
+    kept.popularity.copy_(active.sum(0))
+    total = int(active.sum())
+    kept.sizes[-1] = min(total, geometry.MOST)
+    if total > geometry.hybrid_capacity(m, n):
+        bits = F.pad(active, (0, -n % 32)).view(m, geometry.bitmap_words(n), 32).long() << torch.arange(
+            32, device="cpu"
+        )
+        kept.entries[: m * geometry.bitmap_words(n)] = bits.sum(2).int().view(-1)
+        return
+
+    tiles, chunks = geometry.token_tiles(m), geometry.chunks(n)
+    union = F.pad(active, (0, 0, 0, -m % geometry.TOKEN_TILE)).view(tiles, geometry.TOKEN_TILE, n).any(1)
+    lengths, ranks = union.sum(1), union.cumsum(1) - 1
+    kept.sizes[:-1] = lengths
+    tile, neuron = union.nonzero(as_tuple=True)
+    kept.neurons[tile, ranks[tile, neuron]] = neuron.short()
+    place = torch.arange(geometry.CHUNK * chunks, device="cpu")
+    last = kept.neurons.gather(1, (lengths - 1).clamp(min=0)[:, None])
+    repeats = (place >= lengths[:, None]) & (place < -(-lengths // geometry.CHUNK)[:, None] * geometry.CHUNK)
+    kept.neurons.copy_(torch.where(repeats, last, kept.neurons))
+
+    token, neuron = active.nonzero(as_tuple=True)
+    rank = ranks[token // geometry.TOKEN_TILE, neuron]
+    run = token // geometry.TOKEN_TILE * chunks + rank // geometry.CHUNK
+    word = token % geometry.TOKEN_TILE << 6 | rank % geometry.CHUNK
+    order = (run << 13 | word).argsort()
+    token, neuron = token[order], neuron[order]
+    starts = F.pad(run.bincount(minlength=tiles * chunks).cumsum(0), (1, 0)).int()
+    if tiles:
+        kept.chunks.copy_(starts.unfold(0, chunks + 1, chunks))
+    stored = [] if up is None else [up]
+    if gate.dtype.itemsize > 2:
+        kept.entries[:total] = word[order].int()
+        stored.append(gate)
+    else:
+        kept.entries[:total] = gate.view(torch.int16)[token, neuron].int() << 16 | word[order].int()
+    behind = values(kept.entries, geometry.hybrid_capacity(m, n), gate.dtype, len(stored))
+    for target, dense in zip(behind, stored):
+        target[:total] = dense[token, neuron]
+
+
+def decode(layer: Layer, kept: Kept) -> tuple[Tensor, Tensor | None]:
+    """The gate and, if gated, the up projection where it is not zero: dense [M, N], of ``accumulator``'s dtype."""
+    x, w_gate, w_up, _, gate_bias, up_bias = layer
+    m, n, dtype = x.shape[0], w_gate.shape[0], x.dtype
+    capacity, wide = geometry.hybrid_capacity(m, n), accumulator(dtype)
+    total = int(kept.sizes[-1])
+    if total > capacity:
+        words = kept.entries[: m * geometry.bitmap_words(n)].view(m, -1, 1)
+        inactive = (words >> torch.arange(32, device="cpu") & 1).view(m, -1)[:, :n] == 0
+        gate = rounded(project(x, w_gate, gate_bias), dtype).relu_().masked_fill_(inactive, 0)
+        return gate, None if w_up is None else project(x, w_up, up_bias).masked_fill_(inactive, 0)
+
+    entries, chunks = kept.entries[:total], geometry.chunks(n)
+    run = torch.arange(kept.neurons.shape[0] * chunks, device="cpu").repeat_interleave(
+        kept.chunks.diff(dim=1).flatten()
+    )
+    tile = run // chunks
+    token = tile * geometry.TOKEN_TILE + (entries >> 6 & geometry.TOKEN_TILE - 1)
+    neuron = kept.neurons[tile, run % chunks * geometry.CHUNK + (entries & geometry.CHUNK - 1)].long() & 0xFFFF
+
+    def dense(at_entries: Tensor) -> Tensor:
+        return torch.zeros(m, n, dtype=wide, device="cpu").index_put_((token, neuron), at_entries[:total].to(wide))
+
+    stored = (w_up is not None) + (dtype.itemsize > 2)
+    behind = values(kept.entries, capacity, dtype, stored)
+    gate = dense(behind[-1] if dtype.itemsize > 2 else (entries >> 16).short().view(dtype))
+    return gate, None if w_up is None else dense(behind[0])
+
+
+def rare(popularity: Tensor) -> Tensor:
+    """Whether a neuron is in a tile, by popularity, of at most ``format.RARE_ENTRIES`` non-zeros: [N]."""
+    counts, order = popularity.sort(descending=True, stable=True)
+    tiles = F.pad(counts, (0, -len(counts) % geometry.NEURON_TILE)).view(-1, geometry.NEURON_TILE).sum(1)
+    few = (tiles <= geometry.RARE_ENTRIES).repeat_interleave(geometry.NEURON_TILE)[: len(counts)]
+    return torch.empty_like(few).scatter_(0, order, few)
+
+
+def backward_cpu(dy: Tensor, dl1: Tensor, layer: Layer, kept: Kept, out: Gradients, accumulate: bool) -> None:
+    """Dense matrix products of what ``kept`` holds, rounded where the kernels round, into ``out``."""
+    dtype = layer.x.dtype
+    gate, up = decode(layer, kept)
+    hidden = gate if up is None else gate * up
+    dh = project(dy, layer.w_down, None).add_(dl1 * hidden.sign()).masked_fill_(gate == 0, 0)
+    wide_gate = dh if up is None else dh * up
+    wide_up = None if up is None else dh * gate
+    d_gate, d_up = rounded(wide_gate, dtype), None if wide_up is None else rounded(wide_up, dtype)
+
+    # of rare neurons the weights' gradients have what rounding leaves, too
+    again = rare(kept.popularity) & (kept.sizes[-1] <= geometry.hybrid_capacity(*gate.shape))
+
+    def for_weights(values: Tensor) -> Tensor:
+        first = rounded(values, dtype)
+        return torch.where(again & first.isfinite(), first + rounded(values - first, dtype), first)
+
+    def product(coefficients: Tensor, matrix: Tensor) -> Tensor:
+        return coefficients @ matrix.to(coefficients.dtype)
+
+    if out.x is not None:
+        dx = product(d_gate, layer.w_gate)
+        if d_up is not None and layer.w_up is not None:
+            dx += product(d_up, layer.w_up)
+        out.x.copy_(dx)
+    for target, coefficients, matrix in (
+        (out.w_gate, wide_gate, layer.x),
+        (out.w_up, wide_up, layer.x),
+        (out.w_down, hidden, dy),
+    ):
+        if target is not None and coefficients is not None:
+            gradient = product(for_weights(coefficients).t(), matrix)
+            target.add_(gradient) if accumulate else target.copy_(gradient)
+    for target, coefficients in ((out.gate_bias, wide_gate), (out.up_bias, wide_up)):
+        if target is not None and coefficients is not None:
+            target.copy_(for_weights(coefficients).sum(0))
+
+
+# The GPU's side
+
+
+def backward_cuda(
+    dy: Tensor,
+    dl1: Tensor,
+    layer: Layer,
+    kept: Kept,
+    dx: Tensor | None,
+    weights: Callable[[], Gradients] | None,
+    accumulate: bool,
+) -> Gradients:
+    """Launch the kernels for ``dx`` and for what ``weights`` returns, where they are asked for; the gradients of these.
+
+    ``weights`` gives the tensors of all weights, rows that kernels can write, and of biases. It is called late, when
+    most of what the kernels need beside has been given back.
+    """
+    none = Gradients(dx, None, None, None, None, None)
+    if dx is None and weights is None:
+        return none
+    x, w_gate, w_up, w_down = layer[:4]
+    m, n, dtype, gated = x.shape[0], w_gate.shape[0], x.dtype, w_up is not None
+    multiprocessors = device.sm_count(x.device.index)
+    capacity = geometry.hybrid_capacity(m, n)
+    entries, neurons, chunks, sizes, popularity = kept
+    pattern = (entries, neurons, chunks, sizes)
+    x, dy, w_gate, w_down = near_rows(x), near_rows(dy), near_rows(w_gate), near_rows(down_rows(w_down))
+    w_up = None if w_up is None else near_rows(w_up)
+    up = values(entries, capacity, dtype, 1)[0] if gated else None
+    dl1 = vector(dl1.reshape(1), 1, dl1)
+
+    bias = layer.gate_bias is not None or layer.up_bias is not None
+    gate_bias = vector(layer.gate_bias, n, x) if bias else None
+    up_bias = vector(layer.up_bias, n, x) if bias and gated else None
+    recomputed = (dy, x, w_gate, w_up, w_down, gate_bias, up_bias, dl1, entries, sizes, capacity)
+
+    d_gate = sizes.new_empty(capacity)
+    d_up = sizes.new_empty(capacity) if gated else None
+    launch(tuning.sampled_grad(dtype, gated), dy, w_down, *pattern, up, dl1, d_gate, d_up, multiprocessors)
+    if dx is not None:
+        gathered = tuning.gathered(dtype, 2 if gated else 1, False)
+        # the rounded ones of two values in each word
+        gate_rounded, up_rounded = (None if d is None else d.view(dtype)[::2] for d in (d_gate, d_up))
+        aside = room_aside(x, 2 * n if gated else n, multiprocessors)
+        launch(gathered, gate_rounded, w_gate, up_rounded, w_up, None, *pattern, dx, aside, capacity, multiprocessors)
+        del gate_rounded, up_rounded
+        launch(tuning.overflow(dtype, "input", gated, bias), *recomputed, dx, aside, multiprocessors)
+        del aside
+    if weights is None:
+        return none
+
+    order, slot = torch.empty_like(popularity), torch.empty_like(popularity)
+    launch(tuning.rank(), popularity, order, slot)
+    neuron_tiles, token_tiles = -(-n // geometry.NEURON_TILE), geometry.token_tiles(m)
+    groups = sizes.new_empty((neuron_tiles, token_tiles, 2))
+    tiles = sizes.new_empty((neuron_tiles, 5))
+    starts = sizes.new_empty((neuron_tiles, geometry.chunks(2 * m) + 1))
+    # neuron tiles of few non-zeros enter twice
+    room = capacity + min(capacity, neuron_tiles * geometry.RARE_ENTRIES)
+    packed = sizes.new_empty(room, dtype=torch.int64)
+    tokens = sizes.new_empty(room)
+    by_neuron = (groups, tiles, starts, packed, tokens)
+    launch(tuning.transpose(dtype, gated), *pattern, up, d_gate, d_up, slot, *by_neuron)
+
+    del d_gate, d_up, groups, by_neuron
+    out = weights()
+    # a layer with one of two biases has a place for the other's gradient all the same
+    db_gate = (x.new_empty(n) if out.gate_bias is None else out.gate_bias) if bias else None
+    db_up = (x.new_empty(n) if out.up_bias is None else out.up_bias) if bias and gated else None
+    # clusters of four CTAs, one for each multiprocessor, take a batch that overflows
+    gradients = (out.w_gate, out.w_up, out.w_down, db_gate, db_up, room_aside(x, m, 4 * multiprocessors))
+    weight_grad = tuning.weight_grad(dtype, gated, bias, accumulate)
+    launch(weight_grad, x, dy, order, sizes, tiles, starts, packed, tokens, *gradients, capacity, multiprocessors)
+    mode = "weight_add" if accumulate else "weight"
+    launch(tuning.overflow(dtype, mode, gated, bias), *recomputed, *gradients, multiprocessors)
+    return out._replace(x=dx)

@@ -1,0 +1,219 @@
+"""What the operators share: registration, the launch of a kernel, and operands as kernels read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from twell import tuning
+from twell._runtime import device, env, geometry, nvtx, resolve, specs
+from twell._runtime.log import warn_once
+
+Implementation = Callable[..., Any]
+
+_LIBRARY = torch.library.Library("twell", "DEF")  # type: ignore[no-untyped-call]
+_DEBUG = env.debug()
+
+# TMA and 16-byte vector loads: base address, and row stride in 16-bit elements.
+ALIGNMENT = 16
+STRIDE_MULTIPLE = 8
+
+
+def register(
+    schema: str,
+    *,
+    fake: Implementation,
+    cpu: Implementation,
+    cuda: Implementation,
+    instead: str,
+    phase: str | None = None,
+) -> torch._ops.OpOverload:
+    """Define an operator of library ``twell`` and return its overload.
+
+    ``fake`` has the signature of the schema and returns outputs of the right shape; ``cpu`` and ``cuda`` compute.
+    Called with an input that has a forward-mode tangent, or that requires grad while grad mode is on, all of them
+    refuse; for the latter they name ``instead``, the function to call. They do so themselves because an Autograd kernel
+    in Python would add half to the cost of every call (4.4 us against 2.8, torch 2.13). ``phase`` is what part of a
+    step a profiler must say the operator is, if it is always the same.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    for device_type, implementation in (("CPU", _without_autocast(cpu)), ("CUDA", _on_device(cuda))):
+        implementation = nvtx.marked(_range_of(name, phase))(_refuse_grad(name, implementation, instead))
+        _LIBRARY.impl(name, implementation, device_type)  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"twell::{name}", _refuse_grad(name, fake, instead), lib=_LIBRARY)
+    return getattr(torch.ops.twell, name).default  # type: ignore[no-any-return]
+
+
+def _refuse_grad(name: str, implementation: Implementation, instead: str) -> Implementation:
+    def refuse_grad(*arguments: Any) -> Any:
+        if forward_ad._current_level >= 0 and any(isinstance(a, Tensor) and has_tangent(a) for a in arguments):
+            raise NotImplementedError(
+                f"torch.ops.twell.{name} has no derivative: expected no input with a forward-mode tangent, got one; "
+                'the functions of twell take it with strategy="dense"'
+            )
+        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
+            raise NotImplementedError(
+                f"torch.ops.twell.{name} has no gradient: expected no input that requires grad while grad mode is on; "
+                f"call {instead} instead, or this under torch.no_grad()"
+            )
+        return implementation(*arguments)
+
+    return refuse_grad
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a dual number of forward-mode AD."""
+    if forward_ad._current_level < 0:
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def _without_autocast(implementation: Implementation) -> Implementation:
+    """The CPU path accumulates in fp32 with torch's own operators, which autocast would lower."""
+
+    def without_autocast(*arguments: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return implementation(*arguments)
+
+    return without_autocast
+
+
+def _on_device(implementation: Implementation) -> Implementation:
+    """Make the device of the first argument the current one."""
+
+    def on_device(*arguments: Any) -> Any:
+        with torch.cuda.device(arguments[0].device):
+            return implementation(*arguments)
+
+    return on_device
+
+
+def _range_of(name: str, phase: str | None) -> Callable[..., nvtx.Context]:
+    """What makes a profiler's range of the arguments of operator ``name``."""
+
+    def describe(*arguments: Any) -> nvtx.Context:
+        schema = getattr(torch.ops.twell, name).default._schema
+        given = {argument.name: value for argument, value in zip(schema.arguments, arguments)}
+        return nvtx.range(name, category=phase, **nvtx.sizes(given))
+
+    return describe
+
+
+@nvtx.marked(lambda spec, *_: nvtx.range(spec.op, kernel=spec.symbol))
+def launch(spec: specs.Spec, *arguments: Any) -> None:
+    """Call the kernel of ``spec`` on the current device and torch's current stream.
+
+    Raises NotImplementedError on a device of another compute capability than 9.0, RuntimeError if there is no kernel.
+    """
+    require_sm90(torch.cuda.current_device())
+    resolve.resolve(spec)(*arguments)
+    if _DEBUG and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()
+
+
+def launchable(index: int, *needed: specs.Spec) -> bool:
+    """Whether ``launch`` can run these kernels on device ``index``: for what has another way."""
+    try:
+        return device.capability(index) == (9, 0) and all(resolve.obtainable(spec) for spec in needed)
+    except RuntimeError:
+        # no cuda-python
+        return False
+
+
+def require_sm90(index: int) -> None:
+    """Raise NotImplementedError unless device ``index`` has compute capability 9.0, which the kernels are built for."""
+    major, minor = device.capability(index)
+    if (major, minor) != (9, 0):
+        raise NotImplementedError(
+            f"the sparse kernels need compute capability 9.0 (sm_90), got {major}.{minor} on cuda:{index}; "
+            'use strategy="dense"'
+        )
+
+
+def rows(matrix: Tensor) -> Tensor:
+    """``matrix`` [R, C] as kernels read it: aligned rows of unit stride. A copy where it is not so."""
+    if has_rows(matrix):
+        return matrix
+    return transpose(matrix.t(), matrix.new_empty(matrix.shape))
+
+
+def transpose(matrix: Tensor, out: Tensor) -> Tensor:
+    """Fill the contiguous ``out`` [C, R] with ``matrix`` [R, C], and return it."""
+    blocks = matrix.dtype.itemsize == 2 and matrix.shape[0] % 8 == matrix.shape[1] % 8 == 0
+    if matrix.is_cuda and matrix.numel() and blocks and has_rows(matrix):
+        launch(tuning.matrix_transpose(), matrix.view(torch.int16), out.view(torch.int16))
+        return out
+    return out.copy_(matrix.t())
+
+
+def has_rows(matrix: Tensor) -> bool:
+    """Whether kernels can read and write ``matrix`` [R, C] in place."""
+    return has_row_strides(matrix) and _aligned(matrix)
+
+
+def has_row_strides(matrix: Tensor) -> bool:
+    """``has_rows`` except for the address, which tensors without values do not have."""
+    stride, inner = matrix.stride()
+    return inner == 1 and stride >= matrix.shape[1] and stride % STRIDE_MULTIPLE == 0
+
+
+def down_rows(w_down: Tensor) -> Tensor:
+    """``rows`` of a down weight [N, K]. nn.Linear's own layout is the other one: that copy is logged, once."""
+    laid = rows(w_down)
+    if laid is not w_down:
+        warn_once(
+            "down_proj.weight (w_down) is stored as nn.Linear stores it, and the sparse kernels read a copy by rows, "
+            'made at each call; twell.nn.set_down_layout(model, "rows") stores it so that they need none'
+        )
+    return laid
+
+
+def blocks(m: int, size: int) -> int:
+    """ceil(m / size), as outputs have it: the blocks of ``size`` in ``m`` tokens.
+
+    In graphs that are exported for a symbolic ``m`` it is a symbol of its own, whose value the output tells. torch
+    compares every length with 1, and for an expression of ``m`` that would cut the range of ``m`` at ``size``.
+    torch.compile makes a graph for each side instead, for with such a symbol it would record no CUDA graph.
+    """
+    if isinstance(m, torch.SymInt) and torch.compiler.is_exporting():
+        return torch.library.get_ctx().new_dynamic_size()
+    return -(-m // size)
+
+
+def vector(bias: Tensor | None, length: int, like: Tensor) -> Tensor:
+    """A bias [length] as kernels read it, zeros for None: contiguous and aligned. A copy where it is not so."""
+    if bias is None:
+        return like.new_zeros(length)
+    if bias.stride(0) == 1 and _aligned(bias):
+        return bias
+    return bias.clone(memory_format=torch.contiguous_format)
+
+
+def _aligned(tensor: Tensor) -> bool:
+    return tensor.data_ptr() % ALIGNMENT == 0
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """All elements of ``tensor`` as a vector that kernels read: contiguous, aligned. A copy where it is not so."""
+    if not (tensor.is_contiguous() and _aligned(tensor)):
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.view(-1)
+
+
+def check_packed(words: Tensor, spill: Tensor, m: int, n: int, compression: int) -> None:
+    """Raise ValueError unless ``words`` and ``spill`` are those of ``m`` rows of ``n`` neurons."""
+    tiles = geometry.tiles(n)
+    for name, tensor, width in (
+        ("words", words, tiles * geometry.words_per_tile(compression)),
+        ("spill", spill, tiles * geometry.TILE),
+    ):
+        if tensor.dim() != 2 or tensor.shape[0] != m or tensor.shape[1] != width:
+            raise ValueError(
+                f"{name} must be [{m}, {width}] for {m} rows of {n} neurons at compression {compression}, "
+                f"got {list(tensor.shape)}"
+            )
