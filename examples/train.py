@@ -24,6 +24,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# threads that wait by spinning take a busy machine's cores from the others; torch reads it as it is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 from torch import Tensor
 from training import RequestError, checkpoint, model, options, parallel, report

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import json
 import math
 import re
 import statistics
@@ -505,9 +506,26 @@ def fill(text: str) -> str:
     return PLACE.sub(table, text)
 
 
+def of_other_kernels() -> str:
+    """Which results are of other kernels than the sources make, a line; empty if none."""
+    from twell._runtime import fingerprint
+
+    now, others = fingerprint.source_hash()[:12], dict[str, list[str]]()
+    for path in sorted(RESULTS.glob("*.json")):
+        found = re.search(r"kernels (\w{12})", json.loads(path.read_text()).get("machine", ""))
+        if found and found[1] != now:
+            others.setdefault(found[1], []).append(path.stem)
+    named = "; ".join(f"{hash_} {', '.join(names)}" for hash_, names in others.items())
+    return f"note: results of other kernels than the sources, which are {now}: {named}" if named else ""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit with 1 if README.md has other figures")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="exit with 1 if README.md has other figures; results of other kernels are named",
+    )
     arguments = parser.parse_args()
     path = ROOT / "README.md"
     text = path.read_text()
@@ -517,6 +535,8 @@ def main() -> int:
         print(f"readme: error: {error}", file=sys.stderr)
         return 2
     if arguments.check:
+        if note := of_other_kernels():
+            print(note)
         if filled != text:
             print("README.md and profiling/results/ differ: python -m profiling.readme", file=sys.stderr)
         return int(filled != text)

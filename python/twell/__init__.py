@@ -3,10 +3,15 @@
 ``sparse_gated_ffn``, ``sparse_ffn`` and ``pack`` are the functions, ``twell.nn`` the modules, ``twell.ops`` the
 registered operators, and ``explain`` tells which strategy a layer runs. ``sparsify_`` changes a model over in place,
 ``twell.integrations.transformers`` one of Hugging Face; ``twell.recipe`` is for training, ``twell.distributed`` for
-tensor parallelism. Importing needs torch alone: no GPU, no driver, no compiler.
+tensor parallelism; both are imported when they are first used. Importing needs torch alone: no GPU, no driver, no
+compiler.
 """
 
 from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from twell import nn, ops
 from twell._auto import AutoStrategy
@@ -38,5 +43,23 @@ __all__ = [
     "sparse_gated_ffn",
     "sparsify_",
 ]
+
+# imported when they are asked for: they need more of torch than the rest, or time
+_SUBMODULES = ("distributed", "integrations", "recipe", "reference", "testing")
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> ModuleType:
+        if name not in _SUBMODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            return importlib.import_module(f"{__name__}.{name}")
+        except ImportError as error:
+            raise AttributeError(f"{__name__}.{name} cannot be imported: {error}") from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_SUBMODULES})
+
 
 log.configure()

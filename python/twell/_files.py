@@ -25,7 +25,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
     What was written is on the disk before it takes the place of what was at ``path``. A block that raises leaves
     ``path`` as it was and nothing beside it. A symbolic link stays: what it leads to is replaced. A pipe or a device
-    is written as it is.
+    is written as it is. The permissions of what is replaced stay, those of a folder and of all in it by name.
     """
     target = Path(os.path.realpath(path))
     if not is_replaceable(target):
@@ -99,15 +99,24 @@ def _prefix(target: Path) -> str:
 def _put(partial: Path, target: Path) -> None:
     """Give ``partial`` the name ``target``, and remove the folder that had it."""
     replaced = partial.is_dir() and target.is_dir() and any(target.iterdir())
+    _keep_modes(target, partial)
     if replaced:
         _exchange(partial, target)
     else:
-        if target.is_file():
-            shutil.copymode(target, partial)
         os.replace(partial, target)
     sync(target.parent)
     if replaced:
         _remove(partial)
+
+
+def _keep_modes(old: Path, new: Path) -> None:
+    """Give ``new``, and what is in it, the permissions of what has the same name and kind in ``old``."""
+    if new.is_symlink() or not ((old.is_dir() and new.is_dir()) or (old.is_file() and new.is_file())):
+        return
+    if new.is_dir():
+        for each in new.iterdir():
+            _keep_modes(old / each.name, each)
+    shutil.copymode(old, new)
 
 
 def _exchange(one: Path, other: Path) -> None:

@@ -1,10 +1,10 @@
 """Several GPUs: tensor parallelism for the modules of ``twell.nn``, and plans for whole models.
 
 Data parallelism needs nothing from here. ``DistributedDataParallel``, ``FullyShardedDataParallel`` and ``fully_shard``
-(FSDP2) take the modules as they are; the latter two refuse down weights stored by rows (``twell.nn.set_down_layout``).
-Under FSDP2 figures that a layer left in ``aux`` may enter the loss beside the model's output, as they usually do; a
-loss of figures alone does not make FSDP2 gather the weights again that backward needs, unless they are part of the
-output.
+(FSDP2) take the modules as they are. FSDP2 refuses down weights stored by rows (``twell.nn.set_down_layout``), FSDP1
+takes them. Under FSDP2 figures that a layer left in ``aux`` may enter the loss beside the model's output, as they
+usually do; a loss of figures alone does not make FSDP2 gather the weights again that backward needs, unless they are
+part of the output.
 
 ``torch.distributed.checkpoint`` stores and loads the modules as they are. Do not hand on a state dict of down weights
 stored by rows with ``broadcast_from_rank0``: torch broadcasts the storage of a tensor that is not contiguous as if it

@@ -344,12 +344,12 @@ def set_down_layout(module: nn.Module, layout: DownLayout) -> None:
     saves them to contiguous files. The sparse kernels then read a copy by rows, made at each forward and at each
     backward pass: 23 MB at K = 2,048 and N = 5,632. "rows": the transposed view of a contiguous [N, K] tensor, which
     they read in place; for inference, above all of few tokens, and for training where nothing flattens parameters.
-    FSDP1 and FSDP2, flat optimizers, ``parameters_to_vector`` and safetensors refuse such a weight or need
-    ``.contiguous()``.
+    FSDP2, flat optimizers, ``parameters_to_vector`` and safetensors refuse such a weight or need ``.contiguous()``.
 
     Loading a state dict, moving, casting, copying and pickling keep either. Call it before anything keeps views of the
-    parameters; the Parameter objects stay. A layer whose weight was replaced by one of another layout is set right,
-    too.
+    parameters, and before an optimizer has state of them: torch's fused optimizers take parameter and state for tensors
+    of one layout, and update wrong places, without a word, where they are not. The Parameter objects stay. A layer
+    whose weight was replaced by one of another layout is set right, too.
 
     Raises ValueError for another name, and if ``module`` has no such layer.
     """

@@ -570,7 +570,7 @@ def test_batches_pad_to_the_longest() -> None:
             ["untokenized", "--text", "long.txt"],
             r"MODEL: expected a tokenizer in 'untokenized' \(tokenizer\* or the like\), got none$",
         ),
-        (["MODEL", "--text", "long.txt", "--device", "cuda:99"], "--device: "),
+        (["MODEL", "--text", "long.txt", "--device", "cuda:99"], "--device: expected "),
         (["MODEL", "--text", "long.txt", "--device", "tpu"], "--device: expected cpu, cuda or cuda:INDEX"),
         (["MODEL", "--text", "long.txt", "--csv", "a.txt"], "--csv: expected a path that ends in .csv"),
         (["MODEL", "--text", "long.txt", "--plot", "a.pdf"], "--plot: expected a path that ends in .png or .svg"),

@@ -683,7 +683,8 @@ def test_without_a_gpu(words: list[str], capsys: pytest.CaptureFixture[str]) -> 
     assert main(words) == 2
     error = capsys.readouterr().err
     got = words[-1] if "--device" in words else "cuda"
-    assert error == f"twell bench: error: --device: torch finds no CUDA device, got {got!r}; expected --device cpu\n"
+    reason = "--device: expected cpu, for there is no CUDA device that torch can use"
+    assert error == f"twell bench: error: {reason}, got {got!r}\n"
 
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -733,6 +734,10 @@ def test_requests_that_cannot_be_met(words: list[str], message: str, capsys: pyt
         (["ffn", "-m", "0"], "argument -m/--tokens: expected an integer of at least 1, got 0"),
         (["ffn", "-m", "1,x"], "got 'x'"),
         (["ffn", "-k", "0"], "argument -k/--hidden: expected an integer of at least 1, got 0"),
+        (["--device", "cpu", "-k", "65"], "argument -k/--hidden: expected a multiple of 8 up to 16384, got 65"),
+        (["ffn", "-k", "16392"], "argument -k/--hidden: expected a multiple of 8 up to 16384, got 16392"),
+        (["train", "-n", "12"], "argument -n/--neurons: expected a multiple of 8 up to 65536, got 12"),
+        (["decode", "-n", "65544"], "argument -n/--neurons: expected a multiple of 8 up to 65536, got 65544"),
         (["ffn", "--dtype", "fp32"], "argument --dtype: invalid choice: 'fp32'"),
         (["ffn", "--compression", "3"], "argument --compression: invalid choice: 3"),
         (["ffn", "--seconds", "0"], "argument --seconds: expected a number above 0, got '0'"),

@@ -713,6 +713,14 @@ def test_opt(tmp_path: Path) -> None:
     assert contents(tmp_path / "linear") == contents(tmp_path / "source")
 
 
+@pytest.mark.parametrize("name", ["Llama-3.2-1B", "Qwen2.5-0.5B", "v1.0", "llama.rows", "there.txt"])
+def test_names_of_folders_have_dots(name: str, tmp_path: Path) -> None:
+    write(tmp_path / "source", tensors())
+    (tmp_path / "there.txt").mkdir()
+    run(tmp_path / "source", tmp_path / name)
+    assert contents(tmp_path / name) == contents(tmp_path / "source")
+
+
 # what a user asks for that cannot be
 
 
@@ -737,6 +745,9 @@ def test_opt(tmp_path: Path) -> None:
         ("source", "source/inner", [], r"DST must be apart from SRC"),
         ("source", ".", ["--force"], r"DST must be apart from SRC"),
         ("source", "file.safetensors", [], r"DST must be a folder where SRC is one"),
+        ("source", "c3.txt", [], r"DST must be a folder where SRC is one, got .*c3.txt', the name of a file"),
+        ("source", "new.safetensors", [], r"DST must be a folder where SRC is one, got .*, the name of a file"),
+        ("source", "new.tar.gz", [], r"DST must be a folder where SRC is one, got .*, the name of a file"),
         ("file.safetensors", "out", [], r"DST must be a .safetensors file where SRC is a file"),
         ("file.safetensors", "other.safetensors", [], r"a file that exists \(--force replaces it\)"),
         ("file.safetensors", "new.safetensors", ["--model-type", "llama"], r"expected a folder, got a file of weights"),

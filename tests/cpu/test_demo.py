@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 import sys
 import threading
@@ -15,6 +16,7 @@ import torch
 from twell import pack, testing
 from twell.commands import cli
 from twell.commands.demo import compare, corpus, demo, model, plots
+from twell.commands.request import RequestError
 from twell.nn import SparseGatedMLP
 from twell.packed import PackedTwell
 
@@ -165,7 +167,6 @@ def test_demo_fails_where_the_output_is_wrong(
         (["--out", "/no/such/a.png"], "--out: expected an existing folder to write to, got '/no/such'"),
         (["--device", "tpu"], "--device: expected cpu, cuda or cuda:INDEX, got 'tpu'"),
         (["--device", "meta"], "--device: expected cpu, cuda or cuda:INDEX, got 'meta'"),
-        (["--device", "cuda:99"], "CUDA device"),
     ],
 )
 def test_bad_requests(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,6 +174,20 @@ def test_bad_requests(arguments: list[str], message: str, capsys: pytest.Capture
     printed = capsys.readouterr()
     assert message in printed.err
     assert not printed.out
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "--device: expected cpu, for there is no CUDA device that torch can use, got 'cuda:2'"),
+        (2, "--device: expected one of 2 CUDA devices that torch can use, got 'cuda:2'"),
+    ],
+)
+def test_a_device_that_is_not_there(count: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(count))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(RequestError, match=re.escape(text)):
+        demo.pick_device("cuda:2")
 
 
 def test_text_too_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -301,6 +301,44 @@ def test_python_blocks_run_on_the_cpu(path: Path, tmp_path: Path, monkeypatch: p
             raise AssertionError(f"{where} does not run; mark it <!-- not run: REASON --> if it cannot") from error
 
 
+def uses(path: Path) -> Iterator[tuple[str, str, list[str]]]:
+    """Of each block that is not run: where it is, the imports up to its end, dotted names that lead from these."""
+    imports: list[ast.stmt] = []
+    for block in blocks(path):
+        if block.kind != "python":
+            continue
+        tree = ast.parse(block.text)
+        imports += [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+        if NOT_RUN.match(block.before):
+            known = {(alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names}
+            dotted = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, (ast.Attribute, ast.Name))}
+            names = sorted(name for name in dotted if re.fullmatch(r"[\w.]+", name) and name.partition(".")[0] in known)
+            yield f"{name_of(path)}:{block.line}", "\n".join(ast.unparse(node) for node in imports), names
+
+
+@pytest.mark.parametrize("path", TRIED, ids=name_of)
+def test_blocks_that_are_not_run_name_what_is_there(path: Path) -> None:
+    """In an interpreter that imports what the page imports: whatever imported more beside it would hide what misses."""
+    for where, imports, names in uses(path):
+        if "transformers" in imports:
+            pytest.importorskip("transformers")
+        code = "\n".join([imports, *names])
+        search = os.pathsep.join([str(ROOT / "python"), str(ROOT)])
+        done = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": search}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{where}: {done.stderr[-2000:]}"
+
+
+def test_names_of_blocks_that_are_not_run_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nimport os.path as p, sys\n```\n\n<!-- not run: a test -->\n```python\np.no(sys.argv, x)\n```\n"
+    )
+    assert list(uses(page)) == [("page.md:7", "import os.path as p, sys", ["p", "p.no", "sys", "sys.argv"])]
+
+
 def test_a_block_that_fails_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A\n\n```python\nx = 1\n```\n\n<!-- not run: a fragment -->\n```python\nraise SystemExit\n```\n")

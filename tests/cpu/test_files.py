@@ -165,6 +165,36 @@ def test_links_modes_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
+@pytest.mark.usefixtures("exchange")
+def test_a_folder_keeps_its_permissions_and_those_of_its_files(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+
+    def modes() -> dict[str, int]:
+        return {each.name: stat.S_IMODE(each.stat().st_mode) for each in (path, *path.rglob("*"))}
+
+    make(path, "folder", "old")
+    (path / "link").symlink_to("a")
+    for name, mode in (("inner/b", 0o640), ("inner", 0o750), ("a", 0o600), ("", 0o700)):
+        (path / name).chmod(mode)
+    kept = modes()
+    with _files.replacing(path) as partial:
+        make(partial, "folder", "new")
+        (partial / "more").write_text("new")
+        # another kind than what has the name in the old one
+        (partial / "link").mkdir(mode=0o755)
+    assert read(path) == ["new"] * 3
+    assert modes() == kept | {"more": modes()["more"], "link": 0o755}
+    path.chmod(0o711)
+    for each in (*path.glob("inner/*"), *(each for each in path.iterdir() if each.is_file())):
+        each.unlink()
+    for folder in ("inner", "link"):
+        (path / folder).rmdir()
+    # nothing in it: another way of taking its place
+    with _files.replacing(path) as partial:
+        make(partial, "folder", "new")
+    assert modes()["out"] == 0o711
+
+
 def test_an_old_folder_that_cannot_be_removed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

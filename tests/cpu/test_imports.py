@@ -204,6 +204,35 @@ sys.meta_path.insert(0, Refuse())
     )
 
 
+def test_public_modules_are_there_after_importing_twell_and_loaded_when_they_are_used() -> None:
+    names = ("distributed", "integrations", "recipe", "reference", "testing")
+    fresh(
+        f"""
+import sys, twell
+assert set({names}) <= set(dir(twell)) and {{"nn", "ops", "sparsify_"}} <= set(dir(twell))
+assert not {{"twell.distributed", "torch.distributed.tensor", "twell.recipe", "twell.testing"}} & set(sys.modules)
+for name in {names}:
+    assert getattr(twell, name) is sys.modules["twell." + name]
+assert callable(twell.distributed.tensor_parallel_plan)
+assert not hasattr(twell, "nothing")
+"""
+    )
+
+
+def test_a_public_module_that_cannot_be_imported_says_why() -> None:
+    fresh(
+        """
+import sys, twell
+sys.modules["torch.distributed.tensor"] = None
+assert not hasattr(twell, "distributed")
+try:
+    twell.distributed
+except AttributeError as error:
+    assert "twell.distributed cannot be imported: " in str(error) and isinstance(error.__cause__, ImportError), error
+"""
+    )
+
+
 def test_loads_no_compiler() -> None:
     loaded = fresh(RUN_ON_CPU + "import sys; print(*sys.modules)").split()
     assert "twell" in loaded

@@ -278,11 +278,77 @@ def test_packed_operands_that_do_not_fit_are_refused(change: dict[str, Any], tex
 def test_weights_of_other_shapes_are_refused(name: str) -> None:
     o = operands(3, 264, 16) | {name: integers(256, 16)}
     arguments = o["x"], o["w_gate"], o["w_up"], o["w_down"], None, None, None, 8
-    text = rf"{name} must be \[264, 16\] as w_gate is, got \[256, 16\]"
+    text = rf"{name} must be \[264, 16\], got \[256, 16\]"
     with pytest.raises(ValueError, match=text):
         ops.ffn_union(*arguments)
     with pytest.raises(ValueError, match=text):
         sys.modules["twell.ops.ffn_union"]._cuda(*arguments)
+
+
+def misfits(arguments: dict[str, Any]) -> list[tuple[str, type[Exception], Any]]:
+    """(name, error, operand) of an operator's operands that do not fit the others."""
+    found: list[tuple[str, type[Exception], Any]] = []
+    for name, tensor in arguments.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        found.append((name, ValueError, tensor[None]))
+        if tensor.dim() and name != "matrix":
+            # one column, or one value, less
+            found.append((name, ValueError, tensor.narrow(-1, 0, tensor.shape[-1] - 1)))
+        if name != "matrix":
+            found.append((name, TypeError, tensor.to(torch.int64 if not tensor.is_floating_point() else torch.float64)))
+    return found
+
+
+def checked_calls() -> list[tuple[Any, dict[str, Any]]]:
+    """(operator, arguments by name) of every operator, with all optional operands."""
+    o = operands(130, 264, 16, bias=True)
+    found = [(op, arguments) for op, _, arguments in calls(o, 8)]
+    layer = (*(o[name] for name in ("x", "w_gate", "w_up", "w_down", "gate_bias", "up_bias")),)
+    forward = (*layer, o["down_bias"], 8)
+    _, l1, _, *kept = ops.hybrid_forward(*forward)
+    saved = (o["x"].clone(), torch.zeros_like(l1), *layer, *kept)
+    mains = [torch.zeros(264, 16) for _ in range(3)]
+    found += [(ops.hybrid_forward, forward), (ops.hybrid_backward, (*saved, True, True))]
+    found += [(ops.hybrid_backward_accumulate, (*saved, *mains, True)), (ops.reglu, (o["x"], o["x"].clone()))]
+    found.append((ops.reglu_backward, (o["x"].clone(), o["x"], o["x"].clone())))
+    names = [[argument.name for argument in op._schema.arguments] for op, _ in found]
+    return [(op, dict(zip(each, arguments, strict=True))) for each, (op, arguments) in zip(names, found)]
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_operands_that_do_not_fit_each_other_are_refused_with_what_was_got(fake: bool) -> None:
+    """Each operand of each operator with a dimension, a value or a dtype that is wrong, real and fake."""
+    tried = {op._opname for op, _ in checked_calls()}
+    assert tried == set(ops.__all__)
+    for op, arguments in checked_calls():
+        for name, error, operand in misfits(arguments):
+            given = (arguments | {name: operand}).values()
+            with pytest.raises(error, match=r" must (be|have) .*, got "):  # noqa: PT012
+                if fake:
+                    with FakeTensorMode() as mode:
+                        op(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in given))
+                op(*given)
+                pytest.fail(f"{op._opname} takes {name} {operand.dtype} {list(operand.shape)}")
+
+
+def test_sizes_and_dtypes_that_kernels_do_not_take_are_refused() -> None:
+    """Of all operands at once, so that they fit each other."""
+    for k, n, dtype, text in ((63, 64, BF16, "multiple of 8 values"), (64, 60, BF16, "multiple of 8 rows")):
+        o = operands(3, n, k, dtype=dtype)
+        for op in (ops.ffn_union, ops.hybrid_forward):
+            with pytest.raises(ValueError, match=text):
+                op(o["x"], o["w_gate"], o["w_up"], o["w_down"], None, None, None, 8)
+        with pytest.raises(ValueError, match=text):
+            ops.gate_pack(o["x"], o["w_gate"], None, 8)
+    with pytest.raises(ValueError, match="n must be a multiple of 8, got 60"):
+        ops.unpack(*ops.gate_pack(*(operands(3, 64, 64)[name] for name in ("x", "w_gate")), None, 8)[:2], 60, 8)
+    for op, arguments in checked_calls():
+        if op._opname in ("matrix_transpose", "reglu", "reglu_backward") or "hybrid" in op._opname:
+            continue
+        given = [a.float() if isinstance(a, Tensor) and a.dtype == BF16 else a for a in arguments.values()]
+        with pytest.raises(TypeError, match=r"must be bfloat16 or float16, got torch\.float32"):
+            op(*given)
 
 
 @pytest.fixture

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import csv
+import io
 import itertools
 import logging
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -28,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import twell
 from twell import _auto, _compaction, recipe, tuning
 from twell.nn import SparseGatedMLP, SparseMLP
-from twell.recipe import SparsityTracker, StatsWriter, TokenTypes
+from twell.recipe import SparsityTracker, StatsWriter, TokenTypes, _writers
 
 ROOT = Path(__file__).resolve().parents[2]
 BF16 = torch.bfloat16
@@ -1033,6 +1035,40 @@ def test_csv_resumes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="must have a column step, got a, b"):
         StatsWriter(tmp_path / "other.csv", resume_step=1)
+
+
+def test_a_write_that_takes_a_part_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(io.FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(data[:7])
+
+    stats, monkey = stats_of(Model()), lambda path, mode, buffering: Slow(path, mode)
+    StatsWriter(tmp_path / "whole.csv", tensorboard=False).write(1, stats)
+    monkeypatch.setattr(_writers, "open", monkey, raising=False)
+    StatsWriter(tmp_path / "parts.csv", tensorboard=False).write(1, stats)
+    assert (tmp_path / "parts.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
+
+
+@pytest.mark.parametrize("room", [0, 130])
+@pytest.mark.parametrize("written", [0, 1])
+def test_lines_that_do_not_fit_raise_and_leave_none(written: int, room: int, tmp_path: Path) -> None:
+    """A full disk takes what fits of a write: the header, or lines, of which none may stay or be joined to others."""
+    path, stats = tmp_path / "sparsity.csv", stats_of(Model())
+    writer = StatsWriter(path, tensorboard=False)
+    for number in range(written):
+        writer.write(number, stats)
+    size, limits = path.stat().st_size if written else 0, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            writer.write(7, stats)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.stat().st_size == size
+    writer.write(8, stats)
+    lines = table(path)
+    assert [line["step"] for line in lines] == [str(number) for number in (*range(written), 8) for _ in range(2)]
+    assert not any(None in line or None in line.values() for line in lines)
 
 
 def test_a_killed_run_leaves_whole_lines(tmp_path: Path) -> None:

@@ -108,12 +108,13 @@ def test_fakes() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     gate = torch.zeros(4, 8, dtype=BF16)
-    for up in (torch.zeros(8, dtype=BF16), torch.zeros(4, 8)):
-        with pytest.raises(ValueError, match=r"up must be torch.bfloat16 \[4, 8\] as gate is, got"):
+    shape, dtype = r"must be \[4, 8\], got \[8\]", "must be torch.bfloat16, got torch.float32"
+    for up, error, text in ((torch.zeros(8, dtype=BF16), ValueError, shape), (torch.zeros(4, 8), TypeError, dtype)):
+        with pytest.raises(error, match=f"up {text}"):
             ops.reglu(gate, up)
-        with pytest.raises(ValueError, match=r"up must be torch.bfloat16 \[4, 8\] as gate is, got"):
+        with pytest.raises(error, match=f"up {text}"):
             ops.reglu_backward(gate, gate, up)
-        with pytest.raises(ValueError, match=r"upstream must be torch.bfloat16 \[4, 8\] as gate is, got"):
+        with pytest.raises(error, match=f"upstream {text}"):
             ops.reglu_backward(up, gate, gate)
     needing = torch.zeros(4, 8, dtype=BF16, requires_grad=True)
     for call in (lambda: ops.reglu(needing, gate), lambda: ops.reglu_backward(gate, gate, needing)):

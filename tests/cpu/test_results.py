@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from twell import tuning
-from twell._runtime import geometry
+from twell._runtime import fingerprint, geometry
 from twell.commands.bench import workloads
 
 MACHINE = "NVIDIA H200 (made up); SM 1980 MHz now, 1980 most; kernels 0123456789ab"
@@ -41,6 +41,29 @@ def test_every_result_is_described(root: Path) -> None:
     described = [name.strip("`") for cell in rows for name in cell.split(", ")]
     assert len(described) == len(set(described))
     assert {path.stem for path in folder.glob("*.json")} <= set(described)
+
+
+def test_files_that_no_command_makes_are_the_same_in_both_readmes(root: Path) -> None:
+    folder = root / "profiling" / "results"
+    rows = [line for line in (folder / "README.md").read_text().splitlines() if "by hand" in line]
+    said = [line for line in (root / "README.md").read_text().splitlines() if "by hand" in line]
+    found = [set(re.findall(r"`(h200_\w+)`", line)) for line in ("".join(rows), "".join(said))]
+    assert found[0] == found[1] == {"h200_paper_code", "h200_before_after"}
+
+
+def test_kernels_of_today_are_as_near_to_the_published_as_readme_says(root: Path) -> None:
+    text = " ".join((root / "README.md").read_text().split())
+    said = re.search(
+        r"kernels named there, (\w{12}), and `profiling/results/(\w+)\.json` .*? whole calls are within ([\d.]+) %",
+        text,
+    )
+    assert said
+    rows = json.loads((root / "profiling" / "results" / f"{said[2]}.json").read_text())["rows"]
+    changes = [abs(row["new"] / row["old"] - 1) for row in rows if row["symbol"] == "whole"]
+    assert len(changes) >= 10
+    assert 100 * max(changes) <= float(said[3])
+    published = json.loads((root / "profiling" / "results" / "h200_auto.json").read_text())["machine"]
+    assert f"kernels {said[1]}" in published
 
 
 # Tables of made-up results
@@ -295,3 +318,19 @@ def test_places_are_filled(readme: Any, monkeypatch: pytest.MonkeyPatch) -> None
         assert readme.fill(text) == "a\n<!-- table: some -->\n| new |\n<!-- end -->\nb"
     with pytest.raises(LookupError, match="got 'none'"):
         readme.fill("<!-- table: none -->\n<!-- end -->")
+
+
+def test_check_names_results_of_other_kernels(
+    readme: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fingerprint, "source_hash", lambda: "0123456789ab" + "0" * 52)
+    write(tmp_path, "same", [])
+    assert readme.of_other_kernels() == ""
+    for name in ("h200_a", "h200_b"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"machine": "an H200; kernels ba9876543210"}))
+    (tmp_path / "unnamed.json").write_text(json.dumps({"machine": "no hash"}))
+    monkeypatch.setattr(readme, "fill", lambda text: text)
+    monkeypatch.setattr(sys, "argv", ["readme.py", "--check"])
+    assert readme.main() == 0
+    printed = capsys.readouterr().out
+    assert "sources, which are 0123456789ab: ba9876543210 h200_a, h200_b\n" in printed

@@ -14,6 +14,7 @@ import random
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -502,6 +503,25 @@ def test_layers_share_what_is_compiled(run: Callable[..., int], tmp_path: Path, 
     assert not counters["graph_break"]
     for a, b in zip(records(tmp_path / "eager"), records(tmp_path / "compiled")):
         assert a == pytest.approx(b, rel=1e-5)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "passive"), ("active", "active")])
+def test_threads_do_not_spin_unless_told_to(given: str | None, expected: str, root: Path) -> None:
+    """OpenMP reads the environment as torch is imported."""
+    code = """
+import os, runpy, sys
+class Seen:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print(os.environ.get("OMP_WAIT_POLICY"))
+            sys.exit()
+sys.meta_path.insert(0, Seen())
+runpy.run_path("examples/train.py", run_name="__main__")
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {} if given is None else {"OMP_WAIT_POLICY": given}
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == [expected], done.stderr
 
 
 def test_tensor_parallel_is_not_compiled() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -210,12 +211,14 @@ def rows_are_refused(device: torch.device) -> None:
 
 
 def fsdp1(device: torch.device) -> None:
-    """One flat parameter for all of a module's."""
+    """One flat parameter for all of a module's, whatever the layout of down weights."""
     whole = make(device)
     for each in (0, 1):
         (whole(tokens(device, 0, 0, each)).square().mean() / 2).backward()
-    for original in (True, False):
-        model = FullyShardedDataParallel(make(device), use_orig_params=original, device_id=device)
+    for original, layout in itertools.product((True, False), ("linear", "rows")):
+        own = make(device)
+        twell.nn.set_down_layout(own, layout)
+        model = FullyShardedDataParallel(own, use_orig_params=original, device_id=device)
         model(tokens(device, 0, 0, dist.get_rank())).square().mean().backward()
         torch.optim.SGD(model.parameters(), 1.0).step()
         with FullyShardedDataParallel.summon_full_params(model):

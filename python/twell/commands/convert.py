@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mimetypes
 import os
 import re
 import shutil
@@ -523,6 +524,12 @@ def _require_apart(source: Path, target: Path) -> None:
             raise ValueError(f"DST must be a file to write, got {str(target)!r}, a folder or a device")
     elif target.exists() and not target.is_dir():
         raise ValueError(f"DST must be a folder where SRC is one, got {str(target)!r}")
+    elif not target.exists() and (target.suffix in _WEIGHTS or any(mimetypes.MimeTypes().guess_type(target.name))):
+        # names of versions have a dot, too: "Qwen2.5-0.5B"
+        raise ValueError(
+            f"DST must be a folder where SRC is one, got {str(target)!r}, the name of a file; a folder that is there "
+            "already may have any name"
+        )
 
 
 def _is_in(path: Path, folder: Path) -> bool:

@@ -65,7 +65,7 @@ def pick_device(name: str | None) -> torch.device:
         raise RequestError(f"--device: expected cpu, cuda or cuda:INDEX, got {name!r}")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and not count:
-        raise RequestError(f"--device: torch finds no CUDA device, got {name!r}; expected --device cpu")
+        raise RequestError(f"--device: expected cpu, for there is no CUDA device that torch can use, got {name!r}")
     if device.type == "cuda" and (device.index or 0) >= count:
         raise RequestError(f"--device: expected one of {count} CUDA devices that torch can use, got {name!r}")
     return device

@@ -11,18 +11,15 @@ from torch import Tensor
 from twell._runtime import geometry
 from twell.ops.gate_pack import figures, pack, room
 from twell.ops.gate_pack import on_cpu as pack_on_cpu
-from twell.ops.library import register, rows
+from twell.ops.library import check_alike, check_layer, register, rows
 from twell.ops.up_down_union import by_slices, results, union
 from twell.ops.up_down_union import on_cpu as up_down_on_cpu
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def outputs(x: Tensor, w_gate: Tensor, w_up: Tensor | None, w_down: Tensor) -> Outputs:
-    """Empty y, l1, stats and sizes, as the two operators have them; ValueError unless weights have one shape."""
-    for name, weight in (("w_up", w_up), ("w_down", w_down)):
-        if weight is not None and weight.shape != w_gate.shape:
-            raise ValueError(f"{name} must be {list(w_gate.shape)} as w_gate is, got {list(weight.shape)}")
+def outputs(x: Tensor, w_gate: Tensor) -> Outputs:
+    """Empty y, l1, stats and sizes, as the two operators have them."""
     y, l1, sizes = results(x, w_gate.shape[0])
     return y, l1, figures(x, w_gate), sizes
 
@@ -37,7 +34,9 @@ def _fake(
     down_bias: Tensor | None,
     compression: int,
 ) -> Outputs:
-    y, l1, stats, sizes = outputs(x, w_gate, w_up, w_down)
+    weights = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}
+    check_layer(x, weights, {"gate_bias": gate_bias, "up_bias": up_bias}, down_bias)
+    y, l1, stats, sizes = outputs(x, w_gate)
     return y, l1, stats, union(sizes)
 
 
@@ -51,7 +50,7 @@ def _cpu(
     down_bias: Tensor | None,
     compression: int,
 ) -> Outputs:
-    outputs(x, w_gate, w_up, w_down)
+    _fake(x, w_gate, w_up, w_down, gate_bias, up_bias, down_bias, compression)
     words, spill, stats = pack_on_cpu(x, w_gate, gate_bias, compression)
     y, l1, unions = up_down_on_cpu(x, words, spill, w_up, w_down, up_bias, down_bias, compression)
     return y, l1, stats, unions
@@ -67,7 +66,8 @@ def _cuda(
     down_bias: Tensor | None,
     compression: int,
 ) -> Outputs:
-    y, l1, stats, sizes = outputs(x, w_gate, w_up, w_down)
+    check_alike(w_gate, w_up=w_up, w_down=w_down)
+    y, l1, stats, sizes = outputs(x, w_gate)
     w_gate = rows(w_gate)
     slices = geometry.union_slices(x.shape[0], w_gate.shape[0])
     # the first slice is the longest

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from twell import tuning
 from twell._runtime import device, geometry
-from twell.ops.library import blocks, launch, register, rows, vector
+from twell.ops.library import blocks, check_layer, launch, register, rows, vector
 
 Packed = tuple[Tensor, Tensor, Tensor]
 
@@ -31,11 +31,12 @@ def figures(x: Tensor, w_gate: Tensor) -> Tensor:
 
 
 def _fake(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> Packed:
+    check_layer(x, {"w_gate": w_gate}, {"bias": bias})
     return outputs(x, w_gate, compression)
 
 
 def on_cpu(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> Packed:
-    words, spill, stats = outputs(x, w_gate, compression)
+    words, spill, stats = _fake(x, w_gate, bias, compression)
     accumulator = x.float() @ w_gate.float().t()
     if bias is not None:
         accumulator += bias.float()

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from twell import tuning
 from twell._runtime import device, geometry
-from twell.ops.library import down_rows, launch, rows, vector
+from twell.ops.library import check, check_alike, check_layer, down_rows, launch, rows, vector
 
 
 class Kept(NamedTuple):
@@ -69,20 +69,35 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 def empty_kept(x: Tensor, n: int, gated: bool) -> Kept:
     """Uninitialised tensors for the gate of ``x`` [M, K] with ``n`` neurons."""
+    shapes = _kept_shapes(x, n, gated)
+    return Kept(*(x.new_empty(shape, dtype=_KEPT_DTYPES.get(name, torch.int32)) for name, shape in shapes.items()))
+
+
+_KEPT_DTYPES = {"neurons": torch.int16}
+
+
+def _kept_shapes(x: Tensor, n: int, gated: bool) -> dict[str, tuple[int, ...]]:
     m = x.shape[0]
     tiles, chunks = geometry.token_tiles(m), geometry.chunks(n)
     value_bytes = (gated + (x.dtype.itemsize > 2)) * x.dtype.itemsize
+    return {
+        "entries": (geometry.hybrid_words(m, n, value_bytes),),
+        "neurons": (tiles, geometry.CHUNK * chunks),
+        "chunks": (tiles, chunks + 1),
+        "sizes": (tiles + 1,),
+        "popularity": (n,),
+    }
 
-    def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return x.new_empty(shape, dtype=dtype)
 
-    return Kept(
-        entries=integers(geometry.hybrid_words(m, n, value_bytes)),
-        neurons=integers(tiles, geometry.CHUNK * chunks, dtype=torch.int16),
-        chunks=integers(tiles, chunks + 1),
-        sizes=integers(tiles + 1),
-        popularity=integers(n),
-    )
+def check_backward(dy: Tensor, dl1: Tensor, layer: Layer, kept: Kept) -> None:
+    """Raise unless the operands of backward fit each other."""
+    x, w_gate, w_up, w_down, gate_bias, up_bias = layer
+    weights = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}
+    check_layer(x, weights, {"gate_bias": gate_bias, "up_bias": up_bias}, wide=True)
+    check("dy", dy, x.shape, x.dtype)
+    check("dl1", dl1, (), accumulator(x.dtype))
+    for (name, shape), tensor in zip(_kept_shapes(x, w_gate.shape[0], w_up is not None).items(), kept):
+        check(name, tensor, shape, _KEPT_DTYPES.get(name, torch.int32))
 
 
 def require_offsets(m: int, n: int) -> None:
@@ -275,6 +290,7 @@ def backward_cuda(
     if dx is None and weights is None:
         return none
     x, w_gate, w_up, w_down = layer[:4]
+    check_alike(w_gate, w_up=w_up, w_down=w_down)
     m, n, dtype, gated = x.shape[0], w_gate.shape[0], x.dtype, w_up is not None
     multiprocessors = device.sm_count(x.device.index)
     capacity = geometry.hybrid_capacity(m, n)

@@ -39,12 +39,14 @@ def split(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Layer, Kept, tupl
 
 
 def _fake(*arguments: Any) -> Outputs:
-    _, _, layer, _, asked = split(arguments)
+    dy, dl1, layer, kept, asked = split(arguments)
+    hybrid.check_backward(dy, dl1, layer, kept)
     return present(outputs(layer, *asked), layer.x)
 
 
 def _cpu(*arguments: Any) -> Outputs:
     dy, dl1, layer, kept, asked = split(arguments)
+    hybrid.check_backward(dy, dl1, layer, kept)
     gradients = outputs(layer, *asked)
     hybrid.backward_cpu(dy, dl1, layer, kept, gradients, accumulate=False)
     return present(gradients, layer.x)

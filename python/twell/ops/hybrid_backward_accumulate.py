@@ -6,6 +6,7 @@ main_gate, main_up and main_down are [N, K], of any layout: one that kernels can
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from torch import Tensor
 
 from twell._runtime import nvtx
 from twell.ops import hybrid
-from twell.ops.hybrid import Gradients, Layer
+from twell.ops.hybrid import Gradients, Kept, Layer
 from twell.ops.hybrid_backward import present, split
-from twell.ops.library import has_rows, register
+from twell.ops.library import check, has_rows, register
 
 Outputs = tuple[Tensor, Tensor, Tensor]
 
@@ -27,18 +28,28 @@ def outputs(layer: Layer, input_grad: bool) -> Gradients:
     return Gradients(x.new_empty(x.shape) if input_grad else None, None, None, None, *biases)
 
 
+def _check(dy: Tensor, dl1: Tensor, layer: Layer, kept: Kept, mains: Sequence[Tensor | None]) -> None:
+    hybrid.check_backward(dy, dl1, layer, kept)
+    for name, main in zip(("main_gate", "main_up", "main_down"), mains):
+        if main is not None:
+            check(name, main, layer.w_gate.shape, torch.float32)
+
+
 def _returned(gradients: Gradients, like: Tensor) -> Outputs:
     dx, _, _, _, db_gate, db_up = present(gradients, like)
     return dx, db_gate, db_up
 
 
 def _fake(*arguments: Any) -> Outputs:
-    _, _, layer, _, (*_, input_grad) = split(arguments)
+    dy, dl1, layer, kept, (*mains, input_grad) = split(arguments)
+    _check(dy, dl1, layer, kept, mains)
     return _returned(outputs(layer, input_grad), layer.x)
 
 
 def _cpu(*arguments: Any) -> Outputs:
-    dy, dl1, layer, kept, (main_gate, main_up, main_down, input_grad) = split(arguments)
+    dy, dl1, layer, kept, (*mains, input_grad) = split(arguments)
+    _check(dy, dl1, layer, kept, mains)
+    main_gate, main_up, main_down = mains
     gradients = outputs(layer, input_grad)
     targets = gradients._replace(w_gate=main_gate, w_up=main_up, w_down=main_down)
     hybrid.backward_cpu(dy, dl1, layer, kept, targets, accumulate=True)

@@ -15,7 +15,7 @@ from twell._runtime import device, geometry, nvtx
 from twell.ops import hybrid
 from twell.ops.gate_pack import gate_pack
 from twell.ops.hybrid import Kept
-from twell.ops.library import down_rows, launch, register, vector
+from twell.ops.library import check_alike, check_layer, down_rows, launch, register, vector
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -48,6 +48,8 @@ def _fake(
     down_bias: Tensor | None,
     compression: int,
 ) -> Outputs:
+    weights = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}
+    check_layer(x, weights, {"gate_bias": gate_bias, "up_bias": up_bias}, down_bias, wide=True)
     return outputs(x, w_gate, w_up)
 
 
@@ -61,8 +63,8 @@ def _cpu(
     down_bias: Tensor | None,
     compression: int,
 ) -> Outputs:
+    y, l1, nonzeros, *tensors = _fake(x, w_gate, w_up, w_down, gate_bias, up_bias, down_bias, compression)
     hybrid.require_offsets(x.shape[0], w_gate.shape[0])
-    y, l1, nonzeros, *tensors = outputs(x, w_gate, w_up)
     kept = Kept(*tensors)
     gate = hybrid.project(x, w_gate, gate_bias).to(x.dtype).relu_()
     hidden = gate.to(l1.dtype)
@@ -88,6 +90,7 @@ def _cuda(
     compression: int,
 ) -> Outputs:
     hybrid.require_offsets(x.shape[0], w_gate.shape[0])
+    check_alike(w_gate, w_up=w_up, w_down=w_down)
     l1, nonzeros, kept = figures(x, w_gate, w_up)
     (m, k), n, dtype, gated = x.shape, w_gate.shape[0], x.dtype, w_up is not None
     kept.popularity.zero_()

@@ -22,6 +22,10 @@ _DEBUG = env.debug()
 ALIGNMENT = 16
 STRIDE_MULTIPLE = 8
 
+# Dtypes that TwELL stores, and those that the operators of training take on the CPU.
+_STORED = tuple(getattr(torch, name) for name in specs.DTYPES)
+_WIDE = (*_STORED, torch.float32, torch.float64)
+
 
 def register(
     schema: str,
@@ -205,15 +209,78 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.view(-1)
 
 
-def check_packed(words: Tensor, spill: Tensor, m: int, n: int, compression: int) -> None:
-    """Raise ValueError unless ``words`` and ``spill`` are those of ``m`` rows of ``n`` neurons."""
+def check_layer(
+    x: Tensor,
+    weights: dict[str, Tensor | None],
+    biases: dict[str, Tensor | None],
+    down_bias: Tensor | None = None,
+    *,
+    wide: bool = False,
+) -> None:
+    """Raise unless x is [M, K], ``weights`` are [N, K], ``biases`` [N] and ``down_bias`` [K], all of one dtype.
+
+    N is that of the first weight, which is never None. The dtype is one that TwELL stores, or a wider one if ``wide``.
+    For fakes and the CPU: what the compiled kernels are called through checks the same in less time.
+    """
+    check_matrix("x", x, _WIDE if wide else _STORED)
+    dtype, k, n = x.dtype, x.shape[1], -1
+    for name, weight in weights.items():
+        if weight is None:
+            continue
+        if n < 0:
+            check_rank(name, weight)
+            n = weight.shape[0]
+            if n % STRIDE_MULTIPLE:
+                raise ValueError(f"{name} must have a multiple of {STRIDE_MULTIPLE} rows, got {list(weight.shape)}")
+        check(name, weight, (n, k), dtype)
+    for name, bias in biases.items():
+        if bias is not None:
+            check(name, bias, (n,), dtype)
+    if down_bias is not None:
+        check("down_bias", down_bias, (k,), dtype)
+
+
+def check_matrix(name: str, matrix: Tensor, dtypes: tuple[torch.dtype, ...] = _STORED) -> None:
+    """Raise unless ``matrix`` has one of these dtypes, and rows that kernels can read in pieces of 16 bytes."""
+    check_rank(name, matrix)
+    if matrix.dtype not in dtypes:
+        raise TypeError(f"{name} must be {' or '.join(map(tuning.dtype_name, dtypes))}, got {matrix.dtype}")
+    if matrix.shape[1] % STRIDE_MULTIPLE:
+        raise ValueError(f"{name} must have rows of a multiple of {STRIDE_MULTIPLE} values, got {list(matrix.shape)}")
+
+
+def check_rank(name: str, matrix: Tensor) -> None:
+    """Raise ValueError unless ``matrix`` has two dimensions."""
+    if matrix.dim() != 2:
+        raise ValueError(f"{name} must have two dimensions, got {list(matrix.shape)}")
+
+
+def check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raise ValueError unless ``tensor`` has this shape, TypeError unless it has this dtype."""
+    if tensor.shape != shape:
+        raise ValueError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
+
+
+def check_alike(first: Tensor, **weights: Tensor | None) -> None:
+    """Raise unless ``weights`` are as the first one is: kernels that gather rows cannot see how many there are."""
+    for name, weight in weights.items():
+        if weight is not None:
+            check(name, weight, first.shape, first.dtype)
+
+
+def check_packed(words: Tensor, spill: Tensor, m: int, n: int, compression: int, dtype: torch.dtype) -> None:
+    """Raise unless ``words`` and ``spill`` are those of ``m`` rows of ``n`` neurons with gates of ``dtype``."""
     tiles = geometry.tiles(n)
-    for name, tensor, width in (
-        ("words", words, tiles * geometry.words_per_tile(compression)),
-        ("spill", spill, tiles * geometry.TILE),
+    for name, tensor, width, expected in (
+        ("words", words, tiles * geometry.words_per_tile(compression), torch.int32),
+        ("spill", spill, tiles * geometry.TILE, dtype),
     ):
-        if tensor.dim() != 2 or tensor.shape[0] != m or tensor.shape[1] != width:
+        if tensor.shape != (m, width):
             raise ValueError(
                 f"{name} must be [{m}, {width}] for {m} rows of {n} neurons at compression {compression}, "
                 f"got {list(tensor.shape)}"
             )
+        if tensor.dtype != expected:
+            raise TypeError(f"{name} must be {expected}, got {tensor.dtype}")

@@ -14,24 +14,21 @@ from torch import Tensor
 
 from twell import tuning
 from twell._runtime import nvtx
-from twell.ops.library import flat, launch, register
+from twell.ops.library import check, flat, launch, register
 
 # Values of a launch: offsets in bytes fit in 32 bits.
 PIECE = 1 << 29
 
 
 def output(gate: Tensor, up: Tensor) -> Tensor:
-    """Uninitialised hidden state, contiguous; ValueError unless gate and up have one shape and dtype."""
-    if gate.shape != up.shape or gate.dtype != up.dtype:
-        raise ValueError(f"up must be {gate.dtype} {list(gate.shape)} as gate is, got {up.dtype} {list(up.shape)}")
+    """Uninitialised hidden state, contiguous; raises unless gate and up have one shape and dtype."""
+    check("up", up, gate.shape, gate.dtype)
     return gate.new_empty(gate.shape)
 
 
 def gradients(upstream: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised gradients of gate and up; ValueError unless all operands have one shape and dtype."""
-    if upstream.shape != gate.shape or upstream.dtype != gate.dtype:
-        got = f"{upstream.dtype} {list(upstream.shape)}"
-        raise ValueError(f"upstream must be {gate.dtype} {list(gate.shape)} as gate is, got {got}")
+    """Uninitialised gradients of gate and up; raises unless all operands have one shape and dtype."""
+    check("upstream", upstream, gate.shape, gate.dtype)
     return output(gate, up), output(gate, up)
 
 

@@ -7,12 +7,16 @@ from torch import Tensor
 
 from twell import tuning
 from twell._runtime import geometry
-from twell.ops.library import check_packed, launch, register
+from twell.ops.library import STRIDE_MULTIPLE, check_matrix, check_packed, check_rank, launch, register
 
 
 def outputs(words: Tensor, spill: Tensor, n: int, compression: int) -> Tensor:
-    """Uninitialised [M, n] of the spill's dtype; ValueError if words and spill do not have the shapes of n neurons."""
-    check_packed(words, spill, words.shape[0], n, compression)
+    """Uninitialised [M, n] of the spill's dtype; raises unless words and spill are those of n neurons."""
+    check_rank("words", words)
+    check_matrix("spill", spill)
+    if n % STRIDE_MULTIPLE:
+        raise ValueError(f"n must be a multiple of {STRIDE_MULTIPLE}, got {n}")
+    check_packed(words, spill, words.shape[0], n, compression, spill.dtype)
     return spill.new_empty((words.shape[0], n))
 
 

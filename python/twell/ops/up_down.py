@@ -12,13 +12,13 @@ from torch import Tensor
 
 from twell import tuning
 from twell._runtime import device, geometry
-from twell.ops.library import check_packed, down_rows, launch, register, rows, vector
+from twell.ops.library import check_layer, check_packed, down_rows, launch, register, rows, vector
 from twell.ops.unpack import unpack
 
 
 def outputs(x: Tensor, words: Tensor, spill: Tensor, w_up: Tensor, compression: int) -> tuple[Tensor, Tensor]:
-    """Uninitialised y [M, K] of x's dtype and l1 float32 [M]; ValueError unless packed for x and w_up."""
-    check_packed(words, spill, x.shape[0], w_up.shape[0], compression)
+    """Uninitialised y [M, K] of x's dtype and l1 float32 [M]; raises unless packed for x and w_up."""
+    check_packed(words, spill, x.shape[0], w_up.shape[0], compression, x.dtype)
     return x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
@@ -32,6 +32,7 @@ def _fake(
     down_bias: Tensor | None,
     compression: int,
 ) -> tuple[Tensor, Tensor]:
+    check_layer(x, {"w_up": w_up, "w_down": w_down}, {"up_bias": up_bias}, down_bias)
     return outputs(x, words, spill, w_up, compression)
 
 
@@ -45,7 +46,7 @@ def _cpu(
     down_bias: Tensor | None,
     compression: int,
 ) -> tuple[Tensor, Tensor]:
-    y, l1 = outputs(x, words, spill, w_up, compression)
+    y, l1 = _fake(x, words, spill, w_up, w_down, up_bias, down_bias, compression)
     gate = unpack(words, spill, w_up.shape[0], compression).float()
     up = x.float() @ w_up.float().t()
     if up_bias is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from twell import tuning
 from twell._runtime import device, geometry
 from twell.ops import hybrid
-from twell.ops.library import blocks, check_packed, down_rows, launch, register, rows, vector
+from twell.ops.library import blocks, check_alike, check_layer, check_packed, down_rows, launch, register, rows, vector
 from twell.ops.unpack import unpack
 
 Outputs = tuple[Tensor, Tensor, Tensor]
@@ -25,10 +25,10 @@ Outputs = tuple[Tensor, Tensor, Tensor]
 def outputs(x: Tensor, words: Tensor, spill: Tensor, w_down: Tensor, compression: int) -> Outputs:
     """Uninitialised y [M, K], l1 float32 [ceil(M/128), max(T, 128)] and sizes int32 [ceil(M/128) + 1].
 
-    The operator returns all sizes but the last, which the kernels use. ValueError unless words and spill are packed for
-    x and w_down.
+    The operator returns all sizes but the last, which the kernels use. Raises unless words and spill are packed for x
+    and w_down.
     """
-    check_packed(words, spill, x.shape[0], w_down.shape[0], compression)
+    check_packed(words, spill, x.shape[0], w_down.shape[0], compression, x.dtype)
     return results(x, w_down.shape[0])
 
 
@@ -55,6 +55,7 @@ def _fake(
     down_bias: Tensor | None,
     compression: int,
 ) -> Outputs:
+    check_layer(x, {"w_down": w_down, "w_up": w_up}, {"up_bias": up_bias}, down_bias)
     y, l1, sizes = outputs(x, words, spill, w_down, compression)
     return y, l1, union(sizes)
 
@@ -69,8 +70,7 @@ def on_cpu(
     down_bias: Tensor | None,
     compression: int,
 ) -> Outputs:
-    y, l1, sizes = outputs(x, words, spill, w_down, compression)
-    found = union(sizes)
+    y, l1, found = _fake(x, words, spill, w_up, w_down, up_bias, down_bias, compression)
     gate = unpack(words, spill, w_down.shape[0], compression)
     hidden = gate.float()
     if w_up is not None:
@@ -111,6 +111,7 @@ def by_slices(
     """Launch what fills ``found``. ``packed_of(first, last)`` gives words and spill of a slice when it is its turn."""
     (m, k), n, dtype = x.shape, w_down.shape[0], x.dtype
     y, l1, sizes = found
+    check_alike(w_down, w_up=w_up)
     w_down = hybrid.near_rows(down_rows(w_down))
     if w_up is not None:
         x, w_up = rows(x), rows(w_up)

@@ -110,14 +110,25 @@ class StatsWriter:
         elif self._columns != columns:
             raise ValueError(f"{self.path} must have the columns {', '.join(columns)}, got {', '.join(self._columns)}")
         text += _lines([[_cell(row[column]) for column in columns] for row in rows])
-        # one write of all lines, at the end of the file as it is then
-        with open(self.path, "ab", buffering=0) as file:
-            file.write(text.encode())
+        _append(self.path, text.encode())
         self._columns = columns
 
 
 def _is_first_rank() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def _append(path: Path, data: bytes) -> None:
+    """Write ``data`` at the end of the file as it is then; where that fails, the file is as long as before."""
+    with open(path, "ab", buffering=0) as file:
+        before, rest = os.fstat(file.fileno()).st_size, memoryview(data)
+        try:
+            # a write may take a part alone, such as what fits on the disk
+            while rest:
+                rest = rest[file.write(rest) :]
+        except BaseException:
+            file.truncate(before)
+            raise
 
 
 def _move_aside(path: Path) -> None:

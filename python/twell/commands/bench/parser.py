@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from twell._runtime import geometry, specs
 from twell.commands.bench import rows
 from twell.commands.bench.decode import DECODED
 from twell.commands.bench.layers import OPS, STRATEGIES, Options
@@ -124,6 +125,18 @@ def _words(known: Iterable[str]) -> Callable[[str], list[str]]:
     return parse_words
 
 
+def _size(most: int) -> Callable[[str], int]:
+    """What argparse makes a size with that the sparse kernels take: a multiple of 8 up to ``most``."""
+
+    def parse_size(text: str) -> int:
+        value = at_least(1)(text)
+        if value % 8 or value > most:
+            raise argparse.ArgumentTypeError(f"expected a multiple of 8 up to {most}, got {value}")
+        return value
+
+    return parse_size
+
+
 def _counts(text: str) -> list[int]:
     """What argparse makes a list of integers of at least 1 with."""
     return [at_least(1)(item) for item in text.split(",")]
@@ -154,8 +167,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     layer = parser.add_argument_group("layer")
     add = layer.add_argument
     add("-m", "--tokens", nargs="+", type=_counts, metavar="M", help=f"tokens, one number or several ({defaults[0]})")
-    add("-k", "--hidden", type=at_least(1), metavar="K", help=f"hidden size ({defaults[1]})")
-    add("-n", "--neurons", type=at_least(1), metavar="N", help=f"neurons ({defaults[2]})")
+    add("-k", "--hidden", type=_size(specs.K_CLASSES[-1]), metavar="K", help=f"hidden size ({defaults[1]})")
+    add("-n", "--neurons", type=_size(geometry.MAX_NEURONS), metavar="N", help=f"neurons ({defaults[2]})")
     add("--workload", nargs="+", action="extend", metavar="W", help="one or several, see below (default: all by name)")
     add("--dtype", choices=DTYPES, default="bf16", help="of all tensors (%(default)s)")
     add("--compression", type=int, choices=(2, 4, 8), default=8, help="256 / C words a tile are packed (%(default)s)")
