@@ -268,7 +268,7 @@ TABLES = {**readme.TABLES, "paper code": paper_code, "memory": memory, "ncu": nc
 
 
 class Results(Generated):
-    """``{results} NAME``: a table of ``profiling/results``, as ``profiling/readme.py`` makes it or this file."""
+    """``{results} NAME``: a table of ``profiling/results``, as ``profiling.readme`` makes it or this file."""
 
     def markdown(self) -> str:
         name = self.arguments[0]

@@ -6,9 +6,7 @@ import argparse
 import csv
 import io
 import json
-import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -796,31 +794,6 @@ def test_model_has_a_module_and_arguments_of_its_own(
     with pytest.raises(SystemExit):
         main(["model", "--help"])
     assert "usage: twell bench model" in capsys.readouterr().out
-
-
-def test_the_door_in_profiling(root: Path) -> None:
-    path = os.pathsep.join([str(root / "python"), str(root)])
-    code = """
-import runpy, sys
-sys.argv[1:] = ["--help"]
-try:
-    runpy.run_path("profiling/bench.py", run_name="__main__")
-except SystemExit as stopped:
-    assert stopped.code == 0
-print(sorted({name.split(".")[0] for name in sys.modules} & {"transformers", "rich", "cutlass"}))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "usage: twell bench " in done.stdout
-    # what a benchmark of layers does not need is not there
-    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_auto_runs_by_a_site_that_has_settled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -404,8 +404,6 @@ def complaint(words: list[str], known: dict[str, str]) -> str:
     name, *rest = words
     if name in ("python", "python3") and rest[:2] == ["-m", "twell"]:
         name, rest = "twell", rest[2:]
-    if name in ("python", "python3") and rest[0] == "profiling/bench.py":
-        name, rest = "twell", ["bench", *rest[1:]]
     if name == "twell":
         said, parse = io.StringIO(), cli.parser().parse_args
         if rest[:1] == ["bench"]:
@@ -421,6 +419,11 @@ def complaint(words: list[str], known: dict[str, str]) -> str:
     if name == "make":
         targets = re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text())
         return "" if not rest or rest[0] in targets else f"make has no target {rest[0]}"
+    if name in ("python", "python3") and rest[:1] == ["-m"] and rest[1].startswith(("profiling", "tests")):
+        # a program of the checkout
+        file = ROOT / rest[1].replace(".", "/")
+        file = file / "__main__.py" if file.is_dir() else file.with_suffix(".py")
+        rest = [str(file.relative_to(ROOT)), *rest[2:]]
     if name in ("python", "python3") and rest[:1] in (["-m"], ["-c"]):
         return "" if rest[0] == "-c" or importlib.util.find_spec(rest[1]) else f"no module {rest[1]}"
     if name in ("python", "python3"):
@@ -445,9 +448,9 @@ def test_commands_are_such_that_their_parsers_take_them(path: Path, help_of: dic
     [
         (["twell", "info", "--json"], ""),
         (["python", "-m", "twell", "info", "--nonsense"], "--nonsense"),
-        (["python", "profiling/readme.py", "--check"], ""),
-        (["python", "profiling/readme.py", "--nonsense"], "has no --nonsense"),
-        (["python", "profiling/nothing.py"], "no file"),
+        (["python", "-m", "profiling.readme", "--check"], ""),
+        (["python", "-m", "profiling.readme", "--nonsense"], "has no --nonsense"),
+        (["python", "-m", "profiling.nothing"], "no file"),
         (["make", "test", "ARGS=-k unpack"], ""),
         (["make", "coffee"], "no target coffee"),
         (["coffee"], "unknown command"),
