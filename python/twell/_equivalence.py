@@ -3,8 +3,9 @@
 The model's own tensors are not needed. The module's ``forward`` runs on small random weights beside the formula:
 outputs and gradients are compared in float64, in the model's dtype and under autocast, in both modes, with and without
 gradients, for one token and for several, at ordinary and at extreme magnitudes. Every operator that runs is recorded,
-since a clamp or a factor may have no effect on what was tried. So is what the code reads beside x and the projections,
-since it may have another value later; and a branch that the runs do not decide is looked for in the source.
+since a clamp or a factor may have no effect on what was tried. So is all Python code that runs and is not torch's: what
+it reads beside x and the projections may have another value later, and a branch that the runs do not decide is looked
+for in its source. Code that is neither Python nor torch's has no source to read.
 
 A pair of layers within a block that does much else is read from source, and the block runs on meta tensors.
 """
@@ -12,11 +13,14 @@ A pair of layers within a block that does much else is read from source, and the
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import dis
 import functools
+import gc
 import inspect
 import itertools
+import sys
 import textwrap
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -53,6 +57,26 @@ _MACHINERY = frozenset(dir(nn.Module()))
 _LISTINGS = frozenset(
     {"children", "named_children", "modules", "named_modules", "get_submodule", "parameters", "named_parameters"}
     | {"_modules", "_parameters", "__dict__", "__getattr__", "__getattribute__"}
+)
+
+# Functions and classes of Python whose results say as little as what they are given, and those that run what they are
+# given as often as its length says. Attributes of two underscores that say what their names do.
+_HARMLESS = frozenset({getattr, hasattr, isinstance, issubclass, callable, len, any, all})
+_RUNNERS = frozenset({map, filter})
+_SPECIAL = frozenset({"__call__", "__class__", "__getattr__", "__init__", "__name__", "__qualname__"})
+
+# Instructions that compare, choose, repeat or catch, of all versions of Python.
+_CHOOSING = (
+    "COMPARE_",
+    "IS_OP",
+    "CONTAINS_OP",
+    "_IF_",
+    "FOR_ITER",
+    "SUBSCR",
+    "SLICE",
+    "MATCH_",
+    "EXC",
+    "SETUP_FINALLY",
 )
 
 # Attributes of an nn.Linear that are the same in what replaces it.
@@ -109,28 +133,28 @@ def difference(module: nn.Module, children: tuple[str, ...], act: Activation, ow
         return f"its forward takes {beside} beside x"
     linears: dict[str, Any] = {child: module.get_submodule(child) for child in children}
     first = linears[children[0]]
-    watched = [m for m in module.modules() if not _of_torch(type(m))]
+    watched = [m for m in module.modules() if not of_torch(type(m))]
     with _outside_of_modes(), _watch(watched) as state:
         allowed = _operators(act) | (frozenset() if own is None else _operators(own))
         weights = _small(linears)
         for trial in _TRIALS:
             here = trial._replace(dtype=trial.dtype or first.weight.dtype)
-            if reason := _try(module, weights, act, here, allowed):
+            if reason := _try(module, weights, act, here, allowed, state):
                 return reason
-    return _beyond(watched, state, (first.in_features, first.out_features))
+    return _beyond(module.modules(), state, (first.in_features, first.out_features))
 
 
 def is_relu(act: Activation, dtype: torch.dtype) -> bool:
     """Whether ``act`` is ReLU and has its gradient, in float64 and in ``dtype``, at 0, infinity and NaN, too."""
     modules = list(act.modules()) if isinstance(act, nn.Module) else []
-    watched = [m for m in modules if not _of_torch(type(m))]
+    watched = [m for m in modules if not of_torch(type(m))]
     with _outside_of_modes(), _watch(watched) as state:
         for kind, training, grad in itertools.product((torch.float64, dtype), (True, False), (True, False)):
             x = _every_size(kind).requires_grad_(grad)
             # of powers of two, so that a rounding of it would be none
             dy = torch.ones_like(x).cumsum(0).remainder(5).exp2()
             try:
-                with _mode(modules, training), torch.set_grad_enabled(grad):
+                with _mode(modules, training), torch.set_grad_enabled(grad), state.recording():
                     # some work in place
                     y, expected = act(x.clone()), F.relu(x)
                     pairs = [(y, expected)]
@@ -140,7 +164,7 @@ def is_relu(act: Activation, dtype: torch.dtype) -> bool:
                 return False
             if not all(_same(*pair) for pair in pairs):
                 return False
-    return not _beyond(watched, state, (), [] if isinstance(act, nn.Module) else [act])
+    return _is_constant("", act, (), modules) and not _beyond(modules, state, ())
 
 
 def _same(ours: Any, theirs: Tensor) -> bool:
@@ -178,7 +202,7 @@ def _mode(modules: Iterable[nn.Module], training: bool) -> Iterator[None]:
             m.training = mode
 
 
-def _of_torch(thing: Any) -> bool:
+def of_torch(thing: Any) -> bool:
     return str(getattr(thing, "__module__", "")).split(".")[0] == "torch"
 
 
@@ -210,14 +234,21 @@ def _small(linears: dict[str, Any]) -> dict[str, Tensor]:
     return weights
 
 
-def _try(module: nn.Module, small: dict[str, Tensor], act: Activation, trial: _Trial, allowed: frozenset[Any]) -> str:
+def _try(
+    module: nn.Module,
+    small: dict[str, Tensor],
+    act: Activation,
+    trial: _Trial,
+    allowed: frozenset[Any],
+    state: _State,
+) -> str:
     """What tells the module from the formula in one trial, "" if nothing does."""
     assert trial.dtype is not None
     weights = {name: weight.to(trial.dtype) for name, weight in small.items()}
     x, dy = _inputs(trial.dtype, trial, next(iter(small.values())).shape[1])
     given, own = x.clone(), _Operators()
     try:
-        with _mode(module.modules(), trial.training), own:
+        with _mode(module.modules(), trial.training), own, state.recording():
             ours = _results(lambda w, x: functional_call(module, w, (x,), tie_weights=False), weights, given, dy, trial)
     except Exception as error:
         # a module that takes x of three dimensions alone is never given another
@@ -328,18 +359,112 @@ def _operators(act: Activation) -> frozenset[Any]:
 # What the code of a module could depend on beside x and its projections
 
 
-class _State:
-    """Attributes that code read, with their values, and names of those that it set."""
+class _Ran(NamedTuple):
+    """Code that ran: its globals, its variables from outside, and those names of it that stand for watched modules."""
 
-    def __init__(self) -> None:
+    code: types.CodeType
+    names: dict[str, Any]
+    free: list[tuple[str, Any]]
+    modules: set[str]
+
+    @property
+    def name(self) -> str:
+        return str(getattr(self.code, "co_qualname", self.code.co_name))
+
+
+class _State:
+    """What code read, set and ran.
+
+    read: attributes of watched modules, with their values. written: names of those that were set. ran: all Python code
+    that is not torch's. opaque: calls of what is neither Python nor torch's.
+    """
+
+    def __init__(self, watched: Iterable[nn.Module]) -> None:
+        self.watched = set(map(id, watched))
         self.read: dict[str, Any] = {}
         self.written: set[str] = set()
+        self.ran: dict[tuple[int, int], _Ran] = {}
+        self.opaque: set[str] = set()
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what runs on this thread; nothing of it where it raises, for then the code has said no by itself."""
+        before = {key: ran._replace(free=[*ran.free], modules={*ran.modules}) for key, ran in self.ran.items()}
+        opaque, previous, collecting = set(self.opaque), sys.getprofile(), gc.isenabled()
+        # finalizers of other objects are none of the candidate's code
+        gc.disable()
+        sys.setprofile(self._see)
+        try:
+            yield
+        except BaseException:
+            self.ran, self.opaque = before, opaque
+            raise
+        finally:
+            _resume(previous)
+            if collecting:
+                gc.enable()
+
+    def _see(self, frame: types.FrameType, event: str, called: Any) -> None:
+        if event == "call" and _is_own(frame):
+            self._enter(frame)
+        elif event == "c_call" and not _is_known(called) and _is_own(frame):
+            name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
+            self.opaque.add(f"{name} calls {called.__qualname__}, which is neither Python nor torch's")
+
+    def _enter(self, frame: types.FrameType) -> None:
+        code, values = frame.f_code, frame.f_locals
+        arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        modules = {name for name in (*arguments, *code.co_freevars) if id(values.get(name)) in self.watched}
+        new = _Ran(code, frame.f_globals, [], modules)
+        ran = self.ran.setdefault((id(code), id(frame.f_globals)), new)
+        ran.modules.intersection_update(modules)
+        for name in code.co_freevars:
+            if name in values and not any(name == other and values[name] is value for other, value in ran.free):
+                ran.free.append((name, values[name]))
+
+
+def _resume(profiler: Any) -> None:
+    """Let the profiler that a thread had go on."""
+    if profiler is None or callable(profiler):
+        sys.setprofile(profiler)
+    else:
+        # cProfile's, before Python 3.12
+        sys.setprofile(None)
+        profiler.enable()
+
+
+def _is_own(frame: types.FrameType | None) -> bool:
+    """Whether a frame of a trial runs the candidate's code: not torch's, nor what torch has the standard library do."""
+    own = False
+    while frame is not None and frame.f_globals is not globals():
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return False
+        package = str(frame.f_globals.get("__name__")).split(".")[0]
+        if package == "torch" and not own:
+            return False
+        own = own or not (package in sys.stdlib_module_names or package.startswith("namedtuple_"))
+        frame = frame.f_back
+    return own
+
+
+def _is_known(function: Any) -> bool:
+    """Whether what a C function does is seen, as that of torch's, or cannot matter."""
+    owner = getattr(function, "__self__", None)
+    if of_torch(function) or isinstance(owner, Tensor) or of_torch(type(owner)) or of_torch(owner):
+        return True
+    return function in _HARMLESS or function.__module__ == "math"
 
 
 @contextlib.contextmanager
 def _watch(modules: list[nn.Module]) -> Iterator[_State]:
     """Record the attributes that code reads and sets on ``modules``."""
-    state = _State()
+    state = _State(modules)
+    profiler = sys.getprofile()
+    if profiler is not None and not callable(profiler) and not hasattr(profiler, "enable"):
+        raise RuntimeError(
+            f"recording what a forward runs needs the thread's profiler, got one that cannot be resumed "
+            f"({type(profiler).__name__}): start it afterwards"
+        )
     classes = {m: type(m) for m in modules}
     try:
         for m, kind in classes.items():
@@ -352,7 +477,7 @@ def _watch(modules: list[nn.Module]) -> Iterator[_State]:
 
 def _watched(kind: Any, state: _State) -> type:
     # settings of torch's own activations, such as inplace
-    settings = {name for base in kind.__mro__ if _of_torch(base) for name in getattr(base, "__constants__", ())}
+    settings = {name for base in kind.__mro__ if of_torch(base) for name in getattr(base, "__constants__", ())}
 
     def read(self: Any, name: str) -> Any:
         value = super(made, self).__getattribute__(name)
@@ -371,75 +496,137 @@ def _watched(kind: Any, state: _State) -> type:
     return made  # type: ignore[no-any-return]
 
 
-def _is_constant(name: str, value: Any, sizes: tuple[int, ...]) -> bool:
-    """Whether what code reads says nothing that could be set to something else later: a size, a dropout of 0, ..."""
-    if value is None or callable(value) or (isinstance(value, str) and value == "relu"):
+def _is_constant(name: str, value: Any, sizes: tuple[int, ...], modules: Iterable[nn.Module]) -> bool:
+    """Whether what code reads says nothing that could be set to something else later: a size, a dropout of 0, ...
+
+    modules: those whose attributes are seen when they are read.
+    """
+    if isinstance(value, nn.Module):
+        seen = any(value is module for module in modules)
+        return seen or (all(of_torch(type(m)) for m in value.modules()) and not [*value.parameters(), *value.buffers()])
+    if isinstance(value, types.MethodType):
+        return _is_constant(name, value.__self__, sizes, modules)
+    if isinstance(value, functools.partial):
+        parts = (value.func, *value.args, *value.keywords.values())
+        return all(_is_constant(name, part, sizes, modules) for part in parts)
+    if isinstance(value, (torch.jit.ScriptFunction, Tensor)):
+        return False
+    if value is None or isinstance(value, (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)):
         return True
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
+        return of_torch(type(value)) or (isinstance(value, str) and value == "relu")
     return value in sizes or (value == 0 and (name == "p" or "drop" in name))
 
 
-def _beyond(watched: list[nn.Module], state: _State, sizes: tuple[int, ...], functions: Iterable[Any] = ()) -> str:
+def _beyond(modules: Iterable[nn.Module], state: _State, sizes: tuple[int, ...]) -> str:
     """What the result could depend on that the runs did not decide, "" if there is nothing."""
     if state.written:
         return f"its forward sets self.{min(state.written)}"
+    if state.opaque:
+        return min(state.opaque)
+    modules = list(modules)
     for name, value in state.read.items():
-        if not _is_constant(name, value, sizes):
+        if not _is_constant(name, value, sizes, modules):
             return f"its forward reads self.{name} ({_short(value)}), which can be set to something else"
-    roots = [*functions, *(type(m).forward for m in watched)]
-    return _open_code([*roots, *(v for v in state.read.values() if not isinstance(v, nn.Module))], sizes)
+    within = {id(code) for ran in state.ran.values() for code in _codes(ran.code) if code is not ran.code}
+    for ran in state.ran.values():
+        if id(ran.code) in within:
+            # its variables from outside are local to what was run, too
+            continue
+        for name, value in [*ran.free, *_named(ran)]:
+            if isinstance(value, type) and not _is_readable(value):
+                return f"{ran.name} uses {name}, which is neither Python nor torch's"
+            if not _is_constant(name, value, sizes, modules):
+                return f"{ran.name} reads {name} ({_short(value)}), which can be set to something else"
+        for reason in (_open_name(ran), _open_branch(ran)):
+            if reason:
+                return f"{ran.name} {reason}"
+    return ""
 
 
 def _short(value: Any) -> str:
     return repr(value) if isinstance(value, (str, bool, int, float)) else type(value).__name__
 
 
-def _open_code(roots: Iterable[Any], sizes: tuple[int, ...]) -> str:
-    """The global or the branch, in functions and those that they call, whose other values no run has seen."""
-    waiting, seen = list(roots), set()
-    while waiting:
-        function = inspect.unwrap(waiting.pop())
-        function = getattr(function, "func", getattr(function, "__func__", function))
-        if not isinstance(function, types.FunctionType) or _of_torch(function) or function in seen:
-            continue
-        seen.add(function)
-        try:
-            outside = inspect.getclosurevars(function)
-        except ValueError:
-            return f"{function.__qualname__} uses a variable that has no value yet"
-        for name, value in {**outside.globals, **outside.nonlocals}.items():
-            if isinstance(value, (bool, int, float, Tensor, list, dict, set)) and not _is_constant(name, value, sizes):
-                return f"{function.__qualname__} reads {name} ({_short(value)}), which can be set to something else"
-            waiting.append(value)
-        if test := _open_branch(function):
-            return f"{function.__qualname__} branches on {test}, of which running it shows one side"
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Code, and that of the functions, lambdas and comprehensions within it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _named(ran: _Ran) -> Iterator[tuple[str, Any]]:
+    """The globals that code reads, and of modules and classes among them the attributes, with their values."""
+    for code in _codes(ran.code):
+        name, value = "", None
+        for instruction in dis.get_instructions(code):
+            if instruction.opname == "EXTENDED_ARG":
+                continue
+            if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, (types.ModuleType, type)):
+                name, value = f"{name}.{instruction.argval}", getattr(value, instruction.argval, None)
+                continue
+            if name:
+                yield name, value
+            name, value = "", None
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                name = instruction.argval
+                value = ran.names.get(name, vars(builtins).get(name))
+            if str(getattr(value, "__name__", "")).split(".")[0] == "torch":
+                # whatever torch's own modules say
+                name, value = "", None
+
+
+def _is_readable(kind: type) -> bool:
+    """Whether a class is torch's or written in Python, or one of Python's that runs nothing of what it is given."""
+    if kind in vars(builtins).values():
+        return kind not in _RUNNERS
+    # made at run time and open to change
+    return of_torch(kind) or (bool(kind.__flags__ & 1 << 9) and not kind.__flags__ & 1 << 8)
+
+
+def _open_name(ran: _Ran) -> str:
+    """How code gets at what no run shows: by importing it, or by attributes of Python's own machinery."""
+    for code in _codes(ran.code):
+        for instruction in dis.get_instructions(code):
+            name = str(instruction.argval)
+            if instruction.opname == "IMPORT_NAME" and name.split(".")[0] != "torch":
+                return f"imports {name} when it runs, and not where its file begins"
+            special = name.startswith("__") and name.endswith("__") and name not in _SPECIAL
+            if special and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                return f"uses {name}"
     return ""
 
 
-def _open_branch(function: types.FunctionType) -> str:
-    """The source of a condition in a function that depends on more than the trials vary, "" if there is none."""
-    if not _decides(function.__code__):
+def _open_branch(ran: _Ran) -> str:
+    """The condition in code that depends on more than the trials vary, "" if there is none."""
+    if not _decides(ran.code):
         return ""
-    tree = _tree(function)
+    tree = _tree(ran.code)
     if tree is None:
-        return "what cannot be read"
-    for condition in _conditions(tree):
-        if not _is_decided(condition):
-            return ast.unparse(condition).splitlines()[0]
+        return "branches on what cannot be read"
+    function = tree.body[0]
+    for statement in function.body if isinstance(function, ast.FunctionDef) else tree.body:
+        for condition in _conditions(statement):
+            if not _is_decided(condition, ran.modules):
+                return f"branches on {ast.unparse(condition).splitlines()[0]}, of which running it shows one side"
     return ""
 
 
 def _decides(code: types.CodeType) -> bool:
-    """Whether code, or code within it, compares or jumps on a condition: only then there is a source to read."""
-    names = {instruction.opname for instruction in dis.get_instructions(code)}
-    if names & {"COMPARE_OP", "IS_OP", "CONTAINS_OP"} or any("_IF_" in name for name in names):
-        return True
-    return any(_decides(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    """Whether code, or code within it, has anything that ``_conditions`` looks for: only then it needs a source."""
+    for part in _codes(code):
+        if "getattr" in part.co_names:
+            return True
+        for instruction in dis.get_instructions(part):
+            subscript = instruction.opname == "BINARY_OP" and instruction.argrepr == "[]"
+            if subscript or any(choosing in instruction.opname for choosing in _CHOOSING):
+                return True
+    return False
 
 
-def _tree(function: Any) -> ast.AST | None:
-    """The parsed source of a function, None if there is none."""
+def _tree(function: Any) -> ast.Module | None:
+    """The parsed source of a function or of its code, None if there is none."""
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
@@ -447,6 +634,7 @@ def _tree(function: Any) -> ast.AST | None:
 
 
 def _conditions(node: ast.AST) -> Iterator[ast.AST]:
+    """What decides which code runs, how often, and which of several values it takes."""
     # what raises says so by itself
     if isinstance(node, ast.Assert):
         return
@@ -458,25 +646,35 @@ def _conditions(node: ast.AST) -> Iterator[ast.AST]:
         yield from node.ifs
     elif isinstance(node, ast.Match):
         yield node.subject
+    elif isinstance(node, ast.Subscript):
+        yield node.slice
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
+        yield from node.args[1:2]
     elif isinstance(node, (ast.BoolOp, ast.Compare, ast.Try)):
         yield node
+    if isinstance(node, (ast.For, ast.comprehension)):
+        listed = isinstance(node.iter, (ast.Tuple, ast.List))
+        if not listed or any(isinstance(item, ast.Starred) for item in ast.iter_child_nodes(node.iter)):
+            yield node.iter
+    annotations = {getattr(node, "annotation", None), getattr(node, "returns", None)}
     for child in ast.iter_child_nodes(node):
-        yield from _conditions(child)
+        if child not in annotations:
+            yield from _conditions(child)
 
 
-def _is_decided(node: ast.AST) -> bool:
+def _is_decided(node: ast.AST, modules: set[str]) -> bool:
     """Whether the trials vary all that a condition depends on: the mode, grad mode and the dimensions of a tensor.
 
-    Attributes of self are seen when they are read.
+    modules: names of those whose attributes are seen when they are read.
     """
-    if isinstance(node, (ast.UnaryOp, ast.BoolOp, ast.Compare)):
+    if isinstance(node, (ast.UnaryOp, ast.BinOp, ast.BoolOp, ast.Compare, ast.Slice, ast.Tuple)):
         operands = (child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
-        return all(_is_decided(operand) for operand in operands)
+        return all(_is_decided(operand, modules) for operand in operands)
     if isinstance(node, ast.Call):
         dim = isinstance(node.func, ast.Attribute) and node.func.attr == "dim" and isinstance(node.func.value, ast.Name)
         return dim or ast.unparse(node) == "torch.is_grad_enabled()"
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        return node.value.id == "self" or node.attr == "ndim"
+        return node.value.id in modules or node.attr == "ndim"
     return isinstance(node, ast.Constant)
 
 
@@ -530,7 +728,7 @@ def read_pair(module: nn.Module) -> tuple[str | None, str]:
     return act.attr, ""
 
 
-def _other_uses(kind: type, tree: ast.AST, parents: dict[ast.AST, ast.AST], attribute: str) -> str:
+def _other_uses(kind: Any, tree: ast.AST, parents: dict[ast.AST, ast.AST], attribute: str) -> str:
     """How the code of a class gets at the layers of a pair beside the calls in its forward, "" if it does not."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id == "self":
@@ -540,22 +738,34 @@ def _other_uses(kind: type, tree: ast.AST, parents: dict[ast.AST, ast.AST], attr
                 return f"its forward must reach fc1, fc2 and {attribute} by these names alone, got {got}"
     names = {*PAIR, attribute}
     for base in kind.__mro__:
-        if _of_torch(base) or base is object:
+        if of_torch(base) or base is object:
             continue
         for name, value in vars(base).items():
             if name in ("__init__", "forward"):
                 continue
-            function = inspect.unwrap(getattr(value, "fget", None) or getattr(value, "__func__", value))
-            if isinstance(function, types.FunctionType) and (used := names & _used(function)):
+            function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+            if used := names & set().union(*map(_used, _wrapped(function))):
                 return f"its {name} must not use {min(used)}, which forward calls, for anything but its parameters"
+    if used := names & set().union(*map(_used, _wrapped(kind.forward)[:-1])):
+        return f"what decorates its forward must not use {min(used)}, which that calls, for anything but its parameters"
     return ""
+
+
+def _wrapped(function: Any) -> list[types.FunctionType]:
+    """A function, and what it wraps as ``functools.wraps`` notes it: the last is what was written."""
+    found = []
+    while function is not None:
+        if isinstance(function, types.FunctionType):
+            found.append(function)
+        function = getattr(function, "__wrapped__", None)
+    return found
 
 
 def _used(function: types.FunctionType) -> set[str]:
     """The attributes that a function uses, and its strings; not those of which it takes parameters and sizes alone."""
-    tree = _tree(function)
+    # of a function inspect would read what it wraps
+    tree, code = _tree(function.__code__), function.__code__
     if tree is None:
-        code = function.__code__
         return {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
     inside = {node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in _KEPT}
     used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node not in inside}

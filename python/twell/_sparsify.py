@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +21,10 @@ from torch import Tensor, nn
 
 from twell import tuning
 from twell._auto import AutoStrategy
-from twell._equivalence import HOOKS, PAIR, Activation, difference, is_relu, read_pair, run_pair
+from twell._equivalence import HOOKS, PAIR, Activation, difference, is_relu, of_torch, read_pair, run_pair
 from twell._runtime import geometry, specs
 from twell._runtime.log import logger, warn_once
-from twell.functional import Strategy
+from twell.functional import Aux, Strategy
 from twell.nn import (
     _HOOKS_OF_ALL,
     SparseGatedMLP,
@@ -76,12 +78,64 @@ class _SharedLinear(nn.Linear):
         self.train(linear.training)
 
 
+class _HandedOn(threading.local):
+    """What each ``DeferredUp`` handed on last in this thread, until its ``SparseDown`` takes it."""
+
+    def __init__(self) -> None:
+        self.tensors: weakref.WeakKeyDictionary[DeferredUp, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
+
+
+_HANDED_ON = _HandedOn()
+
+
+class _Block:
+    """The block that a pair is part of, which does not live longer for it. Copies of the block have themselves here."""
+
+    def __init__(self, block: nn.Module | None = None) -> None:
+        self.ref = None if block is None else weakref.ref(block)
+
+    def __call__(self) -> nn.Module | None:
+        return None if self.ref is None else self.ref()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Block:
+        block = self()
+        return _Block(None if block is None else memo.get(id(block)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Block, (self(),)
+
+
 class DeferredUp(_SharedLinear):
     """``fc1`` of a pair: holds the up projection's parameters and hands on its input, which ``SparseDown`` takes."""
 
+    _block = _Block()
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> x."""
+        if not torch.compiler.is_compiling():
+            if isinstance(x, Tensor):
+                _HANDED_ON.tensors[self] = weakref.ref(x)
+            # of other sizes what else reads x as hidden state raises by itself, and what reads y alone is right
+            if self.in_features == self.out_features:
+                self._require_place("fc2", SparseDown)
         return x
+
+    def _require_place(self, name: str, kind: type[nn.Module]) -> None:
+        """Raise NotImplementedError unless the block still calls this pair's layer under this name."""
+        block = self._block()
+        if block is None:
+            return
+        child: Any = block._modules.get(name)
+        layer = child
+        # Sequential and those that checkpoint, compile and shard give what they get to the first of their children
+        while layer is not None and not isinstance(layer, kind) and of_torch(type(layer)):
+            layer = next(layer.children(), None)
+        if not isinstance(layer, kind) or (layer is not self and getattr(layer, "up_proj", None) is not self):
+            raise NotImplementedError(
+                f"{name} of a twell pair must be what sparsify_ made it, as fc1 hands on its input and fc2 does the "
+                f"work of both: expected {kind.__name__}, got {type(child).__name__}; wrap or replace layers, and "
+                "merge adapters, before sparsify_"
+            )
 
 
 class SparseDown(SparseMLP, _SharedLinear):
@@ -104,6 +158,30 @@ class SparseDown(SparseMLP, _SharedLinear):
         # past nn.Module, which would make it a child with state-dict keys of its own
         object.__setattr__(self, "up_proj", up)
 
+    @overload
+    def forward(self, x: Tensor, return_aux: Literal[False] = False) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
+    def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
+        """x [..., hidden], the very tensor that ``fc1`` was given, -> y [..., hidden], as ``SparseMLP`` has it."""
+        if not torch.compiler.is_compiling():
+            self._require_handed_on(x)
+        return super().forward(x, return_aux)  # type: ignore[call-overload,no-any-return]
+
+    def _require_handed_on(self, x: Tensor) -> None:
+        """Raise NotImplementedError if x is known not to be what ``fc1`` got."""
+        up: Any = self.up_proj
+        handed_on = _HANDED_ON.tensors.pop(up, None)
+        if handed_on is None:
+            # it ran compiled or not at all
+            up._require_place("fc1", DeferredUp)
+        elif handed_on() is not x and not (any(_HOOKS_OF_ALL) or _changed(up) or _changed(self)):
+            raise NotImplementedError(
+                "fc2 of a twell pair must be called on the very tensor that fc1 returns, its input, got another one: "
+                "nothing may come between them or be added to either; wrap or replace layers, and merge adapters, "
+                "before sparsify_"
+            )
+
     def _is_plain(self) -> bool:
         up: Any = self.up_proj
         # accelerate wraps each forward; unless it also brings the weights in, that changes nothing
@@ -112,9 +190,17 @@ class SparseDown(SparseMLP, _SharedLinear):
                 "fc1 of a twell pair has another forward than it was given, which fc2, that does its work, would leave "
                 "out: expected none"
             )
-        if (up._forward_hooks or up._forward_pre_hooks or any(_HOOKS_OF_ALL)) and not torch.compiler.is_compiling():
-            warn_once("fc1 of a twell pair has hooks: they see its input on both sides and must not change it")
-        return _calls_are_torchs() and all(_behaves(p) for p in (up.weight, up.bias, self.weight, self.bias))
+        if not torch.compiler.is_compiling():
+            if any(_HOOKS_OF_ALL) or _hooks(up):
+                warn_once("fc1 of a twell pair has hooks: they see its input on both sides and must not change it")
+            if any(_HOOKS_OF_ALL) or any(not _of_twell(hook) for hook in _hooks(self)):
+                warn_once(
+                    "fc2 of a twell pair has hooks: they see the input of fc1, and its gradient, where the hidden "
+                    "state was, and must not change it"
+                )
+        # not by their names: a parametrization computes what it is asked for, and may change in doing so
+        parameters = itertools.chain(up._parameters.values(), self._parameters.values())
+        return _calls_are_torchs() and all(map(_behaves, parameters))
 
     def _project(self, name: str, x: Tensor) -> Any:
         # what the layer would run, had it not become part of a pair
@@ -126,12 +212,27 @@ class SparseDown(SparseMLP, _SharedLinear):
         return self
 
 
+def _hooks(module: nn.Module) -> list[Any]:
+    """The hooks of a module's calls."""
+    return [hook for kind in HOOKS for hook in getattr(module, kind).values()]
+
+
+def _of_twell(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).split(".")[0] == "twell"
+
+
+def _changed(module: nn.Module) -> bool:
+    """Whether calling a module may give its forward, or give back, another tensor that stands for the same."""
+    return "forward" in vars(module) or bool(_hooks(module))
+
+
 class _PairMLP(nn.Module):
     """A module of ``fc1``, ReLU and ``fc2`` whose forward has the ReLU in its code, where no child can be replaced."""
 
     def __init__(self, fc1: DeferredUp, fc2: SparseDown) -> None:
         super().__init__()
         self.fc1, self.fc2 = fc1, fc2
+        fc1._block = _Block(self)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.fc2(self.fc1(x))
@@ -193,15 +294,17 @@ def sparsify_(
     A candidate must compute exactly the function named, with its gradients. Its ``forward`` runs beside the formula on
     small random weights, in float64, in the model's dtype and under autocast, in training and in evaluation, with
     gradients and without, for one token and for several, at ordinary and at extreme magnitudes. It may run no other
-    operators than linear layers, ReLU and one product are made of. It may neither read attributes, other than children
-    and what counts as constant (its sizes, a dropout of 0, None), nor set any, nor branch on what these runs do not
-    vary. The model's own tensors are neither read nor needed, so it may be on ``meta``. For ``fc1`` and ``fc2`` within
-    a block the source of the block's class is read, and the block runs on meta tensors if x is all that it needs.
+    operators than linear layers, ReLU and one product are made of. All Python code that these runs enter and that is
+    not torch's, decorators and helpers included, may neither read attributes and globals, other than children,
+    functions and what counts as constant (its sizes, a dropout of 0, None), nor set any, nor branch on what these runs
+    do not vary, nor call what is neither Python nor torch's. The model's own tensors are neither read nor needed, so it
+    may be on ``meta``. For ``fc1`` and ``fc2`` within a block the source of the block's class is read, and the block
+    runs on meta tensors if x is all that it needs.
 
     None of this sees what code outside of a candidate does: one that calls ``fc1`` of a block, gives ``forward`` other
     inputs than x, keeps a reference to a module outside of ``model``, or changes the settings of one of torch's own
-    activations later. Nor does it see state that a ``forward`` reads from other objects, the attribute of an imported
-    module, say.
+    activations later. What is put around or in place of ``fc1`` or ``fc2`` later raises in eager mode where it would
+    compute something else, and in compiled graphs where sizes tell.
 
     Args:
         model: any module that contains such layers; for a model of transformers see
@@ -301,6 +404,7 @@ def _pair_up(module: Any, attribute: str | None, compression: int, strategy: Str
     assert attribute is not None
     fc1, fc2 = _pair(module, {"compression": compression, "strategy": strategy})
     module.fc1, module.fc2 = fc1, fc2
+    fc1._block = _Block(module)
     setattr(module, attribute, nn.Identity().train(module.training))
 
 

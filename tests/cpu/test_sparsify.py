@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import copy
+import cProfile
 import functools
+import gc
 import io
 import logging
+import operator
 import pickle
+import sys
+import threading
+import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import twell
 from twell import testing
@@ -617,6 +625,348 @@ def test_another_function_is_refused(other: Callable[[], nn.Module]) -> None:
     assert all(module.training for module in m.modules())
 
 
+# Ways to double x of more than 100 tokens, of which no trial has as many, or to do what only a later change shows.
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x if x.shape[0] <= 100 else 2 * x
+
+
+def twice(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def scaling(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(forward)
+    def scaled(self: nn.Module, x: Tensor) -> Tensor:
+        return forward(self, doubled(x))
+
+    return scaled
+
+
+def counting(forward: Callable[..., Tensor], calls: list[int]) -> Callable[..., Tensor]:
+    return lambda self, x: (calls, forward(self, x))[1]
+
+
+class Doubling:
+    def __call__(self, x: Tensor) -> Tensor:
+        return doubled(x)
+
+
+class Switched:
+    """An activation with a switch, and no module, whose attributes would be seen."""
+
+    relu = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.relu(x) if self.relu else F.silu(x)
+
+
+class Shelf:
+    act = staticmethod(F.relu)
+    acts = {"relu": F.relu}  # noqa: RUF012
+
+    @staticmethod
+    def twice_if_long(x: Tensor) -> Tensor:
+        return x if x.shape[0] <= 100 else 2 * x
+
+
+HELPER: Any = types.ModuleType("helper")
+HELPER.before, HELPER.acts, HELPER.relu = doubled, {"relu": F.relu}, F.relu
+DOUBLING, ACTS = Doubling(), {"relu": F.relu}
+
+
+@torch.jit.script
+def scripted(x: Tensor) -> Tensor:
+    if x.shape[0] > 100:
+        x = x + x
+    return x
+
+
+def without_source(text: str) -> Callable[..., Any]:
+    made: dict[str, Any] = {"F": F}
+    exec(text, made)
+    return made["forward"]  # type: ignore[no-any-return]
+
+
+class ByDecorator(Gated):
+    forward = scaling(Gated.forward)
+
+
+class ByDecoratorState(Gated):
+    forward = counting(Gated.forward, [])
+
+
+class ByModule(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(HELPER.before(x))
+
+
+class ByImport(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        from functools import partial
+
+        return partial(super().forward, x)()
+
+
+class ByObject(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(DOUBLING(x))
+
+
+class ByStaticMethod(Gated):
+    @staticmethod
+    def before(x: Tensor) -> Tensor:
+        return x if x.shape[0] <= 100 else 2 * x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(type(self).before(x))
+
+
+class ByOtherClass(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Shelf.twice_if_long(x))
+
+
+class ByScript(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(scripted(x))
+
+
+class ByLoop(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(x.shape[0] // 101):
+            x = x + x
+        return super().forward(x)
+
+
+class ByWhile(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        left = x.shape[0] // 101
+        while left:
+            left, x = left - 1, x + x
+        return super().forward(x)
+
+
+class ByComprehension(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        [y.zero_() for _ in range(x.shape[0] // 101)]
+        return y
+
+
+class ByStarred(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        for other in (*x.split(100)[1:],):
+            other.zero_()
+        return super().forward(x)
+
+
+class ByMap(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        list(map(lambda _: y.zero_(), range(x.shape[0] // 101)))  # noqa: C417
+        return y
+
+
+class ByReduce(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(functools.reduce(lambda a, _: a + a, range(x.shape[0] // 101), x))
+
+
+class ByIterator(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        each = iter([super().forward, lambda x: super(ByIterator, self).forward(2 * x)][x.shape[0] > 100 :])
+        return next(each)(x)
+
+
+class ByIndex(Gated):
+    def double(self, x: Tensor) -> Tensor:
+        return super().forward(2 * x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward, self.double)[min(x.shape[0] // 101, 1)](x)
+
+
+class ByItemgetter(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return operator.itemgetter(0)((super().forward, twice))(x)
+
+
+class BySpecialMethod(ByIndex):
+    def forward(self, x: Tensor) -> Tensor:
+        return Gated.forward(self, (x.view_as, twice).__getitem__(x.shape[0] // 101)(x))
+
+
+class ByKey(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        act = {torch.float16: F.silu}.get(x.dtype, F.relu)
+        return self.down_proj(act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ByName(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        act = getattr(F, "relu" + "6" * (x.shape[0] // 101))
+        return self.down_proj(act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ByLambda(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        act = lambda value: ACTS["relu"](value)  # noqa: E731
+        return self.down_proj(act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ByInnerFunction(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        (gate,) = [ACTS["relu"](value) for value in (self.gate_proj(x),)]
+        return self.down_proj(gate * self.up_proj(x))
+
+
+class ByModuleState(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(HELPER.acts["relu"](self.gate_proj(x)) * self.up_proj(x))
+
+
+class ByClassState(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(Shelf.acts["relu"](self.gate_proj(x)) * self.up_proj(x))
+
+
+class ByDict(Gated):
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "doubled", 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + y if self.__dict__["doubled"] else y
+
+
+class WithoutSource(Gated):
+    forward = without_source(
+        "def forward(self, x):\n"
+        "    x = x if x.shape[0] <= 100 else 2 * x\n"
+        "    return self.down_proj(F.relu(self.gate_proj(x)) * self.up_proj(x))\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (ByDecorator, "doubled branches on x.shape"),
+        (ByDecoratorState, r"reads calls \(list\)"),
+        (ByModule, "doubled branches on x.shape"),
+        (ByImport, "ByImport.forward imports functools when it runs"),
+        (ByObject, r"(reads DOUBLING \(Doubling\)|doubled branches on)"),
+        (ByStaticMethod, "before branches on x.shape"),
+        (ByOtherClass, "twice_if_long branches on x.shape"),
+        (ByScript, r"reads scripted \(ScriptFunction\)"),
+        (ByLoop, r"branches on range\(x.shape\[0\] // 101\)"),
+        (ByWhile, "branches on left"),
+        (ByComprehension, r"branches on range\(x.shape\[0\] // 101\)"),
+        (ByStarred, "it runs s|branches on"),
+        (ByMap, "uses map, which is neither Python nor torch's"),
+        (ByReduce, "calls reduce, which is neither Python nor torch's"),
+        (ByIterator, "calls (iter|next), which is neither"),
+        (ByIndex, r"calls min, which|branches on min\("),
+        (ByItemgetter, "uses operator.itemgetter, which is neither"),
+        (BySpecialMethod, "uses __getitem__"),
+        (ByKey, "calls dict.get, which is neither"),
+        (ByName, "branches on 'relu' \\+ "),
+        (ByLambda, r"reads ACTS \(dict\)"),
+        (ByInnerFunction, r"reads ACTS \(dict\)"),
+        (ByModuleState, r"reads HELPER.acts \(dict\)"),
+        (ByClassState, r"reads Shelf.acts \(dict\)"),
+        (ByDict, "uses __dict__"),
+        (WithoutSource, "branches on what cannot be read"),
+        (lambda: Gated(Switched()), "must apply ReLU, got Switched"),
+        (lambda: Gated(functools.partial(lambda x, acts: acts["relu"](x), acts=ACTS)), "must apply ReLU, got partial"),
+    ],
+)
+def test_code_that_the_trials_do_not_decide_is_refused(other: Callable[[], nn.Module], why: str) -> None:
+    m = nn.Sequential(other())
+    with pytest.raises(ValueError, match=rf"0 \(\w+\) .*({why}).*filter_fn"):
+        sparsify_(m)
+    assert type(m[0].down_proj) is nn.Linear
+
+
+def checked(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(forward)
+    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        if args[0].dim() == 0:
+            raise ValueError(", ".join(str(size) for size in args[0].shape))
+        return forward(self, *args, **kwargs)
+
+    return wrapped
+
+
+class Decorated(Gated):
+    forward = checked(Gated.forward)
+
+
+class InThreeDimensions(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim != 3:
+            raise ValueError(", ".join(str(size) for size in x.shape))
+        return super().forward(x)
+
+
+class Helped(Gated):
+    @staticmethod
+    def gated(gate: Tensor, up: Tensor) -> Tensor:
+        return HELPER.relu(gate) * up
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.nn.functional import linear
+
+        parts: list[Tensor] = []
+        parts = [layer(x) for layer in (self.gate_proj, self.up_proj)]
+        hidden = self.gated(parts[0], parts[-1])
+        for layer in (self.down_proj,):
+            hidden = linear(hidden, layer.weight)
+        return hidden.view(*x.shape[:-1], x.shape[x.dim() - 1])
+
+
+class GeneratedCode(Gated):
+    forward = without_source(
+        "def forward(self, x):\n    return self.down_proj(F.relu(self.gate_proj(x)) * self.up_proj(x))\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "form", [Decorated, InThreeDimensions, Helped, GeneratedCode, lambda: Gated(functools.partial(Shelf.act))]
+)
+def test_code_that_the_trials_decide_is_accepted(form: Callable[[], nn.Module]) -> None:
+    m, x = nn.Sequential(form()), tokens()
+    expected = m(x)
+    assert sparsify_(m) == ["0"]
+    torch.testing.assert_close(m(x), expected)
+
+
+def test_the_profiler_of_the_thread_goes_on() -> None:
+    seen = []
+
+    def profiler(frame: Any, event: str, called: Any) -> None:
+        seen.append(frame.f_code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(profiler)
+    try:
+        sparsify_(nn.Sequential(Gated()))
+        assert sys.getprofile() is profiler
+        seen.clear()
+        doubled(tokens())
+    finally:
+        sys.setprofile(before)
+    assert "doubled" in seen
+    profile = cProfile.Profile()
+    profile.enable()
+    sparsify_(nn.Sequential(Gated()))
+    doubled(tokens())
+    profile.disable()
+    assert any(entry.code is doubled.__code__ for entry in profile.getstats())
+
+
 class Surrogate(torch.autograd.Function):
     """ReLU with the gradient of SiLU."""
 
@@ -795,6 +1145,20 @@ class ByProperty(Block):
         return self.fc1
 
 
+def beside(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(forward)
+    def wrapped(self: Any, x: Tensor) -> Tensor:
+        return forward(self, x) if x.shape[0] <= 100 else self.fc2(self.fc1(x))
+
+    return wrapped
+
+
+class ByWrapper(Block):
+    """What decorates forward is not what was written."""
+
+    forward = beside(Block.forward)
+
+
 class ByHelper(Block):
     """Nothing in the source of its forward says that the helper calls fc1, too."""
 
@@ -824,6 +1188,7 @@ class Peeking(Block):
         (ByChildren, "must reach fc1, fc2 and activation_fn by these names alone, got self.named_children"),
         (ByAnotherMethod, "its features must not use activation_fn"),
         (ByProperty, "its bottom must not use fc1"),
+        (ByWrapper, "what decorates its forward must not use fc1"),
         (ByHelper, "must call fc1, activation_fn, fc2 once, one upon another"),
         (Peeking, "must use what self.fc1 and self.activation_fn return for self.fc2 alone"),
         (ActivationDropout, "must call self.fc2 on what an activation"),
@@ -1105,3 +1470,233 @@ def test_a_pair_whose_first_layer_is_changed_afterwards(caplog: pytest.LogCaptur
     m.fc1.forward = lambda x: 2 * x  # type: ignore[method-assign]
     with pytest.raises(NotImplementedError, match="fc1 of a twell pair has another forward"):
         m(x)
+
+
+class Square(nn.Module):
+    """A pair whose hidden state is as wide as x."""
+
+    def __init__(self, act: bool = True) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(K, K), nn.Linear(K, K)
+        if act:
+            self.act = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class SquareLiteral(Square):
+    def __init__(self) -> None:
+        super().__init__(act=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.relu(self.fc1(x)))
+
+
+class Adapted(nn.Module):
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+        self.a, self.b = nn.Linear(base.in_features, 4, False), nn.Linear(4, base.out_features, False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+class Dropping(nn.Module):
+    """Loses some of what its layer is given."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(F.dropout(x, 0.5))
+
+
+CHANGES: dict[str, tuple[str, Callable[[Any], nn.Module]]] = {
+    "fc1 adapted": ("fc1", Adapted),
+    "fc1 replaced": ("fc1", lambda _: nn.Linear(K, K)),
+    "fc1 followed": ("fc1", lambda base: nn.Sequential(base, nn.Linear(K, K))),
+    "fc1 left out": ("fc1", lambda _: nn.Identity()),
+    "fc2 adapted": ("fc2", Adapted),
+    "fc2 replaced": ("fc2", lambda _: nn.Linear(K, K)),
+    "fc2 preceded": ("fc2", lambda base: nn.Sequential(nn.Linear(K, K), base)),
+    "fc2 of a part": ("fc2", Dropping),
+    "of another pair": ("fc2", lambda _: other_pair().fc2),
+    "act": ("act", lambda _: nn.GELU()),
+}
+
+
+def other_pair() -> Any:
+    m = nn.Sequential(Square())
+    sparsify_(m)
+    return m[0]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", [Square, SquareLiteral])
+@pytest.mark.parametrize("through", [lambda m: m, copy.deepcopy, pickled], ids=["itself", "deepcopy", "pickle"])
+def test_a_square_pair_that_is_changed_later_raises(kind: Any, change: str, through: Callable[[Any], Any]) -> None:
+    """Sizes do not tell x from the hidden state."""
+    name, make = CHANGES[change]
+    m = nn.Sequential(kind())
+    sparsify_(m)
+    m(torch.randn(3, K))
+    if not hasattr(m[0], name):
+        pytest.skip("the activation was in the code")
+    m = through(m)
+    m(torch.randn(3, K))
+    setattr(m[0], name, make(getattr(m[0], name)))
+    with pytest.raises(NotImplementedError, match=r"fc[12] of a twell pair must be .*got.*before sparsify_"):
+        m(torch.randn(3, K))
+
+
+def called_outside(block: Any, x: Tensor) -> Tensor:
+    return block.fc2(F.relu(block.fc1(x)))  # type: ignore[no-any-return]
+
+
+def test_code_outside_of_a_square_pair_raises() -> None:
+    m = nn.Sequential(Square())
+    sparsify_(m)
+    with pytest.raises(NotImplementedError, match="the very tensor that fc1 returns"):
+        called_outside(m[0], torch.randn(3, K))
+
+
+LEGITIMATE: dict[str, Callable[[Any], object]] = {
+    "checkpointed": lambda m: setattr(m[0], "fc2", wrapper(m[0].fc2)),
+    "both checkpointed": lambda m: [setattr(m[0], name, wrapper(getattr(m[0], name))) for name in ("fc1", "fc2")],
+    "followed": lambda m: setattr(m[0], "fc2", nn.Sequential(m[0].fc2, nn.Identity())),
+    "compiled": lambda m: m.compile(backend="eager"),
+    "fc1 compiled": lambda m: m[0].fc1.compile(backend="eager"),
+    "fc1 wrapped": lambda m: setattr(m[0], "fc1", torch.compile(m[0].fc1, backend="eager")),
+    "fc2 compiled": lambda m: setattr(m[0], "fc2", torch.compile(m[0].fc2, backend="eager")),
+    "fc2 not compiled": lambda m: [
+        setattr(m[0].fc2, "forward", torch.compiler.disable(m[0].fc2.forward)),
+        m.compile(backend="eager"),
+    ],
+    "hooks": lambda m: [c.register_full_backward_hook(lambda *_: None) for c in (m[0].fc1, m[0].act, m[0].fc2)],
+    "dropout of nothing": lambda m: setattr(m[0], "act", nn.Dropout(0.0)),
+}
+
+
+def wrapper(module: nn.Module) -> nn.Module:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    return checkpoint_wrapper(module)  # type: ignore[no-untyped-call,no-any-return]
+
+
+@pytest.mark.parametrize("change", LEGITIMATE)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_square_pair_allows_what_changes_nothing(change: str, autocast: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    dense = nn.Sequential(Square())
+    sparse = copy.deepcopy(dense)
+    sparsify_(sparse)
+    x = torch.randn(3, K, requires_grad=True)
+    with torch.autocast("cpu", BF16, enabled=autocast):
+        expected = dense(x)
+        # a tensor that is still there when the next comes
+        first = torch.randn(3, K)
+        sparse(first)
+        LEGITIMATE[change](sparse)
+        for _ in range(2):
+            y = sparse(x)
+            torch.testing.assert_close(y, expected)
+    wanted, got = (torch.autograd.grad(out.float().square().sum(), x)[0] for out in (expected, y))
+    torch.testing.assert_close(got, wanted, rtol=2e-2 if autocast else 1e-5, atol=2e-2 if autocast else 1e-5)
+    # the layer by itself, as code that looks into a model calls it
+    torch.testing.assert_close(next(iter(layers(sparse).values()))(x), dense(x))
+
+
+def test_threads_share_a_square_pair() -> None:
+    dense = nn.Sequential(Square())
+    sparse = copy.deepcopy(dense)
+    sparsify_(sparse)
+    xs = [torch.randn(3, K) for _ in range(4)]
+    apart = threading.Barrier(len(xs))
+    # every thread is between the layers at once
+    sparse[0].act = Waiting(apart)
+    got: dict[int, Tensor] = {}
+
+    def work(i: int) -> None:
+        for _ in range(3):
+            with torch.no_grad():
+                got[i] = sparse(xs[i])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(xs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(got) == len(xs)
+    for i, x in enumerate(xs):
+        torch.testing.assert_close(got[i], dense(x))
+
+
+class Waiting(nn.Identity):
+    def __init__(self, barrier: threading.Barrier) -> None:
+        super().__init__()
+        self.barrier = barrier
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.barrier.wait(60)
+        return x
+
+
+def test_a_block_is_freed_with_its_pair() -> None:
+    m = nn.Sequential(Square())
+    sparsify_(m)
+    block = weakref.ref(m[0])
+    gc.disable()
+    try:
+        del m
+        assert block() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    "register", ["register_forward_pre_hook", "register_forward_hook", "register_full_backward_hook"]
+)
+def test_hooks_on_the_second_layer_of_a_pair_warn(register: str, caplog: pytest.LogCaptureFixture) -> None:
+    m = nn.Sequential(Block().eval())
+    sparsify_(m)
+    x = torch.randn(3, K)
+    y = m(x)
+    warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "twell"):
+        with twell.count_firing(m):
+            m(x)
+        # twell's own know what they see
+        assert "fc2 of a twell pair" not in caplog.text
+        getattr(m[0].fc2, register)(lambda *_: None)
+        assert torch.equal(m(x), y)
+    assert "fc2 of a twell pair has hooks: they see the input of fc1" in caplog.text
+
+
+class Counted(nn.Module):
+    """A parametrization that changes by being used, as that of spectral norm does in training."""
+
+    runs = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.runs += 1
+        return weight
+
+
+@pytest.mark.parametrize("name", ["fc1", "fc2"])
+@pytest.mark.parametrize("form", [Nested, Literal, Block])
+def test_a_parametrization_of_a_pair_runs_once_per_call(form: Callable[[], nn.Module], name: str) -> None:
+    dense = nn.Sequential(form())
+    sparse = copy.deepcopy(dense)
+    sparsify_(sparse)
+    runs = []
+    for m in (dense, sparse):
+        counted = Counted()
+        parametrize.register_parametrization(m[0].get_submodule(name), "weight", counted)
+        before = counted.runs
+        m(torch.randn(3, K))
+        runs.append(counted.runs - before)
+    assert runs == [1, 1]
