@@ -22,12 +22,11 @@ from twell._auto import AutoStrategy
 from twell._equivalence import HOOKS, PAIR, Activation, difference, is_relu, read_pair, run_pair
 from twell._runtime import geometry, specs
 from twell._runtime.log import logger, warn_once
-from twell.functional import Strategy
+from twell.functional import Strategy, _behaves
 from twell.nn import (
     _HOOKS_OF_ALL,
     SparseGatedMLP,
     SparseMLP,
-    _behaves,
     _calls_are_torchs,
     _SparseFFN,
 )
@@ -119,6 +118,10 @@ class SparseDown(SparseMLP, _SharedLinear):
     def _project(self, name: str, x: Tensor) -> Any:
         # what the layer would run, had it not become part of a pair
         return nn.Linear.forward(self if name == "down_proj" else self.up_proj, x)
+
+    def reset_parameters(self) -> None:
+        """Initialise this layer's own weight and bias again; ``fc1`` has its own method."""
+        nn.Linear.reset_parameters(self)
 
     @property
     def down_proj(self) -> nn.Linear:  # type: ignore[override]

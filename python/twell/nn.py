@@ -31,10 +31,8 @@ _HOOKS_OF_ALL = (
     *(_module._global_backward_pre_hooks, _module._global_backward_hooks),
 )
 
-# What parameters are without behaviour of their own, and torch's tensors that stand for plain ones.
+# What parameters are without behaviour of their own.
 _PLAIN_TENSORS = (nn.Parameter, type(None), Tensor)
-_STAND_INS = ("torch._subclasses", "torch.distributed")
-
 
 _SETTINGS = ("strategy", "compression", "down_layout", "accumulate_main_grad", "record_aux")
 
@@ -83,8 +81,17 @@ class _SparseFFN(nn.Module):
     else:
         strategy, compression, down_layout, accumulate_main_grad, record_aux = map(_setting, _SETTINGS)
 
-    def __init__(self, hidden: int, intermediate: int, compression: int, strategy: Strategy | AutoStrategy) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        compression: int,
+        strategy: Strategy | AutoStrategy,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype must be a floating torch.dtype, got {dtype!r}")
         require_integer("hidden", hidden, 1)
         require_integer("intermediate", intermediate, 1)
         self.hidden, self.intermediate = hidden, intermediate
@@ -93,6 +100,12 @@ class _SparseFFN(nn.Module):
         self._auto = AutoStrategy()
         # load_state_dict(assign=True) puts contiguous tensors in place of parameters stored by rows
         self.register_load_state_dict_post_hook(_keep_rows)  # type: ignore[no-untyped-call]
+
+    def reset_parameters(self) -> None:
+        """Initialise all projections again, each as nn.Linear does."""
+        for name in _PROJECTIONS:
+            if hasattr(self, name):
+                getattr(self, name).reset_parameters()
 
     def extra_repr(self) -> str:
         return f"{self.hidden}, {self.intermediate}, compression={self.compression}, strategy={self.strategy!r}"
@@ -189,7 +202,8 @@ class SparseGatedMLP(_SparseFFN):
 
     ``compression`` and ``strategy`` are those of ``twell.sparse_gated_ffn`` and may be set at any time. With "auto" the
     module has an ``AutoStrategy`` of its own, which chooses by the sparsity that earlier calls measured, as
-    ``twell.explain`` shows. Any other strategy stays as named. ``accumulate_main_grad``, False at first, may be set,
+    ``twell.explain`` shows. Any other strategy stays as named, except for inference in float32 and float64, which runs
+    dense. ``accumulate_main_grad``, False at first, may be set,
     too: if true, backward adds the gradient of each weight to ``weight.main_grad``, a float32 tensor of the weight's
     shape that the trainer has put there, and leaves ``weight.grad`` alone.
     """
@@ -205,7 +219,7 @@ class SparseGatedMLP(_SparseFFN):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden, intermediate, compression, strategy)
+        super().__init__(hidden, intermediate, compression, strategy, dtype)
         self.gate_proj = nn.Linear(hidden, intermediate, bias, device, dtype)
         self.up_proj = nn.Linear(hidden, intermediate, bias, device, dtype)
         self.down_proj = nn.Linear(intermediate, hidden, bias, device, dtype)
@@ -268,7 +282,7 @@ class SparseMLP(_SparseFFN):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden, intermediate, compression, strategy)
+        super().__init__(hidden, intermediate, compression, strategy, dtype)
         self.up_proj = nn.Linear(hidden, intermediate, bias, device, dtype)
         self.down_proj = nn.Linear(intermediate, hidden, bias, device, dtype)
 
@@ -344,12 +358,14 @@ def set_down_layout(module: nn.Module, layout: DownLayout) -> None:
     saves them to contiguous files. The sparse kernels then read a copy by rows, made at each forward and at each
     backward pass: 23 MB at K = 2,048 and N = 5,632. "rows": the transposed view of a contiguous [N, K] tensor, which
     they read in place; for inference, above all of few tokens, and for training where nothing flattens parameters.
-    FSDP1 and FSDP2, flat optimizers, ``parameters_to_vector`` and safetensors refuse such a weight or need
-    ``.contiguous()``.
+    FSDP1 and FSDP2, flat optimizers such as LBFGS, ``parameters_to_vector`` and safetensors refuse such a weight or
+    need ``.contiguous()``; ``set_down_layout(module, "linear")`` is the way back.
 
     Loading a state dict, moving, casting, copying and pickling keep either. Call it before anything keeps views of the
-    parameters; the Parameter objects stay. A layer whose weight was replaced by one of another layout is set right,
-    too.
+    parameters; the Parameter objects stay, and gradients that they have are laid out with them. The state of an
+    optimizer is not: fused optimizers read it as it lies in memory. Set the layout before the optimizer's first step,
+    and have it be that of the run whose state is loaded. A layer whose weight was replaced by one of another layout is
+    set right, too.
 
     Raises ValueError for another name, and if ``module`` has no such layer.
     """
@@ -369,17 +385,20 @@ def _require_layout(name: str, layout: object) -> None:
 
 
 def _lay(weight: Tensor, rows: bool) -> bool:
-    """Store the Parameter ``weight`` [K, N] by rows of neurons, or contiguous; whether that changed anything."""
+    """Store the Parameter ``weight`` [K, N] and its gradient by rows of neurons, or contiguous; whether any changed."""
     if functional._sharded({"weight": weight}):
         from twell import _sharding
 
         return _sharding.lay(weight, rows)  # type: ignore[arg-type]
-    if (weight.t() if rows else weight).is_contiguous():
-        return False
-    # a tensor can only take the data of its own kind
-    with torch.inference_mode(weight.is_inference()), torch.no_grad():
-        weight.data = weight.data.t().contiguous().t() if rows else weight.data.contiguous()
-    return True
+    changed = False
+    for tensor in (weight, weight.grad if weight.is_leaf else None):
+        if tensor is None or (tensor.t() if rows else tensor).is_contiguous():
+            continue
+        # a tensor can only take the data of its own kind
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            tensor.data = tensor.data.t().contiguous().t() if rows else tensor.data.contiguous()
+        changed = True
+    return changed
 
 
 def _keep_rows(module: _SparseFFN, incompatible_keys: Any) -> None:
@@ -400,23 +419,24 @@ def _is_plain(child: nn.Module) -> bool:
     if kind.forward is not nn.Linear.forward or kind.__call__ is not nn.Linear.__call__:
         return False
     # accelerate wraps each forward; unless it also brings the weights in, that changes nothing
-    if "forward" in own and getattr(own.get("_hf_hook"), "offload", True):
+    if _replaced(child) and getattr(own.get("_hf_hook"), "offload", True):
         return False
     if child._forward_pre_hooks or child._forward_hooks or child._backward_pre_hooks or child._backward_hooks:
         return False
     for parameter in child._parameters.values():
-        if type(parameter) not in _PLAIN_TENSORS and not _behaves(parameter):
+        if type(parameter) not in _PLAIN_TENSORS and not functional._behaves(parameter):
             return False
     return True
 
 
-def _behaves(value: Tensor | None) -> bool:
-    """Whether operators do with a tensor of a subclass what they do with any: not with quantised weights, say."""
-    kind: Any = type(value)
-    if kind in _PLAIN_TENSORS or kind.__module__.startswith(_STAND_INS):
-        return True
-    bases = (base for base in kind.__mro__ if base not in (*_PLAIN_TENSORS, torch._C.TensorBase))
-    return not any(vars(base).keys() & {"__torch_function__", "__torch_dispatch__"} for base in bases)
+def _replaced(child: nn.Module) -> bool:
+    """Whether ``child`` has a ``forward`` set on the instance, which compiled graphs must notice later, too."""
+    if not torch.compiler.is_compiling():
+        return "forward" in vars(child)
+    # a key that is absent has no guard, what the attribute is has one
+    forward: Any = child.forward
+    own = isinstance(forward, types.MethodType) and forward.__func__ is type(child).forward
+    return not (own and forward.__self__ is child)
 
 
 def _require_linear(inputs: dict[str, nn.Linear], down: nn.Linear) -> tuple[int, int]:
@@ -433,4 +453,9 @@ def _require_linear(inputs: dict[str, nn.Linear], down: nn.Linear) -> tuple[int,
         expected = [hidden, intermediate] if name == "down" else [intermediate, hidden]
         if list(linear.weight.shape) != expected:
             raise ValueError(f"{name}.weight must be {expected}, got {list(linear.weight.shape)}")
+    first, dtype = next((name, linear.weight.dtype) for name, linear in inputs.items())
+    for name, linear in (*inputs.items(), ("down", down)):
+        for parameter, value in linear.named_parameters():
+            if value.dtype != dtype:
+                raise TypeError(f"{name}.{parameter} must be {dtype} as {first}.weight is, got {value.dtype}")
     return hidden, intermediate
