@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from twell import tuning
+from twell._arguments import require_integer
 from twell._runtime import device, geometry
 from twell._runtime.log import logger, warn_once
 
@@ -267,7 +268,8 @@ class AutoStrategy:
     """
 
     def __init__(self, *, period: int = 64) -> None:
-        if not isinstance(period, int) or period < 1 or period & (period - 1):
+        require_integer("period", period, 1)
+        if period & (period - 1):
             raise ValueError(f"period must be a power of two, got {period!r}")
         self.period = period
         self._layer: tuple[int, int, bool] | None = None

@@ -150,23 +150,29 @@ def packable(name: str, operands: Mapping[str, Tensor]) -> DTensor:
 def lay(weight: DTensor, rows: bool) -> bool:
     """Store the local part of a DTensor ``weight`` [K, N] by rows of neurons, or contiguous; whether that changed it.
 
-    The Parameter stays the same object. A part sharded along K, which only ``fully_shard`` makes, is left alone: its
-    storage is not for kernels to read.
+    So is its gradient. The Parameter stays the same object. A part sharded along K, which only ``fully_shard`` makes,
+    is left alone: its storage is not for kernels to read.
     """
+    gradient = cast("DTensor | None", weight.grad)
     with torch.no_grad():
-        part = weight.to_local()
-        laid = part.t() if rows else part
-        if laid.is_contiguous() or any(placement.is_shard(0) for placement in weight.placements):
+        held = [tensor.to_local() for tensor in (weight, gradient) if tensor is not None]
+        if all((part.t() if rows else part).is_contiguous() for part in held):
             return False
-        laid = laid.contiguous()
-        part, stride = (laid.t(), (1, weight.shape[0])) if rows else (laid, (weight.shape[1], 1))
-        placed = (weight.device_mesh, weight.placements)
-        whole = DTensor.from_local(part, *placed, run_check=False, shape=weight.shape, stride=stride)
-        fresh = nn.Parameter(whole, weight.requires_grad)
-        fresh.grad, weight.grad = weight.grad, None
+        if any(placement.is_shard(0) for placement in weight.placements):
+            return False
+        fresh = nn.Parameter(_laid(weight, rows), weight.requires_grad)
+        fresh.grad, weight.grad = None if gradient is None else _laid(gradient, rows), None
     # .data would give the outer tensor other strides and leave the local one as it is
     torch.utils.swap_tensors(weight, fresh)  # type: ignore[no-untyped-call]
     return True
+
+
+def _laid(matrix: DTensor, rows: bool) -> DTensor:
+    """``matrix`` [K, N] whose local part is stored by rows of neurons, or contiguous."""
+    part, (k, n) = matrix.to_local(), matrix.shape
+    part, stride = (part.t().contiguous().t(), (1, k)) if rows else (part.contiguous(), (n, 1))
+    placed = (matrix.device_mesh, matrix.placements)
+    return DTensor.from_local(part, *placed, run_check=False, shape=matrix.shape, stride=stride)
 
 
 def _sharded(placement: Placement) -> bool:

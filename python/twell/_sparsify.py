@@ -22,16 +22,14 @@ from torch import Tensor, nn
 from twell import tuning
 from twell._auto import AutoStrategy
 from twell._equivalence import HOOKS, PAIR, Activation, difference, is_relu, of_torch, read_pair, run_pair
+from twell._plain import HOOKS_OF_ALL, behaves, calls_are_torchs
 from twell._runtime import geometry, specs
 from twell._runtime.log import logger, warn_once
 from twell.functional import Aux, Strategy
 from twell.nn import (
-    _HOOKS_OF_ALL,
+    SparseFFN,
     SparseGatedMLP,
     SparseMLP,
-    _behaves,
-    _calls_are_torchs,
-    _SparseFFN,
 )
 
 Filter = Callable[[nn.Module, str], bool]
@@ -153,7 +151,7 @@ class SparseDown(SparseMLP, _SharedLinear):
     def __init__(
         self, up: DeferredUp, down: nn.Linear, *, compression: int = 8, strategy: Strategy | AutoStrategy = "auto"
     ) -> None:
-        _SparseFFN.__init__(self, up.in_features, up.out_features, compression, strategy)
+        SparseFFN.__init__(self, up.in_features, up.out_features, compression, strategy)
         self._share(down)
         # past nn.Module, which would make it a child with state-dict keys of its own
         object.__setattr__(self, "up_proj", up)
@@ -175,7 +173,7 @@ class SparseDown(SparseMLP, _SharedLinear):
         if handed_on is None:
             # it ran compiled or not at all
             up._require_place("fc1", DeferredUp)
-        elif handed_on() is not x and not (any(_HOOKS_OF_ALL) or _changed(up) or _changed(self)):
+        elif handed_on() is not x and not (any(HOOKS_OF_ALL) or _changed(up) or _changed(self)):
             raise NotImplementedError(
                 "fc2 of a twell pair must be called on the very tensor that fc1 returns, its input, got another one: "
                 "nothing may come between them or be added to either; wrap or replace layers, and merge adapters, "
@@ -191,20 +189,24 @@ class SparseDown(SparseMLP, _SharedLinear):
                 "out: expected none"
             )
         if not torch.compiler.is_compiling():
-            if any(_HOOKS_OF_ALL) or _hooks(up):
+            if any(HOOKS_OF_ALL) or _hooks(up):
                 warn_once("fc1 of a twell pair has hooks: they see its input on both sides and must not change it")
-            if any(_HOOKS_OF_ALL) or any(not _of_twell(hook) for hook in _hooks(self)):
+            if any(HOOKS_OF_ALL) or any(not _of_twell(hook) for hook in _hooks(self)):
                 warn_once(
                     "fc2 of a twell pair has hooks: they see the input of fc1, and its gradient, where the hidden "
                     "state was, and must not change it"
                 )
         # not by their names: a parametrization computes what it is asked for, and may change in doing so
         parameters = itertools.chain(up._parameters.values(), self._parameters.values())
-        return _calls_are_torchs() and all(map(_behaves, parameters))
+        return calls_are_torchs() and all(map(behaves, parameters))
 
     def _project(self, name: str, x: Tensor) -> Any:
         # what the layer would run, had it not become part of a pair
         return nn.Linear.forward(self if name == "down_proj" else self.up_proj, x)
+
+    def reset_parameters(self) -> None:
+        """Initialise this layer's own weight and bias again; ``fc1`` has its own method."""
+        nn.Linear.reset_parameters(self)
 
     @property
     def down_proj(self) -> nn.Linear:  # type: ignore[override]
@@ -418,7 +420,7 @@ def _outside_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules of ``model`` that are neither twell layers nor within one."""
     inside: set[int] = set()
     for name, module in model.named_modules():
-        if isinstance(module, (_SparseFFN, _SharedLinear)):
+        if isinstance(module, (SparseFFN, _SharedLinear)):
             inside.update(id(child) for child in module.modules())
         elif id(module) not in inside:
             yield name, module

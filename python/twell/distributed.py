@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 from torch.utils import _pytree as pytree
 
-from twell import _sharding
+from twell import _sharding, functional
 from twell._arguments import require, require_flag
 from twell.functional import Aux
 from twell.nn import SparseGatedMLP, SparseMLP
@@ -123,6 +123,7 @@ class SparseMLPParallel(ParallelStyle):
             if layer.record_aux:
                 layer.aux = figures
             y = _redistributed(y, output_layouts, local)
+            y = functional._no_view(y) if local else y
             return (y, figures) if isinstance(result, tuple) else y
 
         # inside the hooks of others, whether those came first or not: they see DTensors that fit the weights go in, and

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from twell import _auto, _autograd, _memory, ops, tuning
 from twell._auto import AutoStrategy
+from twell._plain import PLAIN_TENSORS, overridden
 from twell._runtime import geometry, nvtx, specs
+from twell._runtime.log import info_once, warn_once
 from twell.ops.library import has_row_strides
 from twell.packed import PackedTwell
 
@@ -22,7 +24,6 @@ Strategy = Literal["auto", "row", "union", "dense"]
 
 _WIDE_DTYPES = (torch.float32, torch.float64)
 _OPTIONAL = ("b_gate", "b_up", "b_down")
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Aux(NamedTuple):
@@ -98,8 +99,9 @@ def sparse_gated_ffn(
             at most 65,536 and 16,384.
         b_gate, b_up: [N]. b_down: [K]. Optional.
         strategy: "row" works on each token's non-zeros alone, "union" on tiles of 128 tokens, with the neurons that
-            some token of a tile fires; "dense" is plain PyTorch, for any size and floating dtype. Where a gradient will
-            be needed, "row" and "union" are the same. "auto" keeps no memory between calls and so never measures: it is
+            some token of a tile fires; "dense" is plain PyTorch, for any size and what dtypes F.linear takes. Where a
+            gradient will be needed, "row" and "union" are the same; where none will be, they run float32 and float64
+            dense, which is logged once at INFO. "auto" keeps no memory between calls and so never measures: it is
             what is cheapest for a sparse layer, mostly "union", "row" for few tokens and "dense" for some hundreds. To
             have the strategy chosen by measured sparsity pass an ``AutoStrategy`` that you keep, as the modules do. On
             a GPU without sparse kernels both are "dense", after a warning, and on the CPU, too. Results of different
@@ -132,17 +134,19 @@ def sparse_gated_ffn(
     sums over ranks, and main_grads are placed as gradients; ``twell._sharding`` has the rules.
 
     Under transforms of torch.func (grad, jvp, vmap and what is made of them) and for operands with a forward-mode
-    tangent "auto" is "dense", whose derivatives are those of PyTorch; "row" and "union" raise NotImplementedError.
+    tangent "auto" is "dense", whose derivatives are those of PyTorch; "row" and "union" raise NotImplementedError. So
+    it is under torch.export where a gradient is needed: export sparse strategies under ``torch.no_grad()``. An operand
+    of a class or a TorchFunctionMode that overrides PyTorch's operators makes a call dense, after a warning.
 
     Raises TypeError, ValueError or NotImplementedError naming what was got and expected; a second derivative raises
     NotImplementedError unless ``strategy`` is "dense".
     """
     name = "sparse_gated_ffn"
-    t = _admit(name, x=x, w_gate=w_gate, w_up=w_up, w_down=w_down, b_gate=b_gate, b_up=b_up, b_down=b_down)
-    x = t["x"]
+    given = {"x": x, "w_gate": w_gate, "w_up": w_up, "w_down": w_down, "b_gate": b_gate, "b_up": b_up, "b_down": b_down}
+    t = _admit(name, **given)
     if _sharded(t):
-        return _on_shards(name, sparse_gated_ffn, t, strategy, compression, main_grads, return_aux)  # type: ignore[no-any-return]
-    mains = _admit_mains(name, t, ("w_gate", "w_up", "w_down"), main_grads)
+        return _on_shards(name, sparse_gated_ffn, t, given, strategy, compression, main_grads, return_aux)  # type: ignore[no-any-return]
+    mains = _admit_mains(name, t, given, ("w_gate", "w_up", "w_down"), main_grads)
     return _gated(name, t, _route(name, t, strategy, compression), mains, compression, return_aux)
 
 
@@ -190,15 +194,15 @@ def sparse_ffn(
 ) -> Tensor | tuple[Tensor, Aux]:
     """``relu(x @ w_up^T + b_up) @ w_down^T + b_down``, on the non-zeros of the hidden state.
 
-    w_up is [N, K], w_down [K, N], b_up [N], b_down [K], main_grads (main_up, main_down). All else, errors included, is
-    as in ``sparse_gated_ffn``.
+    w_up is [N, K], w_down [K, N], b_up [N], b_down [K], main_grads (main_up, main_down). All else, errors and dtypes
+    that run dense included, is as in ``sparse_gated_ffn``.
     """
     name = "sparse_ffn"
-    t = _admit(name, x=x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down)
-    x = t["x"]
+    given = {"x": x, "w_up": w_up, "w_down": w_down, "b_up": b_up, "b_down": b_down}
+    t = _admit(name, **given)
     if _sharded(t):
-        return _on_shards(name, sparse_ffn, t, strategy, compression, main_grads, return_aux)  # type: ignore[no-any-return]
-    mains = _admit_mains(name, t, ("w_up", "w_down"), main_grads)
+        return _on_shards(name, sparse_ffn, t, given, strategy, compression, main_grads, return_aux)  # type: ignore[no-any-return]
+    mains = _admit_mains(name, t, given, ("w_up", "w_down"), main_grads)
     return _plain(name, t, _route(name, t, strategy, compression), mains, compression, return_aux)
 
 
@@ -212,10 +216,10 @@ def pack(x: Tensor, w_gate: Tensor, b_gate: Tensor | None = None, *, compression
     name = "pack"
     t = _admit(name, x=x, w_gate=w_gate, b_gate=b_gate)
     x = t["x"]
-    _require_packable(name, t, compression)
+    _require_packable(name, t, compression, instead="")
     if x.dtype not in _auto.PACKED_DTYPES:
         raise TypeError(f"{name}: dtype must be bfloat16 or float16, which the format stores, got {x.dtype}")
-    if got := _autograd.transformed(t, False):
+    if got := _autograd.transformed(t, False) or overridden(t):
         raise NotImplementedError(f"{name}: the format takes plain tensors, got {got}")
     if needing := _needing_grad(t):
         raise NotImplementedError(
@@ -252,7 +256,7 @@ def _gated(
         else:
             gate = F.relu(gate)
             hidden = gate * F.linear(x, w_up, t.get("b_up"))
-        y = F.linear(hidden, w_down, t.get("b_down"))
+        y = _no_view(F.linear(hidden, w_down, t.get("b_down")))
         _note_dense(route, gate, y)
         return (y, _dense_aux(hidden, gate)) if return_aux else y
 
@@ -262,7 +266,7 @@ def _gated(
         layer = _autograd.Operands(tokens, t["w_gate"], t["w_up"], t["w_down"], *biases)
         y, total, nonzeros, sizes = _autograd.ffn(name, layer, mains, compression)
         _note_training(route, nonzeros, sizes, y)
-        y = y.reshape(x.shape)
+        y = _unviewed(y, x.shape)
         return (y, _per_token(total, nonzeros, tokens.shape[0])) if return_aux else y
 
     w_gate, b_gate, unions = t["w_gate"], t.get("b_gate"), None
@@ -276,7 +280,7 @@ def _gated(
         else:
             y, l1 = ops.up_down(tokens, words, spill, *weights, *up_biases, compression)
     _note(route, stats, unions)
-    y = y.reshape(x.shape)
+    y = _unviewed(y, x.shape)
     return (y, _sparse_aux(l1, stats, tokens.shape[0])) if return_aux else y
 
 
@@ -289,7 +293,7 @@ def _plain(
     if route.strategy == "dense":
         w_up, w_down = _autograd.into_main(t["w_up"], main_up), _autograd.into_main(t["w_down"], main_down)
         hidden = F.relu(F.linear(x, w_up, t.get("b_up")), inplace=not _needing_grad(t) and _autograd.eager(t.values()))
-        y = F.linear(hidden, w_down, t.get("b_down"))
+        y = _no_view(F.linear(hidden, w_down, t.get("b_down")))
         _note_dense(route, hidden, y)
         return (y, _dense_aux(hidden, hidden)) if return_aux else y
 
@@ -298,7 +302,7 @@ def _plain(
         layer = _autograd.Operands(tokens, t["w_up"], None, t["w_down"], t.get("b_up"), None, t.get("b_down"))
         y, total, nonzeros, sizes = _autograd.ffn(name, layer, (main_up, None, main_down), compression)
         _note_training(route, nonzeros, sizes, y)
-        y = y.reshape(x.shape)
+        y = _unviewed(y, x.shape)
         return (y, _per_token(total, nonzeros, tokens.shape[0])) if return_aux else y
 
     w_up, w_down, b_up, b_down, unions = t["w_up"], t["w_down"].t(), t.get("b_up"), t.get("b_down"), None
@@ -311,13 +315,32 @@ def _plain(
         else:
             y, l1 = ops.down(words, spill, w_down, b_down, compression)
     _note(route, stats, unions)
-    y = y.reshape(x.shape)
+    y = _unviewed(y, x.shape)
     return (y, _sparse_aux(l1, stats, tokens.shape[0])) if return_aux else y
+
+
+def _unviewed(y: Tensor, shape: torch.Size) -> Tensor:
+    """``y`` in another shape, but no view of it: nothing else sees ``y``.
+
+    Hooks on a view, which FSDP2 has on outputs, do not outlive a change of it in place.
+    """
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        # whose sizes an operator called by its name makes constants
+        return y.reshape(shape)
+    return torch.ops.aten._unsafe_view.default(y, shape)  # type: ignore[no-any-return]
+
+
+def _no_view(y: Tensor) -> Tensor:
+    """``y`` of F.linear, which may be a view where there is a bias, or of ``to_local``; while compiling, as it is."""
+    return _unviewed(y, y.shape) if not torch.compiler.is_compiling() and y._is_view() else y
 
 
 def _in_slices(tokens: Tensor, weight: Tensor) -> bool:
     """Whether "union" takes the tokens slice by slice; not of a symbolic number, where a guard would narrow a graph."""
     most = geometry.UNION_ENTRIES // weight.shape[0]
+    if isinstance(tokens.shape[0], Tensor):
+        # torch.jit.trace: the graph is for any number
+        return False
     if _auto.tracing(tokens.shape[0]):
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -402,7 +425,7 @@ def _wrong_shape(name: str, operands: dict[str, Tensor]) -> str:
 def _sharded(operands: Mapping[str, Tensor]) -> bool:
     """Whether there are DTensors among them, which there cannot be before torch's module of them was imported."""
     for value in operands.values():
-        if type(value) not in _PLAIN and "torch.distributed.tensor" in sys.modules:
+        if type(value) not in PLAIN_TENSORS and "torch.distributed.tensor" in sys.modules:
             from torch.distributed.tensor import DTensor
 
             if isinstance(value, DTensor):
@@ -414,6 +437,7 @@ def _on_shards(
     name: str,
     function: Callable[..., Any],
     operands: dict[str, Tensor],
+    given: Mapping[str, Tensor | None],
     strategy: Any,
     compression: int,
     mains: Sequence[Tensor | None] | None,
@@ -422,6 +446,9 @@ def _on_shards(
     """What ``function`` returns for operands that are DTensors, each rank working on what it holds."""
     from twell import _sharding
 
+    if isinstance(mains, (tuple, list)):
+        weights = [argument for argument in _sharding.WEIGHTS if argument in operands]
+        _require_apart(name, dict(zip(weights, mains)), given)
     options = {"strategy": strategy, "compression": compression}
     y, figures = _sharding.ffn(
         name, function, operands, mains, dense=strategy == "dense", return_aux=return_aux, **options
@@ -444,14 +471,30 @@ def _route(name: str, operands: dict[str, Tensor], requested: Any, compression: 
                 "which is dense then"
             )
         return _auto.Route("dense")
+    if training and _auto._exporting():
+        if requested in ("row", "union"):
+            raise NotImplementedError(
+                f'{name}: strategy="{requested}" exports inference alone, got grad mode and operands that require grad '
+                f"({', '.join(_needing_grad(operands))}); export under torch.no_grad(), with frozen weights or with "
+                'strategy="dense"'
+            )
+        return _auto.Route("dense")
+    if got := overridden(operands):
+        if not torch.compiler.is_compiling():
+            warn_once(
+                f"{name} runs dense: {got} may make something else of PyTorch's operators than the sparse kernels do"
+            )
+        return _auto.Route("dense")
     if x.dtype not in _auto.PACKED_DTYPES and (x.dtype not in _WIDE_DTYPES or x.device.type != "cpu"):
         raise TypeError(
             f"{name}: dtype must be bfloat16 or float16 (float32 and float64 on the CPU, float32 under autocast), "
-            f'got {x.dtype} on {x.device.type}; strategy="dense" takes any'
+            f'got {x.dtype} on {x.device.type}; strategy="dense" takes what F.linear takes there'
         )
     site = isinstance(requested, AutoStrategy)
     strategy, _ = _auto.fixed("auto" if site else requested, x.device, x.dtype, training)
     if strategy:
+        if strategy == "dense" and requested in ("row", "union") and not torch.compiler.is_compiling():
+            info_once("inference in float32 and float64 runs dense, whatever strategy was named")
         return _auto.Route(strategy)
     gated = "w_gate" in operands
     n = operands["w_gate" if gated else "w_up"].shape[0]
@@ -490,16 +533,22 @@ def _note_training(route: _auto.Route, nonzeros: Tensor, sizes: Tensor, y: Tenso
         route.holder.hold(y)
 
 
-def _require_packable(name: str, operands: dict[str, Tensor], compression: int) -> None:
+def _require_packable(
+    name: str, operands: dict[str, Tensor], compression: int, instead: str = '; strategy="dense" takes it'
+) -> None:
     x, weight = operands["x"], operands["w_gate" if "w_gate" in operands else "w_up"]
     n, k = weight.shape
     if not isinstance(compression, int) or compression not in geometry.COMPRESSIONS:
         raise ValueError(f"{name}: compression must be one of {geometry.COMPRESSIONS}, got {compression!r}")
     for letter, size, limit in (("K", k, specs.K_CLASSES[-1]), ("N", n, geometry.MAX_NEURONS)):
         if size == 0 or size % 8:
-            raise ValueError(f"{name}: {letter} must be a positive multiple of 8 for the sparse kernels, got {size}")
+            raise ValueError(
+                f"{name}: {letter} must be a positive multiple of 8 for the sparse kernels, got {size}{instead}"
+            )
         if size > limit:
-            raise NotImplementedError(f"{name}: {letter} must be at most {limit} for the sparse kernels, got {size}")
+            raise NotImplementedError(
+                f"{name}: {letter} must be at most {limit} for the sparse kernels, got {size}{instead}"
+            )
     if x.device.type not in ("cpu", "cuda", "meta"):
         raise NotImplementedError(f"{name}: the sparse path runs on cuda and cpu, got {x.device.type}")
 
@@ -510,9 +559,16 @@ def _needing_grad(operands: dict[str, Tensor]) -> list[str]:
 
 
 def _admit_mains(
-    name: str, operands: dict[str, Tensor], weights: tuple[str, ...], mains: Sequence[Tensor | None] | None
+    name: str,
+    operands: dict[str, Tensor],
+    given: Mapping[str, Tensor | None],
+    weights: tuple[str, ...],
+    mains: Sequence[Tensor | None] | None,
 ) -> Any:
-    """For each weight the float32 tensor that takes its gradient, None where it has none or needs no gradient."""
+    """For each weight the float32 tensor that takes its gradient, None where it has none or needs no gradient.
+
+    ``given`` are the operands before autocast has copied them.
+    """
     if mains is None:
         return (None,) * len(weights)
     if not isinstance(mains, (tuple, list)) or len(mains) != len(weights):
@@ -532,14 +588,25 @@ def _admit_mains(
         if main is not None and _memory.folded(main):
             got = f"{list(main.shape)} of strides {list(main.stride())}"
             raise ValueError(f"{name}: main_grads must have for {argument} one place for each element, got {got}")
-    given = {f"main_grads for {argument}": main for argument, main in zip(weights, mains) if main is not None}
-    if given and (pair := _memory.shared(given, operands)):
-        raise ValueError(f"{name}: main_grads must have memory of their own, got {' and '.join(pair)} sharing some")
+    _require_apart(name, dict(zip(weights, mains)), given)
     needing = _needing_grad(operands)
     taken = tuple(main if argument in needing else None for argument, main in zip(weights, mains))
     if any(main is not None for main in taken) and (got := _autograd.transformed(operands, True)):
         raise NotImplementedError(f"{name}: main_grads take the gradients of a plain backward pass, got {got}")
     return taken
+
+
+def _require_apart(name: str, mains: Mapping[str, Any], given: Mapping[str, Tensor | None]) -> None:
+    """Raise ValueError if a main shares memory with another one or with an operand as the caller holds it."""
+    written = {f"main_grads for {weight}": _own(main) for weight, main in mains.items() if isinstance(main, Tensor)}
+    read = {argument: _own(value) for argument, value in given.items() if value is not None} if written else {}
+    if written and (pair := _memory.shared(written, read)):
+        raise ValueError(f"{name}: main_grads must have memory of their own, got {' and '.join(pair)} sharing some")
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor; another tensor itself."""
+    return tensor._local_tensor if _sharded({"": tensor}) else tensor  # type: ignore[attr-defined]
 
 
 def _describe(value: object) -> str:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import types
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import linear as _linear
-from torch.nn.modules import module as _module
 
-from twell import _auto, functional, tuning
+from twell import _auto, _plain, functional, tuning
 from twell._arguments import require, require_flag, require_integer
 from twell._auto import AutoStrategy, Choice, Explanation
 from twell._runtime import geometry
@@ -21,20 +18,6 @@ from twell.functional import Aux, Strategy
 DownLayout = Literal["rows", "linear"]
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-
-# What calling an nn.Linear runs, None where it was replaced before this import, and the hooks of all modules.
-_CALL = nn.Module.__call__ if getattr(nn.Module.__call__, "__globals__", None) is vars(_module) else None
-_FORWARD = nn.Linear.forward if getattr(nn.Linear.forward, "__globals__", None) is vars(_linear) else None
-_LINEAR = F.linear if isinstance(F.linear, types.BuiltinFunctionType) else None
-_HOOKS_OF_ALL = (
-    *(_module._global_forward_pre_hooks, _module._global_forward_hooks),
-    *(_module._global_backward_pre_hooks, _module._global_backward_hooks),
-)
-
-# What parameters are without behaviour of their own, and torch's tensors that stand for plain ones.
-_PLAIN_TENSORS = (nn.Parameter, type(None), Tensor)
-_STAND_INS = ("torch._subclasses", "torch.distributed")
-
 
 _SETTINGS = ("strategy", "compression", "down_layout", "accumulate_main_grad", "record_aux")
 
@@ -68,7 +51,7 @@ def _setting(name: str) -> Any:
     return property(get, put)
 
 
-class _SparseFFN(nn.Module):
+class SparseFFN(nn.Module):
     """What both modules share. Subclasses add the projections that read the hidden state's input."""
 
     up_proj: nn.Linear
@@ -83,8 +66,17 @@ class _SparseFFN(nn.Module):
     else:
         strategy, compression, down_layout, accumulate_main_grad, record_aux = map(_setting, _SETTINGS)
 
-    def __init__(self, hidden: int, intermediate: int, compression: int, strategy: Strategy | AutoStrategy) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        compression: int,
+        strategy: Strategy | AutoStrategy,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype must be a floating torch.dtype, got {dtype!r}")
         require_integer("hidden", hidden, 1)
         require_integer("intermediate", intermediate, 1)
         self.hidden, self.intermediate = hidden, intermediate
@@ -93,6 +85,12 @@ class _SparseFFN(nn.Module):
         self._auto = AutoStrategy()
         # load_state_dict(assign=True) puts contiguous tensors in place of parameters stored by rows
         self.register_load_state_dict_post_hook(_keep_rows)  # type: ignore[no-untyped-call]
+
+    def reset_parameters(self) -> None:
+        """Initialise all projections again, each as nn.Linear does."""
+        for name in _PROJECTIONS:
+            if hasattr(self, name):
+                getattr(self, name).reset_parameters()
 
     def extra_repr(self) -> str:
         return f"{self.hidden}, {self.intermediate}, compression={self.compression}, strategy={self.strategy!r}"
@@ -117,10 +115,10 @@ class _SparseFFN(nn.Module):
 
     def _is_plain(self) -> bool:
         """Whether weights and biases say all that calling the projections does."""
-        if any(_HOOKS_OF_ALL) or not _calls_are_torchs():
+        if any(_plain.HOOKS_OF_ALL) or not _plain.calls_are_torchs():
             return False
         for name, child in self._modules.items():
-            if name in _PROJECTIONS and (child is None or not _is_plain(child)):
+            if name in _PROJECTIONS and (child is None or not _plain.is_plain(child)):
                 return False
         return True
 
@@ -171,7 +169,7 @@ class _SparseFFN(nn.Module):
             child.weight, child.bias = linear.weight, linear.bias
 
 
-class SparseGatedMLP(_SparseFFN):
+class SparseGatedMLP(SparseFFN):
     """``down_proj(relu(gate_proj(x)) * up_proj(x))`` through ``twell.sparse_gated_ffn`` on x [..., hidden].
 
     ``gate_proj``, ``up_proj`` [intermediate, hidden] and ``down_proj`` [hidden, intermediate] are ``nn.Linear``
@@ -189,7 +187,8 @@ class SparseGatedMLP(_SparseFFN):
 
     ``compression`` and ``strategy`` are those of ``twell.sparse_gated_ffn`` and may be set at any time. With "auto" the
     module has an ``AutoStrategy`` of its own, which chooses by the sparsity that earlier calls measured, as
-    ``twell.explain`` shows. Any other strategy stays as named. ``accumulate_main_grad``, False at first, may be set,
+    ``twell.explain`` shows. Any other strategy stays as named, except for inference in float32 and float64, which runs
+    dense. ``accumulate_main_grad``, False at first, may be set,
     too: if true, backward adds the gradient of each weight to ``weight.main_grad``, a float32 tensor of the weight's
     shape that the trainer has put there, and leaves ``weight.grad`` alone.
     """
@@ -205,7 +204,7 @@ class SparseGatedMLP(_SparseFFN):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden, intermediate, compression, strategy)
+        super().__init__(hidden, intermediate, compression, strategy, dtype)
         self.gate_proj = nn.Linear(hidden, intermediate, bias, device, dtype)
         self.up_proj = nn.Linear(hidden, intermediate, bias, device, dtype)
         self.down_proj = nn.Linear(intermediate, hidden, bias, device, dtype)
@@ -254,7 +253,7 @@ class SparseGatedMLP(_SparseFFN):
         return self._finish(result, return_aux)  # type: ignore[no-any-return]
 
 
-class SparseMLP(_SparseFFN):
+class SparseMLP(SparseFFN):
     """``down_proj(relu(up_proj(x)))`` through ``twell.sparse_ffn``; all else as in ``SparseGatedMLP``."""
 
     def __init__(
@@ -268,7 +267,7 @@ class SparseMLP(_SparseFFN):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden, intermediate, compression, strategy)
+        super().__init__(hidden, intermediate, compression, strategy, dtype)
         self.up_proj = nn.Linear(hidden, intermediate, bias, device, dtype)
         self.down_proj = nn.Linear(intermediate, hidden, bias, device, dtype)
 
@@ -316,12 +315,12 @@ def explain(layers: nn.Module | AutoStrategy) -> Explanation:
         raise TypeError(f"layers must be an nn.Module or an AutoStrategy, got {type(layers).__name__}")
     rows: list[Choice] = []
     for name, layer in layers.named_modules():
-        if isinstance(layer, _SparseFFN):
+        if isinstance(layer, SparseFFN):
             rows += _explain(name, layer)
     return Explanation(tuple(rows))
 
 
-def _explain(name: str, layer: _SparseFFN) -> list[Choice]:
+def _explain(name: str, layer: SparseFFN) -> list[Choice]:
     if not layer._is_plain():
         return [Choice(name, "any", "any", "", "dense", "a projection is more than a weight and a bias")]
     site, weight = layer._site(), layer.down_proj.weight
@@ -344,18 +343,20 @@ def set_down_layout(module: nn.Module, layout: DownLayout) -> None:
     saves them to contiguous files. The sparse kernels then read a copy by rows, made at each forward and at each
     backward pass: 23 MB at K = 2,048 and N = 5,632. "rows": the transposed view of a contiguous [N, K] tensor, which
     they read in place; for inference, above all of few tokens, and for training where nothing flattens parameters.
-    FSDP2, flat optimizers, ``parameters_to_vector`` and safetensors refuse such a weight or need ``.contiguous()``.
+    FSDP2, flat optimizers such as LBFGS, ``parameters_to_vector`` and safetensors refuse such a weight or
+    need ``.contiguous()``; ``set_down_layout(module, "linear")`` is the way back.
 
     Loading a state dict, moving, casting, copying and pickling keep either. Call it before anything keeps views of the
-    parameters, and before an optimizer has state of them: torch's fused optimizers take parameter and state for tensors
-    of one layout, and update wrong places, without a word, where they are not. The Parameter objects stay. A layer
-    whose weight was replaced by one of another layout is set right, too.
+    parameters; the Parameter objects stay, and gradients that they have are laid out with them. The state of an
+    optimizer is not: fused optimizers read it as it lies in memory. Set the layout before the optimizer's first step,
+    and have it be that of the run whose state is loaded. A layer whose weight was replaced by one of another layout is
+    set right, too.
 
     Raises ValueError for another name, and if ``module`` has no such layer.
     """
     _require_layout("layout", layout)
     require("module", module, nn.Module, "an nn.Module")
-    layers = [layer for layer in module.modules() if isinstance(layer, _SparseFFN)]
+    layers = [layer for layer in module.modules() if isinstance(layer, SparseFFN)]
     if not layers:
         raise ValueError(f"module must have layers of twell.nn, got none in {type(module).__name__}")
     for layer in layers:
@@ -369,54 +370,25 @@ def _require_layout(name: str, layout: object) -> None:
 
 
 def _lay(weight: Tensor, rows: bool) -> bool:
-    """Store the Parameter ``weight`` [K, N] by rows of neurons, or contiguous; whether that changed anything."""
+    """Store the Parameter ``weight`` [K, N] and its gradient by rows of neurons, or contiguous; whether any changed."""
     if functional._sharded({"weight": weight}):
         from twell import _sharding
 
         return _sharding.lay(weight, rows)  # type: ignore[arg-type]
-    if (weight.t() if rows else weight).is_contiguous():
-        return False
-    # a tensor can only take the data of its own kind
-    with torch.inference_mode(weight.is_inference()), torch.no_grad():
-        weight.data = weight.data.t().contiguous().t() if rows else weight.data.contiguous()
-    return True
+    changed = False
+    for tensor in (weight, weight.grad if weight.is_leaf else None):
+        if tensor is None or (tensor.t() if rows else tensor).is_contiguous():
+            continue
+        # a tensor can only take the data of its own kind
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            tensor.data = tensor.data.t().contiguous().t() if rows else tensor.data.contiguous()
+        changed = True
+    return changed
 
 
-def _keep_rows(module: _SparseFFN, incompatible_keys: Any) -> None:
+def _keep_rows(module: SparseFFN, incompatible_keys: Any) -> None:
     if module.down_layout == "rows" and isinstance(module.down_proj, nn.Linear):
         _lay(module.down_proj.weight, rows=True)
-
-
-def _calls_are_torchs() -> bool:
-    """Whether an ``nn.Linear`` that is called runs torch's own code, which libraries replace for all modules."""
-    # torch.export replaces the call of every module while it traces
-    called = nn.Linear.__call__ is _CALL or _auto._exporting()
-    return called and nn.Linear.forward is _FORWARD and F.linear is _LINEAR
-
-
-def _is_plain(child: nn.Module) -> bool:
-    """Whether calling ``child`` does what nn.Linear does with its weight and bias, and nothing else."""
-    own, kind = vars(child), type(child)
-    if kind.forward is not nn.Linear.forward or kind.__call__ is not nn.Linear.__call__:
-        return False
-    # accelerate wraps each forward; unless it also brings the weights in, that changes nothing
-    if "forward" in own and getattr(own.get("_hf_hook"), "offload", True):
-        return False
-    if child._forward_pre_hooks or child._forward_hooks or child._backward_pre_hooks or child._backward_hooks:
-        return False
-    for parameter in child._parameters.values():
-        if type(parameter) not in _PLAIN_TENSORS and not _behaves(parameter):
-            return False
-    return True
-
-
-def _behaves(value: Tensor | None) -> bool:
-    """Whether operators do with a tensor of a subclass what they do with any: not with quantised weights, say."""
-    kind: Any = type(value)
-    if kind in _PLAIN_TENSORS or kind.__module__.startswith(_STAND_INS):
-        return True
-    bases = (base for base in kind.__mro__ if base not in (*_PLAIN_TENSORS, torch._C.TensorBase))
-    return not any(vars(base).keys() & {"__torch_function__", "__torch_dispatch__"} for base in bases)
 
 
 def _require_linear(inputs: dict[str, nn.Linear], down: nn.Linear) -> tuple[int, int]:
@@ -424,7 +396,7 @@ def _require_linear(inputs: dict[str, nn.Linear], down: nn.Linear) -> tuple[int,
     for name, linear in (*inputs.items(), ("down", down)):
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"{name} must be an nn.Linear, got {type(linear).__name__}")
-        if not _is_plain(linear):
+        if not _plain.is_plain(linear):
             raise TypeError(
                 f"{name} must be a plain nn.Linear, got {type(linear).__name__} with a forward or hooks of its own"
             )
@@ -433,4 +405,9 @@ def _require_linear(inputs: dict[str, nn.Linear], down: nn.Linear) -> tuple[int,
         expected = [hidden, intermediate] if name == "down" else [intermediate, hidden]
         if list(linear.weight.shape) != expected:
             raise ValueError(f"{name}.weight must be {expected}, got {list(linear.weight.shape)}")
+    first, dtype = next((name, linear.weight.dtype) for name, linear in inputs.items())
+    for name, linear in (*inputs.items(), ("down", down)):
+        for parameter, value in linear.named_parameters():
+            if value.dtype != dtype:
+                raise TypeError(f"{name}.{parameter} must be {dtype} as {first}.weight is, got {value.dtype}")
     return hidden, intermediate

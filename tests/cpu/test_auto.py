@@ -264,9 +264,19 @@ def test_names_are_checked(name: Any) -> None:
         SparseMLP(K, N, strategy=name)
 
 
-@pytest.mark.parametrize("period", [0, -1, 3, 2.0, "64"])
-def test_the_period_is_checked(period: Any) -> None:
-    with pytest.raises(ValueError, match=f"period must be a power of two, got {re.escape(repr(period))}"):
+@pytest.mark.parametrize(
+    ("period", "error", "expected"),
+    [
+        (0, ValueError, "an integer of at least 1"),
+        (-1, ValueError, "an integer of at least 1"),
+        (3, ValueError, "a power of two"),
+        (2.0, TypeError, "an integer of at least 1"),
+        ("64", TypeError, "an integer of at least 1"),
+        (True, TypeError, "an integer of at least 1"),
+    ],
+)
+def test_the_period_is_checked(period: Any, error: type[Exception], expected: str) -> None:
+    with pytest.raises(error, match=f"period must be {expected}, got {re.escape(repr(period))}"):
         twell.AutoStrategy(period=period)
 
 

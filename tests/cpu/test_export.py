@@ -156,3 +156,38 @@ def test_dynamic_compilation_makes_few_graphs(strategy: Any, training: bool) -> 
                 found = torch.autograd.grad(y.sum(), list(mlp.parameters()))
                 assert all(map(torch.equal, found, torch.autograd.grad(mlp(x).sum(), list(mlp.parameters())))), m
     assert len(graphs) <= 4
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("function", [True, False], ids=["function", "module"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+def test_what_needs_gradients_exports_dense_alone(
+    gated: bool, function: bool, strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A strict export leaves the gradients of sparse strategies out, without a word."""
+    monkeypatch.setattr(_auto.forced, "__code__", (lambda kind, index: "").__code__)
+    p = problem(300, "gate up down", torch.bfloat16)
+    sizes = ({0: Dim("m", min=1, max=4096)},)
+
+    def export(layer: nn.Module) -> Any:
+        torch.compiler.reset()
+        return torch.export.export(layer, (p.x[:100],), dynamic_shapes=sizes, strict=strict)
+
+    for strategy in ("row", "union"):
+        layer = Layer(p, gated, function, aux=True, strategy=strategy)
+        with pytest.raises(Exception, match=r"exports inference alone.*export under torch\.no_grad\(\), with frozen"):
+            export(layer)
+        assert "twell" in export(layer.requires_grad_(False)).graph_module.code
+
+    dense = Layer(p, gated, function, aux=True, strategy="dense")
+    for strategy in ("auto", "dense", twell.AutoStrategy()):
+        layer = Layer(p, gated, function, aux=True, strategy=strategy)
+        exported = export(layer)
+        assert "torch.ops.twell" not in exported.graph_module.code
+        call = exported.module()
+        for m in (7, 257):
+            y, aux = call(p.x[:m])
+            got = torch.autograd.grad(y.float().sum() + aux.l1, list(call.parameters()))
+            eager, figures = dense(p.x[:m])
+            wanted = torch.autograd.grad(eager.float().sum() + figures.l1, list(dense.parameters()))
+            assert all(map(torch.equal, got, wanted))

@@ -1,6 +1,8 @@
 """The functions users call: results, limits, errors, autocast, strides and compiling."""
 
+import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -8,9 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 import twell
 from twell import testing
+from twell._runtime import log
+from twell._runtime.log import warn_once
 
 BF16 = torch.bfloat16
 PROJECTIONS = {True: "gate up down", False: "gate down"}
@@ -153,6 +158,22 @@ def test_wider_dtypes_on_the_cpu_are_dense(ffn: Callable[..., Any], strategy: st
     assert torch.equal(ffn(problem, strategy=strategy), ffn(problem, strategy="dense"))
 
 
+def test_that_wider_dtypes_are_dense_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    log.info_once.cache_clear()
+    wide, narrow = (real_problem(5, 264, 32, dtype) for dtype in (torch.float32, BF16))
+    with caplog.at_level(logging.INFO, logger="twell"):
+        for strategy in ("auto", "dense"):
+            gated(wide, strategy=strategy)
+        gated(narrow)
+        assert not caplog.records
+        for _ in range(2):
+            gated(wide)
+            plain(wide, strategy="union")
+    assert [r.getMessage() for r in caplog.records] == [
+        "inference in float32 and float64 runs dense, whatever strategy was named"
+    ]
+
+
 @BOTH
 @pytest.mark.parametrize("strategy", ["auto", "dense"])
 def test_autocast_casts_all_operands(ffn: Callable[..., Any], strategy: str) -> None:
@@ -253,8 +274,11 @@ def test_sizes_beyond_the_sparse_kernels(
     ffn: Callable[..., Any], n: int, k: int, error: type[Exception], text: str
 ) -> None:
     problem = testing.FFN(*(torch.zeros(rows, k, dtype=BF16) for rows in (2, n, n, n)))
-    with pytest.raises(error, match=text):
-        ffn(problem)
+    for strategy in ("row", "auto"):
+        with pytest.raises(error, match=text + '; strategy="dense" takes it'):
+            ffn(problem, strategy=strategy)
+    with pytest.raises(error, match=text + "$"):
+        twell.pack(problem.x, problem.w_gate)
     assert ffn(problem, strategy="dense").shape == (2, k)
 
 
@@ -267,5 +291,103 @@ def test_the_largest_sizes() -> None:
 @pytest.mark.parametrize(("dtype", "where"), [(torch.float64, "meta"), (torch.float8_e4m3fn, "cpu")])
 def test_other_dtypes_are_for_the_dense_strategy(dtype: torch.dtype, where: str) -> None:
     arguments = {name: t.to(where, dtype) for name, t in shaped().items()}
-    with pytest.raises(TypeError, match=rf'got {dtype} on {where}; strategy="dense" takes any'):
+    with pytest.raises(TypeError, match=rf'got {dtype} on {where}; strategy="dense" takes what F.linear takes'):
         twell.sparse_gated_ffn(**arguments)
+
+
+@BOTH
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("strategy", ["auto", "row", "union", "dense"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_y_is_no_view(ffn: Callable[..., Any], strategy: str, bias: bool, dtype: torch.dtype) -> None:
+    """Hooks on a view do not outlive a change in place, and FSDP2 has hooks on outputs."""
+    problem = real_problem(12, 264, 32, dtype, bias)
+    for lead in ((), (12,), (3, 4), (3, 2, 2)):
+        for rows in (False, True):
+            w_down = problem.w_down.t().contiguous().t() if rows else problem.w_down
+            x = problem.x[0] if lead == () else problem.x.view(*lead, 32)
+            for grad in (False, True):
+                given = problem._replace(x=x, w_down=w_down).map(Tensor.detach)
+                given.w_gate.requires_grad_(grad)
+                y = ffn(given, strategy=strategy)
+                assert not y._is_view()
+                expected = y.detach() + 1
+                y += 1
+                torch.testing.assert_close(y.detach(), expected)
+                if grad:
+                    y.sum().backward()
+                    assert given.w_gate.grad.norm() > 0
+
+
+@BOTH
+@pytest.mark.parametrize("strategy", ["row", "union", "dense"])
+@torch.no_grad()
+def test_a_jit_trace_is_for_any_number_of_tokens(ffn: Callable[..., Any], strategy: str) -> None:
+    problem = real_problem(300, 264, 32, BF16, bias=True)
+
+    def call(x: Tensor) -> Any:
+        y, aux = ffn(problem._replace(x=x), strategy=strategy, return_aux=True)
+        return y, aux.l1, aux.l0
+
+    traced = torch.jit.trace(call, (problem.x,), check_trace=False)
+    for m in (300, 1, 7, 129):
+        assert all(map(torch.equal, traced(problem.x[:m]), call(problem.x[:m])))
+
+
+class Doubled(torch.nn.Parameter):
+    """A weight of which PyTorch's operators make something else."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return 2 * result if func is F.linear else result
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return 2 * result if func is F.linear else result
+
+
+@BOTH
+@pytest.mark.parametrize("strategy", ["auto", "row", "union"])
+@pytest.mark.parametrize("operand", ["x", "w_gate", "down_bias", "mode"])
+def test_what_overrides_operators_is_not_left_out(
+    ffn: Callable[..., Any], strategy: str, operand: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_once.cache_clear()
+    problem = real_problem(5, 264, 32, BF16, bias=True)
+    if operand != "mode":
+        problem = problem._replace(**{operand: Doubled(getattr(problem, operand), requires_grad=False)})
+    with Doubling() if operand == "mode" else nullcontext():
+        y, expected = ffn(problem, strategy=strategy), ffn(problem, strategy="dense")
+        assert torch.equal(y, expected)
+        assert "runs dense: " in caplog.text
+        if operand in ("x", "w_gate", "mode"):
+            with pytest.raises(NotImplementedError, match=r"takes plain tensors, got .*Doubl"):
+                twell.pack(problem.x, problem.w_gate)
+        torch.compiler.reset()
+        compiled = torch.compile(lambda: ffn(problem, strategy=strategy), backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(), expected)
+
+
+@BOTH
+def test_modes_of_torch_and_plain_subclasses_run_as_named(
+    ffn: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Named(torch.nn.Parameter):
+        note = "of a framework that marks its weights"
+
+    problem = testing.integer_problem(5, 32, 264, density=0.1)
+    expected = ffn(problem)
+    named = problem._replace(w_down=Named(problem.w_down, requires_grad=False))
+    with torch.device("cpu"):
+        assert torch.equal(ffn(problem), expected)
+        assert torch.equal(ffn(named), expected)
+    torch.set_default_device("meta")
+    try:
+        assert torch.equal(ffn(problem), expected)
+    finally:
+        torch.set_default_device(None)
+    assert "runs dense" not in caplog.text

@@ -35,6 +35,7 @@ LAYERS = [
     ["twell.tuning"],
     ["twell.ops"],
     ["twell._auto", "twell._autograd", "twell._sharding", "twell.packed"],
+    ["twell._plain"],
     ["twell.functional"],
     ["twell.nn"],
     ["twell._compaction", "twell._equivalence", "twell._sparsify"],

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from twell import sparsify_
 from twell.nn import DownLayout, SparseGatedMLP, SparseMLP, set_down_layout
 
 BF16 = torch.bfloat16
@@ -207,6 +209,53 @@ def test_from_linear_refuses_what_is_no_ffn() -> None:
 
 
 @MODULES
+@pytest.mark.parametrize("parameter", ["weight", "bias"])
+@pytest.mark.parametrize("which", [0, -1])
+def test_from_linear_refuses_projections_of_different_dtypes(cls: Module, which: int, parameter: str) -> None:
+    given = linears(cls, bias=True)
+    for linear in given:
+        linear.float()
+    odd = getattr(given[which], parameter)
+    odd.data = odd.data.to(BF16)
+    first = "gate" if cls is SparseGatedMLP else "up"
+    if (which, parameter) == (0, "weight"):
+        text = rf"{first}.bias must be torch.bfloat16 as {first}.weight is, got torch.float32"
+    else:
+        text = rf"{'down' if which else first}.{parameter} must be torch.float32 as {first}.weight is, got torch.bfl"
+    with pytest.raises(TypeError, match=text):
+        cls.from_linear(*given)
+
+
+@MODULES
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, "float32"])
+def test_parameters_must_be_floating(cls: Module, dtype: Any) -> None:
+    with pytest.raises(TypeError, match=f"dtype must be a floating torch.dtype, got {dtype!r}"):
+        cls(K, N, dtype=dtype)
+
+
+@MODULES
+@pytest.mark.parametrize("bias", [False, True])
+def test_reset_parameters_initialises_as_linear_does(cls: Module, bias: bool) -> None:
+    torch.manual_seed(0)
+    expected = cls(K, N, bias)
+    mlp = cls(K, N, bias, device="meta").to_empty(device="cpu")
+    torch.manual_seed(0)
+    mlp.reset_parameters()
+    for ours, theirs in zip(mlp.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_reset_parameters_of_a_pair_leaves_the_other_layer_alone() -> None:
+    model = nn.Sequential(OrderedDict(fc1=nn.Linear(K, N), act=nn.ReLU(), fc2=nn.Linear(N, K)))
+    sparsify_(block := nn.Sequential(model))
+    before = [p.detach().clone() for p in block[0].fc1.parameters()]
+    old = block[0].fc2.weight.detach().clone()
+    block[0].fc2.reset_parameters()
+    assert all(map(torch.equal, block[0].fc1.parameters(), before))
+    assert not torch.equal(block[0].fc2.weight, old)
+
+
+@MODULES
 def test_choices_are_checked_when_made(cls: Module) -> None:
     with pytest.raises(ValueError, match="strategy must be"):
         cls(K, N, strategy="fast")
@@ -252,6 +301,28 @@ def test_down_layout_changes_no_result(layout: DownLayout) -> None:
     assert mlp.down_proj.weight is weight
     assert torch.equal(weight, values)
     assert torch.equal(mlp(x), y)
+
+
+@pytest.mark.parametrize("layout", ["rows", "linear"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_are_laid_out_with_their_weights(layout: DownLayout, fused: bool) -> None:
+    """Fused optimizers read both as they lie in memory."""
+    results = []
+    for switch in (False, True):
+        torch.manual_seed(0)
+        mlp = SparseGatedMLP(K, N, strategy="union")
+        set_down_layout(mlp, "linear" if layout == "rows" else "rows")
+        optimizer = torch.optim.AdamW(mlp.parameters(), lr=1e-2, fused=fused)
+        mlp(torch.randn(5, K)).square().sum().backward()
+        # as Trainer's and others' gradients are, whatever the weight's layout
+        mlp.down_proj.weight.grad = mlp.down_proj.weight.grad.clone(memory_format=torch.preserve_format)
+        if switch:
+            set_down_layout(mlp, layout)
+            assert mlp.down_proj.weight.grad.stride() == mlp.down_proj.weight.stride()
+            assert is_laid_out(mlp, layout)
+        optimizer.step()
+        results.append(mlp.down_proj.weight.detach())
+    torch.testing.assert_close(*results)
 
 
 def test_down_layout_refuses_what_it_cannot_set() -> None:

@@ -6,6 +6,7 @@ After each of it a layer must compute what its children would, by nn.Linear, ReL
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import itertools
@@ -14,6 +15,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -811,6 +813,35 @@ def test_code_put_around_linear_layers_counts_for_pairs(around: str) -> None:
     x = torch.randn(3, K)
     with AROUND_ALL[around](), torch.no_grad():
         torch.testing.assert_close(sparse(x), dense(x))
+
+
+SET_LATER: dict[str, Callable[[Any], Any]] = {
+    "function": lambda child: lambda x: 3 * nn.Linear.forward(child, x),
+    "partial": lambda child: functools.partial(lambda x: 3 * nn.Linear.forward(child, x)),
+    "method": lambda child: types.MethodType(lambda self, x: 3 * nn.Linear.forward(self, x), child),
+    "another's": lambda child: nn.Linear(child.in_features, child.out_features, dtype=BF16).forward,
+}
+
+
+@pytest.mark.parametrize("later", SET_LATER)
+@pytest.mark.parametrize("name", ["up_proj", "down_proj"])
+@pytest.mark.parametrize("strategy", ["row", "dense"])
+@MODULES
+def test_compiled_layers_see_a_forward_that_is_set_later(cls: Module, strategy: Any, name: str, later: str) -> None:
+    torch.compiler.reset()
+    mlp, graphs = cls(K, N, True, dtype=BF16, strategy=strategy), []
+    compiled = torch.compile(mlp, backend=lambda graph, _: graphs.append(graph.code) or graph.forward, fullgraph=True)
+    child = child_of(mlp, name)
+    with torch.no_grad():
+        before = compiled(tokens())
+        assert ("twell" in graphs[0]) == (strategy == "row")
+        child.forward = SET_LATER[later](child)
+        got = compiled(tokens())
+        close(got, by_children(mlp, tokens()))
+        assert (got - before).norm() > 0.1 * before.norm()
+        del child.forward
+        assert torch.equal(compiled(tokens()), before)
+        assert len(graphs) == 2
 
 
 def test_code_put_around_linear_layers_before_twell_is_imported_counts() -> None:

@@ -723,6 +723,23 @@ def test_main_gradients_that_share_memory_are_refused(mains: Any, text: str | No
             gated(p, main_grads=given, strategy=strategy)
 
 
+@pytest.mark.parametrize("taken", [0, 1, 2, None])
+@pytest.mark.parametrize("strategy", ["union", "dense"])
+def test_main_gradients_that_share_memory_with_what_autocast_copies_are_refused(strategy: str, taken: Any) -> None:
+    """What is compared is what the caller holds."""
+    p = draw(2, 24, 16, dtype=torch.float32)
+    weights = (p.w_gate, p.w_up, p.w_down.t())
+    mains = [None if i != taken else weight.detach() for i, weight in enumerate(weights)]
+    if taken is None:
+        mains[1] = torch.cat([p.x.detach()] * 12).as_strided((24, 16), (16, 1))
+    with torch.autocast("cpu", BF16):
+        if taken is None:
+            gated(p, main_grads=mains, strategy=strategy)
+        else:
+            with pytest.raises(ValueError, match="main_grads must have memory of their own, got main_grads for w_"):
+                gated(p, main_grads=mains, strategy=strategy)
+
+
 def test_one_main_gradient_for_two_weights_is_refused_while_compiling() -> None:
     torch.compiler.reset()
     p, main = draw(2, 24, 16), torch.zeros(24, 16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -226,6 +227,51 @@ def fsdp1(device: torch.device) -> None:
                 torch.testing.assert_close(p.detach(), (q - q.grad).detach(), rtol=2e-2, atol=2e-2)
                 if device.type == "cpu":
                     torch.testing.assert_close(p.detach(), (q - q.grad).detach())
+
+
+class InPlace(Block):
+    """A residual that is added in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(self.norm(x))
+        y += x
+        return y
+
+
+def in_place(device: torch.device, parallel: str, strategy: str) -> None:
+    """Hooks on a module's output must outlive a change of it, in eager mode as the reference has none."""
+    whole = make(device)
+    for block in whole:
+        block.mlp.strategy = strategy
+    model = copy.deepcopy(whole)
+    for block in model:
+        block.__class__ = InPlace
+        if parallel == "fsdp":
+            fully_shard(block.mlp)
+    expected = train(whole, device, [0, 1])
+    wrapped = fully_shard(model) if parallel == "fsdp" else DistributedDataParallel(model)
+
+    def sync(last: bool) -> None:
+        if parallel == "fsdp":
+            wrapped.set_requires_gradient_sync(last)
+        else:
+            wrapped.require_backward_grad_sync = last
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*view.*")
+        losses = train(wrapped, device, [dist.get_rank()], sync)
+    tolerance = 1e-9 if device.type == "cpu" else 2e-2
+    torch.testing.assert_close(
+        mean_over_ranks(losses, device), torch.tensor(expected, dtype=torch.float64), rtol=tolerance, atol=0
+    )
+    same(model, whole)
+    assert parallel == "ddp" or all(isinstance(p, DTensor) for p in model.parameters())
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["union", "dense"])
+def test_an_output_may_be_changed_in_place(two: Run, parallel: str, strategy: str) -> None:
+    two(in_place, parallel, strategy)
 
 
 def fsdp_else(device: torch.device) -> None:

@@ -279,6 +279,8 @@ def laid_anew(device: torch.device) -> None:
         local = weight.to_local()
         assert (local.t() if layout == "rows" else local).is_contiguous()
         assert weight.stride() == ((1, HIDDEN) if layout == "rows" else (NEURONS, 1))
+        assert weight.grad.stride() == weight.stride()
+        assert weight.grad.to_local().stride() == local.stride()
         assert weight.requires_grad
         assert torch.equal(weight.detach().full_tensor(), whole.down_proj.weight)
         assert torch.equal(weight.grad.full_tensor(), gradient)
@@ -298,6 +300,28 @@ def laid_anew(device: torch.device) -> None:
 
 def test_layouts_of_parts(cpu_ranks: Run) -> None:
     cpu_ranks(2, laid_anew)
+
+
+def in_place(device: torch.device) -> None:
+    """The local part that comes out may be changed in place, as the output of a whole module."""
+    mesh = init_device_mesh(device.type, (2,))
+    for strategy in ("union", "dense"):
+        module = modules()["gated"]
+        module.strategy = strategy
+        whole = whole_of(module)
+        parallelize_module(module, mesh, SparseMLPParallel())
+        gradients = []
+        for each in (module, whole):
+            x = tokens().requires_grad_()
+            y = each(x)
+            y += x
+            y.square().sum().backward()
+            gradients.append(x.grad)
+        torch.testing.assert_close(*gradients)
+
+
+def test_outputs_may_be_changed_in_place(cpu_ranks: Run) -> None:
+    cpu_ranks(2, in_place)
 
 
 def in_sixteen_bits(device: torch.device) -> None:

@@ -211,6 +211,15 @@ def main_grads(device: torch.device) -> None:
             torch.testing.assert_close(whole(main) - start, gradients[name].float(), atol=1e-4, rtol=1e-4)
         with pytest.raises(TypeError, match="main_grads must be one tensor or None for each of"):
             call(sharded, main_grads=mains[:2])
+        if kind is None:
+            wide = {name: t.detach().float().requires_grad_() for name, t in sharded.items()}
+            sharing = [DTensor.from_local(wide["w_gate"].detach().to_local(), mesh, [Shard(0)]), None, None]
+            for autocast in (False, True):
+                with (
+                    torch.autocast(device.type, torch.bfloat16, enabled=autocast),
+                    pytest.raises(ValueError, match="got main_grads for w_gate and w_gate sharing some"),
+                ):
+                    call(wide, main_grads=sharing)
         mains[1] = DTensor.from_local(torch.zeros(NEURONS, HIDDEN), mesh, [Replicate()])
         with pytest.raises(ValueError, match="main_grads must have for w_up a DTensor of its mesh placed"):
             call(sharded, main_grads=mains)

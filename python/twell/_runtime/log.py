@@ -25,3 +25,9 @@ def configure() -> None:
 def warn_once(message: str) -> None:
     """Log a warning the first time this very message is given."""
     logger.warning(message)
+
+
+@functools.cache
+def info_once(message: str) -> None:
+    """Log this very message at INFO the first time it is given."""
+    logger.info(message)
