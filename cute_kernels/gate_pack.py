@@ -31,6 +31,7 @@ from cutlass.tensor_utils import LayoutEnum
 from . import feasible, geometry
 from .sm90 import operands
 from .sm90.copies import load_values, store_values
+from .sm90.swizzle import swizzle_piece
 from .sm90.values import count_flags, lanes_before, nonzero_flags, relu_pack, value_bits
 from .specs import GatePackSpec
 
@@ -364,9 +365,8 @@ class GatePack:
         self, sG, row: Int32, column: Int32, lane: Int32, neurons: Int32, words, spill, m: Int32, valid: Boolean
     ):
         """One row of one tile; returns its count and whether it overflows. What lies outside the problem is empty."""
-        # closed form of the 128-byte swizzle: panels of 64 neurons, 16-byte chunks permuted by the row
-        panel, chunk = lane >> 3, lane & 7
-        offset = panel * (TILE_M * 64) + row * 64 + ((chunk ^ (row & 7)) << 3)
+        panel, piece = lane >> 3, lane & 7
+        offset = panel * (TILE_M * 64) + row * 64 + swizzle_piece(row, piece)
         quad = load_values(sG.iterator + offset)
         neuron = Uint32(column * TILE_N + lane * 8)
         inside = valid and neuron < Uint32(neurons)

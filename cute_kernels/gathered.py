@@ -39,9 +39,8 @@ from .sm90.sparse_product import (
     Group,
     SparseProduct,
     gather_columns,
-    store_bits,
+    store_coefficient,
     store_rounded,
-    swizzled,
 )
 from .sm90.values import widen
 from .specs import GatheredSpec
@@ -241,7 +240,7 @@ class Gathered(SparseProduct):
         """A coefficient to row token, column place of the list, by the group that has the token."""
         bits = word >> 16 if const_expr(self.from_entries) else bits
         mine = valid & (Int32((word >> 12) & Uint32(1)) == half)
-        store_bits(tile + swizzled(word), bits, mine)
+        store_coefficient(tile, word, bits, mine)
 
     @cute.jit
     def mma(

@@ -40,6 +40,7 @@ from .sm90 import operands
 from .sm90.mma import mma_16x8x16
 from .sm90.sparse_product import copy_async
 from .sm90.sums import set_aside, take_back
+from .sm90.swizzle import swizzle_piece
 from .sm90.values import high_to_float, low_to_float, lowest_bit, pack, prefix_sum, relu_pack
 from .specs import OverflowSpec
 
@@ -373,7 +374,7 @@ class Overflow:
         line, piece = at.thread >> 3, at.thread & 7
         if block * COLUMNS < k:
             size = Int32(16) if block * COLUMNS + piece * 8 < k else Int32(0)
-            target = s.stages.iterator + (stage * self.stage + line * COLUMNS + (piece ^ (line & 7)) * 8)
+            target = s.stages.iterator + (stage * self.stage + line * COLUMNS + swizzle_piece(line, piece))
             for source, top in copies:
                 copy_async(target + top * COLUMNS, source + Int64(block) * (2 * COLUMNS), size)
         cute.arch.cp_async_commit_group()
@@ -392,8 +393,8 @@ class Overflow:
             right_row += upper * (8 * COLUMNS)
         b = [[Uint32(0)] * 4] * rights
         for step in range_constexpr(COLUMNS // 16):
-            left_piece = ((2 * step + upper) ^ r) * 8
-            right_piece = ((2 * step + (odd if self.eights == 2 else odd + 2 * upper)) ^ r) * 8
+            left_piece = swizzle_piece(r, 2 * step + upper)
+            right_piece = swizzle_piece(r, 2 * step + (odd if self.eights == 2 else odd + 2 * upper))
             if const_expr(self.eights == 2 or step % 2 == 0):
                 b = [
                     load_matrices(right_row + (right * WARPS * self.share * COLUMNS + right_piece))

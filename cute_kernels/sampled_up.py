@@ -32,6 +32,7 @@ from cutlass.tensor_utils import LayoutEnum
 from . import feasible, geometry
 from .sm90 import operands
 from .sm90.sparse_product import copy_async
+from .sm90.swizzle import swizzle_column, swizzle_piece
 from .sm90.values import high_to_float, pack, widen
 from .specs import SampledUpSpec
 
@@ -195,7 +196,7 @@ class SampledUp:
         )
         first, piece = thread // 8, thread % 8
         rows = cute.make_rmem_tensor((TILE_N // PASS,), Int64)
-        target = sW + (first * TILE_K + ((piece ^ (first & 7)) << 3))
+        target = sW + (first * TILE_K + swizzle_piece(first, piece))
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
         unit, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         tile, before = self.seek(sizes, unit, Int32(0), Int32(0))
@@ -279,12 +280,12 @@ class SampledUp:
         self, acc, sums, entries, words, others, bounds, neurons, results, tile, part, staged: cutlass.Constexpr, thread
     ):
         """Stage 128 columns of the sums and hand each entry its own; the first entries are loaded already."""
-        # sums of row r start at column c ^ 8 (r % 8): eight rows of a fragment hit different banks
+        # eight rows of a fragment hit different banks
         row, column = (thread // 32) * 16 + ((thread & 31) >> 2), (thread & 3) * 2
         cute.arch.barrier(barrier_id=Barrier.SUMS, number_of_threads=MMA_THREADS)
         for v in range_constexpr(STAGED // 8):
             for i in range_constexpr(2):
-                at = (row + 8 * i) * STAGED + ((8 * v) ^ ((row & 7) << 3)) + column
+                at = (row + 8 * i) * STAGED + swizzle_column(row, 8 * v) + column
                 pair = cute.make_tensor((sums.iterator + at).align(8), cute.make_layout(2))
                 for j in range_constexpr(2):
                     pair[j] = acc[(j, i, v + staged * (STAGED // 8)), 0, 0]
@@ -299,7 +300,7 @@ class SampledUp:
                     word = words[j]
                     token, place = Int32((word >> 6) & Uint32(127)), Int32(word & Uint32(63))
                     place = place + geometry.CHUNK if here >= middle else place
-                    value = sums[token * STAGED + (place ^ ((token & 7) << 3))]
+                    value = sums[token * STAGED + swizzle_column(token, place)]
                     place += part * TILE_N + staged * STAGED
                     total += self.take(results, here, value, word, others[j], neurons, tile, place)
             at += BATCH * MMA_THREADS

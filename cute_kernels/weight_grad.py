@@ -42,9 +42,8 @@ from .sm90.sparse_product import (
     Group,
     SparseProduct,
     gather_columns,
-    store_bits,
+    store_coefficient,
     store_rounded,
-    swizzled,
 )
 from .specs import WeightGradSpec
 
@@ -224,7 +223,7 @@ class WeightGrad(SparseProduct):
         if const_expr(self.gated):
             bits = high >> 16 if half == 1 else bits
         bits = low >> 16 if part >= data.slabs else bits
-        store_bits(tile + swizzled(low), bits, valid)
+        store_coefficient(tile, low, bits, valid)
 
     @cute.jit
     def mma(

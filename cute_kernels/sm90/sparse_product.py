@@ -1,8 +1,7 @@
 """Rows that a list names, brought into swizzled shared memory as WGMMA reads it, times scattered coefficients.
 
 cp.async, 16 bytes a thread: rows of a list lie anywhere in memory, so no tensor copy covers two of them, and a copy of
-a whole row could not apply the swizzle. The 128-byte swizzle in closed form: sixteen-byte chunk c of line r of a panel
-of 64 values stands at c ^ (r % 8).
+a whole row could not apply the swizzle.
 """
 
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from cutlass.cute.nvgpu import warpgroup
 from .. import feasible
 from .copies import store_values
 from .sums import set_aside, take_back
+from .swizzle import swizzle_column, swizzle_piece
 from .values import pack
 
 # one group gathers, two multiply
@@ -49,7 +49,7 @@ def gather_columns(stage: Any, matrix: Any, rows: Any, column: Int32, thread: In
     16 bytes: 64 GB.
     """
     place, piece = thread // 8, thread % 8
-    target = stage + (place * 64 + ((piece ^ (place & 7)) << 3))
+    target = stage + (place * 64 + swizzle_piece(place, piece))
     pitch = Uint32(matrix.stride[0] // 8)
     sizes = [Int32(16) if column + 64 * i + piece * 8 < matrix.shape[1] else Int32(0) for i in range(4)]
     # what is not read need only be an address
@@ -62,8 +62,9 @@ def gather_columns(stage: Any, matrix: Any, rows: Any, column: Int32, thread: In
 
 
 @cute.jit
-def store_bits(target: Any, bits: Uint32, valid: Boolean) -> None:
-    """The low 16 bits to shared memory, without a branch."""
+def store_coefficient(tile: Any, place: Uint32, bits: Uint32, valid: Boolean) -> None:
+    """The low 16 bits to row `place` / 64 % 64 and column `place` % 64 of 64 K-major rows, without a branch."""
+    target = tile + Int32(swizzle_column(place >> 6, place & Uint32(0xFFF)))
     cute.arch.inline_ptx(
         "st.shared.b16 [{$r0}], {$r1};", read_only_args=[target, Uint16(bits & Uint32(0xFFFF))], predicate=valid
     )
@@ -361,12 +362,6 @@ class SparseProduct:
         last = last if unit < units else first
         place = Place(unit, chunk, product, first, between, last)
         return place, List(tile, part, length, base, begin, middle, end), following
-
-
-@cute.jit
-def swizzled(place: Uint32) -> Int32:
-    """Offset of the 16-bit value of row `place` / 64 and column `place` % 64 in 64 K-major rows of 64 columns."""
-    return Int32((place & Uint32(0xFFF)) ^ ((place >> 3) & Uint32(0x38)))
 
 
 @cute.jit
