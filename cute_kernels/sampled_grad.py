@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, const_expr
 
 from .sampled_up import SampledUp
 from .sm90 import operands
-from .sm90.values import high_to_float, pack
+from .sm90.values import high_to_float, split_one
 from .specs import SampledGradSpec
 
 
@@ -61,18 +61,10 @@ class SampledGrad(SampledUp):
         sign = Float32(1.0) if h > 0.0 else Float32(0.0)
         sign = Float32(-1.0) if h < 0.0 else sign
         dh = value + dl1[0] * sign
-        d_gate[at] = self.split(dh * u)
+        d_gate[at] = Int32(split_one(dh * u, self.dtype))
         if const_expr(self.gated):
-            d_up[at] = self.split(dh * gate)
+            d_up[at] = Int32(split_one(dh * gate, self.dtype))
         return Float32(0.0)
-
-    @cute.jit
-    def split(self, value):
-        """The value rounded to 16 bits in the lower half, and what is left of it in the upper one."""
-        rounded = value.to(self.dtype).to(Float32)
-        # an infinite value leaves nothing
-        rest = value - rounded if cute.arch.fmax(rounded, -rounded) != Float32.inf else Float32(0.0)
-        return Int32(pack(rounded, rest, self.dtype))
 
     @cute.jit
     def finish(self, results, totals, total, tile, part, thread):

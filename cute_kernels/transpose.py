@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
+from cutlass import Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry
 from .sm90 import operands
-from .sm90.values import byte_sum, high_to_float, low_to_float, pack, prefix_sum, widen
+from .sm90.values import byte_sum, high_to_float, low_to_float, prefix_sum, split_one, widen
 from .specs import TransposeSpec
 
 TOKENS = geometry.TOKEN_TILE
@@ -444,10 +444,7 @@ class Transpose:
         """h of an entry rounded to 16 bits, and above it what that leaves."""
         bits = entry >> 16
         if const_expr(self.gated):
-            h = high_to_float(entry, self.dtype) * low_to_float(up, self.dtype)
-            rounded = h.to(self.dtype).to(Float32)
-            rest = h - rounded if cute.arch.fmax(rounded, -rounded) != Float32.inf else Float32(0.0)
-            bits = pack(rounded, rest, self.dtype)
+            bits = split_one(high_to_float(entry, self.dtype) * low_to_float(up, self.dtype), self.dtype)
         return bits
 
     # ---- shared memory ----
