@@ -36,6 +36,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, 
 from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry
+from .sampled_grad import gradients
 from .sm90 import operands
 from .sm90.mma import mma_16x8x16
 from .sm90.sparse_product import copy_async
@@ -455,10 +456,8 @@ class Overflow:
             hidden = gate * up
         out = [hidden]
         if const_expr(o.dl1 is not None):
-            sign = Float32(1.0) if hidden > 0 else Float32(0.0)
-            sign = Float32(-1.0) if hidden < 0 else sign
-            grad = scores[-1] + o.dl1[0] * sign
-            out = [grad * up, grad * gate] if const_expr(self.gated) else [grad]
+            d_gate, d_up = gradients(scores[-1], o.dl1[0], gate, up)
+            out = [d_gate, d_up] if const_expr(self.gated) else [d_gate]
             if const_expr(not self.by_token):
                 out.append(hidden)
         return [cutlass.select_(active, value, Float32(0.0)) for value in out]

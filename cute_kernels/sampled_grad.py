@@ -56,19 +56,25 @@ class SampledGrad(SampledUp):
     def take(self, results, at, value, word, u, neurons, tile, place):
         """Store what one entry gives."""
         _, dl1, d_gate, d_up = results
-        gate = high_to_float(word, self.dtype)
-        h = gate * u
-        sign = Float32(1.0) if h > 0.0 else Float32(0.0)
-        sign = Float32(-1.0) if h < 0.0 else sign
-        dh = value + dl1[0] * sign
-        d_gate[at] = Int32(split_one(dh * u, self.dtype))
+        of_gate, of_up = gradients(value, dl1[0], high_to_float(word, self.dtype), u)
+        d_gate[at] = Int32(split_one(of_gate, self.dtype))
         if const_expr(self.gated):
-            d_up[at] = Int32(split_one(dh * gate, self.dtype))
+            d_up[at] = Int32(split_one(of_up, self.dtype))
         return Float32(0.0)
 
     @cute.jit
     def finish(self, results, totals, total, tile, part, thread):
         """Nothing is summed over the entries."""
+
+
+@cute.jit
+def gradients(product: Float32, dl1: Float32, gate: Float32, up: Float32) -> Any:
+    """d_gate and d_up of h = gate * up, where `product` is that of dy with a down row; `up` is 1 if there is none."""
+    h = gate * up
+    sign = Float32(1.0) if h > 0.0 else Float32(0.0)
+    sign = Float32(-1.0) if h < 0.0 else sign
+    dh = product + dl1 * sign
+    return dh * up, dh * gate
 
 
 def signature(spec: SampledGradSpec) -> tuple[Any, tuple[Any, ...]]:
