@@ -27,6 +27,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from . import feasible, geometry
 from .sm90 import operands
+from .sm90.ring import open_ring
 from .sm90.sparse_product import (
     AHEAD,
     GROUP_THREADS,
@@ -153,11 +154,7 @@ class Gathered(SparseProduct):
         thread = cute.arch.thread_idx()[0]
         group = cute.arch.make_warp_uniform(thread // 128)
         shared = SmemAllocator().allocate(self.shared)
-        full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
-        if thread < STAGES:
-            cute.arch.mbarrier_init(full + thread, GROUP_THREADS)
-            cute.arch.mbarrier_init(empty + thread, MMA_WARPS)
-            cute.arch.mbarrier_init_fence()
+        ring = open_ring(shared, STAGES, GROUP_THREADS, MMA_WARPS, thread)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         order = shared.order.get_tensor(cute.make_layout(SORTED))
@@ -166,14 +163,14 @@ class Gathered(SparseProduct):
             self.sort_tiles(order, shared.sB.data_ptr(), sizes, thread)
             if group == 0:
                 cute.arch.setmaxregister_decrease(REGISTERS_FILL)
-                self.fill(full, empty, shared.sB.data_ptr(), data, units, thread)
+                self.fill(ring, shared.sB.data_ptr(), data, units, thread)
             else:
                 cute.arch.setmaxregister_increase(REGISTERS_MMA)
                 sA = shared.sA.get_tensor(a_layout.outer, swizzle=a_layout.inner)
                 sB = shared.sB.get_tensor(b_layout.outer, swizzle=b_layout.inner)
                 mma.set(warpgroup.Field.ACCUMULATE, True)
                 self.mma(
-                    full, empty, mma, shared.sA.data_ptr(), sA, sB, data, out, aside, bias, units, thread - 128, long
+                    ring, mma, shared.sA.data_ptr(), sA, sB, data, out, aside, bias, units, thread - 128, long
                 )
 
     @cute.jit
@@ -244,7 +241,7 @@ class Gathered(SparseProduct):
 
     @cute.jit
     def mma(
-        self, full, empty, mma: cute.TiledMma, tiles, sA, sB, data, out, aside, bias, units, thread,
+        self, ring, mma: cute.TiledMma, tiles, sA, sB, data, out, aside, bias, units, thread,
         long: cutlass.Constexpr,
     ):  # fmt: skip
         """Main loop over the list, then the tile of `out`."""
@@ -259,7 +256,7 @@ class Gathered(SparseProduct):
         acc = cute.make_rmem_tensor(coordinates.shape[:3], Float32)
         words = cute.make_rmem_tensor((2, AHEAD), Uint32)
         unit = Int32(cute.arch.block_idx()[0])
-        group = Group(full, empty, tiles, words, aside, data, units, half, member)
+        group = Group(ring, tiles, words, aside, data, units, half, member)
         walk = self.first_turns(group)
         tile, slab = self.split(data, unit)
         length = data.sizes[tile]

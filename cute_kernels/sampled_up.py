@@ -31,6 +31,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from . import feasible, geometry
 from .sm90 import operands
+from .sm90.ring import open_ring, release
 from .sm90.sparse_product import copy_async
 from .sm90.swizzle import swizzle_column, swizzle_piece
 from .sm90.values import high_to_float, pack, widen
@@ -134,11 +135,7 @@ class SampledUp:
         if warp_index == 0:
             cpasync.prefetch_descriptor(x_tma)
         shared = SmemAllocator().allocate(self.shared)
-        full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
-        if thread < STAGES:
-            cute.arch.mbarrier_init(full + thread, LOAD_THREADS + 1)
-            cute.arch.mbarrier_init(empty + thread, MMA_THREADS // 32)
-            cute.arch.mbarrier_init_fence()
+        ring = open_ring(shared, STAGES, LOAD_THREADS + 1, MMA_THREADS // 32, thread)
         cute.arch.sync_threads()
         sX = shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner)
         columns = cute.ceil_div(w.shape[1], TILE_K)
@@ -147,15 +144,14 @@ class SampledUp:
         if sizes[sizes.shape[0] - 1] <= capacity:
             if group == 0:
                 cute.arch.setmaxregister_decrease(REGISTERS_LOAD)
-                self.load(full, empty, x_tma, x_g, sX, shared.sW.data_ptr(), w, neurons, sizes, columns, thread)
+                self.load(ring, x_tma, x_g, sX, shared.sW.data_ptr(), w, neurons, sizes, columns, thread)
             else:
                 cute.arch.setmaxregister_increase(REGISTERS_MMA)
                 sW = shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner)
                 sums = shared.sums.get_tensor(cute.make_layout(TILE_M * STAGED))
                 totals = shared.totals.get_tensor(cute.make_layout(MMA_THREADS // 32))
                 self.mma(
-                    full,
-                    empty,
+                    ring,
                     mma,
                     sX,
                     sW,
@@ -186,7 +182,7 @@ class SampledUp:
         return tile, before
 
     @cute.jit
-    def load(self, full, empty, x_tma, x_g, sX, sW, w, neurons, sizes, columns, thread):
+    def load(self, ring, x_tma, x_g, sX, sW, w, neurons, sizes, columns, thread):
         """64 columns of x and of the unit's rows of w a stage."""
         lane = cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
@@ -208,25 +204,25 @@ class SampledUp:
                 neuron = widen(neurons[tile, start + row]) if row < length else 0
                 rows[j] = Int64(neuron) * w.stride[0] + piece * 8
             for k in cutlass.range(columns, unroll=1):
-                cute.arch.mbarrier_wait(empty + state.index, state.phase)
+                cute.arch.mbarrier_wait(ring.empty + state.index, state.phase)
                 if warp_index == 0:
                     if lane == 0:
-                        cute.arch.mbarrier_arrive_and_expect_tx(full + state.index, TILE_M * TILE_K * 2)
-                    cute.copy(x_tma, x_t[None, tile, k], x_s[None, state.index], tma_bar_ptr=full + state.index)
+                        cute.arch.mbarrier_arrive_and_expect_tx(ring.full + state.index, TILE_M * TILE_K * 2)
+                    cute.copy(x_tma, x_t[None, tile, k], x_s[None, state.index], tma_bar_ptr=ring.full + state.index)
                 size = Int32(16) if k * TILE_K + piece * 8 < w.shape[1] else Int32(0)
                 column = k * TILE_K if size > 0 else 0
                 stage = target + state.index * (TILE_N * TILE_K)
                 for j in range_constexpr(TILE_N // PASS):
                     if j * PASS < length:
                         copy_async(stage + j * PASS * TILE_K, w.iterator + (rows[j] + column), size)
-                cute.arch.cp_async_mbarrier_arrive_noinc(full + state.index)
+                cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + state.index)
                 state.advance()
             unit += step
             tile, before = self.seek(sizes, unit, tile, before)
 
     @cute.jit
     def mma(
-        self, full, empty, mma: cute.TiledMma, sX, sW, sums, totals, entries, neurons, chunks, sizes, results, columns,
+        self, ring, mma: cute.TiledMma, sX, sW, sums, totals, entries, neurons, chunks, sizes, results, columns,
         thread,
     ):  # fmt: skip
         """All products of a unit, then those that the pattern asks for."""
@@ -237,7 +233,7 @@ class SampledUp:
         rW = mma.make_fragment_B(leader.partition_B(sW))
         acc = cute.make_rmem_tensor(mma.get_slice(thread).partition_shape_C((TILE_M, TILE_N)), Float32)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
-        release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
+        read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
         unit, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         tile, before = self.seek(sizes, unit, Int32(0), Int32(0))
         words, others = cute.make_rmem_tensor((BATCH,), Uint32), cute.make_rmem_tensor((BATCH,), Float32)
@@ -248,7 +244,7 @@ class SampledUp:
             self.load_entries(results, entries, words, others, bounds[0] + thread, bounds[STAGED_CHUNKS])
             mma.set(warpgroup.Field.ACCUMULATE, False)
             for k in cutlass.range(columns, unroll=1):
-                cute.arch.mbarrier_wait(full + state.index, state.phase)
+                cute.arch.mbarrier_wait(ring.full + state.index, state.phase)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 warpgroup.fence()
                 for block in range_constexpr(TILE_K // 16):
@@ -257,14 +253,10 @@ class SampledUp:
                 warpgroup.commit_group()
                 warpgroup.wait_group(1)
                 if k > 0:
-                    if lane == 0:
-                        cute.arch.mbarrier_arrive(empty + release.index)
-                    release.advance()
+                    read = release(ring, read, lane)
                 state.advance()
             warpgroup.wait_group(0)
-            if lane == 0:
-                cute.arch.mbarrier_arrive(empty + release.index)
-            release.advance()
+            read = release(ring, read, lane)
             total = Float32(0.0)
             for half_of_unit in range_constexpr(TILE_N // STAGED):
                 total += self.sample(

@@ -30,6 +30,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from . import feasible, geometry
 from .sm90 import operands
+from .sm90.ring import open_ring
 from .sm90.sparse_product import (
     AHEAD,
     GROUP_THREADS,
@@ -158,11 +159,7 @@ class WeightGrad(SparseProduct):
         thread = cute.arch.thread_idx()[0]
         group = cute.arch.make_warp_uniform(thread // 128)
         shared = SmemAllocator().allocate(self.shared)
-        full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
-        if thread < STAGES:
-            cute.arch.mbarrier_init(full + thread, GROUP_THREADS)
-            cute.arch.mbarrier_init(empty + thread, MMA_WARPS)
-            cute.arch.mbarrier_init_fence()
+        ring = open_ring(shared, STAGES, GROUP_THREADS, MMA_WARPS, thread)
         ones = shared.ones.get_tensor(cute.make_layout(cute.cosize(ones_layout)))
         if const_expr(self.has_bias):
             for i in cutlass.range(thread, cute.cosize(ones_layout), THREADS, unroll=1):
@@ -173,7 +170,7 @@ class WeightGrad(SparseProduct):
             data = Operands(x, dy, tiles, starts, packed, tokens, slabs)
             if group == 0:
                 cute.arch.setmaxregister_decrease(REGISTERS_FILL)
-                self.fill(full, empty, shared.sB.data_ptr(), data, units, thread)
+                self.fill(ring, shared.sB.data_ptr(), data, units, thread)
             else:
                 cute.arch.setmaxregister_increase(REGISTERS_MMA)
                 sA = shared.sA.get_tensor(a_layout.outer, swizzle=a_layout.inner)
@@ -182,7 +179,7 @@ class WeightGrad(SparseProduct):
                 for mma in mmas:
                     mma.set(warpgroup.Field.ACCUMULATE, True)
                 self.mma(
-                    full, empty, mmas, shared.sA.data_ptr(), sA, sB, sOnes, data, order, weights, biases, aside, units,
+                    ring, mmas, shared.sA.data_ptr(), sA, sB, sOnes, data, order, weights, biases, aside, units,
                     thread - 128, long,
                 )  # fmt: skip
 
@@ -227,7 +224,7 @@ class WeightGrad(SparseProduct):
 
     @cute.jit
     def mma(
-        self, full, empty, mmas, tiles, sA, sB, sOnes, data, order, weights, biases, aside, units, thread,
+        self, ring, mmas, tiles, sA, sB, sOnes, data, order, weights, biases, aside, units, thread,
         long: cutlass.Constexpr,
     ):  # fmt: skip
         """Main loop over a unit's tokens, then the rows of its neurons."""
@@ -249,7 +246,7 @@ class WeightGrad(SparseProduct):
         sums = cute.make_rmem_tensor(row_sums.get_slice(member).partition_shape_C((TILE_M, 8)), Float32)
         words = cute.make_rmem_tensor((2, AHEAD), Uint32)
         unit = Int32(cute.arch.block_idx()[0])
-        group = Group(full, empty, tiles, words, aside, data, units, half, member)
+        group = Group(ring, tiles, words, aside, data, units, half, member)
         walk = self.first_turns(group)
         tile, part = self.split(data, unit)
         length = data.tiles[tile, 3]

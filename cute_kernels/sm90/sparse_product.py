@@ -14,6 +14,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from .. import feasible
 from .copies import store_values
+from .ring import release
 from .sums import set_aside, take_back
 from .swizzle import swizzle_column, swizzle_piece
 from .values import pack
@@ -96,8 +97,7 @@ class List(NamedTuple):
 class Group(NamedTuple):
     """What a warp group that multiplies works with."""
 
-    full: Any
-    empty: Any
+    ring: Any
     tiles: Any  # coefficients, in shared memory
     words: Any  # coefficients that are loaded ahead, in registers
     aside: Any  # where this thread sets sums aside
@@ -131,8 +131,8 @@ class SparseProduct:
     longest: int
 
     @cute.jit
-    def fill(self, full, empty, sB, data, units, thread):
-        """Gather 64 rows a stage; `full` takes 128 arrivals, when the copies of the stage are through.
+    def fill(self, ring, sB, data, units, thread):
+        """Gather 64 rows a stage; its full barrier takes 128 arrivals, when the copies of the stage are through.
 
         cp.async writes by the generic proxy and WGMMA reads by the other: the fence between them is here.
         """
@@ -144,7 +144,7 @@ class SparseProduct:
         while place.unit < units:
             for second in range_constexpr(2):
                 if place.chunk * 64 + 64 * second < current.length:
-                    cute.arch.mbarrier_wait(empty + stage, phase)
+                    cute.arch.mbarrier_wait(ring.empty + stage, phase)
                     target = sB + stage * (256 * 64)
                     self.gather(data, target, current.part, rows[None, second], place.product, thread)
                     cute.arch.cp_async_commit_group()
@@ -155,7 +155,7 @@ class SparseProduct:
                     if flying == FLYING:
                         cute.arch.cp_async_wait_group(FLYING)
                         cute.arch.fence_proxy("async.shared", space="cta")
-                        cute.arch.mbarrier_arrive(full + done)
+                        cute.arch.mbarrier_arrive(ring.full + done)
                         done = done + 1 if done + 1 < STAGES else 0
                     else:
                         flying += 1
@@ -164,7 +164,7 @@ class SparseProduct:
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_proxy("async.shared", space="cta")
         while flying > 0:
-            cute.arch.mbarrier_arrive(full + done)
+            cute.arch.mbarrier_arrive(ring.full + done)
             done = done + 1 if done + 1 < STAGES else 0
             flying -= 1
 
@@ -193,7 +193,7 @@ class SparseProduct:
         no longer in uniform registers, and all of them take a tenth longer.
         """
         state, slot, ahead = walk
-        release = state.clone()
+        read = state.clone()
         lane = cute.arch.lane_idx()
         turns, longest = cute.ceil_div(length, TURN) * self.products, self.longest // TURN
         for k in cutlass.range(turns, unroll=1):
@@ -204,26 +204,26 @@ class SparseProduct:
                     for i in range_constexpr(2, len(factors), 3):
                         set_aside(factors[i], g.aside, 128 * (i // 5), k == longest)
             cute.arch.barrier(barrier_id=TILE_BARRIER + g.half, number_of_threads=GROUP_THREADS)
-            cute.arch.mbarrier_wait(g.full + state.index, state.phase)
+            cute.arch.mbarrier_wait(g.ring.full + state.index, state.phase)
             self.multiply(mma, factors, 2 * slot + g.half, state.index, 0)
             state.advance()
             warpgroup.wait_group(1)
             if k > 0:
-                release = self.release(g.empty, release, lane)
+                read = release(g.ring, read, lane)
             if left > 64:
-                cute.arch.mbarrier_wait(g.full + state.index, state.phase)
+                cute.arch.mbarrier_wait(g.ring.full + state.index, state.phase)
                 self.multiply(mma, factors, 2 * slot + g.half, state.index, 1)
                 state.advance()
             # while the tensor cores work: the next turn's coefficients
             ahead = self.fill_tile(g.data, g.tiles, g.words, ahead, g.units, g.half, g.member)
             if left > 64:
                 warpgroup.wait_group(1)
-                release = self.release(g.empty, release, lane)
+                read = release(g.ring, read, lane)
             self.clear(g.tiles, slot - 1 if slot > 0 else 2, g.half, g.member)
             slot = slot + 1 if slot < 2 else 0
         warpgroup.wait_group(0)
         if turns > 0:
-            release = self.release(g.empty, release, lane)
+            read = release(g.ring, read, lane)
         if const_expr(long):
             if turns > longest:
                 for i in range_constexpr(2, len(factors), 3):
@@ -238,14 +238,6 @@ class SparseProduct:
         for i in range_constexpr(4):
             cute.gemm(mma, acc, rA[None, None, 4 * second + i, tile], rB[None, None, i, stage], acc)
         warpgroup.commit_group()
-
-    @cute.jit
-    def release(self, empty, state, lane):
-        """A stage has been read by this warp."""
-        if lane == 0:
-            cute.arch.mbarrier_arrive(empty + state.index)
-        state.advance()
-        return state
 
     # ---- a warp group's coefficients ----
 
