@@ -217,7 +217,7 @@ class Overflow:
         """One span of columns of the owners from `first` on; returns the parity of the coefficients' buffer."""
         _, results, sums = self.counts
         partners = o.w_gate.shape[0] if const_expr(self.by_token) else o.x.shape[0]
-        at = self.stand()
+        at = self.thread_place()
         acc = cute.make_rmem_tensor((4, 8, self.blocks, TILES, results), Float32)
         acc.fill(0.0)
         for t in range_constexpr(sums):
@@ -230,7 +230,7 @@ class Overflow:
             self.list_partners(o, s, at, first, owners, window, partners)
             base = Int32(0)
             while base < s.sums[WARPS]:
-                here = self.stand()
+                here = self.thread_place()
                 self.score(o, s, here, first, owners, window, base, turn)
                 cute.arch.cluster_arrive()
                 cute.arch.cluster_wait()
@@ -242,9 +242,9 @@ class Overflow:
                 base += self.batch
         if partners > self.longest:
             take_back(acc, o.aside, 0)
-        self.store(o, first, owners, self.first_column(self.stand(), span), acc)
+        self.store(o, first, owners, self.first_column(self.thread_place(), span), acc)
         if const_expr(sums > 0):
-            self.store_totals(o, s, self.stand(), first, owners, span)
+            self.store_totals(o, s, self.thread_place(), first, owners, span)
         return turn
 
     def first_column(self, at, span):
@@ -541,7 +541,7 @@ class Overflow:
         for result in range_constexpr(self.counts[1]):
             matrix = o.results[result]
             for tile in range_constexpr(TILES):
-                at = self.stand()
+                at = self.thread_place()
                 for b in range_constexpr(self.blocks):
                     for e in range_constexpr(4):
                         owner = first + tile * ROWS + e // 2 * 8 + (at.lane >> 2)
@@ -608,8 +608,8 @@ class Overflow:
         return (t * WARPS + at.warp) * OWNERS + tile * ROWS + row * 8 + (at.lane >> 2)
 
     @cute.jit
-    def stand(self):
-        """Where a thread stands, read anew: what follows from it takes no registers while it is not needed."""
+    def thread_place(self):
+        """Where a thread stands, read again: what follows from it takes no registers while it is not needed."""
         lane = cute.arch.inline_ptx(
             "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[cute.arch.lane_idx()]
         )
