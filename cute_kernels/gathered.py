@@ -202,7 +202,7 @@ class Gathered(SparseProduct):
 
     @cute.jit
     def bound(self, data, tile, chunk):
-        return data.chunks[tile, cutlass.min(chunk, data.chunks.shape[1] - 1)]
+        return data.chunks[tile, chunk]
 
     @cute.jit
     def row(self, data, at):

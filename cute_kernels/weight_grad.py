@@ -203,7 +203,7 @@ class WeightGrad(SparseProduct):
 
     @cute.jit
     def bound(self, data, tile, chunk):
-        return data.starts[tile, cutlass.min(chunk, data.starts.shape[1] - 1)]
+        return data.starts[tile, chunk]
 
     @cute.jit
     def row(self, data, at):

@@ -125,7 +125,7 @@ class SparseProduct:
 
         split(data, unit)                     its tile and part
         open(data, tile)                      length of the tile's list, and where it begins
-        bound(data, tile, chunk)              where the coefficients of 64 places of the list begin
+        bound(data, tile, chunk)              where the coefficients of 64 places of the list begin; one more than there are: end
         row(data, at)                         the list
         gather(data, stage, part, rows, product, thread)
         load(data, at, product)               a coefficient in two registers
@@ -345,9 +345,13 @@ class SparseProduct:
         if unit < data.units:
             tile, part = self.split(data, unit)
             length, base = self.open(data, tile)
-            begin, middle = self.bound(data, tile, 2 * lane), self.bound(data, tile, 2 * lane + 1)
-            end = self.bound(data, tile, 2 * lane + 2)
+            begin, middle, end = self.bounds(data, tile, length, 2 * lane)
         return List(tile, part, length, base, begin, middle, end)
+
+    def bounds(self, data, tile, length, chunk):
+        """Where the coefficients of two chunks begin and end. Behind the list's last chunk no bound was written."""
+        chunks = (length + 63) >> 6
+        return [self.bound(data, tile, cutlass.min(chunk + i, chunks)) for i in range(3)]
 
     @cute.jit
     def advance(self, data, turn, current, following, lane):
@@ -364,14 +368,10 @@ class SparseProduct:
                 tile, part, length, base, begin, middle, end = following
                 following = self.look_up(data, self.unit_after(unit), lane)
             if chunk > 0 and chunk & 63 == 0:
-                begin, middle = self.bound(data, tile, chunk + 2 * lane), self.bound(data, tile, chunk + 2 * lane + 1)
-                end = self.bound(data, tile, chunk + 2 * lane + 2)
+                begin, middle, end = self.bounds(data, tile, length, chunk + 2 * lane)
         source = (chunk & 63) >> 1
         first, between = cute.arch.shuffle_sync(begin, source), cute.arch.shuffle_sync(middle, source)
         last = cute.arch.shuffle_sync(end, source)
-        # the bounds of a chunk that does not exist are not to be trusted
-        last = last if chunk * 64 + 64 < length else between
-        last = last if unit < data.units else first
         turn = Turn(unit, chunk, product, first, between, last)
         return turn, List(tile, part, length, base, begin, middle, end), following
 
