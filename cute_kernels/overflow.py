@@ -15,7 +15,8 @@ is a sum over the owner's *partners*, the neurons or tokens its bits name, of co
 A cluster of CTAs takes 32 owners at a time; each CTA keeps the sums of a slab of the columns in registers. Where the
 slabs of a cluster do not span K, the owners are taken once more for each further span, dot products included.
 
-    list   up to WINDOW partners: those with a bit set for any of the owners, ascending. Every CTA lists them all.
+    list   of a window of up to WINDOW partners those with a bit set for any of the owners, ascending. Every CTA lists
+           them all.
     score  a share of a batch of partners: their dot products with the owners over all of K, by mma, rows through a ring
            of stages in shared memory. The coefficients, rounded to 16 bits and zero where the bit is not set, go to
            every CTA of the cluster.
@@ -57,7 +58,7 @@ TILES = OWNERS // ROWS
 COLUMNS = 64
 LINES = THREADS // 8
 assert LINES == OWNERS
-# partners that are listed at a time: a word of 32 flags a thread
+# most partners that are listed at a time: a word of 32 flags a thread
 WINDOW = 32 * THREADS
 
 
@@ -126,9 +127,13 @@ class Overflow:
         self.stage = (lefts * OWNERS + rights * self.share * WARPS) * COLUMNS
         fixed = 4 * (self.pairs + self.slots + self.slots // self.cluster + WARPS) + 2 * WINDOW + 256
         self.stages = min(5, (feasible.SMEM_PER_CTA - fixed) // (2 * self.stage))
-        # partners whose products tensor cores add up; each has two for dx of a gated layer
+        # partners whose products tensor cores add up in one go; each has two for dx of a gated layer
         terms = self.counts[0] - self.counts[1] + 1
-        self.longest = max(1, geometry.LONGEST_SUM[spec.dtype] // (terms * WINDOW)) * WINDOW
+        self.longest = geometry.LONGEST_SUM[spec.dtype] // terms
+        # the sums are set aside between two windows
+        self.window = min(WINDOW, self.longest)
+        assert self.longest % self.window == 0
+        assert self.by_token or self.window == WINDOW
         self.ring = self.stages * self.stage // (4 * self.blocks * 256 * WARPS)
 
     def scored(self, o: Operands) -> Any:
@@ -224,7 +229,7 @@ class Overflow:
             for tile in range_constexpr(TILES):
                 for row in range_constexpr(2):
                     s.own[self.total(at, t, tile, row)] = Float32(0.0)
-        for window in cutlass.range(0, partners, WINDOW, unroll=1):
+        for window in cutlass.range(0, partners, self.window, unroll=1):
             if window > 0 and window % self.longest == 0:
                 set_aside(acc, o.aside, 0, window == self.longest)
             self.list_partners(o, s, at, first, owners, window, partners)
@@ -255,7 +260,7 @@ class Overflow:
 
     @cute.jit
     def list_partners(self, o, s, at, first, owners, window, partners):
-        """List partners `window` to `window + WINDOW` that any of the owners has; how many follows the warps' sums."""
+        """List the partners of the window that any of the owners has; how many follows the warps' sums."""
         flags = self.flags(o, at, first, owners, window, partners)
         own = Int32(cute.arch.popc(flags))
         before = prefix_sum(own, at.lane)
@@ -286,8 +291,10 @@ class Overflow:
         words = (o.w_gate.shape[0] + 31) >> 5
         flags = Uint32(0)
         if const_expr(self.by_token):
-            word = window // 32 + at.thread
-            if word < words:
+            word, end = window // 32 + at.thread, words
+            if const_expr(self.window < WINDOW):
+                end = cutlass.min(words, (window + self.window) // 32)
+            if word < end:
                 for row in cutlass.range(first, cutlass.min(first + OWNERS, owners), unroll=8):
                     flags = flags | Uint32(o.bits[row * words + word])
         else:

@@ -125,7 +125,7 @@ class SparseProduct:
 
         split(data, unit)                     its tile and part
         open(data, tile)                      length of the tile's list, and where it begins
-        bound(data, tile, chunk)              where the coefficients of 64 places of the list begin; one more than there are: end
+        bound(data, tile, chunk)              where those of 64 places begin; behind the last: where they end
         row(data, at)                         the list
         gather(data, stage, part, rows, product, thread)
         load(data, at, product)               a coefficient in two registers
