@@ -16,7 +16,7 @@ So the tensor cores wait for the epilogue's register-to-shared copy alone. Hand-
 """
 
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -31,6 +31,7 @@ from cutlass.tensor_utils import LayoutEnum
 from . import feasible, geometry
 from .sm90 import operands
 from .sm90.copies import load_values, store_values
+from .sm90.swizzle import swizzle_piece
 from .sm90.values import count_flags, lanes_before, nonzero_flags, relu_pack, value_bits
 from .specs import GatePackSpec
 
@@ -52,6 +53,42 @@ class Barrier(IntEnum):
     GATE_EMPTY_0 = 3
     GATE_EMPTY_1 = 4
     PACK = 5
+
+
+class Transfer(NamedTuple):
+    """A TMA copy and its tensor."""
+
+    atom: Any
+    tensor: Any
+
+
+class Operands(NamedTuple):
+    """Global memory that goes without TMA; no bias is None."""
+
+    bias: Any
+    spill: Any
+    stats: Any
+
+
+class Extent(NamedTuple):
+    """Tiles of a cluster by rows and columns, steps of K; rows and neurons."""
+
+    m_tiles: Any
+    n_tiles: Any
+    k_tiles: Any
+    rows: Any
+    neurons: Any
+
+
+class Views(NamedTuple):
+    """A CTA's shared memory by name."""
+
+    sX: Any
+    sB: Any
+    sG: Any  # gate tile
+    sW: Any  # two buffers of words
+    gate: Any  # the gate tile without its swizzle
+    tally: Any  # [PACK_WARPS, 2] non-zeros and overflows
 
 
 class GatePack:
@@ -90,14 +127,13 @@ class GatePack:
         words_layout = cute.make_layout(
             (self.chunk_rows, self.width, 2), stride=(self.width, 1, self.chunk_rows * self.width)
         )
-        x_tma, x_g = self.load_atom(x, x_layout, (TILE_M, self.tile_k), cn)
-        w_tma, w_g = self.load_atom(w, w_layout, (TILE_N, self.tile_k), cm)
-        words_tma, words_g = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(),
-            words,
-            cute.slice_(words_layout, (None, None, 0)),
-            (self.chunk_rows, self.width),
+        loads = (
+            self.transfer(x, x_layout, (TILE_M, self.tile_k), cn),
+            self.transfer(w, w_layout, (TILE_N, self.tile_k), cm),
         )
+        one = cute.slice_(words_layout, (None, None, 0))
+        box = (self.chunk_rows, self.width)
+        store = Transfer(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), words, one, box))
 
         @cute.struct
         class Shared:
@@ -113,52 +149,45 @@ class GatePack:
         m_tiles = cute.ceil_div(x.shape[0], TILE_M * cm)
         n_tiles = cute.ceil_div(w.shape[0], TILE_N * cn)
         total = m_tiles * n_tiles
-        k_tiles = cute.ceil_div(x.shape[1], self.tile_k)
+        extent = Extent(m_tiles, n_tiles, cute.ceil_div(x.shape[1], self.tile_k), x.shape[0], w.shape[0])
+        layouts = (x_layout, w_layout, gate_layout, words_layout)
         if total > 0:
-            self.kernel(
-                x_tma, x_g, w_tma, w_g, words_tma, words_g, bias, spill, stats, mma, x_layout, w_layout, gate_layout,
-                words_layout, (m_tiles, n_tiles, k_tiles), (x.shape[0], w.shape[0]),
-            ).launch(
+            self.kernel(*loads, store, Operands(bias, spill, stats), mma, *layouts, extent).launch(
                 grid=(cm, cn, cutlass.min(total, max_clusters)),
                 block=(THREADS, 1, 1),
                 cluster=(cm, cn, 1),
                 min_blocks_per_mp=1,
                 stream=stream,
                 use_pdl=True,
-            )  # fmt: skip
+            )
 
-    def load_atom(self, tensor: Any, layout: Any, box: tuple[int, int], peers: int) -> Any:
+    def transfer(self, tensor: Any, layout: Any, box: tuple[int, int], peers: int) -> Transfer:
         """A TMA load of one stage's tile, split over the `peers` CTAs that share it."""
         op = cpasync.CopyBulkTensorTileG2SMulticastOp() if peers > 1 else cpasync.CopyBulkTensorTileG2SOp()
-        return cpasync.make_tiled_tma_atom(op, tensor, cute.slice_(layout, (None, None, 0)), box, num_multicast=peers)
+        stage = cute.slice_(layout, (None, None, 0))
+        return Transfer(*cpasync.make_tiled_tma_atom(op, tensor, stage, box, num_multicast=peers))
 
     @cute.kernel
     def kernel(
         self,
-        x_tma: cute.CopyAtom,
-        x_g: cute.Tensor,
-        w_tma: cute.CopyAtom,
-        w_g: cute.Tensor,
-        words_tma: cute.CopyAtom,
-        words_g: cute.Tensor,
-        bias: cute.Tensor | None,
-        spill: cute.Tensor,
-        stats: cute.Tensor,
+        x: Transfer,
+        w: Transfer,
+        words: Transfer,
+        o: Operands,
         mma: cute.TiledMma,
         x_layout: cute.ComposedLayout,
         w_layout: cute.ComposedLayout,
         gate_layout: cute.ComposedLayout,
         words_layout: cute.Layout,
-        grid: tuple[Int32, Int32, Int32],
-        extent: tuple[Int32, Int32],
+        extent: Extent,
     ):
         thread = cute.arch.thread_idx()[0]
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(thread // 128)
         if warp_index == 0:
-            cpasync.prefetch_descriptor(x_tma)
-            cpasync.prefetch_descriptor(w_tma)
-            cpasync.prefetch_descriptor(words_tma)
+            cpasync.prefetch_descriptor(x.atom)
+            cpasync.prefetch_descriptor(w.atom)
+            cpasync.prefetch_descriptor(words.atom)
 
         cm, cn = self.cluster
         shared = SmemAllocator().allocate(self.shared)
@@ -172,10 +201,14 @@ class GatePack:
             defer_sync=True,
         )
         pipeline.pipeline_init_arrive(cluster_shape_mn=self.cluster, is_relaxed=True)
-        sX = shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner)
-        sB = shared.sB.get_tensor(w_layout.outer, swizzle=w_layout.inner)
-        sG = shared.sG.get_tensor(gate_layout.outer, swizzle=gate_layout.inner)
-        sW = shared.sW.get_tensor(words_layout)
+        s = Views(
+            sX=shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner),
+            sB=shared.sB.get_tensor(w_layout.outer, swizzle=w_layout.inner),
+            sG=shared.sG.get_tensor(gate_layout.outer, swizzle=gate_layout.inner),
+            sW=shared.sW.get_tensor(words_layout),
+            gate=shared.sG.get_tensor(cute.make_layout(TILE_M * TILE_N)),
+            tally=shared.tally.get_tensor(cute.make_layout((PACK_WARPS, 2), stride=(2, 1))),
+        )
         pipeline.pipeline_init_wait(cluster_shape_mn=self.cluster)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -183,91 +216,79 @@ class GatePack:
         if group == 0:
             cute.arch.setmaxregister_decrease(REGISTERS_LOAD_PACK)
             if warp_index == 0:
-                self.load(ring, x_tma, x_g, w_tma, w_g, sX, sB, grid)
+                self.load(ring, x, w, s, extent)
             else:
-                flat = shared.sG.get_tensor(cute.make_layout(TILE_M * TILE_N))
-                tally = shared.tally.get_tensor(cute.make_layout((PACK_WARPS, 2), stride=(2, 1)))
-                self.pack(words_tma, words_g, flat, sW, tally, spill, stats, warp_index - 1, grid, extent)
+                self.pack(words, s, o, warp_index - 1, extent)
         else:
             cute.arch.setmaxregister_increase(REGISTERS_MMA)
-            self.mma(ring, mma, sX, sB, sG, bias, thread - 128, grid, extent)
+            self.mma(ring, mma, s, o.bias, thread - 128, extent)
 
     @cute.jit
-    def tile_of(self, index: Int32, grid: tuple[Int32, Int32, Int32]) -> tuple[Int32, Int32]:
+    def tile_of(self, index: Int32, extent: Extent) -> tuple[Int32, Int32]:
         """The (row, column) tile of this CTA in the cluster tile `index`: bands of `group` row tiles, rows fastest.
 
         A wave of 66 clusters then touches 8 row tiles and 8 or 9 column tiles, which fit in L2 together.
         """
-        m_tiles, n_tiles, _ = grid
         ci, cj, _ = cute.arch.block_idx()
-        band = index // (self.group * n_tiles)
-        height = cutlass.min(m_tiles - band * self.group, Int32(self.group))
-        inside = index - band * self.group * n_tiles
+        band = index // (self.group * extent.n_tiles)
+        height = cutlass.min(extent.m_tiles - band * self.group, Int32(self.group))
+        inside = index - band * self.group * extent.n_tiles
         column = inside // height
         row = band * self.group + inside - column * height
         return row * self.cluster[0] + ci, column * self.cluster[1] + cj
 
     @cute.jit
-    def load(self, ring, x_tma, x_g, w_tma, w_g, sX, sB, grid):
+    def load(self, ring, x, w, s, extent):
         """Keep the ring full: one x tile and one w tile a stage."""
         cm, cn = self.cluster
         layout = cute.make_layout((cm, cn, 1))
         ci, cj, _ = layout.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
         x_mask = cute.make_layout_image_mask(layout, (ci, cj, 0), mode=1) if const_expr(cn > 1) else 0
         w_mask = cute.make_layout_image_mask(layout, (ci, cj, 0), mode=0) if const_expr(cm > 1) else 0
-        x_tiles = cute.local_tile(x_g, (TILE_M, self.tile_k), (None, None))
-        w_tiles = cute.local_tile(w_g, (TILE_N, self.tile_k), (None, None))
+        x_tiles = cute.local_tile(x.tensor, (TILE_M, self.tile_k), (None, None))
+        w_tiles = cute.local_tile(w.tensor, (TILE_N, self.tile_k), (None, None))
         x_s, x_t = cpasync.tma_partition(
-            x_tma, cj, cute.make_layout(cn), cute.group_modes(sX, 0, 2), cute.group_modes(x_tiles, 0, 2)
+            x.atom, cj, cute.make_layout(cn), cute.group_modes(s.sX, 0, 2), cute.group_modes(x_tiles, 0, 2)
         )
         w_s, w_t = cpasync.tma_partition(
-            w_tma, ci, cute.make_layout(cm), cute.group_modes(sB, 0, 2), cute.group_modes(w_tiles, 0, 2)
+            w.atom, ci, cute.make_layout(cm), cute.group_modes(s.sB, 0, 2), cute.group_modes(w_tiles, 0, 2)
         )
-        m_tiles, n_tiles, k_tiles = grid
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         tile, step = cute.arch.block_idx()[2], cute.arch.grid_dim()[2]
-        while tile < m_tiles * n_tiles:
-            row, column = self.tile_of(tile, grid)
+        while tile < extent.m_tiles * extent.n_tiles:
+            row, column = self.tile_of(tile, extent)
             state.reset_count()
-            for _ in cutlass.range(k_tiles, unroll=1):
+            for _ in cutlass.range(extent.k_tiles, unroll=1):
                 ring.producer_acquire(state)
                 barrier = ring.producer_get_barrier(state)
-                cute.copy(
-                    x_tma, x_t[None, row, state.count], x_s[None, state.index], tma_bar_ptr=barrier, mcast_mask=x_mask
-                )
-                cute.copy(
-                    w_tma,
-                    w_t[None, column, state.count],
-                    w_s[None, state.index],
-                    tma_bar_ptr=barrier,
-                    mcast_mask=w_mask,
-                )
+                x_tile, w_tile = x_t[None, row, state.count], w_t[None, column, state.count]
+                cute.copy(x.atom, x_tile, x_s[None, state.index], tma_bar_ptr=barrier, mcast_mask=x_mask)
+                cute.copy(w.atom, w_tile, w_s[None, state.index], tma_bar_ptr=barrier, mcast_mask=w_mask)
                 ring.producer_commit(state)
                 state.advance()
             tile += step
         ring.producer_tail(state)
 
     @cute.jit
-    def mma(self, ring, mma: cute.TiledMma, sX, sB, sG, bias, thread: Int32, grid, extent):
+    def mma(self, ring, mma: cute.TiledMma, s, bias, thread: Int32, extent):
         """Main loop and the register half of the epilogue, for 64 of the tile's rows."""
         half = cute.arch.make_warp_uniform(thread // 128)
         leader = mma.get_slice(cute.make_layout(2, stride=128)(half))
-        rX = mma.make_fragment_A(leader.partition_A(sX))
-        rB = mma.make_fragment_B(leader.partition_B(sB))
+        rX = mma.make_fragment_A(leader.partition_A(s.sX))
+        rB = mma.make_fragment_B(leader.partition_B(s.sB))
         coordinates = mma.get_slice(thread).partition_C(cute.make_identity_tensor((TILE_M, TILE_N)))
         acc = cute.make_rmem_tensor(coordinates.shape[:3], Float32)
         store = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma)
-        tRS_sG = store.get_slice(thread).partition_D(sG)
+        tRS_sG = store.get_slice(thread).partition_D(s.sG)
 
-        m_tiles, n_tiles, k_tiles = grid
         full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         first, step = cute.arch.block_idx()[2], cute.arch.grid_dim()[2]
         tile = first
-        while tile < m_tiles * n_tiles:
-            _, column = self.tile_of(tile, grid)
+        while tile < extent.m_tiles * extent.n_tiles:
+            _, column = self.tile_of(tile, extent)
             mma.set(warpgroup.Field.ACCUMULATE, False)
-            for k in cutlass.range(k_tiles, unroll=1):
+            for k in cutlass.range(extent.k_tiles, unroll=1):
                 ring.consumer_wait(full)
                 warpgroup.fence()
                 for block in range_constexpr(self.tile_k // 16):
@@ -285,7 +306,7 @@ class GatePack:
             release.advance()
 
             if const_expr(self.has_bias):
-                self.add_bias(acc, bias, coordinates, column, extent[1])
+                self.add_bias(acc, bias, coordinates, column, extent.neurons)
             gate = cute.make_rmem_tensor(acc.shape, self.dtype)
             pairs = cute.recast_tensor(gate, Uint32)
             for i in range_constexpr(cute.size(pairs)):
@@ -308,19 +329,17 @@ class GatePack:
                     acc[(j, i, v), 0, 0] += b
 
     @cute.jit
-    def pack(self, words_tma, words_g, sG, sW, tally, spill, stats, warp_index: Int32, grid, extent):
+    def pack(self, words, s, o, warp_index: Int32, extent):
         """Turn gate halves into words: a warp takes a row at a time, `chunk_rows` rows leave together."""
         lane = cute.arch.lane_idx()
-        tiles = cute.local_tile(words_g, (self.chunk_rows, self.width), (None, None))
+        tiles = cute.local_tile(words.tensor, (self.chunk_rows, self.width), (None, None))
         words_s, words_t = cpasync.tma_partition(
-            words_tma, 0, cute.make_layout(1), cute.group_modes(sW, 0, 2), cute.group_modes(tiles, 0, 2)
+            words.atom, 0, cute.make_layout(1), cute.group_modes(s.sW, 0, 2), cute.group_modes(tiles, 0, 2)
         )
         chunks = HALF_M // self.chunk_rows
-        m_tiles, n_tiles, _ = grid
-        rows, neurons = extent
         tile, step = cute.arch.block_idx()[2], cute.arch.grid_dim()[2]
-        while tile < m_tiles * n_tiles:
-            tile_row, column = self.tile_of(tile, grid)
+        while tile < extent.m_tiles * extent.n_tiles:
+            tile_row, column = self.tile_of(tile, extent)
             for half in range_constexpr(2):
                 cute.arch.barrier(barrier_id=Barrier.GATE_FULL_0 + half, number_of_threads=HANDOVER_THREADS)
                 nonzeros, overflows = Int32(0), Int32(0)
@@ -333,43 +352,40 @@ class GatePack:
                     for inside in cutlass.range(warp_index, self.chunk_rows, PACK_WARPS, unroll=2):
                         row = half * HALF_M + chunk * self.chunk_rows + inside
                         m = tile_row * TILE_M + row
-                        count, spilled = self.pack_row(
-                            sG, row, column, lane, neurons, sW[inside, None, buffer], spill, m, m < rows
-                        )
+                        target = s.sW[inside, None, buffer]
+                        count, spilled = self.pack_row(s.gate, row, column, lane, target, o.spill, m, extent)
                         nonzeros += count
                         overflows += spilled
                     cute.arch.fence_proxy("async.shared", space="cta")
                     if const_expr(chunk == chunks - 1):
-                        if tile + step < m_tiles * n_tiles:
+                        if tile + step < extent.m_tiles * extent.n_tiles:
                             cute.arch.barrier_arrive(
                                 barrier_id=Barrier.GATE_EMPTY_0 + half, number_of_threads=HANDOVER_THREADS
                             )
                         if lane == 0:
-                            tally[warp_index, 0] = nonzeros
-                            tally[warp_index, 1] = overflows
+                            s.tally[warp_index, 0] = nonzeros
+                            s.tally[warp_index, 1] = overflows
                     cute.arch.barrier(barrier_id=Barrier.PACK, number_of_threads=32 * PACK_WARPS)
                     if warp_index == 0:
                         band = (tile_row * TILE_M + half * HALF_M) // self.chunk_rows + chunk
-                        cute.copy(words_tma, words_s[None, buffer], words_t[None, band, column])
+                        cute.copy(words.atom, words_s[None, buffer], words_t[None, band, column])
                         cute.arch.cp_async_bulk_commit_group()
                 entry = tile_row * 2 + half
-                if warp_index == 0 and lane < 2 and entry < stats.shape[0] and column < stats.shape[1]:
-                    stats[entry, column, lane] = tally[0, lane] + tally[1, lane] + tally[2, lane]
+                if warp_index == 0 and lane < 2 and entry < o.stats.shape[0] and column < o.stats.shape[1]:
+                    o.stats[entry, column, lane] = s.tally[0, lane] + s.tally[1, lane] + s.tally[2, lane]
             tile += step
         if warp_index == 0:
             cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
-    def pack_row(
-        self, sG, row: Int32, column: Int32, lane: Int32, neurons: Int32, words, spill, m: Int32, valid: Boolean
-    ):
+    def pack_row(self, gate, row: Int32, column: Int32, lane: Int32, words, spill, m: Int32, extent):
         """One row of one tile; returns its count and whether it overflows. What lies outside the problem is empty."""
-        # closed form of the 128-byte swizzle: panels of 64 neurons, 16-byte chunks permuted by the row
-        panel, chunk = lane >> 3, lane & 7
-        offset = panel * (TILE_M * 64) + row * 64 + ((chunk ^ (row & 7)) << 3)
-        quad = load_values(sG.iterator + offset)
+        valid = m < extent.rows
+        panel, piece = lane >> 3, lane & 7
+        offset = panel * (TILE_M * 64) + row * 64 + swizzle_piece(row, piece)
+        quad = load_values(gate.iterator + offset)
         neuron = Uint32(column * TILE_N + lane * 8)
-        inside = valid and neuron < Uint32(neurons)
+        inside = valid and neuron < Uint32(extent.neurons)
         for i in range_constexpr(4):
             quad[i] = quad[i] if inside else Uint32(0)
         count = pack_words(quad, neuron, words, self.width, self.width, lane, True)

@@ -36,6 +36,7 @@ from . import feasible, geometry
 from .gate_pack import pack_words
 from .sm90 import operands
 from .sm90.copies import load_peer, store_peer, store_values
+from .sm90.ring import open_ring, release
 from .sm90.values import count_flags, nonzero_flags, relu_pack
 from .specs import GatePackSkinnySpec
 
@@ -146,14 +147,10 @@ class GatePackSkinny:
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank, column, row = cute.arch.block_idx()
         shared = SmemAllocator().allocate(self.shared)
-        full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
         if warp_index == WARPS:
             cpasync.prefetch_descriptor(x_tma)
             cpasync.prefetch_descriptor(w_tma)
-        if thread < self.stages:
-            cute.arch.mbarrier_init(full + thread, 1)
-            cute.arch.mbarrier_init(empty + thread, WARPS)
-            cute.arch.mbarrier_init_fence()
+        ring = open_ring(shared, self.stages, 1, WARPS, thread)
         sX = shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner)
         sW = shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner)
         cute.arch.sync_threads()
@@ -167,14 +164,14 @@ class GatePackSkinny:
         # the warp's first token in the epilogue
         first = row * self.tokens + rank + self.cluster * warp_index
         if warp_index == WARPS:
-            self.load(full, empty, x_tma, x_g, w_tma, w_g, sX, sW, row, column * self.parts + part, split, blocks)
+            self.load(ring, x_tma, x_g, w_tma, w_g, sX, sW, row, column * self.parts + part, split, blocks)
         else:
-            self.mma(full, empty, mma, sX, sW, sums, blocks, thread)
+            self.mma(ring, mma, sX, sW, sums, blocks, thread)
         at = (rank, column, row, thread, warp_index, lane)
         self.epilogue(shared, sums, bias, words, spill, stats, width, extent, first, at)
 
     @cute.jit
-    def load(self, full, empty, x_tma, x_g, w_tma, w_g, sX, sW, row, column, split, blocks):
+    def load(self, ring, x_tma, x_g, w_tma, w_g, sX, sW, row, column, split, blocks):
         """The CTA's blocks of K, one a stage."""
         lane = cute.arch.lane_idx()
         x_tiles = cute.local_tile(x_g, (self.tokens, TILE_K), (None, None))
@@ -184,8 +181,8 @@ class GatePackSkinny:
         w_s, w_t = cpasync.tma_partition(w_tma, 0, one, cute.group_modes(sW, 0, 2), cute.group_modes(w_tiles, 0, 2))
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         for i in cutlass.range(blocks, unroll=1):
-            cute.arch.mbarrier_wait(empty + state.index, state.phase)
-            barrier = full + state.index
+            cute.arch.mbarrier_wait(ring.empty + state.index, state.phase)
+            barrier = ring.full + state.index
             if lane == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, (self.neurons + self.tokens) * TILE_K * 2)
             block = split + i * self.splits
@@ -194,7 +191,7 @@ class GatePackSkinny:
             state.advance()
 
     @cute.jit
-    def mma(self, full, empty, mma: cute.TiledMma, sX, sW, sums, blocks, thread):
+    def mma(self, ring, mma: cute.TiledMma, sX, sW, sums, blocks, thread):
         """Products of the CTA's blocks, then its partial sums by token."""
         lane = cute.arch.lane_idx()
         leader = mma.get_slice(0)
@@ -206,15 +203,13 @@ class GatePackSkinny:
         mma.set(warpgroup.Field.ACCUMULATE, True)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         for _ in cutlass.range(blocks, unroll=1):
-            cute.arch.mbarrier_wait(full + state.index, state.phase)
+            cute.arch.mbarrier_wait(ring.full + state.index, state.phase)
             warpgroup.fence()
             for k in range_constexpr(TILE_K // 16):
                 cute.gemm(mma, acc, rW[None, None, k, state.index], rX[None, None, k, state.index], acc)
             warpgroup.commit_group()
             warpgroup.wait_group(0)
-            if lane == 0:
-                cute.arch.mbarrier_arrive(empty + state.index)
-            state.advance()
+            state = release(ring, state, lane)
         # another warp may still read the ring
         cute.arch.barrier(barrier_id=Barrier.MMA, number_of_threads=MMA_THREADS)
         for i in range_constexpr(cute.size(acc)):

@@ -27,8 +27,8 @@ from cutlass.tensor_utils import LayoutEnum
 
 from . import feasible, geometry
 from .sm90 import operands
+from .sm90.ring import open_ring
 from .sm90.sparse_product import (
-    AHEAD,
     GROUP_THREADS,
     MMA_WARPS,
     REGISTERS_FILL,
@@ -36,12 +36,10 @@ from .sm90.sparse_product import (
     STAGES,
     THREADS,
     TURN,
-    Group,
     SparseProduct,
     gather_columns,
-    store_bits,
+    store_coefficient,
     store_rounded,
-    swizzled,
 )
 from .sm90.values import widen
 from .specs import GatheredSpec
@@ -52,18 +50,33 @@ SORTED = 1024
 
 
 class Operands(NamedTuple):
-    """What fills the ring."""
+    """Global memory by name, None where there is no such tensor, and the extent of the work."""
 
     coefficients: Any
     w: Any
     coefficients2: Any
     w2: Any
+    bias: Any
     entries: Any
     neurons: Any
     chunks: Any
     sizes: Any
-    order: Any
+    out: Any
+    aside: Any  # sums of long lists on their way
     slabs: Any
+    units: Any
+    order: Any = None  # shared memory: token tiles, those of long lists first
+
+
+class Work(NamedTuple):
+    """What a thread multiplies with."""
+
+    mma: Any
+    rA: Any
+    rB: Any
+    acc: Any
+    coordinates: Any
+    row: Any  # the first of two in the token tile
 
 
 class Gathered(SparseProduct):
@@ -113,10 +126,10 @@ class Gathered(SparseProduct):
         self.shared = Shared
         slabs = cute.ceil_div(out.shape[1], TILE_N)
         units = cute.ceil_div(out.shape[0], TILE_M) * slabs
-        arguments = (
-            coefficients, w, coefficients2, w2, bias, entries, neurons, chunks, sizes, out, aside, mma, a_layout,
-            b_layout, slabs, units, capacity,
-        )  # fmt: skip
+        data = Operands(
+            coefficients, w, coefficients2, w2, bias, entries, neurons, chunks, sizes, out, aside, slabs, units
+        )
+        arguments = (data, mma, a_layout, b_layout, capacity)
         ctas = cutlass.min(units, max_ctas)
         if units > 0:
             # what sets sums aside is a kernel of its own: it is a tenth slower
@@ -132,59 +145,41 @@ class Gathered(SparseProduct):
     @cute.kernel
     def kernel(
         self,
-        coefficients: cute.Tensor | None,
-        w: cute.Tensor,
-        coefficients2: cute.Tensor | None,
-        w2: cute.Tensor | None,
-        bias: cute.Tensor | None,
-        entries: cute.Tensor,
-        neurons: cute.Tensor,
-        chunks: cute.Tensor,
-        sizes: cute.Tensor,
-        out: cute.Tensor,
-        aside: cute.Tensor,
+        data: Operands,
         mma: cute.TiledMma,
         a_layout: cute.ComposedLayout,
         b_layout: cute.ComposedLayout,
-        slabs: Int32,
-        units: Int32,
         capacity: Int32,
         long: cutlass.Constexpr,
     ):
         thread = cute.arch.thread_idx()[0]
         group = cute.arch.make_warp_uniform(thread // 128)
         shared = SmemAllocator().allocate(self.shared)
-        full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
-        if thread < STAGES:
-            cute.arch.mbarrier_init(full + thread, GROUP_THREADS)
-            cute.arch.mbarrier_init(empty + thread, MMA_WARPS)
-            cute.arch.mbarrier_init_fence()
+        ring = open_ring(shared, STAGES, GROUP_THREADS, MMA_WARPS, thread)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        order = shared.order.get_tensor(cute.make_layout(SORTED))
-        data = Operands(coefficients, w, coefficients2, w2, entries, neurons, chunks, sizes, order, slabs)
-        if sizes[sizes.shape[0] - 1] <= capacity:
-            self.sort_tiles(order, shared.sB.data_ptr(), sizes, thread)
+        data = data._replace(order=shared.order.get_tensor(cute.make_layout(SORTED)))
+        if data.sizes[data.sizes.shape[0] - 1] <= capacity:
+            self.sort_tiles(data, shared.sB.data_ptr(), thread)
             if group == 0:
                 cute.arch.setmaxregister_decrease(REGISTERS_FILL)
-                self.fill(full, empty, shared.sB.data_ptr(), data, units, thread)
+                self.fill(ring, shared.sB.data_ptr(), data, thread)
             else:
                 cute.arch.setmaxregister_increase(REGISTERS_MMA)
                 sA = shared.sA.get_tensor(a_layout.outer, swizzle=a_layout.inner)
                 sB = shared.sB.get_tensor(b_layout.outer, swizzle=b_layout.inner)
                 mma.set(warpgroup.Field.ACCUMULATE, True)
-                self.mma(
-                    full, empty, mma, shared.sA.data_ptr(), sA, sB, data, out, aside, bias, units, thread - 128, long
-                )
+                work = self.work(mma, sA, sB, thread - 128)
+                self.multiply_units(ring, shared.sA.data_ptr(), data, work, thread - 128, long)
 
     @cute.jit
-    def sort_tiles(self, order, scratch, sizes, thread):
+    def sort_tiles(self, data, scratch, thread):
         """Token tiles by the length of their lists, descending: their rank is the number of longer ones."""
-        tiles = sizes.shape[0] - 1
+        tiles = data.sizes.shape[0] - 1
         lengths = cute.make_tensor(cute.recast_ptr(scratch, dtype=Int32), cute.make_layout(SORTED))
         if tiles <= SORTED:
             for i in cutlass.range(thread, tiles, THREADS, unroll=1):
-                lengths[i] = sizes[i]
+                lengths[i] = data.sizes[i]
         cute.arch.sync_threads()
         if tiles <= SORTED:
             for i in cutlass.range(thread, tiles, THREADS, unroll=1):
@@ -192,7 +187,7 @@ class Gathered(SparseProduct):
                 for j in cutlass.range(tiles, unroll=8):
                     other = lengths[j]
                     rank += Int32((other > own) | ((other == own) & (j < i)))
-                order[rank] = Uint16(i)
+                data.order[rank] = Uint16(i)
         cute.arch.sync_threads()
 
     @cute.jit
@@ -207,7 +202,7 @@ class Gathered(SparseProduct):
 
     @cute.jit
     def bound(self, data, tile, chunk):
-        return data.chunks[tile, cutlass.min(chunk, data.chunks.shape[1] - 1)]
+        return data.chunks[tile, chunk]
 
     @cute.jit
     def row(self, data, at):
@@ -241,56 +236,45 @@ class Gathered(SparseProduct):
         """A coefficient to row token, column place of the list, by the group that has the token."""
         bits = word >> 16 if const_expr(self.from_entries) else bits
         mine = valid & (Int32((word >> 12) & Uint32(1)) == half)
-        store_bits(tile + swizzled(word), bits, mine)
+        store_coefficient(tile, word, bits, mine)
 
     @cute.jit
-    def mma(
-        self, full, empty, mma: cute.TiledMma, tiles, sA, sB, data, out, aside, bias, units, thread,
-        long: cutlass.Constexpr,
-    ):  # fmt: skip
-        """Main loop over the list, then the tile of `out`."""
-        half = cute.arch.make_warp_uniform(thread // 128)
-        lane = cute.arch.lane_idx()
-        warp_index = cute.arch.make_warp_uniform(thread // 32)
-        member = thread & 127
+    def work(self, mma: cute.TiledMma, sA, sB, thread):
+        """Fragments and sums of a thread."""
         leader = mma.get_slice(0)
         rA = mma.make_fragment_A(leader.partition_A(sA))
         rB = mma.make_fragment_B(leader.partition_B(sB))
-        coordinates = mma.get_slice(member).partition_C(cute.make_identity_tensor((TILE_M // 2, TILE_N)))
+        coordinates = mma.get_slice(thread & 127).partition_C(cute.make_identity_tensor((TILE_M // 2, TILE_N)))
         acc = cute.make_rmem_tensor(coordinates.shape[:3], Float32)
-        words = cute.make_rmem_tensor((2, AHEAD), Uint32)
-        unit = Int32(cute.arch.block_idx()[0])
-        group = Group(full, empty, tiles, words, aside, data, units, half, member)
-        walk = self.first_turns(group)
-        tile, slab = self.split(data, unit)
-        length = data.sizes[tile]
-        while unit < units:
-            unit = self.unit_after(unit)
-            next_tile, next_slab = self.split(data, unit) if unit < units else (tile, slab)
-            next_length = data.sizes[next_tile]
-            self.start(acc, bias, coordinates, slab)
-            walk = self.sum_list(mma, (rA, rB, acc), group, walk, length, long)
-
-            row = tile * TILE_M + warp_index * 16 + (lane >> 2)
-            column = slab * TILE_N
-            for i in range_constexpr(2):
-                target = out.iterator + (Int64(row + 8 * i) * out.stride[0] + column)
-                left = out.shape[1] - column if row + 8 * i < out.shape[0] else 0
-                store_rounded(acc, i, TILE_N, target, left, lane, self.dtype)
-            tile, slab, length = next_tile, next_slab, next_length
+        row = cute.arch.make_warp_uniform(thread // 32) * 16 + (cute.arch.lane_idx() >> 2)
+        return Work(mma, rA, rB, acc, coordinates, row)
 
     @cute.jit
-    def start(self, acc, bias, coordinates, slab):
+    def multiply_unit(self, g, work, walk, tile, slab, length, long: cutlass.Constexpr):
+        """Main loop over the list of 64 tokens, then their tile of `out`."""
+        out = g.data.out
+        self.start(work, g.data.bias, slab)
+        walk = self.sum_list(work.mma, (work.rA, work.rB, work.acc), g, walk, length, long)
+        row = tile * TILE_M + work.row
+        column = slab * TILE_N
+        for i in range_constexpr(2):
+            target = out.iterator + (Int64(row + 8 * i) * out.stride[0] + column)
+            left = out.shape[1] - column if row + 8 * i < out.shape[0] else 0
+            store_rounded(work.acc, i, TILE_N, target, left, g.lane, self.dtype)
+        return walk
+
+    @cute.jit
+    def start(self, work, bias, slab):
         """The sums begin with the bias of their columns, or with zero."""
-        acc.fill(0.0)
+        work.acc.fill(0.0)
         if const_expr(self.has_bias):
             for v in range_constexpr(TILE_N // 8):
-                column = slab * TILE_N + coordinates[(0, 0, v), 0, 0][1]
+                column = slab * TILE_N + work.coordinates[(0, 0, v), 0, 0][1]
                 for j in range_constexpr(2):
                     # columns beyond the last are not stored
                     b = bias[cutlass.min(column + j, bias.shape[0] - 1)].to(Float32)
                     for i in range_constexpr(2):
-                        acc[(j, i, v), 0, 0] = b
+                        work.acc[(j, i, v), 0, 0] = b
 
 
 def signature(spec: GatheredSpec) -> tuple[Any, tuple[Any, ...]]:

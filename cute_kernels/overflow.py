@@ -15,7 +15,8 @@ is a sum over the owner's *partners*, the neurons or tokens its bits name, of co
 A cluster of CTAs takes 32 owners at a time; each CTA keeps the sums of a slab of the columns in registers. Where the
 slabs of a cluster do not span K, the owners are taken once more for each further span, dot products included.
 
-    list   up to WINDOW partners: those with a bit set for any of the owners, ascending. Every CTA lists them all.
+    list   of a window of up to WINDOW partners those with a bit set for any of the owners, ascending. Every CTA lists
+           them all.
     score  a share of a batch of partners: their dot products with the owners over all of K, by mma, rows through a ring
            of stages in shared memory. The coefficients, rounded to 16 bits and zero where the bit is not set, go to
            every CTA of the cluster.
@@ -36,10 +37,12 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, 
 from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry
+from .sampled_grad import gradients
 from .sm90 import operands
 from .sm90.mma import mma_16x8x16
 from .sm90.sparse_product import copy_async
 from .sm90.sums import set_aside, take_back
+from .sm90.swizzle import swizzle_piece
 from .sm90.values import high_to_float, low_to_float, lowest_bit, pack, prefix_sum, relu_pack
 from .specs import OverflowSpec
 
@@ -55,7 +58,7 @@ TILES = OWNERS // ROWS
 COLUMNS = 64
 LINES = THREADS // 8
 assert LINES == OWNERS
-# partners that are listed at a time: a word of 32 flags a thread
+# most partners that are listed at a time: a word of 32 flags a thread
 WINDOW = 32 * THREADS
 
 
@@ -124,9 +127,13 @@ class Overflow:
         self.stage = (lefts * OWNERS + rights * self.share * WARPS) * COLUMNS
         fixed = 4 * (self.pairs + self.slots + self.slots // self.cluster + WARPS) + 2 * WINDOW + 256
         self.stages = min(5, (feasible.SMEM_PER_CTA - fixed) // (2 * self.stage))
-        # partners whose products tensor cores add up; each has two for dx of a gated layer
+        # partners whose products tensor cores add up in one go; each has two for dx of a gated layer
         terms = self.counts[0] - self.counts[1] + 1
-        self.longest = max(1, geometry.LONGEST_SUM[spec.dtype] // (terms * WINDOW)) * WINDOW
+        self.longest = geometry.LONGEST_SUM[spec.dtype] // terms
+        # the sums are set aside between two windows
+        self.window = min(WINDOW, self.longest)
+        assert self.longest % self.window == 0
+        assert self.by_token or self.window == WINDOW
         self.ring = self.stages * self.stage // (4 * self.blocks * 256 * WARPS)
 
     def scored(self, o: Operands) -> Any:
@@ -215,20 +222,20 @@ class Overflow:
         """One span of columns of the owners from `first` on; returns the parity of the coefficients' buffer."""
         _, results, sums = self.counts
         partners = o.w_gate.shape[0] if const_expr(self.by_token) else o.x.shape[0]
-        at = self.stand()
+        at = self.thread_place()
         acc = cute.make_rmem_tensor((4, 8, self.blocks, TILES, results), Float32)
         acc.fill(0.0)
         for t in range_constexpr(sums):
             for tile in range_constexpr(TILES):
                 for row in range_constexpr(2):
                     s.own[self.total(at, t, tile, row)] = Float32(0.0)
-        for window in cutlass.range(0, partners, WINDOW, unroll=1):
+        for window in cutlass.range(0, partners, self.window, unroll=1):
             if window > 0 and window % self.longest == 0:
                 set_aside(acc, o.aside, 0, window == self.longest)
             self.list_partners(o, s, at, first, owners, window, partners)
             base = Int32(0)
             while base < s.sums[WARPS]:
-                here = self.stand()
+                here = self.thread_place()
                 self.score(o, s, here, first, owners, window, base, turn)
                 cute.arch.cluster_arrive()
                 cute.arch.cluster_wait()
@@ -240,9 +247,9 @@ class Overflow:
                 base += self.batch
         if partners > self.longest:
             take_back(acc, o.aside, 0)
-        self.store(o, first, owners, self.first_column(self.stand(), span), acc)
+        self.store(o, first, owners, self.first_column(self.thread_place(), span), acc)
         if const_expr(sums > 0):
-            self.store_totals(o, s, self.stand(), first, owners, span)
+            self.store_totals(o, s, self.thread_place(), first, owners, span)
         return turn
 
     def first_column(self, at, span):
@@ -253,7 +260,7 @@ class Overflow:
 
     @cute.jit
     def list_partners(self, o, s, at, first, owners, window, partners):
-        """List partners `window` to `window + WINDOW` that any of the owners has; how many follows the warps' sums."""
+        """List the partners of the window that any of the owners has; how many follows the warps' sums."""
         flags = self.flags(o, at, first, owners, window, partners)
         own = Int32(cute.arch.popc(flags))
         before = prefix_sum(own, at.lane)
@@ -284,8 +291,10 @@ class Overflow:
         words = (o.w_gate.shape[0] + 31) >> 5
         flags = Uint32(0)
         if const_expr(self.by_token):
-            word = window // 32 + at.thread
-            if word < words:
+            word, end = window // 32 + at.thread, words
+            if const_expr(self.window < WINDOW):
+                end = cutlass.min(words, (window + self.window) // 32)
+            if word < end:
                 for row in cutlass.range(first, cutlass.min(first + OWNERS, owners), unroll=8):
                     flags = flags | Uint32(o.bits[row * words + word])
         else:
@@ -373,7 +382,7 @@ class Overflow:
         line, piece = at.thread >> 3, at.thread & 7
         if block * COLUMNS < k:
             size = Int32(16) if block * COLUMNS + piece * 8 < k else Int32(0)
-            target = s.stages.iterator + (stage * self.stage + line * COLUMNS + (piece ^ (line & 7)) * 8)
+            target = s.stages.iterator + (stage * self.stage + line * COLUMNS + swizzle_piece(line, piece))
             for source, top in copies:
                 copy_async(target + top * COLUMNS, source + Int64(block) * (2 * COLUMNS), size)
         cute.arch.cp_async_commit_group()
@@ -392,8 +401,8 @@ class Overflow:
             right_row += upper * (8 * COLUMNS)
         b = [[Uint32(0)] * 4] * rights
         for step in range_constexpr(COLUMNS // 16):
-            left_piece = ((2 * step + upper) ^ r) * 8
-            right_piece = ((2 * step + (odd if self.eights == 2 else odd + 2 * upper)) ^ r) * 8
+            left_piece = swizzle_piece(r, 2 * step + upper)
+            right_piece = swizzle_piece(r, 2 * step + (odd if self.eights == 2 else odd + 2 * upper))
             if const_expr(self.eights == 2 or step % 2 == 0):
                 b = [
                     load_matrices(right_row + (right * WARPS * self.share * COLUMNS + right_piece))
@@ -454,10 +463,8 @@ class Overflow:
             hidden = gate * up
         out = [hidden]
         if const_expr(o.dl1 is not None):
-            sign = Float32(1.0) if hidden > 0 else Float32(0.0)
-            sign = Float32(-1.0) if hidden < 0 else sign
-            grad = scores[-1] + o.dl1[0] * sign
-            out = [grad * up, grad * gate] if const_expr(self.gated) else [grad]
+            d_gate, d_up = gradients(scores[-1], o.dl1[0], gate, up)
+            out = [d_gate, d_up] if const_expr(self.gated) else [d_gate]
             if const_expr(not self.by_token):
                 out.append(hidden)
         return [cutlass.select_(active, value, Float32(0.0)) for value in out]
@@ -541,7 +548,7 @@ class Overflow:
         for result in range_constexpr(self.counts[1]):
             matrix = o.results[result]
             for tile in range_constexpr(TILES):
-                at = self.stand()
+                at = self.thread_place()
                 for b in range_constexpr(self.blocks):
                     for e in range_constexpr(4):
                         owner = first + tile * ROWS + e // 2 * 8 + (at.lane >> 2)
@@ -608,8 +615,8 @@ class Overflow:
         return (t * WARPS + at.warp) * OWNERS + tile * ROWS + row * 8 + (at.lane >> 2)
 
     @cute.jit
-    def stand(self):
-        """Where a thread stands, read anew: what follows from it takes no registers while it is not needed."""
+    def thread_place(self):
+        """Where a thread stands, read again: what follows from it takes no registers while it is not needed."""
         lane = cute.arch.inline_ptx(
             "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[cute.arch.lane_idx()]
         )

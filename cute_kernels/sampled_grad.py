@@ -5,16 +5,25 @@ The kernel is that of sampled_up.py with dy in place of x and w_down in place of
 own the activation is h, and dh is all.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from .sampled_up import SampledUp
+from .sampled_up import Operands, SampledUp
 from .sm90 import operands
-from .sm90.values import high_to_float, pack
+from .sm90.values import high_to_float, split_one
 from .specs import SampledGradSpec
+
+
+class Pointwise(NamedTuple):
+    """What an entry needs and gives besides its product; None where a layer is not gated."""
+
+    up: Any
+    dl1: Any
+    d_gate: Any
+    d_up: Any
 
 
 class SampledGrad(SampledUp):
@@ -42,41 +51,39 @@ class SampledGrad(SampledUp):
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        results = (up, dl1, d_gate, d_up)
-        self.launch(dy, w_down, entries, neurons, chunks, sizes, d_gate.shape[0], results, max_ctas, stream)
+        o = Operands(w_down, entries, neurons, chunks, sizes, Pointwise(up, dl1, d_gate, d_up))
+        self.launch(dy, o, d_gate.shape[0], max_ctas, stream)
 
     @cute.jit
-    def load_other(self, results, at):
+    def load_other(self, o, at):
         """The up projection; 1 where there is none."""
         if const_expr(self.gated):
-            return results[0][at].to(Float32)
+            return o.pointwise.up[at].to(Float32)
         return Float32(1.0)
 
     @cute.jit
-    def take(self, results, at, value, word, u, neurons, tile, place):
+    def take(self, o, at, value, word, other, tile, place):
         """Store what one entry gives."""
-        _, dl1, d_gate, d_up = results
-        gate = high_to_float(word, self.dtype)
-        h = gate * u
-        sign = Float32(1.0) if h > 0.0 else Float32(0.0)
-        sign = Float32(-1.0) if h < 0.0 else sign
-        dh = value + dl1[0] * sign
-        d_gate[at] = self.split(dh * u)
+        own = o.pointwise
+        d_gate, d_up = gradients(value, own.dl1[0], high_to_float(word, self.dtype), other)
+        own.d_gate[at] = Int32(split_one(d_gate, self.dtype))
         if const_expr(self.gated):
-            d_up[at] = self.split(dh * gate)
+            own.d_up[at] = Int32(split_one(d_up, self.dtype))
         return Float32(0.0)
 
     @cute.jit
-    def split(self, value):
-        """The value rounded to 16 bits in the lower half, and what is left of it in the upper one."""
-        rounded = value.to(self.dtype).to(Float32)
-        # an infinite value leaves nothing
-        rest = value - rounded if cute.arch.fmax(rounded, -rounded) != Float32.inf else Float32(0.0)
-        return Int32(pack(rounded, rest, self.dtype))
-
-    @cute.jit
-    def finish(self, results, totals, total, tile, part, thread):
+    def finish(self, o, s, total, tile, part, thread):
         """Nothing is summed over the entries."""
+
+
+@cute.jit
+def gradients(product: Float32, dl1: Float32, gate: Float32, up: Float32) -> Any:
+    """d_gate and d_up of h = gate * up, where `product` is that of dy with a down row; `up` is 1 if there is none."""
+    h = gate * up
+    sign = Float32(1.0) if h > 0.0 else Float32(0.0)
+    sign = Float32(-1.0) if h < 0.0 else sign
+    dh = product + dl1 * sign
+    return dh * up, dh * gate
 
 
 def signature(spec: SampledGradSpec) -> tuple[Any, tuple[Any, ...]]:

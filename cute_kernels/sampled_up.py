@@ -17,7 +17,7 @@ sampled_grad.py runs the same with dy and w_down.
 """
 
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -31,7 +31,9 @@ from cutlass.tensor_utils import LayoutEnum
 
 from . import feasible, geometry
 from .sm90 import operands
+from .sm90.ring import open_ring, release
 from .sm90.sparse_product import copy_async
+from .sm90.swizzle import swizzle_column, swizzle_piece
 from .sm90.values import high_to_float, pack, widen
 from .specs import SampledUpSpec
 
@@ -54,6 +56,44 @@ class Barrier(IntEnum):
     """Named barriers; 0 is __syncthreads."""
 
     SUMS = 1
+
+
+class Operands(NamedTuple):
+    """Global memory by name."""
+
+    w: Any
+    entries: Any
+    neurons: Any
+    chunks: Any
+    sizes: Any
+    pointwise: Any  # what an entry needs and gives besides its product: the kernel's own
+
+
+class Pointwise(NamedTuple):
+    """Those of this kernel; None where a layer or a call has no such tensor."""
+
+    bias: Any
+    up: Any
+    hidden: Any
+    l1: Any
+
+
+class Views(NamedTuple):
+    """A CTA's shared memory by name."""
+
+    ring: Any
+    sX: Any
+    sW: Any
+    sums: Any  # [TILE_M, STAGED] staged for the entries
+    totals: Any  # of each mma warp
+
+
+class Held(NamedTuple):
+    """What a thread knows of entries before their sums are there."""
+
+    words: Any
+    others: Any
+    bounds: Any  # where the entries of the unit's chunks begin, and their end
 
 
 class SampledUp:
@@ -80,11 +120,11 @@ class SampledUp:
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        results = (up_bias, up, hidden, l1, entries)
-        self.launch(x, w_up, entries, neurons, chunks, sizes, capacity, results, max_ctas, stream)
+        o = Operands(w_up, entries, neurons, chunks, sizes, Pointwise(up_bias, up, hidden, l1))
+        self.launch(x, o, capacity, max_ctas, stream)
 
     @cute.jit
-    def launch(self, x, w, entries, neurons, chunks, sizes, capacity, results, max_ctas, stream):
+    def launch(self, x, o, capacity, max_ctas, stream):
         shape = (TILE_M, TILE_N, TILE_K)
         mma = sm90.make_trivial_tiled_mma(
             self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (2, 1, 1), (64, TILE_N)
@@ -107,22 +147,17 @@ class SampledUp:
         assert feasible.ctas_per_sm(Shared.size_in_bytes()) >= 1
         self.shared = Shared
         if x.shape[0] > 0:
-            self.kernel(
-                x_tma, x_g, w, entries, neurons, chunks, sizes, capacity, results, mma, x_layout, w_layout
-            ).launch(grid=(max_ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True)
+            self.kernel(x_tma, x_g, o, capacity, mma, x_layout, w_layout).launch(
+                grid=(max_ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
+            )
 
     @cute.kernel
     def kernel(
         self,
         x_tma: cute.CopyAtom,
         x_g: cute.Tensor,
-        w: cute.Tensor,
-        entries: cute.Tensor,
-        neurons: cute.Tensor,
-        chunks: cute.Tensor,
-        sizes: cute.Tensor,
+        o: Operands,
         capacity: Int32,
-        results: tuple[Any, ...],
         mma: cute.TiledMma,
         x_layout: cute.ComposedLayout,
         w_layout: cute.ComposedLayout,
@@ -133,41 +168,19 @@ class SampledUp:
         if warp_index == 0:
             cpasync.prefetch_descriptor(x_tma)
         shared = SmemAllocator().allocate(self.shared)
-        full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
-        if thread < STAGES:
-            cute.arch.mbarrier_init(full + thread, LOAD_THREADS + 1)
-            cute.arch.mbarrier_init(empty + thread, MMA_THREADS // 32)
-            cute.arch.mbarrier_init_fence()
+        ring = open_ring(shared, STAGES, LOAD_THREADS + 1, MMA_THREADS // 32, thread)
         cute.arch.sync_threads()
-        sX = shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner)
-        columns = cute.ceil_div(w.shape[1], TILE_K)
+        s = self.views(shared, ring, x_layout, w_layout)
+        columns = cute.ceil_div(o.w.shape[1], TILE_K)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        if sizes[sizes.shape[0] - 1] <= capacity:
+        if o.sizes[o.sizes.shape[0] - 1] <= capacity:
             if group == 0:
                 cute.arch.setmaxregister_decrease(REGISTERS_LOAD)
-                self.load(full, empty, x_tma, x_g, sX, shared.sW.data_ptr(), w, neurons, sizes, columns, thread)
+                self.load(s, shared.sW.data_ptr(), x_tma, x_g, o, columns, thread)
             else:
                 cute.arch.setmaxregister_increase(REGISTERS_MMA)
-                sW = shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner)
-                sums = shared.sums.get_tensor(cute.make_layout(TILE_M * STAGED))
-                totals = shared.totals.get_tensor(cute.make_layout(MMA_THREADS // 32))
-                self.mma(
-                    full,
-                    empty,
-                    mma,
-                    sX,
-                    sW,
-                    sums,
-                    totals,
-                    entries,
-                    neurons,
-                    chunks,
-                    sizes,
-                    results,
-                    columns,
-                    thread - 128,
-                )
+                self.mma(s, mma, o, columns, thread - 128)
 
     @cute.jit
     def seek(self, sizes, unit, tile, before):
@@ -185,69 +198,69 @@ class SampledUp:
         return tile, before
 
     @cute.jit
-    def load(self, full, empty, x_tma, x_g, sX, sW, w, neurons, sizes, columns, thread):
+    def load(self, s, sW, x_tma, x_g, o, columns, thread):
         """64 columns of x and of the unit's rows of w a stage."""
         lane = cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
         tiles = cute.local_tile(x_g, (TILE_M, TILE_K), (None, None))
         x_s, x_t = cpasync.tma_partition(
-            x_tma, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(tiles, 0, 2)
+            x_tma, 0, cute.make_layout(1), cute.group_modes(s.sX, 0, 2), cute.group_modes(tiles, 0, 2)
         )
         first, piece = thread // 8, thread % 8
         rows = cute.make_rmem_tensor((TILE_N // PASS,), Int64)
-        target = sW + (first * TILE_K + ((piece ^ (first & 7)) << 3))
+        target = sW + (first * TILE_K + swizzle_piece(first, piece))
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
         unit, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        tile, before = self.seek(sizes, unit, Int32(0), Int32(0))
-        while tile < sizes.shape[0] - 1:
+        tile, before = self.seek(o.sizes, unit, Int32(0), Int32(0))
+        while tile < o.sizes.shape[0] - 1:
             start = (unit - before) * TILE_N
-            length = cutlass.min(cute.ceil_div(sizes[tile] - start, geometry.CHUNK) * geometry.CHUNK, Int32(TILE_N))
+            length = cutlass.min(cute.ceil_div(o.sizes[tile] - start, geometry.CHUNK) * geometry.CHUNK, Int32(TILE_N))
             for j in range_constexpr(TILE_N // PASS):
                 row = first + PASS * j
-                neuron = widen(neurons[tile, start + row]) if row < length else 0
-                rows[j] = Int64(neuron) * w.stride[0] + piece * 8
+                neuron = widen(o.neurons[tile, start + row]) if row < length else 0
+                rows[j] = Int64(neuron) * o.w.stride[0] + piece * 8
             for k in cutlass.range(columns, unroll=1):
-                cute.arch.mbarrier_wait(empty + state.index, state.phase)
+                cute.arch.mbarrier_wait(s.ring.empty + state.index, state.phase)
                 if warp_index == 0:
                     if lane == 0:
-                        cute.arch.mbarrier_arrive_and_expect_tx(full + state.index, TILE_M * TILE_K * 2)
-                    cute.copy(x_tma, x_t[None, tile, k], x_s[None, state.index], tma_bar_ptr=full + state.index)
-                size = Int32(16) if k * TILE_K + piece * 8 < w.shape[1] else Int32(0)
+                        cute.arch.mbarrier_arrive_and_expect_tx(s.ring.full + state.index, TILE_M * TILE_K * 2)
+                    cute.copy(x_tma, x_t[None, tile, k], x_s[None, state.index], tma_bar_ptr=s.ring.full + state.index)
+                size = Int32(16) if k * TILE_K + piece * 8 < o.w.shape[1] else Int32(0)
                 column = k * TILE_K if size > 0 else 0
                 stage = target + state.index * (TILE_N * TILE_K)
                 for j in range_constexpr(TILE_N // PASS):
                     if j * PASS < length:
-                        copy_async(stage + j * PASS * TILE_K, w.iterator + (rows[j] + column), size)
-                cute.arch.cp_async_mbarrier_arrive_noinc(full + state.index)
+                        copy_async(stage + j * PASS * TILE_K, o.w.iterator + (rows[j] + column), size)
+                cute.arch.cp_async_mbarrier_arrive_noinc(s.ring.full + state.index)
                 state.advance()
             unit += step
-            tile, before = self.seek(sizes, unit, tile, before)
+            tile, before = self.seek(o.sizes, unit, tile, before)
 
     @cute.jit
-    def mma(
-        self, full, empty, mma: cute.TiledMma, sX, sW, sums, totals, entries, neurons, chunks, sizes, results, columns,
-        thread,
-    ):  # fmt: skip
+    def mma(self, s, mma: cute.TiledMma, o, columns, thread):
         """All products of a unit, then those that the pattern asks for."""
         half = cute.arch.make_warp_uniform(thread // 128)
         lane = cute.arch.lane_idx()
         leader = mma.get_slice(cute.make_layout(2, stride=128)(half))
-        rX = mma.make_fragment_A(leader.partition_A(sX))
-        rW = mma.make_fragment_B(leader.partition_B(sW))
+        rX = mma.make_fragment_A(leader.partition_A(s.sX))
+        rW = mma.make_fragment_B(leader.partition_B(s.sW))
         acc = cute.make_rmem_tensor(mma.get_slice(thread).partition_shape_C((TILE_M, TILE_N)), Float32)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
-        release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
+        read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
         unit, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        tile, before = self.seek(sizes, unit, Int32(0), Int32(0))
-        words, others = cute.make_rmem_tensor((BATCH,), Uint32), cute.make_rmem_tensor((BATCH,), Float32)
-        bounds = cute.make_rmem_tensor((CHUNKS + 1,), Int32)
-        while tile < sizes.shape[0] - 1:
+        tile, before = self.seek(o.sizes, unit, Int32(0), Int32(0))
+        held = Held(
+            words=cute.make_rmem_tensor((BATCH,), Uint32),
+            others=cute.make_rmem_tensor((BATCH,), Float32),
+            bounds=cute.make_rmem_tensor((CHUNKS + 1,), Int32),
+        )
+        while tile < o.sizes.shape[0] - 1:
             for i in range_constexpr(CHUNKS + 1):
-                bounds[i] = chunks[tile, cutlass.min((unit - before) * CHUNKS + i, chunks.shape[1] - 1)]
-            self.load_entries(results, entries, words, others, bounds[0] + thread, bounds[STAGED_CHUNKS])
+                held.bounds[i] = o.chunks[tile, cutlass.min((unit - before) * CHUNKS + i, o.chunks.shape[1] - 1)]
+            self.load_entries(o, held, held.bounds[0] + thread, held.bounds[STAGED_CHUNKS])
             mma.set(warpgroup.Field.ACCUMULATE, False)
             for k in cutlass.range(columns, unroll=1):
-                cute.arch.mbarrier_wait(full + state.index, state.phase)
+                cute.arch.mbarrier_wait(s.ring.full + state.index, state.phase)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 warpgroup.fence()
                 for block in range_constexpr(TILE_K // 16):
@@ -256,98 +269,99 @@ class SampledUp:
                 warpgroup.commit_group()
                 warpgroup.wait_group(1)
                 if k > 0:
-                    if lane == 0:
-                        cute.arch.mbarrier_arrive(empty + release.index)
-                    release.advance()
+                    read = release(s.ring, read, lane)
                 state.advance()
             warpgroup.wait_group(0)
-            if lane == 0:
-                cute.arch.mbarrier_arrive(empty + release.index)
-            release.advance()
+            read = release(s.ring, read, lane)
             total = Float32(0.0)
             for half_of_unit in range_constexpr(TILE_N // STAGED):
-                total += self.sample(
-                    acc, sums, entries, words, others, bounds, neurons, results, tile, unit - before, half_of_unit,
-                    thread,
-                )  # fmt: skip
-            self.finish(results, totals, total, tile, unit - before, thread)
+                total += self.sample(s, o, acc, held, tile, unit - before, half_of_unit, thread)
+            self.finish(o, s, total, tile, unit - before, thread)
             unit += step
-            tile, before = self.seek(sizes, unit, tile, before)
+            tile, before = self.seek(o.sizes, unit, tile, before)
 
     @cute.jit
-    def sample(
-        self, acc, sums, entries, words, others, bounds, neurons, results, tile, part, staged: cutlass.Constexpr, thread
-    ):
+    def sample(self, s, o, acc, held, tile, part, staged: cutlass.Constexpr, thread):
         """Stage 128 columns of the sums and hand each entry its own; the first entries are loaded already."""
-        # sums of row r start at column c ^ 8 (r % 8): eight rows of a fragment hit different banks
+        # eight rows of a fragment hit different banks
         row, column = (thread // 32) * 16 + ((thread & 31) >> 2), (thread & 3) * 2
         cute.arch.barrier(barrier_id=Barrier.SUMS, number_of_threads=MMA_THREADS)
         for v in range_constexpr(STAGED // 8):
             for i in range_constexpr(2):
-                at = (row + 8 * i) * STAGED + ((8 * v) ^ ((row & 7) << 3)) + column
-                pair = cute.make_tensor((sums.iterator + at).align(8), cute.make_layout(2))
+                at = (row + 8 * i) * STAGED + swizzle_column(row, 8 * v) + column
+                pair = cute.make_tensor((s.sums.iterator + at).align(8), cute.make_layout(2))
                 for j in range_constexpr(2):
                     pair[j] = acc[(j, i, v + staged * (STAGED // 8)), 0, 0]
         cute.arch.barrier(barrier_id=Barrier.SUMS, number_of_threads=MMA_THREADS)
-        first, middle, last = (bounds[staged * STAGED_CHUNKS + i] for i in range(3))
+        first, middle, last = (held.bounds[staged * STAGED_CHUNKS + i] for i in range(3))
         total = Float32(0.0)
         at = first + thread
         while at < last:
             for j in range_constexpr(BATCH):
                 here = at + j * MMA_THREADS
                 if here < last:
-                    word = words[j]
+                    word = held.words[j]
                     token, place = Int32((word >> 6) & Uint32(127)), Int32(word & Uint32(63))
                     place = place + geometry.CHUNK if here >= middle else place
-                    value = sums[token * STAGED + (place ^ ((token & 7) << 3))]
+                    value = s.sums[token * STAGED + swizzle_column(token, place)]
                     place += part * TILE_N + staged * STAGED
-                    total += self.take(results, here, value, word, others[j], neurons, tile, place)
+                    total += self.take(o, here, value, word, held.others[j], tile, place)
             at += BATCH * MMA_THREADS
-            self.load_entries(results, entries, words, others, at, last)
+            self.load_entries(o, held, at, last)
         if const_expr(staged == 0):
-            self.load_entries(results, entries, words, others, last + thread, bounds[CHUNKS])
+            self.load_entries(o, held, last + thread, held.bounds[CHUNKS])
         return total
 
     @cute.jit
-    def load_entries(self, results, entries, words, others, at, last):
+    def load_entries(self, o, held, at, last):
         """The next entries of a thread, and what else is known of them."""
         for j in range_constexpr(BATCH):
             here = at + j * MMA_THREADS
             if here < last:
-                words[j] = Uint32(entries[here])
-                others[j] = self.load_other(results, here)
+                held.words[j] = Uint32(o.entries[here])
+                held.others[j] = self.load_other(o, here)
 
     @cute.jit
-    def load_other(self, results, at):
+    def load_other(self, o, at):
         return Float32(1.0)
 
     @cute.jit
-    def take(self, results, at, value, word, other, neurons, tile, place):
+    def take(self, o, at, value, word, other, tile, place):
         """Store what one entry gives; returns its |hidden|."""
-        bias, up, hidden, _, entries = results
+        own = o.pointwise
         if const_expr(self.has_bias):
-            value += bias[widen(neurons[tile, place])].to(Float32)
+            value += own.bias[widen(o.neurons[tile, place])].to(Float32)
         h = high_to_float(word, self.dtype) * value
         if const_expr(self.training):
-            up[at] = value.to(self.dtype)
-            hidden[at] = h.to(self.dtype)
+            own.up[at] = value.to(self.dtype)
+            own.hidden[at] = h.to(self.dtype)
         else:
-            entries[at] = Int32((pack(Float32(0.0), h, self.dtype) & Uint32(0xFFFF0000)) | (word & Uint32(0xFFFF)))
+            o.entries[at] = Int32((pack(Float32(0.0), h, self.dtype) & Uint32(0xFFFF0000)) | (word & Uint32(0xFFFF)))
         return cute.arch.fmax(h, -h)
 
     @cute.jit
-    def finish(self, results, totals, total, tile, part, thread):
+    def finish(self, o, s, total, tile, part, thread):
         """The sum of |hidden| of the unit, always in the same order."""
         for d in range_constexpr(5):
             total += cute.arch.shuffle_sync_bfly(total, 1 << d)
         if thread & 31 == 0:
-            totals[thread // 32] = total
+            s.totals[thread // 32] = total
         cute.arch.barrier(barrier_id=Barrier.SUMS, number_of_threads=MMA_THREADS)
         if thread == 0:
             everything = Float32(0.0)
             for i in range_constexpr(MMA_THREADS // 32):
-                everything += totals[i]
-            results[3][tile, part] = everything
+                everything += s.totals[i]
+            o.pointwise.l1[tile, part] = everything
+
+    def views(self, shared, ring, x_layout, w_layout):
+        """Tensors over the shared struct, by name."""
+        return Views(
+            ring=ring,
+            sX=shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner),
+            sW=shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner),
+            sums=shared.sums.get_tensor(cute.make_layout(TILE_M * STAGED)),
+            totals=shared.totals.get_tensor(cute.make_layout(MMA_THREADS // 32)),
+        )
 
 
 def signature(spec: SampledUpSpec) -> tuple[Any, tuple[Any, ...]]:

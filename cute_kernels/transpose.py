@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
+from cutlass import Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry
 from .sm90 import operands
-from .sm90.values import byte_sum, high_to_float, low_to_float, pack, prefix_sum, widen
+from .sm90.values import byte_sum, high_to_float, low_to_float, prefix_sum, split_one, widen
 from .specs import TransposeSpec
 
 TOKENS = geometry.TOKEN_TILE
@@ -44,6 +44,43 @@ ARENA = 54272
 BATCHES = 4
 # `info`: entries of a neuron tile before four tokens, tokens before, and which of the four have entries
 TOKENS_SHIFT, FLAGS_SHIFT = 14, 22
+
+
+class Hybrid(NamedTuple):
+    """The non-zeros by token, and the rank by popularity of each neuron."""
+
+    entries: Any
+    neurons: Any
+    chunks: Any
+    sizes: Any
+    slot: Any
+
+
+class Coefficients(NamedTuple):
+    """What is known of each entry; None where a layer is not gated."""
+
+    up: Any
+    d_gate: Any
+    d_up: Any
+
+
+class ByNeuron(NamedTuple):
+    """The results."""
+
+    groups: Any
+    tiles: Any
+    starts: Any
+    packed: Any
+    tokens: Any
+
+
+class Place(NamedTuple):
+    """Where a thread stands, and the token tile of its CTA."""
+
+    tile: Any
+    thread: Any
+    warp: Any
+    lane: Any
 
 
 class Views(NamedTuple):
@@ -102,10 +139,11 @@ class Transpose:
         # the slots of every neuron and a window fit
         assert geometry.MAX_NEURONS // 2 + 2 * WINDOW * PITCH < ARENA
         self.shared = Shared
-        pattern = (entries, neurons, chunks, sizes, slot)
+        hybrid = Hybrid(entries, neurons, chunks, sizes, slot)
+        results = ByNeuron(groups, tiles, starts, packed, tokens)
         capacity = d_gate.shape[0]
         if chunks.shape[0] > 0:
-            self.count(*pattern, groups, capacity).launch(
+            self.count(hybrid, groups, capacity).launch(
                 grid=(chunks.shape[0], 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
             )
         self.scan(sizes, groups, tiles, capacity).launch(
@@ -115,43 +153,32 @@ class Transpose:
             use_pdl=True,
         )
         if chunks.shape[0] > 0:
-            self.place(*pattern, up, d_gate, d_up, groups, tiles, starts, packed, tokens).launch(
+            self.place(hybrid, Coefficients(up, d_gate, d_up), results).launch(
                 grid=(chunks.shape[0], 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
             )
 
     # ---- the three kernels ----
 
     @cute.kernel
-    def count(
-        self,
-        entries: cute.Tensor,
-        neurons: cute.Tensor,
-        chunks: cute.Tensor,
-        sizes: cute.Tensor,
-        slot: cute.Tensor,
-        groups: cute.Tensor,
-        capacity: Int32,
-    ):
-        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        tile = cute.arch.block_idx()[0]
+    def count(self, hybrid: Hybrid, groups: cute.Tensor, capacity: Int32):
+        at = self.thread_place()
         cute.arch.griddepcontrol_launch_dependents()
-        s, _ = self.views(SmemAllocator().allocate(self.shared), slot.shape[0])
-        if sizes[chunks.shape[0]] <= capacity:
-            listed = self.load_list(s, neurons, chunks, sizes, slot, tile, thread)
+        s, _ = self.views(SmemAllocator().allocate(self.shared), hybrid.slot.shape[0])
+        if hybrid.sizes[hybrid.chunks.shape[0]] <= capacity:
+            listed = self.load_list(s, hybrid, at)
             total = groups.shape[0]
             for first in cutlass.range(0, total, WINDOW, unroll=1):
                 here = cutlass.min(total - first, Int32(WINDOW))
-                self.clear(s, here, thread)
+                self.clear(s, here, at)
                 cute.arch.sync_threads()
-                self.tally(s, entries, listed, first, here, warp, lane)
+                self.tally(s, hybrid.entries, listed, first, here, at)
                 cute.arch.sync_threads()
-                for r in cutlass.range(warp, here, WARPS, unroll=1):
-                    own = self.counts(Uint32(s.counters[r * PITCH + lane]))
+                for r in cutlass.range(at.warp, here, WARPS, unroll=1):
+                    own = self.counts(Uint32(s.counters[r * PITCH + at.lane]))
                     own = Int32(cute.arch.warp_redux_sync(own, "add"))
-                    if lane == 0:
-                        groups[first + r, tile, 0] = own & 0xFFFF
-                        groups[first + r, tile, 1] = own >> 16
+                    if at.lane == 0:
+                        groups[first + r, at.tile, 0] = own & 0xFFFF
+                        groups[first + r, at.tile, 1] = own >> 16
                 cute.arch.sync_threads()
 
     @cute.kernel
@@ -186,67 +213,50 @@ class Transpose:
                 tiles[r, 4] = copies
 
     @cute.kernel
-    def place(
-        self,
-        entries: cute.Tensor,
-        neurons: cute.Tensor,
-        chunks: cute.Tensor,
-        sizes: cute.Tensor,
-        slot: cute.Tensor,
-        up: cute.Tensor | None,
-        d_gate: cute.Tensor,
-        d_up: cute.Tensor | None,
-        groups: cute.Tensor,
-        tiles: cute.Tensor,
-        starts: cute.Tensor,
-        packed: cute.Tensor,
-        tokens: cute.Tensor,
-    ):
-        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        tile = cute.arch.block_idx()[0]
-        s, room = self.views(SmemAllocator().allocate(self.shared), slot.shape[0])
+    def place(self, hybrid: Hybrid, given: Coefficients, results: ByNeuron):
+        at = self.thread_place()
+        s, room = self.views(SmemAllocator().allocate(self.shared), hybrid.slot.shape[0])
         cute.arch.griddepcontrol_wait()
-        if sizes[chunks.shape[0]] <= d_gate.shape[0]:
-            listed = self.load_list(s, neurons, chunks, sizes, slot, tile, thread)
-            total = tiles.shape[0]
+        if hybrid.sizes[hybrid.chunks.shape[0]] <= given.d_gate.shape[0]:
+            listed = self.load_list(s, hybrid, at)
+            total = results.tiles.shape[0]
             for first in cutlass.range(0, total, WINDOW, unroll=1):
                 here = cutlass.min(total - first, Int32(WINDOW))
-                self.clear(s, here, thread)
+                self.clear(s, here, at)
                 cute.arch.sync_threads()
-                self.tally(s, entries, listed, first, here, warp, lane)
-                if warp * 32 < here:
-                    self.locate(s, groups, tiles, starts, tile, first, here, warp, lane)
+                self.tally(s, hybrid.entries, listed, first, here, at)
+                if at.warp * 32 < here:
+                    self.locate(s, results, first, here, at)
                 cute.arch.sync_threads()
-                for r in cutlass.range(warp, here, WARPS, unroll=1):
-                    self.place_tokens(s, starts, tokens, tile, first, r, lane)
+                for r in cutlass.range(at.warp, here, WARPS, unroll=1):
+                    self.place_tokens(s, results, first, r, at)
                 cute.arch.sync_threads()
                 fits = s.offsets[here] <= room
-                self.place_entries(s, entries, listed, up, d_gate, d_up, packed, first, here, fits, warp, lane)
+                self.place_entries(s, hybrid.entries, given, results.packed, listed, first, here, fits, at)
                 cute.arch.sync_threads()
                 if fits:
-                    self.copy_out(s, packed, here, warp, lane)
+                    self.copy_out(s, results.packed, here, at)
                     cute.arch.sync_threads()
 
     # ---- a token tile's entries by neuron tile and token ----
 
     @cute.jit
-    def load_list(self, s, neurons, chunks, sizes, slot, tile, thread):
+    def load_list(self, s, hybrid, at):
         """Ranks by popularity of the listed neurons, and positions of the chunks, whose number is returned."""
-        size = sizes[tile]
-        for i in cutlass.range(thread, size, THREADS, unroll=4):
-            s.slots[i] = Uint16(slot[self.unsigned(neurons[tile, i])])
+        size = hybrid.sizes[at.tile]
+        for i in cutlass.range(at.thread, size, THREADS, unroll=4):
+            s.slots[i] = Uint16(hybrid.slot[self.unsigned(hybrid.neurons[at.tile, i])])
         count = cute.ceil_div(size, CHUNK)
-        for i in cutlass.range(thread, count + 1, THREADS, unroll=1):
-            s.ends[i] = chunks[tile, i]
+        for i in cutlass.range(at.thread, count + 1, THREADS, unroll=1):
+            s.ends[i] = hybrid.chunks[at.tile, i]
         return count
 
     def unsigned(self, index):
         return widen(index.bitcast(Uint16))
 
     @cute.jit
-    def clear(self, s, here, thread):
-        for i in cutlass.range(thread, here * PITCH, THREADS, unroll=1):
+    def clear(self, s, here, at):
+        for i in cutlass.range(at.thread, here * PITCH, THREADS, unroll=1):
             s.counters[i] = Uint32(0)
 
     @cute.jit
@@ -265,17 +275,17 @@ class Transpose:
         return first, low, cutlass.min(first + step, end)
 
     @cute.jit
-    def tally(self, s, entries, listed, window, here, warp, lane):
+    def tally(self, s, entries, listed, window, here, at):
         """Count the entries of `here` neuron tiles from `window` on by token."""
-        first, chunk, end = self.share(s, listed, warp)
+        first, chunk, end = self.share(s, listed, at.warp)
         loaded = cute.make_rmem_tensor((BATCHES,), Uint32)
         for base in cutlass.range(first, end, 32 * BATCHES, unroll=1):
             for i in range_constexpr(BATCHES):
-                p = base + 32 * i + lane
+                p = base + 32 * i + at.lane
                 loaded[i] = Uint32(entries[p]) if p < end else Uint32(0)
             for i in range_constexpr(BATCHES):
                 if base + 32 * i < end:
-                    p = base + 32 * i + lane
+                    p = base + 32 * i + at.lane
                     chunk_end = s.ends[chunk + 1]
                     if p < end:
                         r, _, token = self.place_of(s, loaded[i], chunk + Int32(p >= chunk_end), window)
@@ -303,32 +313,33 @@ class Transpose:
     # ---- positions ----
 
     @cute.jit
-    def locate(self, s, groups, tiles, starts, tile, window, here, warp, lane):
+    def locate(self, s, results, window, here, at):
         """Bases of 32 of the window's neuron tiles by one warp; the first token tile's CTA writes them out."""
+        groups, tiles, starts = results.groups, results.tiles, results.starts
         entries, tokens, offset = Int32(0), Int32(0), Int32(0)
-        for r in cutlass.range(lane, window + warp * 32, 32, unroll=4):
+        for r in cutlass.range(at.lane, window + at.warp * 32, 32, unroll=4):
             entries += tiles[r, 2]
             tokens += tiles[r, 3]
-            offset += self.entries_of(groups, tiles, r, tile) if r >= window else 0
+            offset += self.entries_of(groups, tiles, r, at.tile) if r >= window else 0
         entries = Int32(cute.arch.warp_redux_sync(entries, "add"))
         tokens = Int32(cute.arch.warp_redux_sync(tokens, "add"))
         offset = Int32(cute.arch.warp_redux_sync(offset, "add"))
-        inside = warp * 32 + lane
+        inside = at.warp * 32 + at.lane
         r, exists = window + inside, inside < here
         own = tiles[r, 2] if exists else 0
         own_tokens = tiles[r, 3] if exists else 0
-        here_only = self.entries_of(groups, tiles, r, tile) if exists else 0
-        offset += prefix_sum(here_only, lane)
-        base = entries + prefix_sum(own, lane)
-        base_tokens = tokens + prefix_sum(own_tokens, lane)
+        here_only = self.entries_of(groups, tiles, r, at.tile) if exists else 0
+        offset += prefix_sum(here_only, at.lane)
+        base = entries + prefix_sum(own, at.lane)
+        base_tokens = tokens + prefix_sum(own_tokens, at.lane)
         if exists:
-            s.bases[inside] = base + groups[r, tile, 0]
-            s.places[inside] = groups[r, tile, 1]
+            s.bases[inside] = base + groups[r, at.tile, 0]
+            s.places[inside] = groups[r, at.tile, 1]
             s.lists[inside] = base_tokens
             s.offsets[inside] = offset
             if inside == here - 1:
                 s.offsets[here] = offset + here_only
-            if tile == 0:
+            if at.tile == 0:
                 tiles[r, 0] = base
                 tiles[r, 1] = base_tokens
                 starts[r, cute.ceil_div(own_tokens, 64)] = base + own
@@ -343,11 +354,12 @@ class Transpose:
         return after - groups[r, tile, 0]
 
     @cute.jit
-    def place_tokens(self, s, starts, tokens, tile, window, r, lane):
+    def place_tokens(self, s, results, window, r, at):
         """The tokens of one neuron tile take their places in its list; four tokens a lane."""
-        at = r * PITCH + lane
-        word = Uint32(s.counters[at])
-        before = prefix_sum(self.counts(word), lane)
+        starts, tokens = results.starts, results.tokens
+        four = r * PITCH + at.lane
+        word = Uint32(s.counters[four])
+        before = prefix_sum(self.counts(word), at.lane)
         entries_before, tokens_before = before & 0xFFFF, before >> 16
         flags = self.flags(word)
         info = Uint32(entries_before) | (Uint32(tokens_before) << TOKENS_SHIFT)
@@ -357,24 +369,24 @@ class Transpose:
             present = (flags >> (8 * j + 7)) & 1
             info = info | (present << (FLAGS_SHIFT + j))
             if present != 0:
-                tokens[first + place] = tile * TOKENS + lane * 4 + j
+                tokens[first + place] = at.tile * TOKENS + at.lane * 4 + j
                 if place & 63 == 0:
                     starts[window + r, place >> 6] = position
                 if again > 0:
                     repeated = place + again_tokens
-                    tokens[first + repeated] = tile * TOKENS + lane * 4 + j
+                    tokens[first + repeated] = at.tile * TOKENS + at.lane * 4 + j
                     if repeated & 63 == 0:
                         starts[window + r, repeated >> 6] = position + again
             place += Int32(present)
             position += Int32((word >> (8 * j)) & 0xFF)
-        s.info[at] = info
+        s.info[four] = info
         # bytes 1 to 3: the entries of the tokens before, at most 192
-        s.counters[at] = word * Uint32(0x01010100)
+        s.counters[four] = word * Uint32(0x01010100)
 
     @cute.jit
-    def place_entries(self, s, entries, listed, up, d_gate, d_up, packed, window, here, fits, warp, lane):
+    def place_entries(self, s, entries, given, packed, listed, window, here, fits, at):
         """Write the coefficients of the window's neuron tiles, to shared memory if they fit there."""
-        first, chunk, end = self.share(s, listed, warp)
+        first, chunk, end = self.share(s, listed, at.warp)
         loaded = cute.make_rmem_tensor((4, BATCHES), Uint32)
         # neuron tile, or -1; neuron; token; counts before; h
         tiles, neurons = cute.make_rmem_tensor((BATCHES,), Int32), cute.make_rmem_tensor((BATCHES,), Int32)
@@ -383,17 +395,17 @@ class Transpose:
         loaded.fill(0)
         for base in cutlass.range(first, end, 32 * BATCHES, unroll=1):
             for i in range_constexpr(BATCHES):
-                p = base + 32 * i + lane
+                p = base + 32 * i + at.lane
                 if p < end:
                     loaded[0, i] = Uint32(entries[p])
-                    loaded[1, i] = Uint32(d_gate[p])
+                    loaded[1, i] = Uint32(given.d_gate[p])
                     if const_expr(self.gated):
-                        loaded[2, i] = Uint32(d_up[p])
-                        loaded[3, i] = self.bits(up[p])
+                        loaded[2, i] = Uint32(given.d_up[p])
+                        loaded[3, i] = self.bits(given.up[p])
             for i in range_constexpr(BATCHES):
                 tiles[i] = Int32(-1)
                 if base + 32 * i < end:
-                    p = base + 32 * i + lane
+                    p = base + 32 * i + at.lane
                     chunk_end = s.ends[chunk + 1]
                     if p < end:
                         r, neuron, token = self.place_of(s, loaded[0, i], chunk + Int32(p >= chunk_end), window)
@@ -425,11 +437,11 @@ class Transpose:
                         packed[s.bases[r] + position] = word
 
     @cute.jit
-    def copy_out(self, s, packed, here, warp, lane):
+    def copy_out(self, s, packed, here, at):
         """What is staged, a neuron tile a warp."""
-        for r in cutlass.range(warp, here, WARPS, unroll=1):
+        for r in cutlass.range(at.warp, here, WARPS, unroll=1):
             first, base = s.offsets[r], s.bases[r]
-            for i in cutlass.range(lane, s.offsets[r + 1] - first, 32, unroll=4):
+            for i in cutlass.range(at.lane, s.offsets[r + 1] - first, 32, unroll=4):
                 packed[base + i] = s.staged[first + i]
 
     def word(self, place, neuron, h, gradients):
@@ -444,11 +456,13 @@ class Transpose:
         """h of an entry rounded to 16 bits, and above it what that leaves."""
         bits = entry >> 16
         if const_expr(self.gated):
-            h = high_to_float(entry, self.dtype) * low_to_float(up, self.dtype)
-            rounded = h.to(self.dtype).to(Float32)
-            rest = h - rounded if cute.arch.fmax(rounded, -rounded) != Float32.inf else Float32(0.0)
-            bits = pack(rounded, rest, self.dtype)
+            bits = split_one(high_to_float(entry, self.dtype) * low_to_float(up, self.dtype), self.dtype)
         return bits
+
+    def thread_place(self):
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        return Place(cute.arch.block_idx()[0], thread, warp, lane)
 
     # ---- shared memory ----
 

@@ -30,8 +30,8 @@ from cutlass.tensor_utils import LayoutEnum
 
 from . import feasible, geometry
 from .sm90 import operands
+from .sm90.ring import open_ring
 from .sm90.sparse_product import (
-    AHEAD,
     GROUP_THREADS,
     MMA_WARPS,
     REGISTERS_FILL,
@@ -39,12 +39,10 @@ from .sm90.sparse_product import (
     STAGES,
     THREADS,
     TURN,
-    Group,
     SparseProduct,
     gather_columns,
-    store_bits,
+    store_coefficient,
     store_rounded,
-    swizzled,
 )
 from .specs import WeightGradSpec
 
@@ -52,15 +50,39 @@ TILE_M, TILE_N, TILE_K = geometry.NEURON_TILE, 256, geometry.CHUNK
 
 
 class Operands(NamedTuple):
-    """What fills the ring."""
+    """Global memory by name, None where there is no such tensor, and the extent of the work."""
 
     x: Any
     dy: Any
+    order: Any
+    sizes: Any
     tiles: Any
     starts: Any
     packed: Any
     tokens: Any
+    dw_gate: Any
+    dw_up: Any
+    dw_down: Any
+    db_gate: Any
+    db_up: Any
+    aside: Any  # sums of long lists on their way
     slabs: Any
+    units: Any
+
+
+class Work(NamedTuple):
+    """What a thread multiplies with: all columns of a stage, half of them, or the matrix of ones."""
+
+    wide: Any
+    narrow: Any
+    row_sums: Any
+    rA: Any
+    rB: Any
+    rHalf: Any
+    rOnes: Any
+    acc: Any
+    acc_half: Any
+    sums: Any
 
 
 class WeightGrad(SparseProduct):
@@ -118,10 +140,11 @@ class WeightGrad(SparseProduct):
         self.shared = Shared
         slabs = cute.ceil_div(x.shape[1], TILE_N)
         units = cute.ceil_div(order.shape[0], TILE_M) * slabs * 2
-        arguments = (
-            x, dy, order, sizes, tiles, starts, packed, tokens, (dw_gate, dw_up, dw_down), (db_gate, db_up), aside,
-            (wide, narrow, row_sums), a_layout, b_layout, ones_layout, slabs, units, capacity,
+        data = Operands(
+            x, dy, order, sizes, tiles, starts, packed, tokens, dw_gate, dw_up, dw_down, db_gate, db_up, aside, slabs,
+            units,
         )  # fmt: skip
+        arguments = (data, (wide, narrow, row_sums), a_layout, b_layout, ones_layout, capacity)
         ctas = cutlass.min(units, max_ctas)
         # what sets sums aside is a kernel of its own: it is a tenth slower
         if aside.shape[0] > 0:
@@ -136,45 +159,28 @@ class WeightGrad(SparseProduct):
     @cute.kernel
     def kernel(
         self,
-        x: cute.Tensor,
-        dy: cute.Tensor,
-        order: cute.Tensor,
-        sizes: cute.Tensor,
-        tiles: cute.Tensor,
-        starts: cute.Tensor,
-        packed: cute.Tensor,
-        tokens: cute.Tensor,
-        weights: tuple[Any, ...],
-        biases: tuple[Any, ...],
-        aside: cute.Tensor,
+        data: Operands,
         mmas: tuple[Any, ...],
         a_layout: cute.ComposedLayout,
         b_layout: cute.ComposedLayout,
         ones_layout: cute.ComposedLayout,
-        slabs: Int32,
-        units: Int32,
         capacity: Int32,
         long: cutlass.Constexpr,
     ):
         thread = cute.arch.thread_idx()[0]
         group = cute.arch.make_warp_uniform(thread // 128)
         shared = SmemAllocator().allocate(self.shared)
-        full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
-        if thread < STAGES:
-            cute.arch.mbarrier_init(full + thread, GROUP_THREADS)
-            cute.arch.mbarrier_init(empty + thread, MMA_WARPS)
-            cute.arch.mbarrier_init_fence()
+        ring = open_ring(shared, STAGES, GROUP_THREADS, MMA_WARPS, thread)
         ones = shared.ones.get_tensor(cute.make_layout(cute.cosize(ones_layout)))
         if const_expr(self.has_bias):
             for i in cutlass.range(thread, cute.cosize(ones_layout), THREADS, unroll=1):
                 ones[i] = self.dtype(1.0)
             cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
-        if sizes[sizes.shape[0] - 1] <= capacity:
-            data = Operands(x, dy, tiles, starts, packed, tokens, slabs)
+        if data.sizes[data.sizes.shape[0] - 1] <= capacity:
             if group == 0:
                 cute.arch.setmaxregister_decrease(REGISTERS_FILL)
-                self.fill(full, empty, shared.sB.data_ptr(), data, units, thread)
+                self.fill(ring, shared.sB.data_ptr(), data, thread)
             else:
                 cute.arch.setmaxregister_increase(REGISTERS_MMA)
                 sA = shared.sA.get_tensor(a_layout.outer, swizzle=a_layout.inner)
@@ -182,10 +188,8 @@ class WeightGrad(SparseProduct):
                 sOnes = shared.ones.get_tensor(ones_layout.outer, swizzle=ones_layout.inner)
                 for mma in mmas:
                     mma.set(warpgroup.Field.ACCUMULATE, True)
-                self.mma(
-                    full, empty, mmas, shared.sA.data_ptr(), sA, sB, sOnes, data, order, weights, biases, aside, units,
-                    thread - 128, long,
-                )  # fmt: skip
+                work = self.work(mmas, sA, sB, sOnes, thread - 128)
+                self.multiply_units(ring, shared.sA.data_ptr(), data, work, thread - 128, long)
 
     @cute.jit
     def split(self, data, unit):
@@ -199,7 +203,7 @@ class WeightGrad(SparseProduct):
 
     @cute.jit
     def bound(self, data, tile, chunk):
-        return data.starts[tile, cutlass.min(chunk, data.starts.shape[1] - 1)]
+        return data.starts[tile, chunk]
 
     @cute.jit
     def row(self, data, at):
@@ -224,19 +228,13 @@ class WeightGrad(SparseProduct):
         if const_expr(self.gated):
             bits = high >> 16 if half == 1 else bits
         bits = low >> 16 if part >= data.slabs else bits
-        store_bits(tile + swizzled(low), bits, valid)
+        store_coefficient(tile, low, bits, valid)
 
     @cute.jit
-    def mma(
-        self, full, empty, mmas, tiles, sA, sB, sOnes, data, order, weights, biases, aside, units, thread,
-        long: cutlass.Constexpr,
-    ):  # fmt: skip
-        """Main loop over a unit's tokens, then the rows of its neurons."""
+    def work(self, mmas, sA, sB, sOnes, thread):
+        """Fragments and sums of a thread."""
         wide, narrow, row_sums = mmas
-        half = cute.arch.make_warp_uniform(thread // 128)
-        member = thread & 127
-        dw_gate, dw_up, dw_down = weights
-        db_gate, db_up = biases
+        half, member = cute.arch.make_warp_uniform(thread // 128), thread & 127
         rA = wide.make_fragment_A(wide.get_slice(0).partition_A(sA))
         rB = wide.make_fragment_B(wide.get_slice(0).partition_B(sB))
         columns = cute.local_tile(sB, (TILE_N // 2, TILE_K), (half, 0, None))
@@ -248,45 +246,41 @@ class WeightGrad(SparseProduct):
             acc.iterator, cute.make_layout(narrow.get_slice(member).partition_shape_C((TILE_M, TILE_N // 2)))
         )
         sums = cute.make_rmem_tensor(row_sums.get_slice(member).partition_shape_C((TILE_M, 8)), Float32)
-        words = cute.make_rmem_tensor((2, AHEAD), Uint32)
-        unit = Int32(cute.arch.block_idx()[0])
-        group = Group(full, empty, tiles, words, aside, data, units, half, member)
-        walk = self.first_turns(group)
-        tile, part = self.split(data, unit)
-        length = data.tiles[tile, 3]
-        while unit < units:
-            unit = self.unit_after(unit)
-            next_tile, next_part = self.split(data, unit) if unit < units else (tile, part)
-            next_length = data.tiles[next_tile, 3]
-            of_dy = part >= data.slabs
-            slab = part - data.slabs if of_dy else part
-            acc.fill(0.0)
-            sums.fill(0.0)
-            if const_expr(self.gated):
-                if of_dy:
-                    walk = self.sum_list(narrow, (rA, rHalf, acc_half), group, walk, length, long)
-                else:
-                    walk = self.sum_list(wide, (rA, rB, acc, row_sums, rOnes, sums), group, walk, length, long)
-            else:
-                walk = self.sum_list(narrow, (rA, rHalf, acc_half, row_sums, rOnes, sums), group, walk, length, long)
-            first = slab * TILE_N
+        return Work(wide, narrow, row_sums, rA, rB, rHalf, rOnes, acc, acc_half, sums)
+
+    @cute.jit
+    def multiply_unit(self, g, w, walk, tile, part, length, long: cutlass.Constexpr):
+        """Main loop over a unit's tokens, then the rows of its neurons."""
+        data = g.data
+        of_dy = part >= data.slabs
+        slab = part - data.slabs if of_dy else part
+        w.acc.fill(0.0)
+        w.sums.fill(0.0)
+        narrow, ones = (w.rA, w.rHalf, w.acc_half), (w.row_sums, w.rOnes, w.sums)
+        if const_expr(self.gated):
             if of_dy:
-                self.store(acc_half, dw_down, order, tile, first + half * (TILE_N // 2), TILE_N // 2, length, member)
+                walk = self.sum_list(w.narrow, narrow, g, walk, length, long)
             else:
-                if const_expr(not self.gated):
-                    self.store(
-                        acc_half, dw_gate, order, tile, first + half * (TILE_N // 2), TILE_N // 2, length, member
-                    )
-                    if half == 0:
-                        self.store_bias(sums, db_gate, order, tile, slab, member)
+                walk = self.sum_list(w.wide, (w.rA, w.rB, w.acc, *ones), g, walk, length, long)
+        else:
+            walk = self.sum_list(w.narrow, (*narrow, *ones), g, walk, length, long)
+        first = slab * TILE_N
+        middle = first + g.half * (TILE_N // 2)
+        if of_dy:
+            self.store(w.acc_half, data.dw_down, data.order, tile, middle, TILE_N // 2, length, g.thread)
+        else:
+            if const_expr(not self.gated):
+                self.store(w.acc_half, data.dw_gate, data.order, tile, middle, TILE_N // 2, length, g.thread)
+                if g.half == 0:
+                    self.store_bias(w.sums, data.db_gate, data.order, tile, slab, g.thread)
+            else:
+                if g.half == 0:
+                    self.store(w.acc, data.dw_gate, data.order, tile, first, TILE_N, length, g.thread)
+                    self.store_bias(w.sums, data.db_gate, data.order, tile, slab, g.thread)
                 else:
-                    if half == 0:
-                        self.store(acc, dw_gate, order, tile, first, TILE_N, length, member)
-                        self.store_bias(sums, db_gate, order, tile, slab, member)
-                    else:
-                        self.store(acc, dw_up, order, tile, first, TILE_N, length, member)
-                        self.store_bias(sums, db_up, order, tile, slab, member)
-            tile, part, length = next_tile, next_part, next_length
+                    self.store(w.acc, data.dw_up, data.order, tile, first, TILE_N, length, g.thread)
+                    self.store_bias(w.sums, data.db_up, data.order, tile, slab, g.thread)
+        return walk
 
     @cute.jit
     def multiply(self, mma: cute.TiledMma, factors, tile, stage, second: cutlass.Constexpr):

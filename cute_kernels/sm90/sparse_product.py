@@ -1,8 +1,7 @@
 """Rows that a list names, brought into swizzled shared memory as WGMMA reads it, times scattered coefficients.
 
 cp.async, 16 bytes a thread: rows of a list lie anywhere in memory, so no tensor copy covers two of them, and a copy of
-a whole row could not apply the swizzle. The 128-byte swizzle in closed form: sixteen-byte chunk c of line r of a panel
-of 64 values stands at c ^ (r % 8).
+a whole row could not apply the swizzle.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +14,9 @@ from cutlass.cute.nvgpu import warpgroup
 
 from .. import feasible
 from .copies import store_values
+from .ring import release
 from .sums import set_aside, take_back
+from .swizzle import swizzle_column, swizzle_piece
 from .values import pack
 
 # one group gathers, two multiply
@@ -49,7 +50,7 @@ def gather_columns(stage: Any, matrix: Any, rows: Any, column: Int32, thread: In
     16 bytes: 64 GB.
     """
     place, piece = thread // 8, thread % 8
-    target = stage + (place * 64 + ((piece ^ (place & 7)) << 3))
+    target = stage + (place * 64 + swizzle_piece(place, piece))
     pitch = Uint32(matrix.stride[0] // 8)
     sizes = [Int32(16) if column + 64 * i + piece * 8 < matrix.shape[1] else Int32(0) for i in range(4)]
     # what is not read need only be an address
@@ -62,15 +63,16 @@ def gather_columns(stage: Any, matrix: Any, rows: Any, column: Int32, thread: In
 
 
 @cute.jit
-def store_bits(target: Any, bits: Uint32, valid: Boolean) -> None:
-    """The low 16 bits to shared memory, without a branch."""
+def store_coefficient(tile: Any, place: Uint32, bits: Uint32, valid: Boolean) -> None:
+    """The low 16 bits to row `place` / 64 % 64 and column `place` % 64 of 64 K-major rows, without a branch."""
+    target = tile + Int32(swizzle_column(place >> 6, place & Uint32(0xFFF)))
     cute.arch.inline_ptx(
         "st.shared.b16 [{$r0}], {$r1};", read_only_args=[target, Uint16(bits & Uint32(0xFFFF))], predicate=valid
     )
 
 
-class Place(NamedTuple):
-    """A turn: 128 places of a unit's list from chunk `chunk` on, and the range of their coefficients."""
+class Turn(NamedTuple):
+    """128 places of a unit's list from chunk `chunk` on, and the range of their coefficients."""
 
     unit: Any
     chunk: Any
@@ -92,18 +94,24 @@ class List(NamedTuple):
     end: Any
 
 
-class Group(NamedTuple):
-    """What a warp group that multiplies works with."""
+class MmaGroup(NamedTuple):
+    """One of the two warp groups that multiply, and what it works with."""
 
-    full: Any
-    empty: Any
+    ring: Any
     tiles: Any  # coefficients, in shared memory
     words: Any  # coefficients that are loaded ahead, in registers
-    aside: Any  # where this thread sets sums aside
     data: Any
-    units: Any
-    half: Any  # which group of the two
-    member: Any  # thread of the group
+    half: Any  # which of the two
+    thread: Any  # of its 128
+    lane: Any
+
+
+class Walk(NamedTuple):
+    """Where an mma group is in its walk."""
+
+    state: Any  # stage of the ring
+    slot: Any  # of the three tiles
+    ahead: Any  # the next turn
 
 
 class SparseProduct:
@@ -113,14 +121,16 @@ class SparseProduct:
     a turn, `products` turns for the same places. 128 threads gather rows into a ring of STAGES, 64 rows each, two to
     a turn. Each of two warp groups scatters its own 64 rows of coefficients into one of three tiles while the WGMMA of
     the turn before runs: a turn fills the tile of the next turn, and clears that of the turn after it. A kernel gives
+    its operands, `data`, with the number of `units` and the memory where long sums are set `aside`, and
 
         split(data, unit)                     its tile and part
         open(data, tile)                      length of the tile's list, and where it begins
-        bound(data, tile, chunk)              where the coefficients of 64 places of the list begin
+        bound(data, tile, chunk)              where those of 64 places begin; behind the last: where they end
         row(data, at)                         the list
         gather(data, stage, part, rows, product, thread)
         load(data, at, product)               a coefficient in two registers
         put(data, tile, part, half, low, high, valid)
+        multiply_unit(g, work, walk, tile, part, length, long)
 
     What a unit needs is loaded while the one before it runs, rows and coefficients a turn before they are used. After
     `longest` places the sums of a unit are set aside.
@@ -130,22 +140,22 @@ class SparseProduct:
     longest: int
 
     @cute.jit
-    def fill(self, full, empty, sB, data, units, thread):
-        """Gather 64 rows a stage; `full` takes 128 arrivals, when the copies of the stage are through.
+    def fill(self, ring, sB, data, thread):
+        """Gather 64 rows a stage; its full barrier takes 128 arrivals, when the copies of the stage are through.
 
         cp.async writes by the generic proxy and WGMMA reads by the other: the fence between them is here.
         """
         lane = thread & 31
         rows = cute.make_rmem_tensor((4, 2), Int32)
-        place, current, following = self.first_turn(data, units, lane)
-        self.load_rows(data, rows, place, current, thread)
+        turn, current, following = self.first_turn(data, lane)
+        self.load_rows(data, rows, turn, current, thread)
         stage, phase, done, flying = Int32(0), Int32(1), Int32(0), Int32(0)
-        while place.unit < units:
+        while turn.unit < data.units:
             for second in range_constexpr(2):
-                if place.chunk * 64 + 64 * second < current.length:
-                    cute.arch.mbarrier_wait(empty + stage, phase)
+                if turn.chunk * 64 + 64 * second < current.length:
+                    cute.arch.mbarrier_wait(ring.empty + stage, phase)
                     target = sB + stage * (256 * 64)
-                    self.gather(data, target, current.part, rows[None, second], place.product, thread)
+                    self.gather(data, target, current.part, rows[None, second], turn.product, thread)
                     cute.arch.cp_async_commit_group()
                     stage += 1
                     if stage == STAGES:
@@ -154,35 +164,47 @@ class SparseProduct:
                     if flying == FLYING:
                         cute.arch.cp_async_wait_group(FLYING)
                         cute.arch.fence_proxy("async.shared", space="cta")
-                        cute.arch.mbarrier_arrive(full + done)
+                        cute.arch.mbarrier_arrive(ring.full + done)
                         done = done + 1 if done + 1 < STAGES else 0
                     else:
                         flying += 1
-            place, current, following = self.advance(data, place, current, following, units, lane)
-            self.load_rows(data, rows, place, current, thread)
+            turn, current, following = self.advance(data, turn, current, following, lane)
+            self.load_rows(data, rows, turn, current, thread)
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_proxy("async.shared", space="cta")
         while flying > 0:
-            cute.arch.mbarrier_arrive(full + done)
+            cute.arch.mbarrier_arrive(ring.full + done)
             done = done + 1 if done + 1 < STAGES else 0
             flying -= 1
 
     @cute.jit
-    def load_rows(self, data, rows, place, current, thread):
+    def load_rows(self, data, rows, turn, current, thread):
         if current.length > 0:
             for second in range_constexpr(2):
                 for j in range_constexpr(4):
                     # beyond the list its last row again: the coefficients there are zero
-                    at = place.chunk * 64 + second * 64 + thread // 8 + 16 * j
+                    at = turn.chunk * 64 + second * 64 + thread // 8 + 16 * j
                     rows[j, second] = self.row(data, current.base + cutlass.min(at, current.length - 1))
 
     # ---- the warp groups that multiply ----
 
     @cute.jit
-    def first_turns(self, g):
-        """Where a warp group begins its walk over all turns: stage of the ring, slot of the tiles, what is ahead."""
+    def multiply_units(self, ring, tiles, data, work, thread, long: cutlass.Constexpr):
+        """What thread `thread` of the 256 that multiply does with all units of this CTA; `work` is the kernel's own."""
+        half = cute.arch.make_warp_uniform(thread // 128)
+        words = cute.make_rmem_tensor((2, AHEAD), Uint32)
+        g = MmaGroup(ring, tiles, words, data, half, thread & 127, cute.arch.lane_idx())
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
-        return state, Int32(0), self.first_tiles(g.data, g.tiles, g.words, g.units, g.half, g.member)
+        unit = Int32(cute.arch.block_idx()[0])
+        walk = Walk(state, Int32(0), self.first_tiles(g))
+        tile, part = self.split(data, unit)
+        length, _ = self.open(data, tile)
+        while unit < data.units:
+            unit = self.unit_after(unit)
+            next_tile, next_part = self.split(data, unit) if unit < data.units else (tile, part)
+            next_length, _ = self.open(data, next_tile)
+            walk = self.multiply_unit(g, work, walk, tile, part, length, long)
+            tile, part, length = next_tile, next_part, next_length
 
     @cute.jit
     def sum_list(self, mma: cute.TiledMma, factors, g, walk, length, long: cutlass.Constexpr):
@@ -192,8 +214,7 @@ class SparseProduct:
         no longer in uniform registers, and all of them take a tenth longer.
         """
         state, slot, ahead = walk
-        release = state.clone()
-        lane = cute.arch.lane_idx()
+        read = state.clone()
         turns, longest = cute.ceil_div(length, TURN) * self.products, self.longest // TURN
         for k in cutlass.range(turns, unroll=1):
             left = length - k // self.products * TURN
@@ -201,33 +222,33 @@ class SparseProduct:
                 if k > 0 and k % longest == 0:
                     warpgroup.wait_group(0)
                     for i in range_constexpr(2, len(factors), 3):
-                        set_aside(factors[i], g.aside, 128 * (i // 5), k == longest)
+                        set_aside(factors[i], g.data.aside, 128 * (i // 5), k == longest)
             cute.arch.barrier(barrier_id=TILE_BARRIER + g.half, number_of_threads=GROUP_THREADS)
-            cute.arch.mbarrier_wait(g.full + state.index, state.phase)
+            cute.arch.mbarrier_wait(g.ring.full + state.index, state.phase)
             self.multiply(mma, factors, 2 * slot + g.half, state.index, 0)
             state.advance()
             warpgroup.wait_group(1)
             if k > 0:
-                release = self.release(g.empty, release, lane)
+                read = release(g.ring, read, g.lane)
             if left > 64:
-                cute.arch.mbarrier_wait(g.full + state.index, state.phase)
+                cute.arch.mbarrier_wait(g.ring.full + state.index, state.phase)
                 self.multiply(mma, factors, 2 * slot + g.half, state.index, 1)
                 state.advance()
             # while the tensor cores work: the next turn's coefficients
-            ahead = self.fill_tile(g.data, g.tiles, g.words, ahead, g.units, g.half, g.member)
+            ahead = self.fill_tile(g, ahead)
             if left > 64:
                 warpgroup.wait_group(1)
-                release = self.release(g.empty, release, lane)
-            self.clear(g.tiles, slot - 1 if slot > 0 else 2, g.half, g.member)
+                read = release(g.ring, read, g.lane)
+            self.clear(g, slot - 1 if slot > 0 else 2)
             slot = slot + 1 if slot < 2 else 0
         warpgroup.wait_group(0)
         if turns > 0:
-            release = self.release(g.empty, release, lane)
+            read = release(g.ring, read, g.lane)
         if const_expr(long):
             if turns > longest:
                 for i in range_constexpr(2, len(factors), 3):
-                    take_back(factors[i], g.aside, 128 * (i // 5))
-        return state, slot, ahead
+                    take_back(factors[i], g.data.aside, 128 * (i // 5))
+        return Walk(state, slot, ahead)
 
     @cute.jit
     def multiply(self, mma: cute.TiledMma, factors, tile, stage, second: cutlass.Constexpr):
@@ -238,73 +259,65 @@ class SparseProduct:
             cute.gemm(mma, acc, rA[None, None, 4 * second + i, tile], rB[None, None, i, stage], acc)
         warpgroup.commit_group()
 
-    @cute.jit
-    def release(self, empty, state, lane):
-        """A stage has been read by this warp."""
-        if lane == 0:
-            cute.arch.mbarrier_arrive(empty + state.index)
-        state.advance()
-        return state
-
-    # ---- a warp group's coefficients ----
+    # ---- an mma group's coefficients ----
 
     @cute.jit
-    def first_tiles(self, data, sA, words, units, half, thread):
+    def first_tiles(self, g):
         """Before the first turn: its tile is filled, the next is clear, and the coefficients for that are loaded."""
-        place, current, following = self.first_turn(data, units, thread & 31)
-        self.load_words(data, words, place, place.first, thread)
+        turn, current, following = self.first_turn(g.data, g.thread & 31)
+        self.load_words(g, turn, turn.first)
         for slot in range_constexpr(3):
-            self.clear(sA, slot, half, thread)
-        cute.arch.barrier(barrier_id=TILE_BARRIER + half, number_of_threads=GROUP_THREADS)
-        return self.fill_tile(data, sA, words, (place, current, following, Int32(0)), units, half, thread)
+            self.clear(g, slot)
+        cute.arch.barrier(barrier_id=TILE_BARRIER + g.half, number_of_threads=GROUP_THREADS)
+        return self.fill_tile(g, (turn, current, following, Int32(0)))
 
     @cute.jit
-    def fill_tile(self, data, sA, words, ahead, units, half, thread):
+    def fill_tile(self, g, ahead):
         """Scatter the coefficients of the turn that `ahead` is at, and load those of the turn after it."""
-        place, current, following, slot = ahead
-        tile = self.tile_of(sA, slot, half)
-        at = place.first
-        self.put_words(data, tile, words, place, current, at, half, thread)
-        while at + GROUP_THREADS * AHEAD < place.last:
+        turn, current, following, slot = ahead
+        tile = self.tile_of(g, slot)
+        at = turn.first
+        self.put_words(g, tile, turn, current, at)
+        while at + GROUP_THREADS * AHEAD < turn.last:
             at += GROUP_THREADS * AHEAD
-            self.load_words(data, words, place, at, thread)
-            self.put_words(data, tile, words, place, current, at, half, thread)
+            self.load_words(g, turn, at)
+            self.put_words(g, tile, turn, current, at)
         cute.arch.fence_proxy("async.shared", space="cta")
-        place, current, following = self.advance(data, place, current, following, units, thread & 31)
-        self.load_words(data, words, place, place.first, thread)
+        turn, current, following = self.advance(g.data, turn, current, following, g.thread & 31)
+        self.load_words(g, turn, turn.first)
         slot = slot + 1 if slot < 2 else 0
-        return place, current, following, slot
+        return turn, current, following, slot
 
     @cute.jit
-    def put_words(self, data, tile, words, place, current, at, half, thread):
+    def put_words(self, g, tile, turn, current, at):
         for few in range_constexpr(AHEAD // FEW):
             # most turns have few
-            if at + GROUP_THREADS * FEW * few < place.last:
+            if at + GROUP_THREADS * FEW * few < turn.last:
                 for j in range_constexpr(FEW * few, FEW * few + FEW):
-                    here = at + thread + GROUP_THREADS * j
-                    panel = tile + (64 * 64 if here >= place.middle else 0)
-                    self.put(data, panel, current.part, half, words[0, j], words[1, j], here < place.last)
+                    here = at + g.thread + GROUP_THREADS * j
+                    panel = tile + (64 * 64 if here >= turn.middle else 0)
+                    self.put(g.data, panel, current.part, g.half, g.words[0, j], g.words[1, j], here < turn.last)
 
     @cute.jit
-    def load_words(self, data, words, place, at, thread):
+    def load_words(self, g, turn, at):
         for few in range_constexpr(AHEAD // FEW):
-            if at + GROUP_THREADS * FEW * few < place.last:
+            if at + GROUP_THREADS * FEW * few < turn.last:
                 for j in range_constexpr(FEW * few, FEW * few + FEW):
-                    here = at + thread + GROUP_THREADS * j
-                    if here < place.last:
-                        low, high = self.load(data, here, place.product)
-                        words[0, j], words[1, j] = low, high
+                    here = at + g.thread + GROUP_THREADS * j
+                    if here < turn.last:
+                        low, high = self.load(g.data, here, turn.product)
+                        g.words[0, j], g.words[1, j] = low, high
 
-    def tile_of(self, sA, slot, half):
+    def tile_of(self, g, slot):
         """64 rows of 128 places: two panels of 64."""
-        return sA + (slot * 2 + half) * (64 * 128)
+        return g.tiles + (slot * 2 + g.half) * (64 * 128)
 
     @cute.jit
-    def clear(self, sA, slot, half, thread):
-        """Zeros over a warp group's tile."""
+    def clear(self, g, slot):
+        """Zeros over a group's tile."""
         zeros = cute.make_rmem_tensor((4,), Uint32)
         zeros.fill(0)
-        line = cute.recast_ptr((self.tile_of(sA, slot, half) + thread * 8).align(16), dtype=Uint32)
+        line = cute.recast_ptr((self.tile_of(g, slot) + g.thread * 8).align(16), dtype=Uint32)
         for i in range_constexpr(64 * 128 // (8 * GROUP_THREADS)):
             cute.autovec_copy(zeros, cute.make_tensor(line + i * (4 * GROUP_THREADS), cute.make_layout(4)))
 
@@ -317,56 +330,50 @@ class SparseProduct:
         return unit + 2 * (grid - unit % grid) - 1
 
     @cute.jit
-    def first_turn(self, data, units, lane):
+    def first_turn(self, data, lane):
         unit = Int32(cute.arch.block_idx()[0])
-        place = Place(unit, Int32(-2), Int32(self.products - 1), Int32(0), Int32(0), Int32(0))
-        current = self.look_up(data, unit, units, lane)
-        following = self.look_up(data, self.unit_after(unit), units, lane)
-        return self.advance(data, place, current, following, units, lane)
+        turn = Turn(unit, Int32(-2), Int32(self.products - 1), Int32(0), Int32(0), Int32(0))
+        current = self.look_up(data, unit, lane)
+        following = self.look_up(data, self.unit_after(unit), lane)
+        return self.advance(data, turn, current, following, lane)
 
     @cute.jit
-    def look_up(self, data, unit, units, lane):
+    def look_up(self, data, unit, lane):
         """The list of a unit, and the bounds of the coefficients of its first 64 chunks, two a lane."""
         tile, part, length, base = Int32(0), Int32(0), Int32(0), Int32(0)
         begin, middle, end = Int32(0), Int32(0), Int32(0)
-        if unit < units:
+        if unit < data.units:
             tile, part = self.split(data, unit)
             length, base = self.open(data, tile)
-            begin, middle = self.bound(data, tile, 2 * lane), self.bound(data, tile, 2 * lane + 1)
-            end = self.bound(data, tile, 2 * lane + 2)
+            begin, middle, end = self.bounds(data, tile, length, 2 * lane)
         return List(tile, part, length, base, begin, middle, end)
 
+    def bounds(self, data, tile, length, chunk):
+        """Where the coefficients of two chunks begin and end. Behind the list's last chunk no bound was written."""
+        chunks = (length + 63) >> 6
+        return [self.bound(data, tile, cutlass.min(chunk + i, chunks)) for i in range(3)]
+
     @cute.jit
-    def advance(self, data, place, current, following, units, lane):
+    def advance(self, data, turn, current, following, lane):
         """The next turn, the list of its unit, and that of the unit after."""
-        unit, chunk, product, _, _, _ = place
+        unit, chunk, product, _, _, _ = turn
         tile, part, length, base, begin, middle, end = current
         product += 1
         if product == self.products:
             product = Int32(0)
             chunk += 2
-            while unit < units and chunk * 64 >= length:
+            while unit < data.units and chunk * 64 >= length:
                 unit = self.unit_after(unit)
                 chunk = Int32(0)
                 tile, part, length, base, begin, middle, end = following
-                following = self.look_up(data, self.unit_after(unit), units, lane)
+                following = self.look_up(data, self.unit_after(unit), lane)
             if chunk > 0 and chunk & 63 == 0:
-                begin, middle = self.bound(data, tile, chunk + 2 * lane), self.bound(data, tile, chunk + 2 * lane + 1)
-                end = self.bound(data, tile, chunk + 2 * lane + 2)
+                begin, middle, end = self.bounds(data, tile, length, chunk + 2 * lane)
         source = (chunk & 63) >> 1
         first, between = cute.arch.shuffle_sync(begin, source), cute.arch.shuffle_sync(middle, source)
         last = cute.arch.shuffle_sync(end, source)
-        # the bounds of a chunk that does not exist are not to be trusted
-        last = last if chunk * 64 + 64 < length else between
-        last = last if unit < units else first
-        place = Place(unit, chunk, product, first, between, last)
-        return place, List(tile, part, length, base, begin, middle, end), following
-
-
-@cute.jit
-def swizzled(place: Uint32) -> Int32:
-    """Offset of the 16-bit value of row `place` / 64 and column `place` % 64 in 64 K-major rows of 64 columns."""
-    return Int32((place & Uint32(0xFFF)) ^ ((place >> 3) & Uint32(0x38)))
+        turn = Turn(unit, chunk, product, first, between, last)
+        return turn, List(tile, part, length, base, begin, middle, end), following
 
 
 @cute.jit

@@ -59,6 +59,26 @@ def high_to_float(pair: Uint32, dtype: cutlass.Constexpr) -> Float32:
 
 
 @cute.jit
+def split(low: Float32, high: Float32, dtype: cutlass.Constexpr) -> Any:
+    """Two fp32 values rounded to `dtype`, side by side as `pack` has them, and what rounding left of each.
+
+    An infinite value leaves nothing.
+    """
+    pair = pack(low, high, dtype)
+    rests = []
+    for value, rounded in ((low, low_to_float(pair, dtype)), (high, high_to_float(pair, dtype))):
+        rests.append(value - rounded if cute.arch.fmax(rounded, -rounded) != Float32.inf else Float32(0.0))
+    return pair, *rests
+
+
+@cute.jit
+def split_one(value: Float32, dtype: cutlass.Constexpr) -> Uint32:
+    """One fp32 value as two of `dtype`: rounded in bits 0-15, and what that left in bits 16-31."""
+    pair, rest, _ = split(value, Float32(0.0), dtype)
+    return pack(low_to_float(pair, dtype), rest, dtype)
+
+
+@cute.jit
 def nonzero_flags(quad: Any) -> Any:
     """Eight booleans for eight values in four registers: is the value a non-zero?"""
     flags = []

@@ -134,6 +134,24 @@ def test_report_refuses_what_it_cannot_read(root: Path) -> None:
     assert "RuntimeError: unknown form of ptxas report" in parse(root, SPILLED.replace("registers", "regs"))
 
 
+LONGEST = """
+from collections import Counter
+from cute_kernels import geometry, overflow, specs
+for spec in specs.all_specs():
+    if spec.op == "overflow":
+        kernel, _ = overflow.signature(spec)
+        added = kernel.added(overflow.Operands(*[None] * len(overflow.Operands._fields)))
+        terms = max(Counter(result for _, uses in added for _, result in uses).values())
+        assert kernel.longest * terms == geometry.LONGEST_SUM[spec.dtype], spec
+        assert kernel.longest % kernel.window == 0, spec
+"""
+
+
+def test_overflow_sets_sums_aside_after_the_longest(root: Path) -> None:
+    """A partner of dx of a gated layer has two terms in each sum, others one."""
+    subprocess.run([sys.executable, "-c", LONGEST], cwd=root, check=True)
+
+
 def test_object_exports_the_symbol(root: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cute_kernels", "compile", "unpack_bf16", "-o", str(tmp_path / "x.o")]
     subprocess.run([*command, "--depfile", str(tmp_path / "x.d")], cwd=root, check=True)

@@ -56,11 +56,20 @@ def violations(source: str) -> list[str]:
             if WAIT in attributes(kernel):
                 found.append(f"{kernel.name}: waits, but is not launched with use_pdl")
             continue
-        found += unordered(kernel)
+        found += unordered(kernel, named_tuples(tree))
     return found
 
 
-def unordered(kernel: ast.FunctionDef) -> Iterator[str]:
+def named_tuples(tree: ast.AST) -> set[str]:
+    """Classes that put tensors side by side by name."""
+    return {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and any("NamedTuple" in names(base) for base in node.bases)
+    }
+
+
+def unordered(kernel: ast.FunctionDef, tuples: set[str]) -> Iterator[str]:
     steps = [
         statement.value.func.attr
         if isinstance(statement, ast.Expr)
@@ -78,7 +87,9 @@ def unordered(kernel: ast.FunctionDef) -> Iterator[str]:
     tensors = {
         argument.arg
         for argument in kernel.args.args
-        if argument.annotation is None or "Tensor" in attributes(argument.annotation) | names(argument.annotation)
+        if argument.annotation is None
+        or "Tensor" in attributes(argument.annotation) | names(argument.annotation)
+        or names(argument.annotation) & tuples
     } - {"self"}
     for statement in kernel.body[:wait]:
         for name in touched(statement, tensors):
@@ -90,7 +101,10 @@ def names(node: ast.AST) -> set[str]:
 
 
 def touched(statement: ast.stmt, tensors: set[str]) -> set[str]:
-    """Tensors of which a statement takes more than the shape. One that only gets another name is one of them, too."""
+    """Tensors of which a statement takes more than the shape. One that only gets another name is one of them, too.
+
+    What a kernel takes by the name of a tuple counts as its tensors do, unless TMA descriptors are fetched ahead.
+    """
     found = set()
     if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Tuple):
         # names put side by side
@@ -100,8 +114,11 @@ def touched(statement: ast.stmt, tensors: set[str]) -> set[str]:
     parents = {child: node for node in ast.walk(statement) for child in ast.iter_child_nodes(node)}
     for node in ast.walk(statement):
         if isinstance(node, ast.Name) and node.id in tensors:
-            parent = parents.get(node)
-            if not (isinstance(parent, ast.Attribute) and parent.attr == "shape"):
+            taken, outer = "", parents.get(node)
+            while isinstance(outer, ast.Attribute):
+                taken, outer = outer.attr, parents.get(outer)
+            prefetch = isinstance(outer, ast.Call) and "prefetch_descriptor" in attributes(outer.func)
+            if taken != "shape" and not prefetch:
                 found.add(node.id)
     return found
 
@@ -132,6 +149,10 @@ class K:
         cute.arch.griddepcontrol_launch_dependents()
         y = x[n]
 """
+BY_NAME = GOOD.replace("class K:", "class Operands(NamedTuple):\n    x: Any\n\n\nclass K:").replace(
+    "def kernel(self, x: cute.Tensor, n: Int32):\n        size = x.shape[0]",
+    "def kernel(self, o: Operands, n: Int32):\n        size = o.x.shape[0]",
+)
 WAITS = "        cute.arch.griddepcontrol_wait()\n"
 GOES = "        cute.arch.griddepcontrol_launch_dependents()\n"
 
@@ -148,10 +169,11 @@ GOES = "        cute.arch.griddepcontrol_launch_dependents()\n"
             GOOD.replace(WAITS, "        both = (x, n)\n        self.load(both)\n" + WAITS),
             "touches both before it waits",
         ),
+        (BY_NAME.replace(WAITS, "        y = o.x[0]\n" + WAITS), "touches o before it waits"),
         (GOOD.replace("use_pdl=True", "smem=0"), "waits, but is not launched with use_pdl"),
         (GOOD + "\n    @cute.jit\n    def load(self):\n" + WAITS, "only kernels themselves wait"),
     ],
 )
 def test_breaking_the_rule_is_seen(source: str, said: str) -> None:
-    assert violations(GOOD) == []
+    assert violations(GOOD) == violations(BY_NAME) == []
     assert said in "; ".join(violations(source))

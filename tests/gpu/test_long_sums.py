@@ -102,7 +102,8 @@ def test_gradients_of_many_tokens(dtype: torch.dtype, gated: bool, bias: bool, m
 @DTYPE
 def test_batches_that_overflow(dtype: torch.dtype, gated: bool) -> None:
     """More non-zeros than the hybrid format holds, of many neurons and of many tokens."""
-    for m, n in ((130, min(2 * longest(dtype) + 8, geometry.MAX_NEURONS)), (longest(dtype) + 9000, 72)):
+    most = longest(dtype)
+    for m, n in ((130, most // 2 + 8), (130, min(2 * most + 8, geometry.MAX_NEURONS)), (most + 9000, 72)):
         problem = by_turns(m, n, 4, dtype, share=4)
         dy = torch.zeros_like(problem.x)
         dy[:, 3] = 1
