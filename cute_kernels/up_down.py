@@ -1,5 +1,6 @@
 """Gated up and down projections on the pattern of a packed gate: y[m] = sum over non-zeros c of h[m, c] * w_down[c],
 with h[m, c] = gate[m, c] * (x[m] . w_up[c] + up_bias[c]). Strategy `row`: only the weight rows of non-zeros are read.
+Without `gated` the packed values are h: neither x nor up rows are read, and no dot products are made.
 
 The bound is L2: two rows of K values a non-zero. Eight tokens that stand side by side share a CTA, and each weight row
 of the union of their neurons is read once. Two launches, the second for what the first leaves:
@@ -90,12 +91,11 @@ class Views(NamedTuple):
 
 
 class UpDown:
-    """One dtype and class of hidden sizes; `gated = False` leaves out the up projection (see down.py)."""
+    """One dtype and class of hidden sizes, of layers with a gate or without."""
 
-    gated = True
-
-    def __init__(self, spec: Any):
+    def __init__(self, spec: UpDownSpec):
         self.dtype = operands.DTYPES[spec.dtype]
+        self.gated = spec.gated
         self.has_bias = spec.bias
         # neurons whose products tensor cores add up; with four of them an instruction loses less than with 16
         self.longest = geometry.LONGEST_SUM[spec.dtype] // 2
@@ -115,10 +115,10 @@ class UpDown:
     @cute.jit
     def __call__(
         self,
-        x: cute.Tensor,
+        x: cute.Tensor | None,
         words: cute.Tensor,
         spill: cute.Tensor,
-        w_up: cute.Tensor,
+        w_up: cute.Tensor | None,
         w_down: cute.Tensor,
         up_bias: cute.Tensor | None,
         down_bias: cute.Tensor | None,
@@ -128,14 +128,6 @@ class UpDown:
         words_per_tile: Int32,
         max_clusters: Int32,
         stream: cuda.CUstream,
-    ):
-        self.launch(
-            x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, heavy, words_per_tile, max_clusters, stream
-        )
-
-    @cute.jit
-    def launch(
-        self, x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, heavy, words_per_tile, max_clusters, stream
     ):
         @cute.struct
         class Shared:
@@ -777,12 +769,12 @@ def signature(spec: UpDownSpec) -> tuple[Any, tuple[Any, ...]]:
     dtype = operands.DTYPES[spec.dtype]
     m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
     arguments = (
-        operands.rows(dtype, m, k),
+        operands.rows(dtype, m, k) if spec.gated else None,
         operands.rows(Int32, m, cute.sym_int32(divisibility=32)),
         operands.rows(dtype, m, cute.sym_int32(divisibility=geometry.TILE)),
+        operands.rows(dtype, n, k) if spec.gated else None,
         operands.rows(dtype, n, k),
-        operands.rows(dtype, n, k),
-        operands.vector(dtype, n) if spec.bias else None,
+        operands.vector(dtype, n) if spec.gated and spec.bias else None,
         operands.vector(dtype, k) if spec.bias else None,
         operands.rows(dtype, m, k),
         operands.vector(Float32, m),

@@ -1,5 +1,6 @@
 """The gated up and down projections for few tokens: y[m] = sum over non-zeros c of h[m, c] * w_down[c], with
-h[m, c] = gate[m, c] * (x[m] . w_up[c] + up_bias[c]), as up_down.py has it, where latency is all.
+h[m, c] = gate[m, c] * (x[m] . w_up[c] + up_bias[c]), as up_down.py has it, where latency is all. Without `gated` the
+packed values are h.
 
 A token is the work of a cluster of four or eight CTAs, each with its part of the columns; nothing is shared between
 tokens. A CTA's warps deal the non-zeros among them, up to WINDOW at a time:
@@ -52,12 +53,11 @@ class Views(NamedTuple):
 
 
 class UpDownSkinny:
-    """One dtype and class of hidden sizes; `gated = False` leaves out the up projection."""
+    """One dtype and class of hidden sizes, of layers with a gate or without."""
 
-    gated = True
-
-    def __init__(self, spec: Any):
+    def __init__(self, spec: UpDownSkinnySpec):
         self.dtype = operands.DTYPES[spec.dtype]
+        self.gated = spec.gated
         self.has_bias = spec.bias
         self.cluster = spec.cluster
         # 16-byte loads of a lane that a row takes
@@ -71,10 +71,10 @@ class UpDownSkinny:
     @cute.jit
     def __call__(
         self,
-        x: cute.Tensor,
+        x: cute.Tensor | None,
         words: cute.Tensor,
         spill: cute.Tensor,
-        w_up: cute.Tensor,
+        w_up: cute.Tensor | None,
         w_down: cute.Tensor,
         up_bias: cute.Tensor | None,
         down_bias: cute.Tensor | None,
@@ -83,10 +83,6 @@ class UpDownSkinny:
         words_per_tile: Int32,
         stream: cuda.CUstream,
     ):
-        self.launch(x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, words_per_tile, stream)
-
-    @cute.jit
-    def launch(self, x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, words_per_tile, stream):
         @cute.struct
         class Shared:
             counts: cute.struct.MemRange[Int32, TILES]
@@ -364,12 +360,12 @@ def signature(spec: UpDownSkinnySpec) -> tuple[Any, tuple[Any, ...]]:
     dtype = operands.DTYPES[spec.dtype]
     m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
     arguments = (
-        operands.rows(dtype, m, k),
+        operands.rows(dtype, m, k) if spec.gated else None,
         operands.rows(Int32, m, cute.sym_int32(divisibility=32)),
         operands.rows(dtype, m, cute.sym_int32(divisibility=geometry.TILE)),
+        operands.rows(dtype, n, k) if spec.gated else None,
         operands.rows(dtype, n, k),
-        operands.rows(dtype, n, k),
-        operands.vector(dtype, n) if spec.bias else None,
+        operands.vector(dtype, n) if spec.gated and spec.bias else None,
         operands.vector(dtype, k) if spec.bias else None,
         operands.rows(dtype, m, k),
         operands.vector(Float32, m),

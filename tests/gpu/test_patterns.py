@@ -33,7 +33,7 @@ def run(problem: FFN, compression: int) -> tuple[Tensor, Tensor]:
     words, spill, _ = packed
     x, _, w_up, w_down, _, up_bias, down_bias = problem
     gated = testing.poisoned(lambda: ops.up_down(x, words, spill, w_up, w_down, up_bias, down_bias, compression))
-    non_gated = testing.poisoned(lambda: ops.down(words, spill, w_down, down_bias, compression))
+    non_gated = testing.poisoned(lambda: ops.up_down(None, words, spill, None, w_down, None, down_bias, compression))
     return gated[0], non_gated[0]
 
 
