@@ -39,6 +39,7 @@ from . import feasible, geometry
 from .sm90 import operands
 from .sm90.copies import bulk_copy, load_peer, load_values, store_values
 from .sm90.mma import load_matrices_transposed, mma_16x8x8, mma_16x8x16
+from .sm90.rows import count_of, spill_of, spilled_word, words_of
 from .sm90.values import (
     MAGNITUDE,
     high_to_float,
@@ -47,7 +48,6 @@ from .sm90.values import (
     nonzero_flags,
     pack,
     prefix_sum,
-    value_bits,
     widen,
 )
 from .specs import UpDownSpec
@@ -395,7 +395,7 @@ class UpDown:
         count = Int32(0)
         for first in cutlass.range(0, tiles, 32, unroll=1):
             tile = first + lane
-            count += words[m, tile * width] if m < rows and tile < tiles else 0
+            count += count_of(words, m, tile, width, m < rows and tile < tiles)
         count = Int32(cute.arch.warp_redux_sync(count, "add"))
         if lane == 0:
             s.counts[warp] = count
@@ -471,11 +471,11 @@ class UpDown:
         quad = cute.make_rmem_tensor((4,), Uint32)
         for j in cutlass.range(first, mine, stride, unroll=1):
             tile = origin + (j + lane) * step
-            count = words[m, tile * width] if j + lane < mine else 0
+            count = count_of(words, m, tile, width, j + lane < mine)
             # each lane walks its own tile, four words at a time; the first word of a tile is its count
             stored = count if count < width else 0
             quads = (stored + 4) // 4 if stored > 0 else 0
-            line = words.iterator + (Int64(m) * words.stride[0] + tile * width)
+            line = words_of(words, m, tile, width)
             for q in cutlass.range(Int32(cute.arch.warp_redux_sync(quads, "max")), unroll=1):
                 if q < quads:
                     load_values(line + q * 4, quad)
@@ -488,11 +488,11 @@ class UpDown:
             while overflowing != 0:
                 neuron = (origin + (j + lowest_bit(overflowing)) * step) * geometry.TILE + lane * 8
                 overflowing = overflowing & (overflowing - 1)
-                values = load_values(spill.iterator + (Int64(m) * spill.stride[0] + neuron))
+                values = load_values(spill_of(spill, m, neuron))
                 flags = nonzero_flags(values)
                 for i in range_constexpr(8):
                     if flags[i]:
-                        self.visit(s, value_bits(values, i) | Uint32(neuron + i), slot, start, place)
+                        self.visit(s, spilled_word(values, i, neuron), slot, start, place)
 
     @cute.jit
     def visit(self, s, word, slot, start, place: cutlass.Constexpr):

@@ -28,7 +28,8 @@ from cutlass.memory import SmemAllocator
 from . import feasible, geometry
 from .sm90 import operands
 from .sm90.copies import load_peer_value, load_values
-from .sm90.values import count_flags, high_to_float, low_to_float, nonzero_flags, prefix_sum, value_bits
+from .sm90.rows import spill_of, spilled_word, words_of
+from .sm90.values import count_flags, high_to_float, low_to_float, nonzero_flags, prefix_sum
 from .specs import UpDownSkinnySpec
 
 WARPS = 8
@@ -133,7 +134,7 @@ class UpDownSkinny:
         total, windows = Float32(0.0), Int32(0)
         for group in cutlass.range(0, tiles, TILES, unroll=1):
             slot = warp * (32 // LANES) + lane // LANES
-            row = words.iterator + (Int64(m) * words.stride[0] + (group + slot) * width)
+            row = words_of(words, m, group + slot, width)
             quad = cute.make_rmem_tensor((4,), Uint32)
             listed = self.count(s, row, quad, slot, group + slot < tiles, lane)
             for base in cutlass.range(0, listed, WINDOW, unroll=1):
@@ -208,7 +209,7 @@ class UpDownSkinny:
             quad.fill(0)
             neuron = tile * geometry.TILE + (part * LANES + piece) * 8
             if spilled:
-                load_values(spill.iterator + (Int64(m) * spill.stride[0] + neuron), quad)
+                load_values(spill_of(spill, m, neuron), quad)
             flags = nonzero_flags(quad)
             own = count_flags(flags)
             inclusive = own
@@ -217,7 +218,7 @@ class UpDownSkinny:
                 inclusive = inclusive + other if piece >= d else inclusive
             at = start + inclusive - own
             for i in range_constexpr(8):
-                self.put(s, at, value_bits(quad, i) | Uint32(neuron + i), flags[i])
+                self.put(s, at, spilled_word(quad, i, neuron), flags[i])
                 at += Int32(flags[i])
             start += cute.arch.shuffle_sync(inclusive, lane | (LANES - 1))
 
