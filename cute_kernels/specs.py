@@ -111,6 +111,13 @@ class UpDownSpec(_Kernel):
     def suffix(self) -> str:
         return f"_k{self.k_max}{'' if self.gated else '_plain'}{'_bias' if self.bias else ''}"
 
+    @property
+    def heavy(self) -> UpDownSkinnySpec:
+        """How its heavy tokens are computed: each as if it were alone."""
+        cluster = max(SKINNY_K_CLASSES)
+        k_max = k_class(self.k_max, SKINNY_K_CLASSES[cluster])
+        return UpDownSkinnySpec(self.dtype, k_max, cluster, self.gated, self.bias)
+
 
 @dataclass(frozen=True)
 class UpDownSkinnySpec(_Kernel):

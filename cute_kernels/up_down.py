@@ -7,11 +7,11 @@ of the union of their neurons is read once. Two launches, the second for what th
 
     light   one CTA per group of eight tokens, two CTAs per SM up to K = 2048: one lists its neurons while the other
             streams. Beyond K = 4096 a cluster shares the group, each CTA a slab of 4096 columns.
-    heavy   tokens with more than HEAVY_COUNT non-zeros and a quarter of their group's. A cluster of eight CTAs takes
-            one, each every eighth tile, and the partial sums meet through distributed shared memory in a fixed order.
+    heavy   tokens with more than HEAVY_COUNT non-zeros and a quarter of their group's, of which `light` leaves a mask.
+            A cluster takes one at a time, as up_down_skinny.py has it.
 
-A CTA's eight warps each own an eighth of the columns, so that no token and no neuron can hold one warp alone. Up to
-WINDOW neurons of the union at a time:
+In `light` a CTA's eight warps each own an eighth of the columns, so that no token and no neuron can hold one warp
+alone. Up to WINDOW neurons of the union at a time:
 
     list    warp t marks token t's neurons in a bitmap; its prefix sums give each neuron its rank in the union; the gate
             values go to `gates` by rank, zero where a token does not have the neuron.
@@ -35,7 +35,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from . import feasible, geometry
+from . import feasible, geometry, up_down_skinny
 from .sm90 import operands
 from .sm90.copies import bulk_copy, load_peer, load_values, store_values
 from .sm90.mma import load_matrices_transposed, mma_16x8x8, mma_16x8x16
@@ -61,11 +61,10 @@ BLOCK = 64
 # neurons of a union that are listed and streamed before the next ones are
 WINDOW = 512
 HEAVY_COUNT = 512
-HEAVY_CLUSTER = 8
 # widest slab of columns whose sums fit in a CTA's registers
 SLAB = 4096
-# places in `counts`, behind the non-zeros of the tokens
-HEAVY, SIZE = TOKENS, TOKENS + 1
+# place in `counts`, behind the non-zeros of the tokens
+HEAVY = TOKENS
 # columns between down rows, beyond the row: transposing matrix loads then hit different banks. A bulk copy to an
 # address that is no multiple of 128 bytes costs L2 twice the look-ups; with up rows padded too, they were 89 % busy
 PAD = 8
@@ -75,8 +74,7 @@ class Views(NamedTuple):
     """A CTA's shared memory by name."""
 
     full: Any  # [buffers + 1] mbarriers
-    counts: Any  # [16] non-zeros of each token, mask of heavy tokens, size of the union
-    tokens: Any  # [32 * TOKENS] heavy tokens to do
+    counts: Any  # [16] non-zeros of each token, mask of heavy tokens
     sums: Any  # [WARPS] neurons marked in each warp's share of the bitmap
     union: Any  # [WINDOW] neurons, ascending
     biases: Any  # [WINDOW] up bias of each neuron of the union, if there is one
@@ -86,7 +84,6 @@ class Views(NamedTuple):
     down: Any  # [buffers, BATCH, slab + PAD]
     bitmap: Any  # [N / 32] over the rings, before they are filled
     prefix: Any  # [N / 32] over the rings, too: neurons marked before each word of the bitmap
-    sum_y: Any  # [slab] fp32 over the rings, after they are read: a heavy token's partial sums
     staged: Any  # [TOKENS, slab + PAD] over the rings, after they are read: rounded rows of y
 
 
@@ -97,6 +94,7 @@ class UpDown:
         self.dtype = operands.DTYPES[spec.dtype]
         self.gated = spec.gated
         self.has_bias = spec.bias
+        self.few = up_down_skinny.UpDownSkinny(spec.heavy)
         # neurons whose products tensor cores add up; with four of them an instruction loses less than with 16
         self.longest = geometry.LONGEST_SUM[spec.dtype] // 2
         self.slabs = max(1, spec.k_max // SLAB)
@@ -133,7 +131,6 @@ class UpDown:
         class Shared:
             full: cute.struct.MemRange[cutlass.Int64, self.buffers + 1]
             counts: cute.struct.MemRange[Int32, 16]
-            tokens: cute.struct.MemRange[Int32, 32 * TOKENS]
             sums: cute.struct.MemRange[Int32, WARPS]
             union: cute.struct.MemRange[Uint16, WINDOW]
             biases: cute.struct.Align[cute.struct.MemRange[Float32, WINDOW + BATCH if self.has_bias else 2], 8]
@@ -155,16 +152,15 @@ class UpDown:
                 stream=stream,
                 use_pdl=True,
             )
-            if const_expr(self.slabs == 1):
-                self.heavy(*arguments).launch(
-                    grid=(HEAVY_CLUSTER, cutlass.min(groups, max_clusters), 1),
-                    block=(THREADS, 1, 1),
-                    cluster=(HEAVY_CLUSTER, 1, 1),
-                    min_blocks_per_mp=1,
-                    preferred_smem_carveout=100,
-                    stream=stream,
-                    use_pdl=True,
-                )
+            self.heavy(*arguments).launch(
+                grid=(self.few.cluster, cutlass.min(groups, max_clusters * self.few.ctas_per_sm), 1),
+                block=(up_down_skinny.THREADS, 1, 1),
+                cluster=(self.few.cluster, 1, 1),
+                min_blocks_per_mp=self.few.ctas_per_sm,
+                preferred_smem_carveout=100,
+                stream=stream,
+                use_pdl=True,
+            )
 
     # ---- the two kernels ----
 
@@ -201,18 +197,16 @@ class UpDown:
             heavy[group] = skipped
         m = first + warp
         listed = m < y.shape[0] and (skipped >> warp) & 1 == 0
-        deal = (Int32(0), Int32(1), words.shape[1] // width)
         acc = cute.make_rmem_tensor((4, 4, self.blocks), Float32)
         acc.fill(0.0)
         summed = (
-            s, words, spill, w_up, w_down, up_bias, x_frag, acc, m, listed, warp, deal, width, slab,
-            Int32(0), thread, warp, lane,
+            s, words, spill, w_up, w_down, up_bias, x_frag, acc, m, listed, width, slab, thread, warp, lane,
         )  # fmt: skip
         total = Float32(0.0)
         if w_down.shape[0] > self.longest:
-            total, _ = self.accumulate(*summed, True)
+            total = self.accumulate(*summed, True)
         else:
-            total, _ = self.accumulate(*summed, False)
+            total = self.accumulate(*summed, False)
 
         self.stage_rows(s, acc, down_bias, slab, y.shape[1], warp, lane)
         cute.arch.sync_threads()
@@ -248,93 +242,26 @@ class UpDown:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank, cluster, _ = cute.arch.block_idx()
         clusters = cute.arch.grid_dim()[1]
-        s = self.views(SmemAllocator().allocate(self.shared))
-        self.init_barriers(s, thread)
-        cute.arch.sync_threads()
+        s = self.few.views(SmemAllocator().allocate(self.few.shared))
+        left, columns = self.few.span(y.shape[1], rank)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        phases = Int32(0)
         # groups are dealt to clusters in turn: which cluster takes a token does not change its result
         for base in cutlass.range(cluster, heavy.shape[0], 32 * clusters, unroll=1):
-            if warp == 0:
-                self.list_heavy(s, heavy, base, clusters, lane)
-            cute.arch.sync_threads()
-            place = Int32(0)
-            while place < s.counts[HEAVY]:
-                phases = self.heavy_token(
-                    s, x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, width, place, rank, phases,
-                    thread, warp, lane,
-                )  # fmt: skip
-                place += 1
-            cute.arch.sync_threads()
-
-    @cute.jit
-    def list_heavy(self, s, heavy, base, clusters, lane):
-        """List the heavy tokens of 32 groups; one warp."""
-        group = base + lane * clusters
-        mask = Uint32(heavy[group]) if group < heavy.shape[0] else Uint32(0)
-        own = Int32(cute.arch.popc(mask))
-        place = prefix_sum(own, lane)
-        if lane == 31:
-            s.counts[HEAVY] = place + own
-        while mask != 0:
-            s.tokens[place] = group * TOKENS + lowest_bit(mask)
-            mask = mask & (mask - 1)
-            place += 1
-
-    @cute.jit
-    def heavy_token(
-        self, s, x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, width, place, rank, phases,
-        thread, warp, lane,
-    ):  # fmt: skip
-        """Heavy token `place` of the list by one cluster, as token 0 of a group; returns the phases of the barriers."""
-        m = s.tokens[place]
-        tiles = words.shape[1] // width
-        deal = (rank, Int32(HEAVY_CLUSTER), (tiles - rank + HEAVY_CLUSTER - 1) // HEAVY_CLUSTER)
-        x_frag = self.load_x(x, m, lane < 4, Int32(0), warp, lane)
-        acc = cute.make_rmem_tensor((4, 4, self.blocks), Float32)
-        acc.fill(0.0)
-        total, phases = self.accumulate(
-            s, words, spill, w_up, w_down, up_bias, x_frag, acc, m, Boolean(True), Int32(0), deal, width,
-            Int32(0), phases, thread, warp, lane, False,
-        )  # fmt: skip
-
-        # read again rather than kept in a register beside the sums
-        m = s.tokens[place]
-        # token 0 of the sums: registers 0 and 2 of every fourth lane
-        if lane & 3 == 0:
-            for b in range_constexpr(self.blocks):
-                for i in range_constexpr(8):
-                    s.sum_y[self.column(warp, b) + 8 * i + (lane >> 2)] = acc[2 * (i % 2), i // 2, b]
-        total += cute.arch.shuffle_sync_bfly(total, 1)
-        if thread == 0:
-            s.partial[0] = total
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        values = cute.make_rmem_tensor((8,), Float32)
-        for vector in cutlass.range(rank * THREADS + thread, y.shape[1] // 8, HEAVY_CLUSTER * THREADS, unroll=1):
-            values.fill(0.0)
-            for r in range_constexpr(HEAVY_CLUSTER):
-                for i in range_constexpr(0, 8, 4):
-                    quad = load_peer(s.sum_y.iterator + (vector * 8 + i), Int32(r))
-                    for j in range_constexpr(4):
-                        values[i + j] += quad[j]
-            out = cute.make_rmem_tensor((8,), self.dtype)
-            for i in range_constexpr(8):
-                if const_expr(self.has_bias):
-                    values[i] += down_bias[vector * 8 + i].to(Float32)
-                out[i] = values[i].to(self.dtype)
-            target = y.iterator + (Int64(m) * y.stride[0] + vector * 8)
-            cute.autovec_copy(out, cute.make_tensor(target.align(16), cute.make_layout(8)))
-        if rank == 0 and thread == 0:
-            sum_h = Float32(0.0)
-            for r in range_constexpr(HEAVY_CLUSTER):
-                sum_h += load_peer(s.partial.iterator, Int32(r))[0]
-            l1[m] = sum_h
-        # this CTA's sums have been read: the ring may be overwritten
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        return phases
+            # 32 groups, one a lane; every warp looks for itself and finds the same
+            own = Uint32(heavy[base + lane * clusters]) if base + lane * clusters < heavy.shape[0] else Uint32(0)
+            groups = Uint32(cute.arch.vote_ballot_sync(own != 0))
+            while groups != 0:
+                at = lowest_bit(groups)
+                groups = groups & (groups - 1)
+                tokens = Uint32(cute.arch.shuffle_sync(own, at))
+                while tokens != 0:
+                    m = (base + at * clusters) * TOKENS + lowest_bit(tokens)
+                    tokens = tokens & (tokens - 1)
+                    self.few.token(
+                        s, x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, width, m, left, columns, rank,
+                        thread, warp, lane,
+                    )  # fmt: skip
 
     @cute.jit
     def accumulate(
@@ -349,25 +276,22 @@ class UpDown:
         acc,
         m,
         listed,
-        slot,
-        deal,
         width,
         slab,
-        phases,
         thread,
         warp,
         lane,
         long: cutlass.Constexpr,
     ):
-        """List and stream the union, window by window; returns each lane's sum of |h| and the barriers' phases.
+        """List and stream the union, window by window; returns each lane's sum of |h|.
 
         `long` is for layers with more than `longest` neurons, whose sums may take that many terms.
         """
-        total, share = Float32(0.0), Float32(0.0)
+        total, share, phases = Float32(0.0), Float32(0.0), Int32(0)
         start, size = Int32(0), Int32(1)
         while start < size:
             size = self.list_window(
-                s, words, spill, up_bias, m, listed, slot, deal, width, start, w_down.shape[0], thread, warp, lane
+                s, words, spill, up_bias, m, listed, width, start, w_down.shape[0], thread, warp, lane
             )
             self.clear_tails(s, w_down.shape[1] - slab * self.slab, thread)
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -384,7 +308,7 @@ class UpDown:
             total += share
             start += WINDOW
             cute.arch.sync_threads()
-        return total, phases
+        return total
 
     # ---- list ----
 
@@ -404,15 +328,14 @@ class UpDown:
             everything, skipped = Int32(0), Int32(0)
             for t in range_constexpr(TOKENS):
                 everything += s.counts[t]
-            if const_expr(self.slabs == 1):
-                for t in range_constexpr(TOKENS):
-                    if s.counts[t] > HEAVY_COUNT and 4 * s.counts[t] > everything:
-                        skipped = skipped | (1 << t)
+            for t in range_constexpr(TOKENS):
+                if s.counts[t] > HEAVY_COUNT and 4 * s.counts[t] > everything:
+                    skipped = skipped | (1 << t)
             s.counts[HEAVY] = skipped
         cute.arch.sync_threads()
 
     @cute.jit
-    def list_window(self, s, words, spill, up_bias, m, listed, slot, deal, width, start, neurons, thread, warp, lane):
+    def list_window(self, s, words, spill, up_bias, m, listed, width, start, neurons, thread, warp, lane):
         """Fill `union` and `gates` with ranks `start` and on of the union; returns the union's size."""
         bitmap_words = cute.ceil_div(neurons, 32)
         for i in cutlass.range(thread, bitmap_words, THREADS, unroll=1):
@@ -422,7 +345,7 @@ class UpDown:
             pairs[i + thread] = Uint32(0)
         cute.arch.sync_threads()
         if listed:
-            self.scan(s, words, spill, m, slot, deal, width, start, warp, lane, False)
+            self.scan(s, words, spill, m, width, start, warp, lane, False)
         cute.arch.sync_threads()
 
         share = cute.ceil_div(bitmap_words, THREADS)
@@ -454,24 +377,18 @@ class UpDown:
                     position += 1
         cute.arch.sync_threads()
         if listed:
-            self.scan(s, words, spill, m, slot, deal, width, start, warp, lane, True)
+            self.scan(s, words, spill, m, width, start, warp, lane, True)
         cute.arch.sync_threads()
         return size
 
     @cute.jit
-    def scan(self, s, words, spill, m, slot, deal, width, start, warp, lane, place: cutlass.Constexpr):
-        """Visit the non-zeros of a token: mark them in the bitmap, or place their values among the gates.
-
-        `deal` = (first tile, step, tiles of this CTA). In a group a warp scans its token alone (step 1); the tiles of a
-        heavy token are shared by all warps.
-        """
-        origin, step, mine = deal
-        first = Int32(0) if step == 1 else warp * 32
-        stride = Int32(32) if step == 1 else Int32(32 * WARPS)
+    def scan(self, s, words, spill, m, width, start, warp, lane, place: cutlass.Constexpr):
+        """Visit the non-zeros of a warp's token: mark them in the bitmap, or place their values among the gates."""
+        tiles = words.shape[1] // width
         quad = cute.make_rmem_tensor((4,), Uint32)
-        for j in cutlass.range(first, mine, stride, unroll=1):
-            tile = origin + (j + lane) * step
-            count = count_of(words, m, tile, width, j + lane < mine)
+        for first in cutlass.range(0, tiles, 32, unroll=1):
+            tile = first + lane
+            count = count_of(words, m, tile, width, tile < tiles)
             # each lane walks its own tile, four words at a time; the first word of a tile is its count
             stored = count if count < width else 0
             quads = (stored + 4) // 4 if stored > 0 else 0
@@ -482,25 +399,25 @@ class UpDown:
                     for i in range_constexpr(4):
                         at = q * 4 + i - 1
                         if at >= 0 and at < stored:
-                            self.visit(s, quad[i], slot, start, place)
+                            self.visit(s, quad[i], warp, start, place)
             # an overflowing tile is read from the spill by the whole warp, eight values a lane
             overflowing = Uint32(cute.arch.vote_ballot_sync(count >= width))
             while overflowing != 0:
-                neuron = (origin + (j + lowest_bit(overflowing)) * step) * geometry.TILE + lane * 8
+                neuron = (first + lowest_bit(overflowing)) * geometry.TILE + lane * 8
                 overflowing = overflowing & (overflowing - 1)
                 values = load_values(spill_of(spill, m, neuron))
                 flags = nonzero_flags(values)
                 for i in range_constexpr(8):
                     if flags[i]:
-                        self.visit(s, spilled_word(values, i, neuron), slot, start, place)
+                        self.visit(s, spilled_word(values, i, neuron), warp, start, place)
 
     @cute.jit
-    def visit(self, s, word, slot, start, place: cutlass.Constexpr):
+    def visit(self, s, word, token, start, place: cutlass.Constexpr):
         at, bit = Int32((word >> 5) & Uint32(0x7FF)), Uint32(1) << (word & 31)
         if const_expr(place):
             rank = widen(s.prefix[at]) + Int32(cute.arch.popc(s.bitmap[at] & (bit - 1))) - start
             if rank >= 0 and rank < WINDOW:
-                s.gates[(rank // BATCH * TOKENS + slot) * BATCH + rank % BATCH] = Uint16(word >> 16)
+                s.gates[(rank // BATCH * TOKENS + token) * BATCH + rank % BATCH] = Uint16(word >> 16)
         else:
             cute.arch.atomic_or(s.bitmap.iterator + at, bit, scope="cta")
 
@@ -730,7 +647,6 @@ class UpDown:
         return Views(
             full=shared.full.data_ptr(),
             counts=shared.counts.get_tensor(cute.make_layout(16)),
-            tokens=shared.tokens.get_tensor(cute.make_layout(32 * TOKENS)),
             sums=shared.sums.get_tensor(cute.make_layout(WARPS)),
             union=shared.union.get_tensor(cute.make_layout(WINDOW)),
             biases=shared.biases.get_tensor(cute.make_layout(WINDOW + BATCH if self.has_bias else 2)),
@@ -742,7 +658,6 @@ class UpDown:
             prefix=cute.make_tensor(
                 cute.recast_ptr(bitmap + bitmap_words, dtype=Uint16), cute.make_layout(bitmap_words)
             ),
-            sum_y=cute.make_tensor(cute.recast_ptr(arena, dtype=Float32), cute.make_layout(self.slab)),
             staged=cute.make_tensor(arena, cute.make_layout(TOKENS * self.pitch)),
         )
 

@@ -69,6 +69,15 @@ class UpDownSkinny:
         self.words = max(3 * WINDOW if self.gated else 2 * WINDOW, WARPS * self.columns)
         self.ctas_per_sm = {1: 3, 2: 2, 4: 1, 8: 1}[self.vectors]
 
+        @cute.struct
+        class Shared:
+            counts: cute.struct.MemRange[Int32, TILES]
+            totals: cute.struct.MemRange[Float32, WARPS]
+            arena: cute.struct.Align[cute.struct.MemRange[Float32, self.words], 16]
+
+        assert feasible.ctas_per_sm(Shared.size_in_bytes()) >= self.ctas_per_sm
+        self.shared = Shared
+
     @cute.jit
     def __call__(
         self,
@@ -84,14 +93,6 @@ class UpDownSkinny:
         words_per_tile: Int32,
         stream: cuda.CUstream,
     ):
-        @cute.struct
-        class Shared:
-            counts: cute.struct.MemRange[Int32, TILES]
-            totals: cute.struct.MemRange[Float32, WARPS]
-            arena: cute.struct.Align[cute.struct.MemRange[Float32, self.words], 16]
-
-        assert feasible.ctas_per_sm(Shared.size_in_bytes()) >= self.ctas_per_sm
-        self.shared = Shared
         if y.shape[0] > 0:
             self.kernel(x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, words_per_tile).launch(
                 grid=(self.cluster, y.shape[0], 1),
@@ -121,12 +122,27 @@ class UpDownSkinny:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank, m, _ = cute.arch.block_idx()
         s = self.views(SmemAllocator().allocate(self.shared))
-        # this CTA's columns, in pieces of 16 bytes
-        share = cute.ceil_div(y.shape[1], 8 * self.cluster) * 8
-        left = rank * share
-        columns = cutlass.max(cutlass.min(y.shape[1] - left, share), Int32(0))
+        left, columns = self.span(y.shape[1], rank)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        self.token(
+            s, x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, width, m, left, columns, rank,
+            thread, warp, lane,
+        )  # fmt: skip
+
+    @cute.jit
+    def span(self, k, rank):
+        """First and number of a CTA's columns, in pieces of 16 bytes."""
+        share = cute.ceil_div(k, 8 * self.cluster) * 8
+        left = rank * share
+        return left, cutlass.max(cutlass.min(k - left, share), Int32(0))
+
+    @cute.jit
+    def token(
+        self, s, x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, width, m, left, columns, rank,
+        thread, warp, lane,
+    ):  # fmt: skip
+        """All of token `m`, by one cluster. Shared memory is free again at the first barrier of the next one."""
         x_lane = self.load_row(x, m, left, columns, lane) if const_expr(self.gated) else None
         acc = cute.make_rmem_tensor((8, self.vectors), Float32)
         acc.fill(0.0)

@@ -57,9 +57,10 @@ OCCUPANCY = {
 def register_budget(spec: Spec, kernel: str) -> int:
     """Registers a thread may use for as many CTAs to share an SM as the kernel counts on."""
     if isinstance(spec, specs.UpDownSpec):
-        # groups of tokens hide their listing behind a second CTA while rows are short enough; heavy tokens do not
-        shared = spec.k_max <= 2048 and "heavy" not in kernel
-        return feasible.registers_per_thread(256, 2 if shared else 1)
+        if "heavy" in kernel:
+            return register_budget(spec.heavy, kernel)
+        # groups of tokens hide their listing behind a second CTA while rows are short enough
+        return feasible.registers_per_thread(256, 2 if spec.k_max <= 2048 else 1)
     if isinstance(spec, specs.UpDownSkinnySpec):
         return feasible.registers_per_thread(256, {256: 3, 512: 2}.get(spec.k_max // spec.cluster, 1))
     return feasible.registers_per_thread(*OCCUPANCY[spec.op])
@@ -69,9 +70,9 @@ def spill_budget(spec: Spec, kernel: str) -> int:
     """Bytes a thread may spill: none, except for a few counters outside of the loops that count."""
     if isinstance(spec, specs.OverflowSpec):
         return 48
-    if isinstance(spec, specs.UpDownSpec) and spec.k_max >= 4096:
+    if isinstance(spec, specs.UpDownSpec):
         # 192 registers hold sums and x of the widest slab
-        return 384 if "heavy" in kernel else 64
+        return spill_budget(spec.heavy, kernel) if "heavy" in kernel else 64 if spec.k_max >= 4096 else 0
     # the compiler for CUDA 12 needs a few registers more for fp16 with two vectors of a row in a lane
     two = isinstance(spec, specs.UpDownSkinnySpec) and spec.k_max // spec.cluster == 512
     return 32 if two and spec.gated and spec.dtype == "float16" else 0

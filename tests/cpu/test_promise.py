@@ -118,6 +118,14 @@ def test_the_number_of_tokens_chooses_kernels_where_readme_says() -> None:
     assert f"others beyond {', '.join(map(str, some))} and {last} tokens" in readme
 
 
+@pytest.mark.parametrize("k", [8, 2048, 2056, 16384])
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_heavy_token_is_computed_as_if_it_were_alone(gated: bool, k: int) -> None:
+    for bias in (True, False):
+        many = tuning.up_down(torch.bfloat16, k, gated, bias)
+        assert many.heavy == tuning.up_down_skinny(torch.bfloat16, 1, k, gated, bias)
+
+
 def drawn(sizes: dict[str, Any]) -> Iterator[FFN]:
     """The layers of cases, as ``testing`` has problems."""
     for case in cases("forward", "row", sizes, "bf16", count=50):
