@@ -78,7 +78,8 @@ def unordered(kernel: ast.FunctionDef) -> Iterator[str]:
     tensors = {
         argument.arg
         for argument in kernel.args.args
-        if argument.annotation is None or "Tensor" in attributes(argument.annotation) | names(argument.annotation)
+        if argument.annotation is None
+        or {"Tensor", "Operands"} & (attributes(argument.annotation) | names(argument.annotation))
     } - {"self"}
     for statement in kernel.body[:wait]:
         for name in touched(statement, tensors):
@@ -101,7 +102,9 @@ def touched(statement: ast.stmt, tensors: set[str]) -> set[str]:
     for node in ast.walk(statement):
         if isinstance(node, ast.Name) and node.id in tensors:
             parent = parents.get(node)
-            if not (isinstance(parent, ast.Attribute) and parent.attr == "shape"):
+            while isinstance(parent, ast.Attribute) and parent.attr != "shape":
+                parent = parents.get(parent)
+            if not isinstance(parent, ast.Attribute):
                 found.add(node.id)
     return found
 
@@ -148,10 +151,15 @@ GOES = "        cute.arch.griddepcontrol_launch_dependents()\n"
             GOOD.replace(WAITS, "        both = (x, n)\n        self.load(both)\n" + WAITS),
             "touches both before it waits",
         ),
+        (
+            GOOD.replace("x: cute.Tensor", "o: Operands").replace("size = x.shape[0]", "size = o.x.stride[0]"),
+            "touches o before it waits",
+        ),
         (GOOD.replace("use_pdl=True", "smem=0"), "waits, but is not launched with use_pdl"),
         (GOOD + "\n    @cute.jit\n    def load(self):\n" + WAITS, "only kernels themselves wait"),
     ],
 )
 def test_breaking_the_rule_is_seen(source: str, said: str) -> None:
     assert violations(GOOD) == []
+    assert violations(GOOD.replace("x: cute.Tensor", "o: Operands").replace("x.shape", "o.x.shape")) == []
     assert said in "; ".join(violations(source))
