@@ -29,6 +29,7 @@ from cutlass.memory import SmemAllocator
 from . import feasible, geometry
 from .sm90 import operands
 from .sm90.copies import load_values
+from .sm90.rows import count_of, nth_word, spill_of, spilled_word, words_of
 from .sm90.values import (
     MAGNITUDE,
     byte_sum,
@@ -37,7 +38,6 @@ from .sm90.values import (
     lowest_bit,
     nonzero_flags,
     prefix_sum,
-    value_bits,
     widen,
 )
 from .specs import CompactSpec
@@ -282,7 +282,7 @@ class Compact:
         for t in cutlass.range(32 + lane, words.shape[1] // width, 32, unroll=1):
             for j in range_constexpr(OWN):
                 m = tile * TOKENS + warp * OWN + j
-                count = words[m, t * width] if m < words.shape[0] else 0
+                count = count_of(words, m, t, width, m < words.shape[0])
                 own[j] += count
                 most = cutlass.max(most, count)
         for j in range_constexpr(OWN):
@@ -295,11 +295,10 @@ class Compact:
         """Count and first three non-zeros of a group of 32 tiles, one a lane; zeros where there is none."""
         words, _, width, tile = gate
         quads.fill(0)
-        column = (group + lane) * width
         for j in range_constexpr(OWN):
             m = tile * TOKENS + warp * OWN + j
-            if m < words.shape[0] and column < words.shape[1]:
-                load_values(words.iterator + (Int64(m) * words.stride[0] + column), quads[None, j])
+            if m < words.shape[0] and (group + lane) * width < words.shape[1]:
+                load_values(words_of(words, m, group + lane, width), quads[None, j])
 
     @cute.jit
     def mark(self, s, gate, quads, own, most, room, warp, lane):
@@ -358,8 +357,7 @@ class Compact:
                 for j in range_constexpr(OWN):
                     if q <= count[j]:
                         m = tile * TOKENS + warp * OWN + j
-                        source = words.iterator + (Int64(m) * words.stride[0] + (group + lane) * width + q)
-                        load_values(source, quads[None, j])
+                        load_values(words_of(words, m, group + lane, width) + q, quads[None, j])
                 for j in range_constexpr(OWN):
                     for i in range_constexpr(4):
                         if q + i <= count[j]:
@@ -574,7 +572,7 @@ class Compact:
         kept = s.kept[token]
         place, run = kept, (Int32(-1), Int32(0))
         for group in cutlass.range(0, tiles, 32, unroll=1):
-            count = words[m, (group + lane) * width] if m < words.shape[0] and group + lane < tiles else 0
+            count = count_of(words, m, group + lane, width, m < words.shape[0] and group + lane < tiles)
             overflowing = Uint32(cute.arch.vote_ballot_sync(count >= width))
             # tiles of the group up to the next one that overflows, then that one
             low = Int32(0)
@@ -585,9 +583,8 @@ class Compact:
                 before = prefix_sum(here, lane)
                 size = cute.arch.shuffle_sync(before + here, 31)
                 for first in cutlass.range(0, size, 32, unroll=1):
-                    owner, offset = self.find(before, first + lane)
                     active = first + lane < size
-                    word = Uint32(words[m, (group + owner) * width + 1 + offset]) if active else Uint32(0)
+                    word = nth_word(words, m, group, width, before, first + lane, active)
                     run = self.visit(s, gate, token, word, active, place + first + lane, kept >= 0, run, lane, phase)
                 place += size
                 if high < 32:
@@ -608,26 +605,17 @@ class Compact:
     def mark_spilled(self, s, gate, token, neuron, place, keep, lane):
         """`mark` for a tile that overflows, eight neurons a lane; returns where the next entry is kept."""
         _, spill, _, tile = gate
-        values = load_values(spill.iterator + (Int64(tile * TOKENS + token) * spill.stride[0] + neuron))
+        values = load_values(spill_of(spill, tile * TOKENS + token, neuron))
         flags = nonzero_flags(values)
         at = place + prefix_sum(count_flags(flags), lane)
         for i in range_constexpr(8):
             if flags[i]:
-                word = value_bits(values, i) | Uint32(neuron + i)
+                word = spilled_word(values, i, neuron)
                 self.mark_entry(s, word)
                 if keep:
                     self.keep_entry(s, word, at, token)
             at += Int32(flags[i])
         return cute.arch.shuffle_sync(at, 31)
-
-    @cute.jit
-    def find(self, before, ordinal):
-        """The tile of a group that holds its non-zero `ordinal`, and the place there."""
-        owner = Int32(0)
-        for step in (16, 8, 4, 2, 1):
-            skipped = cute.arch.shuffle_sync(before, owner + step)
-            owner = owner + step if skipped <= ordinal else owner
-        return owner, ordinal - cute.arch.shuffle_sync(before, owner)
 
     @cute.jit
     def visit(self, s, gate, token, word, active, at, keep, run, lane, phase: cutlass.Constexpr):
@@ -714,23 +702,22 @@ class Compact:
             for i in range_constexpr(TILE_BITS):
                 cute.make_tensor(buffer + (lane + 32 * i), cute.make_layout(1))[0] = Uint32(0)
             cute.arch.sync_warp()
-            count = words[m, (group + lane) * width] if group + lane < tiles else 0
+            count = count_of(words, m, group + lane, width, group + lane < tiles)
             overflowing = Uint32(cute.arch.vote_ballot_sync(count >= width))
             here = count if count < width else 0
             before = prefix_sum(here, lane)
             size = cute.arch.shuffle_sync(before + here, 31)
             for first in cutlass.range(0, size, 32, unroll=1):
-                ordinal = first + lane
-                owner, place = self.find(before, ordinal)
-                if ordinal < size:
-                    word = Uint32(words[m, (group + owner) * width + 1 + place])
+                active = first + lane < size
+                word = nth_word(words, m, group, width, before, first + lane, active)
+                if active:
                     at = Int32((word & Uint32(0xFFFF)) >> 5) - group * TILE_BITS
                     cute.arch.atomic_or(buffer + at, Uint32(1) << (word & 31), scope="cta")
             while overflowing != 0:
                 t = lowest_bit(overflowing)
                 overflowing = overflowing & (overflowing - 1)
                 neuron = (group + t) * geometry.TILE + lane * 8
-                flags = nonzero_flags(load_values(spill.iterator + (Int64(m) * spill.stride[0] + neuron)))
+                flags = nonzero_flags(load_values(spill_of(spill, m, neuron)))
                 bits = Uint32(0)
                 for i in range_constexpr(8):
                     bits = bits | Uint32(flags[i]) << i

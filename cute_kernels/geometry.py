@@ -13,7 +13,7 @@ MAX_NEURONS = 65536
 # Rows summed into one entry of the statistics that gate_pack writes.
 STATS_ROWS = 64
 
-# Tokens that share one entry of the heavy-row scratch of up_down and down.
+# Tokens that share one entry of the heavy-row scratch of up_down.
 GROUP_ROWS = 8
 
 # The hybrid format: tokens that share one list of neurons, places of a list that share one run of entries, and neurons

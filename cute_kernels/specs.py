@@ -92,11 +92,16 @@ class GatePackSkinnySpec(_Kernel):
 
 
 @dataclass(frozen=True)
-class _RowKernel(_Kernel):
-    """A kernel for any hidden size up to ``k_max``, a class of ``K_CLASSES``."""
+class UpDownSpec(_Kernel):
+    """``x, packed gate, w_up, w_down -> y, l1``; unless ``gated`` ``packed activations, w_down -> y, l1``.
+
+    For any hidden size up to ``k_max``, a class of ``K_CLASSES``.
+    """
 
     k_max: int
+    gated: bool
     bias: bool
+    op: ClassVar[str] = "up_down"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,30 +109,25 @@ class _RowKernel(_Kernel):
 
     @property
     def suffix(self) -> str:
-        return f"_k{self.k_max}{'_bias' if self.bias else ''}"
+        return f"_k{self.k_max}{'' if self.gated else '_plain'}{'_bias' if self.bias else ''}"
+
+    @property
+    def heavy(self) -> UpDownSkinnySpec:
+        """How its heavy tokens are computed: each as if it were alone."""
+        cluster = max(SKINNY_K_CLASSES)
+        k_max = k_class(self.k_max, SKINNY_K_CLASSES[cluster])
+        return UpDownSkinnySpec(self.dtype, k_max, cluster, self.gated, self.bias)
 
 
 @dataclass(frozen=True)
-class UpDownSpec(_RowKernel):
-    """``x, packed gate, w_up, w_down -> y, l1``."""
-
-    op: ClassVar[str] = "up_down"
-
-
-@dataclass(frozen=True)
-class DownSpec(_RowKernel):
-    """``packed activations, w_down -> y, l1``."""
-
-    op: ClassVar[str] = "down"
-
-
-@dataclass(frozen=True)
-class _SkinnyRowKernel(_Kernel):
+class UpDownSkinnySpec(_Kernel):
     """The same for few tokens, each of them the work of a ``cluster`` of CTAs; ``SKINNY_K_CLASSES`` has the classes."""
 
     k_max: int
     cluster: int
+    gated: bool
     bias: bool
+    op: ClassVar[str] = "up_down_skinny"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,21 +137,7 @@ class _SkinnyRowKernel(_Kernel):
 
     @property
     def suffix(self) -> str:
-        return f"_k{self.k_max}_x{self.cluster}{'_bias' if self.bias else ''}"
-
-
-@dataclass(frozen=True)
-class UpDownSkinnySpec(_SkinnyRowKernel):
-    """``x, packed gate, w_up, w_down -> y, l1`` for few tokens."""
-
-    op: ClassVar[str] = "up_down_skinny"
-
-
-@dataclass(frozen=True)
-class DownSkinnySpec(_SkinnyRowKernel):
-    """``packed activations, w_down -> y, l1`` for few tokens."""
-
-    op: ClassVar[str] = "down_skinny"
+        return f"_k{self.k_max}_x{self.cluster}{'' if self.gated else '_plain'}{'_bias' if self.bias else ''}"
 
 
 @dataclass(frozen=True)
@@ -314,9 +300,7 @@ Spec = (
     GatePackSpec
     | GatePackSkinnySpec
     | UpDownSkinnySpec
-    | DownSkinnySpec
     | UpDownSpec
-    | DownSpec
     | UnpackSpec
     | RegluSpec
     | CompactSpec
@@ -336,17 +320,16 @@ def all_specs() -> tuple[Spec, ...]:
     flags = (False, True)
     return (
         *(GatePackSpec(d, c, b) for d in DTYPES for c in (8, 4, 2) for b in flags),
-        *(UpDownSpec(d, k, b) for d in DTYPES for k in K_CLASSES for b in flags),
-        *(DownSpec(d, k, b) for d in DTYPES for k in K_CLASSES for b in flags),
+        *(UpDownSpec(d, k, g, b) for d in DTYPES for k in K_CLASSES for g in flags for b in flags),
         *(GatePackSkinnySpec(d, t, b) for d in DTYPES for t in SKINNY_TOKENS for b in flags),
         *(
-            UpDownSkinnySpec(d, k, c, b)
+            UpDownSkinnySpec(d, k, c, g, b)
             for d in DTYPES
             for c, ks in SKINNY_K_CLASSES.items()
             for k in ks
+            for g in flags
             for b in flags
         ),
-        *(DownSkinnySpec(d, k, c, b) for d in DTYPES for c, ks in SKINNY_K_CLASSES.items() for k in ks for b in flags),
         *(UnpackSpec(d) for d in DTYPES),
         *(RegluSpec(d, b) for d in DTYPES for b in flags),
         *(CompactSpec(d, t) for d in DTYPES for t in flags),

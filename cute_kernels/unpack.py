@@ -14,6 +14,7 @@ from cutlass.memory import SmemAllocator
 from . import geometry
 from .sm90 import operands
 from .sm90.copies import load_values, store_values
+from .sm90.rows import spill_of
 from .specs import UnpackSpec
 
 WARPS = 8
@@ -59,7 +60,7 @@ class Unpack:
         quad.fill(0)
         count = words[m, tile * width]
         if count >= width:
-            load_values(spill.iterator + (Int64(m) * spill.stride[0] + tile * geometry.TILE + lane * 8), quad)
+            load_values(spill_of(spill, m, tile * geometry.TILE + lane * 8), quad)
         elif count > 0:
             store_values(buffer.iterator + lane * 8, quad)
             cute.arch.sync_warp()

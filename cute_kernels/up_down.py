@@ -1,16 +1,17 @@
 """Gated up and down projections on the pattern of a packed gate: y[m] = sum over non-zeros c of h[m, c] * w_down[c],
 with h[m, c] = gate[m, c] * (x[m] . w_up[c] + up_bias[c]). Strategy `row`: only the weight rows of non-zeros are read.
+Without `gated` the packed values are h: neither x nor up rows are read, and no dot products are made.
 
 The bound is L2: two rows of K values a non-zero. Eight tokens that stand side by side share a CTA, and each weight row
 of the union of their neurons is read once. Two launches, the second for what the first leaves:
 
     light   one CTA per group of eight tokens, two CTAs per SM up to K = 2048: one lists its neurons while the other
             streams. Beyond K = 4096 a cluster shares the group, each CTA a slab of 4096 columns.
-    heavy   tokens with more than HEAVY_COUNT non-zeros and a quarter of their group's. A cluster of eight CTAs takes
-            one, each every eighth tile, and the partial sums meet through distributed shared memory in a fixed order.
+    heavy   tokens with more than HEAVY_COUNT non-zeros and a quarter of their group's, of which `light` leaves a mask.
+            A cluster takes one at a time, as up_down_skinny.py has it.
 
-A CTA's eight warps each own an eighth of the columns, so that no token and no neuron can hold one warp alone. Up to
-WINDOW neurons of the union at a time:
+In `light` a CTA's eight warps each own an eighth of the columns, so that no token and no neuron can hold one warp
+alone. Up to WINDOW neurons of the union at a time:
 
     list    warp t marks token t's neurons in a bitmap; its prefix sums give each neuron its rank in the union; the gate
             values go to `gates` by rank, zero where a token does not have the neuron.
@@ -34,10 +35,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from . import feasible, geometry
+from . import feasible, geometry, up_down_skinny
 from .sm90 import operands
 from .sm90.copies import bulk_copy, load_peer, load_values, store_values
 from .sm90.mma import load_matrices_transposed, mma_16x8x8, mma_16x8x16
+from .sm90.rows import count_of, spill_of, spilled_word, words_of
 from .sm90.values import (
     MAGNITUDE,
     high_to_float,
@@ -46,10 +48,10 @@ from .sm90.values import (
     nonzero_flags,
     pack,
     prefix_sum,
-    value_bits,
     widen,
 )
 from .specs import UpDownSpec
+from .up_down_skinny import Operands
 
 TOKENS = geometry.GROUP_ROWS
 WARPS = 8
@@ -60,22 +62,30 @@ BLOCK = 64
 # neurons of a union that are listed and streamed before the next ones are
 WINDOW = 512
 HEAVY_COUNT = 512
-HEAVY_CLUSTER = 8
 # widest slab of columns whose sums fit in a CTA's registers
 SLAB = 4096
-# places in `counts`, behind the non-zeros of the tokens
-HEAVY, SIZE = TOKENS, TOKENS + 1
+# place in `counts`, behind the non-zeros of the tokens
+HEAVY = TOKENS
 # columns between down rows, beyond the row: transposing matrix loads then hit different banks. A bulk copy to an
 # address that is no multiple of 128 bytes costs L2 twice the look-ups; with up rows padded too, they were 89 % busy
 PAD = 8
+
+
+class Place(NamedTuple):
+    """Where a thread stands: the first token of its CTA's group, the CTA's slab of columns."""
+
+    first: Any
+    slab: Any
+    thread: Any
+    warp: Any
+    lane: Any
 
 
 class Views(NamedTuple):
     """A CTA's shared memory by name."""
 
     full: Any  # [buffers + 1] mbarriers
-    counts: Any  # [16] non-zeros of each token, mask of heavy tokens, size of the union
-    tokens: Any  # [32 * TOKENS] heavy tokens to do
+    counts: Any  # [16] non-zeros of each token, mask of heavy tokens
     sums: Any  # [WARPS] neurons marked in each warp's share of the bitmap
     union: Any  # [WINDOW] neurons, ascending
     biases: Any  # [WINDOW] up bias of each neuron of the union, if there is one
@@ -85,18 +95,17 @@ class Views(NamedTuple):
     down: Any  # [buffers, BATCH, slab + PAD]
     bitmap: Any  # [N / 32] over the rings, before they are filled
     prefix: Any  # [N / 32] over the rings, too: neurons marked before each word of the bitmap
-    sum_y: Any  # [slab] fp32 over the rings, after they are read: a heavy token's partial sums
     staged: Any  # [TOKENS, slab + PAD] over the rings, after they are read: rounded rows of y
 
 
 class UpDown:
-    """One dtype and class of hidden sizes; `gated = False` leaves out the up projection (see down.py)."""
+    """One dtype and class of hidden sizes, of layers with a gate or without."""
 
-    gated = True
-
-    def __init__(self, spec: Any):
+    def __init__(self, spec: UpDownSpec):
         self.dtype = operands.DTYPES[spec.dtype]
+        self.gated = spec.gated
         self.has_bias = spec.bias
+        self.few = up_down_skinny.UpDownSkinny(spec.heavy)
         # neurons whose products tensor cores add up; with four of them an instruction loses less than with 16
         self.longest = geometry.LONGEST_SUM[spec.dtype] // 2
         self.slabs = max(1, spec.k_max // SLAB)
@@ -115,10 +124,10 @@ class UpDown:
     @cute.jit
     def __call__(
         self,
-        x: cute.Tensor,
+        x: cute.Tensor | None,
         words: cute.Tensor,
         spill: cute.Tensor,
-        w_up: cute.Tensor,
+        w_up: cute.Tensor | None,
         w_down: cute.Tensor,
         up_bias: cute.Tensor | None,
         down_bias: cute.Tensor | None,
@@ -129,19 +138,10 @@ class UpDown:
         max_clusters: Int32,
         stream: cuda.CUstream,
     ):
-        self.launch(
-            x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, heavy, words_per_tile, max_clusters, stream
-        )
-
-    @cute.jit
-    def launch(
-        self, x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, heavy, words_per_tile, max_clusters, stream
-    ):
         @cute.struct
         class Shared:
             full: cute.struct.MemRange[cutlass.Int64, self.buffers + 1]
             counts: cute.struct.MemRange[Int32, 16]
-            tokens: cute.struct.MemRange[Int32, 32 * TOKENS]
             sums: cute.struct.MemRange[Int32, WARPS]
             union: cute.struct.MemRange[Uint16, WINDOW]
             biases: cute.struct.Align[cute.struct.MemRange[Float32, WINDOW + BATCH if self.has_bias else 2], 8]
@@ -151,10 +151,10 @@ class UpDown:
 
         assert feasible.ctas_per_sm(Shared.size_in_bytes()) >= self.ctas_per_sm
         self.shared = Shared
-        arguments = (x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, heavy, words_per_tile)
+        o = Operands(x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, words_per_tile)
         groups = cute.ceil_div(y.shape[0], TOKENS)
         if y.shape[0] > 0:
-            self.light(*arguments).launch(
+            self.light(o, heavy).launch(
                 grid=(groups * self.slabs, 1, 1),
                 block=(THREADS, 1, 1),
                 cluster=(self.slabs, 1, 1),
@@ -163,34 +163,20 @@ class UpDown:
                 stream=stream,
                 use_pdl=True,
             )
-            if const_expr(self.slabs == 1):
-                self.heavy(*arguments).launch(
-                    grid=(HEAVY_CLUSTER, cutlass.min(groups, max_clusters), 1),
-                    block=(THREADS, 1, 1),
-                    cluster=(HEAVY_CLUSTER, 1, 1),
-                    min_blocks_per_mp=1,
-                    preferred_smem_carveout=100,
-                    stream=stream,
-                    use_pdl=True,
-                )
+            self.heavy(o, heavy).launch(
+                grid=(self.few.cluster, cutlass.min(groups, max_clusters * self.few.ctas_per_sm), 1),
+                block=(up_down_skinny.THREADS, 1, 1),
+                cluster=(self.few.cluster, 1, 1),
+                min_blocks_per_mp=self.few.ctas_per_sm,
+                preferred_smem_carveout=100,
+                stream=stream,
+                use_pdl=True,
+            )
 
     # ---- the two kernels ----
 
     @cute.kernel
-    def light(
-        self,
-        x: cute.Tensor | None,
-        words: cute.Tensor,
-        spill: cute.Tensor,
-        w_up: cute.Tensor | None,
-        w_down: cute.Tensor,
-        up_bias: cute.Tensor | None,
-        down_bias: cute.Tensor | None,
-        y: cute.Tensor,
-        l1: cute.Tensor,
-        heavy: cute.Tensor,
-        width: Int32,
-    ):
+    def light(self, o: Operands, heavy: cute.Tensor):
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         block = cute.arch.block_idx()[0]
@@ -199,230 +185,115 @@ class UpDown:
         self.init_barriers(s, thread)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        first = group * TOKENS
-        # lane 4g + i holds x of token g
-        token = first + (lane >> 2)
-        x_frag = self.load_x(x, token, token < y.shape[0], slab, warp, lane)
-        self.find_heavy(words, s, first + warp, y.shape[0], width, thread, warp, lane)
+        at = Place(group * TOKENS, slab, thread, warp, lane)
+        x_frag = self.load_x(o, at)
+        self.find_heavy(o, s, at)
         skipped = s.counts[HEAVY]
         if thread == 0 and slab == 0:
             heavy[group] = skipped
-        m = first + warp
-        listed = m < y.shape[0] and (skipped >> warp) & 1 == 0
-        deal = (Int32(0), Int32(1), words.shape[1] // width)
+        m = at.first + warp
+        listed = m < o.y.shape[0] and (skipped >> warp) & 1 == 0
         acc = cute.make_rmem_tensor((4, 4, self.blocks), Float32)
         acc.fill(0.0)
-        summed = (
-            s, words, spill, w_up, w_down, up_bias, x_frag, acc, m, listed, warp, deal, width, slab,
-            Int32(0), thread, warp, lane,
-        )  # fmt: skip
         total = Float32(0.0)
-        if w_down.shape[0] > self.longest:
-            total, _ = self.accumulate(*summed, True)
+        if o.w_down.shape[0] > self.longest:
+            total = self.accumulate(o, s, x_frag, acc, listed, at, True)
         else:
-            total, _ = self.accumulate(*summed, False)
+            total = self.accumulate(o, s, x_frag, acc, listed, at, False)
 
-        self.stage_rows(s, acc, down_bias, slab, y.shape[1], warp, lane)
+        self.stage_rows(o, s, acc, at)
         cute.arch.sync_threads()
         if listed:
-            columns = cutlass.min(y.shape[1] - slab * self.slab, Int32(self.slab))
+            columns = cutlass.min(o.y.shape[1] - slab * self.slab, Int32(self.slab))
             for column in cutlass.range(lane * 8, columns, 256, unroll=4):
-                self.store_staged(s, y, m, slab * self.slab + column, warp, column)
+                self.store_staged(s, o.y, m, slab * self.slab + column, warp, column)
         total += cute.arch.shuffle_sync_bfly(total, 1)
         g = lane >> 2
-        if warp == 0 and slab == 0 and lane & 3 == 0 and first + g < y.shape[0] and (skipped >> g) & 1 == 0:
-            l1[first + g] = total
+        if warp == 0 and slab == 0 and lane & 3 == 0 and at.first + g < o.y.shape[0] and (skipped >> g) & 1 == 0:
+            o.l1[at.first + g] = total
         if const_expr(self.slabs > 1):
             # a peer may still read this CTA's last partial sums
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
     @cute.kernel
-    def heavy(
-        self,
-        x: cute.Tensor | None,
-        words: cute.Tensor,
-        spill: cute.Tensor,
-        w_up: cute.Tensor | None,
-        w_down: cute.Tensor,
-        up_bias: cute.Tensor | None,
-        down_bias: cute.Tensor | None,
-        y: cute.Tensor,
-        l1: cute.Tensor,
-        heavy: cute.Tensor,
-        width: Int32,
-    ):
-        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    def heavy(self, o: Operands, heavy: cute.Tensor):
         rank, cluster, _ = cute.arch.block_idx()
         clusters = cute.arch.grid_dim()[1]
-        s = self.views(SmemAllocator().allocate(self.shared))
-        self.init_barriers(s, thread)
-        cute.arch.sync_threads()
+        s = self.few.views(SmemAllocator().allocate(self.few.shared))
+        at = self.few.place(o.y.shape[1], rank)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        phases = Int32(0)
         # groups are dealt to clusters in turn: which cluster takes a token does not change its result
         for base in cutlass.range(cluster, heavy.shape[0], 32 * clusters, unroll=1):
-            if warp == 0:
-                self.list_heavy(s, heavy, base, clusters, lane)
-            cute.arch.sync_threads()
-            place = Int32(0)
-            while place < s.counts[HEAVY]:
-                phases = self.heavy_token(
-                    s, x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, width, place, rank, phases,
-                    thread, warp, lane,
-                )  # fmt: skip
-                place += 1
-            cute.arch.sync_threads()
+            # 32 groups, one a lane; every warp looks for itself and finds the same
+            group = base + at.lane * clusters
+            own = Uint32(heavy[group]) if group < heavy.shape[0] else Uint32(0)
+            groups = Uint32(cute.arch.vote_ballot_sync(own != 0))
+            while groups != 0:
+                owner = lowest_bit(groups)
+                groups = groups & (groups - 1)
+                tokens = Uint32(cute.arch.shuffle_sync(own, owner))
+                while tokens != 0:
+                    m = (base + owner * clusters) * TOKENS + lowest_bit(tokens)
+                    tokens = tokens & (tokens - 1)
+                    self.few.token(o, s, m, at)
 
     @cute.jit
-    def list_heavy(self, s, heavy, base, clusters, lane):
-        """List the heavy tokens of 32 groups; one warp."""
-        group = base + lane * clusters
-        mask = Uint32(heavy[group]) if group < heavy.shape[0] else Uint32(0)
-        own = Int32(cute.arch.popc(mask))
-        place = prefix_sum(own, lane)
-        if lane == 31:
-            s.counts[HEAVY] = place + own
-        while mask != 0:
-            s.tokens[place] = group * TOKENS + lowest_bit(mask)
-            mask = mask & (mask - 1)
-            place += 1
-
-    @cute.jit
-    def heavy_token(
-        self, s, x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, width, place, rank, phases,
-        thread, warp, lane,
-    ):  # fmt: skip
-        """Heavy token `place` of the list by one cluster, as token 0 of a group; returns the phases of the barriers."""
-        m = s.tokens[place]
-        tiles = words.shape[1] // width
-        deal = (rank, Int32(HEAVY_CLUSTER), (tiles - rank + HEAVY_CLUSTER - 1) // HEAVY_CLUSTER)
-        x_frag = self.load_x(x, m, lane < 4, Int32(0), warp, lane)
-        acc = cute.make_rmem_tensor((4, 4, self.blocks), Float32)
-        acc.fill(0.0)
-        total, phases = self.accumulate(
-            s, words, spill, w_up, w_down, up_bias, x_frag, acc, m, Boolean(True), Int32(0), deal, width,
-            Int32(0), phases, thread, warp, lane, False,
-        )  # fmt: skip
-
-        # read again rather than kept in a register beside the sums
-        m = s.tokens[place]
-        # token 0 of the sums: registers 0 and 2 of every fourth lane
-        if lane & 3 == 0:
-            for b in range_constexpr(self.blocks):
-                for i in range_constexpr(8):
-                    s.sum_y[self.column(warp, b) + 8 * i + (lane >> 2)] = acc[2 * (i % 2), i // 2, b]
-        total += cute.arch.shuffle_sync_bfly(total, 1)
-        if thread == 0:
-            s.partial[0] = total
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        values = cute.make_rmem_tensor((8,), Float32)
-        for vector in cutlass.range(rank * THREADS + thread, y.shape[1] // 8, HEAVY_CLUSTER * THREADS, unroll=1):
-            values.fill(0.0)
-            for r in range_constexpr(HEAVY_CLUSTER):
-                for i in range_constexpr(0, 8, 4):
-                    quad = load_peer(s.sum_y.iterator + (vector * 8 + i), Int32(r))
-                    for j in range_constexpr(4):
-                        values[i + j] += quad[j]
-            out = cute.make_rmem_tensor((8,), self.dtype)
-            for i in range_constexpr(8):
-                if const_expr(self.has_bias):
-                    values[i] += down_bias[vector * 8 + i].to(Float32)
-                out[i] = values[i].to(self.dtype)
-            target = y.iterator + (Int64(m) * y.stride[0] + vector * 8)
-            cute.autovec_copy(out, cute.make_tensor(target.align(16), cute.make_layout(8)))
-        if rank == 0 and thread == 0:
-            sum_h = Float32(0.0)
-            for r in range_constexpr(HEAVY_CLUSTER):
-                sum_h += load_peer(s.partial.iterator, Int32(r))[0]
-            l1[m] = sum_h
-        # this CTA's sums have been read: the ring may be overwritten
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        return phases
-
-    @cute.jit
-    def accumulate(
-        self,
-        s,
-        words,
-        spill,
-        w_up,
-        w_down,
-        up_bias,
-        x_frag,
-        acc,
-        m,
-        listed,
-        slot,
-        deal,
-        width,
-        slab,
-        phases,
-        thread,
-        warp,
-        lane,
-        long: cutlass.Constexpr,
-    ):
-        """List and stream the union, window by window; returns each lane's sum of |h| and the barriers' phases.
+    def accumulate(self, o, s, x_frag, acc, listed, at, long: cutlass.Constexpr):
+        """List and stream the union, window by window; returns each lane's sum of |h|.
 
         `long` is for layers with more than `longest` neurons, whose sums may take that many terms.
         """
-        total, share = Float32(0.0), Float32(0.0)
+        total, share, phases = Float32(0.0), Float32(0.0), Int32(0)
         start, size = Int32(0), Int32(1)
         while start < size:
-            size = self.list_window(
-                s, words, spill, up_bias, m, listed, slot, deal, width, start, w_down.shape[0], thread, warp, lane
-            )
-            self.clear_tails(s, w_down.shape[1] - slab * self.slab, thread)
+            size = self.list_window(o, s, listed, start, at)
+            self.clear_tails(s, o.w_down.shape[1] - at.slab * self.slab, at.thread)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_threads()
             here = cutlass.min(size - start, Int32(WINDOW))
-            streamed = (s, w_up, w_down, x_frag, acc, here, slab, phases, warp, lane)
             if const_expr(long):
                 if start < self.longest:
-                    share, phases = self.stream(*streamed, False)
+                    share, phases = self.stream(o, s, x_frag, acc, here, phases, at, False)
                 else:
-                    share, phases = self.stream(*streamed, True)
+                    share, phases = self.stream(o, s, x_frag, acc, here, phases, at, True)
             else:
-                share, phases = self.stream(*streamed, False)
+                share, phases = self.stream(o, s, x_frag, acc, here, phases, at, False)
             total += share
             start += WINDOW
             cute.arch.sync_threads()
-        return total, phases
+        return total
 
     # ---- list ----
 
     @cute.jit
-    def find_heavy(self, words, s, m, rows, width, thread, warp, lane):
+    def find_heavy(self, o, s, at):
         """Count the tokens' non-zeros and decide which ones to leave to the heavy kernel."""
-        tiles = words.shape[1] // width
+        m, tiles = at.first + at.warp, o.words.shape[1] // o.width
         count = Int32(0)
         for first in cutlass.range(0, tiles, 32, unroll=1):
-            tile = first + lane
-            count += words[m, tile * width] if m < rows and tile < tiles else 0
+            tile = first + at.lane
+            count += count_of(o.words, m, tile, o.width, m < o.y.shape[0] and tile < tiles)
         count = Int32(cute.arch.warp_redux_sync(count, "add"))
-        if lane == 0:
-            s.counts[warp] = count
+        if at.lane == 0:
+            s.counts[at.warp] = count
         cute.arch.sync_threads()
-        if thread == 0:
+        if at.thread == 0:
             everything, skipped = Int32(0), Int32(0)
             for t in range_constexpr(TOKENS):
                 everything += s.counts[t]
-            if const_expr(self.slabs == 1):
-                for t in range_constexpr(TOKENS):
-                    if s.counts[t] > HEAVY_COUNT and 4 * s.counts[t] > everything:
-                        skipped = skipped | (1 << t)
+            for t in range_constexpr(TOKENS):
+                if s.counts[t] > HEAVY_COUNT and 4 * s.counts[t] > everything:
+                    skipped = skipped | (1 << t)
             s.counts[HEAVY] = skipped
         cute.arch.sync_threads()
 
     @cute.jit
-    def list_window(self, s, words, spill, up_bias, m, listed, slot, deal, width, start, neurons, thread, warp, lane):
+    def list_window(self, o, s, listed, start, at):
         """Fill `union` and `gates` with ranks `start` and on of the union; returns the union's size."""
-        bitmap_words = cute.ceil_div(neurons, 32)
+        thread, warp, lane = at.thread, at.warp, at.lane
+        bitmap_words = cute.ceil_div(o.w_down.shape[0], 32)
         for i in cutlass.range(thread, bitmap_words, THREADS, unroll=1):
             s.bitmap[i] = Uint32(0)
         pairs = cute.recast_tensor(s.gates, Uint32)
@@ -430,14 +301,14 @@ class UpDown:
             pairs[i + thread] = Uint32(0)
         cute.arch.sync_threads()
         if listed:
-            self.scan(s, words, spill, m, slot, deal, width, start, warp, lane, False)
+            self.scan(o, s, start, at, False)
         cute.arch.sync_threads()
 
         share = cute.ceil_div(bitmap_words, THREADS)
         own = Int32(0)
         for i in cutlass.range(share, unroll=1):
-            at = thread * share + i
-            own += Int32(cute.arch.popc(s.bitmap[at])) if at < bitmap_words else 0
+            place = thread * share + i
+            own += Int32(cute.arch.popc(s.bitmap[place])) if place < bitmap_words else 0
         before = prefix_sum(own, lane)
         if lane == 31:
             s.sums[warp] = before + own
@@ -447,86 +318,81 @@ class UpDown:
             position += s.sums[w] if w < warp else 0
             size += s.sums[w]
         for i in cutlass.range(share, unroll=1):
-            at = thread * share + i
-            if at < bitmap_words:
-                s.prefix[at] = Uint16(position)
-                word = s.bitmap[at]
+            place = thread * share + i
+            if place < bitmap_words:
+                s.prefix[place] = Uint16(position)
+                word = s.bitmap[place]
                 while word != 0:
                     rank = position - start
                     if rank >= 0 and rank < WINDOW:
-                        neuron = at * 32 + lowest_bit(word)
+                        neuron = place * 32 + lowest_bit(word)
                         s.union[rank] = Uint16(neuron)
                         if const_expr(self.has_bias and self.gated):
-                            s.biases[rank] = up_bias[neuron].to(Float32)
+                            s.biases[rank] = o.up_bias[neuron].to(Float32)
                     word = word & (word - 1)
                     position += 1
         cute.arch.sync_threads()
         if listed:
-            self.scan(s, words, spill, m, slot, deal, width, start, warp, lane, True)
+            self.scan(o, s, start, at, True)
         cute.arch.sync_threads()
         return size
 
     @cute.jit
-    def scan(self, s, words, spill, m, slot, deal, width, start, warp, lane, place: cutlass.Constexpr):
-        """Visit the non-zeros of a token: mark them in the bitmap, or place their values among the gates.
-
-        `deal` = (first tile, step, tiles of this CTA). In a group a warp scans its token alone (step 1); the tiles of a
-        heavy token are shared by all warps.
-        """
-        origin, step, mine = deal
-        first = Int32(0) if step == 1 else warp * 32
-        stride = Int32(32) if step == 1 else Int32(32 * WARPS)
+    def scan(self, o, s, start, at, place: cutlass.Constexpr):
+        """Visit the non-zeros of a warp's token: mark them in the bitmap, or place their values among the gates."""
+        m, tiles = at.first + at.warp, o.words.shape[1] // o.width
         quad = cute.make_rmem_tensor((4,), Uint32)
-        for j in cutlass.range(first, mine, stride, unroll=1):
-            tile = origin + (j + lane) * step
-            count = words[m, tile * width] if j + lane < mine else 0
+        for first in cutlass.range(0, tiles, 32, unroll=1):
+            tile = first + at.lane
+            count = count_of(o.words, m, tile, o.width, tile < tiles)
             # each lane walks its own tile, four words at a time; the first word of a tile is its count
-            stored = count if count < width else 0
+            stored = count if count < o.width else 0
             quads = (stored + 4) // 4 if stored > 0 else 0
-            line = words.iterator + (Int64(m) * words.stride[0] + tile * width)
+            line = words_of(o.words, m, tile, o.width)
             for q in cutlass.range(Int32(cute.arch.warp_redux_sync(quads, "max")), unroll=1):
                 if q < quads:
                     load_values(line + q * 4, quad)
                     for i in range_constexpr(4):
-                        at = q * 4 + i - 1
-                        if at >= 0 and at < stored:
-                            self.visit(s, quad[i], slot, start, place)
+                        ordinal = q * 4 + i - 1
+                        if ordinal >= 0 and ordinal < stored:
+                            self.visit(s, quad[i], at.warp, start, place)
             # an overflowing tile is read from the spill by the whole warp, eight values a lane
-            overflowing = Uint32(cute.arch.vote_ballot_sync(count >= width))
+            overflowing = Uint32(cute.arch.vote_ballot_sync(count >= o.width))
             while overflowing != 0:
-                neuron = (origin + (j + lowest_bit(overflowing)) * step) * geometry.TILE + lane * 8
+                neuron = (first + lowest_bit(overflowing)) * geometry.TILE + at.lane * 8
                 overflowing = overflowing & (overflowing - 1)
-                values = load_values(spill.iterator + (Int64(m) * spill.stride[0] + neuron))
+                values = load_values(spill_of(o.spill, m, neuron))
                 flags = nonzero_flags(values)
                 for i in range_constexpr(8):
                     if flags[i]:
-                        self.visit(s, value_bits(values, i) | Uint32(neuron + i), slot, start, place)
+                        self.visit(s, spilled_word(values, i, neuron), at.warp, start, place)
 
     @cute.jit
-    def visit(self, s, word, slot, start, place: cutlass.Constexpr):
+    def visit(self, s, word, token, start, place: cutlass.Constexpr):
         at, bit = Int32((word >> 5) & Uint32(0x7FF)), Uint32(1) << (word & 31)
         if const_expr(place):
             rank = widen(s.prefix[at]) + Int32(cute.arch.popc(s.bitmap[at] & (bit - 1))) - start
             if rank >= 0 and rank < WINDOW:
-                s.gates[(rank // BATCH * TOKENS + slot) * BATCH + rank % BATCH] = Uint16(word >> 16)
+                s.gates[(rank // BATCH * TOKENS + token) * BATCH + rank % BATCH] = Uint16(word >> 16)
         else:
             cute.arch.atomic_or(s.bitmap.iterator + at, bit, scope="cta")
 
     # ---- stream ----
 
     @cute.jit
-    def stream(self, s, w_up, w_down, x_frag, acc, neurons, slab, phases, warp, lane, apart: cutlass.Constexpr):
+    def stream(self, o, s, x_frag, acc, neurons, phases, at, apart: cutlass.Constexpr):
         """Add h times the listed neurons' down rows to `acc`; returns each lane's share of sum |h|, and the phases.
 
         `apart` is for sums that are too long for tensor cores, see sm90/sums.py.
         """
+        warp, lane = at.warp, at.lane
         batches = cute.ceil_div(neurons, BATCH)
         # up rows wait one turn longer in the ring than down rows
         ahead = self.buffers - 1
         if const_expr(self.gated):
-            self.fetch(s, w_up, w_down, Int32(-1), self.buffers, Int32(0), Int32(0), neurons, slab, warp, lane)
+            self.fetch(o, s, Int32(-1), self.buffers, Int32(0), Int32(0), neurons, at)
         for b in cutlass.range(cutlass.min(batches, Int32(ahead)), unroll=1):
-            self.fetch(s, w_up, w_down, b, b, b, b + 1, neurons, slab, warp, lane)
+            self.fetch(o, s, b, b, b, b + 1, neurons, at)
         total = Float32(0.0)
         g, pair = lane >> 2, (lane & 1) * 2
         up_source = s.up.iterator + (
@@ -537,19 +403,19 @@ class UpDown:
             if batches > 0:
                 self.wait(s, self.buffers, phases)
                 phases = phases ^ (1 << self.buffers)
-                self.dot(s, x_frag, up_source, 0, slab, warp, lane)
+                self.dot(s, x_frag, up_source, 0, at)
             self.sync()
         buffer = Int32(0)
         for b in cutlass.range(batches, unroll=1):
             following = buffer + 1 if buffer < ahead else 0
             last = buffer - 1 if buffer > 0 else ahead
             # the turn before has read batch b - 1's down rows and this batch's up rows
-            self.fetch(s, w_up, w_down, b + ahead, last, last, buffer, neurons, slab, warp, lane)
+            self.fetch(o, s, b + ahead, last, last, buffer, neurons, at)
             self.wait(s, buffer, phases)
             phases = phases ^ (1 << buffer)
             # the next batch's dot products need nothing of this batch: their latencies overlap
             if const_expr(self.gated):
-                self.dot(s, x_frag, up_source + following * (BATCH * self.slab), b + 1, slab, warp, lane)
+                self.dot(s, x_frag, up_source + following * (BATCH * self.slab), b + 1, at)
             gates = cute.recast_tensor(s.gates, Uint32)[(b * TOKENS + g) * (BATCH // 2) + pair // 2]
             h0, h1 = low_to_float(gates, self.dtype), high_to_float(gates, self.dtype)
             if const_expr(self.gated):
@@ -567,18 +433,19 @@ class UpDown:
         cute.arch.mbarrier_wait(s.full + barrier, (phases >> barrier) & 1)
 
     @cute.jit
-    def fetch(self, s, w_up, w_down, b, barrier, down_buffer, up_buffer, neurons, slab, warp, lane):
+    def fetch(self, o, s, b, barrier, down_buffer, up_buffer, neurons, at):
         """Start the copies that turn `b` of the loop reads: down rows of batch b by warps 0-3, up rows of b + 1 by 4-7.
 
         Where the last batch is not full its last row is copied again: the gates there are zero, but what they meet must
         be finite.
         """
-        size = cutlass.max(cutlass.min(w_down.shape[1] - slab * self.slab, Int32(self.slab)) * 2, Int32(0))
+        warp, left = at.warp, at.slab * self.slab
+        size = cutlass.max(cutlass.min(o.w_down.shape[1] - left, Int32(self.slab)) * 2, Int32(0))
         down = b >= 0 and b * BATCH < neurons
         up = Boolean(False)
         if const_expr(self.gated):
             up = (b + 1) * BATCH < neurons
-        if lane == 0 and (down or up):
+        if at.lane == 0 and (down or up):
             row = warp & (BATCH - 1)
             if warp == 0:
                 rows = Int32(BATCH) * (Int32(down) + Int32(up))
@@ -587,16 +454,14 @@ class UpDown:
                 if warp < BATCH and down:
                     neuron = Int64(widen(s.union[cutlass.min(b * BATCH + row, neurons - 1)]))
                     target = s.down.iterator + (down_buffer * BATCH + row) * self.pitch
-                    bulk_copy(
-                        target, w_down.iterator + (neuron * w_down.stride[0] + slab * self.slab), size, s.full + barrier
-                    )
+                    source = o.w_down.iterator + (neuron * o.w_down.stride[0] + left)
+                    bulk_copy(target, source, size, s.full + barrier)
                 if const_expr(self.gated):
                     if warp >= BATCH and up:
                         neuron = Int64(widen(s.union[cutlass.min((b + 1) * BATCH + row, neurons - 1)]))
                         target = s.up.iterator + (up_buffer * BATCH + row) * self.slab
-                        bulk_copy(
-                            target, w_up.iterator + (neuron * w_up.stride[0] + slab * self.slab), size, s.full + barrier
-                        )
+                        source = o.w_up.iterator + (neuron * o.w_up.stride[0] + left)
+                        bulk_copy(target, source, size, s.full + barrier)
 
     @cute.jit
     def sync(self):
@@ -608,7 +473,7 @@ class UpDown:
             cute.arch.sync_threads()
 
     @cute.jit
-    def dot(self, s, x_frag, source, b, slab, warp, lane):
+    def dot(self, s, x_frag, source, b, at):
         """Partial dot products of the up rows of batch `b` and eight tokens over this warp's columns.
 
         With g = lane / 4 and i = lane % 4, a lane's 16 bytes are eight columns of row g / 2, and a quarter of the warp
@@ -626,8 +491,8 @@ class UpDown:
         value = sums[0] + sums[3]
         if const_expr(self.has_bias):
             # once: by the first warp of the first slab
-            value += s.biases[b * BATCH + (lane & 3)] if warp == 0 and slab == 0 else Float32(0.0)
-        s.partial[((b & 1) * WARPS + warp) * (TOKENS * BATCH) + lane] = value
+            value += s.biases[b * BATCH + (at.lane & 3)] if at.warp == 0 and at.slab == 0 else Float32(0.0)
+        s.partial[((b & 1) * WARPS + at.warp) * (TOKENS * BATCH) + at.lane] = value
 
     @cute.jit
     def add(self, acc, source, h0, h1, lane, apart: cutlass.Constexpr):
@@ -689,34 +554,36 @@ class UpDown:
     # ---- x and y ----
 
     @cute.jit
-    def load_x(self, x, m, valid, slab, warp, lane):
+    def load_x(self, o, at):
         """A operands of the dot: eights lane % 4 and lane % 4 + 4 of each 64 of the warp's columns, zeros outside x."""
         frag = cute.make_rmem_tensor((4, 2, self.blocks), Uint32)
         frag.fill(0)
         if const_expr(self.gated):
-            if valid:
+            # lane 4g + i holds x of token g
+            m = at.first + (at.lane >> 2)
+            if m < o.y.shape[0]:
                 for block in range_constexpr(self.blocks):
                     for odd in range_constexpr(2):
-                        column = slab * self.slab + self.column(warp, block) + 32 * odd + (lane & 3) * 8
-                        if column < x.shape[1]:
-                            values = load_values(x.iterator + (Int64(m) * x.stride[0] + column))
+                        column = at.slab * self.slab + self.column(at.warp, block) + 32 * odd + (at.lane & 3) * 8
+                        if column < o.x.shape[1]:
+                            values = load_values(o.x.iterator + (Int64(m) * o.x.stride[0] + column))
                             for i in range_constexpr(4):
                                 frag[i, odd, block] = values[i]
         return frag
 
     @cute.jit
-    def stage_rows(self, s, acc, down_bias, slab, k, warp, lane):
+    def stage_rows(self, o, s, acc, at):
         """Round the sums and lay them out: register 2i + j is token 2 (lane % 4) + j, column lane / 4 + 8i."""
         for block in range_constexpr(self.blocks):
             for i in range_constexpr(8):
-                column = self.column(warp, block) + 8 * i + (lane >> 2)
+                column = self.column(at.warp, block) + 8 * i + (at.lane >> 2)
                 bias = Float32(0.0)
                 if const_expr(self.has_bias):
-                    at = slab * self.slab + column
-                    bias = down_bias[at].to(Float32) if at < k else Float32(0.0)
+                    whole = at.slab * self.slab + column
+                    bias = o.down_bias[whole].to(Float32) if whole < o.y.shape[1] else Float32(0.0)
                 for j in range_constexpr(2):
                     value = acc[2 * (i % 2) + j, i // 2, block] + bias
-                    s.staged[((lane & 3) * 2 + j) * self.pitch + column] = value.to(self.dtype)
+                    s.staged[((at.lane & 3) * 2 + j) * self.pitch + column] = value.to(self.dtype)
 
     @cute.jit
     def store_staged(self, s, y, m, column, token, staged_column):
@@ -738,7 +605,6 @@ class UpDown:
         return Views(
             full=shared.full.data_ptr(),
             counts=shared.counts.get_tensor(cute.make_layout(16)),
-            tokens=shared.tokens.get_tensor(cute.make_layout(32 * TOKENS)),
             sums=shared.sums.get_tensor(cute.make_layout(WARPS)),
             union=shared.union.get_tensor(cute.make_layout(WINDOW)),
             biases=shared.biases.get_tensor(cute.make_layout(WINDOW + BATCH if self.has_bias else 2)),
@@ -750,7 +616,6 @@ class UpDown:
             prefix=cute.make_tensor(
                 cute.recast_ptr(bitmap + bitmap_words, dtype=Uint16), cute.make_layout(bitmap_words)
             ),
-            sum_y=cute.make_tensor(cute.recast_ptr(arena, dtype=Float32), cute.make_layout(self.slab)),
             staged=cute.make_tensor(arena, cute.make_layout(TOKENS * self.pitch)),
         )
 
@@ -777,12 +642,12 @@ def signature(spec: UpDownSpec) -> tuple[Any, tuple[Any, ...]]:
     dtype = operands.DTYPES[spec.dtype]
     m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
     arguments = (
-        operands.rows(dtype, m, k),
+        operands.rows(dtype, m, k) if spec.gated else None,
         operands.rows(Int32, m, cute.sym_int32(divisibility=32)),
         operands.rows(dtype, m, cute.sym_int32(divisibility=geometry.TILE)),
+        operands.rows(dtype, n, k) if spec.gated else None,
         operands.rows(dtype, n, k),
-        operands.rows(dtype, n, k),
-        operands.vector(dtype, n) if spec.bias else None,
+        operands.vector(dtype, n) if spec.gated and spec.bias else None,
         operands.vector(dtype, k) if spec.bias else None,
         operands.rows(dtype, m, k),
         operands.vector(Float32, m),

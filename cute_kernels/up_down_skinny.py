@@ -1,5 +1,6 @@
 """The gated up and down projections for few tokens: y[m] = sum over non-zeros c of h[m, c] * w_down[c], with
-h[m, c] = gate[m, c] * (x[m] . w_up[c] + up_bias[c]), as up_down.py has it, where latency is all.
+h[m, c] = gate[m, c] * (x[m] . w_up[c] + up_bias[c]), as up_down.py has it, where latency is all. Without `gated` the
+packed values are h.
 
 A token is the work of a cluster of four or eight CTAs, each with its part of the columns; nothing is shared between
 tokens. A CTA's warps deal the non-zeros among them, up to WINDOW at a time:
@@ -27,7 +28,8 @@ from cutlass.memory import SmemAllocator
 from . import feasible, geometry
 from .sm90 import operands
 from .sm90.copies import load_peer_value, load_values
-from .sm90.values import count_flags, high_to_float, low_to_float, nonzero_flags, prefix_sum, value_bits
+from .sm90.rows import spill_of, spilled_word, words_of
+from .sm90.values import count_flags, high_to_float, low_to_float, nonzero_flags, prefix_sum
 from .specs import UpDownSkinnySpec
 
 WARPS = 8
@@ -38,6 +40,32 @@ TILES = 32
 LANES = THREADS // TILES
 # columns of a warp's load
 STEP = 256
+
+
+class Operands(NamedTuple):
+    """Global memory by name; None where a layer has no such tensor."""
+
+    x: Any
+    words: Any
+    spill: Any
+    w_up: Any
+    w_down: Any
+    up_bias: Any
+    down_bias: Any
+    y: Any
+    l1: Any
+    width: Any  # words of a tile
+
+
+class Place(NamedTuple):
+    """Where a thread stands, and the columns of its CTA."""
+
+    rank: Any
+    left: Any
+    columns: Any
+    thread: Any
+    warp: Any
+    lane: Any
 
 
 class Views(NamedTuple):
@@ -52,12 +80,11 @@ class Views(NamedTuple):
 
 
 class UpDownSkinny:
-    """One dtype and class of hidden sizes; `gated = False` leaves out the up projection."""
+    """One dtype and class of hidden sizes, of layers with a gate or without."""
 
-    gated = True
-
-    def __init__(self, spec: Any):
+    def __init__(self, spec: UpDownSkinnySpec):
         self.dtype = operands.DTYPES[spec.dtype]
+        self.gated = spec.gated
         self.has_bias = spec.bias
         self.cluster = spec.cluster
         # 16-byte loads of a lane that a row takes
@@ -68,25 +95,6 @@ class UpDownSkinny:
         self.words = max(3 * WINDOW if self.gated else 2 * WINDOW, WARPS * self.columns)
         self.ctas_per_sm = {1: 3, 2: 2, 4: 1, 8: 1}[self.vectors]
 
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        words: cute.Tensor,
-        spill: cute.Tensor,
-        w_up: cute.Tensor,
-        w_down: cute.Tensor,
-        up_bias: cute.Tensor | None,
-        down_bias: cute.Tensor | None,
-        y: cute.Tensor,
-        l1: cute.Tensor,
-        words_per_tile: Int32,
-        stream: cuda.CUstream,
-    ):
-        self.launch(x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, words_per_tile, stream)
-
-    @cute.jit
-    def launch(self, x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, words_per_tile, stream):
         @cute.struct
         class Shared:
             counts: cute.struct.MemRange[Int32, TILES]
@@ -95,19 +103,9 @@ class UpDownSkinny:
 
         assert feasible.ctas_per_sm(Shared.size_in_bytes()) >= self.ctas_per_sm
         self.shared = Shared
-        if y.shape[0] > 0:
-            self.kernel(x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, words_per_tile).launch(
-                grid=(self.cluster, y.shape[0], 1),
-                block=(THREADS, 1, 1),
-                cluster=(self.cluster, 1, 1),
-                min_blocks_per_mp=self.ctas_per_sm,
-                preferred_smem_carveout=100,
-                stream=stream,
-                use_pdl=True,
-            )
 
-    @cute.kernel
-    def kernel(
+    @cute.jit
+    def __call__(
         self,
         x: cute.Tensor | None,
         words: cute.Tensor,
@@ -118,50 +116,73 @@ class UpDownSkinny:
         down_bias: cute.Tensor | None,
         y: cute.Tensor,
         l1: cute.Tensor,
-        width: Int32,
+        words_per_tile: Int32,
+        stream: cuda.CUstream,
     ):
-        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if y.shape[0] > 0:
+            self.kernel(Operands(x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, words_per_tile)).launch(
+                grid=(self.cluster, y.shape[0], 1),
+                block=(THREADS, 1, 1),
+                cluster=(self.cluster, 1, 1),
+                min_blocks_per_mp=self.ctas_per_sm,
+                preferred_smem_carveout=100,
+                stream=stream,
+                use_pdl=True,
+            )
+
+    @cute.kernel
+    def kernel(self, o: Operands):
         rank, m, _ = cute.arch.block_idx()
         s = self.views(SmemAllocator().allocate(self.shared))
-        # this CTA's columns, in pieces of 16 bytes
-        share = cute.ceil_div(y.shape[1], 8 * self.cluster) * 8
-        left = rank * share
-        columns = cutlass.max(cutlass.min(y.shape[1] - left, share), Int32(0))
+        at = self.place(o.y.shape[1], rank)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        x_lane = self.load_row(x, m, left, columns, lane) if const_expr(self.gated) else None
+        self.token(o, s, m, at)
+
+    @cute.jit
+    def place(self, k, rank):
+        """Where the thread stands in CTA `rank` of a cluster; columns are dealt in pieces of 16 bytes."""
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        share = cute.ceil_div(k, 8 * self.cluster) * 8
+        left = rank * share
+        return Place(rank, left, cutlass.max(cutlass.min(k - left, share), Int32(0)), thread, warp, lane)
+
+    @cute.jit
+    def token(self, o, s, m, at):
+        """All of token `m`, by one cluster. Shared memory is free again at the first barrier of the next one."""
+        x_lane = self.load_row(o.x, m, at) if const_expr(self.gated) else None
         acc = cute.make_rmem_tensor((8, self.vectors), Float32)
         acc.fill(0.0)
-        tiles = words.shape[1] // width
+        tiles = o.words.shape[1] // o.width
         total, windows = Float32(0.0), Int32(0)
         for group in cutlass.range(0, tiles, TILES, unroll=1):
-            slot = warp * (32 // LANES) + lane // LANES
-            row = words.iterator + (Int64(m) * words.stride[0] + (group + slot) * width)
+            slot = at.warp * (32 // LANES) + at.lane // LANES
+            row = words_of(o.words, m, group + slot, o.width)
             quad = cute.make_rmem_tensor((4,), Uint32)
-            listed = self.count(s, row, quad, slot, group + slot < tiles, lane)
+            listed = self.count(s, row, quad, slot, group + slot < tiles, at.lane)
             for base in cutlass.range(0, listed, WINDOW, unroll=1):
                 size = cutlass.min(listed - base, Int32(WINDOW))
-                self.list(s, row, quad, spill, m, width, slot, group + slot, base, lane)
+                self.list(o, s, row, quad, m, slot, group + slot, base, at.lane)
                 cute.arch.sync_threads()
                 rows = cute.make_rmem_tensor((4, self.vectors, self.rows), Uint32)
                 if const_expr(self.gated):
                     if windows > 0:
                         cute.arch.cluster_wait()
-                    self.up(s, x_lane, w_up, size, left, columns, warp, lane)
+                    self.up(s, x_lane, o.w_up, size, at)
                     cute.arch.cluster_arrive()
                 # not before the arrival, which waits for loads, too
-                self.load_rows(s, rows, w_down, warp * self.rows, size, left, columns, lane)
+                self.load_rows(s, rows, o.w_down, at.warp * self.rows, size, at)
                 if const_expr(self.gated):
                     cute.arch.cluster_wait()
-                total += self.hide(s, up_bias, size, thread)
+                total += self.hide(s, o.up_bias, size, at.thread)
                 if const_expr(self.gated):
                     cute.arch.cluster_arrive()
                     windows += 1
                 cute.arch.sync_threads()
-                for first in cutlass.range(warp * self.rows, size, WARPS * self.rows, unroll=1):
-                    if first != warp * self.rows:
-                        self.load_rows(s, rows, w_down, first, size, left, columns, lane)
+                for first in cutlass.range(at.warp * self.rows, size, WARPS * self.rows, unroll=1):
+                    if first != at.warp * self.rows:
+                        self.load_rows(s, rows, o.w_down, first, size, at)
                     self.add(s, acc, rows, first, size)
                 # the list is read
                 cute.arch.sync_threads()
@@ -169,7 +190,7 @@ class UpDownSkinny:
             # the end overwrites partial sums, and nobody may leave before they are read
             if windows > 0:
                 cute.arch.cluster_wait()
-        self.finish(s, acc, total, down_bias, y, l1, m, left, columns, rank, thread, warp, lane)
+        self.finish(o, s, acc, total, m, at)
 
     # ---- listing ----
 
@@ -187,22 +208,22 @@ class UpDownSkinny:
         return Int32(cute.arch.warp_redux_sync(s.counts[lane], "add"))
 
     @cute.jit
-    def list(self, s, row, quad, spill, m, width, slot, tile, base, lane):
+    def list(self, o, s, row, quad, m, slot, tile, base, lane):
         """Non-zeros `base` to `base + WINDOW` of 32 tiles, ascending; a lane has words of one of them."""
         piece = lane % LANES
         count = s.counts[slot]
         before = prefix_sum(s.counts[lane], lane)
         # where the tile's first non-zero goes
         start = cute.arch.shuffle_sync(before, slot) - base
-        if count < width:
+        if count < o.width:
             self.put_quad(s, quad, start, piece, count)
             more = cute.make_rmem_tensor((4,), Uint32)
             # words that the first load left
             for q in cutlass.range(piece + LANES, count // 4 + 1, LANES, unroll=1):
                 load_values(row + 4 * q, more)
                 self.put_quad(s, more, start, q, count)
-        if cute.arch.vote_any_sync(count >= width):
-            self.list_spilled(s, spill, m, tile, start, count >= width, piece, lane)
+        if cute.arch.vote_any_sync(count >= o.width):
+            self.list_spilled(s, o.spill, m, tile, start, count >= o.width, piece, lane)
 
     @cute.jit
     def list_spilled(self, s, spill, m, tile, start, spilled, piece, lane):
@@ -212,7 +233,7 @@ class UpDownSkinny:
             quad.fill(0)
             neuron = tile * geometry.TILE + (part * LANES + piece) * 8
             if spilled:
-                load_values(spill.iterator + (Int64(m) * spill.stride[0] + neuron), quad)
+                load_values(spill_of(spill, m, neuron), quad)
             flags = nonzero_flags(quad)
             own = count_flags(flags)
             inclusive = own
@@ -221,7 +242,7 @@ class UpDownSkinny:
                 inclusive = inclusive + other if piece >= d else inclusive
             at = start + inclusive - own
             for i in range_constexpr(8):
-                self.put(s, at, value_bits(quad, i) | Uint32(neuron + i), flags[i])
+                self.put(s, at, spilled_word(quad, i, neuron), flags[i])
                 at += Int32(flags[i])
             start += cute.arch.shuffle_sync(inclusive, lane | (LANES - 1))
 
@@ -240,36 +261,36 @@ class UpDownSkinny:
     # ---- rows ----
 
     @cute.jit
-    def load_row(self, matrix, row, left, columns, lane):
+    def load_row(self, matrix, row, at):
         """A lane's pieces of this CTA's columns of a row, zeros where there are none."""
         values = cute.make_rmem_tensor((4, self.vectors), Uint32)
         values.fill(0)
         for v in range_constexpr(self.vectors):
-            column = v * STEP + lane * 8
-            if column < columns:
-                load_values(matrix.iterator + (Int64(row) * matrix.stride[0] + left + column), values[None, v])
+            column = v * STEP + at.lane * 8
+            if column < at.columns:
+                load_values(matrix.iterator + (Int64(row) * matrix.stride[0] + at.left + column), values[None, v])
         return values
 
     @cute.jit
-    def load_rows(self, s, rows, matrix, first, size, left, columns, lane):
+    def load_rows(self, s, rows, matrix, first, size, at):
         """`load_row` for the neurons from `first` of the list on."""
         for j in range_constexpr(self.rows):
             if first + j < size:
                 neuron = s.list[first + j] & Uint32(0xFFFF)
-                base = matrix.iterator + (Int64(neuron) * matrix.stride[0] + left)
+                base = matrix.iterator + (Int64(neuron) * matrix.stride[0] + at.left)
                 for v in range_constexpr(self.vectors):
-                    column = v * STEP + lane * 8
-                    if column < columns:
+                    column = v * STEP + at.lane * 8
+                    if column < at.columns:
                         load_values(base + column, rows[None, v, j])
 
     @cute.jit
-    def up(self, s, x_lane, w_up, size, left, columns, warp, lane):
+    def up(self, s, x_lane, w_up, size, at):
         """Dot products over this CTA's columns."""
         rows = cute.make_rmem_tensor((4, self.vectors, self.rows), Uint32)
-        for first in cutlass.range(warp * self.rows, size, WARPS * self.rows, unroll=1):
+        for first in cutlass.range(at.warp * self.rows, size, WARPS * self.rows, unroll=1):
             # columns that do not exist count as zero
             rows.fill(0)
-            self.load_rows(s, rows, w_up, first, size, left, columns, lane)
+            self.load_rows(s, rows, w_up, first, size, at)
             sums = [Float32(0.0)] * self.rows
             for v in range_constexpr(self.vectors):
                 for i in range_constexpr(4):
@@ -281,7 +302,7 @@ class UpDownSkinny:
                 for j in range_constexpr(self.rows):
                     sums[j] += cute.arch.shuffle_sync_bfly(sums[j], 1 << d)
             for j in range_constexpr(self.rows):
-                if lane == j and first + j < size:
+                if at.lane == j and first + j < size:
                     s.partial[first + j] = sums[j]
 
     @cute.jit
@@ -316,35 +337,35 @@ class UpDownSkinny:
     # ---- the end ----
 
     @cute.jit
-    def finish(self, s, acc, total, down_bias, y, l1, m, left, columns, rank, thread, warp, lane):
+    def finish(self, o, s, acc, total, m, at):
         """Add up the warps' sums, always in the same order, and store this CTA's columns."""
         for d in range_constexpr(5):
             total += cute.arch.shuffle_sync_bfly(total, 1 << d)
-        if lane == 0:
-            s.totals[warp] = total
+        if at.lane == 0:
+            s.totals[at.warp] = total
         for v in range_constexpr(self.vectors):
             target = cute.make_tensor(
-                (s.sums + (warp * self.columns + v * STEP + lane * 8)).align(16), cute.make_layout(8)
+                (s.sums + (at.warp * self.columns + v * STEP + at.lane * 8)).align(16), cute.make_layout(8)
             )
             cute.autovec_copy(acc[None, v], target)
         cute.arch.sync_threads()
         sums = cute.make_tensor(s.sums, cute.make_layout(WARPS * self.columns))
-        for column in cutlass.range(2 * thread, columns, 2 * THREADS, unroll=1):
+        for column in cutlass.range(2 * at.thread, at.columns, 2 * THREADS, unroll=1):
             pair = cute.make_rmem_tensor((2,), self.dtype)
             for j in range_constexpr(2):
                 value = Float32(0.0)
                 for w in range_constexpr(WARPS):
                     value += sums[w * self.columns + column + j]
                 if const_expr(self.has_bias):
-                    value += down_bias[left + column + j].to(Float32)
+                    value += o.down_bias[at.left + column + j].to(Float32)
                 pair[j] = value.to(self.dtype)
-            line = y.iterator + (Int64(m) * y.stride[0] + left + column)
+            line = o.y.iterator + (Int64(m) * o.y.stride[0] + at.left + column)
             cute.autovec_copy(pair, cute.make_tensor(line.align(4), cute.make_layout(2)))
-        if rank == 0 and thread == 0:
+        if at.rank == 0 and at.thread == 0:
             everything = Float32(0.0)
             for w in range_constexpr(WARPS):
                 everything += s.totals[w]
-            l1[m] = everything
+            o.l1[m] = everything
 
     def views(self, shared):
         """Tensors over the shared struct, by name."""
@@ -364,12 +385,12 @@ def signature(spec: UpDownSkinnySpec) -> tuple[Any, tuple[Any, ...]]:
     dtype = operands.DTYPES[spec.dtype]
     m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
     arguments = (
-        operands.rows(dtype, m, k),
+        operands.rows(dtype, m, k) if spec.gated else None,
         operands.rows(Int32, m, cute.sym_int32(divisibility=32)),
         operands.rows(dtype, m, cute.sym_int32(divisibility=geometry.TILE)),
+        operands.rows(dtype, n, k) if spec.gated else None,
         operands.rows(dtype, n, k),
-        operands.rows(dtype, n, k),
-        operands.vector(dtype, n) if spec.bias else None,
+        operands.vector(dtype, n) if spec.gated and spec.bias else None,
         operands.vector(dtype, k) if spec.bias else None,
         operands.rows(dtype, m, k),
         operands.vector(Float32, m),

@@ -31,7 +31,6 @@ LABELLED_SHARE = 7
 PARTS = {
     "gate_pack": "gate GEMM + pack",
     "up_down": "up and down",
-    "down": "down",
     "sampled_up": "up at non-zeros",
     "gathered*0": "y = h W_down",
     "gathered*1": "y = h W_down",

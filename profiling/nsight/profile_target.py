@@ -110,7 +110,7 @@ OPS: dict[str, Callable[[FFN, int, Any], Call]] = {
     "up_down_union": reader(
         lambda p, w, s, c: ops.up_down_union(p.x, w, s, p.w_up, p.w_down, p.up_bias, p.down_bias, c)
     ),
-    "down": reader(lambda p, w, s, c: ops.down(w, s, p.w_down, p.down_bias, c)),
+    "down": reader(lambda p, w, s, c: ops.up_down(None, w, s, None, p.w_down, None, p.down_bias, c)),
     "unpack": reader(lambda p, w, s, c: ops.unpack(w, s, p.w_gate.shape[0], c)),
     "ffn": layer(gated=True),
     "sparse_ffn": layer(gated=False),

@@ -237,10 +237,8 @@ def work(op: str, spec: Any, f: Mapping[str, Any]) -> Work | None:
     known = {
         "gate_pack": Work(2 * m * n * k, tokens + weight + packed),
         "gate_pack_skinny": Work(2 * m * n * k, tokens + weight + packed),
-        "up_down": Work(0, packed + 2 * tokens + 2 * fired, 2.0 * f["group_rows"] * row),
-        "up_down_skinny": Work(0, packed + 2 * tokens + 2 * fired),
-        "down": Work(0, packed + tokens + fired, 1.0 * f["group_rows"] * row),
-        "down_skinny": Work(0, packed + tokens + fired),
+        "up_down": Work(0, packed + projections * (tokens + fired), projections * f["group_rows"] * row),
+        "up_down_skinny": Work(0, packed + projections * (tokens + fired)),
         "unpack": Work(0, packed + ITEM * m * n),
         "matrix_transpose": Work(0, 2 * ITEM * n * k),
         "reglu": Work(0, (5 if getattr(spec, "backward", False) else 3) * ITEM * m * n),

@@ -26,9 +26,9 @@ A layer
     choose another strategy than its neighbours, since the collectives lie outside and are the same for all.
 
 Operators
-    Those that work token by token take tokens sharded on dimension 0 and weights replicated: ``unpack``, ``up_down``,
-    ``down``, and, where all shards are whole blocks of the tokens that a row of their figures stands for,
-    ``gate_pack``, ``up_down_union`` and ``ffn_union``. Anything else is replicated first, which is right and slow.
+    Those that work token by token take tokens sharded on dimension 0 and weights replicated: ``unpack``, ``up_down``
+    and, where all shards are whole blocks of the tokens that a row of their figures stands for, ``gate_pack``,
+    ``up_down_union`` and ``ffn_union``. Anything else is replicated first, which is right and slow.
     ``reglu`` takes any sharding. The operators of training have outputs that belong to a batch, so DTensors are refused
     and the function to call named.
 
@@ -319,10 +319,6 @@ def _unpack(words: Any, spill: Any, n: int, compression: int) -> _Rules:
     return _by_token(1, (True, True, False, False), (words, spill, n, compression))
 
 
-def _down(words: Any, spill: Any, w_down: Any, down_bias: Any, compression: int) -> _Rules:
-    return _by_token(2, (True, True, False, False, False), (words, spill, w_down, down_bias, compression))
-
-
 def _up_down(x: Any, *rest: Any) -> _Rules:
     return _by_token(2, (True, True, True, False, False, False, False, False), (x, *rest))
 
@@ -353,7 +349,6 @@ def _refuse(*operands: Any) -> _Rules:
 for _op, _rules in (
     (ops.gate_pack, _gate_pack),
     (ops.unpack, _unpack),
-    (ops.down, _down),
     (ops.up_down, _up_down),
     (ops.up_down_union, _up_down_union),
     (ops.ffn_union, _ffn_union),

@@ -313,7 +313,7 @@ def _plain(
         if route.strategy == "union":
             y, l1, unions = ops.up_down_union(tokens, words, spill, None, w_down, None, b_down, compression)
         else:
-            y, l1 = ops.down(words, spill, w_down, b_down, compression)
+            y, l1 = ops.up_down(tokens, words, spill, None, w_down, None, b_down, compression)
     _note(route, stats, unions)
     y = _unviewed(y, x.shape)
     return (y, _sparse_aux(l1, stats, tokens.shape[0])) if return_aux else y

@@ -59,30 +59,19 @@ def unpack(words: Tensor, spill: Tensor, n: int, compression: int) -> Tensor:
 
 
 def up_down(
-    x: Tensor,
+    x: Tensor | None,
     words: Tensor,
     spill: Tensor,
-    w_up: Tensor,
+    w_up: Tensor | None,
     w_down: Tensor,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     compression: int,
 ) -> tuple[Tensor, Tensor]:
-    """y [M, K] of x's dtype, l1 float32 [M]: sums over the non-zeros of the gate alone, in fp32, y rounded once."""
-    dense = unpack(words, spill, w_up.shape[0], compression)
-    y, l1 = torch.zeros(x.shape, dtype=torch.float32, device=x.device), torch.zeros(x.shape[0], device=x.device)
-    for row, neuron in (dense != 0).nonzero().tolist():
-        up = x[row].float() @ w_up[neuron].float()
-        hidden = dense[row, neuron].float() * (up if up_bias is None else up + up_bias[neuron].float())
-        y[row] += hidden * w_down[neuron].float()
-        l1[row] += hidden.abs()
-    return (y if down_bias is None else y + down_bias.float()).to(x.dtype), l1
+    """y [M, K] of the spill's dtype, l1 float32 [M]: sums over the non-zeros of the gate alone, fp32, y rounded once.
 
-
-def down(
-    words: Tensor, spill: Tensor, w_down: Tensor, down_bias: Tensor | None, compression: int
-) -> tuple[Tensor, Tensor]:
-    """y [M, K] of the spill's dtype, l1 float32 [M]: ``up_down`` with the packed values as hidden state."""
+    Without ``w_up`` the packed values are the hidden state.
+    """
     dense = unpack(words, spill, w_down.shape[0], compression)
     y, l1 = (
         torch.zeros(words.shape[0], w_down.shape[1], device=words.device),
@@ -90,6 +79,9 @@ def down(
     )
     for row, neuron in (dense != 0).nonzero().tolist():
         hidden = dense[row, neuron].float()
+        if x is not None and w_up is not None:
+            up = x[row].float() @ w_up[neuron].float()
+            hidden = hidden * (up if up_bias is None else up + up_bias[neuron].float())
         y[row] += hidden * w_down[neuron].float()
         l1[row] += hidden.abs()
     return (y if down_bias is None else y + down_bias.float()).to(spill.dtype), l1

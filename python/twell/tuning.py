@@ -24,15 +24,9 @@ def gate_pack(dtype: torch.dtype, compression: int, bias: bool) -> specs.GatePac
 
 
 @functools.cache
-def up_down(dtype: torch.dtype, k: int, bias: bool) -> specs.UpDownSpec:
-    """The gated up and down projections for hidden size ``k``; NotImplementedError beyond the largest class."""
-    return specs.UpDownSpec(dtype_name(dtype), specs.k_class(k), bias)
-
-
-@functools.cache
-def down(dtype: torch.dtype, k: int, bias: bool) -> specs.DownSpec:
-    """The down projection for hidden size ``k``; NotImplementedError beyond the largest class."""
-    return specs.DownSpec(dtype_name(dtype), specs.k_class(k), bias)
+def up_down(dtype: torch.dtype, k: int, gated: bool, bias: bool) -> specs.UpDownSpec:
+    """The up and down projections for hidden size ``k``; NotImplementedError beyond the largest class."""
+    return specs.UpDownSpec(dtype_name(dtype), specs.k_class(k), gated, bias)
 
 
 # Most tokens for which the kernels run that are made for few. NVIDIA H200, K = 2048, N = 5632
@@ -50,21 +44,11 @@ def gate_pack_skinny(dtype: torch.dtype, m: int, bias: bool) -> specs.GatePackSk
 
 
 @functools.cache
-def up_down_skinny(dtype: torch.dtype, m: int, k: int, bias: bool) -> specs.UpDownSkinnySpec:
-    """The gated up and down projections of ``m`` tokens, few of them, for hidden size ``k``."""
-    return specs.UpDownSkinnySpec(dtype_name(dtype), *_skinny_row(m, k), bias)
-
-
-@functools.cache
-def down_skinny(dtype: torch.dtype, m: int, k: int, bias: bool) -> specs.DownSkinnySpec:
-    """The down projection of ``m`` tokens, few of them, for hidden size ``k``."""
-    return specs.DownSkinnySpec(dtype_name(dtype), *_skinny_row(m, k), bias)
-
-
-def _skinny_row(m: int, k: int) -> tuple[int, int]:
-    """Class of ``k``, and the CTAs that share a token: as many as are needed to occupy the GPU."""
+def up_down_skinny(dtype: torch.dtype, m: int, k: int, gated: bool, bias: bool) -> specs.UpDownSkinnySpec:
+    """``up_down`` for ``m`` tokens, few of them: as many CTAs share each as are needed to occupy the GPU."""
     cluster = 4 if m > SKINNY_SHARED and k <= specs.SKINNY_K_CLASSES[4][-1] else 8
-    return specs.k_class(k, specs.SKINNY_K_CLASSES[cluster]), cluster
+    k_max = specs.k_class(k, specs.SKINNY_K_CLASSES[cluster])
+    return specs.UpDownSkinnySpec(dtype_name(dtype), k_max, cluster, gated, bias)
 
 
 @functools.cache

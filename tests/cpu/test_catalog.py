@@ -37,8 +37,8 @@ def test_what_ships() -> None:
             assert all(specs.GatePackSpec(dtype, c, bias) in shipped for c in (2, 4, 8))
             # the hidden sizes of the models that this is for
             for k in (64, 1024, 2048, 4096, 8192):
-                assert specs.UpDownSpec(dtype, specs.k_class(k), bias) in shipped
-                assert specs.DownSpec(dtype, specs.k_class(k), bias) in shipped
+                for gated in (False, True):
+                    assert specs.UpDownSpec(dtype, specs.k_class(k), gated, bias) in shipped
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/install.md"])
@@ -65,8 +65,8 @@ def test_larger_hidden_sizes_are_refused() -> None:
     [
         (lambda: specs.GatePackSpec("float32", 8, False), "float32"),
         (lambda: specs.GatePackSpec("bfloat16", 3, False), "compression"),
-        (lambda: specs.UpDownSpec("bfloat16", 2000, False), "k_max"),
-        (lambda: specs.DownSpec("bf16", 2048, False), "bf16"),
+        (lambda: specs.UpDownSpec("bfloat16", 2000, True, False), "k_max"),
+        (lambda: specs.UpDownSpec("bf16", 2048, False, False), "bf16"),
         (lambda: specs.UnpackSpec("int8"), "int8"),
     ],
 )

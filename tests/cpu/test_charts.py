@@ -290,7 +290,6 @@ def test_kernels_add_up_to_the_whole(tmp_path: Path) -> None:
         ("gate_pack_bf16_c8", "gate GEMM + pack"),
         ("gate_pack_skinny_bf16", "gate GEMM + pack"),
         ("up_down_skinny_bf16", "up and down"),
-        ("down_bf16_k2048", "down"),
         ("gathered_bf16_0", "y = h W_down"),
         ("gathered_bf16_2", "dx"),
         ("torch", "rest"),

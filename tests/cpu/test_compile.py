@@ -48,11 +48,12 @@ OCCUPANCY = {
 
 def register_budget(spec: Spec, kernel: str) -> int:
     """Registers a thread may use for as many CTAs to share an SM as the kernel counts on."""
-    if isinstance(spec, (specs.UpDownSpec, specs.DownSpec)):
-        # groups of tokens hide their listing behind a second CTA while rows are short enough; heavy tokens do not
-        shared = spec.k_max <= 2048 and "heavy" not in kernel
-        return feasible.registers_per_thread(256, 2 if shared else 1)
-    if isinstance(spec, (specs.UpDownSkinnySpec, specs.DownSkinnySpec)):
+    if isinstance(spec, specs.UpDownSpec):
+        if "heavy" in kernel:
+            return register_budget(spec.heavy, kernel)
+        # groups of tokens hide their listing behind a second CTA while rows are short enough
+        return feasible.registers_per_thread(256, 2 if spec.k_max <= 2048 else 1)
+    if isinstance(spec, specs.UpDownSkinnySpec):
         return feasible.registers_per_thread(256, {256: 3, 512: 2}.get(spec.k_max // spec.cluster, 1))
     return feasible.registers_per_thread(*OCCUPANCY[spec.op])
 
@@ -61,12 +62,12 @@ def spill_budget(spec: Spec, kernel: str) -> int:
     """Bytes a thread may spill: none, except for a few counters outside of the loops that count."""
     if isinstance(spec, specs.OverflowSpec):
         return 48
-    if isinstance(spec, (specs.UpDownSpec, specs.DownSpec)) and spec.k_max >= 4096:
+    if isinstance(spec, specs.UpDownSpec):
         # 192 registers hold sums and x of the widest slab
-        return 384 if "heavy" in kernel else 64
+        return spill_budget(spec.heavy, kernel) if "heavy" in kernel else 64 if spec.k_max >= 4096 else 0
     # the compiler for CUDA 12 needs a few registers more for fp16 with two vectors of a row in a lane
-    two = spec.op == "up_down_skinny" and spec.k_max // spec.cluster == 512 and spec.dtype == "float16"
-    return 32 if two else 0
+    two = isinstance(spec, specs.UpDownSkinnySpec) and spec.k_max // spec.cluster == 512
+    return 32 if two and spec.gated and spec.dtype == "float16" else 0
 
 
 @pytest.mark.parametrize("spec", catalog.SHIPPED, ids=lambda spec: spec.symbol)

@@ -76,7 +76,7 @@ def references() -> list[Any]:
     return [
         *(words, stats, dense),
         reference.up_down(p.x, words, spill, p.w_up, p.w_down, None, None, 8),
-        reference.down(words, spill, p.w_down, None, 8),
+        reference.up_down(None, words, spill, None, p.w_down, None, None, 8),
         reference.hybrid(dense),
         reference.hybrid(torch.ones_like(dense)),
         reference.hybrid_forward(*layer, None),

@@ -498,7 +498,7 @@ def keeps_rows_of_the_last_call(op: Op) -> Op:
         ("up_down_union", writes_no_last_row, "y differs"),
         ("hybrid_backward", adds_a_token_twice, "w_down differs"),
         ("hybrid_forward", never_the_same, "a second call has other bits"),
-        ("down", never_the_same, "a second call has other bits"),
+        ("up_down", never_the_same, "a second call has other bits"),
         ("gate_pack", packs(drops_a_nonzero), ""),
         ("gate_pack", packs(names_the_next_neuron), ""),
         ("up_down", swaps_two_groups, "y differs"),
@@ -507,12 +507,12 @@ def keeps_rows_of_the_last_call(op: Op) -> Op:
         ("hybrid_backward", ignores_overflows, "differs"),
         ("gate_pack", counts_one_more, ""),
         ("hybrid_forward", counts_one_more_in_training, "l0"),
-        ("down", adds_one_to_l1, "l1"),
+        ("up_down", adds_one_to_l1, "l1"),
         ("hybrid_forward", adds_one_to_l1, "l1"),
         ("up_down", forgets_the_bias_of_a_tile, "  y"),
         ("gate_pack", forgets_the_gate_bias_of_a_tile, ""),
         ("up_down_union", writes_to_one_buffer, "a second call writes to what the first returned"),
-        ("down", keeps_rows_of_the_last_call, "a second call has other bits"),
+        ("up_down", keeps_rows_of_the_last_call, "a second call has other bits"),
     ],
 )
 def test_a_fault_is_found(
@@ -780,9 +780,9 @@ def test_checks_agree_with_themselves(monkeypatch: pytest.MonkeyPatch, capsys: p
         return moved._replace(op=lambda *a: [t + 1 for t in call.op(*a)]) if device == "cuda" else moved
 
     monkeypatch.setattr(sanitize.Call, "on", on)
-    assert sanitize.main(["--case", "light", "--op", "down"]) == 1
+    assert sanitize.main(["--case", "light", "--op", "up_down"]) == 1
     assert "WRONG output 0" in capsys.readouterr().out
-    assert sanitize.main(["--op", "down", "--limit-s", "-1"]) == 0
+    assert sanitize.main(["--op", "up_down", "--limit-s", "-1"]) == 0
     assert capsys.readouterr().out.count("left out") == len(sanitize.CASES)
 
 
@@ -832,14 +832,14 @@ def test_the_sanitizer_is_run_with_the_options_that_it_knows(
     fake_sanitizer: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = fake_sanitizer(CLEAN)
-    assert sanitize.main(["--tool", "initcheck", "--op", "up_down", "down", "--case", "light", "empty"]) == 0
+    assert sanitize.main(["--tool", "initcheck", "--op", "up_down", "unpack", "--case", "light", "empty"]) == 0
     asked, caching = log.read_text().splitlines()
     assert asked.startswith("--tool initcheck --report-api-errors no --error-exitcode 99 ")
-    assert asked.endswith("sanitize.py --limit-s 60 --op up_down down --case light empty")
+    assert asked.endswith("sanitize.py --limit-s 60 --op up_down unpack --case light empty")
     assert caching == "caching 1"
     out = capsys.readouterr().out
     assert "up_down                    initcheck  1 ok, 0 reports, 0 s, 1 left out" in out
-    assert "down                       initcheck  did not run" in out
+    assert "unpack                     initcheck  did not run" in out
     assert "initcheck: 0 errors, exit status 0" in out
 
 

@@ -291,8 +291,8 @@ torch.cuda.current_device = lambda: 0
 resolve.resolve = lambda spec: lambda *arguments: None
 with noted("launch"):
     with twell._runtime.nvtx.range("up_down"):
-        library.launch(specs.UpDownSpec("bfloat16", 2048, False))
-        library.launch(specs.UpDownSkinnySpec("bfloat16", 2048, 8, False))
+        library.launch(specs.UpDownSpec("bfloat16", 2048, True, False))
+        library.launch(specs.UpDownSkinnySpec("bfloat16", 2048, 8, True, False))
 print(json.dumps(found))
 """
 
@@ -330,7 +330,7 @@ class TestWholePackage:
             ("gated row", ["gate_pack", "up_down"]),
             ("gated union", ["gate_pack", "up_down_union"]),
             ("gated dense", []),
-            ("plain row", ["gate_pack", "down"]),
+            ("plain row", ["gate_pack", "up_down"]),
             ("plain union", ["gate_pack", "up_down_union"]),
             ("plain dense", []),
         ],

@@ -49,7 +49,8 @@ def calls(o: dict[str, Tensor | None], compression: int) -> list[tuple[Any, Call
         (ops.gate_pack, reference.gate_pack, pack),
         (ops.unpack, reference.unpack, (words, spill, n, compression)),
         (ops.up_down, reference.up_down, (*packed, *weights, compression)),
-        (ops.down, reference.down, (words, spill, o["w_down"], o["down_bias"], compression)),
+        (ops.up_down, reference.up_down, (*packed, *plain, compression)),
+        (ops.up_down, reference.up_down, (None, words, spill, *plain, compression)),
         (ops.ffn_union, whole_layer, (o["x"], o["w_gate"], *weights[:2], o["gate_bias"], *weights[2:], compression)),
         (ops.ffn_union, whole_layer, (o["x"], o["w_gate"], *plain[:2], o["gate_bias"], *plain[2:], compression)),
         (ops.up_down_union, token_by_token, (*packed, *weights, compression)),
@@ -220,11 +221,9 @@ def test_an_input_that_requires_grad_is_refused_by_name_of_the_function_to_call(
     for (op, _, arguments), name in zip(
         calls({a: None if t is None else t.detach() for a, t in o.items()}, 8),
         (
-            "twell.sparse_gated_ffn",
+            "twell.sparse_gated_ffn or twell.sparse_ffn",
             "twell.pack",
-            "twell.sparse_gated_ffn",
-            "twell.sparse_ffn",
-            *["twell.sparse_gated_ffn or twell.sparse_ffn"] * 4,
+            *["twell.sparse_gated_ffn or twell.sparse_ffn"] * 7,
             "Tensor.t",
         ),
         strict=True,
@@ -265,13 +264,19 @@ def test_packed_operands_that_do_not_fit_are_refused(change: dict[str, Any], tex
     n = arguments.pop("n")
     w = integers(n, 16)
     with pytest.raises(ValueError, match=text):
-        ops.down(arguments["words"], arguments["spill"], w, None, arguments["compression"])
-    with pytest.raises(ValueError, match=text):
-        ops.up_down(o["x"], arguments["words"], arguments["spill"], w, w, None, None, arguments["compression"])
+        ops.up_down(None, arguments["words"], arguments["spill"], None, w, None, None, arguments["compression"])
     packed = arguments["words"], arguments["spill"]
-    for w_up in (w, None):
-        with pytest.raises(ValueError, match=text):
-            ops.up_down_union(o["x"], *packed, w_up, w, None, None, arguments["compression"])
+    for op in (ops.up_down, ops.up_down_union):
+        for w_up in (w, None):
+            with pytest.raises(ValueError, match=text):
+                op(o["x"], *packed, w_up, w, None, None, arguments["compression"])
+
+
+def test_an_up_projection_needs_tokens() -> None:
+    o = operands(3, 264, 16)
+    words, spill, _ = ops.gate_pack(o["x"], o["w_gate"], None, 8)
+    with pytest.raises(ValueError, match="x must be given with w_up, got None"):
+        ops.up_down(None, words, spill, o["w_up"], o["w_down"], None, None, 8)
 
 
 @pytest.mark.parametrize("name", ["w_up", "w_down"])
@@ -356,7 +361,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[specs.Spec, tuple[An
     """What the CUDA implementations, called on CPU tensors, would launch on a GPU of 132 multiprocessors."""
     launches: list[tuple[specs.Spec, tuple[Any, ...]]] = []
     monkeypatch.setattr(device, "sm_count", lambda index: 132)
-    for name in ("gate_pack", "up_down", "down", "unpack", "up_down_union"):
+    for name in ("gate_pack", "up_down", "unpack", "up_down_union"):
         record = lambda spec, *arguments: launches.append((spec, arguments))  # noqa: E731
         monkeypatch.setattr(sys.modules[f"twell.ops.{name}"], "launch", record)
     return launches
@@ -379,7 +384,7 @@ def test_kernels_get_the_arguments_that_they_are_compiled_for(
     cuda_calls(operands(m, 520, 16, bias=bias))
     gated, plain = ["compact", "sampled_up", "gathered"], ["compact", "gathered"]
     assert [spec.op.removesuffix("_skinny") for spec, _ in launched] == [
-        *("gate_pack", "unpack", "up_down", "down"),
+        *("gate_pack", "unpack", "up_down", "up_down", "up_down"),
         *("gate_pack", *gated, "gate_pack", *plain),
         *(*gated, *plain),
     ]
@@ -406,10 +411,12 @@ def test_kernels_get_the_arguments_that_they_are_compiled_for(
 @pytest.mark.parametrize("k", [16, 16384])
 def test_scratch_and_grid(k: int, launched: list[tuple[specs.Spec, tuple[Any, ...]]]) -> None:
     cuda_calls(operands(300, 8, k))
-    by_op = {spec.op: arguments for spec, arguments in launched}
-    assert by_op["gate_pack"][-1] == 66
-    for op in ("up_down", "down"):
-        *_, heavy, width, clusters = by_op[op]
+    by_op: dict[str, list[tuple[Any, ...]]] = {}
+    for spec, arguments in launched:
+        by_op.setdefault(spec.op, []).append(arguments)
+    assert {arguments[-1] for arguments in by_op["gate_pack"]} == {66}
+    assert len(by_op["up_down"]) == 3
+    for *_, heavy, width, clusters in by_op["up_down"]:
         assert (heavy.shape, width, clusters) == ((38,), 32, 16)
 
 
@@ -520,7 +527,8 @@ def test_slices_of_the_union(
 def test_one_missing_bias_of_two_is_zeros(launched: list[tuple[specs.Spec, tuple[Any, ...]]]) -> None:
     for missing in ("up_bias", "down_bias"):
         cuda_calls(operands(300, 8, 16, bias=True) | {missing: None})
-    up_bias, down_bias = (arguments[5:7] for spec, arguments in launched if spec.op == "up_down")
+    gated = [arguments for spec, arguments in launched if isinstance(spec, specs.UpDownSpec) and spec.gated]
+    up_bias, down_bias = (arguments[5:7] for arguments in gated)
     assert torch.equal(up_bias[0], torch.zeros(8, dtype=BF16))
     assert torch.equal(down_bias[1], torch.zeros(16, dtype=BF16))
     # the kernels of the union have one bias each

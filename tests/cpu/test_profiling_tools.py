@@ -30,7 +30,6 @@ COMPILED = {
         *("gate_pack_skinny", "gate_pack_skinny"),
     ),
     "kernel_cutlass_light_cute_kernelsup_downUpDown_object_at__tensorptrbf16_0": ("up_down", "up_down light"),
-    "kernel_cutlass_heavy_cute_kernelsdownDown_object_at__None_tensorptri32_1": ("down", "down heavy"),
     "kernel_cutlass_compact_cute_kernelscompactCompact_object_at__tensorptri32_1": ("compact", "compact"),
     "kernel_cutlass_locate_cute_kernelscompactCompact_object_at__tensorptri32_0": ("compact", "compact locate"),
     "kernel_cutlass_kernel_cute_kernelsregluRegluBackward_object_at__tensor_0": ("reglu", "reglu backward"),
@@ -51,7 +50,7 @@ class TestNames:
         assert summarize.parse_name(f"twell_{spec.symbol}_0") == (summarize.Name(spec.op, spec, spec.symbol))
 
     def test_given_to_one_of_several(self) -> None:
-        spec = specs.UpDownSpec("bfloat16", 2048, True)
+        spec = specs.UpDownSpec("bfloat16", 2048, True, True)
         found = summarize.parse_name("twell_up_down_bf16_k2048_bias_heavy_1")
         assert found == summarize.Name("up_down", spec, "up_down_bf16_k2048_bias heavy")
 
@@ -251,7 +250,6 @@ class TestFloors:
         [
             ("gate_pack", summarize.Work(2 * 256 * 512 * 64, 2 * 256 * 64 + 2 * 512 * 64 + PACKED)),
             ("up_down", summarize.Work(0, PACKED + 4 * 256 * 64 + 4 * 100 * 64, 2 * 1800 * 128)),
-            ("down", summarize.Work(0, PACKED + 2 * 256 * 64 + 2 * 100 * 64, 1800 * 128)),
             ("unpack", summarize.Work(0, PACKED + 2 * 256 * 512)),
             ("compact", summarize.Work(0, PACKED + 4 * 2560)),
             ("sampled_up", summarize.Work(2 * 128 * 64 * 120, 2 * 256 * 64 + 2 * 100 * 64 + 8 * 2560, 120 * 128)),
@@ -267,6 +265,8 @@ class TestFloors:
         assert one is not None
         assert two is not None
         assert (two.flop, two.gathered) == (2 * one.flop, 2 * one.gathered)
+        plain = summarize.work("up_down", specs.UpDownSpec("bfloat16", 512, False, False), FIGURES)
+        assert plain == summarize.Work(0, PACKED + 2 * 256 * 64 + 2 * 100 * 64, 1800 * 128)
         gated, plain = (
             summarize.work("weight_grad", specs.WeightGradSpec("bfloat16", g, False, False), FIGURES)
             for g in (True, False)

@@ -103,13 +103,23 @@ def test_the_number_of_tokens_chooses_kernels_where_readme_says() -> None:
         gate, up_down = m <= tuning.SKINNY_GATE_PACK, m <= tuning.SKINNY_UP_DOWN
         return (
             tuning.gate_pack_skinny(torch.bfloat16, m, False) if gate else tuning.gate_pack(torch.bfloat16, 8, False),
-            tuning.up_down_skinny(torch.bfloat16, m, k, False) if up_down else tuning.up_down(torch.bfloat16, k, False),
+            tuning.up_down_skinny(torch.bfloat16, m, k, True, False)
+            if up_down
+            else tuning.up_down(torch.bfloat16, k, True, False),
         )
 
     changes = {m for k in (64, 2048, 8192) for m in range(1, 600) if kernels(m, k) != kernels(m + 1, k)}
     *some, last = sorted(changes)
     readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
     assert f"others beyond {', '.join(map(str, some))} and {last} tokens" in readme
+
+
+@pytest.mark.parametrize("k", [8, 2048, 2056, 16384])
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_heavy_token_is_computed_as_if_it_were_alone(gated: bool, k: int) -> None:
+    for bias in (True, False):
+        many = tuning.up_down(torch.bfloat16, k, gated, bias)
+        assert many.heavy == tuning.up_down_skinny(torch.bfloat16, 1, k, gated, bias)
 
 
 def drawn(sizes: dict[str, Any]) -> Iterator[FFN]:

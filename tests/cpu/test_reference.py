@@ -52,7 +52,7 @@ def test_nan_and_negative_zero() -> None:
     assert (words[0, 1:3] & 0xFFFF).tolist() == [1, 3]
 
 
-def test_up_down_and_down_by_hand() -> None:
+def test_up_down_by_hand() -> None:
     x, w_gate = gate_problem(torch.tensor([[2.0, 0.0, 3.0] + [-1.0] * 5]))
     w_up, w_down = torch.arange(64.0).view(8, 8).to(BF16), torch.ones(8, 8, dtype=BF16)
     words, spill, _ = reference.gate_pack(x, w_gate, None, 4)
@@ -61,6 +61,6 @@ def test_up_down_and_down_by_hand() -> None:
     y, l1 = reference.up_down(x, words, spill, w_up, w_down, bias, 2 * bias, 4)
     assert y.tolist() == [[2 * 1 + 3 * 17 + 2.0] * 8]
     assert l1.tolist() == [53.0]
-    y, l1 = reference.down(words, spill, w_down, 2 * bias, 4)
+    y, l1 = reference.up_down(None, words, spill, None, w_down, None, 2 * bias, 4)
     assert y.tolist() == [[7.0] * 8]
     assert l1.tolist() == [5.0]

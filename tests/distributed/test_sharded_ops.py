@@ -51,7 +51,9 @@ def token_by_token(device: torch.device) -> None:
                 (t["x"], t["w_gate"], t["w_up"], t["w_down"], t["b_gate"], t["b_up"], None, COMPRESSION),
                 128,
             ),
-            "down": (ops.down, (words, spill, t["w_down"], t["b_down"], COMPRESSION), 1),
+            "up_down, plain": (
+                *(ops.up_down, (t["x"], words, spill, None, t["w_down"], None, t["b_down"], COMPRESSION), 1),
+            ),
             "reglu": (ops.reglu, (t["x"], t["x"] + 1), 1),
             "reglu_backward": (ops.reglu_backward, (t["x"], t["x"] + 1, t["x"] - 1), 1),
         }

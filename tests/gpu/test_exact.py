@@ -30,7 +30,7 @@ def check(problem: FFN, compression: int) -> None:
     testing.assert_same(y, testing.exact_output(problem), "up_down y")
     testing.assert_same(l1, (gate * up).abs().sum(1).float(), "up_down l1")
 
-    y, l1 = testing.poisoned(lambda: ops.down(words, spill, w_down, down_bias, compression))
+    y, l1 = testing.poisoned(lambda: ops.up_down(None, words, spill, None, w_down, None, down_bias, compression))
     testing.assert_same(y, testing.exact_output(problem, gated=False), "down y")
     testing.assert_same(l1, gate.sum(1).float(), "down l1")
 
@@ -112,8 +112,8 @@ def test_cpu_operators_agree(dtype: torch.dtype) -> None:
             ops.up_down(problem.x, words, spill, *problem[2:4], *problem[5:], compression),
         )
         assert_all_same(
-            ops.down(*packed, on_gpu.w_down, on_gpu.down_bias, compression),
-            ops.down(words, spill, problem.w_down, problem.down_bias, compression),
+            ops.up_down(None, *packed, None, on_gpu.w_down, None, on_gpu.down_bias, compression),
+            ops.up_down(None, words, spill, None, problem.w_down, None, problem.down_bias, compression),
         )
         n = problem.w_gate.shape[0]
         testing.assert_same(ops.unpack(*packed, n, compression), ops.unpack(words, spill, n, compression))

@@ -35,21 +35,21 @@ def pack(problem: FFN, compression: int) -> testing.Packed:
 
 
 def read(problem: FFN, packed: testing.Packed, gated: bool, compression: int) -> tuple[Tensor, Tensor]:
-    """y and l1 of ``up_down`` or ``down``."""
+    """y and l1 of ``up_down`` with an up projection or without."""
     x, _, w_up, w_down, _, up_bias, down_bias = problem
     words, spill, _ = packed
 
     def call() -> tuple[Tensor, ...]:
         if gated:
             return ops.up_down(x, words, spill, w_up, w_down, up_bias, down_bias, compression)
-        return ops.down(words, spill, w_down, down_bias, compression)
+        return ops.up_down(None, words, spill, None, w_down, None, down_bias, compression)
 
     y, l1 = testing.poisoned(call)
     return y, l1
 
 
 def check(problem: FFN, compression: int = 8) -> None:
-    """``gate_pack``, ``unpack``, ``up_down`` and ``down``: the only right bits of an exact problem."""
+    """``gate_pack``, ``unpack`` and both forms of ``up_down``: the only right bits of an exact problem."""
     packed = pack(problem, compression)
     gate = testing.float64_gate(problem)
     (dense,) = testing.poisoned(lambda: (ops.unpack(*packed[:2], gate.shape[1], compression),))
@@ -133,7 +133,7 @@ def test_most_neurons(m: int, compression: int) -> None:
 @pytest.mark.parametrize("m", [1, 7, 16, 65, 256])
 @DTYPES
 def test_readers_take_the_cpu_gate(m: int, dtype: torch.dtype) -> None:
-    """``up_down`` and ``down`` on the gate that the CPU packed, against the CPU operators."""
+    """``up_down``, with an up projection and without, on the gate that the CPU packed, against the CPU operators."""
     problem = testing.integer_problem(m, 264, 776, density=0.15, biases=BIASES, dtype=dtype)
     on_gpu = problem.to(CUDA)
     for compression in (2, 4, 8):
@@ -447,7 +447,7 @@ def test_two_hundred_runs_give_the_same_bits(name: str, m: int, busy: bool) -> N
     def run() -> list[Tensor]:
         words, spill, stats = ops.gate_pack(x, w_gate, None, 8)
         gated = ops.up_down(x, words, spill, w_up, w_down, None, None, 8)
-        return [words, stats, *gated, *ops.down(words, spill, w_down, None, 8)]
+        return [words, stats, *gated, *ops.up_down(None, words, spill, None, w_down, None, None, 8)]
 
     first = run()
     different = torch.zeros(len(first), dtype=torch.int64, device=CUDA)
@@ -485,7 +485,7 @@ def test_opcheck(m: int, biases: str) -> None:
     words, spill, _ = ops.gate_pack(full.x, full.w_gate, full.gate_bias, 8)
     up_down = (full.x, words, spill, full.w_up, full.w_down, full.up_bias, full.down_bias, 8)
     torch.library.opcheck(ops.up_down, up_down)
-    torch.library.opcheck(ops.down, (words, spill, full.w_down, full.down_bias, 8))
+    torch.library.opcheck(ops.up_down, (None, words, spill, None, full.w_down, None, full.down_bias, 8))
 
 
 @SOME

@@ -48,7 +48,7 @@ def test_packed_gate(m: int, compression: int) -> None:
     del dense
     y, _ = ops.up_down(x, words, spill, block.w_up, block.w_down, None, None, compression)
     assert repeated(y, testing.exact_output(block))
-    y, _ = ops.down(words, spill, block.w_down, None, compression)
+    y, _ = ops.up_down(None, words, spill, None, block.w_down, None, None, compression)
     assert repeated(y, testing.exact_output(block, gated=False))
 
 

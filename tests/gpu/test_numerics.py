@@ -67,7 +67,7 @@ def test_a_thousand_runs_give_the_same_bits(name: str, m: int, busy: bool) -> No
     def run() -> list[torch.Tensor]:
         words, spill, stats = ops.gate_pack(x, w_gate, None, 8)
         gated = ops.up_down(x, words, spill, w_up, w_down, None, None, 8)
-        non_gated = ops.down(words, spill, w_down, None, 8)
+        non_gated = ops.up_down(None, words, spill, None, w_down, None, None, 8)
         return [words, stats, *gated, *non_gated, ops.unpack(words, spill, w_gate.shape[0], 8)]
 
     first = run()

@@ -33,7 +33,7 @@ def run(problem: FFN, compression: int) -> tuple[Tensor, Tensor]:
     words, spill, _ = packed
     x, _, w_up, w_down, _, up_bias, down_bias = problem
     gated = testing.poisoned(lambda: ops.up_down(x, words, spill, w_up, w_down, up_bias, down_bias, compression))
-    non_gated = testing.poisoned(lambda: ops.down(words, spill, w_down, down_bias, compression))
+    non_gated = testing.poisoned(lambda: ops.up_down(None, words, spill, None, w_down, None, down_bias, compression))
     return gated[0], non_gated[0]
 
 
@@ -57,10 +57,10 @@ def test_tiles_around_the_capacity(compression: int, dtype: torch.dtype) -> None
     check(problem, compression)
 
 
-@pytest.mark.parametrize(("k", "row"), [(896, 0), (896, 63), (896, 128), (264, 127), (2048, 64), (8192, 17)])
+@pytest.mark.parametrize(("k", "row"), [(896, 0), (896, 63), (896, 128), (264, 263), (2048, 64), (8192, 17)])
 @pytest.mark.parametrize("nonzeros", [500, 5000])
 def test_one_heavy_row_among_empty_ones(k: int, row: int, nonzeros: int) -> None:
-    counts = torch.zeros(129, 22, dtype=torch.int64)
+    counts = torch.zeros(264, 22, dtype=torch.int64)
     counts[row] = torch.tensor([math.ceil((nonzeros - t) / 22) for t in range(22)])
     assert int(counts.sum()) == nonzeros
     check(testing.pattern_problem(gates_with(counts, 5632), k, device=CUDA), 8)
@@ -79,8 +79,21 @@ def test_heavy_tiles_in_light_rows(compression: int) -> None:
 @pytest.mark.parametrize("nonzeros_per_tile", [23, 60, 227])
 def test_all_rows_heavy(nonzeros_per_tile: int) -> None:
     """500, 1,300 and 5,000 non-zeros in every row."""
-    counts = torch.full((131, 22), nonzeros_per_tile)
+    counts = torch.full((259, 22), nonzeros_per_tile)
     check(testing.pattern_problem(gates_with(counts, 5632), 264, device=CUDA), 8)
+
+
+@pytest.mark.parametrize("k", [264, 4096, 8192])
+def test_heavy_rows_in_every_group(k: int) -> None:
+    """Three in each of 1,605 groups, more groups than all clusters look at together."""
+    counts = torch.ones(40, 22, dtype=torch.int64)
+    for row in (0, 3, 7):
+        counts[row::8] = 28
+    few = testing.pattern_problem(gates_with(counts, 5632), k, biases="up down", device=CUDA)
+    many = few._replace(x=few.x.repeat(321, 1))
+    for gated in (True, False):
+        (y,) = testing.poisoned(lambda gated=gated: (testing.sparse_output(many, gated=gated),))
+        testing.assert_same(y, testing.exact_output(few, gated=gated).repeat(321, 1), f"gated {gated}")
 
 
 def test_mixed_rows() -> None:

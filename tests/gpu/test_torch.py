@@ -49,7 +49,7 @@ def test_opcheck_readers(full: FFN) -> None:
     words, spill, _ = ops.gate_pack(full.x, full.w_gate, full.gate_bias, 8)
     up_down = (full.x, words, spill, full.w_up, full.w_down, full.up_bias, full.down_bias, 8)
     torch.library.opcheck(ops.up_down, up_down)
-    torch.library.opcheck(ops.down, (words, spill, full.w_down, full.down_bias, 8))
+    torch.library.opcheck(ops.up_down, (None, words, spill, None, full.w_down, None, full.down_bias, 8))
     torch.library.opcheck(ops.unpack, (words, spill, 512, 8))
 
 
@@ -256,7 +256,7 @@ def test_operators_refuse_gradients(layer: FFN) -> None:
     for call in (
         lambda: ops.gate_pack(wanting, layer.w_gate, None, 8),
         lambda: ops.up_down(wanting, words, spill, layer.w_up, layer.w_down, None, None, 8),
-        lambda: ops.down(words, spill, weight, None, 8),
+        lambda: ops.up_down(None, words, spill, None, weight, None, None, 8),
     ):
         with pytest.raises(NotImplementedError, match=r"twell\.sparse"):
             call()

@@ -144,7 +144,7 @@ def sizes(given: Mapping[str, Any]) -> dict[str, Any]:
     Tensors may have any shape: what is wrong with them is for the operator to say.
     """
     weight = next((given[name] for name in ("w_gate", "w_up", "w_down") if given.get(name) is not None), None)
-    tokens = next((given[name] for name in ("x", "words", "gate") if name in given), None)
+    tokens = next((given[name] for name in ("x", "words", "gate") if given.get(name) is not None), None)
     found: dict[str, Any] = {}
     if tokens is not None:
         found["m"] = tokens.shape[:-1].numel()

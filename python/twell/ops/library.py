@@ -88,10 +88,10 @@ def _without_autocast(implementation: Implementation) -> Implementation:
 
 
 def _on_device(implementation: Implementation) -> Implementation:
-    """Make the device of the first argument the current one."""
+    """Make the device of the first tensor the current one."""
 
     def on_device(*arguments: Any) -> Any:
-        with torch.cuda.device(arguments[0].device):
+        with torch.cuda.device(next(a for a in arguments if isinstance(a, Tensor)).device):
             return implementation(*arguments)
 
     return on_device

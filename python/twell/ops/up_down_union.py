@@ -1,4 +1,4 @@
-"""``up_down_union``: ``up_down`` and ``down`` by tiles of 128 tokens, on tensor cores. Strategy "union".
+"""``up_down_union``: ``up_down`` by tiles of 128 tokens, on tensor cores. Strategy "union".
 
 Each tile gathers the weight rows in the union of its tokens' neurons once. Any pattern is exact; where the union is
 everything the products are those of dense PyTorch, and finding the places of their factors comes on top.

@@ -286,19 +286,9 @@ class Inference:
         return [self._pack(i) for i in range(self.layer.copies)]
 
     def _reader(self, op: str, gated: bool) -> Variant:
-        """``up_down`` or ``down`` on packed gates."""
-        p, x, c = self.problem, self.layer.x, self.layer.options.compression
-
-        def call(i: int) -> tuple[Tensor, ...]:
-            packed = self._packed[i][:2]
-            outputs: tuple[Tensor, ...]
-            if gated:
-                outputs = ops.up_down(x[i], *packed, p.w_up, p.w_down, None, None, c)
-            else:
-                outputs = ops.down(*packed, p.w_down, None, c)
-            return outputs
-
+        """``up_down`` on packed gates, or, called "down", without an up projection."""
         flop = (2 if gated else 1) * self.layer.product
+        call = functools.partial(self._on_packed, ops.up_down, gated=gated)
         variant = Variant(op, op, call, flop, verify=self.layer.verify_output(gated))
         variant.settle = lambda: self._after_packing("row", gated)
         return variant
@@ -307,7 +297,7 @@ class Inference:
         """``up_down_union`` on packed gates."""
         name, op = ("up_down_union", "up_down_union") if gated else ("up_down_union non-gated", "up_down_union,down")
         flop = (2 if gated else 1) * self.layer.product
-        call = functools.partial(self._by_union, gated=gated)
+        call = functools.partial(self._on_packed, ops.up_down_union, gated=gated)
         variant = Variant(name, op, call, flop, verify=self._verify_union(gated))
         variant.settle = lambda: self._after_packing("union", gated)
         return variant
@@ -317,13 +307,10 @@ class Inference:
         assert len(self._packed) == self.layer.copies
         return self._of_readers(strategy, gated)
 
-    def _by_union(self, i: int, gated: bool) -> tuple[Tensor, ...]:
+    def _on_packed(self, op: Callable[..., tuple[Tensor, ...]], i: int, gated: bool) -> tuple[Tensor, ...]:
         p, packed = self.problem, self._packed[i][:2]
         w_up = p.w_up if gated else None
-        outputs: tuple[Tensor, ...] = ops.up_down_union(
-            self.layer.x[i], *packed, w_up, p.w_down, None, None, self.layer.options.compression
-        )
-        return outputs
+        return op(self.layer.x[i], *packed, w_up, p.w_down, None, None, self.layer.options.compression)
 
     def _verify_union(self, gated: bool) -> Verify:
         """y, and the sizes of the unions, which its other figures are made from."""

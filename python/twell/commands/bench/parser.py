@@ -32,7 +32,7 @@ COMPILE = ("default", "max-autotune-no-cudagraphs", "none")
 EPILOG = f"""\
 operations:
   gate_pack, up_down, up_down_union, down
-                the operators by themselves, all but the first on what gate_pack made
+                the operators by themselves, all but the first on what gate_pack made; down is up_down without a gate
   ffn, sparse_ffn
                 the whole layer's forward pass, with gate and without, by each of --strategy; all calls share the
                 weights, so that small ones stay in L2, of which decode has copies
