@@ -68,7 +68,7 @@ class Operands(NamedTuple):
     order: Any = None  # shared memory: token tiles, those of long lists first
 
 
-class Work(NamedTuple):
+class Fragments(NamedTuple):
     """What a thread multiplies with."""
 
     mma: Any
@@ -169,8 +169,8 @@ class Gathered(SparseProduct):
                 sA = shared.sA.get_tensor(a_layout.outer, swizzle=a_layout.inner)
                 sB = shared.sB.get_tensor(b_layout.outer, swizzle=b_layout.inner)
                 mma.set(warpgroup.Field.ACCUMULATE, True)
-                work = self.work(mma, sA, sB, thread - 128)
-                self.multiply_units(ring, shared.sA.data_ptr(), data, work, thread - 128, long)
+                fragments = self.fragments(mma, sA, sB, thread - 128)
+                self.multiply_units(ring, shared.sA.data_ptr(), data, fragments, thread - 128, long)
 
     @cute.jit
     def sort_tiles(self, data, scratch, thread):
@@ -239,7 +239,7 @@ class Gathered(SparseProduct):
         store_coefficient(tile, word, bits, mine)
 
     @cute.jit
-    def work(self, mma: cute.TiledMma, sA, sB, thread):
+    def fragments(self, mma: cute.TiledMma, sA, sB, thread):
         """Fragments and sums of a thread."""
         leader = mma.get_slice(0)
         rA = mma.make_fragment_A(leader.partition_A(sA))
@@ -247,34 +247,34 @@ class Gathered(SparseProduct):
         coordinates = mma.get_slice(thread & 127).partition_C(cute.make_identity_tensor((TILE_M // 2, TILE_N)))
         acc = cute.make_rmem_tensor(coordinates.shape[:3], Float32)
         row = cute.arch.make_warp_uniform(thread // 32) * 16 + (cute.arch.lane_idx() >> 2)
-        return Work(mma, rA, rB, acc, coordinates, row)
+        return Fragments(mma, rA, rB, acc, coordinates, row)
 
     @cute.jit
-    def multiply_unit(self, g, work, walk, tile, slab, length, long: cutlass.Constexpr):
+    def multiply_unit(self, g, f, walk, tile, slab, length, long: cutlass.Constexpr):
         """Main loop over the list of 64 tokens, then their tile of `out`."""
         out = g.data.out
-        self.start(work, g.data.bias, slab)
-        walk = self.sum_list(work.mma, (work.rA, work.rB, work.acc), g, walk, length, long)
-        row = tile * TILE_M + work.row
+        self.start(f, g.data.bias, slab)
+        walk = self.sum_list(f.mma, (f.rA, f.rB, f.acc), g, walk, length, long)
+        row = tile * TILE_M + f.row
         column = slab * TILE_N
         for i in range_constexpr(2):
             target = out.iterator + (Int64(row + 8 * i) * out.stride[0] + column)
             left = out.shape[1] - column if row + 8 * i < out.shape[0] else 0
-            store_rounded(work.acc, i, TILE_N, target, left, g.lane, self.dtype)
+            store_rounded(f.acc, i, TILE_N, target, left, g.lane, self.dtype)
         return walk
 
     @cute.jit
-    def start(self, work, bias, slab):
+    def start(self, f, bias, slab):
         """The sums begin with the bias of their columns, or with zero."""
-        work.acc.fill(0.0)
+        f.acc.fill(0.0)
         if const_expr(self.has_bias):
             for v in range_constexpr(TILE_N // 8):
-                column = slab * TILE_N + work.coordinates[(0, 0, v), 0, 0][1]
+                column = slab * TILE_N + f.coordinates[(0, 0, v), 0, 0][1]
                 for j in range_constexpr(2):
                     # columns beyond the last are not stored
                     b = bias[cutlass.min(column + j, bias.shape[0] - 1)].to(Float32)
                     for i in range_constexpr(2):
-                        work.acc[(j, i, v), 0, 0] = b
+                        f.acc[(j, i, v), 0, 0] = b
 
 
 def signature(spec: GatheredSpec) -> tuple[Any, tuple[Any, ...]]:

@@ -70,7 +70,7 @@ class Operands(NamedTuple):
     units: Any
 
 
-class Work(NamedTuple):
+class Fragments(NamedTuple):
     """What a thread multiplies with: all columns of a stage, half of them, or the matrix of ones."""
 
     wide: Any
@@ -188,8 +188,8 @@ class WeightGrad(SparseProduct):
                 sOnes = shared.ones.get_tensor(ones_layout.outer, swizzle=ones_layout.inner)
                 for mma in mmas:
                     mma.set(warpgroup.Field.ACCUMULATE, True)
-                work = self.work(mmas, sA, sB, sOnes, thread - 128)
-                self.multiply_units(ring, shared.sA.data_ptr(), data, work, thread - 128, long)
+                fragments = self.fragments(mmas, sA, sB, sOnes, thread - 128)
+                self.multiply_units(ring, shared.sA.data_ptr(), data, fragments, thread - 128, long)
 
     @cute.jit
     def split(self, data, unit):
@@ -231,7 +231,7 @@ class WeightGrad(SparseProduct):
         store_coefficient(tile, low, bits, valid)
 
     @cute.jit
-    def work(self, mmas, sA, sB, sOnes, thread):
+    def fragments(self, mmas, sA, sB, sOnes, thread):
         """Fragments and sums of a thread."""
         wide, narrow, row_sums = mmas
         half, member = cute.arch.make_warp_uniform(thread // 128), thread & 127
@@ -246,40 +246,40 @@ class WeightGrad(SparseProduct):
             acc.iterator, cute.make_layout(narrow.get_slice(member).partition_shape_C((TILE_M, TILE_N // 2)))
         )
         sums = cute.make_rmem_tensor(row_sums.get_slice(member).partition_shape_C((TILE_M, 8)), Float32)
-        return Work(wide, narrow, row_sums, rA, rB, rHalf, rOnes, acc, acc_half, sums)
+        return Fragments(wide, narrow, row_sums, rA, rB, rHalf, rOnes, acc, acc_half, sums)
 
     @cute.jit
-    def multiply_unit(self, g, w, walk, tile, part, length, long: cutlass.Constexpr):
+    def multiply_unit(self, g, f, walk, tile, part, length, long: cutlass.Constexpr):
         """Main loop over a unit's tokens, then the rows of its neurons."""
         data = g.data
         of_dy = part >= data.slabs
         slab = part - data.slabs if of_dy else part
-        w.acc.fill(0.0)
-        w.sums.fill(0.0)
-        narrow, ones = (w.rA, w.rHalf, w.acc_half), (w.row_sums, w.rOnes, w.sums)
+        f.acc.fill(0.0)
+        f.sums.fill(0.0)
+        narrow, ones = (f.rA, f.rHalf, f.acc_half), (f.row_sums, f.rOnes, f.sums)
         if const_expr(self.gated):
             if of_dy:
-                walk = self.sum_list(w.narrow, narrow, g, walk, length, long)
+                walk = self.sum_list(f.narrow, narrow, g, walk, length, long)
             else:
-                walk = self.sum_list(w.wide, (w.rA, w.rB, w.acc, *ones), g, walk, length, long)
+                walk = self.sum_list(f.wide, (f.rA, f.rB, f.acc, *ones), g, walk, length, long)
         else:
-            walk = self.sum_list(w.narrow, (*narrow, *ones), g, walk, length, long)
+            walk = self.sum_list(f.narrow, (*narrow, *ones), g, walk, length, long)
         first = slab * TILE_N
         middle = first + g.half * (TILE_N // 2)
         if of_dy:
-            self.store(w.acc_half, data.dw_down, data.order, tile, middle, TILE_N // 2, length, g.thread)
+            self.store(f.acc_half, data.dw_down, data.order, tile, middle, TILE_N // 2, length, g.thread)
         else:
             if const_expr(not self.gated):
-                self.store(w.acc_half, data.dw_gate, data.order, tile, middle, TILE_N // 2, length, g.thread)
+                self.store(f.acc_half, data.dw_gate, data.order, tile, middle, TILE_N // 2, length, g.thread)
                 if g.half == 0:
-                    self.store_bias(w.sums, data.db_gate, data.order, tile, slab, g.thread)
+                    self.store_bias(f.sums, data.db_gate, data.order, tile, slab, g.thread)
             else:
                 if g.half == 0:
-                    self.store(w.acc, data.dw_gate, data.order, tile, first, TILE_N, length, g.thread)
-                    self.store_bias(w.sums, data.db_gate, data.order, tile, slab, g.thread)
+                    self.store(f.acc, data.dw_gate, data.order, tile, first, TILE_N, length, g.thread)
+                    self.store_bias(f.sums, data.db_gate, data.order, tile, slab, g.thread)
                 else:
-                    self.store(w.acc, data.dw_up, data.order, tile, first, TILE_N, length, g.thread)
-                    self.store_bias(w.sums, data.db_up, data.order, tile, slab, g.thread)
+                    self.store(f.acc, data.dw_up, data.order, tile, first, TILE_N, length, g.thread)
+                    self.store_bias(f.sums, data.db_up, data.order, tile, slab, g.thread)
         return walk
 
     @cute.jit

@@ -130,7 +130,7 @@ class SparseProduct:
         gather(data, stage, part, rows, product, thread)
         load(data, at, product)               a coefficient in two registers
         put(data, tile, part, half, low, high, valid)
-        multiply_unit(g, work, walk, tile, part, length, long)
+        multiply_unit(g, fragments, walk, tile, part, length, long)
 
     What a unit needs is loaded while the one before it runs, rows and coefficients a turn before they are used. After
     `longest` places the sums of a unit are set aside.
@@ -189,8 +189,8 @@ class SparseProduct:
     # ---- the warp groups that multiply ----
 
     @cute.jit
-    def multiply_units(self, ring, tiles, data, work, thread, long: cutlass.Constexpr):
-        """What thread `thread` of the 256 that multiply does with all units of this CTA; `work` is the kernel's own."""
+    def multiply_units(self, ring, tiles, data, fragments, thread, long: cutlass.Constexpr):
+        """What one of the 256 threads that multiply does with all units of its CTA; `fragments` are the kernel's."""
         half = cute.arch.make_warp_uniform(thread // 128)
         words = cute.make_rmem_tensor((2, AHEAD), Uint32)
         g = MmaGroup(ring, tiles, words, data, half, thread & 127, cute.arch.lane_idx())
@@ -203,7 +203,7 @@ class SparseProduct:
             unit = self.unit_after(unit)
             next_tile, next_part = self.split(data, unit) if unit < data.units else (tile, part)
             next_length, _ = self.open(data, next_tile)
-            walk = self.multiply_unit(g, work, walk, tile, part, length, long)
+            walk = self.multiply_unit(g, fragments, walk, tile, part, length, long)
             tile, part, length = next_tile, next_part, next_length
 
     @cute.jit
