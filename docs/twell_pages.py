@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import readme
 import torch
 from docutils import nodes
 from docutils.parsers.rst import directives
@@ -24,7 +23,6 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import twell
-from profiling.nsight import summarize
 from twell.commands import bench, cli
 from twell.commands.bench import models
 from twell.commands.bench import parser as bench_parser
@@ -222,63 +220,6 @@ class Help(Generated):
         return fenced("text", command_parser(self.arguments[0].split()).format_help().rstrip())
 
 
-def paper_code() -> str:
-    """The paper's published code beside dense PyTorch."""
-    header = ["workload", "what ran", "dense, ms", "the paper's code, ms", "its result"]
-    rows = []
-    for row in readme.result("h200_paper_code")["rows"]:
-        times = ["" if row[key] is None else f"{row[key]:.2f}" for key in ("dense_ms", "ms")]
-        what = "training step" if row["op"] == "train" else row["op"]
-        rows.append([f"`{row['workload']}`", what, *times, row["red"] or row["wrong"] or "right"])
-    return readme.markdown(header, "llrrl", rows) + f"\n\n{readme.result('h200_paper_code')['machine']}.\n"
-
-
-def memory() -> str:
-    """What a layer keeps for backward, and its peaks, at one number of non-zeros: nothing here depends on them."""
-    rows: dict[str, dict[str, Any]] = {}
-    for row in readme.result("h200_sweep_memory")["rows"]:
-        if row["workload"].startswith("nnz=29,") and row["variant"] != "gate GEMM":
-            name, training = row["variant"].removesuffix(" train"), row["variant"].endswith("train")
-            name = name if name.startswith("dense") else f'twell, "{row["strategy"]}"'
-            kept = {"kept": row["kept_bytes"], "training": row["peak_bytes"]} if training else {}
-            rows.setdefault(name, {}).update(kept or {"forward": row["peak_bytes"]}, tokens=row["tokens"])
-    cells = [
-        [name, *(f"{row[key] / row['tokens'] / 1e3:.1f}" for key in ("kept", "training", "forward"))]
-        for name, row in rows.items()
-    ]
-    header = ["KB a token", "kept for backward", "peak of a training step", "peak of a forward pass"]
-    return readme.markdown(header, "lrrr", cells)
-
-
-def ncu() -> str:
-    """What Nsight Compute measured of each kernel."""
-    found = readme.result("h200_ncu")
-    rows = [summarize.Row(**row) for row in found["rows"]]
-    # one launch of each, as the text says
-    columns = [column for column in summarize.COLUMNS if column.name != "launches"]
-    align = "".join("l" if column.left else "r" for column in columns)
-    cells = [[column.cell(row) for column in columns] for row in rows]
-    rates = found["figures"]["ceilings"]
-    flops, memory_, l2 = (rates[name] / 1e12 for name in ("flops", "memory", "l2"))
-    floors = f"Floors at {flops:.0f} TFLOP/s, {memory_:.2f} TB/s of memory and {l2:.2f} TB/s of L2."
-    return f"{readme.markdown([c.name for c in columns], align, cells)}\n\n{floors} {found['machine']}\n"
-
-
-TABLES = {**readme.TABLES, "paper code": paper_code, "memory": memory, "ncu": ncu}
-
-
-class Results(Generated):
-    """``{results} NAME``: a table of ``profiling/results``, as ``profiling.readme`` makes it or this file."""
-
-    def markdown(self) -> str:
-        name = self.arguments[0]
-        if name not in TABLES:
-            raise LookupError(f"table must be one of {', '.join(TABLES)}, got {name!r}")
-        for result in Path(readme.RESULTS).glob("*.json"):
-            self.env.note_dependency(str(result))
-        return TABLES[name]()
-
-
 class Picture(Generated):
     """``{picture} STEM``: STEM-light.svg on a light page, STEM-dark.svg on a dark one, relative to this page."""
 
@@ -295,24 +236,19 @@ class Picture(Generated):
         return "\n".join(images)
 
 
-class Chart(Picture):
-    """``{chart} NAME``: a chart of ``profiling/charts``, or how to get one whose data has not been measured."""
+PICTURE = re.compile(r'<picture>\s*<source [^>]*srcset="([^"]+)-dark\.svg">\s*<img alt="([^"]*)"[^>]*>\s*</picture>')
 
-    def markdown(self) -> str:
-        name = self.arguments[0]
-        # from the page's folder, which is that of all pages, to the checkout
-        self.arguments[0] = f"/../profiling/charts/{name}"
-        try:
-            return super().markdown()
-        except LookupError:
-            draw = f"`python -m profiling.draw {name}`"
-            return f"*No chart {name} yet: its data has not been measured. {draw} draws it.*"
+
+def pictures(app: Sphinx, page: str, source: list[str]) -> None:
+    """Pictures that GitHub shows by the reader's theme become ``{picture}`` directives, which do so here."""
+    source[0] = PICTURE.sub(lambda found: fenced(f"{{picture}} {found[1]}", f":alt: {found[2]}"), source[0])
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("autodoc-process-docstring", rewrite)
     app.connect("autodoc-skip-member", skip)
-    found = {"op": Op, "help": Help, "results": Results, "picture": Picture, "chart": Chart}
+    app.connect("source-read", pictures)
+    found = {"op": Op, "help": Help, "picture": Picture}
     for name, directive in found.items():
         app.add_directive(name, directive)
     return {"version": twell.__version__, "parallel_read_safe": True}

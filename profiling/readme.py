@@ -1,7 +1,7 @@
-"""Fill the tables of README.md from profiling/results/: ``python -m profiling.readme``. ``--check`` only compares.
+"""Fill the tables of README.md and docs/ from profiling/results/, or compare them: ``python -m profiling.readme``.
 
-Each stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; NAME is a function of this file. Nothing else of the
-README is touched.
+Each stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; NAME is a function of this file. Nothing else of a
+page is touched.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from typing import Any, NamedTuple
 
 from profiling import quality_results
 from profiling.draw.common import ResultError, Results
+from profiling.nsight import summarize
 from profiling.sweep import lasting
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 LAYERS = ("real3", "topic29", "skew29", "uniform29", "real6", "topic128", "dense911")
 Row = dict[str, Any]
 
@@ -463,6 +465,48 @@ def quality_limit() -> str:
     return f"{', and '.join(parts)}."
 
 
+def paper_code() -> str:
+    """The paper's published code beside dense PyTorch."""
+    header = ["workload", "what ran", "dense, ms", "the paper's code, ms", "its result"]
+    rows = []
+    for row in result("h200_paper_code")["rows"]:
+        times = ["" if row[key] is None else f"{row[key]:.2f}" for key in ("dense_ms", "ms")]
+        what = "training step" if row["op"] == "train" else row["op"]
+        rows.append([f"`{row['workload']}`", what, *times, row["red"] or row["wrong"] or "right"])
+    return markdown(header, "llrrl", rows) + f"\n\n{result('h200_paper_code')['machine']}.\n"
+
+
+def memory() -> str:
+    """What a layer keeps for backward, and its peaks, at one number of non-zeros: nothing here depends on them."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in result("h200_sweep_memory")["rows"]:
+        if row["workload"].startswith("nnz=29,") and row["variant"] != "gate GEMM":
+            name, training = row["variant"].removesuffix(" train"), row["variant"].endswith("train")
+            name = name if name.startswith("dense") else f'twell, "{row["strategy"]}"'
+            kept = {"kept": row["kept_bytes"], "training": row["peak_bytes"]} if training else {}
+            rows.setdefault(name, {}).update(kept or {"forward": row["peak_bytes"]}, tokens=row["tokens"])
+    cells = [
+        [name, *(f"{row[key] / row['tokens'] / 1e3:.1f}" for key in ("kept", "training", "forward"))]
+        for name, row in rows.items()
+    ]
+    header = ["KB a token", "kept for backward", "peak of a training step", "peak of a forward pass"]
+    return markdown(header, "lrrr", cells)
+
+
+def ncu() -> str:
+    """What Nsight Compute measured of each kernel."""
+    found = result("h200_ncu")
+    rows = [summarize.Row(**row) for row in found["rows"]]
+    # one launch of each, as the text says
+    columns = [column for column in summarize.COLUMNS if column.name != "launches"]
+    align = "".join("l" if column.left else "r" for column in columns)
+    cells = [[column.cell(row) for column in columns] for row in rows]
+    rates = found["figures"]["ceilings"]
+    flops, memory_, l2 = (rates[name] / 1e12 for name in ("flops", "memory", "l2"))
+    floors = f"Floors at {flops:.0f} TFLOP/s, {memory_:.2f} TB/s of memory and {l2:.2f} TB/s of L2."
+    return f"{markdown([c.name for c in columns], align, cells)}\n\n{floors} {found['machine']}\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "forward": forward,
     "mean speed-up": mean_speedup,
@@ -490,18 +534,21 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality layers": lambda: quality_results.layers(result("h200_quality")),
     "quality limit": quality_limit,
     "quality notes": lambda: quality_results.notes(result("h200_quality")),
+    "paper code": paper_code,
+    "memory": memory,
+    "ncu": ncu,
 }
 PLACE = re.compile(r"(<!-- table: ([^\n]*?) -->)\n.*?(<!-- end -->)", re.DOTALL)
 
 
 def fill(text: str) -> str:
-    """The README with every table made anew."""
+    """A page with every table made again."""
 
     def table(match: re.Match[str]) -> str:
         before, name, after = match.groups()
         if name not in TABLES:
             raise LookupError(f"table must be one of {', '.join(TABLES)}, got {name!r}")
-        return f"{before}\n{TABLES[name]()}\n{after}"
+        return f"{before}\n{TABLES[name]().strip()}\n{after}"
 
     return PLACE.sub(table, text)
 
@@ -524,26 +571,28 @@ def main() -> int:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="exit with 1 if README.md has other figures; results of other kernels are named",
+        help="exit with 1 if a page has other figures; results of other kernels are named",
     )
     arguments = parser.parse_args()
-    path = ROOT / "README.md"
-    text = path.read_text()
-    try:
-        filled = fill(text)
-    except (LookupError, ResultError) as error:
-        print(f"readme: error: {error}", file=sys.stderr)
-        return 2
-    if arguments.check:
-        if note := of_other_kernels():
-            print(note)
-        if filled != text:
-            print("README.md and profiling/results/ differ: python -m profiling.readme", file=sys.stderr)
-        return int(filled != text)
-    from twell import _files
+    wrong = []
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        try:
+            filled = fill(text)
+        except (LookupError, ResultError) as error:
+            print(f"readme: error: {path.relative_to(ROOT)}: {error}", file=sys.stderr)
+            return 2
+        if filled != text and arguments.check:
+            wrong.append(str(path.relative_to(ROOT)))
+        elif filled != text:
+            from twell import _files
 
-    _files.write_text(path, filled)
-    return 0
+            _files.write_text(path, filled)
+    if arguments.check and (note := of_other_kernels()):
+        print(note)
+    if wrong:
+        print(f"{', '.join(wrong)} and profiling/results/ differ: python -m profiling.readme", file=sys.stderr)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -159,14 +159,10 @@ def test_pages_hold_figures_of_the_results(site: Path) -> None:
     assert "<table" in (site / "faq.html").read_text()
 
 
-def test_a_chart_without_data_says_how_to_draw_it(site: Path) -> None:
-    page = re.sub(r"<[^>]+>", "", (site / "when-it-pays.html").read_text())
-    missing = [
-        name
-        for name in re.findall(r"\{chart\} (\w+)", (DOCS / "when-it-pays.md").read_text())
-        if not (ROOT / "profiling" / "charts" / f"{name}-light.svg").exists()
-    ]
-    assert re.findall(r"No chart (\w+) yet", page) == missing
+def test_pages_name_pictures_that_exist() -> None:
+    named = [(page, found) for page in LINKED for found in re.findall(r'(?:srcset|src)="([^"]+)"', page.read_text())]
+    assert len(named) > 20
+    assert not [f"{name_of(page)}: {found}" for page, found in named if not (page.parent / found).is_file()]
 
 
 # Operators, variables, commands
