@@ -57,7 +57,8 @@ def compile_object(spec: Spec, out: Path, report: Path | None = None) -> None:
     ``report``: a JSON file for the ``Report`` of each device kernel, there before the object is.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    compiled, reports = compile_and_report(spec)
+    # a report takes over what the process prints: not in an application that compiles as it runs
+    compiled, reports = (compile_spec(spec), []) if report is None else compile_and_report(spec)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{spec.symbol}.") as scratch:
         part = Path(scratch) / out.name
         compiled.export_to_c(str(part), function_name=spec.symbol)
