@@ -312,7 +312,7 @@ def test_compiled_layers_follow_their_settings() -> None:
 
     compiled = torch.compile(mlp, backend=backend, fullgraph=True)
     with torch.no_grad():
-        for strategy, op in (("dense", "linear"), ("row", "twell.down"), ("union", "twell.up_down_union")):
+        for strategy, op in (("dense", "linear"), ("row", "twell.up_down"), ("union", "twell.up_down_union")):
             mlp.strategy = strategy  # type: ignore[assignment]
             for _ in range(2):
                 assert torch.equal(compiled(x), mlp(x))

@@ -786,7 +786,7 @@ def test_model_has_a_module_and_arguments_of_its_own(
 
     models = Models("twell.commands.bench.models")
     monkeypatch.setitem(sys.modules, "twell.commands.bench.models", models)
-    monkeypatch.setattr(bench, "models", models, raising=False)
+    monkeypatch.setattr("twell.commands.bench.models", models, raising=False)
     assert main(["model", "run/final", "-m", "0.5"]) == 7
     assert (seen[0].folder, seen[0].m) == ("run/final", 0.5)
     assert main(["model", "none"]) == 2

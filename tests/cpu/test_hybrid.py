@@ -337,7 +337,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[specs.Spec, tuple[An
     """What the CUDA implementations, called on CPU tensors, would launch on a GPU of 132 multiprocessors."""
     launches: list[tuple[specs.Spec, tuple[Any, ...]]] = []
     monkeypatch.setattr(device, "sm_count", lambda index: 132)
-    for name in ("hybrid_forward", "_hybrid"):
+    for name in ("hybrid_forward", "hybrid"):
         record = lambda spec, *arguments: launches.append((spec, arguments))  # noqa: E731
         monkeypatch.setattr(sys.modules[f"twell.ops.{name}"], "launch", record)
     return launches

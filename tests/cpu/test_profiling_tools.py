@@ -386,7 +386,7 @@ class TestTarget:
         assert found["token_rows"] == sum(int(active[:, tile].any(1).sum()) for tile in tiles)
 
     def test_spilled_tiles_are_those_of_the_format(self) -> None:
-        problem = testing.integer_problem(70, 8, 300, density=0.3)
+        problem = testing.integer_problem(70, 8, 304, density=0.3)
         _, _, stats = ops.gate_pack(problem.x, problem.w_gate, None, 8)
         assert profile_target.figures(problem, 8)["spilled_tiles"] == int(stats[:, :, 1].sum()) > 0
 
@@ -647,7 +647,7 @@ class TestDump:
             return SimpleNamespace(__ptx__="// ptx", __cubin__=b"cubin")
 
         kernel = SimpleNamespace(kernel="k", registers=128, spill_bytes=4, wgmma=("serialised",))
-        compiler = SimpleNamespace(compile_spec=compile_spec, report=lambda spec: [kernel])
+        compiler = SimpleNamespace(compile_spec=compile_spec, compile_and_report=lambda spec: (None, [kernel]))
         monkeypatch.setattr(dump, "kernel_module", {"compile": compiler}.__getitem__)
         monkeypatch.setattr(dump, "disassemblers", lambda: iter(()))
         assert dump.main(["unpack_bf16", "rank", "-o", str(tmp_path), "--line-info"]) == 0

@@ -56,6 +56,8 @@ def _fake(
     else:
         check_rank("words", words)
         check_matrix("w_down", w_down)
+        if x is not None:
+            check("x", x, (words.shape[0], w_down.shape[1]), w_down.dtype)
         if down_bias is not None:
             check("down_bias", down_bias, w_down.shape[1:], w_down.dtype)
     return outputs(x, words, spill, w_up, w_down, compression)
