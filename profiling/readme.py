@@ -78,7 +78,7 @@ def forward() -> str:
     for name in LAYERS:
         row = measured(name, "ffn")
         rows.append([f"`{name}`", f"{row['nnz']:.0f}", *against_dense(name, "ffn", ""), row["strategy"], *errors(row)])
-    header = ["workload", "non-zeros a token", "dense", "twell", "speed-up", "strategy", "error over dense's"]
+    header = ["workload", "non-zeros per token", "dense", "twell", "speed-up", "strategy", "error over dense's"]
     return markdown([*header, "worst row's"], "lrrrrlrr", rows)
 
 
@@ -320,7 +320,7 @@ def configurations_machine() -> str:
     runs = configurations()
     subjects = {each["config"]: each for run in runs for each in run["models"]}
     lines = [
-        f"- {config}, non-zeros a token layer by layer: {', '.join(f'{value:.0f}' for value in each['non_zeros'])}; "
+        f"- {config}, non-zeros per token layer by layer: {', '.join(f'{value:.0f}' for value in each['non_zeros'])}; "
         f"share of the neurons that 128 tokens fire: {', '.join(f'{value:.0%}' for value in each['unions'])}"
         for config, each in subjects.items()
     ]
@@ -419,7 +419,7 @@ def layers() -> str:
             ]
             line += [*times, row["strategy"]]
         cells.append(line)
-    header = ["layer", "non-zeros a token", "forward, ms: dense", "twell", "speed-up", "strategy"]
+    header = ["layer", "non-zeros per token", "forward, ms: dense", "twell", "speed-up", "strategy"]
     return markdown([*header, "training: dense", "twell", "speed-up", "strategy"], "rrrrrlrrrl", cells)
 
 
@@ -483,7 +483,7 @@ def quality_limit() -> str:
     ]
     costs = [point.added is not None and point.added > 0 for point in found]
     first = costs.index(True) if True in costs else len(found)
-    said = [f"{quality_results.short(point.coefficient)}, {point.l0:.0f} non-zeros a token" for point in found]
+    said = [f"{quality_results.short(point.coefficient)}, {point.l0:.0f} non-zeros per token" for point in found]
     parts = [f"L1 costs nothing here up to {said[first - 1]}"] if first else []
     if first < len(found):
         parts.append(f"{100 * (found[first].added or 0):.1f} % at {said[first]}")
@@ -514,7 +514,7 @@ def memory() -> str:
         [name, *(f"{row[key] / row['tokens'] / 1e3:.1f}" for key in ("kept", "training", "forward"))]
         for name, row in rows.items()
     ]
-    header = ["KB a token", "kept for backward", "peak of a training step", "peak of a forward pass"]
+    header = ["KB per token", "kept for backward", "peak of a training step", "peak of a forward pass"]
     return markdown(header, "lrrr", cells)
 
 

@@ -127,7 +127,7 @@ def sparse_gated_ffn(
 
     y and ``aux.l1`` are differentiable once, with respect to x, weights and biases: gradients are as close to the true
     ones as dense PyTorch's at any sparsity, and the same bits at every run. Beside its operands a call keeps for
-    backward what ``cute_kernels/format.py`` calls the hybrid format, 1.0 KB a token at N = 5632.
+    backward what ``cute_kernels/geometry.py`` calls the hybrid format, 1.0 KB per token at N = 5632.
 
     All operands may be DTensors of one mesh: w_gate and w_up sharded on dimension 0 and w_down on dimension 1 divide
     the neurons, x sharded on a leading dimension the tokens. y and ``aux`` are DTensors then, Partial where they are

@@ -295,10 +295,10 @@ def test_what_the_fuzzer_found(mismatches: list[str], said: str, readme: Any, tm
     [
         (
             {1e-5: -0.01, 1e-4: 0.0, 1e-3: 0.05},
-            "nothing here up to 1e-4, 50 non-zeros a token, and 5.0 % at 1e-3, 50 non",
+            "nothing here up to 1e-4, 50 non-zeros per token, and 5.0 % at 1e-3, 50 non",
         ),
-        ({1e-5: -0.01, 1e-4: -0.02}, "L1 costs nothing here up to 1e-4, 50 non-zeros a token."),
-        ({1e-5: 0.01, 1e-4: -0.02}, "1.0 % at 1e-5, 50 non-zeros a token."),
+        ({1e-5: -0.01, 1e-4: -0.02}, "L1 costs nothing here up to 1e-4, 50 non-zeros per token."),
+        ({1e-5: 0.01, 1e-4: -0.02}, "1.0 % at 1e-5, 50 non-zeros per token."),
     ],
 )
 def test_where_sparsity_begins_to_cost(added: dict[float, float], said: str, readme: Any, tmp_path: Path) -> None:
