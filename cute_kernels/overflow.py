@@ -4,12 +4,12 @@ from x, the weights and a bitmap of the non-zeros. Nothing else was stored, so g
 Three modes, one timeline. A row of the result belongs to an *owner*: a token (forward, input) or a neuron (weight). It
 is a sum over the owner's *partners*, the neurons or tokens its bits name, of coefficients times the partners' rows:
 
-    forward   y[m]       = sum h * w_down[c] + down_bias                      and l1[m] = sum |h|
+    forward   y[m]       = sum h * w_down[c] + b_down                      and l1[m] = sum |h|
     input     dx[m]      = sum d_gate * w_gate[c] + d_up * w_up[c]
     weight    dw_gate[c] = sum d_gate * x[m], dw_up[c] = sum d_up * x[m],     and db_gate[c] = sum d_gate,
               dw_down[c] = sum h * dy[m]                                          db_up[c] = sum d_up
 
-    gate = relu(x . w_gate + gate_bias) rounded, up = x . w_up + up_bias, h = gate * up,
+    gate = relu(x . w_gate + b_gate) rounded, up = x . w_up + b_up, h = gate * up,
     dh = dy . w_down + dl1 * sign(h), d_gate = dh * up, d_up = dh * gate      (not gated: h = gate, d_gate = dh)
 
 A cluster of CTAs takes 32 owners at a time; each CTA keeps the sums of a slab of the columns in registers. Where the
@@ -70,9 +70,9 @@ class Operands(NamedTuple):
     w_gate: Any
     w_up: Any
     w_down: Any
-    gate_bias: Any
-    up_bias: Any
-    down_bias: Any
+    b_gate: Any
+    b_up: Any
+    b_down: Any
     dl1: Any
     bits: Any  # [M * ceil(N / 32)]
     results: Any  # each [owners, K]
@@ -146,7 +146,7 @@ class Overflow:
 
     @cute.jit
     def launch(
-        self, x, dy, w_gate, w_up, w_down, gate_bias, up_bias, down_bias, dl1, bits, sizes, capacity, results, totals,
+        self, x, dy, w_gate, w_up, w_down, b_gate, b_up, b_down, dl1, bits, sizes, capacity, results, totals,
         aside, max_ctas, stream,
     ):  # fmt: skip
         @cute.struct
@@ -167,7 +167,7 @@ class Overflow:
         most = max_ctas // self.cluster if const_expr(self.cluster == 2) else max_ctas
         if x.shape[0] > 0:
             self.kernel(
-                x, dy, w_gate, w_up, w_down, gate_bias, up_bias, down_bias, dl1, bits, sizes, capacity, results, totals,
+                x, dy, w_gate, w_up, w_down, b_gate, b_up, b_down, dl1, bits, sizes, capacity, results, totals,
                 aside,
             ).launch(
                 grid=(self.cluster * cutlass.max(cutlass.min(items, most), Int32(1)), 1, 1),
@@ -188,9 +188,9 @@ class Overflow:
         w_gate: cute.Tensor,
         w_up: cute.Tensor | None,
         w_down: cute.Tensor,
-        gate_bias: cute.Tensor | None,
-        up_bias: cute.Tensor | None,
-        down_bias: cute.Tensor | None,
+        b_gate: cute.Tensor | None,
+        b_up: cute.Tensor | None,
+        b_down: cute.Tensor | None,
         dl1: cute.Tensor | None,
         bits: cute.Tensor,
         sizes: cute.Tensor,
@@ -199,7 +199,7 @@ class Overflow:
         totals: Any,
         aside: cute.Tensor,
     ):
-        o = Operands(x, dy, w_gate, w_up, w_down, gate_bias, up_bias, down_bias, dl1, bits, results, totals, aside)
+        o = Operands(x, dy, w_gate, w_up, w_down, b_gate, b_up, b_down, dl1, bits, results, totals, aside)
         s = self.views(SmemAllocator().allocate(self.shared))
         block = cute.arch.block_idx()[0]
         if sizes[sizes.shape[0] - 1] > capacity:
@@ -453,13 +453,13 @@ class Overflow:
         """The coefficients of one token and neuron, zero unless `active`: h, or the gradients, then h."""
         gate, up = scores[0], Float32(1.0)
         if const_expr(self.has_bias):
-            gate += o.gate_bias[neuron].to(Float32)
+            gate += o.b_gate[neuron].to(Float32)
         gate = low_to_float(relu_pack(gate, Float32(0.0), self.dtype), self.dtype)
         hidden = gate
         if const_expr(self.gated):
             up = scores[1]
             if const_expr(self.has_bias):
-                up += o.up_bias[neuron].to(Float32)
+                up += o.b_up[neuron].to(Float32)
             hidden = gate * up
         out = [hidden]
         if const_expr(o.dl1 is not None):
@@ -556,8 +556,8 @@ class Overflow:
                         if owner < owners and place < o.x.shape[1]:
                             for j in range_constexpr(8):
                                 values[j] = acc[e, j, b, tile, result]
-                                if const_expr(o.down_bias is not None):
-                                    values[j] += o.down_bias[place + j].to(Float32)
+                                if const_expr(o.b_down is not None):
+                                    values[j] += o.b_down[place + j].to(Float32)
                             source = (matrix.iterator + (Int64(owner) * matrix.stride[0] + place)).align(16)
                             target = cute.make_tensor(source, cute.make_layout(8))
                             if const_expr(self.accumulate):
@@ -683,9 +683,9 @@ class Forward(Overflow):
         w_gate: cute.Tensor,
         w_up: cute.Tensor | None,
         w_down: cute.Tensor,
-        gate_bias: cute.Tensor | None,
-        up_bias: cute.Tensor | None,
-        down_bias: cute.Tensor | None,
+        b_gate: cute.Tensor | None,
+        b_up: cute.Tensor | None,
+        b_down: cute.Tensor | None,
         bits: cute.Tensor,
         sizes: cute.Tensor,
         capacity: Int32,
@@ -695,7 +695,7 @@ class Forward(Overflow):
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        weights = (w_gate, w_up, w_down, gate_bias, up_bias, down_bias)
+        weights = (w_gate, w_up, w_down, b_gate, b_up, b_down)
         self.launch(x, None, *weights, None, bits, sizes, capacity, (y,), (l1,), aside, max_ctas, stream)
 
     def scored(self, o: Operands) -> Any:
@@ -720,8 +720,8 @@ class Input(Overflow):
         w_gate: cute.Tensor,
         w_up: cute.Tensor | None,
         w_down: cute.Tensor,
-        gate_bias: cute.Tensor | None,
-        up_bias: cute.Tensor | None,
+        b_gate: cute.Tensor | None,
+        b_up: cute.Tensor | None,
         dl1: cute.Tensor,
         bits: cute.Tensor,
         sizes: cute.Tensor,
@@ -731,7 +731,7 @@ class Input(Overflow):
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        weights = (w_gate, w_up, w_down, gate_bias, up_bias, None)
+        weights = (w_gate, w_up, w_down, b_gate, b_up, None)
         self.launch(x, dy, *weights, dl1, bits, sizes, capacity, (dx,), (), aside, max_ctas, stream)
 
     def scored(self, o: Operands) -> Any:
@@ -762,8 +762,8 @@ class Weight(Overflow):
         w_gate: cute.Tensor,
         w_up: cute.Tensor | None,
         w_down: cute.Tensor,
-        gate_bias: cute.Tensor | None,
-        up_bias: cute.Tensor | None,
+        b_gate: cute.Tensor | None,
+        b_up: cute.Tensor | None,
         dl1: cute.Tensor,
         bits: cute.Tensor,
         sizes: cute.Tensor,
@@ -777,7 +777,7 @@ class Weight(Overflow):
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        weights = (w_gate, w_up, w_down, gate_bias, up_bias, None)
+        weights = (w_gate, w_up, w_down, b_gate, b_up, None)
         results = (dw_gate, dw_up, dw_down) if const_expr(self.gated) else (dw_gate, dw_down)
         totals = (db_gate, db_up)[: self.counts[2]]
         self.launch(x, dy, *weights, dl1, bits, sizes, capacity, results, totals, aside, max_ctas, stream)
@@ -813,27 +813,27 @@ def signature(spec: OverflowSpec) -> tuple[Any, tuple[Any, ...]]:
     dtype = operands.DTYPES[spec.dtype]
     m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
     token_rows = operands.rows(dtype, m, k)
-    gate_bias = operands.vector(dtype, n) if spec.bias else None
-    up_bias = operands.vector(dtype, n) if spec.bias and spec.gated else None
+    b_gate = operands.vector(dtype, n) if spec.bias else None
+    b_up = operands.vector(dtype, n) if spec.bias and spec.gated else None
     weights = (
         operands.rows(dtype, n, k),
         operands.rows(dtype, n, k) if spec.gated else None,
         operands.rows(dtype, n, k),
-        gate_bias,
-        up_bias,
+        b_gate,
+        b_up,
     )
     bitmap = (*(operands.vector(Int32, cute.sym_int32(), align=4) for _ in range(2)), Int32(1))
     dl1 = operands.vector(Float32, 1, align=4)
     aside = operands.vector(Float32, cute.sym_int32())
     if spec.mode == "forward":
-        down_bias = operands.vector(dtype, k) if spec.bias else None
+        b_down = operands.vector(dtype, k) if spec.bias else None
         l1 = operands.matrix(Float32, cute.sym_int32(), cute.sym_int32())
         results = (token_rows, l1, aside, Int32(1))
-        return Forward(spec), (operands.rows(dtype, m, k), *weights, down_bias, *bitmap, *results)
+        return Forward(spec), (operands.rows(dtype, m, k), *weights, b_down, *bitmap, *results)
     inputs = (operands.rows(dtype, m, k), operands.rows(dtype, m, k), *weights, dl1, *bitmap)
     if spec.mode == "input":
         return Input(spec), (*inputs, token_rows, aside, Int32(1))
     kind = Float32 if spec.mode == "weight_add" else dtype
     gate, up, down = (operands.rows(kind, n, k) for _ in range(3))
     outputs = (gate, up if spec.gated else None, down)
-    return Weight(spec), (*inputs, *outputs, gate_bias, up_bias, aside, Int32(1))
+    return Weight(spec), (*inputs, *outputs, b_gate, b_up, aside, Int32(1))

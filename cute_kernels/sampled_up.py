@@ -108,7 +108,7 @@ class SampledUp:
         self,
         x: cute.Tensor,
         w_up: cute.Tensor,
-        up_bias: cute.Tensor | None,
+        b_up: cute.Tensor | None,
         entries: cute.Tensor,
         neurons: cute.Tensor,
         chunks: cute.Tensor,
@@ -120,7 +120,7 @@ class SampledUp:
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        o = Operands(w_up, entries, neurons, chunks, sizes, Pointwise(up_bias, up, hidden, l1))
+        o = Operands(w_up, entries, neurons, chunks, sizes, Pointwise(b_up, up, hidden, l1))
         self.launch(x, o, capacity, max_ctas, stream)
 
     @cute.jit

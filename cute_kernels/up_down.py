@@ -1,5 +1,5 @@
 """Gated up and down projections on the pattern of a packed gate: y[m] = sum over non-zeros c of h[m, c] * w_down[c],
-with h[m, c] = gate[m, c] * (x[m] . w_up[c] + up_bias[c]). Strategy `row`: only the weight rows of non-zeros are read.
+with h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]). Strategy `row`: only the weight rows of non-zeros are read.
 Without `gated` the packed values are h: neither x nor up rows are read, and no dot products are made.
 
 The bound is L2: two rows of K values a non-zero. Eight tokens that stand side by side share a CTA, and each weight row
@@ -129,8 +129,8 @@ class UpDown:
         spill: cute.Tensor,
         w_up: cute.Tensor | None,
         w_down: cute.Tensor,
-        up_bias: cute.Tensor | None,
-        down_bias: cute.Tensor | None,
+        b_up: cute.Tensor | None,
+        b_down: cute.Tensor | None,
         y: cute.Tensor,
         l1: cute.Tensor,
         heavy: cute.Tensor,
@@ -151,7 +151,7 @@ class UpDown:
 
         assert feasible.ctas_per_sm(Shared.size_in_bytes()) >= self.ctas_per_sm
         self.shared = Shared
-        o = Operands(x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, words_per_tile)
+        o = Operands(x, words, spill, w_up, w_down, b_up, b_down, y, l1, words_per_tile)
         groups = cute.ceil_div(y.shape[0], TOKENS)
         if y.shape[0] > 0:
             self.light(o, heavy).launch(
@@ -328,7 +328,7 @@ class UpDown:
                         neuron = place * 32 + lowest_bit(word)
                         s.union[rank] = Uint16(neuron)
                         if const_expr(self.has_bias and self.gated):
-                            s.biases[rank] = o.up_bias[neuron].to(Float32)
+                            s.biases[rank] = o.b_up[neuron].to(Float32)
                     word = word & (word - 1)
                     position += 1
         cute.arch.sync_threads()
@@ -580,7 +580,7 @@ class UpDown:
                 bias = Float32(0.0)
                 if const_expr(self.has_bias):
                     whole = at.slab * self.slab + column
-                    bias = o.down_bias[whole].to(Float32) if whole < o.y.shape[1] else Float32(0.0)
+                    bias = o.b_down[whole].to(Float32) if whole < o.y.shape[1] else Float32(0.0)
                 for j in range_constexpr(2):
                     value = acc[2 * (i % 2) + j, i // 2, block] + bias
                     s.staged[((at.lane & 3) * 2 + j) * self.pitch + column] = value.to(self.dtype)

@@ -1,5 +1,5 @@
 """The gated up and down projections for few tokens: y[m] = sum over non-zeros c of h[m, c] * w_down[c], with
-h[m, c] = gate[m, c] * (x[m] . w_up[c] + up_bias[c]), as up_down.py has it, where latency is all. Without `gated` the
+h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]), as up_down.py has it, where latency is all. Without `gated` the
 packed values are h.
 
 A token is the work of a cluster of four or eight CTAs, each with its part of the columns; nothing is shared between
@@ -50,8 +50,8 @@ class Operands(NamedTuple):
     spill: Any
     w_up: Any
     w_down: Any
-    up_bias: Any
-    down_bias: Any
+    b_up: Any
+    b_down: Any
     y: Any
     l1: Any
     width: Any  # words of a tile
@@ -112,15 +112,15 @@ class UpDownSkinny:
         spill: cute.Tensor,
         w_up: cute.Tensor | None,
         w_down: cute.Tensor,
-        up_bias: cute.Tensor | None,
-        down_bias: cute.Tensor | None,
+        b_up: cute.Tensor | None,
+        b_down: cute.Tensor | None,
         y: cute.Tensor,
         l1: cute.Tensor,
         words_per_tile: Int32,
         stream: cuda.CUstream,
     ):
         if y.shape[0] > 0:
-            self.kernel(Operands(x, words, spill, w_up, w_down, up_bias, down_bias, y, l1, words_per_tile)).launch(
+            self.kernel(Operands(x, words, spill, w_up, w_down, b_up, b_down, y, l1, words_per_tile)).launch(
                 grid=(self.cluster, y.shape[0], 1),
                 block=(THREADS, 1, 1),
                 cluster=(self.cluster, 1, 1),
@@ -175,7 +175,7 @@ class UpDownSkinny:
                 self.load_rows(s, rows, o.w_down, at.warp * self.rows, size, at)
                 if const_expr(self.gated):
                     cute.arch.cluster_wait()
-                total += self.hide(s, o.up_bias, size, at.thread)
+                total += self.hide(s, o.b_up, size, at.thread)
                 if const_expr(self.gated):
                     cute.arch.cluster_arrive()
                     windows += 1
@@ -306,7 +306,7 @@ class UpDownSkinny:
                     s.partial[first + j] = sums[j]
 
     @cute.jit
-    def hide(self, s, up_bias, size, thread):
+    def hide(self, s, b_up, size, thread):
         """The hidden state of the listed non-zeros; returns the thread's sum of |h|."""
         total = Float32(0.0)
         for i in cutlass.range(thread, size, THREADS, unroll=1):
@@ -317,7 +317,7 @@ class UpDownSkinny:
                 for r in range_constexpr(self.cluster):
                     value += load_peer_value(s.partial.iterator + i, Int32(r))
                 if const_expr(self.has_bias):
-                    value += up_bias[Int32(word & Uint32(0xFFFF))].to(Float32)
+                    value += b_up[Int32(word & Uint32(0xFFFF))].to(Float32)
                 h = h * value
             s.hidden[i] = h
             total += cute.arch.fmax(h, -h)
@@ -357,7 +357,7 @@ class UpDownSkinny:
                 for w in range_constexpr(WARPS):
                     value += sums[w * self.columns + column + j]
                 if const_expr(self.has_bias):
-                    value += o.down_bias[at.left + column + j].to(Float32)
+                    value += o.b_down[at.left + column + j].to(Float32)
                 pair[j] = value.to(self.dtype)
             line = o.y.iterator + (Int64(m) * o.y.stride[0] + at.left + column)
             cute.autovec_copy(pair, cute.make_tensor(line.align(4), cute.make_layout(2)))

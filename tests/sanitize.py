@@ -136,7 +136,7 @@ class Call(NamedTuple):
 
 def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
     """All calls that make up an operator's check."""
-    x, w_gate, w_up, w_down, gate_bias, up_bias, down_bias = problem
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = problem
     if op == "reglu":
         # what is left of a vector of eight has code of its own
         gate, up = (torch.nn.functional.linear(x, w).flatten()[: case.m * case.n - 3] for w in (w_gate, w_up))
@@ -150,26 +150,26 @@ def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
         for gated in (True, False):
             yield training_call(op, case, problem, gated)
         return
-    packing = Call(ops.gate_pack, (x, w_gate, gate_bias, case.compression))
+    packing = Call(ops.gate_pack, (x, w_gate, b_gate, case.compression))
     if op == "gate_pack":
         yield packing
         return
     if op == "ffn_union":
         for gated in (True, False):
-            weights = (w_up, w_down, gate_bias, up_bias) if gated else (None, w_down, gate_bias, None)
-            yield Call(ops.ffn_union, (x, w_gate, *weights, down_bias, case.compression), gated)
+            weights = (w_up, w_down, b_gate, b_up) if gated else (None, w_down, b_gate, None)
+            yield Call(ops.ffn_union, (x, w_gate, *weights, b_down, case.compression), gated)
         return
     words, spill, _ = ops.gate_pack(*packing.arguments)
     if op == "unpack":
         yield Call(ops.unpack, (words, spill, case.n, case.compression))
     else:
         for gated in (True, False):
-            weights = (w_up, w_down, up_bias) if gated else (None, w_down, None)
-            yield Call(getattr(ops, op), (x, words, spill, *weights, down_bias, case.compression), gated)
+            weights = (w_up, w_down, b_up) if gated else (None, w_down, None)
+            yield Call(getattr(ops, op), (x, words, spill, *weights, b_down, case.compression), gated)
 
 
 def training_call(op: str, case: Case, problem: FFN, gated: bool) -> Call:
-    layer = tuple(problem if gated else problem._replace(w_up=None, up_bias=None))
+    layer = tuple(problem if gated else problem._replace(w_up=None, b_up=None))
     if op == "hybrid_forward":
         return Call(ops.hybrid_forward, (*layer, case.compression), gated)
     _, _, _, *kept = ops.hybrid_forward(*layer, case.compression)

@@ -53,14 +53,14 @@ TOKENS, FEW_TOKENS = 16384, 16
 
 
 def gate_pack(p: FFN, compression: int, strategy: Any) -> Call:
-    return lambda: ops.gate_pack(p.x, p.w_gate, p.gate_bias, compression)
+    return lambda: ops.gate_pack(p.x, p.w_gate, p.b_gate, compression)
 
 
 def reader(read: Callable[[FFN, Tensor, Tensor, int], object]) -> Callable[[FFN, int, Any], Call]:
     """Calls of what reads a packed gate, which was packed before."""
 
     def build(p: FFN, compression: int, strategy: Any) -> Call:
-        words, spill, _ = ops.gate_pack(p.x, p.w_gate, p.gate_bias, compression)
+        words, spill, _ = ops.gate_pack(p.x, p.w_gate, p.b_gate, compression)
         return lambda: read(p, words, spill, compression)
 
     return build
@@ -100,17 +100,15 @@ def train_backward(p: FFN, compression: int, strategy: Any) -> Call:
 
 
 def reglu(p: FFN, compression: int, strategy: Any) -> Call:
-    gate, up = F.linear(p.x, p.w_gate, p.gate_bias), F.linear(p.x, p.w_up, p.up_bias)
+    gate, up = F.linear(p.x, p.w_gate, p.b_gate), F.linear(p.x, p.w_up, p.b_up)
     return lambda: (ops.reglu(gate, up), ops.reglu_backward(gate, gate, up))
 
 
 OPS: dict[str, Callable[[FFN, int, Any], Call]] = {
     "gate_pack": gate_pack,
-    "up_down": reader(lambda p, w, s, c: ops.up_down(p.x, w, s, p.w_up, p.w_down, p.up_bias, p.down_bias, c)),
-    "up_down_union": reader(
-        lambda p, w, s, c: ops.up_down_union(p.x, w, s, p.w_up, p.w_down, p.up_bias, p.down_bias, c)
-    ),
-    "down": reader(lambda p, w, s, c: ops.up_down(None, w, s, None, p.w_down, None, p.down_bias, c)),
+    "up_down": reader(lambda p, w, s, c: ops.up_down(p.x, w, s, p.w_up, p.w_down, p.b_up, p.b_down, c)),
+    "up_down_union": reader(lambda p, w, s, c: ops.up_down_union(p.x, w, s, p.w_up, p.w_down, p.b_up, p.b_down, c)),
+    "down": reader(lambda p, w, s, c: ops.up_down(None, w, s, None, p.w_down, None, p.b_down, c)),
     "unpack": reader(lambda p, w, s, c: ops.unpack(w, s, p.w_gate.shape[0], c)),
     "ffn": layer(gated=True),
     "sparse_ffn": layer(gated=False),
@@ -132,7 +130,7 @@ def figures(p: FFN, compression: int) -> dict[str, int]:
     popularity, over all tiles; ``fired`` the neurons that any does.
     """
     (m, k), n = p.x.shape, p.w_gate.shape[0]
-    active = F.linear(p.x, p.w_gate, p.gate_bias) > 0
+    active = F.linear(p.x, p.w_gate, p.b_gate) > 0
     tiles = F.pad(active, (0, -n % geometry.TILE)).view(m, geometry.tiles(n), geometry.TILE).sum(2)
     by_token = F.pad(active, (0, 0, 0, -m % geometry.TOKEN_TILE)).view(-1, geometry.TOKEN_TILE, n)
     by_group = by_token.view(-1, geometry.GROUP_ROWS, n)

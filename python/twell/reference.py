@@ -64,8 +64,8 @@ def up_down(
     spill: Tensor,
     w_up: Tensor | None,
     w_down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
     compression: int,
 ) -> tuple[Tensor, Tensor]:
     """y [M, K] of the spill's dtype, l1 float32 [M]: sums over the non-zeros of the gate alone, fp32, y rounded once.
@@ -81,10 +81,10 @@ def up_down(
         hidden = dense[row, neuron].float()
         if x is not None and w_up is not None:
             up = x[row].float() @ w_up[neuron].float()
-            hidden = hidden * (up if up_bias is None else up + up_bias[neuron].float())
+            hidden = hidden * (up if b_up is None else up + b_up[neuron].float())
         y[row] += hidden * w_down[neuron].float()
         l1[row] += hidden.abs()
-    return (y if down_bias is None else y + down_bias.float()).to(spill.dtype), l1
+    return (y if b_down is None else y + b_down.float()).to(spill.dtype), l1
 
 
 def hybrid(dense: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -127,12 +127,12 @@ def hybrid(dense: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return entries, neurons.short(), chunks, sizes, popularity
 
 
-def hidden(gate: Tensor, x: Tensor, w_up: Tensor | None, up_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def hidden(gate: Tensor, x: Tensor, w_up: Tensor | None, b_up: Tensor | None) -> tuple[Tensor, Tensor]:
     """h in fp32 and the up projection rounded to x's dtype, [M, N]; without ``w_up`` the gate and ones."""
     if w_up is None:
         return gate.float(), torch.ones_like(gate)
     up = x.float() @ w_up.float().t()
-    up = up if up_bias is None else up + up_bias.float()
+    up = up if b_up is None else up + b_up.float()
     return torch.where(gate != 0, gate.float() * up, 0), up.to(x.dtype)
 
 
@@ -141,17 +141,17 @@ def hybrid_forward(
     w_gate: Tensor,
     w_up: Tensor | None,
     w_down: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [M, K] of x's dtype, the sum of |h| in fp32, the number of non-zeros. h is rounded before it is projected."""
-    dense = gate(x, w_gate, gate_bias)
-    h, _ = hidden(dense, x, w_up, up_bias)
+    dense = gate(x, w_gate, b_gate)
+    h, _ = hidden(dense, x, w_up, b_up)
     y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for row, neuron in (dense != 0).nonzero().tolist():
         y[row] += h[row, neuron].to(x.dtype).float() * w_down[neuron].float()
-    return (y if down_bias is None else y + down_bias.float()).to(x.dtype), h.abs().sum(), (dense != 0).sum()
+    return (y if b_down is None else y + b_down.float()).to(x.dtype), h.abs().sum(), (dense != 0).sum()
 
 
 def hybrid_backward(
@@ -161,15 +161,15 @@ def hybrid_backward(
     w_gate: Tensor,
     w_up: Tensor | None,
     w_down: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dx, dw_gate, dw_up, dw_down, db_gate, db_up in fp32: h, up and their gradients are rounded to x's dtype.
 
     For the weights and biases of rare neurons what that leaves is rounded and added. By popularity, 64 neurons at a
     time are rare if they have at most 2,048 non-zeros, provided that all non-zeros fit into the hybrid format.
     """
-    dense = gate(x, w_gate, gate_bias)
+    dense = gate(x, w_gate, b_gate)
     fits = int((dense != 0).sum()) <= geometry.hybrid_capacity(*dense.shape)
     counts, order = (dense != 0).sum(0).sort(descending=True, stable=True)
     rare = {
@@ -183,7 +183,7 @@ def hybrid_backward(
         rounded = value.to(x.dtype).float()
         return rounded + (value - rounded).to(x.dtype).float() if neuron in rare and rounded.isfinite() else rounded
 
-    h, up = hidden(dense, x, w_up, up_bias)
+    h, up = hidden(dense, x, w_up, b_up)
     dx, dw_gate, dw_up, dw_down = (torch.zeros(t.shape, device=x.device) for t in (x, w_gate, w_gate, w_down))
     db_gate, db_up = torch.zeros(len(w_gate), device=x.device), torch.zeros(len(w_gate), device=x.device)
     for row, neuron in (dense != 0).nonzero().tolist():

@@ -76,9 +76,9 @@ class FFN(NamedTuple):
     w_gate: Tensor
     w_up: Tensor
     w_down: Tensor
-    gate_bias: Tensor | None = None
-    up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
+    b_gate: Tensor | None = None
+    b_up: Tensor | None = None
+    b_down: Tensor | None = None
 
     def to(self, device: torch.device | str) -> FFN:
         """The same problem on ``device``; nothing is copied that is there already."""
@@ -95,7 +95,7 @@ class FFN(NamedTuple):
 
     def present(self, gated: bool) -> dict[str, Tensor]:
         """The tensors that the layer has, by name: without gate there is neither up projection nor its bias."""
-        absent = () if gated else ("w_up", "up_bias")
+        absent = () if gated else ("w_up", "b_up")
         return {name: t for name, t in self._asdict().items() if t is not None and name not in absent}
 
 
@@ -320,9 +320,9 @@ def _draw_integers(m: int, k: int, n: int, density: float, biases: str, seed: in
         w_gate,
         w_up,
         w_down=integers(-1, 1, n, k),
-        gate_bias=integers(-2, 2, n) if "gate" in biases else None,
-        up_bias=integers(-3, 3, n) if "up" in biases else None,
-        down_bias=integers(-8, 8, k) if "down" in biases else None,
+        b_gate=integers(-2, 2, n) if "gate" in biases else None,
+        b_up=integers(-3, 3, n) if "up" in biases else None,
+        b_down=integers(-8, 8, k) if "down" in biases else None,
     )
 
 
@@ -361,8 +361,8 @@ def pattern_problem(
     x[:, :m] = torch.eye(m, device="cpu")
     w_gate = torch.zeros(n, k, device="cpu")
     w_gate[:, :m] = gates.T.cpu().float()
-    if base.gate_bias is not None:
-        w_gate[:, :m] -= base.gate_bias.float()[:, None]
+    if base.b_gate is not None:
+        w_gate[:, :m] -= base.b_gate.float()[:, None]
     problem = base._replace(x=x, w_gate=w_gate).map(lambda t: t.to(device, dtype))
     check_exact(problem)
     return problem
@@ -373,12 +373,12 @@ def check_exact(problem: FFN) -> None:
     magnitudes = problem.map(lambda t: t.detach().double().abs())
     if problem.x.shape[0] == 0:
         return
-    product_sums = [F.linear(magnitudes.x, magnitudes.w_gate, magnitudes.gate_bias)]
-    product_sums.append(F.linear(magnitudes.x, magnitudes.w_up, magnitudes.up_bias))
+    product_sums = [F.linear(magnitudes.x, magnitudes.w_gate, magnitudes.b_gate)]
+    product_sums.append(F.linear(magnitudes.x, magnitudes.w_up, magnitudes.b_up))
     gate = float64_gate(problem)
-    up = F.linear(problem.x.double(), problem.w_up.double(), _double(problem.up_bias))
+    up = F.linear(problem.x.double(), problem.w_up.double(), _double(problem.b_up))
     for hidden in (gate, gate * up.abs()):
-        product_sums += [F.linear(hidden, magnitudes.w_down.T, magnitudes.down_bias), hidden.sum(1)]
+        product_sums += [F.linear(hidden, magnitudes.w_down.T, magnitudes.b_down), hidden.sum(1)]
     largest = max(float(sums.max()) for sums in product_sums)
     if not largest < EXACT_LIMIT:
         raise ValueError(f"sums must stay below 2^24 to be exact in fp32, got {largest:.0f}")
@@ -408,7 +408,7 @@ def _double(t: Tensor | None) -> Tensor | None:
 
 def float64_gate(problem: FFN) -> Tensor:
     """relu(x Wg^T + bg) in float64 from the stored values, [M, N]."""
-    return F.relu(F.linear(problem.x.double(), problem.w_gate.double(), _double(problem.gate_bias)))
+    return F.relu(F.linear(problem.x.double(), problem.w_gate.double(), _double(problem.b_gate)))
 
 
 def _chunks(m: int) -> Iterator[tuple[int, int]]:
@@ -426,7 +426,7 @@ def count_roundings(problem: FFN, *, gated: bool = True) -> float:
         part = problem.rows(start, stop)
         hidden = float64_gate(part)
         if gated:
-            hidden *= F.linear(part.x.double(), part.w_up.double(), _double(part.up_bias))
+            hidden *= F.linear(part.x.double(), part.w_up.double(), _double(part.b_up))
         squares = hidden.square_()
         energy += float(squares.sum())
         fourth += float(squares.square_().sum())
@@ -443,10 +443,10 @@ def float64_output(problem: FFN, *, gated: bool = True) -> Tensor:
     out = torch.empty_like(problem.x, dtype=torch.float64)
     for start, stop in _chunks(problem.x.shape[0]):
         x = problem.x[start:stop].double()
-        hidden = F.relu(F.linear(x, weights.w_gate, weights.gate_bias))
+        hidden = F.relu(F.linear(x, weights.w_gate, weights.b_gate))
         if gated:
-            hidden *= F.linear(x, weights.w_up, weights.up_bias)
-        out[start:stop] = F.linear(hidden, weights.w_down.T, weights.down_bias)
+            hidden *= F.linear(x, weights.w_up, weights.b_up)
+        out[start:stop] = F.linear(hidden, weights.w_down.T, weights.b_down)
     return out
 
 
@@ -457,10 +457,10 @@ def exact_output(problem: FFN, *, gated: bool = True) -> Tensor:
 
 def dense_output(problem: FFN, *, gated: bool = True) -> Tensor:
     """The same layer in plain PyTorch in the storage type, [M, K]: what every error and time is measured against."""
-    hidden = F.relu(F.linear(problem.x, problem.w_gate, problem.gate_bias))
+    hidden = F.relu(F.linear(problem.x, problem.w_gate, problem.b_gate))
     if gated:
-        hidden = hidden * F.linear(problem.x, problem.w_up, problem.up_bias)
-    return F.linear(hidden, problem.w_down.T, problem.down_bias)
+        hidden = hidden * F.linear(problem.x, problem.w_up, problem.b_up)
+    return F.linear(hidden, problem.w_down.T, problem.b_down)
 
 
 def sparse_output(
@@ -529,9 +529,9 @@ def off_kinks(problem: FFN, *, gated: bool = True) -> FFN:
     tokens = problem.x.clone()
     for start, stop in _chunks(len(tokens)):
         x = problem.x[start:stop].double()
-        gate, kinks = near(x, weights.w_gate, weights.gate_bias)
+        gate, kinks = near(x, weights.w_gate, weights.b_gate)
         if gated:
-            kinks |= near(x, weights.w_up, weights.up_bias)[1] & (gate > 0)
+            kinks |= near(x, weights.w_up, weights.b_up)[1] & (gate > 0)
         tokens[start:stop].masked_fill_(kinks.any(1, keepdim=True), 0)
     return problem._replace(x=tokens)
 
@@ -577,8 +577,8 @@ def _gradients(
 
     for start, stop in _chunks(len(dy)):
         x, upstream = problem.x[start:stop].double(), dy[start:stop].double()
-        gate = F.relu(F.linear(x, w.w_gate, w.gate_bias))
-        up = F.linear(x, w.w_up, w.up_bias) if gated else torch.ones_like(gate)
+        gate = F.relu(F.linear(x, w.w_gate, w.b_gate))
+        up = F.linear(x, w.w_up, w.b_up) if gated else torch.ones_like(gate)
         hidden = gate * up
         dh = (upstream @ w.w_down.T + dl1 * hidden.sign()).masked_fill_(gate == 0, 0)
         coefficients = {"gate": (dh * up, w.w_gate)}
@@ -590,8 +590,8 @@ def _gradients(
             if f"{name}_bias" in out:
                 out[f"{name}_bias"] += rounded(d, weights=True).sum(0)
         out["w_down"] += rounded(hidden, weights=True).T @ each(upstream)
-        if "down_bias" in out:
-            out["down_bias"] += each(upstream).sum(0)
+        if "b_down" in out:
+            out["b_down"] += each(upstream).sum(0)
     return out
 
 
@@ -617,7 +617,7 @@ def exact_gradients(problem: FFN, dy: Tensor, dl1: float = 0.0, *, gated: bool =
     largest = max((float(sums.max()) for sums in magnitudes.values() if sums.numel()), default=0.0)
     if not largest < EXACT_LIMIT:
         raise ValueError(f"sums must stay below 2^24 to be exact in fp32, got {largest:.0f}")
-    up = F.linear(problem.x.double(), problem.w_up.double(), _double(problem.up_bias))
+    up = F.linear(problem.x.double(), problem.w_up.double(), _double(problem.b_up))
     if gated and not torch.equal(up, up.to(dtype).double()):
         raise ValueError(f"up projections must be exact in {dtype}, got values up to {float(up.abs().max()):.0f}")
     return _gradients(problem, dy, dl1, gated, dtype)
@@ -636,10 +636,10 @@ def _leaves(problem: FFN) -> FFN:
 def dense_gradients(problem: FFN, dy: Tensor, dl1: float = 0.0, *, gated: bool = True) -> dict[str, Tensor]:
     """The same gradients by plain PyTorch in the storage type: what every error and time is measured against."""
     leaves = _leaves(problem)
-    hidden = F.relu(F.linear(leaves.x, leaves.w_gate, leaves.gate_bias))
+    hidden = F.relu(F.linear(leaves.x, leaves.w_gate, leaves.b_gate))
     if gated:
-        hidden = hidden * F.linear(leaves.x, leaves.w_up, leaves.up_bias)
-    y = F.linear(hidden, leaves.w_down.T, leaves.down_bias)
+        hidden = hidden * F.linear(leaves.x, leaves.w_up, leaves.b_up)
+    y = F.linear(hidden, leaves.w_down.T, leaves.b_down)
     if not dl1:
         return _derive(leaves, gated, [y], [dy])
     l1 = hidden.abs().sum(dtype=torch.promote_types(hidden.dtype, torch.float32))

@@ -38,7 +38,7 @@ def problem(biases: str = "gate up down", density: float = 0.05, **options: Any)
 def layer_of(p: FFN, gated: bool, **options: Any) -> MLP:
     """The module with the weights and biases of a problem; without gate, w_gate is its up projection."""
     n, k = p.w_gate.shape
-    bias = p.gate_bias is not None
+    bias = p.b_gate is not None
     cls = SparseGatedMLP if gated else SparseMLP
     mlp = cls(k, n, bias, dtype=p.x.dtype, device=p.x.device, **options)
     state = {"gate_proj.weight": p.w_gate, "up_proj.weight": p.w_up, "down_proj.weight": p.w_down.t()}
@@ -381,7 +381,7 @@ def test_what_is_missing_is_what_removed_neurons_add(gated: bool) -> None:
         testing.assert_same(compacted(p.x), testing.exact_output(without(p, half()), gated=gated))
         difference = testing.float64_output(p, gated=gated) - testing.float64_output(without(p, half()), gated=gated)
     # the contribution of those alone
-    only = without(p, ~half())._replace(down_bias=None)
+    only = without(p, ~half())._replace(b_down=None)
     assert torch.equal(difference, testing.float64_output(only, gated=gated))
     assert difference.any()
     assert report.layers[0].tokens is None

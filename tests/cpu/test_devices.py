@@ -44,7 +44,7 @@ def test_every_tensor_is_made_on_a_named_device(folder: str, root: Path) -> None
 
 def functions(strategy: str) -> list[Any]:
     p = testing.integer_problem(130, K, N, biases="gate up down")
-    biases = {"b_gate": p.gate_bias, "b_up": p.up_bias, "b_down": p.down_bias}
+    biases = {"b_gate": p.b_gate, "b_up": p.b_up, "b_down": p.b_down}
     results = []
     for training in (False, True):
         own = p.map(lambda t, training=training: t.clone().requires_grad_(training))
@@ -56,7 +56,7 @@ def functions(strategy: str) -> list[Any]:
             (y.sum() + aux.l1 + plain.sum()).backward()
             twell.sparse_gated_ffn(*own[:3], own.w_down.t(), strategy=strategy, main_grads=mains).sum().backward()
             results += [*(t.grad for t in own[:4]), mains[0]]
-    packed = twell.pack(p.x, p.w_gate, p.gate_bias)
+    packed = twell.pack(p.x, p.w_gate, p.b_gate)
     return [*results, packed.words, packed.unpack(), packed.nnz()]
 
 

@@ -34,7 +34,7 @@ class Layer(nn.Module):
         self.gated, self.function, self.aux, self.options = gated, function, aux, options
         names = ("gate", "up", "down") if gated else ("up", "down")
         weights = (p.w_gate, p.w_up, p.w_down.t()) if gated else (p.w_gate, p.w_down.t())
-        biases = (p.gate_bias, p.up_bias, p.down_bias) if gated else (p.gate_bias, p.down_bias)
+        biases = (p.b_gate, p.b_up, p.b_down) if gated else (p.b_gate, p.b_down)
         linears = []
         for weight, bias in zip(weights, biases, strict=True):
             linears.append(nn.Linear(*weight.shape[::-1], bias is not None, dtype=weight.dtype))

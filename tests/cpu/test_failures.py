@@ -179,7 +179,7 @@ def test_strides_change_no_result(name: str, view: str, strategy: str) -> None:
     problem = testing.integer_problem(5, 24, 264, biases="gate")
     arguments = {"x": problem.x, "w_gate": problem.w_gate, "w_up": problem.w_up, "w_down": problem.w_down.t()}
     changed = arguments | {name: VIEWS[view](arguments[name])}
-    y = twell.sparse_gated_ffn(**changed, b_gate=problem.gate_bias, strategy=strategy)
+    y = twell.sparse_gated_ffn(**changed, b_gate=problem.b_gate, strategy=strategy)
     assert torch.equal(y, testing.exact_output(problem))
 
 
@@ -189,8 +189,8 @@ def test_expanded_weights_and_biases(strategy: str) -> None:
     problem = testing.integer_problem(5, 24, 264, biases="gate up down")
     shared = problem._replace(
         w_up=problem.w_up[:1].expand(264, 24),
-        up_bias=problem.up_bias[:1].expand(264),
-        down_bias=problem.down_bias[:1].expand(24),
+        b_up=problem.b_up[:1].expand(264),
+        b_down=problem.b_down[:1].expand(24),
     )
     expected = testing.exact_output(shared.map(Tensor.contiguous))
     assert torch.equal(testing.sparse_output(shared, strategy=strategy), expected)
@@ -226,7 +226,7 @@ def test_a_refused_call_leaves_no_trace() -> None:
 
 @pytest.mark.parametrize("strategy", ["row", "union"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("name", ["x", "w_gate", "w_up", "w_down", "gate_bias", "up_bias", "down_bias"])
+@pytest.mark.parametrize("name", ["x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down"])
 def test_non_finite_values_reach_what_dense_lets_them_reach(name: str, value: float, strategy: Any) -> None:
     """Never more than dense PyTorch's; and where a token fires a neuron that is not finite, or is not itself."""
     problem = testing.integer_problem(9, 24, 264, density=0.2, biases="gate up down")
@@ -238,16 +238,16 @@ def test_non_finite_values_reach_what_dense_lets_them_reach(name: str, value: fl
     assert not bool((y.isfinite() < dense.isfinite()).any())
     assert torch.equal(y[y.isfinite() & clean.isfinite()], clean[y.isfinite() & clean.isfinite()]) or name in (
         "w_gate",
-        "gate_bias",
+        "b_gate",
         "x",
     )
-    gate = torch.relu(torch.nn.functional.linear(spoilt.x, spoilt.w_gate, spoilt.gate_bias))
+    gate = torch.relu(torch.nn.functional.linear(spoilt.x, spoilt.w_gate, spoilt.b_gate))
     fires = gate[:, 3] != 0
-    if name in ("w_up", "up_bias"):
+    if name in ("w_up", "b_up"):
         assert torch.equal(y.isfinite().all(1), ~fires)
     elif name == "w_down":
         assert not bool(y[fires, 1].isfinite().any())
-    elif name == "down_bias":
+    elif name == "b_down":
         assert not bool(y[:, 3].isfinite().any())
     elif name == "x":
         assert torch.equal(y.isnan(), dense.isnan())

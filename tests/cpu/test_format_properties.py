@@ -313,10 +313,10 @@ def layers(draw: Callable[..., Any], tokens: int = 5, neurons: int = 70) -> Laye
 @FEW
 @given(layers())
 def test_projections_of_any_pattern_are_the_reference(layer: Layer) -> None:
-    x, w_gate, w_up, w_down, gate_bias, up_bias, down_bias = layer.problem
-    words, spill, _ = ops.gate_pack(x, w_gate, gate_bias, layer.compression)
-    gated = (x, words, spill, w_up, w_down, up_bias, down_bias, layer.compression)
-    plain = (None, words, spill, None, w_down, None, down_bias, layer.compression)
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer.problem
+    words, spill, _ = ops.gate_pack(x, w_gate, b_gate, layer.compression)
+    gated = (x, words, spill, w_up, w_down, b_up, b_down, layer.compression)
+    plain = (None, words, spill, None, w_down, None, b_down, layer.compression)
     for arguments in (gated, plain):
         for ours, theirs in zip(ops.up_down(*arguments), reference.up_down(*arguments), strict=True):
             testing.assert_same(ours, theirs)
@@ -455,7 +455,7 @@ def test_rare_neurons_are_those_of_light_tiles(counts: list[int], seed: int) -> 
 @FEW
 @given(layers(tokens=6, neurons=20), st.booleans(), st.integers(0, 1 << 30))
 def test_gradients_of_any_pattern_are_the_reference(layer: Layer, gated: bool, seed: int) -> None:
-    problem = layer.problem if gated else layer.problem._replace(w_up=None, up_bias=None)
+    problem = layer.problem if gated else layer.problem._replace(w_up=None, b_up=None)
     _, _, _, *kept = ops.hybrid_forward(*problem, layer.compression)
     generator = torch.Generator().manual_seed(seed)
     dy = torch.randint(-2, 3, problem.x.shape, generator=generator).to(problem.x.dtype)
@@ -498,7 +498,7 @@ def test_compacting_keeps_what_fires_and_restoring_all(layer: Layer, gated: bool
     """Neurons that fired and some others: a multiple of 8 of them, in order, the same function, and all back."""
     problem = layer.problem
     n, k = problem.w_gate.shape
-    bias = problem.gate_bias is not None and problem.up_bias is not None and problem.down_bias is not None
+    bias = problem.b_gate is not None and problem.b_up is not None and problem.b_down is not None
     kind = SparseGatedMLP if gated else SparseMLP
     module: Any = kind(k, n, bias, strategy=strategy, dtype=problem.x.dtype)
     first = "gate_proj" if gated else "up_proj"
@@ -506,9 +506,9 @@ def test_compacting_keeps_what_fires_and_restoring_all(layer: Layer, gated: bool
     if gated:
         given_weights["up_proj.weight"] = problem.w_up
     if bias:
-        given_weights |= {f"{first}.bias": problem.gate_bias, "down_proj.bias": problem.down_bias}
+        given_weights |= {f"{first}.bias": problem.b_gate, "down_proj.bias": problem.b_down}
         if gated:
-            given_weights["up_proj.bias"] = problem.up_bias
+            given_weights["up_proj.bias"] = problem.b_up
     module.load_state_dict(given_weights)
     with torch.no_grad(), twell.count_firing(module) as counted:
         y = module(problem.x)

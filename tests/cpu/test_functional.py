@@ -22,12 +22,12 @@ PROJECTIONS = {True: "gate up down", False: "gate down"}
 
 
 def gated(problem: testing.FFN, **options: Any) -> Any:
-    biases = {"b_gate": problem.gate_bias, "b_up": problem.up_bias, "b_down": problem.down_bias}
+    biases = {"b_gate": problem.b_gate, "b_up": problem.b_up, "b_down": problem.b_down}
     return twell.sparse_gated_ffn(*problem[:3], problem.w_down.t(), **biases, **{"strategy": "row", **options})
 
 
 def plain(problem: testing.FFN, **options: Any) -> Any:
-    biases = {"b_up": problem.gate_bias, "b_down": problem.down_bias}
+    biases = {"b_up": problem.b_gate, "b_down": problem.b_down}
     return twell.sparse_ffn(problem.x, problem.w_gate, problem.w_down.t(), **biases, **{"strategy": "row", **options})
 
 
@@ -116,9 +116,7 @@ def test_aux_counts_and_sums(ffn: Callable[..., Any]) -> None:
     _, sparse = ffn(problem, return_aux=True)
     _, dense = ffn(problem, strategy="dense", return_aux=True)
     gate = testing.float64_gate(problem)
-    hidden = (
-        gate * F.linear(problem.x.double(), problem.w_up.double(), problem.up_bias.double()) if ffn is gated else gate
-    )
+    hidden = gate * F.linear(problem.x.double(), problem.w_up.double(), problem.b_up.double()) if ffn is gated else gate
     figures = ((hidden.abs().sum() / 70).float(), (gate != 0).sum() / 70)
     for aux in (sparse, dense):
         for figure, expected in zip(aux, figures, strict=True):
@@ -352,7 +350,7 @@ class Doubling(TorchFunctionMode):
 
 @BOTH
 @pytest.mark.parametrize("strategy", ["auto", "row", "union"])
-@pytest.mark.parametrize("operand", ["x", "w_gate", "down_bias", "mode"])
+@pytest.mark.parametrize("operand", ["x", "w_gate", "b_down", "mode"])
 def test_what_overrides_operators_is_not_left_out(
     ffn: Callable[..., Any], strategy: str, operand: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -51,7 +51,7 @@ def test_cases_stay_within_their_limits_and_reach_everything(where: str) -> None
         assert case.n * case.k <= max(limits.weights, 8 * case.k)
         assert case.training == (case.op in ("train", "overflow"))
         assert set(case.biases) <= set(problems.BIASES)
-        assert case.gated or not {"w_up", "up_bias"} & {*case.biases, *case.wanted}
+        assert case.gated or not {"w_up", "b_up"} & {*case.biases, *case.wanted}
         assert not (case.stream and case.x_layout == "expanded")
     for kind, names in (
         ("op", problems.OPS),
@@ -105,7 +105,7 @@ def test_integers_leave_nothing_to_rounding() -> None:
         right = answers.solve(case, layer)
         magnitudes = answers.solve(case, layer._replace(**{name: t.abs() for name, t in layer.present().items()}))
         x, w_gate = layer.x.double().abs(), layer.w_gate.double().abs()
-        reach = x @ w_gate.t() + (0 if layer.gate_bias is None else layer.gate_bias.double().abs())
+        reach = x @ w_gate.t() + (0 if layer.b_gate is None else layer.b_gate.double().abs())
         assert float(right.gate.max()) <= 256
         assert float(reach.max()) < 1 << 24
         up = torch.ones(1) if layer.w_up is None else layer.x.double() @ layer.w_up.double().t()
@@ -246,7 +246,7 @@ def crafted(**changes: Any) -> Case:
     [
         *({"op": "forward", "strategy": s, "gated": g} for s in ("row", "union") for g in (True, False)),
         {**TRAINING, "density": 0.1},
-        {**TRAINING, "density": 0.1, "dtype": "fp16", "biases": ("gate_bias",), "l1": True},
+        {**TRAINING, "density": 0.1, "dtype": "fp16", "biases": ("b_gate",), "l1": True},
         {**TRAINING, "density": 0.1, "gated": False, "wanted": ("w_gate", "w_down")},
         {**TRAINING, "op": "overflow", "density": 0.5, "wanted": ("x", *problems.WEIGHTS), "mains": False},
     ],
@@ -409,7 +409,7 @@ def swaps_two_groups(op: Op) -> Op:
 
 
 def forgets_the_bias_of_a_tile(op: Op) -> Op:
-    """``down_bias``, last but one of the arguments, in the first eight tokens."""
+    """``b_down``, last but one of the arguments, in the first eight tokens."""
 
     def projected(*arguments: Any) -> Any:
         y, *rest = op(*arguments)
@@ -420,7 +420,7 @@ def forgets_the_bias_of_a_tile(op: Op) -> Op:
     return projected
 
 
-def forgets_the_gate_bias_of_a_tile(op: Op) -> Op:
+def forgets_b_gate_of_a_tile(op: Op) -> Op:
     def pack(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> Any:
         return op(x, w_gate, None if bias is None else F.pad(bias[256:], (min(256, len(bias)), 0)), compression)
 
@@ -510,7 +510,7 @@ def keeps_rows_of_the_last_call(op: Op) -> Op:
         ("up_down", adds_one_to_l1, "l1"),
         ("hybrid_forward", adds_one_to_l1, "l1"),
         ("up_down", forgets_the_bias_of_a_tile, "  y"),
-        ("gate_pack", forgets_the_gate_bias_of_a_tile, ""),
+        ("gate_pack", forgets_b_gate_of_a_tile, ""),
         ("up_down_union", writes_to_one_buffer, "a second call writes to what the first returned"),
         ("up_down", keeps_rows_of_the_last_call, "a second call has other bits"),
     ],
@@ -590,9 +590,9 @@ def rounds_up(op: Op) -> Op:
     """The up projection before it becomes the hidden state, as dense PyTorch does."""
 
     def projected(x: Tensor, words: Tensor, spill: Tensor, w_up: Tensor, w_down: Tensor, *rest: Any) -> Any:
-        up_bias, _, compression = rest
+        b_up, _, compression = rest
         gate = ops.unpack(words, spill, len(w_up), compression)
-        hidden = gate.float() * F.linear(x, w_up, up_bias).float()
+        hidden = gate.float() * F.linear(x, w_up, b_up).float()
         y = hidden.to(x.dtype).float() @ w_down.float()
         return y.to(x.dtype), *op(x, words, spill, w_up, w_down, *rest)[1:]
 
@@ -619,7 +619,7 @@ def rounds_what_it_adds(op: Op) -> Op:
         (
             "up_down_union",
             rounds_a_sum_twice,
-            crafted(op="forward", strategy="union", exact=True, n=2056, pattern="all", biases=("down_bias",)),
+            crafted(op="forward", strategy="union", exact=True, n=2056, pattern="all", biases=("b_down",)),
             "y differs",
         ),
         ("up_down", rounds_h, crafted(op="forward", strategy="row"), "y: the error is"),

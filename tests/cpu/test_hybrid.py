@@ -33,7 +33,7 @@ def problem(
 ) -> testing.FFN:
     """Small integers; without gate there is neither up projection nor its bias."""
     ffn = testing.integer_problem(m, k, n, density=density, biases=biases, dtype=dtype)
-    return ffn if gated else ffn._replace(w_up=None, up_bias=None)
+    return ffn if gated else ffn._replace(w_up=None, b_up=None)
 
 
 def forward(p: testing.FFN, compression: int = 8) -> tuple[Tensor, Tensor, Tensor, hybrid.Kept]:
@@ -118,13 +118,13 @@ def up_of(kept: hybrid.Kept, m: int, n: int) -> Tensor:
 def test_the_format_holds_every_non_zero_once(m: int, n: int, k: int, density: float) -> None:
     p = problem(m, n, k, density)
     *_, nonzeros, kept = forward(p)
-    gate = reference.gate(p.x, p.w_gate, p.gate_bias)
+    gate = reference.gate(p.x, p.w_gate, p.b_gate)
     values, order = read(kept, m, n)
     expected = {(i, j): int(gate[i, j].view(torch.int16)) & 0xFFFF for i, j in gate.nonzero().tolist()}
     assert values == expected
     assert int(nonzeros) == len(expected)
     assert torch.equal(kept.popularity, (gate != 0).sum(0).int())
-    up = (p.x.float() @ p.w_up.float().t() + p.up_bias.float()).to(BF16)
+    up = (p.x.float() @ p.w_up.float().t() + p.b_up.float()).to(BF16)
     assert torch.equal(up_of(kept, m, n)[: len(order)], torch.tensor([up[place] for place in order]).to(BF16))
 
 
@@ -137,7 +137,7 @@ def test_forward_equals_the_reference(m: int, n: int, k: int, density: float, dt
         y, l1, nonzeros, kept = forward(p, compression)
         for actual, expected in zip((y, l1, nonzeros), reference.hybrid_forward(*p), strict=True):
             testing.assert_same(actual, expected)
-        entries, neurons, chunks, sizes, popularity = reference.hybrid(reference.gate(p.x, p.w_gate, p.gate_bias))
+        entries, neurons, chunks, sizes, popularity = reference.hybrid(reference.gate(p.x, p.w_gate, p.b_gate))
         expected_kept = (entries, neurons, chunks, sizes, popularity)
         for name, actual, expected in zip(kept._fields, kept, expected_kept, strict=True):
             # the reference has no up projections behind the entries

@@ -31,28 +31,28 @@ def operands(m: int, n: int, k: int, dtype: torch.dtype = BF16, bias: bool = Fal
         "w_gate": integers(n, k, dtype=dtype),
         "w_up": integers(n, k, dtype=dtype),
         "w_down": integers(n, k, dtype=dtype),
-        "gate_bias": integers(n, dtype=dtype) if bias else None,
-        "up_bias": integers(n, dtype=dtype) if bias else None,
-        "down_bias": integers(k, dtype=dtype) if bias else None,
+        "b_gate": integers(n, dtype=dtype) if bias else None,
+        "b_up": integers(n, dtype=dtype) if bias else None,
+        "b_down": integers(k, dtype=dtype) if bias else None,
     }
 
 
 def calls(o: dict[str, Tensor | None], compression: int) -> list[tuple[Any, Callable[..., Any], tuple[Any, ...]]]:
     """(operator, reference, arguments) of every operator on these operands."""
     n = o["w_gate"].shape[0]
-    pack = (o["x"], o["w_gate"], o["gate_bias"], compression)
+    pack = (o["x"], o["w_gate"], o["b_gate"], compression)
     words, spill, _ = reference.gate_pack(*pack)
     packed = o["x"], words, spill
-    weights = o["w_up"], o["w_down"], o["up_bias"], o["down_bias"]
-    plain = None, o["w_down"], None, o["down_bias"]
+    weights = o["w_up"], o["w_down"], o["b_up"], o["b_down"]
+    plain = None, o["w_down"], None, o["b_down"]
     return [
         (ops.gate_pack, reference.gate_pack, pack),
         (ops.unpack, reference.unpack, (words, spill, n, compression)),
         (ops.up_down, reference.up_down, (*packed, *weights, compression)),
         (ops.up_down, reference.up_down, (*packed, *plain, compression)),
         (ops.up_down, reference.up_down, (None, words, spill, *plain, compression)),
-        (ops.ffn_union, whole_layer, (o["x"], o["w_gate"], *weights[:2], o["gate_bias"], *weights[2:], compression)),
-        (ops.ffn_union, whole_layer, (o["x"], o["w_gate"], *plain[:2], o["gate_bias"], *plain[2:], compression)),
+        (ops.ffn_union, whole_layer, (o["x"], o["w_gate"], *weights[:2], o["b_gate"], *weights[2:], compression)),
+        (ops.ffn_union, whole_layer, (o["x"], o["w_gate"], *plain[:2], o["b_gate"], *plain[2:], compression)),
         (ops.up_down_union, token_by_token, (*packed, *weights, compression)),
         (ops.up_down_union, token_by_token, (*packed, *plain, compression)),
         (ops.matrix_transpose, lambda matrix: matrix.t().contiguous(), (o["w_down"],)),
@@ -64,14 +64,14 @@ def whole_layer(
     w_gate: Tensor,
     w_up: Tensor | None,
     w_down: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
     compression: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What ``ffn_union`` means."""
-    words, spill, stats = reference.gate_pack(x, w_gate, gate_bias, compression)
-    y, l1, union = token_by_token(x, words, spill, w_up, w_down, up_bias, down_bias, compression)
+    words, spill, stats = reference.gate_pack(x, w_gate, b_gate, compression)
+    y, l1, union = token_by_token(x, words, spill, w_up, w_down, b_up, b_down, compression)
     return y, l1, stats, union
 
 
@@ -81,8 +81,8 @@ def token_by_token(
     spill: Tensor,
     w_up: Tensor | None,
     w_down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
     compression: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What ``up_down_union`` means: each token's non-zeros alone in float64, h rounded to x's dtype once."""
@@ -95,10 +95,10 @@ def token_by_token(
         hidden = gate[token, active]
         if w_up is not None:
             up = w_up[active].double() @ wide[token]
-            hidden = hidden * (up if up_bias is None else up + up_bias[active].double())
+            hidden = hidden * (up if b_up is None else up + b_up[active].double())
         y[token] = hidden.to(x.dtype).double() @ w_down[active].double()
-        if down_bias is not None:
-            y[token] += down_bias.double()
+        if b_down is not None:
+            y[token] += b_down.double()
         l1[token // 128, 0] += hidden.abs().sum()
         fired[token // 128].update(active.tolist())
     return y.to(x.dtype), l1, torch.tensor([len(neurons) for neurons in fired], dtype=torch.int32)
@@ -158,13 +158,13 @@ def test_union_of_several_token_tiles(gated: bool) -> None:
     gate[383, 263] = 3
     gate[384:] = 2
     words, spill, _ = reference.gate_pack(torch.eye(400).to(BF16), gate.t().contiguous(), None, 4)
-    up = (o["w_up"], o["w_down"], o["up_bias"]) if gated else (None, o["w_down"], None)
-    arguments = (o["x"], words, spill, *up, o["down_bias"], 4)
+    up = (o["w_up"], o["w_down"], o["b_up"]) if gated else (None, o["w_down"], None)
+    arguments = (o["x"], words, spill, *up, o["b_down"], 4)
     y, l1, union = ops.up_down_union(*arguments)
     assert equal((y, l1, union), token_by_token(*arguments))
     assert union.tolist() == [200, 0, 1, 264]
     assert l1.shape == (4, 128)
-    assert torch.equal(y[128:383], o["down_bias"].expand(255, -1))
+    assert torch.equal(y[128:383], o["b_down"].expand(255, -1))
 
 
 def test_union_rounds_h_once() -> None:
@@ -309,8 +309,8 @@ def checked_calls() -> list[tuple[Any, dict[str, Any]]]:
     """(operator, arguments by name) of every operator, with all optional operands."""
     o = operands(130, 264, 16, bias=True)
     found = [(op, arguments) for op, _, arguments in calls(o, 8)]
-    layer = (*(o[name] for name in ("x", "w_gate", "w_up", "w_down", "gate_bias", "up_bias")),)
-    forward = (*layer, o["down_bias"], 8)
+    layer = (*(o[name] for name in ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up")),)
+    forward = (*layer, o["b_down"], 8)
     _, l1, _, *kept = ops.hybrid_forward(*forward)
     saved = (o["x"].clone(), torch.zeros_like(l1), *layer, *kept)
     mains = [torch.zeros(264, 16) for _ in range(3)]
@@ -427,8 +427,8 @@ def test_a_slice_is_packed_just_before_it_is_used(
     """All slices take the same words and spill; statistics are parts of one tensor."""
     monkeypatch.setattr(geometry, "UNION_ENTRIES", 2 * 128 * 520)
     o = operands(650, 520, 16, bias=True)
-    weights = (o["w_up"] if gated else None, o["w_down"], o["gate_bias"], o["up_bias"] if gated else None)
-    arguments = (o["x"], o["w_gate"], *weights, o["down_bias"], 8)
+    weights = (o["w_up"] if gated else None, o["w_down"], o["b_gate"], o["b_up"] if gated else None)
+    arguments = (o["x"], o["w_gate"], *weights, o["b_down"], 8)
     y, l1, stats, union = sys.modules["twell.ops.ffn_union"]._cuda(*arguments)
     assert (y.shape, l1.shape, stats.shape, union.shape) == ((650, 16), (6, 128), (11, 3, 2), (6,))
     per_slice = ["gate_pack", "compact", "sampled_up", "gathered"] if gated else ["gate_pack", "compact", "gathered"]
@@ -441,7 +441,7 @@ def test_a_slice_is_packed_just_before_it_is_used(
         x, _, bias, words, spill, figures = packs[i][:6]
         assert x.data_ptr() == o["x"][256 * i :].data_ptr()
         assert len(x) == len(words) == len(spill) == rows
-        assert bias is o["gate_bias"]
+        assert bias is o["b_gate"]
         assert figures.data_ptr() == stats[4 * i :].data_ptr()
         assert len(figures) == blocks
         assert words.data_ptr() == packs[0][3].data_ptr() == compacts[i][0].data_ptr()
@@ -451,7 +451,7 @@ def test_a_slice_is_packed_just_before_it_is_used(
 def test_many_tokens_are_taken_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the functions: the operator for it, with the bits of the two that it stands for; not of few tokens."""
     o = operands(650, 520, 16, bias=True)
-    biases = {"b_gate": o["gate_bias"], "b_up": o["up_bias"], "b_down": o["down_bias"]}
+    biases = {"b_gate": o["b_gate"], "b_up": o["b_up"], "b_down": o["b_down"]}
     ran: list[str] = []
 
     class Calls(TorchDispatchMode):
@@ -464,7 +464,7 @@ def test_many_tokens_are_taken_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -
         y, aux = twell.sparse_gated_ffn(
             x, o["w_gate"], o["w_up"], o["w_down"].t(), **biases, strategy="union", return_aux=True
         )
-        plain = {"b_up": o["gate_bias"], "b_down": o["down_bias"]}
+        plain = {"b_up": o["b_gate"], "b_down": o["b_down"]}
         without, figures = twell.sparse_ffn(x, o["w_gate"], o["w_down"].t(), **plain, strategy="union", return_aux=True)
         return [y, aux.l1, aux.l0, without, figures.l1, figures.l0]
 
@@ -525,12 +525,12 @@ def test_slices_of_the_union(
 
 
 def test_one_missing_bias_of_two_is_zeros(launched: list[tuple[specs.Spec, tuple[Any, ...]]]) -> None:
-    for missing in ("up_bias", "down_bias"):
+    for missing in ("b_up", "b_down"):
         cuda_calls(operands(300, 8, 16, bias=True) | {missing: None})
     gated = [arguments for spec, arguments in launched if isinstance(spec, specs.UpDownSpec) and spec.gated]
-    up_bias, down_bias = (arguments[5:7] for arguments in gated)
-    assert torch.equal(up_bias[0], torch.zeros(8, dtype=BF16))
-    assert torch.equal(down_bias[1], torch.zeros(16, dtype=BF16))
+    b_up, b_down = (arguments[5:7] for arguments in gated)
+    assert torch.equal(b_up[0], torch.zeros(8, dtype=BF16))
+    assert torch.equal(b_down[1], torch.zeros(16, dtype=BF16))
     # the kernels of the union have one bias each
     biases = [arguments[2] for spec, arguments in launched if spec.op == "sampled_up"]
     assert [bias is None for bias in biases] == [True, True, False, False]

@@ -374,7 +374,7 @@ class TestTarget:
 
     def test_figures(self) -> None:
         problem = testing.integer_problem(150, 8, 300, density=0.02, biases="gate")
-        active = problem.x.float() @ problem.w_gate.float().t() + problem.gate_bias.float() > 0  # type: ignore[union-attr]
+        active = problem.x.float() @ problem.w_gate.float().t() + problem.b_gate.float() > 0  # type: ignore[union-attr]
         found = profile_target.figures(problem, 8)
         assert (found["m"], found["k"], found["n"], found["compression"]) == (150, 8, 300, 8)
         assert found["nonzeros"] == sum(row.sum().item() for row in active)

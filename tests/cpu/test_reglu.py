@@ -216,7 +216,7 @@ def draw(m: int = 9, n: int = 264, k: int = 32, dtype: torch.dtype = BF16) -> te
 
 
 def layer(p: testing.FFN, **options: Any) -> Any:
-    biases = {"b_gate": p.gate_bias, "b_up": p.up_bias, "b_down": p.down_bias}
+    biases = {"b_gate": p.b_gate, "b_up": p.b_up, "b_down": p.b_down}
     return twell.sparse_gated_ffn(*p[:3], p.w_down.t(), **biases, strategy="dense", **options)
 
 
@@ -227,9 +227,9 @@ def with_figures(p: testing.FFN) -> tuple[Tensor, Tensor, Tensor]:
 
 def by_hand(p: testing.FFN) -> tuple[Tensor, Tensor, Tensor]:
     """y, l1 and l0 in plain PyTorch."""
-    gate = F.relu(F.linear(p.x, p.w_gate, p.gate_bias))
-    hidden = gate * F.linear(p.x, p.w_up, p.up_bias)
-    y = F.linear(hidden, p.w_down.t(), p.down_bias)
+    gate = F.relu(F.linear(p.x, p.w_gate, p.b_gate))
+    hidden = gate * F.linear(p.x, p.w_up, p.b_up)
+    y = F.linear(hidden, p.w_down.t(), p.b_down)
     tokens = max(p.x.shape[0], 1)
     return y, hidden.abs().sum(dtype=torch.float32) / tokens, (gate != 0).sum().float() / tokens
 
@@ -239,7 +239,7 @@ def by_hand(p: testing.FFN) -> tuple[Tensor, Tensor, Tensor]:
 def test_dense_layers_have_the_bits_of_plain_pytorch(m: int, fuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     p = draw(m)
     if m:
-        p.x[1, 2], p.x[3, 4], p.gate_bias[7] = torch.nan, torch.inf, 0.0
+        p.x[1, 2], p.x[3, 4], p.b_gate[7] = torch.nan, torch.inf, 0.0
         p.w_gate[7] = 0
     dy = torch.randn(m, 32).to(BF16)
     found = []
@@ -417,7 +417,7 @@ def test_dense_layers_can_be_transformed(transform: Callable[..., Any], gated: b
 def test_a_layer_without_gate_works_in_place(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """ReLU overwrites what the first product gave where no gradient needs it, and nothing of the user's."""
     p = draw(7, dtype=dtype)
-    p.x[1, 2], p.w_gate[3], p.gate_bias[3] = torch.nan, 0, -0.0
+    p.x[1, 2], p.w_gate[3], p.b_gate[3] = torch.nan, 0, -0.0
     before = p.map(Tensor.clone)
     relu, in_place = F.relu, []
 
@@ -426,10 +426,10 @@ def test_a_layer_without_gate_works_in_place(dtype: torch.dtype, monkeypatch: py
         return relu(t, inplace=inplace)
 
     monkeypatch.setattr(F, "relu", watched)
-    hidden = relu(F.linear(p.x, p.w_gate, p.gate_bias))
+    hidden = relu(F.linear(p.x, p.w_gate, p.b_gate))
     expected = F.linear(hidden, p.w_down.t())
     call = lambda x, **options: twell.sparse_ffn(  # noqa: E731
-        x, p.w_gate, p.w_down.t(), b_up=p.gate_bias, strategy="dense", **options
+        x, p.w_gate, p.w_down.t(), b_up=p.b_gate, strategy="dense", **options
     )
     y, aux = call(p.x, return_aux=True)
     assert same_bits(y, expected)

@@ -165,7 +165,7 @@ def test_float64_output_is_the_formula(compared: tuple[FFN, torch.Tensor], monke
     assert torch.allclose(testing.float64_output(problem, gated=False), gate @ w_down, rtol=1e-10)
     monkeypatch.setattr(testing, "CHUNK_ROWS", 100)
     assert torch.allclose(testing.float64_output(problem), answer, rtol=1e-10)
-    biased = problem._replace(gate_bias=torch.ones(1024), up_bias=torch.ones(1024), down_bias=torch.ones(128))
+    biased = problem._replace(b_gate=torch.ones(1024), b_up=torch.ones(1024), b_down=torch.ones(128))
     expected = ((x @ w_gate.T + 1).relu() * (up + 1)) @ w_down + 1
     assert torch.allclose(testing.float64_output(biased), expected, rtol=1e-10)
 
@@ -293,7 +293,7 @@ def stepped() -> tuple[FFN, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     gate, up, down = (0.25 * torch.randn(size, generator=generator) for size in (512, 512, 128))
     problem = testing.make("skew29", 300, 128, 512, device="cpu")
-    biases = {"gate_bias": gate.to(BF16), "up_bias": up.to(BF16), "down_bias": down.to(BF16)}
+    biases = {"b_gate": gate.to(BF16), "b_up": up.to(BF16), "b_down": down.to(BF16)}
     problem = testing.off_kinks(problem._replace(**biases))
     return problem, testing.real_upstream(problem)
 
@@ -308,7 +308,7 @@ def test_float64_gradients_are_those_of_autograd(
     expected = testing.dense_gradients(problem.map(torch.Tensor.double), dy.double(), dl1, gated=gated)
     monkeypatch.setattr(testing, "CHUNK_ROWS", 77)
     found = testing.float64_gradients(problem, dy, dl1, gated=gated)
-    names = FFN._fields if gated else ("x", "w_gate", "w_down", "gate_bias", "down_bias")
+    names = FFN._fields if gated else ("x", "w_gate", "w_down", "b_gate", "b_down")
     assert tuple(found) == tuple(expected) == names
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12)
@@ -371,7 +371,7 @@ def with_a_neuron_scaled(problem: FFN, dy: torch.Tensor) -> dict[str, torch.Tens
 
 def with_a_nan(problem: FFN, dy: torch.Tensor) -> dict[str, torch.Tensor]:
     gradients = testing.sparse_gradients(problem, dy, 0.25)
-    gradients["gate_bias"][3] = math.nan
+    gradients["b_gate"][3] = math.nan
     return gradients
 
 

@@ -24,14 +24,14 @@ Loss = Callable[[Tensor, twell.Aux], Tensor]
 
 
 def gated(p: testing.FFN, **options: Any) -> tuple[Tensor, twell.Aux]:
-    biases = {"b_gate": p.gate_bias, "b_up": p.up_bias, "b_down": p.down_bias}
+    biases = {"b_gate": p.b_gate, "b_up": p.b_up, "b_down": p.b_down}
     return twell.sparse_gated_ffn(
         p.x, p.w_gate, p.w_up, p.w_down.t(), **biases, return_aux=True, **{"strategy": "row", **options}
     )
 
 
 def plain(p: testing.FFN, **options: Any) -> tuple[Tensor, twell.Aux]:
-    biases = {"b_up": p.gate_bias, "b_down": p.down_bias}
+    biases = {"b_up": p.b_gate, "b_down": p.b_down}
     return twell.sparse_ffn(p.x, p.w_gate, p.w_down.t(), **biases, return_aux=True, **{"strategy": "row", **options})
 
 
@@ -52,7 +52,7 @@ def draw(m: int, n: int, k: int, bias: bool = False, shift: float = -1.3, dtype:
 def leaves(p: testing.FFN, ffn: Function) -> dict[str, Tensor]:
     """The tensors by name that the function has."""
     own = {name: t for name, t in p._asdict().items() if t is not None}
-    return own if ffn is gated else {name: t for name, t in own.items() if name not in ("w_up", "up_bias")}
+    return own if ffn is gated else {name: t for name, t in own.items() if name not in ("w_up", "b_up")}
 
 
 def weighted(dy: Tensor, coefficient: float = 0.3) -> Loss:
@@ -83,8 +83,8 @@ def away_from_zero(m: int, n: int, k: int, bias: bool, shift: float, ffn: Functi
     for _ in range(1000):
         p = draw(m, n, k, bias, shift, torch.float64)
         with torch.no_grad():
-            gate = nn.functional.linear(p.x, p.w_gate, p.gate_bias)
-            up = nn.functional.linear(p.x, p.w_up, p.up_bias)
+            gate = nn.functional.linear(p.x, p.w_gate, p.b_gate)
+            up = nn.functional.linear(p.x, p.w_up, p.b_up)
             if (gate.abs() > 1e-4).all() and (ffn is plain or (up.abs() > 1e-4).all()):
                 return p
     raise AssertionError("no such problem was drawn")
@@ -126,7 +126,7 @@ def test_gradcheck_of_every_subset(ffn: Function) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("subset", ["x", "w_gate", "w_down", "gate_bias", "down_bias", "x w_down", "w_gate gate_bias"])
+@pytest.mark.parametrize("subset", ["x", "w_gate", "w_down", "b_gate", "b_down", "x w_down", "w_gate b_gate"])
 def test_a_subset_has_the_gradients_of_all(ffn: Function, subset: str) -> None:
     p = draw(9, 264, 32, bias=True)
     loss = weighted(torch.randn(9, 32))
@@ -216,7 +216,7 @@ def test_parts_of_the_loss_alone(ffn: Function) -> None:
     both = grads(ffn, p, weighted(dy))
     of_y, of_l1 = grads(ffn, p, lambda y, aux: (y * dy).sum()), grads(ffn, p, lambda y, aux: 0.3 * aux.l1)
     assert of_l1["w_down"] is None
-    assert of_l1["down_bias"] is None
+    assert of_l1["b_down"] is None
     for name, gradient in both.items():
         torch.testing.assert_close(gradient, of_y[name] + (0 if of_l1[name] is None else of_l1[name]))
 
@@ -307,9 +307,9 @@ class Recorder(TorchDispatchMode):
     [
         ("x", [("hybrid_forward",), ("hybrid_backward", True, False)]),
         ("w_down", [("hybrid_forward",), ("hybrid_backward", False, True)]),
-        ("gate_bias", [("hybrid_forward",), ("hybrid_backward", False, True)]),
-        ("x gate_bias", [("hybrid_forward",), ("hybrid_backward", True, True)]),
-        ("down_bias", [("hybrid_forward",)]),
+        ("b_gate", [("hybrid_forward",), ("hybrid_backward", False, True)]),
+        ("x b_gate", [("hybrid_forward",), ("hybrid_backward", True, True)]),
+        ("b_down", [("hybrid_forward",)]),
     ],
 )
 def test_nothing_is_computed_that_nobody_needs(ffn: Function, subset: str, expected: list[tuple[Any, ...]]) -> None:
@@ -630,9 +630,9 @@ WAYS: dict[str, tuple[Callable[[Tensor, dict[str, Tensor]], Any], str]] = {
     "backward into x": (lambda total, own: total.backward(inputs=[own["x"]]), ""),
     "backward into two": (lambda total, own: total.backward(inputs=[own["x"], own["w_down"]]), "w_down"),
     "backward into a weight": (lambda total, own: total.backward(inputs=[own["w_gate"]]), "w_gate"),
-    "backward into a bias": (lambda total, own: total.backward(inputs=[own["gate_bias"]]), ""),
+    "backward into a bias": (lambda total, own: total.backward(inputs=[own["b_gate"]]), ""),
     "grad of x": (lambda total, own: torch.autograd.grad(total, own["x"]), ""),
-    "grad of biases": (lambda total, own: torch.autograd.grad(total, [own["gate_bias"], own["down_bias"]]), ""),
+    "grad of biases": (lambda total, own: torch.autograd.grad(total, [own["b_gate"], own["b_down"]]), ""),
     "grad of a weight": (
         lambda total, own: torch.autograd.grad(total, [own["x"], own["w_gate"]], allow_unused=True),
         "w_gate",

@@ -235,10 +235,10 @@ def solve(case: Case, layer: Layer) -> Right:
     """What the layer and its gradients are, in float64."""
     dtype, sparse = DTYPES[case.dtype], case.strategy in SPARSE
     alike = Alike.of(case, layer.x)
-    gate = summed(layer.x, layer.w_gate, layer.gate_bias)
+    gate = summed(layer.x, layer.w_gate, layer.b_gate)
     active = gate.right > 0
     gate = gate.rounded(dtype).where(active)
-    up = None if layer.w_up is None else summed(layer.x, layer.w_up, layer.up_bias)
+    up = None if layer.w_up is None else summed(layer.x, layer.w_up, layer.b_up)
     hidden = gate
     if up is not None:
         hidden = gate.times(up if sparse else up.rounded(dtype))
@@ -246,7 +246,7 @@ def solve(case: Case, layer: Layer) -> Right:
             hidden = hidden.rounded(dtype)
         hidden = hidden.where(active)
     down = Product(hidden, layer.w_down.double())
-    answers = {"y": Answer.of([down], dtype, alike, by_token=True, longest=longest(case), bias=layer.down_bias)}
+    answers = {"y": Answer.of([down], dtype, alike, by_token=True, longest=longest(case), bias=layer.b_down)}
     if case.training:
         answers |= gradients(case, layer, alike, gate, up)
     size = hidden.right.abs().sum()
@@ -285,7 +285,7 @@ def gradients(case: Case, layer: Layer, alike: Alike, gate: Value, up: Value | N
     products = {f"w_{name}": Product(value.t(), x) for name, value in by_neuron.items()}
     products |= {f"{name}_bias": Product(value.t(), ones) for name, value in by_neuron.items()}
     products |= {"w_down": Product(for_down.t(), layer.dy.double())}
-    products |= {"down_bias": Product(exact(layer.dy.double()).t(), ones)}
+    products |= {"b_down": Product(exact(layer.dy.double()).t(), ones)}
     out = {}
     for name in case.wanted:
         if name == "x":
@@ -321,9 +321,9 @@ def dl1_of(case: Case) -> float:
 def dense(case: Case, t: dict[str, Tensor], dy: Tensor) -> Outputs:
     """The same in plain PyTorch, of operands as the call gets them and with the names that its outputs have."""
     leaves = {name: operand.detach().requires_grad_(name in case.wanted) for name, operand in t.items()}
-    gate = F.relu(F.linear(leaves["x"], leaves["w_gate"], leaves.get("gate_bias")))
-    hidden = gate * F.linear(leaves["x"], leaves["w_up"], leaves.get("up_bias")) if case.gated else gate
-    y = F.linear(hidden, leaves["w_down"], leaves.get("down_bias"))
+    gate = F.relu(F.linear(leaves["x"], leaves["w_gate"], leaves.get("b_gate")))
+    hidden = gate * F.linear(leaves["x"], leaves["w_up"], leaves.get("b_up")) if case.gated else gate
+    y = F.linear(hidden, leaves["w_down"], leaves.get("b_down"))
     l1, l0 = hidden.abs().sum(dtype=torch.float32), (gate > 0).sum().float()
     out = {"y": y.detach(), "l1": l1.detach() / max(case.m, 1), "l0": l0 / max(case.m, 1)}
     if not case.training:
@@ -496,7 +496,7 @@ def check_packed(case: Case, layer: Layer, right: Right, found: Outputs) -> None
         if not torch.equal(values, expected):
             raise Mismatch(f"gate {difference(values, expected)}")
     else:
-        gate = summed(layer.x, layer.w_gate, layer.gate_bias).rounded(dtype)
+        gate = summed(layer.x, layer.w_gate, layer.b_gate).rounded(dtype)
         off = (values.double() - right.gate).abs() > gate.off
         off |= (values > 0) != (right.gate > 0)
         if bool(off.any()):

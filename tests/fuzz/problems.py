@@ -43,7 +43,7 @@ MANY_TOKENS = (70_001, 131_200, 1 << 20)
 EXPORTED = 16_384
 BIAS_LAYOUTS = {"plain": 3, "off": 1, "alternate": 1}
 WEIGHTS = ("w_gate", "w_up", "w_down")
-BIASES = ("gate_bias", "up_bias", "down_bias")
+BIASES = ("b_gate", "b_up", "b_down")
 NAMES = ("x", *WEIGHTS, *BIASES)
 
 # Classes of K that the packaged kernels have, and the one that is compiled when it is first asked for.
@@ -162,12 +162,12 @@ def draw(seed: int, number: int, limits: Limits, graphs: bool) -> Case:
     if exact and training:
         m = min(m, EXACT_TRAINING)
     gated = op != "pack" and chance(0.7)
-    every = tuple(b for b in BIASES if gated or b != "up_bias")
+    every = tuple(b for b in BIASES if gated or b != "b_up")
     biases = rng.choice([(), (), every, (rng.choice(every),), tuple(b for b in every if chance(0.5))])
     if op == "compact":
         biases = rng.choice([(), every])
     elif op == "pack":
-        biases = tuple(b for b in biases if b == "gate_bias")
+        biases = tuple(b for b in biases if b == "b_gate")
     strategy = pick(rng, STRATEGIES) if op != "pack" else "row"
     sparse = strategy in SPARSE
     if op == "overflow":
@@ -247,9 +247,9 @@ class Layer(NamedTuple):
     w_gate: Tensor
     w_up: Tensor | None
     w_down: Tensor
-    gate_bias: Tensor | None
-    up_bias: Tensor | None
-    down_bias: Tensor | None
+    b_gate: Tensor | None
+    b_up: Tensor | None
+    b_down: Tensor | None
     dy: Tensor
 
     def present(self) -> dict[str, Tensor]:
@@ -313,7 +313,7 @@ def features(case: Case, topics: int, unit: float, sure: float, generator: torch
             topic[rng.randrange(max(m, 1)) :][:1] = 0
     elif pattern == "none":
         # the largest sum is 0
-        popularity.fill_(3 - sure - 2 * ("gate_bias" in case.biases))
+        popularity.fill_(3 - sure - 2 * ("b_gate" in case.biases))
     elif pattern == "all":
         popularity.fill_(sure)
     return Features(popularity.clamp(-sure, sure), load.clamp(-sure, 2 * sure), topic, boost)
@@ -362,7 +362,7 @@ def build(case: Case, device: torch.device) -> Layer:
         count = min(15, others)
         unit, sure = math.sqrt(count), count + 3.0
         x, w_gate, w_up, w_down = signs(m, k), fan_in(count), fan_in(2), integers(-1, 1, n, k)
-        biases = {"gate_bias": integers(-2, 2, n), "up_bias": integers(-1, 1, n), "down_bias": integers(-8, 8, k)}
+        biases = {"b_gate": integers(-2, 2, n), "b_up": integers(-1, 1, n), "b_down": integers(-8, 8, k)}
         dy = torch.zeros(m, k, device=device)
         start = torch.randint(k, (m, 1), generator=generator, device=device)
         dy.scatter_(1, (start + torch.arange(3, device=device) * (k // 3)) % k, signs(m, 3))
@@ -370,7 +370,7 @@ def build(case: Case, device: torch.device) -> Layer:
         unit, sure = 1.0, 8.0
         x, w_gate = normal(m, k), normal(n, k) / math.sqrt(others)
         w_up, w_down = normal(n, k) / math.sqrt(k), 0.1 * normal(n, k)
-        biases = {"gate_bias": 0.25 * normal(n), "up_bias": normal(n), "down_bias": normal(k)}
+        biases = {"b_gate": 0.25 * normal(n), "b_up": normal(n), "b_down": normal(k)}
         dy = normal(m, k)
         if case.coherent:
             # x and dy alone have one sign, and up projections of near 1
@@ -403,10 +403,10 @@ def sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor
 
 def off_kinks(layer: Layer) -> Layer:
     """Tokens become zero that have a sum so near to 0 that its sign is a matter of rounding."""
-    gate, reach = sums(layer.x, layer.w_gate, layer.gate_bias)
+    gate, reach = sums(layer.x, layer.w_gate, layer.b_gate)
     near = gate.abs() < reach
     if layer.w_up is not None:
-        up, reach = sums(layer.x, layer.w_up, layer.up_bias)
+        up, reach = sums(layer.x, layer.w_up, layer.b_up)
         near |= (up.abs() < reach) & (gate > 0)
     return layer._replace(x=layer.x.masked_fill(near.any(1, keepdim=True), 0))
 

@@ -77,9 +77,9 @@ POISON = 0xFF
 
 def options_of(case: Case, t: dict[str, Tensor]) -> dict[str, Any]:
     biases = {
-        "b_gate" if case.gated else "b_up": t.get("gate_bias"),
-        "b_down": t.get("down_bias"),
-        **({"b_up": t.get("up_bias")} if case.gated else {}),
+        "b_gate" if case.gated else "b_up": t.get("b_gate"),
+        "b_down": t.get("b_down"),
+        **({"b_up": t.get("b_up")} if case.gated else {}),
     }
     return {**biases, "compression": case.compression}
 
@@ -109,7 +109,7 @@ def caller(case: Case, t: dict[str, Tensor], dy: Tensor) -> Callable[[], Outputs
     dy = dy.view(t["x"].shape)
 
     def pack() -> Outputs:
-        packed = twell.pack(t["x"], t["w_gate"], t.get("gate_bias"), compression=case.compression)
+        packed = twell.pack(t["x"], t["w_gate"], t.get("b_gate"), compression=case.compression)
         return {"dense": packed.unpack(), "words": packed.words, "stats": packed.stats, "nnz": packed.nnz()}
 
     @torch.no_grad()
@@ -181,9 +181,9 @@ def compacted(case: Case, layer: Layer, x: Tensor) -> Outputs:
     options: dict[str, Any] = {"compression": case.compression, "strategy": strategy}
     module: Any = kind(case.k, case.n, bool(case.biases), **options, device=x.device, dtype=x.dtype)
     first = "gate_proj" if case.gated else "up_proj"
-    names = {first: ("w_gate", "gate_bias"), "down_proj": ("w_down", "down_bias")}
+    names = {first: ("w_gate", "b_gate"), "down_proj": ("w_down", "b_down")}
     if case.gated:
-        names["up_proj"] = ("w_up", "up_bias")
+        names["up_proj"] = ("w_up", "b_up")
     with torch.no_grad():
         for name, (weight, bias) in names.items():
             given = getattr(layer, weight)

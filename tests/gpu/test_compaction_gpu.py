@@ -29,7 +29,7 @@ def problem(m: int = 130, k: int = 264, n: int = 1032, density: float = 0.003, *
 def layer_of(p: FFN, gated: bool, **options: Any) -> SparseGatedMLP | SparseMLP:
     """The module with the weights and biases of a problem; without gate, w_gate is its up projection."""
     n, k = p.w_gate.shape
-    bias = p.gate_bias is not None
+    bias = p.b_gate is not None
     cls = SparseGatedMLP if gated else SparseMLP
     mlp = cls(k, n, bias, dtype=p.x.dtype, device=DEVICE, **options)
     state = {"gate_proj.weight": p.w_gate, "up_proj.weight": p.w_up, "down_proj.weight": p.w_down.t()}
@@ -74,7 +74,7 @@ def test_counts_are_those_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     """Real numbers, some of which the order of summation brings to one side of zero or the other; also in chunks."""
     p = testing.make("skew29", 4096, 1024, 2816, device=DEVICE)
     mlp = layer_of(p, True, strategy="row")
-    expected = (twell.pack(p.x, p.w_gate, p.gate_bias).unpack() != 0).sum(0)
+    expected = (twell.pack(p.x, p.w_gate, p.b_gate).unpack() != 0).sum(0)
     layer = counted(mlp, p.x)
     assert torch.equal(layer.counts, expected)
     with torch.no_grad():

@@ -12,11 +12,11 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 def check(problem: FFN, compression: int) -> None:
     """Run all operators on the GPU problem: the packed gate against the CPU operator, the rest against float64."""
-    x, w_gate, w_up, w_down, gate_bias, up_bias, down_bias = problem
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = problem
     n = w_gate.shape[0]
 
-    packed = testing.poisoned(lambda: ops.gate_pack(x, w_gate, gate_bias, compression))
-    bias = None if gate_bias is None else gate_bias.cpu()
+    packed = testing.poisoned(lambda: ops.gate_pack(x, w_gate, b_gate, compression))
+    bias = None if b_gate is None else b_gate.cpu()
     testing.assert_packed_same(packed, ops.gate_pack(x.cpu(), w_gate.cpu(), bias, compression), n, compression)
     words, spill, stats = packed
     gate = testing.float64_gate(problem)
@@ -25,12 +25,12 @@ def check(problem: FFN, compression: int) -> None:
     (dense,) = testing.poisoned(lambda: (ops.unpack(words, spill, n, compression),))
     testing.assert_same(dense, gate.to(x.dtype), "unpack")
 
-    up = torch.nn.functional.linear(x.double(), w_up.double(), None if up_bias is None else up_bias.double())
-    y, l1 = testing.poisoned(lambda: ops.up_down(x, words, spill, w_up, w_down, up_bias, down_bias, compression))
+    up = torch.nn.functional.linear(x.double(), w_up.double(), None if b_up is None else b_up.double())
+    y, l1 = testing.poisoned(lambda: ops.up_down(x, words, spill, w_up, w_down, b_up, b_down, compression))
     testing.assert_same(y, testing.exact_output(problem), "up_down y")
     testing.assert_same(l1, (gate * up).abs().sum(1).float(), "up_down l1")
 
-    y, l1 = testing.poisoned(lambda: ops.up_down(None, words, spill, None, w_down, None, down_bias, compression))
+    y, l1 = testing.poisoned(lambda: ops.up_down(None, words, spill, None, w_down, None, b_down, compression))
     testing.assert_same(y, testing.exact_output(problem, gated=False), "down y")
     testing.assert_same(l1, gate.sum(1).float(), "down l1")
 
@@ -105,15 +105,15 @@ def test_cpu_operators_agree(dtype: torch.dtype) -> None:
     problem = testing.integer_problem(130, 264, 776, density=0.1, biases="gate up down", dtype=dtype)
     on_gpu = problem.to("cuda")
     for compression in (2, 4, 8):
-        words, spill, _ = ops.gate_pack(problem.x, problem.w_gate, problem.gate_bias, compression)
+        words, spill, _ = ops.gate_pack(problem.x, problem.w_gate, problem.b_gate, compression)
         packed = words.cuda(), spill.cuda()
         assert_all_same(
-            ops.up_down(on_gpu.x, *packed, on_gpu.w_up, on_gpu.w_down, on_gpu.up_bias, on_gpu.down_bias, compression),
+            ops.up_down(on_gpu.x, *packed, on_gpu.w_up, on_gpu.w_down, on_gpu.b_up, on_gpu.b_down, compression),
             ops.up_down(problem.x, words, spill, *problem[2:4], *problem[5:], compression),
         )
         assert_all_same(
-            ops.up_down(None, *packed, None, on_gpu.w_down, None, on_gpu.down_bias, compression),
-            ops.up_down(None, words, spill, None, problem.w_down, None, problem.down_bias, compression),
+            ops.up_down(None, *packed, None, on_gpu.w_down, None, on_gpu.b_down, compression),
+            ops.up_down(None, words, spill, None, problem.w_down, None, problem.b_down, compression),
         )
         n = problem.w_gate.shape[0]
         testing.assert_same(ops.unpack(*packed, n, compression), ops.unpack(words, spill, n, compression))

@@ -26,9 +26,9 @@ SOME = pytest.mark.parametrize("m", [1, 3, 8, 17, 64, 130, 256])
 
 def pack(problem: FFN, compression: int) -> testing.Packed:
     """The packed gate of a GPU problem, compared with the CPU operator's in every bit that the format defines."""
-    x, w_gate, gate_bias = problem.x, problem.w_gate, problem.gate_bias
-    packed = testing.poisoned(lambda: ops.gate_pack(x, w_gate, gate_bias, compression))
-    bias = None if gate_bias is None else gate_bias.cpu()
+    x, w_gate, b_gate = problem.x, problem.w_gate, problem.b_gate
+    packed = testing.poisoned(lambda: ops.gate_pack(x, w_gate, b_gate, compression))
+    bias = None if b_gate is None else b_gate.cpu()
     expected = ops.gate_pack(x.cpu(), w_gate.cpu(), bias, compression)
     testing.assert_packed_same(packed, expected, w_gate.shape[0], compression)
     return packed
@@ -36,13 +36,13 @@ def pack(problem: FFN, compression: int) -> testing.Packed:
 
 def read(problem: FFN, packed: testing.Packed, gated: bool, compression: int) -> tuple[Tensor, Tensor]:
     """y and l1 of ``up_down`` with an up projection or without."""
-    x, _, w_up, w_down, _, up_bias, down_bias = problem
+    x, _, w_up, w_down, _, b_up, b_down = problem
     words, spill, _ = packed
 
     def call() -> tuple[Tensor, ...]:
         if gated:
-            return ops.up_down(x, words, spill, w_up, w_down, up_bias, down_bias, compression)
-        return ops.up_down(None, words, spill, None, w_down, None, down_bias, compression)
+            return ops.up_down(x, words, spill, w_up, w_down, b_up, b_down, compression)
+        return ops.up_down(None, words, spill, None, w_down, None, b_down, compression)
 
     y, l1 = testing.poisoned(call)
     return y, l1
@@ -54,7 +54,7 @@ def check(problem: FFN, compression: int = 8) -> None:
     gate = testing.float64_gate(problem)
     (dense,) = testing.poisoned(lambda: (ops.unpack(*packed[:2], gate.shape[1], compression),))
     testing.assert_same(dense, gate.to(problem.x.dtype), "unpack")
-    bias = None if problem.up_bias is None else problem.up_bias.double()
+    bias = None if problem.b_up is None else problem.b_up.double()
     up = F.linear(problem.x.double(), problem.w_up.double(), bias)
     for gated, hidden in ((True, gate * up), (False, gate)):
         y, l1 = read(problem, packed, gated, compression)
@@ -137,7 +137,7 @@ def test_readers_take_the_cpu_gate(m: int, dtype: torch.dtype) -> None:
     problem = testing.integer_problem(m, 264, 776, density=0.15, biases=BIASES, dtype=dtype)
     on_gpu = problem.to(CUDA)
     for compression in (2, 4, 8):
-        packed = ops.gate_pack(problem.x, problem.w_gate, problem.gate_bias, compression)
+        packed = ops.gate_pack(problem.x, problem.w_gate, problem.b_gate, compression)
         moved = tuple(t.cuda() for t in packed)
         for gated in (True, False):
             expected = read(problem, packed, gated, compression)
@@ -274,7 +274,7 @@ def assert_follows_cpu(problem: FFN, row: int | None = None) -> None:
     """Every output as the CPU operators have it; where there is a ``row``, the others are finite."""
     packed = pack(problem, 8)
     on_cpu = problem.to("cpu")
-    expected_packed = ops.gate_pack(on_cpu.x, on_cpu.w_gate, on_cpu.gate_bias, 8)
+    expected_packed = ops.gate_pack(on_cpu.x, on_cpu.w_gate, on_cpu.b_gate, 8)
     for gated in (True, False):
         y, l1 = read(problem, packed, gated, 8)
         expected_y, expected_l1 = read(on_cpu, expected_packed, gated, 8)
@@ -304,7 +304,7 @@ def test_non_finite_neuron_or_bias(m: int, value: float) -> None:
     problem = testing.integer_problem(m, 72, 264, density=0.1, device=CUDA)
     problem.w_gate[263, 4] = value
     assert_follows_cpu(problem)
-    for name in ("gate_bias", "up_bias", "down_bias"):
+    for name in ("b_gate", "b_up", "b_down"):
         problem = testing.integer_problem(m, 72, 264, density=0.1, biases=BIASES, device=CUDA)
         getattr(problem, name)[3] = value
         assert_follows_cpu(problem)
@@ -388,7 +388,7 @@ def test_leading_dimensions(shape: tuple[int, ...]) -> None:
         y = testing.sparse_output(problem._replace(x=x), gated=gated, strategy="row")
         assert y.shape == x.shape
         testing.assert_same(y.view(-1, 264), testing.exact_output(problem.rows(0, tokens), gated=gated))
-    packed = twell.pack(x, problem.w_gate, problem.gate_bias)
+    packed = twell.pack(x, problem.w_gate, problem.b_gate)
     assert packed.shape == (*shape, 776)
     gate = testing.float64_gate(problem.rows(0, tokens))
     testing.assert_same(packed.unpack().view(-1, 776), gate.to(BF16))
@@ -481,11 +481,11 @@ def assert_both(outputs: tuple[Tensor, ...], problem: FFN) -> None:
 def test_opcheck(m: int, biases: str) -> None:
     """Every gate is positive and the tiles are whole, so that all of the spill is defined."""
     full = testing.integer_problem(m, 72, 512, density=1, biases=biases, device=CUDA)
-    torch.library.opcheck(ops.gate_pack, (full.x, full.w_gate, full.gate_bias, 8))
-    words, spill, _ = ops.gate_pack(full.x, full.w_gate, full.gate_bias, 8)
-    up_down = (full.x, words, spill, full.w_up, full.w_down, full.up_bias, full.down_bias, 8)
+    torch.library.opcheck(ops.gate_pack, (full.x, full.w_gate, full.b_gate, 8))
+    words, spill, _ = ops.gate_pack(full.x, full.w_gate, full.b_gate, 8)
+    up_down = (full.x, words, spill, full.w_up, full.w_down, full.b_up, full.b_down, 8)
     torch.library.opcheck(ops.up_down, up_down)
-    torch.library.opcheck(ops.up_down, (None, words, spill, None, full.w_down, None, full.down_bias, 8))
+    torch.library.opcheck(ops.up_down, (None, words, spill, None, full.w_down, None, full.b_down, 8))
 
 
 @SOME
@@ -570,7 +570,7 @@ def test_nothing_waits_for_the_gpu(m: int) -> None:
     def calls() -> None:
         for gated in (True, False):
             testing.sparse_layer(problem, gated=gated, strategy="row")
-        twell.pack(problem.x, problem.w_gate, problem.gate_bias).unpack()
+        twell.pack(problem.x, problem.w_gate, problem.b_gate).unpack()
 
     calls()
     torch.cuda.synchronize()

@@ -35,7 +35,7 @@ Gradients = dict[str, Tensor]
 
 def operands(problem: FFN, gated: bool) -> tuple[Any, ...]:
     """The tensors as the operators take them."""
-    return tuple(problem if gated else problem._replace(w_up=None, up_bias=None))
+    return tuple(problem if gated else problem._replace(w_up=None, b_up=None))
 
 
 def upstream_of_l1(dl1: float) -> Tensor:
@@ -48,8 +48,8 @@ def check_forward(problem: FFN, gated: bool, compression: int) -> tuple[Tensor, 
     y, l1, nonzeros, *kept = testing.poisoned(lambda: ops.hybrid_forward(*arguments, compression))
     wide = problem.map(Tensor.double)
     gate = testing.float64_gate(problem)
-    hidden = gate * nn.functional.linear(wide.x, wide.w_up, wide.up_bias) if gated else gate
-    expected = nn.functional.linear(hidden.to(y.dtype).double(), wide.w_down.t(), wide.down_bias)
+    hidden = gate * nn.functional.linear(wide.x, wide.w_up, wide.b_up) if gated else gate
+    expected = nn.functional.linear(hidden.to(y.dtype).double(), wide.w_down.t(), wide.b_down)
     testing.assert_same(y, expected.float().to(y.dtype), "y")
     assert int(nonzeros) == int((gate != 0).sum())
     total = float(hidden.abs().sum())
@@ -65,7 +65,7 @@ def check_backward(problem: FFN, gated: bool, dl1: float, kept: tuple[Tensor, ..
     dy = testing.integer_upstream(problem)
     right = testing.exact_gradients(problem, dy, dl1, gated=gated)
     dtype = problem.x.dtype
-    names = ("x", "w_gate", "w_up", "w_down", "gate_bias", "up_bias")
+    names = ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up")
 
     def assert_right(found: dict[str, Tensor]) -> None:
         for name, gradient in found.items():
@@ -79,7 +79,7 @@ def check_backward(problem: FFN, gated: bool, dl1: float, kept: tuple[Tensor, ..
     assert_right(dict(zip(names, found, strict=True)))
     mains = [torch.full(t.shape, 3.0, device=DEVICE) if gated or i != 1 else None for i, t in enumerate(problem[1:4])]
     dx, db_gate, db_up = ops.hybrid_backward_accumulate(*arguments, *mains, True)
-    assert_right({"x": dx, "gate_bias": db_gate, "up_bias": db_up})
+    assert_right({"x": dx, "b_gate": db_gate, "b_up": db_up})
     for name, main in zip(names[1:4], mains, strict=True):
         if main is not None:
             testing.assert_same(main, (right[name] + 3).float(), f"main gradient of {name}")
@@ -372,7 +372,7 @@ def test_error_budget_with_biases(name: str, gated: bool) -> None:
     gate, up, down = (
         0.25 * torch.randn(size, generator=generator, device=DEVICE).to(BF16) for size in (5632, 5632, 2048)
     )
-    assert_close(testing.off_kinks(problem._replace(gate_bias=gate, up_bias=up, down_bias=down), gated=gated), gated)
+    assert_close(testing.off_kinks(problem._replace(b_gate=gate, b_up=up, b_down=down), gated=gated), gated)
 
 
 @BOTH
@@ -446,7 +446,7 @@ def test_a_hundred_steps_give_the_same_bits(name: str, m: int, busy: bool, gated
     """``busy``: beside matrix products on another stream, so that CTAs start unevenly. The last one overflows."""
     problem = testing.make(name, m, device=DEVICE)
     bias = torch.randn(5632, generator=torch.Generator().manual_seed(1)).to(DEVICE, BF16)
-    problem = problem._replace(up_bias=bias, gate_bias=0 * bias)
+    problem = problem._replace(b_up=bias, b_gate=0 * bias)
     dy = testing.real_upstream(problem)
     first = testing.sparse_gradients(problem, dy, L1, gated=gated)
     different = torch.zeros(len(first), dtype=torch.int64, device=DEVICE)
@@ -752,11 +752,11 @@ def test_a_second_backward_with_retain_graph(gated: bool) -> None:
         loss.backward()
 
 
-SUBSETS = ["x", "w_gate", "w_down", "gate_bias", "down_bias", "x w_down", "w_gate gate_bias", "x w_gate w_down"]
+SUBSETS = ["x", "w_gate", "w_down", "b_gate", "b_down", "x w_down", "w_gate b_gate", "x w_gate w_down"]
 
 
 @BOTH
-@pytest.mark.parametrize("subset", [*SUBSETS, "w_up", "x up_bias"])
+@pytest.mark.parametrize("subset", [*SUBSETS, "w_up", "x b_up"])
 def test_a_subset_has_the_gradients_of_all(subset: str, gated: bool) -> None:
     if not gated and "up" in subset:
         pytest.skip("no up projection")
@@ -776,7 +776,7 @@ def test_the_gradient_of_l1_alone(gated: bool) -> None:
     (3 * len(problem.x) * aux.l1).backward()
     expected = testing.exact_gradients(problem, torch.zeros_like(problem.x), 3.0, gated=gated)
     found = grads_of(own, gated)
-    assert found.keys() == expected.keys() - {"w_down", "down_bias"}
+    assert found.keys() == expected.keys() - {"w_down", "b_down"}
     for name, gradient in found.items():
         testing.assert_same(gradient, expected[name].float().to(BF16), name)
 

@@ -79,7 +79,7 @@ def test_gradients_of_many_tokens(dtype: torch.dtype, gated: bool, bias: bool, m
     m = int(tokens * longest(dtype)) + 1
     problem = by_turns(m, 136, 32, dtype)
     if bias:
-        problem = problem._replace(gate_bias=torch.zeros_like(problem.w_gate[:, 0]), up_bias=problem.w_up[:, 32] * 0)
+        problem = problem._replace(b_gate=torch.zeros_like(problem.w_gate[:, 0]), b_up=problem.w_up[:, 32] * 0)
     dy = torch.zeros_like(problem.x)
     dy[:, 5] = 1
     right = testing.exact_gradients(problem, dy, gated=gated)
@@ -149,9 +149,9 @@ def test_sums_over_neurons_do_not_drift(dtype: torch.dtype, strategy: str, n: in
 def test_sums_over_tokens_do_not_drift(dtype: torch.dtype, m: int, fires: int) -> None:
     k, n = 128, 256
     problem = coherent(m, k, n, 0.0, dtype)
-    x, gate_bias = (problem.x * 0.25 + 1).to(dtype), torch.full((n,), -100.0, device="cuda", dtype=dtype)
-    gate_bias[:fires] = 4
-    problem = problem._replace(x=x, w_gate=problem.w_gate * 0.2, gate_bias=gate_bias)
+    x, b_gate = (problem.x * 0.25 + 1).to(dtype), torch.full((n,), -100.0, device="cuda", dtype=dtype)
+    b_gate[:fires] = 4
+    problem = problem._replace(x=x, w_gate=problem.w_gate * 0.2, b_gate=b_gate)
     dy = ((torch.rand(m, k, device="cuda") + 0.5) * (4e3 / m)).to(dtype)
     right = testing.float64_gradients(problem, dy)
     ours, dense = (

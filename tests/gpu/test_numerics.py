@@ -42,7 +42,7 @@ def test_error_budget_with_biases() -> None:
     gate, up, down = (
         0.5 * torch.randn(size, generator=generator, device="cuda").to(BF16) for size in (5632, 5632, 2048)
     )
-    check(problem._replace(gate_bias=gate, up_bias=up, down_bias=down), 8)
+    check(problem._replace(b_gate=gate, b_up=up, b_down=down), 8)
 
 
 @pytest.mark.parametrize("name", ["uniform29", "topic128"])

@@ -58,7 +58,7 @@ def bitmap(active: Tensor) -> Tensor:
 
 def answers(p: Problem) -> dict[str, Tensor]:
     """Every result in float64, from coefficients rounded as the kernels round them; checks that sums are exact."""
-    x, w_gate, w_up, w_down, gate_bias, up_bias, down_bias = p.layer.map(Tensor.double)
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = p.layer.map(Tensor.double)
     dy, dtype = p.dy.double(), p.dy.dtype
 
     def rounded(values: Tensor) -> Tensor:
@@ -68,14 +68,14 @@ def answers(p: Problem) -> dict[str, Tensor]:
         assert float(sum(a.abs() @ b.abs() for a, b in pairs).max()) < testing.EXACT_LIMIT
         return sum(a @ b for a, b in pairs)
 
-    gate = torch.nn.functional.linear(x, w_gate, gate_bias).relu()
-    up = torch.nn.functional.linear(x, w_up, up_bias)
+    gate = torch.nn.functional.linear(x, w_gate, b_gate).relu()
+    up = torch.nn.functional.linear(x, w_up, b_up)
     hidden = gate * up if p.gated else gate
     dh = product((dy, w_down.t())) + p.dl1 * hidden.sign()
     d_gate, d_up, h = rounded(dh * up if p.gated else dh), rounded(dh * gate), rounded(hidden)
     ups = [(d_up, w_up)] if p.gated else []
     return {
-        "y": product((h, w_down)) + (0 if down_bias is None else down_bias),
+        "y": product((h, w_down)) + (0 if b_down is None else b_down),
         "l1": torch.where(p.active, hidden, 0).abs().sum(1),
         "dx": product((d_gate, w_gate), *ups),
         "dw_gate": product((d_gate.t(), x)),
@@ -88,8 +88,8 @@ def answers(p: Problem) -> dict[str, Tensor]:
 
 def run(p: Problem, mode: str, *, excess: int = 1, outputs: dict[str, Tensor]) -> None:
     """Launch one mode on ``outputs``, with a capacity that the non-zeros exceed by ``excess``."""
-    x, w_gate, w_up, w_down, gate_bias, up_bias, down_bias = p.layer
-    bias = down_bias is not None
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = p.layer
+    bias = b_down is not None
     total = int(p.active.sum()) + 1
     sizes = torch.full((geometry.token_tiles(len(x)) + 1,), -1, dtype=torch.int32, device="cuda")
     sizes[-1] = total
@@ -100,10 +100,10 @@ def run(p: Problem, mode: str, *, excess: int = 1, outputs: dict[str, Tensor]) -
     weights = (w_gate, w_up if p.gated else None, w_down)
     kept = (bitmap(p.active), sizes, total - excess)
     if mode == "forward":
-        arguments = (x, *weights, *present(gate_bias, up_bias, down_bias), *kept, outputs["y"], outputs["l1"])
+        arguments = (x, *weights, *present(b_gate, b_up, b_down), *kept, outputs["y"], outputs["l1"])
     else:
         dl1 = torch.tensor([p.dl1], device="cuda")
-        arguments = (p.dy, x, *weights, *present(gate_bias, up_bias), dl1, *kept)
+        arguments = (p.dy, x, *weights, *present(b_gate, b_up), dl1, *kept)
         if mode == "input":
             arguments += (outputs["dx"],)
         else:
@@ -145,9 +145,9 @@ def check(p: Problem, modes: tuple[str, ...] = specs.OVERFLOW_MODES) -> None:
         out = empty(p, mode, fill=3.0 if mode == "weight_add" else math.nan)
         run(p, mode, outputs=out)
         for name, result in out.items():
-            if (name == "dw_up" and not p.gated) or (name == "db_up" and not (p.gated and p.layer.up_bias is not None)):
+            if (name == "dw_up" and not p.gated) or (name == "db_up" and not (p.gated and p.layer.b_up is not None)):
                 continue
-            if name == "db_gate" and p.layer.gate_bias is None:
+            if name == "db_gate" and p.layer.b_gate is None:
                 continue
             expected = right[name]
             if name == "l1":

@@ -26,14 +26,14 @@ def gates_with(counts: Tensor, n: int, seed: int = 0) -> Tensor:
 
 def run(problem: FFN, compression: int) -> tuple[Tensor, Tensor]:
     """The gated and the non-gated layer of a GPU problem, after its packed gate was compared with the CPU operator."""
-    gate_bias = None if problem.gate_bias is None else problem.gate_bias.cpu()
-    packed = testing.poisoned(lambda: ops.gate_pack(*problem[:2], problem.gate_bias, compression))
-    expected = ops.gate_pack(problem.x.cpu(), problem.w_gate.cpu(), gate_bias, compression)
+    b_gate = None if problem.b_gate is None else problem.b_gate.cpu()
+    packed = testing.poisoned(lambda: ops.gate_pack(*problem[:2], problem.b_gate, compression))
+    expected = ops.gate_pack(problem.x.cpu(), problem.w_gate.cpu(), b_gate, compression)
     testing.assert_packed_same(packed, expected, problem.w_gate.shape[0], compression)
     words, spill, _ = packed
-    x, _, w_up, w_down, _, up_bias, down_bias = problem
-    gated = testing.poisoned(lambda: ops.up_down(x, words, spill, w_up, w_down, up_bias, down_bias, compression))
-    non_gated = testing.poisoned(lambda: ops.up_down(None, words, spill, None, w_down, None, down_bias, compression))
+    x, _, w_up, w_down, _, b_up, b_down = problem
+    gated = testing.poisoned(lambda: ops.up_down(x, words, spill, w_up, w_down, b_up, b_down, compression))
+    non_gated = testing.poisoned(lambda: ops.up_down(None, words, spill, None, w_down, None, b_down, compression))
     return gated[0], non_gated[0]
 
 
@@ -153,8 +153,8 @@ def test_non_finite_neuron(value: float) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_non_finite_bias(value: float) -> None:
     problem = testing.integer_problem(65, 72, 264, density=0.1, biases="gate up down", device=CUDA)
-    assert problem.gate_bias is not None
-    problem.gate_bias[3] = value
+    assert problem.b_gate is not None
+    problem.b_gate[3] = value
     assert_rows_follow_cpu(problem, None)
 
 
@@ -237,7 +237,7 @@ def test_leading_dimensions(layered: FFN, shape: tuple[int, ...]) -> None:
         y = testing.sparse_output(batch, gated=gated)
         assert y.shape == x.shape
         testing.assert_same(y.view(-1, 264), testing.exact_output(layered.rows(0, tokens), gated=gated))
-    packed = twell.pack(x, layered.w_gate, layered.gate_bias, compression=4)
+    packed = twell.pack(x, layered.w_gate, layered.b_gate, compression=4)
     assert packed.shape == (*shape, 776)
     assert packed.dtype == x.dtype
     gate = testing.float64_gate(layered.rows(0, tokens))

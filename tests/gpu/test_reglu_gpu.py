@@ -247,7 +247,7 @@ def draw(m: int = M, dtype: torch.dtype = BF16) -> testing.FFN:
 
 
 def layer(p: testing.FFN, **options: Any) -> Any:
-    biases = {"b_gate": p.gate_bias, "b_up": p.up_bias, "b_down": p.down_bias}
+    biases = {"b_gate": p.b_gate, "b_up": p.b_up, "b_down": p.b_down}
     return twell.sparse_gated_ffn(*p[:3], p.w_down.t(), **biases, strategy="dense", **options)
 
 
@@ -258,9 +258,9 @@ def with_figures(p: testing.FFN) -> tuple[Tensor, Tensor, Tensor]:
 
 def by_hand(p: testing.FFN) -> tuple[Tensor, Tensor, Tensor]:
     """y, l1 and l0 in plain PyTorch."""
-    gate = F.relu(F.linear(p.x, p.w_gate, p.gate_bias))
-    hidden = gate * F.linear(p.x, p.w_up, p.up_bias)
-    y = F.linear(hidden, p.w_down.t(), p.down_bias)
+    gate = F.relu(F.linear(p.x, p.w_gate, p.b_gate))
+    hidden = gate * F.linear(p.x, p.w_up, p.b_up)
+    y = F.linear(hidden, p.w_down.t(), p.b_down)
     tokens = p.x.shape[0]
     return y, hidden.abs().sum(dtype=torch.float32) / tokens, (gate != 0).sum().float() / tokens
 
@@ -361,17 +361,17 @@ def test_memory(training: bool, fused: list[int]) -> None:
 
 
 def by_hand_y(p: testing.FFN) -> Tensor:
-    gate = F.relu(F.linear(p.x, p.w_gate, p.gate_bias))
-    hidden = gate * F.linear(p.x, p.w_up, p.up_bias)
-    return F.linear(hidden, p.w_down.t(), p.down_bias)
+    gate = F.relu(F.linear(p.x, p.w_gate, p.b_gate))
+    hidden = gate * F.linear(p.x, p.w_up, p.b_up)
+    return F.linear(hidden, p.w_down.t(), p.b_down)
 
 
 def test_a_layer_without_gate_works_in_place() -> None:
     p = draw()
     p.x[1, 2] = torch.nan
     before = p.map(Tensor.clone)
-    expected = F.linear(F.relu(F.linear(p.x, p.w_gate, p.gate_bias)), p.w_down.t())
-    y = twell.sparse_ffn(p.x, p.w_gate, p.w_down.t(), b_up=p.gate_bias, strategy="dense")
+    expected = F.linear(F.relu(F.linear(p.x, p.w_gate, p.b_gate)), p.w_down.t())
+    y = twell.sparse_ffn(p.x, p.w_gate, p.w_down.t(), b_up=p.b_gate, strategy="dense")
     assert same_bits(y, expected)
     for tensor, was in zip(p, before, strict=True):
         assert same_bits(tensor, was)

@@ -81,7 +81,7 @@ def with_biases(problem: FFN, seed: int = 1) -> FFN:
     generator = torch.Generator(CUDA).manual_seed(seed)
     n, k = problem.w_gate.shape
     up, down = (torch.randn(size, generator=generator, device=CUDA).to(BF16) for size in (n, k))
-    return problem._replace(gate_bias=torch.zeros_like(up), up_bias=up, down_bias=down)
+    return problem._replace(b_gate=torch.zeros_like(up), b_up=up, b_down=down)
 
 
 # A thousand runs
@@ -606,14 +606,14 @@ def pattern(m: int) -> FFN:
     return testing.pattern_problem(gates, 304, biases=BIASES, device=CUDA)
 
 
-PLACES = ("x", "w_gate", "w_up", "w_down", "gate_bias", "up_bias", "down_bias")
+PLACES = ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
 
 
 def spoil(problem: FFN, place: str, value: float) -> FFN:
     """A copy with ``value`` in token 17, in neuron 300 or, of the down bias, in column 5."""
     copy = problem.map(Tensor.clone)
     tensor = getattr(copy, place)
-    tensor[{"x": (17, 5), "down_bias": (5,)}.get(place, (NEURON, 5)[: tensor.dim()])] = value
+    tensor[{"x": (17, 5), "b_down": (5,)}.get(place, (NEURON, 5)[: tensor.dim()])] = value
     return copy
 
 
@@ -635,10 +635,10 @@ def test_where_non_finite_values_show(m: int, strategy: str, gated: bool) -> Non
 
     clean = run(problem)
     silenced = problem.map(Tensor.clone)
-    assert silenced.gate_bias is not None
-    silenced.w_gate[NEURON], silenced.gate_bias[NEURON] = 0, -1
+    assert silenced.b_gate is not None
+    silenced.w_gate[NEURON], silenced.b_gate[NEURON] = 0, -1
     without = run(silenced)
-    for place in PLACES if gated else [p for p in PLACES if p not in ("w_up", "up_bias")]:
+    for place in PLACES if gated else [p for p in PLACES if p not in ("w_up", "b_up")]:
         for value in (math.nan, math.inf, -math.inf):
             layer = spoil(problem, place, value)
             y, dense = run(layer), testing.dense_output(layer, gated=gated)
@@ -646,7 +646,7 @@ def test_where_non_finite_values_show(m: int, strategy: str, gated: bool) -> Non
             assert not bool((dense.isfinite() & ~y.isfinite()).any()), what
             shows, spared, alone = where(layer, place, TILE[strategy], testing.float64_gate(problem)[:, NEURON] > 0)
             assert bool((~y[shows].isfinite()).any(1).all()), what
-            right = without if place in ("w_gate", "gate_bias") else clean
+            right = without if place in ("w_gate", "b_gate") else clean
             testing.assert_same(y[spared], right[spared], f"{what}, spared tokens")
             if alone:
                 column = torch.arange(y.shape[1], device=CUDA) == 5
@@ -659,10 +659,10 @@ def where(layer: FFN, place: str, tile: int, fires: Tensor) -> tuple[Tensor, Ten
     if place == "x":
         spoilt = torch.arange(m, device=CUDA) == 17
         return spoilt, ~spoilt, False
-    if place in ("w_gate", "gate_bias"):
-        gate = F.relu(F.linear(layer.x, layer.w_gate, layer.gate_bias))[:, NEURON]
+    if place in ("w_gate", "b_gate"):
+        gate = F.relu(F.linear(layer.x, layer.w_gate, layer.b_gate))[:, NEURON]
         return ~gate.isfinite(), gate == 0, False
-    if place in ("w_up", "up_bias"):
+    if place in ("w_up", "b_up"):
         return fires, ~fires, False
     if place == "w_down":
         beside = F.pad(fires, (0, -m % tile)).view(-1, tile).any(1).repeat_interleave(tile)[:m]
@@ -677,8 +677,8 @@ def test_where_non_finite_values_show_in_gradients(overflows: bool, value: float
     """No gradient is lost that dense PyTorch keeps; tokens that have nothing to do with it keep theirs."""
     problem = pattern(300)
     if overflows:
-        assert problem.gate_bias is not None
-        problem.gate_bias[: 768 // 2] += 3
+        assert problem.b_gate is not None
+        problem.b_gate[: 768 // 2] += 3
     dy = testing.integer_upstream(problem)
     clean = step(problem, dy, gated)
     gate = testing.float64_gate(problem) > 0

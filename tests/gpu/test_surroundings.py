@@ -219,7 +219,7 @@ def test_the_default_device_changes_nothing(strategy: Any, default: str) -> None
             (y * dy).float().sum().backward()
             torch.cuda.synchronize()
             found += [y.detach(), aux.l1.detach(), x.grad]
-        packed = twell.pack(problem.x, problem.w_gate, problem.gate_bias)
+        packed = twell.pack(problem.x, problem.w_gate, problem.b_gate)
         return [*found, packed.unpack(), packed.nnz()]
 
     expected = results()

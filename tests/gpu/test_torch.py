@@ -42,14 +42,14 @@ def full(request: pytest.FixtureRequest) -> FFN:
 
 def test_opcheck_gate_pack(full: FFN) -> None:
     for compression in (2, 4, 8):
-        torch.library.opcheck(ops.gate_pack, (full.x, full.w_gate, full.gate_bias, compression))
+        torch.library.opcheck(ops.gate_pack, (full.x, full.w_gate, full.b_gate, compression))
 
 
 def test_opcheck_readers(full: FFN) -> None:
-    words, spill, _ = ops.gate_pack(full.x, full.w_gate, full.gate_bias, 8)
-    up_down = (full.x, words, spill, full.w_up, full.w_down, full.up_bias, full.down_bias, 8)
+    words, spill, _ = ops.gate_pack(full.x, full.w_gate, full.b_gate, 8)
+    up_down = (full.x, words, spill, full.w_up, full.w_down, full.b_up, full.b_down, 8)
     torch.library.opcheck(ops.up_down, up_down)
-    torch.library.opcheck(ops.up_down, (None, words, spill, None, full.w_down, None, full.down_bias, 8))
+    torch.library.opcheck(ops.up_down, (None, words, spill, None, full.w_down, None, full.b_down, 8))
     torch.library.opcheck(ops.unpack, (words, spill, 512, 8))
 
 
@@ -81,7 +81,7 @@ def test_compiled_function(layer: FFN, gated: bool, backend: str) -> None:
 def modules(problem: FFN) -> list[tuple[nn.Module, bool]]:
     """The two modules with the weights and biases of a problem, and whether each is gated."""
     n, k = problem.w_gate.shape
-    bias = problem.gate_bias is not None
+    bias = problem.b_gate is not None
     gated = twell.nn.SparseGatedMLP(k, n, bias, strategy="row", device="cuda", dtype=problem.x.dtype)
     non_gated = twell.nn.SparseMLP(k, n, bias, strategy="row", device="cuda", dtype=problem.x.dtype)
     state = {"gate_proj.weight": problem.w_gate, "up_proj.weight": problem.w_up, "down_proj.weight": problem.w_down.t()}
@@ -130,7 +130,7 @@ def test_cuda_graph_follows_its_inputs(layer: FFN) -> None:
 
 
 def packed_gate(problem: FFN) -> Tensor:
-    return twell.pack(problem.x, problem.w_gate, problem.gate_bias).unpack()
+    return twell.pack(problem.x, problem.w_gate, problem.b_gate).unpack()
 
 
 def test_cuda_graph_replays_the_same_bits() -> None:
@@ -186,7 +186,7 @@ def test_nothing_waits_for_the_gpu(layer: FFN) -> None:
     def calls() -> None:
         run(layer)
         testing.sparse_output(layer, gated=False)
-        packed = twell.pack(layer.x, layer.w_gate, layer.gate_bias)
+        packed = twell.pack(layer.x, layer.w_gate, layer.b_gate)
         packed.unpack()
         packed.nnz()
         twell.sparse_gated_ffn(layer.x, layer.w_gate, layer.w_up, layer.w_down.t(), return_aux=True)

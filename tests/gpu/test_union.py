@@ -36,8 +36,8 @@ def right(problem: FFN, gated: bool) -> Outputs:
     """The only right answer: float64, but for the hidden state, which is rounded to the storage type before y."""
     wide, dtype, m = problem.map(Tensor.double), problem.x.dtype, problem.x.shape[0]
     gate = testing.float64_gate(problem)
-    hidden = gate * F.linear(wide.x, wide.w_up, wide.up_bias) if gated else gate
-    y = F.linear(hidden.to(dtype).double(), wide.w_down.t(), wide.down_bias).float().to(dtype)
+    hidden = gate * F.linear(wide.x, wide.w_up, wide.b_up) if gated else gate
+    y = F.linear(hidden.to(dtype).double(), wide.w_down.t(), wide.b_down).float().to(dtype)
 
     def by_tile(matrix: Tensor) -> Tensor:
         tiles = geometry.token_tiles(m)
@@ -48,9 +48,9 @@ def right(problem: FFN, gated: bool) -> Outputs:
 
 def union_operands(problem: FFN, gated: bool, compression: int = 8) -> tuple[Any, ...]:
     """The arguments of the operator, the gate packed on the problem's device."""
-    x, w_gate, w_up, w_down, gate_bias, up_bias, down_bias = problem
-    words, spill, _ = ops.gate_pack(x, w_gate, gate_bias, compression)
-    return (x, words, spill, w_up if gated else None, w_down, up_bias if gated else None, down_bias, compression)
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = problem
+    words, spill, _ = ops.gate_pack(x, w_gate, b_gate, compression)
+    return (x, words, spill, w_up if gated else None, w_down, b_up if gated else None, b_down, compression)
 
 
 def run(problem: FFN, gated: bool, compression: int = 8) -> Outputs:
@@ -332,7 +332,7 @@ def test_non_finite_neuron(value: float) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", ["gate_bias", "up_bias", "down_bias"])
+@pytest.mark.parametrize("name", ["b_gate", "b_up", "b_down"])
 def test_non_finite_bias(name: str, value: float) -> None:
     problem = testing.integer_problem(65, 72, 264, density=0.1, biases=BIASES, device=CUDA)
     getattr(problem, name)[3] = value
@@ -400,11 +400,11 @@ def test_packing_slice_by_slice_does_not_change_a_bit(
 ) -> None:
     """``ffn_union`` has the results of the two operators, also where another kernel packs a short last slice."""
     p = testing.integer_problem(m, 136, 264, density=density, biases=BIASES, device=CUDA)
-    words, spill, stats = ops.gate_pack(p.x, p.w_gate, p.gate_bias, compression)
-    weights = (p.w_up, p.w_down, p.up_bias) if gated else (None, p.w_down, None)
-    y, l1, union = ops.up_down_union(p.x, words, spill, *weights, p.down_bias, compression)
+    words, spill, stats = ops.gate_pack(p.x, p.w_gate, p.b_gate, compression)
+    weights = (p.w_up, p.w_down, p.b_up) if gated else (None, p.w_down, None)
+    y, l1, union = ops.up_down_union(p.x, words, spill, *weights, p.b_down, compression)
     monkeypatch.setattr(geometry, "UNION_ENTRIES", tiles * geometry.TOKEN_TILE * 264)
-    biases = (p.gate_bias, p.up_bias if gated else None, p.down_bias)
+    biases = (p.b_gate, p.b_up if gated else None, p.b_down)
     found = ops.ffn_union(p.x, p.w_gate, *weights[:2], *biases, compression)
     for name, actual, expected in zip(("y", "l1", "stats", "union"), found, (y, l1, stats, union), strict=True):
         testing.assert_same(actual, expected, name)
@@ -569,7 +569,7 @@ def test_error_budget_with_biases(gated: bool) -> None:
     problem = testing.make("skew29", 2048)
     generator = torch.Generator(CUDA).manual_seed(5)
     gate, up, down = (0.5 * torch.randn(s, generator=generator, device=CUDA).to(BF16) for s in (5632, 5632, 2048))
-    problem = problem._replace(gate_bias=gate, up_bias=up, down_bias=down)
+    problem = problem._replace(b_gate=gate, b_up=up, b_down=down)
     comparison = testing.compare(problem, by_strategy(problem, gated), gated=gated)
     assert comparison.ok, str(comparison)
 
@@ -767,7 +767,7 @@ def test_nothing_waits_for_the_gpu(layered: FFN, monkeypatch: pytest.MonkeyPatch
         for gated in (True, False):
             by_strategy(layered, gated)
             testing.sparse_layer(layered, gated=gated, strategy="union")
-            by_strategy(layered._replace(gate_bias=None, up_bias=None, down_bias=None), gated)
+            by_strategy(layered._replace(b_gate=None, b_up=None, b_down=None), gated)
 
     for room in (geometry.UNION_ENTRIES, 128 * 776):
         monkeypatch.setattr(geometry, "UNION_ENTRIES", room)

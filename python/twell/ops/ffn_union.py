@@ -29,13 +29,13 @@ def _fake(
     w_gate: Tensor,
     w_up: Tensor | None,
     w_down: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
     compression: int,
 ) -> Outputs:
     weights = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}
-    check_layer(x, weights, {"gate_bias": gate_bias, "up_bias": up_bias}, down_bias)
+    check_layer(x, weights, {"b_gate": b_gate, "b_up": b_up}, b_down)
     y, l1, stats, sizes = outputs(x, w_gate)
     return y, l1, stats, union(sizes)
 
@@ -45,14 +45,14 @@ def _cpu(
     w_gate: Tensor,
     w_up: Tensor | None,
     w_down: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
     compression: int,
 ) -> Outputs:
-    _fake(x, w_gate, w_up, w_down, gate_bias, up_bias, down_bias, compression)
-    words, spill, stats = pack_on_cpu(x, w_gate, gate_bias, compression)
-    y, l1, unions = up_down_on_cpu(x, words, spill, w_up, w_down, up_bias, down_bias, compression)
+    _fake(x, w_gate, w_up, w_down, b_gate, b_up, b_down, compression)
+    words, spill, stats = pack_on_cpu(x, w_gate, b_gate, compression)
+    y, l1, unions = up_down_on_cpu(x, words, spill, w_up, w_down, b_up, b_down, compression)
     return y, l1, stats, unions
 
 
@@ -61,9 +61,9 @@ def _cuda(
     w_gate: Tensor,
     w_up: Tensor | None,
     w_down: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
     compression: int,
 ) -> Outputs:
     check_alike(w_gate, w_up=w_up, w_down=w_down)
@@ -76,16 +76,16 @@ def _cuda(
     def packed_of(first: int, last: int) -> tuple[Tensor, Tensor]:
         blocks = slice(first // geometry.STATS_ROWS, -(-last // geometry.STATS_ROWS))
         packed = words[: last - first], spill[: last - first]
-        pack(x[first:last], w_gate, gate_bias, (*packed, stats[blocks]), compression)
+        pack(x[first:last], w_gate, b_gate, (*packed, stats[blocks]), compression)
         return packed
 
-    by_slices(x, packed_of, w_up, w_down, up_bias, down_bias, (y, l1, sizes))
+    by_slices(x, packed_of, w_up, w_down, b_up, b_down, (y, l1, sizes))
     return y, l1, stats, union(sizes)
 
 
 ffn_union = register(
-    "ffn_union(Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? gate_bias, Tensor? up_bias, "
-    "Tensor? down_bias, int compression) -> (Tensor y, Tensor l1, Tensor stats, Tensor union)",
+    "ffn_union(Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, "
+    "Tensor? b_down, int compression) -> (Tensor y, Tensor l1, Tensor stats, Tensor union)",
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,

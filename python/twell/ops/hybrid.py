@@ -47,8 +47,8 @@ class Layer(NamedTuple):
     w_gate: Tensor
     w_up: Tensor | None
     w_down: Tensor
-    gate_bias: Tensor | None
-    up_bias: Tensor | None
+    b_gate: Tensor | None
+    b_up: Tensor | None
 
 
 class Gradients(NamedTuple):
@@ -58,8 +58,8 @@ class Gradients(NamedTuple):
     w_gate: Tensor | None
     w_up: Tensor | None
     w_down: Tensor | None
-    gate_bias: Tensor | None
-    up_bias: Tensor | None
+    b_gate: Tensor | None
+    b_up: Tensor | None
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -91,9 +91,9 @@ def _kept_shapes(x: Tensor, n: int, gated: bool) -> dict[str, tuple[int, ...]]:
 
 def check_backward(dy: Tensor, dl1: Tensor, layer: Layer, kept: Kept) -> None:
     """Raise unless the operands of backward fit each other."""
-    x, w_gate, w_up, w_down, gate_bias, up_bias = layer
+    x, w_gate, w_up, w_down, b_gate, b_up = layer
     weights = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}
-    check_layer(x, weights, {"gate_bias": gate_bias, "up_bias": up_bias}, wide=True)
+    check_layer(x, weights, {"b_gate": b_gate, "b_up": b_up}, wide=True)
     check("dy", dy, x.shape, x.dtype)
     check("dl1", dl1, (), accumulator(x.dtype))
     for (name, shape), tensor in zip(_kept_shapes(x, w_gate.shape[0], w_up is not None).items(), kept):
@@ -196,15 +196,15 @@ def encode(gate: Tensor, up: Tensor | None, kept: Kept) -> None:
 
 def decode(layer: Layer, kept: Kept) -> tuple[Tensor, Tensor | None]:
     """The gate and, if gated, the up projection where it is not zero: dense [M, N], of ``accumulator``'s dtype."""
-    x, w_gate, w_up, _, gate_bias, up_bias = layer
+    x, w_gate, w_up, _, b_gate, b_up = layer
     m, n, dtype = x.shape[0], w_gate.shape[0], x.dtype
     capacity, wide = geometry.hybrid_capacity(m, n), accumulator(dtype)
     total = int(kept.sizes[-1])
     if total > capacity:
         words = kept.entries[: m * geometry.bitmap_words(n)].view(m, -1, 1)
         inactive = (words >> torch.arange(32, device="cpu") & 1).view(m, -1)[:, :n] == 0
-        gate = rounded(project(x, w_gate, gate_bias), dtype).relu_().masked_fill_(inactive, 0)
-        return gate, None if w_up is None else project(x, w_up, up_bias).masked_fill_(inactive, 0)
+        gate = rounded(project(x, w_gate, b_gate), dtype).relu_().masked_fill_(inactive, 0)
+        return gate, None if w_up is None else project(x, w_up, b_up).masked_fill_(inactive, 0)
 
     entries, chunks = kept.entries[:total], geometry.chunks(n)
     run = torch.arange(kept.neurons.shape[0] * chunks, device="cpu").repeat_interleave(
@@ -264,7 +264,7 @@ def backward_cpu(dy: Tensor, dl1: Tensor, layer: Layer, kept: Kept, out: Gradien
         if target is not None and coefficients is not None:
             gradient = product(for_weights(coefficients).t(), matrix)
             target.add_(gradient) if accumulate else target.copy_(gradient)
-    for target, coefficients in ((out.gate_bias, wide_gate), (out.up_bias, wide_up)):
+    for target, coefficients in ((out.b_gate, wide_gate), (out.b_up, wide_up)):
         if target is not None and coefficients is not None:
             target.copy_(for_weights(coefficients).sum(0))
 
@@ -301,10 +301,10 @@ def backward_cuda(
     up = values(entries, capacity, dtype, 1)[0] if gated else None
     dl1 = vector(dl1.reshape(1), 1, dl1)
 
-    bias = layer.gate_bias is not None or layer.up_bias is not None
-    gate_bias = vector(layer.gate_bias, n, x) if bias else None
-    up_bias = vector(layer.up_bias, n, x) if bias and gated else None
-    recomputed = (dy, x, w_gate, w_up, w_down, gate_bias, up_bias, dl1, entries, sizes, capacity)
+    bias = layer.b_gate is not None or layer.b_up is not None
+    b_gate = vector(layer.b_gate, n, x) if bias else None
+    b_up = vector(layer.b_up, n, x) if bias and gated else None
+    recomputed = (dy, x, w_gate, w_up, w_down, b_gate, b_up, dl1, entries, sizes, capacity)
 
     d_gate = sizes.new_empty(capacity)
     d_up = sizes.new_empty(capacity) if gated else None
@@ -337,8 +337,8 @@ def backward_cuda(
     del d_gate, d_up, groups, by_neuron
     out = weights()
     # a layer with one of two biases has a place for the other's gradient all the same
-    db_gate = (x.new_empty(n) if out.gate_bias is None else out.gate_bias) if bias else None
-    db_up = (x.new_empty(n) if out.up_bias is None else out.up_bias) if bias and gated else None
+    db_gate = (x.new_empty(n) if out.b_gate is None else out.b_gate) if bias else None
+    db_up = (x.new_empty(n) if out.b_up is None else out.b_up) if bias and gated else None
     # clusters of four CTAs, one for each multiprocessor, take a batch that overflows
     gradients = (out.w_gate, out.w_up, out.w_down, db_gate, db_up, room_aside(x, m, 4 * multiprocessors))
     weight_grad = tuning.weight_grad(dtype, gated, bias, accumulate)

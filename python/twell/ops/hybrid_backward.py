@@ -63,8 +63,8 @@ def _cuda(*arguments: Any) -> Outputs:
 
 
 hybrid_backward = register(
-    "hybrid_backward(Tensor dy, Tensor dl1, Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? gate_bias, "
-    "Tensor? up_bias, Tensor entries, Tensor neurons, Tensor chunks, Tensor sizes, Tensor popularity, bool input_grad, "
+    "hybrid_backward(Tensor dy, Tensor dl1, Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, "
+    "Tensor? b_up, Tensor entries, Tensor neurons, Tensor chunks, Tensor sizes, Tensor popularity, bool input_grad, "
     "bool weight_grad) "
     "-> (Tensor dx, Tensor dw_gate, Tensor dw_up, Tensor dw_down, Tensor db_gate, Tensor db_up)",
     fake=_fake,

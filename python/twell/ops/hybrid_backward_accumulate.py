@@ -23,8 +23,8 @@ Outputs = tuple[Tensor, Tensor, Tensor]
 
 def outputs(layer: Layer, input_grad: bool) -> Gradients:
     """Uninitialised dx [M, K], db_gate and db_up [N] of x's dtype. None for the weights and what nobody asks for."""
-    x, _, _, _, gate_bias, up_bias = layer
-    biases = (None if bias is None else x.new_empty(bias.shape) for bias in (gate_bias, up_bias))
+    x, _, _, _, b_gate, b_up = layer
+    biases = (None if bias is None else x.new_empty(bias.shape) for bias in (b_gate, b_up))
     return Gradients(x.new_empty(x.shape) if input_grad else None, None, None, None, *biases)
 
 
@@ -74,7 +74,7 @@ def _cuda(*arguments: Any) -> Outputs:
 
 hybrid_backward_accumulate = register(
     "hybrid_backward_accumulate(Tensor dy, Tensor dl1, Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, "
-    "Tensor? gate_bias, Tensor? up_bias, Tensor entries, Tensor neurons, Tensor chunks, Tensor sizes, "
+    "Tensor? b_gate, Tensor? b_up, Tensor entries, Tensor neurons, Tensor chunks, Tensor sizes, "
     "Tensor popularity, Tensor(a!) main_gate, Tensor(b!)? main_up, Tensor(c!) main_down, bool input_grad) "
     "-> (Tensor dx, Tensor db_gate, Tensor db_up)",
     fake=_fake,

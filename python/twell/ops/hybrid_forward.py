@@ -1,7 +1,7 @@
 """``hybrid_forward``: a forward pass to train with: y, the sum of |h|, the non-zeros, and what backward needs.
 
-h[m, c] = gate[m, c] * (x[m] . w_up[c] + up_bias[c]) for the non-zeros of gate = relu(x @ w_gate^T + gate_bias), and
-without ``w_up`` h = gate; y = h @ w_down + down_bias. The gate is rounded to x's dtype, and so is h, once. The gate is
+h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]) for the non-zeros of gate = relu(x @ w_gate^T + b_gate), and
+without ``w_up`` h = gate; y = h @ w_down + b_down. The gate is rounded to x's dtype, and so is h, once. The gate is
 kept in the hybrid format of ``twell.ops.hybrid``. On the CPU any floating dtype, on CUDA bfloat16 or float16.
 """
 
@@ -43,13 +43,13 @@ def _fake(
     w_gate: Tensor,
     w_up: Tensor | None,
     w_down: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
     compression: int,
 ) -> Outputs:
     weights = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}
-    check_layer(x, weights, {"gate_bias": gate_bias, "up_bias": up_bias}, down_bias, wide=True)
+    check_layer(x, weights, {"b_gate": b_gate, "b_up": b_up}, b_down, wide=True)
     return outputs(x, w_gate, w_up)
 
 
@@ -58,23 +58,23 @@ def _cpu(
     w_gate: Tensor,
     w_up: Tensor | None,
     w_down: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
     compression: int,
 ) -> Outputs:
-    y, l1, nonzeros, *tensors = _fake(x, w_gate, w_up, w_down, gate_bias, up_bias, down_bias, compression)
+    y, l1, nonzeros, *tensors = _fake(x, w_gate, w_up, w_down, b_gate, b_up, b_down, compression)
     hybrid.require_offsets(x.shape[0], w_gate.shape[0])
     kept = Kept(*tensors)
-    gate = hybrid.project(x, w_gate, gate_bias).to(x.dtype).relu_()
+    gate = hybrid.project(x, w_gate, b_gate).to(x.dtype).relu_()
     hidden = gate.to(l1.dtype)
     up = None
     if w_up is not None:
-        up = hybrid.project(x, w_up, up_bias)
+        up = hybrid.project(x, w_up, b_up)
         hidden = (hidden * up).masked_fill_(gate == 0, 0)
     l1.copy_(hidden.abs().sum())
     nonzeros.copy_((gate != 0).sum())
-    y.copy_(hybrid.project(hidden.to(x.dtype), w_down.t(), down_bias))
+    y.copy_(hybrid.project(hidden.to(x.dtype), w_down.t(), b_down))
     hybrid.encode(gate, None if up is None else up.to(x.dtype), kept)
     return y, l1, nonzeros, *kept
 
@@ -84,9 +84,9 @@ def _cuda(
     w_gate: Tensor,
     w_up: Tensor | None,
     w_down: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
     compression: int,
 ) -> Outputs:
     hybrid.require_offsets(x.shape[0], w_gate.shape[0])
@@ -100,7 +100,7 @@ def _cuda(
     x, w_gate, w_down = (hybrid.near_rows(t) for t in (x, w_gate, down_rows(w_down)))
     w_up = None if w_up is None else hybrid.near_rows(w_up)
     multiprocessors, capacity = device.sm_count(x.device.index), geometry.hybrid_capacity(m, n)
-    words, spill, stats = gate_pack(x, w_gate, gate_bias, compression)
+    words, spill, stats = gate_pack(x, w_gate, b_gate, compression)
     entries, neurons, chunks, sizes, popularity = kept
     pattern = (entries, neurons, chunks, sizes)
     width = geometry.words_per_tile(compression)
@@ -117,20 +117,20 @@ def _cuda(
     if w_up is not None:
         up = hybrid.values(entries, capacity, dtype, 1)[0]
         hidden = torch.empty_like(up)
-        spec = tuning.sampled_up(dtype, up_bias is not None, training=True)
-        bias = None if up_bias is None else vector(up_bias, n, x)
+        spec = tuning.sampled_up(dtype, b_up is not None, training=True)
+        bias = None if b_up is None else vector(b_up, n, x)
         launch(spec, x, w_up, bias, *pattern, up, hidden, sums, capacity, multiprocessors)
     # without an up projection the hidden state is in the entries
-    down = tuning.gathered(dtype, 1 if gated else 0, down_bias is not None)
-    bias = None if down_bias is None else vector(down_bias, k, x)
+    down = tuning.gathered(dtype, 1 if gated else 0, b_down is not None)
+    bias = None if b_down is None else vector(b_down, k, x)
     aside = hybrid.room_aside(x, n, multiprocessors)
     launch(down, hidden, w_down, None, None, bias, *pattern, y, aside, capacity, multiprocessors)
 
-    any_bias = not (gate_bias is None and up_bias is None and down_bias is None)
+    any_bias = not (b_gate is None and b_up is None and b_down is None)
     biases = (
-        vector(gate_bias, n, x) if any_bias else None,
-        vector(up_bias, n, x) if any_bias and gated else None,
-        vector(down_bias, k, x) if any_bias else None,
+        vector(b_gate, n, x) if any_bias else None,
+        vector(b_up, n, x) if any_bias and gated else None,
+        vector(b_down, k, x) if any_bias else None,
     )
     overflow = tuning.overflow(dtype, "forward", gated, any_bias)
     launch(overflow, x, w_gate, w_up, w_down, *biases, entries, sizes, capacity, y, sums, aside, multiprocessors)
@@ -139,8 +139,8 @@ def _cuda(
 
 
 hybrid_forward = register(
-    "hybrid_forward(Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? gate_bias, Tensor? up_bias, "
-    "Tensor? down_bias, int compression) -> (Tensor y, Tensor l1, Tensor nonzeros, Tensor entries, Tensor neurons, "
+    "hybrid_forward(Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, "
+    "Tensor? b_down, int compression) -> (Tensor y, Tensor l1, Tensor nonzeros, Tensor entries, Tensor neurons, "
     "Tensor chunks, Tensor sizes, Tensor popularity)",
     fake=_fake,
     cpu=_cpu,

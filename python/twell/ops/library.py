@@ -213,11 +213,11 @@ def check_layer(
     x: Tensor,
     weights: dict[str, Tensor | None],
     biases: dict[str, Tensor | None],
-    down_bias: Tensor | None = None,
+    b_down: Tensor | None = None,
     *,
     wide: bool = False,
 ) -> None:
-    """Raise unless x is [M, K], ``weights`` are [N, K], ``biases`` [N] and ``down_bias`` [K], all of one dtype.
+    """Raise unless x is [M, K], ``weights`` are [N, K], ``biases`` [N] and ``b_down`` [K], all of one dtype.
 
     N is that of the first weight, which is never None. The dtype is one that TwELL stores, or a wider one if ``wide``.
     For fakes and the CPU: what the compiled kernels are called through checks the same in less time.
@@ -236,8 +236,8 @@ def check_layer(
     for name, bias in biases.items():
         if bias is not None:
             check(name, bias, (n,), dtype)
-    if down_bias is not None:
-        check("down_bias", down_bias, (k,), dtype)
+    if b_down is not None:
+        check("b_down", b_down, (k,), dtype)
 
 
 def check_matrix(name: str, matrix: Tensor, dtypes: tuple[torch.dtype, ...] = _STORED) -> None:

@@ -1,10 +1,10 @@
 """``up_down``: the up and down projections on the pattern of a packed gate.
 
-h[m, c] = gate[m, c] * (x[m] . w_up[c] + up_bias[c]) for the non-zeros of the gate, y = h @ w_down + down_bias,
+h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]) for the non-zeros of the gate, y = h @ w_down + b_down,
 l1[m] = sum of |h[m]|. The hidden state h is never stored, and stays fp32 until y is rounded. Neurons whose gate
 is zero add nothing, but a non-finite down row may make NaN of 0 * inf in tokens beside one that fires it.
 
-Without ``w_up``, in a layer without a gate, the packed values are h; x and ``up_bias`` are not read and may be None.
+Without ``w_up``, in a layer without a gate, the packed values are h; x and ``b_up`` are not read and may be None.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ def _fake(
     spill: Tensor,
     w_up: Tensor | None,
     w_down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
     compression: int,
 ) -> tuple[Tensor, Tensor]:
     if x is not None and w_up is not None:
-        check_layer(x, {"w_up": w_up, "w_down": w_down}, {"up_bias": up_bias}, down_bias)
+        check_layer(x, {"w_up": w_up, "w_down": w_down}, {"b_up": b_up}, b_down)
     else:
         check_rank("words", words)
         check_matrix("w_down", w_down)
         if x is not None:
             check("x", x, (words.shape[0], w_down.shape[1]), w_down.dtype)
-        if down_bias is not None:
-            check("down_bias", down_bias, w_down.shape[1:], w_down.dtype)
+        if b_down is not None:
+            check("b_down", b_down, w_down.shape[1:], w_down.dtype)
     return outputs(x, words, spill, w_up, w_down, compression)
 
 
@@ -69,15 +69,15 @@ def _cpu(
     spill: Tensor,
     w_up: Tensor | None,
     w_down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
     compression: int,
 ) -> tuple[Tensor, Tensor]:
-    y, l1 = _fake(x, words, spill, w_up, w_down, up_bias, down_bias, compression)
+    y, l1 = _fake(x, words, spill, w_up, w_down, b_up, b_down, compression)
     hidden = gate = unpack(words, spill, w_down.shape[0], compression).float()
     if x is not None and w_up is not None:
-        hidden = (gate * hybrid.project(x, w_up, up_bias)).masked_fill_(gate == 0, 0)
-    return y.copy_(hybrid.project(hidden, w_down.t(), down_bias)), l1.copy_(hidden.abs().sum(1))
+        hidden = (gate * hybrid.project(x, w_up, b_up)).masked_fill_(gate == 0, 0)
+    return y.copy_(hybrid.project(hidden, w_down.t(), b_down)), l1.copy_(hidden.abs().sum(1))
 
 
 def _cuda(
@@ -86,21 +86,21 @@ def _cuda(
     spill: Tensor,
     w_up: Tensor | None,
     w_down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
     compression: int,
 ) -> tuple[Tensor, Tensor]:
     y, l1 = outputs(x, words, spill, w_up, w_down, compression)
     m, k = y.shape
     if m:
         tokens = up = None
-        gated, biased = False, down_bias is not None
+        gated, biased = False, b_down is not None
         if x is not None and w_up is not None:
             tokens, up = rows(x), rows(w_up)
-            gated, biased = True, biased or up_bias is not None
+            gated, biased = True, biased or b_up is not None
         biases = (
-            vector(up_bias, w_down.shape[0], spill) if gated and biased else None,
-            vector(down_bias, k, spill) if biased else None,
+            vector(b_up, w_down.shape[0], spill) if gated and biased else None,
+            vector(b_down, k, spill) if biased else None,
         )
         width = geometry.words_per_tile(compression)
         operands = (tokens, words, spill, up, down_rows(w_down), *biases, y, l1)
@@ -114,7 +114,7 @@ def _cuda(
 
 
 up_down = register(
-    "up_down(Tensor? x, Tensor words, Tensor spill, Tensor? w_up, Tensor w_down, Tensor? up_bias, Tensor? down_bias, "
+    "up_down(Tensor? x, Tensor words, Tensor spill, Tensor? w_up, Tensor w_down, Tensor? b_up, Tensor? b_down, "
     "int compression) -> (Tensor y, Tensor l1)",
     fake=_fake,
     cpu=_cpu,

@@ -2,8 +2,8 @@
 
 Each tile gathers the weight rows in the union of its tokens' neurons once. Any pattern is exact; where the union is
 everything the products are those of dense PyTorch, and finding the places of their factors comes on top.
-h[m, c] = gate[m, c] * (x[m] . w_up[c] + up_bias[c]) for the non-zeros of the gate, without ``w_up`` h = gate;
-y = h @ w_down + down_bias. h is rounded to x's dtype, once, as in dense PyTorch.
+h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]) for the non-zeros of the gate, without ``w_up`` h = gate;
+y = h @ w_down + b_down. h is rounded to x's dtype, once, as in dense PyTorch.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def _fake(
     spill: Tensor,
     w_up: Tensor | None,
     w_down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
     compression: int,
 ) -> Outputs:
-    check_layer(x, {"w_down": w_down, "w_up": w_up}, {"up_bias": up_bias}, down_bias)
+    check_layer(x, {"w_down": w_down, "w_up": w_up}, {"b_up": b_up}, b_down)
     y, l1, sizes = outputs(x, words, spill, w_down, compression)
     return y, l1, union(sizes)
 
@@ -66,16 +66,16 @@ def on_cpu(
     spill: Tensor,
     w_up: Tensor | None,
     w_down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
     compression: int,
 ) -> Outputs:
-    y, l1, found = _fake(x, words, spill, w_up, w_down, up_bias, down_bias, compression)
+    y, l1, found = _fake(x, words, spill, w_up, w_down, b_up, b_down, compression)
     gate = unpack(words, spill, w_down.shape[0], compression)
     hidden = gate.float()
     if w_up is not None:
-        hidden = (hidden * hybrid.project(x, w_up, up_bias)).masked_fill_(gate == 0, 0)
-    y.copy_(hybrid.project(hidden.to(x.dtype), w_down.t(), down_bias))
+        hidden = (hidden * hybrid.project(x, w_up, b_up)).masked_fill_(gate == 0, 0)
+    y.copy_(hybrid.project(hidden.to(x.dtype), w_down.t(), b_down))
     l1.zero_()
     for tile in range(len(found)):
         tokens = slice(tile * geometry.TOKEN_TILE, (tile + 1) * geometry.TOKEN_TILE)
@@ -90,12 +90,12 @@ def _cuda(
     spill: Tensor,
     w_up: Tensor | None,
     w_down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
     compression: int,
 ) -> Outputs:
     y, l1, sizes = found = outputs(x, words, spill, w_down, compression)
-    by_slices(x, lambda first, last: (words[first:last], spill[first:last]), w_up, w_down, up_bias, down_bias, found)
+    by_slices(x, lambda first, last: (words[first:last], spill[first:last]), w_up, w_down, b_up, b_down, found)
     return y, l1, union(sizes)
 
 
@@ -104,8 +104,8 @@ def by_slices(
     packed_of: Callable[[int, int], tuple[Tensor, Tensor]],
     w_up: Tensor | None,
     w_down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
     found: Outputs,
 ) -> None:
     """Launch what fills ``found``. ``packed_of(first, last)`` gives words and spill of a slice when it is its turn."""
@@ -117,10 +117,10 @@ def by_slices(
         x, w_up = rows(x), rows(w_up)
     multiprocessors, tiles = device.sm_count(x.device.index), geometry.tiles(n)
     compact = tuning.compact(dtype, training=False)
-    up = tuning.sampled_up(dtype, up_bias is not None, training=False)
-    down = tuning.gathered(dtype, 0, down_bias is not None)
-    up_bias = None if up_bias is None else vector(up_bias, n, x)
-    down_bias = None if down_bias is None else vector(down_bias, k, x)
+    up = tuning.sampled_up(dtype, b_up is not None, training=False)
+    down = tuning.gathered(dtype, 0, b_down is not None)
+    b_up = None if b_up is None else vector(b_up, n, x)
+    b_down = None if b_down is None else vector(b_down, k, x)
     aside = hybrid.room_aside(x, n, multiprocessors)
     slices = geometry.union_slices(m, n)
     # the first slice is the longest, and the others take its memory after it
@@ -133,10 +133,10 @@ def by_slices(
         sums, width = l1[start:stop], words.shape[1] // tiles
         launch(compact, words, spill, None, *pattern, None, sums, n, width, int(w_up is None), geometry.MOST)
         if w_up is not None:
-            launch(up, x[first:last], w_up, up_bias, *pattern, None, None, sums, geometry.MOST, multiprocessors)
+            launch(up, x[first:last], w_up, b_up, *pattern, None, None, sums, geometry.MOST, multiprocessors)
         # the hidden state is now in the entries
         out = (y[first:last], aside, geometry.MOST, multiprocessors)
-        launch(down, None, w_down, None, None, down_bias, *pattern, *out)
+        launch(down, None, w_down, None, None, b_down, *pattern, *out)
 
 
 def _empty_lists(x: Tensor, m: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,8 +150,8 @@ def _empty_lists(x: Tensor, m: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 up_down_union = register(
-    "up_down_union(Tensor x, Tensor words, Tensor spill, Tensor? w_up, Tensor w_down, Tensor? up_bias, "
-    "Tensor? down_bias, int compression) -> (Tensor y, Tensor l1, Tensor union)",
+    "up_down_union(Tensor x, Tensor words, Tensor spill, Tensor? w_up, Tensor w_down, Tensor? b_up, "
+    "Tensor? b_down, int compression) -> (Tensor y, Tensor l1, Tensor union)",
     fake=_fake,
     cpu=on_cpu,
     cuda=_cuda,
