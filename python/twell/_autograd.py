@@ -4,7 +4,7 @@ gradients with a float32 home."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,25 +15,7 @@ from twell import ops, tuning
 from twell._runtime import nvtx
 from twell.ops import hybrid, library
 from twell.ops.library import has_tangent
-
-Mains = tuple[Tensor | None, Tensor | None, Tensor | None]
-
-_WEIGHTS = ("w_gate", "w_up", "w_down")
-
-
-class Operands(NamedTuple):
-    """The differentiable inputs of a layer: x [M, K], w_gate and w_up [N, K], w_down [K, N], biases.
-
-    A layer without gate has no ``w_up``; what it calls up projection stands in the place of the gate.
-    """
-
-    x: Any
-    w_gate: Any
-    w_up: Any
-    w_down: Any
-    b_gate: Any
-    b_up: Any
-    b_down: Any
+from twell.ops.operands import Gradients, Mains, Operands
 
 
 def ffn(name: str, operands: Operands, mains: Mains, compression: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -41,11 +23,11 @@ def ffn(name: str, operands: Operands, mains: Mains, compression: int) -> tuple[
 
     The first two are differentiable.
 
-    ``mains`` are the float32 tensors, shaped as w_gate, w_up and w_down, to which backward adds the gradient of that
-    weight instead of returning it; None where it shall be returned. ``name`` is the function that errors speak of.
+    Backward adds the gradient of a weight to its main instead of returning it. ``name`` is the function that errors
+    name.
     """
     if not torch.compiler.is_compiling():
-        for weight, main in zip(_WEIGHTS, mains):
+        for weight, main in mains._asdict().items():
             if main is not None:
                 # a view's node: of a leaf's the engine does not always tell whether it will run
                 view = getattr(operands, weight).view_as(main)
@@ -74,10 +56,10 @@ class _FFN(torch.autograd.Function):
         y, l1, nonzeros, *kept = ops.hybrid_forward(x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down, compression)
         ctx.save_for_backward(x, w_gate, w_up, w_down, b_gate, b_up, *kept)
         # not saved: a hook that moves saved tensors would have backward add to a copy
-        ctx.mains = (main_gate, main_up, main_down)
+        ctx.mains = Mains(main_gate, main_up, main_down)
         ctx.name = name
         if not torch.compiler.is_compiling():
-            weights = zip(_WEIGHTS, (w_gate, w_up, w_down), ctx.mains)
+            weights = zip(Mains._fields, (w_gate, w_up, w_down), ctx.mains)
             ctx.nodes = {w: weight.grad_fn for w, weight, main in weights if weight is not None and main is not None}
         sizes = hybrid.Kept(*kept).sizes
         ctx.mark_non_differentiable(nonzeros, sizes)
@@ -87,19 +69,18 @@ class _FFN(torch.autograd.Function):
     @staticmethod
     @nvtx.marked(lambda ctx, dy, *_: _backward_range(ctx.name, dy))
     def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        needs = Operands(*ctx.needs_input_grad[-len(Operands._fields) :])
+        needs = dict(zip(Operands._fields, ctx.needs_input_grad[-len(Operands._fields) :]))
         if not torch.compiler.is_compiling() and ctx.nodes:
             _require_addable(dy, dl1)
             # what forward saw needed is not what this backward pass wants: torch.autograd.grad may ask for x alone
             runs = torch._C._will_engine_execute_node
-            needs = needs._replace(**{weight: False for weight, node in ctx.nodes.items() if not runs(node)})
+            needs.update({weight: False for weight, node in ctx.nodes.items() if not runs(node)})
         db_down = None
-        if needs.b_down and dy is not None:
+        if needs.pop("b_down") and dy is not None:
             db_down = dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(dy.dtype)
-        gradients = Operands(None, None, None, None, None, None, db_down)
+        gradients = Gradients(b_down=db_down)
         saved: tuple[Tensor | None, ...] = ()
-        # torch 2.9 cannot trace a slice of a named tuple
-        if any(tuple(needs)[:-1]) and not (dy is None and dl1 is None):
+        if any(needs.values()) and not (dy is None and dl1 is None):
             saved = ctx.saved_tensors
             with torch.no_grad():
                 gradients = _gradients(dy, dl1, saved, needs, ctx.mains)._replace(b_down=db_down)
@@ -127,20 +108,20 @@ def _backward_range(name: str, dy: Tensor | None) -> nvtx.Context:
 
 
 def _gradients(
-    dy: Tensor | None, dl1: Tensor | None, saved: tuple[Tensor | None, ...], needs: Operands, mains: Mains
-) -> Operands:
+    dy: Tensor | None, dl1: Tensor | None, saved: tuple[Tensor | None, ...], needs: dict[str, bool], mains: Mains
+) -> Gradients:
     """The gradients that are needed and have no main; those that have one are added to it."""
     x, w_gate, w_up, w_down, b_gate, b_up, *kept = saved
     assert x is not None
     assert w_down is not None
     # the gradient of l1 alone leaves the down projection out
-    down_needed = needs.w_down and dy is not None
+    down_needed = needs["w_down"] and dy is not None
     if dy is None:
         dy = torch.zeros_like(x)
     if dl1 is None:
         dl1 = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
     arguments = (dy, dl1, x, w_gate, w_up, w_down.t(), b_gate, b_up, *kept)
-    weights_needed = (needs.w_gate, needs.w_up, down_needed)
+    weights_needed = (needs["w_gate"], needs["w_up"], down_needed)
 
     if any(needed and main is not None for needed, main in zip(weights_needed, mains)):
         targets: list[Any] = []
@@ -150,26 +131,26 @@ def _gradients(
             else:
                 targets.append(torch.zeros_like(weight, dtype=torch.float32))
         main_gate, main_up, main_down = targets
-        dx, db_gate, db_up = ops.hybrid_backward_accumulate(*arguments, main_gate, main_up, main_down.t(), needs.x)
+        dx, db_gate, db_up = ops.hybrid_backward_accumulate(*arguments, main_gate, main_up, main_down.t(), needs["x"])
         dw_gate, dw_up, dw_down = (
             target.to(x.dtype) if needed and main is None else None
             for target, needed, main in zip(targets, weights_needed, mains)
         )
     else:
-        weight_grad = any(weights_needed) or needs.b_gate or needs.b_up
-        dx, dw_gate, dw_up, dw_down, db_gate, db_up = ops.hybrid_backward(*arguments, needs.x, weight_grad)
+        weight_grad = any(weights_needed) or needs["b_gate"] or needs["b_up"]
+        dx, dw_gate, dw_up, dw_down, db_gate, db_up = ops.hybrid_backward(*arguments, needs["x"], weight_grad)
         # stored as the weight is, for whatever takes gradients flat
         dw_down = (ops.matrix_transpose(dw_down) if w_down.is_contiguous() else dw_down.t()) if down_needed else None
 
-    every = Operands(dx, dw_gate, dw_up, dw_down, db_gate, db_up, None)
-    return Operands(*(gradient if needed else None for gradient, needed in zip(every, needs)))
+    every = Gradients(dx, dw_gate, dw_up, dw_down, db_gate, db_up)
+    return Gradients(*(gradient if needed else None for gradient, needed in zip(every, needs.values())))
 
 
-def _first_order(name: str, gradients: Operands, sources: tuple[Tensor | None, ...]) -> Operands:
+def _first_order(name: str, gradients: Gradients, sources: tuple[Tensor | None, ...]) -> Gradients:
     """``gradients`` whose own derivative with respect to ``sources`` is an error, rather than silently absent."""
     present = [g for g in gradients if g is not None]
     outputs = iter(_FirstOrder.apply(name, len(present), *present, *sources))  # type: ignore[no-untyped-call]
-    return Operands(*(None if g is None else next(outputs) for g in gradients))
+    return Gradients(*(None if g is None else next(outputs) for g in gradients))
 
 
 class _FirstOrder(torch.autograd.Function):

@@ -18,6 +18,7 @@ from twell._plain import PLAIN_TENSORS, overridden
 from twell._runtime import geometry, nvtx, specs
 from twell._runtime.log import info_once, warn_once
 from twell.ops.library import has_row_strides
+from twell.ops.operands import Mains, Operands
 from twell.packed import PackedTwell
 
 Strategy = Literal["auto", "row", "union", "dense"]
@@ -141,13 +142,8 @@ def sparse_gated_ffn(
     Raises TypeError, ValueError or NotImplementedError naming what was got and expected; a second derivative raises
     NotImplementedError unless ``strategy`` is "dense".
     """
-    name = "sparse_gated_ffn"
     given = {"x": x, "w_gate": w_gate, "w_up": w_up, "w_down": w_down, "b_gate": b_gate, "b_up": b_up, "b_down": b_down}
-    t = _admit(name, **given)
-    if _sharded(t):
-        return _on_shards(name, sparse_gated_ffn, t, given, strategy, compression, main_grads, return_aux)  # type: ignore[no-any-return]
-    mains = _admit_mains(name, t, given, ("w_gate", "w_up", "w_down"), main_grads)
-    return _gated(name, t, _route(name, t, strategy, compression), mains, compression, return_aux)
+    return _ffn(sparse_gated_ffn, given, strategy, compression, main_grads, return_aux)
 
 
 @overload
@@ -197,13 +193,8 @@ def sparse_ffn(
     w_up is [N, K], w_down [K, N], b_up [N], b_down [K], main_grads (main_up, main_down). All else, errors and dtypes
     that run dense included, is as in ``sparse_gated_ffn``.
     """
-    name = "sparse_ffn"
     given = {"x": x, "w_up": w_up, "w_down": w_down, "b_up": b_up, "b_down": b_down}
-    t = _admit(name, **given)
-    if _sharded(t):
-        return _on_shards(name, sparse_ffn, t, given, strategy, compression, main_grads, return_aux)  # type: ignore[no-any-return]
-    mains = _admit_mains(name, t, given, ("w_up", "w_down"), main_grads)
-    return _plain(name, t, _route(name, t, strategy, compression), mains, compression, return_aux)
+    return _ffn(sparse_ffn, given, strategy, compression, main_grads, return_aux)
 
 
 def pack(x: Tensor, w_gate: Tensor, b_gate: Tensor | None = None, *, compression: int = 8) -> PackedTwell:
@@ -236,87 +227,82 @@ def pack(x: Tensor, w_gate: Tensor, b_gate: Tensor | None = None, *, compression
     return PackedTwell(words, spill, stats, n, compression)
 
 
-def _range_of(name: str, t: dict[str, Tensor], route: _auto.Route, *_: Any) -> nvtx.Context:
+def _ffn(
+    function: Callable[..., Any],
+    given: Mapping[str, Tensor | None],
+    strategy: Strategy | AutoStrategy,
+    compression: int,
+    main_grads: Sequence[Tensor | None] | None,
+    return_aux: bool,
+) -> Tensor | tuple[Tensor, Aux]:
+    """``function`` of operands as the caller names them: ``sparse_gated_ffn`` or ``sparse_ffn``, the door of both."""
+    name = function.__name__
+    t = _admit(name, **given)
+    if _sharded(t):
+        return _on_shards(name, function, t, given, strategy, compression, main_grads, return_aux)  # type: ignore[no-any-return]
+    mains = _admit_mains(name, t, given, main_grads)
+    route = _route(name, t, strategy, compression)
+    return _run(name, t, Operands.of(t), route, mains, compression, return_aux)
+
+
+def _range_of(name: str, t: Mapping[str, Tensor], _: Operands, route: _auto.Route, *rest: Any) -> nvtx.Context:
     """A profiler's range of a routed call."""
     phase = nvtx.FORWARD if _needing_grad(t) else nvtx.INFERENCE
     return nvtx.range(name, category=phase, **nvtx.sizes(t), strategy=route.strategy)
 
 
 @nvtx.marked(_range_of)
-def _gated(
-    name: str, t: dict[str, Tensor], route: _auto.Route, mains: Any, compression: int, return_aux: bool
+def _run(
+    name: str,
+    t: Mapping[str, Tensor],
+    layer: Operands,
+    route: _auto.Route,
+    mains: Mains,
+    compression: int,
+    return_aux: bool,
 ) -> Tensor | tuple[Tensor, Aux]:
-    """``sparse_gated_ffn`` of admitted operands, as ``route`` says."""
-    x = t["x"]
+    """The layer of the admitted operands ``t``, as ``route`` says."""
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     if route.strategy == "dense":
-        w_gate, w_up, w_down = map(_autograd.into_main, (t["w_gate"], t["w_up"], t["w_down"]), mains)
-        gate = F.linear(x, w_gate, t.get("b_gate"))
-        if _autograd.fuses(gate, t.values()):
-            hidden = _autograd.gated_relu(gate, F.linear(x, w_up, t.get("b_up")))
-        else:
-            gate = F.relu(gate)
-            hidden = gate * F.linear(x, w_up, t.get("b_up"))
-        y = _no_view(F.linear(hidden, w_down, t.get("b_down")))
+        y, hidden, gate = _dense(t, layer, mains)
         _note_dense(route, gate, y)
         return (y, _dense_aux(hidden, gate)) if return_aux else y
 
     tokens = x.reshape(-1, x.shape[-1])
     if _needing_grad(t):
-        biases = (t.get("b_gate"), t.get("b_up"), t.get("b_down"))
-        layer = _autograd.Operands(tokens, t["w_gate"], t["w_up"], t["w_down"], *biases)
-        y, total, nonzeros, sizes = _autograd.ffn(name, layer, mains, compression)
+        y, total, nonzeros, sizes = _autograd.ffn(name, layer._replace(x=tokens), mains, compression)
         _note_training(route, nonzeros, sizes, y)
         y = _unviewed(y, x.shape)
         return (y, _per_token(total, nonzeros, tokens.shape[0])) if return_aux else y
 
-    w_gate, b_gate, unions = t["w_gate"], t.get("b_gate"), None
-    weights, up_biases = (t["w_up"], t["w_down"].t()), (t.get("b_up"), t.get("b_down"))
+    w_down, unions = w_down.t(), None
     if route.strategy == "union" and _in_slices(tokens, w_gate):
-        y, l1, stats, unions = ops.ffn_union(tokens, w_gate, *weights, b_gate, *up_biases, compression)
+        y, l1, stats, unions = ops.ffn_union(tokens, w_gate, w_up, w_down, b_gate, b_up, b_down, compression)
     else:
         words, spill, stats = ops.gate_pack(tokens, w_gate, b_gate, compression)
         if route.strategy == "union":
-            y, l1, unions = ops.up_down_union(tokens, words, spill, *weights, *up_biases, compression)
+            y, l1, unions = ops.up_down_union(tokens, words, spill, w_up, w_down, b_up, b_down, compression)
         else:
-            y, l1 = ops.up_down(tokens, words, spill, *weights, *up_biases, compression)
+            y, l1 = ops.up_down(tokens, words, spill, w_up, w_down, b_up, b_down, compression)
     _note(route, stats, unions)
     y = _unviewed(y, x.shape)
     return (y, _sparse_aux(l1, stats, tokens.shape[0])) if return_aux else y
 
 
-@nvtx.marked(_range_of)
-def _plain(
-    name: str, t: dict[str, Tensor], route: _auto.Route, mains: Any, compression: int, return_aux: bool
-) -> Tensor | tuple[Tensor, Aux]:
-    """``sparse_ffn`` of admitted operands, as ``route`` says."""
-    x, (main_up, main_down) = t["x"], mains
-    if route.strategy == "dense":
-        w_up, w_down = _autograd.into_main(t["w_up"], main_up), _autograd.into_main(t["w_down"], main_down)
-        hidden = F.relu(F.linear(x, w_up, t.get("b_up")), inplace=not _needing_grad(t) and _autograd.eager(t.values()))
-        y = _no_view(F.linear(hidden, w_down, t.get("b_down")))
-        _note_dense(route, hidden, y)
-        return (y, _dense_aux(hidden, hidden)) if return_aux else y
-
-    tokens = x.reshape(-1, x.shape[-1])
-    if _needing_grad(t):
-        layer = _autograd.Operands(tokens, t["w_up"], None, t["w_down"], t.get("b_up"), None, t.get("b_down"))
-        y, total, nonzeros, sizes = _autograd.ffn(name, layer, (main_up, None, main_down), compression)
-        _note_training(route, nonzeros, sizes, y)
-        y = _unviewed(y, x.shape)
-        return (y, _per_token(total, nonzeros, tokens.shape[0])) if return_aux else y
-
-    w_up, w_down, b_up, b_down, unions = t["w_up"], t["w_down"].t(), t.get("b_up"), t.get("b_down"), None
-    if route.strategy == "union" and _in_slices(tokens, w_up):
-        y, l1, stats, unions = ops.ffn_union(tokens, w_up, None, w_down, b_up, None, b_down, compression)
+def _dense(t: Mapping[str, Tensor], layer: Operands, mains: Mains) -> tuple[Tensor, Tensor, Tensor]:
+    """y, the hidden state and the gate, before or after ReLU, by PyTorch's own operators."""
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+    w_gate, w_down = _autograd.into_main(w_gate, mains.w_gate), _autograd.into_main(w_down, mains.w_down)
+    w_up = None if w_up is None else _autograd.into_main(w_up, mains.w_up)
+    gate = F.linear(x, w_gate, b_gate)
+    if w_up is None:
+        hidden = gate = F.relu(gate, inplace=not _needing_grad(t) and _autograd.eager(t.values()))
+    elif _autograd.fuses(gate, t.values()):
+        hidden = _autograd.gated_relu(gate, F.linear(x, w_up, b_up))
     else:
-        words, spill, stats = ops.gate_pack(tokens, w_up, b_up, compression)
-        if route.strategy == "union":
-            y, l1, unions = ops.up_down_union(tokens, words, spill, None, w_down, None, b_down, compression)
-        else:
-            y, l1 = ops.up_down(tokens, words, spill, None, w_down, None, b_down, compression)
-    _note(route, stats, unions)
-    y = _unviewed(y, x.shape)
-    return (y, _sparse_aux(l1, stats, tokens.shape[0])) if return_aux else y
+        gate = F.relu(gate)
+        hidden = gate * F.linear(x, w_up, b_up)
+    return _no_view(F.linear(hidden, w_down, b_down)), hidden, gate
 
 
 def _unviewed(y: Tensor, shape: torch.Size) -> Tensor:
@@ -404,7 +390,7 @@ def _odd_one(name: str, expected: str, values: dict[str, Any]) -> str:
     return f"{name}: {odd} must be {expected.format(common)} as {others}, got {values[odd]}"
 
 
-def _wrong_shape(name: str, operands: dict[str, Tensor]) -> str:
+def _wrong_shape(name: str, operands: Mapping[str, Tensor]) -> str:
     """Which operand has another K or N than most of the others."""
     letters = {"x": "K", "w_gate": "NK", "w_up": "NK", "w_down": "KN", "b_gate": "N", "b_up": "N", "b_down": "K"}
     sizes: dict[str, list[tuple[str, int]]] = {"K": [], "N": []}
@@ -436,7 +422,7 @@ def _sharded(operands: Mapping[str, Tensor]) -> bool:
 def _on_shards(
     name: str,
     function: Callable[..., Any],
-    operands: dict[str, Tensor],
+    operands: Mapping[str, Tensor],
     given: Mapping[str, Tensor | None],
     strategy: Any,
     compression: int,
@@ -456,7 +442,7 @@ def _on_shards(
     return y if figures is None else (y, Aux(*figures))
 
 
-def _route(name: str, operands: dict[str, Tensor], requested: Any, compression: int) -> _auto.Route:
+def _route(name: str, operands: Mapping[str, Tensor], requested: Any, compression: int) -> _auto.Route:
     """How this call runs; unless "dense" was asked for, every limit of the sparse path has been checked."""
     if not isinstance(requested, AutoStrategy):
         tuning.require_strategy(requested)
@@ -534,7 +520,7 @@ def _note_training(route: _auto.Route, nonzeros: Tensor, sizes: Tensor, y: Tenso
 
 
 def _require_packable(
-    name: str, operands: dict[str, Tensor], compression: int, instead: str = '; strategy="dense" takes it'
+    name: str, operands: Mapping[str, Tensor], compression: int, instead: str = '; strategy="dense" takes it'
 ) -> None:
     x, weight = operands["x"], operands["w_gate" if "w_gate" in operands else "w_up"]
     n, k = weight.shape
@@ -553,24 +539,24 @@ def _require_packable(
         raise NotImplementedError(f"{name}: the sparse path runs on cuda and cpu, got {x.device.type}")
 
 
-def _needing_grad(operands: dict[str, Tensor]) -> list[str]:
+def _needing_grad(operands: Mapping[str, Tensor]) -> list[str]:
     """Names of the operands whose gradient autograd will want of this call."""
     return [argument for argument, value in operands.items() if value.requires_grad] if torch.is_grad_enabled() else []
 
 
 def _admit_mains(
     name: str,
-    operands: dict[str, Tensor],
+    operands: Mapping[str, Tensor],
     given: Mapping[str, Tensor | None],
-    weights: tuple[str, ...],
     mains: Sequence[Tensor | None] | None,
-) -> Any:
+) -> Mains:
     """For each weight the float32 tensor that takes its gradient, None where it has none or needs no gradient.
 
     ``given`` are the operands before autocast has copied them.
     """
     if mains is None:
-        return (None,) * len(weights)
+        return Mains()
+    weights = [argument for argument in Mains._fields if argument in operands]
     if not isinstance(mains, (tuple, list)) or len(mains) != len(weights):
         got = f"{len(mains)} of them" if isinstance(mains, (tuple, list)) else type(mains).__name__
         raise TypeError(f"{name}: main_grads must be one tensor or None for each of {', '.join(weights)}, got {got}")
@@ -590,10 +576,10 @@ def _admit_mains(
             raise ValueError(f"{name}: main_grads must have for {argument} one place for each element, got {got}")
     _require_apart(name, dict(zip(weights, mains)), given)
     needing = _needing_grad(operands)
-    taken = tuple(main if argument in needing else None for argument, main in zip(weights, mains))
+    taken = [main if argument in needing else None for argument, main in zip(weights, mains)]
     if any(main is not None for main in taken) and (got := _autograd.transformed(operands, True)):
         raise NotImplementedError(f"{name}: main_grads take the gradients of a plain backward pass, got {got}")
-    return taken
+    return Mains(*taken) if "w_gate" in operands else Mains(w_gate=taken[0], w_down=taken[1])
 
 
 def _require_apart(name: str, mains: Mapping[str, Any], given: Mapping[str, Tensor | None]) -> None:

@@ -17,6 +17,7 @@ from twell import ops, reference, testing
 from twell._runtime import geometry
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.ops import hybrid
+from twell.ops.operands import Operands
 
 pytest.importorskip("hypothesis")
 
@@ -352,7 +353,7 @@ def encoded(gate: Tensor, up: Tensor | None) -> hybrid.Kept:
     return kept
 
 
-def layer_of(gate: Tensor, up: Tensor | None) -> hybrid.Layer:
+def layer_of(gate: Tensor, up: Tensor | None) -> Operands:
     """A layer with this gate and up projection: what a bitmap is decoded with."""
     m = gate.shape[0]
     k = max(8, -(-m // 8) * 8)
@@ -361,7 +362,7 @@ def layer_of(gate: Tensor, up: Tensor | None) -> hybrid.Layer:
     def weight(values: Tensor) -> Tensor:
         return torch.nn.functional.pad(values.t(), (0, k - m))
 
-    return hybrid.Layer(x, weight(gate), None if up is None else weight(up), weight(gate), None, None)
+    return Operands(x, weight(gate), None if up is None else weight(up), weight(gate), None, None)
 
 
 @MANY

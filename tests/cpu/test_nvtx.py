@@ -84,7 +84,7 @@ class TestOff:
         def function() -> None: ...
 
         assert nvtx.marked(lambda: nvtx.range("x"))(function) is function
-        for marked in (library.launch, functional._gated, functional._plain):
+        for marked in (library.launch, functional._run):
             assert not hasattr(marked, "__wrapped__")
 
     def test_ranges_are_one_object_and_cost_nothing_to_speak_of(self) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 import twell
 from twell import _autograd
+from twell.ops.operands import Operands
 
 Run = Callable[..., list[Any]]
 
@@ -277,7 +278,7 @@ def still_under_way(device: torch.device) -> None:
     seen: list[type] = []
     original = _autograd.ffn
 
-    def note(name: str, layer: _autograd.Operands, *rest: Any) -> Any:
+    def note(name: str, layer: Operands, *rest: Any) -> Any:
         seen.append(type(layer.x))
         return original(name, layer, *rest)
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from twell._runtime import geometry
 from twell.ops.gate_pack import figures, pack, room
 from twell.ops.gate_pack import on_cpu as pack_on_cpu
-from twell.ops.library import check_alike, check_layer, register, rows
+from twell.ops.library import LAYER, check_alike, check_layer, layer_first, register, rows
+from twell.ops.operands import Operands, PackedOperands
 from twell.ops.up_down_union import by_slices, results, union
 from twell.ops.up_down_union import on_cpu as up_down_on_cpu
 
@@ -24,48 +25,25 @@ def outputs(x: Tensor, w_gate: Tensor) -> Outputs:
     return y, l1, figures(x, w_gate), sizes
 
 
-def _fake(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor | None,
-    w_down: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    compression: int,
-) -> Outputs:
-    weights = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}
-    check_layer(x, weights, {"b_gate": b_gate, "b_up": b_up}, b_down)
-    y, l1, stats, sizes = outputs(x, w_gate)
+@layer_first
+def _fake(layer: Operands, compression: int) -> Outputs:
+    check_layer(*layer)
+    y, l1, stats, sizes = outputs(layer.x, layer.w_gate)
     return y, l1, stats, union(sizes)
 
 
-def _cpu(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor | None,
-    w_down: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    compression: int,
-) -> Outputs:
-    _fake(x, w_gate, w_up, w_down, b_gate, b_up, b_down, compression)
+@layer_first
+def _cpu(layer: Operands, compression: int) -> Outputs:
+    _fake(*layer, compression)
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     words, spill, stats = pack_on_cpu(x, w_gate, b_gate, compression)
     y, l1, unions = up_down_on_cpu(x, words, spill, w_up, w_down, b_up, b_down, compression)
     return y, l1, stats, unions
 
 
-def _cuda(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor | None,
-    w_down: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    compression: int,
-) -> Outputs:
+@layer_first
+def _cuda(layer: Operands, compression: int) -> Outputs:
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     check_alike(w_gate, w_up=w_up, w_down=w_down)
     y, l1, stats, sizes = outputs(x, w_gate)
     w_gate = rows(w_gate)
@@ -79,13 +57,12 @@ def _cuda(
         pack(x[first:last], w_gate, b_gate, (*packed, stats[blocks]), compression)
         return packed
 
-    by_slices(x, packed_of, w_up, w_down, b_up, b_down, (y, l1, sizes))
+    by_slices(PackedOperands(x, words, spill, w_up, w_down, b_up, b_down), packed_of, (y, l1, sizes))
     return y, l1, stats, union(sizes)
 
 
 ffn_union = register(
-    "ffn_union(Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, "
-    "Tensor? b_down, int compression) -> (Tensor y, Tensor l1, Tensor stats, Tensor union)",
+    f"ffn_union({LAYER}, int compression) -> (Tensor y, Tensor l1, Tensor stats, Tensor union)",
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,

@@ -1,4 +1,4 @@
-"""``gate_pack``: the gate projection, packed. words, spill, stats = TwELL of relu(x @ w_gate^T + bias)."""
+"""``gate_pack``: the gate projection, packed. words, spill, stats = TwELL of relu(x @ w_gate^T + b_gate)."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def figures(x: Tensor, w_gate: Tensor) -> Tensor:
     return x.new_empty((blocks(x.shape[0], geometry.STATS_ROWS), geometry.tiles(w_gate.shape[0]), 2), dtype=torch.int32)
 
 
-def _fake(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> Packed:
-    check_layer(x, {"w_gate": w_gate}, {"bias": bias})
+def _fake(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int) -> Packed:
+    check_layer(x, w_gate, b_gate=b_gate)
     return outputs(x, w_gate, compression)
 
 
-def on_cpu(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> Packed:
-    words, spill, stats = _fake(x, w_gate, bias, compression)
+def on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int) -> Packed:
+    words, spill, stats = _fake(x, w_gate, b_gate, compression)
     accumulator = x.float() @ w_gate.float().t()
-    if bias is not None:
-        accumulator += bias.float()
+    if b_gate is not None:
+        accumulator += b_gate.float()
     gate = F.pad(accumulator.to(x.dtype).relu_(), (0, spill.shape[1] - w_gate.shape[0]))
 
     m, tiles, _ = tiled = (x.shape[0], stats.shape[1], geometry.TILE)
@@ -65,16 +65,16 @@ def on_cpu(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> 
     return words, spill, stats
 
 
-def _cuda(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> Packed:
+def _cuda(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int) -> Packed:
     packed = outputs(x, w_gate, compression)
-    pack(x, w_gate, bias, packed, compression)
+    pack(x, w_gate, b_gate, packed, compression)
     return packed
 
 
-def pack(x: Tensor, w_gate: Tensor, bias: Tensor | None, packed: Packed, compression: int) -> None:
+def pack(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, packed: Packed, compression: int) -> None:
     """Launch what fills ``packed``."""
-    m, biased = x.shape[0], bias is not None
-    operands = (rows(x), rows(w_gate), vector(bias, w_gate.shape[0], x) if biased else None, *packed)
+    m, biased = x.shape[0], b_gate is not None
+    operands = (rows(x), rows(w_gate), vector(b_gate, w_gate.shape[0], x) if biased else None, *packed)
     if 0 < m <= tuning.SKINNY_GATE_PACK:
         launch(tuning.gate_pack_skinny(x.dtype, m, biased), *operands, geometry.words_per_tile(compression))
     elif m:
@@ -84,7 +84,7 @@ def pack(x: Tensor, w_gate: Tensor, bias: Tensor | None, packed: Packed, compres
 
 
 gate_pack = register(
-    "gate_pack(Tensor x, Tensor w_gate, Tensor? bias, int compression) -> (Tensor words, Tensor spill, Tensor stats)",
+    "gate_pack(Tensor x, Tensor w_gate, Tensor? b_gate, int compression) -> (Tensor words, Tensor spill, Tensor stats)",
     fake=_fake,
     cpu=on_cpu,
     cuda=_cuda,

@@ -28,6 +28,7 @@ from torch import Tensor
 from twell import tuning
 from twell._runtime import device, geometry
 from twell.ops.library import check, check_alike, check_layer, down_rows, launch, rows, vector
+from twell.ops.operands import Gradients, Operands
 
 
 class Kept(NamedTuple):
@@ -38,28 +39,6 @@ class Kept(NamedTuple):
     chunks: Tensor
     sizes: Tensor
     popularity: Tensor
-
-
-class Layer(NamedTuple):
-    """The operands of backward that forward had, as matrices: x [M, K], weights [N, K], biases [N]."""
-
-    x: Tensor
-    w_gate: Tensor
-    w_up: Tensor | None
-    w_down: Tensor
-    b_gate: Tensor | None
-    b_up: Tensor | None
-
-
-class Gradients(NamedTuple):
-    """Where backward writes: dx [M, K], weights [N, K], biases [N]; None where nobody asks."""
-
-    x: Tensor | None
-    w_gate: Tensor | None
-    w_up: Tensor | None
-    w_down: Tensor | None
-    b_gate: Tensor | None
-    b_up: Tensor | None
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -89,11 +68,10 @@ def _kept_shapes(x: Tensor, n: int, gated: bool) -> dict[str, tuple[int, ...]]:
     }
 
 
-def check_backward(dy: Tensor, dl1: Tensor, layer: Layer, kept: Kept) -> None:
+def check_backward(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept) -> None:
     """Raise unless the operands of backward fit each other."""
-    x, w_gate, w_up, w_down, b_gate, b_up = layer
-    weights = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}
-    check_layer(x, weights, {"b_gate": b_gate, "b_up": b_up}, wide=True)
+    x, w_gate, w_up = layer[:3]
+    check_layer(*layer, wide=True)
     check("dy", dy, x.shape, x.dtype)
     check("dl1", dl1, (), accumulator(x.dtype))
     for (name, shape), tensor in zip(_kept_shapes(x, w_gate.shape[0], w_up is not None).items(), kept):
@@ -194,9 +172,9 @@ def encode(gate: Tensor, up: Tensor | None, kept: Kept) -> None:
         target[:total] = dense[token, neuron]
 
 
-def decode(layer: Layer, kept: Kept) -> tuple[Tensor, Tensor | None]:
+def decode(layer: Operands, kept: Kept) -> tuple[Tensor, Tensor | None]:
     """The gate and, if gated, the up projection where it is not zero: dense [M, N], of ``accumulator``'s dtype."""
-    x, w_gate, w_up, _, b_gate, b_up = layer
+    x, w_gate, w_up, _, b_gate, b_up, _ = layer
     m, n, dtype = x.shape[0], w_gate.shape[0], x.dtype
     capacity, wide = geometry.hybrid_capacity(m, n), accumulator(dtype)
     total = int(kept.sizes[-1])
@@ -231,7 +209,7 @@ def rare(popularity: Tensor) -> Tensor:
     return torch.empty_like(few).scatter_(0, order, few)
 
 
-def backward_cpu(dy: Tensor, dl1: Tensor, layer: Layer, kept: Kept, out: Gradients, accumulate: bool) -> None:
+def backward_cpu(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, out: Gradients, accumulate: bool) -> None:
     """Dense matrix products of what ``kept`` holds, rounded where the kernels round, into ``out``."""
     dtype = layer.x.dtype
     gate, up = decode(layer, kept)
@@ -275,7 +253,7 @@ def backward_cpu(dy: Tensor, dl1: Tensor, layer: Layer, kept: Kept, out: Gradien
 def backward_cuda(
     dy: Tensor,
     dl1: Tensor,
-    layer: Layer,
+    layer: Operands,
     kept: Kept,
     dx: Tensor | None,
     weights: Callable[[], Gradients] | None,
@@ -286,7 +264,7 @@ def backward_cuda(
     ``weights`` gives the tensors of all weights, rows that kernels can write, and of biases. It is called late, when
     most of what the kernels need beside has been given back.
     """
-    none = Gradients(dx, None, None, None, None, None)
+    none = Gradients(dx)
     if dx is None and weights is None:
         return none
     x, w_gate, w_up, w_down = layer[:4]

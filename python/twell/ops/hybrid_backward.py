@@ -13,14 +13,15 @@ from torch import Tensor
 
 from twell._runtime import nvtx
 from twell.ops import hybrid
-from twell.ops.hybrid import Gradients, Kept, Layer
-from twell.ops.library import register
+from twell.ops.hybrid import Kept
+from twell.ops.library import Implementation, register
+from twell.ops.operands import Gradients, Operands
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def outputs(layer: Layer, input_grad: bool, weight_grad: bool) -> Gradients:
-    """Uninitialised gradients of x's dtype: dx [M, K], weights [N, K], biases [N]. None for what nobody asks for."""
+def outputs(layer: Operands, input_grad: bool, weight_grad: bool) -> Gradients:
+    """Uninitialised gradients of x's dtype: dx [M, K], weights [N, K], biases [N]; None where none is wanted."""
     wanted = (input_grad, *(weight_grad and operand is not None for operand in layer[1:]))
     gradients = (layer.x.new_empty(o.shape) if w and o is not None else None for w, o in zip(wanted, layer))
     return Gradients(*gradients)
@@ -28,32 +29,43 @@ def outputs(layer: Layer, input_grad: bool, weight_grad: bool) -> Gradients:
 
 def present(gradients: Gradients, like: Tensor) -> Outputs:
     """``gradients`` as an operator returns them: an empty [0] for each None."""
-    dx, dw_gate, dw_up, dw_down, db_gate, db_up = (like.new_empty(0) if g is None else g for g in gradients)
+    dx, dw_gate, dw_up, dw_down, db_gate, db_up = (like.new_empty(0) if g is None else g for g in gradients[:-1])
     return dx, dw_gate, dw_up, dw_down, db_gate, db_up
 
 
-def split(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Layer, Kept, tuple[Any, ...]]:
-    """dy, dl1, the layer, what forward kept, and the arguments after these."""
-    dy, dl1, *tensors = arguments[:13]
-    return dy, dl1, Layer(*tensors[:6]), Kept(*tensors[6:]), arguments[13:]
+# the operands of both operators of backward: a layer without b_down, whose gradient needs none of them
+BACKWARD = (
+    "Tensor dy, Tensor dl1, Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, "
+    "Tensor entries, Tensor neurons, Tensor chunks, Tensor sizes, Tensor popularity"
+)
 
 
-def _fake(*arguments: Any) -> Outputs:
-    dy, dl1, layer, kept, asked = split(arguments)
+def backward_first(implementation: Implementation) -> Implementation:
+    """``implementation(dy, dl1, layer, kept, ...)`` as a function of ``BACKWARD`` and the other arguments."""
+
+    def ungrouped(*arguments: Any) -> Any:
+        dy, dl1, *tensors = arguments[:13]
+        return implementation(dy, dl1, Operands(*tensors[:6]), Kept(*tensors[6:]), *arguments[13:])
+
+    return ungrouped
+
+
+@backward_first
+def _fake(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, input_grad: bool, weight_grad: bool) -> Outputs:
     hybrid.check_backward(dy, dl1, layer, kept)
-    return present(outputs(layer, *asked), layer.x)
+    return present(outputs(layer, input_grad, weight_grad), layer.x)
 
 
-def _cpu(*arguments: Any) -> Outputs:
-    dy, dl1, layer, kept, asked = split(arguments)
+@backward_first
+def _cpu(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, input_grad: bool, weight_grad: bool) -> Outputs:
     hybrid.check_backward(dy, dl1, layer, kept)
-    gradients = outputs(layer, *asked)
+    gradients = outputs(layer, input_grad, weight_grad)
     hybrid.backward_cpu(dy, dl1, layer, kept, gradients, accumulate=False)
     return present(gradients, layer.x)
 
 
-def _cuda(*arguments: Any) -> Outputs:
-    dy, dl1, layer, kept, (input_grad, weight_grad) = split(arguments)
+@backward_first
+def _cuda(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, input_grad: bool, weight_grad: bool) -> Outputs:
     if not dy.shape[0]:
         gradients = outputs(layer, input_grad, weight_grad)
         return present(Gradients(*(None if g is None else g.zero_() for g in gradients)), layer.x)
@@ -63,9 +75,7 @@ def _cuda(*arguments: Any) -> Outputs:
 
 
 hybrid_backward = register(
-    "hybrid_backward(Tensor dy, Tensor dl1, Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, "
-    "Tensor? b_up, Tensor entries, Tensor neurons, Tensor chunks, Tensor sizes, Tensor popularity, bool input_grad, "
-    "bool weight_grad) "
+    f"hybrid_backward({BACKWARD}, bool input_grad, bool weight_grad) "
     "-> (Tensor dx, Tensor dw_gate, Tensor dw_up, Tensor dw_down, Tensor db_gate, Tensor db_up)",
     fake=_fake,
     cpu=_cpu,

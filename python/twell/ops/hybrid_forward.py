@@ -15,7 +15,8 @@ from twell._runtime import device, geometry, nvtx
 from twell.ops import hybrid
 from twell.ops.gate_pack import gate_pack
 from twell.ops.hybrid import Kept
-from twell.ops.library import check_alike, check_layer, down_rows, launch, register, vector
+from twell.ops.library import LAYER, check_alike, check_layer, down_rows, launch, layer_first, register, vector
+from twell.ops.operands import Operands
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -38,32 +39,16 @@ def outputs(x: Tensor, w_gate: Tensor, w_up: Tensor | None) -> Outputs:
     return result(x), l1, nonzeros, *kept
 
 
-def _fake(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor | None,
-    w_down: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    compression: int,
-) -> Outputs:
-    weights = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}
-    check_layer(x, weights, {"b_gate": b_gate, "b_up": b_up}, b_down, wide=True)
-    return outputs(x, w_gate, w_up)
+@layer_first
+def _fake(layer: Operands, compression: int) -> Outputs:
+    check_layer(*layer, wide=True)
+    return outputs(layer.x, layer.w_gate, layer.w_up)
 
 
-def _cpu(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor | None,
-    w_down: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    compression: int,
-) -> Outputs:
-    y, l1, nonzeros, *tensors = _fake(x, w_gate, w_up, w_down, b_gate, b_up, b_down, compression)
+@layer_first
+def _cpu(layer: Operands, compression: int) -> Outputs:
+    y, l1, nonzeros, *tensors = _fake(*layer, compression)
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     hybrid.require_offsets(x.shape[0], w_gate.shape[0])
     kept = Kept(*tensors)
     gate = hybrid.project(x, w_gate, b_gate).to(x.dtype).relu_()
@@ -79,16 +64,9 @@ def _cpu(
     return y, l1, nonzeros, *kept
 
 
-def _cuda(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor | None,
-    w_down: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    compression: int,
-) -> Outputs:
+@layer_first
+def _cuda(layer: Operands, compression: int) -> Outputs:
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     hybrid.require_offsets(x.shape[0], w_gate.shape[0])
     check_alike(w_gate, w_up=w_up, w_down=w_down)
     l1, nonzeros, kept = figures(x, w_gate, w_up)
@@ -139,9 +117,8 @@ def _cuda(
 
 
 hybrid_forward = register(
-    "hybrid_forward(Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, "
-    "Tensor? b_down, int compression) -> (Tensor y, Tensor l1, Tensor nonzeros, Tensor entries, Tensor neurons, "
-    "Tensor chunks, Tensor sizes, Tensor popularity)",
+    f"hybrid_forward({LAYER}, int compression) -> (Tensor y, Tensor l1, Tensor nonzeros, "
+    "Tensor entries, Tensor neurons, Tensor chunks, Tensor sizes, Tensor popularity)",
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,

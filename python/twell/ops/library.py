@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from twell import tuning
 from twell._runtime import device, env, geometry, nvtx, resolve, specs
 from twell._runtime.log import warn_once
+from twell.ops.operands import Operands, PackedOperands
 
 Implementation = Callable[..., Any]
 
@@ -21,6 +22,10 @@ _DEBUG = env.debug()
 # TMA and 16-byte vector loads: base address, and row stride in 16-bit elements.
 ALIGNMENT = 16
 STRIDE_MULTIPLE = 8
+
+# Operands in schemas, and how they are grouped: those of a layer, and those behind ``gate_pack`` after their x.
+LAYER = "Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, Tensor? b_down"
+PACKED = "Tensor words, Tensor spill, Tensor? w_up, Tensor w_down, Tensor? b_up, Tensor? b_down"
 
 # Dtypes that TwELL stores, and those that the operators of training take on the CPU.
 _STORED = tuple(getattr(torch, name) for name in specs.DTYPES)
@@ -38,11 +43,11 @@ def register(
 ) -> torch._ops.OpOverload:
     """Define an operator of library ``twell`` and return its overload.
 
-    ``fake`` has the signature of the schema and returns outputs of the right shape; ``cpu`` and ``cuda`` compute.
-    Called with an input that has a forward-mode tangent, or that requires grad while grad mode is on, all of them
-    refuse; for the latter they name ``instead``, the function to call. They do so themselves because an Autograd kernel
-    in Python would add half to the cost of every call (4.4 us against 2.8, torch 2.13). ``phase`` is what part of a
-    step a profiler must say the operator is, if it is always the same.
+    ``fake`` returns outputs of the right shape; ``cpu`` and ``cuda`` compute. All three take
+    the arguments of the schema, and refuse an input that has a forward-mode tangent, or that requires grad while
+    grad mode is on; then the error names ``instead``, the function to call. They do so themselves because an Autograd
+    kernel in Python would add half to the cost of every call (4.4 us against 2.8, torch 2.13). ``phase`` is the part of
+    a training step that profilers show the operator in, if it is always the same.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
@@ -51,6 +56,16 @@ def register(
         _LIBRARY.impl(name, implementation, device_type)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"twell::{name}", _refuse_grad(name, fake, instead), lib=_LIBRARY)
     return getattr(torch.ops.twell, name).default  # type: ignore[no-any-return]
+
+
+def layer_first(implementation: Callable[[Operands, int], Any]) -> Implementation:
+    """``implementation(layer, compression)`` as a function of the arguments of a schema: ``LAYER`` and compression."""
+    return lambda *arguments: implementation(Operands(*arguments[:-1]), arguments[-1])
+
+
+def packed_first(implementation: Callable[[PackedOperands, int], Any]) -> Implementation:
+    """``implementation(packed, compression)`` as a function of x, ``PACKED`` and compression."""
+    return lambda *arguments: implementation(PackedOperands(*arguments[:-1]), arguments[-1])
 
 
 def _refuse_grad(name: str, implementation: Implementation, instead: str) -> Implementation:
@@ -211,20 +226,23 @@ def flat(tensor: Tensor) -> Tensor:
 
 def check_layer(
     x: Tensor,
-    weights: dict[str, Tensor | None],
-    biases: dict[str, Tensor | None],
+    w_gate: Tensor | None = None,
+    w_up: Tensor | None = None,
+    w_down: Tensor | None = None,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
     b_down: Tensor | None = None,
     *,
     wide: bool = False,
 ) -> None:
-    """Raise unless x is [M, K], ``weights`` are [N, K], ``biases`` [N] and ``b_down`` [K], all of one dtype.
+    """Raise unless x is [M, K], the weights [N, K], b_gate and b_up [N], b_down [K], where given, all of one dtype.
 
-    N is that of the first weight, which is never None. The dtype is one that TwELL stores, or a wider one if ``wide``.
-    For fakes and the CPU: what the compiled kernels are called through checks the same in less time.
+    N is that of the first weight. The dtype is one that TwELL stores, or a wider one if ``wide``. For fakes and the
+    CPU: the compiled kernels check the same of their arguments in less time.
     """
     check_matrix("x", x, _WIDE if wide else _STORED)
     dtype, k, n = x.dtype, x.shape[1], -1
-    for name, weight in weights.items():
+    for name, weight in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)):
         if weight is None:
             continue
         if n < 0:
@@ -233,11 +251,9 @@ def check_layer(
             if n % STRIDE_MULTIPLE:
                 raise ValueError(f"{name} must have a multiple of {STRIDE_MULTIPLE} rows, got {list(weight.shape)}")
         check(name, weight, (n, k), dtype)
-    for name, bias in biases.items():
+    for name, bias, length in (("b_gate", b_gate, n), ("b_up", b_up, n), ("b_down", b_down, k)):
         if bias is not None:
-            check(name, bias, (n,), dtype)
-    if b_down is not None:
-        check("b_down", b_down, (k,), dtype)
+            check(name, bias, (length,), dtype)
 
 
 def check_matrix(name: str, matrix: Tensor, dtypes: tuple[torch.dtype, ...] = _STORED) -> None:

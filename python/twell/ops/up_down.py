@@ -16,6 +16,7 @@ from twell import tuning
 from twell._runtime import device, geometry
 from twell.ops import hybrid
 from twell.ops.library import (
+    PACKED,
     check,
     check_layer,
     check_matrix,
@@ -23,17 +24,18 @@ from twell.ops.library import (
     check_rank,
     down_rows,
     launch,
+    packed_first,
     register,
     rows,
     vector,
 )
+from twell.ops.operands import PackedOperands
 from twell.ops.unpack import unpack
 
 
-def outputs(
-    x: Tensor | None, words: Tensor, spill: Tensor, w_up: Tensor | None, w_down: Tensor, compression: int
-) -> tuple[Tensor, Tensor]:
+def outputs(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
     """Uninitialised y [M, K] of the weights' dtype and l1 float32 [M]; raises unless packed for x and w_down."""
+    x, words, spill, w_up, w_down, _, _ = packed
     if x is None and w_up is not None:
         raise ValueError("x must be given with w_up, got None")
     m, (n, k) = (words if x is None else x).shape[0], w_down.shape
@@ -41,18 +43,11 @@ def outputs(
     return spill.new_empty((m, k)), spill.new_empty(m, dtype=torch.float32)
 
 
-def _fake(
-    x: Tensor | None,
-    words: Tensor,
-    spill: Tensor,
-    w_up: Tensor | None,
-    w_down: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    compression: int,
-) -> tuple[Tensor, Tensor]:
+@packed_first
+def _fake(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
+    x, words, _, w_up, w_down, b_up, b_down = packed
     if x is not None and w_up is not None:
-        check_layer(x, {"w_up": w_up, "w_down": w_down}, {"b_up": b_up}, b_down)
+        check_layer(x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down)
     else:
         check_rank("words", words)
         check_matrix("w_down", w_down)
@@ -60,37 +55,23 @@ def _fake(
             check("x", x, (words.shape[0], w_down.shape[1]), w_down.dtype)
         if b_down is not None:
             check("b_down", b_down, w_down.shape[1:], w_down.dtype)
-    return outputs(x, words, spill, w_up, w_down, compression)
+    return outputs(packed, compression)
 
 
-def _cpu(
-    x: Tensor | None,
-    words: Tensor,
-    spill: Tensor,
-    w_up: Tensor | None,
-    w_down: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    compression: int,
-) -> tuple[Tensor, Tensor]:
-    y, l1 = _fake(x, words, spill, w_up, w_down, b_up, b_down, compression)
+@packed_first
+def _cpu(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
+    y, l1 = _fake(*packed, compression)
+    x, words, spill, w_up, w_down, b_up, b_down = packed
     hidden = gate = unpack(words, spill, w_down.shape[0], compression).float()
     if x is not None and w_up is not None:
         hidden = (gate * hybrid.project(x, w_up, b_up)).masked_fill_(gate == 0, 0)
     return y.copy_(hybrid.project(hidden, w_down.t(), b_down)), l1.copy_(hidden.abs().sum(1))
 
 
-def _cuda(
-    x: Tensor | None,
-    words: Tensor,
-    spill: Tensor,
-    w_up: Tensor | None,
-    w_down: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    compression: int,
-) -> tuple[Tensor, Tensor]:
-    y, l1 = outputs(x, words, spill, w_up, w_down, compression)
+@packed_first
+def _cuda(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
+    y, l1 = outputs(packed, compression)
+    x, words, spill, w_up, w_down, b_up, b_down = packed
     m, k = y.shape
     if m:
         tokens = up = None
@@ -114,8 +95,7 @@ def _cuda(
 
 
 up_down = register(
-    "up_down(Tensor? x, Tensor words, Tensor spill, Tensor? w_up, Tensor w_down, Tensor? b_up, Tensor? b_down, "
-    "int compression) -> (Tensor y, Tensor l1)",
+    f"up_down(Tensor? x, {PACKED}, int compression) -> (Tensor y, Tensor l1)",
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,

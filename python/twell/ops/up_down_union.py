@@ -16,20 +16,34 @@ from torch import Tensor
 from twell import tuning
 from twell._runtime import device, geometry
 from twell.ops import hybrid
-from twell.ops.library import blocks, check_alike, check_layer, check_packed, down_rows, launch, register, rows, vector
+from twell.ops.library import (
+    PACKED,
+    blocks,
+    check_alike,
+    check_layer,
+    check_packed,
+    down_rows,
+    launch,
+    packed_first,
+    register,
+    rows,
+    vector,
+)
+from twell.ops.operands import PackedOperands
 from twell.ops.unpack import unpack
 
 Outputs = tuple[Tensor, Tensor, Tensor]
 
 
-def outputs(x: Tensor, words: Tensor, spill: Tensor, w_down: Tensor, compression: int) -> Outputs:
+def outputs(packed: PackedOperands, compression: int) -> Outputs:
     """Uninitialised y [M, K], l1 float32 [ceil(M/128), max(T, 128)] and sizes int32 [ceil(M/128) + 1].
 
     The operator returns all sizes but the last, which the kernels use. Raises unless words and spill are packed for x
     and w_down.
     """
-    check_packed(words, spill, x.shape[0], w_down.shape[0], compression, x.dtype)
-    return results(x, w_down.shape[0])
+    x, n = packed.x, packed.w_down.shape[0]
+    check_packed(packed.words, packed.spill, x.shape[0], n, compression, x.dtype)
+    return results(x, n)
 
 
 def results(x: Tensor, n: int) -> Outputs:
@@ -45,32 +59,18 @@ def union(sizes: Tensor) -> Tensor:
     return sizes.narrow(0, 0, sizes.shape[0] - 1)
 
 
-def _fake(
-    x: Tensor,
-    words: Tensor,
-    spill: Tensor,
-    w_up: Tensor | None,
-    w_down: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    compression: int,
-) -> Outputs:
-    check_layer(x, {"w_down": w_down, "w_up": w_up}, {"b_up": b_up}, b_down)
-    y, l1, sizes = outputs(x, words, spill, w_down, compression)
+@packed_first
+def _fake(packed: PackedOperands, compression: int) -> Outputs:
+    x, _, _, w_up, w_down, b_up, b_down = packed
+    check_layer(x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down)
+    y, l1, sizes = outputs(packed, compression)
     return y, l1, union(sizes)
 
 
-def on_cpu(
-    x: Tensor,
-    words: Tensor,
-    spill: Tensor,
-    w_up: Tensor | None,
-    w_down: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    compression: int,
-) -> Outputs:
-    y, l1, found = _fake(x, words, spill, w_up, w_down, b_up, b_down, compression)
+@packed_first
+def on_cpu(packed: PackedOperands, compression: int) -> Outputs:
+    y, l1, found = _fake(*packed, compression)
+    x, words, spill, w_up, w_down, b_up, b_down = packed
     gate = unpack(words, spill, w_down.shape[0], compression)
     hidden = gate.float()
     if w_up is not None:
@@ -84,31 +84,19 @@ def on_cpu(
     return y, l1, found
 
 
-def _cuda(
-    x: Tensor,
-    words: Tensor,
-    spill: Tensor,
-    w_up: Tensor | None,
-    w_down: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    compression: int,
-) -> Outputs:
-    y, l1, sizes = found = outputs(x, words, spill, w_down, compression)
-    by_slices(x, lambda first, last: (words[first:last], spill[first:last]), w_up, w_down, b_up, b_down, found)
+@packed_first
+def _cuda(packed: PackedOperands, compression: int) -> Outputs:
+    y, l1, sizes = found = outputs(packed, compression)
+    by_slices(packed, lambda first, last: (packed.words[first:last], packed.spill[first:last]), found)
     return y, l1, union(sizes)
 
 
-def by_slices(
-    x: Tensor,
-    packed_of: Callable[[int, int], tuple[Tensor, Tensor]],
-    w_up: Tensor | None,
-    w_down: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    found: Outputs,
-) -> None:
-    """Launch what fills ``found``. ``packed_of(first, last)`` gives words and spill of a slice when it is its turn."""
+def by_slices(packed: PackedOperands, packed_of: Callable[[int, int], tuple[Tensor, Tensor]], found: Outputs) -> None:
+    """Launch the kernels that fill ``found``.
+
+    ``packed_of(first, last)`` gives words and spill of a slice when it is its turn.
+    """
+    x, _, _, w_up, w_down, b_up, b_down = packed
     (m, k), n, dtype = x.shape, w_down.shape[0], x.dtype
     y, l1, sizes = found
     check_alike(w_down, w_up=w_up)
@@ -150,8 +138,7 @@ def _empty_lists(x: Tensor, m: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 up_down_union = register(
-    "up_down_union(Tensor x, Tensor words, Tensor spill, Tensor? w_up, Tensor w_down, Tensor? b_up, "
-    "Tensor? b_down, int compression) -> (Tensor y, Tensor l1, Tensor union)",
+    f"up_down_union(Tensor x, {PACKED}, int compression) -> (Tensor y, Tensor l1, Tensor union)",
     fake=_fake,
     cpu=on_cpu,
     cuda=_cuda,

@@ -1,0 +1,73 @@
+"""A layer's tensors, under the names that every function and kernel gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Operands(NamedTuple):
+    """The operands of a layer: x [M, K], w_gate and w_up [N, K], w_down, b_gate and b_up [N], b_down [K].
+
+    w_down is [K, N], as in nn.Linear, down to ``twell._autograd``, and [N, K] in the operators and kernels. A layer
+    without a gate has no w_up: its up projection stands at w_gate, with its bias at b_gate.
+    """
+
+    x: Tensor
+    w_gate: Tensor
+    w_up: Tensor | None
+    w_down: Tensor
+    b_gate: Tensor | None = None
+    b_up: Tensor | None = None
+    b_down: Tensor | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Tensor]) -> Operands:
+        """From the arguments of ``sparse_gated_ffn``, or of ``sparse_ffn``, by name."""
+        gated = "w_gate" in given
+        return cls(
+            given["x"],
+            given["w_gate" if gated else "w_up"],
+            given["w_up"] if gated else None,
+            given["w_down"],
+            given.get("b_gate" if gated else "b_up"),
+            given.get("b_up") if gated else None,
+            given.get("b_down"),
+        )
+
+
+class Gradients(NamedTuple):
+    """For each of the ``Operands`` its gradient, of its shape; None where none is wanted."""
+
+    x: Tensor | None = None
+    w_gate: Tensor | None = None
+    w_up: Tensor | None = None
+    w_down: Tensor | None = None
+    b_gate: Tensor | None = None
+    b_up: Tensor | None = None
+    b_down: Tensor | None = None
+
+
+class Mains(NamedTuple):
+    """For each weight the float32 tensor of its shape to which its gradient is added; None where there is none."""
+
+    w_gate: Tensor | None = None
+    w_up: Tensor | None = None
+    w_down: Tensor | None = None
+
+
+class PackedOperands(NamedTuple):
+    """The operands of the operators behind ``gate_pack``, which hold its words and spill in place of the gate.
+
+    Without w_up the packed values are the hidden state, and neither x nor b_up is read: ``up_down`` takes None for x.
+    """
+
+    x: Any
+    words: Tensor
+    spill: Tensor
+    w_up: Tensor | None
+    w_down: Tensor
+    b_up: Tensor | None
+    b_down: Tensor | None
