@@ -1,6 +1,6 @@
-"""TwELL to dense: out[m, c] = the packed gate value, zero elsewhere. One warp per row-tile, eight neurons a lane.
+"""TwELL to dense: out[m, c] = the packed gate value, zero elsewhere. One warp per row-tile, eight neurons per lane.
 
-An intact row-tile is scattered into the warp's 512 bytes of shared memory, an overflowing one is copied from the spill.
+An intact row-tile is scattered into the warp's 512 bytes of shared memory; an overflowing one is copied from the spill.
 """
 
 from typing import Any
@@ -18,12 +18,12 @@ from .sm90.rows import spill_of
 from .specs import UnpackSpec
 
 WARPS = 8
-# four consecutive tiles of one row a warp: fewer CTAs, same coalescing
+# consecutive tiles of one row: fewer CTAs, same coalescing
 TILES_PER_WARP = 4
 
 
 class Unpack:
-    """One dtype; the compression is the run-time words_per_tile."""
+    """For one dtype; the compression is the run-time words_per_tile."""
 
     def __init__(self, spec: UnpackSpec):
         self.dtype = operands.DTYPES[spec.dtype]
@@ -79,10 +79,4 @@ def signature(spec: UnpackSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype = operands.DTYPES[spec.dtype]
     m, n = cute.sym_int32(), cute.sym_int32(divisibility=8)
-    arguments = (
-        operands.rows(Int32, m, cute.sym_int32(divisibility=32)),
-        operands.rows(dtype, m, cute.sym_int32(divisibility=geometry.TILE)),
-        operands.rows(dtype, m, n),
-        Int32(1),
-    )
-    return Unpack(spec), arguments
+    return Unpack(spec), (*operands.packed(dtype, m), operands.rows(dtype, m, n), Int32(1))
