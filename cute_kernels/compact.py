@@ -29,8 +29,8 @@ from cutlass.memory import SmemAllocator
 from . import feasible, geometry
 from .sm90 import operands
 from .sm90.byte_counters import PITCH, count_token
-from .sm90.copies import load_values
-from .sm90.rows import count_of, nth_word, spill_of, spilled_word, words_of
+from .sm90.copies import address, load_values
+from .sm90.rows import count_of, nth_word, spilled_word
 from .sm90.values import (
     MAGNITUDE,
     byte_sum,
@@ -70,7 +70,7 @@ class Views(NamedTuple):
     bases: Any  # [C] entries of each chunk, then the entries before it
     kept: Any  # [TOKENS] index of a token's first non-zero in `words`; negative if they are not kept
     sums: Any  # [WARPS] sums by warp
-    scalars: Any  # [3] words kept, or kept if there were room; first that did not fit; last neuron of the union
+    scalars: Any  # [3] words kept, or kept with more room; index of the first that did not fit; last neuron
     counters: Any  # [N / 4] bytes by neuron, then [C, PITCH] bytes by chunk and token
     before: Any  # [C, PITCH] entries of a chunk before each four tokens
     words: Any  # [room] non-zeros as in TwELL; from `count` on with ranks instead of neurons
@@ -300,7 +300,7 @@ class Compact:
         for j in range_constexpr(OWN):
             m = tile * TOKENS + warp * OWN + j
             if m < words.shape[0] and (group + lane) * width < words.shape[1]:
-                load_values(words_of(words, m, group + lane, width), quads[None, j])
+                load_values(address(words, m, (group + lane) * width), quads[None, j])
 
     @cute.jit
     def mark_neurons(self, s, gate, quads, own, most, room, warp, lane):
@@ -359,7 +359,7 @@ class Compact:
                 for j in range_constexpr(OWN):
                     if q <= count[j]:
                         m = tile * TOKENS + warp * OWN + j
-                        load_values(words_of(words, m, group + lane, width) + q, quads[None, j])
+                        load_values(address(words, m, (group + lane) * width) + q, quads[None, j])
                 for j in range_constexpr(OWN):
                     for i in range_constexpr(4):
                         if q + i <= count[j]:
@@ -608,7 +608,7 @@ class Compact:
     def mark_spilled(self, s, gate, token, neuron, position, keep, lane):
         """`mark` for a tile that overflows, eight neurons per lane; return the position of the next kept entry."""
         _, spill, _, tile = gate
-        values = load_values(spill_of(spill, tile * TOKENS + token, neuron))
+        values = load_values(address(spill, tile * TOKENS + token, neuron))
         flags = nonzero_flags(values)
         at = position + prefix_sum(count_flags(flags), lane)
         for i in range_constexpr(8):
@@ -634,7 +634,7 @@ class Compact:
                 if active:
                     self.count_entry(s, rank, token)
             else:
-                ordinal, run = self.ordinal_in_chunk(rank // CHUNK, active, run, lane)
+                ordinal, run = self.ordinal_in_chunk(rank // CHUNK, active, run)
                 if active:
                     self.write_entry(s, gate, word, rank, ordinal, token)
         return run
@@ -675,7 +675,7 @@ class Compact:
             s.staged[position] = entry
 
     @cute.jit
-    def ordinal_in_chunk(self, chunk, active, run, lane):
+    def ordinal_in_chunk(self, chunk, active, run):
         """Ordinal of an entry in its chunk, and the next `run`; active lanes ascend by chunk and continue `run`."""
         flags = Uint32(cute.arch.vote_ballot_sync(active))
         earlier = flags & Uint32(cute.arch.lanemask_lt())
@@ -719,7 +719,7 @@ class Compact:
                 t = lowest_bit(overflowing)
                 overflowing = overflowing & (overflowing - 1)
                 neuron = (group + t) * geometry.TILE + lane * 8
-                flags = nonzero_flags(load_values(spill_of(spill, m, neuron)))
+                flags = nonzero_flags(load_values(address(spill, m, neuron)))
                 bits = Uint32(0)
                 for i in range_constexpr(8):
                     bits = bits | Uint32(flags[i]) << i

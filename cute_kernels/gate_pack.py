@@ -30,7 +30,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from . import feasible, geometry
 from .sm90 import operands
-from .sm90.copies import load_values, store_values
+from .sm90.copies import address, load_values, store_values
 from .sm90.swizzle import swizzle_piece
 from .sm90.values import count_flags, lanes_before, nonzero_flags, relu_pack, value_bits
 from .specs import GatePackSkinnySpec, GatePackSpec
@@ -392,7 +392,7 @@ class GatePack:
         if count >= self.width:
             overflow = Int32(1)
             if valid:
-                store_values(spill.iterator + (Int64(m) * spill.stride[0] + neuron), quad)
+                store_values(address(spill, m, neuron), quad)
         return count, overflow
 
 
@@ -431,7 +431,7 @@ def pack_words(
 
 
 def fake_arguments(spec: GatePackSpec | GatePackSkinnySpec) -> tuple[Any, ...]:
-    """x, w, bias, words, spill and stats, and an integer."""
+    """Fake x, w, bias, words, spill and stats, and an integer."""
     dtype = operands.DTYPES[spec.dtype]
     m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
     return (

@@ -34,7 +34,7 @@ from cutlass.tensor_utils import LayoutEnum
 from . import feasible, geometry
 from .gate_pack import fake_arguments, pack_words
 from .sm90 import operands
-from .sm90.copies import load_peer, store_peer, store_values
+from .sm90.copies import address, load_peer, store_peer, store_values
 from .sm90.ring import open_ring, release
 from .sm90.values import count_flags, nonzero_flags, relu_pack
 from .specs import GatePackSkinnySpec
@@ -296,13 +296,13 @@ class GatePackSkinny:
         neuron = column * TILE_N + lane * 8
         count = pack_words(quad, Uint32(neuron), buffer, MAX_WIDTH, width, lane, False)
         cute.arch.sync_warp()
-        target = words.iterator + (Int64(m) * words.stride[0] + column * width)
+        target = address(words, m, column * width)
         for i in range_constexpr(MAX_WIDTH // 32):
             if lane + 32 * i < width:
                 cute.make_tensor(target, cute.make_layout(MAX_WIDTH))[lane + 32 * i] = Int32(buffer[lane + 32 * i])
         cute.arch.sync_warp()
         if count >= width:
-            store_values(spill.iterator + (Int64(m) * spill.stride[0] + neuron), quad)
+            store_values(address(spill, m, neuron), quad)
 
 
 def signature(spec: GatePackSkinnySpec) -> tuple[Any, tuple[Any, ...]]:

@@ -27,6 +27,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from . import feasible, geometry
 from .sm90 import operands
+from .sm90.copies import address
 from .sm90.ring import open_ring
 from .sm90.sparse_product import (
     GROUP_THREADS,
@@ -257,7 +258,7 @@ class Gathered(SparseProduct):
         row = tile * TILE_M + f.row
         column = slab * TILE_N
         for i in range_constexpr(2):
-            target = out.iterator + (Int64(row + 8 * i) * out.stride[0] + column)
+            target = address(out, row + 8 * i, column)
             left = out.shape[1] - column if row + 8 * i < out.shape[0] else 0
             store_rounded(f.acc, i, TILE_N, target, left, g.lane, self.dtype)
         return walk

@@ -9,10 +9,10 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int64, Uint32, range_constexpr
+from cutlass import Uint32, range_constexpr
 
 from .sm90 import operands
-from .sm90.copies import load_values, store_values
+from .sm90.copies import address, load_values, store_values
 from .sm90.values import join_halves
 from .specs import MatrixTransposeSpec
 
@@ -38,9 +38,9 @@ class MatrixTranspose:
         row = row_block * ROWS + (lane & 7) * 8
         column = (column_block * WARPS + warp) * COLUMNS + (lane >> 3) * 8
         if row < matrix.shape[0] and column < matrix.shape[1]:
-            source = matrix.iterator + (Int64(row) * matrix.stride[0] + column)
+            source = address(matrix, row, column)
             quads = [load_values(source + i * matrix.stride[0]) for i in range(8)]
-            target = out.iterator + (Int64(column) * out.stride[0] + row)
+            target = address(out, column, row)
             for i in range_constexpr(8):
                 quad = cute.make_rmem_tensor((4,), Uint32)
                 for j in range_constexpr(4):

@@ -39,7 +39,7 @@ from cutlass.memory import SmemAllocator
 from . import feasible, geometry
 from .sampled_grad import gradients
 from .sm90 import operands
-from .sm90.copies import load_pair, load_quad, store_peer_float, store_peer_pair
+from .sm90.copies import address, load_pair, load_quad, store_peer_float, store_peer_pair
 from .sm90.mma import load_matrices, mma_16x8x16
 from .sm90.sparse_product import copy_async
 from .sm90.sums import add_flushed, flush_sums
@@ -165,7 +165,7 @@ class Overflow:
         self.shared = feasible.check_shared_memory(Shared)
         owners = x.shape[0] if const_expr(self.by_token) else w_gate.shape[0]
         items = cute.ceil_div(owners, OWNERS) * self.passes(x.shape[1])
-        # clusters of four leave some SMs idle; how many is unknown here, so the grid is larger than fits. Clusters with
+        # clusters of four leave some SMs idle; how many is unknown here, so the grid may exceed them. Clusters with
         # one item more than others start first
         most = max_ctas // self.cluster if const_expr(self.cluster == 2) else max_ctas
         if x.shape[0] > 0:
@@ -455,7 +455,7 @@ class Overflow:
 
     @cute.jit
     def coefficients(self, o, neuron, scores, active):
-        """Coefficients of one token and neuron, zero unless `active`: h; or the gradients, followed by h by neuron."""
+        """Coefficients of one token and neuron, zero unless `active`: h, gradients, or for weights gradients and h."""
         gate, up = scores[0], Float32(1.0)
         if const_expr(self.has_bias):
             gate += o.b_gate[neuron].to(Float32)
@@ -563,7 +563,7 @@ class Overflow:
                                 values[j] = acc[e, j, b, tile, result]
                                 if const_expr(o.b_down is not None):
                                     values[j] += o.b_down[left + j].to(Float32)
-                            source = (matrix.iterator + (Int64(owner) * matrix.stride[0] + left)).align(16)
+                            source = address(matrix, owner, left).align(16)
                             target = cute.make_tensor(source, cute.make_layout(8))
                             if const_expr(self.accumulate):
                                 for half in range_constexpr(2):

@@ -13,8 +13,7 @@ from cutlass.memory import SmemAllocator
 
 from . import geometry
 from .sm90 import operands
-from .sm90.copies import load_values, store_values
-from .sm90.rows import spill_of
+from .sm90.copies import address, load_values, store_values
 from .specs import UnpackSpec
 
 WARPS = 8
@@ -60,7 +59,7 @@ class Unpack:
         quad.fill(0)
         count = words[m, tile * width]
         if count >= width:
-            load_values(spill_of(spill, m, tile * geometry.TILE + lane * 8), quad)
+            load_values(address(spill, m, tile * geometry.TILE + lane * 8), quad)
         elif count > 0:
             store_values(buffer.iterator + lane * 8, quad)
             cute.arch.sync_warp()
@@ -72,7 +71,7 @@ class Unpack:
             cute.arch.sync_warp()
         neuron = tile * geometry.TILE + lane * 8
         if neuron < out.shape[1]:
-            store_values(out.iterator + (Int64(m) * out.stride[0] + neuron), quad)
+            store_values(address(out, m, neuron), quad)
 
 
 def signature(spec: UnpackSpec) -> tuple[Any, tuple[Any, ...]]:

@@ -32,14 +32,14 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry, up_down_skinny
 from .sm90 import operands
-from .sm90.copies import bulk_copy, load_peer, load_values, store_values
+from .sm90.copies import address, bulk_copy, load_peer, load_values, store_values
 from .sm90.mma import load_matrices_transposed, mma_16x8x8, mma_16x8x16
-from .sm90.rows import count_of, spill_of, spilled_word, words_of
+from .sm90.rows import count_of, spilled_word
 from .sm90.values import (
     MAGNITUDE,
     high_to_float,
@@ -348,7 +348,7 @@ class UpDown:
             # each lane reads its own tile, four words at a time; the first word of a tile is its count
             stored = count if count < o.width else 0
             quads = (stored + 4) // 4 if stored > 0 else 0
-            line = words_of(o.words, m, tile, o.width)
+            line = address(o.words, m, tile * o.width)
             for q in cutlass.range(Int32(cute.arch.warp_redux_sync(quads, "max")), unroll=1):
                 if q < quads:
                     load_values(line + q * 4, quad)
@@ -361,7 +361,7 @@ class UpDown:
             while overflowing != 0:
                 neuron = (first + lowest_bit(overflowing)) * geometry.TILE + at.lane * 8
                 overflowing = overflowing & (overflowing - 1)
-                values = load_values(spill_of(o.spill, m, neuron))
+                values = load_values(address(o.spill, m, neuron))
                 flags = nonzero_flags(values)
                 for i in range_constexpr(8):
                     if flags[i]:
@@ -452,16 +452,14 @@ class UpDown:
                 cute.arch.mbarrier_arrive_and_expect_tx(s.full + barrier, rows * size)
             if size > 0:
                 if warp < BATCH and down:
-                    neuron = Int64(widen(s.union[cutlass.min(b * BATCH + row, neurons - 1)]))
+                    neuron = widen(s.union[cutlass.min(b * BATCH + row, neurons - 1)])
                     target = s.down.iterator + (down_buffer * BATCH + row) * self.pitch
-                    source = o.w_down.iterator + (neuron * o.w_down.stride[0] + left)
-                    bulk_copy(target, source, size, s.full + barrier)
+                    bulk_copy(target, address(o.w_down, neuron, left), size, s.full + barrier)
                 if const_expr(self.gated):
                     if warp >= BATCH and up:
-                        neuron = Int64(widen(s.union[cutlass.min((b + 1) * BATCH + row, neurons - 1)]))
+                        neuron = widen(s.union[cutlass.min((b + 1) * BATCH + row, neurons - 1)])
                         target = s.up.iterator + (up_buffer * BATCH + row) * self.slab
-                        source = o.w_up.iterator + (neuron * o.w_up.stride[0] + left)
-                        bulk_copy(target, source, size, s.full + barrier)
+                        bulk_copy(target, address(o.w_up, neuron, left), size, s.full + barrier)
 
     @cute.jit
     def sync(self):
@@ -557,7 +555,7 @@ class UpDown:
                     for odd in range_constexpr(2):
                         column = at.slab * self.slab + self.first_column(at.warp, block) + 32 * odd + (at.lane & 3) * 8
                         if column < o.x.shape[1]:
-                            values = load_values(o.x.iterator + (Int64(m) * o.x.stride[0] + column))
+                            values = load_values(address(o.x, m, column))
                             for i in range_constexpr(4):
                                 frag[i, odd, block] = values[i]
         return frag
@@ -580,7 +578,7 @@ class UpDown:
     def store_staged(self, s, y, m, column, token, staged_column):
         """Store eight columns of one row of y."""
         values = load_values(s.staged.iterator + (token * self.pitch + staged_column))
-        store_values(y.iterator + (Int64(m) * y.stride[0] + column), values)
+        store_values(address(y, m, column), values)
 
     def first_column(self, warp, block):
         """First column of a warp's block."""

@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry
 from .sm90 import operands
-from .sm90.copies import load_peer_value, load_values
-from .sm90.rows import spill_of, spilled_word, words_of
+from .sm90.copies import address, load_peer_value, load_values
+from .sm90.rows import spilled_word
 from .sm90.values import count_flags, high_to_float, low_to_float, nonzero_flags, prefix_sum, warp_sum
 from .specs import UpDownSkinnySpec, UpDownSpec
 
@@ -156,7 +156,7 @@ class UpDownSkinny:
         total, windows = Float32(0.0), Int32(0)
         for group in cutlass.range(0, tiles, TILES, unroll=1):
             slot = at.warp * (32 // LANES) + at.lane // LANES
-            row = words_of(o.words, m, group + slot, o.width)
+            row = address(o.words, m, (group + slot) * o.width)
             quad = cute.make_rmem_tensor((4,), Uint32)
             listed = self.count_nonzeros(s, row, quad, slot, group + slot < tiles, at.lane)
             for base in cutlass.range(0, listed, WINDOW, unroll=1):
@@ -231,7 +231,7 @@ class UpDownSkinny:
             quad.fill(0)
             neuron = tile * geometry.TILE + (part * LANES + piece) * 8
             if spilled:
-                load_values(spill_of(spill, m, neuron), quad)
+                load_values(address(spill, m, neuron), quad)
             flags = nonzero_flags(quad)
             own = count_flags(flags)
             inclusive = own
@@ -266,7 +266,7 @@ class UpDownSkinny:
         for v in range_constexpr(self.vectors):
             column = v * STEP + at.lane * 8
             if column < at.columns:
-                load_values(matrix.iterator + (Int64(row) * matrix.stride[0] + at.left + column), values[None, v])
+                load_values(address(matrix, row, at.left) + column, values[None, v])
         return values
 
     @cute.jit
@@ -275,7 +275,7 @@ class UpDownSkinny:
         for j in range_constexpr(self.rows):
             if first + j < size:
                 neuron = s.nonzeros[first + j] & Uint32(0xFFFF)
-                base = matrix.iterator + (Int64(neuron) * matrix.stride[0] + at.left)
+                base = address(matrix, neuron, at.left)
                 for v in range_constexpr(self.vectors):
                     column = v * STEP + at.lane * 8
                     if column < at.columns:
@@ -356,7 +356,7 @@ class UpDownSkinny:
                 if const_expr(self.has_bias):
                     value += o.b_down[at.left + column + j].to(Float32)
                 pair[j] = value.to(self.dtype)
-            line = o.y.iterator + (Int64(m) * o.y.stride[0] + at.left + column)
+            line = address(o.y, m, at.left) + column
             cute.autovec_copy(pair, cute.make_tensor(line.align(4), cute.make_layout(2)))
         if at.rank == 0 and at.thread == 0:
             everything = Float32(0.0)
@@ -378,7 +378,7 @@ class UpDownSkinny:
 
 
 def fake_arguments(spec: UpDownSpec | UpDownSkinnySpec) -> tuple[Any, ...]:
-    """The tensors of `Operands`, in the order of its fields."""
+    """Fake tensors of `Operands`, in the order of its fields."""
     dtype = operands.DTYPES[spec.dtype]
     m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
     return (

@@ -30,6 +30,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from . import feasible, geometry
 from .sm90 import operands
+from .sm90.copies import address
 from .sm90.ring import open_ring
 from .sm90.sparse_product import (
     GROUP_THREADS,
@@ -290,7 +291,7 @@ class WeightGrad(SparseProduct):
             rank = tile * TILE_M + row + 8 * i
             neuron = order[rank] if rank < order.shape[0] else 0
             left = target.shape[1] - column if rank < order.shape[0] else 0
-            base = target.iterator + (Int64(neuron) * target.stride[0] + column)
+            base = address(target, neuron, column)
             if const_expr(self.accumulate):
                 if length > 0:
                     self.add_row(acc, i, columns, base + (lane & 3) * 2, left - (lane & 3) * 2)

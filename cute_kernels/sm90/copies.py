@@ -3,7 +3,12 @@
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+
+def address(matrix: Any, row: Any, column: Any) -> Any:
+    """Address of an element of a row-major matrix, from a 64-bit offset."""
+    return matrix.iterator + (Int64(row) * matrix.stride[0] + column)
 
 
 @cute.jit

@@ -1,6 +1,7 @@
 """Access to a token's packed non-zeros: the words of its tiles, and the spill of tiles that overflow.
 
-Kernels share how a tile is found and read. They assign tiles to threads in different ways:
+Tile t of token m begins at words[m, t * width]: its count, then its non-zeros if fewer than `width`. The values
+of a tile that overflows are at spill[m, neuron]. Kernels assign tiles to threads in different ways:
 
     up_down         a warp per token, a lane per tile. Ranks come from a bitmap, so any order works.
     up_down_skinny  all warps for one token, eight lanes per tile. Positions come from prefix sums over the lanes.
@@ -12,19 +13,9 @@ Kernels share how a tile is found and read. They assign tiles to threads in diff
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Uint32
 
 from .values import value_bits
-
-
-def words_of(words: Any, m: Any, tile: Any, width: Any) -> Any:
-    """Address of a tile's words: its count, then its non-zeros if they are fewer than `width`."""
-    return words.iterator + (Int64(m) * words.stride[0] + tile * width)
-
-
-def spill_of(spill: Any, m: Any, neuron: Any) -> Any:
-    """Address of the value of `neuron` in a tile that overflows."""
-    return spill.iterator + (Int64(m) * spill.stride[0] + neuron)
 
 
 def spilled_word(values: Any, i: int, neuron: Any) -> Any:

@@ -133,27 +133,35 @@ class SparseProduct:
 
     def tile_and_part(self, data, unit):
         """Sparse tile and part of the columns of a unit."""
+        raise NotImplementedError
 
     def list_extent(self, data, tile):
         """Length of a tile's list, and where it begins."""
+        raise NotImplementedError
 
     def chunk_start(self, data, tile, chunk):
         """Index of the first coefficient of 64 list positions; of the chunk after the last: where they end."""
+        raise NotImplementedError
 
     def row_index(self, data, at):
         """Row at position `at` of the lists."""
+        raise NotImplementedError
 
     def gather(self, data, stage, part, rows, product, thread):
         """Copy a part of the columns of 64 rows into a stage."""
+        raise NotImplementedError
 
     def load_coefficient(self, data, at, product):
         """Coefficient `at` and its position, in two registers."""
+        raise NotImplementedError
 
     def scatter_coefficient(self, data, tile, part, half, low, high, valid):
         """Store what `load_coefficient` returned into group `half`'s tile if `valid`."""
+        raise NotImplementedError
 
     def multiply_unit(self, g, fragments, walk, tile, part, length, long):
         """Main loop and epilogue of a unit; returns the walk."""
+        raise NotImplementedError
 
     @cute.jit
     def fill(self, ring, sB, data, thread):
