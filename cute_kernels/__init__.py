@@ -1,4 +1,4 @@
-"""Kernels in CuTe DSL for sm_90a: what is known at compile time.
+"""CuTe DSL kernels for sm_90a and their compile-time specs.
 
 Never imports torch or twell; only the kernel modules and ``compile`` import cutlass, so ``specs``, ``geometry``,
 ``feasible`` and ``catalog`` are available everywhere. Imports are relative because the package is installed as

@@ -1,4 +1,4 @@
-"""The door for the build and for people: list, compile, manifest, report."""
+"""Command line for the build and for people: list, compile, manifest, report."""
 
 from __future__ import annotations
 
@@ -15,25 +15,22 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    listing = commands.add_parser("list", help="print the symbols that ship, one a line")
+    listing = commands.add_parser("list", help="print the symbols that ship, one per line")
     listing.add_argument("--all", action="store_true", help="every symbol that can be compiled")
 
     compiling = commands.add_parser("compile", help="compile symbols to object files")
     compiling.add_argument("symbols", nargs="+", metavar="SYMBOL")
     target = compiling.add_mutually_exclusive_group(required=True)
     target.add_argument("-o", "--out", type=Path, help="the object file, for one symbol")
-    target.add_argument("-d", "--directory", type=Path, help="folder for SYMBOL.o and SYMBOL.json, its report, of each")
-    compiling.add_argument("--depfile", type=Path, help="write the sources that were used, as make rules read them")
+    target.add_argument("-d", "--directory", type=Path, help="folder for SYMBOL.o and its report, SYMBOL.json")
+    compiling.add_argument("--depfile", type=Path, help="write a make rule that names the sources")
 
-    manifest = commands.add_parser("manifest", help="print what a library of these symbols was made from, as JSON")
+    manifest = commands.add_parser("manifest", help="print toolkit, versions and source hash of a library as JSON")
     manifest.add_argument("symbols", nargs="*", metavar="SYMBOL", help="default: every symbol that ships")
 
     reporting = commands.add_parser("report", help="compile and print registers, spills and WGMMA warnings")
     reporting.add_argument(
-        "symbols",
-        nargs="*",
-        metavar="SYMBOL",
-        help="or a kernel, for all its symbols; default: all that ship",
+        "symbols", nargs="*", metavar="SYMBOL", help="or a kernel, for all its symbols; default: all that ship"
     )
 
     arguments = parser.parse_args(argv)
@@ -47,7 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.command == "compile":
         if arguments.out is not None and len(specs) != 1:
             parser.error("--out takes one symbol; use --directory for several")
-        _compile(specs, arguments.out, arguments.directory, arguments.depfile)
+        outputs = [arguments.out or arguments.directory / f"{spec.symbol}.o" for spec in specs]
+        _compile(specs, outputs, arguments.directory is not None, arguments.depfile)
         return 0
     if arguments.command == "manifest":
         _manifest(specs)
@@ -56,20 +54,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _specs(name: str) -> list[Spec]:
-    """The spec of a symbol, or those of a kernel that ship; ValueError if there is none."""
+    """The spec of a symbol, or all specs of a kernel that ship; ValueError if there is none."""
     return [spec for spec in catalog.SHIPPED if spec.op == name] or [spec_from_symbol(name)]
 
 
-def _compile(specs: list[Spec], out: Path | None, directory: Path | None, depfile: Path | None) -> None:
+def _compile(specs: list[Spec], outputs: list[Path], report: bool, depfile: Path | None) -> None:
     from .compile import compile_object
 
-    outputs = [out or directory / f"{spec.symbol}.o" for spec in specs]
     for spec, path in zip(specs, outputs):
-        compile_object(spec, path, path.with_suffix(".json") if directory is not None else None)
+        compile_object(spec, path, path.with_suffix(".json") if report else None)
     if depfile is not None:
         root = Path(__file__).parent
-        files = {Path(module.__file__) for module in list(sys.modules.values()) if getattr(module, "__file__", None)}
-        sources = sorted(str(path) for path in files if root in path.parents)
+        files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+        sources = sorted(file for file in files if file and root in Path(file).parents)
         escaped = (" ".join(str(p).replace(" ", "\\ ") for p in paths) for paths in (outputs, sources))
         depfile.write_text(": ".join(escaped) + "\n")
 

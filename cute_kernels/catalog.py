@@ -1,4 +1,4 @@
-"""The ahead-of-time list: which specs a wheel carries. Everything else is compiled when it is first asked for."""
+"""The ahead-of-time list: which specs a wheel carries. Other specs are compiled on first use."""
 
 from __future__ import annotations
 

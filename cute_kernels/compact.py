@@ -1,21 +1,21 @@
-"""TwELL to the hybrid format: by tiles of 128 tokens, a list of neurons and the entries that refer to it.
+"""TwELL to the hybrid format: for each tile of 128 tokens, a list of neurons and the entries that refer to it.
 
 `compact`, one CTA per token tile, 32 warps with four tokens each:
 
-    mark    visit the non-zeros and count them by neuron: a byte each, for a neuron has at most 128. They are kept in
-            shared memory, token by token and ascending, as long as there is room.
-    list    non-zero bytes are the bitmap of the union; its prefix sums are the ranks.
-    count   the entries of each chunk of 64 ranks and token: a byte each, for there are at most 64.
-    place   sums of these bytes over the chunks and tokens before are the positions; entries are put together in shared
-            memory if there is room, and leave in one piece.
+    mark    count the non-zeros by neuron, in one byte each, as there are at most 128. Non-zeros are kept in shared
+            memory, token by token and ascending, while there is room.
+    list    non-zero bytes give the bitmap of the union, whose prefix sums are the ranks.
+    count   count the entries by chunk of 64 ranks and token, in one byte each, as there are at most 64.
+    write   prefix sums of these bytes over chunks and tokens are the positions; entries are staged in shared memory if
+            there is room, then copied in one piece.
 
-`count` and `place` deal what is kept to all threads, so that no heavy token holds a warp; an entry's place among those
-of its chunk and token follows from where in their row these begin. What is not kept the token's own warp visits again,
-32 non-zeros at a time.
+`count` and `write` distribute the kept non-zeros over all threads, so no heavy token occupies a single warp. An entry's
+ordinal among those of its chunk and token is its distance from the first of them. Non-zeros that are not kept are read
+again by the token's own warp, 32 at a time.
 
-In inference the pool of entries has room for all gates, and each token tile its own part of it. In training the pool is
-small, and kept: `locate`, one CTA, first turns the statistics into the places of the token tiles. Where they exceed the
-pool, `compact` writes rows of a bitmap.
+In inference the pool of entries has room for all gates, with a fixed part for each token tile. In training the pool is
+small: `locate`, one CTA, first computes the token tiles' ranges from the statistics. If they exceed the pool, `compact`
+writes rows of a bitmap instead.
 """
 
 from typing import Any, NamedTuple
@@ -28,8 +28,9 @@ from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry
 from .sm90 import operands
-from .sm90.copies import load_values
-from .sm90.rows import count_of, nth_word, spill_of, spilled_word, words_of
+from .sm90.byte_counters import PITCH, count_token
+from .sm90.copies import address, load_values
+from .sm90.rows import count_of, nth_word, spilled_word
 from .sm90.values import (
     MAGNITUDE,
     byte_sum,
@@ -38,6 +39,7 @@ from .sm90.values import (
     lowest_bit,
     nonzero_flags,
     prefix_sum,
+    warp_sum,
     widen,
 )
 from .specs import CompactSpec
@@ -46,40 +48,38 @@ TOKENS = geometry.TOKEN_TILE
 CHUNK = geometry.CHUNK
 WARPS = 32
 THREADS = 32 * WARPS
-# tokens of a warp: their byte counters share a word
+# tokens of a warp; their byte counters share a word
 OWN = TOKENS // WARPS
-# words of counters of a chunk, and one more: the counters of one token lie in different banks
-PITCH = TOKENS // 4 + 1
 BITMAP = geometry.MAX_NEURONS // 32
 CHUNKS = geometry.MAX_NEURONS // CHUNK
-# words of a bitmap that a TwELL tile takes
+# words of a bitmap per tile
 TILE_BITS = geometry.TILE // 32
-# words of shared memory for the counters, then the non-zeros, then the entries: all that the lists leave
+# words of shared memory for counters, non-zeros and entries: all that the other lists leave
 ARENA = 53248
-# entries of a thread that are counted side by side
+# entries that a thread processes at a time
 BATCHES = 4
 
-MARK, COUNT, PLACE = range(3)
+MARK, COUNT, WRITE = range(3)
 
 
 class Views(NamedTuple):
-    """A CTA's shared memory by name."""
+    """Views of a CTA's shared memory."""
 
     bitmap: Any  # [N / 32] the union
     prefix: Any  # [N / 32] neurons of the union before each word of the bitmap
     bases: Any  # [C] entries of each chunk, then the entries before it
-    kept: Any  # [TOKENS] where a token's non-zeros are among `words`, if they are kept
+    kept: Any  # [TOKENS] index of a token's first non-zero in `words`; negative if they are not kept
     sums: Any  # [WARPS] sums by warp
-    scalars: Any  # [3] words that are kept, or would be with more room; first that is not; last neuron of the union
+    scalars: Any  # [3] words kept, or kept with more room; index of the first that did not fit; last neuron
     counters: Any  # [N / 4] bytes by neuron, then [C, PITCH] bytes by chunk and token
     before: Any  # [C, PITCH] entries of a chunk before each four tokens
-    words: Any  # [room] non-zeros as in TwELL, then with ranks for neurons
+    words: Any  # [room] non-zeros as in TwELL; from `count` on with ranks instead of neurons
     owners: Any  # [room] bytes: their tokens
     staged: Any  # [room] entries, if all of them fit
 
 
 class Compact:
-    """One dtype, for training or not; the compression is the run-time words_per_tile."""
+    """For one dtype, for training or not; the compression is the run-time words_per_tile."""
 
     def __init__(self, spec: CompactSpec):
         self.dtype = operands.DTYPES[spec.dtype]
@@ -103,7 +103,7 @@ class Compact:
         capacity: Int32,
         stream: cuda.CUstream,
     ):
-        """`l1` is cleared; if `plain`, without an up projection, it takes the sum of the values of each token tile."""
+        """Also clear `l1`; if `plain`, without an up projection, set it to the sum of the values of each token tile."""
 
         @cute.struct
         class Shared:
@@ -115,10 +115,9 @@ class Compact:
             scalars: cute.struct.MemRange[Int32, 3]
             arena: cute.struct.Align[cute.struct.MemRange[Uint32, ARENA], 16]
 
-        assert feasible.ctas_per_sm(Shared.size_in_bytes()) >= 1
-        # counters and prefix sums of every chunk fit
+        # counters and prefix sums of all chunks fit
         assert 6 * PITCH * CHUNKS < 4 * ARENA
-        self.shared = Shared
+        self.shared = feasible.check_shared_memory(Shared)
         if const_expr(self.training):
             locate = self.locate(stats, chunks, sizes)
             locate.launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True)
@@ -133,7 +132,10 @@ class Compact:
 
     @cute.kernel
     def locate(self, stats: cute.Tensor, chunks: cute.Tensor, sizes: cute.Tensor):
-        """First and last column of `chunks`, where the entries of a token tile begin and end; number of non-zeros."""
+        """Compute where the entries of each token tile begin and end, and the number of non-zeros.
+
+        They go to the first and last column of `chunks`, and to the last element of `sizes`.
+        """
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cute.arch.griddepcontrol_wait()
@@ -160,7 +162,7 @@ class Compact:
                     if lane == 0:
                         totals[i + j] = total
             cute.arch.sync_threads()
-            # 32 token tiles of 128 x 65,536 fit in 32 bits, more of them may not
+            # the counts of 32 token tiles of 128 x 65,536 fit in 32 bits, those of more may not
             tile = first + thread
             mine = totals[thread] if tile < tiles else 0
             before = prefix_sum(mine, lane)
@@ -212,7 +214,7 @@ class Compact:
         for i in cutlass.range(thread, l1.shape[1], THREADS, unroll=1):
             l1[tile, i] = Float32(0.0)
         results = (entries, neurons, chunks, sizes, popularity, l1)
-        place = (thread, warp, lane)
+        at = (thread, warp, lane)
         if const_expr(self.training):
             if sizes[chunks.shape[0]] > capacity:
                 for j in cutlass.range(OWN, unroll=1):
@@ -222,17 +224,17 @@ class Compact:
                         self.write_bitmap(buffer, words, spill, entries, m, width, size, lane)
             else:
                 start, end = chunks[tile, 0], chunks[tile, chunks.shape[1] - 1]
-                self.build(shared, gate, quads, own, most, results, size, plain, start, end - start, place)
+                self.build(shared, gate, quads, own, most, results, size, plain, start, end - start, at)
         else:
             if tile == 0 and thread == 0:
-                # whoever reads the pattern compares it with a capacity
+                # readers of the pattern compare this with a capacity
                 sizes[chunks.shape[0]] = Int32(0)
-            total = self.total(s, own, warp, lane)
-            self.build(shared, gate, quads, own, most, results, size, plain, tile * TOKENS * size, total, place)
+            total = self.total_nonzeros(s, own, warp, lane)
+            self.build(shared, gate, quads, own, most, results, size, plain, tile * TOKENS * size, total, at)
 
     @cute.jit
-    def total(self, s, own, warp, lane):
-        """Non-zeros of all tokens of the CTA."""
+    def total_nonzeros(self, s, own, warp, lane):
+        """Number of non-zeros of the CTA's tokens."""
         if lane == 0:
             sums = own[0]
             for j in range_constexpr(1, OWN):
@@ -244,19 +246,19 @@ class Compact:
         return total
 
     @cute.jit
-    def build(self, shared, gate, quads, own, most, results, count, plain, start, total, place):
-        """Lists of the token tile, and its `total` entries from `start` on."""
+    def build(self, shared, gate, quads, own, most, results, count, plain, start, total, at):
+        """Write the lists of the token tile, and its `total` entries from `start` on."""
         entries, neurons, chunks, sizes, popularity, l1 = results
-        thread, warp, lane = place
+        thread, warp, lane = at
         tile = gate[3]
         room, fits = self.room(chunks.shape[1] - 1, total)
         s = self.views(shared, chunks.shape[1] - 1, room)
-        kept = self.mark(s, gate, quads, own, most, room, warp, lane)
+        kept = self.mark_neurons(s, gate, quads, own, most, room, warp, lane)
         size = self.list_union(s, neurons, popularity, count, tile, thread, warp, lane)
         if thread == 0:
             sizes[tile] = size
-        self.count(s, gate, kept, neurons, chunks, size, start, thread, warp, lane)
-        self.place(s, gate, kept, entries, start, total, fits, thread, warp, lane)
+        self.count_entries(s, gate, kept, neurons, chunks, size, start, thread, warp, lane)
+        self.write_entries(s, gate, kept, entries, start, total, fits, thread, warp, lane)
         if plain != 0:
             self.sum_values(s, entries, start, start + total, l1, tile, thread, warp, lane)
 
@@ -264,9 +266,9 @@ class Compact:
 
     @cute.jit
     def count_tokens(self, s, gate, quads, neurons, thread, warp, lane):
-        """The first words of the first 32 tiles, one a lane, of each of the warp's tokens; the rest is set up.
+        """Load the first words of the first 32 tiles of each of the warp's tokens, a tile per lane; clear counters.
 
-        Returns how many non-zeros each token has, and the largest count of a tile that the lane has seen.
+        Returns the number of non-zeros of each token, and the largest count of a tile that the lane has seen.
         """
         words, _, width, tile = gate
         self.load_quads(quads, gate, Int32(0), warp, lane)
@@ -292,22 +294,22 @@ class Compact:
 
     @cute.jit
     def load_quads(self, quads, gate, group, warp, lane):
-        """Count and first three non-zeros of a group of 32 tiles, one a lane; zeros where there is none."""
+        """Load count and first three non-zeros of a group of 32 tiles, a tile per lane; zeros if it does not exist."""
         words, _, width, tile = gate
         quads.fill(0)
         for j in range_constexpr(OWN):
             m = tile * TOKENS + warp * OWN + j
             if m < words.shape[0] and (group + lane) * width < words.shape[1]:
-                load_values(words_of(words, m, group + lane, width), quads[None, j])
+                load_values(address(words, m, (group + lane) * width), quads[None, j])
 
     @cute.jit
-    def mark(self, s, gate, quads, own, most, room, warp, lane):
-        """Count the non-zeros by neuron; returns how many are kept, those of the warps for which there was room."""
+    def mark_neurons(self, s, gate, quads, own, most, room, warp, lane):
+        """Count the non-zeros by neuron; return how many are kept: those of the warps for which there was room."""
         total = own[0]
         for j in range_constexpr(1, OWN):
             total += own[j]
         kept = Int32(-1)
-        # one heavy warp does not take all the room
+        # one heavy warp must not take all the room
         if total <= room // 2:
             if lane == 0:
                 kept = cute.arch.atomic_add(s.scalars.iterator, total, scope="cta")
@@ -323,7 +325,7 @@ class Compact:
         cute.arch.sync_warp()
         if kept < 0 or cute.arch.vote_any_sync(most >= gate[2]):
             for j in cutlass.range(OWN, unroll=1):
-                self.scan(s, gate, warp * OWN + j, lane, MARK)
+                self.scan_token(s, gate, warp * OWN + j, lane, MARK)
         else:
             self.mark_intact(s, gate, quads, own, kept, warp, lane)
         cute.arch.sync_threads()
@@ -331,14 +333,14 @@ class Compact:
 
     @cute.jit
     def mark_intact(self, s, gate, quads, own, kept, warp, lane):
-        """`mark` for a warp that keeps its non-zeros and none of whose tiles overflows.
+        """`mark` for a warp that keeps its non-zeros, if none of its tiles overflows.
 
-        Its tokens stand side by side, and each lane walks its own tile: few lanes are busy. So the non-zeros are only
-        kept here, and counted when they stand in a row.
+        First each lane copies its own tile's non-zeros, for all tokens of the warp; few lanes are busy. Then they are
+        contiguous, and all lanes count them by neuron.
         """
         words, _, width, tile = gate
         count, at = cute.make_rmem_tensor((OWN,), Int32), cute.make_rmem_tensor((OWN,), Int32)
-        # where the token's next entry goes, less one: the first word of a tile is its count
+        # position of the token's next entry, less one: the first word of a tile is its count
         for j in range_constexpr(OWN):
             at[j] = kept - 1 if const_expr(j == 0) else at[j - 1] + own[j - 1]
         for group in cutlass.range(0, words.shape[1] // width, 32, unroll=1):
@@ -357,7 +359,7 @@ class Compact:
                 for j in range_constexpr(OWN):
                     if q <= count[j]:
                         m = tile * TOKENS + warp * OWN + j
-                        load_values(words_of(words, m, group + lane, width) + q, quads[None, j])
+                        load_values(address(words, m, (group + lane) * width) + q, quads[None, j])
                 for j in range_constexpr(OWN):
                     for i in range_constexpr(4):
                         if q + i <= count[j]:
@@ -365,7 +367,7 @@ class Compact:
             for j in range_constexpr(OWN):
                 at[j] = cute.arch.shuffle_sync(at[j] + count[j], 31)
         cute.arch.sync_warp()
-        # the last token's last place
+        # end of the last token's non-zeros
         end = at[OWN - 1] + 1
         loaded = cute.make_rmem_tensor((BATCHES,), Uint32)
         for first in cutlass.range(kept + lane, end, 32 * BATCHES, unroll=1):
@@ -382,9 +384,9 @@ class Compact:
 
     @cute.jit
     def list_union(self, s, neurons, popularity, count, tile, thread, warp, lane):
-        """Popularity, bitmap, ranks and list of the union; returns its size and leaves the counters free.
+        """Write popularity, bitmap, ranks and list of the union; return its size and clear the counters for `count`.
 
-        Each warp has a stretch of the bitmap, of which a lane holds word `lane` and word 32 + `lane`.
+        Each warp has a range of the bitmap; a lane holds its words `lane` and 32 + `lane`.
         """
         bitmap_words = cute.ceil_div(count, 32)
         share = cute.ceil_div(bitmap_words, WARPS)
@@ -437,8 +439,8 @@ class Compact:
         return size
 
     @cute.jit
-    def count(self, s, gate, kept, neurons, chunks, size, start, thread, warp, lane):
-        """Where the entries of each chunk and of each four of its tokens begin."""
+    def count_entries(self, s, gate, kept, neurons, chunks, size, start, thread, warp, lane):
+        """Compute where the entries of each chunk, and of each four tokens in it, begin."""
         tile = gate[3]
         for first in cutlass.range(thread, kept, THREADS * BATCHES, unroll=1):
             loaded, ranks = [Uint32(0)] * BATCHES, [Int32(0)] * BATCHES
@@ -446,14 +448,14 @@ class Compact:
                 if first + i * THREADS < kept:
                     loaded[i] = Uint32(s.words[first + i * THREADS])
             for i in range_constexpr(BATCHES):
-                ranks[i] = self.rank(s, loaded[i])
+                ranks[i] = self.rank_of(s, loaded[i])
             for i in range_constexpr(BATCHES):
                 if first + i * THREADS < kept:
                     s.words[first + i * THREADS] = (loaded[i] & Uint32(0xFFFF0000)) | Uint32(ranks[i])
                     self.count_entry(s, ranks[i], self.owner(s, first + i * THREADS))
         for j in cutlass.range(OWN, unroll=1):
             if s.kept[warp * OWN + j] < 0:
-                self.scan(s, gate, warp * OWN + j, lane, COUNT)
+                self.scan_token(s, gate, warp * OWN + j, lane, COUNT)
         cute.arch.sync_threads()
         here = cute.ceil_div(size, CHUNK)
         if size + thread < here * CHUNK:
@@ -467,7 +469,7 @@ class Compact:
                 s.bases[i] = before + own
         cute.arch.sync_threads()
         if warp == 0:
-            # a lane has some consecutive chunks, and there is one more place than chunks
+            # a lane has consecutive chunks; there is one more column than chunks
             columns = chunks.shape[1]
             share = cute.ceil_div(columns, 32)
             total = Int32(0)
@@ -486,8 +488,8 @@ class Compact:
         cute.arch.sync_threads()
 
     @cute.jit
-    def place(self, s, gate, kept, entries, start, total, fits, thread, warp, lane):
-        """Write the entries."""
+    def write_entries(self, s, gate, kept, entries, start, total, fits, thread, warp, lane):
+        """Write the entries, through shared memory if all of them fit."""
         target = Int32(-1) if fits else start
         gate = (*gate, entries, target)
         loaded, ordinals = cute.make_rmem_tensor((BATCHES,), Uint32), cute.make_rmem_tensor((BATCHES,), Int32)
@@ -500,10 +502,10 @@ class Compact:
                 at = first + i * THREADS + lane
                 if at < kept:
                     rank = Int32(loaded[i] & Uint32(0xFFFF))
-                    self.place_entry(s, gate, loaded[i], rank, ordinals[i], self.owner(s, at))
+                    self.write_entry(s, gate, loaded[i], rank, ordinals[i], self.owner(s, at))
         for j in cutlass.range(OWN, unroll=1):
             if s.kept[warp * OWN + j] < 0:
-                self.scan(s, gate, warp * OWN + j, lane, PLACE)
+                self.scan_token(s, gate, warp * OWN + j, lane, WRITE)
         if fits:
             cute.arch.sync_threads()
             for i in cutlass.range(thread, total, THREADS, unroll=4):
@@ -511,15 +513,14 @@ class Compact:
 
     @cute.jit
     def sum_values(self, s, entries, start, end, l1, tile, thread, warp, lane):
-        """The sum of the values of all entries, in the order in which they stand."""
-        # every entry is written, and read by another thread than wrote it
+        """Store the sum of the values of all entries, added in a fixed order."""
+        # wait for entries that other threads wrote
         cute.arch.sync_threads()
         sums = cute.make_tensor(cute.recast_ptr(s.sums.iterator, dtype=Float32), cute.make_layout(WARPS))
         total = Float32(0.0)
         for at in cutlass.range(start + thread, end, THREADS, unroll=4):
             total += high_to_float(Uint32(entries[at]), self.dtype)
-        for d in range_constexpr(5):
-            total += cute.arch.shuffle_sync_bfly(total, 1 << d)
+        total = warp_sum(total)
         if lane == 0:
             sums[warp] = total
         cute.arch.sync_threads()
@@ -529,24 +530,25 @@ class Compact:
                 total += sums[w]
             l1[tile, 0] = total
 
-    # ---- non-zeros that are kept ----
+    # ---- ordinals of kept non-zeros ----
 
     @cute.jit
     def ordinal(self, s, first, kept, lane):
-        """The place of entry `first` + lane among those of its token and chunk."""
-        begins = self.begins(s, first + lane, kept)
+        """Ordinal of entry `first` + lane among those of its token and chunk."""
+        begins = self.run_starts(s, first + lane, kept)
         ends = begins & Uint32(cute.arch.lanemask_le())
         ordinal = lane - 31 + Int32(cute.arch.clz(ends))
         if begins & 1 == 0:
-            # a token has at most 64 entries in a chunk, so those that go on here began 63 before or later
-            earlier, earliest = self.begins(s, first - 32 + lane, kept), self.begins(s, first - 64 + lane, kept)
+            # a token has at most 64 entries in a chunk, so a run that continues here began at most 63 entries ago
+            earlier = self.run_starts(s, first - 32 + lane, kept)
+            earliest = self.run_starts(s, first - 64 + lane, kept)
             before = 1 + Int32(cute.arch.clz(earlier)) if earlier != 0 else 33 + Int32(cute.arch.clz(earliest))
             ordinal = ordinal if ends != 0 else lane + before
         return ordinal
 
     @cute.jit
-    def begins(self, s, at, kept):
-        """Which lanes' entries are the first of their token and chunk; `at` may lie before the first of all."""
+    def run_starts(self, s, at, kept):
+        """Mask of lanes whose entry `at` is the first of its token and chunk; `at` may be negative."""
         begin = at <= 0
         if at > 0 and at < kept:
             key, last = self.key(s, at), self.key(s, at - 1)
@@ -560,17 +562,17 @@ class Compact:
     def owner(self, s, at):
         return Int32(s.owners[at].to(Uint32) & Uint32(0xFF))
 
-    # ---- a token's non-zeros from its words and its spill, 32 at a time and ascending ----
+    # ---- a token's non-zeros from its words and its spill, 32 at a time, ascending ----
 
     @cute.jit
-    def scan(self, s, gate, token, lane, phase: cutlass.Constexpr):
-        """Visit the non-zeros of one token; with `mark` they are kept if there is room."""
+    def scan_token(self, s, gate, token, lane, phase: cutlass.Constexpr):
+        """Run one phase on the non-zeros of one token; MARK keeps them if there is room."""
         words, spill, width, tile = gate[:4]
         m = tile * TOKENS + token
         tiles = words.shape[1] // width
-        # where the next entry is kept, the chunk of the last one, and entries of that chunk so far
+        # position of the next kept entry; chunk of the last entry, and number of entries in it so far
         kept = s.kept[token]
-        place, run = kept, (Int32(-1), Int32(0))
+        position, run = kept, (Int32(-1), Int32(0))
         for group in cutlass.range(0, tiles, 32, unroll=1):
             count = count_of(words, m, group + lane, width, m < words.shape[0] and group + lane < tiles)
             overflowing = Uint32(cute.arch.vote_ballot_sync(count >= width))
@@ -585,12 +587,13 @@ class Compact:
                 for first in cutlass.range(0, size, 32, unroll=1):
                     active = first + lane < size
                     word = nth_word(words, m, group, width, before, first + lane, active)
-                    run = self.visit(s, gate, token, word, active, place + first + lane, kept >= 0, run, lane, phase)
-                place += size
+                    at = position + first + lane
+                    run = self.process_words(s, gate, token, word, active, at, kept >= 0, run, lane, phase)
+                position += size
                 if high < 32:
                     neuron = (group + high) * geometry.TILE
                     if const_expr(phase == MARK):
-                        place = self.mark_spilled(s, gate, token, neuron + lane * 8, place, kept >= 0, lane)
+                        position = self.mark_spilled(s, gate, token, neuron + lane * 8, position, kept >= 0, lane)
                     else:
                         values = [Uint32(0)] * TILE_BITS
                         for i in range_constexpr(TILE_BITS):
@@ -598,16 +601,16 @@ class Compact:
                         for i in range_constexpr(TILE_BITS):
                             word = values[i] << 16 | Uint32(neuron + 32 * i + lane)
                             active = values[i] & MAGNITUDE != 0
-                            run = self.visit(s, gate, token, word, active, place, False, run, lane, phase)
+                            run = self.process_words(s, gate, token, word, active, position, False, run, lane, phase)
                 low = high + 1
 
     @cute.jit
-    def mark_spilled(self, s, gate, token, neuron, place, keep, lane):
-        """`mark` for a tile that overflows, eight neurons a lane; returns where the next entry is kept."""
+    def mark_spilled(self, s, gate, token, neuron, position, keep, lane):
+        """`mark` for a tile that overflows, eight neurons per lane; return the position of the next kept entry."""
         _, spill, _, tile = gate
-        values = load_values(spill_of(spill, tile * TOKENS + token, neuron))
+        values = load_values(address(spill, tile * TOKENS + token, neuron))
         flags = nonzero_flags(values)
-        at = place + prefix_sum(count_flags(flags), lane)
+        at = position + prefix_sum(count_flags(flags), lane)
         for i in range_constexpr(8):
             if flags[i]:
                 word = spilled_word(values, i, neuron)
@@ -618,27 +621,27 @@ class Compact:
         return cute.arch.shuffle_sync(at, 31)
 
     @cute.jit
-    def visit(self, s, gate, token, word, active, at, keep, run, lane, phase: cutlass.Constexpr):
-        """One entry a lane, ascending, for the lanes that are active. All lanes of the warp take part."""
+    def process_words(self, s, gate, token, word, active, at, keep, run, lane, phase: cutlass.Constexpr):
+        """Run one phase on a non-zero per active lane, ascending. All lanes of the warp must take part."""
         if const_expr(phase == MARK):
             if active:
                 self.mark_entry(s, word)
                 if keep:
                     self.keep_entry(s, word, at, token)
         else:
-            rank = self.rank(s, word)
+            rank = self.rank_of(s, word)
             if const_expr(phase == COUNT):
                 if active:
                     self.count_entry(s, rank, token)
             else:
-                ordinal, run = self.order(rank // CHUNK, active, run, lane)
+                ordinal, run = self.ordinal_in_chunk(rank // CHUNK, active, run)
                 if active:
-                    self.place_entry(s, gate, word, rank, ordinal, token)
+                    self.write_entry(s, gate, word, rank, ordinal, token)
         return run
 
     @cute.jit
-    def rank(self, s, word):
-        """Rank in the union of the neuron in the lower half."""
+    def rank_of(self, s, word):
+        """Rank in the union of a word's neuron."""
         at = Int32((word & Uint32(0xFFFF)) >> 5)
         below = (Uint32(1) << (word & 31)) - 1
         return widen(s.prefix[at]) + Int32(cute.arch.popc(Uint32(s.bitmap[at]) & below))
@@ -656,11 +659,10 @@ class Compact:
 
     @cute.jit
     def count_entry(self, s, rank, token):
-        counter = s.counters.iterator + (rank // CHUNK * PITCH + (token >> 2))
-        cute.arch.atomic_add(counter, Uint32(1) << Uint32((token & 3) * 8), scope="cta")
+        count_token(s.counters, rank // CHUNK, token)
 
     @cute.jit
-    def place_entry(self, s, gate, word, rank, ordinal, token):
+    def write_entry(self, s, gate, word, rank, ordinal, token):
         _, _, _, _, entries, target = gate
         chunk, shift = rank // CHUNK, Uint32((token & 3) * 8)
         counter = chunk * PITCH + (token >> 2)
@@ -673,8 +675,8 @@ class Compact:
             s.staged[position] = entry
 
     @cute.jit
-    def order(self, chunk, active, run, lane):
-        """An entry's place among those of its chunk; active lanes ascend by chunk and go on where `run` ended."""
+    def ordinal_in_chunk(self, chunk, active, run):
+        """Ordinal of an entry in its chunk, and the next `run`; active lanes ascend by chunk and continue `run`."""
         flags = Uint32(cute.arch.vote_ballot_sync(active))
         earlier = flags & Uint32(cute.arch.lanemask_lt())
         last = 31 - Int32(cute.arch.clz(earlier))
@@ -691,11 +693,11 @@ class Compact:
         entries_so_far = end_ordinal + 1 if flags != 0 else run[1]
         return ordinal, (chunk_so_far, entries_so_far)
 
-    # ---- more than the pool holds ----
+    # ---- batches that exceed the pool ----
 
     @cute.jit
     def write_bitmap(self, buffer, words, spill, entries, m, width, neurons, lane):
-        """One row of the bitmap by one warp, 32 tiles at a time through 256 words of shared memory."""
+        """Write one row of the bitmap by one warp, 32 tiles at a time through 256 words of shared memory."""
         tiles = words.shape[1] // width
         bitmap_words = cute.ceil_div(neurons, 32)
         for group in cutlass.range(0, tiles, 32, unroll=1):
@@ -717,7 +719,7 @@ class Compact:
                 t = lowest_bit(overflowing)
                 overflowing = overflowing & (overflowing - 1)
                 neuron = (group + t) * geometry.TILE + lane * 8
-                flags = nonzero_flags(load_values(spill_of(spill, m, neuron)))
+                flags = nonzero_flags(load_values(address(spill, m, neuron)))
                 bits = Uint32(0)
                 for i in range_constexpr(8):
                     bits = bits | Uint32(flags[i]) << i
@@ -738,20 +740,20 @@ class Compact:
     # ---- shared memory ----
 
     def counter_words(self, chunks):
-        """Words of the arena that the counters take, and those of the sums before them."""
+        """Words of the arena for the counters, and for `before`."""
         return chunks * PITCH, (chunks * PITCH + 1) // 2
 
     @cute.jit
     def room(self, chunks, total):
-        """How many non-zeros can be kept, and whether `total` entries can be staged as well: if not, more are kept."""
+        """Number of non-zeros that can be kept, and whether `total` entries can be staged; if not, more are kept."""
         counters, before = self.counter_words(chunks)
         left = ARENA - counters - before
-        # a word and a byte each, and a word of a staged entry
+        # a word and a byte per kept non-zero, and a word per staged entry
         fits = total <= left // 9 * 4
         return left // 9 * 4 if fits else left // 5 * 4, fits
 
     def views(self, shared, chunks, room):
-        """Tensors over the shared struct, by name."""
+        """Tensors over the shared struct."""
         arena = shared.arena.data_ptr()
         counters, before = self.counter_words(chunks)
         words = arena + (counters + before)
@@ -776,8 +778,7 @@ def signature(spec: CompactSpec) -> tuple[Any, tuple[Any, ...]]:
     dtype = operands.DTYPES[spec.dtype]
     m, b = cute.sym_int32(), cute.sym_int32()
     arguments = (
-        operands.rows(Int32, m, cute.sym_int32(divisibility=32)),
-        operands.rows(dtype, m, cute.sym_int32(divisibility=geometry.TILE)),
+        *operands.packed(dtype, m),
         operands.cube(Int32, cute.sym_int32(), cute.sym_int32(), 2) if spec.training else None,
         operands.vector(Int32, cute.sym_int32()),
         *operands.lists(b),

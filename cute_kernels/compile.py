@@ -39,13 +39,13 @@ def compile_spec(spec: Spec, options: str = "") -> Any:
 
 
 def _name_kernels(jit_object: Any, spec: Spec) -> None:
-    """Have profilers show device kernels as twell_SYMBOL, of several with the method's name behind it.
+    """Name the device kernel twell_SYMBOL for profilers; where a spec has several, the method's name follows.
 
-    The compiler's own names list the types of all arguments, cut off at 180 characters, so that variants look alike.
+    The compiler's own names list the types of all arguments and stop at 180 characters: variants look alike.
     """
     for method in dir(type(jit_object)):
         rename = getattr(getattr(type(jit_object), method), "set_name_prefix", None)
-        # the host's function gets its name where it is exported
+        # the host function gets its name at export
         if rename is not None and method != "__call__":
             own = "" if method in ("kernel", spec.op) else f"_{method}"
             rename(f"twell_{spec.symbol}{own}", remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -54,10 +54,10 @@ def _name_kernels(jit_object: Any, spec: Spec) -> None:
 def compile_object(spec: Spec, out: Path, report: Path | None = None) -> None:
     """Write the object file that exports ``spec.symbol``, atomically: another process sees all of it or none.
 
-    ``report``: a JSON file for the ``Report`` of each device kernel, there before the object is.
+    ``report``: a JSON file for the ``Report`` of each device kernel, written before the object.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    # a report takes over what the process prints: not in an application that compiles as it runs
+    # a report redirects the process's output: not in an application that compiles at run time
     compiled, reports = (compile_spec(spec), []) if report is None else compile_and_report(spec)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{spec.symbol}.") as scratch:
         part = Path(scratch) / out.name
@@ -68,14 +68,14 @@ def compile_object(spec: Spec, out: Path, report: Path | None = None) -> None:
 
 
 def runtime_libraries() -> tuple[Path, Path]:
-    """The DSL runtime that matches the compiler's CUDA toolkit, and tvm-ffi: what a library of objects links to."""
+    """Libraries that a library of objects links to: the DSL runtime of the compiler's CUDA toolkit, and tvm-ffi."""
     dsl, ffi = (Path(path) for path in find_runtime_libraries(enable_tvm_ffi=True))
     return dsl, ffi
 
 
 @dataclass(frozen=True)
 class Report:
-    """What ptxas says of one device kernel; ``wgmma`` holds its warnings of serialised WGMMA (C7515, C7517)."""
+    """The ptxas report of one device kernel; ``wgmma`` holds warnings of serialised WGMMA (C7515, C7517)."""
 
     symbol: str
     kernel: str
@@ -85,7 +85,7 @@ class Report:
 
 
 def compile_and_report(spec: Spec) -> tuple[Any, list[Report]]:
-    """Compile ``spec`` and read the compiler's remarks: the callable, and one entry for each device kernel in it."""
+    """Compile ``spec``; return the callable and one ``Report`` per device kernel in it."""
     compiled, said = _with_output(lambda: compile_spec(spec, "remarks{ptx}"))
     reports = parse_remarks(spec.symbol, said)
     if not reports:
@@ -94,9 +94,9 @@ def compile_and_report(spec: Spec) -> tuple[Any, list[Report]]:
 
 
 def parse_remarks(symbol: str, text: str) -> list[Report]:
-    """Read the ptxas output inside the compiler's remarks, which may repeat it and wrap it anywhere."""
+    """Parse the ptxas output in the compiler's remarks, which may repeat it and wrap lines anywhere."""
     text = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
-    # up to the quote that opens the mangled name of the kernel
+    # stops at the quote that opens the kernel's mangled name
     warnings = tuple(sorted({w.strip() for w in re.findall(r"\(C75\d\d\)[^()']*wgmma[^()']*", text)}))
     kernels: dict[str, Report] = {}
     for part in re.split(r"Compiling entry function ", text)[1:]:
@@ -111,9 +111,9 @@ def parse_remarks(symbol: str, text: str) -> list[Report]:
 
 
 def _with_output(call: Callable[[], Any]) -> tuple[Any, str]:
-    """The result of ``call`` and what the process prints meanwhile, native code included.
+    """Return the result of ``call`` and all output of the process meanwhile.
 
-    The remarks are written past ``sys.stdout``. What was printed is not lost where ``call`` raises.
+    The compiler's native code writes past ``sys.stdout``. If ``call`` raises, the output goes to stderr.
     """
     streams = sys.stdout, sys.stderr
     with tempfile.TemporaryFile("w+", errors="replace") as sink:

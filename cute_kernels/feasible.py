@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 # CUDA programming guide, technical specifications of compute capability 9.0
 SMEM_PER_CTA = 232448
@@ -24,15 +25,21 @@ def ctas_per_sm(smem: int) -> int:
     return SMEM_PER_SM // (smem + SMEM_RESERVED_PER_CTA)
 
 
+def check_shared_memory(shared: Any, ctas: int = 1) -> Any:
+    """Return ``shared``, a ``cute.struct``, after checking that ``ctas`` CTAs of its size fit on an SM."""
+    assert ctas_per_sm(shared.size_in_bytes()) >= ctas
+    return shared
+
+
 def check_register_split(groups: Sequence[int]) -> None:
-    """Check what setmaxnreg asks for each warp group against what the launch was granted.
+    """Check the registers that warp groups request by setmaxnreg against those granted at launch.
 
     Args:
         groups: registers per thread of each warp group, in a CTA that has the SM to itself.
 
     Raises:
-        ValueError: setmaxnreg refuses a count, or the groups together take more than the CTA was granted, in which case
-            the warp group that asks last would wait for ever.
+        ValueError: setmaxnreg refuses a count, or the groups together request more than the CTA was granted, and the
+            last warp group would wait for ever.
     """
     for registers in groups:
         if registers % 8 or not 24 <= registers <= 240:

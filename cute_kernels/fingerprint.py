@@ -1,4 +1,4 @@
-"""What a compiled kernel was made from: the hash of these sources and the versions of the compiler. Pure Python."""
+"""Identity of a compiled kernel: hash of these sources and versions of the compiler. Pure Python."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 ARCH = "sm_90a"
 
-# Of the DSL the distribution that every installation has, with the compiler or without, of any toolkit.
+# The distribution of the DSL that every installation has: with or without the compiler, for any toolkit.
 DSL, TVM_FFI = "nvidia-cutlass-dsl-libs-base", "apache-tvm-ffi"
 
 
@@ -18,11 +18,11 @@ def source_hash() -> str:
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         name, content = path.relative_to(root).as_posix().encode(), path.read_bytes()
-        # lengths keep two different trees from reading as the same bytes
+        # lengths keep two different trees from giving the same bytes
         digest.update(b"%d %d " % (len(name), len(content)) + name + content)
     return digest.hexdigest()
 
 
 def versions() -> dict[str, str]:
-    """Versions of the distributions that decide the code and its binding."""
+    """Versions of the distributions that determine the code and its binding."""
     return {name: metadata.version(name) for name in (DSL, TVM_FFI)}

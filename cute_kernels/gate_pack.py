@@ -1,18 +1,18 @@
-"""Gate GEMM that emits TwELL: words[m, :] packs the non-zeros of relu(x[m, :] @ w^T + bias), 256 neurons a tile.
+"""Gate GEMM that emits TwELL: words[m, :] packs the non-zeros of relu(x[m, :] @ w^T + bias), 256 neurons per tile.
 
 Persistent and warp-specialized, one CTA per SM, a cluster of two CTAs that share the weight tile. Three warp groups:
 
     load      warp 0. TMA loads of x [128, 64] and w [256, 64] into a ring of stages; half of w comes from the peer.
-    pack      warps 1 to 3. Read gate tile `sG` a row a warp, eight neurons a lane, and pack while the mma groups work
-              on the next tile: words go to `sW` and leave by TMA, an overflowing row goes to the spill as it is.
+    pack      warps 1 to 3. Read gate tile `sG`, a row per warp, eight neurons per lane, and pack while the mma groups
+              work on the next tile: words go to `sWords` and leave by TMA, an overflowing row goes to the spill.
     mma       groups 1 and 2, 64 rows each: WGMMA 64x256x16 over the ring, then ReLU, rounding and stmatrix into `sG`.
 
-So the tensor cores wait for the epilogue's register-to-shared copy alone. Hand-over:
+So the tensor cores wait only for the epilogue's register-to-shared copy. Hand-over:
 
     ring           PipelineTmaAsync: full = 1 arrival + bytes, empty = 8 mma warps of each CTA that reads the stage.
     GATE_FULL_h    128 mma threads of group h arrive, 96 pack threads wait: gate half h is written.
     GATE_EMPTY_h   96 pack threads arrive, 128 mma threads wait: gate half h may be overwritten.
-    PACK           the 96 pack threads: a words buffer is free, then filled.
+    PACK           96 pack threads: a words buffer is free, then filled.
 """
 
 from enum import IntEnum
@@ -30,17 +30,17 @@ from cutlass.tensor_utils import LayoutEnum
 
 from . import feasible, geometry
 from .sm90 import operands
-from .sm90.copies import load_values, store_values
+from .sm90.copies import address, load_values, store_values
 from .sm90.swizzle import swizzle_piece
 from .sm90.values import count_flags, lanes_before, nonzero_flags, relu_pack, value_bits
-from .specs import GatePackSpec
+from .specs import GatePackSkinnySpec, GatePackSpec
 
 TILE_M, TILE_N = 128, geometry.TILE
 HALF_M = TILE_M // 2
 THREADS = 384
 MMA_WARPS, PACK_WARPS = 8, 3
 HANDOVER_THREADS = 128 + 32 * PACK_WARPS
-# 384 threads start with 168 registers; what one group gives away the others take. More than was given hangs the kernel
+# 384 threads start with 168 registers; the mma groups take what the other group gives up. Taking more would hang
 REGISTERS_LOAD_PACK, REGISTERS_MMA = 88, 208
 feasible.check_register_split((REGISTERS_LOAD_PACK, REGISTERS_MMA, REGISTERS_MMA))
 
@@ -63,7 +63,7 @@ class Transfer(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Global memory that goes without TMA; no bias is None."""
+    """Operands in global memory that are accessed without TMA; `bias` may be None."""
 
     bias: Any
     spill: Any
@@ -71,7 +71,7 @@ class Operands(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Tiles of a cluster by rows and columns, steps of K; rows and neurons."""
+    """Cluster tiles by rows and columns, and steps of K; rows and neurons."""
 
     m_tiles: Any
     n_tiles: Any
@@ -81,18 +81,18 @@ class Extent(NamedTuple):
 
 
 class Views(NamedTuple):
-    """A CTA's shared memory by name."""
+    """Views of a CTA's shared memory."""
 
     sX: Any
-    sB: Any
+    sW: Any  # weights
     sG: Any  # gate tile
-    sW: Any  # two buffers of words
+    sWords: Any  # two buffers of words
     gate: Any  # the gate tile without its swizzle
     tally: Any  # [PACK_WARPS, 2] non-zeros and overflows
 
 
 class GatePack:
-    """One gate GEMM for one dtype, compression and presence of a bias; sizes and strides stay symbolic."""
+    """For one dtype, compression and presence of a bias; sizes and strides stay symbolic."""
 
     def __init__(
         self, spec: GatePackSpec, tile_k: int = 64, stages: int = 3, cluster: tuple[int, int] = (2, 1), group: int = 8
@@ -140,12 +140,11 @@ class GatePack:
             ring: cute.struct.MemRange[Int64, stages * 2]
             tally: cute.struct.MemRange[Int32, 8]
             sX: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
-            sB: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
+            sW: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
             sG: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(gate_layout)], 1024]
-            sW: cute.struct.Align[cute.struct.MemRange[Uint32, cute.cosize(words_layout)], 1024]
+            sWords: cute.struct.Align[cute.struct.MemRange[Uint32, cute.cosize(words_layout)], 1024]
 
-        assert feasible.ctas_per_sm(Shared.size_in_bytes()) >= 1
-        self.shared = Shared
+        self.shared = feasible.check_shared_memory(Shared)
         m_tiles = cute.ceil_div(x.shape[0], TILE_M * cm)
         n_tiles = cute.ceil_div(w.shape[0], TILE_N * cn)
         total = m_tiles * n_tiles
@@ -203,9 +202,9 @@ class GatePack:
         pipeline.pipeline_init_arrive(cluster_shape_mn=self.cluster, is_relaxed=True)
         s = Views(
             sX=shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner),
-            sB=shared.sB.get_tensor(w_layout.outer, swizzle=w_layout.inner),
+            sW=shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner),
             sG=shared.sG.get_tensor(gate_layout.outer, swizzle=gate_layout.inner),
-            sW=shared.sW.get_tensor(words_layout),
+            sWords=shared.sWords.get_tensor(words_layout),
             gate=shared.sG.get_tensor(cute.make_layout(TILE_M * TILE_N)),
             tally=shared.tally.get_tensor(cute.make_layout((PACK_WARPS, 2), stride=(2, 1))),
         )
@@ -239,7 +238,7 @@ class GatePack:
 
     @cute.jit
     def load(self, ring, x, w, s, extent):
-        """Keep the ring full: one x tile and one w tile a stage."""
+        """Keep the ring full: one x tile and one w tile per stage."""
         cm, cn = self.cluster
         layout = cute.make_layout((cm, cn, 1))
         ci, cj, _ = layout.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
@@ -251,7 +250,7 @@ class GatePack:
             x.atom, cj, cute.make_layout(cn), cute.group_modes(s.sX, 0, 2), cute.group_modes(x_tiles, 0, 2)
         )
         w_s, w_t = cpasync.tma_partition(
-            w.atom, ci, cute.make_layout(cm), cute.group_modes(s.sB, 0, 2), cute.group_modes(w_tiles, 0, 2)
+            w.atom, ci, cute.make_layout(cm), cute.group_modes(s.sW, 0, 2), cute.group_modes(w_tiles, 0, 2)
         )
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         tile, step = cute.arch.block_idx()[2], cute.arch.grid_dim()[2]
@@ -271,11 +270,11 @@ class GatePack:
 
     @cute.jit
     def mma(self, ring, mma: cute.TiledMma, s, bias, thread: Int32, extent):
-        """Main loop and the register half of the epilogue, for 64 of the tile's rows."""
+        """Main loop and the register half of the epilogue, for 64 rows of the tile."""
         half = cute.arch.make_warp_uniform(thread // 128)
         leader = mma.get_slice(cute.make_layout(2, stride=128)(half))
         rX = mma.make_fragment_A(leader.partition_A(s.sX))
-        rB = mma.make_fragment_B(leader.partition_B(s.sB))
+        rW = mma.make_fragment_B(leader.partition_B(s.sW))
         coordinates = mma.get_slice(thread).partition_C(cute.make_identity_tensor((TILE_M, TILE_N)))
         acc = cute.make_rmem_tensor(coordinates.shape[:3], Float32)
         store = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma)
@@ -292,10 +291,10 @@ class GatePack:
                 ring.consumer_wait(full)
                 warpgroup.fence()
                 for block in range_constexpr(self.tile_k // 16):
-                    cute.gemm(mma, acc, rX[None, None, block, full.index], rB[None, None, block, full.index], acc)
+                    cute.gemm(mma, acc, rX[None, None, block, full.index], rW[None, None, block, full.index], acc)
                     mma.set(warpgroup.Field.ACCUMULATE, True)
                 warpgroup.commit_group()
-                # the stage before this one is read: at most one group of WGMMA is left in flight
+                # at most one group of WGMMA is in flight: the previous stage has been read
                 warpgroup.wait_group(1)
                 if k > 0:
                     ring.consumer_release(release)
@@ -320,7 +319,7 @@ class GatePack:
 
     @cute.jit
     def add_bias(self, acc, bias, coordinates, column: Int32, neurons: Int32):
-        """acc += bias[neuron], nothing for the neurons that pad the last tile."""
+        """acc += bias[neuron], except for the padding of the last tile."""
         for v in range_constexpr(TILE_N // 8):
             neuron = column * TILE_N + coordinates[(0, 0, v), 0, 0][1]
             for j in range_constexpr(2):
@@ -330,11 +329,11 @@ class GatePack:
 
     @cute.jit
     def pack(self, words, s, o, warp_index: Int32, extent):
-        """Turn gate halves into words: a warp takes a row at a time, `chunk_rows` rows leave together."""
+        """Pack gate halves into words: a warp takes a row at a time, `chunk_rows` rows are stored together."""
         lane = cute.arch.lane_idx()
         tiles = cute.local_tile(words.tensor, (self.chunk_rows, self.width), (None, None))
         words_s, words_t = cpasync.tma_partition(
-            words.atom, 0, cute.make_layout(1), cute.group_modes(s.sW, 0, 2), cute.group_modes(tiles, 0, 2)
+            words.atom, 0, cute.make_layout(1), cute.group_modes(s.sWords, 0, 2), cute.group_modes(tiles, 0, 2)
         )
         chunks = HALF_M // self.chunk_rows
         tile, step = cute.arch.block_idx()[2], cute.arch.grid_dim()[2]
@@ -345,14 +344,14 @@ class GatePack:
                 nonzeros, overflows = Int32(0), Int32(0)
                 for chunk in range_constexpr(chunks):
                     buffer = (half * chunks + chunk) & 1
-                    # the store that read this buffer two chunks ago is through
+                    # the store that read this buffer two chunks ago is complete
                     if warp_index == 0:
                         cute.arch.cp_async_bulk_wait_group(1, read=True)
                     cute.arch.barrier(barrier_id=Barrier.PACK, number_of_threads=32 * PACK_WARPS)
                     for inside in cutlass.range(warp_index, self.chunk_rows, PACK_WARPS, unroll=2):
                         row = half * HALF_M + chunk * self.chunk_rows + inside
                         m = tile_row * TILE_M + row
-                        target = s.sW[inside, None, buffer]
+                        target = s.sWords[inside, None, buffer]
                         count, spilled = self.pack_row(s.gate, row, column, lane, target, o.spill, m, extent)
                         nonzeros += count
                         overflows += spilled
@@ -379,7 +378,7 @@ class GatePack:
 
     @cute.jit
     def pack_row(self, gate, row: Int32, column: Int32, lane: Int32, words, spill, m: Int32, extent):
-        """One row of one tile; returns its count and whether it overflows. What lies outside the problem is empty."""
+        """Pack one row of a tile; return its count and whether it overflows. Values outside the problem are zero."""
         valid = m < extent.rows
         panel, piece = lane >> 3, lane & 7
         offset = panel * (TILE_M * 64) + row * 64 + swizzle_piece(row, piece)
@@ -393,7 +392,7 @@ class GatePack:
         if count >= self.width:
             overflow = Int32(1)
             if valid:
-                store_values(spill.iterator + (Int64(m) * spill.stride[0] + neuron), quad)
+                store_values(address(spill, m, neuron), quad)
         return count, overflow
 
 
@@ -407,10 +406,10 @@ def pack_words(
     lane: Int32,
     skip: cutlass.Constexpr,
 ) -> Int32:
-    """Pack a tile's 256 values, eight a lane, those of neurons `neuron` on, into `words` of shared memory.
+    """Pack a tile's 256 values, eight per lane from `neuron` on, into `words` in shared memory.
 
-    All `room` words are written, non-zeros to the first `width` of them. Returns how many there are: with `width` or
-    more the tile overflows. `skip`: lanes without a non-zero branch around the stores.
+    All `room` words are written, non-zeros to the first `width` of them. Returns the number of non-zeros: with `width`
+    or more the tile overflows. `skip`: lanes without a non-zero branch around the stores.
     """
     for i in range_constexpr(room // 32):
         words[lane + 32 * i] = Uint32(0)
@@ -418,7 +417,7 @@ def pack_words(
     own = count_flags(flags)
     place = 1 + lanes_before(own)
     count = Int32(cute.arch.warp_redux_sync(own, "add"))
-    # all are cleared
+    # all words are cleared
     cute.arch.sync_warp()
     busy = own > 0 if const_expr(skip) else Boolean(True)
     if busy:
@@ -431,18 +430,20 @@ def pack_words(
     return count
 
 
-def signature(spec: GatePackSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
+def fake_arguments(spec: GatePackSpec | GatePackSkinnySpec) -> tuple[Any, ...]:
+    """Fake x, w, bias, words, spill and stats, and an integer."""
     dtype = operands.DTYPES[spec.dtype]
     m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
-    padded = cute.sym_int32(divisibility=geometry.TILE)
-    arguments = (
+    return (
         operands.rows(dtype, m, k),
         operands.rows(dtype, n, k),
         operands.vector(dtype, n) if spec.bias else None,
-        operands.rows(Int32, m, cute.sym_int32(divisibility=32)),
-        operands.rows(dtype, m, padded),
+        *operands.packed(dtype, m),
         operands.cube(Int32, cute.sym_int32(), cute.sym_int32(), 2),
         Int32(1),
     )
-    return GatePack(spec), arguments
+
+
+def signature(spec: GatePackSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    return GatePack(spec), fake_arguments(spec)

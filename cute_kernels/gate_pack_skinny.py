@@ -1,22 +1,21 @@
-"""The gate GEMM of gate_pack.py for few tokens, bound by memory: each weight is read once, by the whole chip.
+"""The gate GEMM of gate_pack.py for few tokens, bound by memory: each weight is read once by the whole chip.
 
-A tile of 256 neurons and up to 128 tokens is the work of a cluster of eight CTAs, or four if there is more than one
-tile of tokens; two CTAs per SM. Up to 64 tokens four of eight share the neurons and two K, otherwise two and the rest:
-the more CTAs split K the more partial sums they exchange, the more share the neurons the more often they read x. A
-split takes every second or fourth block of 64 columns. Weights are the A operand of WGMMA and tokens the B operand, as
-few as eight.
+A cluster of eight CTAs computes a tile of 256 neurons and up to 128 tokens, or a cluster of four if there is more than
+one tile of tokens; two CTAs per SM. The CTAs divide the neurons into four parts for up to 64 tokens, otherwise into
+two; the CTAs of a part split K. More splits exchange more partial sums, more parts read x more often. A split takes
+every second or fourth block of 64 columns. Weights are the A operand of WGMMA, tokens the B operand, as few as eight.
 
-    load        warp 4. TMA loads of w and x, 64 columns a stage, into a ring.
-    mma         warps 0 to 3: WGMMA 64 x tokens x 16 for 64 or 128 neurons. Then the partial sums go to `sums`, over the
-                ring.
-    epilogue    warps 0 to 3 again, after a cluster barrier. Each CTA takes every eighth or fourth token, its rank the
-                first: a warp a token, a lane eight neurons. It adds up the splits' sums from distributed shared memory,
-                always in the same order. Counts are pushed to CTA 0, which writes the statistics after a second cluster
-                barrier. Between arriving there and waiting, the words are written.
+    load        warp 4. TMA loads of w and x, 64 columns per stage, into a ring.
+    mma         warps 0 to 3: WGMMA 64 x tokens x 16 for 64 or 128 neurons. Then the partial sums go to `sums`, which
+                overlays the ring.
+    epilogue    warps 0 to 3 again, after a cluster barrier. Each CTA takes every eighth or fourth token, from its rank
+                on: a warp per token, eight neurons per lane. It adds the splits' sums from distributed shared memory
+                in a fixed order, sends counts to CTA 0 and arrives at a second cluster barrier. It writes its words
+                before it waits there; then CTA 0 writes the statistics.
 
     FULL[s]    1 arrival + bytes.
-    EMPTY[s]   4 mma warps.
-    MMA        the 128 mma threads: the ring has been read and may be overwritten.
+    EMPTY[s]   4 mma warps arrive.
+    MMA        128 mma threads: the ring has been read and may be overwritten.
 """
 
 from enum import IntEnum
@@ -33,15 +32,15 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from . import feasible, geometry
-from .gate_pack import pack_words
+from .gate_pack import fake_arguments, pack_words
 from .sm90 import operands
-from .sm90.copies import load_peer, store_peer, store_values
+from .sm90.copies import address, load_peer, store_peer, store_values
 from .sm90.ring import open_ring, release
 from .sm90.values import count_flags, nonzero_flags, relu_pack
 from .specs import GatePackSkinnySpec
 
 TILE_N, TILE_K = geometry.TILE, 64
-# tokens of a tile
+# most tokens of a tile
 MOST_TOKENS = 128
 MMA_THREADS, THREADS = 128, 160
 WARPS = MMA_THREADS // 32
@@ -55,24 +54,24 @@ class Barrier(IntEnum):
 
 
 class GatePackSkinny:
-    """One dtype, presence of a bias and most tokens of a tile; the compression is the run-time words_per_tile."""
+    """For one dtype, presence of a bias and number of tokens; the compression is the run-time words_per_tile."""
 
     def __init__(self, spec: GatePackSkinnySpec):
         self.dtype = operands.DTYPES[spec.dtype]
         self.has_bias, self.tokens = spec.bias, min(spec.tokens, MOST_TOKENS)
         # two tiles of tokens are enough to occupy every SM
         self.cluster = 8 if spec.tokens <= MOST_TOKENS else 4
-        # CTAs that share the neurons of a tile, and those that share K
+        # parts of a tile's neurons, and splits of K
         self.parts = 4 if spec.tokens <= 64 else 2
         self.splits = self.cluster // self.parts
         self.neurons = TILE_N // self.parts
         self.stages = min(6, 110 * 1024 // ((self.neurons + self.tokens) * TILE_K * 2))
-        # tokens of a warp
+        # tokens of a warp in the epilogue
         self.rounds = max(1, self.tokens // (self.cluster * WARPS))
-        # of the statistics, 64 tokens each
+        # entries of the statistics, 64 tokens each
         self.entries = max(1, self.tokens // geometry.STATS_ROWS)
-        # a token's sums: first those of neurons 0-3 of each eight, then, 4 words on, those of neurons 4-7. So the lanes
-        # of a fragment, and those that read eight neurons each, hit different banks
+        # a token's sums: neurons 0-3 of each eight, a gap of 4 words, then neurons 4-7. So the lanes of a fragment, and
+        # lanes that read eight neurons each, hit different banks
         self.upper = self.neurons // 2 + 4
         self.pitch = self.neurons + 4
 
@@ -101,7 +100,7 @@ class GatePackSkinny:
         )
         x_tma, x_g = cpasync.make_tiled_tma_atom(load, x, cute.slice_(x_layout, (None, None, 0)), (self.tokens, TILE_K))
         ring = (cute.cosize(w_layout) + cute.cosize(x_layout)) * 2
-        # the partial sums lie over the ring, of which the tiles of w come first
+        # the partial sums overlay the ring, which begins with the tiles of w
         assert 4 * self.pitch * self.tokens <= ring
 
         @cute.struct
@@ -113,8 +112,7 @@ class GatePackSkinny:
             sW: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
             sX: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
 
-        assert feasible.ctas_per_sm(Shared.size_in_bytes()) >= 2
-        self.shared = Shared
+        self.shared = feasible.check_shared_memory(Shared, 2)
         m_tiles = cute.ceil_div(x.shape[0], self.tokens)
         n_tiles = cute.ceil_div(w.shape[0], TILE_N)
         if m_tiles > 0:
@@ -172,7 +170,7 @@ class GatePackSkinny:
 
     @cute.jit
     def load(self, ring, x_tma, x_g, w_tma, w_g, sX, sW, row, column, split, blocks):
-        """The CTA's blocks of K, one a stage."""
+        """Load the CTA's blocks of K, one per stage."""
         lane = cute.arch.lane_idx()
         x_tiles = cute.local_tile(x_g, (self.tokens, TILE_K), (None, None))
         w_tiles = cute.local_tile(w_g, (self.neurons, TILE_K), (None, None))
@@ -192,7 +190,7 @@ class GatePackSkinny:
 
     @cute.jit
     def mma(self, ring, mma: cute.TiledMma, sX, sW, sums, blocks, thread):
-        """Products of the CTA's blocks, then its partial sums by token."""
+        """Multiply the CTA's blocks of K, then store its partial sums by token."""
         lane = cute.arch.lane_idx()
         leader = mma.get_slice(0)
         rW = mma.make_fragment_A(leader.partition_A(sW))
@@ -218,9 +216,9 @@ class GatePackSkinny:
 
     @cute.jit
     def epilogue(self, shared, sums, bias, words, spill, stats, width, extent, first, at):
-        """The cluster's partial sums to words, spill and statistics: a warp takes `rounds` tokens, from `first` on.
+        """Make words, spill and statistics of the cluster's partial sums: a warp takes `rounds` tokens from `first` on.
 
-        Warp 4 takes part in the cluster barriers alone.
+        Warp 4 takes part only in the cluster barriers.
         """
         rank, column, row, thread, warp_index, lane = at
         tally = shared.tally.get_tensor(cute.make_layout(2 * self.entries * self.cluster * WARPS))
@@ -231,9 +229,9 @@ class GatePackSkinny:
         if warp_index < WARPS:
             quads.fill(0)
             if first < extent[0] and first < (row + 1) * self.tokens:
-                self.gather(sums, quads, first - row * self.tokens, column, bias, extent[1], rank, lane)
-            self.push_counts(quads, tally, first, extent[0], width, rank, warp_index, lane)
-        # the tally is complete, and nobody reads a peer's sums any more
+                self.reduce_splits(sums, quads, first - row * self.tokens, column, bias, extent[1], rank, lane)
+            self.send_counts(quads, tally, first, extent[0], width, rank, warp_index, lane)
+        # the tally is complete, and no CTA reads a peer's sums any more
         cute.arch.cluster_arrive()
         if warp_index < WARPS:
             buffer = cute.make_tensor(shared.rows.data_ptr() + warp_index * MAX_WIDTH, cute.make_layout(MAX_WIDTH))
@@ -250,8 +248,8 @@ class GatePackSkinny:
             stats[entry, column, thread % 2] = total
 
     @cute.jit
-    def gather(self, sums, quads, first, column, bias, neurons, rank, lane):
-        """Add up the splits' sums of eight neurons and the tokens of a warp; ReLU and rounding."""
+    def reduce_splits(self, sums, quads, first, column, bias, neurons, rank, lane):
+        """Add the splits' sums of eight neurons for each token of the warp, then ReLU and rounding."""
         part, at = lane // (32 // self.parts), (lane % (32 // self.parts)) * 4
         neuron = column * TILE_N + lane * 8
         values = cute.make_rmem_tensor((8,), Float32)
@@ -264,7 +262,7 @@ class GatePackSkinny:
             token = first + self.cluster * WARPS * round
             source = sums.iterator + (token * self.pitch + at)
             for s in range_constexpr(self.splits):
-                # each CTA begins with another peer; a token has the same CTA at every run
+                # each CTA begins with another peer; a token has the same CTA in every run
                 split = (s + rank) % self.splits
                 for i in range_constexpr(2):
                     four = load_peer(source + i * self.upper, split * self.parts + part)
@@ -275,9 +273,9 @@ class GatePackSkinny:
                 quads[i, round] = pair if neuron < neurons else Uint32(0)
 
     @cute.jit
-    def push_counts(self, quads, tally, first, tokens, width, rank, warp_index, lane):
-        """Non-zeros and overflows of the warp's tokens to CTA 0's tally; those that do not exist become zero."""
-        # two for each entry of the statistics
+    def send_counts(self, quads, tally, first, tokens, width, rank, warp_index, lane):
+        """Store non-zeros and overflows of the warp's tokens in CTA 0's tally; zero the tokens beyond the last."""
+        # two per entry of the statistics
         counted = [Int32(0)] * (2 * self.entries)
         for i in range_constexpr(self.rounds):
             valid = first + self.cluster * WARPS * i < tokens
@@ -289,35 +287,24 @@ class GatePackSkinny:
             counted[2 * entry + 1] += Int32(count >= width)
         for i in range_constexpr(2 * self.entries):
             if lane == i:
-                place = (rank * WARPS + warp_index) * (2 * self.entries) + i
-                store_peer(tally.iterator + place, Int32(0), counted[i])
+                slot = (rank * WARPS + warp_index) * (2 * self.entries) + i
+                store_peer(tally.iterator + slot, Int32(0), counted[i])
 
     @cute.jit
     def pack(self, quad, m, column, words, spill, buffer, width, lane):
-        """Write the words of one token, and its values if they overflow."""
+        """Write the words of one token's tile, and its values if it overflows."""
         neuron = column * TILE_N + lane * 8
         count = pack_words(quad, Uint32(neuron), buffer, MAX_WIDTH, width, lane, False)
         cute.arch.sync_warp()
-        target = words.iterator + (Int64(m) * words.stride[0] + column * width)
+        target = address(words, m, column * width)
         for i in range_constexpr(MAX_WIDTH // 32):
             if lane + 32 * i < width:
                 cute.make_tensor(target, cute.make_layout(MAX_WIDTH))[lane + 32 * i] = Int32(buffer[lane + 32 * i])
         cute.arch.sync_warp()
         if count >= width:
-            store_values(spill.iterator + (Int64(m) * spill.stride[0] + neuron), quad)
+            store_values(address(spill, m, neuron), quad)
 
 
 def signature(spec: GatePackSkinnySpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
-    dtype = operands.DTYPES[spec.dtype]
-    m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
-    arguments = (
-        operands.rows(dtype, m, k),
-        operands.rows(dtype, n, k),
-        operands.vector(dtype, n) if spec.bias else None,
-        operands.rows(Int32, m, cute.sym_int32(divisibility=32)),
-        operands.rows(dtype, m, cute.sym_int32(divisibility=geometry.TILE)),
-        operands.cube(Int32, cute.sym_int32(), cute.sym_int32(), 2),
-        Int32(1),
-    )
-    return GatePackSkinny(spec), arguments
+    return GatePackSkinny(spec), fake_arguments(spec)

@@ -1,17 +1,17 @@
-"""Sparse times dense, a token tile at a time: out[m] = sum over non-zeros c of coefficient[m, c] * w[c], plus the same
-of a second pair, plus bias. Each row of w in the union of 128 tokens' neurons is read once; WGMMA does the rest.
+"""Sparse times dense by token tile: out[m] = sum over non-zeros c of coefficient[m, c] * w[c], optionally plus the same
+sum of a second pair, plus bias. Each row of w in the union of 128 tokens' neurons is read once; WGMMA does the rest.
 
 Persistent, one CTA per SM. A unit of work is a token tile and a slab of 256 columns; its inner dimension is the list of
-neurons, 128 a turn. Two kinds of warp groups, whose common parts are in sm90/sparse_product.py:
+neurons, 128 per turn. Two kinds of warp groups, which share sm90/sparse_product.py with weight_grad.py:
 
     fill    group 0. cp.async of rows of w, 256 columns each, into MN-major swizzled stages of 64 rows.
     mma     groups 1 and 2, 64 tokens each: WGMMA 64x256x16 of the stages and the group's own tile of coefficients;
-            while it runs, the tile of the next turn. Then rounding and 16-byte stores. After `longest` places of a list
-            the sums are set aside.
+            meanwhile the group fills the next turn's tile. Then rounding and 16-byte stores. Sums are flushed after
+            `longest` list positions.
 
-    FULL[s]    128 fill threads, when the copies of the stage are through and fenced.
-    EMPTY[s]   8 mma warps.
-    TILE + g   the 128 threads of group g, once a turn: its coefficients are in place, and the tile after is clear.
+    FULL[s]    128 fill threads arrive when their copies of the stage are complete and fenced.
+    EMPTY[s]   8 mma warps arrive.
+    TILE + g   128 threads of group g, once per turn: its tile of coefficients is filled, the next tile is clear.
 """
 
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from . import feasible, geometry
 from .sm90 import operands
+from .sm90.copies import address
 from .sm90.ring import open_ring
 from .sm90.sparse_product import (
     GROUP_THREADS,
@@ -45,12 +46,12 @@ from .sm90.values import widen
 from .specs import GatheredSpec
 
 TILE_M, TILE_N, TILE_K = geometry.TOKEN_TILE, 256, geometry.CHUNK
-# most token tiles that are sorted: 131,072 tokens. With more, their order evens out
+# most token tiles that are sorted: 131,072 tokens. With more, the load balances without it
 SORTED = 1024
 
 
 class Operands(NamedTuple):
-    """Global memory by name, None where there is no such tensor, and the extent of the work."""
+    """Operands in global memory, None if absent, and the number of slabs and units."""
 
     coefficients: Any
     w: Any
@@ -62,25 +63,25 @@ class Operands(NamedTuple):
     chunks: Any
     sizes: Any
     out: Any
-    aside: Any  # sums of long lists on their way
+    flushed: Any  # partial sums of long lists
     slabs: Any
     units: Any
-    order: Any = None  # shared memory: token tiles, those of long lists first
+    order: Any = None  # in shared memory: token tiles, longest list first
 
 
 class Fragments(NamedTuple):
-    """What a thread multiplies with."""
+    """A thread's MMA fragments and sums."""
 
     mma: Any
     rA: Any
     rB: Any
     acc: Any
     coordinates: Any
-    row: Any  # the first of two in the token tile
+    row: Any  # first of the thread's two rows in the token tile
 
 
 class Gathered(SparseProduct):
-    """One dtype, number of products and presence of a bias; sizes and strides stay symbolic."""
+    """For one dtype, number of products and presence of a bias; sizes and strides stay symbolic."""
 
     def __init__(self, spec: GatheredSpec):
         self.dtype = operands.DTYPES[spec.dtype]
@@ -102,7 +103,7 @@ class Gathered(SparseProduct):
         chunks: cute.Tensor,
         sizes: cute.Tensor,
         out: cute.Tensor,
-        aside: cute.Tensor,
+        flushed: cute.Tensor,
         capacity: Int32,
         max_ctas: Int32,
         stream: cuda.CUstream,
@@ -122,18 +123,17 @@ class Gathered(SparseProduct):
             sA: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(a_layout)], 1024]
             sB: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(b_layout)], 1024]
 
-        assert feasible.ctas_per_sm(Shared.size_in_bytes()) >= 1
-        self.shared = Shared
+        self.shared = feasible.check_shared_memory(Shared)
         slabs = cute.ceil_div(out.shape[1], TILE_N)
         units = cute.ceil_div(out.shape[0], TILE_M) * slabs
         data = Operands(
-            coefficients, w, coefficients2, w2, bias, entries, neurons, chunks, sizes, out, aside, slabs, units
+            coefficients, w, coefficients2, w2, bias, entries, neurons, chunks, sizes, out, flushed, slabs, units
         )
         arguments = (data, mma, a_layout, b_layout, capacity)
         ctas = cutlass.min(units, max_ctas)
         if units > 0:
-            # what sets sums aside is a kernel of its own: it is a tenth slower
-            if aside.shape[0] > 0:
+            # the kernel that can flush sums is a tenth slower
+            if flushed.shape[0] > 0:
                 self.kernel(*arguments, True).launch(
                     grid=(ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
                 )
@@ -174,7 +174,7 @@ class Gathered(SparseProduct):
 
     @cute.jit
     def sort_tiles(self, data, scratch, thread):
-        """Token tiles by the length of their lists, descending: their rank is the number of longer ones."""
+        """Sort token tiles by the length of their lists, descending: a tile's rank is the number of longer lists."""
         tiles = data.sizes.shape[0] - 1
         lengths = cute.make_tensor(cute.recast_ptr(scratch, dtype=Int32), cute.make_layout(SORTED))
         if tiles <= SORTED:
@@ -191,21 +191,21 @@ class Gathered(SparseProduct):
         cute.arch.sync_threads()
 
     @cute.jit
-    def split(self, data, unit):
-        place = unit // data.slabs
-        tile = widen(data.order[place]) if data.sizes.shape[0] - 1 <= SORTED else place
-        return tile, unit - place * data.slabs
+    def tile_and_part(self, data, unit):
+        rank = unit // data.slabs
+        tile = widen(data.order[rank]) if data.sizes.shape[0] - 1 <= SORTED else rank
+        return tile, unit - rank * data.slabs
 
     @cute.jit
-    def open(self, data, tile):
+    def list_extent(self, data, tile):
         return data.sizes[tile], tile * data.neurons.shape[1]
 
     @cute.jit
-    def bound(self, data, tile, chunk):
+    def chunk_start(self, data, tile, chunk):
         return data.chunks[tile, chunk]
 
     @cute.jit
-    def row(self, data, at):
+    def row_index(self, data, at):
         return widen(cute.make_tensor(data.neurons.iterator, cute.make_layout(1 << 30))[at])
 
     @cute.jit
@@ -219,28 +219,28 @@ class Gathered(SparseProduct):
             gather_columns(stage, data.w, rows, part * TILE_N, thread)
 
     @cute.jit
-    def load(self, data, at, product):
-        """The entry and the bits of its coefficient, 0 where the entry holds them: `word` is not to be touched yet."""
+    def load_coefficient(self, data, at, product):
+        """The entry, and the bits of its coefficient or 0 if the entry holds them; nothing here waits for the loads."""
         word, bits = Uint32(data.entries[at]), Uint32(0)
         if const_expr(not self.from_entries):
             source = data.coefficients.iterator
             if const_expr(self.products == 2):
                 source = data.coefficients2.iterator if product == 1 else source
-            # backward's coefficients stand two by two, see sampled_grad.py
+            # in backward two 16-bit values share a word, see sampled_grad.py
             values = cute.recast_ptr(source, dtype=Uint16) + at * data.coefficients.stride[0]
             bits = cute.make_tensor(values, cute.make_layout(1))[0].to(Uint32)
         return word, bits
 
     @cute.jit
-    def put(self, data, tile, part, half, word, bits, valid):
-        """A coefficient to row token, column place of the list, by the group that has the token."""
+    def scatter_coefficient(self, data, tile, part, half, word, bits, valid):
+        """Store a coefficient at (token, list position) in the tile of the group that owns the token."""
         bits = word >> 16 if const_expr(self.from_entries) else bits
         mine = valid & (Int32((word >> 12) & Uint32(1)) == half)
         store_coefficient(tile, word, bits, mine)
 
     @cute.jit
     def fragments(self, mma: cute.TiledMma, sA, sB, thread):
-        """Fragments and sums of a thread."""
+        """A thread's fragments and sums."""
         leader = mma.get_slice(0)
         rA = mma.make_fragment_A(leader.partition_A(sA))
         rB = mma.make_fragment_B(leader.partition_B(sB))
@@ -251,21 +251,21 @@ class Gathered(SparseProduct):
 
     @cute.jit
     def multiply_unit(self, g, f, walk, tile, slab, length, long: cutlass.Constexpr):
-        """Main loop over the list of 64 tokens, then their tile of `out`."""
+        """Main loop over the list of a token tile, then 64 rows of `out`."""
         out = g.data.out
-        self.start(f, g.data.bias, slab)
-        walk = self.sum_list(f.mma, (f.rA, f.rB, f.acc), g, walk, length, long)
+        self.initialize_sums(f, g.data.bias, slab)
+        walk = self.multiply_list(f.mma, (f.rA, f.rB, f.acc), g, walk, length, long)
         row = tile * TILE_M + f.row
         column = slab * TILE_N
         for i in range_constexpr(2):
-            target = out.iterator + (Int64(row + 8 * i) * out.stride[0] + column)
+            target = address(out, row + 8 * i, column)
             left = out.shape[1] - column if row + 8 * i < out.shape[0] else 0
             store_rounded(f.acc, i, TILE_N, target, left, g.lane, self.dtype)
         return walk
 
     @cute.jit
-    def start(self, f, bias, slab):
-        """The sums begin with the bias of their columns, or with zero."""
+    def initialize_sums(self, f, bias, slab):
+        """Set the sums to the bias of their columns, or to zero."""
         f.acc.fill(0.0)
         if const_expr(self.has_bias):
             for v in range_constexpr(TILE_N // 8):

@@ -13,30 +13,30 @@ MAX_NEURONS = 65536
 # Rows summed into one entry of the statistics that gate_pack writes.
 STATS_ROWS = 64
 
-# Tokens that share one entry of the heavy-row scratch of up_down.
+# Tokens of a group of up_down; each group has one entry in the scratch that marks heavy tokens.
 GROUP_ROWS = 8
 
-# The hybrid format: tokens that share one list of neurons, places of a list that share one run of entries, and neurons
-# (by rank of popularity) whose weight gradients are computed together.
+# The hybrid format: tokens that share a list of neurons, neurons of a list that share a run of entries, and neurons (by
+# rank of popularity) whose weight gradients are computed together.
 TOKEN_TILE = 128
 CHUNK = 64
 NEURON_TILE = 64
 
-# A neuron tile with at most this many non-zeros enters the weight gradients twice, the second time with what rounding
-# its coefficients to 16 bits left: where a neuron has few tokens, their sum may be much smaller than they are.
+# A neuron tile with at most this many non-zeros enters the weight gradients twice, the second time with the rounding
+# errors of its 16-bit coefficients: the sum over a neuron's few tokens may be much smaller than its terms.
 RARE_ENTRIES = 2048
 
-# Most entries, 4 bytes each, that strategy "union" has room for at a time.
+# Most entries, 4 bytes each, of one slice of strategy "union".
 UNION_ENTRIES = 1 << 27
 
-# Counts and places are 32-bit.
+# Counts and positions are 32-bit.
 MOST = 2**31 - 1
 
-# Terms of a sum that tensor cores add in a row, see sm90/sums.py. What they cut off is up to 5e-5 of the sum in float16
-# and 2e-4 in bfloat16, a quarter and an eighth of the average error of rounding to that dtype.
+# Most terms that tensor cores add to one sum, see sm90/sums.py. They truncate up to 5e-5 of the sum in float16 and 2e-4
+# in bfloat16: a quarter and an eighth of the average error of rounding to that dtype.
 LONGEST_SUM = {"bfloat16": 1 << 15, "float16": 1 << 13}
 
-# Most sums that a CTA keeps in registers: 192 in each of 256 threads.
+# Most fp32 sums that a CTA keeps in registers: 192 in each of 256 threads.
 CTA_SUMS = 192 * 256
 
 
@@ -46,24 +46,24 @@ def tiles(n: int) -> int:
 
 
 def words_per_tile(compression: int) -> int:
-    """Words of one row-tile, W = 256 / C, the count included."""
+    """Words of one row-tile, W = 256 / C, including the count."""
     if not isinstance(compression, int) or compression not in COMPRESSIONS:
         raise ValueError(f"compression must be one of {COMPRESSIONS}, got {compression!r}")
     return TILE // compression
 
 
 def capacity(compression: int) -> int:
-    """Most non-zeros that a row-tile holds in its words; one more spills it."""
+    """Most non-zeros that fit in the words of a row-tile; one more spills it."""
     return words_per_tile(compression) - 1
 
 
 def sums_per_tile(n: int) -> int:
-    """Sums of |h| that the kernels on token tiles write for each: of 256 listed neurons each, or of its tokens."""
+    """Partial sums of |h| per token tile: one per 256 listed neurons, or one per token."""
     return max(TOKEN_TILE, tiles(n))
 
 
 def union_slices(m: int, n: int) -> list[tuple[int, int]]:
-    """(first, last) of the tokens that strategy "union" takes at a time: entries for all of their gates are 0.5 GB."""
+    """(first, end) of the token slices of strategy "union"; entries for all gates of one take 0.5 GB at most."""
     most = max(1, UNION_ENTRIES // n // TOKEN_TILE) * TOKEN_TILE
     slices = -(-m // most)
     length = -(-token_tiles(m) // max(slices, 1)) * TOKEN_TILE
@@ -76,21 +76,21 @@ def token_tiles(m: int) -> int:
 
 
 def chunks(length: int) -> int:
-    """Chunks that ``length`` places of a list take."""
+    """Chunks of a list of ``length`` neurons."""
     return -(-length // CHUNK)
 
 
 def hybrid_capacity(m: int, n: int) -> int:
-    """Non-zeros of ``m`` rows of ``n`` neurons that the hybrid format holds, wherever they are; more makes a bitmap.
+    """Most non-zeros in ``m`` rows of ``n`` neurons that the hybrid format holds as entries; more become a bitmap.
 
-    156 a token at n = 5632: with their 16-bit up projections and the lists that is 1.0 KB a token. A multiple of eight,
-    for what follows the entries is read in pieces of 16 bytes.
+    156 per token at n = 5632: 1.0 KB per token with their 16-bit up projections and the lists. A multiple of eight: the
+    data behind the entries are read in pieces of 16 bytes.
     """
     return -(-m * min(n, max(64, n // 36)) // 8) * 8
 
 
 def hybrid_words(m: int, n: int, value_bytes: int) -> int:
-    """Words of the entries with the ``value_bytes`` that go with each, or of the bitmap [m, ceil(n / 32)], if more."""
+    """Words of the entries and ``value_bytes`` more per entry, or of the bitmap [m, ceil(n / 32)] if that is larger."""
     capacity = hybrid_capacity(m, n)
     return max(capacity + capacity * value_bytes // 4, m * bitmap_words(n))
 
@@ -101,5 +101,5 @@ def bitmap_words(n: int) -> int:
 
 
 def sums_aside(dtype: str, terms: int, ctas: int) -> int:
-    """fp32 values that ``ctas`` CTAs need to set sums of up to ``terms`` terms aside; 0 where these are short."""
+    """fp32 values of memory to which ``ctas`` CTAs flush sums of up to ``terms`` terms; 0 if they never need to."""
     return ctas * CTA_SUMS if terms > LONGEST_SUM[dtype] else 0

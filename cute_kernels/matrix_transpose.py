@@ -1,7 +1,7 @@
-"""A matrix of 16-bit values transposed: out[c, r] = matrix[r, c]. For down weights in the layout of nn.Linear.
+"""Transpose a matrix of 16-bit values: out[c, r] = matrix[r, c]. For down weights in the layout of nn.Linear.
 
-A thread transposes eight rows of eight columns in registers, so that its loads and stores are of 16 bytes. A warp has
-64 rows of 32 columns: it stores 128 contiguous bytes of four rows of the result at a time. The bound is memory.
+A thread transposes eight rows of eight columns in registers, so its loads and stores are 16 bytes. A warp has 64 rows
+of 32 columns: it stores 128 contiguous bytes of four rows of the result at a time. The kernel is memory-bound.
 """
 
 from typing import Any
@@ -9,10 +9,11 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int64, Uint32, range_constexpr
+from cutlass import Uint32, range_constexpr
 
 from .sm90 import operands
-from .sm90.copies import load_values, store_values
+from .sm90.copies import address, load_values, store_values
+from .sm90.values import join_halves
 from .specs import MatrixTransposeSpec
 
 WARPS = 8
@@ -21,7 +22,7 @@ ROWS, COLUMNS = 64, 32
 
 
 class MatrixTranspose:
-    """Sizes and strides stay symbolic."""
+    """The only variant; sizes and strides stay symbolic."""
 
     @cute.jit
     def __call__(self, matrix: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream):
@@ -37,15 +38,13 @@ class MatrixTranspose:
         row = row_block * ROWS + (lane & 7) * 8
         column = (column_block * WARPS + warp) * COLUMNS + (lane >> 3) * 8
         if row < matrix.shape[0] and column < matrix.shape[1]:
-            source = matrix.iterator + (Int64(row) * matrix.stride[0] + column)
+            source = address(matrix, row, column)
             quads = [load_values(source + i * matrix.stride[0]) for i in range(8)]
-            target = out.iterator + (Int64(column) * out.stride[0] + row)
+            target = address(out, column, row)
             for i in range_constexpr(8):
-                # values of two rows side by side: the low or the high halves of a register of each
-                halves = 0x7632 if i % 2 else 0x5410
                 quad = cute.make_rmem_tensor((4,), Uint32)
                 for j in range_constexpr(4):
-                    quad[j] = Uint32(cute.arch.prmt(quads[2 * j][i // 2], quads[2 * j + 1][i // 2], halves))
+                    quad[j] = join_halves(quads[2 * j][i // 2], quads[2 * j + 1][i // 2], i % 2)
                 store_values(target + i * out.stride[0], quad)
 
 

@@ -1,8 +1,8 @@
-"""What the training kernels leave when the non-zeros of a batch exceed the hybrid format's capacity: the same results
-from x, the weights and a bitmap of the non-zeros. Nothing else was stored, so gate and up are dot products again.
+"""Forward and backward of a batch whose non-zeros exceed the hybrid format's capacity, from x, the weights and a bitmap
+of the non-zeros. Nothing else was stored, so gate and up are computed again.
 
 Three modes, one timeline. A row of the result belongs to an *owner*: a token (forward, input) or a neuron (weight). It
-is a sum over the owner's *partners*, the neurons or tokens its bits name, of coefficients times the partners' rows:
+is a sum over the owner's *partners*, the neurons or tokens that its bits name, of coefficients times partner rows:
 
     forward   y[m]       = sum h * w_down[c] + b_down                      and l1[m] = sum |h|
     input     dx[m]      = sum d_gate * w_gate[c] + d_up * w_up[c]
@@ -12,20 +12,20 @@ is a sum over the owner's *partners*, the neurons or tokens its bits name, of co
     gate = relu(x . w_gate + b_gate) rounded, up = x . w_up + b_up, h = gate * up,
     dh = dy . w_down + dl1 * sign(h), d_gate = dh * up, d_up = dh * gate      (not gated: h = gate, d_gate = dh)
 
-A cluster of CTAs takes 32 owners at a time; each CTA keeps the sums of a slab of the columns in registers. Where the
-slabs of a cluster do not span K, the owners are taken once more for each further span, dot products included.
+A cluster of CTAs takes 32 owners at a time; each CTA keeps the sums of a slab of the columns in registers. If the slabs
+of a cluster do not span K, the owners are processed again for each further span, dot products included.
 
-    list   of a window of up to WINDOW partners those with a bit set for any of the owners, ascending. Every CTA lists
-           them all.
-    score  a share of a batch of partners: their dot products with the owners over all of K, by mma, rows through a ring
-           of stages in shared memory. The coefficients, rounded to 16 bits and zero where the bit is not set, go to
-           every CTA of the cluster.
-    sync   one cluster barrier a batch: its coefficients are complete, and the stages may be overwritten. Coefficients
-           are double-buffered: a CTA that is a batch ahead writes the others.
-    add    mma: coefficients times the rows of all partners of the batch, onto the warp's columns, through a ring that
-           each lane has for itself in the memory of the stages.
+    list   the partners with a bit set for any of the owners, ascending, out of a window of up to WINDOW. Every CTA
+           lists all of them.
+    score  each CTA takes a share of a batch of partners: their dot products with the owners over all of K, by mma, rows
+           through a ring of stages in shared memory. The coefficients, rounded to 16 bits and zero where the bit is not
+           set, go to every CTA of the cluster.
+    sync   one cluster barrier per batch: its coefficients are complete, and the stages may be overwritten. Coefficients
+           are double-buffered: a CTA that is a batch ahead writes the other buffer.
+    add    mma: coefficients times the rows of all partners of the batch, added to the warp's columns. Each lane has its
+           own ring, in the memory of the stages.
 
-The bound is L2: a partner's rows are read once for 32 owners.
+The bound is L2: a partner's rows are read once per 32 owners.
 """
 
 from typing import Any, NamedTuple
@@ -39,31 +39,32 @@ from cutlass.memory import SmemAllocator
 from . import feasible, geometry
 from .sampled_grad import gradients
 from .sm90 import operands
-from .sm90.mma import mma_16x8x16
+from .sm90.copies import address, load_pair, load_quad, store_peer_float, store_peer_pair
+from .sm90.mma import load_matrices, mma_16x8x16
 from .sm90.sparse_product import copy_async
-from .sm90.sums import set_aside, take_back
+from .sm90.sums import add_flushed, flush_sums
 from .sm90.swizzle import swizzle_piece
-from .sm90.values import high_to_float, low_to_float, lowest_bit, pack, prefix_sum, relu_pack
+from .sm90.values import high_to_float, join_halves, low_to_float, lowest_bit, pack, prefix_sum, relu_pack
 from .specs import OverflowSpec
 
 WARPS = 8
 THREADS = 32 * WARPS
-# rows of an mma's A operand and result, and columns of a warp's block of the result: sixteen bytes a lane
+# rows of an mma's A operand and result, and columns of a warp's block of the result: 16 bytes per lane
 ROWS = 16
 BLOCK = 64
-# owners of a cluster, and the mma's tiles of them
+# owners of a cluster, and mma tiles of them
 OWNERS = 32
 TILES = OWNERS // ROWS
-# columns of a stage of the dot products, and lines that all threads copy at once, sixteen bytes each: the owners'
+# columns of a stage of the dot products, and lines that all threads copy at a time, 16 bytes each: the owners'
 COLUMNS = 64
 LINES = THREADS // 8
 assert LINES == OWNERS
-# most partners that are listed at a time: a word of 32 flags a thread
+# most partners that are listed at a time: a word of 32 flags per thread
 WINDOW = 32 * THREADS
 
 
 class Operands(NamedTuple):
-    """Global memory by name; None where a mode or a layer has no such tensor."""
+    """Operands in global memory; None if absent."""
 
     x: Any
     dy: Any
@@ -77,39 +78,39 @@ class Operands(NamedTuple):
     bits: Any  # [M * ceil(N / 32)]
     results: Any  # each [owners, K]
     totals: Any  # l1, or the gradients of the biases
-    aside: Any  # sums of many partners on their way
+    flushed: Any  # partial sums over many partners
 
 
 class Views(NamedTuple):
-    """A CTA's shared memory by name."""
+    """Views of a CTA's shared memory."""
 
-    sums: Any  # [WARPS + 1] partners listed by each warp, by all
-    partners: Any  # [WINDOW] places in the window, ascending
+    sums: Any  # [WARPS + 1] partners listed by each warp, and by all
+    partners: Any  # [WINDOW] positions in the window, ascending
     coefficients: Any  # [2, batch / 8, coefficients, tiles, 32 lanes, 2] pairs as the mma takes them
     own: Any  # [totals, WARPS, owners] fp32
     totals: Any  # [totals, cluster, WARPS, owners] fp32: those of every CTA
-    stages: Any  # [stages, lines, COLUMNS] rows to score, or the lanes' rings of rows to add
+    stages: Any  # [stages, lines, COLUMNS] rows for score, or the lanes' rings of rows for add
 
 
-class Place(NamedTuple):
-    """Where a thread stands."""
+class Thread(NamedTuple):
+    """Indices of a thread."""
 
-    rank: Any
+    rank: Any  # of its CTA in the cluster
     thread: Any
     warp: Any
     lane: Any
 
 
 class Overflow:
-    """One mode, dtype and kind of layer. Subclasses say what is scored, and what the coefficients multiply."""
+    """For one mode, dtype and kind of layer. Subclasses define the dot products and the products of coefficients."""
 
     by_token = True
-    # CTAs of a cluster, a warp's blocks of columns to add, and its eights of partners to score
+    # CTAs of a cluster, a warp's blocks of columns in add, and its groups of eight partners in score
     cluster, blocks, eights = 2, 2, 2
     accumulate = False
-    # coefficients, results and totals
+    # numbers of coefficients, results and totals
     counts = (1, 1, 0)
-    # most matrices of the owners, and of the partners, that are scored at once
+    # most matrices of owners, and of partners, that are scored at a time
     sides = (1, 2)
 
     def __init__(self, spec: OverflowSpec):
@@ -119,35 +120,38 @@ class Overflow:
         self.share = 8 * self.eights
         self.batch = self.share * WARPS * self.cluster
         self.slab = BLOCK * self.blocks * WARPS
-        # pairs of coefficients, and slots of the totals
+        # words of coefficients, and slots of the totals
         self.pairs = 2 * self.batch // 8 * self.counts[0] * TILES * 64
         self.slots = max(self.counts[2], 1) * self.cluster * WARPS * OWNERS
-        # lines of a stage: both modes that score two matrices at once do so on one side
+        # values of a stage; only one side has two matrices in any mode
         lefts, rights = self.sides
         self.stage = (lefts * OWNERS + rights * self.share * WARPS) * COLUMNS
         fixed = 4 * (self.pairs + self.slots + self.slots // self.cluster + WARPS) + 2 * WINDOW + 256
         self.stages = min(5, (feasible.SMEM_PER_CTA - fixed) // (2 * self.stage))
-        # partners whose products tensor cores add up in one go; each has two for dx of a gated layer
+        # most partners before sums are flushed; dx of a gated layer has two products per partner
         terms = self.counts[0] - self.counts[1] + 1
         self.longest = geometry.LONGEST_SUM[spec.dtype] // terms
-        # the sums are set aside between two windows
+        # sums are flushed between two windows
         self.window = min(WINDOW, self.longest)
         assert self.longest % self.window == 0
         assert self.by_token or self.window == WINDOW
         self.ring = self.stages * self.stage // (4 * self.blocks * 256 * WARPS)
 
     def scored(self, o: Operands) -> Any:
-        """(owner matrices, partner matrices) to multiply, each with each: the gate's, the up's, then dh's products."""
+        """Pairs of (owner matrices, partner matrices); every owner matrix is scored with every partner matrix.
+
+        The products are those of gate, up and dh, in this order.
+        """
         raise NotImplementedError
 
     def added(self, o: Operands) -> Any:
-        """(partner matrix, [(coefficient, result)]) of each sum."""
+        """(partner matrix, [(coefficient, result), ...]) of each matrix whose rows are added."""
         raise NotImplementedError
 
     @cute.jit
     def launch(
         self, x, dy, w_gate, w_up, w_down, b_gate, b_up, b_down, dl1, bits, sizes, capacity, results, totals,
-        aside, max_ctas, stream,
+        flushed, max_ctas, stream,
     ):  # fmt: skip
         @cute.struct
         class Shared:
@@ -158,17 +162,16 @@ class Overflow:
             totals: cute.struct.Align[cute.struct.MemRange[Float32, self.slots], 16]
             stages: cute.struct.Align[cute.struct.MemRange[self.dtype, self.stages * self.stage], 128]
 
-        assert feasible.ctas_per_sm(Shared.size_in_bytes()) >= 1
-        self.shared = Shared
+        self.shared = feasible.check_shared_memory(Shared)
         owners = x.shape[0] if const_expr(self.by_token) else w_gate.shape[0]
         items = cute.ceil_div(owners, OWNERS) * self.passes(x.shape[1])
-        # clusters of four leave some SMs idle, how many is not known here: with that many clusters too much, those with
+        # clusters of four leave some SMs idle; how many is unknown here, so the grid may exceed them. Clusters with
         # one item more than others start first
         most = max_ctas // self.cluster if const_expr(self.cluster == 2) else max_ctas
         if x.shape[0] > 0:
             self.kernel(
                 x, dy, w_gate, w_up, w_down, b_gate, b_up, b_down, dl1, bits, sizes, capacity, results, totals,
-                aside,
+                flushed,
             ).launch(
                 grid=(self.cluster * cutlass.max(cutlass.min(items, most), Int32(1)), 1, 1),
                 block=(THREADS, 1, 1),
@@ -177,7 +180,7 @@ class Overflow:
             )  # fmt: skip
 
     def passes(self, k):
-        """Times that a group of owners is taken."""
+        """Number of spans of columns."""
         return cute.ceil_div(k, self.slab * self.cluster)
 
     @cute.kernel
@@ -197,16 +200,16 @@ class Overflow:
         capacity: Int32,
         results: Any,
         totals: Any,
-        aside: cute.Tensor,
+        flushed: cute.Tensor,
     ):
-        o = Operands(x, dy, w_gate, w_up, w_down, b_gate, b_up, b_down, dl1, bits, results, totals, aside)
+        o = Operands(x, dy, w_gate, w_up, w_down, b_gate, b_up, b_down, dl1, bits, results, totals, flushed)
         s = self.views(SmemAllocator().allocate(self.shared))
         block = cute.arch.block_idx()[0]
         if sizes[sizes.shape[0] - 1] > capacity:
             owners = x.shape[0] if const_expr(self.by_token) else w_gate.shape[0]
             passes = self.passes(x.shape[1])
             turn = Int32(0)
-            # coefficients go to the shared memory of peers, which must have started
+            # coefficients are stored to peers, which must have started
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
             for item in cutlass.range(
@@ -219,23 +222,23 @@ class Overflow:
 
     @cute.jit
     def item(self, o, s, first, owners, span, turn):
-        """One span of columns of the owners from `first` on; returns the parity of the coefficients' buffer."""
+        """Compute one span of columns of the owners from `first` on; return the next buffer of coefficients."""
         _, results, sums = self.counts
         partners = o.w_gate.shape[0] if const_expr(self.by_token) else o.x.shape[0]
-        at = self.thread_place()
+        at = self.thread_index()
         acc = cute.make_rmem_tensor((4, 8, self.blocks, TILES, results), Float32)
         acc.fill(0.0)
         for t in range_constexpr(sums):
             for tile in range_constexpr(TILES):
                 for row in range_constexpr(2):
-                    s.own[self.total(at, t, tile, row)] = Float32(0.0)
+                    s.own[self.total_offset(at, t, tile, row)] = Float32(0.0)
         for window in cutlass.range(0, partners, self.window, unroll=1):
             if window > 0 and window % self.longest == 0:
-                set_aside(acc, o.aside, 0, window == self.longest)
+                flush_sums(acc, o.flushed, 0, window == self.longest)
             self.list_partners(o, s, at, first, owners, window, partners)
             base = Int32(0)
             while base < s.sums[WARPS]:
-                here = self.thread_place()
+                here = self.thread_index()
                 self.score(o, s, here, first, owners, window, base, turn)
                 cute.arch.cluster_arrive()
                 cute.arch.cluster_wait()
@@ -246,25 +249,25 @@ class Overflow:
                 turn = turn ^ 1
                 base += self.batch
         if partners > self.longest:
-            take_back(acc, o.aside, 0)
-        self.store(o, first, owners, self.first_column(self.thread_place(), span), acc)
+            add_flushed(acc, o.flushed, 0)
+        self.store(o, first, owners, self.first_column(self.thread_index(), span), acc)
         if const_expr(sums > 0):
-            self.store_totals(o, s, self.thread_place(), first, owners, span)
+            self.store_totals(o, s, self.thread_index(), first, owners, span)
         return turn
 
     def first_column(self, at, span):
-        """The first column of the warp."""
+        """First column of the warp's sums."""
         return (span * self.cluster + at.rank) * self.slab + at.warp * self.blocks * BLOCK
 
     # ---- list ----
 
     @cute.jit
     def list_partners(self, o, s, at, first, owners, window, partners):
-        """List the partners of the window that any of the owners has; how many follows the warps' sums."""
+        """List the partners of the window that any owner has; their number goes to `sums[WARPS]`."""
         flags = self.flags(o, at, first, owners, window, partners)
         own = Int32(cute.arch.popc(flags))
         before = prefix_sum(own, at.lane)
-        # the last list was read
+        # the previous list was read
         cute.arch.sync_threads()
         if at.lane == 31:
             s.sums[at.warp] = before + own
@@ -278,7 +281,7 @@ class Overflow:
             flags = flags & (flags - 1)
             position += 1
         cute.arch.sync_threads()
-        # the mma takes sixteen at a time: the last one again, with coefficients of zero
+        # the mma takes 16 at a time: pad with the last one, whose coefficients there are zero
         if size > 0 and at.thread < ROWS and size + at.thread < WINDOW:
             s.partners[size + at.thread] = s.partners[cutlass.max(size, Int32(1)) - 1]
         if at.thread == 0:
@@ -287,7 +290,7 @@ class Overflow:
 
     @cute.jit
     def flags(self, o, at, first, owners, window, partners):
-        """Which of a thread's 32 places of the window some owner has."""
+        """Bits of a thread's 32 partners of the window that any owner has."""
         words = (o.w_gate.shape[0] + 31) >> 5
         flags = Uint32(0)
         if const_expr(self.by_token):
@@ -309,7 +312,7 @@ class Overflow:
 
     @cute.jit
     def score(self, o, s, at, first, owners, window, base, turn):
-        """The coefficients of this CTA's share of a batch, to every CTA of the cluster; adds to the lane's totals."""
+        """Store the coefficients of this CTA's share of a batch in every CTA of the cluster, and add to the totals."""
         share = at.warp * self.cluster + at.rank
         size = s.sums[WARPS]
         parts = []
@@ -319,27 +322,28 @@ class Overflow:
             for tile in range_constexpr(TILES):
                 scores = [part[eight][tile] for part in parts]
                 start = base + share * self.share + eight * 8
-                rows = self.weigh(o, s, at, first + tile * ROWS, owners, window, start, size, scores)
+                rows = self.pack_coefficients(o, s, at, first + tile * ROWS, owners, window, start, size, scores)
                 for c in range_constexpr(self.counts[0]):
-                    target = s.coefficients.iterator + self.place(turn, share * self.eights + eight, c, tile, at.lane)
+                    offset = self.coefficient_offset(turn, share * self.eights + eight, c, tile, at.lane)
+                    target = s.coefficients.iterator + offset
                     for rank in range_constexpr(self.cluster):
-                        store_peer(target, Int32(rank), rows[0][c], rows[1][c])
+                        store_peer_pair(target, Int32(rank), rows[0][c], rows[1][c])
                 for t in range_constexpr(self.counts[2]):
                     for row in range_constexpr(2):
                         value = rows[row][self.counts[0] + t]
                         value += cute.arch.shuffle_sync_bfly(value, 1)
                         value += cute.arch.shuffle_sync_bfly(value, 2)
                         if at.lane & 3 == 0:
-                            s.own[self.total(at, t, tile, row)] += value
+                            s.own[self.total_offset(at, t, tile, row)] += value
 
     @cute.jit
     def dots(self, s, at, lefts, rights, first, owners, window, base, size):
-        """Products of all left with all right matrices: sums [product][eight][tile][4], as an mma has them.
+        """Dot products of all left with all right matrices: sums [product][eight][tile][4] in the layout of an mma.
 
-        Rows of the owners and of the CTA's partners come 64 columns a stage, 128 bytes a line of shared memory.
+        A stage has 64 columns of the rows of the owners and of the CTA's partners, 128 bytes per line.
         """
         line, piece = at.thread >> 3, at.thread & 7
-        # (address of this thread's sixteen bytes of a row, first line in the stage): eight threads a row
+        # (address of this thread's 16 bytes of a row, first line in the stage); eight threads per row
         copies, lines = [], 0
         for matrix in lefts:
             source = row_of(matrix, cutlass.min(first + line, owners - 1)) + piece * 8
@@ -347,8 +351,8 @@ class Overflow:
             lines += OWNERS
         partners = []
         for top in range_constexpr(0, self.share * WARPS, LINES):
-            warp, place = (top + line) // self.share, (top + line) % self.share
-            position = cutlass.min(base + (warp * self.cluster + at.rank) * self.share + place, size - 1)
+            warp, inside = (top + line) // self.share, (top + line) % self.share
+            position = cutlass.min(base + (warp * self.cluster + at.rank) * self.share + inside, size - 1)
             partners.append(window + Int32(s.partners[position]))
         for matrix in rights:
             for top in range_constexpr(len(partners)):
@@ -359,7 +363,7 @@ class Overflow:
         columns = cute.ceil_div(k, COLUMNS)
         sums = cute.make_rmem_tensor((4, TILES, self.eights, len(lefts) * len(rights)), Float32)
         sums.fill(0.0)
-        # the stages were read, as the ring of `add` or by the last products
+        # the memory was read, as rings of `add` or as stages
         cute.arch.sync_threads()
         for stage in range_constexpr(self.stages - 1):
             self.fetch(s, at, copies, Int32(stage), Int32(stage), k)
@@ -378,7 +382,7 @@ class Overflow:
 
     @cute.jit
     def fetch(self, s, at, copies, block, stage, k):
-        """Start the copies of 64 columns, zero past the last; sixteen bytes of each line by this thread."""
+        """Start the copies of 64 columns, 16 bytes of each line by this thread; zeros beyond the last column."""
         line, piece = at.thread >> 3, at.thread & 7
         if block * COLUMNS < k:
             size = Int32(16) if block * COLUMNS + piece * 8 < k else Int32(0)
@@ -389,10 +393,11 @@ class Overflow:
 
     @cute.jit
     def multiply(self, stage, at, sums, lefts: cutlass.Constexpr, rights: cutlass.Constexpr):
-        """sums += the stage's columns of each left row times those of each right one.
+        """sums += a stage's columns of each left row times those of each right row.
 
-        Matrices q = lane / 8 of a load are, for A, rows 0-7 and 8-15 of eight columns, then both of the next eight; for
-        B, the two eights of columns of an mma for one eight of partners, then for the other; or those of the next mma.
+        Matrices q = lane / 8 of a load are, for A, rows 0-7 and 8-15 of eight columns, then both of the next eight
+        columns. For B they are the two groups of eight columns of an mma for eight partners, then the same for the
+        next eight partners; with eight partners per warp, for the next mma.
         """
         r, odd, upper = at.lane & 7, (at.lane >> 3) & 1, at.lane >> 4
         left_row = stage + (r + 8 * odd) * COLUMNS
@@ -423,8 +428,8 @@ class Overflow:
                                 sums[j, tile, eight, product] = four[j]
 
     @cute.jit
-    def weigh(self, o, s, at, first, owners, window, start, size, scores):
-        """From dot products to coefficients: for rows g and g + 8, pairs of two partners, then shares of the totals."""
+    def pack_coefficients(self, o, s, at, first, owners, window, start, size, scores):
+        """Compute coefficients from dot products: for rows g and g + 8, pairs of two partners, then their totals."""
         words = (o.w_gate.shape[0] + 31) >> 5
         rows = []
         for row in range_constexpr(2):
@@ -450,7 +455,7 @@ class Overflow:
 
     @cute.jit
     def coefficients(self, o, neuron, scores, active):
-        """The coefficients of one token and neuron, zero unless `active`: h, or the gradients, then h."""
+        """Coefficients of one token and neuron, zero unless `active`: h, gradients, or for weights gradients and h."""
         gate, up = scores[0], Float32(1.0)
         if const_expr(self.has_bias):
             gate += o.b_gate[neuron].to(Float32)
@@ -473,15 +478,15 @@ class Overflow:
 
     @cute.jit
     def add(self, o, s, at, window, base, count, column, turn, acc):
-        """acc += coefficients times the rows of `count` partners, sixteen at a time.
+        """acc += coefficients times the rows of `count` partners, 16 at a time.
 
-        A lane copies to a ring of its own in shared memory, and so waits for no other: with g = lane / 4 and
-        i = lane % 4, eight columns from 8g on of rows 2i, 2i + 1 and both + 8. The two values of a column side by side
-        are what it has of B, and column g of mma j is column 8g + j of the block.
+        A lane copies to its own ring in shared memory, so it waits for no other lane. With g = lane / 4 and
+        i = lane % 4, it copies columns 8g to 8g + 7 of rows 2i, 2i + 1, 2i + 8 and 2i + 9. Two rows' values of a column
+        side by side are its part of B; column g of mma j is column 8g + j of the block.
         """
         k = o.x.shape[1]
         terms = self.added(o)
-        # what lies behind the last column is not stored
+        # columns beyond the last are not stored
         columns = [cutlass.min(column + b * BLOCK + (at.lane >> 2) * 8, k - 8) for b in range(self.blocks)]
         steps = cute.ceil_div(count, ROWS)
         for u in range_constexpr(self.ring - 1):
@@ -497,13 +502,13 @@ class Overflow:
                 )
                 cute.arch.cp_async_wait_group(self.ring - 1)
                 for b in range_constexpr(self.blocks):
-                    quads = [load_quad(self.slot(s, at, slot, b, q)) for q in range(4)]
+                    quads = [load_quad(self.ring_slot(s, at, slot, b, q)) for q in range(4)]
                     self.add_block(s, at, quads, terms[t][1], step, turn, acc, b)
                 slot = slot + 1 if slot < self.ring - 1 else Int32(0)
 
     @cute.jit
     def copy_rows(self, s, at, matrix, window, base, step, steps, columns, slot):
-        """Start the copies of sixteen partners' rows to a slot of the lane's ring."""
+        """Start the copies of 16 partners' rows to a slot of the lane's ring."""
         if step < steps:
             pairs = cute.recast_tensor(s.partners, Uint32)
             here = (base + step * ROWS) // 2 + (at.lane & 3)
@@ -512,27 +517,27 @@ class Overflow:
             for q in range_constexpr(4):
                 source = row_of(matrix, window + Int32(rows[q]))
                 for b in range_constexpr(self.blocks):
-                    copy_async(self.slot(s, at, slot, b, q), source + columns[b], Int32(16))
+                    copy_async(self.ring_slot(s, at, slot, b, q), source + columns[b], Int32(16))
         cute.arch.cp_async_commit_group()
 
-    def slot(self, s, at, slot, block, quad):
-        """Address of a lane's sixteen bytes."""
+    def ring_slot(self, s, at, slot, block, quad):
+        """Address of a lane's 16 bytes of a slot."""
         return s.stages.iterator + ((((slot * WARPS + at.warp) * self.blocks + block) * 4 + quad) * 256 + at.lane * 8)
 
     @cute.jit
     def add_block(self, s, at, quads, uses, step, turn, acc, block: cutlass.Constexpr):
-        """One block of columns of sixteen rows, times each of the coefficients that meet them."""
+        """Multiply one block of columns of 16 rows by each of the matrix's coefficients."""
         b = cute.make_rmem_tensor((2, 8), Uint32)
         for j in range_constexpr(8):
             for half in range_constexpr(2):
                 low, high = quads[2 * half][j // 2], quads[2 * half + 1][j // 2]
-                b[half, j] = Uint32(cute.arch.prmt(low, high, 0x7632 if j % 2 else 0x5410))
+                b[half, j] = join_halves(low, high, j % 2)
         for c, result in uses:
             for tile in range_constexpr(TILES):
                 a = []
                 for half in range_constexpr(2):
-                    source = s.coefficients.iterator + self.place(turn, step * 2 + half, c, tile, at.lane)
-                    a += load_pair(source)
+                    offset = self.coefficient_offset(turn, step * 2 + half, c, tile, at.lane)
+                    a += load_pair(s.coefficients.iterator + offset)
                 for j in range_constexpr(8):
                     four = [acc[e, j, block, tile, result] for e in range(4)]
                     four = mma_16x8x16(four, *a, b[0, j], b[1, j], self.dtype)
@@ -543,22 +548,22 @@ class Overflow:
 
     @cute.jit
     def store(self, o, first, owners, column, acc):
-        """Sums of a lane: rows g and g + 8, eight columns from 16i and 16i + 8 on."""
+        """Store or add a lane's sums: rows g and g + 8, eight columns each from 16i and 16i + 8 on."""
         values = cute.make_rmem_tensor((8,), Float32)
         for result in range_constexpr(self.counts[1]):
             matrix = o.results[result]
             for tile in range_constexpr(TILES):
-                at = self.thread_place()
+                at = self.thread_index()
                 for b in range_constexpr(self.blocks):
                     for e in range_constexpr(4):
                         owner = first + tile * ROWS + e // 2 * 8 + (at.lane >> 2)
-                        place = column + b * BLOCK + (at.lane & 3) * 16 + e % 2 * 8
-                        if owner < owners and place < o.x.shape[1]:
+                        left = column + b * BLOCK + (at.lane & 3) * 16 + e % 2 * 8
+                        if owner < owners and left < o.x.shape[1]:
                             for j in range_constexpr(8):
                                 values[j] = acc[e, j, b, tile, result]
                                 if const_expr(o.b_down is not None):
-                                    values[j] += o.b_down[place + j].to(Float32)
-                            source = (matrix.iterator + (Int64(owner) * matrix.stride[0] + place)).align(16)
+                                    values[j] += o.b_down[left + j].to(Float32)
+                            source = address(matrix, owner, left).align(16)
                             target = cute.make_tensor(source, cute.make_layout(8))
                             if const_expr(self.accumulate):
                                 for half in range_constexpr(2):
@@ -575,16 +580,16 @@ class Overflow:
 
     @cute.jit
     def store_totals(self, o, s, at, first, owners, span):
-        """Add the totals of all lanes, warps and CTAs in a fixed order; the first CTA stores them."""
+        """Add the totals of all warps and CTAs in a fixed order; the first CTA stores them."""
         sums = self.counts[2]
         slots = self.cluster * WARPS
         for t in range_constexpr(sums):
             for tile in range_constexpr(TILES):
                 for row in range_constexpr(2):
-                    # four lanes store the same
+                    # four lanes store the same value
                     slot = t * slots + at.rank * WARPS + at.warp
                     owner = tile * ROWS + row * 8 + (at.lane >> 2)
-                    value = s.own[self.total(at, t, tile, row)]
+                    value = s.own[self.total_offset(at, t, tile, row)]
                     store_peer_float(s.totals.iterator + (slot * OWNERS + owner), Int32(0), value)
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
@@ -599,32 +604,32 @@ class Overflow:
                         o.totals[t][owner // geometry.TOKEN_TILE, owner % geometry.TOKEN_TILE] = value
                     else:
                         o.totals[t][owner] = value.to(self.dtype)
-        # they were read
+        # the totals were read
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
     # ---- shared memory ----
 
-    def place(self, turn, eight, coefficient, tile, lane):
-        """Offset of a lane's two pairs of one coefficient of eight partners."""
+    def coefficient_offset(self, turn, eight, coefficient, tile, lane):
+        """Offset of a lane's two words of one coefficient of eight partners."""
         eight = turn * (self.batch // 8) + eight
         return ((eight * self.counts[0] + coefficient) * TILES + tile) * 64 + lane * 2
 
-    def total(self, at, t, tile, row):
-        """Place of a row's total over this warp's partners, which four lanes share."""
+    def total_offset(self, at, t, tile, row):
+        """Offset of a row's total over this warp's partners, which four lanes share."""
         return (t * WARPS + at.warp) * OWNERS + tile * ROWS + row * 8 + (at.lane >> 2)
 
     @cute.jit
-    def thread_place(self):
-        """Where a thread stands, read again: what follows from it takes no registers while it is not needed."""
+    def thread_index(self):
+        """A thread's indices, read again at each call so that derived values are not kept in registers."""
         lane = cute.arch.inline_ptx(
             "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[cute.arch.lane_idx()]
         )
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        return Place(cute.arch.block_idx()[0] % self.cluster, warp * 32 + lane, warp, lane)
+        return Thread(cute.arch.block_idx()[0] % self.cluster, warp * 32 + lane, warp, lane)
 
     def views(self, shared):
-        """Tensors over the shared struct, by name."""
+        """Tensors over the shared struct."""
         return Views(
             sums=shared.sums.get_tensor(cute.make_layout(WARPS + 1)),
             partners=shared.partners.get_tensor(cute.make_layout(WINDOW)),
@@ -636,43 +641,12 @@ class Overflow:
 
 
 def row_of(matrix, row):
-    """Address of a row; its offset is in 32 bits until the end, of eight values each: 64 GB."""
+    """Address of a row; its offset is 32-bit, in units of eight values: 64 GB."""
     return matrix.iterator + (Uint32(row) * Uint32(matrix.stride[0] // 8)).to(Int64) * 8
 
 
-@cute.jit
-def load_matrices(source: Any) -> Any:
-    """Four 8 x 8 matrices from shared memory; lane 8q + r passes the address of row r of matrix q.
-
-    With g = lane / 4 and i = lane % 4, a lane gets elements (g, 2i) and (g, 2i + 1) of each.
-    """
-    return cute.arch.inline_ptx(
-        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[source],
-    )
-
-
-@cute.jit
-def load_quad(source: Any) -> Any:
-    """Four registers from sixteen bytes of shared memory."""
-    return cute.arch.inline_ptx(
-        "ld.shared.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[source],
-    )
-
-
-@cute.jit
-def load_pair(source: Any) -> Any:
-    """Two registers from eight bytes of shared memory."""
-    return cute.arch.inline_ptx(
-        "ld.shared.v2.b32 { {$w0}, {$w1} }, [{$r0}];", write_only_types=[Uint32] * 2, read_only_args=[source]
-    )
-
-
 class Forward(Overflow):
-    """y and l1."""
+    """Computes y and l1."""
 
     counts = (1, 1, 1)
 
@@ -691,12 +665,12 @@ class Forward(Overflow):
         capacity: Int32,
         y: cute.Tensor,
         l1: cute.Tensor,
-        aside: cute.Tensor,
+        flushed: cute.Tensor,
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
         weights = (w_gate, w_up, w_down, b_gate, b_up, b_down)
-        self.launch(x, None, *weights, None, bits, sizes, capacity, (y,), (l1,), aside, max_ctas, stream)
+        self.launch(x, None, *weights, None, bits, sizes, capacity, (y,), (l1,), flushed, max_ctas, stream)
 
     def scored(self, o: Operands) -> Any:
         return [([o.x], [o.w_gate, o.w_up] if self.gated else [o.w_gate])]
@@ -706,7 +680,7 @@ class Forward(Overflow):
 
 
 class Input(Overflow):
-    """dx."""
+    """Computes dx."""
 
     def __init__(self, spec: OverflowSpec):
         self.counts = (2 if spec.gated else 1, 1, 0)
@@ -727,12 +701,12 @@ class Input(Overflow):
         sizes: cute.Tensor,
         capacity: Int32,
         dx: cute.Tensor,
-        aside: cute.Tensor,
+        flushed: cute.Tensor,
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
         weights = (w_gate, w_up, w_down, b_gate, b_up, None)
-        self.launch(x, dy, *weights, dl1, bits, sizes, capacity, (dx,), (), aside, max_ctas, stream)
+        self.launch(x, dy, *weights, dl1, bits, sizes, capacity, (dx,), (), flushed, max_ctas, stream)
 
     def scored(self, o: Operands) -> Any:
         return [([o.x], [o.w_gate, o.w_up] if self.gated else [o.w_gate]), ([o.dy], [o.w_down])]
@@ -742,7 +716,7 @@ class Input(Overflow):
 
 
 class Weight(Overflow):
-    """dw_gate, dw_up and dw_down, stored or added to fp32, and the gradients of the gate's and the up bias."""
+    """Computes dw_gate, dw_up and dw_down, stored or added to fp32, and the gradients of b_gate and b_up."""
 
     by_token = False
     cluster, blocks, eights = 4, 1, 1
@@ -773,14 +747,14 @@ class Weight(Overflow):
         dw_down: cute.Tensor,
         db_gate: cute.Tensor | None,
         db_up: cute.Tensor | None,
-        aside: cute.Tensor,
+        flushed: cute.Tensor,
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
         weights = (w_gate, w_up, w_down, b_gate, b_up, None)
         results = (dw_gate, dw_up, dw_down) if const_expr(self.gated) else (dw_gate, dw_down)
         totals = (db_gate, db_up)[: self.counts[2]]
-        self.launch(x, dy, *weights, dl1, bits, sizes, capacity, results, totals, aside, max_ctas, stream)
+        self.launch(x, dy, *weights, dl1, bits, sizes, capacity, results, totals, flushed, max_ctas, stream)
 
     def scored(self, o: Operands) -> Any:
         return [([o.w_gate, o.w_up] if self.gated else [o.w_gate], [o.x]), ([o.w_down], [o.dy])]
@@ -788,24 +762,6 @@ class Weight(Overflow):
     def added(self, o: Operands) -> Any:
         last = self.counts[0] - 1
         return [(o.x, [(c, c) for c in range(last)]), (o.dy, [(last, last)])]
-
-
-@cute.jit
-def store_peer(target: Any, rank: Int32, first: Uint32, second: Uint32) -> None:
-    """Eight bytes to the same place in the shared memory of CTA `rank` of the cluster."""
-    cute.arch.inline_ptx(
-        "st.shared::cluster.v2.b32 [{$r0}], { {$r1}, {$r2} };",
-        read_only_args=[cute.arch.map_dsmem_ptr(target, rank).toint(), first, second],
-    )
-
-
-@cute.jit
-def store_peer_float(target: Any, rank: Int32, value: Float32) -> None:
-    """One fp32 value to the same place in the shared memory of CTA `rank` of the cluster."""
-    cute.arch.inline_ptx(
-        "st.shared::cluster.f32 [{$r0}], {$r1};",
-        read_only_args=[cute.arch.map_dsmem_ptr(target, rank).toint(), value],
-    )
 
 
 def signature(spec: OverflowSpec) -> tuple[Any, tuple[Any, ...]]:
@@ -824,16 +780,16 @@ def signature(spec: OverflowSpec) -> tuple[Any, tuple[Any, ...]]:
     )
     bitmap = (*(operands.vector(Int32, cute.sym_int32(), align=4) for _ in range(2)), Int32(1))
     dl1 = operands.vector(Float32, 1, align=4)
-    aside = operands.vector(Float32, cute.sym_int32())
+    flushed = operands.vector(Float32, cute.sym_int32())
     if spec.mode == "forward":
         b_down = operands.vector(dtype, k) if spec.bias else None
         l1 = operands.matrix(Float32, cute.sym_int32(), cute.sym_int32())
-        results = (token_rows, l1, aside, Int32(1))
+        results = (token_rows, l1, flushed, Int32(1))
         return Forward(spec), (operands.rows(dtype, m, k), *weights, b_down, *bitmap, *results)
     inputs = (operands.rows(dtype, m, k), operands.rows(dtype, m, k), *weights, dl1, *bitmap)
     if spec.mode == "input":
-        return Input(spec), (*inputs, token_rows, aside, Int32(1))
+        return Input(spec), (*inputs, token_rows, flushed, Int32(1))
     kind = Float32 if spec.mode == "weight_add" else dtype
     gate, up, down = (operands.rows(kind, n, k) for _ in range(3))
     outputs = (gate, up if spec.gated else None, down)
-    return Weight(spec), (*inputs, *outputs, b_gate, b_up, aside, Int32(1))
+    return Weight(spec), (*inputs, *outputs, b_gate, b_up, flushed, Int32(1))

@@ -1,7 +1,7 @@
-"""Neurons by popularity, descending, equal ones by index: order[rank] = neuron and slot[neuron] = rank.
+"""Rank neurons by descending popularity, then by index: order[rank] = neuron and slot[neuron] = rank.
 
-A rank is the number of neurons that come before. All pairs are compared: at some thousand neurons that takes a few
-microseconds in one launch, where a sort takes several launches.
+A neuron's rank is the number of neurons before it. All pairs are compared: for thousands of neurons that takes a few
+microseconds in one launch; a sort takes several launches.
 """
 
 from typing import Any
@@ -15,13 +15,13 @@ from cutlass.memory import SmemAllocator
 from .sm90 import operands
 from .specs import RankSpec
 
-# a lane ranks one neuron; each warp compares with an eighth of each block of the others
+# a lane ranks one neuron; each warp compares it with an eighth of each block of the others
 NEURONS, WARPS, BLOCK = 32, 8, 4096
 THREADS = 32 * WARPS
 
 
 class Rank:
-    """Sizes stay symbolic."""
+    """The only variant; sizes stay symbolic."""
 
     @cute.jit
     def __call__(self, popularity: cute.Tensor, order: cute.Tensor, slot: cute.Tensor, stream: cuda.CUstream):

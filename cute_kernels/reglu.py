@@ -1,11 +1,11 @@
-"""What dense layers do between their products: h = relu(gate) * up in one pass, and its gradients in one pass.
+"""The activation of dense layers, h = relu(gate) * up, in one pass, and its gradients in one pass.
 
     forward    gate, up -> h
     backward   dh, gate, up -> d_gate = dh * up where relu(gate) > 0 or NaN, else 0;  d_up = dh * relu(gate)
 
-Tensors of any shape come as vectors of the same length. The bits are those of the GPU operators of torch: ReLU gives +0
-and keeps NaN, a product of two 16-bit values is taken in fp32 and rounded once. A thread has several vectors of eight
-values, a block apart, and loads all of them before it computes. Beyond the last vector it loads that one again.
+Tensors of any shape come as vectors of the same length. Results equal those of torch on a GPU bit by bit: ReLU gives
++0 and keeps NaN; a product of two 16-bit values is computed in fp32 and rounded once. A thread has several vectors of
+eight values, a block apart, and loads all of them before it computes. Beyond the last vector it loads that one again.
 """
 
 from typing import Any
@@ -22,12 +22,12 @@ from .specs import RegluSpec
 THREADS = 256
 # values of a 16-byte vector
 VECTOR = 8
-# vectors of each source in flight, 128 and 96 bytes a thread
+# vectors of each source in flight: 128 and 96 bytes per thread
 FORWARD_VECTORS, BACKWARD_VECTORS = 4, 2
 
 
 class _Elementwise:
-    """A pass over ``sources`` into ``targets``, vectors of one length; ``combine`` takes and gives pairs of values."""
+    """A pass over ``sources`` into ``targets``, vectors of one length; ``combine`` maps pairs of values."""
 
     vectors: int
 
@@ -37,7 +37,7 @@ class _Elementwise:
     @cute.jit
     def launch(self, sources: Any, targets: Any, stream: cuda.CUstream):
         size = Int64(sources[0].shape[0])
-        # fewer than eight values are nobody's vector
+        # one block even for fewer than eight values: it handles the remainder
         blocks = cutlass.max(cute.ceil_div(size // VECTOR, THREADS * self.vectors), 1)
         if size > 0:
             self.kernel(sources, targets, size).launch(grid=(Int32(blocks), 1, 1), block=(THREADS, 1, 1), stream=stream)
@@ -66,10 +66,11 @@ class _Elementwise:
                     self.store_one(targets[k].iterator + at, results[k])
 
     def combine(self, pairs: Any) -> Any:
+        """One pair of values per target from one per source."""
         raise NotImplementedError
 
     def load(self, source: Any) -> Any:
-        """Eight values in four registers, of memory that is read once."""
+        """Load eight values to four registers, from memory that is read once."""
         return cute.arch.inline_ptx(
             "ld.global.cs.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
             write_only_types=[Uint32] * 4,
@@ -83,7 +84,7 @@ class _Elementwise:
         cute.autovec_copy(quad, cute.make_tensor(cute.recast_ptr(target, dtype=Uint32), cute.make_layout(4)))
 
     def load_one(self, source: Any) -> Any:
-        """One value in the low half of a register."""
+        """Load one value to the low half of a register."""
         return cute.make_tensor(cute.recast_ptr(source, dtype=Uint16), cute.make_layout(1))[0].to(Uint32)
 
     def store_one(self, target: Any, pair: Any) -> None:
@@ -92,7 +93,7 @@ class _Elementwise:
 
 
 class Reglu(_Elementwise):
-    """``gate, up -> h`` of one dtype."""
+    """``gate, up -> h`` for one dtype."""
 
     vectors = FORWARD_VECTORS
 
@@ -109,7 +110,7 @@ class Reglu(_Elementwise):
 
 
 class RegluBackward(_Elementwise):
-    """``dh, gate, up -> d_gate, d_up`` of one dtype."""
+    """``dh, gate, up -> d_gate, d_up`` for one dtype."""
 
     vectors = BACKWARD_VECTORS
 
@@ -132,7 +133,7 @@ class RegluBackward(_Elementwise):
         for to_float in (low_to_float, high_to_float):
             dh, before = to_float(pairs[0], self.dtype), to_float(pairs[1], self.dtype)
             product = dh * to_float(pairs[2], self.dtype)
-            # a NaN passes its gradient on. Asked of the gate after ReLU, the compiler for CUDA 12 crashes
+            # NaN passes its gradient on. Comparing the gate after ReLU crashes the compiler for CUDA 12
             d_gate.append(Float32(0.0) if before <= 0.0 else product)
             d_up.append(dh * to_float(gate, self.dtype))
         return [pack(*d_gate, self.dtype), pack(*d_up, self.dtype)]

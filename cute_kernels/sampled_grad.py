@@ -1,8 +1,8 @@
 """Gradients at the non-zeros of a hybrid gate: dh = dy[m] . w_down[c] + dl1 sign(h), d_gate = dh * up and
-d_up = dh * gate, each as two 16-bit values: the rounded one and what that leaves.
+d_up = dh * gate, each as two 16-bit values: the rounded one and its rounding error.
 
-The kernel is that of sampled_up.py with dy in place of x and w_down in place of w_up. Without a gate projection of its
-own the activation is h, and dh is all.
+The kernel is that of sampled_up.py with dy in place of x and w_down in place of w_up. If not gated, h is the gate and
+only d_gate = dh is computed.
 """
 
 from typing import Any, NamedTuple
@@ -13,12 +13,12 @@ from cutlass import Float32, Int32, const_expr
 
 from .sampled_up import Operands, SampledUp
 from .sm90 import operands
-from .sm90.values import high_to_float, split_one
+from .sm90.values import high_to_float, split_value
 from .specs import SampledGradSpec
 
 
 class Pointwise(NamedTuple):
-    """What an entry needs and gives besides its product; None where a layer is not gated."""
+    """Operands of the epilogue; `up` and `d_up` are None if not gated."""
 
     up: Any
     dl1: Any
@@ -27,7 +27,7 @@ class Pointwise(NamedTuple):
 
 
 class SampledGrad(SampledUp):
-    """One dtype, gated or not."""
+    """For one dtype, gated or not."""
 
     has_bias = False
 
@@ -55,30 +55,30 @@ class SampledGrad(SampledUp):
         self.launch(dy, o, d_gate.shape[0], max_ctas, stream)
 
     @cute.jit
-    def load_other(self, o, at):
-        """The up projection; 1 where there is none."""
+    def load_factor(self, o, at):
+        """The up projection, 1 if not gated."""
         if const_expr(self.gated):
             return o.pointwise.up[at].to(Float32)
         return Float32(1.0)
 
     @cute.jit
-    def take(self, o, at, value, word, other, tile, place):
-        """Store what one entry gives."""
+    def apply_entry(self, o, at, value, entry, factor, tile, position):
+        """Store the gradients of one entry."""
         own = o.pointwise
-        d_gate, d_up = gradients(value, own.dl1[0], high_to_float(word, self.dtype), other)
-        own.d_gate[at] = Int32(split_one(d_gate, self.dtype))
+        d_gate, d_up = gradients(value, own.dl1[0], high_to_float(entry, self.dtype), factor)
+        own.d_gate[at] = Int32(split_value(d_gate, self.dtype))
         if const_expr(self.gated):
-            own.d_up[at] = Int32(split_one(d_up, self.dtype))
+            own.d_up[at] = Int32(split_value(d_up, self.dtype))
         return Float32(0.0)
 
     @cute.jit
-    def finish(self, o, s, total, tile, part, thread):
-        """Nothing is summed over the entries."""
+    def store_total(self, o, s, total, tile, part, thread):
+        """Do nothing: gradients have no total."""
 
 
 @cute.jit
 def gradients(product: Float32, dl1: Float32, gate: Float32, up: Float32) -> Any:
-    """d_gate and d_up of h = gate * up, where `product` is that of dy with a down row; `up` is 1 if there is none."""
+    """d_gate and d_up of h = gate * up, where `product` is dy . w_down; `up` is 1 if not gated."""
     h = gate * up
     sign = Float32(1.0) if h > 0.0 else Float32(0.0)
     sign = Float32(-1.0) if h < 0.0 else sign

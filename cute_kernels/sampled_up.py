@@ -1,19 +1,19 @@
 """The up projection at the non-zeros of a hybrid gate: up = x[m] . w_up[c] + bias[c], hidden = gate * up, and sums of
-|hidden|. The hidden state takes the gate's place in the entries; training keeps it elsewhere, and up too.
+|hidden|. The hidden state replaces the gate in the entries; training stores hidden and up in tensors of their own.
 
 Persistent, one CTA per SM. A unit of work is a tile of 128 tokens and up to 256 neurons of its list; each row of w in
-the union of 128 tokens' neurons is read once, whatever the pattern. Two kinds of warp groups:
+the union of 128 tokens' neurons is read once. Two kinds of warp groups:
 
-    load    group 0. x by TMA, 64 columns a stage, and the same columns of 256 rows of w by cp.async, swizzled.
+    load    group 0. x by TMA, 64 columns per stage, and the same columns of 256 rows of w by cp.async, swizzled.
     mma     groups 1 and 2, 64 tokens each: WGMMA 64x256x16 over the columns. Then, 128 neurons at a time, sums go to
-            shared memory, and each entry of the pattern picks its own: all other products were computed in vain. The
-            entries are loaded before the sums are there.
+            shared memory and each entry reads its own; all other products are discarded. Entries are loaded before the
+            sums are complete.
 
-    FULL[s]    128 load threads through cp.async + 1 arrival and the bytes of x.
-    EMPTY[s]   8 mma warps.
-    SUMS       the 256 mma threads: the staged sums may be overwritten; they are complete.
+    FULL[s]    128 load threads arrive through cp.async, + 1 arrival and the bytes of x.
+    EMPTY[s]   8 mma warps arrive.
+    SUMS       256 mma threads: the staged sums may be overwritten, then they are complete.
 
-sampled_grad.py runs the same with dy and w_down.
+sampled_grad.py runs the same kernel on dy and w_down.
 """
 
 from enum import IntEnum
@@ -32,24 +32,21 @@ from cutlass.tensor_utils import LayoutEnum
 from . import feasible, geometry
 from .sm90 import operands
 from .sm90.ring import open_ring, release
-from .sm90.sparse_product import copy_async
+from .sm90.sparse_product import GROUP_THREADS, REGISTERS_FILL, REGISTERS_MMA, THREADS, copy_async
 from .sm90.swizzle import swizzle_column, swizzle_piece
-from .sm90.values import high_to_float, pack, widen
+from .sm90.values import high_to_float, pack, warp_sum, widen
 from .specs import SampledUpSpec
 
 TILE_M, TILE_N, TILE_K = geometry.TOKEN_TILE, 256, 64
 STAGES = 3
-THREADS = 384
-LOAD_THREADS, MMA_THREADS = 128, 256
-# neurons whose sums are staged at a time, and rows of w that the load threads cover with one copy each
+MMA_THREADS = 2 * GROUP_THREADS
+# neurons whose sums are staged at a time, and rows of w that the load threads copy at a time
 STAGED = 128
-PASS = LOAD_THREADS // (TILE_K // 8)
-# chunks of the list in a unit and in what is staged at a time
+PASS = GROUP_THREADS // (TILE_K // 8)
+# chunks of the list in a unit and in its staged part
 CHUNKS, STAGED_CHUNKS = TILE_N // geometry.CHUNK, STAGED // geometry.CHUNK
 # entries that a thread loads at a time
 BATCH = 4
-REGISTERS_LOAD, REGISTERS_MMA = 88, 208
-feasible.check_register_split((REGISTERS_LOAD, REGISTERS_MMA, REGISTERS_MMA))
 
 
 class Barrier(IntEnum):
@@ -59,18 +56,18 @@ class Barrier(IntEnum):
 
 
 class Operands(NamedTuple):
-    """Global memory by name."""
+    """Operands in global memory."""
 
     w: Any
     entries: Any
     neurons: Any
     chunks: Any
     sizes: Any
-    pointwise: Any  # what an entry needs and gives besides its product: the kernel's own
+    pointwise: Any  # the kernel's own operands of the epilogue
 
 
 class Pointwise(NamedTuple):
-    """Those of this kernel; None where a layer or a call has no such tensor."""
+    """Operands of the epilogue, None if absent."""
 
     bias: Any
     up: Any
@@ -79,25 +76,25 @@ class Pointwise(NamedTuple):
 
 
 class Views(NamedTuple):
-    """A CTA's shared memory by name."""
+    """Views of a CTA's shared memory."""
 
     ring: Any
     sX: Any
     sW: Any
     sums: Any  # [TILE_M, STAGED] staged for the entries
-    totals: Any  # of each mma warp
+    totals: Any  # [mma warps] sums of |hidden|
 
 
-class Held(NamedTuple):
-    """What a thread knows of entries before their sums are there."""
+class Loaded(NamedTuple):
+    """Registers of a thread with data that it loads ahead of the sums."""
 
-    words: Any
-    others: Any
+    entries: Any
+    factors: Any  # one per entry, from `load_factor`
     bounds: Any  # where the entries of the unit's chunks begin, and their end
 
 
 class SampledUp:
-    """One dtype and presence of a bias, for training or not; sizes and strides stay symbolic."""
+    """For one dtype and presence of a bias, for training or not; sizes and strides stay symbolic."""
 
     def __init__(self, spec: Any):
         self.dtype = operands.DTYPES[spec.dtype]
@@ -144,8 +141,7 @@ class SampledUp:
             sW: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, TILE_M * STAGED], 1024]
 
-        assert feasible.ctas_per_sm(Shared.size_in_bytes()) >= 1
-        self.shared = Shared
+        self.shared = feasible.check_shared_memory(Shared)
         if x.shape[0] > 0:
             self.kernel(x_tma, x_g, o, capacity, mma, x_layout, w_layout).launch(
                 grid=(max_ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
@@ -168,7 +164,7 @@ class SampledUp:
         if warp_index == 0:
             cpasync.prefetch_descriptor(x_tma)
         shared = SmemAllocator().allocate(self.shared)
-        ring = open_ring(shared, STAGES, LOAD_THREADS + 1, MMA_THREADS // 32, thread)
+        ring = open_ring(shared, STAGES, GROUP_THREADS + 1, MMA_THREADS // 32, thread)
         cute.arch.sync_threads()
         s = self.views(shared, ring, x_layout, w_layout)
         columns = cute.ceil_div(o.w.shape[1], TILE_K)
@@ -176,15 +172,15 @@ class SampledUp:
         cute.arch.griddepcontrol_launch_dependents()
         if o.sizes[o.sizes.shape[0] - 1] <= capacity:
             if group == 0:
-                cute.arch.setmaxregister_decrease(REGISTERS_LOAD)
+                cute.arch.setmaxregister_decrease(REGISTERS_FILL)
                 self.load(s, shared.sW.data_ptr(), x_tma, x_g, o, columns, thread)
             else:
                 cute.arch.setmaxregister_increase(REGISTERS_MMA)
                 self.mma(s, mma, o, columns, thread - 128)
 
     @cute.jit
-    def seek(self, sizes, unit, tile, before):
-        """The tile that holds `unit`, searched from `tile` on, and the units before that tile."""
+    def find_tile(self, sizes, unit, tile, before):
+        """Return the tile that holds `unit`, searching from `tile` on, and the number of units before that tile."""
         tiles = sizes.shape[0] - 1
         searching = tile < tiles
         while searching:
@@ -199,7 +195,7 @@ class SampledUp:
 
     @cute.jit
     def load(self, s, sW, x_tma, x_g, o, columns, thread):
-        """64 columns of x and of the unit's rows of w a stage."""
+        """Load 64 columns of x and of the unit's rows of w per stage."""
         lane = cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
         tiles = cute.local_tile(x_g, (TILE_M, TILE_K), (None, None))
@@ -211,7 +207,7 @@ class SampledUp:
         target = sW + (first * TILE_K + swizzle_piece(first, piece))
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
         unit, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        tile, before = self.seek(o.sizes, unit, Int32(0), Int32(0))
+        tile, before = self.find_tile(o.sizes, unit, Int32(0), Int32(0))
         while tile < o.sizes.shape[0] - 1:
             start = (unit - before) * TILE_N
             length = cutlass.min(cute.ceil_div(o.sizes[tile] - start, geometry.CHUNK) * geometry.CHUNK, Int32(TILE_N))
@@ -234,11 +230,11 @@ class SampledUp:
                 cute.arch.cp_async_mbarrier_arrive_noinc(s.ring.full + state.index)
                 state.advance()
             unit += step
-            tile, before = self.seek(o.sizes, unit, tile, before)
+            tile, before = self.find_tile(o.sizes, unit, tile, before)
 
     @cute.jit
     def mma(self, s, mma: cute.TiledMma, o, columns, thread):
-        """All products of a unit, then those that the pattern asks for."""
+        """Compute all products of a unit, then sample those of the pattern."""
         half = cute.arch.make_warp_uniform(thread // 128)
         lane = cute.arch.lane_idx()
         leader = mma.get_slice(cute.make_layout(2, stride=128)(half))
@@ -248,16 +244,16 @@ class SampledUp:
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
         unit, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        tile, before = self.seek(o.sizes, unit, Int32(0), Int32(0))
-        held = Held(
-            words=cute.make_rmem_tensor((BATCH,), Uint32),
-            others=cute.make_rmem_tensor((BATCH,), Float32),
+        tile, before = self.find_tile(o.sizes, unit, Int32(0), Int32(0))
+        loaded = Loaded(
+            entries=cute.make_rmem_tensor((BATCH,), Uint32),
+            factors=cute.make_rmem_tensor((BATCH,), Float32),
             bounds=cute.make_rmem_tensor((CHUNKS + 1,), Int32),
         )
         while tile < o.sizes.shape[0] - 1:
             for i in range_constexpr(CHUNKS + 1):
-                held.bounds[i] = o.chunks[tile, cutlass.min((unit - before) * CHUNKS + i, o.chunks.shape[1] - 1)]
-            self.load_entries(o, held, held.bounds[0] + thread, held.bounds[STAGED_CHUNKS])
+                loaded.bounds[i] = o.chunks[tile, cutlass.min((unit - before) * CHUNKS + i, o.chunks.shape[1] - 1)]
+            self.load_entries(o, loaded, loaded.bounds[0] + thread, loaded.bounds[STAGED_CHUNKS])
             mma.set(warpgroup.Field.ACCUMULATE, False)
             for k in cutlass.range(columns, unroll=1):
                 cute.arch.mbarrier_wait(s.ring.full + state.index, state.phase)
@@ -275,15 +271,15 @@ class SampledUp:
             read = release(s.ring, read, lane)
             total = Float32(0.0)
             for half_of_unit in range_constexpr(TILE_N // STAGED):
-                total += self.sample(s, o, acc, held, tile, unit - before, half_of_unit, thread)
-            self.finish(o, s, total, tile, unit - before, thread)
+                total += self.sample(s, o, acc, loaded, tile, unit - before, half_of_unit, thread)
+            self.store_total(o, s, total, tile, unit - before, thread)
             unit += step
-            tile, before = self.seek(o.sizes, unit, tile, before)
+            tile, before = self.find_tile(o.sizes, unit, tile, before)
 
     @cute.jit
-    def sample(self, s, o, acc, held, tile, part, staged: cutlass.Constexpr, thread):
-        """Stage 128 columns of the sums and hand each entry its own; the first entries are loaded already."""
-        # eight rows of a fragment hit different banks
+    def sample(self, s, o, acc, loaded, tile, part, staged: cutlass.Constexpr, thread):
+        """Stage 128 columns of the sums and apply each entry's own; the first entries are already loaded."""
+        # the swizzle puts eight rows of a fragment in different banks
         row, column = (thread // 32) * 16 + ((thread & 31) >> 2), (thread & 3) * 2
         cute.arch.barrier(barrier_id=Barrier.SUMS, number_of_threads=MMA_THREADS)
         for v in range_constexpr(STAGED // 8):
@@ -293,57 +289,57 @@ class SampledUp:
                 for j in range_constexpr(2):
                     pair[j] = acc[(j, i, v + staged * (STAGED // 8)), 0, 0]
         cute.arch.barrier(barrier_id=Barrier.SUMS, number_of_threads=MMA_THREADS)
-        first, middle, last = (held.bounds[staged * STAGED_CHUNKS + i] for i in range(3))
+        first, middle, last = (loaded.bounds[staged * STAGED_CHUNKS + i] for i in range(3))
         total = Float32(0.0)
         at = first + thread
         while at < last:
             for j in range_constexpr(BATCH):
                 here = at + j * MMA_THREADS
                 if here < last:
-                    word = held.words[j]
-                    token, place = Int32((word >> 6) & Uint32(127)), Int32(word & Uint32(63))
-                    place = place + geometry.CHUNK if here >= middle else place
-                    value = s.sums[token * STAGED + swizzle_column(token, place)]
-                    place += part * TILE_N + staged * STAGED
-                    total += self.take(o, here, value, word, held.others[j], tile, place)
+                    entry = loaded.entries[j]
+                    token, position = Int32((entry >> 6) & Uint32(127)), Int32(entry & Uint32(63))
+                    position = position + geometry.CHUNK if here >= middle else position
+                    value = s.sums[token * STAGED + swizzle_column(token, position)]
+                    position += part * TILE_N + staged * STAGED
+                    total += self.apply_entry(o, here, value, entry, loaded.factors[j], tile, position)
             at += BATCH * MMA_THREADS
-            self.load_entries(o, held, at, last)
+            self.load_entries(o, loaded, at, last)
         if const_expr(staged == 0):
-            self.load_entries(o, held, last + thread, held.bounds[CHUNKS])
+            self.load_entries(o, loaded, last + thread, loaded.bounds[CHUNKS])
         return total
 
     @cute.jit
-    def load_entries(self, o, held, at, last):
-        """The next entries of a thread, and what else is known of them."""
+    def load_entries(self, o, loaded, at, last):
+        """Load a thread's next entries and their factors."""
         for j in range_constexpr(BATCH):
             here = at + j * MMA_THREADS
             if here < last:
-                held.words[j] = Uint32(o.entries[here])
-                held.others[j] = self.load_other(o, here)
+                loaded.entries[j] = Uint32(o.entries[here])
+                loaded.factors[j] = self.load_factor(o, here)
 
     @cute.jit
-    def load_other(self, o, at):
+    def load_factor(self, o, at):
+        """Load what `apply_entry` needs of entry `at`: nothing here."""
         return Float32(1.0)
 
     @cute.jit
-    def take(self, o, at, value, word, other, tile, place):
-        """Store what one entry gives; returns its |hidden|."""
+    def apply_entry(self, o, at, value, entry, factor, tile, position):
+        """Store the hidden state of one entry from its product `value`; returns |hidden|."""
         own = o.pointwise
         if const_expr(self.has_bias):
-            value += own.bias[widen(o.neurons[tile, place])].to(Float32)
-        h = high_to_float(word, self.dtype) * value
+            value += own.bias[widen(o.neurons[tile, position])].to(Float32)
+        h = high_to_float(entry, self.dtype) * value
         if const_expr(self.training):
             own.up[at] = value.to(self.dtype)
             own.hidden[at] = h.to(self.dtype)
         else:
-            o.entries[at] = Int32((pack(Float32(0.0), h, self.dtype) & Uint32(0xFFFF0000)) | (word & Uint32(0xFFFF)))
+            o.entries[at] = Int32((pack(Float32(0.0), h, self.dtype) & Uint32(0xFFFF0000)) | (entry & Uint32(0xFFFF)))
         return cute.arch.fmax(h, -h)
 
     @cute.jit
-    def finish(self, o, s, total, tile, part, thread):
-        """The sum of |hidden| of the unit, always in the same order."""
-        for d in range_constexpr(5):
-            total += cute.arch.shuffle_sync_bfly(total, 1 << d)
+    def store_total(self, o, s, total, tile, part, thread):
+        """Store the unit's sum of |hidden|, added in a fixed order."""
+        total = warp_sum(total)
         if thread & 31 == 0:
             s.totals[thread // 32] = total
         cute.arch.barrier(barrier_id=Barrier.SUMS, number_of_threads=MMA_THREADS)
@@ -354,7 +350,7 @@ class SampledUp:
             o.pointwise.l1[tile, part] = everything
 
     def views(self, shared, ring, x_layout, w_layout):
-        """Tensors over the shared struct, by name."""
+        """Tensors over the shared struct."""
         return Views(
             ring=ring,
             sX=shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner),

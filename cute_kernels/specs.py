@@ -1,7 +1,7 @@
-"""What distinguishes one compiled kernel from another: one frozen dataclass per kernel.
+"""Compile-time choices of each kernel: one frozen dataclass per kernel.
 
-A spec holds everything that changes code and nothing else, so it is the cache key, the request to compile and,
-through ``symbol``, the name of the exported function. ``spec_from_symbol`` is the way back. Pure Python.
+A spec holds everything that changes code and nothing else. It is the cache key, the request to compile and, through
+``symbol``, the name of the exported function. ``spec_from_symbol`` is the way back. Pure Python.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from .geometry import words_per_tile
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 
-# The hidden size a row kernel keeps in registers is fixed when it is compiled: the smallest class that holds K.
+# Row kernels keep a row of x or y in registers, so its size is fixed at compile time: the smallest class >= K.
 K_CLASSES = (512, 1024, 2048, 4096, 8192, 16384)
 
-# Those of the skinny kernels, where a cluster of CTAs shares a row: four, if its hidden size lets them, or eight.
+# K classes of the kernels for few tokens, by the CTAs of the cluster that shares a row.
 SKINNY_K_CLASSES = {4: (2048, 4096, 8192), 8: (2048, 4096, 8192, 16384)}
 
-# Most tokens of a batch that a skinny gate GEMM is made for.
+# Largest batches for which a gate GEMM for few tokens is compiled.
 SKINNY_TOKENS = (8, 32, 64, 128, 256)
 
 
 def k_class(k: int, classes: tuple[int, ...] = K_CLASSES) -> int:
-    """Smallest K class that holds a hidden size of ``k``; NotImplementedError beyond the largest."""
+    """Smallest K class of at least ``k``; NotImplementedError beyond the largest."""
     for k_max in classes:
         if k <= k_max:
             return k_max
@@ -38,7 +38,7 @@ def _check_k_max(k_max: int, classes: tuple[int, ...]) -> None:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """A kernel for one dtype; ``suffix`` is what its symbol says of its other choices."""
+    """A kernel for one dtype; ``suffix`` encodes its other choices in the symbol."""
 
     dtype: str
     op: ClassVar[str]
@@ -58,7 +58,7 @@ class _Kernel:
 
 @dataclass(frozen=True)
 class GatePackSpec(_Kernel):
-    """``x, w_gate -> words, spill, stats``: the gate GEMM that packs its result."""
+    """``x, w_gate -> words, spill, stats``: the gate GEMM with packed output."""
 
     compression: int
     bias: bool
@@ -93,9 +93,9 @@ class GatePackSkinnySpec(_Kernel):
 
 @dataclass(frozen=True)
 class UpDownSpec(_Kernel):
-    """``x, packed gate, w_up, w_down -> y, l1``; unless ``gated`` ``packed activations, w_down -> y, l1``.
+    """``x, packed gate, w_up, w_down -> y, l1``; if not ``gated``: ``packed activations, w_down -> y, l1``.
 
-    For any hidden size up to ``k_max``, a class of ``K_CLASSES``.
+    For hidden sizes up to ``k_max``, one of ``K_CLASSES``.
     """
 
     k_max: int
@@ -113,7 +113,7 @@ class UpDownSpec(_Kernel):
 
     @property
     def heavy(self) -> UpDownSkinnySpec:
-        """How its heavy tokens are computed: each as if it were alone."""
+        """The spec by which heavy tokens are computed, one at a time."""
         cluster = max(SKINNY_K_CLASSES)
         k_max = k_class(self.k_max, SKINNY_K_CLASSES[cluster])
         return UpDownSkinnySpec(self.dtype, k_max, cluster, self.gated, self.bias)
@@ -121,7 +121,7 @@ class UpDownSpec(_Kernel):
 
 @dataclass(frozen=True)
 class UpDownSkinnySpec(_Kernel):
-    """The same for few tokens, each of them the work of a ``cluster`` of CTAs; ``SKINNY_K_CLASSES`` has the classes."""
+    """``UpDownSpec`` for few tokens: a ``cluster`` of CTAs per token, and ``k_max`` from ``SKINNY_K_CLASSES``."""
 
     k_max: int
     cluster: int
@@ -163,7 +163,7 @@ class RegluSpec(_Kernel):
 class CompactSpec(_Kernel):
     """``words, spill, stats -> entries, neurons, chunks, sizes``: TwELL to the hybrid format.
 
-    For ``training`` entries stand one after the other, the non-zeros of each neuron are counted, and what exceeds the
+    For ``training`` entries are contiguous, the non-zeros of each neuron are counted, and a batch that exceeds the
     capacity becomes a bitmap. Otherwise each token tile has room for all of its gates.
     """
 
@@ -179,8 +179,8 @@ class CompactSpec(_Kernel):
 class SampledUpSpec(_Kernel):
     """``x, w_up, hybrid gate -> hidden, l1``: the up projection at the non-zeros.
 
-    The hidden state takes the place of the gate in the entries, but for ``training`` it goes elsewhere, and so does the
-    up projection.
+    The hidden state replaces the gate in the entries. For ``training`` the hidden state and the up projection go to
+    tensors of their own.
     """
 
     bias: bool
@@ -208,7 +208,7 @@ class SampledGradSpec(_Kernel):
 class GatheredSpec(_Kernel):
     """``coefficients at the non-zeros, weight rows -> [M, K]``: the sum of ``products`` sparse products.
 
-    With 0 the coefficients are the gate values that the entries hold.
+    0 products: one, whose coefficients are the values in the entries.
     """
 
     products: int
@@ -227,7 +227,7 @@ class GatheredSpec(_Kernel):
 
 @dataclass(frozen=True)
 class RankSpec:
-    """``popularity -> order, slot``: neurons by popularity."""
+    """``popularity -> order, slot``: neurons sorted by popularity."""
 
     op: ClassVar[str] = "rank"
 
@@ -249,7 +249,7 @@ class MatrixTransposeSpec:
 
 @dataclass(frozen=True)
 class TransposeSpec(_Kernel):
-    """``hybrid gate, gradients -> lists of tokens and packed coefficients``, a tile of neurons at a time."""
+    """``hybrid gate, gradients -> lists of tokens and packed coefficients`` by neuron tile."""
 
     gated: bool
     op: ClassVar[str] = "transpose"
@@ -278,7 +278,7 @@ OVERFLOW_MODES = ("forward", "input", "weight", "weight_add")
 
 @dataclass(frozen=True)
 class OverflowSpec(_Kernel):
-    """What the training kernels leave when the non-zeros exceed the hybrid format's capacity, from its bitmap."""
+    """Forward or backward from the bitmap, for batches whose non-zeros exceed the hybrid format's capacity."""
 
     mode: str
     gated: bool
@@ -316,7 +316,7 @@ Spec = (
 
 
 def all_specs() -> tuple[Spec, ...]:
-    """Every spec that can be compiled; ``catalog.SHIPPED`` is the part that ships."""
+    """Every spec that can be compiled; ``catalog.SHIPPED`` are those that ship."""
     flags = (False, True)
     return (
         *(GatePackSpec(d, c, b) for d in DTYPES for c in (8, 4, 2) for b in flags),

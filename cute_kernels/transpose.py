@@ -1,17 +1,18 @@
-"""The hybrid gate by tiles of 64 neurons, most popular first: lists of tokens, and coefficients that refer to them.
+"""Transpose the hybrid gate: for each tile of 64 neurons, most popular first, a list of tokens, and coefficients that
+refer to list positions.
 
-h = gate * up, d_gate and d_up stand beside each other in 64 bits, ready for products over tokens. Three launches:
+A coefficient packs h = gate * up, d_gate and d_up in 64 bits, for products over tokens. Three launches:
 
-    count   one CTA per token tile: entries and tokens of each neuron tile there.
-    scan    one warp per neuron tile: their sums over the token tiles before.
-    place   one CTA per token tile: counts again; sums over neuron tiles and tokens before are the positions.
+    count   one CTA per token tile: count the tile's entries and tokens of each neuron tile.
+    scan    one warp per neuron tile: prefix sums of these counts over the token tiles.
+    place   one CTA per token tile: count again, by token; prefix sums over neuron tiles and tokens give the positions.
 
-Both CTAs count the entries of a token and neuron tile in a byte, for there are at most 64; the bytes of four tokens
-share a word. In `place` that word then holds sums over the tokens before, and handing out the next position is adding
-one: within one token and neuron tile entries stand in any order. They are put together in shared memory if there is
-room. Up to WINDOW neuron tiles at a time. If the entries exceed the pool there are none, and all three return at once.
+`count` and `place` count the entries of a token and neuron tile in a byte, as there are at most 64; the bytes of four
+tokens share a word. In `place` the word then holds prefix sums over its tokens, and an atomic add of one allocates the
+next position: entries of one token and neuron tile are in any order. Coefficients are staged in shared memory if they
+fit. WINDOW neuron tiles are processed at a time. If a batch exceeds the pool it has no entries, and all three return.
 
-A tile of few entries has its list twice: behind the coefficients stands what rounding them to 16 bits left.
+A neuron tile with few entries has its list twice; the second time with the coefficients' rounding errors.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +25,8 @@ from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry
 from .sm90 import operands
-from .sm90.values import byte_sum, high_to_float, low_to_float, prefix_sum, split_one, widen
+from .sm90.byte_counters import PITCH, count_token
+from .sm90.values import byte_sum, high_to_float, low_to_float, prefix_sum, split_value, widen
 from .specs import TransposeSpec
 
 TOKENS = geometry.TOKEN_TILE
@@ -34,20 +36,18 @@ CHUNKS = geometry.MAX_NEURONS // CHUNK
 WARPS = 32
 THREADS = 32 * WARPS
 SCAN_WARPS = 4
-# words of counters of a neuron tile, and one more: the counters of one token lie in different banks
-PITCH = TOKENS // 4 + 1
-# neuron tiles that are counted at once
+# neuron tiles that are processed at a time
 WINDOW = 256
 # words of shared memory for slots, counters and staged coefficients
 ARENA = 54272
 # runs of 32 entries whose loads are in flight together
 BATCHES = 4
-# `info`: entries of a neuron tile before four tokens, tokens before, and which of the four have entries
+# `info` of four tokens and a neuron tile: entries before, tokens before, and which of the four have entries
 TOKENS_SHIFT, FLAGS_SHIFT = 14, 22
 
 
 class Hybrid(NamedTuple):
-    """The non-zeros by token, and the rank by popularity of each neuron."""
+    """The non-zeros by token tile, and each neuron's rank by popularity."""
 
     entries: Any
     neurons: Any
@@ -57,7 +57,7 @@ class Hybrid(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """What is known of each entry; None where a layer is not gated."""
+    """Values of each entry; `up` and `d_up` are None if not gated."""
 
     up: Any
     d_gate: Any
@@ -65,7 +65,7 @@ class Coefficients(NamedTuple):
 
 
 class ByNeuron(NamedTuple):
-    """The results."""
+    """The results, by neuron tile."""
 
     groups: Any
     tiles: Any
@@ -74,8 +74,8 @@ class ByNeuron(NamedTuple):
     tokens: Any
 
 
-class Place(NamedTuple):
-    """Where a thread stands, and the token tile of its CTA."""
+class Thread(NamedTuple):
+    """Indices of a thread, and the token tile of its CTA."""
 
     tile: Any
     thread: Any
@@ -84,23 +84,23 @@ class Place(NamedTuple):
 
 
 class Views(NamedTuple):
-    """A CTA's shared memory by name."""
+    """Views of a CTA's shared memory; [WINDOW] is by neuron tile."""
 
-    ends: Any  # [C + 1] positions of the chunks
-    slots: Any  # [U] rank by popularity of the neurons of the list
+    ends: Any  # [C + 1] index of each chunk's first entry
+    slots: Any  # [U] rank by popularity of each listed neuron
     bases: Any  # [WINDOW] this token tile's first position in `packed`
-    places: Any  # [WINDOW] this token tile's first place in the neuron tile's list of tokens
-    lists: Any  # [WINDOW] where that list begins
-    again: Any  # [WINDOW] entries before those that repeat a neuron tile's, 0 if none do
-    again_tokens: Any  # [WINDOW] tokens before those
-    offsets: Any  # [WINDOW + 1] entries of this token tile before each neuron tile
+    ordinals: Any  # [WINDOW] this token tile's first position in the list of tokens
+    lists: Any  # [WINDOW] where the list of tokens begins
+    again: Any  # [WINDOW] distance from a coefficient to its rounding error, 0 if there are none
+    again_tokens: Any  # [WINDOW] distance from a token to its second occurrence in the list
+    offsets: Any  # [WINDOW + 1] entries of this token tile in earlier neuron tiles
     counters: Any  # [WINDOW, PITCH] bytes by token
-    info: Any  # [WINDOW, PITCH] what is before four tokens
-    staged: Any  # [room] what goes to `packed`
+    info: Any  # [WINDOW, PITCH] see TOKENS_SHIFT
+    staged: Any  # [room] coefficients for `packed`
 
 
 class Transpose:
-    """One dtype; without `gated` there is no up projection, h is the gate and d_up is zero."""
+    """For one dtype; if not `gated`, h is the gate and d_up is zero."""
 
     def __init__(self, spec: TransposeSpec):
         self.dtype = operands.DTYPES[spec.dtype]
@@ -128,17 +128,16 @@ class Transpose:
         class Shared:
             ends: cute.struct.MemRange[Int32, CHUNKS + 1]
             bases: cute.struct.MemRange[Int32, WINDOW]
-            places: cute.struct.MemRange[Int32, WINDOW]
+            ordinals: cute.struct.MemRange[Int32, WINDOW]
             lists: cute.struct.MemRange[Int32, WINDOW]
             again: cute.struct.MemRange[Int32, WINDOW]
             again_tokens: cute.struct.MemRange[Int32, WINDOW]
             offsets: cute.struct.MemRange[Int32, WINDOW + 1]
             arena: cute.struct.Align[cute.struct.MemRange[Uint32, ARENA], 16]
 
-        assert feasible.ctas_per_sm(Shared.size_in_bytes()) >= 1
-        # the slots of every neuron and a window fit
+        # the slots of all neurons, counters and info fit
         assert geometry.MAX_NEURONS // 2 + 2 * WINDOW * PITCH < ARENA
-        self.shared = Shared
+        self.shared = feasible.check_shared_memory(Shared)
         hybrid = Hybrid(entries, neurons, chunks, sizes, slot)
         results = ByNeuron(groups, tiles, starts, packed, tokens)
         capacity = d_gate.shape[0]
@@ -161,7 +160,7 @@ class Transpose:
 
     @cute.kernel
     def count(self, hybrid: Hybrid, groups: cute.Tensor, capacity: Int32):
-        at = self.thread_place()
+        at = self.thread_index()
         cute.arch.griddepcontrol_launch_dependents()
         s, _ = self.views(SmemAllocator().allocate(self.shared), hybrid.slot.shape[0])
         if hybrid.sizes[hybrid.chunks.shape[0]] <= capacity:
@@ -169,12 +168,12 @@ class Transpose:
             total = groups.shape[0]
             for first in cutlass.range(0, total, WINDOW, unroll=1):
                 here = cutlass.min(total - first, Int32(WINDOW))
-                self.clear(s, here, at)
+                self.clear_counters(s, here, at)
                 cute.arch.sync_threads()
-                self.tally(s, hybrid.entries, listed, first, here, at)
+                self.count_entries(s, hybrid.entries, listed, first, here, at)
                 cute.arch.sync_threads()
                 for r in cutlass.range(at.warp, here, WARPS, unroll=1):
-                    own = self.counts(Uint32(s.counters[r * PITCH + at.lane]))
+                    own = self.totals(Uint32(s.counters[r * PITCH + at.lane]))
                     own = Int32(cute.arch.warp_redux_sync(own, "add"))
                     if at.lane == 0:
                         groups[first + r, at.tile, 0] = own & 0xFFFF
@@ -214,7 +213,7 @@ class Transpose:
 
     @cute.kernel
     def place(self, hybrid: Hybrid, given: Coefficients, results: ByNeuron):
-        at = self.thread_place()
+        at = self.thread_index()
         s, room = self.views(SmemAllocator().allocate(self.shared), hybrid.slot.shape[0])
         cute.arch.griddepcontrol_wait()
         if hybrid.sizes[hybrid.chunks.shape[0]] <= given.d_gate.shape[0]:
@@ -222,46 +221,43 @@ class Transpose:
             total = results.tiles.shape[0]
             for first in cutlass.range(0, total, WINDOW, unroll=1):
                 here = cutlass.min(total - first, Int32(WINDOW))
-                self.clear(s, here, at)
+                self.clear_counters(s, here, at)
                 cute.arch.sync_threads()
-                self.tally(s, hybrid.entries, listed, first, here, at)
+                self.count_entries(s, hybrid.entries, listed, first, here, at)
                 if at.warp * 32 < here:
-                    self.locate(s, results, first, here, at)
+                    self.compute_bases(s, results, first, here, at)
                 cute.arch.sync_threads()
                 for r in cutlass.range(at.warp, here, WARPS, unroll=1):
-                    self.place_tokens(s, results, first, r, at)
+                    self.write_tokens(s, results, first, r, at)
                 cute.arch.sync_threads()
                 fits = s.offsets[here] <= room
-                self.place_entries(s, hybrid.entries, given, results.packed, listed, first, here, fits, at)
+                self.write_coefficients(s, hybrid.entries, given, results.packed, listed, first, here, fits, at)
                 cute.arch.sync_threads()
                 if fits:
                     self.copy_out(s, results.packed, here, at)
                     cute.arch.sync_threads()
 
-    # ---- a token tile's entries by neuron tile and token ----
+    # ---- count the entries of a token tile by neuron tile and token ----
 
     @cute.jit
     def load_list(self, s, hybrid, at):
-        """Ranks by popularity of the listed neurons, and positions of the chunks, whose number is returned."""
+        """Load the listed neurons' ranks and the chunks' bounds to shared memory; return the number of chunks."""
         size = hybrid.sizes[at.tile]
         for i in cutlass.range(at.thread, size, THREADS, unroll=4):
-            s.slots[i] = Uint16(hybrid.slot[self.unsigned(hybrid.neurons[at.tile, i])])
+            s.slots[i] = Uint16(hybrid.slot[widen(hybrid.neurons[at.tile, i])])
         count = cute.ceil_div(size, CHUNK)
         for i in cutlass.range(at.thread, count + 1, THREADS, unroll=1):
             s.ends[i] = hybrid.chunks[at.tile, i]
         return count
 
-    def unsigned(self, index):
-        return widen(index.bitcast(Uint16))
-
     @cute.jit
-    def clear(self, s, here, at):
+    def clear_counters(self, s, here, at):
         for i in cutlass.range(at.thread, here * PITCH, THREADS, unroll=1):
             s.counters[i] = Uint32(0)
 
     @cute.jit
-    def share(self, s, listed, warp):
-        """A warp's part of the entries: the first one's position and chunk, and the position behind the last."""
+    def warp_range(self, s, listed, warp):
+        """The entries of a warp: index and chunk of the first, and the end."""
         start, end = s.ends[0], s.ends[listed]
         step = cute.ceil_div(cute.ceil_div(end - start, 32), WARPS) * 32
         first = start + warp * step
@@ -275,9 +271,9 @@ class Transpose:
         return first, low, cutlass.min(first + step, end)
 
     @cute.jit
-    def tally(self, s, entries, listed, window, here, at):
-        """Count the entries of `here` neuron tiles from `window` on by token."""
-        first, chunk, end = self.share(s, listed, at.warp)
+    def count_entries(self, s, entries, listed, window, here, at):
+        """Count the entries of `here` neuron tiles from `window` on, by token."""
+        first, chunk, end = self.warp_range(s, listed, at.warp)
         loaded = cute.make_rmem_tensor((BATCHES,), Uint32)
         for base in cutlass.range(first, end, 32 * BATCHES, unroll=1):
             for i in range_constexpr(BATCHES):
@@ -288,33 +284,32 @@ class Transpose:
                     p = base + 32 * i + at.lane
                     chunk_end = s.ends[chunk + 1]
                     if p < end:
-                        r, _, token = self.place_of(s, loaded[i], chunk + Int32(p >= chunk_end), window)
+                        r, _, token = self.decode(s, loaded[i], chunk + Int32(p >= chunk_end), window)
                         if r >= 0 and r < here:
-                            counter = s.counters.iterator + (r * PITCH + (token >> 2))
-                            cute.arch.atomic_add(counter, Uint32(1) << Uint32((token & 3) * 8), scope="cta")
-                    # a chunk has 64 entries or more, unless it is the last one
+                            count_token(s.counters, r, token)
+                    # a chunk has at least 64 entries, unless it is the last one
                     chunk += Int32(base + 32 * i + 32 >= chunk_end)
 
     @cute.jit
-    def place_of(self, s, entry, chunk, window):
-        """Neuron tile within the window, neuron within the tile, token within the token tile."""
+    def decode(self, s, entry, chunk, window):
+        """Neuron tile in the window, neuron in the tile and token in the token tile of an entry."""
         slot = widen(s.slots[chunk * CHUNK + Int32(entry & (CHUNK - 1))])
         return slot // TILE - window, slot % TILE, Int32((entry >> 6) & (TOKENS - 1))
 
     @cute.jit
-    def counts(self, word):
-        """Entries of four tokens, and in the upper half how many of the tokens have any."""
-        return byte_sum(word) | (Int32(cute.arch.popc(self.flags(word))) << 16)
+    def totals(self, word):
+        """Sum of four counters, and in the upper half the number of non-zero ones."""
+        return byte_sum(word) | (Int32(cute.arch.popc(self.nonzero_bytes(word))) << 16)
 
-    def flags(self, word):
+    def nonzero_bytes(self, word):
         """Bit 7 of each byte that is not zero; bytes are at most 64."""
         return (word + Uint32(0x7F7F7F7F)) & Uint32(0x80808080)
 
     # ---- positions ----
 
     @cute.jit
-    def locate(self, s, results, window, here, at):
-        """Bases of 32 of the window's neuron tiles by one warp; the first token tile's CTA writes them out."""
+    def compute_bases(self, s, results, window, here, at):
+        """Compute positions of 32 of the window's neuron tiles by one warp; the first token tile's CTA stores them."""
         groups, tiles, starts = results.groups, results.tiles, results.starts
         entries, tokens, offset = Int32(0), Int32(0), Int32(0)
         for r in cutlass.range(at.lane, window + at.warp * 32, 32, unroll=4):
@@ -334,7 +329,7 @@ class Transpose:
         base_tokens = tokens + prefix_sum(own_tokens, at.lane)
         if exists:
             s.bases[inside] = base + groups[r, at.tile, 0]
-            s.places[inside] = groups[r, at.tile, 1]
+            s.ordinals[inside] = groups[r, at.tile, 1]
             s.lists[inside] = base_tokens
             s.offsets[inside] = offset
             if inside == here - 1:
@@ -349,46 +344,46 @@ class Transpose:
 
     @cute.jit
     def entries_of(self, groups, tiles, r, tile):
-        """Entries of a neuron tile in this token tile, from the sums over the token tiles before."""
+        """Entries of a neuron tile in this token tile, from the prefix sums over token tiles."""
         after = groups[r, tile + 1, 0] if tile + 1 < groups.shape[1] else tiles[r, 2] // tiles[r, 4]
         return after - groups[r, tile, 0]
 
     @cute.jit
-    def place_tokens(self, s, results, window, r, at):
-        """The tokens of one neuron tile take their places in its list; four tokens a lane."""
+    def write_tokens(self, s, results, window, r, at):
+        """Write this token tile's part of a neuron tile's list, four tokens per lane; prepare counters and info."""
         starts, tokens = results.starts, results.tokens
         four = r * PITCH + at.lane
         word = Uint32(s.counters[four])
-        before = prefix_sum(self.counts(word), at.lane)
+        before = prefix_sum(self.totals(word), at.lane)
         entries_before, tokens_before = before & 0xFFFF, before >> 16
-        flags = self.flags(word)
+        flags = self.nonzero_bytes(word)
         info = Uint32(entries_before) | (Uint32(tokens_before) << TOKENS_SHIFT)
-        position, place, first = s.bases[r] + entries_before, s.places[r] + tokens_before, s.lists[r]
+        position, ordinal, first = s.bases[r] + entries_before, s.ordinals[r] + tokens_before, s.lists[r]
         again, again_tokens = s.again[r], s.again_tokens[r]
         for j in range_constexpr(4):
             present = (flags >> (8 * j + 7)) & 1
             info = info | (present << (FLAGS_SHIFT + j))
             if present != 0:
-                tokens[first + place] = at.tile * TOKENS + at.lane * 4 + j
-                if place & 63 == 0:
-                    starts[window + r, place >> 6] = position
+                tokens[first + ordinal] = at.tile * TOKENS + at.lane * 4 + j
+                if ordinal & 63 == 0:
+                    starts[window + r, ordinal >> 6] = position
                 if again > 0:
-                    repeated = place + again_tokens
+                    repeated = ordinal + again_tokens
                     tokens[first + repeated] = at.tile * TOKENS + at.lane * 4 + j
                     if repeated & 63 == 0:
                         starts[window + r, repeated >> 6] = position + again
-            place += Int32(present)
+            ordinal += Int32(present)
             position += Int32((word >> (8 * j)) & 0xFF)
         s.info[four] = info
-        # bytes 1 to 3: the entries of the tokens before, at most 192
+        # bytes 1 to 3: entries of earlier tokens, at most 192
         s.counters[four] = word * Uint32(0x01010100)
 
     @cute.jit
-    def place_entries(self, s, entries, given, packed, listed, window, here, fits, at):
+    def write_coefficients(self, s, entries, given, packed, listed, window, here, fits, at):
         """Write the coefficients of the window's neuron tiles, to shared memory if they fit there."""
-        first, chunk, end = self.share(s, listed, at.warp)
+        first, chunk, end = self.warp_range(s, listed, at.warp)
         loaded = cute.make_rmem_tensor((4, BATCHES), Uint32)
-        # neuron tile, or -1; neuron; token; counts before; h
+        # neuron tile or -1, neuron, h, token, counters of four tokens
         tiles, neurons = cute.make_rmem_tensor((BATCHES,), Int32), cute.make_rmem_tensor((BATCHES,), Int32)
         hiddens = cute.make_rmem_tensor((BATCHES,), Uint32)
         tokens, counts = cute.make_rmem_tensor((BATCHES,), Int32), cute.make_rmem_tensor((BATCHES,), Uint32)
@@ -401,35 +396,33 @@ class Transpose:
                     loaded[1, i] = Uint32(given.d_gate[p])
                     if const_expr(self.gated):
                         loaded[2, i] = Uint32(given.d_up[p])
-                        loaded[3, i] = self.bits(given.up[p])
+                        loaded[3, i] = Uint32(widen(given.up[p].bitcast(Uint16)))
             for i in range_constexpr(BATCHES):
                 tiles[i] = Int32(-1)
                 if base + 32 * i < end:
                     p = base + 32 * i + at.lane
                     chunk_end = s.ends[chunk + 1]
                     if p < end:
-                        r, neuron, token = self.place_of(s, loaded[0, i], chunk + Int32(p >= chunk_end), window)
+                        r, neuron, token = self.decode(s, loaded[0, i], chunk + Int32(p >= chunk_end), window)
                         if r >= 0 and r < here:
                             tiles[i], tokens[i] = r, token
                             neurons[i], hiddens[i] = neuron, self.hidden(loaded[0, i], loaded[3, i])
-                            counter = s.counters.iterator + (r * PITCH + (token >> 2))
-                            one = Uint32(1) << Uint32((token & 3) * 8)
-                            counts[i] = Uint32(cute.arch.atomic_add(counter, one, scope="cta"))
+                            counts[i] = count_token(s.counters, r, token)
                     chunk += Int32(base + 32 * i + 32 >= chunk_end)
             for i in range_constexpr(BATCHES):
                 r, token = tiles[i], tokens[i]
                 if r >= 0:
                     info = Uint32(s.info[r * PITCH + (token >> 2)])
                     earlier = (info >> FLAGS_SHIFT) & ((Uint32(1) << Uint32(token & 3)) - 1)
-                    place = s.places[r] + Int32((info >> TOKENS_SHIFT) & 0xFF) + Int32(cute.arch.popc(earlier))
+                    ordinal = s.ordinals[r] + Int32((info >> TOKENS_SHIFT) & 0xFF) + Int32(cute.arch.popc(earlier))
                     position = Int32(info & ((1 << TOKENS_SHIFT) - 1))
                     position += Int32((counts[i] >> Uint32((token & 3) * 8)) & 0xFF)
                     dg, du, h = loaded[1, i], loaded[2, i], hiddens[i]
-                    word = self.word(place, neurons[i], h << 16, (dg & Uint32(0xFFFF)) | (du << 16))
+                    word = self.coefficient(ordinal, neurons[i], h << 16, (dg & Uint32(0xFFFF)) | (du << 16))
                     if s.again[r] > 0:
-                        rest = (dg >> 16) | (du & Uint32(0xFFFF0000))
-                        packed[s.bases[r] + s.again[r] + position] = self.word(
-                            place + s.again_tokens[r], neurons[i], h & Uint32(0xFFFF0000), rest
+                        errors = (dg >> 16) | (du & Uint32(0xFFFF0000))
+                        packed[s.bases[r] + s.again[r] + position] = self.coefficient(
+                            ordinal + s.again_tokens[r], neurons[i], h & Uint32(0xFFFF0000), errors
                         )
                     if fits:
                         s.staged[s.offsets[r] + position] = word
@@ -438,36 +431,34 @@ class Transpose:
 
     @cute.jit
     def copy_out(self, s, packed, here, at):
-        """What is staged, a neuron tile a warp."""
+        """Copy the staged coefficients to `packed`, a neuron tile per warp."""
         for r in cutlass.range(at.warp, here, WARPS, unroll=1):
             first, base = s.offsets[r], s.bases[r]
             for i in cutlass.range(at.lane, s.offsets[r + 1] - first, 32, unroll=4):
                 packed[base + i] = s.staged[first + i]
 
-    def word(self, place, neuron, h, gradients):
-        low = Uint32(place & 63) | (Uint32(neuron) << 6) | h
+    def coefficient(self, ordinal, neuron, h, gradients):
+        """The 64 bits of a coefficient; `h` is in bits 16-31, d_up above d_gate in `gradients`."""
+        low = Uint32(ordinal & 63) | (Uint32(neuron) << 6) | h
         return (Int64(gradients) << 32) | (Int64(low) & 0xFFFFFFFF)
-
-    def bits(self, value):
-        return Uint32(widen(value.bitcast(Uint16)))
 
     @cute.jit
     def hidden(self, entry, up):
-        """h of an entry rounded to 16 bits, and above it what that leaves."""
+        """h of an entry rounded to 16 bits, its rounding error in the upper half."""
         bits = entry >> 16
         if const_expr(self.gated):
-            bits = split_one(high_to_float(entry, self.dtype) * low_to_float(up, self.dtype), self.dtype)
+            bits = split_value(high_to_float(entry, self.dtype) * low_to_float(up, self.dtype), self.dtype)
         return bits
 
-    def thread_place(self):
+    def thread_index(self):
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        return Place(cute.arch.block_idx()[0], thread, warp, lane)
+        return Thread(cute.arch.block_idx()[0], thread, warp, lane)
 
     # ---- shared memory ----
 
     def views(self, shared, neurons):
-        """Tensors over the shared struct, by name, and how many coefficients can be staged."""
+        """Tensors over the shared struct, and the number of coefficients that can be staged."""
         arena = shared.arena.data_ptr()
         slots = (neurons + 7) // 8 * 4
         counters = cutlass.min(cute.ceil_div(neurons, TILE), WINDOW) * PITCH
@@ -476,7 +467,7 @@ class Transpose:
             ends=shared.ends.get_tensor(cute.make_layout(CHUNKS + 1)),
             slots=cute.make_tensor(cute.recast_ptr(arena, dtype=Uint16), cute.make_layout(geometry.MAX_NEURONS)),
             bases=shared.bases.get_tensor(cute.make_layout(WINDOW)),
-            places=shared.places.get_tensor(cute.make_layout(WINDOW)),
+            ordinals=shared.ordinals.get_tensor(cute.make_layout(WINDOW)),
             lists=shared.lists.get_tensor(cute.make_layout(WINDOW)),
             again=shared.again.get_tensor(cute.make_layout(WINDOW)),
             again_tokens=shared.again_tokens.get_tensor(cute.make_layout(WINDOW)),

@@ -1,6 +1,6 @@
-"""TwELL to dense: out[m, c] = the packed gate value, zero elsewhere. One warp per row-tile, eight neurons a lane.
+"""TwELL to dense: out[m, c] = the packed gate value, zero elsewhere. One warp per row-tile, eight neurons per lane.
 
-An intact row-tile is scattered into the warp's 512 bytes of shared memory, an overflowing one is copied from the spill.
+An intact row-tile is scattered into the warp's 512 bytes of shared memory; an overflowing one is copied from the spill.
 """
 
 from typing import Any
@@ -13,17 +13,16 @@ from cutlass.memory import SmemAllocator
 
 from . import geometry
 from .sm90 import operands
-from .sm90.copies import load_values, store_values
-from .sm90.rows import spill_of
+from .sm90.copies import address, load_values, store_values
 from .specs import UnpackSpec
 
 WARPS = 8
-# four consecutive tiles of one row a warp: fewer CTAs, same coalescing
+# consecutive tiles of one row: fewer CTAs, same coalescing
 TILES_PER_WARP = 4
 
 
 class Unpack:
-    """One dtype; the compression is the run-time words_per_tile."""
+    """For one dtype; the compression is the run-time words_per_tile."""
 
     def __init__(self, spec: UnpackSpec):
         self.dtype = operands.DTYPES[spec.dtype]
@@ -60,7 +59,7 @@ class Unpack:
         quad.fill(0)
         count = words[m, tile * width]
         if count >= width:
-            load_values(spill_of(spill, m, tile * geometry.TILE + lane * 8), quad)
+            load_values(address(spill, m, tile * geometry.TILE + lane * 8), quad)
         elif count > 0:
             store_values(buffer.iterator + lane * 8, quad)
             cute.arch.sync_warp()
@@ -72,17 +71,11 @@ class Unpack:
             cute.arch.sync_warp()
         neuron = tile * geometry.TILE + lane * 8
         if neuron < out.shape[1]:
-            store_values(out.iterator + (Int64(m) * out.stride[0] + neuron), quad)
+            store_values(address(out, m, neuron), quad)
 
 
 def signature(spec: UnpackSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype = operands.DTYPES[spec.dtype]
     m, n = cute.sym_int32(), cute.sym_int32(divisibility=8)
-    arguments = (
-        operands.rows(Int32, m, cute.sym_int32(divisibility=32)),
-        operands.rows(dtype, m, cute.sym_int32(divisibility=geometry.TILE)),
-        operands.rows(dtype, m, n),
-        Int32(1),
-    )
-    return Unpack(spec), arguments
+    return Unpack(spec), (*operands.packed(dtype, m), operands.rows(dtype, m, n), Int32(1))

@@ -1,30 +1,30 @@
 """Gated up and down projections on the pattern of a packed gate: y[m] = sum over non-zeros c of h[m, c] * w_down[c],
 with h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]). Strategy `row`: only the weight rows of non-zeros are read.
-Without `gated` the packed values are h: neither x nor up rows are read, and no dot products are made.
+If not `gated`, the packed values are h: neither x nor up rows are read, and there are no dot products.
 
-The bound is L2: two rows of K values a non-zero. Eight tokens that stand side by side share a CTA, and each weight row
-of the union of their neurons is read once. Two launches, the second for what the first leaves:
+The bound is L2: two rows of K values per non-zero. Eight consecutive tokens share a CTA, and each weight row of the
+union of their neurons is read once. Two launches:
 
     light   one CTA per group of eight tokens, two CTAs per SM up to K = 2048: one lists its neurons while the other
             streams. Beyond K = 4096 a cluster shares the group, each CTA a slab of 4096 columns.
-    heavy   tokens with more than HEAVY_COUNT non-zeros and a quarter of their group's, of which `light` leaves a mask.
-            A cluster takes one at a time, as up_down_skinny.py has it.
+    heavy   tokens with more than HEAVY_COUNT non-zeros and more than a quarter of their group's. `light` skips them and
+            writes a mask of them. A cluster computes one at a time, as in up_down_skinny.py.
 
-In `light` a CTA's eight warps each own an eighth of the columns, so that no token and no neuron can hold one warp
-alone. Up to WINDOW neurons of the union at a time:
+In `light` each of a CTA's eight warps owns an eighth of the columns, so all warps share the work of every token and
+neuron. Up to WINDOW neurons of the union at a time:
 
-    list    warp t marks token t's neurons in a bitmap; its prefix sums give each neuron its rank in the union; the gate
+    list    warp t marks token t's neurons in a bitmap, whose prefix sums are the neurons' ranks in the union; gate
             values go to `gates` by rank, zero where a token does not have the neuron.
-    stream  four neurons a batch. Their rows arrive by bulk copies in two rings of buffers, for up and for down rows:
+    stream  four neurons per batch. Their rows arrive by bulk copies in two rings of buffers, for up and for down rows:
               dot    mma: [4 neurons x K/8] times x of the eight tokens, from registers; partial sums go to `partial`;
-              sync   one barrier a batch: its sums are complete, the buffers just read are free and are refilled;
-              add    mma: [K/8 columns x 4 neurons] times h of the eight tokens, onto fp32 sums in registers. h is fp32:
-                     it enters as three 16-bit terms, two of them side by side in the eight k of one mma.
+              sync   one barrier per batch: its sums are complete, the buffers just read are free and are refilled;
+              add    mma: [K/8 columns x 4 neurons] times h of the eight tokens, added to fp32 sums in registers. h is
+                     fp32: it enters as three 16-bit terms, two of them side by side in the eight k of one mma.
             The dot of the next batch overlaps with the add of this one.
 
-    FULL[b % buffers]  1 arrival + bytes: the down rows of batch b and the up rows of batch b + 1, one turn's work.
+    FULL[b % buffers]  1 arrival + bytes: the down rows of batch b and the up rows of batch b + 1, one iteration's.
     FULL[buffers]      1 arrival + bytes: the up rows of batch 0.
-    Every thread waits for every barrier, so one register of phase bits serves all.
+    Every thread waits for every barrier, so one register of phase bits is enough.
 """
 
 from typing import Any, NamedTuple
@@ -32,14 +32,14 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry, up_down_skinny
 from .sm90 import operands
-from .sm90.copies import bulk_copy, load_peer, load_values, store_values
+from .sm90.copies import address, bulk_copy, load_peer, load_values, store_values
 from .sm90.mma import load_matrices_transposed, mma_16x8x8, mma_16x8x16
-from .sm90.rows import count_of, spill_of, spilled_word, words_of
+from .sm90.rows import count_of, spilled_word
 from .sm90.values import (
     MAGNITUDE,
     high_to_float,
@@ -48,6 +48,7 @@ from .sm90.values import (
     nonzero_flags,
     pack,
     prefix_sum,
+    split_pair,
     widen,
 )
 from .specs import UpDownSpec
@@ -57,56 +58,56 @@ TOKENS = geometry.GROUP_ROWS
 WARPS = 8
 THREADS = 32 * WARPS
 BATCH = 4
-# columns of a step: one matrix load of up rows, two of down rows
+# columns of a block: one matrix load of up rows, two of down rows
 BLOCK = 64
-# neurons of a union that are listed and streamed before the next ones are
+# neurons of a union that are listed and streamed at a time
 WINDOW = 512
 HEAVY_COUNT = 512
-# widest slab of columns whose sums fit in a CTA's registers
+# most columns whose sums fit in a CTA's registers
 SLAB = 4096
-# place in `counts`, behind the non-zeros of the tokens
+# index in `counts` of the mask of heavy tokens
 HEAVY = TOKENS
-# columns between down rows, beyond the row: transposing matrix loads then hit different banks. A bulk copy to an
-# address that is no multiple of 128 bytes costs L2 twice the look-ups; with up rows padded too, they were 89 % busy
+# padding of down rows in columns: transposing matrix loads then hit different banks. A bulk copy to an address that is
+# not a multiple of 128 bytes needs twice the look-ups in L2; with padded up rows as well, L2 was 89 % busy
 PAD = 8
 
 
-class Place(NamedTuple):
-    """Where a thread stands: the first token of its CTA's group, the CTA's slab of columns."""
+class Thread(NamedTuple):
+    """Indices of a thread, and the work of its CTA."""
 
-    first: Any
-    slab: Any
+    first: Any  # token of the group
+    slab: Any  # of columns
     thread: Any
     warp: Any
     lane: Any
 
 
 class Views(NamedTuple):
-    """A CTA's shared memory by name."""
+    """Views of a CTA's shared memory."""
 
     full: Any  # [buffers + 1] mbarriers
     counts: Any  # [16] non-zeros of each token, mask of heavy tokens
     sums: Any  # [WARPS] neurons marked in each warp's share of the bitmap
     union: Any  # [WINDOW] neurons, ascending
-    biases: Any  # [WINDOW] up bias of each neuron of the union, if there is one
+    biases: Any  # [WINDOW] up bias of each neuron of the union
     gates: Any  # [WINDOW / BATCH, TOKENS, BATCH] gate values as bits
     partial: Any  # [2, WARPS, TOKENS, BATCH] dot products over a warp's columns
     up: Any  # [buffers, BATCH, slab]
     down: Any  # [buffers, BATCH, slab + PAD]
-    bitmap: Any  # [N / 32] over the rings, before they are filled
-    prefix: Any  # [N / 32] over the rings, too: neurons marked before each word of the bitmap
-    staged: Any  # [TOKENS, slab + PAD] over the rings, after they are read: rounded rows of y
+    bitmap: Any  # [N / 32] overlays the rings, before they are filled
+    prefix: Any  # [N / 32] overlays the rings: neurons marked before each word of the bitmap
+    staged: Any  # [TOKENS, slab + PAD] overlays the rings, after they are read: rounded rows of y
 
 
 class UpDown:
-    """One dtype and class of hidden sizes, of layers with a gate or without."""
+    """For one dtype and class of hidden sizes, gated or not."""
 
     def __init__(self, spec: UpDownSpec):
         self.dtype = operands.DTYPES[spec.dtype]
         self.gated = spec.gated
         self.has_bias = spec.bias
-        self.few = up_down_skinny.UpDownSkinny(spec.heavy)
-        # neurons whose products tensor cores add up; with four of them an instruction loses less than with 16
+        self.per_token = up_down_skinny.UpDownSkinny(spec.heavy)
+        # most neurons whose products tensor cores add; an instruction with four truncates less than one with 16
         self.longest = geometry.LONGEST_SUM[spec.dtype] // 2
         self.slabs = max(1, spec.k_max // SLAB)
         self.slab = spec.k_max // self.slabs
@@ -149,8 +150,7 @@ class UpDown:
             gates: cute.struct.Align[cute.struct.MemRange[Uint16, WINDOW * TOKENS], 16]
             arena: cute.struct.Align[cute.struct.MemRange[self.dtype, self.arena], 128]
 
-        assert feasible.ctas_per_sm(Shared.size_in_bytes()) >= self.ctas_per_sm
-        self.shared = Shared
+        self.shared = feasible.check_shared_memory(Shared, self.ctas_per_sm)
         o = Operands(x, words, spill, w_up, w_down, b_up, b_down, y, l1, words_per_tile)
         groups = cute.ceil_div(y.shape[0], TOKENS)
         if y.shape[0] > 0:
@@ -164,10 +164,10 @@ class UpDown:
                 use_pdl=True,
             )
             self.heavy(o, heavy).launch(
-                grid=(self.few.cluster, cutlass.min(groups, max_clusters * self.few.ctas_per_sm), 1),
+                grid=(self.per_token.cluster, cutlass.min(groups, max_clusters * self.per_token.ctas_per_sm), 1),
                 block=(up_down_skinny.THREADS, 1, 1),
-                cluster=(self.few.cluster, 1, 1),
-                min_blocks_per_mp=self.few.ctas_per_sm,
+                cluster=(self.per_token.cluster, 1, 1),
+                min_blocks_per_mp=self.per_token.ctas_per_sm,
                 preferred_smem_carveout=100,
                 stream=stream,
                 use_pdl=True,
@@ -185,7 +185,7 @@ class UpDown:
         self.init_barriers(s, thread)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        at = Place(group * TOKENS, slab, thread, warp, lane)
+        at = Thread(group * TOKENS, slab, thread, warp, lane)
         x_frag = self.load_x(o, at)
         self.find_heavy(o, s, at)
         skipped = s.counts[HEAVY]
@@ -220,13 +220,13 @@ class UpDown:
     def heavy(self, o: Operands, heavy: cute.Tensor):
         rank, cluster, _ = cute.arch.block_idx()
         clusters = cute.arch.grid_dim()[1]
-        s = self.few.views(SmemAllocator().allocate(self.few.shared))
-        at = self.few.place(o.y.shape[1], rank)
+        s = self.per_token.views(SmemAllocator().allocate(self.per_token.shared))
+        at = self.per_token.thread_index(o.y.shape[1], rank)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        # groups are dealt to clusters in turn: which cluster takes a token does not change its result
+        # clusters take groups round robin; which cluster computes a token does not change its result
         for base in cutlass.range(cluster, heavy.shape[0], 32 * clusters, unroll=1):
-            # 32 groups, one a lane; every warp looks for itself and finds the same
+            # 32 groups, one per lane; every warp computes the same
             group = base + at.lane * clusters
             own = Uint32(heavy[group]) if group < heavy.shape[0] else Uint32(0)
             groups = Uint32(cute.arch.vote_ballot_sync(own != 0))
@@ -237,13 +237,13 @@ class UpDown:
                 while tokens != 0:
                     m = (base + owner * clusters) * TOKENS + lowest_bit(tokens)
                     tokens = tokens & (tokens - 1)
-                    self.few.token(o, s, m, at)
+                    self.per_token.compute_token(o, s, m, at)
 
     @cute.jit
     def accumulate(self, o, s, x_frag, acc, listed, at, long: cutlass.Constexpr):
-        """List and stream the union, window by window; returns each lane's sum of |h|.
+        """List and stream the union, window by window; return each lane's sum of |h|.
 
-        `long` is for layers with more than `longest` neurons, whose sums may take that many terms.
+        `long`: the layer has more than `longest` neurons, so sums may have more terms than that.
         """
         total, share, phases = Float32(0.0), Float32(0.0), Int32(0)
         start, size = Int32(0), Int32(1)
@@ -269,7 +269,7 @@ class UpDown:
 
     @cute.jit
     def find_heavy(self, o, s, at):
-        """Count the tokens' non-zeros and decide which ones to leave to the heavy kernel."""
+        """Count the tokens' non-zeros and choose the tokens for the heavy kernel."""
         m, tiles = at.first + at.warp, o.words.shape[1] // o.width
         count = Int32(0)
         for first in cutlass.range(0, tiles, 32, unroll=1):
@@ -291,7 +291,7 @@ class UpDown:
 
     @cute.jit
     def list_window(self, o, s, listed, start, at):
-        """Fill `union` and `gates` with ranks `start` and on of the union; returns the union's size."""
+        """Fill `union` and `gates` from rank `start` of the union on; return the union's size."""
         thread, warp, lane = at.thread, at.warp, at.lane
         bitmap_words = cute.ceil_div(o.w_down.shape[0], 32)
         for i in cutlass.range(thread, bitmap_words, THREADS, unroll=1):
@@ -301,14 +301,14 @@ class UpDown:
             pairs[i + thread] = Uint32(0)
         cute.arch.sync_threads()
         if listed:
-            self.scan(o, s, start, at, False)
+            self.scan_token(o, s, start, at, False)
         cute.arch.sync_threads()
 
         share = cute.ceil_div(bitmap_words, THREADS)
         own = Int32(0)
         for i in cutlass.range(share, unroll=1):
-            place = thread * share + i
-            own += Int32(cute.arch.popc(s.bitmap[place])) if place < bitmap_words else 0
+            at_word = thread * share + i
+            own += Int32(cute.arch.popc(s.bitmap[at_word])) if at_word < bitmap_words else 0
         before = prefix_sum(own, lane)
         if lane == 31:
             s.sums[warp] = before + own
@@ -318,14 +318,14 @@ class UpDown:
             position += s.sums[w] if w < warp else 0
             size += s.sums[w]
         for i in cutlass.range(share, unroll=1):
-            place = thread * share + i
-            if place < bitmap_words:
-                s.prefix[place] = Uint16(position)
-                word = s.bitmap[place]
+            at_word = thread * share + i
+            if at_word < bitmap_words:
+                s.prefix[at_word] = Uint16(position)
+                word = s.bitmap[at_word]
                 while word != 0:
                     rank = position - start
                     if rank >= 0 and rank < WINDOW:
-                        neuron = place * 32 + lowest_bit(word)
+                        neuron = at_word * 32 + lowest_bit(word)
                         s.union[rank] = Uint16(neuron)
                         if const_expr(self.has_bias and self.gated):
                             s.biases[rank] = o.b_up[neuron].to(Float32)
@@ -333,44 +333,45 @@ class UpDown:
                     position += 1
         cute.arch.sync_threads()
         if listed:
-            self.scan(o, s, start, at, True)
+            self.scan_token(o, s, start, at, True)
         cute.arch.sync_threads()
         return size
 
     @cute.jit
-    def scan(self, o, s, start, at, place: cutlass.Constexpr):
-        """Visit the non-zeros of a warp's token: mark them in the bitmap, or place their values among the gates."""
+    def scan_token(self, o, s, start, at, marked: cutlass.Constexpr):
+        """Mark the non-zeros of a warp's token in the bitmap; if they are `marked`, store their values in `gates`."""
         m, tiles = at.first + at.warp, o.words.shape[1] // o.width
         quad = cute.make_rmem_tensor((4,), Uint32)
         for first in cutlass.range(0, tiles, 32, unroll=1):
             tile = first + at.lane
             count = count_of(o.words, m, tile, o.width, tile < tiles)
-            # each lane walks its own tile, four words at a time; the first word of a tile is its count
+            # each lane reads its own tile, four words at a time; the first word of a tile is its count
             stored = count if count < o.width else 0
             quads = (stored + 4) // 4 if stored > 0 else 0
-            line = words_of(o.words, m, tile, o.width)
+            line = address(o.words, m, tile * o.width)
             for q in cutlass.range(Int32(cute.arch.warp_redux_sync(quads, "max")), unroll=1):
                 if q < quads:
                     load_values(line + q * 4, quad)
                     for i in range_constexpr(4):
                         ordinal = q * 4 + i - 1
                         if ordinal >= 0 and ordinal < stored:
-                            self.visit(s, quad[i], at.warp, start, place)
-            # an overflowing tile is read from the spill by the whole warp, eight values a lane
+                            self.process_word(s, quad[i], at.warp, start, marked)
+            # the whole warp reads an overflowing tile from the spill, eight values per lane
             overflowing = Uint32(cute.arch.vote_ballot_sync(count >= o.width))
             while overflowing != 0:
                 neuron = (first + lowest_bit(overflowing)) * geometry.TILE + at.lane * 8
                 overflowing = overflowing & (overflowing - 1)
-                values = load_values(spill_of(o.spill, m, neuron))
+                values = load_values(address(o.spill, m, neuron))
                 flags = nonzero_flags(values)
                 for i in range_constexpr(8):
                     if flags[i]:
-                        self.visit(s, spilled_word(values, i, neuron), at.warp, start, place)
+                        self.process_word(s, spilled_word(values, i, neuron), at.warp, start, marked)
 
     @cute.jit
-    def visit(self, s, word, token, start, place: cutlass.Constexpr):
+    def process_word(self, s, word, token, start, marked: cutlass.Constexpr):
+        """Mark one non-zero, or store its value."""
         at, bit = Int32((word >> 5) & Uint32(0x7FF)), Uint32(1) << (word & 31)
-        if const_expr(place):
+        if const_expr(marked):
             rank = widen(s.prefix[at]) + Int32(cute.arch.popc(s.bitmap[at] & (bit - 1))) - start
             if rank >= 0 and rank < WINDOW:
                 s.gates[(rank // BATCH * TOKENS + token) * BATCH + rank % BATCH] = Uint16(word >> 16)
@@ -381,24 +382,24 @@ class UpDown:
 
     @cute.jit
     def stream(self, o, s, x_frag, acc, neurons, phases, at, apart: cutlass.Constexpr):
-        """Add h times the listed neurons' down rows to `acc`; returns each lane's share of sum |h|, and the phases.
+        """Add h times the listed neurons' down rows to `acc`; return each lane's part of sum |h|, and the phases.
 
-        `apart` is for sums that are too long for tensor cores, see sm90/sums.py.
+        `apart`: the sums are too long for tensor cores, see sm90/sums.py.
         """
         warp, lane = at.warp, at.lane
         batches = cute.ceil_div(neurons, BATCH)
-        # up rows wait one turn longer in the ring than down rows
+        # up rows stay one iteration longer in the ring than down rows
         ahead = self.buffers - 1
         if const_expr(self.gated):
-            self.fetch(o, s, Int32(-1), self.buffers, Int32(0), Int32(0), neurons, at)
+            self.fetch_rows(o, s, Int32(-1), self.buffers, Int32(0), Int32(0), neurons, at)
         for b in cutlass.range(cutlass.min(batches, Int32(ahead)), unroll=1):
-            self.fetch(o, s, b, b, b, b + 1, neurons, at)
+            self.fetch_rows(o, s, b, b, b, b + 1, neurons, at)
         total = Float32(0.0)
         g, pair = lane >> 2, (lane & 1) * 2
         up_source = s.up.iterator + (
-            (lane >> 3) * self.slab + self.column(warp, 0) + ((lane & 3) << 3) + ((lane & 4) << 3)
+            (lane >> 3) * self.slab + self.first_column(warp, 0) + ((lane & 3) << 3) + ((lane & 4) << 3)
         )
-        down_source = s.down.iterator + ((lane & 3) * self.pitch + self.column(warp, 0) + ((lane >> 3) << 3))
+        down_source = s.down.iterator + ((lane & 3) * self.pitch + self.first_column(warp, 0) + ((lane >> 3) << 3))
         if const_expr(self.gated):
             if batches > 0:
                 self.wait(s, self.buffers, phases)
@@ -409,21 +410,21 @@ class UpDown:
         for b in cutlass.range(batches, unroll=1):
             following = buffer + 1 if buffer < ahead else 0
             last = buffer - 1 if buffer > 0 else ahead
-            # the turn before has read batch b - 1's down rows and this batch's up rows
-            self.fetch(o, s, b + ahead, last, last, buffer, neurons, at)
+            # the previous iteration read batch b - 1's down rows and this batch's up rows
+            self.fetch_rows(o, s, b + ahead, last, last, buffer, neurons, at)
             self.wait(s, buffer, phases)
             phases = phases ^ (1 << buffer)
-            # the next batch's dot products need nothing of this batch: their latencies overlap
+            # the next batch's dot products do not depend on this batch: their latencies overlap
             if const_expr(self.gated):
                 self.dot(s, x_frag, up_source + following * (BATCH * self.slab), b + 1, at)
             gates = cute.recast_tensor(s.gates, Uint32)[(b * TOKENS + g) * (BATCH // 2) + pair // 2]
             h0, h1 = low_to_float(gates, self.dtype), high_to_float(gates, self.dtype)
             if const_expr(self.gated):
-                up0, up1 = self.up(s, b, g, pair)
+                up0, up1 = self.up_projections(s, b, g, pair)
                 h0 = h0 * up0 if gates & Uint32(MAGNITUDE) != 0 else Float32(0.0)
                 h1 = h1 * up1 if gates & Uint32(MAGNITUDE << 16) != 0 else Float32(0.0)
             total += cute.arch.fmax(h0, -h0) + cute.arch.fmax(h1, -h1)
-            self.add(acc, down_source + buffer * (BATCH * self.pitch), h0, h1, lane, apart)
+            self.add_rows(acc, down_source + buffer * (BATCH * self.pitch), h0, h1, lane, apart)
             self.sync()
             buffer = following
         return total, phases
@@ -433,11 +434,10 @@ class UpDown:
         cute.arch.mbarrier_wait(s.full + barrier, (phases >> barrier) & 1)
 
     @cute.jit
-    def fetch(self, o, s, b, barrier, down_buffer, up_buffer, neurons, at):
-        """Start the copies that turn `b` of the loop reads: down rows of batch b by warps 0-3, up rows of b + 1 by 4-7.
+    def fetch_rows(self, o, s, b, barrier, down_buffer, up_buffer, neurons, at):
+        """Start the copies for iteration `b`: down rows of batch b by warps 0-3, up rows of b + 1 by warps 4-7.
 
-        Where the last batch is not full its last row is copied again: the gates there are zero, but what they meet must
-        be finite.
+        A partial last batch repeats its last row: gates are zero there, but their factors must be finite.
         """
         warp, left = at.warp, at.slab * self.slab
         size = cutlass.max(cutlass.min(o.w_down.shape[1] - left, Int32(self.slab)) * 2, Int32(0))
@@ -452,20 +452,18 @@ class UpDown:
                 cute.arch.mbarrier_arrive_and_expect_tx(s.full + barrier, rows * size)
             if size > 0:
                 if warp < BATCH and down:
-                    neuron = Int64(widen(s.union[cutlass.min(b * BATCH + row, neurons - 1)]))
+                    neuron = widen(s.union[cutlass.min(b * BATCH + row, neurons - 1)])
                     target = s.down.iterator + (down_buffer * BATCH + row) * self.pitch
-                    source = o.w_down.iterator + (neuron * o.w_down.stride[0] + left)
-                    bulk_copy(target, source, size, s.full + barrier)
+                    bulk_copy(target, address(o.w_down, neuron, left), size, s.full + barrier)
                 if const_expr(self.gated):
                     if warp >= BATCH and up:
-                        neuron = Int64(widen(s.union[cutlass.min((b + 1) * BATCH + row, neurons - 1)]))
+                        neuron = widen(s.union[cutlass.min((b + 1) * BATCH + row, neurons - 1)])
                         target = s.up.iterator + (up_buffer * BATCH + row) * self.slab
-                        source = o.w_up.iterator + (neuron * o.w_up.stride[0] + left)
-                        bulk_copy(target, source, size, s.full + barrier)
+                        bulk_copy(target, address(o.w_up, neuron, left), size, s.full + barrier)
 
     @cute.jit
     def sync(self):
-        """One barrier a batch for all that share a group."""
+        """One barrier per batch for the CTAs that share a group."""
         if const_expr(self.slabs > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -474,12 +472,12 @@ class UpDown:
 
     @cute.jit
     def dot(self, s, x_frag, source, b, at):
-        """Partial dot products of the up rows of batch `b` and eight tokens over this warp's columns.
+        """Store partial dot products of the up rows of batch `b` with eight tokens over this warp's columns.
 
         With g = lane / 4 and i = lane % 4, a lane's 16 bytes are eight columns of row g / 2, and a quarter of the warp
         reads 128 bytes of one row. They are column g of B: even g hold columns 0-31 of a block of 64, odd g 32-63. Rows
-        g and g + 8 of A are the same two halves of token g, so sums 0 and 3 of a lane belong to token g and row i, and
-        half of what two mma a block compute means something.
+        g and g + 8 of A are the same two halves of token g, so sums 0 and 3 of a lane belong to token g and row i; the
+        other half of the sums is not used.
         """
         sums = [Float32(0.0)] * 4
         for block in range_constexpr(self.blocks):
@@ -490,19 +488,19 @@ class UpDown:
                 sums = mma_16x8x16(sums, x0, x1, x2, x3, w[2 * i], w[2 * i + 1], self.dtype)
         value = sums[0] + sums[3]
         if const_expr(self.has_bias):
-            # once: by the first warp of the first slab
+            # added once, by the first warp of the first slab
             value += s.biases[b * BATCH + (at.lane & 3)] if at.warp == 0 and at.slab == 0 else Float32(0.0)
         s.partial[((b & 1) * WARPS + at.warp) * (TOKENS * BATCH) + at.lane] = value
 
     @cute.jit
-    def add(self, acc, source, h0, h1, lane, apart: cutlass.Constexpr):
+    def add_rows(self, acc, source, h0, h1, lane, apart: cutlass.Constexpr):
         """acc += this warp's columns of four down rows times h; h0, h1 are those of neurons 2 (lane % 2) and the next.
 
-        B operands: the leading terms of h in k = 0-3 and the second in 4-7, where the rows stand again; then the third.
-        If `apart`, fp32 additions add the products to the sums, and not the tensor cores, with all terms in one mma.
+        B operands: the first term of h in k = 0-3 and the second in k = 4-7, where A repeats the rows; then the third.
+        If `apart`, one mma takes all terms, and fp32 additions add its products to the sums.
         """
-        first, rest0, rest1 = self.split(h0, h1)
-        second, rest0, rest1 = self.split(rest0, rest1)
+        first, rest0, rest1 = split_pair(h0, h1, self.dtype)
+        second, rest0, rest1 = split_pair(rest0, rest1, self.dtype)
         upper = lane & 2 != 0
         leading = second if upper else first
         third = Uint32(0) if upper else pack(rest0, rest1, self.dtype)
@@ -516,7 +514,7 @@ class UpDown:
                         for j in range_constexpr(4):
                             acc[j, 2 * half + i, block] += sums[j]
                 else:
-                    # a sum is touched again only after another one was
+                    # consecutive mma use different sums
                     for b in (leading, third):
                         for i in range_constexpr(2):
                             tile = 2 * half + i
@@ -526,8 +524,8 @@ class UpDown:
                                 acc[j, tile, block] = sums[j]
 
     @cute.jit
-    def up(self, s, b, g, pair):
-        """Up projections of neurons `pair` and `pair + 1` of batch `b` for token `g`, from all warps and slabs."""
+    def up_projections(self, s, b, g, pair):
+        """Up projections of neurons `pair` and `pair + 1` of batch `b` for token `g`: sums over warps and slabs."""
         up0, up1 = Float32(0.0), Float32(0.0)
         for w in range_constexpr(WARPS):
             at = (((b & 1) * WARPS + w) * TOKENS + g) * BATCH + pair
@@ -542,20 +540,11 @@ class UpDown:
                 up1 += s.partial[at + 1]
         return up0, up1
 
-    @cute.jit
-    def split(self, h0, h1):
-        """Two values rounded to 16 bits, side by side, and what that leaves of each: nothing of an infinite one."""
-        rounded = pack(h0, h1, self.dtype)
-        r0, r1 = low_to_float(rounded, self.dtype), high_to_float(rounded, self.dtype)
-        rest0 = h0 - r0 if cute.arch.fmax(r0, -r0) != Float32.inf else Float32(0.0)
-        rest1 = h1 - r1 if cute.arch.fmax(r1, -r1) != Float32.inf else Float32(0.0)
-        return rounded, rest0, rest1
-
     # ---- x and y ----
 
     @cute.jit
     def load_x(self, o, at):
-        """A operands of the dot: eights lane % 4 and lane % 4 + 4 of each 64 of the warp's columns, zeros outside x."""
+        """Load A operands of dot: pieces lane % 4 and lane % 4 + 4 of the warp's blocks of 64 columns, 0 outside x."""
         frag = cute.make_rmem_tensor((4, 2, self.blocks), Uint32)
         frag.fill(0)
         if const_expr(self.gated):
@@ -564,19 +553,19 @@ class UpDown:
             if m < o.y.shape[0]:
                 for block in range_constexpr(self.blocks):
                     for odd in range_constexpr(2):
-                        column = at.slab * self.slab + self.column(at.warp, block) + 32 * odd + (at.lane & 3) * 8
+                        column = at.slab * self.slab + self.first_column(at.warp, block) + 32 * odd + (at.lane & 3) * 8
                         if column < o.x.shape[1]:
-                            values = load_values(o.x.iterator + (Int64(m) * o.x.stride[0] + column))
+                            values = load_values(address(o.x, m, column))
                             for i in range_constexpr(4):
                                 frag[i, odd, block] = values[i]
         return frag
 
     @cute.jit
     def stage_rows(self, o, s, acc, at):
-        """Round the sums and lay them out: register 2i + j is token 2 (lane % 4) + j, column lane / 4 + 8i."""
+        """Round the sums into `staged`: register 2i + j is token 2 (lane % 4) + j, column lane / 4 + 8i."""
         for block in range_constexpr(self.blocks):
             for i in range_constexpr(8):
-                column = self.column(at.warp, block) + 8 * i + (at.lane >> 2)
+                column = self.first_column(at.warp, block) + 8 * i + (at.lane >> 2)
                 bias = Float32(0.0)
                 if const_expr(self.has_bias):
                     whole = at.slab * self.slab + column
@@ -587,18 +576,18 @@ class UpDown:
 
     @cute.jit
     def store_staged(self, s, y, m, column, token, staged_column):
-        """Eight columns of one row of y."""
+        """Store eight columns of one row of y."""
         values = load_values(s.staged.iterator + (token * self.pitch + staged_column))
-        store_values(y.iterator + (Int64(m) * y.stride[0] + column), values)
+        store_values(address(y, m, column), values)
 
-    def column(self, warp, block):
+    def first_column(self, warp, block):
         """First column of a warp's block."""
         return (warp * self.blocks + block) * BLOCK
 
     # ---- shared memory ----
 
     def views(self, shared):
-        """Tensors over the shared struct, by name."""
+        """Tensors over the shared struct."""
         arena = shared.arena.data_ptr()
         bitmap_words = geometry.MAX_NEURONS // 32
         bitmap = cute.recast_ptr(arena, dtype=Uint32)
@@ -627,9 +616,9 @@ class UpDown:
 
     @cute.jit
     def clear_tails(self, s, columns, thread):
-        """Bulk copies write the columns that exist; what lies behind them must be zero, not NaN."""
+        """Clear the rings: bulk copies write the columns that exist, and those beyond must be zero, not NaN."""
         if columns < self.slab:
-            # `up` and `down` are one stretch of memory
+            # `up` and `down` are contiguous
             pairs = cute.make_tensor(
                 cute.recast_ptr(s.staged.iterator, dtype=Uint32), cute.make_layout(self.arena // 2)
             )
@@ -639,20 +628,5 @@ class UpDown:
 
 def signature(spec: UpDownSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
-    dtype = operands.DTYPES[spec.dtype]
-    m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
-    arguments = (
-        operands.rows(dtype, m, k) if spec.gated else None,
-        operands.rows(Int32, m, cute.sym_int32(divisibility=32)),
-        operands.rows(dtype, m, cute.sym_int32(divisibility=geometry.TILE)),
-        operands.rows(dtype, n, k) if spec.gated else None,
-        operands.rows(dtype, n, k),
-        operands.vector(dtype, n) if spec.gated and spec.bias else None,
-        operands.vector(dtype, k) if spec.bias else None,
-        operands.rows(dtype, m, k),
-        operands.vector(Float32, m),
-        operands.vector(Int32, cute.sym_int32()),
-        Int32(1),
-        Int32(1),
-    )
-    return UpDown(spec), arguments
+    heavy = operands.vector(Int32, cute.sym_int32())
+    return UpDown(spec), (*up_down_skinny.fake_arguments(spec), heavy, Int32(1), Int32(1))

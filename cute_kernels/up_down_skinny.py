@@ -1,20 +1,19 @@
-"""The gated up and down projections for few tokens: y[m] = sum over non-zeros c of h[m, c] * w_down[c], with
-h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]), as up_down.py has it, where latency is all. Without `gated` the
-packed values are h.
+"""The gated up and down projections of up_down.py for few tokens, bound by latency: y[m] = sum over non-zeros c of
+h[m, c] * w_down[c], with h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]). If not `gated`, the packed values are h.
 
-A token is the work of a cluster of four or eight CTAs, each with its part of the columns; nothing is shared between
-tokens. A CTA's warps deal the non-zeros among them, up to WINDOW at a time:
+A cluster of four or eight CTAs computes a token, each CTA a part of the columns; tokens share nothing. The warps of a
+CTA divide the non-zeros, up to WINDOW at a time:
 
-    list     eight lanes a tile of the gate: counts and values of 32 tiles arrive in one load. Every CTA lists them all.
+    list     eight lanes per tile of the gate: counts and values of 32 tiles arrive in one load. Every CTA lists all.
     up       a warp takes four neurons at a time, fewer if rows are long: each lane loads 16 bytes of a row, or a few
-             times that, and multiplies them with the x that it holds; sums over the warp go to `partial`.
-    hidden   after a cluster barrier each thread takes a non-zero, and adds up the CTAs' partial sums in order; the
-             first down rows are on their way.
-    down     a warp takes as many neurons at a time again, and adds h times their rows to fp32 sums in registers.
+             times that, and multiplies them by the x that it holds; sums over the warp go to `partial`.
+    hidden   after a cluster barrier each thread takes a non-zero and adds the CTAs' partial sums in a fixed order; the
+             loads of the first down rows are already in flight.
+    down     a warp takes as many neurons at a time as in `up` and adds h times their rows to fp32 sums in registers.
 
-At the end the warps' sums meet in shared memory, and each CTA rounds and stores its columns. h stays fp32. A CTA
-arrives at the cluster barrier twice a WINDOW, when its partial sums are complete and when it has read all others', and
-waits for the second only before it writes the next ones, or the end.
+At the end the warps' sums are added in shared memory, and each CTA rounds and stores its columns. h stays fp32. A CTA
+arrives at the cluster barrier twice per WINDOW: when its partial sums are complete, and when it has read all others'.
+It waits for the second only before it writes the next partial sums or the final sums.
 """
 
 from typing import Any, NamedTuple
@@ -22,20 +21,20 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry
 from .sm90 import operands
-from .sm90.copies import load_peer_value, load_values
-from .sm90.rows import spill_of, spilled_word, words_of
-from .sm90.values import count_flags, high_to_float, low_to_float, nonzero_flags, prefix_sum
-from .specs import UpDownSkinnySpec
+from .sm90.copies import address, load_peer_value, load_values
+from .sm90.rows import spilled_word
+from .sm90.values import count_flags, high_to_float, low_to_float, nonzero_flags, prefix_sum, warp_sum
+from .specs import UpDownSkinnySpec, UpDownSpec
 
 WARPS = 8
 THREADS = 32 * WARPS
 WINDOW = 2048
-# tiles that are listed together, lanes of each
+# tiles that are listed at a time, and lanes of each
 TILES = 32
 LANES = THREADS // TILES
 # columns of a warp's load
@@ -43,7 +42,7 @@ STEP = 256
 
 
 class Operands(NamedTuple):
-    """Global memory by name; None where a layer has no such tensor."""
+    """Operands in global memory; None if absent."""
 
     x: Any
     words: Any
@@ -57,40 +56,40 @@ class Operands(NamedTuple):
     width: Any  # words of a tile
 
 
-class Place(NamedTuple):
-    """Where a thread stands, and the columns of its CTA."""
+class Thread(NamedTuple):
+    """Indices of a thread, and the columns of its CTA."""
 
-    rank: Any
-    left: Any
-    columns: Any
+    rank: Any  # of the CTA in its cluster
+    left: Any  # first column
+    columns: Any  # number of columns
     thread: Any
     warp: Any
     lane: Any
 
 
 class Views(NamedTuple):
-    """A CTA's shared memory by name."""
+    """Views of a CTA's shared memory."""
 
     counts: Any  # [TILES] non-zeros of each tile
     totals: Any  # [warps] sums of |h| by warp
-    list: Any  # [WINDOW] value bits << 16 | neuron
-    hidden: Any  # [WINDOW]
+    nonzeros: Any  # [WINDOW] value bits << 16 | neuron
+    hidden: Any  # [WINDOW] h
     partial: Any  # [WINDOW] dot products over the CTA's columns
-    sums: Any  # [warps, columns] over `list` and what follows: y by warp
+    sums: Any  # [warps, columns] y by warp; overlays `nonzeros` and the following
 
 
 class UpDownSkinny:
-    """One dtype and class of hidden sizes, of layers with a gate or without."""
+    """For one dtype and class of hidden sizes, gated or not."""
 
     def __init__(self, spec: UpDownSkinnySpec):
         self.dtype = operands.DTYPES[spec.dtype]
         self.gated = spec.gated
         self.has_bias = spec.bias
         self.cluster = spec.cluster
-        # 16-byte loads of a lane that a row takes
+        # 16-byte loads per lane and row
         self.vectors = spec.k_max // (spec.cluster * STEP)
         self.columns = self.vectors * STEP
-        # rows of a warp in flight
+        # rows that a warp has in flight
         self.rows = {1: 4, 2: 4, 4: 2, 8: 1}[self.vectors]
         self.words = max(3 * WINDOW if self.gated else 2 * WINDOW, WARPS * self.columns)
         self.ctas_per_sm = {1: 3, 2: 2, 4: 1, 8: 1}[self.vectors]
@@ -101,8 +100,7 @@ class UpDownSkinny:
             totals: cute.struct.MemRange[Float32, WARPS]
             arena: cute.struct.Align[cute.struct.MemRange[Float32, self.words], 16]
 
-        assert feasible.ctas_per_sm(Shared.size_in_bytes()) >= self.ctas_per_sm
-        self.shared = Shared
+        self.shared = feasible.check_shared_memory(Shared, self.ctas_per_sm)
 
     @cute.jit
     def __call__(
@@ -134,23 +132,23 @@ class UpDownSkinny:
     def kernel(self, o: Operands):
         rank, m, _ = cute.arch.block_idx()
         s = self.views(SmemAllocator().allocate(self.shared))
-        at = self.place(o.y.shape[1], rank)
+        at = self.thread_index(o.y.shape[1], rank)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        self.token(o, s, m, at)
+        self.compute_token(o, s, m, at)
 
     @cute.jit
-    def place(self, k, rank):
-        """Where the thread stands in CTA `rank` of a cluster; columns are dealt in pieces of 16 bytes."""
+    def thread_index(self, k, rank):
+        """The thread's indices in CTA `rank` of a cluster; columns are divided in pieces of 16 bytes."""
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         share = cute.ceil_div(k, 8 * self.cluster) * 8
         left = rank * share
-        return Place(rank, left, cutlass.max(cutlass.min(k - left, share), Int32(0)), thread, warp, lane)
+        return Thread(rank, left, cutlass.max(cutlass.min(k - left, share), Int32(0)), thread, warp, lane)
 
     @cute.jit
-    def token(self, o, s, m, at):
-        """All of token `m`, by one cluster. Shared memory is free again at the first barrier of the next one."""
+    def compute_token(self, o, s, m, at):
+        """Compute token `m` by one cluster. Shared memory is free again at the first barrier of the next token."""
         x_lane = self.load_row(o.x, m, at) if const_expr(self.gated) else None
         acc = cute.make_rmem_tensor((8, self.vectors), Float32)
         acc.fill(0.0)
@@ -158,24 +156,24 @@ class UpDownSkinny:
         total, windows = Float32(0.0), Int32(0)
         for group in cutlass.range(0, tiles, TILES, unroll=1):
             slot = at.warp * (32 // LANES) + at.lane // LANES
-            row = words_of(o.words, m, group + slot, o.width)
+            row = address(o.words, m, (group + slot) * o.width)
             quad = cute.make_rmem_tensor((4,), Uint32)
-            listed = self.count(s, row, quad, slot, group + slot < tiles, at.lane)
+            listed = self.count_nonzeros(s, row, quad, slot, group + slot < tiles, at.lane)
             for base in cutlass.range(0, listed, WINDOW, unroll=1):
                 size = cutlass.min(listed - base, Int32(WINDOW))
-                self.list(o, s, row, quad, m, slot, group + slot, base, at.lane)
+                self.list_nonzeros(o, s, row, quad, m, slot, group + slot, base, at.lane)
                 cute.arch.sync_threads()
                 rows = cute.make_rmem_tensor((4, self.vectors, self.rows), Uint32)
                 if const_expr(self.gated):
                     if windows > 0:
                         cute.arch.cluster_wait()
-                    self.up(s, x_lane, o.w_up, size, at)
+                    self.up_products(s, x_lane, o.w_up, size, at)
                     cute.arch.cluster_arrive()
-                # not before the arrival, which waits for loads, too
+                # not before the arrival, which also waits for loads
                 self.load_rows(s, rows, o.w_down, at.warp * self.rows, size, at)
                 if const_expr(self.gated):
                     cute.arch.cluster_wait()
-                total += self.hide(s, o.b_up, size, at.thread)
+                total += self.hidden_state(s, o.b_up, size, at.thread)
                 if const_expr(self.gated):
                     cute.arch.cluster_arrive()
                     windows += 1
@@ -183,22 +181,22 @@ class UpDownSkinny:
                 for first in cutlass.range(at.warp * self.rows, size, WARPS * self.rows, unroll=1):
                     if first != at.warp * self.rows:
                         self.load_rows(s, rows, o.w_down, first, size, at)
-                    self.add(s, acc, rows, first, size)
-                # the list is read
+                    self.add_rows(s, acc, rows, first, size)
+                # the list has been read
                 cute.arch.sync_threads()
         if const_expr(self.gated):
-            # the end overwrites partial sums, and nobody may leave before they are read
+            # the final sums overwrite partial sums, and no CTA may exit before its own are read
             if windows > 0:
                 cute.arch.cluster_wait()
-        self.finish(o, s, acc, total, m, at)
+        self.store_token(o, s, acc, total, m, at)
 
     # ---- listing ----
 
     @cute.jit
-    def count(self, s, row, quad, slot, exists, lane):
-        """Count and first words of a tile, four a lane, for each of 32 tiles; returns how many non-zeros these have."""
+    def count_nonzeros(self, s, row, quad, slot, exists, lane):
+        """Load count and first words of each of 32 tiles, four per lane; return the number of their non-zeros."""
         quad.fill(0)
-        # the counts before may still be read
+        # the previous counts may still be read
         cute.arch.sync_threads()
         if exists:
             load_values(row + lane % LANES * 4, quad)
@@ -208,32 +206,32 @@ class UpDownSkinny:
         return Int32(cute.arch.warp_redux_sync(s.counts[lane], "add"))
 
     @cute.jit
-    def list(self, o, s, row, quad, m, slot, tile, base, lane):
-        """Non-zeros `base` to `base + WINDOW` of 32 tiles, ascending; a lane has words of one of them."""
+    def list_nonzeros(self, o, s, row, quad, m, slot, tile, base, lane):
+        """List non-zeros `base` to `base + WINDOW` of 32 tiles, ascending; a lane has words of one of them."""
         piece = lane % LANES
         count = s.counts[slot]
         before = prefix_sum(s.counts[lane], lane)
-        # where the tile's first non-zero goes
+        # position of the tile's first non-zero
         start = cute.arch.shuffle_sync(before, slot) - base
         if count < o.width:
-            self.put_quad(s, quad, start, piece, count)
+            self.list_quad(s, quad, start, piece, count)
             more = cute.make_rmem_tensor((4,), Uint32)
-            # words that the first load left
+            # words beyond the first load
             for q in cutlass.range(piece + LANES, count // 4 + 1, LANES, unroll=1):
                 load_values(row + 4 * q, more)
-                self.put_quad(s, more, start, q, count)
+                self.list_quad(s, more, start, q, count)
         if cute.arch.vote_any_sync(count >= o.width):
             self.list_spilled(s, o.spill, m, tile, start, count >= o.width, piece, lane)
 
     @cute.jit
     def list_spilled(self, s, spill, m, tile, start, spilled, piece, lane):
-        """The non-zeros of tiles that overflow, eight a lane at a time."""
+        """List the non-zeros of tiles that overflow, eight values per lane at a time."""
         for part in cutlass.range(geometry.TILE // (8 * LANES), unroll=1):
             quad = cute.make_rmem_tensor((4,), Uint32)
             quad.fill(0)
             neuron = tile * geometry.TILE + (part * LANES + piece) * 8
             if spilled:
-                load_values(spill_of(spill, m, neuron), quad)
+                load_values(address(spill, m, neuron), quad)
             flags = nonzero_flags(quad)
             own = count_flags(flags)
             inclusive = own
@@ -242,53 +240,53 @@ class UpDownSkinny:
                 inclusive = inclusive + other if piece >= d else inclusive
             at = start + inclusive - own
             for i in range_constexpr(8):
-                self.put(s, at, spilled_word(quad, i, neuron), flags[i])
+                self.list_word(s, at, spilled_word(quad, i, neuron), flags[i])
                 at += Int32(flags[i])
             start += cute.arch.shuffle_sync(inclusive, lane | (LANES - 1))
 
     @cute.jit
-    def put_quad(self, s, quad, start, q, count):
-        """Words 4 q to 4 q + 3 of a tile; word 0 is the count."""
+    def list_quad(self, s, quad, start, q, count):
+        """List words 4 q to 4 q + 3 of a tile; word 0 is the count."""
         for i in range_constexpr(4):
             ordinal = 4 * q + i
-            self.put(s, start + ordinal - 1, quad[i], ordinal > 0 and ordinal <= count)
+            self.list_word(s, start + ordinal - 1, quad[i], ordinal > 0 and ordinal <= count)
 
     @cute.jit
-    def put(self, s, at, word, valid):
+    def list_word(self, s, at, word, valid):
         if valid and at >= 0 and at < WINDOW:
-            s.list[at] = word
+            s.nonzeros[at] = word
 
     # ---- rows ----
 
     @cute.jit
     def load_row(self, matrix, row, at):
-        """A lane's pieces of this CTA's columns of a row, zeros where there are none."""
+        """Load a lane's pieces of this CTA's columns of a row, zeros beyond the last column."""
         values = cute.make_rmem_tensor((4, self.vectors), Uint32)
         values.fill(0)
         for v in range_constexpr(self.vectors):
             column = v * STEP + at.lane * 8
             if column < at.columns:
-                load_values(matrix.iterator + (Int64(row) * matrix.stride[0] + at.left + column), values[None, v])
+                load_values(address(matrix, row, at.left) + column, values[None, v])
         return values
 
     @cute.jit
     def load_rows(self, s, rows, matrix, first, size, at):
-        """`load_row` for the neurons from `first` of the list on."""
+        """Load rows of the neurons from `first` of the list on; columns beyond the last stay as they are."""
         for j in range_constexpr(self.rows):
             if first + j < size:
-                neuron = s.list[first + j] & Uint32(0xFFFF)
-                base = matrix.iterator + (Int64(neuron) * matrix.stride[0] + at.left)
+                neuron = s.nonzeros[first + j] & Uint32(0xFFFF)
+                base = address(matrix, neuron, at.left)
                 for v in range_constexpr(self.vectors):
                     column = v * STEP + at.lane * 8
                     if column < at.columns:
                         load_values(base + column, rows[None, v, j])
 
     @cute.jit
-    def up(self, s, x_lane, w_up, size, at):
-        """Dot products over this CTA's columns."""
+    def up_products(self, s, x_lane, w_up, size, at):
+        """Store dot products over this CTA's columns in `partial`."""
         rows = cute.make_rmem_tensor((4, self.vectors, self.rows), Uint32)
         for first in cutlass.range(at.warp * self.rows, size, WARPS * self.rows, unroll=1):
-            # columns that do not exist count as zero
+            # columns beyond the last are zero
             rows.fill(0)
             self.load_rows(s, rows, w_up, first, size, at)
             sums = [Float32(0.0)] * self.rows
@@ -306,11 +304,11 @@ class UpDownSkinny:
                     s.partial[first + j] = sums[j]
 
     @cute.jit
-    def hide(self, s, b_up, size, thread):
-        """The hidden state of the listed non-zeros; returns the thread's sum of |h|."""
+    def hidden_state(self, s, b_up, size, thread):
+        """Compute the hidden state of the listed non-zeros; return the thread's sum of |h|."""
         total = Float32(0.0)
         for i in cutlass.range(thread, size, THREADS, unroll=1):
-            word = s.list[i]
+            word = s.nonzeros[i]
             h = high_to_float(word, self.dtype)
             if const_expr(self.gated):
                 value = Float32(0.0)
@@ -324,7 +322,7 @@ class UpDownSkinny:
         return total
 
     @cute.jit
-    def add(self, s, acc, rows, first, size):
+    def add_rows(self, s, acc, rows, first, size):
         """acc += h times the rows."""
         for j in range_constexpr(self.rows):
             if first + j < size:
@@ -337,10 +335,9 @@ class UpDownSkinny:
     # ---- the end ----
 
     @cute.jit
-    def finish(self, o, s, acc, total, m, at):
-        """Add up the warps' sums, always in the same order, and store this CTA's columns."""
-        for d in range_constexpr(5):
-            total += cute.arch.shuffle_sync_bfly(total, 1 << d)
+    def store_token(self, o, s, acc, total, m, at):
+        """Add the warps' sums in a fixed order and store this CTA's columns."""
+        total = warp_sum(total)
         if at.lane == 0:
             s.totals[at.warp] = total
         for v in range_constexpr(self.vectors):
@@ -359,7 +356,7 @@ class UpDownSkinny:
                 if const_expr(self.has_bias):
                     value += o.b_down[at.left + column + j].to(Float32)
                 pair[j] = value.to(self.dtype)
-            line = o.y.iterator + (Int64(m) * o.y.stride[0] + at.left + column)
+            line = address(o.y, m, at.left) + column
             cute.autovec_copy(pair, cute.make_tensor(line.align(4), cute.make_layout(2)))
         if at.rank == 0 and at.thread == 0:
             everything = Float32(0.0)
@@ -368,32 +365,34 @@ class UpDownSkinny:
             o.l1[m] = everything
 
     def views(self, shared):
-        """Tensors over the shared struct, by name."""
+        """Tensors over the shared struct."""
         arena = shared.arena.data_ptr()
         return Views(
             counts=shared.counts.get_tensor(cute.make_layout(TILES)),
             totals=shared.totals.get_tensor(cute.make_layout(WARPS)),
-            list=cute.make_tensor(cute.recast_ptr(arena, dtype=Uint32), cute.make_layout(WINDOW)),
+            nonzeros=cute.make_tensor(cute.recast_ptr(arena, dtype=Uint32), cute.make_layout(WINDOW)),
             hidden=cute.make_tensor(arena + WINDOW, cute.make_layout(WINDOW)),
             partial=cute.make_tensor(arena + 2 * WINDOW, cute.make_layout(WINDOW)),
             sums=arena,
         )
 
 
-def signature(spec: UpDownSkinnySpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
+def fake_arguments(spec: UpDownSpec | UpDownSkinnySpec) -> tuple[Any, ...]:
+    """Fake tensors of `Operands`, in the order of its fields."""
     dtype = operands.DTYPES[spec.dtype]
     m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
-    arguments = (
+    return (
         operands.rows(dtype, m, k) if spec.gated else None,
-        operands.rows(Int32, m, cute.sym_int32(divisibility=32)),
-        operands.rows(dtype, m, cute.sym_int32(divisibility=geometry.TILE)),
+        *operands.packed(dtype, m),
         operands.rows(dtype, n, k) if spec.gated else None,
         operands.rows(dtype, n, k),
         operands.vector(dtype, n) if spec.gated and spec.bias else None,
         operands.vector(dtype, k) if spec.bias else None,
         operands.rows(dtype, m, k),
         operands.vector(Float32, m),
-        Int32(1),
     )
-    return UpDownSkinny(spec), arguments
+
+
+def signature(spec: UpDownSkinnySpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    return UpDownSkinny(spec), (*fake_arguments(spec), Int32(1))

@@ -1,20 +1,20 @@
-"""Weight gradients, a tile of 64 neurons of like popularity at a time: dw_gate = d_gate^T x, dw_up = d_up^T x,
-dw_down = h^T dy, for the tokens that fire at least one of the tile's neurons.
+"""Weight gradients by tiles of 64 neurons of similar popularity: dw_gate = d_gate^T x, dw_up = d_up^T x,
+dw_down = h^T dy, over the tokens that fire at least one of the tile's neurons.
 
 Persistent, one CTA per SM, the most popular neurons first. A unit of work is a neuron tile, a slab of 256 columns and
-one of x and dy; its inner dimension is the tile's list of tokens, 128 a turn. Two kinds of warp groups, whose common
-parts are in sm90/sparse_product.py:
+one of x and dy; its inner dimension is the tile's list of tokens, 128 per turn. Two kinds of warp groups, which share
+sm90/sparse_product.py with gathered.py:
 
     fill    group 0. cp.async of rows of x or dy, 256 columns each, into MN-major swizzled stages of 64 rows.
     mma     groups 1 and 2. x: one takes d_gate, one d_up, WGMMA 64x256x16. dy (and x, if not gated): each takes half of
-            the columns, WGMMA 64x128x16. While it runs, the coefficients of the next turn. Then each row of sums is
-            stored as the row of its neuron. After `longest` places of a list the sums are set aside.
+            the columns, WGMMA 64x128x16. Meanwhile the group fills the next turn's tile of coefficients. Then each row
+            of sums is stored as the row of its neuron. Sums are flushed after `longest` list positions.
 
-    FULL[s]    128 fill threads, when the copies of the stage are through and fenced.
-    EMPTY[s]   8 mma warps.
-    TILE + g   the 128 threads of group g, once a turn: its coefficients are in place, and the tile after is clear.
+    FULL[s]    128 fill threads arrive when their copies of the stage are complete and fenced.
+    EMPTY[s]   8 mma warps arrive.
+    TILE + g   128 threads of group g, once per turn: its tile of coefficients is filled, the next tile is clear.
 
-Gradients of biases are sums over a row of coefficients: one more WGMMA, with a matrix of ones.
+Bias gradients are sums over a row of coefficients: one more WGMMA, with a matrix of ones.
 """
 
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from . import feasible, geometry
 from .sm90 import operands
+from .sm90.copies import address
 from .sm90.ring import open_ring
 from .sm90.sparse_product import (
     GROUP_THREADS,
@@ -50,7 +51,7 @@ TILE_M, TILE_N, TILE_K = geometry.NEURON_TILE, 256, geometry.CHUNK
 
 
 class Operands(NamedTuple):
-    """Global memory by name, None where there is no such tensor, and the extent of the work."""
+    """Operands in global memory, None if absent, and the number of slabs and units."""
 
     x: Any
     dy: Any
@@ -65,17 +66,17 @@ class Operands(NamedTuple):
     dw_down: Any
     db_gate: Any
     db_up: Any
-    aside: Any  # sums of long lists on their way
+    flushed: Any  # partial sums of long lists
     slabs: Any
     units: Any
 
 
 class Fragments(NamedTuple):
-    """What a thread multiplies with: all columns of a stage, half of them, or the matrix of ones."""
+    """A thread's MMA fragments and sums: for all columns of a stage, for half of them, and for the matrix of ones."""
 
     wide: Any
     narrow: Any
-    row_sums: Any
+    row_mma: Any
     rA: Any
     rB: Any
     rHalf: Any
@@ -86,7 +87,7 @@ class Fragments(NamedTuple):
 
 
 class WeightGrad(SparseProduct):
-    """One dtype, gated or not, with bias gradients or not, stored or accumulated; sizes and strides stay symbolic."""
+    """For one dtype, gated or not, with bias gradients or not, stored or accumulated; sizes stay symbolic."""
 
     products = 1
 
@@ -111,7 +112,7 @@ class WeightGrad(SparseProduct):
         dw_down: cute.Tensor,
         db_gate: cute.Tensor | None,
         db_up: cute.Tensor | None,
-        aside: cute.Tensor,
+        flushed: cute.Tensor,
         capacity: Int32,
         max_ctas: Int32,
         stream: cuda.CUstream,
@@ -126,7 +127,7 @@ class WeightGrad(SparseProduct):
             )
 
         wide, narrow = mma(TILE_N, OperandMajorMode.MN), mma(TILE_N // 2, OperandMajorMode.MN)
-        row_sums = mma(8, OperandMajorMode.K)
+        row_mma = mma(8, OperandMajorMode.K)
 
         @cute.struct
         class Shared:
@@ -136,18 +137,17 @@ class WeightGrad(SparseProduct):
             sB: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(b_layout)], 1024]
             ones: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(ones_layout)], 1024]
 
-        assert feasible.ctas_per_sm(Shared.size_in_bytes()) >= 1
-        self.shared = Shared
+        self.shared = feasible.check_shared_memory(Shared)
         slabs = cute.ceil_div(x.shape[1], TILE_N)
         units = cute.ceil_div(order.shape[0], TILE_M) * slabs * 2
         data = Operands(
-            x, dy, order, sizes, tiles, starts, packed, tokens, dw_gate, dw_up, dw_down, db_gate, db_up, aside, slabs,
+            x, dy, order, sizes, tiles, starts, packed, tokens, dw_gate, dw_up, dw_down, db_gate, db_up, flushed, slabs,
             units,
         )  # fmt: skip
-        arguments = (data, (wide, narrow, row_sums), a_layout, b_layout, ones_layout, capacity)
+        arguments = (data, (wide, narrow, row_mma), a_layout, b_layout, ones_layout, capacity)
         ctas = cutlass.min(units, max_ctas)
-        # what sets sums aside is a kernel of its own: it is a tenth slower
-        if aside.shape[0] > 0:
+        # the kernel that can flush sums is a tenth slower
+        if flushed.shape[0] > 0:
             self.kernel(*arguments, True).launch(
                 grid=(ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
             )
@@ -192,21 +192,21 @@ class WeightGrad(SparseProduct):
                 self.multiply_units(ring, shared.sA.data_ptr(), data, fragments, thread - 128, long)
 
     @cute.jit
-    def split(self, data, unit):
-        """(neuron tile, slab of x, or of dy behind those of x)."""
+    def tile_and_part(self, data, unit):
+        """Neuron tile and slab; the slabs of dy follow those of x."""
         tile = unit // (2 * data.slabs)
         return tile, unit - tile * 2 * data.slabs
 
     @cute.jit
-    def open(self, data, tile):
+    def list_extent(self, data, tile):
         return data.tiles[tile, 3], data.tiles[tile, 1]
 
     @cute.jit
-    def bound(self, data, tile, chunk):
+    def chunk_start(self, data, tile, chunk):
         return data.starts[tile, chunk]
 
     @cute.jit
-    def row(self, data, at):
+    def row_index(self, data, at):
         return data.tokens[at]
 
     @cute.jit
@@ -217,13 +217,13 @@ class WeightGrad(SparseProduct):
             gather_columns(stage, data.x, rows, part * TILE_N, thread)
 
     @cute.jit
-    def load(self, data, at, product):
+    def load_coefficient(self, data, at, product):
         word = Uint64(data.packed[at])
         return Uint32(word & Uint64(0xFFFFFFFF)), Uint32(word >> 32)
 
     @cute.jit
-    def put(self, data, tile, part, half, low, high, valid):
-        """d_gate or d_up, by the group whose it is, or h by both, to row neuron, column place of the list."""
+    def scatter_coefficient(self, data, tile, part, half, low, high, valid):
+        """Store a coefficient at (neuron, list position): of x the group's d_gate or d_up, of dy h in both groups."""
         bits = high & Uint32(0xFFFF)
         if const_expr(self.gated):
             bits = high >> 16 if half == 1 else bits
@@ -232,38 +232,38 @@ class WeightGrad(SparseProduct):
 
     @cute.jit
     def fragments(self, mmas, sA, sB, sOnes, thread):
-        """Fragments and sums of a thread."""
-        wide, narrow, row_sums = mmas
+        """A thread's fragments and sums."""
+        wide, narrow, row_mma = mmas
         half, member = cute.arch.make_warp_uniform(thread // 128), thread & 127
         rA = wide.make_fragment_A(wide.get_slice(0).partition_A(sA))
         rB = wide.make_fragment_B(wide.get_slice(0).partition_B(sB))
         columns = cute.local_tile(sB, (TILE_N // 2, TILE_K), (half, 0, None))
         rHalf = narrow.make_fragment_B(narrow.get_slice(0).partition_B(columns))
-        rOnes = row_sums.make_fragment_B(row_sums.get_slice(0).partition_B(sOnes))
+        rOnes = row_mma.make_fragment_B(row_mma.get_slice(0).partition_B(sOnes))
         acc = cute.make_rmem_tensor(wide.get_slice(member).partition_shape_C((TILE_M, TILE_N)), Float32)
-        # the narrow tile takes the first half of the wide one's registers
+        # the narrow tile shares the first half of the wide tile's registers
         acc_half = cute.make_tensor(
             acc.iterator, cute.make_layout(narrow.get_slice(member).partition_shape_C((TILE_M, TILE_N // 2)))
         )
-        sums = cute.make_rmem_tensor(row_sums.get_slice(member).partition_shape_C((TILE_M, 8)), Float32)
-        return Fragments(wide, narrow, row_sums, rA, rB, rHalf, rOnes, acc, acc_half, sums)
+        sums = cute.make_rmem_tensor(row_mma.get_slice(member).partition_shape_C((TILE_M, 8)), Float32)
+        return Fragments(wide, narrow, row_mma, rA, rB, rHalf, rOnes, acc, acc_half, sums)
 
     @cute.jit
     def multiply_unit(self, g, f, walk, tile, part, length, long: cutlass.Constexpr):
-        """Main loop over a unit's tokens, then the rows of its neurons."""
+        """Main loop over a unit's tokens, then store the rows of its neurons."""
         data = g.data
         of_dy = part >= data.slabs
         slab = part - data.slabs if of_dy else part
         f.acc.fill(0.0)
         f.sums.fill(0.0)
-        narrow, ones = (f.rA, f.rHalf, f.acc_half), (f.row_sums, f.rOnes, f.sums)
+        narrow, ones = (f.rA, f.rHalf, f.acc_half), (f.row_mma, f.rOnes, f.sums)
         if const_expr(self.gated):
             if of_dy:
-                walk = self.sum_list(f.narrow, narrow, g, walk, length, long)
+                walk = self.multiply_list(f.narrow, narrow, g, walk, length, long)
             else:
-                walk = self.sum_list(f.wide, (f.rA, f.rB, f.acc, *ones), g, walk, length, long)
+                walk = self.multiply_list(f.wide, (f.rA, f.rB, f.acc, *ones), g, walk, length, long)
         else:
-            walk = self.sum_list(f.narrow, (*narrow, *ones), g, walk, length, long)
+            walk = self.multiply_list(f.narrow, (*narrow, *ones), g, walk, length, long)
         first = slab * TILE_N
         middle = first + g.half * (TILE_N // 2)
         if of_dy:
@@ -283,28 +283,15 @@ class WeightGrad(SparseProduct):
         return walk
 
     @cute.jit
-    def multiply(self, mma: cute.TiledMma, factors, tile, stage, second: cutlass.Constexpr):
-        """Sums += half a tile of coefficients times a stage of rows; with bias gradients also times ones."""
-        rA, rB, acc = factors[:3]
-        warpgroup.fence()
-        for i in range_constexpr(TILE_K // 16):
-            block = second * (TILE_K // 16) + i
-            cute.gemm(mma, acc, rA[None, None, block, tile], rB[None, None, i, stage], acc)
-            if const_expr(self.has_bias and len(factors) > 3):
-                row_sums, rOnes, sums = factors[3:]
-                cute.gemm(row_sums, sums, rA[None, None, block, tile], rOnes[None, None, i, 0], sums)
-        warpgroup.commit_group()
-
-    @cute.jit
     def store(self, acc, target, order, tile, column, columns: cutlass.Constexpr, length, thread):
-        """Rows of sums to the rows of their neurons."""
+        """Store or add each row of sums to the row of its neuron."""
         lane = cute.arch.lane_idx()
         row = ((thread & 127) // 32) * 16 + (lane >> 2)
         for i in range_constexpr(2):
             rank = tile * TILE_M + row + 8 * i
             neuron = order[rank] if rank < order.shape[0] else 0
             left = target.shape[1] - column if rank < order.shape[0] else 0
-            base = target.iterator + (Int64(neuron) * target.stride[0] + column)
+            base = address(target, neuron, column)
             if const_expr(self.accumulate):
                 if length > 0:
                     self.add_row(acc, i, columns, base + (lane & 3) * 2, left - (lane & 3) * 2)
@@ -313,7 +300,7 @@ class WeightGrad(SparseProduct):
 
     @cute.jit
     def add_row(self, acc, i: cutlass.Constexpr, columns: cutlass.Constexpr, row, left):
-        """Two fp32 values a lane: the four lanes of a row fill a sector."""
+        """Add two fp32 values per lane to a row: four lanes access one sector."""
         for v in range_constexpr(columns // 8):
             if 8 * v < left:
                 pair = cute.make_tensor((row + 8 * v).align(8), cute.make_layout(2))

@@ -1,1 +1,1 @@
-"""What two kernels share on sm_90a: argument signatures, packed-value arithmetic and warp-level scans."""
+"""Building blocks for sm_90a that kernels share."""

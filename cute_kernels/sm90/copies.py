@@ -1,14 +1,19 @@
-"""Copies between global, shared and distributed shared memory that are no tiled copies."""
+"""Copies between registers, global, shared and distributed shared memory that are not tiled copies."""
 
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+
+def address(matrix: Any, row: Any, column: Any) -> Any:
+    """Address of an element of a row-major matrix, from a 64-bit offset."""
+    return matrix.iterator + (Int64(row) * matrix.stride[0] + column)
 
 
 @cute.jit
 def bulk_copy(target: Any, source: Any, size: Int32, barrier: Any) -> None:
-    """`size` bytes, a multiple of 16, from global to shared memory by one thread; they complete on the mbarrier."""
+    """Copy `size` bytes, a multiple of 16, from global to shared memory by one thread; completes on the mbarrier."""
     cute.arch.inline_ptx(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
         read_only_args=[target, source, size, barrier],
@@ -16,18 +21,8 @@ def bulk_copy(target: Any, source: Any, size: Int32, barrier: Any) -> None:
 
 
 @cute.jit
-def load_peer(source: Any, rank: Int32) -> Any:
-    """Four fp32 values from the same place, 16-byte aligned, in the shared memory of CTA `rank` of the cluster."""
-    return cute.arch.inline_ptx(
-        "ld.shared::cluster.v4.f32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
-        write_only_types=[Float32] * 4,
-        read_only_args=[cute.arch.map_dsmem_ptr(source, rank).toint()],
-    )
-
-
-@cute.jit
 def load_values(source: Any, quad: Any = None) -> Any:
-    """16 bytes, four words or eight 16-bit values, from an aligned address to four registers: `quad`, or new ones."""
+    """Load 16 bytes, eight 16-bit values, from an aligned address to four registers: `quad`, or new ones."""
     if const_expr(quad is None):
         quad = cute.make_rmem_tensor((4,), Uint32)
     line = cute.make_tensor(cute.recast_ptr(source.align(16), dtype=Uint32), cute.make_layout(4))
@@ -37,13 +32,44 @@ def load_values(source: Any, quad: Any = None) -> Any:
 
 @cute.jit
 def store_values(target: Any, quad: Any) -> None:
-    """Four registers to 16 bytes at an aligned address: the way back of `load_values`."""
+    """Store four registers to 16 bytes at an aligned address, the inverse of `load_values`."""
     cute.autovec_copy(quad, cute.make_tensor(cute.recast_ptr(target.align(16), dtype=Uint32), cute.make_layout(4)))
 
 
 @cute.jit
+def load_quad(source: Any) -> Any:
+    """Load four registers from sixteen bytes of shared memory."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[source],
+    )
+
+
+@cute.jit
+def load_pair(source: Any) -> Any:
+    """Load two registers from eight bytes of shared memory."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v2.b32 { {$w0}, {$w1} }, [{$r0}];", write_only_types=[Uint32] * 2, read_only_args=[source]
+    )
+
+
+# Distributed shared memory: `source` and `target` are addresses in this CTA and name the same offset in CTA `rank`.
+
+
+@cute.jit
+def load_peer(source: Any, rank: Int32) -> Any:
+    """Load four fp32 values, 16-byte aligned, from CTA `rank` of the cluster."""
+    return cute.arch.inline_ptx(
+        "ld.shared::cluster.v4.f32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+        write_only_types=[Float32] * 4,
+        read_only_args=[cute.arch.map_dsmem_ptr(source, rank).toint()],
+    )
+
+
+@cute.jit
 def load_peer_value(source: Any, rank: Int32) -> Float32:
-    """One fp32 value from the same place in the shared memory of CTA `rank` of the cluster."""
+    """Load one fp32 value from CTA `rank` of the cluster."""
     return cute.arch.inline_ptx(
         "ld.shared::cluster.f32 {$w0}, [{$r0}];",
         write_only_types=[Float32],
@@ -53,8 +79,26 @@ def load_peer_value(source: Any, rank: Int32) -> Float32:
 
 @cute.jit
 def store_peer(target: Any, rank: Int32, value: Int32) -> None:
-    """One word to the same place in the shared memory of CTA `rank` of the cluster."""
+    """Store one word to CTA `rank` of the cluster."""
     cute.arch.inline_ptx(
         "st.shared::cluster.u32 [{$r0}], {$r1};",
+        read_only_args=[cute.arch.map_dsmem_ptr(target, rank).toint(), value],
+    )
+
+
+@cute.jit
+def store_peer_pair(target: Any, rank: Int32, first: Uint32, second: Uint32) -> None:
+    """Store two words, 8-byte aligned, to CTA `rank` of the cluster."""
+    cute.arch.inline_ptx(
+        "st.shared::cluster.v2.b32 [{$r0}], { {$r1}, {$r2} };",
+        read_only_args=[cute.arch.map_dsmem_ptr(target, rank).toint(), first, second],
+    )
+
+
+@cute.jit
+def store_peer_float(target: Any, rank: Int32, value: Float32) -> None:
+    """Store one fp32 value to CTA `rank` of the cluster."""
+    cute.arch.inline_ptx(
+        "st.shared::cluster.f32 [{$r0}], {$r1};",
         read_only_args=[cute.arch.map_dsmem_ptr(target, rank).toint(), value],
     )

@@ -1,4 +1,4 @@
-"""Fake tensors: what a compiled kernel demands of its arguments, checked by the generated wrapper at every call."""
+"""Fake tensors: shapes, strides and alignment that the generated wrapper checks at every call."""
 
 from typing import Any
 
@@ -6,11 +6,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
+from .. import geometry
+
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
 
 def rows(dtype: Any, m: Any, k: Any) -> Any:
-    """A row-major matrix [m, k]: unit inner stride, 64-bit row stride that is a multiple of 8, 16-byte aligned base."""
+    """A row-major matrix [m, k]: inner stride 1, 64-bit row stride in multiples of 8, 16-byte aligned base."""
     return make_fake_tensor(dtype, (m, k), stride=(cute.sym_int64(divisibility=8), 1), assumed_align=16)
 
 
@@ -29,6 +31,12 @@ def cube(dtype: Any, a: Any, b: Any, c: int) -> Any:
     return make_fake_compact_tensor(dtype, (a, b, c), stride_order=(2, 1, 0), assumed_align=16)
 
 
+def packed(dtype: Any, m: Any) -> tuple[Any, Any]:
+    """Words [m, tiles * W] and spill [m, tiles * 256] of TwELL."""
+    words = rows(cutlass.Int32, m, cute.sym_int32(divisibility=32))
+    return words, rows(dtype, m, cute.sym_int32(divisibility=geometry.TILE))
+
+
 def lists(b: Any) -> tuple[Any, Any, Any]:
     """Neurons [b, 64 C], chunks [b, C + 1] and sizes [b + 1] of the hybrid format."""
     return (
@@ -39,5 +47,5 @@ def lists(b: Any) -> tuple[Any, Any, Any]:
 
 
 def matrix(dtype: Any, a: Any, b: Any) -> Any:
-    """A contiguous matrix [a, b] of which nothing is demanded but that it is aligned to its elements."""
+    """A contiguous matrix [a, b], aligned to 4 bytes."""
     return make_fake_compact_tensor(dtype, (a, b), stride_order=(1, 0), assumed_align=4)

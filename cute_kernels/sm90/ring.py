@@ -1,4 +1,4 @@
-"""The ring of stages in shared memory between warps that fill it and warps that read it: two mbarriers a stage."""
+"""A ring of stages in shared memory between producer and consumer warps, with two mbarriers per stage."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ from cutlass import Int32
 
 
 class Ring(NamedTuple):
-    """The first mbarrier of each kind; those of the other stages follow."""
+    """Addresses of stage 0's mbarriers; those of the other stages follow."""
 
     full: Any
     empty: Any
@@ -18,9 +18,9 @@ class Ring(NamedTuple):
 def open_ring(
     shared: Any, stages: cutlass.Constexpr, fills: cutlass.Constexpr, reads: cutlass.Constexpr, thread: Int32
 ) -> Ring:
-    """Initialise `shared.full`, which takes `fills` arrivals, and `shared.empty`, which takes `reads`.
+    """Initialise `shared.full` with `fills` arrivals per stage and `shared.empty` with `reads`.
 
-    Nothing waits here: the caller has a barrier before a thread uses the ring.
+    The caller must synchronise the CTA before a thread uses the ring.
     """
     ring = Ring(shared.full.data_ptr(), shared.empty.data_ptr())
     if thread < stages:
@@ -32,7 +32,7 @@ def open_ring(
 
 @cute.jit
 def release(ring: Ring, state: Any, lane: Int32) -> Any:
-    """This warp has read the stage of `state`; returns the state of the next one."""
+    """Arrive at the empty barrier of the stage that this warp has read; return the state of the next stage."""
     if lane == 0:
         cute.arch.mbarrier_arrive(ring.empty + state.index)
     state.advance()

@@ -1,8 +1,8 @@
 """The 128-byte swizzle of shared memory in closed form.
 
-A matrix of 16-bit values lies in panels of 64 columns, 128 bytes a row. The sixteen-byte piece c of row r stands where
-piece c ^ (r % 8) would, so that eight rows of one column hit different banks. WGMMA and TMA have it so. A tensor of a
-swizzled layout gives the same addresses, by divisions of signed coordinates.
+A matrix of 16-bit values is stored in panels of 64 columns, 128 bytes per row. The 16-byte piece c of row r is at the
+position of piece c ^ (r % 8), so eight rows of one column hit different banks. WGMMA and TMA use this layout. A tensor
+with a swizzled layout gives the same addresses, but needs divisions of signed coordinates.
 """
 
 from typing import Any
@@ -14,5 +14,5 @@ def swizzle_piece(row: Any, piece: Any) -> Any:
 
 
 def swizzle_column(row: Any, column: Any) -> Any:
-    """Offset of a single value; what `column` holds beyond bit 5, an offset of the row or the panel, stays."""
+    """Offset, in values, of one value. Bits of `column` above bit 5, an offset of row or panel, pass through."""
     return column ^ ((row & 7) << 3)

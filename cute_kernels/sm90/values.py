@@ -1,4 +1,4 @@
-"""Arithmetic on 16-bit values, two in a 32-bit register, and counts and prefix sums over a warp."""
+"""Arithmetic on 16-bit values, two per 32-bit register, and sums and prefix sums over a warp."""
 
 from typing import Any
 
@@ -6,16 +6,20 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint16, Uint32, const_expr
 
-# a 16-bit value without its sign: it is a non-zero exactly if one of these bits is set (NaN included, -0 not)
+# bits of a 16-bit value without its sign: a value is a non-zero if any of them is set (so is NaN; -0 is not)
 MAGNITUDE = 0x7FFF
+
+
+def ptx_type(dtype: Any) -> str:
+    """Name of a 16-bit type in PTX."""
+    return "bf16" if dtype is cutlass.BFloat16 else "f16"
 
 
 @cute.jit
 def relu_pack(low: Float32, high: Float32, dtype: cutlass.Constexpr) -> Uint32:
     """Round two fp32 values to `dtype` with ReLU (NaN stays NaN): `low` in bits 0-15, `high` in bits 16-31."""
-    kind = "bf16x2" if const_expr(dtype is cutlass.BFloat16) else "f16x2"
     return cute.arch.inline_ptx(
-        f"cvt.rn.relu.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
+        f"cvt.rn.relu.{ptx_type(dtype)}x2.f32 {{$w0}}, {{$r0}}, {{$r1}};",
         write_only_types=[Uint32],
         read_only_args=[high, low],
     )
@@ -24,19 +28,19 @@ def relu_pack(low: Float32, high: Float32, dtype: cutlass.Constexpr) -> Uint32:
 @cute.jit
 def pack(low: Float32, high: Float32, dtype: cutlass.Constexpr) -> Uint32:
     """Round two fp32 values to `dtype`: `low` in bits 0-15, `high` in bits 16-31."""
-    kind = "bf16x2" if const_expr(dtype is cutlass.BFloat16) else "f16x2"
     return cute.arch.inline_ptx(
-        f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[high, low]
+        f"cvt.rn.{ptx_type(dtype)}x2.f32 {{$w0}}, {{$r0}}, {{$r1}};",
+        write_only_types=[Uint32],
+        read_only_args=[high, low],
     )
 
 
 @cute.jit
 def relu_pair(pair: Uint32, dtype: cutlass.Constexpr) -> Uint32:
     """ReLU of both values: +0 for zeros of either sign, NaN stays NaN."""
-    kind = "bf16x2" if const_expr(dtype is cutlass.BFloat16) else "f16x2"
     return cute.arch.inline_ptx(
-        # a constant operand must be in a register
-        f"{{ .reg .b32 zero; mov.b32 zero, 0; max.NaN.{kind} {{$w0}}, {{$r0}}, zero; }}",
+        # max takes no immediate operand
+        f"{{ .reg .b32 zero; mov.b32 zero, 0; max.NaN.{ptx_type(dtype)}x2 {{$w0}}, {{$r0}}, zero; }}",
         write_only_types=[Uint32],
         read_only_args=[pair],
     )
@@ -59,28 +63,31 @@ def high_to_float(pair: Uint32, dtype: cutlass.Constexpr) -> Float32:
 
 
 @cute.jit
-def split(low: Float32, high: Float32, dtype: cutlass.Constexpr) -> Any:
-    """Two fp32 values rounded to `dtype`, side by side as `pack` has them, and what rounding left of each.
-
-    An infinite value leaves nothing.
-    """
+def split_pair(low: Float32, high: Float32, dtype: cutlass.Constexpr) -> Any:
+    """Split two fp32 values into `pack(low, high)` and the rounding error of each, 0 where the result is infinite."""
     pair = pack(low, high, dtype)
-    rests = []
+    errors = []
     for value, rounded in ((low, low_to_float(pair, dtype)), (high, high_to_float(pair, dtype))):
-        rests.append(value - rounded if cute.arch.fmax(rounded, -rounded) != Float32.inf else Float32(0.0))
-    return pair, *rests
+        errors.append(value - rounded if cute.arch.fmax(rounded, -rounded) != Float32.inf else Float32(0.0))
+    return pair, *errors
 
 
 @cute.jit
-def split_one(value: Float32, dtype: cutlass.Constexpr) -> Uint32:
-    """One fp32 value as two of `dtype`: rounded in bits 0-15, and what that left in bits 16-31."""
-    pair, rest, _ = split(value, Float32(0.0), dtype)
-    return pack(low_to_float(pair, dtype), rest, dtype)
+def split_value(value: Float32, dtype: cutlass.Constexpr) -> Uint32:
+    """Split one fp32 value into two of `dtype`: rounded in bits 0-15, its rounding error in bits 16-31."""
+    pair, error, _ = split_pair(value, Float32(0.0), dtype)
+    return pack(low_to_float(pair, dtype), error, dtype)
+
+
+@cute.jit
+def join_halves(first: Uint32, second: Uint32, high: cutlass.Constexpr) -> Uint32:
+    """The low halves of two registers side by side, or their `high` halves."""
+    return Uint32(cute.arch.prmt(first, second, 0x7632 if const_expr(high) else 0x5410))
 
 
 @cute.jit
 def nonzero_flags(quad: Any) -> Any:
-    """Eight booleans for eight values in four registers: is the value a non-zero?"""
+    """Eight booleans for eight values in four registers: whether each is a non-zero."""
     flags = []
     for i in cutlass.range_constexpr(4):
         flags.append((quad[i] & Uint32(MAGNITUDE)) != 0)
@@ -90,7 +97,7 @@ def nonzero_flags(quad: Any) -> Any:
 
 @cute.jit
 def count_flags(flags: Any) -> Int32:
-    """How many of eight booleans are true."""
+    """Number of true ones among eight booleans."""
     count = Int32(0)
     for i in cutlass.range_constexpr(8):
         count += Int32(flags[i])
@@ -99,7 +106,7 @@ def count_flags(flags: Any) -> Int32:
 
 @cute.jit
 def value_bits(quad: Any, i: cutlass.Constexpr) -> Uint32:
-    """Value `i` of eight in four registers, in bits 16-31 as in a word of TwELL; bits 0-15 are clear."""
+    """Value `i` of eight in four registers, in bits 16-31 as in a word of TwELL; bits 0-15 are zero."""
     return quad[i // 2] & Uint32(0xFFFF0000) if const_expr(i % 2) else quad[i // 2] << 16
 
 
@@ -125,6 +132,14 @@ def prefix_sum(value: Int32, lane: Int32) -> Int32:
 
 
 @cute.jit
+def warp_sum(value: Float32) -> Float32:
+    """Sum over the warp, in every lane."""
+    for d in cutlass.range_constexpr(5):
+        value += cute.arch.shuffle_sync_bfly(value, 1 << d)
+    return value
+
+
+@cute.jit
 def lowest_bit(mask: Uint32) -> Int32:
     """Index of the lowest set bit; -1 for an empty mask."""
     return 31 - Int32(cute.arch.clz(mask & (Uint32(0) - mask)))
@@ -132,7 +147,7 @@ def lowest_bit(mask: Uint32) -> Int32:
 
 @cute.jit
 def widen(value: Uint16) -> Int32:
-    """A 16-bit count or index from 0 to 65,535. `Int32(value)` would extend its sign, unsigned type or not."""
+    """Zero-extend a 16-bit count or index. `Int32(value)` extends the sign even of an unsigned type."""
     return Int32(value.to(Uint32) & Uint32(0xFFFF))
 
 
