@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twell import _auto, functional
+from twell import _admission, _auto, functional
 from twell._runtime import geometry
 from twell.nn import SparseGatedMLP, SparseMLP
 
@@ -157,7 +157,7 @@ def _counter(owner: MLP, totals: Tensor) -> Callable[[nn.Module, tuple[Any, ...]
 def _count(mlp: MLP, x: Tensor, totals: Tensor) -> None:
     """Add the non-zeros of the gate of x [..., K] to ``totals`` [N + 1], by neuron, and its tokens."""
     name, gate = "count_firing", gate_of(mlp)
-    operands = functional._admit(name, x=x, w_gate=gate.weight, b_gate=gate.bias)
+    operands = _admission.admit(name, x=x, w_gate=gate.weight, b_gate=gate.bias)
     x, weight, bias = operands["x"], operands["w_gate"], operands.get("b_gate")
     tokens, packs = x.reshape(-1, x.shape[-1]), _packs(mlp, x)
     if not tokens.shape[0]:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twell import _auto, _plain, functional, tuning
+from twell import _admission, _auto, _plain, functional, tuning
 from twell._arguments import require, require_flag, require_integer
 from twell._auto import AutoStrategy, Choice, Explanation
 from twell._runtime import geometry
@@ -371,7 +371,7 @@ def _require_layout(name: str, layout: object) -> None:
 
 def _lay(weight: Tensor, rows: bool) -> bool:
     """Store the Parameter ``weight`` [K, N] and its gradient by rows of neurons, or contiguous; whether any changed."""
-    if functional._sharded({"weight": weight}):
+    if _admission.sharded({"weight": weight}):
         from twell import _sharding
 
         return _sharding.lay(weight, rows)  # type: ignore[arg-type]

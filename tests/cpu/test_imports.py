@@ -36,6 +36,7 @@ LAYERS = [
     ["twell.ops"],
     ["twell._auto", "twell._autograd", "twell._sharding", "twell.packed"],
     ["twell._plain"],
+    ["twell._admission"],
     ["twell.functional"],
     ["twell.nn"],
     ["twell._compaction", "twell._equivalence", "twell._sparsify"],

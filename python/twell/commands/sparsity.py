@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twell import _files, functional, tuning
+from twell import _admission, _files, tuning
 from twell._runtime import geometry
 from twell.commands import saved_model
 from twell.commands.saved_model import Batch, Layer
@@ -264,7 +264,7 @@ def _refusal(report: LayerReport) -> str:
         "w_up": torch.empty(report.n, report.k, device="meta"),
     }
     try:
-        functional._require_packable("sizes", operands, report.compression)
+        _admission.require_packable("sizes", operands, report.compression)
     except (ValueError, NotImplementedError) as error:
         return str(error)
     return ""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twell import _compaction, functional
+from twell import _admission, _compaction, functional
 from twell._arguments import require, require_integer
 from twell._runtime import geometry
 from twell.recipe import _aux
@@ -434,7 +434,7 @@ def _gate_of(layer: Any, x: Tensor) -> Callable[[Tensor], Tensor]:
         )
     weight = _aux.whole(projection.weight).to(x.dtype)
     bias = None if projection.bias is None else _aux.whole(projection.bias).to(x.dtype)
-    operands = functional._admit("SparsityTracker", x=x, w_gate=weight, b_gate=bias)
+    operands = _admission.admit("SparsityTracker", x=x, w_gate=weight, b_gate=bias)
     dtype, weight, bias = operands["x"].dtype, operands["w_gate"], operands.get("b_gate")
     if _compaction._packs(layer, operands["x"]):
         return lambda rows: functional.pack(rows.to(dtype), weight, bias, compression=layer.compression).unpack()

@@ -1,0 +1,186 @@
+"""Checks of a layer's operands, made once: types, shapes, devices, dtypes, autocast, limits and main gradients."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twell import _autograd, _memory
+from twell._plain import PLAIN_TENSORS
+from twell._runtime import geometry, specs
+from twell.ops.operands import Mains
+
+_OPTIONAL = ("b_gate", "b_up", "b_down")
+
+
+def admit(name: str, **operands: Tensor | None) -> dict[str, Tensor]:
+    """The operands that are not None, cast as autocast asks, after checking types, shapes, devices and dtypes."""
+    present = {}
+    for argument, value in operands.items():
+        if not isinstance(value, Tensor):
+            if value is None and argument in _OPTIONAL:
+                continue
+            raise TypeError(f"{name}: {argument} must be a tensor, got {type(value).__name__}")
+        if value.is_nested or value.layout is not torch.strided:
+            kind = "a nested tensor" if value.is_nested else value.layout
+            raise TypeError(f"{name}: {argument} must be a strided tensor, got {kind}")
+        present[argument] = value
+
+    x = present["x"]
+    if x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type):
+        # what autocast does to the operands of a linear layer
+        dtype = torch.get_autocast_dtype(x.device.type)
+        present = {
+            a: t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for a, t in present.items()
+        }
+        x = present["x"]
+    if x.dim() == 0:
+        raise ValueError(f"{name}: x must be [..., K], got a scalar")
+    if not x.is_floating_point():
+        raise TypeError(f"{name}: x must have a floating dtype, got {x.dtype}")
+    first = present["w_gate" if "w_gate" in present else "w_up"]
+    if first.dim() != 2:
+        raise ValueError(f"{name}: the first weight must be [N, K], got {list(first.shape)}")
+    n, k = first.shape[0], x.shape[-1]
+    shapes = {"w_gate": [n, k], "w_up": [n, k], "w_down": [k, n], "b_gate": [n], "b_up": [n], "b_down": [k]}
+    for argument, value in present.items():
+        if argument != "x" and list(value.shape) != shapes[argument]:
+            raise ValueError(_wrong_shape(name, present))
+        if value.device != x.device:
+            raise ValueError(_odd_one(name, "on {}", {a: t.device for a, t in present.items()}))
+        if value.dtype != x.dtype:
+            raise TypeError(_odd_one(name, "{}", {a: t.dtype for a, t in present.items()}))
+    return present
+
+
+def _common(values: list[tuple[str, Any]]) -> Any:
+    """The most common of the operands' values; of those equally common that of the first weight, and x's last."""
+    # tensors on meta have yet to be made
+    real = [(a, v) for a, v in values if not (isinstance(v, torch.device) and v.type == "meta")]
+    weights_first = sorted(real or values, key=lambda value: value[0] == "x")
+    return Counter(value for _, value in weights_first).most_common(1)[0][0]
+
+
+def _odd_one(name: str, expected: str, values: dict[str, Any]) -> str:
+    """What is wrong with the first operand that differs from most of the others; of two it is x."""
+    common = _common(list(values.items()))
+    odd = next(argument for argument, value in values.items() if value != common)
+    others = "the others are" if odd == "x" else "x is"
+    return f"{name}: {odd} must be {expected.format(common)} as {others}, got {values[odd]}"
+
+
+def _wrong_shape(name: str, operands: Mapping[str, Tensor]) -> str:
+    """Which operand has another K or N than most of the others."""
+    letters = {"x": "K", "w_gate": "NK", "w_up": "NK", "w_down": "KN", "b_gate": "N", "b_up": "N", "b_down": "K"}
+    sizes: dict[str, list[tuple[str, int]]] = {"K": [], "N": []}
+    for argument, value in operands.items():
+        if argument == "x" or value.dim() == len(letters[argument]):
+            for letter, size in zip(reversed(letters[argument]), reversed(value.shape)):
+                sizes[letter].append((argument, size))
+    common = {letter: _common(found) for letter, found in sizes.items()}
+    for argument, value in operands.items():
+        expected = [common[letter] for letter in letters[argument]]
+        got = list(value.shape)
+        if (got[-1:] if argument == "x" else got) != expected:
+            break
+    text = f"[..., {common['K']}]" if argument == "x" else str(expected)
+    return f"{name}: {argument} must be {text} (the others have K = {common['K']}, N = {common['N']}), got {got}"
+
+
+def sharded(operands: Mapping[str, Tensor]) -> bool:
+    """Whether there are DTensors among them, which there cannot be before torch's module of them was imported."""
+    for value in operands.values():
+        if type(value) not in PLAIN_TENSORS and "torch.distributed.tensor" in sys.modules:
+            from torch.distributed.tensor import DTensor
+
+            if isinstance(value, DTensor):
+                return True
+    return False
+
+
+def require_packable(
+    name: str, operands: Mapping[str, Tensor], compression: int, instead: str = '; strategy="dense" takes it'
+) -> None:
+    x, weight = operands["x"], operands["w_gate" if "w_gate" in operands else "w_up"]
+    n, k = weight.shape
+    if not isinstance(compression, int) or compression not in geometry.COMPRESSIONS:
+        raise ValueError(f"{name}: compression must be one of {geometry.COMPRESSIONS}, got {compression!r}")
+    for letter, size, limit in (("K", k, specs.K_CLASSES[-1]), ("N", n, geometry.MAX_NEURONS)):
+        if size == 0 or size % 8:
+            raise ValueError(
+                f"{name}: {letter} must be a positive multiple of 8 for the sparse kernels, got {size}{instead}"
+            )
+        if size > limit:
+            raise NotImplementedError(
+                f"{name}: {letter} must be at most {limit} for the sparse kernels, got {size}{instead}"
+            )
+    if x.device.type not in ("cpu", "cuda", "meta"):
+        raise NotImplementedError(f"{name}: the sparse path runs on cuda and cpu, got {x.device.type}")
+
+
+def needing_grad(operands: Mapping[str, Tensor]) -> list[str]:
+    """Names of the operands whose gradient autograd will want of this call."""
+    return [argument for argument, value in operands.items() if value.requires_grad] if torch.is_grad_enabled() else []
+
+
+def admit_mains(
+    name: str,
+    operands: Mapping[str, Tensor],
+    given: Mapping[str, Tensor | None],
+    mains: Sequence[Tensor | None] | None,
+) -> Mains:
+    """For each weight the float32 tensor that takes its gradient, None where it has none or needs no gradient.
+
+    ``given`` are the operands before autocast has copied them.
+    """
+    if mains is None:
+        return Mains()
+    weights = [argument for argument in Mains._fields if argument in operands]
+    if not isinstance(mains, (tuple, list)) or len(mains) != len(weights):
+        got = f"{len(mains)} of them" if isinstance(mains, (tuple, list)) else type(mains).__name__
+        raise TypeError(f"{name}: main_grads must be one tensor or None for each of {', '.join(weights)}, got {got}")
+    for argument, main in zip(weights, mains):
+        weight = operands[argument]
+        if main is not None and not (
+            isinstance(main, Tensor)
+            and main.dtype == torch.float32
+            and main.shape == weight.shape
+            and main.device == weight.device
+            and not main.requires_grad
+        ):
+            expected = f"a float32 tensor {list(weight.shape)} on {weight.device} that requires no grad"
+            raise ValueError(f"{name}: main_grads must have for {argument} {expected}, got {_describe(main)}")
+        if main is not None and _memory.folded(main):
+            got = f"{list(main.shape)} of strides {list(main.stride())}"
+            raise ValueError(f"{name}: main_grads must have for {argument} one place for each element, got {got}")
+    require_apart(name, dict(zip(weights, mains)), given)
+    needing = needing_grad(operands)
+    taken = [main if argument in needing else None for argument, main in zip(weights, mains)]
+    if any(main is not None for main in taken) and (got := _autograd.transformed(operands, True)):
+        raise NotImplementedError(f"{name}: main_grads take the gradients of a plain backward pass, got {got}")
+    return Mains(*taken) if "w_gate" in operands else Mains(w_gate=taken[0], w_down=taken[1])
+
+
+def require_apart(name: str, mains: Mapping[str, Any], given: Mapping[str, Tensor | None]) -> None:
+    """Raise ValueError if a main shares memory with another one or with an operand as the caller holds it."""
+    written = {f"main_grads for {weight}": _own(main) for weight, main in mains.items() if isinstance(main, Tensor)}
+    read = {argument: _own(value) for argument, value in given.items() if value is not None} if written else {}
+    if written and (pair := _memory.shared(written, read)):
+        raise ValueError(f"{name}: main_grads must have memory of their own, got {' and '.join(pair)} sharing some")
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor; another tensor itself."""
+    return tensor._local_tensor if sharded({"": tensor}) else tensor  # type: ignore[attr-defined]
+
+
+def _describe(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    grad = " that requires grad" if value.requires_grad else ""
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}{grad}"
