@@ -19,7 +19,7 @@ _OPTIONAL = ("b_gate", "b_up", "b_down")
 
 
 def admit(name: str, **operands: Tensor | None) -> dict[str, Tensor]:
-    """The operands that are not None, cast as autocast asks, after checking types, shapes, devices and dtypes."""
+    """Check types, shapes, devices and dtypes; return the operands that are not None, cast as autocast asks."""
     present = {}
     for argument, value in operands.items():
         if not isinstance(value, Tensor):
@@ -33,7 +33,7 @@ def admit(name: str, **operands: Tensor | None) -> dict[str, Tensor]:
 
     x = present["x"]
     if x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type):
-        # what autocast does to the operands of a linear layer
+        # as autocast casts the operands of a linear layer
         dtype = torch.get_autocast_dtype(x.device.type)
         present = {
             a: t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for a, t in present.items()
@@ -59,7 +59,7 @@ def admit(name: str, **operands: Tensor | None) -> dict[str, Tensor]:
 
 
 def _common(values: list[tuple[str, Any]]) -> Any:
-    """The most common of the operands' values; of those equally common that of the first weight, and x's last."""
+    """The most common value of the operands. Among equally common ones the first weight's wins, and x's comes last."""
     # tensors on meta have yet to be made
     real = [(a, v) for a, v in values if not (isinstance(v, torch.device) and v.type == "meta")]
     weights_first = sorted(real or values, key=lambda value: value[0] == "x")
@@ -67,7 +67,7 @@ def _common(values: list[tuple[str, Any]]) -> Any:
 
 
 def _odd_one(name: str, expected: str, values: dict[str, Any]) -> str:
-    """What is wrong with the first operand that differs from most of the others; of two it is x."""
+    """The error for the first operand that differs from most others; if there are only two, it names x."""
     common = _common(list(values.items()))
     odd = next(argument for argument, value in values.items() if value != common)
     others = "the others are" if odd == "x" else "x is"
@@ -75,7 +75,7 @@ def _odd_one(name: str, expected: str, values: dict[str, Any]) -> str:
 
 
 def _wrong_shape(name: str, operands: Mapping[str, Tensor]) -> str:
-    """Which operand has another K or N than most of the others."""
+    """The error for the first operand whose K or N differs from most others'."""
     letters = {"x": "K", "w_gate": "NK", "w_up": "NK", "w_down": "KN", "b_gate": "N", "b_up": "N", "b_down": "K"}
     sizes: dict[str, list[tuple[str, int]]] = {"K": [], "N": []}
     for argument, value in operands.items():
@@ -93,7 +93,7 @@ def _wrong_shape(name: str, operands: Mapping[str, Tensor]) -> str:
 
 
 def sharded(operands: Mapping[str, Tensor]) -> bool:
-    """Whether there are DTensors among them, which there cannot be before torch's module of them was imported."""
+    """Whether some operands are DTensors; none can be before torch's module of DTensors is imported."""
     for value in operands.values():
         if type(value) not in PLAIN_TENSORS and "torch.distributed.tensor" in sys.modules:
             from torch.distributed.tensor import DTensor
@@ -124,7 +124,7 @@ def require_packable(
 
 
 def needing_grad(operands: Mapping[str, Tensor]) -> list[str]:
-    """Names of the operands whose gradient autograd will want of this call."""
+    """Names of the operands whose gradient autograd will want from this call."""
     return [argument for argument, value in operands.items() if value.requires_grad] if torch.is_grad_enabled() else []
 
 
@@ -134,9 +134,9 @@ def admit_mains(
     given: Mapping[str, Tensor | None],
     mains: Sequence[Tensor | None] | None,
 ) -> Mains:
-    """For each weight the float32 tensor that takes its gradient, None where it has none or needs no gradient.
+    """Check ``mains``, and return those of the weights that need a gradient.
 
-    ``given`` are the operands before autocast has copied them.
+    ``given``: the operands before autocast has copied them.
     """
     if mains is None:
         return Mains()
@@ -167,7 +167,7 @@ def admit_mains(
 
 
 def require_apart(name: str, mains: Mapping[str, Any], given: Mapping[str, Tensor | None]) -> None:
-    """Raise ValueError if a main shares memory with another one or with an operand as the caller holds it."""
+    """Raise ValueError if a main shares memory with another main or with an operand that the caller holds."""
     written = {f"main_grads for {weight}": _own(main) for weight, main in mains.items() if isinstance(main, Tensor)}
     read = {argument: _own(value) for argument, value in given.items() if value is not None} if written else {}
     if written and (pair := _memory.shared(written, read)):
@@ -175,7 +175,7 @@ def require_apart(name: str, mains: Mapping[str, Any], given: Mapping[str, Tenso
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """What this rank holds of a DTensor; another tensor itself."""
+    """The local part of a DTensor; any other tensor itself."""
     return tensor._local_tensor if sharded({"": tensor}) else tensor  # type: ignore[attr-defined]
 
 

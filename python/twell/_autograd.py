@@ -1,5 +1,4 @@
-"""What joins the registered operators to autograd: one function per block, one for the middle of dense layers, one for
-gradients with a float32 home."""
+"""The autograd functions: a sparse layer, the activation of a dense one, and weights whose gradient goes to a main."""
 
 from __future__ import annotations
 
@@ -19,17 +18,15 @@ from twell.ops.operands import Gradients, Mains, Operands
 
 
 def ffn(name: str, operands: Operands, mains: Mains, compression: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y [M, K], the sum of |h| (0-d), the number of non-zeros (0-d, int64) and the hybrid format's ``sizes``.
+    """Return y [M, K], the sum of |h| (0-d), the number of non-zeros (0-d, int64) and the hybrid format's ``sizes``.
 
-    The first two are differentiable.
-
-    Backward adds the gradient of a weight to its main instead of returning it. ``name`` is the function that errors
-    name.
+    The first two are differentiable. Backward adds the gradient of a weight to its main, if it has one, instead of
+    returning it. Errors speak of ``name``.
     """
     if not torch.compiler.is_compiling():
         for weight, main in mains._asdict().items():
             if main is not None:
-                # a view's node: of a leaf's the engine does not always tell whether it will run
+                # of a view, because the engine does not always know whether the node of a leaf will run
                 view = getattr(operands, weight).view_as(main)
                 operands = operands._replace(**{weight: view})
     outputs = _FFN.apply(name, compression, *mains, *operands)  # type: ignore[no-untyped-call]
@@ -55,7 +52,7 @@ class _FFN(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         y, l1, nonzeros, *kept = ops.hybrid_forward(x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down, compression)
         ctx.save_for_backward(x, w_gate, w_up, w_down, b_gate, b_up, *kept)
-        # not saved: a hook that moves saved tensors would have backward add to a copy
+        # not as saved tensors: a hook that moves those would make backward add to a copy
         ctx.mains = Mains(main_gate, main_up, main_down)
         ctx.name = name
         if not torch.compiler.is_compiling():
@@ -72,7 +69,7 @@ class _FFN(torch.autograd.Function):
         needs = dict(zip(Operands._fields, ctx.needs_input_grad[-len(Operands._fields) :]))
         if not torch.compiler.is_compiling() and ctx.nodes:
             _require_addable(dy, dl1)
-            # what forward saw needed is not what this backward pass wants: torch.autograd.grad may ask for x alone
+            # this backward pass may want less than forward announced: torch.autograd.grad may ask for x alone
             runs = torch._C._will_engine_execute_node
             needs.update({weight: False for weight, node in ctx.nodes.items() if not runs(node)})
         db_down = None
@@ -90,9 +87,9 @@ class _FFN(torch.autograd.Function):
 
 
 def _require_addable(*upstream: Tensor | None) -> None:
-    """Raise NotImplementedError unless mains can take what becomes of these gradients."""
+    """Raise NotImplementedError unless gradients made from ``upstream`` can be added to mains."""
     present = [g for g in upstream if g is not None]
-    # what is_grads_batched=True makes is no transform of torch.func
+    # is_grads_batched=True makes batched tensors without a transform of torch.func
     if torch._C._are_functorch_transforms_active() or any(map(torch._C._functorch.is_legacy_batchedtensor, present)):
         got = "a batch of them or those of a transform of torch.func"
     elif any(map(has_tangent, present)):
@@ -103,14 +100,14 @@ def _require_addable(*upstream: Tensor | None) -> None:
 
 
 def _backward_range(name: str, dy: Tensor | None) -> nvtx.Context:
-    """A profiler's range of the backward pass of ``name``; its operator says more of the sizes."""
+    """Return the profiler's range of the backward pass of ``name``. The operator's own range holds the other sizes."""
     return nvtx.range(f"{name}.backward", category=nvtx.BACKWARD, m=None if dy is None else dy.shape[0])
 
 
 def _gradients(
     dy: Tensor | None, dl1: Tensor | None, saved: tuple[Tensor | None, ...], needs: dict[str, bool], mains: Mains
 ) -> Gradients:
-    """The gradients that are needed and have no main; those that have one are added to it."""
+    """Add the gradients of weights that have a main to it, and return the others that are needed."""
     x, w_gate, w_up, w_down, b_gate, b_up, *kept = saved
     assert x is not None
     assert w_down is not None
@@ -139,7 +136,7 @@ def _gradients(
     else:
         weight_grad = any(weights_needed) or needs["b_gate"] or needs["b_up"]
         dx, dw_gate, dw_up, dw_down, db_gate, db_up = ops.hybrid_backward(*arguments, needs["x"], weight_grad)
-        # stored as the weight is, for whatever takes gradients flat
+        # stored as the weight is, for optimizers that flatten gradients
         dw_down = (ops.matrix_transpose(dw_down) if w_down.is_contiguous() else dw_down.t()) if down_needed else None
 
     every = Gradients(dx, dw_gate, dw_up, dw_down, db_gate, db_up)
@@ -147,7 +144,7 @@ def _gradients(
 
 
 def _first_order(name: str, gradients: Gradients, sources: tuple[Tensor | None, ...]) -> Gradients:
-    """``gradients`` whose own derivative with respect to ``sources`` is an error, rather than silently absent."""
+    """Return ``gradients``, and make their derivative with respect to ``sources`` an error instead of silently none."""
     present = [g for g in gradients if g is not None]
     outputs = iter(_FirstOrder.apply(name, len(present), *present, *sources))  # type: ignore[no-untyped-call]
     return Gradients(*(None if g is None else next(outputs) for g in gradients))
@@ -168,7 +165,7 @@ class _FirstOrder(torch.autograd.Function):
 
 
 def into_main(weight: Tensor, main: Tensor | None) -> Tensor:
-    """``weight``, whose gradient is added to the float32 ``main`` in backward and goes no further. None: as it is."""
+    """Return ``weight``. If there is a ``main``, backward adds the gradient to it and passes none on."""
     return weight if main is None else cast(Tensor, _IntoMain.apply(weight, main))  # type: ignore[no-untyped-call]
 
 
@@ -192,19 +189,19 @@ def _transforming() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-# as torch.compiler.assume_constant_result has it: tracing, which opens the transforms that it traces, calls it
+# the mark of torch.compiler.assume_constant_result: tracing opens the transforms that it traces, and calls this
 _transforming._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def transformed(operands: Mapping[str, Tensor], needing: bool) -> str:
-    """What of a call only PyTorch's own operators can do: what torch.func or forward-mode AD asks of it. "" if nothing.
+    """Name what asks for a transform of torch.func or forward-mode AD, which only PyTorch's operators have; else "".
 
     ``needing`` is whether autograd will want gradients.
     """
     if not _transforming():
         return ""
     if torch.compiler.is_compiling():
-        # what is traced does not say whose tensors they are
+        # tracing does not tell which tensors the transform wraps
         return "a call inside a transform"
     if torch._C._are_functorch_transforms_active():
         for argument, value in operands.items():
@@ -216,7 +213,7 @@ def transformed(operands: Mapping[str, Tensor], needing: bool) -> str:
 
 
 def eager(operands: Iterable[Tensor]) -> bool:
-    """Whether a call on these is what it seems: tensors that hold values, and nothing that traces or transforms it."""
+    """Whether these are plain tensors that hold values, and nothing traces or transforms the call."""
     return (
         not torch.compiler.is_compiling()
         and all(type(t) is Tensor or type(t) is torch.nn.Parameter for t in operands)
@@ -228,9 +225,9 @@ def eager(operands: Iterable[Tensor]) -> bool:
 
 
 def fuses(gate: Tensor, operands: Iterable[Tensor]) -> bool:
-    """Whether ``gated_relu`` is for this gate, which eager operations on ``operands`` gave; its kernels are loaded.
+    """Whether ``gated_relu`` can take this gate, the result of eager operations on ``operands``; loads its kernels.
 
-    Elsewhere torch's operators are: no kernel knows the tensors, or a compiler fuses the operators itself.
+    Other gates take torch's operators: no kernel knows the tensors, or a compiler fuses the operators itself.
     """
     return (
         gate.is_cuda
@@ -244,7 +241,7 @@ def fuses(gate: Tensor, operands: Iterable[Tensor]) -> bool:
 
 
 def gated_relu(gate: Tensor, up: Tensor) -> Tensor:
-    """``relu(gate) * up`` in one pass, its gradients in another; the bits of torch's operators. Keeps gate and up."""
+    """``relu(gate) * up`` in one pass, and its gradients in another, with the bits of torch's operators."""
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
         return cast(Tensor, _GatedReLU.apply(gate, up))  # type: ignore[no-untyped-call]
     return ops.reglu(gate, up)  # type: ignore[no-any-return]
@@ -260,7 +257,7 @@ class _GatedReLU(torch.autograd.Function):
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, Tensor | None]:
         gate, up = ctx.saved_tensors
         gate_needed, up_needed = ctx.needs_input_grad
-        # a gradient that must have a gradient or a tangent, one of two, or a batch of them
+        # double backward, forward-mode AD, only one gradient wanted, or a batch of them
         torchs_own = torch.is_grad_enabled() or has_tangent(dh) or not (gate_needed and up_needed)
         if not (torchs_own or torch._C._are_functorch_transforms_active()):
             return cast(tuple[Tensor, Tensor], ops.reglu_backward(dh, gate, up))

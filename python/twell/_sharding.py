@@ -1,8 +1,8 @@
-"""What DTensors mean here: the sharding rules of whole layers, and those of the operators that have any.
+"""Sharding rules for DTensors, for whole layers and for single operators.
 
 A layer
-    ``ffn`` runs ``sparse_gated_ffn`` or ``sparse_ffn`` on DTensors by running it on what each rank holds. Each
-    dimension of the mesh does one of three things, which the placements of the operands decide:
+    ``ffn`` runs ``sparse_gated_ffn`` or ``sparse_ffn`` on the local parts of DTensors. Each dimension of the mesh
+    divides neurons, tokens or nothing, as the placements of the operands say:
 
     ========  =================  ==============  =================  ============  ==============  ===========
     on it     x                  gate, up        down               b_gate, b_up  b_down          y
@@ -12,27 +12,28 @@ A layer
     nothing   Replicate          Replicate       Replicate          Replicate     Replicate       Replicate
     ========  =================  ==============  =================  ============  ==============  ===========
 
-    It divides neurons if any weight is sharded on it, in whatever way; else tokens, if x is sharded on one of its
-    leading dimensions; else nothing. What is placed otherwise is redistributed first, as DTensor does for
+    A dimension divides neurons if any weight is sharded on it, in whatever way; else tokens, if x is sharded on one of
+    its leading dimensions; else nothing. Operands placed otherwise are redistributed first, as DTensor does for
     ``nn.Linear``: tokens sharded over ranks that divide neurons are gathered, and their gradient is scattered. The two
-    figures of ``Aux`` are sums over neurons and means over tokens: Partial on the first two kinds of dimension, each
-    rank's weighted by its number of tokens. Gradients come back alike: a Replicate operand that met sharded ones has a
-    Partial gradient. b_down enters y on one rank alone, yet its gradient is whole on all.
+    figures of ``Aux`` are sums over neurons and means over tokens. They are Partial on the first two kinds of
+    dimension, weighted by each rank's number of tokens. Gradients follow: a Replicate operand beside sharded ones has a
+    Partial gradient. Only one rank adds b_down to y, but every rank has its whole gradient.
 
-    With divided neurons each rank packs its own, numbered from 0, and a tile is 256 of these. So there is no packed
-    tensor of the whole, and nothing to communicate before y: rules for the operators in the middle would only have to
-    promise shapes that follow from no global shape (tiles, unions, rooms for entries). The rule is that of the block
-    for this reason. An ``AutoStrategy`` sees the local problem alone: every rank measures its own neurons and may
-    choose another strategy than its neighbours, since the collectives lie outside and are the same for all.
+    Where neurons are divided, each rank packs its own, numbered from 0, in tiles of 256. A packed tensor of the whole
+    does not exist, and nothing is communicated before y. Rules for the operators in between would have to promise
+    shapes that follow from no global shape (tiles, unions, capacities), so there is one rule for the whole block. An
+    ``AutoStrategy`` sees the local problem alone: every rank measures its own neurons and may choose another strategy
+    than its neighbours. The collectives lie outside and are the same for all.
 
 Operators
-    Those that work token by token take tokens sharded on dimension 0 and weights replicated: ``unpack``, ``up_down``
-    and, where all shards are whole blocks of the tokens that a row of their figures stands for, ``gate_pack``,
-    ``up_down_union`` and ``ffn_union``. Anything else is replicated first, which is right and slow.
-    ``reglu`` takes any sharding. The operators of training have outputs that belong to a batch, so DTensors are refused
-    and the function to call named.
+    Operators that work token by token take tokens sharded on dimension 0 and replicated weights: ``unpack`` and
+    ``up_down``, and also ``gate_pack``, ``up_down_union`` and ``ffn_union`` if every shard is a multiple of the 64 or
+    128 tokens that share an element of their statistics. Anything else is replicated first, which is right and slow.
+    ``reglu`` takes any sharding. The operators of training return tensors of a whole batch. They refuse DTensors and
+    name the function to call.
 
-Importing this module registers the operators' rules; ``twell.distributed`` and the functions that meet a DTensor do so.
+Importing this module registers the operators' rules. ``twell.distributed`` imports it, and so does a function that is
+given a DTensor.
 """
 
 from __future__ import annotations
@@ -67,12 +68,12 @@ def ffn(
     return_aux: bool,
     **options: Any,
 ) -> tuple[DTensor, tuple[DTensor, DTensor] | None]:
-    """y and, if asked for, (l1, l0) of ``local``, the function called ``name``, on DTensors.
+    """Run ``local``, the function called ``name``, on DTensors: y and, if asked for, (l1, l0).
 
-    ``operands`` are those present, by name, of the right global shapes. ``mains`` are DTensors placed as gradients are:
-    as the weight on dimensions of the mesh that divide neurons, Partial on those that divide tokens. ``dense`` is
-    whether any number of neurons will do. Raises TypeError if some operand is not a DTensor, ValueError for different
-    meshes, shares of neurons that the kernels do not take, and mains placed otherwise.
+    ``operands``: those present, by name, of the right global shapes. ``mains``: DTensors placed as gradients are, like
+    the weight on dimensions of the mesh that divide neurons and Partial on those that divide tokens. ``dense``: whether
+    any number of neurons will do. Raises TypeError if an operand is not a DTensor, ValueError for different meshes, for
+    shares of neurons that the kernels do not take, and for mains placed otherwise.
     """
     tensors, mesh = require_dtensors(name, operands)
     work = [_divides(tensors, mesh_dim) for mesh_dim in range(mesh.ndim)]
@@ -88,7 +89,7 @@ def ffn(
     if "b_down" in arguments and not all(mesh.get_local_rank(i) == 0 for i, w in enumerate(work) if w == "neurons"):
         arguments["b_down"] = _Elsewhere.apply(arguments["b_down"])  # type: ignore[no-untyped-call]
     weights = [argument for argument in WEIGHTS if argument in tensors]
-    # anything else is for ``local`` to complain of
+    # ``local`` raises for anything else
     if isinstance(mains, (tuple, list)) and len(mains) == len(weights):
         mains = [_local_main(name, a, main, mesh, gradients[a]) for a, main in zip(weights, mains)]
 
@@ -111,7 +112,7 @@ def ffn(
 
 
 def require_dtensors(name: str, operands: Mapping[str, Tensor]) -> tuple[dict[str, DTensor], DeviceMesh]:
-    """The operands, all of which are DTensors of one mesh, and that mesh; TypeError or ValueError if not."""
+    """Return the operands and their mesh. Raise TypeError or ValueError unless all are DTensors of one mesh."""
     tensors: dict[str, DTensor] = {}
     for argument, value in operands.items():
         if not isinstance(value, DTensor):
@@ -148,10 +149,10 @@ def packable(name: str, operands: Mapping[str, Tensor]) -> DTensor:
 
 
 def lay(weight: DTensor, rows: bool) -> bool:
-    """Store the local part of a DTensor ``weight`` [K, N] by rows of neurons, or contiguous; whether that changed it.
+    """Store the local part of a DTensor ``weight`` [K, N], and of its gradient, by rows of neurons, or contiguous.
 
-    So is its gradient. The Parameter stays the same object. A part sharded along K, which only ``fully_shard`` makes,
-    is left alone: its storage is not for kernels to read.
+    Returns whether that changed it. The Parameter stays the same object. A part sharded along K, which only
+    ``fully_shard`` makes, stays as it is, because no kernel reads it.
     """
     gradient = cast("DTensor | None", weight.grad)
     with torch.no_grad():
@@ -162,7 +163,7 @@ def lay(weight: DTensor, rows: bool) -> bool:
             return False
         fresh = nn.Parameter(_laid(weight, rows), weight.requires_grad)
         fresh.grad, weight.grad = None if gradient is None else _laid(gradient, rows), None
-    # .data would give the outer tensor other strides and leave the local one as it is
+    # assigning to .data would change the strides of the outer tensor but not of the local one
     torch.utils.swap_tensors(weight, fresh)  # type: ignore[no-untyped-call]
     return True
 
@@ -176,12 +177,12 @@ def _laid(matrix: DTensor, rows: bool) -> DTensor:
 
 
 def _sharded(placement: Placement) -> bool:
-    # private kinds of shards are no Shard
+    # torch's private kinds of shards are not subclasses of Shard
     return not (placement.is_replicate() or placement.is_partial())
 
 
 def _divides(tensors: Mapping[str, DTensor], mesh_dim: int) -> str:
-    """What a dimension of the mesh divides: "neurons", "tokens" or "nothing"."""
+    """Return what a dimension of the mesh divides: "neurons", "tokens" or "nothing"."""
     if any(_sharded(tensors[argument].placements[mesh_dim]) for argument in WEIGHTS if argument in tensors):
         return "neurons"
     x = tensors["x"]
@@ -190,7 +191,7 @@ def _divides(tensors: Mapping[str, DTensor], mesh_dim: int) -> str:
 
 
 def _rule(argument: str, work: str, x: Placement) -> tuple[Placement, Placement]:
-    """Where an operand lies on a dimension of the mesh that divides ``work``, and where its gradient does."""
+    """Placements of an operand and of its gradient on a dimension of the mesh that divides ``work``."""
     if work == "neurons":
         if argument in NEURONS:
             return Shard(NEURONS[argument]), Shard(NEURONS[argument])
@@ -201,7 +202,7 @@ def _rule(argument: str, work: str, x: Placement) -> tuple[Placement, Placement]
 
 
 def _local(tensor: DTensor, placements: tuple[Placement, ...], gradient: tuple[Placement, ...]) -> Tensor:
-    """What this rank holds of ``tensor``, placed as asked; differentiable."""
+    """The local part of ``tensor``, redistributed to ``placements``; differentiable."""
     if tensor.placements != placements:
         tensor = tensor.redistribute(placements=placements)
     if torch.compiler.is_compiling():
@@ -210,9 +211,11 @@ def _local(tensor: DTensor, placements: tuple[Placement, ...], gradient: tuple[P
 
 
 class _Local(torch.autograd.Function):
-    """``to_local`` in eager mode, whatever torch's version: waits for a collective under way, makes no gradient of
-    zeros where there is none, and lays a gradient out as its tensor is, for else a leaf would copy it, for which
-    torch 2.9 has no right way if it is Partial."""
+    """``to_local`` in eager mode for all versions of torch.
+
+    It waits for a collective under way, makes no zero gradient where there is none, and lays a gradient out like its
+    tensor. Otherwise a leaf would copy the gradient, which torch 2.9 does wrongly if it is Partial.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, gradient: tuple[Placement, ...]) -> Tensor:
@@ -235,7 +238,7 @@ class _Local(torch.autograd.Function):
 
 
 class _Elsewhere(torch.autograd.Function):
-    """Zeros in place of what another rank adds; the gradient is that of the sum, which every rank knows."""
+    """Zeros in place of a bias that another rank adds. The gradient is that of the sum, which every rank has."""
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor) -> Tensor:
@@ -289,12 +292,12 @@ def _contiguous(shape: torch.Size) -> tuple[int, ...]:
     return tuple(stride)
 
 
-# Rules of single operators: (placements of outputs, placements of inputs) that one dimension of the mesh may have.
+# Rules of single operators: the (placements of outputs, placements of inputs) allowed on one dimension of the mesh.
 _Rules = list[tuple[list[Placement | None], list[Placement | None]]]
 
 
 def _by_token(outputs: int, tokens: Sequence[bool], present: Sequence[object], sharded: bool = True) -> _Rules:
-    """All replicated and, if ``sharded``, tokens divided: inputs that are ``tokens`` and all outputs on dimension 0."""
+    """All replicated or, if ``sharded``, all outputs and the inputs marked in ``tokens`` sharded on dimension 0."""
     rules: _Rules = []
     for kind in (Shard(0), Replicate()) if sharded else (Replicate(),):
         inputs: list[Placement | None] = [
@@ -306,7 +309,7 @@ def _by_token(outputs: int, tokens: Sequence[bool], present: Sequence[object], s
 
 
 def _whole_blocks(tokens: Any, block: int) -> bool:
-    """Whether every shard of these tokens is made of whole blocks."""
+    """Whether every shard of these tokens is a multiple of ``block``."""
     return bool(tokens.shape[0] % (block * tokens.mesh.size()) == 0)
 
 
@@ -341,7 +344,7 @@ def _reglu(*elements: Any) -> _Rules:
 
 def _refuse(*operands: Any) -> _Rules:
     raise NotImplementedError(
-        "the operators of training take no DTensors, for what they keep belongs to a batch; call "
+        "the operators of training take no DTensors, because the tensors they keep belong to a batch; call "
         "twell.sparse_gated_ffn or twell.sparse_ffn, which run them on what each rank holds"
     )
 

@@ -1,4 +1,4 @@
-"""The functions users call: validated once, autocast, leading dimensions, strategy. Everything below trusts them."""
+"""The functions that users call. They check operands once and choose how a call runs; everything below trusts them."""
 
 from __future__ import annotations
 
@@ -91,51 +91,50 @@ def sparse_gated_ffn(
     """``(relu(x @ w_gate^T + b_gate) * (x @ w_up^T + b_up)) @ w_down^T + b_down``, on the non-zeros of the gate.
 
     Args:
-        x: tokens [..., K]. Read in place if rows are 16-byte aligned with unit stride inside, else copied.
-        w_gate, w_up: [N, K]. w_down: [K, N], as in nn.Linear; stored as the transposed view of a contiguous [N, K]
-            tensor it is read in place, else sparse strategies copy it at each forward and at each backward pass, which
-            is logged once. N neurons and K are multiples of 8,
-            at most 65,536 and 16,384.
+        x: tokens [..., K]. Read in place if its rows are 16-byte aligned and of unit stride, else copied.
+        w_gate, w_up: [N, K]. The intermediate size N is a multiple of 8 up to 65,536, the hidden size K one up to
+            16,384.
+        w_down: [K, N], as in nn.Linear. Sparse strategies read it in place if it is the transposed view of a contiguous
+            [N, K] tensor. Else they copy it in each forward and each backward pass, which is logged once.
         b_gate, b_up: [N]. b_down: [K]. Optional.
-        strategy: "row" works on each token's non-zeros alone, "union" on tiles of 128 tokens, with the neurons that
-            some token of a tile fires; "dense" is plain PyTorch, for any size and what dtypes F.linear takes. Where a
-            gradient will be needed, "row" and "union" are the same; where none will be, they run float32 and float64
-            dense, which is logged once at INFO. "auto" keeps no memory between calls and so never measures: it is
-            what is cheapest for a sparse layer, mostly "union", "row" for few tokens and "dense" for some hundreds. To
-            have the strategy chosen by measured sparsity pass an ``AutoStrategy`` that you keep, as the modules do. On
-            a GPU without sparse kernels both are "dense", after a warning, and on the CPU, too. Results of different
-            strategies may differ in the last bits.
-        compression: 2, 4 or 8. A tile of 256 neurons takes 256 / compression words, and up to one less non-zeros before
-            it is spilled. Speed depends on it, the result does not.
-        main_grads: float32 tensors (main_gate, main_up, main_down) of the weights' shapes; views of one buffer must not
-            overlap. Backward adds the gradients of these weights to them, in fp32, and gives the weights none: their
-            ``.grad`` stays as it is. A backward pass that wants no gradient of a weight, such as
-            ``torch.autograd.grad(y, x)``, adds none; one that torch.compile traced adds all. None in a place leaves
-            that weight's gradient where it goes otherwise. main_down is added to in place if stored as the transposed
-            view of [N, K] rows, else by way of a copy.
+        strategy: "row" reads the weight rows of each token's non-zeros. "union" works on tiles of 128 tokens and the
+            neurons that any token of a tile fires. Both are the same where a gradient will be needed; where none will
+            be, both run float32 and float64 dense, which is logged once at INFO. "dense" is plain PyTorch, for any size
+            and any dtype of F.linear. "auto" takes the cheapest strategy for a sparse layer of this size: mostly
+            "union", "row" for few tokens, "dense" for some hundreds. It keeps nothing between calls and so measures
+            nothing; an ``AutoStrategy`` that you keep, as the modules do, chooses by measured sparsity. Both are
+            "dense" on a CPU and, after a warning, on a GPU without sparse kernels. Strategies may differ in the last
+            bits of a result.
+        compression: 2, 4 or 8. A tile of 256 neurons takes 256 / compression words. It holds one non-zero fewer than
+            that and spills beyond. The speed depends on it, the result does not.
+        main_grads: float32 tensors (main_gate, main_up, main_down) of the weights' shapes. Backward adds the weights'
+            gradients to them in fp32 and leaves the weights' ``.grad`` as it is. Views of one buffer must not overlap.
+            With None for a weight, its gradient goes to ``.grad``. A backward pass that wants no gradient of a weight,
+            such as ``torch.autograd.grad(y, x)``, adds none; one that torch.compile traced adds all. main_down is added
+            to in place if it is the transposed view of [N, K] rows, else through a copy.
         return_aux: also return ``Aux(l1, l0)``.
 
     All tensors are bfloat16 or float16 and on one device: a GPU of compute capability 9.0 or the CPU. The CPU takes
-    float32 and float64 too, for tests. Under autocast, floating tensors other than float64 are cast to its dtype first,
-    at every call.
+    float32 and float64 too, for tests. Under autocast every call first casts floating tensors, except for float64, to
+    autocast's dtype.
 
-    Returns y [..., K] of the dtype of x (under autocast: of autocast). The gate is rounded to that dtype, as in
-    dense PyTorch, everything after it is fp32 until y; where a gradient will be needed, the hidden state is rounded
-    too. NaN and infinite gates propagate. Neurons whose gate is zero add nothing; only a non-finite weight row may make
-    NaN of 0 * inf in tokens that do not fire it, as in dense PyTorch.
+    Returns y [..., K] of the dtype of x (under autocast: of autocast). The gate is rounded to that dtype, as in dense
+    PyTorch. Everything after it is fp32 until y, except that the hidden state is rounded where a gradient will be
+    needed. NaN and infinite gates propagate. Neurons whose gate is zero add nothing, except that a non-finite weight
+    row may make NaN of 0 * inf in tokens that do not fire it, as in dense PyTorch.
 
-    y and ``aux.l1`` are differentiable once, with respect to x, weights and biases: gradients are as close to the true
-    ones as dense PyTorch's at any sparsity, and the same bits at every run. Beside its operands a call keeps for
-    backward what ``cute_kernels/geometry.py`` calls the hybrid format, 1.0 KB per token at N = 5632.
+    y and ``aux.l1`` are differentiable once, with respect to x, weights and biases. Gradients are as close to the true
+    ones as dense PyTorch's at any sparsity, and the same bits in every run. For backward a call keeps its operands and
+    the gate in the hybrid format of ``cute_kernels/geometry.py``, 1.0 KB per token at N = 5632.
 
-    All operands may be DTensors of one mesh: w_gate and w_up sharded on dimension 0 and w_down on dimension 1 divide
-    the neurons, x sharded on a leading dimension the tokens. y and ``aux`` are DTensors then, Partial where they are
-    sums over ranks, and main_grads are placed as gradients; ``twell._sharding`` has the rules.
+    All operands may be DTensors of one mesh. w_gate and w_up sharded on dimension 0 and w_down on dimension 1 divide
+    the neurons; x sharded on a leading dimension divides the tokens. Then y and ``aux`` are DTensors, Partial where
+    they are sums over ranks, and main_grads are placed as gradients; ``twell._sharding`` has the rules.
 
-    Under transforms of torch.func (grad, jvp, vmap and what is made of them) and for operands with a forward-mode
-    tangent "auto" is "dense", whose derivatives are those of PyTorch; "row" and "union" raise NotImplementedError. So
-    it is under torch.export where a gradient is needed: export sparse strategies under ``torch.no_grad()``. An operand
-    of a class or a TorchFunctionMode that overrides PyTorch's operators makes a call dense, after a warning.
+    "auto" is "dense", with PyTorch's derivatives, under transforms of torch.func (grad, jvp, vmap and those made of
+    them), for operands with a forward-mode tangent, and under torch.export where a gradient is needed. "row" and
+    "union" raise NotImplementedError there; export them under ``torch.no_grad()``. An operand of a class, or a
+    TorchFunctionMode, that overrides PyTorch's operators makes a call dense, after a warning.
 
     Raises TypeError, ValueError or NotImplementedError naming what was got and expected; a second derivative raises
     NotImplementedError unless ``strategy`` is "dense".
@@ -188,8 +187,8 @@ def sparse_ffn(
 ) -> Tensor | tuple[Tensor, Aux]:
     """``relu(x @ w_up^T + b_up) @ w_down^T + b_down``, on the non-zeros of the hidden state.
 
-    w_up is [N, K], w_down [K, N], b_up [N], b_down [K], main_grads (main_up, main_down). All else, errors and dtypes
-    that run dense included, is as in ``sparse_gated_ffn``.
+    w_up is [N, K], w_down [K, N], b_up [N], b_down [K], main_grads (main_up, main_down). Everything else is as in
+    ``sparse_gated_ffn``, errors and the dtypes that run dense included.
     """
     given = {"x": x, "w_up": w_up, "w_down": w_down, "b_up": b_up, "b_down": b_down}
     return _ffn(sparse_ffn, given, strategy, compression, main_grads, return_aux)
@@ -199,7 +198,7 @@ def pack(x: Tensor, w_gate: Tensor, b_gate: Tensor | None = None, *, compression
     """``relu(x @ w_gate^T + b_gate)`` in the TwELL format: x [..., K], w_gate [N, K], b_gate [N] -> [..., N] packed.
 
     Tensors are bfloat16 or float16, on the CPU too. Not differentiable, and not for transforms of torch.func. Sizes,
-    autocast and errors are as in ``sparse_gated_ffn``. Of DTensors x may be sharded; w_gate may not, since a packed
+    autocast and errors are as in ``sparse_gated_ffn``. Among DTensors x may be sharded; w_gate may not, since a packed
     gate numbers neurons from 0.
     """
     name = "pack"
@@ -233,7 +232,7 @@ def _ffn(
     main_grads: Sequence[Tensor | None] | None,
     return_aux: bool,
 ) -> Tensor | tuple[Tensor, Aux]:
-    """``function`` of operands as the caller names them: ``sparse_gated_ffn`` or ``sparse_ffn``, the door of both."""
+    """Run ``function``, ``sparse_gated_ffn`` or ``sparse_ffn``, on the operands ``given`` under its own names."""
     name = function.__name__
     t = admit(name, **given)
     if sharded(t):
@@ -244,7 +243,7 @@ def _ffn(
 
 
 def _range_of(name: str, t: Mapping[str, Tensor], _: Operands, route: _auto.Route, *rest: Any) -> nvtx.Context:
-    """A profiler's range of a routed call."""
+    """Return the profiler's range of a routed call."""
     phase = nvtx.FORWARD if needing_grad(t) else nvtx.INFERENCE
     return nvtx.range(name, category=phase, **nvtx.sizes(t), strategy=route.strategy)
 
@@ -259,7 +258,7 @@ def _run(
     compression: int,
     return_aux: bool,
 ) -> Tensor | tuple[Tensor, Aux]:
-    """The layer of the admitted operands ``t``, as ``route`` says."""
+    """Compute ``layer`` as ``route`` says; ``t`` holds the same operands under the caller's names."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     if route.strategy == "dense":
         y, hidden, gate = _dense(t, layer, mains)
@@ -304,23 +303,23 @@ def _dense(t: Mapping[str, Tensor], layer: Operands, mains: Mains) -> tuple[Tens
 
 
 def _unviewed(y: Tensor, shape: torch.Size) -> Tensor:
-    """``y`` in another shape, but no view of it: nothing else sees ``y``.
+    """Return ``y`` in another shape, but not as a view: no one else sees ``y``.
 
-    Hooks on a view, which FSDP2 has on outputs, do not outlive a change of it in place.
+    FSDP2 puts hooks on outputs, and a hook on a view is lost when the view is changed in place.
     """
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        # whose sizes an operator called by its name makes constants
+        # an operator called by its name would make constants of the traced sizes
         return y.reshape(shape)
     return torch.ops.aten._unsafe_view.default(y, shape)  # type: ignore[no-any-return]
 
 
 def _no_view(y: Tensor) -> Tensor:
-    """``y`` of F.linear, which may be a view where there is a bias, or of ``to_local``; while compiling, as it is."""
+    """Return ``y`` not as a view, which F.linear with a bias and ``to_local`` may give; unchanged while compiling."""
     return _unviewed(y, y.shape) if not torch.compiler.is_compiling() and y._is_view() else y
 
 
 def _in_slices(tokens: Tensor, weight: Tensor) -> bool:
-    """Whether "union" takes the tokens slice by slice; not of a symbolic number, where a guard would narrow a graph."""
+    """Whether "union" takes the tokens in slices. Never for a symbolic number: a guard would narrow the graph."""
     most = geometry.UNION_ENTRIES // weight.shape[0]
     if isinstance(tokens.shape[0], Tensor):
         # torch.jit.trace: the graph is for any number
@@ -342,7 +341,7 @@ def _on_shards(
     mains: Sequence[Tensor | None] | None,
     return_aux: bool,
 ) -> Any:
-    """What ``function`` returns for operands that are DTensors, each rank working on what it holds."""
+    """Run ``function`` on DTensors: each rank runs it on its local parts."""
     from twell import _sharding
 
     if isinstance(mains, (tuple, list)):
@@ -356,7 +355,7 @@ def _on_shards(
 
 
 def _route(name: str, operands: Mapping[str, Tensor], requested: Any, compression: int) -> _auto.Route:
-    """How this call runs; unless "dense" was asked for, every limit of the sparse path has been checked."""
+    """Choose how this call runs. Unless "dense" is requested, this checks every limit of the sparse path."""
     if not isinstance(requested, AutoStrategy):
         tuning.require_strategy(requested)
         if requested == "dense":
@@ -407,16 +406,13 @@ def copies_down(w_down: Tensor) -> bool:
 
 
 def _note(route: _auto.Route, stats: Tensor, unions: Tensor | None) -> None:
-    """Leave the figures of a sparse call that needs no gradient, if they are wanted."""
+    """Hand the counts of a sparse call without gradients to the measurement, if there is one."""
     if route.measurement is not None:
         route.measurement.counts(stats.select(2, 0).sum(), unions)
 
 
 def _note_dense(route: _auto.Route, gate: Tensor, y: Tensor) -> None:
-    """What ``_note`` does, of a dense gate [..., N], before ReLU or after it.
-
-    Training keeps its choice until backward has passed y.
-    """
+    """The same for a dense gate [..., N], before or after ReLU. Training keeps its choice until backward passes y."""
     if route.measurement is not None:
         route.measurement.dense(gate)
     if route.holder is not None:
@@ -424,7 +420,7 @@ def _note_dense(route: _auto.Route, gate: Tensor, y: Tensor) -> None:
 
 
 def _note_training(route: _auto.Route, nonzeros: Tensor, sizes: Tensor, y: Tensor) -> None:
-    """What ``_note`` does, of a sparse call that needs gradients."""
+    """The same for a sparse call that needs gradients."""
     if route.measurement is not None:
         m, n = route.measurement.problem.m, route.measurement.problem.n
         route.measurement.counts(nonzeros, sizes[:-1], most=geometry.hybrid_capacity(m, n))
@@ -433,7 +429,7 @@ def _note_training(route: _auto.Route, nonzeros: Tensor, sizes: Tensor, y: Tenso
 
 
 def _dense_aux(hidden: Tensor, gate: Tensor) -> Aux:
-    """The figures of a dense hidden state and its gate, before or after ReLU."""
+    """``Aux`` of a dense hidden state and its gate, before or after ReLU."""
     l1 = hidden.abs().sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
     return _per_token(l1, gate.numel() - (gate <= 0).sum(), _auto.tokens_of(hidden))
 

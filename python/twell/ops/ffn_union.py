@@ -1,7 +1,7 @@
-"""``ffn_union``: ``gate_pack`` and ``up_down_union`` in one, slice by slice of the tokens.
+"""``ffn_union``: ``gate_pack`` and ``up_down_union`` in one, on slices of the tokens.
 
-The packed gate takes as much memory as one of ``format.union_slices`` needs, whatever the number of tokens. Slices are
-whole tiles of 128 tokens, so that every bit is that of the two operators.
+The packed gate takes the memory of one of ``geometry.union_slices``, whatever the number of tokens. Slices are whole
+tiles of 128 tokens, so every bit is the same as with the two operators.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def outputs(x: Tensor, w_gate: Tensor) -> Outputs:
-    """Empty y, l1, stats and sizes, as the two operators have them."""
+    """Uninitialised y, l1, stats and sizes, as in the two operators."""
     y, l1, sizes = results(x, w_gate.shape[0])
     return y, l1, figures(x, w_gate), sizes
 

@@ -1,19 +1,20 @@
-"""What the training operators share: the hybrid format, as the CPU writes and reads it, and the launches of backward.
+"""The hybrid format of a training step, its reader and writer on the CPU, and the launches of backward.
 
-Tokens are cut into tiles of 128, each with a list: the union of its tokens' active neurons, ascending. A neuron's place
-in it is its rank, and 64 ranks are a chunk. Of M tokens, N neurons, B token tiles and C chunks of N,
+Each tile of 128 tokens has a list of the neurons that any of its tokens fires, ascending. A neuron's position in the
+list is its rank, and 64 ranks are a chunk. For M tokens, N neurons, B token tiles and C = ceil(N / 64) chunks:
 
 - sizes int32 [B+1]: the length of every list, then the number of non-zeros of all tokens.
 - neurons int16 [B, 64*C]: the lists, as unsigned bits; the last neuron repeats up to a multiple of 64.
-- chunks int32 [B, C+1]: where in entries each chunk begins and, in the last column, ends.
-- entries int32: one a non-zero, ``value bits << 16 | token in its tile << 6 | rank in its chunk``, ascending by token
-  tile, chunk, token and rank. Behind ``format.hybrid_capacity`` of them, their up projections; see ``values``.
-- popularity int32 [N]: the non-zeros of each neuron.
+- chunks int32 [B, C+1]: the first entry of each chunk and, in the last column, the end of the last one.
+- entries int32, one per non-zero: ``value bits << 16 | token in its tile << 6 | rank in its chunk``, ascending by token
+  tile, chunk, token and rank. There is room for ``geometry.hybrid_capacity`` of them. The up projections of the same
+  non-zeros follow; see ``values``.
+- popularity int32 [N]: the number of non-zeros of each neuron.
 
-If there are more non-zeros than ``format.hybrid_capacity``, the entries are a bitmap [M, ceil(N/32)] of the non-zeros
-instead, of the rest only the number of non-zeros counts, and backward computes the gate and the up projection again.
+If there are more non-zeros than ``geometry.hybrid_capacity``, the entries are a bitmap [M, ceil(N/32)] of the non-zeros
+instead. Only the total in ``sizes`` is valid then, and backward computes the gate and the up projection again.
 
-The CPU's values may be wider than 16 bits. Entries then hold no values: these follow the up projections.
+On the CPU values may be wider than 16 bits. Then the entries hold none, and the values follow the up projections.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from twell.ops.operands import Gradients, Operands
 
 
 class Kept(NamedTuple):
-    """What forward keeps for backward beside its operands: the hybrid gate with its up projections."""
+    """The gate in the hybrid format, with its up projections: kept for backward, beside the operands."""
 
     entries: Tensor
     neurons: Tensor
@@ -101,17 +102,17 @@ def near_rows(matrix: Tensor) -> Tensor:
 
 
 def room_aside(x: Tensor, terms: int, ctas: int) -> Tensor:
-    """Where ``ctas`` CTAs set sums of up to ``terms`` terms aside; empty where tensor cores add these up in one go."""
+    """Scratch to which ``ctas`` CTAs flush sums of up to ``terms`` terms; empty if tensor cores sum these in one go."""
     return x.new_empty(geometry.sums_aside(tuning.dtype_name(x.dtype), terms, ctas), dtype=torch.float32)
 
 
 def values(entries: Tensor, capacity: int, dtype: torch.dtype, count: int) -> Tensor:
-    """What follows the entries: ``count`` values of ``dtype`` for each place, [count, capacity], a view."""
+    """A view of the ``count`` values of ``dtype`` per entry that follow the entries: [count, capacity]."""
     behind = entries[capacity : capacity + capacity * count * dtype.itemsize // 4]
     return behind.view(dtype).view(count, capacity)
 
 
-# The CPU's side
+# On the CPU
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -127,7 +128,7 @@ def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def encode(gate: Tensor, up: Tensor | None, kept: Kept) -> None:
-    """Write the format of ``gate`` and ``up`` [M, N], both of the layer's dtype. What nobody may read becomes 0."""
+    """Write ``gate`` and ``up`` [M, N], both of the layer's dtype, into ``kept``; unused elements become 0."""
     m, n = gate.shape
     active = gate != 0
     for tensor in kept:
@@ -173,7 +174,7 @@ def encode(gate: Tensor, up: Tensor | None, kept: Kept) -> None:
 
 
 def decode(layer: Operands, kept: Kept) -> tuple[Tensor, Tensor | None]:
-    """The gate and, if gated, the up projection where it is not zero: dense [M, N], of ``accumulator``'s dtype."""
+    """The gate and the up projection, if there is one, at its non-zeros: dense [M, N] of ``accumulator``'s dtype."""
     x, w_gate, w_up, _, b_gate, b_up, _ = layer
     m, n, dtype = x.shape[0], w_gate.shape[0], x.dtype
     capacity, wide = geometry.hybrid_capacity(m, n), accumulator(dtype)
@@ -202,7 +203,7 @@ def decode(layer: Operands, kept: Kept) -> tuple[Tensor, Tensor | None]:
 
 
 def rare(popularity: Tensor) -> Tensor:
-    """Whether a neuron is in a tile, by popularity, of at most ``format.RARE_ENTRIES`` non-zeros: [N]."""
+    """Which neurons [N] are in a tile, by popularity, of at most ``geometry.RARE_ENTRIES`` non-zeros."""
     counts, order = popularity.sort(descending=True, stable=True)
     tiles = F.pad(counts, (0, -len(counts) % geometry.NEURON_TILE)).view(-1, geometry.NEURON_TILE).sum(1)
     few = (tiles <= geometry.RARE_ENTRIES).repeat_interleave(geometry.NEURON_TILE)[: len(counts)]
@@ -210,7 +211,7 @@ def rare(popularity: Tensor) -> Tensor:
 
 
 def backward_cpu(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, out: Gradients, accumulate: bool) -> None:
-    """Dense matrix products of what ``kept`` holds, rounded where the kernels round, into ``out``."""
+    """Fill ``out`` by dense matrix products of the decoded gate, rounded where the kernels round."""
     dtype = layer.x.dtype
     gate, up = decode(layer, kept)
     hidden = gate if up is None else gate * up
@@ -219,7 +220,7 @@ def backward_cpu(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, out: Grad
     wide_up = None if up is None else dh * gate
     d_gate, d_up = rounded(wide_gate, dtype), None if wide_up is None else rounded(wide_up, dtype)
 
-    # of rare neurons the weights' gradients have what rounding leaves, too
+    # for rare neurons the weights' gradients add the rounding errors of their coefficients, too
     again = rare(kept.popularity) & (kept.sizes[-1] <= geometry.hybrid_capacity(*gate.shape))
 
     def for_weights(values: Tensor) -> Tensor:
@@ -247,7 +248,7 @@ def backward_cpu(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, out: Grad
             target.copy_(for_weights(coefficients).sum(0))
 
 
-# The GPU's side
+# On the GPU
 
 
 def backward_cuda(
@@ -259,10 +260,10 @@ def backward_cuda(
     weights: Callable[[], Gradients] | None,
     accumulate: bool,
 ) -> Gradients:
-    """Launch the kernels for ``dx`` and for what ``weights`` returns, where they are asked for; the gradients of these.
+    """Launch the kernels that fill ``dx`` and the gradients that ``weights`` allocates; return the gradients.
 
-    ``weights`` gives the tensors of all weights, rows that kernels can write, and of biases. It is called late, when
-    most of what the kernels need beside has been given back.
+    ``weights`` returns tensors for all weights, with rows that kernels can write, and biases. It is called late, after
+    most of the scratch memory has been given back.
     """
     none = Gradients(dx)
     if dx is None and weights is None:
@@ -305,7 +306,7 @@ def backward_cuda(
     groups = sizes.new_empty((neuron_tiles, token_tiles, 2))
     tiles = sizes.new_empty((neuron_tiles, 5))
     starts = sizes.new_empty((neuron_tiles, geometry.chunks(2 * m) + 1))
-    # neuron tiles of few non-zeros enter twice
+    # entries of rare neuron tiles stand twice
     room = capacity + min(capacity, neuron_tiles * geometry.RARE_ENTRIES)
     packed = sizes.new_empty(room, dtype=torch.int64)
     tokens = sizes.new_empty(room)
@@ -314,7 +315,7 @@ def backward_cuda(
 
     del d_gate, d_up, groups, by_neuron
     out = weights()
-    # a layer with one of two biases has a place for the other's gradient all the same
+    # a layer with one of two biases still needs memory for the other's gradient
     db_gate = (x.new_empty(n) if out.b_gate is None else out.b_gate) if bias else None
     db_up = (x.new_empty(n) if out.b_up is None else out.b_up) if bias and gated else None
     # clusters of four CTAs, one for each multiprocessor, take a batch that overflows

@@ -1,7 +1,7 @@
-"""``hybrid_backward``: gradients of ``hybrid_forward`` for dy, that of y, and dl1, that of the sum of |h|.
+"""``hybrid_backward``: gradients of ``hybrid_forward`` from dy, the gradient of y, and dl1, that of the sum of |h|.
 
-dh = dy @ w_down^T + dl1 * sign(h) at the non-zeros of the gate alone; d_gate = dh * up and d_up = dh * gate, or
-d_gate = dh without an up projection. dx = d_gate @ w_gate + d_up @ w_up; dw_gate = d_gate^T @ x, dw_up = d_up^T @ x,
+dh = dy @ w_down^T + dl1 * sign(h) is computed only at the non-zeros of the gate. d_gate = dh * up and d_up = dh * gate,
+or d_gate = dh without an up projection. dx = d_gate @ w_gate + d_up @ w_up; dw_gate = d_gate^T @ x, dw_up = d_up^T @ x,
 dw_down = h^T @ dy, and the biases' are sums over the tokens. h, d_gate and d_up are rounded, sums are fp32.
 """
 
@@ -33,7 +33,7 @@ def present(gradients: Gradients, like: Tensor) -> Outputs:
     return dx, dw_gate, dw_up, dw_down, db_gate, db_up
 
 
-# the operands of both operators of backward: a layer without b_down, whose gradient needs none of them
+# the operands that both operators of backward begin with; b_down's gradient is the sum of dy and needs neither
 BACKWARD = (
     "Tensor dy, Tensor dl1, Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, "
     "Tensor entries, Tensor neurons, Tensor chunks, Tensor sizes, Tensor popularity"

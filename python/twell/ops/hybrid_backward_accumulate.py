@@ -1,6 +1,6 @@
 """``hybrid_backward_accumulate``: ``hybrid_backward`` that adds the weights' gradients to float32 buffers.
 
-main_gate, main_up and main_down are [N, K], of any layout: one that kernels cannot write in place costs a float32
+main_gate, main_up and main_down are [N, K], in any layout. A layout that kernels cannot write in place costs a float32
 [N, K] of scratch. The biases' gradients are returned, in x's dtype.
 """
 

@@ -1,4 +1,4 @@
-"""``hybrid_forward``: a forward pass to train with: y, the sum of |h|, the non-zeros, and what backward needs.
+"""``hybrid_forward``: the forward pass of training. Returns y, the sum of |h|, the non-zeros and the hybrid format.
 
 h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]) for the non-zeros of gate = relu(x @ w_gate^T + b_gate), and
 without ``w_up`` h = gate; y = h @ w_down + b_down. The gate is rounded to x's dtype, and so is h, once. The gate is
@@ -27,7 +27,7 @@ def result(x: Tensor) -> Tensor:
 
 
 def figures(x: Tensor, w_gate: Tensor, w_up: Tensor | None) -> tuple[Tensor, Tensor, Kept]:
-    """Uninitialised l1 (0-d, float32 or float64), nonzeros (0-d, int64) and what is kept."""
+    """Uninitialised l1 (0-d, float32 or float64), nonzeros (0-d, int64) and the hybrid format."""
     l1 = x.new_empty((), dtype=hybrid.accumulator(x.dtype))
     nonzeros = x.new_empty((), dtype=torch.int64)
     return l1, nonzeros, hybrid.empty_kept(x, w_gate.shape[0], w_up is not None)
@@ -82,12 +82,12 @@ def _cuda(layer: Operands, compression: int) -> Outputs:
     entries, neurons, chunks, sizes, popularity = kept
     pattern = (entries, neurons, chunks, sizes)
     width = geometry.words_per_tile(compression)
-    # sums of |h| for each token tile, by whichever kernel computes h
+    # sums of |h| per token tile, written by the kernel that computes h
     sums = x.new_empty((geometry.token_tiles(m), geometry.sums_per_tile(n)), dtype=torch.float32)
     compact = tuning.compact(dtype, training=True)
     launch(compact, words, spill, stats, *pattern, popularity, sums, n, width, int(not gated), capacity)
     torch.sum(stats.select(2, 0), (0, 1), out=nonzeros)
-    # the largest tensors of the step: given back before y is taken
+    # the largest tensors of the step are given back before y is allocated
     del words, spill, stats
     y = result(x)
 

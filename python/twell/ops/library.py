@@ -1,4 +1,4 @@
-"""What the operators share: registration, the launch of a kernel, and operands as kernels read them."""
+"""Registration of operators, launches of kernels, checks of operands and their layout for kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DEBUG = env.debug()
 ALIGNMENT = 16
 STRIDE_MULTIPLE = 8
 
-# Operands in schemas, and how they are grouped: those of a layer, and those behind ``gate_pack`` after their x.
+# Operands in schemas: those of a layer, and those of the operators behind ``gate_pack`` after their x.
 LAYER = "Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, Tensor? b_down"
 PACKED = "Tensor words, Tensor spill, Tensor? w_up, Tensor w_down, Tensor? b_up, Tensor? b_down"
 
@@ -93,7 +93,7 @@ def has_tangent(tensor: Tensor) -> bool:
 
 
 def _without_autocast(implementation: Implementation) -> Implementation:
-    """The CPU path accumulates in fp32 with torch's own operators, which autocast would lower."""
+    """Switch autocast off: it would lower the fp32 accumulation of the CPU path, which uses torch's operators."""
 
     def without_autocast(*arguments: Any) -> Any:
         with torch.autocast("cpu", enabled=False):
@@ -113,7 +113,7 @@ def _on_device(implementation: Implementation) -> Implementation:
 
 
 def _range_of(name: str, phase: str | None) -> Callable[..., nvtx.Context]:
-    """What makes a profiler's range of the arguments of operator ``name``."""
+    """Return a function that makes the profiler's range of operator ``name`` from its arguments."""
 
     def describe(*arguments: Any) -> nvtx.Context:
         schema = getattr(torch.ops.twell, name).default._schema
@@ -136,7 +136,7 @@ def launch(spec: specs.Spec, *arguments: Any) -> None:
 
 
 def launchable(index: int, *needed: specs.Spec) -> bool:
-    """Whether ``launch`` can run these kernels on device ``index``: for what has another way."""
+    """Whether ``launch`` can run these kernels on device ``index``, for callers that have an alternative."""
     try:
         return device.capability(index) == (9, 0) and all(resolve.obtainable(spec) for spec in needed)
     except RuntimeError:
@@ -155,7 +155,7 @@ def require_sm90(index: int) -> None:
 
 
 def rows(matrix: Tensor) -> Tensor:
-    """``matrix`` [R, C] as kernels read it: aligned rows of unit stride. A copy where it is not so."""
+    """``matrix`` [R, C] with aligned rows of unit stride, as kernels read it; a copy if it is laid out otherwise."""
     if has_rows(matrix):
         return matrix
     return transpose(matrix.t(), matrix.new_empty(matrix.shape))
@@ -176,13 +176,13 @@ def has_rows(matrix: Tensor) -> bool:
 
 
 def has_row_strides(matrix: Tensor) -> bool:
-    """``has_rows`` except for the address, which tensors without values do not have."""
+    """``has_rows`` without the check of the address, which fake tensors do not have."""
     stride, inner = matrix.stride()
     return inner == 1 and stride >= matrix.shape[1] and stride % STRIDE_MULTIPLE == 0
 
 
 def down_rows(w_down: Tensor) -> Tensor:
-    """``rows`` of a down weight [N, K]. nn.Linear's own layout is the other one: that copy is logged, once."""
+    """``rows`` of a down weight [N, K]. nn.Linear stores the transposed layout; that copy is logged, once."""
     laid = rows(w_down)
     if laid is not w_down:
         warn_once(
@@ -193,11 +193,11 @@ def down_rows(w_down: Tensor) -> Tensor:
 
 
 def blocks(m: int, size: int) -> int:
-    """ceil(m / size), as outputs have it: the blocks of ``size`` in ``m`` tokens.
+    """ceil(m / size), the length of outputs that have one element per ``size`` tokens.
 
-    In graphs that are exported for a symbolic ``m`` it is a symbol of its own, whose value the output tells. torch
-    compares every length with 1, and for an expression of ``m`` that would cut the range of ``m`` at ``size``.
-    torch.compile makes a graph for each side instead, for with such a symbol it would record no CUDA graph.
+    Graphs exported for a symbolic ``m`` get a new symbol, whose value comes with the output. torch compares every
+    length with 1, and for an expression of ``m`` that would cut the range of ``m`` at ``size``. torch.compile gets the
+    expression, and makes a graph for each side: with a new symbol it would record no CUDA graph.
     """
     if isinstance(m, torch.SymInt) and torch.compiler.is_exporting():
         return torch.library.get_ctx().new_dynamic_size()
@@ -205,7 +205,7 @@ def blocks(m: int, size: int) -> int:
 
 
 def vector(bias: Tensor | None, length: int, like: Tensor) -> Tensor:
-    """A bias [length] as kernels read it, zeros for None: contiguous and aligned. A copy where it is not so."""
+    """A bias [length], zeros for None, contiguous and aligned as kernels read it; a copy if it is not."""
     if bias is None:
         return like.new_zeros(length)
     if bias.stride(0) == 1 and _aligned(bias):
@@ -218,7 +218,7 @@ def _aligned(tensor: Tensor) -> bool:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """All elements of ``tensor`` as a vector that kernels read: contiguous, aligned. A copy where it is not so."""
+    """All elements of ``tensor`` as a contiguous, aligned vector; a copy if it is not."""
     if not (tensor.is_contiguous() and _aligned(tensor)):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor.view(-1)
@@ -280,7 +280,7 @@ def check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype)
 
 
 def check_alike(first: Tensor, **weights: Tensor | None) -> None:
-    """Raise unless ``weights`` are as the first one is: kernels that gather rows cannot see how many there are."""
+    """Raise unless ``weights`` have the shape of the first one: kernels that gather rows cannot check the number."""
     for name, weight in weights.items():
         if weight is not None:
             check(name, weight, first.shape, first.dtype)

@@ -1,7 +1,7 @@
-"""``matrix_transpose``: a matrix, contiguous the other way round.
+"""``matrix_transpose``: a contiguous transposed copy of a matrix.
 
 Kernels read and write down weights by rows of neurons; ``nn.Linear`` stores rows of features. Values of 16 bits are
-copied at the rate of memory, six times as fast as by PyTorch (H200, 5,632 x 2,048).
+copied at the memory rate, five times as fast as by PyTorch (H200, 5,632 x 2,048: 14.6 against 76 us).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""``reglu`` and ``reglu_backward``: what a dense gated layer does between its products, in one pass each.
+"""``reglu`` and ``reglu_backward``: the activation of a dense gated layer and its gradients, in one pass each.
 
-hidden = relu(gate) * up, of tensors of one shape, and the gradients of gate and up from that of hidden. On either
-device the bits are those of torch's own operators and of its autograd there: what is rounded is each product, once; a
-NaN gate stays NaN and passes its gradient on. On the CPU any floating dtype, on CUDA bfloat16 or float16.
+hidden = relu(gate) * up for tensors of one shape, and the gradients of gate and up from that of hidden. On either
+device the bits are those of torch's own operators and autograd there: each product is rounded once; a NaN gate stays
+NaN and passes its gradient on. On the CPU any floating dtype, on CUDA bfloat16 or float16.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``up_down_union``: ``up_down`` by tiles of 128 tokens, on tensor cores. Strategy "union".
 
-Each tile gathers the weight rows in the union of its tokens' neurons once. Any pattern is exact; where the union is
-everything the products are those of dense PyTorch, and finding the places of their factors comes on top.
+Each tile gathers the weight rows in the union of its tokens' neurons once. Any pattern is exact. If the union is all
+neurons, the products are those of dense PyTorch, and the search for their factors is overhead.
 h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]) for the non-zeros of the gate, without ``w_up`` h = gate;
 y = h @ w_down + b_down. h is rounded to x's dtype, once, as in dense PyTorch.
 """
@@ -47,7 +47,7 @@ def outputs(packed: PackedOperands, compression: int) -> Outputs:
 
 
 def results(x: Tensor, n: int) -> Outputs:
-    """The same of ``n`` neurons."""
+    """The same for ``n`` neurons."""
     tiles = blocks(x.shape[0], geometry.TOKEN_TILE)
     l1 = x.new_empty((tiles, geometry.sums_per_tile(n)), dtype=torch.float32)
     return x.new_empty(x.shape), l1, x.new_empty(tiles + 1, dtype=torch.int32)
@@ -55,7 +55,7 @@ def results(x: Tensor, n: int) -> Outputs:
 
 def union(sizes: Tensor) -> Tensor:
     """All sizes but the last."""
-    # an index would ask for the device, which a fake tensor need not have
+    # indexing would touch the device, which a fake tensor need not have
     return sizes.narrow(0, 0, sizes.shape[0] - 1)
 
 
@@ -111,11 +111,11 @@ def by_slices(packed: PackedOperands, packed_of: Callable[[int, int], tuple[Tens
     b_down = None if b_down is None else vector(b_down, k, x)
     aside = hybrid.room_aside(x, n, multiprocessors)
     slices = geometry.union_slices(m, n)
-    # the first slice is the longest, and the others take its memory after it
+    # the first slice is the longest; the others reuse its memory
     entries, neurons, chunks = _empty_lists(x, slices[0][1] if slices else 0, n)
     for first, last in slices:
         start, stop = first // geometry.TOKEN_TILE, geometry.token_tiles(last)
-        # behind the sizes of a slice stands a zero, until the next slice writes its first size there
+        # the element behind the sizes of a slice is zero until the next slice writes its first size there
         pattern = (entries, neurons[: stop - start], chunks[: stop - start], sizes[start : stop + 1])
         words, spill = packed_of(first, last)
         sums, width = l1[start:stop], words.shape[1] // tiles
