@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import json
 import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,21 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
-import twell
 from twell import testing
-from twell.commands.bench import cli, main, parser, protocol, runner
+from twell.commands.bench import cli, main, parser, protocol
 from twell.commands.bench.decode import Decode
 from twell.commands.bench.layers import INFERENCE, OPS, TRAINING, Layer, Options
 from twell.commands.bench.protocol import Ceilings, Cpu
 from twell.commands.bench.report import Progress
-from twell.commands.bench.rows import COLUMNS, Row
+from twell.commands.bench.rows import Row
 from twell.commands.bench.runner import Job, Runner
 from twell.commands.bench.workloads import parse
 
 TINY = ["-m", "64", "-k", "64", "-n", "264", "--device", "cpu", "--seconds", "0.001"]
 WORKLOAD = "nnz=9,skew=0.5"
-# fewer than what a layer's own rows and the dense ones are
-PARTS = ("gate GEMM", "train compiled", "sparse_train compiled")
 
 
 @pytest.fixture(autouse=True)
@@ -90,13 +84,6 @@ def test_a_cpu_has_sizes_of_its_own(
     assert [(job.m, job.k, job.n) for job in asked.jobs] == [expected]
 
 
-def test_the_sizes_of_a_cpu_are_quick_and_shown(bench: Callable[..., Result]) -> None:
-    result = bench("ffn", "--workload", "topic29", "--device", "cpu", "--seconds", "0.001", tiny=False)
-    assert result.code == 0, result.out
-    assert {(row["m"], row["k"], row["n"]) for row in result.rows} == {(512, 256, 1408)}
-    assert "M = 512, K = 256, N = 1,408, on a CPU" in result.out
-
-
 def test_every_op(bench: Callable[..., Result]) -> None:
     result = bench(",".join(OPS), "--workload", WORKLOAD, "--strategy", "row,union,dense,auto", "--m-decode", "1,8")
     assert result.code == 0, result.out
@@ -133,14 +120,6 @@ def test_every_op(bench: Callable[..., Result]) -> None:
     assert gradients.keys() == {f"{t}{s}" for t in ("x", "w_gate", "w_up", "w_down") for s in ("", " with l1")}
 
 
-def test_by_default_three_ops_of_all_workloads_that_there_can_be(bench: Callable[..., Result]) -> None:
-    result = bench()
-    assert result.code == 0
-    assert {row["workload"] for row in result.rows} == {"uniform29", "skew29", "topic29", "topic128"}
-    assert {row["op"] for row in result.rows} == {"gate_pack", "up_down"} | {"ffn"}
-    assert {row["requested"] for row in result.rows if row["variant"] == "ffn"} == {"auto"}
-
-
 def test_sizes_and_forms(bench: Callable[..., Result]) -> None:
     result = bench(
         *("gate_pack", "down", "--tokens", "16,130", "24", "--hidden", "32", "--neurons", "200", "--workload", "nnz=5"),
@@ -152,26 +131,6 @@ def test_sizes_and_forms(bench: Callable[..., Result]) -> None:
     assert {(row["dtype"], row["compression"]) for row in result.rows} == {("fp16", 4)}
     assert {row["variant"] for row in result.rows} == {"dense eager non-gated", "gate GEMM", "gate_pack", "down"}
     assert result.data["arguments"]["m"] == [16, 130, 24]
-
-
-def test_operations_may_stand_on_both_sides_of_options(bench: Callable[..., Result]) -> None:
-    result = bench("gate_pack", "--workload", WORKLOAD, *TINY, "down", tiny=False)
-    assert {row["op"] for row in result.rows} == {"gate_pack", "down"}
-
-
-def test_m_of_decode_alone_is_the_tokens_decoded() -> None:
-    asked = request("decode", "-m", "1,8", "--workload", "topic29")
-    assert asked.options.decoded == (1, 8)
-    assert {job.m for job in asked.jobs} == {512}
-    asked = request("ffn,decode", "-m", "40", "--workload", "topic29")
-    assert asked.options.decoded == (1, 8, 16)
-    assert {job.m for job in asked.jobs} == {40}
-    asked = request("decode", "-m", "40", "--m-decode", "3", "--workload", "topic29")
-    assert (asked.options.decoded, {job.m for job in asked.jobs}) == ((3,), {40})
-
-
-def request(*words: str) -> parser.Request:
-    return parser.request(cli.parser().parse_intermixed_args([*words, "--device", "cpu"]))
 
 
 def test_a_recorded_layer(bench: Callable[..., Result], tmp_path: Path) -> None:
@@ -301,11 +260,6 @@ def test_unchecked_says_so(bench: Callable[..., Result], monkeypatch: pytest.Mon
     assert result.data["arguments"]["check"] is False
 
 
-def test_checks_may_be_asked_for() -> None:
-    assert request("ffn", "--check").options.check
-    assert not request("ffn", "--no-check").options.check
-
-
 def test_a_workload_that_fails_is_red_and_the_next_is_timed(
     bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,20 +281,6 @@ def test_a_workload_that_fails_is_red_and_the_next_is_timed(
     assert "bench gate_pack -m 64 -k 64 -n 264 --workload nnz=7 " in result.out
 
 
-def test_a_fault_while_timing_leaves_no_time(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> dict[str, list[float]]:
-        raise RuntimeError("illegal address")
-
-    monkeypatch.setattr(runner, "measure", fails)
-    result = bench("ffn,decode", "--workload", WORKLOAD, "--m-decode", "4")
-    assert result.code == 1
-    for row in result.rows:
-        assert row["red"] == "RuntimeError: illegal address"
-        assert_no_speed(row)
-    # the ceilings are measured by themselves, and each group is tried
-    assert {row["tokens"] for row in result.rows} == {64, 4}
-
-
 def test_what_does_not_fit_trains_dense_and_by_overflow(bench: Callable[..., Result]) -> None:
     words = ("train,train_overflow,train_forward,train_backward", "--workload", "nnz=200", "--strategy", "row,auto")
     result = bench(*words, "-k", "32", "-n", "256", "-m", "512", "--device", "cpu", "--seconds", "0.001", tiny=False)
@@ -349,12 +289,6 @@ def test_what_does_not_fit_trains_dense_and_by_overflow(bench: Callable[..., Res
     assert ("train_overflow", "union", "union") in ran
     assert not {"train_forward", "train_backward"} & {name for name, *_ in ran}
     assert not [row for row in result.rows if row["red"]]
-
-
-def test_nothing_to_time(bench: Callable[..., Result]) -> None:
-    result = bench("train_overflow", "--workload", WORKLOAD)
-    assert (result.code, result.rows) == (0, [])
-    assert "nothing to time" in result.err
 
 
 # What is printed and written
@@ -375,15 +309,6 @@ def test_data(bench: Callable[..., Result], tmp_path: Path) -> None:
     assert result.data["machine"] in result.out
 
 
-def test_readers_of_earlier_files_find_their_fields(root: Path, bench: Callable[..., Result]) -> None:
-    before = json.loads((root / "profiling" / "results" / "h200_auto.json").read_text())
-    now = bench("gate_pack", "--workload", WORKLOAD).data
-    assert before.keys() <= now.keys()
-    assert before["rows"][0].keys() <= now["rows"][0].keys()
-    # the path was the machine's, --csv is where it went
-    assert before["arguments"].keys() - {"csv"} <= now["arguments"].keys()
-
-
 @pytest.mark.parametrize("form", ["--json", "--csv"])
 def test_stdout_takes_data_and_nothing_else(form: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gate_pack", "--workload", "nnz=7", "nnz=9", *TINY, form, "-", "--repro"]) == 0
@@ -394,61 +319,6 @@ def test_stdout_takes_data_and_nothing_else(form: str, capsys: pytest.CaptureFix
         found = list(csv.DictReader(io.StringIO(captured.out)))
     assert [row["variant"] for row in found] == ["gate GEMM", "gate_pack"] * 2
     assert testing.machine_line("cpu") in captured.err
-
-
-def test_stdout_by_its_path_takes_data_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["gate_pack", "--workload", "nnz=7", *TINY, "--json", "/dev/stdout"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["rows"]) == 2
-
-
-def test_a_file_that_cannot_be_written_costs_no_row(
-    bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: Path, rows: Any) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr("twell.commands.bench.report.write_csv", full)
-    result = bench("gate_pack", "--workload", "nnz=7", "nnz=9", "--csv", "rows.csv")
-    assert result.code == 2
-    assert [row["workload"] for row in result.rows] == ["nnz=7"] * 2 + ["nnz=9"] * 2
-    assert result.out.count("gate_pack") == 2
-    assert result.err.count("twell bench: error: rows.csv cannot be written: no space left") == 1
-
-
-def test_one_token_is_a_token(bench: Callable[..., Result]) -> None:
-    result = bench("decode", "--workload", WORKLOAD, "--m-decode", "1,2", "-m", "64", "--repro")
-    assert f"{WORKLOAD}, 1 token, decode auto:" in result.out
-    assert f"{WORKLOAD}, 2 tokens, decode auto:" in result.out
-
-
-def test_memory_of_a_cpu_is_said_to_be_unknown(bench: Callable[..., Result]) -> None:
-    said = "memory: not known on a CPU"
-    assert said in bench("gate_pack", "--workload", WORKLOAD, "--memory").out
-    assert said not in bench("gate_pack", "--workload", WORKLOAD).out
-
-
-def test_columns(bench: Callable[..., Result]) -> None:
-    result = bench("gate_pack", "--workload", WORKLOAD, "--columns", "floor,TIME", "worst")
-    header = result.out.splitlines()[0].split()
-    assert header == ["workload", "M", "nnz", "variant", "strategy", "floor", "time", "worst"]
-    wide = bench("gate_pack", "--workload", WORKLOAD, "--wide")
-    assert wide.out.splitlines()[0].split() == [column.name for column in COLUMNS]
-
-
-def test_a_table_is_not_wider_than_160(bench: Callable[..., Result]) -> None:
-    workload = "nnz=9,skew=0.5,tokens=0.5,dead=0.25,topic=0.5"
-    result = bench("gate_pack,train", "--workload", workload, "--strategy", "union,auto")
-    table = [line for line in result.out.splitlines() if line.startswith(("workload", workload))]
-    assert len(table) == 1 + len(result.rows)
-    assert max(map(len, table)) <= 160
-    assert "left out: " in result.out
-
-
-def test_kernels(bench: Callable[..., Result]) -> None:
-    result = bench("gate_pack,train", "--workload", WORKLOAD, "--strategy", "union,dense", "--kernels")
-    measured = {(row["variant"], row["strategy"]) for row in result.rows if row["kernels"]}
-    assert measured == {("gate_pack", ""), ("train", "union")}
-    assert f"{WORKLOAD}, 64 tokens, train (union): " in result.out
 
 
 REPEATED = (
@@ -508,30 +378,6 @@ def test_ctrl_c_leaves_what_was_measured(
     assert main(["gate_pack", "--workload", "nnz=8", *TINY, "--json", str(path)]) == 130
     assert path.read_text() == "old"
     assert "interrupted" in capsys.readouterr().err
-
-
-def test_rows_are_written_as_they_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    seen: list[int] = []
-    make = testing.make
-
-    def looks(name: str, *rest: Any, **options: Any) -> testing.FFN:
-        seen.append(len(json.loads(path.read_text())["rows"]) if path.exists() else 0)
-        return make(name, *rest, **options)
-
-    monkeypatch.setattr(testing, "make", looks)
-    assert main(["gate_pack", "--workload", "nnz=7", "nnz=8", "nnz=9", *TINY, "--json", str(path)]) == 0
-    assert seen == [0, 2, 4]
-
-
-def test_progress_counts_what_is_timed(bench: Callable[..., Result]) -> None:
-    result = bench("gate_pack,decode", "--workload", "nnz=7", "nnz=8", "--m-decode", "1,2")
-    steps = [line.removeprefix("twell bench: ") for line in result.err.splitlines()]
-    assert steps == [
-        f"{i + 3 * j + 1}/6 {name}, M = 64{part}"
-        for j, name in enumerate(("nnz=7", "nnz=8"))
-        for i, part in enumerate(("", ", decode of 1", ", decode of 2"))
-    ]
 
 
 # Memory and energy
@@ -605,31 +451,7 @@ def test_energy_is_of_a_token_beside_dense() -> None:
     assert dense.energy_dense is None
 
 
-def test_times_survive_an_energy_that_cannot_be_measured(caplog: pytest.LogCaptureFixture) -> None:
-    found = run(Options(("ffn",), seconds=1e-3), Meter(broken=True))
-    assert all(row.ms and row.energy_mj is None and not row.red for row in found)
-    assert "energy of dense eager cannot be measured: OSError: the driver went away" in caplog.text
-
-
-def test_energy_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ffn", *TINY, "--energy"]) == 2
-    assert "twell bench: error: --energy" in capsys.readouterr().err
-
-
 # What a layer is
-
-
-def test_figures_of_a_layer() -> None:
-    problem = testing.pattern_problem(torch.tensor([[1, 0, 2] + [0] * 61, [0] * 64, [1] * 64]), 64)
-    layer = Layer(problem, Options(("ffn",), compression=8), Cpu(), Ceilings(1e12, 1e11, 1e12))
-    assert (layer.m, layer.k, layer.n, layer.nonzeros) == (3, 64, 64, 66)
-    # 31 of 64 fit into a tile
-    assert layer.overflows.tolist() == [0, 0, 1]
-    assert layer.overflowing == 1
-    assert layer.product == 2 * 3 * 64 * 64
-    assert layer.seconds(2e12, 1e11, 1e12) == 2.0
-    assert layer.seconds(1e12, 3e11, 1e12) == 3.0
-    assert layer.seconds(1e12, 1e11, 4e12) == 4.0
 
 
 @torch.no_grad()
@@ -654,19 +476,6 @@ def test_decode_leaves_no_gate_in_the_cache(monkeypatch: pytest.MonkeyPatch, cac
         assert variant.copies % len(gates) == 0
 
 
-def test_an_answer_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[bool] = []
-    right = testing.float64_output
-
-    def counted(problem: testing.FFN, *, gated: bool = True) -> Tensor:
-        calls.append(gated)
-        return right(problem, gated=gated)
-
-    monkeypatch.setattr(testing, "float64_output", counted)
-    run(Options(("ffn", "up_down", "sparse_ffn"), ("row", "union"), seconds=1e-3))
-    assert sorted(calls) == [False, True]
-
-
 # The command line
 
 
@@ -683,16 +492,6 @@ def test_without_a_gpu(words: list[str], capsys: pytest.CaptureFixture[str]) -> 
     got = words[-1] if "--device" in words else "cuda"
     reason = "--device: expected cpu, for there is no CUDA device that torch can use"
     assert error == f"twell bench: error: {reason}, got {got!r}\n"
-
-
-def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert main(["ffn", "--device", "cuda:2"]) == 2
-    assert "--device: expected one of 2 CUDA devices that torch can use, got 'cuda:2'" in capsys.readouterr().err
-    for words, device in ((("ffn",), "cuda"), (("ffn", "--device", "cuda:1"), "cuda:1")):
-        asked = parser.request(cli.parser().parse_args(words))
-        assert (asked.device, asked.compile) == (device, "default")
 
 
 @pytest.mark.parametrize(
@@ -748,69 +547,3 @@ def test_bad_arguments(words: list[str], message: str, capsys: pytest.CaptureFix
         main(words)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_help_explains_everything(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-    with pytest.raises(SystemExit) as stopped:
-        main(["--help"])
-    assert stopped.value.code == 0
-    text = capsys.readouterr().out
-    words = " ".join(text.split())
-    for column in COLUMNS:
-        assert f"{column.name} {column.help}" in words
-    for part in (*OPS, "model", *testing.WORKLOADS, "real:FOLDER", "nnz="):
-        assert part in words
-    assert max(map(len, text.splitlines())) <= 120
-
-
-def test_model_has_a_module_and_arguments_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seen: list[argparse.Namespace] = []
-
-    class Models(ModuleType):
-        DESCRIPTION = "Whole models."
-
-        @staticmethod
-        def add_arguments(parser: argparse.ArgumentParser) -> None:
-            parser.add_argument("folder")
-            parser.add_argument("-m", type=float)
-
-        @staticmethod
-        def run(arguments: argparse.Namespace) -> int:
-            seen.append(arguments)
-            if arguments.folder == "none":
-                raise ImportError("pip install twell[hf]")
-            return 7
-
-    models = Models("twell.commands.bench.models")
-    monkeypatch.setitem(sys.modules, "twell.commands.bench.models", models)
-    monkeypatch.setattr("twell.commands.bench.models", models, raising=False)
-    assert main(["model", "run/final", "-m", "0.5"]) == 7
-    assert (seen[0].folder, seen[0].m) == ("run/final", 0.5)
-    assert main(["model", "none"]) == 2
-    assert capsys.readouterr().err == "twell bench model: error: pip install twell[hf]\n"
-    with pytest.raises(SystemExit):
-        main(["model", "--help"])
-    assert "usage: twell bench model" in capsys.readouterr().out
-
-
-def test_auto_runs_by_a_site_that_has_settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    passed: list[Any] = []
-    right = testing.sparse_output
-
-    def noted(problem: testing.FFN, **options: Any) -> Tensor:
-        passed.append(options["strategy"])
-        return right(problem, **options)
-
-    monkeypatch.setattr(testing, "sparse_output", noted)
-    (row,) = (row for row in run(Options(("ffn",), ("auto",), seconds=1e-3)) if row.variant == "ffn")
-    assert (row.requested, row.strategy) == ("auto", "dense")
-    site = passed[0]
-    assert isinstance(site, twell.AutoStrategy)
-    # first it settles, then what is compared and what warms up runs by the name that it settled on
-    assert passed[:9] == [site] * 9
-    assert passed[9] == "dense"
-    # what is recorded asks the site
-    assert passed[-1] is site

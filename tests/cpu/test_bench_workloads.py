@@ -49,14 +49,6 @@ def names(*texts: str) -> list[str]:
     return [source.name for source in parse(list(texts))]
 
 
-def test_default_is_all_that_have_names() -> None:
-    testing.WORKLOADS["later"] = testing.Workload(5)
-    everything = [source.name for source in parse(None)]
-    assert everything == list(workloads.NAMED)
-    assert "later" not in everything
-    assert everything[:2] == ["uniform29", "skew29"]
-
-
 def test_names_are_taken_once() -> None:
     assert names("topic29", "uniform29", "topic29") == ["topic29", "uniform29"]
 
@@ -81,10 +73,6 @@ def test_parameters(text: str, name: str, pattern: testing.Workload) -> None:
     assert parse([name]) == [source]
 
 
-def test_parameters_that_are_the_same_are_one_workload() -> None:
-    assert names("nnz=9,skew=1", "skew=1.0,nnz=9") == ["nnz=9,skew=1"]
-
-
 def test_drawn_workloads_have_their_pattern() -> None:
     (source,) = parse(["nnz=20,dead=0.5"])
     problem = source.load(512, 64, 256, device="cpu", dtype=torch.bfloat16)
@@ -97,12 +85,6 @@ def test_drawn_workloads_have_their_pattern() -> None:
         named.load(64, 64, 256, device="cpu", dtype=torch.bfloat16).x,
         testing.make("uniform29", 64, 64, 256, device="cpu").x,
     )
-
-
-def test_every_neuron_can_fire() -> None:
-    (source,) = parse(["nnz=64"])
-    problem = source.load(16, 32, 64, device="cpu", dtype=torch.bfloat16)
-    assert bool(((problem.x @ problem.w_gate.T) > 0).all())
 
 
 @pytest.mark.parametrize(
@@ -169,18 +151,6 @@ def test_recorded_layers(recorded: Path) -> None:
     assert problem.w_gate.shape == (24, 16)
     assert problem.x.dtype is torch.float16
     everything[0].check(1)
-
-
-def test_recorded_layers_of_the_home_folder(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(recorded.parent))
-    assert parse([f"real:~/{recorded.name}/3"])[0].folder == recorded
-
-
-def test_a_folder_whose_name_is_a_number(tmp_path: Path) -> None:
-    folder = tmp_path / "3"
-    folder.mkdir()
-    write_layer(folder, 7)
-    assert names(f"real:{folder}") == ["real7"]
 
 
 def test_recorded_layers_that_are_not_there(recorded: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from twell.commands.bench import energy
-from twell.commands.bench.energy import EnergyMeter, trapezoids
+from twell.commands.bench.energy import EnergyMeter
 
 IDLE, BUSY = 100.0, 600.0  # watts
 
@@ -172,18 +172,6 @@ def test_counter(
     assert found.net_joules == pytest.approx(calls * duration * (BUSY - IDLE), rel=0.01)
 
 
-def test_idle_power_is_measured_where_nobody_asked(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None]
-) -> None:
-    board = Board(clock)
-    install(monkeypatch, Nvml(board))
-    begun = clock.now
-    found = EnergyMeter().measure(lambda: board.run(0.5), 1.0)
-    assert board.busy[0][0] - begun > 2
-    assert found.calls == 2
-    assert found.idle_joules == pytest.approx(IDLE * found.seconds, rel=0.005)
-
-
 def test_a_counter_that_stands_still_is_no_energy(
     monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None]
 ) -> None:
@@ -194,26 +182,6 @@ def test_a_counter_that_stands_still_is_no_energy(
     for use in (lambda: meter.idle_watts(1.0), lambda: meter.measure(lambda: board.run(0.5), 1.0)):
         with pytest.raises(RuntimeError, match="counter of the GPU does not rise"):
             use()
-
-
-def test_a_counter_that_begins_anew_is_no_energy(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None]
-) -> None:
-    """As it does when the driver is loaded again."""
-    board = Board(clock)
-    install(monkeypatch, Nvml(board))
-    meter = EnergyMeter()
-    meter.idle_watts(1.0)
-    counter, loaded = board.counter, 0
-
-    def again() -> None:
-        nonlocal loaded
-        board.run(0.5)
-        loaded = loaded or counter()
-
-    monkeypatch.setattr(board, "counter", lambda: counter() - loaded)
-    with pytest.raises(RuntimeError, match="does not rise"):
-        meter.measure(again, 1.0)
 
 
 def test_power_sampling(monkeypatch: pytest.MonkeyPatch, visible: Callable[[list[int]], None]) -> None:
@@ -233,46 +201,6 @@ def test_power_sampling(monkeypatch: pytest.MonkeyPatch, visible: Callable[[list
     assert found.idle_joules == pytest.approx(IDLE * found.seconds)
 
 
-def test_sampled_power_is_integrated(monkeypatch: pytest.MonkeyPatch, visible: Callable[[list[int]], None]) -> None:
-    """A ramp has the area of its mean: samples of the past alone would miss half a step each."""
-    nvml = install(monkeypatch, Nvml(counter=True))
-    monkeypatch.setattr(energy, "_SAMPLE", 0.01)
-    monkeypatch.setattr(energy, "_WARM", 0.001)
-    meter = EnergyMeter()
-    meter.idle = 0.0
-    start = time.perf_counter()
-    nvml.watts = lambda: 1000 * (time.perf_counter() - start)
-    begun = time.perf_counter() - start
-    found = meter.measure(lambda: time.sleep(0.05), 0.2)
-    ended = time.perf_counter() - start
-    assert found.joules == pytest.approx(500 * (ended**2 - begun**2), rel=0.1)
-
-
-def test_a_failure_of_the_sampling_thread_is_raised(
-    monkeypatch: pytest.MonkeyPatch, visible: Callable[[list[int]], None]
-) -> None:
-    nvml = install(monkeypatch, Nvml(counter=True))
-    for name, value in (("_SAMPLE", 0.001), ("_WARM", 0.001)):
-        monkeypatch.setattr(energy, name, value)
-    meter = EnergyMeter()
-    meter.idle = 0.0
-    looks = itertools.count()
-
-    def watts() -> float:
-        if next(looks) > 2:
-            raise FakeError("GPU is lost")
-        return BUSY
-
-    nvml.watts = watts
-    with pytest.raises(RuntimeError, match="GPU is lost"):
-        meter.measure(lambda: time.sleep(0.02), 0.05)
-
-
-def test_trapezoids() -> None:
-    assert trapezoids([(0.0, 100.0), (1.0, 200.0), (3.0, 0.0)]) == pytest.approx(150 + 200)
-    assert trapezoids([(0.0, 100.0)]) == 0
-
-
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3)), (2,), (1, 0)])
 def test_finds_the_gpu_that_torch_means(
     monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None], order: tuple[int, ...]
@@ -285,15 +213,6 @@ def test_finds_the_gpu_that_torch_means(
         assert EnergyMeter(torch.device("cuda", index))._handle == UUIDS[physical]
     assert EnergyMeter()._handle == UUIDS[order[0]]
     assert EnergyMeter(torch.device("cuda"))._handle == UUIDS[order[0]]
-
-
-def test_torch_may_give_the_whole_uuid(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None]
-) -> None:
-    nvml = install(monkeypatch, Nvml(Board(clock)))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=f"GPU-{UUIDS[1]}"))
-    assert EnergyMeter()._handle == UUIDS[1]
-    assert nvml.asked == [f"GPU-{UUIDS[1]}"]
 
 
 def test_mig_instance(
@@ -310,38 +229,6 @@ def test_mig_instance(
     assert meter.available
     assert meter._handle == f"parent of instance MIG-{UUIDS[0]}"
     assert "whole GPU" in warned[0]
-
-
-@pytest.mark.parametrize("known", ["uuid", "pci address"])
-def test_a_divided_gpu_by_its_own_uuid(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None], known: str
-) -> None:
-    """Some versions give an instance the UUID of its GPU: other instances count all the same."""
-    install(monkeypatch, Nvml(Board(clock), divided=True, uuid=known != "uuid"))
-    warned: list[str] = []
-    monkeypatch.setattr(energy, "warn_once", warned.append)
-    assert EnergyMeter().available
-    assert len(warned) == 1
-    assert "whole GPU" in warned[0]
-
-
-def test_pci_address_where_the_uuid_is_not_known(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None]
-) -> None:
-    visible([2, 0])
-    install(monkeypatch, Nvml(Board(clock), uuid=True))
-    assert EnergyMeter(0)._handle == "00000000:12:02.0"
-    assert EnergyMeter(1)._handle == "00000000:10:00.0"
-
-
-def test_a_gpu_that_nvml_does_not_know(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None]
-) -> None:
-    install(monkeypatch, Nvml(Board(clock), uuid=True))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=UUIDS[0]))
-    meter = EnergyMeter()
-    assert not meter.available
-    assert UUIDS[0] in meter.reason
 
 
 @pytest.mark.parametrize("missing", [{"init": True}, {"counter": True, "power": True}])
@@ -364,14 +251,6 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch, visible: Callable[[list[int]], 
     install(monkeypatch, Nvml())
     assert EnergyMeter().reason == "there is no CUDA device"
     assert "got cpu" in EnergyMeter(torch.device("cpu")).reason
-
-
-def test_seconds_must_be_positive(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None]
-) -> None:
-    install(monkeypatch, Nvml(Board(clock)))
-    with pytest.raises(ValueError, match="above 0, got 0"):
-        EnergyMeter().measure(lambda: None, 0)
 
 
 def test_names_the_extra_where_pynvml_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

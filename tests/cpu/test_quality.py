@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import random
 from pathlib import Path
@@ -102,16 +101,6 @@ def test_non_zeros_fall_as_the_coefficient_rises(swept: Path) -> None:
     assert (results[Run(0.01, reinitialize=0.1)].dead or 0) < dead[2]
 
 
-def test_only_what_a_run_decides_differs(swept: Path) -> None:
-    results = found(swept)
-    first = {run: result.curve[0]["ce"] for run, result in results.items()}
-    assert len(set(first.values())) == len(first) - 1
-    # the same function, whatever computes it
-    dense, sparse = results[Run(0.01)], results[Run(0.01, ffn="sparse")]
-    assert sparse.ce == pytest.approx(dense.ce, rel=1e-3)
-    assert sparse.l0 == pytest.approx(dense.l0, rel=0.05)
-
-
 def test_held_out_figures_are_those_of_the_whole_text(base: list[str], swept: Path, monkeypatch: Any) -> None:
     """By hand, from the model, for one of its layers."""
     kept: list[Any] = []
@@ -135,14 +124,6 @@ def test_held_out_figures_are_those_of_the_whole_text(base: list[str], swept: Pa
     assert result.blocks == pytest.approx([float(loss) for loss in losses], rel=1e-5)
     assert result.layers[1].l0 == pytest.approx(float((gates > 0).sum(1).double().mean()), rel=1e-5)
     assert result.layers[1].dead == int((~(gates > 0).any(0)).sum())
-
-
-def test_done_runs_are_not_done_again(base: list[str], swept: Path, monkeypatch: Any, capsys: Any) -> None:
-    before = swept.read_bytes()
-    monkeypatch.setattr(train.Training, "step", None)
-    assert quality.main([*base, *PLAN, "--out", str(swept)]) == 0
-    assert swept.read_bytes() == before
-    assert "0 of 8 runs" in capsys.readouterr().out
 
 
 def test_an_interrupted_sweep_keeps_finished_runs(
@@ -171,13 +152,6 @@ def test_an_interrupted_sweep_keeps_finished_runs(
         assert result.layers == whole[run].layers, run
 
 
-def test_a_budget_leaves_runs_for_later(base: list[str], tmp_path: Path, capsys: Any) -> None:
-    command = [*base, *PLAN, "--out", str(tmp_path / "quality.json"), "--budget-s", "0"]
-    assert quality.main(command) == 0
-    assert "8 runs are left after 0 s" in capsys.readouterr().out
-    assert not (tmp_path / "quality.json").exists()
-
-
 def test_runs_of_other_options_are_not_mixed(base: list[str], swept: Path, capsys: Any) -> None:
     before = swept.read_bytes()
     assert quality.main([*base, *PLAN, "--out", str(swept), "--steps", "31", "--lr", "0.5"]) == 2
@@ -200,35 +174,6 @@ def test_a_run_that_diverges_is_red_and_the_next_one_runs(base: list[str], tmp_p
         quality_results.shown(document)
 
 
-def test_all_runs_share_what_is_compiled(base: list[str], tmp_path: Path, monkeypatch: Any) -> None:
-    from torch._dynamo.utils import counters
-
-    # code generation takes most of the time, and is not in question
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    torch._dynamo.reset()
-    counters.clear()
-    graphs = []
-    execute = quality.Sweep.execute
-
-    def counted(self: Any, run: Run) -> Result:
-        result = execute(self, run)
-        graphs.append((run, counters["stats"]["unique_graphs"]))
-        return result
-
-    monkeypatch.setattr(quality.Sweep, "execute", counted)
-    command = [*base, *PLAN, "--seeds", "1", "--out", str(tmp_path / "quality.json"), "--compile", "--steps", "3"]
-    assert quality.main(command) == 0
-    fresh = {run: after - before for (run, after), (_, before) in zip(graphs, [(Run(), 0), *graphs])}
-    # of layer and loss: a step, one in which inputs are counted, and held-out text; of SiLU, and around sparse FFNs,
-    # a layer in training and on held-out text
-    assert {run: new for run, new in fresh.items() if new} == {
-        Run(): 5,
-        Run(activation="silu"): 2,
-        Run(0.01, ffn="sparse"): 2,
-    }
-    assert not counters["graph_break"]
-
-
 def test_table_and_notes(swept: Path, capsys: Any) -> None:
     assert quality.main(["--table", str(swept)]) == 0
     text = capsys.readouterr().out
@@ -247,14 +192,6 @@ def test_table_and_notes(swept: Path, capsys: Any) -> None:
     assert "| non-zeros | L1 | layer 0 | layer 1 |" in text
     assert "L1 1e-2 with sparse kernels" in text
     assert json.loads(swept.read_text())["machine"] in text
-
-
-def test_chart(swept: Path, tmp_path: Path, capsys: Any) -> None:
-    pytest.importorskip("matplotlib")
-    assert quality.main(["--chart", str(swept), "--to", str(tmp_path / "charts" / "quality")]) == 0
-    files = [Path(line) for line in capsys.readouterr().out.splitlines()]
-    assert {path.name for path in files} == {f"quality-{t}.svg" for t in ("light", "dark")}
-    assert all(path.stat().st_size > 10_000 for path in files)
 
 
 def test_what_the_chart_shows(swept: Path) -> None:
@@ -299,35 +236,9 @@ def test_options_are_checked(arguments: list[str], message: str, capsys: Any) ->
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--observe-every", "0"], "--observe-every: expected 1 or more"),
-        (
-            ["--eval-sequences", "7"],
-            "expected at least two --micro-batch 4 of sequences within --eval-sequences, got 7",
-        ),
-        (["--text", "/nowhere"], "does not exist"),
-    ],
-)
-def test_what_cannot_be_done_is_said(
-    base: list[str], tmp_path: Path, more: list[str], message: str, capsys: Any
-) -> None:
-    assert quality.main([*base, *PLAN, "--out", str(tmp_path / "x.json"), *more]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_other_files_are_refused(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "x.json").write_text('{"rows": [{"ms": 3}]}')
     for option in ("--table", "--chart"):
         for name in ("x.json", "none.json"):
             assert quality.main([option, str(tmp_path / name)]) == 2
             assert "expected the results of a sweep, got" in capsys.readouterr().err
-
-
-def test_the_plan_says_most_first(capsys: Any) -> None:
-    assert quality.main(["--list"]) == 0
-    runs = capsys.readouterr().out.splitlines()
-    assert runs[:2] == ["L1 0, seed 0", "L1 2e-5, seed 0"]
-    assert runs.index("SiLU, seed 0") == 4
-    assert len(runs) == len(set(runs)) == 8 + 1 + 2 + 6 + 1

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from twell import tuning
-from twell._runtime import fingerprint, geometry
+from twell._runtime import geometry
 from twell.commands.bench import workloads
 
 MACHINE = "NVIDIA H200 (made up); SM 1980 MHz now, 1980 most; kernels 0123456789ab"
@@ -41,14 +41,6 @@ def test_every_result_is_described(root: Path) -> None:
     described = [name.strip("`") for cell in rows for name in cell.split(", ")]
     assert len(described) == len(set(described))
     assert {path.stem for path in folder.glob("*.json")} <= set(described)
-
-
-def test_files_that_no_command_makes_are_the_same_in_both_readmes(root: Path) -> None:
-    folder = root / "profiling" / "results"
-    rows = [line for line in (folder / "README.md").read_text().splitlines() if "by hand" in line]
-    said = [line for line in (root / "docs" / "reproduce.md").read_text().splitlines() if "by hand" in line]
-    found = [set(re.findall(r"`(h200_\w+)`", line)) for line in ("".join(rows), "".join(said))]
-    assert found[0] == found[1] == {"h200_paper_code", "h200_before_after"}
 
 
 def test_kernels_of_today_are_as_near_to_the_published_as_readme_says(root: Path) -> None:
@@ -118,24 +110,6 @@ class TestModels:
         assert drawn[:5] == ["1B (20)", "forward, decoder", "10 / 8", "100 / 125", "**1.25**"]
         assert drawn[5:] == ["1.00 / 0.80", "-20.0 %", "10.0 / 8.0", "-20.0 %"]
 
-    def test_files_of_configurations_are_read_together(self, readme: Any, tmp_path: Path) -> None:
-        write(
-            tmp_path,
-            "h200_paper_configs",
-            variants("1B", "train", 20, 10, 9, 8) + variants("2B", "forward", 4, 3, 3, 2),
-        )
-        write(tmp_path, "h200_paper_configs_2b", variants("2B", "train", 40, 20, 18, 16))
-        found = readme.timed(readme.configurations())
-        assert [(each["config"], each["op"]) for each in found[::4]] == [
-            ("1B", "train"),
-            ("2B", "forward"),
-            ("2B", "train"),
-        ]
-        write(tmp_path, "h200_paper_configs_again", variants("1B", "train", 20, 10, 9, 8)[:1])
-        readme.result.cache_clear()
-        with pytest.raises(LookupError, match="got more of 1B train dense eager"):
-            readme.configurations()
-
     def test_what_is_red_or_not_there_is_left_out(self, readme: Any, tmp_path: Path) -> None:
         rows = variants("1B", "forward", 20, 10, 9, 8)
         rows[3] |= {"red": "too large an error"}
@@ -143,23 +117,6 @@ class TestModels:
         write(tmp_path, "h200_paper_configs", rows + lost)
         (pair,) = readme.pairs(readme.timed(readme.configurations()))
         assert [each["variant"] for each in pair] == ["dense compiled", "sparse eager"]
-
-    def test_columns_without_figures_are_left_out(self, readme: Any) -> None:
-        older = {key: value for key, value in row("", "forward", "sparse compiled", 8).items() if "mj" not in key}
-        del older["config"]
-        head, _, line = readme.model_table([{"rows": [older]}]).splitlines()
-        assert "mJ" not in head
-        assert "kept" not in head
-        assert (
-            "| sparse compiled | 8 | 8.0 | 7 to 9 | 125 | **1.25** | 8.0 | 12.0 | 1.00 | 1.50 | 1 dense, 7 union |"
-            in line
-        )
-
-    def test_a_machine_is_named_once(self, readme: Any) -> None:
-        hotter = MACHINE.replace("1980 MHz now", "1500 MHz now")
-        assert readme.machines([{"machine": MACHINE}, {"machine": hotter}]) == MACHINE
-        other = MACHINE.replace("H200", "H100")
-        assert readme.machines([{"machine": MACHINE}, {"machine": other}]) == f"{MACHINE} And: {other}"
 
     def test_beside_the_paper(self, readme: Any, tmp_path: Path) -> None:
         write(tmp_path, "h200_paper_configs", variants("1B", "forward", 20, 10, 10, 8))
@@ -175,9 +132,6 @@ class TestModels:
             "-20.0 %",
         ]
         assert full["1B", "with weights"] == [""] * 6
-
-    def test_changes(self, readme: Any) -> None:
-        assert [readme.change(4, now) for now in (3, 4, 3.9999, 5)] == ["-25.0 %", "+0.0 %", "+0.0 %", "+25.0 %"]
 
 
 def layer(number: int, variant: str, nnz: float, ms: float, strategy: str = "union") -> dict[str, Any]:
@@ -277,19 +231,6 @@ def test_the_table_of_auto_at_points_that_it_is_not_fitted_to(root: Path, monkey
     assert max(lost.values()) < 0.09
 
 
-@pytest.mark.parametrize(("mismatches", "said"), [([], "Mismatches: none."), (["6:4 y"], "Mismatches: 6:4 y.")])
-def test_what_the_fuzzer_found(mismatches: list[str], said: str, readme: Any, tmp_path: Path) -> None:
-    run = {"machine": "a GPU", "cases": 1200, "seconds": 61.4, "mismatches": mismatches}
-    run["counts"] = {"numbers": {"integers": 500, "reals": 700}}
-    run["worst"] = {"y, of what is allowed": [0.9, "6:1"], "x, of what is allowed": [0.7, "6:2"]}
-    run["worst"]["y, times dense's"] = [1.01, "6:3"]
-    (tmp_path / "h200_fuzz.json").write_text(json.dumps(run))
-    assert readme.fuzz() == (
-        "1,200 cases in 61 s: 500 of integers, bit by bit, and 700 of real numbers, the largest error 0.90 of what is "
-        f"allowed (6:1). {said} a GPU"
-    )
-
-
 @pytest.mark.parametrize(
     ("added", "said"),
     [
@@ -309,28 +250,3 @@ def test_where_sparsity_begins_to_cost(added: dict[float, float], said: str, rea
     ]
     write(tmp_path, "h200_quality", rows)
     assert said in readme.quality_limit()
-
-
-def test_places_are_filled(readme: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(readme.TABLES, "some", lambda: "| new |")
-    for before in ("old\nolder\n", ""):
-        text = f"a\n<!-- table: some -->\n{before}<!-- end -->\nb"
-        assert readme.fill(text) == "a\n<!-- table: some -->\n| new |\n<!-- end -->\nb"
-    with pytest.raises(LookupError, match="got 'none'"):
-        readme.fill("<!-- table: none -->\n<!-- end -->")
-
-
-def test_check_names_results_of_other_kernels(
-    readme: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(fingerprint, "source_hash", lambda: "0123456789ab" + "0" * 52)
-    write(tmp_path, "same", [])
-    assert readme.of_other_kernels() == ""
-    for name in ("h200_a", "h200_b"):
-        (tmp_path / f"{name}.json").write_text(json.dumps({"machine": "an H200; kernels ba9876543210"}))
-    (tmp_path / "unnamed.json").write_text(json.dumps({"machine": "no hash"}))
-    monkeypatch.setattr(readme, "fill", lambda text: text)
-    monkeypatch.setattr(sys, "argv", ["readme.py", "--check"])
-    assert readme.main() == 0
-    printed = capsys.readouterr().out
-    assert "sources, which are 0123456789ab: ba9876543210 h200_a, h200_b\n" in printed
