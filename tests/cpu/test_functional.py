@@ -366,7 +366,7 @@ def test_what_overrides_operators_is_not_left_out(
             with pytest.raises(NotImplementedError, match=r"takes plain tensors, got .*Doubl"):
                 twell.pack(problem.x, problem.w_gate)
         torch.compiler.reset()
-        compiled = torch.compile(lambda: ffn(problem, strategy=strategy), backend="aot_eager", fullgraph=True)
+        compiled = torch.compile(lambda: ffn(problem, strategy=strategy), backend="eager", fullgraph=True)
         assert torch.equal(compiled(), expected)
 
 

@@ -426,8 +426,13 @@ def brute(gates: list[Tensor], kept: Tensor | None = None) -> tuple[Tensor, Tens
     return fires.sum(0), fires.sum(1)
 
 
-@pytest.mark.parametrize("how", ["eager", "checkpoint", "compiled", "compiled blocks", "compiled blocks, checkpoint"])
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("how", "dtype"),
+    [
+        *[(how, torch.float32) for how in ("eager", "checkpoint", "compiled", "compiled blocks")],
+        *[(how, BF16) for how in ("eager", "compiled", "compiled blocks, checkpoint")],
+    ],
+)
 def test_tracker_counts_what_fires(how: str, dtype: torch.dtype) -> None:
     model = Model().to(dtype)
     with torch.no_grad():

@@ -93,7 +93,7 @@ def away_from_zero(m: int, n: int, k: int, bias: bool, shift: float, ffn: Functi
 @BOTH
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("l1", [0.0, 0.7])
-@pytest.mark.parametrize(("m", "n", "k", "shift"), [(3, 16, 8, -0.5), (2, 72, 8, 9.0), (0, 8, 8, 0.0)])
+@pytest.mark.parametrize(("m", "n", "k", "shift"), [(2, 16, 8, -0.5), (2, 72, 8, 9.0), (0, 8, 8, 0.0)])
 def test_gradcheck(ffn: Function, bias: bool, l1: float, m: int, n: int, k: int, shift: float) -> None:
     p = away_from_zero(m, n, k, bias, shift, ffn)
     # 72 neurons, all of them positive, are more than the 64 a token that fit
@@ -470,9 +470,14 @@ def test_autocast(ffn: Function, strategy: str, inside: bool) -> None:
     assert_equal({name: t.grad for name, t in own.items()}, {name: g.float() for name, g in expected.items()})
 
 
-@BOTH
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("ffn", "backend", "dynamic"),
+    [
+        *itertools.product((gated, plain), ("aot_eager",), (False, True)),
+        (gated, "inductor", True),
+        (plain, "inductor", False),
+    ],
+)
 def test_compiles_as_one_graph(ffn: Function, backend: str, dynamic: bool) -> None:
     torch.compiler.reset()
     p = draw(130, 264, 32, bias=True)
@@ -816,7 +821,7 @@ def test_a_module_fills_main_grad(cls: Any, strategy: Any) -> None:
 # Training
 
 
-def trained(strategy: str, seed: int, steps: int = 300) -> list[float]:
+def trained(strategy: str, seed: int, steps: int = 200) -> list[float]:
     """Losses of a small byte model on sentences of a few words, in bf16 by autocast over fp32 weights."""
     torch.manual_seed(0)
     model = ByteModel(ModelShape(layers=2, hidden=64, intermediate=264, context=32))

@@ -19,7 +19,17 @@ import torch
 import torch.distributed as dist
 
 # imported once, in the process that the ranks are forked from
-PRELOAD = ["torch", "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+PRELOAD = [
+    *(
+        "pytest",
+        "torch._dynamo",
+        "torch.distributed.tensor.parallel",
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint",
+    ),
+    *("twell.nn", "twell.distributed", "twell.integrations.transformers", "twell.recipe", "twell.testing"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"),
+]
 # of a rank that waits for another: longer than anything here takes, shorter than anybody's patience
 PATIENCE_S = 60.0
 _SIGNAL = signal.SIGUSR1
