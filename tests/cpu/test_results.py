@@ -213,7 +213,7 @@ def test_the_table_of_auto_at_points_that_it_is_not_fitted_to(root: Path, monkey
         if first["workload"] not in drawn:
             (source,) = workloads.parse([first["workload"]])
             # a document is enough, and some hundred features are as good as thousands
-            problem = source.load(512, 512, first["n"], device="cpu", dtype=torch.float32)
+            problem = source.load(512, 256, first["n"], device="cpu", dtype=torch.float32)
             drawn[source.text] = tune.figures_of(problem)
         figures, tokens = drawn[first["workload"]], first["tokens"]
         if tokens < geometry.TOKEN_TILE:
