@@ -30,8 +30,8 @@ WORKLOAD = "nnz=9,skew=0.5"
 
 
 @pytest.fixture(autouse=True)
-def _no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test draws is forgotten; replays are as few as can be."""
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the workloads that a test draws, and replay as few times as possible."""
     for name in [name for name in testing.WORKLOADS if "=" in name]:
         monkeypatch.delitem(testing.WORKLOADS, name)
     monkeypatch.setattr(protocol, "WARM_ROUNDS", 1)
@@ -49,7 +49,7 @@ class Result(NamedTuple):
 
 @pytest.fixture
 def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    """Runs the command, and reads what it wrote."""
+    """Return a function that runs the command and reads its output."""
 
     def run(*words: str, tiny: bool = True) -> Result:
         path = tmp_path / "out.json"
@@ -84,10 +84,10 @@ def test_a_cpu_has_sizes_of_its_own(
     assert [(job.m, job.k, job.n) for job in asked.jobs] == [expected]
 
 
-def test_every_op(bench: Callable[..., Result]) -> None:
+def test_every_op_has_checked_and_timed_rows(bench: Callable[..., Result]) -> None:
     result = bench(",".join(OPS), "--workload", WORKLOAD, "--strategy", "row,union,dense,auto", "--m-decode", "1,8")
     assert result.code == 0, result.out
-    # the pattern fits, so that there is nothing to overflow
+    # the pattern fits, so nothing overflows
     assert {row["variant"] for row in result.rows} >= set(OPS) - {"train_overflow"}
     assert len({key(row) for row in result.rows}) == len(result.rows)
     for row in result.rows:
@@ -120,7 +120,7 @@ def test_every_op(bench: Callable[..., Result]) -> None:
     assert gradients.keys() == {f"{t}{s}" for t in ("x", "w_gate", "w_up", "w_down") for s in ("", " with l1")}
 
 
-def test_sizes_and_forms(bench: Callable[..., Result]) -> None:
+def test_sizes_dtype_and_compression_reach_the_rows(bench: Callable[..., Result]) -> None:
     result = bench(
         *("gate_pack", "down", "--tokens", "16,130", "24", "--hidden", "32", "--neurons", "200", "--workload", "nnz=5"),
         *("--dtype", "fp16", "--compression", "4", "--device", "cpu", "--seconds", "0.001"),
@@ -133,7 +133,7 @@ def test_sizes_and_forms(bench: Callable[..., Result]) -> None:
     assert result.data["arguments"]["m"] == [16, 130, 24]
 
 
-def test_a_recorded_layer(bench: Callable[..., Result], tmp_path: Path) -> None:
+def test_a_recorded_layer_is_timed(bench: Callable[..., Result], tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     np.savez(
         tmp_path / "layer5.npz",
@@ -150,7 +150,7 @@ def test_a_recorded_layer(bench: Callable[..., Result], tmp_path: Path) -> None:
     assert f"--workload real:{tmp_path}/5 " in result.out
 
 
-# What is not right
+# Wrong results
 
 
 def test_a_wrong_result_is_red_and_has_no_time(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_a_wrong_result_is_red_and_has_no_time(bench: Callable[..., Result], mon
 
 
 def assert_no_speed(row: dict[str, Any]) -> None:
-    """A row without anything that a time goes into."""
+    """Check that no figure of the row is derived from a time."""
     names = "ms min_ms p10_ms p90_ms tflops executed_tflops l2_gather_gbs memory_gbs floor_share over_gemm kernels"
     names += " speedup_eager speedup_compiled speedup_dense energy_mj"
     assert {name: row[name] for name in names.split() if row[name] is not None} == {}
@@ -201,7 +201,7 @@ def test_a_wrong_gradient_is_red(bench: Callable[..., Result], monkeypatch: pyte
 
 
 def test_a_wrong_dense_layer_is_no_baseline(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch.compile makes of the dense layer is checked as the sparse ones are."""
+    """A dense layer that torch.compile compiles is checked like the sparse ones."""
     dense = testing.dense_output
 
     def wrong(problem: testing.FFN, *, gated: bool = True) -> Tensor:
@@ -247,7 +247,7 @@ def test_other_bits_on_replay_are_red(bench: Callable[..., Result], monkeypatch:
     assert [row["red"] for row in result.rows if row["variant"] == "ffn"] == ["a replayed recording gives other bits"]
 
 
-def test_unchecked_says_so(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchecked_rows_say_so(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(testing, "sparse_output", lambda problem, **_: torch.zeros_like(problem.x))
     monkeypatch.setattr(testing, "float64_output", lambda *_, **__: pytest.fail("compared all the same"))
     result = bench("ffn,decode", "--workload", WORKLOAD, "--no-check", "--m-decode", "4", "--repro")
@@ -291,10 +291,10 @@ def test_what_does_not_fit_trains_dense_and_by_overflow(bench: Callable[..., Res
     assert not [row for row in result.rows if row["red"]]
 
 
-# What is printed and written
+# Output
 
 
-def test_data(bench: Callable[..., Result], tmp_path: Path) -> None:
+def test_json_and_csv_hold_the_same_rows(bench: Callable[..., Result], tmp_path: Path) -> None:
     path = tmp_path / "deep" / "out.csv"
     result = bench("gate_pack", "--workload", WORKLOAD, "--csv", str(path))
     assert result.data["machine"] == testing.machine_line("cpu")
@@ -336,7 +336,7 @@ def test_repro_repeats_its_row(bench: Callable[..., Result], ops: str, options: 
     lines = [line.strip() for line in result.out.splitlines() if line.startswith("  python -m twell bench ")]
     assert len(lines) == len(result.rows)
     repeated: dict[str, set[tuple[Any, ...]]] = {}
-    # one of the two workloads is enough for what runs again
+    # one of the two workloads is enough to run again
     for row, line in zip(result.rows, lines, strict=True):
         asked = parser.request(cli.parser().parse_args(shlex.split(line)[4:]))
         assert [job.source.name for job in asked.jobs] == [row["workload"]]
@@ -372,7 +372,7 @@ def test_ctrl_c_leaves_what_was_measured(
     assert "gate_pack" in result.out
     assert result.data["machine"] in result.out
     assert "twell bench: interrupted" in result.err
-    # before anything is measured an older file stays
+    # an interrupt before the first measurement leaves an older file alone
     path = tmp_path / "old.json"
     path.write_text("old")
     assert main(["gate_pack", "--workload", "nnz=8", *TINY, "--json", str(path)]) == 130
@@ -384,7 +384,7 @@ def test_ctrl_c_leaves_what_was_measured(
 
 
 class Known(Cpu):
-    """A device that knows its memory."""
+    """A device that reports memory."""
 
     def peak(self, call: protocol.Call) -> int | None:
         call(0)
@@ -403,7 +403,7 @@ class Joules(NamedTuple):
 
 
 class Meter:
-    """Ten calls take a joule each, but dense twice as much; a tenth of it idle."""
+    """Ten calls take a joule each, those of dense two; a tenth is idle power."""
 
     method = "total_energy_counter"
 
@@ -430,7 +430,7 @@ def run(options: Options, meter: Any = None, workload: str = WORKLOAD) -> list[R
 
 
 @pytest.mark.parametrize("memory", [False, True])
-def test_memory(memory: bool) -> None:
+def test_memory_is_measured_for_training_and_on_request(memory: bool) -> None:
     found = run(Options((*INFERENCE, *TRAINING, "decode"), decoded=(2,), memory=memory, seconds=1e-3))
     steps = ("train", "sparse_train", "dense eager train", "dense eager train non-gated")
     assert {row.variant for row in found if row.kept_bytes == 1024} == set(steps)
@@ -451,7 +451,7 @@ def test_energy_is_of_a_token_beside_dense() -> None:
     assert dense.energy_dense is None
 
 
-# What a layer is
+# Layers
 
 
 @torch.no_grad()
@@ -486,7 +486,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("words", [[], ["ffn"], ["ffn", "--device", "cuda"], ["ffn", "--device", "cuda:1"]], ids=str)
-def test_without_a_gpu(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_the_device_must_be_cpu(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     error = capsys.readouterr().err
     got = words[-1] if "--device" in words else "cuda"

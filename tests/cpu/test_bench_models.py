@@ -1,4 +1,4 @@
-"""``twell bench model`` on the CPU: models of random weights and saved ones, what is checked, and what is written."""
+"""``twell bench model`` on the CPU: models with random weights and saved ones, checks and output."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def bench(*arguments: object) -> int:
 
 @pytest.fixture(scope="module")
 def subject() -> Subject:
-    """A tiny model whose weights were drawn, in float32 once a test has trained it."""
+    """A tiny model with drawn weights; float32 once a test has trained it."""
     ids = models_random.draw_ids(SHAPE, 4, 64, 0.5)
     model = models_random.build(SHAPE, 64, CPU)
     wanted = models_random.draw(model, ids, Pattern(4.0))
@@ -62,7 +62,7 @@ def test_refuses_other_shapes(text: str) -> None:
 
 
 def pattern_of(pattern: Pattern, seed: int = 0) -> tuple[Any, list[float], list[sparsity.LayerReport]]:
-    """A model, what was wanted and what came of it, on tokens that its thresholds were not found on."""
+    """Return a model, the wanted non-zeros and a report on tokens other than those that set its thresholds."""
     shape = parse_shape("3x64x256x2x640")
     model = models_random.build(shape, 256, CPU)
     ids = models_random.draw_ids(shape, 16, 256, pattern.topic)
@@ -79,7 +79,7 @@ def test_layers_fire_as_many_neurons_as_wanted() -> None:
         assert report.dead > 0.2 * 256
         assert report.most > 3 * report.mean, "tokens differ"
         assert report.hottest[64] > 0.5, "neurons differ"
-    # documents share neurons, so that tokens without topics have more of them in turn
+    # documents share neurons; tokens without topics have larger unions
     apart = pattern_of(Pattern(8.0, topic=0.0))[2]
     for together, alone in zip(reports, apart, strict=True):
         assert together.unions[128] < 0.8 * alone.unions[128]
@@ -109,7 +109,7 @@ def test_too_many_non_zeros_are_refused() -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What one run of the command printed and wrote; two configurations, compiled by a backend that runs as it is."""
+    """The output of one run of the command: two configurations, compiled by the backend that runs eagerly."""
     folder = tmp_path_factory.mktemp("bench")
     files = folder / "a.json", folder / "a.csv"
     tiny = ["--config", TINY, "3x32x64x2x64", "--nnz", 4, 5, "--topic", 0.25, "--device", "cpu", "--compile", "eager"]
@@ -174,7 +174,7 @@ def test_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     line = printed.splitlines()[-1]
     assert "sparse eager" in printed
     assert "non-zeros a token" in printed
-    # the line that repeats it asks for the same
+    # the repro line asks for the same
     parser = argparse.ArgumentParser()
     models.add_arguments(parser)
     again = parser.parse_args(shlex.split(line)[5:])
@@ -220,11 +220,11 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str])
     assert "expected" in capsys.readouterr().err
 
 
-# What is wrong
+# Wrong results
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, rows: slice) -> None:
-    """Have sparse layers return zeros for some tokens, as an overflow nobody notices would."""
+    """Have sparse layers return zeros for some tokens, like an overflow that goes unnoticed."""
     original = functional.sparse_gated_ffn
 
     def spoiled(x: Tensor, *weights: Tensor, strategy: Any, **options: Any) -> Any:
@@ -266,13 +266,13 @@ def test_a_single_wrong_token_is_noticed(monkeypatch: pytest.MonkeyPatch, subjec
 
 @pytest.mark.parametrize(("op", "length", "seed"), [("forward", 64, 7), ("train", 8, 4)])
 def test_chance_makes_no_row_red(op: str, length: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sparse layers on so few tokens that their error is 1.2 times dense's, although no more values are rounded."""
+    """So few tokens that the error of sparse layers is 1.2 times dense's, although no more values are rounded."""
     monkeypatch.setattr(Settings, "kinds", lambda self: [("dense", "dense", False), ("sparse", "row", False)])
     ids = models_random.draw_ids(SHAPE, 4, length, 0.5)
     model = models_random.build(SHAPE, length, CPU)
     models_random.draw(model, ids, Pattern(4.0), seed)
     rows = models_run.run_op(Subject(TINY, model, ids), op, settings())
-    # too much of many tokens
+    # too large for many tokens
     assert rows[1].error is not None
     assert rows[1].error > models_run.TOLERANCE
     assert [row.red for row in rows] == ["", ""]
@@ -287,7 +287,7 @@ def test_half_the_sequences_where_memory_runs_out(monkeypatch: pytest.MonkeyPatc
     original = models_run.Forward.run_pass
 
     def run_pass(self: models_run.Forward, tokens: Tensor) -> Tensor:
-        # the layers run, so that only some of the variants fail
+        # only some of the variants fail
         if len(tokens) > 1 and self.strategy != "dense":
             raise torch.OutOfMemoryError("out of memory")
         return original(self, tokens)
@@ -343,7 +343,7 @@ def test_what_a_training_pass_keeps(subject: Subject) -> None:
     for strategy in ("dense", "row"):
         variant = Training(model, (strategy, strategy, False), 2, optimizer)
         total, copies = variant.kept(tokens)
-        # of each weight that autocast casts: all but those of norms, the embedding as the head
+        # autocast casts every weight except for those of norms, the embedding as the head
         linear = sum(p.numel() for p in model.parameters() if p.dim() == 2)
         assert copies is not None
         assert copies == 2 * linear
@@ -351,13 +351,13 @@ def test_what_a_training_pass_keeps(subject: Subject) -> None:
     # gate, up, relu(gate) and their product: at least three of 16 bits
     assert kept["dense"] > 2 * 3 * 2 * tokens.numel() * 64
     assert kept["row"] != kept["dense"]
-    # beside activations [64, 64] a weight [64, 32] can be told, [64, 64] could not
+    # activations [64, 64] differ from a weight [64, 32], but not from one [64, 64]
     ambiguous = Training(model, ("dense", "dense", False), 1, optimizer).kept(tokens)
     assert ambiguous[1] is None
 
 
 def test_exact_gradients_are_those_of_the_whole_pass(subject: Subject) -> None:
-    """Sequence by sequence, in fp32, they are those of one pass but for rounding."""
+    """Computed sequence by sequence in fp32, they equal those of one pass up to rounding."""
     model = subject.exact()
     optimizer = torch.optim.SGD(model.parameters())
     variant = Training(model, ("dense", "dense", False), 2, optimizer)

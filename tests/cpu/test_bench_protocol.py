@@ -17,7 +17,7 @@ from twell.commands.bench.protocol import Ceilings, Cpu, Gpu, Loop, copies_for, 
 
 
 class Recorded:
-    """A recording that takes ``milliseconds`` a call and writes down that it ran."""
+    """A recording that takes ``milliseconds`` per call and logs its replays."""
 
     def __init__(self, name: str, log: list[str], milliseconds: float = 1.0, copies: int = 1) -> None:
         self.name, self.log, self.milliseconds, self.copies = name, log, milliseconds, copies
@@ -42,7 +42,7 @@ class Recorded:
 
 
 class Clock:
-    """Seconds that pass at each look."""
+    """A clock that advances at each look."""
 
     def __init__(self, step: float) -> None:
         self.now, self.step = 0.0, step
@@ -80,7 +80,7 @@ def test_median_and_percentiles_are_of_the_samples() -> None:
     samples = [float(value) for value in range(101)]
     assert spread(samples[::-1]) == (50.0, 0.0, 10.0, 90.0)
     assert spread([2.0]) == (2.0, 2.0, 2.0, 2.0)
-    # one that took long moves neither
+    # one slow sample moves neither
     assert spread([*([1.0] * 19), 1e6]) == (1.0, 1.0, 1.0, 1.0)
 
 

@@ -59,7 +59,7 @@ def test_text_is_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_json(tmp_path: Path) -> None:
+def test_json_holds_machine_arguments_and_rows(tmp_path: Path) -> None:
     path = tmp_path / "new" / "file.json"
     arguments = argparse.Namespace(m=[1, 2], out=path, several=[path], name="x")
     found = [Result("a", math.inf, parts={"x": math.nan, "y": 1.5})]
@@ -69,7 +69,7 @@ def test_json(tmp_path: Path) -> None:
     assert list(data) == ["machine", "arguments", "ceilings", "rows"]
     assert data["machine"] == "a machine"
     assert data["ceilings"] == {"l2": 7.3}
-    # the paths of a machine are its own
+    # paths of this machine are left out
     assert data["arguments"] == {"m": [1, 2], "name": "x"}
     assert data["rows"] == [{"name": "a", "ms": None, "red": "", "parts": {"x": None, "y": 1.5}}]
     assert [p.name for p in path.parent.iterdir()] == ["file.json"]
@@ -118,7 +118,7 @@ def test_a_failure_to_write_is_told_once_and_forgotten_when_it_is_over(
     assert writer.failure == ""
 
 
-def test_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_csv_holds_every_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "new" / "file.csv"
     found = [Result("a, b", 1.5, parts={"x": 2.0}), Result("c", red='says "no"')]
     write_csv(path, found)

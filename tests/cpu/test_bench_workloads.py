@@ -1,4 +1,4 @@
-"""What --workload takes."""
+"""The values of --workload."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from twell.commands.request import RequestError
 
 
 @pytest.fixture(autouse=True)
-def _no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test draws is forgotten."""
+def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the workloads that a test draws."""
     monkeypatch.setattr(workloads, "WORKLOADS", testing.WORKLOADS)
     monkeypatch.setattr(testing, "WORKLOADS", dict(testing.WORKLOADS))
     monkeypatch.setattr(workloads, "WORKLOADS", testing.WORKLOADS)
@@ -66,10 +66,10 @@ def test_names_are_taken_once() -> None:
         ),
     ],
 )
-def test_parameters(text: str, name: str, pattern: testing.Workload) -> None:
+def test_parameters_make_a_workload_with_a_canonical_name(text: str, name: str, pattern: testing.Workload) -> None:
     (source,) = parse([text])
     assert (source.name, source.text, source.pattern) == (name, name, pattern)
-    # the name stands for the same
+    # the name selects the same workload
     assert parse([name]) == [source]
 
 
@@ -115,7 +115,7 @@ def test_drawn_workloads_have_their_pattern() -> None:
         ("topic29,uniform29", "got 'topic29,uniform29'; several are separated by spaces"),
     ],
 )
-def test_what_is_no_workload(text: str, message: str) -> None:
+def test_other_texts_are_refused(text: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         parse([text])
 
@@ -128,7 +128,7 @@ def test_the_widest_spreads_have_the_non_zeros_asked_for(text: str) -> None:
     assert found == pytest.approx(source.pattern.nnz if source.pattern else 0, rel=0.1)
 
 
-def test_more_nonzeros_than_neurons() -> None:
+def test_more_nonzeros_than_neurons_are_refused() -> None:
     (source,) = parse(["nnz=60,dead=0.5"])
     source.check(120)
     for ask in (lambda: source.check(100), lambda: source.load(8, 8, 100, device="cpu", dtype=torch.bfloat16)):
@@ -138,12 +138,12 @@ def test_more_nonzeros_than_neurons() -> None:
             ask()
 
 
-def test_recorded_layers(recorded: Path) -> None:
+def test_recorded_layers_are_found_by_folder_and_number(recorded: Path) -> None:
     everything = parse([f"real:{recorded}"])
     assert [source.name for source in everything] == ["real3", "real12"]
     for form in ("3", "layer3", "layer3.npz", "real3"):
         assert parse([f"real:{recorded}/{form}"]) == everything[:1]
-    # the text stands for one of them
+    # its text selects one of them
     assert [parse([source.text]) for source in everything] == [[source] for source in everything]
     assert parse([f"real:{recorded}", f"real:{recorded}/12"]) == everything
     problem = everything[0].load(40, 1, 1, device="cpu", dtype=torch.float16)
@@ -153,7 +153,7 @@ def test_recorded_layers(recorded: Path) -> None:
     everything[0].check(1)
 
 
-def test_recorded_layers_that_are_not_there(recorded: Path, tmp_path: Path) -> None:
+def test_recorded_layers_must_exist(recorded: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"expected a layer of .*recorded layers, which has 3, 12"):
         parse([f"real:{recorded}/4"])
     with pytest.raises(RequestError, match=r"expected files layer0.npz, .* got none"):
@@ -171,7 +171,7 @@ def test_layers_of_two_models_need_two_runs(recorded: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("content", [b"", b"PK no archive", b"PK\x03\x04 no archive"])
-def test_a_broken_recording(recorded: Path, content: bytes) -> None:
+def test_a_broken_recording_is_refused(recorded: Path, content: bytes) -> None:
     (recorded / "layer3.npz").write_bytes(content)
     (source,) = parse([f"real:{recorded}/3"])
     with pytest.raises(RequestError, match=r"real:.*/3 cannot be read"):

@@ -1,4 +1,4 @@
-"""profiling/draw: what charts show, their files and their check; profiling/draw/style.py: colours and bytes."""
+"""profiling/draw: the data of charts, their files and their check."""
 
 from __future__ import annotations
 
@@ -137,13 +137,13 @@ def test_every_sweep_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         xml.etree.ElementTree.parse(path)
 
 
-def test_crossovers_of_strategies(tmp_path: Path) -> None:
+def test_crossovers_are_where_the_lines_cross(tmp_path: Path) -> None:
     write(tmp_path, "h200_sweep_nnz", nnz_rows())
     chart = charts.nnz(charts.Results(tmp_path))
     for pattern, limit in (("uniform", 180), ("topic", 540)):
         found = {mark["what"]: mark for mark in chart.data[pattern]["marks"]}
         assert set(found) == {"row = dense", "union = dense", "row = union", "train = dense"}
-        # between measured points the lines are straight, the made-up speed-ups are not
+        # lines are straight between measured points; the made-up speed-ups are not
         assert found["row = dense"]["x"] == pytest.approx(58.5, rel=0.1)
         assert found["union = dense"]["x"] == pytest.approx(limit, rel=0.1)
         crossed = found["row = union"]
@@ -164,7 +164,7 @@ def test_correlation_is_pearsons(tmp_path: Path) -> None:
         gains = [point["speedup"] for point in chart.data["points"][op]]
         fit = chart.data["fits"][op]
         assert fit["nnz"] == pytest.approx(numpy.corrcoef(counts, gains)[0, 1])
-        # of the forward pass, as the training step's rows do not say it
+        # the forward pass's; the training step's rows have none
         assert [point["union"] for point in chart.data["points"][op]] == pytest.approx(UNIONS)
         assert fit["union"] == pytest.approx(numpy.corrcoef(UNIONS, gains)[0, 1])
     fit = chart.data["fits"]["ffn"]
@@ -173,9 +173,9 @@ def test_correlation_is_pearsons(tmp_path: Path) -> None:
     assert chart.machine.startswith("layers of a model; ")
 
 
-def test_memory_by_token(tmp_path: Path) -> None:
+def test_memory_is_shown_per_token(tmp_path: Path) -> None:
     rows = memory_rows()
-    # one that went wrong does not make all of dense look better
+    # a failed row does not improve dense's figure
     rows[0]["kept_bytes"] = 0
     write(tmp_path, "h200_sweep_memory", rows)
     chart = charts.memory(charts.Results(tmp_path))
@@ -200,7 +200,7 @@ def test_kernels_add_up_to_the_whole(tmp_path: Path) -> None:
 
 
 def test_every_kernel_of_a_step_has_a_part(root: Path) -> None:
-    """A kernel that is renamed would vanish in "rest"."""
+    """A renamed kernel would vanish in "rest"."""
     result = json.loads((root / "profiling" / "results" / "h200_sweep_kernels.json").read_text())
     small = {symbol for each in result["rows"] for symbol, ms in (each.get("kernels") or {}).items() if ms < 0.08}
     for each in result["rows"]:
@@ -234,7 +234,7 @@ def test_the_papers_configurations_beside_its_figures(tmp_path: Path) -> None:
     write(tmp_path, "h200_paper_configs", rows)
     again = configs_rows("2B", "forward")
     again[-1]["tokens_per_ms"] = 160
-    # without what it would be compared for
+    # without a row to compare with
     write(tmp_path, "h200_paper_configs_2b", [*again, *configs_rows("1.5B", "train")[:2]])
     chart = charts.paper(charts.Results(tmp_path))
     assert [(bar["config"], bar["op"]) for bar in chart.data] == [
@@ -243,7 +243,7 @@ def test_the_papers_configurations_beside_its_figures(tmp_path: Path) -> None:
         ("2B", "forward"),
     ]
     forward, train, larger = chart.data
-    # over the faster of the dense ones, in percent
+    # over the faster dense variant, in percent
     assert forward["ours"] == train["ours"] == {"rate": 50, "energy": -25, "peak": -25}
     assert larger["ours"]["rate"] == pytest.approx(60)
     assert forward["nnz"] == 30

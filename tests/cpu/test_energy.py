@@ -1,4 +1,4 @@
-"""``EnergyMeter`` on a GPU and an NVML that are made up: what it counts, how, and of which GPU."""
+"""``EnergyMeter`` on a simulated GPU and NVML: energy, power sampling, and the choice of the GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UUIDS = [f"{number}0000000-0000-4000-8000-00000000000{number}" for number in ran
 
 
 class Clock:
-    """Time that passes when somebody sleeps, and a bit with each look."""
+    """A clock that advances with sleep, and slightly with each look."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -58,7 +58,7 @@ class FakeError(Exception):
 
 
 class Nvml(ModuleType):
-    """pynvml as far as it is used: its GPUs are those of UUIDS, in NVML's own order."""
+    """The used part of pynvml, with the GPUs of UUIDS in NVML's own order."""
 
     NVMLError = FakeError
 
@@ -125,7 +125,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def visible(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[int]], None]:
-    """Have torch see these of the GPUs, in this order."""
+    """Let torch see these GPUs, in this order."""
 
     def choose(order: list[int]) -> None:
         gpus = [SimpleNamespace(uuid=UUIDS[i], pci_bus_id=16 + i, pci_domain_id=0, pci_device_id=i) for i in order]
@@ -146,7 +146,7 @@ def install(monkeypatch: pytest.MonkeyPatch, nvml: Nvml) -> Nvml:
 
 
 @pytest.mark.parametrize("duration", [0.001, 0.15, 0.33])
-def test_counter(
+def test_energy_is_the_difference_of_the_counter(
     monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None], duration: float
 ) -> None:
     board = Board(clock)
@@ -166,7 +166,7 @@ def test_counter(
     assert found.calls == calls
     assert 2.0 <= found.seconds < 2.0 + duration + 0.01
     assert found.seconds == pytest.approx(calls * duration, rel=0.01)
-    # steps of 0.1 s of 600 W would be 3 % of it, if calls began anywhere between two
+    # a call that begins anywhere between two steps of 0.1 s would be 3 % off
     assert found.joules == pytest.approx(calls * duration * BUSY, rel=0.005)
     assert found.idle_joules == pytest.approx(found.seconds * IDLE, rel=0.005)
     assert found.net_joules == pytest.approx(calls * duration * (BUSY - IDLE), rel=0.01)
@@ -184,8 +184,10 @@ def test_a_counter_that_stands_still_is_no_energy(
             use()
 
 
-def test_power_sampling(monkeypatch: pytest.MonkeyPatch, visible: Callable[[list[int]], None]) -> None:
-    """By the real clock and a thread: power is that of the moment it is asked for."""
+def test_power_is_sampled_where_there_is_no_counter(
+    monkeypatch: pytest.MonkeyPatch, visible: Callable[[list[int]], None]
+) -> None:
+    """With the real clock and a thread: each sample is the power at that moment."""
     nvml = install(monkeypatch, Nvml(counter=True))
     for name, value in (("_SAMPLE", 0.002), ("_SETTLE", 0.0), ("_WARM", 0.02)):
         monkeypatch.setattr(energy, name, value)
@@ -205,7 +207,7 @@ def test_power_sampling(monkeypatch: pytest.MonkeyPatch, visible: Callable[[list
 def test_finds_the_gpu_that_torch_means(
     monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None], order: tuple[int, ...]
 ) -> None:
-    """NVML numbers all GPUs, torch those of CUDA_VISIBLE_DEVICES in its order, whether by index or UUID."""
+    """NVML numbers all GPUs; torch numbers those of CUDA_VISIBLE_DEVICES, in its order."""
     visible(list(order))
     install(monkeypatch, Nvml(Board(clock)))
     for index, physical in enumerate(order):
@@ -215,13 +217,13 @@ def test_finds_the_gpu_that_torch_means(
     assert EnergyMeter(torch.device("cuda"))._handle == UUIDS[order[0]]
 
 
-def test_mig_instance(
+def test_a_mig_instance_measures_the_whole_gpu(
     monkeypatch: pytest.MonkeyPatch,
     clock: Clock,
     visible: Callable[[list[int]], None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """CUDA_VISIBLE_DEVICES=MIG-...: torch gives the UUID of the instance, which has no power of its own."""
+    """CUDA_VISIBLE_DEVICES=MIG-...: torch gives the UUID of the instance, which has no power reading."""
     install(monkeypatch, Nvml(Board(clock), mig=True))
     warned: list[str] = []
     monkeypatch.setattr(energy, "warn_once", warned.append)
@@ -232,7 +234,7 @@ def test_mig_instance(
 
 
 @pytest.mark.parametrize("missing", [{"init": True}, {"counter": True, "power": True}])
-def test_unavailable(
+def test_without_nvml_or_readings_it_is_unavailable(
     monkeypatch: pytest.MonkeyPatch,
     clock: Clock,
     visible: Callable[[list[int]], None],
@@ -246,7 +248,9 @@ def test_unavailable(
             use()
 
 
-def test_no_gpu(monkeypatch: pytest.MonkeyPatch, visible: Callable[[list[int]], None]) -> None:
+def test_without_a_gpu_the_reason_says_so(
+    monkeypatch: pytest.MonkeyPatch, visible: Callable[[list[int]], None]
+) -> None:
     visible([])
     install(monkeypatch, Nvml())
     assert EnergyMeter().reason == "there is no CUDA device"

@@ -1,4 +1,4 @@
-"""Profiling without a GPU: tables of ncu's CSV, the program that is profiled, the scripts around it, dumps."""
+"""Profiling without a GPU: tables of ncu's CSV, the profiled program, its scripts, dumps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from twell._runtime import specs
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# As compiled kernels are called, without the types that follow.
+# Names of compiled kernels, without the types that follow.
 COMPILED = {
     "kernel_cutlass_kernel_cute_kernelsgate_packGatePack_object_at__CopyAtom_ThrID10_0": ("gate_pack", "gate_pack"),
     "kernel_cutlass_kernel_twellcute_kernelsgate_packGatePack_object_at__CopyAtom_0": ("gate_pack", "gate_pack"),
@@ -105,7 +105,7 @@ def raw(*launches: tuple[str, list[str]], metrics: dict[str, str] | None = None)
 
 
 def details(*launches: tuple[str, list[tuple[str, str, str]]]) -> str:
-    """The details page: a line for each metric, and for what rules say."""
+    """The details page: a line for each metric and each rule."""
     header = [*LAUNCH, "Device", "CC", "Section Name", "Metric Name", "Metric Unit", "Metric Value", "Rule Name"]
     header += ["Rule Type", "Rule Description"]
     rows = [header]
@@ -126,12 +126,12 @@ class TestRaw:
         lines = raw((LIGHT, LIGHT_1), (LIGHT, LIGHT_2), (LIGHT, LIGHT_3)).splitlines(keepends=True)
         (row,) = summarize.summarize(summarize.read(lines))
         assert (row.kernel, row.launches) == ("up_down light", 3)
-        # of three, one with a comma between thousands
+        # the median of three, one with a thousands separator
         assert row.ms == pytest.approx(0.4205)
         assert (row.tensor, row.l2, row.dram) == (33.25, 90.5, 14.0)
         assert (row.registers, row.shared_bytes) == (128, pytest.approx(99330 + 1024))
         assert (row.achieved, row.theoretical) == (25.5, 25)
-        # 5.5 + 1.5 + 1.0 of three states: those of warps not issued are counted already
+        # 5.5 + 1.5 + 1.0 of three states; warps not issued are already counted
         expected = {"long_scoreboard": 100 * 5.5 / 8, "barrier": 100 * 1.5 / 8, "selected": 100 / 8}
         assert row.stalls == pytest.approx(expected)
         assert list(row.stalls) == ["long_scoreboard", "barrier", "selected"]
@@ -333,7 +333,7 @@ done
 
 @pytest.fixture
 def tools(tmp_path: Path) -> Path:
-    """A folder for the path, with the shell's own tools and no profiler."""
+    """A folder for PATH, with the shell's own tools and no profiler."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("bash", "dirname", "sed", "mkdir", "rm", "cat", "env", "true", "false"):
@@ -344,7 +344,7 @@ def tools(tmp_path: Path) -> Path:
 
 
 def stand_in(tools: Path, name: str, *, report: str, csv: str = "") -> Path:
-    """Put a profiler into the path; the file that it notes its calls in."""
+    """Put a profiler into PATH; return the file in which it logs its calls."""
     log, canned = tools / f"{name}.log", tools / f"{name}.csv"
     canned.write_text(csv)
     leave = f'echo report >"$output{report}"' if report else ""
@@ -441,7 +441,7 @@ SUFFIXES = ("ptx", "cubin", "txt", "sass")
 
 @pytest.fixture(scope="module")
 def dumped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is written of one small kernel. A process of its own: pytest takes what the compiler prints."""
+    """The dump of one small kernel, made in its own process because pytest captures the compiler's output."""
     pytest.importorskip("cutlass")
     folder = tmp_path_factory.mktemp("dump") / "made"
     command = [sys.executable, "profiling/dump.py", "unpack_bf16", "-o", str(folder)]

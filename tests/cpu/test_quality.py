@@ -1,4 +1,4 @@
-"""profiling/quality.py: that a sweep shows what sparsity costs, loses no finished run, and compiles a layer once."""
+"""profiling/quality.py: a sweep shows the cost of sparsity and loses no finished run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLAN = (
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Arguments: the small model on words in an order that can be learnt."""
+    """Arguments of a small model on text that can be learnt."""
     root = tmp_path_factory.mktemp("quality")
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghijkl", k=5)) for _ in range(40)]
@@ -46,7 +46,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def swept(base: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file of a whole sweep."""
+    """The file of a complete sweep."""
     out = tmp_path_factory.mktemp("swept") / "quality.json"
     assert quality.main([*base, *PLAN, "--out", str(out)]) == 0
     return out
@@ -102,7 +102,7 @@ def test_non_zeros_fall_as_the_coefficient_rises(swept: Path) -> None:
 
 
 def test_held_out_figures_are_those_of_the_whole_text(base: list[str], swept: Path, monkeypatch: Any) -> None:
-    """By hand, from the model, for one of its layers."""
+    """Compared with figures computed by hand for one layer."""
     kept: list[Any] = []
     measure = quality.held_out
     monkeypatch.setattr(quality, "held_out", lambda training: kept.append(training) or measure(training))
@@ -146,7 +146,7 @@ def test_an_interrupted_sweep_keeps_finished_runs(
     assert quality.main(command) == 0
     results, whole = found(tmp_path / "quality.json"), found(swept)
     assert set(results) == {Run(), Run(0.01), Run(activation="silu")}
-    # what ran before in the process makes no difference
+    # earlier runs in the process make no difference
     for run, result in results.items():
         assert result.blocks == whole[run].blocks, run
         assert result.layers == whole[run].layers, run
@@ -195,7 +195,7 @@ def test_table_and_notes(swept: Path, capsys: Any) -> None:
 
 
 def test_what_the_chart_shows(swept: Path) -> None:
-    """The numbers that are drawn, read back from matplotlib's objects."""
+    """The drawn numbers, read back from matplotlib's objects."""
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 

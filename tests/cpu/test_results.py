@@ -74,7 +74,7 @@ def readme(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def row(config: str, op: str, variant: str, ms: float, **more: Any) -> dict[str, Any]:
-    """A row of bench model: 1,000 tokens, a tenth of a watt-second a second."""
+    """A row of bench model: 1,000 tokens, 0.1 mJ per token and millisecond."""
     known: dict[str, Any] = {"config": config, "op": op, "variant": variant, "ms": ms, "red": "", "micro_batch": 8}
     known |= {"tokens_per_ms": 1000 / ms, "speedup": 10 / ms, "p10_ms": ms - 1, "p90_ms": ms + 1, "error": 1.0}
     known |= {"mj_per_token": ms / 10, "mj_per_token_idle_corrected": ms / 20, "worst": 1.5}
@@ -174,12 +174,12 @@ def test_auto_misses(readme: Any, tmp_path: Path) -> None:
         return [*named, known | {"requested": "auto", "strategy": auto, "ms": ms[auto]}]
 
     rows = strategies("a", "union", row=1.0, union=1.1, dense=2.0)
-    # the best, as good as that, and nothing to compare with
+    # the best, one as good as the best, and one without competitors
     rows += strategies("b", "row", row=1.0, union=1.1, dense=2.0) + strategies("c", "union", row=1.0, union=1.01)
     rows += strategies("d", "row", row=1.0)[1:]
     write(tmp_path, "h200_sweep_m", rows)
     write(tmp_path, "h200_sweep_nnz", strategies("e", "dense", union=1.0, dense=1.5))
-    # a named workload, which has no point, decoded: the kinds of rows are told apart, and dense is what PyTorch takes
+    # a named workload, decoded: kinds of rows are told apart, and dense is PyTorch's time
     named = {"workload": "topic128", "tokens": 8, "nnz": 129.0, "red": ""}
     kinds = (("decode", "row", "row", 0.02), ("decode", "auto", "row", 0.02), ("dense eager decode", "", "", 0.01))
     kinds = (*kinds, ("dense eager", "", "", 0.001), ("gate GEMM", "", "", 0.001))
@@ -195,7 +195,7 @@ def test_auto_misses(readme: Any, tmp_path: Path) -> None:
 
 
 def test_the_table_of_auto_at_points_that_it_is_not_fitted_to(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it would choose now, at what was measured there; docs/when-it-pays.md names the misses."""
+    """The choice at measured points; docs/when-it-pays.md names the misses."""
     monkeypatch.syspath_prepend(str(root / "profiling"))
     import readme
     import tune
@@ -212,7 +212,7 @@ def test_the_table_of_auto_at_points_that_it_is_not_fitted_to(root: Path, monkey
             ms[strategy] = min(each["ms"], ms.get(strategy, math.inf))
         if first["workload"] not in drawn:
             (source,) = workloads.parse([first["workload"]])
-            # a document is enough, and some hundred features are as good as thousands
+            # one document and a few hundred features are enough
             problem = source.load(512, 256, first["n"], device="cpu", dtype=torch.float32)
             drawn[source.text] = tune.figures_of(problem)
         figures, tokens = drawn[first["workload"]], first["tokens"]

@@ -1,4 +1,4 @@
-"""profiling/sweep.py: what it asks of bench, what its files hold, going on, budgets, Ctrl-C and red rows."""
+"""profiling/sweep.py: its requests to bench, its files, resuming, Ctrl-C and red rows."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def sweep(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(root / "profiling"))
     import sweep
 
-    # where files go by default
+    # the default folder of files
     monkeypatch.setattr(sweep, "RESULTS", tmp_path / "default")
     return sweep
 
 
 class Bench:
-    """Stands in for twell bench: writes rows for what it is asked. ``before(self, calls so far)`` may interfere."""
+    """A stand-in for twell bench that writes the requested rows; ``before(self, calls so far)`` may interfere."""
 
     def __init__(self, before: Callable[[Bench, int], None] = lambda bench, count: None) -> None:
         self.calls: list[list[str]] = []
@@ -101,7 +101,7 @@ def test_every_sweep_asks_for_its_points(sweep: Any, root: Path, tmp_path: Path)
     assert all("--kernels" in call for call in bench.calls[-2:])
 
 
-def test_it_goes_on_where_it_stopped(sweep: Any, tmp_path: Path) -> None:
+def test_a_sweep_resumes_where_it_stopped(sweep: Any, tmp_path: Path) -> None:
     words = ("memory", "-n", 64, "--out", tmp_path)
     first = Bench()
     # the first call fits, the second would begin too late
@@ -245,7 +245,7 @@ def test_bench_itself_on_the_cpu(
     model.write_text(json.dumps({"non_zeros": [6.0, 2.0, 4.0]}))
     size = ("-m", 64, "-k", 32, "-n", 64, "--seconds", 0.001, "--compile", "none")
     words = ("--model", model, *size, "--out", tmp_path, "--bench", "--device", "cpu")
-    # of the workloads by name those that so few neurons allow
+    # the named workloads that fit so few neurons
     monkeypatch.setattr(sweep, "NAMED", ("uniform29",))
     assert sweep.main(["layers", *map(str, words)]) == 0, capsys.readouterr()
     # "auto" is dense on a CPU, and dense layers have no kernels to show
