@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import twell
+from tests.gpu.operands import padded
 from twell import ops, testing
 from twell._runtime import geometry
 from twell.commands.demo.model import ByteModel, ModelShape
@@ -305,13 +306,6 @@ def test_a_token_that_is_not_a_number(gated: bool) -> None:
     testing.assert_same(found["x"][others], clean["x"][others])
     assert bool(found["w_gate"].isnan().any())
     assert bool(found["w_down"].isnan().any())
-
-
-def padded(t: Tensor, left: int, right: int) -> Tensor:
-    """The same values as rows of a wider buffer that is NaN elsewhere."""
-    wide = torch.full((t.shape[0], left + t.shape[1] + right), math.nan, dtype=t.dtype, device=t.device)
-    wide[:, left : left + t.shape[1]] = t
-    return wide[:, left : left + t.shape[1]]
 
 
 @BOTH

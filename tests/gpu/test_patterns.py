@@ -7,21 +7,11 @@ import torch
 from torch import Tensor
 
 import twell
+from tests.gpu.operands import gates_with, padded
 from twell import ops, testing
 from twell.testing import FFN
 
 CUDA = torch.device("cuda")
-
-
-def gates_with(counts: Tensor, n: int, seed: int = 0) -> Tensor:
-    """Integers [M, n]: counts[m, t] positive ones at random places of tile t of row m, the rest at most zero."""
-    m, tiles = counts.shape
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.rand(m, tiles, 256, generator=generator)
-    scores.view(m, -1)[:, n:] = 2
-    active = scores.argsort(2).argsort(2) < counts[:, :, None]
-    values = torch.randint(1, 9, active.shape, generator=generator)
-    return torch.where(active, values, 1 - values).view(m, -1)[:, :n]
 
 
 def run(problem: FFN, compression: int) -> tuple[Tensor, Tensor]:
@@ -195,13 +185,6 @@ def test_non_finite_weight_reaches_only_tokens_that_fire_it(weight: str, value: 
 @pytest.fixture
 def layered() -> FFN:
     return testing.integer_problem(130, 264, 776, density=0.1, biases="gate up down", device=CUDA)
-
-
-def padded(t: Tensor, left: int, right: int) -> Tensor:
-    """The same values as rows of a wider buffer that is NaN elsewhere."""
-    wide = torch.full((t.shape[0], left + t.shape[1] + right), math.nan, dtype=t.dtype, device=t.device)
-    wide[:, left : left + t.shape[1]] = t
-    return wide[:, left : left + t.shape[1]]
 
 
 @pytest.mark.parametrize(("left", "right"), [(8, 16), (0, 8), (3, 5), (1, 0)])
