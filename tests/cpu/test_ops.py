@@ -1,5 +1,6 @@
 """``torch.ops.twell``: the CPU implementations equal the reference, the fakes tell the truth, the contract holds."""
 
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -109,9 +110,15 @@ def equal(a: Any, b: Any) -> bool:
     return all(p.dtype == q.dtype and torch.equal(p, q) for p, q in pairs)
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-@pytest.mark.parametrize("compression", geometry.COMPRESSIONS)
-@pytest.mark.parametrize("shape", SHAPES)
+# the slow reference takes seconds for the larger shapes: these leave two of the six combinations to the others
+COMBINATIONS = [
+    (shape, compression, dtype)
+    for shape, compression, dtype in itertools.product(SHAPES, geometry.COMPRESSIONS, (BF16, torch.float16))
+    if shape[0] < 63 or (compression, dtype) not in ((2, BF16), (4, torch.float16))
+]
+
+
+@pytest.mark.parametrize(("shape", "compression", "dtype"), COMBINATIONS)
 def test_operators_equal_the_reference_on_integers(
     shape: tuple[int, int, int], compression: int, dtype: torch.dtype
 ) -> None:
