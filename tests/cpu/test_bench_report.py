@@ -17,7 +17,6 @@ import pytest
 
 from twell.commands.bench import report, rows
 from twell.commands.bench.report import Column, print_table, write_csv, write_json
-from twell.commands.bench.rows import Row
 from twell.commands.request import RequestError
 
 
@@ -138,19 +137,3 @@ def test_chosen_columns_follow_the_names() -> None:
     assert names == ["workload", "M", "nnz", "variant", "strategy", "worst", "time"]
     with pytest.raises(ValueError, match=r"workload, M, .* got speed"):
         rows.chosen(["time", "speed"])
-
-
-def test_dense_is_the_faster_one() -> None:
-    row = Row("w", "ffn", 1.0, 0.0, ms=2.0)
-    rows.note_dense(row, {"eager": 6.0, "compiled": 5.0})
-    assert (row.speedup_eager, row.speedup_compiled, row.speedup_dense, row.faster_dense) == (3.0, 2.5, 2.5, "compiled")
-    alone = Row("w", "ffn", 1.0, 0.0, ms=2.0)
-    rows.note_dense(alone, {})
-    assert (alone.speedup_eager, alone.speedup_dense, alone.faster_dense) == (None, None, "")
-
-
-def test_times_and_rates() -> None:
-    row = Row("w", "ffn", 1.0, 0.0)
-    assert rows.note_times(row, [2.0, 1.0, 3.0], flop=4e9, floor=0.0005) == 2.0
-    assert (row.ms, row.min_ms, row.p10_ms, row.p90_ms, row.samples) == (2.0, 1.0, 1.0, 3.0, 3)
-    assert (row.tflops, row.floor_ms, row.floor_share) == (2.0, 0.5, 0.25)

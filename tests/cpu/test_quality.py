@@ -16,8 +16,6 @@ from profiling import quality, quality_results
 from profiling.quality import train
 from profiling.quality_results import Result, Run
 
-ROOT = Path(__file__).resolve().parents[2]
-
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 SMALL = (
@@ -234,11 +232,3 @@ def test_options_are_checked(arguments: list[str], message: str, capsys: Any) ->
     with pytest.raises(SystemExit, match="2"):
         quality.main(arguments)
     assert message in capsys.readouterr().err
-
-
-def test_other_files_are_refused(tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "x.json").write_text('{"rows": [{"ms": 3}]}')
-    for option in ("--table", "--chart"):
-        for name in ("x.json", "none.json"):
-            assert quality.main([option, str(tmp_path / name)]) == 2
-            assert "expected the results of a sweep, got" in capsys.readouterr().err

@@ -110,14 +110,6 @@ class TestModels:
         assert drawn[:5] == ["1B (20)", "forward, decoder", "10 / 8", "100 / 125", "**1.25**"]
         assert drawn[5:] == ["1.00 / 0.80", "-20.0 %", "10.0 / 8.0", "-20.0 %"]
 
-    def test_what_is_red_or_not_there_is_left_out(self, readme: Any, tmp_path: Path) -> None:
-        rows = variants("1B", "forward", 20, 10, 9, 8)
-        rows[3] |= {"red": "too large an error"}
-        lost = variants("1B", "train", 20, 10, 9, 8)[:2]
-        write(tmp_path, "h200_paper_configs", rows + lost)
-        (pair,) = readme.pairs(readme.timed(readme.configurations()))
-        assert [each["variant"] for each in pair] == ["dense compiled", "sparse eager"]
-
     def test_beside_the_paper(self, readme: Any, tmp_path: Path) -> None:
         write(tmp_path, "h200_paper_configs", variants("1B", "forward", 20, 10, 10, 8))
         by_size = {line[0]: line[1:] for line in cells(readme.beside_paper())}
