@@ -1,12 +1,14 @@
-"""Where tests run: those under tests/gpu need an sm_90 GPU, some of tests/cpu need a checkout rather than a bundle."""
+"""Where tests run: tests/gpu needs an sm_90 GPU, some of tests/cpu need a checkout; which tests share a process."""
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +21,44 @@ if not (ROOT / "CMakeLists.txt").exists():
     absent = ("bundle", "catalog", "charts", "compile", "docs", "format", "imports", "requirements", "wheel")
     collect_ignore = [f"cpu/test_{name}.py" for name in absent]
 
+# Test processes share the cores: threads that wait for each other take them from the other processes.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Files and folders whose fixtures take seconds: one process runs all tests of a group and makes each fixture once.
+GROUPS = {
+    **dict.fromkeys(("test_wheel", "test_bundle", "test_compile"), "wheel"),
+    **{f"test_{name}": name for name in ("bench_models", "docs", "nvtx", "quality", "recipe", "train_example")},
+    "test_transformers": "transformers",
+    "distributed": "distributed",
+}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand each of ``GROUPS`` to one process, the largest first, and then single tests to any process.
+
+    Marks of xdist_group would say the same, but pytest 9.2 and pytest-xdist 3.8 drop them without a word.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Grouped(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = Path(nodeid.partition("::")[0])
+            return GROUPS.get(path.stem) or GROUPS.get(path.parent.name) or nodeid
+
+    return Grouped(config, log)
+
+
+def pytest_collection_finish() -> None:
+    # a million objects of imported modules, which every full collection would visit
+    gc.collect()
+    gc.freeze()
+
 
 def why_no_gpu() -> str | None:
-    """Why the kernels cannot run here; None if they can."""
+    """Return why the kernels cannot run here; None if they can."""
     if not torch.cuda.is_available():
         return "no CUDA device"
     if torch.cuda.get_device_capability() != (9, 0):
@@ -29,15 +66,11 @@ def why_no_gpu() -> str | None:
     return None
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = why_no_gpu()
     for item in items:
         if ROOT / "tests" / "gpu" in item.path.parents:
             item.add_marker("gpu")
-        if "wheel" in getattr(item, "fixturenames", ()):
-            # one process builds it
-            item.add_marker(pytest.mark.xdist_group("wheel"))
         if reason is not None and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
 
@@ -52,7 +85,7 @@ def root() -> Path:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel with every kernel, as `make wheel` makes it; only what changed is compiled again.
 
-    Processes that run tests side by side take turns, as they share the folder of the build.
+    Several test processes take turns: they share the build folder.
     """
     out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, str(ROOT / "tools" / "wheel.py"), "--out", str(out)]
@@ -68,7 +101,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """For a module's tiny products, which gain nothing from threads that wait for each other on a busy machine."""
+    """One thread for a module of tiny products, which gain nothing from several on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

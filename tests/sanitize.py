@@ -9,7 +9,7 @@ With ``--tool`` this program runs itself under compute-sanitizer and prints a li
 and what the sanitizer reported while they did. An operator that has used up ``--limit-s`` seconds leaves its other
 cases out, and says so.
 
-The GPU runs nothing but copies, the kernels themselves and, in the operators of training, the sums and fills of torch
+The GPU runs only copies, the kernels themselves and, in the operators of training, the sums and fills of torch
 between them. Those operators, ``up_down_union`` and ``ffn_union`` run gated and not, ``reglu`` with its gradient. Up to
 256 tokens have kernels of their own. Exit status 1 if a result is wrong or the sanitizer reports something.
 """
@@ -57,11 +57,11 @@ OPS = {
 }
 
 _COMMON = ("--report-api-errors", "no", "--error-exitcode", "99")
-# racecheck and synccheck follow kernels alone; the other two see a buffer's end only if torch gives each its own memory
+# racecheck and synccheck follow kernels only; the other two see a buffer's end only if it has its own allocation
 TOOLS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "memcheck": (_COMMON, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
     "racecheck": (_COMMON, {}),
-    # what a kernel leaves undefined by design is copied to the host all the same
+    # bytes that a kernel leaves undefined by design are copied to the host too
     "initcheck": ((*_COMMON, "--check-api-memory-access", "no"), {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
     "synccheck": (_COMMON, {}),
 }
@@ -92,7 +92,7 @@ class Case:
 CASES = (
     Case("light", 64, 64, 256, 0.03),
     Case("empty", 64, 64, 256, 0, compression=4),
-    # the spill of every row-tile; of the hybrid format the bitmap
+    # every row-tile spills, and the hybrid format is a bitmap
     Case("overflow", 65, 72, 264, 1, biases="gate up down"),
     Case("overflow plain", 130, 136, 136, 0.8, compression=4, dtype=torch.float16),
     Case("partial tiles", 130, 264, 520, 0.1, compression=2, biases="gate up down", dtype=torch.float16),
@@ -100,8 +100,8 @@ CASES = (
     Case("heavy rows", 9, 520, 2056, 0.6),
     Case("long rows", 17, 2056, 520, 0.1, biases="down"),
     Case("token tiles", 390, 72, 776, 0.05, biases="gate up down"),
-    # more tokens than the kernels for few of them take
-    # of the last group, which has three tokens, all are heavy
+    # more tokens than the kernels for few tokens take
+    # the last group has three tokens, all heavy
     Case("many, heavy", 259, 136, 1032, 0.7, compression=4),
     Case("many, overflow", 257, 72, 264, 1, biases="gate up down", dtype=torch.float16),
     Case("many, long", 257, 1032, 264, 0.1, compression=2, biases="up"),
@@ -114,7 +114,7 @@ CASES = (
 
 
 class Call(NamedTuple):
-    """A registered operator and its arguments on the CPU, the last ``written`` of which it adds to."""
+    """A registered operator and its arguments on the CPU; it adds to the last ``written`` of them."""
 
     op: Any
     arguments: tuple[Any, ...]
@@ -127,7 +127,7 @@ class Call(NamedTuple):
         return self._replace(arguments=tuple(moved))
 
     def run(self) -> tuple[Tensor, ...]:
-        """What the operator returns and what it has added to, on the CPU."""
+        """Return the operator's results and the tensors that it added to, on the CPU."""
         returned = self.op(*self.arguments)
         outputs = (returned,) if isinstance(returned, Tensor) else tuple(returned)
         added = self.arguments[len(self.arguments) - self.written - 1 : -1] if self.written else ()
@@ -135,10 +135,10 @@ class Call(NamedTuple):
 
 
 def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
-    """All calls that make up an operator's check."""
+    """Return all calls of an operator's check."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = problem
     if op == "reglu":
-        # what is left of a vector of eight has code of its own
+        # the remainder of a vector of eight has code of its own
         gate, up = (torch.nn.functional.linear(x, w).flatten()[: case.m * case.n - 3] for w in (w_gate, w_up))
         yield Call(ops.reglu, (gate, up))
         yield Call(ops.reglu_backward, (up, gate, up))
@@ -197,14 +197,14 @@ def compare(op: str, case: Case, gated: bool, actual: tuple[Any, ...], expected:
         testing.assert_hybrid_same(actual[3:], expected[3:], case.m, case.n, gated)
         actual, expected = actual[:3], expected[:3]
     elif op in ("up_down_union", "ffn_union"):
-        # how the sum of a tile is split is the kernel's business
+        # the kernel decides how it splits the sum of a tile
         actual, expected = ((y, l1.sum(1), *others) for y, l1, *others in (actual, expected))
     for i, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
         testing.assert_same(ours, theirs, f"output {i}")
 
 
 def run_here(names: list[str], cases: list[Case], limit_s: float) -> int:
-    """Run the checks in this process; the number of wrong ones."""
+    """Run the checks in this process; return the number of wrong ones."""
     wrong = 0
     for op in names:
         start = time.monotonic()
@@ -227,7 +227,7 @@ def run_here(names: list[str], cases: list[Case], limit_s: float) -> int:
 
 @dataclass
 class Tally:
-    """What one operator came to: its cases by verdict, and the sanitizer's reports before the verdicts."""
+    """The outcome of one operator: its cases by verdict, and the sanitizer's reports before the verdicts."""
 
     verdicts: Counter[str]
     reports: int
@@ -246,7 +246,7 @@ _LINE = re.compile(r"^(\w+) +(\S.*?) +(ok|WRONG|left out)\b")
 
 
 class Reader:
-    """Reads what a run under the sanitizer prints, line by line."""
+    """Parser of the output of a run under the sanitizer, line by line."""
 
     def __init__(self) -> None:
         self.tallies: dict[str, Tally] = {}
@@ -277,12 +277,12 @@ class Reader:
 
 
 def sanitizer() -> str | None:
-    """Path of compute-sanitizer, on the path or in the toolkit's usual place."""
+    """Return the path of compute-sanitizer: on PATH or in the toolkit's usual place."""
     return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
 
 
 def command_line(tool: str, program: str, names: list[str], cases: list[Case], limit_s: float) -> list[str]:
-    """The sanitizer's command with the options of ``tool`` that it knows, running this file."""
+    """Return the sanitizer's command for this file, with the options of ``tool`` that it knows."""
     known = subprocess.run([program, "--help"], capture_output=True, text=True, check=False).stdout
     options = list(TOOLS[tool][0])
     pairs = [pair for pair in zip(options[::2], options[1::2]) if pair[0] in known]
@@ -292,7 +292,7 @@ def command_line(tool: str, program: str, names: list[str], cases: list[Case], l
 
 
 def run_under(tool: str, names: list[str], cases: list[Case], limit_s: float) -> int:
-    """Run the checks under the sanitizer, print a line for each operator; the exit status."""
+    """Run the checks under the sanitizer, print a line for each operator and return the exit status."""
     program = sanitizer()
     if program is None:
         print("compute-sanitizer is not on the path; it comes with the CUDA toolkit", file=sys.stderr)

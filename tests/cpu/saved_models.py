@@ -38,7 +38,7 @@ def save_tokenizer(folder: Path, *, bos: bool = True) -> None:
 
 
 def build(kind: str = "llama", **options: Any) -> PreTrainedModel:
-    """A random model whose layers fire ever fewer neurons; some are dead, and tokens have something in common."""
+    """A random model whose layers fire fewer and fewer neurons; some are dead, and tokens are correlated."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "vocab_size": 288,
@@ -73,14 +73,14 @@ def build(kind: str = "llama", **options: Any) -> PreTrainedModel:
 
 
 def save(folder: Path, kind: str = "llama", *, bos: bool = True, **options: Any) -> Path:
-    """``build`` and a tokenizer, written to ``folder``."""
+    """Write ``build``'s model and a tokenizer to ``folder``."""
     build(kind, **options).save_pretrained(folder)
     save_tokenizer(folder, bos=bos)
     return folder
 
 
 def run(command: ModuleType, *arguments: object) -> int:
-    """The exit code of a command of the command line; its errors are raised."""
+    """Run a command of the command line and return its exit code; errors are raised."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     code: int = command.run(parser.parse_args([str(argument) for argument in arguments]))

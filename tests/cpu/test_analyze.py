@@ -46,7 +46,7 @@ def opt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of text, with files that are none."""
+    """A folder of text and of files that are not text."""
     folder = tmp_path_factory.mktemp("words")
     for seed in range(4):
         (folder / f"{seed}.txt").write_text(saved_models.text(400, seed))
@@ -73,7 +73,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def slow(pattern: np.ndarray, starts: Sequence[int], compression: int) -> dict[str, Any]:
-    """What a report should say of ``pattern`` bool [tokens, N], in plain loops."""
+    """Compute a report of ``pattern`` bool [tokens, N] in plain loops."""
     tokens, n = pattern.shape
     counts = [int(row.sum()) for row in pattern]
     capacity = 256 // compression - 1
@@ -112,8 +112,8 @@ def assert_report(report: LayerReport, expected: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("compression", [2, 4, 8])
 @pytest.mark.parametrize(("n", "sizes"), [(600, [1, 100, 300, 255, 7]), (256, [63]), (8, [128, 129]), (1280, [1024])])
-def test_figures(n: int, sizes: list[int], compression: int) -> None:
-    """Tokens come in calls of any size, neurons are no multiple of a tile, some tokens fire nothing or everything."""
+def test_figures_equal_plain_loops(n: int, sizes: list[int], compression: int) -> None:
+    """Calls have any number of tokens, N is no multiple of a tile, some tokens fire nothing or everything."""
     torch.manual_seed(n)
     popularity = torch.rand(n) ** 3 * (torch.rand(n) < 0.7)
     pattern = torch.rand(sum(sizes), n) < popularity * torch.rand(sum(sizes), 1)
@@ -129,7 +129,7 @@ def test_figures(n: int, sizes: list[int], compression: int) -> None:
 
 
 @pytest.mark.parametrize("value", [False, True])
-def test_figures_of_extremes(value: bool) -> None:
+def test_figures_hold_for_layers_that_fire_nothing_or_everything(value: bool) -> None:
     tally = Tally(300, 8, torch.device("cpu"))
     tally.add(torch.full((40, 300), value), torch.zeros(40, dtype=torch.bool))
     report = tally.report(layer_of(300))
@@ -138,7 +138,7 @@ def test_figures_of_extremes(value: bool) -> None:
 
 
 def recorded_inputs(model: nn.Module, ids: Tensor) -> list[Tensor]:
-    """What enters the FFNs of a stock model that is run as it is."""
+    """Record the inputs of a stock model's FFNs."""
     inputs: list[Tensor] = []
     handles = [
         module.register_forward_pre_hook(lambda _, args: inputs.append(args[0].flatten(0, -2)))
@@ -155,7 +155,7 @@ def recorded_inputs(model: nn.Module, ids: Tensor) -> list[Tensor]:
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "opt"])
 def test_layers_report_what_their_packed_gates_hold(kind: str) -> None:
-    """Against gates that are packed and unpacked, of a stock model that knows nothing of this package."""
+    """The expected counts come from packed and unpacked gates of a stock model without twell."""
     model: Any = saved_models.build(kind).bfloat16()
     ids = torch.randint(288, (4, 200))
     inputs = recorded_inputs(model, ids)
@@ -171,7 +171,7 @@ def test_layers_report_what_their_packed_gates_hold(kind: str) -> None:
     assert reports[0].mean > reports[2].mean > 1
     for report, gate in zip(reports, gates, strict=True):
         expected = slow((gate != 0).numpy(), [0, 200, 400, 600], 8)
-        # a sum that another order takes across zero may change a count by one
+        # another order of summation may move a sum across zero and change a count by one
         assert report.mean == pytest.approx(expected["mean"], rel=1e-3)
         for name in ("first", "overflowing", "heavy_share"):
             assert getattr(report, name) == pytest.approx(expected[name], rel=0.05, abs=0.01)
@@ -299,7 +299,7 @@ def test_strategies_are_those_of_the_table(mean: float, gated: bool, k: int, n: 
         assert each.reason
 
 
-def test_reasons() -> None:
+def test_each_strategy_has_its_reason() -> None:
     assert sparsity.pick(report_of(30, 0.2), CALLS[3]).strategy == "union"
     losing = sparsity.pick(report_of(900, 0.95), CALLS[2])
     assert (losing.strategy, losing.speedup) == ("dense", 1.0)
@@ -315,10 +315,10 @@ def test_reasons() -> None:
     assert "16384" in sparsity.pick(report_of(3, 0.1, k=32768), CALLS[2]).reason
 
 
-def test_far_from_what_was_measured() -> None:
+def test_layers_far_from_measured_sizes_say_so() -> None:
     assert not sparsity.pick(report_of(9, 0.1, 1536, 4608), CALLS[2]).far
     assert sparsity.pick(report_of(9, 0.1, 256, 1024), CALLS[2]).far
-    # as many weights as a measured layer, in another form
+    # as many weights as a measured layer, in another shape
     assert sparsity.pick(report_of(9, 0.1, 512, 22528), CALLS[2]).far
 
 
@@ -334,7 +334,9 @@ def test_speed_of_all_layers_is_that_of_their_times() -> None:
 # The command
 
 
-def test_command(llama: Path, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_reports_every_layer(
+    llama: Path, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     table = tmp_path / "layers.csv"
     options = ("--text", words, "--tokens", 600, "--sequence", 100, "--csv", table)
     assert run(analyze, llama, *options, "--tokens-per-call", 1, 64, 16384, 1) == 0
@@ -366,7 +368,7 @@ def test_command(llama: Path, words: Path, tmp_path: Path, capsys: pytest.Captur
             assert float(row[f"speedup_{key}"]) == pytest.approx(1 / decision.costs[decision.strategy])
 
 
-def test_chart(llama: Path, words: Path, tmp_path: Path) -> None:
+def test_chart_is_written(llama: Path, words: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     chart = tmp_path / "chart.png"
     assert run(analyze, llama, "--text", words, "--tokens", 300, "--plot", chart) == 0
@@ -375,7 +377,7 @@ def test_chart(llama: Path, words: Path, tmp_path: Path) -> None:
 
 
 def test_figures_of_the_command_are_those_of_the_stock_model(llama: Path, tmp_path: Path) -> None:
-    """One file of text, tokenized and cut by hand, through transformers alone."""
+    """Transformers alone runs one file of text, tokenized and cut by hand."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     document = tmp_path / "document.txt"
@@ -419,7 +421,7 @@ def test_batch_size_does_not_matter(llama: Path, words: Path, tmp_path: Path) ->
     assert np.allclose(means[0], means[1], rtol=2e-3)
 
 
-def test_opt(opt: Path, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_opt_layers_are_reported(opt: Path, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "layers.csv"
     assert run(analyze, opt, "--text", words, "--tokens", 300, "--compression", 2, "--csv", table) == 0
     rows = rows_of(table)
@@ -448,7 +450,7 @@ def test_sparse_classes(words: Path, tmp_path: Path, llama: Path) -> None:
 
 
 def test_checkpoint_with_down_weights_stored_by_rows(words: Path, tmp_path: Path, llama: Path) -> None:
-    """As the paper's code stores them, under the stock model's name."""
+    """The paper's code stores them so, under the stock model's name."""
     from safetensors.torch import load_file, save_file
 
     folder = tmp_path / "rows"
@@ -624,7 +626,7 @@ def test_a_broken_model_is_an_error_of_one_line(
     assert cli.main(["analyze", str(folder), "--text", str(words)]) == 2
     lines = capfd.readouterr().err.splitlines()
     assert re.match(f"twell analyze: error: MODEL: {message}", lines[-1])
-    # a bar of progress, if there is one
+    # a progress bar may come first
     assert not [line for line in lines[:-1] if "rror" in line or "Traceback" in line]
 
 
@@ -679,8 +681,8 @@ def test_missing_extras_are_named(
         run(analyze, llama, "--text", words, "--tokens", 300, *chart)
 
 
-def test_chart_of_many_layers(tmp_path: Path) -> None:
-    """Unions that are unknown and layers that fire nothing have a place in it, too."""
+def test_chart_shows_many_layers(tmp_path: Path) -> None:
+    """Layers with an unknown union and layers that fire nothing have a place in it too."""
     pytest.importorskip("matplotlib")
     reports = [report_of(0 if i == 3 else i, None if i % 2 else 0.3, number=i) for i in range(40)]
     picks = [[sparsity.pick(report, call) for call in CALLS] for report in reports]

@@ -49,7 +49,7 @@ def hf_sparsify(model: Any, **options: Any) -> Any:
     return sparsify(model, **options)
 
 
-# A function, arguments that it takes, and for some of them values that it does not.
+# A function, valid arguments, and for some of them invalid values.
 CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[str, list[Any]]]] = {
     "sparse_gated_ffn": (
         twell.sparse_gated_ffn,
@@ -264,7 +264,7 @@ def test_the_operand_that_differs_from_the_others_is_named(wrong: dict[str, Any]
         twell.sparse_gated_ffn(**{**weights(), **wrong})
 
 
-def test_of_two_operands_it_is_x_or_the_second_weight() -> None:
+def test_of_two_operands_x_or_the_second_weight_is_named() -> None:
     w_up = torch.zeros(24, 16, dtype=BF16)
     with pytest.raises(ValueError, match=r"w_down must be \[16, 24\] .*got \[24, 16\]"):
         twell.sparse_ffn(torch.zeros(3, 16, dtype=BF16), w_up, w_up)

@@ -1,6 +1,6 @@
 """``strategy="auto"``: the decision, the memory of a call site, what graphs and checkpoints see of it, the table.
 
-The CPU leaves no choice. ``chooses`` makes it pass for a GPU that does, with a transfer whose arrival the test decides.
+On the CPU there is no choice. ``chooses`` lets it pass for a GPU, with a transfer that arrives when the test says so.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def problem(m: int = 16384, training: bool = False, gated: bool = True, k: int =
 
 
 class Arrivals:
-    """Stands for ``_auto.Transfer``: values arrive when ``open`` is true; counts how often it was asked."""
+    """A stand-in for ``_auto.Transfer``: values arrive when ``open`` is true; it counts the queries."""
 
     open = True
     asked = 0
@@ -72,7 +72,7 @@ class Arrivals:
 
 @pytest.fixture
 def chooses(monkeypatch: pytest.MonkeyPatch) -> Arrivals:
-    """The CPU chooses as a GPU would, by a table whose costs the sizes of these tests move."""
+    """Let the CPU choose as a GPU does, from a table in which the sizes of these tests matter."""
 
     def free(kind: str, index: int | None) -> str:
         return ""
@@ -92,7 +92,7 @@ def chooses(monkeypatch: pytest.MonkeyPatch) -> Arrivals:
 
 
 def layer(cls: Any = SparseGatedMLP, firing: int = 8) -> Any:
-    """A module in which the first ``firing`` neurons fire for every token, of bias alone."""
+    """A module whose biases make the first ``firing`` neurons fire for every token."""
     mlp = cls(K, N, bias=True, dtype=BF16)
     # as measured times are
     set_down_layout(mlp, "rows")
@@ -127,7 +127,7 @@ def test_decides_by_the_cheapest_prediction() -> None:
     assert tuning.decide(problem(training=True), SPARSE, None).strategy == "union"
 
 
-def test_is_a_pure_function() -> None:
+def test_the_decision_is_a_pure_function() -> None:
     arguments = [
         (problem(m, training), figures, current)
         for m in (1, 300, 16384)
@@ -159,7 +159,7 @@ def test_a_change_must_promise_two_percent(monkeypatch: pytest.MonkeyPatch) -> N
         assert decision.reason.startswith("kept") == kept
 
 
-def test_before_any_measurement() -> None:
+def test_the_default_holds_before_any_measurement() -> None:
     assert tuning.decide(problem(training=True), None, None)[::2] == ("dense", {})
     assert tuning.decide(problem(16384), None, None).strategy == "union"
     assert tuning.decide(problem(1), None, None).strategy == "row"
@@ -215,7 +215,7 @@ def test_coefficients_come_from_the_nearest_layer(monkeypatch: pytest.MonkeyPatc
         assert found(16, 4096, 16384, gated=False)["row"][0] == 0.3
         assert found(16, 4096, 16384, training=True)["union"][0] == 0.4
         assert found(16, 4096, 16384, gated=False, training=True)["union"][0] == 0.4
-        # half way in log m; only what both neighbours have; nothing below, the last above
+        # interpolates in log m where both neighbours have a value; nothing below the first, the last one above
         assert found(64, 1024, 2048) == {"row": pytest.approx((0.3, 0.0, 2.0))}
         assert found(15, 1024, 2048) == {}
         assert found(0, 1024, 2048) == {}
@@ -224,10 +224,10 @@ def test_coefficients_come_from_the_nearest_layer(monkeypatch: pytest.MonkeyPatc
         tuning.coefficients.cache_clear()
 
 
-def test_the_committed_table() -> None:
+def test_the_committed_table_is_complete() -> None:
     check_table(_tuning_table)
     assert {key[:2] for key in _tuning_table.TABLE} >= {(False, True), (True, True)}
-    # literals and nothing else
+    # literals only
     tree = ast.parse(Path(_tuning_table.__file__).read_text())
     values = [node.value for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
     assert [ast.literal_eval(value) for value in values] == [
@@ -283,7 +283,7 @@ def test_the_period_is_checked(period: Any, error: type[Exception], expected: st
 # The memory of a call site
 
 
-def test_the_schedule() -> None:
+def test_calls_are_measured_on_schedule() -> None:
     for period, last, expected in (
         (64, 300, [0, 1, 2, 4, 8, 16, 32, 64, 128, 192, 256]),
         (4, 13, [0, 1, 2, 4, 8, 12]),
@@ -417,7 +417,7 @@ def test_a_copied_down_weight_costs_its_time(training: bool, gated: bool) -> Non
         before, after = tuning.costs(laid, figures), tuning.costs(copied, figures)
         assert after.keys() == before.keys()
         assert after["dense"] == 1
-        # of weights alone where tokens are few, of products where they are many
+        # few tokens: the cost of the weights; many: of the products
         least = 2 * (3 if gated else 2) / 4.2e12 * (3 if training else 1)
         dense = max(least, 2 * m * (3 if gated else 2) / 790e12 * (3 if training else 1))
         extra = (2 if training else 1) * 4 / tuning.COPY_BYTES / dense
@@ -435,7 +435,7 @@ def test_few_tokens_are_dense_where_the_down_weight_is_copied() -> None:
             assert "copies of the down weight outweigh row" in decision.reason
     copied = problem(16384)._replace(down_copied=True)
     assert tuning.decide(copied, SPARSE, None).strategy == "union"
-    # dense for another reason says nothing of copies
+    # a layer that is dense for another reason does not mention copies
     assert "copies" not in tuning.decide(copied, DENSE, None).reason
 
 
@@ -490,7 +490,7 @@ def test_the_cpu_leaves_no_choice(cls: Any, monkeypatch: pytest.MonkeyPatch) -> 
 def test_measures_what_is_there(
     cls: Any, training: bool, firing: int, lead: tuple[int, ...], chooses: Arrivals
 ) -> None:
-    """By whichever strategy runs; the choice follows, and results stay exact."""
+    """Every strategy measures; the choice follows, and results stay exact."""
     mlp, x = layer(cls, firing), torch.randn(*lead, K).to(BF16)
     m = x.shape[:-1].numel()
     reference = copy.deepcopy(mlp)
@@ -504,7 +504,7 @@ def test_measures_what_is_there(
     assert row.tokens == "129 to 256" if m == 256 else "257 to 512"
     assert (row.calls, row.measured) == (9, 8)
     assert len(chooses.sent) == 5
-    # 200 of 264 fire: too many for any
+    # 200 of 264 neurons fire: too many for a sparse strategy
     assert row.strategy == "dense" if firing == 200 else row.strategy in ("row", "union")
     expected = {"dense"} | ({"union"} if training else {"row", "union"})
     assert set(row.costs) == expected
@@ -521,7 +521,7 @@ def test_each_kind_and_size_of_calls_has_its_own_choice(chooses: Arrivals) -> No
         (kind, tokens) for kind in ("inference", "training") for tokens in ("1", "2", "3 to 4", "129 to 256")
     ]
     assert all(row.calls == (2 if row.tokens == "3 to 4" else 1) for row in rows)
-    # too few tokens to tell what 128 would fire
+    # too few tokens for the union of 128
     assert [row.figures.union for row in rows if row.figures] == [None] * 3 + [8 / N] + [None] * 3 + [8 / N]
 
 
@@ -545,7 +545,7 @@ def test_measures_row_by_running_union(chooses: Arrivals, monkeypatch: pytest.Mo
 def test_no_call_waits(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
     mlp, x = layer(firing=200), torch.randn(256, K).to(BF16)
     chooses.open = False
-    # the stand-in's own reading of values is no part of it
+    # the stand-in itself may read values
     monkeypatch.setattr(_auto, "Transfer", lambda values: chooses(torch.tensor([200 * 256, 400])))
     for owner, name in ((Tensor, "item"), (Tensor, "__bool__"), (Tensor, "cpu"), (Tensor, "__int__")):
         monkeypatch.setattr(owner, name, lambda *_: pytest.fail("a host synchronisation"))
@@ -562,7 +562,7 @@ def test_no_call_waits(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> No
 
 @contextmanager
 def relaxed(calls: list[Any]) -> Iterator[None]:
-    """Stands for ``device.relaxed_capture``."""
+    """A stand-in for ``device.relaxed_capture``."""
     calls.append("relaxed")
     yield
     calls.append("strict")
@@ -573,7 +573,7 @@ def relaxed(calls: list[Any]) -> Iterator[None]:
 def test_measurements_do_not_mind_captures_of_other_threads(
     training: bool, strategy: str, chooses: Arrivals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What takes memory, pinned or not, that the strategy by itself does not take."""
+    """Allocate memory, pinned or not, as the strategy itself does not."""
     calls: list[Any] = []
     monkeypatch.setattr(_auto, "_beside_captures", lambda tensor: relaxed(calls))
     transfer = _auto.Transfer
@@ -588,8 +588,8 @@ def test_measurements_do_not_mind_captures_of_other_threads(
     assert calls.count("relaxed") == calls.count("strict")
 
 
-def test_what_a_transfer_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA: one copy into pinned memory and one event, of the stream that computes; nothing else."""
+def test_a_transfer_is_one_copy_and_one_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA: one copy into pinned memory and one event, both on the computing stream."""
     calls: list[Any] = []
 
     class Event:
@@ -707,7 +707,7 @@ def test_limits_are_those_of_the_sparse_path_whatever_was_chosen(chooses: Arriva
     assert not site.explain()
 
 
-def test_no_tokens(chooses: Arrivals) -> None:
+def test_a_call_without_tokens_works(chooses: Arrivals) -> None:
     mlp = layer()
     with torch.no_grad():
         assert mlp(torch.zeros(0, K, dtype=BF16)).shape == (0, K)
@@ -779,7 +779,7 @@ def test_marked_as_dynamo_marks() -> None:
 
 
 class Compiles:
-    """A backend that counts graphs and runs them as they are."""
+    """A backend that counts graphs and runs them eagerly."""
 
     def __init__(self) -> None:
         self.graphs = 0
@@ -812,7 +812,7 @@ def test_a_compiled_graph_keeps_its_choice(cls: Any, training: bool, chooses: Ar
             "training" if training else "inference",
         )
         assert row.strategy == "dense" if training else row.strategy in ("row", "union")
-        # calls that count and choose otherwise make no other graph
+        # calls that count and choose again compile no further graph
         set_firing(mlp, 2 if training else 200)
         for _ in range(10):
             mlp(x)
@@ -829,7 +829,7 @@ def test_a_graph_is_compiled_with_what_calls_have_measured(chooses: Arrivals, fr
             mlp(x)
         torch.compile(mlp, fullgraph=True, backend="aot_eager")(x)
     assert strategies_of(mlp) == [("inference", "dense"), ("inference", "dense")]
-    # figures of one kind serve the other, where it has none
+    # figures of one kind serve the other if that has none
     set_firing(mlp, 4)
     with torch.no_grad():
         for _ in range(6):
@@ -903,7 +903,7 @@ def training(m: int = 256) -> Problem:
 
 
 def site_of(mlp: Any) -> twell.AutoStrategy:
-    """A site of ``mlp`` at which every call is on the schedule."""
+    """A call site of ``mlp`` that measures every call."""
     mlp.strategy = twell.AutoStrategy(period=1)
     return mlp.strategy
 
@@ -913,7 +913,7 @@ def decided(site: twell.AutoStrategy) -> str:
 
 
 class Block(nn.Module):
-    """A pre-norm residual block; ``tail`` saves tensors behind the layer."""
+    """A pre-norm residual block; ``tail`` saves tensors after the layer."""
 
     def __init__(self, bias: bool, tail: bool) -> None:
         super().__init__()
@@ -942,7 +942,7 @@ def nested(block: Any, x: Tensor) -> Tensor:
 def test_a_recomputation_runs_what_the_forward_pass_ran(
     way: Any, tail: bool, bias: bool, lead: tuple[int, ...], chooses: Arrivals
 ) -> None:
-    """Figures that call for another strategy arrive between the forward passes and their backward."""
+    """Figures that change the strategy arrive between the forward passes and their backward."""
     chooses.open = False
     block, x = Block(bias, tail), torch.randn(*lead, K).to(BF16).requires_grad_()
     for step, name in enumerate(("dense", "union", "dense", "union")):
@@ -959,7 +959,7 @@ def test_a_recomputation_runs_what_the_forward_pass_ran(
 @MODULES
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_choices_follow_the_sparsity_under_checkpointing(cls: Any, reentrant: bool, chooses: Arrivals) -> None:
-    """Layers that become sparse or dense in mid-run, with a call outside of any checkpoint between the steps."""
+    """Layers become sparse or dense during a run, with a call outside any checkpoint between the steps."""
     mlps, x = [layer(cls) for _ in range(3)], torch.randn(2, 128, K).to(BF16).requires_grad_()
     sites, seen = [site_of(mlp) for mlp in mlps], []
     for step in range(12):
@@ -983,10 +983,10 @@ def test_checkpoints_of_a_sequence_of_layers(segments: int, chooses: Arrivals) -
     model = nn.Sequential(*(Block(True, False) for _ in range(4)))
     expected = copy.deepcopy(model)
     x = torch.randn(2, 128, K).to(BF16)
-    # the last segment is no checkpoint
+    # the last segment is not checkpointed
     free = len(model) - len(model) // segments
     for name, other in (("dense", "union"), ("union", "dense")):
-        # gradients accumulate over three passes, one of which has its backward late
+        # gradients accumulate over three passes; the backward of one comes late
         late = checkpoint_sequential(model, segments, x, use_reentrant=False)
         for _ in range(2):
             y = checkpoint_sequential(model, segments, x, use_reentrant=False)
@@ -1021,7 +1021,7 @@ def test_a_second_backward_recomputes_the_same(chooses: Arrivals) -> None:
 
 
 def test_a_call_in_a_hook_of_backward_decides_nothing(chooses: Arrivals) -> None:
-    """It comes between a checkpoint's forward pass and its recomputation."""
+    """The call comes between a checkpoint's forward pass and its recomputation."""
     block, x = Block(False, False), torch.randn(2, 128, K).to(BF16).requires_grad_()
     y = once(block, x)
 
@@ -1087,7 +1087,7 @@ def test_a_graph_that_is_dropped_holds_nothing(chooses: Arrivals) -> None:
     site = twell.AutoStrategy()
     mlp, x = layer(firing=8), torch.randn(256, K).to(BF16)
     mlp.strategy = site
-    # the decision that was due at call 1 is made at the first call that may
+    # the decision due at call 1 is made at the first call that allows one
     y = once(mlp, x)
     mlp(x)
     assert decided(site) == "dense"
@@ -1134,7 +1134,7 @@ TRUE = {
 
 
 def measured(noise: float = 0.0) -> list[dict[str, Any]]:
-    """Rows as tune.py writes them, of a machine that ``TRUE`` describes."""
+    """Rows in the format of tune.py, of the machine that ``TRUE`` describes."""
     rows = []
     for (training, gated, k, n), by_tokens in TRUE.items():
         for m, entry in by_tokens.items():
@@ -1158,7 +1158,7 @@ def test_the_fit_finds_what_made_the_times(tune: Any) -> None:
     for key, by_tokens in TRUE.items():
         for m, entry in by_tokens.items():
             for name, expected in entry.items():
-                # few tokens fire what their union is: only the prediction is unique
+                # few tokens fire their union: only the prediction is unique
                 if m >= 128:
                     assert table[key][m][name] == pytest.approx(expected, abs=2e-4)
     rows = measured()
@@ -1169,7 +1169,7 @@ def test_the_fit_finds_what_made_the_times(tune: Any) -> None:
 
 
 def test_what_one_token_costs_is_of_its_non_zeros(tune: Any) -> None:
-    """Its union is the same, but costs of more tokens lie between those of one and those of some."""
+    """Its union is the same, but the costs of more tokens lie between those of one and of several."""
     rows = []
     for nonzeros in (14, 29, 128):
         problem, figures = Problem(1, 2048, 5632, True, False), Figures(nonzeros, None)
@@ -1338,7 +1338,7 @@ def test_explain_is_a_table(chooses: Arrivals) -> None:
 
 
 def ran(mlp: Any, x: Tensor, training: bool) -> str:
-    """The strategy of a call by the operators in it."""
+    """Infer the strategy of a call from its operators."""
     with torch.set_grad_enabled(training), torch.profiler.profile() as profiler:
         mlp(x)
     names = {event.key.removeprefix("twell::") for event in profiler.key_averages() if event.key.startswith("twell::")}
@@ -1358,7 +1358,7 @@ def test_explain_names_what_runs(cls: Any, strategy: Any, dtype: torch.dtype, au
             rows = {row.kind: row.strategy for row in twell.explain(mlp)}
             assert rows.get("training" if training else "inference", rows.get("any")) == ran(mlp, x, training)
     if not isinstance(strategy, str) or strategy == "auto":
-        # operators that stand in for kernels take several times as long
+        # the CPU's operators take several times as long as dense
         assert rows == {"any": "dense"}
     mlp.up_proj.register_forward_hook(lambda *_: None)
     assert [row.strategy for row in twell.explain(mlp)] == ["dense"] == [ran(mlp, x, False)]

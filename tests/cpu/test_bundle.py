@@ -22,7 +22,7 @@ def bundle(wheel: Path, root: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def run(bundle: Path, *command: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """run.sh from another folder, with this Python as python3 and an unpacking place of its own."""
+    """Run run.sh from another folder, with this Python as python3 and its own TMPDIR."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
     environment["PATH"] = os.pathsep.join([str(path or Path(sys.executable).parent), environment["PATH"]])
     environment["TMPDIR"] = str(bundle.parent)
@@ -36,7 +36,7 @@ def run(bundle: Path, *command: str, path: Path | None = None) -> subprocess.Com
     )
 
 
-def test_contents(bundle: Path, root: Path) -> None:
+def test_holds_tests_package_and_kernels(bundle: Path, root: Path) -> None:
     for name in ("tests/conftest.py", "tests/gpu", "profiling", "pyproject.toml", "site/twell/nn.py", "site/tvm_ffi"):
         assert (bundle / name).exists(), name
     assert (bundle / "site/twell/_lib/libtwell_kernels.so").is_file()
@@ -60,7 +60,7 @@ assert "cutlass" not in sys.modules
 loaded = {line.split()[-1] for line in open("/proc/self/maps") if "libcute_dsl_runtime" in line}
 assert all(path.startswith(sys.argv[2]) for path in loaded) and len(loaded) == 1, loaded
 """
-    for _ in range(2):  # unpacked by the first, found by the second
+    for _ in range(2):  # the first unpacks, the second finds it
         done = run(bundle, "python3", "-c", code, str(bundle / "site"), str(bundle.parent / "twell-bundle-"))
         assert done.returncode == 0, done.stderr
     assert not list(bundle.parent.glob("twell-bundle-*/part.*"))

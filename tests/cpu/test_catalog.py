@@ -1,4 +1,4 @@
-"""Specs, their names and the list of those that ship."""
+"""Specs, their symbols and the list of shipped kernels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_other_symbols_are_refused(symbol: str) -> None:
         specs.spec_from_symbol(symbol)
 
 
-def test_what_ships() -> None:
+def test_every_supported_size_ships() -> None:
     shipped = catalog.SHIPPED
     assert set(shipped) <= set(specs.all_specs())
     assert len(set(shipped)) == len(shipped)
@@ -35,7 +35,7 @@ def test_what_ships() -> None:
         assert specs.UnpackSpec(dtype) in shipped
         for bias in (False, True):
             assert all(specs.GatePackSpec(dtype, c, bias) in shipped for c in (2, 4, 8))
-            # the hidden sizes of the models that this is for
+            # the hidden sizes of the models in question
             for k in (64, 1024, 2048, 4096, 8192):
                 for gated in (False, True):
                     assert specs.UpDownSpec(dtype, specs.k_class(k), gated, bias) in shipped

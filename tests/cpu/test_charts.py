@@ -1,11 +1,9 @@
-"""profiling/draw: what charts show, their files and their check; profiling/draw/style.py: colours and bytes."""
+"""profiling/draw: the data of charts, their files and their check."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
-import shutil
 import xml.etree.ElementTree
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from profiling.draw import charts, common, style
+from profiling.draw import charts, style
 from profiling.draw import kernels as of_kernels
 
 MACHINE = "NVIDIA H200 (made up); torch 2.11.0; kernels 0123456789ab"
@@ -61,18 +59,6 @@ def nnz_rows() -> list[dict[str, Any]]:
         if nnz < 1000:
             ratio = speed("train", nnz, pattern)
             rows.append(row("train", nnz, speedup_dense=ratio, requested="auto", strategy="union", pattern=pattern))
-    return rows
-
-
-def tokens_rows() -> list[dict[str, Any]]:
-    rows = []
-    for pattern, m in itertools.product(("uniform", "topic"), (1, 4, 16, 64, 128, 256, 512, 1024, 4096, 16384, 131072)):
-        for strategy in ("row", "union", "auto", "dense"):
-            dip = abs(math.log2(m / 512)) / 9
-            ratio = {"row": 0.8 + 1.6 * dip, "union": 0.5 + 2 * max(0, math.log2(m / 512)) / 9, "dense": 1.0}
-            ratio["auto"] = max(ratio.values())
-            fields = {"requested": strategy, "tokens": m, "pattern": pattern, "speedup_dense": ratio[strategy]}
-            rows.append(row("decode" if m < 512 else "ffn", 29, speedup_compiled=1.0, **fields))
     return rows
 
 
@@ -125,7 +111,7 @@ def kernels_rows() -> list[dict[str, Any]]:
 
 def write_sweeps(folder: Path) -> Path:
     """Every sweep in the format of its file."""
-    sweeps = {"nnz": nnz_rows(), "m": tokens_rows(), "layers": layers_rows()}
+    sweeps = {"nnz": nnz_rows(), "layers": layers_rows()}
     sweeps |= {"memory": memory_rows(), "kernels": kernels_rows()}
     for name, rows in sweeps.items():
         write(folder, f"h200_sweep_{name}", rows, sweep=name)
@@ -143,7 +129,7 @@ def run(*words: object) -> int:
 def test_every_sweep_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_sweeps(tmp_path / "results")
     assert run("--results", tmp_path / "results", "--out", tmp_path / "charts") == 0
-    names = {"nnz", "tokens", "layers", "memory", "kernels"}
+    names = {"nnz", "layers", "memory", "kernels"}
     wanted = {f"{name}-{theme}.svg" for name in names for theme in ("light", "dark")}
     assert {path.name for path in (tmp_path / "charts").iterdir()} == wanted
     assert {line.split(":")[0] for line in capsys.readouterr().out.splitlines()} == names
@@ -151,22 +137,13 @@ def test_every_sweep_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         xml.etree.ElementTree.parse(path)
 
 
-def test_crossings_are_where_straight_lines_in_logs_cross() -> None:
-    xs = [1.0, 10.0, 100.0, 1000.0]
-    assert common.crossings(xs, [4.0, 2.0, 0.5, 0.25]) == pytest.approx([10**1.5])
-    assert common.crossings(xs, [4.0, 1.0, 0.5, 2.0]) == pytest.approx([10.0, 10**2.5])
-    assert common.crossings(xs, [2.0, 4.0, 2.0, 1.5]) == []
-    assert common.crossings(xs, [8.0, 4.0, 2.0, 1.0], level=4.0) == pytest.approx([10.0])
-    assert common.crossings(xs[:1], [1.0]) == []
-
-
-def test_crossovers_of_strategies(tmp_path: Path) -> None:
+def test_crossovers_are_where_the_lines_cross(tmp_path: Path) -> None:
     write(tmp_path, "h200_sweep_nnz", nnz_rows())
     chart = charts.nnz(charts.Results(tmp_path))
     for pattern, limit in (("uniform", 180), ("topic", 540)):
         found = {mark["what"]: mark for mark in chart.data[pattern]["marks"]}
         assert set(found) == {"row = dense", "union = dense", "row = union", "train = dense"}
-        # between measured points the lines are straight, the made-up speed-ups are not
+        # lines are straight between measured points; the made-up speed-ups are not
         assert found["row = dense"]["x"] == pytest.approx(58.5, rel=0.1)
         assert found["union = dense"]["x"] == pytest.approx(limit, rel=0.1)
         crossed = found["row = union"]
@@ -174,32 +151,6 @@ def test_crossovers_of_strategies(tmp_path: Path) -> None:
         assert crossed["y"] == pytest.approx(speed("row", crossed["x"], pattern), rel=0.1)
     assert "(uniform)" in chart.title
     assert "(topic)" in chart.title
-
-
-def test_what_is_as_fast_does_not_cross() -> None:
-    from profiling.draw.layers import marks
-
-    union = [[1.0, 3.0], [4.0, 2.5], [16.0, 2.0]]
-    row = [[1.0, 3.001], [4.0, 2.4], [16.0, 1.2]]
-    assert [mark for mark in marks({"row": row, "union": union}) if mark["what"] == "row = union"] == []
-    row[0][1] = 3.3
-    assert len([mark for mark in marks({"row": row, "union": union}) if mark["what"] == "row = union"]) == 1
-
-
-def test_red_and_untimed_rows_are_not_shown(tmp_path: Path) -> None:
-    rows = nnz_rows()
-    for each in rows:
-        if each["requested"] == "row":
-            each["red"] = "wrong"
-        if each["requested"] == "dense":
-            each["ms"] = None
-    write(tmp_path, "h200_sweep_nnz", rows)
-    lines = charts.nnz(charts.Results(tmp_path)).data["topic"]["lines"]
-    assert set(lines) == {"union", "auto", "train"}
-    for each in rows:
-        each["red"] = "wrong"
-    write(tmp_path / "red", "h200_sweep_nnz", rows)
-    assert charts.nnz(charts.Results(tmp_path / "red")) is None
 
 
 def test_correlation_is_pearsons(tmp_path: Path) -> None:
@@ -213,7 +164,7 @@ def test_correlation_is_pearsons(tmp_path: Path) -> None:
         gains = [point["speedup"] for point in chart.data["points"][op]]
         fit = chart.data["fits"][op]
         assert fit["nnz"] == pytest.approx(numpy.corrcoef(counts, gains)[0, 1])
-        # of the forward pass, as the training step's rows do not say it
+        # the forward pass's; the training step's rows have none
         assert [point["union"] for point in chart.data["points"][op]] == pytest.approx(UNIONS)
         assert fit["union"] == pytest.approx(numpy.corrcoef(UNIONS, gains)[0, 1])
     fit = chart.data["fits"]["ffn"]
@@ -222,34 +173,9 @@ def test_correlation_is_pearsons(tmp_path: Path) -> None:
     assert chart.machine.startswith("layers of a model; ")
 
 
-@pytest.mark.parametrize("gains", [[2.0], [2.0, 1.0], [1.5, 1.5, 1.5]], ids=["one", "two", "equal"])
-def test_no_correlation_of_what_has_none(tmp_path: Path, gains: list[float]) -> None:
-    rows = [
-        row("ffn", 10.0 * (i + 1), speedup_dense=gain, requested="auto", layer=i, source="few")
-        for i, gain in enumerate(gains)
-    ]
-    write(tmp_path, "h200_sweep_layers", rows)
-    chart = charts.layers(charts.Results(tmp_path))
-    assert chart.data["fits"] == {"ffn": {"nnz": None, "union": None}}
-    assert "correlation" not in chart.title
-    if len(gains) == 1:
-        chart.save(tmp_path / "layers")
-
-
-def test_layers_whose_union_is_not_known(tmp_path: Path) -> None:
-    rows = layers_rows()
-    for each in rows:
-        each["strategy"] = "row"
-    write(tmp_path, "h200_sweep_layers", rows)
-    chart = charts.layers(charts.Results(tmp_path))
-    assert {point["union"] for each in chart.data["points"].values() for point in each} == {None}
-    assert "union" not in chart.title
-    chart.save(tmp_path / "layers")
-
-
-def test_memory_by_token(tmp_path: Path) -> None:
+def test_memory_is_shown_per_token(tmp_path: Path) -> None:
     rows = memory_rows()
-    # one that went wrong does not make all of dense look better
+    # a failed row does not improve dense's figure
     rows[0]["kept_bytes"] = 0
     write(tmp_path, "h200_sweep_memory", rows)
     chart = charts.memory(charts.Results(tmp_path))
@@ -264,17 +190,6 @@ def test_memory_by_token(tmp_path: Path) -> None:
     assert "a forward pass's peak 4.4 times lower" in chart.title
 
 
-def test_a_sweep_takes_the_place_of_older_files(root: Path, tmp_path: Path) -> None:
-    shutil.copytree(root / "profiling" / "results", tmp_path / "results")
-    before = {name: charts.ALL[name](charts.Results(tmp_path / "results")) for name in ("tokens", "memory", "kernels")}
-    assert all(MACHINE not in chart.machine for chart in before.values())
-    write_sweeps(tmp_path / "results")
-    for name, chart in before.items():
-        swept = charts.ALL[name](charts.Results(tmp_path / "results"))
-        assert swept.machine.endswith(MACHINE), name
-        assert swept.digest != chart.digest
-
-
 def test_kernels_add_up_to_the_whole(tmp_path: Path) -> None:
     write(tmp_path, "h200_sweep_kernels", kernels_rows())
     data = charts.kernels(charts.Results(tmp_path)).data
@@ -284,24 +199,8 @@ def test_kernels_add_up_to_the_whole(tmp_path: Path) -> None:
     assert (data["ffn"][0]["dense"], data["train"][0]["dense"]) == (1.6, 4.9)
 
 
-@pytest.mark.parametrize(
-    ("symbol", "part"),
-    [
-        ("gate_pack_bf16_c8", "gate GEMM + pack"),
-        ("gate_pack_skinny_bf16", "gate GEMM + pack"),
-        ("up_down_skinny_bf16", "up and down"),
-        ("gathered_bf16_0", "y = h W_down"),
-        ("gathered_bf16_2", "dx"),
-        ("torch", "rest"),
-        ("transpose_bf16", "rest"),
-    ],
-)
-def test_parts_of_kernels(symbol: str, part: str) -> None:
-    assert of_kernels.part_of(symbol) == part
-
-
 def test_every_kernel_of_a_step_has_a_part(root: Path) -> None:
-    """A kernel that is renamed would vanish in "rest"."""
+    """A renamed kernel would vanish in "rest"."""
     result = json.loads((root / "profiling" / "results" / "h200_sweep_kernels.json").read_text())
     small = {symbol for each in result["rows"] for symbol, ms in (each.get("kernels") or {}).items() if ms < 0.08}
     for each in result["rows"]:
@@ -317,40 +216,6 @@ def test_wrong_results_of_the_papers_code_are_marked(root: Path) -> None:
     assert forward["topic128"]["wrong"]
     assert forward["dense911"]["failed"]
     assert forward["dense911"]["paper"] is None
-
-
-def test_points_of_the_roofline_are_operations_over_bytes(root: Path) -> None:
-    results = charts.Results(root / "profiling" / "results")
-    rows = common.good(results.get("h200_strategies"), workload="topic128", variant="ffn", requested="row")
-    data = charts.roofline(results).data
-    (point,) = [p for p in data["points"]["gather"] if (p["workload"], p["name"]) == ("topic128", "row")]
-    assert point["intensity"] == pytest.approx(rows[0]["executed_tflops"] * 1e12 / (rows[0]["l2_gather_gbs"] * 1e9))
-    assert point["tflops"] == rows[0]["executed_tflops"]
-
-
-def test_models_of_one_file_are_told_apart(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [
-        {"op": op, "variant": variant, "ms": 1.0, "tokens_per_ms": rate, "peak_bytes": 1e9, "red": "", "config": config}
-        for config, op in itertools.product(("0.5B", "2B"), ("forward", "train"))
-        for variant, rate in (("dense compiled", 100.0), ("sparse compiled", 150.0 if config == "2B" else 120.0))
-    ]
-    for each in rows[:4]:
-        each |= {"non_zeros": [20.0, 40.0], "mj_per_token": 1.5}
-    rows[-1]["peak_bytes"] = None
-    rows.append({"op": "forward", "variant": "sparse compiled", "ms": None, "red": "wrong", "config": "1B"})
-    write(tmp_path, "h200_model_random", rows, arguments={})
-    chart = charts.models(charts.Results(tmp_path))
-    assert [(group["model"], group["op"]) for group in chart.data] == list(
-        itertools.product(("0.5B", "2B"), ["forward"])
-    ) + list(itertools.product(("0.5B", "2B"), ["train"]))
-    assert "1.20 to 1.50" in chart.title
-    assert [group["nnz"] for group in chart.data] == [30.0, None, 30.0, None]
-    chart.save(tmp_path / "models")
-
-
-def test_a_trained_model_has_its_size_for_a_name(root: Path) -> None:
-    data = charts.models(charts.Results(root / "profiling" / "results")).data
-    assert {group["model"] for group in data} == {"0.5B"}
 
 
 def configs_rows(config: str, op: str) -> list[dict[str, Any]]:
@@ -369,7 +234,7 @@ def test_the_papers_configurations_beside_its_figures(tmp_path: Path) -> None:
     write(tmp_path, "h200_paper_configs", rows)
     again = configs_rows("2B", "forward")
     again[-1]["tokens_per_ms"] = 160
-    # without what it would be compared for
+    # without a row to compare with
     write(tmp_path, "h200_paper_configs_2b", [*again, *configs_rows("1.5B", "train")[:2]])
     chart = charts.paper(charts.Results(tmp_path))
     assert [(bar["config"], bar["op"]) for bar in chart.data] == [
@@ -378,7 +243,7 @@ def test_the_papers_configurations_beside_its_figures(tmp_path: Path) -> None:
         ("2B", "forward"),
     ]
     forward, train, larger = chart.data
-    # over the faster of the dense ones, in percent
+    # over the faster dense variant, in percent
     assert forward["ours"] == train["ours"] == {"rate": 50, "energy": -25, "peak": -25}
     assert larger["ours"]["rate"] == pytest.approx(60)
     assert forward["nnz"] == 30
@@ -387,28 +252,6 @@ def test_the_papers_configurations_beside_its_figures(tmp_path: Path) -> None:
     assert "50 to 60 % faster, 50 % faster in training" in chart.title
     assert "at 1.5B energy -25 % (paper -15 %), training memory -25 % (paper -28 %)" in chart.title
     chart.save(tmp_path / "paper")
-
-
-def test_how_sparse_it_may_be_for_nothing() -> None:
-    from profiling import quality_results
-
-    def point(coefficient: float, l0: float, added: float, spread: float | None = None) -> Any:
-        return quality_results.Point(coefficient, "relu", 0.0, 3, 3.0, None, added, spread, None, l0, 0.0, 1000, [l0])
-
-    found = [point(0.0, 300, 0.0, 0.0), point(1e-4, 100, -0.02, 0.01), point(1e-3, 40, 0.009), point(1e-2, 9, 0.011)]
-    # 40 is above by less than the deviation between seeds
-    assert quality_results.finding(found).endswith("down to 40 of 1,000 neurons a token")
-    assert quality_results.finding([found[0], found[3]]) == "Every coefficient costs cross-entropy"
-
-
-def test_small_print_names_what_decides_a_figure() -> None:
-    whole = (
-        "NVIDIA H200 (132 SMs, 140 GiB); SM 1455 MHz now, 1980 most, memory 3201 MHz, 700.00 W; driver 580.159.04; "
-        "Python 3.12.3; torch 2.11.0+cu130; CuTe DSL 4.8.1; twell 0.1.0; kernels e5a23d26d16c"
-    )
-    kept = "driver 580.159.04; torch 2.11.0+cu130; CuTe DSL 4.8.1; kernels e5a23d26d16c"
-    assert common.machine({"machine": whole}) == f"NVIDIA H200; SM up to 1980 MHz, 700 W; {kept}"
-    assert common.machine({"machine": MACHINE}) == MACHINE
 
 
 # Files and their check
@@ -446,18 +289,6 @@ def test_check_notices_what_changed(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "memory-light.svg: there is no data for it" in capsys.readouterr().err
 
 
-def test_another_matplotlib_is_no_difference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(tmp_path / "results", "h200_sweep_memory", memory_rows())
-    words = ("memory", "--results", tmp_path / "results", "--out", tmp_path / "charts")
-    assert run(*words) == 0
-    path = tmp_path / "charts" / "memory-light.svg"
-    path.write_text(path.read_text().replace("<g ", "<g  ", 1))
-    monkeypatch.setattr(charts, "matplotlib_version", lambda: "0.0")
-    assert run(*words, "--check") == 0, capsys.readouterr().err
-
-
 def test_missing_data_is_an_error_only_where_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "results").mkdir()
     where = ("--results", tmp_path / "results", "--out", tmp_path / "charts")
@@ -470,36 +301,12 @@ def test_missing_data_is_an_error_only_where_named(tmp_path: Path, capsys: pytes
     assert "h200_sweep_nnz" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '"x"', '{"rows": []}'], ids=["broken", "list", "text", "no machine"])
-def test_files_that_are_no_results(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
-    (tmp_path / "h200_sweep_nnz.json").write_text(text)
-    assert run("--results", tmp_path, "--out", tmp_path) == 2
-    assert "h200_sweep_nnz.json" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("words", [("pie",), ("--results", "/nowhere")])
 def test_requests_that_make_no_sense(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         run(*words)
     assert stopped.value.code == 2
     assert "got" in capsys.readouterr().err
-
-
-def test_help_names_every_chart(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run("--help")
-    said = capsys.readouterr().out
-    # test_quality draws the last one
-    assert tuple(charts.ALL) == (*DRAWN, "quality")
-    assert all(f"  {name} " in said for name in charts.ALL)
-
-
-def test_without_matplotlib(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    assert run("--out", tmp_path) == 2
-    assert "twell[plots]" in capsys.readouterr().err
 
 
 # Style
@@ -523,74 +330,3 @@ def test_files_are_the_same_bytes_each_time(tmp_path: Path) -> None:
     assert light != dark
     plain = style.save(draw, tmp_path / "c" / "x")
     assert [style.data_of(path) for path in plain] == [""] * 2
-
-
-def test_labels_keep_clear_of_each_other_and_of_lines(tmp_path: Path) -> None:
-    boxes: list[Any] = []
-    lines: list[Any] = []
-
-    def crowd(figure: Any, theme: Any) -> None:
-        axes = figure.subplots()
-        xs, ys = [1, 1.1, 1.2, 3], [1, 1.1, 1, 1]
-        lines[:] = axes.plot(xs, ys, marker="o")
-        axes.axhline(1.5)
-        for i, (x, y) in enumerate(zip(xs, ys)):
-            style.label(axes, x, y, f"label {i}")
-        boxes[:] = axes.texts
-
-    style.save(crowd, tmp_path / "x")
-    extents = [text.get_window_extent() for text in boxes]
-    assert not any(one.overlaps(other) for one, other in itertools.combinations(extents, 2))
-    # within the page
-    assert max(extent.x1 for extent in extents) < 830
-    path = lines[0].get_path().transformed(lines[0].get_transform())
-    assert not any(path.intersects_bbox(box, filled=False) for box in extents)
-
-
-def test_settings_of_the_caller_are_neither_used_nor_changed(tmp_path: Path) -> None:
-    import matplotlib
-
-    expected = [path.read_bytes() for path in style.save(draw, tmp_path / "a")]
-    with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "red"}):
-        found = [path.read_bytes() for path in style.save(draw, tmp_path / "b")]
-        assert matplotlib.rcParams["font.size"] == 30
-    assert found == expected
-
-
-def linear(colour: str) -> list[float]:
-    """Linear red, green and blue of "#rrggbb"."""
-    values = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    return [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values]
-
-
-def contrast(one: str, other: str) -> float:
-    """WCAG's ratio."""
-    shades = [0.2126 * r + 0.7152 * g + 0.0722 * b for r, g, b in map(linear, (one, other))]
-    return (max(shades) + 0.05) / (min(shades) + 0.05)
-
-
-# Linear RGB as protanopes and deuteranopes see it (Viénot, Brettel and Mollon, 1999).
-SEEN = {
-    "normal": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
-    "protan": ((0.11238, 0.88762, 0.0), (0.11238, 0.88762, 0.0), (0.00401, -0.00401, 1.0)),
-    "deutan": ((0.29275, 0.70725, 0.0), (0.29275, 0.70725, 0.0), (-0.02234, 0.02234, 1.0)),
-}
-
-
-def lab(colour: str, vision: str) -> list[float]:
-    """CIE L*a*b* of what is seen."""
-    rgb = [max(0.0, sum(w * v for w, v in zip(weights, linear(colour)))) for weights in SEEN[vision]]
-    to_xyz = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
-    white = (0.9505, 1.0, 1.089)
-    scaled = [sum(w * v for w, v in zip(weights, rgb)) / top for weights, top in zip(to_xyz, white)]
-    x, y, z = (v ** (1 / 3) if v > 0.008856 else 7.787 * v + 16 / 116 for v in scaled)
-    return [116 * y - 16, 500 * (x - y), 200 * (y - z)]
-
-
-def test_colours_stand_out_and_apart() -> None:
-    for theme in style.THEMES:
-        assert contrast(theme.text, theme.ground) >= 7
-        for colour in (*theme.colours, theme.muted):
-            assert contrast(colour, theme.ground) >= 3, (theme.name, colour)
-        for vision, (one, other) in itertools.product(SEEN, itertools.combinations(theme.colours, 2)):
-            assert math.dist(lab(one, vision), lab(other, vision)) >= 15, (theme.name, vision, one, other)

@@ -78,7 +78,7 @@ def test_arguments_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     preset = demo.CPU
     assert demo.pick_shape(request, preset) == demo.ModelShape(5, 64, 8, 9)
     assert demo.pick_shape(demo.Request(request.out), preset) == preset.shape
-    # bounded by steps alone, by time alone, by both
+    # bounded by steps, by time, by both
     for seconds, steps, expected in ((None, 3, (None, 3)), (None, None, (60, None)), (5.0, 3, (5.0, 3))):
         schedule = demo.schedule_of(demo.Request(request.out, seconds=seconds, steps=steps), preset)
         assert (schedule.seconds, schedule.steps) == expected

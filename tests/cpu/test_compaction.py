@@ -1,4 +1,4 @@
-"""Counting what fires, compacting and restoring: exact bits, what survives torch's handling of modules, refusals."""
+"""Counting non-zeros, compacting and restoring: exact bits, torch's handling of modules, refusals."""
 
 import copy
 import gc
@@ -31,7 +31,7 @@ MLP = SparseGatedMLP | SparseMLP
 
 
 def problem(biases: str = "gate up down", density: float = 0.05, **options: Any) -> FFN:
-    """Few tokens, so that most neurons never fire."""
+    """A problem of few tokens, so most neurons never fire."""
     return testing.integer_problem(M, K, N, density=density, biases=biases, **options)
 
 
@@ -51,7 +51,7 @@ def layer_of(p: FFN, gated: bool, **options: Any) -> MLP:
 
 
 def fired(p: FFN) -> Tensor:
-    """int64 [N]: how often each neuron fires, by float64."""
+    """Return int64 [N]: how often each neuron fires, in float64."""
     return (testing.float64_gate(p) != 0).sum(0)
 
 
@@ -62,7 +62,7 @@ def evidence(mlp: MLP, x: Tensor) -> twell.Firing:
 
 
 def without(p: FFN, kept: Tensor) -> FFN:
-    """The problem whose neurons that are not kept add nothing."""
+    """Return the problem in which neurons that are not kept add nothing."""
     return p._replace(w_down=p.w_down * kept[:, None].to(p.w_down))
 
 
@@ -98,7 +98,7 @@ def same_parameters(a: nn.Module, b: nn.Module) -> None:
 
 
 class Residual(nn.Module):
-    """Layers of both kinds, one of them in two places, and one that is never called."""
+    """Layers of both kinds: one in two places, one that is never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ def test_stops_counting_after_an_error() -> None:
 
 
 def test_compiled_models() -> None:
-    """Compiled inside it counts and stays one graph; compiled before, what is counted is nothing, and refused."""
+    """Compiled inside the counter a model stays one graph; compiled before it would count nothing and is refused."""
     torch.compiler.reset()
     p = problem()
     model = nn.Sequential(layer_of(p, True))
@@ -254,7 +254,7 @@ def test_compiled_models() -> None:
         compiled(p.x)
         assert firing["0"].tokens == 2 * M
         assert torch.equal(firing["0"].counts, 2 * fired(p))
-        # without this the compiled call above is still guarded by the hook
+        # otherwise the compiled call above is still guarded by the hook
         torch.compiler.reset()
         compiled(p.x)
         with twell.count_firing(model) as firing:
@@ -371,7 +371,7 @@ def test_same_bits_where_no_removed_neuron_fires(gated: bool, biases: str, dtype
 
 
 @GATED
-def test_what_is_missing_is_what_removed_neurons_add(gated: bool) -> None:
+def test_the_difference_is_the_contribution_of_removed_neurons(gated: bool) -> None:
     p = problem(density=0.4)
     mlp = layer_of(p, gated, strategy="row")
     compacted, report = twell.compact(mlp, half())
@@ -380,7 +380,7 @@ def test_what_is_missing_is_what_removed_neurons_add(gated: bool) -> None:
     with torch.no_grad():
         testing.assert_same(compacted(p.x), testing.exact_output(without(p, half()), gated=gated))
         difference = testing.float64_output(p, gated=gated) - testing.float64_output(without(p, half()), gated=gated)
-    # the contribution of those alone
+    # the contribution of the removed neurons alone
     only = without(p, ~half())._replace(b_down=None)
     assert torch.equal(difference, testing.float64_output(only, gated=gated))
     assert difference.any()
@@ -458,7 +458,7 @@ def test_fills_up_with_those_that_fired_most_then_the_first() -> None:
     assert compacted.compaction.neurons.tolist() == [0, 1, 2, 3, 4, 5, 6, 535]
 
 
-def test_all_alive_and_sizes_that_are_no_multiple_of_8() -> None:
+def test_all_neurons_and_sizes_that_are_no_multiple_of_8_stay() -> None:
     p = problem()
     compacted, report = twell.compact(layer_of(p, True), torch.ones(N, dtype=torch.bool))
     assert (report.layers[0].kept, report.bytes_saved, report.layers[0].gate_saved) == (N, 0, 0)
@@ -472,7 +472,7 @@ def test_all_alive_and_sizes_that_are_no_multiple_of_8() -> None:
         assert compacted(torch.ones(2, 8)).shape == (2, 8)
 
 
-def test_report() -> None:
+def test_the_report_has_sizes_and_bytes_before_and_after() -> None:
     mlp = layer_of(problem(), True)
     totals = torch.tensor([2] * 250 + [1] * (N - 250) + [123456])
     _, report = twell.compact(mlp, twell.Firing(totals), minimum=2)
@@ -540,7 +540,7 @@ def test_the_down_weight_keeps_its_layout(layout: Any) -> None:
 
 
 def test_mixed_dtypes_come_back() -> None:
-    """Autocast computes such a layer; bfloat16 and float16 fit beside each other in float32."""
+    """Autocast computes such a layer; float32 holds both bfloat16 and float16."""
     mlp = SparseGatedMLP(K, N, dtype=BF16)
     mlp.up_proj.to(FP16)
     compacted, _ = twell.compact(mlp, half())
@@ -703,7 +703,7 @@ def test_compacted_twice(keep_removed: bool) -> None:
         assert twice.compaction.removed is None
 
 
-def test_what_was_dropped_is_not_restored() -> None:
+def test_dropped_rows_are_not_restored() -> None:
     compacted, _ = twell.compact(layer_of(problem(), True), half(), keep_removed=False)
     assert "the others dropped" in repr(compacted)
     assert "compaction.removed" not in compacted.state_dict()
@@ -729,7 +729,7 @@ def saved(mlp: Any) -> Any:
 
 
 def load(assign: bool) -> Callable[[Any], Any]:
-    """Into a fresh layer that the mask in the state dict has made fit."""
+    """Load into a fresh layer that the mask of the state dict has resized."""
 
     def loaded(mlp: Any) -> Any:
         file = io.BytesIO()

@@ -17,13 +17,13 @@ from cute_kernels.specs import Spec
 
 @pytest.fixture(scope="module")
 def reports(root: Path, wheel: Path) -> Callable[[Spec], list[Report]]:
-    """What the compiler said of each kernel when the wheel was built; a JSON file lies beside each object."""
+    """The compiler's report of each kernel in the wheel; a JSON file lies beside each object."""
     folder = root / "build" / "wheel" / "objects"
     return lambda spec: json.loads((folder / f"{spec.symbol}.json").read_text(), object_hook=Report)
 
 
 class Report(dict[str, Any]):
-    """The fields of ``compile.Report``, without the import of a compiler."""
+    """The fields of ``compile.Report``, without importing a compiler."""
 
     __getattr__ = dict.__getitem__
 
@@ -47,11 +47,11 @@ OCCUPANCY = {
 
 
 def register_budget(spec: Spec, kernel: str) -> int:
-    """Registers a thread may use for as many CTAs to share an SM as the kernel counts on."""
+    """Return the registers that a thread may use so that the intended number of CTAs fits on an SM."""
     if isinstance(spec, specs.UpDownSpec):
         if "heavy" in kernel:
             return register_budget(spec.heavy, kernel)
-        # groups of tokens hide their listing behind a second CTA while rows are short enough
+        # a second CTA hides the listing of a group of tokens while rows are short enough
         return feasible.registers_per_thread(256, 2 if spec.k_max <= 2048 else 1)
     if isinstance(spec, specs.UpDownSkinnySpec):
         return feasible.registers_per_thread(256, {256: 3, 512: 2}.get(spec.k_max // spec.cluster, 1))
@@ -59,7 +59,7 @@ def register_budget(spec: Spec, kernel: str) -> int:
 
 
 def spill_budget(spec: Spec, kernel: str) -> int:
-    """Bytes a thread may spill: none, except for a few counters outside of the loops that count."""
+    """Return the bytes that a thread may spill: none, except for a few counters outside the hot loops."""
     if isinstance(spec, specs.OverflowSpec):
         return 48
     if isinstance(spec, specs.UpDownSpec):
@@ -111,7 +111,7 @@ SPILLED = """\x1b[96mremark[ptxas]:\x1b[0m ptxas detected register spills
 
 
 def parse(root: Path, text: str) -> str:
-    """What ``parse_remarks`` reads from a text, in a process of its own for the compiler's import."""
+    """Return the reports that ``parse_remarks`` reads from a text, in a process that may import the compiler."""
     code = "import sys; from cute_kernels.compile import parse_remarks; print(parse_remarks('name', sys.stdin.read()))"
     done = subprocess.run([sys.executable, "-c", code], cwd=root, input=text, capture_output=True, text=True)
     return done.stdout + done.stderr
@@ -149,7 +149,7 @@ for spec in specs.all_specs():
 
 
 def test_overflow_sets_sums_aside_after_the_longest(root: Path) -> None:
-    """A partner of dx of a gated layer has two terms in each sum, others one."""
+    """Each sum of dx of a gated layer has two terms per partner, others one."""
     subprocess.run([sys.executable, "-c", LONGEST], cwd=root, check=True)
 
 

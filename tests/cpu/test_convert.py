@@ -1,4 +1,4 @@
-"""Checkpoints between layouts: what is recognised, what is refused, bytes, and conversions that do not finish."""
+"""Converting checkpoints between layouts: recognition, refusals, bytes, and conversions that do not finish."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
         ("model.decoder.layers.3.fc2.bias", False),
     ],
 )
-def test_names(name: str, expected: bool) -> None:
+def test_names_of_down_weights_are_recognised(name: str, expected: bool) -> None:
     assert layouts.is_down(name) is expected
 
 
@@ -156,7 +156,7 @@ def test_layouts_that_are_refused(shape: Sequence[int], intermediate: int, marke
 
 def test_lengths_come_from_the_neighbours_then_from_the_configuration() -> None:
     down, up = "layers.0.mlp.down_proj.weight", "layers.0.mlp.up_proj.weight"
-    # a pruned layer, whatever the configuration says
+    # the shapes of a pruned layer count more than the configuration
     assert layouts.layouts({down: [K, 5], up: [5, K]}, {"hidden_size": K, "intermediate_size": N}) == {down: "linear"}
     assert layouts.layouts({down: [N, K]}, {"hidden_size": K, "intermediate_size": N}) == {down: "rows"}
     nested = {"text_config": {"hidden_size": K, "intermediate_size": N}}
@@ -255,7 +255,7 @@ def test_files_without_metadata_stay_so(tmp_path: Path) -> None:
 
 
 def test_odd_tensors_are_copied_bit_for_bit(tmp_path: Path) -> None:
-    """NaNs with a payload, dtypes that torch lacks or numpy lacks, no elements, scalars, names of any kind."""
+    """NaNs with a payload, dtypes unknown to torch or numpy, empty tensors, scalars, any names."""
     state = tensors() | {
         "model.layers.0.mlp.down_proj.bias": torch.tensor([0x7FC1, -0x3F], dtype=torch.int16).view(torch.bfloat16),
         "model.rotary_emb.inv_freq": torch.tensor([float("nan"), -0.0, float("inf")]),
@@ -310,18 +310,18 @@ def test_square_weights_need_to_be_told(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"layers.0.mlp.down_proj.weight: a square down weight \[8, 8\] may be"):
         run(source, tmp_path / "rows", "--layout", "rows", "--model-type", "sparse_llama")
     options = ["--layout", "rows", "--source-layout", "linear"]
-    # a reader that knows nothing of the marker would notice nothing
+    # a reader without the marker would not notice
     with pytest.raises(RequestError, match=r"expected --model-type sparse_llama or sparse_qwen2, got .* type 'llama'"):
         run(source, tmp_path / "rows", *options)
     run(source, tmp_path / "rows", *options, "--model-type", "sparse_llama")
     same(read(tmp_path / "rows"), {n: t.t().contiguous() if layouts.is_down(n) else t for n, t in state.items()})
-    # from here on the marker tells, whichever way
+    # from here on the marker tells the layout
     for step, (start, layout) in enumerate([("rows", "linear"), ("0", "linear"), ("1", "rows"), ("2", "rows")]):
         run(tmp_path / start, tmp_path / str(step), "--layout", layout)
         expected = state if layout == "linear" else read(tmp_path / "rows")
         same(read(tmp_path / str(step)), expected)
         assert set(layouts.folder_layouts(tmp_path / str(step)).values()) == {layout}
-    # a file of the one and a configuration of the other
+    # a file of one layout and a configuration of the other
     (tmp_path / "rows" / "config.json").write_bytes((tmp_path / "0" / "config.json").read_bytes())
     with pytest.raises(RequestError, match="must be the same in the configuration and in the file's metadata"):
         run(tmp_path / "rows", tmp_path / "again")
@@ -369,7 +369,7 @@ def test_values_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     state = tensors()
     state["model.norm.weight"][2] = 1e5
     state["model.layers.1.mlp.up_proj.weight"][:3, 0] = -2e5
-    # what was not finite before is no loss
+    # a value that was not finite before is no loss
     state["mask"] = torch.tensor([float("-inf"), float("nan"), 1.0])
     source = write(tmp_path / "source", state, shards=2)
     for more in ([], ["--dry-run"]):
@@ -418,7 +418,7 @@ def test_quantised_down_projections_are_refused(tmp_path: Path) -> None:
 # other files
 
 
-def test_what_is_beside_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_files_are_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write(tmp_path / "source", tensors())
     for name in ("tokenizer.model", "assets/logo.png", "LICENSE", "chat_template.jinja"):
         (source / name).parent.mkdir(exist_ok=True)
@@ -501,7 +501,7 @@ def test_links_are_copied_as_files_or_left_out_and_named(tmp_path: Path, capsys:
 @pytest.mark.parametrize("form", ["single", "shards", "legacy"])
 def test_pickled_weights_are_read(form: str, tmp_path: Path) -> None:
     state = tensors() | {"steps": torch.tensor([1, 2]), "view": torch.arange(12.0).view(3, 4).t()}
-    # the head of a tied model is the embedding; another shared tensor is written twice
+    # the head of a tied model is the embedding; any other shared tensor is written twice
     tied = state | {"lm_head.weight": state["model.embed_tokens.weight"], "twin": state["model.norm.weight"]}
     source = write(tmp_path / "source", {"x": torch.zeros(1)})
     (source / "model.safetensors").unlink()
@@ -553,7 +553,7 @@ PAPER = {"sparsity_gated_mlp": True, "sparsity_new_intermediate_size": N, "spars
 @pytest.mark.parametrize("model_type", ["llama", "sparse_llama"])
 @pytest.mark.parametrize("was", ["llama", "llama_sparse_relu", "sparse_llama"])
 def test_the_configuration_of_the_published_models(was: str, model_type: str, tmp_path: Path) -> None:
-    """They have ReLU whatever hidden_act says, their own class, and a number of neurons of their own."""
+    """Their activation is ReLU whatever hidden_act says; they have their own class and key for N."""
     theirs = config(model_type=was, hidden_act="silu", intermediate_size=99, auto_map={"AutoConfig": "x.Y"}) | PAPER
     state = {n: t.t().contiguous() if layouts.is_down(n) else t for n, t in tensors().items()}
     source = write(tmp_path / "source", state, theirs)
@@ -613,7 +613,7 @@ def test_an_activation_that_is_not_relu_is_named(
     assert error.count("warning: config.json") == bool(named)
     assert named in error
     same(read(tmp_path / "linear"), tensors())
-    # what no program could read is not written
+    # an unreadable configuration is not written
     if "has" in named:
         with pytest.raises(RequestError, match=r"whose layers apply ReLU: expected .*, got '\w+' in config.json"):
             run(source, tmp_path / "rows", "--layout", "rows")
@@ -691,7 +691,7 @@ def test_twell_computes_the_same_of_rows(family: str, square: bool, tmp_path: Pa
     with torch.no_grad():
         for load in (cls, transformers.AutoModelForCausalLM):
             assert torch.equal(load.from_pretrained(tmp_path / "rows")(ids).logits, model(ids).logits)
-    # what it saves is what was there at first
+    # saving again gives the original
     cls.from_pretrained(tmp_path / "rows").save_pretrained(tmp_path / "saved", max_shard_size="20KB")
     run(tmp_path / "rows", tmp_path / "linear")
     for folder in ("saved", "linear"):
@@ -721,7 +721,7 @@ def test_names_of_folders_have_dots(name: str, tmp_path: Path) -> None:
     assert contents(tmp_path / name) == contents(tmp_path / "source")
 
 
-# what a user asks for that cannot be
+# impossible requests
 
 
 @pytest.mark.parametrize(
@@ -880,7 +880,7 @@ def test_force_takes_nothing_that_a_conversion_does_not_write(
     assert set(layouts.folder_layouts(out).values()) == {"linear"}
 
 
-def test_what_goes_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_removed_files_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write(tmp_path / "source", tensors())
     out = write(tmp_path / "out", tensors(), shards=2)
     before = contents(out)
@@ -893,7 +893,7 @@ def test_what_goes_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "replaced" not in capsys.readouterr().out
 
 
-def test_what_comes_to_be_in_the_target_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_appear_in_the_target_meanwhile_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = write(tmp_path / "source", tensors()), write(tmp_path / "out", tensors())
     original = convert._write_rest
 
@@ -935,7 +935,7 @@ def test_a_dry_run_writes_nothing_and_says_what_it_would(tmp_path: Path, capsys:
     assert norm == ["model.norm.weight", "1", "F32", "[8]", "the", "same"]
     assert 'config.json: sparsity_down_layout: none -> "rows"' in lines
     assert 'config.json: torch_dtype: none -> "float32"' in lines
-    # what could not be done is refused beforehand
+    # impossible requests are refused before writing
     with pytest.raises(RequestError, match="DST must be apart"):
         run(source, source, "--dry-run")
 
@@ -986,7 +986,7 @@ def test_killed_while_it_writes(stop: signal.Signals, tmp_path: Path, capsys: py
 def test_a_full_disk_leaves_everything_as_it_was(
     form: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error comes at the first tensor that is written, at a later one, or at the name."""
+    """The error comes at the first tensor, at a later one, or at the rename."""
     source = write(tmp_path / "source", tensors())
     target = write(tmp_path / "out", tensors(K, N + 4))
     if form == "file":

@@ -1,4 +1,4 @@
-"""The demo: what it reads, trains, checks and prints, and that its checks can fail."""
+"""The demo: its text, training, output and checks, which must be able to fail."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = "--device cpu --layers 2 --hidden 32 --intermediate 264 --context 32".sp
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve small text files, and things that are none."""
+    """Twelve small text files, and files that are not text."""
     root = tmp_path_factory.mktemp("text")
     (root / "below").mkdir()
     for i in range(12):
@@ -288,14 +288,14 @@ def test_each_corruption_is_seen(layer: tuple[torch.Tensor, SparseGatedMLP]) -> 
     first, second = int(packed.words[row, 1]), int(packed.words[row, 2])
     # the lowest bit of a value: one step of bf16
     assert "unpacked gate values differ from relu(x Wg^T); first: token" in changed(1, first ^ (1 << 16))
-    # another neuron, between its neighbours
+    # another neuron's index, between its neighbours
     assert "unpacked gate values differ" in changed(1, first + 1 if (second - first) & 0xFFFF > 1 else first - 1)
     # a neuron of another tile, the same neuron twice, a value that is zero, a NaN
     assert "name a neuron outside their tile" in changed(1, first & ~0xFFFF | 260)
     assert changed(2, second & ~0xFFFF | first & 0xFFFF)
     assert "counts differ" in changed(1, first & 0xFFFF)
     assert "unpacked gate values differ" in changed(1, first & 0xFFFF | 0x7FC0 << 16)
-    # a word of a tile that overflows, which nothing reads
+    # a word of an overflowing tile, which nothing reads
     overflowing = packed.words.clone()
     overflowing[0, 3] ^= 1 << 16
     message = gate_failures(dataclasses.replace(packed, words=overflowing), x, mlp)
@@ -316,7 +316,7 @@ def test_each_corruption_is_seen(layer: tuple[torch.Tensor, SparseGatedMLP]) -> 
 
 @torch.no_grad()
 def test_gate_check_knows_a_step_of_bf16(layer: tuple[torch.Tensor, SparseGatedMLP]) -> None:
-    """Moving any value by one step is seen wherever fp32 summation leaves one admissible value, nearly everywhere."""
+    """A value that moves by one step is seen wherever fp32 summation leaves one admissible value: nearly everywhere."""
     x, mlp = layer
     gate = pack(x, mlp.gate_proj.weight).unpack()
     moved = (gate.view(torch.int16) + 1).view(torch.bfloat16)
@@ -336,7 +336,7 @@ def test_error_bounds_can_fail() -> None:
     assert failures(testing.Errors(1.1e-3, 2.2e-3), dense) == []
     assert len(failures(testing.Errors(1.2e-3, 2e-3), dense)) == 1
     assert len(failures(testing.Errors(1e-3, 2.3e-3), dense)) == 1
-    # of few roundings more is allowed
+    # few roundings are allowed more
     assert failures(testing.Errors(1.2e-3, 2.3e-3), dense, roundings=100) == []
     assert len(failures(testing.Errors(nan, nan), dense)) == 2
     assert len(failures(dense, testing.Errors(nan, nan))) == 2

@@ -1,4 +1,4 @@
-"""The default device of torch, which users may set: it is for tensors of their own, and reaches none of twell's."""
+"""torch's default device, which users may set, must not reach any tensor that twell makes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FACTORIES = {getattr(function, "__name__", "") for function in _device_construct
 
 @pytest.mark.parametrize("folder", ["python/twell", "examples", "profiling"])
 def test_every_tensor_is_made_on_a_named_device(folder: str, root: Path) -> None:
-    """A call without ``device`` makes it wherever the default device happens to be."""
+    """A call without ``device`` would use the default device."""
     files = sorted((root / folder).rglob("*.py"))
     assert files
     found = []
@@ -85,7 +85,7 @@ def references() -> list[Any]:
 
 
 def models() -> list[Any]:
-    """Figures, dead neurons, compaction and recipes of a model that was made before."""
+    """Figures, dead neurons, compaction and recipes of an existing model."""
     model, x = copy.deepcopy(MODEL), testing.integer_problem(130, K, N).x
     recipe.record_aux(model)
     tracker = recipe.SparsityTracker(model, every=1, window=1)

@@ -1,4 +1,4 @@
-"""The pages build without a warning, name everything public, and say nothing that does not run."""
+"""The pages build without a warning, name everything public, and their examples run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import io
+import json
 import os
 import re
 import runpy
@@ -33,7 +34,7 @@ from twell.commands.bench import parser as bench_parser
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-# those whose blocks and commands are tried
+# pages whose blocks and commands are tried
 TRIED = [ROOT / "README.md", ROOT / "examples" / "README.md", *PAGES]
 LINKED = [*TRIED, ROOT / "AGENTS.md", ROOT / "profiling" / "results" / "README.md"]
 DOCUMENTED = (
@@ -48,7 +49,7 @@ def name_of(path: Path) -> str:
 
 
 class Block(NamedTuple):
-    """A fenced block: the word behind the fence, its first line, what is in it, the line before it."""
+    """A fenced block: its language, first line, content and the line before it."""
 
     kind: str
     line: int
@@ -73,13 +74,13 @@ def blocks(path: Path) -> list[Block]:
 
 
 def prose(path: Path) -> str:
-    """A page without its blocks and without what is in backquotes."""
+    """Return a page without its blocks and its code in backquotes."""
     text = re.sub(r"(?ms)^\s*(`{3,}).*?^\s*\1$", "", path.read_text(encoding="utf-8"))
     return re.sub(r"(?<!\})`[^`\n]+`", "", text)
 
 
 def headings(path: Path) -> set[str]:
-    """The anchors that GitHub makes of a page's headings."""
+    """Return the anchors that GitHub makes from a page's headings."""
     text = re.sub(r"(?ms)^(`{3,}).*?^\1$", "", path.read_text(encoding="utf-8"))
     titles = re.findall(r"(?m)^#+ (.*)$", text)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
@@ -96,7 +97,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("transformers", reason="the pages document twell.integrations.transformers")
     out = tmp_path_factory.mktemp("docs")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", str(out / "doctrees")]
-    # no site can be reached by way of a closed port
+    # a closed port as proxy: no site can be reached
     network = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     built = subprocess.run(
         [*command, str(DOCS), str(out / "html")], cwd=ROOT, env=os.environ | network, capture_output=True, text=True
@@ -106,14 +107,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def documented(site: Path) -> set[str]:
-    """Names of the Python objects in the site's inventory."""
+    """Return the names of Python objects in the site's inventory."""
     content = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
     lines = zlib.decompress(content).decode().splitlines()
     return {line.split(" ", 1)[0] for line in lines if " py:" in line}
 
 
 def public(module: ModuleType) -> list[str]:
-    """What a module offers: its ``__all__``, or the functions and classes that it defines."""
+    """Return a module's public names: its ``__all__``, or the functions and classes that it defines."""
     if hasattr(module, "__all__"):
         return [name for name in module.__all__ if not name.startswith("__")]
     defined = [name for name, thing in vars(module).items() if getattr(thing, "__module__", "") == module.__name__]
@@ -134,14 +135,14 @@ def test_every_public_name_is_documented(name: str, site: Path) -> None:
     expected = public(importlib.import_module(name))
     assert expected
     module = sys.modules[name]
-    # what the package offers as well is documented there
+    # names that the package exports too are documented there
     full = {f"{'twell' if getattr(twell, each, None) is getattr(module, each) else name}.{each}" for each in expected}
     missing = full - documented(site)
     assert not missing, f"not in docs/api: {', '.join(sorted(missing))}"
 
 
 def test_docstrings_keep_their_markup(site: Path) -> None:
-    """What the conversion of docstrings must get right: bars, several names of one argument, fields, links."""
+    """Bars, several names of one argument, fields and links survive the conversion of docstrings."""
     page = (site / "api" / "twell.html").read_text()
     text = re.sub(r"<[^>]+>", "", page)
     assert "sum of |hidden state|" in text
@@ -278,7 +279,7 @@ def test_relative_links_lead_somewhere(path: Path) -> None:
 
 @pytest.mark.parametrize("path", TRIED, ids=name_of)
 def test_python_blocks_run_on_the_cpu(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Block after block in one namespace. One that cannot says why in the line above: ``<!-- not run: REASON -->``."""
+    """All blocks of a page share a namespace. A block that cannot run says so above: ``<!-- not run: REASON -->``."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     namespace: dict[str, object] = {"__name__": "page"}
@@ -298,7 +299,7 @@ def test_python_blocks_run_on_the_cpu(path: Path, tmp_path: Path, monkeypatch: p
 
 
 def uses(path: Path) -> Iterator[tuple[str, str, list[str]]]:
-    """Of each block that is not run: where it is, the imports up to its end, dotted names that lead from these."""
+    """Yield for each block that is not run: its place, the imports up to its end, the dotted names that use them."""
     imports: list[ast.stmt] = []
     for block in blocks(path):
         if block.kind != "python":
@@ -312,18 +313,45 @@ def uses(path: Path) -> Iterator[tuple[str, str, list[str]]]:
             yield f"{name_of(path)}:{block.line}", "\n".join(ast.unparse(node) for node in imports), names
 
 
-@pytest.mark.parametrize("path", TRIED, ids=name_of)
-def test_blocks_that_are_not_run_name_what_is_there(path: Path) -> None:
-    """In an interpreter that imports what the page imports: whatever imported more beside it would hide what misses."""
-    for where, imports, names in uses(path):
-        if "transformers" in imports:
-            pytest.importorskip("transformers")
-        code = "\n".join([imports, *names])
-        search = os.pathsep.join([str(ROOT / "python"), str(ROOT)])
-        done = subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": search}, capture_output=True, text=True
-        )
-        assert done.returncode == 0, f"{where}: {done.stderr[-2000:]}"
+# Runs each block in a fork of an interpreter that has imported other packages, which take seconds, but not twell.
+FORKS = """
+import json, os, sys, traceback, torch
+try:
+    from transformers import Trainer
+except ImportError:
+    pass
+failed = 0
+for where, code in json.load(sys.stdin):
+    pid = os.fork()
+    if not pid:
+        try:
+            exec(code, {})
+        except Exception:
+            print(where, traceback.format_exc(), file=sys.stderr, flush=True)
+            os._exit(1)
+        os._exit(0)
+    failed |= os.waitpid(pid, 0)[1]
+sys.exit(bool(failed))
+"""
+
+
+def test_blocks_that_are_not_run_use_existing_names() -> None:
+    """Each block has an interpreter with the page's imports alone: any other import could hide a missing one."""
+    snippets = []
+    for path in TRIED:
+        for where, imports, names in uses(path):
+            if "transformers" not in imports or importlib.util.find_spec("transformers") is not None:
+                snippets.append((where, "\n".join([imports, *names])))
+    assert snippets
+    search = os.pathsep.join([str(ROOT / "python"), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS],
+        input=json.dumps(snippets),
+        env={**os.environ, "PYTHONPATH": search},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def test_names_of_blocks_that_are_not_run_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,7 +378,7 @@ class Command(NamedTuple):
 
 
 def shell_commands(path: Path) -> Iterator[Command]:
-    """Commands of the ``sh`` blocks of a page: without comments, variables before them, and what only starts them."""
+    """Return the commands of a page's ``sh`` blocks, without comments, leading variables and launchers."""
     for block in blocks(path):
         if block.kind != "sh":
             continue
@@ -368,7 +396,7 @@ def shell_commands(path: Path) -> Iterator[Command]:
                     words = words[next(i for i, word in enumerate(words) if word == "python") :]
                 if words:
                     yield Command(f"{name_of(path)}:{block.line + number}: {' '.join(words)}", words)
-    # in text and tables; the name of a command alone, or of any, is no command
+    # in text and tables; a bare name is no command
     text = re.sub(r"(?ms)^(`{3,}).*?^\1$", "", path.read_text(encoding="utf-8"))
     for span in re.findall(r"(?<!`)`((?:python|twell|make) [^`]+)`", text):
         words = shlex.split(span.removeprefix("python -m ") if span.startswith("python -m twell") else span)
@@ -378,7 +406,7 @@ def shell_commands(path: Path) -> Iterator[Command]:
 
 @pytest.fixture(scope="module")
 def help_of() -> dict[str, str]:
-    """What ``--help`` of a script prints, by its path; filled as it is asked for."""
+    """Return the output of a script's ``--help``; cached."""
     return {}
 
 
@@ -396,7 +424,7 @@ def script_help(script: str, known: dict[str, str]) -> str:
 
 
 def complaint(words: list[str], known: dict[str, str]) -> str:
-    """What is wrong with a command, as far as its parser can tell; empty if nothing."""
+    """Return the parser's complaint about a command; empty if there is none."""
     name, *rest = words
     if name in ("python", "python3") and rest[:2] == ["-m", "twell"]:
         name, rest = "twell", rest[2:]
@@ -416,7 +444,7 @@ def complaint(words: list[str], known: dict[str, str]) -> str:
         targets = re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text())
         return "" if not rest or rest[0] in targets else f"make has no target {rest[0]}"
     if name in ("python", "python3") and rest[:1] == ["-m"] and rest[1].startswith(("profiling", "tests")):
-        # a program of the checkout
+        # a script of the checkout
         file = ROOT / rest[1].replace(".", "/")
         file = file / "__main__.py" if file.is_dir() else file.with_suffix(".py")
         rest = [str(file.relative_to(ROOT)), *rest[2:]]
@@ -434,7 +462,7 @@ def complaint(words: list[str], known: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("path", TRIED, ids=name_of)
-def test_commands_are_such_that_their_parsers_take_them(path: Path, help_of: dict[str, str]) -> None:
+def test_commands_are_accepted_by_their_parsers(path: Path, help_of: dict[str, str]) -> None:
     wrong = {command.where: complaint(command.words, help_of) for command in shell_commands(path)}
     assert not {where: said for where, said in wrong.items() if said}
 
@@ -452,7 +480,7 @@ def test_commands_are_such_that_their_parsers_take_them(path: Path, help_of: dic
         (["coffee"], "unknown command"),
     ],
 )
-def test_what_is_wrong_with_a_command_is_found(words: list[str], said: str, help_of: dict[str, str]) -> None:
+def test_wrong_commands_are_found(words: list[str], said: str, help_of: dict[str, str]) -> None:
     found = complaint(words, help_of)
     assert said in found
     assert bool(said) == bool(found)

@@ -1,4 +1,4 @@
-"""``EnergyMeter`` on a GPU and an NVML that are made up: what it counts, how, and of which GPU."""
+"""``EnergyMeter`` on a simulated GPU and NVML: energy, power sampling, and the choice of the GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from twell.commands.bench import energy
-from twell.commands.bench.energy import EnergyMeter, trapezoids
+from twell.commands.bench.energy import EnergyMeter
 
 IDLE, BUSY = 100.0, 600.0  # watts
 
@@ -21,7 +21,7 @@ UUIDS = [f"{number}0000000-0000-4000-8000-00000000000{number}" for number in ran
 
 
 class Clock:
-    """Time that passes when somebody sleeps, and a bit with each look."""
+    """A clock that advances with sleep, and slightly with each look."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -58,7 +58,7 @@ class FakeError(Exception):
 
 
 class Nvml(ModuleType):
-    """pynvml as far as it is used: its GPUs are those of UUIDS, in NVML's own order."""
+    """The used part of pynvml, with the GPUs of UUIDS in NVML's own order."""
 
     NVMLError = FakeError
 
@@ -125,7 +125,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def visible(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[int]], None]:
-    """Have torch see these of the GPUs, in this order."""
+    """Let torch see these GPUs, in this order."""
 
     def choose(order: list[int]) -> None:
         gpus = [SimpleNamespace(uuid=UUIDS[i], pci_bus_id=16 + i, pci_domain_id=0, pci_device_id=i) for i in order]
@@ -146,7 +146,7 @@ def install(monkeypatch: pytest.MonkeyPatch, nvml: Nvml) -> Nvml:
 
 
 @pytest.mark.parametrize("duration", [0.001, 0.15, 0.33])
-def test_counter(
+def test_energy_is_the_difference_of_the_counter(
     monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None], duration: float
 ) -> None:
     board = Board(clock)
@@ -166,22 +166,10 @@ def test_counter(
     assert found.calls == calls
     assert 2.0 <= found.seconds < 2.0 + duration + 0.01
     assert found.seconds == pytest.approx(calls * duration, rel=0.01)
-    # steps of 0.1 s of 600 W would be 3 % of it, if calls began anywhere between two
+    # a call that begins anywhere between two steps of 0.1 s would be 3 % off
     assert found.joules == pytest.approx(calls * duration * BUSY, rel=0.005)
     assert found.idle_joules == pytest.approx(found.seconds * IDLE, rel=0.005)
     assert found.net_joules == pytest.approx(calls * duration * (BUSY - IDLE), rel=0.01)
-
-
-def test_idle_power_is_measured_where_nobody_asked(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None]
-) -> None:
-    board = Board(clock)
-    install(monkeypatch, Nvml(board))
-    begun = clock.now
-    found = EnergyMeter().measure(lambda: board.run(0.5), 1.0)
-    assert board.busy[0][0] - begun > 2
-    assert found.calls == 2
-    assert found.idle_joules == pytest.approx(IDLE * found.seconds, rel=0.005)
 
 
 def test_a_counter_that_stands_still_is_no_energy(
@@ -196,28 +184,10 @@ def test_a_counter_that_stands_still_is_no_energy(
             use()
 
 
-def test_a_counter_that_begins_anew_is_no_energy(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None]
+def test_power_is_sampled_where_there_is_no_counter(
+    monkeypatch: pytest.MonkeyPatch, visible: Callable[[list[int]], None]
 ) -> None:
-    """As it does when the driver is loaded again."""
-    board = Board(clock)
-    install(monkeypatch, Nvml(board))
-    meter = EnergyMeter()
-    meter.idle_watts(1.0)
-    counter, loaded = board.counter, 0
-
-    def again() -> None:
-        nonlocal loaded
-        board.run(0.5)
-        loaded = loaded or counter()
-
-    monkeypatch.setattr(board, "counter", lambda: counter() - loaded)
-    with pytest.raises(RuntimeError, match="does not rise"):
-        meter.measure(again, 1.0)
-
-
-def test_power_sampling(monkeypatch: pytest.MonkeyPatch, visible: Callable[[list[int]], None]) -> None:
-    """By the real clock and a thread: power is that of the moment it is asked for."""
+    """With the real clock and a thread: each sample is the power at that moment."""
     nvml = install(monkeypatch, Nvml(counter=True))
     for name, value in (("_SAMPLE", 0.002), ("_SETTLE", 0.0), ("_WARM", 0.02)):
         monkeypatch.setattr(energy, name, value)
@@ -233,51 +203,11 @@ def test_power_sampling(monkeypatch: pytest.MonkeyPatch, visible: Callable[[list
     assert found.idle_joules == pytest.approx(IDLE * found.seconds)
 
 
-def test_sampled_power_is_integrated(monkeypatch: pytest.MonkeyPatch, visible: Callable[[list[int]], None]) -> None:
-    """A ramp has the area of its mean: samples of the past alone would miss half a step each."""
-    nvml = install(monkeypatch, Nvml(counter=True))
-    monkeypatch.setattr(energy, "_SAMPLE", 0.01)
-    monkeypatch.setattr(energy, "_WARM", 0.001)
-    meter = EnergyMeter()
-    meter.idle = 0.0
-    start = time.perf_counter()
-    nvml.watts = lambda: 1000 * (time.perf_counter() - start)
-    begun = time.perf_counter() - start
-    found = meter.measure(lambda: time.sleep(0.05), 0.2)
-    ended = time.perf_counter() - start
-    assert found.joules == pytest.approx(500 * (ended**2 - begun**2), rel=0.1)
-
-
-def test_a_failure_of_the_sampling_thread_is_raised(
-    monkeypatch: pytest.MonkeyPatch, visible: Callable[[list[int]], None]
-) -> None:
-    nvml = install(monkeypatch, Nvml(counter=True))
-    for name, value in (("_SAMPLE", 0.001), ("_WARM", 0.001)):
-        monkeypatch.setattr(energy, name, value)
-    meter = EnergyMeter()
-    meter.idle = 0.0
-    looks = itertools.count()
-
-    def watts() -> float:
-        if next(looks) > 2:
-            raise FakeError("GPU is lost")
-        return BUSY
-
-    nvml.watts = watts
-    with pytest.raises(RuntimeError, match="GPU is lost"):
-        meter.measure(lambda: time.sleep(0.02), 0.05)
-
-
-def test_trapezoids() -> None:
-    assert trapezoids([(0.0, 100.0), (1.0, 200.0), (3.0, 0.0)]) == pytest.approx(150 + 200)
-    assert trapezoids([(0.0, 100.0)]) == 0
-
-
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3)), (2,), (1, 0)])
 def test_finds_the_gpu_that_torch_means(
     monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None], order: tuple[int, ...]
 ) -> None:
-    """NVML numbers all GPUs, torch those of CUDA_VISIBLE_DEVICES in its order, whether by index or UUID."""
+    """NVML numbers all GPUs; torch numbers those of CUDA_VISIBLE_DEVICES, in its order."""
     visible(list(order))
     install(monkeypatch, Nvml(Board(clock)))
     for index, physical in enumerate(order):
@@ -287,22 +217,13 @@ def test_finds_the_gpu_that_torch_means(
     assert EnergyMeter(torch.device("cuda"))._handle == UUIDS[order[0]]
 
 
-def test_torch_may_give_the_whole_uuid(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None]
-) -> None:
-    nvml = install(monkeypatch, Nvml(Board(clock)))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=f"GPU-{UUIDS[1]}"))
-    assert EnergyMeter()._handle == UUIDS[1]
-    assert nvml.asked == [f"GPU-{UUIDS[1]}"]
-
-
-def test_mig_instance(
+def test_a_mig_instance_measures_the_whole_gpu(
     monkeypatch: pytest.MonkeyPatch,
     clock: Clock,
     visible: Callable[[list[int]], None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """CUDA_VISIBLE_DEVICES=MIG-...: torch gives the UUID of the instance, which has no power of its own."""
+    """CUDA_VISIBLE_DEVICES=MIG-...: torch gives the UUID of the instance, which has no power reading."""
     install(monkeypatch, Nvml(Board(clock), mig=True))
     warned: list[str] = []
     monkeypatch.setattr(energy, "warn_once", warned.append)
@@ -312,40 +233,8 @@ def test_mig_instance(
     assert "whole GPU" in warned[0]
 
 
-@pytest.mark.parametrize("known", ["uuid", "pci address"])
-def test_a_divided_gpu_by_its_own_uuid(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None], known: str
-) -> None:
-    """Some versions give an instance the UUID of its GPU: other instances count all the same."""
-    install(monkeypatch, Nvml(Board(clock), divided=True, uuid=known != "uuid"))
-    warned: list[str] = []
-    monkeypatch.setattr(energy, "warn_once", warned.append)
-    assert EnergyMeter().available
-    assert len(warned) == 1
-    assert "whole GPU" in warned[0]
-
-
-def test_pci_address_where_the_uuid_is_not_known(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None]
-) -> None:
-    visible([2, 0])
-    install(monkeypatch, Nvml(Board(clock), uuid=True))
-    assert EnergyMeter(0)._handle == "00000000:12:02.0"
-    assert EnergyMeter(1)._handle == "00000000:10:00.0"
-
-
-def test_a_gpu_that_nvml_does_not_know(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None]
-) -> None:
-    install(monkeypatch, Nvml(Board(clock), uuid=True))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=UUIDS[0]))
-    meter = EnergyMeter()
-    assert not meter.available
-    assert UUIDS[0] in meter.reason
-
-
 @pytest.mark.parametrize("missing", [{"init": True}, {"counter": True, "power": True}])
-def test_unavailable(
+def test_without_nvml_or_readings_it_is_unavailable(
     monkeypatch: pytest.MonkeyPatch,
     clock: Clock,
     visible: Callable[[list[int]], None],
@@ -359,19 +248,13 @@ def test_unavailable(
             use()
 
 
-def test_no_gpu(monkeypatch: pytest.MonkeyPatch, visible: Callable[[list[int]], None]) -> None:
+def test_without_a_gpu_the_reason_says_so(
+    monkeypatch: pytest.MonkeyPatch, visible: Callable[[list[int]], None]
+) -> None:
     visible([])
     install(monkeypatch, Nvml())
     assert EnergyMeter().reason == "there is no CUDA device"
     assert "got cpu" in EnergyMeter(torch.device("cpu")).reason
-
-
-def test_seconds_must_be_positive(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None]
-) -> None:
-    install(monkeypatch, Nvml(Board(clock)))
-    with pytest.raises(ValueError, match="above 0, got 0"):
-        EnergyMeter().measure(lambda: None, 0)
 
 
 def test_names_the_extra_where_pynvml_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

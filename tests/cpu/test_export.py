@@ -15,9 +15,9 @@ import twell
 from twell import _auto, testing
 
 K, N = 16, 264
-# ends of blocks of 64 and of tiles of 128, of the kernels for few tokens, and one of each class
-TOKENS = (1, 2, 7, 8, 63, 64, 65, 127, 128, 129, 300, 4096, 16384)
-# 2, 4 and 8 are as good with one dtype as with the other, and with biases as without
+# around blocks of 64, tiles of 128 and the limit of the kernels for few tokens, and one of each class
+TOKENS = (1, 2, 7, 8, 63, 64, 65, 127, 128, 129, 300, 4096)
+# compressions 2, 4 and 8 do not depend on dtype and biases
 OPTIONS = [
     ("row", 2, "", torch.bfloat16),
     ("union", 4, "gate up down", torch.float16),
@@ -27,7 +27,7 @@ OPTIONS += [("dense", 8, "gate up down", torch.float16), ("row", 8, "gate up dow
 
 
 class Layer(nn.Module):
-    """A layer on the operands of a problem: a call of the function, or of a module."""
+    """A layer with the operands of a problem, as a function call or a module."""
 
     def __init__(self, p: testing.FFN, gated: bool, function: bool, aux: bool, **options: Any) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Layer(nn.Module):
 
 
 def problem(m: int, biases: str, dtype: torch.dtype) -> testing.FFN:
-    """Whole numbers, so that every strategy has the same right answer."""
+    """An integer problem: every strategy has the same right answer."""
     return testing.integer_problem(m, K, N, density=0.1, biases=biases, dtype=dtype)
 
 
@@ -96,7 +96,7 @@ def test_one_exported_graph_is_for_any_number_of_tokens(
 @pytest.mark.parametrize("example", [1, 64, 129])
 @torch.no_grad()
 def test_the_graph_does_not_depend_on_the_example(strategy: Any, example: int) -> None:
-    """For few tokens, for one block of them, for more; decomposed as compilers ahead of time do."""
+    """Examples of few tokens, one block and more; decomposed as ahead-of-time compilers do."""
     p = problem(300, "", torch.bfloat16)
     layer = Layer(p, True, False, aux=True, strategy=strategy)
     x = p.x[: max(example, 2)]
@@ -161,7 +161,7 @@ def test_dynamic_compilation_makes_few_graphs(strategy: Any, training: bool) -> 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("function", [True, False], ids=["function", "module"])
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
-def test_what_needs_gradients_exports_dense_alone(
+def test_a_layer_that_needs_gradients_exports_dense_only(
     gated: bool, function: bool, strict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A strict export leaves the gradients of sparse strategies out, without a word."""

@@ -1,6 +1,6 @@
-"""What users get wrong and what machines do: arguments, kernel caches and libraries. A clear error, or none at all.
+"""Mistakes of users and faults of machines: arguments, kernel caches and libraries. A clear error, or none at all.
 
-``test_functional`` and ``test_runtime`` have the usual ones; here is what is left.
+``test_functional`` and ``test_runtime`` have the common ones; the rare ones are here.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def test_operands_without_values_have_a_result_without_values(strategy: str) -> 
 @EVERY_STRATEGY
 @pytest.mark.parametrize("shape", [(0, 16), (0, 3, 16), (3, 0, 16)])
 @pytest.mark.parametrize("training", [False, True])
-def test_no_tokens(shape: tuple[int, ...], training: bool, strategy: str) -> None:
+def test_calls_without_tokens_return_empty_results(shape: tuple[int, ...], training: bool, strategy: str) -> None:
     x = torch.empty(shape, dtype=BF16, requires_grad=training)
     arguments = shaped(x=x) | {"w_up": shaped()["w_up"].requires_grad_(training)}
     y, aux = twell.sparse_gated_ffn(**arguments, strategy=strategy, return_aux=True)
@@ -196,7 +196,7 @@ def test_expanded_weights_and_biases(strategy: str) -> None:
     assert torch.equal(testing.sparse_output(shared, strategy=strategy), expected)
 
 
-def test_modules_refuse_what_is_no_input() -> None:
+def test_modules_refuse_other_inputs() -> None:
     mlp = SparseGatedMLP(16, 24, dtype=BF16, strategy="row")
     for x, error, text in (
         ([1.0], TypeError, "x must be a tensor, got list"),
@@ -211,7 +211,7 @@ def test_modules_refuse_what_is_no_input() -> None:
 
 
 def test_a_refused_call_leaves_no_trace() -> None:
-    """An AutoStrategy counts no call that was refused, and main gradients stay as they are."""
+    """An AutoStrategy does not count a refused call, and main gradients stay unchanged."""
     site = twell.AutoStrategy()
     mains = [torch.full(shape, 3.0) for shape in ((24, 16), (24, 16), (16, 24))]
     for changes in ({"x": torch.ones(3, 8, dtype=BF16)}, {"w_down": torch.ones(24, 16, dtype=BF16)}):
@@ -228,7 +228,7 @@ def test_a_refused_call_leaves_no_trace() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", ["x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down"])
 def test_non_finite_values_reach_what_dense_lets_them_reach(name: str, value: float, strategy: Any) -> None:
-    """Never more than dense PyTorch's; and where a token fires a neuron that is not finite, or is not itself."""
+    """Never more values than in dense PyTorch; all of them where a token or a neuron that it fires is not finite."""
     problem = testing.integer_problem(9, 24, 264, density=0.2, biases="gate up down")
     clean = testing.sparse_output(problem, strategy=strategy)
     spoilt = problem.map(Tensor.clone)
@@ -253,7 +253,7 @@ def test_non_finite_values_reach_what_dense_lets_them_reach(name: str, value: fl
         assert torch.equal(y.isnan(), dense.isnan())
 
 
-# Kernels that cannot be loaded: tiny libraries in their place
+# Kernels that cannot be loaded, with tiny libraries in their place
 
 SPEC, OTHER = specs.UnpackSpec("bfloat16"), specs.UnpackSpec("float16")
 
@@ -266,7 +266,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, an empty process and no packaged library; where entries will be."""
+    """An empty cache, no loaded kernels and no packaged library; the folder of entries."""
     for name in ("TWELL_JIT", "TWELL_LOG"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path / "cache"))
@@ -369,7 +369,7 @@ def test_a_manifest_that_is_missing_or_a_folder(
 
 
 def test_an_entry_under_anothers_hash(compiler: Compiler, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A whole library, but not the one that was built: its name does not fit."""
+    """A complete library, but of another hash than its name says."""
     cache.load(SPEC)
     (entry,) = entries(folder)
     entry.unlink()
@@ -391,7 +391,7 @@ def test_a_garbled_entry_beside_a_good_one(compiler: Compiler, folder: Path) -> 
 
 
 def refusing(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, error: OSError, when: Callable[..., bool]) -> None:
-    """Have ``where.name`` raise ``error`` for arguments for which ``when`` holds."""
+    """Make ``where.name`` raise ``error`` if ``when`` holds for its arguments."""
     real = getattr(where, name)
 
     def refuses(*arguments: Any, **named: Any) -> Any:
@@ -441,7 +441,7 @@ def test_a_read_only_folder_still_serves_what_it_holds(compiler: Compiler, monke
 def test_a_disk_that_fills_up(
     at: str, compiler: Compiler, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Wherever it happens the kernel is built elsewhere, for this process, and nothing half done is left."""
+    """Wherever it happens, the kernel is built elsewhere for this process, and no partial file is left."""
     inside = str(folder)
     if at == "scratch":
         refusing(monkeypatch, cache.tempfile, "TemporaryDirectory", FULL, lambda dir="", **_: str(dir) == inside)
@@ -466,7 +466,7 @@ def test_a_disk_that_fills_up(
 
 
 def test_no_place_at_all(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then it is the error that callers with another way look for, and it can be had later."""
+    """Callers with a fallback get the error they look for, and a later call may succeed."""
     with monkeypatch.context() as patch:
         refusing(patch, cache.tempfile, "TemporaryDirectory", FULL, lambda **_: True)
         with pytest.raises(RuntimeError, match=r"UnpackSpec.*cannot be compiled: there is no place for it: .Errno 28"):
@@ -497,7 +497,7 @@ def test_a_user_without_a_home(
 def test_a_compiler_that_fails_leaves_nothing(
     compiler: Compiler, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own error comes through, and the next call tries again."""
+    """Its error is raised unchanged, and the next call tries again."""
     with monkeypatch.context() as patch:
         broken = SimpleNamespace(compile_object=lambda spec, out: out.write_bytes(b"half") and 1 / 0)
         patch.setattr(cache, "kernel_module", lambda name: broken)
@@ -543,7 +543,7 @@ def await_file(path: Path) -> None:
 
 
 def test_a_process_killed_while_it_compiles(compiler: Compiler, folder: Path, tmp_path: Path) -> None:
-    """What it held is let go of, what it left is removed, and whoever waited goes on."""
+    """Its lock is released, its files are removed, and the waiting process goes on."""
     victim = child(tmp_path / "begun", 600)
     try:
         await_file(tmp_path / "begun")
@@ -563,7 +563,7 @@ def test_a_process_killed_while_it_compiles(compiler: Compiler, folder: Path, tm
         victim.communicate()
 
 
-def test_what_another_kernel_is_being_built_in_stays(compiler: Compiler, folder: Path) -> None:
+def test_the_folder_of_a_running_build_stays(compiler: Compiler, folder: Path) -> None:
     cache.open_folder()
     other = folder / f".{OTHER.symbol}.abc"
     other.mkdir()

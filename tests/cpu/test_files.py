@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all: what a writer that fails, or is killed, leaves behind."""
+"""Files and folders appear whole or not at all, even if their writer fails or is killed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make(path: Path, kind: str, text: str) -> None:
 
 
 def read(path: Path) -> list[str]:
-    """The texts of all files, nothing where there are none."""
+    """Return the texts of all files; empty if there are none."""
     files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
     return [file.read_text() for file in files]
 
@@ -180,7 +180,7 @@ def test_a_folder_keeps_its_permissions_and_those_of_its_files(tmp_path: Path) -
     with _files.replacing(path) as partial:
         make(partial, "folder", "new")
         (partial / "more").write_text("new")
-        # another kind than what has the name in the old one
+        # another kind of file than the old one of this name
         (partial / "link").mkdir(mode=0o755)
     assert read(path) == ["new"] * 3
     assert modes() == kept | {"more": modes()["more"], "link": 0o755}
@@ -189,7 +189,7 @@ def test_a_folder_keeps_its_permissions_and_those_of_its_files(tmp_path: Path) -
         each.unlink()
     for folder in ("inner", "link"):
         (path / folder).rmdir()
-    # nothing in it: another way of taking its place
+    # an empty folder is replaced in another way
     with _files.replacing(path) as partial:
         make(partial, "folder", "new")
     assert modes()["out"] == 0o711
@@ -268,6 +268,6 @@ def test_files_of_users_are_replaced_whole_and_on_the_disk(
     assert path.read_text() == old
     assert [each.name for each in tmp_path.iterdir()] == ["out.csv"]
     write(path)
-    # without the date of it
+    # without its date
     assert path.read_text().splitlines()[-1] == synced[0].splitlines()[-1]
     assert path.read_text() != old

@@ -32,7 +32,7 @@ def test_neuron_index_fits_its_bits() -> None:
     ("n", "sums"), [(8, 128), (5632, 128), (128 * 256, 128), (128 * 256 + 8, 129), (65536 - 8, 256), (65536, 256)]
 )
 def test_sums_per_tile(n: int, sums: int) -> None:
-    """Room for one sum a token, and for one of 256 neurons in a union of all."""
+    """Room for one sum per token, and for one per 256 neurons in a union of all."""
     assert geometry.sums_per_tile(n) == sums
 
 
@@ -41,7 +41,7 @@ def test_sums_per_tile(n: int, sums: int) -> None:
     "m", [0, 1, 127, 128, 129, 4096, 4097, 8192 + 130, 16384, 47616, 47617, 100_000, 1_000_000, 40_000_001]
 )
 def test_union_slices(m: int, n: int) -> None:
-    """Consecutive, of whole token tiles but for the last, within the room, no more than needed and nearly alike."""
+    """Slices are consecutive, of whole token tiles except for the last, fit, and are few and nearly equal."""
     slices = geometry.union_slices(m, n)
     assert [first for first, _ in slices] == [0, *(last for _, last in slices)][: len(slices)]
     assert (slices[-1][1] if slices else 0) == m

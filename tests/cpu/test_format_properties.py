@@ -1,4 +1,4 @@
-"""What must hold of the formats for any gate: geometry, words, round trips, order, capacities, compaction."""
+"""Properties of the formats for any gate: geometry, words, round trips, order, capacities, compaction."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_words_hold_what_compression_leaves() -> None:
 
 @pytest.mark.parametrize("m", [0, 1, 7, 8, 127, 129, 16384, 1_000_000])
 def test_hybrid_capacity_of_every_number_of_neurons(m: int) -> None:
-    """A multiple of eight, enough for 64 non-zeros a token, never more than rounding beyond all, monotone."""
+    """A multiple of eight, at least 64 non-zeros per token, at most M * N rounded up, monotone."""
     last = 0
     for n in EVERY_N:
         capacity = geometry.hybrid_capacity(m, n)
@@ -118,14 +118,14 @@ def test_a_word_holds_any_value_and_any_neuron() -> None:
 
 
 class Gates(NamedTuple):
-    """A gate before ReLU, finite values of 16 bits [M, N], and where it is to be packed with what compression."""
+    """A gate before ReLU, finite 16-bit values [M, N], with the compression to pack it with."""
 
     values: Tensor
     compression: int
 
 
 def bits(draw: Callable[..., Any], m: int, n: int, dtype: torch.dtype) -> Tensor:
-    """Any finite values at all: subnormal, tiny, huge, zeros of both signs, with a drawn share of positive ones."""
+    """Any finite values: subnormal, tiny, huge, zeros of both signs, with a drawn share of positive ones."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
     drawn = torch.randint(-(1 << 15), 1 << 15, (m, n), generator=generator, dtype=torch.int32).to(torch.int16)
     values = drawn.view(dtype)
@@ -212,7 +212,7 @@ def test_packing_is_the_reference(g: Gates) -> None:
 @MANY
 @given(gates(), st.integers(0, 1 << 30))
 def test_what_is_undefined_is_not_read(g: Gates, seed: int) -> None:
-    """Anything past the count, in the words of spilled tiles and in the spill of the others."""
+    """Undefined are words past the count, words of spilled tiles and the spill of the others."""
     words, spill, _ = pack(g)
     (m, n), width = g.values.shape, geometry.words_per_tile(g.compression)
     tiles = geometry.tiles(n)
@@ -249,7 +249,7 @@ def test_rows_are_packed_alone_and_compression_changes_nothing(g: Gates) -> None
 
 @pytest.mark.parametrize("compression", geometry.COMPRESSIONS)
 def test_every_partial_tile(compression: int) -> None:
-    """Each remainder of N by 256, behind so many tiles, with its last tile around what the words hold."""
+    """Each remainder of N by 256 after full tiles, with about as many non-zeros in the last as its words hold."""
     width = geometry.words_per_tile(compression)
     for tiles, rest in itertools.product((0, 1, 5, 22), range(8, 257, 8)):
         n = tiles * 256 + rest
@@ -293,7 +293,7 @@ def test_a_packed_gate_keeps_its_shape(g: Gates, lead: tuple[int, ...]) -> None:
 
 
 class Layer(NamedTuple):
-    """An exact problem around a drawn pattern."""
+    """An exact problem with a drawn pattern."""
 
     problem: testing.FFN
     compression: int
@@ -332,7 +332,7 @@ def test_projections_of_any_pattern_are_the_reference(layer: Layer) -> None:
 
 @st.composite
 def patterns(draw: Callable[..., Any]) -> Tensor:
-    """A gate of small positive integers and zeros [M, N], from nothing to everything, even or by token or neuron."""
+    """A gate of small positive integers and zeros [M, N] of any density, even or uneven by token or neuron."""
     m = draw(st.sampled_from([0, 1, 2, 5, 127, 128, 129, 200, 257]))
     n = 8 * draw(st.integers(1, 40 if m > 5 else 120))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
@@ -354,7 +354,7 @@ def encoded(gate: Tensor, up: Tensor | None) -> hybrid.Kept:
 
 
 def layer_of(gate: Tensor, up: Tensor | None) -> Operands:
-    """A layer with this gate and up projection: what a bitmap is decoded with."""
+    """A layer with this gate and up projection, for decoding a bitmap."""
     m = gate.shape[0]
     k = max(8, -(-m // 8) * 8)
     x = torch.eye(m, k).to(gate.dtype)
@@ -424,7 +424,7 @@ def test_the_hybrid_format_is_the_reference(gate: Tensor) -> None:
     seed=st.integers(0, 1 << 30),
 )
 def test_the_capacity_decides_between_entries_and_bitmap(m: int, n: int, over: int, seed: int) -> None:
-    """One less than fits, as many, one more: wherever they are."""
+    """One non-zero less than fits, as many as fit, one more; anywhere."""
     capacity = geometry.hybrid_capacity(m, n)
     total = min(capacity + over, m * n)
     places = torch.randperm(m * n, generator=torch.Generator().manual_seed(seed))[:total]
@@ -439,7 +439,7 @@ def test_the_capacity_decides_between_entries_and_bitmap(m: int, n: int, over: i
 @FEW
 @given(st.lists(st.integers(0, 400), min_size=1, max_size=300), st.integers(0, 1 << 30))
 def test_rare_neurons_are_those_of_light_tiles(counts: list[int], seed: int) -> None:
-    """By popularity 64 at a time; the order in which neurons come makes no difference to how many there are."""
+    """Tiles are 64 neurons by popularity; the order of neurons does not change the number of rare ones."""
     popularity = torch.tensor(counts, dtype=torch.int32)
     rare = hybrid.rare(popularity)
     order = sorted(range(len(counts)), key=lambda neuron: (-counts[neuron], neuron))
@@ -470,7 +470,7 @@ def test_gradients_of_any_pattern_are_the_reference(layer: Layer, gated: bool, s
 @FEW
 @given(layers(tokens=6, neurons=20), st.data())
 def test_gradients_add_up_over_tokens(layer: Layer, data: st.DataObject) -> None:
-    """Of two parts of a batch: x's side by side, main gradients summed, wherever the batch is cut."""
+    """For two parts of a batch, cut anywhere: gradients of x side by side, main gradients summed."""
     problem = layer.problem
     m = problem.x.shape[0]
     cut = data.draw(st.integers(0, m))
@@ -496,7 +496,7 @@ def test_gradients_add_up_over_tokens(layer: Layer, data: st.DataObject) -> None
 @FEW
 @given(layers(tokens=6, neurons=12), st.booleans(), st.integers(0, 1 << 30), st.sampled_from(["row", "union", "dense"]))
 def test_compacting_keeps_what_fires_and_restoring_all(layer: Layer, gated: bool, seed: int, strategy: Any) -> None:
-    """Neurons that fired and some others: a multiple of 8 of them, in order, the same function, and all back."""
+    """Compaction keeps a multiple of 8 neurons in order, and the function; restoring brings all back."""
     problem = layer.problem
     n, k = problem.w_gate.shape
     bias = problem.b_gate is not None and problem.b_up is not None and problem.b_down is not None

@@ -1,4 +1,4 @@
-"""The fuzzer and the sanitizer's driver: what they draw and cover, and that faults do not get past them."""
+"""The fuzzer and the sanitizer's driver: their coverage, and that they find faults."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 LIMITS = Limits.of("cpu", jit=False)
 
 
-# What is drawn
+# Draws
 
 
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
@@ -99,7 +99,7 @@ def exact_cases(count: int, seed: int = 11) -> list[Case]:
 
 
 def test_integers_leave_nothing_to_rounding() -> None:
-    """All that is rounded to 16 bits fits in the 8 of bf16, and every sum, of any order, in the 24 of fp32."""
+    """Every value rounded to 16 bits fits in bf16's 8 bits, and every sum, in any order, in fp32's 24."""
     for case in exact_cases(80):
         layer = problems.build(case, CPU)
         right = answers.solve(case, layer)
@@ -111,7 +111,7 @@ def test_integers_leave_nothing_to_rounding() -> None:
         up = torch.ones(1) if layer.w_up is None else layer.x.double() @ layer.w_up.double().t()
         assert float((right.gate * up.abs().max()).max()) <= 256
         for name, answer in magnitudes.answers.items():
-            # the sizes of all terms together, of a layer that fires more than this one
+            # the sum of absolute terms, of a layer that fires more than this one
             assert float(answer.value.abs().max()) < 1 << 27, name
             assert torch.equal(right.answers[name].value, right.answers[name].value.round())
             assert float(right.answers[name].value.abs().max()) < 1 << 24
@@ -149,7 +149,7 @@ def test_patterns_are_what_they_say() -> None:
     assert counts >= {0, 1, 30, 31, 32, 33, 255, 256}
 
 
-# What is found
+# Results
 
 
 def run(*arguments: str) -> int:
@@ -168,7 +168,7 @@ def test_a_hundred_cases_pass_and_are_recorded(tmp_path: Path, capsys: pytest.Ca
     assert last["summary"]["cases"] == 100
     assert sum(last["summary"]["counts"]["op"].values()) == 100
     assert "100 cases in" in capsys.readouterr().out
-    # a second run is added
+    # a second run appends
     assert run("--cases", "2", "--ledger", str(ledger)) == 0
     assert len(ledger.read_text().splitlines()) == 102 + 4
 
@@ -177,7 +177,7 @@ def test_ledgers_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str
     first, more, out = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "all.json"
     assert run("--cases", "12", "--seed", "3", "--ledger", str(first)) == 0
     assert run("--cases", "5", "--seed", "3", "--ledger", str(more)) == 0
-    # as if it had been ended
+    # as if it had been killed
     kept = more.read_text().splitlines()[:-2]
     packed = tmp_path / "b.jsonl.gz"
     packed.write_bytes(gzip.compress("\n".join(kept).encode()))
@@ -219,7 +219,9 @@ def test_a_mismatch_shows_in_the_summary(tmp_path: Path, capsys: pytest.CaptureF
         (None, "No such file"),
     ],
 )
-def test_what_is_no_ledger(content: str | None, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_files_are_no_ledger(
+    content: str | None, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ledger = tmp_path / "a.jsonl"
     if content is not None:
         ledger.write_text(content)
@@ -236,7 +238,7 @@ TRAINING: dict[str, Any] = {"op": "train", "strategy": "union", "wanted": proble
 
 
 def crafted(**changes: Any) -> Case:
-    """A case with enough roundings that luck explains none of them; nothing about its call is odd."""
+    """A case with so many roundings that chance averages out, and an ordinary call."""
     sizes = {"m": 300, "k": 256, "n": 320, "dtype": "bf16", "exact": False, "gated": True, "biases": (), "l1": False}
     return dataclasses.replace(problems.draw(1, 0, LIMITS, False), **{**CALL, **PATTERN, **sizes, **changes})
 
@@ -253,7 +255,7 @@ def crafted(**changes: Any) -> Case:
     ids=["row", "row plain", "union", "union plain", "training", "l1", "training plain", "overflow"],
 )
 def test_errors_are_what_is_usual(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither larger nor smaller: one rounding more or less would show."""
+    """Neither larger nor smaller: one rounding more or fewer would show."""
     case = crafted(**changes)
     monkeypatch.setattr(answers, "LUCK", 0)
     monkeypatch.setattr(testing, "BUDGET", 1.05)
@@ -266,7 +268,7 @@ def test_errors_are_what_is_usual(changes: dict[str, Any], monkeypatch: pytest.M
 
 @pytest.mark.parametrize("changes", [{"x_layout": "expanded"}, {"m": 0}, {"pattern": "none"}, {"pattern": "single"}])
 def test_odd_cases_stay_within_their_bounds(changes: dict[str, Any]) -> None:
-    """Tokens that are all alike, of which there are none, or that fire next to nothing."""
+    """Equal tokens, no tokens, and tokens that fire almost nothing."""
     drawn = (problems.draw(8, number, LIMITS, False) for number in range(400))
     cases = [dataclasses.replace(case, **changes) for case in drawn if case.training and not case.exact][:25]
     found = {str(case): fuzz.attempt(case, CPU).verdict for case in cases}
@@ -285,7 +287,7 @@ def test_what_tensor_cores_cut_off_adds_up() -> None:
         total = towards_zero(total + x @ weight.t())
     error = (total - value.right).abs()
     assert bool((error <= value.off).all())
-    # more than what sums in another order lead to
+    # more than another order of summation explains
     reach = problems.sums(layer.x, layer.w_gate, None)[1]
     assert float((error / reach)[value.right > 12].median()) > 1.5
 
@@ -373,7 +375,7 @@ def never_the_same(op: Op) -> Op:
 
 
 def packs(change: Callable[[Tensor, int], None]) -> Callable[[Op], Op]:
-    """A fault in the words of the first token, [T, W], that has any in its first tile; ``change`` is told how many."""
+    """Change the words [T, W] of the first token with non-zeros in its first tile; ``change`` gets their count."""
 
     def fault(op: Op) -> Op:
         def pack(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> Any:
@@ -394,7 +396,7 @@ def drops_a_nonzero(words: Tensor, count: int) -> None:
 
 
 def names_the_next_neuron(words: Tensor, count: int) -> None:
-    # the last of a tile has none behind it
+    # the last word of a tile has no successor
     words[0, count] += 1 if int(words[0, count]) & 0xFF < 7 else -1
 
 
@@ -409,7 +411,7 @@ def swaps_two_groups(op: Op) -> Op:
 
 
 def forgets_the_bias_of_a_tile(op: Op) -> Op:
-    """``b_down``, last but one of the arguments, in the first eight tokens."""
+    """Add ``b_down``, the last argument but one, to the first eight tokens."""
 
     def projected(*arguments: Any) -> Any:
         y, *rest = op(*arguments)
@@ -454,7 +456,7 @@ def adds_one_to_l1(op: Op) -> Op:
 
 
 def ignores_overflows(op: Op) -> Op:
-    """Leaves gradients at zero where there are more non-zeros than the hybrid format holds."""
+    """Gradients stay zero for more non-zeros than the hybrid format holds."""
 
     def backward(*arguments: Any) -> Any:
         dx, *rest = op(*arguments)
@@ -465,7 +467,7 @@ def ignores_overflows(op: Op) -> Op:
 
 
 def writes_to_one_buffer(op: Op) -> Op:
-    """Results of one shape share their memory."""
+    """Results of equal shape share memory."""
     buffers: dict[Any, Tensor] = {}
 
     def projected(*arguments: Any) -> Any:
@@ -518,7 +520,7 @@ def keeps_rows_of_the_last_call(op: Op) -> Op:
 def test_a_fault_is_found(
     name: str, fault: Callable[[Op], Op], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each within 150 cases, and the command that is printed shows it again."""
+    """The fuzzer finds each within 150 cases, and the printed command repeats it."""
     # a fault looks at its tensors, which an exported graph does not allow
     monkeypatch.setattr(problems, "EXPORTED", 0)
     monkeypatch.setattr(ops, name, fault(getattr(ops, name)))
@@ -534,7 +536,7 @@ def test_a_fault_is_found(
 
 @pytest.mark.parametrize("op", ["up_down", "up_down_union", "hybrid_forward"])
 def test_a_fault_in_real_numbers_is_found(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token that is off by 3 % in bf16 or 0.5 % in fp16, which no integer shows."""
+    """One token is off by 3 % in bf16 or 0.5 % in fp16, which integers cannot show."""
     cases = [problems.draw(1, number, LIMITS, False) for number in range(400)]
     named = {"up_down": "row", "up_down_union": "union", "hybrid_forward": "union"}[op]
     cases = [
@@ -567,7 +569,7 @@ def test_a_fault_in_real_numbers_is_found(op: str, monkeypatch: pytest.MonkeyPat
 
 
 def rounds_a_sum_twice(op: Op) -> Op:
-    """The product to 16 bits before the bias comes to it."""
+    """The product is rounded to 16 bits before the bias is added."""
 
     def projected(*arguments: Any) -> Any:
         y, *rest = op(*arguments[:-2], None, arguments[-1])
@@ -577,7 +579,7 @@ def rounds_a_sum_twice(op: Op) -> Op:
 
 
 def rounds_h(op: Op) -> Op:
-    """The hidden state, which "union" does and "row" does not."""
+    """The hidden state is rounded, as "union" does and "row" does not."""
 
     def projected(*arguments: Any) -> Any:
         _, l1 = op(*arguments)
@@ -587,7 +589,7 @@ def rounds_h(op: Op) -> Op:
 
 
 def rounds_up(op: Op) -> Op:
-    """The up projection before it becomes the hidden state, as dense PyTorch does."""
+    """The up projection is rounded before the product, as in dense PyTorch."""
 
     def projected(x: Tensor, words: Tensor, spill: Tensor, w_up: Tensor, w_down: Tensor, *rest: Any) -> Any:
         b_up, _, compression = rest
@@ -600,7 +602,7 @@ def rounds_up(op: Op) -> Op:
 
 
 def rounds_what_it_adds(op: Op) -> Op:
-    """Gradients to 16 bits before they are added to main gradients, the last three arguments but one."""
+    """Gradients are rounded to 16 bits before they are added to the main gradients, arguments -4 to -2."""
 
     def backward(*arguments: Any) -> Any:
         mains = [main for main in arguments[-4:-1] if main is not None]
@@ -644,7 +646,7 @@ def test_what_rounding_leaves_of_rare_neurons_is_missed(monkeypatch: pytest.Monk
 
 
 def test_the_row_of_a_rare_neuron_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient of the one with the fewest tokens is off by 1 %, which the norm of all does not show."""
+    """The gradient of the neuron with the fewest tokens is off by 1 %; the norm of all does not show it."""
     case = crafted(**TRAINING, pattern="tokens")
     real = ops.hybrid_backward_accumulate
 
@@ -659,7 +661,9 @@ def test_the_row_of_a_rare_neuron_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     assert "main w_up: a row is off" in fuzz.attempt(case, CPU).verdict
 
 
-def test_what_a_call_raises_is_a_mismatch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exception_of_a_call_is_a_mismatch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def refuses(*arguments: Any) -> Any:
         raise NotImplementedError("no such layer")
 
@@ -737,14 +741,14 @@ def test_every_kernel_that_ships_is_run() -> None:
 
 @pytest.mark.parametrize("op", sanitize.OPS)
 def test_operators_launch_the_kernels_that_the_driver_says(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CUDA code of each, called on CPU tensors with launches recorded: on a GPU of 132 multiprocessors."""
+    """Each CUDA implementation runs on CPU tensors, as on a GPU of 132 SMs, with launches recorded."""
     launched: set[specs.Spec] = set()
     monkeypatch.setattr(device, "sm_count", lambda index: 132)
     for name in [name for name in sys.modules if name.startswith("twell.ops.")]:
         if hasattr(sys.modules[name], "launch"):
             monkeypatch.setattr(sys.modules[name], "launch", lambda spec, *arguments: launched.add(spec))
     if op == "matrix_transpose":
-        # it leaves tensors on the CPU to PyTorch
+        # PyTorch computes tensors on the CPU
         monkeypatch.setattr(Tensor, "is_cuda", True)
     for case in sanitize.CASES:
         for call in sanitize.calls(op, case, case.problem()):
@@ -752,10 +756,10 @@ def test_operators_launch_the_kernels_that_the_driver_says(op: str, monkeypatch:
             module = module or sys.modules[f"twell.ops.{op}"]
             backward = call.op is ops.reglu_backward
             (module._backward_cuda if backward else vars(module).get("_cuda", call.op))(*call.arguments)
-    # the gate is packed by an operator of its own, which takes these tensors to the CPU
+    # another operator packs the gate, here on the CPU
     own = set(sanitize.OPS[op]) - (set(sanitize.OPS["gate_pack"]) if op == "hybrid_forward" else set())
     assert {spec.op for spec in launched} == own
-    # both dtypes and biases or none, where a spec knows of them
+    # both dtypes, with biases and without, if the spec has them
     assert {spec.dtype for spec in launched if hasattr(spec, "dtype")} in (set(), set(specs.DTYPES))
     for family in own:
         for choice in ("bias", "gated", "training", "backward"):
@@ -767,7 +771,7 @@ def test_operators_launch_the_kernels_that_the_driver_says(op: str, monkeypatch:
 
 @pytest.mark.usefixtures("as_if_on_a_gpu")
 def test_checks_agree_with_themselves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """All operators with the CPU in place of the GPU; then one that is wrong."""
+    """Run all operators with the CPU in place of the GPU; then a wrong one."""
     plain = sanitize.Call.on
     monkeypatch.setattr(sanitize.Call, "on", lambda call, device: plain(call, "cpu"))
     assert sanitize.main(["--case", "light", "overflow", "few, partial"]) == 0
@@ -815,7 +819,7 @@ echo "========= ERROR SUMMARY: 1 error"
 
 @pytest.fixture
 def fake_sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Puts a program in the sanitizer's place that prints ``output``; returns what it was asked for."""
+    """Replace the sanitizer by a program that prints ``output``; return its arguments."""
 
     def make(output: str, status: int = 0) -> Path:
         log = tmp_path / "log"
@@ -844,7 +848,7 @@ def test_the_sanitizer_is_run_with_the_options_that_it_knows(
 
 
 @pytest.mark.usefixtures("as_if_on_a_gpu")
-def test_what_the_sanitizer_reports_is_shown_and_counted(
+def test_reports_of_the_sanitizer_are_shown_and_counted(
     fake_sanitizer: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_sanitizer(FAULTY, status=99)

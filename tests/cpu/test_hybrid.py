@@ -1,4 +1,4 @@
-"""The operators of training on the CPU: the hybrid format, read here by hand, results, fakes, launches."""
+"""The operators of training on the CPU: the hybrid format, results, fakes, launches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def forward(p: testing.FFN, compression: int = 8) -> tuple[Tensor, Tensor, Tenso
 
 
 def upstream(p: testing.FFN, l1: float = 0.5) -> tuple[Tensor, Tensor]:
-    """Integers for dy, and dl1 of the dtype that belongs to x's."""
+    """Return integers for dy, and dl1 in the dtype that goes with x's."""
     dy = torch.randint(-2, 3, p.x.shape).to(p.x.dtype)
     return dy, torch.tensor(l1, dtype=hybrid.accumulator(p.x.dtype))
 
@@ -52,7 +52,7 @@ def backward(p: testing.FFN, kept: hybrid.Kept, dy: Tensor, dl1: Tensor, *asked:
 
 
 def arguments_of_all(p: testing.FFN) -> list[tuple[Any, tuple[Any, ...]]]:
-    """(operator, arguments) of the three operators; the main tensors have three layouts."""
+    """Return (operator, arguments) of the three operators; main tensors have three layouts."""
     *_, kept = forward(p)
     saved = (*upstream(p), *p[:6], *kept)
     n, k = p.w_gate.shape
@@ -140,7 +140,7 @@ def test_forward_equals_the_reference(m: int, n: int, k: int, density: float, dt
         entries, neurons, chunks, sizes, popularity = reference.hybrid(reference.gate(p.x, p.w_gate, p.b_gate))
         expected_kept = (entries, neurons, chunks, sizes, popularity)
         for name, actual, expected in zip(kept._fields, kept, expected_kept, strict=True):
-            # the reference has no up projections behind the entries
+            # the reference has no up projections after the entries
             testing.assert_same(actual[: len(expected)] if name == "entries" else actual, expected, name)
         assert len(kept.entries) == geometry.hybrid_words(m, n, 2 * gated)
 
@@ -259,7 +259,7 @@ def test_wider_values_are_kept_beside_the_up_projections(gated: bool, dtype: tor
 
 
 @pytest.mark.parametrize("asked", [(True, False), (False, True), (False, False)])
-def test_what_nobody_asks_for_is_empty(asked: tuple[bool, bool]) -> None:
+def test_gradients_that_are_not_asked_for_are_empty(asked: tuple[bool, bool]) -> None:
     p = problem(5, 264, 16, 0.1)
     *_, kept = forward(p)
     dy, dl1 = upstream(p)
@@ -329,12 +329,12 @@ def test_autocast_does_not_touch_the_operators() -> None:
                 assert torch.equal(actual, expected)
 
 
-# What the kernels are given
+# Arguments of kernels
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[specs.Spec, tuple[Any, ...]]]:
-    """What the CUDA implementations, called on CPU tensors, would launch on a GPU of 132 multiprocessors."""
+    """Record the launches of the CUDA implementations, called on CPU tensors, as on a GPU of 132 SMs."""
     launches: list[tuple[specs.Spec, tuple[Any, ...]]] = []
     monkeypatch.setattr(device, "sm_count", lambda index: 132)
     for name in ("hybrid_forward", "hybrid"):

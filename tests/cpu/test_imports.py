@@ -1,4 +1,4 @@
-"""Which file may import which, read from the sources; what importing twell loads, seen in a fresh interpreter."""
+"""Which file may import which, read from the sources; what importing twell loads, in a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Each line may import those above it and itself. A name stands for a file, or for a folder and all in it.
+# Each line may import itself and those above. A name is a file, or a folder with all in it.
 LAYERS = [
-    # kernels: what is known at compile time
+    # kernels: facts of compile time
     ["cute_kernels.__init__", "cute_kernels.geometry", "cute_kernels.feasible", "cute_kernels.fingerprint"],
     ["cute_kernels.specs"],
     ["cute_kernels.sm90"],
@@ -28,7 +28,7 @@ LAYERS = [
     ],
     ["cute_kernels.compile", "cute_kernels.catalog"],
     ["cute_kernels.__main__"],
-    # the library: what is known at call time
+    # the library: facts of a call
     ["twell._runtime"],
     ["twell._arguments", "twell._files", "twell._memory"],
     ["twell.reference", "twell._tuning_table"],
@@ -44,7 +44,7 @@ LAYERS = [
     ["twell.recipe", "twell.distributed"],
     ["twell.integrations"],
     ["twell.testing"],
-    # what the command ``twell`` runs
+    # the command ``twell``
     ["twell.commands.__init__", "twell.commands.request"],
     ["twell.commands.saved_model"],
     ["twell.commands.sparsity"],
@@ -57,7 +57,7 @@ LAYERS = [
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 TREES = {"cute_kernels": ROOT / "cute_kernels", "twell": ROOT / "python" / "twell"}
 
-# What the pure files may use besides the standard library: nothing.
+# Packages that pure files may use besides the standard library: none.
 PURE = ("__init__", "geometry", "feasible", "fingerprint", "specs", "catalog")
 # The only files that may import the compiler, or the runtime's bindings.
 COMPILER_USERS = ("cute_kernels.", "twell._runtime.cache")
@@ -65,7 +65,7 @@ BINDING_USERS = ("twell._runtime.",)
 
 
 def modules() -> list[str]:
-    """Every module of both trees, packages as NAME.__init__."""
+    """Return every module of both trees, packages as NAME.__init__."""
     found = []
     for package, folder in TREES.items():
         for path in sorted(folder.rglob("*.py")):
@@ -84,7 +84,7 @@ def is_module(name: str) -> bool:
 
 
 def imports(module: str, whole: bool = False) -> Iterator[tuple[str, bool]]:
-    """Absolute names of what a module imports anywhere in it, and whether it wrote them relative.
+    """Return the absolute names that a module imports anywhere, and whether the import is relative.
 
     Modules, or as they are written, names of things in modules included, if ``whole``.
     """
@@ -102,7 +102,7 @@ def imports(module: str, whole: bool = False) -> Iterator[tuple[str, bool]]:
 
 
 def rank(module: str) -> int:
-    """The layer of a module, or of the innermost folder that has one."""
+    """Return the layer of a module, or of the innermost folder that has one."""
     name = module
     while name not in RANK and "." in name:
         name = name.rpartition(".")[0]
@@ -118,13 +118,13 @@ def test_layers_name_what_exists() -> None:
 
 
 @pytest.mark.parametrize("module", modules())
-def test_layers(module: str) -> None:
+def test_modules_import_only_their_own_layer_and_those_above(module: str) -> None:
     for name, _ in imports(module):
         if name.split(".")[0] in TREES:
             assert rank(name) <= rank(module), f"{module} imports {name}, which is above it"
 
 
-def test_no_module_imports_itself_in_the_end() -> None:
+def test_imports_form_no_circle() -> None:
     graph = {module: {name for name, _ in imports(module) if is_module(name)} for module in modules()}
     while leaves := [module for module, names in graph.items() if not names & graph.keys() - {module}]:
         for module in leaves:
@@ -134,7 +134,7 @@ def test_no_module_imports_itself_in_the_end() -> None:
 
 @pytest.mark.parametrize("module", modules())
 def test_private_names_stay_in_their_folder(module: str) -> None:
-    """A name with an underscore is for the folder that holds it, and for the folders inside of that."""
+    """A name with an underscore belongs to its folder and the folders inside."""
     folder = module.split(".")[:-1]
     for name, _ in imports(module, whole=True):
         parts = name.split(".")

@@ -1,4 +1,4 @@
-"""``twell info``: complete without GPU, driver or library, and exact about what is there."""
+"""``twell info``: complete without GPU, driver or library, and exact."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from twell.commands import cli, info
 
 
 def write_library(folder: Path, **changes: object) -> None:
-    """A manifest of this installation's versions beside a library that is none."""
+    """Write a manifest of this installation's versions beside a broken library."""
     folder.mkdir()
     (folder / packaged.LIBRARY).write_bytes(b"not a library")
     manifest: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""Kernels that start before the launch before them has ended wait for it before they read anything.
+"""A kernel that starts before its predecessor has ended waits before it reads anything.
 
 A kernel launched with ``use_pdl`` may run while its predecessor does. ``griddepcontrol.wait`` returns when all that
 ran before is through and its writes are visible. So it comes before anything that concerns global memory, without a
@@ -26,7 +26,7 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
 
 
 def launched_early(tree: ast.AST) -> set[str]:
-    """Names of the kernels in a module that are launched with ``use_pdl``."""
+    """Return the names of kernels that a module launches with ``use_pdl``."""
     names, bound = set(), {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
@@ -43,7 +43,7 @@ def launched_early(tree: ast.AST) -> set[str]:
 
 
 def violations(source: str) -> list[str]:
-    """What in a module breaks the rule."""
+    """Return the violations of the rule in a module."""
     tree, found = ast.parse(source), []
     early = launched_early(tree)
     for kernel in functions(tree):
@@ -61,7 +61,7 @@ def violations(source: str) -> list[str]:
 
 
 def named_tuples(tree: ast.AST) -> set[str]:
-    """Classes that put tensors side by side by name."""
+    """Return the classes that hold tensors by name."""
     return {
         node.name
         for node in ast.walk(tree)
@@ -101,7 +101,7 @@ def names(node: ast.AST) -> set[str]:
 
 
 def touched(statement: ast.stmt, tensors: set[str]) -> set[str]:
-    """Tensors of which a statement takes more than the shape. One that only gets another name is one of them, too.
+    """Return the tensors of which a statement takes more than the shape, new names of tensors included.
 
     What a kernel takes by the name of a tuple counts as its tensors do, unless TMA descriptors are fetched ahead.
     """

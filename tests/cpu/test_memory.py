@@ -1,4 +1,4 @@
-"""Which tensors share memory: compared with the addresses of all their bytes, one by one."""
+"""Which tensors share memory, compared with the addresses of all their bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def occupied(tensor: Tensor) -> set[int]:
     return {place + byte for place in places(tensor) for byte in range(tensor.element_size())}
 
 
-def test_every_pair_of_views_is_told_rightly() -> None:
+def test_every_pair_of_views_is_judged_correctly() -> None:
     source, found = random.Random(0), set()
     for _ in range(4000):
         a, b = draw(source), draw(source)
@@ -53,7 +53,7 @@ def test_tensors_are_named_and_only_what_is_written_counts() -> None:
 
 @pytest.mark.parametrize("n", [4096, 65536])
 def test_large_neighbours_are_told_apart_at_once(n: int) -> None:
-    """No element is touched: the buffer is never written."""
+    """The buffer is never touched."""
     whole = torch.empty(2 * n, 4096)
     for a, b in (
         (whole[:n], whole[n:]),
@@ -67,7 +67,7 @@ def test_large_neighbours_are_told_apart_at_once(n: int) -> None:
     assert not _memory.folded(whole)
 
 
-def test_what_has_no_memory_is_known_by_itself_alone() -> None:
+def test_a_tensor_without_memory_shares_with_itself_alone() -> None:
     with FakeTensorMode():
         fake = torch.empty(4, 4, device="cuda")
         other = torch.empty(4, 4, device="cuda")

@@ -1,4 +1,4 @@
-"""The modules: parameters, layout of the down weight through everything torch does to a module, sharing."""
+"""The modules: parameters, sharing, and the down weight's layout through everything that torch does to a module."""
 
 import copy
 import io
@@ -82,7 +82,7 @@ def test_trains(cls: Module, strategy: str, layout: DownLayout) -> None:
     y, aux = mlp(x, return_aux=True)
     loss = y.float().sum() + aux.l1
     if layout == "linear":
-        # as the parameter is stored even before a leaf takes it
+        # as the parameter is stored before a leaf takes it
         assert all(g.is_contiguous() for g in torch.autograd.grad(loss, list(mlp.parameters()), retain_graph=True))
     loss.backward()
     assert all(p.grad is not None and p.grad.any() for p in mlp.parameters())
@@ -314,7 +314,7 @@ def test_gradients_are_laid_out_with_their_weights(layout: DownLayout, fused: bo
         set_down_layout(mlp, "linear" if layout == "rows" else "rows")
         optimizer = torch.optim.AdamW(mlp.parameters(), lr=1e-2, fused=fused)
         mlp(torch.randn(5, K)).square().sum().backward()
-        # as Trainer's and others' gradients are, whatever the weight's layout
+        # as in Trainer and others, whatever the weight's layout
         mlp.down_proj.weight.grad = mlp.down_proj.weight.grad.clone(memory_format=torch.preserve_format)
         if switch:
             set_down_layout(mlp, layout)

@@ -1,4 +1,4 @@
-"""Ranges that TWELL_NVTX=1 marks, as a recorder in nvtx's place sees them; what torch's profiler shows."""
+"""Ranges that TWELL_NVTX=1 marks, recorded by a stand-in for nvtx, and the operators in torch's profiler."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Recorder:
-    """What a domain of nvtx is called with; ``events`` are (depth, name, category, payload)."""
+    """A stand-in for a domain of nvtx; ``events`` are (depth, name, category, payload)."""
 
     def __init__(self) -> None:
         self.events: list[tuple[int, str, str, dict[str, Any]]] = []
@@ -49,7 +49,7 @@ class Recorder:
 
 
 def load(monkeypatch: pytest.MonkeyPatch, package: ModuleType | None, version: str = "0.2.17") -> ModuleType:
-    """A second copy of ``twell._runtime.nvtx``, imported with TWELL_NVTX=1 where ``package`` is nvtx."""
+    """Import a second copy of ``twell._runtime.nvtx`` with TWELL_NVTX=1 and ``package`` as nvtx."""
     monkeypatch.setenv("TWELL_NVTX", "1")
     monkeypatch.setitem(sys.modules, "nvtx", package)
     monkeypatch.setattr(metadata, "version", lambda name: version)
@@ -181,7 +181,7 @@ class TestSizes:
         assert nvtx.sizes({}) == {}
 
     def test_any_shape(self) -> None:
-        """An operator says what is wrong, or nothing is."""
+        """Either the operator reports the error, or there is none."""
         scalar, vector = torch.empty(()), torch.empty(3)
         assert nvtx.sizes({"gate": scalar}) == {"m": 1, "dtype": torch.float32}
         assert nvtx.sizes({"x": vector, "w_gate": vector}) == {"m": 1, "dtype": torch.float32}
@@ -220,7 +220,7 @@ class TestWithoutPackage:
             assert load(monkeypatch, package(recorder), version).ON
 
 
-# The recorder as a package, for an interpreter that has all of twell import it.
+# The recorder as a package that all of twell imports.
 PACKAGE = f"""
 from __future__ import annotations
 from typing import Any
@@ -304,7 +304,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def marked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int, str, str, dict[str, Any]]]]:
-    """The events of many calls, by call."""
+    """The events of many calls, keyed by call."""
     folder = tmp_path_factory.mktemp("recording")
     (folder / "nvtx.py").write_text(PACKAGE)
     information = folder / "nvtx-0.2.17.dist-info"
@@ -373,7 +373,7 @@ class TestWholePackage:
         assert marked["unpack"][1][3] == {"m": 16, "n": 264, "dtype": "bfloat16", "compression": 8}
 
     def test_kernels(self, marked: Any) -> None:
-        """The one named as its operator has no range; the one for few tokens has."""
+        """A kernel with its operator's name has no range of its own; the one for few tokens has."""
         assert self.names(marked["launch"]) == [(0, "up_down"), (1, "up_down_skinny")]
         assert marked["launch"][1][3] == {"kernel": "up_down_skinny_bf16_k2048_x8"}
 
@@ -381,14 +381,14 @@ class TestWholePackage:
         assert self.names(marked["refused"]) == [(0, "gate_pack")]
 
     def test_compiled(self, marked: Any) -> None:
-        """The compiled call has its operators, the one beside it the function too."""
+        """The compiled call shows its operators, the eager one the function too."""
         names = [event[1] for event in marked["compiled"] if event[1] != "unpack"]
         assert names == ["gate_pack", "up_down", "sparse_gated_ffn", "gate_pack", "up_down"]
         assert [event[1] for event in marked["compiled step"]] == ["hybrid_forward", "hybrid_backward"]
 
 
 def test_a_real_nvtx_takes_it() -> None:
-    """No tool listens, but all calls are made."""
+    """Without a tool that listens, all calls still work."""
     pytest.importorskip("nvtx")
     code = "import twell; from twell._runtime import nvtx\nassert nvtx.ON\nwith nvtx.range('a', m=1, dtype='x'): pass"
     subprocess.run([sys.executable, "-c", code], check=True, env=environment(TWELL_NVTX="1"))

@@ -1,5 +1,6 @@
 """``torch.ops.twell``: the CPU implementations equal the reference, the fakes tell the truth, the contract holds."""
 
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,7 @@ SHAPES = [(0, 264, 64), (1, 8, 8), (5, 264, 16), (63, 256, 8), (65, 520, 8), (2,
 
 
 def integers(*shape: int, dtype: torch.dtype = BF16, low: int = -2, high: int = 3) -> Tensor:
-    """Small enough that every sum is exact."""
+    """Integers so small that every sum is exact."""
     return torch.randint(low, high, shape).to(dtype)
 
 
@@ -38,7 +39,7 @@ def operands(m: int, n: int, k: int, dtype: torch.dtype = BF16, bias: bool = Fal
 
 
 def calls(o: dict[str, Tensor | None], compression: int) -> list[tuple[Any, Callable[..., Any], tuple[Any, ...]]]:
-    """(operator, reference, arguments) of every operator on these operands."""
+    """Return (operator, reference, arguments) of every operator on these operands."""
     n = o["w_gate"].shape[0]
     pack = (o["x"], o["w_gate"], o["b_gate"], compression)
     words, spill, _ = reference.gate_pack(*pack)
@@ -69,7 +70,7 @@ def whole_layer(
     b_down: Tensor | None,
     compression: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What ``ffn_union`` means."""
+    """The meaning of ``ffn_union``."""
     words, spill, stats = reference.gate_pack(x, w_gate, b_gate, compression)
     y, l1, union = token_by_token(x, words, spill, w_up, w_down, b_up, b_down, compression)
     return y, l1, stats, union
@@ -85,7 +86,7 @@ def token_by_token(
     b_down: Tensor | None,
     compression: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What ``up_down_union`` means: each token's non-zeros alone in float64, h rounded to x's dtype once."""
+    """The meaning of ``up_down_union``: each token's non-zeros in float64, h rounded once to x's dtype."""
     (m, k), n = x.shape, w_down.shape[0]
     gate, wide = reference.unpack(words, spill, n, compression).double(), x.double()
     fired: list[set[int]] = [set() for _ in range(-(-m // 128))]
@@ -109,10 +110,18 @@ def equal(a: Any, b: Any) -> bool:
     return all(p.dtype == q.dtype and torch.equal(p, q) for p, q in pairs)
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-@pytest.mark.parametrize("compression", geometry.COMPRESSIONS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_equal_the_reference_on_integers(shape: tuple[int, int, int], compression: int, dtype: torch.dtype) -> None:
+# the slow reference takes seconds for the larger shapes: these leave two of the six combinations to the others
+COMBINATIONS = [
+    (shape, compression, dtype)
+    for shape, compression, dtype in itertools.product(SHAPES, geometry.COMPRESSIONS, (BF16, torch.float16))
+    if shape[0] < 63 or (compression, dtype) not in ((2, BF16), (4, torch.float16))
+]
+
+
+@pytest.mark.parametrize(("shape", "compression", "dtype"), COMBINATIONS)
+def test_operators_equal_the_reference_on_integers(
+    shape: tuple[int, int, int], compression: int, dtype: torch.dtype
+) -> None:
     for bias in (False, True):
         for op, expected, arguments in calls(operands(*shape, dtype=dtype, bias=bias), compression):
             assert equal(op(*arguments), expected(*arguments)), op
@@ -150,7 +159,7 @@ def test_nan_and_infinity_are_non_zeros() -> None:
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_union_of_several_token_tiles(gated: bool) -> None:
-    """Tiles of 128 tokens: one with some, one with nothing, one with a single neuron and a partial one with all."""
+    """Tiles of 128 tokens: some non-zeros, none, a single neuron, and a partial tile with all."""
     o = operands(400, 264, 16, bias=True)
     gate = integers(400, 264, low=0, high=2) * integers(400, 264, low=0, high=2)
     gate[:, 200:] = 0
@@ -168,7 +177,7 @@ def test_union_of_several_token_tiles(gated: bool) -> None:
 
 
 def test_union_rounds_h_once() -> None:
-    """257 is none of bf16's values: y takes 256, the sum of |h| does not."""
+    """bf16 has no 257: y uses 256, the sum of |h| does not."""
     x, w_gate = torch.tensor([[1.0, 0, 0, 0, 0, 0, 0, 256]]).to(BF16), torch.zeros(8, 8, dtype=BF16)
     w_up, w_down = torch.zeros(8, 8, dtype=BF16), torch.ones(8, 8, dtype=BF16)
     w_gate[3, 0] = w_up[3, 0] = w_up[3, 7] = 1
@@ -177,7 +186,7 @@ def test_union_rounds_h_once() -> None:
     assert y.tolist() == [[256.0] * 8]
     assert l1.sum().item() == 257
     assert union.tolist() == [1]
-    # a bias that leaves only what rounding took
+    # a bias that leaves only the rounding error
     y, _ = ops.up_down(x, *packed, w_up, w_down, None, torch.full((8,), -256.0, dtype=BF16), 8)
     assert y.tolist() == [[1.0] * 8]
     y, _, _ = ops.up_down_union(x, *packed, w_up, w_down, None, torch.full((8,), -256.0, dtype=BF16), 8)
@@ -185,7 +194,7 @@ def test_union_rounds_h_once() -> None:
 
 
 def test_a_word_reads_back_with_all_of_its_bits() -> None:
-    """A NaN with the sign bit set and the largest neuron: neither may leak into the other half of the word."""
+    """A NaN with the sign bit set, and the largest neuron: neither may change the other half of the word."""
     words, spill = torch.zeros(1, 256 * 32, dtype=torch.int32), torch.zeros(1, 65536, dtype=BF16)
     words[0, 255 * 32], words[0, 255 * 32 + 1] = 1, -64 << 16 | 65535
     dense = ops.unpack(words, spill, 65536, 8)
@@ -193,8 +202,9 @@ def test_a_word_reads_back_with_all_of_its_bits() -> None:
     assert not dense[0, :65535].any()
 
 
-@pytest.mark.parametrize("shape", [(0, 264, 64), (5, 264, 16), (65, 8, 8)])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "bias"), [((0, 264, 64), True), ((5, 264, 16), False), ((5, 264, 16), True), ((65, 8, 8), True)]
+)
 def test_opcheck(shape: tuple[int, int, int], bias: bool) -> None:
     for op, _, arguments in calls(operands(*shape, bias=bias), 8):
         torch.library.opcheck(op, arguments)
@@ -291,7 +301,7 @@ def test_weights_of_other_shapes_are_refused(name: str) -> None:
 
 
 def misfits(arguments: dict[str, Any]) -> list[tuple[str, type[Exception], Any]]:
-    """(name, error, operand) of an operator's operands that do not fit the others."""
+    """Yield (name, error, operand) for operands that do not fit the others."""
     found: list[tuple[str, type[Exception], Any]] = []
     for name, tensor in arguments.items():
         if not isinstance(tensor, Tensor):
@@ -306,7 +316,7 @@ def misfits(arguments: dict[str, Any]) -> list[tuple[str, type[Exception], Any]]
 
 
 def checked_calls() -> list[tuple[Any, dict[str, Any]]]:
-    """(operator, arguments by name) of every operator, with all optional operands."""
+    """Return (operator, arguments by name) of every operator, with all optional operands."""
     o = operands(130, 264, 16, bias=True)
     found = [(op, arguments) for op, _, arguments in calls(o, 8)]
     layer = (*(o[name] for name in ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up")),)
@@ -322,8 +332,8 @@ def checked_calls() -> list[tuple[Any, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("fake", [False, True])
-def test_operands_that_do_not_fit_each_other_are_refused_with_what_was_got(fake: bool) -> None:
-    """Each operand of each operator with a dimension, a value or a dtype that is wrong, real and fake."""
+def test_operands_that_do_not_fit_each_other_are_refused_by_name(fake: bool) -> None:
+    """Each operand of each operator with a wrong dimension, value or dtype, real and fake."""
     tried = {op._opname for op, _ in checked_calls()}
     assert tried == set(ops.__all__)
     for op, arguments in checked_calls():
@@ -338,7 +348,7 @@ def test_operands_that_do_not_fit_each_other_are_refused_with_what_was_got(fake:
 
 
 def test_sizes_and_dtypes_that_kernels_do_not_take_are_refused() -> None:
-    """Of all operands at once, so that they fit each other."""
+    """All operands change at once, so they fit each other."""
     for k, n, dtype, text in ((63, 64, BF16, "multiple of 8 values"), (64, 60, BF16, "multiple of 8 rows")):
         o = operands(3, n, k, dtype=dtype)
         for op in (ops.ffn_union, ops.hybrid_forward):
@@ -358,7 +368,7 @@ def test_sizes_and_dtypes_that_kernels_do_not_take_are_refused() -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[specs.Spec, tuple[Any, ...]]]:
-    """What the CUDA implementations, called on CPU tensors, would launch on a GPU of 132 multiprocessors."""
+    """Record the launches of the CUDA implementations, called on CPU tensors, as on a GPU of 132 SMs."""
     launches: list[tuple[specs.Spec, tuple[Any, ...]]] = []
     monkeypatch.setattr(device, "sm_count", lambda index: 132)
     for name in ("gate_pack", "up_down", "unpack", "up_down_union"):
@@ -368,7 +378,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[specs.Spec, tuple[An
 
 
 def cuda_calls(o: dict[str, Tensor | None]) -> list[Any]:
-    """The results of every CUDA implementation."""
+    """Call every CUDA implementation."""
     modules = [(sys.modules[f"twell.ops.{op._opname}"], arguments) for op, _, arguments in calls(o, 8)]
     # the transposing copy is that of `rows`
     return [module._cuda(*arguments) for module, arguments in modules if hasattr(module, "_cuda")]
@@ -379,7 +389,7 @@ def cuda_calls(o: dict[str, Tensor | None]) -> list[Any]:
 def test_kernels_get_the_arguments_that_they_are_compiled_for(
     bias: bool, m: int, launched: list[tuple[specs.Spec, tuple[Any, ...]]]
 ) -> None:
-    """Whichever kernels a number of tokens has."""
+    """For every number of tokens that has kernels of its own."""
     pytest.importorskip("cutlass")
     cuda_calls(operands(m, 520, 16, bias=bias))
     gated, plain = ["compact", "sampled_up", "gathered"], ["compact", "gathered"]
@@ -424,7 +434,7 @@ def test_scratch_and_grid(k: int, launched: list[tuple[specs.Spec, tuple[Any, ..
 def test_a_slice_is_packed_just_before_it_is_used(
     gated: bool, launched: list[tuple[specs.Spec, tuple[Any, ...]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All slices take the same words and spill; statistics are parts of one tensor."""
+    """All slices use the same words and spill; statistics are parts of one tensor."""
     monkeypatch.setattr(geometry, "UNION_ENTRIES", 2 * 128 * 520)
     o = operands(650, 520, 16, bias=True)
     weights = (o["w_up"] if gated else None, o["w_down"], o["b_gate"], o["b_up"] if gated else None)
@@ -449,7 +459,7 @@ def test_a_slice_is_packed_just_before_it_is_used(
 
 
 def test_many_tokens_are_taken_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the functions: the operator for it, with the bits of the two that it stands for; not of few tokens."""
+    """The functions call this operator, with the bits of the two that it replaces; not for few tokens."""
     o = operands(650, 520, 16, bias=True)
     biases = {"b_gate": o["b_gate"], "b_up": o["b_up"], "b_down": o["b_down"]}
     ran: list[str] = []

@@ -1,4 +1,4 @@
-"""What plain PyTorch code does to parameters works on layers of twell as they are made, in sparsified models too."""
+"""Plain PyTorch code that handles parameters works on twell's layers, in sparsified models too."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_parameters_to_a_vector_and_back(make: Callable[[], nn.Module]) -> None:
 
 @EACH
 def test_flat_parameters_and_gradients(make: Callable[[], nn.Module]) -> None:
-    """As optimizers have them that keep one buffer: updates through it are seen by the next call."""
+    """As in optimizers with one buffer: the next call sees updates through it."""
     model = make()
     expected = gradients(model)
     parameters = list(model.parameters())

@@ -1,4 +1,4 @@
-"""The promised bound, in roundings, where few terms are summed and the ratio to dense PyTorch's error is chance."""
+"""The promised bound, in roundings, for short sums, where the ratio to dense PyTorch's error is chance."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ALL = ("x", *problems.WEIGHTS)
 
 
 def cases(op: str, strategy: str, sizes: dict[str, Any], dtype: str, count: int = 40) -> list[Case]:
-    """Draws that differ in nothing but the numbers."""
+    """Draws that differ only in the numbers."""
     base = problems.draw(1, 0, Limits.of("cpu", jit=False), False)
     changes = {**PLAIN, **sizes, "op": op, "strategy": strategy, "dtype": dtype}
     changes["wanted"] = ALL if op == "train" else ()
@@ -53,11 +53,11 @@ def cases(op: str, strategy: str, sizes: dict[str, Any], dtype: str, count: int 
 @pytest.mark.parametrize("sizes", [ONE, FEW, MANY], ids=["one", "few", "many"])
 @pytest.mark.parametrize(("op", "strategy"), [("forward", "row"), ("forward", "union"), ("train", "union")])
 def test_every_row_is_within_the_bound(op: str, strategy: str, sizes: dict[str, Any], dtype: str) -> None:
-    """y, and the gradients of x and of all weights, whatever dense PyTorch's error happens to be."""
+    """y and the gradients of x and all weights are, whatever dense PyTorch's error is."""
     results = [fuzz.attempt(case, CPU) for case in cases(op, strategy, sizes, dtype)]
     assert {result.verdict for result in results} == {"ok"}
     assert max(result.nonzeros for result in results) > 0
-    # the bound is not far above what happens
+    # the bound is tight
     assert max(result.ratios["y"] for result in results) > 0.35
 
 
@@ -132,7 +132,7 @@ def drawn(sizes: dict[str, Any]) -> Iterator[FFN]:
 
 @pytest.mark.parametrize("sizes", [ONE, FEW], ids=["one", "few"])
 def test_comparisons_with_dense_allow_for_luck(sizes: dict[str, Any]) -> None:
-    """None of a hundred right results is refused, though some are further off than many terms would allow."""
+    """No right result of a hundred is refused, though some err more than long sums may."""
     ratios = []
     for problem in drawn(sizes):
         for strategy in ("row", "union"):

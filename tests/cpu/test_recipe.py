@@ -43,7 +43,7 @@ class Block(nn.Module):
         self.norm, self.mlp, self.after = nn.LayerNorm(K), mlp, nn.LayerNorm(K)
 
     def forward(self, x: Tensor) -> Tensor:
-        # what follows the layer saves tensors, so that a checkpoint runs the layer to its end when it is computed anew
+        # later operators save tensors, so a checkpoint recomputes the layer to its end
         y: Tensor = self.after(x + self.mlp(self.norm(x))).square()
         return y
 
@@ -56,7 +56,7 @@ class Model(nn.Module):
 
     def __init__(self, *mlps: nn.Module) -> None:
         super().__init__()
-        # named, for on a CPU "auto" would be dense
+        # named: on a CPU "auto" is dense
         mlps = mlps or (SparseGatedMLP(K, N, strategy="union"), SparseMLP(K, 2 * N, strategy="union"))
         self.blocks = nn.ModuleList(map(Block, mlps))
 
@@ -79,7 +79,7 @@ def inputs(count: int = 1, **options: Any) -> list[Tensor]:
 
 
 def hidden(mlp: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Gate after ReLU and hidden state, densely."""
+    """Return the gate after ReLU and the hidden state, computed densely."""
     if isinstance(mlp, SparseGatedMLP):
         gate = F.relu(mlp.gate_proj(x))
         return gate, gate * mlp.up_proj(x)
@@ -88,7 +88,7 @@ def hidden(mlp: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def plain_pass(model: Model, x: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """What the model computes by plain PyTorch: output, gates, hidden states."""
+    """Return output, gates and hidden states of the model in plain PyTorch."""
     gates, states = [], []
     for block in model.blocks:
         gate, h = hidden(block.mlp, block.norm(x))
@@ -125,7 +125,7 @@ def step(model: nn.Module, x: Tensor, forward: Callable[[Tensor], Tensor] | None
 
 
 def unread(model: nn.Module) -> list[Any]:
-    """What layers still hold of their calls."""
+    """Return the figures that layers still hold."""
     held: list[Any] = []
     for layer in recipe.layers(model).values():
         recorder: Any = layer._recorder
@@ -233,7 +233,7 @@ def test_reentrant_checkpointing_is_refused() -> None:
     y = model(x.requires_grad_())
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         recipe.l1_term(model)
-    # what backward computes anew is recorded neither
+    # recomputation in backward is not recorded either
     y.sum().backward()
     assert not unread(model)
     with torch.no_grad():
@@ -345,7 +345,7 @@ def test_copies_and_pickles_record_nothing() -> None:
     assert tracker.read().layers[0].calls == 1
 
 
-def test_what_is_not_asked_for_leaves_no_trace() -> None:
+def test_layers_that_are_not_recorded_hold_nothing() -> None:
     model, (x,) = Model(), inputs()
     recipe.record_aux(model)
     tracker = SparsityTracker(model)
@@ -419,15 +419,20 @@ def opt_block() -> nn.Module:
 
 
 def brute(gates: list[Tensor], kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Firings by neuron and non-zeros by token of gates [tokens, N]."""
+    """Count firings per neuron and non-zeros per token of gates [tokens, N]."""
     fires = torch.cat([gate.reshape(-1, gate.shape[-1]) for gate in gates]) != 0
     if kept is not None:
         fires &= kept.reshape(-1, 1)
     return fires.sum(0), fires.sum(1)
 
 
-@pytest.mark.parametrize("how", ["eager", "checkpoint", "compiled", "compiled blocks", "compiled blocks, checkpoint"])
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("how", "dtype"),
+    [
+        *[(how, torch.float32) for how in ("eager", "checkpoint", "compiled", "compiled blocks")],
+        *[(how, BF16) for how in ("eager", "compiled", "compiled blocks, checkpoint")],
+    ],
+)
 def test_tracker_counts_what_fires(how: str, dtype: torch.dtype) -> None:
     model = Model().to(dtype)
     with torch.no_grad():
@@ -512,7 +517,7 @@ def test_tracker_counts_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[0] == rows[1]
 
 
-def test_windows() -> None:
+def test_figures_cover_the_steps_of_a_window() -> None:
     model, batches = Model(), inputs(6)
     tracker = SparsityTracker(model, every=2, window=2)
     tokens = []
@@ -591,7 +596,7 @@ def test_shared_layers_and_pairs_are_tracked() -> None:
 
 
 class Adapted(nn.Linear):
-    """A projection that is more than its weight and bias."""
+    """A projection with more than weight and bias."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) - 0.3
@@ -622,7 +627,7 @@ def test_positions_of_packed_sequences() -> None:
     positions = tracker.read().layers[0].positions
     assert positions["0"] == pytest.approx(float(nonzeros[[0, 3, 5]].mean()))
     assert positions["1-"] == pytest.approx(float(nonzeros[[1, 2, 4]].mean()))
-    # position ids of one row stand for all sequences
+    # one row of position ids serves all sequences
     with tracker.watch(100, positions=torch.zeros(1, 6, dtype=torch.int32)):
         mlp(torch.cat([x, x]))
     assert tracker.read().layers[0].positions["1-"] is None
@@ -703,13 +708,13 @@ def test_inference_mode_and_autocast_are_tracked() -> None:
         with torch.autocast("cpu", BF16):
             compiled(x)
         recorder: Any = recipe.layers(model)["blocks.0.mlp"]._recorder
-        # counted outside of autocast, as the layer saw it
+        # counted outside autocast, as the layer saw it
         assert recorder.inputs[0].dtype == BF16
     assert tracker.read().layers[0].tokens == B * S
 
 
 class Waits(TorchDispatchMode):
-    """Fails at what would have the host wait for a GPU: reading values, and tensors made of the host's numbers."""
+    """A mode that fails where the host would wait for a GPU: reading values, and tensors made from host numbers."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         waits = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "bincount", "lift_fresh")
@@ -764,7 +769,7 @@ def test_nothing_in_a_step_waits_for_a_gpu() -> None:
 def test_token_types() -> None:
     kinds = TokenTypes(("first", "a", "b"), torch.tensor([1, 2, -1, 1]))
     ids = torch.tensor([[0, 1, 2, 3], [2, 1, 9, 0]])
-    # padding at the first place stays uncounted, ids beyond the table are as its last one
+    # padding at the first place is not counted, ids beyond the table count as its last one
     assert kinds(ids).tolist() == [[0, 2, -1, 1], [-1, 2, 1, 1]]
     assert kinds(ids, torch.tensor([[0, 1, 0, 0], [1, 2, 3, 0]])).tolist() == [[0, 2, -1, 0], [-1, 2, 1, 0]]
     assert TokenTypes(("a", "b", "c"), torch.tensor([1, 2]))(ids[0]).tolist() == [1, 2, 2, 2]
@@ -887,7 +892,7 @@ def test_reinitialize_refuses() -> None:
 
 @pytest.fixture
 def chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU leaves a choice, in which few non-zeros make the sparse route cheap."""
+    """Let the CPU choose as a GPU does; few non-zeros make the sparse route cheap."""
 
     def free(kind: str, index: int | None) -> str:
         return ""
@@ -931,7 +936,7 @@ def test_settle_names_what_the_figures_call_for(monkeypatch: pytest.MonkeyPatch)
     stats = run(1)
     assert [row.strategy for row in stats.layers] == ["union", "dense", "dense"]
     assert recipe.settle(model, stats) == {}
-    # what the caller named stays; what it named itself follows the figures
+    # a strategy that the caller named stays; one that settle named follows the figures
     silence(mlps[0], 40)
     silence(mlps[1], 2)
     assert recipe.settle(model, run(2)) == {"blocks.0.mlp": ("union", "dense"), "blocks.1.mlp": ("dense", "union")}
@@ -958,7 +963,7 @@ def test_settle_leaves_devices_without_a_choice() -> None:
     assert isinstance(twell.explain(model).rows[0].strategy, str)
 
 
-# What is written
+# Output
 
 
 def stats_of(model: Model, number: int = 0) -> recipe.SparsityStats:
@@ -1012,7 +1017,7 @@ def test_csv_resumes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         assert len({tuple(line) for line in lines}) == 1
         assert max(int(line["step"]) for line in lines) == 3
         assert not list(tmp_path.glob(".*"))
-    # what a machine that lost power may leave
+    # a machine that lost power may leave this
     kept = path.read_bytes()
     path.write_bytes(kept + b"\0" * 40 + b"\n\xff\xfe,1\nx" + kept.splitlines()[-1][1:] + b"\n")
     StatsWriter(path, tensorboard=False, resume_step=3)
@@ -1024,7 +1029,7 @@ def test_csv_resumes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         model(inputs()[0])
     with pytest.raises(ValueError, match="must have the columns"):
         writer.write(4, tracker.read())
-    # a run from the beginning loses none of another
+    # a new run overwrites no other run's lines
     content = path.read_bytes()
     with caplog.at_level(logging.WARNING, "twell"):
         StatsWriter(path, tensorboard=False).write(1, stats)
@@ -1052,7 +1057,7 @@ def test_a_write_that_takes_a_part_is_gone_on_with(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("room", [0, 130])
 @pytest.mark.parametrize("written", [0, 1])
 def test_lines_that_do_not_fit_raise_and_leave_none(written: int, room: int, tmp_path: Path) -> None:
-    """A full disk takes what fits of a write: the header, or lines, of which none may stay or be joined to others."""
+    """A full disk takes part of a write: the header, or lines; none may stay or join others."""
     path, stats = tmp_path / "sparsity.csv", stats_of(Model())
     writer = StatsWriter(path, tensorboard=False)
     for number in range(written):
@@ -1237,7 +1242,7 @@ def step_loss(y: Tensor, model: nn.Module) -> Tensor:
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
-    """What two processes over gloo found, and the folder that they wrote to."""
+    """The results of two processes over gloo, and their folder."""
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-c", RANKS, str(folder), str(Path(__file__).parent)]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

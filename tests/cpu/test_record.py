@@ -1,4 +1,4 @@
-"""``twell record``: files that ``load_real`` reads with the model's own pattern, and what is refused."""
+"""``twell record``: files from which ``load_real`` reads the model's own pattern, and refusals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pattern_of(folder: Path, number: int, tokens: int, seed: int = 0) -> Tensor:
-    """Which gates of a recorded layer fire, bool [tokens, N], as a benchmark would have them."""
+    """Return the gates of a recorded layer that fire, bool [tokens, N], as in a benchmark."""
     problem = testing.load_real(number, folder, tokens, seed=seed, device="cpu")
     return testing.float64_gate(problem) > 0
 
@@ -53,7 +53,7 @@ def layer_of(weight: Tensor, bias: Tensor | None = None, number: int = 3) -> Lay
 
 
 def drawn(m: int, k: int, n: int, *, common: float = 0.4, scales: Callable[[int], Tensor] = torch.ones) -> Any:
-    """Tokens with something in common and neurons of which a tenth or so fires and many are dead; bfloat16.
+    """Correlated tokens and neurons of which about a tenth fires and many are dead; bfloat16.
 
     ``scales`` makes features larger and their weights smaller.
     """
@@ -117,7 +117,7 @@ def test_command(llama: Path, words: Path, tmp_path: Path, capsys: pytest.Captur
         }
         assert n == 320
         assert np.all(np.diff(alive) > 0)
-        # the table is of what the file gives, and that is nearly what the model does
+        # the table describes the file, which is close to the model
         pattern = pattern_of(out, number, 700)
         first = torch.arange(700) % 100 == 0
         tally = Tally(320, 8, CPU)
@@ -140,7 +140,7 @@ def _arguments(*words: object) -> Any:
 
 
 def test_pattern_is_the_stock_models(llama: Path, words: Path, tmp_path: Path) -> None:
-    """Every gate of a file beside those of the model that transformers alone loads and runs."""
+    """Every gate of a file equals that of the model in transformers alone."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     out = tmp_path / "recorded"
@@ -200,12 +200,12 @@ def test_other_models(kind: str, options: dict[str, Any], words: Path, tmp_path:
         assert float(pattern.sum(1).double().mean()) == pytest.approx(report.mean, rel=0.01)
 
 
-# Quality of what is written
+# Quality of files
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_drawn_rows_stay_silent(tmp_path: Path, seed: int) -> None:
-    """Whatever ``load_real`` draws for the neurons that are not stored."""
+    """For any rows that ``load_real`` draws for neurons that are not stored."""
     x, weight = drawn(512, 128, 1024)
     recording, agreement = round_trip(x, layer_of(weight), tmp_path)
     assert 100 < len(recording.alive) < 1000
@@ -251,7 +251,7 @@ def outliers(k: int) -> Tensor:
 
 
 def test_features_that_are_large_do_not_drown_the_others(tmp_path: Path) -> None:
-    """20 times: one scale for a token would leave the other features 6 of the 127 steps."""
+    """Features are 20 times larger: one scale per token would leave the others 6 of 127 steps."""
     x, weight = drawn(1024, 256, 1024, scales=outliers)
     recording, agreement = round_trip(x, layer_of(weight), tmp_path)
     assert agreement.before > 5
@@ -264,7 +264,7 @@ def test_features_that_are_large_do_not_drown_the_others(tmp_path: Path) -> None
 
 
 def test_counts_are_brought_back(tmp_path: Path) -> None:
-    """Rows that rounding lets fire too often or too seldom are moved: without that the difference is larger."""
+    """Rows that fire too often or too seldom after rounding are moved; otherwise the difference is larger."""
     x, weight = drawn(1024, 256, 1024)
     bias = -0.3 * torch.rand(1024)
     layer = layer_of(weight, bias.bfloat16())
@@ -306,7 +306,7 @@ def test_three_layers_of_the_usual_size_take_60_mb(tmp_path: Path) -> None:
     assert 3 * (tmp_path / "layer0.npz").stat().st_size < 60e6
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize("spoil", ["lost", "added", "biased", "loud"])

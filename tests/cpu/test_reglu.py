@@ -1,4 +1,4 @@
-"""``relu(gate) * up`` as one operator: the bits of torch's own, forward, backward and beyond, and where it is used."""
+"""``relu(gate) * up`` as one operator: torch's bits up to second derivatives, and where layers use it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def plain(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def same_bits(actual: Tensor, expected: Tensor) -> bool:
-    """Zeros have a sign, NaN has one meaning whatever its bits."""
+    """Zeros compare with their sign; all NaNs are equal."""
     assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
     equal = actual.contiguous().view(bits) == expected.contiguous().view(bits)
@@ -106,7 +106,7 @@ def test_fakes() -> None:
             assert fake.device.type == "cuda"
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_operands_that_do_not_fit_are_refused() -> None:
     gate = torch.zeros(4, 8, dtype=BF16)
     shape, dtype = r"must be \[4, 8\], got \[8\]", "must be torch.bfloat16, got torch.float32"
     for up, error, text in ((torch.zeros(8, dtype=BF16), ValueError, shape), (torch.zeros(4, 8), TypeError, dtype)):
@@ -126,7 +126,7 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_kernels_get_the_arguments_that_they_are_compiled_for(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Vectors of all elements: in place where they can be read, else a copy. Nothing is launched for nothing."""
+    """Operands become vectors, in place if possible, else copied. Empty tensors launch nothing."""
     launches: list[tuple[specs.Spec, tuple[Tensor, ...]]] = []
     module: Any = sys.modules["twell.ops.reglu"]
     monkeypatch.setattr(module, "launch", lambda spec, *arguments: launches.append((spec, arguments)))
@@ -196,7 +196,7 @@ def test_without_gradients_nothing_is_kept(mode: Callable[[], Any]) -> None:
 
 @contextmanager
 def fusing(monkeypatch: pytest.MonkeyPatch, fuse: bool = True) -> Iterator[list[int]]:
-    """Dense layers take the fused way, on the CPU too; the calls of it."""
+    """Let dense layers use the fused operator on the CPU too; record its calls."""
     calls: list[int] = []
     fused = _autograd.gated_relu
 
@@ -291,7 +291,7 @@ def test_main_gradients_and_checkpointing(reentrant: bool | None, monkeypatch: p
 
 
 def test_no_more_is_kept_for_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gate, up and the hidden state, where plain PyTorch keeps the gate after ReLU."""
+    """gate, up and the hidden state; plain PyTorch keeps the gate after ReLU too."""
     p = draw(64).map(lambda t: t.requires_grad_())
     kept = []
     for fuse in (True, False):
@@ -334,13 +334,13 @@ def test_figures_count_what_fires(fuse: bool, monkeypatch: pytest.MonkeyPatch) -
 
 
 def stand_in(**changes: Any) -> Any:
-    """What ``fuses`` asks of a gate on a GPU."""
+    """A gate that ``fuses`` takes for one on a GPU."""
     fields = {"is_cuda": True, "dtype": BF16, "device": torch.device("cuda:0")} | changes
     elements = fields.pop("elements", tuning.FUSED_ELEMENTS)
     return SimpleNamespace(numel=lambda: elements, **fields)
 
 
-def test_what_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_plain_gates_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     capturing = False
     monkeypatch.setattr(library, "launchable", lambda *question: asked.append(question) or True)
@@ -415,7 +415,7 @@ def test_dense_layers_can_be_transformed(transform: Callable[..., Any], gated: b
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_a_layer_without_gate_works_in_place(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ReLU overwrites what the first product gave where no gradient needs it, and nothing of the user's."""
+    """ReLU overwrites the first product if no gradient needs it, and never a user's tensor."""
     p = draw(7, dtype=dtype)
     p.x[1, 2], p.w_gate[3], p.b_gate[3] = torch.nan, 0, -0.0
     before = p.map(Tensor.clone)
@@ -446,7 +446,7 @@ def test_a_layer_without_gate_works_in_place(dtype: torch.dtype, monkeypatch: py
 def test_without_kernels_dense_layers_do_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is missing is looked for once and logged once; a kernel that a capture could not load is, later."""
+    """A missing kernel is looked for and logged once; one that a capture could not load is loaded later."""
     spec = tuning.reglu(BF16, backward=False)
     monkeypatch.setattr(resolve, "_kernels", {})
     monkeypatch.setattr(resolve, "_missing", set())

@@ -1,4 +1,4 @@
-"""What twell asks of other packages, read from the metadata of a build: what they pin fits in, what is there stays."""
+"""twell's requirements, from a build's metadata: versions that serving engines pin fit, installed ones stay."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def metadata(project: ProjectBuilder, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def requirements(metadata: Message, *extras: str) -> Iterator[Requirement]:
-    """What twell asks for with these extras; none are required without any."""
+    """Return twell's requirements with these extras."""
     for line in metadata.get_all("Requires-Dist", []):
         requirement = Requirement(line)
         if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
@@ -63,7 +63,7 @@ def requirements(metadata: Message, *extras: str) -> Iterator[Requirement]:
 
 
 def meet(ranges: list[SpecifierSet]) -> bool:
-    """Whether a version is in all of these ranges, whose lower bounds belong to them."""
+    """Return whether a version is in all of these ranges."""
     bounds = {part.version for specifiers in ranges for part in specifiers if part.operator in ("==", ">=")}
     return any(all(specifiers.contains(bound) for specifiers in ranges) for bound in bounds)
 
@@ -97,7 +97,7 @@ def test_the_compiler_is_an_extra(metadata: Message) -> None:
 
 
 def test_what_builds_and_what_runs_have_one_range(metadata: Message, project: ProjectBuilder) -> None:
-    """A kernel that a wheel lacks is compiled by what the wheel's own were compiled by, and called through the same."""
+    """The compiler and runtime of a kernel that the wheel lacks are those of the wheel's own kernels."""
     builds = {r.name: r.specifier for r in map(Requirement, project.build_system_requires)}
     runs = {r.name: r.specifier for r in requirements(metadata, "jit")}
     assert builds["nvidia-cutlass-dsl"] == runs["nvidia-cutlass-dsl"] == runs[RUNTIME]

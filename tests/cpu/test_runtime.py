@@ -33,7 +33,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, an empty process and no packaged library; returns where entries will be."""
+    """An empty cache, no loaded kernels and no packaged library; the folder of entries."""
     for name in ("TWELL_JIT", "TWELL_LOG", "TWELL_NVTX", "TWELL_DEBUG"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path / "cache"))
@@ -81,13 +81,13 @@ class TestCache:
             compile_tiny(SPEC.symbol, foreign, 666, "-shared")
             target = foreign.read_bytes()
             entry.unlink()
-            # even one whose name tells the truth
+            # even one with the right name
             entry = folder / f"{SPEC.symbol}.{hashlib.sha256(target).hexdigest()}.so"
             entry.symlink_to(foreign)
         elif damage == "writable":
             entry.chmod(0o666)
         else:
-            # a new file, because the old one is mapped into this process
+            # a new file: the old one is mapped into this process
             entry.unlink()
             damaged = {"truncated": content[:-1], "changed": content[:-1] + b"\1", "emptied": b""}[damage]
             entry.write_bytes(damaged)
@@ -188,7 +188,7 @@ class TestCache:
         else:
             monkeypatch.setattr(os, "geteuid", lambda: 12345)
             text = "expected 12345"
-        # the kernel is compiled all the same, for this process alone
+        # the kernel is compiled for this process only
         assert cache.load(SPEC)() == 42
         assert "kernel cache not used" in caplog.text
         assert text in caplog.text
@@ -333,7 +333,7 @@ class TestPackaged:
             ({"toolkit": None}, "toolkit must be a str, got None"),
         ],
     )
-    def test_a_library_of_something_else_is_not_used(
+    def test_a_library_of_other_sources_is_not_used(
         self, changes: dict[str, Any], text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         self.write(tmp_path / "_lib", **changes)
@@ -342,7 +342,7 @@ class TestPackaged:
         assert text in caplog.text
 
     @pytest.mark.parametrize("content", ["", "[]", "{"])
-    def test_a_manifest_that_is_none(self, content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_broken_manifest_is_refused(self, content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         self.write(tmp_path / "_lib")
         (tmp_path / "_lib" / "manifest.json").write_text(content)
         assert packaged.read_manifest(tmp_path / "_lib") is None
@@ -556,14 +556,14 @@ class TestEnvironment:
         assert env.nvtx()
         assert env.debug()
 
-    def test_where_the_cache_is(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_the_cache_folder_follows_the_environment(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv("HOME", str(tmp_path))
         monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
         monkeypatch.setenv("TWELL_CACHE_DIR", "~/kernels")
         assert env.cache_dir() == tmp_path / "kernels"
         monkeypatch.delenv("TWELL_CACHE_DIR")
         assert env.cache_dir() == Path("/xdg/twell")
-        # the specification has relative paths ignored
+        # the specification ignores relative paths
         for value in ("relative", ""):
             monkeypatch.setenv("XDG_CACHE_HOME", value)
             assert env.cache_dir() == tmp_path / ".cache" / "twell"

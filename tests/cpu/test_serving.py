@@ -1,6 +1,6 @@
-"""What servers and other libraries do to modules: late weights, inference mode, copies, threads, hooks, adapters.
+"""Modules in servers and other libraries: late weights, inference mode, copies, threads, hooks, adapters.
 
-After each of it a layer must compute what its children would, by nn.Linear, ReLU and a product: or raise.
+After each of these a layer must compute the result of its children (nn.Linear, ReLU, product), or raise.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def tokens(dtype: torch.dtype = BF16, count: int = 5, seed: int = 1) -> Tensor:
 
 
 def by_children(mlp: nn.Module, x: Tensor) -> Tensor:
-    """What dense PyTorch makes of the children of ``mlp``, whatever they are."""
+    """Compute the children of ``mlp`` in dense PyTorch, whatever they are."""
     children = dict(mlp.named_children())
     hidden = F.relu(children.get("gate_proj", children["up_proj"])(x))
     if "gate_proj" in children:
@@ -63,21 +63,21 @@ def child_of(mlp: nn.Module, name: str) -> Any:
 
 
 def close(y: Tensor, expected: Tensor) -> None:
-    """Equal up to the rounding of 16 bits, here well below what any change of weights does."""
+    """Check equality up to 16-bit rounding, far below the effect of any change of weights."""
     assert y.shape == expected.shape
     assert y.dtype == expected.dtype
     assert (y.double() - expected.double()).norm() <= 2e-2 * expected.double().norm()
 
 
 def agrees(mlp: nn.Module, x: Tensor | None = None) -> None:
-    """``mlp`` is called as servers do, and must agree with its children."""
+    """Call ``mlp`` as servers do; it must agree with its children."""
     x = tokens() if x is None else x
     with torch.no_grad():
         close(mlp(x), by_children(mlp, x))
 
 
 def new_state(mlp: nn.Module, seed: int = 7) -> dict[str, Tensor]:
-    """Other weights, contiguous as a file would have them."""
+    """Other weights, contiguous as in a file."""
     generator = torch.Generator().manual_seed(seed)
     made: dict[int, Tensor] = {}
     state = {}
@@ -104,7 +104,7 @@ def copied(mlp: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def in_slices(mlp: nn.Module, state: dict[str, Tensor]) -> None:
-    # as loaders of tensor-parallel shards do
+    # as in loaders of tensor-parallel shards
     for name, parameter in mlp.named_parameters():
         half = parameter.shape[0] // 2
         parameter.data[:half].copy_(state[name][:half])
@@ -123,7 +123,7 @@ def as_parameters(mlp: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def as_replaced_parameters(mlp: nn.Module, state: dict[str, Tensor]) -> None:
-    # past nn.Module.__setattr__, as accelerate does
+    # past nn.Module.__setattr__, as in accelerate
     for name in list(dict(mlp.named_parameters())):
         module, leaf = owner(mlp, name)
         module._parameters[leaf] = nn.Parameter(state[name])
@@ -192,7 +192,7 @@ def test_weights_that_come_after_a_call(cls: Module, load: Callable[..., None], 
 
 @MODULES
 def test_a_weight_of_the_other_layout_is_refused(cls: Module) -> None:
-    """[intermediate, hidden] is a file's layout; nothing here takes it for the transposed view."""
+    """[intermediate, hidden] is a file's layout, which must not be mistaken for the transposed view."""
     mlp = cls(K, N, dtype=BF16)
     state = mlp.state_dict()
     rows = state | {"down_proj.weight": state["down_proj.weight"].t()}
@@ -238,7 +238,7 @@ def test_inference_mode_all_along(cls: Module, strategy: Any) -> None:
         linears = [nn.Linear(K, N, dtype=BF16) for _ in range(2 if cls is SparseGatedMLP else 1)]
         agrees(cls.from_linear(*linears, nn.Linear(N, K, dtype=BF16)))
         agrees(copy.deepcopy(mlp))
-    # weights made there can be used anywhere, for inference
+    # weights made there work anywhere for inference
     agrees(mlp)
     with torch.no_grad():
         assert torch.equal(mlp(tokens()), y)
@@ -275,7 +275,7 @@ def test_meta_construction(cls: Module, how: str, copies: bool) -> None:
     if copies:
         mlp = pickle.loads(pickle.dumps(copy.deepcopy(mlp)))
     state = new_state(cls(K, N, True, dtype=BF16))
-    # a call that forgot the weights is an error and no memory of anyone's
+    # a call before the weights are loaded is an error and leaves nothing behind
     with pytest.raises(ValueError, match="must be on cpu as x is, got meta"):
         mlp(tokens())
     if how == "to_empty":
@@ -370,7 +370,7 @@ def test_copies_have_lives_of_their_own(cls: Module, duplicate: Callable[[Any], 
 
 
 def test_copies_with_a_graph_and_figures() -> None:
-    """Between forward and backward: what is left in the module is part of the graph."""
+    """Between forward and backward the module holds tensors of the graph."""
     mlp = SparseGatedMLP(K, N, dtype=BF16, strategy="row")
     mlp.record_aux = True
     y = mlp(tokens())
@@ -463,7 +463,7 @@ def test_threads_share_a_module(cls: Module, strategy: Any) -> None:
     assert not failures
 
 
-# what requires grad
+# requires_grad
 
 
 @MODULES
@@ -514,7 +514,7 @@ def test_projections_may_share_a_weight() -> None:
     close(got, mlp.gate_proj.weight.grad)
 
 
-# what others put on a module
+# hooks and adapters of others
 
 
 @MODULES
@@ -587,7 +587,7 @@ def test_parametrized_weights(name: str) -> None:
         expected.float().sum().backward()
         original = child.parametrizations.weight.original
         assert torch.equal(original.grad, 2 * child_of(plain, name).weight.grad)
-        # what it is computed from changes, and a state dict comes
+        # its inputs change, and a state dict is loaded
         with torch.no_grad():
             original.add_(0.25)
             child_of(plain, name).weight.add_(0.5)
@@ -647,7 +647,7 @@ def own_forward(mlp: nn.Module, name: str) -> None:
 
 
 class Adapter(nn.Module):
-    """A low-rank adapter that hands on the weight of its base, as those of peft do."""
+    """A low-rank adapter that exposes the weight of its base, as in peft."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -686,7 +686,7 @@ def wrapped(mlp: nn.Module, name: str) -> None:
 
 
 class Tripled(nn.Parameter):
-    """A weight that linear layers get another product of, as quantised ones have their own."""
+    """A weight with its own product, like quantised ones."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -711,7 +711,7 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("strategy", ["auto", "row", "dense"])
 def test_children_that_are_more_than_a_weight(name: str, change: Callable[..., None], strategy: Any) -> None:
-    """Adapters, hooks that compute the weight, forwards of others: all of it counts, or it is an error."""
+    """Adapters, hooks that compute the weight, replaced forwards: all of them take effect, or the call raises."""
     mlp = SparseGatedMLP(K, N, True, dtype=BF16, strategy=strategy)
     with torch.no_grad():
         plain = mlp(tokens())
@@ -720,7 +720,7 @@ def test_children_that_are_more_than_a_weight(name: str, change: Callable[..., N
     y, aux = mlp(tokens(), return_aux=True)
     expected = by_children(mlp, tokens())
     close(y, expected)
-    # the change is large enough to be seen
+    # the change is visible
     assert (y - plain).norm() > 0.1 * plain.norm()
     gate = mlp.get_submodule("gate_proj")(tokens())
     assert abs(aux.l0.item() - (gate > 0).sum().item() / len(gate)) <= 1
@@ -788,7 +788,7 @@ AROUND_ALL: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("around", AROUND_ALL)
 @pytest.mark.parametrize("strategy", ["row", "dense"])
 @MODULES
-def test_what_is_put_around_all_modules_counts(cls: Module, strategy: Any, around: str) -> None:
+def test_global_hooks_take_effect(cls: Module, strategy: Any, around: str) -> None:
     mlp = cls(K, N, True, dtype=BF16, strategy=strategy)
 
     def results(call: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
@@ -869,7 +869,7 @@ def test_a_weight_of_a_subclass_without_behaviour_is_plain() -> None:
 
 
 @MODULES
-def test_what_is_put_around_all_modules_is_seen_by_compiled_graphs(cls: Module) -> None:
+def test_compiled_graphs_see_global_hooks(cls: Module) -> None:
     torch.compiler.reset()
     mlp, graphs = cls(K, N, dtype=BF16), []
     compiled = torch.compile(mlp, backend=lambda graph, _: graphs.append(1) or graph.forward, fullgraph=True)
@@ -913,7 +913,7 @@ def test_changed_children_are_seen_and_forgotten() -> None:
 @pytest.mark.parametrize("index", range(3))
 @pytest.mark.parametrize("change", [hook, pre_hook, own_forward, weight_norm, subclass, adapter, wrapped])
 def test_changed_linears_make_no_layer(index: int, change: Callable[..., None]) -> None:
-    """The weight alone would be shared, and the rest forgotten."""
+    """Otherwise only the weight would be shared."""
     layers = SparseGatedMLP(K, N, dtype=BF16, strategy="row")
     change(layers, CHILDREN[index])
     with pytest.raises(
@@ -929,7 +929,7 @@ def test_accelerate_places_and_offloads() -> None:
         expected = model(tokens())
     placed = accelerate.dispatch_model(copy.deepcopy(model), {"": "cpu"}, force_hooks=True)
     with torch.no_grad():
-        # nothing changes where each weight is at home, and the layers stay sparse
+        # if every weight is on its device nothing changes, and the layers stay sparse
         assert torch.equal(placed(tokens()), expected)
         assert not any(choice.strategy == "dense" for choice in explain(placed).rows)
         offloaded = accelerate.cpu_offload(copy.deepcopy(model), torch.device("cpu"))
@@ -1151,7 +1151,7 @@ def test_children_of_a_pair_that_are_changed_later(name: str, change: Callable[.
 
 @pytest.mark.parametrize("name", ["fc1", "fc2"])
 def test_adapters_of_a_pair_are_an_error(name: str) -> None:
-    """They add to what a layer gives, which for the first of a pair is its input."""
+    """They add to a layer's output, which for the first of a pair is its input."""
     sparse, _, x = torch_model()
     adapter(sparse.get_submodule("layers.2"), name)
     with pytest.raises((RuntimeError, ValueError)):

@@ -1,4 +1,4 @@
-"""sparsify_ on plain PyTorch modules: what it finds, that the function stays, and all that it refuses."""
+"""sparsify_ on plain PyTorch modules: layers that it finds, the unchanged function, and refusals."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def down(module: nn.Module) -> Tensor:
 def test_same_function_and_gradients(form: str) -> None:
     dense = model(form)
     sparse = copy.deepcopy(dense)
-    # named, for on a CPU "auto" would be dense
+    # named: on a CPU "auto" is dense
     assert sparsify_(sparse, strategy="union") == [FORMS[form][1]] == list(layers(sparse))
     results = []
     for m in (dense, sparse):
@@ -210,7 +210,7 @@ def loaded(assign: bool) -> Callable[[nn.Module], nn.Module]:
     ],
     ids=["deepcopy", "pickle", "save", "load", "assign", "cast", "empty"],
 )
-def test_survives(form: str, through: Callable[[nn.Module], nn.Module]) -> None:
+def test_layers_survive_what_torch_does_to_modules(form: str, through: Callable[[nn.Module], nn.Module]) -> None:
     original = model(form)
     sparsify_(original)
     m = through(original)
@@ -219,7 +219,7 @@ def test_survives(form: str, through: Callable[[nn.Module], nn.Module]) -> None:
     assert not {id(p) for p in m.parameters()} & {id(p) for p in original.parameters()}
     with torch.no_grad():
         expected = original(tokens())
-        # a pair that still held on to the original's weights would show
+        # a pair that still used the original's weights would differ
         for p in original.parameters():
             p.zero_()
         assert torch.equal(m(tokens()), expected)
@@ -359,7 +359,7 @@ def test_layers_of_twell_are_left_alone() -> None:
 
 @pytest.mark.parametrize("act", [nn.ReLU(), nn.ReLU(inplace=True), F.relu, torch.relu, nn.Threshold(0, 0)])
 @pytest.mark.parametrize("form", [Gated, Plain, Nested, Block])
-def test_whatever_computes_relu_is_relu(form: Any, act: Any) -> None:
+def test_any_form_of_relu_is_recognised(form: Any, act: Any) -> None:
     m = nn.Sequential(form(act))
     assert len(sparsify_(m)) == 1
 
@@ -404,7 +404,7 @@ def test_an_activation_in_the_code_is_told() -> None:
         )
 
 
-# Modules that have the names and compute something else.
+# Modules with the names of a layer that compute something else.
 
 
 class Dropout(Gated):
@@ -625,7 +625,7 @@ def test_another_function_is_refused(other: Callable[[], nn.Module]) -> None:
     assert all(module.training for module in m.modules())
 
 
-# Ways to double x of more than 100 tokens, of which no trial has as many, or to do what only a later change shows.
+# Ways to double x of more than 100 tokens, more than any trial has, or to differ only after a later change.
 
 
 def doubled(x: Tensor) -> Tensor:
@@ -654,7 +654,7 @@ class Doubling:
 
 
 class Switched:
-    """An activation with a switch, and no module, whose attributes would be seen."""
+    """An activation with a switch that is not a module, so its attributes are not seen."""
 
     relu = True
 
@@ -1010,7 +1010,7 @@ class Annealed(nn.ReLU):
     ],
 )
 @pytest.mark.parametrize("form", [Gated, Block])
-def test_what_is_not_quite_relu_is_refused(form: Any, act: Any) -> None:
+def test_near_relus_are_refused(form: Any, act: Any) -> None:
     m = nn.Sequential(form(act))
     with pytest.raises(ValueError, match=r"0 \(\w+\) must apply ReLU, got "):
         sparsify_(m)
@@ -1154,13 +1154,13 @@ def beside(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class ByWrapper(Block):
-    """What decorates forward is not what was written."""
+    """A decorated forward differs from its source."""
 
     forward = beside(Block.forward)
 
 
 class ByHelper(Block):
-    """Nothing in the source of its forward says that the helper calls fc1, too."""
+    """The helper calls fc1 too, which the source of forward does not show."""
 
     def extra(self, x: Tensor) -> Tensor:
         next(child for child in self.children() if isinstance(child, nn.Linear))(x)
@@ -1171,7 +1171,7 @@ class ByHelper(Block):
 
 
 class Peeking(Block):
-    """So does a helper that sees the hidden state from the frame that called it."""
+    """A helper that reads the hidden state from its caller's frame."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.fc1(x)
@@ -1218,7 +1218,7 @@ def test_a_block_that_needs_more_than_x_is_read_alone() -> None:
 
 
 class Held(nn.Module):
-    """A model around a layer of SiLU, which it also has in another place that ``keep`` makes."""
+    """A model with a SiLU layer that is also held in the place that ``keep`` makes."""
 
     def __init__(self, keep: Callable[[Any], object]) -> None:
         super().__init__()
@@ -1250,7 +1250,7 @@ class Held(nn.Module):
         ),
     ],
 )
-def test_what_would_go_on_running_the_old_layer_is_refused(keep: Callable[[Any], object], why: str) -> None:
+def test_other_references_to_the_old_layer_are_refused(keep: Callable[[Any], object], why: str) -> None:
     m = Held(keep)
     if not why:
         assert len(sparsify_(m, activation="relu")) == 1
@@ -1300,7 +1300,7 @@ class MyLinear(nn.Linear):
 
 
 class Wrapped(nn.Module):
-    """As an adapter wraps a layer."""
+    """A wrapper as adapters use."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -1355,7 +1355,9 @@ def put(name: str, make: Callable[[Any], object]) -> Callable[[Any], None]:
         (lambda m: m.up_proj.to("meta"), ValueError, "on one device, got cpu and meta"),
     ],
 )
-def test_what_would_be_lost_is_refused(change: Callable[[Any], object], error: type[Exception], why: str) -> None:
+def test_layers_with_hooks_or_state_are_refused(
+    change: Callable[[Any], object], error: type[Exception], why: str
+) -> None:
     m = with_change(change)
     with pytest.raises(error, match=rf"^0 \(Gated\).*{why}.*filter_fn"):
         sparsify_(m)
@@ -1412,7 +1414,7 @@ def test_sizes_beyond_the_kernels(k: int, n: int, why: str) -> None:
     assert sparsify_(m, strategy="dense") == ["ok", "odd"]
 
 
-def test_nothing_found() -> None:
+def test_a_model_without_layers_is_an_error_that_says_why() -> None:
     class Fused(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -1443,7 +1445,7 @@ def test_a_model_that_is_itself_a_layer() -> None:
     assert isinstance(m.activation_fn, nn.Identity)
 
 
-def test_arguments() -> None:
+def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match="got int"):
         sparsify_(3)  # type: ignore[arg-type]
     for wrong in ({"activation": "silu"}, {"strategy": "fast"}, {"compression": 3}):
@@ -1504,7 +1506,7 @@ class Adapted(nn.Module):
 
 
 class Dropping(nn.Module):
-    """Loses some of what its layer is given."""
+    """A wrapper that loses part of its layer's input."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -1538,7 +1540,7 @@ def other_pair() -> Any:
 @pytest.mark.parametrize("kind", [Square, SquareLiteral])
 @pytest.mark.parametrize("through", [lambda m: m, copy.deepcopy, pickled], ids=["itself", "deepcopy", "pickle"])
 def test_a_square_pair_that_is_changed_later_raises(kind: Any, change: str, through: Callable[[Any], Any]) -> None:
-    """Sizes do not tell x from the hidden state."""
+    """x and the hidden state have the same size."""
     name, make = CHANGES[change]
     m = nn.Sequential(kind())
     sparsify_(m)
@@ -1597,7 +1599,7 @@ def test_a_square_pair_allows_what_changes_nothing(change: str, autocast: bool) 
     x = torch.randn(3, K, requires_grad=True)
     with torch.autocast("cpu", BF16, enabled=autocast):
         expected = dense(x)
-        # a tensor that is still there when the next comes
+        # a tensor that is alive when the next comes
         first = torch.randn(3, K)
         sparse(first)
         LEGITIMATE[change](sparse)
@@ -1606,7 +1608,7 @@ def test_a_square_pair_allows_what_changes_nothing(change: str, autocast: bool) 
             torch.testing.assert_close(y, expected)
     wanted, got = (torch.autograd.grad(out.float().square().sum(), x)[0] for out in (expected, y))
     torch.testing.assert_close(got, wanted, rtol=2e-2 if autocast else 1e-5, atol=2e-2 if autocast else 1e-5)
-    # the layer by itself, as code that looks into a model calls it
+    # the layer alone, as code that inspects a model calls it
     torch.testing.assert_close(next(iter(layers(sparse).values()))(x), dense(x))
 
 
@@ -1616,7 +1618,7 @@ def test_threads_share_a_square_pair() -> None:
     sparsify_(sparse)
     xs = [torch.randn(3, K) for _ in range(4)]
     apart = threading.Barrier(len(xs))
-    # every thread is between the layers at once
+    # all threads are between the layers at once
     sparse[0].act = Waiting(apart)
     got: dict[int, Tensor] = {}
 
@@ -1669,7 +1671,7 @@ def test_hooks_on_the_second_layer_of_a_pair_warn(register: str, caplog: pytest.
     with caplog.at_level(logging.WARNING, "twell"):
         with twell.count_firing(m):
             m(x)
-        # twell's own know what they see
+        # twell's own hooks are fine
         assert "fc2 of a twell pair" not in caplog.text
         getattr(m[0].fc2, register)(lambda *_: None)
         assert torch.equal(m(x), y)
@@ -1677,7 +1679,7 @@ def test_hooks_on_the_second_layer_of_a_pair_warn(register: str, caplog: pytest.
 
 
 class Counted(nn.Module):
-    """A parametrization that changes by being used, as that of spectral norm does in training."""
+    """A parametrization that changes with use, like spectral norm in training."""
 
     runs = 0
 

@@ -49,7 +49,7 @@ def test_workloads_are_uneven_as_named() -> None:
 
 
 def test_drawing_is_that_of_the_recorded_figures() -> None:
-    """The draw's order decides what published figures were measured on: a few values of each tensor, pinned."""
+    """Published figures depend on the order of draws: a few values of each tensor are pinned."""
     x, w_gate, w_up, w_down = testing.make("topic29", 4, 8, 16, seed=3, device="cpu", dtype=torch.float32, document=2)[
         :4
     ]
@@ -194,7 +194,7 @@ def drop_one_value(problem: FFN) -> torch.Tensor:
 
 
 def round_twice(problem: FFN) -> torch.Tensor:
-    """Right, but rounded to fewer bits."""
+    """A right result, rounded to fewer bits."""
     y = testing.sparse_output(problem)
     return (y.view(torch.int16) & ~3).view(BF16)
 
@@ -219,7 +219,7 @@ def test_planted_errors_are_over_budget(compared: tuple[FFN, torch.Tensor], plan
 
 
 def test_errors() -> None:
-    """Values worked out by hand, rows that are nothing, tensors that are nothing."""
+    """Values computed by hand, zero rows, empty tensors."""
     answer = torch.tensor([[3.0, 4.0], [0.0, 1.0]], dtype=torch.float64)
     measured = testing.errors(answer + torch.tensor([[0.0, 0.5], [0.0, 0.2]]), answer)
     assert measured.frobenius == pytest.approx(math.sqrt(0.29 / 26))
@@ -229,7 +229,7 @@ def test_errors() -> None:
     assert testing.errors(silent + torch.tensor([[0], [1e-3]]), silent).worst_row == pytest.approx(
         1e-3 * math.sqrt(2) / floor
     )
-    # of a row whose terms cancel they are the measure; where these point the same way, the row is
+    # its terms are the measure of a row that cancels; otherwise the row itself is
     terms = torch.tensor([2.0, 10.0], dtype=torch.float64)
     cancelling = testing.errors(answer + torch.tensor([[0.0, 0.5], [0.0, 0.2]]), answer, terms)
     assert cancelling.worst_row == pytest.approx(0.1)
@@ -255,7 +255,7 @@ def test_budget() -> None:
 
 
 def test_luck_widens_the_budget_of_few_roundings_only() -> None:
-    """The widening falls with each rounding, and is nothing where there are millions."""
+    """The widening shrinks with the number of roundings and vanishes for millions."""
     counts = [1, 4, 100, 10_000, 10**6, 10**8]
     found = [testing.Comparison(Errors(0, 0), Errors(0, 0), n, 1.1, 1.25) for n in counts]
     assert [c.factor for c in found] == pytest.approx([4.4, 2.75, 1.43, 1.133, 1.1033, 1.10033])
@@ -268,7 +268,7 @@ def test_luck_widens_the_budget_of_few_roundings_only() -> None:
 
 @GATED
 def test_roundings_are_the_non_zeros_that_hold_most_of_the_norm(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten alike count as ten, and one that outweighs them as one."""
+    """Ten equal ones count as ten, a dominant one as one."""
     gates = torch.zeros(5, 16)
     gates.view(-1)[::8] = 4
     problem = testing.pattern_problem(gates, 16)
@@ -289,7 +289,7 @@ def test_roundings_are_the_non_zeros_that_hold_most_of_the_norm(gated: bool, mon
 
 @pytest.fixture(scope="module")
 def stepped() -> tuple[FFN, torch.Tensor]:
-    """A problem with biases, off its kinks, and dy."""
+    """A problem with biases, away from kinks, and dy."""
     generator = torch.Generator().manual_seed(1)
     gate, up, down = (0.25 * torch.randn(size, generator=generator) for size in (512, 512, 128))
     problem = testing.make("skew29", 300, 128, 512, device="cpu")
@@ -316,10 +316,10 @@ def test_float64_gradients_are_those_of_autograd(
 
 @GATED
 def test_gradients_of_the_layers(stepped: tuple[FFN, torch.Tensor], gated: bool) -> None:
-    """They are within budget, with every strategy and option; those of dense PyTorch are what they say."""
+    """They are within budget with every strategy and option; dense PyTorch's own errors are reported right."""
     problem, dy = stepped
     for dl1 in (0.0, 0.25):
-        # with no strategy named a CPU runs densely
+        # without a strategy a CPU runs dense
         for options in ({}, {"strategy": "row"}, {"strategy": "union", "compression": 2}):
             found = testing.sparse_gradients(problem, dy, dl1, gated=gated, **options)
             for name, comparison in testing.compare_gradients(problem, dy, found, dl1, gated=gated).items():
@@ -332,7 +332,7 @@ def test_gradients_of_the_layers(stepped: tuple[FFN, torch.Tensor], gated: bool)
 
 
 def test_rows_that_cancel_are_measured_by_their_terms() -> None:
-    """Two equal tokens with opposite gradients but for a little: what is left of a row is small beside its terms."""
+    """Two equal tokens have nearly opposite gradients: the rest of a row is small beside its terms."""
     problem = testing.integer_problem(2, 8, 8, density=1.0)
     problem = problem._replace(x=problem.x[:1].expand(2, 8).clone())
     dy = torch.full((2, 8), 4.0, dtype=problem.x.dtype)
@@ -340,7 +340,7 @@ def test_rows_that_cancel_are_measured_by_their_terms() -> None:
     answer = testing.float64_gradients(problem, dy)
     hidden = answer["w_down"][:, 0] / 2.0**-6
     assert bool((hidden > 0).any())
-    # each row is off by a hundredth of one of its two terms, which is several times what the row is
+    # each row is off by a hundredth of one of its two terms, several times the row itself
     off = answer | {"w_down": answer["w_down"] + 0.01 * hidden[:, None] * dy[0]}
     compared = testing.compare_gradients(problem, dy, off)["w_down"].ours
     assert compared.worst_row == pytest.approx(0.01 / math.sqrt(2), rel=0.01)
@@ -362,7 +362,7 @@ def without_a_token(problem: FFN, dy: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def with_a_neuron_scaled(problem: FFN, dy: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A neuron of few tokens is 4 % off in one gradient: the worst row shows it."""
+    """One gradient is 4 % off for a neuron of few tokens: the worst row shows it."""
     gradients = testing.sparse_gradients(problem, dy, 0.25)
     sizes = gradients["w_up"].float().norm(dim=1)
     gradients["w_up"][sizes.where(sizes > 0.1 * sizes.mean(), math.inf).argmin()] *= 1.04
@@ -391,7 +391,7 @@ def test_gradients_must_be_complete(stepped: tuple[FFN, torch.Tensor]) -> None:
 
 
 def test_off_kinks() -> None:
-    """Tokens with a sum that is almost nothing are zero after; what is exactly nothing is no kink."""
+    """Tokens with a sum of almost zero become zero; a sum of exactly zero is no kink."""
     problem = testing.make("uniform29", 64, 128, 512, device="cpu", dtype=torch.float32)
     problem.w_gate[5] = 0
 
@@ -427,7 +427,7 @@ def test_upstream_of_repeated_tokens_repeats() -> None:
 @pytest.mark.parametrize("density", [0.1, 1])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_exact_gradients(gated: bool, density: float, dtype: torch.dtype) -> None:
-    """What the layers give, bit by bit, and what autograd gives where nothing is rounded."""
+    """They equal the layers' bit by bit, and autograd's where nothing is rounded."""
     problem = testing.integer_problem(70, 24, 136, density=density, biases="gate up down", dtype=dtype)
     dy = testing.integer_upstream(problem)
     assert int((dy != 0).sum(1).max()) <= 6
@@ -463,7 +463,7 @@ def test_assert_same() -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_assert_packed_same(dtype: torch.dtype) -> None:
-    """Every defined bit counts; what is undefined, and the bits of a NaN, do not."""
+    """Every defined bit counts; undefined bits and the bits of a NaN do not."""
     problem = testing.integer_problem(66, 64, 264, density=0.12, dtype=dtype)
     problem.x[3] = math.nan
     n, cap = 264, 31
@@ -500,7 +500,7 @@ def test_assert_packed_same(dtype: torch.dtype) -> None:
 
 @GATED
 def test_assert_hybrid_same(gated: bool) -> None:
-    """Every defined bit counts, of what is undefined none: past the lists, past the entries, in place of a bitmap."""
+    """Every defined bit counts, and no undefined one: past the lists, past the entries, in place of a bitmap."""
     for density in (0.1, 1):
         problem = testing.integer_problem(130, 24, 264, density=density)
         layer = problem if gated else problem._replace(w_up=None)
@@ -528,7 +528,7 @@ def test_assert_hybrid_same(gated: bool) -> None:
 
 
 def test_poisoned_fills_every_output() -> None:
-    """The outputs of the first call, scalars and empty ones too."""
+    """Outputs of the first call are filled, scalars and empty ones too."""
     calls: list[tuple[torch.Tensor, ...]] = []
 
     def call() -> tuple[torch.Tensor, ...]:

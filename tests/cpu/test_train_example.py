@@ -1,4 +1,4 @@
-"""examples/train.py: what it reads, that it learns, and that whatever ends it loses nothing but steps."""
+"""examples/train.py: it reads text and learns, and an interruption costs only steps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SPARSE = "--l1 0.003 --l1-warmup 0 --lr 0.02 --warmup 0 --reinitialize 0.1 --obs
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
-# runs in other processes are forked from one that has imported what takes seconds, and has no threads
+# other processes fork from one that has done the slow imports and has no threads
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
     [
@@ -58,7 +58,7 @@ PROCESSES.set_forkserver_preload(
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sixty files of words in an order that can be learnt, and things that are no text."""
+    """Sixty files of text that can be learnt, and files that are not text."""
     root = tmp_path_factory.mktemp("text")
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghijkl", k=5)) for _ in range(40)]
@@ -100,13 +100,13 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
 
 
 def same(a: Path, b: Path) -> bool:
-    """Whether two runs ended with the same bits."""
+    """Return whether two runs ended with the same bits."""
     first, second = weights(a), weights(b)
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def records(out: Path) -> list[dict[str, Any]]:
-    """What was recorded of steps, without what differs between runs."""
+    """Return the records of steps, without figures that differ between runs."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [
         {key: value for key, value in line.items() if key not in ("tokens_per_s", "peak_bytes")}
@@ -128,7 +128,7 @@ def test_documents_are_the_text_files(text: Path) -> None:
     files = {path.read_text() for path in text.rglob("*.txt") if path.stem.isdigit()}
     assert len(documents) == 60
     assert set(documents) == files
-    # the order mixes the folders, and is the same each time
+    # the order mixes the folders and is the same every time
     assert documents == list(Source((text,)).documents())
     assert documents != [path.read_text() for path in sorted(text.rglob("*.txt")) if path.stem.isdigit()]
 
@@ -198,7 +198,7 @@ def test_tokens_are_made_once(text: Path, tmp_path: Path, monkeypatch: pytest.Mo
                 data.prepare(other, tmp_path, 300, 0.1)
         with pytest.raises(AssertionError, match="again"):
             data.prepare(Source((folder,)), tmp_path, 301, 0.1)
-    # what failed left nothing behind
+    # a failure leaves nothing behind
     assert {path.name for path in tmp_path.iterdir()} == {"text", made.folder.name}
     (folder / "part0" / "0.txt").write_text("changed")
     assert data.prepare(Source((folder,)), tmp_path, 300, 0.1).fingerprint != made.fingerprint
@@ -211,7 +211,7 @@ def test_damaged_tokens_are_made_again(text: Path, tmp_path: Path, damage: str, 
     tokens, tokenizer = np.array(made.train), (made.folder / "tokenizer.json").read_bytes()
     path = made.folder / (whole.MANIFEST if damage == "manifest" else name)
     content = path.read_bytes()
-    # as files are whose machine lost power before they were on the disk
+    # as after a loss of power before the file was on the disk
     changed = {"length": content[:-2], "zeros": bytes(len(content)), "manifest": b""}
     if damage == "missing":
         path.unlink()
@@ -223,7 +223,7 @@ def test_damaged_tokens_are_made_again(text: Path, tmp_path: Path, damage: str, 
     assert np.array_equal(made.train, tokens)
     assert (made.folder / "tokenizer.json").read_bytes() == tokenizer
     assert [path.name for path in tmp_path.iterdir()] == [made.folder.name]
-    # what is whole is not touched
+    # complete files are not touched
     said.clear()
     assert data.prepare(Source((text,)), tmp_path, 300, 0.1, say=said.append) == made
     assert not said
@@ -310,7 +310,7 @@ def test_sequences() -> None:
         assert sorted(epoch[:, 0].tolist()) == list(range(0, 100, 10))
         assert torch.equal(epoch, epoch[:, :1] + torch.arange(11))
     assert not torch.equal(epochs[0], epochs[1])
-    # any rows at any time, over the end of an epoch too
+    # any rows at any time, across epochs too
     again = Sequences("training", np.arange(101, dtype=np.uint16), 10, seed=3)
     assert torch.equal(again.rows(range(15, 25)), torch.cat([epochs[1][5:], epochs[2][:5]]))
     assert not torch.equal(Sequences("training", np.arange(101), 10, seed=4).rows(range(10)), epochs[0])
@@ -323,7 +323,7 @@ def test_too_little_text_for_a_sequence() -> None:
         Sequences("held-out", np.arange(10), 10)
 
 
-def test_what_a_run_writes_is_no_text(text: Path, tmp_path: Path) -> None:
+def test_output_of_a_run_is_not_read_as_text(text: Path, tmp_path: Path) -> None:
     shutil.copytree(text, tmp_path / "text")
     options = [*SMALL, "--steps", "2", "--text", str(tmp_path), "--out", str(tmp_path / "text" / "out")]
     assert train.main(options) == 0
@@ -429,7 +429,7 @@ def test_silu_is_saved_as_a_stock_llama(run: Callable[..., int], tmp_path: Path)
 
 def test_a_seed_decides_weights_and_order(run: Callable[..., int], tmp_path: Path) -> None:
     for out, seed in (("a", 0), ("b", 0), ("c", 1)):
-        # of another random state each
+        # each has another random state
         torch.rand(ord(out))
         assert run("--steps", 2, "--seed", seed, out=out) == 0
     assert same(tmp_path / "a", tmp_path / "b")
@@ -447,7 +447,7 @@ def test_without_l1_its_term_changes_nothing(run: Callable[..., int], tmp_path: 
 def test_gradients_are_clipped_unless_told_not_to(
     run: Callable[..., int], tmp_path: Path, clip: float, same_weights: bool
 ) -> None:
-    # no gradient is as large as this
+    # no gradient is this large
     assert run("--steps", 3, "--clip", 1e9, out="never") == 0
     assert run("--steps", 3, "--clip", clip) == 0
     assert same(tmp_path / "never", tmp_path / "out") == same_weights
@@ -538,7 +538,7 @@ def test_tensor_parallel_is_not_compiled() -> None:
     }
 
 
-def test_schedule() -> None:
+def test_the_learning_rate_follows_its_schedule() -> None:
     run: Any = object.__new__(train.Training)
     run.choice = options.parse("", ["--text", "x", "--out", "x", "--steps", "101", "--warmup", "10", "--l1", "4"])
     run.schedule = 101
@@ -569,7 +569,9 @@ def test_shapes_have_the_sizes_of_their_names() -> None:
 # Ending and going on
 
 
-def test_goes_on_as_if_never_stopped(run: Callable[..., int], tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
+    run: Callable[..., int], tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
     step, deaths = train.Training.step, {}
 
     def interrupted(self: Any, stopping: Any) -> bool:
@@ -590,7 +592,7 @@ def test_goes_on_as_if_never_stopped(run: Callable[..., int], tmp_path: Path, mo
     assert "SIGTERM: stopping after this micro-batch; one more stops at once" in printed
     assert "stopped; saved up to step 2; the same command goes on from there" in printed
     assert steps(tmp_path / "out") == [2]
-    # whatever the random state is elsewhere
+    # with any global random state
     torch.manual_seed(99)
     assert run(*arguments) == 128 + signal.SIGINT
     assert steps(tmp_path / "out") == [3, 6]
@@ -603,12 +605,12 @@ def test_goes_on_as_if_never_stopped(run: Callable[..., int], tmp_path: Path, mo
     assert [line for line in records(tmp_path / "out") if line in whole] == whole
     stats = [(tmp_path / out / "sparsity.csv").read_text().splitlines() for out in ("out", "whole")]
     assert stats[0][-2:] == stats[1][-2:]
-    # noise was drawn for those that were dead at step 4, before the run stopped
+    # noise was drawn for the neurons dead at step 4, before the run stopped
     assert 0.3 < next(line["dead"] for line in whole if line["step"] == 6) < 0.9
 
 
 def request(number: int) -> None:
-    """Send this process a signal, of which a thread of it is to hear."""
+    """Send this process a signal and wait until a thread has received it."""
     os.kill(os.getpid(), number)
     time.sleep(0.2)
 
@@ -644,7 +646,7 @@ def test_a_step_that_is_stopped_has_changed_nothing(
     assert same(tmp_path / "out", tmp_path / "whole")
     expected = records(tmp_path / "whole")
     assert [line for line in records(tmp_path / "out") if line["step"] > begun] == expected[begun:]
-    # of complete steps alone
+    # only of complete steps
     for line in stopped[1:]:
         since = expected[3:begun]
         assert line["loss"] == pytest.approx(sum(each["loss"] for each in since) / len(since), rel=1e-5)
@@ -671,7 +673,7 @@ def test_evaluation_is_stopped_and_made_up_for(run: Callable[..., int], tmp_path
     assert records(tmp_path / "out") == records(tmp_path / "whole")
 
 
-def test_what_is_slow_says_how_far_it_is(run: Callable[..., int], monkeypatch: Any, capsys: Any) -> None:
+def test_slow_parts_report_progress(run: Callable[..., int], monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(report.Console.__init__, "__defaults__", (0.0,))
     assert run("--steps", 1, "--eval-sequences", 4) == 0
     printed = capsys.readouterr().out
@@ -699,7 +701,7 @@ def test_finished_runs_are_extended(run: Callable[..., int], tmp_path: Path, cap
     assert {step: lines[step] for step in first} == first
     assert [lines[step]["lr"] for step in range(41, 61)] == pytest.approx([0.001] * 20)
     assert not same(tmp_path / "out", tmp_path / "other")
-    # in two parts, or after a stop, it is the same
+    # in two parts, or after a stop, the result is the same
     assert run("--steps", 50, *arguments, out="other") == 0
     assert run("--steps", 60, *arguments, out="other") == 0
     shutil.rmtree(tmp_path / "other" / "checkpoints" / "step-00000060")
@@ -707,7 +709,7 @@ def test_finished_runs_are_extended(run: Callable[..., int], tmp_path: Path, cap
     assert same(tmp_path / "out", tmp_path / "other")
     assert run("--steps", 40, *arguments) == 2
     assert "steps (60 there, 40 here); repeat its options, of which --steps alone may grow" in capsys.readouterr().err
-    # what was named must stay
+    # a named checkpoint must stay
     assert run("--steps", 80, "--warmup", 4, *arguments) == 2
     assert "differs in warmup (2 there, 4 here)" in capsys.readouterr().err
 
@@ -736,7 +738,7 @@ def test_the_old_model_stays_until_the_new_one_is_there(
     assert not _files.leftovers(tmp_path / "out" / "final")
 
 
-# what writes, and whether a whole checkpoint is left when it cannot
+# the writer, and whether a whole checkpoint is left if it fails
 WRITERS = {
     "tokens": (Path, "open", "train.bin", False),
     "tokenizer": (data, "_tokenise", "", False),
@@ -782,7 +784,7 @@ def test_a_full_disk_is_one_sentence(
     last = tmp_path / "out" / "checkpoints" / f"step-0000000{4 if what == 'model' else 2}"
     assert (f"{last}, {tmp_path / 'out' / 'final'}; make room, and the same command goes on" in line) == kept
     assert ("kept: nothing; make room, and the same command begins again" in line) != kept
-    # nothing half written takes space
+    # no partial file takes space
     assert not list(tmp_path.rglob("*.tmp"))
     assert not list(tmp_path.rglob(".*partial*"))
     assert run(*arguments) == 0
@@ -811,7 +813,7 @@ def test_damaged_checkpoints_are_not_read(run: Callable[..., int], tmp_path: Pat
     out = tmp_path / "out"
     saved = {step: out / "checkpoints" / f"step-{step:08d}" for step in range(1, 9)}
     assert steps(out) == list(saved)
-    # cut short, missing, without a manifest, with half of one, under the name of one that is being written
+    # cut short, missing, without a manifest, with half a manifest, under the name of an unfinished one
     (part,) = saved[8].glob("*.distcp")
     part.write_bytes(part.read_bytes()[:-1])
     (saved[7] / "random-0.pt").unlink()
@@ -886,7 +888,7 @@ def test_resume_says_what_differs(run: Callable[..., int], tmp_path: Path, capsy
         (other / f"{i}.txt").write_text(f"another {i} " * 50)
     assert run("--steps", 2, "--text", other) == 2
     assert "differs in text (" in capsys.readouterr().err
-    # where, how fast and in which order is free to change
+    # place, speed and order may change
     assert run("--steps", 2, "--ffn", "dense", "--micro-batch", 4, "--log-every", 1) == 0
 
 
@@ -972,7 +974,9 @@ def test_options_are_checked(tmp_path: Path, capsys: Any, more: list[str], messa
         *([] if torch.cuda.is_available() else [(["--device", "cuda"], "--device: expected one of 0 GPUs")]),
     ],
 )
-def test_what_cannot_be_done_is_said(run: Callable[..., int], capsys: Any, more: list[object], message: str) -> None:
+def test_impossible_requests_are_refused(
+    run: Callable[..., int], capsys: Any, more: list[object], message: str
+) -> None:
     assert run("--steps", 1, *more) == 2
     assert message in capsys.readouterr().err
 
@@ -985,7 +989,7 @@ def test_sizes() -> None:
 
 
 def others(target: Callable[..., None], *arguments: tuple[Any, ...]) -> list[int | None]:
-    """Run ``target`` in a process for each tuple of arguments, all at once; their exit codes."""
+    """Run ``target`` in one process per tuple of arguments, all at once; return their exit codes."""
     processes = [PROCESSES.Process(target=target, args=each) for each in arguments]
     for process in processes:
         process.start()
@@ -1025,7 +1029,7 @@ def train_until(command: list[str], where: tuple[str, int, bool]) -> None:
 def test_killed_while_saving_loses_nothing(run: Callable[..., int], text: Path, cache: Path, tmp_path: Path) -> None:
     arguments = ["--steps", 8, "--checkpoint-every", 1, "--keep", 2, *SPARSE]
     assert run(*arguments, out="whole") == 0
-    # what is killed, in which call of its run, before or after it, and whether the step that is being saved has been
+    # the function, the call at which the process dies, whether after it, and whether the step has been saved by then
     deaths = [
         (("tensors", 1, False), False),
         (("tensors", 2, True), False),
@@ -1072,7 +1076,7 @@ def train_as_rank(rank: int, port: int, command: list[str], stop: bool) -> None:
 
 
 def two_ranks(command: list[str], stop: bool = False) -> list[int | None]:
-    """Train in two processes; their exit codes."""
+    """Train in two processes; return their exit codes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -1110,7 +1114,7 @@ def test_two_ranks_are_as_one(run: Callable[..., int], text: Path, cache: Path, 
 
 
 def train_and_signal(command: list[str], delays: tuple[float, ...]) -> None:
-    """Train, with a micro-batch that takes a minute and signals in it, each after so many seconds."""
+    """Train with a micro-batch that takes a minute; send it signals after these delays in seconds."""
     torch.set_num_threads(1)
 
     def slow(self: Any, inputs: Any, targets: Any) -> torch.Tensor:
@@ -1122,7 +1126,7 @@ def train_and_signal(command: list[str], delays: tuple[float, ...]) -> None:
         if self.done < 1:
             return forward(self, inputs, targets)
         threading.Thread(target=send, daemon=True).start()
-        # as one long call into C++ does, it keeps Python's own handlers from running; other threads get the signals
+        # like a long call into C++, it keeps Python's handlers from running; other threads get the signals
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         ctypes.CDLL(None).usleep(60_000_000)
         raise AssertionError("unreachable")
@@ -1135,7 +1139,7 @@ def train_and_signal(command: list[str], delays: tuple[float, ...]) -> None:
 
 
 def test_a_second_signal_stops_at_once(text: Path, cache: Path, tmp_path: Path) -> None:
-    """In whatever is computed; what a launcher sends twice is one request."""
+    """It stops any computation; a signal that a launcher sends twice is one request."""
     began = time.monotonic()
     arguments = command(text, cache, tmp_path / "out", "--steps", 4, "--checkpoint-every", 1)
     assert others(train_and_signal, (arguments, (0.5, 0.1, 1.0))) == [128 + signal.SIGTERM]
@@ -1155,7 +1159,7 @@ def test_silu_is_sharded(run: Callable[..., int], text: Path, cache: Path, tmp_p
     assert all((two[name] - one[name]).norm() < 1e-6 * one[name].norm() for name in one)
 
 
-def test_what_cannot_be_divided_is_said(monkeypatch: Any) -> None:
+def test_indivisible_sizes_are_refused(monkeypatch: Any) -> None:
     def plan(_: Any) -> None:
         raise ValueError("the number of heads of q_proj must be a multiple of the 2 ranks, got 1")
 

@@ -1,4 +1,4 @@
-"""``SparsityCallback``: the gradient that Trainer makes of the loss, what is logged, resuming, two processes."""
+"""``SparsityCallback``: the gradient under Trainer, logs, resuming, two processes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def llama(layers: int = 2, hidden: int = 16, intermediate: int = 48) -> Any:
         vocab_size=VOCABULARY,
         max_position_embeddings=64,
         hidden_act="relu",
-        # larger weights than usual, so that the term is no smaller than the cross-entropy
+        # larger weights than usual: the term is as large as the cross-entropy
         initializer_range=0.3,
     )
     model = LlamaForCausalLM(config)
@@ -97,7 +97,7 @@ def callback(**options: Any) -> SparsityCallback:
 
 
 class Recording(Trainer):  # type: ignore[misc]
-    """Keeps the micro-batches of each step and the gradient that the optimizer got."""
+    """A Trainer that keeps each step's micro-batches and the optimizer's gradient."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -119,7 +119,7 @@ class Recording(Trainer):  # type: ignore[misc]
 
 
 def plain_l1(model: Any, ids: Tensor) -> Tensor:
-    """The L1 term by plain PyTorch, with inputs that hooks keep."""
+    """Compute the L1 term in plain PyTorch from inputs that hooks keep."""
     kept: list[Tensor] = []
     hooks = [
         layer.mlp.register_forward_hook(lambda mlp, args, output: kept.append(args[0])) for layer in model.model.layers
@@ -135,7 +135,7 @@ def plain_l1(model: Any, ids: Tensor) -> Tensor:
 
 
 def plain_gradient(model: Any, micro: list[tuple[Any, Any]], coefficient: float) -> list[Tensor]:
-    """That of a loop over the same micro-batches: cross-entropy as Trainer weighs it, plus the mean of the terms."""
+    """The gradient of a loop over the same micro-batches: Trainer's cross-entropy plus the mean L1 term."""
     model.zero_grad()
     for inputs, items in micro:
         logits = model(input_ids=inputs["input_ids"]).logits[:, :-1].reshape(-1, VOCABULARY)
@@ -302,7 +302,7 @@ def test_resuming_changes_nothing(tmp_path: Path, accumulation: int) -> None:
 
             class Stop(TrainerCallback):  # type: ignore[misc]
                 def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-                    # as if it were killed some steps after the checkpoint
+                    # like a run killed some steps after the checkpoint
                     control.should_training_stop = state.global_step >= stop
                     return control
 
@@ -333,7 +333,7 @@ def test_resuming_changes_nothing(tmp_path: Path, accumulation: int) -> None:
 
 @pytest.mark.parametrize("restored", [False, True])
 def test_dead_neurons_come_from_the_checkpoint_that_is_resumed(restored: bool, tmp_path: Path) -> None:
-    """Which may be in another folder than the run, beside one of the same step of another run."""
+    """It may be in another folder than the run, beside one of the same step of another run."""
     seen: dict[int, dict[str, Tensor]] = {}
 
     class Look(TrainerCallback):  # type: ignore[misc]
@@ -375,14 +375,14 @@ def test_dead_neurons_come_from_the_checkpoint_that_is_resumed(restored: bool, t
         assert torch.equal(mask, expected[name])
     for a, b in zip(resumed, whole, strict=True):
         assert torch.equal(a, b)
-    # and from what the resumed run saved
+    # and from a checkpoint of the resumed run
     again = train(tmp_path / "again", silent=8, resume=tmp_path / "other" / "checkpoint-3", steps=4)
     for a, b in zip(again, whole, strict=True):
         assert torch.equal(a, b)
 
 
 def test_a_checkpoint_without_counts_is_resumed(tmp_path: Path) -> None:
-    """Saved without the callback, or by one that revives no neurons."""
+    """It was saved without the callback, or by one that revives no neurons."""
     common = {"save_strategy": "steps", "save_steps": 1}
     for callbacks in ([], [callback()]):
         for steps, own in ((1, callbacks), (2, [callback(reinitialize=0.1)])):
@@ -410,7 +410,7 @@ def test_types_are_not_restored_from_a_checkpoint(tmp_path: Path) -> None:
             trainer.train(resume_from_checkpoint=steps > 1)
 
 
-def test_says_what_it_cannot_do(tmp_path: Path) -> None:
+def test_wrong_settings_and_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="coefficient must be a finite number of at least 0, got -1"):
         SparsityCallback(-1)
     with pytest.raises(ValueError, match="normalisation must be one of"):
@@ -466,7 +466,7 @@ def test_a_run_that_was_interrupted_leaves_nothing_in_the_next(tmp_path: Path) -
     assert train(callback(coefficient=0.0)) == pytest.approx(plain)
     assert first.tracker is None
     assert not model._forward_hooks
-    # two of one Trainer are a mistake
+    # two in one Trainer are an error
     with pytest.raises(ValueError, match="SparsityTracker already"):
         train(callback(), callback())
 
@@ -495,7 +495,7 @@ def test_a_loss_of_ones_own_takes_the_term(tmp_path: Path) -> None:
 
 
 def test_tuples_copies_and_generation(tmp_path: Path) -> None:
-    """Models that return tuples; averages of weights, which deep-copy the model; text made between steps."""
+    """Models that return tuples, weight averages by deepcopy, and text generated between steps all work."""
 
     class Tuples(nn.Module):
         def __init__(self) -> None:
@@ -587,7 +587,7 @@ torch.save(results, Path(sys.argv[2]) / f"result{os.environ['RANK']}")
 """
 
 
-def test_two_processes(tmp_path: Path) -> None:
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
     ranks = []
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -40,7 +40,7 @@ def ffn(t: dict[str, Tensor], strategy: Any, **options: Any) -> Any:
 
 
 def by_torch(t: dict[str, Tensor]) -> Tensor:
-    """The layer in operators of PyTorch."""
+    """The layer in PyTorch's operators."""
     up = F.linear(t["x"], t["w_up"], t["b_up"])
     hidden = F.relu(F.linear(t["x"], t["w_gate"], t["b_gate"])) * up if "w_gate" in t else F.relu(up)
     return F.linear(hidden, t["w_down"], t["b_down"])
@@ -55,7 +55,7 @@ def total(f: Function) -> Function:
     return lambda x: f(x).double().sum()
 
 
-# each takes a function of x [M, K], x and a tangent of it
+# each takes a function of x [M, K], x and a tangent
 DERIVATIVES: dict[str, Callable[[Function, Tensor, Tensor], Any]] = {
     "dual": tangent_of,
     "dual of what requires grad": lambda f, x, t: tangent_of(f, x.clone().requires_grad_(), t),
@@ -148,8 +148,8 @@ def test_modules_through_functional_call(cls: Any) -> None:
 
 @BOTH
 @SPARSE
-def test_what_no_transform_touches_runs_as_named(names: tuple[str, ...], strategy: str) -> None:
-    """A frozen layer in a function that is transformed, whose operands are no part of it."""
+def test_untransformed_calls_run_as_named(names: tuple[str, ...], strategy: str) -> None:
+    """A frozen layer whose operands are not transformed, in a function that is."""
     t, ran = draw(names), []
     expected = ffn(t, strategy)
 
@@ -257,7 +257,7 @@ def test_a_compiled_call_meets_tangents() -> None:
     torch.compiler.reset()
     t = draw(GATED)
     compiled = torch.compile(of_x(t, "auto"), backend="aot_eager")
-    # a graph that is made inside the level is dense
+    # a graph made inside the level is dense
     expected = tangent_of(lambda x: by_torch({**t, "x": x}), t["x"], t["x"])
     torch.testing.assert_close(tangent_of(compiled, t["x"], t["x"]), expected)
     compiled = torch.compile(of_x(t, "union"), backend="aot_eager")

@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and that it works from a clean environment, away from the checkout."""
+"""The wheel: its files, and that it works in a clean environment away from the checkout."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def contents(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def clean(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new environment with the wheel installed in it, and its dependencies taken from this one."""
+    """A new environment with the wheel; its dependencies come from this one."""
     folder = tmp_path_factory.mktemp("clean") / "venv"
     venv.create(folder, with_pip=False, symlinks=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
     # after the environment's own packages, and with the .pth files that dependencies bring
     (site / "dependencies.pth").write_text(f"import site; site.addsitedir({str(SITE)!r})\n")
-    # where pip would put the libraries that ours looks for beside it
+    # where pip puts the libraries that ours looks for
     for package in ("nvidia_cutlass_dsl", "tvm_ffi"):
         (site / package).symlink_to(SITE / package)
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install"]
@@ -49,7 +49,7 @@ def clean(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(clean: Path, *command: str) -> str:
-    """Run a program of the clean environment outside the checkout; its output."""
+    """Run a program of the clean environment outside the checkout; return its output."""
     program, *arguments = command
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
     environment["TWELL_CACHE_DIR"] = str(clean / "cache")
@@ -66,7 +66,7 @@ def run(clean: Path, *command: str) -> str:
 
 
 def test_name_says_what_it_needs(wheel: Path) -> None:
-    # one wheel for every Python, on the systems that what it loads runs on; auditwheel made sure of the tag
+    # one wheel for every Python; auditwheel checked the platform tag
     assert wheel.name.endswith("-py3-none-manylinux_2_28_x86_64.whl")
     assert wheel.stat().st_size < 20e6
 
@@ -89,7 +89,7 @@ def test_holds_twell_alone(contents: Path) -> None:
     ]
 
 
-def test_manifest(contents: Path) -> None:
+def test_the_manifest_names_versions_sources_and_kernels(contents: Path) -> None:
     manifest = json.loads((contents / "twell" / "_lib" / "manifest.json").read_text())
     assert manifest["arch"] == "sm_90a"
     assert manifest["toolkit"] in ("cu12", "cu13")
@@ -119,7 +119,7 @@ def test_info_of_the_installed_package(clean: Path) -> None:
 
 @pytest.mark.parametrize("toolkit", ["cu12", "cu13", None])
 def test_library_finds_the_runtime_of_either_toolkit(toolkit: str | None, contents: Path, tmp_path: Path) -> None:
-    """Through the paths inside it alone: nothing is loaded before. The runtimes have one name and one interface."""
+    """Only through the paths inside it: nothing is loaded before. The runtimes share name and interface."""
     library = tmp_path / LIBRARY
     library.parent.mkdir(parents=True)
     shutil.copyfile(contents / LIBRARY, library)

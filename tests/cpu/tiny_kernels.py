@@ -1,4 +1,4 @@
-"""Libraries of one small function in the place of kernels, for tests of how kernels are found. Needs a C compiler."""
+"""Libraries of one small function that stand in for kernels. Needs a C compiler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ int __tvm_ffi_{symbol}(void *self, const Any *args, int32_t count, Any *result) 
 
 
 def compile_tiny(symbol: str, out: Path, answer: int = 42, *flags: str) -> None:
-    """An object, or with ``-shared`` a library, whose function ``symbol`` returns ``answer``."""
+    """Build an object, or with ``-shared`` a library, whose function ``symbol`` returns ``answer``."""
     source = out.with_suffix(".c")
     source.write_text(SOURCE.format(symbol=symbol, answer=answer))
     subprocess.run(["cc", *(flags or ("-c",)), "-fPIC", "-o", out, source], check=True)
@@ -29,7 +29,7 @@ def compile_tiny(symbol: str, out: Path, answer: int = 42, *flags: str) -> None:
 
 
 class Compiler:
-    """Stands for the DSL: its kernels return 42, 43, ... in the order in which they were compiled."""
+    """A stand-in for the DSL: its kernels return 42, 43, ... in the order of compilation."""
 
     def __init__(self) -> None:
         self.compiled: list[str] = []

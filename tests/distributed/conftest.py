@@ -13,7 +13,7 @@ import torch
 
 @pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
 def two(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., list[Any]]:
-    """``two(function, *arguments)``: what ``function(device, *arguments)`` returns on two ranks."""
+    """``two(function, *arguments)`` returns the results of ``function(device, *arguments)`` on two ranks."""
     backend: str = request.param
     if backend == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")

@@ -19,14 +19,24 @@ import torch
 import torch.distributed as dist
 
 # imported once, in the process that the ranks are forked from
-PRELOAD = ["torch", "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
-# of a rank that waits for another: longer than anything here takes, shorter than anybody's patience
+PRELOAD = [
+    *(
+        "pytest",
+        "torch._dynamo",
+        "torch.distributed.tensor.parallel",
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint",
+    ),
+    *("twell.nn", "twell.distributed", "twell.integrations.transformers", "twell.recipe", "twell.testing"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"),
+]
+# limit for a rank that waits for another: longer than any test here
 PATIENCE_S = 60.0
 _SIGNAL = signal.SIGUSR1
 
 
 def run(world: int, function: Callable[..., Any], *arguments: Any, folder: Path, backend: str = "gloo") -> list[Any]:
-    """What ``function(device, *arguments)`` returns on each of ``world`` ranks, which a process group connects.
+    """Return the results of ``function(device, *arguments)`` on ``world`` ranks of one process group.
 
     ``function`` and ``arguments`` are pickled, ``folder`` is empty. Raises AssertionError with the traceback of the
     first rank that fails, dies or takes too long, and ends the others.
@@ -65,14 +75,14 @@ def run(world: int, function: Callable[..., Any], *arguments: Any, folder: Path,
                     ok, value = False, f"died: exit code {process.exitcode}\n{_text(log)}"
                 (results if ok else failures)[rank] = value
             if failures:
-                # one failure makes others, and the cause need not be the first to be heard of
+                # one failure causes others, and its report need not come first
                 deadline = min(deadline, time.monotonic() + 1)
         told = "\n".join(f"rank {rank} of {world} failed: {failures[rank]}" for rank in sorted(failures))
         assert not failures, told
         return [results[rank] for rank in range(world)]
     finally:
         for process, receiver, _ in processes:
-            # one that is done leaves by itself; with an error elsewhere it may wait for ever
+            # a finished process exits by itself; after an error elsewhere it may wait forever
             process.join(10 if len(results) == world else 0)
             process.kill()
             process.join()
@@ -80,7 +90,7 @@ def run(world: int, function: Callable[..., Any], *arguments: Any, folder: Path,
 
 
 def _stuck(processes: list[Any], ranks: list[int]) -> str:
-    """Where these ranks are, from the stacks that they write when asked."""
+    """Return the stacks of these ranks."""
     lines = [f"ranks {ranks} still run after {PATIENCE_S:.0f} s"]
     for rank in ranks:
         process, _, log = processes[rank]
@@ -117,7 +127,7 @@ def _rank(
             timeout = timedelta(seconds=PATIENCE_S)
             dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=world, timeout=timeout)
             message = True, function(device, *arguments)
-            # nobody leaves while another still talks to him
+            # no rank leaves while another still needs it
             dist.barrier()
             dist.destroy_process_group()
         except BaseException:

@@ -1,4 +1,4 @@
-"""DDP, FSDP1 and FSDP2: ranks with tokens of their own take the step that one process takes on all of them."""
+"""DDP, FSDP1 and FSDP2: ranks with different tokens take the step of one process with all tokens."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def mean_over_ranks(losses: list[float], device: torch.device) -> Tensor:
 def ddp(device: torch.device, bucket_view: bool, rows: bool) -> None:
     whole = make(device)
     expected = train(whole, device, [0, 1])
-    # values other than those of rank 0 are overwritten
+    # rank 0's values overwrite those of other ranks
     model = make(device, seed=dist.get_rank())
     if rows:
         twell.nn.set_down_layout(model, "rows")
@@ -190,7 +190,7 @@ def fsdp_in_mixed_precision(device: torch.device) -> None:
 
 
 def figures_alone(device: torch.device) -> None:
-    """A loss of figures alone is right if they are part of what the sharded module returns."""
+    """A loss of figures alone is right if the sharded module returns them."""
     whole = make(device)[0].mlp
     layer = copy.deepcopy(whole)
     fully_shard(layer)
@@ -212,7 +212,7 @@ def rows_are_refused(device: torch.device) -> None:
 
 
 def fsdp1(device: torch.device) -> None:
-    """One flat parameter for all of a module's, whatever the layout of down weights."""
+    """FSDP1 keeps one flat parameter per module, for any layout of down weights."""
     whole = make(device)
     for each in (0, 1):
         (whole(tokens(device, 0, 0, each)).square().mean() / 2).backward()
@@ -239,7 +239,7 @@ class InPlace(Block):
 
 
 def in_place(device: torch.device, parallel: str, strategy: str) -> None:
-    """Hooks on a module's output must outlive a change of it, in eager mode as the reference has none."""
+    """Hooks on a module's output survive an in-place change of it."""
     whole = make(device)
     for block in whole:
         block.mlp.strategy = strategy

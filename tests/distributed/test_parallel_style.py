@@ -1,4 +1,4 @@
-"""``SparseMLPParallel``: a module in parts does what the whole one does, step by step."""
+"""``SparseMLPParallel``: a divided module takes the same steps as the whole one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def modules() -> dict[str, nn.Module]:
 
 
 def whole_of(module: nn.Module) -> nn.Module:
-    """What rank 0 has: plan and style take their values from there."""
+    """Return rank 0's values, which plan and style use."""
     whole = copy.deepcopy(module)
     for parameter in whole.parameters():
         shared = parameter.detach().contiguous()
@@ -136,7 +136,7 @@ def all_modules(device: torch.device) -> None:
             for (key, p), (other, q) in zip(parts.named_parameters(), whole.named_parameters()):
                 assert key == other
                 torch.testing.assert_close(full(p.detach()), q.detach(), msg=lambda m, k=f"{name} {key}": f"{k}: {m}")
-            # what people do to modules
+            # common handling of modules
             assert "16, 32, compression=8" in repr(parts)
             assert len({row.layer for row in twell.explain(parts)}) == 1
             twin = copy.deepcopy(parts)
@@ -232,7 +232,7 @@ def gradients(call: Callable[[Tensor], Tensor], module: nn.Module) -> list[Tenso
 
 
 def in_other_hands(device: torch.device) -> None:
-    """Compiled, checkpointed, and divided by a plan that was written for three linear layers."""
+    """The layer is compiled, checkpointed, and divided by a plan for three linear layers."""
     mesh = init_device_mesh(device.type, (2,))
     module = modules()["gated, biased"]
     whole = whole_of(module)
@@ -264,7 +264,7 @@ def test_figures_refusals_meta_main_grads(cpu_ranks: Run) -> None:
     cpu_ranks(2, the_rest)
 
 
-def laid_anew(device: torch.device) -> None:
+def laid_out_again(device: torch.device) -> None:
     """The layout of parts follows ``set_down_layout`` and loading; optimizers keep their Parameter."""
     mesh = init_device_mesh(device.type, (2,))
     module = modules()["gated"]
@@ -289,7 +289,7 @@ def laid_anew(device: torch.device) -> None:
     assert module.down_proj.weight.to_local().t().is_contiguous()
     torch.testing.assert_close(module(tokens()), whole(tokens()))
 
-    # what fully_shard stores is its own
+    # fully_shard has its own storage
     module = copy.deepcopy(whole)
     fully_shard(module)
     twell.nn.set_down_layout(module, "rows")
@@ -299,11 +299,11 @@ def laid_anew(device: torch.device) -> None:
 
 
 def test_layouts_of_parts(cpu_ranks: Run) -> None:
-    cpu_ranks(2, laid_anew)
+    cpu_ranks(2, laid_out_again)
 
 
 def in_place(device: torch.device) -> None:
-    """The local part that comes out may be changed in place, as the output of a whole module."""
+    """The local part of the output may be changed in place, like a whole module's output."""
     mesh = init_device_mesh(device.type, (2,))
     for strategy in ("union", "dense"):
         module = modules()["gated"]

@@ -1,4 +1,4 @@
-"""The harness itself: what a rank returns comes back, and a rank that fails, dies or hangs fails the test at once."""
+"""The harness: results of ranks come back; a rank that fails, dies or hangs fails the test at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``torch.distributed.checkpoint`` and state dicts: what one way of being parallel stores, any other loads."""
+"""``torch.distributed.checkpoint`` and state dicts: any kind of parallelism loads the checkpoints of any other."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.devic
 
 
 def resumed(device: torch.device, folder: Path) -> None:
-    """Model and optimizer, stored by one way and continued by another, take the step that the first one takes."""
+    """Model and optimizer, stored by one kind and loaded by another, take the same next step."""
     ways = (fsdp, tensor_parallel, one_process)
     whole = make(0, device)
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)

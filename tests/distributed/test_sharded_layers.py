@@ -1,4 +1,4 @@
-"""The functions on DTensors: every placement gives what one process gives, and so do the gradients."""
+"""The functions on DTensors: every placement gives the results and gradients of one process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def call(t: dict[str, Tensor], **options: Any) -> Any:
 
 
 def loss(y: Tensor, aux: twell.Aux) -> Tensor:
-    """Of both outputs, on plain tensors: arithmetic of Partial DTensors is torch's business."""
+    """A loss of both outputs on plain tensors; torch handles arithmetic of Partial DTensors."""
     whole_y, whole_l1 = (t.full_tensor() if isinstance(t, DTensor) else t for t in (y, aux.l1))
     return (whole_y * whole_y).sum() + COEFFICIENT * whole_l1
 
@@ -67,7 +67,7 @@ def replicated(name: str, x: Placement) -> Placement:
 
 
 def crossed(name: str, x: Placement) -> Placement:
-    """Every weight sharded along K, which no rank can work with; biases however."""
+    """Shard every weight along K, which no rank can use; biases in any way."""
     return {"x": x, "w_down": Shard(0), "b_down": Shard(0), "b_up": Replicate()}.get(
         name, Shard(1 if "w" in name else 0)
     )
@@ -227,7 +227,7 @@ def main_grads(device: torch.device) -> None:
 
 
 def each_gradient_alone(device: torch.device) -> None:
-    """Any subset of operands may require grad; a rank that has none of a gradient must not wait for the others."""
+    """Any subset of operands may require grad; a rank without a share of a gradient must not wait for the others."""
     mesh = init_device_mesh(device.type, (2,))
     single = operands(True)
     _, _, _, gradients = step(single)
@@ -266,7 +266,7 @@ def under_autocast(device: torch.device) -> None:
 
 
 def still_under_way(device: torch.device) -> None:
-    """x whose collective nobody has waited for, as torch's styles hand it on."""
+    """Return x with a pending collective, as torch's styles pass it on."""
     mesh = init_device_mesh(device.type, (2,))
     single = operands(True)
     _, _, _, gradients = step(single)
@@ -324,7 +324,7 @@ def test_compiled(cpu_ranks: Run) -> None:
 
 
 def exact_operands(device: torch.device) -> dict[str, Tensor]:
-    """Sparse small integers: every sum, and what each of two ranks has of it, is exact in bfloat16."""
+    """Sparse small integers: every sum, and each of two ranks' share of it, is exact in bfloat16."""
     generator = torch.Generator().manual_seed(0)
     m, k, n = (256, 256, 1024) if device.type == "cuda" else (64, 64, 128)
 
@@ -369,7 +369,7 @@ def bit_by_bit(device: torch.device) -> None:
     expected = exact_step(single, dy, strategy="union")
     for x in (Replicate(), Shard(0)):
         sharded = {name: distribute_tensor(t, mesh, [tensor_parallel(name, x)]) for name, t in single.items()}
-        # by rows, as the modules store it
+        # by rows, like the modules
         sharded["w_down"] = distribute_tensor(single["w_down"].t(), mesh, [Shard(0)]).t()
         for name, ours in exact_step(sharded, dy, strategy="union").items():
             assert torch.equal(whole(ours), expected[name]), f"{name} of a step"

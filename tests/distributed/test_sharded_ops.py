@@ -21,7 +21,7 @@ HIDDEN, NEURONS, COMPRESSION = 32, 272, 8
 
 
 def layer(m: int) -> dict[str, Tensor]:
-    """Small integers: sums are exact, whatever number of rows a matrix product has."""
+    """Small integers: sums are exact for any number of rows."""
     generator = torch.Generator().manual_seed(m)
     shapes = {"x": (m, HIDDEN), "w_gate": (NEURONS, HIDDEN), "w_up": (NEURONS, HIDDEN), "w_down": (NEURONS, HIDDEN)}
     shapes |= {"b_gate": (NEURONS,), "b_up": (NEURONS,), "b_down": (HIDDEN,)}
@@ -115,7 +115,7 @@ def packs(device: torch.device) -> None:
         twell.pack(distribute_tensor(x, mesh, [Replicate()]), distribute_tensor(w_gate, mesh, [Shard(0)]))
     with pytest.raises(TypeError, match="pack: x must be a DTensor as w_gate is, got Tensor"):
         twell.pack(x, replicated["w_gate"])
-    # what the message says
+    # the message
     own = twell.pack(x, distribute_tensor(w_gate, mesh, [Shard(0)]).to_local())
     gathered = DTensor.from_local(own.unpack(), mesh, [Shard(2)]).full_tensor()
     assert torch.equal(gathered, twell.pack(x, w_gate).unpack())

@@ -1,4 +1,4 @@
-"""What the fuzzer expects: float64's answers, and how far from them the promised roundings may lead.
+"""The fuzzer's oracle: float64 answers, and how far the promised roundings may lead from them.
 
 The strategies promise where they round to 16 bits: the gate always, h where "union" and training project it, in
 backward the up projection that forward kept, each coefficient and each result once. Overflows compute the up projection
@@ -27,34 +27,34 @@ from tests.fuzz.problems import BIASES, DTYPES, SPARSE, Case, Layer, sums
 from twell import testing
 from twell._runtime import geometry
 
-# What one instruction of tensor cores, 16 terms of one sign, cuts off of their sum on average (H200: 1e-7). A sum of
+# Share that one tensor-core instruction, 16 terms of one sign, truncates on average (H200: 1e-7). A sum of
 # neurons or tokens is in parts of ``format.LONGEST_SUM`` terms where the package adds it up.
 STEP = 2.0**-23
 STEP_TERMS = 16
 
-# What such sums may be off by at the worst, as a share of the sizes of their terms.
+# Worst error of such sums, as a share of the sum of absolute terms.
 SUMMATION = 2.0**-16
 
-# A sum of products rarely comes near to ``problems.ACCUMULATION``: its error on average as a share of that.
+# Average error of a sum of products, as a share of the bound ``problems.ACCUMULATION``.
 USUAL = 0.25
 
-# So many roundings leave nothing to luck, see ``testing.LUCK``.
+# With so many roundings chance averages out, see ``testing.LUCK``.
 LUCK = testing.LUCK
 MANY = 4096
 
-# What main gradients are before a call adds to them.
+# Value of main gradients before a call adds to them.
 MAIN = 3
 
 Outputs = dict[str, Tensor]
 
 
 class Mismatch(Exception):
-    """A result is not what it must be."""
+    """A result outside its bounds."""
 
 
 @dataclass
 class Result:
-    """What a case came to.
+    """The outcome of a case.
 
     ratios: errors as shares of what is allowed. dense: errors as multiples of dense's. nonzeros: of a token.
     edges: what the pattern exceeds.
@@ -69,7 +69,7 @@ class Result:
 
 
 class Value(NamedTuple):
-    """Numbers in float64, how far what stands for each may be off, and the square of that on average."""
+    """Numbers in float64, each with its largest error and its mean square error."""
 
     right: Tensor
     off: Tensor
@@ -86,7 +86,7 @@ class Value(NamedTuple):
         return self._replace(off=self.off + half, square=self.square + half.square() / 3)
 
     def split(self, dtype: torch.dtype) -> Value:
-        """Rounded, with what that leaves rounded and added."""
+        """Round to ``dtype`` and add the rounding error."""
         half = half_step(self.right.abs() + self.off, dtype)
         again = half_step(half, dtype)
         return self._replace(off=self.off + again, square=self.square + again.square() / 3)
@@ -104,14 +104,14 @@ def exact(t: Tensor) -> Value:
 
 
 def summed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Value:
-    """A projection as tensor cores sum it: what each step cuts off always has the same sign, so it adds up."""
+    """A projection summed by tensor cores: truncation errors have one sign, so they add up."""
     right, reach = sums(x, weight, bias)
     drift = STEP * x.shape[1] / STEP_TERMS * right.abs()
     return Value(right, reach + drift, (USUAL * reach).square() + drift.square())
 
 
 def rounding(dtype: torch.dtype) -> tuple[float, float]:
-    """Largest relative error of rounding to ``dtype``, and the largest absolute one near 0."""
+    """Return the largest relative rounding error of ``dtype``, and the largest absolute one near 0."""
     info = torch.finfo(dtype)
     return info.eps / 2, info.smallest_normal * info.eps / 2
 
@@ -126,7 +126,7 @@ def half_step(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Alike:
-    """Whether each token is one of those whose roundings are the same, since their x is: all or the zeros. [M]"""
+    """Return [M] whether a token's x, and so its roundings, equals that of others: all tokens or the zero ones."""
 
     token: Tensor
     some: bool
@@ -137,20 +137,20 @@ class Alike:
         return cls(token, bool(token.any()))
 
     def merge(self, t: Tensor) -> Tensor:
-        """``t``, a row for each token, with one row for those that are alike, their sum."""
+        """Replace the rows [token] of equal tokens by one row, their sum."""
         if not self.some:
             return t
         together = self.token[:, None]
         return torch.cat([t.masked_fill(together, 0), t.masked_fill(~together, 0).sum(0, keepdim=True)])
 
     def sizes(self) -> Tensor:
-        """How many tokens are like each, with itself."""
+        """Return how many tokens equal each, itself included."""
         return torch.where(self.token, self.token.sum(), 1).double()
 
 
 @dataclass(frozen=True)
 class Product:
-    """Coefficients [R, J], and the rows [J, C] that they weigh, of which nothing is off."""
+    """Coefficients [R, J] and the exact rows [J, C] that they weigh."""
 
     coefficients: Value
     rows: Tensor
@@ -158,7 +158,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Answer:
-    """A result [R, C] in float64, and what rounding may do to it.
+    """A result [R, C] in float64 and its rounding bounds.
 
     bound: of its rows' errors in norm, at the worst. usual: of the whole's error in norm, on average. count: how many
     roundings share most of that, and rows: how many rows.
@@ -189,7 +189,7 @@ class Answer:
         assert isinstance(value, Tensor)
         if dtype is None:
             last = 2.0**-24 * (MAIN + value.abs())
-            # a sum may come in two parts
+            # a sum may be computed in two parts
             bound = 2 * last.norm(dim=1)
         else:
             last = half_step(value, dtype)
@@ -205,7 +205,7 @@ class Answer:
             drift = 2 * lost**2
             average = average if by_token else average * alike.sizes()
             square = square + (average + drift * right.square()) @ p.rows.square() + drift * value.square()
-            # a result that is off is rounded where it is
+            # an inexact result is rounded at its own magnitude
             bound = bound + 1.01 * (off + (SUMMATION + 2 * lost) * right.abs()) @ lengths
             share = average * lengths.square()
             shares.append(alike.merge(share if by_token else share.t()).flatten())
@@ -215,13 +215,13 @@ class Answer:
 
 
 def participants(shares: Tensor) -> Tensor:
-    """How many equal shares would be as uneven as these; 1 of none."""
+    """Return the effective number of equal shares; 1 if there are none."""
     return (shares.sum().square() / shares.square().sum()).nan_to_num(1.0).clamp_min(1)
 
 
 @dataclass(frozen=True)
 class Right:
-    """All answers by name, the gate [M, N], and the figures: the sum of |h|, how far it may be off, the non-zeros."""
+    """All answers by name, the gate [M, N], the sum of |h| with its bound, and the non-zeros."""
 
     answers: dict[str, Answer]
     gate: Tensor
@@ -232,7 +232,7 @@ class Right:
 
 @torch.no_grad()
 def solve(case: Case, layer: Layer) -> Right:
-    """What the layer and its gradients are, in float64."""
+    """Compute the layer and its gradients in float64."""
     dtype, sparse = DTYPES[case.dtype], case.strategy in SPARSE
     alike = Alike.of(case, layer.x)
     gate = summed(layer.x, layer.w_gate, layer.b_gate)
@@ -262,14 +262,14 @@ def gradients(case: Case, layer: Layer, alike: Alike, gate: Value, up: Value | N
     hidden = gate if up is None else gate.times(up)
     dh = summed(layer.dy, layer.w_down, None)
     if not sparse:
-        # rounded before and after the gradient of |h| comes to it, which may leave little
+        # rounded before and after the gradient of |h| is added, which may cancel
         half = half_step(dh.right.abs() + dl1_of(case), dtype)
         dh = dh._replace(off=dh.off + 2 * half, square=dh.square + half.square())
     dh = dh._replace(right=dh.right + dl1_of(case) * hidden.right.sign())
     again = rare(active) if sparse and fits else torch.zeros_like(active.any(0))
 
     def coefficient(value: Value, is_rounded: bool = True) -> tuple[Value, Value]:
-        """A coefficient as the gradient of x has it, and as those of the weights do."""
+        """A coefficient for the gradient of x, and for those of the weights."""
         plain = value.rounded(dtype) if is_rounded else value
         return plain.where(active), (value.split(dtype).where(again, plain) if is_rounded else plain).where(active)
 
@@ -297,12 +297,12 @@ def gradients(case: Case, layer: Layer, alike: Alike, gate: Value, up: Value | N
 
 
 def longest(case: Case) -> int:
-    """Terms of a sum that tensor cores add up in one go: all of them where PyTorch may choose."""
+    """Return the terms that tensor cores add up in one go: all of them if PyTorch may choose."""
     return geometry.LONGEST_SUM[str(DTYPES[case.dtype]).removeprefix("torch.")] if case.strategy in SPARSE else 1 << 30
 
 
 def rare(active: Tensor) -> Tensor:
-    """Whether a neuron is one of 64, by popularity, that have few non-zeros together: [N]."""
+    """Return [N] whether a neuron's tile of 64, by popularity, has few non-zeros."""
     counts, order = active.sum(0).sort(descending=True, stable=True)
     tile = torch.arange(len(counts), device=counts.device) // geometry.NEURON_TILE
     few = counts.new_zeros(int(tile[-1]) + 1).index_add_(0, tile, counts) <= geometry.RARE_ENTRIES
@@ -310,16 +310,16 @@ def rare(active: Tensor) -> Tensor:
 
 
 def dl1_of(case: Case) -> float:
-    """The gradient of the sum of |h|. None where that of its mean over tokens, divided again, would not be exact."""
+    """Return the gradient of the sum of |h|; None if that of its mean over tokens is not exact."""
     tokens = torch.tensor(float(max(case.m, 1)), device="cpu")
-    # as a GPU divides by a number of the host
+    # division by a host number, as on a GPU
     whole = bool(tokens * (1 / tokens) == 1)
     return (1.0 if case.exact and whole else 0.0 if case.exact else 0.25) if case.l1 else 0.0
 
 
 @torch.enable_grad()
 def dense(case: Case, t: dict[str, Tensor], dy: Tensor) -> Outputs:
-    """The same in plain PyTorch, of operands as the call gets them and with the names that its outputs have."""
+    """The same in plain PyTorch, from the call's operands and with its names of outputs."""
     leaves = {name: operand.detach().requires_grad_(name in case.wanted) for name, operand in t.items()}
     gate = F.relu(F.linear(leaves["x"], leaves["w_gate"], leaves.get("b_gate")))
     hidden = gate * F.linear(leaves["x"], leaves["w_up"], leaves.get("b_up")) if case.gated else gate
@@ -334,7 +334,7 @@ def dense(case: Case, t: dict[str, Tensor], dy: Tensor) -> Outputs:
 
 
 def derive(outputs: list[Tensor], leaves: dict[str, Tensor], upstream: list[Tensor]) -> dict[str, Tensor | None]:
-    """Gradients of those leaves that require any; where only the down projection does, the sum of |h| has none."""
+    """Gradients of leaves that require them; the sum of |h| has none if only the down projection does."""
     inputs = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     pairs = [(y, dy) for y, dy in zip(outputs, upstream) if y.requires_grad]
     found = torch.autograd.grad(
@@ -353,7 +353,7 @@ def packed_words(gate: Tensor, compression: int) -> tuple[Tensor, Tensor]:
     place = torch.where(nonzero, nonzero.cumsum(2), width).clamp(max=width)
     neurons = torch.arange(256 * tiles, device=gate.device, dtype=torch.int32).view(1, tiles, 256)
     entries = values.view(torch.int16).int() << 16 | neurons
-    # the last column takes what no word does
+    # the last column takes the other values
     words = torch.zeros(m, tiles, width + 1, dtype=torch.int32, device=gate.device).scatter_(2, place, entries)
     words[:, :, 0] = counts
     figures = torch.stack((counts, (counts >= width).long()), 2)
@@ -362,7 +362,7 @@ def packed_words(gate: Tensor, compression: int) -> tuple[Tensor, Tensor]:
 
 
 def edges(case: Case, right: Right) -> list[str]:
-    """Whether the words of some tile are too few for its non-zeros, and the hybrid format for all."""
+    """Return whether some tile overflows its words, and all together the hybrid format."""
     found = []
     if case.m and case.strategy != "dense":
         tiles = F.pad(right.gate > 0, (0, -case.n % 256)).view(case.m, -1, 256).sum(2)
@@ -373,7 +373,7 @@ def edges(case: Case, right: Right) -> list[str]:
     return found
 
 
-# What is found
+# Results
 
 
 def same_bits(found: Outputs, first: Outputs, what: str) -> None:
@@ -396,13 +396,13 @@ def check(
     found: Outputs,
     result: Result,
 ) -> None:
-    """``baseline`` is dense PyTorch as precise as it gets, ``plain`` what it makes of these very operands."""
+    """``baseline`` is dense PyTorch at its most precise, ``plain`` its results for the very operands."""
     if found["y"].shape != shape or found["y"].dtype != DTYPES[case.dtype]:
         raise Mismatch(f"y must be {list(shape)}, got {found['y'].dtype} {list(found['y'].shape)}")
     missing = {"y", *case.wanted} - {name.removeprefix("main ") for name in found}
     if missing:
         raise Mismatch(f"no {', '.join(sorted(missing))}")
-    # by their strides PyTorch may round a product before it adds the bias
+    # depending on strides PyTorch may round a product before it adds the bias
     plainly = {name: t for name, t in plain.items() if name in found}
     if case.strategy == "dense":
         same_bits(found, plainly, "dense")
@@ -438,12 +438,12 @@ def check_answer(case: Case, name: str, found: Tensor, answer: Answer, baseline:
     rows = float((error.norm(dim=1) / answer.bound).max())
     usual, count = float(answer.usual), float(answer.count)
     if case.coherent:
-        # sums over K lose the same share everywhere, which does not average out: of the gate, the up projection and dh
+        # sums over K (gate, up projection, dh) lose the same share everywhere, which does not average out
         usual += 3 * STEP * case.k / STEP_TERMS * float(value.norm())
-        # what a coefficient lost shows in all columns of its row with one sign: a row is one draw
+        # a coefficient's error has one sign in all columns of its row: a row is one draw
         count = min(count, float(answer.rows))
     allowed = usual
-    # where its 16 bits end at infinity, dense PyTorch has no error to compare with
+    # where dense PyTorch overflows to infinity, there is no error to compare with
     if baseline is not None and bool(baseline.isfinite().all()):
         theirs = float(error_of(baseline.detach().reshape(value.shape), value, dtype).norm())
         if count >= MANY and theirs:
@@ -460,7 +460,7 @@ def check_answer(case: Case, name: str, found: Tensor, answer: Answer, baseline:
 
 
 def error_of(found: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """How far ``found`` is off; not at all where it is infinite for want of a larger number."""
+    """Return the error of ``found``; 0 where it is infinite because the dtype has no larger number."""
     largest = torch.finfo(dtype).max
     beyond = found.isinf() & (found.sign() == value.sign()) & (value.abs() > largest * (1 - 2.0**-8))
     return (found.double() - value).masked_fill(beyond, 0)
@@ -500,7 +500,7 @@ def check_packed(case: Case, layer: Layer, right: Right, found: Outputs) -> None
         off = (values.double() - right.gate).abs() > gate.off
         off |= (values > 0) != (right.gate > 0)
         if bool(off.any()):
-            # as if the others were right
+            # assumes that the others are right
             expected = right.gate.where(off, values.double())
             raise Mismatch(f"gate {difference(values.double(), expected)}, off by at most {float(gate.off[off][0])}")
     words, stats = packed_words(values, case.compression)

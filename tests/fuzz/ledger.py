@@ -1,7 +1,7 @@
-"""The fuzzer's ledgers: a line for each case, and what all of them come to.
+"""The fuzzer's ledgers: a line per case, and summaries.
 
-A ledger has runs one after the other: a line with the machine, the time and the arguments, a line for each case, and at
-the end the summary, which is missing where a run hung or was ended.
+A ledger is a sequence of runs: a line with the machine, the time and the arguments, a line for each case, and at
+the end the summary, which is missing if a run hung or was killed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EDGES = ("spill", "bitmap")
 
 
 def header(device: torch.device, arguments: dict[str, Any]) -> Record:
-    """The line that a run begins with."""
+    """The first line of a run."""
     options = {name: str(value) for name, value in arguments.items() if value is not None}
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return {"machine": testing.machine_line(device), "date": now, "arguments": options}
@@ -43,7 +43,7 @@ def record_of(case: Case, result: Result) -> Record:
 
 
 class Tally:
-    """Counts of cases by what they have, the largest errors, and the mismatches."""
+    """Counts of cases by property, the largest errors, and the mismatches."""
 
     def __init__(self) -> None:
         self.cases = 0
@@ -90,7 +90,7 @@ class Tally:
 
 
 def lines(path: Path) -> Iterable[Record]:
-    """The lines of a ledger, packed by gzip or not; ValueError names one that is none."""
+    """Return the lines of a ledger, gzipped or not; ValueError names a file that is not one."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
         for number, line in enumerate(file, 1):
             try:

@@ -1,4 +1,4 @@
-"""What the fuzzer draws: cases, their operands, and the strides that a call gets these with.
+"""The fuzzer's draws: cases, their operands, and the operands' strides.
 
 A gate's pattern comes from the first features of x: 0 is the popularity of neurons, 1 the load of tokens, then topics.
 """
@@ -36,10 +36,10 @@ NEURONS = (8, 16, 56, 64, 72, 128, 248, 256, 264, 504, 512, 520, 776, 1024, 1032
 X_LAYOUTS = {"plain": 4, "padded": 2, "odd": 2, "columns": 1, "alternate": 1, "expanded": 1}
 WEIGHT_LAYOUTS = {"plain": 5, "padded": 2, "odd": 1, "columns": 1}
 DOWN_LAYOUTS = {"rows": 5, "linear": 2, "padded": 1, "odd": 1}
-# Sums of so many terms tensor cores add up in parts. The sizes are for GPUs.
+# Sums of so many terms are computed in parts. The sizes are for GPUs.
 MANY_NEURONS = (28_672, 32_776, 65_536)
 MANY_TOKENS = (70_001, 131_200, 1 << 20)
-# tokens that an exported graph is made for
+# numbers of tokens in the example of an exported graph
 EXPORTED = 16_384
 BIAS_LAYOUTS = {"plain": 3, "off": 1, "alternate": 1}
 WEIGHTS = ("w_gate", "w_up", "w_down")
@@ -58,7 +58,7 @@ ACCUMULATION = 2.0**-20
 
 
 class Limits(NamedTuple):
-    """What a case may cost: tokens, neurons, m * n, n * k, m * n * k, the largest class of K."""
+    """Limits of a case: tokens, neurons, m * n, n * k, m * n * k, the largest class of K."""
 
     m: int
     n: int
@@ -149,7 +149,7 @@ def pick(rng: random.Random, weighted: dict[str, int]) -> str:
 
 
 def draw(seed: int, number: int, limits: Limits, graphs: bool) -> Case:
-    """The case of this number. ``graphs``: whether the device has CUDA graphs and streams."""
+    """Return the case of this number. ``graphs``: whether the device has CUDA graphs and streams."""
     rng = random.Random(f"{seed}:{number}")
 
     def chance(share: float) -> bool:
@@ -258,7 +258,7 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class Features:
-    """Of each neuron and token what its gates have in common; ``sure`` outweighs all that is random."""
+    """The common part of each neuron's and token's gates; ``sure`` outweighs everything random."""
 
     popularity: Tensor
     load: Tensor
@@ -267,7 +267,7 @@ class Features:
 
 
 def quantile(share: Tensor) -> Tensor:
-    """What a standard normal value exceeds with this probability."""
+    """Return the value that a standard normal exceeds with this probability."""
     return -torch.special.ndtri(share.clamp(1e-9, 1 - 1e-9))
 
 
@@ -328,7 +328,7 @@ def members(case: Case, t: int, topics: int, rng: random.Random, scores: Tensor)
         return place * topics // case.n == t
     if case.pattern == "single":
         return (place == rng.randrange(case.n)) & (t == 0)
-    # so many in one tile, which is about as many as its words hold
+    # about as many in one tile as its words hold
     words = 256 // case.compression
     count = rng.choice([0, 1, words - 2, words - 1, words, words + 1, 255, 256])
     inside = place // 256 == rng.randrange(-(-case.n // 256))
@@ -402,7 +402,7 @@ def sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def off_kinks(layer: Layer) -> Layer:
-    """Tokens become zero that have a sum so near to 0 that its sign is a matter of rounding."""
+    """Zero the tokens with a sum so near to 0 that rounding decides its sign."""
     gate, reach = sums(layer.x, layer.w_gate, layer.b_gate)
     near = gate.abs() < reach
     if layer.w_up is not None:
@@ -429,7 +429,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "alternate": alternate,
     "expanded": lambda t: t[:1].expand(t.shape),
     "off": lambda t: padded(t[None], 1, 0)[0],
-    # of a down weight, which calls take as [K, N]
+    # a down weight, which calls take as [K, N]
     "rows": lambda t: t,
     "linear": lambda t: t.t().contiguous().t(),
 }

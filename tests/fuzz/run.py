@@ -12,7 +12,7 @@ The others are real numbers, and each result is held to two bounds against float
 What a call returns is filled with NaN before it is called again, which must give the same bits; so must a CUDA graph.
 On a GPU free memory holds NaN. The reference is plain PyTorch in float64, and shares no code with the package.
 
-A line of the ledger is a case: what it is, its verdict, seconds, and errors as shares of what is allowed. A mismatch
+A line of the ledger is a case: its fields, verdict, seconds, and errors as shares of the bounds. A mismatch
 prints the command that repeats it, with as few tokens as still show it. Exit status 1 after mismatches, 3 after a hang.
 """
 
@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-# before CUDA starts: what cuBLAS needs to be deterministic, in cases that have torch fill new memory with NaN
+# before CUDA starts: makes cuBLAS deterministic, for cases in which torch fills new memory with NaN
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
@@ -93,7 +93,7 @@ def ffn(case: Case, t: dict[str, Tensor], **options: Any) -> Any:
 
 @contextlib.contextmanager
 def surroundings(case: Case, device: torch.device) -> Iterator[None]:
-    """Autocast, a default device, and new memory full of NaN, where the case has them."""
+    """Enter the case's autocast, default device and NaN-filled new memory."""
     torch.use_deterministic_algorithms(case.filled)
     default = torch.device(device if device.type == "cuda" else "meta") if case.device_set else contextlib.nullcontext()
     try:
@@ -213,25 +213,25 @@ def poison(device: torch.device) -> None:
 
 
 def storages(outputs: Outputs, keep: list[Tensor]) -> list[Tensor]:
-    """The bytes behind outputs, but for what they share with ``keep``."""
+    """Return the bytes behind outputs, except for those shared with ``keep``."""
     kept = {t.untyped_storage().data_ptr() for t in keep}
     own = [t.untyped_storage() for t in outputs.values()]
     return [torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in own if s.data_ptr() not in kept]
 
 
 def spoil(outputs: Outputs, keep: list[Tensor]) -> None:
-    """Fill the storage of outputs with NaN, but for what they share with ``keep``."""
+    """Fill the storage of outputs with NaN, except for the part shared with ``keep``."""
     for content in storages(outputs, keep):
         content.fill_(POISON)
 
 
 def spoilt(outputs: Outputs, keep: list[Tensor]) -> bool:
-    """Whether they are as ``spoil`` left them."""
+    """Return whether they are as ``spoil`` left them."""
     return all(bool((content == POISON).all()) for content in storages(outputs, keep))
 
 
 def run_on_side_stream(call: Callable[[], Outputs], x: Tensor) -> Outputs:
-    """The call on a stream of its own, which writes ``x`` only after a while."""
+    """Make the call on its own stream, which writes ``x`` only after a delay."""
     right = x.detach().clone()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -245,7 +245,7 @@ def run_on_side_stream(call: Callable[[], Outputs], x: Tensor) -> Outputs:
 
 
 def run(case: Case, device: torch.device, result: Result) -> None:
-    """Run a case; Mismatch, or whatever the call raises, if it fails."""
+    """Run a case; raise Mismatch, or the call's own exception, if it fails."""
     layer = build(case, device)
     right = solve(case, layer)
     result.nonzeros, result.edges = float(right.nonzeros) / max(case.m, 1), edges(case, right)
@@ -261,7 +261,7 @@ def run(case: Case, device: torch.device, result: Result) -> None:
         first = run_on_side_stream(call, operands["x"]) if case.stream else call()
         outputs = {name: t.clone() for name, t in first.items()}
         spoil(first, keep)
-        # the next call gets this memory in every second case, and must leave it alone in the others
+        # in every second case the next call gets this memory; in the others it must not touch it
         held = first if case.number % 2 else {}
         del first
         again = call()
@@ -295,7 +295,7 @@ def run(case: Case, device: torch.device, result: Result) -> None:
 
 
 class Watchdog:
-    """Ends the process where a case takes longer than its limit, as a kernel that hangs would."""
+    """A watchdog that ends the process if a case exceeds its time limit, for example if a kernel hangs."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -320,7 +320,7 @@ class Watchdog:
 
 
 def attempt(case: Case, device: torch.device) -> Result:
-    """The verdict on a case: "ok", or what is wrong."""
+    """Return the verdict on a case: "ok", or the error."""
     result, start = Result(), time.perf_counter()
     try:
         run(case, device, result)
@@ -329,14 +329,14 @@ def attempt(case: Case, device: torch.device) -> Result:
     except Mismatch as error:
         result.verdict = str(error)
     except Exception as error:
-        # whatever it is, a legal call raised it
+        # any exception of a legal call is a mismatch
         result.verdict = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
     result.seconds = time.perf_counter() - start
     return result
 
 
 def usable(device: torch.device) -> bool:
-    """Whether the device still answers; after a fault of a kernel it does not."""
+    """Return whether the device still answers; after a kernel's fault it does not."""
     try:
         torch.zeros(1, device=device).item()
     except RuntimeError:
@@ -345,7 +345,7 @@ def usable(device: torch.device) -> bool:
 
 
 def give_back(device: torch.device) -> None:
-    """Let go of torch's cached memory where it is half of what there is."""
+    """Free torch's cached memory if it is half of the device's."""
     if device.type == "cuda":
         most = torch.cuda.get_device_properties(device).total_memory // 2
         if torch.cuda.memory_reserved(device) > most:
@@ -353,7 +353,7 @@ def give_back(device: torch.device) -> None:
 
 
 def shrink(case: Case, device: torch.device) -> Case:
-    """The case with as few tokens as halving leaves while it still fails."""
+    """Halve the tokens of a failing case while it still fails."""
     while case.m > 1 and usable(device):
         smaller = dataclasses.replace(case, m=case.m // 2)
         if attempt(smaller, device).verdict == "ok":
@@ -378,7 +378,7 @@ class Fuzzer:
         return draw(seed, number, self.limits, self.device.type == "cuda")
 
     def take(self, case: Case, ledger: TextIO | None) -> Result:
-        """Run a case, record it, and say so if it fails."""
+        """Run and record a case, and print a failure."""
         with self.watchdog.over(self.command(case, case.m)):
             result = attempt(case, self.device)
         record = record_of(case, result)
@@ -394,7 +394,7 @@ class Fuzzer:
 
 
 def summarize(ledgers: list[Path], out: Path | None) -> int:
-    """Print what ledgers come to, and write it; the exit status."""
+    """Print and write the summary of ledgers; return the exit status."""
     try:
         summary = read(ledgers)
     except (OSError, EOFError, ValueError) as error:

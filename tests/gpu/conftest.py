@@ -1,4 +1,4 @@
-"""What the GPU tests share: recorded layers as a further workload, and poisoned memory."""
+"""Fixtures of the GPU tests: recorded layers as a further workload, and poisoned memory."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""``strategy="auto"`` on a GPU: what it measures, that it never waits, what graphs and checkpoints keep."""
+"""``strategy="auto"`` on a GPU: measurements without waits, and the choices in graphs and checkpoints."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def no_synchronisation() -> Iterator[None]:
 
 
 def settle(mlp: Any, x: Tensor, calls: int = 9, step: Callable[[Tensor], Any] = lambda y: None) -> None:
-    """Calls that may not wait for the GPU; the test waits between them, so that figures arrive."""
+    """Calls that must not wait for the GPU; the test waits between them until figures arrive."""
     for _ in range(calls):
         with no_synchronisation():
             step(mlp(x))
@@ -94,7 +94,7 @@ def test_chooses_by_what_it_measures(gated: bool, training: bool, layer: tuple[s
     (row,) = twell.explain(mlp)
     expected = true_figures(problem)
     assert row.figures is not None
-    # the kernel's gate and PyTorch's differ where rounding decides
+    # the kernel's gate and PyTorch's may round differently
     assert row.figures.nonzeros == pytest.approx(expected.nonzeros, rel=2e-3)
     assert row.figures.union == pytest.approx(expected.union, rel=2e-3)
     assert row.costs["dense"] == 1
@@ -134,7 +134,7 @@ def test_training_passes_gradients_through_every_change(gated: bool, topic: FFN,
                 assert (ours.double() - theirs.double()).norm() < 0.05 * theirs.double().norm()
             torch.cuda.synchronize()
             seen.append(twell.explain(mlp).rows[0].strategy)
-    # fresh, sparse, with one call by the sparse strategy on what is dense, then dense
+    # fresh, sparse, one sparse call on dense data, then dense
     assert seen == ["dense", *["union"] * 4, *["dense"] * 3]
 
 
@@ -176,7 +176,7 @@ def test_the_same_history_gives_the_same_choices_and_bits(topic: FFN) -> None:
 
 
 def test_figures_come_when_the_gpu_is_done(topic: FFN, dense: FFN) -> None:
-    """Calls queued behind a sleep run as the first one does, for nothing has arrived."""
+    """Calls queued behind a sleep run like the first one: no figure has arrived."""
     mlp = module(dense).requires_grad_(False)
     mlp(dense.x)
     mlp = copy.deepcopy(mlp)
@@ -213,7 +213,7 @@ def test_a_captured_graph_keeps_its_choice(gated: bool, topic: FFN, dense: FFN) 
         x.copy_(problem.x)
         y.fill_(torch.nan)
         graph.replay()
-        # whatever calls choose meanwhile
+        # independent of choices meanwhile
         settle(mlp, problem.x, 2)
         testing.assert_same(y, named(problem.x))
     assert twell.explain(mlp).rows[1].strategy == chosen
@@ -256,7 +256,7 @@ def test_compiles_as_one_graph(training: bool, topic: FFN) -> None:
 def test_checkpoints_while_choices_change(
     gated: bool, reentrant: bool, lead: tuple[int, ...], wait: bool, topic: FFN, dense: FFN
 ) -> None:
-    """Of a residual block, whose recomputation begins when the gradient has passed the layer's y."""
+    """The checkpoints are of residual blocks: recomputation begins once the gradient has passed y."""
     mlp, seen = module(topic, gated), set()
     mlp.strategy = twell.AutoStrategy(period=1)
     for problem in (topic, dense, topic):
@@ -278,7 +278,7 @@ def test_moves_and_copies(topic: FFN) -> None:
     settle(mlp, topic.x)
     row = twell.explain(mlp).rows[0]
     for other in (copy.deepcopy(mlp), pickle.loads(pickle.dumps(mlp)), copy.deepcopy(mlp).to("cpu").to("cuda")):
-        # figures that were still on their way are dropped
+        # figures still in transfer are dropped
         assert twell.explain(other).rows[0]._replace(measured=row.measured) == row
         other(topic.x)
         assert twell.explain(other).rows[0].calls == row.calls + 1
@@ -292,7 +292,7 @@ def test_functions_take_a_site(topic: FFN) -> None:
         torch.cuda.synchronize()
     assert testing.compare(topic, y).ok
     assert site.explain()[0].figures is not None
-    # without memory: what a fresh site would run, or in training the sparse strategy
+    # without memory: the choice of a fresh site, or in training the sparse strategy
     named = twell.tuning.decide(twell.tuning.Problem(M, 2048, 5632, True, False), None, None).strategy
     testing.assert_same(
         testing.sparse_output(topic, strategy="auto"),
@@ -302,7 +302,7 @@ def test_functions_take_a_site(topic: FFN) -> None:
 
 @BOTH
 def test_layouts_give_the_same_bits_and_auto_reckons_with_copies(topic: FFN, gated: bool) -> None:
-    """What is read by rows is the same, forward and backward; for few tokens the copy costs more than it saves."""
+    """Kernels read the same rows, forward and backward; for few tokens the copy costs more than it saves."""
     rows, linear = module(topic, gated), module(topic, gated, "linear")
     dy = testing.real_upstream(topic)
     for strategy in ("row", "union"):

@@ -1,4 +1,4 @@
-"""Counting and compacting on the GPU: what its kernels compute, exact bits, gradients, moves, no host sync, time."""
+"""Counting and compacting on the GPU: counts, exact bits, gradients, moves, no host sync, memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STRATEGIES = pytest.mark.parametrize("strategy", ["row", "union"])
 
 
 def problem(m: int = 130, k: int = 264, n: int = 1032, density: float = 0.003, **options: Any) -> FFN:
-    """Few non-zeros, so that most neurons never fire."""
+    """A problem of few non-zeros, so most neurons never fire."""
     return testing.integer_problem(m, k, n, density=density, biases="gate up down", device=DEVICE, **options)
 
 
@@ -48,7 +48,7 @@ def counted(mlp: nn.Module, x: Tensor) -> twell.Firing:
 
 
 def fired(p: FFN) -> Tensor:
-    """int64 [N]: how often each neuron fires, by float64."""
+    """Return int64 [N]: how often each neuron fires, in float64."""
     return (testing.float64_gate(p) != 0).sum(0)
 
 
@@ -71,7 +71,7 @@ def test_counts_what_fires(gated: bool, strategy: Any, dtype: torch.dtype, m: in
 
 
 def test_counts_are_those_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real numbers, some of which the order of summation brings to one side of zero or the other; also in chunks."""
+    """Real numbers, some so near zero that the order of summation decides their sign; also in chunks."""
     p = testing.make("skew29", 4096, 1024, 2816, device=DEVICE)
     mlp = layer_of(p, True, strategy="row")
     expected = (twell.pack(p.x, p.w_gate, p.b_gate).unpack() != 0).sum(0)
@@ -145,7 +145,7 @@ def test_same_bits_where_no_removed_neuron_fires(gated: bool, strategy: Any, dty
 
 @GATED
 @STRATEGIES
-def test_what_is_missing_is_what_removed_neurons_add(gated: bool, strategy: Any) -> None:
+def test_the_difference_is_the_contribution_of_removed_neurons(gated: bool, strategy: Any) -> None:
     p = problem(density=0.05)
     mask = torch.arange(1032, device=DEVICE) % 3 != 1
     compacted, _ = twell.compact(layer_of(p, gated, strategy=strategy), mask)
@@ -207,7 +207,7 @@ def test_frees_memory_in_place() -> None:
     _, report = twell.compact(model, masks, inplace=True)
     assert report.bytes_saved == 4 * 3 * k * n // 2 * 2
     assert before - torch.cuda.memory_allocated() > 0.99 * report.bytes_saved
-    # never more than one layer and a half on top
+    # at most one and a half layers on top
     assert torch.cuda.max_memory_allocated() - before < 1.5 * 3 * k * n * 2
 
 

@@ -58,7 +58,7 @@ VARIANTS = [(BF16, 8), (FP16, 4), (BF16, 2), (FP16, 8), (BF16, 4), (FP16, 2)]
 @pytest.mark.parametrize(
     ("shape", "dtype", "compression", "biases"),
     [
-        # two different variants at each shape, one of them with biases
+        # two variants at each shape, one with biases
         (shape, *VARIANTS[(i + j) % 6], ("", "gate up down")[(i + j) % 2])
         for i, shape in enumerate(SHAPES)
         for j in range(2)
@@ -73,7 +73,7 @@ def test_shapes(shape: tuple[int, int, int], dtype: torch.dtype, compression: in
 @pytest.mark.parametrize("density", [0, 0.02, 0.3, 1])
 @pytest.mark.parametrize(("dtype", "compression"), VARIANTS)
 def test_densities(density: float, dtype: torch.dtype, compression: int) -> None:
-    """No gate positive, few, many, all of them; the last tile is partial."""
+    """No positive gate, few, many, all; the last tile is partial."""
     problem = testing.integer_problem(129, 896, 2056, density=density, device="cuda", dtype=dtype)
     share = float((testing.float64_gate(problem) > 0).double().mean())
     assert share == density if density in (0, 1) else 0.3 * density < share < 2 * density
@@ -83,7 +83,7 @@ def test_densities(density: float, dtype: torch.dtype, compression: int) -> None
 @pytest.mark.parametrize("biases", ["gate", "up", "down", "up down"])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_each_bias(biases: str, dtype: torch.dtype) -> None:
-    """A bias of one projection alone. With one, rows and neurons past the end of a tile would have positive gates."""
+    """One projection has a bias: gates of rows and neurons past the end of a tile would be positive."""
     check(testing.integer_problem(65, 200, 264, density=1, biases=biases, device="cuda", dtype=dtype), 8)
 
 
@@ -125,7 +125,7 @@ def assert_all_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) ->
 
 
 def test_gate_rounds_to_nearest_even() -> None:
-    """Gates of 9 bits, which bf16 has not: ties go to even, in the packed value and in all that follows."""
+    """Gates of 9 bits, one more than bf16 has: ties go to even, in the packed value and in all results."""
     sums = torch.arange(256, 320)
     w_gate = torch.zeros(64, 64)
     w_gate[:, 0], w_gate[:, 1] = 256, sums - 256
@@ -142,7 +142,7 @@ def test_gate_rounds_to_nearest_even() -> None:
 
 
 def test_what_rounds_to_zero_is_no_nonzero() -> None:
-    """fp16 at its edges: half the smallest number is a tie to 0 and not counted, beyond the largest is infinite."""
+    """fp16 at its limits: half the smallest number ties to 0 and is not counted; beyond the largest is infinity."""
     w_gate = torch.zeros(16, 64)
     exponents = [-8, -9, -10, -11, -12, -13, -14]
     w_gate[:7, 0] = torch.tensor([2.0**e for e in exponents])

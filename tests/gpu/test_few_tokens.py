@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import twell
+from tests.gpu.operands import gates_with, padded
 from twell import ops, testing
 from twell.testing import FFN
 
@@ -19,7 +20,7 @@ BIASES = "gate up down"
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16])
 VARIANTS = [(BF16, 8), (FP16, 4), (BF16, 2), (FP16, 8), (BF16, 4), (FP16, 2)]
 
-# Around every power of two, and one more than the few.
+# Around every power of two, and one more than the limit.
 TOKENS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 SOME = pytest.mark.parametrize("m", [1, 3, 8, 17, 64, 130, 256])
 
@@ -88,7 +89,7 @@ SHAPES = [
 @pytest.mark.parametrize(
     ("shape", "dtype", "compression", "biases"),
     [
-        # two different variants at each shape, one of them with biases
+        # two variants at each shape, one with biases
         (shape, *VARIANTS[(i + j) % 6], ("", BIASES)[(i + j) % 2])
         for i, shape in enumerate(SHAPES)
         for j in range(2)
@@ -103,7 +104,7 @@ def test_shapes(shape: tuple[int, int, int], dtype: torch.dtype, compression: in
 @pytest.mark.parametrize("m", TOKENS)
 @pytest.mark.parametrize("density", [0, 0.01, 0.3, 1])
 def test_densities(m: int, density: float) -> None:
-    """No gate positive, few, many, every neuron of every token; the last tile is partial."""
+    """No positive gate, few, many, all; the last tile is partial."""
     dtype, compression = VARIANTS[m % 6]
     problem = testing.integer_problem(m, 896, 2056, density=density, device=CUDA, dtype=dtype)
     if density in (0, 1):
@@ -115,7 +116,7 @@ def test_densities(m: int, density: float) -> None:
 @pytest.mark.parametrize("biases", ["gate", "up", "down", "up down"])
 @DTYPES
 def test_each_bias(biases: str, m: int, dtype: torch.dtype) -> None:
-    """A bias of one projection alone. With one, rows and neurons past the end of a tile would have positive gates."""
+    """One projection has a bias: gates of rows and neurons past the end of a tile would be positive."""
     for density in (0, 1):
         check(testing.integer_problem(m, 200, 264, density=density, biases=biases, device=CUDA, dtype=dtype))
 
@@ -133,7 +134,7 @@ def test_most_neurons(m: int, compression: int) -> None:
 @pytest.mark.parametrize("m", [1, 7, 16, 65, 256])
 @DTYPES
 def test_readers_take_the_cpu_gate(m: int, dtype: torch.dtype) -> None:
-    """``up_down``, with an up projection and without, on the gate that the CPU packed, against the CPU operators."""
+    """``up_down``, with and without up projection, on a gate packed by the CPU, against the CPU operators."""
     problem = testing.integer_problem(m, 264, 776, density=0.15, biases=BIASES, dtype=dtype)
     on_gpu = problem.to(CUDA)
     for compression in (2, 4, 8):
@@ -147,7 +148,7 @@ def test_readers_take_the_cpu_gate(m: int, dtype: torch.dtype) -> None:
 
 @SOME
 def test_gate_rounds_to_nearest_even(m: int) -> None:
-    """Gates of 9 bits, which bf16 has not: ties go to even, in the packed value."""
+    """Gates of 9 bits, one more than bf16 has: ties go to even in the packed value."""
     sums = torch.arange(256, 320)
     w_gate = torch.zeros(64, 64)
     w_gate[:, 0], w_gate[:, 1] = 256, sums - 256
@@ -162,7 +163,7 @@ def test_gate_rounds_to_nearest_even(m: int) -> None:
 
 @SOME
 def test_what_rounds_to_zero_is_no_nonzero(m: int) -> None:
-    """fp16 at its edges: half the smallest number is a tie to 0 and not counted, beyond the largest is infinite."""
+    """fp16 at its limits: half the smallest number ties to 0 and is not counted; beyond the largest is infinity."""
     w_gate = torch.zeros(16, 64)
     w_gate[:7, 0] = 2.0 ** torch.arange(-8, -15, -1)
     w_gate[7, 0] = 1.5 * 2.0**-13
@@ -191,21 +192,10 @@ def test_hidden_state_keeps_its_range(m: int, dtype: torch.dtype, shifts: tuple[
 # Where non-zeros fall
 
 
-def gates_with(counts: Tensor, n: int, seed: int = 0) -> Tensor:
-    """Integers [M, n]: counts[m, t] positive ones at random places of tile t of row m, the others zero or less."""
-    m, tiles = counts.shape
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.rand(m, tiles, 256, generator=generator)
-    scores.view(m, -1)[:, n:] = 2
-    active = scores.argsort(2).argsort(2) < counts[:, :, None]
-    values = torch.randint(1, 9, active.shape, generator=generator)
-    return torch.where(active, values, 1 - values).view(m, -1)[:, :n]
-
-
 @pytest.mark.parametrize("m", TOKENS)
 @pytest.mark.parametrize("compression", [2, 4, 8])
 def test_tiles_around_the_capacity(m: int, compression: int) -> None:
-    """Tiles one short of full, full, one over, with 255 and 256, side by side; 8 in the last."""
+    """Tiles one short of full, full, one over, with 255 and 256 side by side; 8 in the last."""
     width = 256 // compression
     choices = torch.tensor([0, 1, width - 2, width - 1, width, width + 1, 255, 256])
     rows = torch.arange(m)[:, None]
@@ -239,7 +229,7 @@ def test_every_token_fires_every_neuron(m: int, k: int) -> None:
 
 @pytest.mark.parametrize("m", [5, 16, 40, 130, 256])
 def test_heavy_and_light_tokens_side_by_side(m: int) -> None:
-    """Every load from none to all neurons, in an order that puts light and heavy tokens side by side."""
+    """Every load from no to all neurons, light and heavy tokens side by side."""
     generator = torch.Generator().manual_seed(m)
     loads = torch.randperm(m, generator=generator)[:, None] * 256 / max(m - 1, 1)
     counts = (loads * torch.rand(m, 22, generator=generator)).long()
@@ -249,7 +239,7 @@ def test_heavy_and_light_tokens_side_by_side(m: int) -> None:
 @pytest.mark.parametrize("m", [1, 8, 65])
 @pytest.mark.parametrize("compression", [2, 8])
 def test_two_full_tiles_in_a_light_token(m: int, compression: int) -> None:
-    """A token whose non-zeros sit in two full tiles, the first and the partial last; others have one in each."""
+    """One token's non-zeros fill two tiles, the first and the partial last; others have one in each."""
     counts = torch.zeros(m, 23, dtype=torch.int64)
     counts[torch.arange(m), torch.arange(m) % 22] = 1
     counts[m // 2] = 0
@@ -259,7 +249,7 @@ def test_two_full_tiles_in_a_light_token(m: int, compression: int) -> None:
 
 @SOME
 def test_one_neuron(m: int) -> None:
-    """A single non-zero in all of the batch, wherever it is."""
+    """A single non-zero in the whole batch, at any place."""
     for token in {0, m // 2, m - 1}:
         for neuron in (0, 255, 256, 5631):
             gates = torch.zeros(m, 5632, dtype=torch.int64)
@@ -271,7 +261,7 @@ def test_one_neuron(m: int) -> None:
 
 
 def assert_follows_cpu(problem: FFN, row: int | None = None) -> None:
-    """Every output as the CPU operators have it; where there is a ``row``, the others are finite."""
+    """Every output equals the CPU operators'; if there is a ``row``, all others are finite."""
     packed = pack(problem, 8)
     on_cpu = problem.to("cpu")
     expected_packed = ops.gate_pack(on_cpu.x, on_cpu.w_gate, on_cpu.b_gate, 8)
@@ -288,7 +278,7 @@ def assert_follows_cpu(problem: FFN, row: int | None = None) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @DTYPES
 def test_non_finite_token(m: int, value: float, dtype: torch.dtype) -> None:
-    """One token with a non-finite feature: its row alone shows it, and no neuron past the last tile's end appears."""
+    """One token has a non-finite feature: only its row shows it, and no neuron past the last tile appears."""
     problem = testing.integer_problem(m, 200, 264, density=0.1, device=CUDA, dtype=dtype)
     row = m * 2 // 3
     problem.x[row, 5] = value
@@ -350,17 +340,10 @@ def test_non_finite_weight_reaches_only_tokens_of_a_group_that_fires_it(m: int, 
 # Layouts
 
 
-def padded(t: Tensor, left: int, right: int) -> Tensor:
-    """The same values as rows of a wider buffer that is NaN elsewhere."""
-    wide = torch.full((t.shape[0], left + t.shape[1] + right), math.nan, dtype=t.dtype, device=t.device)
-    wide[:, left : left + t.shape[1]] = t
-    return wide[:, left : left + t.shape[1]]
-
-
 @SOME
 @pytest.mark.parametrize(("left", "right"), [(8, 16), (0, 8), (3, 5), (1, 0)])
 def test_strided_operands(m: int, left: int, right: int) -> None:
-    """Row strides that kernels read in place, and bases and strides that they cannot."""
+    """Row strides that kernels read in place, and base addresses and strides that they cannot."""
     problem = testing.integer_problem(m, 264, 776, density=0.1, biases=BIASES, device=CUDA)
     check(FFN(*(padded(t, left, right) for t in problem[:4]), *problem[4:]))
 
@@ -399,7 +382,7 @@ def test_leading_dimensions(shape: tuple[int, ...]) -> None:
 
 
 def assert_within_budget(problem: FFN, m: int, compression: int = 8) -> None:
-    """Errors of all tokens, taken ``m`` at a time: those of a single one are too few terms to be more than chance."""
+    """Errors of all tokens, computed ``m`` at a time: a single token's errors are chance."""
     for gated in (True, False):
         parts = [problem.rows(first, first + m) for first in range(0, len(problem.x), m)]
         options = {"gated": gated, "compression": compression}
@@ -490,7 +473,7 @@ def test_opcheck(m: int, biases: str) -> None:
 
 @SOME
 def test_cuda_graph_follows_its_inputs(m: int) -> None:
-    """One graph, captured with sparse data, replayed with none, with everything positive and with sparse data again."""
+    """One graph, captured with sparse data, is replayed with no non-zeros, all positive gates and sparse data again."""
 
     def problem(density: float, seed: int) -> FFN:
         return testing.integer_problem(m, 264, 776, density=density, biases=BIASES, seed=seed, device=CUDA)
@@ -509,7 +492,7 @@ def test_cuda_graph_follows_its_inputs(m: int) -> None:
 
 @pytest.mark.parametrize(("name", "m"), [("topic128", 1), ("dense911", 8), ("skew29", 64), ("topic128", 256)])
 def test_cuda_graph_of_several_layers_replays_the_same_bits(name: str, m: int) -> None:
-    """Layers one after the other, as in a step of decoding: each waits for the one before."""
+    """Consecutive layers, as in a step of decoding: each waits for the one before."""
     problem = testing.make(name, m)
 
     def step() -> Tensor:
@@ -530,14 +513,14 @@ def test_cuda_graph_of_several_layers_replays_the_same_bits(name: str, m: int) -
 
 @pytest.mark.parametrize("m", [1, 16, 128])
 def test_side_stream(m: int) -> None:
-    """All launches are on the current stream: they wait for what it wrote before, and the host for nothing."""
+    """All launches are on the current stream: they wait for its earlier writes, and the host does not wait."""
     problem = testing.integer_problem(m, 264, 776, density=0.1, biases=BIASES, device=CUDA)
     late = problem._replace(x=torch.full_like(problem.x, math.nan))
     both(late)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(200_000_000)  # 0.1 s in which a launch on another stream would read NaN
+        torch.cuda._sleep(200_000_000)  # for 0.1 s a launch on another stream would read NaN
         late.x.copy_(problem.x)
         outputs = both(late)
     assert not stream.query()
@@ -564,7 +547,7 @@ def test_two_streams_at_once(m: int) -> None:
 
 @pytest.mark.parametrize("m", [1, 16, 256])
 def test_nothing_waits_for_the_gpu(m: int) -> None:
-    """Once kernels are loaded, no call does anything that makes the host wait."""
+    """Once kernels are loaded, no call makes the host wait."""
     problem = testing.integer_problem(m, 264, 776, density=0.1, biases=BIASES, device=CUDA)
 
     def calls() -> None:
@@ -577,7 +560,7 @@ def test_nothing_waits_for_the_gpu(m: int) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         with pytest.raises(RuntimeError):
-            problem.x.sum().item()  # the mode works
+            problem.x.sum().item()  # the mode detects a wait
         calls()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import twell
+from tests.gpu.operands import padded
 from twell import ops, testing
 from twell._runtime import geometry
 from twell.commands.demo.model import ByteModel, ModelShape
@@ -138,7 +139,7 @@ def test_shapes(
     m, k, n = shape
     density = 0.008 if n > 1000 else 0.08
     problem = testing.integer_problem(m, k, n, density=density, biases=biases, device=DEVICE, dtype=dtype)
-    # a row of seven weights cannot have as few positive sums as the format holds
+    # rows of seven weights have more positive sums than the format holds
     check(problem, gated, dl1, compression, overflows=None if k == 8 else False)
 
 
@@ -199,7 +200,7 @@ def just_over_the_tile(gates: Tensor) -> None:
 
 
 def few_hot_neurons(gates: Tensor) -> None:
-    """64 neurons hold nearly all non-zeros: one tile of the weight gradients does all the work."""
+    """64 neurons hold nearly all non-zeros: one tile of weight gradients does all the work."""
     gates[:] = -1
     gates[:, ::88] = torch.arange(300)[:, None] % 3
 
@@ -251,7 +252,7 @@ def test_most_neurons() -> None:
 @BOTH
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_cpu_operators_agree(dtype: torch.dtype, gated: bool) -> None:
-    """Every output of the three operators with that of the CPU's, which has no other reference in common."""
+    """Every output of the three operators equals the CPU operator's."""
     for density in (0.1, 1):
         problem = testing.integer_problem(130, 264, 264, density=density, biases=BIASES, dtype=dtype)
         dy = testing.integer_upstream(problem)
@@ -295,7 +296,7 @@ def test_no_tokens(gated: bool) -> None:
 
 @BOTH
 def test_a_token_that_is_not_a_number(gated: bool) -> None:
-    """Its own gradient and those of the weights are NaN; other tokens' gradients have the bits they had."""
+    """Its own gradient and the weights' are NaN; other tokens' gradients keep their bits."""
     problem = testing.integer_problem(130, 72, 264, density=0.1, device=DEVICE)
     dy = testing.integer_upstream(problem)
     clean = testing.sparse_gradients(problem, dy, gated=gated)
@@ -305,13 +306,6 @@ def test_a_token_that_is_not_a_number(gated: bool) -> None:
     testing.assert_same(found["x"][others], clean["x"][others])
     assert bool(found["w_gate"].isnan().any())
     assert bool(found["w_down"].isnan().any())
-
-
-def padded(t: Tensor, left: int, right: int) -> Tensor:
-    """The same values as rows of a wider buffer that is NaN elsewhere."""
-    wide = torch.full((t.shape[0], left + t.shape[1] + right), math.nan, dtype=t.dtype, device=t.device)
-    wide[:, left : left + t.shape[1]] = t
-    return wide[:, left : left + t.shape[1]]
 
 
 @BOTH
@@ -344,7 +338,7 @@ def assert_close(problem: FFN, gated: bool, coefficients: tuple[float, ...] = (0
 
 @BOTH
 def test_error_budget(workload: str, gated: bool, real_layers: Path | None) -> None:
-    """Every workload, at 16,384 tokens; what is not sparse by the strategy that is meant for it."""
+    """Every workload at 16,384 tokens; workloads that are not sparse run by the strategy meant for them."""
     problem = testing.off_kinks(testing.load(workload, real_layers=real_layers, device=DEVICE), gated=gated)
     assert_close(problem, gated, strategy="dense" if workload == "dense911" else "auto")
 
@@ -382,7 +376,7 @@ def test_error_budget_of_many_tokens(gated: bool) -> None:
 
 
 def real_row_all_positive(problem: FFN) -> FFN:
-    """The first token whose sums are all far from a kink fires every neuron."""
+    """The first token with all sums far from a kink fires every neuron."""
     problem.w_gate[:, 2] = 0.125
     problem.x[:, 2] = 0
     for row in range(200, 300):
@@ -629,7 +623,7 @@ def test_cuda_graph_of_whole_training_steps() -> None:
 
 @BOTH
 def test_side_stream(gated: bool) -> None:
-    """All of a step is on the current stream: it waits for what that wrote before, and the host for nothing."""
+    """A step is on the current stream: it waits for its earlier writes, and the host does not wait."""
     problem = layer()
     dy = testing.integer_upstream(problem)
     late = problem.map(lambda t: torch.full_like(t, math.nan))
@@ -638,7 +632,7 @@ def test_side_stream(gated: bool) -> None:
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(200_000_000)  # 0.1 s in which a launch on another stream would read NaN
+        torch.cuda._sleep(200_000_000)  # for 0.1 s a launch on another stream would read NaN
         for old, new in zip((*late, late_dy), (*problem, dy), strict=True):
             assert old is not None
             old.copy_(new)
@@ -651,7 +645,7 @@ def test_side_stream(gated: bool) -> None:
 @BOTH
 @pytest.mark.parametrize("density", [0.1, 1])
 def test_nothing_waits_for_the_gpu(density: float, gated: bool) -> None:
-    """Once kernels are loaded, a step does nothing that makes the host wait."""
+    """Once kernels are loaded, a step does not make the host wait."""
     problem = layer(density)
     dy = testing.integer_upstream(problem)
     mains = [torch.zeros(t.shape, device=DEVICE) for t in (problem.w_gate, problem.w_up)[: 1 + gated]]
@@ -666,7 +660,7 @@ def test_nothing_waits_for_the_gpu(density: float, gated: bool) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         with pytest.raises(RuntimeError):
-            dy.sum().item()  # the mode works
+            dy.sum().item()  # the mode detects a wait
         steps()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -741,7 +735,7 @@ def test_gradients_accumulate(gated: bool) -> None:
 
 @BOTH
 def test_a_second_backward_with_retain_graph(gated: bool) -> None:
-    """Backward leaves what forward kept as it was."""
+    """Backward does not change the saved tensors."""
     own, dy = leaves(layer()), testing.integer_upstream(layer())
     tensors = own.present(gated)
     loss = loss_of(own, gated, dy)
@@ -819,7 +813,7 @@ def test_no_second_derivative(gated: bool) -> None:
 
 
 def test_the_module_switches_between_strategies() -> None:
-    """One module trains sparse and dense: the same bits of an exact problem but for what dense rounds more often."""
+    """One module trains sparse and dense: the same bits of an exact problem, except where dense rounds more often."""
     torch.manual_seed(0)
     mlp = SparseGatedMLP(264, 776, device=DEVICE, dtype=BF16)
     x, dy = (torch.randn(130, 264, device=DEVICE).to(BF16) for _ in range(2))
@@ -837,7 +831,7 @@ def test_the_module_switches_between_strategies() -> None:
 
 
 def kept_bytes(problem: FFN) -> int:
-    """What autograd keeps of a call beside its operands, each storage once."""
+    """Return the storages that autograd keeps beside the operands, each once."""
     given = {t.untyped_storage().data_ptr() for t in problem if t is not None}
     kept: dict[int, int] = {}
 
@@ -852,14 +846,14 @@ def kept_bytes(problem: FFN) -> int:
     return sum(kept.values())
 
 
-def test_what_is_kept_for_backward(real_layers: Path | None) -> None:
+def test_saved_tensors_stay_within_their_size(real_layers: Path | None) -> None:
     """At most 18 MB at 16,384 tokens, by the operator's outputs and by the allocator. The pattern does not matter."""
     name = "topic29" if real_layers is None else "real6"
     problem = leaves(testing.load(name, real_layers=real_layers, device=DEVICE))
     assert 0 < kept_bytes(problem) <= 18e6
 
     def requested() -> int:
-        # without what the allocator rounds up
+        # without the allocator's rounding
         return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
 
     before = requested()

@@ -1,6 +1,6 @@
-"""The index kernels of training, called as they are: ``compact`` and ``transpose``, bit by bit.
+"""The index kernels of training, called directly: ``compact`` and ``transpose``, bit by bit.
 
-Gates are arbitrary 16-bit patterns, packed here, so nothing else has to be right. Outputs hold 0x55 before each call.
+Gates are arbitrary 16-bit patterns, packed here; no other kernel is needed. Outputs hold 0x55 before each call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Hybrid(NamedTuple):
 
 
 class Compacted(NamedTuple):
-    """What ``compact`` wrote, and the sums of |h| that it clears or writes."""
+    """Outputs of ``compact``, and the sums of |h| that it clears or writes."""
 
     hybrid: Hybrid
     sums: Tensor
@@ -290,7 +290,7 @@ def check_transpose(bits: Tensor, gated: bool, dtype: torch.dtype = BF16, random
         for copy, values_of_copy in enumerate(((hidden, *gradients[:2]), (hidden_rest, *gradients[2:]))[:copies]):
             got = packed[base + copy * count : base + (copy + 1) * count]
             want = words(*(v[own] for v in values_of_copy), place + copy * length, rank[own])
-            # inside a token entries may stand in any order
+            # entries of a token may have any order
             got_key = token[own] * 64 + (got >> 6 & 63)
             assert_bits(got[got_key.argsort()], want, f"packed, copy {copy}")
         base, list_base = base + count * copies, list_base + length * copies

@@ -1,4 +1,4 @@
-"""Sums of more terms than tensor cores add up in one go: set aside and taken back, every bit right, and no drift."""
+"""Sums of more terms than tensor cores add up in one go: exact to the bit, and without drift."""
 
 import math
 from typing import Any
@@ -56,7 +56,7 @@ def test_lists_of_many_neurons(dtype: torch.dtype, gated: bool) -> None:
 @DTYPE
 @pytest.mark.parametrize("over", [-8, 0, 8, 128])
 def test_lists_about_as_long_as_one_go(dtype: torch.dtype, gated: bool, over: int) -> None:
-    """The last length that is added up in one go, for one product and for the two of dx, and the first that is not."""
+    """The longest sum added up in one go, for one product and for the two of dx, and the next length."""
     for products in (1, 2):
         n = longest(dtype) // products + over
         problem = by_turns(130, n, 64, dtype)
@@ -161,7 +161,7 @@ def test_sums_over_tokens_do_not_drift(dtype: torch.dtype, m: int, fires: int) -
             testing.dense_gradients(problem, dy),
         )
     )
-    # few neurons fire, with like sums: the rounding of results to 16 bits is luck, and drift would be many times it
+    # few neurons fire, with similar sums: rounding to 16 bits is chance, and drift would be many times larger
     worse = {name: float(ours[name] / dense[name]) for name in ours if not ours[name] <= 1.25 * dense[name]}
     assert not worse
 

@@ -1,4 +1,4 @@
-"""The copy by rows of a matrix that is stored the other way round."""
+"""The transposing copy of a matrix."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SHAPES = [(8, 8), (8, 64), (64, 8), (72, 264), (136, 2056), (2048, 5632)]
 @pytest.mark.parametrize("shape", [*SHAPES, (0, 8), (7, 9), (8, 12)])
 def test_every_element_is_moved(shape: tuple[int, int], dtype: torch.dtype) -> None:
     rows, columns = shape
-    # every value is another one, as bits
+    # every value has different bits
     matrix = torch.arange(rows * columns, device="cuda").to(torch.int16).view(shape)
     matrix = matrix.float() if dtype == torch.float32 else matrix.view(dtype)
     (out,) = testing.poisoned(lambda: (ops.matrix_transpose(matrix),))

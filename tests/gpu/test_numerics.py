@@ -93,7 +93,7 @@ def test_a_thousand_runs_give_the_same_bits(name: str, m: int, busy: bool) -> No
     [("row", 8, 1), ("row", 256, 1), ("row", 264, 8), ("union", 256, 128), ("union", 384, 128), ("training", 384, 128)],
 )
 def test_bits_of_a_token_depend_on_its_own_group_alone(strategy: str, m: int, own: int) -> None:
-    """Other tokens elsewhere in the call, and beyond 256 tokens also more of them, leave the first group as it is."""
+    """Other tokens in the call, and beyond 256 tokens also their number, do not change the first group's bits."""
     problem = testing.make("topic29", 2048)
     dy = testing.real_upstream(problem)
 

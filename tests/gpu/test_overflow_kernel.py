@@ -1,4 +1,4 @@
-"""The kernel that takes over where non-zeros exceed the hybrid format: every mode against float64, bit for bit."""
+"""The kernel for more non-zeros than the hybrid format holds: every mode against float64, bit for bit."""
 
 import math
 from typing import NamedTuple
@@ -18,7 +18,7 @@ BIASES = "gate up down"
 
 
 class Problem(NamedTuple):
-    """A layer, what backward is given, and which gates count."""
+    """A layer, the upstream gradient, and the gates that count."""
 
     layer: FFN
     dy: Tensor
@@ -109,7 +109,7 @@ def run(p: Problem, mode: str, *, excess: int = 1, outputs: dict[str, Tensor]) -
         else:
             arguments += (outputs["dw_gate"], outputs["dw_up"] if p.gated else None, outputs["dw_down"])
             arguments += present(outputs["db_gate"], outputs["db_up"])
-    # for sums of more terms than tensor cores add up in one go: clusters of four CTAs for each multiprocessor at most
+    # for sums longer than tensor cores add up in one go: at most four CTAs per SM
     aside = torch.full((4 * device.sm_count(0) * geometry.CTA_SUMS,), torch.nan, device="cuda")
     launch(specs.OverflowSpec(NAMES[x.dtype], mode, p.gated, bias), *arguments, aside, device.sm_count(0))
 
@@ -201,7 +201,7 @@ def test_lists_longer_than_a_window() -> None:
 
 
 def test_bitmap_decides() -> None:
-    """Bits stand for fewer neurons than have a positive gate, and for some whose gate is zero."""
+    """The bitmap has fewer neurons than positive gates, and some whose gate is zero."""
     p = problem(130, 136, 264, density=0.5, biases=BIASES, dl1=1.0)
     generator = torch.Generator(device="cuda").manual_seed(5)
     active = torch.rand(p.active.shape, generator=generator, device="cuda") < 0.2

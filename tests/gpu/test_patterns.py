@@ -1,4 +1,4 @@
-"""Where non-zeros fall, what they are and how operands lie in memory: overflow, heavy rows, NaN, strides, batches."""
+"""Patterns and values of non-zeros, and layouts of operands: overflow, heavy rows, NaN, strides, batches."""
 
 import math
 
@@ -7,21 +7,11 @@ import torch
 from torch import Tensor
 
 import twell
+from tests.gpu.operands import gates_with, padded
 from twell import ops, testing
 from twell.testing import FFN
 
 CUDA = torch.device("cuda")
-
-
-def gates_with(counts: Tensor, n: int, seed: int = 0) -> Tensor:
-    """Integers [M, n]: counts[m, t] positive ones at random places of tile t of row m, the others zero or less."""
-    m, tiles = counts.shape
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.rand(m, tiles, 256, generator=generator)
-    scores.view(m, -1)[:, n:] = 2
-    active = scores.argsort(2).argsort(2) < counts[:, :, None]
-    values = torch.randint(1, 9, active.shape, generator=generator)
-    return torch.where(active, values, 1 - values).view(m, -1)[:, :n]
 
 
 def run(problem: FFN, compression: int) -> tuple[Tensor, Tensor]:
@@ -45,7 +35,7 @@ def check(problem: FFN, compression: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("compression", [2, 4, 8])
 def test_tiles_around_the_capacity(compression: int, dtype: torch.dtype) -> None:
-    """Tiles one short of full, full, one over, with 255 and 256, side by side; 8 in the last."""
+    """Tiles one short of full, full, one over, with 255 and 256 side by side; 8 in the last."""
     width = 256 // compression
     choices = torch.tensor([0, 1, width - 2, width - 1, width, width + 1, 255, 256])
     rows = torch.arange(129)[:, None]
@@ -68,7 +58,7 @@ def test_one_heavy_row_among_empty_ones(k: int, row: int, nonzeros: int) -> None
 
 @pytest.mark.parametrize("compression", [2, 8])
 def test_heavy_tiles_in_light_rows(compression: int) -> None:
-    """A row whose non-zeros sit in two full tiles, the first and the partial last; other rows have one each."""
+    """One row's non-zeros fill two tiles, the first and the partial last; other rows have one in each."""
     counts = torch.zeros(65, 23, dtype=torch.int64)
     counts[torch.arange(65), torch.arange(65) % 22] = 1
     counts[17] = 0
@@ -85,7 +75,7 @@ def test_all_rows_heavy(nonzeros_per_tile: int) -> None:
 
 @pytest.mark.parametrize("k", [264, 4096, 8192])
 def test_heavy_rows_in_every_group(k: int) -> None:
-    """Three in each of 1,605 groups, more groups than all clusters look at together."""
+    """Three in each of 1,605 groups, more groups than all clusters together."""
     counts = torch.ones(40, 22, dtype=torch.int64)
     for row in (0, 3, 7):
         counts[row::8] = 28
@@ -97,7 +87,7 @@ def test_heavy_rows_in_every_group(k: int) -> None:
 
 
 def test_mixed_rows() -> None:
-    """Every load from none to all neurons in one batch, in an order that puts light and heavy rows side by side."""
+    """Every load from no to all neurons in one batch, light and heavy rows side by side."""
     generator = torch.Generator().manual_seed(1)
     loads = torch.randperm(257, generator=generator)[:, None]
     counts = (loads * torch.rand(257, 22, generator=generator)).long()
@@ -108,7 +98,7 @@ def test_mixed_rows() -> None:
 
 
 def assert_rows_follow_cpu(problem: FFN, row: int | None) -> None:
-    """Every row as the CPU operators have it; those other than ``row`` are finite."""
+    """Every row equals the CPU operators'; all except for ``row`` are finite."""
     on_cpu = problem.to("cpu")
     outputs = run(problem, 8)
     for gated, y in zip((True, False), outputs, strict=True):
@@ -122,7 +112,7 @@ def assert_rows_follow_cpu(problem: FFN, row: int | None) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_non_finite_token(value: float, dtype: torch.dtype) -> None:
-    """One token with a non-finite feature: its row alone shows it, and no neuron past the last tile's end appears."""
+    """One token has a non-finite feature: only its row shows it, and no neuron past the last tile appears."""
     problem = testing.integer_problem(70, 200, 264, density=0.1, device=CUDA, dtype=dtype)
     clean = testing.exact_output(problem)
     problem.x[66, 5] = value
@@ -144,7 +134,7 @@ def test_nan_spreads_as_in_dense() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_non_finite_neuron(value: float) -> None:
-    """A gate weight that is not finite, in the partial last tile: rows past M, zero times it, do not count."""
+    """A non-finite gate weight in the partial last tile: rows past M, 0 times the weight, do not count."""
     problem = testing.integer_problem(65, 72, 264, density=0.1, device=CUDA)
     problem.w_gate[263, 4] = value
     assert_rows_follow_cpu(problem, None)
@@ -197,16 +187,9 @@ def layered() -> FFN:
     return testing.integer_problem(130, 264, 776, density=0.1, biases="gate up down", device=CUDA)
 
 
-def padded(t: Tensor, left: int, right: int) -> Tensor:
-    """The same values as rows of a wider buffer that is NaN elsewhere."""
-    wide = torch.full((t.shape[0], left + t.shape[1] + right), math.nan, dtype=t.dtype, device=t.device)
-    wide[:, left : left + t.shape[1]] = t
-    return wide[:, left : left + t.shape[1]]
-
-
 @pytest.mark.parametrize(("left", "right"), [(8, 16), (0, 8), (3, 5), (1, 0)])
 def test_strided_operands(layered: FFN, left: int, right: int) -> None:
-    """Row strides that kernels read in place, and bases and strides that they cannot."""
+    """Row strides that kernels read in place, and base addresses and strides that they cannot."""
     strided = FFN(*(padded(t, left, right) for t in layered[:4]), *layered[4:])
     for gated in (True, False):
         testing.assert_same(testing.sparse_output(strided, gated=gated), testing.exact_output(layered, gated=gated))

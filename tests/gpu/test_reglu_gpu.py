@@ -1,4 +1,4 @@
-"""``relu(gate) * up`` in one kernel, its gradients in another: torch's bits; dense layers with them."""
+"""``relu(gate) * up`` in one kernel, its gradients in another: torch's bits, alone and in dense layers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from twell.ops import library
 
 BF16, FP16 = torch.bfloat16, torch.float16
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16])
-# of a dense layer large enough to be fused, in neither size a multiple of eight; tokens, K, neurons
+# tokens, K and neurons of a dense layer large enough to be fused, not multiples of eight
 M, K, N = 1021, 264, 1035
 
 
 def same_bits(actual: Tensor, expected: Tensor) -> bool:
-    """Zeros have a sign, NaN has one meaning whatever its bits."""
+    """Zeros compare with their sign; all NaNs are equal."""
     assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
     bits = torch.int16 if actual.element_size() == 2 else torch.int32
     equal = actual.contiguous().view(bits) == expected.contiguous().view(bits)
@@ -166,7 +166,7 @@ def test_cuda_graph() -> None:
 
 
 def test_side_stream() -> None:
-    """Both kernels wait for what the current stream wrote before, and the host for nothing."""
+    """Both kernels wait for earlier writes of the current stream, and the host does not wait."""
     right = random(1024, 1035)
     operands = [torch.full_like(t, torch.nan) for t in right]
     ours(*right)
@@ -229,7 +229,7 @@ def test_second_derivatives() -> None:
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of the gates that took the fused way."""
+    """Record the sizes of fused gates."""
     calls: list[int] = []
     operator = _autograd.gated_relu
 

@@ -1,4 +1,4 @@
-"""What must not change a bit: a thousand repeats, streams, threads, memory that ran out, values that are no numbers.
+"""Bits that must not change: in a thousand repeats, over streams and threads, after out-of-memory, beside NaN.
 
 Non-finite values. A token *fires* a neuron whose gate, after ReLU, is not zero; NaN is not. What holds for every
 strategy, forward and backward, and is tested here:
@@ -46,7 +46,7 @@ Outputs = dict[str, Tensor]
 
 
 def bits_differ(found: Outputs, first: Outputs) -> Tensor:
-    """For each output whether a bit differs, int64, without a wait."""
+    """Return int64 for each output whether a bit differs, without a wait."""
 
     def bits(t: Tensor) -> Tensor:
         return t.reshape(-1).view(torch.int16)
@@ -173,14 +173,14 @@ def test_a_thousand_replays_of_inference(strategy: str, name: str, m: int, busy:
 
 
 def test_a_thousand_calls_keep_no_memory() -> None:
-    """What is in use afterwards is what was before; a site may hold on to figures of a few bytes."""
+    """Memory in use does not grow; a site may hold a few bytes of figures."""
     problem, site = testing.make("topic29", 300), twell.AutoStrategy()
     dy = testing.real_upstream(problem)
     calls: list[Callable[[], Outputs]] = [
         lambda: forward(problem, "row"),
         lambda: forward(problem, "union", gated=False),
         lambda: forward(problem, site),
-        # what the site may come to, with memory that cuBLAS keeps
+        # the site's figures, and memory that cuBLAS keeps
         lambda: forward(problem, "dense"),
         lambda: step(problem, dy),
     ]
@@ -201,7 +201,7 @@ def test_a_thousand_calls_keep_no_memory() -> None:
 
 
 def mixed_calls() -> list[Callable[[], Outputs]]:
-    """Calls that differ in all that they launch: strategies, dtypes, sizes, training."""
+    """Calls with different launches: strategies, dtypes, sizes, training."""
     light, skewed = testing.make("topic29", 1500), testing.make("skew29", 600, dtype=FP16)
     few, heavy = testing.make("topic128", 5), testing.make("dense911", 130, 512, 1544)
     dy, heavy_dy = testing.real_upstream(skewed), testing.real_upstream(heavy)
@@ -216,7 +216,7 @@ def mixed_calls() -> list[Callable[[], Outputs]]:
 
 
 def test_streams_do_not_disturb_each_other() -> None:
-    """Calls interleaved on a stream each, forth and back, give the bits that they give one after the other."""
+    """Calls interleaved on their own streams, in both orders, have the bits of sequential calls."""
     calls = mixed_calls()
     expected = [call() for call in calls]
     streams = [torch.cuda.Stream() for _ in calls]
@@ -291,7 +291,7 @@ def test_backward_in_another_thread() -> None:
 
 
 def test_a_site_that_threads_share() -> None:
-    """An AutoStrategy called by many: whatever it chooses, integers whose hidden state fp16 holds have one answer."""
+    """Many threads call one AutoStrategy: integers whose hidden state fp16 holds have one answer for any choice."""
     site = twell.AutoStrategy()
     sizes = (3, 130, 700, 1500)
     problems = [testing.integer_problem(m, 264, 776, density=0.05, seed=m, device=CUDA, dtype=FP16) for m in sizes]
@@ -311,7 +311,7 @@ def test_a_site_that_threads_share() -> None:
 
 
 def test_first_calls_of_many_threads() -> None:
-    """In a fresh process: eight threads find and load all kernels at once, and each has the right answer."""
+    """In a fresh process eight threads load all kernels at once, and each has the right answer."""
     program = """
 import json, threading, torch
 from twell import testing
@@ -362,7 +362,7 @@ def trainer(cls: Any, dtype: torch.dtype, strategy: str, seed: int) -> Callable[
 
 
 def test_two_models_in_one_process() -> None:
-    """Of different classes, dtypes and strategies, trained in turns and on two streams: as if each were alone."""
+    """Models of different classes, dtypes and strategies train in turns and on two streams as if alone."""
     kinds = [
         (SparseGatedMLP, BF16, "union", 1),
         (SparseMLP, FP16, "union", 2),
@@ -389,7 +389,7 @@ def test_two_models_in_one_process() -> None:
 
 
 def holes() -> list[Tensor]:
-    """All that is left of the memory that torch may take: what lies between tensors in use, too."""
+    """Take all memory that torch may still use, gaps between tensors included."""
     blocks = []
     size = 1 << 34
     while size >= 512:
@@ -402,7 +402,7 @@ def holes() -> list[Tensor]:
 
 @contextmanager
 def starved(spare: int) -> Iterator[None]:
-    """Torch may take ``spare`` bytes more than what is in use, and no others."""
+    """Limit torch to ``spare`` bytes more than those in use."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(CUDA).total_memory
@@ -420,7 +420,7 @@ MB = 1 << 20
 
 
 def runs_out(call: Callable[[], Any]) -> bool:
-    """Whether ``call`` runs out of memory; no traceback is left that would hold on to tensors."""
+    """Return whether ``call`` runs out of memory, without a traceback that would hold tensors."""
     try:
         call()
     except torch.OutOfMemoryError:
@@ -429,7 +429,7 @@ def runs_out(call: Callable[[], Any]) -> bool:
 
 
 def fails_at(call: Callable[[], Any], spares: range) -> int:
-    """How often ``call`` runs out of memory, with more and more of it until it does not."""
+    """Give ``call`` more and more memory until it succeeds; return the number of failures."""
     for count, spare in enumerate(spares):
         with starved(spare):
             out = runs_out(call)
@@ -447,7 +447,7 @@ def large() -> FFN:
 @pytest.mark.parametrize("strategy", ["row", "union", "dense"])
 @BOTH
 def test_out_of_memory_in_forward(strategy: str, gated: bool, large: FFN) -> None:
-    """Wherever an allocation fails, the next call gives the same bits, on memory that the failed one has written."""
+    """Wherever an allocation fails, the next call has the same bits, on memory that the failed one has written."""
     expected = forward(large, strategy, gated)
     testing.assert_same(expected["y"], testing.exact_output(large, gated=gated))
 
@@ -458,7 +458,7 @@ def test_out_of_memory_in_forward(strategy: str, gated: bool, large: FFN) -> Non
         try:
             call()
         finally:
-            # with memory again, whatever the failed call has launched
+            # with memory again, after any launches of the failed call
             torch.cuda.set_per_process_memory_fraction(1.0)
             assert_same(forward(large, strategy, gated), expected, "after running out,")
 
@@ -484,7 +484,7 @@ def test_out_of_memory_in_training(density: float, gated: bool) -> None:
 
 @BOTH
 def test_out_of_memory_in_backward(gated: bool, large: FFN) -> None:
-    """The graph is kept: the same backward goes through once there is memory. Main gradients are all or nothing."""
+    """The graph survives: the same backward succeeds once there is memory. Main gradients are all or nothing."""
     dy = testing.integer_upstream(large)
     right = testing.exact_gradients(large, dy, gated=gated)
     leaves = large.map(lambda t: t.detach().requires_grad_())
@@ -534,11 +534,11 @@ def test_out_of_memory_in_capture(training: bool, large: FFN) -> None:
 
 
 def test_a_full_gpu() -> None:
-    """Other tensors hold nearly all memory there is, rather than a limit of torch."""
+    """Other tensors hold nearly all memory, instead of a limit in torch."""
     problem = testing.integer_problem(60_000, 1024, 4096, density=0.008, device=CUDA)
     few = problem.rows(0, 64)
     expected = {strategy: forward(problem, strategy) for strategy in ("row", "union")}
-    # its kernels are loaded, which takes memory
+    # loading its kernels takes memory
     forward(few, "row")
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -549,7 +549,7 @@ def test_a_full_gpu() -> None:
         out = {strategy: runs_out(lambda strategy=strategy: forward(problem, strategy)) for strategy in expected}
         found = forward(few, "row")
     finally:
-        # or every test after this one would run out, too
+        # otherwise every later test would run out too
         hoard.clear()
         torch.cuda.empty_cache()
     assert all(out.values()), out
@@ -558,7 +558,7 @@ def test_a_full_gpu() -> None:
         assert_same(forward(problem, strategy), right, strategy)
 
 
-# Operands that no kernel takes
+# Invalid operands
 
 
 @pytest.mark.parametrize(
@@ -578,7 +578,7 @@ def test_a_full_gpu() -> None:
 def test_bad_operands_are_refused(
     place: str, change: Callable[[Tensor], Tensor], error: type[Exception], text: str, strategy: Any
 ) -> None:
-    """With a sentence, before anything is launched; the next call is right."""
+    """The error is one sentence, before any launch; the next call is right."""
     problem = testing.integer_problem(9, 72, 264, biases=BIASES, device=CUDA)
     t: dict[str, Any] = dict(zip(GIVEN, (*problem[:3], problem.w_down.t(), *problem[4:]), strict=True))
 
@@ -590,7 +590,7 @@ def test_bad_operands_are_refused(
     testing.assert_same(call(t), testing.exact_output(problem))
 
 
-# Values that are none
+# Non-finite values
 
 NEURON = 300
 TILE = {"row": 8, "union": 128, "training": 128}
@@ -626,7 +626,7 @@ def dense_step(problem: FFN, dy: Tensor, gated: bool) -> Outputs:
 @pytest.mark.parametrize("strategy", ["row", "union", "training"])
 @BOTH
 def test_where_non_finite_values_show(m: int, strategy: str, gated: bool) -> None:
-    """The docstring of this module, sentence by sentence, at every place where a value can be."""
+    """The rules of this module's docstring hold for every operand."""
     problem = pattern(m)
     dy = testing.integer_upstream(problem)
 
@@ -674,7 +674,7 @@ def where(layer: FFN, place: str, tile: int, fires: Tensor) -> tuple[Tensor, Ten
 @pytest.mark.parametrize("overflows", [False, True], ids=["fits", "overflows"])
 @BOTH
 def test_where_non_finite_values_show_in_gradients(overflows: bool, value: float, gated: bool) -> None:
-    """No gradient is lost that dense PyTorch keeps; tokens that have nothing to do with it keep theirs."""
+    """Gradients that are finite in dense PyTorch stay finite; those of unrelated tokens keep their bits."""
     problem = pattern(300)
     if overflows:
         assert problem.b_gate is not None
@@ -708,7 +708,7 @@ def test_where_non_finite_values_show_in_gradients(overflows: bool, value: float
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("strategy", ["row", "union"])
 def test_everything_is_nan(dtype: torch.dtype, strategy: str) -> None:
-    """No kernel waits or reads out of bounds for want of a number; afterwards all is well."""
+    """No kernel hangs or reads out of bounds because of NaN; the next call is right."""
     problem = testing.integer_problem(300, 264, 776, density=0.1, biases=BIASES, device=CUDA, dtype=dtype)
     expected = forward(problem, strategy)
     for value in (math.nan, math.inf, -math.inf):

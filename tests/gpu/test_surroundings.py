@@ -1,4 +1,4 @@
-"""What goes on around a call: other streams, threads and devices, captures, default devices, thousands of steps."""
+"""Surroundings of a call: other streams, threads and devices, captures, default devices, thousands of steps."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def chain(call: Callable[[Tensor], Tensor], x: Tensor, streams: tuple[Any, Any])
             one.wait_event(scaled)
             x.copy_(z)
             z.record_stream(one)
-            # what still read y now would show it
+            # a late reader of y would show it
             y.fill_(torch.nan)
     torch.cuda.synchronize()
     return x
@@ -104,7 +104,7 @@ def test_a_capture_that_forks_and_joins(m: int) -> None:
 
 # Threads
 
-# an invalidated capture leaves its traces, hence a process of its own
+# an invalidated capture leaves traces, so it gets its own process
 BESIDE_A_CAPTURE = """
 import sys, threading, torch, twell
 
@@ -279,10 +279,10 @@ def test_main_gradients_side_by_side(place: str) -> None:
         add_to(*apart)
         add_to(*together)
     for ours, theirs in zip(together, apart, strict=True):
-        # what kernels cannot write in place is summed apart first, and rounded once more
+        # tensors that kernels cannot write in place are summed apart and rounded once more
         torch.testing.assert_close(ours, theirs, rtol=1e-5 if place == "elements" else 0, atol=0)
         ours.fill_(1)
-    # nothing beside them was touched
+    # nothing beside them is written
     assert (whole == 1).all()
 
 

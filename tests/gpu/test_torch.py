@@ -110,7 +110,7 @@ def test_compiled_modules(layer: FFN, mode: str | None) -> None:
 
 
 def test_cuda_graph_follows_its_inputs(layer: FFN) -> None:
-    """One graph, captured with sparse data, replayed with none, with everything positive and with sparse data again."""
+    """One graph, captured with sparse data, is replayed with no non-zeros, all positive gates and sparse data again."""
     static = layer.map(Tensor.clone)
     graph, outputs = testing.captured(
         lambda: (testing.sparse_output(static), testing.sparse_output(static, gated=False), packed_gate(static))
@@ -144,7 +144,7 @@ def test_cuda_graph_replays_the_same_bits() -> None:
 
 
 def test_side_stream(layer: FFN) -> None:
-    """All launches are on the current stream: they wait for what it wrote before, and the host for nothing."""
+    """All launches are on the current stream: they wait for its earlier writes, and the host does not wait."""
     x = torch.full_like(layer.x, torch.nan)
 
     def calls() -> tuple[Tensor, Tensor]:
@@ -154,7 +154,7 @@ def test_side_stream(layer: FFN) -> None:
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(200_000_000)  # 0.1 s in which a launch on another stream would read NaN
+        torch.cuda._sleep(200_000_000)  # for 0.1 s a launch on another stream would read NaN
         x.copy_(layer.x)
         gated, non_gated = calls()
     assert not stream.query()
@@ -181,7 +181,7 @@ def test_two_streams_at_once(strategy: Literal["row", "union"]) -> None:
 
 
 def test_nothing_waits_for_the_gpu(layer: FFN) -> None:
-    """Once kernels are loaded, no call does anything that makes the host wait."""
+    """Once kernels are loaded, no call makes the host wait."""
 
     def calls() -> None:
         run(layer)
@@ -197,7 +197,7 @@ def test_nothing_waits_for_the_gpu(layer: FFN) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         with pytest.raises(RuntimeError):
-            layer.x.sum().item()  # the mode works
+            layer.x.sum().item()  # the mode detects a wait
         calls()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -223,7 +223,7 @@ def test_two_devices(layer: FFN) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_autocast(layer: FFN, dtype: torch.dtype) -> None:
-    """fp32 operands under autocast are those of its dtype; the result has that dtype."""
+    """fp32 operands are cast to autocast's dtype; the result has that dtype."""
     wide, narrow = layer.map(Tensor.float), layer.map(lambda t: t.to(dtype))
     for gated in (True, False):
         with torch.autocast("cuda", dtype):
@@ -237,7 +237,7 @@ def test_autocast(layer: FFN, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ["x", "w_gate", "w_up", "w_down"])
-def test_what_requires_grad_gets_it(layer: FFN, name: str) -> None:
+def test_operands_that_require_grad_get_gradients(layer: FFN, name: str) -> None:
     """By either strategy; without grad mode the path of inference runs."""
     wanting = layer._replace(**{name: getattr(layer, name).clone().requires_grad_()})
     x, w_gate, w_up, w_down = wanting[:4]
@@ -287,7 +287,7 @@ def test_aux(layer: FFN, strategy: Literal["row", "union"]) -> None:
 
 @pytest.mark.skipif(packaged.read_manifest(packaged.FOLDER) is None, reason="no packaged kernels here")
 def test_packaged_kernels_run_without_cutlass() -> None:
-    """A fresh process that may not compile: both layers run, and neither the import nor they import cutlass."""
+    """A fresh process that must not compile: both layers run without importing cutlass."""
     program = """
 import json, sys
 from twell import testing

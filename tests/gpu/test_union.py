@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import twell
+from tests.gpu.operands import gates_with, padded
 from twell import ops, testing
 from twell._runtime import geometry
 from twell.testing import FFN
@@ -25,7 +26,7 @@ VARIANTS = [(BF16, 8), (FP16, 4), (BF16, 2), (FP16, 8), (BF16, 4), (FP16, 2)]
 
 
 class Outputs(NamedTuple):
-    """What the operator returns; of the right answer l1 is float64 [B]."""
+    """Outputs of the operator; l1 of the right answer is float64 [B]."""
 
     y: Tensor
     l1: Tensor
@@ -33,7 +34,7 @@ class Outputs(NamedTuple):
 
 
 def right(problem: FFN, gated: bool) -> Outputs:
-    """The only right answer: float64, but for the hidden state, which is rounded to the storage type before y."""
+    """The only right answer: float64, except that the hidden state is rounded to the storage type before y."""
     wide, dtype, m = problem.map(Tensor.double), problem.x.dtype, problem.x.shape[0]
     gate = testing.float64_gate(problem)
     hidden = gate * F.linear(wide.x, wide.w_up, wide.b_up) if gated else gate
@@ -59,7 +60,7 @@ def run(problem: FFN, gated: bool, compression: int = 8) -> Outputs:
 
 
 def assert_right(outputs: Outputs, expected: Outputs) -> None:
-    """y and union to the bit; sums of |h| too, where fp32 holds them."""
+    """Compare y and union to the bit; sums of |h| too, if fp32 holds them."""
     testing.assert_same(outputs.y, expected.y, "y")
     testing.assert_same(outputs.union, expected.union, "union")
     sums = outputs.l1.sum(1, dtype=torch.float64)
@@ -98,7 +99,7 @@ SHAPES = [
 @pytest.mark.parametrize(
     ("shape", "dtype", "compression", "biases"),
     [
-        # two different variants at each shape, one of them with biases
+        # two variants at each shape, one with biases
         (shape, *VARIANTS[(i + j) % 6], ("", BIASES)[(i + j) % 2])
         for i, shape in enumerate(SHAPES)
         for j in range(2)
@@ -113,7 +114,7 @@ def test_shapes(shape: tuple[int, int, int], dtype: torch.dtype, compression: in
 @pytest.mark.parametrize("density", [0, 0.005, 0.02, 0.3, 1])
 @pytest.mark.parametrize(("dtype", "compression"), VARIANTS)
 def test_densities(density: float, dtype: torch.dtype, compression: int) -> None:
-    """No gate positive, few, many, every neuron of every token; the last tiles are partial."""
+    """No positive gate, few, many, all; the last tiles are partial."""
     problem = testing.integer_problem(300, 264, 2056, density=density, device=CUDA, dtype=dtype)
     share = float((testing.float64_gate(problem) > 0).double().mean())
     assert share == density if density in (0, 1) else 0.2 * density < share < 2 * density
@@ -182,7 +183,7 @@ def test_hidden_state_is_rounded_to_its_range(dtype: torch.dtype, shifts: tuple[
 
 
 def test_hidden_state_beyond_fp16_is_infinite() -> None:
-    """As in dense PyTorch, and for the tokens that have it alone."""
+    """As in dense PyTorch, and only for its tokens."""
     problem = testing.integer_problem(130, 264, 776, density=0.1, device=CUDA, dtype=FP16)
     clean = right(problem, True).y
     scale = torch.ones(776, 1, dtype=FP16, device=CUDA)
@@ -199,21 +200,10 @@ def test_hidden_state_beyond_fp16_is_infinite() -> None:
 # Where non-zeros fall
 
 
-def gates_with(counts: Tensor, n: int, seed: int = 0) -> Tensor:
-    """Integers [M, n]: counts[m, t] positive ones at random places of tile t of row m, the others zero or less."""
-    m, tiles = counts.shape
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.rand(m, tiles, 256, generator=generator)
-    scores.view(m, -1)[:, n:] = 2
-    active = scores.argsort(2).argsort(2) < counts[:, :, None]
-    values = torch.randint(1, 9, active.shape, generator=generator)
-    return torch.where(active, values, 1 - values).view(m, -1)[:, :n]
-
-
 @DTYPES
 @pytest.mark.parametrize("compression", [2, 4, 8])
 def test_tiles_around_the_capacity(compression: int, dtype: torch.dtype) -> None:
-    """Tiles one short of full, full, one over, with 255 and 256, side by side; 8 in the last."""
+    """Tiles one short of full, full, one over, with 255 and 256 side by side; 8 in the last."""
     width = 256 // compression
     choices = torch.tensor([0, 1, width - 2, width - 1, width, width + 1, 255, 256])
     rows = torch.arange(257)[:, None]
@@ -258,7 +248,7 @@ def test_all_rows_heavy(nonzeros_per_tile: int) -> None:
 
 
 def test_mixed_rows() -> None:
-    """Every load from none to all neurons in one batch, in an order that puts light and heavy rows side by side."""
+    """Every load from no to all neurons in one batch, light and heavy rows side by side."""
     generator = torch.Generator().manual_seed(1)
     loads = torch.randperm(257, generator=generator)[:, None]
     counts = (loads * torch.rand(257, 22, generator=generator)).long()
@@ -266,7 +256,7 @@ def test_mixed_rows() -> None:
 
 
 def test_neighbours_differ() -> None:
-    """An empty tile, one with everything, one with a single neuron in its last token, and a partial one: each alone."""
+    """An empty tile, a full one, one with a single neuron in its last token, and a partial one are independent."""
     gates = torch.full((400, 776), -2)
     gates[128:256] = 1
     gates[383, 775] = 5
@@ -287,7 +277,7 @@ def test_many_tokens(gated: bool) -> None:
 
 
 def assert_follows_cpu(problem: FFN, row: int | None = None) -> None:
-    """Every output as the CPU operator has it; where there is a ``row``, the others are finite."""
+    """Every output equals the CPU operator's; if there is a ``row``, all others are finite."""
     on_cpu = problem.to("cpu")
     for gated in (True, False):
         y, l1, union = run(problem, gated)
@@ -302,7 +292,7 @@ def assert_follows_cpu(problem: FFN, row: int | None = None) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @DTYPES
 def test_non_finite_token(value: float, dtype: torch.dtype) -> None:
-    """One token with a non-finite feature: its row alone shows it, and no neuron past the last tile's end appears."""
+    """One token has a non-finite feature: only its row shows it, and no neuron past the last tile appears."""
     problem = testing.integer_problem(150, 200, 264, density=0.1, device=CUDA, dtype=dtype)
     clean = right(problem, True).y
     problem.x[66, 5] = value
@@ -325,7 +315,7 @@ def test_nan_spreads_as_in_dense() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_non_finite_neuron(value: float) -> None:
-    """A gate weight that is not finite, in the partial last tile: rows past M, zero times it, do not count."""
+    """A non-finite gate weight in the partial last tile: rows past M, 0 times the weight, do not count."""
     problem = testing.integer_problem(65, 72, 264, density=0.1, device=CUDA)
     problem.w_gate[263, 4] = value
     assert_follows_cpu(problem)
@@ -372,7 +362,7 @@ def test_non_finite_weight_reaches_only_tokens_beside_those_that_fire_it(weight:
             assert not bool(y[firing].isfinite().any())
 
 
-# Slices: as many tokens at a time as there is room for entries
+# Slices: as many tokens at a time as entries have room
 
 
 @BOTH
@@ -398,7 +388,7 @@ def test_slices_do_not_change_a_bit(
 def test_packing_slice_by_slice_does_not_change_a_bit(
     m: int, tiles: int, compression: int, density: float, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``ffn_union`` has the results of the two operators, also where another kernel packs a short last slice."""
+    """``ffn_union`` has the results of the two operators, even if another kernel packs a short last slice."""
     p = testing.integer_problem(m, 136, 264, density=density, biases=BIASES, device=CUDA)
     words, spill, stats = ops.gate_pack(p.x, p.w_gate, p.b_gate, compression)
     weights = (p.w_up, p.w_down, p.b_up) if gated else (None, p.w_down, None)
@@ -491,17 +481,10 @@ def layered() -> FFN:
     return testing.integer_problem(130, 264, 776, density=0.1, biases=BIASES, device=CUDA)
 
 
-def padded(t: Tensor, left: int, right: int) -> Tensor:
-    """The same values as rows of a wider buffer that is NaN elsewhere."""
-    wide = torch.full((t.shape[0], left + t.shape[1] + right), math.nan, dtype=t.dtype, device=t.device)
-    wide[:, left : left + t.shape[1]] = t
-    return wide[:, left : left + t.shape[1]]
-
-
 @BOTH
 @pytest.mark.parametrize(("left", "right_"), [(8, 16), (0, 8), (3, 5), (1, 0)])
 def test_strided_operands(layered: FFN, left: int, right_: int, gated: bool) -> None:
-    """Row strides that kernels read in place, and bases and strides that they cannot."""
+    """Row strides that kernels read in place, and base addresses and strides that they cannot."""
     strided = FFN(*(padded(t, left, right_) for t in layered[:4]), *layered[4:])
     assert_right(run(strided, gated), right(layered, gated))
 
@@ -641,7 +624,7 @@ def test_gradients_of_the_strategy(layered: FFN, gated: bool) -> None:
 
 @BOTH
 def test_strategies_agree(gated: bool) -> None:
-    """Where h is exact in 16 bits there is one right answer, whoever computes it; figures too."""
+    """If h is exact in 16 bits, every strategy has the same answer and figures."""
     gates = gates_with(torch.full((130, 4), 20), 1000)
     problem = testing.pattern_problem(gates, 136, device=CUDA)
     expected = testing.exact_output(problem, gated=gated)
@@ -708,7 +691,7 @@ def test_compiled_module(layered: FFN, mode: str | None) -> None:
 
 @BOTH
 def test_cuda_graph_follows_its_inputs(gated: bool) -> None:
-    """One graph, captured with sparse data, replayed with none, with everything positive and with sparse data again."""
+    """One graph, captured with sparse data, is replayed with no non-zeros, all positive gates and sparse data again."""
 
     def problem(density: float, seed: int) -> FFN:
         return testing.integer_problem(300, 264, 776, density=density, biases=BIASES, seed=seed, device=CUDA)
@@ -742,7 +725,7 @@ def test_cuda_graph_of_slices_replays_the_same_bits(monkeypatch: pytest.MonkeyPa
 
 @BOTH
 def test_side_stream(layered: FFN, gated: bool) -> None:
-    """All launches are on the current stream: they wait for what it wrote before, and the host for nothing."""
+    """All launches are on the current stream: they wait for its earlier writes, and the host does not wait."""
     x = torch.full_like(layered.x, torch.nan)
 
     def call() -> Tensor:
@@ -752,7 +735,7 @@ def test_side_stream(layered: FFN, gated: bool) -> None:
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(200_000_000)  # 0.1 s in which a launch on another stream would read NaN
+        torch.cuda._sleep(200_000_000)  # for 0.1 s a launch on another stream would read NaN
         x.copy_(layered.x)
         y = call()
     assert not stream.query()
@@ -776,7 +759,7 @@ def test_nothing_waits_for_the_gpu(layered: FFN, monkeypatch: pytest.MonkeyPatch
         torch.cuda.set_sync_debug_mode("error")
         try:
             with pytest.raises(RuntimeError):
-                layered.x.sum().item()  # the mode works
+                layered.x.sum().item()  # the mode detects a wait
             calls()
         finally:
             torch.cuda.set_sync_debug_mode("default")
