@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from training import RequestError, checkpoint, model, options, parallel, report
 from training.data import Sequences, Source, Tokens, prepare
+from training.whole import manifest
 
 import twell
 from twell import _files, recipe
@@ -206,7 +207,7 @@ class Training:
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint; RequestError if it is of another run."""
-        choice, about = self.choice, checkpoint.manifest(path)
+        choice, about = self.choice, manifest(path)
         assert about is not None
         theirs = about["identity"]
         for name in choice.implied:

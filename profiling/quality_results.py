@@ -297,7 +297,7 @@ def shown(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 def draw(figure: SubFigure, theme: Theme, data: Sequence[dict[str, Any]]) -> None:
     found = [Point(**each) for each in data]
-    top, below = figure.subfigures(2, 1, height_ratios=(1.3, 1))
+    top, below = figure.subfigures(2, 1, height_ratios=(1.3, 1), squeeze=False)[:, 0]
     _draw_quality(top.subplots(), theme, found)
     left, right = below.subplots(1, 2, width_ratios=(1.2, 1))
     _draw_layers(left, theme, [point for point in found if point.name == "ReLU"])

@@ -480,7 +480,9 @@ def main(argv: Sequence[str] | None = None, bench: Bench | None = None) -> int:
             if twice:
                 raise SweepError(f"expected folders and files of different names, got {twice[0]!r} twice")
         if bench is None:
-            from twell.commands.bench import main as bench
+            from twell.commands.bench import main
+
+            bench = main
 
         for name in arguments.sweeps:
             files.append(run(name, arguments, bench, deadline))

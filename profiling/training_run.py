@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sweep import lasting
+from profiling.sweep import lasting
 
 # Options that name places, which are nobody else's, and those that must be the same.
 PLACES = ("text", "dataset", "cache", "out", "resume", "implied")

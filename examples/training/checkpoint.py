@@ -116,7 +116,8 @@ def _fill(
     weights, moments = get_state_dict(model, optimizer)
     failure: BaseException | None = None
     try:
-        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=partial, no_dist=here.size == 1)
+        everything = {"model": weights, "optimizer": moments}
+        dcp.save(everything, checkpoint_id=partial, no_dist=here.size == 1)  # type: ignore[attr-defined]
     except CheckpointException as error:
         # it is no Exception, and prints the stack of every rank
         failure = next(iter(error.failures.values()))[0]
@@ -173,8 +174,8 @@ def _names(paths: list[Path]) -> str:
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, here: World) -> dict[str, Any]:
     """Put what ``path`` holds into model, optimizer and random generators; the ``state`` that was saved with it."""
     weights, moments = get_state_dict(model, optimizer)
-    saved = {"model": weights, "optimizer": moments}
-    dcp.load(saved, checkpoint_id=path, no_dist=here.size == 1)
+    saved: dict[str, Any] = {"model": weights, "optimizer": moments}
+    dcp.load(saved, checkpoint_id=path, no_dist=here.size == 1)  # type: ignore[attr-defined]
     set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
     random = path / f"random-{here.rank}.pt"
     # there may be more ranks now than when it was saved

@@ -326,7 +326,7 @@ def draw_layers(figure: SubFigure, theme: Theme, data: dict[str, Any]) -> None:
     }
     first = next(iter(points.values()))
     fields = [field for field in AGAINST if all(point[field] is not None for point in first)]
-    left, right = figure.subfigures(1, 2, width_ratios=[1, 1.1])
+    left, right = figure.subfigures(1, 2, width_ratios=[1, 1.1], squeeze=False)[0]
     *bars, gains = left.subplots(len(fields) + 1, 1, height_ratios=[*[1] * len(fields), 1.5])
     scatters = right.subplots(len(fields), 1, squeeze=False)[:, 0]
     numbers = [point["layer"] for point in first]

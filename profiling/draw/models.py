@@ -42,7 +42,7 @@ def models(results: Results) -> Chart | None:
             }
             # its size, without what else is said of it; of a folder's name what was found in it
             name = model if re.match(r"[\d.]+B", model) else sizes.get(model, model)
-            group = {"model": name.split(",")[0].split(" (")[0], "op": op, "bars": bars}
+            group: Row = {"model": name.split(",")[0].split(" (")[0], "op": op, "bars": bars}
             groups.append(group | {"nnz": statistics.fmean(active) if active else None})
         if rows:
             machines.append(machine(result))

@@ -252,7 +252,7 @@ def _place(text: Any, axes: Axes, renderer: RendererAgg, spots: Any, taken: list
 
     # at the right end of the axes there may be some margin
     frame = Bbox.from_extents(*axes.bbox.min, min(axes.bbox.x1 + 25, edge), axes.bbox.y1)
-    choices = []
+    choices: list[tuple[float, int, dict[str, Any], Bbox]] = []
     for far, (across, up) in itertools.product((6, 10, 15), AROUND):
         near = far * (0.7 if across and up else 1)
         place = {"position": (across * near, up * near), "ha": SIDES[across], "va": HEIGHTS[up]}

@@ -30,8 +30,8 @@ import twell
 from twell import _files, ops, testing
 from twell._runtime import geometry, nvtx
 from twell.commands.bench import protocol, workloads
-from twell.commands.bench.cli import L2_TBS
 from twell.commands.bench.layers import SETTLING
+from twell.commands.bench.parser import L2_TBS
 from twell.commands.request import RequestError, at_least
 from twell.testing import FFN
 

@@ -320,14 +320,18 @@ def _row(label: str, launches: Sequence[Launch]) -> Row:
     }
     whole = sum(stalls.values())
     return Row(
-        label,
-        len(launches),
-        found["time"],
-        *(found[column] for column in ("tensor", "l2", "dram", "issue", "registers")),
-        sum(part for part in shared if part is not None) if any(part is not None for part in shared) else None,
-        found["achieved"],
-        found["theoretical"],
-        {state: 100 * value / whole for state, value in sorted(stalls.items(), key=lambda s: -s[1]) if whole},
+        kernel=label,
+        launches=len(launches),
+        ms=found["time"],
+        tensor=found["tensor"],
+        l2=found["l2"],
+        dram=found["dram"],
+        issue=found["issue"],
+        registers=found["registers"],
+        shared_bytes=sum(part for part in shared if part is not None) if shared != [None] * 3 else None,
+        achieved=found["achieved"],
+        theoretical=found["theoretical"],
+        stalls={state: 100 * value / whole for state, value in sorted(stalls.items(), key=lambda s: -s[1]) if whole},
     )
 
 
