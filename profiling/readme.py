@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from profiling import quality_results
+from profiling import quality_results, reference
 from profiling.draw.common import ResultError, Results
 from profiling.nsight import summarize
 from profiling.sweep import lasting
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 LAYERS = ("real3", "topic29", "skew29", "uniform29", "real6", "topic128", "dense911")
 Row = dict[str, Any]
 
@@ -128,7 +128,7 @@ def machine() -> str:
 SHAPES = ((1024, 2816), (896, 4864), (2048, 5632), (4096, 11008), (4096, 14336))
 
 
-def shapes(shown: Sequence[tuple[int, int]] = SHAPES) -> str:
+def shapes() -> str:
     best: dict[tuple[int, int, str, int], tuple[float, str]] = {}
     for row in result("h200_tuning")["rows"]:
         if not row["red"] and not row["training"] and row["gated"]:
@@ -136,7 +136,7 @@ def shapes(shown: Sequence[tuple[int, int]] = SHAPES) -> str:
             best[key] = min(best.get(key, (math.inf, "")), (row["relative"], row["strategy"][0]))
     tokens = (1, 16, 64, 256, 1024, 4096, 16384, 131072)
     rows = []
-    for k, n in shown:
+    for k, n in SHAPES:
         for pattern in ("topic", "uniform", "denser"):
             cells = []
             for m in tokens:
@@ -307,14 +307,6 @@ def model_machine(name: str) -> str:
     return f"{text} {run['machine']}"
 
 
-def models_machine() -> str:
-    """What the models' tokens fire, and where all was measured."""
-    runs = [result("h200_model"), *configurations()]
-    unions = {each["config"]: statistics.fmean(each["unions"]) for run in runs for each in run["models"]}
-    named = [f"{'trained' if config not in PAPER else config} {share:.0%}" for config, share in unions.items()]
-    return f"Share of the neurons that 128 tokens fire, mean over the layers: {', '.join(named)}. {machines(runs)}"
-
-
 def configurations_machine() -> str:
     """What was drawn, layer by layer, and where it was measured."""
     runs = configurations()
@@ -331,26 +323,6 @@ def configurations_machine() -> str:
 
 
 def beside_paper() -> str:
-    """What sparsity changes, in percent: in the paper, here in eager mode, here compiled; with weights here alone."""
-    ours = [of_kind(kind) for kind in ("eager", "compiled")]
-    rows = []
-    for config, paper in PAPER.items():
-        cells = [config]
-        for op, key, said in (
-            ("forward", "tokens_per_ms", percent(paper.forward[2])),
-            ("forward", "mj_per_token", change(*paper.energy)),
-            ("train", "tokens_per_ms", percent(paper.training[2])),
-            ("train", "peak_bytes", change(*paper.peak)),
-            ("train", "peak_total_bytes", ""),
-        ):
-            changes = [change(*found[config, op][key]) for found in ours if (config, op) in found]
-            cells.append(" / ".join([said, *changes] if said else changes).replace(" % /", " /"))
-        rows.append(cells)
-    header = ["", "forward tokens/ms", "forward mJ/token", "training tokens/ms", "training peak", "with weights"]
-    return markdown(header, "lrrrrr", rows)
-
-
-def beside_paper_in_full() -> str:
     """The figures themselves, dense and sparse: of the paper, of eager and of compiled models."""
     ours = [of_kind(kind) for kind in ("eager", "compiled")]
     rows = []
@@ -539,17 +511,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode": decode,
     "machine": machine,
     "shapes": shapes,
-    "some shapes": lambda: shapes(((1024, 2816), (2048, 5632))),
     "headline": headline,
     "models": models,
     "some models": lambda: models(lambda model, op: (model, op) in SOME_MODELS),
-    "models machine": models_machine,
     "model": lambda: model_table([result("h200_model")]),
     "model machine": lambda: model_machine("h200_model"),
     "configurations": lambda: model_table(configurations()),
     "configurations machine": configurations_machine,
     "beside the paper": beside_paper,
-    "beside the paper, in full": beside_paper_in_full,
     "sparser model": lambda: model_table([result("h200_model_sparser")]),
     "sparser model machine": lambda: model_machine("h200_model_sparser"),
     "training run": training_run,
@@ -570,12 +539,13 @@ PLACE = re.compile(r"(<!-- table: ([^\n]*?) -->)\n.*?(<!-- end -->)", re.DOTALL)
 
 def fill(text: str) -> str:
     """A page with every table made again."""
+    tables = {**TABLES, **reference.blocks()} if "<!-- table: " in text else {}
 
     def table(match: re.Match[str]) -> str:
         before, name, after = match.groups()
-        if name not in TABLES:
-            raise LookupError(f"table must be one of {', '.join(TABLES)}, got {name!r}")
-        return f"{before}\n{TABLES[name]().strip()}\n{after}"
+        if name not in tables:
+            raise LookupError(f"table must be one of {', '.join(tables)}, got {name!r}")
+        return f"{before}\n{tables[name]().strip()}\n{after}"
 
     return PLACE.sub(table, text)
 
