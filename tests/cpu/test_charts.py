@@ -256,12 +256,12 @@ def test_memory_by_token(tmp_path: Path) -> None:
     data = chart.data
     assert set(data) == {"kept", "peak", "forward"}
     assert data["kept"]["lines"]['"union"'][0] == [1, pytest.approx(16845828 / 16384 / 1000)]
-    assert [x for x, _ in data["kept"]["lines"]['"auto", dense']] == [512, 911]
+    assert [x for x, _ in data["kept"]["lines"]['"auto" runs dense']] == [512, 911]
     assert data["kept"]["dense"] == {name: pytest.approx(33.792) for name in ("dense eager", "dense compiled")}
     assert data["forward"]["dense"]["dense eager"] == pytest.approx(1.01e9 / 3 / 16384 / 1000, rel=1e-6)
-    assert "1.0 KB a token for backward in place of 34, its peak is 3.3 times lower" in chart.title
+    assert "1.0 KB per token for backward instead of 34, its peak is 3.3 times lower" in chart.title
     # of 63 MB in place of 277
-    assert "a forward pass's peak 4.4 times lower" in chart.title
+    assert "the peak of a forward pass 4.4 times lower" in chart.title
 
 
 def test_a_sweep_takes_the_place_of_older_files(root: Path, tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_kernels_add_up_to_the_whole(tmp_path: Path) -> None:
         ("gate_pack_bf16_c8", "gate GEMM + pack"),
         ("gate_pack_skinny_bf16", "gate GEMM + pack"),
         ("up_down_skinny_bf16", "up and down"),
-        ("gathered_bf16_0", "y = h W_down"),
+        ("gathered_bf16_0", "y = h w_down"),
         ("gathered_bf16_2", "dx"),
         ("torch", "rest"),
         ("transpose_bf16", "rest"),
@@ -384,7 +384,7 @@ def test_the_papers_configurations_beside_its_figures(tmp_path: Path) -> None:
     assert forward["nnz"] == 30
     assert forward["paper"] == {"rate": 18.8, "energy": pytest.approx(-15.01, abs=0.01)}
     assert train["paper"] == {"rate": 11.6, "peak": pytest.approx(-28.18, abs=0.01)}
-    assert "50 to 60 % faster, 50 % faster in training" in chart.title
+    assert "50 to 60 % faster forward, 50 % in training" in chart.title
     assert "at 1.5B energy -25 % (paper -15 %), training memory -25 % (paper -28 %)" in chart.title
     chart.save(tmp_path / "paper")
 
@@ -397,7 +397,7 @@ def test_how_sparse_it_may_be_for_nothing() -> None:
 
     found = [point(0.0, 300, 0.0, 0.0), point(1e-4, 100, -0.02, 0.01), point(1e-3, 40, 0.009), point(1e-2, 9, 0.011)]
     # 40 is above by less than the deviation between seeds
-    assert quality_results.finding(found).endswith("down to 40 of 1,000 neurons a token")
+    assert quality_results.finding(found).endswith("down to 40 of 1,000 non-zeros per token")
     assert quality_results.finding([found[0], found[3]]) == "Every coefficient costs cross-entropy"
 
 
