@@ -94,8 +94,9 @@ def mean_speedup() -> str:
     }
     forward, train = (geometric(of_model[op]) for op in ("ffn", "train"))
     return (
-        f"The mean speed-up is {mean:.2f} over the first five workloads, and {forward:.2f} over all {len(of_model['ffn'])} "
-        f"layers of a model trained like the one below; in training these layers gain {train:.2f} (geometric means)."
+        f"The mean speed-up is {mean:.2f} over the first five workloads and {forward:.2f} over all "
+        f"{len(of_model['ffn'])} layers of a model trained like the one below; in training these layers "
+        f"gain {train:.2f} (geometric means)."
     )
 
 
@@ -159,8 +160,8 @@ VARIANTS = ("dense eager", "dense compiled", "sparse eager", "sparse compiled")
 class Paper(NamedTuple):
     """Figures of arXiv 2603.23198 for one size, dense and sparse.
 
-    forward, training: tokens/ms, and the speed-up in percent. energy: mJ/token of a forward pass. peak: GB of a training
-    step.
+    forward, training: tokens/ms, and the speed-up in percent. energy: mJ/token of a forward pass. peak: GB of a
+    training step.
     """
 
     forward: tuple[float, float, float]
@@ -443,8 +444,8 @@ def fuzz() -> str:
     counts, wrong = run["counts"]["numbers"], run["mismatches"]
     largest, case = max(value for name, value in run["worst"].items() if name.endswith("allowed"))
     return (
-        f"{run['cases']:,} cases in {run['seconds']:.0f} s: {counts['integers']:,} with integers, compared bit by bit, and "
-        f"{counts['reals']:,} with real numbers, the largest error {largest:.2f} of the bound (case {case}). "
+        f"{run['cases']:,} cases in {run['seconds']:.0f} s: {counts['integers']:,} with integers, compared bit by bit, "
+        f"and {counts['reals']:,} with real numbers, the largest error {largest:.2f} of the bound (case {case}). "
         f"Mismatches: {'; '.join(wrong) if wrong else 'none'}. {run['machine']}"
     )
 

@@ -515,7 +515,7 @@ class TestScripts:
         ("arguments", "message"),
         [
             (["--out"], "--out needs a value"),
-            (["--dry-run"], "which operator?"),
+            (["--dry-run"], "expected an operator, got none"),
             (
                 ["ffn", "--kernel", "GatePack*"],
                 "--kernel takes the name of a kernel or regex:EXPRESSION, got GatePack*",

@@ -283,8 +283,8 @@ def test_what_the_fuzzer_found(mismatches: list[str], said: str, readme: Any, tm
     run["worst"]["y, times dense's"] = [1.01, "6:3"]
     (tmp_path / "h200_fuzz.json").write_text(json.dumps(run))
     assert readme.fuzz() == (
-        "1,200 cases in 61 s: 500 with integers, compared bit by bit, and 700 with real numbers, the largest error 0.90 "
-        f"of the bound (case 6:1). {said} a GPU"
+        "1,200 cases in 61 s: 500 with integers, compared bit by bit, and 700 with real numbers, the largest error "
+        f"0.90 of the bound (case 6:1). {said} a GPU"
     )
 
 

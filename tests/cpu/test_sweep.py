@@ -330,9 +330,7 @@ def test_what_bench_cannot_do_is_told_once_and_leaves_no_points(
 
     assert run(sweep, cannot, "nnz", "memory", "--out", tmp_path) == 2
     assert calls == 1
-    assert (
-        "sweep: error: twell bench cannot do what it is asked for, see above: ffn --workload" in capsys.readouterr().err
-    )
+    assert "sweep: error: twell bench cannot serve this request, see above: ffn --workload" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
