@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 # those whose blocks and commands are tried
-TRIED = [ROOT / "README.md", ROOT / "examples" / "README.md", *PAGES]
+TRIED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *PAGES]
 LINKED = [*TRIED, ROOT / "AGENTS.md", ROOT / "profiling" / "results" / "README.md"]
 DOCUMENTED = (
     *("twell", "twell.nn", "twell.recipe", "twell.integrations.transformers", "twell.distributed"),
@@ -392,7 +392,9 @@ def help_of() -> dict[str, str]:
 def script_help(script: str, known: dict[str, str]) -> str:
     if script not in known:
         printed, saved = io.StringIO(), (sys.argv, sys.path[:])
-        sys.argv, sys.path[:0] = [script, "--help"], [str((ROOT / script).parent)]
+        # modules of the checkout run from its root, others from their folder
+        module = script.startswith(("profiling", "tests"))
+        sys.argv, sys.path[:0] = [script, "--help"], [] if module else [str((ROOT / script).parent)]
         try:
             with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
                 runpy.run_path(str(ROOT / script), run_name="__main__")
