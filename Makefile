@@ -76,7 +76,7 @@ format: $(stamp) ## let ruff lay the code out
 	"$(PY)" -m ruff format
 
 charts: $(stamp) ## profiling/charts/ from profiling/results/
-	"$(PY)" profiling/draw $(ARGS)
+	"$(PY)" -m profiling.draw $(ARGS)
 
 docs: $(stamp) ## build/docs: the documentation as a site; warnings are errors
 	"$(PY)" -m sphinx -W --keep-going -b html -d build/doctrees docs build/docs $(ARGS)

@@ -3,8 +3,8 @@
     python examples/train.py --config 125M --text ~/books --out runs/books
     torchrun --nproc-per-node 2 examples/train.py --config 0.5B --text ~/books --out runs/books --parallel fsdp
 
-The same command again resumes where the last one stopped, and with more --steps goes on from where it was to end. The
-model is written to OUT/final, for from_pretrained.
+The same command resumes a run that stopped; with more --steps it extends a finished run. The model is written to
+OUT/final, for from_pretrained.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# threads that wait by spinning take a busy machine's cores from the others; torch reads it as it is imported
+# spinning threads would take cores from other work; torch reads this at import
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from torch import Tensor
 from training import RequestError, checkpoint, model, options, parallel, report
 from training.data import Sequences, Source, Tokens, prepare
+from training.whole import manifest
 
 import twell
 from twell import _files, recipe
@@ -38,11 +39,11 @@ from twell.testing import machine_line
 
 
 class LostLoss(RequestError):
-    """The loss is no number any more."""
+    """The loss is no longer a finite number."""
 
 
 class Training:
-    """A model, its optimizer and its place in the text: what a step changes, and what a checkpoint keeps."""
+    """A model, its optimizer and its place in the text: the state that a step changes and a checkpoint keeps."""
 
     def __init__(self, choice: argparse.Namespace, tokens: Tokens, here: parallel.World) -> None:
         self.choice, self.tokens, self.here = choice, tokens, here
@@ -50,7 +51,7 @@ class Training:
         self.held = Sequences("held-out", tokens.held, choice.sequence)
         self.sequences, self.accumulation = batches(choice, here)
         self.done, self.row = 0, 0  # steps, and sequences read
-        self.schedule = choice.steps  # where the cosine of the rate ends
+        self.schedule = choice.steps  # the last step of the learning rate's cosine
         self.console = report.Console(here.say)
 
         self.dtype = getattr(torch, choice.dtype)
@@ -61,7 +62,7 @@ class Training:
         )
         self.tracker: recipe.SparsityTracker | None = None
         if model.is_sparse(self.model):
-            # the hooks of both have to be there before anything is compiled
+            # both add hooks, which must be there before anything compiles
             recipe.record_aux(self.model)
             self.tracker = recipe.SparsityTracker(self.model, every=choice.observe_every)
         compiled = compiles(choice, here)
@@ -76,13 +77,13 @@ class Training:
             {"params": [p for p in self.parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=choice.lr, betas=(0.9, 0.95), fused=True)
-        # loss and cross-entropy, summed over the steps since they were read
+        # loss and cross-entropy, summed over the steps since the last reading
         self.sums = torch.zeros(2, device=here.device)
 
     def step(self, stopping: Callable[[], bool]) -> bool:
-        """One optimizer step. Nothing in it waits for the device.
+        """Take one optimizer step, without waiting for the device.
 
-        False where ``stopping`` came true between its micro-batches: then it has changed nothing.
+        Returns False if ``stopping`` became true between micro-batches; then the step has changed nothing.
         """
         choice, here = self.choice, self.here
         before = self._volatile() if self.accumulation > 1 else None
@@ -98,7 +99,7 @@ class Training:
             with self.watching(self.done):
                 loss = cross_entropy = self.forward(inputs, targets)
             if self.tracker is not None:
-                # whatever the coefficient: what layers record has to be read
+                # with any coefficient, even 0: the recorded figures must be read
                 loss = cross_entropy + self.coefficient(self.done) * recipe.l1_term(self.model)
             (loss / self.accumulation).backward()
             self.sums += torch.stack((loss, cross_entropy)).detach() / self.accumulation
@@ -115,7 +116,7 @@ class Training:
         return True
 
     def _volatile(self) -> tuple[Any, ...]:
-        """What micro-batches change besides gradients."""
+        """The state that micro-batches change, besides gradients."""
         counts = None if self.tracker is None else self.tracker.state_dict()
         return checkpoint.random_state(self.here), self.sums.clone(), counts
 
@@ -128,9 +129,9 @@ class Training:
             self.tracker.load_state_dict(counts)
 
     def learning_rate(self) -> float:
-        """Linear up to ``--lr``, then half a cosine down to ``--min-lr``, which the last step has.
+        """Linear up to ``--lr``, then half a cosine down to ``--min-lr`` at the last step.
 
-        Steps that were asked for later, of a run that is extended, have ``--min-lr``.
+        The added steps of an extended run have ``--min-lr``.
         """
         choice = self.choice
         if self.done < choice.warmup:
@@ -139,15 +140,15 @@ class Training:
         return float(choice.min_lr + (choice.lr - choice.min_lr) * (1 + math.cos(math.pi * passed)) / 2)
 
     def coefficient(self, step: int) -> float:
-        """What the L1 term is multiplied by in ``step``."""
+        """The factor of the L1 term in ``step``."""
         return float(self.choice.l1 * recipe.l1_warmup(step, self.choice.l1_warmup))
 
     def watching(self, step: int) -> contextlib.AbstractContextManager[None]:
-        """What to run a forward pass of ``step`` in, for its sparsity to be counted."""
+        """A context that counts the sparsity of a forward pass of ``step``."""
         return contextlib.nullcontext() if self.tracker is None else self.tracker.watch(step)
 
     def read(self, text: Sequences, row: int) -> tuple[Tensor, Tensor]:
-        """A micro-batch from ``row`` on, and for each token the one that follows: int64 [sequences, tokens]."""
+        """A micro-batch from ``row`` on and its next tokens: two int64 [sequences, tokens]."""
         rows = text.rows(range(row, row + self.choice.micro_batch))
         if self.here.device.type == "cuda":
             rows = rows.pin_memory()
@@ -155,8 +156,8 @@ class Training:
         return rows[:, :-1], rows[:, 1:]
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The cross-entropy, a mean over tokens."""
-        # under FSDP the parameters themselves come in this dtype
+        """The mean cross-entropy per token."""
+        # under FSDP the parameters themselves have this dtype
         cast = self.dtype != torch.float32 and self.here.mode != "fsdp"
         with torch.autocast(self.here.device.type, self.dtype, enabled=cast):
             logits = self.module(input_ids=inputs, use_cache=False).logits
@@ -165,9 +166,9 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self, stopping: Callable[[], bool]) -> float | None:
-        """The cross-entropy on the first sequences of the held-out text; None where ``stopping`` came true."""
+        """The cross-entropy on the first sequences of the held-out text; None if ``stopping`` became true."""
         here, size = self.here, self.choice.micro_batch
-        # as many micro-batches on each rank; where the text runs out, its beginning is read again
+        # the same number of micro-batches on each rank; a short text is read again from the beginning
         count = math.ceil(min(self.choice.eval_sequences, len(self.held)) / (here.readers * size))
         total = torch.zeros((), device=here.device)
         self.model.eval()
@@ -182,9 +183,9 @@ class Training:
         return float(here.mean(total / count))
 
     def losses(self, steps: int) -> tuple[float, float]:
-        """The mean loss and cross-entropy of the last ``steps`` steps, over all ranks; they begin again.
+        """The mean loss and cross-entropy of the last ``steps`` steps over all ranks; resets the sums.
 
-        Waits for the device. LostLoss if they, or the last step's gradient, are no numbers any more.
+        Waits for the device. LostLoss if one of them, or the last step's gradient, is not finite.
         """
         loss, cross_entropy = self.here.mean(self.sums / steps).tolist()
         self.sums.zero_()
@@ -194,7 +195,7 @@ class Training:
         return loss, cross_entropy
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same for a run to go on as if it had never stopped."""
+        """The options and text that a resumed run must share with the saved one."""
         return {"text": self.tokens.fingerprint} | {name: getattr(self.choice, name) for name in options.IDENTITY}
 
     def save(self) -> Path:
@@ -205,8 +206,8 @@ class Training:
         return checkpoint.save(folder, self.done, self.model, self.optimizer, state, about, self.here, self.choice.keep)
 
     def resume(self, path: Path) -> None:
-        """Go on from a checkpoint; RequestError if it is of another run."""
-        choice, about = self.choice, checkpoint.manifest(path)
+        """Resume from a checkpoint; RequestError if it is from another run."""
+        choice, about = self.choice, manifest(path)
         assert about is not None
         theirs = about["identity"]
         for name in choice.implied:
@@ -236,11 +237,11 @@ class Training:
             )
 
     def export(self) -> Path:
-        """Write the model where ``from_pretrained`` finds it: OUT/final, whole or not at all."""
+        """Write the model to OUT/final for ``from_pretrained``, whole or not at all."""
         weights = checkpoint.whole_weights(self.model)
         final: Path = self.choice.out / "final"
         if self.here.first:
-            # of this run alone, which was killed: no other writes to OUT
+            # leftovers of this run, when it was killed: no other run writes to OUT
             for left in _files.leftovers(final):
                 shutil.rmtree(left)
             with _files.replacing(final) as partial:
@@ -250,7 +251,7 @@ class Training:
 
 
 def batches(choice: argparse.Namespace, here: parallel.World) -> tuple[int, int]:
-    """Sequences a step, and micro-batches that each rank makes of its share."""
+    """Sequences per step, and micro-batches per step and rank."""
     least = choice.sequence * choice.micro_batch * here.readers
     if choice.tokens_per_step % least:
         raise RequestError(
@@ -261,17 +262,17 @@ def batches(choice: argparse.Namespace, here: parallel.World) -> tuple[int, int]
 
 
 def compiles(choice: argparse.Namespace, here: parallel.World) -> bool:
-    """Whether torch.compile is used: on a GPU, unless the model's activations are DTensors."""
+    """Whether to use torch.compile: on a GPU, unless the model's activations are DTensors."""
     if choice.compile and here.mode == "tp":
         raise RequestError("--compile: expected another mode than --parallel tp, whose DTensors it cannot trace")
     return bool(here.device.type == "cuda" and here.mode != "tp" if choice.compile is None else choice.compile)
 
 
 class Stop:
-    """Within it, ``signal`` is the SIGINT or SIGTERM that asked the run to end. One more ends the process at once.
+    """A context that turns SIGINT and SIGTERM into a request to stop, in ``signal``. A second signal ends the process.
 
-    A thread hears of signals, whatever the main one computes. Launchers and terminals send the same request to a
-    process several times, so what follows within ``SAME`` seconds is no second one.
+    A thread receives the signals while the main thread computes. Launchers and terminals send the same request several
+    times, so signals within ``SAME`` seconds count as one.
     """
 
     SAME = 1.0
@@ -286,7 +287,7 @@ class Stop:
         self._descriptor = signal.set_wakeup_fd(self._sender.fileno())
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
-        # not ignored: only of signals with a handler is the thread told
+        # a handler that does nothing: the thread is told only of signals with a handler
         self._before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
@@ -313,7 +314,7 @@ class Stop:
 
 
 def train(choice: argparse.Namespace, here: parallel.World) -> int:
-    """Train, save and export; the exit status."""
+    """Train, save and export; return the exit status."""
     with checkpoint.alone(choice.out, here):
         return _train(choice, here)
 
@@ -343,9 +344,9 @@ def _train(choice: argparse.Namespace, here: parallel.World) -> int:
 
 
 def _steps(run: Training, log: Log, stopping: Callable[[], bool]) -> bool:
-    """Train to the last step, or until ``stopping``, with what was done saved: then False."""
+    """Train to the last step. If ``stopping`` becomes true, save and return False."""
     choice, saved = run.choice, run.done
-    # a run that was stopped left this to the next
+    # a stopped run leaves its last evaluation to the next run
     ending = log.owes_evaluation() and not log.evaluation(stopping)
     while not ending and run.done < choice.steps:
         complete = run.step(stopping)
@@ -353,7 +354,7 @@ def _steps(run: Training, log: Log, stopping: Callable[[], bool]) -> bool:
         last = run.done == choice.steps
         evaluating = not ending and log.due(run.done)
         saving = ending or due(run.done, choice.checkpoint_every, last)
-        # before each checkpoint, so that it holds no half of an interval, nor a loss that is no number
+        # before each checkpoint, so that it holds no partial interval and no lost loss
         if run.done > log.since and (saving or evaluating or last or run.done % choice.log_every == 0):
             log.interval()
         if evaluating:
@@ -385,7 +386,7 @@ def due(step: int, every: int, last: bool = False) -> bool:
 
 
 def no_space(choice: argparse.Namespace) -> str:
-    """What to say of a full disk: where, and what is left of the run."""
+    """The message for a full disk: where it is, and which files of the run are kept."""
     free, where = min((shutil.disk_usage(path).free, str(path)) for path in (choice.out, choice.cache) if path.exists())
     kept = [str(path) for path in checkpoint.complete(choice.out / "checkpoints")]
     kept += [str(path) for path in [choice.out / "final"] if path.exists()]
@@ -397,7 +398,7 @@ def no_space(choice: argparse.Namespace) -> str:
 
 
 class Log:
-    """Tells the console, ``metrics.jsonl`` and ``sparsity.csv`` how the run goes."""
+    """The log of a run: console, ``metrics.jsonl`` and ``sparsity.csv``."""
 
     def __init__(self, run: Training, resumed: bool) -> None:
         self.run, self.choice, self.here = run, run.choice, run.here
@@ -414,7 +415,7 @@ class Log:
         self.clock = report.Clock(self.here.device)
 
     def interval(self) -> None:
-        """The steps since the last one. Every rank must call it."""
+        """Log the steps since the last interval. Every rank must call it."""
         run, steps = self.run, self.run.done - self.since
         loss, cross_entropy = run.losses(steps)
         seconds = self.clock.lap()
@@ -447,16 +448,16 @@ class Log:
         )
 
     def due(self, step: int) -> bool:
-        """Whether the held-out loss is to be had after ``step``."""
+        """Whether to evaluate the held-out loss after ``step``."""
         return due(step, self.choice.eval_every) or step == self.choice.steps
 
     def owes_evaluation(self) -> bool:
-        """Whether a resumed run has yet to evaluate the step that it resumed from."""
+        """Whether a resumed run must still evaluate the step that it resumed from."""
         done = self.run.done
         return self.here.any(self.here.first and done > 0 and self.due(done) and done not in self.metrics.evaluated)
 
     def evaluation(self, stopping: Callable[[], bool]) -> bool:
-        """The held-out loss, False where ``stopping`` came true before it was had."""
+        """Log the held-out loss; False if ``stopping`` became true before."""
         with self.clock.paused():
             held_out = self.run.evaluate(stopping)
         if held_out is None:
@@ -466,7 +467,7 @@ class Log:
         return True
 
     def speed(self) -> float:
-        """Tokens a second in the second half of the intervals, the median."""
+        """The median tokens per second of the second half of the intervals."""
         return statistics.median(self.speeds[len(self.speeds) // 2 :])
 
 

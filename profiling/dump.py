@@ -1,9 +1,9 @@
-"""Write what the compiler makes of kernels: PTX, CUBIN and SASS of each symbol, and what registers it takes.
+"""Write the compiler's output for kernels: PTX, CUBIN and SASS of each symbol, and its registers.
 
     python -m profiling.dump gate_pack_bf16_c8 up_down_bf16_k2048 -o build/dump
 
-Needs the compiler, no GPU. SASS needs nvdisasm or cuobjdump: of pip install "nvidia-cutlass-dsl[sass]", of triton, of
-a CUDA toolkit in the path or below /usr/local/cuda. Without one the other files are written all the same.
+Needs the compiler, but no GPU. SASS needs nvdisasm or cuobjdump, from pip install "nvidia-cutlass-dsl[sass]", from
+triton, or from a CUDA toolkit in the path or below /usr/local/cuda. Without one the other files are still written.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from twell._runtime import kernel_module, specs
 
 DISASSEMBLERS = {"nvdisasm": ["--print-code"], "cuobjdump": ["--dump-sass"]}
 
-# Folders of site-packages that have the tools.
+# Folders of site-packages with these tools.
 PACKAGED = ("nvidia/*/bin", "triton/backends/nvidia/bin")
 
 
 def disassemblers() -> Iterator[list[str]]:
-    """Commands that print the SASS of the CUBIN whose path is added, the likelier ones first."""
+    """Commands that print the SASS of a CUBIN, whose path is to be appended; the most likely first."""
     for name, options in DISASSEMBLERS.items():
         found = [
             path for folder in sys.path for packaged in PACKAGED for path in Path(folder).glob(f"{packaged}/{name}")
@@ -39,22 +39,22 @@ def disassemblers() -> Iterator[list[str]]:
 
 
 def disassemble(cubin: Path, line_info: bool) -> str | None:
-    """The SASS of ``cubin``, with source lines if asked for; None where no tool can read it."""
+    """The SASS of ``cubin``, with source lines if requested; None if no tool can read it."""
     for command in disassemblers():
         lines = ["--print-line-info"] if line_info and "nvdisasm" in command[0] else []
         done = subprocess.run([*command, *lines, str(cubin)], capture_output=True, text=True)
         if done.returncode == 0:
             return done.stdout
-        # one that is older than the compiler does not know its files
+        # a tool older than the compiler cannot read its files
         print(f"dump: {command[0]} failed: {done.stderr.strip()[:200]}", file=sys.stderr)
     return None
 
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[None]:
-    """Has the compiler leave files with names of its own in a folder that goes, not in the current one.
+    """Make the compiler write its own files to a temporary folder instead of the current one.
 
-    It reads the variable when it is imported.
+    The compiler reads the variable at import.
     """
     name = "CUTE_DSL_DUMP_DIR"
     if name in os.environ:
@@ -69,7 +69,7 @@ def scratch_folder() -> Iterator[None]:
 
 
 def dump(compiler: Any, symbol: str, folder: Path, line_info: bool) -> list[Path]:
-    """Write SYMBOL.ptx, .cubin, .sass and .txt (registers, spills, WGMMA warnings); the paths of those written."""
+    """Write SYMBOL.ptx, .cubin, .sass and .txt (registers, spills, WGMMA warnings); return the written paths."""
     spec = specs.spec_from_symbol(symbol)
     compiled = compiler.compile_spec(spec, "--keep-ptx --keep-cubin" + (" --generate-line-info" if line_info else ""))
     written = [folder / f"{symbol}{suffix}" for suffix in (".ptx", ".cubin", ".txt")]
@@ -91,8 +91,8 @@ def dump(compiler: Any, symbol: str, folder: Path, line_info: bool) -> list[Path
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("symbols", nargs="+", metavar="SYMBOL", help="as python -m cute_kernels list --all prints them")
-    parser.add_argument("-o", "--out", type=Path, required=True, metavar="FOLDER", help="made if it is not there")
+    parser.add_argument("symbols", nargs="+", metavar="SYMBOL", help="from python -m cute_kernels list --all")
+    parser.add_argument("-o", "--out", type=Path, required=True, metavar="FOLDER", help="created if missing")
     parser.add_argument("--line-info", action="store_true", help="source lines in PTX and SASS")
     arguments = parser.parse_args(argv)
     try:
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             disassembled &= written[-1].suffix == ".sass"
     if not disassembled:
         print(
-            'dump: no SASS: no disassembler found that reads these; pip install "nvidia-cutlass-dsl[sass]"',
+            'dump: no SASS: found no disassembler that reads these files; pip install "nvidia-cutlass-dsl[sass]"',
             file=sys.stderr,
         )
     return 0

@@ -1,15 +1,14 @@
-"""What sparsity costs: one small model of examples/train.py, trained with several L1 coefficients on the same text.
+"""Measure what sparsity costs: train one small model of examples/train.py with several L1 coefficients on one text.
 
     python -m profiling.quality --text FOLDER --out profiling/results/h200_quality.json --budget-s 360    # on a GPU
     python -m profiling.quality --table profiling/results/h200_quality.json
-    python -m profiling.quality --chart profiling/results/h200_quality.json
 
-Every run has the same shape, schedule and tokens, and those of one seed the same initial weights and order of text.
-What differs is the coefficient, the activation or the reinitialisation of dead neurons. Runs with other seeds tell how
-much of a difference is chance. Held-out figures are of the model after the last step, on the same sequences for all.
+All runs have the same shape, schedule and tokens. Runs of one seed have the same initial weights and order of text.
+They differ in the coefficient, the activation or the reinitialisation of dead neurons. Runs with other seeds show the
+noise. Held-out figures are of the model after the last step, on the same sequences for all runs.
 
-The file is written after each run, and the same command again goes on with the runs that it lacks. Any other option is
-one of examples/train.py: --layers 4 --steps 200, say.
+The file is written after each run, and the same command continues with the missing runs. All other options go to
+examples/train.py, for example --layers 4 --steps 200. ``python -m profiling.draw quality`` draws the file.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from typing import Any
 import torch
 
 from profiling import quality_results
-from profiling.draw import style
 from profiling.quality_results import Layer, Result, Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,13 +41,13 @@ from twell import recipe  # noqa: E402
 from twell.commands.bench.report import Progress, write_json  # noqa: E402
 from twell.testing import machine_line  # noqa: E402
 
-# 30 M parameters and 13 M tokens. A rate that ends at 0 makes seeds differ less.
+# 30 M parameters and 13 M tokens. With a final learning rate of 0 seeds differ less.
 DEFAULTS = (
     "--layers 8 --hidden 512 --intermediate 1408 --heads 8 --vocab 8192 --sequence 1024 --micro-batch 32 "
     "--tokens-per-step 32768 --steps 400 --lr 1e-3 --min-lr 0 --warmup 40 --max-bytes 100M --held-out 0.05 "
     "--eval-sequences 2048 --log-every 20 --observe-every 20"
 ).split()
-# what each run decides, and what runs have no use for that leave nothing but figures
+# options that each run sets, and options that runs cannot use because they keep only figures
 DECIDED = ("--l1", "--seed", "--activation", "--reinitialize", "--ffn", "--strategy", "--parallel")
 UNUSED = ("--resume", "--checkpoint-every", "--keep", "--eval-every", "--tensorboard")
 
@@ -62,7 +60,7 @@ def plan(
     share: float,
     sparse_at: Sequence[float],
 ) -> list[Run]:
-    """All runs, in such an order that ending early leaves something to say."""
+    """All runs, in an order that is useful even if the sweep ends early."""
     runs = [Run(each) for each in coefficients]
     runs.insert(4, Run(activation="silu"))
     runs += [Run(each, reinitialize=share) for each in reinitialize_at]
@@ -72,7 +70,7 @@ def plan(
 
 
 class Sweep:
-    """Runs with one set of options on one text, and the file of their results."""
+    """A sweep: runs with one set of options on one text, and the file of their results."""
 
     def __init__(self, choice: argparse.Namespace, given: list[str], tokens: Tokens, here: parallel.World) -> None:
         self.given, self.tokens, self.here, self.out = given, tokens, here, choice.out
@@ -93,7 +91,7 @@ class Sweep:
         self.results = {result.run: result for result in quality_results.results(found)}
 
     def execute(self, run: Run) -> Result:
-        """Train and measure one model, and write the file."""
+        """Train and measure one model, then write the file."""
         result = self._train(run)
         self.results[run] = result
         text = {name: getattr(self.tokens, name) for name in ("train_tokens", "held_tokens", "bytes")}
@@ -124,7 +122,7 @@ class Sweep:
 
 
 def _steps(training: train.Training, curve: list[dict[str, float | None]]) -> None:
-    """Train to the last step. A point of the curve has means since the one before, and the dead of the last batch."""
+    """Train to the last step. A point of the curve has means since the last point, and dead neurons now."""
     choice, clock, since = training.choice, report.Clock(training.here.device), 0
     while training.done < choice.steps:
         training.step(lambda: False)
@@ -141,18 +139,18 @@ def _steps(training: train.Training, curve: list[dict[str, float | None]]) -> No
 
 @torch.no_grad()
 def held_out(training: train.Training) -> dict[str, Any]:
-    """What ``Result`` says of the held-out text, of a model whose training is over."""
+    """The figures of ``Result`` on the held-out text, for a trained model."""
     choice = training.choice
     count = blocks_of(choice, len(training.held))
-    # a step that is observed, and none of those before
+    # a later step, which the tracker observes
     step = (training.done // choice.observe_every + 1) * choice.observe_every
     losses = []
     for i in range(count):
-        # in training mode, which computes the same and is what the tracker counts
+        # in training mode, which computes the same: the tracker counts only there
         with training.watching(step):
             losses.append(training.forward(*training.read(training.held, i * choice.micro_batch)))
         if training.tracker is not None:
-            # a compiled layer is compiled anew for each further call that waits to be read
+            # a compiled layer would compile again for each further call with unread figures
             recipe.clear_aux(training.model)
     blocks = torch.stack(losses).tolist()
     figures: dict[str, Any] = {
@@ -172,7 +170,7 @@ def held_out(training: train.Training) -> dict[str, Any]:
 
 
 def blocks_of(choice: argparse.Namespace, sequences: int) -> int:
-    """How many micro-batches of held-out text are read. RequestError if there is no telling how much they scatter."""
+    """The number of held-out micro-batches. RequestError if there are too few for a standard error."""
     count: int = min(choice.eval_sequences, sequences) // choice.micro_batch
     if count < 2:
         raise RequestError(
@@ -183,12 +181,12 @@ def blocks_of(choice: argparse.Namespace, sequences: int) -> int:
 
 
 def _short(number: float | None) -> Any:
-    """Six digits of it."""
+    """Round to six digits."""
     return None if number is None else float(f"{number:.6g}")
 
 
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """This program's options, and those for examples/train.py."""
+    """Options of this program, and those for examples/train.py."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
         "quality.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -199,48 +197,47 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         shown = " ".join(f"{each:g}" for each in given)
         add(name, type=options.rate, nargs="*", default=given, metavar="L1", help=f"{what} (default {shown})")
 
-    add("--out", type=Path, metavar="FILE", help="of results, JSON")
-    add("--cache", type=Path, metavar="FOLDER", help="of tokens (default: one in the system's temporary folder)")
-    add("--budget-s", type=float, default=math.inf, metavar="S", help="begin no run that would end after so many")
+    add("--out", type=Path, metavar="FILE", help="results, JSON")
+    add("--cache", type=Path, metavar="FOLDER", help="tokens (default: a folder in the system's temporary folder)")
+    add("--budget-s", type=float, default=math.inf, metavar="S", help="begin no run that would end later")
     # the ends first
-    coefficients("--coefficients", [0, 2e-5, 1e-3, 1e-4, 3e-4, 3e-3, 5e-5, 1e-5], "of L1, in the order of runs")
-    coefficients("--repeat-at", [0, 2e-5, 1e-3], "those of them to run with other seeds, too")
-    add("--seeds", type=options.positive, default=3, metavar="N", help="how many then (default 3)")
-    coefficients("--reinitialize-at", [2e-5, 1e-3], "those to run with reinitialisation of dead neurons, too")
-    add("--share", type=options.rate, default=0.1, metavar="SHARE", help="of noise then, the paper's l (default 0.1)")
-    coefficients("--sparse-at", [1e-3], "those to run with sparse kernels, too")
-    add("--list", action="store_true", help="print the runs, and end")
-    add("--table", type=Path, metavar="FILE", help="print the results of FILE as Markdown, and end")
-    add("--chart", type=Path, metavar="FILE", help="draw the results of FILE, and end")
-    where = ROOT / "profiling" / "charts" / "quality"
-    add(
-        "--to",
-        type=Path,
-        default=where,
-        metavar="STEM",
-        help="of charts: STEM-light.png, ... (profiling/charts/quality)",
+    coefficients(
+        "--coefficients", [0, 2e-5, 1e-3, 1e-4, 3e-4, 3e-3, 5e-5, 1e-5], "coefficients of L1, in the order of runs"
     )
+    coefficients("--repeat-at", [0, 2e-5, 1e-3], "coefficients to repeat with other seeds")
+    add("--seeds", type=options.positive, default=3, metavar="N", help="number of seeds for these (default 3)")
+    coefficients("--reinitialize-at", [2e-5, 1e-3], "coefficients to repeat with reinitialisation of dead neurons")
+    add(
+        "--share",
+        type=options.rate,
+        default=0.1,
+        metavar="SHARE",
+        help="share of noise in reinitialisation, the paper's l (default 0.1)",
+    )
+    coefficients("--sparse-at", [1e-3], "coefficients to repeat with sparse kernels")
+    add("--list", action="store_true", help="print the runs and end")
+    add("--table", type=Path, metavar="FILE", help="print the results of FILE as Markdown and end")
     mine, rest = parser.parse_known_args(arguments)
     for name in (*DECIDED, *UNUSED):
         if any(each == name or each.startswith(f"{name}=") for each in rest):
-            why = "each run decides that" if name in DECIDED else "runs leave nothing but figures"
+            why = "each run sets it" if name in DECIDED else "runs keep only figures"
             parser.error(f"{name}: expected no such option, as {why}")
     if 0 not in mine.coefficients:
         parser.error(f"--coefficients: expected 0 among them, to compare with, got {mine.coefficients}")
-    if not (mine.out or mine.table or mine.chart or mine.list):
-        parser.error("expected --out, --list, --table or --chart")
+    if not (mine.out or mine.table or mine.list):
+        parser.error("expected --out, --list or --table")
     return mine, rest
 
 
 def sweep(mine: argparse.Namespace, rest: list[str], runs: list[Run]) -> int:
-    """Do the runs that are not done; the exit status."""
+    """Execute the missing runs; return the exit status."""
     began = time.perf_counter()
     cache = mine.cache or Path(tempfile.gettempdir()) / "twell-quality"
     given = [*DEFAULTS, "--cache", str(cache), *rest, "--out", str(mine.out)]
     choice = options.parse("", [*given, *Run().options()])
     if not choice.observe_every:
         raise RequestError("--observe-every: expected 1 or more: dead neurons are counted in steps that are observed")
-    # all runs share one decoder layer's code, and each kind of run needs two or three variants of it
+    # all runs share the code of one decoder layer, and each kind of run compiles two or three variants of it
     torch._dynamo.config.recompile_limit = 64
     with parallel.world(None, choice.device) as here:
         tokens = prepare(train.source(choice), choice.cache, choice.vocab, choice.held_out, say=here.say)
@@ -253,7 +250,7 @@ def sweep(mine: argparse.Namespace, rest: list[str], runs: list[Run]) -> int:
                 speeds = [r.tokens_per_s for r in work.results.values() if r.tokens_per_s and r.machine == work.machine]
                 needed = 1.2 * choice.steps * choice.tokens_per_step / min(speeds) if speeds else 0.0
                 if time.perf_counter() - began + needed > mine.budget_s:
-                    here.say(f"{len(left) - done} runs are left after {mine.budget_s:g} s: the same command does them")
+                    here.say(f"{len(left) - done} runs are left after {mine.budget_s:g} s: the same command continues")
                     return 0
                 progress.step(str(run))
                 say(run, work.execute(run))
@@ -269,19 +266,6 @@ def say(run: Run, result: Result) -> None:
     print(f"{run}: {result.red or ', '.join(figures)}; {result.seconds:.1f} s", flush=True)
 
 
-def chart(path: Path, stem: Path) -> list[Path]:
-    """Draw the file of a sweep, light and dark; the files written."""
-    document = quality_results.load(path)
-    data = quality_results.shown(document)
-    return style.save(
-        lambda figure, theme: quality_results.draw(figure, theme, data),
-        stem,
-        size=quality_results.SIZE,
-        title=quality_results.TITLE,
-        footer=document["machine"],
-    )
-
-
 def main(arguments: list[str] | None = None) -> int:
     mine, rest = parse(arguments)
     runs = plan(mine.coefficients, mine.repeat_at, mine.seeds, mine.reinitialize_at, mine.share, mine.sparse_at)
@@ -295,15 +279,13 @@ def main(arguments: list[str] | None = None) -> int:
                     part(document) for part in (quality_results.table, quality_results.layers, quality_results.notes)
                 )
             )
-        elif mine.chart:
-            print("\n".join(map(str, chart(mine.chart, mine.to))))
         else:
             return sweep(mine, rest, runs)
     except (RequestError, quality_results.DataError, ImportError) as error:
         print(f"quality.py: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped; the same command goes on with the runs that are left", file=sys.stderr)
+        print("stopped; the same command continues with the missing runs", file=sys.stderr)
         return 130
     return 0
 

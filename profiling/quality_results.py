@@ -1,4 +1,4 @@
-"""What profiling/quality.py found: the rows of its file, a table and a chart of them beside the paper's figures."""
+"""Results of profiling/quality.py: the rows of its file, tables and a chart, with the paper's figures beside them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import SubFigure
 
-# of arXiv 2603.23198, for 1.5 B parameters and 5,632 neurons a layer: coefficient, non-zeros, added cross-entropy
+# from arXiv 2603.23198, for 1.5 B parameters and 5,632 neurons per layer: coefficient, non-zeros, added cross-entropy
 PAPER = ((0.0, 911, 0.0), (2e-5, 29, 0.019))
 PAPER_NEURONS, PAPER_DEAD = 5632, 0.30
-TITLE = "What sparsity costs: cross-entropy on held-out text against non-zeros"
+TITLE = "What sparsity costs: cross-entropy on held-out text by non-zeros"
 SIZE = (8.3, 7.8)
 
 
 def short(coefficient: float) -> str:
-    """As in 2e-5."""
+    """A coefficient as in 2e-5."""
     mantissa, exponent = f"{coefficient:.2e}".split("e")
     return f"{float(mantissa):g}e{int(exponent)}" if coefficient else "0"
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one run decides; ``ffn`` is only how the same is computed."""
+    """The choices of one run. ``ffn`` changes how the same function is computed."""
 
     coefficient: float = 0.0
     activation: str = "relu"
@@ -41,7 +41,7 @@ class Run:
     ffn: str = "dense"
 
     def options(self) -> list[str]:
-        """For examples/train.py."""
+        """Options for examples/train.py."""
         chosen = {"l1": self.coefficient, "activation": self.activation, "reinitialize": self.reinitialize}
         return [f"--{name}={value}" for name, value in {**chosen, "seed": self.seed, "ffn": self.ffn}.items()]
 
@@ -54,9 +54,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Layer:
-    """Of one layer on the held-out text: non-zeros and the sum of ``|h|``, means over tokens; neurons that never fired.
+    """One layer on the held-out text: mean non-zeros and sum of ``|h|`` per token, neurons that never fired.
 
-    ``union``: the share of neurons that some token of 128 consecutive ones fires.
+    ``union``: the share of neurons that any of 128 consecutive tokens fires.
     """
 
     neurons: int
@@ -69,12 +69,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Result(Run):
-    """A run and what came of it. ``red`` says why it ended early; then there are no figures.
+    """A run and its figures. ``red`` says why a run ended early; it then has no figures.
 
-    ce, ce_error: cross-entropy on the held-out text, a mean over tokens, and its standard error. blocks: its parts,
-    each a micro-batch of sequences, which all runs have in common: the differences between two runs scatter far less.
-    l0, dead: means over the layers, of non-zeros and of the share of neurons that never fired on the held-out text;
-    None for SiLU, which has no zeros. tokens_per_s: of the second half. seconds: of all, compiling included.
+    ce, ce_error: mean cross-entropy per token on the held-out text, and its standard error. blocks: the cross-entropy
+    of each micro-batch; all runs read the same ones, so differences between runs scatter far less than ``ce_error``.
+    l0, dead: non-zeros and share of neurons that never fired on the held-out text, means over the layers; None for
+    SiLU, which has no zeros. tokens_per_s: in the second half of the run. seconds: the whole run with compilation.
     """
 
     ce: float | None = None
@@ -97,11 +97,11 @@ class Result(Run):
 
 
 class DataError(ValueError):
-    """A file that is not what was asked for, or lacks what shall be shown."""
+    """A file is not the result of a sweep, or lacks the data for a table or chart."""
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The file of a sweep. DataError if it is none."""
+    """Read the file of a sweep. DataError if it is another file."""
     try:
         found: dict[str, Any] = json.loads(path.read_text())
         results(found)
@@ -120,13 +120,13 @@ def standard_error(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Point:
-    """Results that differ in the seed alone, in the mean, and their cross-entropy beside that of ReLU without L1.
+    """Mean of the results that differ only in their seed, and their cross-entropy over that of ReLU without L1.
 
-    ``added`` is a share: the mean over seeds of the difference to the run without L1 of the same seed, which begins
-    with the same weights and reads in the same order; a seed without one is compared with seed 0. ``spread`` and
-    ``added_spread`` are standard deviations between seeds of ``ce`` and of ``added`` (None: one seed), ``added_error``
-    the part of the standard error of ``added`` that comes from the choice of the held-out text. ``layers`` are
-    non-zeros by layer; for SiLU it is empty, l0 and dead None.
+    ``added`` is a share: the mean over seeds of the difference to the run without L1 of the same seed, which has the
+    same initial weights and order of text. A seed without such a run is compared with seed 0. ``spread`` and
+    ``added_spread`` are standard deviations of ``ce`` and ``added`` between seeds, None for one seed. ``added_error``
+    is the part of the standard error of ``added`` that the choice of held-out text causes. ``layers`` are non-zeros by
+    layer. For SiLU ``layers`` is empty, and l0 and dead are None.
     """
 
     coefficient: float
@@ -151,7 +151,7 @@ class Point:
 
 
 def points(document: dict[str, Any]) -> list[Point]:
-    """ReLU by coefficient, then with reinitialisation, then SiLU. Runs at fault are left out, as are sparse kernels."""
+    """ReLU by coefficient, then with reinitialisation, then SiLU; without red runs and runs with sparse kernels."""
     good = [result for result in results(document) if not result.red and result.ffn == "dense"]
     baseline = {result.seed: result for result in good if result.run == Run(seed=result.seed)}
     found: dict[Run, list[Result]] = {}
@@ -183,7 +183,7 @@ def _point(run: Run, alike: Sequence[Result], baseline: dict[int, Result]) -> Po
         spread=statistics.stdev(ce) if len(ce) > 1 else None,
         added=statistics.fmean(added) if added else None,
         added_spread=statistics.stdev(added) if len(added) > 1 else None,
-        # all seeds read the same text: more of them do not make it more
+        # all seeds read the same text, so more seeds do not lower it
         added_error=statistics.fmean(errors) if errors else None,
         l0=mean("l0"),
         dead=mean("dead"),
@@ -193,8 +193,8 @@ def _point(run: Run, alike: Sequence[Result], baseline: dict[int, Result]) -> Po
 
 
 def noise(found: Iterable[Point]) -> float | None:
-    """The standard deviation of ``added`` between seeds, from all points that have several; None if none has."""
-    # what is compared with itself does not differ
+    """Standard deviation of ``added`` between seeds, pooled over the points with several seeds; None without any."""
+    # the baseline does not differ from itself
     several = [(p.seeds - 1, p.added_spread) for p in found if p.added_spread is not None and not is_baseline(p)]
     return math.sqrt(sum(n * s * s for n, s in several) / sum(n for n, _ in several)) if several else None
 
@@ -207,7 +207,7 @@ def is_baseline(point: Point) -> bool:
 
 
 def table(document: dict[str, Any]) -> str:
-    """Markdown: cross-entropy and sparsity by coefficient, the paper's below."""
+    """Markdown table of cross-entropy and sparsity by coefficient, with the paper's rows below."""
     header = ["", "L1", "seeds", "cross-entropy", "over ReLU without L1", "non-zeros", "of the neurons", "dead"]
     rows = []
     for point in points(document):
@@ -233,7 +233,7 @@ def table(document: dict[str, Any]) -> str:
 
 
 def layers(document: dict[str, Any]) -> str:
-    """Markdown: non-zeros by layer."""
+    """Markdown table of non-zeros by layer."""
     sparse = [point for point in points(document) if point.layers]
     count = max((len(point.layers) for point in sparse), default=0)
     rows = [[point.name, short(point.coefficient), *(f"{l0:.1f}" for l0 in point.layers)] for point in sparse]
@@ -241,7 +241,7 @@ def layers(document: dict[str, Any]) -> str:
 
 
 def trained(document: dict[str, Any]) -> str:
-    """How large the models are, and on how much text they were trained."""
+    """Size of the models and of their training."""
     arguments = document["arguments"]
     size = max((result.parameters for result in results(document)), default=0)
     tokens = arguments["steps"] * arguments["tokens_per_step"]
@@ -252,15 +252,15 @@ def trained(document: dict[str, Any]) -> str:
 
 
 def notes(document: dict[str, Any]) -> str:
-    """A paragraph: what was trained, how far chance goes, what sparse kernels made of it, where."""
+    """A paragraph: the models, the noise, the run with sparse kernels, the machine."""
     found = results(document)
     lines = [
-        f"{trained(document)}; the coefficient is that of a sum over a token's neurons. After ± stand standard "
-        "deviations between seeds."
+        f"{trained(document)}; the coefficient multiplies a sum over a token's neurons. ± is the standard "
+        "deviation between seeds."
     ]
     if errors := [point.added_error for point in points(document) if point.added_error]:
         lines.append(
-            f"The choice of held-out text gives differences a standard error of up to {100 * max(errors):.2f} %."
+            f"The choice of held-out text adds a standard error of up to {100 * max(errors):.2f} % to differences."
         )
     dense = {result.run: result for result in found if result.ffn == "dense" and not result.red}
     for result in found:
@@ -269,7 +269,7 @@ def notes(document: dict[str, Any]) -> str:
             lines.append(f"{result.run}: {result.red}.")
         elif result.ffn == "sparse" and alike is not None:
             lines.append(
-                f"L1 {short(result.coefficient)} with sparse kernels, each layer's strategy by measurement: "
+                f'L1 {short(result.coefficient)} with sparse kernels and strategy "auto": '
                 f"cross-entropy {result.ce:.4f} ({alike.ce:.4f} dense), {result.tokens_per_s:,.0f} tokens/s "
                 f"({alike.tokens_per_s:,.0f} dense, compiled)."
             )
@@ -286,7 +286,7 @@ def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]], align: str) 
 
 
 def shown(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """What ``draw`` shows. DataError if there is nothing to compare."""
+    """The data for ``draw``. DataError if there is nothing to compare."""
     found = points(document)
     relu = [point for point in found if point.name == "ReLU"]
     if len(relu) < 2 or any(point.added is None for point in found):
@@ -297,7 +297,7 @@ def shown(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 def draw(figure: SubFigure, theme: Theme, data: Sequence[dict[str, Any]]) -> None:
     found = [Point(**each) for each in data]
-    top, below = figure.subfigures(2, 1, height_ratios=(1.3, 1))
+    top, below = figure.subfigures(2, 1, height_ratios=(1.3, 1), squeeze=False)[:, 0]
     _draw_quality(top.subplots(), theme, found)
     left, right = below.subplots(1, 2, width_ratios=(1.2, 1))
     _draw_layers(left, theme, [point for point in found if point.name == "ReLU"])
@@ -305,20 +305,20 @@ def draw(figure: SubFigure, theme: Theme, data: Sequence[dict[str, Any]]) -> Non
 
 
 def _kinds(theme: Theme, found: Sequence[Point]) -> Iterator[tuple[bool, str, list[Point]]]:
-    """ReLU without and with reinitialisation, where there is any: which of the two, a colour, the points."""
+    """ReLU without and with reinitialisation: which of the two, its colour, its points."""
     for again, colour in ((False, theme.colours[0]), (True, theme.colours[1])):
         if chosen := [p for p in found if p.activation == "relu" and bool(p.reinitialize) == again]:
             yield again, colour, chosen
 
 
 def finding(found: Sequence[Point]) -> str:
-    """How sparse ReLU may be before cross-entropy is above that without L1 by more than chance."""
+    """The sparsest ReLU model whose cross-entropy is not above that without L1, as a title."""
     limit = noise(found) or 0.0
     free = [p for p in found if p.name == "ReLU" and not is_baseline(p) and (p.added or 0) <= limit and p.l0]
     if not free:
         return "Every coefficient costs cross-entropy"
     sparsest = min(free, key=lambda point: point.l0 or 0)
-    return f"Cross-entropy not above that without L1 down to {sparsest.l0:.0f} of {sparsest.neurons:,} neurons a token"
+    return f"No cost in cross-entropy down to {sparsest.l0:.0f} of {sparsest.neurons:,} non-zeros per token"
 
 
 def _draw_quality(axes: Axes, theme: Theme, found: Sequence[Point]) -> None:
@@ -328,8 +328,8 @@ def _draw_quality(axes: Axes, theme: Theme, found: Sequence[Point]) -> None:
         added = [100 * (point.added or 0) for point in chosen]
         bars = None if spread is None else [0 if is_baseline(point) else 100 * spread for point in chosen]
         look: dict[str, Any] = {"marker": "D", "linestyle": "none", "mfc": theme.ground} if again else {"marker": "o"}
-        name = "ReLU, dead neurons reinitialised" if again else "ReLU, by L1 coefficient"
-        name += f" (bars: {100 * spread:.2f} % between seeds)" if spread is not None and not again else ""
+        name = "ReLU, dead neurons reinitialised" if again else "ReLU, labels: L1 coefficient"
+        name += f" (bars: noise between seeds, {100 * spread:.2f} %)" if spread is not None and not again else ""
         axes.errorbar(shares, added, bars, color=colour, capsize=3, elinewidth=1, label=name, **look)
         for point, x, y in zip(chosen, shares, added):
             style.label(axes, x, y, short(point.coefficient), color=colour)
@@ -348,11 +348,12 @@ def _draw_quality(axes: Axes, theme: Theme, found: Sequence[Point]) -> None:
     axes.set_xticks(ticks, [f"{share:g} %" for share in ticks])
     axes.set_xticks([], minor=True)
     axes.set(
-        xlabel="neurons that are not zero, of all of a layer (log)", ylabel="cross-entropy over\nthat without L1, %"
+        xlabel="share of a layer's neurons that fire per token (log)",
+        ylabel="change in cross-entropy\nagainst L1 = 0 (%)",
     )
     axes.set_title(finding(found), loc="left")
     handles, labels = axes.get_legend_handles_labels()
-    # those with bars come last otherwise
+    # first the entries with error bars
     order = sorted(range(len(labels)), key=lambda i: not hasattr(handles[i], "has_yerr"))
     axes.legend([handles[i] for i in order], [labels[i] for i in order], loc="lower left")
 
@@ -362,18 +363,23 @@ def _draw_layers(axes: Axes, theme: Theme, relu: Sequence[Point]) -> None:
 
     shade = LinearSegmentedColormap.from_list("coefficients", [theme.dense, theme.row, theme.extra])
     for i, point in enumerate(relu):
-        # a layer where nothing fires has no place on a logarithmic axis
+        # a logarithmic axis has no place for 0
         l0 = [max(mean, 0.1) for mean in point.layers]
         look: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": 1.6}
         axes.plot(range(len(l0)), l0, color=shade(i / (len(relu) - 1)), label=short(point.coefficient), **look)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda count, _: f"{count:,g}")
     axes.set_xticks(range(len(relu[0].layers)))
-    axes.set(xlabel="layer", ylabel="non-zeros a token (log)")
+    axes.set(xlabel="layer", ylabel="non-zeros per token (log)")
     axes.set_title("Non-zeros by layer", loc="left")
-    # from top to bottom as the lines
+    # from top to bottom in the order of the lines
     axes.legend(
-        title="L1", title_fontsize=8.5, fontsize=8.5, handlelength=1.2, loc="center left", bbox_to_anchor=(1, 0.5)
+        title="L1 coefficient",
+        title_fontsize=8.5,
+        fontsize=8.5,
+        handlelength=1.2,
+        loc="center left",
+        bbox_to_anchor=(1, 0.5),
     )
 
 
@@ -400,6 +406,6 @@ def _draw_dead(axes: Axes, theme: Theme, found: Sequence[Point]) -> None:
         place_text: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": theme.paper}
         axes.annotate(text, (place + 0.45, 100 * PAPER_DEAD), (4, 0), va="center", **place_text)
     axes.set_xticks(range(len(coefficients)), [short(c) for c in coefficients], fontsize=8)
-    axes.set(xlabel="L1 coefficient", ylabel="dead neurons, %")
+    axes.set(xlabel="L1 coefficient", ylabel="dead neurons (%)")
     axes.set_title("Neurons that never fired", loc="left")
     axes.legend(fontsize=8.5, loc="upper left", bbox_to_anchor=(0.28, 0.88))

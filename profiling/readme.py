@@ -1,7 +1,7 @@
-"""Fill the tables of README.md and docs/ from profiling/results/, or compare them: ``python -m profiling.readme``.
+"""Fill the tables of README.md and docs/: ``python -m profiling.readme``; ``--check`` compares only.
 
-Each stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; NAME is a function of this file. Nothing else of a
-page is touched.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. NAME is a key of ``TABLES``, filled from
+profiling/results/, or a block of ``profiling.reference``, filled from the code. The rest of a page stays as it is.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from profiling import quality_results
+from profiling import quality_results, reference
 from profiling.draw.common import ResultError, Results
 from profiling.nsight import summarize
 from profiling.sweep import lasting
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 LAYERS = ("real3", "topic29", "skew29", "uniform29", "real6", "topic128", "dense911")
 Row = dict[str, Any]
 
 
 @functools.cache
 def result(name: str) -> dict[str, Any]:
-    """The file of that name."""
+    """The content of a file of results."""
     found = Results(RESULTS).get(name)
     if found is None:
         raise ResultError(f"expected results in {RESULTS / name}.json, got no such file")
@@ -41,7 +41,7 @@ def result(name: str) -> dict[str, Any]:
 
 
 def markdown(header: Sequence[str], align: str, rows: Sequence[Sequence[str]]) -> str:
-    """A table; ``align`` has l or r for each column."""
+    """A Markdown table; ``align`` has l or r for each column."""
     rule = ["--:" if side == "r" else "---" for side in align]
     lines = ["| " + " | ".join(cells) + " |" for cells in (header, *rows)]
     return "\n".join([lines[0], "|" + "|".join(rule) + "|", *lines[1:]])
@@ -94,8 +94,9 @@ def mean_speedup() -> str:
     }
     forward, train = (geometric(of_model[op]) for op in ("ffn", "train"))
     return (
-        f"The mean speed-up is {mean:.2f} over the first five named, and {forward:.2f} over all {len(of_model['ffn'])} "
-        f"layers of a model trained like the one below, whose training steps gain {train:.2f} (geometric means)."
+        f"The mean speed-up is {mean:.2f} over the first five workloads and {forward:.2f} over all "
+        f"{len(of_model['ffn'])} layers of a model trained like the one below; in training these layers "
+        f"gain {train:.2f} (geometric means)."
     )
 
 
@@ -128,7 +129,7 @@ def machine() -> str:
 SHAPES = ((1024, 2816), (896, 4864), (2048, 5632), (4096, 11008), (4096, 14336))
 
 
-def shapes(shown: Sequence[tuple[int, int]] = SHAPES) -> str:
+def shapes() -> str:
     best: dict[tuple[int, int, str, int], tuple[float, str]] = {}
     for row in result("h200_tuning")["rows"]:
         if not row["red"] and not row["training"] and row["gated"]:
@@ -136,7 +137,7 @@ def shapes(shown: Sequence[tuple[int, int]] = SHAPES) -> str:
             best[key] = min(best.get(key, (math.inf, "")), (row["relative"], row["strategy"][0]))
     tokens = (1, 16, 64, 256, 1024, 4096, 16384, 131072)
     rows = []
-    for k, n in shown:
+    for k, n in SHAPES:
         for pattern in ("topic", "uniform", "denser"):
             cells = []
             for m in tokens:
@@ -157,9 +158,10 @@ VARIANTS = ("dense eager", "dense compiled", "sparse eager", "sparse compiled")
 
 
 class Paper(NamedTuple):
-    """What arXiv 2603.23198 has for a size, dense and sparse, and how much faster it says that the sparse one is.
+    """Figures of arXiv 2603.23198 for one size, dense and sparse.
 
-    forward, training: tokens/ms and percent. energy: of a forward pass, mJ/token. peak: of a training step, GB.
+    forward, training: tokens/ms, and the speed-up in percent. energy: mJ/token of a forward pass. peak: GB of a
+    training step.
     """
 
     forward: tuple[float, float, float]
@@ -178,7 +180,7 @@ PAPER = {
 
 
 def configurations() -> list[dict[str, Any]]:
-    """The files of the models of the paper's sizes. LookupError if two have the same row."""
+    """Results of the models of the paper's sizes. LookupError if two files have the same row."""
     found = [result(path.stem) for path in sorted(RESULTS.glob("h200_paper_configs*.json"))]
     counts = Counter((row["config"], row["op"], row["variant"]) for run in found for row in run["rows"])
     if twice := [" ".join(key) for key, count in counts.items() if count > 1]:
@@ -187,14 +189,14 @@ def configurations() -> list[dict[str, Any]]:
 
 
 def timed(runs: Sequence[dict[str, Any]]) -> list[Row]:
-    """The rows of these runs that have a time, by model and operation."""
+    """The timed rows of these runs, sorted by model and operation."""
     rows = [row for run in runs for row in run["rows"] if row["ms"] and not row["red"]]
     order = list(dict.fromkeys(row.get("config") for row in rows))
     return sorted(rows, key=lambda row: (order.index(row.get("config")), list(OPS).index(row["op"])))
 
 
 def pairs(rows: Sequence[Row], kind: str = "") -> Iterator[tuple[Row, Row]]:
-    """Dense and sparse of each model and operation: of ``kind``, eager or compiled, or the faster of each."""
+    """The dense and the sparse row of each model and operation: of ``kind`` (eager, compiled), or the faster."""
     for key in dict.fromkeys((row.get("config"), row["op"]) for row in rows):
         both = [
             [
@@ -210,7 +212,7 @@ def pairs(rows: Sequence[Row], kind: str = "") -> Iterator[tuple[Row, Row]]:
 
 
 def percent(value: float) -> str:
-    # no minus before what rounds to zero
+    # no minus sign before 0.0
     return f"{round(value, 1) + 0.0:+.1f} %"
 
 
@@ -219,9 +221,9 @@ def change(before: float, now: float) -> str:
 
 
 def models(shown: Callable[[str, str], bool] = lambda model, op: True) -> str:
-    """The faster dense variant beside the faster sparse one: the trained model, then the paper's sizes.
+    """The faster dense and the faster sparse variant: the trained model, then the paper's sizes.
 
-    ``shown`` chooses rows by model and operation.
+    ``shown`` selects rows by model and operation.
     """
     rows = []
     for label, runs in (("0.5B trained", [result("h200_model")]), ("", configurations())):
@@ -251,15 +253,15 @@ def headline() -> str:
     found = [*pairs(timed([result("h200_model")])), *pairs(timed(configurations()))]
     gains = [theirs["ms"] / ours["ms"] for theirs, ours in found]
     return (
-        "On an H200, over the faster of eager and compiled dense PyTorch: "
+        "On an H200, against the faster of eager and compiled dense PyTorch: "
         f"**{forward:.1f}x forward and {train:.1f}x in training** for layers with 14 to 33 "
-        "non-zeros per token (geometric means of five), "
+        "non-zeros per token (geometric means of five layers), "
         f"**{min(gains):.1f}x to {max(gains):.1f}x for whole models** of 0.5B to 2B."
     )
 
 
 def model_table(runs: Sequence[dict[str, Any]]) -> str:
-    """All variants; columns of which no row has anything are left out."""
+    """All variants of the models; empty columns are left out."""
     found = timed(runs)
     several = len({row.get("config") for row in found}) > 1
     columns: list[tuple[str, str, Callable[[Row], str]]] = [
@@ -293,7 +295,7 @@ def shown(row: Row, key: str, form: str, scale: float = 1) -> str:
 
 
 def machines(runs: Sequence[dict[str, Any]]) -> str:
-    """The machine lines of runs, once where only clocks differ."""
+    """The machine lines of runs; lines that differ only in clocks appear once."""
     lines = {lasting(run["machine"]): run["machine"] for run in reversed(runs)}
     return " And: ".join(reversed(lines.values()))
 
@@ -301,22 +303,14 @@ def machines(runs: Sequence[dict[str, Any]]) -> str:
 def model_machine(name: str) -> str:
     run = result(name)
     counts = ", ".join(f"{value:.0f}" for value in run["non_zeros"])
-    text = f"Non-zeros a token, layer by layer: {counts}."
+    text = f"Non-zeros per token, layer by layer: {counts}."
     if any(run.get("unions", ())):
         text += f" Share of the neurons that 128 tokens fire: {', '.join(f'{u:.0%}' for u in run['unions'])}."
     return f"{text} {run['machine']}"
 
 
-def models_machine() -> str:
-    """What the models' tokens fire, and where all was measured."""
-    runs = [result("h200_model"), *configurations()]
-    unions = {each["config"]: statistics.fmean(each["unions"]) for run in runs for each in run["models"]}
-    named = [f"{'trained' if config not in PAPER else config} {share:.0%}" for config, share in unions.items()]
-    return f"Share of the neurons that 128 tokens fire, mean over the layers: {', '.join(named)}. {machines(runs)}"
-
-
 def configurations_machine() -> str:
-    """What was drawn, layer by layer, and where it was measured."""
+    """Sparsity of the drawn models layer by layer, and the machine."""
     runs = configurations()
     subjects = {each["config"]: each for run in runs for each in run["models"]}
     lines = [
@@ -326,32 +320,12 @@ def configurations_machine() -> str:
     ]
     energy = runs[0]["energy"]
     counter = energy["method"].replace("_", " ")
-    lines += ["", f"Energy by the board's {counter}; idle it takes {energy['idle_watts']:.0f} W. {machines(runs)}"]
+    lines += ["", f"Energy by the board's {counter}; idle power is {energy['idle_watts']:.0f} W. {machines(runs)}"]
     return "\n".join(lines)
 
 
 def beside_paper() -> str:
-    """What sparsity changes, in percent: in the paper, here in eager mode, here compiled; with weights here alone."""
-    ours = [of_kind(kind) for kind in ("eager", "compiled")]
-    rows = []
-    for config, paper in PAPER.items():
-        cells = [config]
-        for op, key, said in (
-            ("forward", "tokens_per_ms", percent(paper.forward[2])),
-            ("forward", "mj_per_token", change(*paper.energy)),
-            ("train", "tokens_per_ms", percent(paper.training[2])),
-            ("train", "peak_bytes", change(*paper.peak)),
-            ("train", "peak_total_bytes", ""),
-        ):
-            changes = [change(*found[config, op][key]) for found in ours if (config, op) in found]
-            cells.append(" / ".join([said, *changes] if said else changes).replace(" % /", " /"))
-        rows.append(cells)
-    header = ["", "forward tokens/ms", "forward mJ/token", "training tokens/ms", "training peak", "with weights"]
-    return markdown(header, "lrrrrr", rows)
-
-
-def beside_paper_in_full() -> str:
-    """The figures themselves, dense and sparse: of the paper, of eager and of compiled models."""
+    """Dense and sparse figures of the paper, of eager and of compiled models."""
     ours = [of_kind(kind) for kind in ("eager", "compiled")]
     rows = []
     for config, paper in PAPER.items():
@@ -371,7 +345,7 @@ def beside_paper_in_full() -> str:
 
 
 def of_kind(kind: str) -> dict[tuple[str, str], dict[str, tuple[float, float]]]:
-    """Of models of the paper's sizes, eager or compiled: by model and operation all figures, dense and sparse."""
+    """Dense and sparse figures of eager or compiled models of the paper's sizes, by model and operation."""
     return {
         (ours["config"], ours["op"]): {key: (theirs[key], value) for key, value in ours.items()}
         for theirs, ours in pairs(timed(configurations()), kind)
@@ -402,7 +376,7 @@ def training_run() -> str:
 
 
 def layers() -> str:
-    """Non-zeros and speed-up of a trained model's layers, one at a time."""
+    """Non-zeros and speed-up of the layers of a trained model."""
     rows: dict[int, dict[str, Row]] = {}
     for row in result("h200_sweep_layers")["rows"]:
         if row["requested"] == "auto" and row["ms"] and not row["red"]:
@@ -436,7 +410,7 @@ def layer_correlation() -> str:
 
 
 def compared() -> list[list[Row]]:
-    """What was measured beside each other of the same layer, call and number of tokens, where strategies compete."""
+    """Rows grouped by layer, kind of call and number of tokens: the strategies that compete there."""
     points: dict[tuple[str, str, int], list[Row]] = {}
     names = ("h200_sweep_nnz", "h200_sweep_m", "h200_strategies")
     for row in itertools.chain(*(result(name)["rows"] for name in names)):
@@ -447,7 +421,7 @@ def compared() -> list[list[Row]]:
 
 
 def auto_misses() -> str:
-    """Where "auto" chose another strategy than the best of those measured beside it, and took 2 % longer."""
+    """Points where "auto" did not choose the fastest strategy and took more than 2 % longer."""
     cells = []
     for rows in compared():
         auto = next((row for row in rows if row["requested"] == "auto"), None)
@@ -465,19 +439,19 @@ def auto_misses() -> str:
 
 
 def fuzz() -> str:
-    """What the fuzzer ran, and found."""
+    """Number of fuzz cases, the largest error, and mismatches."""
     run = result("h200_fuzz")
     counts, wrong = run["counts"]["numbers"], run["mismatches"]
     largest, case = max(value for name, value in run["worst"].items() if name.endswith("allowed"))
     return (
-        f"{run['cases']:,} cases in {run['seconds']:.0f} s: {counts['integers']:,} of integers, bit by bit, and "
-        f"{counts['reals']:,} of real numbers, the largest error {largest:.2f} of what is allowed ({case}). "
+        f"{run['cases']:,} cases in {run['seconds']:.0f} s: {counts['integers']:,} with integers, compared bit by bit, "
+        f"and {counts['reals']:,} with real numbers, the largest error {largest:.2f} of the bound (case {case}). "
         f"Mismatches: {'; '.join(wrong) if wrong else 'none'}. {run['machine']}"
     )
 
 
 def quality_limit() -> str:
-    """Between which coefficients sparsity begins to cost."""
+    """The coefficients between which sparsity begins to cost."""
     found = [
         point for point in quality_results.points(result("h200_quality")) if point.name == "ReLU" and point.coefficient
     ]
@@ -491,7 +465,7 @@ def quality_limit() -> str:
 
 
 def paper_code() -> str:
-    """The paper's published code beside dense PyTorch."""
+    """The paper's published code against dense PyTorch."""
     header = ["workload", "what ran", "dense, ms", "the paper's code, ms", "its result"]
     rows = []
     for row in result("h200_paper_code")["rows"]:
@@ -502,7 +476,7 @@ def paper_code() -> str:
 
 
 def memory() -> str:
-    """What a layer keeps for backward, and its peaks, at one number of non-zeros: nothing here depends on them."""
+    """Memory kept for backward and peaks of a layer with 29 non-zeros; they do not depend on this number."""
     rows: dict[str, dict[str, Any]] = {}
     for row in result("h200_sweep_memory")["rows"]:
         if row["workload"].startswith("nnz=29,") and row["variant"] != "gate GEMM":
@@ -519,10 +493,10 @@ def memory() -> str:
 
 
 def ncu() -> str:
-    """What Nsight Compute measured of each kernel."""
+    """Measurements of each kernel by Nsight Compute."""
     found = result("h200_ncu")
     rows = [summarize.Row(**row) for row in found["rows"]]
-    # one launch of each, as the text says
+    # the text says that each kernel has one launch
     columns = [column for column in summarize.COLUMNS if column.name != "launches"]
     align = "".join("l" if column.left else "r" for column in columns)
     cells = [[column.cell(row) for column in columns] for row in rows]
@@ -539,17 +513,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode": decode,
     "machine": machine,
     "shapes": shapes,
-    "some shapes": lambda: shapes(((1024, 2816), (2048, 5632))),
     "headline": headline,
     "models": models,
     "some models": lambda: models(lambda model, op: (model, op) in SOME_MODELS),
-    "models machine": models_machine,
     "model": lambda: model_table([result("h200_model")]),
     "model machine": lambda: model_machine("h200_model"),
     "configurations": lambda: model_table(configurations()),
     "configurations machine": configurations_machine,
     "beside the paper": beside_paper,
-    "beside the paper, in full": beside_paper_in_full,
     "sparser model": lambda: model_table([result("h200_model_sparser")]),
     "sparser model machine": lambda: model_machine("h200_model_sparser"),
     "training run": training_run,
@@ -569,19 +540,20 @@ PLACE = re.compile(r"(<!-- table: ([^\n]*?) -->)\n.*?(<!-- end -->)", re.DOTALL)
 
 
 def fill(text: str) -> str:
-    """A page with every table made again."""
+    """A page with all of its tables filled."""
+    tables = {**TABLES, **reference.blocks()} if "<!-- table: " in text else {}
 
     def table(match: re.Match[str]) -> str:
         before, name, after = match.groups()
-        if name not in TABLES:
-            raise LookupError(f"table must be one of {', '.join(TABLES)}, got {name!r}")
-        return f"{before}\n{TABLES[name]().strip()}\n{after}"
+        if name not in tables:
+            raise LookupError(f"table must be one of {', '.join(tables)}, got {name!r}")
+        return f"{before}\n{tables[name]().strip()}\n{after}"
 
     return PLACE.sub(table, text)
 
 
 def of_other_kernels() -> str:
-    """Which results are of other kernels than the sources make, a line; empty if none."""
+    """One line that names results of other kernels than those of the sources; empty if there are none."""
     from twell._runtime import fingerprint
 
     now, others = fingerprint.source_hash()[:12], dict[str, list[str]]()
@@ -598,7 +570,7 @@ def main() -> int:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="exit with 1 if a page has other figures; results of other kernels are named",
+        help="change nothing; exit with 1 if a page is out of date, and name results of other kernels",
     )
     arguments = parser.parse_args()
     wrong = []

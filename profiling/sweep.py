@@ -1,22 +1,22 @@
-"""Run ``twell bench`` over ranges and keep what it finds, one file for each sweep: the data of profiling/draw.
+"""Run ``twell bench`` over ranges and keep the results, one file per sweep: the data of profiling/draw.
 
     python -m profiling.sweep nnz --out build/sweeps --budget-s 200
     python -m profiling.sweep layers --real FOLDER --model profiling/results/h200_model.json
-    python -m profiling.sweep nnz m memory --dry-run          # the calls of bench, and how long an H200 takes over them
+    python -m profiling.sweep nnz m memory --dry-run          # calls of bench, and their seconds on an H200
 
 Sweeps:
-  nnz      every strategy and the training step against non-zeros a token, uniform and with topics
-  m        against the tokens of a call: a few with rotated weights (bench decode), many with rotated tokens
-  layers   layer by layer: recorded ones (--real), and patterns with the non-zeros of a model's layers (--model: JSON
-           with "non_zeros", such as bench model writes; --analyze: the CSV of twell analyze)
-  memory   what a training step keeps and needs, and a forward pass, against non-zeros a token
+  nnz      every strategy and the training step by non-zeros per token, on the uniform and the topic pattern
+  m        the same by tokens per call: few with rotated weights (bench decode), many with rotated tokens
+  layers   layer by layer: recorded layers (--real), and patterns with the non-zeros of a model's layers (--model: JSON
+           with "non_zeros", as bench model writes it; --analyze: the CSV of twell analyze)
+  memory   memory kept and peaks of a training step and of a forward pass, by non-zeros per token
   kernels  the time of each kernel in a forward pass and a training step
 
-A file is written after each call of bench, and after Ctrl-C with what the call has measured. Run again, a sweep goes on
-where it stopped: points that are in the file and right are not measured again. No call begins unless its expected time
-is left of --budget-s.
+The file is written after each call of bench, and after Ctrl-C with the points measured so far. The same command
+continues a sweep: it skips points that are in the file and right. A call begins only if its expected time is left of
+--budget-s.
 
-Exit status: 1 if a row is red, 2 if the request makes no sense, 130 after Ctrl-C, 0 otherwise.
+Exit status: 1 if a row is red, 2 if the request makes no sense, 130 after Ctrl-C, else 0.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 NONZEROS = (1, 2, 4, 8, 16, 29, 64, 128, 256, 512, 911, 2816, 5632)
 TRAINED = (1, 8, 29, 128, 512, 911)
 KEPT = (1, 8, 29, 64, 128, 256, 512, 911)
-# bench decode rotates the weights up to here, bench ffn the tokens from here on.
+# Tokens of bench decode, which rotates weights, and of bench ffn, which rotates tokens.
 FEW = (1, 4, 16, 64, 128, 256)
 MANY = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 TRAINED_M = (1024, 4096, 16384, 65536)
@@ -51,12 +51,12 @@ NAMED = ("uniform29", "skew29", "topic29", "topic128")
 ALL = ("--strategy", "row,union,auto,dense")
 AUTO = ("--strategy", "auto")
 
-# Seconds that an H200 is expected to take over a point of 16,384 tokens (float64, "auto" settling, recordings, 0.3 s of
-# samples), over a call's measurement of what the machine can do, and over torch.compile for a new shape.
+# Expected seconds on an H200: for a point of 16,384 tokens (float64, "auto" settling, recordings, 0.3 s of samples),
+# for the ceilings of the machine in each call, and for torch.compile of a new shape.
 POINT_S = {"ffn": 1.7, "train": 3.5, "decode": 1.2}
 CALL_S = 3.0
 COMPILE_S = {"ffn": 7.0, "train": 14.0, "decode": 7.0}
-# A call is cut into parts of about so many seconds, which is what a lost machine costs.
+# Calls take about this many seconds, the most that a lost machine costs.
 LONGEST_S = 40.0
 
 Row = dict[str, Any]
@@ -64,14 +64,14 @@ Bench = Callable[[Sequence[str]], int]
 
 
 class SweepError(Exception):
-    """A request that makes no sense, or a file that cannot be gone on with."""
+    """A request makes no sense, or a file cannot be continued."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """What bench is asked about one workload and one number of tokens; ``fields`` go into each row that it gives.
+    """One workload with one number of tokens, as bench measures it. ``fields`` go into each of its rows.
 
-    ``workload`` is what --workload takes, ``name`` what rows call it, ``options`` all else that bench is told.
+    ``workload`` is the value of --workload, ``name`` the workload in rows, ``options`` all other options of bench.
     """
 
     op: str
@@ -88,18 +88,18 @@ class Point:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What points of one call share: rows of recorded layers do not tell two folders apart."""
+        """Equal for points that may share a call. Rows do not name the folder of recorded layers, so folders differ."""
         return self.op, self.options, self.workload.rpartition("/")[0]
 
     @property
     def seconds(self) -> float:
-        """Half of a point's time does not shrink with its tokens."""
+        """Expected seconds. Half of a point's time does not shrink with its tokens."""
         size = 1.0 if self.op == "decode" else max(0.5, self.m / 16384)
         return POINT_S[self.op] * size
 
     @property
     def asked(self) -> list[str]:
-        """What a file says of it: no folder, whose path is the machine's own."""
+        """The request as the file keeps it, without folders, whose paths differ by machine."""
         return [self.op, self.name, str(self.m), *self.options]
 
 
@@ -159,7 +159,7 @@ def real(op: str, folder: Path, layer: int, m: int, options: tuple[str, ...], **
 
 
 def recorded(folder: Path) -> list[int]:
-    """The numbers of the layers in a folder."""
+    """The numbers of the recorded layers in a folder."""
     numbers = sorted(int(path.stem[5:]) for path in folder.glob("layer*.npz") if path.stem[5:].isdecimal())
     if not numbers:
         raise SweepError(f"--real takes a folder of recorded layers (layer3.npz), got {folder}")
@@ -167,7 +167,7 @@ def recorded(folder: Path) -> list[int]:
 
 
 def of_model(path: Path, arguments: argparse.Namespace) -> dict[str, list[tuple[int, float, int, int]]]:
-    """Number, non-zeros, K and N of the layers of each model of a result of bench model."""
+    """Number, non-zeros, K and N of each layer, by model, from JSON of bench model."""
     try:
         result = json.loads(path.read_text())
         several = len(result.get("models", [])) > 1
@@ -185,7 +185,7 @@ def of_model(path: Path, arguments: argparse.Namespace) -> dict[str, list[tuple[
 
 
 def of_analysis(path: Path, arguments: argparse.Namespace) -> dict[str, list[tuple[int, float, int, int]]]:
-    """The same of the CSV of twell analyze."""
+    """The same from the CSV of twell analyze."""
     try:
         with path.open(newline="") as file:
             found = [(int(r["layer"]), float(r["mean"]), int(r["k"]), int(r["n"])) for r in csv.DictReader(file)]
@@ -224,7 +224,7 @@ SWEEPS: dict[str, Callable[[argparse.Namespace], Iterator[Point]]] = {
 
 @dataclass(frozen=True)
 class Call:
-    """Points that one call of bench measures: all of its workloads with all of its numbers of tokens."""
+    """The points of one call of bench: all of its workloads with all of its numbers of tokens."""
 
     points: tuple[Point, ...]
 
@@ -233,12 +233,12 @@ class Call:
         first = self.points[0]
         workloads = dict.fromkeys(point.workload for point in self.points)
         counts = [str(m) for m in dict.fromkeys(point.m for point in self.points)]
-        # what decode takes its tokens from
+        # decode takes its tokens from these 4,096
         size = ["-m", "4096", "--m-decode", *counts] if first.op == "decode" else ["-m", *counts]
         return [first.op, "--workload", *workloads, *size, *first.options]
 
     def seconds(self, compiled: set[tuple[Any, ...]] | None) -> float:
-        """Expected on an H200; ``compiled`` are the shapes that torch.compile has seen, None without it."""
+        """Expected seconds on an H200; ``compiled`` are the shapes that torch.compile has seen, None without it."""
         new = set() if compiled is None else self.shapes() - compiled
         return CALL_S + sum(point.seconds for point in self.points) + sum(COMPILE_S[shape[0]] for shape in new)
 
@@ -247,7 +247,7 @@ class Call:
 
 
 def next_call(points: Sequence[Point], longest: float) -> Call:
-    """As many points as one call measures within about ``longest`` seconds, at least one, beginning with the first."""
+    """The next call: as many points as fit in about ``longest`` seconds, from the first on, at least one."""
     first = points[0]
     alike = [point for point in points if point.kind == first.kind]
     by_tokens: dict[int, list[Point]] = {}
@@ -289,12 +289,12 @@ class File:
             self.data = found
 
     def has(self, point: Point) -> bool:
-        """Whether the point was measured as it would be now, and was right."""
+        """Whether the file has the point, measured with the same request, and right."""
         known = self.data["points"].get(point.key)
         return known is not None and known["asked"] == point.asked and not known["red"]
 
     def add(self, found: dict[Point, list[Row]], result: dict[str, Any]) -> None:
-        """Put points in the place of what is known of them, and write the file."""
+        """Add or replace points and write the file."""
         machine, before = result.get("machine", ""), self.data["machine"]
         if machine and before and lasting(machine) != lasting(before):
             raise SweepError(f"{self.path} is of another machine or other kernels: {before}; now {machine}")
@@ -310,7 +310,7 @@ class File:
         self.write()
 
     def write(self) -> None:
-        """All or nothing."""
+        """Write the file whole or not at all."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         from twell import _files
 
@@ -318,12 +318,12 @@ class File:
 
 
 def lasting(machine: str) -> str:
-    """The machine line without what changes from one minute to the next, and without the commit."""
+    """The machine line without the current clocks and the commit."""
     return re.sub(r"SM \d+ MHz now, |; commit \S+", "", machine)
 
 
 def measure(call: Call, more: Sequence[str], bench: Bench, folder: Path) -> tuple[int, dict[str, Any], str]:
-    """Exit status of a call of bench, its file, and what it says went wrong. 130 is Ctrl-C."""
+    """Run a call of bench; return its exit status, its data and its error. Status 130 is Ctrl-C."""
     path = folder / "call.json"
     path.unlink(missing_ok=True)
     printed, why = io.StringIO(), ""
@@ -334,29 +334,29 @@ def measure(call: Call, more: Sequence[str], bench: Bench, folder: Path) -> tupl
         status = 130
     except SystemExit as error:
         raise SweepError(f"twell bench does not take {' '.join([*call.argv, *more])}") from error
-    except Exception as error:  # a fault of a kernel shows in a later call
+    except Exception as error:  # a kernel fault may surface in a later call
         traceback.print_exc()
         status, why = 1, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if status == 2 and not result:
-        # bench has said why: so would each of the other calls
-        raise SweepError(f"twell bench cannot do what it is asked for, see above: {' '.join([*call.argv, *more])}")
+        # bench has printed the reason, which holds for all other calls
+        raise SweepError(f"twell bench cannot serve this request, see above: {' '.join([*call.argv, *more])}")
     return status, result, why or f"twell bench gave no row, exit status {status}"
 
 
 def rows_of(point: Point, result: dict[str, Any]) -> list[Row]:
-    """A workload that failed as a whole has no tokens."""
+    """The rows of a point. Rows of a workload that failed have 0 tokens."""
     rows = [row for row in result.get("rows", []) if row["workload"] == point.name]
     return [row for row in rows if row["tokens"] in (0, point.m)]
 
 
 def failed(point: Point, why: str) -> Row:
-    """A row that says that a point came to nothing."""
+    """The row of a point that could not be measured."""
     return {"workload": point.name, "variant": point.op, "requested": "", "tokens": point.m, "nnz": 0.0, "red": why}
 
 
 def run(name: str, arguments: argparse.Namespace, bench: Bench, deadline: float) -> File:
-    """Measure what is missing of a sweep."""
+    """Measure the missing points of a sweep."""
     points = list(SWEEPS[name](arguments))
     more = options(arguments)
     file = File(arguments.out / f"{arguments.prefix}_sweep_{name}.json", name, {"bench": more})
@@ -393,7 +393,7 @@ def say(text: str) -> None:
 
 
 def show(file: File) -> int:
-    """Print the speed-ups of a sweep; the number of its red rows."""
+    """Print the speed-ups of a sweep; return the number of red rows."""
     from twell.commands.bench.report import Column, print_table
 
     known = {"requested": "", "strategy": "", "speedup_dense": None, "ms": None}
@@ -415,7 +415,7 @@ def named(requested: str, strategy: str) -> str:
 
 
 def options(arguments: argparse.Namespace) -> list[str]:
-    """What all calls of bench are told."""
+    """Options of every call of bench."""
     return ["--seconds", f"{arguments.seconds:g}", "--compile", arguments.compile, *arguments.bench]
 
 
@@ -426,18 +426,30 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("sweeps", nargs="+", choices=SWEEPS, metavar="SWEEP", help=", ".join(SWEEPS))
     add("--out", type=Path, default=RESULTS, metavar="FOLDER", help="default: profiling/results")
-    add("--prefix", default="h200", help="of the files' names; charts are drawn from those of h200")
-    add("--budget-s", type=float, default=600.0, metavar="S", help="no call begins that would end later")
-    add("--seconds", type=float, default=0.3, help="of samples for each point")
+    add("--prefix", default="h200", help="of file names; the charts read h200 (default: %(default)s)")
+    add(
+        "--budget-s",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="begin no call that would end later (default: %(default)s)",
+    )
+    add("--seconds", type=float, default=0.3, help="seconds of samples per point (default: %(default)s)")
     add("--compile", choices=("default", "max-autotune-no-cudagraphs", "none"), default="default")
-    add("-m", type=int, default=16384, help="tokens, where they are not what is swept")
+    add("-m", type=int, default=16384, help="tokens, except in sweep m (default: %(default)s)")
     add("-k", type=int, default=2048, help="hidden size")
     add("-n", type=int, default=5632, help="neurons")
     add("--real", type=Path, nargs="+", default=[], metavar="FOLDER", help="recorded layers, for layers and kernels")
     add("--model", type=Path, nargs="+", default=[], metavar="JSON", help="results of bench model, for layers")
     add("--analyze", type=Path, nargs="+", default=[], metavar="CSV", help="of twell analyze, for layers")
     add("--dry-run", action="store_true", help="list the calls of bench and their expected seconds")
-    add("--bench", nargs=argparse.REMAINDER, default=[], metavar="...", help="all that follows goes to twell bench")
+    add(
+        "--bench",
+        nargs=argparse.REMAINDER,
+        default=[],
+        metavar="...",
+        help="pass everything that follows to twell bench",
+    )
     arguments = parser.parse_args(argv)
     arguments.sweeps = list(dict.fromkeys(arguments.sweeps))
     for name in ("budget_s", "seconds", "m", "k", "n"):
@@ -448,7 +460,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def dry_run(arguments: argparse.Namespace) -> None:
-    """Print what would be called."""
+    """Print the calls of bench."""
     for name in arguments.sweeps:
         missing, total = list(SWEEPS[name](arguments)), 0.0
         count = len(missing)
@@ -465,7 +477,7 @@ def dry_run(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None, bench: Bench | None = None) -> int:
-    """``bench`` stands in for ``twell.commands.bench.main``."""
+    """Run the sweeps; ``bench`` replaces ``twell.commands.bench.main`` in tests."""
     arguments = parse(argv)
     deadline = time.monotonic() + arguments.budget_s
     files: list[File] = []
@@ -473,14 +485,16 @@ def main(argv: Sequence[str] | None = None, bench: Bench | None = None) -> int:
         if arguments.dry_run:
             dry_run(arguments)
             return 0
-        # a request that makes no sense for the last sweep is told before the first begins
+        # refuse a bad request for the last sweep before the first begins
         for name in arguments.sweeps:
             keys = [point.key for point in SWEEPS[name](arguments)]
             twice = sorted({key for key in keys if keys.count(key) > 1})
             if twice:
                 raise SweepError(f"expected folders and files of different names, got {twice[0]!r} twice")
         if bench is None:
-            from twell.commands.bench import main as bench
+            from twell.commands.bench import main
+
+            bench = main
 
         for name in arguments.sweeps:
             files.append(run(name, arguments, bench, deadline))
@@ -488,11 +502,11 @@ def main(argv: Sequence[str] | None = None, bench: Bench | None = None) -> int:
         print(f"sweep: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        say("interrupted; what was measured is in the files, run it again to go on")
+        say("interrupted; the files have the points measured so far; run it again to continue")
         return 130
     red = sum(show(file) for file in files)
     if not all(file.data["complete"] for file in files):
-        say("points are missing; run it again to go on")
+        say("points are missing; run it again to continue")
     return int(red > 0)
 
 

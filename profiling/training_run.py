@@ -1,9 +1,9 @@
-"""Put runs of examples/train.py beside each other, for the README's table and the chart of the training.
+"""Combine runs of examples/train.py into one file, for the table and the chart of the training run.
 
     python -m profiling.training_run dense=runs/dense sparse=runs/sparse --out profiling/results/h200_training_run.json
 
-Each run is a folder with metrics.jsonl and sparsity.csv. Runs must be of one kind of machine, one model and one text,
-and log the same steps. The options kept are those of the first; of the others what differs.
+Each run is a folder with metrics.jsonl and sparsity.csv. All runs must have the same kind of machine, model and text,
+and log the same steps. The file keeps the options of the first run and the differences of the others.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sweep import lasting
+from profiling.sweep import lasting
 
-# Options that name places, which are nobody else's, and those that must be the same.
+# Options that name places of one machine, and options that must be equal.
 PLACES = ("text", "dataset", "cache", "out", "resume", "implied")
 COMMON = ("text", "dataset", "layers", "hidden", "intermediate", "vocab", "seed", "steps", "tokens_per_step")
 LAYER = ("l0", "l1", "dead", "union")
 
 
 def read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
-    """What a run says of itself, its steps with all that was measured after each, and its layers at the end."""
+    """A run's options and machine, its steps with all figures, and its layers at the end."""
     about, *records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps: dict[int, dict[str, Any]] = {}
     for record in records:
-        # a run that was resumed says again what it is
+        # a resumed run repeats its first record
         if "machine" in record:
             continue
         steps.setdefault(record["step"], {}).update(record)
     with (folder / "sparsity.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     layers = [
-        # what was not observed is empty
+        # an empty cell was not observed
         {name: float(row[name]) if row[name] else None for name in LAYER} | {"strategy": row["strategy"]}
         for row in rows
         if row["step"] == rows[-1]["step"]
@@ -45,7 +45,7 @@ def read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[
 
 
 def combine(runs: dict[str, Path]) -> dict[str, Any]:
-    """The file's content; ValueError where runs cannot be compared."""
+    """The content of the file; ValueError if the runs cannot be compared."""
     found = {name: read(folder) for name, folder in runs.items()}
     options = {name: about["options"] for name, (about, _, _) in found.items()}
     first = next(iter(options.values()))
@@ -71,7 +71,7 @@ def combine(runs: dict[str, Path]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", metavar="NAME=FOLDER", help="a run, and what it is called")
+    parser.add_argument("runs", nargs="+", metavar="NAME=FOLDER", help="a run and its name")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     arguments = parser.parse_args(argv)
     pairs = [text.partition("=") for text in arguments.runs]

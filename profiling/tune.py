@@ -1,20 +1,20 @@
-"""Measure what each strategy costs beside dense PyTorch, and generate the table by which "auto" decides.
+"""Measure the cost of each strategy against dense PyTorch, and generate the table of "auto".
 
     python -m profiling.tune --out profiling/results/tune.json --write
     python -m profiling.tune --out profiling/results/tune_a.json --shapes 2048x5632 --kinds gated --budget-s 170
     python -m profiling.tune --from profiling/results/tune_a.json profiling/results/tune_b.json --write
 
-The first two need a Hopper GPU, the last none. Rows go to --out after each problem, so that a run that is cut off loses
-nothing; --budget-s ends it between problems. Several files are merged, of rows for the same problem the last.
+The first two commands need a Hopper GPU, the last does not. Rows go to --out after each problem, so an interrupted run
+loses nothing; --budget-s ends a run between problems. Several files are merged; the last row for a problem counts.
 
-A problem is a synthetic layer (``PATTERNS``, with the weights' copies rotated so that they exceed the L2 cache) at a
-number of tokens. Its strategies and dense PyTorch are captured into CUDA graphs and replayed in turn, after a check
-against dense PyTorch; a time is a median. Dense is eager PyTorch or, for the numbers of tokens in --compile-m,
-torch.compile if that is faster: each row says which.
+A problem is a synthetic layer (``PATTERNS``) with a number of tokens. Rotated copies of the weights exceed the L2
+cache. The strategies and dense PyTorch are checked against dense PyTorch, captured in CUDA graphs and replayed in turn;
+a time is a median. Dense is eager PyTorch or, for the numbers of tokens in --compile-m, torch.compile if that is
+faster: each row says which.
 
-Relative times are fitted, per layer, number of tokens and strategy, by base + a * union + b * density, none negative:
-the least squares of relative errors, those of slow times weighed less (``WEIGHT_POWER``). ``union`` and ``density`` are
-the shares of neurons that a tile of 128 tokens and that a token fires (``twell.tuning.shares``).
+For each layer, number of tokens and strategy the relative time is fitted by base + a * union + b * density, none
+negative: least squares of relative errors, with less weight on slow times (``WEIGHT_POWER``). ``union`` and ``density``
+are the shares of neurons that a tile of 128 tokens and a token fires (``twell.tuning.shares``).
 """
 
 import argparse
@@ -44,19 +44,19 @@ TABLE_FILE = Path(__file__).resolve().parents[1] / "python" / "twell" / "_tuning
 
 SHAPES = ((2048, 5632), (1024, 2816), (4096, 11008), (4096, 14336), (896, 4864))
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
-# of the first shape alone
+# measured for the first shape only
 MANY_TOKENS = 131072
 # non-gated layers and training: the first shape, from this many tokens on
 LEAST_TOKENS_OF_OTHERS = 1024
-# where nearly all fires "row" takes many times dense's time, and so would measuring it
+# where nearly all neurons fire, "row" is many times slower than dense, and slow to measure
 MOST_TOKENS_OF_DENSE = 4096
 KINDS = ("gated", "non-gated", "training", "non-gated training")
 
-# Fields of a problem that measurements vary; down weights are stored by rows.
+# Fields of a problem that vary; down weights are stored by rows.
 SIZES = ("m", "k", "n", "gated", "training")
 
 _UNEVEN: dict[str, Any] = {"neuron_sigma": 1.0, "token_sigma": 0.5}
-# non-zeros as a share of the neurons, and how they fall
+# non-zeros as a share of the neurons, and their unevenness
 PATTERNS: dict[str, tuple[float, dict[str, Any]]] = {
     "uniform": (1 / 190, {}),
     "skew": (1 / 190, {**_UNEVEN, "dead": 0.3}),
@@ -69,12 +69,12 @@ PATTERNS: dict[str, tuple[float, dict[str, Any]]] = {
     "dense": (1 / 6, {"neuron_sigma": 0.5, "token_sigma": 0.3}),
 }
 
-# Results may differ from dense PyTorch's by this much in the Frobenius norm. bf16 rounds to 0.2 %, and gates next to
-# zero may fall on either side of it; gradients are sums of more roundings.
+# The largest difference from dense PyTorch in the Frobenius norm. bf16 rounds to 0.2 %, and gates next to zero may fall
+# on either side; gradients have more roundings.
 MOST_ERROR = {False: 0.02, True: 0.05}
 
-# A relative error counts by this power of how near its time is to the fastest strategy's of the same problem: where a
-# strategy takes many times as long nobody asks how many. Times are not quite linear, and this keeps what is off there.
+# Exponent of the weight of a relative error, the fastest time of the problem over its own time. The time of a strategy
+# that is many times slower need not be exact, and times are not quite linear.
 WEIGHT_POWER = 2
 
 Key = tuple[bool, bool, int, int]
@@ -85,14 +85,14 @@ Table = dict[Key, dict[int, dict[str, tuple[float, float, float]]]]
 
 
 def draw(pattern: str, m: int, k: int, n: int) -> FFN:
-    """A layer with the pattern, at least enough tokens to set its threshold by."""
+    """A layer with the pattern, and enough tokens to set its threshold."""
     share, unevenness = PATTERNS[pattern]
     testing.WORKLOADS["tune"] = Workload(share * n, **unevenness)
     return testing.make("tune", max(m, 4096), k, n)
 
 
 def figures_of(problem: FFN) -> Figures:
-    """The figures of a layer, of its own gates."""
+    """The figures of a layer, from its gates."""
     nonzeros, union = 0, 0
     m, n = problem.x.shape[0], problem.w_gate.shape[0]
     whole = m // geometry.TOKEN_TILE * geometry.TOKEN_TILE
@@ -107,11 +107,11 @@ def figures_of(problem: FFN) -> Figures:
 
 
 class Layer:
-    """Copies of a problem, and its strategies as calls on one of them."""
+    """Copies of a problem, with its strategies as calls on one copy."""
 
     def __init__(self, problem: FFN, gated: bool, training: bool, compiled: Any) -> None:
         self.gated, self.training, self.compiled = gated, training, compiled
-        # of few tokens a sparse call reads little but the gate's weight
+        # with few tokens a sparse call reads little except for the gate weight
         few = problem.x.shape[0] < 1024 and not training
         read = [problem.w_gate] if few else list(problem.present(gated).values())
         size = sum(t.numel() * t.element_size() for t in read)
@@ -121,7 +121,7 @@ class Layer:
         if training:
             upstream = testing.real_upstream(problem)
             self.dy = [upstream, *(upstream.clone() for _ in range(copies - 1))]
-        # of few tokens so many calls that the launch of a graph is none of the time
+        # with few tokens more calls, so that the launch of the graph does not count
         self.calls = copies * (8 if problem.x.shape[0] < 1024 else 1)
 
     def strategies(self) -> dict[str, Callable[[int], tuple[Tensor, ...]]]:
@@ -148,7 +148,7 @@ class Layer:
         return train if self.training else infer
 
     def run(self, seconds: float) -> tuple[dict[str, list[float]], dict[str, float], dict[str, str]]:
-        """Milliseconds by name, errors against dense, and why a strategy was left out."""
+        """Time all strategies: milliseconds and errors against dense by name, and reasons for strategies left out."""
         graphs: dict[str, Graph] = {}
         errors: dict[str, float] = {}
         red: dict[str, str] = {}
@@ -180,7 +180,7 @@ def rows_of(
     errors: dict[str, float],
     red: dict[str, str],
 ) -> list[dict[str, Any]]:
-    """A row for each strategy, of its time over that of the faster dense variant."""
+    """One row per strategy: its time over that of the faster dense variant."""
     medians = {name: statistics.median(samples) for name, samples in times.items()}
     dense = min((name for name in medians if name.startswith("dense")), key=lambda name: medians[name])
     rows = []
@@ -199,7 +199,7 @@ def rows_of(
 
 
 def tokens_of(kind: str, k: int, n: int, chosen: Sequence[int] | None) -> list[int]:
-    """The numbers of tokens to measure a kind of call at: those chosen, of those that it is measured at."""
+    """Numbers of tokens for a kind of call, or those of ``chosen`` that suit it."""
     first = (k, n) == SHAPES[0]
     if kind == "gated":
         tokens = [*TOKENS, MANY_TOKENS] if first else list(TOKENS)
@@ -211,12 +211,12 @@ def tokens_of(kind: str, k: int, n: int, chosen: Sequence[int] | None) -> list[i
 
 
 def plan(arguments: argparse.Namespace) -> list[tuple[int, int, str, str, list[int]]]:
-    """(k, n, kind, pattern, tokens) to measure, in order."""
+    """All (k, n, kind, pattern, tokens) to measure, in order."""
     steps = []
     for (k, n), kind, pattern in itertools.product(arguments.shapes, arguments.kinds, arguments.patterns):
         tokens = tokens_of(kind, k, n, arguments.m)
         if pattern == "dense":
-            # nor does training take as many
+            # training does not hold as many non-zeros
             tokens = [] if "training" in kind else [m for m in tokens if m <= MOST_TOKENS_OF_DENSE]
         if tokens:
             steps.append((k, n, kind, pattern, tokens))
@@ -224,7 +224,7 @@ def plan(arguments: argparse.Namespace) -> list[tuple[int, int, str, str, list[i
 
 
 def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The data of a run, also written to --out after each problem."""
+    """Measure all problems and return the data, which is also written to --out after each problem."""
     started = time.monotonic()
     data: dict[str, Any] = {
         "machine": testing.machine_line(),
@@ -233,7 +233,7 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
         "complete": False,
         "rows": [],
     }
-    # one graph for each size
+    # one graph per size
     torch._dynamo.config.recompile_limit = 256
     compiled = torch.compile(testing.dense_output, fullgraph=True, dynamic=False) if arguments.compile_m else None
     for k, n, kind, pattern, tokens in plan(arguments):
@@ -280,7 +280,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def non_negative_least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """The x >= 0 with the least |matrix @ x - target|, by trying every set of columns; the fewest of equals."""
+    """The x >= 0 with the least |matrix @ x - target|, by every set of columns; ties take the smaller set."""
     columns = matrix.shape[1]
     best, least = np.zeros(columns), float(target @ target)
     for count in range(1, columns + 1):
@@ -296,16 +296,16 @@ def non_negative_least_squares(matrix: np.ndarray, target: np.ndarray) -> np.nda
 
 
 def usable(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that have a time; of those for the same problem and strategy the last."""
+    """The timed rows; the last one for each problem and strategy."""
     names = ("training", "gated", "k", "n", "m", "pattern", "strategy")
     latest = {tuple(row[name] for name in names): row for row in rows if not row["red"]}
     return [row for row in latest.values() if row["strategy"] in ("row", "union")]
 
 
 def fit(rows: Iterable[dict[str, Any]]) -> Table:
-    """The table: for each layer, number of tokens and strategy the coefficients that fit its rows.
+    """The table: coefficients for each layer, number of tokens and strategy.
 
-    Two rows are the least that say anything; a strategy with fewer is left out there.
+    A strategy needs at least two rows; with fewer it is left out.
     """
     groups: dict[tuple[Key, int, str], list[dict[str, Any]]] = {}
     fastest: dict[tuple[Any, ...], float] = {}
@@ -318,8 +318,8 @@ def fit(rows: Iterable[dict[str, Any]]) -> Table:
         if len(group) < 2:
             continue
         relative = np.array([row["relative"] for row in group])
-        # of one token both shares are the same: the first of two columns that fit alike is taken, and that of the union
-        # would be far too much for a few tokens more
+        # for one token both shares are equal. Ties take the first column: density, because the coefficient of the union
+        # would be far too large for a few more tokens
         terms = np.array([(1.0, density, union) for union, density in map(shares_of, group)])
         weights = (np.array([fastest[place_of(row)] for row in group]) / relative) ** WEIGHT_POWER
         base, per_density, per_union = non_negative_least_squares(terms * (weights / relative)[:, None], weights)
@@ -333,7 +333,7 @@ def problem_of(row: dict[str, Any]) -> Problem:
 
 
 def place_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What the strategies of a problem have in common."""
+    """Key of a problem, the same for all strategies."""
     return (*problem_of(row), row["pattern"])
 
 
@@ -342,7 +342,7 @@ def shares_of(row: dict[str, Any]) -> tuple[float, float]:
 
 
 def predicted(table: Table, row: dict[str, Any]) -> float | None:
-    """The relative time that the table has for a row's problem and strategy; None where it has none."""
+    """The relative time of a row by the table; None if the table lacks it."""
     by_tokens = table.get((row["training"], row["gated"], row["k"], row["n"]), {})
     coefficients = by_tokens.get(row["m"], {}).get(row["strategy"])
     if coefficients is None:
@@ -352,7 +352,7 @@ def predicted(table: Table, row: dict[str, Any]) -> float | None:
 
 
 def report(table: Table, rows: Iterable[dict[str, Any]]) -> str:
-    """How well the table predicts, and how much slower its choices are than the fastest strategy measured."""
+    """The errors of the table's predictions, and the loss of its choices against the fastest strategy."""
     errors: list[tuple[float, dict[str, Any]]] = []
     problems: dict[tuple[Any, ...], dict[str, tuple[float, float]]] = {}
     for row in usable(rows):
@@ -406,7 +406,7 @@ def table_text(table: Table, machine: str, date: str) -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What an earlier run wrote; ValueError where it is something else."""
+    """Read the file of an earlier run; ValueError if it is another file."""
     try:
         run = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -422,7 +422,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def merged(paths: Sequence[Path]) -> dict[str, Any]:
-    """The data of several runs on GPUs of one model: rows of all, machine and date of the last."""
+    """Merge runs on GPUs of one model: all rows, machine and date of the last run."""
     runs = [read(path) for path in paths]
     models = {run["machine"].split(" (")[0] for run in runs}
     if len(models) > 1:
@@ -438,7 +438,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--shapes", nargs="+", type=shape, metavar="KxN", default=list(SHAPES), help="default: all five")
-    add("--m", nargs="+", type=int, metavar="TOKENS", help="default: those of TOKENS; others may be given")
+    add("--m", nargs="+", type=int, metavar="TOKENS", help="any numbers of tokens (default: TOKENS)")
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     add("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))
     add(
@@ -447,14 +447,27 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=int,
         default=[4096, 16384, 131072],
         metavar="TOKENS",
-        help="torch.compile dense there as well",
+        help="numbers of tokens for which dense also runs through torch.compile",
     )
-    add("--seconds", type=float, default=0.25, help="GPU time for the samples of one problem")
-    add("--budget-s", type=float, default=360.0, help="start no further problem after so many seconds")
-    add("--out", type=Path, metavar="FILE", help="write JSON here")
-    add("--from", dest="sources", nargs="+", type=Path, metavar="FILE", help="measure nothing, take the rows of these")
+    add("--seconds", type=float, default=0.25, help="GPU time for the samples of one problem (default: %(default)s)")
+    add("--budget-s", type=float, default=360.0, help="start no problem after this many seconds (default: %(default)s)")
+    add("--out", type=Path, metavar="FILE", help="write the rows as JSON")
+    add(
+        "--from",
+        dest="sources",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing, use the rows of these files",
+    )
     add("--write", action="store_true", help="generate the table")
-    add("--table", type=Path, default=TABLE_FILE, metavar="FILE", help="where to; default: that of the checkout")
+    add(
+        "--table",
+        type=Path,
+        default=TABLE_FILE,
+        metavar="FILE",
+        help="the table's file (default: that of the checkout)",
+    )
     return parser.parse_args(argv)
 
 

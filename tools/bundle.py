@@ -1,7 +1,7 @@
-"""Make a folder that runs twell on a GPU host without network: the built wheel, what it needs, tests and benchmarks.
+"""Make a folder that runs twell on a GPU host without network: the wheel, its dependencies, tests and benchmarks.
 
-It is for one's own machines, never a release: the DSL runtime in it is a dependency with a licence of its own. The host
-brings Python, a CUDA build of torch, numpy and pytest.
+Use it on your own machines, never as a release: it contains the DSL runtime, which has its own licence. The host needs
+Python, a CUDA build of torch, numpy and pytest.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-# of a checkout; scratch/ is a place for experiments and need not exist
+# folders of a checkout; scratch/ is for experiments and need not exist
 FOLDERS = ("tests", "profiling", "examples", "scratch")
 
-# manylinux platforms are matched one by one
+# pip matches manylinux platforms one by one
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 27, 28)]
 
-# what only building against a wheel needs
+# parts of a wheel that only builds need
 UNUSED = ("/include/", "/src/", ".pyi", "/share/")
 
 
@@ -36,14 +36,14 @@ def main() -> None:
     parser.add_argument("--python", default="3.12", help="Python version of the host (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bundle", help="default: %(default)s")
     parser.add_argument("--cache", type=Path, default=ROOT / "build" / "cache", help="default: %(default)s")
-    parser.add_argument("packages", nargs="*", help="more wheels to carry, without what they need, as NAME==VERSION")
+    parser.add_argument("packages", nargs="*", help="more wheels, without their dependencies, as NAME==VERSION")
     arguments = parser.parse_args()
 
     arguments.cache.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(arguments.out, ignore_errors=True)
     site = arguments.out / "site"
     unpack(arguments.wheel, site)
-    # the host's tvm-ffi is the one that the kernels were linked to
+    # the version of tvm-ffi that the kernels were linked to
     for package in (f"apache-tvm-ffi=={metadata.version('apache-tvm-ffi')}", *arguments.packages):
         unpack(download(package, arguments.python, arguments.cache), site)
     runtime = pack_runtime(arguments.cache)
@@ -64,14 +64,14 @@ def main() -> None:
 
 
 def unpack(wheel: Path, site: Path) -> None:
-    """Unpack a wheel the way an installer lays it out, less what is never run."""
+    """Unpack a wheel as an installer would, without the parts in ``UNUSED``."""
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if not any(part in f"/{name}" for part in UNUSED)]
         archive.extractall(site, names)
 
 
 def download(package: str, python: str, cache: Path) -> Path:
-    """The wheel of ``NAME==VERSION`` for that Python on x86-64 Linux; asked for once."""
+    """Download the wheel of ``NAME==VERSION`` for a Python version on x86-64 Linux, once."""
     folder = cache / f"{package}-py{python}"
     if not list(folder.glob("*.whl")):
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
@@ -82,7 +82,7 @@ def download(package: str, python: str, cache: Path) -> Path:
 
 
 def pack_runtime(cache: Path) -> Path:
-    """The DSL runtime library, packed; its name holds the hash of its content, which names the unpacked folder too."""
+    """Compress the DSL runtime library. The hash of its content names the file and the unpacked folder."""
     from cute_kernels.compile import runtime_libraries
 
     library = runtime_libraries()[0].read_bytes()

@@ -1,7 +1,7 @@
-"""Build the wheel that is handed on, with the platform tag that indexes accept.
+"""Build the wheel for distribution, with a platform tag that package indexes accept.
 
-A wheel that pip builds from the sources is tagged linux_x86_64, which says nothing of the systems that it runs on.
-auditwheel compares what its library needs with what the tag's systems have, and refuses a tag that does not hold.
+A wheel that pip builds from the sources has the tag linux_x86_64, which does not name the supported systems. auditwheel
+checks that the systems of a tag have all that the library needs, and refuses the tag otherwise.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# the oldest systems that torch, tvm-ffi and the DSL runtime run on, by the tags of their own wheels
+# the oldest systems of torch, tvm-ffi and the DSL runtime, by the tags of their wheels
 PLATFORM = "manylinux_2_28_x86_64"
-# libraries of those wheels, which install beside ours
+# libraries of those wheels, which are installed beside this one
 EXTERNAL = ("libcute_dsl_runtime.so", "libtvm_ffi.so")
 
 

@@ -1,6 +1,6 @@
-"""Draw the diagrams of these pages: ``python docs/figures/draw.py``, ``--check`` compares with the files.
+"""Draw the diagrams of docs/: ``python docs/figures/draw.py``; ``--check`` compares with the files.
 
-Each is written twice, NAME-light.svg and NAME-dark.svg, in the colours of the charts.
+Each diagram is NAME-light.svg and NAME-dark.svg, in the colours of the charts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Canvas:
     def box(
         self, x: float, y: float, w: float, h: float, label: str = "", *, fill: str = "", size: int = 11, rx: float = 3
     ) -> None:
-        """A rectangle, tinted with ``fill`` or empty, with its label in the middle, a line each."""
+        """Draw a rectangle, tinted with ``fill`` or empty, with the lines of its label in the middle."""
         inside = (
             f'fill="{fill}" fill-opacity="0.22" stroke="{fill}"' if fill else f'fill="none" stroke="{self.theme.muted}"'
         )
@@ -69,8 +69,8 @@ class Canvas:
         )
 
     def note(self, y: float, text: str) -> None:
-        """Small print below a picture, in lines of its width."""
-        for i, line in enumerate(textwrap.wrap(text, 146)):
+        """Write small print below a diagram."""
+        for i, line in enumerate(textwrap.wrap(text, 136)):
             self.text(10, y + 16 * i, line, size=11)
 
     def line(self, *points: tuple[float, float], arrow: bool = False, dashed: bool = False, colour: str = "") -> None:
@@ -86,7 +86,7 @@ class Canvas:
 
 
 def lanes(canvas: Canvas, names: list[tuple[str, str]], top: float, step: float, left: float = 150) -> list[float]:
-    """Names of the lanes of a timeline, and y of each; time runs to the right of ``left``."""
+    """Draw the lanes of a timeline, which begins at ``left``; return the y of each lane."""
     places = [top + i * step for i in range(len(names))]
     for (name, below), y in zip(names, places):
         canvas.text(10, y + 13, name, bold=True)
@@ -101,7 +101,7 @@ def clock(canvas: Canvas, y: float, left: float = 150) -> None:
 
 
 def format_(theme: Theme) -> str:
-    """TwELL above, the hybrid format below."""
+    """The TwELL format above, the hybrid format below."""
     c = Canvas(theme, 560, "The TwELL format and the hybrid format")
     blue, orange, green = theme.row, theme.union, theme.extra
 
@@ -130,7 +130,7 @@ def format_(theme: Theme) -> str:
             muted=True,
         )
     c.text(606, 132, "W = 256 / compression", mono=True, size=11)
-    c.text(606, 149, "int32 words a tile:", size=11, muted=True)
+    c.text(606, 149, "int32 words per tile:", size=11, muted=True)
     c.text(606, 166, "128, 64 or 32", size=11, muted=True)
 
     c.text(10, 196, "A word is ", size=11)
@@ -138,8 +138,8 @@ def format_(theme: Theme) -> str:
     c.box(190, 184, 120, 18, "neuron, 16 bits", fill=orange, size=10)
     c.text(322, 197, "the first W-1 non-zeros, ascending by neuron. The count is the true one, 0 to 256.", size=11)
     c.text(10, 226, "spill", bold=True)
-    c.box(70, 212, 240, 20, "256 values as they are", fill=green, size=10)
-    c.text(322, 226, "of each row and tile whose count exceeds W-1. Elsewhere neither written nor read.", size=11)
+    c.box(70, 212, 240, 20, "256 values, not packed", fill=green, size=10)
+    c.text(322, 226, "for each row and tile whose count exceeds W-1; elsewhere neither written nor read.", size=11)
 
     c.line((10, 250), (850, 250), colour=theme.grid)
     c.text(10, 278, "Hybrid: a tile of 128 tokens together", bold=True, size=14)
@@ -160,17 +160,17 @@ def format_(theme: Theme) -> str:
 
     c.line((340, 350), (384, 350), arrow=True)
     c.text(392, 306, "neurons", bold=True)
-    c.text(455, 306, "int16: the union of what its tokens fire; a place in it is a rank", size=11, muted=True)
+    c.text(455, 306, "int16: the union of its tokens' neurons; the place in it is the rank", size=11, muted=True)
     used = [j for j, flag in enumerate(columns) if flag]
     for i, j in enumerate(used):
         c.box(392 + i * 34, 314, 33, 24, str(j), fill=orange)
     c.text(392 + len(used) * 34 + 6, 331, "…", muted=True)
     c.text(392, 366, "chunks", bold=True)
-    c.text(455, 366, "int32: where the entries of each 64 ranks begin", size=11, muted=True)
+    c.text(455, 366, "int32: the first entry of every 64 ranks", size=11, muted=True)
     for i, at in enumerate(("0", "57", "123", "…")):
         c.box(392 + i * 60, 374, 59, 24, at, fill=green)
     c.text(392, 428, "entries", bold=True)
-    c.text(455, 428, "int32: one for each non-zero, by chunk, token and rank", size=11, muted=True)
+    c.text(455, 428, "int32: one per non-zero, by chunk, token and rank", size=11, muted=True)
     c.box(392, 436, 160, 24, "value, 16 bits", fill=blue)
     c.box(552, 436, 120, 24, "token in its tile", fill=orange)
     c.box(672, 436, 120, 24, "rank in its chunk", fill=green)
@@ -178,10 +178,9 @@ def format_(theme: Theme) -> str:
         c.text(x, 474, bits, anchor="middle", size=10, muted=True)
     c.note(
         504,
-        "In training the values of the up projection stand behind the entries, and the format is what is kept for "
-        "backward: 1.0 KB a token at N = 5,632. It has room for N/36 (at least 64) non-zeros a token, in the mean "
-        "over the batch. A batch with more keeps a bitmap in the entries' place and computes gate and up again: "
-        "slow, and exact.",
+        "Training keeps this format for backward, with the values of the up projection behind the entries: 1.0 KB per "
+        "token at N = 5,632. It has room for max(64, N / 36) non-zeros per token on average over the batch. A batch "
+        "with more keeps a bitmap in place of the entries and computes gate and up again in backward: exact, but slow.",
     )
     return c.done()
 
@@ -192,7 +191,7 @@ def gate_pack(theme: Theme) -> str:
     c.text(
         10,
         22,
-        "gate_pack: the tensor cores wait for the copy from registers to shared memory alone",
+        "gate_pack: the tensor cores wait only for the copy from registers to shared memory",
         bold=True,
         size=14,
     )
@@ -208,21 +207,13 @@ def gate_pack(theme: Theme) -> str:
         58,
         58,
     )
-    starts = [168, 398, 628]
+    starts = [168, 394, 620]
     for i, x in enumerate(starts):
-        width = min(230, WIDTH - 12 - (x - 16))
-        c.box(
-            x - 16 if i else 152,
-            load,
-            (width if i else 230),
-            32,
-            f"TMA: x and w of tile {i}, a ring of 3 stages",
-            fill=green,
-        )
+        c.box(x - 16, load, min(226, WIDTH - 12 - (x - 16)), 32, f"TMA of tile {i}, ring of 3 stages", fill=green)
         for y in (one, two):
-            c.box(x, y, 178, 32, f"WGMMA of tile {i}", fill=blue)
+            c.box(x, y, 174, 32, f"WGMMA of tile {i}", fill=blue)
             epilogue = "ReLU,\nstmatrix"
-            c.box(x + 178, y, 50 if i < 2 else 40, 32, epilogue, fill=orange, size=9)
+            c.box(x + 174, y, 50, 32, epilogue, fill=orange, size=9)
     for i, x in enumerate(starts[1:]):
         c.box(x + 4, pack, 76, 32, f"tile {i}, half 0", fill=orange, size=10)
         c.box(x + 84, pack, 76, 32, f"tile {i}, half 1", fill=orange, size=10)
@@ -237,8 +228,8 @@ def gate_pack(theme: Theme) -> str:
     c.text(490, two + 46, "GATE_EMPTY", size=10, muted=True)
     c.note(
         312,
-        "pack: a warp takes a row of 256 values, a lane eight of them. Words leave by TMA; a row that overflows "
-        "goes to the spill as it is.",
+        "pack: a warp packs a row of 256 values, eight per lane. Words leave by TMA; a row that overflows goes to the "
+        "spill.",
     )
     return c.done()
 
@@ -247,7 +238,7 @@ def up_down(theme: Theme) -> str:
     c = Canvas(theme, 400, "up_down over time")
     blue, orange, green = theme.row, theme.union, theme.extra
     c.text(
-        10, 22, "up_down: eight tokens a CTA, eight warps that each own an eighth of the columns", bold=True, size=14
+        10, 22, "up_down: eight tokens per CTA, eight warps that each own an eighth of the columns", bold=True, size=14
     )
     c.text(10, 46, "list", bold=True)
     c.text(
@@ -265,9 +256,7 @@ def up_down(theme: Theme) -> str:
         c.box(360 + i * 36, 66, 35, 24, str(n), fill=orange)
         c.text(377 + i * 36, 104, f"{i}", anchor="middle", size=10, muted=True)
     c.text(660, 82, "union: each row is read once", size=11)
-    c.text(
-        360, 122, "rank; gates [rank, token] in shared memory, zero where a token does not fire", size=10, muted=True
-    )
+    c.text(360, 122, "rank; gates [rank, token] in shared memory, 0 where a token does not fire", size=10, muted=True)
     c.box(360, 130, 143, 12, fill=blue)
     c.box(504, 130, 143, 12, fill=green)
     c.text(660, 141, "batches of four neurons", size=11)
@@ -276,7 +265,7 @@ def up_down(theme: Theme) -> str:
     clock(c, 184)
     copies, dot, add = lanes(
         c,
-        [("bulk copies", "one warp a row"), ("dot", "mma: rows of w_up, x"), ("add", "mma: h, rows of w_down")],
+        [("bulk copies", "one row per warp"), ("dot", "mma: rows of w_up, x"), ("add", "mma: h, rows of w_down")],
         196,
         52,
     )
@@ -289,18 +278,17 @@ def up_down(theme: Theme) -> str:
         c.line((x + 108, dot - 4), (x + 108, add + 34), dashed=True, colour=theme.union)
         if b < 3:
             c.box(x + 120, add, 110, 30, f"add of batch {b}", fill=orange)
-    c.text(302, dot + 44, "one barrier a batch", size=10, muted=True)
+    c.text(302, dot + 44, "one barrier per batch", size=10, muted=True)
     c.note(
         372,
-        "dot: [4 neurons, K/8 columns] times x of the eight tokens, from registers; partial sums meet in shared "
-        "memory. add: [K/8 columns, 4 neurons] times h, onto fp32 sums in registers, while the dot of the next "
-        "batch runs.",
+        "dot: [4 neurons, K/8 columns] times x of the eight tokens, from registers; partial sums are added in shared "
+        "memory. add: [K/8 columns, 4 neurons] times h, into fp32 sums in registers, while the next dot runs.",
     )
     return c.done()
 
 
 def pipeline(theme: Theme) -> str:
-    """Kernels of strategy union and of a training step, and what passes between them."""
+    """The kernels of a forward pass and of a training step, and the data between them."""
     c = Canvas(theme, 500, "Kernels of a forward pass and of a training step")
     blue, orange, green, purple = theme.row, theme.union, theme.extra, theme.paper
 
@@ -316,13 +304,13 @@ def pipeline(theme: Theme) -> str:
         c.text(x[i] + w + 30, y + h / 2 - 6, label, anchor="middle", size=10, muted=True)
     c.box(x[1], 112, w, 40, "up_down\nstrategy row", fill=green)
     c.line((x[0] + w / 2, y + h), (x[0] + w / 2, 132), (x[1], 132), arrow=True)
-    c.text(x[1] + w + 12, 136, "y, token by token; kernels of their own for up to 256 tokens", size=11, muted=True)
+    c.text(x[1] + w + 12, 136, "y, token by token; up to 256 tokens have their own kernels", size=11, muted=True)
 
     c.line((10, 172), (850, 172), colour=theme.grid)
     c.text(10, 198, "Backward", bold=True, size=14)
-    c.text(110, 198, "from x, dy, the weights and the hybrid format that forward kept", size=11, muted=True)
+    c.text(110, 198, "from x, dy, the weights and the hybrid format of the forward pass", size=11, muted=True)
     y = 214
-    c.box(x[0], y, w, h, "sampled_grad\nd_gate, d_up there", fill=green)
+    c.box(x[0], y, w, h, "sampled_grad\nd_gate, d_up at non-zeros", fill=green)
     c.box(x[1], y, w, h, "gathered\ndx, two products", fill=green)
     c.line((x[0] + w, y + h / 2), (x[1], y + h / 2), arrow=True)
     y2 = 300
@@ -330,7 +318,7 @@ def pipeline(theme: Theme) -> str:
     c.box(x[2], y2, w, h, "weight_grad\ndw_gate, dw_up, dw_down", fill=green)
     c.line((x[0] + w / 2, y + h), (x[0] + w / 2, y2 + h / 2), (x[1], y2 + h / 2), arrow=True)
     c.line((x[1] + w, y2 + h / 2), (x[2], y2 + h / 2), arrow=True)
-    c.box(x[3], y2, w, h, "overflow\nonly beyond the capacity", fill=purple)
+    c.box(x[3], y2, w, h, "overflow\nonly above the capacity", fill=purple)
     c.line((x[2] + w, y2 + h / 2), (x[3], y2 + h / 2), arrow=True, dashed=True)
 
     c.line((10, 378), (850, 378), colour=theme.grid)
@@ -347,9 +335,8 @@ def pipeline(theme: Theme) -> str:
     c.note(
         436,
         "Kernels overlap by programmatic dependent launch: each starts as the one before ends, and waits for it "
-        "before it reads. Nothing goes by way of the host: counts and capacities are decided on the device, so "
-        "that a whole step can be a CUDA graph. In training overflow also follows the forward pass; it returns at "
-        "once if the batch fits.",
+        "before it reads. The device decides about counts and capacities, never the host, so a whole step can be a "
+        "CUDA graph. In training overflow also follows the forward pass; it returns at once if the batch fits.",
     )
     return c.done()
 
@@ -360,7 +347,7 @@ def gathered(theme: Theme) -> str:
     c.text(
         10,
         22,
-        "gathered and weight_grad: fill copies rows, mma multiplies and scatters the next coefficients",
+        "gathered and weight_grad: fill copies rows; mma multiplies and scatters the next coefficients",
         bold=True,
         size=14,
     )
@@ -381,14 +368,14 @@ def gathered(theme: Theme) -> str:
     c.box(154, one + 26, 90, 20, "turn 0", fill=orange, size=9)
     c.box(154, two + 26, 90, 20, "turn 0", fill=orange, size=9)
     c.line((248, fill + 32), (262, one), arrow=True)
-    c.text(268, fill + 48, "FULL: rows have arrived", size=10, muted=True)
+    c.text(268, fill + 48, "FULL: the rows have arrived", size=10, muted=True)
     c.line((446, one), (456, fill + 32), arrow=True)
     c.text(462, fill + 48, "EMPTY: the stage may be refilled", size=10, muted=True)
     c.note(
         276,
-        "gathered: a unit is 128 tokens and 256 columns, a turn 128 neurons of the tile's list. weight_grad: a "
-        "unit is 64 neurons and 256 columns, a turn 128 tokens. The entries of a turn are scattered into a tile "
-        "in shared memory that WGMMA reads.",
+        "gathered: a unit is 128 tokens by 256 columns, a turn is 128 neurons of the tile's list. weight_grad: a unit "
+        "is 64 neurons by 256 columns, a turn is 128 tokens. The mma groups scatter the entries of a turn into a tile "
+        "in shared memory, which WGMMA reads.",
     )
     return c.done()
 
@@ -404,7 +391,7 @@ FIGURES: dict[str, Callable[[Theme], str]] = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a file is not what would be drawn")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a file is out of date")
     check = parser.parse_args().check
     stale = []
     for name, draw in FIGURES.items():
@@ -415,7 +402,7 @@ def main() -> int:
             elif not path.exists() or path.read_text(encoding="utf-8") != drawn:
                 stale.append(path.name)
     if stale:
-        print(f"not as drawn: {', '.join(stale)}; run python docs/figures/draw.py", file=sys.stderr)
+        print(f"out of date: {', '.join(stale)}; run python docs/figures/draw.py", file=sys.stderr)
     return int(bool(stale))
 
 

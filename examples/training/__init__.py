@@ -1,5 +1,5 @@
-"""What ``train.py`` is made of: data, model, parallel, checkpoint."""
+"""Parts of ``train.py``: data, model, parallel, checkpoint, report."""
 
 
 class RequestError(ValueError):
-    """What the command line asks for cannot be met; the message says what was got and what expected."""
+    """A request of the command line cannot be served; the message says what was expected and what was got."""

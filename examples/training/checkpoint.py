@@ -1,12 +1,13 @@
-"""Checkpoints that are whole or absent, and that a run resumes from as if it had never stopped.
+"""Checkpoints that are complete or absent. A run resumes from one as if it had never stopped.
 
-A step's folder is written under another name, forced to disk, given a manifest that lists its files, and renamed. What
-was killed on the way has the wrong name, or a manifest that does not match, and is never read. What was damaged later
-is told by checksums, as the run begins.
+``save`` writes the folder of a step under another name, syncs it to disk, adds a manifest of its files, and renames it.
+A folder of an interrupted save has the wrong name or a manifest that does not match, and is never read. Checksums
+reveal later damage when a run begins.
 
-Kept are weights, moments and steps of the optimizer, the place in the text, random states, and which neurons were dead
-when last observed. Left out is what "auto" measured: layers choose their strategies anew within a few steps. On the CPU
-a resumed run has the same bits; on a GPU sums in no fixed order and other strategies make no two runs the same.
+A checkpoint holds weights, moments and steps of the optimizer, the place in the text, random states, and the dead
+neurons of the last observation. It leaves out the measurements of "auto": layers choose their strategies again within a
+few steps. On the CPU a resumed run has the same bits. On a GPU no two runs are the same, because some sums have no
+fixed order and strategies may differ.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ from . import RequestError
 from .parallel import World
 from .whole import damaged, manifest, seal
 
-# what is said of a single process, which is meant to have no process group
+# a warning about a single process, which has no process group on purpose
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 @contextlib.contextmanager
 def alone(out: Path, here: World) -> Iterator[None]:
-    """Keep other runs out of the folder ``out``. The system gives the lock back however the process ends.
+    """Lock the folder ``out`` against other runs. The system releases the lock however the process ends.
 
-    RequestError if another run, or what a killed torchrun left behind, still writes there.
+    RequestError if another run, or a process left by a killed torchrun, still writes there.
     """
     if not here.first:
         yield
@@ -93,18 +94,18 @@ def save(
         if here.first:
             seal(partial, {"step": step, "ranks": here.size, **about})
     except Exception:
-        # it would take the space that a disk may have run out of
+        # free the space: the disk may be full
         if here.first:
             shutil.rmtree(partial, ignore_errors=True)
         raise
     if here.first:
         if final.exists():
-            # it was never complete, or the run would have gone on from it
+            # it is incomplete, or the run would have resumed from it
             shutil.rmtree(final)
         partial.rename(final)
         _files.sync(folder)
         for old in complete(folder)[:-keep]:
-            # under this name it is no checkpoint any more, however far the removal gets
+            # under this name it is not a checkpoint, even if the removal is interrupted
             shutil.rmtree(old.rename(old.with_suffix(".tmp")))
     here.barrier()
     return final
@@ -116,11 +117,12 @@ def _fill(
     weights, moments = get_state_dict(model, optimizer)
     failure: BaseException | None = None
     try:
-        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=partial, no_dist=here.size == 1)
+        everything = {"model": weights, "optimizer": moments}
+        dcp.save(everything, checkpoint_id=partial, no_dist=here.size == 1)  # type: ignore[attr-defined]
     except CheckpointException as error:
-        # it is no Exception, and prints the stack of every rank
+        # CheckpointException is not an Exception, and prints the stack of every rank
         failure = next(iter(error.failures.values()))[0]
-    # out here, where raising it leaves what it was raised from as it is
+    # raised here, outside of the handler, so that it keeps its own cause
     if failure is not None:
         raise failure
     _write(random_state(here), partial / f"random-{here.rank}.pt")
@@ -129,22 +131,22 @@ def _fill(
 
 
 def _write(content: Any, path: Path) -> None:
-    # torch's own file says of a full disk that the position is unexpected
+    # torch's own file reports a full disk as an unexpected position
     with path.open("wb") as file:
         torch.save(content, file)
 
 
 def complete(folder: Path) -> list[Path]:
-    """The checkpoints of ``folder`` that can be read, oldest first."""
+    """The complete checkpoints of ``folder``, oldest first."""
     found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name) and manifest(path)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def choose(folder: Path, resume: str, check: bool = True) -> Path | None:
-    """The checkpoint that ``resume`` ("auto", "never" or a path) means, None for none.
+    """The checkpoint for ``resume`` ("auto", "never" or a path), or None.
 
-    RequestError where it cannot be read, and where ``folder`` has later ones, which the run would come to mix with its
-    own. ``check``: read all of it, for damage; of several ranks one is enough.
+    RequestError if it cannot be read, or if ``folder`` has later checkpoints, which would mix with those of this run.
+    ``check``: read all of it to find damage; one rank is enough.
     """
     known = complete(folder)
     path = None if resume == "never" else Path(resume)
@@ -171,10 +173,10 @@ def _names(paths: list[Path]) -> str:
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, here: World) -> dict[str, Any]:
-    """Put what ``path`` holds into model, optimizer and random generators; the ``state`` that was saved with it."""
+    """Load ``path`` into model, optimizer and random generators; return the saved ``state``."""
     weights, moments = get_state_dict(model, optimizer)
-    saved = {"model": weights, "optimizer": moments}
-    dcp.load(saved, checkpoint_id=path, no_dist=here.size == 1)
+    saved: dict[str, Any] = {"model": weights, "optimizer": moments}
+    dcp.load(saved, checkpoint_id=path, no_dist=here.size == 1)  # type: ignore[attr-defined]
     set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
     random = path / f"random-{here.rank}.pt"
     # there may be more ranks now than when it was saved
@@ -185,7 +187,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, here: W
 
 
 def whole_weights(model: nn.Module) -> dict[str, Any]:
-    """All weights, gathered from all ranks, on the CPU. Complete on the first rank alone."""
+    """All weights, gathered from all ranks, on the CPU; complete only on the first rank."""
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 

@@ -1,8 +1,7 @@
-"""Text to batches: documents, a tokenizer of their own, one file of tokens, and which tokens a step reads.
+"""From text to batches: documents, their tokenizer, a file of tokens, and the tokens of each step.
 
 Documents are tokenised once, each followed by an end-of-document token, into ``train.bin`` and ``held.bin`` of a folder
-named after a hash of what went in. A later run with the same inputs checks these files for damage and reads nothing
-else.
+named after a hash of the inputs. A later run with the same inputs checks these files for damage and reads nothing else.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ from . import RequestError
 from .whole import damaged, manifest, seal
 
 END = "<|endoftext|>"
-# part of the cache's key: raise it with any change of what ends up in the files
+# part of the cache's key: increase it with any change of the files' content
 FORMAT = 2
-# a longer document is cut into several at a line end: no single one is slow to tokenise, or most of what is held out
+# longer documents are cut at a line end, so that none is slow to tokenise or most of the held-out text
 LONGEST_DOCUMENT = 256 << 10
 TOKENIZER_TEXT = 32 << 20
 BATCH_TEXT = 8 << 20
-# which files are read first, and which documents are held out, is the same whatever the run's seed
+# order of files and choice of held-out documents, independent of the run's seed
 SPLIT_SEED = 0
 _SKIPPED_FOLDERS = {"__pycache__", "node_modules"}
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where documents come from: text files (or folders of them), or a data set on disk.
+    """The source of documents: text files (or folders of them), or a dataset on disk.
 
-    ``suffixes`` restricts text files by the end of their names; empty takes every file that is UTF-8. ``without`` are
-    folders to leave out, such as those that runs write to. About ``max_bytes`` of text are read.
+    ``suffixes`` selects text files by the end of their names; empty takes all UTF-8 files. ``without`` are folders to
+    leave out, such as the output of runs. About ``max_bytes`` of text are read.
     """
 
     text: tuple[Path, ...] = ()
@@ -53,7 +52,7 @@ class Source:
     without: tuple[Path, ...] = ()
 
     def files(self) -> list[Path]:
-        """What is read, sorted by name, without looking inside. RequestError where there is nothing."""
+        """The files to read, sorted by name, unopened. RequestError if there are none."""
         option, roots = ("--text", self.text) if self.dataset is None else ("--dataset", (self.dataset,))
         suffixes = self.suffixes if self.dataset is None else ()
         found: list[Path] = []
@@ -98,7 +97,7 @@ class Source:
 
 
 def _walk(root: Path, without: set[Path]) -> Iterator[Path]:
-    """Regular files below ``root``, by name; hidden ones and caches left out."""
+    """Regular files below ``root``, sorted by name, without hidden files and caches."""
     for folder, below, names in os.walk(root):
         visible = sorted(name for name in below if not name.startswith(".") and name not in _SKIPPED_FOLDERS)
         below[:] = [name for name in visible if Path(folder, name).resolve() not in without]
@@ -109,7 +108,7 @@ def _walk(root: Path, without: set[Path]) -> Iterator[Path]:
 
 
 def _read(path: Path, limit: int) -> str | None:
-    """The first ``limit`` bytes of a file if they are UTF-8 text, else None."""
+    """The first ``limit`` bytes of a file as text, or None if they are not UTF-8."""
     try:
         with path.open("rb") as file:
             data = file.read(min(limit, 8192))
@@ -122,13 +121,13 @@ def _read(path: Path, limit: int) -> str | None:
     try:
         return data.decode() if b"\0" not in data else None
     except UnicodeDecodeError as error:
-        # the limit may cut a character in two
+        # the limit may cut a character
         at_end = not whole and error.start >= len(data) - 3
         return data[: error.start].decode() if at_end else None
 
 
 def _rows(dataset: Path, column: str, files: list[Path]) -> Iterator[str]:
-    """The texts of a data set that ``save_to_disk`` wrote, or of Parquet or JSON Lines files."""
+    """The texts of a dataset from ``save_to_disk``, or of Parquet or JSON Lines files."""
     try:
         import datasets
     except ImportError as error:
@@ -164,7 +163,7 @@ def _open_dataset(datasets: Any, dataset: Path, files: list[Path]) -> Any:
             f"kind, got {sorted({path.suffix for path in files})} in {str(dataset)!r}"
         )
     paths = [str(path) for path in chosen]
-    # streaming reads the files in place, in place of a copy under ~/.cache
+    # streaming reads the files in place instead of a copy under ~/.cache
     return datasets.load_dataset(names.pop(), data_files=paths, split="train", streaming=True)
 
 
@@ -202,7 +201,7 @@ class Tokens:
         return np.memmap(self.folder / "held.bin", self.dtype, "r")
 
     def tokenizer(self) -> Any:
-        """The tokenizer, as Transformers has it."""
+        """The tokenizer for Transformers."""
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast(tokenizer_file=str(self.folder / "tokenizer.json"), eos_token=END)
@@ -217,10 +216,10 @@ def prepare(
     say: Callable[[str], None] = lambda line: None,
     barrier: Callable[[], None] = lambda: None,
 ) -> Tokens:
-    """The tokens of ``source``, from ``cache`` if they are there and whole, else made and left there.
+    """The tokens of ``source``: read from ``cache`` if they are there and undamaged, else made and stored there.
 
-    ``held_out`` is the share of the text in documents that are not trained on. Where several processes call this, one
-    is ``first`` and does the work, and the others wait for its files and then in ``barrier``.
+    ``held_out`` is the share of the text in held-out documents. Of several processes one is ``first`` and does the
+    work; the others wait for its files and then in ``barrier``.
     """
     key = hashlib.sha256(f"{source.key()} {vocabulary} {held_out}".encode()).hexdigest()[:16]
     folder = cache / f"tokens-{key}"
@@ -236,11 +235,11 @@ def prepare(
         with _files.replacing(folder) as partial:
             partial.mkdir()
             seal(partial, _tokenise(source, partial, vocabulary, held_out, say))
-    # where the first one fails, whatever started the processes ends the others
+    # if the first process fails, the launcher ends the others
     while (about := manifest(folder)) is None:
         time.sleep(0.1)
     barrier()
-    # the first one may have replaced what was damaged
+    # the first process may have replaced a damaged folder
     about = manifest(folder) or about
     return Tokens(folder, **{field.name: about[field.name] for field in fields(Tokens) if field.name != "folder"})
 
@@ -248,7 +247,7 @@ def prepare(
 def _tokenise(
     source: Source, folder: Path, vocabulary: int, held_out: float, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Write tokenizer and tokens to ``folder``; what ``Tokens`` says of them."""
+    """Write tokenizer and tokens to ``folder``; return the fields of ``Tokens``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     started = time.perf_counter()
@@ -263,7 +262,7 @@ def _tokenise(
     tokenizer.save(str(folder / "tokenizer.json"))
     size = tokenizer.get_vocab_size()
     say(f"trained a tokenizer of {size:,} tokens in {time.perf_counter() - started:.1f} s")
-    # what looks like a special token in a text is text
+    # a special token's name in the text is ordinary text
     tokenizer.encode_special_tokens = True
     end = tokenizer.token_to_id(END)
     dtype = "uint16" if vocabulary <= 1 << 16 else "uint32"
@@ -273,7 +272,7 @@ def _tokenise(
     with (folder / "train.bin").open("wb") as train, (folder / "held.bin").open("wb") as held:
         for texts in _batches(source.documents(), BATCH_TEXT):
             for text, encoding in zip(texts, tokenizer.encode_batch_fast(texts, add_special_tokens=False)):
-                # a document is held out whenever too little is: the first is trained on, the second held out
+                # hold out a document while the share is too small: never the first, always the second
                 hold = sizes[1] < held_out * sum(sizes)
                 ids = np.array([*encoding.ids, end], dtype).tobytes()
                 (held if hold else train).write(ids)
@@ -327,10 +326,10 @@ def _batches(documents: Iterator[str], size: int) -> Iterator[list[str]]:
 
 
 class Sequences:
-    """Tokens cut into sequences that overlap by one: the last token of each is the next one's first.
+    """Sequences of tokens that overlap by one: the last token of each is the first of the next.
 
-    ``rows`` counts sequences on for ever: epoch ``row // len(self)`` reads all of them in an order of its own, given by
-    ``seed`` (None: as they stand). What a run has read is thus one number.
+    Rows are numbered without end: epoch ``row // len(self)`` reads all sequences in its own order, from ``seed`` (None:
+    in order). So one number says how far a run has read.
     """
 
     def __init__(self, part: str, tokens: Any, length: int, seed: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The model: a Llama whose FFN is ``down(relu(gate(x)) * up(x))``, its sizes by name, and what is compiled of it."""
+"""The model: a Llama with the FFN ``down(relu(gate(x)) * up(x))``, its named sizes, and its compilation."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ SHAPES = {
 def causal_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float | None = None, **_: Any
 ) -> tuple[Tensor, None]:
-    """Attention to all that came before: [batch, heads, tokens, size] -> [batch, tokens, heads, size].
+    """Causal attention: [batch, heads, tokens, size] -> [batch, tokens, heads, size].
 
-    For an attention that is not its own, Transformers makes no mask. For its own it looks at each batch's positions on
-    the host first, which waits for the GPU.
+    Transformers makes no mask for a registered attention. For its own it reads the positions of each batch on the host,
+    which waits for the GPU.
     """
     y = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
     return y.transpose(1, 2).contiguous(), None
@@ -59,9 +59,9 @@ AttentionInterface.register("causal", causal_attention)
 
 
 def configuration(shape: Shape, sequence: int, end: int, activation: str = "relu") -> Any:
-    """What Transformers makes the model from and saves with it; ``end`` is the end-of-document token.
+    """The configuration of Transformers; ``end`` is the end-of-document token.
 
-    ``activation`` "relu" means the sparse model, "silu" a stock Llama.
+    ``activation`` "relu" is the sparse model, "silu" a stock Llama.
     """
     kind = SparseLlamaConfig if activation == "relu" else LlamaConfig
     return kind(
@@ -82,7 +82,7 @@ def configuration(shape: Shape, sequence: int, end: int, activation: str = "relu
 def build(
     shape: Shape, sequence: int, end: int, strategy: str, device: torch.device, seed: int, activation: str = "relu"
 ) -> Any:
-    """A float32 model with fresh weights: the same ones for each ``seed``, whatever the strategy and the activation."""
+    """A float32 model with new weights, which depend on ``seed`` but not on strategy and activation."""
     config = configuration(shape, sequence, end, activation)
     config._attn_implementation = "causal"
     torch.manual_seed(seed)
@@ -99,16 +99,16 @@ def _class(activation: str) -> Any:
 
 
 def is_sparse(model: Any) -> bool:
-    """Whether the FFNs are twell's, rather than those of a stock Llama."""
+    """Whether the FFNs are twell's, not those of a stock Llama."""
     return isinstance(model, SparseLlamaForCausalLM)
 
 
 def prepare(model: Any, dtype: torch.dtype, compiled: bool, checkpointed: bool) -> None:
-    """Compile each decoder layer, and have it compute its activations again in backward, each if asked for.
+    """Compile each decoder layer if ``compiled``; recompute its activations in backward if ``checkpointed``.
 
-    All decoder layers share what was compiled for the first. A dense FFN is compiled with what is around it. A sparse
-    one stays out: a compiled graph keeps the strategy it was traced with, while the FFN of a fresh model starts dense
-    and changes over as it becomes sparse; and its kernels leave nothing to fuse.
+    All decoder layers share the code compiled for the first. A dense FFN is compiled with its layer. A sparse FFN stays
+    outside: a compiled graph keeps its strategy, but the FFN of a new model starts dense and changes as it becomes
+    sparse. Its kernels also leave nothing to fuse.
     """
     around = torch.compile(_around_ffn) if compiled else _around_ffn
     for layer in model.model.layers:
@@ -121,27 +121,27 @@ def prepare(model: Any, dtype: torch.dtype, compiled: bool, checkpointed: bool) 
 
 
 def _with_ffn_apart(layer: Any, around: Any, dtype: torch.dtype, hidden: Tensor, **attention: Any) -> Tensor:
-    """What a decoder layer of Llama does."""
+    """A decoder layer of Llama, with its FFN outside the compiled part."""
     hidden, x = around(layer, dtype, hidden, attention)
     y: Tensor = layer.mlp(x)
     return hidden + y
 
 
 def _around_ffn(layer: Any, dtype: torch.dtype, hidden: Tensor, attention: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The residual stream behind attention, and what the FFN reads, in the dtype that it computes in."""
+    """The residual stream after attention, and the input of the FFN in its dtype."""
     hidden = hidden + layer.self_attn(hidden_states=layer.input_layernorm(hidden), **attention)[0]
     return hidden, layer.post_attention_layernorm(hidden).to(dtype)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean over tokens, in float32: logits [..., vocab], targets [...]."""
+    """The mean cross-entropy per token, in float32: logits [..., vocab], targets [...]."""
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 
 def export(
     weights: dict[str, Tensor], shape: Shape, sequence: int, tokens: Tokens, folder: Path, activation: str = "relu"
 ) -> None:
-    """Write ``weights`` and the tokenizer as a folder that ``from_pretrained`` of Transformers loads."""
+    """Write ``weights`` and the tokenizer to a folder for ``from_pretrained`` of Transformers."""
     with torch.device("meta"):
         model = _class(activation)(configuration(shape, sequence, tokens.end, activation))
     model.load_state_dict(weights, assign=True)

@@ -1,4 +1,4 @@
-"""One process or many: what a rank is, how the model is spread, and what ranks tell each other."""
+"""One process or many: ranks, distribution of the model, and communication between ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class World:
 
     @property
     def readers(self) -> int:
-        """How many ranks read sequences of their own. Under "tp" all work on the same ones."""
+        """The number of ranks that read different sequences. Under "tp" all ranks read the same ones."""
         return 1 if self.mode == "tp" else self.size
 
     @property
@@ -57,7 +57,7 @@ class World:
         return values
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on some rank. Goes from host to host, past the GPUs' queues."""
+        """Whether any rank sets the flag. The hosts exchange it, without waiting for the GPUs."""
         if self.size == 1:
             return flag
         flags = torch.tensor(int(flag), device="cpu")
@@ -84,17 +84,17 @@ def world(mode: str | None, device: str | None) -> Iterator[World]:
     if size == 1:
         yield World(0, 1, "", where)
         return
-    # gloo carries what hosts say to each other
+    # gloo is for messages between hosts
     dist.init_process_group("cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo")
     yield World(dist.get_rank(), size, mode or "ddp", where)
-    # not after an error, which other ranks may be waiting for a collective to learn of
+    # not after an error: other ranks may wait in a collective for it
     dist.destroy_process_group()
 
 
 def spread(model: Any, here: World, dtype: torch.dtype) -> Any:
-    """The module to call in place of ``model``, whose parameters now live as the mode has it."""
+    """Distribute the parameters of ``model`` by the mode; return the module to call instead of it."""
     if is_sparse(model) and here.mode != "fsdp":
-        # read in place by the kernels; FSDP cuts its shards out of contiguous parameters
+        # the kernels read this layout in place; FSDP needs contiguous parameters
         set_down_layout(model, "rows")
     if here.mode == "ddp":
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -114,7 +114,7 @@ def spread(model: Any, here: World, dtype: torch.dtype) -> Any:
 
 
 def reduce_gradients(module: Any, here: World, now: bool) -> None:
-    """Whether the next backward exchanges gradients between ranks; only a step's last one needs to."""
+    """Set whether the next backward exchanges gradients between ranks; only the last of a step must."""
     if here.mode == "ddp":
         module.require_backward_grad_sync = now
     elif here.mode == "fsdp":
@@ -122,6 +122,6 @@ def reduce_gradients(module: Any, here: World, now: bool) -> None:
 
 
 def clip(parameters: list[nn.Parameter], limit: float) -> Tensor:
-    """Scale gradients down to a total norm of at most ``limit``, unless that is 0; that norm before."""
+    """Scale gradients to a total norm of at most ``limit``, unless it is 0; return the norm before."""
     norm = nn.utils.clip_grad_norm_(parameters, limit or math.inf)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -1,4 +1,4 @@
-"""What a run says of itself: lines on the console, records in ``metrics.jsonl``, and the time that training took."""
+"""Reports of a run: lines on the console, records in ``metrics.jsonl``, and the time of training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from twell import _files
 
 
 class Console:
-    """Says lines, and of what is slow how far it is, where nothing was said for so many seconds."""
+    """The console. It prints progress only after ``patience`` seconds without a line."""
 
     def __init__(self, say: Callable[[str], None], patience: float = 20.0) -> None:
         self._say, self.patience, self._said = say, patience, time.monotonic()
@@ -32,9 +32,10 @@ class Console:
 
 
 class Metrics:
-    """Appends records, one JSON object a line. ``path`` None: writes nothing, for ranks other than the first.
+    """Appends records to a file, one JSON object per line. With ``path`` None (ranks other than the first) writes
+    nothing.
 
-    ``evaluated`` are the steps of what was there that a held-out loss was recorded of.
+    ``evaluated`` are the steps of earlier records with a held-out loss.
     """
 
     def __init__(self, path: Path | None, resume_step: int | None) -> None:
@@ -46,7 +47,7 @@ class Metrics:
             if path.exists():
                 path.replace(path.with_suffix(".old.jsonl"))
         elif path.exists():
-            # what came after the checkpoint comes again
+            # records after the checkpoint will be written again
             kept = [line for line in path.read_text().splitlines() if _step(line) <= resume_step]
             self.evaluated = {_step(line) for line in kept if "held_out_ce" in json.loads(line)}
             _files.write_text(path, "".join(line + "\n" for line in kept))
@@ -61,7 +62,7 @@ def _step(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
     except ValueError:
-        # cut short by what ended the run
+        # truncated when the run ended
         return float("inf")
 
 
@@ -72,7 +73,7 @@ class Clock:
         self.device, self._since = device, time.perf_counter()
 
     def lap(self) -> float:
-        """Whoever calls it has read a result from the device, so that nothing is under way."""
+        """Seconds since the last lap. Call it after reading a result from the device, when nothing is in flight."""
         before, self._since = self._since, time.perf_counter()
         return self._since - before
 
@@ -92,7 +93,7 @@ class Clock:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory that tensors took since the last call (a GPU), or that this process ever took (the CPU)."""
+    """Peak memory: of tensors since the last call (GPU), or of this process so far (CPU)."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -102,7 +103,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def machine(device: torch.device) -> str:
-    """What this runs on, for whoever compares figures."""
+    """The machine, to name beside figures."""
     if device.type != "cuda":
         return f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}"
     return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, CUDA {torch.version.cuda}"

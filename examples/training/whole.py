@@ -1,4 +1,4 @@
-"""Folders that say what they hold: what was cut short, or damaged later, is told from what is whole."""
+"""Folders with a manifest, which reveals missing, truncated and damaged files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MANIFEST = "manifest.json"
 
 
 def seal(folder: Path, about: dict[str, Any]) -> None:
-    """Write the manifest of a folder of files, with ``about`` in it, and force all of it to disk."""
+    """Write the manifest of a folder, with ``about`` in it, and sync everything to disk."""
     paths = sorted(folder.iterdir())
     files = {path.name: path.stat().st_size for path in paths}
     checksums = {path.name: _checksum(path) for path in paths}
@@ -22,7 +22,7 @@ def seal(folder: Path, about: dict[str, Any]) -> None:
 
 
 def manifest(folder: Path) -> dict[str, Any] | None:
-    """What was said of ``folder`` as it was sealed; None where a file is missing or cut short."""
+    """The manifest of ``folder``; None if a file is missing or truncated."""
     try:
         about: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
         whole = all((folder / name).stat().st_size == size for name, size in about["files"].items())
@@ -32,7 +32,7 @@ def manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def damaged(folder: Path) -> list[str]:
-    """The files of a folder with a manifest that are not as they were written."""
+    """Files of a sealed folder whose checksums differ."""
     checksums = (manifest(folder) or {}).get("checksums", {})
     return [name for name, checksum in checksums.items() if _checksum(folder / name) != checksum]
 

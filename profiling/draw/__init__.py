@@ -1,1 +1,1 @@
-"""The charts of `profiling/charts/`."""
+"""Charts of ``profiling/charts/``."""

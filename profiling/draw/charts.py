@@ -1,12 +1,12 @@
-"""Draw the charts of profiling/charts/ from the files of profiling/results/: ``python -m profiling.draw``.
+"""Draw profiling/charts/ from profiling/results/: ``python -m profiling.draw``.
 
     python -m profiling.draw                      # all charts whose data is there
-    python -m profiling.draw nnz layers           # these; it is an error if their data is not there
+    python -m profiling.draw nnz layers           # these two; an error if their data is missing
     python -m profiling.draw --check              # exit status 1 if a chart shows other data than the files hold
     python -m profiling.draw --results build/sweeps --out build/charts
 
-Each chart is an SVG, light and dark, and carries a digest of what it shows. ``--check`` compares digests and,
-where the same matplotlib drew them, the SVGs byte by byte.
+Each chart is an SVG, light and dark, and carries a digest of its data. ``--check`` compares digests and, where the
+same version of matplotlib drew them, the SVGs byte by byte.
 
 Charts:
 {charts}
@@ -45,7 +45,7 @@ ALL: dict[str, Callable[[Results], Chart | None]] = {
 
 
 def check(chart: Chart | None, stem: Path) -> list[str]:
-    """What is wrong with a chart's files."""
+    """Compare a chart with its files; one line for each difference."""
     files = style.outputs(stem)
     if chart is None:
         return [f"{path.name}: there is no data for it" for path in files if path.exists()]
@@ -68,7 +68,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     described = "\n".join(f"  {name:<10} {(make.__doc__ or '').splitlines()[0]}" for name, make in ALL.items())
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
-        description=__doc__.format(charts=described), formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m profiling.draw",
+        description=__doc__.format(charts=described),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("charts", nargs="*", metavar="CHART", help="default: all whose data is there")
@@ -107,5 +109,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"charts: error: {error}", file=sys.stderr)
         return 2
     if wrong:
-        print("\n".join(wrong), "python -m profiling.draw draws them anew", sep="\n", file=sys.stderr)
+        print("\n".join(wrong), "python -m profiling.draw draws them again", sep="\n", file=sys.stderr)
     return int(bool(wrong))

@@ -1,4 +1,4 @@
-"""What the charts of charts.py share: files of results, their rows, axes and legends."""
+"""Shared by all charts: files of results, their rows, axes and legends."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import SubFigure
 
-PATTERNS = {"uniform": "Uniform: all neurons alike", "topic": "Topics: neighbours share neurons"}
+PATTERNS = {"uniform": "Uniform: all neurons fire alike", "topic": "Topic: nearby tokens share neurons"}
 MARKERS = {"row": "o", "union": "s", "auto": "D", "dense": "x", "train": "^"}
 STRATEGIES = ("row", "union", "auto", "dense")
-# Ticks of axes of speed-up, and how slow what is shown may be.
+# Ticks of speed-up axes, and the lowest speed-up shown.
 SPEEDS = (0.125, 0.25, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16)
 SLOWEST = 0.125
 
@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 
 class ResultError(Exception):
-    """A file of results that does not hold what a chart needs."""
+    """A file of results lacks the data that a chart needs."""
 
 
 class Results:
@@ -41,7 +41,7 @@ class Results:
 
     @functools.cache  # noqa: B019
     def get(self, name: str) -> dict[str, Any] | None:
-        """The file of that name, None if there is none."""
+        """The content of a file, or None if there is no such file."""
         path = self.folder / f"{name}.json"
         if not path.exists():
             return None
@@ -54,14 +54,14 @@ class Results:
         return loaded
 
     def matching(self, pattern: str) -> dict[str, dict[str, Any]]:
-        """The files whose names match, in the order of names."""
+        """Content of the files whose names match, sorted by name."""
         found = {path.stem: self.get(path.stem) for path in sorted(self.folder.glob(f"{pattern}.json"))}
         return {name: result for name, result in found.items() if result is not None}
 
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """A picture: ``draw(figure, theme, data)`` shows ``data`` and nothing else."""
+    """A chart: ``draw(figure, theme, data)`` shows ``data`` and nothing else."""
 
     title: str
     machine: str
@@ -71,7 +71,7 @@ class Chart:
 
     @property
     def digest(self) -> str:
-        """Of all that is shown, figures to six digits, so that another machine's libm makes no difference."""
+        """Digest of all that is shown, with figures to six digits: another machine's libm makes no difference."""
         shown = json.dumps([self.title, self.machine, rounded(self.data)], sort_keys=True)
         return hashlib.sha256(shown.encode()).hexdigest()[:16]
 
@@ -103,14 +103,14 @@ def rounded(value: Any) -> Any:
 
 
 def machine(result: dict[str, Any]) -> str:
-    """Where a file was measured, without what is the same of all GPUs of a kind or has no part in a figure."""
+    """The machine line of a file, without the parts that cannot change a figure."""
     line = re.sub(r" \(\d+ SMs, \d+ GiB\)", "", str(result["machine"]))
     line = re.sub(r"SM \d+ MHz now, (\d+) most, memory \d+ MHz, (\d+)\.\d+ W", r"SM up to \1 MHz, \2 W", line)
     return "; ".join(part for part in line.split("; ") if not part.startswith(("Python ", "twell ")))
 
 
 def good(result: dict[str, Any] | None, **fields: Any) -> list[Row]:
-    """Rows that were right and timed, and have these fields."""
+    """Rows that were right and timed, and have these values."""
     rows = result["rows"] if result else []
     return [
         row
@@ -120,7 +120,7 @@ def good(result: dict[str, Any] | None, **fields: Any) -> list[Row]:
 
 
 def dense_ms(rows: Sequence[Row], suffix: str) -> float | None:
-    """Milliseconds of the faster dense variant of a workload's rows; ``suffix`` follows "dense eager" in its name."""
+    """Milliseconds of the faster dense variant; ``suffix`` follows "dense eager" in the names of variants."""
     names = [f"dense {kind}{suffix}" for kind in ("eager", "compiled")]
     return min((row["ms"] for row in rows if row["variant"] in names), default=None)
 
@@ -134,7 +134,7 @@ def best(row: Row) -> float | None:
 
 
 def crossings(xs: Sequence[float], ys: Sequence[float], level: float = 1.0) -> list[float]:
-    """Where y passes ``level``, between points along straight lines in log x and log y. xs are in order."""
+    """Every x where y crosses ``level``, by straight lines in log x and log y. ``xs`` are ascending."""
     found = []
     for (x0, y0), (x1, y1) in zip(zip(xs, ys), zip(xs[1:], ys[1:])):
         a, b = math.log(y0 / level), math.log(y1 / level)
@@ -144,13 +144,13 @@ def crossings(xs: Sequence[float], ys: Sequence[float], level: float = 1.0) -> l
 
 
 def of_line(points: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
-    """xs and ys, in the order of x."""
+    """Split points into xs and ys, sorted by x."""
     ordered = sorted(points, key=lambda point: point[0])
     return [point[0] for point in ordered], [point[1] for point in ordered]
 
 
 def sizes(result: dict[str, Any], *, tokens: bool = True) -> str:
-    """The sizes that a result was measured with, for the small print; of a layer, as far as all rows share them."""
+    """M, K and N of a result for the small print, as far as all rows share them."""
     asked = result.get("arguments") or {}
     parts = []
     for name in ("m", "k", "n") if tokens else ("k", "n"):
@@ -167,7 +167,7 @@ def span(values: Sequence[float], digits: int = 1) -> str:
 
 
 def powers(low: float, high: float, base: float) -> list[float]:
-    """Powers of ``base`` from at most ``low`` to at least ``high``."""
+    """Powers of ``base`` that enclose ``low`` and ``high``."""
     first, last = math.floor(math.log(low, base) + 1e-9), math.ceil(math.log(high, base) - 1e-9)
     return [base**i for i in range(first, last + 1)]
 
@@ -175,7 +175,7 @@ def powers(low: float, high: float, base: float) -> list[float]:
 def log_axis(
     axes: Axes, which: str, values: Sequence[float], base: float = 2, label: Callable[[float], str] = "{:,g}".format
 ) -> None:
-    """Make axis "x" or "y" logarithmic, around ``values``, with ticks at powers of ``base``, of many every other."""
+    """Make axis "x" or "y" logarithmic around ``values``, with at most ten ticks at powers of ``base``."""
     (axes.set_xscale if which == "x" else axes.set_yscale)("log", base=base)
     ticks = powers(min(values), max(values), base)
     while len(ticks) > 10:
@@ -190,7 +190,7 @@ def log_axis(
 
 
 def speed_axis(axes: Axes, values: Sequence[float]) -> None:
-    """A logarithmic y axis around ``values`` that are at least ``SLOWEST``, and 1, the speed of dense."""
+    """Make a logarithmic y axis that shows 1, the speed of dense, and ``values`` from ``SLOWEST`` on."""
     low, high = 0.93 * max(SLOWEST, min(1.0, *values)), 1.08 * max(1.0, *values)
     ticks = [tick for tick in SPEEDS if low <= tick <= high]
     axes.set_yscale("log")
@@ -200,7 +200,7 @@ def speed_axis(axes: Axes, values: Sequence[float]) -> None:
 
 
 def baseline(axes: Axes, theme: Theme, *, vertical: bool = False) -> None:
-    """The line of dense's speed."""
+    """Draw the line at the speed of dense."""
     draw = axes.axvline if vertical else axes.axhline
     draw(1, color=theme.muted, linewidth=1.2, zorder=1.5)
 

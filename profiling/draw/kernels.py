@@ -1,4 +1,4 @@
-"""Charts of kernels: their shares of a step, and how far they are from the roofs."""
+"""Charts of kernels: their shares of a step, and their distance from the roofs."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from profiling.draw.style import SIZE, Theme
 if TYPE_CHECKING:
     from matplotlib.figure import SubFigure
 
-# Shares below this, in percent, have no room for a figure in a bar.
+# Smaller shares, in percent, have no room for a figure in their bar.
 LABELLED_SHARE = 7
-# What each part of a step is, from the first letters of its kernels' names; others are "rest".
+# The part of a step that a kernel belongs to, by the beginning of its name; all others are "rest".
 PARTS = {
     "gate_pack": "gate GEMM + pack",
     "up_down": "up and down",
     "sampled_up": "up at non-zeros",
-    "gathered*0": "y = h W_down",
-    "gathered*1": "y = h W_down",
+    "gathered*0": "y = h w_down",
+    "gathered*1": "y = h w_down",
     "sampled_grad": "gradients at non-zeros",
     "gathered*2": "dx",
     "weight_grad": "weight gradients",
@@ -45,13 +45,13 @@ def part_of(symbol: str) -> str:
     """The part of a step that a kernel belongs to."""
     if symbol.startswith("gathered"):
         return PARTS[f"gathered*{symbol[-1]}"] if symbol[-1] in "012" else REST
-    # of up_down and up_down_skinny the longer name that matches
+    # the longest name that matches: up_down_skinny before up_down
     known = [name for name in PARTS if symbol.startswith(name)]
     return PARTS[max(known, key=len)] if known else REST
 
 
 def kernels(results: Results) -> Chart | None:
-    """Where the time of a forward pass and of a training step goes (h200_sweep_kernels)."""
+    """Share of each kernel in a forward pass and a training step (h200_sweep_kernels)."""
     result = results.get("h200_sweep_kernels")
     rows = good(result)
     panels: dict[str, list[Row]] = {}
@@ -78,18 +78,18 @@ def kernels(results: Results) -> Chart | None:
         whole = sum(entry["parts"].values())
         for name, ms in entry["parts"].items():
             shares.setdefault(name, []).append(ms / whole)
-    # a part that a workload does not have is no time of it
+    # a part that a workload lacks counts as 0
     means = {name: sum(each) / len(shown[op]) for name, each in shares.items()}
     order = sorted(means, key=lambda name: -means[name])
     what = "a training step" if op == "train" else "a forward pass"
     title = " and ".join(f"{name} ({100 * means[name]:.0f} %)" for name in order[:2])
-    title += f" {'lead' if len(order) > 1 else 'is all of'} {what}"
+    title += f" {'are the largest parts of' if len(order) > 1 else 'is all of'} {what}"
     title = title[0].upper() + title[1:]
     return Chart(title, sizes(result) + machine(result), shown, draw_kernels, (SIZE[0], 4.9))
 
 
 def draw_kernels(figure: SubFigure, theme: Theme, data: dict[str, list[Row]]) -> None:
-    titles = {"ffn": "Forward pass", "train_forward": "Forward, keeping what backward needs"}
+    titles = {"ffn": "Forward pass", "train_forward": "Forward pass of training"}
     titles["train"] = "Training step"
     order = [*dict.fromkeys(PARTS.values()), REST]
     used = [name for name in order if any(name in row["parts"] for rows in data.values() for row in rows)]
@@ -117,7 +117,7 @@ def draw_kernels(figure: SubFigure, theme: Theme, data: dict[str, list[Row]]) ->
                 left += share
             times = f"{whole:.2f} ms"
             if row["dense"]:
-                times += f"\ndense {row['dense']:.2f}"
+                times += f"\ndense {row['dense']:.2f} ms"
             axes.text(102, i, times, va="center", fontsize=8)
         axes.set_yticks(
             range(len(rows)), [f"{row['workload']}\n{row['nnz']:.0f} non-zeros" for row in rows], fontsize=8
@@ -126,13 +126,14 @@ def draw_kernels(figure: SubFigure, theme: Theme, data: dict[str, list[Row]]) ->
         axes.grid(axis="y", visible=False)
         axes.invert_yaxis()
         axes.set(title=titles[op], xlabel="share of the kernels' time (%)")
-        axes.set_xlim(0, 138)
+        axes.set_xlim(0, 144)
+        axes.spines["bottom"].set_bounds(0, 100)
         axes.set_xticks(range(0, 101, 20))
     legend(figure, [(patch(**(styles[name] | {"edgecolor": theme.ground})), name) for name in used], columns=4)
 
 
 def roofline(results: Results) -> Chart | None:
-    """Executed TFLOP/s against arithmetic intensity, under the ceilings of the file (h200_strategies)."""
+    """Executed TFLOP/s by arithmetic intensity, under the measured roofs (h200_strategies)."""
     result = results.get("h200_strategies")
     points: dict[str, list[Row]] = {"gather": [], "memory": []}
     for row in good(result):
@@ -164,16 +165,16 @@ def roofline(results: Results) -> Chart | None:
         union, row = (100 * statistics.median(shares[name]) for name in ("union", "row"))
         title = f'Whole layers: "union" reaches {union:.0f} % of its roof in the median, "row" {row:.0f} %'
     note = (
-        "A weight row that several of a group of eight tokens need is read once and counted for each. Roofs: a matrix "
+        "Each point is a workload. A weight row that several of eight tokens need is read once and counted for each. "
     )
-    note += "product and a copy in memory measured in the same run; of L2 a streaming read, assumed.\n"
+    note += "Roofs: a matrix product and a memory copy measured in the same run; the rate of L2 reads is assumed.\n"
     return Chart(title, note + sizes(result, tokens=False) + machine(result), data, draw_roofline, (SIZE[0], 4.8))
 
 
 def draw_roofline(figure: SubFigure, theme: Theme, data: dict[str, Any]) -> None:
     titles = {
-        "gather": ("Whole layers, 16,384 tokens", "operations a byte gathered through L2 (log)", "L2, read"),
-        "memory": ("Decode, 1 to 256 tokens", "operations a byte from memory (log)", "memory, copied"),
+        "gather": ("Whole layers, 16,384 tokens", "operations per byte gathered through L2 (log)", "L2 reads"),
+        "memory": ("Decode, 1 to 256 tokens", "operations per byte of memory (log)", "memory copies"),
     }
     panels = figure.subplots(1, len(data["points"]), squeeze=False)[0]
     for axes, (panel, points) in zip(panels, data["points"].items()):

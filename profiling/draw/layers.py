@@ -38,7 +38,11 @@ if TYPE_CHECKING:
 
 WORKLOADS = ("real3", "uniform29", "topic29", "skew29", "real6", "topic128", "dense911")
 PAPER_TEXT = "the paper's code"
-# Two strategies whose times differ by less than this share do not cross: one run later the other may be ahead.
+WORKLOADS_TEXT = (
+    "real: layers of a trained model; uniform, topic, skew: drawn patterns; dense911: as trained without L1; "
+    "non-zeros per token; dense: the faster of eager and compiled PyTorch"
+)
+# Two strategies whose times differ by less than this share do not cross: in another run the other may be ahead.
 ALIKE = 0.01
 
 
@@ -63,13 +67,13 @@ def speedup(results: Results) -> Chart | None:
     if result is None or not any(panels.values()):
         return None
     gains = {op: [bar["speedup"] for bar in bars if bar["strategy"] != "dense"] for op, bars in panels.items()}
-    said = {"forward": "its forward pass", "train": "its training step"}
+    said = {"forward": "forward pass", "train": "training step"}
     title = ", ".join(f"{said[op]} {span(gains[op])} times" for op in gains if gains[op])
-    title = f"Where a layer runs sparse, {title} as fast as dense" if title else "No layer runs sparse"
-    footer = f"twell: {sizes(result)}{machine(result)}"
+    title = f"Layers that run sparse: {title} as fast as dense" if title else "No layer runs sparse"
+    footer = f"{WORKLOADS_TEXT}\ntwell: {sizes(result)}{machine(result)}"
     if paper is not None:
-        footer += f"\n{PAPER_TEXT}: {machine(paper)}; beside dense on the same machine"
-    return Chart(title, footer, panels, draw_speedup, (SIZE[0], 5.0))
+        footer += f"\n{PAPER_TEXT}: {machine(paper)}; compared with dense on the same machine"
+    return Chart(title, footer, panels, draw_speedup, (SIZE[0], 5.3))
 
 
 def draw_speedup(figure: SubFigure, theme: Theme, data: dict[str, list[Row]]) -> None:
@@ -78,13 +82,13 @@ def draw_speedup(figure: SubFigure, theme: Theme, data: dict[str, list[Row]]) ->
     for axes, (op, bars) in zip(panels, data.items()):
         for i, bar in enumerate(bars):
             axes.barh(i - 0.19, bar["speedup"], 0.36, color=theme.row)
-            axes.text(bar["speedup"], i - 0.19, f" {bar['speedup']:.2f}  {bar['strategy']}", va="center", fontsize=8.5)
+            axes.text(bar["speedup"], i - 0.19, f" {bar['speedup']:.2f}x {bar['strategy']}", va="center", fontsize=8.5)
             if bar.get("failed"):
                 axes.text(0, i + 0.19, " no result", va="center", fontsize=8.5, color=theme.paper)
             elif bar.get("paper"):
                 wrong = bool(bar["wrong"])
                 axes.barh(i + 0.19, bar["paper"], 0.36, color=theme.paper, hatch="////" if wrong else None)
-                text = f" {bar['paper']:.2f}{'  wrong' if wrong else ''}"
+                text = f" {bar['paper']:.2f}x{' wrong' if wrong else ''}"
                 # over the line at 1
                 box = {"facecolor": theme.ground, "edgecolor": "none", "pad": 0.4}
                 axes.text(bar["paper"], i + 0.19, text, va="center", fontsize=8.5, color=theme.paper, bbox=box)
@@ -92,19 +96,22 @@ def draw_speedup(figure: SubFigure, theme: Theme, data: dict[str, list[Row]]) ->
         axes.set_yticks(range(len(bars)), [f"{bar['workload']}\n{bar['nnz']:.0f} non-zeros" for bar in bars])
         axes.tick_params(axis="y", length=0)
         axes.grid(axis="y", visible=False)
-        axes.set(title=titles[op], xlabel="speed-up over the faster dense PyTorch")
+        axes.set(title=titles[op], xlabel="speed-up over dense PyTorch")
+        axes.xaxis.set_major_formatter("{x:g}x")
         axes.set_xlim(0, 1.3 * max([1.0, *(bar["speedup"] for bar in bars)]))
     panels[0].set_ylim(max(map(len, data.values())) - 0.45, -0.55)
-    entries = [(patch(color=theme.row), "twell (strategy auto)")]
+    entries = [(patch(color=theme.row), "twell and its strategy")]
     if any("paper" in bar for bars in data.values() for bar in bars):
         entries.append((patch(color=theme.paper), PAPER_TEXT))
-        entries.append((patch(facecolor=theme.paper, edgecolor=theme.ground, hatch="////"), "the same, wrong result"))
-    entries.append((line(color=theme.muted, linewidth=1.2), "dense = 1"))
+        entries.append(
+            (patch(facecolor=theme.paper, edgecolor=theme.ground, hatch="////"), "the paper's code, wrong result")
+        )
+    entries.append((line(color=theme.muted, linewidth=1.2), "dense PyTorch = 1x"))
     legend(figure, entries)
 
 
 def nnz(results: Results) -> Chart | None:
-    """Speed-up against non-zeros a token for each strategy, crossovers marked (h200_sweep_nnz)."""
+    """Speed-up of each strategy by non-zeros per token, crossovers marked (h200_sweep_nnz)."""
     result = results.get("h200_sweep_nnz")
     panels: dict[str, dict[str, Any]] = {}
     for pattern in PATTERNS:
@@ -112,7 +119,7 @@ def nnz(results: Results) -> Chart | None:
         for row in good(result, pattern=pattern):
             name = {"ffn": row["requested"], "train": "train"}.get(row["variant"])
             ratio = best(row)
-            # the line of training ends where "auto" left the sparse route: it was not measured there
+            # the training line ends where "auto" runs dense: sparse training was not measured there
             if name == "train" and row["strategy"] == "dense":
                 continue
             if name and ratio and row["nnz"] > 0:
@@ -128,14 +135,16 @@ def nnz(results: Results) -> Chart | None:
             limits.append(f"{count(crossed[-1])} ({pattern})")
     title = "Fewer non-zeros, more speed"
     if limits:
-        title += f": the forward pass beats dense up to {' and '.join(limits)} non-zeros a token"
+        title += f": the forward pass beats dense up to {' and '.join(limits)} non-zeros per token"
     slowest = min(y for panel in panels.values() for points in panel["lines"].values() for _, y in points)
     note = f"below {SLOWEST:g}x not shown; " if slowest < SLOWEST else ""
+    if any("train" in panel["lines"] for panel in panels.values()):
+        note += 'training ends where "auto" runs dense\n'
     return Chart(title, sizes(result) + note + machine(result), panels, draw_nnz, (SIZE[0], 4.8))
 
 
 def marks(lines: dict[str, list[list[float]]]) -> list[Row]:
-    """Where strategies cross each other and dense. Two strategies do so where they differ on both sides (``ALIKE``)."""
+    """Crossovers of the strategies and dense. Two strategies cross where they differ by ``ALIKE`` on both sides."""
     found = []
     for name in ("row", "union", "train"):
         if name in lines:
@@ -152,9 +161,9 @@ def marks(lines: dict[str, list[list[float]]]) -> list[Row]:
 
 
 def lines_of(theme: Theme) -> dict[str, dict[str, Any]]:
-    """How the strategies and the training step are drawn, in the order of a legend."""
+    """Style of each strategy and of the training step, in the order of the legend."""
     styles = {name: {"color": getattr(theme, name), "marker": MARKERS[name]} for name in STRATEGIES}
-    # on top of the strategy that it chose
+    # above the line of the chosen strategy
     styles["auto"] |= {"linestyle": "--", "linewidth": 1.2, "markersize": 3.5, "zorder": 3}
     styles["dense"] |= {"linewidth": 1.2}
     return styles | {"train": {"color": theme.extra, "marker": MARKERS["train"]}}
@@ -163,7 +172,8 @@ def lines_of(theme: Theme) -> dict[str, dict[str, Any]]:
 def legend_of_lines(figure: SubFigure, theme: Theme, panels: Iterable[Iterable[str]]) -> None:
     used = {name for names in panels for name in names}
     entries = [(name, look) for name, look in lines_of(theme).items() if name in used]
-    legend(figure, [(line(**look), "training step" if name == "train" else f'"{name}"') for name, look in entries])
+    named = {"train": 'training step, "auto"', "row": 'forward: "row"'}
+    legend(figure, [(line(**look), named.get(name, f'"{name}"')) for name, look in entries])
 
 
 def count(value: float) -> str:
@@ -179,14 +189,14 @@ def draw_nnz(figure: SubFigure, theme: Theme, data: dict[str, Any]) -> None:
             axes.plot(*of_line(points), **styles[name])
         baseline(axes, theme)
         crossed = sorted(panel["marks"], key=lambda mark: float(mark["x"]))
-        said = [("Circles, non-zeros a token:", theme.text)] if crossed else []
+        said = [("Crossovers, non-zeros per token:", theme.text)] if crossed else []
         for mark in crossed:
             axes.plot(mark["x"], mark["y"], "o", markersize=10, fillstyle="none", color=theme.text, zorder=5)
             said.append((f"{mark['what']} at {count(mark['x'])}", styles[mark["what"].split()[0]]["color"]))
         for i, (text, colour) in enumerate(reversed(said)):
             place = {"transform": axes.transAxes, "bbox": {"facecolor": theme.ground, "edgecolor": "none", "pad": 0.5}}
             axes.text(0.04, 0.04 + 0.06 * i, text, fontsize=9, color=colour, zorder=4, **place)
-        axes.set(title=PATTERNS[pattern], xlabel="non-zeros a token (log)")
+        axes.set(title=PATTERNS[pattern], xlabel="non-zeros per token (log)")
         log_axis(axes, "x", [x for points in panel["lines"].values() for x, _ in points], base=4)
         speed_axis(axes, everything)
     panels[0].set_ylabel("speed-up over dense (log)")
@@ -194,7 +204,7 @@ def draw_nnz(figure: SubFigure, theme: Theme, data: dict[str, Any]) -> None:
 
 
 def tokens(results: Results) -> Chart | None:
-    """Speed-up against M, the tokens of a call (h200_sweep_m)."""
+    """Speed-up of each strategy by M, the tokens per call (h200_sweep_m)."""
     result = results.get("h200_sweep_m")
     panels: dict[str, dict[str, list[list[float]]]] = {}
     for row in good(result):
@@ -208,20 +218,20 @@ def tokens(results: Results) -> Chart | None:
     ordered = {
         pattern: {name: sorted(lines[name]) for name in names if name in lines} for pattern, lines in panels.items()
     }
-    # what a user gets, or could get where that was not measured
+    # "auto" is what users get; where it was not measured, the best strategy
     gains = {pattern: lines.get("auto") or envelope(lines) for pattern, lines in ordered.items()}
     slower = sorted({m for points in gains.values() for m, ratio in points if ratio < 1})
     faster = sorted({m for points in gains.values() for m, ratio in points if ratio > 1} - set(slower))
-    title = "Speed-up by the tokens of a call"
+    title = "Speed-up by tokens per call"
     few, many = [m for m in faster if m < min(slower, default=0)], [m for m in faster if m > max(slower, default=0)]
     if few and many:
-        title = f"Sparse beats dense up to {few[-1]:,} and from {many[0]:,} tokens a call"
+        title = f"Sparse beats dense up to {few[-1]:,} and from {many[0]:,} tokens per call"
     elif faster and not slower:
-        title = "Sparse beats dense with any number of tokens a call"
+        title = "Sparse beats dense with any number of tokens per call"
     rows = good(result)
     active = [f"{row['nnz']:.0f}" for row in rows if row.get("nnz")]
     note = sizes(result, tokens=False) + (
-        f"{between(sorted(set(map(int, active))))} non-zeros a token; " if active else ""
+        f"{between(sorted(set(map(int, active))))} non-zeros per token; " if active else ""
     )
     note += "" if any(row.get("speedup_compiled") for row in rows) else "dense: eager PyTorch; "
     return Chart(title, note + machine(result), ordered, draw_tokens, (SIZE[0], 4.6))
@@ -232,7 +242,7 @@ def between(values: Sequence[int]) -> str:
 
 
 def envelope(lines: dict[str, list[list[float]]]) -> list[tuple[float, float]]:
-    """The better strategy's forward pass at each x."""
+    """Speed-up of the better sparse strategy at each x."""
     highest: dict[float, float] = {}
     for name, points in lines.items():
         if name in ("row", "union"):
@@ -250,19 +260,19 @@ def draw_tokens(figure: SubFigure, theme: Theme, data: dict[str, Any]) -> None:
         baseline(axes, theme)
         log_axis(axes, "x", [x for points in lines.values() for x, _ in points], base=8)
         speed_axis(axes, everything)
-        axes.set(title=PATTERNS[pattern], xlabel="tokens of a call (log)")
+        axes.set(title=PATTERNS[pattern], xlabel="tokens per call (log)")
     panels[0].set_ylabel("speed-up over dense (log)")
     legend_of_lines(figure, theme, data.values())
 
 
 # By layer
 
-# Correlation of a layer's non-zeros with its speed-up in the paper.
+# Correlation of a layer's non-zeros with its speed-up, by the paper.
 PAPER_CORRELATION = -0.996
 
 
 def layers(results: Results) -> Chart | None:
-    """Non-zeros, unions and speed-up layer by layer, and their correlation (h200_sweep_layers)."""
+    """Non-zeros, union and speed-up by layer, and their correlation (h200_sweep_layers)."""
     result = results.get("h200_sweep_layers")
     sources: dict[str, dict[str, list[Row]]] = {}
     unions: dict[tuple[str, int], float] = {}
@@ -276,7 +286,7 @@ def layers(results: Results) -> Chart | None:
                 unions[row["source"], row["layer"]] = share
     if result is None or not sources:
         return None
-    # of several sources that with the most layers, of equals the first
+    # the source with the most layers
     source = max(sources, key=lambda name: max(map(len, sources[name].values())))
     shown = {op: sorted(each, key=lambda point: int(point["layer"])) for op, each in sorted(sources[source].items())}
     for point in (point for each in shown.values() for point in each):
@@ -285,25 +295,25 @@ def layers(results: Results) -> Chart | None:
     op, first = next(iter(fits.items()))
     title = "Speed-up by layer"
     if first["nnz"] is not None:
-        title = "Forward, " if op == "ffn" else "In training, "
+        title = "Forward: " if op == "ffn" else "Training: "
         title += "layers with fewer non-zeros gain more" if first["nnz"] < 0 else "speed-up does not follow non-zeros"
         title += f": correlation {first['nnz']:.3f}"
         title += f", {first['union']:.3f} with the union" if first["union"] is not None else ""
         title += f"; the paper's is {PAPER_CORRELATION}"
-    # not the folder
-    note = f"{source.partition(' in ')[0]}; {sizes(result)}union: the neurons that some token of 128 neighbours fires"
+    # without the folder's name
+    note = f"{source.partition(' in ')[0]}; {sizes(result)}union: the neurons that any of 128 consecutive tokens fires"
     if any(point["strategy"] == "dense" for each in shown.values() for point in each):
         note += '; hollow: "auto" runs dense'
     note += "\n"
     return Chart(title, note + machine(result), {"points": shown, "fits": fits}, draw_layers, (SIZE[0], 6.2))
 
 
-# Of points: what speed-up is drawn against.
-AGAINST = {"nnz": "non-zeros a token", "union": "union, share of the neurons"}
+# Fields that speed-up is drawn against.
+AGAINST = {"nnz": "non-zeros per token", "union": "union, share of the neurons"}
 
 
 def union_of(row: Row) -> float | None:
-    """The mean share of a layer's neurons in a tile's union, from the bytes that a gated "union" layer gathers."""
+    """Mean share of a layer's neurons in the union of 128 tokens, from the bytes that strategy "union" gathers."""
     if row["variant"] != "ffn" or row["strategy"] != "union" or not row.get("l2_gather_gbs"):
         return None
     everything = math.ceil(row["m"] / 128) * row["n"] * 2 * row["k"] * 2
@@ -311,7 +321,7 @@ def union_of(row: Row) -> float | None:
 
 
 def correlation(points: Sequence[Row], field: str) -> float | None:
-    """Pearson's r of a field with the speed-up; None of fewer than three layers, or where one is not known."""
+    """Pearson's r of a field and the speed-up; None with fewer than three layers or an unknown value."""
     values, gains = [point[field] for point in points], [point["speedup"] for point in points]
     if len(points) < 3 or None in values or len(set(values)) < 2 or len(set(gains)) < 2:
         return None
@@ -326,14 +336,14 @@ def draw_layers(figure: SubFigure, theme: Theme, data: dict[str, Any]) -> None:
     }
     first = next(iter(points.values()))
     fields = [field for field in AGAINST if all(point[field] is not None for point in first)]
-    left, right = figure.subfigures(1, 2, width_ratios=[1, 1.1])
+    left, right = figure.subfigures(1, 2, width_ratios=[1, 1.1], squeeze=False)[0]
     *bars, gains = left.subplots(len(fields) + 1, 1, height_ratios=[*[1] * len(fields), 1.5])
     scatters = right.subplots(len(fields), 1, squeeze=False)[:, 0]
     numbers = [point["layer"] for point in first]
     percent: Callable[[float, int], str] = lambda share, _: f"{100 * share:g} %"  # noqa: E731
     for axes, field in zip(bars, fields):
         axes.bar(numbers, [point[field] for point in first], color=theme.dense)
-        axes.set_title({"nnz": "Non-zeros a token", "union": "Union"}[field], loc="left")
+        axes.set_title({"nnz": "Non-zeros per token", "union": "Union of 128 tokens"}[field], loc="left")
         if field == "union":
             axes.yaxis.set_major_formatter(percent)
     for op, each in points.items():
@@ -343,7 +353,7 @@ def draw_layers(figure: SubFigure, theme: Theme, data: dict[str, Any]) -> None:
         for op, each in points.items():
             name, look = styles[op]
             text = name if fits[op][field] is None else f"{name}: r = {fits[op][field]:.3f}"
-            # what "auto" ran densely is hollow
+            # layers that "auto" ran densely are hollow
             for dense in (False, True):
                 chosen = [p for p in each if (p["strategy"] == "dense") == dense and p[field] is not None]
                 fill = {"mfc": theme.ground} if dense else {"label": text}
@@ -351,7 +361,7 @@ def draw_layers(figure: SubFigure, theme: Theme, data: dict[str, Any]) -> None:
                 axes.plot(xs, ys, linestyle="none", **look, **fill)
                 for x, y, point in zip(xs, ys, chosen) if len(each) <= 40 else ():
                     style.label(axes, x, y, f"{point['layer']}", color=look["color"])
-        axes.set(xlabel=f"{AGAINST[field]} (labels: layers)", ylabel="speed-up over dense")
+        axes.set(xlabel=f"{AGAINST[field]} (number: layer)", ylabel="speed-up over dense")
         axes.set_xlim(left=0)
         if field == "union":
             axes.xaxis.set_major_formatter(percent)
@@ -363,6 +373,7 @@ def draw_layers(figure: SubFigure, theme: Theme, data: dict[str, Any]) -> None:
         axes.yaxis.set_major_formatter("{x:g}x")
     gains.set_title("Speed-up over dense", loc="left")
     gains.set_xlabel("layer")
+    gains.legend(loc="upper right")
     for axes in (*bars, gains):
         axes.set_xticks(numbers if len(numbers) <= 12 else numbers[:: math.ceil(len(numbers) / 10)])
         axes.grid(axis="x", visible=False)
@@ -372,7 +383,7 @@ def draw_layers(figure: SubFigure, theme: Theme, data: dict[str, Any]) -> None:
 
 
 def memory(results: Results) -> Chart | None:
-    """Memory of a training step a token, dense beside sparse (h200_sweep_memory)."""
+    """Memory per token of a training step and a forward pass, dense and sparse (h200_sweep_memory)."""
     result = results.get("h200_sweep_memory")
     panels: dict[str, dict[str, list[list[float]]]] = {}
     for row in good(result):
@@ -392,16 +403,16 @@ def memory(results: Results) -> Chart | None:
     }
     if result is None or not sparse.get("kept"):
         return None
-    # what is dense does not depend on the non-zeros
+    # dense does not depend on the non-zeros
     dense = {
         panel: {name: statistics.median(y for _, y in lines[name]) for name in MEMORY[:2] if name in lines}
         for panel, lines in panels.items()
     }
     kept = [y for points in sparse["kept"].values() for _, y in points]
-    title = f"Training keeps {span(kept)} KB a token for backward"
+    title = f"Training keeps {span(kept)} KB per token for backward"
     if dense["kept"]:
-        title += f" in place of {min(dense['kept'].values()):.0f}"
-    for panel, what in (("peak", "its peak is"), ("forward", "a forward pass's peak")):
+        title += f" instead of {min(dense['kept'].values()):.0f}"
+    for panel, what in (("peak", "its peak is"), ("forward", "the peak of a forward pass")):
         if dense.get(panel) and sparse.get(panel):
             ratio = statistics.median(y for points in sparse[panel].values() for _, y in points) / min(
                 dense[panel].values()
@@ -415,15 +426,15 @@ def memory(results: Results) -> Chart | None:
         for panel in ("kept", "peak", "forward")
         if panel in panels
     }
-    note = f"{sizes(result)}medians of what is dense, which does not depend on the non-zeros\n"
+    note = f"{sizes(result)}KB without x and the weights; dense does not depend on the non-zeros\n"
     return Chart(title, note + machine(result), ordered, draw_memory, (SIZE[0], 4.4))
 
 
-MEMORY = ("dense eager", "dense compiled", '"row"', '"union"', '"auto", dense')
+MEMORY = ("dense eager", "dense compiled", '"row"', '"union"', '"auto" runs dense')
 
 
 def memory_name(row: Row) -> str | None:
-    """Which line of the chart a row belongs to."""
+    """The line of the chart that a row belongs to."""
     if row["variant"] in ("train", "ffn"):
         return MEMORY[-1] if row["strategy"] == "dense" else f'"{row["strategy"]}"'
     name = row["variant"].removesuffix(" train")
@@ -436,7 +447,7 @@ def draw_memory(figure: SubFigure, theme: Theme, data: dict[str, dict[str, Any]]
         "dense compiled": {"color": theme.auto, "linestyle": "--"},
         '"row"': {"color": theme.row, "marker": "o"},
         '"union"': {"color": theme.union, "marker": "s"},
-        '"auto", dense': {"color": theme.auto, "marker": "D", "mfc": theme.ground, "linestyle": "none"},
+        '"auto" runs dense': {"color": theme.auto, "marker": "D", "mfc": theme.ground, "linestyle": "none"},
     }
     titles = {"kept": "Kept for backward", "peak": "Peak of a training step", "forward": "Peak of a forward pass"}
     panels = figure.subplots(1, len(data), squeeze=False)[0]
@@ -448,7 +459,7 @@ def draw_memory(figure: SubFigure, theme: Theme, data: dict[str, dict[str, Any]]
         log_axis(axes, "x", [x for points in shown["lines"].values() for x, _ in points], base=4)
         levels = [*shown["dense"].values(), *(y for points in shown["lines"].values() for _, y in points)]
         axes.set_ylim(0, 1.1 * max(levels))
-        axes.set(title=titles[panel], xlabel="non-zeros a token (log)")
-    panels[0].set_ylabel("KB a token, beside the inputs")
+        axes.set(title=titles[panel], xlabel="non-zeros per token (log)")
+    panels[0].set_ylabel("KB per token")
     used = [name for name in MEMORY if any(name in shown["dense"] | shown["lines"] for shown in data.values())]
     legend(figure, [(line(**styles[name]), name) for name in used])

@@ -1,4 +1,4 @@
-"""Charts of whole models: their speed, memory and energy, the paper's configurations, training and quality."""
+"""Charts of whole models: speed, memory, energy, the paper's sizes, a training run, quality."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from profiling.draw.style import SIZE, Theme
 if TYPE_CHECKING:
     from matplotlib.figure import SubFigure
 
-OPS = {"forward": "forward, decoder", "logits": "forward with LM head", "train": "training step"}
-# Of more groups of bars than these, the eager variants are left to the table.
+OPS = {"forward": "forward, decoder", "logits": "forward, with LM head", "train": "training step"}
+# With more groups of bars than this the chart leaves out the eager variants.
 EAGER_GROUPS = 6
 VARIANTS = ("dense eager", "dense compiled", "sparse eager", "sparse compiled")
 
 
 def models(results: Results) -> Chart | None:
-    """Tokens/ms and peak memory of whole models, dense beside sparse (h200_model*)."""
+    """Tokens/ms, peak memory and energy of whole models, dense and sparse (h200_model*)."""
     groups: list[Row] = []
     machines = []
     for result in results.matching("h200_model*").values():
@@ -40,9 +40,9 @@ def models(results: Results) -> Chart | None:
                 }
                 for row in found
             }
-            # its size, without what else is said of it; of a folder's name what was found in it
+            # the size alone; for a folder the size that was found in it
             name = model if re.match(r"[\d.]+B", model) else sizes.get(model, model)
-            group = {"model": name.split(",")[0].split(" (")[0], "op": op, "bars": bars}
+            group: Row = {"model": name.split(",")[0].split(" (")[0], "op": op, "bars": bars}
             groups.append(group | {"nnz": statistics.fmean(active) if active else None})
         if rows:
             machines.append(machine(result))
@@ -74,9 +74,9 @@ def draw_models(figure: SubFigure, theme: Theme, data: list[Row]) -> None:
     colours["sparse compiled"] = theme.row
     used = [name for name in VARIANTS if any(name in group["bars"] for group in data)]
     fields = {
-        "rate": ("Tokens/ms:\nmore is better", "{:.0f}"),
-        "peak": ("Peak GB above weights:\nless is better", "{:.1f}"),
-        "energy": ("mJ/token:\nless is better", "{:.2f}"),
+        "rate": ("tokens/ms\n(more is better)", "{:.0f}"),
+        "peak": ("peak GB above weights\n(less is better)", "{:.1f}"),
+        "energy": ("mJ/token\n(less is better)", "{:.2f}"),
     }
     bars = [bar for group in data for bar in group["bars"].values()]
     shown = [field for field in fields if any(bar[field] is not None for bar in bars)]
@@ -96,8 +96,8 @@ def draw_models(figure: SubFigure, theme: Theme, data: list[Row]) -> None:
                 reference = group["bars"].get("dense compiled")
                 if name == "sparse compiled" and reference and field == "rate":
                     text += f"  ({value / reference[field]:.2f}x)"
-                axes.text(value, place, text, va="center", fontsize=7.5)
-        axes.set_xlim(0, (1.3 if field == "rate" else 1.22) * max(bar[field] or 0.0 for bar in bars))
+                axes.text(value, place, text, va="center", fontsize=8)
+        axes.set_xlim(0, (1.36 if field == "rate" else 1.26) * max(bar[field] or 0.0 for bar in bars))
         axes.set_xlabel(title)
         axes.grid(axis="y", visible=False)
         axes.tick_params(axis="y", length=0)
@@ -120,12 +120,11 @@ def draw_models(figure: SubFigure, theme: Theme, data: list[Row]) -> None:
 
 
 def change(before: float, after: float) -> float:
-    """In percent."""
+    """The change in percent."""
     return 100 * (after / before - 1)
 
 
-# Of arXiv 2603.23198, sparse beside dense on H100 PCIe, percent: of mJ a token and of GB, which at 2B are of
-# unequal micro-batches.
+# From arXiv 2603.23198, sparse over dense on H100 PCIe, in percent. Memory at 2B is left out: unequal micro-batches.
 PAPER: dict[tuple[str, str], dict[str, float]] = {
     ("forward", "rate"): {"0.5B": 17.0, "1B": 18.1, "1.5B": 18.8, "2B": 20.5},
     ("train", "rate"): {"0.5B": -1.5, "1B": 7.1, "1.5B": 11.6, "2B": 21.9},
@@ -138,20 +137,20 @@ PAPER: dict[tuple[str, str], dict[str, float]] = {
     ("train", "peak"): {"0.5B": change(26.2, 21.2), "1B": change(44.5, 33.1), "1.5B": change(62.8, 45.1)},
 }
 CONFIGS = ("0.5B", "1B", "1.5B", "2B")
-# What is compared: a name, the field of a row, whether more is better.
+# The quantities compared: title, field of a row, whether more is better.
 COMPARED = {
-    "rate": ("Tokens a second", "tokens_per_ms", True),
-    "energy": ("Energy a token", "mj_per_token", False),
+    "rate": ("Tokens per second", "tokens_per_ms", True),
+    "energy": ("Energy per token", "mj_per_token", False),
     "peak": ("Peak memory", "peak_total_bytes", False),
 }
-# What the title says: speed of all, and of one configuration what else it costs, where the paper has it.
-SPEED = {"forward": "faster", "train": "faster in training"}
+# The title names the speed of all sizes, and energy and memory of one.
+SPEED = {"forward": "faster forward", "train": "in training"}
 SAID = "1.5B"
 COST = {("forward", "energy"): "energy", ("train", "peak"): "training memory"}
 
 
 def paper(results: Results) -> Chart | None:
-    """Speed, energy and memory of the paper's configurations beside the paper's (h200_paper_configs*)."""
+    """Speed, energy and memory of models of the paper's sizes, and the paper's figures (h200_paper_configs*)."""
     latest: dict[tuple[str, str], tuple[list[Row], str]] = {}
     for result in results.matching("h200_paper_configs*").values():
         by_group: dict[tuple[str, str], list[Row]] = {}
@@ -187,13 +186,13 @@ def paper(results: Results) -> Chart | None:
     beside = [
         f"{what} {found[key]:+.0f} % (paper {PAPER[key][SAID]:+.0f} %)" for key, what in COST.items() if key in found
     ]
-    title = f"The paper's configurations: {', '.join(said)}" + (f"; at {SAID} {', '.join(beside)}" if beside else "")
+    title = f"Models of the paper's sizes: {', '.join(said)}" + (f"; at {SAID} {', '.join(beside)}" if beside else "")
     note = (
-        "Sparse compiled beside the faster dense variant; random weights with the paper's non-zeros; energy of the "
-        "whole board; peaks with weights and optimizer state. The paper's: H100 PCIe, beside its own dense; it has no "
-        "energy of training, and at 2B peaks of unequal micro-batches.\n"
+        "twell: sparse compiled against the faster dense variant; random weights with the paper's non-zeros per token; "
+        "energy of the whole board; peaks with weights and optimizer state. The paper: H100 PCIe, against its own "
+        "dense; it has no energy of training, and its peaks at 2B are of unequal micro-batches.\n"
     )
-    return Chart(title, note + "\n".join(machines), bars, draw_paper, (SIZE[0], 6.0))
+    return Chart(title, note + "\n".join(machines), bars, draw_paper, (SIZE[0], 6.1))
 
 
 def draw_paper(figure: SubFigure, theme: Theme, data: list[Row]) -> None:
@@ -216,18 +215,18 @@ def draw_paper(figure: SubFigure, theme: Theme, data: list[Row]) -> None:
         axes.axvline(0, color=theme.muted, linewidth=1.2)
         axes.set_xlim(1.6 * min(values), 1.28 * max(1, *values))
         axes.xaxis.set_major_formatter(lambda x, _, sign=1 if more else -1: f"{sign * x:+g} %" if x else "0 %")
-        axes.set(title=title, xlabel="more is better" if more else "less is better")
+        axes.set(title=title, xlabel=f"sparse against dense\n({'more' if more else 'less'} is better)")
         axes.grid(axis="y", visible=False)
         axes.tick_params(axis="y", length=0)
     active = {bar["config"]: bar["nnz"] for bar in data}
     panels[0].set_yticks(range(len(configs)), [f"{config}\n{active[config]:.0f} non-zeros" for config in configs])
     panels[0].set_ylim(len(configs) - 0.5, -0.5)
     entries = [(patch(color=colours[op]), f"twell, {name}") for op, name in names.items()]
-    legend(figure, [*entries, (patch(color=theme.paper), "the paper's, below each")])
+    legend(figure, [*entries, (patch(color=theme.paper), "the paper, for the bar above")])
 
 
 def training(results: Results) -> Chart | None:
-    """Loss and non-zeros of training runs, step by step (h200_training_run)."""
+    """Loss and non-zeros of training runs by step (h200_training_run)."""
     result = results.get("h200_training_run")
     if result is None or not result.get("runs"):
         return None
@@ -243,40 +242,46 @@ def training(results: Results) -> Chart | None:
     }
     final = {name: curve["held_out"][-1][1] for name, curve in curves.items() if curve["held_out"]}
     dense = [value for name, value in final.items() if name.startswith("dense")]
-    title = "Sparse training follows dense"
+    title = "Sparse training follows dense training"
     if "sparse" in final and dense:
         ratio = curves["sparse"]["rate"] / max(curves[name]["rate"] for name in final if name.startswith("dense"))
         title += (
-            f": held-out loss {final['sparse']:.2f}, dense {span(dense, 2)}, at {ratio:.2f} times the tokens a second"
+            f": held-out loss {final['sparse']:.2f}, dense {span(dense, 2)}, at {ratio:.2f} times the tokens per second"
         )
     options = result["options"]
-    note = f"{options['config']}, {int(options['tokens_per_step']):,} tokens a step, "
-    note += f"L1 {quality_results.short(float(options['l1']))}; "
+    note = f"{options['config']}, {int(options['tokens_per_step']):,} tokens per step, "
+    note += f"L1 {quality_results.short(float(options['l1']))} unless named; "
+    if any("again" in name for name in curves):
+        note += '"dense again" rounds at other places, so its distance from dense is noise\n'
     return Chart(title, note + machine(result), curves, draw_training, (SIZE[0], 4.5))
 
 
 def draw_training(figure: SubFigure, theme: Theme, data: dict[str, Any]) -> None:
-    loss, active = figure.subplots(1, 2)
+    base = next((curve for name, curve in data.items() if name.startswith("dense")), next(iter(data.values())))
+    loss, over, active = figure.subplots(1, 3)
     palette = {"dense": theme.dense, "dense again": theme.auto, "sparse": theme.row}
     others = iter((theme.union, theme.extra, theme.paper) * len(data))
     entries = []
     for name, curve in data.items():
         look = {"color": palette.get(name) or next(others), "linestyle": "--" if "again" in name else "-"}
         loss.plot(curve["step"], curve["ce"], **look)
+        if curve["step"] == base["step"]:
+            over.plot(curve["step"], [ours - theirs for ours, theirs in zip(curve["ce"], base["ce"])], **look)
         if curve["held_out"]:
             loss.plot(*of_line(curve["held_out"]), "o", color=look["color"], markeredgecolor=theme.ground, zorder=4)
         active.plot(curve["step"], curve["non_zeros"], **look)
         entries.append((line(**look), name))
     entries.append((line(color=theme.muted, marker="o", linestyle="none"), "held out"))
-    loss.set(xlabel="step", ylabel="cross-entropy (nats a token)", title="Training loss")
-    active.set(xlabel="step", title="Activity")
+    loss.set(xlabel="step", ylabel="nats per token", title="Cross-entropy")
+    over.set(xlabel="step", ylabel="nats per token", title="Difference from dense")
+    active.set(xlabel="step", title="Non-zeros")
     log_axis(active, "y", [value for curve in data.values() for value in curve["non_zeros"]])
-    active.set_ylabel("non-zeros a token and layer (log)")
+    active.set_ylabel("non-zeros per token (log)")
     legend(figure, entries)
 
 
 def quality(results: Results) -> Chart | None:
-    """Cross-entropy, non-zeros by layer and dead neurons against the coefficient of L1 (h200_quality)."""
+    """Cross-entropy, non-zeros by layer and dead neurons by coefficient of L1 (h200_quality)."""
     result = results.get("h200_quality")
     if result is None:
         return None

@@ -1,4 +1,4 @@
-"""How charts look: two themes, one palette, and files that are the same bytes for the same data.
+"""The look of the charts: two themes, one palette, and the same bytes for the same data.
 
     def draw(figure: SubFigure, theme: Theme) -> None:
         axes = figure.subplots()
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
     from matplotlib.backends.backend_agg import RendererAgg
     from matplotlib.figure import Figure, SubFigure
 
-# Inches. At 100 pixels an inch the width is that of a README's column.
+# Inches. At 100 pixels per inch the width is that of a README's column.
 SIZE = (8.3, 4.6)
-# What names the data that a file shows, in its metadata.
+# Key of the digest in a file's metadata.
 KEY = "twell-data"
-# Names the texts that ``arrange`` moves.
+# Id of the texts that ``arrange`` moves.
 MOVABLE = "movable"
-# Where they may stand, best first: steps to the right and up.
+# Places for such a text around its point, best first: steps to the right and up.
 AROUND = ((1, 0), (0, 1), (1, 1), (-1, 1), (1, -1), (-1, -1), (0, -1), (-1, 0))
 SIDES, HEIGHTS = {-1: "right", 0: "center", 1: "left"}, {-1: "top", 0: "center", 1: "bottom"}
 
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of a page. ``colours`` are told apart without red-green vision and stand out from ``ground``.
+    """Colours of a page. Readers without red-green vision can tell ``colours`` apart on ``ground``.
 
-    ``row``, ``union``, ``auto``, ``dense`` and ``paper`` belong to these in every chart.
+    ``row``, ``union``, ``auto``, ``dense`` and ``paper`` mean the same in every chart.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Theme:
 
     @property
     def colours(self) -> tuple[str, ...]:
-        """For series without a colour of their own, in order."""
+        """Colours for series without one of their own, in order."""
         return (self.row, self.union, self.extra, self.paper, self.auto, self.dense)
 
     @property
@@ -130,11 +130,11 @@ THEMES = (LIGHT, DARK)
 
 
 def require() -> None:
-    """Raise ImportError, naming the extra, unless matplotlib can be imported."""
+    """Raise ImportError, which names the extra, unless matplotlib can be imported."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"{error}. Charts take matplotlib: pip install twell[plots]") from error
+        raise ImportError(f"{error}. Charts need matplotlib: pip install twell[plots]") from error
 
 
 def outputs(stem: Path) -> list[Path]:
@@ -153,9 +153,9 @@ def save(
 ) -> list[Path]:
     """Write the figure whose body ``draw`` fills, light and dark, and return the files.
 
-    ``title`` states the finding; ``footer`` is small print below, the machine line of the data. ``data`` goes into the
-    metadata of each file. The same call writes the same bytes with the same version of matplotlib. ImportError
-    without matplotlib.
+    ``title`` states the finding. ``footer`` is small print below: notes and the machine line. ``data`` goes into the
+    metadata of each file. The same call writes the same bytes with the same version of matplotlib. ImportError without
+    matplotlib.
     """
     require()
     import matplotlib
@@ -173,14 +173,14 @@ def save(
             figure.set_layout_engine(layout)
             FigureCanvasAgg(figure)
             if title:
-                # a number keeps its sign of percent
+                # no line break between a number and its percent sign
                 wrapped = textwrap.fill(title.replace(" %", "\xa0%"), int(9.6 * size[0])).replace("\xa0", " ")
                 figure.suptitle(wrapped, x=0.012, ha="left", fontsize=12, fontweight="bold")
-            # a part of its own, so that a legend outside of the axes keeps clear of title and footer
+            # in a subfigure, so that a legend outside the axes keeps clear of title and footer
             draw(figure.add_subfigure(figure.add_gridspec(1, 1)[0]), theme)
             if footer:
-                wrapped = "\n".join(_fill(line, int(16.6 * size[0])) for line in footer.splitlines())
-                figure.supxlabel(wrapped, x=0.012, ha="left", fontsize=7.5, color=theme.muted)
+                wrapped = "\n".join(_fill(line, int(15.6 * size[0])) for line in footer.splitlines())
+                figure.supxlabel(wrapped, x=0.012, ha="left", fontsize=8, color=theme.muted)
             layout.execute(figure)
             figure.set_layout_engine("none")
             arrange(figure)
@@ -189,20 +189,20 @@ def save(
 
 
 def _fill(text: str, width: int) -> str:
-    """Lines of at most ``width`` characters, short parts between semicolons kept whole."""
+    """Wrap text at ``width`` characters; short parts between semicolons stay whole."""
     parts = [part.replace(" ", "\xa0") if len(part) < width / 3 else part for part in text.split("; ")]
     return textwrap.fill("; ".join(parts), width, break_on_hyphens=False).replace("\xa0", " ")
 
 
 def label(axes: Axes, x: float, y: float, text: str, **style: Any) -> None:
-    """Name a point. ``save`` puts the text beside it, where it hides neither lines nor other texts."""
+    """Label a point. ``save`` puts the text beside it, clear of lines and other texts."""
     found = axes.annotate(text, (x, y), (0, 0), textcoords="offset points", **({"fontsize": 8} | style))
     found.set_gid(MOVABLE)
     found.set_in_layout(False)
 
 
 def arrange(figure: Figure) -> None:
-    """Give the texts of ``label`` their places. The layout must be final."""
+    """Place the texts of ``label``. The layout must be final."""
     from matplotlib.axes import Axes
     from matplotlib.text import Annotation
 
@@ -219,7 +219,7 @@ def arrange(figure: Figure) -> None:
 
 
 def _spots(axes: Axes) -> Any:
-    """Pixels [n, 2], a few apart, along the lines, markers and bars of error of ``axes``."""
+    """Points in pixels [n, 2] along the lines, markers and error bars of ``axes``, a few pixels apart."""
     import numpy
     from matplotlib.collections import LineCollection
 
@@ -244,15 +244,15 @@ def _spots(axes: Axes) -> Any:
 
 
 def _place(text: Any, axes: Axes, renderer: RendererAgg, spots: Any, taken: list[Any], edge: float) -> None:
-    """Of places around its point, nearest first, the one where ``text`` hides least; adds it to ``taken``.
+    """Put ``text`` at the place around its point where it hides least, and add that place to ``taken``.
 
-    ``edge`` is where the page ends.
+    ``edge`` is the right edge of the page.
     """
     from matplotlib.transforms import Bbox
 
-    # at the right end of the axes there may be some margin
+    # a text may stick out a little at the right end of the axes
     frame = Bbox.from_extents(*axes.bbox.min, min(axes.bbox.x1 + 25, edge), axes.bbox.y1)
-    choices = []
+    choices: list[tuple[float, int, dict[str, Any], Bbox]] = []
     for far, (across, up) in itertools.product((6, 10, 15), AROUND):
         near = far * (0.7 if across and up else 1)
         place = {"position": (across * near, up * near), "ha": SIDES[across], "va": HEIGHTS[up]}
@@ -268,11 +268,11 @@ def _place(text: Any, axes: Axes, renderer: RendererAgg, spots: Any, taken: list
 
 
 def metadata(data: str) -> dict[str, str | None]:
-    """What a file says of itself: no date, no name of a program, but the data that it shows."""
+    """Metadata of a file: the data that it shows, no date and no program."""
     return {"Date": None, "Creator": None, "Identifier": f"{KEY}:{data}" if data else None}
 
 
 def data_of(path: Path) -> str:
-    """``data`` as ``save`` was given it, empty if the file has none."""
+    """The ``data`` that ``save`` was given, empty if the file has none."""
     _, found, rest = path.read_text(encoding="utf-8").partition(f"{KEY}:")
     return rest.partition("<")[0] if found else ""

@@ -1,31 +1,31 @@
 #!/usr/bin/env bash
 # usage: profiling/nsight/ncu.sh OP[,OP...] [--workload W] [OPTION...] [OPTION of profile_target.py...] [-- OPTION of ncu...]
 #
-# Measures the kernels of operators on a named workload with Nsight Compute: speed of light, memory, scheduler, warp
-# states, launch and occupancy, and prints them as a table beside the time that the work needs at least.
+# Measures the kernels of operators on a named workload with Nsight Compute (speed of light, memory, scheduler, warp
+# states, launch, occupancy) and prints a table with the least time that their work needs.
 #
 #   profiling/nsight/ncu.sh gate_pack,up_down --workload topic29
 #   profiling/nsight/ncu.sh weight_grad --workload topic29 -o build/ncu/weight_grad
 #   profiling/nsight/ncu.sh train --kernel gathered --launch-skip 1 --launch-count 1
 #
-# OP is an operator, or a kernel, which then is the only one measured; python -m profiling.nsight.profile_target --help has all.
+# OP is an operator or a single kernel; python -m profiling.nsight.profile_target --help lists all.
 #
-#   --kernel NAME      only kernels of this operator, or whose names match regex:EXPRESSION (default: all of twell's)
-#   --launch-skip N    leave out the first N launches that match (default: 0)
-#   --launch-count N   measure so many at most (default: all)
-#   --cache-control C  all: each measurement starts with empty caches; none: with what the last one left (default: all)
-#   --floor FILE       what profile_target.py --figures wrote of this workload; else it is measured first, without ncu
+#   --kernel NAME      only kernels of this operator, or names that match regex:EXPRESSION (default: all of twell's)
+#   --launch-skip N    leave out the first N matching launches (default: 0)
+#   --launch-count N   measure at most N launches (default: all)
+#   --cache-control C  all: empty the caches before each measurement; none: leave them (default: all)
+#   --floor FILE       file of profile_target.py --figures for this workload (default: measure it first, without ncu)
 #   --no-floor         no floors
 #   -o, --out PREFIX   PREFIX.ncu-rep, PREFIX.csv, PREFIX.json (default: build/profiles/ncu-OP)
 #   --dry-run          print the commands, run nothing
 #
-# Clocks are left as they are (--clock-control none). Lines of source are shown for kernels compiled with
-# CUTE_DSL_LINEINFO=1 in the environment. PYTHON names the interpreter (default: python3).
+# Clocks stay as they are (--clock-control none). Kernels compiled with CUTE_DSL_LINEINFO=1 in the environment show
+# lines of source. PYTHON names the interpreter (default: python3).
 set -euo pipefail
 
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-# of $1, what is told apart by names: what the compiler calls kernels, and what they are called here
+# regular expression for the kernels of operator $1, by the compiler's names and by the names of this repository
 pattern() {
   case $1 in
     regex:*) echo "$1" ;;
@@ -54,7 +54,7 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-[ -n "$op" ] || fail "which operator? --help lists them"
+[ -n "$op" ] || fail "expected an operator, got none; --help lists them"
 for number in "$skip" "$count"; do
   case $number in *[!0-9]*) fail "--launch-skip and --launch-count take numbers, got $number" ;; esac
 done
@@ -81,7 +81,7 @@ run "$ncu" --profile-from-start off --clock-control none --cache-control "$cache
   --kernel-name "$name" ${skip:+--launch-skip "$skip"} ${count:+--launch-count "$count"} \
   --force-overwrite --export "$out" ${more[@]+"${more[@]}"} "${program[@]}"
 if [ -z "$dry" ]; then
-  [ -s "$out.ncu-rep" ] || fail "nothing was measured: no kernel matched $name, or ncu said why above"
+  [ -s "$out.ncu-rep" ] || fail "nothing was measured: no kernel matched $name, or ncu gave the reason above"
   "$ncu" --import "$out.ncu-rep" --csv --page raw >"$out.csv"
 else
   echo "$(run "$ncu" --import "$out.ncu-rep" --csv --page raw)>$(printf %q "$out.csv")"

@@ -7,7 +7,7 @@
 #   profiling/nsight/nsys.sh ffn --workload topic29 --strategy union
 #   profiling/nsight/nsys.sh train,gate_pack --workload topic29 --m 8192 -o build/nsys/train
 #
-# OP is an operator; python -m profiling.nsight.profile_target --help has all.
+# OP is an operator; python -m profiling.nsight.profile_target --help lists all.
 #
 #   -o, --out PREFIX   PREFIX.nsys-rep, and a PREFIX_*.csv for each table (default: build/profiles/nsys-OP)
 #   --dry-run          print the commands, run nothing
@@ -30,7 +30,7 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-[ -n "$op" ] || fail "which operator? --help lists them"
+[ -n "$op" ] || fail "expected an operator, got none; --help lists them"
 out=${out:-build/profiles/nsys-${op//,/-}}
 
 nsys=$(tool nsys "Nsight Systems")
@@ -38,7 +38,7 @@ nsys=$(tool nsys "Nsight Systems")
 run "$nsys" profile --trace=cuda,nvtx --sample=none --cpuctxsw=none --cuda-graph-trace=node \
   --capture-range=cudaProfilerApi --capture-range-end=stop --force-overwrite=true --output "$out" \
   ${more[@]+"${more[@]}"} "$python" "$here/profile_target.py" "$op" ${target[@]+"${target[@]}"}
-[ -n "$dry" ] || [ -s "$out.nsys-rep" ] || fail "nothing was recorded; nsys said why above"
+[ -n "$dry" ] || [ -s "$out.nsys-rep" ] || fail "nothing was recorded; nsys gave the reason above"
 tables=cuda_gpu_kern_sum,nvtx_gpu_proj_sum,nvtx_sum
 run "$nsys" stats --force-export=true --report "$tables" --format column "$out.nsys-rep"
 run "$nsys" stats --quiet --report "$tables" --format csv --output "$out" "$out.nsys-rep"

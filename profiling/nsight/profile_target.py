@@ -1,16 +1,15 @@
-"""What nsys.sh and ncu.sh run: operators on a named workload, a few calls after warming up.
+"""The program that nsys.sh and ncu.sh profile: a few warmed-up calls of operators on a named workload.
 
     python -m profiling.nsight.profile_target up_down --workload topic29
     python -m profiling.nsight.profile_target gate_pack,up_down,train_backward --m 4096 --trace trace.json
     python -m profiling.nsight.profile_target weight_grad --workload topic29 --figures figures.json
 
-Only what lies between cudaProfilerStart and cudaProfilerStop is meant to be recorded: --calls calls of each operator,
-in a range "profile OP" of domain "twell". The name of a kernel stands for the operator that launches it. "auto" has
-settled by then.
+Profilers record between cudaProfilerStart and cudaProfilerStop: --calls calls of each operator, in a range "profile OP"
+of domain "twell". The name of a kernel stands for the operator that launches it. "auto" has settled by then.
 
---figures writes what the floors of summarize.py are computed from (sizes, non-zeros, unions, what the machine can do)
- and records nothing: rates are not to be measured under a profiler. --trace has torch.profiler record the calls:
-operators with their shapes, kernels with their names.
+--figures writes the basis of the floors of summarize.py (sizes, non-zeros, unions, rates of the machine) and records
+nothing: rates must not be measured under a profiler. --trace makes torch.profiler record the calls: operators with
+their shapes, kernels with their names.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ import twell
 from twell import _files, ops, testing
 from twell._runtime import geometry, nvtx
 from twell.commands.bench import protocol, workloads
-from twell.commands.bench.cli import L2_TBS
 from twell.commands.bench.layers import SETTLING
+from twell.commands.bench.parser import L2_TBS
 from twell.commands.request import RequestError, at_least
 from twell.testing import FFN
 
 Call = Callable[[], object]
 
-# An operator that launches each kernel of its own name and no operator.
+# The operator that launches each kernel without an operator of its own.
 KERNELS = {
     "compact": "up_down_union",
     "sampled_up": "up_down_union",
@@ -57,7 +56,7 @@ def gate_pack(p: FFN, compression: int, strategy: Any) -> Call:
 
 
 def reader(read: Callable[[FFN, Tensor, Tensor, int], object]) -> Callable[[FFN, int, Any], Call]:
-    """Calls of what reads a packed gate, which was packed before."""
+    """Calls of an operator that reads a packed gate."""
 
     def build(p: FFN, compression: int, strategy: Any) -> Call:
         words, spill, _ = ops.gate_pack(p.x, p.w_gate, p.b_gate, compression)
@@ -74,7 +73,7 @@ def layer(gated: bool) -> Callable[[FFN, int, Any], Call]:
 
 
 def step(backward: bool, gated: bool = True) -> Callable[[FFN, int, Any], Call]:
-    """Forward passes that keep what backward needs, and backward."""
+    """Forward passes of training, with or without backward."""
 
     def build(p: FFN, compression: int, strategy: Any) -> Call:
         dy = testing.real_upstream(p)
@@ -92,7 +91,7 @@ def step(backward: bool, gated: bool = True) -> Callable[[FFN, int, Any], Call]:
 
 
 def train_backward(p: FFN, compression: int, strategy: Any) -> Call:
-    """The operator of the backward pass, of a forward pass before."""
+    """Calls of the operator of backward, after one forward pass."""
     dy, layer_ = testing.real_upstream(p), p[1:]
     kept = ops.hybrid_forward(p.x, *layer_, compression)[3:]
     dl1 = p.x.new_zeros((), dtype=torch.float32)
@@ -123,11 +122,11 @@ OPS: dict[str, Callable[[FFN, int, Any], Call]] = {
 
 @torch.no_grad()
 def figures(p: FFN, compression: int) -> dict[str, int]:
-    """What the work of the kernels follows from: sizes, and counts of the gate's non-zeros.
+    """The figures that determine the work of the kernels: sizes, and counts of the gate's non-zeros.
 
-    ``union_rows`` are the neurons that some token of a tile of 128 fires, over all tiles, ``group_rows`` those of a
-    group of eight, over all groups; ``token_rows`` the tokens that fire some neuron of a tile of 64 neighbours by
-    popularity, over all tiles; ``fired`` the neurons that any does.
+    ``union_rows``: neurons that any token of a tile of 128 fires, summed over tiles. ``group_rows``: the same for
+    groups of eight tokens. ``token_rows``: tokens that fire any neuron of a tile of 64 neurons by popularity, summed
+    over tiles. ``fired``: neurons that any token fires.
     """
     (m, k), n = p.x.shape, p.w_gate.shape[0]
     active = F.linear(p.x, p.w_gate, p.b_gate) > 0
@@ -155,21 +154,26 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("op", help=f"comma-separated, out of {', '.join(OPS)}, or kernels: {', '.join(KERNELS)}")
-    add("--workload", default="topic29", help="as twell bench takes it, but a single one (default: %(default)s)")
-    add("--m", type=at_least(1), help=f"tokens (default: {TOKENS}, of decode {FEW_TOKENS})")
+    add("--workload", default="topic29", help="one workload of twell bench (default: %(default)s)")
+    add("--m", type=at_least(1), help=f"tokens (default: {TOKENS}; decode: {FEW_TOKENS})")
     add(
         "--k", type=at_least(8), default=2048, help="hidden size; recorded layers have their own (default: %(default)s)"
     )
     add("--n", type=at_least(8), default=5632, help="neurons; recorded layers have their own (default: %(default)s)")
     add("--dtype", choices=DTYPES, default="bf16")
     add("--compression", type=int, choices=geometry.COMPRESSIONS, default=8)
-    add("--strategy", choices=("row", "union", "dense", "auto"), default="union", help="of whole layers")
+    add(
+        "--strategy",
+        choices=("row", "union", "dense", "auto"),
+        default="union",
+        help="strategy of whole layers (default: %(default)s)",
+    )
     add("--calls", type=at_least(1), default=3, help="recorded calls of each operator (default: %(default)s)")
     add("--warm-up", type=at_least(1), default=3, help="calls before them (default: %(default)s)")
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is for trying this out")
-    add("--figures", type=Path, metavar="FILE", help="write what floors are computed from, and record nothing")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the program out")
+    add("--figures", type=Path, metavar="FILE", help="write the basis of the floors, record nothing")
     add("--l2-tbs", type=float, default=L2_TBS, help="rate of gathered rows in figures, TB/s (default: an H200's)")
-    add("--trace", type=Path, metavar="FILE", help="have torch.profiler record the calls, as a Chrome trace")
+    add("--trace", type=Path, metavar="FILE", help="record the calls with torch.profiler, as a Chrome trace")
     arguments = parser.parse_args(argv)
     arguments.op = list(dict.fromkeys(arguments.op.split(",")))
     unknown = [op for op in arguments.op if op not in OPS and op not in KERNELS]
@@ -186,7 +190,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def load(arguments: argparse.Namespace) -> FFN:
-    """The problem asked for. RequestError if it cannot be had."""
+    """The requested problem. RequestError if it does not exist."""
     sources = workloads.parse([arguments.workload])
     if len(sources) != 1:
         raise RequestError(f"expected one workload, got {', '.join(source.text for source in sources)}")
@@ -205,7 +209,7 @@ def write_figures(problem: FFN, arguments: argparse.Namespace) -> None:
 
 
 def record(calls: dict[str, Call], times: int, on_gpu: bool) -> None:
-    """Each call so many times, in a range, where profilers listen: once, since some end with the first stop."""
+    """Run each call ``times`` times in a range, inside one profiler section: some profilers end at the first stop."""
     if on_gpu:
         torch.cuda.synchronize()
         torch.cuda.profiler.start()
@@ -229,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @torch.no_grad()
 def run(arguments: argparse.Namespace) -> int:
-    """Record or count what is asked for; returns 0. What an operator refuses, it raises as it does for users."""
+    """Record the calls or write the figures; return 0. Operators raise the same errors as for users."""
     on_gpu, auto = arguments.device == "cuda", arguments.strategy == "auto"
     problem = load(arguments)
     if arguments.figures:

@@ -1,23 +1,22 @@
-"""What Nsight Compute measured of each kernel, as a table, beside the time that its work needs at least.
+"""Print the measurements of Nsight Compute as a table, with the least time that each kernel's work needs.
 
     python -m profiling.nsight.summarize up_down.csv --floor up_down.json
 
-FILE is what ``ncu --import REPORT --csv`` prints, with ``--page raw`` or ``--page details`` (with --print-details all,
-or there are no stalls). Of several launches of a kernel medians are shown. --floor is what profile_target.py
---figures wrote of the same workload. profiling/nsight/ncu.sh makes both files and runs this.
+FILE is the output of ``ncu --import REPORT --csv`` with ``--page raw`` or ``--page details`` (with --print-details all,
+else stalls are missing). The table has medians over the launches of a kernel. --floor is the file that
+profile_target.py --figures wrote for the same workload. profiling/nsight/ncu.sh makes both files and runs this program.
 
 Columns:
   kernel        operator, compiled variant and kernel, as far as the name tells
-  launches      how many the figures are medians of
-  us            duration of one
-  floor         the longest of what its arithmetic, memory traffic and gathered rows need at the measured rates, and
-                which of them it is
-  share         of the floor in the time, of all kernels of an operator together
+  launches      number of launches
+  us            duration of one launch
+  floor         the longest of arithmetic, memory traffic and gathered rows at the measured rates, and which it is
+  share         the floor over the time of all kernels of the operator
   tensor, L2, DRAM, issue   use of the tensor pipe while active, throughput of L2 and memory, busy issue slots: percent
                 of the peak
-  stalls        what warps wait for most, as a share of the time they are resident
-  regs, smem    registers of a thread, shared memory of a CTA
-  warps         resident ones, achieved and theoretical, percent of the most
+  stalls        the most frequent stall reasons, as a share of the time that warps are resident
+  regs, smem    registers per thread, shared memory per CTA
+  warps         resident warps, achieved and theoretical, percent of the maximum
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from twell.commands.bench import report
 # Bytes of a stored value.
 ITEM = 2
 
-# What a column is called by ncu: names of metrics, then what the details page calls them. The first there is counts.
+# Names of each column in ncu: metrics, then titles of the details page. The first one present counts.
 METRICS = {
     "time": ("gpu__time_duration.sum", "gpu__time_duration.avg", "Duration"),
     "tensor": (
@@ -72,16 +71,16 @@ METRICS = {
     "theoretical": ("sm__maximum_warps_per_active_cycle_pct", "Theoretical Occupancy"),
 }
 
-# Of the reasons, those of warps that were not issued are a part of all.
+# Stall reasons. Those that end in _not_issued are a part of the others.
 STALL = re.compile(
     r"smsp__average_warps?_(?:latency_)?issue_stalled_(\w+?)_per_(?:issue_active|warp_active)\.(?:ratio|pct)"
 )
 STALL_SHOWN = re.compile(r"Stall ([A-Z][\w /]*)")
-# What a warp does that is no waiting, and still a part of the time.
+# The state of a warp that issues, which is no stall.
 SELECTED = "selected"
 STALLS_SHOWN = 3
 
-# Factors to milliseconds and to bytes, by the beginning of a unit.
+# Factors to milliseconds and to bytes, by the first part of a unit.
 TIME_UNITS = {
     "nsecond": 1e-6,
     "ns": 1e-6,
@@ -94,14 +93,14 @@ TIME_UNITS = {
 }
 BYTE_UNITS = {"byte": 1.0, "kbyte": 1e3, "mbyte": 1e6, "kibyte": 1024.0, "mibyte": 1024.0**2}
 
-# Names that the compiler gives, and names that kernels are given here.
+# Kernel names from the compiler, and kernel names of this repository.
 COMPILERS_NAME = re.compile(r"kernel_cutlass_([a-z_]+?)_\w*?cute_kernels([a-z_]+)([A-Z][A-Za-z]*)_object_at")
 GIVEN_NAME = re.compile(r"twell_(\w+?)_\d+$")
 
 
 @dataclass(frozen=True)
 class Name:
-    """What a kernel's name says: its operator, its spec where that is known, the kernel of several, what to print."""
+    """The parts of a kernel's name: operator, spec if known, label to print."""
 
     op: str
     spec: Any
@@ -109,7 +108,7 @@ class Name:
 
 
 def parse_name(name: str) -> Name:
-    """Read the name of a device kernel; one of other makers is its own operator."""
+    """Parse the name of a device kernel; a kernel of another library is its own operator."""
     if found := GIVEN_NAME.match(name):
         by_symbol = {spec.symbol: spec for spec in specs.all_specs()}
         parts = found[1].split("_")
@@ -131,7 +130,7 @@ def parse_name(name: str) -> Name:
 
 @dataclass
 class Launch:
-    """One launch: the numbers that ncu gave of it, by metric, and their units."""
+    """One launch: values and units by metric, as ncu gives them."""
 
     kernel: str
     values: dict[str, float] = field(default_factory=dict)
@@ -150,7 +149,7 @@ class Launch:
         return None
 
     def stalls(self) -> dict[str, float]:
-        """How long warps stood in each state, in one unit."""
+        """Time of warps in each state, all in one unit."""
         found = {}
         for metric, value in self.values.items():
             match = STALL.fullmatch(metric) or STALL_SHOWN.fullmatch(metric)
@@ -160,7 +159,7 @@ class Launch:
 
 
 def number(text: str) -> float | None:
-    """A number as ncu prints it, perhaps with commas between thousands; None for what is none."""
+    """Parse a number as ncu prints it, with or without commas; None for other text."""
     try:
         return float(text.replace(",", ""))
     except ValueError:
@@ -168,14 +167,14 @@ def number(text: str) -> float | None:
 
 
 def factor(unit: str) -> float:
-    """What a value of ``unit`` is multiplied with; 1 but for times and bytes."""
+    """The factor of ``unit`` to milliseconds or bytes; 1 for other units."""
     unit = unit.partition("/")[0].lower()
     return TIME_UNITS.get(unit, BYTE_UNITS.get(unit, 1.0))
 
 
 def read(lines: Iterable[str]) -> list[Launch]:
-    """The launches in the CSV that ncu printed, in their order. ValueError if it is not that."""
-    # what the program and ncu said comes before
+    """The launches in ncu's CSV, in order. ValueError for other text."""
+    # output of the program and of ncu comes first
     rows = csv.reader(itertools.dropwhile(lambda line: not line.startswith('"ID"'), lines))
     header = next(rows, [])
     if "Kernel Name" not in header:
@@ -204,14 +203,14 @@ def read(lines: Iterable[str]) -> list[Launch]:
 
 @dataclass(frozen=True)
 class Work:
-    """What a kernel cannot do without: operations, bytes from and to memory, bytes of rows gathered through L2."""
+    """The least work of a kernel: operations, bytes from and to memory, bytes of rows gathered through L2."""
 
     flop: float = 0.0
     memory: float = 0.0
     gathered: float = 0.0
 
     def floor(self, ceilings: Mapping[str, float]) -> tuple[float, str]:
-        """Milliseconds, and what takes them."""
+        """The least time in milliseconds, and which of the three takes it."""
         return max(
             (self.flop / ceilings["flops"] * 1e3, "arithmetic"),
             (self.memory / ceilings["memory"] * 1e3, "memory"),
@@ -220,10 +219,10 @@ class Work:
 
 
 def work(op: str, spec: Any, f: Mapping[str, Any]) -> Work | None:
-    """The work of all kernels of ``op`` in a call, of ``profile_target.figures``; None where none is known.
+    """The work of all kernels of ``op`` in one call, from ``profile_target.figures``; None if unknown.
 
-    A bound from below: lists, statistics and what a second pass over rare neurons costs are left out. What the name
-    of a kernel does not tell (without gate, two products at a time) is taken as the layer with a gate, one product.
+    A lower bound: it leaves out lists, statistics and the second pass over rare neurons. If the name of a kernel does
+    not tell otherwise, the layer has a gate and the kernel computes one product.
     """
     m, k, n, nonzeros = (float(f[key]) for key in ("m", "k", "n", "nonzeros"))
     tokens, weight, row = ITEM * m * k, ITEM * n * k, ITEM * k
@@ -245,9 +244,9 @@ def work(op: str, spec: Any, f: Mapping[str, Any]) -> Work | None:
         "compact": Work(0, packed + entries),
         "sampled_up": Work(by_list, tokens + fired + 2 * entries, listed * row),
         "gathered": Work(products * by_list, tokens + products * fired + entries, products * listed * row),
-        # a gradient that is rounded, and what that left
+        # a rounded gradient and its remainder
         "sampled_grad": Work(by_list, tokens + fired + entries + (ITEM + 4) * projections * nonzeros, listed * row),
-        # of each entry values, then words of 8 and 4 bytes
+        # per entry: values, then words of 8 and 4 bytes
         "transpose": Work(0, entries + (ITEM + 4) * projections * nonzeros + 12 * nonzeros),
         "weight_grad": Work(
             (projections + 1) * 2 * geometry.NEURON_TILE * k * f["token_rows"],
@@ -263,7 +262,7 @@ def work(op: str, spec: Any, f: Mapping[str, Any]) -> Work | None:
 
 @dataclass
 class Row:
-    """A kernel. Milliseconds, percent, bytes; None is what was not measured."""
+    """One kernel, in milliseconds, percent and bytes; None was not measured."""
 
     kernel: str
     launches: int
@@ -289,7 +288,7 @@ def median(values: Iterable[float | None]) -> float | None:
 
 
 def summarize(launches: Sequence[Launch], figures: Mapping[str, Any] | None = None) -> list[Row]:
-    """A row for each kernel, in the order of their first launches, with floors where ``figures`` tell."""
+    """One row per kernel, in the order of first launches, with floors if ``figures`` are given."""
     kernels: dict[str, list[Launch]] = {}
     for launch in launches:
         kernels.setdefault(launch.kernel, []).append(launch)
@@ -302,7 +301,7 @@ def summarize(launches: Sequence[Launch], figures: Mapping[str, Any] | None = No
         for (op, spec), parts in operators.items():
             needed = work(op, spec, figures)
             times = [row.ms for row in parts if row.ms is not None]
-            # variants that look alike are not parts of one
+            # rows with equal labels are variants, not parts of one operator
             if needed is None or not times or len({row.kernel for row in parts}) < len(parts):
                 continue
             longest = max((row for row in parts if row.ms is not None), key=lambda row: row.ms or 0.0)
@@ -320,14 +319,18 @@ def _row(label: str, launches: Sequence[Launch]) -> Row:
     }
     whole = sum(stalls.values())
     return Row(
-        label,
-        len(launches),
-        found["time"],
-        *(found[column] for column in ("tensor", "l2", "dram", "issue", "registers")),
-        sum(part for part in shared if part is not None) if any(part is not None for part in shared) else None,
-        found["achieved"],
-        found["theoretical"],
-        {state: 100 * value / whole for state, value in sorted(stalls.items(), key=lambda s: -s[1]) if whole},
+        kernel=label,
+        launches=len(launches),
+        ms=found["time"],
+        tensor=found["tensor"],
+        l2=found["l2"],
+        dram=found["dram"],
+        issue=found["issue"],
+        registers=found["registers"],
+        shared_bytes=sum(part for part in shared if part is not None) if shared != [None] * 3 else None,
+        achieved=found["achieved"],
+        theoretical=found["theoretical"],
+        stalls={state: 100 * value / whole for state, value in sorted(stalls.items(), key=lambda s: -s[1]) if whole},
     )
 
 
@@ -359,8 +362,8 @@ COLUMNS = [
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, metavar="FILE.csv", help="what ncu printed")
-    parser.add_argument("--floor", type=Path, metavar="FIGURES.json", help="what profile_target.py --figures wrote")
+    parser.add_argument("file", type=Path, metavar="FILE.csv", help="the CSV of ncu")
+    parser.add_argument("--floor", type=Path, metavar="FIGURES.json", help="the file of profile_target.py --figures")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows, as twell bench does")
     arguments = parser.parse_args(argv)
     try:
@@ -376,7 +379,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.print_table(COLUMNS, rows)
     if figures is not None:
         sizes = ", ".join(f"{name} {figures[name]}" for name in ("workload", "m", "k", "n", "dtype", "compression"))
-        print(f"{sizes}: {figures['nonzeros'] / figures['m']:.1f} non-zeros a token")
+        print(f"{sizes}: {figures['nonzeros'] / figures['m']:.1f} non-zeros per token")
         rates = figures["ceilings"]
         flops, memory, l2 = (rates[name] / 1e12 for name in ("flops", "memory", "l2"))
         print(f"floors at {flops:.0f} TFLOP/s, {memory:.2f} TB/s of memory and {l2:.2f} TB/s of L2")

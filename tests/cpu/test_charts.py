@@ -182,12 +182,12 @@ def test_memory_is_shown_per_token(tmp_path: Path) -> None:
     data = chart.data
     assert set(data) == {"kept", "peak", "forward"}
     assert data["kept"]["lines"]['"union"'][0] == [1, pytest.approx(16845828 / 16384 / 1000)]
-    assert [x for x, _ in data["kept"]["lines"]['"auto", dense']] == [512, 911]
+    assert [x for x, _ in data["kept"]["lines"]['"auto" runs dense']] == [512, 911]
     assert data["kept"]["dense"] == {name: pytest.approx(33.792) for name in ("dense eager", "dense compiled")}
     assert data["forward"]["dense"]["dense eager"] == pytest.approx(1.01e9 / 3 / 16384 / 1000, rel=1e-6)
-    assert "1.0 KB a token for backward in place of 34, its peak is 3.3 times lower" in chart.title
+    assert "1.0 KB per token for backward instead of 34, its peak is 3.3 times lower" in chart.title
     # of 63 MB in place of 277
-    assert "a forward pass's peak 4.4 times lower" in chart.title
+    assert "the peak of a forward pass 4.4 times lower" in chart.title
 
 
 def test_kernels_add_up_to_the_whole(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_the_papers_configurations_beside_its_figures(tmp_path: Path) -> None:
     assert forward["nnz"] == 30
     assert forward["paper"] == {"rate": 18.8, "energy": pytest.approx(-15.01, abs=0.01)}
     assert train["paper"] == {"rate": 11.6, "peak": pytest.approx(-28.18, abs=0.01)}
-    assert "50 to 60 % faster, 50 % faster in training" in chart.title
+    assert "50 to 60 % faster forward, 50 % in training" in chart.title
     assert "at 1.5B energy -25 % (paper -15 %), training memory -25 % (paper -28 %)" in chart.title
     chart.save(tmp_path / "paper")
 

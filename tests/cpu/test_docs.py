@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 # pages whose blocks and commands are tried
-TRIED = [ROOT / "README.md", ROOT / "examples" / "README.md", *PAGES]
+TRIED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *PAGES]
 LINKED = [*TRIED, ROOT / "AGENTS.md", ROOT / "profiling" / "results" / "README.md"]
 DOCUMENTED = (
     *("twell", "twell.nn", "twell.recipe", "twell.integrations.transformers", "twell.distributed"),
@@ -160,6 +160,13 @@ def test_pages_hold_figures_of_the_results(site: Path) -> None:
     assert "<table" in (site / "faq.html").read_text()
 
 
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_pages_are_whole_without_sphinx(path: Path) -> None:
+    """GitHub shows directives and roles as they are written; those in a comment it leaves out."""
+    text = re.sub(r"(?s)<!-- sphinx\n.*?-->", "", path.read_text(encoding="utf-8"))
+    assert not re.findall(r"```\{.*|\{(?:doc|download|ref|py:\w+)\}`.*", text)
+
+
 def test_pages_name_pictures_that_exist() -> None:
     named = [(page, found) for page in LINKED for found in re.findall(r'(?:srcset|src)="([^"]+)"', page.read_text())]
     assert len(named) > 20
@@ -178,13 +185,13 @@ def section(path: Path, title: str) -> str:
 
 def test_each_operator_has_its_section() -> None:
     text = (DOCS / "ops.md").read_text(encoding="utf-8")
-    assert re.findall(r"(?m)^## (\w+)$", text) == re.findall(r"\{op\} (\w+)", text)
+    assert re.findall(r"(?m)^## (\w+)$", text) == re.findall(r"<!-- table: operator (\w+) -->", text)
     registered = {
         name.removeprefix("twell::").partition(".")[0]
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("twell::")
     }
-    assert sorted(re.findall(r"\{op\} (\w+)", text)) == sorted(registered) == sorted(twell.ops.__all__)
+    assert sorted(re.findall(r"(?m)^## (\w+)$", text)) == sorted(registered) == sorted(twell.ops.__all__)
     table = re.findall(r"(?m)^\| (`\w+`(?:, `\w+`)*) \|", text)
     assert sorted(name.strip("`") for cell in table for name in cell.split(", ")) == sorted(registered)
 
@@ -238,7 +245,7 @@ def test_each_command_has_its_section() -> None:
     text = (DOCS / "command-line.md").read_text(encoding="utf-8")
     shown = re.findall(r"(?m)^## twell ([\w ]+)$", text)
     assert set(shown) == {*commands(cli.parser()), "bench", "bench model"}
-    assert re.findall(r"\{help\} ([\w ]+)", text) == shown
+    assert re.findall(r"<!-- table: command ([\w ]+) -->", text) == shown
 
 
 def test_citations_name_this_version() -> None:
@@ -413,7 +420,9 @@ def help_of() -> dict[str, str]:
 def script_help(script: str, known: dict[str, str]) -> str:
     if script not in known:
         printed, saved = io.StringIO(), (sys.argv, sys.path[:])
-        sys.argv, sys.path[:0] = [script, "--help"], [str((ROOT / script).parent)]
+        # modules of the checkout run from its root, others from their folder
+        module = script.startswith(("profiling", "tests"))
+        sys.argv, sys.path[:0] = [script, "--help"], [] if module else [str((ROOT / script).parent)]
         try:
             with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
                 runpy.run_path(str(ROOT / script), run_name="__main__")

@@ -224,7 +224,7 @@ class TestSummary:
         assert "long_scoreboard 64, barrier 21" in lines[1]
         assert "24/25" in lines[1]
         assert lines[-3:] == [
-            "workload topic29, m 256, k 64, n 512, dtype bf16, compression 8: 10.0 non-zeros a token",
+            "workload topic29, m 256, k 64, n 512, dtype bf16, compression 8: 10.0 non-zeros per token",
             "floors at 1 TFLOP/s, 1.00 TB/s of memory and 2.00 TB/s of L2",
             "NVIDIA Something",
         ]
@@ -368,7 +368,7 @@ class TestScripts:
         ("arguments", "message"),
         [
             (["--out"], "--out needs a value"),
-            (["--dry-run"], "which operator?"),
+            (["--dry-run"], "expected an operator, got none"),
             (
                 ["ffn", "--kernel", "GatePack*"],
                 "--kernel takes the name of a kernel or regex:EXPRESSION, got GatePack*",

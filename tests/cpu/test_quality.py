@@ -219,10 +219,10 @@ def test_what_the_chart_shows(swept: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "expected --out, --list, --table or --chart"),
+        ([], "expected --out, --list or --table"),
         (["--out", "x", "--coefficients", "0.1"], "expected 0 among them"),
-        (["--out", "x", "--l1", "3"], "--l1: expected no such option, as each run decides that"),
-        (["--out", "x", "--checkpoint-every=3"], "runs leave nothing but figures"),
+        (["--out", "x", "--l1", "3"], "--l1: expected no such option, as each run sets it"),
+        (["--out", "x", "--checkpoint-every=3"], "runs keep only figures"),
         (["--out", "x", "--coefficients", "-1"], "expected a number of 0 or more"),
         (["--out", "x", "--text", "x", "--no-such", "3"], "unrecognized arguments: --no-such 3"),
         (["--out", "x"], "expected either --text or --dataset"),

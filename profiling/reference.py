@@ -1,0 +1,147 @@
+"""Markdown of operators, commands and public names: blocks of docs/ that ``profiling.readme`` fills from the code."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import inspect
+import re
+import types
+from collections.abc import Callable
+
+# Modules of docs/api, and the commands of docs/command-line.md.
+MODULES = (
+    *("twell", "twell.nn", "twell.recipe", "twell.integrations.transformers", "twell.distributed", "twell.tuning"),
+    *("twell.testing", "twell.reference"),
+)
+COMMANDS = ("demo", "info", "analyze", "record", "bench", "bench model", "convert")
+
+
+@functools.cache
+def blocks() -> dict[str, Callable[[], str]]:
+    """The function that makes each block, by the block's name."""
+    import twell.ops
+
+    kinds = (("operator", operator, twell.ops.__all__), ("command", command, COMMANDS), ("names", names, MODULES))
+    return {f"{kind} {name}": functools.partial(make, name) for kind, make, found in kinds for name in found}
+
+
+def operator(name: str) -> str:
+    """The registered schema of an operator, then the docstring of its file."""
+    try:
+        module = importlib.import_module(f"twell.ops.{name}")
+    except ImportError:
+        module = importlib.import_module(f"twell.ops.{name.removesuffix('_backward')}")
+    return f"```text\n{schema(name)}\n```\n\n{backquotes(inspect.getdoc(module) or '')}"
+
+
+def schema(name: str) -> str:
+    """The schema of ``torch.ops.twell.NAME``, one argument or result per line."""
+    import torch
+
+    text = str(getattr(torch.ops.twell, name).default._schema)
+    found = re.fullmatch(r"twell::(\w+)\((.*)\) -> \(?(.*?)\)?", text)
+    assert found, text
+    called, given, returned = found.groups()
+
+    def lines(parts: str) -> str:
+        return "".join(f"    {part},\n" for part in parts.split(", "))
+
+    out = returned if ", " not in returned else f"(\n{lines(returned)})"
+    return f"{called}(\n{lines(given)}) -> {out}"
+
+
+def backquotes(text: str) -> str:
+    """A docstring as Markdown: single backquotes."""
+    return text.replace("``", "`")
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The parser of ``twell NAME``."""
+    from twell.commands import bench, cli
+    from twell.commands.bench import models
+    from twell.commands.bench import parser as bench_parser
+
+    if name.startswith("bench"):
+        model = name == "bench model"
+        parser = argparse.ArgumentParser(description=models.DESCRIPTION if model else bench.DESCRIPTION)
+        (models if model else bench_parser).add_arguments(parser)
+        return parser
+    subparsers = (a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
+    found: argparse.ArgumentParser = next(subparsers).choices[name]
+    return found
+
+
+def command(name: str) -> str:
+    """A command's description, a table of its arguments, and the text that ``--help`` ends with."""
+    parser = parser_of(name)
+    formatter = parser._get_formatter()
+    rows = []
+    for group in parser._action_groups:
+        shown = [a for a in group._group_actions if a.help is not argparse.SUPPRESS and a.dest != "help"]
+        if shown and group.description:
+            rows.append(f"| | *{group.title}: {cell(group.description)}* |")
+        for action in shown:
+            rows.append(f"| `{called(action)}` | {cell(formatter._expand_help(action))} |")
+    parts = [cell(parser.description or ""), "\n".join(["| argument | |", "|---|---|", *rows])]
+    if parser.epilog:
+        parts.append(f"```text\n{parser.epilog.strip()}\n```")
+    return "\n\n".join(parts)
+
+
+def called(action: argparse.Action) -> str:
+    """An argument as it is written: its flags, and the name or choices of its value."""
+    choices = ",".join(map(str, action.choices or ()))
+    value = action.metavar or (f"{{{choices}}}" if choices else action.dest.upper())
+    value = value if isinstance(value, str) else " ".join(value)
+    if not action.option_strings:
+        return value if action.nargs not in ("*", "?") else f"[{value}]"
+    if action.nargs == 0:
+        value = ""
+    elif action.nargs in ("+", "*"):
+        value = f"{value} ..."
+    return f"{', '.join(action.option_strings)} {value}".strip()
+
+
+def cell(text: str) -> str:
+    """Plain text as one line of Markdown."""
+    return escaped(" ".join(text.split()))
+
+
+def escaped(text: str) -> str:
+    return re.sub(r"([|*<])", r"\\\1", text)
+
+
+def names(module: str) -> str:
+    """A table of a module's public names, with the first paragraph of each docstring."""
+    found = importlib.import_module(module)
+    rows = []
+    for name in public(found):
+        thing = getattr(found, name)
+        if (inspect.isclass(thing) or callable(thing)) and (text := inspect.getdoc(thing)):
+            call = "()" if not inspect.isclass(thing) else ""
+            rows.append(f"| `{name}{call}` | {said(text)} |")
+    return "\n".join(["| name | |", "|---|---|", *rows])
+
+
+def said(docstring: str) -> str:
+    """The first paragraph of a docstring, for a table."""
+    first = " ".join(docstring.partition("\n\n")[0].split())
+    parts = re.split(r"(``.+?``)", first)
+    return "".join(
+        part.replace("``", "`").replace("|", "\\|") if part.startswith("``") else escaped(part) for part in parts
+    )
+
+
+def public(module: types.ModuleType) -> list[str]:
+    """``__all__`` of a module, else the functions and classes that it defines."""
+    if hasattr(module, "__all__"):
+        return [name for name in module.__all__ if not isinstance(getattr(module, name), types.ModuleType)]
+    return [
+        name
+        for name, thing in vars(module).items()
+        if not name.startswith("_")
+        and getattr(thing, "__module__", "") == module.__name__
+        and (inspect.isclass(thing) or inspect.isfunction(thing))
+    ]
