@@ -587,8 +587,8 @@ def _gradients(
         for name, (d, weight) in coefficients.items():
             out["x"][start:stop] += rounded(d) @ each(weight)
             out[f"w_{name}"] += rounded(d, weights=True).T @ each(x)
-            if f"{name}_bias" in out:
-                out[f"{name}_bias"] += rounded(d, weights=True).sum(0)
+            if f"b_{name}" in out:
+                out[f"b_{name}"] += rounded(d, weights=True).sum(0)
         out["w_down"] += rounded(hidden, weights=True).T @ each(upstream)
         if "b_down" in out:
             out["b_down"] += each(upstream).sum(0)
@@ -794,7 +794,7 @@ def compare_errors(ours: dict[str, Errors], dense: dict[str, Errors], roundings:
     """The comparison of each gradient, with the budget that its tensor has; ``roundings`` as in ``Comparison``."""
 
     def budgets(name: str) -> tuple[float, float]:
-        return (BIAS_BUDGET, BIAS_BUDGET) if name.endswith("bias") else (BUDGET, ROW_BUDGET)
+        return (BIAS_BUDGET, BIAS_BUDGET) if name.startswith("b_") else (BUDGET, ROW_BUDGET)
 
     return {name: Comparison(error, dense[name], roundings, *budgets(name)) for name, error in ours.items()}
 

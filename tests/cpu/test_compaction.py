@@ -43,7 +43,7 @@ def layer_of(p: FFN, gated: bool, **options: Any) -> MLP:
     mlp = cls(k, n, bias, dtype=p.x.dtype, device=p.x.device, **options)
     state = {"gate_proj.weight": p.w_gate, "up_proj.weight": p.w_up, "down_proj.weight": p.w_down.t()}
     if bias:
-        state |= {f"{name}_proj.bias": getattr(p, f"{name}_bias") for name in ("gate", "up", "down")}
+        state |= {f"{name}_proj.bias": getattr(p, f"b_{name}") for name in ("gate", "up", "down")}
     if not gated:
         state = {name.replace("gate_proj", "up_proj"): t for name, t in state.items() if "up_proj" not in name}
     mlp.load_state_dict(state)
