@@ -260,7 +260,7 @@ def test_compiled_models() -> None:
         with twell.count_firing(model) as firing:
             compiled(p.x)
     if not firing["0"].tokens:
-        with pytest.raises(ValueError, match="got counts of no tokens: the layer was not called, or only as part of a"):
+        with pytest.raises(ValueError, match="got counts of no tokens: the layer was not called, or only within a"):
             twell.compact(model, firing)
 
 

@@ -1427,7 +1427,7 @@ def test_nothing_found() -> None:
         sparsify_(nn.Linear(K, K))
     with pytest.raises(ValueError, match=r"nearest are 0 \(Fused\) with down_proj, gate_up_proj; 2 \(Experts\) with"):
         sparsify_(nn.Sequential(Fused(), Fused(), Experts()))
-    with pytest.raises(ValueError, match="that filter_fn takes; it left out 2, the first of them '0'"):
+    with pytest.raises(ValueError, match="that filter_fn accepts; it left out 2, the first '0'"):
         sparsify_(nn.Sequential(Gated(), Block()), lambda *_: False)
 
 
