@@ -378,7 +378,7 @@ def test_forgetting_to_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
     recipe.clear_aux(model)
     for _ in range(4):
         model(x)
-    with pytest.raises(RuntimeError, match="called 4 times in training mode, and nobody read"):
+    with pytest.raises(RuntimeError, match="called 4 times in training mode without a read of"):
         model(x)
 
 
