@@ -22,10 +22,10 @@ import twell
 from twell import testing
 from twell.commands.bench import cli, main, parser, protocol, runner
 from twell.commands.bench.decode import Decode
-from twell.commands.bench.layers import INFERENCE, OPS, TRAINING, Layer, Options
+from twell.commands.bench.layers import INFERENCE, OPS, TRAINING, Options, TimedLayer
 from twell.commands.bench.protocol import Ceilings, Cpu
 from twell.commands.bench.report import Progress
-from twell.commands.bench.rows import COLUMNS, Row
+from twell.commands.bench.rows import COLUMNS, LayerRow
 from twell.commands.bench.runner import Job, Runner
 from twell.commands.bench.workloads import parse
 
@@ -69,7 +69,7 @@ def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., R
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return Row(**row).key
+    return LayerRow(**row).key
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_m_of_decode_alone_is_the_tokens_decoded() -> None:
     assert (asked.options.decoded, {job.m for job in asked.jobs}) == ((3,), {40})
 
 
-def request(*words: str) -> parser.Request:
+def request(*words: str) -> parser.BenchRequest:
     return parser.request(cli.parser().parse_intermixed_args([*words, "--device", "cpu"]))
 
 
@@ -427,10 +427,7 @@ def test_memory_of_a_cpu_is_said_to_be_unknown(bench: Callable[..., Result]) -> 
     assert said not in bench("gate_pack", "--workload", WORKLOAD).out
 
 
-def test_columns(bench: Callable[..., Result]) -> None:
-    result = bench("gate_pack", "--workload", WORKLOAD, "--columns", "floor,TIME", "worst")
-    header = result.out.splitlines()[0].split()
-    assert header == ["workload", "M", "nnz", "variant", "strategy", "floor", "time", "worst"]
+def test_wide_shows_all_columns(bench: Callable[..., Result]) -> None:
     wide = bench("gate_pack", "--workload", WORKLOAD, "--wide")
     assert wide.out.splitlines()[0].split() == [column.name for column in COLUMNS]
 
@@ -455,7 +452,7 @@ REPEATED = (
     ("gate_pack,up_down,down,up_down_union", ()),
     ("ffn", ("--strategy", "row,auto", "--dtype", "fp16")),
     ("train,train_forward,train_backward", ("--strategy", "union,dense", "--compression", "4")),
-    ("gate_pack,decode", ("--m-decode", "1,4", "--strategy", "row,union", "--l2-tbs", "5", "--memory")),
+    ("gate_pack,decode", ("--m-decode", "1,4", "--strategy", "row,union", "--memory")),
 )
 
 
@@ -476,7 +473,6 @@ def test_repro_repeats_its_row(bench: Callable[..., Result], ops: str, options: 
         assert ",".join(asked.options.ops) == row["op"]
         assert asked.options.seconds == 0.001
         assert asked.device == "cpu"
-        assert asked.l2_tbs == (5 if "--l2-tbs" in options else 7.3)
         if row["workload"] == WORKLOAD:
             if line not in repeated:
                 again = bench(*shlex.split(line)[4:], tiny=False)
@@ -576,7 +572,7 @@ class Meter:
 
 
 @torch.no_grad()
-def run(options: Options, meter: Any = None, workload: str = WORKLOAD) -> list[Row]:
+def run(options: Options, meter: Any = None, workload: str = WORKLOAD) -> list[LayerRow]:
     (source,) = parse([workload])
     with Progress() as progress:
         this = Runner(options, Known(), Ceilings(1e12, 1e11, 1e12), progress, meter)
@@ -621,7 +617,7 @@ def test_energy_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_figures_of_a_layer() -> None:
     problem = testing.pattern_problem(torch.tensor([[1, 0, 2] + [0] * 61, [0] * 64, [1] * 64]), 64)
-    layer = Layer(problem, Options(("ffn",), compression=8), Cpu(), Ceilings(1e12, 1e11, 1e12))
+    layer = TimedLayer(problem, Options(("ffn",), compression=8), Cpu(), Ceilings(1e12, 1e11, 1e12))
     assert (layer.m, layer.k, layer.n, layer.nonzeros) == (3, 64, 64, 66)
     # 31 of 64 fit into a tile
     assert layer.overflows.tolist() == [0, 0, 1]
@@ -643,7 +639,7 @@ def test_decode_leaves_no_gate_in_the_cache(monkeypatch: pytest.MonkeyPatch, cac
             return protocol.copies_for(bytes_each, cache)
 
     problem = testing.pattern_problem(torch.ones(64, 64, dtype=torch.int64), 64)
-    layer = Layer(problem, Options(("decode",)), Cached(), Ceilings(1e12, 1e11, 1e12))
+    layer = TimedLayer(problem, Options(("decode",)), Cached(), Ceilings(1e12, 1e11, 1e12))
     decode = Decode(layer)
     gates = [weights.w_gate for weights in decode.weights]
     assert len({gate.data_ptr() for gate in gates}) == len(gates)
@@ -681,7 +677,7 @@ def test_without_a_gpu(words: list[str], capsys: pytest.CaptureFixture[str]) -> 
     assert main(words) == 2
     error = capsys.readouterr().err
     got = words[-1] if "--device" in words else "cuda"
-    reason = "--device: expected cpu, for there is no CUDA device that torch can use"
+    reason = "--device: expected cpu, as torch can use no CUDA device"
     assert error == f"twell bench: error: {reason}, got {got!r}\n"
 
 
@@ -700,14 +696,16 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     [
         (["ffn", "--workload", "topic30"], "--workload takes uniform29"),
         (["ffn", "--workload", "nnz=29,skw=1"], "parameters of a workload are nnz, skew, tokens, dead, topic"),
-        (["ffn", "--workload", "nnz=600", "-n", "264"], "nnz=600 has 600 non-zeros of a token: expected at most 264"),
-        (["--workload", "topic29", "ffn,train"], "ffn,train is an operation: expected before --workload"),
-        (["ffn", "-n", "16"], "16 neurons are too few for the workloads by name: expected --workload"),
-        (["ffn", "model"], "model is timed by itself: twell bench model --help"),
-        (["decode", "-m", "1024"], "decode takes 1 to 512 of 512 tokens, got 1024"),
-        (["ffn,decode", "-m", "64", "--m-decode", "65"], "decode takes 1 to 64 of 64 tokens, got 65"),
-        (["ffn,train", "--m-decode", "8"], "--m-decode is for decode, which is not among the operations: ffn, train"),
-        (["ffn", "--columns", "speed"], "--columns: a column is one of workload, M"),
+        (["ffn", "--workload", "nnz=600", "-n", "264"], "nnz=600 has 600 non-zeros per token: expected at most 264"),
+        (["--workload", "topic29", "ffn,train"], "ffn,train is an operation: expected it before --workload"),
+        (["ffn", "-n", "16"], "16 neurons are too few for the named workloads: expected --workload"),
+        (["ffn", "model"], "model must be the only operation: twell bench model --help"),
+        (["decode", "-m", "1024"], "--m-decode must be from 1 to 512 of 512 tokens, got 1024"),
+        (["ffn,decode", "-m", "64", "--m-decode", "65"], "--m-decode must be from 1 to 64 of 64 tokens, got 65"),
+        (
+            ["ffn,train", "--m-decode", "8"],
+            "--m-decode is for decode: expected it among the operations, got ffn, train",
+        ),
         (["ffn", "--device", "mps"], "--device: expected cpu, cuda or cuda:INDEX, got 'mps'"),
         (["ffn", "--device", "toaster"], "--device: expected cpu, cuda or cuda:INDEX, got 'toaster'"),
         (["ffn", "--json", "."], ". is a folder: expected the name of a file"),
@@ -740,7 +738,6 @@ def test_requests_that_cannot_be_met(words: list[str], message: str, capsys: pyt
         (["ffn", "--compression", "3"], "argument --compression: invalid choice: 3"),
         (["ffn", "--seconds", "0"], "argument --seconds: expected a number above 0, got '0'"),
         (["ffn", "--seconds", "inf"], "argument --seconds: expected a number above 0, got 'inf'"),
-        (["ffn", "--l2-tbs", "x"], "argument --l2-tbs: expected a number above 0, got 'x'"),
     ],
 )
 def test_bad_arguments(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,13 +24,13 @@ from twell import functional
 from twell.commands import saved_model, sparsity
 from twell.commands.bench import main, models, models_random, models_run
 from twell.commands.bench.energy import Energy
-from twell.commands.bench.models_random import PAPER, Pattern, Shape, parse_shape
-from twell.commands.bench.models_run import Row, Settings, Subject, Training
+from twell.commands.bench.models_random import PAPER, LlamaSizes, Pattern, parse_sizes
+from twell.commands.bench.models_run import ModelRow, Settings, Subject, Training
 from twell.commands.request import RequestError
 from twell.nn import set_down_layout
 
 TINY = "2x32x64x2x64"
-SHAPE = parse_shape(TINY)
+SHAPE = parse_sizes(TINY)
 SIZES = ["--sequence", "64", "--batch", "2", "--micro-batch", "1", "--accumulate", "2", "--rounds", "2"]
 CPU = torch.device("cpu")
 
@@ -55,7 +55,7 @@ def subject() -> Subject:
 
 def test_the_papers_figures() -> None:
     assert [models_random.paper_nnz(PAPER[name]) for name in ("0.5B", "1B", "1.5B", "2B")] == [39, 34, 29, 24]
-    assert models_random.paper_nnz(parse_shape("4x1024x2816")) == pytest.approx(14.5)
+    assert models_random.paper_nnz(parse_sizes("4x1024x2816")) == pytest.approx(14.5)
 
 
 @pytest.mark.parametrize("layers", [8, 18, 28, 38])
@@ -71,19 +71,19 @@ def test_profile_of_one_layer() -> None:
 
 
 def test_shapes_of_ones_own() -> None:
-    assert parse_shape("1.5B") == Shape("1.5B", 28, 2048, 5632, 32, 49152)
-    assert parse_shape("4x256x704") == Shape("4x256x704", 4, 256, 704, 4, 49152)
-    assert parse_shape("4x256x704x8x1000") == Shape("4x256x704x8x1000", 4, 256, 704, 8, 1000)
+    assert parse_sizes("1.5B") == LlamaSizes("1.5B", 28, 2048, 5632, 32, 49152)
+    assert parse_sizes("4x256x704") == LlamaSizes("4x256x704", 4, 256, 704, 4, 49152)
+    assert parse_sizes("4x256x704x8x1000") == LlamaSizes("4x256x704x8x1000", 4, 256, 704, 8, 1000)
 
 
 @pytest.mark.parametrize("text", ["3B", "4x256", "0x256x704", "4x256x704x3", "4x256x704x0", "x", "4x256x704x4x5x6"])
 def test_refuses_other_shapes(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="expected"):
-        parse_shape(text)
+        parse_sizes(text)
 
 
 def test_documents_draw_from_a_part_of_the_vocabulary() -> None:
-    shape = Shape("", 1, 8, 8, 1, 6400)
+    shape = LlamaSizes("", 1, 8, 8, 1, 6400)
     ids = models_random.draw_ids(shape, 3, 1024, 0.5)
     assert ids.shape == (3, 1024)
     parts = (ids // 100).view(6, 512)
@@ -98,14 +98,14 @@ def test_documents_draw_from_a_part_of_the_vocabulary() -> None:
 
 
 def test_without_topics_all_draw_from_all() -> None:
-    ids = models_random.draw_ids(Shape("", 1, 8, 8, 1, 6400), 2, 1024, 0.0)
+    ids = models_random.draw_ids(LlamaSizes("", 1, 8, 8, 1, 6400), 2, 1024, 0.0)
     assert int(ids.max()) > 5000
 
 
 def test_tokens_of_text_are_its_words(tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text("one two one three, one " * 40)
-    shape = Shape("", 1, 8, 8, 1, 6400)
+    shape = LlamaSizes("", 1, 8, 8, 1, 6400)
     ids = models_random.text_ids(shape, 2, 60, 0.0, [file]).flatten()
     words = ids[:6].tolist()
     assert words[0] == words[2] == words[5]
@@ -116,9 +116,9 @@ def test_tokens_of_text_are_its_words(tmp_path: Path) -> None:
         models_random.text_ids(shape, 100, 60, 0.0, [file])
 
 
-def pattern_of(pattern: Pattern, seed: int = 0) -> tuple[Any, list[float], list[sparsity.LayerReport]]:
+def pattern_of(pattern: Pattern, seed: int = 0) -> tuple[Any, list[float], list[sparsity.LayerSparsity]]:
     """A model, what was wanted and what came of it, on tokens that its thresholds were not found on."""
-    shape = parse_shape("3x64x256x2x640")
+    shape = parse_sizes("3x64x256x2x640")
     model = models_random.build(shape, 256, CPU)
     ids = models_random.draw_ids(shape, 16, 256, pattern.topic)
     wanted = models_random.draw(model, ids, pattern, seed)
@@ -150,7 +150,7 @@ def test_layers_fire_as_many_neurons_as_wanted() -> None:
 def test_thresholds_hold_for_other_tokens() -> None:
     pattern = Pattern(8.0)
     model, wanted, _ = pattern_of(pattern)
-    ids = models_random.draw_ids(parse_shape("3x64x256x2x640"), 16, 256, pattern.topic, seed=5)
+    ids = models_random.draw_ids(parse_sizes("3x64x256x2x640"), 16, 256, pattern.topic, seed=5)
     reports = sparsity.analyze(model, [saved_model.Batch(ids, torch.ones_like(ids, dtype=torch.bool))])
     assert [report.mean for report in reports] == pytest.approx(wanted, rel=0.2)
 
@@ -243,7 +243,7 @@ def test_files(written: Any) -> None:
         assert model["parameters"] > 0
     rows = list(csv.DictReader(written.csv.splitlines()))
     assert len(rows) == len(data["rows"])
-    assert set(rows[0]) == {field.name for field in dataclasses.fields(Row)}
+    assert set(rows[0]) == {field.name for field in dataclasses.fields(ModelRow)}
     assert json.loads(rows[0]["non_zeros"]) == data["rows"][0]["non_zeros"]
 
 
@@ -266,7 +266,7 @@ def test_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     printed = capsys.readouterr().out
     line = printed.splitlines()[-1]
     assert "sparse eager" in printed
-    assert "non-zeros a token" in printed
+    assert "non-zeros per token" in printed
     # the line that repeats it asks for the same
     parser = argparse.ArgumentParser()
     models.add_arguments(parser)
@@ -278,11 +278,11 @@ def test_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_the_line_that_repeats_a_configuration() -> None:
     parser = argparse.ArgumentParser()
     models.add_arguments(parser)
-    given = "--config 0.5B 2B --nnz 40 25 --skew 0.5 --topic 0 --energy --energy-seconds 3 --compile none --seed 7"
+    given = "--config 0.5B 2B --nnz 40 25 --skew 0.5 --topic 0 --energy --compile none --seed 7"
     asked = parser.parse_args([*given.split(), *SIZES])
     again = parser.parse_args(shlex.split(models.repro(asked, "2B", "train"))[5:])
     assert (again.config, again.nnz, again.ops) == ([PAPER["2B"]], [25.0], ["train"])
-    left = ("skew", "dead", "topic", "energy", "energy_seconds", "compile", "seed", "micro_batch", "accumulate")
+    left = ("skew", "dead", "topic", "energy", "compile", "seed", "micro_batch", "accumulate")
     assert [getattr(again, name) for name in left] == [getattr(asked, name) for name in left]
 
 
@@ -330,7 +330,7 @@ def test_no_operation_begins_when_the_budget_is_spent(capsys: pytest.CaptureFixt
         (["folder", "--text", "a", "--topic", 0], "--topic is for --config"),
         (["folder", "--text", "a", "--nnz", 29], "--nnz is for --config"),
         (["--config", "0.5B", "1B", "2B", "--nnz", 1, 2], "one value or one for each of 3 configurations, got 2"),
-        (["--config", TINY, "--energy", "--device", "cpu"], "--energy is NVML's: it needs a CUDA device, got cpu"),
+        (["--config", TINY, "--energy", "--device", "cpu"], "--energy needs a CUDA device, got cpu"),
         (["--config", TINY, "--json", "."], ". is a folder"),
         (["--config", TINY, "--json", "-", "--csv", "-"], "--json and --csv both write -"),
         (["--config", TINY, "--json", "/proc/x.json"], "/proc/x.json cannot be written"),
@@ -499,7 +499,7 @@ def test_idle_power_that_cannot_be_measured_is_told(
         raise OSError("the driver went away")
 
     meter = SimpleNamespace(idle_watts=idle_watts, method="power_sampling")
-    monkeypatch.setattr(models, "_meter", lambda device: meter)
+    monkeypatch.setattr(models, "open_meter", lambda device: meter)
     assert bench("--config", TINY, *SIZES, "--device", "cpu", "--energy") == 2
     assert "twell bench model: error: --energy: the driver went away" in capsys.readouterr().err
 
@@ -613,7 +613,7 @@ def test_errors_of_tokens_and_of_tensors() -> None:
     assert math.isnan(models_run.compare_gradients([zero * math.nan], [zero + 1])[0])
 
 
-def config_of(shape: Shape) -> Any:
+def config_of(shape: LlamaSizes) -> Any:
     return SimpleNamespace(
         num_hidden_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -632,15 +632,15 @@ def test_sequences_of_a_pass_that_fit(name: str, billions: float, gigabytes: int
 
 
 def test_summaries_compare_the_fastest() -> None:
-    def row(variant: str, ms: float | None, speedup: float | None, **more: Any) -> Row:
-        return Row("train", "1.5B", variant, 100, 8, ms=ms, speedup=speedup, **more)
+    def row(variant: str, ms: float | None, speedup: float | None, **more: Any) -> ModelRow:
+        return ModelRow("train", "1.5B", variant, 100, 8, ms=ms, speedup=speedup, **more)
 
     rows = [
         row("dense eager", 200.0, 0.5, mj_per_token=9.0),
         row("dense compiled", 100.0, 1.0, mj_per_token=8.0, peak_bytes=1000, kept_bytes_per_token=50.0),
         row("sparse eager", 150.0, 0.67),
         row("sparse compiled", 80.0, 1.25, mj_per_token=6.0, peak_bytes=720, kept_bytes_per_token=20.0),
-        Row("forward", "1.5B", "dense eager", 100, 8, ms=1.0, speedup=1.0),
+        ModelRow("forward", "1.5B", "dense eager", 100, 8, ms=1.0, speedup=1.0),
     ]
     assert list(models.summaries(rows)) == [
         "1.5B train: sparse compiled 1.25 times as fast as dense compiled, energy -25.0%, peak memory -28.0%, "

@@ -19,7 +19,7 @@ import pytest
 
 from twell.commands.bench import cli, report, rows
 from twell.commands.bench.report import Column, Progress, print_table, write_csv, write_json
-from twell.commands.bench.rows import COLUMNS, Row, fitting
+from twell.commands.bench.rows import COLUMNS, LayerRow, fitting
 from twell.commands.request import RequestError
 
 
@@ -243,9 +243,9 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys
     assert capsys.readouterr().out == ""
 
 
-def full_row(**fields: Any) -> Row:
+def full_row(**fields: Any) -> LayerRow:
     """A row that has something in every column."""
-    row = Row("topic29", "gate_pack", 29.1, 3.0, tokens=16384, requested="auto", strategy="union")
+    row = LayerRow("topic29", "gate_pack", 29.1, 3.0, tokens=16384, requested="auto", strategy="union")
     row.ms, row.p10_ms, row.p90_ms, row.tflops, row.executed_tflops = 1.2345, 1.2, 1.3, 900.0, 364.3
     row.l2_gather_gbs, row.floor_share, row.over_gemm = 7123.0, 0.91, 0.951
     row.speedup_eager, row.speedup_compiled, row.speedup_dense, row.faster_dense = 1.7, 1.6, 1.6, "compiled"
@@ -256,7 +256,7 @@ def full_row(**fields: Any) -> Row:
     return row
 
 
-def shown(row: Row) -> dict[str, str]:
+def shown(row: LayerRow) -> dict[str, str]:
     return {column.name: column.cell(row) for column in COLUMNS}
 
 
@@ -277,7 +277,7 @@ def test_cells() -> None:
 
 
 def test_what_is_not_known_is_a_dash() -> None:
-    cells = shown(Row("w", "v", 1.0, 0.0))
+    cells = shown(LayerRow("w", "v", 1.0, 0.0))
     assert {cells[name] for name in list(cells)[4:]} == {"-"}
 
 
@@ -317,30 +317,23 @@ def test_what_was_asked_for_is_not_left_out() -> None:
 def test_columns_that_say_nothing_are_left_out() -> None:
     row = full_row(kept_bytes=None, peak_bytes=None, energy_mj=None, idle_mj=None, energy_dense=None, over_gemm=None)
     # red rows have figures of no column
-    red = Row("w", "v", 1.0, 0.0, red="why", kept_bytes=1)
+    red = LayerRow("w", "v", 1.0, 0.0, red="why", kept_bytes=1)
     columns, dropped = fitting([row, red], width=10_000)
     assert not {"kept-MB", "peak-MB", "mJ/token", "net", "dense/mJ", "t/GEMM"} & {column.name for column in columns}
     assert dropped == []
 
 
-def test_chosen_columns_follow_the_names() -> None:
-    names = [column.name for column in rows.chosen(["WORST", "time", "workload"])]
-    assert names == ["workload", "M", "nnz", "variant", "strategy", "worst", "time"]
-    with pytest.raises(ValueError, match=r"workload, M, .* got speed"):
-        rows.chosen(["time", "speed"])
-
-
 def test_dense_is_the_faster_one() -> None:
-    row = Row("w", "ffn", 1.0, 0.0, ms=2.0)
+    row = LayerRow("w", "ffn", 1.0, 0.0, ms=2.0)
     rows.note_dense(row, {"eager": 6.0, "compiled": 5.0})
     assert (row.speedup_eager, row.speedup_compiled, row.speedup_dense, row.faster_dense) == (3.0, 2.5, 2.5, "compiled")
-    alone = Row("w", "ffn", 1.0, 0.0, ms=2.0)
+    alone = LayerRow("w", "ffn", 1.0, 0.0, ms=2.0)
     rows.note_dense(alone, {})
     assert (alone.speedup_eager, alone.speedup_dense, alone.faster_dense) == (None, None, "")
 
 
 def test_times_and_rates() -> None:
-    row = Row("w", "ffn", 1.0, 0.0)
+    row = LayerRow("w", "ffn", 1.0, 0.0)
     assert rows.note_times(row, [2.0, 1.0, 3.0], flop=4e9, floor=0.0005) == 2.0
     assert (row.ms, row.min_ms, row.p10_ms, row.p90_ms, row.samples) == (2.0, 1.0, 1.0, 3.0, 3)
     assert (row.tflops, row.floor_ms, row.floor_share) == (2.0, 0.5, 0.25)

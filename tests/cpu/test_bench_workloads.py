@@ -118,12 +118,12 @@ def test_every_neuron_can_fire() -> None:
         ("nnz=nan", "expected a number above 0"),
         ("nnz=inf", "expected a number above 0"),
         ("nnz=many", "expected a number above 0 after nnz=, got 'many'"),
-        ("nnz=9,nnz=9", "nnz stands twice in 'nnz=9,nnz=9'"),
-        ("nnz=9,dead=1.5", "expected a number of 0 to 1 after dead=, got '1.5'"),
-        ("nnz=9,topic=-0.1", "expected a number of 0 to 1 after topic="),
-        ("nnz=9,skew=-1", "expected a number of 0 to 3 after skew="),
-        ("nnz=9,skew=100", "expected a number of 0 to 3 after skew=, got '100'"),
-        ("nnz=9,tokens=inf", "expected a number of 0 to 3 after tokens="),
+        ("nnz=9,nnz=9", "expected nnz once, got it twice in 'nnz=9,nnz=9'"),
+        ("nnz=9,dead=1.5", "expected a number from 0 to 1 after dead=, got '1.5'"),
+        ("nnz=9,topic=-0.1", "expected a number from 0 to 1 after topic="),
+        ("nnz=9,skew=-1", "expected a number from 0 to 3 after skew="),
+        ("nnz=9,skew=100", "expected a number from 0 to 3 after skew=, got '100'"),
+        ("nnz=9,tokens=inf", "expected a number from 0 to 3 after tokens="),
         ("topic30", "--workload takes uniform29, skew29, .*, real:FOLDER.* or parameters .nnz=, .*, got 'topic30'"),
         ("real3", "got 'real3'; a recorded layer is real:FOLDER/3"),
         ("", "got ''"),
@@ -196,7 +196,7 @@ def test_layers_of_two_models_need_two_runs(recorded: Path, tmp_path: Path) -> N
     other = tmp_path / "other"
     other.mkdir()
     write_layer(other, 3)
-    with pytest.raises(RequestError, match="would both be called real3: time them in two runs"):
+    with pytest.raises(RequestError, match="have the same name, real3: time them in two runs"):
         parse([f"real:{recorded}/3", f"real:{other}"])
 
 

@@ -21,6 +21,9 @@ DownLayout = Literal["rows", "linear"]
 LAYOUT_KEY = "sparsity_down_layout"
 LAYOUTS: tuple[DownLayout, ...] = ("linear", "rows")
 
+# Keys that twell's own classes add; other keys with their prefix are the paper's.
+OWN_KEYS = ("sparsity_strategy", "sparsity_compression", LAYOUT_KEY)
+
 # keys of a layer's activation in configurations; the first one present counts
 ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function")
 

@@ -64,8 +64,6 @@ __all__ = [
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
-_OWN_KEYS = ("sparsity_strategy", "sparsity_compression", layouts.LAYOUT_KEY)
-
 
 def sparsify(
     model: Any,
@@ -161,7 +159,7 @@ class _SparseConfig:
     ) -> None:
         fields = _fields({"hidden_act": hidden_act, **kwargs})
         own = (sparsity_strategy, sparsity_compression, sparsity_down_layout)
-        super().__init__(**fields, **dict(zip(_OWN_KEYS, own)))
+        super().__init__(**fields, **dict(zip(layouts.OWN_KEYS, own)))
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -176,7 +174,7 @@ def _fields(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of a configuration; those of the paper's models as the paper's code reads them."""
     # the class has its own model_type, which the content's must not hide
     fields.pop("model_type", None)
-    theirs = [key for key in fields if key.startswith("sparsity_") and key not in _OWN_KEYS]
+    theirs = [key for key in fields if key.startswith("sparsity_") and key not in layouts.OWN_KEYS]
     if theirs and fields["hidden_act"] != "relu":
         logger.info(
             "the layers apply ReLU because %s is set; hidden_act is ignored: %r", theirs[0], fields["hidden_act"]
