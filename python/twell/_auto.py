@@ -393,7 +393,7 @@ class AutoStrategy:
     def _peek(self, problem: tuning.Problem, record: bool) -> str:
         """The current choice, for a call that is neither counted nor measured."""
         with self._lock:
-            self._enter(problem)
+            self._forget_other_layers(problem)
             key = _key(problem)
             bucket = self._buckets.get(key)
             alike = bucket is not None and bucket.problem.down_copied == problem.down_copied
@@ -406,7 +406,7 @@ class AutoStrategy:
 
     def _count(self, problem: tuning.Problem) -> tuple[int, tuning.Decision, bool]:
         """Count a call: its index in its bucket, its decision, and whether it is on the schedule."""
-        self._enter(problem)
+        self._forget_other_layers(problem)
         bucket = self._buckets.setdefault(_key(problem), _Bucket(problem))
         call, bucket.calls = bucket.calls, bucket.calls + 1
         due = call % self.period == 0 if call >= self.period else call & (call - 1) == 0
@@ -416,7 +416,7 @@ class AutoStrategy:
             return call, self._decide(problem, bucket), due
         return call, bucket.decision, due
 
-    def _enter(self, problem: tuning.Problem) -> None:
+    def _forget_other_layers(self, problem: tuning.Problem) -> None:
         """Forget the figures of a layer of another size: removing neurons changes a module's layer."""
         layer = (problem.k, problem.n, problem.gated)
         if self._layer != layer:
@@ -431,7 +431,7 @@ class AutoStrategy:
             self._observe(pending.problem, pending.figures(), pending.call)
 
     def _observe(self, problem: tuning.Problem, figures: tuning.Figures, call: int | None) -> None:
-        self._enter(problem)
+        self._forget_other_layers(problem)
         bucket = self._buckets.setdefault(_key(problem), _Bucket(problem))
         bucket.figures, bucket.measured = figures, max(bucket.calls - 1, 0) if call is None else call
 

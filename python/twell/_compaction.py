@@ -353,7 +353,7 @@ def compact(
     def make(mlp: MLP, name: str) -> MLP:
         return _compacted(mlp, masks[name], keep_removed)
 
-    return _exchange("compact", module, list(masks), make, inplace), CompactionReport(tuple(reports))
+    return _replace_layers("compact", module, list(masks), make, inplace), CompactionReport(tuple(reports))
 
 
 def restore(module: Module, *, inplace: bool = False) -> Module:
@@ -368,7 +368,7 @@ def restore(module: Module, *, inplace: bool = False) -> Module:
         raise ValueError(f"restore: module must be or have layers that compact has made, got {_kind(module)}")
     for name in compacted:
         _require_removed(module.get_submodule(name), name)
-    return _exchange("restore", module, compacted, _restored, inplace)
+    return _replace_layers("restore", module, compacted, _restored, inplace)
 
 
 def _layers(module: nn.Module) -> dict[MLP, list[str]]:
@@ -516,7 +516,7 @@ def _compacted(mlp: MLP, kept: Tensor, keep_removed: bool) -> MLP:
     before = _compaction(mlp)
     left, gone = kept.nonzero().flatten(), (~kept).nonzero().flatten()
     rows = _neurons(mlp)
-    removed = _beside([t.index_select(0, gone.to(t.device)) for t in rows.values()]) if keep_removed else None
+    removed = _side_by_side([t.index_select(0, gone.to(t.device)) for t in rows.values()]) if keep_removed else None
     if before is not None:
         # as indices of the original neurons
         neurons = before.neurons.cpu()
@@ -535,7 +535,7 @@ def _compacted(mlp: MLP, kept: Tensor, keep_removed: bool) -> MLP:
     return _resized(mlp, {name: t.index_select(0, left.to(t.device)) for name, t in rows.items()}, compaction)
 
 
-def _beside(rows: list[Tensor]) -> Tensor:
+def _side_by_side(rows: list[Tensor]) -> Tensor:
     """Rows of several tensors side by side [R, C] on the CPU, in a dtype that holds all values."""
     dtype = rows[0].dtype
     for t in rows[1:]:
@@ -548,7 +548,7 @@ def _require_removed(mlp: Any, name: str) -> None:
     assert compaction is not None
     what = f"restore: {name or 'module'}"
     if compaction.removed is None:
-        raise ValueError(f"{what} must hold what was removed, got none: it was compacted or loaded without")
+        raise ValueError(f"{what} must hold the removed rows, got none: it was compacted or loaded without them")
     if compaction.kept.is_meta:
         raise ValueError(f"{what} must know which neurons were kept, got a mask on meta")
     left, n = int(compaction.kept.sum()), compaction.kept.numel()
@@ -574,7 +574,9 @@ def _restored(mlp: MLP, name: str) -> MLP:
     return _resized(mlp, full, None)
 
 
-def _exchange(caller: str, module: Module, names: list[str], make: Callable[[Any, str], MLP], inplace: bool) -> Module:
+def _replace_layers(
+    caller: str, module: Module, names: list[str], make: Callable[[Any, str], MLP], inplace: bool
+) -> Module:
     """Replace each layer of these names by ``make(layer, name)``, in ``module`` itself or in a copy."""
     if inplace and "" in names:
         raise ValueError(f"{caller}: inplace must be False for a layer itself, got True: only the returned one is new")

@@ -130,7 +130,7 @@ def difference(module: nn.Module, children: tuple[str, ...], act: Activation, ow
     activation that the module applies, where it is known to compute ``act``.
     """
     if beside := _further_inputs(module):
-        return f"its forward takes {beside} beside x"
+        return f"its forward takes {beside} besides x"
     linears: dict[str, Any] = {child: module.get_submodule(child) for child in children}
     first = linears[children[0]]
     watched = [m for m in module.modules() if not of_torch(type(m))]
@@ -141,7 +141,7 @@ def difference(module: nn.Module, children: tuple[str, ...], act: Activation, ow
             here = trial._replace(dtype=trial.dtype or first.weight.dtype)
             if reason := _try(module, weights, act, here, allowed, state):
                 return reason
-    return _beyond(module.modules(), state, (first.in_features, first.out_features))
+    return _uncovered_input(module.modules(), state, (first.in_features, first.out_features))
 
 
 def is_relu(act: Activation, dtype: torch.dtype) -> bool:
@@ -164,7 +164,7 @@ def is_relu(act: Activation, dtype: torch.dtype) -> bool:
                 return False
             if not all(_same(*pair) for pair in pairs):
                 return False
-    return _is_constant("", act, (), modules) and not _beyond(modules, state, ())
+    return _is_constant("", act, (), modules) and not _uncovered_input(modules, state, ())
 
 
 def _same(ours: Any, theirs: Tensor) -> bool:
@@ -518,7 +518,7 @@ def _is_constant(name: str, value: Any, sizes: tuple[int, ...], modules: Iterabl
     return value in sizes or (value == 0 and (name == "p" or "drop" in name))
 
 
-def _beyond(modules: Iterable[nn.Module], state: _State, sizes: tuple[int, ...]) -> str:
+def _uncovered_input(modules: Iterable[nn.Module], state: _State, sizes: tuple[int, ...]) -> str:
     """Describe an input of the code that the trials do not cover; "" if there is none."""
     if state.written:
         return f"its forward sets self.{min(state.written)}"
@@ -604,12 +604,12 @@ def _open_branch(ran: _Ran) -> str:
         return ""
     tree = _tree(ran.code)
     if tree is None:
-        return "branches on what cannot be read"
+        return "has branches, and its source cannot be read"
     function = tree.body[0]
     for statement in function.body if isinstance(function, ast.FunctionDef) else tree.body:
         for condition in _conditions(statement):
             if not _is_decided(condition, ran.modules):
-                return f"branches on {ast.unparse(condition).splitlines()[0]}, of which running it shows one side"
+                return f"branches on {ast.unparse(condition).splitlines()[0]}, of which a run shows only one side"
     return ""
 
 
@@ -705,9 +705,9 @@ def read_pair(module: nn.Module) -> tuple[str | None, str]:
     argument, at = _source_of(calls["fc2"], calls["fc2"].args[0], parents, consumed)
     act = argument.func if isinstance(argument, ast.Call) and len(argument.args) == 1 else None
     if not isinstance(argument, ast.Call) or not isinstance(act, ast.Attribute) or not _is_self(act, act.attr):
-        return None, "its forward must call self.fc2 on what an activation, an attribute of self, has just returned"
+        return None, "its forward must call self.fc2 right on the result of an activation, an attribute of self"
     if _source_of(at, argument.args[0], parents, consumed)[0] is not calls["fc1"]:
-        return None, f"its forward must call self.{act.attr} on what self.fc1 has just returned"
+        return None, f"its forward must call self.{act.attr} right on the result of self.fc1"
     if argument.keywords or len([node for node in ast.walk(tree) if _is_self(node, act.attr)]) != 1:
         return None, f"its forward must call self.{act.attr} once, on one argument, and use it nowhere else"
     if act.attr not in module._modules and act.attr not in vars(module):
@@ -724,7 +724,7 @@ def read_pair(module: nn.Module) -> tuple[str | None, str]:
                 after = _place(node) > _place(final) and _statement(node, parents) is not final
                 before = _place(node) <= min(_place(used) for used in consumed if used.id == name)
                 if node not in consumed and not before and not (after and renewed == name):
-                    return None, f"its forward must not use {name} for anything else than self.fc2"
+                    return None, f"its forward must use {name} for self.fc2 alone"
     return act.attr, ""
 
 
@@ -745,9 +745,9 @@ def _other_uses(kind: Any, tree: ast.AST, parents: dict[ast.AST, ast.AST], attri
                 continue
             function = getattr(value, "fget", None) or getattr(value, "__func__", value)
             if used := names & set().union(*map(_used, _wrapped(function))):
-                return f"its {name} must not use {min(used)}, which forward calls, for anything but its parameters"
+                return f"its {name} must use {min(used)}, which forward calls, for its parameters alone"
     if used := names & set().union(*map(_used, _wrapped(kind.forward)[:-1])):
-        return f"what decorates its forward must not use {min(used)}, which that calls, for anything but its parameters"
+        return f"a decorator of its forward must use {min(used)}, which forward calls, for its parameters alone"
     return ""
 
 
@@ -835,7 +835,7 @@ class _Flow(TorchFunctionMode):
         def call(x: Tensor) -> Tensor:
             place = len(self.values)
             if place >= 3 or name != self.order[place] or (place and x is not self.values[-1]):
-                self.reason = self.reason or f"its forward must call {', '.join(self.order)} once, one upon another"
+                self.reason = self.reason or f"its forward must call {', '.join(self.order)} once, in this order"
             with torch._C.DisableTorchFunction():
                 y = x.new_empty([*x.shape[:-1], self.sizes.get(name, x.shape[-1])])
             self.values.append(y)
@@ -908,5 +908,5 @@ def run_pair(module: nn.Module, attribute: str) -> str:
             if not isinstance(act, nn.Module):
                 setattr(module, attribute, act)
         if flow.reason or len(flow.values) != 3:
-            return flow.reason or f"its forward must call {', '.join(flow.order)} once, one upon another"
+            return flow.reason or f"its forward must call {', '.join(flow.order)} once, in this order"
     return ""

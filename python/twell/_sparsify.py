@@ -352,7 +352,7 @@ def plan(model: nn.Module, filter_fn: Filter | None, activation: str | None, str
         children = _children_of_ffn(module)
         if children is None:
             if found := _TELLTALES & (module._modules.keys() | module._parameters.keys()):
-                misses.setdefault(type(module).__name__, f"{_at(name, module)} with {', '.join(sorted(found))}")
+                misses.setdefault(type(module).__name__, f"{_label(name, module)} with {', '.join(sorted(found))}")
         elif filter_fn is not None and not filter_fn(module, name):
             left.append(name)
         else:
@@ -437,7 +437,7 @@ def _children_of_ffn(module: nn.Module) -> tuple[str, ...] | None:
     return None
 
 
-def _at(name: str, module: nn.Module) -> str:
+def _label(name: str, module: nn.Module) -> str:
     return f"{name or 'the model'} ({type(module).__name__})"
 
 
@@ -448,7 +448,7 @@ def _examine(
 
     examined: the activations of earlier modules, by ``_likeness``.
     """
-    where = _at(name, module)
+    where = _label(name, module)
     weights = {child: _plain_weight(f"{where}: {child}", module._modules[child]) for child in children}
     _require_sizes(where, weights, strategy)
     if "forward" in vars(module):
@@ -558,7 +558,7 @@ def _require_reachable(model: nn.Module, candidates: list[Candidate]) -> None:
     replaced = {id(c.module): c for c in candidates if c.form != "pair"}
     weights = {_down(c).weight.untyped_storage()._cdata: (c, _down(c).weight) for c in candidates}
     for name, owner in model.named_modules():
-        where = _at(name, owner)
+        where = _label(name, owner)
         compiled = owner._modules.get("_orig_mod")
         if id(compiled) in replaced or (owner._compiled_call_impl is not None and id(owner) in replaced):
             raise ValueError(f"{where} was compiled and would still run the old module: compile it after sparsify_")
@@ -571,8 +571,8 @@ def _require_reachable(model: nn.Module, candidates: list[Candidate]) -> None:
         for key, value in vars(owner).items():
             if key != "_modules" and (found := _first_held(value, replaced)):
                 raise ValueError(
-                    f"{_at(found.name, found.module)} must be reached by names of children alone, but {where} has it "
-                    f"in {key}, too, and would still run the old module; {_LEAVE_OUT}"
+                    f"{_label(found.name, found.module)} must be reached by names of children alone, but {where} has "
+                    f"it in {key}, too, and would still run the old module; {_LEAVE_OUT}"
                 )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if type(tensor) not in (Tensor, nn.Parameter):
@@ -580,8 +580,9 @@ def _require_reachable(model: nn.Module, candidates: list[Candidate]) -> None:
         candidate, weight = weights.get(tensor.untyped_storage()._cdata, (None, tensor))
         if candidate is not None and tensor is not weight and _overlap(tensor, weight):
             raise ValueError(
-                f"{_at(candidate.name, candidate.module)} must have a down weight of its own or share the nn.Parameter "
-                f"itself, got one that shares memory with {name}, which another layout would end; {_LEAVE_OUT}"
+                f"{_label(candidate.name, candidate.module)} must have a down weight of its own or share the "
+                f"nn.Parameter itself, got one that shares memory with {name}, which another layout would end; "
+                f"{_LEAVE_OUT}"
             )
 
 
@@ -667,7 +668,7 @@ def _activation(where: str, module: nn.Module, children: tuple[str, ...], attrib
 
 def _explain_activation(candidate: Candidate) -> str:
     return (
-        f"sparsify_: {_at(candidate.name, candidate.module)} must apply ReLU, got {candidate.was}. The kernels skip "
+        f"sparsify_: {_label(candidate.name, candidate.module)} must apply ReLU, got {candidate.was}. The kernels skip "
         "neurons that ReLU sets to zero; SiLU, GELU and the like make values small, not zero, and the kernels compute "
         "no other activation. Train the model further with ReLU first (arXiv 2310.04564, ReLU Strikes Back; "
         f'twell.recipe adds the L1 term that makes it sparse). To do that, pass activation="relu"; {_LEAVE_OUT}'

@@ -343,7 +343,7 @@ def test_command(llama: Path, words: Path, tmp_path: Path, capsys: pytest.Captur
     printed = capsys.readouterr().out
     for part in ("3 ReLU FFN layers", "K = 64, N = 320", "600 tokens", "6 sequences", "union", "hottest", "tiles > 31"):
         assert part in printed
-    for part in ("FFNs 1.", "Mean over layers:", "H200", "Far from what was measured", "training, 16,384 tokens"):
+    for part in ("FFNs 1.", "Mean over layers:", "H200", "Far from all measured layers", "training, 16,384 tokens"):
         assert part in printed
     rows = rows_of(table)
     keys = ["m1", "m64", "m16384", "train16384"]

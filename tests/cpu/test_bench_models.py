@@ -163,7 +163,7 @@ def test_the_same_seed_draws_the_same_model() -> None:
 
 
 def test_too_many_non_zeros_are_refused() -> None:
-    with pytest.raises(RequestError, match=r"fewer than the 179 neurons that are not dead, got 2\d\d"):
+    with pytest.raises(RequestError, match=r"fewer than 179, the neurons that are not dead, got 2\d\d"):
         pattern_of(Pattern(170.0))
 
 
@@ -309,10 +309,10 @@ def test_ctrl_c_before_any_row_leaves_an_older_file(
 
 def test_small_figures_are_not_rounded_away() -> None:
     facts = {"config": "x", "layers": 2, "parameters": 164160, "pattern": "", "non_zeros": [0.89, 66.4], "unions": []}
-    first, second, *_ = models._about(facts)
+    first, second, *_ = models._sparsity_lines(facts)
     assert first == "x: 2 layers, 0.16 million parameters"
     assert second.endswith("by layer: 0.9, 66")
-    assert "0.54 billion" in next(models._about(facts | {"parameters": 541e6}))
+    assert "0.54 billion" in next(models._sparsity_lines(facts | {"parameters": 541e6}))
 
 
 def test_no_operation_begins_when_the_budget_is_spent(capsys: pytest.CaptureFixture[str]) -> None:
@@ -334,8 +334,8 @@ def test_no_operation_begins_when_the_budget_is_spent(capsys: pytest.CaptureFixt
         (["--config", TINY, "--json", "."], ". is a folder"),
         (["--config", TINY, "--json", "-", "--csv", "-"], "--json and --csv both write -"),
         (["--config", TINY, "--json", "/proc/x.json"], "/proc/x.json cannot be written"),
-        (["--config", TINY, "--device", "cpu", "--compile", "fast"], "--compile takes default, none"),
-        (["--config", TINY, "--device", "cpu", "--nnz", 60], "--nnz: expected fewer than the 45 neurons"),
+        (["--config", TINY, "--device", "cpu", "--compile", "fast"], "--compile must be one of default, none"),
+        (["--config", TINY, "--device", "cpu", "--nnz", 60], "--nnz: expected fewer than 45, the neurons"),
         (["--config", "1x32x60x2x64", "--device", "cpu", *SIZES], "positive multiple of 8"),
         (["nowhere", "--text", "a", "--device", "cpu"], "expected a folder with a config.json"),
     ],

@@ -111,7 +111,7 @@ def test_every_neuron_can_fire() -> None:
         ("nnz=29,skw=1", "parameters of a workload are nnz, skew, tokens, dead, topic, got 'skw' in 'nnz=29,skw=1'"),
         ("nnz=29,", "got '' in 'nnz=29,'"),
         ("nnz=29, skew=1", "got ' skew'"),
-        ("skew=1", "expected nnz=, the mean non-zeros of a token, in 'skew=1'"),
+        ("skew=1", "expected nnz=, the mean non-zeros per token, in 'skew=1'"),
         ("nnz=", "expected a number above 0 after nnz=, got '' in 'nnz='"),
         ("nnz=0", "expected a number above 0 after nnz=, got '0'"),
         ("nnz=-3", "expected a number above 0"),
@@ -150,9 +150,7 @@ def test_more_nonzeros_than_neurons() -> None:
     (source,) = parse(["nnz=60,dead=0.5"])
     source.check(120)
     for ask in (lambda: source.check(100), lambda: source.load(8, 8, 100, device="cpu", dtype=torch.bfloat16)):
-        with pytest.raises(
-            RequestError, match="has 60 non-zeros of a token: expected at most 50, those of 100 neurons"
-        ):
+        with pytest.raises(RequestError, match="has 60 non-zeros per token: expected at most 50, the neurons of 100"):
             ask()
 
 

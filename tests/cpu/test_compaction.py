@@ -707,7 +707,7 @@ def test_what_was_dropped_is_not_restored() -> None:
     compacted, _ = twell.compact(layer_of(problem(), True), half(), keep_removed=False)
     assert "the others dropped" in repr(compacted)
     assert "compaction.removed" not in compacted.state_dict()
-    with pytest.raises(ValueError, match="restore: module must hold what was removed, got none"):
+    with pytest.raises(ValueError, match="restore: module must hold the removed rows, got none"):
         twell.restore(compacted)
     for module in (layer_of(problem(), True), nn.Linear(8, 8)):
         with pytest.raises(ValueError, match="must be or have layers that compact has made"):

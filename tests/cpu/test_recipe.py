@@ -638,7 +638,7 @@ def test_tracker_refuses_what_it_cannot_count() -> None:
     with pytest.raises(ValueError, match="a SparsityTracker already, on blocks"):
         SparsityTracker(model)
     with (
-        pytest.raises(ValueError, match=r"one for each of the tokens \[2, 8\], got \[3\]"),
+        pytest.raises(ValueError, match=r"one value per token \[2, 8\], got \[3\]"),
         tracker.watch(0, types=torch.zeros(3, dtype=torch.int64)),
     ):
         model(x)

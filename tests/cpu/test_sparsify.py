@@ -878,7 +878,7 @@ class WithoutSource(Gated):
         (ByModuleState, r"reads HELPER.acts \(dict\)"),
         (ByClassState, r"reads Shelf.acts \(dict\)"),
         (ByDict, "uses __dict__"),
-        (WithoutSource, "branches on what cannot be read"),
+        (WithoutSource, "has branches, and its source cannot be read"),
         (lambda: Gated(Switched()), "must apply ReLU, got Switched"),
         (lambda: Gated(functools.partial(lambda x, acts: acts["relu"](x), acts=ACTS)), "must apply ReLU, got partial"),
     ],
@@ -1186,17 +1186,17 @@ class Peeking(Block):
         (ByForward, "must call self.fc1 once"),
         (ByGetattr, "must reach fc1, fc2 and activation_fn by these names alone, got getattr"),
         (ByChildren, "must reach fc1, fc2 and activation_fn by these names alone, got self.named_children"),
-        (ByAnotherMethod, "its features must not use activation_fn"),
-        (ByProperty, "its bottom must not use fc1"),
-        (ByWrapper, "what decorates its forward must not use fc1"),
-        (ByHelper, "must call fc1, activation_fn, fc2 once, one upon another"),
+        (ByAnotherMethod, "its features must use activation_fn"),
+        (ByProperty, "its bottom must use fc1"),
+        (ByWrapper, "a decorator of its forward must use fc1"),
+        (ByHelper, "must call fc1, activation_fn, fc2 once, in this order"),
         (Peeking, "must use what self.fc1 and self.activation_fn return for self.fc2 alone"),
-        (ActivationDropout, "must call self.fc2 on what an activation"),
-        (Reused, "must not use h for anything else"),
-        (ReusedLater, "must not use h for anything else"),
+        (ActivationDropout, "must call self.fc2 right on the result of an activation"),
+        (Reused, "must use h for self.fc2 alone"),
+        (ReusedLater, "must use h for self.fc2 alone"),
         (Twice, "must call self.fc1 once"),
         (ClassActivation, "self.activation_fn must be an attribute of the instance"),
-        (NormBetween, "must call self.activation_fn on what self.fc1 has just returned"),
+        (NormBetween, "must call self.activation_fn right on the result of self.fc1"),
     ],
 )
 def test_another_block_is_refused(other: Callable[[], nn.Module], why: str) -> None:
@@ -1468,7 +1468,7 @@ def test_a_pair_whose_first_layer_is_changed_afterwards(caplog: pytest.LogCaptur
         assert torch.equal(m(x), y)
     assert "fc1 of a twell pair has hooks" in caplog.text
     m.fc1.forward = lambda x: 2 * x  # type: ignore[method-assign]
-    with pytest.raises(NotImplementedError, match="fc1 of a twell pair has another forward"):
+    with pytest.raises(NotImplementedError, match="fc1 of a twell pair must keep its forward"):
         m(x)
 
 

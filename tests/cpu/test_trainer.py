@@ -440,7 +440,7 @@ def test_says_what_it_cannot_do(tmp_path: Path) -> None:
         logits = outputs["logits"][:, :-1].reshape(-1, VOCABULARY)
         return F.cross_entropy(logits, labels[:, 1:].reshape(-1))
 
-    with pytest.raises(ValueError, match="without: a loss that is computed outside the model"):
+    with pytest.raises(ValueError, match=r"without: add twell\.recipe\.l1_term to a loss outside the model"):
         train(llama(), compute_loss_func=own_loss)
     model = llama()
     train(model, compute_loss_func=own_loss, callbacks=[callback(coefficient=0.0)])

@@ -82,7 +82,7 @@ def _caveats(reports: Sequence[LayerSparsity], predictions: Sequence[Sequence[Pr
                 far[where].append(str(each.call))
     for where, calls in far.items():
         if calls:
-            yield f"Far from what was measured: {where} ({'; '.join(calls)})"
+            yield f"Far from all measured layers: {where} ({'; '.join(calls)})"
 
 
 def _header(loaded: saved_model.Loaded, reports: Sequence[LayerSparsity], text: saved_model.Text) -> Iterator[str]:

@@ -402,7 +402,7 @@ def _print(this: _Report) -> None:
     for line in summaries(this.rows):
         print(line)
     for facts in this.subjects:
-        print("\n".join(_about(facts)))
+        print("\n".join(_sparsity_lines(facts)))
     for note in dict.fromkeys(f"{row.config} {row.op}: {row.note}" for row in this.rows if row.note):
         print(note)
     if this.skipped:
@@ -416,7 +416,7 @@ def _print(this: _Report) -> None:
             print(f"{config} {op}:\n  {repro(this.arguments, config, op)}")
 
 
-def _about(facts: dict[str, Any]) -> Iterator[str]:
+def _sparsity_lines(facts: dict[str, Any]) -> Iterator[str]:
     """The sparsity of a model, in lines."""
     drawn = f"; random weights: {facts['pattern']}" if facts["pattern"] else ""
     count = facts["parameters"]

@@ -104,6 +104,7 @@ class BenchRequest:
             "energy": self.energy,
             "seconds": options.seconds,
             "energy_seconds": options.energy_seconds,
+            "l2_tbs": L2_TBS,
         }
 
 
@@ -205,7 +206,7 @@ def _explained(name: str, text: str) -> str:
 
 
 def request(arguments: argparse.Namespace) -> BenchRequest:
-    """What the arguments mean. RequestError where they contradict each other or the machine."""
+    """The request of the arguments. Raises RequestError if they contradict each other or the machine."""
     by_default, hidden, neurons = CPU_SIZES if str(arguments.device).partition(":")[0] == "cpu" else SIZES
     arguments.hidden, arguments.neurons = arguments.hidden or hidden, arguments.neurons or neurons
     tokens, options = _options(arguments, by_default)

@@ -69,7 +69,7 @@ class Runner:
 
         def whole(variant: Variant) -> LayerRow:
             row = LayerRow(name, variant.name, layer.nonzeros / layer.m, float(layer.overflowing), tokens=layer.m)
-            return self._about(row, variant, layer, job.dtype)
+            return self._with_request(row, variant, layer, job.dtype)
 
         variants = [*Inference(layer).variants(), *Training(layer).variants()]
         if variants:
@@ -83,11 +83,11 @@ class Runner:
 
             def few(variant: Variant, tokens: int = tokens) -> LayerRow:
                 row = LayerRow(name, variant.name, decode.nnz, decode.overflowing * tokens, tokens=tokens)
-                return self._about(row, variant, layer, job.dtype)
+                return self._with_request(row, variant, layer, job.dtype)
 
             yield self._timed(layer, decode.variants(tokens), few)
 
-    def _about(self, row: LayerRow, variant: Variant, layer: TimedLayer, dtype: str) -> LayerRow:
+    def _with_request(self, row: LayerRow, variant: Variant, layer: TimedLayer, dtype: str) -> LayerRow:
         row.op, row.requested, row.checked = variant.op, variant.requested, self._options.check
         row.m, row.k, row.n, row.dtype, row.compression = layer.m, layer.k, layer.n, dtype, self._options.compression
         return row
@@ -116,14 +116,14 @@ class Runner:
                     self._fill(rows[variant.key], variant, layer, times)
         except FAILURES as error:
             # the culprit is unknown: none has a time
-            rows |= {each.key: self._red(row(each), error) for each in variants if not rows[each.key].red}
+            rows |= {each.key: self._failed(row(each), error) for each in variants if not rows[each.key].red}
             return list(rows.values())
         if self._meter is not None:
             self._energies(self._meter, variants, recordings, rows)
         return list(rows.values())
 
     @staticmethod
-    def _red(row: LayerRow, error: Exception) -> LayerRow:
+    def _failed(row: LayerRow, error: Exception) -> LayerRow:
         row.red = reason(error)
         return row
 
