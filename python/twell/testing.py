@@ -892,14 +892,14 @@ def assert_hybrid_same(actual: Sequence[Tensor], expected: Sequence[Tensor], m: 
 _POISON = 0xFF  # as bytes of bf16, fp16 and fp32 a NaN, of int32 -1
 
 
-def poison_memory(device: torch.device | str = "cuda", largest: int = 1 << 28) -> None:
-    """Leave NaN in the memory that torch hands out next: blocks of up to ``largest`` bytes, twice that in all.
+def poison_memory(device: torch.device | str = "cuda") -> None:
+    """Leave NaN in the memory that torch hands out next: blocks of up to 256 MiB, twice that in all.
 
     Tensors from ``torch.empty`` then hold NaN (as integers: -1), so that an unwritten element shows. Frees torch's
     cached memory first, which synchronises.
     """
     torch.cuda.empty_cache()
-    sizes = [1 << bits for bits in range(9, 21)] * 4 + [1 << bits for bits in range(21, largest.bit_length())]
+    sizes = [1 << bits for bits in range(9, 21)] * 4 + [1 << bits for bits in range(21, 29)]
     blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
     for block in blocks:
         block.fill_(_POISON)

@@ -172,7 +172,7 @@ def test_outputs_and_gradients_are_those_without_counting(gated: bool) -> None:
 
 def test_counts_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem(density=0.3)
-    monkeypatch.setattr(_compaction, "_CHUNK_GATES", 3 * N)
+    monkeypatch.setattr(_compaction, "CHUNK_GATES", 3 * N)
     sizes, pack = [], twell.functional.pack
 
     def recorded(x: Tensor, *arguments: Any, **options: Any) -> Any:

@@ -503,7 +503,7 @@ def test_tracker_counts_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     mlp, x = SparseGatedMLP(K, N), torch.randn(3, 200, K)
     rows = []
     for gates in (1 << 24, 256 * N):
-        monkeypatch.setattr(recipe._tracker, "_CHUNK_GATES", gates)
+        monkeypatch.setattr(_compaction, "CHUNK_GATES", gates)
         tracker = SparsityTracker(mlp)
         with tracker.watch(0):
             mlp(x)

@@ -80,7 +80,7 @@ def test_counts_are_those_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     with torch.no_grad():
         _, aux = mlp(p.x, return_aux=True)
     assert int(layer.counts.sum()) == round(float(aux.l0) * 4096)
-    monkeypatch.setattr(_compaction, "_CHUNK_GATES", 1 << 20)
+    monkeypatch.setattr(_compaction, "CHUNK_GATES", 1 << 20)
     assert torch.equal(counted(mlp, p.x).counts, expected)
 
 
