@@ -628,7 +628,7 @@ def test_more_than_the_hybrid_format_holds_has_no_union(chooses: Arrivals, monke
     assert (row.strategy, row.figures) == ("union", Figures(100, None))
     mlp(x)
     assert strategies_of(mlp) == [("training", "dense")]
-    assert "too near the 64" in twell.explain(mlp).rows[0].reason
+    assert "too near the sparse route's limit, 64" in twell.explain(mlp).rows[0].reason
 
 
 @pytest.mark.parametrize("strategy", ["row", "union", "dense"])
