@@ -1345,11 +1345,11 @@ def put(name: str, make: Callable[[Any], object]) -> Callable[[Any], None]:
         (put("scale", lambda _: nn.Parameter(torch.ones(K))), ValueError, "got beside them scale"),
         (lambda m: m.register_buffer("mask", torch.ones(N)), ValueError, "got beside them mask"),
         (put("act_fn", lambda _: nn.PReLU()), ValueError, "act_fn must be an activation without state, got PReLU"),
-        (lambda m: m.register_forward_hook(print), ValueError, "has forward_hooks, which replacing"),
+        (lambda m: m.register_forward_hook(print), ValueError, "has forward_hooks, which would be lost"),
         (lambda m: m.act_fn.register_forward_pre_hook(print), ValueError, "forward_pre_hooks on act_fn"),
         (lambda m: m.up_proj.register_full_backward_hook(print), ValueError, "backward_hooks on up_proj"),
         (lambda m: m.register_state_dict_pre_hook(lambda *_: None), ValueError, "has state_dict_pre_hooks"),
-        (put("forward", lambda f: lambda x: f(x)), ValueError, "a forward of its own, set on the instance"),
+        (put("forward", lambda f: lambda x: f(x)), ValueError, "a forward set on the instance"),
         (put("up_proj", lambda _: nn.Linear(K, N + 8, False)), ValueError, r"up_proj.weight must be \[264, 32\]"),
         (lambda m: m.up_proj.to(BF16), ValueError, "on one dtype, got torch.bfloat16 and torch.float32"),
         (lambda m: m.up_proj.to("meta"), ValueError, "on one device, got cpu and meta"),
@@ -1367,7 +1367,7 @@ def test_what_would_be_lost_is_refused(change: Callable[[Any], object], error: t
     [
         (lambda m: m.fc1.register_forward_hook(print), "forward_hooks on fc1"),
         (lambda m: m.activation_fn.register_forward_hook(print), "forward_hooks on activation_fn"),
-        (put("forward", lambda f: lambda x: f(x)), "a forward of its own"),
+        (put("forward", lambda f: lambda x: f(x)), "a forward set on the instance"),
     ],
 )
 def test_blocks_with_hooks_on_the_layers_are_refused(change: Callable[[Any], object], why: str) -> None:
