@@ -404,7 +404,7 @@ def test_types_are_not_restored_from_a_checkpoint(tmp_path: Path) -> None:
             callbacks=[callback(types=types, reinitialize=0.1)],
         )
         if restored:
-            with pytest.raises(ValueError, match=r"must be off with types, .* \(low, high\)"):
+            with pytest.raises(ValueError, match=r"must be off with types: .* \(low, high\)"):
                 trainer.train(resume_from_checkpoint=True)
         else:
             trainer.train(resume_from_checkpoint=steps > 1)
