@@ -15,6 +15,7 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from twell.integrations.transformers import SparseLlamaConfig, SparseLlamaForCausalLM
+from twell.testing import PAPER_MODELS
 
 from .data import Tokens
 
@@ -36,10 +37,7 @@ SHAPES = {
     "60M": Shape(10, 512, 1408, 8),
     "125M": Shape(12, 768, 2112, 12),
     "350M": Shape(24, 1024, 2816, 16),
-    "0.5B": Shape(8, 2048, 5632, 32),
-    "1B": Shape(18, 2048, 5632, 32),
-    "1.5B": Shape(28, 2048, 5632, 32),
-    "2B": Shape(38, 2048, 5632, 32),
+    **{name: Shape(*sizes) for name, sizes in PAPER_MODELS.items()},
 }
 
 

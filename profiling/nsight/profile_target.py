@@ -157,9 +157,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--workload", default="topic29", help="one workload of twell bench (default: %(default)s)")
     add("--m", type=at_least(1), help=f"tokens (default: {TOKENS}; decode: {FEW_TOKENS})")
     add(
-        "--k", type=at_least(8), default=2048, help="hidden size; recorded layers have their own (default: %(default)s)"
+        "--k",
+        type=at_least(8),
+        default=testing.PAPER_HIDDEN,
+        help="hidden size; recorded layers have their own (default: %(default)s)",
     )
-    add("--n", type=at_least(8), default=5632, help="neurons; recorded layers have their own (default: %(default)s)")
+    add(
+        "--n",
+        type=at_least(8),
+        default=testing.PAPER_NEURONS,
+        help="neurons; recorded layers have their own (default: %(default)s)",
+    )
     add("--dtype", choices=DTYPES, default="bf16")
     add("--compression", type=int, choices=geometry.COMPRESSIONS, default=8)
     add(

@@ -1,10 +1,9 @@
 """Exact sparse ReLU feed-forward layers in the TwELL format (Tile-wise ELLPACK, arXiv 2603.23198).
 
-``sparse_gated_ffn``, ``sparse_ffn`` and ``pack`` are the functions, ``twell.nn`` the modules, ``twell.ops`` the
-registered operators, and ``explain`` tells which strategy a layer runs. ``sparsify_`` changes a model over in place,
-``twell.integrations.transformers`` one of Hugging Face; ``twell.recipe`` is for training, ``twell.distributed`` for
-tensor parallelism; both are imported when they are first used. Importing needs torch alone: no GPU, no driver, no
-compiler.
+``sparse_gated_ffn``, ``sparse_ffn`` and ``pack`` are the functions, ``twell.nn`` has the modules, ``twell.ops`` the
+registered operators, and ``explain`` shows the strategy of a layer. ``sparsify_`` converts a model in place,
+``twell.integrations.transformers`` one of Hugging Face. ``twell.recipe`` is for training, ``twell.distributed`` for
+tensor parallelism; both are imported at first use. Importing twell needs torch alone: no GPU, no driver, no compiler.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ __all__ = [
     "sparsify_",
 ]
 
-# imported when they are asked for: they need more of torch than the rest, or time
+# imported at first use: they take time or need more of torch
 _SUBMODULES = ("distributed", "integrations", "recipe", "reference", "testing")
 
 if not TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Arguments of public functions: TypeError and ValueError with what was got and what is expected."""
+"""Checks of public arguments: TypeError and ValueError that say "must be X, got Y"."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def require(name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
-    """Raise TypeError unless ``value`` is of one of ``kinds``; ``expected`` says so in words."""
+    """Raise TypeError unless ``value`` is an instance of ``kinds``; ``expected`` names them in words."""
     if not isinstance(value, kinds):
         raise TypeError(f"{name} must be {expected}, got {_describe(value)}")
 

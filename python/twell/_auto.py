@@ -1,8 +1,8 @@
-"""``AutoStrategy``: the strategy of a call site, chosen from figures that its earlier calls left.
+"""``AutoStrategy``: the strategy of a call site, chosen from figures that earlier calls left.
 
-A call at the site asks ``begin`` how it runs. On a schedule it is handed a ``Measurement`` too: the counts that its
-kernels left anyway are summed on the device and copied to pinned memory behind them, and a later call on the schedule
-that finds them arrived decides anew. The host never waits. ``tuning.decide`` holds the rules, this file the memory.
+A call at the site asks ``begin`` for its ``Route``. On a schedule the route has a ``Measurement``: counts that the
+kernels write anyway are summed on the device and copied to pinned memory. A later call on the schedule that finds them
+arrived decides again. The host never waits. ``tuning.decide`` holds the rules, this file the memory.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from twell._arguments import require_integer
 from twell._runtime import device, geometry
 from twell._runtime.log import logger, warn_once
 
-# Compiled graphs, whose number of tokens may be symbolic, know two classes of it: at most this many, and more. Each has
-# a typical number that it is decided for.
+# Compiled graphs, whose number of tokens may be symbolic, know two classes: at most this many tokens, and more. The
+# decision of a class is that of its typical number.
 FEW = 256
 _TYPICAL = {True: 64, False: 16384}
 _TYPICAL_K, _TYPICAL_N = 2048, 5632
@@ -32,23 +32,23 @@ PACKED_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def forced(kind: str, index: int | None) -> str:
-    """The strategy that "auto" is on a device, by its type and index; "" where it chooses."""
+    """The strategy that a device imposes on "auto", by its type and index; "" where it chooses."""
     if kind != "cuda":
-        # operators that stand in for the kernels take several times as long
+        # the CPU code of the sparse operators takes several times as long
         return "dense"
     try:
         capability = device.capability(index or 0)
     except RuntimeError:
-        # no driver, so that these are fake tensors
+        # no driver: these are fake tensors
         return ""
-    if capability == (9, 0):
+    if capability == device.SM_90:
         return ""
-    warn_once(f'strategy="auto" is "dense" on compute capability {capability}: the sparse kernels need (9, 0)')
+    warn_once(f'strategy="auto" is "dense" on compute capability {capability}: the sparse kernels need {device.SM_90}')
     return "dense"
 
 
 def fixed(requested: str, device: torch.device, dtype: torch.dtype, training: bool) -> tuple[str, str]:
-    """What runs where ``requested`` leaves nothing to choose for operands of ``dtype``, and why; else two times ""."""
+    """(strategy, reason) where ``requested`` leaves nothing to choose for operands of ``dtype``, else ("", "")."""
     if requested == "auto" and (strategy := forced(device.type, device.index)):
         return strategy, "sparse kernels need a GPU of compute capability 9.0"
     if requested != "dense" and dtype not in PACKED_DTYPES:
@@ -62,25 +62,25 @@ def fixed(requested: str, device: torch.device, dtype: torch.dtype, training: bo
 
 
 def _exporting() -> bool:
-    # while Dynamo traces, torch 2.11 takes this for true in what it traces, whatever it is for
+    # torch 2.11 makes this true in all code that Dynamo traces, exported or not
     return torch.compiler.is_exporting()
 
 
-# as torch.compiler.assume_constant_result has it, which would import Dynamo: tracing calls them and keeps the answers
+# What torch.compiler.assume_constant_result sets, without importing Dynamo: tracing calls them and keeps the answers.
 forced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-# Strategies of which ``Explanation`` shows predicted times.
+# Strategies whose predicted times ``Explanation`` shows.
 _TIMED = ("row", "union", "dense")
 
 
 class Choice(NamedTuple):
-    """What one layer runs for one kind of call, a row of ``Explanation``.
+    """The strategy of one layer for one kind of call: a row of ``Explanation``.
 
-    layer: its qualified name. kind: "inference", "training" or "any". tokens: the numbers of tokens it is about.
+    layer: its qualified name. kind: "inference", "training" or "any". tokens: the range of token counts.
     graph: "captured" or "compiled" if a graph keeps this choice, else "". calls: how many calls there were.
-    figures: what was measured, or None, and measured: in which of the calls. costs: predicted times as multiples of
+    figures: the measured sparsity, or None. measured: the call that measured it. costs: predicted times as multiples of
     dense's; empty where nothing is known.
     """
 
@@ -98,7 +98,7 @@ class Choice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The strategies of layers: ``rows`` are data, ``str`` of it is a table."""
+    """The strategies of layers: ``rows`` has the data, ``str`` makes a table."""
 
     rows: tuple[Choice, ...]
 
@@ -115,7 +115,7 @@ class Explanation:
         header = ["layer", "calls", "tokens", "strategy", "non-zeros", "union", *times, "why"]
         lines = [header, *(_cells(row) for row in self.rows)]
         widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-        # names to the left, numbers to the right
+        # names left-aligned, numbers right-aligned
         left = (0, 1, 2, 3, len(header) - 1)
         aligned = ([c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(x, widths))] for x in lines)
         return "\n".join("  ".join(cells).rstrip() for cells in aligned)
@@ -158,12 +158,12 @@ class Transfer:
 
 
 def _beside_captures(tensor: Tensor) -> AbstractContextManager[None]:
-    """Where a measurement may take memory that the call by itself would not need, whatever other threads capture."""
+    """A context in which a measurement may allocate while another thread captures a graph."""
     return device.relaxed_capture() if tensor.is_cuda else nullcontext()
 
 
 class Measurement(NamedTuple):
-    """A call whose figures are wanted."""
+    """A call whose figures the site wants."""
 
     site: AutoStrategy
     problem: tuning.Problem
@@ -179,23 +179,23 @@ class Measurement(NamedTuple):
 
     @torch.no_grad()
     def counts(self, nonzeros: Tensor, unions: Tensor | None, most: int | None = None) -> None:
-        """Leave the number of non-zeros (0-d) and, if known, of neurons that some token of each tile of 128 fires.
+        """Leave the number of non-zeros (0-d) and, if known, the union of each tile: the neurons its 128 tokens fire.
 
-        With more than ``most`` non-zeros the unions say nothing.
+        With more than ``most`` non-zeros the unions are not used.
         """
         whole = self.problem.m // geometry.TOKEN_TILE
         with _beside_captures(nonzeros):
             if unions is None or not whole:
                 values = torch.stack((nonzeros.long(),))
             else:
-                # a tile with fewer tokens says less
+                # a partial tile has a smaller union
                 values = torch.stack((nonzeros.long(), unions[:whole].sum()))
             transfer = Transfer(values)
         self.site.expect(self.problem, self.call, transfer, most)
 
 
 class _Expected(NamedTuple):
-    """What ``Measurement.counts`` left of a call."""
+    """The counts of a call, still on their way."""
 
     problem: tuning.Problem
     call: int
@@ -211,7 +211,7 @@ class _Expected(NamedTuple):
 
 
 class Route(NamedTuple):
-    """How a call runs: its strategy, what its figures go to if they are wanted, the site that is to hold its y."""
+    """How a call runs: its strategy, the measurement to fill and the site whose ``hold`` must get y, if any."""
 
     strategy: str
     measurement: Measurement | None = None
@@ -220,7 +220,7 @@ class Route(NamedTuple):
 
 @dataclasses.dataclass
 class _Bucket:
-    """What a site knows about calls of one kind, with about the same number of tokens."""
+    """The memory of a site for calls of one kind and about the same number of tokens."""
 
     problem: tuning.Problem
     decision: tuning.Decision | None = None
@@ -232,7 +232,7 @@ class _Bucket:
 
 @dataclasses.dataclass
 class _Graph:
-    """What compiled graphs of one class run. Fixed once ``traced``; tracing reads ``strategy`` and nothing else."""
+    """The strategy of compiled graphs of one class. Fixed once ``traced``; tracing reads ``strategy`` alone."""
 
     strategy: str
     reason: str
@@ -240,29 +240,29 @@ class _Graph:
 
 
 class _Pass:
-    """A forward pass that backward has yet to go through."""
+    """A forward pass whose backward pass has not run yet."""
 
 
 class AutoStrategy:
-    """The strategy of a call site, chosen from measurements: pass it as ``strategy`` at that site's every call.
+    """The strategy of a call site, chosen from measurements: pass one object as ``strategy`` at every call of the site.
 
-    Modules with ``strategy="auto"`` have one of their own. On a GPU of compute capability 9.0 it picks "row", "union"
-    or "dense" separately for inference and training and for each power of two of tokens: the cheapest by
-    ``twell.tuning.decide``, which knows measured times, for the non-zeros that earlier calls had. These come to the
-    host asynchronously; no call waits. Calls 0, 1, 2, 4, 8, ... and then each ``period``-th, a power of two, decide
-    anew and measure; to learn what "union" would gather, such a call runs it in place of "row". Before anything is
-    known inference takes a sparse strategy, training the dense one. A change must promise to save 2 %, and is logged at
-    INFO; ``twell.explain`` shows choices, reasons and figures.
+    Modules with ``strategy="auto"`` have their own. On a GPU of compute capability 9.0 it picks "row", "union" or
+    "dense", separately for inference and training and for each power of two of tokens. The choice is the cheapest by
+    ``twell.tuning.decide``, from measured times and from the non-zeros of earlier calls. These reach the host
+    asynchronously; no call waits. Calls 0, 1, 2, 4, 8, ... and then each ``period``-th, a power of two, decide again
+    and measure; to learn the unions, such a call runs "union" in place of "row". Before the first figures, inference
+    takes a sparse strategy and training the dense one. A change must promise to save 2 %, and is logged at INFO;
+    ``twell.explain`` shows choices, reasons and figures.
 
-    Where the down weight is not stored by rows (``twell.nn.set_down_layout``), it reckons with the copy that sparse
-    strategies make of it. On other GPUs it is "dense", after a warning, and so it is on the CPU, where the operators
-    that stand in for the kernels are slower than that; nothing is measured there.
+    If the down weight is not stored by rows (``twell.nn.set_down_layout``), the prediction includes the copy that
+    sparse strategies make of it. On other GPUs "auto" is "dense", after a warning, and on the CPU, too, where the
+    sparse operators are slower than that; nothing is measured there.
 
     The same figures arriving at the same calls give the same choices. Strategies differ in the last bits, and arrival
     is a matter of timing: name a strategy for bitwise repeatable runs. A graph, captured or compiled, keeps the
     strategy chosen before it was made and measures nothing; make it after some eager calls, or name the strategy.
-    Under activation checkpointing training keeps its choice until a forward pass has had its backward, so that the
-    recomputation runs what the forward pass ran; the recomputation itself neither counts as a call nor measures.
+    Under activation checkpointing, training keeps its choice until the backward pass is through, so that the
+    recomputation runs the strategy of the forward pass; the recomputation neither counts as a call nor measures.
 
     Copying and pickling keep choices and figures.
     """
@@ -302,13 +302,13 @@ class AutoStrategy:
         return f"AutoStrategy(period={self.period})"
 
     def begin(self, x: Tensor, n: int, gated: bool, training: bool, down_copied: bool) -> Route:
-        """How a call on x [..., K] with n neurons runs."""
+        """Choose the route of a call on x [..., K] with n neurons."""
         m = tokens_of(x)
         if tracing(m):
             return Route(self._trace(m, training, down_copied))
         problem = tuning.Problem(m, x.shape[-1], n, gated, training, down_copied)
         holder = self if training and _checkpointed() else None
-        # neither tensors that hold no values nor graphs that would run again leave figures
+        # fake tensors have no figures, and a captured graph would leave them at each replay
         real = type(x) is Tensor or type(x) is torch.nn.Parameter
         capturing = real and _capturing(x)
         if not real or capturing or (training and self._recomputes()):
@@ -330,33 +330,33 @@ class AutoStrategy:
         return torch._C._current_graph_task_id() != -1 and len(self._open) > 0
 
     def choose(self, problem: tuning.Problem) -> tuning.Decision:
-        """Count a call, and the decision that holds for it."""
+        """Count a call and return its decision."""
         with self._lock:
             return self._count(problem)[1]
 
     def observe(self, problem: tuning.Problem, figures: tuning.Figures, call: int | None = None) -> None:
-        """Take the figures of a call, by default the latest; the next one on the schedule decides by them."""
+        """Take the figures of a call, by default the latest; the next call on the schedule decides by them."""
         with self._lock:
             self._observe(problem, figures, call)
 
     def expect(self, problem: tuning.Problem, call: int, transfer: Transfer, most: int | None) -> None:
-        """Take the figures of a call once they have arrived, unless others are on their way."""
+        """Take the figures of a call once they have arrived; ignore them if others are on their way."""
         with self._lock:
             if self._pending is None and self._layer == (problem.k, problem.n, problem.gated):
                 self._pending = _Expected(problem, call, transfer, most)
 
     def hold(self, y: Tensor) -> None:
-        """Keep the choices for training until no backward pass can go through ``y`` any more."""
+        """Keep the choices for training until no backward pass through ``y`` can follow."""
         node = y.grad_fn
         if node is None:
             return
         waiting, waiting_for = self._open, _Pass()
         waiting.add(waiting_for)
 
-        # the hook lives as long as the graph, and what it names with it
+        # the hook, and with it the pass, lives as long as the graph
         def passed(*_: Any) -> None:
             if not torch._C._autograd._get_current_graph_task_keep_graph():
-                # which node of the layer is the last is only known when all have run
+                # the layer's last node is known only when all have run
                 torch.autograd.Variable._execution_engine.queue_callback(lambda: waiting.discard(waiting_for))
 
         node.register_hook(passed)
@@ -384,16 +384,16 @@ class AutoStrategy:
             return rows
 
     def _trace(self, m: Any, training: bool, down_copied: bool) -> str:
-        """The choice of compiled graphs. Dynamo guards on what is read here, which does not change once it is read."""
+        """The choice of compiled graphs. Dynamo guards on values read here; none changes after its first read."""
         graph = self._graphs[_graph_index(training, down_copied, _few(m))]
         if not _exporting():
             graph.traced = True
         return graph.strategy
 
     def _peek(self, problem: tuning.Problem, record: bool) -> str:
-        """The choice as it stands, for a call that leaves nothing."""
+        """The current choice, for a call that is neither counted nor measured."""
         with self._lock:
-            self._enter(problem)
+            self._forget_other_layers(problem)
             key = _key(problem)
             bucket = self._buckets.get(key)
             alike = bucket is not None and bucket.problem.down_copied == problem.down_copied
@@ -405,19 +405,19 @@ class AutoStrategy:
             return decision.strategy
 
     def _count(self, problem: tuning.Problem) -> tuple[int, tuning.Decision, bool]:
-        """Which call of its bucket this is, the decision that holds for it, and whether it is on the schedule."""
-        self._enter(problem)
+        """Count a call: its index in its bucket, its decision, and whether it is on the schedule."""
+        self._forget_other_layers(problem)
         bucket = self._buckets.setdefault(_key(problem), _Bucket(problem))
         call, bucket.calls = bucket.calls, bucket.calls + 1
         due = call % self.period == 0 if call >= self.period else call & (call - 1) == 0
-        laid_anew = bucket.problem.down_copied != problem.down_copied
-        if due or bucket.late or bucket.decision is None or laid_anew:
+        relaid = bucket.problem.down_copied != problem.down_copied
+        if due or bucket.late or bucket.decision is None or relaid:
             self._collect()
             return call, self._decide(problem, bucket), due
         return call, bucket.decision, due
 
-    def _enter(self, problem: tuning.Problem) -> None:
-        """Forget another layer's figures: that of a module changes where neurons are removed."""
+    def _forget_other_layers(self, problem: tuning.Problem) -> None:
+        """Forget the figures of a layer of another size: removing neurons changes a module's layer."""
         layer = (problem.k, problem.n, problem.gated)
         if self._layer != layer:
             self._layer, self._pending = layer, None
@@ -431,7 +431,7 @@ class AutoStrategy:
             self._observe(pending.problem, pending.figures(), pending.call)
 
     def _observe(self, problem: tuning.Problem, figures: tuning.Figures, call: int | None) -> None:
-        self._enter(problem)
+        self._forget_other_layers(problem)
         bucket = self._buckets.setdefault(_key(problem), _Bucket(problem))
         bucket.figures, bucket.measured = figures, max(bucket.calls - 1, 0) if call is None else call
 
@@ -452,7 +452,7 @@ class AutoStrategy:
         return decision
 
     def _decide_graphs(self, latest: tuning.Problem) -> None:
-        """What graphs compiled from now on run: as most calls of their class, or by the nearest figures."""
+        """Decide for graphs compiled from now on: as most calls of their class ran, or by the nearest figures."""
         for (training, down_copied, few), graph in zip(_GRAPH_KINDS, self._graphs):
             if graph.traced:
                 continue
@@ -472,7 +472,7 @@ class AutoStrategy:
             graph.strategy, graph.reason = decision.strategy, decision.reason
 
     def _nearest(self, key: tuple[bool, int]) -> tuning.Figures | None:
-        """The figures of the bucket nearest in its number of tokens, of the same kind if there are two."""
+        """The figures of the bucket nearest in number of tokens; of two, the one of the same kind."""
         known = {other: b.figures for other, b in self._buckets.items() if b.figures is not None}
         if not known:
             return None
@@ -480,7 +480,7 @@ class AutoStrategy:
 
 
 def fresh(x: Tensor, n: int, gated: bool, training: bool, down_copied: bool) -> str:
-    """The strategy of a call on x [..., K] without a site to remember it: one that is sparse, in training too."""
+    """The strategy of a call on x [..., K] that has no site to remember figures: sparse, in training too."""
     if training:
         return "union"
     m = tokens_of(x)
@@ -493,20 +493,20 @@ def tokens_of(x: Tensor) -> int:
     """Tokens of x [..., K], which may be symbolic."""
     m = 1
     for size in x.shape[:-1]:
-        # torch.Size.numel would make an integer of a symbol
+        # torch.Size.numel would turn a symbol into an integer
         m = m * size
     return m
 
 
 def tracing(m: Any) -> bool:
-    """Whether this call makes a graph, of ``m`` tokens, which may be symbolic."""
+    """Whether this call is being traced; ``m``, its number of tokens, may be symbolic."""
     if torch.compiler.is_compiling() or type(m) is not int:
         return True
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
 def _checkpointed() -> bool:
-    """Whether activation checkpointing may compute this call again: hooks take what it saves for backward."""
+    """Whether activation checkpointing may run this call again: hooks take its saved tensors."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
@@ -515,9 +515,9 @@ def _capturing(x: Tensor) -> bool:
 
 
 def _few(m: Any) -> bool:
-    """The class of a number of tokens that may be symbolic."""
+    """Whether the number of tokens, which may be symbolic, is in the class of few."""
     if _exporting():
-        # a guard would narrow the range that the user gave
+        # a guard would narrow the range of the export
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
         return statically_known_true(m <= FEW)
@@ -529,7 +529,7 @@ _GRAPH_KINDS = tuple((i > 3, i % 4 > 1, i % 2 > 0) for i in range(8))
 
 
 def _graph_index(training: bool, down_copied: bool, few: bool) -> int:
-    """The place in ``_GRAPH_KINDS``; booleans that are traced are no integers."""
+    """The index in ``_GRAPH_KINDS``; traced booleans are not integers."""
     return (4 if training else 0) + (2 if down_copied else 0) + (1 if few else 0)
 
 
@@ -541,7 +541,7 @@ def _typical(
 
 
 def _bucket(m: int) -> int:
-    """The power of two that ``m`` is at most, as its logarithm."""
+    """The logarithm of the smallest power of two that is at least ``m``."""
     return (m - 1).bit_length() if m > 0 else 0
 
 
@@ -562,8 +562,8 @@ def _measured(figures: tuning.Figures | None) -> str:
     if figures is None:
         return ""
     union = "" if figures.union is None else f", a union of {figures.union:.1%}"
-    return f"; measured {figures.nonzeros:.1f} non-zeros a token{union}"
+    return f"; measured {figures.nonzeros:.1f} non-zeros per token{union}"
 
 
-# What graphs compiled from a call without a site run.
+# The strategies of graphs compiled from calls without a site.
 _FRESH = tuple(_typical(*kind, None).strategy for kind in _GRAPH_KINDS)

@@ -1,8 +1,8 @@
-"""Neurons that never fire: counting which do, taking the others out of a layer, putting them back.
+"""Neurons that never fire: count firing, remove dead neurons from a layer, put them back.
 
-A neuron whose gate is zero adds exactly nothing. A layer without it computes the same function wherever it would not
+A neuron whose gate is zero adds exactly nothing. Without it a layer computes the same function wherever it would not
 have fired, and the gate GEMM, the one product that sparsity does not skip, is smaller. "Never fired on this data" is
-not "cannot fire": nothing here happens unless it is called, and what it takes out can be put back.
+not "cannot fire": nothing is removed unless asked for, and all of it can be put back.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Module = TypeVar("Module", bound=nn.Module)
 # The kernels take multiples of 8 neurons.
 _STEP = 8
 
-# Gates that are computed at a time while counting: 32 MB of 16 bits, and as much spill.
-_CHUNK_GATES = 1 << 24
+# Gates computed at a time while counting: 32 MB of 16 bits, and as much spill.
+CHUNK_GATES = 1 << 24
 
 
 @dataclass(frozen=True, eq=False)
 class Firing:
     """How often each of N neurons fired, and over how many tokens.
 
-    totals: int64 [N + 1], the N counts and then the tokens, so that evidence is merged by adding: runs by ``+``, ranks
-        by an all-reduce.
+    totals: int64 [N + 1], the N counts and then the tokens. Evidence is merged by adding: runs by ``+``, ranks by an
+        all-reduce.
     """
 
     totals: Tensor
@@ -95,7 +95,7 @@ class FiringCounts(Mapping[str, Firing]):
         return FiringCounts({name: firing + other[name] for name, firing in self.items()})
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> FiringCounts:
-        """The evidence of all ranks of ``group``, one collective a layer; itself where torch.distributed is not in use.
+        """The sum over all ranks of ``group``, one collective per layer; itself if torch.distributed is not in use.
 
         Every rank must call it, with the same layers.
         """
@@ -112,17 +112,16 @@ class FiringCounts(Mapping[str, Firing]):
 
 @contextmanager
 def count_firing(model: nn.Module) -> Iterator[FiringCounts]:
-    """Count how often each neuron of the twell layers of ``model`` fires, in every call made inside the ``with``.
+    """Count how often each neuron of the twell layers of ``model`` fires, in every call inside the ``with``.
 
-    ``model`` may itself be such a layer. A neuron fires for a token if the gate that the layer computes, after ReLU and
-    rounding to 16 bits, is not zero. It is computed once more for this, by the sparse kernel or, for layers with
-    ``strategy="dense"``, by PyTorch: where the order of summation decides whether a gate is zero, a call that runs the
-    other one may differ. Works with and without gradients and under autocast, and never waits for the device. What
-    activation checkpointing computes anew is not counted again. Counts stand on the device of each layer, which must
-    not move meanwhile, and can be read at any time.
+    ``model`` may itself be such a layer. A neuron fires for a token if its gate, after ReLU and rounding to 16 bits, is
+    not zero. The gate is computed once more for this, by the sparse kernel or, for layers with ``strategy="dense"``, by
+    PyTorch; the two may differ where the order of summation decides whether a gate is zero. Works with and without
+    gradients and under autocast, and never waits for the device. Recomputation by activation checkpointing is not
+    counted. Counts are on the device of each layer, which must not move meanwhile, and can be read at any time.
 
-    A model that was compiled before may not run the hooks that this is made of, and count nothing: call the original,
-    or compile inside. Pickle models outside the ``with``. Raises ValueError if there is no twell layer.
+    Counting uses hooks, which a model compiled before may not run: call the original, or compile inside. Pickle models
+    outside the ``with``. Raises ValueError if there is no twell layer.
     """
     layers = _layers(model)
     if not layers:
@@ -143,10 +142,10 @@ def count_firing(model: nn.Module) -> Iterator[FiringCounts]:
 def _counter(owner: MLP, totals: Tensor) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
     def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else kwargs.get("x")
-        # a copy of the layer has this hook too, and what is no tensor the layer itself refuses
+        # a copy of the layer has this hook, too; the layer itself refuses an x that is no tensor
         if module is not owner or not isinstance(x, Tensor):
             return
-        # within backward it is a checkpoint that is computed anew
+        # a call within backward is the recomputation of a checkpoint
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             _count(owner, x, totals)
 
@@ -163,8 +162,8 @@ def _count(mlp: MLP, x: Tensor, totals: Tensor) -> None:
     if not tokens.shape[0]:
         return
     totals[-1] += tokens.shape[0]
-    # of equal size, so that none has few tokens where the layer has many
-    for chunk in tokens.tensor_split(-(-tokens.shape[0] * weight.shape[0] // _CHUNK_GATES)):
+    # chunks of equal size: a short one would run the few-token kernel
+    for chunk in tokens.tensor_split(-(-tokens.shape[0] * weight.shape[0] // CHUNK_GATES)):
         if packs:
             values = functional.pack(chunk, weight, bias, compression=mlp.compression).unpack()
         else:
@@ -173,18 +172,18 @@ def _count(mlp: MLP, x: Tensor, totals: Tensor) -> None:
 
 
 def _packs(mlp: MLP, x: Tensor) -> bool:
-    """Whether the sparse kernel is what computes the gate, or may be."""
+    """Whether the sparse kernel computes the gate, or may."""
     requested = "auto" if isinstance(mlp.strategy, _auto.AutoStrategy) else mlp.strategy
     return x.dtype in _auto.PACKED_DTYPES and _auto.fixed(requested, x.device, x.dtype, False)[0] != "dense"
 
 
 @dataclass(frozen=True)
 class LayerCompaction:
-    """What ``compact`` did to one layer.
+    """The result of ``compact`` for one layer.
 
-    name: in ``named_modules`` of what was compacted; "" for that itself. neurons: N before. alive: how many of them the
-    evidence calls alive. kept: N after, ``alive`` filled up to a multiple of 8. bytes_saved: of parameters, on their
-    device. evidence: in words. tokens: how many the evidence comes from, None where a mask was given.
+    name: in ``named_modules`` of the module; "" for the module itself. neurons: N before. alive: how many of them are
+    alive by the evidence. kept: N after, ``alive`` filled up to a multiple of 8. bytes_saved: of parameters, on their
+    device. evidence: in words. tokens: how many the evidence comes from, None for a mask.
     """
 
     name: str
@@ -197,12 +196,12 @@ class LayerCompaction:
 
     @property
     def neurons_saved(self) -> float:
-        """Share of the neurons, of their parameters and of the flops of dense products that is gone."""
+        """Removed share of the neurons, of their parameters and of the flops of dense products."""
         return 1 - self.kept / self.neurons
 
     @property
     def gate_saved(self) -> float:
-        """Share of the gate GEMM that is gone, in tiles of 256 neurons, which its kernel computes as a whole."""
+        """Removed share of the gate GEMM, in tiles of 256 neurons, which its kernel computes whole."""
         return 1 - geometry.tiles(self.kept) / geometry.tiles(self.neurons)
 
     def __str__(self) -> str:
@@ -214,7 +213,7 @@ class LayerCompaction:
 
 @dataclass(frozen=True)
 class CompactionReport:
-    """What ``compact`` removed, on which evidence: a ``LayerCompaction`` for each layer, in the model's order."""
+    """The result of ``compact``: a ``LayerCompaction`` for each layer, in the model's order."""
 
     layers: tuple[LayerCompaction, ...]
 
@@ -242,13 +241,13 @@ class CompactionReport:
 
 
 class Compaction(nn.Module):
-    """What a compacted layer remembers, as its child ``compaction``: it computes nothing.
+    """The record of a compacted layer, its child ``compaction``; computes nothing.
 
-    kept: bool [N], a persistent buffer: True where a neuron of the original layer is still there. It says which neurons
-        a checkpoint holds, and is what ``compact`` takes to make a fresh layer fit it.
-    removed: [N - N', C] on the CPU, a row for each neuron taken out with its weights and biases side by side, or None.
-        Follows the module's dtype but not its device, is saved in the state dict, and is neither parameter nor buffer:
-        what wraps a model for many GPUs does not see it. Set it to None to drop it.
+    kept: bool [N], a persistent buffer: True for neurons of the original layer that are still there. It says which
+        neurons a checkpoint holds; ``compact`` takes it to make a fresh layer fit.
+    removed: [N - N', C] on the CPU, a row per removed neuron with its weights and biases side by side, or None. Follows
+        the module's dtype but not its device and is saved in the state dict. It is neither parameter nor buffer, so
+        wrappers for many GPUs do not see it. Set it to None to drop it.
     """
 
     kept: Tensor
@@ -261,7 +260,7 @@ class Compaction(nn.Module):
 
     @property
     def neurons(self) -> Tensor:
-        """int64 [N'], ascending: the place in the original layer of each neuron that is left. Waits for the device."""
+        """int64 [N'], ascending: the index in the original layer of each neuron left. Waits for the device."""
         return self.kept.nonzero().flatten()
 
     def extra_repr(self) -> str:
@@ -271,7 +270,7 @@ class Compaction(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Compaction:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.removed is not None:
-            # what fn makes of a tensor, without taking all rows to another device
+            # shows the dtype and device of fn without moving all rows
             like = fn(self.removed.new_empty(0))
             if self.removed.is_meta or like.is_meta:
                 device = "meta" if like.is_meta else "cpu"
@@ -305,7 +304,7 @@ class Compaction(nn.Module):
             removed = state_dict[key].detach()
             self.removed = removed if removed.is_meta else removed.to("cpu", copy=True)
         elif prefix + "kept" in state_dict:
-            # rows of another model, perhaps of other neurons, are none of this one's
+            # the state is another model's, perhaps with other neurons: these rows no longer apply
             self.removed = None
 
 
@@ -317,10 +316,10 @@ def compact(
     keep_removed: bool = True,
     inplace: bool = False,
 ) -> tuple[Module, CompactionReport]:
-    """``module`` without the neurons that are not alive, and a report of what was removed on which evidence.
+    """Remove the neurons of ``module`` that are not alive; return the result and a report.
 
-    The result is exact for the neurons kept: where no removed neuron would fire it computes the same function,
-    elsewhere what those would add is missing. ``alive`` comes from data, and speaks of that data alone.
+    The result is exact where no removed neuron would fire; elsewhere the terms of those neurons are missing. ``alive``
+    comes from data and holds for that data alone.
 
     Args:
         module: a SparseGatedMLP, a SparseMLP, or any model with such layers.
@@ -328,25 +327,25 @@ def compact(
             mapping from names of layers, as in ``named_modules``, to these, as ``count_firing`` gives it; layers that
             it does not name stay as they are.
         minimum: with ``Firing``, how often a neuron must have fired to be alive.
-        keep_removed: keep what is removed on the CPU, for ``restore``, and in the state dict, which then is as large as
-            before. Else it is gone.
-        inplace: for a model, put the compacted layers into ``module`` itself, which is returned. Else a copy of it is
-            returned, and ``module`` stays as it is.
+        keep_removed: keep the removed rows on the CPU, for ``restore``, and in the state dict, which then is as large
+            as before. Otherwise they are gone.
+        inplace: for a model, put the compacted layers into ``module`` itself and return it. Otherwise return a copy and
+            leave ``module`` as it is.
 
-    A compacted layer is of the same class, a copy of the old one but for N: ``strategy``, hooks and all else are kept.
-    Its neurons keep their order. Its parameters are new ones, on the same device and with the same ``requires_grad``;
-    gradients, ``main_grad`` and the state of an optimizer do not follow, so make the optimizer afterwards. Parameters
-    that other modules share are shared no more.
+    A compacted layer is a copy of the old one except for N: class, ``strategy``, hooks and all else are kept. Its
+    neurons keep their order. Its parameters are new, on the same device and with the same ``requires_grad``; gradients,
+    ``main_grad`` and the state of an optimizer do not follow, so make the optimizer afterwards. Parameters that other
+    modules share are no longer shared.
 
-    N stays a multiple of 8, so up to 7 neurons that are not alive are kept, those that fired most and then the first.
-    The gate GEMM's kernel computes tiles of 256 neurons: it gains for each 256 that N falls. Compacting again is
-    possible, and ``restore`` then undoes both.
+    N stays a multiple of 8, so up to 7 neurons that are not alive are kept: those that fired most, then the first. The
+    gate GEMM's kernel computes tiles of 256 neurons: it gains for each 256 that N falls. Compacting again is possible,
+    and ``restore`` then undoes both.
 
-    Each compacted layer gets a child ``compaction`` (see there) with ``kept``, bool [N], and ``neurons``, the places
-    that they had. To load its state dict into a fresh model, compact that with the masks first:
+    Each compacted layer gets a child ``compaction`` (see there) with ``kept``, bool [N], and ``neurons``, their
+    original indices. To load its state dict into a fresh model, compact that with the masks first:
     ``twell.compact(fresh, {name: state[f"{name}.compaction.kept"]}, inplace=True)``.
 
-    Waits for the device. Raises TypeError for what is neither a layer, evidence nor a mask, ValueError for masks of the
+    Waits for the device. Raises TypeError for wrong types of layers, evidence or masks, ValueError for masks of the
     wrong length, evidence from no tokens, layers without any neuron alive and names that the module does not have.
     """
     masks, reports = _plan(module, alive, minimum)
@@ -354,26 +353,26 @@ def compact(
     def make(mlp: MLP, name: str) -> MLP:
         return _compacted(mlp, masks[name], keep_removed)
 
-    return _exchange("compact", module, list(masks), make, inplace), CompactionReport(tuple(reports))
+    return _replace_layers("compact", module, list(masks), make, inplace), CompactionReport(tuple(reports))
 
 
 def restore(module: Module, *, inplace: bool = False) -> Module:
-    """Undo ``compact``: ``module``, a compacted layer or a model with some, with all the neurons it had once.
+    """Undo ``compact``: return ``module``, a compacted layer or a model with some, with all its original neurons.
 
-    Neurons that were removed are bitwise as they were, unless the module was cast since; those that were kept are as
-    they are now, trained or not. Parameters are new ones, and ``inplace`` is as in ``compact``. Raises ValueError where
-    nothing was compacted, or where what was removed has been dropped.
+    Removed neurons come back bitwise, unless the module was cast since; kept neurons stay as they are now, trained or
+    not. Parameters are new, and ``inplace`` is as in ``compact``. Raises ValueError if nothing was compacted or the
+    removed rows were dropped.
     """
     compacted = [names[0] for mlp, names in _layers(module).items() if _compaction(mlp) is not None]
     if not compacted:
         raise ValueError(f"restore: module must be or have layers that compact has made, got {_kind(module)}")
     for name in compacted:
         _require_removed(module.get_submodule(name), name)
-    return _exchange("restore", module, compacted, _restored, inplace)
+    return _replace_layers("restore", module, compacted, _restored, inplace)
 
 
 def _layers(module: nn.Module) -> dict[MLP, list[str]]:
-    """The twell layers of a model, with all the names that each has."""
+    """The twell layers of a model, each with all its names."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"a torch.nn.Module is expected, got {_kind(module)}")
     layers: dict[MLP, list[str]] = {}
@@ -400,7 +399,7 @@ def _kind(value: object) -> str:
 
 
 def _plan(module: nn.Module, alive: object, minimum: int) -> tuple[dict[str, Tensor], list[LayerCompaction]]:
-    """The neurons to keep of each layer to compact, by its first name, and the reports; checks all arguments."""
+    """Check all arguments; return the mask of each layer to compact, by its first name, and the reports."""
     layers = _layers(module)
     if not layers:
         raise TypeError(f"compact: module must be or have SparseGatedMLP or SparseMLP layers, got {_kind(module)}")
@@ -430,7 +429,7 @@ def _plan(module: nn.Module, alive: object, minimum: int) -> tuple[dict[str, Ten
 
 
 def _choose(mlp: MLP, name: str, evidence: object, minimum: int) -> tuple[Tensor, LayerCompaction]:
-    """The neurons to keep, bool [N] on the CPU, and the report on them."""
+    """The neurons to keep, bool [N] on the CPU, and the layer's report."""
     where, n = f"compact: alive of {name or 'module'}", mlp.intermediate
     if isinstance(evidence, Firing):
         if evidence.totals.shape != (n + 1,):
@@ -453,7 +452,7 @@ def _choose(mlp: MLP, name: str, evidence: object, minimum: int) -> tuple[Tensor
         counts, tokens = counts[:-1], int(counts[-1])
         if not tokens:
             raise ValueError(
-                f"{where} must come from data, got counts of no tokens: the layer was not called, or only as part of a "
+                f"{where} must come from data, got counts of no tokens: the layer was not called, or only within a "
                 "compiled module"
             )
         words = f"alive are those that fired {'once' if minimum == 1 else f'{minimum:,} times'} in {tokens:,} tokens"
@@ -462,7 +461,7 @@ def _choose(mlp: MLP, name: str, evidence: object, minimum: int) -> tuple[Tensor
     if not living:
         raise ValueError(f"{where} must have a neuron, got none of {n}: the layer adds nothing but its down bias")
 
-    # dead neurons, those that fired most first; none where all are kept
+    # fill with dead neurons, those that fired most first
     fill = min(-living % _STEP, n - living)
     order = counts.long().masked_fill(kept, -1).sort(descending=True, stable=True).indices
     kept[order[:fill]] = True
@@ -472,7 +471,7 @@ def _choose(mlp: MLP, name: str, evidence: object, minimum: int) -> tuple[Tensor
 
 
 def _neurons(mlp: MLP, name: str = "") -> dict[str, Tensor]:
-    """All parameters that have a row per neuron, as [N, K] of weights or [N, 1] of biases; checked."""
+    """Check and return the parameters with a row per neuron, as weights [N, K] or biases [N, 1]."""
     inputs = ("gate_proj", "up_proj") if isinstance(mlp, SparseGatedMLP) else ("up_proj",)
     rows: dict[str, Tensor] = {}
     for projection in (*inputs, "down_proj"):
@@ -492,7 +491,7 @@ def _neurons(mlp: MLP, name: str = "") -> dict[str, Tensor]:
 def _resized(mlp: MLP, rows: Mapping[str, Tensor], compaction: Compaction | None) -> MLP:
     """A copy of ``mlp`` with other neurons: ``rows`` are contiguous, with the names and widths of ``_neurons``."""
     parameters = dict(mlp.named_parameters(remove_duplicate=False))
-    # deepcopy puts these in place of what it would copy
+    # deepcopy takes these instead of copies
     memo: dict[int, Any] = {id(_compaction(mlp)): None}
     n = 0
     for name, new in rows.items():
@@ -517,9 +516,9 @@ def _compacted(mlp: MLP, kept: Tensor, keep_removed: bool) -> MLP:
     before = _compaction(mlp)
     left, gone = kept.nonzero().flatten(), (~kept).nonzero().flatten()
     rows = _neurons(mlp)
-    removed = _beside([t.index_select(0, gone.to(t.device)) for t in rows.values()]) if keep_removed else None
+    removed = _side_by_side([t.index_select(0, gone.to(t.device)) for t in rows.values()]) if keep_removed else None
     if before is not None:
-        # in terms of the neurons that there were at first
+        # as indices of the original neurons
         neurons = before.neurons.cpu()
         original = torch.zeros(before.kept.numel(), dtype=torch.bool, device="cpu")
         original[neurons[left]] = True
@@ -536,8 +535,8 @@ def _compacted(mlp: MLP, kept: Tensor, keep_removed: bool) -> MLP:
     return _resized(mlp, {name: t.index_select(0, left.to(t.device)) for name, t in rows.items()}, compaction)
 
 
-def _beside(rows: list[Tensor]) -> Tensor:
-    """Rows of several tensors side by side [R, C] on the CPU, of a dtype that holds the values of all."""
+def _side_by_side(rows: list[Tensor]) -> Tensor:
+    """Rows of several tensors side by side [R, C] on the CPU, in a dtype that holds all values."""
     dtype = rows[0].dtype
     for t in rows[1:]:
         dtype = torch.promote_types(dtype, t.dtype)
@@ -549,7 +548,7 @@ def _require_removed(mlp: Any, name: str) -> None:
     assert compaction is not None
     what = f"restore: {name or 'module'}"
     if compaction.removed is None:
-        raise ValueError(f"{what} must hold what was removed, got none: it was compacted or loaded without")
+        raise ValueError(f"{what} must hold the removed rows, got none: it was compacted or loaded without them")
     if compaction.kept.is_meta:
         raise ValueError(f"{what} must know which neurons were kept, got a mask on meta")
     left, n = int(compaction.kept.sum()), compaction.kept.numel()
@@ -575,10 +574,12 @@ def _restored(mlp: MLP, name: str) -> MLP:
     return _resized(mlp, full, None)
 
 
-def _exchange(caller: str, module: Module, names: list[str], make: Callable[[Any, str], MLP], inplace: bool) -> Module:
-    """``module`` with ``make(layer, name)`` in place of each layer of these names, in itself or in a copy."""
+def _replace_layers(
+    caller: str, module: Module, names: list[str], make: Callable[[Any, str], MLP], inplace: bool
+) -> Module:
+    """Replace each layer of these names by ``make(layer, name)``, in ``module`` itself or in a copy."""
     if inplace and "" in names:
-        raise ValueError(f"{caller}: inplace must be False for a layer itself, got True: only what is returned is new")
+        raise ValueError(f"{caller}: inplace must be False for a layer itself, got True: only the returned one is new")
     # these become the parameters of modules that may be trained
     with torch.inference_mode(False), torch.no_grad():
         if not inplace:
@@ -586,7 +587,7 @@ def _exchange(caller: str, module: Module, names: list[str], make: Callable[[Any
             return copy.deepcopy(module, {id(layer): make(layer, name) for name, layer in layers.items()})
         places = {all_names[0]: all_names for all_names in _layers(module).values()}
         for name in names:
-            # one at a time, and nothing refers to the old one: its memory is free for the next
+            # one at a time and without references to the old ones: their memory is free for the next
             new = make(module.get_submodule(name), name)
             for place in places[name]:
                 module.set_submodule(place, new)

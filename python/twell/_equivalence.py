@@ -2,12 +2,12 @@
 
 The model's own tensors are not needed. The module's ``forward`` runs on small random weights beside the formula:
 outputs and gradients are compared in float64, in the model's dtype and under autocast, in both modes, with and without
-gradients, for one token and for several, at ordinary and at extreme magnitudes. Every operator that runs is recorded,
-since a clamp or a factor may have no effect on what was tried. So is all Python code that runs and is not torch's: what
-it reads beside x and the projections may have another value later, and a branch that the runs do not decide is looked
-for in its source. Code that is neither Python nor torch's has no source to read.
+gradients, for one token and for several, at ordinary and at extreme magnitudes. Every operator is recorded, since a
+clamp or a factor may have no effect on these inputs. So is all Python code that is not torch's: its other inputs
+besides x and the projections may change later, and its source shows branches that the runs do not decide. Code that is
+neither Python nor torch's is refused, since its source cannot be read.
 
-A pair of layers within a block that does much else is read from source, and the block runs on meta tensors.
+A pair of layers within a larger block is read from source, and the block runs on meta tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Activation = Callable[[Tensor], Tensor]
 
 PAIR = ("fc1", "fc2")
 
-# What modules keep the hooks of calls in.
+# Attributes of modules that hold the hooks of calls.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 # Neurons of the small weights. A module's own code may rely on its hidden size, hardly ever on its neurons.
@@ -52,15 +52,15 @@ _VIEWS = frozenset(
     | {"alias", "detach", "clone", "sum"}
 )
 
-# What every module has. What hands out children and state by other ways than their names.
+# Attributes of every module; and those that give access to children and state by other means than their names.
 _MACHINERY = frozenset(dir(nn.Module()))
 _LISTINGS = frozenset(
     {"children", "named_children", "modules", "named_modules", "get_submodule", "parameters", "named_parameters"}
     | {"_modules", "_parameters", "__dict__", "__getattr__", "__getattribute__"}
 )
 
-# Functions and classes of Python whose results say as little as what they are given, and those that run what they are
-# given as often as its length says. Attributes of two underscores that say what their names do.
+# Builtins whose results depend on nothing but their arguments; builtins that run a function once per item; and special
+# attributes that do only what their names say.
 _HARMLESS = frozenset({getattr, hasattr, isinstance, issubclass, callable, len, any, all})
 _RUNNERS = frozenset({map, filter})
 _SPECIAL = frozenset({"__call__", "__class__", "__getattr__", "__init__", "__name__", "__qualname__"})
@@ -79,15 +79,15 @@ _CHOOSING = (
     "SETUP_FINALLY",
 )
 
-# Attributes of an nn.Linear that are the same in what replaces it.
+# Attributes of an nn.Linear that its replacement keeps.
 _KEPT = frozenset({"weight", "bias", "in_features", "out_features"})
 
 
 class _Trial(NamedTuple):
     """A way to call a module.
 
-    dtype: None is the model's own. lead: the leading dimensions of x. size: of its values, 1 for the largest that the
-    dtype has and 0 for 1, on a logarithmic scale.
+    dtype: None is the model's own. lead: the leading dimensions of x. size: the magnitude of its values on a
+    logarithmic scale, from 0 for 1 to 1 for the largest of the dtype.
     """
 
     dtype: torch.dtype | None
@@ -124,13 +124,13 @@ _TRIALS = (
 
 
 def difference(module: nn.Module, children: tuple[str, ...], act: Activation, own: Activation | None) -> str:
-    """What tells ``module`` from ``down(act(gate(x)) * up(x))`` of its children, "" if nothing does.
+    """Describe how ``module`` differs from ``down(act(gate(x)) * up(x))`` of its children; "" if it does not.
 
     children: names of ``nn.Linear`` children in the order of the formula; without a gate there are two. own: the
     activation that the module applies, where it is known to compute ``act``.
     """
     if beside := _further_inputs(module):
-        return f"its forward takes {beside} beside x"
+        return f"its forward takes {beside} besides x"
     linears: dict[str, Any] = {child: module.get_submodule(child) for child in children}
     first = linears[children[0]]
     watched = [m for m in module.modules() if not of_torch(type(m))]
@@ -141,7 +141,7 @@ def difference(module: nn.Module, children: tuple[str, ...], act: Activation, ow
             here = trial._replace(dtype=trial.dtype or first.weight.dtype)
             if reason := _try(module, weights, act, here, allowed, state):
                 return reason
-    return _beyond(module.modules(), state, (first.in_features, first.out_features))
+    return _uncovered_input(module.modules(), state, (first.in_features, first.out_features))
 
 
 def is_relu(act: Activation, dtype: torch.dtype) -> bool:
@@ -151,11 +151,11 @@ def is_relu(act: Activation, dtype: torch.dtype) -> bool:
     with _outside_of_modes(), _watch(watched) as state:
         for kind, training, grad in itertools.product((torch.float64, dtype), (True, False), (True, False)):
             x = _every_size(kind).requires_grad_(grad)
-            # of powers of two, so that a rounding of it would be none
+            # powers of two, whose products are exact
             dy = torch.ones_like(x).cumsum(0).remainder(5).exp2()
             try:
                 with _mode(modules, training), torch.set_grad_enabled(grad), state.recording():
-                    # some work in place
+                    # a copy: act may work in place
                     y, expected = act(x.clone()), F.relu(x)
                     pairs = [(y, expected)]
                     if grad:
@@ -164,7 +164,7 @@ def is_relu(act: Activation, dtype: torch.dtype) -> bool:
                 return False
             if not all(_same(*pair) for pair in pairs):
                 return False
-    return _is_constant("", act, (), modules) and not _beyond(modules, state, ())
+    return _is_constant("", act, (), modules) and not _uncovered_input(modules, state, ())
 
 
 def _same(ours: Any, theirs: Tensor) -> bool:
@@ -175,7 +175,7 @@ def _same(ours: Any, theirs: Tensor) -> bool:
 
 def _every_size(dtype: torch.dtype) -> Tensor:
     """All values of a 16-bit dtype; of a wider one the powers of the square root of two, infinity, 0 and NaN."""
-    # the device named, as models may be made under another
+    # named, as the default device may be another
     if dtype.itemsize == 2:
         return torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cpu").view(dtype)
     powers = torch.arange(-2150, 2050, dtype=torch.float64, device="cpu").div(2).exp2()
@@ -185,7 +185,7 @@ def _every_size(dtype: torch.dtype) -> Tensor:
 
 @contextlib.contextmanager
 def _outside_of_modes() -> Iterator[None]:
-    """Without the caller's autocast and inference mode, and without touching the random numbers of torch."""
+    """Leave the caller's autocast and inference mode, and keep torch's random numbers as they are."""
     with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
         yield
 
@@ -242,7 +242,7 @@ def _try(
     allowed: frozenset[Any],
     state: _State,
 ) -> str:
-    """What tells the module from the formula in one trial, "" if nothing does."""
+    """Describe how the module differs from the formula in one trial; "" if it does not."""
     assert trial.dtype is not None
     weights = {name: weight.to(trial.dtype) for name, weight in small.items()}
     x, dy = _inputs(trial.dtype, trial, next(iter(small.values())).shape[1])
@@ -251,7 +251,7 @@ def _try(
         with _mode(module.modules(), trial.training), own, state.recording():
             ours = _results(lambda w, x: functional_call(module, w, (x,), tie_weights=False), weights, given, dy, trial)
     except Exception as error:
-        # a module that takes x of three dimensions alone is never given another
+        # a module that raises for other dimensions than three is never called with them
         return f"its forward raised {type(error).__name__}: {error}" if trial.lead == (2, 4) else ""
     theirs = _results(functools.partial(_formula, act), weights, x.clone(), dy, trial)
     for what, expected in theirs.items():
@@ -259,7 +259,7 @@ def _try(
             return f"{what} differs for {trial}"
     if not torch.equal(given, x):
         return "it changes x in place"
-    # casts are what autocast is for
+    # autocast adds casts
     odd = set() if trial.autocast else {name for name, numbers in own.seen - allowed if not _is_linear(name, numbers)}
     return f"it runs {', '.join(sorted(odd))}" if odd else ""
 
@@ -295,7 +295,7 @@ def _results(
         leaf.requires_grad_(trial.grad)
     leaves = {name: wanted[name] for name in weights}
     with torch.set_grad_enabled(trial.grad), torch.autocast("cpu", torch.bfloat16, enabled=trial.autocast):
-        # a view, as work in place on a leaf would raise
+        # a view, since in-place work on a leaf would raise
         y = function(leaves, x.view(x.shape))
     if not trial.grad or not isinstance(y, Tensor) or y.shape != dy.shape:
         return {"y": y}
@@ -329,7 +329,7 @@ def _close(ours: Any, theirs: Tensor, precision: torch.dtype) -> bool:
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the operators that run, in backward passes too, with the numbers among their arguments."""
+    """Records operators and the numbers among their arguments, in backward passes, too."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -342,25 +342,25 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _operators(act: Activation) -> frozenset[Any]:
-    """What an activation runs, forward and backward; of ReLU in place, too."""
+    """The operators of an activation, forward and backward; those of in-place ReLU, too."""
     functions: list[Activation] = [act, functools.partial(F.relu, inplace=True)] if act is F.relu else [act]
     with _Operators() as recorded:
         for function, grad, view in itertools.product(functions, (True, False), (True, False)):
             x = torch.linspace(-4, 4, 8, dtype=torch.float64, device="cpu").requires_grad_(grad)
             with torch.set_grad_enabled(grad):
-                # work in place on a view, such as a linear layer's output, has a backward of its own
+                # in-place work on a view, such as a linear layer's output, has its own backward
                 y = function(x.clone().view(2, 4) if view else x.clone())
             if y.requires_grad:
                 torch.autograd.grad(y, x, torch.ones_like(y))
-    # a number of elements is none of a factor
+    # their numbers are of elements, not factors
     return frozenset((name, numbers) for name, numbers in recorded.seen if name not in ("ones_like", "linspace"))
 
 
-# What the code of a module could depend on beside x and its projections
+# Other inputs of a module's code besides x and its projections
 
 
 class _Ran(NamedTuple):
-    """Code that ran: its globals, its variables from outside, and those names of it that stand for watched modules."""
+    """Code that ran: its globals, its free variables, and its names of watched modules."""
 
     code: types.CodeType
     names: dict[str, Any]
@@ -373,10 +373,10 @@ class _Ran(NamedTuple):
 
 
 class _State:
-    """What code read, set and ran.
+    """A record of code.
 
     read: attributes of watched modules, with their values. written: names of those that were set. ran: all Python code
-    that is not torch's. opaque: calls of what is neither Python nor torch's.
+    that is not torch's. opaque: calls of functions that are neither Python nor torch's.
     """
 
     def __init__(self, watched: Iterable[nn.Module]) -> None:
@@ -388,12 +388,12 @@ class _State:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what runs on this thread; nothing of it where it raises, for then the code has said no by itself."""
+        """Record the code of this thread; forget it if it raises, for then the code has refused by itself."""
         before = {key: ran._replace(free=[*ran.free], modules={*ran.modules}) for key, ran in self.ran.items()}
         opaque, previous, collecting = set(self.opaque), sys.getprofile(), gc.isenabled()
-        # finalizers of other objects are none of the candidate's code
+        # finalizers of other objects are not the candidate's code
         gc.disable()
-        sys.setprofile(self._see)
+        sys.setprofile(self._profile)
         try:
             yield
         except BaseException:
@@ -404,7 +404,7 @@ class _State:
             if collecting:
                 gc.enable()
 
-    def _see(self, frame: types.FrameType, event: str, called: Any) -> None:
+    def _profile(self, frame: types.FrameType, event: str, called: Any) -> None:
         if event == "call" and _is_own(frame):
             self._enter(frame)
         elif event == "c_call" and not _is_known(called) and _is_own(frame):
@@ -424,7 +424,7 @@ class _State:
 
 
 def _resume(profiler: Any) -> None:
-    """Let the profiler that a thread had go on."""
+    """Give the thread its previous profiler back."""
     if profiler is None or callable(profiler):
         sys.setprofile(profiler)
     else:
@@ -434,7 +434,7 @@ def _resume(profiler: Any) -> None:
 
 
 def _is_own(frame: types.FrameType | None) -> bool:
-    """Whether a frame of a trial runs the candidate's code: not torch's, nor what torch has the standard library do."""
+    """Whether a frame of a trial runs the candidate's code, not torch's or the standard library's on torch's behalf."""
     own = False
     while frame is not None and frame.f_globals is not globals():
         if frame.f_code.co_filename.startswith("<frozen importlib"):
@@ -448,7 +448,7 @@ def _is_own(frame: types.FrameType | None) -> bool:
 
 
 def _is_known(function: Any) -> bool:
-    """Whether what a C function does is seen, as that of torch's, or cannot matter."""
+    """Whether a C function is torch's, and so recorded, or harmless."""
     owner = getattr(function, "__self__", None)
     if of_torch(function) or isinstance(owner, Tensor) or of_torch(type(owner)) or of_torch(owner):
         return True
@@ -486,7 +486,7 @@ def _watched(kind: Any, state: _State) -> type:
         return value
 
     def write(self: Any, name: str, value: Any) -> None:
-        # set by the trials themselves
+        # the trials themselves set this one
         if name != "training":
             state.written.add(name)
         super(made, self).__setattr__(name, value)
@@ -497,9 +497,9 @@ def _watched(kind: Any, state: _State) -> type:
 
 
 def _is_constant(name: str, value: Any, sizes: tuple[int, ...], modules: Iterable[nn.Module]) -> bool:
-    """Whether what code reads says nothing that could be set to something else later: a size, a dropout of 0, ...
+    """Whether a value that code reads counts as constant: a size, a dropout of 0, a function, a watched module, ...
 
-    modules: those whose attributes are seen when they are read.
+    modules: those whose attributes are recorded when they are read.
     """
     if isinstance(value, nn.Module):
         seen = any(value is module for module in modules)
@@ -518,8 +518,8 @@ def _is_constant(name: str, value: Any, sizes: tuple[int, ...], modules: Iterabl
     return value in sizes or (value == 0 and (name == "p" or "drop" in name))
 
 
-def _beyond(modules: Iterable[nn.Module], state: _State, sizes: tuple[int, ...]) -> str:
-    """What the result could depend on that the runs did not decide, "" if there is nothing."""
+def _uncovered_input(modules: Iterable[nn.Module], state: _State, sizes: tuple[int, ...]) -> str:
+    """Describe an input of the code that the trials do not cover; "" if there is none."""
     if state.written:
         return f"its forward sets self.{min(state.written)}"
     if state.opaque:
@@ -531,7 +531,7 @@ def _beyond(modules: Iterable[nn.Module], state: _State, sizes: tuple[int, ...])
     within = {id(code) for ran in state.ran.values() for code in _codes(ran.code) if code is not ran.code}
     for ran in state.ran.values():
         if id(ran.code) in within:
-            # its variables from outside are local to what was run, too
+            # its free variables are local to code that ran, too
             continue
         for name, value in [*ran.free, *_named(ran)]:
             if isinstance(value, type) and not _is_readable(value):
@@ -549,7 +549,7 @@ def _short(value: Any) -> str:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Code, and that of the functions, lambdas and comprehensions within it."""
+    """Code, and the code of functions, lambdas and comprehensions within it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -557,7 +557,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _named(ran: _Ran) -> Iterator[tuple[str, Any]]:
-    """The globals that code reads, and of modules and classes among them the attributes, with their values."""
+    """The globals that code reads, and the attributes of modules and classes among them, with their values."""
     for code in _codes(ran.code):
         name, value = "", None
         for instruction in dis.get_instructions(code):
@@ -573,20 +573,20 @@ def _named(ran: _Ran) -> Iterator[tuple[str, Any]]:
                 name = instruction.argval
                 value = ran.names.get(name, vars(builtins).get(name))
             if str(getattr(value, "__name__", "")).split(".")[0] == "torch":
-                # whatever torch's own modules say
+                # torch's own modules are not looked into
                 name, value = "", None
 
 
 def _is_readable(kind: type) -> bool:
-    """Whether a class is torch's or written in Python, or one of Python's that runs nothing of what it is given."""
+    """Whether a class is torch's, written in Python, or a builtin that runs none of its arguments."""
     if kind in vars(builtins).values():
         return kind not in _RUNNERS
-    # made at run time and open to change
+    # heap types that are mutable
     return of_torch(kind) or (bool(kind.__flags__ & 1 << 9) and not kind.__flags__ & 1 << 8)
 
 
 def _open_name(ran: _Ran) -> str:
-    """How code gets at what no run shows: by importing it, or by attributes of Python's own machinery."""
+    """Describe how code reaches values that no run shows, by imports or special attributes; "" if it does not."""
     for code in _codes(ran.code):
         for instruction in dis.get_instructions(code):
             name = str(instruction.argval)
@@ -599,22 +599,22 @@ def _open_name(ran: _Ran) -> str:
 
 
 def _open_branch(ran: _Ran) -> str:
-    """The condition in code that depends on more than the trials vary, "" if there is none."""
+    """Describe a condition that depends on more than the trials vary; "" if there is none."""
     if not _decides(ran.code):
         return ""
     tree = _tree(ran.code)
     if tree is None:
-        return "branches on what cannot be read"
+        return "has branches, and its source cannot be read"
     function = tree.body[0]
     for statement in function.body if isinstance(function, ast.FunctionDef) else tree.body:
         for condition in _conditions(statement):
             if not _is_decided(condition, ran.modules):
-                return f"branches on {ast.unparse(condition).splitlines()[0]}, of which running it shows one side"
+                return f"branches on {ast.unparse(condition).splitlines()[0]}, of which a run shows only one side"
     return ""
 
 
 def _decides(code: types.CodeType) -> bool:
-    """Whether code, or code within it, has anything that ``_conditions`` looks for: only then it needs a source."""
+    """Whether code, or code within it, has anything for ``_conditions``: only then its source is needed."""
     for part in _codes(code):
         if "getattr" in part.co_names:
             return True
@@ -634,8 +634,8 @@ def _tree(function: Any) -> ast.Module | None:
 
 
 def _conditions(node: ast.AST) -> Iterator[ast.AST]:
-    """What decides which code runs, how often, and which of several values it takes."""
-    # what raises says so by itself
+    """The expressions that decide which code runs, how often, and with which of several values."""
+    # a branch that raises needs no check
     if isinstance(node, ast.Assert):
         return
     if isinstance(node, ast.If) and not node.orelse and isinstance(node.body[-1], ast.Raise):
@@ -663,9 +663,9 @@ def _conditions(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_decided(node: ast.AST, modules: set[str]) -> bool:
-    """Whether the trials vary all that a condition depends on: the mode, grad mode and the dimensions of a tensor.
+    """Whether the trials vary all inputs of a condition: the mode, grad mode and the dimensions of a tensor.
 
-    modules: names of those whose attributes are seen when they are read.
+    modules: names of those whose attributes are recorded when they are read.
     """
     if isinstance(node, (ast.UnaryOp, ast.BinOp, ast.BoolOp, ast.Compare, ast.Slice, ast.Tuple)):
         operands = (child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
@@ -682,10 +682,10 @@ def _is_decided(node: ast.AST, modules: set[str]) -> bool:
 
 
 def read_pair(module: nn.Module) -> tuple[str | None, str]:
-    """The attribute of the activation in ``fc2(activation(fc1(x)))`` of a module's own forward, or None and why not.
+    """(attribute of the activation in ``fc2(activation(fc1(x)))`` of a module's own forward, ""), or (None, reason).
 
-    Seen are the calls in one expression, or in statements that follow each other. Anything between them, and any other
-    use of what they return, would get other values than before. So would other methods that call them.
+    The calls must be in one expression or in consecutive statements: code between them, other uses of their results
+    and other methods that call them would get other values than before.
     """
     tree = _tree(inspect.unwrap(type(module).forward))
     if tree is None:
@@ -694,7 +694,7 @@ def read_pair(module: nn.Module) -> tuple[str | None, str]:
     calls: dict[str, ast.Call] = {}
     for name in PAIR:
         uses = [node for node in ast.walk(tree) if _is_self(node, name)]
-        # fc1.weight and the like read on
+        # reading fc1.weight and the like still works
         uses = [node for node in uses if getattr(parents[node], "attr", None) not in _KEPT]
         called = [node for node in map(parents.get, uses) if isinstance(node, ast.Call) and node.func in uses]
         if len(uses) != 1 or len(called) != 1 or len(called[0].args) != 1 or called[0].keywords:
@@ -705,9 +705,9 @@ def read_pair(module: nn.Module) -> tuple[str | None, str]:
     argument, at = _source_of(calls["fc2"], calls["fc2"].args[0], parents, consumed)
     act = argument.func if isinstance(argument, ast.Call) and len(argument.args) == 1 else None
     if not isinstance(argument, ast.Call) or not isinstance(act, ast.Attribute) or not _is_self(act, act.attr):
-        return None, "its forward must call self.fc2 on what an activation, an attribute of self, has just returned"
+        return None, "its forward must call self.fc2 right on the result of an activation, an attribute of self"
     if _source_of(at, argument.args[0], parents, consumed)[0] is not calls["fc1"]:
-        return None, f"its forward must call self.{act.attr} on what self.fc1 has just returned"
+        return None, f"its forward must call self.{act.attr} right on the result of self.fc1"
     if argument.keywords or len([node for node in ast.walk(tree) if _is_self(node, act.attr)]) != 1:
         return None, f"its forward must call self.{act.attr} once, on one argument, and use it nowhere else"
     if act.attr not in module._modules and act.attr not in vars(module):
@@ -715,7 +715,7 @@ def read_pair(module: nn.Module) -> tuple[str | None, str]:
     if reason := _other_uses(type(module), tree, parents, act.attr):
         return None, reason
 
-    # the name may be given another value where fc2 has returned, and that may be used
+    # after fc2 has returned, the name may get another value, which may be used
     final = _statement(calls["fc2"], parents)
     renewed = _target(final)
     for name in {node.id for node in consumed}:
@@ -724,12 +724,12 @@ def read_pair(module: nn.Module) -> tuple[str | None, str]:
                 after = _place(node) > _place(final) and _statement(node, parents) is not final
                 before = _place(node) <= min(_place(used) for used in consumed if used.id == name)
                 if node not in consumed and not before and not (after and renewed == name):
-                    return None, f"its forward must not use {name} for anything else than self.fc2"
+                    return None, f"its forward must use {name} for self.fc2 alone"
     return act.attr, ""
 
 
 def _other_uses(kind: Any, tree: ast.AST, parents: dict[ast.AST, ast.AST], attribute: str) -> str:
-    """How the code of a class gets at the layers of a pair beside the calls in its forward, "" if it does not."""
+    """Describe a use of a pair's layers by the class besides the calls in its forward; "" if there is none."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id == "self":
             of = parents[node]
@@ -745,14 +745,14 @@ def _other_uses(kind: Any, tree: ast.AST, parents: dict[ast.AST, ast.AST], attri
                 continue
             function = getattr(value, "fget", None) or getattr(value, "__func__", value)
             if used := names & set().union(*map(_used, _wrapped(function))):
-                return f"its {name} must not use {min(used)}, which forward calls, for anything but its parameters"
+                return f"its {name} must use {min(used)}, which forward calls, for its parameters alone"
     if used := names & set().union(*map(_used, _wrapped(kind.forward)[:-1])):
-        return f"what decorates its forward must not use {min(used)}, which that calls, for anything but its parameters"
+        return f"a decorator of its forward must use {min(used)}, which forward calls, for its parameters alone"
     return ""
 
 
 def _wrapped(function: Any) -> list[types.FunctionType]:
-    """A function, and what it wraps as ``functools.wraps`` notes it: the last is what was written."""
+    """A function and the functions it wraps, by ``__wrapped__``: the last is the original."""
     found = []
     while function is not None:
         if isinstance(function, types.FunctionType):
@@ -762,8 +762,8 @@ def _wrapped(function: Any) -> list[types.FunctionType]:
 
 
 def _used(function: types.FunctionType) -> set[str]:
-    """The attributes that a function uses, and its strings; not those of which it takes parameters and sizes alone."""
-    # of a function inspect would read what it wraps
+    """The attributes and strings that a function uses, without those of which it reads only parameters and sizes."""
+    # by its code: inspect would follow a function to the one it wraps
     tree, code = _tree(function.__code__), function.__code__
     if tree is None:
         return {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
@@ -807,7 +807,7 @@ def _target(statement: ast.stmt) -> str | None:
 def _source_of(
     user: ast.AST, argument: ast.expr, parents: dict[ast.AST, ast.AST], consumed: list[ast.Name]
 ) -> tuple[ast.expr, ast.AST]:
-    """The expression whose value ``argument`` of ``user`` is, and where it stands: itself, or the statement before."""
+    """The expression that gives ``argument`` of ``user`` its value, and its node: ``user`` or the statement before."""
     if not isinstance(argument, ast.Name):
         return argument, user
     statement = _statement(user, parents)
@@ -821,7 +821,7 @@ def _source_of(
 
 
 class _Flow(TorchFunctionMode):
-    """Where the outputs of ``fc1`` and of the activation go while a block runs on meta tensors."""
+    """Follows the outputs of ``fc1`` and of the activation while a block runs on meta tensors."""
 
     def __init__(self, sizes: dict[str, int], attribute: str) -> None:
         super().__init__()
@@ -830,12 +830,12 @@ class _Flow(TorchFunctionMode):
         self.reason = ""
 
     def stand_in(self, name: str) -> Activation:
-        """What takes the place of one of the layers."""
+        """A function that replaces one of the layers and checks the order of calls."""
 
         def call(x: Tensor) -> Tensor:
             place = len(self.values)
             if place >= 3 or name != self.order[place] or (place and x is not self.values[-1]):
-                self.reason = self.reason or f"its forward must call {', '.join(self.order)} once, one upon another"
+                self.reason = self.reason or f"its forward must call {', '.join(self.order)} once, in this order"
             with torch._C.DisableTorchFunction():
                 y = x.new_empty([*x.shape[:-1], self.sizes.get(name, x.shape[-1])])
             self.values.append(y)
@@ -852,7 +852,7 @@ class _Flow(TorchFunctionMode):
 
 
 class _Own(nn.Module):
-    """A module's forward without what calling it adds."""
+    """A module's forward without the hooks of its call."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -864,7 +864,7 @@ class _Own(nn.Module):
 
 @contextlib.contextmanager
 def _unhooked(module: nn.Module) -> Iterator[None]:
-    """Without the hooks within ``module``, which must not see meta tensors."""
+    """Remove the hooks within ``module`` for a time; they must not see meta tensors."""
     before = [(m, key, vars(m)[key]) for m in module.modules() for key in HOOKS if vars(m).get(key)]
     try:
         for m, key, hooks in before:
@@ -876,9 +876,10 @@ def _unhooked(module: nn.Module) -> Iterator[None]:
 
 
 def run_pair(module: nn.Module, attribute: str) -> str:
-    """What a block does with its pair beside ``fc2(activation(fc1(x)))``, seen by running it on meta tensors.
+    """Run a block on meta tensors and describe how its use of the pair differs from ``fc2(activation(fc1(x)))``.
 
-    "" if nothing, and if it cannot run so, as where it needs more than x: then its source has said all.
+    "" if it does not differ, or if the block cannot run so, for instance because it needs more than x: then its source
+    decides.
     """
     linears: Any = {name: module.get_submodule(name) for name in PAIR}
     own = _Own(module)
@@ -907,5 +908,5 @@ def run_pair(module: nn.Module, attribute: str) -> str:
             if not isinstance(act, nn.Module):
                 setattr(module, attribute, act)
         if flow.reason or len(flow.values) != 3:
-            return flow.reason or f"its forward must call {', '.join(flow.order)} once, one upon another"
+            return flow.reason or f"its forward must call {', '.join(flow.order)} once, in this order"
     return ""

@@ -21,11 +21,11 @@ _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name beside ``path`` to write a file or a folder under, which becomes ``path`` as the block ends.
+    """Yield a name beside ``path`` for a file or folder, which replaces ``path`` when the block ends.
 
-    What was written is on the disk before it takes the place of what was at ``path``. A block that raises leaves
-    ``path`` as it was and nothing beside it. A symbolic link stays: what it leads to is replaced. A pipe or a device
-    is written as it is. The permissions of what is replaced stay, those of a folder and of all in it by name.
+    The new content is on the disk before it replaces the old. A block that raises leaves ``path`` as it was and nothing
+    beside it. A symbolic link stays and its target is replaced. A pipe or a device is written directly. A file keeps
+    the permissions of the one it replaces, a folder and its files by name.
     """
     target = Path(os.path.realpath(path))
     if not is_replaceable(target):
@@ -35,34 +35,34 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield partial
         sync_all(partial)
-        _put(partial, target)
+        _install(partial, target)
     except BaseException as error:
         _remove(partial)
         if isinstance(error, OSError) and error.filename == str(partial):
-            # the name that was asked for
+            # the caller knows this name
             error.filename = str(path)
         raise
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file of ``text`` in UTF-8, whole or not at all."""
+    """Write ``text`` to a file in UTF-8, whole or not at all."""
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def is_replaceable(path: Path) -> bool:
-    """Whether something can take the place of ``path``, unlike that of a pipe or a device."""
+    """Whether ``path`` can be replaced: it is a file, a folder or absent, not a pipe or a device."""
     return path.is_file() or path.is_dir() or not path.exists()
 
 
 def leftovers(path: Path) -> list[Path]:
-    """What writers of ``path`` left that were killed, or are still at work."""
+    """Partial files of ``path``, from writers that were killed or are still at work."""
     target = Path(os.path.realpath(path))
     return sorted(target.parent.glob(f"{glob.escape(_prefix(target))}*"))
 
 
 def sync(path: str | Path) -> None:
-    """Put a file, or the names in a folder, on the disk."""
+    """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -71,7 +71,7 @@ def sync(path: str | Path) -> None:
 
 
 def sync_all(path: Path) -> None:
-    """Put a file, or a folder and all in it, on the disk."""
+    """Flush a file, or a folder and all in it, to the disk."""
     for folder, _, names in os.walk(path):
         for name in names:
             sync(os.path.join(folder, name))
@@ -81,11 +81,11 @@ def sync_all(path: Path) -> None:
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether ``error``, or what led to it, says that a disk or a quota is full."""
+    """Whether ``error``, or an error that led to it, says that a disk or a quota is full."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        # libraries that are not written in Python put the system's words into errors of their own
+        # libraries outside Python put the system's message into errors of their own
         if getattr(error, "errno", None) in _FULL or any(os.strerror(code) in str(error) for code in _FULL):
             return True
         error = error.__cause__ or error.__context__
@@ -96,10 +96,10 @@ def _prefix(target: Path) -> str:
     return f".{target.name}.partial-"
 
 
-def _put(partial: Path, target: Path) -> None:
-    """Give ``partial`` the name ``target``, and remove the folder that had it."""
+def _install(partial: Path, target: Path) -> None:
+    """Rename ``partial`` to ``target``, and remove the folder that it replaces."""
     replaced = partial.is_dir() and target.is_dir() and any(target.iterdir())
-    _keep_modes(target, partial)
+    _copy_modes(target, partial)
     if replaced:
         _exchange(partial, target)
     else:
@@ -109,13 +109,13 @@ def _put(partial: Path, target: Path) -> None:
         _remove(partial)
 
 
-def _keep_modes(old: Path, new: Path) -> None:
-    """Give ``new``, and what is in it, the permissions of what has the same name and kind in ``old``."""
+def _copy_modes(old: Path, new: Path) -> None:
+    """Give ``new``, and the files in it, the permissions of those of the same name and kind in ``old``."""
     if new.is_symlink() or not ((old.is_dir() and new.is_dir()) or (old.is_file() and new.is_file())):
         return
     if new.is_dir():
         for each in new.iterdir():
-            _keep_modes(old / each.name, each)
+            _copy_modes(old / each.name, each)
     shutil.copymode(old, new)
 
 
@@ -138,7 +138,7 @@ def _exchange(one: Path, other: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or a folder, or say that it stays: whatever it was in the way of is over."""
+    """Remove a file or a folder; warn if it stays, since the work itself is done."""
     try:
         if path.is_dir():
             shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""Where tensors lie in memory: which share a byte, and which have two elements in one place. Exact for any strides."""
+"""Tensors in memory: which share a byte, and which have two elements in one place. Exact for any strides."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 def shared(written: Mapping[str, Tensor], read: Mapping[str, Tensor]) -> tuple[str, str] | None:
-    """The names of two tensors that share a byte, the first of which is ``written``; None if there are none.
+    """The names of two tensors that share a byte, the first of them ``written``; None if there are none.
 
-    While torch.compile traces, and of tensors that hold no values, only the same object is seen.
+    While torch.compile traces, and for tensors without values, only the same object counts as sharing.
     """
     tensors = [(name, tensor, *_extent(tensor)) for both in (written, read) for name, tensor in both.items()]
     for i, (name, tensor, first, last) in enumerate(tensors[: len(written)]):
@@ -33,12 +33,12 @@ def folded(matrix: Tensor) -> bool:
     common = math.gcd(down, across)
     if not common:
         return bool(matrix.numel() > 1)
-    # the shortest way back to where one was: so many rows one way, so many columns the other
+    # the shortest step back to the same address: so many rows one way, so many columns the other
     return across // common < rows and down // common < columns
 
 
 def _is_real(tensor: Tensor) -> bool:
-    """Whether ``tensor`` has elements in memory, which what stands for it in a trace or transform has not."""
+    """Whether ``tensor`` has elements in memory, unlike its stand-in in a trace or transform."""
     if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
     plain = type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
@@ -57,7 +57,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether some byte belongs to both."""
-    # forwards through a and backwards through b, byte by byte, from b's last byte to where a begins and back again
+    # a common byte is a sum of steps, forwards through a and backwards through b, from a's first byte to b's last
     steps = Counter[int]()
     for tensor in (a, b):
         size = tensor.element_size()
@@ -70,7 +70,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 @functools.lru_cache(4096)
 def _reaches(distance: int, steps: tuple[tuple[int, int], ...]) -> bool:
-    """Whether ``distance`` is made of steps (length, how many of them at most), the longest first."""
+    """Whether ``distance`` is a sum of steps, each (length, largest count), the longest first."""
     if not steps or distance <= 0:
         return distance == 0
     if distance % math.gcd(*(length for length, _ in steps)):

@@ -1,4 +1,4 @@
-"""Whether calling a projection does what its weights say and no more: no hooks, subclasses, overrides of operators."""
+"""Whether calling a projection applies its weights and nothing else: no hooks, subclasses, overrides of operators."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch.nn.modules import module as _module
 from twell import _auto
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
-# torch's tensors that stand for plain ones
+# torch's own subclasses, such as fake and distributed tensors, count as plain
 _STAND_INS = ("torch._subclasses", "torch.distributed")
 
-# What calling an nn.Linear runs, None where it was replaced before this import, and the hooks of all modules.
+# The functions that a call of nn.Linear runs, None where one was replaced before this import; and the global hooks.
 _CALL = nn.Module.__call__ if getattr(nn.Module.__call__, "__globals__", None) is vars(_module) else None
 _FORWARD = nn.Linear.forward if getattr(nn.Linear.forward, "__globals__", None) is vars(_linear) else None
 _LINEAR = F.linear if isinstance(F.linear, types.BuiltinFunctionType) else None
@@ -29,7 +29,7 @@ HOOKS_OF_ALL = (
 
 
 def behaves(value: Tensor | None) -> bool:
-    """Whether operators do with a tensor of a subclass what they do with any: not with quantised weights, say."""
+    """Whether operators treat ``value`` as a plain tensor, which they do not for quantised weights, say."""
     kind: Any = type(value)
     if kind in PLAIN_TENSORS or value is None or kind.__module__.startswith(_STAND_INS):
         return True
@@ -38,31 +38,31 @@ def behaves(value: Tensor | None) -> bool:
 
 
 def overridden(operands: Mapping[str, Tensor]) -> str:
-    """Which operand or mode of a call overrides what PyTorch's operators do; "" if none."""
+    """The operand or mode of a call that overrides PyTorch's operators; "" if none."""
     for argument, value in operands.items():
         if not behaves(value):
             return f"{argument}, a {type(value).__name__},"
     for i in range(torch._C._len_torch_function_stack()):
         kind = type(torch._C._get_function_stack_at(i))
-        # torch's own say on which device tensors are made, or trace
+        # torch's own modes set the default device, or trace
         if not kind.__module__.startswith("torch."):
             return f"the TorchFunctionMode {kind.__name__}"
     return ""
 
 
 def calls_are_torchs() -> bool:
-    """Whether an ``nn.Linear`` that is called runs torch's own code, which libraries replace for all modules."""
+    """Whether calling an ``nn.Linear`` runs torch's own code; libraries may replace it for all modules."""
     # torch.export replaces the call of every module while it traces
     called = nn.Linear.__call__ is _CALL or _auto._exporting()
     return called and nn.Linear.forward is _FORWARD and F.linear is _LINEAR
 
 
 def is_plain(child: nn.Module) -> bool:
-    """Whether calling ``child`` does what nn.Linear does with its weight and bias, and nothing else."""
+    """Whether calling ``child`` applies its weight and bias as nn.Linear does, and nothing else."""
     own, kind = vars(child), type(child)
     if kind.forward is not nn.Linear.forward or kind.__call__ is not nn.Linear.__call__:
         return False
-    # accelerate wraps each forward; unless it also brings the weights in, that changes nothing
+    # accelerate wraps each forward; that changes nothing unless it also offloads the weights
     if _replaced(child) and getattr(own.get("_hf_hook"), "offload", True):
         return False
     if child._forward_pre_hooks or child._forward_hooks or child._backward_pre_hooks or child._backward_hooks:
@@ -74,10 +74,10 @@ def is_plain(child: nn.Module) -> bool:
 
 
 def _replaced(child: nn.Module) -> bool:
-    """Whether ``child`` has a ``forward`` set on the instance, which compiled graphs must notice later, too."""
+    """Whether ``child`` has a ``forward`` set on the instance; compiled graphs notice a later one, too."""
     if not torch.compiler.is_compiling():
         return "forward" in vars(child)
-    # a key that is absent has no guard, what the attribute is has one
+    # Dynamo guards on the attribute's value, not on an absent key
     forward: Any = child.forward
     own = isinstance(forward, types.MethodType) and forward.__func__ is type(child).forward
     return not (own and forward.__self__ is child)

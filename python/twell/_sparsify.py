@@ -1,8 +1,8 @@
 """``sparsify_``: the ReLU feed-forward layers of a plain PyTorch model through twell, in place.
 
-Names propose and ``_equivalence`` disposes. A module with the right children is a candidate; what it computes is found
-out by running its own ``forward`` on a few small random weights, on the CPU, beside the formula. So neither the size
-nor the device of the model matters, and what a name cannot tell (dropout, another order, a factor, a residual) is seen.
+A module with the right children is a candidate. ``_equivalence`` decides: it runs the module's own ``forward`` on small
+random weights, on the CPU, beside the formula. So neither the size nor the device of the model matters, and differences
+that names do not show (dropout, another order, a factor, a residual) are found.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Filter = Callable[[nn.Module, str], bool]
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _PLAIN = ("up_proj", "down_proj")
 
-# Children and parameters that feed-forward layers of other forms have: what near misses are told by.
+# Children and parameters of feed-forward layers of other forms; a module with one of them is a near miss.
 _TELLTALES = frozenset(
     {*_GATED, *PAIR, "gate_up_proj", "c_fc", "c_proj", "w1", "w2", "w3", "wi", "wi_0", "wi_1", "wo"}
     | {"dense_h_to_4h", "dense_4h_to_h"}
 )
 
-# Activations that a module may have in the code of its forward, where no attribute says which.
+# Activations to try if a module has its activation in the code of its forward, not in an attribute.
 _KNOWN: dict[str, Activation] = {
     "SiLU": F.silu,
     "GELU": F.gelu,
@@ -64,7 +64,7 @@ _LEAVE_OUT = "to leave it as it is, have filter_fn return False for it"
 
 
 class _SharedLinear(nn.Linear):
-    """An ``nn.Linear`` on the very parameters of another, which ``_share`` gives it."""
+    """An ``nn.Linear`` that shares the parameters of another; ``_share`` sets them."""
 
     def __init__(self) -> None:
         # nn.Linear's own would allocate
@@ -77,7 +77,7 @@ class _SharedLinear(nn.Linear):
 
 
 class _HandedOn(threading.local):
-    """What each ``DeferredUp`` handed on last in this thread, until its ``SparseDown`` takes it."""
+    """The last input of each ``DeferredUp`` in this thread, until its ``SparseDown`` takes it."""
 
     def __init__(self) -> None:
         self.tensors: weakref.WeakKeyDictionary[DeferredUp, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
@@ -87,7 +87,7 @@ _HANDED_ON = _HandedOn()
 
 
 class _Block:
-    """The block that a pair is part of, which does not live longer for it. Copies of the block have themselves here."""
+    """A weak reference to the block of a pair. In a copy of the block it refers to the copy."""
 
     def __init__(self, block: nn.Module | None = None) -> None:
         self.ref = None if block is None else weakref.ref(block)
@@ -104,7 +104,7 @@ class _Block:
 
 
 class DeferredUp(_SharedLinear):
-    """``fc1`` of a pair: holds the up projection's parameters and hands on its input, which ``SparseDown`` takes."""
+    """``fc1`` of a pair: holds the up projection's parameters and returns its input, which ``SparseDown`` takes."""
 
     _block = _Block()
 
@@ -113,7 +113,7 @@ class DeferredUp(_SharedLinear):
         if not torch.compiler.is_compiling():
             if isinstance(x, Tensor):
                 _HANDED_ON.tensors[self] = weakref.ref(x)
-            # of other sizes what else reads x as hidden state raises by itself, and what reads y alone is right
+            # with other sizes, code that takes x for the hidden state raises by itself
             if self.in_features == self.out_features:
                 self._require_place("fc2", SparseDown)
         return x
@@ -125,25 +125,25 @@ class DeferredUp(_SharedLinear):
             return
         child: Any = block._modules.get(name)
         layer = child
-        # Sequential and those that checkpoint, compile and shard give what they get to the first of their children
+        # Sequential and wrappers that checkpoint, compile or shard pass their input to their first child
         while layer is not None and not isinstance(layer, kind) and of_torch(type(layer)):
             layer = next(layer.children(), None)
         if not isinstance(layer, kind) or (layer is not self and getattr(layer, "up_proj", None) is not self):
             raise NotImplementedError(
-                f"{name} of a twell pair must be what sparsify_ made it, as fc1 hands on its input and fc2 does the "
-                f"work of both: expected {kind.__name__}, got {type(child).__name__}; wrap or replace layers, and "
-                "merge adapters, before sparsify_"
+                f"{name} of a twell pair must be the {kind.__name__} that sparsify_ made, since fc1 returns its input "
+                f"and fc2 does the work of both, got {type(child).__name__}; wrap or replace layers, and merge "
+                "adapters, before sparsify_"
             )
 
 
 class SparseDown(SparseMLP, _SharedLinear):
     """``fc2`` of a pair: ``fc2(relu(fc1(x)))`` through ``twell.sparse_ffn`` on the input x [..., hidden] of ``fc1``.
 
-    For blocks that have both layers and the activation among their own children, and so keep their own ``forward`` and
-    their keys ``fc1.weight`` and ``fc2.weight``: ``fc1`` becomes a ``DeferredUp``, the activation nothing, and this
-    layer, which is an ``nn.Linear`` with the down projection's parameters, does the work of all three. It finds the up
-    projection in ``up_proj``, the very module ``fc1``, which is not a child: copying and pickling the block, moving it
-    and loading into it keep the two together. All else is as in ``twell.nn.SparseMLP``.
+    For blocks with both layers and the activation among their own children, which keep their own ``forward`` and their
+    keys ``fc1.weight`` and ``fc2.weight``: ``fc1`` becomes a ``DeferredUp``, the activation an ``nn.Identity``, and
+    this layer, an ``nn.Linear`` with the down projection's parameters, does the work of all three. ``up_proj`` is the
+    module ``fc1`` itself but not a child: copying, pickling, moving and loading the block keep the two together. All
+    else is as in ``twell.nn.SparseMLP``.
     """
 
     up_proj: nn.Linear
@@ -153,7 +153,7 @@ class SparseDown(SparseMLP, _SharedLinear):
     ) -> None:
         SparseFFN.__init__(self, up.in_features, up.out_features, compression, strategy)
         self._share(down)
-        # past nn.Module, which would make it a child with state-dict keys of its own
+        # not through nn.Module, which would make it a child with state-dict keys of its own
         object.__setattr__(self, "up_proj", up)
 
     @overload
@@ -161,32 +161,32 @@ class SparseDown(SparseMLP, _SharedLinear):
     @overload
     def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
     def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
-        """x [..., hidden], the very tensor that ``fc1`` was given, -> y [..., hidden], as ``SparseMLP`` has it."""
+        """x [..., hidden], the very tensor that ``fc1`` got, -> y [..., hidden], as in ``SparseMLP``."""
         if not torch.compiler.is_compiling():
             self._require_handed_on(x)
         return super().forward(x, return_aux)  # type: ignore[call-overload,no-any-return]
 
     def _require_handed_on(self, x: Tensor) -> None:
-        """Raise NotImplementedError if x is known not to be what ``fc1`` got."""
+        """Raise NotImplementedError if x is known to be another tensor than ``fc1`` got."""
         up: Any = self.up_proj
         handed_on = _HANDED_ON.tensors.pop(up, None)
         if handed_on is None:
-            # it ran compiled or not at all
+            # fc1 ran compiled or not at all
             up._require_place("fc1", DeferredUp)
         elif handed_on() is not x and not (any(HOOKS_OF_ALL) or _changed(up) or _changed(self)):
             raise NotImplementedError(
                 "fc2 of a twell pair must be called on the very tensor that fc1 returns, its input, got another one: "
-                "nothing may come between them or be added to either; wrap or replace layers, and merge adapters, "
-                "before sparsify_"
+                "nothing may run between them or change either; wrap or replace layers, and merge adapters, before "
+                "sparsify_"
             )
 
     def _is_plain(self) -> bool:
         up: Any = self.up_proj
-        # accelerate wraps each forward; unless it also brings the weights in, that changes nothing
+        # accelerate wraps each forward; that changes nothing unless it also offloads the weights
         if "forward" in vars(up) and getattr(vars(up).get("_hf_hook"), "offload", True):
             raise NotImplementedError(
-                "fc1 of a twell pair has another forward than it was given, which fc2, that does its work, would leave "
-                "out: expected none"
+                "fc1 of a twell pair must keep its forward, got one set on the instance: fc2 does the work of fc1 and "
+                "would not call it"
             )
         if not torch.compiler.is_compiling():
             if any(HOOKS_OF_ALL) or _hooks(up):
@@ -196,16 +196,16 @@ class SparseDown(SparseMLP, _SharedLinear):
                     "fc2 of a twell pair has hooks: they see the input of fc1, and its gradient, where the hidden "
                     "state was, and must not change it"
                 )
-        # not by their names: a parametrization computes what it is asked for, and may change in doing so
+        # not by name: reading a parametrized weight computes it, and may change it
         parameters = itertools.chain(up._parameters.values(), self._parameters.values())
         return calls_are_torchs() and all(map(behaves, parameters))
 
     def _project(self, name: str, x: Tensor) -> Any:
-        # what the layer would run, had it not become part of a pair
+        # the layer's own product, as if it were no part of a pair
         return nn.Linear.forward(self if name == "down_proj" else self.up_proj, x)
 
     def reset_parameters(self) -> None:
-        """Initialise this layer's own weight and bias again; ``fc1`` has its own method."""
+        """Initialise this layer's own weight and bias again; ``fc1`` has its own ``reset_parameters``."""
         nn.Linear.reset_parameters(self)
 
     @property
@@ -224,12 +224,12 @@ def _of_twell(hook: Any) -> bool:
 
 
 def _changed(module: nn.Module) -> bool:
-    """Whether calling a module may give its forward, or give back, another tensor that stands for the same."""
+    """Whether hooks or a replaced forward may exchange the module's input or output for another tensor."""
     return "forward" in vars(module) or bool(_hooks(module))
 
 
 class _PairMLP(nn.Module):
-    """A module of ``fc1``, ReLU and ``fc2`` whose forward has the ReLU in its code, where no child can be replaced."""
+    """Replaces a module of ``fc1``, ReLU and ``fc2`` that has the ReLU in the code of its forward, not in a child."""
 
     def __init__(self, fc1: DeferredUp, fc2: SparseDown) -> None:
         super().__init__()
@@ -242,11 +242,11 @@ class _PairMLP(nn.Module):
 
 
 class Candidate(NamedTuple):
-    """A module that will be replaced, in whole or by a pair of children.
+    """A module to replace, itself or a pair of its children.
 
-    name: in ``named_modules`` of the model. form: "gated" and "plain" are replaced by ``SparseGatedMLP`` and
-    ``SparseMLP``, "whole" by a ``_PairMLP``; of a "pair" children are. attribute: of the activation, None where it is
-    in the code. was: the activation that ReLU replaces, None where it was ReLU.
+    name: in ``named_modules`` of the model. form: "gated" is replaced by a ``SparseGatedMLP``, "plain" by a
+    ``SparseMLP``, "whole" by a ``_PairMLP``; a "pair" stays and its children are replaced. attribute: the name of the
+    activation, None if it is in the code. was: the activation that ReLU replaces, None if it was ReLU.
     """
 
     name: str
@@ -257,14 +257,14 @@ class Candidate(NamedTuple):
 
     @property
     def layer(self) -> str:
-        """The qualified name of the twell layer that there will be."""
+        """The qualified name of the twell layer that will be there."""
         if self.form in ("gated", "plain"):
             return self.name
         return f"{self.name}.fc2" if self.name else "fc2"
 
 
 class Plan(NamedTuple):
-    """What ``apply`` will replace, and the names of what ``filter_fn`` left out."""
+    """The candidates for ``apply``, and the names that ``filter_fn`` left out."""
 
     candidates: list[Candidate]
     left: list[str]
@@ -286,43 +286,42 @@ def sparsify_(
       Mistral and Gemma; the module becomes a ``twell.nn.SparseGatedMLP``.
     - ``up_proj`` and ``down_proj``: ``down(relu(up(x)))``; the module becomes a ``twell.nn.SparseMLP``.
     - ``fc1`` [N, K] and ``fc2`` [K, N]: ``fc2(relu(fc1(x)))``, as a module or among the other children of a block, as
-      in OPT. The module stays; ``fc1`` hands its input on to ``fc2``, which does the work of both, and the activation
-      is an ``nn.Identity``. Hooks on these three see that.
+      in OPT. The module stays; ``fc1`` passes its input to ``fc2``, which does the work of both, and the activation
+      becomes an ``nn.Identity``. Hooks on these three see that.
 
     Parameters stay the same objects, stored as they were, and state dicts keep their keys, so optimizers, checkpoints
     and tied weights hold. ``twell.nn.set_down_layout(model, "rows")`` saves the kernels a copy of each down weight at
     each call. A module used in several places is replaced once, in all of them.
 
     A candidate must compute exactly the function named, with its gradients. Its ``forward`` runs beside the formula on
-    small random weights, in float64, in the model's dtype and under autocast, in training and in evaluation, with
-    gradients and without, for one token and for several, at ordinary and at extreme magnitudes. It may run no other
-    operators than linear layers, ReLU and one product are made of. All Python code that these runs enter and that is
-    not torch's, decorators and helpers included, may neither read attributes and globals, other than children,
-    functions and what counts as constant (its sizes, a dropout of 0, None), nor set any, nor branch on what these runs
-    do not vary, nor call what is neither Python nor torch's. The model's own tensors are neither read nor needed, so it
-    may be on ``meta``. For ``fc1`` and ``fc2`` within a block the source of the block's class is read, and the block
-    runs on meta tensors if x is all that it needs.
+    small random weights, in float64, in the model's dtype and under autocast, in training and in evaluation, with and
+    without gradients, for one token and for several, at ordinary and at extreme magnitudes. It may run only the
+    operators of linear layers, ReLU and one product. The rule for all Python code in these runs that is not torch's,
+    decorators and helpers included: it reads no attributes and globals except for children, functions and constants
+    (sizes, a dropout of 0, None), sets none, branches only on conditions that the runs vary, and calls only Python and
+    torch. The model's own tensors are neither read nor needed, so it may be on ``meta``. For ``fc1`` and ``fc2`` within
+    a block the source of the block's class is read, and the block runs on meta tensors if x is its only input.
 
-    None of this sees what code outside of a candidate does: one that calls ``fc1`` of a block, gives ``forward`` other
-    inputs than x, keeps a reference to a module outside of ``model``, or changes the settings of one of torch's own
-    activations later. What is put around or in place of ``fc1`` or ``fc2`` later raises in eager mode where it would
-    compute something else, and in compiled graphs where sizes tell.
+    Code outside of a candidate is not seen: code that calls ``fc1`` of a block, gives ``forward`` other inputs than x,
+    keeps a reference to a module outside of ``model``, or later changes the settings of one of torch's activations. A
+    module later put around or in place of ``fc1`` or ``fc2`` raises in eager mode if it would change the result, and in
+    compiled graphs if sizes differ.
 
     Args:
         model: any module that contains such layers; for a model of transformers see
             ``twell.integrations.transformers.sparsify``, which also keeps its configuration right.
-        filter_fn: called with each candidate and its qualified name; those for which it returns False stay as they are.
-        activation: None refuses candidates with an activation other than ReLU. "relu" replaces it by ReLU, which is
-            logged: the model then computes another function, and is of use only after training.
+        filter_fn: called with each candidate and its qualified name; False leaves the candidate as it is.
+        activation: None refuses candidates with an activation other than ReLU. "relu" replaces it with ReLU and logs
+            that: the model then computes another function and is of use only after training.
         compression, strategy: of every layer, as in ``twell.sparse_gated_ffn``. With "auto" each chooses for itself.
 
-    Returns the qualified names of the twell layers that the model now has more, in the order of ``named_modules``.
-    These are the keys of ``layers`` and the names that ``twell.explain`` shows.
+    Returns the qualified names of the new twell layers, in the order of ``named_modules``. These are the keys of
+    ``layers`` and the names that ``twell.explain`` shows.
 
-    Raises TypeError or ValueError, and then nothing has changed: if nothing is found; for a candidate that computes
-    something else, has further children or state, hooks, projections that are not plain ``nn.Linear`` (quantised,
-    adapted, sharded), sizes that the kernels do not take (multiples of 8, K up to 16,384 and N up to 65,536), or if
-    ``model`` is itself a module that would have to be replaced.
+    Raises TypeError or ValueError and changes nothing: if nothing is found; if a candidate computes something else, has
+    further children or state, hooks, projections that are not plain ``nn.Linear`` (quantised, adapted, sharded), or
+    sizes that the kernels do not take (multiples of 8, K up to 16,384 and N up to 65,536); or if ``model`` is itself a
+    module to replace.
     """
     tuning.require_strategy(strategy)
     geometry.words_per_tile(compression)
@@ -332,13 +331,13 @@ def sparsify_(
 def layers(model: nn.Module) -> dict[str, SparseGatedMLP | SparseMLP]:
     """All twell layers of ``model`` by qualified name: gated, non-gated, and ``fc2`` of the pairs of OPT-like blocks.
 
-    Each once, under its first name; "" is the model itself.
+    Each is listed once, under its first name; "" is the model itself.
     """
     return {name: m for name, m in model.named_modules() if isinstance(m, (SparseGatedMLP, SparseMLP))}
 
 
 def plan(model: nn.Module, filter_fn: Filter | None, activation: str | None, strategy: str) -> Plan:
-    """What ``sparsify_`` would replace; raises what it raises, and changes nothing."""
+    """Plan ``sparsify_``: the same checks and errors, without any change."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"sparsify_: model must be an nn.Module, got {type(model).__name__}")
     if activation not in (None, "relu"):
@@ -353,7 +352,7 @@ def plan(model: nn.Module, filter_fn: Filter | None, activation: str | None, str
         children = _children_of_ffn(module)
         if children is None:
             if found := _TELLTALES & (module._modules.keys() | module._parameters.keys()):
-                misses.setdefault(type(module).__name__, f"{_at(name, module)} with {', '.join(sorted(found))}")
+                misses.setdefault(type(module).__name__, f"{_label(name, module)} with {', '.join(sorted(found))}")
         elif filter_fn is not None and not filter_fn(module, name):
             left.append(name)
         else:
@@ -374,7 +373,7 @@ def plan(model: nn.Module, filter_fn: Filter | None, activation: str | None, str
 
 
 def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy) -> list[str]:
-    """Replace what ``plan`` found; the names of the layers that there are then."""
+    """Replace the candidates of ``planned`` and return the names of the new layers."""
     replacements: dict[int, nn.Module] = {}
     for candidate in planned.candidates:
         module = candidate.module
@@ -427,7 +426,7 @@ def _outside_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _children_of_ffn(module: nn.Module) -> tuple[str, ...] | None:
-    """The names of the projections, if these are the children of one of the forms."""
+    """The names of the projections, if the module's children are those of a form."""
     names = module._modules.keys()
     if isinstance(getattr(module, "fc2", None), SparseDown):
         return None
@@ -438,24 +437,24 @@ def _children_of_ffn(module: nn.Module) -> tuple[str, ...] | None:
     return None
 
 
-def _at(name: str, module: nn.Module) -> str:
+def _label(name: str, module: nn.Module) -> str:
     return f"{name or 'the model'} ({type(module).__name__})"
 
 
 def _examine(
     name: str, module: nn.Module, children: tuple[str, ...], strategy: str, examined: dict[Any, str | None]
 ) -> Candidate:
-    """The candidate that ``module`` is. Raises TypeError or ValueError if it cannot be replaced as it is.
+    """Make ``module`` a candidate; raise TypeError or ValueError if it cannot be replaced as it is.
 
-    examined: the activations of modules before, by ``_likeness``.
+    examined: the activations of earlier modules, by ``_likeness``.
     """
-    where = _at(name, module)
+    where = _label(name, module)
     weights = {child: _plain_weight(f"{where}: {child}", module._modules[child]) for child in children}
     _require_sizes(where, weights, strategy)
     if "forward" in vars(module):
         raise ValueError(
-            f"{where} has a forward of its own, set on the instance (as offloading and patches do), which replacing it "
-            f"would lose; {_LEAVE_OUT}"
+            f"{where} has a forward set on the instance (as offloading and patches do), which would be lost; "
+            f"{_LEAVE_OUT}"
         )
     reason = ""
     if children == PAIR:
@@ -492,7 +491,7 @@ def _examine(
 
 
 def _likeness(module: nn.Module) -> Any:
-    """What two modules have in common that compute the same function of x and their weights."""
+    """A key that is equal for two modules only if they compute the same function of x and their weights."""
     plain = (str, bool, int, float, type(None))
     attributes = {key: value for key, value in vars(module).items() if key not in _MACHINERY}
     return (
@@ -549,22 +548,20 @@ def _require_unhooked(where: str, modules: dict[str, Any]) -> None:
     for name, module in modules.items():
         if hooks := [hook.lstrip("_") for hook in _HOOKS if getattr(module, hook, None)]:
             raise ValueError(
-                f"{where} has {hooks[0]}{f' on {name}' if name else ''}, which replacing it would lose: remove them "
-                f"and register them on the result; {_LEAVE_OUT}"
+                f"{where} has {hooks[0]}{f' on {name}' if name else ''}, which would be lost: remove them and register "
+                f"them on the result; {_LEAVE_OUT}"
             )
 
 
 def _require_reachable(model: nn.Module, candidates: list[Candidate]) -> None:
-    """Raise ValueError if something in ``model`` would go on using a module, or a down weight, as it was."""
+    """Raise ValueError if something in ``model`` would still use a replaced module or an old down weight."""
     replaced = {id(c.module): c for c in candidates if c.form != "pair"}
     weights = {_down(c).weight.untyped_storage()._cdata: (c, _down(c).weight) for c in candidates}
     for name, owner in model.named_modules():
-        where = _at(name, owner)
+        where = _label(name, owner)
         compiled = owner._modules.get("_orig_mod")
         if id(compiled) in replaced or (owner._compiled_call_impl is not None and id(owner) in replaced):
-            raise ValueError(
-                f"{where} was compiled, which would go on running it as it was: compile it after sparsify_"
-            )
+            raise ValueError(f"{where} was compiled and would still run the old module: compile it after sparsify_")
         if "_fsdp_wrapped_module" in owner._modules and {id(c.module) for c in candidates} & set(
             map(id, owner.modules())
         ):
@@ -574,8 +571,8 @@ def _require_reachable(model: nn.Module, candidates: list[Candidate]) -> None:
         for key, value in vars(owner).items():
             if key != "_modules" and (found := _first_held(value, replaced)):
                 raise ValueError(
-                    f"{_at(found.name, found.module)} must be reached by names of children alone, but {where} has it "
-                    f"in {key}, too, and would go on running it as it was; {_LEAVE_OUT}"
+                    f"{_label(found.name, found.module)} must be reached by names of children alone, but {where} has "
+                    f"it in {key}, too, and would still run the old module; {_LEAVE_OUT}"
                 )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if type(tensor) not in (Tensor, nn.Parameter):
@@ -583,8 +580,9 @@ def _require_reachable(model: nn.Module, candidates: list[Candidate]) -> None:
         candidate, weight = weights.get(tensor.untyped_storage()._cdata, (None, tensor))
         if candidate is not None and tensor is not weight and _overlap(tensor, weight):
             raise ValueError(
-                f"{_at(candidate.name, candidate.module)} must have a down weight of its own or share the nn.Parameter "
-                f"itself, got one that shares memory with {name}, which another layout would part; {_LEAVE_OUT}"
+                f"{_label(candidate.name, candidate.module)} must have a down weight of its own or share the "
+                f"nn.Parameter itself, got one that shares memory with {name}, which another layout would end; "
+                f"{_LEAVE_OUT}"
             )
 
 
@@ -593,7 +591,7 @@ def _down(candidate: Candidate) -> Any:
 
 
 def _first_held(value: Any, wanted: dict[int, Candidate], depth: int = 5) -> Candidate | None:
-    """The first of the modules ``wanted`` that a value holds, as containers, methods and functions hold others."""
+    """The first of the modules ``wanted`` that a value, a container, method or function, refers to."""
     if isinstance(value, nn.Module):
         return wanted.get(id(value))
     if depth == 0 or isinstance(value, (str, Tensor, type)):
@@ -615,7 +613,7 @@ def _first_held(value: Any, wanted: dict[int, Candidate], depth: int = 5) -> Can
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one storage have memory in common."""
+    """Whether two tensors of one storage share memory."""
     spans = []
     for t in (a, b):
         last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride())) if t.numel() else -1
@@ -670,12 +668,10 @@ def _activation(where: str, module: nn.Module, children: tuple[str, ...], attrib
 
 def _explain_activation(candidate: Candidate) -> str:
     return (
-        f"sparsify_: {_at(candidate.name, candidate.module)} must apply ReLU, got {candidate.was}. What is skipped are "
-        "the neurons that ReLU sets to zero: SiLU, GELU and the like have none, their values near zero are small, not "
-        "zero, and what another does to those that fire the kernels do not compute. "
-        "A model pretrained with it must be trained further with ReLU first (arXiv 2310.04564, ReLU Strikes Back; "
-        "twell.recipe adds the L1 term that makes it sparse). If that is what you mean to do, pass "
-        f'activation="relu"; {_LEAVE_OUT}'
+        f"sparsify_: {_label(candidate.name, candidate.module)} must apply ReLU, got {candidate.was}. The kernels skip "
+        "neurons that ReLU sets to zero; SiLU, GELU and the like make values small, not zero, and the kernels compute "
+        "no other activation. Train the model further with ReLU first (arXiv 2310.04564, ReLU Strikes Back; "
+        f'twell.recipe adds the L1 term that makes it sparse). To do that, pass activation="relu"; {_LEAVE_OUT}'
     )
 
 
@@ -686,7 +682,7 @@ def _nothing_found(model: nn.Module, left: list[str], misses: dict[str, str]) ->
         f"{forms}; got {type(model).__name__} without any"
     )
     if left:
-        text += f" that filter_fn takes; it left out {len(left)}, the first of them {left[0] or 'the model'!r}"
+        text += f" that filter_fn accepts; it left out {len(left)}, the first {left[0] or 'the model'!r}"
     if already := layers(model):
         text += f"; {len(already)} layers of twell are there already, as {next(iter(already)) or 'the model itself'!r}"
     if misses:

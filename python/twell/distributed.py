@@ -2,17 +2,16 @@
 
 Data parallelism needs nothing from here. ``DistributedDataParallel``, ``FullyShardedDataParallel`` and ``fully_shard``
 (FSDP2) take the modules as they are. FSDP2 refuses down weights stored by rows (``twell.nn.set_down_layout``), FSDP1
-takes them. Under FSDP2 figures that a layer left in ``aux`` may enter the loss beside the model's output, as they
-usually do; a loss of figures alone does not make FSDP2 gather the weights again that backward needs, unless they are
-part of the output.
+takes them. Under FSDP2 the ``aux`` of a layer may enter the loss beside the model's output, as usual. For a loss of
+``aux`` alone FSDP2 does not gather the weights again for backward, unless ``aux`` is part of the output.
 
-``torch.distributed.checkpoint`` stores and loads the modules as they are. Do not hand on a state dict of down weights
-stored by rows with ``broadcast_from_rank0``: torch broadcasts the storage of a tensor that is not contiguous as if it
-were, without a word.
+``torch.distributed.checkpoint`` stores and loads the modules as they are. Do not use ``broadcast_from_rank0`` for a
+state dict with down weights stored by rows: torch silently broadcasts the storage of such a tensor as if it were
+contiguous.
 
-Tensor parallelism divides neurons: each rank holds rows of gate and up and columns of down, packs its own neurons, and
-the outputs are summed. The functions do so for any DTensors so placed; ``SparseMLPParallel`` places a module's, and
-``tensor_parallel_plan`` those of a model::
+Tensor parallelism divides neurons: each rank holds rows of gate and up and columns of down and packs its own neurons;
+the outputs are summed. The functions do so for any DTensors with these placements; ``SparseMLPParallel`` places those
+of a module and ``tensor_parallel_plan`` those of a model::
 
     mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))
     parallelize_module(model, mesh["tp"], twell.distributed.tensor_parallel_plan(model))
@@ -20,7 +19,7 @@ the outputs are summed. The functions do so for any DTensors so placed; ``Sparse
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
 
-Importing this registers the sharding rules of ``torch.ops.twell``, too. Needs a torch with distributed support.
+Importing this also registers the sharding rules of ``torch.ops.twell``. Needs a torch with distributed support.
 """
 
 from __future__ import annotations
@@ -40,30 +39,30 @@ from twell.nn import SparseGatedMLP, SparseMLP
 
 __all__ = ["SparseMLPParallel", "tensor_parallel_plan"]
 
-# Attention that asks its projections, not its configuration, for the number of heads: the HF models known to do so.
+# HF models whose attention takes the number of heads from its projections, not its configuration.
 _BY_HEAD_DIM = ("llama", "mistral", "qwen2", "qwen3", "sparse_llama", "sparse_qwen2")
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class SparseMLPParallel(ParallelStyle):
-    """The style of ``parallelize_module`` for ``twell.nn.SparseGatedMLP`` and ``SparseMLP``: neurons are divided.
+    """The style of ``parallelize_module`` for ``twell.nn.SparseGatedMLP`` and ``SparseMLP``: divides the neurons.
 
-    Of gate and up projection each rank holds rows, of the down projection columns, biases accordingly; that of the down
-    projection is whole on all, and added once. The part of ``down_proj.weight`` is stored as the module's
-    ``down_layout`` says. Every share of neurons must be a multiple of 8, unless the strategy is "dense". ``hidden`` and
+    Each rank holds rows of the gate and up projections with their biases, and columns of the down projection. The bias
+    of the down projection is whole on all ranks and added once. The part of ``down_proj.weight`` has the module's
+    ``down_layout``. Every share of neurons must be a multiple of 8, unless the strategy is "dense". ``hidden`` and
     ``intermediate`` stay those of the whole layer. With strategy "auto" each rank measures its own neurons and chooses
     for itself.
 
     Args:
-        input_layouts: placement of x where it is not a DTensor: Replicate(), the default, or Shard(1) for sequence
-            parallelism, whose tokens are gathered before and whose gradients are scattered after.
+        input_layouts: placement of x if it is not a DTensor: Replicate(), the default, or Shard(1) for sequence
+            parallelism, which gathers the tokens before and scatters their gradients after.
         output_layouts: placement of y: Replicate(), the default, by an all-reduce, or Shard(1) by a reduce-scatter.
         use_local_output: y is a plain tensor, this rank's part; if false, a DTensor.
 
     ``aux``, returned or recorded, is that of the whole layer on every rank, in plain tensors.
 
     Applying it raises TypeError for another module; ValueError for a mesh of more than one dimension, shares that are
-    not multiples of 8, and modules that are sharded already.
+    not multiples of 8, and modules already sharded.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class SparseMLPParallel(ParallelStyle):
         if down.bias is not None:
             _distribute(down, "bias", device_mesh, Replicate(), source)
         if module.down_layout == "rows":
-            # a share of the rows of the transposed weight is stored by rows itself
+            # a rank's rows of the transposed weight are again stored by rows
             rows = distribute_tensor(down.weight.detach().t(), device_mesh, [Shard(0)], src_data_rank=source)
             down.weight = nn.Parameter(rows.t(), down.weight.requires_grad)
         else:
@@ -126,8 +125,8 @@ class SparseMLPParallel(ParallelStyle):
             y = functional._no_view(y) if local else y
             return (y, figures) if isinstance(result, tuple) else y
 
-        # inside the hooks of others, whether those came first or not: they see DTensors that fit the weights go in, and
-        # figures of the whole layer come out
+        # prepended: other hooks, earlier or later, see DTensors that fit the weights go in and figures of the whole
+        # layer come out
         module.register_forward_pre_hook(place, with_kwargs=True, prepend=True)
         module.register_forward_hook(reduce, prepend=True)
         return module
@@ -136,23 +135,23 @@ class SparseMLPParallel(ParallelStyle):
 def tensor_parallel_plan(
     model: nn.Module, *, embeddings: bool = True, loss_parallel: bool = False
 ) -> dict[str, ParallelStyle]:
-    """The plan with which ``parallelize_module(model, mesh, plan)`` divides a model with layers of ``twell.nn``.
+    """The plan for ``parallelize_module(model, mesh, plan)`` of a model with layers of ``twell.nn``.
 
     - Every layer of ``twell.nn``: ``SparseMLPParallel()``.
     - Attention of the HF models Llama, Mistral, Qwen2 and Qwen3, and of the sparse ones of
-      ``twell.integrations.transformers``: heads are divided. Their numbers, of keys and values too, must be multiples
-      of the number of ranks, else applying the plan raises ValueError. Attention of other models is not divided.
+      ``twell.integrations.transformers``: heads are divided. The numbers of query and of key heads must be multiples of
+      the number of ranks, else applying the plan raises ValueError. Attention of other models is not divided.
     - With ``embeddings``, the input embedding and the output projection that the model's ``get_input_embeddings`` and
       ``get_output_embeddings`` name: the vocabulary is divided. Tied weights stay tied. An embedding with a
-      ``padding_idx`` or of a subclass, as Gemma's, and what is tied to it, is not divided.
-    - Everything else that has parameters is whole on all ranks and computes the same there. Its parameters become
-      DTensors all the same, for optimizers and ``clip_grad_norm_`` take no mixture.
+      ``padding_idx`` or of a subclass, as Gemma's, is not divided, and neither is a projection tied to it.
+    - All other modules with parameters are whole on all ranks and compute the same there. Their parameters become
+      DTensors, too, since optimizers and ``clip_grad_norm_`` take no mixture.
 
     The model takes and returns plain tensors, the same on all ranks. With ``loss_parallel`` logits are DTensors divided
     over the vocabulary instead, for ``torch.distributed.tensor.parallel.loss_parallel``.
 
     Make it after ``sparsify`` and before anything is sharded. Sequence parallelism is not part of it: HF models number
-    positions by the length of what they are given.
+    positions by the length of their input.
 
     Raises ValueError if ``model`` has no layer of ``twell.nn``, if other modules share a parameter, and for
     ``loss_parallel`` without an output projection that can be divided.
@@ -189,12 +188,12 @@ def tensor_parallel_plan(
 def _vocabulary(
     plan: dict[str, ParallelStyle], model: Any, names: dict[nn.Module, str], embeddings: bool, loss_parallel: bool
 ) -> dict[str, ParallelStyle]:
-    """Add the input embedding and the output projection to ``plan``; return what has to follow all else."""
+    """Add the input embedding and the output projection to ``plan``; return the entries that must come last."""
     embedding, head = _named(model, names, "get_input_embeddings"), _named(model, names, "get_output_embeddings")
     weight = getattr(embedding, "weight", None)
     tied = weight is not None and weight is getattr(head, "weight", None)
     _require_own(model, weight if tied else None)
-    # a subclass may do more than look up; each rank would take a padding index for one of its own rows
+    # a subclass may do more than look up; a padding index would be taken for a row of each rank's part
     divisible = embeddings and type(embedding) is nn.Embedding and embedding.padding_idx is None
     divisible &= type(head) is nn.Linear or not tied
     if divisible and embedding is not None:
@@ -204,8 +203,8 @@ def _vocabulary(
         plan[names[head]] = ColwiseParallel(output_layouts=layout, use_local_output=not loss_parallel)
     elif loss_parallel:
         raise ValueError(
-            "loss_parallel needs an output projection, an nn.Linear that get_output_embeddings returns, divided as "
-            f"embeddings=True does unless it is tied to an embedding that is not; got {type(model).__name__}"
+            "loss_parallel needs a divided output projection: an nn.Linear from get_output_embeddings, with "
+            f"embeddings=True, not tied to an embedding that is not divided; got {type(model).__name__}"
         )
     if embedding is None or head is None or not tied:
         return {}
@@ -213,7 +212,7 @@ def _vocabulary(
 
 
 def _require_own(model: nn.Module, tied: Any) -> None:
-    """Raise ValueError if modules share a parameter, which each would get one of its own for, other than ``tied``."""
+    """Raise ValueError if modules share a parameter other than ``tied``: each would get its own."""
     owners: dict[nn.Parameter, list[str]] = {}
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
@@ -222,19 +221,19 @@ def _require_own(model: nn.Module, tied: Any) -> None:
     for parameter, several in owners.items():
         if len(several) > (2 if parameter is tied else 1):
             raise ValueError(
-                f"modules must have parameters of their own, but for the embedding and the output projection, got "
-                f"one shared by {', '.join(several)}: divided, it would become several"
+                f"modules must have parameters of their own, except for the embedding and the output projection, got "
+                f"one shared by {', '.join(several)}, which would become several"
             )
 
 
 def _named(model: Any, names: dict[nn.Module, str], getter: str) -> nn.Module | None:
-    """What a method of ``model``, if it has that, returns of its submodules."""
+    """The submodule that ``model``'s method ``getter`` returns; None without the method or for another result."""
     module = getattr(model, getter, lambda: None)()
     return module if isinstance(module, nn.Module) and module in names else None
 
 
 class _Heads(PrepareModuleInput):
-    """Of an attention module whose projections are divided: its input as a DTensor, whose gradient is summed once."""
+    """The style of an attention module with divided projections: a DTensor as input, its gradient summed once."""
 
     def __init__(self) -> None:
         whole: dict[str, Placement] = {"hidden_states": Replicate()}
@@ -252,7 +251,7 @@ class _Heads(PrepareModuleInput):
 
 
 class _Whole(ParallelStyle):
-    """Parameters and buffers whole on every rank, as DTensors; inputs and outputs are plain tensors, placed alike."""
+    """The style of a module that is whole on every rank: DTensors as parameters, plain inputs and outputs."""
 
     def __init__(self, layout: Placement | None = None) -> None:
         super().__init__()
@@ -278,7 +277,7 @@ class _Whole(ParallelStyle):
 
 
 class _Tied(ParallelStyle):
-    """Of a model whose embedding and output projection, placed alike, each got a weight of their own: one again."""
+    """The style that ties the output projection to the embedding again, after each got its own DTensor."""
 
     def __init__(self, embedding: str, head: str) -> None:
         super().__init__()
@@ -301,14 +300,14 @@ def _has_known_heads(module: nn.Module) -> bool:
 
 
 def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, source: int | None) -> None:
-    """Make a parameter of ``module`` a DTensor, from the values that rank ``source`` has; None: each has the whole."""
+    """Make a parameter of ``module`` a DTensor with the values of rank ``source``, or of each rank for None."""
     parameter = module.get_parameter(name)
     placed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=source)
     module.register_parameter(name, nn.Parameter(placed, parameter.requires_grad))
 
 
 def _place(tree: Any, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Any:
-    """``tree`` with DTensors for the plain tensors in it."""
+    """``tree`` with DTensors in place of its plain tensors."""
 
     def place(t: Tensor) -> Tensor:
         return t if isinstance(t, DTensor) else DTensor.from_local(t, mesh, placements, run_check=False)

@@ -36,12 +36,12 @@ def _require_setting(name: str, value: Any) -> None:
 
 
 def _setting(name: str) -> Any:
-    """An attribute that is checked when it is set; kept beside it, under another name."""
-    # of its own name torch.compile of torch 2.11 would ask the property again, for ever
+    """A property that checks each value it is given; the value is stored under ``_name``."""
+    # under the property's own name, torch.compile of torch 2.11 would ask the property again, for ever
     kept = f"_{name}"
 
     def get(self: nn.Module) -> Any:
-        # always there: torch.compile has no guard on what is not
+        # always there: torch.compile has no guard on absent attributes
         return self.__dict__[kept]
 
     def put(self: nn.Module, value: Any) -> None:
@@ -52,7 +52,7 @@ def _setting(name: str) -> Any:
 
 
 class SparseFFN(nn.Module):
-    """What both modules share. Subclasses add the projections that read the hidden state's input."""
+    """Base of both modules: settings, the call site's ``AutoStrategy`` and the dense path through the children."""
 
     up_proj: nn.Linear
     down_proj: nn.Linear
@@ -83,7 +83,7 @@ class SparseFFN(nn.Module):
         self.compression, self.strategy = compression, strategy
         self.accumulate_main_grad, self.record_aux, self.down_layout = False, False, "linear"
         self._auto = AutoStrategy()
-        # load_state_dict(assign=True) puts contiguous tensors in place of parameters stored by rows
+        # load_state_dict(assign=True) replaces parameters stored by rows with contiguous tensors
         self.register_load_state_dict_post_hook(_keep_rows)  # type: ignore[no-untyped-call]
 
     def reset_parameters(self) -> None:
@@ -96,17 +96,17 @@ class SparseFFN(nn.Module):
         return f"{self.hidden}, {self.intermediate}, compression={self.compression}, strategy={self.strategy!r}"
 
     def __getstate__(self) -> dict[str, Any]:
-        # the figures of a call may be part of its graph, which can neither be copied nor pickled
+        # Aux may be part of autograd's graph, which can neither be copied nor pickled
         return {name: value for name, value in self.__dict__.items() if name != "aux"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # pickles of earlier versions have only what was set, under public names
+        # pickles of earlier versions have only the settings that were assigned, under public names
         defaults = {"_accumulate_main_grad": False, "_record_aux": False, "_down_layout": "rows"}
         renamed = {f"_{name}" if name in _SETTINGS else name: value for name, value in state.items()}
         super().__setstate__({**defaults, **renamed})  # type: ignore[no-untyped-call]
 
     def _finish(self, result: tuple[Tensor, Aux] | Tensor, return_aux: bool) -> Any:
-        """What ``forward`` returns, of what the function gave."""
+        """The return value of ``forward``, from that of the function."""
         if not self.record_aux:
             return result
         assert isinstance(result, tuple)
@@ -114,7 +114,7 @@ class SparseFFN(nn.Module):
         return result if return_aux else y
 
     def _is_plain(self) -> bool:
-        """Whether weights and biases say all that calling the projections does."""
+        """Whether calling the projections applies their weights and biases and does nothing else."""
         if any(_plain.HOOKS_OF_ALL) or not _plain.calls_are_torchs():
             return False
         for name, child in self._modules.items():
@@ -126,14 +126,13 @@ class SparseFFN(nn.Module):
         return getattr(self, name)(x)
 
     def _by_children(self, x: Tensor, return_aux: bool) -> Any:
-        """What ``forward`` returns where a projection is more than a weight and a bias: by calling all of them."""
+        """Run ``forward`` dense by calling the projections, one of which is more than a weight and a bias."""
         if self.accumulate_main_grad:
             raise NotImplementedError("accumulate_main_grad: expected plain nn.Linear projections, got others or hooks")
         if not torch.compiler.is_compiling():
             warn_once(
-                "a projection of a twell layer has hooks, its own or those of all modules, a forward that is not "
-                "torch's or weights that are no plain nn.Parameter (an adapter, say): the layer calls its projections "
-                "and runs dense"
+                "a projection of a twell layer has hooks (its own or global ones), a replaced forward, or weights that "
+                "are not plain nn.Parameters (an adapter, say): the layer calls its projections and runs dense"
             )
         gate = F.relu(self._project("gate_proj" if hasattr(self, "gate_proj") else "up_proj", x))
         hidden = gate * self._project("up_proj", x) if hasattr(self, "gate_proj") else gate
@@ -142,13 +141,13 @@ class SparseFFN(nn.Module):
         return self._finish((y, functional._dense_aux(hidden, gate)) if with_aux else y, return_aux)
 
     def _site(self) -> AutoStrategy | None:
-        """What chooses the strategy; None where it has been named."""
+        """The ``AutoStrategy`` that chooses; None if the strategy is named."""
         if isinstance(self.strategy, AutoStrategy):
             return self.strategy
         return self._auto if self.strategy == "auto" else None
 
     def _main_grads(self, **projections: nn.Linear) -> list[Tensor | None] | None:
-        """``weight.main_grad`` of each projection whose weight requires grad, if these shall take the gradients."""
+        """``weight.main_grad`` of each projection whose weight requires grad; None unless ``accumulate_main_grad``."""
         if not self.accumulate_main_grad:
             return None
         mains = []
@@ -163,7 +162,7 @@ class SparseFFN(nn.Module):
         return mains
 
     def _adopt(self, **projections: nn.Linear) -> None:
-        """Make the parameters of ``projections`` those of the children of that name."""
+        """Give the children of these names the parameters of ``projections``."""
         for name, linear in projections.items():
             child = self.get_submodule(name)
             child.weight, child.bias = linear.weight, linear.bias
@@ -173,24 +172,22 @@ class SparseGatedMLP(SparseFFN):
     """``down_proj(relu(gate_proj(x)) * up_proj(x))`` through ``twell.sparse_gated_ffn`` on x [..., hidden].
 
     ``gate_proj``, ``up_proj`` [intermediate, hidden] and ``down_proj`` [hidden, intermediate] are ``nn.Linear``
-    children with their usual initialisation, names, shapes and layout; each ``bias`` exists if asked for. On a GPU the
-    kernels read ``down_proj.weight`` by rows of neurons and so make a copy at each call, which
-    ``twell.nn.set_down_layout(module, "rows")`` saves.
+    children with their usual initialisation, names, shapes and layout; each has a ``bias`` if asked for. On a GPU the
+    kernels read ``down_proj.weight`` by rows of neurons and so copy it at each call;
+    ``twell.nn.set_down_layout(module, "rows")`` saves the copy.
 
-    If ``record_aux`` is set to true, each call leaves its ``Aux`` in ``aux``, for models whose code hands on y alone.
-    The figures are part of autograd's graph; what reads them should set ``aux`` to None. Copies and pickles leave them
-    out.
+    With ``record_aux = True`` each call leaves its ``Aux`` in ``aux``, for models whose code passes on y alone. It is
+    part of autograd's graph, so set ``aux`` to None after reading it. Copies and pickles leave it out.
 
-    The projections are not called where their weights and biases say all that calling them would do. Hooks, their
-    own or those of all modules (as counters of FLOPs register), adapters, weights of a subclass and a replaced
-    ``forward`` of ``nn.Linear`` count: the layer then calls its projections and runs dense, after a warning.
+    The kernels read the weights and biases; the projections themselves are not called. If one has hooks (its own or
+    global ones, as FLOP counters register), an adapter, weights of a subclass or a replaced ``forward``, the layer
+    warns, calls its projections and runs dense.
 
     ``compression`` and ``strategy`` are those of ``twell.sparse_gated_ffn`` and may be set at any time. With "auto" the
-    module has an ``AutoStrategy`` of its own, which chooses by the sparsity that earlier calls measured, as
-    ``twell.explain`` shows. Any other strategy stays as named, except for inference in float32 and float64, which runs
-    dense. ``accumulate_main_grad``, False at first, may be set,
-    too: if true, backward adds the gradient of each weight to ``weight.main_grad``, a float32 tensor of the weight's
-    shape that the trainer has put there, and leaves ``weight.grad`` alone.
+    module has its own ``AutoStrategy``, which chooses by the sparsity measured in earlier calls; ``twell.explain``
+    shows it. A named strategy stays, except that inference in float32 and float64 runs dense.
+    With ``accumulate_main_grad = True`` backward adds the gradient of each weight to ``weight.main_grad``, a float32
+    tensor of the weight's shape that the trainer provides, and leaves ``weight.grad`` alone.
     """
 
     def __init__(
@@ -219,9 +216,9 @@ class SparseGatedMLP(SparseFFN):
         compression: int = 8,
         strategy: Strategy | AutoStrategy = "auto",
     ) -> SparseGatedMLP:
-        """A module on the very Parameter objects of three ``nn.Linear``, each with or without bias.
+        """Make a module that shares the Parameter objects of three ``nn.Linear``, each with or without bias.
 
-        Their storage stays as it is, too. Raises TypeError or ValueError if the layers do not make one FFN.
+        Their storage stays, too. Raises TypeError or ValueError if the three do not form one FFN.
         """
         hidden, intermediate = _require_linear({"gate": gate, "up": up}, down)
         mlp = cls(hidden, intermediate, compression=compression, strategy=strategy, device="meta")
@@ -275,7 +272,7 @@ class SparseMLP(SparseFFN):
     def from_linear(
         cls, up: nn.Linear, down: nn.Linear, *, compression: int = 8, strategy: Strategy | AutoStrategy = "auto"
     ) -> SparseMLP:
-        """A module on the very Parameter objects of two ``nn.Linear``, as ``SparseGatedMLP.from_linear``."""
+        """Make a module that shares the Parameter objects of two ``nn.Linear``, as ``SparseGatedMLP.from_linear``."""
         hidden, intermediate = _require_linear({"up": up}, down)
         mlp = cls(hidden, intermediate, compression=compression, strategy=strategy, device="meta")
         mlp._adopt(up_proj=up, down_proj=down)
@@ -304,10 +301,10 @@ class SparseMLP(SparseFFN):
 
 
 def explain(layers: nn.Module | AutoStrategy) -> Explanation:
-    """Which strategy each layer of ``layers`` runs, why, and what it measured; ``print`` it for a table.
+    """Return the strategy of each layer of ``layers``, the reason and the measured figures; ``print`` it for a table.
 
-    ``layers`` is a module that is or contains layers of ``twell.nn``, or the ``AutoStrategy`` of a call site. Nothing
-    waits and nothing changes: figures still on their way from the GPU are left out.
+    ``layers`` is a module that is or contains layers of ``twell.nn``, or the ``AutoStrategy`` of a call site. The call
+    neither waits nor changes anything: figures still on their way from the GPU are left out.
     """
     if isinstance(layers, AutoStrategy):
         return Explanation(tuple(layers.explain()))
@@ -337,20 +334,19 @@ def _explain(name: str, layer: SparseFFN) -> list[Choice]:
 
 
 def set_down_layout(module: nn.Module, layout: DownLayout) -> None:
-    """How ``down_proj.weight`` of every layer of ``twell.nn`` in ``module`` is stored from now on. Shapes stay [K, N].
+    """Set the layout of ``down_proj.weight`` in every layer of ``twell.nn`` in ``module``. Shapes stay [K, N].
 
-    "linear", the default: contiguous, as nn.Linear stores it and as everything expects that flattens parameters or
-    saves them to contiguous files. The sparse kernels then read a copy by rows, made at each forward and at each
-    backward pass: 23 MB at K = 2,048 and N = 5,632. "rows": the transposed view of a contiguous [N, K] tensor, which
-    they read in place; for inference, above all of few tokens, and for training where nothing flattens parameters.
-    FSDP2, flat optimizers such as LBFGS, ``parameters_to_vector`` and safetensors refuse such a weight or
-    need ``.contiguous()``; ``set_down_layout(module, "linear")`` is the way back.
+    "linear", the default: contiguous, as nn.Linear stores it. Code that flattens parameters or saves them to contiguous
+    files expects this. The sparse kernels then read a copy by rows, made at each forward and each backward pass: 23 MB
+    at K = 2,048 and N = 5,632. "rows": the transposed view of a contiguous [N, K] tensor, which the kernels read in
+    place; for inference, above all of few tokens, and for training where nothing flattens parameters. FSDP2, flat
+    optimizers such as LBFGS, ``parameters_to_vector`` and safetensors refuse such a weight or need ``.contiguous()``;
+    ``set_down_layout(module, "linear")`` is the way back.
 
     Loading a state dict, moving, casting, copying and pickling keep either. Call it before anything keeps views of the
-    parameters; the Parameter objects stay, and gradients that they have are laid out with them. The state of an
-    optimizer is not: fused optimizers read it as it lies in memory. Set the layout before the optimizer's first step,
-    and have it be that of the run whose state is loaded. A layer whose weight was replaced by one of another layout is
-    set right, too.
+    parameters; the Parameter objects stay, and their gradients change layout with them. The state of an optimizer does
+    not, and fused optimizers read it in memory order: set the layout before the optimizer's first step, and use the
+    layout of the run whose state is loaded. A weight that was replaced by one of another layout is set right, too.
 
     Raises ValueError for another name, and if ``module`` has no such layer.
     """
@@ -379,7 +375,7 @@ def _lay(weight: Tensor, rows: bool) -> bool:
     for tensor in (weight, weight.grad if weight.is_leaf else None):
         if tensor is None or (tensor.t() if rows else tensor).is_contiguous():
             continue
-        # a tensor can only take the data of its own kind
+        # an inference tensor takes only inference data, a normal tensor only normal data
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             tensor.data = tensor.data.t().contiguous().t() if rows else tensor.data.contiguous()
         changed = True
@@ -392,7 +388,7 @@ def _keep_rows(module: SparseFFN, incompatible_keys: Any) -> None:
 
 
 def _require_linear(inputs: dict[str, nn.Linear], down: nn.Linear) -> tuple[int, int]:
-    """(hidden, intermediate) of layers that make one FFN."""
+    """Return (hidden, intermediate) of linear layers that form one FFN; raise TypeError or ValueError otherwise."""
     for name, linear in (*inputs.items(), ("down", down)):
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"{name} must be an nn.Linear, got {type(linear).__name__}")

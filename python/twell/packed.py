@@ -1,4 +1,4 @@
-"""``PackedTwell``: a packed gate and what is needed to read it. A pytree of three tensors."""
+"""``PackedTwell``: a packed gate with the sizes to read it. A pytree of three tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every operator means, in the fewest words: slow, obvious, for tests and readers. CPU tensors, no gradients.
+"""Definitions of all operators, in few lines: slow, obvious, for tests and readers. CPU tensors, no gradients.
 
 Shapes and dtypes are those of ``torch.ops.twell.*``: tokens [M, K], weights [N, K], bfloat16 or float16.
 """
@@ -68,7 +68,7 @@ def up_down(
     b_down: Tensor | None,
     compression: int,
 ) -> tuple[Tensor, Tensor]:
-    """y [M, K] of the spill's dtype, l1 float32 [M]: sums over the non-zeros of the gate alone, fp32, y rounded once.
+    """y [M, K] of the spill's dtype, l1 float32 [M]: fp32 sums over the gate's non-zeros alone, y rounded once.
 
     Without ``w_up`` the packed values are the hidden state.
     """
@@ -88,7 +88,7 @@ def up_down(
 
 
 def hybrid(dense: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """entries, neurons, chunks, sizes and popularity of a gate [M, N] in the hybrid format; what is undefined is 0."""
+    """entries, neurons, chunks, sizes and popularity of a gate [M, N] in the hybrid format; undefined values are 0."""
     m, n = dense.shape
     tiles, columns = geometry.token_tiles(m), geometry.chunks(n)
     neurons = torch.zeros(tiles, geometry.CHUNK * columns, dtype=torch.int32, device=dense.device)
@@ -166,8 +166,8 @@ def hybrid_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dx, dw_gate, dw_up, dw_down, db_gate, db_up in fp32: h, up and their gradients are rounded to x's dtype.
 
-    For the weights and biases of rare neurons what that leaves is rounded and added. By popularity, 64 neurons at a
-    time are rare if they have at most 2,048 non-zeros, provided that all non-zeros fit into the hybrid format.
+    For the weights and biases of rare neurons the rest of that rounding is rounded and added. In order of popularity,
+    64 neurons at a time are rare if they have at most 2,048 non-zeros and all non-zeros fit into the hybrid format.
     """
     dense = gate(x, w_gate, b_gate)
     fits = int((dense != 0).sum()) <= geometry.hybrid_capacity(*dense.shape)
@@ -197,7 +197,7 @@ def hybrid_backward(
         d_gate, d_up = split(d_gate, neuron), split(d_up, neuron)
         dw_gate[neuron] += d_gate * x[row].float()
         dw_up[neuron] += d_up * x[row].float()
-        # h of the rounded up projection, which is what is kept
+        # from the rounded up projection, which forward saves
         wide = dense[here].float() * up[here].float()
         dw_down[neuron] += split(wide, neuron) * dy[row].float()
         db_gate[neuron] += d_gate

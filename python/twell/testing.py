@@ -34,36 +34,49 @@ _T = TypeVar("_T")
 UGLY_M = (0, 1, 7, 63, 64, 65, 127, 128, 129, 257)
 UGLY_K = (8, 64, 72, 896, 2048, 4096, 8192)
 
-# A result may be this much further from float64 than dense PyTorch is, where so many roundings share the error that
-# luck decides nothing.
+# Largest error against float64 as a multiple of dense PyTorch's, where many roundings share the error.
 BUDGET = 1.1
 
-# The norm of n errors of one size has a deviation of half to three quarters of its size over the root of n, so where
-# few terms are summed a right result may be further away by chance. This is four to six deviations.
+# The norm of n errors of one size has a deviation of half to three quarters of its size over the root of n, so a right
+# result of few terms may be further away by chance. This is four to six deviations.
 LUCK = 3
 
-# The same for the gradient of a bias. It is one vector: where a few elements hold most of its norm, as with skewed
-# neurons, its error is that of as many roundings, each of any size up to half a unit. Over 20 elements the ratio of two
-# such errors has a standard deviation of 14 %; this is three of them.
+# The budget of a bias's gradient. It is one vector: with skewed neurons a few elements hold most of its norm, and each
+# is rounded by up to half a unit. Over 20 elements the ratio of two such errors has a standard deviation of 14 %; this
+# is three of them.
 BIAS_BUDGET = 1.4
 
-# The worst row of a gradient: of thousands of rows the one with the least luck, which another order of sums changes.
+# The budget of a gradient's worst row, the least lucky of thousands, which another order of sums changes.
 ROW_BUDGET = 1.25
 
 # A row's error is relative to at least this share of the root mean square row norm. A sum of 2,048 products in 128 fp32
-# steps is off by up to 128 * 2^-23 = 1.5e-5 of its size: all of a row that cancels to nothing, but less than the
-# rounding to bf16 (2^-9 = 2e-3) at this floor. Rows that are wrong still show: budgets are below 1e-2.
+# steps is off by up to 128 * 2^-23 = 1.5e-5 of its size: more than a row that cancels to nothing, but less than the
+# rounding to bf16 (2^-9 = 2e-3) at this floor. Wrong rows still show: budgets are below 1e-2.
 ROW_FLOOR = 1e-2
 
 # A sum of 2,048 products of x and w in 128 fp32 steps is off by up to 128 * 2^-23 of its size on the way, about
-# |x| |w| / sqrt(2048): 3.4e-7 of |x| |w|. Where it is nearer to 0 than three times that, rounding decides its sign.
+# |x| |w| / sqrt(2048): 3.4e-7 of |x| |w|. If it is nearer to 0 than three times that, rounding decides its sign.
 KINK = 2.0**-20
 
-# Rows that one float64 chunk holds; at N = 5632 its three intermediates take 0.5 GB.
+# Rows of one float64 chunk; at N = 5632 its three intermediates take 0.5 GB.
 CHUNK_ROWS = 4096
 
 # Integers below this are exact in fp32, and so is any sum of them that stays below it.
 EXACT_LIMIT = 1 << 24
+
+
+class ModelSizes(NamedTuple):
+    """Sizes of a decoder: layers, hidden size (K), intermediate size (N) and attention heads."""
+
+    layers: int
+    hidden: int
+    neurons: int
+    heads: int
+
+
+# The models of the paper (arXiv 2603.23198), which share one layer.
+PAPER_MODELS = {name: ModelSizes(n, 2048, 5632, 32) for name, n in {"0.5B": 8, "1B": 18, "1.5B": 28, "2B": 38}.items()}
+PAPER_HIDDEN, PAPER_NEURONS = PAPER_MODELS["1.5B"][1:3]
 
 
 class FFN(NamedTuple):
@@ -81,11 +94,11 @@ class FFN(NamedTuple):
     b_down: Tensor | None = None
 
     def to(self, device: torch.device | str) -> FFN:
-        """The same problem on ``device``; nothing is copied that is there already."""
+        """The same problem on ``device``; tensors already there are not copied."""
         return self.map(lambda t: t.to(device))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> FFN:
-        """The layer with ``function`` applied to every tensor it has."""
+        """The layer with ``function`` applied to each of its tensors."""
         biases = (None if t is None else function(t) for t in self[4:])
         return FFN(*(function(t) for t in (self.x, self.w_gate, self.w_up, self.w_down)), *biases)
 
@@ -94,7 +107,7 @@ class FFN(NamedTuple):
         return self._replace(x=self.x[start:stop])
 
     def present(self, gated: bool) -> dict[str, Tensor]:
-        """The tensors that the layer has, by name: without gate there is neither up projection nor its bias."""
+        """The layer's tensors by name; without gate there is neither an up projection nor its bias."""
         absent = () if gated else ("w_up", "b_up")
         return {name: t for name, t in self._asdict().items() if t is not None and name not in absent}
 
@@ -104,10 +117,10 @@ class FFN(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """A pattern of activation: mean non-zeros per token, and how unevenly they fall.
+    """A pattern of activation: mean non-zeros per token and their distribution.
 
-    ``neuron_sigma`` spreads the log-popularity of neurons, ``token_sigma`` that of tokens, ``dead`` is the share of
-    neurons that never fire, ``rho`` the correlation of a token with the topic of its document.
+    ``neuron_sigma`` is the spread of the neurons' log-popularity, ``token_sigma`` that of the tokens', ``dead`` the
+    share of neurons that never fire, ``rho`` the correlation of a token with the topic of its document.
     """
 
     nnz: float
@@ -125,20 +138,20 @@ WORKLOADS = {
     "dense911": Workload(911, neuron_sigma=0.5, token_sigma=0.3),
 }
 
-# The first two input features are reserved: a constant one carries the neuron's bias, the other the token's.
+# The first two input features are reserved: the first, a constant, carries the neuron's bias, the second the token's.
 _CONSTANT = 4.0
 _DEAD_BIAS = -50.0
 _THRESHOLD_ROWS = 4096
 
-# Tokens of a recorded layer.
+# Tokens of a recorded layer before they repeat.
 _PERIOD = 4096
 
 
 def make(
     name: str,
     m: int = 16384,
-    k: int = 2048,
-    n: int = 5632,
+    k: int = PAPER_HIDDEN,
+    n: int = PAPER_NEURONS,
     *,
     seed: int = 0,
     device: torch.device | str = "cuda",
@@ -209,9 +222,9 @@ def load_real(
 
     The file holds ``x`` int8 [tokens, K] and ``x_scale`` [tokens, 1] or [1, K]; ``w`` int8 [alive, K] and ``w_scale``,
     the gate rows of the neurons that fire at least once; ``alive``, their indices; ``n``, the number of neurons; and
-    ``quiet`` [K], a direction whose product with every token is about 1. The other neurons get noise pushed down along
-    ``quiet``, so that they stay silent without being zero, which would run cooler and faster than real weights. Needs
-    numpy. Raises FileNotFoundError where the layer is not in the folder.
+    ``quiet`` [K], a direction whose product with every token is about 1. The other gate rows are noise minus a multiple
+    of ``quiet``: those neurons stay silent without zero weights, which would run cooler and faster than real ones.
+    Needs numpy. Raises FileNotFoundError if the layer is not in the folder.
     """
     import numpy as np
 
@@ -236,8 +249,8 @@ def load_real(
 def load(
     name: str,
     m: int = 16384,
-    k: int = 2048,
-    n: int = 5632,
+    k: int = PAPER_HIDDEN,
+    n: int = PAPER_NEURONS,
     *,
     real_layers: Path | str | None = None,
     seed: int = 0,
@@ -246,8 +259,7 @@ def load(
 ) -> FFN:
     """The workload ``name``: a key of WORKLOADS, or ``real3`` for layer 3 of the folder ``real_layers``.
 
-    k and n do not apply to a recorded layer, which has its own. Raises ValueError for an unknown name, or for a
-    recorded layer without a folder.
+    A recorded layer has its own k and n. Raises ValueError for an unknown name, or a recorded layer without a folder.
     """
     require("name", name, str, "the name of a workload")
     if name.startswith("real") and name[4:].isdecimal():
@@ -258,7 +270,7 @@ def load(
 
 
 def real_names(folder: Path | str) -> list[str]:
-    """Names of the recorded layers in ``folder``, by layer number: ``["real3", "real6"]``."""
+    """Names of the recorded layers in ``folder``, in order: ``["real3", "real6"]``."""
     numbers = [path.stem[5:] for path in Path(folder).glob("layer*.npz")]
     return [f"real{number}" for number in sorted((i for i in numbers if i.isdecimal()), key=int)]
 
@@ -279,11 +291,11 @@ def integer_problem(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
 ) -> FFN:
-    """A problem of small integers in which about the share ``density`` of the gate is positive.
+    """Draw a problem of small integers in which about the share ``density`` of the gate is positive.
 
     Density 0 makes every gate zero or less, density 1 every gate positive. ``biases`` names the projections that have
-    one, out of "gate up down". k is at least 8. Drawn on the CPU, so that every device gets the same one; every sum is
-    exact in fp32 and every gate in 16 bits. Raises ValueError where the sizes are too large for that.
+    one, out of "gate up down". k is at least 8. It is drawn on the CPU, so every device gets the same problem. Every
+    sum is exact in fp32 and every gate in 16 bits. Raises ValueError if the sizes are too large for that.
     """
     _require_sizes(m, k, n)
     require_number("density", density, 0, 1)
@@ -327,7 +339,7 @@ def _draw_integers(m: int, k: int, n: int, density: float, biases: str, seed: in
 
 
 def _gate_shift(count: int, density: float, bias: bool) -> int:
-    """Weight of the constant feature (2) that leaves the share ``density`` of sums of ``count`` products positive."""
+    """Weight of the constant feature (2) with which the share ``density`` of sums of ``count`` products is positive."""
     most = 2 * count + (2 if bias else 0)
     if density <= 0:
         return -math.ceil(most / 2)
@@ -347,11 +359,11 @@ def pattern_problem(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
 ) -> FFN:
-    """A problem of small integers whose gate before ReLU is exactly ``gates``, integers [M, N] with M <= k.
+    """Draw a problem of small integers whose gate before ReLU is exactly ``gates``, integers [M, N] with M <= k.
 
-    Token m has a one in feature m, and neuron n has gates[m, n] there; the other features are signs that the gate does
-    not look at. ``biases`` as in ``integer_problem``, but the gate's is undone in its weights. Raises ValueError where
-    k is too small or a sum is not exact.
+    Token m has a one in feature m, and neuron n has gates[m, n] there; the other features are signs that the gate
+    ignores. ``biases`` as in ``integer_problem``; the gate's weights cancel its bias. Raises ValueError if k is too
+    small or a sum is not exact.
     """
     m, n = gates.shape
     if m > k:
@@ -417,9 +429,9 @@ def _chunks(m: int) -> Iterator[tuple[int, int]]:
 
 @torch.no_grad()
 def count_roundings(problem: FFN, *, gated: bool = True) -> float:
-    """How many hidden values most of the layer's rounding errors come from: (sum of h^2)^2 / sum of h^4, in float64.
+    """The effective number of hidden values behind the layer's rounding error: (sum h^2)^2 / sum h^4, in float64.
 
-    This is the number of non-zeros where all have one size, less where a few of them are large, and 0 without any.
+    It is the number of non-zeros if all have one size, less if a few are large, and 0 if there are none.
     """
     energy = fourth = 0.0
     for start, stop in _chunks(problem.x.shape[0]):
@@ -451,12 +463,12 @@ def float64_output(problem: FFN, *, gated: bool = True) -> Tensor:
 
 
 def exact_output(problem: FFN, *, gated: bool = True) -> Tensor:
-    """The only right answer to an exact problem: the float64 answer rounded once to the storage type, [M, K]."""
+    """The only right answer to an exact problem: float64 rounded once to the storage type, [M, K]."""
     return float64_output(problem, gated=gated).float().to(problem.x.dtype)
 
 
 def dense_output(problem: FFN, *, gated: bool = True) -> Tensor:
-    """The same layer in plain PyTorch in the storage type, [M, K]: what every error and time is measured against."""
+    """The same layer in plain PyTorch in the storage type, [M, K]: the baseline of every error and time."""
     hidden = F.relu(F.linear(problem.x, problem.w_gate, problem.b_gate))
     if gated:
         hidden = hidden * F.linear(problem.x, problem.w_up, problem.b_up)
@@ -468,7 +480,7 @@ def sparse_output(
 ) -> Tensor:
     """The same layer through ``twell.sparse_gated_ffn`` or ``twell.sparse_ffn``, [M, K].
 
-    By default by strategy "row", which does not round the hidden state: integers have one right answer.
+    The default, strategy "row", does not round the hidden state: integers have one right answer.
     """
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = problem
     if not gated:
@@ -502,8 +514,8 @@ def sparse_layer(problem: FFN, *, gated: bool = True, **options: Any) -> tuple[T
 def real_upstream(problem: FFN, *, seed: int = 0) -> Tensor:
     """An upstream gradient [M, K] of normal values, drawn on the problem's device.
 
-    It repeats every 4,096 tokens, as recorded layers do: else the few terms of a rare neuron, which have the same token
-    four times, may cancel, and its error says little.
+    It repeats every 4,096 tokens, as recorded layers do: otherwise the few terms of a rare neuron, one token four
+    times, may cancel, and its error says little.
     """
     m, k = problem.x.shape
     generator = torch.Generator(problem.x.device).manual_seed(seed)
@@ -513,11 +525,11 @@ def real_upstream(problem: FFN, *, seed: int = 0) -> Tensor:
 
 @torch.no_grad()
 def off_kinks(problem: FFN, *, gated: bool = True) -> FFN:
-    """The problem whose gradients do not hang on rounding: tokens whose do are zero instead.
+    """Zero the tokens whose gradients depend on rounding, and return that problem.
 
-    ReLU has a kink at 0, and so has |h| where the up projection is 0. If a sum of fp32 falls on the other side of it
-    than float64's, whole terms of the gradients differ, in dense PyTorch as here: of 16,384 tokens of uniform29 a few
-    do, and their errors hide all others. A token that has a sum so near to 0 becomes zero.
+    ReLU has a kink at 0, and so has |h| where the up projection is 0. If an fp32 sum falls on the other side of it than
+    the float64 sum, whole terms of the gradients differ, in dense PyTorch, too: a few of uniform29's 16,384 tokens do,
+    and their errors hide all others. A token with a sum this near to 0 becomes zero.
     """
     weights = problem.rows(0, 0).map(Tensor.double)
 
@@ -537,7 +549,7 @@ def off_kinks(problem: FFN, *, gated: bool = True) -> FFN:
 
 
 def _rare_neurons(active: Tensor) -> Tensor | None:
-    """Neurons [N] of 64 that have few non-zeros together, by popularity; None where the non-zeros do not fit."""
+    """Mask [N] of rare neurons: by popularity, 64 with few non-zeros together; None if the non-zeros do not fit."""
     m, n = active.shape
     counts = active.sum(0)
     if int(counts.sum()) > geometry.hybrid_capacity(m, n):
@@ -560,9 +572,10 @@ def _gradients(
     dtype: torch.dtype | None = None,
     each: Callable[[Tensor], Tensor] = lambda factor: factor,
 ) -> dict[str, Tensor]:
-    """Gradients in float64. ``dtype``: h, d_gate and d_up are rounded to it. ``each`` is taken of all terms' factors.
+    """Gradients in float64. ``each`` is applied to both factors of every term.
 
-    For the weights and biases of rare neurons, as ``twell.reference.hybrid_backward`` defines them, they are not.
+    With ``dtype``, h, d_gate and d_up are rounded to it, except for the weights and biases of rare neurons, as
+    ``twell.reference.hybrid_backward`` defines them.
     """
     gates = torch.cat([float64_gate(problem.rows(*rows)) != 0 for rows in _chunks(len(dy))] or [dy.new_zeros(0)])
     rare = _rare_neurons(gates) if dtype is not None and len(dy) else None
@@ -587,8 +600,8 @@ def _gradients(
         for name, (d, weight) in coefficients.items():
             out["x"][start:stop] += rounded(d) @ each(weight)
             out[f"w_{name}"] += rounded(d, weights=True).T @ each(x)
-            if f"{name}_bias" in out:
-                out[f"{name}_bias"] += rounded(d, weights=True).sum(0)
+            if f"b_{name}" in out:
+                out[f"b_{name}"] += rounded(d, weights=True).sum(0)
         out["w_down"] += rounded(hidden, weights=True).T @ each(upstream)
         if "b_down" in out:
             out["b_down"] += each(upstream).sum(0)
@@ -606,10 +619,10 @@ def float64_gradients(problem: FFN, dy: Tensor, dl1: float = 0.0, *, gated: bool
 
 @torch.no_grad()
 def exact_gradients(problem: FFN, dy: Tensor, dl1: float = 0.0, *, gated: bool = True) -> dict[str, Tensor]:
-    """The only right gradients of an exact problem for integers ``dy`` and ``dl1``, as float64 yet to be rounded.
+    """The only right gradients of an exact problem for integers ``dy`` and ``dl1``, in float64, the last rounding left.
 
-    h, d_gate and d_up are rounded to the storage type, as ``twell.ops.hybrid_backward`` says; then every sum is exact
-    in fp32. Raises ValueError where one is not.
+    h, d_gate and d_up are rounded to the storage type, as in ``twell.ops.hybrid_backward``; then every sum is exact in
+    fp32. Raises ValueError if one is not.
     """
     dtype = problem.x.dtype
     magnitudes = _gradients(problem, dy, dl1, gated, dtype, torch.abs)
@@ -634,7 +647,7 @@ def _leaves(problem: FFN) -> FFN:
 
 @torch.enable_grad()
 def dense_gradients(problem: FFN, dy: Tensor, dl1: float = 0.0, *, gated: bool = True) -> dict[str, Tensor]:
-    """The same gradients by plain PyTorch in the storage type: what every error and time is measured against."""
+    """The same gradients by plain PyTorch in the storage type: the baseline of every error and time."""
     leaves = _leaves(problem)
     hidden = F.relu(F.linear(leaves.x, leaves.w_gate, leaves.b_gate))
     if gated:
@@ -650,7 +663,7 @@ def dense_gradients(problem: FFN, dy: Tensor, dl1: float = 0.0, *, gated: bool =
 def sparse_gradients(
     problem: FFN, dy: Tensor, dl1: float = 0.0, *, gated: bool = True, **options: Any
 ) -> dict[str, Tensor]:
-    """The same gradients through ``sparse_layer``, which takes ``options``."""
+    """The same gradients through ``sparse_layer(problem, **options)``."""
     leaves = _leaves(problem)
     y, aux = sparse_layer(leaves, gated=gated, **options)
     if not dl1:
@@ -663,10 +676,10 @@ def sparse_gradients(
 class Errors:
     """Relative errors against float64: of the whole tensor in the Frobenius norm, and of the worst row.
 
-    A row's error is relative to its own norm, or to ROW_FLOOR of the root mean square row norm where that is larger. So
-    it is, of gradients, to the norm that the row would have if its terms were orthogonal: where they cancel to little,
-    rounding them, which dense PyTorch does too, is much of what is left, and says nothing of a kernel.
-    Both are infinite where the result is not finite although the answer is.
+    A row's error is relative to the largest of its own norm, ROW_FLOOR times the root mean square row norm and, for
+    gradients, the norm of the row if its terms were orthogonal: if they cancel to little, their rounding, which dense
+    PyTorch does too, is much of the rest and says nothing about a kernel.
+    Both are infinite if the result is not finite although the answer is.
     """
 
     frobenius: float
@@ -675,7 +688,7 @@ class Errors:
     def within(self, other: Errors, factor: float = BUDGET, row_factor: float | None = None) -> bool:
         """Whether the errors are at most ``factor`` times those of ``other``, which must be finite.
 
-        ``row_factor`` is for the worst row, where it differs.
+        ``row_factor`` replaces it for the worst row.
         """
         if not (math.isfinite(other.frobenius) and math.isfinite(other.worst_row)):
             return False
@@ -688,9 +701,9 @@ class Errors:
 
 @torch.no_grad()
 def errors(out: Tensor, answer: Tensor, terms: Tensor | None = None) -> Errors:
-    """Errors of ``out`` against the finite float64 ``answer``, both [M, K]; zero where there are no elements.
+    """Errors of ``out`` against the finite float64 ``answer``, both [M, K]; zero if there are no elements.
 
-    ``terms`` [M]: of what each row is the sum of, the root of all squares.
+    ``terms`` [M]: the root of the sum of squares of each row's terms.
     """
     require("out", out, Tensor, "a tensor [M, K]")
     require("answer", answer, Tensor, "a tensor [M, K]")
@@ -715,10 +728,10 @@ def errors(out: Tensor, answer: Tensor, terms: Tensor | None = None) -> Errors:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The errors of a result, and those of dense PyTorch on the same problem; ``roundings`` share most of these.
+    """The errors of a result and those of dense PyTorch on the same problem; ``roundings`` share most of these.
 
-    ``budget`` and ``row_budget`` times the errors of dense PyTorch are allowed where there are many roundings, and more
-    where there are few: see ``allowance``.
+    Allowed are ``budget`` and ``row_budget`` times the errors of dense PyTorch, and more if the roundings are few: see
+    ``allowance``.
     """
 
     ours: Errors
@@ -747,10 +760,10 @@ class Comparison:
 
 
 def allowance(roundings: float) -> float:
-    """By how much luck widens a budget where so many roundings share the error: 4 for one or none, towards 1 for many.
+    """The factor that widens a budget for chance: 4 for one rounding or none, towards 1 for many.
 
-    Two right results round at different places, so the ratio of their errors is a matter of chance where few terms
-    are summed. The ratio is a figure over workloads: no call promises it.
+    Two right results round at different places, so the ratio of their errors is a matter of chance if few terms are
+    summed. The ratio is a figure over workloads: no call promises it.
     """
     return 1 + LUCK / math.sqrt(max(roundings, 1))
 
@@ -767,9 +780,8 @@ def compare_gradients(
 ) -> dict[str, Comparison]:
     """Errors of the ``gradients`` of ``problem`` beside those of dense PyTorch, by name.
 
-    A row of the gradient of x is a token, of a weight a neuron, and has ROW_BUDGET; the gradient of a bias is one row
-    and has BIAS_BUDGET. ``allowance`` widens all of them.
-    The problem should be ``off_kinks``.
+    A row of x's gradient is a token, a row of a weight's gradient a neuron; both have ROW_BUDGET. The gradient of a
+    bias is one row and has BIAS_BUDGET. ``allowance`` widens all of them. The problem should be ``off_kinks``.
     """
     answer = float64_gradients(problem, dy, dl1, gated=gated)
     squares = _gradients(problem, dy, dl1, gated, each=torch.square)
@@ -781,7 +793,7 @@ def compare_gradients(
 def gradient_errors(
     gradients: dict[str, Tensor], answer: dict[str, Tensor], terms: dict[str, Tensor]
 ) -> dict[str, Errors]:
-    """``errors`` of each gradient; all that ``answer`` has must be there, and nothing else."""
+    """``errors`` of each gradient; ``gradients`` must have the names of ``answer``."""
     if gradients.keys() != answer.keys():
         raise ValueError(f"gradients must be those of {', '.join(answer)}, got {', '.join(gradients)}")
     return {
@@ -791,10 +803,10 @@ def gradient_errors(
 
 
 def compare_errors(ours: dict[str, Errors], dense: dict[str, Errors], roundings: float) -> dict[str, Comparison]:
-    """The comparison of each gradient, with the budget that its tensor has; ``roundings`` as in ``Comparison``."""
+    """The comparison of each gradient, with its tensor's budget; ``roundings`` as in ``Comparison``."""
 
     def budgets(name: str) -> tuple[float, float]:
-        return (BIAS_BUDGET, BIAS_BUDGET) if name.endswith("bias") else (BUDGET, ROW_BUDGET)
+        return (BIAS_BUDGET, BIAS_BUDGET) if name.startswith("b_") else (BUDGET, ROW_BUDGET)
 
     return {name: Comparison(error, dense[name], roundings, *budgets(name)) for name, error in ours.items()}
 
@@ -821,10 +833,10 @@ Packed = tuple[Tensor, Tensor, Tensor]
 
 
 def assert_packed_same(actual: Packed, expected: Packed, n: int, compression: int) -> None:
-    """Raise AssertionError unless two results of ``twell.ops.gate_pack`` for n neurons agree in everything defined.
+    """Raise AssertionError unless two results of ``twell.ops.gate_pack`` for n neurons agree in all defined values.
 
-    That is every word (those past the count are 0), the statistics, and the spill of the row-tiles that overflow,
-    up to neuron n. NaN has one meaning whatever its bits.
+    These are every word (those past the count are 0), the statistics, and the spill of the row-tiles that overflow,
+    up to neuron n. All NaN are equal.
     """
     (words, spill, stats), (expected_words, expected_spill, expected_stats) = actual, expected
     m, tiles = words.shape[0], geometry.tiles(n)
@@ -850,11 +862,11 @@ def _canonical(words: Tensor, dtype: torch.dtype, compression: int) -> Tensor:
 
 
 def assert_hybrid_same(actual: Sequence[Tensor], expected: Sequence[Tensor], m: int, n: int, gated: bool) -> None:
-    """Raise AssertionError unless two hybrid gates of ``m`` tokens and ``n`` neurons agree in everything defined.
+    """Raise AssertionError unless two hybrid gates of ``m`` tokens and ``n`` neurons agree in all defined values.
 
-    Each is entries, neurons, chunks, sizes and popularity, as ``twell.ops.hybrid_forward`` returns them last, of 16-bit
-    values. Defined are the lists up to a multiple of 64 and as many entries and, if ``gated``, up projections as there
-    are non-zeros; where these do not fit, their number and the bitmap.
+    Each is entries, neurons, chunks, sizes and popularity of 16-bit values, the last outputs of
+    ``twell.ops.hybrid_forward``. Defined are the lists up to a multiple of 64, and an entry and, if ``gated``, an up
+    projection for each non-zero; if these do not fit, their number and the bitmap.
     """
     names = ("entries", "neurons", "chunks", "sizes", "popularity")
     ours, theirs = (dict(zip(names, (t.cpu() for t in kept), strict=True)) for kept in (actual, expected))
@@ -880,30 +892,30 @@ def assert_hybrid_same(actual: Sequence[Tensor], expected: Sequence[Tensor], m: 
 _POISON = 0xFF  # as bytes of bf16, fp16 and fp32 a NaN, of int32 -1
 
 
-def poison_memory(device: torch.device | str = "cuda", largest: int = 1 << 28) -> None:
-    """Leave NaN in the memory that torch hands out next: blocks of up to ``largest`` bytes, twice that in all.
+def poison_memory(device: torch.device | str = "cuda") -> None:
+    """Leave NaN in the memory that torch hands out next: blocks of up to 256 MiB, twice that in all.
 
-    Tensors from ``torch.empty`` then hold NaN (as integers: -1), so that an element nothing wrote shows. Frees torch's
+    Tensors from ``torch.empty`` then hold NaN (as integers: -1), so that an unwritten element shows. Frees torch's
     cached memory first, which synchronises.
     """
     torch.cuda.empty_cache()
-    sizes = [1 << bits for bits in range(9, 21)] * 4 + [1 << bits for bits in range(21, largest.bit_length())]
+    sizes = [1 << bits for bits in range(9, 21)] * 4 + [1 << bits for bits in range(21, 29)]
     blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
     for block in blocks:
         block.fill_(_POISON)
 
 
 def poisoned(call: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Call twice, filling the first call's outputs with NaN in between: the second is handed that very memory."""
+    """Call twice and fill the first call's outputs with NaN in between: the second call gets the same memory."""
     for output in call():
         output.view(-1).view(torch.uint8).fill_(_POISON)
     return call()
 
 
 def captured(call: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
-    """A CUDA graph of ``call``, and the outputs that each replay writes.
+    """Capture a CUDA graph of ``call``; return it with the outputs that each replay writes.
 
-    Before the capture it is called once on a side stream: what a first call loads or allocates is there by then.
+    A call on a side stream comes first, to load and allocate.
     """
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
@@ -920,7 +932,7 @@ def captured(call: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
 
 
 def _output(*command: str) -> str | None:
-    """First line of what a command prints, None where it is missing or fails."""
+    """First line of a command's output, None if the command is missing or fails."""
     if shutil.which(command[0]) is None:
         return None
     try:
@@ -932,7 +944,7 @@ def _output(*command: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Short commit of the checkout this module is in, with "+" where files differ from it."""
+    """Short commit of the checkout this module is in, with "+" if files differ from it."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists() or not (root / "python" / "twell").is_dir():
         return None
@@ -942,7 +954,7 @@ def _commit() -> str | None:
 
 
 def _under_load(device: torch.device, *command: str) -> str | None:
-    """Like ``_output``, while the device multiplies matrices: at rest its clocks say nothing."""
+    """``_output`` while the device multiplies matrices: clocks at rest say nothing."""
     a = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(_output, *command)
@@ -972,9 +984,9 @@ def _gpu(device: torch.device) -> list[str]:
 
 
 def machine_line(device: torch.device | str | None = None) -> str:
-    """One line that a number needs beside it: processor, clocks under load, driver, torch, CuTe DSL, twell and commit.
+    """The line to print beside a measurement: processor, clocks under load, driver, torch, CuTe DSL, twell and commit.
 
-    ``device`` is the one that ran; by default the current CUDA device, or the CPU where there is none.
+    ``device`` is the one that ran; by default the current CUDA device, or the CPU if there is none.
     """
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if chosen.type == "cuda":

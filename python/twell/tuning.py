@@ -29,23 +29,23 @@ def up_down(dtype: torch.dtype, k: int, gated: bool, bias: bool) -> specs.UpDown
     return specs.UpDownSpec(dtype_name(dtype), specs.k_class(k), gated, bias)
 
 
-# Most tokens for which the kernels run that are made for few. NVIDIA H200, K = 2048, N = 5632
+# Most tokens for which the few-token kernels run. NVIDIA H200, K = 2048, N = 5632
 SKINNY_GATE_PACK = 256
 SKINNY_UP_DOWN = 256
-# most tokens that eight CTAs share each
+# most tokens for which eight CTAs share each token
 SKINNY_SHARED = 32
 
 
 @functools.cache
 def gate_pack_skinny(dtype: torch.dtype, m: int, bias: bool) -> specs.GatePackSkinnySpec:
-    """The gate GEMM for ``m`` tokens, few of them."""
+    """The gate GEMM for few tokens, ``m``."""
     tokens = next((t for t in specs.SKINNY_TOKENS if m <= t), specs.SKINNY_TOKENS[-1])
     return specs.GatePackSkinnySpec(dtype_name(dtype), tokens, bias)
 
 
 @functools.cache
 def up_down_skinny(dtype: torch.dtype, m: int, k: int, gated: bool, bias: bool) -> specs.UpDownSkinnySpec:
-    """``up_down`` for ``m`` tokens, few of them: as many CTAs share each as are needed to occupy the GPU."""
+    """``up_down`` for few tokens, ``m``: as many CTAs share a token as are needed to occupy the GPU."""
     cluster = 4 if m > SKINNY_SHARED and k <= specs.SKINNY_K_CLASSES[4][-1] else 8
     k_max = specs.k_class(k, specs.SKINNY_K_CLASSES[cluster])
     return specs.UpDownSkinnySpec(dtype_name(dtype), k_max, cluster, gated, bias)
@@ -57,8 +57,8 @@ def unpack(dtype: torch.dtype) -> specs.UnpackSpec:
     return specs.UnpackSpec(dtype_name(dtype))
 
 
-# Fewer values of a gate are left to torch's operators, unless a graph is captured: with them the host is the bound, and
-# one operator of this package takes it as long as two of torch's. An estimate.
+# A gate with fewer values goes to torch's operators, unless a graph is captured: the host is the bound, and one
+# operator of this package costs it as much time as two of torch's. An estimate.
 FUSED_ELEMENTS = 1 << 20
 
 
@@ -88,7 +88,7 @@ def sampled_grad(dtype: torch.dtype, gated: bool) -> specs.SampledGradSpec:
 
 @functools.cache
 def gathered(dtype: torch.dtype, products: int, bias: bool) -> specs.GatheredSpec:
-    """The sum of ``products`` sparse matrices times weights. 0: of the gate values that the entries hold."""
+    """The sum of ``products`` sparse matrices times weights; 0: one matrix, the gate values of the entries."""
     return specs.GatheredSpec(dtype_name(dtype), products, bias)
 
 
@@ -130,28 +130,28 @@ STRATEGIES = ("auto", "row", "union", "dense")
 # A change of strategy must promise to save this share of the time, about the error of the predictions.
 MARGIN = 0.02
 
-# More non-zeros than the hybrid format holds cost a training step eight times dense's (H200, K = 2,048, N = 5,632). The
-# sparse route starts below this share of its capacity, so that batches may vary by a sixth.
+# A training step with more non-zeros than the hybrid format holds takes eight times as long as dense (H200, K = 2,048,
+# N = 5,632). The sparse route starts below this share of the capacity, so that batches may vary by a sixth.
 SAFE_SHARE = 0.85
 
-# Of a layer not yet measured at inference "union" runs, if with one non-zero in 190 neurons it would take at most this
-# multiple of the time of "row": the worst pattern costs it a few times dense's, "row" thirty times.
+# Inference of a layer not yet measured runs "union" if, with one non-zero in 190 neurons, it would take at most this
+# multiple of the time of "row": the worst pattern makes it a few times slower than dense, and "row" thirty times.
 WORST_CASE_PREMIUM = 1.25
 _ASSUMED_DENSITY = 1 / 190
 
 # Bytes per second, read and written, of `matrix_transpose` (NVIDIA H200, driver 580.159.04: 14.6 us for 5,632 x 2,048,
-# 5.1 us for 2,816 x 1,024, 66 us for 14,336 x 4,096, weights from memory). The rates of dense layers there are those of
-# cuBLAS at M = 16,384 and of weights read from memory; clocks vary them by 8 %.
+# 5.1 us for 2,816 x 1,024, 66 us for 14,336 x 4,096, weights from memory). The rates of dense layers are those of
+# cuBLAS at M = 16,384 and of reading weights from memory there; clocks vary them by 8 %.
 COPY_BYTES = 3.1e12
 _DENSE_FLOP = 790e12
 _DENSE_BYTES = 4.2e12
 
 
 class Problem(NamedTuple):
-    """The sizes of a call: x [m, k], n neurons, with a gate or without; ``training`` where a gradient is needed.
+    """The sizes of a call: x [m, k], n neurons, with or without gate; ``training`` where a gradient is needed.
 
-    ``down_copied``: whether the down weight is stored as nn.Linear stores it, so that sparse kernels read a copy by
-    rows, made at each forward and at each backward pass.
+    ``down_copied``: whether the down weight is stored as in nn.Linear, so that sparse kernels read a copy by rows, made
+    at each forward and each backward pass.
     """
 
     m: int
@@ -163,15 +163,15 @@ class Problem(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """How sparse a layer is. ``nonzeros``: mean non-zeros of a token. ``union``: mean share of the n neurons that some
-    token of a tile, 128 consecutive ones, fires; None where unknown."""
+    """The sparsity of a layer. ``nonzeros``: mean per token. ``union``: mean share of the n neurons that a tile of 128
+    consecutive tokens fires; None if unknown."""
 
     nonzeros: float
     union: float | None
 
 
 class Decision(NamedTuple):
-    """A strategy, why, and the predicted times of all as multiples of dense's, where anything is known."""
+    """A strategy, the reason, and the predicted time of each strategy as a multiple of dense's; {} if unknown."""
 
     strategy: str
     reason: str
@@ -185,9 +185,9 @@ def require_strategy(requested: object) -> None:
 
 
 def shares(problem: Problem, figures: Figures) -> tuple[float, float]:
-    """The shares of the n neurons that a tile of tokens and that one token fires: what costs are linear in.
+    """The shares of the n neurons that a tile of tokens and that one token fires; costs are linear in both.
 
-    An unknown union, or one of more tokens than there are, is as large as independent tokens would make it.
+    The union is at most that of independent tokens, which also stands in for an unknown one.
     """
     density = min(figures.nonzeros / problem.n, 1.0)
     union = 1 - (1 - density) ** min(problem.m, geometry.TOKEN_TILE)
@@ -195,7 +195,7 @@ def shares(problem: Problem, figures: Figures) -> tuple[float, float]:
 
 
 def costs(problem: Problem, figures: Figures) -> dict[str, float]:
-    """Predicted time of each strategy that the table knows for ``problem``, as a multiple of that of "dense"."""
+    """Predicted time of each strategy that the table has for ``problem``, as a multiple of dense's."""
     union, density = shares(problem, figures)
     copies = copy_cost(problem)
     predicted = {
@@ -206,10 +206,10 @@ def costs(problem: Problem, figures: Figures) -> dict[str, float]:
 
 
 def copy_cost(problem: Problem) -> float:
-    """The time of the copies of the down weight that sparse strategies make, as a multiple of dense's."""
+    """The time that sparse strategies spend on copies of the down weight, as a multiple of dense's time."""
     if not problem.down_copied:
         return 0.0
-    # backward makes one more copy, and twice the products
+    # backward makes one more copy and twice the products
     copies, passes = (2, 3) if problem.training else (1, 1)
     weights, values = 3 if problem.gated else 2, problem.k * problem.n
     flop, weight_bytes = 2 * problem.m * weights * values, 2 * weights * values
@@ -217,9 +217,9 @@ def copy_cost(problem: Problem) -> float:
 
 
 def decide(problem: Problem, figures: Figures | None, current: str | None) -> Decision:
-    """The strategy for ``problem``, of ``figures`` measured or None, where ``current`` has run so far, if any has.
+    """Choose the strategy for ``problem`` from measured ``figures`` and the ``current`` strategy; either may be None.
 
-    A pure function. Before anything is measured, inference takes a sparse strategy and training the dense one.
+    A pure function. Without figures inference takes a sparse strategy and training the dense one.
     """
     decision = _fresh(problem) if figures is None else _measured(problem, figures, current)
     if decision.strategy == "dense" and problem.down_copied:
@@ -236,7 +236,7 @@ def _measured(problem: Problem, figures: Figures, current: str | None) -> Decisi
         held = geometry.hybrid_capacity(problem.m, problem.n) / max(problem.m, 1)
         limit = SAFE_SHARE * held * (1 if current in (None, "dense") else 1 + MARGIN)
         if figures.nonzeros > limit:
-            reason = f"{figures.nonzeros:.0f} non-zeros a token are too near the {held:.0f} that the sparse route holds"
+            reason = f"{figures.nonzeros:.0f} non-zeros per token are too near the sparse route's limit, {held:.0f}"
             return Decision("dense", reason, predicted)
     best = min(predicted, key=lambda name: predicted[name])
     if current is None or current not in predicted or current == best:
@@ -259,7 +259,7 @@ def _fresh(problem: Problem) -> Decision:
 
 
 def nearest(problem: Problem) -> tuple[bool, bool, int, int]:
-    """(training, gated, K, N) of the measured layer that is nearest in kind and in k * n."""
+    """(training, gated, K, N) of the measured layer nearest in kind and in k * n."""
 
     def distance(measured: tuple[bool, bool, int, int]) -> tuple[bool, bool, float]:
         training, gated, k, n = measured
@@ -270,10 +270,10 @@ def nearest(problem: Problem) -> tuple[bool, bool, int, int]:
 
 @functools.lru_cache(1024)
 def coefficients(problem: Problem) -> dict[str, tuple[float, float, float]]:
-    """For each sparse strategy what makes up its cost: base, per share of the union, per share of non-zeros.
+    """The terms of each sparse strategy's cost: base, per share of the union, per share of non-zeros.
 
-    From the ``nearest`` measured layer, between its numbers of tokens in log m. Fewer tokens than were measured have no
-    sparse strategy, more are as the most that were.
+    From the ``nearest`` measured layer, interpolated in log m. Fewer tokens than were measured have no sparse strategy;
+    more have the terms of the most.
     """
     by_tokens = _tuning_table.TABLE[nearest(problem)]
     m = min(problem.m, max(by_tokens))

@@ -28,8 +28,8 @@ import twell
 from twell import _sparsify, tuning
 from twell.commands import analyze, analyze_plots, cli, saved_model, sparsity
 from twell.commands.request import RequestError
-from twell.commands.saved_model import Batch, Layer
-from twell.commands.sparsity import COLUMNS, UNIONS, Call, LayerReport, Tally
+from twell.commands.saved_model import Batch, WatchedLayer
+from twell.commands.sparsity import COLUMNS, UNIONS, Call, LayerSparsity, Tally
 
 CALLS = [Call(1, False), Call(64, False), Call(16384, False), Call(16384, True)]
 
@@ -100,12 +100,12 @@ def slow(pattern: np.ndarray, starts: Sequence[int], compression: int) -> dict[s
     }
 
 
-def layer_of(n: int, compression: int = 8, k: int = 16) -> Layer:
+def layer_of(n: int, compression: int = 8, k: int = 16) -> WatchedLayer:
     linear = nn.Linear(k, n, device="meta")
-    return Layer("layers.5.mlp", 5, nn.Identity(), linear, True, compression)
+    return WatchedLayer("layers.5.mlp", 5, nn.Identity(), linear, True, compression)
 
 
-def assert_report(report: LayerReport, expected: dict[str, Any]) -> None:
+def assert_report(report: LayerSparsity, expected: dict[str, Any]) -> None:
     for name, value in expected.items():
         assert getattr(report, name) == pytest.approx(value, rel=1e-12), name
 
@@ -281,7 +281,7 @@ def report_of(mean: float, union: float | None, k: int = 2048, n: int = 5632, ga
         "tokens": 4096,
         **more,
     }
-    return LayerReport(gated=gated, k=k, n=n, mean=mean, **figures)
+    return LayerSparsity(gated=gated, k=k, n=n, mean=mean, **figures)
 
 
 @pytest.mark.parametrize(("k", "n"), [(2048, 5632), (896, 4864), (4096, 14336), (3072, 8192), (64, 320)])
@@ -292,7 +292,7 @@ def test_strategies_are_those_of_the_table(mean: float, gated: bool, k: int, n: 
     for call in [*CALLS, Call(300, False), Call(1 << 20, True)]:
         problem = tuning.Problem(call.tokens, k, n, gated, call.training)
         decision = tuning.decide(problem, report.figures, None)
-        each = sparsity.pick(report, call)
+        each = sparsity.predict(report, call)
         assert each.strategy == decision.strategy
         assert each.speedup == pytest.approx(1 / decision.costs[decision.strategy])
         assert each.speedup >= 1 or each.strategy == "dense"
@@ -300,35 +300,37 @@ def test_strategies_are_those_of_the_table(mean: float, gated: bool, k: int, n: 
 
 
 def test_each_strategy_has_its_reason() -> None:
-    assert sparsity.pick(report_of(30, 0.2), CALLS[3]).strategy == "union"
-    losing = sparsity.pick(report_of(900, 0.95), CALLS[2])
+    assert sparsity.predict(report_of(30, 0.2), CALLS[3]).strategy == "union"
+    losing = sparsity.predict(report_of(900, 0.95), CALLS[2])
     assert (losing.strategy, losing.speedup) == ("dense", 1.0)
     assert "row would take" in losing.reason
     assert "union would take" in losing.reason
-    full = sparsity.pick(report_of(140, 0.1), CALLS[3])
+    full = sparsity.predict(report_of(140, 0.1), CALLS[3])
     assert full.strategy == "dense"
-    assert "too near the 156" in full.reason
-    assert sparsity.pick(report_of(3, 0.1, gated=False), CALLS[0]).reason == "no sparse kernel was measured for 1 token"
-    odd = sparsity.pick(report_of(3, 0.1, n=5630), CALLS[2])
+    assert "too near the sparse route's limit, 156" in full.reason
+    assert (
+        sparsity.predict(report_of(3, 0.1, gated=False), CALLS[0]).reason == "no sparse kernel was measured for 1 token"
+    )
+    odd = sparsity.predict(report_of(3, 0.1, n=5630), CALLS[2])
     assert odd.strategy == "dense"
     assert "multiple of 8" in odd.reason
-    assert "16384" in sparsity.pick(report_of(3, 0.1, k=32768), CALLS[2]).reason
+    assert "16384" in sparsity.predict(report_of(3, 0.1, k=32768), CALLS[2]).reason
 
 
 def test_layers_far_from_measured_sizes_say_so() -> None:
-    assert not sparsity.pick(report_of(9, 0.1, 1536, 4608), CALLS[2]).far
-    assert sparsity.pick(report_of(9, 0.1, 256, 1024), CALLS[2]).far
+    assert not sparsity.predict(report_of(9, 0.1, 1536, 4608), CALLS[2]).far
+    assert sparsity.predict(report_of(9, 0.1, 256, 1024), CALLS[2]).far
     # as many weights as a measured layer, in another shape
-    assert sparsity.pick(report_of(9, 0.1, 512, 22528), CALLS[2]).far
+    assert sparsity.predict(report_of(9, 0.1, 512, 22528), CALLS[2]).far
 
 
 def test_speed_of_all_layers_is_that_of_their_times() -> None:
     reports = [report_of(9, 0.1), report_of(9, 0.1, 4096, 11008), report_of(9, 0.1, gated=False)]
-    picks = [sparsity.pick(report, CALLS[2]) for report in reports]
+    predictions = [sparsity.predict(report, CALLS[2]) for report in reports]
     times = [3 * 2048 * 5632, 3 * 4096 * 11008, 2 * 2048 * 5632]
-    expected = sum(times) / sum(time / each.speedup for time, each in zip(times, picks, strict=True))
-    assert sparsity.speedup(reports, picks) == pytest.approx(expected)
-    assert 1 < expected < max(each.speedup for each in picks)
+    expected = sum(times) / sum(time / each.speedup for time, each in zip(times, predictions, strict=True))
+    assert sparsity.speedup(reports, predictions) == pytest.approx(expected)
+    assert 1 < expected < max(each.speedup for each in predictions)
 
 
 # The command
@@ -343,7 +345,7 @@ def test_command_reports_every_layer(
     printed = capsys.readouterr().out
     for part in ("3 ReLU FFN layers", "K = 64, N = 320", "600 tokens", "6 sequences", "union", "hottest", "tiles > 31"):
         assert part in printed
-    for part in ("FFNs 1.", "Mean over layers:", "H200", "Far from what was measured", "training, 16,384 tokens"):
+    for part in ("FFNs 1.", "Mean over layers:", "H200", "Far from all measured layers", "training, 16,384 tokens"):
         assert part in printed
     rows = rows_of(table)
     keys = ["m1", "m64", "m16384", "train16384"]
@@ -663,7 +665,7 @@ def test_tokenizer_of_another_model(words: Path, tmp_path: Path) -> None:
 
 
 def test_overflow_in_half_precision_is_an_error(llama: Path, words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: Any) -> list[LayerReport]:
+    def refuse(*arguments: Any) -> list[LayerSparsity]:
         raise ValueError("model.layers.1.mlp: its input is not finite")
 
     monkeypatch.setattr(sparsity, "analyze", refuse)
@@ -685,8 +687,8 @@ def test_chart_shows_many_layers(tmp_path: Path) -> None:
     """Layers with an unknown union and layers that fire nothing have a place in it too."""
     pytest.importorskip("matplotlib")
     reports = [report_of(0 if i == 3 else i, None if i % 2 else 0.3, number=i) for i in range(40)]
-    picks = [[sparsity.pick(report, call) for call in CALLS] for report in reports]
-    analyze_plots.save(tmp_path / "a.PNG", reports, picks, "forty")
+    predictions = [[sparsity.predict(report, call) for call in CALLS] for report in reports]
+    analyze_plots.save(tmp_path / "a.PNG", reports, predictions, "forty")
     assert (tmp_path / "a.PNG").read_bytes().startswith(b"\x89PNG")
 
 

@@ -358,7 +358,7 @@ def test_changes_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     started, changed = (record.getMessage() for record in caplog.records)
     assert "gated layer, K = 2048, N = 5632, inference, 16384 tokens: strategy union, nothing measured yet" in started
     assert "strategy union -> dense, saves" in changed
-    assert "measured 3000.0 non-zeros a token, a union of 100.0%" in changed
+    assert "measured 3000.0 non-zeros per token, a union of 100.0%" in changed
 
 
 @pytest.mark.parametrize("through", [copy.deepcopy, copy.copy, lambda site: pickle.loads(pickle.dumps(site))])
@@ -628,7 +628,7 @@ def test_more_than_the_hybrid_format_holds_has_no_union(chooses: Arrivals, monke
     assert (row.strategy, row.figures) == ("union", Figures(100, None))
     mlp(x)
     assert strategies_of(mlp) == [("training", "dense")]
-    assert "too near the 64" in twell.explain(mlp).rows[0].reason
+    assert "too near the sparse route's limit, 64" in twell.explain(mlp).rows[0].reason
 
 
 @pytest.mark.parametrize("strategy", ["row", "union", "dense"])

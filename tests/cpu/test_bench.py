@@ -18,10 +18,10 @@ from torch import Tensor
 from twell import testing
 from twell.commands.bench import cli, main, parser, protocol
 from twell.commands.bench.decode import Decode
-from twell.commands.bench.layers import INFERENCE, OPS, TRAINING, Layer, Options
+from twell.commands.bench.layers import INFERENCE, OPS, TRAINING, Options, TimedLayer
 from twell.commands.bench.protocol import Ceilings, Cpu
 from twell.commands.bench.report import Progress
-from twell.commands.bench.rows import Row
+from twell.commands.bench.rows import LayerRow
 from twell.commands.bench.runner import Job, Runner
 from twell.commands.bench.workloads import parse
 
@@ -63,7 +63,7 @@ def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., R
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return Row(**row).key
+    return LayerRow(**row).key
 
 
 def test_every_op_has_checked_and_timed_rows(bench: Callable[..., Result]) -> None:
@@ -307,7 +307,7 @@ REPEATED = (
     ("gate_pack,up_down,down,up_down_union", ()),
     ("ffn", ("--strategy", "row,auto", "--dtype", "fp16")),
     ("train,train_forward,train_backward", ("--strategy", "union,dense", "--compression", "4")),
-    ("gate_pack,decode", ("--m-decode", "1,4", "--strategy", "row,union", "--l2-tbs", "5", "--memory")),
+    ("gate_pack,decode", ("--m-decode", "1,4", "--strategy", "row,union", "--memory")),
 )
 
 
@@ -328,7 +328,6 @@ def test_repro_repeats_its_row(bench: Callable[..., Result], ops: str, options: 
         assert ",".join(asked.options.ops) == row["op"]
         assert asked.options.seconds == 0.001
         assert asked.device == "cpu"
-        assert asked.l2_tbs == (5 if "--l2-tbs" in options else 7.3)
         if row["workload"] == WORKLOAD:
             if line not in repeated:
                 again = bench(*shlex.split(line)[4:], tiny=False)
@@ -404,7 +403,7 @@ class Meter:
 
 
 @torch.no_grad()
-def run(options: Options, meter: Any = None, workload: str = WORKLOAD) -> list[Row]:
+def run(options: Options, meter: Any = None, workload: str = WORKLOAD) -> list[LayerRow]:
     (source,) = parse([workload])
     with Progress() as progress:
         this = Runner(options, Known(), Ceilings(1e12, 1e11, 1e12), progress, meter)
@@ -447,7 +446,7 @@ def test_decode_leaves_no_gate_in_the_cache(monkeypatch: pytest.MonkeyPatch, cac
             return protocol.copies_for(bytes_each, cache)
 
     problem = testing.pattern_problem(torch.ones(64, 64, dtype=torch.int64), 64)
-    layer = Layer(problem, Options(("decode",)), Cached(), Ceilings(1e12, 1e11, 1e12))
+    layer = TimedLayer(problem, Options(("decode",)), Cached(), Ceilings(1e12, 1e11, 1e12))
     decode = Decode(layer)
     gates = [weights.w_gate for weights in decode.weights]
     assert len({gate.data_ptr() for gate in gates}) == len(gates)
@@ -472,7 +471,7 @@ def test_without_a_gpu_the_device_must_be_cpu(words: list[str], capsys: pytest.C
     assert main(words) == 2
     error = capsys.readouterr().err
     got = words[-1] if "--device" in words else "cuda"
-    reason = "--device: expected cpu, for there is no CUDA device that torch can use"
+    reason = "--device: expected cpu, as torch can use no CUDA device"
     assert error == f"twell bench: error: {reason}, got {got!r}\n"
 
 
@@ -480,11 +479,13 @@ def test_without_a_gpu_the_device_must_be_cpu(words: list[str], capsys: pytest.C
     ("words", "message"),
     [
         (["ffn", "--workload", "topic30"], "--workload takes uniform29"),
-        (["ffn", "--workload", "nnz=600", "-n", "264"], "nnz=600 has 600 non-zeros of a token: expected at most 264"),
-        (["ffn", "-n", "16"], "16 neurons are too few for the workloads by name: expected --workload"),
-        (["decode", "-m", "1024"], "decode takes 1 to 512 of 512 tokens, got 1024"),
-        (["ffn,train", "--m-decode", "8"], "--m-decode is for decode, which is not among the operations: ffn, train"),
-        (["ffn", "--columns", "speed"], "--columns: a column is one of workload, M"),
+        (["ffn", "--workload", "nnz=600", "-n", "264"], "nnz=600 has 600 non-zeros per token: expected at most 264"),
+        (["ffn", "-n", "16"], "16 neurons are too few for the named workloads: expected --workload"),
+        (["decode", "-m", "1024"], "--m-decode must be from 1 to 512 of 512 tokens, got 1024"),
+        (
+            ["ffn,train", "--m-decode", "8"],
+            "--m-decode is for decode: expected it among the operations, got ffn, train",
+        ),
         (["ffn", "--device", "toaster"], "--device: expected cpu, cuda or cuda:INDEX, got 'toaster'"),
         (["ffn", "--json", "."], ". is a folder: expected the name of a file"),
         (["ffn", "--csv", "/dev/null/x.csv"], "/dev/null/x.csv cannot be written"),
@@ -508,7 +509,6 @@ def test_requests_that_cannot_be_met(words: list[str], message: str, capsys: pyt
         (["train", "-n", "12"], "argument -n/--neurons: expected a multiple of 8 up to 65536, got 12"),
         (["ffn", "--dtype", "fp32"], "argument --dtype: invalid choice: 'fp32'"),
         (["ffn", "--seconds", "0"], "argument --seconds: expected a number above 0, got '0'"),
-        (["ffn", "--l2-tbs", "x"], "argument --l2-tbs: expected a number above 0, got 'x'"),
     ],
 )
 def test_bad_arguments(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,12 +21,12 @@ from twell import functional
 from twell.commands import saved_model, sparsity
 from twell.commands.bench import main, models, models_random, models_run
 from twell.commands.bench.energy import Energy
-from twell.commands.bench.models_random import Pattern, Shape, parse_shape
+from twell.commands.bench.models_random import LlamaSizes, Pattern, parse_sizes
 from twell.commands.bench.models_run import Settings, Subject, Training
 from twell.commands.request import RequestError
 
 TINY = "2x32x64x2x64"
-SHAPE = parse_shape(TINY)
+SHAPE = parse_sizes(TINY)
 SIZES = ["--sequence", "64", "--batch", "2", "--micro-batch", "1", "--accumulate", "2", "--rounds", "2"]
 CPU = torch.device("cpu")
 
@@ -50,20 +50,20 @@ def subject() -> Subject:
 
 
 def test_shapes_of_ones_own() -> None:
-    assert parse_shape("1.5B") == Shape("1.5B", 28, 2048, 5632, 32, 49152)
-    assert parse_shape("4x256x704") == Shape("4x256x704", 4, 256, 704, 4, 49152)
-    assert parse_shape("4x256x704x8x1000") == Shape("4x256x704x8x1000", 4, 256, 704, 8, 1000)
+    assert parse_sizes("1.5B") == LlamaSizes("1.5B", 28, 2048, 5632, 32, 49152)
+    assert parse_sizes("4x256x704") == LlamaSizes("4x256x704", 4, 256, 704, 4, 49152)
+    assert parse_sizes("4x256x704x8x1000") == LlamaSizes("4x256x704x8x1000", 4, 256, 704, 8, 1000)
 
 
 @pytest.mark.parametrize("text", ["3B", "4x256", "0x256x704", "4x256x704x3", "4x256x704x0", "x", "4x256x704x4x5x6"])
 def test_refuses_other_shapes(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="expected"):
-        parse_shape(text)
+        parse_sizes(text)
 
 
-def pattern_of(pattern: Pattern, seed: int = 0) -> tuple[Any, list[float], list[sparsity.LayerReport]]:
+def pattern_of(pattern: Pattern, seed: int = 0) -> tuple[Any, list[float], list[sparsity.LayerSparsity]]:
     """Return a model, the wanted non-zeros and a report on tokens other than those that set its thresholds."""
-    shape = parse_shape("3x64x256x2x640")
+    shape = parse_sizes("3x64x256x2x640")
     model = models_random.build(shape, 256, CPU)
     ids = models_random.draw_ids(shape, 16, 256, pattern.topic)
     wanted = models_random.draw(model, ids, pattern, seed)
@@ -100,7 +100,7 @@ def test_the_same_seed_draws_the_same_model() -> None:
 
 
 def test_too_many_non_zeros_are_refused() -> None:
-    with pytest.raises(RequestError, match=r"fewer than the 179 neurons that are not dead, got 2\d\d"):
+    with pytest.raises(RequestError, match=r"fewer than 179, the neurons that are not dead, got 2\d\d"):
         pattern_of(Pattern(170.0))
 
 
@@ -173,7 +173,7 @@ def test_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     printed = capsys.readouterr().out
     line = printed.splitlines()[-1]
     assert "sparse eager" in printed
-    assert "non-zeros a token" in printed
+    assert "non-zeros per token" in printed
     # the repro line asks for the same
     parser = argparse.ArgumentParser()
     models.add_arguments(parser)
@@ -191,12 +191,12 @@ def test_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         (["folder", "--text", "a", "--topic", 0], "--topic is for --config"),
         (["folder", "--text", "a", "--nnz", 29], "--nnz is for --config"),
         (["--config", "0.5B", "1B", "2B", "--nnz", 1, 2], "one value or one for each of 3 configurations, got 2"),
-        (["--config", TINY, "--energy", "--device", "cpu"], "--energy is NVML's: it needs a CUDA device, got cpu"),
+        (["--config", TINY, "--energy", "--device", "cpu"], "--energy needs a CUDA device, got cpu"),
         (["--config", TINY, "--json", "."], ". is a folder"),
         (["--config", TINY, "--json", "-", "--csv", "-"], "--json and --csv both write -"),
         (["--config", TINY, "--json", "/proc/x.json"], "/proc/x.json cannot be written"),
-        (["--config", TINY, "--device", "cpu", "--compile", "fast"], "--compile takes default, none"),
-        (["--config", TINY, "--device", "cpu", "--nnz", 60], "--nnz: expected fewer than the 45 neurons"),
+        (["--config", TINY, "--device", "cpu", "--compile", "fast"], "--compile must be one of default, none"),
+        (["--config", TINY, "--device", "cpu", "--nnz", 60], "--nnz: expected fewer than 45, the neurons"),
         (["--config", "1x32x60x2x64", "--device", "cpu", *SIZES], "positive multiple of 8"),
         (["nowhere", "--text", "a", "--device", "cpu"], "expected a folder with a config.json"),
     ],

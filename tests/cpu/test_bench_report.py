@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from twell.commands.bench import report, rows
+from twell.commands.bench import report
 from twell.commands.bench.report import Column, print_table, write_csv, write_json
 from twell.commands.request import RequestError
 
@@ -130,10 +130,3 @@ def test_csv_holds_every_field(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == path.read_text()
     write_csv(path, [])
     assert path.read_text() == "\n"
-
-
-def test_chosen_columns_follow_the_names() -> None:
-    names = [column.name for column in rows.chosen(["WORST", "time", "workload"])]
-    assert names == ["workload", "M", "nnz", "variant", "strategy", "worst", "time"]
-    with pytest.raises(ValueError, match=r"workload, M, .* got speed"):
-        rows.chosen(["time", "speed"])

@@ -84,11 +84,11 @@ def test_drawn_workloads_have_their_pattern() -> None:
     [
         ("nnz=29,skw=1", "parameters of a workload are nnz, skew, tokens, dead, topic, got 'skw' in 'nnz=29,skw=1'"),
         ("nnz=29,", "got '' in 'nnz=29,'"),
-        ("skew=1", "expected nnz=, the mean non-zeros of a token, in 'skew=1'"),
+        ("skew=1", "expected nnz=, the mean non-zeros per token, in 'skew=1'"),
         ("nnz=nan", "expected a number above 0"),
-        ("nnz=9,nnz=9", "nnz stands twice in 'nnz=9,nnz=9'"),
-        ("nnz=9,dead=1.5", "expected a number of 0 to 1 after dead=, got '1.5'"),
-        ("nnz=9,skew=100", "expected a number of 0 to 3 after skew=, got '100'"),
+        ("nnz=9,nnz=9", "expected nnz once, got it twice in 'nnz=9,nnz=9'"),
+        ("nnz=9,dead=1.5", "expected a number from 0 to 1 after dead=, got '1.5'"),
+        ("nnz=9,skew=100", "expected a number from 0 to 3 after skew=, got '100'"),
         ("topic30", "--workload takes uniform29, skew29, .*, real:FOLDER.* or parameters .nnz=, .*, got 'topic30'"),
         ("real3", "got 'real3'; a recorded layer is real:FOLDER/3"),
         ("real:", "expected the folder of recorded layers after real:"),
@@ -113,9 +113,7 @@ def test_more_nonzeros_than_neurons_are_refused() -> None:
     (source,) = parse(["nnz=60,dead=0.5"])
     source.check(120)
     for ask in (lambda: source.check(100), lambda: source.load(8, 8, 100, device="cpu", dtype=torch.bfloat16)):
-        with pytest.raises(
-            RequestError, match="has 60 non-zeros of a token: expected at most 50, those of 100 neurons"
-        ):
+        with pytest.raises(RequestError, match="has 60 non-zeros per token: expected at most 50, the neurons of 100"):
             ask()
 
 
@@ -147,7 +145,7 @@ def test_layers_of_two_models_need_two_runs(recorded: Path, tmp_path: Path) -> N
     other = tmp_path / "other"
     other.mkdir()
     write_layer(other, 3)
-    with pytest.raises(RequestError, match="would both be called real3: time them in two runs"):
+    with pytest.raises(RequestError, match="have the same name, real3: time them in two runs"):
         parse([f"real:{recorded}/3", f"real:{other}"])
 
 

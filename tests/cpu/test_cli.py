@@ -45,9 +45,9 @@ def test_help(arguments: list[str], parts: list[str], capsys: pytest.CaptureFixt
         (["dance"], "invalid choice: 'dance'"),
         (["demo", "--steps", "0"], "argument --steps: expected an integer of at least 1, got 0"),
         (["demo", "--steps", "many"], "argument --steps: expected an integer of at least 1, got 'many'"),
-        (["demo", "--seconds", "0"], "argument --seconds: expected a number of seconds above 0, got 0"),
-        (["demo", "--seconds", "nan"], "argument --seconds: expected a number of seconds above 0, got nan"),
-        (["demo", "--l1", "-1"], "argument --l1: expected a number of at least 0, got -1"),
+        (["demo", "--seconds", "0"], "argument --seconds: expected a number above 0, got '0'"),
+        (["demo", "--seconds", "nan"], "argument --seconds: expected a number above 0, got 'nan'"),
+        (["demo", "--l1", "-1"], "argument --l1: expected a number of at least 0, got '-1'"),
         (["demo", "--l1", "x"], "argument --l1: expected a number of at least 0, got 'x'"),
         (["demo", "--seed", "-1"], "argument --seed: expected an integer of at least 0, got -1"),
         (["demo", "--hidden", "31"], "argument --hidden: expected an integer of at least 32, got 31"),
@@ -62,9 +62,9 @@ def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.Captur
 
 
 def test_arguments_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[demo.Request] = []
+    seen: list[demo.DemoRequest] = []
 
-    def run(request: demo.Request) -> int:
+    def run(request: demo.DemoRequest) -> int:
         seen.append(request)
         return 7
 
@@ -77,15 +77,15 @@ def test_arguments_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (request.layers, request.hidden, request.intermediate, request.context) == (5, 64, 8, 9)
     preset = demo.CPU
     assert demo.pick_shape(request, preset) == demo.ModelShape(5, 64, 8, 9)
-    assert demo.pick_shape(demo.Request(request.out), preset) == preset.shape
+    assert demo.pick_shape(demo.DemoRequest(request.out), preset) == preset.shape
     # bounded by steps, by time, by both
     for seconds, steps, expected in ((None, 3, (None, 3)), (None, None, (60, None)), (5.0, 3, (5.0, 3))):
-        schedule = demo.schedule_of(demo.Request(request.out, seconds=seconds, steps=steps), preset)
+        schedule = demo.schedule_of(demo.DemoRequest(request.out, seconds=seconds, steps=steps), preset)
         assert (schedule.seconds, schedule.steps) == expected
 
 
 def test_ctrl_c_exits_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(request: demo.Request) -> int:
+    def run(request: demo.DemoRequest) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "run", run)

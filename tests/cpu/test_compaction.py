@@ -43,7 +43,7 @@ def layer_of(p: FFN, gated: bool, **options: Any) -> MLP:
     mlp = cls(k, n, bias, dtype=p.x.dtype, device=p.x.device, **options)
     state = {"gate_proj.weight": p.w_gate, "up_proj.weight": p.w_up, "down_proj.weight": p.w_down.t()}
     if bias:
-        state |= {f"{name}_proj.bias": getattr(p, f"{name}_bias") for name in ("gate", "up", "down")}
+        state |= {f"{name}_proj.bias": getattr(p, f"b_{name}") for name in ("gate", "up", "down")}
     if not gated:
         state = {name.replace("gate_proj", "up_proj"): t for name, t in state.items() if "up_proj" not in name}
     mlp.load_state_dict(state)
@@ -172,7 +172,7 @@ def test_outputs_and_gradients_are_those_without_counting(gated: bool) -> None:
 
 def test_counts_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem(density=0.3)
-    monkeypatch.setattr(_compaction, "_CHUNK_GATES", 3 * N)
+    monkeypatch.setattr(_compaction, "CHUNK_GATES", 3 * N)
     sizes, pack = [], twell.functional.pack
 
     def recorded(x: Tensor, *arguments: Any, **options: Any) -> Any:
@@ -260,7 +260,7 @@ def test_compiled_models() -> None:
         with twell.count_firing(model) as firing:
             compiled(p.x)
     if not firing["0"].tokens:
-        with pytest.raises(ValueError, match="got counts of no tokens: the layer was not called, or only as part of a"):
+        with pytest.raises(ValueError, match="got counts of no tokens: the layer was not called, or only within a"):
             twell.compact(model, firing)
 
 
@@ -707,7 +707,7 @@ def test_dropped_rows_are_not_restored() -> None:
     compacted, _ = twell.compact(layer_of(problem(), True), half(), keep_removed=False)
     assert "the others dropped" in repr(compacted)
     assert "compaction.removed" not in compacted.state_dict()
-    with pytest.raises(ValueError, match="restore: module must hold what was removed, got none"):
+    with pytest.raises(ValueError, match="restore: module must hold the removed rows, got none"):
         twell.restore(compacted)
     for module in (layer_of(problem(), True), nn.Linear(8, 8)):
         with pytest.raises(ValueError, match="must be or have layers that compact has made"):

@@ -570,7 +570,7 @@ def test_the_configuration_of_the_published_models(was: str, model_type: str, tm
 @pytest.mark.parametrize(
     ("changes", "extra", "model_type", "message"),
     [
-        ({"hidden_act": "silu"}, {}, "llama", r"expected a model that was trained with it .* got hidden_act 'silu'"),
+        ({"hidden_act": "silu"}, {}, "llama", r"expected a model trained with it .* got hidden_act 'silu'"),
         ({"hidden_act": "silu", LAYOUT_KEY: "linear"}, {}, "sparse_llama", r"got hidden_act 'silu'"),
         ({}, {}, "qwen2", r"expected a model of type qwen2, sparse_qwen2, qwen2_sparse_relu, got 'llama'"),
         ({"model_type": "mistral"}, {}, "llama", r"expected a model of type llama, .*, got 'mistral'"),
@@ -730,9 +730,9 @@ def test_names_of_folders_have_dots(name: str, tmp_path: Path) -> None:
         ("nowhere", "out", [], r"SRC must be a folder or a file of weights, got .*nowhere' \(no such file\)"),
         ("bare", "out", [], r"SRC must have a config.json"),
         ("unweighted", "out", [], r"SRC must have model.safetensors, .*, got"),
-        ("source", "full", [], r"DST must be new, or hold nothing .*, got .*full' with notes.txt; move these"),
-        ("source", "full", ["--force"], r"DST must be new, or hold nothing .*, got .*full' with notes.txt; move these"),
-        ("source", "config", ["--force"], r"--force replaces checkpoints, got .*config', which holds no weights"),
+        ("source", "full", [], r"DST must be new, or hold only .*, got .*full' with notes.txt; move these"),
+        ("source", "full", ["--force"], r"DST must be new, or hold only .*, got .*full' with notes.txt; move these"),
+        ("source", "config", ["--force"], r"--force replaces checkpoints, got .*config' without weights"),
         (
             "source",
             "old",
@@ -740,15 +740,15 @@ def test_names_of_folders_have_dots(name: str, tmp_path: Path) -> None:
             r"new or empty, got .*old' with config.json, model.safetensors, .* \(--force replaces it\)",
         ),
         ("source", "old", ["--dry-run"], r"DST must be new or empty, got .*old' with .* \(--force replaces it\)"),
-        ("linked", "old", ["--force"], r"DST must be apart from SRC, got .*old', which .*linked/.*' is a link into"),
+        ("linked", "old", ["--force"], r"DST must be apart from SRC, got .*old', into which .*linked/.*' is a link"),
         ("source", "source", ["--force"], r"DST must be apart from SRC"),
         ("source", "source/inner", [], r"DST must be apart from SRC"),
         ("source", ".", ["--force"], r"DST must be apart from SRC"),
-        ("source", "file.safetensors", [], r"DST must be a folder where SRC is one"),
-        ("source", "c3.txt", [], r"DST must be a folder where SRC is one, got .*c3.txt', the name of a file"),
-        ("source", "new.safetensors", [], r"DST must be a folder where SRC is one, got .*, the name of a file"),
-        ("source", "new.tar.gz", [], r"DST must be a folder where SRC is one, got .*, the name of a file"),
-        ("file.safetensors", "out", [], r"DST must be a .safetensors file where SRC is a file"),
+        ("source", "file.safetensors", [], r"DST must be a folder if SRC is one"),
+        ("source", "c3.txt", [], r"DST must be a folder if SRC is one, got .*c3.txt', the name of a file"),
+        ("source", "new.safetensors", [], r"DST must be a folder if SRC is one, got .*, the name of a file"),
+        ("source", "new.tar.gz", [], r"DST must be a folder if SRC is one, got .*, the name of a file"),
+        ("file.safetensors", "out", [], r"DST must be a .safetensors file if SRC is a file"),
         ("file.safetensors", "other.safetensors", [], r"a file that exists \(--force replaces it\)"),
         ("file.safetensors", "new.safetensors", ["--model-type", "llama"], r"expected a folder, got a file of weights"),
         (
@@ -874,7 +874,7 @@ def test_force_takes_nothing_that_a_conversion_does_not_write(
         (out / held).parent.mkdir(exist_ok=True, parents=True)
         (out / held).write_bytes(b"precious")
     before = sorted(path.relative_to(out) for path in out.rglob("*"))
-    with pytest.raises(RequestError, match=rf"nothing besides what this conversion writes, got .* with {named}; move"):
+    with pytest.raises(RequestError, match=rf"hold only files that this conversion writes, got .* with {named}; move"):
         run(source, out, "--layout", "rows", *more)
     assert sorted(path.relative_to(out) for path in out.rglob("*")) == before
     assert set(layouts.folder_layouts(out).values()) == {"linear"}
@@ -1008,8 +1008,8 @@ def test_a_full_disk_leaves_everything_as_it_was(
     if at < 2:
         monkeypatch.setattr(convert, "_convert", counted)
     else:
-        monkeypatch.setattr(_files, "_put", put)
-    with pytest.raises(RequestError, match=r"^no space is left in .*: DST needs 1.\d+ kB; nothing there has changed$"):
+        monkeypatch.setattr(_files, "_install", put)
+    with pytest.raises(RequestError, match=r"^no space left in .*: DST needs 1.\d+ kB; nothing there has changed$"):
         run(source, target, "--layout", "rows", "--force")
     assert contents(tmp_path) == before
     assert not any(path.name.startswith(".") for path in tmp_path.rglob("*"))

@@ -101,7 +101,7 @@ def test_demo_repeats_for_steps_and_seed(folder: Path, tmp_path: Path, capsys: p
     for seed in ("0", "0", "1"):
         assert run_demo(folder, tmp_path / "a.png", "--steps", "4", "--seed", seed) == 0
         printed = capsys.readouterr().out
-        tables.append(printed[printed.index("How sparse") : printed.index("Picture")])
+        tables.append(printed[printed.index("Sparsity of the gate") : printed.index("Picture")])
     assert tables[0] == tables[1]
     assert tables[0] != tables[2]
 
@@ -179,7 +179,7 @@ def test_bad_requests(arguments: list[str], message: str, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("count", "text"),
     [
-        (0, "--device: expected cpu, for there is no CUDA device that torch can use, got 'cuda:2'"),
+        (0, "--device: expected cpu, as torch can use no CUDA device, got 'cuda:2'"),
         (2, "--device: expected one of 2 CUDA devices that torch can use, got 'cuda:2'"),
     ],
 )

@@ -302,9 +302,9 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (lambda content: b"", "is no library"),
-        (lambda content: b"text, and enough of it" * 100, "is no library"),
-        (lambda content: content[:40], "is no library"),
+        (lambda content: b"", "is not a library"),
+        (lambda content: b"text, and enough of it" * 100, "is not a library"),
+        (lambda content: content[:40], "is not a library"),
         (lambda content: content[:1000], "is cut short: expected at least"),
         (lambda content: content[: len(content) // 2], "is cut short: expected at least"),
         (lambda content: content[:-1], "is cut short: expected at least"),
@@ -376,7 +376,7 @@ def test_an_entry_under_anothers_hash(compiler: Compiler, folder: Path, caplog: 
     compile_tiny(SPEC.symbol, entry, 666, "-shared")
     entry.chmod(0o600)
     assert cache.load(SPEC)() == 43
-    assert f"{entry} is discarded: its content is not what was written" in caplog.text
+    assert f"{entry} is discarded: its content has changed" in caplog.text
 
 
 def test_a_garbled_entry_beside_a_good_one(compiler: Compiler, folder: Path) -> None:
@@ -469,7 +469,7 @@ def test_no_place_at_all(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) ->
     """Callers with a fallback get the error they look for, and a later call may succeed."""
     with monkeypatch.context() as patch:
         refusing(patch, cache.tempfile, "TemporaryDirectory", FULL, lambda **_: True)
-        with pytest.raises(RuntimeError, match=r"UnpackSpec.*cannot be compiled: there is no place for it: .Errno 28"):
+        with pytest.raises(RuntimeError, match=r"UnpackSpec.*cannot be compiled, no folder can hold it: .Errno 28"):
             resolve.resolve(SPEC)
     assert resolve.resolve(SPEC)() == 42
 
@@ -491,7 +491,7 @@ def test_a_user_without_a_home(
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "expanduser", homeless)
     assert cache.load(SPEC)() == 42
-    assert "Could not determine home directory. TWELL_CACHE_DIR names a folder without one" in caplog.text
+    assert "Could not determine home directory. TWELL_CACHE_DIR can name a folder instead" in caplog.text
 
 
 def test_a_compiler_that_fails_leaves_nothing(

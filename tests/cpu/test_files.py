@@ -65,7 +65,7 @@ def test_the_new_takes_the_place_of_the_old(kind: str, tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("where", ["block", "sync_all", "_put"])
+@pytest.mark.parametrize("where", ["block", "sync_all", "_install"])
 def test_a_writer_that_fails_leaves_the_old(
     where: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,7 +77,7 @@ def test_without_driver_or_cuda_python(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "\n".join(info.lines(state, verbose=True))
     assert state.versions["CUDA driver"] == "none"
     assert "none: cuda-python is not usable" in text
-    assert "CPU operators, which are exact but not fast" in text
+    assert "CPU operators: exact but not fast" in text
 
 
 def test_says_which_devices_are_supported(monkeypatch: pytest.MonkeyPatch) -> None:

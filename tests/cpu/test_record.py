@@ -20,7 +20,7 @@ from twell import _sparsify, testing
 from twell.commands import record, saved_model, sparsity
 from twell.commands.bench import workloads
 from twell.commands.request import RequestError
-from twell.commands.saved_model import Batch, Layer
+from twell.commands.saved_model import Batch, WatchedLayer
 from twell.commands.sparsity import Tally
 
 CPU = torch.device("cpu")
@@ -44,12 +44,12 @@ def pattern_of(folder: Path, number: int, tokens: int, seed: int = 0) -> Tensor:
     return testing.float64_gate(problem) > 0
 
 
-def layer_of(weight: Tensor, bias: Tensor | None = None, number: int = 3) -> Layer:
+def layer_of(weight: Tensor, bias: Tensor | None = None, number: int = 3) -> WatchedLayer:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
     linear.weight.data = weight
     if bias is not None:
         linear.bias.data = bias
-    return Layer(f"model.layers.{number}.mlp", number, nn.Identity(), linear, True, 8)
+    return WatchedLayer(f"model.layers.{number}.mlp", number, nn.Identity(), linear, True, 8)
 
 
 def drawn(m: int, k: int, n: int, *, common: float = 0.4, scales: Callable[[int], Tensor] = torch.ones) -> Any:
@@ -66,7 +66,7 @@ def drawn(m: int, k: int, n: int, *, common: float = 0.4, scales: Callable[[int]
     return x.bfloat16(), weight.bfloat16()
 
 
-def round_trip(x: Tensor, layer: Layer, folder: Path) -> tuple[record.Recording, record.Agreement]:
+def round_trip(x: Tensor, layer: WatchedLayer, folder: Path) -> tuple[record.Recording, record.Agreement]:
     recording = record.quantize(x, layer)
     path = folder / f"layer{layer.number}.npz"
     recording.save(path)
@@ -128,7 +128,7 @@ def test_command(llama: Path, words: Path, tmp_path: Path, capsys: pytest.Captur
         assert float(pattern.sum(1).double().mean()) == pytest.approx(report.mean, rel=0.01)
         assert not pattern[:, ~torch.isin(torch.arange(320), torch.from_numpy(alive))].any()
         assert float(agreement[1]) == pytest.approx(report.mean, abs=0.006)
-        assert f"layer {number}: {agreement[1]} non-zeros a token in the model, {agreement[2]} in the file" in printed
+        assert f"layer {number}: {agreement[1]} non-zeros per token in the model, {agreement[2]} in the file" in printed
 
 
 def _arguments(*words: object) -> Any:
@@ -327,7 +327,7 @@ def test_a_file_that_does_not_keep_the_pattern_is_an_error(spoil: str, tmp_path:
         nonzeros = recording.fired.nonzero()
         chosen = nonzeros[:: len(nonzeros) // (len(nonzeros) // 40)]
         changed["fired"][chosen[:, 0], chosen[:, 1]] = False
-        message = r"non-zeros a token in place of .*, 1% may differ"
+        message = r"non-zeros per token in place of .*, 1% may differ"
     else:
         changed["quiet"] = -recording.quiet
         message = r"neurons fire that should be silent"
@@ -347,7 +347,7 @@ def test_few_changes_of_a_layer_that_hardly_fires_are_allowed() -> None:
     assert "17.0% are new" in agreement(0, 17, 100).problem
     assert agreement(400, 400, 10000).problem == ""
     assert "5.0% of the non-zeros are lost" in agreement(501, 500, 10000).problem
-    assert "10.11 non-zeros a token in place of 10.00" in agreement(0, 110, 10000).problem
+    assert "10.11 non-zeros per token in place of 10.00" in agreement(0, 110, 10000).problem
 
 
 def test_nothing_is_left_behind_where_int8_does_not_do(

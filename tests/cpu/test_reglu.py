@@ -465,7 +465,7 @@ def test_without_kernels_dense_layers_do_without(
     capturing = False
     assert [resolve.obtainable(spec) for _ in range(3)] == [False] * 3
     assert len(looked) == 2
-    assert [record.getMessage() for record in caplog.records] == ["going on without kernel reglu_bf16: nowhere"]
+    assert [record.getMessage() for record in caplog.records] == ["continuing without kernel reglu_bf16: nowhere"]
     other = tuning.reglu(FP16, backward=False)
     assert [resolve.obtainable(other) for _ in range(2)] == [True] * 2
     assert len(looked) == 3

@@ -878,7 +878,7 @@ class WithoutSource(Gated):
         (ByModuleState, r"reads HELPER.acts \(dict\)"),
         (ByClassState, r"reads Shelf.acts \(dict\)"),
         (ByDict, "uses __dict__"),
-        (WithoutSource, "branches on what cannot be read"),
+        (WithoutSource, "has branches, and its source cannot be read"),
         (lambda: Gated(Switched()), "must apply ReLU, got Switched"),
         (lambda: Gated(functools.partial(lambda x, acts: acts["relu"](x), acts=ACTS)), "must apply ReLU, got partial"),
     ],
@@ -1186,17 +1186,17 @@ class Peeking(Block):
         (ByForward, "must call self.fc1 once"),
         (ByGetattr, "must reach fc1, fc2 and activation_fn by these names alone, got getattr"),
         (ByChildren, "must reach fc1, fc2 and activation_fn by these names alone, got self.named_children"),
-        (ByAnotherMethod, "its features must not use activation_fn"),
-        (ByProperty, "its bottom must not use fc1"),
-        (ByWrapper, "what decorates its forward must not use fc1"),
-        (ByHelper, "must call fc1, activation_fn, fc2 once, one upon another"),
+        (ByAnotherMethod, "its features must use activation_fn"),
+        (ByProperty, "its bottom must use fc1"),
+        (ByWrapper, "a decorator of its forward must use fc1"),
+        (ByHelper, "must call fc1, activation_fn, fc2 once, in this order"),
         (Peeking, "must use what self.fc1 and self.activation_fn return for self.fc2 alone"),
-        (ActivationDropout, "must call self.fc2 on what an activation"),
-        (Reused, "must not use h for anything else"),
-        (ReusedLater, "must not use h for anything else"),
+        (ActivationDropout, "must call self.fc2 right on the result of an activation"),
+        (Reused, "must use h for self.fc2 alone"),
+        (ReusedLater, "must use h for self.fc2 alone"),
         (Twice, "must call self.fc1 once"),
         (ClassActivation, "self.activation_fn must be an attribute of the instance"),
-        (NormBetween, "must call self.activation_fn on what self.fc1 has just returned"),
+        (NormBetween, "must call self.activation_fn right on the result of self.fc1"),
     ],
 )
 def test_another_block_is_refused(other: Callable[[], nn.Module], why: str) -> None:
@@ -1345,11 +1345,11 @@ def put(name: str, make: Callable[[Any], object]) -> Callable[[Any], None]:
         (put("scale", lambda _: nn.Parameter(torch.ones(K))), ValueError, "got beside them scale"),
         (lambda m: m.register_buffer("mask", torch.ones(N)), ValueError, "got beside them mask"),
         (put("act_fn", lambda _: nn.PReLU()), ValueError, "act_fn must be an activation without state, got PReLU"),
-        (lambda m: m.register_forward_hook(print), ValueError, "has forward_hooks, which replacing"),
+        (lambda m: m.register_forward_hook(print), ValueError, "has forward_hooks, which would be lost"),
         (lambda m: m.act_fn.register_forward_pre_hook(print), ValueError, "forward_pre_hooks on act_fn"),
         (lambda m: m.up_proj.register_full_backward_hook(print), ValueError, "backward_hooks on up_proj"),
         (lambda m: m.register_state_dict_pre_hook(lambda *_: None), ValueError, "has state_dict_pre_hooks"),
-        (put("forward", lambda f: lambda x: f(x)), ValueError, "a forward of its own, set on the instance"),
+        (put("forward", lambda f: lambda x: f(x)), ValueError, "a forward set on the instance"),
         (put("up_proj", lambda _: nn.Linear(K, N + 8, False)), ValueError, r"up_proj.weight must be \[264, 32\]"),
         (lambda m: m.up_proj.to(BF16), ValueError, "on one dtype, got torch.bfloat16 and torch.float32"),
         (lambda m: m.up_proj.to("meta"), ValueError, "on one device, got cpu and meta"),
@@ -1369,7 +1369,7 @@ def test_layers_with_hooks_or_state_are_refused(
     [
         (lambda m: m.fc1.register_forward_hook(print), "forward_hooks on fc1"),
         (lambda m: m.activation_fn.register_forward_hook(print), "forward_hooks on activation_fn"),
-        (put("forward", lambda f: lambda x: f(x)), "a forward of its own"),
+        (put("forward", lambda f: lambda x: f(x)), "a forward set on the instance"),
     ],
 )
 def test_blocks_with_hooks_on_the_layers_are_refused(change: Callable[[Any], object], why: str) -> None:
@@ -1429,7 +1429,7 @@ def test_a_model_without_layers_is_an_error_that_says_why() -> None:
         sparsify_(nn.Linear(K, K))
     with pytest.raises(ValueError, match=r"nearest are 0 \(Fused\) with down_proj, gate_up_proj; 2 \(Experts\) with"):
         sparsify_(nn.Sequential(Fused(), Fused(), Experts()))
-    with pytest.raises(ValueError, match="that filter_fn takes; it left out 2, the first of them '0'"):
+    with pytest.raises(ValueError, match="that filter_fn accepts; it left out 2, the first '0'"):
         sparsify_(nn.Sequential(Gated(), Block()), lambda *_: False)
 
 
@@ -1470,7 +1470,7 @@ def test_a_pair_whose_first_layer_is_changed_afterwards(caplog: pytest.LogCaptur
         assert torch.equal(m(x), y)
     assert "fc1 of a twell pair has hooks" in caplog.text
     m.fc1.forward = lambda x: 2 * x  # type: ignore[method-assign]
-    with pytest.raises(NotImplementedError, match="fc1 of a twell pair has another forward"):
+    with pytest.raises(NotImplementedError, match="fc1 of a twell pair must keep its forward"):
         m(x)
 
 

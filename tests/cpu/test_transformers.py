@@ -172,7 +172,7 @@ def test_retraining_with_relu(name: str, tmp_path: Path) -> None:
 
 def test_retraining_takes_all_layers_or_none() -> None:
     model = stock("llama", hidden_act="silu")
-    with pytest.raises(ValueError, match=r"filter_fn must take every layer.*got False for 'model.layers.1.mlp'"):
+    with pytest.raises(ValueError, match=r"filter_fn must accept every layer.*got False for 'model.layers.1.mlp'"):
         sparsify(model, activation="relu", filter_fn=lambda _, name: ".0." in name)
     assert model.config.hidden_act == "silu"
     assert not layers(model)

@@ -172,7 +172,7 @@ def refusals(device: torch.device) -> None:
         parallelize_module(model, mesh, tensor_parallel_plan(model))
     with pytest.raises(ValueError, match=r"layers of twell.nn, which sparsify makes, got Linear"):
         tensor_parallel_plan(nn.Linear(8, 8))
-    with pytest.raises(ValueError, match=r"loss_parallel needs an output projection.*got Sequential"):
+    with pytest.raises(ValueError, match=r"loss_parallel needs a divided output projection.*got Sequential"):
         tensor_parallel_plan(nn.Sequential(twell.nn.SparseMLP(16, 32)), loss_parallel=True)
     shared = nn.Sequential(twell.nn.SparseMLP(16, 32), nn.Linear(16, 16), nn.Linear(16, 16))
     shared[2].weight = shared[1].weight

@@ -283,7 +283,7 @@ def gradients(case: Case, layer: Layer, alike: Alike, gate: Value, up: Value | N
     _, for_down = coefficient(hidden, is_rounded=up is not None)
     ones = torch.ones_like(x[:, :1])
     products = {f"w_{name}": Product(value.t(), x) for name, value in by_neuron.items()}
-    products |= {f"{name}_bias": Product(value.t(), ones) for name, value in by_neuron.items()}
+    products |= {f"b_{name}": Product(value.t(), ones) for name, value in by_neuron.items()}
     products |= {"w_down": Product(for_down.t(), layer.dy.double())}
     products |= {"b_down": Product(exact(layer.dy.double()).t(), ones)}
     out = {}

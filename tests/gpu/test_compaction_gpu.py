@@ -34,7 +34,7 @@ def layer_of(p: FFN, gated: bool, **options: Any) -> SparseGatedMLP | SparseMLP:
     mlp = cls(k, n, bias, dtype=p.x.dtype, device=DEVICE, **options)
     state = {"gate_proj.weight": p.w_gate, "up_proj.weight": p.w_up, "down_proj.weight": p.w_down.t()}
     if bias:
-        state |= {f"{name}_proj.bias": getattr(p, f"{name}_bias") for name in ("gate", "up", "down")}
+        state |= {f"{name}_proj.bias": getattr(p, f"b_{name}") for name in ("gate", "up", "down")}
     if not gated:
         state = {name.replace("gate_proj", "up_proj"): t for name, t in state.items() if "up_proj" not in name}
     mlp.load_state_dict(state)
@@ -80,7 +80,7 @@ def test_counts_are_those_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     with torch.no_grad():
         _, aux = mlp(p.x, return_aux=True)
     assert int(layer.counts.sum()) == round(float(aux.l0) * 4096)
-    monkeypatch.setattr(_compaction, "_CHUNK_GATES", 1 << 20)
+    monkeypatch.setattr(_compaction, "CHUNK_GATES", 1 << 20)
     assert torch.equal(counted(mlp, p.x).counts, expected)
 
 

@@ -86,7 +86,7 @@ def modules(problem: FFN) -> list[tuple[nn.Module, bool]]:
     non_gated = twell.nn.SparseMLP(k, n, bias, strategy="row", device="cuda", dtype=problem.x.dtype)
     state = {"gate_proj.weight": problem.w_gate, "up_proj.weight": problem.w_up, "down_proj.weight": problem.w_down.t()}
     if bias:
-        state |= {f"{name}_proj.bias": getattr(problem, f"{name}_bias") for name in ("gate", "up", "down")}
+        state |= {f"{name}_proj.bias": getattr(problem, f"b_{name}") for name in ("gate", "up", "down")}
     gated.load_state_dict(state)
     non_gated_state = {name.replace("gate_proj", "up_proj"): t for name, t in state.items() if "up_proj" not in name}
     non_gated.load_state_dict(non_gated_state)

@@ -681,7 +681,7 @@ def test_compiled_module(layered: FFN, mode: str | None) -> None:
     for name, weight in (("gate", layered.w_gate), ("up", layered.w_up), ("down", layered.w_down.t())):
         linear = module.get_submodule(f"{name}_proj")
         linear.weight.copy_(weight)
-        linear.bias.copy_(getattr(layered, f"{name}_bias"))
+        linear.bias.copy_(getattr(layered, f"b_{name}"))
     expected = {shift: right(layered._replace(x=layered.x.roll(shift, 0)), True).y for shift in range(4)}
     testing.assert_same(module(layered.x), expected[0])
     compiled = torch.compile(module, fullgraph=True, mode=mode)

@@ -1,8 +1,8 @@
-"""How a kernel is found, loaded and called: packaged library, then user cache, then compiling.
+"""Finding, loading and calling a kernel: packaged library, then user cache, then compiling.
 
 ``specs``, ``geometry`` and ``fingerprint`` are the pure-Python part of the kernel package, which is
 ``twell.cute_kernels`` when installed and the top-level ``cute_kernels`` in a source checkout. ``kernel_module`` imports
-the rest of it, cutlass included.
+the rest, which needs cutlass.
 """
 
 from __future__ import annotations

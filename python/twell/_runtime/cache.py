@@ -1,10 +1,9 @@
-"""Compiled kernels in the user's own folder: one library per kernel, built once and trusted only while untouched.
+"""Compiled kernels in the user's cache folder: one library per kernel, built once and trusted only while untouched.
 
-``<cache>/<fingerprint>/<symbol>.<sha256>.so``, where the fingerprint covers the kernel sources, the DSL, tvm-ffi, the
-toolkit and the architecture, and the hash is that of the file itself, so a damaged entry is noticed and rebuilt. An
-entry that is as it was written stays, even where a process cannot load it: others can. Only the user can write there
-(mode 0700, checked, symlinks refused); a build holds a file lock and ends in a rename, so other processes wait for it
-and see all of it or nothing.
+``<cache>/<fingerprint>/<symbol>.<sha256>.so``. The fingerprint covers the kernel sources, the DSL, tvm-ffi, the toolkit
+and the architecture. The hash is that of the file itself, so a damaged entry is noticed and rebuilt. An intact entry
+stays, even if a process cannot load it: others can. Only the user can write there (mode 0700, checked, symlinks
+refused). A build holds a file lock and ends in a rename, so other processes wait for it and see all of it or nothing.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ class UnsafeCacheError(RuntimeError):
 
 
 def load(spec: specs.Spec) -> packaged.Kernel:
-    """The kernel of ``spec`` from the user cache, compiled into it first where needed.
+    """Load the kernel of ``spec`` from the user cache; compile it into the cache first if needed.
 
-    A folder that cannot be used, or an entry that cannot be loaded, is reported, and the kernel compiled for this
-    process alone. Raises RuntimeError if the kernel must be compiled and cannot be, or may not be (``TWELL_JIT=off``).
+    If the folder cannot be used or an entry cannot be loaded, log a warning and compile for this process alone. Raises
+    RuntimeError if the kernel must be compiled and cannot be, or may not be (``TWELL_JIT=off``).
     """
     try:
         entry = _entry(open_folder(), spec)
@@ -49,18 +48,18 @@ def load(spec: specs.Spec) -> packaged.Kernel:
         except (ImportError, OSError, RuntimeError) as error:
             if not env.jit():
                 raise RuntimeError(f"kernel {spec} cannot be loaded from {entry}: {error}") from error
-            # too little memory, too many open files, a folder that may not hold programs: of this process alone
+            # too little memory, too many open files or a folder mounted noexec: this process's problem alone
             logger.warning("kernel cache entry %s is left as it is and not used: %s", entry, error)
     try:
         with tempfile.TemporaryDirectory(prefix="twell-") as private:
             return _load_entry(_build(spec, Path(private)), spec)
     except OSError as error:
-        raise RuntimeError(f"kernel {spec} cannot be compiled: there is no place for it: {error}") from error
+        raise RuntimeError(f"kernel {spec} cannot be compiled, no folder can hold it: {error}") from error
 
 
 @functools.cache
 def fingerprint() -> str:
-    """What an entry depends on besides its spec, as 16 hexadecimal digits."""
+    """Hash of all that an entry depends on except for its spec: 16 hexadecimal digits."""
     toolkit = next(packaged.toolkits(), Path("none")).name
     versions = [packaged.version(package) for package in (built_from.DSL, built_from.TVM_FFI)]
     parts = (built_from.source_hash(), *versions, toolkit, built_from.ARCH, platform.machine(), *platform.libc_ver())
@@ -72,10 +71,10 @@ def open_folder() -> Path:
     try:
         base = env.cache_dir()
     except RuntimeError as error:
-        # a user without a home, as containers have them
-        raise FileNotFoundError(f"{error} TWELL_CACHE_DIR names a folder without one") from error
+        # a user without a home, as in containers
+        raise FileNotFoundError(f"{error} TWELL_CACHE_DIR can name a folder instead") from error
     base.parent.mkdir(parents=True, exist_ok=True)
-    # The user may well keep the cache elsewhere through a link of their own; what counts is where it ends.
+    # the user may keep the cache elsewhere through a link; its target is checked
     folder = Path(os.path.realpath(base)) / fingerprint()
     for path in (folder.parent, folder):
         path.mkdir(mode=0o700, exist_ok=True)
@@ -95,7 +94,7 @@ def _require_private(folder: Path) -> None:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on ``path`` across processes; the system lets go of it if the process dies."""
+    """Hold an exclusive lock on ``path`` across processes; the system releases it if the process dies."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -105,7 +104,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _entry(folder: Path, spec: specs.Spec) -> Path:
-    """The intact entry of ``spec``, built where there is none."""
+    """The intact entry of ``spec``; built if there is none."""
     if (entry := _intact(folder, spec)) is not None:
         return entry
     with _lock(folder / f"{spec.symbol}.lock"):
@@ -130,9 +129,9 @@ def _entries(folder: Path, spec: specs.Spec) -> Iterator[Path]:
 
 
 def _clear(folder: Path, spec: specs.Spec) -> None:
-    """Remove damaged entries, and what builds of ``spec`` left that did not come to their end; the lock is held."""
+    """Remove damaged entries and the scratch folders of interrupted builds of ``spec``; the caller holds the lock."""
     for entry in _entries(folder, spec):
-        # one that cannot be read may be another's to read
+        # another process may be able to read an entry that this one cannot
         with suppress(OSError):
             if damage := _damage(entry):
                 logger.warning("kernel cache entry %s is discarded: %s", entry, damage)
@@ -143,12 +142,12 @@ def _clear(folder: Path, spec: specs.Spec) -> None:
 
 
 def _scratch(spec: specs.Spec) -> str:
-    """How the names of the folders that ``spec`` is built in begin."""
+    """Prefix of the scratch folders of ``spec``."""
     return f".{spec.symbol}."
 
 
 def _damage(entry: Path) -> str:
-    """What is wrong with an entry for every process, "" if nothing. Raises OSError if it cannot be read."""
+    """The damage of an entry, "" if it is intact. Raises OSError if this process cannot read it."""
     try:
         descriptor = os.open(entry, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -158,16 +157,16 @@ def _damage(entry: Path) -> str:
     with open(descriptor, "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            return "it is not a regular file that this user alone can write"
+            return "it is not a regular file that only this user can write"
         if entry.name.split(".")[-2] != hashlib.sha256(file.read()).hexdigest():
-            return "its content is not what was written"
+            return "its content has changed"
     return ""
 
 
 def _load_entry(entry: Path, spec: specs.Spec) -> packaged.Kernel:
     if entry.suffix == ".so":
         return packaged.load(entry, spec.symbol)
-    # Without a C compiler the entry is a bare object, which the DSL alone can load.
+    # without a C compiler the entry is a bare object, which only the DSL can load
     import cutlass.cute
 
     kernel: packaged.Kernel = getattr(cutlass.cute.runtime.load_module(str(entry), enable_tvm_ffi=True), spec.symbol)
@@ -175,7 +174,7 @@ def _load_entry(entry: Path, spec: specs.Spec) -> packaged.Kernel:
 
 
 def _build(spec: specs.Spec, folder: Path) -> Path:
-    """Compile ``spec`` into ``folder`` and return its entry; linked if there is a C compiler, else a bare object."""
+    """Compile ``spec`` into ``folder`` and return its entry: a library if there is a C compiler, else a bare object."""
     if not env.jit():
         raise RuntimeError(
             f"kernel {spec} is neither packaged nor cached, and TWELL_JIT=off forbids compiling it; "
@@ -202,7 +201,7 @@ def _build(spec: specs.Spec, folder: Path) -> Path:
 
 
 def _link(compiler: str, product: Path) -> Path:
-    """Make a library of an object. What it needs stays undefined: ``packaged.load_runtime`` supplies it."""
+    """Link an object into a library. Symbols of the runtime stay undefined: ``packaged.load_runtime`` supplies them."""
     library = product.with_suffix(".so")
     command = [compiler, "-shared", "-o", str(library), str(product)]
     environment = os.environ | {"LC_ALL": "C"}

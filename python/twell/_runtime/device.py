@@ -1,6 +1,6 @@
-"""The CUDA driver through cuda-python: what torch does not tell, cheap enough to ask at every call.
+"""Queries to the CUDA driver through cuda-python that torch does not offer, cheap enough for every call.
 
-Nothing happens at import. Without cuda-python or a driver every query raises RuntimeError saying which is missing;
+Nothing happens at import. Without cuda-python or a driver every query raises RuntimeError and names the missing one;
 ``describe`` reports it instead.
 """
 
@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+# The compute capability that the kernels are built for: H100, H200.
+SM_90 = (9, 0)
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Driver:
-    """The driver's CUDA version as (major, minor) and its devices, or ``problem``: why there are none."""
+    """The driver's CUDA version as (major, minor) and its devices; ``problem`` says why there are none."""
 
     version: tuple[int, int] | None
     devices: tuple[Device, ...]
@@ -42,12 +45,12 @@ def _bindings() -> Any:
 
 
 def _call(name: str, *arguments: Any) -> Any:
-    """Call a driver function and return its result, or raise RuntimeError with the driver's own words."""
+    """Call a driver function and return its result; raise RuntimeError with the driver's status."""
     driver = _bindings()
     try:
         status, *result = getattr(driver, name)(*arguments)
     except RuntimeError as error:
-        # cuda-python raises this itself when libcuda.so.1 is not there
+        # cuda-python raises this itself if libcuda.so.1 is missing
         raise RuntimeError(f"no CUDA driver: {error}") from error
     if status != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"{name} failed: {status.name}")
@@ -93,7 +96,7 @@ def is_capturing(stream: int) -> bool:
     """Whether a CUDA graph is being captured on the stream with this handle (``torch.cuda.Stream.cuda_stream``)."""
     driver = _bindings()
     status, state = driver.cuStreamIsCapturing(driver.CUstream(stream))
-    # The legacy stream cannot even be asked while another stream captures in global mode.
+    # the legacy stream cannot be queried while another stream captures in global mode
     if status == driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
         return True
     if status != driver.CUresult.CUDA_SUCCESS:
@@ -103,9 +106,9 @@ def is_capturing(stream: int) -> bool:
 
 @contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """Let this thread ask events, take memory and load kernels although another one captures a CUDA graph.
+    """Let this thread query events, allocate and load kernels while another captures a CUDA graph.
 
-    A capture in mode "global", which is torch's default, forbids that to all threads, and breaks if one does it.
+    A capture in mode "global", torch's default, forbids that to all threads and fails if one does it.
     """
     _initialised()
     relaxed = _bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED

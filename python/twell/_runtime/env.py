@@ -1,4 +1,4 @@
-"""The environment variables of twell, read here and nowhere else. Tuning is arguments, never environment.
+"""The environment variables of twell, all read here. Tuning is arguments, never environment.
 
 =================  =========  ==================================================================================
 TWELL_JIT          auto, off  whether a kernel that is neither packaged nor cached may be compiled when called
@@ -31,7 +31,7 @@ def jit() -> bool:
 
 
 def cache_dir() -> Path:
-    """The folder of the user cache (``TWELL_CACHE_DIR``); absolute, not necessarily there."""
+    """The folder of the user cache (``TWELL_CACHE_DIR``), an absolute path; it may not exist yet."""
     chosen = os.environ.get("TWELL_CACHE_DIR")
     if chosen:
         folder = Path(chosen).expanduser()
@@ -39,12 +39,12 @@ def cache_dir() -> Path:
             raise ValueError(f"environment variable TWELL_CACHE_DIR must be an absolute path, got {chosen!r}")
         return folder
     base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    # The XDG specification has relative paths ignored.
+    # the XDG specification says to ignore relative paths
     return (base if base.is_absolute() else Path("~/.cache").expanduser()) / "twell"
 
 
 def log_level() -> int | None:
-    """The level from which to log to stderr (``TWELL_LOG``), None if logging is left to the application."""
+    """The level from which to log to stderr (``TWELL_LOG``); None leaves logging to the application."""
     if not os.environ.get("TWELL_LOG"):
         return None
     return int(getattr(logging, _choice("TWELL_LOG", _LEVELS, "warning").upper()))
@@ -56,5 +56,5 @@ def nvtx() -> bool:
 
 
 def debug() -> bool:
-    """Whether each kernel is waited for (``TWELL_DEBUG``)."""
+    """Whether to synchronise after each kernel (``TWELL_DEBUG``)."""
     return _choice("TWELL_DEBUG", ("0", "1"), "0") == "1"

@@ -11,7 +11,7 @@ logger = logging.getLogger("twell")
 
 
 def configure() -> None:
-    """Log to stderr from the level that ``TWELL_LOG`` names; without it the application decides."""
+    """Log to stderr from the level of ``TWELL_LOG``; without it the application decides."""
     level = env.log_level()
     if level is not None:
         handler = logging.StreamHandler()
@@ -23,11 +23,11 @@ def configure() -> None:
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Log a warning the first time this very message is given."""
+    """Log a warning once per message."""
     logger.warning(message)
 
 
 @functools.cache
 def info_once(message: str) -> None:
-    """Log this very message at INFO the first time it is given."""
+    """Log at INFO once per message."""
     logger.info(message)

@@ -1,14 +1,14 @@
-"""NVTX ranges around functions, operators and kernels: what ``TWELL_NVTX=1`` adds to a profiler's timeline.
+"""NVTX ranges around functions, operators and kernels, which ``TWELL_NVTX=1`` adds to a profiler's timeline.
 
-All are in the domain "twell". The category is the phase (inference, training forward, backward), the payload a
-structure of what ran: m tokens, hidden size k, n neurons, dtype, and where there is a choice strategy or compression.
-The names are those of the functions (``sparse_gated_ffn``, and ``sparse_gated_ffn.backward``), of the operators in them
-(``up_down_union``) and of the kernels these launch (``compact``, ``sampled_up``, ``gathered``). A kernel named as its
-operator has no second range.
+All are in the domain "twell". The category is the phase (inference, training forward, backward). The payload has the
+sizes: m tokens, hidden size k, n neurons, dtype, and strategy or compression where there is a choice. The names are
+those of the functions (``sparse_gated_ffn``, ``sparse_gated_ffn.backward``), of their operators (``up_down_union``) and
+of the kernels that these launch (``compact``, ``sampled_up``, ``gathered``). A kernel with its operator's name has no
+second range.
 
-The variable is read at import. Without it ``marked`` gives back the very function it is given and ``range`` one context
-that does nothing. With it, the package nvtx from 0.2.14 on (structured payloads) and numpy are needed, else a warning
-says that nothing is marked. While torch.compile traces nothing is marked either; graph capture sees no difference.
+The variable is read at import. Without it ``marked`` returns the function unchanged and ``range`` an empty context.
+With it, the package nvtx from 0.2.14 on (structured payloads) and numpy are needed, else a warning says that nothing is
+marked. Nothing is marked while torch.compile traces; graph capture sees no difference.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 INFERENCE, FORWARD, BACKWARD = "inference", "training forward", "backward"
 
-# The first version of nvtx that takes numpy arrays, and so structures, as payloads.
+# The first version of nvtx that takes numpy arrays, hence structures, as payloads.
 _NEEDED = (0, 2, 14)
 
 
 def _connect() -> Any:
-    """nvtx's object for the domain "twell"; None where nothing is to be marked, or nothing can be."""
+    """nvtx's object for the domain "twell"; None if marking is off or impossible."""
     if not env.nvtx():
         return None
     try:
@@ -61,7 +61,7 @@ def _connect() -> Any:
 
 _DOMAIN = _connect()
 
-# Whether ranges are marked, which never changes.
+# Whether ranges are marked; fixed at import.
 ON = _DOMAIN is not None
 
 
@@ -78,7 +78,7 @@ _NOTHING: Context = contextlib.nullcontext()
 
 @functools.lru_cache(4096)
 def _attributes(name: str, category: str, payload: tuple[tuple[str, Value], ...]) -> Any:
-    """What the domain marks a range with. Calls of a layer repeat, so their attributes are made once."""
+    """The event attributes of a range. Calls of a layer repeat, so they are made once."""
     import numpy as np
 
     structure = None
@@ -109,9 +109,9 @@ class _Range(contextlib.AbstractContextManager[None]):
 
 
 def range(name: str, *, category: str | None = None, **payload: Any) -> Context:
-    """A context that is marked as a range ``name``, of the category of the range around it unless one is given.
+    """A context that marks a range ``name``; the default category is that of the enclosing range.
 
-    Of ``payload`` integers, floats, strings and dtypes are shown, other values (a symbolic size, None) left out.
+    ``payload`` shows integers, floats, strings and dtypes and leaves out other values (a symbolic size, None).
     """
     if not ON or torch.compiler.is_compiling():
         return _NOTHING
@@ -139,9 +139,9 @@ def marked(describe: Callable[..., Context]) -> Callable[[_F], _F]:
 
 
 def sizes(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A payload from the arguments of an operator or function, by name: m, k, n, dtype, compression where they tell.
+    """A payload from the named arguments of an operator or function: m, k, n, dtype, compression where known.
 
-    Tensors may have any shape: what is wrong with them is for the operator to say.
+    Tensors may have any shape: the operator checks them.
     """
     weight = next((given[name] for name in ("w_gate", "w_up", "w_down") if given.get(name) is not None), None)
     tokens = next((given[name] for name in ("x", "words", "gate") if given.get(name) is not None), None)

@@ -1,7 +1,7 @@
-"""The library of compiled kernels that a wheel carries, and how any library of kernels is loaded.
+"""The library of compiled kernels in a wheel, and the loader for any library of kernels.
 
 Needs tvm-ffi and the DSL's runtime library; never imports cutlass. ``_lib/`` holds ``libtwell_kernels.so`` and
-``manifest.json``: what it was built for and from, and the symbols inside.
+``manifest.json``: its architecture, versions, source hash and symbols.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ RUNTIME, RUNTIME_PACKAGE = "libcute_dsl_runtime.so", "nvidia-cutlass-dsl-libs-cu
 
 Kernel = Callable[..., None]
 
-# 64-bit ELF: the identification and what follows it, the offset of the table of sections, size and number of these
+# 64-bit ELF header: the first 40 bytes, the offset of the table of sections, and the size and number of its entries
 _ELF_HEADER = struct.Struct("<40sQ10xHH2x")
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the packaged library was built for, with and from.
+    """The build of the packaged library: architecture, versions and sources.
 
     ``toolkit`` is the flavour of the DSL (cu12, cu13), ``versions`` maps distributions to versions, ``source_hash`` is
-    that of the kernel sources.
+    the hash of the kernel sources.
     """
 
     arch: str
@@ -57,7 +57,7 @@ class Manifest:
 def find(symbol: str) -> Kernel | None:
     """The packaged kernel of this name; None if there is no usable library or it lacks the symbol.
 
-    A library that is damaged is reported once. Raises RuntimeError if what every library needs cannot be loaded.
+    A damaged library is reported once. Raises RuntimeError if the runtime that every library needs cannot be loaded.
     """
     manifest = read_manifest(FOLDER)
     if manifest is None or symbol not in manifest.symbols:
@@ -76,13 +76,13 @@ def find(symbol: str) -> Kernel | None:
 def _require_whole(library: Path) -> None:
     """Raise OSError if ``library`` ends before its table of sections, the last part of a file that linkers write.
 
-    Of a library cut short the loader maps pages that are not there, and the process dies when it touches one.
+    The loader maps missing pages of a truncated library, and the process dies when it touches one.
     """
     with open(library, "rb") as file:
         header = file.read(_ELF_HEADER.size)
         size = os.fstat(file.fileno()).st_size
     if len(header) < _ELF_HEADER.size or not header.startswith(b"\x7fELF"):
-        raise OSError(f"{library} is no library")
+        raise OSError(f"{library} is not a library")
     _, sections, entry, count = _ELF_HEADER.unpack(header)
     if sections + entry * count > size:
         raise OSError(f"{library} is cut short: expected at least {sections + entry * count} bytes, got {size}")
@@ -90,7 +90,7 @@ def _require_whole(library: Path) -> None:
 
 @functools.cache
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of the library in ``folder``; None, with a logged reason, if there is none to be used."""
+    """The manifest of the library in ``folder``; None, with a logged reason, if the library cannot be used."""
     if not (folder / LIBRARY).is_file():
         logger.info("no packaged kernels in %s", folder)
         return None
@@ -107,7 +107,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         return None
     for package, built in manifest.versions.items():
         if version(package) != built:
-            logger.info("packaged kernels were built with %s %s, here is %s", package, built, version(package))
+            logger.info("packaged kernels were built with %s %s, installed is %s", package, built, version(package))
     logger.info("%d packaged kernels in %s", len(manifest.symbols), folder)
     return manifest
 
@@ -140,7 +140,7 @@ def version(package: str) -> str:
 
 
 def load(library: Path, symbol: str) -> Kernel:
-    """The function ``symbol`` of a library of kernels; RuntimeError if it or what it needs cannot be loaded."""
+    """The function ``symbol`` of a library of kernels; RuntimeError if it or the runtime cannot be loaded."""
     load_runtime()
     try:
         return _open(library)[symbol]  # type: ignore[no-any-return]
@@ -157,7 +157,7 @@ def _open(library: Path) -> Any:
 
 @functools.cache
 def load_runtime() -> Path:
-    """Load what every kernel links against, for all libraries to see, and return the DSL runtime's path.
+    """Load tvm-ffi and the DSL runtime globally, for every library to link against; return the DSL runtime's path.
 
     Raises RuntimeError naming the package to install if tvm-ffi or the DSL runtime is missing.
     """
@@ -193,7 +193,7 @@ def toolkits() -> Iterator[Path]:
 
 
 def _runtime_candidates() -> Iterator[Path]:
-    """Beside the library, then the DSL's wheel, then wherever the dynamic loader looks."""
+    """Paths to try: beside the library, in the DSL's wheel, on the dynamic loader's path."""
     yield from (path for path in (FOLDER / RUNTIME,) if path.is_file())
     yield from (path for path in (folder / "lib" / RUNTIME for folder in toolkits()) if path.is_file())
     yield Path(RUNTIME)

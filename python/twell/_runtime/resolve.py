@@ -1,4 +1,4 @@
-"""From a spec to a function to call: this process, the packaged library, the user cache, compiling."""
+"""From a spec to a callable kernel: this process, the packaged library, the user cache, compiling."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _missing: set[specs.Spec] = set()
 
 
 def resolve(spec: specs.Spec) -> packaged.Kernel:
-    """The compiled function of ``spec``: positional torch tensors on one device, on torch's current stream.
+    """The compiled function of ``spec``: it takes torch tensors of one device and runs on torch's current stream.
 
-    Raises RuntimeError, naming the spec, if it cannot be had: there is nothing to compile with, ``TWELL_JIT=off``
-    forbids it, or a CUDA graph is being captured on the current stream.
+    Raises RuntimeError, naming the spec, if there is no compiler, ``TWELL_JIT=off`` forbids compiling, or a CUDA graph
+    is being captured on the current stream.
     """
     kernel = _kernels.get(spec)
     if kernel is None:
@@ -33,7 +33,7 @@ def resolve(spec: specs.Spec) -> packaged.Kernel:
 
 
 def _loading(spec: specs.Spec, kernel: packaged.Kernel) -> packaged.Kernel:
-    """``kernel``, whose first call brings its code onto the GPU: not part of any capture, nor forbidden by one."""
+    """``kernel``, whose first call loads its code onto the GPU; a capture neither records nor forbids that."""
 
     def load(*arguments: Any) -> Any:
         with device.relaxed_capture() if torch.cuda.is_initialized() else nullcontext():  # type: ignore[no-untyped-call]
@@ -45,7 +45,7 @@ def _loading(spec: specs.Spec, kernel: packaged.Kernel) -> packaged.Kernel:
 
 
 def obtainable(spec: specs.Spec) -> bool:
-    """Whether ``resolve`` gives a kernel; loads it. A failure is logged and lasts, but not one in a graph's capture."""
+    """Load the kernel of ``spec``; return whether that worked. A failure is logged and final, except in a capture."""
     if spec in _kernels:
         return True
     if spec in _missing:
@@ -55,7 +55,7 @@ def obtainable(spec: specs.Spec) -> bool:
     except RuntimeError as error:
         if not _capturing():
             _missing.add(spec)
-            logger.warning("going on without kernel %s: %s", spec.symbol, error)
+            logger.warning("continuing without kernel %s: %s", spec.symbol, error)
         return False
     return True
 

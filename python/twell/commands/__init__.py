@@ -1,1 +1,1 @@
-"""What the command `twell` runs. Nothing here is an API."""
+"""The commands of `twell`. Nothing here is an API."""

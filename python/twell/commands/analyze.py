@@ -1,4 +1,4 @@
-"""``twell analyze``: how sparse a model's feed-forward layers are on text, and what sparse kernels make of that."""
+"""``twell analyze``: the sparsity of a model's feed-forward layers on text, and the speed-up to expect from it."""
 
 from __future__ import annotations
 
@@ -16,52 +16,49 @@ from twell.commands.sparsity import (
     HEAVY_SHARE,
     LEAST_TOKENS,
     Call,
-    LayerReport,
-    Pick,
+    LayerSparsity,
+    Prediction,
     aligned,
+    as_percent,
     figures_cells,
     figures_header,
-    pick,
+    predict,
     rows,
-    share_of,
     speedup,
     write_csv,
 )
 
 DESCRIPTION = """\
-Run a model on text and report how sparse each feed-forward layer is, which strategy the measured times of the kernels
-speak for, and the speed-up to expect: whether to use twell, and for which layers.
+Run a model on text and report for each feed-forward layer its sparsity, the best strategy by measured kernel times and
+the speed-up to expect: whether to use twell, and for which layers.
 """
 
 
-# What people see
-
-
-def _tables(reports: Sequence[LayerReport], picks: Sequence[Sequence[Pick]]) -> Iterator[str]:
+def _tables(reports: Sequence[LayerSparsity], predictions: Sequence[Sequence[Prediction]]) -> Iterator[str]:
     yield "Activations after ReLU"
     yield from aligned([figures_header(reports[0].compression), *map(figures_cells, reports)])
-    yield f"non-zeros: mean of a token. > {HEAVY}, > N/{HEAVY_SHARE}: share of tokens with more. tiles: share of the"
-    yield "  tiles of 256 neurons of a token that overflow. dead: share of neurons that never fired. union: share of"
-    yield "  neurons that some of so many consecutive tokens fires. hottest: share of the non-zeros that so many have."
+    yield f"non-zeros: mean per token. > {HEAVY}, > N/{HEAVY_SHARE}: share of tokens with more. tiles: share of tiles"
+    yield "  (256 neurons of a token) that overflow. dead: share of neurons that never fired. union: share of neurons"
+    yield "  that this many consecutive tokens fire. hottest: share of the non-zeros in this many neurons."
     yield ""
-    yield "Strategy and expected speed of the layer, in times of dense"
-    header = ["layer", *(str(each.call) for each in picks[0])]
+    yield "Strategy and expected speed of the layer, dense is 1"
+    header = ["layer", *(str(each.call) for each in predictions[0])]
     yield from aligned(
         [
             header,
             *(
                 [str(report.number), *(f"{each.strategy} {each.speedup:.2f}x" for each in row)]
-                for report, row in zip(reports, picks, strict=True)
+                for report, row in zip(reports, predictions, strict=True)
             ),
         ]
     )
 
 
-def _summary(reports: Sequence[LayerReport], picks: Sequence[Sequence[Pick]]) -> Iterator[str]:
+def _summary(reports: Sequence[LayerSparsity], predictions: Sequence[Sequence[Prediction]]) -> Iterator[str]:
     mean = sum(report.mean for report in reports) / len(reports)
     share = sum(report.mean / report.n for report in reports) / len(reports)
-    yield f"Mean over layers: {mean:,.1f} non-zeros a token, {share_of(share)} of the neurons"
-    for of_call in zip(*picks):
+    yield f"Mean over layers: {mean:,.1f} non-zeros per token, {as_percent(share)} of the neurons"
+    for of_call in zip(*predictions):
         dense: dict[str, list[int]] = {}
         for report, each in zip(reports, of_call, strict=True):
             if each.strategy == "dense":
@@ -73,11 +70,11 @@ def _summary(reports: Sequence[LayerReport], picks: Sequence[Sequence[Pick]]) ->
             yield f"  layer{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}: {reason}"
 
 
-def _caveats(reports: Sequence[LayerReport], picks: Sequence[Sequence[Pick]]) -> Iterator[str]:
+def _caveats(reports: Sequence[LayerSparsity], predictions: Sequence[Sequence[Prediction]]) -> Iterator[str]:
     machine = "; ".join(_tuning_table.MACHINE.split("; ")[:1])
     yield f"Expected from times measured on {machine} in 16 bits, {_tuning_table.DATE}."
     far: dict[str, list[str]] = {}
-    for report, row in zip(reports, picks, strict=True):
+    for report, row in zip(reports, predictions, strict=True):
         for each in row:
             kind, (k, n) = "gated" if report.gated else "non-gated", each.measured
             where = f"a {kind} layer with K = {report.k:,}, N = {report.n:,}; the nearest has K = {k:,}, N = {n:,}"
@@ -85,10 +82,10 @@ def _caveats(reports: Sequence[LayerReport], picks: Sequence[Sequence[Pick]]) ->
                 far[where].append(str(each.call))
     for where, calls in far.items():
         if calls:
-            yield f"Far from what was measured: {where} ({'; '.join(calls)})"
+            yield f"Far from all measured layers: {where} ({'; '.join(calls)})"
 
 
-def _header(loaded: saved_model.Loaded, reports: Sequence[LayerReport], text: saved_model.Text) -> Iterator[str]:
+def _header(loaded: saved_model.Loaded, reports: Sequence[LayerSparsity], text: saved_model.Text) -> Iterator[str]:
     parameter = next(loaded.model.parameters())
     where = f"{parameter.device}, {tuning.dtype_name(parameter.dtype)}"
     yield f"{loaded.folder.absolute().name}: {len(reports)} ReLU FFN layers; {where}"
@@ -99,7 +96,7 @@ def _header(loaded: saved_model.Loaded, reports: Sequence[LayerReport], text: sa
         these = f"layers {', '.join(map(str, numbers))}: " if len(shapes) > 1 else ""
         yield f"{these}{'gated' if gated else 'non-gated'}, K = {k:,}, N = {n:,}"
     if loaded.was:
-        yield f"ReLU in place of {loaded.was}, which it was trained with: figures before any training with ReLU"
+        yield f"ReLU in place of {loaded.was}, its activation in training: figures before any training with ReLU"
     longest = max(map(len, text.sequences))
     sequences = f"{len(text.sequences):,} sequences of up to {longest:,}"
     yield f"Text: {text.tokens:,} tokens of {text.files:,} files, {sequences}"
@@ -116,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compression",
         type=int,
         choices=geometry.COMPRESSIONS,
-        help="of the TwELL format (default: the model's, or 8)",
+        help="compression of the TwELL format (default: the model's, or 8)",
     )
     add(
         "--tokens-per-call",
@@ -124,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="M",
         default=[1, 64, 16384],
-        help="tokens of the inference calls to predict: decoding, prefill (default: 1 64 16384)",
+        help="tokens of the inference calls to predict: decode, prefill (default: 1 64 16384)",
     )
     add(
         "--training-tokens",
@@ -134,8 +131,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[16384],
         help="tokens of the training steps to predict (default: 16384)",
     )
-    add("--csv", type=Path, metavar="FILE", help="write one row for each layer, with the columns below")
-    add("--plot", type=Path, metavar="FILE", help="draw a chart, PNG or SVG by its suffix; needs matplotlib")
+    add("--csv", type=Path, metavar="FILE", help="write one row per layer, with the columns below")
+    add("--plot", type=Path, metavar="FILE", help="draw a chart, PNG or SVG by suffix; needs matplotlib")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     width = max(map(len, COLUMNS))
     parser.epilog = "columns of the CSV, shares from 0 to 1:\n" + "\n".join(
@@ -144,7 +141,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command and print. Raises RequestError for a request that cannot be met, before the model runs."""
+    """Run the command and print. Raises RequestError before the model runs if the request cannot be met."""
     saved_model.check_file("--csv", arguments.csv, (".csv",))
     saved_model.check_file("--plot", arguments.plot, (".png", ".svg"))
     if arguments.plot is not None:
@@ -160,14 +157,14 @@ def run(arguments: argparse.Namespace) -> int:
             raise RequestError(str(error)) from error
     calls = [Call(m, False) for m in dict.fromkeys(arguments.tokens_per_call)]
     calls += [Call(m, True) for m in dict.fromkeys(arguments.training_tokens)]
-    picks = [[pick(report, call) for call in calls] for report in reports]
+    predictions = [[predict(report, call) for call in calls] for report in reports]
     header = list(_header(loaded, reports, text))
-    print(*header, "", *_tables(reports, picks), "", *_summary(reports, picks), "", sep="\n")
-    print(*_caveats(reports, picks), sep="\n")
+    print(*header, "", *_tables(reports, predictions), "", *_summary(reports, predictions), "", sep="\n")
+    print(*_caveats(reports, predictions), sep="\n")
     if arguments.csv is not None:
-        write_csv(arguments.csv, rows(reports, picks))
+        write_csv(arguments.csv, rows(reports, predictions))
         print(f"CSV: {arguments.csv.absolute()}")
     if arguments.plot is not None:
-        analyze_plots.save(arguments.plot, reports, picks, "\n".join(header))
+        analyze_plots.save(arguments.plot, reports, predictions, "\n".join(header))
         print(f"Chart: {arguments.plot.absolute()}")
     return 0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from twell import _files
-from twell.commands.sparsity import LayerReport, Pick
+from twell.commands.sparsity import LayerSparsity, Prediction
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,10 +23,10 @@ def require() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"{error}. Charts take matplotlib: pip install twell[plots]") from error
+        raise ImportError(f"{error}. Charts need matplotlib: pip install twell[plots]") from error
 
 
-def _nonzeros(axes: Axes, layers: Sequence[int], reports: Sequence[LayerReport]) -> None:
+def _nonzeros(axes: Axes, layers: Sequence[int], reports: Sequence[LayerSparsity]) -> None:
     low, high = [report.p50 for report in reports], [report.p99 for report in reports]
     axes.bar(layers, [b - a for a, b in zip(low, high)], bottom=low, width=0.6, color=_RANGE, label="p50 to p99")
     axes.plot(layers, [report.mean for report in reports], "D-", color=_MEAN, markersize=5, label="mean")
@@ -34,21 +34,21 @@ def _nonzeros(axes: Axes, layers: Sequence[int], reports: Sequence[LayerReport])
     axes.plot(layers, [report.n for report in reports], ":", color=_GREY, linewidth=1, label="all neurons")
     axes.set_yscale("symlog", linthresh=1, linscale=0.4)
     axes.yaxis.set_major_formatter("{x:,g}")
-    axes.set(ylabel="non-zeros of a token", title="Non-zeros per token after ReLU")
+    axes.set(ylabel="non-zeros per token", title="Non-zeros per token after ReLU")
     axes.set_ylim(bottom=0)
 
 
-def _shares(axes: Axes, layers: Sequence[int], reports: Sequence[LayerReport]) -> None:
+def _shares(axes: Axes, layers: Sequence[int], reports: Sequence[LayerSparsity]) -> None:
     axes.bar(layers, [100 * r.dead / r.n for r in reports], width=0.6, color="#d9d9d9", label="dead neurons")
     for tokens, colour in ((64, _LIGHT), (128, _BLUE)):
         shares = [100 * report.unions.get(tokens, float("nan")) for report in reports]
         axes.plot(layers, shares, "o-", color=colour, label=f"union of {tokens} tokens")
-    axes.set(ylabel="% of the neurons", title="Neurons that neighbouring tokens need, and that none needs")
+    axes.set(ylabel="% of the neurons", title="Neurons that neighbouring tokens fire, and dead neurons")
     axes.set_ylim(0, 100)
 
 
-def _speed(axes: Axes, layers: Sequence[int], picks: Sequence[Sequence[Pick]]) -> None:
-    for i, of_call in enumerate(zip(*picks)):
+def _speed(axes: Axes, layers: Sequence[int], predictions: Sequence[Sequence[Prediction]]) -> None:
+    for i, of_call in enumerate(zip(*predictions)):
         colour = _CALLS[i % len(_CALLS)]
         axes.plot(layers, [each.speedup for each in of_call], color=colour, label=str(of_call[0].call))
         for layer, each in zip(layers, of_call):
@@ -56,11 +56,11 @@ def _speed(axes: Axes, layers: Sequence[int], picks: Sequence[Sequence[Pick]]) -
     for strategy, marker in _MARKERS.items():
         axes.plot([], [], marker, color=_GREY, label=strategy)
     axes.axhline(1, color=_GREY, linewidth=1, linestyle=":")
-    axes.set(ylabel="times dense's speed", title="Expected speed of the layer with the strategy picked")
-    axes.set_ylim(0, 1.08 * max(each.speedup for row in picks for each in row))
+    axes.set(ylabel="times dense's speed", title="Expected speed of the layer with its best strategy")
+    axes.set_ylim(0, 1.08 * max(each.speedup for row in predictions for each in row))
 
 
-def save(path: Path, reports: Sequence[LayerReport], picks: Sequence[Sequence[Pick]], title: str) -> None:
+def save(path: Path, reports: Sequence[LayerSparsity], predictions: Sequence[Sequence[Prediction]], title: str) -> None:
     """Write the chart in the format of the path's suffix: the same bytes for the same figures."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -75,7 +75,7 @@ def save(path: Path, reports: Sequence[LayerReport], picks: Sequence[Sequence[Pi
     panels = figure.subplots(3, 1, sharex=True)
     _nonzeros(panels[0], layers, reports)
     _shares(panels[1], layers, reports)
-    _speed(panels[2], layers, picks)
+    _speed(panels[2], layers, predictions)
     panels[2].set_xlabel("layer")
     panels[2].xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in panels:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,38 +10,21 @@ from types import ModuleType
 from typing import Any
 
 import twell
+from twell._runtime import geometry
 from twell.commands import analyze, bench, convert, record
-from twell.commands.request import at_least, exit_status
+from twell.commands.request import DEVICE_HELP, at_least, exit_status, number_above, number_from
 
 MODELS = (
-    ("analyze", analyze, "report how sparse the layers of a model are, and what twell would gain"),
-    ("record", record, "write layers of a model as workloads for benchmarks"),
+    ("analyze", analyze, "report the sparsity of a model's layers and the speed-up to expect"),
+    ("record", record, "record layers of a model as workloads for benchmarks"),
     ("convert", convert, "convert checkpoints between layouts and model types"),
 )
 DEMO = """\
 Train a small byte-level transformer with a ReLU-gated FFN and an L1 penalty, then run its trained FFN layers on
 held-back text through TwELL and through dense PyTorch, compare both with float64, print a table and save one picture.
-Ctrl-C ends the training early and evaluates what there is. Exits with 1 where sparse and dense disagree.
+Ctrl-C ends the training early and evaluates the model so far. Exits with 1 if sparse and dense disagree.
 """
 INFO = "Show versions, devices, packaged kernels, the kernel cache and TWELL_* environment variables."
-
-
-def _number(text: str, expected: str, accept: Callable[[float], bool]) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}") from None
-    if not math.isfinite(value) or not accept(value):
-        raise argparse.ArgumentTypeError(f"expected {expected}, got {text}")
-    return value
-
-
-def _seconds(text: str) -> float:
-    return _number(text, "a number of seconds above 0", lambda v: v > 0)
-
-
-def _coefficient(text: str) -> float:
-    return _number(text, "a number of at least 0", lambda v: v >= 0)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,23 +41,25 @@ def parser() -> argparse.ArgumentParser:
         "--text", type=Path, metavar="DIR", help="folder of text files (default: the Python standard library's source)"
     )
     demo.add_argument("--out", type=Path, metavar="PNG", default=Path("twell_demo.png"), help="picture (%(default)s)")
-    demo.add_argument("--device", help="cpu, cuda or cuda:INDEX (default: cuda where there is one)")
-    length = demo.add_argument_group("training", "without --steps it is bounded by time, and no two runs are the same")
+    demo.add_argument("--device", help=DEVICE_HELP)
+    length = demo.add_argument_group("training", "without --steps time bounds it, and no two runs are the same")
     length.add_argument(
-        "--seconds", type=_seconds, metavar="S", help="longest training time (default: 60 on a CPU, more on a GPU)"
+        "--seconds", type=number_above(0), metavar="S", help="training time (default: 60 on a CPU, more on a GPU)"
     )
     length.add_argument(
-        "--steps", type=at_least(1), metavar="N", help="most training steps; without --seconds the run is repeatable"
+        "--steps", type=at_least(1), metavar="N", help="training steps; without --seconds the run is repeatable"
     )
-    length.add_argument("--seed", type=at_least(0), metavar="N", default=0, help="of weights and text (%(default)s)")
-    length.add_argument("--l1", type=_coefficient, metavar="C", help="coefficient of the L1 penalty")
+    length.add_argument(
+        "--seed", type=at_least(0), metavar="N", default=0, help="seed of weights and text (%(default)s)"
+    )
+    length.add_argument("--l1", type=number_from(0), metavar="C", help="coefficient of the L1 penalty")
     size = demo.add_argument_group("model", "defaults depend on the machine")
     size.add_argument("--layers", type=at_least(1), metavar="N", help="transformer layers")
     size.add_argument("--hidden", type=at_least(32), metavar="K", help="hidden size, a multiple of 32")
     size.add_argument("--intermediate", type=at_least(8), metavar="N", help="neurons of an FFN, a multiple of 8")
     size.add_argument("--context", type=at_least(2), metavar="N", help="bytes of a training window")
     size.add_argument(
-        "--compression", type=int, choices=(2, 4, 8), default=8, help="256 / C words a tile are packed (%(default)s)"
+        "--compression", type=int, choices=geometry.COMPRESSIONS, default=8, help="256 / C words per tile (%(default)s)"
     )
 
     for name, module, summary in MODELS:
@@ -83,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
         module.add_arguments(command)
         command.set_defaults(module=module)
 
-    # parses what follows it by itself, as "bench model" takes other arguments than the rest
+    # bench parses its own arguments, since "bench model" has others than the rest
     commands.add_parser("bench", help="time kernels, layers and models beside dense PyTorch", add_help=False)
 
     info = commands.add_parser("info", help="show versions, devices, kernels and cache", description=INFO)
@@ -93,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command in `argv` (default: sys.argv). Returns the exit code: 2 for bad arguments, 130 for Ctrl-C."""
+    """Run the command in `argv` (default: sys.argv). Return the exit code: 2 for bad arguments, 130 for Ctrl-C."""
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["bench"]:
         return bench.main(given[1:])
@@ -111,4 +95,4 @@ def _run(command: str, module: ModuleType | None = None, **arguments: Any) -> in
         return run(argparse.Namespace(**arguments))
     from twell.commands.demo import demo
 
-    return demo.run(demo.Request(**arguments))
+    return demo.run(demo.DemoRequest(**arguments))

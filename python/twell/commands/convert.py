@@ -1,4 +1,4 @@
-"""``twell convert``: checkpoints from one layout of the down projections to another, tensor by tensor."""
+"""``twell convert``: convert checkpoints from one layout of the down projections to the other, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from torch import Tensor
 from twell import _files
 from twell.commands.request import RequestError
 from twell.integrations import layouts
-from twell.integrations.layouts import ACTIVATIONS, CONFIG, INDEX, LAYOUT_KEY, LAYOUTS, SINGLE, DownLayout
+from twell.integrations.layouts import ACTIVATIONS, CONFIG, INDEX, LAYOUT_KEY, LAYOUTS, OWN_KEYS, SINGLE, DownLayout
 
 DESCRIPTION = """\
 Convert a checkpoint of a ReLU language model between two layouts of its down projections: "linear", [hidden,
-intermediate], which every nn.Linear reads, and "rows", [intermediate, hidden], one row per neuron. SRC is a Hugging
-Face folder (model.safetensors, or shards with their index, or pytorch_model.bin) or one file of weights; DST is a new
-folder or .safetensors file. All other tensors are copied bit for bit, all other files as they are; weights in other
-formats are left out, as are links to folders; links to files are copied as files. Layouts are recognised by shape; a
-square weight needs the marker that this command writes, or --source-layout. DST appears when it is complete and not
-before. --force replaces a DST that holds nothing besides what a conversion writes; what is replaced is printed.
+intermediate], the layout of nn.Linear, and "rows", [intermediate, hidden], one row per neuron. SRC is a Hugging Face
+folder (model.safetensors, or shards with their index, or pytorch_model.bin) or one file of weights; DST is a new folder
+or .safetensors file. Other tensors and other files are copied unchanged; weights in other formats and links to folders
+are left out; links to files are copied as files. Layouts are recognised by shape; a square weight needs the marker that
+this command writes, or --source-layout. DST appears once it is complete. --force replaces a DST that holds only files
+of a conversion; the replaced files are printed.
 """
 
 ModelType = Literal["keep", "llama", "sparse_llama", "qwen2", "sparse_qwen2"]
-# class of each model type that may be asked for, and the family whose tensor names it shares
+# the class of each model type to convert to, and the model types that share its tensor names
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "sparse_llama": "SparseLlamaForCausalLM",
@@ -47,12 +47,10 @@ _FAMILIES = {
     "qwen2": ("qwen2", "sparse_qwen2", "qwen2_sparse_relu"),
 }
 
-# what twell's own classes add, which says nothing of how a model was trained
-_OWN_KEYS = ("sparsity_strategy", "sparsity_compression", LAYOUT_KEY)
 
 _BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _PICKLES = (".bin", ".pt", ".pth")
-# files of these kinds hold weights in the old layout, or what belongs to them, such as an optimizer's state
+# files of these kinds hold weights in the old layout, or an optimizer's state for them
 _WEIGHTS = (".safetensors", *_PICKLES, ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt")
 _HIDDEN_FOLDERS = (".git", ".cache")
 _CHUNK = 16 << 20
@@ -72,32 +70,34 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-# dtypes that a down weight is stored in, and that --dtype may change
+# dtypes of down weights; --dtype converts these alone
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="SRC", help="folder of a model, or a file of weights")
     parser.add_argument("target", type=Path, metavar="DST", help="folder or .safetensors file to write")
-    parser.add_argument("--layout", choices=LAYOUTS, default="linear", help="of DST's down projections (%(default)s)")
+    parser.add_argument(
+        "--layout", choices=LAYOUTS, default="linear", help="layout of DST's down weights (%(default)s)"
+    )
     parser.add_argument(
         "--model-type",
         choices=("keep", *_ARCHITECTURES),
         default="keep",
-        help="rewrite config.json, with hidden_act relu: llama and qwen2 for transformers alone, sparse_* for "
+        help="rewrite config.json with hidden_act relu: llama and qwen2 for transformers alone, sparse_* for "
         "twell.integrations.transformers (%(default)s)",
     )
     parser.add_argument(
         "--dtype",
         choices=("keep", "bfloat16", "float16", "float32"),
         default="keep",
-        help="of all floating point tensors of 16 bits or more (%(default)s)",
+        help="dtype of all floating point tensors of 16 bits or more (%(default)s)",
     )
     parser.add_argument(
-        "--source-layout", choices=LAYOUTS, help="how SRC stores square down projections, in place of any marker"
+        "--source-layout", choices=LAYOUTS, help="layout of SRC's square down weights, overriding any marker"
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print what would happen and write nothing; with --dtype it reads all"
+        "--dry-run", action="store_true", help="print the plan and write nothing; with --dtype it reads all tensors"
     )
     parser.add_argument("--force", action="store_true", help="replace DST if it holds a converted checkpoint")
 
@@ -121,25 +121,25 @@ def convert(
     dry_run: bool = False,
     force: bool = False,
 ) -> None:
-    """What ``twell convert`` does, with its plan on stdout and progress on stderr, where that is a terminal.
+    """Run ``twell convert``: print the plan to stdout, and progress to stderr if that is a terminal.
 
-    At most one tensor and its copy are in memory. Raises ValueError for a checkpoint that cannot be converted, OSError
-    where reading or writing fails, ImportError where safetensors or tqdm are missing; ``target`` is then as before.
+    At most one tensor and its copy are in memory. Raises ValueError if a checkpoint cannot be converted, OSError if
+    reading or writing fails, ImportError without safetensors or tqdm; ``target`` is then as before.
     """
     target = Path(os.path.realpath(target))
     _require_apart(source, target)
-    checkpoint = _read(source)
+    checkpoint = _read_source(source)
     plan = _plan(checkpoint, layout, model_type, dtype, source_layout)
     replaced = _replaced(checkpoint, plan, target, force)
     _print(checkpoint, plan, source, target, replaced)
     if checkpoint.config is not None and (activation := _activation(checkpoint.config)) != "relu":
         got = f"has the activation {activation!r}" if activation else "does not name its activation"
-        print(f"warning: {CONFIG} {got}: twell's layers apply ReLU, and load no other model", file=sys.stderr)
+        print(f"warning: {CONFIG} {got}: twell's layers apply ReLU and load no other model", file=sys.stderr)
     for left in _files.leftovers(target):
         print(f"note: {left} was left by a conversion that was interrupted; remove it", file=sys.stderr)
     losses = _Losses()
     if dry_run:
-        _rehearse(checkpoint, plan, losses)
+        _dry_run(checkpoint, plan, losses)
     else:
         _write(checkpoint, plan, target, losses, lambda: _replaced(checkpoint, plan, target, force))
     losses.warn()
@@ -147,7 +147,7 @@ def convert(
 
 @dataclass
 class _File:
-    """A file of weights: ``header`` says what it holds, ``chunks`` reads the bytes of a tensor, ``load`` all of it."""
+    """A file of weights: ``header`` lists its tensors, ``chunks`` reads the bytes of one, ``load`` the whole tensor."""
 
     path: Path
     header: layouts.Header
@@ -178,7 +178,7 @@ class _File:
 
 @dataclass
 class _Pickle(_File):
-    """A state dict that torch.save wrote. Its tensors are views of the mapped file, which is read as they are."""
+    """A state dict from torch.save. Its tensors are views of the mapped file, which is read on use."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
@@ -195,13 +195,13 @@ class _Pickle(_File):
 class _Source:
     files: list[_File]
     config: dict[str, Any] | None
-    index: dict[str, Any] | None  # that of the shards, as it was
-    others: dict[str, Path]  # files that are copied, by their name relative to the folder
+    index: dict[str, Any] | None  # the shards' index
+    others: dict[str, Path]  # files to copy, by their name relative to the folder
     left_out: list[str]
-    followed: list[str]  # links out of the folder whose content is copied
+    followed: list[str]  # links out of the folder, whose content is copied
 
     def paths(self) -> list[Path]:
-        """All files that are read."""
+        """All files to read."""
         folder = self.files[0].path.parent
         named = [] if self.config is None else [folder / CONFIG, folder / INDEX]
         return [*(file.path for file in self.files), *filter(Path.is_file, named), *self.others.values()]
@@ -210,7 +210,7 @@ class _Source:
         return {name: stored.shape for file in self.files for name, stored in file.header.tensors.items()}
 
 
-def _read(source: Path) -> _Source:
+def _read_source(source: Path) -> _Source:
     if source.is_file():
         if source.suffix == ".safetensors":
             return _Source([_File(source, layouts.read_header(source))], None, None, {}, [], [])
@@ -236,7 +236,7 @@ def _read(source: Path) -> _Source:
     counts = Counter(name for file in files for name in file.header.tensors)
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(f"each tensor must be in one file, got several with {twice[0]!r}")
-    others = _others(source, {file.path.name for file in files})
+    others = _other_files(source, {file.path.name for file in files})
     return _Source(files, config, None if index is None else layouts.read_json(index), *others)
 
 
@@ -267,7 +267,7 @@ def _read_pickle(path: Path, config: Mapping[str, Any] | None) -> _Pickle:
 
 
 def _without_tied_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All but a head that is the embedding once more: a safetensors file has no way to share."""
+    """All tensors except for a head tied to the embedding: a safetensors file cannot share tensors."""
 
     def place(tensor: Tensor) -> tuple[Any, ...]:
         return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
@@ -280,34 +280,34 @@ def _without_tied_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _others(source: Path, weights: set[str]) -> tuple[dict[str, Path], list[str], list[str]]:
-    """The files beside the weights: those to copy, what is left out, and links out of the folder among the former."""
+def _other_files(source: Path, weights: set[str]) -> tuple[dict[str, Path], list[str], list[str]]:
+    """The files beside the weights: those to copy, those left out, and links out of the folder among the copied."""
     copied: dict[str, Path] = {}
     left_out: list[str] = []
     for path in sorted(source.iterdir()):
         if path.name in weights or path.name in (CONFIG, INDEX):
             continue
         if path.is_dir() and not path.is_symlink():
-            inside, odd = _below(path)
+            inside, odd = _files_below(path)
             if path.name in _HIDDEN_FOLDERS or any(_is_weights(inner) for inner in inside):
                 left_out.append(path.name + "/")
             else:
                 copied |= {inner.relative_to(source).as_posix(): inner for inner in inside}
-                left_out += [_link(inner, source) for inner in odd]
+                left_out += [_name_of(inner, source) for inner in odd]
         elif not path.is_file():
-            left_out.append(_link(path, source))
+            left_out.append(_name_of(path, source))
         elif _is_weights(path):
             left_out.append(path.name)
         else:
             copied[path.name] = path
-    # a snapshot of a download cache is nothing but links to the files beside it
+    # a snapshot of a download cache has only links to the files beside it
     home = Path(os.path.realpath(source.parents[1] if source.absolute().parent.name == "snapshots" else source))
-    followed = [_link(path, source) for path in copied.values() if home not in Path(os.path.realpath(path)).parents]
+    followed = [_name_of(path, source) for path in copied.values() if home not in Path(os.path.realpath(path)).parents]
     return copied, left_out, followed
 
 
-def _below(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The files in a folder at any depth, and what is neither a file nor a folder. Links to folders are of these."""
+def _files_below(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The files in a folder at any depth, and entries that are neither file nor folder, such as links to folders."""
     files: list[Path] = []
     odd: list[Path] = []
     for at, folders, names in os.walk(folder):
@@ -319,7 +319,7 @@ def _below(folder: Path) -> tuple[list[Path], list[Path]]:
     return sorted(files), sorted(odd)
 
 
-def _link(path: Path, source: Path) -> str:
+def _name_of(path: Path, source: Path) -> str:
     name = path.relative_to(source).as_posix()
     return f"{name} -> {os.readlink(path)}" if path.is_symlink() else name
 
@@ -330,7 +330,7 @@ def _is_weights(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """What becomes of a tensor. ``layout`` is how it is stored now, None for what is no down projection."""
+    """The plan for a tensor. ``layout`` is its present layout, None if it is no down projection."""
 
     name: str
     dtype: str
@@ -343,7 +343,7 @@ class _Tensor:
 
 @dataclass(frozen=True)
 class _Target:
-    """A file to write, its tensors in the order of their bytes; ``changed`` if it differs from the one it came from."""
+    """A file to write, its tensors in the order of their bytes; ``changed`` if it differs from its source."""
 
     name: str
     metadata: dict[str, str] | None
@@ -376,17 +376,17 @@ def _plan(
         some = ", ".join(list(shapes)[:3]) or "no tensors at all"
         raise ValueError(f"SRC must have down projections (down_proj.weight, or fc2.weight of OPT), got {some}")
     square = any(shapes[name][0] == shapes[name][1] for name in stored)
-    # what has no square weights needs no marker where it is as everyone stores it
+    # only rows and square weights need a marker
     marker = layout if layout == "rows" or square else None
     config = None
     if source.config is not None:
         config = _config(source.config, model_type, _sizes(shapes, stored), shapes)
         if layout == "rows" and (activation := _activation(config)) not in (None, "relu"):
             raise ValueError(
-                "--layout rows is for twell alone, whose layers apply ReLU: expected a model that was trained with "
-                f"ReLU, got {activation!r} in {CONFIG}"
+                "--layout rows is for twell alone, whose layers apply ReLU: expected a model trained with ReLU, got "
+                f"{activation!r} in {CONFIG}"
             )
-        # whose classes always say it
+        # the sparse classes always have the marker
         sparse = str(config.get("model_type")).startswith("sparse_")
         config = _marked(config, layout if sparse else marker)
         if square and layout == "rows" and not sparse:
@@ -436,7 +436,7 @@ def _target(
 
 
 def _marked(mapping: Mapping[str, Any], marker: DownLayout | None) -> dict[str, Any]:
-    """``mapping`` with the marker, or without one, and all else in its place."""
+    """``mapping`` with the marker, or without one, all other keys unchanged."""
     if marker is None:
         return {key: value for key, value in mapping.items() if key != LAYOUT_KEY}
     return {**mapping, LAYOUT_KEY: marker}
@@ -456,14 +456,14 @@ def _index(source: _Source, files: Sequence[_Target], dtype: str) -> dict[str, A
 
 
 def _sizes(shapes: Mapping[str, Sequence[int]], stored: Mapping[str, DownLayout]) -> set[int]:
-    """How many neurons the layers have."""
+    """The numbers of neurons of the layers."""
     return {shapes[name][0 if layout == "rows" else 1] for name, layout in stored.items()}
 
 
 def _config(
     config: Mapping[str, Any], model_type: ModelType, sizes: set[int], names: Mapping[str, object]
 ) -> dict[str, Any]:
-    """The configuration of a model of ``model_type`` on tensors ``names``. Raises ValueError where there is none."""
+    """The configuration of a model of ``model_type`` on tensors ``names``. Raises ValueError if there is none."""
     if model_type == "keep":
         return dict(config)
     was = str(config.get("model_type"))
@@ -473,8 +473,8 @@ def _config(
         raise ValueError(f"--model-type {model_type}: expected a model of type {expected}, got {was!r}")
     if _activation(config) != "relu":
         raise ValueError(
-            f"--model-type {model_type} stands for ReLU: expected a model that was trained with it (hidden_act "
-            f'"relu", or sparsity_* keys), got hidden_act {config.get("hidden_act")!r}'
+            f'--model-type {model_type} means ReLU: expected a model trained with it (hidden_act "relu", or '
+            f"sparsity_* keys), got hidden_act {config.get('hidden_act')!r}"
         )
     architectures = config.get("architectures") or []
     if any(not name.endswith("ForCausalLM") for name in architectures):
@@ -489,7 +489,7 @@ def _config(
     biased = any(re.search(r"\.mlp\.\w+_proj\.bias$", name) for name in names)
     if family == "qwen2" and biased:
         raise ValueError(f"--model-type {model_type} has no biases in its FFN, got some")
-    # auto_map names code that comes with the checkpoint and would be preferred to the class asked for
+    # auto_map names code of the checkpoint, which would take precedence over the class
     new = {key: value for key, value in config.items() if key != "auto_map"}
     new |= {"model_type": model_type, "architectures": [_ARCHITECTURES[model_type]], "hidden_act": "relu"}
     new["intermediate_size"] = next(iter(sizes))
@@ -501,9 +501,9 @@ def _config(
 
 
 def _activation(config: Mapping[str, Any]) -> str | None:
-    """The activation of the layers as a configuration names it, None where it names none."""
-    # the paper's classes run ReLU whatever hidden_act says, and their keys are in the configurations they wrote
-    if any(key.startswith("sparsity_") and key not in _OWN_KEYS for key in config):
+    """The activation of the layers in a configuration, None if it names none."""
+    # the paper's classes, known by their keys, run ReLU whatever hidden_act says
+    if any(key.startswith("sparsity_") and key not in OWN_KEYS for key in config):
         return "relu"
     for part in (config.get("text_config"), config):
         named = [part.get(key) for key in ACTIVATIONS] if isinstance(part, Mapping) else []
@@ -513,62 +513,62 @@ def _activation(config: Mapping[str, Any]) -> str | None:
 
 
 def _require_apart(source: Path, target: Path) -> None:
-    """Raise ValueError where one of SRC and DST is in the other, or where they are of different kinds."""
+    """Raise ValueError if one of SRC and DST is in the other, or if one is a file and the other a folder."""
     start = Path(os.path.realpath(source))
     if _is_in(target, start) or _is_in(start, target):
         raise ValueError(f"DST must be apart from SRC, got {str(target)!r} and {str(start)!r}")
     if source.is_file():
         if target.suffix != ".safetensors":
-            raise ValueError(f"DST must be a .safetensors file where SRC is a file, got {str(target)!r}")
+            raise ValueError(f"DST must be a .safetensors file if SRC is a file, got {str(target)!r}")
         if target.exists() and not target.is_file():
             raise ValueError(f"DST must be a file to write, got {str(target)!r}, a folder or a device")
     elif target.exists() and not target.is_dir():
-        raise ValueError(f"DST must be a folder where SRC is one, got {str(target)!r}")
+        raise ValueError(f"DST must be a folder if SRC is one, got {str(target)!r}")
     elif not target.exists() and (target.suffix in _WEIGHTS or any(mimetypes.MimeTypes().guess_type(target.name))):
         # names of versions have a dot, too: "Qwen2.5-0.5B"
         raise ValueError(
-            f"DST must be a folder where SRC is one, got {str(target)!r}, the name of a file; a folder that is there "
-            "already may have any name"
+            f"DST must be a folder if SRC is one, got {str(target)!r}, the name of a file; an existing folder may have "
+            "any name"
         )
 
 
 def _is_in(path: Path, folder: Path) -> bool:
-    """Whether ``path`` is ``folder`` or in it, by whatever names: a folder may be mounted at several."""
+    """Whether ``path`` is ``folder`` or in it; names do not count, since a folder may be mounted at several."""
     return folder.exists() and any(each.exists() and each.samefile(folder) for each in (path, *path.parents))
 
 
 def _replaced(source: _Source, plan: _Plan, target: Path, force: bool) -> list[str]:
-    """The files of ``target`` that go. Raises ValueError where it holds others, or where ``force`` would be needed."""
+    """The files of ``target`` to replace. Raises ValueError if it holds others, or if ``force`` is needed."""
     if not target.is_dir():
         if target.exists() and not force:
             raise ValueError(f"DST must be a new file, got {str(target)!r}, a file that exists (--force replaces it)")
         return [target.name] if target.exists() else []
-    if not (held := _held(target)):
+    if not (held := _contents(target)):
         return []
     written = {CONFIG, SINGLE, INDEX, *source.others, *(file.name for file in plan.files)}
     if (target / INDEX).is_file():
-        # weights of the conversion before, which may have had other shards
+        # weights of an earlier conversion may have other shards
         shards = layouts.indexed_files(target / INDEX, missing=True)
         written |= {path.name for path in shards if path.suffix == ".safetensors"}
     if foreign := sorted({name if "/" not in name else name.partition("/")[0] + "/" for name in held - written}):
         raise ValueError(
-            f"DST must be new, or hold nothing besides what this conversion writes, got {str(target)!r} with "
-            f"{_some(foreign)}; move these elsewhere, or name another DST"
+            f"DST must be new, or hold only files that this conversion writes, got {str(target)!r} with "
+            f"{_list_first(foreign)}; move these elsewhere, or name another DST"
         )
     if not held & {SINGLE, INDEX}:
-        raise ValueError(f"--force replaces checkpoints, got {str(target)!r}, which holds no weights")
+        raise ValueError(f"--force replaces checkpoints, got {str(target)!r} without weights")
     if not force:
         raise ValueError(
-            f"DST must be new or empty, got {str(target)!r} with {_some(sorted(held))} (--force replaces it)"
+            f"DST must be new or empty, got {str(target)!r} with {_list_first(sorted(held))} (--force replaces it)"
         )
     linked = [path for path in source.paths() if _is_in(Path(os.path.realpath(path)), target)]
     if linked:
-        raise ValueError(f"DST must be apart from SRC, got {str(target)!r}, which {str(linked[0])!r} is a link into")
+        raise ValueError(f"DST must be apart from SRC, got {str(target)!r}, into which {str(linked[0])!r} is a link")
     return sorted(held)
 
 
-def _held(folder: Path) -> set[str]:
-    """The names of all that is in a folder: files, links and empty folders, relative to it."""
+def _contents(folder: Path) -> set[str]:
+    """The names of all files, links and empty folders in a folder, relative to it."""
     found = set()
     for at, folders, names in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(at, name))]
@@ -578,14 +578,14 @@ def _held(folder: Path) -> set[str]:
     return found
 
 
-def _some(names: Sequence[str], limit: int = 8) -> str:
+def _list_first(names: Sequence[str], limit: int = 8) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 
 
 @dataclass
 class _Losses:
-    """What a change of dtype did to values: by tensor, how many it made zero, and how many it could not hold."""
+    """Values lost by a change of dtype, by tensor: those that became zero, and those beyond its range."""
 
     dtype: str = ""
     zeros: Counter[str] = field(default_factory=Counter)
@@ -618,11 +618,11 @@ class _Losses:
 
 
 def _counts(counter: Counter[str]) -> str:
-    return _some([f"{name} {count:,}" for name, count in counter.most_common()])
+    return _list_first([f"{name} {count:,}" for name, count in counter.most_common()])
 
 
-def _rehearse(source: _Source, plan: _Plan, losses: _Losses) -> None:
-    """Convert the tensors that change their dtype, and write nothing."""
+def _dry_run(source: _Source, plan: _Plan, losses: _Losses) -> None:
+    """Convert the tensors that change their dtype, for ``losses``; write nothing."""
     for file, new in zip(source.files, plan.files):
         for tensor in new.tensors:
             if tensor.cast:
@@ -632,7 +632,7 @@ def _rehearse(source: _Source, plan: _Plan, losses: _Losses) -> None:
 
 
 def _write(source: _Source, plan: _Plan, target: Path, losses: _Losses, check: Callable[[], object]) -> None:
-    """Write all of ``plan`` beside ``target``, ``check`` again, then give it that name."""
+    """Write all of ``plan`` beside ``target``, ``check`` again, then rename it to ``target``."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -655,12 +655,12 @@ def _write(source: _Source, plan: _Plan, target: Path, losses: _Losses, check: C
                     _write_file(file, new, partial / new.name, losses, bar.update)
                 _write_rest(source, plan, partial)
             losses.require_finite()
-            # minutes have passed, in which something may have come to be there
+            # something may have appeared there in the meantime
             check()
     except OSError as error:
         if _files.is_full(error):
             raise ValueError(
-                f"no space is left in {str(target.parent)!r}: DST needs {_size(needed)}; nothing there has changed"
+                f"no space left in {str(target.parent)!r}: DST needs {_size(needed)}; nothing there has changed"
             ) from error
         raise
 
@@ -683,7 +683,7 @@ def _write_file(file: _File, new: _Target, path: Path, losses: _Losses, advance:
             for chunk in _convert(file, tensor, losses):
                 out.write(chunk)
                 advance(len(chunk))
-    # the library's own checks, on what others will read
+    # the library's own checks of the new file
     layouts.read_header(path)
 
 
@@ -699,7 +699,7 @@ def _convert(file: _File, tensor: _Tensor, losses: _Losses) -> Iterator[bytes | 
 
 
 def _write_rest(source: _Source, plan: _Plan, folder: Path) -> None:
-    """Configuration, index and whatever else there is."""
+    """Write the configuration, the index and all other files."""
     old = source.files[0].path.parent
     assert plan.config is not None
     if plan.config == source.config and list(plan.config) == list(source.config):
@@ -741,7 +741,7 @@ def _print(source: _Source, plan: _Plan, start: Path, target: Path, replaced: Se
         for tensor in file.tensors:
             stored = old[tensor.name]
             name, layout = re.sub(r"\.\d+\.", ".*.", tensor.name), tensor.layout or ""
-            groups[name, stored.dtype, str(list(stored.shape)), layout, _fate(tensor, plan.layout)] += 1
+            groups[name, stored.dtype, str(list(stored.shape)), layout, _becomes(tensor, plan.layout)] += 1
     head = ("tensors", "count", "dtype", "shape", "layout", "becomes")
     rows = [head, *((row[0], str(count), *row[1:]) for row, count in groups.items())]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
@@ -762,7 +762,7 @@ def _print(source: _Source, plan: _Plan, start: Path, target: Path, replaced: Se
         print(f"replaced in {target}: {', '.join(replaced)}")
 
 
-def _fate(tensor: _Tensor, layout: DownLayout) -> str:
+def _becomes(tensor: _Tensor, layout: DownLayout) -> str:
     words = [f"{layout} {list(tensor.shape)}"] if tensor.transpose else []
     if tensor.cast:
         words.append(tensor.dtype)

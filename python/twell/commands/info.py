@@ -1,4 +1,4 @@
-"""``twell info``: versions, devices, packaged kernels, the cache and the environment, wherever it runs."""
+"""``twell info``: versions, devices, packaged kernels, the cache and the environment, on any machine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import twell
 from twell._runtime import cache, device, env, fingerprint, packaged
 from twell._runtime.log import logger
 
-SPARSE_CAPABILITY = (9, 0)
-# the last is the compiler, which need not be there
+# the last is the compiler, which is optional
 PACKAGES = ("cuda-python", "cuda-bindings", fingerprint.TVM_FFI, fingerprint.DSL, "nvidia-cutlass-dsl")
 VARIABLES: dict[str, Callable[[], object]] = {
     "TWELL_JIT": lambda: "auto" if env.jit() else "off",
@@ -42,7 +41,7 @@ class DeviceInfo:
 
 @dataclass(frozen=True)
 class KernelInfo:
-    """The packaged library: what its manifest says, and whether it loads. `problems` in words."""
+    """The packaged library: its manifest, and whether it loads. `problems` in words."""
 
     library: str
     present: bool
@@ -59,7 +58,7 @@ class KernelInfo:
 
 @dataclass(frozen=True)
 class CacheInfo:
-    """The user cache. `entries` kernels of `bytes` in all, of which `current` fit this installation's versions."""
+    """The user cache: `entries` kernels of `bytes` in all; `current` of them fit this installation's versions."""
 
     folder: str
     entries: int
@@ -70,7 +69,7 @@ class CacheInfo:
 
 @dataclass(frozen=True)
 class Info:
-    """Everything that ``twell info`` shows. `environment`: each variable's value in effect."""
+    """The report of ``twell info``. `environment`: each variable's value in effect."""
 
     versions: dict[str, str]
     devices: tuple[DeviceInfo, ...]
@@ -81,7 +80,7 @@ class Info:
 
 
 def collect() -> Info:
-    """Look at this process and machine. Never raises for what is missing, and imports no compiler."""
+    """Collect the facts of this process and machine. Missing parts raise nothing; no compiler is imported."""
     driver = device.describe()
     versions = {
         "twell": twell.__version__,
@@ -99,7 +98,7 @@ def collect() -> Info:
             "{}.{}".format(*d.capability),
             d.sm_count,
             d.memory,
-            d.capability == SPARSE_CAPABILITY,
+            d.capability == device.SM_90,
         )
         for d in driver.devices
     )
@@ -116,7 +115,7 @@ def _in_effect(value: Callable[[], object]) -> str:
 
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """Collect what twell warns of, instead of letting it through to a log."""
+    """Collect twell's warnings instead of logging them."""
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -133,7 +132,7 @@ def _warnings() -> Iterator[list[str]]:
 def _kernels(folder: Path) -> KernelInfo:
     library = folder / packaged.LIBRARY
     with _warnings() as problems:
-        manifest = packaged.read_manifest.__wrapped__(folder)  # uncached: its reasons are wanted even the second time
+        manifest = packaged.read_manifest.__wrapped__(folder)  # uncached, for its warnings
     loads = False
     if manifest is not None:
         try:
@@ -158,7 +157,7 @@ def _kernels(folder: Path) -> KernelInfo:
 
 
 def _cache() -> CacheInfo:
-    """Count the cache's entries, without creating anything."""
+    """Count the cache's entries; create nothing."""
     try:
         folder = env.cache_dir()
         entries = [path for path in folder.glob("*/*") if path.suffix in (".so", ".o") and not path.is_symlink()]
@@ -174,7 +173,7 @@ def _fields(rows: dict[str, str]) -> Iterator[str]:
 
 
 def lines(info: Info, verbose: bool) -> Iterator[str]:
-    """The report for people."""
+    """The report as text."""
     yield "Versions"
     yield from _fields(info.versions)
     yield "\nDevices"
@@ -186,7 +185,7 @@ def lines(info: Info, verbose: bool) -> Iterator[str]:
     if info.device_problem:
         yield f"  none: {info.device_problem}"
     if not any(d.sparse for d in info.devices):
-        yield "  TwELL runs here through its CPU operators, which are exact but not fast."
+        yield "  TwELL runs here through its CPU operators: exact but not fast."
     kernels = info.kernels
     yield "\nPackaged kernels"
     if kernels.usable:
@@ -216,7 +215,7 @@ def lines(info: Info, verbose: bool) -> Iterator[str]:
 
 
 def run(json: bool = False, verbose: bool = False) -> int:
-    """Print the report, as JSON where asked. Returns the exit code 0."""
+    """Print the report, as JSON if asked. Return the exit code 0."""
     info = collect()
     print(_to_json(info) if json else "\n".join(lines(info, verbose)))
     return 0

@@ -1,4 +1,4 @@
-"""``twell record``: what a model's feed-forward layers compute on text, as files that ``testing.load_real`` reads."""
+"""``twell record``: inputs and gate weights of a model's feed-forward layers as files for ``testing.load_real``."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ import twell
 from twell import testing, tuning
 from twell.commands import saved_model, sparsity
 from twell.commands.request import RequestError, at_least
-from twell.commands.saved_model import Layer
-from twell.commands.sparsity import LayerReport, Tally
+from twell.commands.saved_model import WatchedLayer
+from twell.commands.sparsity import LayerSparsity, Tally
 
 DESCRIPTION = """\
-Run a model on text and write what enters the chosen feed-forward layers, with their gate weights, as int8: workloads
+Run a model on text and write the inputs of the chosen feed-forward layers and their gate weights as int8: workloads
 with the pattern of a real model, for `twell bench --workload real:FOLDER` and twell.testing.load_real.
 """
 
-# A file must keep the pattern: at most these shares of the non-zeros may be lost, may be new, or more or fewer in all.
-# With 14 and 33 non-zeros a token in 5,632 neurons 0.4 % are lost and as many new. FEW changes are always allowed.
+# A file must keep the pattern: at most these shares of the non-zeros may be lost or new, or more or fewer in all. With
+# 14 and 33 non-zeros per token in 5,632 neurons 0.4 % are lost and as many new. FEW changes are always allowed.
 MOST_CHANGED = 0.05
 MOST_BIASED = 0.01
 FEW = 16
 
-# ``load_real`` draws a row that is not stored as noise, whose product with a token has a standard deviation of about
-# 0.6, less 4 times ``quiet``. The latter's product with every token must be so large that it is 7 deviations: of 2e7
-# products 1 in 40,000 draws has one above 0.
+# ``load_real`` draws a row that is not stored as noise minus 4 times ``quiet``. The product of the noise with a token
+# has a standard deviation of about 0.6, so 4 times the product of ``quiet`` must be 7 deviations: of 2e7 products, 1 in
+# 40,000 draws has one above 0.
 _QUIET_LEAST = 7 * 0.6 / 4
-# A direction that does better than this before it is scaled is good enough; one below it needs the last resort.
+# Before scaling, products of at least the first are good enough; below the second the direction is not used.
 _QUIET_GOOD, _QUIET_POOR = 0.9, 0.5
 _QUIET_ROUNDS = 12
 
 _RIDGE = 1e-6
 
-# Neurons whose products are sorted at a time.
+# Neurons per sort of products.
 _SORTED = 512
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How the pattern of a file as ``load_real`` reads it compares with the model's.
+    """Comparison of the pattern of a file, as ``load_real`` reads it, with the model's.
 
-    before, after: mean non-zeros of a token. lost, added: shares of the model's non-zeros that the file has not, and
-    that only the file has. stored: neurons whose gate row is in the file. size: bytes.
+    before, after: mean non-zeros per token. lost, added: non-zeros that only the model has, and that only the file has,
+    as shares of the model's. stored: neurons with a gate row in the file. size: bytes.
     """
 
     number: int
@@ -62,7 +62,7 @@ class Agreement:
 
     @property
     def problem(self) -> str:
-        """What differs more than is allowed, or ""."""
+        """The difference that exceeds its limit, or ""."""
         nonzeros = self.before * self.tokens
 
         def above(share: float, limit: float) -> bool:
@@ -73,19 +73,19 @@ class Agreement:
                 f"{self.lost:.1%} of the non-zeros are lost, {self.added:.1%} are new, at most {MOST_CHANGED:.0%} may"
             )
         if above(abs(self.lost - self.added), MOST_BIASED):
-            return f"{self.after:.2f} non-zeros a token in place of {self.before:.2f}, {MOST_BIASED:.0%} may differ"
+            return f"{self.after:.2f} non-zeros per token in place of {self.before:.2f}, {MOST_BIASED:.0%} may differ"
         return ""
 
     def __str__(self) -> str:
         return (
-            f"layer {self.number}: {self.before:.2f} non-zeros a token in the model, {self.after:.2f} in the file; "
+            f"layer {self.number}: {self.before:.2f} non-zeros per token in the model, {self.after:.2f} in the file; "
             f"{1 - self.lost:.2%} kept, {self.added:.2%} added; {self.stored:,} rows, {self.size / 1e6:.1f} MB"
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """What a file holds, as ``load_real`` documents it, and bool [tokens, N]: which gates the model fires."""
+    """The content of a file, documented in ``load_real``, and ``fired``, bool [tokens, N]: the model's pattern."""
 
     x: Tensor
     x_scale: Tensor
@@ -105,26 +105,26 @@ class Recording:
 
 
 @torch.no_grad()
-def quantize(x: Tensor, layer: Layer) -> Recording:
-    """x [tokens, K] and the gate weight as int8, with the pattern that the model's dtype gives.
+def quantize(x: Tensor, layer: WatchedLayer) -> Recording:
+    """Quantize x [tokens, K] and the gate weight to int8, keeping the pattern of the model's dtype.
 
-    x has a scale for each feature or for each token, whichever changes fewer gates: features of some models are very
-    large, tokens of others. A bias is added to the weight along a direction whose product with every token is about 1.
-    Then each row whose number of tokens came out wrong is moved along it and rounded once more.
+    x has a scale per feature or per token, whichever changes fewer gates: some models have very large features, others
+    very large tokens. A bias is added to the weight along a direction whose product with every token is about 1. Then
+    each row that fires for a wrong number of tokens is moved along it and rounded again.
     """
     fired = torch.cat([pattern for _, pattern in sparsity.patterns(x, layer.linear)])
     weight, bias = layer.linear.weight.float(), layer.linear.bias
     x_int, x_scale = min(
-        (_round(x.float(), dim) for dim in (0, 1)), key=lambda rounded: _changed(rounded, layer, fired)
+        (_round(x.float(), dim) for dim in (0, 1)), key=lambda rounded: _count_changed(rounded, layer, fired)
     )
     tokens = _read_back(x_int, x_scale)
     one = _solve(tokens.double(), torch.ones(len(tokens), dtype=torch.float64, device=x.device)).float()
     if bias is not None:
         weight = weight + bias.float()[:, None] * one
-    quiet = _quiet(tokens)
-    # without a direction that keeps drawn rows silent the real ones of all neurons are there to do so
+    quiet = _quiet_direction(tokens)
+    # without a direction that keeps drawn rows silent, the rows of all neurons are stored
     alive = fired.any(0) if quiet is not None else torch.ones_like(fired[0])
-    w_int, w_scale = _settle(tokens, weight[alive], fired[:, alive], one)
+    w_int, w_scale = _fit_rows(tokens, weight[alive], fired[:, alive], one)
     return Recording(
         x=x_int.to(torch.int8),
         x_scale=x_scale,
@@ -138,20 +138,20 @@ def quantize(x: Tensor, layer: Layer) -> Recording:
 
 
 def _round(values: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Integers up to 127 as floats, and the scales along ``dim`` that they are to be multiplied with."""
+    """Integers up to 127 as floats, and their scales along ``dim``."""
     largest = values.abs().amax(dim, keepdim=True) if values.numel() else values.new_ones(values.shape[0], 1)
     scale = torch.where(largest > 0, largest / 127, torch.ones_like(largest))
     return (values / scale).round().clamp(-127, 127), scale
 
 
-def _changed(rounded: tuple[Tensor, Tensor], layer: Layer, fired: Tensor) -> int:
-    """How many gates differ where x is read back and the weight is the model's."""
+def _count_changed(rounded: tuple[Tensor, Tensor], layer: WatchedLayer, fired: Tensor) -> int:
+    """Count the gates that change if x is rounded and the weight is the model's."""
     x = _read_back(*rounded).to(layer.linear.weight.dtype)
     return sum(int((pattern != fired[rows]).sum()) for rows, pattern in sparsity.patterns(x, layer.linear))
 
 
 def _read_back(integers: Tensor, scale: Tensor) -> Tensor:
-    """The values that ``load_real`` makes of them by default, as float32."""
+    """The values that ``load_real`` returns by default, as float32."""
     return (integers * scale).bfloat16().float()
 
 
@@ -165,7 +165,7 @@ def _solve(rows: Tensor, weights: Tensor) -> Tensor:
     return direction
 
 
-def _quiet(x: Tensor) -> Tensor | None:
+def _quiet_direction(x: Tensor) -> Tensor | None:
     """A direction [K] whose product with every token of x is about 1 and keeps drawn rows silent; None without one."""
     length = x.norm(dim=1)
     # a token of zeros silences every neuron
@@ -183,46 +183,45 @@ def _quiet(x: Tensor) -> Tensor | None:
     return None if least < _QUIET_POOR else (direction * max(1.0, _QUIET_LEAST / least)).float()
 
 
-def _settle(x: Tensor, weight: Tensor, fired: Tensor, one: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of ``weight`` [neurons, K] as integers and scales, each firing for about as many tokens as it should."""
+def _fit_rows(x: Tensor, weight: Tensor, fired: Tensor, one: Tensor) -> tuple[Tensor, Tensor]:
+    """Round ``weight`` [neurons, K] to integers and scales so that each row fires for about its number of tokens."""
     w_int, w_scale = _round(weight, 1)
     for start in range(0, len(weight), _SORTED):
         rows = slice(start, start + _SORTED)
         wanted = fired[:, rows]
         counts = wanted.sum(0)
         products = x @ _read_back(w_int[rows], w_scale[rows]).T
-        off, changed = _differ(products, wanted)
-        # between the products of the last token that should fire and the first that should not
+        off, changed = _differences(products, wanted)
+        # the threshold goes between the products of the last token that should fire and of the next
         order = products.sort(dim=0, descending=True).values
         last = order.gather(0, (counts - 1).clamp_min(0)[None])
         following = order.gather(0, counts.clamp_max(len(x) - 1)[None])
         shift = torch.where(off > 0, -(last + following)[0] / 2, 0)
         again, scale = _round(weight[rows] + shift[:, None] * one, 1)
-        off_again, changed_again = _differ(x @ _read_back(again, scale).T, wanted)
+        off_again, changed_again = _differences(x @ _read_back(again, scale).T, wanted)
         better = (off_again < off) | ((off_again == off) & (changed_again < changed))
         w_int[rows] = torch.where(better[:, None], again, w_int[rows])
         w_scale[rows] = torch.where(better[:, None], scale, w_scale[rows])
     return w_int, w_scale
 
 
-def _differ(products: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """By neuron: by how many the tokens that fire are too many or too few, and how many tokens differ."""
+def _differences(products: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """By neuron: the error in the number of tokens that fire, and the number of tokens that differ."""
     fires = products > 0
     return (fires.sum(0) - wanted.sum(0)).abs(), (fires != wanted).sum(0)
 
 
 @torch.no_grad()
-def check(path: Path, recording: Recording, first: Tensor, layer: Layer) -> tuple[Agreement, LayerReport]:
-    """Read a file back as ``load_real`` does, in bfloat16, and compare its pattern with the model's.
+def check(path: Path, recording: Recording, first: Tensor, layer: WatchedLayer) -> tuple[Agreement, LayerSparsity]:
+    """Read a file back as ``load_real`` does, in bfloat16; compare its pattern with the model's and report it.
 
-    ``first``, bool [tokens], marks first tokens of sequences, for the report, which is of the file.
-
-    Raises ValueError where it differs more than is allowed, or where a neuron fires that is silent in the model.
+    ``first``, bool [tokens], marks first tokens of sequences. Raises ValueError if the difference exceeds a limit, or
+    if a neuron fires that is silent in the model.
     """
     fired, where = recording.fired, recording.fired.device
     problem = testing.load_real(layer.number, path.parent, len(fired), device=where)
     gate = torch.nn.Linear(problem.w_gate.shape[1], recording.n, bias=False, device="meta")
-    # exact products of bfloat16, so that what is counted does not depend on the device
+    # exact products of bfloat16: the counts must not depend on the device
     gate.weight = torch.nn.Parameter(problem.w_gate.float())
     tally = Tally(recording.n, layer.compression, where)
     silent = torch.ones(recording.n, dtype=torch.bool, device=where)
@@ -247,7 +246,7 @@ def check(path: Path, recording: Recording, first: Tensor, layer: Layer) -> tupl
     )
     complaint = f"{loud} neurons fire that should be silent" if loud else agreement.problem
     if complaint:
-        bias = "" if layer.linear.bias is None else "; its bias, which the file has no place for, is part of the weight"
+        bias = "" if layer.linear.bias is None else "; its bias is part of the weight, as the file has none"
         raise ValueError(f"{layer.name}: int8 does not keep its pattern: {complaint}{bias}")
     return agreement, report
 
@@ -255,17 +254,17 @@ def check(path: Path, recording: Recording, first: Tensor, layer: Layer) -> tupl
 def _readme(
     loaded: saved_model.Loaded,
     text: saved_model.Text,
-    results: Sequence[tuple[Agreement, LayerReport]],
-    reports: Sequence[LayerReport],
+    results: Sequence[tuple[Agreement, LayerSparsity]],
+    reports: Sequence[LayerSparsity],
 ) -> str:
-    """What the folder holds, in Markdown."""
+    """The README.md of the folder."""
     dtype = tuning.dtype_name(next(loaded.model.parameters()).dtype)
     header = sparsity.figures_header(reports[0].compression)
     k, n = (", ".join(sorted({f"{getattr(r, size):,}" for r in reports})) for size in ("k", "n"))
     kinds = " and ".join(sorted({"gated" if r.gated else "non-gated" for r in reports}))
     weights = "gate weights"
     if not all(r.gated for r in reports):
-        weights += ", or the weights of the up projections where ReLU follows these"
+        weights += ", or the weights of the up projections that ReLU follows"
     agreements = [
         [
             *(str(a.number), f"{a.before:.2f}", f"{a.after:.2f}", f"{1 - a.lost:.2%}", f"{a.added:.2%}"),
@@ -277,22 +276,22 @@ def _readme(
     return f"""\
 # Recorded gate activations
 
-What enters {len(results)} of the {len(reports)} ReLU feed-forward layers ({kinds}, K = {k}, N = {n}) of
+Inputs of {len(results)} of the {len(reports)} ReLU feed-forward layers ({kinds}, K = {k}, N = {n}) of
 `{loaded.folder.absolute().name}`, run in {dtype} on {text.tokens:,} tokens of text in
 {len(text.sequences):,} sequences, and their {weights}.
 Written by `twell record` of twell {twell.__version__}.
 
-`layer{{L}}.npz` holds the input `x` (int8 [tokens, K] times `x_scale` [1, K] or [tokens, 1]), the weight's rows `w`
-(int8 [rows, K] times `w_scale` [rows, 1]) of the neurons `alive`, which are those that fire at least once, or all;
-`quiet` [K], a direction along which `twell.testing.load_real` pushes the rows that it draws for the others, so that
-they stay silent; and `n`, the number of neurons. A bias is part of its row. `twell.testing.load_real(L, FOLDER)` makes
-a problem of a file, and `twell bench ffn --workload {workloads}` times it.
+`layer{{L}}.npz` holds the input `x` (int8 [tokens, K] times `x_scale` [1, K] or [tokens, 1]); the weight's rows `w`
+(int8 [rows, K] times `w_scale` [rows, 1]) of the neurons `alive`, those that fire at least once, or all; `quiet` [K],
+the direction in which `twell.testing.load_real` shifts the rows that it draws for the others, to keep them silent; and
+`n`, the number of neurons. A bias is part of its row. `twell.testing.load_real(L, FOLDER)` loads a file as a problem,
+and `twell bench ffn --workload {workloads}` times it.
 
 The files, as `load_real` reads them in bfloat16:
 
 {_markdown([header, *(sparsity.figures_cells(report) for _, report in results)])}
 
-What int8 changed: mean non-zeros of a token, and shares of the model's non-zeros.
+Changes by int8: mean non-zeros per token, and shares of the model's non-zeros.
 
 {_markdown([["layer", "in the model", "in the file", "kept", "added", "rows", "MB"], *agreements])}
 
@@ -300,10 +299,9 @@ The model itself, on the same tokens:
 
 {_markdown([header, *map(sparsity.figures_cells, reports)])}
 
-non-zeros, p50, p99 and max are of a token, > {sparsity.HEAVY} and > N/{sparsity.HEAVY_SHARE} the share of tokens
-with more, tiles the share of the tiles of 256 neurons of a token that overflow, dead the share of neurons that never
-fire, union the share that some of so many consecutive tokens fires, hottest the share of the non-zeros that so many
-neurons have.
+non-zeros, p50, p99 and max are per token; > {sparsity.HEAVY} and > N/{sparsity.HEAVY_SHARE}: share of tokens with
+more; tiles: share of tiles (256 neurons of a token) that overflow; dead: share of neurons that never fire; union: share
+of neurons that this many consecutive tokens fire; hottest: share of the non-zeros in this many neurons.
 """
 
 
@@ -336,7 +334,7 @@ def _check_out(out: Path) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and print; the folder appears once all files are checked.
 
-    Raises RequestError for a request that cannot be met, and for a layer whose pattern int8 does not keep.
+    Raises RequestError if the request cannot be met or int8 does not keep a layer's pattern.
     """
     out: Path = arguments.out
     _check_out(out)
@@ -353,11 +351,11 @@ def run(arguments: argparse.Namespace) -> int:
     starts: list[Tensor] = []
     tallies = [Tally(layer.linear.out_features, layer.compression, layer.linear.weight.device) for layer in layers]
 
-    def visit(i: int, x: Tensor, first: Tensor) -> None:
+    def record_input(i: int, x: Tensor, first: Tensor) -> None:
         for rows, pattern in sparsity.patterns(x, layers[i].linear):
             tallies[i].add(pattern, first[rows])
         if i in inputs:
-            # a copy, whatever the model does to its own
+            # a copy: the model may write to its own
             inputs[i].append(x.to("cpu", copy=True))
         if i == 0:
             starts.append(first)
@@ -365,13 +363,13 @@ def run(arguments: argparse.Namespace) -> int:
     batches = saved_model.batches(text.sequences, arguments.batch)
     with saved_model.progress(text.tokens, "record") as done:
         try:
-            saved_model.observe(loaded.model, layers, batches, visit, done)
+            saved_model.observe(loaded.model, layers, batches, record_input, done)
         except ValueError as error:
             raise RequestError(str(error)) from error
     reports = [tally.report(layer) for tally, layer in zip(tallies, layers, strict=True)]
     results = []
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.absolute().parent) as scratch:
-        # its mode is that of any new folder, unlike the scratch folder's
+        # a folder with the usual mode, unlike the scratch folder
         folder = Path(scratch) / out.name
         folder.mkdir()
         for number in numbers:

@@ -1,21 +1,24 @@
-"""What commands are asked for: checking it, and what is raised where it cannot be met."""
+"""Requests of the command line: argument types, the device, errors and exit codes."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable
 
 import torch
 
+DEVICE_HELP = "cpu, cuda or cuda:INDEX (default: cuda if there is one)"
+
 
 class RequestError(ValueError):
-    """What the command line asks for cannot be met; the message says what was got and what expected."""
+    """A request that cannot be met; the message says "expected X, got Y"."""
 
 
 def at_least(low: int) -> Callable[[str], int]:
-    """What argparse makes an integer of at least ``low`` with."""
+    """An argparse type: an integer of at least ``low``."""
 
     def parse(text: str) -> int:
         try:
@@ -29,17 +32,41 @@ def at_least(low: int) -> Callable[[str], int]:
     return parse
 
 
-def exit_status(command: str, run: Callable[[], int]) -> int:
-    """What ``run`` returns; 2 where the request cannot be met, 130 for Ctrl-C, after saying so on stderr.
+def number_from(low: float, high: float = math.inf) -> Callable[[str], float]:
+    """An argparse type: a finite number from ``low`` to ``high``."""
+    limits = f"of at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
+    return _number(limits, lambda value: low <= value <= high)
 
-    1, without a word, where nobody reads what is printed any more.
+
+def number_above(low: float) -> Callable[[str], float]:
+    """An argparse type: a finite number above ``low``."""
+    return _number(f"above {low:g}", lambda value: value > low)
+
+
+def _number(limits: str, accept: Callable[[float], bool]) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and accept(value)):
+            raise argparse.ArgumentTypeError(f"expected a number {limits}, got {text!r}")
+        return value
+
+    return parse
+
+
+def exit_status(command: str, run: Callable[[], int]) -> int:
+    """Return the status of ``run``; 2 for a request that cannot be met and 130 for Ctrl-C, with a line on stderr.
+
+    1, silently, if the reader of stdout is gone.
     """
     try:
         status = run()
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # nor will what is left in the buffer be
+        # the rest of the buffer goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (RequestError, ImportError) as error:
@@ -51,10 +78,7 @@ def exit_status(command: str, run: Callable[[], int]) -> int:
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The device of that name, by default a GPU where there is one.
-
-    RequestError where torch cannot use it.
-    """
+    """The device of that name, by default a GPU if there is one. Raises RequestError if torch cannot use it."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -65,7 +89,7 @@ def pick_device(name: str | None) -> torch.device:
         raise RequestError(f"--device: expected cpu, cuda or cuda:INDEX, got {name!r}")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and not count:
-        raise RequestError(f"--device: expected cpu, for there is no CUDA device that torch can use, got {name!r}")
+        raise RequestError(f"--device: expected cpu, as torch can use no CUDA device, got {name!r}")
     if device.type == "cuda" and (device.index or 0) >= count:
         raise RequestError(f"--device: expected one of {count} CUDA devices that torch can use, got {name!r}")
     return device

@@ -1,4 +1,4 @@
-"""A saved model and text for it: loading both, and showing what enters each feed-forward layer.
+"""A saved model and text for it: load both, and observe the inputs of each feed-forward layer.
 
 Shared by ``twell analyze`` and ``twell record``. Needs the extra ``hf``.
 """
@@ -19,35 +19,35 @@ import torch
 from torch import Tensor, nn
 
 from twell import _sparsify
-from twell.commands.request import RequestError, at_least, pick_device
+from twell.commands.request import DEVICE_HELP, RequestError, at_least, pick_device
 from twell.nn import SparseGatedMLP, SparseMLP
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
-# Characters of a file that are tokenized at a time, so that no file is too large.
+# Characters of a file per call of the tokenizer, which bounds memory.
 _PIECE = 1 << 20
 
-# Files that a saved model and its tokenizer have some of.
+# Names of files of a saved model and its tokenizer.
 _WEIGHTS = ("*.safetensors", "*.bin")
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
-# Longest sequence by default, where the model allows it.
+# Longest sequence by default, if the model allows it.
 _SEQUENCE = 2048
 
 
 class Batch(NamedTuple):
-    """Token ids int64 [B, S], and bool [B, S]: which of them are text, the others are padding."""
+    """Token ids int64 [B, S], and mask bool [B, S], false for padding."""
 
     ids: Tensor
     mask: Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
+class WatchedLayer:
     """A feed-forward layer whose hidden state is ``relu(linear(x))``, times an up projection if ``gated``.
 
-    number: its place in the model's stack. module: what is called with x, alone or first of its arguments. linear: its
-    weight and bias are what counts; called, it may do something else.
+    number: its index in the model's stack. module: the module that is called with x as first argument. linear: only its
+    weight and bias count; its call may do something else.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Layer:
 class Loaded(NamedTuple):
     """A model in evaluation mode whose FFNs are twell layers, its tokenizer, and the folder of both.
 
-    was: the activations that ReLU has replaced, in words; "" if it was ReLU.
+    was: the activations that ReLU has replaced, in words; "" for a ReLU model.
     """
 
     model: nn.Module
@@ -71,7 +71,7 @@ class Loaded(NamedTuple):
 
 
 class Text(NamedTuple):
-    """Token ids, at most ``--sequence`` in a sequence, and how many files they come from."""
+    """Token ids, at most ``--sequence`` in a sequence, and the number of their files."""
 
     sequences: list[list[int]]
     files: int
@@ -82,46 +82,42 @@ class Text(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser, tokens: int) -> None:
-    """The arguments that ``load``, ``read`` and ``batches`` take; ``tokens`` is the default number."""
+    """Add the arguments of ``load``, ``read`` and ``batches``; ``tokens`` is the default of ``--tokens``."""
     add = parser.add_argument
-    add("model", type=Path, metavar="MODEL", help="folder that save_pretrained wrote a model and its tokenizer to")
+    add("model", type=Path, metavar="MODEL", help="folder of a model and its tokenizer, from save_pretrained")
     add(
         "--text",
         type=Path,
         nargs="+",
         required=True,
         metavar="PATH",
-        help="text files, or folders of them, whose files are taken in an order shuffled by a fixed seed",
+        help="text files, or folders of them, taken in an order shuffled by a fixed seed",
     )
     add("--tokens", type=at_least(1), metavar="N", default=tokens, help="tokens of the text to run (%(default)s)")
     add(
         "--sequence",
         type=at_least(2),
         metavar="S",
-        help=f"tokens of a sequence (default: {_SEQUENCE}, or all that the model allows, if fewer)",
+        help=f"tokens of a sequence (default: {_SEQUENCE}, or the model's limit if it is lower)",
     )
-    add("--batch", type=at_least(1), metavar="B", default=4, help="sequences that run at a time (%(default)s)")
-    add("--device", help="cpu, cuda or cuda:INDEX (default: cuda where there is one)")
-    add("--dtype", choices=DTYPES, default="auto", help="default: the dtype that the model was saved in")
-    add(
-        "--activation",
-        choices=("relu",),
-        help="run a model that was trained with another activation with ReLU in its place",
-    )
+    add("--batch", type=at_least(1), metavar="B", default=4, help="sequences of a batch (%(default)s)")
+    add("--device", help=DEVICE_HELP)
+    add("--dtype", choices=DTYPES, default="auto", help="dtype of the model (default: that of its files)")
+    add("--activation", choices=("relu",), help="replace another activation with ReLU")
 
 
 def load(arguments: argparse.Namespace, compression: int | None = None) -> Loaded:
-    """The model and the tokenizer that ``arguments`` name, on their device.
+    """Load the model and tokenizer of ``arguments`` onto their device.
 
-    The FFNs run as dense PyTorch, which takes any device and dtype; their gates are the same. Raises RequestError for
-    what cannot be loaded or has no ReLU FFN, ImportError without transformers.
+    The FFNs run as dense PyTorch, which takes any device and dtype; their gates are the same. Raises RequestError if
+    the model cannot be loaded or has no ReLU FFN, ImportError without transformers.
     """
     folder: Path = arguments.model
     content = _config(folder)
     _require_files(folder, "weights", _WEIGHTS)
     _require_files(folder, "a tokenizer", _TOKENIZERS)
     device = pick_device(arguments.device)
-    # before what takes long
+    # before the slow part
     for path in arguments.text:
         _require_text(path)
     with _hf():
@@ -151,10 +147,10 @@ def load(arguments: argparse.Namespace, compression: int | None = None) -> Loade
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """What the folder's config.json says."""
+    """The content of the folder's config.json."""
     path = folder / "config.json"
     if not path.is_file():
-        got = "a folder without one" if folder.is_dir() else "no such folder; a model of a hub must be downloaded first"
+        got = "a folder without one" if folder.is_dir() else "no such folder; download a model of a hub first"
         raise RequestError(f"MODEL: expected a folder with a config.json, got {str(folder)!r} ({got})")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -177,7 +173,7 @@ def _require_causal(folder: Path, content: dict[str, Any]) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
 
     kind: str = content["model_type"]
-    # importing twell's integration makes its own known
+    # importing twell's integration has registered its own
     own = kind.startswith("sparse_") or kind.endswith("_sparse_relu")
     if not own and kind not in names:
         raise RequestError(
@@ -191,7 +187,7 @@ def _require_causal(folder: Path, content: dict[str, Any]) -> None:
 
 @contextmanager
 def _reading(folder: Path, what: str) -> Iterator[None]:
-    """Have what transformers raises for a folder end in one line."""
+    """Turn any error of transformers about a folder into a RequestError of one line."""
     try:
         yield
     except Exception as error:
@@ -199,20 +195,20 @@ def _reading(folder: Path, what: str) -> Iterator[None]:
 
 
 def _line(error: Exception) -> str:
-    """The kind of an error and the first line of its text."""
+    """The type of an error and the first line of its text."""
     text = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _load(folder: Path, dtype: str, content: dict[str, Any]) -> Any:
-    """The causal language model in ``folder``, every weight of its body from there."""
+    """Load the causal language model in ``folder``, which must have every weight of its body."""
     from transformers import AutoModelForCausalLM
 
     from twell.integrations import transformers as integration
 
     kind: str = content["model_type"]
     family = kind.removesuffix("_sparse_relu")
-    # the stock classes cannot read down weights that are stored the other way
+    # the stock classes cannot read down weights stored by rows
     ours = kind != family or any(key.startswith("sparsity_") for key in content)
     own = {"llama": integration.SparseLlamaForCausalLM, "qwen2": integration.SparseQwen2ForCausalLM}
     cls = own.get(family, AutoModelForCausalLM) if ours else AutoModelForCausalLM
@@ -222,17 +218,17 @@ def _load(folder: Path, dtype: str, content: dict[str, Any]) -> Any:
         local_files_only=True,
         output_loading_info=True,
     )
-    # transformers draws what is not in the files, and the head is not run
+    # transformers draws missing weights; the head does not matter, as it does not run
     missing = sorted(key for key in about["missing_keys"] if key.startswith(f"{model.base_model_prefix}."))
     if missing:
         raise ValueError(f"expected all weights in {str(folder)!r}, got none for {', '.join(missing[:3])}")
     return model
 
 
-def layers(model: nn.Module) -> list[Layer]:
+def layers(model: nn.Module) -> list[WatchedLayer]:
     """The twell layers of ``model``, in its order.
 
-    Numbers are those in their names ("model.layers.3.mlp" is 3), or count from 0 where names do not tell them apart.
+    Their numbers come from their names ("model.layers.3.mlp" is 3), or count from 0 if names do not distinguish them.
     """
     found = _sparsify.layers(model)
     numbers = [next((int(part) for part in name.split(".") if part.isdecimal()), -1) for name in found]
@@ -241,10 +237,10 @@ def layers(model: nn.Module) -> list[Layer]:
     return [_layer(name, number, module) for (name, module), number in zip(found.items(), numbers)]
 
 
-def _layer(name: str, number: int, module: SparseGatedMLP | SparseMLP) -> Layer:
+def _layer(name: str, number: int, module: SparseGatedMLP | SparseMLP) -> WatchedLayer:
     if isinstance(module, SparseGatedMLP):
-        return Layer(name, number, module, module.gate_proj, True, module.compression)
-    return Layer(name, number, module, module.up_proj, False, module.compression)
+        return WatchedLayer(name, number, module, module.gate_proj, True, module.compression)
+    return WatchedLayer(name, number, module, module.up_proj, False, module.compression)
 
 
 @contextmanager
@@ -252,14 +248,14 @@ def _hf() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise ImportError(f"{error}. Reading models takes transformers: pip install twell[hf]") from error
+        raise ImportError(f"{error}. Reading models needs transformers: pip install twell[hf]") from error
 
 
 def read(loaded: Loaded, arguments: argparse.Namespace, least: int) -> Text:
-    """The first ``--tokens`` of the text, in sequences that begin as the tokenizer begins a text.
+    """Read the first ``--tokens`` of the text as sequences.
 
-    Documents follow each other, each with what the tokenizer puts around it; if that begins with its BOS token, so does
-    every sequence. Raises RequestError where a path is no text, or if there are fewer than ``least`` tokens.
+    Documents follow each other with the special tokens that the tokenizer adds; if it begins texts with its BOS token,
+    so does every sequence. Raises RequestError if a path is no text or there are fewer than ``least`` tokens.
     """
     config: Any = loaded.model.config
     tokenizer = loaded.tokenizer
@@ -302,7 +298,7 @@ def read(loaded: Loaded, arguments: argparse.Namespace, least: int) -> Text:
 
 
 def _bos(tokenizer: Any) -> int | None:
-    """The token that the tokenizer begins every text with, if it does."""
+    """The BOS token, if the tokenizer begins every text with it."""
     bos = tokenizer.bos_token_id
     return bos if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else None
 
@@ -311,7 +307,7 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
     for path in paths:
         if path.is_dir():
             files = list(files_below(path, ""))
-            # the first files by name would be alike
+            # neighbours by name would be alike
             random.Random(0).shuffle(files)
             yield from (file for file in files if _is_text(file))
         else:
@@ -330,13 +326,13 @@ def _require_text(path: Path) -> None:
 
 
 def _is_text(path: Path) -> bool:
-    """Whether the file begins with UTF-8 text that has something in it."""
+    """Whether the file begins with UTF-8 text that is not blank."""
     piece = next(_pieces(path), "")
     return bool(piece.strip()) and "\0" not in piece
 
 
 def _pieces(path: Path) -> Iterator[str]:
-    """The file a piece at a time, up to where it ceases to be UTF-8."""
+    """The pieces of a file, up to the first one that is not UTF-8."""
     try:
         with path.open(encoding="utf-8") as file:
             while piece := file.read(_PIECE):
@@ -351,7 +347,7 @@ def _ids(path: Path, tokenizer: Any) -> Iterator[list[int]]:
 
 
 def batches(sequences: Sequence[Sequence[int]], size: int) -> Iterator[Batch]:
-    """``size`` sequences at a time, each padded to the right to the longest among them."""
+    """Batches of ``size`` sequences, padded on the right to the longest in the batch."""
     for first in range(0, len(sequences), size):
         rows = sequences[first : first + size]
         longest = max(map(len, rows))
@@ -363,31 +359,31 @@ def batches(sequences: Sequence[Sequence[int]], size: int) -> Iterator[Batch]:
 
 @contextmanager
 def progress(tokens: int, what: str) -> Iterator[Callable[[int], object]]:
-    """A bar on stderr, if that is a terminal; yields what takes the tokens that were done."""
+    """Show a bar on stderr if that is a terminal; yield the function that takes the number of tokens done."""
     from tqdm import tqdm
 
     with tqdm(total=tokens, unit=" tokens", unit_scale=True, desc=what, disable=None) as bar:
         yield bar.update
 
 
-Visit = Callable[[int, Tensor, Tensor], None]
+OnInput = Callable[[int, Tensor, Tensor], None]
 
 
 @torch.inference_mode()
 def observe(
     model: nn.Module,
-    watched: Sequence[Layer],
+    watched: Sequence[WatchedLayer],
     token_batches: Iterable[Batch],
-    visit: Visit,
+    on_input: OnInput,
     done: Callable[[int], object] | None = None,
 ) -> int:
-    """Run ``model`` on the batches and call ``visit(i, x, first)`` with what enters ``watched[i]``, at every call.
+    """Run ``model`` on the batches and call ``on_input(i, x, first)`` with the input of ``watched[i]``, at every call.
 
-    x [tokens, K] leaves padding out; ``first``, bool [tokens], marks the first token of each sequence. ``done`` is
-    called with the tokens of each batch after it. Returns how many tokens there were. Raises ValueError where x is not
-    finite, or does not hold the tokens of the batch, as in a layer of experts.
+    x [tokens, K] has no padding; ``first``, bool [tokens], marks the first token of each sequence. ``done`` is called
+    with the number of tokens of each batch. Returns the number of tokens. Raises ValueError if x is not finite, or does
+    not hold the tokens of the batch, as in a layer of experts.
     """
-    # of a causal model the body alone: logits of all tokens would be its largest tensor by far
+    # the body of a causal model alone: logits of all tokens would be its largest tensor by far
     body = getattr(model, "base_model", None)
     device = next(model.parameters()).device
     present: Tensor | None = None
@@ -395,7 +391,7 @@ def observe(
     total = 0
 
     def hook(i: int) -> Callable[..., None]:
-        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x: Tensor = args[0] if args else next(iter(kwargs.values()))
             x = x.reshape(-1, x.shape[-1])
             if len(x) != len(first):
@@ -403,9 +399,9 @@ def observe(
             x, starts = (x, first) if present is None else (x[present], first[present])
             if not bool(x.isfinite().all()):
                 raise ValueError(f"{watched[i].name}: its input is not finite in {x.dtype}; another --dtype may help")
-            visit(i, x, starts.to(x.device))
+            on_input(i, x, starts.to(x.device))
 
-        return see
+        return before
 
     handles = [layer.module.register_forward_pre_hook(hook(i), with_kwargs=True) for i, layer in enumerate(watched)]
     try:
@@ -427,7 +423,7 @@ def observe(
 
 
 def check_file(option: str, path: Path | None, suffixes: Sequence[str]) -> None:
-    """Raise RequestError unless ``path``, if given, can be a file of one of the suffixes that is written."""
+    """Raise RequestError unless ``path`` is None or a file with one of the suffixes can be written there."""
     if path is None:
         return
     if path.suffix.lower() not in suffixes:
@@ -443,7 +439,7 @@ _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "node_modul
 
 
 def files_below(root: Path, suffix: str) -> Iterator[Path]:
-    """Regular files below `root`, in an order that depends on their names alone; hidden and installed ones left out."""
+    """Regular files below `root`, sorted by name, without hidden and installed ones."""
     for path in sorted(root.iterdir()):
         if path.name.startswith(".") or path.name in _SKIPPED_FOLDERS:
             continue

@@ -1,4 +1,4 @@
-"""How sparse a model's feed-forward layers are, and what the measured times of the kernels make of that."""
+"""The sparsity of a model's feed-forward layers, and the strategy and speed that measured times predict for it."""
 
 from __future__ import annotations
 
@@ -13,34 +13,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twell import _admission, _files, tuning
+from twell import _admission, _compaction, _files, tuning
 from twell._runtime import geometry
 from twell.commands import saved_model
-from twell.commands.saved_model import Batch, Layer
+from twell.commands.saved_model import Batch, WatchedLayer
 
 UNIONS = (16, 64, 128, 256)
-
-
 HOTTEST = (64, 256, 1024)
 
-
-# More non-zeros than this make a row heavy; and so does more than one neuron in HEAVY_SHARE, which the hybrid format of
-# a training step holds on average.
+# A token with more non-zeros is heavy; so is one with more than N / HEAVY_SHARE, the average that the hybrid format of
+# a training step holds.
 HEAVY = 128
-
-
 HEAVY_SHARE = 36
 
-
-# Fewer tokens than the largest union takes say nothing.
+# The largest union needs this many tokens.
 LEAST_TOKENS = UNIONS[-1]
 
-
-# Gates that are computed at a time: 32 MB of 16 bits, and half as much of a pattern.
-_CHUNK_GATES = 1 << 24
-
-
-# A layer whose K, or K * N, is further than this factor from that of the nearest measured layer is far from it.
+# A layer is far from the nearest measured one if its K or K * N differs by more than this factor.
 FAR = 2.0
 
 
@@ -52,21 +41,21 @@ COLUMNS = {
     "n": "neurons",
     "compression": "of the TwELL format; a tile of 256 neurons holds 256 / compression - 1 non-zeros",
     "tokens": "tokens that ran",
-    "mean": "mean non-zeros of a token after ReLU",
-    "p50": "non-zeros that half of the tokens do not exceed",
-    "p99": "non-zeros that 99 % of the tokens do not exceed",
+    "mean": "mean non-zeros per token after ReLU",
+    "p50": "median of the non-zeros per token",
+    "p99": "99th percentile of the non-zeros per token",
     "max": "most non-zeros of a token",
     "first_token": "mean non-zeros of the first token of a sequence",
     "heavy": f"share of tokens with more than {HEAVY} non-zeros",
     "heavy_share": f"share of tokens with more than n / {HEAVY_SHARE} non-zeros",
-    "overflowing": "share of the tiles of 256 neurons of a token with more non-zeros than fit",
+    "overflowing": "share of tiles (256 neurons of a token) with more non-zeros than fit",
     "dead": "neurons that fired in no token",
-    **{f"union_{t}": f"share of n that some of {t} consecutive tokens fires, mean" for t in UNIONS},
-    **{f"hottest_{h}": f"share of all non-zeros that the {h} most active neurons have" for h in HOTTEST},
+    **{f"union_{t}": f"mean share of n that {t} consecutive tokens fire" for t in UNIONS},
+    **{f"hottest_{h}": f"share of all non-zeros in the {h} most active neurons" for h in HOTTEST},
     "strategy_CALL": "strategy for a call: CALL is m64 for inference on 64 tokens, train16384 for a training step",
-    "speedup_CALL": "expected time of the dense layer over that of the strategy, the whole layer",
-    "measured_CALL": "K x N of the measured layer that this rests on",
-    "why_CALL": "why that strategy",
+    "speedup_CALL": "expected speed-up of the whole layer over dense",
+    "measured_CALL": "K x N of the measured layer behind it",
+    "why_CALL": "reason for the strategy",
 }
 
 
@@ -85,10 +74,10 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LayerReport:
-    """How sparse one layer is. Shares are from 0 to 1; ``COLUMNS`` says what each figure means.
+class LayerSparsity:
+    """The sparsity of one layer. Shares are from 0 to 1; ``COLUMNS`` explains the figures.
 
-    unions: by number of tokens, without those longer than the text. hottest: by number of neurons.
+    unions: by number of tokens, up to the length of the text. hottest: by number of neurons.
     """
 
     name: str
@@ -112,12 +101,12 @@ class LayerReport:
 
     @property
     def figures(self) -> tuning.Figures:
-        """What the choice of a strategy rests on."""
+        """The figures behind the choice of a strategy."""
         return tuning.Figures(self.mean, self.unions.get(geometry.TOKEN_TILE))
 
 
 class Tally:
-    """What the tokens of one layer have fired so far: sums on their device, bounded whatever the number of tokens."""
+    """Counts of the neurons of one layer that fired so far: sums on the device, of a size that tokens do not change."""
 
     def __init__(self, n: int, compression: int, device: torch.device) -> None:
         self._n, self._capacity = n, geometry.capacity(compression)
@@ -134,14 +123,14 @@ class Tally:
         return torch.zeros(length, dtype=torch.int64, device=self._device)
 
     def add(self, pattern: Tensor, first: Tensor) -> None:
-        """Count ``pattern`` bool [tokens, N]: what fires; ``first`` bool [tokens] marks first tokens of sequences."""
+        """Count ``pattern``, bool [tokens, N], true where a neuron fires; ``first``, bool [tokens], marks sequences."""
         tiles = F.pad(pattern, (0, -self._n % geometry.TILE)).view(len(pattern), -1, geometry.TILE).sum(2)
         counts = tiles.sum(1)
         self._histogram.index_add_(0, counts, torch.ones_like(counts))
         self._fired += pattern.sum(0)
         self._overflowing += (tiles > self._capacity).sum()
         self._first += torch.stack(((counts * first).sum(), first.sum()))
-        # consecutive tokens count together even where they came in different calls
+        # consecutive tokens form unions across calls
         block = torch.cat((self._waiting, pattern))
         whole = len(block) // UNIONS[-1] * UNIONS[-1]
         self._count_unions(block[:whole])
@@ -152,8 +141,8 @@ class Tally:
             whole = len(block) // tokens
             total += block[: whole * tokens].view(whole, tokens, self._n).any(1).sum()
 
-    def report(self, layer: Layer) -> LayerReport:
-        """The figures of all tokens so far, of which there must be some; nothing can be added after it."""
+    def report(self, layer: WatchedLayer) -> LayerSparsity:
+        """The figures of all tokens, at least one; ends the counting."""
         self._count_unions(self._waiting)
         n, histogram = self._n, self._histogram.cpu()
         tokens, nonzeros = int(histogram.sum()), int((histogram * torch.arange(n + 1, device="cpu")).sum())
@@ -164,7 +153,7 @@ class Tally:
 
         hot = self._fired.sort(descending=True).values.cumsum(0).cpu()
         first, sequences = self._first.tolist()
-        return LayerReport(
+        return LayerSparsity(
             name=layer.name,
             number=layer.number,
             gated=layer.gated,
@@ -188,8 +177,8 @@ class Tally:
 
 
 def patterns(x: Tensor, linear: nn.Linear) -> Iterator[tuple[slice, Tensor]]:
-    """Which neurons the tokens x [M, K] fire, by plain PyTorch in their dtype: rows, and bool [rows, N]; NaN fires."""
-    step = max(1, _CHUNK_GATES // linear.out_features)
+    """The neurons that tokens x [M, K] fire, by plain PyTorch in their dtype: rows, and bool [rows, N]; NaN fires."""
+    step = max(1, _compaction.CHUNK_GATES // linear.out_features)
     for start in range(0, len(x), step):
         rows = slice(start, start + step)
         yield rows, ~(F.linear(x[rows], linear.weight, linear.bias) <= 0)
@@ -198,33 +187,33 @@ def patterns(x: Tensor, linear: nn.Linear) -> Iterator[tuple[slice, Tensor]]:
 def analyze(
     model: nn.Module,
     token_batches: Iterable[Batch],
-    layers: Sequence[Layer] | None = None,
+    layers: Sequence[WatchedLayer] | None = None,
     done: Callable[[int], object] | None = None,
-) -> list[LayerReport]:
-    """A report of each of ``layers``, by default all twell layers of ``model``, on the text of ``token_batches``.
+) -> list[LayerSparsity]:
+    """Report the sparsity of ``layers``, by default all twell layers of ``model``, on the text of ``token_batches``.
 
-    The model should be in evaluation mode and stays as it is. ``done`` is called with the tokens of each batch after
-    it. Raises ValueError where there is no layer or no token, or where a layer's input is not finite.
+    The model should be in evaluation mode and stays as it is. ``done`` is called with the number of tokens of each
+    batch. Raises ValueError without layers or tokens, or if a layer's input is not finite.
     """
     watched = saved_model.layers(model) if layers is None else layers
     tallies = [Tally(layer.linear.out_features, layer.compression, layer.linear.weight.device) for layer in watched]
 
-    def visit(i: int, x: Tensor, first: Tensor) -> None:
+    def tally(i: int, x: Tensor, first: Tensor) -> None:
         for rows, pattern in patterns(x, watched[i].linear):
             tallies[i].add(pattern, first[rows])
 
-    seen = saved_model.observe(model, watched, token_batches, visit, done)
+    seen = saved_model.observe(model, watched, token_batches, tally, done)
     if not watched or not seen:
         raise ValueError(f"analyze: expected layers and tokens, got {len(watched)} layers and {seen} tokens")
     return [tally.report(layer) for tally, layer in zip(tallies, watched, strict=True)]
 
 
 @dataclass(frozen=True)
-class Pick:
-    """What "auto" would run for a kind of call once it has measured the layer.
+class Prediction:
+    """The choice of "auto" for a kind of call once it has measured the layer.
 
-    speedup: time of the dense layer over that of ``strategy``. measured: K and N of the layer whose times this rests
-    on, and far: whether that one is very different.
+    speedup: of ``strategy`` over the dense layer. measured: K and N of the measured layer behind it. far: whether that
+    layer is very different.
     """
 
     call: Call
@@ -235,14 +224,14 @@ class Pick:
     far: bool
 
 
-def pick(report: LayerReport, call: Call) -> Pick:
-    """The strategy that the tuning table speaks for."""
+def predict(report: LayerSparsity, call: Call) -> Prediction:
+    """Predict the strategy and speed of a call from the tuning table."""
     problem = tuning.Problem(call.tokens, report.k, report.n, report.gated, call.training)
     _, gated, k, n = tuning.nearest(problem)
     far = gated != report.gated or max(_apart(report.k, k), _apart(report.k * report.n, k * n)) > FAR
     refusal = _refusal(report)
     if refusal:
-        return Pick(call, "dense", 1.0, refusal, (k, n), far)
+        return Prediction(call, "dense", 1.0, refusal, (k, n), far)
     decision = tuning.decide(problem, report.figures, None)
     sparse = {name: cost for name, cost in decision.costs.items() if name != "dense"}
     reason = decision.reason
@@ -250,15 +239,15 @@ def pick(report: LayerReport, call: Call) -> Pick:
         reason = f"no sparse kernel was measured for {call}"
     elif decision.strategy == "dense" and min(sparse.values()) >= 1:
         reason = ", ".join(f"{name} would take {cost:.2f}" for name, cost in sparse.items()) + " of dense's time"
-    return Pick(call, decision.strategy, 1 / decision.costs[decision.strategy], reason, (k, n), far)
+    return Prediction(call, decision.strategy, 1 / decision.costs[decision.strategy], reason, (k, n), far)
 
 
 def _apart(a: int, b: int) -> float:
     return max(a / b, b / a)
 
 
-def _refusal(report: LayerReport) -> str:
-    """Why the sparse kernels do not take a layer of this size; "" if they do."""
+def _refusal(report: LayerSparsity) -> str:
+    """The reason why the sparse kernels refuse a layer of this size; "" if they do not."""
     operands = {
         "x": torch.empty(1, report.k, device="meta"),
         "w_up": torch.empty(report.n, report.k, device="meta"),
@@ -270,13 +259,13 @@ def _refusal(report: LayerReport) -> str:
     return ""
 
 
-def speedup(reports: Sequence[LayerReport], picks: Sequence[Pick]) -> float:
-    """Expected time of all layers dense over that with the strategies picked, times going with the products' flops."""
+def speedup(reports: Sequence[LayerSparsity], predictions: Sequence[Prediction]) -> float:
+    """Expected speed-up of all layers together over dense; each layer's time is proportional to its flops."""
     flops = [report.k * report.n * (3 if report.gated else 2) for report in reports]
-    return sum(flops) / sum(flop / each.speedup for flop, each in zip(flops, picks, strict=True))
+    return sum(flops) / sum(flop / each.speedup for flop, each in zip(flops, predictions, strict=True))
 
 
-def share_of(value: float | None) -> str:
+def as_percent(value: float | None) -> str:
     if value is None:
         return "-"
     if not value:
@@ -286,13 +275,13 @@ def share_of(value: float | None) -> str:
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Cells as columns, all to the right; the first line is the header."""
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines]
+    """Lay lines of cells out in columns, right-aligned, two spaces apart."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
 def figures_header(compression: int) -> list[str]:
-    """The columns of ``figures_cells``."""
+    """The header of ``figures_cells``."""
     return [
         *("layer", "non-zeros", "p50", "p99", "max", "first token", f"> {HEAVY}", f"> N/{HEAVY_SHARE}"),
         *(f"tiles > {geometry.capacity(compression)}", "dead"),
@@ -301,19 +290,20 @@ def figures_header(compression: int) -> list[str]:
     ]
 
 
-def figures_cells(report: LayerReport) -> list[str]:
-    """One line of the table of activations."""
+def figures_cells(report: LayerSparsity) -> list[str]:
+    """One line of the table of activations: a layer's figures."""
     return [
         *(str(report.number), f"{report.mean:,.1f}", f"{report.p50:,}", f"{report.p99:,}", f"{report.most:,}"),
-        *(f"{report.first:,.1f}", share_of(report.heavy), share_of(report.heavy_share), share_of(report.overflowing)),
-        share_of(report.dead / report.n),
-        *(share_of(report.unions.get(t)) for t in UNIONS),
-        *(share_of(report.hottest[h]) for h in HOTTEST),
+        f"{report.first:,.1f}",
+        *(as_percent(share) for share in (report.heavy, report.heavy_share, report.overflowing)),
+        as_percent(report.dead / report.n),
+        *(as_percent(report.unions.get(t)) for t in UNIONS),
+        *(as_percent(report.hottest[h]) for h in HOTTEST),
     ]
 
 
-def rows(reports: Sequence[LayerReport], picks: Sequence[Sequence[Pick]]) -> list[dict[str, Any]]:
-    """One row for each layer, with the columns of ``COLUMNS``; None where the text was too short for a union."""
+def rows(reports: Sequence[LayerSparsity], predictions: Sequence[Sequence[Prediction]]) -> list[dict[str, Any]]:
+    """One row per layer, with the columns of ``COLUMNS``; None if the text was too short for a union."""
     return [
         {
             "layer": report.number,
@@ -345,12 +335,12 @@ def rows(reports: Sequence[LayerReport], picks: Sequence[Sequence[Pick]]) -> lis
                 )
             },
         }
-        for report, row in zip(reports, picks, strict=True)
+        for report, row in zip(reports, predictions, strict=True)
     ]
 
 
 def write_csv(path: Path, table: Sequence[dict[str, Any]]) -> None:
-    """Write rows of the same columns, of which there must be some."""
+    """Write rows of the same columns, at least one."""
     with _files.replacing(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(table[0]))
         writer.writeheader()

@@ -1,1 +1,1 @@
-"""twell in other libraries' models; each module here needs the library it is named after."""
+"""twell in other libraries' models; each module needs the library of its name."""

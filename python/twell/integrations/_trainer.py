@@ -27,7 +27,7 @@ except ImportError as error:
 
 
 class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """Adds the L1 term to the loss of a Trainer, tracks how sparse the model becomes, revives dead neurons.
+    """Adds the L1 term to the loss of a Trainer, tracks the model's sparsity and revives dead neurons.
 
     ::
 
@@ -35,38 +35,37 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         Trainer(model, args, train_dataset=data, callbacks=[SparsityCallback(warmup_steps=600)]).train()
 
     The model's forward pass must return a loss. In training mode the callback adds ``coefficient`` times the warm-up's
-    factor times ``recipe.l1_term`` to it, so that a step's gradient is that of Trainer's loss plus the mean of the term
+    factor times ``recipe.l1_term`` to it. A step's gradient is then that of Trainer's loss plus the mean of the term
     over micro-batches and ranks, however Trainer weighs the former: by tokens or by batches, over devices or not, with
-    fewer micro-batches in the last step of an epoch. The loss that Trainer logs includes the term, evaluation does not.
+    fewer micro-batches in the last step of an epoch. The loss that Trainer logs includes the term; evaluation does not.
 
     Logs of training steps, and ``state.log_history``, gain ``sparsity_l0`` and ``sparsity_l1``, the means over layers
-    since the last log, ``sparsity_dead``, a share of the neurons, and ``sparsity_coefficient``, the one in force. Each
-    layer's figures go where ``recipe.StatsWriter`` writes. A resumed run continues warm-up and files where the
-    checkpoint was made, whichever folder that is in: its trainer_state.json says which neurons were dead. If it does
-    not, the first step is observed.
+    since the last log, ``sparsity_dead``, a share of the neurons, and ``sparsity_coefficient``, the current one.
+    ``recipe.StatsWriter`` writes each layer's figures. A resumed run continues warm-up and files from its checkpoint,
+    in whichever folder; trainer_state.json names the dead neurons. If it does not, the first step is observed.
 
-    For a loss of your own (``compute_loss_func``, an overridden ``compute_loss`` that does not use the model's loss,
-    label smoothing) there is nothing to add to, which is an error: call ``recipe.record_aux`` and add
-    ``recipe.l1_term`` there, and set ``coefficient`` to 0 here, which leaves the loss alone.
+    A loss outside the model (``compute_loss_func``, an overridden ``compute_loss`` that does not use the model's loss,
+    label smoothing) is an error: call ``recipe.record_aux``, add ``recipe.l1_term`` there, and set ``coefficient`` to 0
+    here, which leaves the loss alone.
 
     Args:
         coefficient: of the L1 term; 2e-5 is the paper's, for models of 0.5 to 2 B parameters. Smaller models have fewer
-            neurons to sum over and want more.
+            neurons to sum over and need more.
         normalisation: "token_sum" or "neuron_mean", as in ``recipe.l1_term``.
         warmup_steps, warmup_start: optimizer steps, as in ``recipe.l1_warmup``.
         reinitialize: fraction of ``recipe.reinitialize_dead``, which then runs after each optimizer step; 0: never. The
             paper has 0.1.
         every, window: as in ``recipe.SparsityTracker``.
-        types: gives the types of tokens from the model's ``input_ids``, as ``recipe.token_types`` makes it.
-        settle_every: with torch_compile, name strategies (``recipe.settle``) at the first log after each so many steps.
+        types: the map from ``input_ids`` to types of tokens, from ``recipe.token_types``.
+        settle_every: with torch_compile, call ``recipe.settle`` at the first log after each such number of steps.
         csv: file for the figures; None: "sparsity.csv" in the output directory.
         tensorboard, wandb: as in ``recipe.StatsWriter``.
         seed: of the noise for dead neurons.
 
-    Runs with DDP, FSDP2, torch_compile, bf16 and fp16, and with gradient checkpointing that is not reentrant. Raises
-    ValueError as training begins if the model has no twell layers, with nn.DataParallel (use torchrun), with label
-    smoothing, with ``reinitialize`` under DeepSpeed, whose own copies of the weights would undo it, and with ``types``
-    under restore_callback_states_from_checkpoint, which makes callbacks from a file that holds no types.
+    Runs with DDP, FSDP2, torch_compile, bf16 and fp16, and with non-reentrant gradient checkpointing. Raises ValueError
+    as training begins if the model has no twell layers; with nn.DataParallel (use torchrun); with label smoothing; with
+    ``reinitialize`` under DeepSpeed, whose own copies of the weights would undo it; and with ``types`` under
+    restore_callback_states_from_checkpoint, which makes callbacks from a file without types.
     """
 
     def __init__(
@@ -112,18 +111,18 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             seed,
         )
         self.tracker: SparsityTracker | None = None
-        # that of the tracker after the last step, on every rank
+        # the tracker's state after the last step, on every rank
         self._counts: dict[str, Any] | None = None
         self._writer: StatsWriter | None = None
         self._model: nn.Module | None = None
-        # that of the Trainer whose run this is
+        # the state of the Trainer of this run
         self._state: Any = None
         self._handles: list[Any] = []
         self._step = 0
         self._watching = False
-        # first step of the epoch, None before the first epoch, and how many of its steps a resumed run leaves out
+        # first step of the epoch and how many of its steps a resumed run skips; None before the first epoch
         self._epoch: tuple[int, int] | None = None
-        # micro-batches of this step, and what Trainer multiplies the loss with
+        # micro-batches of this step, and Trainer's factor on the loss
         self._micro_batches = self._scale = 1
         self._settled = 0
 
@@ -134,13 +133,13 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         recipe.layers(model)
         for hook in list(model._forward_hooks.values()):
             owner = getattr(getattr(hook, "function", None), "__self__", None)
-            # of a run that an exception or Ctrl-C ended, which Trainer tells nobody
+            # left by a run that ended in an exception or Ctrl-C, without on_train_end
             if isinstance(owner, SparsityCallback) and owner._state is not state:
                 owner._detach()
         if args.n_gpu > 1:
             raise ValueError(
-                f"SparsityCallback: one process per GPU is expected, got nn.DataParallel on {args.n_gpu} GPUs, whose "
-                "copies of the model leave no figures; start with torchrun, or set CUDA_VISIBLE_DEVICES to one GPU"
+                f"SparsityCallback: expected one process per GPU, got nn.DataParallel on {args.n_gpu} GPUs, whose "
+                "copies of the model record nothing; start with torchrun, or set CUDA_VISIBLE_DEVICES to one GPU"
             )
         if args.label_smoothing_factor and self.coefficient:
             raise ValueError(
@@ -155,14 +154,14 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         )
         if self.coefficient:
             recipe.record_aux(model)
-        # Trainer has read it from the checkpoint that it resumes from, and replaces it in those that it writes
+        # Trainer has read it from the checkpoint to resume from, and replaces it in new checkpoints
         saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
-        # of two callbacks, the second of which will not find a place on the model
+        # a list if there are two callbacks; the second one raises below
         saved = saved[0] if isinstance(saved, list) else saved
         if saved["types"] and self.types is None and args.restore_callback_states_from_checkpoint:
             raise ValueError(
-                "SparsityCallback: restore_callback_states_from_checkpoint must be off with types, which the "
-                f"checkpoint names ({', '.join(saved['types'])}) and does not hold"
+                "SparsityCallback: restore_callback_states_from_checkpoint must be off with types: the checkpoint has "
+                f"their names alone ({', '.join(saved['types'])})"
             )
         self._counts = None
         if state.global_step and self.reinitialize and saved["counts"] is not None:
@@ -186,14 +185,14 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._detach()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Know which step of the epoch the next one is."""
+        """Note the first step of the epoch."""
         skipped = 0
         if self._epoch is None and not args.ignore_data_skip and (length := _length(kwargs.get("train_dataloader"))):
             skipped = state.global_step % max(math.ceil(length / args.gradient_accumulation_steps), 1)
         self._epoch = state.global_step, skipped
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Know how many micro-batches the step has: the last one of an epoch may have fewer."""
+        """Count the micro-batches of the step: the last step of an epoch may have fewer."""
         self._step, self._micro_batches = state.global_step, args.gradient_accumulation_steps
         length = _length(kwargs.get("train_dataloader"))
         if length and self._epoch is not None:
@@ -207,7 +206,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             recipe.reinitialize_dead(
                 self._model, self.tracker.dead(), self.reinitialize, step=state.global_step, seed=self.seed
             )
-            # here, as every rank must take part, while one alone is asked for ``state``
+            # here, since every rank must take part and Trainer calls ``state`` on one alone
             self._counts = self.tracker.state_dict()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -228,7 +227,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 logger.info("%s: strategy %s -> %s", name, before, after)
 
     def state(self) -> dict[str, Any]:
-        """What Trainer writes to a checkpoint's trainer_state.json: arguments, and counts that tell dead neurons."""
+        """The entry in a checkpoint's trainer_state.json: arguments, and the counts behind dead neurons."""
         names = ("coefficient", "normalisation", "warmup_steps", "warmup_start", "reinitialize", "every", "window")
         arguments = {name: getattr(self, name) for name in (*names, "settle_every", "wandb", "seed")}
         arguments["csv"] = None if self.csv is None else os.fspath(self.csv)
@@ -260,7 +259,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the model."""
         assert self.tracker is not None
-        # figures of passes that no loss was made of, such as generated text
+        # figures of passes without a loss, such as generated text
         recipe.clear_aux(model)
         self._watching = model.training and torch.is_grad_enabled()
         if not self._watching:
@@ -288,13 +287,13 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         term = recipe.l1_term(model, self.normalisation, several=True)
         weight = self._coefficient(self._step)
         if kwargs.get("num_items_in_batch") is not None:
-            # the model has divided by the tokens of all micro-batches, which otherwise Trainer does by their number
+            # the model has divided by the tokens of all micro-batches; otherwise Trainer divides by their number
             weight /= self._micro_batches * self._scale
         return _with_loss(output, lambda loss: loss + weight * term.to(loss.device))
 
 
 class _Hook:
-    """A hook of the model that its copies, an average of its weights for instance, do not have."""
+    """A hook of the model that does nothing in copies, such as an average of its weights."""
 
     def __init__(self, function: Callable[..., Any] | None) -> None:
         self.function = function
@@ -302,7 +301,7 @@ class _Hook:
     def __getstate__(self) -> dict[str, Any]:
         return {"function": None}
 
-    # what it calls counts steps and writes attributes; the forward pass that it surrounds is compiled all the same
+    # the function counts steps and writes attributes; the forward pass around which it runs is still compiled
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *arguments: Any) -> Any:
         return None if self.function is None else self.function(*arguments)
@@ -314,8 +313,8 @@ def _with_loss(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ValueError(
             f"SparsityCallback: the model must return its loss in training mode, got {type(output).__name__} without: "
-            "a loss that is computed outside the model, by compute_loss_func or an overridden compute_loss, takes "
-            "twell.recipe.l1_term there, with coefficient=0 here"
+            "add twell.recipe.l1_term to a loss outside the model (compute_loss_func or an overridden compute_loss), "
+            "with coefficient=0 here"
         )
     if isinstance(output, tuple):
         return (change(loss), *output[1:])
@@ -324,7 +323,7 @@ def _with_loss(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _encoded(counts: dict[str, Any]) -> str:
-    """Counts as text, which JSON can hold."""
+    """Counts as text for JSON."""
     data = io.BytesIO()
     torch.save(counts, data)
     return base64.b64encode(zlib.compress(data.getvalue())).decode()
@@ -337,7 +336,7 @@ def _decoded(text: str) -> dict[str, Any]:
 
 
 def _length(dataloader: Any) -> int | None:
-    """Batches of an epoch on this rank, None where that is unknown."""
+    """Batches of an epoch on this rank, None if unknown."""
     try:
         return len(dataloader)
     except TypeError:
@@ -345,7 +344,7 @@ def _length(dataloader: Any) -> int | None:
 
 
 def _loss_scale(args: Any, model: Any) -> int:
-    """What Trainer multiplies a loss with that was divided by the tokens of all devices: DDP will average."""
+    """Trainer's factor on a loss that was divided by the tokens of all devices, which undoes DDP's average."""
     if not args.average_tokens_across_devices:
         return 1
     parallel = getattr(args, "parallelism_config", None)

@@ -1,8 +1,8 @@
-"""How checkpoints store down projections: which layout a file holds, and what its header says.
+"""The layout of down projections in checkpoints, and the headers of safetensors files.
 
 Two layouts exist. "linear" is nn.Linear's, [hidden, intermediate]; "rows" is its transpose, [intermediate, hidden], one
-row per neuron. Where both lengths differ, the shape tells. A square weight needs the marker ``LAYOUT_KEY``, in
-config.json or in the metadata of the safetensors file that holds it.
+row per neuron. If the two lengths differ, the shape decides. A square weight needs the marker ``LAYOUT_KEY``, in
+config.json or in the metadata of its safetensors file.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from typing import Any, Literal, cast
 
 DownLayout = Literal["rows", "linear"]
 
-# Key of config.json and of safetensors metadata. It describes files, so a model that was loaded must not carry "rows"
-# into the configuration that it saves beside weights of nn.Linear's shape.
+# Key of config.json and of safetensors metadata. It describes files, so a loaded model must not save "rows" in the
+# configuration beside weights of nn.Linear's shape.
 LAYOUT_KEY = "sparsity_down_layout"
 LAYOUTS: tuple[DownLayout, ...] = ("linear", "rows")
 
-# what configurations call the activation of their layers; where there are several, the first counts
+# Keys that twell's own classes add; other keys with their prefix are the paper's.
+OWN_KEYS = ("sparsity_strategy", "sparsity_compression", LAYOUT_KEY)
+
+# keys of a layer's activation in configurations; the first one present counts
 ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function")
 
 CONFIG = "config.json"
@@ -34,7 +37,7 @@ _INPUTS = {"down_proj": ("up_proj", "gate_proj"), "fc2": ("fc1",)}
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a safetensors file: dtype as the header names it, and where its bytes start and stop in the file."""
+    """A tensor in a safetensors file: dtype as in the header, shape, start and stop of its bytes in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,7 +51,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Header:
-    """The header of a safetensors file, in the order of the file. ``metadata`` is None where there is none."""
+    """The header of a safetensors file, in the order of the file; ``metadata`` may be None."""
 
     metadata: dict[str, str] | None
     tensors: dict[str, Stored]
@@ -64,9 +67,9 @@ def down_layout(
 ) -> DownLayout:
     """The layout of a down weight of ``shape``, in a layer of ``hidden`` inputs and ``intermediate`` neurons.
 
-    ``config`` is the checkpoint's configuration, or anything else that may hold the marker ``LAYOUT_KEY``. Raises
+    ``config`` is the checkpoint's configuration, or another mapping that may hold the marker ``LAYOUT_KEY``. Raises
     ValueError if the shape is neither [hidden, intermediate] nor [intermediate, hidden], if it contradicts the marker,
-    and if it is square and there is no marker: nothing is guessed.
+    or if it is square and has no marker: nothing is guessed.
     """
     got, marker = list(shape), _marker(config)
     linear, rows = [hidden, intermediate], [intermediate, hidden]
@@ -93,8 +96,8 @@ def layouts(
 ) -> dict[str, DownLayout]:
     """The layout of each down weight among the tensors of a checkpoint, ``{name: shape}`` with every tensor in it.
 
-    Lengths are those of the up, gate or fc1 weight beside it and, where there is none, of ``config``. The marker may be
-    in ``config``, in ``metadata``, the safetensors metadata by tensor name, or in both. Raises ValueError if these
+    The lengths come from the up, gate or fc1 weight beside it or, if there is none, from ``config``. The marker may be
+    in ``config``, in ``metadata`` (the safetensors metadata by tensor name), or in both. Raises ValueError if these
     differ, and as ``down_layout``, with the name of the tensor.
     """
     found: dict[str, DownLayout] = {}
@@ -117,7 +120,7 @@ def layouts(
 def folder_layouts(folder: Path) -> dict[str, DownLayout]:
     """The layout of each down weight of a Hugging Face folder with safetensors files; reads headers only.
 
-    Raises FileNotFoundError where the folder has no such files, and ValueError as ``layouts``.
+    Raises FileNotFoundError if the folder has no such files, and ValueError as ``layouts``.
     """
     headers = [read_header(path) for path in weight_files(folder)]
     shapes = {name: stored.shape for header in headers for name, stored in header.tensors.items()}
@@ -127,7 +130,7 @@ def folder_layouts(folder: Path) -> dict[str, DownLayout]:
 
 
 def intermediate_size(config: Mapping[str, Any]) -> int | None:
-    """Neurons of an FFN as a configuration tells them: the paper's own key comes before those of the base model."""
+    """The neurons of an FFN from a configuration; the paper's own key comes before those of the base model."""
     for key in ("sparsity_new_intermediate_size", "intermediate_size", "ffn_dim"):
         if isinstance(size := config.get(key), int):
             return size
@@ -135,7 +138,7 @@ def intermediate_size(config: Mapping[str, Any]) -> int | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a Hugging Face folder: those that the index names or the single one.
+    """The safetensors files of a Hugging Face folder: the single one, or those in the index.
 
     Raises FileNotFoundError if there is neither, or if a file of the index is missing.
     """
@@ -147,16 +150,16 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def indexed_files(index: Path, *, missing: bool = False) -> list[Path]:
-    """The files that an index names, in the order of their names. Raises ValueError.
+    """The files of an index, sorted by name.
 
-    FileNotFoundError if one is not there, unless some may be ``missing``.
+    Raises ValueError for a broken index, and FileNotFoundError if a file is missing, unless ``missing`` allows it.
     """
     entries = read_json(index).get("weight_map")
     if not isinstance(entries, dict) or not entries:
         raise ValueError(f'{str(index)!r} must have a "weight_map" of tensor names to files, got {entries!r}')
     files = [index.parent / name for name in sorted(set(entries.values()))]
     for path in files:
-        # an index comes from elsewhere; what it names must not lead out of its folder
+        # an index comes from elsewhere: its names must not lead out of its folder
         if path.parent != index.parent or path.name in ("", ".", ".."):
             raise ValueError(f"{str(index)!r} must name files beside it, got {str(path)!r}")
         if not missing and not path.is_file():
@@ -165,7 +168,7 @@ def indexed_files(index: Path, *, missing: bool = False) -> list[Path]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds. Raises ValueError, naming the file, where it holds none."""
+    """The object in a JSON file. Raises ValueError, naming the file, if it has none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -176,7 +179,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_header(path: Path) -> Header:
-    """Names, dtypes, shapes and places of the tensors of a safetensors file, without reading them.
+    """Names, dtypes, shapes and offsets of the tensors of a safetensors file, without reading them.
 
     Raises ValueError if it is not a sound safetensors file, ImportError if safetensors is missing.
     """
@@ -185,7 +188,7 @@ def read_header(path: Path) -> Header:
     except ImportError:
         raise ImportError("reading checkpoints needs safetensors: pip install twell[hf]") from None
     try:
-        # the library checks all of the header, so that below it can be believed
+        # the library checks the whole header, so the code below can trust it
         with safe_open(path, framework="pt"):
             pass
     except SafetensorError as error:
@@ -206,7 +209,7 @@ def header_bytes(
 ) -> bytes:
     """The head of a safetensors file: length, and the JSON padded to a multiple of 8 bytes.
 
-    ``tensors`` are (name, dtype, shape, start, stop), with places counted from the end of the header.
+    ``tensors`` are (name, dtype, shape, start, stop), with offsets from the end of the header.
     """
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     for name, dtype, shape, start, stop in tensors:

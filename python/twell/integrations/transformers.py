@@ -1,26 +1,26 @@
 """Models of Hugging Face transformers with their feed-forward layers through twell. ``pip install twell[hf]``.
 
-``sparsify`` takes a model that is there. ``SparseLlamaForCausalLM`` and ``SparseQwen2ForCausalLM`` are sparse from the
-start, for training from scratch and for checkpoints; importing this module makes the Auto classes know them::
+``sparsify`` converts an existing model. ``SparseLlamaForCausalLM`` and ``SparseQwen2ForCausalLM`` are sparse from the
+start, for training from scratch and for checkpoints; importing this module registers them with the Auto classes::
 
     import twell.integrations.transformers as twell_hf
     model = twell_hf.sparsify(AutoModelForCausalLM.from_pretrained("facebook/opt-125m"))
     model = twell_hf.SparseLlamaForCausalLM.from_pretrained("SakanaAI/SparseLM0.5B", dtype=torch.bfloat16)
 
-``generate`` works as with any model. The prompt's tokens run through the kernels for many tokens and each further
-token through those for few, which the operators choose by the number of rows. On a GPU the host is the bound for small
-batches; with a static cache transformers compiles the decoding step into CUDA graphs::
+``generate`` works as with any model. Prefill runs the kernels for many tokens and decode those for few tokens; the
+operators choose by the number of rows. For small batches the host bounds the speed; with a static cache transformers
+compiles the decoding step into CUDA graphs::
 
-    model.generate(**inputs)  # once, eagerly: a graph keeps what strategy="auto" had chosen before it was made
+    model.generate(**inputs)  # once, eagerly: a graph keeps the choice of strategy="auto" from before it was made
     model.generate(**inputs, cache_implementation="static")  # its first call compiles
 
-Where that choice is to be made by hand, ``torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)`` in
-place of ``model.forward`` does the same for the static cache.
+To compile by hand for the static cache, replace ``model.forward`` with
+``torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)``.
 
-``down_proj.weight`` is [hidden, intermediate] in files and in memory, as the stock classes have it, so files load
-either way. For inference, and for training where nothing flattens parameters,
-``twell.nn.set_down_layout(model, "rows")`` saves a copy of it at each call. Weights that accelerate offloads to the CPU
-or to disk are not seen by the layers: keep them on the device.
+``down_proj.weight`` is [hidden, intermediate] in files and in memory, as in the stock classes, so files load either
+way. For inference, and for training where nothing flattens parameters, ``twell.nn.set_down_layout(model, "rows")``
+saves a copy of it at each call. Keep weights on the device: the layers do not see weights that accelerate offloads to
+the CPU or to disk.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ try:
 except ImportError:
     raise ImportError("twell.integrations.transformers needs transformers: pip install twell[hf]") from None
 
-# after transformers, whose absence it would report in other words
+# after transformers, since its own message about a missing one is another
 from twell.integrations._trainer import SparsityCallback
 
 __all__ = [
@@ -64,8 +64,6 @@ __all__ = [
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
-_OWN_KEYS = ("sparsity_strategy", "sparsity_compression", layouts.LAYOUT_KEY)
-
 
 def sparsify(
     model: Any,
@@ -75,31 +73,31 @@ def sparsify(
     compression: int = 8,
     strategy: Strategy = "auto",
 ) -> Any:
-    """``model``, a ``PreTrainedModel``, with its ReLU feed-forward layers through twell, in place.
+    """Run the ReLU feed-forward layers of ``model``, a ``PreTrainedModel``, through twell, in place; return ``model``.
 
     For Llama, Qwen2, Qwen3, Mistral, Gemma and others with ``gate_proj``, ``up_proj`` and ``down_proj``, for non-gated
-    layers and for OPT, with and without a head; ``twell.sparsify_``, which does it, tells what is recognised, what is
-    kept and what the arguments are. Files that ``save_pretrained`` writes are those of the stock class.
+    layers and for OPT, with and without a head. ``twell.sparsify_``, which it calls, documents the recognised forms and
+    the arguments. ``save_pretrained`` writes the files of the stock class.
 
-    A model with another activation, SiLU for most, is refused, as its hidden state has no zeros. ``activation="relu"``
-    says that it will be trained with ReLU: this changes what it computes, and its configuration with it, so that
-    ``from_pretrained`` of the stock class computes the same. The configuration speaks for all layers, so ``filter_fn``
-    must then take all of them.
+    A model with another activation, mostly SiLU, is refused, since its hidden state has no zeros. With
+    ``activation="relu"`` the model gets ReLU, to be trained with it, and so does its configuration: ``from_pretrained``
+    of the stock class then computes the same. The configuration has one activation for all layers, so ``filter_fn``
+    must then accept all of them.
 
-    Returns the very ``model``. Raises TypeError or ValueError, and then nothing has changed: as ``twell.sparsify_``,
-    for a mixture of experts, and for a quantised model.
+    Raises TypeError or ValueError and changes nothing: as ``twell.sparsify_``, for a mixture of experts, and for a
+    quantised model.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
-            f"sparsify: model must be a transformers.PreTrainedModel, got {type(model).__name__}; of an adapter take "
-            "the merged model, and for other modules twell.sparsify_"
+            f"sparsify: model must be a transformers.PreTrainedModel, got {type(model).__name__}; merge an adapter "
+            "first, and use twell.sparsify_ for other modules"
         )
     for config in _configs(model):
         if experts := [key for key in _EXPERTS if isinstance(n := getattr(config, key, None), int) and n > 1]:
             raise ValueError(
                 f"sparsify: model must be dense, got a mixture of experts ({experts[0]} = "
-                f"{getattr(config, experts[0])}): experts are no nn.Linear layers of their own but slices of one "
-                "tensor, or few tokens each; twell.sparsify_ with a filter_fn takes the dense layers among them"
+                f"{getattr(config, experts[0])}): experts are slices of one tensor, not nn.Linear layers, or get few "
+                "tokens each; twell.sparsify_ with a filter_fn takes the dense layers among them"
             )
     if getattr(model, "quantization_method", None) is not None:
         raise ValueError(f"sparsify: model must have 16-bit weights, got one quantised by {model.quantization_method}")
@@ -107,14 +105,14 @@ def sparsify(
     changed = [candidate for candidate in planned.candidates if candidate.was is not None]
     if changed and planned.left:
         raise ValueError(
-            'sparsify: filter_fn must take every layer where activation="relu" changes the activation, as the '
+            'sparsify: filter_fn must accept every layer if activation="relu" changes the activation, since the '
             f"configuration has one for all, got False for {planned.left[0]!r}; twell.sparsify_ leaves the "
             "configuration alone"
         )
     _sparsify.apply(model, planned, compression, strategy)
     for layer in _sparsify.layers(model).values():
         for module in layer.modules():
-            # transformers initialises what has no such mark when more weights are loaded later
+            # transformers would initialise modules without this mark when more weights are loaded later
             module._is_hf_initialized = True  # type: ignore[assignment]
     for candidate in changed:
         _set_relu(_owner(model, candidate.name).config)
@@ -145,10 +143,10 @@ def _set_relu(config: Any) -> None:
 
 
 class _SparseConfig:
-    """What both configurations share: reading those of stock models and of the paper's."""
+    """Base of both configurations: reads those of stock models and of the paper's models."""
 
     model_type: str
-    # of checkpoints with the same tensors: the stock model's, and what the paper's training code writes
+    # model types of checkpoints with the same tensors: the stock model's and the paper's training code's
     _read_as_own: tuple[str, ...] = ()
 
     def __init__(
@@ -161,11 +159,11 @@ class _SparseConfig:
     ) -> None:
         fields = _fields({"hidden_act": hidden_act, **kwargs})
         own = (sparsity_strategy, sparsity_compression, sparsity_down_layout)
-        super().__init__(**fields, **dict(zip(_OWN_KEYS, own)))
+        super().__init__(**fields, **dict(zip(layouts.OWN_KEYS, own)))
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As the base class, without a warning for configurations of the models that this one reads."""
+        """As the base class, without a warning for model types in ``_read_as_own``."""
         content, unused = super().get_config_dict(*args, **kwargs)  # type: ignore[misc]
         if content.get("model_type") in cls._read_as_own:
             content["model_type"] = cls.model_type
@@ -173,13 +171,13 @@ class _SparseConfig:
 
 
 def _fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a configuration as the paper's code reads them, if they are of it."""
-    # the class has its own, which that of another's content must not hide
+    """The fields of a configuration; those of the paper's models as the paper's code reads them."""
+    # the class has its own model_type, which the content's must not hide
     fields.pop("model_type", None)
-    theirs = [key for key in fields if key.startswith("sparsity_") and key not in _OWN_KEYS]
+    theirs = [key for key in fields if key.startswith("sparsity_") and key not in layouts.OWN_KEYS]
     if theirs and fields["hidden_act"] != "relu":
         logger.info(
-            "the layers apply ReLU, as %s is set, whatever hidden_act says: %r", theirs[0], fields["hidden_act"]
+            "the layers apply ReLU because %s is set; hidden_act is ignored: %r", theirs[0], fields["hidden_act"]
         )
         fields["hidden_act"] = "relu"
     if fields.get("sparsity_new_intermediate_size") is not None:
@@ -195,17 +193,17 @@ class SparseLlamaConfig(_SparseConfig, LlamaConfig):  # type: ignore[misc]
         sparsity_strategy: "auto", "row", "union" or "dense", of every layer, as in ``twell.sparse_gated_ffn``.
         sparsity_compression: 2, 4 or 8, likewise.
         sparsity_down_layout: of a checkpoint's files: "linear" if down weights are stored [hidden, intermediate],
-            "rows" if [intermediate, hidden]. Needed where both are equal, else the shape tells. Always "linear" in what
-            ``save_pretrained`` of the model writes. May be given to ``from_pretrained``, too.
+            "rows" if [intermediate, hidden]. Needed if both are equal, else the shape decides. ``save_pretrained`` of
+            the model always writes "linear". ``from_pretrained`` takes it, too.
         sparsity_gated_mlp: False for layers without a gate, ``twell.nn.SparseMLP``. A key of the paper's
-            configurations, as is ``sparsity_new_intermediate_size``; with any of these ``hidden_act`` counts as "relu".
+            configurations, as is ``sparsity_new_intermediate_size``; with either, ``hidden_act`` counts as "relu".
 
     All other arguments are those of ``LlamaConfig``.
     """
 
     model_type = "sparse_llama"
     _read_as_own = ("llama", "llama_sparse_relu")
-    # a layer has no projections that could be called one by one; twell.distributed has plans for it
+    # the projections of a layer are not called one by one; twell.distributed has plans for it
     base_model_tp_plan = {k: v for k, v in (LlamaConfig.base_model_tp_plan or {}).items() if ".mlp." not in k}  # noqa: RUF012
     # transformers 5 writes one for a class without its own
     __init__ = _SparseConfig.__init__
@@ -221,7 +219,7 @@ class SparseQwen2Config(_SparseConfig, Qwen2Config):  # type: ignore[misc]
 
 
 class _SparseModel:
-    """What both models share: their layers, and files with down weights stored either way."""
+    """Base of both models: their layers, and files with down weights stored either way."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         expected = type(self).config_class  # type: ignore[attr-defined]
@@ -232,12 +230,12 @@ class _SparseModel:
             )
         if config.hidden_act != "relu":
             raise ValueError(
-                f'{type(self).__name__}: hidden_act must be "relu", got {config.hidden_act!r}: what is skipped are the '
+                f'{type(self).__name__}: hidden_act must be "relu", got {config.hidden_act!r}: the kernels skip the '
                 "neurons that ReLU sets to zero, and other activations have none. A model pretrained with another must "
-                'be trained further with ReLU first (arXiv 2310.04564); hidden_act="relu" says that you mean to'
+                'be trained further with ReLU first (arXiv 2310.04564); to do that, pass hidden_act="relu"'
             )
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        # after their initialisation, so that a seed gives the weights that it gives the stock model
+        # after their initialisation, so that a seed gives the stock model's weights
         for block in self.model.layers:  # type: ignore[attr-defined]
             block.mlp = _layer(block.mlp, config)
 
@@ -250,13 +248,13 @@ class _SparseModel:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        # both versions of transformers come by here when files are found and the model is made, on meta
+        # both versions of transformers call this once files are found and the model is on meta
         converted = _as_linear(model.config, state_dict, checkpoint_files)
         model.config.sparsity_down_layout = "linear"
         return super()._load_pretrained_model(model, converted, checkpoint_files, *args, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the stock class; down weights are stored [hidden, intermediate]."""
+        """As in the stock class; down weights are stored [hidden, intermediate]."""
         self.config.sparsity_down_layout = "linear"  # type: ignore[attr-defined]
         return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
@@ -269,7 +267,7 @@ def _layer(mlp: Any, config: Any) -> SparseGatedMLP | SparseMLP:
 
 
 def _as_linear(config: Any, state_dict: dict[str, Tensor] | None, files: list[str] | None) -> dict[str, Tensor] | None:
-    """The state dict to load: the one given or, if files hold rows, theirs, with such weights transposed; else None."""
+    """The state dict to load: the given one, or that of files that store rows, with these transposed; else None."""
     shapes: dict[str, tuple[int, ...]] = {}
     metadata: dict[str, dict[str, str] | None] = {}
     if state_dict is None:
@@ -292,19 +290,19 @@ def _as_linear(config: Any, state_dict: dict[str, Tensor] | None, files: list[st
         return state_dict
     logger.info("%d down weights are stored [intermediate, hidden]", len(rows))
     if state_dict is None:
-        # memory-mapped, as transformers' own reading is
+        # memory-mapped, as in transformers
         state_dict = {name: t for file in files or () for name, t in load_state_dict(file).items()}
     return {**state_dict, **{name: state_dict[name].t().contiguous() for name in rows}}
 
 
 class SparseLlamaForCausalLM(_SparseModel, LlamaForCausalLM):  # type: ignore[misc]
-    """``LlamaForCausalLM`` whose ``mlp`` of each block is a ``twell.nn.SparseGatedMLP``; see ``SparseLlamaConfig``.
+    """``LlamaForCausalLM`` with a ``twell.nn.SparseGatedMLP`` as ``mlp`` of each block; see ``SparseLlamaConfig``.
 
     Same keys, shapes and initial values as the stock model with ``hidden_act="relu"``. Raises ValueError for another.
 
     ``from_pretrained`` takes files of this class, of the stock class and of the paper's code. Down weights may be
-    stored [hidden, intermediate] or [intermediate, hidden], in safetensors or pickled, whole or in shards; which it is,
-    the shape and the configuration tell. It raises ValueError for square ones without ``sparsity_down_layout`` in the
+    stored [hidden, intermediate] or [intermediate, hidden], in safetensors or pickled, whole or in shards; the shape
+    and the configuration decide. It raises ValueError for square ones without ``sparsity_down_layout`` in the
     configuration or among the arguments.
     """
 

@@ -16,14 +16,14 @@
         if step % 10 == 0:
             writer.write(step, tracker.read())
 
-Of these ``l1_term`` is all that the method needs; the paper's own numbers are without reinitialisation unless it says
-so. For the Trainer of transformers there is ``twell.integrations.transformers.SparsityCallback``.
+The method needs only ``l1_term``; the paper's numbers are without reinitialisation unless it says so. For the Trainer
+of transformers there is ``twell.integrations.transformers.SparsityCallback``.
 
-Under torch.compile: call ``record_aux`` and make the tracker before the first step. A graph keeps the strategy that it
-was traced with, in training usually "dense"; ``settle`` names better ones from measured figures and has it traced
-anew. Activation checkpointing needs ``use_reentrant=False``; inside a graph compiled with ``fullgraph=True`` also
-``torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True``, which torch 2.9 does not have, while
-without fullgraph, or where the checkpoint surrounds compiled blocks, nothing is needed.
+Under torch.compile: call ``record_aux`` and make the tracker before the first step. A graph keeps the strategy of its
+trace, in training usually "dense"; ``settle`` names better ones from measured figures, and the graph is traced again.
+Activation checkpointing needs ``use_reentrant=False``. Inside a graph compiled with ``fullgraph=True`` it also needs
+``torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True``, which torch 2.9 does not have; without
+fullgraph, or around compiled blocks, it needs nothing more.
 """
 
 from twell.recipe._aux import (

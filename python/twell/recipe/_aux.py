@@ -1,4 +1,4 @@
-"""What layers leave of each call: figures for the loss and the tracker, kept by hooks that compiled graphs run too."""
+"""Figures of each call of a layer, for the loss and the tracker, recorded by hooks that compiled graphs run, too."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from twell.nn import SparseGatedMLP, SparseMLP
 Normalisation = Literal["token_sum", "neuron_mean"]
 NORMALISATIONS = ("token_sum", "neuron_mean")
 
-# Calls of one layer that may wait to be read. A model that is called this often has been forgotten.
+# Most unread calls of one layer: beyond that, reading was forgotten.
 _MOST_UNREAD = 1024
 
-# what wrappers put into the names of modules
+# parts that wrappers add to the names of modules
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 class Recorder:
-    """What the hooks of one layer keep of its calls in training mode, until it is read.
+    """The hooks of one layer, and their record of its calls in training mode until it is read.
 
     calls: the figures with their graphs, for the loss. figures: detached, for the tracker. inputs: of calls in compiled
-    graphs, which the tracker counts afterwards; others it counts at once, by ``observe``.
+    graphs, which the tracker counts afterwards; it counts other calls at once, by ``observe``.
 
-    Copies keep nothing and record nothing.
+    Copies are empty and record nothing.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Recorder:
         return Recorder().__dict__
 
     def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook: what the layer is called on."""
+        """Forward pre-hook: record or count the layer's input."""
         if not (self.observing and layer.training):
             return
         x = args[0] if args else kwargs.get("x")
@@ -55,7 +55,7 @@ class Recorder:
             return
         if torch.compiler.is_compiling():
             x = x.detach()
-            # autocast is over when this is counted
+            # counted after autocast has ended
             if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
                 x = x.to(torch.get_autocast_dtype(x.device.type))
             self.inputs.append(x)
@@ -63,7 +63,7 @@ class Recorder:
             self.observe(x.detach())
 
     def after(self, layer: Any, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook: the figures that the call left."""
+        """Forward hook: record the figures of the call."""
         aux = layer.aux
         if aux is None or not layer.training:
             return
@@ -72,11 +72,11 @@ class Recorder:
                 layer.aux = None
                 return
             if max(len(self.calls), len(self.figures)) >= _MOST_UNREAD:
-                # such as generating text, which no loss will be made of
+                # generating text, for instance, has no loss
                 if not torch.is_grad_enabled():
                     return
                 raise RuntimeError(
-                    f"a layer was called {_MOST_UNREAD} times in training mode, and nobody read what it recorded: call "
+                    f"a layer was called {_MOST_UNREAD} times in training mode without a read of its figures: call "
                     "l1_term after each forward pass (a SparsityTracker: use watch), or record_aux(model, False)"
                 )
         if self.term:
@@ -86,20 +86,20 @@ class Recorder:
 
 
 def _recomputing() -> bool:
-    """Whether a checkpoint is computed anew, within backward."""
+    """Whether this call is a checkpoint's recomputation, within backward."""
     return torch._C._current_graph_task_id() != -1
 
 
 def whole(t: Tensor) -> Tensor:
-    """What a DTensor holds on all ranks together, differentiably; other tensors as they are."""
+    """The full tensor of a DTensor, differentiably; other tensors as they are."""
     full: Tensor = t.full_tensor() if hasattr(t, "full_tensor") else t
     return full
 
 
 def layers(model: nn.Module) -> dict[str, MLP]:
-    """The twell layers of ``model`` by qualified name, without what compiling, DDP, FSDP and checkpointing add to it.
+    """The twell layers of ``model`` by qualified name, without the parts that compiling, DDP and other wrappers add.
 
-    A layer with several names has the first. Raises TypeError for what is no module, ValueError if there is no layer.
+    A layer with several names has the first. Raises TypeError if ``model`` is no module, ValueError without a layer.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
@@ -110,8 +110,8 @@ def layers(model: nn.Module) -> dict[str, MLP]:
     }
     if not found:
         raise ValueError(
-            f"model must have layers of twell.nn, got none in {type(model).__name__}; twell.sparsify_ puts them in the "
-            "place of a model's feed-forward layers"
+            f"model must have layers of twell.nn, got none in {type(model).__name__}; twell.sparsify_ replaces a "
+            "model's feed-forward layers with them"
         )
     return found
 
@@ -128,7 +128,7 @@ def _clean(name: str) -> str:
 
 
 def recorder_of(layer: nn.Module) -> Recorder:
-    """The recorder of ``layer``, hooked to it; a new one where it has none."""
+    """The recorder of ``layer``, hooked to it; a new one if it has none."""
     recorder = getattr(layer, "_recorder", None)
     if not isinstance(recorder, Recorder) or not recorder.handles:
         recorder = Recorder()
@@ -141,7 +141,7 @@ def recorder_of(layer: nn.Module) -> Recorder:
 
 
 def release(layer: MLP) -> None:
-    """Take the hooks off ``layer`` if nothing needs them any more."""
+    """Remove the hooks from ``layer`` once nothing needs them."""
     recorder = getattr(layer, "_recorder", None)
     if recorder is not None and not (recorder.term or recorder.tracked):
         for handle in recorder.handles:
@@ -151,11 +151,11 @@ def release(layer: MLP) -> None:
 
 
 def record_aux(model: nn.Module, enabled: bool = True) -> None:
-    """Have every twell layer of ``model`` record L1 and L0 of its calls in training mode for ``l1_term``, or stop it.
+    """Make every twell layer of ``model`` record L1 and L0 of its calls in training mode for ``l1_term``, or stop.
 
     Costs two reductions that the kernels do anyway, and no synchronisation. Call it before ``torch.compile`` or at
-    least before the first step of a compiled model. What activation checkpointing computes anew is not recorded
-    again. Copies of the model record nothing until they are told to. Raises ValueError if there is no twell layer.
+    least before the first step of a compiled model. Recomputation by activation checkpointing is not recorded. Copies
+    of the model record nothing before their own ``record_aux``. Raises ValueError if there is no twell layer.
     """
     for layer in layers(model).values():
         if enabled:
@@ -167,7 +167,7 @@ def record_aux(model: nn.Module, enabled: bool = True) -> None:
 
 
 def clear_aux(model: nn.Module) -> None:
-    """Forget what the layers of ``model`` recorded for ``l1_term`` and nobody read."""
+    """Forget the unread figures of the layers of ``model``."""
     for layer in layers(model).values():
         layer.aux = None
         if (recorder := getattr(layer, "_recorder", None)) is not None:
@@ -179,7 +179,7 @@ def l1_term(model: nn.Module, normalisation: Normalisation = "token_sum", *, sev
 
     h is the hidden state, ``relu(gate) * up`` or ``relu(up)``. Over the neurons of a token ``|h|`` is
 
-    - summed by "token_sum": what arXiv 2603.23198 adds to the cross-entropy, with coefficient 2e-5;
+    - summed by "token_sum": arXiv 2603.23198 adds this to the cross-entropy, with coefficient 2e-5;
     - averaged by "neuron_mean": a layer with N neurons has 1/N of that, and the same term needs N times the
       coefficient. ``convert_coefficient`` converts.
 
@@ -187,15 +187,15 @@ def l1_term(model: nn.Module, normalisation: Normalisation = "token_sum", *, sev
 
         loss = cross_entropy + coefficient * recipe.l1_term(model)
 
-    All tokens of a batch count, padding too. With gradient accumulation each micro-batch has its own term, scaled as
-    its cross-entropy is; ranks that average gradients average the term.
+    All tokens of a batch count, padding too. With gradient accumulation each micro-batch has its own term, scaled like
+    its cross-entropy; ranks that average gradients average the term.
 
     Args:
-        several: take the mean over all calls where a layer was called more than once since the last read: layers that
-            share weights, or several forward passes for one loss. Otherwise that is an error.
+        several: take the mean over all calls of a layer since the last read, for layers that share weights or several
+            forward passes for one loss. Otherwise more than one call is an error.
 
-    Reading clears. Raises RuntimeError if a layer recorded nothing, or more than one call, or if its L1 requires no
-    gradient although its weights do.
+    Reading clears the record. Raises RuntimeError if a layer recorded nothing, or more than one call, or if its L1
+    requires no gradient although its weights do.
     """
     require_choice("normalisation", normalisation, NORMALISATIONS)
     found, recorded = layers(model), {}
@@ -230,19 +230,19 @@ def _require_usable(name: str, layer: MLP, calls: list[Aux], several: bool) -> N
     if len(calls) > 1 and not several:
         raise RuntimeError(
             f"l1_term: {name} was called {len(calls)} times since the last read; several=True takes the mean over all "
-            "calls, clear_aux(model) forgets calls that no loss is made of"
+            "calls, clear_aux(model) forgets calls without a loss"
         )
     if torch.is_grad_enabled() and not all(aux.l1.requires_grad for aux in calls):
         if any(parameter.requires_grad for parameter in (*gate_of(layer).parameters(), *layer.parameters())):
             raise RuntimeError(
-                f"l1_term: the L1 of {name} requires no grad, so that the term would not train it: the layer ran under "
+                f"l1_term: the L1 of {name} requires no grad, so the term would not train it: the layer ran under "
                 "no_grad, as in activation checkpointing with use_reentrant=True. Use use_reentrant=False (in "
                 'transformers gradient_checkpointing_kwargs={"use_reentrant": False})'
             )
 
 
 def _forget_recomputed(found: list[Any]) -> None:
-    """Called as backward begins: at its end, drop what compiled layers in a checkpoint record when they run anew."""
+    """At the end of this backward pass, drop the figures that compiled layers in a checkpoint record again."""
     before = [(layer, recorder_of(layer).calls, len(recorder_of(layer).calls)) for layer in found]
 
     def forget() -> None:
@@ -256,7 +256,7 @@ def _forget_recomputed(found: list[Any]) -> None:
 def convert_coefficient(coefficient: float, neurons: int, source: Normalisation, target: Normalisation) -> float:
     """The coefficient that gives the same loss under ``target`` as ``coefficient`` under ``source``, for N ``neurons``.
 
-    2e-5 of "token_sum" is 0.11264 of "neuron_mean" where N = 5,632.
+    2e-5 of "token_sum" is 0.11264 of "neuron_mean" at N = 5,632.
     """
     require_number("coefficient", coefficient, 0)
     require_integer("neurons", neurons, 1)

@@ -1,4 +1,4 @@
-"""Dead neurons drawn back towards their initialisation."""
+"""Draw dead neurons back towards their initialisation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def reinitialize_dead(
 ) -> None:
     """``W <- (1 - fraction) W + fraction N(0, std^2)`` on the gate rows of dead neurons, in place, and on no others.
 
-    Row n of the gate's weight [N, K] (of the up projection where there is no gate) is what neuron n is fired by, a
+    Row n of the gate's weight [N, K] (of the up projection if there is no gate) decides whether neuron n fires; it is a
     column in the paper's notation (arXiv 2603.23198, fraction 0.1, std 0.02). Call it after each optimizer step, as
     long as neurons are dead::
 
@@ -36,20 +36,20 @@ def reinitialize_dead(
 
     Args:
         module: a layer, or a model with layers.
-        dead: bool [N] on the layer's device; for a model a mapping from names of layers, as ``SparsityTracker.dead``
-            has them, to these. Layers that it does not name stay as they are.
+        dead: bool [N] on the layer's device; for a model a mapping from names of layers to these, as
+            ``SparsityTracker.dead`` returns. Layers that it does not name stay as they are.
         generator: draws the noise, on the weights' device. All ranks must have it in the same state.
-        step: without ``generator``, the noise is that of ``seed``, of this step and of the layer's place: the same on
+        step: without ``generator``, the noise is a function of ``seed``, this step and the layer's index: the same on
             all ranks, and after a resume.
 
-    Nothing waits for the device, so the cost is the same whether or not a neuron is dead: for each layer named a draw
-    of [N, K] numbers and two passes over the weight. DTensors (FSDP2, tensor parallel) get what the whole weight would:
-    each rank draws the noise of all N neurons and uses its part. Flat parameters (FSDP1, ZeRO-3) are refused;
-    FSDP1 has ``summon_full_params``.
+    It does not wait for the device, so the cost is the same whether or not a neuron is dead: for each layer named a
+    draw of [N, K] numbers and two passes over the weight. A DTensor (FSDP2, tensor parallel) gets the values of the
+    whole weight: each rank draws the noise of all N neurons and uses its part. Flat parameters (FSDP1, ZeRO-3) are
+    refused; FSDP1 has ``summon_full_params``.
 
     The optimizer's state stays as it is. A dead neuron has no gradient, so its moments have decayed to nothing; weight
-    decay applies to it as ever. An optimizer that keeps fp32 copies of 16-bit weights of its own overwrites what this
-    does; do it to those copies then. Biases stay, so a neuron whose bias alone keeps it silent may stay dead.
+    decay applies as ever. An optimizer with its own fp32 copies of 16-bit weights overwrites the result; apply it to
+    those copies then. Biases stay, so a neuron that its bias alone keeps silent may stay dead.
     """
     require_number("fraction", fraction, 0, 1)
     require_number("std", std, 0)
@@ -77,7 +77,7 @@ def reinitialize_dead(
             )
         source = generator
         if source is None:
-            # neighbouring steps and layers get seeds far apart
+            # neighbouring steps and layers must not share seeds
             drawn = random.Random(f"{seed} {step} {place}").getrandbits(62)
             source = torch.Generator(weight.device).manual_seed(drawn)
         _reinitialize(weight, mask, fraction, std, source)
@@ -94,7 +94,7 @@ def _reinitialize(weight: Any, mask: Tensor, fraction: float, std: float, genera
 
 
 def _part(whole: Tensor, like: Any) -> Tensor:
-    """What this rank holds of ``whole``, which all ranks have, if it is placed as the DTensor ``like`` is."""
+    """This rank's part of ``whole``, a tensor that all ranks have, by the placement of the DTensor ``like``."""
     from torch.distributed.tensor import DTensor, Replicate
 
     replicas = DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)

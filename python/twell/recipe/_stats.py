@@ -1,4 +1,4 @@
-"""What a sparsity tracker reports: figures of each layer, and of a model."""
+"""The report of a sparsity tracker: figures of each layer, and of a model."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 
 class LayerStats(NamedTuple):
-    """Figures of one layer, over all ranks. None: nothing is known.
+    """Figures of one layer, over all ranks; None if unknown.
 
     layer: its qualified name. neurons: N. l0, l1: means over all calls since the last read, per token, as ``Aux``.
 
     The others are of the last complete window. tokens, calls: how many were observed. dead: neurons that fired for none
-    of these tokens. observed_l0: their mean non-zeros. union: the share of the neurons that some token of 128
-    consecutive ones fires, in the mean. positions, types: mean non-zeros by place in the sequence and by type.
+    of these tokens. observed_l0: mean non-zeros per token. union: mean share of the neurons that 128 consecutive tokens
+    fire. positions, types: mean non-zeros by position in the sequence and by type.
 
-    strategy: as ``recipe.strategies`` has it.
+    strategy: as in ``recipe.strategies``.
     """
 
     layer: str
@@ -39,7 +39,7 @@ class SparsityStats:
     layers: tuple[LayerStats, ...]
 
     def summary(self) -> dict[str, float]:
-        """Means over the layers: l0, l1, dead (as a share of the neurons); what is unknown is left out."""
+        """Means over the layers: l0, l1, dead (as a share of the neurons), without unknown ones."""
         shares = [None if row.dead is None else row.dead / row.neurons for row in self.layers]
         columns = {"l0": [r.l0 for r in self.layers], "l1": [r.l1 for r in self.layers], "dead": shares}
         known = {name: [v for v in values if v is not None] for name, values in columns.items()}

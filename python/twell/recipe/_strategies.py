@@ -1,10 +1,11 @@
-"""Which strategy layers run, and naming it from measurements where a compiled graph could not choose by itself."""
+"""The strategies of layers, and naming them from measurements where a compiled graph cannot choose by itself."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from twell import _auto, tuning
+from twell._arguments import require
 from twell._auto import AutoStrategy
 from twell.functional import copies_down
 from twell.nn import SparseGatedMLP, explain
@@ -13,34 +14,32 @@ from twell.recipe._stats import SparsityStats
 
 
 def strategies(model: nn.Module) -> dict[str, str]:
-    """The strategy that most training calls of each layer run so far, by its name; ``twell.explain`` says why.
+    """The strategy of most training calls of each layer so far, by its name; ``twell.explain`` gives the reasons.
 
-    Of a layer not called in training it is that of other calls, "auto" where there were none. Nothing waits.
+    For a layer not called in training it is that of other calls, "auto" if there were none. Does not wait.
     """
     chosen = {}
     for name, layer in layers(model).items():
         rows = explain(layer).rows
         training = [row for row in rows if row.kind == "training"] or list(rows)
-        # a graph does not count its calls, and whoever compiles runs little else
+        # a graph does not count its calls, and a compiled model runs little else
         chosen[name] = max(training, key=lambda row: (bool(row.graph), row.calls)).strategy
     return chosen
 
 
 def settle(model: nn.Module, stats: SparsityStats) -> dict[str, tuple[str, str]]:
-    """Name for each layer with strategy "auto" the one that ``stats`` call for in training; what changed, (old, new).
+    """Set the strategy of each layer with "auto" to the best one for training by ``stats``; return changes (old, new).
 
-    Eager layers need no help: "auto" measures and chooses. A compiled graph keeps the choice that it was traced with,
-    usually "dense" in training, because nothing had been measured. Changing ``strategy`` makes torch.compile trace the
-    layer anew at its next call, so call this rarely, as sparsity settles: after a tenth of the run, say, then each time
-    that the non-zeros have halved. Layers that it named before are decided anew, with 2 % to gain at least; those that
-    the caller named stay, as do layers that were not observed and layers on devices that leave no choice.
-    ``layer.strategy = "auto"`` undoes it, for inference for instance, where another strategy may be best.
+    Eager layers need no help: "auto" measures and chooses. A compiled graph keeps the choice of its trace, usually
+    "dense" in training, because nothing had been measured. Changing ``strategy`` makes torch.compile trace the layer
+    again at its next call, so call this rarely, as sparsity settles: after a tenth of the run, say, then each time the
+    non-zeros have halved. Layers that it named before are decided again if that saves at least 2 %. Layers that the
+    caller named stay, as do layers that were not observed and layers on devices that leave no choice.
+    ``layer.strategy = "auto"`` undoes it, for instance for inference, where another strategy may be best.
 
-    ``stats`` are from ``SparsityTracker.read`` and the same on all ranks, and so are the names.
+    ``stats`` come from ``SparsityTracker.read`` and are the same on all ranks, and so are the strategies.
     """
-    # the tracker imports this file
-    if not hasattr(stats, "layers"):
-        raise TypeError(f"stats must be what SparsityTracker.read gives, got {type(stats).__name__}")
+    require("stats", stats, SparsityStats, "the SparsityStats that SparsityTracker.read returns")
     changes = {}
     figures = {row.layer: row for row in stats.layers}
     for name, layer in layers(model).items():

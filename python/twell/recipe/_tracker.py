@@ -1,4 +1,4 @@
-"""``SparsityTracker``: how sparse each layer is, by neuron, position and type of token, without a wait in the step."""
+"""``SparsityTracker``: sparsity of each layer, by neuron, position and type of token, without a wait in the step."""
 
 from __future__ import annotations
 
@@ -22,12 +22,9 @@ from twell.recipe._strategies import strategies
 
 POSITIONS = (0, 1, 2, 4, 16, 64, 256, 1024)
 
-# Gates that are counted at a time: 32 MB of 16 bits, and as much spill.
-_CHUNK_GATES = 1 << 24
-
 
 class _Layout(NamedTuple):
-    """Where the counts of a layer stand in one int64 tensor: how many of each kind."""
+    """The layout of a layer's counts in one int64 tensor: how many there are of each kind."""
 
     neurons: int
     positions: int
@@ -36,7 +33,7 @@ class _Layout(NamedTuple):
     def split(self, flat: Tensor) -> tuple[Tensor, ...]:
         """Views: firings by neuron [N], non-zeros and tokens by position [P], by type [T + 2], totals [5].
 
-        The last two types are tokens that shall not count, and tokens of no valid type. Totals are tokens, calls,
+        The last two types are tokens not to be counted and tokens of an invalid type. Totals are tokens, calls,
         non-zeros, neurons in the unions of tiles of 128 tokens, and such tiles.
         """
         p, t = self.positions, self.types + 2
@@ -48,7 +45,7 @@ class _Layout(NamedTuple):
 
 
 class SparsityTracker:
-    """L0, L1, dead neurons per layer, L0 by position in the sequence and by type of token, over all ranks.
+    """Tracks L0, L1 and dead neurons per layer, and L0 by position in the sequence and by type of token, on all ranks.
 
     ::
 
@@ -62,21 +59,21 @@ class SparsityTracker:
                 stats = tracker.read()
 
     L0 and L1 come from each forward pass in ``watch`` and cost nothing: the kernels count anyway. Dead neurons,
-    positions, types and unions come from steps whose number is a multiple of ``every``, and from the first step
-    watched; there each layer's gate is computed once more, in chunks: a gate GEMM and two passes over its [tokens, N]
-    result. Counts of ``window`` such steps make a window, and figures are of the last complete one.
+    positions, types and unions come from observed steps: the first step watched and the multiples of ``every``. They
+    compute each layer's gate once more, in chunks: a gate GEMM and two passes over its [tokens, N] result. The counts
+    of ``window`` observed steps make a window, and figures are those of the last complete window.
 
-    Nothing waits for the device but ``read``. Only calls in training mode count, and what activation checkpointing
-    computes anew does not. Call it on original modules, before torch.compile or at least before a compiled model's
-    first step: compiled graphs hand out their layers' inputs in observed steps, as the second of two variants, and
+    Only ``read`` waits for the device. Only calls in training mode count, without the recomputation of activation
+    checkpointing. Make the tracker on original modules, before torch.compile or at least before a compiled model's
+    first step: in observed steps a compiled graph runs in a second variant that outputs its layers' inputs, and
     ``watch`` counts them as it ends.
 
     Args:
         model: with twell layers, wrapped or not.
-        every: the distance of observed steps. 0: none is.
-        window: observed steps whose counts are taken together. With one, "dead" means silent for a batch.
-        positions: where the ranges of positions begin, ascending from 0; the last one is open.
-        types: names of the types of tokens, if ``watch`` will be given types.
+        every: the distance of observed steps; 0: no step is observed.
+        window: the number of observed steps in a window. With one, "dead" means silent for a batch.
+        positions: the first positions of the ranges, ascending from 0; the last range is open.
+        types: names of the types of tokens, if ``watch`` gets types.
         group: of ranks whose figures are taken together. All of them must watch the same steps and read at the same
             time. None: all ranks, if torch.distributed is initialised. Ranks that see the same tokens, as in tensor
             parallelism, each add them to ``tokens``; no other figure changes.
@@ -129,7 +126,7 @@ class SparsityTracker:
         self._dead: dict[str, Tensor] | None = None
 
     def close(self) -> None:
-        """Take the hooks off the model. L1 is recorded on, where ``record_aux`` asked for it."""
+        """Remove the hooks from the model. Layers with ``record_aux`` still record L1."""
         for name, layer in self._layers.items():
             recorder = self._recorders[name]
             recorder.tracked = recorder.observing = False
@@ -142,11 +139,11 @@ class SparsityTracker:
 
     @contextmanager
     def watch(self, step: int, *, types: Tensor | None = None, positions: Tensor | None = None) -> Iterator[None]:
-        """Track what the model computes inside the ``with``: the forward pass of one micro-batch of ``step``.
+        """Track the model inside the ``with``: the forward pass of one micro-batch of ``step``.
 
-        Backward belongs outside. ``types`` are integers shaped like the tokens, each a type or -1 for a token that
-        shall not be counted by neuron, position or type; ``positions`` likewise, for packed sequences. Without it the
-        position of x [..., S, K] is its place in S, and of x [M, K] unknown.
+        Backward belongs outside. ``types`` are integers shaped like the tokens, each a type, or -1 for a token not to
+        be counted by neuron, position or type. ``positions`` have the same shape, for packed sequences. By default the
+        position in x [..., S, K] is the index in S, and in x [M, K] unknown.
         """
         self.begin(step, types=types, positions=positions)
         try:
@@ -157,7 +154,7 @@ class SparsityTracker:
         self.end()
 
     def begin(self, step: int, *, types: Tensor | None = None, positions: Tensor | None = None) -> None:
-        """Begin what ``watch`` does, for code that cannot use ``with``; ``end`` or ``abandon`` must follow."""
+        """Begin to watch, for code that cannot use ``with``; ``end`` or ``abandon`` must follow."""
         require_integer("step", step, 0)
         self._require_integers("types", types)
         self._require_integers("positions", positions)
@@ -169,21 +166,21 @@ class SparsityTracker:
             self._observing = self.every > 0 and (self._fresh or step % self.every == 0)
         for name, recorder in self._recorders.items():
             recorder.inputs.clear()
-            # what compiled layers in a checkpoint recorded when backward ran them anew
+            # left by compiled layers in a checkpoint that backward ran again
             recorder.figures.clear()
             recorder.observing = self._observing
             if self._observing:
                 recorder.observe = functools.partial(self._observe, name, types, positions)
 
     def abandon(self) -> None:
-        """End ``begin`` without counting what is not counted yet."""
+        """End ``begin`` without counting the calls that are left to count."""
         for recorder in self._recorders.values():
             recorder.observe = None
             recorder.inputs.clear()
             recorder.figures.clear()
 
     def end(self) -> None:
-        """What ``watch`` does as it ends."""
+        """End ``begin`` and count its calls."""
         for recorder in self._recorders.values():
             observe, recorder.observe = recorder.observe, None
             for x in recorder.inputs:
@@ -209,7 +206,7 @@ class SparsityTracker:
             self._sums += added
 
     def read(self) -> SparsityStats:
-        """The figures of all ranks; L0 and L1 begin anew. Every rank must call it: it takes part in one all-reduce.
+        """Return the figures of all ranks and reset L0 and L1. Every rank must call it: it takes part in an all-reduce.
 
         Waits for the device. Raises ValueError if there were types without a name.
         """
@@ -235,10 +232,10 @@ class SparsityTracker:
         return SparsityStats(tuple(rows))
 
     def dead(self) -> dict[str, Tensor]:
-        """bool [N] for each layer, on its device: neurons silent in the last complete window; without one, none is.
+        """bool [N] for each layer, on its device: the neurons silent in the last complete window; none without one.
 
-        Every rank must call it; nothing waits. The first call after a window takes part in an all-reduce; others cost
-        nothing, and return the same tensors.
+        Every rank must call it; it does not wait. The first call after a window takes part in an all-reduce; others
+        cost nothing and return the same tensors.
         """
         self._close_step()
         if self._closed is not None and not self._reduced:
@@ -257,16 +254,16 @@ class SparsityTracker:
         return dict(masks)
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts of the last complete window, of all ranks: what ``dead`` says. Every rank must call it.
+        """The counts of the last complete window, of all ranks, from which ``dead`` comes. Every rank must call it.
 
-        A window that is not complete and L0 and L1 since the last read are not in it.
+        It leaves out an incomplete window, and L0 and L1 since the last read.
         """
         self.dead()
         closed = None if self._closed is None else self._closed.clone()
         return {"closed": closed, "layouts": {name: tuple(layout) for name, layout in self._layouts.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the window of ``state``, on every rank. Raises ValueError if it is of other layers or types."""
+        """Take the window of ``state``, on every rank. Raises ValueError if its layers or types differ."""
         mine = {name: tuple(layout) for name, layout in self._layouts.items()}
         theirs = {name: tuple(layout) for name, layout in state["layouts"].items()}
         if mine != theirs:
@@ -281,7 +278,7 @@ class SparsityTracker:
         return next(iter(self._layers.values())).down_proj.weight.device
 
     def _close_step(self) -> None:
-        """Count the open step as observed, if it was, and begin a new window when this one is complete."""
+        """Close the open step, and the window if it is complete."""
         if self._step is not None and self._observing and self._open:
             self._observed += 1
             self._fresh = False
@@ -349,7 +346,7 @@ class SparsityTracker:
     def _observe(self, name: str, types: Tensor | None, positions: Tensor | None, x: Tensor) -> None:
         """Count one call of a layer on x [..., K]."""
         layer, layout = self._layers[name], self._layouts[name]
-        # the counts outlive an inference mode that x may come from
+        # the counts outlive an inference mode in which x may have been made
         with torch.inference_mode(False), torch.no_grad():
             x = _aux.whole(x)
             if name not in self._open:
@@ -388,27 +385,27 @@ class SparsityTracker:
                 tokens_at.index_add_(0, place, ones)
 
     def _per_token(self, name: str, values: Tensor, x: Tensor) -> Tensor:
-        """``values`` as int64 [M] beside x; one row for all sequences will do."""
+        """``values`` as int64 [M] on the device of x; one row may stand for all sequences."""
         shape = x.shape[:-1]
         if values.numel() != shape.numel() and values.numel() == shape[-1]:
             values = values.reshape(-1).expand(shape)
         if values.numel() != shape.numel():
-            raise ValueError(f"{name} must have one for each of the tokens {list(shape)}, got {list(values.shape)}")
+            raise ValueError(f"{name} must have one value per token {list(shape)}, got {list(values.shape)}")
         return values.reshape(-1).to(x.device, torch.int64, non_blocking=True)
 
 
 def _count(layer: Any, x: Tensor, kept: Tensor | None, firings: Tensor, per_token: Tensor) -> tuple[Tensor, int]:
     """Add the non-zeros of the gate of x [..., K] to ``firings`` [N] and ``per_token`` [M].
 
-    Returns the neurons that some token of each tile of 128 fires, summed over the tiles that are whole, and how many
-    tiles these are. Tokens that are not ``kept`` [M] have no non-zeros.
+    Returns the sizes of the unions (the neurons that a tile of 128 tokens fires), summed over whole tiles, and the
+    number of these tiles. Tokens not in ``kept`` [M] have no non-zeros.
     """
     n = len(firings)
     if layer.intermediate != n:
         raise ValueError(f"a tracked layer must keep its {n} neurons, got {layer.intermediate}: make a new tracker")
     gate = _gate_of(layer, x)
     tokens, tile = x.reshape(-1, x.shape[-1]), geometry.TOKEN_TILE
-    step = max(tile, _CHUNK_GATES // n // tile * tile)
+    step = max(tile, _compaction.CHUNK_GATES // n // tile * tile)
     union, tiles = firings.new_zeros(()), 0
     for start in range(0, tokens.shape[0], step):
         chunk = tokens[start : start + step]
@@ -425,7 +422,7 @@ def _count(layer: Any, x: Tensor, kept: Tensor | None, firings: Tensor, per_toke
 
 
 def _gate_of(layer: Any, x: Tensor) -> Callable[[Tensor], Tensor]:
-    """What gives the layer's gate [M, N] for rows of x, before ReLU or after it, computed as the layer does."""
+    """A function from rows of x to the layer's gate [M, N], before or after ReLU, computed as the layer does."""
     projection: Any = _compaction.gate_of(layer)
     if not layer._is_plain():
         # an adapter, say

@@ -1,4 +1,4 @@
-"""Kinds of tokens, by which the tracker splits its figures."""
+"""Types of tokens, by which the tracker splits its figures."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _KINDS = (FIRST, SPECIAL, "digits", "space", "punctuation", "word")
 
 
 class TokenTypes:
-    """A type for each token: called on token ids it gives what ``SparsityTracker.watch`` takes as ``types``.
+    """A map from token ids to types of tokens, the ``types`` of ``SparsityTracker.watch``.
 
     Args:
-        names: of the types; type t is ``names[t]``. "first", if among them, is given to the first token of each
+        names: of the types; type t is ``names[t]``. If "first" is among them, it is the type of the first token of each
             sequence, whatever its id.
-        table: int64 [V], the type of each token id; ids beyond V have that of the last one. -1: tokens that shall not
-            be counted at all, such as padding.
+        table: int64 [V], the type of each token id; ids beyond V have that of the last one. -1: tokens not to be
+            counted at all, such as padding.
     """
 
     def __init__(self, names: Sequence[str], table: Tensor) -> None:
@@ -37,7 +37,7 @@ class TokenTypes:
         self._tables: dict[torch.device, Tensor] = {}
 
     def __call__(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """int64, shaped like ``ids`` [..., S]; ``positions`` says where sequences begin, if not at the first place."""
+        """The types, int64, shaped like ``ids`` [..., S]; ``positions`` are 0 where sequences begin, as in packing."""
         table = self._tables.get(ids.device)
         if table is None:
             table = self._tables[ids.device] = self.table.to(ids.device)
@@ -53,9 +53,9 @@ class TokenTypes:
 def token_types(tokenizer: Any, *, pad: int | None = None) -> TokenTypes:
     """The types "first", "special", "digits", "space", "punctuation" and "word" of a tokenizer's vocabulary.
 
-    "first" is the first token of a sequence, "special" what the tokenizer calls so, "digits" and "space" and
-    "punctuation" are tokens of nothing else (but for a space before), "word" is all the rest. ``tokenizer`` is one of
-    transformers or of tokenizers. Tokens with the id ``pad`` are not counted. Decodes each token once.
+    "first" is the first token of a sequence, "special" a special token of the tokenizer; "digits", "space" and
+    "punctuation" are tokens of nothing else (except for a space before), "word" is all the rest. ``tokenizer`` is one
+    of transformers or of tokenizers. Tokens with the id ``pad`` are not counted. Decodes each token once.
     """
     if not hasattr(tokenizer, "decode"):
         expected = "a tokenizer of transformers or of tokenizers"
@@ -71,7 +71,7 @@ def token_types(tokenizer: Any, *, pad: int | None = None) -> TokenTypes:
     table = torch.empty(size + 1, dtype=torch.int64, device="cpu")
     for i in range(size):
         table[i] = _KINDS.index(SPECIAL if i in special else _kind(tokenizer.decode([i])))
-    # what the embedding has beyond the tokenizer
+    # rows of the embedding beyond the tokenizer
     table[size] = _KINDS.index(SPECIAL)
     if pad is not None:
         table[pad] = -1

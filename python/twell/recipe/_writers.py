@@ -1,4 +1,4 @@
-"""Where figures go: CSV always, TensorBoard and Weights & Biases where they are."""
+"""Writers of figures: CSV always, TensorBoard and Weights & Biases if they are installed."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _SUMMARY = "mean"
 class StatsWriter:
     """Writes ``SparsityStats`` of steps: a line per layer to a CSV file, the same numbers to TensorBoard and W&B.
 
-    Only rank 0 writes; on others all of this does nothing. Lines of a step are written at once and reach the operating
-    system before ``write`` returns: a run that is killed leaves at most its last line cut short.
+    Only rank 0 writes; other ranks do nothing. The lines of a step are written together and reach the operating system
+    before ``write`` returns: a killed run leaves at most its last line cut short.
 
     Args:
         path: of the CSV file. Its folder is made.
-        resume_step: None begins a file: one that is there already is moved to the first free of "NAME.1", "NAME.2", ...
-            A number continues the file, if there is one, behind that step: lines of later steps and a line cut short
-            are removed. ValueError if its columns are not those of what is written.
+        resume_step: None begins a file and moves an existing one to the first free name of "NAME.1", "NAME.2", ...
+            A number continues the existing file after that step: lines of later steps and a line cut short are removed.
+            ValueError if its columns differ from the figures.
         tensorboard: write to this folder; True: to ``path`` with the suffix ".tensorboard". Without tensorboard
             installed nothing happens.
-        wandb: log to the run that is active when ``write`` is called, if any.
+        wandb: log to the run that is active at ``write``, if any.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class StatsWriter:
 
     def write(self, step: int, stats: SparsityStats) -> None:
         """Write the figures of all layers, and to TensorBoard and W&B their means as layer "mean"."""
-        require("stats", stats, SparsityStats, "what SparsityTracker.read gives")
+        require("stats", stats, SparsityStats, "the SparsityStats that SparsityTracker.read returns")
         if not self.active:
             return
         rows = [{"step": step, **row} for row in stats.rows()]
@@ -85,7 +85,7 @@ class StatsWriter:
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
             self._board.flush()
-        # whoever has a run active has imported it
+        # an active run has imported wandb
         run = getattr(sys.modules.get("wandb"), "run", None) if self._wandb else None
         if run is not None:
             if not self._defined:
@@ -95,7 +95,7 @@ class StatsWriter:
             run.log({**values, "twell/step": step})
 
     def close(self) -> None:
-        """Close what is open; the CSV file is not."""
+        """Close the TensorBoard writer; the CSV file is not kept open."""
         if self._board is not None:
             self._board.close()
             self._board = None
@@ -119,11 +119,11 @@ def _is_first_rank() -> bool:
 
 
 def _append(path: Path, data: bytes) -> None:
-    """Write ``data`` at the end of the file as it is then; where that fails, the file is as long as before."""
+    """Append ``data`` to the file; if that fails, cut the file back to its length before."""
     with open(path, "ab", buffering=0) as file:
         before, rest = os.fstat(file.fileno()).st_size, memoryview(data)
         try:
-            # a write may take a part alone, such as what fits on the disk
+            # a write may take only a part, such as the part that fits on the disk
             while rest:
                 rest = rest[file.write(rest) :]
         except BaseException:
@@ -140,7 +140,7 @@ def _move_aside(path: Path) -> None:
 
 
 def _cut_back(path: Path, step: int) -> list[str] | None:
-    """Remove lines of steps after ``step`` and what is no line; the columns, None if there are none left."""
+    """Remove lines of steps after ``step`` and broken lines; return the columns, None if the file has no line."""
     text = path.read_bytes()
     # a machine that lost power may leave anything at the end
     whole = text[: text.rfind(b"\n") + 1].decode(errors="replace").replace("\0", "")

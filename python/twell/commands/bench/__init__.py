@@ -1,4 +1,4 @@
-"""``twell bench``: time kernels, layers and models beside dense PyTorch, none before it is right."""
+"""``twell bench``: check kernels, layers and models, then time them beside dense PyTorch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import sys
 from collections.abc import Sequence
 
 DESCRIPTION = """\
-Time kernels, layers and models beside dense PyTorch: one run, one machine, interleaved. Nothing is timed before it is
-right: an error against float64 of more than 1.1 times dense PyTorch's, in norm or in the worst row, or other bits on
-replay, gives a red row without speed and exit status 1. Where few terms are summed luck decides, so more is allowed.
+Time kernels, layers and models beside dense PyTorch: one run, one machine, interleaved. Only right results are timed:
+an error against float64 of more than 1.1 times dense PyTorch's, in norm or in the worst row, or other bits on replay,
+gives a red row without speed and exit status 1. Sums of few terms may have larger errors, since chance decides these.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``twell bench`` with what follows these words (default: sys.argv).
+    """Run ``twell bench`` with the arguments ``argv`` (default: sys.argv).
 
-    Returns the exit code: 0, 1 for a row that is red, 2 for what cannot be done, 130 for Ctrl-C. Bad arguments raise
+    Returns the exit code: 0, 1 for a red row, 2 for a request that cannot be met, 130 for Ctrl-C. Bad arguments raise
     SystemExit(2).
     """
     from twell.commands.bench import cli

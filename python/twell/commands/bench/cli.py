@@ -1,4 +1,4 @@
-"""The command ``twell bench``: times what is asked for, prints and writes what came of it."""
+"""The command ``twell bench``: runs the request, prints the table and writes the data."""
 
 from __future__ import annotations
 
@@ -9,30 +9,28 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from twell import testing
 from twell.commands.bench import DESCRIPTION, report, rows
-from twell.commands.bench.parser import L2_TBS, Request, add_arguments, request
+from twell.commands.bench.energy import EnergyMeter, open_meter
+from twell.commands.bench.parser import L2_TBS, BenchRequest, add_arguments, request
 from twell.commands.bench.protocol import Ceilings, Cpu, Device, Gpu
 from twell.commands.bench.report import Progress, Writer
-from twell.commands.bench.rows import COLUMNS, Row
+from twell.commands.bench.rows import COLUMNS, LayerRow
 from twell.commands.bench.runner import DTYPES, Runner, steps
-from twell.commands.request import RequestError, exit_status
-
-if TYPE_CHECKING:
-    from twell.commands.bench.energy import EnergyMeter
+from twell.commands.request import exit_status
 
 COMMAND = "twell bench"
 
-# Columns that flags ask for.
+# Columns of --memory and --energy.
 MEMORY, ENERGY = ("kept-MB", "peak-MB"), ("mJ/token", "net", "dense/mJ")
 
 
-def repro(row: Row, asked: Request) -> str:
-    """The command that repeats a row, with what it is compared with."""
+def repro(row: LayerRow, asked: BenchRequest) -> str:
+    """The command that repeats a row and its baselines."""
     options = asked.options
     text = next((job.source.text for job in asked.jobs if job.source.name == row.workload), row.workload)
     words: list[object] = ["python", "-m", "twell", "bench", row.op]
@@ -42,29 +40,26 @@ def repro(row: Row, asked: Request) -> str:
         words += ["--m-decode", row.tokens if row.op == "decode" else ",".join(map(str, options.decoded))]
     words += ["--dtype", row.dtype, "--compression", row.compression]
     words += ["--device", asked.device, "--compile", asked.compile, "--seconds", f"{options.seconds:g}"]
-    if asked.l2_tbs != L2_TBS:
-        words += ["--l2-tbs", f"{asked.l2_tbs:g}"]
-    if asked.energy:
-        words += ["--energy", "--energy-seconds", f"{options.energy_seconds:g}"]
     flags = {"--no-check": not options.check, "--memory": options.memory, "--kernels": options.kernels}
+    flags["--energy"] = asked.energy
     words += [flag for flag, given in flags.items() if given]
     return shlex.join(map(str, words))
 
 
 @dataclass
 class _Run:
-    """What was asked for, and what came of it so far."""
+    """The request and its results so far."""
 
-    asked: Request
+    asked: BenchRequest
     ceilings: Ceilings
     machine: str
     meter: EnergyMeter | None
-    found: list[Row]
+    found: list[LayerRow]
     writer: Writer
     complete: bool = False
 
     def write(self, final: bool) -> None:
-        """The data so far; to stdout at the end alone."""
+        """Write the data so far; to stdout only at the end."""
         self.writer.save(final, self._write)
 
     def _write(self, path: Path) -> None:
@@ -87,11 +82,9 @@ class _Run:
 
 @torch.no_grad()
 def run(arguments: argparse.Namespace) -> int:
-    """Time what is asked for. Returns 0, 1 if a row is red, 2 if a file could not be written, 130 for Ctrl-C.
+    """Time the request. Return 0, 1 if a row is red, 2 if a file could not be written, 130 for Ctrl-C.
 
-    After Ctrl-C, too, the rows so far are printed and written.
-
-    Raises RequestError for what cannot be done.
+    The rows so far are printed and written, after Ctrl-C, too. Raises RequestError if the request cannot be met.
     """
     asked = request(arguments)
     with ExitStack() as stack:
@@ -99,8 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
         if asked.device != "cpu":
             stack.enter_context(torch.cuda.device(torch.device(asked.device)))
             device = Gpu(torch.device("cuda", torch.cuda.current_device()))
-        meter = _meter(device) if asked.energy else None
-        ceilings, machine = device.ceilings(DTYPES[asked.jobs[0].dtype], asked.l2_tbs)
+        meter = open_meter(device.torch_device) if asked.energy else None
+        ceilings, machine = device.ceilings(DTYPES[asked.jobs[0].dtype], L2_TBS)
         this = _Run(asked, ceilings, machine, meter, [], Writer(asked.json, asked.csv, name=COMMAND))
         try:
             _measure(this, device)
@@ -116,23 +109,14 @@ def run(arguments: argparse.Namespace) -> int:
     if red:
         print(f"{red} of {len(this.found)} rows are red", file=sys.stderr)
     if this.complete and not this.found:
-        print(f"{COMMAND}: nothing to time: some parts of training are for patterns that fit, or not", file=sys.stderr)
+        print(f"{COMMAND}: nothing to time: these parts of training are for other patterns", file=sys.stderr)
     if not this.complete:
         return 130
     return 2 if this.writer.failure else int(red > 0)
 
 
-def _meter(device: Device) -> EnergyMeter:
-    from twell.commands.bench.energy import EnergyMeter
-
-    meter = EnergyMeter(device.torch_device)
-    if not meter.available:
-        raise RequestError(f"--energy: {meter.reason}")
-    return meter
-
-
 def _measure(this: _Run, device: Device) -> None:
-    """Run all jobs; whatever has been timed is written at once."""
+    """Run all jobs; write the data after each group of rows."""
     asked = this.asked
     options = replace(asked.options, compiled=_compiled(asked.compile))
     with Progress(sum(len(steps(options, job)) for job in asked.jobs), name=COMMAND) as progress:
@@ -148,7 +132,7 @@ def _compiled(mode: str) -> Callable[..., torch.Tensor] | None:
     """The dense layer through torch.compile."""
     if mode == "none":
         return None
-    # each number of tokens is compiled for itself, and each size of a recorded layer
+    # each number of tokens and each size of a recorded layer is compiled separately
     torch._dynamo.config.recompile_limit = 256
     compiled: Callable[..., torch.Tensor] = torch.compile(
         testing.dense_output, fullgraph=True, dynamic=False, mode=None if mode == "default" else mode
@@ -157,12 +141,10 @@ def _compiled(mode: str) -> Callable[..., torch.Tensor] | None:
 
 
 def _print(this: _Run) -> None:
-    """The table, and what belongs to it."""
+    """Print the table and the lines below it."""
     asked, found = this.asked, this.found
     kept = [*(MEMORY if asked.options.memory else ()), *(ENERGY if asked.energy else ())]
     columns, dropped = (list(COLUMNS), []) if asked.wide else rows.fitting(found, kept=kept)
-    if asked.columns:
-        columns, dropped = rows.chosen(asked.columns), []
     if found:
         report.print_table(columns, found)
     for row in found:
@@ -171,7 +153,7 @@ def _print(this: _Run) -> None:
     first = asked.jobs[0]
     if asked.device == "cpu":
         sizes = f"M = {', '.join(map(str, asked.arguments()['m']))}, K = {first.k:,}, N = {first.n:,}"
-        print(f"{sizes}, on a CPU, whose times mean nothing; -m, -k and -n take others")
+        print(f"{sizes}, on a CPU, whose times mean nothing; -m, -k and -n change the sizes")
     left_out = f"; left out: {', '.join(dropped)} (--wide)" if dropped else ""
     print(f"{asked.jobs[0].dtype}, compression {asked.options.compression}; columns: {COMMAND} --help{left_out}")
     if not asked.options.check:
@@ -182,7 +164,7 @@ def _print(this: _Run) -> None:
         f"{ceilings.l2 / 1e12:.3g} TB/s of L2 assumed"
     )
     if asked.options.memory and asked.device == "cpu":
-        print("memory: not known on a CPU, whose allocator keeps no count")
+        print("memory: not known on a CPU")
     if this.meter is not None:
         idle = "" if this.meter.idle is None else f"; idle {this.meter.idle:.0f} W"
         print(f"energy: of the whole board, by {this.meter.method.replace('_', ' ')}{idle}")
@@ -193,8 +175,8 @@ def _print(this: _Run) -> None:
             print(f"  {repro(row, asked)}")
 
 
-def _print_kernels(row: Row) -> None:
-    """Microseconds of each kernel in one call, the longest first."""
+def _print_kernels(row: LayerRow) -> None:
+    """Print the microseconds of each kernel in one call, the longest first."""
     assert row.kernels is not None
     total = sum(row.kernels.values()) * 1e3
     print(f"{row.workload}, {_tokens(row)}, {row.variant} ({rows.named(row)}): {total:.0f} us in a queued call")
@@ -202,19 +184,19 @@ def _print_kernels(row: Row) -> None:
         print(f"  {ms * 1e3:8.1f}  {symbol}")
 
 
-def _tokens(row: Row) -> str:
+def _tokens(row: LayerRow) -> str:
     return f"{row.tokens} token{'' if row.tokens == 1 else 's'}"
 
 
 def parser() -> argparse.ArgumentParser:
-    """That of all operations but ``model``."""
+    """The parser of all operations except for ``model``."""
     top = argparse.ArgumentParser(prog=COMMAND, description=DESCRIPTION)
     add_arguments(top)
     return top
 
 
 def run_model(argv: Sequence[str]) -> int:
-    """``twell bench model``, which has arguments of its own."""
+    """Run ``twell bench model``, which has its own arguments."""
     from twell.commands.bench import models
 
     top = argparse.ArgumentParser(prog=f"{COMMAND} model", description=models.DESCRIPTION)
@@ -223,7 +205,7 @@ def run_model(argv: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """See ``twell.commands.bench.main``."""
+    """Run ``twell bench``; see ``twell.commands.bench.main``."""
     if list(argv[:1]) == ["model"]:
         return exit_status(f"{COMMAND} model", lambda: run_model(argv[1:]))
     return exit_status(COMMAND, lambda: run(parser().parse_intermixed_args(argv)))

@@ -1,4 +1,4 @@
-"""The gated layer on a few tokens, with weights that are not in L2: what generating text runs."""
+"""The gated layer on a few tokens, with weights that are not in L2: decode of generated text."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from torch import Tensor
 
 from twell import testing
 from twell._runtime import geometry
-from twell.commands.bench.layers import ITEM, Layer, Variant, Verdict, tiles_of
+from twell.commands.bench.layers import ITEM, TimedLayer, Variant, Verdict, tiles_of
 from twell.testing import FFN, Comparison, Errors
 
-# Tokens after which recorded layers repeat; those around the middle are taken, and so many for the errors.
+# Tokens after which recorded layers repeat, and tokens around their middle that are timed and checked.
 RECORDED = 4096
 DECODED = 512
 
-# Calls of a recording, at least, which else would be as short as the events that time it.
+# Least calls of a recording, to make it long beside the events that time it.
 CALLS = 32
 
 
 class Decode:
     """The tokens around the middle of a workload, and copies of its weights, whose gates exceed the L2 cache."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: TimedLayer) -> None:
         self.layer = layer
         tokens = min(DECODED, layer.m)
         middle = max(0, (min(RECORDED, layer.m) - tokens) // 2)
         self.window = layer.problem.rows(middle, middle + tokens)
         self.active = F.relu(F.linear(self.window.x, self.window.w_gate)) != 0
-        # of a token
+        # per token
         self.nnz = float(self.active.sum()) / tokens
         self.overflowing = float(layer.overflows[middle : middle + tokens].sum()) / tokens
-        # of the other two weights a sparse call reads some rows: its gates alone are not to fit into the cache
+        # a sparse call reads only some rows of the other two weights: the gates alone must exceed the cache
         self.copies = layer.device.copies_for(layer.weight_bytes)
         self.calls = self.copies * math.ceil(CALLS / self.copies)
         self.weights = [self.window, *(self.window.map(Tensor.clone) for _ in range(self.copies - 1))]
 
     def variants(self, m: int) -> list[Variant]:
-        """Of ``m`` tokens a call: dense PyTorch first, then each strategy."""
+        """The variants with ``m`` tokens per call: dense PyTorch first, then each strategy."""
         call = _Calls(self, m)
         options = self.layer.options
         chosen = [call.dense(name, function) for name, function in self.layer.dense()]
@@ -61,20 +61,20 @@ class _Calls:
         self.product, self.token_bytes = 2.0 * m * n * k, ITEM * m * k
         self.parts = len(decode.window.x) // m
         active = decode.active[: self.parts * m].view(self.parts, m, n)
-        # of a call: non-zeros, neurons that fire, and neurons on the lists of its tiles
+        # per call: non-zeros, neurons that fire, and neurons on the lists of its tiles
         self.nonzeros = float(active.sum()) / self.parts
         self.fired = float(active.any(1).sum()) / self.parts
         self.listed = float(tiles_of(active).any(1).sum()) / self.parts
 
     @functools.cached_property
     def answer(self) -> tuple[Tensor, Errors, float]:
-        """y of all tokens in float64, the errors of dense PyTorch, so many tokens at a time, and their roundings."""
+        """y of all tokens in float64, the errors of dense PyTorch with ``m`` tokens per call, and their roundings."""
         right = testing.float64_output(self.decode.window)
         dense = testing.errors(self.whole(testing.dense_output), right)
         return right, dense, testing.count_roundings(self.decode.window)
 
     def whole(self, function: Callable[[FFN], Tensor]) -> Tensor:
-        """y of all tokens, so many at a time."""
+        """y of all tokens, ``m`` per call."""
         window, m = self.decode.window, self.m
         return torch.cat([function(window.rows(first, first + m)) for first in range(0, len(window.x), m)])
 
@@ -85,13 +85,13 @@ class _Calls:
         return weights._replace(x=self.decode.window.x[first : first + self.m])
 
     def figures(self, strategy: str) -> dict[str, Any]:
-        """What a strategy executes and moves, and its floor."""
+        """Operations and bytes of a strategy, and its floor."""
         layer = self.layer
         listed = self.listed * geometry.TOKEN_TILE
         pairs = {"row": self.nonzeros, "union": listed, "dense": float(self.m * layer.n)}[strategy]
         rows = layer.n if strategy == "dense" else self.fired
         moved = 2 * self.token_bytes + layer.weight_bytes + 2 * rows * layer.k * ITEM
-        # the gate's product and the memory traffic, which the smallest batches are bound by
+        # memory traffic bounds the smallest batches
         floor = layer.seconds(3 * self.product if strategy == "dense" else self.product, moved)
         return {"executed": self.product + 2 * 2 * pairs * layer.k, "moved": moved, "floor": floor}
 
@@ -111,7 +111,7 @@ class _Calls:
         return self.layer.by_strategy(variant, call, figures)
 
     def verify(self, strategy: str, outputs: tuple[Tensor, ...]) -> Verdict:
-        """y of all tokens, and the last call's bits with its copy of the weights."""
+        """Check y of all tokens, and the bits of the last call with its copy of the weights."""
         y = self.whole(self.layer.sparse(strategy))
         right, dense, roundings = self.answer
         comparison = Comparison(testing.errors(y, right), dense, roundings)

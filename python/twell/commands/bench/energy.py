@@ -1,14 +1,14 @@
-"""Energy of what runs on a GPU, by NVML (``pip install twell[bench]``).
+"""Energy of calls on a GPU, by NVML (``pip install twell[bench]``).
 
-``EnergyMeter`` reads the counter of the energy that the whole board has taken since the driver was loaded, in
-millijoules, where the GPU has one (Volta and later). The counter moves in steps, of 20 to 100 ms. A measurement waits
-for a step before its first call and for one after its last, and takes off what an idle GPU draws between the last call
-and that step; what is left of the resolution is the time between two looks at the counter, about a millisecond.
+``EnergyMeter`` reads the counter of the whole board's energy since the driver was loaded, in millijoules, if the GPU
+has one (Volta and later). The counter moves in steps of 20 to 100 ms. A measurement waits for a step before its first
+call and for one after its last, and subtracts the energy of an idle GPU between the last call and that step; the
+resolution left is the time between two readings, about a millisecond.
 
-GPUs without the counter have a thread sample their power and take the area under it, by trapezoids. The driver averages
-power over up to a second, so that calls run for a second before anything is counted.
+For GPUs without the counter a thread samples the power and integrates it by trapezoids. The driver averages power over
+up to a second, so calls run for a second before the samples count.
 
-What is measured is the board, with its memory: no CPU and no power supply, but every process on that GPU.
+The energy is that of the board with its memory, for every process on that GPU; no CPU and no power supply.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from twell._runtime.log import warn_once
+from twell.commands.request import RequestError
 
 Method = Literal["total_energy_counter", "power_sampling"]
 
-# How long to wait for the counter to move, and how long between two looks at it, in seconds.
+# Longest wait for the counter to move, and time between two readings, in seconds.
 _LONGEST_STEP = 0.5
 _LOOK = 0.001
 
-# Between two samples of power, in seconds, and how long calls run before the first.
+# Time between two samples of power, and of calls before the first, in seconds.
 _SAMPLE = 0.02
 _WARM = 1.0
 
-# Idle power is that of a GPU that just worked: its clocks stay up for a moment, and are not what is asked for.
+# Wait before idle power: after work the clocks stay up for a moment.
 _SETTLE = 0.5
 _IDLE_SECONDS = 2.0
 
-# Calls of about so many seconds wait behind the one that runs, and two at least.
+# Seconds of calls to queue behind the running one; at least two calls.
 _AHEAD = 0.02
 
 
 class Energy(NamedTuple):
-    """What ``calls`` calls took in ``seconds``: ``joules`` in all, of which ``idle_joules`` an idle GPU takes, too."""
+    """The energy of ``calls`` calls in ``seconds``: ``joules`` in all; an idle GPU takes ``idle_joules`` of them."""
 
     joules: float
     seconds: float
@@ -59,19 +60,19 @@ class Energy(NamedTuple):
 class EnergyMeter:
     """Measures the energy of calls on one GPU.
 
-    ``device`` is torch's: an index or device among those that CUDA_VISIBLE_DEVICES leaves, by default the current one.
-    NVML knows all GPUs whatever that variable says, so the one meant is found by its UUID, or by its PCI address. Of a
-    MIG instance it is the GPU that it is part of: other instances then count, which is a warning.
+    ``device`` is torch's: an index or device among those in CUDA_VISIBLE_DEVICES, by default the current one. NVML
+    ignores that variable, so the GPU is found by its UUID or PCI address. For a MIG instance it is the whole GPU, other
+    instances included, which gives a warning.
 
-    ``idle`` is the latest of ``idle_watts``, None before it. ``available`` tells whether energy can be measured; if
-    not, ``reason`` tells why, and ``measure`` raises RuntimeError. Raises ImportError where pynvml is missing.
+    ``idle`` is the latest ``idle_watts``, None before the first. ``available`` says whether energy can be measured; if
+    not, ``reason`` says why, and ``measure`` raises RuntimeError. Raises ImportError without pynvml.
     """
 
     def __init__(self, device: torch.device | int | None = None) -> None:
         try:
             import pynvml
         except ImportError:
-            raise ImportError("energy is measured through pynvml: pip install twell[bench]") from None
+            raise ImportError("measuring energy needs pynvml: pip install twell[bench]") from None
         self._nvml: Any = pynvml
         self.idle: float | None = None
         self._device = 0
@@ -91,7 +92,7 @@ class EnergyMeter:
         return not self.reason
 
     def idle_watts(self, seconds: float = _IDLE_SECONDS) -> float:
-        """Mean power of the GPU while nothing runs, over ``seconds`` from now; ``measure`` goes by the latest."""
+        """Measure the mean power of the idle GPU over ``seconds``; ``measure`` uses the latest."""
         self._require(seconds)
         torch.cuda.synchronize(self._device)
         time.sleep(_SETTLE)
@@ -108,11 +109,11 @@ class EnergyMeter:
         return self.idle
 
     def measure(self, call: Callable[[], None], seconds: float) -> Energy:
-        """Call again and again until ``seconds`` have passed; the calls are whole, so that it is a little more.
+        """Measure whole calls until ``seconds`` have passed.
 
-        The GPU is synchronised before the first call and after the last. A first measurement takes ``idle_watts``
-        before it, unless that was called. Two seconds and more keep the error of the counter's steps below 1 %.
-        Raises RuntimeError where the counter did not rise: it begins anew when the driver is loaded again.
+        The GPU is synchronised before the first call and after the last. The first measurement begins with
+        ``idle_watts``, unless that was called. From two seconds on the error of the counter's steps is below 1 %.
+        Raises RuntimeError if the counter did not rise: it restarts when the driver is loaded again.
         """
         self._require(seconds)
         idle = self.idle_watts() if self.idle is None else self.idle
@@ -132,7 +133,7 @@ class EnergyMeter:
         return Energy(joules, elapsed, calls, idle * elapsed)
 
     def _run(self, call: Callable[[], None], seconds: float) -> int:
-        """Whole calls for ``seconds``, until the GPU is through with them; how many."""
+        """Run whole calls for ``seconds``, wait for the GPU and return their number."""
         start, calls = time.perf_counter(), 0
         ahead: deque[Any] = deque()
         most = 0
@@ -143,7 +144,7 @@ class EnergyMeter:
                 torch.cuda.synchronize(self._device)
                 most = max(2, int(_AHEAD / max(time.perf_counter() - start, 1e-6)))
                 continue
-            # the GPU never waits for the host, and the host does not queue seconds of work ahead of its clock
+            # keep the GPU busy without queueing seconds of work
             ahead.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
             ahead[-1].record(torch.cuda.current_stream(self._device))
             if len(ahead) > most:
@@ -173,7 +174,7 @@ class EnergyMeter:
         return float(self._nvml.nvmlDeviceGetPowerUsage(self._handle)) / 1e3
 
     def _at_step(self) -> tuple[float, float]:
-        """The counter as it has just moved, and the time; as it is, where it does not move for long."""
+        """The counter right after a step, and the time; or its value after the longest wait."""
         before = self._counter()
         deadline = time.perf_counter() + _LONGEST_STEP
         while True:
@@ -183,8 +184,18 @@ class EnergyMeter:
             time.sleep(_LOOK)
 
 
+def open_meter(device: torch.device) -> EnergyMeter:
+    """The meter for ``--energy``. Raises RequestError if energy cannot be measured on ``device``."""
+    if device.type != "cuda":
+        raise RequestError(f"--energy needs a CUDA device, got {device}")
+    meter = EnergyMeter(device)
+    if not meter.available:
+        raise RequestError(f"--energy: {meter.reason}")
+    return meter
+
+
 class _Sampler:
-    """Samples power in a thread, from now until ``stop``."""
+    """Samples power in a thread until ``stop``."""
 
     def __init__(self, watts: Callable[[], float]) -> None:
         self._watts = watts
@@ -203,11 +214,11 @@ class _Sampler:
             while not self._ended.wait(_SAMPLE):
                 self._take()
         except Exception as error:
-            # of another thread, where it would be lost
+            # raised by stop: here it would be lost
             self._failure = error
 
     def stop(self) -> tuple[float, float]:
-        """Joules and seconds since the beginning."""
+        """End the sampling; return joules and seconds."""
         self._ended.set()
         self._thread.join()
         if self._failure is not None:
@@ -217,7 +228,7 @@ class _Sampler:
 
 
 def _risen(first: float, last: float) -> float:
-    """Joules between two looks at the counter."""
+    """Joules between two readings of the counter."""
     if not last > first:
         raise RuntimeError(f"the energy counter of the GPU does not rise: {first:.3f} J, later {last:.3f} J")
     return last - first
@@ -235,7 +246,7 @@ def _index(device: torch.device | int | None) -> int:
         index: int | None = device
     else:
         if device is not None and device.type != "cuda":
-            raise ValueError(f"energy is measured of CUDA devices, got {device}")
+            raise ValueError(f"device must be a CUDA device, got {device}")
         index = None if device is None else device.index
     if not torch.cuda.is_available():
         raise RuntimeError("there is no CUDA device")
@@ -243,7 +254,7 @@ def _index(device: torch.device | int | None) -> int:
 
 
 def _handle(nvml: Any, index: int) -> Any:
-    """NVML's handle of the GPU that is torch's ``index``."""
+    """NVML's handle of torch's GPU ``index``."""
     properties: Any = torch.cuda.get_device_properties(index)
     uuid = str(getattr(properties, "uuid", ""))
     bare = uuid.removeprefix("GPU-").removeprefix("MIG-")
@@ -266,11 +277,11 @@ def _handle(nvml: Any, index: int) -> Any:
 
 
 def _warn_of_instances(nvml: Any, handle: Any) -> None:
-    """Warn where a GPU is divided: torch may give an instance the UUID of the GPU that it is part of."""
+    """Warn if a GPU is divided: torch may give an instance the UUID of its GPU."""
     try:
         divided = nvml.nvmlDeviceGetMigMode(handle)[0]
     except nvml.NVMLError:
-        # one that cannot be
+        # a GPU without MIG
         return
     if divided:
-        warn_once("energy of a MIG instance is that of its whole GPU: what other instances take is in it")
+        warn_once("energy of a MIG instance is that of its whole GPU, other instances included")

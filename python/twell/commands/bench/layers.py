@@ -1,6 +1,6 @@
-"""What is timed of one layer without gradients: gate_pack, the products that read what it packs, and whole layers.
+"""Benchmarks of one layer without gradients: gate_pack, the operators that read packed gates, and whole layers.
 
-``Layer`` holds what all benchmarks of one workload share, ``Variant`` is one thing to time.
+``TimedLayer`` is a workload with its operands and counts, ``Variant`` one call to time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ITEM = 2
 # Eager calls before "auto" is recorded. It measures calls 0, 1, 2, 4 and decides by them at 1, 2, 4, 8.
 SETTLING = 9
 
-# Tokens whose gate is computed at a time to count what fires.
+# Tokens per gate GEMM in counting non-zeros.
 _COUNTED = 16384
 
 Packed = tuple[Tensor, Tensor, Tensor]
@@ -41,7 +41,7 @@ Verify = Callable[[tuple[Tensor, ...]], Verdict]
 
 @dataclass(frozen=True)
 class Options:
-    """What is timed of each workload. ``compiled`` is ``testing.dense_output`` through torch.compile, or None."""
+    """The choices for each workload. ``compiled`` is ``testing.dense_output`` through torch.compile, or None."""
 
     ops: tuple[str, ...]
     strategies: tuple[str, ...] = ("auto",)
@@ -57,13 +57,12 @@ class Options:
 
 @dataclass
 class Variant:
-    """One thing to time: ``call(i)`` works on the i-th copy of the operands and returns its outputs, y first.
+    """One call to time: ``call(i)`` works on the i-th copy of the operands and returns its outputs, y first.
 
-    ``op`` is what it is timed for, several by commas. ``eager`` is what runs outside of recordings, where that differs.
-    ``verify`` gives the errors and, where they are too large, why it is wrong. ``baseline`` is what follows "dense
-    eager" and "dense compiled" in the names of the variants that its time is compared with. ``forward`` is the part of
-    a training step that leaves y and what backward needs. ``settle`` gives fields that depend on the strategy; it may
-    fail.
+    ``op``: the operations it is timed for, separated by commas. ``eager``: replaces ``call`` outside of recordings.
+    ``verify``: returns the errors and the fault, "" if they are within the budget. ``baseline``: the suffix after
+    "dense eager" and "dense compiled" in the names of its baselines. ``forward``: the forward pass of a training step,
+    with its graph. ``settle``: returns the fields that depend on the strategy; it may raise.
     """
 
     name: str
@@ -81,14 +80,14 @@ class Variant:
     strategy: str = ""
     executed: float | None = None  # operations
     moved: float | None = None  # bytes from memory
-    copies: int = 0  # calls of a recording; 0 for as many as there are copies of x
+    copies: int = 0  # calls of a recording; 0: one for each copy of x
 
     @property
     def key(self) -> str:
         return f"{self.name} {self.requested}".rstrip()
 
     def settled(self) -> None:
-        """Fix what depends on the strategy."""
+        """Set the fields that depend on the strategy."""
         if self.settle is not None:
             for field, value in self.settle().items():
                 setattr(self, field, value)
@@ -98,8 +97,8 @@ class Variant:
         return (self.eager or self.call)(i)
 
 
-class Layer:
-    """A workload, copies of its tokens, what fires in it, and what dense PyTorch makes of it."""
+class TimedLayer:
+    """A workload: the problem, copies of its tokens, counts of non-zeros, and dense PyTorch's errors."""
 
     def __init__(self, problem: FFN, options: Options, device: Device, ceilings: Ceilings) -> None:
         self.problem, self.options, self.device, self.ceilings = problem, options, device, ceilings
@@ -118,7 +117,7 @@ class Layer:
         self._answers: dict[bool, tuple[Tensor, Errors, float]] = {}
 
     def _count(self) -> tuple[int, Tensor]:
-        """Non-zeros, and tiles that overflow by token."""
+        """The number of non-zeros, and of overflowing tiles by token."""
         nonzeros, overflows, tiles = 0, [], geometry.tiles(self.n)
         for start in range(0, self.m, _COUNTED):
             gate = F.relu(F.linear(self.problem.x[start : start + _COUNTED], self.problem.w_gate))
@@ -128,12 +127,12 @@ class Layer:
         return nonzeros, torch.cat(overflows)
 
     def seconds(self, flop: float, moved: float, gathered: float = 0.0) -> float:
-        """The floor: the largest of what arithmetic, compulsory memory traffic and the gather take."""
+        """The floor in seconds: the largest of arithmetic, compulsory memory traffic and the gather."""
         ceilings = self.ceilings
         return max(flop / ceilings.flops, moved / ceilings.memory, gathered / ceilings.l2)
 
     def answer(self, gated: bool) -> tuple[Tensor, Errors, float]:
-        """The layer's y in float64, the errors of dense PyTorch, and how many roundings share most of them."""
+        """The layer's y in float64, the errors of dense PyTorch, and the number of roundings behind them."""
         if gated not in self._answers:
             right = testing.float64_output(self.problem, gated=gated)
             errors = testing.errors(testing.dense_output(self.problem, gated=gated), right)
@@ -141,7 +140,7 @@ class Layer:
         return self._answers[gated]
 
     def verify_output(self, gated: bool) -> Verify:
-        """y against float64."""
+        """Check y against float64."""
 
         def verify(outputs: tuple[Tensor, ...]) -> Verdict:
             right, dense, roundings = self.answer(gated)
@@ -157,7 +156,7 @@ class Layer:
         return functools.partial(function or testing.sparse_output, **options)
 
     def dense(self) -> Iterator[tuple[str, Callable[..., Tensor]]]:
-        """The dense functions by what they are called in names of variants."""
+        """The dense functions, with their prefix in names of variants."""
         yield "dense eager", testing.dense_output
         if self.options.compiled is not None:
             yield "dense compiled", self.options.compiled
@@ -168,7 +167,7 @@ class Layer:
         layer: Callable[[Any, int], tuple[Tensor, ...]],
         figures: Callable[[str], dict[str, Any]],
     ) -> Variant:
-        """The variant as calls of ``layer(strategy, i)``; "auto" settles first. ``figures`` are those of a strategy."""
+        """Make the variant call ``layer(strategy, i)``; "auto" settles first. ``figures(strategy)``: its fields."""
 
         def settle() -> dict[str, Any]:
             passed: Any = variant.requested
@@ -183,7 +182,7 @@ class Layer:
         return variant
 
     def _auto(self, layer: Callable[[Any, int], tuple[Tensor, ...]]) -> tuple[twell.AutoStrategy, str]:
-        """A site that some calls have settled, and on what."""
+        """A site after some settling calls, and its choice."""
         site = twell.AutoStrategy()
         for i in range(SETTLING):
             layer(site, i)
@@ -197,14 +196,14 @@ class Layer:
 
 
 class Inference:
-    """The forward pass and its parts, of the layer with gate and of that without."""
+    """The forward pass and its parts, with and without gate."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: TimedLayer) -> None:
         self.layer, self.problem = layer, layer.problem
         self.asked = [op for op in layer.options.ops if op in INFERENCE]
 
     def variants(self) -> list[Variant]:
-        """Dense PyTorch first."""
+        """The variants, dense PyTorch first."""
         if not self.asked:
             return []
         chosen = [variant for gated in (True, False) for variant in self._dense(gated)]
@@ -221,7 +220,7 @@ class Inference:
         return chosen
 
     def _dense(self, gated: bool) -> list[Variant]:
-        """The whole layer in dense PyTorch, if anything asked for has such a y."""
+        """The whole layer in dense PyTorch, if a requested op has the same y."""
         layer = self.layer
         asked = [op for op in self.asked if op != "gate_pack" and (op not in ("down", "sparse_ffn")) == gated]
         if not asked:
@@ -238,7 +237,7 @@ class Inference:
         return [variant(name, function) for name, function in layer.dense()]
 
     def _dense_floor(self, gated: bool) -> tuple[float, float]:
-        """Operations of the dense layer, and its floor."""
+        """Operations of the dense layer, and its floor in seconds."""
         layer, products = self.layer, 3 if gated else 2
         flop = products * layer.product
         return flop, layer.seconds(flop, 2 * layer.token_bytes + products * layer.weight_bytes)
@@ -286,7 +285,7 @@ class Inference:
         return [self._pack(i) for i in range(self.layer.copies)]
 
     def _reader(self, op: str, gated: bool) -> Variant:
-        """``up_down`` on packed gates, or, called "down", without an up projection."""
+        """``up_down`` on packed gates; as "down" without an up projection."""
         flop = (2 if gated else 1) * self.layer.product
         call = functools.partial(self._on_packed, ops.up_down, gated=gated)
         variant = Variant(op, op, call, flop, verify=self.layer.verify_output(gated))
@@ -303,7 +302,7 @@ class Inference:
         return variant
 
     def _after_packing(self, strategy: str, gated: bool) -> dict[str, float]:
-        """The figures of what reads packed gates, which are there from now on."""
+        """Pack the gates, and return the figures of their reader."""
         assert len(self._packed) == self.layer.copies
         return self._of_readers(strategy, gated)
 
@@ -313,7 +312,7 @@ class Inference:
         return op(self.layer.x[i], *packed, w_up, p.w_down, None, None, self.layer.options.compression)
 
     def _verify_union(self, gated: bool) -> Verify:
-        """y, and the sizes of the unions, which its other figures are made from."""
+        """Check y, and the sizes of the unions, on which its other figures rest."""
 
         def verify(outputs: tuple[Tensor, ...]) -> Verdict:
             found, why = self.layer.verify_output(gated)(outputs)
@@ -326,13 +325,13 @@ class Inference:
 
     @functools.cached_property
     def _union_rows(self) -> int:
-        """Neurons that some token of a tile of 128 fires, summed over all tiles, as the operator has them."""
+        """Neurons that a tile of 128 tokens fires, summed over all tiles, by the operator's own count."""
         words, spill, _ = self._pack(0)
         p, c = self.problem, self.layer.options.compression
         return int(ops.up_down_union(p.x, words, spill, None, p.w_down, None, None, c)[2].sum())
 
     def _of_readers(self, strategy: str, gated: bool) -> dict[str, float]:
-        """What a strategy executes and gathers after the gate is packed, and its floor."""
+        """Operations and gathered bytes of a strategy after gate_pack, and its floor."""
         layer, projections = self.layer, 2 if gated else 1
         rows = self._union_rows if strategy == "union" else layer.nonzeros
         gathered = float(rows) * projections * layer.k * ITEM
@@ -363,6 +362,6 @@ class Inference:
 
 
 def tiles_of(active: Tensor) -> Tensor:
-    """[..., M, N] as tiles of 128 tokens, the last of each filled up with False: [tiles, 128, N]."""
+    """[..., M, N] as tiles of 128 tokens, the last one padded with False: [tiles, 128, N]."""
     m, n = active.shape[-2:]
     return F.pad(active, (0, 0, 0, -m % geometry.TOKEN_TILE)).view(-1, geometry.TOKEN_TILE, n)

@@ -18,50 +18,49 @@ import torch
 from twell import testing
 from twell.commands import saved_model
 from twell.commands.bench import report
-from twell.commands.bench.energy import EnergyMeter
+from twell.commands.bench.energy import EnergyMeter, open_meter
 from twell.commands.bench.models_random import (
     PAPER,
+    LlamaSizes,
     Pattern,
-    Shape,
     build,
     draw,
     draw_ids,
     paper_nnz,
-    parse_shape,
+    parse_sizes,
     text_ids,
 )
-from twell.commands.bench.models_run import OPS, Row, Settings, Subject, fitting_micro_batch, run_op
-from twell.commands.bench.report import STDOUT, Column, Progress, Writer, output, require_writable
-from twell.commands.request import RequestError, at_least, pick_device
+from twell.commands.bench.models_run import OPS, ModelRow, Settings, Subject, fitting_micro_batch, run_op
+from twell.commands.bench.report import STDOUT, Column, Progress, Writer, output_path, require_writable
+from twell.commands.request import DEVICE_HELP, RequestError, at_least, number_above, number_from, pick_device
 
 NAME = "twell bench model"
 
 DESCRIPTION = """\
 Time a whole model with sparse feed-forward layers beside the same model with dense ones, in eager mode and through
-torch.compile: one run, one machine, interleaved. Nothing is timed before it is right: outputs, or the gradients of all
+torch.compile: one run, one machine, interleaved. Only right results are timed: outputs, or the gradients of all
 weights, are compared with those in fp32, and an error of more than 1.1 times that of dense eager gives a red row
-without speed and exit status 1. Where few tokens are compared more is allowed: 1.14 times of 8,192, 1.39 of 128.
+without speed and exit status 1. With few tokens more is allowed: 1.14 times for 8,192 tokens, 1.39 for 128.
 """
 
 EPILOG = """\
 models:
-  MODEL         a folder as save_pretrained writes it, its layers ReLU, on --text; sparsity is what the model has
+  MODEL         a folder from save_pretrained with ReLU layers, run on --text, with the model's own sparsity
   --config      0.5B, 1B, 1.5B, 2B: sizes of the paper, with random weights, one after the other. Thresholds give each
-                layer non-zeros around the paper's mean: 39, 34 (between its neighbours), 29 and 24. --skew, --dead and
-                --topic say which neurons fire; what comes of it is printed, with the union of 128 tokens by layer.
-                LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]] is a configuration of one's own
+                layer non-zeros around the paper's mean: 39, 34 (interpolated), 29 and 24. --skew, --dead and --topic
+                set the pattern; the resulting non-zeros and unions of 128 tokens are printed by layer.
+                LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]] is any other configuration
 
 operations:
-  forward       the decoder without its LM head on --batch sequences of --sequence tokens, bf16, as the paper has it
+  forward       the decoder without its LM head on --batch sequences of --sequence tokens, bf16, as in the paper
   logits        the same with the LM head
   train         an optimizer step on --accumulate passes of --micro-batch sequences: forward, cross-entropy plus 2e-5
-                times L1, backward, in bf16 autocast over fp32 weights, and AdamW, whose rate is 0, so that every step
-                has the same sparsity
+                times L1, backward, in bf16 autocast over fp32 weights, and AdamW of rate 0, which keeps the sparsity
 
 variants:
   dense         strategy "dense": cuBLAS products and, in eager mode, one kernel for relu(gate) * up
   sparse        strategy "auto", settled before anything is timed or compiled
-  eager, compiled   without torch.compile and with it, of each decoder layer
+  eager, compiled   without and with torch.compile of each decoder layer
 
 columns:
 """
@@ -72,13 +71,13 @@ _BACKEND = "inductor"
 
 @dataclass
 class _Report:
-    """What came of a run so far, and where it goes."""
+    """The results of a run so far, and their files."""
 
     arguments: argparse.Namespace
     device: torch.device
     meter: EnergyMeter | None
     writer: Writer
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ModelRow] = field(default_factory=list)
     subjects: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     idle_watts: float | None = None
@@ -91,7 +90,7 @@ class _Report:
         return STDOUT in (str(self.arguments.json), str(self.arguments.csv))
 
     def write(self, *, final: bool = False) -> None:
-        """The data so far; to stdout at the end alone."""
+        """Write the data so far; to stdout only at the end."""
         self.writer.save(final, self._write)
 
     def _write(self, path: Path) -> None:
@@ -108,7 +107,7 @@ class _Report:
 
 
 def given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The arguments for a file: names in the place of paths."""
+    """The arguments for a file: names instead of paths."""
     values = {name: value for name, value in vars(arguments).items() if name not in ("json", "csv", "module")}
     values["model"] = None if arguments.model is None else arguments.model.name
     values["text"] = [path.name for path in arguments.text or ()]
@@ -116,78 +115,55 @@ def given(arguments: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
-def _share(text: str) -> float:
-    return _number(text, 0.0, 1.0)
-
-
-def _positive(text: str) -> float:
-    value = _number(text, 0.0, math.inf)
-    if not value:
-        raise argparse.ArgumentTypeError("expected a number above 0, got 0")
-    return value
-
-
-def _skew(text: str) -> float:
-    return _number(text, 0.0, 10.0)
-
-
-def _number(text: str, low: float, high: float) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and low <= value <= high):
-        limits = f"of at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
-        raise argparse.ArgumentTypeError(f"expected a number {limits}, got {text!r}")
-    return value
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to ``parser``."""
+    """Add the command's arguments to ``parser``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG + "\n".join(f"  {column.name:<12}  {column.help}" for column in COLUMNS)
     what = parser.add_argument_group("model")
     add = what.add_argument
     add("model", type=Path, nargs="?", metavar="MODEL", help="folder of a saved model with its tokenizer")
-    add("--config", type=parse_shape, nargs="+", metavar="SIZE", help=f"{', '.join(PAPER)} or sizes: see below")
-    add(
-        "--text", type=Path, nargs="+", metavar="PATH", help="text files or folders; --config: in place of drawn tokens"
-    )
-    add("--nnz", type=_positive, nargs="+", metavar="Z", help="mean non-zeros of a token, for all --config or for each")
-    add("--skew", type=_skew, metavar="S", help="spread of how readily neurons fire (1.0)")
-    add("--dead", type=_share, metavar="D", help="share of neurons that never fire (0.3)")
-    add("--topic", type=_share, metavar="R", help="correlation of a document's tokens; 0 is the hard case (0.5)")
-    add("--seed", type=at_least(0), metavar="N", default=0, help="of weights and tokens (%(default)s)")
+    add("--config", type=parse_sizes, nargs="+", metavar="SIZE", help=f"{', '.join(PAPER)} or sizes: see below")
+    add("--text", type=Path, nargs="+", metavar="PATH", help="text files or folders; --config draws tokens without it")
+    number = number_above(0)
+    add("--nnz", type=number, nargs="+", metavar="Z", help="mean non-zeros per token, for all --config or for each")
+    add("--skew", type=number_from(0, 10), metavar="S", help="spread of the neurons' readiness to fire (1.0)")
+    add("--dead", type=number_from(0, 1), metavar="D", help="share of neurons that never fire (0.3)")
+    add("--topic", type=number_from(0, 1), metavar="R", help="correlation of a document's tokens; 0 is hardest (0.5)")
+    add("--seed", type=at_least(0), metavar="N", default=0, help="seed of weights and tokens (%(default)s)")
 
     run_as = parser.add_argument_group("operations")
     add = run_as.add_argument
-    add("--ops", nargs="+", choices=OPS, default=list(OPS), help="default: all")
+    add("--ops", nargs="+", choices=OPS, default=list(OPS), help="operations (default: all)")
     add("--batch", type=at_least(1), metavar="B", default=64, help="sequences of a forward pass (%(default)s)")
     add("--sequence", type=at_least(2), metavar="S", default=2048, help="tokens of a sequence (%(default)s)")
-    add("--micro-batch", type=at_least(1), metavar="B", help="sequences of a training pass (8, or what fits with ease)")
-    add("--accumulate", type=at_least(1), metavar="A", default=2, help="training passes of 8 of a step (%(default)s)")
+    add("--micro-batch", type=at_least(1), metavar="B", help="sequences of a training pass (8, or fewer to fit memory)")
+    add("--accumulate", type=at_least(1), metavar="A", default=2, help="passes of a training step (%(default)s)")
 
     how = parser.add_argument_group("measurement")
     add = how.add_argument
-    add("--device", help="cpu, cuda or cuda:INDEX (default: cuda where there is one)")
+    add("--device", help=DEVICE_HELP)
     add("--compile", metavar="BACKEND", help="default, none, or a backend of torch.compile (default; none on a CPU)")
     add("--rounds", type=at_least(1), metavar="N", default=5, help="timed calls of each variant (%(default)s)")
-    add("--energy", action="store_true", help="energy of a token, by NVML: each variant alone")
-    add("--energy-seconds", type=_positive, default=4.0, metavar="S", help="of each variant (%(default)s)")
-    add("--budget-s", type=_positive, metavar="S", help="begin no operation once so many seconds are over")
+    add("--energy", action="store_true", help="energy per token, by NVML: each variant alone")
+    add("--budget-s", type=number, metavar="S", help="begin no operation after this many seconds")
 
     out = parser.add_argument_group("output")
     add = out.add_argument
     add("--repro", action="store_true", help="print for each operation the command that repeats it")
-    add("--json", type=output, metavar="FILE", help=f'write the data; "{STDOUT}" is stdout, with nothing else there')
-    add("--csv", type=output, metavar="FILE", help="the same as CSV")
+    add(
+        "--json",
+        type=output_path,
+        metavar="FILE",
+        help=f'write the data; "{STDOUT}" is stdout, with nothing else there',
+    )
+    add("--csv", type=output_path, metavar="FILE", help="the same as CSV")
 
 
 def _check(arguments: argparse.Namespace) -> None:
     """Raise RequestError for arguments that contradict each other."""
     if (arguments.model is None) == (arguments.config is None):
         got = "neither" if arguments.model is None else "both"
-        raise RequestError(f"expected the folder of a model or --config, got {got}")
+        raise RequestError(f"expected either the folder of a model or --config, got {got}")
     if arguments.model is not None:
         if arguments.text is None:
             raise RequestError("--text: expected text to run the model on, got none")
@@ -200,15 +176,15 @@ def _check(arguments: argparse.Namespace) -> None:
             f"got {len(arguments.nnz)}"
         )
     require_writable((arguments.json, arguments.csv))
-    # importing it takes seconds
+    # the import takes seconds
     if arguments.compile not in (None, *COMPILE) and arguments.compile not in torch._dynamo.list_backends(None):
-        # those for debugging are taken, too
+        # backends for debugging are accepted, too
         known = ", ".join((*COMPILE, *torch._dynamo.list_backends()))
-        raise RequestError(f"--compile takes {known}, got {arguments.compile!r}")
+        raise RequestError(f"--compile must be one of {known}, got {arguments.compile!r}")
 
 
 def _needed(arguments: argparse.Namespace) -> int:
-    """Sequences that all operations take; two batches of each, so that no two calls after each other are the same."""
+    """Sequences for all operations: two batches of each, so that no two successive calls are the same."""
     counts = [_step_sequences(arguments) if op == "train" else arguments.batch for op in arguments.ops]
     return 2 * max(counts)
 
@@ -218,7 +194,7 @@ def _step_sequences(arguments: argparse.Namespace) -> int:
 
 
 def _subjects(arguments: argparse.Namespace, device: torch.device) -> Iterator[Callable[[], Subject]]:
-    """What makes each of the models."""
+    """A function for each model that makes it."""
     if arguments.model is not None:
         yield lambda: _saved(arguments, device)
     for i, shape in enumerate(arguments.config or ()):
@@ -242,8 +218,8 @@ def _saved(arguments: argparse.Namespace, device: torch.device) -> Subject:
     return Subject(arguments.model.resolve().name, loaded.model, torch.tensor(text.sequences, device="cpu"))
 
 
-def _drawn(arguments: argparse.Namespace, shape: Shape, nnz: float | None, device: torch.device) -> Subject:
-    """A model of random weights, and its tokens."""
+def _drawn(arguments: argparse.Namespace, shape: LlamaSizes, nnz: float | None, device: torch.device) -> Subject:
+    """A model with random weights, and its tokens."""
     chosen = {name: getattr(arguments, name) for name in ("skew", "dead", "topic")}
     pattern = Pattern(nnz or paper_nnz(shape), **{name: value for name, value in chosen.items() if value is not None})
     sizes = (shape, _needed(arguments), arguments.sequence, pattern.topic)
@@ -260,12 +236,12 @@ def _drawn(arguments: argparse.Namespace, shape: Shape, nnz: float | None, devic
 
 
 def _compiled(arguments: argparse.Namespace, device: torch.device) -> str:
-    """What --compile stands for."""
+    """The value of --compile, or its default."""
     return str(arguments.compile or ("none" if device.type == "cpu" else "default"))
 
 
 def _settings(arguments: argparse.Namespace, subject: Subject) -> Settings:
-    """With as many passes in a training step as its sequences take."""
+    """The settings, with as many passes in a training step as its sequences need."""
     sequences, micro_batch = _step_sequences(arguments), arguments.micro_batch or 8
     if arguments.micro_batch is None and subject.device.type == "cuda":
         memory = torch.cuda.get_device_properties(subject.device).total_memory
@@ -277,19 +253,18 @@ def _settings(arguments: argparse.Namespace, subject: Subject) -> Settings:
         accumulate=sequences // micro_batch,
         rounds=arguments.rounds,
         backend={"default": _BACKEND, "none": ""}.get(compiled, compiled),
-        energy_seconds=arguments.energy_seconds,
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Time what is asked for. Returns 0, 1 if a row is red, 2 if a file could not be written, 130 for Ctrl-C.
+    """Time the request. Return 0, 1 if a row is red, 2 if a file could not be written, 130 for Ctrl-C.
 
-    After Ctrl-C, too, the rows so far are printed and, if there are any, written.
-    Raises RequestError for what cannot be done, ImportError where transformers or pynvml is missing and needed.
+    The rows so far are printed and, if there are any, written, after Ctrl-C, too. Raises RequestError if the request
+    cannot be met, ImportError without transformers, or without pynvml if it is needed.
     """
     _check(arguments)
     device = pick_device(arguments.device)
-    meter = _meter(device) if arguments.energy else None
+    meter = open_meter(device) if arguments.energy else None
     this = _Report(arguments, device, meter, Writer(arguments.json, arguments.csv, name=NAME))
     with ExitStack() as stack:
         if device.type == "cuda":
@@ -315,19 +290,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 2 if this.writer.failure else int(red > 0)
 
 
-def _meter(device: torch.device) -> EnergyMeter:
-    if device.type != "cuda":
-        raise RequestError(f"--energy is NVML's: it needs a CUDA device, got {device}")
-    meter = EnergyMeter(device)
-    if not meter.available:
-        raise RequestError(f"--energy: {meter.reason}")
-    return meter
-
-
 def _measure(this: _Report) -> None:
-    """Run all operations on all models; what has been timed is written at once."""
+    """Run all operations on all models; write the data after each."""
     arguments, start = this.arguments, time.monotonic()
-    # training gives the weights another dtype, so it comes last
+    # train comes last: it casts the weights
     ops = [op for op in OPS if op in arguments.ops]
     with Progress(name=NAME) as progress:
         if this.meter is not None:
@@ -336,27 +302,27 @@ def _measure(this: _Report) -> None:
             try:
                 this.idle_watts = this.meter.idle_watts()
             except Exception as error:
-                # NVML's own included
+                # NVML's own errors, too
                 raise RequestError(f"--energy: {error}") from error
         makers = list(_subjects(arguments, this.device))
         names = [arguments.model.name] if arguments.model is not None else [s.name for s in arguments.config]
         for name, make in zip(names, makers, strict=True):
-            if _over(this, start, name):
+            if _budget_spent(this, start, name):
                 continue
             progress.step(f"{name}: weights and tokens")
             subject = make()
             subject.analyze()
             this.subjects.append(subject.facts())
             for op in ops:
-                if not _over(this, start, f"{name} {op}"):
+                if not _budget_spent(this, start, f"{name} {op}"):
                     this.rows += run_op(subject, op, _settings(arguments, subject), this.meter, progress.step)
                     this.machine = testing.machine_line(this.device)
                     this.write()
             del subject
 
 
-def _over(this: _Report, start: float, what: str) -> bool:
-    """Whether the budget is spent, so that this is left out."""
+def _budget_spent(this: _Report, start: float, what: str) -> bool:
+    """Whether the budget is spent; then note ``what`` as skipped."""
     budget = this.arguments.budget_s
     if budget is None or time.monotonic() - start < budget:
         return False
@@ -367,19 +333,19 @@ def _over(this: _Report, start: float, what: str) -> bool:
 # Output
 
 
-def _figure(name: str, form: str, unit: float = 1.0) -> Callable[[Row], str]:
-    def cell(row: Row) -> str:
+def _figure(name: str, form: str, unit: float = 1.0) -> Callable[[ModelRow], str]:
+    def cell(row: ModelRow) -> str:
         value = getattr(row, name)
         return "-" if value is None else f"{value if unit == 1 else value / unit:{form}}"
 
     return cell
 
 
-def _spread(row: Row) -> str:
+def _spread(row: ModelRow) -> str:
     return "-" if row.p10_ms is None else f"{row.p10_ms:.1f}-{row.p90_ms:.1f}"
 
 
-def _ran(row: Row) -> str:
+def _ran(row: ModelRow) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(row.strategies.items())) or "-"
 
 
@@ -387,44 +353,44 @@ COLUMNS = (
     Column("model", lambda row: row.config, True, "folder or configuration"),
     Column("op", lambda row: row.op, True, "see above"),
     Column("variant", lambda row: row.variant, True, "see above"),
-    Column("tokens", _figure("tokens", ","), False, "of a call"),
-    Column("pass", _figure("micro_batch", "d"), False, "sequences that run at a time"),
+    Column("tokens", _figure("tokens", ","), False, "tokens of a call"),
+    Column("pass", _figure("micro_batch", "d"), False, "sequences of a pass"),
     Column("ms", _figure("ms", ".1f"), False, "median of a call"),
-    Column("p10-p90", _spread, False, "10th and 90th percentile of a call; of up to 5 rounds the least and the most"),
+    Column("p10-p90", _spread, False, "10th and 90th percentile of a call; minimum and maximum of up to 5 rounds"),
     Column("tokens/ms", _figure("tokens_per_ms", ".0f"), False, "tokens over the median"),
     Column("over-dense", _figure("speedup", ".2f"), False, "speed-up over the faster dense variant"),
-    Column("mJ/token", _figure("mj_per_token", ".3f"), False, "energy of the whole board, calls after each other"),
-    Column("net", _figure("mj_per_token_idle_corrected", ".3f"), False, "the same less what the board takes when idle"),
-    Column("peak-GB", _figure("peak_bytes", ".1f", 1e9), False, "most memory above weights and optimizer state"),
+    Column("mJ/token", _figure("mj_per_token", ".3f"), False, "energy of the whole board, successive calls"),
+    Column("net", _figure("mj_per_token_idle_corrected", ".3f"), False, "the same minus the energy of an idle board"),
+    Column("peak-GB", _figure("peak_bytes", ".1f", 1e9), False, "peak memory above weights and optimizer state"),
     Column("total-GB", _figure("peak_total_bytes", ".1f", 1e9), False, "the same with them"),
     Column(
         "kept-KB",
         _figure("kept_bytes_per_token", ".1f", 1e3),
         False,
-        "what a training pass keeps of a token for backward, all layers and logits",
+        "saved tensors of a training pass per token, all layers and logits",
     ),
     Column(
         "of-fp32",
         _figure("frobenius", ".1e"),
         False,
-        "relative error against fp32, in norm; of train the weights' geometric mean",
+        "relative error against fp32, in norm; for train the weights' geometric mean",
     ),
     Column(
         "error",
         _figure("error", ".2f"),
         False,
-        "the same over dense eager's: more than 1.1 is red, with few tokens more",
+        "the same over dense eager's: above 1.1 (more for few tokens) is red",
     ),
     Column(
         "worst",
         _figure("worst", ".2f"),
         False,
-        "largest error of a token over dense eager's largest; of train the largest such ratio of a weight's "
-        "gradient: more than 3 is red, with few tokens more",
+        "largest error of a token over dense eager's largest; for train the largest such ratio of a weight's "
+        "gradient: above 3 (more for few tokens) is red",
     ),
     Column("layers-run", _ran, False, "strategies of the layers"),
 )
-# Left out where no row has them.
+# Left out if no row has them.
 _SOMETIMES = ("mJ/token", "net", "peak-GB", "total-GB", "kept-KB")
 
 
@@ -436,11 +402,11 @@ def _print(this: _Report) -> None:
     for line in summaries(this.rows):
         print(line)
     for facts in this.subjects:
-        print("\n".join(_about(facts)))
+        print("\n".join(_sparsity_lines(facts)))
     for note in dict.fromkeys(f"{row.config} {row.op}: {row.note}" for row in this.rows if row.note):
         print(note)
     if this.skipped:
-        print(f"left out, as --budget-s {this.arguments.budget_s:g} was over: {', '.join(this.skipped)}")
+        print(f"left out, since --budget-s {this.arguments.budget_s:g} was over: {', '.join(this.skipped)}")
     if this.meter is not None:
         idle = "" if this.idle_watts is None else f"; idle {this.idle_watts:.0f} W"
         print(f"energy: of the whole board, by {this.meter.method.replace('_', ' ')}{idle}")
@@ -450,14 +416,14 @@ def _print(this: _Report) -> None:
             print(f"{config} {op}:\n  {repro(this.arguments, config, op)}")
 
 
-def _about(facts: dict[str, Any]) -> Iterator[str]:
-    """How sparse a model is, in lines."""
+def _sparsity_lines(facts: dict[str, Any]) -> Iterator[str]:
+    """The sparsity of a model, in lines."""
     drawn = f"; random weights: {facts['pattern']}" if facts["pattern"] else ""
     count = facts["parameters"]
     size = f"{count / 1e9:.2f} billion" if count >= 1e8 else f"{count / 1e6:.2f} million"
     yield f"{facts['config']}: {facts['layers']} layers, {size} parameters{drawn}"
     active, unions = facts["non_zeros"], facts["unions"]
-    yield f"  non-zeros a token, mean {_mean(active):.1f}, by layer: {', '.join(map(_count, active))}"
+    yield f"  non-zeros per token, mean {_mean(active):.1f}, by layer: {', '.join(map(_count, active))}"
     if not any(map(math.isnan, unions)):
         share = ", ".join(f"{v:.0%}" for v in unions)
         yield f"  neurons that 128 consecutive tokens fire, mean {_mean(unions):.1%}, by layer: {share}"
@@ -471,8 +437,8 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / max(len(values), 1)
 
 
-def summaries(rows: Sequence[Row]) -> Iterator[str]:
-    """The fastest sparse variant beside the fastest dense one, a line for each operation that has both."""
+def summaries(rows: Sequence[ModelRow]) -> Iterator[str]:
+    """The fastest sparse variant beside the fastest dense one: a line for each operation that has both."""
     for config, op in dict.fromkeys((row.config, row.op) for row in rows):
         timed = [row for row in rows if (row.config, row.op) == (config, op) and row.ms is not None]
         dense, sparse = ([row for row in timed if row.variant.startswith(kind)] for kind in ("dense", "sparse"))
@@ -512,5 +478,5 @@ def repro(arguments: argparse.Namespace, config: str, op: str) -> str:
         if value is not None:
             words += [f"--{name.replace('_', '-')}", value]
     if arguments.energy:
-        words += ["--energy", "--energy-seconds", f"{arguments.energy_seconds:g}"]
+        words.append("--energy")
     return shlex.join(map(str, words))

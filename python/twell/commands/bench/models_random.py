@@ -1,20 +1,20 @@
-"""Models of the paper's sizes with random weights that fire as trained ones do, and tokens for them.
+"""Models of the paper's sizes with random weights and the sparsity of trained ones, and tokens for them.
 
-A trained model is sparse in its own way: some neurons fire often and others never, some tokens fire many, neighbouring
-tokens the same ones, and layers differ. Random weights have none of that, so all of it is drawn, as in
+In a trained model some neurons fire often and others never, some tokens fire many neurons, neighbouring tokens fire the
+same ones, and layers differ. Random weights have none of that, so all of it is drawn, as in
 ``twell.testing.WORKLOADS``:
 
-- Two features of the hidden state are written by the embedding alone: a constant, through which a column of each gate
-  weight says how readily a neuron fires, and a token's own readiness. So the layers have no bias and no parameter more
-  than the paper's, and dense and sparse layers compute the same function.
-- The readiness of neurons is spread with ``skew``, the share ``dead`` never fires, and what all have in common is found
-  by bisection, layer by layer, on what enters the layer, so that a token has as many non-zeros as wanted.
+- Only the embedding writes the first two features of the hidden state: a constant, which a column of each gate weight
+  turns into a neuron's readiness to fire, and a token's own readiness. So the layers have no bias and no more
+  parameters than the paper's, and dense and sparse layers compute the same function.
+- ``skew`` spreads the readiness of neurons, the share ``dead`` never fires, and the common threshold is found by
+  bisection, layer by layer, on the layer's inputs, for the wanted number of non-zeros per token.
 - Documents of 512 tokens draw their ids from a part of the vocabulary, whose embeddings share a component: ``topic`` is
   the correlation of two of them. Within it ids follow Zipf's law.
   With K = 2,048 and N = 5,632 the union of 128 tokens that fire 35 neurons each is 15 % of all with topic 0.5, 17 %
   with 0.25 and 21 % with 0. A model trained for 700 steps had 10 % at 20 non-zeros, 17 % at 41 and, in its first
   layer, 19 % at 29.
-- Attention and feed-forward layers add to the hidden state what leaves its size about the same at any depth. With the
+- Attention and feed-forward outputs are scaled so that the hidden state has about the same size at any depth. With the
   usual initialisation attention would make all tokens of a sequence alike, and their neurons with them.
 """
 
@@ -34,12 +34,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from twell import testing
 from twell.commands import saved_model
 from twell.commands.request import RequestError
 
 
 @dataclass(frozen=True)
-class Shape:
+class LlamaSizes:
     """Sizes of a Llama; embedding and output share a weight of ``vocab`` rows."""
 
     name: str
@@ -50,17 +51,15 @@ class Shape:
     vocab: int = 49152
 
 
-PAPER = {
-    name: Shape(name, layers, 2048, 5632, 32) for name, layers in (("0.5B", 8), ("1B", 18), ("1.5B", 28), ("2B", 38))
-}
+PAPER = {name: LlamaSizes(name, *sizes) for name, sizes in testing.PAPER_MODELS.items()}
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """How the layers fire.
+    """The pattern of activation of a model.
 
-    nnz: mean non-zeros of a token over all layers. skew: standard deviation of the neurons' readiness, as a multiple of
-    that of their sums over tokens, and tokens: the same of the tokens'. dead: share of neurons that never fire. topic:
+    nnz: mean non-zeros per token over all layers. skew: standard deviation of the neurons' readiness, as a multiple of
+    that of their sums over tokens. tokens: the same for tokens. dead: share of neurons that never fire. topic:
     correlation of the embeddings of two tokens of a document.
     """
 
@@ -74,50 +73,50 @@ class Pattern:
         return f"{self.nnz:g} non-zeros wanted, skew {self.skew:g}, dead {self.dead:g}, topic {self.topic:g}"
 
 
-# Parts of the vocabulary that documents draw from.
+# Parts of the vocabulary, one per topic, and tokens of a document.
 TOPICS = 64
 DOCUMENT = 512
 
-# Sequences that thresholds are found on.
+# Sequences for finding thresholds.
 CALIBRATION = 16
 
 _CONSTANT = 4.0
-# So many standard deviations below its threshold a dead neuron is.
+# A dead neuron is this many standard deviations below its threshold.
 _DEAD = 50.0
-# Tokens that the size of a layer's output is taken from.
+# Tokens for the scale of a layer's output.
 _SCALED_BY = 1024
-# The largest logit is about this, so that rounding it does not decide the loss.
+# The largest logit is about this, so that its rounding does not decide the loss.
 _LOGIT = 4.0
 
 
-def parse_shape(text: str) -> Shape:
-    """For argparse: one of the paper's, or LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]]."""
+def parse_sizes(text: str) -> LlamaSizes:
+    """An argparse type: a model of the paper, or LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]]."""
     if text in PAPER:
         return PAPER[text]
     if re.fullmatch(r"\d+(x\d+){2,4}", text):
         layers, hidden, neurons, *rest = map(int, text.split("x"))
         heads = rest[0] if rest else max(hidden // 64, 1)
-        shape = Shape(text, layers, hidden, neurons, heads, *rest[1:])
+        shape = LlamaSizes(text, layers, hidden, neurons, heads, *rest[1:])
         if min(layers, hidden, neurons, heads, shape.vocab) > 0 and hidden % (2 * heads) == 0:
             return shape
-        raise argparse.ArgumentTypeError(f"expected sizes above 0, an even size of each head, got {text}")
+        raise argparse.ArgumentTypeError(f"expected sizes above 0 and an even size of each head, got {text}")
     raise argparse.ArgumentTypeError(
         f"expected {', '.join(PAPER)} or LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]], got {text!r}"
     )
 
 
-def paper_nnz(shape: Shape) -> float:
-    """Mean non-zeros of a token, as the paper has them for its models: 39 with 8 layers, 29 with 28, 24 with 38.
+def paper_nnz(shape: LlamaSizes) -> float:
+    """Mean non-zeros per token in the paper's models: 39 with 8 layers, 29 with 28, 24 with 38.
 
     These three lie on a line, which gives 34 for the 18 layers of 1B. Other sizes have the 1.5B model's share.
     """
     if shape in PAPER.values():
         return 43 - shape.layers / 2
-    return 29 / 5632 * shape.neurons
+    return 29 / testing.PAPER_NEURONS * shape.neurons
 
 
 def profile(layers: int, mean: float) -> list[float]:
-    """Non-zeros of a token by layer: the first layers least active, the early-middle ones most, as the paper has it.
+    """Non-zeros per token by layer: as in the paper, the first layers are least active, the early-middle ones most.
 
     The curve, 0.4 + 1.2 t e^(1 - t) with t = 1 at 0.3 of the depth, is this project's: the paper gives no figures.
     """
@@ -126,8 +125,8 @@ def profile(layers: int, mean: float) -> list[float]:
     return [mean * value * layers / sum(curve) for value in curve]
 
 
-def build(shape: Shape, sequence: int, device: torch.device) -> Any:
-    """A bfloat16 model of that shape in evaluation mode, its FFNs dense, whose weights are yet to be drawn."""
+def build(shape: LlamaSizes, sequence: int, device: torch.device) -> Any:
+    """A bfloat16 model of these sizes in evaluation mode, its FFNs dense, before ``draw``."""
     from twell.integrations.transformers import SparseLlamaConfig, SparseLlamaForCausalLM
 
     config = SparseLlamaConfig(
@@ -151,17 +150,16 @@ def build(shape: Shape, sequence: int, device: torch.device) -> Any:
 
 @torch.no_grad()
 def draw(model: Any, ids: Tensor, pattern: Pattern, seed: int = 0) -> list[float]:
-    """Give ``model`` weights that fire as ``pattern`` says on tokens like ``ids`` [sequences, tokens].
+    """Draw weights for ``model`` that fire by ``pattern`` on tokens like ``ids`` [sequences, tokens].
 
-    Returns the non-zeros of a token that each layer was to have. Raises RequestError where there are not so many
-    neurons.
+    Returns the wanted non-zeros per token of each layer. Raises RequestError if there are too few neurons.
     """
     watched = saved_model.layers(model)
     neurons = model.config.intermediate_size
     wanted = profile(len(watched), pattern.nnz)
     if max(wanted) >= (1 - pattern.dead) * neurons:
         raise RequestError(
-            f"--nnz: expected fewer than the {(1 - pattern.dead) * neurons:.0f} neurons that are not dead, got "
+            f"--nnz: expected fewer than {(1 - pattern.dead) * neurons:.0f}, the neurons that are not dead, got "
             f"{max(wanted):.0f} in the most active layer for a mean of {pattern.nnz:g}"
         )
     weight = model.get_input_embeddings().weight
@@ -170,7 +168,7 @@ def draw(model: Any, ids: Tensor, pattern: Pattern, seed: int = 0) -> list[float
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=weight.device)
 
-    # so much each sublayer adds to a hidden state of size 1: half of its variance in the end
+    # each sublayer adds this much to a hidden state of size 1: half of its variance in the end
     share = 1 / math.sqrt(2 * len(watched))
     _draw_embedding(weight, pattern, normal)
     hidden = weight.shape[1]
@@ -181,11 +179,11 @@ def draw(model: Any, ids: Tensor, pattern: Pattern, seed: int = 0) -> list[float
             linear.weight.copy_(normal(*linear.weight.shape) / math.sqrt(hidden))
         for linear, scale in ((attention.o_proj, share), (mlp.down_proj, 1.0)):
             linear.weight.copy_(normal(*linear.weight.shape) * (scale / math.sqrt(linear.in_features)))
-            # nobody writes to the features that thresholds are read from
+            # only the embedding writes the first two features
             linear.weight[:2] = 0
 
-    def visit(i: int, x: Tensor, first: Tensor) -> None:
-        # before the layer runs, so that the next one sees what it gives
+    def draw_layer(i: int, x: Tensor, first: Tensor) -> None:
+        # before the layer runs, since the next layer's input depends on it
         mlp: Any = watched[i].module
         fate = torch.rand(neurons, generator=generator, device=x.device)
         _set_gate(mlp.gate_proj.weight, x, wanted[i], pattern, normal(neurons), fate)
@@ -194,7 +192,9 @@ def draw(model: Any, ids: Tensor, pattern: Pattern, seed: int = 0) -> list[float
         mlp.down_proj.weight.mul_(share / y.float().square().mean().sqrt().clamp_min(1e-3))
 
     sample = ids[:: max(len(ids) // CALIBRATION, 1)][:CALIBRATION].cpu()
-    saved_model.observe(model, watched, [saved_model.Batch(sample, torch.ones_like(sample, dtype=torch.bool))], visit)
+    saved_model.observe(
+        model, watched, [saved_model.Batch(sample, torch.ones_like(sample, dtype=torch.bool))], draw_layer
+    )
     return wanted
 
 
@@ -209,7 +209,7 @@ def _draw_embedding(weight: Tensor, pattern: Pattern, normal: Any) -> None:
 
 
 def _set_gate(weight: Tensor, x: Tensor, nnz: float, pattern: Pattern, drawn: Tensor, fate: Tensor) -> None:
-    """Give the gate the two columns by which a token x [tokens, K] fires ``nnz`` neurons on average."""
+    """Set the two columns of the gate so that a token of x [tokens, K] fires ``nnz`` neurons on average."""
     weight[:, :2] = 0
     sums = F.linear(x, weight).float()
     sigma = float(sums.std())
@@ -218,7 +218,7 @@ def _set_gate(weight: Tensor, x: Tensor, nnz: float, pattern: Pattern, drawn: Te
     # the norm before the layer divides both features alike
     weight[:, 1] = sigma * _CONSTANT / mean
     sums += x[:, 1:2].float() * weight[:, 1].float()
-    # a neuron fires where sum + constant * column > 0, so where the sum, thus divided, exceeds a threshold of its own
+    # a neuron fires if sum + constant * column > 0, so if the sum over the constant exceeds its own threshold
     readiness = pattern.skew * sigma * drawn
     dead = fate < pattern.dead
     sums.div_(constant / mean).add_(readiness)
@@ -229,7 +229,7 @@ def _set_gate(weight: Tensor, x: Tensor, nnz: float, pattern: Pattern, drawn: Te
 
 
 def _threshold(sums: Tensor, nnz: float, bound: float) -> float:
-    """What ``nnz`` values of a row exceed on average, by bisection between -bound and bound."""
+    """The value that ``nnz`` values of a row exceed on average, by bisection between -bound and bound."""
     low, high = -bound, bound
     middle = 0.0
     for _ in range(30):
@@ -245,7 +245,7 @@ def _topics(vocab: int, topic: float) -> int:
     return min(TOPICS, vocab) if topic else 1
 
 
-def draw_ids(shape: Shape, sequences: int, length: int, topic: float, seed: int = 0) -> Tensor:
+def draw_ids(shape: LlamaSizes, sequences: int, length: int, topic: float, seed: int = 0) -> Tensor:
     """Token ids int64 [sequences, length]: by Zipf's law, each document from its topic's part of the vocabulary."""
     size = shape.vocab // _topics(shape.vocab, topic)
     generator = torch.Generator().manual_seed(seed)
@@ -254,10 +254,10 @@ def draw_ids(shape: Shape, sequences: int, length: int, topic: float, seed: int 
     return _in_topics(ranks.view(sequences, length), shape, topic, generator)
 
 
-def text_ids(shape: Shape, sequences: int, length: int, topic: float, paths: list[Path], seed: int = 0) -> Tensor:
-    """Token ids int64 [sequences, length] of the words of text, in its order: a hash of each word stands for it.
+def text_ids(shape: LlamaSizes, sequences: int, length: int, topic: float, paths: list[Path], seed: int = 0) -> Tensor:
+    """Token ids int64 [sequences, length]: hashes of the words of text, in its order.
 
-    The text's documents are those of ``topic``: 512 words of it. Raises RequestError where there is too little text.
+    A document, for ``topic``, is 512 words. Raises RequestError if there is too little text.
     """
     size = shape.vocab // _topics(shape.vocab, topic)
     config = SimpleNamespace(vocab_size=shape.vocab, max_position_embeddings=length)
@@ -268,7 +268,7 @@ def text_ids(shape: Shape, sequences: int, length: int, topic: float, paths: lis
 
 
 class _Words:
-    """What ``saved_model.read`` takes for a tokenizer: words and signs, each a number below ``size``."""
+    """A tokenizer for ``saved_model.read``: words and signs, each a number below ``size``."""
 
     bos_token_id = None
 
@@ -283,7 +283,7 @@ class _Words:
             yield zlib.crc32(word.group().encode()) % self._size
 
 
-def _in_topics(ranks: Tensor, shape: Shape, topic: float, generator: torch.Generator) -> Tensor:
+def _in_topics(ranks: Tensor, shape: LlamaSizes, topic: float, generator: torch.Generator) -> Tensor:
     topics = _topics(shape.vocab, topic)
     sequences, length = ranks.shape
     drawn = torch.randint(topics, (sequences, math.ceil(length / DOCUMENT)), generator=generator, device="cpu")
@@ -292,6 +292,6 @@ def _in_topics(ranks: Tensor, shape: Shape, topic: float, generator: torch.Gener
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give the parameters another dtype in place. Not buffers: rotary embeddings would turn at rounded frequencies."""
+    """Cast the parameters in place. Buffers stay: rotary embeddings must not have rounded frequencies."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

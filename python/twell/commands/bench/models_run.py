@@ -1,9 +1,9 @@
-"""Whole models with sparse feed-forward layers beside the same with dense ones: what is run, checked and measured.
+"""Runs, checks and times whole models with sparse feed-forward layers beside the same models with dense ones.
 
 All variants share one set of weights and compute the same function, with ReLU; "compiled" is torch.compile of each
 decoder layer. Dense is twell's own strategy "dense": cuBLAS products and, in eager mode, one kernel for
-``relu(gate) * up``, so that it is never slower than the stock layer. Sparse is "auto", which calls in eager mode settle
-before anything is timed or compiled.
+``relu(gate) * up``, so it is never slower than the stock layer. Sparse is "auto"; eager calls settle it before timing
+and compiling.
 """
 
 from __future__ import annotations
@@ -27,43 +27,40 @@ from twell._runtime import geometry
 from twell._runtime.log import logger
 from twell.commands import saved_model, sparsity
 from twell.commands.bench.energy import EnergyMeter
+from twell.commands.bench.layers import SETTLING
 from twell.commands.bench.models_random import cast
-from twell.commands.bench.protocol import spread
+from twell.commands.bench.protocol import FAILURES, reason, spread
+from twell.commands.bench.rows import ratio
 from twell.nn import set_down_layout
 
 OPS = ("forward", "logits", "train")
 
-# Errors against fp32, over those of dense eager: of all together, and of the worst token or weight. The latter is
-# there for what is wrong in one place only, as large as the values themselves; that of trained models varies by itself.
-# Both are for many tokens; where few are compared, luck widens them: see ``testing.allowance``.
+# Largest errors against fp32 over those of dense eager: of the whole, and of the worst token or weight. The latter
+# finds faults in one place, as large as the values themselves; in trained models it varies. Both are for many tokens;
+# with few, chance widens them: see ``testing.allowance``.
 TOLERANCE = 1.1
 WORST_TOLERANCE = 3.0
 L1 = 2e-5
 
-# Calls before timing. "auto" measures calls 0, 1, 2, 4 and decides by them at 1, 2, 4, 8.
-SETTLING = 9
 # Sequences whose outputs are compared.
 CHECKED = 2
-# Sequences of which the layers' sparsity is taken.
+# Sequences for the layers' sparsity.
 ANALYZED = 16
-
-# What makes a row red: a fault of a kernel is a RuntimeError.
-FAILURES = (RuntimeError, NotImplementedError, ValueError, TypeError)
 
 
 @dataclass
-class Row:
+class ModelRow:
     """One variant of one operation on one model. Times are milliseconds of a call, memory is bytes, energy millijoules.
 
-    micro_batch: sequences of a pass, of which a call has as many as its tokens take. pattern: what random weights were
-    drawn for; "" of a trained model. speedup: over the faster dense variant. mj_per_token: of the whole board, and less
-    what it takes when idle. peak_bytes: the most above weights, optimizer state and tokens; peak_total_bytes: with the
-    variant's own weights and states. kept_bytes: what a training pass keeps for backward but the weights, and in it
-    copies of these in 16 bits, where they can be told; per token without them. frobenius: relative error against fp32,
-    of train the geometric mean of those of all weights' gradients; error: that over dense eager's. worst: the largest
-    error of a token's output over dense eager's largest; of train that of a weight's gradient over dense eager's, the
-    largest. strategies: of how many layers. non_zeros, unions: by layer, of a token and, as a share of the neurons, of
-    128 consecutive tokens. ready_s: seconds for settling, compiling and checking.
+    micro_batch: sequences of a pass; a call has several passes. pattern: of random weights, "" for a trained model.
+    speedup: over the faster dense variant. mj_per_token: of the whole board; idle_corrected: minus that of an idle
+    board. peak_bytes: above weights, optimizer state and tokens; peak_total_bytes: with them. kept_bytes: tensors saved
+    for backward by a training pass, without the weights; kept_weights_bytes: 16-bit copies of weights among them, if
+    recognisable; kept_bytes_per_token: without these. frobenius: relative error against fp32, for train the geometric
+    mean over the weights' gradients; error: the same over dense eager's. worst: largest error of a token over dense
+    eager's largest; for train the largest ratio of a weight's gradient. strategies: layers by strategy. non_zeros,
+    unions: by layer, per token and, as a share of the neurons, of 128 consecutive tokens. ready_s: seconds for
+    settling, compiling and checking.
     """
 
     op: str
@@ -100,7 +97,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Settings:
-    """How everything is measured. ``backend`` is torch.compile's, "" to leave compiled variants out."""
+    """The settings of a measurement. ``backend`` is torch.compile's, "" for no compiled variants."""
 
     batch: int
     micro_batch: int
@@ -114,13 +111,13 @@ class Settings:
         return self.micro_batch * self.accumulate if op == "train" else self.batch
 
     def kinds(self) -> list[tuple[str, str, bool]]:
-        """Kind, strategy and whether compiled, of all variants. Errors are over those of the first."""
+        """(name, strategy, compiled) of all variants. Errors are relative to those of the first."""
         both = (("dense", "dense"), ("sparse", "auto"))
         return [(*kind, compiled) for kind in both for compiled in ((False, True) if self.backend else (False,))]
 
 
 class Subject:
-    """A model and its tokens [sequences, tokens]. ``wanted``: non-zeros by layer that its weights were drawn for."""
+    """A model and its tokens [sequences, tokens]. ``wanted``: non-zeros by layer for which weights were drawn."""
 
     def __init__(self, name: str, model: Any, ids: Tensor, pattern: str = "", wanted: Sequence[float] = ()) -> None:
         self.name, self.ids, self.pattern, self.wanted = name, ids, pattern, list(wanted)
@@ -144,7 +141,7 @@ class Subject:
         return self._narrow
 
     def for_training(self) -> Any:
-        """The model in float32, in the place of that in bfloat16."""
+        """The model cast to float32; the bfloat16 model is gone."""
         self._narrow = None
         cast(self._model, torch.float32)
         return self._model
@@ -156,7 +153,7 @@ class Subject:
         return model
 
     def analyze(self) -> None:
-        """Find out how sparse the layers are."""
+        """Measure the sparsity of the layers."""
         ids = self.ids[:: max(len(self.ids) // ANALYZED, 1)][:ANALYZED].cpu()
         batches = [saved_model.Batch(part, torch.ones_like(part, dtype=torch.bool)) for part in torch.split(ids, 4)]
         for report in sparsity.analyze(self.for_inference(), batches):
@@ -165,7 +162,7 @@ class Subject:
             self.dead.append(report.dead / report.n)
 
     def facts(self) -> dict[str, Any]:
-        """What is known of the model, for files."""
+        """The model's facts, for files."""
         return {
             "config": self.name,
             "layers": self.layers,
@@ -182,12 +179,12 @@ class Variant:
     """One way to run the model: a copy of it that shares the parameters, in passes of ``micro_batch`` sequences."""
 
     def __init__(self, model: Any, kind: tuple[str, str, bool], micro_batch: int) -> None:
-        name, strategy, self.compile = kind
-        self.name = f"{name} {'compiled' if self.compile else 'eager'}"
-        # parameters alone are shared: each copy counts and chooses for itself
+        _, strategy, self.compile = kind
+        self.name = _name(kind)
+        # only parameters are shared: each copy counts and chooses for itself
         self.model = copy.deepcopy(model, {id(tensor): tensor for tensor in model.parameters()})
         self.layers = _sparsify.layers(self.model)
-        # parameters are shared, so that this is done once
+        # the first variant does it for all
         set_down_layout(self.model, "rows")
         for layer in self.layers.values():
             layer.strategy = strategy  # type: ignore[assignment]
@@ -195,7 +192,7 @@ class Variant:
         self.device = next(model.parameters()).device
 
     def take_choices(self, settled: Variant) -> None:
-        """Choose as another has."""
+        """Take the choices of another variant."""
         for layer, other in zip(self.layers.values(), settled.layers.values(), strict=True):
             layer._auto = copy.deepcopy(other._auto)
 
@@ -203,31 +200,31 @@ class Variant:
         """Let "auto" choose."""
         for i in range(SETTLING):
             self.run_pass(batches[i % len(batches)][: self.micro_batch])
-            # the figures of a call are on the host when the next one asks
+            # the next call needs the figures of this one on the host
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
 
     def compile_layers(self, backend: str) -> None:
-        # each size for itself: code for any size is slower
+        # each size separately: code for any size is slower
         torch._dynamo.config.recompile_limit = 256
         for layer in self.model.get_decoder().layers:
             layer.compile(backend=backend, dynamic=False)
 
     def run_pass(self, tokens: Tensor) -> object:
-        """One pass; its result, if there is one."""
+        """Run one pass and return its result, if any."""
         raise NotImplementedError
 
     def call(self, tokens: Tensor) -> None:
-        """What is timed."""
+        """Run all passes: the timed call."""
         for part in torch.split(tokens, self.micro_batch):
             self.run_pass(part)
 
     def check(self, tokens: Tensor) -> list[Tensor]:
-        """What is to be right, of the first pass."""
+        """The results of the first pass, to compare."""
         raise NotImplementedError
 
     def kept(self, tokens: Tensor) -> tuple[int, int | None] | None:
-        """Bytes kept for backward but the parameters, and in them copies of parameters; None where nothing is kept."""
+        """Bytes saved for backward without the parameters, and copies of parameters in them; None for inference."""
         return None
 
     def held(self) -> int:
@@ -236,7 +233,7 @@ class Variant:
         return sum(t.numel() * t.element_size() for t in tensors.values())
 
     def strategies(self, kind: str) -> dict[str, int]:
-        """How many layers run which strategy."""
+        """The number of layers by strategy."""
         chosen: Counter[str] = Counter()
         for layer in self.layers.values():
             rows = [row for row in twell.explain(layer) if row.kind in (kind, "any")]
@@ -262,7 +259,7 @@ class Forward(Variant):
 
 
 class Training(Variant):
-    """Optimizer steps of rate 0, so that each has the same sparsity. All variants share the optimizer's state."""
+    """Optimizer steps of rate 0, all with the same sparsity. All variants share the optimizer's state."""
 
     def __init__(
         self, model: Any, kind: tuple[str, str, bool], micro_batch: int, optimizer: torch.optim.Optimizer
@@ -296,7 +293,7 @@ class Training(Variant):
         self.optimizer.zero_grad()
 
     def gradients(self) -> list[Tensor]:
-        """Those there are, which are then no longer the parameters'."""
+        """Take the gradients from the parameters."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         self.optimizer.zero_grad()
         return gradients
@@ -306,7 +303,7 @@ class Training(Variant):
         return self.gradients()
 
     def exact(self, tokens: Tensor) -> list[Tensor]:
-        """What ``check`` gives in float32, a sequence at a time: means over equal parts are means of their means."""
+        """``check`` in float32, a sequence at a time: the mean over equal parts is the mean of their means."""
         self.dtype = None
         for sequence in torch.split(tokens[: self.micro_batch], 1):
             (self.loss(sequence) / self.micro_batch).backward()  # type: ignore[no-untyped-call]
@@ -316,7 +313,7 @@ class Training(Variant):
         parameters = list(self.model.parameters())
         own = {p.untyped_storage().data_ptr() for p in parameters}
         shapes = {tuple(sorted(p.shape)) for p in parameters}
-        # beside activations of so many tokens copies could not be told
+        # activations with a dimension of a weight look like copies of it
         ambiguous = any(tokens[: self.micro_batch].numel() in p.shape for p in parameters)
         storages: dict[int, tuple[int, bool]] = {}
 
@@ -324,11 +321,11 @@ class Training(Variant):
             storage = t.untyped_storage()
             if storage.data_ptr() not in own:
                 storages[storage.data_ptr()] = storage.nbytes(), tuple(sorted(t.shape)) in shapes
-            # an output that its own graph saved as it is would never be freed
+            # undetached, an output saved by its own graph would never be freed
             return t.detach()
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            # what is kept lives as long as the loss
+            # the saved tensors live as long as the loss
             loss = self.loss(tokens[: self.micro_batch])
         total = sum(size for size, _ in storages.values())
         copies = sum(size for size, is_copy in storages.values() if is_copy)
@@ -341,29 +338,24 @@ class Training(Variant):
 
 
 def compare_tokens(ours: Tensor, exact: Tensor) -> tuple[float, list[float]]:
-    """Relative errors of [..., K] in the Frobenius norm: of the whole, and of each token."""
+    """Relative errors of outputs [..., K] in the Frobenius norm: of the whole, and of each token."""
     wrong, right = ((ours.float() - exact).double().square().sum(-1), exact.double().square().sum(-1))
     return float((wrong.sum() / right.sum()).sqrt()), (wrong / right).sqrt().flatten().tolist()
 
 
 def compare_gradients(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> tuple[float, list[float]]:
-    """Relative errors of the gradients of weights in the Frobenius norm: their geometric mean, and each.
+    """Relative errors of the weights' gradients in the Frobenius norm: their geometric mean, and each.
 
-    Each weight counts the same, however large its gradient or how much of it is rounding. Vectors are left out: few of
-    a norm's elements hold most of its gradient, so that its error says little.
+    All weights count the same, whatever the size of their gradients. Vectors are left out: a few elements hold most of
+    the gradient of a norm's weight, so its error says little.
     """
     parts = []
     for a, b in zip(ours, exact, strict=True):
         if b.dim() > 1:
             wrong, right = (float(t.square().sum(dtype=torch.float64)) for t in (a.float() - b, b))
             parts.append(math.sqrt(wrong / right) if right else math.inf if wrong else 0.0)
-    # an exact one counts as nearly exact
+    # an exact gradient counts as nearly exact
     return math.exp(sum(math.log(max(part, 1e-9)) if part == part else part for part in parts) / len(parts)), parts
-
-
-def reason(error: Exception) -> str:
-    """An error as one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
 def run_op(
@@ -372,18 +364,19 @@ def run_op(
     settings: Settings,
     meter: EnergyMeter | None = None,
     step: Callable[[str], object] = lambda text: None,
-) -> list[Row]:
-    """Rows of all variants of one operation, one after the other checked, then timed in turn.
+) -> list[ModelRow]:
+    """Check all variants of one operation one after the other, time them in turn, and return their rows.
 
-    Where memory runs out all begin again with half the sequences in a pass, and as many passes more. ``step`` is told
-    what begins.
+    If memory runs out, all begin again with half the sequences in a pass and twice the passes. ``step`` gets a line at
+    each step.
     """
     micro_batch = settings.micro_batch if op == "train" else settings.batch
     wanted = micro_batch
     note = ""
     while True:
         rows = [
-            Row(op, subject.name, _name(kind), 0, micro_batch, subject.pattern, note=note) for kind in settings.kinds()
+            ModelRow(op, subject.name, _name(kind), 0, micro_batch, subject.pattern, note=note)
+            for kind in settings.kinds()
         ]
         for row in rows:
             row.non_zeros, row.unions = subject.non_zeros, subject.unions
@@ -393,7 +386,7 @@ def run_op(
             return rows
         except torch.OutOfMemoryError as error:
             message = reason(error)
-        # beyond the except clause nothing holds the frames that held the memory
+        # after the except clause nothing holds the frames that held the memory
         _free(subject.device)
         if micro_batch == 1:
             for row in rows:
@@ -408,15 +401,8 @@ def _name(kind: tuple[str, str, bool]) -> str:
     return f"{kind[0]} {'compiled' if kind[2] else 'eager'}"
 
 
-def _over(value: float, base: float) -> float:
-    """``value`` over ``base``; 1 where both are 0, NaN where either is."""
-    if value == base:
-        return 1.0
-    return value / base if base else math.inf * value
-
-
 def _free(device: torch.device) -> None:
-    """Give memory back that nothing uses: modules and their hooks may refer to each other."""
+    """Free unused memory: modules and their hooks may refer to each other."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
@@ -441,14 +427,14 @@ class _Run:
         self.batches = [subject.ids[i * sequences : (i + 1) * sequences].to(self.device) for i in range(2)]
         self.training = op == "train"
 
-    def measure(self, rows: list[Row]) -> None:
+    def measure(self, rows: list[ModelRow]) -> None:
         """Fill the rows."""
         ready = []
         for row, variant in zip(rows, self.checked(rows)):
             row.tokens = self.batches[0].numel()
             if variant is not None and not row.red:
                 ready.append((row, variant))
-        # one that fails here is no row's fault
+        # a failure here is no row's fault
         for row, variant in ready:
             self.note_memory(row, variant)
         self.step(f"{self.subject.name} {self.op}: {len(ready)} variants in turn")
@@ -456,10 +442,10 @@ class _Run:
         order = list(zip(ready, samples, strict=True))
         for i in range(self.settings.rounds):
             for (_, variant), each in order:
-                # the GPU's clocks follow what ran just before: a call of the same, for all
+                # clocks depend on the call before: it is one of the same variant, for all
                 variant.call(self.batches[(i + 1) % len(self.batches)])
                 each.append(self.timed(variant, self.batches[i % len(self.batches)]))
-            order = order[1:] + order[:1]  # so that none always follows the same one
+            order = order[1:] + order[:1]  # none always follows the same one
         for (row, _), each in zip(ready, samples, strict=True):
             note_times(row, each)
         dense = [row.ms for row, _ in ready if row.ms is not None and row.variant.startswith("dense")]
@@ -469,8 +455,8 @@ class _Run:
             for row, variant in ready:
                 self.note_energy(row, variant, self.meter)
 
-    def checked(self, rows: Sequence[Row]) -> Iterator[Variant | None]:
-        """The variants, ready to be timed where their row is not red; None where they failed."""
+    def checked(self, rows: Sequence[ModelRow]) -> Iterator[Variant | None]:
+        """Yield the variants, ready for timing unless their row is red; None for those that failed."""
         truth = self.truth()
         _free(self.device)
         make = self.maker()
@@ -510,7 +496,7 @@ class _Run:
         return lambda kind: Training(model, kind, self.micro_batch, optimizer)
 
     def truth(self) -> list[Tensor]:
-        """What ``check`` gives in fp32."""
+        """The results of ``check`` in fp32."""
         self.step(f"{self.subject.name} {self.op}: in fp32")
         kind = ("dense", "dense", False)
         if not self.training:
@@ -520,18 +506,18 @@ class _Run:
         return Training(model, kind, self.micro_batch, torch.optim.SGD(model.parameters())).exact(self.batches[0])
 
     def note_errors(
-        self, row: Row, variant: Variant, truth: list[Tensor], base: tuple[float, list[float]] | None
+        self, row: ModelRow, variant: Variant, truth: list[Tensor], base: tuple[float, list[float]] | None
     ) -> tuple[float, list[float]]:
-        """Put errors into the row; those of the first variant, which the others' are measured by."""
+        """Put errors into the row; return those of the first variant, the unit of the others."""
         ours = variant.check(self.batches[0])
         found = compare_gradients(ours, truth) if self.training else compare_tokens(ours[0], truth[0])
         row.frobenius, parts = found
         base = base or (row.frobenius, parts)
-        row.error = _over(row.frobenius, base[0])
+        row.error = ratio(row.frobenius, base[0])
         if self.training:
-            row.worst = max(_over(error, dense) for error, dense in zip(parts, base[1], strict=True))
+            row.worst = max(ratio(error, dense) for error, dense in zip(parts, base[1], strict=True))
         else:
-            row.worst = _over(max(parts), max(base[1]))
+            row.worst = ratio(max(parts), max(base[1]))
         sequences = self.micro_batch if self.training else min(CHECKED, self.micro_batch)
         luck = testing.allowance(self.batches[0][:sequences].numel())
         if not row.error <= TOLERANCE * luck:
@@ -543,7 +529,7 @@ class _Run:
             row.red += f", expected at most {WORST_TOLERANCE * luck:.3g} times"
         return base
 
-    def note_memory(self, row: Row, variant: Variant) -> None:
+    def note_memory(self, row: ModelRow, variant: Variant) -> None:
         """Warm up, and put memory into the row."""
         _free(self.device)
         tokens = self.batches[0]
@@ -577,7 +563,7 @@ class _Run:
         stop.synchronize()
         return float(start.elapsed_time(stop))
 
-    def note_energy(self, row: Row, variant: Variant, meter: EnergyMeter) -> None:
+    def note_energy(self, row: ModelRow, variant: Variant, meter: EnergyMeter) -> None:
         self.step(f"{self.subject.name} {self.op}: {row.variant}, energy")
         turn = 0
 
@@ -591,7 +577,7 @@ class _Run:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            # NVML's own included: the times are good whatever becomes of this
+            # NVML's own errors, too: they do not spoil the times
             logger.warning("energy of %s cannot be measured: %s", row.variant, reason(error))
             return
         tokens = energy.calls * row.tokens
@@ -600,7 +586,7 @@ class _Run:
         row.energy_seconds, row.energy_calls = energy.seconds, energy.calls
 
 
-def note_times(row: Row, samples: Sequence[float]) -> None:
+def note_times(row: ModelRow, samples: Sequence[float]) -> None:
     """Put the milliseconds of calls into the row."""
     found = spread(samples)
     row.ms, row.p10_ms, row.p90_ms, row.samples = found.median, found.p10, found.p90, len(samples)
@@ -608,11 +594,11 @@ def note_times(row: Row, samples: Sequence[float]) -> None:
 
 
 def fitting_micro_batch(config: Any, parameters: int, wanted: int, sequence: int, memory: int) -> int:
-    """``wanted`` or a half, a quarter, ... of it: sequences of a training pass that ``memory`` bytes hold with ease.
+    """Sequences of a training pass that ``memory`` bytes easily hold: ``wanted`` or a half, a quarter, ... of it.
 
-    ``config`` is transformers'. By what dense eager PyTorch takes (measured with K = 2,048 and N = 5,632): 28 K + 10 N
-    bytes a token and layer, 14 bytes of a token's logits, 18 of a parameter. A third of the memory is left: the
-    allocator's pieces do not fit together, and variants take turns.
+    ``config`` is transformers'. By the memory of dense eager PyTorch (measured with K = 2,048 and N = 5,632): 28 K +
+    10 N bytes per token and layer, 14 bytes per logit, 18 per parameter. A third of the memory stays free for the
+    allocator's fragments and for changing variants.
     """
     a_layer = 28 * config.hidden_size + 10 * config.intermediate_size
     a_token = config.num_hidden_layers * a_layer + 14 * config.vocab_size

@@ -1,19 +1,19 @@
-"""How long things take: the protocol of all benchmarks here, on a GPU and, for trying it out, on a CPU.
+"""The protocol of all benchmarks: how calls are recorded, replayed and timed, on a GPU and, as a trial, on a CPU.
 
-- A thing to time is a call on the i-th of several copies of its operands, which together are at least twice the L2
-  cache, so that no call finds its own operands there. There are at most 256: what few tokens take is nothing beside
-  the weights, which all calls on a layer share, as they do in a model's larger batches; ``decode`` has copies of these.
+- Each call runs on one of several copies of its operands, which together are at least twice the L2 cache, so that no
+  call finds its operands there. There are at most 256 copies: few tokens are small beside the weights. All calls on a
+  layer share the weights, as in a model's larger batches; ``decode`` copies them, too.
 - On a GPU, one call on each copy is captured into a CUDA graph, after as many calls outside of it have loaded kernels
-  and allocated memory. A time is what two events around a replay say, over the number of copies: the host has no part.
-- All that is compared is replayed in turn, and the order rotates by one from round to round, so that clocks,
-  temperature and what ran before are the same for each. Two rounds warm up, two say how many fit the seconds wanted,
-  and so many are timed, 10 to 200.
-- A time is the median of its replays; its spread are the 10th and the 90th percentile.
-- Rates are put beside what the machine did in the same run, of a large matrix product and a large copy, and the line
-  that names machine and clocks is read while the GPU is busy.
+  and allocated memory. A time is that between two events around a replay, over the number of copies: without the host.
+- All variants are replayed in turn, and the order rotates by one from round to round, so that clocks, temperature and
+  predecessors are the same for each. Two rounds warm up, two more decide how many fit the seconds wanted, and that
+  number, 10 to 200, is timed.
+- A time is the median of its replays; its spread is from the 10th to the 90th percentile.
+- The ceilings for rates are measured in the same run, by a large matrix product and a large copy; the machine line is
+  read while the GPU is busy.
 
-``Gpu`` and ``Cpu`` are the same to their callers. On a CPU a replay is the calls themselves, between two readings of a
-clock, and what belongs to a GPU (poisoned memory, peak memory) is not there: its times say that a benchmark runs.
+``Gpu`` and ``Cpu`` have one interface. On a CPU a replay is the calls themselves between two readings of a clock,
+without the GPU's part (poisoned memory, peak memory): its times only show that a benchmark runs.
 """
 
 from __future__ import annotations
@@ -34,20 +34,28 @@ from twell._runtime import resolve
 
 Call = Callable[[int], tuple[Tensor, ...]]
 
+# Errors of a variant that make its row red; a fault of a kernel is a RuntimeError.
+FAILURES = (RuntimeError, NotImplementedError, ValueError, TypeError)
+
 MOST_COPIES = 256
 WARM_ROUNDS = 2
 LEAST_ROUNDS, MOST_ROUNDS = 10, 200
 
-# Replays of the matrix product during which the machine line is read: about two seconds of an H200.
+# Replays of the matrix product while the machine line is read: about two seconds on an H200.
 BUSY_REPLAYS = 800
 
-# Cycles that the GPU sleeps until the host has queued a whole call: 20 ms of an H200.
+# Cycles of sleep while the host queues a whole call: 20 ms on an H200.
 SLEEP_CYCLES = 40_000_000
+
+
+def reason(error: Exception) -> str:
+    """An error as one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
 @dataclasses.dataclass
 class Ceilings:
-    """What the machine can do, measured in this run but for L2: flop/s and bytes/s."""
+    """Peak rates of the machine in flop/s and bytes/s: those of arithmetic and memory measured in this run."""
 
     flops: float
     memory: float
@@ -55,26 +63,26 @@ class Ceilings:
 
 
 class Recording(Protocol):
-    """Calls on every copy of the operands, to be run again and again; ``outputs`` are those of the last copy."""
+    """Calls on every copy of the operands, for replay; ``outputs`` are those of the last copy."""
 
     copies: int
     outputs: tuple[Tensor, ...]
 
     def replay(self) -> Callable[[], float]:
-        """Run the calls. What is returned gives their milliseconds, once ``wait`` was called."""
+        """Run the calls. The returned function gives their milliseconds after ``wait``."""
         ...
 
     def wait(self) -> None:
-        """Return when all replays are through."""
+        """Wait for all replays."""
         ...
 
     def spoil(self) -> None:
-        """Fill the outputs with NaN, so that what the next replay does not write shows."""
+        """Fill the outputs with NaN, so that an element that the next replay does not write shows."""
         ...
 
 
 class Graph:
-    """A recording in a CUDA graph. ``warm`` is called before, in place of ``call``, where they differ."""
+    """A recording in a CUDA graph. ``warm`` replaces ``call`` in the calls before the capture."""
 
     def __init__(self, call: Call, copies: int, warm: Call | None = None) -> None:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -100,7 +108,7 @@ class Graph:
         return lambda: float(start.elapsed_time(end))
 
     def wait(self) -> None:
-        """Return when the GPU is idle."""
+        """Wait for the GPU."""
         torch.cuda.synchronize()
 
     def spoil(self) -> None:
@@ -133,7 +141,7 @@ class Loop:
         return lambda: milliseconds
 
     def wait(self) -> None:
-        """Nothing runs by itself."""
+        """Return at once: nothing runs asynchronously."""
 
     def spoil(self) -> None:
         """Drop the outputs: a replay makes new ones."""
@@ -149,7 +157,7 @@ def measure(recordings: Mapping[str, Recording], seconds: float) -> dict[str, li
         for _ in range(count):
             for name in order:
                 spans[name].append(recordings[name].replay())
-            order = order[1:] + order[:1]  # so that none always follows the same one
+            order = order[1:] + order[:1]  # none always follows the same one
         for recording in recordings.values():
             recording.wait()
         return {name: [span() / recordings[name].copies for span in each] for name, each in spans.items()}
@@ -163,7 +171,7 @@ def measure(recordings: Mapping[str, Recording], seconds: float) -> dict[str, li
 
 
 class Spread(NamedTuple):
-    """The median of samples, the least of them, and their 10th and 90th percentiles."""
+    """The median, the minimum and the 10th and 90th percentiles of samples."""
 
     median: float
     least: float
@@ -172,52 +180,52 @@ class Spread(NamedTuple):
 
 
 def spread(samples: Sequence[float]) -> Spread:
-    """Of at least one sample. A percentile is the sample nearest to it."""
+    """The spread of at least one sample. A percentile is the sample nearest to it."""
     ordered = sorted(samples)
     p10, p90 = (ordered[round(share * (len(ordered) - 1))] for share in (0.1, 0.9))
     return Spread(statistics.median(ordered), ordered[0], p10, p90)
 
 
 def copies_for(bytes_each: int, cache: int) -> int:
-    """How many copies of operands of ``bytes_each`` are at least twice a cache of ``cache`` bytes: 2 to 256."""
+    """The number of copies of ``bytes_each`` that are at least twice ``cache`` bytes: 2 to 256."""
     return min(max(2, math.ceil(2 * cache / bytes_each)), MOST_COPIES)
 
 
 class Device(Protocol):
-    """Where things run, and how they are recorded there."""
+    """The device of a benchmark: records calls and measures memory, kernels and ceilings."""
 
     torch_device: torch.device
 
     def copies_for(self, bytes_each: int) -> int:
-        """How many copies of operands of ``bytes_each`` are at least twice the last cache."""
+        """The number of copies of ``bytes_each`` that are at least twice the last cache."""
         ...
 
     def record(self, call: Call, copies: int, warm: Call | None = None) -> Recording:
-        """A recording of ``call`` on each of so many copies."""
+        """Record ``call`` on each copy."""
         ...
 
     def wait(self) -> None:
-        """Return when everything queued is through."""
+        """Wait for all queued work."""
         ...
 
     def poison(self) -> None:
-        """Leave NaN in the memory that is handed out next."""
+        """Leave NaN in the memory of the next allocations."""
         ...
 
     def peak(self, call: Call) -> int | None:
-        """The most bytes that a call takes above those of its operands; None if it cannot be known."""
+        """Peak bytes of a call above its operands; None if unknown."""
         ...
 
     def kept(self, forward: Callable[[int], Tensor]) -> int | None:
-        """Bytes that a forward pass keeps for backward beside its operands and y; None if it cannot be known."""
+        """Bytes that a forward pass saves for backward, without its operands and y; None if unknown."""
         ...
 
     def kernel_times(self, call: Call, copies: int) -> dict[str, float]:
-        """Mean milliseconds of each kernel in one call, by symbol, and of all else: "torch"."""
+        """Mean milliseconds of each kernel in one call, by symbol; "torch" is the rest."""
         ...
 
     def ceilings(self, dtype: torch.dtype, l2_tbs: float) -> tuple[Ceilings, str]:
-        """What the machine can do now, and its line."""
+        """The ceilings, measured now, and the machine line."""
         ...
 
 
@@ -228,7 +236,7 @@ class Gpu:
         self.torch_device = torch_device
 
     def copies_for(self, bytes_each: int) -> int:
-        """Twice the L2 cache."""
+        """Copies for twice the L2 cache."""
         return copies_for(bytes_each, torch.cuda.get_device_properties(self.torch_device).L2_cache_size)
 
     def record(self, call: Call, copies: int, warm: Call | None = None) -> Recording:
@@ -236,7 +244,7 @@ class Gpu:
         return Graph(call, copies, warm)
 
     def wait(self) -> None:
-        """Return when the GPU is idle."""
+        """Wait for the GPU."""
         torch.cuda.synchronize()
 
     def poison(self) -> None:
@@ -244,7 +252,7 @@ class Gpu:
         testing.poison_memory(self.torch_device)
 
     def peak(self, call: Call) -> int | None:
-        """By the allocator's own count."""
+        """Peak bytes by the allocator's count."""
         self._settle_memory(call)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -252,7 +260,7 @@ class Gpu:
         return torch.cuda.max_memory_allocated() - before
 
     def kept(self, forward: Callable[[int], Tensor]) -> int | None:
-        """By the bytes that were asked for."""
+        """Saved bytes by the allocator's count of requests."""
 
         def requested() -> int:
             return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
@@ -263,13 +271,13 @@ class Gpu:
         return requested() - before - y.numel() * y.element_size()
 
     def _settle_memory(self, call: Callable[[int], object]) -> None:
-        """Have nothing allocated or let go of later that is not the call's own: what compiling it leaves, say."""
+        """Call once and collect garbage, so that leftovers, of compiling for instance, are not counted."""
         call(0)
         gc.collect()
         torch.cuda.empty_cache()
 
     def kernel_times(self, call: Call, copies: int, rounds: int = 5) -> dict[str, float]:
-        """Events surround every launch; the GPU sleeps until the host has queued a call, so they measure no gap."""
+        """Times by events around launches; the GPU sleeps until the host has queued a call, so there are no gaps."""
         original = resolve.resolve
         launches: list[tuple[str, Any, Any]] = []
 
@@ -305,7 +313,7 @@ class Gpu:
         return times
 
     def ceilings(self, dtype: torch.dtype, l2_tbs: float) -> tuple[Ceilings, str]:
-        """Of a product of 8,192 x 8,192 and a kernel that reads and writes 2 GiB; the line is of a GPU that is busy."""
+        """Ceilings by a product of 8,192 x 8,192 and a kernel that reads and writes 2 GiB; the line of a busy GPU."""
         found, gemm = _ceilings(self, 8192, 1 << 31, dtype, l2_tbs, 0.5)
         for _ in range(BUSY_REPLAYS):
             gemm.replay()
@@ -315,14 +323,14 @@ class Gpu:
 
 
 class Cpu:
-    """The CPU operators. ``clock`` gives seconds."""
+    """The CPU. ``clock`` gives seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.torch_device = torch.device("cpu")
         self._clock = clock
 
     def copies_for(self, bytes_each: int) -> int:
-        """As few as there can be: no cache is to be avoided."""
+        """The fewest copies: no cache needs to be avoided."""
         return copies_for(bytes_each, 0)
 
     def record(self, call: Call, copies: int, warm: Call | None = None) -> Recording:
@@ -330,21 +338,21 @@ class Cpu:
         return Loop(call, copies, warm, self._clock)
 
     def wait(self) -> None:
-        """Nothing runs by itself."""
+        """Return at once: nothing runs asynchronously."""
 
     def poison(self) -> None:
-        """Memory of a CPU cannot be had back on purpose."""
+        """Do nothing: a CPU's next allocation is not predictable."""
 
     def peak(self, call: Call) -> int | None:
-        """Not known."""
+        """None: unknown."""
         return None
 
     def kept(self, forward: Callable[[int], Tensor]) -> int | None:
-        """Not known."""
+        """None: unknown."""
         return None
 
     def kernel_times(self, call: Call, copies: int, rounds: int = 5) -> dict[str, float]:
-        """There are no kernels."""
+        """The whole call as "torch": there are no kernels."""
         samples = []
         for i in range(rounds * copies):
             start = self._clock()
@@ -353,20 +361,20 @@ class Cpu:
         return {"torch": statistics.mean(samples)}
 
     def ceilings(self, dtype: torch.dtype, l2_tbs: float) -> tuple[Ceilings, str]:
-        """Of a product of 256 x 256 matrices and a copy of 4 MiB."""
+        """Ceilings by a product of 256 x 256 matrices and a copy of 4 MiB."""
         return _ceilings(self, 256, 1 << 22, dtype, l2_tbs, 0.01)[0], testing.machine_line(self.torch_device)
 
 
 def _ceilings(
     device: Device, size: int, copied: int, dtype: torch.dtype, l2_tbs: float, seconds: float
 ) -> tuple[Ceilings, Recording]:
-    """Rates of a matrix product of ``size`` and a pass from and to ``copied`` bytes, and the product's recording."""
+    """Rates of a matrix product of ``size`` and of a pass over ``copied`` bytes, and the product's recording."""
     where = device.torch_device
     a, b = (torch.randn(size, size, device=where).to(dtype) for _ in range(2))
     source = torch.randn(copied // 4, device=where)
     target = torch.empty_like(source)
     gemm = device.record(lambda i: (a @ b,), 2)
-    # a kernel: a copy in a graph is a node of its own kind, which takes half as long again
+    # a kernel, since a copy node of a graph takes half as long again
     recordings = {"gemm": gemm, "copy": device.record(lambda i: (torch.neg(source, out=target),), 1)}
     times = {name: spread(samples).median / 1000 for name, samples in measure(recordings, seconds).items()}
     return Ceilings(2 * size**3 / times["gemm"], 2 * copied / times["copy"], l2_tbs * 1e12), gemm

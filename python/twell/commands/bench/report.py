@@ -1,4 +1,4 @@
-"""What a benchmark says: tables, JSON, CSV, progress. Rows are dataclasses; their ``red`` is empty if all is well."""
+"""Output of benchmarks: tables, JSON, CSV, progress. Rows are dataclasses; their ``red`` is empty if all is well."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from twell import _files
 from twell.commands.request import RequestError
 
-# A file of this name is standard output; so are these, as a table would stand between the data there.
+# Names of standard output, where no table may be printed between the data.
 STDOUT = "-"
 _ALSO_STDOUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
@@ -28,7 +28,7 @@ GAP = "  "
 
 
 class Column(NamedTuple):
-    """A column of a table: ``cell(row)`` is what it says of a row. Names go to the left, numbers to the right."""
+    """A column of a table: ``cell(row)`` is its text. Names are left-aligned, numbers right-aligned."""
 
     name: str
     cell: Callable[[Any], str]
@@ -37,9 +37,9 @@ class Column(NamedTuple):
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Any], *, title: str = "") -> None:
-    """Print a table: by rich on a terminal, where it is installed, as aligned text otherwise.
+    """Print a table: through rich on a terminal, if it is installed, as aligned text otherwise.
 
-    Of a row whose ``red`` is not empty only the columns up to the last to the left are shown, and ``red``.
+    A row whose ``red`` is not empty shows only the columns up to the last left-aligned one, and ``red``.
     """
     console = _console(sys.stdout)
     if console is None:
@@ -49,7 +49,7 @@ def print_table(columns: Sequence[Column], rows: Sequence[Any], *, title: str = 
 
 
 def _naming(columns: Sequence[Column]) -> int:
-    """How many columns, from the first, say what a row is about."""
+    """The number of columns, from the first, that name a row."""
     return max((i + 1 for i, column in enumerate(columns) if column.left), default=0)
 
 
@@ -61,7 +61,7 @@ def _cells(columns: Sequence[Column], row: Any) -> list[str]:
 
 
 def table_width(columns: Sequence[Column], rows: Sequence[Any]) -> int:
-    """Characters of a line of the table as text, but for what is wrong with a row."""
+    """Characters of a line of the table as text, without the faults of red rows."""
     widths = _widths(columns, rows)
     return sum(widths) + len(GAP) * max(len(widths) - 1, 0)
 
@@ -71,14 +71,14 @@ def _widths(columns: Sequence[Column], rows: Sequence[Any]) -> list[int]:
     widths = [len(column.name) for column in columns]
     for row in rows:
         cells = _cells(columns, row)
-        # the reason of a red row is in no column
+        # the fault of a red row is in no column
         for i, cell in enumerate(cells[:named] if getattr(row, "red", "") else cells):
             widths[i] = max(widths[i], len(cell))
     return widths
 
 
 def _lines(columns: Sequence[Column], rows: Sequence[Any]) -> list[str]:
-    """The table as text. What is wrong with a row runs on to the right."""
+    """The table as text. The fault of a red row runs on to the right."""
     widths = _widths(columns, rows)
 
     def aligned(cells: Sequence[str]) -> list[str]:
@@ -101,7 +101,7 @@ def _console(stream: Any) -> Any:
     except ImportError:
         return None
     console = Console(file=stream, highlight=False)
-    # rich takes such a terminal for 80 columns, whatever it is told, and cuts figures off
+    # rich assumes 80 columns for such a terminal and cuts figures off
     return None if console.is_dumb_terminal else console
 
 
@@ -121,7 +121,7 @@ def _print_rich(console: Any, columns: Sequence[Column], rows: Sequence[Any], ti
             cells = [*cells[:-1], "RED"] if len(cells) <= len(columns) else cells[:-1]
             reasons.append(f"RED {' '.join(cells[: _naming(columns)])}: {red}")
         table.add_row(*map(escape, cells), style="red" if red else None)
-    # figures that are cut off say nothing: a line that is too long wraps
+    # wrap long lines rather than cut figures off
     width = console.measure(table, options=console.options.update(max_width=10_000)).maximum
     console.width = max(console.width, width)
     console.print(table)
@@ -132,7 +132,7 @@ def _print_rich(console: Any, columns: Sequence[Column], rows: Sequence[Any], ti
 def document(
     rows: Sequence[Any], *, machine: str, arguments: argparse.Namespace | Mapping[str, Any], **more: Any
 ) -> dict[str, Any]:
-    """What a JSON file of ``rows`` holds. Paths among the arguments are left out: they are the machine's own."""
+    """The content of a JSON file of ``rows``, without the paths among the arguments."""
     given = vars(arguments) if isinstance(arguments, argparse.Namespace) else arguments
     data = {
         "machine": machine,
@@ -183,13 +183,13 @@ def _cell(value: Any) -> Any:
     return json.dumps(_finite(value)) if isinstance(value, (dict, list, tuple)) else value
 
 
-def output(text: str) -> Path:
-    """What argparse makes the name of a file to be written with."""
+def output_path(text: str) -> Path:
+    """An argparse type: the path of a file to write."""
     return Path(STDOUT if text in _ALSO_STDOUT else text)
 
 
 def require_writable(paths: Sequence[Path | None]) -> None:
-    """RequestError unless all can be written and differ, before minutes of measuring; makes their folders."""
+    """Make the folders of the paths; raise RequestError unless all can be written and differ."""
     found = [path for path in paths if path is not None]
     for path in found:
         if path.is_dir():
@@ -207,12 +207,12 @@ def require_writable(paths: Sequence[Path | None]) -> None:
 
 
 def is_rewritable(path: Path) -> bool:
-    """Whether a file may be written again and again: not stdout, a pipe or a device."""
+    """Whether a file may be written repeatedly: not stdout, a pipe or a device."""
     return str(path) != STDOUT and (path.is_file() or not path.exists())
 
 
 def _write(path: Path, text: str) -> None:
-    """All of it or nothing, so that an interruption leaves what was there before."""
+    """Write all or nothing, so that an interruption leaves the old file."""
     if str(path) == STDOUT:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -222,10 +222,10 @@ def _write(path: Path, text: str) -> None:
 
 
 class Writer:
-    """Writes the data of a run as they come. A file that cannot be written costs no measurement: ``failure`` says why.
+    """Writes the data of a run as it comes. A file that cannot be written costs no measurement: ``failure`` says why.
 
-    ``save(final, write)`` calls ``write`` with each of the paths whose turn it is: those that are written once, such as
-    stdout, have theirs at the end.
+    ``save(final, write)`` calls ``write`` with each path; paths that can be written only once, such as stdout, only at
+    the end.
     """
 
     def __init__(self, *paths: Path | None, name: str) -> None:
@@ -233,7 +233,7 @@ class Writer:
         self._paths, self._name = [path for path in paths if path is not None], name
 
     def save(self, final: bool, write: Callable[[Path], None]) -> None:
-        """Write each file that there is."""
+        """Write the files."""
         failure = ""
         for path in self._paths:
             if not (final or is_rewritable(path)):
@@ -248,9 +248,9 @@ class Writer:
 
 
 class Progress:
-    """Tells on stderr what runs: a bar on a terminal, where rich is installed, a line for each step otherwise.
+    """Progress on stderr: a bar on a terminal, if rich is installed, a line for each step otherwise.
 
-    ``with Progress(total) as progress``: each ``progress.step(text)`` says that the next of ``total`` steps begins.
+    ``with Progress(total) as progress``: each ``progress.step(text)`` begins the next of ``total`` steps.
     """
 
     def __init__(self, total: int | None = None, *, name: str = "twell bench") -> None:
@@ -264,14 +264,14 @@ class Progress:
             from rich import progress
 
             shown = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.TimeElapsedColumn())
-            # drawn by step alone: a thread that draws while a GPU waits for its next launch would be in the times
+            # drawn by step alone: a drawing thread would delay launches and spoil times
             self._bar = progress.Progress(*shown, console=console, auto_refresh=False, transient=True)
             self._bar.start()
             self._task = self._bar.add_task(self._name, total=self._total)
         return self
 
     def step(self, text: str) -> None:
-        """The step before is over, this one begins."""
+        """Begin a step and end the one before."""
         self._begun += 1
         self._text = text
         if self._bar is not None:
@@ -281,7 +281,7 @@ class Progress:
         print(f"{self._name}:{count} {text}", file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
-        """What of the step runs now; shown on a terminal only."""
+        """Show the current part of the step, on a terminal only."""
         if self._bar is not None:
             self._bar.update(self._task, description=f"{self._text}: {text}", refresh=True)
 

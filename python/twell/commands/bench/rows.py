@@ -1,4 +1,4 @@
-"""What a benchmark of layers finds out: ``Row``, one line of the table and of the data, and the table's columns."""
+"""``LayerRow``, one line of the table and of the data of a benchmark of layers, and the table's columns."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from twell.testing import Comparison
 # Times below are shown in microseconds.
 SMALL_MS = 0.1
 
-# What a table is to fit in, unless all columns are asked for.
+# Widest table by default, in characters.
 TABLE_WIDTH = 160
 
 
 @dataclasses.dataclass
-class Row:
-    """One line of the table and of the data. Times are milliseconds; ``red`` says what is wrong, empty if nothing.
+class LayerRow:
+    """One line of the table and of the data. Times are milliseconds; ``red`` is the fault, empty if there is none.
 
-    ``op`` is what was asked for, ``variant`` what this row is about: the op itself, a part or a baseline of it.
+    ``op`` is the requested operation, ``variant`` the timed one: the op itself, a part or a baseline of it.
     """
 
     workload: str
@@ -49,11 +49,12 @@ class Row:
     dense_worst_row: float | None = None
     kept_bytes: int | None = None
     peak_bytes: int | None = None
-    # of a training step: errors over dense's own (Frobenius, worst row) by gradient, milliseconds by kernel
+    # of a training step: errors over dense's own (Frobenius, worst row) by gradient
     gradients: dict[str, tuple[float, float]] | None = None
+    # milliseconds by kernel
     kernels: dict[str, float] | None = None
     tokens: int = 0
-    # what was asked for and what ran; empty where there is no choice
+    # the strategy requested and the one that ran; empty if there is no choice
     requested: str = ""
     strategy: str = ""
     executed_tflops: float | None = None
@@ -62,7 +63,7 @@ class Row:
     speedup_dense: float | None = None
     faster_dense: str = ""
     op: str = ""
-    # tokens of the workload, of which a call of decode takes a few; sizes of the layer
+    # tokens of the workload, of which decode takes a few; sizes of the layer
     m: int = 0
     k: int = 0
     n: int = 0
@@ -70,20 +71,20 @@ class Row:
     compression: int = 0
     # whether results were compared with float64
     checked: bool = True
-    # millijoules a token: drawn, what an idle GPU draws in the same time, and dense's over this row's, both as drawn
+    # millijoules per token: total, of an idle GPU in the same time; and dense's total over this row's
     energy_mj: float | None = None
     idle_mj: float | None = None
     energy_dense: float | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells the row from all others."""
+        """The fields that identify the row."""
         layer = (self.m, self.k, self.n, self.dtype, self.compression)
         return (self.workload, self.variant, self.requested, self.tokens, *layer)
 
 
-def note_errors(row: Row, compared: Mapping[str, Comparison]) -> None:
-    """Put the errors into the row; of several tensors those that are largest beside dense's."""
+def note_errors(row: LayerRow, compared: Mapping[str, Comparison]) -> None:
+    """Put the errors into the row; of several tensors those largest relative to dense's."""
     norm = max(compared.values(), key=lambda c: ratio(c.ours.frobenius, c.dense.frobenius))
     worst = max(compared.values(), key=lambda c: ratio(c.ours.worst_row, c.dense.worst_row))
     row.frobenius, row.dense_frobenius = norm.ours.frobenius, norm.dense.frobenius
@@ -95,7 +96,7 @@ def note_errors(row: Row, compared: Mapping[str, Comparison]) -> None:
         }
 
 
-def note_times(row: Row, samples: Sequence[float], flop: float, floor: float) -> float:
+def note_times(row: LayerRow, samples: Sequence[float], flop: float, floor: float) -> float:
     """Put the milliseconds of replays into the row, beside ``flop`` dense operations and a floor in seconds."""
     found = spread(samples)
     row.samples, row.ms, row.min_ms, row.p10_ms, row.p90_ms = len(samples), *found
@@ -106,7 +107,7 @@ def note_times(row: Row, samples: Sequence[float], flop: float, floor: float) ->
     return found.median
 
 
-def note_dense(row: Row, dense: Mapping[str, float]) -> None:
+def note_dense(row: LayerRow, dense: Mapping[str, float]) -> None:
     """Put the speed-ups into the row, over the dense variants ("eager", "compiled": milliseconds) and the faster."""
     speedups = {name: ms / row.ms for name, ms in dense.items()} if row.ms else {}
     row.speedup_eager, row.speedup_compiled = speedups.get("eager"), speedups.get("compiled")
@@ -116,12 +117,12 @@ def note_dense(row: Row, dense: Mapping[str, float]) -> None:
 
 
 def ratio(value: float, base: float) -> float:
-    """``value`` over ``base``; 1 where both are 0."""
-    return 1.0 if value == base else value / base if base else math.inf
+    """``value`` over ``base``; 1 if both are 0, NaN if either is."""
+    return 1.0 if value == base else value / base if base else math.inf * value
 
 
-def named(row: Row) -> str:
-    """The strategy of a row, after "auto" what it settled on."""
+def named(row: LayerRow) -> str:
+    """The strategy of a row; for "auto" also its choice."""
     settled = row.requested == "auto" and row.strategy
     return f"auto: {row.strategy}" if settled else row.strategy or row.requested or "-"
 
@@ -129,50 +130,50 @@ def named(row: Row) -> str:
 # Columns
 
 
-def _number(field: str, form: str = ".2f", scale: float = 1.0) -> Callable[[Row], str]:
-    def cell(row: Row) -> str:
+def _number(field: str, form: str = ".2f", scale: float = 1.0) -> Callable[[LayerRow], str]:
+    def cell(row: LayerRow) -> str:
         value = getattr(row, field)
         return "-" if value is None else f"{value * scale:{form}}"
 
     return cell
 
 
-def _rate(field: str) -> Callable[[Row], str]:
-    def cell(row: Row) -> str:
+def _rate(field: str) -> Callable[[LayerRow], str]:
+    def cell(row: LayerRow) -> str:
         value = getattr(row, field)
         return "-" if value is None else f"{value:{'.2g' if value < 1 else '.1f' if value < 10 else '.0f'}}"
 
     return cell
 
 
-def _unit(row: Row) -> tuple[float, str, str, str]:
+def _unit(row: LayerRow) -> tuple[float, str, str, str]:
     """Scale, form of a median, form of its spread and unit of a row's times."""
     small = row.ms is not None and row.ms < SMALL_MS
     return (1e3, ".1f", ".1f", "us") if small else (1.0, ".4f", ".3f", "ms")
 
 
-def _time(row: Row) -> str:
+def _time(row: LayerRow) -> str:
     scale, form, _, unit = _unit(row)
     return "-" if row.ms is None else f"{row.ms * scale:{form}} {unit}"
 
 
-def _spread(row: Row) -> str:
+def _spread(row: LayerRow) -> str:
     scale, _, form, _ = _unit(row)
     low, high = row.p10_ms, row.p90_ms
     return "-" if low is None or high is None else f"{low * scale:{form}}-{high * scale:{form}}"
 
 
-def _bandwidth(row: Row) -> str:
+def _bandwidth(row: LayerRow) -> str:
     gbs = row.l2_gather_gbs if row.memory_gbs is None else row.memory_gbs
     return "-" if gbs is None else f"{gbs / 1000:{'.2f' if gbs >= 100 else '.2g'}}"
 
 
-def _dense(row: Row) -> str:
+def _dense(row: LayerRow) -> str:
     return "-" if row.speedup_dense is None else f"{row.speedup_dense:.2f} {row.faster_dense}"
 
 
-def _error(field: str) -> Callable[[Row], str]:
-    def cell(row: Row) -> str:
+def _error(field: str) -> Callable[[LayerRow], str]:
+    def cell(row: LayerRow) -> str:
         if not row.checked:
             return "unchecked"
         value, base = getattr(row, field), getattr(row, f"dense_{field}")
@@ -181,16 +182,16 @@ def _error(field: str) -> Callable[[Row], str]:
     return cell
 
 
-def _net(row: Row) -> str:
+def _net(row: LayerRow) -> str:
     return "-" if row.energy_mj is None or row.idle_mj is None else f"{row.energy_mj - row.idle_mj:.4f}"
 
 
 COLUMNS = (
     Column("workload", lambda row: row.workload, True, "the pattern of activation: see --workload"),
     Column("M", lambda row: str(row.tokens), False, "tokens of a call"),
-    Column("nnz", lambda row: f"{row.nnz:.1f}", False, "non-zeros of a token, the mean"),
-    Column("variant", lambda row: row.variant, True, "what is timed: the op, a part of it, or a baseline"),
-    Column("strategy", named, True, 'what ran; after "auto" what it settled on'),
+    Column("nnz", lambda row: f"{row.nnz:.1f}", False, "mean non-zeros per token"),
+    Column("variant", lambda row: row.variant, True, "the op, a part of it, or a baseline"),
+    Column("strategy", named, True, 'the strategy that ran; for "auto" also its choice'),
     Column("time", _time, False, "median of one call"),
     Column("p10-p90", _spread, False, "10th and 90th percentile of one call, in the unit of its time"),
     Column("TFLOP/s", _rate("tflops"), False, "operations of the dense computation (2 M N K a product) over time"),
@@ -198,74 +199,63 @@ COLUMNS = (
         "executed",
         _rate("executed_tflops"),
         False,
-        "TFLOP/s of the operations executed: of the gate GEMM and of what follows it, 2 K a product for each non-zero "
-        'or, by "union", 2 * 128 K for each neuron of each tile of 128 tokens',
+        "TFLOP/s of the operations executed: the gate GEMM's and, after it, 2 K a product for each non-zero or, by "
+        '"union", 2 * 128 K for each neuron of each tile of 128 tokens',
     ),
     Column(
         "TB/s",
         _bandwidth,
         False,
         'bytes of the weight rows gathered through L2 over time: 2 K a product for each non-zero or, by "union", for '
-        "each neuron of each tile. Of decode bytes from memory: x, y, and the weights that its tokens need",
+        "each neuron of each tile. For decode, bytes from memory: x, y, and the weights that its tokens need",
     ),
     Column(
         "floor",
         _number("floor_share", ".0%"),
         False,
-        "the roofline: share of the time that the largest of arithmetic, memory and gather needs at the measured "
-        "ceilings; for a layer, the sum over gate_pack and what follows. Of training the arithmetic of the sparse path "
-        "is that of the gate GEMM, and nothing is gathered, so that 100 % is out of reach",
+        "the roofline: time of the largest of arithmetic, memory and gather at the measured ceilings, as a share of "
+        "the time; for a layer, the sum over gate_pack and the rest. For training only the gate GEMM's arithmetic and "
+        "memory count, so 100 % is out of reach",
     ),
     Column(
         "t/GEMM",
         _number("over_gemm", ".3f"),
         False,
-        "time over that of cuBLAS's plain x w_gate^T, which does the same arithmetic as gate_pack",
+        "time over that of cuBLAS's plain x w_gate^T, the same arithmetic as gate_pack",
     ),
     Column("eager/t", _number("speedup_eager"), False, "speed-up over the dense layer in eager PyTorch"),
     Column("compiled/t", _number("speedup_compiled"), False, "speed-up over the dense layer through torch.compile"),
-    Column("dense/t", _dense, False, "speed-up over the faster of these two, and which it is"),
+    Column("dense/t", _dense, False, "speed-up over the faster of these two, and its name"),
     Column(
         "error",
         _error("frobenius"),
         False,
-        "relative error against float64 in the Frobenius norm over dense eager's own; of a training step that of the "
-        "gradient that is worst by this measure",
+        "relative error against float64 in the Frobenius norm over dense eager's own; for a training step that of the "
+        "worst gradient",
     ),
-    Column("worst", _error("worst_row"), False, "the same of the worst row"),
+    Column("worst", _error("worst_row"), False, "the same for the worst row"),
     Column(
         "kept-MB",
         _number("kept_bytes", ".1f", 1e-6),
         False,
-        "of a training step, what autograd keeps for backward beside x and the weights",
+        "tensors that a training step saves for backward, without x and the weights",
     ),
-    Column("peak-MB", _number("peak_bytes", ".1f", 1e-6), False, "the most memory of a call above that of its inputs"),
-    Column("mJ/token", _number("energy_mj", ".4f"), False, "energy of the GPU a token (--energy)"),
-    Column("net", _net, False, "the same less what an idle GPU draws in that time"),
-    Column("dense/mJ", _number("energy_dense"), False, "energy of the faster dense variant over that of this one"),
+    Column("peak-MB", _number("peak_bytes", ".1f", 1e-6), False, "peak memory of a call above that of its inputs"),
+    Column("mJ/token", _number("energy_mj", ".4f"), False, "energy of the GPU per token (--energy)"),
+    Column("net", _net, False, "the same minus the energy of an idle GPU in that time"),
+    Column("dense/mJ", _number("energy_dense"), False, "energy of the faster dense variant over this one's"),
 )
-BY_NAME = {column.name.lower(): column for column in COLUMNS}
 
-# Those that say what a row is about always stand first.
-NAMES = COLUMNS[:5]
-
-# Left out where no row has them, or where a table is too wide, the first of them first.
+# Left out if no row has them or the table is too wide, in this order.
 EXPENDABLE = ("dense/t", "t/GEMM", "kept-MB", "peak-MB", "net", "dense/mJ", "mJ/token", "p10-p90", "worst", "TFLOP/s")
 
 
-def chosen(names: Sequence[str]) -> list[Column]:
-    """Columns by their names, in any case, after those that say what a row is about. ValueError for an unknown name."""
-    unknown = [name for name in names if name.lower() not in BY_NAME]
-    if unknown:
-        raise ValueError(f"a column is one of {', '.join(c.name for c in COLUMNS)}, got {', '.join(unknown)}")
-    wanted = [BY_NAME[name.lower()] for name in names]
-    return list(dict.fromkeys((*NAMES, *wanted)))
+def fitting(
+    rows: Sequence[LayerRow], width: int = TABLE_WIDTH, kept: Sequence[str] = ()
+) -> tuple[list[Column], list[str]]:
+    """The columns that some row has, within ``width`` characters, and the names of those left out to fit.
 
-
-def fitting(rows: Sequence[Row], width: int = TABLE_WIDTH, kept: Sequence[str] = ()) -> tuple[list[Column], list[str]]:
-    """The columns that say something of some row, within ``width`` characters, and the names of those left out.
-
-    Those of ``kept`` are not left out to make room.
+    Columns in ``kept`` are not left out to fit.
     """
     good = [row for row in rows if not row.red]
     columns = [c for c in COLUMNS if c.name not in EXPENDABLE or any(c.cell(row) != "-" for row in good)]

@@ -1,4 +1,4 @@
-"""Checks what is to be timed, times what is right, and makes rows of it."""
+"""Checks variants, times those that are right, and makes their rows."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 from twell._runtime.log import logger
 from twell.commands.bench.decode import Decode
-from twell.commands.bench.layers import TRAINING, Inference, Layer, Variant
-from twell.commands.bench.protocol import Ceilings, Device, Recording, measure, spread
+from twell.commands.bench.layers import TRAINING, Inference, TimedLayer, Variant
+from twell.commands.bench.protocol import FAILURES, Ceilings, Device, Recording, measure, reason, spread
 from twell.commands.bench.report import Progress
-from twell.commands.bench.rows import Row, note_dense, note_errors, note_times
+from twell.commands.bench.rows import LayerRow, note_dense, note_errors, note_times
 from twell.commands.bench.training import Training
 from twell.commands.bench.workloads import Source
 
@@ -20,18 +20,14 @@ if TYPE_CHECKING:
     from twell.commands.bench.energy import EnergyMeter
     from twell.commands.bench.layers import Options
 
-# What a variant may raise that makes its row red; a fault of a kernel is a RuntimeError.
-FAILURES = (RuntimeError, NotImplementedError, ValueError, TypeError)
-
-
-# Copies on which kernels are timed one by one: each call waits for a sleeping GPU.
+# Copies for timing single kernels: each call waits for a sleeping GPU.
 KERNEL_COPIES = 8
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Job(NamedTuple):
-    """A workload and the sizes that it is wanted in."""
+    """A workload and the sizes of its layer."""
 
     source: Source
     m: int
@@ -40,13 +36,8 @@ class Job(NamedTuple):
     dtype: str
 
 
-def reason(error: Exception) -> str:
-    """An error as one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-
-
 class Runner:
-    """Runs ``options`` on one workload after the other. Call it without gradients."""
+    """Runs ``options`` on one workload after another. Call it without gradients."""
 
     def __init__(
         self,
@@ -59,26 +50,26 @@ class Runner:
         self._options, self._device, self._ceilings = options, device, ceilings
         self._progress, self._meter = progress, meter
 
-    def run(self, job: Job) -> Iterator[list[Row]]:
-        """Rows of a workload, those that were timed in turn together: layers, then each number of tokens of decode."""
+    def run(self, job: Job) -> Iterator[list[LayerRow]]:
+        """Rows of a workload in groups timed in turn: the layer, then each number of tokens of decode."""
         try:
             yield from self._groups(job)
-        except FAILURES as error:  # out of memory, or a fault of an earlier kernel that shows now
-            row = Row(job.source.name, "any", 0, 0, reason(error), tokens=job.m, op=",".join(self._options.ops))
+        except FAILURES as error:  # out of memory, or the late fault of an earlier kernel
+            row = LayerRow(job.source.name, "any", 0, 0, reason(error), tokens=job.m, op=",".join(self._options.ops))
             row.m, row.k, row.n, row.dtype = job.m, job.k, job.n, job.dtype
             row.compression, row.checked = self._options.compression, self._options.check
             yield [row]
 
-    def _groups(self, job: Job) -> Iterator[list[Row]]:
+    def _groups(self, job: Job) -> Iterator[list[LayerRow]]:
         name, labels = job.source.name, steps(self._options, job)
         self._progress.step(labels[0])
         where = self._device.torch_device
         problem = job.source.load(job.m, job.k, job.n, device=where, dtype=DTYPES[job.dtype])
-        layer = Layer(problem, self._options, self._device, self._ceilings)
+        layer = TimedLayer(problem, self._options, self._device, self._ceilings)
 
-        def whole(variant: Variant) -> Row:
-            row = Row(name, variant.name, layer.nonzeros / layer.m, float(layer.overflowing), tokens=layer.m)
-            return self._about(row, variant, layer, job.dtype)
+        def whole(variant: Variant) -> LayerRow:
+            row = LayerRow(name, variant.name, layer.nonzeros / layer.m, float(layer.overflowing), tokens=layer.m)
+            return self._with_request(row, variant, layer, job.dtype)
 
         variants = [*Inference(layer).variants(), *Training(layer).variants()]
         if variants:
@@ -90,20 +81,20 @@ class Runner:
             if i or len(labels) > len(self._options.decoded):
                 self._progress.step(labels[i - len(self._options.decoded)])
 
-            def few(variant: Variant, tokens: int = tokens) -> Row:
-                row = Row(name, variant.name, decode.nnz, decode.overflowing * tokens, tokens=tokens)
-                return self._about(row, variant, layer, job.dtype)
+            def few(variant: Variant, tokens: int = tokens) -> LayerRow:
+                row = LayerRow(name, variant.name, decode.nnz, decode.overflowing * tokens, tokens=tokens)
+                return self._with_request(row, variant, layer, job.dtype)
 
             yield self._timed(layer, decode.variants(tokens), few)
 
-    def _about(self, row: Row, variant: Variant, layer: Layer, dtype: str) -> Row:
+    def _with_request(self, row: LayerRow, variant: Variant, layer: TimedLayer, dtype: str) -> LayerRow:
         row.op, row.requested, row.checked = variant.op, variant.requested, self._options.check
         row.m, row.k, row.n, row.dtype, row.compression = layer.m, layer.k, layer.n, dtype, self._options.compression
         return row
 
-    def _timed(self, layer: Layer, variants: list[Variant], row: Callable[[Variant], Row]) -> list[Row]:
-        """Check every variant, then time those that are right in turn."""
-        rows: dict[str, Row] = {}
+    def _timed(self, layer: TimedLayer, variants: list[Variant], row: Callable[[Variant], LayerRow]) -> list[LayerRow]:
+        """Check every variant, then time the right ones in turn."""
+        rows: dict[str, LayerRow] = {}
         recordings: dict[str, Recording] = {}
         for variant in variants:
             self._progress.note(f"{variant.key}: check and record")
@@ -124,20 +115,20 @@ class Runner:
                 if variant.key in times:
                     self._fill(rows[variant.key], variant, layer, times)
         except FAILURES as error:
-            # which one it was cannot be told: none has a time
-            rows |= {each.key: self._red(row(each), error) for each in variants if not rows[each.key].red}
+            # the culprit is unknown: none has a time
+            rows |= {each.key: self._failed(row(each), error) for each in variants if not rows[each.key].red}
             return list(rows.values())
         if self._meter is not None:
             self._energies(self._meter, variants, recordings, rows)
         return list(rows.values())
 
     @staticmethod
-    def _red(row: Row, error: Exception) -> Row:
+    def _failed(row: LayerRow, error: Exception) -> LayerRow:
         row.red = reason(error)
         return row
 
-    def _checked(self, layer: Layer, variant: Variant, row: Row) -> Recording | None:
-        """A recording that gives the right result, None (and the reason in the row) if it does not."""
+    def _checked(self, layer: TimedLayer, variant: Variant, row: LayerRow) -> Recording | None:
+        """A recording of the variant; None, with the reason in the row, if its result is wrong."""
         copies = variant.copies or layer.copies
         check = self._options.check and variant.verify is not None
         outputs: tuple[torch.Tensor, ...] = ()
@@ -161,13 +152,13 @@ class Runner:
             return None
         return recording
 
-    def _note_dense_errors(self, layer: Layer, variant: Variant, row: Row) -> None:
-        """Of dense PyTorch's inference, whose own errors are the measure."""
+    def _note_dense_errors(self, layer: TimedLayer, variant: Variant, row: LayerRow) -> None:
+        """Put dense PyTorch's own errors, the unit of all others, into its row for inference."""
         if variant.name.startswith("dense") and variant.op not in (*TRAINING, "decode"):
             dense = layer.answer(not variant.name.endswith("non-gated"))[1]
             row.dense_frobenius, row.dense_worst_row = dense.frobenius, dense.worst_row
 
-    def _fill(self, row: Row, variant: Variant, layer: Layer, times: Mapping[str, list[float]]) -> None:
+    def _fill(self, row: LayerRow, variant: Variant, layer: TimedLayer, times: Mapping[str, list[float]]) -> None:
         """Put times and rates into a row."""
         ms = note_times(row, times[variant.key], variant.flop, variant.floor)
         if ms:
@@ -184,9 +175,13 @@ class Runner:
             row.kernels = self._device.kernel_times(variant.now, min(variant.copies or layer.copies, KERNEL_COPIES))
 
     def _energies(
-        self, meter: EnergyMeter, variants: list[Variant], recordings: Mapping[str, Recording], rows: Mapping[str, Row]
+        self,
+        meter: EnergyMeter,
+        variants: list[Variant],
+        recordings: Mapping[str, Recording],
+        rows: Mapping[str, LayerRow],
     ) -> None:
-        """Put millijoules a token into the rows: each recording runs alone for some seconds."""
+        """Put millijoules per token into the rows: each recording runs alone for some seconds."""
         for key, recording in recordings.items():
             self._progress.note(f"{key}: energy")
 
@@ -196,7 +191,7 @@ class Runner:
             try:
                 energy = meter.measure(replay, self._options.energy_seconds)
             except Exception as error:
-                # NVML's own included: the times are good whatever becomes of this
+                # NVML's own errors, too: they do not spoil the times
                 logger.warning("energy of %s cannot be measured: %s", key, reason(error))
                 continue
             tokens = energy.calls * recording.copies * rows[key].tokens
@@ -210,7 +205,7 @@ class Runner:
 
 
 def steps(options: Options, job: Job) -> list[str]:
-    """What ``Runner.run`` reports as it goes: a label for each list of rows."""
+    """The progress labels of ``Runner.run``, one for each group of rows."""
     name = f"{job.source.name}, M = {job.m}"
     others = [name] if any(op != "decode" for op in options.ops) else []
     decoded = options.decoded if "decode" in options.ops else ()
@@ -218,10 +213,10 @@ def steps(options: Options, job: Job) -> list[str]:
 
 
 def _same(variant: Variant, outputs: tuple[torch.Tensor, ...], recording: Recording) -> bool:
-    """Whether a replay gives the bits of the call on the last copy."""
+    """Whether a replay gives the same bits as the call on the last copy."""
     recording.spoil()
     recording.replay()
     recording.wait()
-    # of gate_pack's outputs the spill is undefined where nothing spills, which the reader of the others never sees
+    # without gate_pack's spill, which is undefined where nothing spills and never read there
     defined = (0, 2) if variant.name == "gate_pack" else range(len(outputs))
     return all(torch.equal(outputs[i], recording.outputs[i]) for i in defined)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from twell import ops, testing
-from twell.commands.bench.layers import TRAINING, Layer, Variant, Verdict, Verify
+from twell.commands.bench.layers import TRAINING, TimedLayer, Variant, Verdict, Verify
 from twell.testing import Comparison
 
-# The gradient of the sum of |h| with which a step is checked, exact in bf16.
+# Upstream gradient of the sum of |h| in the check of a step, exact in bf16.
 L1 = 0.25
 
 # Ops that are whole steps, and whether the layer has a gate.
@@ -22,7 +22,7 @@ _STEPS = (("train", True), ("train_overflow", True), ("sparse_train", False))
 class Training:
     """Steps of a layer for one upstream gradient."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: TimedLayer) -> None:
         self.layer, self.problem = layer, layer.problem
         self.asked = [op for op in layer.options.ops if op in TRAINING]
         if self.asked:
@@ -30,7 +30,7 @@ class Training:
             self.dy = [upstream, *(upstream.clone() for _ in range(layer.copies - 1))]
 
     def variants(self) -> list[Variant]:
-        """Steps and their parts, each after the dense ones that it is compared with."""
+        """Steps and their parts, each after its dense baselines."""
         chosen: list[Variant] = []
         for op, gated in _STEPS:
             if op not in self.asked or (op == "train_overflow" and self.layer.fits):
@@ -47,7 +47,7 @@ class Training:
         return chosen
 
     def _strategies(self, op: str) -> list[str]:
-        """Those asked for that differ; the sparse path is ``train_overflow``'s where the pattern does not fit."""
+        """The distinct strategies requested; if the pattern does not fit, the sparse path is ``train_overflow``'s."""
         if op == "train_overflow":
             return ["union"]
         sparse = "union" if self.layer.fits else "dense"
@@ -55,7 +55,7 @@ class Training:
         return list(dict.fromkeys(sparse if name in ("row", "union") else name for name in names))
 
     def _steps(self, op: str, requested: str, gated: bool, baseline: str) -> list[Variant]:
-        """A step by one strategy, and where that is the dense one also compiled."""
+        """A step by one strategy; for "dense" also compiled."""
         layer = self.layer
 
         def figures(strategy: str) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Training:
 
     def _floor(self, gated: bool, sparse: bool) -> float:
         layer = self.layer
-        # x twice, dy, y and dx; weights twice, and their gradients. Of sparse arithmetic, the gate's product alone
+        # x twice, dy, y and dx; weights twice, and their gradients. Sparse arithmetic is the gate's product alone
         moved = 5 * layer.token_bytes + 3 * (3 if gated else 2) * layer.weight_bytes
         return layer.seconds(layer.product if sparse else self._flop(gated), moved)
 
@@ -99,7 +99,7 @@ class Training:
         )
 
     def _forwards(self) -> list[Variant]:
-        """The forward pass of the gated layer alone, which keeps what backward needs."""
+        """The forward pass of the gated layer alone, with its saved tensors."""
         layer, suffix = self.layer, " train_forward"
 
         def variant(name: str, function: Callable[..., Tensor], products: int) -> Variant:
@@ -133,7 +133,7 @@ class Training:
 
     @torch.enable_grad()
     def _forward(self, function: Callable[..., Tensor], gated: bool, i: int) -> tuple[dict[str, Tensor], Tensor]:
-        """The leaves by name, and y of ``function(problem, gated=)`` with what backward needs."""
+        """The leaves by name, and y of ``function(problem, gated=)`` with its graph."""
         leaves = self.problem._replace(x=self.layer.x[i]).map(lambda t: t.detach().requires_grad_())
         return leaves.present(gated), function(leaves, gated=gated)
 
@@ -143,7 +143,7 @@ class Training:
         return torch.autograd.grad(y, tuple(tensors.values()), self.dy[i])
 
     def _verify(self, gated: bool, strategy: str) -> Verify:
-        """All gradients, without and with that of the sum of |h|, on tokens that no rounding decides."""
+        """Check all gradients, without and with that of the sum of |h|, on tokens that no rounding decides."""
 
         def verify(outputs: tuple[Tensor, ...]) -> Verdict:
             clean = testing.off_kinks(self.problem, gated=gated)

@@ -1,4 +1,4 @@
-"""What ``--workload`` may say, and the problems it stands for: named, drawn to parameters, or recorded from a model."""
+"""The values of ``--workload`` and their problems: named, drawn from parameters, or recorded from a model."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from twell import testing
 from twell.commands.request import RequestError
 from twell.testing import FFN, WORKLOADS, Workload
 
-# What parameters of a drawn workload are called, and their names in ``testing.Workload``.
+# Parameters of a drawn workload, and their names in ``testing.Workload``.
 KEYS = {"nnz": "nnz", "skew": "neuron_sigma", "tokens": "token_sigma", "dead": "dead", "topic": "rho"}
-# Of what is spread wider than this some draws have more non-zeros than asked for.
+# With a wider spread some draws have more non-zeros than wanted.
 _WIDEST = 3.0
 _BOUNDS = {"skew": _WIDEST, "tokens": _WIDEST, "dead": 1.0, "topic": 1.0}
 EXPLAINED = {
-    "nnz": "mean non-zeros of a token",
-    "skew": f"spread of the popularity of neurons, as the sigma of its logarithm; at most {_WIDEST:g}",
-    "tokens": f"the same of tokens; at most {_WIDEST:g}",
+    "nnz": "mean non-zeros per token",
+    "skew": f"spread of the neurons' popularity, as the sigma of its logarithm; at most {_WIDEST:g}",
+    "tokens": f"the same for tokens; at most {_WIDEST:g}",
     "dead": "share of neurons that never fire",
     "topic": "correlation of a token with the topic of its document",
 }
 
-# Those that have names, also where others are added later.
+# Named workloads, fixed before ``Source.load`` adds others.
 NAMED = tuple(WORKLOADS)
 REAL = "real:"
 
 
 @dataclass(frozen=True)
 class Source:
-    """A workload: what rows call it, the text that stands for it on a command line, and its pattern or its folder."""
+    """A workload: its name in rows, its text on a command line, and its pattern or its folder."""
 
     name: str
     text: str
@@ -41,7 +41,7 @@ class Source:
     folder: Path | None = None
 
     def load(self, m: int, k: int, n: int, *, device: torch.device | str, dtype: torch.dtype) -> FFN:
-        """The problem with m tokens; a recorded layer has sizes of its own. RequestError where it cannot be had."""
+        """Make the problem with m tokens; a recorded layer has its own sizes. Raises RequestError if that fails."""
         if self.pattern is None:
             assert self.folder is not None
             try:
@@ -49,32 +49,32 @@ class Source:
             except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
                 raise RequestError(f"{self.text} cannot be read: {error}") from None
         self.check(n)
-        # what testing draws has a name there
+        # testing draws by name
         WORKLOADS.setdefault(self.name, self.pattern)
         return testing.make(self.name, m, k, n, device=device, dtype=dtype)
 
     def possible(self, n: int) -> bool:
-        """Whether ``n`` neurons can have so many non-zeros; of a recorded layer it is so."""
+        """Whether ``n`` neurons can have so many non-zeros; true for a recorded layer."""
         return self.pattern is None or self.pattern.nnz <= n * (1 - self.pattern.dead)
 
     def check(self, n: int) -> None:
-        """RequestError unless the workload is possible."""
+        """Raise RequestError unless the workload is possible."""
         if self.pattern is not None and not self.possible(n):
             raise RequestError(
-                f"{self.name} has {self.pattern.nnz:g} non-zeros of a token: expected at most "
-                f"{n * (1 - self.pattern.dead):g}, those of {n} neurons that ever fire"
+                f"{self.name} has {self.pattern.nnz:g} non-zeros per token: expected at most "
+                f"{n * (1 - self.pattern.dead):g}, the neurons of {n} that are not dead"
             )
 
 
 def parse(texts: list[str] | None) -> list[Source]:
-    """The workloads of a command line, each once; by default all that have names. RequestError for what is none."""
+    """The distinct workloads of a command line; by default all named ones. Raises RequestError for other texts."""
     found = [source for text in texts or NAMED for source in _sources(text)]
     by_name: dict[str, Source] = {}
     for source in found:
         other = by_name.setdefault(source.name, source)
         if (other.folder and other.folder.resolve()) != (source.folder and source.folder.resolve()):
             raise RequestError(
-                f"{other.text} and {source.text} would both be called {source.name}: time them in two runs"
+                f"{other.text} and {source.text} have the same name, {source.name}: time them in two runs"
             )
     return list(by_name.values())
 
@@ -93,7 +93,7 @@ def _sources(text: str) -> list[Source]:
 
 
 def _hint(text: str) -> str:
-    """What may have been meant."""
+    """A guess at the intended workload."""
     if text.startswith("real") and text[4:].isdecimal():
         return f"; a recorded layer is {REAL}FOLDER/{text[4:]}"
     if "," in text and all(part in NAMED for part in text.split(",")):
@@ -132,11 +132,11 @@ def _drawn(text: str) -> Source:
         if key not in KEYS:
             raise RequestError(f"parameters of a workload are {', '.join(KEYS)}, got {key!r} in {text!r}")
         if key in values:
-            raise RequestError(f"{key} stands twice in {text!r}")
+            raise RequestError(f"expected {key} once, got it twice in {text!r}")
         values[key] = _value(key, value, text)
     if "nnz" not in values:
         raise RequestError(f"expected nnz=, the {EXPLAINED['nnz']}, in {text!r}")
-    # one name for one workload: keys in their order, zeros left out
+    # one name per workload: keys in their order, zeros left out
     name = ",".join(f"{key}={values[key]:g}" for key in KEYS if values.get(key))
     return Source(name, name, Workload(**{KEYS[key]: float(f"{value:g}") for key, value in values.items()}))
 
@@ -152,5 +152,5 @@ def _value(key: str, text: str, whole: str) -> float:
         raise RequestError(f"expected a number above 0 after nnz=, got {text!r} in {whole!r}")
     most = _BOUNDS[key]
     if not 0 <= value <= most:
-        raise RequestError(f"expected a number of 0 to {most:g} after {key}=, got {text!r} in {whole!r}")
+        raise RequestError(f"expected a number from 0 to {most:g} after {key}=, got {text!r} in {whole!r}")
     return value

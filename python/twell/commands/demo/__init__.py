@@ -1,1 +1,1 @@
-"""`twell demo`: train a small model, run its layers sparse and dense, compare."""
+"""`twell demo`: train a small model, run its layers sparse and dense, and compare."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from twell import reference, testing
 from twell._runtime import geometry
 from twell.commands.demo.plots import packed_slots
+from twell.commands.sparsity import aligned
 from twell.functional import pack, sparse_gated_ffn
 from twell.nn import SparseGatedMLP
 from twell.packed import PackedTwell
@@ -24,8 +25,8 @@ TIMED_CALLS, WARM_CALLS = 50, 10
 
 
 @dataclass(frozen=True)
-class LayerReport:
-    """One FFN layer on held-back text. Bytes are of its gate; milliseconds are of the whole FFN (None: not timed)."""
+class LayerComparison:
+    """One FFN layer on held-back text, sparse and dense. Bytes are of its gate, milliseconds of the whole FFN."""
 
     layer: int
     neurons: int
@@ -46,12 +47,12 @@ class LayerReport:
 
     @property
     def skipped(self) -> float:
-        """Share of the (token, neuron) pairs whose rows of the up and down weights are never read."""
+        """Share of the (token, neuron) pairs whose rows of the up and down weights are not read."""
         return 1 - self.mean_non_zeros / self.neurons
 
 
 def error_failures(comparison: Comparison) -> list[str]:
-    """Which errors exceed what the comparison allows. A NaN does."""
+    """The errors that exceed the comparison's budget, as sentences. A NaN does."""
     sparse, dense = comparison.ours, comparison.dense
     figures = {
         "whole-tensor": (sparse.frobenius, dense.frobenius, comparison.factor),
@@ -65,19 +66,19 @@ def error_failures(comparison: Comparison) -> list[str]:
 
 
 def summation_slack(k: int) -> float:
-    """Error of a k-term fp32 sum in any order the hardware may take, relative to the sum of the terms' magnitudes.
+    """Largest error of a k-term fp32 sum in any order of the hardware, relative to the sum of the terms' magnitudes.
 
-    8 sqrt(k) units cover sequential rounding (each step's error is random; 8 standard deviations), k / 4 covers tensor
-    cores that truncate once per 16 terms; both doubled.
+    8 sqrt(k) units cover sequential rounding (random errors, 8 standard deviations), k / 4 covers tensor cores that
+    truncate once per 16 terms; both doubled.
     """
     return 2.0**-23 * max(8 * math.sqrt(k), k / 4)
 
 
 def check_gate(gate: Tensor, x: Tensor, w_gate: Tensor) -> list[str]:
-    """Check every element of gate [M, N] against float64: it must be what some fp32 summation order rounds to.
+    """Check every element of gate [M, N] against float64: some fp32 summation order must round to it.
 
-    The interval around x @ w_gate.T (bias-free) is a small fraction of one bf16 step, so that nearly every element has
-    exactly one admissible value, and a zero has none but zero.
+    The interval around x @ w_gate.T (bias-free) is a small fraction of one bf16 step, so nearly every element has
+    exactly one admissible value, and a zero only zero.
     """
     slack = summation_slack(x.shape[1])
     wrong, example = 0, ""
@@ -131,18 +132,18 @@ def check_packed(packed: PackedTwell, gate: Tensor) -> list[str]:
         return out
     if bad := int((used[..., 1:] & (local[..., 1:] <= local[..., :-1])).sum()):
         out.append(f"{bad:,} packed words are not in ascending order of their neuron")
-    rebuilt = torch.zeros_like(F.pad(tiled, (0, 1)))  # slots that hold nothing land in a last column of its own
+    rebuilt = torch.zeros_like(F.pad(tiled, (0, 1)))  # empty slots land in an extra last column
     rebuilt.scatter_(-1, torch.where(used, local, geometry.TILE).long(), values)
-    first = (tiled != 0).cumsum(-1) <= capacity  # a tile that overflows still has its first non-zeros in words
+    first = (tiled != 0).cumsum(-1) <= capacity  # an overflowing tile still has its first non-zeros in words
     if bad := int((rebuilt[..., : geometry.TILE] != tiled.where(first, 0)).sum()):
         out.append(f"{bad:,} values read straight from the packed words differ from the unpacked gate")
     return out
 
 
 def packed_bytes(packed: PackedTwell) -> int:
-    """Bytes of `packed` that are needed, of every row and tile.
+    """Bytes of `packed` in use.
 
-    4 for the count, 4 for each non-zero that has a word, and 2 for each of the tile's gate values where it overflows.
+    For each row and tile 4 for the count, 4 for each non-zero with a word, and 2 for each gate value if it overflows.
     """
     counts, values, _ = packed_slots(packed)
     capacity = values.shape[-1]
@@ -153,7 +154,7 @@ def packed_bytes(packed: PackedTwell) -> int:
 
 
 def interleaved_medians(calls: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    """Median milliseconds of each call on `device`, by CUDA events, the calls taking turns."""
+    """Median milliseconds of each call on `device`, by CUDA events, the calls in turn."""
     stream = torch.cuda.current_stream(device)
     times: list[list[float]] = [[] for _ in calls]
     for turn in range(WARM_CALLS + TIMED_CALLS):
@@ -172,9 +173,8 @@ def interleaved_medians(calls: Sequence[Callable[[], object]], device: torch.dev
 
 
 @torch.no_grad()
-def compare_layer(layer: int, x: Tensor, mlp: SparseGatedMLP, compression: int) -> tuple[LayerReport, PackedTwell]:
-    """Run one trained layer on x [M, K] (bf16) both ways, and check all there is to check."""
-
+def compare_layer(layer: int, x: Tensor, mlp: SparseGatedMLP, compression: int) -> tuple[LayerComparison, PackedTwell]:
+    """Run one trained layer on x [M, K] (bf16) sparse and dense, and check both."""
     weights = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
     problem = testing.FFN(x, weights[0], weights[1], weights[2].t())
 
@@ -192,7 +192,7 @@ def compare_layer(layer: int, x: Tensor, mlp: SparseGatedMLP, compression: int) 
     if x.device.type == "cuda":
         sparse_ms, dense_ms = interleaved_medians([sparse, lambda: testing.dense_output(problem)], x.device)
     counts, values, _ = packed_slots(packed)
-    report = LayerReport(
+    report = LayerComparison(
         layer=layer,
         neurons=packed.n,
         non_zeros=(gate != 0).sum(1).cpu(),
@@ -209,17 +209,11 @@ def compare_layer(layer: int, x: Tensor, mlp: SparseGatedMLP, compression: int) 
     return report, packed
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lay `rows` out in columns, right-aligned, two spaces apart."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
 def percent(share: float) -> str:
     return f"{100 * share:.2f} %" if share < 0.1 else f"{100 * share:.1f} %"
 
 
-def sparsity_table(reports: Sequence[LayerReport]) -> list[str]:
+def sparsity_table(reports: Sequence[LayerComparison]) -> list[str]:
     rows = [
         ["", "non-zeros", "most in", "neurons", "tiles", "up/down", "gate", "gate", "packed"],
         ["layer", "per token", "a token", "never fire", "overflowing", "skipped", "packed", "dense", "/ dense"],
@@ -242,7 +236,7 @@ def sparsity_table(reports: Sequence[LayerReport]) -> list[str]:
     return [*lines[:2], "-" * max(map(len, lines)), *lines[2:]]
 
 
-def agreement_table(reports: Sequence[LayerReport]) -> list[str]:
+def agreement_table(reports: Sequence[LayerComparison]) -> list[str]:
     rows = [
         ["", "worst row", "worst row", "all rows", "all rows"],
         ["layer", "TwELL", "dense", "TwELL", "dense"],

@@ -15,7 +15,7 @@ from twell.commands.saved_model import files_below
 
 HELD_BACK_SHARE = 0.1
 MAX_BYTES = 64 << 20
-SEPARATOR = 0  # no text file holds this byte, so it marks where one ends
+SEPARATOR = 0  # marks the end of a file; no text file has this byte
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Corpus:
     held: Tensor
     train_files: int
     held_files: int
-    truncated: bool  # the folder holds more than MAX_BYTES of text, and the rest was left out
+    truncated: bool  # whether text beyond MAX_BYTES was left out
 
     @property
     def train_bytes(self) -> int:
@@ -44,7 +44,7 @@ def stdlib_folder() -> Path:
 
 
 def _text(path: Path) -> bytes | None:
-    """The file's bytes where it is UTF-8 text with something in it, else None."""
+    """The file's bytes if it is UTF-8 text that is not blank, else None."""
     try:
         data = path.read_bytes()
         data.decode()
@@ -64,8 +64,8 @@ def _join(files: list[bytes]) -> Tensor:
 def read_corpus(root: Path | None, seed: int, minimum: int) -> Corpus:
     """Read text files below `root` (None: the standard library's `*.py`), up to MAX_BYTES, and split them by `seed`.
 
-    About a tenth of the bytes, in whole files, is held back. Both parts hold at least `minimum` bytes. Raises
-    RequestError where the folder cannot give that.
+    About a tenth of the bytes, in whole files, is held back. Both parts have at least `minimum` bytes. Raises
+    RequestError if the folder has too little text for that.
     """
     name = "the standard library's source" if root is None else "--text"
     folder, suffix = (stdlib_folder(), ".py") if root is None else (root, "")

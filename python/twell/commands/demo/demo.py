@@ -17,17 +17,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twell import testing
+from twell._runtime.device import SM_90
 from twell.commands.demo import plots
-from twell.commands.demo.compare import LOSS_TOLERANCE, LayerReport, agreement_table, compare_layer, sparsity_table
+from twell.commands.demo.compare import LOSS_TOLERANCE, LayerComparison, agreement_table, compare_layer, sparsity_table
 from twell.commands.demo.corpus import Corpus, even_windows, read_corpus
 from twell.commands.demo.model import ByteModel, ModelShape, Output, Reading, Schedule, train
 from twell.commands.request import RequestError, pick_device
+from twell.commands.saved_model import check_file
 from twell.functional import Strategy, pack, sparse_gated_ffn
 from twell.packed import PackedTwell
 
-SPARSE_CAPABILITY = (9, 0)
 INTERRUPTED = 130
-EVALUATION_BATCH = 8  # windows of held-back text that go through the model at once
+EVALUATION_BATCH = 8  # windows of held-back text per pass
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,12 @@ class Preset:
 
 CPU = Preset(ModelShape(4, 128, 1024, 128), 8, 3e-3, 3e-3, 60, 4096, 1)
 GPU = Preset(ModelShape(6, 512, 2048, 256), 32, 2e-3, 1e-3, 90, 4096, 10)
-SM90 = Preset(ModelShape(6, 2048, 5632, 512), 32, 6e-4, 1e-4, 150, 16384, 10)
+SM90 = Preset(ModelShape(6, testing.PAPER_HIDDEN, testing.PAPER_NEURONS, 512), 32, 6e-4, 1e-4, 150, 16384, 10)
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the command line asks for. None: the machine's preset (`text`: the standard library's source)."""
+class DemoRequest:
+    """The arguments of `twell demo`. None: the machine's preset (`text`: the standard library's source)."""
 
     out: Path
     text: Path | None = None
@@ -69,11 +70,11 @@ class Request:
 def pick_preset(device: torch.device) -> Preset:
     if device.type != "cuda":
         return CPU
-    return SM90 if torch.cuda.get_device_capability(device) == SPARSE_CAPABILITY else GPU
+    return SM90 if torch.cuda.get_device_capability(device) == SM_90 else GPU
 
 
-def pick_shape(request: Request, preset: Preset) -> ModelShape:
-    """The preset's sizes where the request names none; RequestError where they cannot be built."""
+def pick_shape(request: DemoRequest, preset: Preset) -> ModelShape:
+    """The sizes of the request, by default the preset's. Raises RequestError if they cannot be built."""
     default = preset.shape
     shape = ModelShape(
         request.layers if request.layers is not None else default.layers,
@@ -88,25 +89,16 @@ def pick_shape(request: Request, preset: Preset) -> ModelShape:
     return shape
 
 
-def schedule_of(request: Request, preset: Preset) -> Schedule:
-    """Bounded by --steps alone where it is given without --seconds, so that such a run can be repeated."""
+def schedule_of(request: DemoRequest, preset: Preset) -> Schedule:
+    """The training schedule. --steps without --seconds bounds it alone, so that the run can be repeated."""
     seconds = request.seconds if request.seconds is not None or request.steps is not None else preset.seconds
     l1 = request.l1 if request.l1 is not None else preset.l1
     return Schedule(preset.batch, preset.learning_rate, l1, seconds, request.steps, preset.report_every)
 
 
-def check_out(out: Path) -> None:
-    if out.suffix.lower() != ".png":
-        raise RequestError(f"--out: expected a path that ends in .png, got {str(out)!r}")
-    if not out.absolute().parent.is_dir():
-        raise RequestError(f"--out: expected an existing folder to write to, got {str(out.absolute().parent)!r}")
-    if out.is_dir():
-        raise RequestError(f"--out: expected a file, got the folder {str(out)!r}")
-
-
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[Reading], None]]:
-    """A bar on a terminal, redrawn in place; elsewhere a plain line about every tenth of the run."""
+    """Show a bar on a terminal, redrawn in place; elsewhere a plain line at each tenth of the run."""
     terminal = sys.stdout.isatty()
     shown = -1
 
@@ -152,7 +144,7 @@ def token_losses(model: ByteModel, tokens: Tensor, strategy: Strategy, compressi
 
 @torch.no_grad()
 def ffn_inputs(model: ByteModel, tokens: Tensor) -> list[Tensor]:
-    """What each FFN layer reads when `model` runs on tokens [windows, length]: [windows * length, hidden] a layer."""
+    """Inputs of each FFN layer of `model` on tokens [windows, length]: [windows * length, hidden] per layer."""
     seen: list[list[Tensor]] = [[] for _ in model.mlps]
 
     def hook_of(layer: int) -> Callable[[torch.nn.Module, tuple[Tensor, ...]], None]:
@@ -167,7 +159,7 @@ def ffn_inputs(model: ByteModel, tokens: Tensor) -> list[Tensor]:
 
 
 def preflight(shape: ModelShape, device: torch.device, compression: int) -> None:
-    """Run the sparse path once, so that a missing kernel is found before the training and not after it."""
+    """Run the sparse path once, to find a missing kernel before the training."""
     x = torch.zeros(8, shape.hidden, dtype=torch.bfloat16, device=device)
     weight = torch.zeros(shape.intermediate, shape.hidden, dtype=torch.bfloat16, device=device)
     sparse_gated_ffn(x, weight, weight, weight.t(), strategy="row", compression=compression)
@@ -192,13 +184,13 @@ def _describe_machine(device: torch.device, checked: torch.device) -> Iterator[s
         name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         yield f"Machine: {name} (sm_{capability[0]}{capability[1]}); torch {torch.__version__}"
         if checked != device:
-            yield "This GPU trains the model; TwELL's kernels need an sm_90 GPU, so the comparison runs on the CPU."
+            yield "This GPU trains the model; the comparison runs on the CPU, since TwELL's kernels need an sm_90 GPU."
 
 
 def _describe_text(corpus: Corpus) -> Iterator[str]:
     files = corpus.train_files + corpus.held_files
     size = (corpus.train_bytes + corpus.held_bytes) / 1e6
-    cut = " (the rest of the folder is over the limit of 64 MiB and left out)" if corpus.truncated else ""
+    cut = " (the rest of the folder exceeds the limit of 64 MiB and is left out)" if corpus.truncated else ""
     yield f"Text: {corpus.root}, {files:,} files, {size:.1f} MB{cut}"
     yield (
         f"Held back, never trained on: {corpus.held_files:,} whole files, {corpus.held_bytes:,} bytes; "
@@ -210,26 +202,26 @@ def _describe_model(model: ByteModel, schedule: Schedule) -> Iterator[str]:
     shape = model.shape
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     yield (
-        f"Model: bytes in and out, {shape.layers} layers, hidden {shape.hidden}, {shape.intermediate} neurons a layer, "
-        f"context {shape.context}; {millions:.1f} M parameters"
+        f"Model: bytes in and out, {shape.layers} layers, hidden {shape.hidden}, {shape.intermediate} neurons per "
+        f"layer, context {shape.context}; {millions:.1f} M parameters"
     )
     limits = [f"{schedule.steps:,} steps"] if schedule.steps is not None else []
     limits += [f"{schedule.seconds:g} s"] if schedule.seconds is not None else []
     yield (
         f"Training for {' or '.join(limits)} on cross-entropy + {schedule.l1:g} x L1 of the hidden state, "
-        f"{schedule.batch * shape.context:,} bytes a step"
+        f"{schedule.batch * shape.context:,} bytes per step"
     )
 
 
-def _notes(reports: Sequence[LayerReport], packed: PackedTwell, checked: torch.device) -> Iterator[str]:
+def _notes(reports: Sequence[LayerComparison], packed: PackedTwell, checked: torch.device) -> Iterator[str]:
     words, spill = packed.words.nbytes / 1e6, packed.spill.nbytes / 1e6
-    yield "up/down skipped: share of the (token, neuron) pairs whose up and down weight rows are never read."
-    yield "gate packed: bytes in use. 4 for the count of each row and tile, 4 for each packed non-zero, and 2 for every"
-    yield "  gate value of a tile that overflows. gate dense: 2 for every gate value. Buffers are allocated for any"
-    yield f"  pattern: {words:.2f} MB of words and {spill:.2f} MB of spill a layer, touched only where tiles overflow."
+    yield "up/down skipped: share of the (token, neuron) pairs whose up and down weight rows are not read."
+    yield "gate packed: bytes in use: 4 for the count of each row and tile, 4 for each packed non-zero, 2 for each gate"
+    yield "  value of a tile that overflows. gate dense: 2 for each gate value. Buffers are allocated for any pattern:"
+    yield f"  {words:.2f} MB of words and {spill:.2f} MB of spill per layer, the spill touched only if tiles overflow."
     floor = f"1/{1 / testing.ROW_FLOOR:.0f}"
     yield "Errors are relative, against the FFN in float64 on the same bf16 values; dense is PyTorch in bf16. A row's"
-    yield f"  error is over its own norm, or over {floor} of the root mean square norm where its own is smaller."
+    yield f"  error is relative to its norm, but at least to {floor} of the root mean square norm."
     if reports[0].sparse_ms is None:
         yield "No times: this ran on the CPU, where TwELL is exact but not fast. Speed needs an sm_90 GPU (H100, H200)."
     else:
@@ -237,11 +229,11 @@ def _notes(reports: Sequence[LayerReport], packed: PackedTwell, checked: torch.d
             f"Times: the whole FFN (gate, up and down) on {reports[0].non_zeros.numel():,} tokens, eager, on "
             f"{torch.cuda.get_device_name(checked)};"
         )
-        yield "  medians of CUDA events, the two taking turns."
+        yield "  medians of CUDA events, dense and sparse in turn."
 
 
-def _save_picture(request: Request, *arguments: object) -> None:
-    """Write the PNG, or say what it takes."""
+def _save_picture(request: DemoRequest, *arguments: object) -> None:
+    """Write the PNG; without matplotlib, say how to install it."""
     try:
         plots.save(request.out, *arguments)  # type: ignore[arg-type]
     except ImportError as error:
@@ -250,13 +242,13 @@ def _save_picture(request: Request, *arguments: object) -> None:
         print(f"\nPicture: {request.out.absolute()}")
 
 
-def run(request: Request) -> int:
-    """Run the demo and print as it goes.
+def run(request: DemoRequest) -> int:
+    """Run the demo and print its progress.
 
-    Returns the exit code: 0, 1 on disagreement, divergence or a missing kernel, 130 where nothing was trained.
-    Raises RequestError for a request that cannot be met, before any training.
+    Returns the exit code: 0, 1 on disagreement, divergence or a missing kernel, 130 if nothing was trained.
+    Raises RequestError before any training if the request cannot be met.
     """
-    check_out(request.out)
+    check_file("--out", request.out, (".png",))
     device = pick_device(request.device)
     preset = pick_preset(device)
     shape = pick_shape(request, preset)
@@ -275,7 +267,7 @@ def run(request: Request) -> int:
         print(*lines, sep="\n")
 
     def notice() -> None:
-        print("\nStopping after this step to evaluate what was trained; Ctrl-C again quits.", flush=True)
+        print("\nStopping after this step to evaluate the model so far; Ctrl-C again quits.", flush=True)
 
     with progress() as report:
         history = train(model, corpus.train, schedule, request.seed, report, notice)
@@ -293,7 +285,7 @@ def run(request: Request) -> int:
         print(f"Training diverged: the held-back loss is {dense_loss}. Try another --l1 or --seed.", file=sys.stderr)
         return 1
     sparse_loss = token_losses(model, tokens, "row", request.compression).mean().item()
-    reports: list[LayerReport] = []
+    reports: list[LayerComparison] = []
     pictured: PackedTwell | None = None
     for layer, (x, mlp) in enumerate(zip(ffn_inputs(model, tokens[:, :-1]), model.mlps, strict=True)):
         layer_report, packed = compare_layer(layer, x, mlp, request.compression)
@@ -307,8 +299,8 @@ def run(request: Request) -> int:
         f"\nThe trained FFN layers on {count:,} bytes of the held-back text, through TwELL (compression "
         f"{request.compression}) and dense, in bf16\n"
     )
-    print("How sparse the gate is", *sparsity_table(reports), sep="\n")
-    print("\nHow exact the output is, and how fast: largest error against float64", *agreement_table(reports), sep="\n")
+    print("Sparsity of the gate", *sparsity_table(reports), sep="\n")
+    print("\nErrors of the output against float64, and times", *agreement_table(reports), sep="\n")
     print("", *_notes(reports, pictured, checked), sep="\n")
     print(f"\nHeld-back loss of the whole model, nats per byte: dense {dense_loss:.4f}, TwELL {sparse_loss:.4f}")
 

@@ -21,13 +21,13 @@ from twell.nn import SparseGatedMLP
 
 VOCABULARY = 256  # bytes
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
-LR_WARMUP, LR_FLOOR = 0.05, 0.1  # share of the run; share of the peak that is left at its end
-L1_START, L1_FULL = 0.05, 0.3  # shares of the run between which the L1 coefficient grows from 0 to its full value
+LR_WARMUP, LR_FLOOR = 0.05, 0.1  # as a share of the run; the final rate as a share of the peak
+L1_START, L1_FULL = 0.05, 0.3  # the L1 coefficient grows from 0 to its full value between these shares of the run
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of the model. One FFN maps [tokens, hidden] through `intermediate` neurons; `context` is bytes a window."""
+    """Sizes of the model. Each FFN has `intermediate` neurons; a window of text has `context` bytes."""
 
     layers: int
     hidden: int
@@ -84,7 +84,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Output:
-    """logits [batch, length, 256]; l1 and l0 [layers]: mean over tokens of sum |h| and of the number of non-zeros."""
+    """logits [batch, length, 256]; l1 and l0 [layers]: means over tokens of sum |h| and of the non-zeros."""
 
     logits: Tensor
     l1: Tensor
@@ -127,7 +127,7 @@ class ByteModel(nn.Module):
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how hard to train: stops at `seconds` or `steps`, whichever comes first (None: no such limit)."""
+    """The training schedule; ends at `seconds` or `steps`, whichever comes first (None: no such limit)."""
 
     batch: int
     learning_rate: float
@@ -137,7 +137,7 @@ class Schedule:
     report_every: int  # steps between two readings of the loss, each of which waits for the device
 
     def progress(self, step: int, elapsed: float) -> float:
-        """Share of the run that is over, 0 to 1."""
+        """Share of the run that is done, 0 to 1."""
         by_steps = step / self.steps if self.steps is not None else 0.0
         by_time = elapsed / self.seconds if self.seconds is not None else 0.0
         return min(1.0, max(by_steps, by_time))
@@ -155,7 +155,7 @@ def l1_factor(progress: float) -> float:
 
 @dataclass(frozen=True)
 class Reading:
-    """One report of the running training; non_zeros is the mean per token and layer."""
+    """Figures of the running training; non_zeros is the mean per token and layer."""
 
     step: int
     progress: float
@@ -174,7 +174,7 @@ class History:
 
 
 class StopRequest:
-    """Set by the first Ctrl-C, so that a training step is finished and what was trained is evaluated."""
+    """A flag that the first Ctrl-C sets: training ends after its step, and the model is evaluated."""
 
     requested = False
 
@@ -202,7 +202,7 @@ def graceful_interrupt(notice: Callable[[], None]) -> Iterator[StopRequest]:
 
 @contextlib.contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
-    """Have torch choose deterministic algorithms (they cost speed on a GPU), and restore the setting afterwards."""
+    """Set torch to deterministic algorithms (they cost speed on a GPU), and restore the setting afterwards."""
     if not enabled:
         yield
         return
@@ -225,8 +225,8 @@ def train(
 ) -> History:
     """Train `model` on uint8 `text` [bytes]: cross-entropy + l1 * mean over layers and tokens of sum |h|.
 
-    The windows drawn depend on `seed` alone, and everything else on the step number where `schedule.seconds` is None.
-    On a GPU the products run in bf16 by autocast over fp32 weights.
+    The windows depend on `seed` alone, and everything else on the step number if `schedule.seconds` is None. On a GPU
+    the products run in bf16 by autocast over fp32 weights.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)

@@ -47,7 +47,7 @@ def packed_slots(packed: PackedTwell) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def choose_tile(packed: PackedTwell, layer: int, text: Tensor) -> TilePicture:
-    """Pick rows and a tile with a fair number of non-zeros (the 95th percentile), without overflow where there are any.
+    """Choose rows and a tile with many non-zeros (the 95th percentile), without overflow if there is such a tile.
 
     `text` int64 [M] holds the tokens' bytes, for the labels.
     """
@@ -55,7 +55,7 @@ def choose_tile(packed: PackedTwell, layer: int, text: Tensor) -> TilePicture:
     rows = min(TILE_ROWS, counts.shape[0])
     capacity = values.shape[-1]
     blocks = counts[: counts.shape[0] // rows * rows].reshape(-1, rows, counts.shape[1])
-    full = blocks.sum(1) + (blocks.amax(1) > capacity) * (rows * geometry.TILE + 1)  # blocks that overflow sort last
+    full = blocks.sum(1) + (blocks.amax(1) > capacity) * (rows * geometry.TILE + 1)  # overflowing blocks sort last
     order = full.flatten().argsort(stable=True)
     fitting = int((blocks.amax(1) <= capacity).sum()) or order.numel()
     picked = int(order[min(fitting - 1, int(0.95 * fitting))])
@@ -149,7 +149,7 @@ def _distribution(axes: Axes, per_token: Sequence[Tensor], neurons: int) -> None
     )
     axes.set(
         xlabel="layer",
-        ylabel="non-zeros of one token",
+        ylabel="non-zeros per token",
         title="Non-zeros per token on held-back text\n(box: quartiles; whiskers: 1 to 99 %; diamond: mean)",
     )
     axes.set_ylim(0, neurons * 1.6)
@@ -163,7 +163,7 @@ def _tile(dense: Axes, words: Axes, picture: TilePicture) -> None:
     rows = len(picture.labels)
     blank = picture.values.masked_fill(picture.values == 0, float("nan"))
     top = float(picture.values.max()) or 1.0
-    shades = matplotlib.colormaps["YlGnBu"]  # without its palest fifth, which reads as white
+    shades = matplotlib.colormaps["YlGnBu"]  # without its palest fifth, which looks white
     colours = ListedColormap([shades(0.2 + 0.8 * i / 255) for i in range(256)])
     low = picture.tile * geometry.TILE
     dense.imshow(
@@ -180,7 +180,7 @@ def _tile(dense: Axes, words: Axes, picture: TilePicture) -> None:
         ylabel="token (byte of the text)",
         title=(
             f"Layer {picture.layer}, tile {picture.tile}, tokens {picture.first_token} to "
-            f"{picture.first_token + rows - 1}: gate values as dense ReLU leaves them"
+            f"{picture.first_token + rows - 1}: gate values after ReLU, dense"
         ),
     )
     dense.set_yticks(range(rows), picture.labels, family="monospace", fontsize=8)
@@ -223,7 +223,7 @@ def _tile(dense: Axes, words: Axes, picture: TilePicture) -> None:
         ylim=(rows - 0.5, -0.5),
         xlabel="word of the tile",
         ylabel="token (byte of the text)",
-        title=f"The same tile packed: word 0 counts, then each word holds a value and its neuron ({shown} slots)",
+        title=f"The same tile packed: word 0 is the count, each other word a value and its neuron ({shown} slots)",
     )
     words.set_xticks(range(slots + 1), ["count", *map(str, range(1, slots + 1))], fontsize=8)
     words.set_yticks(range(rows), picture.labels, family="monospace", fontsize=8)
