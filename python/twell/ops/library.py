@@ -138,7 +138,7 @@ def launch(spec: specs.Spec, *arguments: Any) -> None:
 def launchable(index: int, *needed: specs.Spec) -> bool:
     """Whether ``launch`` can run these kernels on device ``index``, for callers that have an alternative."""
     try:
-        return device.capability(index) == (9, 0) and all(resolve.obtainable(spec) for spec in needed)
+        return device.capability(index) == device.SM_90 and all(resolve.obtainable(spec) for spec in needed)
     except RuntimeError:
         # no cuda-python
         return False
@@ -147,7 +147,7 @@ def launchable(index: int, *needed: specs.Spec) -> bool:
 def require_sm90(index: int) -> None:
     """Raise NotImplementedError unless device ``index`` has compute capability 9.0, which the kernels are built for."""
     major, minor = device.capability(index)
-    if (major, minor) != (9, 0):
+    if (major, minor) != device.SM_90:
         raise NotImplementedError(
             f"the sparse kernels need compute capability 9.0 (sm_90), got {major}.{minor} on cuda:{index}; "
             'use strategy="dense"'
