@@ -111,7 +111,7 @@ def test_the_number_of_tokens_chooses_kernels_where_readme_says() -> None:
     changes = {m for k in (64, 2048, 8192) for m in range(1, 600) if kernels(m, k) != kernels(m + 1, k)}
     *some, last = sorted(changes)
     page = (Path(__file__).resolve().parents[2] / "docs" / "promises.md").read_text()
-    assert f"others beyond {', '.join(map(str, some))} and {last} tokens" in page
+    assert f"they change above {', '.join(map(str, some))} and {last} tokens" in page
 
 
 @pytest.mark.parametrize("k", [8, 2048, 2056, 16384])
