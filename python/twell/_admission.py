@@ -107,9 +107,16 @@ def require_packable(
     name: str, operands: Mapping[str, Tensor], compression: int, instead: str = '; strategy="dense" takes it'
 ) -> None:
     x, weight = operands["x"], operands["w_gate" if "w_gate" in operands else "w_up"]
-    n, k = weight.shape
     if not isinstance(compression, int) or compression not in geometry.COMPRESSIONS:
         raise ValueError(f"{name}: compression must be one of {geometry.COMPRESSIONS}, got {compression!r}")
+    n, k = weight.shape
+    require_sizes(name, n, k, instead)
+    if x.device.type not in ("cpu", "cuda", "meta"):
+        raise NotImplementedError(f"{name}: the sparse path runs on cuda and cpu, got {x.device.type}")
+
+
+def require_sizes(name: str, n: int, k: int, instead: str = "") -> None:
+    """Raise ValueError or NotImplementedError unless the sparse kernels take [N, K] weights."""
     for letter, size, limit in (("K", k, specs.K_CLASSES[-1]), ("N", n, geometry.MAX_NEURONS)):
         if size == 0 or size % 8:
             raise ValueError(
@@ -119,8 +126,6 @@ def require_packable(
             raise NotImplementedError(
                 f"{name}: {letter} must be at most {limit} for the sparse kernels, got {size}{instead}"
             )
-    if x.device.type not in ("cpu", "cuda", "meta"):
-        raise NotImplementedError(f"{name}: the sparse path runs on cuda and cpu, got {x.device.type}")
 
 
 def needing_grad(operands: Mapping[str, Tensor]) -> list[str]:

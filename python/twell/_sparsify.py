@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from twell import tuning
 from twell._auto import AutoStrategy
@@ -630,6 +631,10 @@ def _require_stateless(where: str, module: Any) -> None:
         )
 
 
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
 def _inert(module: nn.Module) -> bool:
     return type(module) is nn.Identity or (type(module) is nn.Dropout and module.p == 0)
 
@@ -648,16 +653,23 @@ def _activation(where: str, module: nn.Module, children: tuple[str, ...], attrib
         return None
     if attribute is not None and act is not None and not relu:
         try:
+            # it is the activation if the module is linear without it, and the formula with ReLU in its place
+            setattr(module, attribute, nn.Identity() if isinstance(act, nn.Module) else _identity)
+            other = difference(module, children, _identity, None)
             setattr(module, attribute, nn.ReLU() if isinstance(act, nn.Module) else F.relu)
             reason = difference(module, children, F.relu, None)
         finally:
             setattr(module, attribute, act)
-        if not reason:
+        if not reason and not other:
             return _kind(act)
+        if not reason:
+            reason = f"{attribute} is not the activation, and {_kind(act)} would be lost"
     elif attribute is None:
         for known, function in _KNOWN.items():
             if not difference(module, children, function, None):
                 return known
+    if dropping := [name for name, child in module.named_modules() if isinstance(child, _DropoutNd) and child.p]:
+        reason = f"it drops values ({', '.join(dropping)}); {reason}"
     *inputs, down = children
     formula = f"act({inputs[0]}(x)){f' * {inputs[1]}(x)' if len(inputs) > 1 else ''}"
     raise ValueError(

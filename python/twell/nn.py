@@ -322,6 +322,11 @@ def _explain(name: str, layer: SparseFFN) -> list[Choice]:
         return [Choice(name, "any", "any", "", "dense", "a projection is more than a weight and a bias")]
     site, weight = layer._site(), layer.down_proj.weight
     kind, requested = weight.device.type, "auto" if site else str(layer.strategy)
+    if requested != "dense":
+        try:
+            _admission.require_sizes("calls raise", weight.shape[1], weight.shape[0], '; strategy="dense" takes it')
+        except (ValueError, NotImplementedError) as error:
+            return [Choice(name, "any", "any", "", "none", str(error))]
     # autocast leaves float64 as it is
     autocast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
     dtype = torch.get_autocast_dtype(kind) if autocast else weight.dtype

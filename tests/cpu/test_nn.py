@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from twell import sparsify_
+from twell import explain, sparsify_
 from twell.nn import DownLayout, SparseGatedMLP, SparseMLP, set_down_layout
 
 BF16 = torch.bfloat16
@@ -330,3 +330,15 @@ def test_down_layout_refuses_what_it_cannot_set() -> None:
         set_down_layout(SparseMLP(8, 8), "columns")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"must have layers of twell\.nn, got none in Linear"):
         set_down_layout(nn.Linear(8, 8), "rows")
+
+
+@pytest.mark.parametrize(("k", "n", "said"), [(60, 256, "K must be a positive multiple of 8"), (64, 250, "N must be")])
+def test_explain_says_that_sizes_raise(k: int, n: int, said: str) -> None:
+    layer = SparseGatedMLP(k, n)
+    (choice,) = explain(layer)
+    assert choice.strategy == "none"
+    assert said in choice.reason
+    with pytest.raises(ValueError, match=said):
+        layer(torch.randn(2, k))
+    layer.strategy = "dense"
+    assert layer(torch.randn(2, k)).shape == (2, k)

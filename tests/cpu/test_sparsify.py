@@ -1702,3 +1702,22 @@ def test_a_parametrization_of_a_pair_runs_once_per_call(form: Callable[[], nn.Mo
         m(torch.randn(3, K))
         runs.append(counted.runs - before)
     assert runs == [1, 1]
+
+
+class DropsInside(nn.Module):
+    """relu(x) in code, and a Dropout that looks like the activation by its place."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.drop = nn.Linear(16, 64), nn.Linear(64, 16), nn.Dropout(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.drop(torch.relu(self.fc1(x))))
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_dropout_in_the_place_of_an_activation_is_never_lost(activation: str | None) -> None:
+    model = nn.Sequential(DropsInside(0.1))
+    with pytest.raises(ValueError, match=r"drop"):
+        twell.sparsify_(model, activation=activation)
+    assert type(model[0]) is DropsInside

@@ -2,7 +2,7 @@
 
 h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]) for the non-zeros of gate = relu(x @ w_gate^T + b_gate), and
 without ``w_up`` h = gate; y = h @ w_down + b_down. The gate is rounded to x's dtype, and so is h, once. The gate is
-kept in the hybrid format of ``twell.ops.hybrid``. On the CPU any floating dtype, on CUDA bfloat16 or float16.
+kept in the hybrid format of ``twell.ops.hybrid``. On CUDA bfloat16 or float16, on the CPU float32 or float64, too.
 """
 
 from __future__ import annotations

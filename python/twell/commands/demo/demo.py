@@ -316,7 +316,7 @@ def run(request: DemoRequest) -> int:
         print("\nFAILED: sparse and dense disagree", *(f"  {failure}" for failure in failures), sep="\n")
         return 1
     print(
-        f"\nAgreed: {len(reports)} layers, every packed count, value and neuron right, and errors at most "
-        f"{max(r.comparison.factor for r in reports):.3g} x dense's own"
+        f"\nAgreed: {len(reports)} layers, every packed count, value and neuron right, and errors within "
+        f"{max(r.comparison.factor for r in reports):.3g} x dense's own, the bound"
     )
     return 0
