@@ -300,6 +300,8 @@ def integer_problem(
     _require_sizes(m, k, n)
     require_number("density", density, 0, 1)
     require("biases", biases, str, 'words of "gate up down"')
+    if unknown := set(biases.split()) - {"gate", "up", "down"}:
+        raise ValueError(f'biases must be words of "gate up down", got {" ".join(sorted(unknown))!r}')
     require_integer("seed", seed, 0)
     problem = _draw_integers(m, k, n, density, biases, seed).map(lambda t: t.to(device, dtype))
     check_exact(problem)

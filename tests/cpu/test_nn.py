@@ -191,7 +191,7 @@ def test_from_linear_takes_a_bias_on_any_projection() -> None:
         nn.Linear(K, N, True, dtype=BF16),
         nn.Linear(N, K, False, dtype=BF16),
     )
-    mlp = SparseGatedMLP.from_linear(gate, up, down)
+    mlp = SparseGatedMLP.from_linear(gate, up, down, strategy="row")
     assert list(mlp.state_dict()) == ["gate_proj.weight", "up_proj.weight", "up_proj.bias", "down_proj.weight"]
     x = tokens()
     with torch.no_grad():

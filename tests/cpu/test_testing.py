@@ -545,3 +545,8 @@ def test_machine_line() -> None:
     for part in ("CPU", f"torch {torch.__version__}", "CuTe DSL", "twell "):
         assert part in line
     assert "\n" not in line
+
+
+def test_unknown_names_of_biases_are_refused() -> None:
+    with pytest.raises(ValueError, match="biases must be words of"):
+        testing.integer_problem(2, 16, 16, biases="all")

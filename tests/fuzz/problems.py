@@ -169,9 +169,9 @@ def draw(seed: int, number: int, limits: Limits, graphs: bool) -> Case:
     elif op == "pack":
         biases = tuple(b for b in biases if b == "b_gate")
     strategy = pick(rng, STRATEGIES) if op != "pack" else "row"
-    sparse = strategy in SPARSE
     if op == "overflow":
         strategy = "union"
+    sparse = strategy in SPARSE
     present = [name for name in NAMES if name in biases or (name == "w_up" and gated) or name in ("x", *WEIGHTS[::2])]
     wanted: tuple[str, ...] = ()
     if training:

@@ -21,9 +21,12 @@ from twell.ops.operands import Gradients, Mains, Operands
 Outputs = tuple[Tensor, Tensor, Tensor]
 
 
-def outputs(layer: Operands, input_grad: bool) -> Gradients:
+def outputs(layer: Operands, mains: Mains, input_grad: bool) -> Gradients:
     """Uninitialised dx [M, K], db_gate and db_up [N] of x's dtype; None where none is wanted."""
     x = layer.x
+    if (mains.w_up is None) != (layer.w_up is None):
+        given, missing = ("w_up", "main_up") if mains.w_up is None else ("main_up", "w_up")
+        raise ValueError(f"{missing} must be given with {given}, got None")
     db_gate, db_up = (None if bias is None else x.new_empty(bias.shape) for bias in (layer.b_gate, layer.b_up))
     return Gradients(x.new_empty(x.shape) if input_grad else None, b_gate=db_gate, b_up=db_up)
 
@@ -49,13 +52,13 @@ def _fake(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, mains: Mains, in
     for name, main in mains._asdict().items():
         if main is not None:
             check(name.replace("w_", "main_"), main, layer.w_gate.shape, torch.float32)
-    return _returned(outputs(layer, input_grad), layer.x)
+    return _returned(outputs(layer, mains, input_grad), layer.x)
 
 
 @_mains_last
 def _cpu(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, mains: Mains, input_grad: bool) -> Outputs:
     _fake(dy, dl1, *layer[:-1], *kept, *mains, input_grad)
-    gradients = outputs(layer, input_grad)
+    gradients = outputs(layer, mains, input_grad)
     targets = gradients._replace(**mains._asdict())
     hybrid.backward_cpu(dy, dl1, layer, kept, targets, accumulate=True)
     return _returned(gradients, layer.x)
@@ -63,7 +66,7 @@ def _cpu(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, mains: Mains, inp
 
 @_mains_last
 def _cuda(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, mains: Mains, input_grad: bool) -> Outputs:
-    gradients = outputs(layer, input_grad)
+    gradients = outputs(layer, mains, input_grad)
     if not dy.shape[0]:
         return _returned(Gradients(*(None if g is None else g.zero_() for g in gradients)), layer.x)
     laid = [

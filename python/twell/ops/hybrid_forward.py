@@ -42,6 +42,7 @@ def outputs(x: Tensor, w_gate: Tensor, w_up: Tensor | None) -> Outputs:
 @layer_first
 def _fake(layer: Operands, compression: int) -> Outputs:
     check_layer(*layer, wide=True)
+    geometry.words_per_tile(compression)
     return outputs(layer.x, layer.w_gate, layer.w_up)
 
 

@@ -42,6 +42,8 @@ def outputs(packed: PackedOperands, compression: int) -> Outputs:
     and w_down.
     """
     x, n = packed.x, packed.w_down.shape[0]
+    if x is None:
+        raise TypeError("x must be a tensor, got None")
     check_packed(packed.words, packed.spill, x.shape[0], n, compression, x.dtype)
     return results(x, n)
 
@@ -62,8 +64,8 @@ def union(sizes: Tensor) -> Tensor:
 @packed_first
 def _fake(packed: PackedOperands, compression: int) -> Outputs:
     x, _, _, w_up, w_down, b_up, b_down = packed
-    check_layer(x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down)
     y, l1, sizes = outputs(packed, compression)
+    check_layer(x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down)
     return y, l1, union(sizes)
 
 
