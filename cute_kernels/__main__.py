@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     compiling.add_argument("symbols", nargs="+", metavar="SYMBOL")
     target = compiling.add_mutually_exclusive_group(required=True)
     target.add_argument("-o", "--out", type=Path, help="the object file, for one symbol")
-    target.add_argument("-d", "--directory", type=Path, help="folder for SYMBOL.o and its report, SYMBOL.json")
+    target.add_argument("-d", "--directory", type=Path, help="folder for SYMBOL.o of each")
     compiling.add_argument("--depfile", type=Path, help="write a make rule that names the sources")
 
     manifest = commands.add_parser("manifest", help="print toolkit, versions and source hash of a library as JSON")
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.out is not None and len(specs) != 1:
             parser.error("--out takes one symbol; use --directory for several")
         outputs = [arguments.out or arguments.directory / f"{spec.symbol}.o" for spec in specs]
-        _compile(specs, outputs, arguments.directory is not None, arguments.depfile)
+        _compile(specs, outputs, arguments.depfile)
         return 0
     if arguments.command == "manifest":
         _manifest(specs)
@@ -58,11 +58,11 @@ def _specs(name: str) -> list[Spec]:
     return [spec for spec in catalog.SHIPPED if spec.op == name] or [spec_from_symbol(name)]
 
 
-def _compile(specs: list[Spec], outputs: list[Path], report: bool, depfile: Path | None) -> None:
+def _compile(specs: list[Spec], outputs: list[Path], depfile: Path | None) -> None:
     from .compile import compile_object
 
     for spec, path in zip(specs, outputs):
-        compile_object(spec, path, path.with_suffix(".json") if report else None)
+        compile_object(spec, path)
     if depfile is not None:
         root = Path(__file__).parent
         files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}

@@ -7,13 +7,12 @@ here, as torch's current stream, which tvm-ffi supplies at call time.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +50,13 @@ def _name_kernels(jit_object: Any, spec: Spec) -> None:
             rename(f"twell_{spec.symbol}{own}", remove_cutlass_symbol=True, keep_mangled_name=False)
 
 
-def compile_object(spec: Spec, out: Path, report: Path | None = None) -> None:
-    """Write the object file that exports ``spec.symbol``, atomically: another process sees all of it or none.
-
-    ``report``: a JSON file for the ``Report`` of each device kernel, written before the object.
-    """
+def compile_object(spec: Spec, out: Path) -> None:
+    """Write the object file that exports ``spec.symbol``, atomically: another process sees all of it or none."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    # a report redirects the process's output: not in an application that compiles at run time
-    compiled, reports = (compile_spec(spec), []) if report is None else compile_and_report(spec)
+    compiled = compile_spec(spec)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{spec.symbol}.") as scratch:
         part = Path(scratch) / out.name
         compiled.export_to_c(str(part), function_name=spec.symbol)
-        if report is not None:
-            report.write_text(json.dumps([asdict(each) for each in reports], indent=1) + "\n")
         os.replace(part, out)
 
 
