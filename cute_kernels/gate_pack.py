@@ -1,4 +1,5 @@
 """Gate GEMM that emits TwELL: words[m, :] packs the non-zeros of relu(x[m, :] @ w^T + bias), 256 neurons per tile.
+stats counts non-zeros and overflowing rows per 64 tokens and tile.
 
 Persistent and warp-specialized, one CTA per SM, a cluster of two CTAs that share the weight tile. Three warp groups:
 
@@ -40,7 +41,7 @@ HALF_M = TILE_M // 2
 THREADS = 384
 MMA_WARPS, PACK_WARPS = 8, 3
 HANDOVER_THREADS = 128 + 32 * PACK_WARPS
-# 384 threads start with 168 registers; the mma groups take what the other group gives up. Taking more would hang
+# 384 threads start with 168 registers; the mma groups take what the other group gives up; more would hang
 REGISTERS_LOAD_PACK, REGISTERS_MMA = 88, 208
 feasible.check_register_split((REGISTERS_LOAD_PACK, REGISTERS_MMA, REGISTERS_MMA))
 
@@ -226,7 +227,7 @@ class GatePack:
     def tile_of(self, index: Int32, extent: Extent) -> tuple[Int32, Int32]:
         """The (row, column) tile of this CTA in the cluster tile `index`: bands of `group` row tiles, rows fastest.
 
-        A wave of 66 clusters then touches 8 row tiles and 8 or 9 column tiles, which fit in L2 together.
+        A wave of 66 clusters then touches 8 row tiles of clusters and 8 or 9 column tiles, which fit in L2 together.
         """
         ci, cj, _ = cute.arch.block_idx()
         band = index // (self.group * extent.n_tiles)
@@ -408,8 +409,8 @@ def pack_words(
 ) -> Int32:
     """Pack a tile's 256 values, eight per lane from `neuron` on, into `words` in shared memory.
 
-    All `room` words are written, non-zeros to the first `width` of them. Returns the number of non-zeros: with `width`
-    or more the tile overflows. `skip`: lanes without a non-zero branch around the stores.
+    All `room` words are written: the count in the first, non-zeros up to word `width` - 1, zeros. Returns the number of
+    non-zeros: with `width` or more the tile overflows. `skip`: lanes without a non-zero branch around the stores.
     """
     for i in range_constexpr(room // 32):
         words[lane + 32 * i] = Uint32(0)
@@ -417,7 +418,7 @@ def pack_words(
     own = count_flags(flags)
     place = 1 + lanes_before(own)
     count = Int32(cute.arch.warp_redux_sync(own, "add"))
-    # all words are cleared
+    # until all lanes have cleared their words
     cute.arch.sync_warp()
     busy = own > 0 if const_expr(skip) else Boolean(True)
     if busy:

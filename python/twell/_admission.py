@@ -106,6 +106,7 @@ def sharded(operands: Mapping[str, Tensor]) -> bool:
 def require_packable(
     name: str, operands: Mapping[str, Tensor], compression: int, instead: str = '; strategy="dense" takes it'
 ) -> None:
+    """Raise unless the sparse kernels take the sizes, the device and ``compression``; errors end with ``instead``."""
     x, weight = operands["x"], operands["w_gate" if "w_gate" in operands else "w_up"]
     if not isinstance(compression, int) or compression not in geometry.COMPRESSIONS:
         raise ValueError(f"{name}: compression must be one of {geometry.COMPRESSIONS}, got {compression!r}")

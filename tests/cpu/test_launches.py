@@ -1,8 +1,8 @@
 """A kernel that starts before its predecessor has ended waits before it reads anything.
 
-A kernel launched with ``use_pdl`` may run while its predecessor does. ``griddepcontrol.wait`` returns when all that
-ran before is through and its writes are visible. So it comes before anything that concerns global memory, without a
-condition, and the next launch is let go only after it: then what ran before the kernel before is through, too.
+A kernel launched with ``use_pdl`` may run while its predecessor does. ``griddepcontrol.wait`` returns when the
+predecessor has ended and its writes are visible. Every kernel waits, unconditionally, before it touches global memory,
+and lets its successor start only after that. So all earlier kernels have ended, too, when a kernel passes its wait.
 """
 
 from __future__ import annotations

@@ -821,7 +821,7 @@ def test_a_module_fills_main_grad(cls: Any, strategy: Any) -> None:
 # Training
 
 
-def trained(strategy: str, seed: int, steps: int = 200) -> list[float]:
+def trained(strategy: str, seed: int, steps: int = 300) -> list[float]:
     """Losses of a small byte model on sentences of a few words, in bf16 by autocast over fp32 weights."""
     torch.manual_seed(0)
     model = ByteModel(ModelShape(layers=2, hidden=64, intermediate=264, context=32))
@@ -852,6 +852,6 @@ def test_training_follows_the_dense_run() -> None:
     smooth = lambda losses: losses.unfold(0, 25, 25).mean(1)  # noqa: E731
     noise = (smooth(other) / smooth(dense) - 1).abs()
     difference = (smooth(sparse) / smooth(dense) - 1).abs()
-    # measured: 0.010 at most and 0.0031 in the mean, where other data make 0.011 in the mean
-    assert difference.max() <= 0.02
-    assert difference.mean() <= noise.mean() / 3
+    # measured: 0.0097 at most, where the loss falls fastest, and 0.0024 on average; other data make 0.016 on average
+    assert difference.max() <= 0.01
+    assert difference.mean() <= noise.mean() / 4

@@ -1,7 +1,7 @@
 """``up_down_union``: ``up_down`` by tiles of 128 tokens, on tensor cores. Strategy "union".
 
 Each tile gathers the weight rows in the union of its tokens' neurons once. Any pattern is exact. If the union is all
-neurons, the products are those of dense PyTorch, and the search for their factors is overhead.
+neurons, the products are those of dense PyTorch, and gathering rows is overhead.
 h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]) for the non-zeros of the gate, without ``w_up`` h = gate;
 y = h @ w_down + b_down. h is rounded to x's dtype, once, as in dense PyTorch.
 """
