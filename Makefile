@@ -33,7 +33,8 @@ export OMP_WAIT_POLICY ?= passive
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export PYTHONPATH := $(CURDIR)/python:$(CURDIR)
 
-pip = "$(PY)" -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+# what is never imported needs no bytecode
+pip = "$(PY)" -m pip install --quiet --no-compile $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 stamp := $(VENV)/.twell-ready
 # What hangs on torch: operators, autograd, torch.compile, torch.export, modules.
 core := ops functional nn training hybrid packed reference reglu auto compaction sparsify recipe serving testing nvtx

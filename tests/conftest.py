@@ -16,6 +16,9 @@ from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[1]
 
+# Imports and graphs make millions of objects that stay: at the usual thresholds, collections take a sixth of the time.
+gc.set_threshold(20_000, 20, 20)
+
 # A bundle has no kernel sources to compile, no build files, no pages and no pictures.
 if not (ROOT / "CMakeLists.txt").exists():
     absent = ("bundle", "catalog", "charts", "compile", "docs", "format", "imports", "requirements", "wheel")
@@ -25,19 +28,23 @@ if not (ROOT / "CMakeLists.txt").exists():
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # no pool of processes for the few graphs that inductor compiles
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # Files and folders whose fixtures take seconds: one process runs all tests of a group and makes each fixture once.
 GROUPS = {
     **dict.fromkeys(("test_wheel", "test_bundle", "test_compile"), "wheel"),
-    **{f"test_{name}": name for name in ("bench_models", "docs", "nvtx", "quality", "recipe", "train_example")},
-    "test_transformers": "transformers",
-    "distributed": "distributed",
+    **{f"test_{name}": name for name in ("bench_models", "docs", "nvtx", "quality", "transformers")},
+    # processes that fork from one that took seconds to import: see ranks.py
+    **dict.fromkeys(
+        ("test_compaction", "test_files", "test_recipe", "test_train_example", "test_trainer", "distributed"), "ranks"
+    ),
 }
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hand each of ``GROUPS`` to one process, the largest first, and then single tests to any process.
+    """Hand each of ``GROUPS`` to one process, the largest first, and then the cases of single tests to any process.
 
     Marks of xdist_group would say the same, but pytest 9.2 and pytest-xdist 3.8 drop them without a word.
     """
@@ -46,13 +53,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Grouped(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = Path(nodeid.partition("::")[0])
-            return GROUPS.get(path.stem) or GROUPS.get(path.parent.name) or nodeid
+            return GROUPS.get(path.stem) or GROUPS.get(path.parent.name) or nodeid.partition("[")[0]
 
     return Grouped(config, log)
 
 
-def pytest_collection_finish() -> None:
-    # a million objects of imported modules, which every full collection would visit
+@pytest.fixture(autouse=True, scope="module")
+def _few_objects_to_collect() -> None:
+    # a million objects of imported modules, and what earlier files left, which every full collection would visit
     gc.collect()
     gc.freeze()
 

@@ -3,16 +3,14 @@
 import copy
 import gc
 import io
-import os
 import pickle
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -307,32 +305,17 @@ def test_evidence_adds_up() -> None:
         first["idle"] + 1
 
 
-TWO_RANKS = """
-import sys, torch, twell
-import torch.distributed as dist
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-firing = twell.FiringCounts({"a": twell.Firing(torch.arange(9) + rank), "b": twell.Firing(torch.full((17,), 10**rank))})
-merged = firing.all_reduce()
-print(merged["a"].totals.tolist(), merged["b"].tokens, firing["b"].tokens)
-dist.destroy_process_group()
-"""
+def added_up(device: torch.device) -> tuple[list[int], int, int]:
+    rank = torch.distributed.get_rank()
+    firing = twell.FiringCounts(
+        {"a": twell.Firing(torch.arange(9) + rank), "b": twell.Firing(torch.full((17,), 10**rank))}
+    )
+    merged = firing.all_reduce()
+    return merged["a"].totals.tolist(), merged["b"].tokens, firing["b"].tokens
 
 
 def test_evidence_of_two_ranks(tmp_path: Path) -> None:
-    path = os.pathsep.join(filter(None, sys.path))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", TWO_RANKS, str(rank), str(tmp_path / "store")],
-            env={**os.environ, "PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    # torch 2.9 prints that ranks are connected
-    outputs = [rank.communicate(timeout=300)[0].splitlines()[-1] for rank in ranks]
-    assert outputs == [f"{list(range(1, 18, 2))} 11 {10**rank}" for rank in range(2)]
+    assert ranks.run(2, added_up, folder=tmp_path) == [(list(range(1, 18, 2)), 11, 10**rank) for rank in range(2)]
 
 
 def test_counts_nothing_without_layers() -> None:

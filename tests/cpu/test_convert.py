@@ -946,6 +946,8 @@ KILLED = """
 import os, signal, sys, time
 from pathlib import Path
 from twell.commands import convert
+# a shell without job control starts its background jobs with SIGINT ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 write = convert._write_file
 def slow(*arguments):
     write(*arguments)

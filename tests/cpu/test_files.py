@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import logging
-import multiprocessing
 import os
 import shutil
 import signal
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 
 from twell import _files
 
@@ -119,7 +119,7 @@ def killed_as_it_swaps(path: Path, after: bool) -> None:
 def test_a_writer_that_is_killed_leaves_the_old_or_the_new(after: bool, tmp_path: Path) -> None:
     path = tmp_path / "out"
     make(path, "folder", "old")
-    process = multiprocessing.get_context("spawn").Process(target=killed_as_it_swaps, args=(path, after))
+    process = ranks.forks().Process(target=killed_as_it_swaps, args=(path, after))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL

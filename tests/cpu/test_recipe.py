@@ -16,12 +16,15 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 import torch._dynamo.testing
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -1158,35 +1161,17 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
 
 
-RANKS = """
-import sys
-import torch
-import torch.distributed as dist
-from contextlib import nullcontext
-from datetime import timedelta
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
+def ddp(rank: int, folder: Path) -> dict[str, Any]:
+    from torch.nn.parallel import DistributedDataParallel
 
-folder, here, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
-sys.path.insert(0, here)
-from test_recipe import *
+    collectives: list[int] = []
+    all_reduce = dist.all_reduce
 
-torch.set_num_threads(1)
-dist.init_process_group(
-    "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=100)
-)
-collectives = []
-all_reduce = dist.all_reduce
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        collectives.append(tensor.numel())
+        return all_reduce(tensor, *args, **kwargs)
 
-def counted(tensor, *args, **kwargs):
-    collectives.append(tensor.numel())
-    return all_reduce(tensor, *args, **kwargs)
-
-dist.all_reduce = counted
-
-def ddp():
+    dist.all_reduce = counted
     torch.manual_seed(0)
     model = Model()
     recipe.record_aux(model)
@@ -1206,12 +1191,17 @@ def ddp():
     dead = tracker.dead()
     counts.append(len(collectives))
     recipe.reinitialize_dead(wrapped, {name: ~mask for name, mask in dead.items()}, step=3)
-    StatsWriter(f"{folder}/sparsity{rank}.csv").write(1, stats)
+    StatsWriter(folder / f"sparsity{rank}.csv").write(1, stats)
     weights = [p.detach() for p in model.parameters()]
     names = list(recipe.layers(wrapped))
     return {"grads": grads, "stats": stats, "dead": dead, "counts": counts, "weights": weights, "names": names}
 
-def fsdp2():
+
+def fsdp2(rank: int) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
     torch.manual_seed(0)
     mesh, model = init_device_mesh("cpu", (2,)), Model()
     twell.nn.set_down_layout(model, "linear")
@@ -1230,9 +1220,13 @@ def fsdp2():
     weights = [p.full_tensor().detach() for p in model.parameters()]
     return {"grads": grads, "weights": weights, "stats": tracker.read()}
 
-torch.save({"ddp": ddp(), "fsdp2": fsdp2()}, f"{folder}/result{rank}")
-dist.destroy_process_group()
-"""
+
+def both_ways(device: torch.device, folder: Path) -> None:
+    """Save the figures of DDP and FSDP2; the processes of ranks end with what they changed."""
+    rank = dist.get_rank()
+    torch.save({"ddp": ddp(rank, folder), "fsdp2": fsdp2(rank)}, folder / f"result{rank}")
+
+
 TYPES = torch.arange(B * S).view(B, S) % 2
 
 
@@ -1244,16 +1238,7 @@ def step_loss(y: Tensor, model: nn.Module) -> Tensor:
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
     """The results of two processes over gloo, and their folder."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-c", RANKS, str(folder), str(Path(__file__).parent)]
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    ranks = [subprocess.Popen([*command, str(rank)], env=environment(), **pipes) for rank in range(2)]
-    try:
-        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, output in zip(ranks, outputs):
-        assert rank.returncode == 0, output
+    ranks.run(2, both_ways, folder, folder=folder)
     return [torch.load(folder / f"result{rank}", weights_only=False) for rank in range(2)], folder
 
 

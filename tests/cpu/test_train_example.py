@@ -8,7 +8,6 @@ import errno
 import functools
 import importlib
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ranks
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -45,15 +45,6 @@ SMALL = (
 SPARSE = "--l1 0.003 --l1-warmup 0 --lr 0.02 --warmup 0 --reinitialize 0.1 --observe-every 4".split()
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
-
-# other processes fork from one that has done the slow imports and has no threads
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(
-    [
-        *("torch", "numpy", "tokenizers", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"),
-        *("transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2"),
-    ]
-)
 
 
 @pytest.fixture(scope="module")
@@ -990,7 +981,8 @@ def test_sizes() -> None:
 
 def others(target: Callable[..., None], *arguments: tuple[Any, ...]) -> list[int | None]:
     """Run ``target`` in one process per tuple of arguments, all at once; return their exit codes."""
-    processes = [PROCESSES.Process(target=target, args=each) for each in arguments]
+    context = ranks.forks()
+    processes = [context.Process(target=target, args=each) for each in arguments]
     for process in processes:
         process.start()
     for process in processes:

@@ -6,14 +6,12 @@ import copy
 import csv
 import json
 import os
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -562,58 +560,33 @@ def test_settles_strategies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(calls) == 2
 
 
-RANKS = """
-import sys
-from pathlib import Path
-
-import torch
-
-sys.path.insert(0, sys.argv[1])
-from test_trainer import *
-
-torch.set_num_threads(1)
-results = []
-for average in (True, False):
-    model, folder = llama(), Path(sys.argv[2]) / str(average)
-    args = arguments(
-        folder, gradient_accumulation_steps=2, average_tokens_across_devices=average, ddp_backend="gloo", max_steps=3
-    )
-    trainer = Recording(model, args, train_dataset=sequences(16, masked=True), callbacks=[callback(reinitialize=0.1)])
-    trainer.train()
-    assert args.world_size == 2
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    results.append((trainer.steps, [(entry["sparsity_l0"], entry["sparsity_dead"]) for entry in logs], weights(model)))
-torch.save(results, Path(sys.argv[2]) / f"result{os.environ['RANK']}")
-"""
+def both_averages(device: torch.device, folder: Path) -> None:
+    """Train with and without averaging of tokens over ranks; save each step, the logs and the weights."""
+    rank = torch.distributed.get_rank()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    results = []
+    for average in (True, False):
+        model = llama()
+        args = arguments(
+            folder / str(average),
+            gradient_accumulation_steps=2,
+            average_tokens_across_devices=average,
+            ddp_backend="gloo",
+            max_steps=3,
+        )
+        data = sequences(16, masked=True)
+        trainer = Recording(model, args, train_dataset=data, callbacks=[callback(reinitialize=0.1)])
+        trainer.train()
+        assert args.world_size == 2
+        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        figures = [(entry["sparsity_l0"], entry["sparsity_dead"]) for entry in logs]
+        results.append((trainer.steps, figures, weights(model)))
+    torch.save(results, folder / f"result{rank}")
 
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    ranks = []
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    for rank in range(2):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), str(ROOT)]),
-            "OMP_NUM_THREADS": "1",
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        command = [sys.executable, "-c", RANKS, str(Path(__file__).parent), str(tmp_path)]
-        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        ranks.append(subprocess.Popen(command, env=environment, **pipes))
-    try:
-        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    for process, output in zip(ranks, outputs):
-        assert process.returncode == 0, output
+    ranks.run(2, both_averages, tmp_path, folder=tmp_path)
     results = [torch.load(tmp_path / f"result{rank}", weights_only=False) for rank in range(2)]
     for average in range(2):
         (steps, logs, final), (other_steps, other_logs, other_final) = (result[average] for result in results)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -25,14 +26,23 @@ PRELOAD = [
         "torch._dynamo",
         "torch.distributed.tensor.parallel",
         "torch.distributed.fsdp",
-        "torch.distributed.checkpoint",
+        *("torch.distributed.checkpoint.state_dict", "numpy", "tokenizers"),
     ),
     *("twell.nn", "twell.distributed", "twell.integrations.transformers", "twell.recipe", "twell.testing"),
-    *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"),
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3")),
+    *("transformers.trainer", "accelerate"),
 ]
 # limit for a rank that waits for another: longer than any test here
 PATIENCE_S = 60.0
 _SIGNAL = signal.SIGUSR1
+
+
+def forks() -> Any:
+    """Return the context of processes that fork from one that has done the slow imports and has no threads."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
 
 
 def run(world: int, function: Callable[..., Any], *arguments: Any, folder: Path, backend: str = "gloo") -> list[Any]:
@@ -41,9 +51,7 @@ def run(world: int, function: Callable[..., Any], *arguments: Any, folder: Path,
     ``function`` and ``arguments`` are pickled, ``folder`` is empty. Raises AssertionError with the traceback of the
     first rank that fails, dies or takes too long, and ends the others.
     """
-    os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = forks()
     processes: list[Any] = []
     results: dict[int, Any] = {}
     store = folder / f"store-{time.monotonic_ns()}"
@@ -120,6 +128,8 @@ def _rank(
         faulthandler.register(_SIGNAL, sys.__stderr__)
         try:
             torch.set_num_threads(1)
+            # a collection visits no object of the process that this one was forked from
+            gc.freeze()
             device = torch.device("cpu")
             if backend == "nccl":
                 device = torch.device("cuda", rank)
