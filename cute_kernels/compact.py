@@ -152,7 +152,7 @@ class Compact:
         for first in cutlass.range(0, tiles, THREADS, unroll=1):
             for i in cutlass.range(warp * OWN, cutlass.min(tiles - first, Int32(THREADS)), WARPS * OWN, unroll=1):
                 own.fill(0)
-                for p in cutlass.range(lane, pairs, 64, unroll=1):
+                for p in cutlass.range(lane, pairs, 64, unroll=3):
                     for j in range_constexpr(OWN):
                         for q in (p, p + 32):
                             at = Int64(first + i + j) * pairs + q

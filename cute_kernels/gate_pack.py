@@ -1,19 +1,23 @@
 """Gate GEMM that emits TwELL: words[m, :] packs the non-zeros of relu(x[m, :] @ w^T + bias), 256 neurons per tile.
-stats counts non-zeros and overflowing rows per 64 tokens and tile.
+stats counts non-zeros and overflowing rows per 8 tokens and tile.
 
-Persistent and warp-specialized, one CTA per SM, a cluster of two CTAs that share the weight tile. Three warp groups:
+Persistent and warp-specialized, one CTA per SM, a cluster of two CTAs that share the weight tile. A CTA's tile is 256
+neurons and `tokens` tokens. Weights are the A operand of WGMMA, so any multiple of 16 tokens is possible: `tuning`
+takes the number whose tiles fill the last wave best. All give the same bits. Three warp groups:
 
-    load      warp 0. TMA loads of x [128, 64] and w [256, 64] into a ring of stages; half of w comes from the peer.
-    pack      warps 1 to 3. Read gate tile `sG`, a row per warp, eight neurons per lane, and pack while the mma groups
-              work on the next tile: words go to `sWords` and leave by TMA, an overflowing row goes to the spill.
-    mma       groups 1 and 2, 64 rows each: WGMMA 64x256x16 over the ring, then ReLU, rounding and stmatrix into `sG`.
+    pack      warps 0 to 2. Pack the gate tile while the mma groups work on the next one: eight tokens per warp at a
+              time, eight neurons per lane. An overflowing row goes to the spill.
+    load      warp 3. TMA loads of w [256, 64] and x [tokens, 64] into a ring of stages; half of w comes from the peer.
+    mma       groups 1 and 2, 128 neurons each: WGMMA 64 x tokens x 16 over the ring, then ReLU, rounding and a
+              transposing stmatrix into the gate tile.
 
-So the tensor cores wait only for the epilogue's register-to-shared copy. Hand-over:
+So the tensor cores wait only for the epilogue's register-to-shared copy. All warps pack the CTA's last tile: with few
+tiles per CTA nothing else would hide its packing. Hand-over:
 
-    ring           PipelineTmaAsync: full = 1 arrival + bytes, empty = 8 mma warps of each CTA that reads the stage.
-    GATE_FULL_h    128 mma threads of group h arrive, 96 pack threads wait: gate half h is written.
-    GATE_EMPTY_h   96 pack threads arrive, 128 mma threads wait: gate half h may be overwritten.
-    PACK           96 pack threads: a words buffer is free, then filled.
+    ring         PipelineTmaAsync: full = 1 arrival + bytes, empty = 8 mma warps of each CTA that reads the stage.
+    GATE_FULL    256 mma threads arrive, 96 pack threads wait: the gate is written.
+    GATE_EMPTY   96 pack threads arrive, 256 mma threads wait: the gate may be overwritten.
+    GATE_LAST    all threads: the gate of the last tile is written.
 """
 
 from enum import IntEnum
@@ -24,36 +28,50 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass import Boolean, Float32, Int16, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from . import feasible, geometry
 from .sm90 import operands
 from .sm90.copies import address, load_values, store_values
+from .sm90.mma import store_matrices_transposed
 from .sm90.swizzle import swizzle_piece
-from .sm90.values import count_flags, lanes_before, nonzero_flags, relu_pack, value_bits
-from .specs import GatePackSkinnySpec, GatePackSpec
+from .sm90.values import (
+    byte_sum,
+    bytes_before,
+    count_flags,
+    join_bytes,
+    lanes_before,
+    lowest_bit,
+    nonzero_bytes,
+    nonzero_flags,
+    relu_pack,
+    value_bits,
+    widen,
+)
+from .specs import GatePackFewSpec, GatePackSpec
 
-TILE_M, TILE_N = 128, geometry.TILE
-HALF_M = TILE_M // 2
+TILE_N, TILE_K = geometry.TILE, 64
 THREADS = 384
+WARPS = THREADS // 32
 MMA_WARPS, PACK_WARPS = 8, 3
-HANDOVER_THREADS = 128 + 32 * PACK_WARPS
+MMA_THREADS = 32 * MMA_WARPS
+HANDOVER_THREADS = MMA_THREADS + 32 * PACK_WARPS
 # 384 threads start with 168 registers; the mma groups take what the other group gives up; more would hang
 REGISTERS_LOAD_PACK, REGISTERS_MMA = 88, 208
 feasible.check_register_split((REGISTERS_LOAD_PACK, REGISTERS_MMA, REGISTERS_MMA))
+# tokens that a warp packs at a time
+ROWS = geometry.STATS_ROWS
 
 
 class Barrier(IntEnum):
     """Named barriers; 0 is __syncthreads."""
 
-    GATE_FULL_0 = 1
-    GATE_FULL_1 = 2
-    GATE_EMPTY_0 = 3
-    GATE_EMPTY_1 = 4
-    PACK = 5
+    GATE_FULL = 1
+    GATE_EMPTY = 2
+    GATE_LAST = 3
 
 
 class Transfer(NamedTuple):
@@ -67,43 +85,42 @@ class Operands(NamedTuple):
     """Operands in global memory that are accessed without TMA; `bias` may be None."""
 
     bias: Any
+    words: Any
     spill: Any
     stats: Any
+    width: Any  # words per tile
 
 
 class Extent(NamedTuple):
-    """Cluster tiles by rows and columns, and steps of K; rows and neurons."""
+    """Cluster tiles by tokens and neurons, and steps of K; tokens and neurons."""
 
-    m_tiles: Any
-    n_tiles: Any
-    k_tiles: Any
-    rows: Any
-    neurons: Any
+    m_tiles: Int32
+    n_tiles: Int32
+    k_tiles: Int32
+    rows: Int32
+    neurons: Int32
 
 
 class Views(NamedTuple):
     """Views of a CTA's shared memory."""
 
-    sX: Any
     sW: Any  # weights
-    sG: Any  # gate tile
-    sWords: Any  # two buffers of words
-    gate: Any  # the gate tile without its swizzle
-    tally: Any  # [PACK_WARPS, 2] non-zeros and overflows
+    sX: Any
+    gate: Any  # [4 panels, tokens, 64 neurons], swizzled
 
 
 class GatePack:
-    """For one dtype, compression and presence of a bias; sizes and strides stay symbolic."""
+    """For one dtype, number of tokens per tile and presence of a bias; sizes, strides and width stay symbolic."""
 
-    def __init__(
-        self, spec: GatePackSpec, tile_k: int = 64, stages: int = 3, cluster: tuple[int, int] = (2, 1), group: int = 8
-    ):
+    def __init__(self, spec: GatePackSpec):
         self.dtype = operands.DTYPES[spec.dtype]
-        self.has_bias = spec.bias
-        self.width = geometry.words_per_tile(spec.compression)
-        self.tile_k, self.stages, self.cluster, self.group = tile_k, stages, cluster, group
-        # a words buffer is 8 KB whatever the compression: 64, 32 or 16 rows at once
-        self.chunk_rows = 2048 // self.width
+        self.has_bias, self.tokens = spec.bias, spec.tokens
+        # of two CTAs: fewer clusters of four run at a time than a quarter of the number of SMs
+        self.cluster = 2
+        # clusters' tiles of tokens in a band, see `tile_of`
+        self.group = 1024 // (self.tokens * self.cluster)
+        available = feasible.SMEM_PER_CTA - 2048 - self.tokens * TILE_N * 2
+        self.stages = available // ((TILE_N + self.tokens) * TILE_K * 2)
 
     @cute.jit
     def __call__(
@@ -114,48 +131,40 @@ class GatePack:
         words: cute.Tensor,
         spill: cute.Tensor,
         stats: cute.Tensor,
+        words_per_tile: Int32,
         max_clusters: Int32,
         stream: cuda.CUstream,
     ):
-        shape, stages, (cm, cn) = (TILE_M, TILE_N, self.tile_k), self.stages, self.cluster
+        shape, stages = (TILE_N, self.tokens, TILE_K), self.stages
         mma = sm90.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (2, 1, 1), (64, TILE_N)
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (2, 1, 1), (64, self.tokens)
         )
-        x_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
-        w_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
-        gate_layout = cute.tile_to_shape(atom, (TILE_M, TILE_N), order=(0, 1))
-        words_layout = cute.make_layout(
-            (self.chunk_rows, self.width, 2), stride=(self.width, 1, self.chunk_rows * self.width)
-        )
+        w_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
+        x_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
         loads = (
-            self.transfer(x, x_layout, (TILE_M, self.tile_k), cn),
-            self.transfer(w, w_layout, (TILE_N, self.tile_k), cm),
+            self.transfer(w, w_layout, (TILE_N, TILE_K), self.cluster),
+            self.transfer(x, x_layout, (self.tokens, TILE_K), 1),
         )
-        one = cute.slice_(words_layout, (None, None, 0))
-        box = (self.chunk_rows, self.width)
-        store = Transfer(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), words, one, box))
 
         @cute.struct
         class Shared:
             ring: cute.struct.MemRange[Int64, stages * 2]
-            tally: cute.struct.MemRange[Int32, 8]
-            sX: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
             sW: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
-            sG: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(gate_layout)], 1024]
-            sWords: cute.struct.Align[cute.struct.MemRange[Uint32, cute.cosize(words_layout)], 1024]
+            sX: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
+            gate: cute.struct.Align[cute.struct.MemRange[self.dtype, self.tokens * TILE_N], 1024]
 
         self.shared = feasible.check_shared_memory(Shared)
-        m_tiles = cute.ceil_div(x.shape[0], TILE_M * cm)
-        n_tiles = cute.ceil_div(w.shape[0], TILE_N * cn)
+        m_tiles = cute.ceil_div(x.shape[0], self.tokens * self.cluster)
+        n_tiles = cute.ceil_div(w.shape[0], TILE_N)
         total = m_tiles * n_tiles
-        extent = Extent(m_tiles, n_tiles, cute.ceil_div(x.shape[1], self.tile_k), x.shape[0], w.shape[0])
-        layouts = (x_layout, w_layout, gate_layout, words_layout)
+        extent = Extent(m_tiles, n_tiles, cute.ceil_div(x.shape[1], TILE_K), x.shape[0], w.shape[0])
         if total > 0:
-            self.kernel(*loads, store, Operands(bias, spill, stats), mma, *layouts, extent).launch(
-                grid=(cm, cn, cutlass.min(total, max_clusters)),
+            self.kernel(
+                *loads, Operands(bias, words, spill, stats, words_per_tile), mma, w_layout, x_layout, extent
+            ).launch(
+                grid=(self.cluster, 1, cutlass.min(total, max_clusters)),
                 block=(THREADS, 1, 1),
-                cluster=(cm, cn, 1),
+                cluster=(self.cluster, 1, 1),
                 min_blocks_per_mp=1,
                 stream=stream,
                 use_pdl=True,
@@ -170,116 +179,110 @@ class GatePack:
     @cute.kernel
     def kernel(
         self,
-        x: Transfer,
         w: Transfer,
-        words: Transfer,
+        x: Transfer,
         o: Operands,
         mma: cute.TiledMma,
-        x_layout: cute.ComposedLayout,
         w_layout: cute.ComposedLayout,
-        gate_layout: cute.ComposedLayout,
-        words_layout: cute.Layout,
+        x_layout: cute.ComposedLayout,
         extent: Extent,
     ):
         thread = cute.arch.thread_idx()[0]
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(thread // 128)
-        if warp_index == 0:
-            cpasync.prefetch_descriptor(x.atom)
+        if warp_index == PACK_WARPS:
             cpasync.prefetch_descriptor(w.atom)
-            cpasync.prefetch_descriptor(words.atom)
+            cpasync.prefetch_descriptor(x.atom)
 
-        cm, cn = self.cluster
         shared = SmemAllocator().allocate(self.shared)
         ring = pipeline.PipelineTmaAsync.create(
             barrier_storage=shared.ring.data_ptr(),
             num_stages=self.stages,
-            tx_count=(TILE_M + TILE_N) * self.tile_k * 2,
+            tx_count=(TILE_N + self.tokens) * TILE_K * 2,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, (cm + cn - 1) * MMA_WARPS),
-            cta_layout_vmnk=cute.make_layout((1, cm, cn, 1)),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.cluster * MMA_WARPS),
+            cta_layout_vmnk=cute.make_layout((1, 1, self.cluster, 1)),
             defer_sync=True,
         )
-        pipeline.pipeline_init_arrive(cluster_shape_mn=self.cluster, is_relaxed=True)
+        pipeline.pipeline_init_arrive(cluster_shape_mn=(self.cluster, 1), is_relaxed=True)
         s = Views(
-            sX=shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner),
             sW=shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner),
-            sG=shared.sG.get_tensor(gate_layout.outer, swizzle=gate_layout.inner),
-            sWords=shared.sWords.get_tensor(words_layout),
-            gate=shared.sG.get_tensor(cute.make_layout(TILE_M * TILE_N)),
-            tally=shared.tally.get_tensor(cute.make_layout((PACK_WARPS, 2), stride=(2, 1))),
+            sX=shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner),
+            gate=shared.gate.data_ptr(),
         )
-        pipeline.pipeline_init_wait(cluster_shape_mn=self.cluster)
+        # the first loads must not wait for this division
+        first = self.tile_of(cute.arch.block_idx()[2], extent)
+        pipeline.pipeline_init_wait(cluster_shape_mn=(self.cluster, 1))
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
         if group == 0:
             cute.arch.setmaxregister_decrease(REGISTERS_LOAD_PACK)
-            if warp_index == 0:
-                self.load(ring, x, w, s, extent)
-            else:
-                self.pack(words, s, o, warp_index - 1, extent)
+            tile = cute.arch.block_idx()[2]
+            if warp_index == PACK_WARPS:
+                self.load(ring, w, x, s, first, extent)
+                tile = self.last_tile(extent)
+            cute.arch.cluster_arrive_relaxed()
+            self.pack(s, o, tile, warp_index, extent)
         else:
             cute.arch.setmaxregister_increase(REGISTERS_MMA)
-            self.mma(ring, mma, s, o.bias, thread - 128, extent)
+            self.mma(ring, mma, s, o, thread - 128, extent)
+        # the peer has released its last stage here
+        cute.arch.cluster_wait()
 
     @cute.jit
     def tile_of(self, index: Int32, extent: Extent) -> tuple[Int32, Int32]:
-        """The (row, column) tile of this CTA in the cluster tile `index`: bands of `group` row tiles, rows fastest.
+        """The tile of this CTA in the cluster tile `index`, by tokens and by neurons: bands of `group` tiles of tokens,
+        tokens fastest.
 
-        A wave of 66 clusters then touches 8 row tiles of clusters and 8 or 9 column tiles, which fit in L2 together.
+        A wave of 66 clusters then touches few tiles of either, which fit in L2 together.
         """
-        ci, cj, _ = cute.arch.block_idx()
         band = index // (self.group * extent.n_tiles)
         height = cutlass.min(extent.m_tiles - band * self.group, Int32(self.group))
         inside = index - band * self.group * extent.n_tiles
         column = inside // height
         row = band * self.group + inside - column * height
-        return row * self.cluster[0] + ci, column * self.cluster[1] + cj
+        return row * self.cluster + cute.arch.block_idx()[0], column
 
     @cute.jit
-    def load(self, ring, x, w, s, extent):
-        """Keep the ring full: one x tile and one w tile per stage."""
-        cm, cn = self.cluster
-        layout = cute.make_layout((cm, cn, 1))
-        ci, cj, _ = layout.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
-        x_mask = cute.make_layout_image_mask(layout, (ci, cj, 0), mode=1) if const_expr(cn > 1) else 0
-        w_mask = cute.make_layout_image_mask(layout, (ci, cj, 0), mode=0) if const_expr(cm > 1) else 0
-        x_tiles = cute.local_tile(x.tensor, (TILE_M, self.tile_k), (None, None))
-        w_tiles = cute.local_tile(w.tensor, (TILE_N, self.tile_k), (None, None))
-        x_s, x_t = cpasync.tma_partition(
-            x.atom, cj, cute.make_layout(cn), cute.group_modes(s.sX, 0, 2), cute.group_modes(x_tiles, 0, 2)
-        )
+    def load(self, ring, w, x, s, place, extent):
+        """Keep the ring full: one w tile and one x tile per stage."""
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        mask = Int16((1 << self.cluster) - 1)
+        w_tiles = cute.local_tile(w.tensor, (TILE_N, TILE_K), (None, None))
+        x_tiles = cute.local_tile(x.tensor, (self.tokens, TILE_K), (None, None))
         w_s, w_t = cpasync.tma_partition(
-            w.atom, ci, cute.make_layout(cm), cute.group_modes(s.sW, 0, 2), cute.group_modes(w_tiles, 0, 2)
+            w.atom, rank, cute.make_layout(self.cluster), cute.group_modes(s.sW, 0, 2), cute.group_modes(w_tiles, 0, 2)
+        )
+        x_s, x_t = cpasync.tma_partition(
+            x.atom, 0, cute.make_layout(1), cute.group_modes(s.sX, 0, 2), cute.group_modes(x_tiles, 0, 2)
         )
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         tile, step = cute.arch.block_idx()[2], cute.arch.grid_dim()[2]
+        row, column = place
         while tile < extent.m_tiles * extent.n_tiles:
-            row, column = self.tile_of(tile, extent)
             state.reset_count()
             for _ in cutlass.range(extent.k_tiles, unroll=1):
                 ring.producer_acquire(state)
                 barrier = ring.producer_get_barrier(state)
-                x_tile, w_tile = x_t[None, row, state.count], w_t[None, column, state.count]
-                cute.copy(x.atom, x_tile, x_s[None, state.index], tma_bar_ptr=barrier, mcast_mask=x_mask)
-                cute.copy(w.atom, w_tile, w_s[None, state.index], tma_bar_ptr=barrier, mcast_mask=w_mask)
+                w_tile, x_tile = w_t[None, column, state.count], x_t[None, row, state.count]
+                cute.copy(w.atom, w_tile, w_s[None, state.index], tma_bar_ptr=barrier, mcast_mask=mask)
+                cute.copy(x.atom, x_tile, x_s[None, state.index], tma_bar_ptr=barrier)
                 ring.producer_commit(state)
                 state.advance()
             tile += step
-        ring.producer_tail(state)
+            row, column = self.tile_of(tile, extent)
 
     @cute.jit
-    def mma(self, ring, mma: cute.TiledMma, s, bias, thread: Int32, extent):
-        """Main loop and the register half of the epilogue, for 64 rows of the tile."""
+    def mma(self, ring, mma: cute.TiledMma, s, o, thread: Int32, extent):
+        """Main loop and the register half of the epilogue, for half of the tile's neurons."""
         half = cute.arch.make_warp_uniform(thread // 128)
+        warp_index = cute.arch.make_warp_uniform(thread // 32)
         leader = mma.get_slice(cute.make_layout(2, stride=128)(half))
-        rX = mma.make_fragment_A(leader.partition_A(s.sX))
-        rW = mma.make_fragment_B(leader.partition_B(s.sW))
-        coordinates = mma.get_slice(thread).partition_C(cute.make_identity_tensor((TILE_M, TILE_N)))
+        rW = mma.make_fragment_A(leader.partition_A(s.sW))
+        rX = mma.make_fragment_B(leader.partition_B(s.sX))
+        coordinates = mma.get_slice(thread).partition_C(cute.make_identity_tensor((TILE_N, self.tokens)))
         acc = cute.make_rmem_tensor(coordinates.shape[:3], Float32)
-        store = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma)
-        tRS_sG = store.get_slice(thread).partition_D(s.sG)
 
         full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
@@ -291,8 +294,8 @@ class GatePack:
             for k in cutlass.range(extent.k_tiles, unroll=1):
                 ring.consumer_wait(full)
                 warpgroup.fence()
-                for block in range_constexpr(self.tile_k // 16):
-                    cute.gemm(mma, acc, rX[None, None, block, full.index], rW[None, None, block, full.index], acc)
+                for block in range_constexpr(TILE_K // 16):
+                    cute.gemm(mma, acc, rW[None, None, block, full.index], rX[None, None, block, full.index], acc)
                     mma.set(warpgroup.Field.ACCUMULATE, True)
                 warpgroup.commit_group()
                 # at most one group of WGMMA is in flight: the previous stage has been read
@@ -306,95 +309,160 @@ class GatePack:
             release.advance()
 
             if const_expr(self.has_bias):
-                self.add_bias(acc, bias, coordinates, column, extent.neurons)
-            gate = cute.make_rmem_tensor(acc.shape, self.dtype)
-            pairs = cute.recast_tensor(gate, Uint32)
-            for i in range_constexpr(cute.size(pairs)):
-                pairs[i] = relu_pack(acc[2 * i], acc[2 * i + 1], self.dtype)
+                self.add_bias(acc, o.bias, coordinates, column, extent.neurons)
             if tile != first:
-                cute.arch.barrier(barrier_id=Barrier.GATE_EMPTY_0 + half, number_of_threads=HANDOVER_THREADS)
-            tRS_rG = store.retile(gate)
-            cute.copy(store, tRS_rG, tRS_sG)
-            cute.arch.barrier_arrive(barrier_id=Barrier.GATE_FULL_0 + half, number_of_threads=HANDOVER_THREADS)
+                cute.arch.barrier(barrier_id=Barrier.GATE_EMPTY, number_of_threads=HANDOVER_THREADS)
+            self.store_gate(acc, s.gate, warp_index)
             tile += step
+            if tile < extent.m_tiles * extent.n_tiles:
+                cute.arch.barrier_arrive(barrier_id=Barrier.GATE_FULL, number_of_threads=HANDOVER_THREADS)
+        # not relaxed: the last stages are released before
+        cute.arch.cluster_arrive()
+        cute.arch.barrier(barrier_id=Barrier.GATE_LAST, number_of_threads=THREADS)
+        self.pack_tile(s, o, tile - step, warp_index + WARPS - MMA_WARPS, Int32(WARPS), extent)
 
     @cute.jit
     def add_bias(self, acc, bias, coordinates, column: Int32, neurons: Int32):
         """acc += bias[neuron], except for the padding of the last tile."""
-        for v in range_constexpr(TILE_N // 8):
-            neuron = column * TILE_N + coordinates[(0, 0, v), 0, 0][1]
-            for j in range_constexpr(2):
-                b = bias[neuron + j].to(Float32) if neuron < neurons else Float32(0.0)
-                for i in range_constexpr(2):
-                    acc[(j, i, v), 0, 0] += b
+        for part in range_constexpr(2):
+            for i in range_constexpr(2):
+                neuron = column * TILE_N + coordinates[(0, i, 0), part, 0][0]
+                b = bias[neuron].to(Float32) if neuron < neurons else Float32(0.0)
+                for v in range_constexpr(self.tokens // 8):
+                    for j in range_constexpr(2):
+                        acc[(j, i, v), part, 0] += b
 
     @cute.jit
-    def pack(self, words, s, o, warp_index: Int32, extent):
-        """Pack gate halves into words: a warp takes a row at a time, `chunk_rows` rows are stored together."""
+    def store_gate(self, acc, gate, warp_index: Int32):
+        """ReLU, rounding, and the transposed store.
+
+        Lane 4 g + q holds tokens 8 v + 2 q and 8 v + 2 q + 1 of neurons g + 8 i of its warp's 16, in both parts.
+        """
         lane = cute.arch.lane_idx()
-        tiles = cute.local_tile(words.tensor, (self.chunk_rows, self.width), (None, None))
-        words_s, words_t = cpasync.tma_partition(
-            words.atom, 0, cute.make_layout(1), cute.group_modes(s.sWords, 0, 2), cute.group_modes(tiles, 0, 2)
-        )
-        chunks = HALF_M // self.chunk_rows
-        tile, step = cute.arch.block_idx()[2], cute.arch.grid_dim()[2]
-        while tile < extent.m_tiles * extent.n_tiles:
-            tile_row, column = self.tile_of(tile, extent)
-            for half in range_constexpr(2):
-                cute.arch.barrier(barrier_id=Barrier.GATE_FULL_0 + half, number_of_threads=HANDOVER_THREADS)
-                nonzeros, overflows = Int32(0), Int32(0)
-                for chunk in range_constexpr(chunks):
-                    buffer = (half * chunks + chunk) & 1
-                    # the store that read this buffer two chunks ago is complete
-                    if warp_index == 0:
-                        cute.arch.cp_async_bulk_wait_group(1, read=True)
-                    cute.arch.barrier(barrier_id=Barrier.PACK, number_of_threads=32 * PACK_WARPS)
-                    for inside in cutlass.range(warp_index, self.chunk_rows, PACK_WARPS, unroll=2):
-                        row = half * HALF_M + chunk * self.chunk_rows + inside
-                        m = tile_row * TILE_M + row
-                        target = s.sWords[inside, None, buffer]
-                        count, spilled = self.pack_row(s.gate, row, column, lane, target, o.spill, m, extent)
-                        nonzeros += count
-                        overflows += spilled
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    if const_expr(chunk == chunks - 1):
-                        if tile + step < extent.m_tiles * extent.n_tiles:
-                            cute.arch.barrier_arrive(
-                                barrier_id=Barrier.GATE_EMPTY_0 + half, number_of_threads=HANDOVER_THREADS
-                            )
-                        if lane == 0:
-                            s.tally[warp_index, 0] = nonzeros
-                            s.tally[warp_index, 1] = overflows
-                    cute.arch.barrier(barrier_id=Barrier.PACK, number_of_threads=32 * PACK_WARPS)
-                    if warp_index == 0:
-                        band = (tile_row * TILE_M + half * HALF_M) // self.chunk_rows + chunk
-                        cute.copy(words.atom, words_s[None, buffer], words_t[None, band, column])
-                        cute.arch.cp_async_bulk_commit_group()
-                entry = tile_row * 2 + half
-                if warp_index == 0 and lane < 2 and entry < o.stats.shape[0] and column < o.stats.shape[1]:
-                    o.stats[entry, column, lane] = s.tally[0, lane] + s.tally[1, lane] + s.tally[2, lane]
-            tile += step
-        if warp_index == 0:
-            cute.arch.cp_async_bulk_wait_group(0)
+        for part in range_constexpr(2):
+            # the row that this lane addresses: eight neurons, the lower or upper half of 16, of a token
+            neuron = part * 128 + warp_index * 16
+            panel, piece = neuron >> 6, ((neuron >> 3) & 7) + ((lane >> 3) & 1)
+            token = (lane & 7) + 8 * (lane >> 4)
+            target = gate + (panel * (self.tokens * 64) + token * 64 + swizzle_piece(token, piece))
+            for v in range_constexpr(0, self.tokens // 8, 2):
+                pairs = [
+                    relu_pack(acc[(0, i, v + u), part, 0], acc[(1, i, v + u), part, 0], self.dtype)
+                    for u in range(2)
+                    for i in range(2)
+                ]
+                store_matrices_transposed(target + v * (8 * 64), pairs)
 
     @cute.jit
-    def pack_row(self, gate, row: Int32, column: Int32, lane: Int32, words, spill, m: Int32, extent):
-        """Pack one row of a tile; return its count and whether it overflows. Values outside the problem are zero."""
-        valid = m < extent.rows
+    def pack(self, s, o, tile: Int32, warp_index: Int32, extent):
+        """Pack the CTA's tiles from `tile` on, the last one together with all of its warps."""
+        step = cute.arch.grid_dim()[2]
+        while tile < extent.m_tiles * extent.n_tiles:
+            last = tile + step >= extent.m_tiles * extent.n_tiles
+            if last:
+                cute.arch.barrier(barrier_id=Barrier.GATE_LAST, number_of_threads=THREADS)
+            else:
+                cute.arch.barrier(barrier_id=Barrier.GATE_FULL, number_of_threads=HANDOVER_THREADS)
+            self.pack_tile(s, o, tile, warp_index, Int32(WARPS) if last else Int32(PACK_WARPS), extent)
+            if not last:
+                cute.arch.barrier_arrive(barrier_id=Barrier.GATE_EMPTY, number_of_threads=HANDOVER_THREADS)
+            tile += step
+
+    @cute.jit
+    def last_tile(self, extent):
+        """The last tile of this CTA."""
+        first, step = cute.arch.block_idx()[2], cute.arch.grid_dim()[2]
+        return first + (extent.m_tiles * extent.n_tiles - 1 - first) // step * step
+
+    @cute.jit
+    def pack_tile(self, s, o, tile: Int32, worker: Int32, workers: Int32, extent):
+        """Pack every `workers`-th eight tokens of a tile, from `worker` on."""
+        row, column = self.tile_of(tile, extent)
+        for eight in cutlass.range(worker, self.tokens // ROWS, workers, unroll=1):
+            self.pack_rows(s, o, row * (self.tokens // ROWS) + eight, column, eight, extent)
+
+    @cute.jit
+    def pack_rows(self, s, o, group: Int32, column: Int32, eight: Int32, extent):
+        """Pack eight tokens of a tile, eight neurons per lane. Values outside the problem count as zeros.
+
+        Four tokens share a register: a byte each for the flags of the lane's values, and for a count. No prefix sum
+        over the lanes before a lane exceeds 248.
+        """
+        lane = cute.arch.lane_idx()
+        first = group * ROWS
+        neuron = column * TILE_N + lane * 8
         panel, piece = lane >> 3, lane & 7
-        offset = panel * (TILE_M * 64) + row * 64 + swizzle_piece(row, piece)
-        quad = load_values(gate.iterator + offset)
-        neuron = Uint32(column * TILE_N + lane * 8)
-        inside = valid and neuron < Uint32(extent.neurons)
-        for i in range_constexpr(4):
-            quad[i] = quad[i] if inside else Uint32(0)
-        count = pack_words(quad, neuron, words, self.width, self.width, lane, True)
-        overflow = Int32(0)
-        if count >= self.width:
-            overflow = Int32(1)
-            if valid:
-                store_values(address(spill, m, neuron), quad)
-        return count, overflow
+        source = s.gate + (panel * (self.tokens * 64) + eight * (ROWS * 64))
+        own, left = [], []
+        for h in range_constexpr(2):
+            counts, flags = Uint32(0), Uint32(0)
+            for r in range_constexpr(4):
+                quad = load_values(source + ((4 * h + r) * 64 + swizzle_piece(4 * h + r, piece)))
+                low, high = nonzero_bytes(quad)
+                counts = counts | ((low + high) * Uint32(0x01010101)) >> 24 << 8 * r
+                flags = flags | join_bytes(low, high) << 8 * r
+            rows = cutlass.min(extent.rows - first - 4 * h, Int32(4)) if neuron < extent.neurons else Int32(0)
+            valid = Uint32(0xFFFFFFFF) >> Uint32(32 - 8 * rows) if rows > 0 else Uint32(0)
+            own.append(counts & valid)
+            left.append(flags & valid)
+        before = [bytes_before(own[h], lane) for h in range(2)]
+
+        nonzeros, overflows = Int32(0), Int32(0)
+        shift = Uint32(panel * 8)
+        quad = cute.make_rmem_tensor((4,), Uint32)
+        for h in range_constexpr(2):
+            quad.fill(0)
+            last = [Uint32(cute.arch.shuffle_sync(x[h], 31)) for x in (before, own)]
+            count = Int32(((last[0] >> shift) & Uint32(0xFF)) + ((last[1] >> shift) & Uint32(0xFF)))
+            nonzeros += byte_sum(last[0]) + byte_sum(last[1])
+            m = first + 4 * h + panel
+            if m < extent.rows:
+                for p in cutlass.range(o.width >> 5, unroll=1):
+                    # word 0 is the count
+                    quad[0] = Uint32(count) if piece == 0 and p == 0 else Uint32(0)
+                    store_values(address(o.words, m, column * o.width + p * 32 + piece * 4), quad)
+            spilled = Uint32(cute.arch.vote_ballot_sync(count >= o.width)) & Uint32(0x01010101)
+            overflows += Int32(cute.arch.popc(spilled))
+            while spilled != 0:
+                r = 4 * h + (lowest_bit(spilled) >> 3)
+                spilled = spilled & (spilled - 1)
+                load_values(source + (r * 64 + swizzle_piece(r, piece)), quad)
+                for i in range_constexpr(4):
+                    quad[i] = quad[i] if neuron < extent.neurons else Uint32(0)
+                store_values(address(o.spill, first + r, neuron), quad)
+        # zeros before words
+        cute.arch.sync_warp()
+        self.store_words(o, source, left, before, first, column, neuron, piece)
+        if lane < 2 and group < o.stats.shape[0] and column < o.stats.shape[1]:
+            o.stats[group, column, lane] = nonzeros if lane == 0 else overflows
+
+    @cute.jit
+    def store_words(self, o, source, left, places, first: Int32, column: Int32, neuron: Int32, piece: Int32):
+        """Store the words of this lane's non-zeros, flagged in `left`, behind `places` others of their tokens."""
+        low, high = left
+        low_places, high_places = places
+        while (low | high) != 0:
+            upper = low == 0
+            flags = high if upper else low
+            at = lowest_bit(flags)
+            flags = flags & (flags - 1)
+            low, high = low if upper else flags, flags if upper else high
+            byte = Uint32(at & 24)
+            counts = high_places if upper else low_places
+            place = 1 + Int32((counts >> byte) & Uint32(0xFF))
+            if place < o.width:
+                counts += Uint32(1) << byte
+                r, i = (at >> 3) + (4 if upper else 0), at & 7
+                value = widen(
+                    cute.make_tensor(
+                        cute.recast_ptr(source + (r * 64 + swizzle_piece(r, piece) + i), dtype=Uint16),
+                        cute.make_layout(1),
+                    )[0]
+                )
+                cute.make_tensor(address(o.words, first + r, column * o.width + place), cute.make_layout(1))[0] = (
+                    value << 16 | (neuron + i)
+                )
+            low_places, high_places = low_places if upper else counts, counts if upper else high_places
 
 
 @cute.jit
@@ -431,7 +499,7 @@ def pack_words(
     return count
 
 
-def fake_arguments(spec: GatePackSpec | GatePackSkinnySpec) -> tuple[Any, ...]:
+def fake_arguments(spec: GatePackSpec | GatePackFewSpec) -> tuple[Any, ...]:
     """Fake x, w, bias, words, spill and stats, and an integer."""
     dtype = operands.DTYPES[spec.dtype]
     m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
@@ -447,4 +515,4 @@ def fake_arguments(spec: GatePackSpec | GatePackSkinnySpec) -> tuple[Any, ...]:
 
 def signature(spec: GatePackSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
-    return GatePack(spec), fake_arguments(spec)
+    return GatePack(spec), (*fake_arguments(spec), Int32(1))

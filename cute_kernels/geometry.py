@@ -11,7 +11,7 @@ COMPRESSIONS = (2, 4, 8)
 MAX_NEURONS = 65536
 
 # Rows summed into one entry of the statistics that gate_pack writes.
-STATS_ROWS = 64
+STATS_ROWS = 8
 
 # Tokens of a group of up_down; each group has one entry in the scratch that marks heavy tokens.
 GROUP_ROWS = 8

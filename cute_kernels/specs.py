@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .geometry import words_per_tile
-
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 
 # Row kernels keep a row of x or y in registers, so its size is fixed at compile time: the smallest class >= K.
@@ -19,8 +17,11 @@ K_CLASSES = (512, 1024, 2048, 4096, 8192, 16384)
 # K classes of the kernels for few tokens, by the CTAs of the cluster that shares a row.
 SKINNY_K_CLASSES = {4: (2048, 4096, 8192), 8: (2048, 4096, 8192, 16384)}
 
+# Tokens of a tile of the gate GEMM, multiples of 16. Each is the fastest for some batches, see tuning.gate_pack.
+GATE_TOKENS = (48, 64, 96, 128, 144)
+
 # Largest batches for which a gate GEMM for few tokens is compiled.
-SKINNY_TOKENS = (8, 32, 64, 128, 256)
+FEW_TOKENS = (8, 32, 64)
 
 
 def k_class(k: int, classes: tuple[int, ...] = K_CLASSES) -> int:
@@ -58,33 +59,37 @@ class _Kernel:
 
 @dataclass(frozen=True)
 class GatePackSpec(_Kernel):
-    """``x, w_gate -> words, spill, stats``: the gate GEMM with packed output."""
+    """``x, w_gate -> words, spill, stats``: the gate GEMM with packed output, of any compression.
 
-    compression: int
+    A tile has 256 neurons and ``tokens`` tokens, one of ``GATE_TOKENS``.
+    """
+
+    tokens: int
     bias: bool
     op: ClassVar[str] = "gate_pack"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        words_per_tile(self.compression)
+        if self.tokens not in GATE_TOKENS:
+            raise ValueError(f"tokens must be one of {GATE_TOKENS}, got {self.tokens}")
 
     @property
     def suffix(self) -> str:
-        return f"_c{self.compression}{'_bias' if self.bias else ''}"
+        return f"_t{self.tokens}{'_bias' if self.bias else ''}"
 
 
 @dataclass(frozen=True)
-class GatePackSkinnySpec(_Kernel):
+class GatePackFewSpec(_Kernel):
     """``x, w_gate -> words, spill, stats`` for batches of up to ``tokens``, of any compression."""
 
     tokens: int
     bias: bool
-    op: ClassVar[str] = "gate_pack_skinny"
+    op: ClassVar[str] = "gate_pack_few"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tokens not in SKINNY_TOKENS:
-            raise ValueError(f"tokens must be one of {SKINNY_TOKENS}, got {self.tokens}")
+        if self.tokens not in FEW_TOKENS:
+            raise ValueError(f"tokens must be one of {FEW_TOKENS}, got {self.tokens}")
 
     @property
     def suffix(self) -> str:
@@ -298,7 +303,7 @@ class OverflowSpec(_Kernel):
 
 Spec = (
     GatePackSpec
-    | GatePackSkinnySpec
+    | GatePackFewSpec
     | UpDownSkinnySpec
     | UpDownSpec
     | UnpackSpec
@@ -319,9 +324,9 @@ def all_specs() -> tuple[Spec, ...]:
     """Every spec that can be compiled; ``catalog.SHIPPED`` are those that ship."""
     flags = (False, True)
     return (
-        *(GatePackSpec(d, c, b) for d in DTYPES for c in (8, 4, 2) for b in flags),
+        *(GatePackSpec(d, t, b) for d in DTYPES for t in GATE_TOKENS for b in flags),
         *(UpDownSpec(d, k, g, b) for d in DTYPES for k in K_CLASSES for g in flags for b in flags),
-        *(GatePackSkinnySpec(d, t, b) for d in DTYPES for t in SKINNY_TOKENS for b in flags),
+        *(GatePackFewSpec(d, t, b) for d in DTYPES for t in FEW_TOKENS for b in flags),
         *(
             UpDownSkinnySpec(d, k, c, g, b)
             for d in DTYPES

@@ -39,15 +39,15 @@ from twell import ops, testing
 from twell._runtime import geometry
 from twell.testing import FFN
 
-_FORWARD = ("gate_pack", "gate_pack_skinny", "compact", "sampled_up", "gathered", "overflow")
+_FORWARD = ("gate_pack", "gate_pack_few", "compact", "sampled_up", "gathered", "overflow")
 _BACKWARD = ("sampled_grad", "gathered", "rank", "transpose", "weight_grad", "overflow")
 
 # Operators, and the kernels that they launch.
 OPS = {
-    "gate_pack": ("gate_pack", "gate_pack_skinny"),
+    "gate_pack": ("gate_pack", "gate_pack_few"),
     "up_down": ("up_down", "up_down_skinny"),
     "up_down_union": ("compact", "sampled_up", "gathered"),
-    "ffn_union": ("gate_pack", "gate_pack_skinny", "compact", "sampled_up", "gathered"),
+    "ffn_union": ("gate_pack", "gate_pack_few", "compact", "sampled_up", "gathered"),
     "unpack": ("unpack",),
     "reglu": ("reglu",),
     "matrix_transpose": ("matrix_transpose",),

@@ -96,6 +96,35 @@ def nonzero_flags(quad: Any) -> Any:
 
 
 @cute.jit
+def nonzero_bytes(quad: Any) -> Any:
+    """Eight bytes, 1 or 0, in two registers: whether each of eight values without signs is a non-zero."""
+    flags = []
+    for i in cutlass.range_constexpr(2):
+        # carries into bits 15 and 31
+        carried = [quad[2 * i + j] + Uint32(0x7FFF7FFF) for j in range(2)]
+        flags.append((Uint32(cute.arch.prmt(*carried, 0x7531)) >> 7) & Uint32(0x01010101))
+    return flags
+
+
+@cute.jit
+def join_bytes(low: Uint32, high: Uint32) -> Uint32:
+    """The low bits of eight bytes as one byte."""
+    # moves the bits of the four bytes next to each other
+    return (low * Uint32(0x01020408)) >> 24 | ((high * Uint32(0x01020408)) >> 20) & Uint32(0xF0)
+
+
+@cute.jit
+def bytes_before(counts: Uint32, lane: Int32) -> Uint32:
+    """Exclusive prefix sums over the warp of four bytes, each of which must stay below 256."""
+    total = Uint32(cute.arch.shuffle_sync_up(counts, 1, mask_and_clamp=0))
+    total = total if lane >= 1 else Uint32(0)
+    for d in cutlass.range_constexpr(5):
+        other = Uint32(cute.arch.shuffle_sync_up(total, 1 << d, mask_and_clamp=0))
+        total = total + other if lane >= (1 << d) else total
+    return total
+
+
+@cute.jit
 def count_flags(flags: Any) -> Int32:
     """Number of true ones among eight booleans."""
     count = Int32(0)

@@ -235,7 +235,7 @@ def work(op: str, spec: Any, f: Mapping[str, Any]) -> Work | None:
     projections = 2 if getattr(spec, "gated", True) else 1
     known = {
         "gate_pack": Work(2 * m * n * k, tokens + weight + packed),
-        "gate_pack_skinny": Work(2 * m * n * k, tokens + weight + packed),
+        "gate_pack_few": Work(2 * m * n * k, tokens + weight + packed),
         "up_down": Work(0, packed + projections * (tokens + fired), projections * f["group_rows"] * row),
         "up_down_skinny": Work(0, packed + projections * (tokens + fired)),
         "unpack": Work(0, packed + ITEM * m * n),

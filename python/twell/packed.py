@@ -23,7 +23,7 @@ class PackedTwell:
         ascending, as ``value bits << 16 | neuron``.
     spill: bfloat16 or float16 [..., T*256]. All values of the row-tiles that hold more than W-1 non-zeros; elsewhere
         undefined.
-    stats: int32 [ceil(M/64), T, 2], M the number of rows. Non-zeros, and row-tiles with more than W-1 of them, of 64
+    stats: int32 [ceil(M/8), T, 2], M the number of rows. Non-zeros, and row-tiles with more than W-1 of them, of 8
         rows each.
     """
 

@@ -18,7 +18,7 @@ def gate(x: Tensor, w_gate: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def gate_pack(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> tuple[Tensor, Tensor, Tensor]:
-    """words int32 [M, T*W], spill [M, T*256], stats int32 [ceil(M/64), T, 2]; unused words and spill are 0."""
+    """words int32 [M, T*W], spill [M, T*256], stats int32 [ceil(M/8), T, 2]; unused words and spill are 0."""
     dense = gate(x, w_gate, bias)
     m, n = dense.shape
     tiles, width = geometry.tiles(n), geometry.words_per_tile(compression)

@@ -55,7 +55,7 @@ sys.modules["nvidia_cutlass_dsl"] = None
 from twell._runtime import packaged
 for module in (tvm_ffi, twell):
     assert module.__file__.startswith(sys.argv[1]), module.__file__
-assert packaged.find("gate_pack_bf16_c8") is not None
+assert packaged.find("gate_pack_bf16_t144") is not None
 assert "cutlass" not in sys.modules
 loaded = {line.split()[-1] for line in open("/proc/self/maps") if "libcute_dsl_runtime" in line}
 assert all(path.startswith(sys.argv[2]) for path in loaded) and len(loaded) == 1, loaded

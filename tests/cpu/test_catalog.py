@@ -34,7 +34,7 @@ def test_every_supported_size_ships() -> None:
     for dtype in specs.DTYPES:
         assert specs.UnpackSpec(dtype) in shipped
         for bias in (False, True):
-            assert all(specs.GatePackSpec(dtype, c, bias) in shipped for c in (2, 4, 8))
+            assert all(specs.GatePackSpec(dtype, tokens, bias) in shipped for tokens in specs.GATE_TOKENS)
             # the hidden sizes of the models in question
             for k in (64, 1024, 2048, 4096, 8192):
                 for gated in (False, True):
@@ -63,8 +63,8 @@ def test_larger_hidden_sizes_are_refused() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: specs.GatePackSpec("float32", 8, False), "float32"),
-        (lambda: specs.GatePackSpec("bfloat16", 3, False), "compression"),
+        (lambda: specs.GatePackSpec("float32", 64, False), "float32"),
+        (lambda: specs.GatePackSpec("bfloat16", 72, False), "tokens"),
         (lambda: specs.UpDownSpec("bfloat16", 2000, True, False), "k_max"),
         (lambda: specs.UpDownSpec("bf16", 2048, False, False), "bf16"),
         (lambda: specs.UnpackSpec("int8"), "int8"),

@@ -28,7 +28,7 @@ def write_library(folder: Path, **changes: object) -> None:
         "toolkit": "cu12",
         "versions": {fingerprint.DSL: "4.8.1", fingerprint.TVM_FFI: "0.1.14"},
         "source_hash": fingerprint.source_hash(),
-        "symbols": ["gate_pack_bf16_c8", "unpack_bf16"],
+        "symbols": ["gate_pack_bf16_t144", "unpack_bf16"],
     }
     (folder / "manifest.json").write_text(json.dumps(manifest | changes))
 
@@ -109,7 +109,7 @@ def test_library_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not state.kernels.loads
     text = "\n".join(info.lines(state, verbose=True))
     assert "2 for sm_90a" in text
-    assert "    gate_pack_bf16_c8\n    unpack_bf16" in text
+    assert "    gate_pack_bf16_t144\n    unpack_bf16" in text
     assert "note: " in text
 
 

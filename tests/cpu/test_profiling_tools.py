@@ -24,9 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPILED = {
     "kernel_cutlass_kernel_cute_kernelsgate_packGatePack_object_at__CopyAtom_ThrID10_0": ("gate_pack", "gate_pack"),
     "kernel_cutlass_kernel_twellcute_kernelsgate_packGatePack_object_at__CopyAtom_0": ("gate_pack", "gate_pack"),
-    "kernel_cutlass_kernel_cute_kernelsgate_pack_skinnyGatePackSkinny_object_at__C_0": (
-        *("gate_pack_skinny", "gate_pack_skinny"),
-    ),
+    "kernel_cutlass_kernel_cute_kernelsgate_pack_fewGatePackFew_object_at__C_0": (*("gate_pack_few", "gate_pack_few"),),
     "kernel_cutlass_light_cute_kernelsup_downUpDown_object_at__tensorptrbf16_0": ("up_down", "up_down light"),
     "kernel_cutlass_compact_cute_kernelscompactCompact_object_at__tensorptri32_1": ("compact", "compact"),
     "kernel_cutlass_locate_cute_kernelscompactCompact_object_at__tensorptri32_0": ("compact", "compact locate"),

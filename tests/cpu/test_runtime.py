@@ -280,9 +280,9 @@ print(t.cache.load(t.SPEC)())
         pytest.importorskip("cutlass")
         if not linked:
             monkeypatch.setattr(shutil, "which", lambda name: None)
-        spec = specs.GatePackSpec("bfloat16", 8, False)
+        spec = specs.GatePackSpec("bfloat16", 64, False)
         for _ in range(2):
-            with pytest.raises(TypeError, match="Expects 7 parameters when calling"):
+            with pytest.raises(TypeError, match="Expects 8 parameters when calling"):
                 cache.load(spec)()
         assert [entry.suffix for entry in entries(folder)] == [".so" if linked else ".o"]
 

@@ -357,7 +357,7 @@ def packed_words(gate: Tensor, compression: int) -> tuple[Tensor, Tensor]:
     words = torch.zeros(m, tiles, width + 1, dtype=torch.int32, device=gate.device).scatter_(2, place, entries)
     words[:, :, 0] = counts
     figures = torch.stack((counts, (counts >= width).long()), 2)
-    stats = F.pad(figures, (0, 0, 0, 0, 0, -m % 64)).view(-1, 64, tiles, 2).sum(1)
+    stats = F.pad(figures, (0, 0, 0, 0, 0, -m % geometry.STATS_ROWS)).view(-1, geometry.STATS_ROWS, tiles, 2).sum(1)
     return words[:, :, :width].reshape(m, tiles * width), stats.int()
 
 

@@ -5,6 +5,9 @@ import torch
 from torch import Tensor
 
 from twell import ops, testing
+from twell._runtime import device, geometry, specs
+from twell.ops import library
+from twell.ops.gate_pack import outputs
 from twell.testing import FFN, UGLY_K, UGLY_M
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -33,6 +36,31 @@ def check(problem: FFN, compression: int) -> None:
     y, l1 = testing.poisoned(lambda: ops.up_down(None, words, spill, None, w_down, None, b_down, compression))
     testing.assert_same(y, testing.exact_output(problem, gated=False), "down y")
     testing.assert_same(l1, gate.sum(1).float(), "down l1")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("compression", [2, 8])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_tiles_of_all_sizes_give_the_same_bits(dtype: torch.dtype, compression: int, bias: bool) -> None:
+    """Real numbers, a partial last tile in both directions, several tiles per CTA, and full row-tiles."""
+    m, n, k = 1003, 16392, 136
+    problem = testing.make("uniform29", m, k, n, dtype=dtype)
+    b_gate = torch.randn(n, device="cuda").to(dtype) / 8 if bias else None
+    # a band of neurons that fire for a band of tokens
+    problem.x[300:340, 0] = 64.0
+    problem.w_gate[512:1100, 0] = 1.0
+    width, clusters = geometry.words_per_tile(compression), device.sm_count(0) // 2
+
+    def pack(tokens: int) -> tuple[Tensor, ...]:
+        packed = outputs(problem.x, problem.w_gate, compression)
+        spec = specs.GatePackSpec(str(dtype).removeprefix("torch."), tokens, bias)
+        library.launch(spec, problem.x, problem.w_gate, b_gate, *packed, width, clusters)
+        return packed
+
+    first, *others = (testing.poisoned(lambda tokens=tokens: pack(tokens)) for tokens in specs.GATE_TOKENS)
+    assert int(first[2][:, :, 1].sum()) > 40
+    for other in others:
+        testing.assert_packed_same(other, first, n, compression)
 
 
 # One dimension at a time from its list of edges, then the corners where several meet.

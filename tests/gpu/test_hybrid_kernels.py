@@ -358,7 +358,7 @@ def test_compact_counts_saturate() -> None:
     """Statistics that say more than 2^32 in all: the number of non-zeros is 2^31 - 1, and the bitmap is written."""
     bits = draw(140_000, 8, 0.3, 14)
     words, spill, stats = pack(bits, 8)
-    stats[:, :, 0] = 4 << 20
+    stats[:, :, 0] = 1 << 19
     out = poisoned(140_000 * 8), poisoned(1094, 64, dtype=torch.int16), poisoned(1094, 2), poisoned(1095), poisoned(8)
     sums = poisoned(1094, 128, dtype=torch.float32)
     launch(specs.CompactSpec("bfloat16", True), words, spill.view(BF16), stats, *out, sums, 8, 32, 0, 2**31 - 2)

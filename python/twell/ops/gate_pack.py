@@ -7,14 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twell import tuning
-from twell._runtime import device, geometry
+from twell._runtime import device, geometry, specs
 from twell.ops.library import blocks, check_layer, launch, register, rows, vector
 
 Packed = tuple[Tensor, Tensor, Tensor]
 
 
 def outputs(x: Tensor, w_gate: Tensor, compression: int) -> Packed:
-    """Uninitialised words int32 [M, T*W], spill [M, T*256] of x's dtype, stats int32 [ceil(M/64), T, 2]."""
+    """Uninitialised words int32 [M, T*W], spill [M, T*256] of x's dtype, stats int32 [ceil(M/8), T, 2]."""
     return *room(x, x.shape[0], w_gate, compression), figures(x, w_gate)
 
 
@@ -73,14 +73,15 @@ def _cuda(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int) ->
 
 def pack(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, packed: Packed, compression: int) -> None:
     """Launch what fills ``packed``."""
-    m, biased = x.shape[0], b_gate is not None
-    operands = (rows(x), rows(w_gate), vector(b_gate, w_gate.shape[0], x) if biased else None, *packed)
-    if 0 < m <= tuning.SKINNY_GATE_PACK:
-        launch(tuning.gate_pack_skinny(x.dtype, m, biased), *operands, geometry.words_per_tile(compression))
-    elif m:
-        # a cluster is two CTAs, one per multiprocessor
-        clusters = device.sm_count(x.device.index) // 2
-        launch(tuning.gate_pack(x.dtype, compression, biased), *operands, clusters)
+    (m, _), n = x.shape, w_gate.shape[0]
+    if m == 0:
+        return
+    operands = (rows(x), rows(w_gate), None if b_gate is None else vector(b_gate, n, x), *packed)
+    # a cluster is two CTAs, one per multiprocessor
+    clusters = device.sm_count(x.device.index) // 2
+    spec = tuning.gate_pack(x.dtype, m, n, clusters, b_gate is not None)
+    last = (clusters,) if isinstance(spec, specs.GatePackSpec) else ()
+    launch(spec, *operands, geometry.words_per_tile(compression), *last)
 
 
 gate_pack = register(

@@ -122,7 +122,7 @@ def check_packed(packed: PackedTwell, gate: Tensor) -> list[str]:
         )
     blocks = F.pad(torch.stack([expected, (expected > capacity).long()], -1), (0, 0, 0, 0, 0, -m % geometry.STATS_ROWS))
     if not torch.equal(packed.stats.long(), blocks.view(-1, geometry.STATS_ROWS, tiles, 2).sum(1)):
-        out.append("the statistics (non-zeros and overflowing tiles of each 64 rows) differ from the gate values'")
+        out.append("the statistics (non-zeros and overflowing tiles of each 8 rows) differ from the gate values'")
     if (total := int(packed.nnz())) != int(expected.sum()):
         out.append(f"nnz(): expected {int(expected.sum()):,}, got {total:,}")
     used = torch.arange(capacity, device=counts.device) < expected[..., None]

@@ -1,17 +1,15 @@
 """The gate GEMM of gate_pack.py for few tokens, bound by memory: each weight is read once by the whole chip.
 
-A cluster of eight CTAs computes a tile of 256 neurons and up to 128 tokens, or a cluster of four if there is more than
-one tile of tokens; two CTAs per SM. The CTAs divide the neurons into four parts for up to 64 tokens, otherwise into
-two; the CTAs of a part split K. More splits exchange more partial sums, more parts read x more often. A split takes
-every second or fourth block of 64 columns. Weights are the A operand of WGMMA, tokens the B operand, as few as eight.
+A cluster of eight CTAs computes a tile of 256 neurons and all tokens, up to 64; two CTAs per SM. The CTAs divide the
+neurons into four parts, and two CTAs split the K of a part: each takes every second block of 64 columns. Weights are
+the A operand of WGMMA, tokens the B operand, as few as eight.
 
     load        warp 4. TMA loads of w and x, 64 columns per stage, into a ring.
-    mma         warps 0 to 3: WGMMA 64 x tokens x 16 for 64 or 128 neurons. Then the partial sums go to `sums`, which
-                overlays the ring.
-    epilogue    warps 0 to 3 again, after a cluster barrier. Each CTA takes every eighth or fourth token, from its rank
-                on: a warp per token, eight neurons per lane. It adds the splits' sums from distributed shared memory
-                in a fixed order, sends counts to CTA 0 and arrives at a second cluster barrier. It writes its words
-                before it waits there; then CTA 0 writes the statistics.
+    mma         warps 0 to 3: WGMMA 64 x tokens x 16. Then the partial sums go to `sums`, which overlays the ring.
+    epilogue    warps 0 to 3 again, after a cluster barrier. Each CTA takes every eighth token, from its rank on: a
+                warp per token, eight neurons per lane. It adds the splits' sums from distributed shared memory in a
+                fixed order, sends counts to CTA 0 and arrives at a second cluster barrier. It writes its words before
+                it waits there; then CTA 0 writes the statistics.
 
     FULL[s]    1 arrival + bytes.
     EMPTY[s]   4 mma warps arrive.
@@ -37,11 +35,13 @@ from .sm90 import operands
 from .sm90.copies import address, load_peer, store_peer, store_values
 from .sm90.ring import open_ring, release
 from .sm90.values import count_flags, nonzero_flags, relu_pack
-from .specs import GatePackSkinnySpec
+from .specs import GatePackFewSpec
 
 TILE_N, TILE_K = geometry.TILE, 64
-# most tokens of a tile
-MOST_TOKENS = 128
+# CTAs of a cluster: parts of a tile's neurons, and splits of K
+PARTS, SPLITS = 4, 2
+CLUSTER = PARTS * SPLITS
+NEURONS = TILE_N // PARTS
 MMA_THREADS, THREADS = 128, 160
 WARPS = MMA_THREADS // 32
 MAX_WIDTH = geometry.words_per_tile(min(geometry.COMPRESSIONS))
@@ -53,27 +53,19 @@ class Barrier(IntEnum):
     MMA = 1
 
 
-class GatePackSkinny:
+class GatePackFew:
     """For one dtype, presence of a bias and number of tokens; the compression is the run-time words_per_tile."""
 
-    def __init__(self, spec: GatePackSkinnySpec):
+    def __init__(self, spec: GatePackFewSpec):
         self.dtype = operands.DTYPES[spec.dtype]
-        self.has_bias, self.tokens = spec.bias, min(spec.tokens, MOST_TOKENS)
-        # two tiles of tokens are enough to occupy every SM
-        self.cluster = 8 if spec.tokens <= MOST_TOKENS else 4
-        # parts of a tile's neurons, and splits of K
-        self.parts = 4 if spec.tokens <= 64 else 2
-        self.splits = self.cluster // self.parts
-        self.neurons = TILE_N // self.parts
-        self.stages = min(6, 110 * 1024 // ((self.neurons + self.tokens) * TILE_K * 2))
+        self.has_bias, self.tokens = spec.bias, spec.tokens
+        self.stages = min(6, 110 * 1024 // ((NEURONS + self.tokens) * TILE_K * 2))
         # tokens of a warp in the epilogue
-        self.rounds = max(1, self.tokens // (self.cluster * WARPS))
-        # entries of the statistics, 64 tokens each
-        self.entries = max(1, self.tokens // geometry.STATS_ROWS)
+        self.rounds = max(1, self.tokens // (CLUSTER * WARPS))
         # a token's sums: neurons 0-3 of each eight, a gap of 4 words, then neurons 4-7. So the lanes of a fragment, and
         # lanes that read eight neurons each, hit different banks
-        self.upper = self.neurons // 2 + 4
-        self.pitch = self.neurons + 4
+        self.upper = NEURONS // 2 + 4
+        self.pitch = NEURONS + 4
 
     @cute.jit
     def __call__(
@@ -88,16 +80,14 @@ class GatePackSkinny:
         stream: cuda.CUstream,
     ):
         stages = self.stages
-        shape = (self.neurons, self.tokens, TILE_K)
+        shape = (NEURONS, self.tokens, TILE_K)
         mma = sm90.make_trivial_tiled_mma(
             self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (64, self.tokens)
         )
         w_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
         x_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        w_tma, w_g = cpasync.make_tiled_tma_atom(
-            load, w, cute.slice_(w_layout, (None, None, 0)), (self.neurons, TILE_K)
-        )
+        w_tma, w_g = cpasync.make_tiled_tma_atom(load, w, cute.slice_(w_layout, (None, None, 0)), (NEURONS, TILE_K))
         x_tma, x_g = cpasync.make_tiled_tma_atom(load, x, cute.slice_(x_layout, (None, None, 0)), (self.tokens, TILE_K))
         ring = (cute.cosize(w_layout) + cute.cosize(x_layout)) * 2
         # the partial sums overlay the ring, which begins with the tiles of w
@@ -107,20 +97,19 @@ class GatePackSkinny:
         class Shared:
             full: cute.struct.MemRange[Int64, stages]
             empty: cute.struct.MemRange[Int64, stages]
-            tally: cute.struct.Align[cute.struct.MemRange[Int32, 2 * self.entries * self.cluster * WARPS], 8]
+            counts: cute.struct.MemRange[Int32, CLUSTER * WARPS * self.rounds]
             rows: cute.struct.Align[cute.struct.MemRange[Uint32, MAX_WIDTH * WARPS], 16]
             sW: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
             sX: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
 
         self.shared = feasible.check_shared_memory(Shared, 2)
-        m_tiles = cute.ceil_div(x.shape[0], self.tokens)
         n_tiles = cute.ceil_div(w.shape[0], TILE_N)
-        if m_tiles > 0:
+        if x.shape[0] > 0:
             self.kernel(
                 x_tma, x_g, w_tma, w_g, bias, words, spill, stats, mma, x_layout, w_layout, words_per_tile,
                 (x.shape[0], w.shape[0], cute.ceil_div(x.shape[1], TILE_K)),
             ).launch(
-                grid=(self.cluster, n_tiles, m_tiles), block=(THREADS, 1, 1), cluster=(self.cluster, 1, 1),
+                grid=(CLUSTER, n_tiles, 1), block=(THREADS, 1, 1), cluster=(CLUSTER, 1, 1),
                 min_blocks_per_mp=2, preferred_smem_carveout=100, stream=stream, use_pdl=True,
             )  # fmt: skip
 
@@ -143,7 +132,7 @@ class GatePackSkinny:
     ):
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        rank, column, row = cute.arch.block_idx()
+        rank, column, _ = cute.arch.block_idx()
         shared = SmemAllocator().allocate(self.shared)
         if warp_index == WARPS:
             cpasync.prefetch_descriptor(x_tma)
@@ -154,26 +143,26 @@ class GatePackSkinny:
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        part, split = rank % self.parts, rank // self.parts
-        blocks = (extent[2] - split + self.splits - 1) // self.splits
+        part, split = rank % PARTS, rank // PARTS
+        blocks = (extent[2] - split + SPLITS - 1) // SPLITS
         sums = cute.make_tensor(
             cute.recast_ptr(shared.sW.data_ptr(), dtype=Float32), cute.make_layout(self.pitch * self.tokens)
         )
         # the warp's first token in the epilogue
-        first = row * self.tokens + rank + self.cluster * warp_index
+        first = rank + CLUSTER * warp_index
         if warp_index == WARPS:
-            self.load(ring, x_tma, x_g, w_tma, w_g, sX, sW, row, column * self.parts + part, split, blocks)
+            self.load(ring, x_tma, x_g, w_tma, w_g, sX, sW, column * PARTS + part, split, blocks)
         else:
             self.mma(ring, mma, sX, sW, sums, blocks, thread)
-        at = (rank, column, row, thread, warp_index, lane)
+        at = (rank, column, thread, warp_index, lane)
         self.epilogue(shared, sums, bias, words, spill, stats, width, extent, first, at)
 
     @cute.jit
-    def load(self, ring, x_tma, x_g, w_tma, w_g, sX, sW, row, column, split, blocks):
+    def load(self, ring, x_tma, x_g, w_tma, w_g, sX, sW, column, split, blocks):
         """Load the CTA's blocks of K, one per stage."""
         lane = cute.arch.lane_idx()
         x_tiles = cute.local_tile(x_g, (self.tokens, TILE_K), (None, None))
-        w_tiles = cute.local_tile(w_g, (self.neurons, TILE_K), (None, None))
+        w_tiles = cute.local_tile(w_g, (NEURONS, TILE_K), (None, None))
         one = cute.make_layout(1)
         x_s, x_t = cpasync.tma_partition(x_tma, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(x_tiles, 0, 2))
         w_s, w_t = cpasync.tma_partition(w_tma, 0, one, cute.group_modes(sW, 0, 2), cute.group_modes(w_tiles, 0, 2))
@@ -182,10 +171,10 @@ class GatePackSkinny:
             cute.arch.mbarrier_wait(ring.empty + state.index, state.phase)
             barrier = ring.full + state.index
             if lane == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, (self.neurons + self.tokens) * TILE_K * 2)
-            block = split + i * self.splits
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, (NEURONS + self.tokens) * TILE_K * 2)
+            block = split + i * SPLITS
             cute.copy(w_tma, w_t[None, column, block], w_s[None, state.index], tma_bar_ptr=barrier)
-            cute.copy(x_tma, x_t[None, row, block], x_s[None, state.index], tma_bar_ptr=barrier)
+            cute.copy(x_tma, x_t[None, 0, block], x_s[None, state.index], tma_bar_ptr=barrier)
             state.advance()
 
     @cute.jit
@@ -195,7 +184,7 @@ class GatePackSkinny:
         leader = mma.get_slice(0)
         rW = mma.make_fragment_A(leader.partition_A(sW))
         rX = mma.make_fragment_B(leader.partition_B(sX))
-        coordinates = mma.get_slice(thread).partition_C(cute.make_identity_tensor((self.neurons, self.tokens)))
+        coordinates = mma.get_slice(thread).partition_C(cute.make_identity_tensor((NEURONS, self.tokens)))
         acc = cute.make_rmem_tensor(coordinates.shape, Float32)
         acc.fill(0.0)
         mma.set(warpgroup.Field.ACCUMULATE, True)
@@ -220,37 +209,39 @@ class GatePackSkinny:
 
         Warp 4 takes part only in the cluster barriers.
         """
-        rank, column, row, thread, warp_index, lane = at
-        tally = shared.tally.get_tensor(cute.make_layout(2 * self.entries * self.cluster * WARPS))
+        rank, column, thread, warp_index, lane = at
+        counts = shared.counts.get_tensor(cute.make_layout(CLUSTER * WARPS * self.rounds))
         quads = cute.make_rmem_tensor((4, self.rounds), Uint32)
         # every CTA's partial sums are written
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         if warp_index < WARPS:
             quads.fill(0)
-            if first < extent[0] and first < (row + 1) * self.tokens:
-                self.reduce_splits(sums, quads, first - row * self.tokens, column, bias, extent[1], rank, lane)
-            self.send_counts(quads, tally, first, extent[0], width, rank, warp_index, lane)
-        # the tally is complete, and no CTA reads a peer's sums any more
+            if first < extent[0]:
+                self.reduce_splits(sums, quads, first, column, bias, extent[1], rank, lane)
+            self.send_counts(quads, counts, first, extent[0], rank, warp_index, lane)
+        # the counts are complete, and no CTA reads a peer's sums any more
         cute.arch.cluster_arrive()
         if warp_index < WARPS:
             buffer = cute.make_tensor(shared.rows.data_ptr() + warp_index * MAX_WIDTH, cute.make_layout(MAX_WIDTH))
             for i in range_constexpr(self.rounds):
-                m = first + self.cluster * WARPS * i
+                m = first + CLUSTER * WARPS * i
                 if m < extent[0]:
                     self.pack(quads[None, i], m, column, words, spill, buffer, width, lane)
         cute.arch.cluster_wait()
-        entry = row * self.entries + thread // 2
-        if rank == 0 and thread < 2 * self.entries and entry < stats.shape[0]:
-            total = Int32(0)
-            for i in range_constexpr(self.cluster * WARPS):
-                total += tally[2 * self.entries * i + thread]
-            stats[entry, column, thread % 2] = total
+        if rank == 0 and thread < stats.shape[0]:
+            nonzeros, overflows = Int32(0), Int32(0)
+            for i in range_constexpr(geometry.STATS_ROWS):
+                count = counts[thread * geometry.STATS_ROWS + i]
+                nonzeros += count
+                overflows += Int32(count >= width)
+            stats[thread, column, 0] = nonzeros
+            stats[thread, column, 1] = overflows
 
     @cute.jit
     def reduce_splits(self, sums, quads, first, column, bias, neurons, rank, lane):
         """Add the splits' sums of eight neurons for each token of the warp, then ReLU and rounding."""
-        part, at = lane // (32 // self.parts), (lane % (32 // self.parts)) * 4
+        part, at = lane // (32 // PARTS), (lane % (32 // PARTS)) * 4
         neuron = column * TILE_N + lane * 8
         values = cute.make_rmem_tensor((8,), Float32)
         for round in range_constexpr(self.rounds):
@@ -259,13 +250,13 @@ class GatePackSkinny:
                 if neuron < neurons:
                     for i in range_constexpr(8):
                         values[i] = bias[neuron + i].to(Float32)
-            token = first + self.cluster * WARPS * round
+            token = first + CLUSTER * WARPS * round
             source = sums.iterator + (token * self.pitch + at)
-            for s in range_constexpr(self.splits):
+            for s in range_constexpr(SPLITS):
                 # each CTA begins with another peer; a token has the same CTA in every run
-                split = (s + rank) % self.splits
+                split = (s + rank) % SPLITS
                 for i in range_constexpr(2):
-                    four = load_peer(source + i * self.upper, split * self.parts + part)
+                    four = load_peer(source + i * self.upper, split * PARTS + part)
                     for j in range_constexpr(4):
                         values[4 * i + j] += four[j]
             for i in range_constexpr(4):
@@ -273,22 +264,15 @@ class GatePackSkinny:
                 quads[i, round] = pair if neuron < neurons else Uint32(0)
 
     @cute.jit
-    def send_counts(self, quads, tally, first, tokens, width, rank, warp_index, lane):
-        """Store non-zeros and overflows of the warp's tokens in CTA 0's tally; zero the tokens beyond the last."""
-        # two per entry of the statistics
-        counted = [Int32(0)] * (2 * self.entries)
+    def send_counts(self, quads, counts, first, tokens, rank, warp_index, lane):
+        """Store the number of non-zeros of each of the warp's tokens in CTA 0; zero the tokens beyond the last."""
         for i in range_constexpr(self.rounds):
-            valid = first + self.cluster * WARPS * i < tokens
+            valid = first + CLUSTER * WARPS * i < tokens
             for j in range_constexpr(4):
                 quads[j, i] = quads[j, i] if valid else Uint32(0)
-            entry = self.cluster * WARPS * i // geometry.STATS_ROWS
             count = Int32(cute.arch.warp_redux_sync(count_flags(nonzero_flags(quads[None, i])), "add"))
-            counted[2 * entry] += count
-            counted[2 * entry + 1] += Int32(count >= width)
-        for i in range_constexpr(2 * self.entries):
             if lane == i:
-                slot = (rank * WARPS + warp_index) * (2 * self.entries) + i
-                store_peer(tally.iterator + slot, Int32(0), counted[i])
+                store_peer(counts.iterator + (rank + CLUSTER * (warp_index + WARPS * i)), Int32(0), count)
 
     @cute.jit
     def pack(self, quad, m, column, words, spill, buffer, width, lane):
@@ -305,6 +289,6 @@ class GatePackSkinny:
             store_values(address(spill, m, neuron), quad)
 
 
-def signature(spec: GatePackSkinnySpec) -> tuple[Any, tuple[Any, ...]]:
+def signature(spec: GatePackFewSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
-    return GatePackSkinny(spec), fake_arguments(spec)
+    return GatePackFew(spec), fake_arguments(spec)
