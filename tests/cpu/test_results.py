@@ -43,6 +43,19 @@ def test_every_result_is_described(root: Path) -> None:
     assert {path.stem for path in folder.glob("*.json")} <= set(described)
 
 
+def test_the_gate_gemm_runs_with_nearly_the_best_tiles(root: Path) -> None:
+    """``tuning.gate_pack`` against the measured times of all tile sizes: the mean loss, and the largest."""
+    rows = json.loads((root / "profiling" / "results" / "h200_gate_tiles.json").read_text())["rows"]
+    losses = []
+    for row in rows:
+        spec = tuning.gate_pack(torch.bfloat16, row["m"], row["n"], 66, False)
+        chosen = str(spec.tokens) if isinstance(spec, specs.GatePackSpec) else "few"
+        losses.append(row["us"][chosen] / min(us for name, us in row["us"].items() if name != "cublas") - 1)
+    assert len(losses) >= 30
+    assert sum(losses) / len(losses) < 0.015
+    assert max(losses) < 0.06
+
+
 def test_kernels_of_today_are_as_near_to_the_published_as_readme_says(root: Path) -> None:
     text = " ".join((root / "README.md").read_text().split())
     said = re.search(
