@@ -10,6 +10,7 @@ Microseconds, medians of interleaved replays.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -36,17 +37,28 @@ COPIED = 120e6
 THRESHOLD = 2.56
 
 
+@dataclasses.dataclass
+class Row:
+    """Microseconds of a problem by kernel, and the kernel that ``tuning`` chooses."""
+
+    m: int
+    k: int
+    n: int
+    chosen: str
+    us: dict[str, float]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="file for the data")
     parser.add_argument("--seconds", type=float, default=0.3, help="time per shape and number of tokens (0.3)")
     arguments = parser.parse_args(argv)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for k, n in SHAPES:
         for m in TOKENS:
-            times = row(m, k, n, arguments.seconds)
-            rows.append({"m": m, "k": k, "n": n, "chosen": chosen(m, n), "us": times})
-            print(f"{k:6} {n:6} {m:6}  " + "  ".join(f"{name} {us:.1f}" for name, us in times.items()), flush=True)
+            rows.append(Row(m, k, n, chosen(m, n), measured(m, k, n, arguments.seconds)))
+            times = "  ".join(f"{name} {us:.1f}" for name, us in rows[-1].us.items())
+            print(f"{k:6} {n:6} {m:6}  {times}", flush=True)
             write_json(arguments.out, rows, machine=testing.machine_line(), arguments={"seconds": arguments.seconds})
     return 0
 
@@ -57,8 +69,8 @@ def chosen(m: int, n: int) -> str:
     return str(spec.tokens) if isinstance(spec, specs.GatePackSpec) else "few"
 
 
-def row(m: int, k: int, n: int, seconds: float) -> dict[str, float]:
-    """Microseconds by name."""
+def measured(m: int, k: int, n: int, seconds: float) -> dict[str, float]:
+    """Microseconds of each kernel."""
     copies = min(24, max(2, math.ceil(COPIED / (2 * (m + n) * k))))
     xs = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
     weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / math.sqrt(k) for _ in range(copies)]
