@@ -1,0 +1,480 @@
+"""The gated up and down projections of up_down.py, token by token: y[m] = sum over non-zeros c of h[m, c] * w_down[c],
+with h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]). If not `gated`, the packed values are h.
+
+A cluster of `cluster` CTAs, 1 to 8, computes a token, each CTA a part of the columns; tokens share nothing. Few tokens
+take large clusters, for latency. Many tokens take one CTA each, several on an SM: some list while others stream.
+
+Each thread owns the same eight columns, 16 bytes, of every row, or a few times that. So a row takes `span` warps of a
+CTA, and its warps form `groups` of that size, which divide the non-zeros: `rows` at a time, with all their loads in
+flight. A CTA lists up to `window` non-zeros at a time:
+
+    list    eight lanes per tile of the gate: counts and values of 32 tiles arrive in one load. Every CTA lists all.
+    up      rows times the x that a thread holds; the sums over each warp go to `partial`.
+    hidden  after a barrier of the cluster, each thread takes a non-zero and adds the partial sums of all warps and CTAs
+            in a fixed order; the loads of the first down rows are already in flight.
+    down    adds h times rows to fp32 sums in registers, in ascending order of the group's neurons.
+
+At the end the groups' sums are added in shared memory, and each CTA rounds and stores its columns. h stays fp32. A CTA
+of a larger cluster arrives at the cluster barrier twice per window: when its partial sums are complete, and when it has
+read all others'. It waits for the second only before it writes the next partial sums, and before it exits.
+"""
+
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr, range_constexpr
+from cutlass.memory import SmemAllocator
+
+from . import feasible, geometry
+from .sm90 import operands
+from .sm90.copies import address, load_peer_value, load_values, load_values_if, store_values
+from .sm90.rows import spilled_word
+from .sm90.values import count_flags, high_to_float, low_to_float, nonzero_flags, pack, prefix_sum, warp_sum
+from .specs import UpDownSpec, UpDownTokenSpec
+
+WARPS = 8
+THREADS = 32 * WARPS
+# tiles that are listed at a time, and lanes of each
+TILES = 32
+LANES = THREADS // TILES
+# columns of a warp's load
+STEP = 256
+
+
+class Operands(NamedTuple):
+    """Operands in global memory; None if absent. An empty bias is absent, too."""
+
+    x: Any
+    words: Any
+    spill: Any
+    w_up: Any
+    w_down: Any
+    b_up: Any
+    b_down: Any
+    y: Any
+    l1: Any
+    width: Any  # words of a tile
+
+
+class Thread(NamedTuple):
+    """Indices of a thread, and the columns of its CTA."""
+
+    rank: Any  # of the CTA in its cluster
+    left: Any  # first column
+    columns: Any  # number of columns
+    column: Any  # the thread's first column of the CTA's
+    group: Any  # of warps
+    place: Any  # of the warp in its group
+    thread: Any
+    warp: Any
+    lane: Any
+
+
+class Views(NamedTuple):
+    """Views of a CTA's shared memory."""
+
+    counts: Any  # [TILES] non-zeros of each tile
+    totals: Any  # [WARPS] sums of |h| by warp
+    nonzeros: Any  # [window] value bits << 16 | neuron
+    hidden: Any  # [window] h
+    partial: Any  # [window, span] dot products over each warp's columns
+    sums: Any  # [groups, columns] y by group; overlays `nonzeros` and the following
+
+
+class UpDownToken:
+    """For one dtype, cluster size and class of hidden sizes, gated or not."""
+
+    def __init__(self, spec: UpDownTokenSpec):
+        self.dtype = operands.DTYPES[spec.dtype]
+        self.gated = spec.gated
+        self.cluster = spec.cluster
+        self.columns = spec.k_max // spec.cluster
+        self.span = min(WARPS, self.columns // STEP)
+        self.groups = WARPS // self.span
+        # 16-byte loads per thread and row, and rows that a thread has in flight
+        self.vectors = self.columns // (self.span * STEP)
+        self.rows = 4 if self.span == 1 else max(1, 8 // self.vectors)
+        self.window = min(2048, 4096 // self.span)
+        lists = self.window * (2 + self.span if self.gated else 2)
+        self.words = max(lists, self.groups * self.columns if self.groups > 1 else 0)
+        self.ctas_per_sm = {1: 4 if self.span > 1 else 3, 2: 3, 4: 2, 8: 1}[self.vectors]
+
+        @cute.struct
+        class Shared:
+            counts: cute.struct.MemRange[Int32, TILES]
+            totals: cute.struct.MemRange[Float32, WARPS]
+            arena: cute.struct.Align[cute.struct.MemRange[Float32, self.words], 16]
+
+        self.shared = feasible.check_shared_memory(Shared, self.ctas_per_sm)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor | None,
+        words: cute.Tensor,
+        spill: cute.Tensor,
+        w_up: cute.Tensor | None,
+        w_down: cute.Tensor,
+        b_up: cute.Tensor | None,
+        b_down: cute.Tensor | None,
+        y: cute.Tensor,
+        l1: cute.Tensor,
+        words_per_tile: Int32,
+        stream: cuda.CUstream,
+    ):
+        if y.shape[0] > 0:
+            self.kernel(Operands(x, words, spill, w_up, w_down, b_up, b_down, y, l1, words_per_tile)).launch(
+                grid=(self.cluster * y.shape[0], 1, 1),
+                block=(THREADS, 1, 1),
+                cluster=(self.cluster, 1, 1),
+                min_blocks_per_mp=self.ctas_per_sm,
+                preferred_smem_carveout=100,
+                stream=stream,
+                use_pdl=True,
+            )
+
+    @cute.kernel
+    def kernel(self, o: Operands):
+        block = cute.arch.block_idx()[0]
+        s = self.views(SmemAllocator().allocate(self.shared))
+        at = self.thread_index(o.y.shape[1], block % self.cluster)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        self.compute_token(o, s, block // self.cluster, at)
+
+    @cute.jit
+    def thread_index(self, k, rank):
+        """The thread's indices in CTA `rank` of a cluster; columns are divided in pieces of 16 bytes."""
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        share = cute.ceil_div(k, 8 * self.cluster) * 8
+        left = rank * share
+        columns = cutlass.max(cutlass.min(k - left, share), Int32(0))
+        place = warp % self.span
+        return Thread(rank, left, columns, place * STEP + lane * 8, warp // self.span, place, thread, warp, lane)
+
+    @cute.jit
+    def compute_token(self, o, s, m, at):
+        """Compute token `m` by one cluster. Shared memory is free again at the first barrier of the next token."""
+        x_thread = cute.make_rmem_tensor((4, self.vectors), Uint32)
+        if const_expr(self.gated):
+            self.load_row(x_thread, o.x, m, at, True)
+        acc = cute.make_rmem_tensor((8, self.vectors), Float32)
+        acc.fill(0.0)
+        tiles = o.words.shape[1] // o.width
+        total, windows = Float32(0.0), Int32(0)
+        first = at.group * self.rows
+        for group in cutlass.range(0, tiles, TILES, unroll=1):
+            slot = at.warp * (32 // LANES) + at.lane // LANES
+            row = address(o.words, m, (group + slot) * o.width)
+            quad = cute.make_rmem_tensor((4,), Uint32)
+            listed = self.count_nonzeros(s, row, quad, slot, group + slot < tiles, at.lane)
+            for base in cutlass.range(0, listed, self.window, unroll=1):
+                size = cutlass.min(listed - base, Int32(self.window))
+                if base > 0:
+                    # read again: they would take registers while rows are streamed
+                    load_values_if(row + at.lane % LANES * 4, quad, group + slot < tiles)
+                self.list_nonzeros(o, s, row, quad, m, slot, group + slot, base, at.lane)
+                cute.arch.sync_threads()
+                if const_expr(self.gated):
+                    if const_expr(self.cluster > 1):
+                        if windows > 0:
+                            cute.arch.cluster_wait()
+                    self.up_products(s, x_thread, o.w_up, size, at)
+                    if const_expr(self.cluster > 1):
+                        cute.arch.cluster_arrive()
+                # not before the arrival, which also waits for loads
+                rows = cute.make_rmem_tensor((4, self.vectors, self.rows), Uint32)
+                self.load_rows(s, rows, o.w_down, first, size, at)
+                if const_expr(self.gated):
+                    if const_expr(self.cluster > 1):
+                        cute.arch.cluster_wait()
+                    else:
+                        cute.arch.sync_threads()
+                total += self.hidden_state(s, o.b_up, size, at.thread)
+                if const_expr(self.gated and self.cluster > 1):
+                    cute.arch.cluster_arrive()
+                    windows += 1
+                cute.arch.sync_threads()
+                for other in cutlass.range(first, size, self.groups * self.rows, unroll=1):
+                    if other != first:
+                        self.load_rows(s, rows, o.w_down, other, size, at)
+                    self.add_rows(s, acc, rows, other)
+                # the list has been read
+                cute.arch.sync_threads()
+        if const_expr(self.gated and self.cluster > 1):
+            # the final sums overwrite partial sums, and no CTA may exit before its own are read
+            if windows > 0:
+                cute.arch.cluster_wait()
+        self.store_token(o, s, acc, total, m, at)
+
+    # ---- listing ----
+
+    @cute.jit
+    def count_nonzeros(self, s, row, quad, slot, exists, lane):
+        """Load count and first words of each of 32 tiles, four per lane; return the number of their non-zeros."""
+        load_values_if(row + lane % LANES * 4, quad, exists)
+        # the previous counts may still be read
+        cute.arch.sync_threads()
+        if lane % LANES == 0:
+            s.counts[slot] = Int32(quad[0])
+        cute.arch.sync_threads()
+        return Int32(cute.arch.warp_redux_sync(s.counts[lane], "add"))
+
+    @cute.jit
+    def list_nonzeros(self, o, s, row, quad, m, slot, tile, base, lane):
+        """List non-zeros `base` to `base + window` of 32 tiles, ascending; a lane has words of one of them."""
+        piece = lane % LANES
+        count = s.counts[slot]
+        before = prefix_sum(s.counts[lane], lane)
+        # position of the tile's first non-zero
+        start = cute.arch.shuffle_sync(before, slot) - base
+        if count < o.width:
+            self.list_quad(s, quad, start, piece, count)
+            more = cute.make_rmem_tensor((4,), Uint32)
+            # words beyond the first load
+            for q in cutlass.range(piece + LANES, count // 4 + 1, LANES, unroll=1):
+                load_values(row + 4 * q, more)
+                self.list_quad(s, more, start, q, count)
+        if cute.arch.vote_any_sync(count >= o.width):
+            self.list_spilled(s, o.spill, m, tile, start, count >= o.width, piece, lane)
+
+    @cute.jit
+    def list_spilled(self, s, spill, m, tile, start, spilled, piece, lane):
+        """List the non-zeros of tiles that overflow, eight values per lane at a time."""
+        for part in cutlass.range(geometry.TILE // (8 * LANES), unroll=1):
+            quad = cute.make_rmem_tensor((4,), Uint32)
+            quad.fill(0)
+            neuron = tile * geometry.TILE + (part * LANES + piece) * 8
+            if spilled:
+                load_values(address(spill, m, neuron), quad)
+            flags = nonzero_flags(quad)
+            own = count_flags(flags)
+            inclusive = own
+            for d in (1, 2, 4):
+                other = cute.arch.shuffle_sync_up(inclusive, d, mask_and_clamp=0)
+                inclusive = inclusive + other if piece >= d else inclusive
+            at = start + inclusive - own
+            for i in range_constexpr(8):
+                self.list_word(s, at, spilled_word(quad, i, neuron), flags[i])
+                at += Int32(flags[i])
+            start += cute.arch.shuffle_sync(inclusive, lane | (LANES - 1))
+
+    @cute.jit
+    def list_quad(self, s, quad, start, q, count):
+        """List words 4 q to 4 q + 3 of a tile; word 0 is the count."""
+        for i in range_constexpr(4):
+            ordinal = 4 * q + i
+            self.list_word(s, start + ordinal - 1, quad[i], ordinal > 0 and ordinal <= count)
+
+    @cute.jit
+    def list_word(self, s, at, word, valid):
+        if valid and at >= 0 and at < self.window:
+            s.nonzeros[at] = word
+
+    # ---- rows ----
+
+    @cute.jit
+    def load_row(self, values, matrix, row, at, exists: Boolean):
+        """Load the thread's pieces of a row; zeros beyond the last column, or unless the row `exists`."""
+        base = address(matrix, row, at.left) + at.column
+        for v in range_constexpr(self.vectors):
+            offset = v * self.span * STEP
+            load_values_if(base + offset, values[None, v], exists and at.column + offset < at.columns)
+
+    @cute.jit
+    def load_rows(self, s, rows, matrix, first, size, at):
+        """Load rows of the neurons from `first` of the list on; zeros beyond its end."""
+        words = self.load_list(s.nonzeros, first)
+        for j in range_constexpr(self.rows):
+            neuron = words[j] & Uint32(0xFFFF)
+            self.load_row(rows[None, None, j], matrix, neuron, at, first + j < size)
+
+    @cute.jit
+    def load_list(self, values, first):
+        """Load `rows` elements of a list in shared memory, `first` being a multiple of that."""
+        loaded = cute.make_rmem_tensor((self.rows,), values.element_type)
+        source = (values.iterator + first).align(min(16, 4 * self.rows))
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(self.rows)), loaded)
+        return loaded
+
+    @cute.jit
+    def up_products(self, s, x_thread, w_up, size, at):
+        """Store dot products over each warp's columns in `partial`."""
+        # lanes that share a row at the end of the sums over the warp
+        sharing = 32 // self.rows
+        for first in cutlass.range(at.group * self.rows, size, self.groups * self.rows, unroll=1):
+            rows = cute.make_rmem_tensor((4, self.vectors, self.rows), Uint32)
+            self.load_rows(s, rows, w_up, first, size, at)
+            sums = [Float32(0.0)] * self.rows
+            for v in range_constexpr(self.vectors):
+                for i in range_constexpr(4):
+                    low, high = low_to_float(x_thread[i, v], self.dtype), high_to_float(x_thread[i, v], self.dtype)
+                    for j in range_constexpr(self.rows):
+                        sums[j] += low * low_to_float(rows[i, v, j], self.dtype)
+                        sums[j] += high * high_to_float(rows[i, v, j], self.dtype)
+            value = self.sum_rows(sums, at.lane)
+            if at.lane % sharing == 0:
+                s.partial[(first + at.lane // sharing) * self.span + at.place] = value
+
+    @cute.jit
+    def sum_rows(self, sums, lane):
+        """Sum `rows` values over the warp, each in 32 / rows lanes: those of row 0, then those of row 1 and so on.
+
+        A lane gives half of its values away at each step.
+        """
+        for step in range_constexpr(5):
+            distance = 16 >> step
+            half = len(sums) // 2
+            if const_expr(half > 0):
+                upper = lane & distance != 0
+                halves = []
+                for j in range_constexpr(half):
+                    kept = sums[j + half] if upper else sums[j]
+                    given = sums[j] if upper else sums[j + half]
+                    halves.append(kept + cute.arch.shuffle_sync_bfly(given, distance))
+                sums = halves
+            else:
+                sums = [sums[0] + cute.arch.shuffle_sync_bfly(sums[0], distance)]
+        return sums[0]
+
+    @cute.jit
+    def hidden_state(self, s, b_up, size, thread):
+        """Compute the hidden state of the listed non-zeros, zeros up to full `rows`; return the thread's sum of |h|."""
+        total = Float32(0.0)
+        for i in cutlass.range(thread, cute.ceil_div(size, self.rows) * self.rows, THREADS, unroll=1):
+            h = Float32(0.0)
+            if i < size:
+                word = s.nonzeros[i]
+                h = high_to_float(word, self.dtype)
+                if const_expr(self.gated):
+                    value = Float32(0.0)
+                    for r in range_constexpr(self.cluster):
+                        value += self.sum_partial(s, i, r)
+                    if const_expr(b_up is not None):
+                        if b_up.shape[0] > 0:
+                            value += b_up[Int32(word & Uint32(0xFFFF))].to(Float32)
+                    h = h * value
+            s.hidden[i] = h
+            total += cute.arch.fmax(h, -h)
+        return total
+
+    @cute.jit
+    def sum_partial(self, s, i, rank: cutlass.Constexpr):
+        """The dot product of non-zero `i` over the columns of CTA `rank`."""
+        source = s.partial.iterator + i * self.span
+        if const_expr(self.cluster > 1):
+            value = load_peer_value(source, Int32(rank))
+            for w in range_constexpr(1, self.span):
+                value += load_peer_value(source + w, Int32(rank))
+            return value
+        parts = cute.make_rmem_tensor((self.span,), Float32)
+        aligned = source.align(min(16, 4 * self.span))
+        cute.autovec_copy(cute.make_tensor(aligned, cute.make_layout(self.span)), parts)
+        value = parts[0]
+        for w in range_constexpr(1, self.span):
+            value += parts[w]
+        return value
+
+    @cute.jit
+    def add_rows(self, s, acc, rows, first):
+        """acc += h times the rows, which with their h are zero beyond the list's end."""
+        hidden = self.load_list(s.hidden, first)
+        for j in range_constexpr(self.rows):
+            for v in range_constexpr(self.vectors):
+                for i in range_constexpr(4):
+                    acc[2 * i, v] += hidden[j] * low_to_float(rows[i, v, j], self.dtype)
+                    acc[2 * i + 1, v] += hidden[j] * high_to_float(rows[i, v, j], self.dtype)
+
+    # ---- the end ----
+
+    @cute.jit
+    def store_token(self, o, s, acc, total, m, at):
+        """Add the groups' sums in a fixed order and store this CTA's columns."""
+        total = warp_sum(total)
+        if at.lane == 0:
+            s.totals[at.warp] = total
+        if const_expr(self.groups > 1):
+            self.store_sums(o, s, acc, m, at)
+        else:
+            cute.arch.sync_threads()
+            for v in range_constexpr(self.vectors):
+                column = at.column + v * self.span * STEP
+                if column < at.columns:
+                    self.store_columns(o, acc[None, v], m, at.left + column)
+        if at.rank == 0 and at.thread == 0:
+            everything = Float32(0.0)
+            for w in range_constexpr(WARPS):
+                everything += s.totals[w]
+            o.l1[m] = everything
+
+    @cute.jit
+    def store_columns(self, o, values, m, column):
+        """Add the bias to eight values of y, round and store them."""
+        if const_expr(o.b_down is not None):
+            if o.b_down.shape[0] > 0:
+                bias = load_values(o.b_down.iterator + column)
+                for i in range_constexpr(4):
+                    values[2 * i] += low_to_float(bias[i], self.dtype)
+                    values[2 * i + 1] += high_to_float(bias[i], self.dtype)
+        quad = cute.make_rmem_tensor((4,), Uint32)
+        for i in range_constexpr(4):
+            quad[i] = pack(values[2 * i], values[2 * i + 1], self.dtype)
+        store_values(address(o.y, m, column), quad)
+
+    @cute.jit
+    def store_sums(self, o, s, acc, m, at):
+        """Add the groups' sums in shared memory and store y, a pair of columns per thread and time."""
+        for v in range_constexpr(self.vectors):
+            target = s.sums + (at.group * self.columns + at.column + v * self.span * STEP)
+            cute.autovec_copy(acc[None, v], cute.make_tensor(target.align(16), cute.make_layout(8)))
+        cute.arch.sync_threads()
+        sums = cute.make_tensor(s.sums, cute.make_layout(self.groups * self.columns))
+        for column in cutlass.range(2 * at.thread, at.columns, 2 * THREADS, unroll=1):
+            pair = cute.make_rmem_tensor((2,), self.dtype)
+            for j in range_constexpr(2):
+                value = Float32(0.0)
+                for g in range_constexpr(self.groups):
+                    value += sums[g * self.columns + column + j]
+                if const_expr(o.b_down is not None):
+                    if o.b_down.shape[0] > 0:
+                        value += o.b_down[at.left + column + j].to(Float32)
+                pair[j] = value.to(self.dtype)
+            line = address(o.y, m, at.left) + column
+            cute.autovec_copy(pair, cute.make_tensor(line.align(4), cute.make_layout(2)))
+
+    def views(self, shared):
+        """Tensors over the shared struct."""
+        arena, window = shared.arena.data_ptr(), self.window
+        return Views(
+            counts=shared.counts.get_tensor(cute.make_layout(TILES)),
+            totals=shared.totals.get_tensor(cute.make_layout(WARPS)),
+            nonzeros=cute.make_tensor(cute.recast_ptr(arena, dtype=Uint32), cute.make_layout(window)),
+            hidden=cute.make_tensor(arena + window, cute.make_layout(window)),
+            partial=cute.make_tensor(arena + 2 * window, cute.make_layout(window * self.span)),
+            sums=arena,
+        )
+
+
+def fake_arguments(spec: UpDownSpec | UpDownTokenSpec, n: Any, k: Any, b_up: Any, b_down: Any) -> tuple[Any, ...]:
+    """Fake tensors of `Operands`, in the order of its fields; `b_up` and `b_down` are lengths, or None."""
+    dtype, m = operands.DTYPES[spec.dtype], cute.sym_int32()
+    return (
+        operands.rows(dtype, m, k) if spec.gated else None,
+        *operands.packed(dtype, m),
+        operands.rows(dtype, n, k) if spec.gated else None,
+        operands.rows(dtype, n, k),
+        None if b_up is None else operands.vector(dtype, b_up),
+        None if b_down is None else operands.vector(dtype, b_down),
+        operands.rows(dtype, m, k),
+        operands.vector(Float32, m),
+    )
+
+
+def signature(spec: UpDownTokenSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands; a bias may be empty."""
+    n, k = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
+    b_up = cute.sym_int32() if spec.gated else None
+    return UpDownToken(spec), (*fake_arguments(spec, n, k, b_up, cute.sym_int32()), Int32(1))
