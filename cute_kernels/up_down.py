@@ -106,7 +106,7 @@ class UpDown:
         self.dtype = operands.DTYPES[spec.dtype]
         self.gated = spec.gated
         self.has_bias = spec.bias
-        self.per_token = up_down_token.UpDownToken(spec.heavy)
+        self.per_token = up_down_token.TokenCluster(spec.heavy, spec.heavy.cluster)
         # most neurons whose products tensor cores add; an instruction with four truncates less than one with 16
         self.longest = geometry.LONGEST_SUM[spec.dtype] // 2
         self.slabs = max(1, spec.k_max // SLAB)

@@ -41,6 +41,10 @@ TILES = 32
 LANES = THREADS // TILES
 # columns of a warp's load
 STEP = 256
+# tokens of a group, the cluster that computes its heavy tokens, and the values in a weight's rows that others fire at most
+GROUP = geometry.GROUP_ROWS
+HEAVY_CLUSTER = 4
+HEAVY_VALUES = 64 * 2048
 
 
 class Operands(NamedTuple):
@@ -83,14 +87,26 @@ class Views(NamedTuple):
     sums: Any  # [groups, columns] y by group; overlays `nonzeros` and the following
 
 
-class UpDownToken:
-    """For one dtype, cluster size and class of hidden sizes, gated or not."""
+def shared_memory(words: int, ctas: int) -> Any:
+    """The shared memory of a CTA, of which ``ctas`` fit on an SM."""
 
-    def __init__(self, spec: UpDownTokenSpec):
+    @cute.struct
+    class Shared:
+        counts: cute.struct.MemRange[Int32, TILES]
+        totals: cute.struct.MemRange[Float32, WARPS]
+        arena: cute.struct.Align[cute.struct.MemRange[Float32, words], 16]
+
+    return feasible.check_shared_memory(Shared, ctas)
+
+
+class TokenCluster:
+    """A cluster of CTAs, 1 to 8, that computes one token at a time; for one dtype and class of hidden sizes."""
+
+    def __init__(self, spec: UpDownTokenSpec, cluster: int):
         self.dtype = operands.DTYPES[spec.dtype]
         self.gated = spec.gated
-        self.cluster = spec.cluster
-        self.columns = spec.k_max // spec.cluster
+        self.cluster = cluster
+        self.columns = spec.k_max // cluster
         self.span = min(WARPS, self.columns // STEP)
         self.groups = WARPS // self.span
         # 16-byte loads per thread and row, and rows that a thread has in flight
@@ -99,50 +115,10 @@ class UpDownToken:
         self.window = min(2048, 4096 // self.span)
         lists = self.window * (2 + self.span if self.gated else 2)
         self.words = max(lists, self.groups * self.columns if self.groups > 1 else 0)
-        self.ctas_per_sm = {1: 4 if self.span > 1 else 3, 2: 3, 4: 2, 8: 1}[self.vectors]
-
-        @cute.struct
-        class Shared:
-            counts: cute.struct.MemRange[Int32, TILES]
-            totals: cute.struct.MemRange[Float32, WARPS]
-            arena: cute.struct.Align[cute.struct.MemRange[Float32, self.words], 16]
-
-        self.shared = feasible.check_shared_memory(Shared, self.ctas_per_sm)
-
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor | None,
-        words: cute.Tensor,
-        spill: cute.Tensor,
-        w_up: cute.Tensor | None,
-        w_down: cute.Tensor,
-        b_up: cute.Tensor | None,
-        b_down: cute.Tensor | None,
-        y: cute.Tensor,
-        l1: cute.Tensor,
-        words_per_tile: Int32,
-        stream: cuda.CUstream,
-    ):
-        if y.shape[0] > 0:
-            self.kernel(Operands(x, words, spill, w_up, w_down, b_up, b_down, y, l1, words_per_tile)).launch(
-                grid=(self.cluster * y.shape[0], 1, 1),
-                block=(THREADS, 1, 1),
-                cluster=(self.cluster, 1, 1),
-                min_blocks_per_mp=self.ctas_per_sm,
-                preferred_smem_carveout=100,
-                stream=stream,
-                use_pdl=True,
-            )
-
-    @cute.kernel
-    def kernel(self, o: Operands):
-        block = cute.arch.block_idx()[0]
-        s = self.views(SmemAllocator().allocate(self.shared))
-        at = self.thread_index(o.y.shape[1], block % self.cluster)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        self.compute_token(o, s, block // self.cluster, at)
+        # non-zeros up to which a token is light
+        self.limit = HEAVY_VALUES // spec.k_max
+        self.ctas_per_sm = {1: 3, 2: 2, 4: 2, 8: 1}[self.vectors]
+        self.shared = shared_memory(self.words, self.ctas_per_sm)
 
     @cute.jit
     def thread_index(self, k, rank):
@@ -156,27 +132,35 @@ class UpDownToken:
         return Thread(rank, left, columns, place * STEP + lane * 8, warp // self.span, place, thread, warp, lane)
 
     @cute.jit
-    def compute_token(self, o, s, m, at):
-        """Compute token `m` by one cluster. Shared memory is free again at the first barrier of the next token."""
+    def compute_token(self, o, s, m, at, light: cutlass.Constexpr = False):
+        """Compute token `m` by one cluster. Shared memory is free again at the first barrier of the next token.
+
+        `light`: unless the token is heavy, see `UpDownToken`.
+        """
         x_thread = cute.make_rmem_tensor((4, self.vectors), Uint32)
         if const_expr(self.gated):
             self.load_row(x_thread, o.x, m, at, True)
+        quad = cute.make_rmem_tensor((4,), Uint32)
+        self.load_words(quad, o, m, 0, at)
+        tiles = o.words.shape[1] // o.width
+        skipped = Boolean(False)
+        if const_expr(light):
+            skipped = self.is_heavy(o, m, at.lane)
+            tiles = 0 if skipped else tiles
         acc = cute.make_rmem_tensor((8, self.vectors), Float32)
         acc.fill(0.0)
-        tiles = o.words.shape[1] // o.width
         total, windows = Float32(0.0), Int32(0)
         first = at.group * self.rows
         for group in cutlass.range(0, tiles, TILES, unroll=1):
-            slot = at.warp * (32 // LANES) + at.lane // LANES
-            row = address(o.words, m, (group + slot) * o.width)
-            quad = cute.make_rmem_tensor((4,), Uint32)
-            listed = self.count_nonzeros(s, row, quad, slot, group + slot < tiles, at.lane)
+            if group > 0:
+                self.load_words(quad, o, m, group, at)
+            listed = self.count_nonzeros(s, quad, at)
             for base in cutlass.range(0, listed, self.window, unroll=1):
                 size = cutlass.min(listed - base, Int32(self.window))
                 if base > 0:
                     # read again: they would take registers while rows are streamed
-                    load_values_if(row + at.lane % LANES * 4, quad, group + slot < tiles)
-                self.list_nonzeros(o, s, row, quad, m, slot, group + slot, base, at.lane)
+                    self.load_words(quad, o, m, group, at)
+                self.list_nonzeros(o, s, quad, m, group, base, at)
                 cute.arch.sync_threads()
                 if const_expr(self.gated):
                     if const_expr(self.cluster > 1):
@@ -208,27 +192,76 @@ class UpDownToken:
             # the final sums overwrite partial sums, and no CTA may exit before its own are read
             if windows > 0:
                 cute.arch.cluster_wait()
-        self.store_token(o, s, acc, total, m, at)
+        if const_expr(light):
+            if not skipped:
+                self.store_token(o, s, acc, total, m, at)
+        else:
+            self.store_token(o, s, acc, total, m, at)
+
+    @cute.jit
+    def is_heavy(self, o, m, lane):
+        """Whether the token is heavy; every warp computes the same."""
+        heavy = Boolean(False)
+        count = Int32(0)
+        tiles = o.words.shape[1] // o.width
+        for tile in cutlass.range(lane, tiles, 32, unroll=1):
+            count += o.words[m, tile * o.width]
+        count = Int32(cute.arch.warp_redux_sync(count, "add"))
+        if count > self.limit:
+            tokens = o.y.shape[0]
+            groups = cute.ceil_div(tokens, GROUP)
+            # a lane for every fourth tile of each token of the group
+            everything, token = Int32(0), m % groups + lane // 4 * groups
+            if token < tokens:
+                for tile in cutlass.range(lane % 4, tiles, 4, unroll=4):
+                    everything += o.words[token, tile * o.width]
+            heavy = exceeds_share(count, Int32(cute.arch.warp_redux_sync(everything, "add")))
+        return heavy
+
+    @cute.jit
+    def compute_heavy(self, o, s, group, at):
+        """Compute the heavy tokens of a group, one after another."""
+        tokens, tiles = o.y.shape[0], o.words.shape[1] // o.width
+        groups = cute.ceil_div(tokens, GROUP)
+        # a lane for every fourth tile of each token; every warp computes the same
+        count, token = Int32(0), group + at.lane // 4 * groups
+        if token < tokens:
+            for tile in cutlass.range(at.lane % 4, tiles, 4, unroll=4):
+                count += o.words[token, tile * o.width]
+        everything = Int32(cute.arch.warp_redux_sync(count, "add"))
+        for d in (1, 2):
+            count += cute.arch.shuffle_sync_bfly(count, d)
+        heavy = Uint32(cute.arch.vote_ballot_sync(count > self.limit and exceeds_share(count, everything)))
+        for t in cutlass.range(GROUP, unroll=1):
+            if (heavy >> (4 * t)) & 1 != 0:
+                self.compute_token(o, s, group + t * groups, at)
 
     # ---- listing ----
 
     @cute.jit
-    def count_nonzeros(self, s, row, quad, slot, exists, lane):
-        """Load count and first words of each of 32 tiles, four per lane; return the number of their non-zeros."""
-        load_values_if(row + lane % LANES * 4, quad, exists)
-        # the previous counts may still be read
-        cute.arch.sync_threads()
-        if lane % LANES == 0:
-            s.counts[slot] = Int32(quad[0])
-        cute.arch.sync_threads()
-        return Int32(cute.arch.warp_redux_sync(s.counts[lane], "add"))
+    def load_words(self, quad, o, m, group, at):
+        """Load four of the first words of one of 32 tiles from `group` on; zeros beyond the last tile."""
+        tile = group + at.thread // LANES
+        source = address(o.words, m, tile * o.width) + at.lane % LANES * 4
+        load_values_if(source, quad, tile < o.words.shape[1] // o.width)
 
     @cute.jit
-    def list_nonzeros(self, o, s, row, quad, m, slot, tile, base, lane):
+    def count_nonzeros(self, s, quad, at):
+        """Store the counts of 32 tiles; return the number of their non-zeros."""
+        # the previous counts may still be read
+        cute.arch.sync_threads()
+        if at.lane % LANES == 0:
+            s.counts[at.thread // LANES] = Int32(quad[0])
+        cute.arch.sync_threads()
+        return Int32(cute.arch.warp_redux_sync(s.counts[at.lane], "add"))
+
+    @cute.jit
+    def list_nonzeros(self, o, s, quad, m, group, base, at):
         """List non-zeros `base` to `base + window` of 32 tiles, ascending; a lane has words of one of them."""
-        piece = lane % LANES
+        piece, slot = at.lane % LANES, at.thread // LANES
+        tile = group + slot
         count = s.counts[slot]
-        before = prefix_sum(s.counts[lane], lane)
+        before = prefix_sum(s.counts[at.lane], at.lane)
         # position of the tile's first non-zero
         start = cute.arch.shuffle_sync(before, slot) - base
         if count < o.width:
@@ -236,10 +269,10 @@ class UpDownToken:
             more = cute.make_rmem_tensor((4,), Uint32)
             # words beyond the first load
             for q in cutlass.range(piece + LANES, count // 4 + 1, LANES, unroll=1):
-                load_values(row + 4 * q, more)
+                load_values(address(o.words, m, tile * o.width) + 4 * q, more)
                 self.list_quad(s, more, start, q, count)
         if cute.arch.vote_any_sync(count >= o.width):
-            self.list_spilled(s, o.spill, m, tile, start, count >= o.width, piece, lane)
+            self.list_spilled(s, o.spill, m, tile, start, count >= o.width, piece, at.lane)
 
     @cute.jit
     def list_spilled(self, s, spill, m, tile, start, spilled, piece, lane):
@@ -456,6 +489,75 @@ class UpDownToken:
             partial=cute.make_tensor(arena + 2 * window, cute.make_layout(window * self.span)),
             sums=arena,
         )
+
+
+@cute.jit
+def exceeds_share(count: Int32, everything: Int32) -> Boolean:
+    """Whether a token's count is more than a quarter of its group's."""
+    return 4 * count > everything
+
+
+class UpDownToken:
+    """For one dtype, cluster size and class of hidden sizes, gated or not."""
+
+    def __init__(self, spec: UpDownTokenSpec):
+        self.cluster = spec.cluster
+        self.own = TokenCluster(spec, spec.cluster)
+        # heavy tokens are for clusters
+        self.mixed = spec.cluster == 1
+        self.launched = HEAVY_CLUSTER if self.mixed else spec.cluster
+        self.team = TokenCluster(spec, self.launched)
+        self.ctas_per_sm = self.own.ctas_per_sm
+        self.shared = shared_memory(max(self.own.words, self.team.words), self.ctas_per_sm)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor | None,
+        words: cute.Tensor,
+        spill: cute.Tensor,
+        w_up: cute.Tensor | None,
+        w_down: cute.Tensor,
+        b_up: cute.Tensor | None,
+        b_down: cute.Tensor | None,
+        y: cute.Tensor,
+        l1: cute.Tensor,
+        words_per_tile: Int32,
+        stream: cuda.CUstream,
+    ):
+        tokens = y.shape[0]
+        if tokens > 0:
+            clusters = tokens
+            if const_expr(self.mixed):
+                clusters = cute.ceil_div(tokens, GROUP) + cute.ceil_div(tokens, self.launched)
+            self.kernel(Operands(x, words, spill, w_up, w_down, b_up, b_down, y, l1, words_per_tile)).launch(
+                grid=(self.launched * clusters, 1, 1),
+                block=(THREADS, 1, 1),
+                cluster=(self.launched, 1, 1),
+                min_blocks_per_mp=self.ctas_per_sm,
+                preferred_smem_carveout=100,
+                stream=stream,
+                use_pdl=True,
+            )
+
+    @cute.kernel
+    def kernel(self, o: Operands):
+        block = cute.arch.block_idx()[0]
+        rank, index = block % self.launched, block // self.launched
+        storage = SmemAllocator().allocate(self.shared)
+        s, k = self.team.views(storage), o.y.shape[1]
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(self.mixed):
+            groups = cute.ceil_div(o.y.shape[0], GROUP)
+            if index < groups:
+                self.team.compute_heavy(o, s, index, self.team.thread_index(k, rank))
+            else:
+                m = block - groups * self.launched
+                if m < o.y.shape[0]:
+                    self.own.compute_token(o, self.own.views(storage), m, self.own.thread_index(k, 0), True)
+        else:
+            self.own.compute_token(o, s, index, self.own.thread_index(k, rank))
 
 
 def fake_arguments(spec: UpDownSpec | UpDownTokenSpec, n: Any, k: Any, b_up: Any, b_down: Any) -> tuple[Any, ...]:
