@@ -8,7 +8,7 @@ Each thread owns the same eight columns, 16 bytes, of every row, or a few times 
 CTA, and its warps form `groups` of that size, which divide the non-zeros: `rows` at a time, with all their loads in
 flight. A CTA lists up to `window` non-zeros at a time:
 
-    list    eight lanes per tile of the gate: counts and values of 32 tiles arrive in one load. Every CTA lists all.
+    list    a lane per tile of the gate, 32 at a time: each warp lists every eighth word. Every CTA lists all.
     up      rows times the x that a thread holds; the sums over each warp go to `partial`.
     hidden  after a barrier of the cluster, each thread takes a non-zero and adds the partial sums of all warps and CTAs
             in a fixed order; the loads of the first down rows are already in flight.
@@ -31,14 +31,13 @@ from . import feasible, geometry
 from .sm90 import operands
 from .sm90.copies import address, load_peer_value, load_values, load_values_if, store_values
 from .sm90.rows import spilled_word
-from .sm90.values import count_flags, high_to_float, low_to_float, nonzero_flags, pack, prefix_sum, warp_sum
+from .sm90.values import count_flags, high_to_float, low_to_float, lowest_bit, nonzero_flags, pack, prefix_sum, warp_sum
 from .specs import UpDownSpec, UpDownTokenSpec
 
 WARPS = 8
 THREADS = 32 * WARPS
-# tiles that are listed at a time, and lanes of each
+# tiles that are listed at a time, one per lane
 TILES = 32
-LANES = THREADS // TILES
 # columns of a warp's load
 STEP = 256
 # tokens of a group, the cluster that computes its heavy tokens, and the values in a weight's rows that others fire at most
@@ -79,7 +78,6 @@ class Thread(NamedTuple):
 class Views(NamedTuple):
     """Views of a CTA's shared memory."""
 
-    counts: Any  # [TILES] non-zeros of each tile
     totals: Any  # [WARPS] sums of |h| by warp
     nonzeros: Any  # [window] value bits << 16 | neuron
     hidden: Any  # [window] h
@@ -92,7 +90,6 @@ def shared_memory(words: int, ctas: int) -> Any:
 
     @cute.struct
     class Shared:
-        counts: cute.struct.MemRange[Int32, TILES]
         totals: cute.struct.MemRange[Float32, WARPS]
         arena: cute.struct.Align[cute.struct.MemRange[Float32, words], 16]
 
@@ -137,12 +134,13 @@ class TokenCluster:
 
         `light`: unless the token is heavy, see `UpDownToken`.
         """
+        # the previous token's sums may still be read
+        cute.arch.sync_threads()
         x_thread = cute.make_rmem_tensor((4, self.vectors), Uint32)
         if const_expr(self.gated):
             self.load_row(x_thread, o.x, m, at, True)
-        quad = cute.make_rmem_tensor((4,), Uint32)
-        self.load_words(quad, o, m, 0, at)
         tiles = o.words.shape[1] // o.width
+        count, word = self.load_tile(o, m, at.lane, at.warp)
         skipped = Boolean(False)
         if const_expr(light):
             skipped = self.is_heavy(o, m, at.lane)
@@ -153,14 +151,14 @@ class TokenCluster:
         first = at.group * self.rows
         for group in cutlass.range(0, tiles, TILES, unroll=1):
             if group > 0:
-                self.load_words(quad, o, m, group, at)
-            listed = self.count_nonzeros(s, quad, at)
+                count, word = self.load_tile(o, m, group + at.lane, at.warp)
+            listed = Int32(cute.arch.warp_redux_sync(count, "add"))
             for base in cutlass.range(0, listed, self.window, unroll=1):
                 size = cutlass.min(listed - base, Int32(self.window))
                 if base > 0:
                     # read again: they would take registers while rows are streamed
-                    self.load_words(quad, o, m, group, at)
-                self.list_nonzeros(o, s, quad, m, group, base, at)
+                    count, word = self.load_tile(o, m, group + at.lane, at.warp)
+                self.list_nonzeros(o, s, count, word, m, group, base, at)
                 cute.arch.sync_threads()
                 if const_expr(self.gated):
                     if const_expr(self.cluster > 1):
@@ -239,68 +237,45 @@ class TokenCluster:
     # ---- listing ----
 
     @cute.jit
-    def load_words(self, quad, o, m, group, at):
-        """Load four of the first words of one of 32 tiles from `group` on; zeros beyond the last tile."""
-        tile = group + at.thread // LANES
-        source = address(o.words, m, tile * o.width) + at.lane % LANES * 4
-        load_values_if(source, quad, tile < o.words.shape[1] // o.width)
+    def load_tile(self, o, m, tile, warp):
+        """Load a tile's count and word `warp`; 0 beyond the last tile."""
+        exists = tile < o.words.shape[1] // o.width
+        count = o.words[m, tile * o.width] if exists else 0
+        word = o.words[m, tile * o.width + warp] if exists else 0
+        return Int32(count), Uint32(word)
 
     @cute.jit
-    def count_nonzeros(self, s, quad, at):
-        """Store the counts of 32 tiles; return the number of their non-zeros."""
-        # the previous counts may still be read
-        cute.arch.sync_threads()
-        if at.lane % LANES == 0:
-            s.counts[at.thread // LANES] = Int32(quad[0])
-        cute.arch.sync_threads()
-        return Int32(cute.arch.warp_redux_sync(s.counts[at.lane], "add"))
-
-    @cute.jit
-    def list_nonzeros(self, o, s, quad, m, group, base, at):
-        """List non-zeros `base` to `base + window` of 32 tiles, ascending; a lane has words of one of them."""
-        piece, slot = at.lane % LANES, at.thread // LANES
-        tile = group + slot
-        count = s.counts[slot]
-        before = prefix_sum(s.counts[at.lane], at.lane)
+    def list_nonzeros(self, o, s, count, word, m, group, base, at):
+        """List non-zeros `base` to `base + window` of 32 tiles, ascending: each warp every eighth word of all tiles."""
         # position of the tile's first non-zero
-        start = cute.arch.shuffle_sync(before, slot) - base
-        if count < o.width:
-            self.list_quad(s, quad, start, piece, count)
-            more = cute.make_rmem_tensor((4,), Uint32)
-            # words beyond the first load
-            for q in cutlass.range(piece + LANES, count // 4 + 1, LANES, unroll=1):
-                load_values(address(o.words, m, tile * o.width) + 4 * q, more)
-                self.list_quad(s, more, start, q, count)
-        if cute.arch.vote_any_sync(count >= o.width):
-            self.list_spilled(s, o.spill, m, tile, start, count >= o.width, piece, at.lane)
+        start = prefix_sum(count, at.lane) - base
+        spilled = count >= o.width
+        last = 0 if spilled else count
+        self.list_word(s, start + at.warp - 1, word, at.warp > 0 and at.warp <= last)
+        most = Int32(cute.arch.warp_redux_sync(last, "max"))
+        for ordinal in cutlass.range(at.warp + WARPS, most + 1, WARPS, unroll=1):
+            if ordinal <= last:
+                more = o.words[m, (group + at.lane) * o.width + ordinal]
+                self.list_word(s, start + ordinal - 1, Uint32(more), True)
+        left = Uint32(cute.arch.vote_ballot_sync(spilled))
+        while left != 0:
+            slot = lowest_bit(left)
+            left = left & (left - 1)
+            first = cute.arch.shuffle_sync(start, slot)
+            if slot % WARPS == at.warp:
+                self.list_spilled(s, o.spill, m, group + slot, first, at.lane)
 
     @cute.jit
-    def list_spilled(self, s, spill, m, tile, start, spilled, piece, lane):
-        """List the non-zeros of tiles that overflow, eight values per lane at a time."""
-        for part in cutlass.range(geometry.TILE // (8 * LANES), unroll=1):
-            quad = cute.make_rmem_tensor((4,), Uint32)
-            quad.fill(0)
-            neuron = tile * geometry.TILE + (part * LANES + piece) * 8
-            if spilled:
-                load_values(address(spill, m, neuron), quad)
-            flags = nonzero_flags(quad)
-            own = count_flags(flags)
-            inclusive = own
-            for d in (1, 2, 4):
-                other = cute.arch.shuffle_sync_up(inclusive, d, mask_and_clamp=0)
-                inclusive = inclusive + other if piece >= d else inclusive
-            at = start + inclusive - own
-            for i in range_constexpr(8):
-                self.list_word(s, at, spilled_word(quad, i, neuron), flags[i])
-                at += Int32(flags[i])
-            start += cute.arch.shuffle_sync(inclusive, lane | (LANES - 1))
-
-    @cute.jit
-    def list_quad(self, s, quad, start, q, count):
-        """List words 4 q to 4 q + 3 of a tile; word 0 is the count."""
-        for i in range_constexpr(4):
-            ordinal = 4 * q + i
-            self.list_word(s, start + ordinal - 1, quad[i], ordinal > 0 and ordinal <= count)
+    def list_spilled(self, s, spill, m, tile, start, lane):
+        """List the non-zeros of a tile that overflows by one warp, eight values per lane."""
+        neuron = tile * geometry.TILE + lane * 8
+        quad = load_values(address(spill, m, neuron))
+        flags = nonzero_flags(quad)
+        own = count_flags(flags)
+        at = start + prefix_sum(own, lane)
+        for i in range_constexpr(8):
+            self.list_word(s, at, spilled_word(quad, i, neuron), flags[i])
+            at += Int32(flags[i])
 
     @cute.jit
     def list_word(self, s, at, word, valid):
@@ -482,7 +457,6 @@ class TokenCluster:
         """Tensors over the shared struct."""
         arena, window = shared.arena.data_ptr(), self.window
         return Views(
-            counts=shared.counts.get_tensor(cute.make_layout(TILES)),
             totals=shared.totals.get_tensor(cute.make_layout(WARPS)),
             nonzeros=cute.make_tensor(cute.recast_ptr(arena, dtype=Uint32), cute.make_layout(window)),
             hidden=cute.make_tensor(arena + window, cute.make_layout(window)),
