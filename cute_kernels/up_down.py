@@ -222,8 +222,11 @@ class UpDown:
         clusters = cute.arch.grid_dim()[1]
         s = self.per_token.views(SmemAllocator().allocate(self.per_token.shared))
         at = self.per_token.thread_index(o.y.shape[1], rank)
+        self.per_token.begin(s)
+        windows = Int32(0)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.cluster_wait()
         # clusters take groups round robin; which cluster computes a token does not change its result
         for base in cutlass.range(cluster, heavy.shape[0], 32 * clusters, unroll=1):
             # 32 groups, one per lane; every warp computes the same
@@ -237,7 +240,7 @@ class UpDown:
                 while tokens != 0:
                     m = (base + owner * clusters) * TOKENS + lowest_bit(tokens)
                     tokens = tokens & (tokens - 1)
-                    self.per_token.compute_token(o, s, m, at)
+                    windows = self.per_token.compute_token(o, s, m, at, windows)
 
     @cute.jit
     def accumulate(self, o, s, x_frag, acc, listed, at, long: cutlass.Constexpr):

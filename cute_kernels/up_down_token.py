@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry
 from .sm90 import operands
-from .sm90.copies import address, load_peer_value, load_values, load_values_if, store_values
+from .sm90.copies import address, load_values, load_values_if, send_float, store_values
 from .sm90.rows import spilled_word
 from .sm90.values import count_flags, high_to_float, low_to_float, lowest_bit, nonzero_flags, pack, prefix_sum, warp_sum
 from .specs import UpDownSpec, UpDownTokenSpec
@@ -78,10 +78,11 @@ class Thread(NamedTuple):
 class Views(NamedTuple):
     """Views of a CTA's shared memory."""
 
+    complete: Any  # mbarrier: the partial sums of all CTAs have arrived
     totals: Any  # [WARPS] sums of |h| by warp
     nonzeros: Any  # [window] value bits << 16 | neuron
     hidden: Any  # [window] h
-    partial: Any  # [window, span] dot products over each warp's columns
+    partial: Any  # [window, parts] dot products over the columns of each warp of each CTA
     sums: Any  # [groups, columns] y by group; overlays `nonzeros` and the following
 
 
@@ -90,6 +91,7 @@ def shared_memory(words: int, ctas: int) -> Any:
 
     @cute.struct
     class Shared:
+        sums_complete: cute.struct.MemRange[Int64, 2]
         totals: cute.struct.MemRange[Float32, WARPS]
         arena: cute.struct.Align[cute.struct.MemRange[Float32, words], 16]
 
@@ -109,8 +111,10 @@ class TokenCluster:
         # 16-byte loads per thread and row, and rows that a thread has in flight
         self.vectors = self.columns // (self.span * STEP)
         self.rows = 4 if self.span == 1 else max(1, 8 // self.vectors)
-        self.window = min(2048, 4096 // self.span)
-        lists = self.window * (2 + self.span if self.gated else 2)
+        # partial sums of a dot product
+        self.parts = cluster * self.span
+        self.window = min(1024, (4096 if cluster == 1 else 8192) // self.parts)
+        lists = self.window * (2 + self.parts if self.gated else 2)
         self.words = max(lists, self.groups * self.columns if self.groups > 1 else 0)
         # non-zeros up to which a token is light
         self.limit = HEAVY_VALUES // spec.k_max
@@ -129,8 +133,8 @@ class TokenCluster:
         return Thread(rank, left, columns, place * STEP + lane * 8, warp // self.span, place, thread, warp, lane)
 
     @cute.jit
-    def compute_token(self, o, s, m, at, light: cutlass.Constexpr = False):
-        """Compute token `m` by one cluster. Shared memory is free again at the first barrier of the next token.
+    def compute_token(self, o, s, m, at, windows, light: cutlass.Constexpr = False):
+        """Compute token `m` by one cluster, which has computed so many `windows` before; return their number then.
 
         `light`: unless the token is heavy, see `UpDownToken`.
         """
@@ -147,7 +151,7 @@ class TokenCluster:
             tiles = 0 if skipped else tiles
         acc = cute.make_rmem_tensor((8, self.vectors), Float32)
         acc.fill(0.0)
-        total, windows = Float32(0.0), Int32(0)
+        total = Float32(0.0)
         first = at.group * self.rows
         for group in cutlass.range(0, tiles, TILES, unroll=1):
             if group > 0:
@@ -162,23 +166,17 @@ class TokenCluster:
                 cute.arch.sync_threads()
                 if const_expr(self.gated):
                     if const_expr(self.cluster > 1):
-                        if windows > 0:
-                            cute.arch.cluster_wait()
+                        self.expect_sums(s, size, windows, at.thread)
                     self.up_products(s, x_thread, o.w_up, size, at)
-                    if const_expr(self.cluster > 1):
-                        cute.arch.cluster_arrive()
-                # not before the arrival, which also waits for loads
                 rows = cute.make_rmem_tensor((4, self.vectors, self.rows), Uint32)
                 self.load_rows(s, rows, o.w_down, first, size, at)
                 if const_expr(self.gated):
                     if const_expr(self.cluster > 1):
-                        cute.arch.cluster_wait()
+                        cute.arch.mbarrier_wait(s.complete, windows & 1)
                     else:
                         cute.arch.sync_threads()
                 total += self.hidden_state(s, o.b_up, size, at.thread)
-                if const_expr(self.gated and self.cluster > 1):
-                    cute.arch.cluster_arrive()
-                    windows += 1
+                windows += 1
                 cute.arch.sync_threads()
                 for other in cutlass.range(first, size, self.groups * self.rows, unroll=1):
                     if other != first:
@@ -186,15 +184,30 @@ class TokenCluster:
                     self.add_rows(s, acc, rows, other)
                 # the list has been read
                 cute.arch.sync_threads()
-        if const_expr(self.gated and self.cluster > 1):
-            # the final sums overwrite partial sums, and no CTA may exit before its own are read
-            if windows > 0:
-                cute.arch.cluster_wait()
         if const_expr(light):
             if not skipped:
                 self.store_token(o, s, acc, total, m, at)
         else:
             self.store_token(o, s, acc, total, m, at)
+        return windows
+
+    @cute.jit
+    def begin(self, s):
+        """Initialise the cluster's barriers; `cluster_wait` must follow."""
+        if const_expr(self.cluster > 1):
+            if cute.arch.thread_idx()[0] == 0:
+                cute.arch.mbarrier_init(s.complete, 1)
+                cute.arch.mbarrier_init_fence()
+            cute.arch.cluster_arrive_relaxed()
+
+    @cute.jit
+    def expect_sums(self, s, size, windows, thread):
+        """Expect the partial sums of a window, once all CTAs have read those of the previous one."""
+        if windows > 0:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        if thread == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(s.complete, 4 * self.parts * size)
 
     @cute.jit
     def is_heavy(self, o, m, lane):
@@ -230,9 +243,10 @@ class TokenCluster:
         for d in (1, 2):
             count += cute.arch.shuffle_sync_bfly(count, d)
         heavy = Uint32(cute.arch.vote_ballot_sync(count > self.limit and exceeds_share(count, everything)))
+        windows = Int32(0)
         for t in cutlass.range(GROUP, unroll=1):
             if (heavy >> (4 * t)) & 1 != 0:
-                self.compute_token(o, s, group + t * groups, at)
+                windows = self.compute_token(o, s, group + t * groups, at, windows)
 
     # ---- listing ----
 
@@ -324,8 +338,15 @@ class TokenCluster:
                         sums[j] += low * low_to_float(rows[i, v, j], self.dtype)
                         sums[j] += high * high_to_float(rows[i, v, j], self.dtype)
             value = self.sum_rows(sums, at.lane)
-            if at.lane % sharing == 0:
-                s.partial[(first + at.lane // sharing) * self.span + at.place] = value
+            nonzero, copy = first + at.lane // sharing, at.lane % sharing
+            if const_expr(self.cluster == 1):
+                if copy == 0:
+                    s.partial[nonzero * self.span + at.place] = value
+            elif nonzero < size:
+                target = s.partial.iterator + (nonzero * self.parts + at.rank * self.span + at.place)
+                for peer in range_constexpr(0, self.cluster, sharing):
+                    if peer + copy < self.cluster:
+                        send_float(target, s.complete, peer + copy, value)
 
     @cute.jit
     def sum_rows(self, sums, lane):
@@ -358,9 +379,7 @@ class TokenCluster:
                 word = s.nonzeros[i]
                 h = high_to_float(word, self.dtype)
                 if const_expr(self.gated):
-                    value = Float32(0.0)
-                    for r in range_constexpr(self.cluster):
-                        value += self.sum_partial(s, i, r)
+                    value = self.sum_parts(s, i)
                     if const_expr(b_up is not None):
                         if b_up.shape[0] > 0:
                             value += b_up[Int32(word & Uint32(0xFFFF))].to(Float32)
@@ -370,20 +389,14 @@ class TokenCluster:
         return total
 
     @cute.jit
-    def sum_partial(self, s, i, rank: cutlass.Constexpr):
-        """The dot product of non-zero `i` over the columns of CTA `rank`."""
-        source = s.partial.iterator + i * self.span
-        if const_expr(self.cluster > 1):
-            value = load_peer_value(source, Int32(rank))
-            for w in range_constexpr(1, self.span):
-                value += load_peer_value(source + w, Int32(rank))
-            return value
-        parts = cute.make_rmem_tensor((self.span,), Float32)
-        aligned = source.align(min(16, 4 * self.span))
-        cute.autovec_copy(cute.make_tensor(aligned, cute.make_layout(self.span)), parts)
+    def sum_parts(self, s, i):
+        """The dot product of non-zero `i`: the sum of its parts, in a fixed order."""
+        parts = cute.make_rmem_tensor((self.parts,), Float32)
+        source = (s.partial.iterator + i * self.parts).align(min(16, 4 * self.parts))
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(self.parts)), parts)
         value = parts[0]
-        for w in range_constexpr(1, self.span):
-            value += parts[w]
+        for p in range_constexpr(1, self.parts):
+            value += parts[p]
         return value
 
     @cute.jit
@@ -457,10 +470,11 @@ class TokenCluster:
         """Tensors over the shared struct."""
         arena, window = shared.arena.data_ptr(), self.window
         return Views(
+            complete=shared.sums_complete.data_ptr(),
             totals=shared.totals.get_tensor(cute.make_layout(WARPS)),
             nonzeros=cute.make_tensor(cute.recast_ptr(arena, dtype=Uint32), cute.make_layout(window)),
             hidden=cute.make_tensor(arena + window, cute.make_layout(window)),
-            partial=cute.make_tensor(arena + 2 * window, cute.make_layout(window * self.span)),
+            partial=cute.make_tensor(arena + 2 * window, cute.make_layout(window * self.parts)),
             sums=arena,
         )
 
@@ -520,8 +534,11 @@ class UpDownToken:
         rank, index = block % self.launched, block // self.launched
         storage = SmemAllocator().allocate(self.shared)
         s, k = self.team.views(storage), o.y.shape[1]
+        self.team.begin(s)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(self.launched > 1):
+            cute.arch.cluster_wait()
         if const_expr(self.mixed):
             groups = cute.ceil_div(o.y.shape[0], GROUP)
             if index < groups:
@@ -529,9 +546,9 @@ class UpDownToken:
             else:
                 m = block - groups * self.launched
                 if m < o.y.shape[0]:
-                    self.own.compute_token(o, self.own.views(storage), m, self.own.thread_index(k, 0), True)
+                    self.own.compute_token(o, self.own.views(storage), m, self.own.thread_index(k, 0), Int32(0), True)
         else:
-            self.own.compute_token(o, s, index, self.own.thread_index(k, rank))
+            self.own.compute_token(o, s, index, self.own.thread_index(k, rank), Int32(0))
 
 
 def fake_arguments(spec: UpDownSpec | UpDownTokenSpec, n: Any, k: Any, b_up: Any, b_down: Any) -> tuple[Any, ...]:

@@ -82,16 +82,6 @@ def load_peer(source: Any, rank: Int32) -> Any:
 
 
 @cute.jit
-def load_peer_value(source: Any, rank: Int32) -> Float32:
-    """Load one fp32 value from CTA `rank` of the cluster."""
-    return cute.arch.inline_ptx(
-        "ld.shared::cluster.f32 {$w0}, [{$r0}];",
-        write_only_types=[Float32],
-        read_only_args=[cute.arch.map_dsmem_ptr(source, rank).toint()],
-    )
-
-
-@cute.jit
 def store_peer(target: Any, rank: Int32, value: Int32) -> None:
     """Store one word to CTA `rank` of the cluster."""
     cute.arch.inline_ptx(
@@ -115,4 +105,17 @@ def store_peer_float(target: Any, rank: Int32, value: Float32) -> None:
     cute.arch.inline_ptx(
         "st.shared::cluster.f32 [{$r0}], {$r1};",
         read_only_args=[cute.arch.map_dsmem_ptr(target, rank).toint(), value],
+    )
+
+
+@cute.jit
+def send_float(target: Any, barrier: Any, rank: Int32, value: Float32) -> None:
+    """Store one fp32 value to CTA `rank` of the cluster, asynchronously; completes four bytes on its mbarrier."""
+    cute.arch.inline_ptx(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [{$r0}], {$r1}, [{$r2}];",
+        read_only_args=[
+            cute.arch.map_dsmem_ptr(target, rank).toint(),
+            value,
+            cute.arch.map_dsmem_ptr(barrier, rank).toint(),
+        ],
     )
