@@ -18,9 +18,9 @@ K_CLASSES = (512, 1024, 2048, 4096, 8192, 16384)
 
 # K classes of the kernel that computes token by token, by the CTAs of the cluster that shares a row.
 TOKEN_K_CLASSES = {
-    1: (1024, 2048, 4096, 8192),
-    2: (1024, 2048, 4096, 8192),
-    4: (2048, 4096, 8192),
+    1: (1024, 2048),
+    2: (1024, 2048, 4096),
+    4: (1024, 2048, 4096, 8192),
     8: (2048, 4096, 8192, 16384),
 }
 

@@ -30,7 +30,7 @@ from cutlass.memory import SmemAllocator
 from . import feasible, geometry
 from .sm90 import operands
 from .sm90.copies import address, load_values, load_values_if, send_float, store_values
-from .sm90.rows import spilled_word
+from .sm90.rows import count_of, spilled_word
 from .sm90.values import count_flags, high_to_float, low_to_float, lowest_bit, nonzero_flags, pack, prefix_sum, warp_sum
 from .specs import UpDownSpec, UpDownTokenSpec
 
@@ -40,9 +40,10 @@ THREADS = 32 * WARPS
 TILES = 32
 # columns of a warp's load
 STEP = 256
-# tokens of a group, the cluster that computes its heavy tokens, and the values in a weight's rows that others fire at most
+# tokens of a group, CTAs that share a heavy token of it, and values of a weight that a light token may read. Clusters of
+# four took 12 % more time at 2,048 tokens (NVIDIA H200, K = 2048, 29 non-zeros per token): an SM waits for a whole cluster
 GROUP = geometry.GROUP_ROWS
-HEAVY_CLUSTER = 4
+HEAVY_CLUSTER = 2
 HEAVY_VALUES = 64 * 2048
 
 
@@ -118,7 +119,7 @@ class TokenCluster:
         self.words = max(lists, self.groups * self.columns if self.groups > 1 else 0)
         # non-zeros up to which a token is light
         self.limit = HEAVY_VALUES // spec.k_max
-        self.ctas_per_sm = {1: 3, 2: 2, 4: 2, 8: 1}[self.vectors]
+        self.ctas_per_sm = {1: 4 if self.span > 2 and cluster > 1 else 3, 2: 2, 4: 1, 8: 1}[self.vectors]
         self.shared = shared_memory(self.words, self.ctas_per_sm)
 
     @cute.jit
@@ -143,26 +144,22 @@ class TokenCluster:
         x_thread = cute.make_rmem_tensor((4, self.vectors), Uint32)
         if const_expr(self.gated):
             self.load_row(x_thread, o.x, m, at, True)
+        if at.lane == 0:
+            s.totals[at.warp] = Float32(0.0)
         tiles = o.words.shape[1] // o.width
-        count, word = self.load_tile(o, m, at.lane, at.warp)
         skipped = Boolean(False)
         if const_expr(light):
             skipped = self.is_heavy(o, m, at.lane)
             tiles = 0 if skipped else tiles
         acc = cute.make_rmem_tensor((8, self.vectors), Float32)
         acc.fill(0.0)
-        total = Float32(0.0)
         first = at.group * self.rows
         for group in cutlass.range(0, tiles, TILES, unroll=1):
-            if group > 0:
-                count, word = self.load_tile(o, m, group + at.lane, at.warp)
+            count = count_of(o.words, m, group + at.lane, o.width, group + at.lane < tiles)
             listed = Int32(cute.arch.warp_redux_sync(count, "add"))
             for base in cutlass.range(0, listed, self.window, unroll=1):
                 size = cutlass.min(listed - base, Int32(self.window))
-                if base > 0:
-                    # read again: they would take registers while rows are streamed
-                    count, word = self.load_tile(o, m, group + at.lane, at.warp)
-                self.list_nonzeros(o, s, count, word, m, group, base, at)
+                self.list_nonzeros(o, s, m, group, base, at)
                 cute.arch.sync_threads()
                 if const_expr(self.gated):
                     if const_expr(self.cluster > 1):
@@ -175,7 +172,7 @@ class TokenCluster:
                         cute.arch.mbarrier_wait(s.complete, windows & 1)
                     else:
                         cute.arch.sync_threads()
-                total += self.hidden_state(s, o.b_up, size, at.thread)
+                self.hidden_state(s, o.b_up, size, at)
                 windows += 1
                 cute.arch.sync_threads()
                 for other in cutlass.range(first, size, self.groups * self.rows, unroll=1):
@@ -186,9 +183,9 @@ class TokenCluster:
                 cute.arch.sync_threads()
         if const_expr(light):
             if not skipped:
-                self.store_token(o, s, acc, total, m, at)
+                self.store_token(o, s, acc, m, at)
         else:
-            self.store_token(o, s, acc, total, m, at)
+            self.store_token(o, s, acc, m, at)
         return windows
 
     @cute.jit
@@ -251,16 +248,13 @@ class TokenCluster:
     # ---- listing ----
 
     @cute.jit
-    def load_tile(self, o, m, tile, warp):
-        """Load a tile's count and word `warp`; 0 beyond the last tile."""
-        exists = tile < o.words.shape[1] // o.width
-        count = o.words[m, tile * o.width] if exists else 0
-        word = o.words[m, tile * o.width + warp] if exists else 0
-        return Int32(count), Uint32(word)
-
-    @cute.jit
-    def list_nonzeros(self, o, s, count, word, m, group, base, at):
+    def list_nonzeros(self, o, s, m, group, base, at):
         """List non-zeros `base` to `base + window` of 32 tiles, ascending: each warp every eighth word of all tiles."""
+        tile = group + at.lane
+        exists = tile < o.words.shape[1] // o.width
+        # the count is read again: it would take a register while rows are streamed
+        count = count_of(o.words, m, tile, o.width, exists)
+        word = Uint32(o.words[m, tile * o.width + at.warp]) if exists else Uint32(0)
         # position of the tile's first non-zero
         start = prefix_sum(count, at.lane) - base
         spilled = count >= o.width
@@ -269,7 +263,7 @@ class TokenCluster:
         most = Int32(cute.arch.warp_redux_sync(last, "max"))
         for ordinal in cutlass.range(at.warp + WARPS, most + 1, WARPS, unroll=1):
             if ordinal <= last:
-                more = o.words[m, (group + at.lane) * o.width + ordinal]
+                more = o.words[m, tile * o.width + ordinal]
                 self.list_word(s, start + ordinal - 1, Uint32(more), True)
         left = Uint32(cute.arch.vote_ballot_sync(spilled))
         while left != 0:
@@ -370,10 +364,10 @@ class TokenCluster:
         return sums[0]
 
     @cute.jit
-    def hidden_state(self, s, b_up, size, thread):
-        """Compute the hidden state of the listed non-zeros, zeros up to full `rows`; return the thread's sum of |h|."""
+    def hidden_state(self, s, b_up, size, at):
+        """Compute the hidden state of the listed non-zeros, zeros up to full `rows`, and add to the sums of |h|."""
         total = Float32(0.0)
-        for i in cutlass.range(thread, cute.ceil_div(size, self.rows) * self.rows, THREADS, unroll=1):
+        for i in cutlass.range(at.thread, cute.ceil_div(size, self.rows) * self.rows, THREADS, unroll=1):
             h = Float32(0.0)
             if i < size:
                 word = s.nonzeros[i]
@@ -386,7 +380,9 @@ class TokenCluster:
                     h = h * value
             s.hidden[i] = h
             total += cute.arch.fmax(h, -h)
-        return total
+        total = warp_sum(total)
+        if at.lane == 0:
+            s.totals[at.warp] += total
 
     @cute.jit
     def sum_parts(self, s, i):
@@ -412,11 +408,8 @@ class TokenCluster:
     # ---- the end ----
 
     @cute.jit
-    def store_token(self, o, s, acc, total, m, at):
+    def store_token(self, o, s, acc, m, at):
         """Add the groups' sums in a fixed order and store this CTA's columns."""
-        total = warp_sum(total)
-        if at.lane == 0:
-            s.totals[at.warp] = total
         if const_expr(self.groups > 1):
             self.store_sums(o, s, acc, m, at)
         else:
