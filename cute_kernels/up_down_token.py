@@ -146,41 +146,38 @@ class TokenCluster:
             self.load_row(x_thread, o.x, m, at, True)
         if at.lane == 0:
             s.totals[at.warp] = Float32(0.0)
-        tiles = o.words.shape[1] // o.width
-        skipped = Boolean(False)
+        listed, skipped = self.count_nonzeros(o, m, at.lane), Boolean(False)
         if const_expr(light):
-            skipped = self.is_heavy(o, m, at.lane)
-            tiles = 0 if skipped else tiles
+            if listed > self.limit:
+                skipped = (self.heavy_tokens(o, m // GROUP, at.lane) >> (m % GROUP * 4)) & 1 != 0
+            listed = Int32(0) if skipped else listed
         acc = cute.make_rmem_tensor((8, self.vectors), Float32)
         acc.fill(0.0)
         first = at.group * self.rows
-        for group in cutlass.range(0, tiles, TILES, unroll=1):
-            count = count_of(o.words, m, group + at.lane, o.width, group + at.lane < tiles)
-            listed = Int32(cute.arch.warp_redux_sync(count, "add"))
-            for base in cutlass.range(0, listed, self.window, unroll=1):
-                size = cutlass.min(listed - base, Int32(self.window))
-                self.list_nonzeros(o, s, m, group, base, at)
-                cute.arch.sync_threads()
-                if const_expr(self.gated):
-                    if const_expr(self.cluster > 1):
-                        self.expect_sums(s, size, windows, at.thread)
-                    self.up_products(s, x_thread, o.w_up, size, at)
-                rows = cute.make_rmem_tensor((4, self.vectors, self.rows), Uint32)
-                self.load_rows(s, rows, o.w_down, first, size, at)
-                if const_expr(self.gated):
-                    if const_expr(self.cluster > 1):
-                        cute.arch.mbarrier_wait(s.complete, windows & 1)
-                    else:
-                        cute.arch.sync_threads()
-                self.hidden_state(s, o.b_up, size, at)
-                windows += 1
-                cute.arch.sync_threads()
-                for other in cutlass.range(first, size, self.groups * self.rows, unroll=1):
-                    if other != first:
-                        self.load_rows(s, rows, o.w_down, other, size, at)
-                    self.add_rows(s, acc, rows, other)
-                # the list has been read
-                cute.arch.sync_threads()
+        for base in cutlass.range(0, listed, self.window, unroll=1):
+            size = cutlass.min(listed - base, Int32(self.window))
+            self.list_nonzeros(o, s, m, base, at)
+            cute.arch.sync_threads()
+            if const_expr(self.gated):
+                if const_expr(self.cluster > 1):
+                    self.expect_sums(s, size, windows, at.thread)
+                self.up_products(s, x_thread, o.w_up, size, at)
+            rows = cute.make_rmem_tensor((4, self.vectors, self.rows), Uint32)
+            self.load_rows(s, rows, o.w_down, first, size, at)
+            if const_expr(self.gated):
+                if const_expr(self.cluster > 1):
+                    cute.arch.mbarrier_wait(s.complete, windows & 1)
+                else:
+                    cute.arch.sync_threads()
+            self.hidden_state(s, o.b_up, size, at)
+            windows += 1
+            cute.arch.sync_threads()
+            for other in cutlass.range(first, size, self.groups * self.rows, unroll=1):
+                if other != first:
+                    self.load_rows(s, rows, o.w_down, other, size, at)
+                self.add_rows(s, acc, rows, other)
+            # the list has been read
+            cute.arch.sync_threads()
         if const_expr(light):
             if not skipped:
                 self.store_token(o, s, acc, m, at)
@@ -207,71 +204,71 @@ class TokenCluster:
             cute.arch.mbarrier_arrive_and_expect_tx(s.complete, 4 * self.parts * size)
 
     @cute.jit
-    def is_heavy(self, o, m, lane):
-        """Whether the token is heavy; every warp computes the same."""
-        heavy = Boolean(False)
-        count = Int32(0)
-        tiles = o.words.shape[1] // o.width
-        for tile in cutlass.range(lane, tiles, 32, unroll=1):
+    def count_nonzeros(self, o, m, lane):
+        """The number of the token's non-zeros; every warp computes the same."""
+        count, tiles = Int32(0), o.words.shape[1] // o.width
+        for tile in cutlass.range(lane, tiles, 32, unroll=4):
             count += o.words[m, tile * o.width]
-        count = Int32(cute.arch.warp_redux_sync(count, "add"))
-        if count > self.limit:
-            tokens = o.y.shape[0]
-            groups = cute.ceil_div(tokens, GROUP)
-            # a lane for every fourth tile of each token of the group
-            everything, token = Int32(0), m % groups + lane // 4 * groups
-            if token < tokens:
-                for tile in cutlass.range(lane % 4, tiles, 4, unroll=4):
-                    everything += o.words[token, tile * o.width]
-            heavy = exceeds_share(count, Int32(cute.arch.warp_redux_sync(everything, "add")))
-        return heavy
+        return Int32(cute.arch.warp_redux_sync(count, "add"))
+
+    @cute.jit
+    def count_group(self, o, group, lane):
+        """The number of non-zeros of token lane / 4 of a group in each lane; every warp computes the same."""
+        count, token, tiles = Int32(0), group * GROUP + lane // 4, o.words.shape[1] // o.width
+        if token < o.y.shape[0]:
+            for tile in cutlass.range(lane % 4, tiles, 4, unroll=4):
+                count += o.words[token, tile * o.width]
+        for d in (1, 2):
+            count += cute.arch.shuffle_sync_bfly(count, d)
+        return count
+
+    @cute.jit
+    def heavy_tokens(self, o, group, lane):
+        """A mask of the heavy tokens of a group, bits 0, 4, 8 and so on."""
+        count = self.count_group(o, group, lane)
+        everything = Int32(cute.arch.warp_redux_sync(count if lane % 4 == 0 else 0, "add"))
+        heavy = lane % 4 == 0 and count > self.limit and 4 * count > everything
+        return Uint32(cute.arch.vote_ballot_sync(heavy))
 
     @cute.jit
     def compute_heavy(self, o, s, group, at):
         """Compute the heavy tokens of a group, one after another."""
-        tokens, tiles = o.y.shape[0], o.words.shape[1] // o.width
-        groups = cute.ceil_div(tokens, GROUP)
-        # a lane for every fourth tile of each token; every warp computes the same
-        count, token = Int32(0), group + at.lane // 4 * groups
-        if token < tokens:
-            for tile in cutlass.range(at.lane % 4, tiles, 4, unroll=4):
-                count += o.words[token, tile * o.width]
-        everything = Int32(cute.arch.warp_redux_sync(count, "add"))
-        for d in (1, 2):
-            count += cute.arch.shuffle_sync_bfly(count, d)
-        heavy = Uint32(cute.arch.vote_ballot_sync(count > self.limit and exceeds_share(count, everything)))
-        windows = Int32(0)
-        for t in cutlass.range(GROUP, unroll=1):
-            if (heavy >> (4 * t)) & 1 != 0:
-                windows = self.compute_token(o, s, group + t * groups, at, windows)
+        heavy, windows = self.heavy_tokens(o, group, at.lane), Int32(0)
+        while heavy != 0:
+            token = group * GROUP + lowest_bit(heavy) // 4
+            heavy = heavy & (heavy - 1)
+            windows = self.compute_token(o, s, token, at, windows)
 
     # ---- listing ----
 
     @cute.jit
-    def list_nonzeros(self, o, s, m, group, base, at):
-        """List non-zeros `base` to `base + window` of 32 tiles, ascending: each warp every eighth word of all tiles."""
-        tile = group + at.lane
-        exists = tile < o.words.shape[1] // o.width
-        # the count is read again: it would take a register while rows are streamed
-        count = count_of(o.words, m, tile, o.width, exists)
-        word = Uint32(o.words[m, tile * o.width + at.warp]) if exists else Uint32(0)
-        # position of the tile's first non-zero
-        start = prefix_sum(count, at.lane) - base
-        spilled = count >= o.width
-        last = 0 if spilled else count
-        self.list_word(s, start + at.warp - 1, word, at.warp > 0 and at.warp <= last)
-        most = Int32(cute.arch.warp_redux_sync(last, "max"))
-        for ordinal in cutlass.range(at.warp + WARPS, most + 1, WARPS, unroll=1):
-            if ordinal <= last:
-                more = o.words[m, tile * o.width + ordinal]
-                self.list_word(s, start + ordinal - 1, Uint32(more), True)
-        left = Uint32(cute.arch.vote_ballot_sync(spilled))
-        while left != 0:
-            slot = lowest_bit(left)
-            left = left & (left - 1)
-            first = cute.arch.shuffle_sync(start, slot)
-            if slot % WARPS == at.warp:
-                self.list_spilled(s, o.spill, m, group + slot, first, at.lane)
+    def list_nonzeros(self, o, s, m, base, at):
+        """List non-zeros `base` to `base + window`, ascending: a lane has a tile, and each warp every eighth word."""
+        tiles = o.words.shape[1] // o.width
+        before = -base
+        for group in cutlass.range(0, tiles, TILES, unroll=1):
+            tile = group + at.lane
+            exists = tile < tiles
+            count = count_of(o.words, m, tile, o.width, exists)
+            word = Uint32(o.words[m, tile * o.width + at.warp]) if exists else Uint32(0)
+            # position of the tile's first non-zero
+            start = before + prefix_sum(count, at.lane)
+            before += Int32(cute.arch.warp_redux_sync(count, "add"))
+            spilled = count >= o.width
+            last = 0 if spilled else count
+            self.list_word(s, start + at.warp - 1, word, at.warp > 0 and at.warp <= last)
+            most = Int32(cute.arch.warp_redux_sync(last, "max"))
+            for ordinal in cutlass.range(at.warp + WARPS, most + 1, WARPS, unroll=1):
+                if ordinal <= last:
+                    more = o.words[m, tile * o.width + ordinal]
+                    self.list_word(s, start + ordinal - 1, Uint32(more), True)
+            left = Uint32(cute.arch.vote_ballot_sync(spilled))
+            while left != 0:
+                slot = lowest_bit(left)
+                left = left & (left - 1)
+                first = cute.arch.shuffle_sync(start, slot)
+                if slot % WARPS == at.warp:
+                    self.list_spilled(s, o.spill, m, group + slot, first, at.lane)
 
     @cute.jit
     def list_spilled(self, s, spill, m, tile, start, lane):
@@ -470,12 +467,6 @@ class TokenCluster:
             partial=cute.make_tensor(arena + 2 * window, cute.make_layout(window * self.parts)),
             sums=arena,
         )
-
-
-@cute.jit
-def exceeds_share(count: Int32, everything: Int32) -> Boolean:
-    """Whether a token's count is more than a quarter of its group's."""
-    return 4 * count > everything
 
 
 class UpDownToken:
