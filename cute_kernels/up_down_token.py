@@ -2,21 +2,27 @@
 with h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]). If not `gated`, the packed values are h.
 
 A cluster of `cluster` CTAs, 1 to 8, computes a token, each CTA a part of the columns; tokens share nothing. Few tokens
-take large clusters, for latency. Many tokens take one CTA each, several on an SM: some list while others stream.
+take large clusters, for latency. Many tokens take one CTA each, three or four on an SM: some list while others stream.
 
-Each thread owns the same eight columns, 16 bytes, of every row, or a few times that. So a row takes `span` warps of a
-CTA, and its warps form `groups` of that size, which divide the non-zeros: `rows` at a time, with all their loads in
-flight. A CTA lists up to `window` non-zeros at a time:
+Each thread owns eight columns, 16 bytes, of every row, or several times that. So a row takes `span` warps of a CTA, and
+its warps form `groups` of that size. The groups divide the non-zeros: `rows` at a time, with all their loads in flight.
+A CTA handles up to `window` non-zeros at a time:
 
-    list    a lane per tile of the gate, 32 at a time: each warp lists every eighth word. Every CTA lists all.
-    up      rows times the x that a thread holds; the sums over each warp go to `partial`.
-    hidden  after a barrier of the cluster, each thread takes a non-zero and adds the partial sums of all warps and CTAs
-            in a fixed order; the loads of the first down rows are already in flight.
+    list    a lane per tile of the gate, 32 tiles at a time; each warp lists every eighth word. Every CTA lists all.
+    up      rows times the x that a thread holds. The sums over each warp go to `partial` of all CTAs.
+    hidden  each thread takes a non-zero and adds the partial sums of all warps and CTAs in a fixed order; the loads of
+            the first down rows are already in flight.
     down    adds h times rows to fp32 sums in registers, in ascending order of the group's neurons.
 
-At the end the groups' sums are added in shared memory, and each CTA rounds and stores its columns. h stays fp32. A CTA
-of a larger cluster arrives at the cluster barrier twice per window: when its partial sums are complete, and when it has
-read all others'. It waits for the second only before it writes the next partial sums, and before it exits.
+At the end the groups' sums are added in shared memory, and each CTA rounds and stores its columns. h stays fp32.
+
+    COMPLETE  of each CTA of a larger cluster: 1 arrival + bytes, the partial sums of a window, sent by st.async.
+    cluster   once at the start, so that COMPLETE exists; then before each further window, so that all CTAs have read
+              the partial sums of the one before.
+
+A launch with one CTA per token gives heavy tokens to clusters of HEAVY_CLUSTER CTAs: those with more than `limit`
+non-zeros and more than a quarter of those of their group of eight. The first clusters look for them, one for each
+group, so that the longest work starts first. The other CTAs skip them.
 """
 
 from typing import Any, NamedTuple
@@ -40,8 +46,8 @@ THREADS = 32 * WARPS
 TILES = 32
 # columns of a warp's load
 STEP = 256
-# tokens of a group, CTAs that share a heavy token of it, and values of a weight that a light token may read. Clusters of
-# four took 12 % more time at 2,048 tokens (NVIDIA H200, K = 2048, 29 non-zeros per token): an SM waits for a whole cluster
+# tokens of a group, CTAs that share a heavy token of it, and values of a weight that a light token may read. Clusters
+# of four took 12 % more time for 2,048 tokens (NVIDIA H200, K = 2048, 29 non-zeros per token): SMs wait for one to fit
 GROUP = geometry.GROUP_ROWS
 HEAVY_CLUSTER = 2
 HEAVY_VALUES = 64 * 2048
@@ -135,10 +141,7 @@ class TokenCluster:
 
     @cute.jit
     def compute_token(self, o, s, m, at, windows, light: cutlass.Constexpr = False):
-        """Compute token `m` by one cluster, which has computed so many `windows` before; return their number then.
-
-        `light`: unless the token is heavy, see `UpDownToken`.
-        """
+        """Compute token `m`, unless `light` and the token is heavy; return the cluster's number of windows so far."""
         # the previous token's sums may still be read
         cute.arch.sync_threads()
         x_thread = cute.make_rmem_tensor((4, self.vectors), Uint32)
