@@ -14,8 +14,13 @@ DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 # Row kernels keep a row of x or y in registers, so its size is fixed at compile time: the smallest class >= K.
 K_CLASSES = (512, 1024, 2048, 4096, 8192, 16384)
 
-# K classes of the kernels for few tokens, by the CTAs of the cluster that shares a row.
-SKINNY_K_CLASSES = {4: (2048, 4096, 8192), 8: (2048, 4096, 8192, 16384)}
+# K classes of the kernel that computes token by token, by the CTAs of the cluster that shares a row.
+TOKEN_K_CLASSES = {
+    1: (1024, 2048),
+    2: (1024, 2048, 4096),
+    4: (1024, 2048, 4096, 8192),
+    8: (2048, 4096, 8192, 16384),
+}
 
 # Tokens of a tile of the gate GEMM, multiples of 16. Each is the fastest for some batches, see tuning.gate_pack.
 GATE_TOKENS = (48, 64, 96, 128, 144)
@@ -117,32 +122,33 @@ class UpDownSpec(_Kernel):
         return f"_k{self.k_max}{'' if self.gated else '_plain'}{'_bias' if self.bias else ''}"
 
     @property
-    def heavy(self) -> UpDownSkinnySpec:
+    def heavy(self) -> UpDownTokenSpec:
         """The spec by which heavy tokens are computed, one at a time."""
-        cluster = max(SKINNY_K_CLASSES)
-        k_max = k_class(self.k_max, SKINNY_K_CLASSES[cluster])
-        return UpDownSkinnySpec(self.dtype, k_max, cluster, self.gated, self.bias)
+        cluster = max(TOKEN_K_CLASSES)
+        return UpDownTokenSpec(self.dtype, k_class(self.k_max, TOKEN_K_CLASSES[cluster]), cluster, self.gated)
 
 
 @dataclass(frozen=True)
-class UpDownSkinnySpec(_Kernel):
-    """``UpDownSpec`` for few tokens: a ``cluster`` of CTAs per token, and ``k_max`` from ``SKINNY_K_CLASSES``."""
+class UpDownTokenSpec(_Kernel):
+    """``UpDownSpec`` token by token: a ``cluster`` of CTAs for each, and ``k_max`` from ``TOKEN_K_CLASSES``.
+
+    One kernel for layers with and without biases.
+    """
 
     k_max: int
     cluster: int
     gated: bool
-    bias: bool
-    op: ClassVar[str] = "up_down_skinny"
+    op: ClassVar[str] = "up_down_token"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.cluster not in SKINNY_K_CLASSES:
-            raise ValueError(f"cluster must be one of {tuple(SKINNY_K_CLASSES)}, got {self.cluster}")
-        _check_k_max(self.k_max, SKINNY_K_CLASSES[self.cluster])
+        if self.cluster not in TOKEN_K_CLASSES:
+            raise ValueError(f"cluster must be one of {tuple(TOKEN_K_CLASSES)}, got {self.cluster}")
+        _check_k_max(self.k_max, TOKEN_K_CLASSES[self.cluster])
 
     @property
     def suffix(self) -> str:
-        return f"_k{self.k_max}_x{self.cluster}{'' if self.gated else '_plain'}{'_bias' if self.bias else ''}"
+        return f"_k{self.k_max}_x{self.cluster}{'' if self.gated else '_plain'}"
 
 
 @dataclass(frozen=True)
@@ -304,7 +310,7 @@ class OverflowSpec(_Kernel):
 Spec = (
     GatePackSpec
     | GatePackFewSpec
-    | UpDownSkinnySpec
+    | UpDownTokenSpec
     | UpDownSpec
     | UnpackSpec
     | RegluSpec
@@ -327,14 +333,7 @@ def all_specs() -> tuple[Spec, ...]:
         *(GatePackSpec(d, t, b) for d in DTYPES for t in GATE_TOKENS for b in flags),
         *(UpDownSpec(d, k, g, b) for d in DTYPES for k in K_CLASSES for g in flags for b in flags),
         *(GatePackFewSpec(d, t, b) for d in DTYPES for t in FEW_TOKENS for b in flags),
-        *(
-            UpDownSkinnySpec(d, k, c, g, b)
-            for d in DTYPES
-            for c, ks in SKINNY_K_CLASSES.items()
-            for k in ks
-            for g in flags
-            for b in flags
-        ),
+        *(UpDownTokenSpec(d, k, c, g) for d in DTYPES for c, ks in TOKEN_K_CLASSES.items() for k in ks for g in flags),
         *(UnpackSpec(d) for d in DTYPES),
         *(RegluSpec(d, b) for d in DTYPES for b in flags),
         *(CompactSpec(d, t) for d in DTYPES for t in flags),

@@ -8,7 +8,7 @@ union of their neurons is read once. Two launches:
     light   one CTA per group of eight tokens, two CTAs per SM up to K = 2048: one lists its neurons while the other
             streams. Beyond K = 4096 a cluster shares the group, each CTA a slab of 4096 columns.
     heavy   tokens with more than HEAVY_COUNT non-zeros and more than a quarter of their group's. `light` skips them and
-            writes a mask of them. A cluster computes one at a time, as in up_down_skinny.py.
+            writes a mask of them. A cluster computes one at a time, as in up_down_token.py.
 
 In `light` each of a CTA's eight warps owns an eighth of the columns, so all warps share the work of every token and
 neuron. Up to WINDOW neurons of the union at a time:
@@ -35,7 +35,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from . import feasible, geometry, up_down_skinny
+from . import feasible, geometry, up_down_token
 from .sm90 import operands
 from .sm90.copies import address, bulk_copy, load_peer, load_values, store_values
 from .sm90.mma import load_matrices_transposed, mma_16x8x8, mma_16x8x16
@@ -52,7 +52,7 @@ from .sm90.values import (
     widen,
 )
 from .specs import UpDownSpec
-from .up_down_skinny import Operands
+from .up_down_token import Operands
 
 TOKENS = geometry.GROUP_ROWS
 WARPS = 8
@@ -106,7 +106,7 @@ class UpDown:
         self.dtype = operands.DTYPES[spec.dtype]
         self.gated = spec.gated
         self.has_bias = spec.bias
-        self.per_token = up_down_skinny.UpDownSkinny(spec.heavy)
+        self.per_token = up_down_token.TokenCluster(spec.heavy, spec.heavy.cluster)
         # most neurons whose products tensor cores add; an instruction with four truncates less than one with 16
         self.longest = geometry.LONGEST_SUM[spec.dtype] // 2
         self.slabs = max(1, spec.k_max // SLAB)
@@ -165,7 +165,7 @@ class UpDown:
             )
             self.heavy(o, heavy).launch(
                 grid=(self.per_token.cluster, cutlass.min(groups, max_clusters * self.per_token.ctas_per_sm), 1),
-                block=(up_down_skinny.THREADS, 1, 1),
+                block=(up_down_token.THREADS, 1, 1),
                 cluster=(self.per_token.cluster, 1, 1),
                 min_blocks_per_mp=self.per_token.ctas_per_sm,
                 preferred_smem_carveout=100,
@@ -222,8 +222,11 @@ class UpDown:
         clusters = cute.arch.grid_dim()[1]
         s = self.per_token.views(SmemAllocator().allocate(self.per_token.shared))
         at = self.per_token.thread_index(o.y.shape[1], rank)
+        self.per_token.begin(s)
+        windows = Int32(0)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.cluster_wait()
         # clusters take groups round robin; which cluster computes a token does not change its result
         for base in cutlass.range(cluster, heavy.shape[0], 32 * clusters, unroll=1):
             # 32 groups, one per lane; every warp computes the same
@@ -237,7 +240,7 @@ class UpDown:
                 while tokens != 0:
                     m = (base + owner * clusters) * TOKENS + lowest_bit(tokens)
                     tokens = tokens & (tokens - 1)
-                    self.per_token.compute_token(o, s, m, at)
+                    windows = self.per_token.compute_token(o, s, m, at, windows)
 
     @cute.jit
     def accumulate(self, o, s, x_frag, acc, listed, at, long: cutlass.Constexpr):
@@ -628,5 +631,7 @@ class UpDown:
 
 def signature(spec: UpDownSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
+    n, k = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
+    biases = (n if spec.gated else None, k) if spec.bias else (None, None)
     heavy = operands.vector(Int32, cute.sym_int32())
-    return UpDown(spec), (*up_down_skinny.fake_arguments(spec), heavy, Int32(1), Int32(1))
+    return UpDown(spec), (*up_down_token.fake_arguments(spec, n, k, *biases), heavy, Int32(1), Int32(1))

@@ -3,7 +3,7 @@
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 
 def address(matrix: Any, row: Any, column: Any) -> Any:
@@ -28,6 +28,20 @@ def load_values(source: Any, quad: Any = None) -> Any:
     line = cute.make_tensor(cute.recast_ptr(source.align(16), dtype=Uint32), cute.make_layout(4))
     cute.autovec_copy(line, quad)
     return quad
+
+
+@cute.jit
+def load_values_if(source: Any, quad: Any, exists: Boolean) -> None:
+    """Load 16 bytes from an aligned address to four registers, or zeros unless they `exist`, without a branch."""
+    loaded = cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0;"
+        " mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0;"
+        " @p ld.global.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}]; }",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[source, Int32(exists)],
+    )
+    for i in range_constexpr(4):
+        quad[i] = loaded[i]
 
 
 @cute.jit
@@ -68,16 +82,6 @@ def load_peer(source: Any, rank: Int32) -> Any:
 
 
 @cute.jit
-def load_peer_value(source: Any, rank: Int32) -> Float32:
-    """Load one fp32 value from CTA `rank` of the cluster."""
-    return cute.arch.inline_ptx(
-        "ld.shared::cluster.f32 {$w0}, [{$r0}];",
-        write_only_types=[Float32],
-        read_only_args=[cute.arch.map_dsmem_ptr(source, rank).toint()],
-    )
-
-
-@cute.jit
 def store_peer(target: Any, rank: Int32, value: Int32) -> None:
     """Store one word to CTA `rank` of the cluster."""
     cute.arch.inline_ptx(
@@ -101,4 +105,17 @@ def store_peer_float(target: Any, rank: Int32, value: Float32) -> None:
     cute.arch.inline_ptx(
         "st.shared::cluster.f32 [{$r0}], {$r1};",
         read_only_args=[cute.arch.map_dsmem_ptr(target, rank).toint(), value],
+    )
+
+
+@cute.jit
+def send_float(target: Any, barrier: Any, rank: Int32, value: Float32) -> None:
+    """Store one fp32 value to CTA `rank` of the cluster, asynchronously; completes four bytes on its mbarrier."""
+    cute.arch.inline_ptx(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [{$r0}], {$r1}, [{$r2}];",
+        read_only_args=[
+            cute.arch.map_dsmem_ptr(target, rank).toint(),
+            value,
+            cute.arch.map_dsmem_ptr(barrier, rank).toint(),
+        ],
     )

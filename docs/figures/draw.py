@@ -304,7 +304,7 @@ def pipeline(theme: Theme) -> str:
         c.text(x[i] + w + 30, y + h / 2 - 6, label, anchor="middle", size=10, muted=True)
     c.box(x[1], 112, w, 40, "up_down\nstrategy row", fill=green)
     c.line((x[0] + w / 2, y + h), (x[0] + w / 2, 132), (x[1], 132), arrow=True)
-    c.text(x[1] + w + 12, 136, "y, token by token; up to 256 tokens have their own kernels", size=11, muted=True)
+    c.text(x[1] + w + 12, 136, "y, token by token; up to 2,048 tokens have their own kernels", size=11, muted=True)
 
     c.line((10, 172), (850, 172), colour=theme.grid)
     c.text(10, 198, "Backward", bold=True, size=14)

@@ -52,18 +52,25 @@ def up_down(dtype: torch.dtype, k: int, gated: bool, bias: bool) -> specs.UpDown
     return specs.UpDownSpec(dtype_name(dtype), specs.k_class(k), gated, bias)
 
 
-# Most tokens for which the few-token kernels run. NVIDIA H200, K = 2048, N = 5632
-SKINNY_UP_DOWN = 256
-# most tokens for which eight CTAs share each token
-SKINNY_SHARED = 32
+# Most tokens for which so many CTAs share each token. NVIDIA H200, K = 1024, 2048 and 4096, N = 2.75 K and 3.5 K, with
+# 15, 29 and 75 non-zeros per token: twice or half as many CTAs take up to 40 % more time in the middle of each range
+TOKEN_CLUSTERS = {8: 32, 4: 128, 2: 256, 1: 2048}
+# most tokens that are computed one by one, by hidden size; `up_down` is as fast there, and wins beyond
+TOKEN_UP_DOWN = {2048: 2048, 4096: 640, 8192: 512, 16384: 256}
 
 
 @functools.cache
-def up_down_skinny(dtype: torch.dtype, m: int, k: int, gated: bool, bias: bool) -> specs.UpDownSkinnySpec:
-    """``up_down`` for few tokens, ``m``: as many CTAs share a token as are needed to occupy the GPU."""
-    cluster = 4 if m > SKINNY_SHARED and k <= specs.SKINNY_K_CLASSES[4][-1] else 8
-    k_max = specs.k_class(k, specs.SKINNY_K_CLASSES[cluster])
-    return specs.UpDownSkinnySpec(dtype_name(dtype), k_max, cluster, gated, bias)
+def up_down_token(dtype: torch.dtype, m: int, k: int, gated: bool) -> specs.UpDownTokenSpec | None:
+    """``up_down`` token by token, for ``m`` tokens: the fewer, the more CTAs share each. None for too many tokens.
+
+    NotImplementedError for a hidden size beyond the largest class.
+    """
+    if m > TOKEN_UP_DOWN[specs.k_class(k, tuple(TOKEN_UP_DOWN))]:
+        return None
+    clusters = [c for c, classes in specs.TOKEN_K_CLASSES.items() if k <= classes[-1]]
+    cluster = max((c for c in clusters if m <= TOKEN_CLUSTERS[c]), default=min(clusters))
+    k_max = specs.k_class(k, specs.TOKEN_K_CLASSES[cluster])
+    return specs.UpDownTokenSpec(dtype_name(dtype), k_max, cluster, gated)
 
 
 @functools.cache

@@ -46,8 +46,8 @@ def register_budget(spec: Spec, kernel: str) -> int:
             return register_budget(spec.heavy, kernel)
         # a second CTA hides the listing of a group of tokens while rows are short enough
         return feasible.registers_per_thread(256, 2 if spec.k_max <= 2048 else 1)
-    if isinstance(spec, specs.UpDownSkinnySpec):
-        return feasible.registers_per_thread(256, {256: 3, 512: 2}.get(spec.k_max // spec.cluster, 1))
+    if isinstance(spec, specs.UpDownTokenSpec):
+        return feasible.registers_per_thread(256, 4 if four_share_an_sm(spec) else 3)
     return feasible.registers_per_thread(*OCCUPANCY[spec.op])
 
 
@@ -58,9 +58,12 @@ def local_budget(spec: Spec, kernel: str) -> int:
     if isinstance(spec, specs.UpDownSpec):
         # 192 registers hold sums and x of the widest slab
         return local_budget(spec.heavy, kernel) if "heavy" in kernel else 8 if spec.k_max >= 4096 else 0
-    # the compiler for CUDA 12 needs a few registers more for fp16 with two vectors of a row in a lane
-    two = isinstance(spec, specs.UpDownSkinnySpec) and spec.k_max // spec.cluster == 512
-    return 16 if two and spec.gated and spec.dtype == "float16" else 0
+    return 80 if isinstance(spec, specs.UpDownTokenSpec) and four_share_an_sm(spec) else 0
+
+
+def four_share_an_sm(spec: specs.UpDownTokenSpec) -> bool:
+    """Whether four CTAs must fit on an SM: those of clusters that hold long rows."""
+    return spec.cluster > 1 and spec.k_max // spec.cluster >= 1024
 
 
 @pytest.mark.parametrize("spec", catalog.SHIPPED, ids=lambda spec: spec.symbol)

@@ -292,7 +292,7 @@ resolve.resolve = lambda spec: lambda *arguments: None
 with noted("launch"):
     with twell._runtime.nvtx.range("up_down"):
         library.launch(specs.UpDownSpec("bfloat16", 2048, True, False))
-        library.launch(specs.UpDownSkinnySpec("bfloat16", 2048, 8, True, False))
+        library.launch(specs.UpDownTokenSpec("bfloat16", 2048, 8, True))
 print(json.dumps(found))
 """
 
@@ -374,8 +374,8 @@ class TestWholePackage:
 
     def test_kernels(self, marked: Any) -> None:
         """A kernel with its operator's name has no range of its own; the one for few tokens has."""
-        assert self.names(marked["launch"]) == [(0, "up_down"), (1, "up_down_skinny")]
-        assert marked["launch"][1][3] == {"kernel": "up_down_skinny_bf16_k2048_x8"}
+        assert self.names(marked["launch"]) == [(0, "up_down"), (1, "up_down_token")]
+        assert marked["launch"][1][3] == {"kernel": "up_down_token_bf16_k2048_x8"}
 
     def test_an_error_leaves_no_range_open(self, marked: Any) -> None:
         assert self.names(marked["refused"]) == [(0, "gate_pack")]

@@ -378,7 +378,7 @@ def cuda_calls(o: dict[str, Tensor | None]) -> list[Any]:
     return [module._cuda(*arguments) for module, arguments in modules if hasattr(module, "_cuda")]
 
 
-@pytest.mark.parametrize("m", [1, 65, 300])
+@pytest.mark.parametrize("m", [1, 65, 300, 2049])
 @pytest.mark.parametrize("bias", [False, True])
 def test_kernels_get_the_arguments_that_they_are_compiled_for(
     bias: bool, m: int, launched: list[tuple[specs.Spec, tuple[Any, ...]]]
@@ -387,7 +387,7 @@ def test_kernels_get_the_arguments_that_they_are_compiled_for(
     pytest.importorskip("cutlass")
     cuda_calls(operands(m, 520, 16, bias=bias))
     gated, plain = ["compact", "sampled_up", "gathered"], ["compact", "gathered"]
-    assert [spec.op.removesuffix("_few").removesuffix("_skinny") for spec, _ in launched] == [
+    assert [spec.op.removesuffix("_few").removesuffix("_token") for spec, _ in launched] == [
         *("gate_pack", "unpack", "up_down", "up_down", "up_down"),
         *("gate_pack", *gated, "gate_pack", *plain),
         *(*gated, *plain),
@@ -414,14 +414,14 @@ def test_kernels_get_the_arguments_that_they_are_compiled_for(
 
 @pytest.mark.parametrize("k", [16, 16384])
 def test_scratch_and_grid(k: int, launched: list[tuple[specs.Spec, tuple[Any, ...]]]) -> None:
-    cuda_calls(operands(300, 8, k))
+    cuda_calls(operands(2100, 8, k))
     by_op: dict[str, list[tuple[Any, ...]]] = {}
     for spec, arguments in launched:
         by_op.setdefault(spec.op, []).append(arguments)
     assert {arguments[-1] for arguments in by_op["gate_pack"]} == {66}
     assert len(by_op["up_down"]) == 3
     for *_, heavy, width, clusters in by_op["up_down"]:
-        assert (heavy.shape, width, clusters) == ((38,), 32, 16)
+        assert (heavy.shape, width, clusters) == ((263,), 32, 16)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -437,7 +437,7 @@ def test_a_slice_is_packed_just_before_it_is_used(
     assert (y.shape, l1.shape, stats.shape, union.shape) == ((650, 16), (6, 128), (82, 3, 2), (6,))
     per_slice = ["gate_pack", "compact", "sampled_up", "gathered"] if gated else ["gate_pack", "compact", "gathered"]
     # the last slice has few tokens, for which there is another kernel
-    ran = [spec.op.removesuffix("_few").removesuffix("_skinny") for spec, _ in launched]
+    ran = [spec.op.removesuffix("_few").removesuffix("_token") for spec, _ in launched]
     assert ran == per_slice * 3
     packs = [a for spec, a in launched if spec.op.startswith("gate_pack")]
     compacts = [a for spec, a in launched if spec.op == "compact"]

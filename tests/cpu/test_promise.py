@@ -100,19 +100,16 @@ def test_the_bound_finds_faults(fault: Any, sizes: dict[str, Any], monkeypatch: 
 
 def test_the_number_of_tokens_chooses_kernels_where_readme_says() -> None:
     def kernels(m: int, k: int) -> tuple[Any, Any]:
-        gate, up_down = m <= tuning.FEW_GATE_PACK, m <= tuning.SKINNY_UP_DOWN
         return (
             # tiles of all sizes give the same bits
-            "gate_pack_few" if gate else "gate_pack",
-            tuning.up_down_skinny(torch.bfloat16, m, k, True, False)
-            if up_down
-            else tuning.up_down(torch.bfloat16, k, True, False),
+            "gate_pack_few" if m <= tuning.FEW_GATE_PACK else "gate_pack",
+            tuning.up_down_token(torch.bfloat16, m, k, True) or tuning.up_down(torch.bfloat16, k, True, False),
         )
 
-    changes = {m for k in (64, 2048, 8192) for m in range(1, 600) if kernels(m, k) != kernels(m + 1, k)}
+    changes = {m for k in (64, 2048, 4096, 8192, 16384) for m in range(1, 3000) if kernels(m, k) != kernels(m + 1, k)}
     *some, last = sorted(changes)
     page = (Path(__file__).resolve().parents[2] / "docs" / "promises.md").read_text()
-    assert f"they change above {', '.join(map(str, some))} and {last} tokens" in page
+    assert f"they change above {', '.join(map(str, some))} and {last:,} tokens" in page
 
 
 @pytest.mark.parametrize("k", [8, 2048, 2056, 16384])
@@ -120,7 +117,7 @@ def test_the_number_of_tokens_chooses_kernels_where_readme_says() -> None:
 def test_a_heavy_token_is_computed_as_if_it_were_alone(gated: bool, k: int) -> None:
     for bias in (True, False):
         many = tuning.up_down(torch.bfloat16, k, gated, bias)
-        assert many.heavy == tuning.up_down_skinny(torch.bfloat16, 1, k, gated, bias)
+        assert many.heavy == tuning.up_down_token(torch.bfloat16, 1, k, gated)
 
 
 def drawn(sizes: dict[str, Any]) -> Iterator[FFN]:

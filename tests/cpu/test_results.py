@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from twell import tuning
-from twell._runtime import geometry
+from twell._runtime import geometry, specs
 from twell.commands.bench import workloads
 
 MACHINE = "NVIDIA H200 (made up); SM 1980 MHz now, 1980 most; kernels 0123456789ab"

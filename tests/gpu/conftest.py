@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from twell import testing
+from twell import testing, tuning
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,6 +25,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         folder = metafunc.config.getoption("--real-layers", default=None)
         real = [] if folder is None else testing.real_names(folder)
         metafunc.parametrize("workload", [*testing.WORKLOADS, *real])
+
+
+@pytest.fixture(params=["by size", "up_down"])
+def row_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test twice: the row kernel that the sizes choose, and the one for the most tokens."""
+    if request.param == "up_down":
+        monkeypatch.setattr(tuning, "up_down_token", lambda dtype, m, k, gated: None)
 
 
 @pytest.fixture

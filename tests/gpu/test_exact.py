@@ -93,6 +93,7 @@ VARIANTS = [(BF16, 8), (FP16, 4), (BF16, 2), (FP16, 8), (BF16, 4), (FP16, 2)]
     ],
     ids=lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else str(value) or "none",
 )
+@pytest.mark.usefixtures("row_kernel")
 def test_shapes(shape: tuple[int, int, int], dtype: torch.dtype, compression: int, biases: str) -> None:
     m, k, n = shape
     check(testing.integer_problem(m, k, n, density=0.1, biases=biases, device="cuda", dtype=dtype), compression)
@@ -100,6 +101,7 @@ def test_shapes(shape: tuple[int, int, int], dtype: torch.dtype, compression: in
 
 @pytest.mark.parametrize("density", [0, 0.02, 0.3, 1])
 @pytest.mark.parametrize(("dtype", "compression"), VARIANTS)
+@pytest.mark.usefixtures("row_kernel")
 def test_densities(density: float, dtype: torch.dtype, compression: int) -> None:
     """No positive gate, few, many, all; the last tile is partial."""
     problem = testing.integer_problem(129, 896, 2056, density=density, device="cuda", dtype=dtype)
@@ -110,12 +112,14 @@ def test_densities(density: float, dtype: torch.dtype, compression: int) -> None
 
 @pytest.mark.parametrize("biases", ["gate", "up", "down", "up down"])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.usefixtures("row_kernel")
 def test_each_bias(biases: str, dtype: torch.dtype) -> None:
     """One projection has a bias: gates of rows and neurons past the end of a tile would be positive."""
     check(testing.integer_problem(65, 200, 264, density=1, biases=biases, device="cuda", dtype=dtype), 8)
 
 
 @pytest.mark.parametrize("compression", [2, 8])
+@pytest.mark.usefixtures("row_kernel")
 def test_most_neurons(compression: int) -> None:
     """N = 65,536: the largest neuron index has all 16 bits set, so the word that holds it can be negative."""
     problem = testing.integer_problem(65, 64, 65536, density=0.06, device="cuda")

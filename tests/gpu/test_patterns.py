@@ -34,6 +34,7 @@ def check(problem: FFN, compression: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("compression", [2, 4, 8])
+@pytest.mark.usefixtures("row_kernel")
 def test_tiles_around_the_capacity(compression: int, dtype: torch.dtype) -> None:
     """Tiles one short of full, full, one over, with 255 and 256 side by side; 8 in the last."""
     width = 256 // compression
@@ -49,6 +50,7 @@ def test_tiles_around_the_capacity(compression: int, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize(("k", "row"), [(896, 0), (896, 63), (896, 128), (264, 263), (2048, 64), (8192, 17)])
 @pytest.mark.parametrize("nonzeros", [500, 5000])
+@pytest.mark.usefixtures("row_kernel")
 def test_one_heavy_row_among_empty_ones(k: int, row: int, nonzeros: int) -> None:
     counts = torch.zeros(264, 22, dtype=torch.int64)
     counts[row] = torch.tensor([math.ceil((nonzeros - t) / 22) for t in range(22)])
@@ -57,6 +59,7 @@ def test_one_heavy_row_among_empty_ones(k: int, row: int, nonzeros: int) -> None
 
 
 @pytest.mark.parametrize("compression", [2, 8])
+@pytest.mark.usefixtures("row_kernel")
 def test_heavy_tiles_in_light_rows(compression: int) -> None:
     """One row's non-zeros fill two tiles, the first and the partial last; other rows have one in each."""
     counts = torch.zeros(65, 23, dtype=torch.int64)
@@ -67,6 +70,7 @@ def test_heavy_tiles_in_light_rows(compression: int) -> None:
 
 
 @pytest.mark.parametrize("nonzeros_per_tile", [23, 60, 227])
+@pytest.mark.usefixtures("row_kernel")
 def test_all_rows_heavy(nonzeros_per_tile: int) -> None:
     """500, 1,300 and 5,000 non-zeros in every row."""
     counts = torch.full((259, 22), nonzeros_per_tile)
@@ -74,6 +78,7 @@ def test_all_rows_heavy(nonzeros_per_tile: int) -> None:
 
 
 @pytest.mark.parametrize("k", [264, 4096, 8192])
+@pytest.mark.usefixtures("row_kernel")
 def test_heavy_rows_in_every_group(k: int) -> None:
     """Three in each of 1,605 groups, more groups than all clusters together."""
     counts = torch.ones(40, 22, dtype=torch.int64)
@@ -86,6 +91,7 @@ def test_heavy_rows_in_every_group(k: int) -> None:
         testing.assert_same(y, testing.exact_output(few, gated=gated).repeat(321, 1), f"gated {gated}")
 
 
+@pytest.mark.usefixtures("row_kernel")
 def test_mixed_rows() -> None:
     """Every load from no to all neurons in one batch, light and heavy rows side by side."""
     generator = torch.Generator().manual_seed(1)

@@ -9,6 +9,8 @@ Without ``w_up``, in a layer without a gate, the packed values are h; x and ``b_
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -75,23 +77,33 @@ def _cuda(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
     m, k = y.shape
     if m:
         tokens = up = None
-        gated, biased = False, b_down is not None
+        gated = x is not None and w_up is not None
         if x is not None and w_up is not None:
             tokens, up = rows(x), rows(w_up)
-            gated, biased = True, biased or b_up is not None
-        biases = (
-            vector(b_up, w_down.shape[0], spill) if gated and biased else None,
-            vector(b_down, k, spill) if biased else None,
-        )
+        operands = (tokens, words, spill, up, down_rows(w_down))
         width = geometry.words_per_tile(compression)
-        operands = (tokens, words, spill, up, down_rows(w_down), *biases, y, l1)
-        if m <= tuning.SKINNY_UP_DOWN:
-            launch(tuning.up_down_skinny(spill.dtype, m, k, gated, biased), *operands, width)
+        by_token = tuning.up_down_token(spill.dtype, m, k, gated)
+        if by_token is not None:
+            none = _no_bias(spill.dtype, spill.device)
+            up_bias = none if b_up is None else vector(b_up, w_down.shape[0], spill)
+            down_bias = none if b_down is None else vector(b_down, k, spill)
+            launch(by_token, *operands, up_bias if gated else None, down_bias, y, l1, width)
         else:
+            biased = b_down is not None or (gated and b_up is not None)
+            biases = (
+                vector(b_up, w_down.shape[0], spill) if gated and biased else None,
+                vector(b_down, k, spill) if biased else None,
+            )
             heavy = words.new_empty(-(-m // geometry.GROUP_ROWS))
             clusters = device.sm_count(words.device.index) // 8
-            launch(tuning.up_down(spill.dtype, k, gated, biased), *operands, heavy, width, clusters)
+            launch(tuning.up_down(spill.dtype, k, gated, biased), *operands, *biases, y, l1, heavy, width, clusters)
     return y, l1
+
+
+@functools.cache
+def _no_bias(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An empty bias, which stands for none."""
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 up_down = register(

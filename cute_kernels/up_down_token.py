@@ -1,0 +1,560 @@
+"""The gated up and down projections of up_down.py, token by token: y[m] = sum over non-zeros c of h[m, c] * w_down[c],
+with h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]). If not `gated`, the packed values are h.
+
+A cluster of `cluster` CTAs, 1 to 8, computes a token, each CTA a part of the columns; tokens share nothing. Few tokens
+take large clusters, for latency. Many tokens take one CTA each, three or four on an SM: some list while others stream.
+
+Each thread owns eight columns, 16 bytes, of every row, or several times that. So a row takes `span` warps of a CTA, and
+its warps form `groups` of that size. The groups divide the non-zeros: `rows` at a time, with all their loads in flight.
+A CTA handles up to `window` non-zeros at a time:
+
+    list    a lane per tile of the gate, 32 tiles at a time; each warp lists every eighth word. Every CTA lists all.
+    up      rows times the x that a thread holds. The sums over each warp go to `partial` of all CTAs.
+    hidden  each thread takes a non-zero and adds the partial sums of all warps and CTAs in a fixed order; the loads of
+            the first down rows are already in flight.
+    down    adds h times rows to fp32 sums in registers, in ascending order of the group's neurons.
+
+At the end the groups' sums are added in shared memory, and each CTA rounds and stores its columns. h stays fp32.
+
+    COMPLETE  of each CTA of a larger cluster: 1 arrival + bytes, the partial sums of a window, sent by st.async.
+    cluster   once at the start, so that COMPLETE exists; then before each further window, so that all CTAs have read
+              the partial sums of the one before.
+
+A launch with one CTA per token gives heavy tokens to clusters of HEAVY_CLUSTER CTAs: those with more than `limit`
+non-zeros and more than a quarter of those of their group of eight. The first clusters look for them, one for each
+group, so that the longest work starts first. The other CTAs skip them.
+"""
+
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass.memory import SmemAllocator
+
+from . import feasible, geometry
+from .sm90 import operands
+from .sm90.copies import address, load_values, load_values_if, send_float, store_values
+from .sm90.rows import count_of, spilled_word
+from .sm90.values import count_flags, high_to_float, low_to_float, lowest_bit, nonzero_flags, pack, prefix_sum, warp_sum
+from .specs import UpDownSpec, UpDownTokenSpec
+
+WARPS = 8
+THREADS = 32 * WARPS
+# tiles that are listed at a time, one per lane
+TILES = 32
+# columns of a warp's load
+STEP = 256
+# tokens of a group, CTAs that share a heavy token of it, and values of a weight that a light token may read. Clusters
+# of four took 12 % more time for 2,048 tokens (NVIDIA H200, K = 2048, 29 non-zeros per token): SMs wait for one to fit
+GROUP = geometry.GROUP_ROWS
+HEAVY_CLUSTER = 2
+HEAVY_VALUES = 64 * 2048
+
+
+class Operands(NamedTuple):
+    """Operands in global memory; None if absent. An empty bias is absent, too."""
+
+    x: Any
+    words: Any
+    spill: Any
+    w_up: Any
+    w_down: Any
+    b_up: Any
+    b_down: Any
+    y: Any
+    l1: Any
+    width: Any  # words of a tile
+
+
+class Thread(NamedTuple):
+    """Indices of a thread, and the columns of its CTA."""
+
+    rank: Any  # of the CTA in its cluster
+    left: Any  # first column
+    columns: Any  # number of columns
+    column: Any  # the thread's first column of the CTA's
+    group: Any  # of warps
+    place: Any  # of the warp in its group
+    thread: Any
+    warp: Any
+    lane: Any
+
+
+class Views(NamedTuple):
+    """Views of a CTA's shared memory."""
+
+    complete: Any  # mbarrier: the partial sums of all CTAs have arrived
+    totals: Any  # [WARPS] sums of |h| by warp
+    nonzeros: Any  # [window] value bits << 16 | neuron
+    hidden: Any  # [window] h
+    partial: Any  # [window, parts] dot products over the columns of each warp of each CTA
+    sums: Any  # [groups, columns] y by group; overlays `nonzeros` and the following
+
+
+def shared_memory(words: int, ctas: int) -> Any:
+    """The shared memory of a CTA, of which ``ctas`` fit on an SM."""
+
+    @cute.struct
+    class Shared:
+        sums_complete: cute.struct.MemRange[Int64, 2]
+        totals: cute.struct.MemRange[Float32, WARPS]
+        arena: cute.struct.Align[cute.struct.MemRange[Float32, words], 16]
+
+    return feasible.check_shared_memory(Shared, ctas)
+
+
+class TokenCluster:
+    """A cluster of CTAs, 1 to 8, that computes one token at a time; for one dtype and class of hidden sizes."""
+
+    def __init__(self, spec: UpDownTokenSpec, cluster: int):
+        self.dtype = operands.DTYPES[spec.dtype]
+        self.gated = spec.gated
+        self.cluster = cluster
+        self.columns = spec.k_max // cluster
+        self.span = min(WARPS, self.columns // STEP)
+        self.groups = WARPS // self.span
+        # 16-byte loads per thread and row, and rows that a thread has in flight
+        self.vectors = self.columns // (self.span * STEP)
+        self.rows = 4 if self.span == 1 else max(1, 8 // self.vectors)
+        # partial sums of a dot product
+        self.parts = cluster * self.span
+        self.window = min(1024, (4096 if cluster == 1 else 8192) // self.parts)
+        lists = self.window * (2 + self.parts if self.gated else 2)
+        self.words = max(lists, self.groups * self.columns if self.groups > 1 else 0)
+        # non-zeros up to which a token is light
+        self.limit = HEAVY_VALUES // spec.k_max
+        self.ctas_per_sm = {1: 4 if self.span > 2 and cluster > 1 else 3, 2: 2, 4: 1, 8: 1}[self.vectors]
+        self.shared = shared_memory(self.words, self.ctas_per_sm)
+
+    @cute.jit
+    def thread_index(self, k, rank):
+        """The thread's indices in CTA `rank` of a cluster; columns are divided in pieces of 16 bytes."""
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        share = cute.ceil_div(k, 8 * self.cluster) * 8
+        left = rank * share
+        columns = cutlass.max(cutlass.min(k - left, share), Int32(0))
+        place = warp % self.span
+        return Thread(rank, left, columns, place * STEP + lane * 8, warp // self.span, place, thread, warp, lane)
+
+    @cute.jit
+    def compute_token(self, o, s, m, at, windows, light: cutlass.Constexpr = False):
+        """Compute token `m`, unless `light` and the token is heavy; return the cluster's number of windows so far."""
+        # the previous token's sums may still be read
+        cute.arch.sync_threads()
+        x_thread = cute.make_rmem_tensor((4, self.vectors), Uint32)
+        if const_expr(self.gated):
+            self.load_row(x_thread, o.x, m, at, True)
+        if at.lane == 0:
+            s.totals[at.warp] = Float32(0.0)
+        listed, skipped = self.count_nonzeros(o, m, at.lane), Boolean(False)
+        if const_expr(light):
+            if listed > self.limit:
+                skipped = (self.heavy_tokens(o, m // GROUP, at.lane) >> (m % GROUP * 4)) & 1 != 0
+            listed = Int32(0) if skipped else listed
+        acc = cute.make_rmem_tensor((8, self.vectors), Float32)
+        acc.fill(0.0)
+        first = at.group * self.rows
+        for base in cutlass.range(0, listed, self.window, unroll=1):
+            size = cutlass.min(listed - base, Int32(self.window))
+            self.list_nonzeros(o, s, m, base, at)
+            cute.arch.sync_threads()
+            if const_expr(self.gated):
+                if const_expr(self.cluster > 1):
+                    self.expect_sums(s, size, windows, at.thread)
+                self.up_products(s, x_thread, o.w_up, size, at)
+            rows = cute.make_rmem_tensor((4, self.vectors, self.rows), Uint32)
+            self.load_rows(s, rows, o.w_down, first, size, at)
+            if const_expr(self.gated):
+                if const_expr(self.cluster > 1):
+                    cute.arch.mbarrier_wait(s.complete, windows & 1)
+                else:
+                    cute.arch.sync_threads()
+            self.hidden_state(s, o.b_up, size, at)
+            windows += 1
+            cute.arch.sync_threads()
+            for other in cutlass.range(first, size, self.groups * self.rows, unroll=1):
+                if other != first:
+                    self.load_rows(s, rows, o.w_down, other, size, at)
+                self.add_rows(s, acc, rows, other)
+            # the list has been read
+            cute.arch.sync_threads()
+        if const_expr(light):
+            if not skipped:
+                self.store_token(o, s, acc, m, at)
+        else:
+            self.store_token(o, s, acc, m, at)
+        return windows
+
+    @cute.jit
+    def begin(self, s):
+        """Initialise the cluster's barriers; `cluster_wait` must follow."""
+        if const_expr(self.cluster > 1):
+            if cute.arch.thread_idx()[0] == 0:
+                cute.arch.mbarrier_init(s.complete, 1)
+                cute.arch.mbarrier_init_fence()
+            cute.arch.cluster_arrive_relaxed()
+
+    @cute.jit
+    def expect_sums(self, s, size, windows, thread):
+        """Expect the partial sums of a window, once all CTAs have read those of the previous one."""
+        if windows > 0:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        if thread == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(s.complete, 4 * self.parts * size)
+
+    @cute.jit
+    def count_nonzeros(self, o, m, lane):
+        """The number of the token's non-zeros; every warp computes the same."""
+        count, tiles = Int32(0), o.words.shape[1] // o.width
+        for tile in cutlass.range(lane, tiles, 32, unroll=4):
+            count += o.words[m, tile * o.width]
+        return Int32(cute.arch.warp_redux_sync(count, "add"))
+
+    @cute.jit
+    def count_group(self, o, group, lane):
+        """The number of non-zeros of token lane / 4 of a group in each lane; every warp computes the same."""
+        count, token, tiles = Int32(0), group * GROUP + lane // 4, o.words.shape[1] // o.width
+        if token < o.y.shape[0]:
+            for tile in cutlass.range(lane % 4, tiles, 4, unroll=4):
+                count += o.words[token, tile * o.width]
+        for d in (1, 2):
+            count += cute.arch.shuffle_sync_bfly(count, d)
+        return count
+
+    @cute.jit
+    def heavy_tokens(self, o, group, lane):
+        """A mask of the heavy tokens of a group, bits 0, 4, 8 and so on."""
+        count = self.count_group(o, group, lane)
+        everything = Int32(cute.arch.warp_redux_sync(count if lane % 4 == 0 else 0, "add"))
+        heavy = lane % 4 == 0 and count > self.limit and 4 * count > everything
+        return Uint32(cute.arch.vote_ballot_sync(heavy))
+
+    @cute.jit
+    def compute_heavy(self, o, s, group, at):
+        """Compute the heavy tokens of a group, one after another."""
+        heavy, windows = self.heavy_tokens(o, group, at.lane), Int32(0)
+        while heavy != 0:
+            token = group * GROUP + lowest_bit(heavy) // 4
+            heavy = heavy & (heavy - 1)
+            windows = self.compute_token(o, s, token, at, windows)
+
+    # ---- listing ----
+
+    @cute.jit
+    def list_nonzeros(self, o, s, m, base, at):
+        """List non-zeros `base` to `base + window`, ascending: a lane has a tile, and each warp every eighth word."""
+        tiles = o.words.shape[1] // o.width
+        before = -base
+        for group in cutlass.range(0, tiles, TILES, unroll=1):
+            tile = group + at.lane
+            exists = tile < tiles
+            count = count_of(o.words, m, tile, o.width, exists)
+            word = Uint32(o.words[m, tile * o.width + at.warp]) if exists else Uint32(0)
+            # position of the tile's first non-zero
+            start = before + prefix_sum(count, at.lane)
+            before += Int32(cute.arch.warp_redux_sync(count, "add"))
+            spilled = count >= o.width
+            last = 0 if spilled else count
+            self.list_word(s, start + at.warp - 1, word, at.warp > 0 and at.warp <= last)
+            most = Int32(cute.arch.warp_redux_sync(last, "max"))
+            for ordinal in cutlass.range(at.warp + WARPS, most + 1, WARPS, unroll=1):
+                if ordinal <= last:
+                    more = o.words[m, tile * o.width + ordinal]
+                    self.list_word(s, start + ordinal - 1, Uint32(more), True)
+            left = Uint32(cute.arch.vote_ballot_sync(spilled))
+            while left != 0:
+                slot = lowest_bit(left)
+                left = left & (left - 1)
+                first = cute.arch.shuffle_sync(start, slot)
+                if slot % WARPS == at.warp:
+                    self.list_spilled(s, o.spill, m, group + slot, first, at.lane)
+
+    @cute.jit
+    def list_spilled(self, s, spill, m, tile, start, lane):
+        """List the non-zeros of a tile that overflows by one warp, eight values per lane."""
+        neuron = tile * geometry.TILE + lane * 8
+        quad = load_values(address(spill, m, neuron))
+        flags = nonzero_flags(quad)
+        own = count_flags(flags)
+        at = start + prefix_sum(own, lane)
+        for i in range_constexpr(8):
+            self.list_word(s, at, spilled_word(quad, i, neuron), flags[i])
+            at += Int32(flags[i])
+
+    @cute.jit
+    def list_word(self, s, at, word, valid):
+        if valid and at >= 0 and at < self.window:
+            s.nonzeros[at] = word
+
+    # ---- rows ----
+
+    @cute.jit
+    def load_row(self, values, matrix, row, at, exists: Boolean):
+        """Load the thread's pieces of a row; zeros beyond the last column, or unless the row `exists`."""
+        base = address(matrix, row, at.left) + at.column
+        for v in range_constexpr(self.vectors):
+            offset = v * self.span * STEP
+            load_values_if(base + offset, values[None, v], exists and at.column + offset < at.columns)
+
+    @cute.jit
+    def load_rows(self, s, rows, matrix, first, size, at):
+        """Load rows of the neurons from `first` of the list on; zeros beyond its end."""
+        words = self.load_list(s.nonzeros, first)
+        for j in range_constexpr(self.rows):
+            neuron = words[j] & Uint32(0xFFFF)
+            self.load_row(rows[None, None, j], matrix, neuron, at, first + j < size)
+
+    @cute.jit
+    def load_list(self, values, first):
+        """Load `rows` elements of a list in shared memory, `first` being a multiple of that."""
+        loaded = cute.make_rmem_tensor((self.rows,), values.element_type)
+        source = (values.iterator + first).align(min(16, 4 * self.rows))
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(self.rows)), loaded)
+        return loaded
+
+    @cute.jit
+    def up_products(self, s, x_thread, w_up, size, at):
+        """Store dot products over each warp's columns in `partial`."""
+        # lanes that share a row at the end of the sums over the warp
+        sharing = 32 // self.rows
+        for first in cutlass.range(at.group * self.rows, size, self.groups * self.rows, unroll=1):
+            rows = cute.make_rmem_tensor((4, self.vectors, self.rows), Uint32)
+            self.load_rows(s, rows, w_up, first, size, at)
+            sums = [Float32(0.0)] * self.rows
+            for v in range_constexpr(self.vectors):
+                for i in range_constexpr(4):
+                    low, high = low_to_float(x_thread[i, v], self.dtype), high_to_float(x_thread[i, v], self.dtype)
+                    for j in range_constexpr(self.rows):
+                        sums[j] += low * low_to_float(rows[i, v, j], self.dtype)
+                        sums[j] += high * high_to_float(rows[i, v, j], self.dtype)
+            value = self.sum_rows(sums, at.lane)
+            nonzero, copy = first + at.lane // sharing, at.lane % sharing
+            if const_expr(self.cluster == 1):
+                if copy == 0:
+                    s.partial[nonzero * self.span + at.place] = value
+            elif nonzero < size:
+                target = s.partial.iterator + (nonzero * self.parts + at.rank * self.span + at.place)
+                for peer in range_constexpr(0, self.cluster, sharing):
+                    if peer + copy < self.cluster:
+                        send_float(target, s.complete, peer + copy, value)
+
+    @cute.jit
+    def sum_rows(self, sums, lane):
+        """Sum `rows` values over the warp, each in 32 / rows lanes: those of row 0, then those of row 1 and so on.
+
+        A lane gives half of its values away at each step.
+        """
+        for step in range_constexpr(5):
+            distance = 16 >> step
+            half = len(sums) // 2
+            if const_expr(half > 0):
+                upper = lane & distance != 0
+                halves = []
+                for j in range_constexpr(half):
+                    kept = sums[j + half] if upper else sums[j]
+                    given = sums[j] if upper else sums[j + half]
+                    halves.append(kept + cute.arch.shuffle_sync_bfly(given, distance))
+                sums = halves
+            else:
+                sums = [sums[0] + cute.arch.shuffle_sync_bfly(sums[0], distance)]
+        return sums[0]
+
+    @cute.jit
+    def hidden_state(self, s, b_up, size, at):
+        """Compute the hidden state of the listed non-zeros, zeros up to full `rows`, and add to the sums of |h|."""
+        total = Float32(0.0)
+        for i in cutlass.range(at.thread, cute.ceil_div(size, self.rows) * self.rows, THREADS, unroll=1):
+            h = Float32(0.0)
+            if i < size:
+                word = s.nonzeros[i]
+                h = high_to_float(word, self.dtype)
+                if const_expr(self.gated):
+                    value = self.sum_parts(s, i)
+                    if const_expr(b_up is not None):
+                        if b_up.shape[0] > 0:
+                            value += b_up[Int32(word & Uint32(0xFFFF))].to(Float32)
+                    h = h * value
+            s.hidden[i] = h
+            total += cute.arch.fmax(h, -h)
+        total = warp_sum(total)
+        if at.lane == 0:
+            s.totals[at.warp] += total
+
+    @cute.jit
+    def sum_parts(self, s, i):
+        """The dot product of non-zero `i`: the sum of its parts, in a fixed order."""
+        parts = cute.make_rmem_tensor((self.parts,), Float32)
+        source = (s.partial.iterator + i * self.parts).align(min(16, 4 * self.parts))
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(self.parts)), parts)
+        value = parts[0]
+        for p in range_constexpr(1, self.parts):
+            value += parts[p]
+        return value
+
+    @cute.jit
+    def add_rows(self, s, acc, rows, first):
+        """acc += h times the rows, which with their h are zero beyond the list's end."""
+        hidden = self.load_list(s.hidden, first)
+        for j in range_constexpr(self.rows):
+            for v in range_constexpr(self.vectors):
+                for i in range_constexpr(4):
+                    acc[2 * i, v] += hidden[j] * low_to_float(rows[i, v, j], self.dtype)
+                    acc[2 * i + 1, v] += hidden[j] * high_to_float(rows[i, v, j], self.dtype)
+
+    # ---- the end ----
+
+    @cute.jit
+    def store_token(self, o, s, acc, m, at):
+        """Add the groups' sums in a fixed order and store this CTA's columns."""
+        if const_expr(self.groups > 1):
+            self.store_sums(o, s, acc, m, at)
+        else:
+            cute.arch.sync_threads()
+            for v in range_constexpr(self.vectors):
+                column = at.column + v * self.span * STEP
+                if column < at.columns:
+                    self.store_columns(o, acc[None, v], m, at.left + column)
+        if at.rank == 0 and at.thread == 0:
+            everything = Float32(0.0)
+            for w in range_constexpr(WARPS):
+                everything += s.totals[w]
+            o.l1[m] = everything
+
+    @cute.jit
+    def store_columns(self, o, values, m, column):
+        """Add the bias to eight values of y, round and store them."""
+        if const_expr(o.b_down is not None):
+            if o.b_down.shape[0] > 0:
+                bias = load_values(o.b_down.iterator + column)
+                for i in range_constexpr(4):
+                    values[2 * i] += low_to_float(bias[i], self.dtype)
+                    values[2 * i + 1] += high_to_float(bias[i], self.dtype)
+        quad = cute.make_rmem_tensor((4,), Uint32)
+        for i in range_constexpr(4):
+            quad[i] = pack(values[2 * i], values[2 * i + 1], self.dtype)
+        store_values(address(o.y, m, column), quad)
+
+    @cute.jit
+    def store_sums(self, o, s, acc, m, at):
+        """Add the groups' sums in shared memory and store y, a pair of columns per thread and time."""
+        for v in range_constexpr(self.vectors):
+            target = s.sums + (at.group * self.columns + at.column + v * self.span * STEP)
+            cute.autovec_copy(acc[None, v], cute.make_tensor(target.align(16), cute.make_layout(8)))
+        cute.arch.sync_threads()
+        sums = cute.make_tensor(s.sums, cute.make_layout(self.groups * self.columns))
+        for column in cutlass.range(2 * at.thread, at.columns, 2 * THREADS, unroll=1):
+            pair = cute.make_rmem_tensor((2,), self.dtype)
+            for j in range_constexpr(2):
+                value = Float32(0.0)
+                for g in range_constexpr(self.groups):
+                    value += sums[g * self.columns + column + j]
+                if const_expr(o.b_down is not None):
+                    if o.b_down.shape[0] > 0:
+                        value += o.b_down[at.left + column + j].to(Float32)
+                pair[j] = value.to(self.dtype)
+            line = address(o.y, m, at.left) + column
+            cute.autovec_copy(pair, cute.make_tensor(line.align(4), cute.make_layout(2)))
+
+    def views(self, shared):
+        """Tensors over the shared struct."""
+        arena, window = shared.arena.data_ptr(), self.window
+        return Views(
+            complete=shared.sums_complete.data_ptr(),
+            totals=shared.totals.get_tensor(cute.make_layout(WARPS)),
+            nonzeros=cute.make_tensor(cute.recast_ptr(arena, dtype=Uint32), cute.make_layout(window)),
+            hidden=cute.make_tensor(arena + window, cute.make_layout(window)),
+            partial=cute.make_tensor(arena + 2 * window, cute.make_layout(window * self.parts)),
+            sums=arena,
+        )
+
+
+class UpDownToken:
+    """For one dtype, cluster size and class of hidden sizes, gated or not."""
+
+    def __init__(self, spec: UpDownTokenSpec):
+        self.cluster = spec.cluster
+        self.own = TokenCluster(spec, spec.cluster)
+        # heavy tokens are for clusters
+        self.mixed = spec.cluster == 1
+        self.launched = HEAVY_CLUSTER if self.mixed else spec.cluster
+        self.team = TokenCluster(spec, self.launched)
+        self.ctas_per_sm = self.own.ctas_per_sm
+        self.shared = shared_memory(max(self.own.words, self.team.words), self.ctas_per_sm)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor | None,
+        words: cute.Tensor,
+        spill: cute.Tensor,
+        w_up: cute.Tensor | None,
+        w_down: cute.Tensor,
+        b_up: cute.Tensor | None,
+        b_down: cute.Tensor | None,
+        y: cute.Tensor,
+        l1: cute.Tensor,
+        words_per_tile: Int32,
+        stream: cuda.CUstream,
+    ):
+        tokens = y.shape[0]
+        if tokens > 0:
+            clusters = tokens
+            if const_expr(self.mixed):
+                clusters = cute.ceil_div(tokens, GROUP) + cute.ceil_div(tokens, self.launched)
+            self.kernel(Operands(x, words, spill, w_up, w_down, b_up, b_down, y, l1, words_per_tile)).launch(
+                grid=(self.launched * clusters, 1, 1),
+                block=(THREADS, 1, 1),
+                cluster=(self.launched, 1, 1),
+                min_blocks_per_mp=self.ctas_per_sm,
+                preferred_smem_carveout=100,
+                stream=stream,
+                use_pdl=True,
+            )
+
+    @cute.kernel
+    def kernel(self, o: Operands):
+        block = cute.arch.block_idx()[0]
+        rank, index = block % self.launched, block // self.launched
+        storage = SmemAllocator().allocate(self.shared)
+        s, k = self.team.views(storage), o.y.shape[1]
+        self.team.begin(s)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(self.launched > 1):
+            cute.arch.cluster_wait()
+        if const_expr(self.mixed):
+            groups = cute.ceil_div(o.y.shape[0], GROUP)
+            if index < groups:
+                self.team.compute_heavy(o, s, index, self.team.thread_index(k, rank))
+            else:
+                m = block - groups * self.launched
+                if m < o.y.shape[0]:
+                    self.own.compute_token(o, self.own.views(storage), m, self.own.thread_index(k, 0), Int32(0), True)
+        else:
+            self.own.compute_token(o, s, index, self.own.thread_index(k, rank), Int32(0))
+
+
+def fake_arguments(spec: UpDownSpec | UpDownTokenSpec, n: Any, k: Any, b_up: Any, b_down: Any) -> tuple[Any, ...]:
+    """Fake tensors of `Operands`, in the order of its fields; `b_up` and `b_down` are lengths, or None."""
+    dtype, m = operands.DTYPES[spec.dtype], cute.sym_int32()
+    return (
+        operands.rows(dtype, m, k) if spec.gated else None,
+        *operands.packed(dtype, m),
+        operands.rows(dtype, n, k) if spec.gated else None,
+        operands.rows(dtype, n, k),
+        None if b_up is None else operands.vector(dtype, b_up),
+        None if b_down is None else operands.vector(dtype, b_down),
+        operands.rows(dtype, m, k),
+        operands.vector(Float32, m),
+    )
+
+
+def signature(spec: UpDownTokenSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands; a bias may be empty."""
+    n, k = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
+    b_up = cute.sym_int32() if spec.gated else None
+    return UpDownToken(spec), (*fake_arguments(spec, n, k, b_up, cute.sym_int32()), Int32(1))
