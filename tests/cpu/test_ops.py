@@ -452,6 +452,20 @@ def test_a_slice_is_packed_just_before_it_is_used(
         assert spill.data_ptr() == packs[0][4].data_ptr() == compacts[i][1].data_ptr()
 
 
+@pytest.mark.parametrize(("name", "length"), [("b_up", 520), ("b_down", 16)])
+@pytest.mark.parametrize("wrong", [-8, 8])
+def test_the_row_kernels_get_no_bias_of_another_length(
+    name: str, length: int, wrong: int, launched: list[tuple[specs.Spec, tuple[Any, ...]]]
+) -> None:
+    """Kernels that take an empty bias for none cannot check its length."""
+    o = operands(5, 520, 16, bias=True)
+    words, spill, _ = ops.gate_pack(o["x"], o["w_gate"], None, 8)
+    biases = {"b_up": o["b_up"], "b_down": o["b_down"], name: torch.zeros(length + wrong, dtype=o["x"].dtype)}
+    with pytest.raises(ValueError, match=rf"{name} must be \[{length}\], got \[{length + wrong}\]"):
+        sys.modules["twell.ops.up_down"]._cuda(o["x"], words, spill, o["w_up"], o["w_down"], *biases.values(), 8)
+    assert not launched
+
+
 def test_many_tokens_are_taken_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The functions call this operator, with the bits of the two that it replaces; not for few tokens."""
     o = operands(650, 520, 16, bias=True)

@@ -84,10 +84,8 @@ def _cuda(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
         width = geometry.words_per_tile(compression)
         by_token = tuning.up_down_token(spill.dtype, m, k, gated)
         if by_token is not None:
-            none = _no_bias(spill.dtype, spill.device)
-            up_bias = none if b_up is None else vector(b_up, w_down.shape[0], spill)
-            down_bias = none if b_down is None else vector(b_down, k, spill)
-            launch(by_token, *operands, up_bias if gated else None, down_bias, y, l1, width)
+            up_bias = _bias("b_up", b_up, w_down.shape[0], spill) if gated else None
+            launch(by_token, *operands, up_bias, _bias("b_down", b_down, k, spill), y, l1, width)
         else:
             biased = b_down is not None or (gated and b_up is not None)
             biases = (
@@ -100,9 +98,17 @@ def _cuda(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
     return y, l1
 
 
+def _bias(name: str, bias: Tensor | None, length: int, like: Tensor) -> Tensor:
+    """A bias as ``up_down_token`` takes it, which cannot check its length: an empty one stands for none."""
+    if bias is None:
+        return _no_bias(like.dtype, like.device)
+    check(name, bias, (length,), like.dtype)
+    return vector(bias, length, like)
+
+
 @functools.cache
 def _no_bias(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An empty bias, which stands for none."""
+    # kept for the time of its creation; it has no memory
     return torch.empty(0, dtype=dtype, device=device)
 
 
