@@ -18,13 +18,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 # Time of a wave of tiles of the gate GEMM by their tokens, as a multiple of that of 96 (NVIDIA H200, K = 1,024 to
-# 4,096; the choices from it are within 4 % of the best at 27 shapes of 256 to 4,096 tokens).
+# 4,096; the choices from it are within 1 % of the best at 27 shapes of 256 to 4,096 tokens).
 _WAVE = {48: 0.72, 64: 0.77, 96: 1.0, 128: 1.36, 144: 1.49}
 
-# Most tokens of the gate GEMM for few tokens, and most neurons per cluster that the GPU runs at a time: with more the
-# other one keeps every multiprocessor busy, too. NVIDIA H200: 11.4 us against 14.1 at 64 tokens, K = 2,048, N = 5,632,
-# 38.7 against 34.2 at K = 4,096, N = 14,336.
+# Most tokens of the gate GEMM for few tokens; with more than 8, most neurons, too, per cluster that the GPU runs at a
+# time: beyond, the other one keeps every multiprocessor busy. NVIDIA H200: 11.3 us against 14 at 64 tokens, K = 2,048,
+# N = 5,632; 36.5 against 40.2 at 1 and 39 against 36.2 at 64 tokens, K = 4,096, N = 14,336.
 FEW_GATE_PACK = 64
+_FEWEST = 8
 _FEW_NEURONS = 2 / 3 * geometry.TILE
 
 
@@ -33,7 +34,7 @@ def gate_pack(
     dtype: torch.dtype, m: int, n: int, clusters: int, bias: bool
 ) -> specs.GatePackSpec | specs.GatePackFewSpec:
     """The gate GEMM of ``m`` tokens and ``n`` neurons on a GPU that runs so many ``clusters`` of two at a time."""
-    if m <= FEW_GATE_PACK and n <= _FEW_NEURONS * clusters:
+    if m <= (FEW_GATE_PACK if n <= _FEW_NEURONS * clusters else _FEWEST):
         tokens = next(t for t in specs.FEW_TOKENS if m <= t)
         return specs.GatePackFewSpec(dtype_name(dtype), tokens, bias)
 
