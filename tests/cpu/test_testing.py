@@ -474,7 +474,7 @@ def test_assert_packed_same(dtype: torch.dtype) -> None:
 
     def damaged(which: int, index: tuple[int, ...], value: float) -> tuple[torch.Tensor, ...]:
         packed = tuple(t.clone() for t in expected)
-        packed[which].view(*(66, 2, (32, 256)[which]) if which < 2 else (2, 2, 2))[index] = value
+        packed[which].view(*(66, 2, (32, 256)[which]) if which < 2 else (9, 2, 2))[index] = value
         return packed
 
     nan_word = int(table[3, 0, 1])
