@@ -33,7 +33,7 @@ export OMP_WAIT_POLICY ?= passive
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export PYTHONPATH := $(CURDIR)/python:$(CURDIR)
 
-# what is never imported needs no bytecode
+# Python makes the bytecode of what it imports; pip would spend 40 s on all of it
 pip = "$(PY)" -m pip install --quiet --no-compile $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 stamp := $(VENV)/.twell-ready
 # What hangs on torch: operators, autograd, torch.compile, torch.export, modules.

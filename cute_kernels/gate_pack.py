@@ -28,7 +28,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int16, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int16, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -41,14 +41,10 @@ from .sm90.swizzle import swizzle_piece
 from .sm90.values import (
     byte_sum,
     bytes_before,
-    count_flags,
     join_bytes,
-    lanes_before,
     lowest_bit,
     nonzero_bytes,
-    nonzero_flags,
     relu_pack,
-    value_bits,
     widen,
 )
 from .specs import GatePackFewSpec, GatePackSpec
@@ -463,40 +459,6 @@ class GatePack:
                     value << 16 | (neuron + i)
                 )
             low_places, high_places = low_places if upper else counts, counts if upper else high_places
-
-
-@cute.jit
-def pack_words(
-    quad: Any,
-    neuron: Uint32,
-    words: Any,
-    room: cutlass.Constexpr,
-    width: Any,
-    lane: Int32,
-    skip: cutlass.Constexpr,
-) -> Int32:
-    """Pack a tile's 256 values, eight per lane from `neuron` on, into `words` in shared memory.
-
-    All `room` words are written: the count in the first, non-zeros up to word `width` - 1, zeros. Returns the number of
-    non-zeros: with `width` or more the tile overflows. `skip`: lanes without a non-zero branch around the stores.
-    """
-    for i in range_constexpr(room // 32):
-        words[lane + 32 * i] = Uint32(0)
-    flags = nonzero_flags(quad)
-    own = count_flags(flags)
-    place = 1 + lanes_before(own)
-    count = Int32(cute.arch.warp_redux_sync(own, "add"))
-    # until all lanes have cleared their words
-    cute.arch.sync_warp()
-    busy = own > 0 if const_expr(skip) else Boolean(True)
-    if busy:
-        for i in range_constexpr(8):
-            if flags[i] & (place < width):
-                words[place] = value_bits(quad, i) | (neuron + i)
-            place += Int32(flags[i])
-    if lane == 0:
-        words[0] = Uint32(count)
-    return count
 
 
 def fake_arguments(spec: GatePackSpec | GatePackFewSpec) -> tuple[Any, ...]:

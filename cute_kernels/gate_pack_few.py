@@ -30,11 +30,11 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from . import feasible, geometry
-from .gate_pack import fake_arguments, pack_words
+from .gate_pack import fake_arguments
 from .sm90 import operands
 from .sm90.copies import address, load_peer, store_peer, store_values
 from .sm90.ring import open_ring, release
-from .sm90.values import count_flags, nonzero_flags, relu_pack
+from .sm90.values import count_flags, lanes_before, nonzero_flags, relu_pack, value_bits
 from .specs import GatePackFewSpec
 
 TILE_N, TILE_K = geometry.TILE, 64
@@ -278,7 +278,7 @@ class GatePackFew:
     def pack(self, quad, m, column, words, spill, buffer, width, lane):
         """Write the words of one token's tile, and its values if it overflows."""
         neuron = column * TILE_N + lane * 8
-        count = pack_words(quad, Uint32(neuron), buffer, MAX_WIDTH, width, lane, False)
+        count = pack_words(quad, Uint32(neuron), buffer, width, lane)
         cute.arch.sync_warp()
         target = address(words, m, column * width)
         for i in range_constexpr(MAX_WIDTH // 32):
@@ -287,6 +287,30 @@ class GatePackFew:
         cute.arch.sync_warp()
         if count >= width:
             store_values(address(spill, m, neuron), quad)
+
+
+@cute.jit
+def pack_words(quad: Any, neuron: Uint32, words: Any, width: Int32, lane: Int32) -> Int32:
+    """Pack a tile's 256 values, eight per lane from `neuron` on, into `words` in shared memory.
+
+    All `MAX_WIDTH` words are written: the count in the first, non-zeros up to word `width` - 1, zeros. Returns the
+    number of non-zeros: with `width` or more the tile overflows.
+    """
+    for i in range_constexpr(MAX_WIDTH // 32):
+        words[lane + 32 * i] = Uint32(0)
+    flags = nonzero_flags(quad)
+    own = count_flags(flags)
+    place = 1 + lanes_before(own)
+    count = Int32(cute.arch.warp_redux_sync(own, "add"))
+    # until all lanes have cleared their words
+    cute.arch.sync_warp()
+    for i in range_constexpr(8):
+        if flags[i] & (place < width):
+            words[place] = value_bits(quad, i) | (neuron + i)
+        place += Int32(flags[i])
+    if lane == 0:
+        words[0] = Uint32(count)
+    return count
 
 
 def signature(spec: GatePackFewSpec) -> tuple[Any, tuple[Any, ...]]:

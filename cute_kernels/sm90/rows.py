@@ -4,7 +4,8 @@ Tile t of token m begins at words[m, t * width]: its count, then its non-zeros i
 of a tile that overflows are at spill[m, neuron]. Kernels assign tiles to threads in different ways:
 
     up_down        a warp per token, a lane per tile. Ranks come from a bitmap, so any order works.
-    up_down_token  all warps for one token, eight lanes per tile. Positions come from prefix sums over the lanes.
+    up_down_token  all warps for one token, a lane per tile and every eighth word per warp. Positions come from prefix
+                   sums over the lanes.
     compact        a warp for four tokens. If no tile overflows, a lane per tile of each of the four; otherwise one
                    token after another, 32 non-zeros at a time in ascending order, by `nth_word`.
     unpack         a warp per tile, a word per lane.

@@ -199,28 +199,27 @@ def gate_pack(theme: Theme) -> str:
     load, one, two, pack = lanes(
         c,
         [
-            ("load", "warp 0"),
-            ("mma 1", "4 warps, rows 0 to 63"),
-            ("mma 2", "4 warps, rows 64 to 127"),
-            ("pack", "warps 1 to 3"),
+            ("load", "warp 3"),
+            ("mma 1", "4 warps, 128 neurons"),
+            ("mma 2", "4 warps, 128 neurons"),
+            ("pack", "warps 0 to 2"),
         ],
         58,
         58,
     )
     starts = [168, 394, 620]
     for i, x in enumerate(starts):
-        c.box(x - 16, load, min(226, WIDTH - 12 - (x - 16)), 32, f"TMA of tile {i}, ring of 3 stages", fill=green)
+        c.box(x - 16, load, min(226, WIDTH - 12 - (x - 16)), 32, f"TMA of tile {i}, ring of stages", fill=green)
         for y in (one, two):
             c.box(x, y, 174, 32, f"WGMMA of tile {i}", fill=blue)
             epilogue = "ReLU,\nstmatrix"
             c.box(x + 174, y, 50, 32, epilogue, fill=orange, size=9)
     for i, x in enumerate(starts[1:]):
-        c.box(x + 4, pack, 76, 32, f"tile {i}, half 0", fill=orange, size=10)
-        c.box(x + 84, pack, 76, 32, f"tile {i}, half 1", fill=orange, size=10)
+        c.box(x + 4, pack, 156, 32, f"tile {i}", fill=orange, size=10)
     c.text(168, pack + 20, "waits for the first tile", size=10, muted=True)
     for x in starts[1:]:
         c.line((x - 10, one + 32), (x + 10, pack), arrow=True)
-        c.line((x - 4, two + 32), (x + 88, pack), arrow=True, dashed=True)
+        c.line((x - 4, two + 32), (x + 14, pack), arrow=True)
     c.line((240, load + 32), (240, one), arrow=True)
     c.text(246, load + 46, "stage full", size=10, muted=True)
     c.text(388, two + 56, "GATE_FULL", size=10, muted=True, anchor="end")
@@ -228,8 +227,7 @@ def gate_pack(theme: Theme) -> str:
     c.text(490, two + 46, "GATE_EMPTY", size=10, muted=True)
     c.note(
         312,
-        "pack: a warp packs a row of 256 values, eight per lane. Words leave by TMA; a row that overflows goes to the "
-        "spill.",
+        "A warp packs eight tokens at a time; a row that overflows goes to the spill. All 12 warps pack the last tile.",
     )
     return c.done()
 

@@ -53,14 +53,14 @@ def up_down(dtype: torch.dtype, k: int, gated: bool, bias: bool) -> specs.UpDown
     return specs.UpDownSpec(dtype_name(dtype), specs.k_class(k), gated, bias)
 
 
-# Most tokens for which so many CTAs share each token. NVIDIA H200, K = 1024, 2048 and 4096, N = 2.75 K and 3.5 K, with
+# Most tokens at which this many CTAs share a token. NVIDIA H200, K = 1024, 2048 and 4096, N = 2.75 K and 3.5 K, with
 # 15, 29 and 75 non-zeros per token: twice or half as many CTAs take up to 40 % more time in the middle of each range
 TOKEN_CLUSTERS = {8: 32, 4: 128, 2: 256, 1: 2048}
 # most tokens that are computed one by one, by hidden size; `up_down` is as fast there, and wins beyond
 TOKEN_UP_DOWN = {2048: 2048, 4096: 640, 8192: 512, 16384: 256}
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def up_down_token(dtype: torch.dtype, m: int, k: int, gated: bool) -> specs.UpDownTokenSpec | None:
     """``up_down`` token by token, for ``m`` tokens: the fewer, the more CTAs share each. None for too many tokens.
 

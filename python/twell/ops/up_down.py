@@ -9,8 +9,6 @@ Without ``w_up``, in a layer without a gate, the packed values are h; x and ``b_
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -76,40 +74,29 @@ def _cuda(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
     x, words, spill, w_up, w_down, b_up, b_down = packed
     m, k = y.shape
     if m:
-        tokens = up = None
-        gated = x is not None and w_up is not None
+        tokens, up, gated = None, None, False
         if x is not None and w_up is not None:
-            tokens, up = rows(x), rows(w_up)
+            tokens, up, gated = rows(x), rows(w_up), True
         operands = (tokens, words, spill, up, down_rows(w_down))
         width = geometry.words_per_tile(compression)
         by_token = tuning.up_down_token(spill.dtype, m, k, gated)
         if by_token is not None:
-            up_bias = _bias("b_up", b_up, w_down.shape[0], spill) if gated else None
-            launch(by_token, *operands, up_bias, _bias("b_down", b_down, k, spill), y, l1, width)
+            # the kernel cannot check the length of a bias, since an empty one stands for none
+            none, biases = spill.new_empty(0), []
+            for name, bias, length in (("b_up", b_up if gated else None, w_down.shape[0]), ("b_down", b_down, k)):
+                if bias is not None:
+                    check(name, bias, (length,), spill.dtype)
+                biases.append(none if bias is None else vector(bias, length, spill))
+            launch(by_token, *operands, biases[0] if gated else None, biases[1], y, l1, width)
         else:
             biased = b_down is not None or (gated and b_up is not None)
-            biases = (
-                vector(b_up, w_down.shape[0], spill) if gated and biased else None,
-                vector(b_down, k, spill) if biased else None,
-            )
+            up_bias = vector(b_up, w_down.shape[0], spill) if gated and biased else None
+            down_bias = vector(b_down, k, spill) if biased else None
             heavy = words.new_empty(-(-m // geometry.GROUP_ROWS))
             clusters = device.sm_count(words.device.index) // 8
-            launch(tuning.up_down(spill.dtype, k, gated, biased), *operands, *biases, y, l1, heavy, width, clusters)
+            spec = tuning.up_down(spill.dtype, k, gated, biased)
+            launch(spec, *operands, up_bias, down_bias, y, l1, heavy, width, clusters)
     return y, l1
-
-
-def _bias(name: str, bias: Tensor | None, length: int, like: Tensor) -> Tensor:
-    """A bias as ``up_down_token`` takes it, which cannot check its length: an empty one stands for none."""
-    if bias is None:
-        return _no_bias(like.dtype, like.device)
-    check(name, bias, (length,), like.dtype)
-    return vector(bias, length, like)
-
-
-@functools.cache
-def _no_bias(dtype: torch.dtype, device: torch.device) -> Tensor:
-    # kept for the time of its creation; it has no memory
-    return torch.empty(0, dtype=dtype, device=device)
 
 
 up_down = register(
