@@ -28,7 +28,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int16, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int16, Int32, Int64, Uint16, Uint32, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -78,7 +78,7 @@ class Transfer(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Operands in global memory that are accessed without TMA; `bias` may be None."""
+    """Operands in global memory that are accessed without TMA; an empty `bias` stands for none."""
 
     bias: Any
     words: Any
@@ -106,11 +106,11 @@ class Views(NamedTuple):
 
 
 class GatePack:
-    """For one dtype, number of tokens per tile and presence of a bias; sizes, strides and width stay symbolic."""
+    """For one dtype and number of tokens per tile; sizes, strides and width stay symbolic. An empty bias is none."""
 
     def __init__(self, spec: GatePackSpec):
         self.dtype = operands.DTYPES[spec.dtype]
-        self.has_bias, self.tokens = spec.bias, spec.tokens
+        self.tokens = spec.tokens
         # of two CTAs: fewer clusters of four run at a time than a quarter of the number of SMs
         self.cluster = 2
         # clusters' tiles of tokens in a band, see `tile_of`
@@ -123,7 +123,7 @@ class GatePack:
         self,
         x: cute.Tensor,
         w: cute.Tensor,
-        bias: cute.Tensor | None,
+        bias: cute.Tensor,
         words: cute.Tensor,
         spill: cute.Tensor,
         stats: cute.Tensor,
@@ -304,7 +304,7 @@ class GatePack:
             ring.consumer_release(release)
             release.advance()
 
-            if const_expr(self.has_bias):
+            if o.bias.shape[0] > 0:
                 self.add_bias(acc, o.bias, coordinates, column, extent.neurons)
             if tile != first:
                 cute.arch.barrier(barrier_id=Barrier.GATE_EMPTY, number_of_threads=HANDOVER_THREADS)
@@ -468,7 +468,7 @@ def fake_arguments(spec: GatePackSpec | GatePackFewSpec) -> tuple[Any, ...]:
     return (
         operands.rows(dtype, m, k),
         operands.rows(dtype, n, k),
-        operands.vector(dtype, n) if spec.bias else None,
+        operands.bias(dtype),
         *operands.packed(dtype, m),
         operands.cube(Int32, cute.sym_int32(), cute.sym_int32(), 2),
         Int32(1),

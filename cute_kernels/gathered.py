@@ -81,13 +81,12 @@ class Fragments(NamedTuple):
 
 
 class Gathered(SparseProduct):
-    """For one dtype, number of products and presence of a bias; sizes and strides stay symbolic."""
+    """For one dtype and number of products; sizes and strides stay symbolic. An empty bias stands for none."""
 
     def __init__(self, spec: GatheredSpec):
         self.dtype = operands.DTYPES[spec.dtype]
         self.from_entries = spec.products == 0
         self.products = max(1, spec.products)
-        self.has_bias = spec.bias
         self.longest = geometry.LONGEST_SUM[spec.dtype]
 
     @cute.jit
@@ -267,12 +266,12 @@ class Gathered(SparseProduct):
     def initialize_sums(self, f, bias, slab):
         """Set the sums to the bias of their columns, or to zero."""
         f.acc.fill(0.0)
-        if const_expr(self.has_bias):
+        if const_expr(bias is not None):
             for v in range_constexpr(TILE_N // 8):
                 column = slab * TILE_N + f.coordinates[(0, 0, v), 0, 0][1]
                 for j in range_constexpr(2):
-                    # columns beyond the last are not stored
-                    b = bias[cutlass.min(column + j, bias.shape[0] - 1)].to(Float32)
+                    # no branch around the sums, which would serialise WGMMA; an empty bias has no columns
+                    b = bias[column + j].to(Float32) if column + j < bias.shape[0] else Float32(0.0)
                     for i in range_constexpr(2):
                         f.acc[(j, i, v), 0, 0] = b
 
@@ -288,7 +287,7 @@ def signature(spec: GatheredSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.rows(dtype, n, k),
         operands.strided(dtype, p) if second else None,
         operands.rows(dtype, n, k) if second else None,
-        operands.vector(dtype, k) if spec.bias else None,
+        None if second else operands.bias(dtype),
         operands.vector(Int32, cute.sym_int32()),
         *operands.lists(b),
         operands.rows(dtype, cute.sym_int32(), k),

@@ -29,8 +29,6 @@ class Pointwise(NamedTuple):
 class SampledGrad(SampledUp):
     """For one dtype, gated or not."""
 
-    has_bias = False
-
     def __init__(self, spec: SampledGradSpec):
         self.dtype = operands.DTYPES[spec.dtype]
         self.gated = spec.gated

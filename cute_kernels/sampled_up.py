@@ -94,11 +94,11 @@ class Loaded(NamedTuple):
 
 
 class SampledUp:
-    """For one dtype and presence of a bias, for training or not; sizes and strides stay symbolic."""
+    """For one dtype, for training or not; sizes and strides stay symbolic. An empty bias stands for none."""
 
     def __init__(self, spec: Any):
         self.dtype = operands.DTYPES[spec.dtype]
-        self.has_bias, self.training = spec.bias, spec.training
+        self.training = spec.training
 
     @cute.jit
     def __call__(
@@ -326,7 +326,7 @@ class SampledUp:
     def apply_entry(self, o, at, value, entry, factor, tile, position):
         """Store the hidden state of one entry from its product `value`; returns |hidden|."""
         own = o.pointwise
-        if const_expr(self.has_bias):
+        if own.bias.shape[0] > 0:
             value += own.bias[widen(o.neurons[tile, position])].to(Float32)
         h = high_to_float(entry, self.dtype) * value
         if const_expr(self.training):
@@ -368,7 +368,7 @@ def signature(spec: SampledUpSpec) -> tuple[Any, tuple[Any, ...]]:
     arguments = (
         operands.rows(dtype, cute.sym_int32(), k),
         operands.rows(dtype, n, k),
-        operands.vector(dtype, n) if spec.bias else None,
+        operands.bias(dtype),
         operands.vector(Int32, cute.sym_int32()),
         *operands.lists(b),
         operands.vector(dtype, p) if spec.training else None,

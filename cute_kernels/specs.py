@@ -70,7 +70,6 @@ class GatePackSpec(_Kernel):
     """
 
     tokens: int
-    bias: bool
     op: ClassVar[str] = "gate_pack"
 
     def __post_init__(self) -> None:
@@ -80,7 +79,7 @@ class GatePackSpec(_Kernel):
 
     @property
     def suffix(self) -> str:
-        return f"_t{self.tokens}{'_bias' if self.bias else ''}"
+        return f"_t{self.tokens}"
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,6 @@ class GatePackFewSpec(_Kernel):
     """``x, w_gate -> words, spill, stats`` for batches of up to ``tokens``, of any compression."""
 
     tokens: int
-    bias: bool
     op: ClassVar[str] = "gate_pack_few"
 
     def __post_init__(self) -> None:
@@ -98,7 +96,7 @@ class GatePackFewSpec(_Kernel):
 
     @property
     def suffix(self) -> str:
-        return f"_m{self.tokens}{'_bias' if self.bias else ''}"
+        return f"_m{self.tokens}"
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,6 @@ class UpDownSpec(_Kernel):
 
     k_max: int
     gated: bool
-    bias: bool
     op: ClassVar[str] = "up_down"
 
     def __post_init__(self) -> None:
@@ -119,7 +116,7 @@ class UpDownSpec(_Kernel):
 
     @property
     def suffix(self) -> str:
-        return f"_k{self.k_max}{'' if self.gated else '_plain'}{'_bias' if self.bias else ''}"
+        return f"_k{self.k_max}{'' if self.gated else '_plain'}"
 
     @property
     def heavy(self) -> UpDownTokenSpec:
@@ -130,10 +127,7 @@ class UpDownSpec(_Kernel):
 
 @dataclass(frozen=True)
 class UpDownTokenSpec(_Kernel):
-    """``UpDownSpec`` token by token: a ``cluster`` of CTAs for each, and ``k_max`` from ``TOKEN_K_CLASSES``.
-
-    One kernel for layers with and without biases.
-    """
+    """``UpDownSpec`` token by token: a ``cluster`` of CTAs for each, and ``k_max`` from ``TOKEN_K_CLASSES``."""
 
     k_max: int
     cluster: int
@@ -194,13 +188,12 @@ class SampledUpSpec(_Kernel):
     tensors of their own.
     """
 
-    bias: bool
     training: bool
     op: ClassVar[str] = "sampled_up"
 
     @property
     def suffix(self) -> str:
-        return f"{'_bias' if self.bias else ''}{'_training' if self.training else ''}"
+        return "_training" if self.training else ""
 
 
 @dataclass(frozen=True)
@@ -223,7 +216,6 @@ class GatheredSpec(_Kernel):
     """
 
     products: int
-    bias: bool
     op: ClassVar[str] = "gathered"
 
     def __post_init__(self) -> None:
@@ -233,7 +225,7 @@ class GatheredSpec(_Kernel):
 
     @property
     def suffix(self) -> str:
-        return f"_{self.products}{'_bias' if self.bias else ''}"
+        return f"_{self.products}"
 
 
 @dataclass(frozen=True)
@@ -330,16 +322,16 @@ def all_specs() -> tuple[Spec, ...]:
     """Every spec that can be compiled; ``catalog.SHIPPED`` are those that ship."""
     flags = (False, True)
     return (
-        *(GatePackSpec(d, t, b) for d in DTYPES for t in GATE_TOKENS for b in flags),
-        *(UpDownSpec(d, k, g, b) for d in DTYPES for k in K_CLASSES for g in flags for b in flags),
-        *(GatePackFewSpec(d, t, b) for d in DTYPES for t in FEW_TOKENS for b in flags),
+        *(GatePackSpec(d, t) for d in DTYPES for t in GATE_TOKENS),
+        *(UpDownSpec(d, k, g) for d in DTYPES for k in K_CLASSES for g in flags),
+        *(GatePackFewSpec(d, t) for d in DTYPES for t in FEW_TOKENS),
         *(UpDownTokenSpec(d, k, c, g) for d in DTYPES for c, ks in TOKEN_K_CLASSES.items() for k in ks for g in flags),
         *(UnpackSpec(d) for d in DTYPES),
         *(RegluSpec(d, b) for d in DTYPES for b in flags),
         *(CompactSpec(d, t) for d in DTYPES for t in flags),
-        *(SampledUpSpec(d, b, t) for d in DTYPES for b in flags for t in flags),
+        *(SampledUpSpec(d, t) for d in DTYPES for t in flags),
         *(SampledGradSpec(d, g) for d in DTYPES for g in flags),
-        *(GatheredSpec(d, p, b) for d in DTYPES for p, b in ((0, False), (0, True), (1, False), (1, True), (2, False))),
+        *(GatheredSpec(d, p) for d in DTYPES for p in range(3)),
         RankSpec(),
         MatrixTransposeSpec(),
         *(TransposeSpec(d, g) for d in DTYPES for g in flags),

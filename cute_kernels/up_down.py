@@ -89,7 +89,7 @@ class Views(NamedTuple):
     counts: Any  # [16] non-zeros of each token, mask of heavy tokens
     sums: Any  # [WARPS] neurons marked in each warp's share of the bitmap
     union: Any  # [WINDOW] neurons, ascending
-    biases: Any  # [WINDOW] up bias of each neuron of the union
+    biases: Any  # [WINDOW] up bias of each neuron of the union, zero if there is none
     gates: Any  # [WINDOW / BATCH, TOKENS, BATCH] gate values as bits
     partial: Any  # [2, WARPS, TOKENS, BATCH] dot products over a warp's columns
     up: Any  # [buffers, BATCH, slab]
@@ -105,7 +105,6 @@ class UpDown:
     def __init__(self, spec: UpDownSpec):
         self.dtype = operands.DTYPES[spec.dtype]
         self.gated = spec.gated
-        self.has_bias = spec.bias
         self.per_token = up_down_token.TokenCluster(spec.heavy, spec.heavy.cluster)
         # most neurons whose products tensor cores add; an instruction with four truncates less than one with 16
         self.longest = geometry.LONGEST_SUM[spec.dtype] // 2
@@ -145,7 +144,7 @@ class UpDown:
             counts: cute.struct.MemRange[Int32, 16]
             sums: cute.struct.MemRange[Int32, WARPS]
             union: cute.struct.MemRange[Uint16, WINDOW]
-            biases: cute.struct.Align[cute.struct.MemRange[Float32, WINDOW + BATCH if self.has_bias else 2], 8]
+            biases: cute.struct.Align[cute.struct.MemRange[Float32, WINDOW + BATCH if self.gated else 2], 8]
             partial: cute.struct.Align[cute.struct.MemRange[Float32, 2 * WARPS * TOKENS * BATCH], 16]
             gates: cute.struct.Align[cute.struct.MemRange[Uint16, WINDOW * TOKENS], 16]
             arena: cute.struct.Align[cute.struct.MemRange[self.dtype, self.arena], 128]
@@ -330,8 +329,8 @@ class UpDown:
                     if rank >= 0 and rank < WINDOW:
                         neuron = at_word * 32 + lowest_bit(word)
                         s.union[rank] = Uint16(neuron)
-                        if const_expr(self.has_bias and self.gated):
-                            s.biases[rank] = o.b_up[neuron].to(Float32)
+                        if const_expr(self.gated):
+                            s.biases[rank] = o.b_up[neuron].to(Float32) if o.b_up.shape[0] > 0 else Float32(0.0)
                     word = word & (word - 1)
                     position += 1
         cute.arch.sync_threads()
@@ -490,9 +489,8 @@ class UpDown:
                 x2, x3 = x_frag[2 * i + 1, 0, block], x_frag[2 * i + 1, 1, block]
                 sums = mma_16x8x16(sums, x0, x1, x2, x3, w[2 * i], w[2 * i + 1], self.dtype)
         value = sums[0] + sums[3]
-        if const_expr(self.has_bias):
-            # added once, by the first warp of the first slab
-            value += s.biases[b * BATCH + (at.lane & 3)] if at.warp == 0 and at.slab == 0 else Float32(0.0)
+        # added once, by the first warp of the first slab
+        value += s.biases[b * BATCH + (at.lane & 3)] if at.warp == 0 and at.slab == 0 else Float32(0.0)
         s.partial[((b & 1) * WARPS + at.warp) * (TOKENS * BATCH) + at.lane] = value
 
     @cute.jit
@@ -569,10 +567,9 @@ class UpDown:
         for block in range_constexpr(self.blocks):
             for i in range_constexpr(8):
                 column = self.first_column(at.warp, block) + 8 * i + (at.lane >> 2)
-                bias = Float32(0.0)
-                if const_expr(self.has_bias):
-                    whole = at.slab * self.slab + column
-                    bias = o.b_down[whole].to(Float32) if whole < o.y.shape[1] else Float32(0.0)
+                # an empty bias has no columns
+                whole = at.slab * self.slab + column
+                bias = o.b_down[whole].to(Float32) if whole < o.b_down.shape[0] else Float32(0.0)
                 for j in range_constexpr(2):
                     value = acc[2 * (i % 2) + j, i // 2, block] + bias
                     s.staged[((at.lane & 3) * 2 + j) * self.pitch + column] = value.to(self.dtype)
@@ -599,7 +596,7 @@ class UpDown:
             counts=shared.counts.get_tensor(cute.make_layout(16)),
             sums=shared.sums.get_tensor(cute.make_layout(WARPS)),
             union=shared.union.get_tensor(cute.make_layout(WINDOW)),
-            biases=shared.biases.get_tensor(cute.make_layout(WINDOW + BATCH if self.has_bias else 2)),
+            biases=shared.biases.get_tensor(cute.make_layout(WINDOW + BATCH if self.gated else 2)),
             gates=shared.gates.get_tensor(cute.make_layout(WINDOW * TOKENS)),
             partial=shared.partial.get_tensor(cute.make_layout(2 * WARPS * TOKENS * BATCH)),
             up=cute.make_tensor(arena, cute.make_layout(max(self.up_values, 8))),
@@ -631,7 +628,5 @@ class UpDown:
 
 def signature(spec: UpDownSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
-    n, k = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
-    biases = (n if spec.gated else None, k) if spec.bias else (None, None)
     heavy = operands.vector(Int32, cute.sym_int32())
-    return UpDown(spec), (*up_down_token.fake_arguments(spec, n, k, *biases), heavy, Int32(1), Int32(1))
+    return UpDown(spec), (*up_down_token.fake_arguments(spec), heavy, Int32(1), Int32(1))

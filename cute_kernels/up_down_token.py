@@ -54,7 +54,7 @@ HEAVY_VALUES = 64 * 2048
 
 
 class Operands(NamedTuple):
-    """Operands in global memory; None if absent. An empty bias is absent, too."""
+    """Operands in global memory; None if absent. An empty bias stands for none."""
 
     x: Any
     words: Any
@@ -374,9 +374,8 @@ class TokenCluster:
                 h = high_to_float(word, self.dtype)
                 if const_expr(self.gated):
                     value = self.sum_parts(s, i)
-                    if const_expr(b_up is not None):
-                        if b_up.shape[0] > 0:
-                            value += b_up[Int32(word & Uint32(0xFFFF))].to(Float32)
+                    if b_up.shape[0] > 0:
+                        value += b_up[Int32(word & Uint32(0xFFFF))].to(Float32)
                     h = h * value
             s.hidden[i] = h
             total += cute.arch.fmax(h, -h)
@@ -427,12 +426,11 @@ class TokenCluster:
     @cute.jit
     def store_columns(self, o, values, m, column):
         """Add the bias to eight values of y, round and store them."""
-        if const_expr(o.b_down is not None):
-            if o.b_down.shape[0] > 0:
-                bias = load_values(o.b_down.iterator + column)
-                for i in range_constexpr(4):
-                    values[2 * i] += low_to_float(bias[i], self.dtype)
-                    values[2 * i + 1] += high_to_float(bias[i], self.dtype)
+        if o.b_down.shape[0] > 0:
+            bias = load_values(o.b_down.iterator + column)
+            for i in range_constexpr(4):
+                values[2 * i] += low_to_float(bias[i], self.dtype)
+                values[2 * i + 1] += high_to_float(bias[i], self.dtype)
         quad = cute.make_rmem_tensor((4,), Uint32)
         for i in range_constexpr(4):
             quad[i] = pack(values[2 * i], values[2 * i + 1], self.dtype)
@@ -452,9 +450,8 @@ class TokenCluster:
                 value = Float32(0.0)
                 for g in range_constexpr(self.groups):
                     value += sums[g * self.columns + column + j]
-                if const_expr(o.b_down is not None):
-                    if o.b_down.shape[0] > 0:
-                        value += o.b_down[at.left + column + j].to(Float32)
+                if o.b_down.shape[0] > 0:
+                    value += o.b_down[at.left + column + j].to(Float32)
                 pair[j] = value.to(self.dtype)
             line = address(o.y, m, at.left) + column
             cute.autovec_copy(pair, cute.make_tensor(line.align(4), cute.make_layout(2)))
@@ -538,23 +535,22 @@ class UpDownToken:
             self.own.compute_token(o, s, index, self.own.thread_index(k, rank), Int32(0))
 
 
-def fake_arguments(spec: UpDownSpec | UpDownTokenSpec, n: Any, k: Any, b_up: Any, b_down: Any) -> tuple[Any, ...]:
-    """Fake tensors of `Operands`, in the order of its fields; `b_up` and `b_down` are lengths, or None."""
+def fake_arguments(spec: UpDownSpec | UpDownTokenSpec) -> tuple[Any, ...]:
+    """Fake tensors of `Operands`, in the order of its fields."""
     dtype, m = operands.DTYPES[spec.dtype], cute.sym_int32()
+    n, k = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
     return (
         operands.rows(dtype, m, k) if spec.gated else None,
         *operands.packed(dtype, m),
         operands.rows(dtype, n, k) if spec.gated else None,
         operands.rows(dtype, n, k),
-        None if b_up is None else operands.vector(dtype, b_up),
-        None if b_down is None else operands.vector(dtype, b_down),
+        operands.bias(dtype) if spec.gated else None,
+        operands.bias(dtype),
         operands.rows(dtype, m, k),
         operands.vector(Float32, m),
     )
 
 
 def signature(spec: UpDownTokenSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands; a bias may be empty."""
-    n, k = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
-    b_up = cute.sym_int32() if spec.gated else None
-    return UpDownToken(spec), (*fake_arguments(spec, n, k, b_up, cute.sym_int32()), Int32(1))
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    return UpDownToken(spec), (*fake_arguments(spec), Int32(1))

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def chosen(m: int, n: int) -> str:
     """The name of the kernel that ``tuning`` chooses."""
-    spec = tuning.gate_pack(torch.bfloat16, m, n, device.sm_count(0) // 2, False)
+    spec = tuning.gate_pack(torch.bfloat16, m, n, device.sm_count(0) // 2)
     return str(spec.tokens) if isinstance(spec, specs.GatePackSpec) else "few"
 
 
@@ -79,17 +79,19 @@ def measured(m: int, k: int, n: int, seconds: float) -> dict[str, float]:
     calls: dict[str, Callable[[int], tuple[Tensor, ...]]] = {"cublas": lambda i: (F.linear(xs[i], weights[i]),)}
     width, clusters = geometry.words_per_tile(COMPRESSION), device.sm_count(0) // 2
     kernels: dict[str, tuple[specs.Spec, tuple[int, ...]]] = {
-        str(tokens): (specs.GatePackSpec("bfloat16", tokens, False), (width, clusters)) for tokens in specs.GATE_TOKENS
+        str(tokens): (specs.GatePackSpec("bfloat16", tokens), (width, clusters)) for tokens in specs.GATE_TOKENS
     }
     if m <= max(specs.FEW_TOKENS):
         tokens = next(t for t in specs.FEW_TOKENS if m <= t)
-        kernels["few"] = specs.GatePackFewSpec("bfloat16", tokens, False), (width,)
+        kernels["few"] = specs.GatePackFewSpec("bfloat16", tokens), (width,)
+
+    no_bias = xs[0].new_empty(0)
 
     def call(spec: specs.Spec, last: tuple[int, ...]) -> Callable[[int], tuple[Tensor, ...]]:
         packed: Any = outputs(xs[0], weights[0], COMPRESSION)
 
         def run(i: int) -> tuple[Tensor, ...]:
-            library.launch(spec, xs[i], weights[i], None, *packed, *last)
+            library.launch(spec, xs[i], weights[i], no_bias, *packed, *last)
             return tuple(packed)
 
         return run

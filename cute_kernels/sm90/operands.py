@@ -21,6 +21,11 @@ def vector(dtype: Any, n: Any, align: int = 16) -> Any:
     return make_fake_compact_tensor(dtype, (n,), assumed_align=align)
 
 
+def bias(dtype: Any) -> Any:
+    """A bias of any length; an empty one stands for none. The caller checks that the length fits."""
+    return vector(dtype, cute.sym_int32())
+
+
 def strided(dtype: Any, n: Any) -> Any:
     """A vector [n] of any stride."""
     return make_fake_tensor(dtype, (n,), stride=(cute.sym_int32(),), assumed_align=4)

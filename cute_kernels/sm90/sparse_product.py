@@ -127,7 +127,7 @@ class SparseProduct:
     of flushed sums.
     """
 
-    has_bias: bool
+    has_bias = False
     products: int
     longest: int
 

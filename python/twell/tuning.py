@@ -30,13 +30,11 @@ _FEW_NEURONS = 2 / 3 * geometry.TILE
 
 
 @functools.lru_cache(4096)
-def gate_pack(
-    dtype: torch.dtype, m: int, n: int, clusters: int, bias: bool
-) -> specs.GatePackSpec | specs.GatePackFewSpec:
+def gate_pack(dtype: torch.dtype, m: int, n: int, clusters: int) -> specs.GatePackSpec | specs.GatePackFewSpec:
     """The gate GEMM of ``m`` tokens and ``n`` neurons on a GPU that runs so many ``clusters`` of two at a time."""
     if m <= (FEW_GATE_PACK if n <= _FEW_NEURONS * clusters else _FEWEST):
         tokens = next(t for t in specs.FEW_TOKENS if m <= t)
-        return specs.GatePackFewSpec(dtype_name(dtype), tokens, bias)
+        return specs.GatePackFewSpec(dtype_name(dtype), tokens)
 
     def cost(tokens: int) -> float:
         # a cluster takes two tiles of tokens
@@ -44,13 +42,13 @@ def gate_pack(
         return -(-tiles // clusters) * _WAVE[tokens]
 
     # all give the same bits
-    return specs.GatePackSpec(dtype_name(dtype), min(specs.GATE_TOKENS, key=cost), bias)
+    return specs.GatePackSpec(dtype_name(dtype), min(specs.GATE_TOKENS, key=cost))
 
 
 @functools.cache
-def up_down(dtype: torch.dtype, k: int, gated: bool, bias: bool) -> specs.UpDownSpec:
+def up_down(dtype: torch.dtype, k: int, gated: bool) -> specs.UpDownSpec:
     """The up and down projections for hidden size ``k``; NotImplementedError beyond the largest class."""
-    return specs.UpDownSpec(dtype_name(dtype), specs.k_class(k), gated, bias)
+    return specs.UpDownSpec(dtype_name(dtype), specs.k_class(k), gated)
 
 
 # Most tokens at which this many CTAs share a token. NVIDIA H200, K = 1024, 2048 and 4096, N = 2.75 K and 3.5 K, with
@@ -98,9 +96,9 @@ def compact(dtype: torch.dtype, training: bool) -> specs.CompactSpec:
 
 
 @functools.cache
-def sampled_up(dtype: torch.dtype, bias: bool, training: bool) -> specs.SampledUpSpec:
+def sampled_up(dtype: torch.dtype, training: bool) -> specs.SampledUpSpec:
     """The up projection at the non-zeros."""
-    return specs.SampledUpSpec(dtype_name(dtype), bias, training)
+    return specs.SampledUpSpec(dtype_name(dtype), training)
 
 
 @functools.cache
@@ -110,9 +108,9 @@ def sampled_grad(dtype: torch.dtype, gated: bool) -> specs.SampledGradSpec:
 
 
 @functools.cache
-def gathered(dtype: torch.dtype, products: int, bias: bool) -> specs.GatheredSpec:
+def gathered(dtype: torch.dtype, products: int) -> specs.GatheredSpec:
     """The sum of ``products`` sparse matrices times weights; 0: one matrix, the gate values of the entries."""
-    return specs.GatheredSpec(dtype_name(dtype), products, bias)
+    return specs.GatheredSpec(dtype_name(dtype), products)
 
 
 @functools.cache

@@ -291,7 +291,7 @@ torch.cuda.current_device = lambda: 0
 resolve.resolve = lambda spec: lambda *arguments: None
 with noted("launch"):
     with twell._runtime.nvtx.range("up_down"):
-        library.launch(specs.UpDownSpec("bfloat16", 2048, True, False))
+        library.launch(specs.UpDownSpec("bfloat16", 2048, True))
         library.launch(specs.UpDownTokenSpec("bfloat16", 2048, 8, True))
 print(json.dumps(found))
 """

@@ -102,8 +102,8 @@ def test_the_number_of_tokens_chooses_kernels_where_readme_says() -> None:
     def kernels(m: int, k: int) -> tuple[Any, Any]:
         return (
             # tiles of all sizes give the same bits
-            [tuning.gate_pack(torch.bfloat16, m, n, 66, False).op for n in (5632, 14336)],
-            tuning.up_down_token(torch.bfloat16, m, k, True) or tuning.up_down(torch.bfloat16, k, True, False),
+            [tuning.gate_pack(torch.bfloat16, m, n, 66).op for n in (5632, 14336)],
+            tuning.up_down_token(torch.bfloat16, m, k, True) or tuning.up_down(torch.bfloat16, k, True),
         )
 
     changes = {m for k in (64, 2048, 4096, 8192, 16384) for m in range(1, 3000) if kernels(m, k) != kernels(m + 1, k)}
@@ -115,9 +115,8 @@ def test_the_number_of_tokens_chooses_kernels_where_readme_says() -> None:
 @pytest.mark.parametrize("k", [8, 2048, 2056, 16384])
 @pytest.mark.parametrize("gated", [True, False])
 def test_a_heavy_token_is_computed_as_if_it_were_alone(gated: bool, k: int) -> None:
-    for bias in (True, False):
-        many = tuning.up_down(torch.bfloat16, k, gated, bias)
-        assert many.heavy == tuning.up_down_token(torch.bfloat16, 1, k, gated)
+    many = tuning.up_down(torch.bfloat16, k, gated)
+    assert many.heavy == tuning.up_down_token(torch.bfloat16, 1, k, gated)
 
 
 def drawn(sizes: dict[str, Any]) -> Iterator[FFN]:

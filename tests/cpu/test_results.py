@@ -48,7 +48,7 @@ def test_the_gate_gemm_runs_with_nearly_the_best_tiles(root: Path) -> None:
     rows = json.loads((root / "profiling" / "results" / "h200_gate_tiles.json").read_text())["rows"]
     losses = []
     for row in rows:
-        spec = tuning.gate_pack(torch.bfloat16, row["m"], row["n"], 66, False)
+        spec = tuning.gate_pack(torch.bfloat16, row["m"], row["n"], 66)
         chosen = str(spec.tokens) if isinstance(spec, specs.GatePackSpec) else "few"
         losses.append(row["us"][chosen] / min(us for name, us in row["us"].items() if name != "cublas") - 1)
     assert len(losses) >= 30

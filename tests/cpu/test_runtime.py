@@ -165,7 +165,7 @@ class TestCache:
         assert compiler.compiled == [SPEC.symbol]
 
     def test_a_file_of_another_name_is_no_entry(self, compiler: Compiler, folder: Path) -> None:
-        long, short = (specs.UpDownSpec("bfloat16", 512, False, bias) for bias in (True, False))
+        long, short = (specs.UpDownSpec("bfloat16", 512, gated) for gated in (False, True))
         assert (cache.load(long)(), cache.load(short)()) == (42, 43)
         assert (cache.load(long)(), cache.load(short)()) == (42, 43)
 
@@ -280,7 +280,7 @@ print(t.cache.load(t.SPEC)())
         pytest.importorskip("cutlass")
         if not linked:
             monkeypatch.setattr(shutil, "which", lambda name: None)
-        spec = specs.GatePackSpec("bfloat16", 64, False)
+        spec = specs.GatePackSpec("bfloat16", 64)
         for _ in range(2):
             with pytest.raises(TypeError, match="Expects 8 parameters when calling"):
                 cache.load(spec)()

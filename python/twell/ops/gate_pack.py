@@ -8,7 +8,7 @@ from torch import Tensor
 
 from twell import tuning
 from twell._runtime import device, geometry, specs
-from twell.ops.library import blocks, check_layer, launch, register, rows, vector
+from twell.ops.library import bias_vector, blocks, check_layer, launch, register, rows
 
 Packed = tuple[Tensor, Tensor, Tensor]
 
@@ -76,10 +76,10 @@ def pack(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, packed: Packed, compr
     (m, _), n = x.shape, w_gate.shape[0]
     if m == 0:
         return
-    operands = (rows(x), rows(w_gate), None if b_gate is None else vector(b_gate, n, x), *packed)
+    operands = (rows(x), rows(w_gate), bias_vector("b_gate", b_gate, n, x), *packed)
     # a cluster is two CTAs, one per multiprocessor
     clusters = device.sm_count(x.device.index) // 2
-    spec = tuning.gate_pack(x.dtype, m, n, clusters, b_gate is not None)
+    spec = tuning.gate_pack(x.dtype, m, n, clusters)
     last = (clusters,) if isinstance(spec, specs.GatePackSpec) else ()
     launch(spec, *operands, geometry.words_per_tile(compression), *last)
 

@@ -289,7 +289,7 @@ def backward_cuda(
     d_up = sizes.new_empty(capacity) if gated else None
     launch(tuning.sampled_grad(dtype, gated), dy, w_down, *pattern, up, dl1, d_gate, d_up, multiprocessors)
     if dx is not None:
-        gathered = tuning.gathered(dtype, 2 if gated else 1, False)
+        gathered = tuning.gathered(dtype, 2 if gated else 1)
         # the rounded ones of two values in each word
         gate_rounded, up_rounded = (None if d is None else d.view(dtype)[::2] for d in (d_gate, d_up))
         aside = room_aside(x, 2 * n if gated else n, multiprocessors)

@@ -15,7 +15,17 @@ from twell._runtime import device, geometry, nvtx
 from twell.ops import hybrid
 from twell.ops.gate_pack import gate_pack
 from twell.ops.hybrid import Kept
-from twell.ops.library import LAYER, check_alike, check_layer, down_rows, launch, layer_first, register, vector
+from twell.ops.library import (
+    LAYER,
+    bias_vector,
+    check_alike,
+    check_layer,
+    down_rows,
+    launch,
+    layer_first,
+    register,
+    vector,
+)
 from twell.ops.operands import Operands
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -96,12 +106,11 @@ def _cuda(layer: Operands, compression: int) -> Outputs:
     if w_up is not None:
         up = hybrid.values(entries, capacity, dtype, 1)[0]
         hidden = torch.empty_like(up)
-        spec = tuning.sampled_up(dtype, b_up is not None, training=True)
-        bias = None if b_up is None else vector(b_up, n, x)
-        launch(spec, x, w_up, bias, *pattern, up, hidden, sums, capacity, multiprocessors)
+        spec = tuning.sampled_up(dtype, training=True)
+        launch(spec, x, w_up, bias_vector("b_up", b_up, n, x), *pattern, up, hidden, sums, capacity, multiprocessors)
     # without an up projection the hidden state is in the entries
-    down = tuning.gathered(dtype, 1 if gated else 0, b_down is not None)
-    bias = None if b_down is None else vector(b_down, k, x)
+    down = tuning.gathered(dtype, 1 if gated else 0)
+    bias = bias_vector("b_down", b_down, k, x)
     aside = hybrid.room_aside(x, n, multiprocessors)
     launch(down, hidden, w_down, None, None, bias, *pattern, y, aside, capacity, multiprocessors)
 

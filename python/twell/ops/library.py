@@ -217,6 +217,15 @@ def vector(bias: Tensor | None, length: int, like: Tensor) -> Tensor:
     return bias.clone(memory_format=torch.contiguous_format)
 
 
+def bias_vector(name: str, bias: Tensor | None, length: int, like: Tensor) -> Tensor:
+    """``vector``, an empty one for None. Its length is checked here: kernels take an empty bias for none."""
+    if bias is None:
+        return like.new_empty(0)
+    if bias.shape != (length,):
+        raise ValueError(f"{name} must be {[length]}, got {list(bias.shape)}")
+    return vector(bias, length, like)
+
+
 def _aligned(tensor: Tensor) -> bool:
     return tensor.data_ptr() % ALIGNMENT == 0
 

@@ -17,6 +17,7 @@ from twell._runtime import device, geometry
 from twell.ops import hybrid
 from twell.ops.library import (
     PACKED,
+    bias_vector,
     check,
     check_layer,
     check_matrix,
@@ -27,7 +28,6 @@ from twell.ops.library import (
     packed_first,
     register,
     rows,
-    vector,
 )
 from twell.ops.operands import PackedOperands
 from twell.ops.unpack import unpack
@@ -79,23 +79,15 @@ def _cuda(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
             tokens, up, gated = rows(x), rows(w_up), True
         operands = (tokens, words, spill, up, down_rows(w_down))
         width = geometry.words_per_tile(compression)
+        up_bias = bias_vector("b_up", b_up, w_down.shape[0], spill) if gated else None
+        results = (up_bias, bias_vector("b_down", b_down, k, spill), y, l1)
         by_token = tuning.up_down_token(spill.dtype, m, k, gated)
         if by_token is not None:
-            # the kernel cannot check the length of a bias, since an empty one stands for none
-            none, biases = spill.new_empty(0), []
-            for name, bias, length in (("b_up", b_up if gated else None, w_down.shape[0]), ("b_down", b_down, k)):
-                if bias is not None:
-                    check(name, bias, (length,), spill.dtype)
-                biases.append(none if bias is None else vector(bias, length, spill))
-            launch(by_token, *operands, biases[0] if gated else None, biases[1], y, l1, width)
+            launch(by_token, *operands, *results, width)
         else:
-            biased = b_down is not None or (gated and b_up is not None)
-            up_bias = vector(b_up, w_down.shape[0], spill) if gated and biased else None
-            down_bias = vector(b_down, k, spill) if biased else None
             heavy = words.new_empty(-(-m // geometry.GROUP_ROWS))
             clusters = device.sm_count(words.device.index) // 8
-            spec = tuning.up_down(spill.dtype, k, gated, biased)
-            launch(spec, *operands, up_bias, down_bias, y, l1, heavy, width, clusters)
+            launch(tuning.up_down(spill.dtype, k, gated), *operands, *results, heavy, width, clusters)
     return y, l1
 
 

@@ -18,6 +18,7 @@ from twell._runtime import device, geometry
 from twell.ops import hybrid
 from twell.ops.library import (
     PACKED,
+    bias_vector,
     blocks,
     check_alike,
     check_layer,
@@ -27,7 +28,6 @@ from twell.ops.library import (
     packed_first,
     register,
     rows,
-    vector,
 )
 from twell.ops.operands import PackedOperands
 from twell.ops.unpack import unpack
@@ -107,10 +107,9 @@ def by_slices(packed: PackedOperands, packed_of: Callable[[int, int], tuple[Tens
         x, w_up = rows(x), rows(w_up)
     multiprocessors, tiles = device.sm_count(x.device.index), geometry.tiles(n)
     compact = tuning.compact(dtype, training=False)
-    up = tuning.sampled_up(dtype, b_up is not None, training=False)
-    down = tuning.gathered(dtype, 0, b_down is not None)
-    b_up = None if b_up is None else vector(b_up, n, x)
-    b_down = None if b_down is None else vector(b_down, k, x)
+    up = tuning.sampled_up(dtype, training=False)
+    down = tuning.gathered(dtype, 0)
+    b_up, b_down = bias_vector("b_up", b_up, n, x), bias_vector("b_down", b_down, k, x)
     aside = hybrid.room_aside(x, n, multiprocessors)
     slices = geometry.union_slices(m, n)
     # the first slice is the longest; the others reuse its memory
