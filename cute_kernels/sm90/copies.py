@@ -3,7 +3,7 @@
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 
 
 def address(matrix: Any, row: Any, column: Any) -> Any:
@@ -82,6 +82,25 @@ def load_peer(source: Any, rank: Int32) -> Any:
 
 
 @cute.jit
+def load_peer_word(source: Any, rank: Int32) -> Uint32:
+    """Load one word from CTA `rank` of the cluster."""
+    return cute.arch.inline_ptx(
+        "ld.shared::cluster.u32 {$w0}, [{$r0}];",
+        write_only_types=[Uint32],
+        read_only_args=[cute.arch.map_dsmem_ptr(source, rank).toint()],
+    )
+
+
+@cute.jit
+def store_peer_half(target: Any, rank: Int32, value: Uint32) -> None:
+    """Store the lower half of a word to CTA `rank` of the cluster."""
+    cute.arch.inline_ptx(
+        "st.shared::cluster.u16 [{$r0}], {$r1};",
+        read_only_args=[cute.arch.map_dsmem_ptr(target, rank).toint(), Uint16(value & Uint32(0xFFFF))],
+    )
+
+
+@cute.jit
 def store_peer(target: Any, rank: Int32, value: Int32) -> None:
     """Store one word to CTA `rank` of the cluster."""
     cute.arch.inline_ptx(
@@ -116,6 +135,36 @@ def send_float(target: Any, barrier: Any, rank: Int32, value: Float32) -> None:
         read_only_args=[
             cute.arch.map_dsmem_ptr(target, rank).toint(),
             value,
+            cute.arch.map_dsmem_ptr(barrier, rank).toint(),
+        ],
+    )
+
+
+@cute.jit
+def send_floats(target: Any, barrier: Any, rank: Int32, first: Float32, second: Float32) -> None:
+    """Store two fp32 values, 8-byte aligned, as `send_float` stores one."""
+    cute.arch.inline_ptx(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [{$r0}], { {$r1}, {$r2} }, [{$r3}];",
+        read_only_args=[
+            cute.arch.map_dsmem_ptr(target, rank).toint(),
+            first,
+            second,
+            cute.arch.map_dsmem_ptr(barrier, rank).toint(),
+        ],
+    )
+
+
+@cute.jit
+def send_words(target: Any, barrier: Any, rank: Int32, quad: Any) -> None:
+    """Store four words, 16-byte aligned, as `send_float` stores one value."""
+    cute.arch.inline_ptx(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} }, [{$r5}];",
+        read_only_args=[
+            cute.arch.map_dsmem_ptr(target, rank).toint(),
+            quad[0],
+            quad[1],
+            quad[2],
+            quad[3],
             cute.arch.map_dsmem_ptr(barrier, rank).toint(),
         ],
     )
