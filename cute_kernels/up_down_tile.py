@@ -12,13 +12,13 @@ Then the list is processed in groups of `group` ranks, of which each CTA owns `b
 
     fill      group 0. cp.async of 64 rows and 256 columns per stage of the ring: w_up for all chunks of 64 ranks of a
               group, then w_down for the same.
-    mma       groups 1 and 2. For each chunk of w_up, WGMMA of 64 neurons by half of the tokens; the CTA's partial
-              sums go to the owners of the ranks (st.async). Each owner adds the sums of all CTAs in a fixed order,
-              multiplies by the gates, rounds, and sends h to all CTAs. Then, for each chunk of w_down, WGMMA of half
-              of the columns by all tokens.
+    mma       groups 1 and 2. They take turns at the chunks of w_up: WGMMA of 64 neurons by all tokens; the CTA's
+              partial sums go to the owners of the ranks (st.async). Each owner adds the sums of all CTAs in a fixed
+              order, multiplies by the gates, rounds, and sends h to all CTAs. Then both take every chunk of w_down:
+              WGMMA of half of the columns by all tokens.
 
     FULL[s]   128 fill threads arrive through cp.async.
-    EMPTY[s]  8 mma warps arrive.
+    EMPTY[s]  8 mma warps arrive; of w_up the group that does not read the stage, too, once the stage is full.
     X         1 arrival + bytes: the CTA's columns of x.
     PARTS     1 arrival + bytes of all CTAs' partial sums of the CTA's own ranks, once per group that has any.
     HIDDEN[c] 1 arrival + bytes of h of chunk c, once per group that has the chunk.
@@ -61,6 +61,8 @@ WARPS, MMA_WARPS = THREADS // 32, 8
 MMA_THREADS = 32 * MMA_WARPS
 # values between the rows of y in shared memory, so that eight rows of one column hit different banks
 PAD = 8
+import os
+STAMP = os.environ.get('STAMP') == '1'
 
 
 class Barrier(IntEnum):
@@ -152,7 +154,7 @@ class UpDownTile:
         stream: cuda.CUstream,
     ):
         tokens, dtype, k = self.tokens, self.dtype, OperandMajorMode.K
-        up = sm90.make_trivial_tiled_mma(dtype, dtype, k, k, Float32, (1, 2, 1), (64, tokens // 2))
+        up = sm90.make_trivial_tiled_mma(dtype, dtype, k, k, Float32, (1, 1, 1), (64, tokens))
         down = sm90.make_trivial_tiled_mma(dtype, dtype, OperandMajorMode.MN, k, Float32, (2, 1, 1), (64, tokens))
         panels = SLAB // 64
         layouts = (
@@ -222,6 +224,7 @@ class UpDownTile:
             cute.arch.mbarrier_init(s.x_full + thread, 1)
             cute.arch.mbarrier_init_fence()
         at = Thread(tile * self.tokens, rank, rank * self.columns, thread, warp, lane)
+        self.stamp(o, at, 0)
         words = cute.ceil_div(o.w_down.shape[0], 32)
         for i in cutlass.range(thread, words, THREADS, unroll=1):
             s.marked[i] = Uint32(0)
@@ -231,17 +234,29 @@ class UpDownTile:
         cute.arch.griddepcontrol_launch_dependents()
         if warp == 0:
             self.load_x(s, x_tma, x_g, at)
+        self.stamp(o, at, 1)
         self.scan_tokens(o, s, Int32(0), at, at.warp, WARPS, False)
+        self.stamp(o, at, 2)
         # the bitmaps are complete, the barriers initialised and the gates cleared in all CTAs
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
+        self.stamp(o, at, 3)
         size = self.unite(s, words, at)
+        self.stamp(o, at, 4)
         if warp < WARPS - MMA_WARPS:
             cute.arch.setmaxregister_decrease(REGISTERS_FILL)
             self.fill(o, s, size, words, at)
         else:
             cute.arch.setmaxregister_increase(REGISTERS_MMA)
             self.multiply(o, s, up, down, size, words, at)
+
+    @cute.jit
+    def stamp(self, o, at, slot: cutlass.Constexpr):
+        if const_expr(STAMP):
+            if at.first == 0 and at.rank == 0 and (at.thread == 0 or at.thread == 128):
+                base = cute.recast_ptr(o.spill.iterator.align(8), dtype=Int64)
+                where = slot if at.thread == 128 else slot + 32
+                cute.make_tensor(base + where, cute.make_layout(1))[0] = cute.arch.clock64()
 
     # ---- the union of the tile's neurons ----
 
@@ -381,10 +396,15 @@ class UpDownTile:
         while more:
             self.open_window(s, start, words, at)
             cute.arch.cluster_arrive()
+            self.stamp(o, at, 5)
             here = cutlass.min(size - start, Int32(self.window))
             for base in cutlass.range(0, here, self.group, unroll=1):
                 state = self.fill_group(s, o.w_up, rows, state, base, here, at)
+                if base == 0:
+                    self.stamp(o, at, 6)
                 state = self.fill_group(s, o.w_down, rows, state, base, here, at)
+                if base == 0:
+                    self.stamp(o, at, 7)
             cute.arch.cluster_wait()
             start += self.window
             more = start < size
@@ -414,11 +434,11 @@ class UpDownTile:
         thread = at.thread - GROUP_THREADS
         half = cute.arch.make_warp_uniform(thread // 128)
         slices = cute.make_layout(2, stride=128)(half)
-        up_leader, down_leader = up.get_slice(slices), down.get_slice(slices)
+        up_leader, down_leader = up.get_slice(0), down.get_slice(slices)
         rX, rW = up.make_fragment_B(up_leader.partition_B(s.sX)), up.make_fragment_A(up_leader.partition_A(s.sW))
         rH = down.make_fragment_B(down_leader.partition_B(s.sH))
         rWd = down.make_fragment_A(down_leader.partition_A(s.sWd))
-        places = up.get_slice(thread).partition_C(cute.make_identity_tensor((CHUNK, self.tokens)))
+        places = up.get_slice(thread & 127).partition_C(cute.make_identity_tensor((CHUNK, self.tokens)))
         targets = down.get_slice(thread).partition_C(cute.make_identity_tensor((SLAB, self.tokens)))
         sums = cute.make_rmem_tensor(places.shape, Float32)
         acc = [cute.make_rmem_tensor(targets.shape, Float32) for _ in range(self.spans)]
@@ -432,7 +452,9 @@ class UpDownTile:
         start, more = Int32(0), Boolean(True)
         while more:
             self.open_window(s, start, words, at)
+            self.stamp(o, at, 5)
             self.scan_tokens(o, s, start, at, at.warp - (WARPS - MMA_WARPS), MMA_WARPS, True)
+            self.stamp(o, at, 6)
             cute.arch.cluster_arrive()
             if start == 0:
                 cute.arch.mbarrier_wait(s.x_full, 0)
@@ -446,26 +468,41 @@ class UpDownTile:
                 if thread == 0:
                     self.expect(s, chunks, owns)
                 for chunk in cutlass.range(chunks, unroll=1):
-                    state = self.up_products(s, up, sums, rW, rX, state, at)
-                    self.send_sums(s, sums, places, chunk, at)
+                    if chunk & 1 == half:
+                        self.up_products(s, up, sums, rW, rX, state, at)
+                        self.send_sums(s, sums, places, chunk, at)
+                    else:
+                        self.skip_stages(s, state, at)
+                    for _ in range_constexpr(self.spans):
+                        state.advance()
+                if base == 0:
+                    self.stamp(o, at, 7)
                 if base == 0:
                     # the gates of the window have arrived
                     cute.arch.cluster_wait()
                 if owns:
                     cute.arch.mbarrier_wait(s.parts_full, parts_phase)
                     parts_phase = parts_phase ^ 1
+                    if base == 0:
+                        self.stamp(o, at, 8)
                     total += self.send_hidden(o, s, base, here, thread, at)
+                    if base == 0:
+                        self.stamp(o, at, 9)
                 for chunk in cutlass.range(chunks, unroll=1):
                     cute.arch.mbarrier_wait(s.hidden_full + chunk, (hidden_phases >> chunk) & 1)
                     hidden_phases = hidden_phases ^ (1 << chunk)
                     cute.arch.fence_proxy("async.shared", space="cta")
                     for span in range_constexpr(self.spans):
                         state = self.down_products(s, down, acc[span], rWd, rH, chunk, state, at.lane)
+                if base == 0:
+                    self.stamp(o, at, 10)
                 # no warp reads h any more
                 cute.arch.barrier(barrier_id=Barrier.MMA, number_of_threads=MMA_THREADS)
             start += self.window
             more = start < size
+        self.stamp(o, at, 11)
         self.store_rows(o, s, acc, targets, thread, at)
+        self.stamp(o, at, 12)
         self.store_total(o, s, total, thread, at)
 
     @cute.jit
@@ -479,7 +516,8 @@ class UpDownTile:
 
     @cute.jit
     def up_products(self, s, up: cute.TiledMma, sums, rW, rX, state, at):
-        """Multiply a chunk's rows of w_up by the CTA's columns of x; return the state of the ring."""
+        """Multiply a chunk's rows of w_up by the CTA's columns of x."""
+        state = state.clone()
         sums.fill(0.0)
         for span in range_constexpr(self.spans):
             cute.arch.mbarrier_wait(s.ring.full + state.index, state.phase)
@@ -492,7 +530,14 @@ class UpDownTile:
             warpgroup.commit_group()
             warpgroup.wait_group(0)
             state = release(s.ring, state, at.lane)
-        return state
+
+    @cute.jit
+    def skip_stages(self, s, state, at):
+        """Leave a chunk's stages to the other group. They must be full: they may not be released a turn too early."""
+        state = state.clone()
+        for _ in range_constexpr(self.spans):
+            cute.arch.mbarrier_wait(s.ring.full + state.index, state.phase)
+            state = release(s.ring, state, at.lane)
 
     @cute.jit
     def send_sums(self, s, sums, places, chunk, at):
@@ -506,7 +551,7 @@ class UpDownTile:
             owner = cute.arch.make_warp_uniform(neuron // self.block)
             row = neuron % self.block
             line = s.parts.iterator + (at.rank * self.block + row) * self.tokens
-            for v in range_constexpr(self.tokens // 16):
+            for v in range_constexpr(self.tokens // 8):
                 token = places[(0, i, v), 0, 0][1] ^ ((row & 3) << 3)
                 send_floats(line + token, s.parts_full, owner, sums[(0, i, v), 0, 0], sums[(1, i, v), 0, 0])
 
