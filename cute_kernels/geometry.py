@@ -10,7 +10,7 @@ COMPRESSIONS = (2, 4, 8)
 # The neuron index takes the low 16 bits of a word.
 MAX_NEURONS = 65536
 # Most neurons of layers whose few tokens are computed by tiles.
-MAX_TILE_NEURONS = 32768
+MAX_TILE_NEURONS = 16384
 
 # Rows summed into one entry of the statistics that gate_pack writes.
 STATS_ROWS = 8

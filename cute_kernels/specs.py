@@ -23,7 +23,7 @@ TOKEN_K_CLASSES = {
 }
 
 # K classes of the kernel for tiles of few tokens, by their tokens.
-TILE_K_CLASSES = {32: (1024, 2048, 4096), 64: (1024, 2048)}
+TILE_K_CLASSES = {16: (1024, 2048, 4096), 32: (1024, 2048)}
 
 # Tokens of a tile of the gate GEMM, multiples of 16. Each is the fastest for some batches, see tuning.gate_pack.
 GATE_TOKENS = (48, 64, 96, 128, 144)

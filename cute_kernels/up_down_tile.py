@@ -1,7 +1,7 @@
 """The gated up and down projections on the union of a few tokens' neurons: y = h @ w_down + b_down with
 h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]), rounded to 16 bits, from TwELL in one kernel.
 
-A cluster of CTAs, one per SM, computes a tile of `tokens` tokens. Each CTA owns a part of the columns of x, w_up,
+A cluster of CTAs, two per SM, computes a tile of `tokens` tokens. Each CTA owns a part of the columns of x, w_up,
 w_down and y, so it reads its part of each row of the union once. All CTAs list the same union:
 
     mark      each CTA marks the non-zeros of its share of the tokens in a bitmap; `union` is the OR of all bitmaps.
@@ -10,19 +10,18 @@ w_down and y, so it reads its part of each row of the union once. All CTAs list 
 
 Then the list is processed in groups of `group` ranks, of which each CTA owns `block`. Two kinds of warp groups:
 
-    fill      group 0. cp.async of 64 rows and 256 columns per stage of the ring: w_up for all chunks of 64 ranks of a
+    fill      group 0. cp.async of 64 rows and 128 columns per stage of the ring: w_up for all chunks of 64 ranks of a
               group, then w_down for the same.
-    mma       groups 1 and 2. They take turns at the chunks of w_up: WGMMA of 64 neurons by all tokens; the CTA's
-              partial sums go to the owners of the ranks (st.async). Each owner adds the sums of all CTAs in a fixed
-              order, multiplies by the gates, rounds, and sends h to all CTAs. Then both take every chunk of w_down:
-              WGMMA of half of the columns by all tokens.
+    mma       group 1. For each chunk of w_up WGMMA of 64 neurons by all tokens; the CTA's partial sums go to the owners
+              of the ranks (st.async). Each owner adds the sums of all CTAs in a fixed order, multiplies by the gates,
+              rounds, and sends h to all CTAs. Then, for each chunk of w_down, WGMMA of the CTA's columns by all tokens.
 
     FULL[s]   128 fill threads arrive through cp.async.
-    EMPTY[s]  8 mma warps arrive; of w_up the group that does not read the stage, too, once the stage is full.
+    EMPTY[s]  4 mma warps arrive.
     X         1 arrival + bytes: the CTA's columns of x.
     PARTS     1 arrival + bytes of all CTAs' partial sums of the CTA's own ranks, once per group that has any.
     HIDDEN[c] 1 arrival + bytes of h of chunk c, once per group that has the chunk.
-    MMA       256 mma threads: h has been read, and the sums of a unit are staged.
+    MMA       128 mma threads: h has been read; y is staged.
     cluster   twice per window: all bitmaps are complete, or all gates of the window before have been read and cleared;
               all gates of the window have been sent.
 
@@ -48,17 +47,19 @@ from .sm90 import operands
 from .sm90.copies import address, load_peer_word, load_values, send_floats, send_words, store_peer_half, store_values
 from .sm90.ring import open_ring, release
 from .sm90.rows import count_of, spilled_word
-from .sm90.sparse_product import GROUP_THREADS, REGISTERS_FILL, REGISTERS_MMA, THREADS, gather_columns
+from .sm90.sparse_product import GROUP_THREADS, gather_columns
 from .sm90.swizzle import swizzle_piece
-from .sm90.values import MAGNITUDE, high_to_float, lowest_bit, nonzero_flags, pack, prefix_sum, warp_sum, widen
+from .sm90.values import MAGNITUDE, high_to_float, low_to_float, lowest_bit, nonzero_flags, pack, prefix_sum, warp_sum, widen
 from .specs import UpDownTileSpec
 
 CHUNK = geometry.CHUNK
 # columns of a stage
-SLAB = 256
+SLAB = 128
+PANELS = SLAB // 64
 STAGES = 4
-WARPS, MMA_WARPS = THREADS // 32, 8
-MMA_THREADS = 32 * MMA_WARPS
+THREADS = 2 * GROUP_THREADS
+WARPS, MMA_WARPS = THREADS // 32, GROUP_THREADS // 32
+CTAS_PER_SM = 2
 # values between the rows of y in shared memory, so that eight rows of one column hit different banks
 PAD = 8
 import os
@@ -128,14 +129,17 @@ class UpDownTile:
         self.cluster = spec.cluster
         self.columns = spec.k_max // spec.cluster
         self.spans = self.columns // SLAB
-        # 32 KB of partial sums, 16 KB of h
-        self.block = 8192 // (self.tokens * self.cluster)
-        self.group = self.block * self.cluster
+        # 16 KB of partial sums, 8 KB of h
+        self.group = 4096 // self.tokens
+        self.block = self.group // self.cluster
         self.chunks = self.group // CHUNK
-        # ranks that a CTA owns of a window: 8 KB of gates
-        self.share = 4096 // self.tokens
+        # ranks of a token that a thread turns into h
+        self.own = self.block * self.tokens // GROUP_THREADS
+        # ranks that a CTA owns of a window
+        self.share = 64
         self.window = self.share * self.cluster
         assert CHUNK % self.block == 0
+        assert self.own in (4, 8)
         assert self.window % self.group == 0
 
     @cute.jit
@@ -155,11 +159,10 @@ class UpDownTile:
     ):
         tokens, dtype, k = self.tokens, self.dtype, OperandMajorMode.K
         up = sm90.make_trivial_tiled_mma(dtype, dtype, k, k, Float32, (1, 1, 1), (64, tokens))
-        down = sm90.make_trivial_tiled_mma(dtype, dtype, OperandMajorMode.MN, k, Float32, (2, 1, 1), (64, tokens))
-        panels = SLAB // 64
+        down = sm90.make_trivial_tiled_mma(dtype, dtype, OperandMajorMode.MN, k, Float32, (1, 1, 1), (64, tokens))
         layouts = (
             sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (64, tokens, 64), dtype, self.columns // 64),
-            sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (CHUNK, tokens, 64), dtype, STAGES * panels),
+            sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (CHUNK, tokens, 64), dtype, STAGES * PANELS),
             sm90.make_smem_layout_a(LayoutEnum.COL_MAJOR, (SLAB, tokens, CHUNK), dtype, STAGES),
             sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (SLAB, tokens, CHUNK), dtype, self.chunks),
         )
@@ -173,28 +176,29 @@ class UpDownTile:
 
         @cute.struct
         class Shared:
+            stages: cute.struct.Align[cute.struct.MemRange[dtype, STAGES * CHUNK * SLAB], 1024]
+            x: cute.struct.Align[cute.struct.MemRange[dtype, self.columns * tokens], 1024]
+            hidden: cute.struct.Align[cute.struct.MemRange[dtype, self.group * tokens], 1024]
+            parts: cute.struct.Align[cute.struct.MemRange[Float32, self.group * tokens], 16]
+            gates: cute.struct.Align[cute.struct.MemRange[Uint16, tokens * self.share], 16]
+            neurons: cute.struct.MemRange[Uint16, self.window]
+            union: cute.struct.MemRange[Uint32, bitmap]
+            prefix: cute.struct.MemRange[Uint16, bitmap]
             full: cute.struct.MemRange[Int64, STAGES]
             empty: cute.struct.MemRange[Int64, STAGES]
             once: cute.struct.MemRange[Int64, 2 + self.chunks]
             sums: cute.struct.MemRange[Int32, WARPS]
             totals: cute.struct.MemRange[Float32, MMA_WARPS]
-            union: cute.struct.MemRange[Uint32, bitmap]
-            prefix: cute.struct.MemRange[Uint16, bitmap]
-            neurons: cute.struct.MemRange[Uint16, self.window]
-            gates: cute.struct.Align[cute.struct.MemRange[Uint16, tokens * self.share], 16]
-            parts: cute.struct.Align[cute.struct.MemRange[Float32, self.group * tokens], 16]
-            hidden: cute.struct.Align[cute.struct.MemRange[dtype, self.group * tokens], 1024]
-            x: cute.struct.Align[cute.struct.MemRange[dtype, self.columns * tokens], 1024]
-            stages: cute.struct.Align[cute.struct.MemRange[dtype, STAGES * CHUNK * SLAB], 1024]
 
-        self.shared = feasible.check_shared_memory(Shared)
+        self.shared = feasible.check_shared_memory(Shared, CTAS_PER_SM)
         o = Operands(words, spill, w_up, w_down, b_up, b_down, y, l1, words_per_tile)
         if y.shape[0] > 0:
             self.kernel(x_tma, x_g, o, up, down, *layouts).launch(
                 grid=(self.cluster, cute.ceil_div(y.shape[0], tokens), 1),
                 block=(THREADS, 1, 1),
                 cluster=(self.cluster, 1, 1),
-                min_blocks_per_mp=1,
+                min_blocks_per_mp=CTAS_PER_SM,
+                preferred_smem_carveout=100,
                 stream=stream,
                 use_pdl=True,
             )
@@ -244,10 +248,8 @@ class UpDownTile:
         size = self.unite(s, words, at)
         self.stamp(o, at, 4)
         if warp < WARPS - MMA_WARPS:
-            cute.arch.setmaxregister_decrease(REGISTERS_FILL)
             self.fill(o, s, size, words, at)
         else:
-            cute.arch.setmaxregister_increase(REGISTERS_MMA)
             self.multiply(o, s, up, down, size, words, at)
 
     @cute.jit
@@ -421,7 +423,7 @@ class UpDownTile:
             for span in range_constexpr(self.spans):
                 cute.arch.mbarrier_wait(s.ring.empty + state.index, state.phase)
                 stage = s.stages + state.index * (CHUNK * SLAB)
-                gather_columns(stage, matrix, rows, at.left + span * SLAB, at.thread)
+                gather_columns(stage, matrix, rows, at.left + span * SLAB, at.thread, PANELS)
                 cute.arch.cp_async_mbarrier_arrive_noinc(s.ring.full + state.index)
                 state.advance()
         return state
@@ -432,13 +434,11 @@ class UpDownTile:
     def multiply(self, o, s, up: cute.TiledMma, down: cute.TiledMma, size, words, at):
         """Compute the CTA's columns of y."""
         thread = at.thread - GROUP_THREADS
-        half = cute.arch.make_warp_uniform(thread // 128)
-        slices = cute.make_layout(2, stride=128)(half)
-        up_leader, down_leader = up.get_slice(0), down.get_slice(slices)
+        up_leader, down_leader = up.get_slice(0), down.get_slice(0)
         rX, rW = up.make_fragment_B(up_leader.partition_B(s.sX)), up.make_fragment_A(up_leader.partition_A(s.sW))
         rH = down.make_fragment_B(down_leader.partition_B(s.sH))
         rWd = down.make_fragment_A(down_leader.partition_A(s.sWd))
-        places = up.get_slice(thread & 127).partition_C(cute.make_identity_tensor((CHUNK, self.tokens)))
+        places = up.get_slice(thread).partition_C(cute.make_identity_tensor((CHUNK, self.tokens)))
         targets = down.get_slice(thread).partition_C(cute.make_identity_tensor((SLAB, self.tokens)))
         sums = cute.make_rmem_tensor(places.shape, Float32)
         acc = [cute.make_rmem_tensor(targets.shape, Float32) for _ in range(self.spans)]
@@ -468,13 +468,8 @@ class UpDownTile:
                 if thread == 0:
                     self.expect(s, chunks, owns)
                 for chunk in cutlass.range(chunks, unroll=1):
-                    if chunk & 1 == half:
-                        self.up_products(s, up, sums, rW, rX, state, at)
-                        self.send_sums(s, sums, places, chunk, at)
-                    else:
-                        self.skip_stages(s, state, at)
-                    for _ in range_constexpr(self.spans):
-                        state.advance()
+                    state = self.up_products(s, up, sums, rW, rX, state, at)
+                    self.send_sums(s, sums, places, chunk, at)
                 if base == 0:
                     self.stamp(o, at, 7)
                 if base == 0:
@@ -497,7 +492,7 @@ class UpDownTile:
                 if base == 0:
                     self.stamp(o, at, 10)
                 # no warp reads h any more
-                cute.arch.barrier(barrier_id=Barrier.MMA, number_of_threads=MMA_THREADS)
+                cute.arch.barrier(barrier_id=Barrier.MMA, number_of_threads=GROUP_THREADS)
             start += self.window
             more = start < size
         self.stamp(o, at, 11)
@@ -516,28 +511,20 @@ class UpDownTile:
 
     @cute.jit
     def up_products(self, s, up: cute.TiledMma, sums, rW, rX, state, at):
-        """Multiply a chunk's rows of w_up by the CTA's columns of x."""
-        state = state.clone()
+        """Multiply a chunk's rows of w_up by the CTA's columns of x; return the state of the ring."""
         sums.fill(0.0)
         for span in range_constexpr(self.spans):
             cute.arch.mbarrier_wait(s.ring.full + state.index, state.phase)
             cute.arch.fence_proxy("async.shared", space="cta")
             warpgroup.fence()
-            for panel in range_constexpr(SLAB // 64):
+            for panel in range_constexpr(PANELS):
                 for k in range_constexpr(4):
-                    a = rW[None, None, k, state.index * (SLAB // 64) + panel]
-                    cute.gemm(up, sums, a, rX[None, None, k, span * (SLAB // 64) + panel], sums)
+                    a = rW[None, None, k, state.index * PANELS + panel]
+                    cute.gemm(up, sums, a, rX[None, None, k, span * PANELS + panel], sums)
             warpgroup.commit_group()
             warpgroup.wait_group(0)
             state = release(s.ring, state, at.lane)
-
-    @cute.jit
-    def skip_stages(self, s, state, at):
-        """Leave a chunk's stages to the other group. They must be full: they may not be released a turn too early."""
-        state = state.clone()
-        for _ in range_constexpr(self.spans):
-            cute.arch.mbarrier_wait(s.ring.full + state.index, state.phase)
-            state = release(s.ring, state, at.lane)
+        return state
 
     @cute.jit
     def send_sums(self, s, sums, places, chunk, at):
@@ -547,47 +534,46 @@ class UpDownTile:
         """
         for i in range_constexpr(2):
             neuron = chunk * CHUNK + places[(0, i, 0), 0, 0][0]
-            # the rows of a warp have one owner
-            owner = cute.arch.make_warp_uniform(neuron // self.block)
-            row = neuron % self.block
+            # the eight rows have one owner
+            owner, row = neuron // self.block, neuron % self.block
             line = s.parts.iterator + (at.rank * self.block + row) * self.tokens
             for v in range_constexpr(self.tokens // 8):
-                token = places[(0, i, v), 0, 0][1] ^ ((row & 3) << 3)
+                token = self.permuted(places[(0, i, v), 0, 0][1], row)
                 send_floats(line + token, s.parts_full, owner, sums[(0, i, v), 0, 0], sums[(1, i, v), 0, 0])
+
+    def permuted(self, token, row):
+        """Where a row of `parts` has a token."""
+        return token ^ ((row & (self.tokens // 8 - 1)) << 3)
 
     @cute.jit
     def send_hidden(self, o, s, base, size, thread, at):
-        """Compute h of the CTA's own ranks, eight of a token per thread, and send it to all CTAs; return sum |h|."""
-        token, first = thread % self.tokens, thread // self.tokens * 8
-        total = Float32(0.0)
-        if first < self.block:
-            values = [Float32(0.0)] * 8
-            for peer in range_constexpr(self.cluster):
-                for i in range_constexpr(8):
-                    row = first + i
-                    at_row = (peer * self.block + row) * self.tokens
-                    values[i] += s.parts[at_row + (token ^ ((row & 3) << 3))]
-            slot = base // self.group * self.block + first
-            gates = load_values(s.gates.iterator + (token * self.share + slot))
-            rank = at.rank * self.block + first
-            if o.b_up.shape[0] > 0:
-                for i in range_constexpr(8):
-                    neuron = widen(s.neurons[cutlass.min(base + rank + i, size - 1)])
-                    values[i] += o.b_up[neuron].to(Float32)
-            quad = cute.make_rmem_tensor((4,), Uint32)
-            for i in range_constexpr(4):
-                pair = []
-                for j in range_constexpr(2):
-                    bits = gates[i] & Uint32(0xFFFF0000) if const_expr(j) else gates[i] << 16
-                    h = high_to_float(bits, self.dtype) * values[2 * i + j]
-                    h = h if bits & Uint32(MAGNITUDE << 16) != 0 else Float32(0.0)
-                    total += cute.arch.fmax(h, -h)
-                    pair.append(h)
-                quad[i] = pack(pair[0], pair[1], self.dtype)
-            chunk, piece = rank // CHUNK, rank % CHUNK // 8
-            target = s.hidden + ((chunk * self.tokens + token) * CHUNK + swizzle_piece(token, piece))
-            for peer in range_constexpr(self.cluster):
-                send_words(target, s.hidden_full + chunk, Int32(peer), quad)
+        """Compute h of the CTA's own ranks, `own` of a token per thread, and send it to all CTAs; return sum |h|."""
+        token, first = thread % self.tokens, thread // self.tokens * self.own
+        values, total = [Float32(0.0)] * self.own, Float32(0.0)
+        for peer in range_constexpr(self.cluster):
+            for i in range_constexpr(self.own):
+                row = first + i
+                values[i] += s.parts[(peer * self.block + row) * self.tokens + self.permuted(token, row)]
+        rank = at.rank * self.block + first
+        if o.b_up.shape[0] > 0:
+            for i in range_constexpr(self.own):
+                neuron = widen(s.neurons[cutlass.min(base + rank + i, size - 1)])
+                values[i] += o.b_up[neuron].to(Float32)
+        gates = cute.recast_ptr(s.gates.iterator, dtype=Uint32)
+        gates += (token * self.share + base // self.group * self.block + first) // 2
+        words = cute.make_rmem_tensor((self.own // 2,), Uint32)
+        cute.autovec_copy(cute.make_tensor(gates.align(8), cute.make_layout(self.own // 2)), words)
+        for i in range_constexpr(self.own // 2):
+            low, high = low_to_float(words[i], self.dtype), high_to_float(words[i], self.dtype)
+            h0 = low * values[2 * i] if words[i] & Uint32(MAGNITUDE) != 0 else Float32(0.0)
+            h1 = high * values[2 * i + 1] if words[i] & Uint32(MAGNITUDE << 16) != 0 else Float32(0.0)
+            total += cute.arch.fmax(h0, -h0) + cute.arch.fmax(h1, -h1)
+            words[i] = pack(h0, h1, self.dtype)
+        chunk, piece = rank // CHUNK, rank % CHUNK // 8
+        target = s.hidden + ((chunk * self.tokens + token) * CHUNK + swizzle_piece(token, piece) + rank % 8)
+        for peer in range_constexpr(self.cluster):
+            for i in range_constexpr(self.own // 4):
+                send_words(target + 4 * i, s.hidden_full + chunk, Int32(peer), words[2 * i], words[2 * i + 1])
         return total
 
     @cute.jit
@@ -610,7 +596,7 @@ class UpDownTile:
         pitch = self.columns + PAD
         staged = cute.make_tensor(s.stages, cute.make_layout(self.tokens * pitch))
         for span in range_constexpr(self.spans):
-            for m in range_constexpr(SLAB // 128):
+            for m in range_constexpr(SLAB // 64):
                 for i in range_constexpr(2):
                     column = span * SLAB + targets[(0, i, 0), m, 0][0]
                     whole = at.left + column
@@ -620,9 +606,9 @@ class UpDownTile:
                         for j in range_constexpr(2):
                             token = targets[(j, i, v), m, 0][1]
                             staged[token * pitch + column] = (acc[span][(j, i, v), m, 0] + bias).to(self.dtype)
-        cute.arch.barrier(barrier_id=Barrier.MMA, number_of_threads=MMA_THREADS)
+        cute.arch.barrier(barrier_id=Barrier.MMA, number_of_threads=GROUP_THREADS)
         pieces = self.columns // 8
-        for i in cutlass.range(thread, self.tokens * pieces, MMA_THREADS, unroll=4):
+        for i in cutlass.range(thread, self.tokens * pieces, GROUP_THREADS, unroll=4):
             token, column = i // pieces, i % pieces * 8
             if at.first + token < o.y.shape[0] and at.left + column < o.y.shape[1]:
                 values = load_values(s.stages + (token * pitch + column))
@@ -634,7 +620,7 @@ class UpDownTile:
         total = warp_sum(total)
         if at.lane == 0:
             s.totals[thread // 32] = total
-        cute.arch.barrier(barrier_id=Barrier.MMA, number_of_threads=MMA_THREADS)
+        cute.arch.barrier(barrier_id=Barrier.MMA, number_of_threads=GROUP_THREADS)
         if thread == 0:
             everything = Float32(0.0)
             for w in range_constexpr(MMA_WARPS):

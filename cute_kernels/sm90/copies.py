@@ -155,16 +155,14 @@ def send_floats(target: Any, barrier: Any, rank: Int32, first: Float32, second: 
 
 
 @cute.jit
-def send_words(target: Any, barrier: Any, rank: Int32, quad: Any) -> None:
-    """Store four words, 16-byte aligned, as `send_float` stores one value."""
+def send_words(target: Any, barrier: Any, rank: Int32, first: Uint32, second: Uint32) -> None:
+    """Store two words, 8-byte aligned, as `send_float` stores one value."""
     cute.arch.inline_ptx(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} }, [{$r5}];",
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [{$r0}], { {$r1}, {$r2} }, [{$r3}];",
         read_only_args=[
             cute.arch.map_dsmem_ptr(target, rank).toint(),
-            quad[0],
-            quad[1],
-            quad[2],
-            quad[3],
+            first,
+            second,
             cute.arch.map_dsmem_ptr(barrier, rank).toint(),
         ],
     )

@@ -42,22 +42,25 @@ def copy_async(target: Any, source: Any, size: Int32) -> None:
 
 
 @cute.jit
-def gather_columns(stage: Any, matrix: Any, rows: Any, column: Int32, thread: Int32) -> None:
-    """Copy 256 columns from `column` on of 64 rows into an MN-major stage [256, 64], by 128 threads.
+def gather_columns(
+    stage: Any, matrix: Any, rows: Any, column: Int32, thread: Int32, panels: cutlass.Constexpr = 4
+) -> None:
+    """Copy 64 * `panels` columns from `column` on of 64 rows into swizzled panels of 64 columns, by 128 threads.
 
-    Eight threads share a row: thread t copies piece t % 8 of each panel of 64 columns of rows t / 8 + 16 j, whose
-    indices are in `rows`. Columns beyond the last become zero. Row offsets are 32-bit, in units of 16 bytes: 64 GB.
+    A panel is an MN-major or a K-major operand. Eight threads share a row: thread t copies piece t % 8 of each panel of
+    rows t / 8 + 16 j, whose indices are in `rows`. Columns beyond the last become zero. Row offsets are 32-bit, in
+    units of 16 bytes: 64 GB.
     """
     slot, piece = thread // 8, thread % 8
     target = stage + (slot * 64 + swizzle_piece(slot, piece))
     pitch = Uint32(matrix.stride[0] // 8)
-    sizes = [Int32(16) if column + 64 * i + piece * 8 < matrix.shape[1] else Int32(0) for i in range(4)]
+    sizes = [Int32(16) if column + 64 * i + piece * 8 < matrix.shape[1] else Int32(0) for i in range(panels)]
     # an address of which nothing is read need only be valid
     first = column if sizes[0] > 0 else 0
     base = matrix.iterator + Int64(first + piece * 8 if sizes[0] > 0 else 0)
     for j in range_constexpr(4):
         row = base + (Uint32(rows[j]) * pitch).to(Int64) * 8
-        for i in range_constexpr(4):
+        for i in range_constexpr(panels):
             copy_async(target + (i * (64 * 64) + j * (16 * 64)), row + 64 * i, sizes[i])
 
 
