@@ -22,8 +22,8 @@ TOKEN_K_CLASSES = {
     8: (2048, 4096, 8192, 16384),
 }
 
-# K classes of the kernel for tiles of few tokens, by their tokens.
-TILE_K_CLASSES = {16: (1024, 2048, 4096), 32: (1024, 2048)}
+# K classes of the kernel that computes tiles of few tokens.
+TILE_K_CLASSES = (1024, 2048, 4096)
 
 # Tokens of a tile of the gate GEMM, multiples of 16. Each is the fastest for some batches, see tuning.gate_pack.
 GATE_TOKENS = (48, 64, 96, 128, 144)
@@ -150,17 +150,17 @@ class UpDownTokenSpec(_Kernel):
 
 @dataclass(frozen=True)
 class UpDownTileSpec(_Kernel):
-    """``x, packed gate, w_up, w_down -> y, l1`` by tiles of ``tokens`` tokens, with ``k_max`` from ``TILE_K_CLASSES``."""
+    """``x, packed gate, w_up, w_down -> y, l1`` by tiles of few tokens.
+
+    For hidden sizes up to ``k_max``, one of ``TILE_K_CLASSES``.
+    """
 
     k_max: int
-    tokens: int
     op: ClassVar[str] = "up_down_tile"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tokens not in TILE_K_CLASSES:
-            raise ValueError(f"tokens must be one of {tuple(TILE_K_CLASSES)}, got {self.tokens}")
-        _check_k_max(self.k_max, TILE_K_CLASSES[self.tokens])
+        _check_k_max(self.k_max, TILE_K_CLASSES)
 
     @property
     def cluster(self) -> int:
@@ -169,7 +169,7 @@ class UpDownTileSpec(_Kernel):
 
     @property
     def suffix(self) -> str:
-        return f"_k{self.k_max}_t{self.tokens}"
+        return f"_k{self.k_max}"
 
 
 @dataclass(frozen=True)
@@ -354,7 +354,7 @@ def all_specs() -> tuple[Spec, ...]:
         *(UpDownSpec(d, k, g) for d in DTYPES for k in K_CLASSES for g in flags),
         *(GatePackFewSpec(d, t) for d in DTYPES for t in FEW_TOKENS),
         *(UpDownTokenSpec(d, k, c, g) for d in DTYPES for c, ks in TOKEN_K_CLASSES.items() for k in ks for g in flags),
-        *(UpDownTileSpec(d, k, t) for d in DTYPES for t, ks in TILE_K_CLASSES.items() for k in ks),
+        *(UpDownTileSpec(d, k) for d in DTYPES for k in TILE_K_CLASSES),
         *(UnpackSpec(d) for d in DTYPES),
         *(RegluSpec(d, b) for d in DTYPES for b in flags),
         *(CompactSpec(d, t) for d in DTYPES for t in flags),

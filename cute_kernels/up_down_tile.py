@@ -1,7 +1,7 @@
 """The gated up and down projections on the union of a few tokens' neurons: y = h @ w_down + b_down with
 h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]), rounded to 16 bits, from TwELL in one kernel.
 
-A cluster of CTAs, two per SM, computes a tile of `tokens` tokens. Each CTA owns a part of the columns of x, w_up,
+A cluster of CTAs, two per SM, computes a tile of 16 tokens. Each CTA owns a part of the columns of x, w_up,
 w_down and y, so it reads its part of each row of the union once. All CTAs list the same union:
 
     mark      each CTA marks the non-zeros of its share of the tokens in a bitmap; `union` is the OR of all bitmaps.
@@ -46,10 +46,20 @@ from . import feasible, geometry
 from .sm90 import operands
 from .sm90.copies import address, load_peer_word, load_values, send_floats, send_words, store_peer_half, store_values
 from .sm90.ring import open_ring, release
-from .sm90.rows import count_of, spilled_word
+from .sm90.rows import spilled_word
 from .sm90.sparse_product import GROUP_THREADS, gather_columns
 from .sm90.swizzle import swizzle_piece
-from .sm90.values import MAGNITUDE, high_to_float, low_to_float, lowest_bit, nonzero_flags, pack, prefix_sum, warp_sum, widen
+from .sm90.values import (
+    MAGNITUDE,
+    high_to_float,
+    low_to_float,
+    lowest_bit,
+    nonzero_flags,
+    pack,
+    prefix_sum,
+    warp_sum,
+    widen,
+)
 from .specs import UpDownTileSpec
 
 CHUNK = geometry.CHUNK
@@ -60,10 +70,10 @@ STAGES = 4
 THREADS = 2 * GROUP_THREADS
 WARPS, MMA_WARPS = THREADS // 32, GROUP_THREADS // 32
 CTAS_PER_SM = 2
+# tokens of a tile, and ranks of a window that a CTA owns
+TOKENS, SHARE = 16, 64
 # values between the rows of y in shared memory, so that eight rows of one column hit different banks
 PAD = 8
-import os
-STAMP = os.environ.get('STAMP') == '1'
 
 
 class Barrier(IntEnum):
@@ -121,23 +131,19 @@ class Views(NamedTuple):
 
 
 class UpDownTile:
-    """For one dtype, class of hidden sizes and number of tokens in a tile."""
+    """For one dtype and class of hidden sizes."""
 
     def __init__(self, spec: UpDownTileSpec):
         self.dtype = operands.DTYPES[spec.dtype]
-        self.tokens = spec.tokens
         self.cluster = spec.cluster
         self.columns = spec.k_max // spec.cluster
         self.spans = self.columns // SLAB
-        # 16 KB of partial sums, 8 KB of h
-        self.group = 4096 // self.tokens
+        self.group = CHUNK * min(4, self.cluster)
         self.block = self.group // self.cluster
         self.chunks = self.group // CHUNK
         # ranks of a token that a thread turns into h
-        self.own = self.block * self.tokens // GROUP_THREADS
-        # ranks that a CTA owns of a window
-        self.share = 64
-        self.window = self.share * self.cluster
+        self.own = self.block * TOKENS // GROUP_THREADS
+        self.window = SHARE * self.cluster
         assert CHUNK % self.block == 0
         assert self.own in (4, 8)
         assert self.window % self.group == 0
@@ -157,30 +163,30 @@ class UpDownTile:
         words_per_tile: Int32,
         stream: cuda.CUstream,
     ):
-        tokens, dtype, k = self.tokens, self.dtype, OperandMajorMode.K
-        up = sm90.make_trivial_tiled_mma(dtype, dtype, k, k, Float32, (1, 1, 1), (64, tokens))
-        down = sm90.make_trivial_tiled_mma(dtype, dtype, OperandMajorMode.MN, k, Float32, (1, 1, 1), (64, tokens))
+        dtype, k = self.dtype, OperandMajorMode.K
+        up = sm90.make_trivial_tiled_mma(dtype, dtype, k, k, Float32, (1, 1, 1), (64, TOKENS))
+        down = sm90.make_trivial_tiled_mma(dtype, dtype, OperandMajorMode.MN, k, Float32, (1, 1, 1), (64, TOKENS))
         layouts = (
-            sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (64, tokens, 64), dtype, self.columns // 64),
-            sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (CHUNK, tokens, 64), dtype, STAGES * PANELS),
-            sm90.make_smem_layout_a(LayoutEnum.COL_MAJOR, (SLAB, tokens, CHUNK), dtype, STAGES),
-            sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (SLAB, tokens, CHUNK), dtype, self.chunks),
+            sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (64, TOKENS, 64), dtype, self.columns // 64),
+            sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (CHUNK, TOKENS, 64), dtype, STAGES * PANELS),
+            sm90.make_smem_layout_a(LayoutEnum.COL_MAJOR, (SLAB, TOKENS, CHUNK), dtype, STAGES),
+            sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (SLAB, TOKENS, CHUNK), dtype, self.chunks),
         )
         x_tma, x_g = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), x, cute.slice_(layouts[0], (None, None, 0)), (tokens, 64)
+            cpasync.CopyBulkTensorTileG2SOp(), x, cute.slice_(layouts[0], (None, None, 0)), (TOKENS, 64)
         )
         bitmap = geometry.MAX_TILE_NEURONS // 32
         # `marked` overlays h
-        assert 4 * bitmap <= 2 * self.group * tokens
-        assert tokens * (self.columns + PAD) <= STAGES * CHUNK * SLAB
+        assert 4 * bitmap <= 2 * self.group * TOKENS
+        assert TOKENS * (self.columns + PAD) <= STAGES * CHUNK * SLAB
 
         @cute.struct
         class Shared:
             stages: cute.struct.Align[cute.struct.MemRange[dtype, STAGES * CHUNK * SLAB], 1024]
-            x: cute.struct.Align[cute.struct.MemRange[dtype, self.columns * tokens], 1024]
-            hidden: cute.struct.Align[cute.struct.MemRange[dtype, self.group * tokens], 1024]
-            parts: cute.struct.Align[cute.struct.MemRange[Float32, self.group * tokens], 16]
-            gates: cute.struct.Align[cute.struct.MemRange[Uint16, tokens * self.share], 16]
+            x: cute.struct.Align[cute.struct.MemRange[dtype, self.columns * TOKENS], 1024]
+            hidden: cute.struct.Align[cute.struct.MemRange[dtype, self.group * TOKENS], 1024]
+            parts: cute.struct.Align[cute.struct.MemRange[Float32, self.group * TOKENS], 16]
+            gates: cute.struct.Align[cute.struct.MemRange[Uint16, TOKENS * SHARE], 16]
             neurons: cute.struct.MemRange[Uint16, self.window]
             union: cute.struct.MemRange[Uint32, bitmap]
             prefix: cute.struct.MemRange[Uint16, bitmap]
@@ -194,7 +200,7 @@ class UpDownTile:
         o = Operands(words, spill, w_up, w_down, b_up, b_down, y, l1, words_per_tile)
         if y.shape[0] > 0:
             self.kernel(x_tma, x_g, o, up, down, *layouts).launch(
-                grid=(self.cluster, cute.ceil_div(y.shape[0], tokens), 1),
+                grid=(self.cluster, cute.ceil_div(y.shape[0], TOKENS), 1),
                 block=(THREADS, 1, 1),
                 cluster=(self.cluster, 1, 1),
                 min_blocks_per_mp=CTAS_PER_SM,
@@ -227,8 +233,7 @@ class UpDownTile:
         if thread < 2 + self.chunks:
             cute.arch.mbarrier_init(s.x_full + thread, 1)
             cute.arch.mbarrier_init_fence()
-        at = Thread(tile * self.tokens, rank, rank * self.columns, thread, warp, lane)
-        self.stamp(o, at, 0)
+        at = Thread(tile * TOKENS, rank, rank * self.columns, thread, warp, lane)
         words = cute.ceil_div(o.w_down.shape[0], 32)
         for i in cutlass.range(thread, words, THREADS, unroll=1):
             s.marked[i] = Uint32(0)
@@ -238,34 +243,22 @@ class UpDownTile:
         cute.arch.griddepcontrol_launch_dependents()
         if warp == 0:
             self.load_x(s, x_tma, x_g, at)
-        self.stamp(o, at, 1)
         self.scan_tokens(o, s, Int32(0), at, at.warp, WARPS, False)
-        self.stamp(o, at, 2)
         # the bitmaps are complete, the barriers initialised and the gates cleared in all CTAs
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
-        self.stamp(o, at, 3)
         size = self.unite(s, words, at)
-        self.stamp(o, at, 4)
         if warp < WARPS - MMA_WARPS:
             self.fill(o, s, size, words, at)
         else:
             self.multiply(o, s, up, down, size, words, at)
-
-    @cute.jit
-    def stamp(self, o, at, slot: cutlass.Constexpr):
-        if const_expr(STAMP):
-            if at.first == 0 and at.rank == 0 and (at.thread == 0 or at.thread == 128):
-                base = cute.recast_ptr(o.spill.iterator.align(8), dtype=Int64)
-                where = slot if at.thread == 128 else slot + 32
-                cute.make_tensor(base + where, cute.make_layout(1))[0] = cute.arch.clock64()
 
     # ---- the union of the tile's neurons ----
 
     @cute.jit
     def scan_tokens(self, o, s, start, at, warp, warps: cutlass.Constexpr, listed: cutlass.Constexpr):
         """Mark the non-zeros of the CTA's tokens, or send their gates if they are `listed`, a warp per token."""
-        own = self.tokens // self.cluster
+        own = TOKENS // self.cluster
         for t in cutlass.range(warp, own, warps, unroll=1):
             token = at.rank * own + t
             if at.first + token < o.y.shape[0]:
@@ -314,7 +307,7 @@ class UpDownTile:
             if rank >= 0 and rank < self.window:
                 group, place = rank // self.group, rank % self.group
                 slot = group * self.block + place % self.block
-                store_peer_half(s.gates.iterator + (token * self.share + slot), place // self.block, word >> 16)
+                store_peer_half(s.gates.iterator + (token * SHARE + slot), place // self.block, word >> 16)
         else:
             cute.arch.atomic_or(s.marked.iterator + at, bit, scope="cta")
 
@@ -371,7 +364,7 @@ class UpDownTile:
     @cute.jit
     def clear_gates(self, s, thread):
         pairs = cute.recast_tensor(s.gates, Uint32)
-        for i in cutlass.range(thread, self.tokens * self.share // 2, THREADS, unroll=1):
+        for i in cutlass.range(thread, TOKENS * SHARE // 2, THREADS, unroll=1):
             pairs[i] = Uint32(0)
 
     # ---- fill ----
@@ -379,14 +372,14 @@ class UpDownTile:
     @cute.jit
     def load_x(self, s, x_tma, x_g, at):
         """Load the CTA's columns of x by one warp; rows and columns beyond the last become zero."""
-        tiles = cute.local_tile(x_g, (self.tokens, 64), (None, None))
+        tiles = cute.local_tile(x_g, (TOKENS, 64), (None, None))
         one = cute.make_layout(1)
         x_s, x_t = cpasync.tma_partition(x_tma, 0, one, cute.group_modes(s.sX, 0, 2), cute.group_modes(tiles, 0, 2))
         if at.lane == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(s.x_full, self.tokens * self.columns * 2)
+            cute.arch.mbarrier_arrive_and_expect_tx(s.x_full, TOKENS * self.columns * 2)
         panels = self.columns // 64
         for i in range_constexpr(panels):
-            source = x_t[None, at.first // self.tokens, at.rank * panels + i]
+            source = x_t[None, at.first // TOKENS, at.rank * panels + i]
             cute.copy(x_tma, source, x_s[None, i], tma_bar_ptr=s.x_full)
 
     @cute.jit
@@ -398,15 +391,10 @@ class UpDownTile:
         while more:
             self.open_window(s, start, words, at)
             cute.arch.cluster_arrive()
-            self.stamp(o, at, 5)
             here = cutlass.min(size - start, Int32(self.window))
             for base in cutlass.range(0, here, self.group, unroll=1):
                 state = self.fill_group(s, o.w_up, rows, state, base, here, at)
-                if base == 0:
-                    self.stamp(o, at, 6)
                 state = self.fill_group(s, o.w_down, rows, state, base, here, at)
-                if base == 0:
-                    self.stamp(o, at, 7)
             cute.arch.cluster_wait()
             start += self.window
             more = start < size
@@ -438,8 +426,8 @@ class UpDownTile:
         rX, rW = up.make_fragment_B(up_leader.partition_B(s.sX)), up.make_fragment_A(up_leader.partition_A(s.sW))
         rH = down.make_fragment_B(down_leader.partition_B(s.sH))
         rWd = down.make_fragment_A(down_leader.partition_A(s.sWd))
-        places = up.get_slice(thread).partition_C(cute.make_identity_tensor((CHUNK, self.tokens)))
-        targets = down.get_slice(thread).partition_C(cute.make_identity_tensor((SLAB, self.tokens)))
+        places = up.get_slice(thread).partition_C(cute.make_identity_tensor((CHUNK, TOKENS)))
+        targets = down.get_slice(thread).partition_C(cute.make_identity_tensor((SLAB, TOKENS)))
         sums = cute.make_rmem_tensor(places.shape, Float32)
         acc = [cute.make_rmem_tensor(targets.shape, Float32) for _ in range(self.spans)]
         for span in range_constexpr(self.spans):
@@ -452,9 +440,7 @@ class UpDownTile:
         start, more = Int32(0), Boolean(True)
         while more:
             self.open_window(s, start, words, at)
-            self.stamp(o, at, 5)
             self.scan_tokens(o, s, start, at, at.warp - (WARPS - MMA_WARPS), MMA_WARPS, True)
-            self.stamp(o, at, 6)
             cute.arch.cluster_arrive()
             if start == 0:
                 cute.arch.mbarrier_wait(s.x_full, 0)
@@ -471,43 +457,33 @@ class UpDownTile:
                     state = self.up_products(s, up, sums, rW, rX, state, at)
                     self.send_sums(s, sums, places, chunk, at)
                 if base == 0:
-                    self.stamp(o, at, 7)
-                if base == 0:
                     # the gates of the window have arrived
                     cute.arch.cluster_wait()
                 if owns:
                     cute.arch.mbarrier_wait(s.parts_full, parts_phase)
                     parts_phase = parts_phase ^ 1
-                    if base == 0:
-                        self.stamp(o, at, 8)
                     total += self.send_hidden(o, s, base, here, thread, at)
-                    if base == 0:
-                        self.stamp(o, at, 9)
                 for chunk in cutlass.range(chunks, unroll=1):
                     cute.arch.mbarrier_wait(s.hidden_full + chunk, (hidden_phases >> chunk) & 1)
                     hidden_phases = hidden_phases ^ (1 << chunk)
                     cute.arch.fence_proxy("async.shared", space="cta")
                     for span in range_constexpr(self.spans):
                         state = self.down_products(s, down, acc[span], rWd, rH, chunk, state, at.lane)
-                if base == 0:
-                    self.stamp(o, at, 10)
                 # no warp reads h any more
                 cute.arch.barrier(barrier_id=Barrier.MMA, number_of_threads=GROUP_THREADS)
             start += self.window
             more = start < size
-        self.stamp(o, at, 11)
         self.store_rows(o, s, acc, targets, thread, at)
-        self.stamp(o, at, 12)
         self.store_total(o, s, total, thread, at)
 
     @cute.jit
     def expect(self, s, chunks, owns):
         """Expect the group's partial sums of the CTA's own ranks, if it has any, and the group's h."""
         if owns:
-            cute.arch.mbarrier_arrive_and_expect_tx(s.parts_full, 4 * self.group * self.tokens)
+            cute.arch.mbarrier_arrive_and_expect_tx(s.parts_full, 4 * self.group * TOKENS)
         for chunk in range_constexpr(self.chunks):
             if chunk < chunks:
-                cute.arch.mbarrier_arrive_and_expect_tx(s.hidden_full + chunk, 2 * CHUNK * self.tokens)
+                cute.arch.mbarrier_arrive_and_expect_tx(s.hidden_full + chunk, 2 * CHUNK * TOKENS)
 
     @cute.jit
     def up_products(self, s, up: cute.TiledMma, sums, rW, rX, state, at):
@@ -536,31 +512,31 @@ class UpDownTile:
             neuron = chunk * CHUNK + places[(0, i, 0), 0, 0][0]
             # the eight rows have one owner
             owner, row = neuron // self.block, neuron % self.block
-            line = s.parts.iterator + (at.rank * self.block + row) * self.tokens
-            for v in range_constexpr(self.tokens // 8):
+            line = s.parts.iterator + (at.rank * self.block + row) * TOKENS
+            for v in range_constexpr(TOKENS // 8):
                 token = self.permuted(places[(0, i, v), 0, 0][1], row)
                 send_floats(line + token, s.parts_full, owner, sums[(0, i, v), 0, 0], sums[(1, i, v), 0, 0])
 
     def permuted(self, token, row):
         """Where a row of `parts` has a token."""
-        return token ^ ((row & (self.tokens // 8 - 1)) << 3)
+        return token ^ ((row & (TOKENS // 8 - 1)) << 3)
 
     @cute.jit
     def send_hidden(self, o, s, base, size, thread, at):
         """Compute h of the CTA's own ranks, `own` of a token per thread, and send it to all CTAs; return sum |h|."""
-        token, first = thread % self.tokens, thread // self.tokens * self.own
+        token, first = thread % TOKENS, thread // TOKENS * self.own
         values, total = [Float32(0.0)] * self.own, Float32(0.0)
         for peer in range_constexpr(self.cluster):
             for i in range_constexpr(self.own):
                 row = first + i
-                values[i] += s.parts[(peer * self.block + row) * self.tokens + self.permuted(token, row)]
+                values[i] += s.parts[(peer * self.block + row) * TOKENS + self.permuted(token, row)]
         rank = at.rank * self.block + first
         if o.b_up.shape[0] > 0:
             for i in range_constexpr(self.own):
                 neuron = widen(s.neurons[cutlass.min(base + rank + i, size - 1)])
                 values[i] += o.b_up[neuron].to(Float32)
         gates = cute.recast_ptr(s.gates.iterator, dtype=Uint32)
-        gates += (token * self.share + base // self.group * self.block + first) // 2
+        gates += (token * SHARE + base // self.group * self.block + first) // 2
         words = cute.make_rmem_tensor((self.own // 2,), Uint32)
         cute.autovec_copy(cute.make_tensor(gates.align(8), cute.make_layout(self.own // 2)), words)
         for i in range_constexpr(self.own // 2):
@@ -570,7 +546,7 @@ class UpDownTile:
             total += cute.arch.fmax(h0, -h0) + cute.arch.fmax(h1, -h1)
             words[i] = pack(h0, h1, self.dtype)
         chunk, piece = rank // CHUNK, rank % CHUNK // 8
-        target = s.hidden + ((chunk * self.tokens + token) * CHUNK + swizzle_piece(token, piece) + rank % 8)
+        target = s.hidden + ((chunk * TOKENS + token) * CHUNK + swizzle_piece(token, piece) + rank % 8)
         for peer in range_constexpr(self.cluster):
             for i in range_constexpr(self.own // 4):
                 send_words(target + 4 * i, s.hidden_full + chunk, Int32(peer), words[2 * i], words[2 * i + 1])
@@ -594,7 +570,7 @@ class UpDownTile:
     def store_rows(self, o, s, acc, targets, thread, at):
         """Add the bias, round, and store the CTA's columns of y through the ring's memory, which has been read."""
         pitch = self.columns + PAD
-        staged = cute.make_tensor(s.stages, cute.make_layout(self.tokens * pitch))
+        staged = cute.make_tensor(s.stages, cute.make_layout(TOKENS * pitch))
         for span in range_constexpr(self.spans):
             for m in range_constexpr(SLAB // 64):
                 for i in range_constexpr(2):
@@ -602,13 +578,13 @@ class UpDownTile:
                     whole = at.left + column
                     # an empty bias has no columns
                     bias = o.b_down[whole].to(Float32) if whole < o.b_down.shape[0] else Float32(0.0)
-                    for v in range_constexpr(self.tokens // 8):
+                    for v in range_constexpr(TOKENS // 8):
                         for j in range_constexpr(2):
                             token = targets[(j, i, v), m, 0][1]
                             staged[token * pitch + column] = (acc[span][(j, i, v), m, 0] + bias).to(self.dtype)
         cute.arch.barrier(barrier_id=Barrier.MMA, number_of_threads=GROUP_THREADS)
         pieces = self.columns // 8
-        for i in cutlass.range(thread, self.tokens * pieces, GROUP_THREADS, unroll=4):
+        for i in cutlass.range(thread, TOKENS * pieces, GROUP_THREADS, unroll=4):
             token, column = i // pieces, i % pieces * 8
             if at.first + token < o.y.shape[0] and at.left + column < o.y.shape[1]:
                 values = load_values(s.stages + (token * pitch + column))
@@ -616,7 +592,10 @@ class UpDownTile:
 
     @cute.jit
     def store_total(self, o, s, total, thread, at):
-        """Store the CTA's sum of |h|, added in a fixed order."""
+        """Store the CTA's sum of |h|, added in a fixed order, and its share of zeros in the rest of the row of l1.
+
+        A row of l1 belongs to 128 tokens, whose CTAs are numbered in order of their tiles.
+        """
         total = warp_sum(total)
         if at.lane == 0:
             s.totals[thread // 32] = total
@@ -625,7 +604,14 @@ class UpDownTile:
             everything = Float32(0.0)
             for w in range_constexpr(MMA_WARPS):
                 everything += s.totals[w]
-            o.l1[at.first // self.tokens, at.rank] = everything
+            s.totals[0] = everything
+        cute.arch.barrier(barrier_id=Barrier.MMA, number_of_threads=GROUP_THREADS)
+        row = at.first // geometry.TOKEN_TILE
+        left = cutlass.min(o.y.shape[0] - row * geometry.TOKEN_TILE, Int32(geometry.TOKEN_TILE))
+        ctas = cute.ceil_div(left, TOKENS) * self.cluster
+        own = at.first % geometry.TOKEN_TILE // TOKENS * self.cluster + at.rank
+        for slot in cutlass.range(own + thread * ctas, o.l1.shape[1], GROUP_THREADS * ctas, unroll=1):
+            o.l1[row, slot] = s.totals[0] if slot == own else Float32(0.0)
 
     def views(self, shared, ring, x_layout, up_layout, down_layout, hidden_layout):
         """Tensors over the shared struct."""
@@ -642,8 +628,8 @@ class UpDownTile:
             union=shared.union.get_tensor(cute.make_layout(bitmap)),
             prefix=shared.prefix.get_tensor(cute.make_layout(bitmap)),
             neurons=shared.neurons.get_tensor(cute.make_layout(self.window)),
-            gates=shared.gates.get_tensor(cute.make_layout(self.tokens * self.share)),
-            parts=shared.parts.get_tensor(cute.make_layout(self.group * self.tokens)),
+            gates=shared.gates.get_tensor(cute.make_layout(TOKENS * SHARE)),
+            parts=shared.parts.get_tensor(cute.make_layout(self.group * TOKENS)),
             sX=shared.x.get_tensor(x_layout.outer, swizzle=x_layout.inner),
             sW=shared.stages.get_tensor(up_layout.outer, swizzle=up_layout.inner),
             sWd=shared.stages.get_tensor(down_layout.outer, swizzle=down_layout.inner),
@@ -665,7 +651,7 @@ def signature(spec: UpDownTileSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.bias(dtype),
         operands.bias(dtype),
         operands.rows(dtype, m, k),
-        operands.matrix(Float32, cute.sym_int32(), spec.cluster),
+        operands.matrix(Float32, cute.sym_int32(), cute.sym_int32()),
         Int32(1),
     )
     return UpDownTile(spec), arguments

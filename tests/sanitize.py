@@ -47,7 +47,7 @@ _BACKWARD = ("sampled_grad", "gathered", "rank", "transpose", "weight_grad", "ov
 OPS = {
     "gate_pack": ("gate_pack", "gate_pack_few"),
     "up_down": ("up_down", "up_down_token"),
-    "up_down_union": ("compact", "sampled_up", "gathered"),
+    "up_down_union": ("compact", "sampled_up", "gathered", "up_down_tile"),
     "ffn_union": ("gate_pack", "gate_pack_few", "compact", "sampled_up", "gathered"),
     "unpack": ("unpack",),
     "reglu": ("reglu",),
@@ -169,7 +169,11 @@ def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
     else:
         for gated in (True, False):
             weights = (w_up, w_down, b_up) if gated else (None, w_down, None)
-            yield Call(getattr(ops, op), (x, words, spill, *weights, b_down, case.compression), gated)
+            arguments = (x, words, spill, *weights, b_down, case.compression)
+            yield Call(getattr(ops, op), arguments, gated)
+            if op == "up_down_union" and gated:
+                # few tokens have a kernel of their own
+                yield Call(ops.up_down_union, (*arguments, False), gated)
 
 
 def training_call(op: str, case: Case, problem: FFN, gated: bool) -> Call:

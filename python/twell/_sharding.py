@@ -328,7 +328,7 @@ def _up_down(x: Any, *rest: Any) -> _Rules:
 
 def _up_down_union(x: Any, *rest: Any) -> _Rules:
     divisible = _whole_blocks(x, geometry.TOKEN_TILE)
-    return _by_token(3, (True, True, True, False, False, False, False, False), (x, *rest), divisible)
+    return _by_token(3, (True, True, True, *[False] * 6), (x, *rest), divisible)
 
 
 def _ffn_union(x: Any, *rest: Any) -> _Rules:

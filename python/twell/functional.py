@@ -278,7 +278,8 @@ def _run(
     else:
         words, spill, stats = ops.gate_pack(tokens, w_gate, b_gate, compression)
         if route.strategy == "union":
-            y, l1, unions = ops.up_down_union(tokens, words, spill, w_up, w_down, b_up, b_down, compression)
+            measured = route.measurement is not None
+            y, l1, unions = ops.up_down_union(tokens, words, spill, w_up, w_down, b_up, b_down, compression, measured)
         else:
             y, l1 = ops.up_down(tokens, words, spill, w_up, w_down, b_up, b_down, compression)
     _note(route, stats, unions)

@@ -72,6 +72,24 @@ def up_down_token(dtype: torch.dtype, m: int, k: int, gated: bool) -> specs.UpDo
     return specs.UpDownTokenSpec(dtype_name(dtype), k_max, cluster, gated)
 
 
+# Most tokens of strategy "union" that one kernel computes by tiles of 16. NVIDIA H200, microseconds of one kernel and of
+# three, "topic29" and "uniform29": 24 and 50, 40 and 74 at 512 tokens; 41 and 53, 62 and 76 at 1,024; 85 and 60, 104 and
+# 100 at 2,048.
+UNION_TILE_TOKENS = 1024
+
+
+@functools.cache
+def up_down_tile(dtype: torch.dtype, m: int, k: int, n: int, gated: bool) -> specs.UpDownTileSpec | None:
+    """The up and down projections of strategy "union" for few tokens; None for sizes that three kernels compute."""
+    name = dtype_name(dtype)
+    if not gated or m > UNION_TILE_TOKENS or k > specs.TILE_K_CLASSES[-1]:
+        return None
+    # sums of more terms are in parts, which this kernel does not make
+    if n > min(geometry.MAX_TILE_NEURONS, geometry.LONGEST_SUM[name]):
+        return None
+    return specs.UpDownTileSpec(name, specs.k_class(k, specs.TILE_K_CLASSES))
+
+
 @functools.cache
 def unpack(dtype: torch.dtype) -> specs.UnpackSpec:
     """TwELL to dense."""

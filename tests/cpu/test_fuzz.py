@@ -572,8 +572,8 @@ def rounds_a_sum_twice(op: Op) -> Op:
     """The product is rounded to 16 bits before the bias is added."""
 
     def projected(*arguments: Any) -> Any:
-        y, *rest = op(*arguments[:-2], None, arguments[-1])
-        return (y.float() + arguments[-2].float()).to(y.dtype), *rest
+        y, *rest = op(*arguments[:6], None, *arguments[7:])
+        return (y.float() + arguments[6].float()).to(y.dtype), *rest
 
     return projected
 
@@ -592,7 +592,7 @@ def rounds_up(op: Op) -> Op:
     """The up projection is rounded before the product, as in dense PyTorch."""
 
     def projected(x: Tensor, words: Tensor, spill: Tensor, w_up: Tensor, w_down: Tensor, *rest: Any) -> Any:
-        b_up, _, compression = rest
+        b_up, _, compression, *_ = rest
         gate = ops.unpack(words, spill, len(w_up), compression)
         hidden = gate.float() * F.linear(x, w_up, b_up).float()
         y = hidden.to(x.dtype).float() @ w_down.float()

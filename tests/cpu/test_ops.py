@@ -64,8 +64,8 @@ def calls(o: dict[str, Tensor | None], compression: int) -> list[tuple[Any, Call
         (ops.up_down, sparse, (None, words, spill, *plain, compression)),
         (ops.ffn_union, lambda: layer(True), (*pack[:2], *weights[:2], o["b_gate"], *weights[2:], compression)),
         (ops.ffn_union, lambda: layer(False), (*pack[:2], *plain[:2], o["b_gate"], *plain[2:], compression)),
-        (ops.up_down_union, lambda: union(True), (*packed, *weights, compression)),
-        (ops.up_down_union, lambda: union(False), (*packed, *plain, compression)),
+        (ops.up_down_union, lambda: union(True), (*packed, *weights, compression, True)),
+        (ops.up_down_union, lambda: union(False), (*packed, *plain, compression, True)),
         (ops.matrix_transpose, lambda: o["w_down"].t().contiguous(), (o["w_down"],)),
     ]
 

@@ -63,9 +63,9 @@ def layer_first(implementation: Callable[[Operands, int], Any]) -> Implementatio
     return lambda *arguments: implementation(Operands(*arguments[:-1]), arguments[-1])
 
 
-def packed_first(implementation: Callable[[PackedOperands, int], Any]) -> Implementation:
-    """``implementation(packed, compression)`` as a function of x, ``PACKED`` and compression."""
-    return lambda *arguments: implementation(PackedOperands(*arguments[:-1]), arguments[-1])
+def packed_first(implementation: Implementation) -> Implementation:
+    """``implementation(packed, ...)`` as a function of x, ``PACKED`` and the other arguments."""
+    return lambda *arguments: implementation(PackedOperands(*arguments[:7]), *arguments[7:])
 
 
 def _refuse_grad(name: str, implementation: Implementation, instead: str) -> Implementation:

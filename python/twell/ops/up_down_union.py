@@ -4,6 +4,9 @@ Each tile gathers the weight rows in the union of its tokens' neurons once. Any 
 neurons, the products are those of dense PyTorch, and gathering rows is overhead.
 h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]) for the non-zeros of the gate, without ``w_up`` h = gate;
 y = h @ w_down + b_down. h is rounded to x's dtype, once, as in dense PyTorch.
+
+Without ``unions`` the sizes of the unions are not returned. Then few tokens are computed by tiles of 16 in one kernel,
+and the last bits of y may differ.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor
 
 from twell import tuning
-from twell._runtime import device, geometry
+from twell._runtime import device, geometry, specs
 from twell.ops import hybrid
 from twell.ops.library import (
     PACKED,
@@ -62,15 +65,15 @@ def union(sizes: Tensor) -> Tensor:
 
 
 @packed_first
-def _fake(packed: PackedOperands, compression: int) -> Outputs:
+def _fake(packed: PackedOperands, compression: int, unions: bool = True) -> Outputs:
     x, _, _, w_up, w_down, b_up, b_down = packed
     y, l1, sizes = outputs(packed, compression)
     check_layer(x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down)
-    return y, l1, union(sizes)
+    return y, l1, union(sizes) if unions else sizes.narrow(0, 0, 0)
 
 
 @packed_first
-def on_cpu(packed: PackedOperands, compression: int) -> Outputs:
+def on_cpu(packed: PackedOperands, compression: int, unions: bool = True) -> Outputs:
     y, l1, found = _fake(*packed, compression)
     x, words, spill, w_up, w_down, b_up, b_down = packed
     gate = unpack(words, spill, w_down.shape[0], compression)
@@ -83,14 +86,31 @@ def on_cpu(packed: PackedOperands, compression: int) -> Outputs:
         tokens = slice(tile * geometry.TOKEN_TILE, (tile + 1) * geometry.TOKEN_TILE)
         l1[tile, 0] = hidden[tokens].abs().sum()
         found[tile] = (gate[tokens] != 0).any(0).sum()
-    return y, l1, found
+    return y, l1, found if unions else found.narrow(0, 0, 0)
 
 
 @packed_first
-def _cuda(packed: PackedOperands, compression: int) -> Outputs:
+def _cuda(packed: PackedOperands, compression: int, unions: bool = True) -> Outputs:
     y, l1, sizes = found = outputs(packed, compression)
-    by_slices(packed, lambda first, last: (packed.words[first:last], packed.spill[first:last]), found)
-    return y, l1, union(sizes)
+    (m, k), n = y.shape, packed.w_down.shape[0]
+    spec = None if unions else tuning.up_down_tile(y.dtype, m, k, n, packed.w_up is not None)
+    if spec is None:
+        by_slices(packed, lambda first, last: (packed.words[first:last], packed.spill[first:last]), found)
+    elif m:
+        by_small_tiles(spec, packed, y, l1)
+    return y, l1, union(sizes) if unions else sizes.narrow(0, 0, 0)
+
+
+def by_small_tiles(spec: specs.UpDownTileSpec, packed: PackedOperands, y: Tensor, l1: Tensor) -> None:
+    """Launch the kernel for few tokens, which fills ``y`` and ``l1``."""
+    x, words, spill, w_up, w_down, b_up, b_down = packed
+    assert w_up is not None
+    check_alike(w_down, w_up=w_up)
+    n, k = w_down.shape
+    biases = bias_vector("b_up", b_up, n, x), bias_vector("b_down", b_down, k, x)
+    width = words.shape[1] // geometry.tiles(n)
+    rows_up, rows_down = hybrid.near_rows(w_up), hybrid.near_rows(down_rows(w_down))
+    launch(spec, rows(x), words, spill, rows_up, rows_down, *biases, y, l1, width)
 
 
 def by_slices(packed: PackedOperands, packed_of: Callable[[int, int], tuple[Tensor, Tensor]], found: Outputs) -> None:
@@ -139,7 +159,7 @@ def _empty_lists(x: Tensor, m: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 up_down_union = register(
-    f"up_down_union(Tensor x, {PACKED}, int compression) -> (Tensor y, Tensor l1, Tensor union)",
+    f"up_down_union(Tensor x, {PACKED}, int compression, bool unions=True) -> (Tensor y, Tensor l1, Tensor union)",
     fake=_fake,
     cpu=on_cpu,
     cuda=_cuda,
