@@ -29,6 +29,13 @@ RARE_ENTRIES = 2048
 # Most entries, 4 bytes each, of one slice of strategy "union".
 UNION_ENTRIES = 1 << 27
 
+# Most tokens of a slice of a batch that exceeds the capacity of the hybrid format. Its dense scratch, three 16-bit values
+# per token and neuron, is what backward of a dense layer takes, too.
+OVERFLOW_TOKENS = 16384
+
+# Tokens whose gradients are added up for the biases there.
+OVERFLOW_SUM = 64
+
 # Counts and positions are 32-bit.
 MOST = 2**31 - 1
 
@@ -58,8 +65,8 @@ def capacity(compression: int) -> int:
 
 
 def sums_per_tile(n: int) -> int:
-    """Partial sums of |h| per token tile: one per 256 listed neurons, or one per token."""
-    return max(TOKEN_TILE, tiles(n))
+    """Partial sums of |h| per token tile: one per 256 listed neurons, or one per 64 tokens and 128 neurons."""
+    return 2 * -(-n // 128)
 
 
 def union_slices(m: int, n: int) -> list[tuple[int, int]]:

@@ -138,9 +138,9 @@ def weight_grad(dtype: torch.dtype, gated: bool, bias: bool, accumulate: bool) -
 
 
 @functools.cache
-def overflow(dtype: torch.dtype, mode: str, gated: bool, bias: bool) -> specs.OverflowSpec:
-    """``mode`` (forward, input, weight, weight_add) of a training step whose non-zeros exceed the hybrid format."""
-    return specs.OverflowSpec(dtype_name(dtype), mode, gated, bias)
+def overflow(dtype: torch.dtype, mode: str) -> specs.OverflowSpec:
+    """A product (hidden, gradients, token, weight) of a training step whose non-zeros exceed the hybrid format."""
+    return specs.OverflowSpec(dtype_name(dtype), mode)
 
 
 # Strategies

@@ -251,6 +251,80 @@ def backward_cpu(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, out: Grad
 # On the GPU
 
 
+class Slice(NamedTuple):
+    """Tokens of an over-full batch that are computed together, and what kernels need of them."""
+
+    first: int
+    end: int
+    bits: Tensor
+    parts: Tensor
+
+
+def overflow_slices(x: Tensor, n: int, count: int, entries: Tensor) -> list[Slice]:
+    """The slices of an over-full batch, which share scratch for ``count`` values per token and neuron."""
+    most, words = geometry.OVERFLOW_TOKENS, geometry.bitmap_words(n)
+    scratch = x.new_empty((count, min(len(x), most), n))
+    ends = [(first, min(len(x), first + most)) for first in range(0, len(x), most)]
+    return [Slice(first, end, entries[first * words :], scratch[:, : end - first]) for first, end in ends]
+
+
+def overflow_forward(layer: Operands, kept: Kept, capacity: int, y: Tensor, sums: Tensor, aside: Tensor) -> None:
+    """Launch the kernels that fill y and ``sums``, of |h|, densely if there are more non-zeros than ``capacity``.
+
+    ``sums`` is [token tiles, ``geometry.sums_per_tile``] and ``aside`` is ``room_aside`` for n terms.
+    """
+    x, w_gate, w_up, w_down, *biases = layer
+    none, over = x.new_empty(0), (kept.sizes, capacity)
+    b_gate, b_up, b_down = (none if b is None else vector(b, len(b), x) for b in biases)
+    gated, ctas = int(w_up is not None), device.sm_count(x.device.index)
+    weights = (w_gate, w_gate if w_up is None else w_up, b_gate, b_up)
+    hidden, token = (tuning.overflow(x.dtype, mode) for mode in ("hidden", "token"))
+    for first, end, bits, parts in overflow_slices(x, len(w_gate), 1, kept.entries):
+        own_sums = sums[first // geometry.TOKEN_TILE :]
+        launch(hidden, x[first:end], *weights, bits, *over, gated, parts, own_sums, ctas)
+        launch(token, parts, w_down, w_down, b_down, *over, y[first:end], aside, ctas)
+
+
+def overflow_backward(
+    dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, capacity: int, out: Gradients, accumulate: bool, aside: Tensor
+) -> None:
+    """Launch the kernels that fill ``out`` densely if there are more non-zeros than ``capacity``.
+
+    ``aside`` is ``room_aside`` for m and for n terms, 2n of a layer with an up projection.
+    """
+    x, w_gate, w_up, w_down, *biases = layer
+    none, over = x.new_empty((0, x.shape[1])), (kept.sizes, capacity)
+    flat, wide = none.view(0), torch.empty_like(none, dtype=torch.float32)
+    b_gate, b_up, _ = (flat if b is None else vector(b, len(b), x) for b in biases)
+    gated, ctas = int(w_up is not None), device.sm_count(x.device.index)
+    n, up = len(w_gate), w_gate if w_up is None else w_up
+    slices = overflow_slices(x, n, 2 + gated, kept.entries)
+
+    weights = out[1:4]
+    results, sums = [none if w is None else w for w in weights], [wide] * 3
+    if accumulate:
+        results, sums = [none] * 3, [wide if w is None else w for w in weights]
+    elif len(slices) > 1:
+        # slices add up in fp32, and the last one rounds
+        sums = [torch.empty_like(r, dtype=torch.float32) for r in results]
+    biases = [flat if b is None else b for b in out[4:6]]
+    wanted = any(len(b) for b in biases)
+    by_token = x.new_empty((-(-len(x) // geometry.OVERFLOW_SUM) if wanted else 0, 2 * n), dtype=torch.float32)
+
+    gradients, token, weight = (tuning.overflow(x.dtype, mode) for mode in ("gradients", "token", "weight"))
+    for first, end, bits, parts in slices:
+        tokens, last = (dy[first:end], x[first:end]), end == len(x)
+        own_sums = by_token[first // geometry.OVERFLOW_SUM :]
+        own = (b_gate, b_up, dl1, bits, *over, gated, parts, own_sums, ctas)
+        launch(gradients, *tokens, w_gate, up, w_down, *own)
+        if out.x is not None:
+            launch(token, parts, w_gate, up, flat, *over, out.x[first:end], aside, ctas)
+        if out.w_gate is not None:
+            flags = (int(accumulate or first > 0), int(last and not accumulate))
+            own = (by_token, *(biases if last else (flat, flat)), aside, ctas)
+            launch(weight, parts, *tokens, *over, *results, *sums, *flags, *own)
+
+
 def backward_cuda(
     dy: Tensor,
     dl1: Tensor,
@@ -280,11 +354,6 @@ def backward_cuda(
     up = values(entries, capacity, dtype, 1)[0] if gated else None
     dl1 = vector(dl1.reshape(1), 1, dl1)
 
-    bias = layer.b_gate is not None or layer.b_up is not None
-    b_gate = vector(layer.b_gate, n, x) if bias else None
-    b_up = vector(layer.b_up, n, x) if bias and gated else None
-    recomputed = (dy, x, w_gate, w_up, w_down, b_gate, b_up, dl1, entries, sizes, capacity)
-
     d_gate = sizes.new_empty(capacity)
     d_up = sizes.new_empty(capacity) if gated else None
     launch(tuning.sampled_grad(dtype, gated), dy, w_down, *pattern, up, dl1, d_gate, d_up, multiprocessors)
@@ -296,9 +365,11 @@ def backward_cuda(
         coefficients = (gate_rounded, w_gate, up_rounded, w_up, x.new_empty(0))
         launch(gathered, *coefficients, *pattern, dx, aside, capacity, multiprocessors)
         del gate_rounded, up_rounded, coefficients
-        launch(tuning.overflow(dtype, "input", gated, bias), *recomputed, dx, aside, multiprocessors)
         del aside
+    laid = layer._replace(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down)
     if weights is None:
+        aside = room_aside(x, 2 * n if gated else n, multiprocessors)
+        overflow_backward(dy, dl1, laid, kept, capacity, none, accumulate, aside)
         return none
 
     order, slot = torch.empty_like(popularity), torch.empty_like(popularity)
@@ -317,12 +388,14 @@ def backward_cuda(
     del d_gate, d_up, groups, by_neuron
     out = weights()
     # a layer with one of two biases still needs memory for the other's gradient
+    bias = layer.b_gate is not None or layer.b_up is not None
     db_gate = (x.new_empty(n) if out.b_gate is None else out.b_gate) if bias else None
     db_up = (x.new_empty(n) if out.b_up is None else out.b_up) if bias and gated else None
-    # clusters of four CTAs, one for each multiprocessor, take a batch that overflows
-    gradients = (out.w_gate, out.w_up, out.w_down, db_gate, db_up, room_aside(x, m, 4 * multiprocessors))
+    aside = room_aside(x, max(m, 2 * n if gated else n), multiprocessors)
+    gradients = (out.w_gate, out.w_up, out.w_down, db_gate, db_up, aside)
     weight_grad = tuning.weight_grad(dtype, gated, bias, accumulate)
     launch(weight_grad, x, dy, order, sizes, tiles, starts, packed, tokens, *gradients, capacity, multiprocessors)
-    mode = "weight_add" if accumulate else "weight"
-    launch(tuning.overflow(dtype, mode, gated, bias), *recomputed, *gradients, multiprocessors)
-    return out._replace(x=dx)
+    del order, slot, tiles, starts, packed, tokens
+    out = out._replace(x=dx)
+    overflow_backward(dy, dl1, laid, kept, capacity, out, accumulate, aside)
+    return out

@@ -114,14 +114,8 @@ def _cuda(layer: Operands, compression: int) -> Outputs:
     aside = hybrid.room_aside(x, n, multiprocessors)
     launch(down, hidden, w_down, None, None, bias, *pattern, y, aside, capacity, multiprocessors)
 
-    any_bias = not (b_gate is None and b_up is None and b_down is None)
-    biases = (
-        vector(b_gate, n, x) if any_bias else None,
-        vector(b_up, n, x) if any_bias and gated else None,
-        vector(b_down, k, x) if any_bias else None,
-    )
-    overflow = tuning.overflow(dtype, "forward", gated, any_bias)
-    launch(overflow, x, w_gate, w_up, w_down, *biases, entries, sizes, capacity, y, sums, aside, multiprocessors)
+    laid = layer._replace(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down)
+    hybrid.overflow_forward(laid, kept, capacity, y, sums, aside)
     torch.sum(sums, (0, 1), out=l1)
     return y, l1, nonzeros, *kept
 
