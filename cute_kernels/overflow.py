@@ -59,8 +59,10 @@ CLUSTER = 2
 BAND = 8
 THREADS = 384
 GROUP_ROWS = TILE_M // 2
-REGISTERS_LOAD, REGISTERS_MMA = 40, 232
-feasible.check_register_split((REGISTERS_LOAD, REGISTERS_MMA, REGISTERS_MMA))
+# of the load group and of each mma group: three accumulators leave few for the loads
+REGISTERS_SCORE, REGISTERS_PRODUCT = (40, 232), (48, 224)
+for load, mma in (REGISTERS_SCORE, REGISTERS_PRODUCT):
+    feasible.check_register_split((load, mma, mma))
 # threads that add up the gradients of the biases
 ADDERS = 96
 
@@ -355,11 +357,11 @@ class Score(Dense):
             thread, group, warp_index, ring = self.enter(shared)
             s = self.views(shared, *layouts)
             if group == 0:
-                cute.arch.setmaxregister_decrease(REGISTERS_LOAD)
+                cute.arch.setmaxregister_decrease(REGISTERS_SCORE[0])
                 if warp_index == 0:
                     self.load(ring, a, b, s, o, extent)
             else:
-                cute.arch.setmaxregister_increase(REGISTERS_MMA)
+                cute.arch.setmaxregister_increase(REGISTERS_SCORE[1])
                 self.score(ring, mmas, store, s, o, thread - 128, extent)
             self.leave()
 
@@ -626,13 +628,13 @@ class Product(Dense):
             thread, group, warp_index, ring = self.enter(shared)
             s = self.views(shared, *layouts)
             if group == 0:
-                cute.arch.setmaxregister_decrease(REGISTERS_LOAD)
+                cute.arch.setmaxregister_decrease(REGISTERS_PRODUCT[0])
                 if warp_index == 0:
                     self.load(ring, a, b, s, o, extent)
                 elif const_expr(not self.by_token):
                     self.add_biases(o, thread - 32)
             else:
-                cute.arch.setmaxregister_increase(REGISTERS_MMA)
+                cute.arch.setmaxregister_increase(REGISTERS_PRODUCT[1])
                 self.product(ring, mma, store, s, o, thread - 128, extent)
             self.leave()
 

@@ -102,7 +102,7 @@ def run(p: Problem, mode: str, *, excess: int = 1, outputs: dict[str, Tensor]) -
     sizes = torch.full((geometry.token_tiles(m) + 1,), -1, dtype=torch.int32, device="cuda")
     sizes[-1] = total
     kept = Kept(bitmap(p.active), *(sizes,) * 4)
-    layer = Operands(*p.layer)._replace(w_up=p.layer.w_up if gated else None)
+    layer = Operands(*p.layer) if gated else Operands(*p.layer)._replace(w_up=None, b_up=None)
     # for sums longer than tensor cores add up in one go
     aside = hybrid.room_aside(p.layer.x, max(m, 2 * n), device.sm_count(0)).fill_(torch.nan)
     if mode == "forward":
