@@ -29,8 +29,8 @@ RARE_ENTRIES = 2048
 # Most entries, 4 bytes each, of one slice of strategy "union".
 UNION_ENTRIES = 1 << 27
 
-# Most tokens of a slice of a batch that exceeds the capacity of the hybrid format. Its dense scratch, three 16-bit values
-# per token and neuron, is what backward of a dense layer takes, too.
+# Most tokens of a slice of a batch that exceeds the capacity of the hybrid format. Its dense scratch, three 16-bit
+# values per token and neuron, is what backward of a dense layer takes, too.
 OVERFLOW_TOKENS = 16384
 
 # Tokens whose gradients are added up for the biases there.

@@ -184,7 +184,7 @@ class Dense:
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
-    def parted(self, transfer: Transfer, smem: Any, box: tuple[int, int], rank: Any, peers: int) -> tuple[Any, Any]:
+    def parted(self, transfer: Transfer, smem: Any, box: tuple[int, int], rank: Any, peers: int) -> Any:
         """Stages in shared memory and tiles in global memory of a load, this CTA's share of them."""
         tiles = cute.local_tile(transfer.tensor, box, (None,) * cute.rank(transfer.tensor))
         return cpasync.tma_partition(
@@ -273,7 +273,7 @@ class Dense:
 
     @cute.jit
     def send_buffer(self, s, store: Transfer, pairs, at: Thread, place):
-        """Write `pairs` [2 rows, 16] of 16-bit values to the group's buffer and store it at `place`."""
+        """Write `pairs` [2 rows, 16] of 16-bit values to the group's buffer and store it as tile `place` of the result."""
         row = at.warp * 16 + (at.lane & 15)
         target = s.buffers + (at.group * (GROUP_ROWS * HALF) + row * 64)
         for v in range_constexpr(0, HALF // 8, 2):
@@ -292,7 +292,7 @@ class Dense:
             source, target_tiles = cpasync.tma_partition(
                 store.atom, 0, cute.make_layout(1), cute.group_modes(buffer, 0, 2), cute.group_modes(tiles, 0, 2)
             )
-            cute.copy(store.atom, source, target_tiles[(None, *place)])
+            cute.copy(store.atom, source, target_tiles[place])
             cute.arch.cp_async_bulk_commit_group()
 
 
@@ -386,9 +386,7 @@ class Score(Dense):
                     cute.copy(a[product].atom, source[None, row, k], into[None, state.index], tma_bar_ptr=barrier)
                     into, source = right[2 * product]
                     slot = into[None, 2 * state.index]
-                    cute.copy(
-                        b[2 * product].atom, source[None, column, k], slot, tma_bar_ptr=barrier, mcast_mask=mask
-                    )
+                    cute.copy(b[2 * product].atom, source[None, column, k], slot, tma_bar_ptr=barrier, mcast_mask=mask)
                     if const_expr(product == 0):
                         if o.gated != 0:
                             into, source = right[1]
@@ -410,7 +408,7 @@ class Score(Dense):
         # gate, then up
         acc = cute.make_rmem_tensor(wide.get_slice(thread).partition_shape_C((TILE_M, TILE_N)), Float32)
         gate = cute.make_tensor(acc.iterator, cute.make_layout(shape))
-        dh = cute.make_rmem_tensor(shape, Float32) if const_expr(self.backward) else None
+        dh: Any = cute.make_rmem_tensor(shape, Float32) if const_expr(self.backward) else None
         states = self.states()
         index, step = cute.arch.block_idx()[0] // CLUSTER, cute.arch.grid_dim()[0] // CLUSTER
         while index < extent.m_tiles * extent.n_tiles:
@@ -460,14 +458,14 @@ class Score(Dense):
         lines = 2 * row + at.group
         if const_expr(self.backward):
             self.open_buffer(at)
-            self.send_buffer(s, store, d_gate, at, (lines, column, 0))
+            self.send_buffer(s, store, d_gate, at, (None, lines, column, 0))
             self.add_columns(s, o, 0, lines, column, at)
             if o.gated != 0:
                 self.open_buffer(at)
-                self.send_buffer(s, store, d_up, at, (lines, column, 1))
+                self.send_buffer(s, store, d_up, at, (None, lines, column, 1))
                 self.add_columns(s, o, 1, lines, column, at)
             self.open_buffer(at)
-            self.send_buffer(s, store, hidden, at, (lines, column, 1 + o.gated))
+            self.send_buffer(s, store, hidden, at, (None, lines, column, 1 + o.gated))
         else:
             total = warp_sum(total)
             if at.lane == 0:
@@ -479,7 +477,7 @@ class Score(Dense):
                     total += s.totals[at.group * 4 + warp]
                 if at.lane == 0 and row < o.sums.shape[0]:
                     o.sums[row, 2 * column + at.group] = total
-            self.send_buffer(s, store, hidden, at, (lines, column, 0))
+            self.send_buffer(s, store, hidden, at, (None, lines, column, 0))
 
     @cute.jit
     def load_bits(self, o, row, column, at):
@@ -713,7 +711,7 @@ class Product(Dense):
                     low, high = (acc[(j, i, half * (HALF // 8) + v), 0, 0] + bias[j] for j in range(2))
                     pairs[i, v] = pack(low, high, self.dtype)
             self.open_buffer(at)
-            self.send_buffer(s, store, pairs, at, (2 * row + at.group, 2 * column + half))
+            self.send_buffer(s, store, pairs, at, (None, 2 * row + at.group, 2 * column + half))
 
     @cute.jit
     def store_gradients(self, o, acc, part, row, column, at):
@@ -843,9 +841,7 @@ class Weight(Product):
             flushed, p, p - 1, None, (dw_gate, dw_up, dw_down), (sum_gate, sum_up, sum_down), add, last, sums,
             (db_gate, db_up), (n, k),
         )  # fmt: skip
-        extent = Extent(
-            p * cute.ceil_div(n, TILE_M * CLUSTER), cute.ceil_div(k, TILE_N), cute.ceil_div(m, TILE_K)
-        )
+        extent = Extent(p * cute.ceil_div(n, TILE_M * CLUSTER), cute.ceil_div(k, TILE_N), cute.ceil_div(m, TILE_K))
         self.launch(columns, (transposed(x), transposed(dy)), None, o, extent, sizes, capacity, max_ctas, stream)
 
 
@@ -858,8 +854,7 @@ def signature(spec: OverflowSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype = operands.DTYPES[spec.dtype]
     m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
-    # an empty one stands for none
-    vectors = [operands.vector(dtype, cute.sym_int32()) for _ in range(2)]
+    biases = [operands.bias(dtype) for _ in range(2)]
     sizes = (operands.vector(Int32, cute.sym_int32(), align=4), Int32(1))
     bits = operands.vector(Int32, cute.sym_int32(), align=4)
     sums = operands.matrix(Float32, cute.sym_int32(), cute.sym_int32())
@@ -874,18 +869,18 @@ def signature(spec: OverflowSpec) -> tuple[Any, tuple[Any, ...]]:
 
     if spec.mode == "hidden":
         return Hidden(spec), (
-            by_token(), by_neuron(), by_neuron(), *vectors, bits, *sizes, Int32(1), parts, sums, Int32(1)
+            by_token(), by_neuron(), by_neuron(), *biases, bits, *sizes, Int32(1), parts, sums, Int32(1)
         )  # fmt: skip
     if spec.mode == "gradients":
         weights = (by_neuron() for _ in range(3))
         dl1 = operands.vector(Float32, 1, align=4)
         return Gradients(spec), (
-            by_token(), by_token(), *weights, *vectors, dl1, bits, *sizes, Int32(1), parts, sums, Int32(1)
+            by_token(), by_token(), *weights, *biases, dl1, bits, *sizes, Int32(1), parts, sums, Int32(1)
         )  # fmt: skip
     if spec.mode == "token":
-        return Token(spec), (parts, by_neuron(), by_neuron(), vectors[0], *sizes, by_token(), flushed, Int32(1))
+        return Token(spec), (parts, by_neuron(), by_neuron(), biases[0], *sizes, by_token(), flushed, Int32(1))
     results = (operands.rows(dtype, cute.sym_int32(), k) for _ in range(3))
     totals = (operands.rows(Float32, cute.sym_int32(), k) for _ in range(3))
     return Weight(spec), (
-        parts, by_token(), by_token(), *sizes, *results, *totals, Int32(1), Int32(1), sums, *vectors, flushed, Int32(1)
+        parts, by_token(), by_token(), *sizes, *results, *totals, Int32(1), Int32(1), sums, *biases, flushed, Int32(1)
     )  # fmt: skip

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from twell import tuning
 from twell._runtime import device, geometry
-from twell.ops.library import check, check_alike, check_layer, down_rows, launch, rows, vector
+from twell.ops.library import bias_vector, check, check_alike, check_layer, down_rows, launch, rows, vector
 from twell.ops.operands import Gradients, Operands
 
 
@@ -251,6 +251,9 @@ def backward_cpu(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, out: Grad
 # On the GPU
 
 
+_BIASES = Operands._fields[4:]
+
+
 class Slice(NamedTuple):
     """Tokens of an over-full batch that are computed together, and what kernels need of them."""
 
@@ -274,12 +277,12 @@ def overflow_forward(layer: Operands, kept: Kept, capacity: int, y: Tensor, sums
     ``sums`` is [token tiles, ``geometry.sums_per_tile``] and ``aside`` is ``room_aside`` for n terms.
     """
     x, w_gate, w_up, w_down, *biases = layer
-    none, over = x.new_empty(0), (kept.sizes, capacity)
-    b_gate, b_up, b_down = (none if b is None else vector(b, len(b), x) for b in biases)
+    (k, n), over = (x.shape[1], len(w_gate)), (kept.sizes, capacity)
+    b_gate, b_up, b_down = (bias_vector(*given, x) for given in zip(_BIASES, biases, (n, n, k)))
     gated, ctas = int(w_up is not None), device.sm_count(x.device.index)
     weights = (w_gate, w_gate if w_up is None else w_up, b_gate, b_up)
     hidden, token = (tuning.overflow(x.dtype, mode) for mode in ("hidden", "token"))
-    for first, end, bits, parts in overflow_slices(x, len(w_gate), 1, kept.entries):
+    for first, end, bits, parts in overflow_slices(x, n, 1, kept.entries):
         own_sums = sums[first // geometry.TOKEN_TILE :]
         launch(hidden, x[first:end], *weights, bits, *over, gated, parts, own_sums, ctas)
         launch(token, parts, w_down, w_down, b_down, *over, y[first:end], aside, ctas)
@@ -294,10 +297,10 @@ def overflow_backward(
     """
     x, w_gate, w_up, w_down, *biases = layer
     none, over = x.new_empty((0, x.shape[1])), (kept.sizes, capacity)
-    flat, wide = none.view(0), torch.empty_like(none, dtype=torch.float32)
-    b_gate, b_up, _ = (flat if b is None else vector(b, len(b), x) for b in biases)
-    gated, ctas = int(w_up is not None), device.sm_count(x.device.index)
+    flat, wide = none.view(-1), torch.empty_like(none, dtype=torch.float32)
     n, up = len(w_gate), w_gate if w_up is None else w_up
+    b_gate, b_up = (bias_vector(*given, n, x) for given in zip(_BIASES, biases[:2]))
+    gated, ctas = int(w_up is not None), device.sm_count(x.device.index)
     slices = overflow_slices(x, n, 2 + gated, kept.entries)
 
     weights = out[1:4]
@@ -307,9 +310,9 @@ def overflow_backward(
     elif len(slices) > 1:
         # slices add up in fp32, and the last one rounds
         sums = [torch.empty_like(r, dtype=torch.float32) for r in results]
-    biases = [flat if b is None else b for b in out[4:6]]
-    wanted = any(len(b) for b in biases)
-    by_token = x.new_empty((-(-len(x) // geometry.OVERFLOW_SUM) if wanted else 0, 2 * n), dtype=torch.float32)
+    d_biases = [flat if b is None else b for b in out[4:6]]
+    lines = -(-len(x) // geometry.OVERFLOW_SUM) if any(len(b) for b in d_biases) else 0
+    by_token = x.new_empty((lines, 2 * n), dtype=torch.float32)
 
     gradients, token, weight = (tuning.overflow(x.dtype, mode) for mode in ("gradients", "token", "weight"))
     for first, end, bits, parts in slices:
@@ -321,7 +324,7 @@ def overflow_backward(
             launch(token, parts, w_gate, up, flat, *over, out.x[first:end], aside, ctas)
         if out.w_gate is not None:
             flags = (int(accumulate or first > 0), int(last and not accumulate))
-            own = (by_token, *(biases if last else (flat, flat)), aside, ctas)
+            own = (by_token, *(d_biases if last else (flat, flat)), aside, ctas)
             launch(weight, parts, *tokens, *over, *results, *sums, *flags, *own)
 
 

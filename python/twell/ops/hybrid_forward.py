@@ -24,7 +24,6 @@ from twell.ops.library import (
     launch,
     layer_first,
     register,
-    vector,
 )
 from twell.ops.operands import Operands
 
