@@ -88,7 +88,7 @@ def chunks(length: int) -> int:
 
 
 def hybrid_capacity(m: int, n: int) -> int:
-    """Most non-zeros in ``m`` rows of ``n`` neurons that the hybrid format holds as entries; more become a bitmap.
+    """Most non-zeros in ``m`` rows of ``n`` neurons that the hybrid format holds.
 
     156 per token at n = 5632: 1.0 KB per token with their 16-bit up projections and the lists. A multiple of eight: the
     data behind the entries are read in pieces of 16 bytes.
@@ -97,14 +97,9 @@ def hybrid_capacity(m: int, n: int) -> int:
 
 
 def hybrid_words(m: int, n: int, value_bytes: int) -> int:
-    """Words of the entries and ``value_bytes`` more per entry, or of the bitmap [m, ceil(n / 32)] if that is larger."""
+    """Words of the entries and ``value_bytes`` more per entry."""
     capacity = hybrid_capacity(m, n)
-    return max(capacity + capacity * value_bytes // 4, m * bitmap_words(n))
-
-
-def bitmap_words(n: int) -> int:
-    """Words of one row of a bitmap of ``n`` neurons."""
-    return -(-n // 32)
+    return capacity + capacity * value_bytes // 4
 
 
 def sums_aside(dtype: str, terms: int, ctas: int) -> int:

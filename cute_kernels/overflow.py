@@ -1,5 +1,5 @@
 """Forward and backward of a batch whose non-zeros exceed the hybrid format's capacity: dense products of x, the weights
-and dy, with a bitmap of the non-zeros. Nothing else was stored, so gate and up are computed again.
+and dy. Nothing was stored, so gate and up are computed again.
 
 Four kernels. Each returns at once unless the last of `sizes` exceeds `capacity`. `parts` [P, M, N] is scratch.
 
@@ -9,7 +9,7 @@ Four kernels. Each returns at once unless the last of `sizes` exceeds `capacity`
     weight      dw_gate = d_gate^T x,  dw_up = d_up^T x,  dw_down = h^T dy,  and db_gate, db_up from the sums
 
     gate = relu(x . w_gate + b_gate) rounded, up = x . w_up + b_up, dh = dy . w_down + dl1 * sign(h),
-    d_gate = dh * up, d_up = dh * gate; all zero where the bitmap has no bit. An empty bias stands for none.
+    d_gate = dh * up, d_up = dh * gate; all zero where the gate is. An empty bias stands for none.
 
 Without an up projection, h = gate, d_gate = dh and there is no part for d_up.
 
@@ -47,7 +47,7 @@ from .sm90 import operands
 from .sm90.mma import store_matrices
 from .sm90.sums import add_flushed, flush_sums
 from .sm90.swizzle import swizzle_column, swizzle_piece
-from .sm90.values import high_to_float, low_to_float, pack, relu_pack, warp_sum
+from .sm90.values import MAGNITUDE, high_to_float, low_to_float, pack, relu_pack, warp_sum
 from .specs import OverflowSpec
 
 TILE_M, TILE_N, TILE_K = 128, 256, 64
@@ -273,7 +273,7 @@ class Dense:
 
     @cute.jit
     def send_buffer(self, s, store: Transfer, pairs, at: Thread, place):
-        """Write `pairs` [2 rows, 16] of 16-bit values to the group's buffer and store it as tile `place` of the result."""
+        """Write `pairs` [2 rows, 16] of 16-bit values to the buffer and store it as tile `place` of the result."""
         row = at.warp * 16 + (at.lane & 15)
         target = s.buffers + (at.group * (GROUP_ROWS * HALF) + row * 64)
         for v in range_constexpr(0, HALF // 8, 2):
@@ -302,7 +302,6 @@ class ScoreOperands(NamedTuple):
     b_gate: Any
     b_up: Any
     dl1: Any  # None in forward
-    bits: Any  # [M * ceil(N / 32)]
     sums: Any  # of |h| by tile and group, or of gradients [ceil(M / 64), 2 N], which may be empty
     tokens: Any
     neurons: Any
@@ -431,7 +430,7 @@ class Score(Dense):
     @cute.jit
     def finish(self, store, s, o, acc, dh, row, column, at):
         """Compute and store the parts of 64 tokens and 128 neurons."""
-        active = self.load_bits(o, row, column, at)
+        token = row * TILE_M + at.group * GROUP_ROWS + at.warp * 16 + (at.lane >> 2)
         first = column * HALF + (at.lane & 3) * 2
         hidden, d_gate, d_up = (cute.make_rmem_tensor((2, HALF // 8), Uint32) for _ in range(3))
         total = Float32(0.0)
@@ -447,7 +446,8 @@ class Score(Dense):
                     values = [gate * up]
                     if const_expr(self.backward):
                         values += gradients(dh[(j, i, v), 0, 0], o.dl1[0], gate, up)
-                    fires = active[i, v // 4] & Uint32(1 << (8 * (v % 4) + j)) != 0
+                    # tokens past the last one have the gates of the bias
+                    fires = (gates & Uint32(MAGNITUDE << 16 * j) != 0) & (token + 8 * i < o.tokens)
                     values = [cutlass.select_(fires, value, Float32(0.0)) for value in values]
                     total += cute.arch.fmax(values[0], -values[0])
                     pairs.append(values)
@@ -478,20 +478,6 @@ class Score(Dense):
                 if at.lane == 0 and row < o.sums.shape[0]:
                     o.sums[row, 2 * column + at.group] = total
             self.send_buffer(s, store, hidden, at, (None, lines, column, 0))
-
-    @cute.jit
-    def load_bits(self, o, row, column, at):
-        """Words [2 rows, 4] of the bitmap, shifted so that a lane's two neurons of eight are bits 0 and 1."""
-        words = (o.neurons + 31) >> 5
-        active = cute.make_rmem_tensor((2, HALF // 32), Uint32)
-        for i in range_constexpr(2):
-            token = row * TILE_M + at.group * GROUP_ROWS + at.warp * 16 + (at.lane >> 2) + 8 * i
-            for w in range_constexpr(HALF // 32):
-                word = column * (HALF // 32) + w
-                exists = (token < o.tokens) & (word < words)
-                bits = Uint32(o.bits[token * words + word]) if exists else Uint32(0)
-                active[i, w] = bits >> Uint32((at.lane & 3) * 2)
-        return active
 
     @cute.jit
     def add_columns(self, s, o, part: cutlass.Constexpr, line, column, at):
@@ -527,7 +513,6 @@ class Hidden(Score):
         w_up: cute.Tensor,
         b_gate: cute.Tensor,
         b_up: cute.Tensor,
-        bits: cute.Tensor,
         sizes: cute.Tensor,
         capacity: Int32,
         gated: Int32,
@@ -536,7 +521,7 @@ class Hidden(Score):
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        o = ScoreOperands(b_gate, b_up, None, bits, sums, x.shape[0], w_gate.shape[0], gated)
+        o = ScoreOperands(b_gate, b_up, None, sums, x.shape[0], w_gate.shape[0], gated)
         self.launch((x,), (w_gate, w_up), o, sizes, capacity, parts, max_ctas, stream)
 
 
@@ -556,7 +541,6 @@ class Gradients(Score):
         b_gate: cute.Tensor,
         b_up: cute.Tensor,
         dl1: cute.Tensor,
-        bits: cute.Tensor,
         sizes: cute.Tensor,
         capacity: Int32,
         gated: Int32,
@@ -565,7 +549,7 @@ class Gradients(Score):
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        o = ScoreOperands(b_gate, b_up, dl1, bits, sums, x.shape[0], w_gate.shape[0], gated)
+        o = ScoreOperands(b_gate, b_up, dl1, sums, x.shape[0], w_gate.shape[0], gated)
         self.launch((x, dy), (w_gate, w_up, w_down), o, sizes, capacity, parts, max_ctas, stream)
 
 
@@ -856,7 +840,6 @@ def signature(spec: OverflowSpec) -> tuple[Any, tuple[Any, ...]]:
     m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
     biases = [operands.bias(dtype) for _ in range(2)]
     sizes = (operands.vector(Int32, cute.sym_int32(), align=4), Int32(1))
-    bits = operands.vector(Int32, cute.sym_int32(), align=4)
     sums = operands.matrix(Float32, cute.sym_int32(), cute.sym_int32())
     flushed = operands.vector(Float32, cute.sym_int32())
     parts = operands.slabs(dtype, cute.sym_int32(), m, n)
@@ -869,13 +852,13 @@ def signature(spec: OverflowSpec) -> tuple[Any, tuple[Any, ...]]:
 
     if spec.mode == "hidden":
         return Hidden(spec), (
-            by_token(), by_neuron(), by_neuron(), *biases, bits, *sizes, Int32(1), parts, sums, Int32(1)
+            by_token(), by_neuron(), by_neuron(), *biases, *sizes, Int32(1), parts, sums, Int32(1)
         )  # fmt: skip
     if spec.mode == "gradients":
         weights = (by_neuron() for _ in range(3))
         dl1 = operands.vector(Float32, 1, align=4)
         return Gradients(spec), (
-            by_token(), by_token(), *weights, *biases, dl1, bits, *sizes, Int32(1), parts, sums, Int32(1)
+            by_token(), by_token(), *weights, *biases, dl1, *sizes, Int32(1), parts, sums, Int32(1)
         )  # fmt: skip
     if spec.mode == "token":
         return Token(spec), (parts, by_neuron(), by_neuron(), biases[0], *sizes, by_token(), flushed, Int32(1))

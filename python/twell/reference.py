@@ -98,9 +98,6 @@ def hybrid(dense: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     active = dense != 0
     sizes[tiles], popularity = active.sum(), active.sum(0).int()
     if sizes[tiles] > geometry.hybrid_capacity(m, n):
-        for row, neuron in active.nonzero().tolist():
-            word = row * geometry.bitmap_words(n) + neuron // 32
-            entries[word] |= 1 << neuron % 32 if neuron % 32 < 31 else -(2**31)
         return (
             entries,
             neurons.short(),

@@ -19,7 +19,7 @@ BIASES = "gate up down"
 
 
 class Problem(NamedTuple):
-    """A layer, the upstream gradient, and the gates that count."""
+    """A layer, the upstream gradient, and which gates are non-zeros."""
 
     layer: FFN
     dy: Tensor
@@ -48,13 +48,6 @@ def problem(
     dy.scatter_(1, columns, torch.randint(-2, 3, (m, 6), generator=generator).float())
     layer, dy = layer.to("cuda"), dy.to("cuda", dtype)
     return Problem(layer, dy, dl1, testing.float64_gate(layer) > 0, gated)
-
-
-def bitmap(active: Tensor) -> Tensor:
-    """int32 [M * ceil(N / 32)]: bit n % 32 of word n / 32 of a row."""
-    m, n = active.shape
-    padded = torch.nn.functional.pad(active, (0, -n % 32)).view(m, -1, 32)
-    return (padded.long() << torch.arange(32, device=active.device)).sum(2).int().view(-1)
 
 
 def answers(p: Problem) -> dict[str, Tensor]:
@@ -101,7 +94,7 @@ def run(p: Problem, mode: str, *, excess: int = 1, outputs: dict[str, Tensor]) -
     total = int(p.active.sum()) + 1
     sizes = torch.full((geometry.token_tiles(m) + 1,), -1, dtype=torch.int32, device="cuda")
     sizes[-1] = total
-    kept = Kept(bitmap(p.active), *(sizes,) * 4)
+    kept = Kept(*(sizes,) * 5)
     layer = Operands(*p.layer) if gated else Operands(*p.layer)._replace(w_up=None, b_up=None)
     # for sums longer than tensor cores add up in one go
     aside = hybrid.room_aside(p.layer.x, max(m, 2 * n), device.sm_count(0)).fill_(torch.nan)
@@ -203,7 +196,7 @@ def test_some_biases(biases: str) -> None:
 def test_only_what_is_wanted_is_computed(wanted: str) -> None:
     p = problem(130, 72, 264, biases=BIASES, dl1=1.0)
     right, out = answers(p), empty(p, "backward")
-    kept = Kept(bitmap(p.active), *(torch.full((3,), 1 << 20, dtype=torch.int32, device="cuda"),) * 4)
+    kept = Kept(*(torch.full((3,), 1 << 20, dtype=torch.int32, device="cuda"),) * 5)
     aside, dl1 = torch.empty(0, device="cuda"), torch.tensor([1.0], device="cuda")
     if wanted == "x":
         gradients = Gradients(out["dx"])
@@ -215,15 +208,6 @@ def test_only_what_is_wanted_is_computed(wanted: str) -> None:
             testing.assert_same(result, right[name].float().to(result.dtype), name)
         else:
             assert bool(result.isnan().all()), name
-
-
-def test_bitmap_decides() -> None:
-    """The bitmap has fewer neurons than positive gates, and some whose gate is zero."""
-    p = problem(130, 136, 264, density=0.5, biases=BIASES, dl1=1.0)
-    generator = torch.Generator(device="cuda").manual_seed(5)
-    active = torch.rand(p.active.shape, generator=generator, device="cuda") < 0.2
-    active[:, 100:150], active[17], active[64:128, :64] = False, False, True
-    check(p._replace(active=active))
 
 
 def test_row_strides() -> None:

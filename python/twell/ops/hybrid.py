@@ -11,8 +11,8 @@ list is its rank, and 64 ranks are a chunk. For M tokens, N neurons, B token til
   non-zeros follow; see ``values``.
 - popularity int32 [N]: the number of non-zeros of each neuron.
 
-If there are more non-zeros than ``geometry.hybrid_capacity``, the entries are a bitmap [M, ceil(N/32)] of the non-zeros
-instead. Only the total in ``sizes`` is valid then, and backward computes the gate and the up projection again.
+If there are more non-zeros than that, only the total in ``sizes`` is valid, and backward computes the gate and the up
+projection again.
 
 On the CPU values may be wider than 16 bits. Then the entries hold none, and the values follow the up projections.
 """
@@ -137,9 +137,6 @@ def encode(gate: Tensor, up: Tensor | None, kept: Kept) -> None:
     total = int(active.sum())
     kept.sizes[-1] = min(total, geometry.MOST)
     if total > geometry.hybrid_capacity(m, n):
-        words = F.pad(active, (0, -n % 32)).view(m, geometry.bitmap_words(n), 32).long()
-        bits = words << torch.arange(32, device="cpu")
-        kept.entries[: m * geometry.bitmap_words(n)] = bits.sum(2).int().view(-1)
         return
 
     tiles, chunks = geometry.token_tiles(m), geometry.chunks(n)
@@ -180,10 +177,8 @@ def decode(layer: Operands, kept: Kept) -> tuple[Tensor, Tensor | None]:
     capacity, wide = geometry.hybrid_capacity(m, n), accumulator(dtype)
     total = int(kept.sizes[-1])
     if total > capacity:
-        words = kept.entries[: m * geometry.bitmap_words(n)].view(m, -1, 1)
-        inactive = (words >> torch.arange(32, device="cpu") & 1).view(m, -1)[:, :n] == 0
-        gate = rounded(project(x, w_gate, b_gate), dtype).relu_().masked_fill_(inactive, 0)
-        return gate, None if w_up is None else project(x, w_up, b_up).masked_fill_(inactive, 0)
+        gate = rounded(project(x, w_gate, b_gate), dtype).relu_()
+        return gate, None if w_up is None else project(x, w_up, b_up).masked_fill_(gate == 0, 0)
 
     entries, chunks = kept.entries[:total], geometry.chunks(n)
     run = torch.arange(kept.neurons.shape[0] * chunks, device="cpu").repeat_interleave(
@@ -259,16 +254,15 @@ class Slice(NamedTuple):
 
     first: int
     end: int
-    bits: Tensor
     parts: Tensor
 
 
-def overflow_slices(x: Tensor, n: int, count: int, entries: Tensor) -> list[Slice]:
+def overflow_slices(x: Tensor, n: int, count: int) -> list[Slice]:
     """The slices of an over-full batch, which share scratch for ``count`` values per token and neuron."""
-    most, words = geometry.OVERFLOW_TOKENS, geometry.bitmap_words(n)
+    most = geometry.OVERFLOW_TOKENS
     scratch = x.new_empty((count, min(len(x), most), n))
     ends = [(first, min(len(x), first + most)) for first in range(0, len(x), most)]
-    return [Slice(first, end, entries[first * words :], scratch[:, : end - first]) for first, end in ends]
+    return [Slice(first, end, scratch[:, : end - first]) for first, end in ends]
 
 
 def overflow_forward(layer: Operands, kept: Kept, capacity: int, y: Tensor, sums: Tensor, aside: Tensor) -> None:
@@ -282,9 +276,9 @@ def overflow_forward(layer: Operands, kept: Kept, capacity: int, y: Tensor, sums
     gated, ctas = int(w_up is not None), device.sm_count(x.device.index)
     weights = (w_gate, w_gate if w_up is None else w_up, b_gate, b_up)
     hidden, token = (tuning.overflow(x.dtype, mode) for mode in ("hidden", "token"))
-    for first, end, bits, parts in overflow_slices(x, n, 1, kept.entries):
+    for first, end, parts in overflow_slices(x, n, 1):
         own_sums = sums[first // geometry.TOKEN_TILE :]
-        launch(hidden, x[first:end], *weights, bits, *over, gated, parts, own_sums, ctas)
+        launch(hidden, x[first:end], *weights, *over, gated, parts, own_sums, ctas)
         launch(token, parts, w_down, w_down, b_down, *over, y[first:end], aside, ctas)
 
 
@@ -301,7 +295,7 @@ def overflow_backward(
     n, up = len(w_gate), w_gate if w_up is None else w_up
     b_gate, b_up = (bias_vector(*given, n, x) for given in zip(_BIASES, biases[:2]))
     gated, ctas = int(w_up is not None), device.sm_count(x.device.index)
-    slices = overflow_slices(x, n, 2 + gated, kept.entries)
+    slices = overflow_slices(x, n, 2 + gated)
 
     weights = out[1:4]
     results, sums = [none if w is None else w for w in weights], [wide] * 3
@@ -315,10 +309,10 @@ def overflow_backward(
     by_token = x.new_empty((lines, 2 * n), dtype=torch.float32)
 
     gradients, token, weight = (tuning.overflow(x.dtype, mode) for mode in ("gradients", "token", "weight"))
-    for first, end, bits, parts in slices:
+    for first, end, parts in slices:
         tokens, last = (dy[first:end], x[first:end]), end == len(x)
         own_sums = by_token[first // geometry.OVERFLOW_SUM :]
-        own = (b_gate, b_up, dl1, bits, *over, gated, parts, own_sums, ctas)
+        own = (b_gate, b_up, dl1, *over, gated, parts, own_sums, ctas)
         launch(gradients, *tokens, w_gate, up, w_down, *own)
         if out.x is not None:
             launch(token, parts, w_gate, up, flat, *over, out.x[first:end], aside, ctas)
