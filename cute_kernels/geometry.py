@@ -29,12 +29,11 @@ RARE_ENTRIES = 2048
 # Most entries, 4 bytes each, of one slice of strategy "union".
 UNION_ENTRIES = 1 << 27
 
-# Most tokens of a slice of a batch that exceeds the capacity of the hybrid format. Its dense scratch, three 16-bit
-# values per token and neuron, is what backward of a dense layer takes, too.
-OVERFLOW_TOKENS = 16384
-
-# Tokens whose gradients are added up for the biases there.
-OVERFLOW_SUM = 64
+# A batch that exceeds the capacity of the hybrid format: most tokens that forward and backward compute together, with
+# one and three 16-bit values of scratch per token and neuron; tokens and neurons that share a sum of |h|, and tokens
+# that share a sum for the gradients of the biases.
+OVERFLOW_FORWARD, OVERFLOW_BACKWARD = 16384, 4096
+OVERFLOW_SUM, OVERFLOW_NEURONS = 64, 128
 
 # Counts and positions are 32-bit.
 MOST = 2**31 - 1
@@ -65,8 +64,13 @@ def capacity(compression: int) -> int:
 
 
 def sums_per_tile(n: int) -> int:
-    """Partial sums of |h| per token tile: one per 256 listed neurons, or one per 64 tokens and 128 neurons."""
-    return 2 * -(-n // 128)
+    """Partial sums of |h| per token tile: one per 256 listed neurons, or one per token."""
+    return max(TOKEN_TILE, tiles(n))
+
+
+def training_sums(n: int) -> int:
+    """The same in training: one per 256 listed neurons, or by OVERFLOW_SUM tokens and OVERFLOW_NEURONS neurons."""
+    return TOKEN_TILE // OVERFLOW_SUM * -(-n // OVERFLOW_NEURONS)
 
 
 def union_slices(m: int, n: int) -> list[tuple[int, int]]:
@@ -87,18 +91,18 @@ def chunks(length: int) -> int:
     return -(-length // CHUNK)
 
 
-def hybrid_capacity(m: int, n: int) -> int:
-    """Most non-zeros in ``m`` rows of ``n`` neurons that the hybrid format holds.
+def hybrid_capacity(m: int, n: int, held: int = 0) -> int:
+    """Most non-zeros in ``m`` rows of ``n`` neurons that the hybrid format holds: ``held`` per row, 0 for the most.
 
-    156 per token at n = 5632: 1.0 KB per token with their 16-bit up projections and the lists. A multiple of eight: the
-    data behind the entries are read in pieces of 16 bytes.
+    The most is 156 at n = 5632: 1.0 KB per token with their 16-bit up projections and the lists. A multiple of eight:
+    the data behind the entries are read in pieces of 16 bytes.
     """
-    return -(-m * min(n, max(64, n // 36)) // 8) * 8
+    most = min(n, max(64, n // 36))
+    return -(-m * (min(held, most) if held else most) // 8) * 8
 
 
-def hybrid_words(m: int, n: int, value_bytes: int) -> int:
-    """Words of the entries and ``value_bytes`` more per entry."""
-    capacity = hybrid_capacity(m, n)
+def hybrid_words(capacity: int, value_bytes: int) -> int:
+    """Words of ``capacity`` entries and ``value_bytes`` more per entry."""
     return capacity + capacity * value_bytes // 4
 
 

@@ -1,7 +1,8 @@
 """Forward and backward of a batch whose non-zeros exceed the hybrid format's capacity: dense products of x, the weights
 and dy. Nothing was stored, so gate and up are computed again.
 
-Four kernels. Each returns at once unless the last of `sizes` exceeds `capacity`. `parts` [P, M, N] is scratch.
+Four kernels. Each returns at once unless the last of `sizes` exceeds `capacity`. `parts` [P, M, N] is scratch, of a
+slice of the tokens.
 
     hidden      parts = h                   and sums of |h|      h = gate * up, rounded to 16 bits
     gradients   parts = d_gate, d_up, h     and sums of d_gate and d_up over 64 tokens each
@@ -53,12 +54,14 @@ from .specs import OverflowSpec
 TILE_M, TILE_N, TILE_K = 128, 256, 64
 # neurons of a tile of `hidden` and `gradients`, and columns of a group's buffer
 HALF = TILE_N // 2
+assert HALF == geometry.OVERFLOW_NEURONS
 STAGES = 4
 CLUSTER = 2
 # tiles of a cluster, by rows, in a band, see `tile_of`
 BAND = 8
 THREADS = 384
 GROUP_ROWS = TILE_M // 2
+assert GROUP_ROWS == geometry.OVERFLOW_SUM
 # of the load group and of each mma group: three accumulators leave few for the loads
 REGISTERS_SCORE, REGISTERS_PRODUCT = (40, 232), (48, 224)
 for load, mma in (REGISTERS_SCORE, REGISTERS_PRODUCT):
@@ -336,6 +339,7 @@ class Score(Dense):
             cluster=(CLUSTER, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -352,6 +356,8 @@ class Score(Dense):
         extent: Extent,
     ):
         shared = SmemAllocator().allocate(self.shared)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         if sizes[sizes.shape[0] - 1] > capacity:
             thread, group, warp_index, ring = self.enter(shared)
             s = self.views(shared, *layouts)
@@ -590,6 +596,7 @@ class Product(Dense):
             cluster=(CLUSTER, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -606,6 +613,8 @@ class Product(Dense):
         extent: Extent,
     ):
         shared = SmemAllocator().allocate(self.shared)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         if sizes[sizes.shape[0] - 1] > capacity:
             thread, group, warp_index, ring = self.enter(shared)
             s = self.views(shared, *layouts)

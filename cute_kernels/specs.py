@@ -168,8 +168,8 @@ class RegluSpec(_Kernel):
 class CompactSpec(_Kernel):
     """``words, spill, stats -> entries, neurons, chunks, sizes``: TwELL to the hybrid format.
 
-    For ``training`` entries are contiguous, the non-zeros of each neuron are counted, and a batch that exceeds the
-    capacity becomes a bitmap. Otherwise each token tile has room for all of its gates.
+    For ``training`` entries are contiguous, the non-zeros of each neuron are counted, and of a batch that exceeds the
+    capacity nothing is kept. Otherwise each token tile has room for all of its gates.
     """
 
     training: bool

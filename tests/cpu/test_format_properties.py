@@ -51,7 +51,8 @@ def test_tiles_cover_every_number_of_neurons() -> None:
         assert (n - 1) // 256 == tiles - 1
         chunks = geometry.chunks(n)
         assert (chunks - 1) * 64 < n <= chunks * 64
-        assert geometry.sums_per_tile(n) >= 2 * -(-n // 128) >= tiles
+        assert geometry.sums_per_tile(n) >= max(128, tiles)
+        assert geometry.training_sums(n) >= tiles
 
 
 def test_words_hold_what_compression_leaves() -> None:
@@ -80,12 +81,10 @@ def test_hybrid_capacity_of_every_number_of_neurons(m: int) -> None:
 @given(
     m=st.integers(0, 1 << 22), n=st.sampled_from(EVERY_N), more=st.integers(0, 1 << 12), size=st.sampled_from([0, 2])
 )
-def test_hybrid_words_have_room_for_either_form(m: int, n: int, more: int, size: int) -> None:
-    words = geometry.hybrid_words(m, n, size)
+def test_hybrid_words_have_room_for_entries_and_values(m: int, n: int, more: int, size: int) -> None:
     capacity = geometry.hybrid_capacity(m, n)
-    assert words >= capacity + capacity * size // 4
-    assert words >= m * geometry.bitmap_words(n)
-    assert geometry.hybrid_words(m + more, n, size) >= words
+    words = geometry.hybrid_words(capacity, size)
+    assert 4 * words == capacity * (4 + size)
     assert geometry.hybrid_capacity(m + more, n) >= capacity
 
 
@@ -378,7 +377,7 @@ def test_the_hybrid_format_loses_nothing(gate: Tensor, gated: bool) -> None:
     assert (projected is None) == (up is None)
     if up is not None and projected is not None:
         assert torch.equal(projected, up.float().masked_fill(gate == 0, 0))
-    assert len(kept.entries) == geometry.hybrid_words(m, n, 2 * gated) >= min(total, capacity)
+    assert len(kept.entries) == geometry.hybrid_words(capacity, 2 * gated) >= min(total, capacity)
 
 
 @MANY

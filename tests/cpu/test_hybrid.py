@@ -142,7 +142,7 @@ def test_forward_equals_the_reference(m: int, n: int, k: int, density: float, dt
         for name, actual, expected in zip(kept._fields, kept, expected_kept, strict=True):
             # the reference has no up projections after the entries
             testing.assert_same(actual[: len(expected)] if name == "entries" else actual, expected, name)
-        assert len(kept.entries) == geometry.hybrid_words(m, n, 2 * gated)
+        assert len(kept.entries) == geometry.hybrid_words(geometry.hybrid_capacity(m, n), 2 * gated)
 
 
 @GATED
@@ -234,7 +234,7 @@ def test_wider_values_are_kept_beside_the_up_projections(gated: bool, dtype: tor
     p = problem(130, 264, 16, density, gated=gated, dtype=dtype)
     capacity = geometry.hybrid_capacity(130, 264)
     y, l1, nonzeros, kept = forward(p)
-    assert len(kept.entries) == geometry.hybrid_words(130, 264, (1 + gated) * dtype.itemsize)
+    assert len(kept.entries) == geometry.hybrid_words(capacity, (1 + gated) * dtype.itemsize)
     assert (y.dtype, l1.dtype) == (dtype, dtype)
     *_, narrow = forward(testing.FFN(*(None if t is None else t.to(BF16) for t in p)))
     for name in ("neurons", "chunks", "sizes", "popularity"):

@@ -116,7 +116,7 @@ def run(p: Problem, mode: str, *, excess: int = 1, outputs: dict[str, Tensor]) -
 def empty(p: Problem, mode: str, fill: float = math.nan) -> dict[str, Tensor]:
     """The outputs of a mode, filled."""
     (m, k), n, dtype = p.layer.x.shape, p.layer.w_gate.shape[0], p.layer.x.dtype
-    sums = (geometry.token_tiles(m), geometry.sums_per_tile(n))
+    sums = (geometry.token_tiles(m), geometry.training_sums(n))
     shapes = {"y": (m, k), "dx": (m, k), "l1": sums, "db_gate": (n,), "db_up": (n,)}
     out = {}
     for name in OUTPUTS[mode]:
@@ -184,7 +184,7 @@ def test_densities(density: float, gated: bool, dl1: float) -> None:
 @pytest.mark.parametrize("gated", [True, False])
 def test_several_slices(gated: bool) -> None:
     """More tokens than a slice has; the last one is partial."""
-    check(problem(2 * geometry.OVERFLOW_TOKENS + 130, 72, 136, density=0.02, biases=BIASES, gated=gated, dl1=1.0))
+    check(problem(geometry.OVERFLOW_FORWARD + 130, 72, 136, density=0.02, biases=BIASES, gated=gated, dl1=1.0))
 
 
 @pytest.mark.parametrize("biases", ["gate", "up", "down", "gate down"])

@@ -47,21 +47,29 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def empty_kept(x: Tensor, n: int, gated: bool) -> Kept:
-    """Uninitialised tensors for the gate of ``x`` [M, K] with ``n`` neurons."""
-    shapes = _kept_shapes(x, n, gated)
+def empty_kept(x: Tensor, n: int, gated: bool, held: int = 0) -> Kept:
+    """Uninitialised tensors for the gate of ``x`` [M, K] with ``n`` neurons; ``held``: non-zeros per token, 0: most."""
+    shapes = _kept_shapes(x, n, gated, geometry.hybrid_capacity(x.shape[0], n, held))
     return Kept(*(x.new_empty(shape, dtype=_KEPT_DTYPES.get(name, torch.int32)) for name, shape in shapes.items()))
 
 
 _KEPT_DTYPES = {"neurons": torch.int16}
 
 
-def _kept_shapes(x: Tensor, n: int, gated: bool) -> dict[str, tuple[int, ...]]:
-    m = x.shape[0]
-    tiles, chunks = geometry.token_tiles(m), geometry.chunks(n)
-    value_bytes = (gated + (x.dtype.itemsize > 2)) * x.dtype.itemsize
+def capacity_of(x: Tensor, n: int, gated: bool, entries: Tensor) -> int:
+    """The non-zeros for which ``entries`` of the gate of ``x`` with ``n`` neurons has room."""
+    room = entries.shape[0] // geometry.hybrid_words(8, _value_bytes(x, gated)) * 8
+    return min(room, geometry.hybrid_capacity(x.shape[0], n))
+
+
+def _value_bytes(x: Tensor, gated: bool) -> int:
+    return (gated + (x.dtype.itemsize > 2)) * x.dtype.itemsize
+
+
+def _kept_shapes(x: Tensor, n: int, gated: bool, capacity: int) -> dict[str, tuple[int, ...]]:
+    tiles, chunks = geometry.token_tiles(x.shape[0]), geometry.chunks(n)
     return {
-        "entries": (geometry.hybrid_words(m, n, value_bytes),),
+        "entries": (geometry.hybrid_words(capacity, _value_bytes(x, gated)),),
         "neurons": (tiles, geometry.CHUNK * chunks),
         "chunks": (tiles, chunks + 1),
         "sizes": (tiles + 1,),
@@ -75,15 +83,16 @@ def check_backward(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept) -> None
     check_layer(*layer, wide=True)
     check("dy", dy, x.shape, x.dtype)
     check("dl1", dl1, (), accumulator(x.dtype))
-    for (name, shape), tensor in zip(_kept_shapes(x, w_gate.shape[0], w_up is not None).items(), kept):
+    about = x, w_gate.shape[0], w_up is not None
+    for (name, shape), tensor in zip(_kept_shapes(*about, capacity_of(*about, kept.entries)).items(), kept):
         check(name, tensor, shape, _KEPT_DTYPES.get(name, torch.int32))
 
 
 def require_offsets(m: int, n: int) -> None:
     """Raise NotImplementedError if places in the entries of ``m`` tokens and ``n`` neurons exceed 32 bits."""
     # backward has two values side by side for each place
-    if max(geometry.hybrid_words(m, n, 2), 2 * geometry.hybrid_capacity(m, n)) > geometry.MOST:
-        most = geometry.MOST // max(geometry.hybrid_words(8, n, 2), 2 * geometry.hybrid_capacity(8, n)) * 8
+    if 2 * geometry.hybrid_capacity(m, n) > geometry.MOST:
+        most = geometry.MOST // (2 * geometry.hybrid_capacity(8, n)) * 8
         raise NotImplementedError(f"with {n} neurons a training step takes at most {most} tokens, got {m}")
 
 
@@ -134,9 +143,10 @@ def encode(gate: Tensor, up: Tensor | None, kept: Kept) -> None:
     for tensor in kept:
         tensor.zero_()
     kept.popularity.copy_(active.sum(0))
-    total = int(active.sum())
+    total, stored = int(active.sum()), [] if up is None else [up]
     kept.sizes[-1] = min(total, geometry.MOST)
-    if total > geometry.hybrid_capacity(m, n):
+    capacity = capacity_of(gate, n, up is not None, kept.entries)
+    if total > capacity:
         return
 
     tiles, chunks = geometry.token_tiles(m), geometry.chunks(n)
@@ -159,13 +169,12 @@ def encode(gate: Tensor, up: Tensor | None, kept: Kept) -> None:
     starts = F.pad(run.bincount(minlength=tiles * chunks).cumsum(0), (1, 0)).int()
     if tiles:
         kept.chunks.copy_(starts.unfold(0, chunks + 1, chunks))
-    stored = [] if up is None else [up]
     if gate.dtype.itemsize > 2:
         kept.entries[:total] = word[order].int()
         stored.append(gate)
     else:
         kept.entries[:total] = gate.view(torch.int16)[token, neuron].int() << 16 | word[order].int()
-    behind = values(kept.entries, geometry.hybrid_capacity(m, n), gate.dtype, len(stored))
+    behind = values(kept.entries, capacity, gate.dtype, len(stored))
     for target, dense in zip(behind, stored):
         target[:total] = dense[token, neuron]
 
@@ -174,7 +183,7 @@ def decode(layer: Operands, kept: Kept) -> tuple[Tensor, Tensor | None]:
     """The gate and the up projection, if there is one, at its non-zeros: dense [M, N] of ``accumulator``'s dtype."""
     x, w_gate, w_up, _, b_gate, b_up, _ = layer
     m, n, dtype = x.shape[0], w_gate.shape[0], x.dtype
-    capacity, wide = geometry.hybrid_capacity(m, n), accumulator(dtype)
+    capacity, wide = capacity_of(x, n, w_up is not None, kept.entries), accumulator(dtype)
     total = int(kept.sizes[-1])
     if total > capacity:
         gate = rounded(project(x, w_gate, b_gate), dtype).relu_()
@@ -216,7 +225,9 @@ def backward_cpu(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, out: Grad
     d_gate, d_up = rounded(wide_gate, dtype), None if wide_up is None else rounded(wide_up, dtype)
 
     # for rare neurons the weights' gradients add the rounding errors of their coefficients, too
-    again = rare(kept.popularity) & (kept.sizes[-1] <= geometry.hybrid_capacity(*gate.shape))
+    again = rare(kept.popularity) & (
+        kept.sizes[-1] <= capacity_of(layer.x, gate.shape[1], up is not None, kept.entries)
+    )
 
     def for_weights(values: Tensor) -> Tensor:
         first = rounded(values, dtype)
@@ -257,9 +268,8 @@ class Slice(NamedTuple):
     parts: Tensor
 
 
-def overflow_slices(x: Tensor, n: int, count: int) -> list[Slice]:
-    """The slices of an over-full batch, which share scratch for ``count`` values per token and neuron."""
-    most = geometry.OVERFLOW_TOKENS
+def overflow_slices(x: Tensor, n: int, count: int, most: int) -> list[Slice]:
+    """Slices of at most ``most`` tokens, which share scratch for ``count`` values per token and neuron."""
     scratch = x.new_empty((count, min(len(x), most), n))
     ends = [(first, min(len(x), first + most)) for first in range(0, len(x), most)]
     return [Slice(first, end, scratch[:, : end - first]) for first, end in ends]
@@ -268,7 +278,7 @@ def overflow_slices(x: Tensor, n: int, count: int) -> list[Slice]:
 def overflow_forward(layer: Operands, kept: Kept, capacity: int, y: Tensor, sums: Tensor, aside: Tensor) -> None:
     """Launch the kernels that fill y and ``sums``, of |h|, densely if there are more non-zeros than ``capacity``.
 
-    ``sums`` is [token tiles, ``geometry.sums_per_tile``] and ``aside`` is ``room_aside`` for n terms.
+    ``sums`` is [token tiles, ``geometry.training_sums``] and ``aside`` is ``room_aside`` for n terms.
     """
     x, w_gate, w_up, w_down, *biases = layer
     (k, n), over = (x.shape[1], len(w_gate)), (kept.sizes, capacity)
@@ -276,7 +286,7 @@ def overflow_forward(layer: Operands, kept: Kept, capacity: int, y: Tensor, sums
     gated, ctas = int(w_up is not None), device.sm_count(x.device.index)
     weights = (w_gate, w_gate if w_up is None else w_up, b_gate, b_up)
     hidden, token = (tuning.overflow(x.dtype, mode) for mode in ("hidden", "token"))
-    for first, end, parts in overflow_slices(x, n, 1):
+    for first, end, parts in overflow_slices(x, n, 1, geometry.OVERFLOW_FORWARD):
         own_sums = sums[first // geometry.TOKEN_TILE :]
         launch(hidden, x[first:end], *weights, *over, gated, parts, own_sums, ctas)
         launch(token, parts, w_down, w_down, b_down, *over, y[first:end], aside, ctas)
@@ -295,7 +305,7 @@ def overflow_backward(
     n, up = len(w_gate), w_gate if w_up is None else w_up
     b_gate, b_up = (bias_vector(*given, n, x) for given in zip(_BIASES, biases[:2]))
     gated, ctas = int(w_up is not None), device.sm_count(x.device.index)
-    slices = overflow_slices(x, n, 2 + gated)
+    slices = overflow_slices(x, n, 2 + gated, geometry.OVERFLOW_BACKWARD)
 
     weights = out[1:4]
     results, sums = [none if w is None else w for w in weights], [wide] * 3
@@ -343,7 +353,7 @@ def backward_cuda(
     check_alike(w_gate, w_up=w_up, w_down=w_down)
     m, n, dtype, gated = x.shape[0], w_gate.shape[0], x.dtype, w_up is not None
     multiprocessors = device.sm_count(x.device.index)
-    capacity = geometry.hybrid_capacity(m, n)
+    capacity = capacity_of(x, n, gated, kept.entries)
     entries, neurons, chunks, sizes, popularity = kept
     pattern = (entries, neurons, chunks, sizes)
     x, dy, w_gate, w_down = near_rows(x), near_rows(dy), near_rows(w_gate), near_rows(down_rows(w_down))
