@@ -177,6 +177,30 @@ def test_more_non_zeros_than_fit_are_only_counted() -> None:
 
 
 @GATED
+@pytest.mark.parametrize("held", [8, 16, 24, 1000])
+def test_room_for_fewer_non_zeros(gated: bool, held: int) -> None:
+    """The entries take what was asked for, at most the default."""
+    p = problem(130, 264, 16, 0.07, gated=gated)
+    y, l1, nonzeros, kept = forward(p)
+    assert 8 * 130 < nonzeros < 24 * 130
+    fewer = ops.hybrid_forward(*p, 8, held)
+    for actual, expected in zip(fewer[:3], (y, l1, nonzeros), strict=True):
+        assert torch.equal(actual, expected)
+    capacity = min(-(-130 * held // 8) * 8, geometry.hybrid_capacity(130, 264))
+    assert len(fewer[3]) == geometry.hybrid_words(capacity, 2 * gated)
+    dy, dl1 = upstream(p)
+    ours, theirs = (backward(p, hybrid.Kept(*k), dy, dl1) for k in (fewer[3:], kept))
+    # only where a batch fits do rare neurons add what rounding left of their coefficients
+    for actual, expected in zip(ours[: 6 if nonzeros <= capacity else 1], theirs):
+        assert torch.equal(actual, expected)
+
+
+def test_room_must_be_a_number_of_non_zeros() -> None:
+    with pytest.raises(ValueError, match="held must be non-zeros per token, or 0 for the most, got -1"):
+        ops.hybrid_forward(*problem(2, 8, 8, 0.5), 8, -1)
+
+
+@GATED
 @pytest.mark.parametrize("density", [0.1, 1.0])
 def test_backward_reads_nothing_undefined(gated: bool, density: float) -> None:
     p = problem(130, 264, 16, density, gated=gated)
