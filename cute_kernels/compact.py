@@ -15,7 +15,7 @@ again by the token's own warp, 32 at a time.
 
 In inference the pool of entries has room for all gates, with a fixed part for each token tile. In training the pool is
 small: `locate`, one CTA, first computes the token tiles' ranges from the statistics. If they exceed the pool, `compact`
-writes rows of a bitmap instead.
+only clears the sums.
 """
 
 from typing import Any, NamedTuple
@@ -216,13 +216,7 @@ class Compact:
         results = (entries, neurons, chunks, sizes, popularity, l1)
         at = (thread, warp, lane)
         if const_expr(self.training):
-            if sizes[chunks.shape[0]] > capacity:
-                for j in cutlass.range(OWN, unroll=1):
-                    m = tile * TOKENS + warp * OWN + j
-                    if m < words.shape[0]:
-                        buffer = s.counters.iterator + warp * geometry.TILE
-                        self.write_bitmap(buffer, words, spill, entries, m, width, size, lane)
-            else:
+            if sizes[chunks.shape[0]] <= capacity:
                 start, end = chunks[tile, 0], chunks[tile, chunks.shape[1] - 1]
                 self.build(shared, gate, quads, own, most, results, size, plain, start, end - start, at)
         else:
@@ -692,50 +686,6 @@ class Compact:
         chunk_so_far = end_chunk if flags != 0 else run[0]
         entries_so_far = end_ordinal + 1 if flags != 0 else run[1]
         return ordinal, (chunk_so_far, entries_so_far)
-
-    # ---- batches that exceed the pool ----
-
-    @cute.jit
-    def write_bitmap(self, buffer, words, spill, entries, m, width, neurons, lane):
-        """Write one row of the bitmap by one warp, 32 tiles at a time through 256 words of shared memory."""
-        tiles = words.shape[1] // width
-        bitmap_words = cute.ceil_div(neurons, 32)
-        for group in cutlass.range(0, tiles, 32, unroll=1):
-            for i in range_constexpr(TILE_BITS):
-                cute.make_tensor(buffer + (lane + 32 * i), cute.make_layout(1))[0] = Uint32(0)
-            cute.arch.sync_warp()
-            count = count_of(words, m, group + lane, width, group + lane < tiles)
-            overflowing = Uint32(cute.arch.vote_ballot_sync(count >= width))
-            here = count if count < width else 0
-            before = prefix_sum(here, lane)
-            size = cute.arch.shuffle_sync(before + here, 31)
-            for first in cutlass.range(0, size, 32, unroll=1):
-                active = first + lane < size
-                word = nth_word(words, m, group, width, before, first + lane, active)
-                if active:
-                    at = Int32((word & Uint32(0xFFFF)) >> 5) - group * TILE_BITS
-                    cute.arch.atomic_or(buffer + at, Uint32(1) << (word & 31), scope="cta")
-            while overflowing != 0:
-                t = lowest_bit(overflowing)
-                overflowing = overflowing & (overflowing - 1)
-                neuron = (group + t) * geometry.TILE + lane * 8
-                flags = nonzero_flags(load_values(address(spill, m, neuron)))
-                bits = Uint32(0)
-                for i in range_constexpr(8):
-                    bits = bits | Uint32(flags[i]) << i
-                bits = bits << Uint32((lane & 3) * 8)
-                for d in (1, 2):
-                    bits = bits | cute.arch.shuffle_sync_bfly(bits, d)
-                if lane & 3 == 0:
-                    cute.make_tensor(buffer + (t * TILE_BITS + (lane >> 2)), cute.make_layout(1))[0] = bits
-            cute.arch.sync_warp()
-            row = entries.iterator + Int64(m) * bitmap_words
-            for i in range_constexpr(TILE_BITS):
-                at = group * TILE_BITS + lane + 32 * i
-                if at < bitmap_words:
-                    bits = cute.make_tensor(buffer + (lane + 32 * i), cute.make_layout(1))[0]
-                    cute.make_tensor(row + at, cute.make_layout(1))[0] = Int32(bits)
-            cute.arch.sync_warp()
 
     # ---- shared memory ----
 

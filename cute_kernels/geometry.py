@@ -31,6 +31,12 @@ RARE_ENTRIES = 2048
 # Most entries, 4 bytes each, of one slice of strategy "union".
 UNION_ENTRIES = 1 << 27
 
+# A batch that exceeds the capacity of the hybrid format: most tokens that forward and backward compute together, with
+# one and three 16-bit values of scratch per token and neuron; tokens and neurons that share a sum of |h|, and tokens
+# that share a sum for the gradients of the biases.
+OVERFLOW_FORWARD, OVERFLOW_BACKWARD = 16384, 4096
+OVERFLOW_SUM, OVERFLOW_NEURONS = 64, 128
+
 # Counts and positions are 32-bit.
 MOST = 2**31 - 1
 
@@ -64,6 +70,11 @@ def sums_per_tile(n: int) -> int:
     return max(TOKEN_TILE, tiles(n))
 
 
+def training_sums(n: int) -> int:
+    """The same in training: one per 256 listed neurons, or by OVERFLOW_SUM tokens and OVERFLOW_NEURONS neurons."""
+    return TOKEN_TILE // OVERFLOW_SUM * -(-n // OVERFLOW_NEURONS)
+
+
 def union_slices(m: int, n: int) -> list[tuple[int, int]]:
     """(first, end) of the token slices of strategy "union"; entries for all gates of one take 0.5 GB at most."""
     most = max(1, UNION_ENTRIES // n // TOKEN_TILE) * TOKEN_TILE
@@ -82,24 +93,19 @@ def chunks(length: int) -> int:
     return -(-length // CHUNK)
 
 
-def hybrid_capacity(m: int, n: int) -> int:
-    """Most non-zeros in ``m`` rows of ``n`` neurons that the hybrid format holds as entries; more become a bitmap.
+def hybrid_capacity(m: int, n: int, held: int = 0) -> int:
+    """Most non-zeros in ``m`` rows of ``n`` neurons that the hybrid format holds: ``held`` per row, 0 for the most.
 
-    156 per token at n = 5632: 1.0 KB per token with their 16-bit up projections and the lists. A multiple of eight: the
-    data behind the entries are read in pieces of 16 bytes.
+    The most is 156 at n = 5632: 1.0 KB per token with their 16-bit up projections and the lists. A multiple of eight:
+    the data behind the entries are read in pieces of 16 bytes.
     """
-    return -(-m * min(n, max(64, n // 36)) // 8) * 8
+    most = min(n, max(64, n // 36))
+    return -(-m * (min(held, most) if held else most) // 8) * 8
 
 
-def hybrid_words(m: int, n: int, value_bytes: int) -> int:
-    """Words of the entries and ``value_bytes`` more per entry, or of the bitmap [m, ceil(n / 32)] if that is larger."""
-    capacity = hybrid_capacity(m, n)
-    return max(capacity + capacity * value_bytes // 4, m * bitmap_words(n))
-
-
-def bitmap_words(n: int) -> int:
-    """Words of one row of a bitmap of ``n`` neurons."""
-    return -(-n // 32)
+def hybrid_words(capacity: int, value_bytes: int) -> int:
+    """Words of ``capacity`` entries and ``value_bytes`` more per entry."""
+    return capacity + capacity * value_bytes // 4
 
 
 def sums_aside(dtype: str, terms: int, ctas: int) -> int:

@@ -1,690 +1,540 @@
-"""Forward and backward of a batch whose non-zeros exceed the hybrid format's capacity, from x, the weights and a bitmap
-of the non-zeros. Nothing else was stored, so gate and up are computed again.
+"""Forward and backward of a batch whose non-zeros exceed the hybrid format's capacity: dense products of x, the weights
+and dy. Nothing was stored, so gate and up are computed again.
 
-Three modes, one timeline. A row of the result belongs to an *owner*: a token (forward, input) or a neuron (weight). It
-is a sum over the owner's *partners*, the neurons or tokens that its bits name, of coefficients times partner rows:
+Four kernels. Each returns at once unless the last of `sizes` exceeds `capacity`. `parts` [P, M, N] is scratch, of a
+slice of the tokens.
 
-    forward   y[m]       = sum h * w_down[c] + b_down                      and l1[m] = sum |h|
-    input     dx[m]      = sum d_gate * w_gate[c] + d_up * w_up[c]
-    weight    dw_gate[c] = sum d_gate * x[m], dw_up[c] = sum d_up * x[m],     and db_gate[c] = sum d_gate,
-              dw_down[c] = sum h * dy[m]                                          db_up[c] = sum d_up
+    hidden      parts = h                   and sums of |h|      h = gate * up, rounded to 16 bits
+    gradients   parts = d_gate, d_up, h     and sums of d_gate and d_up over 64 tokens each
+    token       y = h w_down + b_down,  or  dx = d_gate w_gate + d_up w_up
+    weight      dw_gate = d_gate^T x,  dw_up = d_up^T x,  dw_down = h^T dy,  and db_gate, db_up from the sums
 
-    gate = relu(x . w_gate + b_gate) rounded, up = x . w_up + b_up, h = gate * up,
-    dh = dy . w_down + dl1 * sign(h), d_gate = dh * up, d_up = dh * gate      (not gated: h = gate, d_gate = dh)
+    gate = relu(x . w_gate + b_gate) rounded, up = x . w_up + b_up, dh = dy . w_down + dl1 * sign(h),
+    d_gate = dh * up, d_up = dh * gate; all zero where the gate is. An empty bias stands for none.
 
-A cluster of CTAs takes 32 owners at a time; each CTA keeps the sums of a slab of the columns in registers. If the slabs
-of a cluster do not span K, the owners are processed again for each further span, dot products included.
+Without an up projection, h = gate, d_gate = dh and there is no part for d_up.
 
-    list   the partners with a bit set for any of the owners, ascending, out of a window of up to WINDOW. Every CTA
-           lists all of them.
-    score  each CTA takes a share of a batch of partners: their dot products with the owners over all of K, by mma, rows
-           through a ring of stages in shared memory. The coefficients, rounded to 16 bits and zero where the bit is not
-           set, go to every CTA of the cluster.
-    sync   one cluster barrier per batch: its coefficients are complete, and the stages may be overwritten. Coefficients
-           are double-buffered: a CTA that is a batch ahead writes the other buffer.
-    add    mma: coefficients times the rows of all partners of the batch, added to the warp's columns. Each lane has its
-           own ring, in the memory of the stages.
+All are persistent and warp-specialized, a cluster of two CTAs per pair of SMs. The CTAs have the same columns and share
+the loads of B. Three warp groups:
 
-The bound is L2: a partner's rows are read once per 32 owners.
+    load   warp 0. TMA loads of A [128, 64] and B [256, 64] into a ring of stages; half of B comes from the peer. In
+           `weight` warps 1 to 3 add up the gradients of the biases.
+    mma    groups 1 and 2, 64 rows each: WGMMA 64 x 256 x 16 over the ring, then the epilogue. Values go to a buffer of
+           [64, 128] in shared memory, which belongs to the group, and from there by TMA to global memory.
+
+`hidden` and `gradients` have tiles of 128 neurons, whose rows of w_gate and w_up are side by side in B: the 256 columns
+of one accumulator are gate and up. A second one has dh. Hand-over:
+
+    ring     PipelineTmaAsync: full = 1 arrival + bytes, empty = 8 mma warps of each of the two CTAs.
+    GROUP    + 0 or 1: 128 threads of an mma group, before and after they write its buffer.
 """
 
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int16, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
 
 from . import feasible, geometry
 from .sampled_grad import gradients
 from .sm90 import operands
-from .sm90.copies import address, load_pair, load_quad, store_peer_float, store_peer_pair
-from .sm90.mma import load_matrices, mma_16x8x16
-from .sm90.sparse_product import copy_async
+from .sm90.mma import store_matrices
 from .sm90.sums import add_flushed, flush_sums
-from .sm90.swizzle import swizzle_piece
-from .sm90.values import high_to_float, join_halves, low_to_float, lowest_bit, pack, prefix_sum, relu_pack
+from .sm90.swizzle import swizzle_column, swizzle_piece
+from .sm90.values import MAGNITUDE, high_to_float, low_to_float, pack, relu_pack, warp_sum
 from .specs import OverflowSpec
 
-WARPS = 8
-THREADS = 32 * WARPS
-# rows of an mma's A operand and result, and columns of a warp's block of the result: 16 bytes per lane
-ROWS = 16
-BLOCK = 64
-# owners of a cluster, and mma tiles of them
-OWNERS = 32
-TILES = OWNERS // ROWS
-# columns of a stage of the dot products, and lines that all threads copy at a time, 16 bytes each: the owners'
-COLUMNS = 64
-LINES = THREADS // 8
-assert LINES == OWNERS
-# most partners that are listed at a time: a word of 32 flags per thread
-WINDOW = 32 * THREADS
+TILE_M, TILE_N, TILE_K = 128, 256, 64
+# neurons of a tile of `hidden` and `gradients`, and columns of a group's buffer
+HALF = TILE_N // 2
+assert HALF == geometry.OVERFLOW_NEURONS
+STAGES = 4
+CLUSTER = 2
+# tiles of a cluster, by rows, in a band, see `tile_of`
+BAND = 8
+THREADS = 384
+GROUP_ROWS = TILE_M // 2
+assert GROUP_ROWS == geometry.OVERFLOW_SUM
+# of the load group and of each mma group: three accumulators leave few for the loads
+REGISTERS_SCORE, REGISTERS_PRODUCT = (40, 232), (48, 224)
+for load, mma in (REGISTERS_SCORE, REGISTERS_PRODUCT):
+    feasible.check_register_split((load, mma, mma))
+# threads that add up the gradients of the biases
+ADDERS = 96
 
 
-class Operands(NamedTuple):
-    """Operands in global memory; None if absent."""
+class Barrier(IntEnum):
+    """Named barriers; 0 is __syncthreads."""
 
-    x: Any
-    dy: Any
-    w_gate: Any
-    w_up: Any
-    w_down: Any
-    b_gate: Any
-    b_up: Any
-    b_down: Any
-    dl1: Any
-    bits: Any  # [M * ceil(N / 32)]
-    results: Any  # each [owners, K]
-    totals: Any  # l1, or the gradients of the biases
-    flushed: Any  # partial sums over many partners
+    GROUP = 1
+
+
+class Transfer(NamedTuple):
+    """A TMA copy and its tensor."""
+
+    atom: Any
+    tensor: Any
 
 
 class Views(NamedTuple):
     """Views of a CTA's shared memory."""
 
-    sums: Any  # [WARPS + 1] partners listed by each warp, and by all
-    partners: Any  # [WINDOW] positions in the window, ascending
-    coefficients: Any  # [2, batch / 8, coefficients, tiles, 32 lanes, 2] pairs as the mma takes them
-    own: Any  # [totals, WARPS, owners] fp32
-    totals: Any  # [totals, cluster, WARPS, owners] fp32: those of every CTA
-    stages: Any  # [stages, lines, COLUMNS] rows for score, or the lanes' rings of rows for add
+    sA: Any  # [128, 64, stages]
+    sB: Any  # [256, 64, stages]
+    halves: Any  # the same memory as [128, 64, 2 * stages], K-major
+    buffers: Any  # [2 groups][2 panels, 64 rows, 64 columns], swizzled
+    totals: Any  # [mma warps]
 
 
 class Thread(NamedTuple):
-    """Indices of a thread."""
+    """Indices of a thread of the mma groups."""
 
-    rank: Any  # of its CTA in the cluster
-    thread: Any
-    warp: Any
+    group: Any
+    warp: Any  # in the group
     lane: Any
 
 
-class Overflow:
-    """For one mode, dtype and kind of layer. Subclasses define the dot products and the products of coefficients."""
+class Extent(NamedTuple):
+    """Tiles of a cluster by rows and columns, and steps of K of one product."""
 
-    by_token = True
-    # CTAs of a cluster, a warp's blocks of columns in add, and its groups of eight partners in score
-    cluster, blocks, eights = 2, 2, 2
-    accumulate = False
-    # numbers of coefficients, results and totals
-    counts = (1, 1, 0)
-    # most matrices of owners, and of partners, that are scored at a time
-    sides = (1, 2)
+    m_tiles: Int32
+    n_tiles: Int32
+    k_tiles: Int32
+
+
+class Dense:
+    """What the four kernels share, for one dtype."""
 
     def __init__(self, spec: OverflowSpec):
         self.dtype = operands.DTYPES[spec.dtype]
-        self.gated = spec.gated
-        self.has_bias = spec.bias
-        self.share = 8 * self.eights
-        self.batch = self.share * WARPS * self.cluster
-        self.slab = BLOCK * self.blocks * WARPS
-        # words of coefficients, and slots of the totals
-        self.pairs = 2 * self.batch // 8 * self.counts[0] * TILES * 64
-        self.slots = max(self.counts[2], 1) * self.cluster * WARPS * OWNERS
-        # values of a stage; only one side has two matrices in any mode
-        lefts, rights = self.sides
-        self.stage = (lefts * OWNERS + rights * self.share * WARPS) * COLUMNS
-        fixed = 4 * (self.pairs + self.slots + self.slots // self.cluster + WARPS) + 2 * WINDOW + 256
-        self.stages = min(5, (feasible.SMEM_PER_CTA - fixed) // (2 * self.stage))
-        # most partners before sums are flushed; dx of a gated layer has two products per partner
-        terms = self.counts[0] - self.counts[1] + 1
-        self.longest = geometry.LONGEST_SUM[spec.dtype] // terms
-        # sums are flushed between two windows
-        self.window = min(WINDOW, self.longest)
-        assert self.longest % self.window == 0
-        assert self.by_token or self.window == WINDOW
-        self.ring = self.stages * self.stage // (4 * self.blocks * 256 * WARPS)
+        # steps of K before sums are flushed
+        self.longest = geometry.LONGEST_SUM[spec.dtype] // TILE_K
 
-    def scored(self, o: Operands) -> Any:
-        """Pairs of (owner matrices, partner matrices); every owner matrix is scored with every partner matrix.
+    # ---- host ----
 
-        The products are those of gate, up and dh, in this order.
-        """
-        raise NotImplementedError
+    def prepare(self, a_major: LayoutEnum, b_major: LayoutEnum) -> tuple[Any, Any]:
+        """The smem layouts of A and B; defines the shared memory."""
+        shape = (TILE_M, TILE_N, TILE_K)
+        a_layout = sm90.make_smem_layout_a(a_major, shape, self.dtype, STAGES)
+        b_layout = sm90.make_smem_layout_b(b_major, shape, self.dtype, STAGES)
 
-    def added(self, o: Operands) -> Any:
-        """(partner matrix, [(coefficient, result), ...]) of each matrix whose rows are added."""
-        raise NotImplementedError
-
-    @cute.jit
-    def launch(
-        self, x, dy, w_gate, w_up, w_down, b_gate, b_up, b_down, dl1, bits, sizes, capacity, results, totals,
-        flushed, max_ctas, stream,
-    ):  # fmt: skip
         @cute.struct
         class Shared:
-            sums: cute.struct.MemRange[Int32, WARPS + 1]
-            partners: cute.struct.Align[cute.struct.MemRange[Uint16, WINDOW], 16]
-            coefficients: cute.struct.Align[cute.struct.MemRange[Uint32, self.pairs], 16]
-            own: cute.struct.Align[cute.struct.MemRange[Float32, self.slots // self.cluster], 16]
-            totals: cute.struct.Align[cute.struct.MemRange[Float32, self.slots], 16]
-            stages: cute.struct.Align[cute.struct.MemRange[self.dtype, self.stages * self.stage], 128]
+            ring: cute.struct.MemRange[Int64, STAGES * 2]
+            totals: cute.struct.MemRange[Float32, 8]
+            sA: cute.struct.Align[cute.struct.MemRange[self.dtype, TILE_M * TILE_K * STAGES], 1024]
+            sB: cute.struct.Align[cute.struct.MemRange[self.dtype, TILE_N * TILE_K * STAGES], 1024]
+            buffers: cute.struct.Align[cute.struct.MemRange[self.dtype, 2 * GROUP_ROWS * HALF], 1024]
 
         self.shared = feasible.check_shared_memory(Shared)
-        owners = x.shape[0] if const_expr(self.by_token) else w_gate.shape[0]
-        items = cute.ceil_div(owners, OWNERS) * self.passes(x.shape[1])
-        # clusters of four leave some SMs idle; how many is unknown here, so the grid may exceed them. Clusters with
-        # one item more than others start first
-        most = max_ctas // self.cluster if const_expr(self.cluster == 2) else max_ctas
-        if x.shape[0] > 0:
-            self.kernel(
-                x, dy, w_gate, w_up, w_down, b_gate, b_up, b_down, dl1, bits, sizes, capacity, results, totals,
-                flushed,
-            ).launch(
-                grid=(self.cluster * cutlass.max(cutlass.min(items, most), Int32(1)), 1, 1),
-                block=(THREADS, 1, 1),
-                cluster=(self.cluster, 1, 1),
-                stream=stream,
-            )  # fmt: skip
+        return a_layout, b_layout
 
-    def passes(self, k):
-        """Number of spans of columns."""
-        return cute.ceil_div(k, self.slab * self.cluster)
+    def tiled_mma(self, columns: int, a_mode: Any, b_mode: Any) -> Any:
+        """WGMMA of 64 rows per group and so many columns, added to the accumulator."""
+        mma = sm90.make_trivial_tiled_mma(self.dtype, self.dtype, a_mode, b_mode, Float32, (2, 1, 1), (64, columns))
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        return mma
+
+    def load_of(self, tensor: Any, layout: Any, box: tuple[int, int], peers: int = 1) -> Transfer:
+        """A TMA load of a stage's tile, split over the `peers` CTAs that share it."""
+        op = cpasync.CopyBulkTensorTileG2SMulticastOp() if peers > 1 else cpasync.CopyBulkTensorTileG2SOp()
+        stage = cute.slice_(layout, (None, None, 0))
+        return Transfer(*cpasync.make_tiled_tma_atom(op, tensor, stage, box, num_multicast=peers))
+
+    def store_of(self, tensor: Any) -> Transfer:
+        """A TMA store of a group's buffer."""
+        layout = self.buffer_layout()
+        return Transfer(
+            *cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, layout, (GROUP_ROWS, HALF))
+        )
+
+    def buffer_layout(self):
+        """The layout of a group's buffer."""
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
+        return cute.tile_to_shape(atom, (GROUP_ROWS, HALF), order=(0, 1))
+
+    # ---- device ----
+
+    @cute.jit
+    def enter(self, shared):
+        """This thread, its group and warp, and the ring of stages, ready in both CTAs."""
+        thread = cute.arch.thread_idx()[0]
+        ring = pipeline.PipelineTmaAsync.create(
+            barrier_storage=shared.ring.data_ptr(),
+            num_stages=STAGES,
+            # not used: products differ
+            tx_count=(TILE_M + TILE_N) * TILE_K * 2,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, CLUSTER * 8),
+            cta_layout_vmnk=cute.make_layout((1, 1, CLUSTER, 1)),
+            defer_sync=True,
+        )
+        pipeline.pipeline_init_arrive(cluster_shape_mn=(CLUSTER, 1), is_relaxed=True)
+        pipeline.pipeline_init_wait(cluster_shape_mn=(CLUSTER, 1))
+        group = cute.arch.make_warp_uniform(thread // 128)
+        return thread, group, cute.arch.make_warp_uniform(cute.arch.warp_idx()), ring
+
+    @cute.jit
+    def leave(self):
+        """Wait until the peer has released its last stage and received its half of B."""
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+    def parted(self, transfer: Transfer, smem: Any, box: tuple[int, int], rank: Any, peers: int) -> Any:
+        """Stages in shared memory and tiles in global memory of a load, this CTA's share of them."""
+        tiles = cute.local_tile(transfer.tensor, box, (None,) * cute.rank(transfer.tensor))
+        return cpasync.tma_partition(
+            transfer.atom, rank, cute.make_layout(peers), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+
+    def views(self, shared, a_layout, b_layout, half_layout=None) -> Views:
+        """Tensors over the shared struct."""
+        halves = None
+        if half_layout is not None:
+            halves = shared.sB.get_tensor(half_layout.outer, swizzle=half_layout.inner)
+        return Views(
+            sA=shared.sA.get_tensor(a_layout.outer, swizzle=a_layout.inner),
+            sB=shared.sB.get_tensor(b_layout.outer, swizzle=b_layout.inner),
+            halves=halves,
+            buffers=shared.buffers.data_ptr(),
+            totals=shared.totals.get_tensor(cute.make_layout(8)),
+        )
+
+    @cute.jit
+    def tile_of(self, index: Int32, extent: Extent) -> tuple[Int32, Int32]:
+        """Row and column of this CTA's tile in the cluster tile `index`: bands of `BAND` rows of them, rows fastest.
+
+        Clusters that run at a time then read few rows and columns, which fit in L2 together.
+        """
+        band = index // (BAND * extent.n_tiles)
+        height = cutlass.min(extent.m_tiles - band * BAND, Int32(BAND))
+        inside = index - band * BAND * extent.n_tiles
+        column = inside // height
+        row = band * BAND + inside - column * height
+        return row * CLUSTER + cute.arch.block_idx()[0] % CLUSTER, column
+
+    @cute.jit
+    def acquire(self, ring, state, columns: Int32) -> Any:
+        """Wait until a stage may be overwritten, expect A and so many `columns` of B, and return its barrier."""
+        ring.sync_object_empty.wait(state.index, state.phase)
+        barrier = ring.producer_get_barrier(state)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, (TILE_M + columns) * (TILE_K * 2))
+        return barrier
+
+    @cute.jit
+    def states(self):
+        """A consumer's states of the stage that is filled next and of the one to be released next."""
+        kind = pipeline.PipelineUserType.Consumer
+        return pipeline.make_pipeline_state(kind, STAGES), pipeline.make_pipeline_state(kind, STAGES)
+
+    @cute.jit
+    def multiply(self, ring, mma: cute.TiledMma, acc, rA, rB, scale: cutlass.Constexpr, steps: Int32, states):
+        """acc += product over `steps` stages; a stage of the ring is every `scale`-th of rB."""
+        full, release = states
+        for k in cutlass.range(steps, unroll=1):
+            ring.consumer_wait(full)
+            warpgroup.fence()
+            for block in range_constexpr(TILE_K // 16):
+                cute.gemm(mma, acc, rA[None, None, block, full.index], rB[None, None, block, scale * full.index], acc)
+            warpgroup.commit_group()
+            # at most one group of WGMMA is in flight: the previous stage has been read
+            warpgroup.wait_group(1)
+            if k > 0:
+                ring.consumer_release(release)
+                release.advance()
+            full.advance()
+        warpgroup.wait_group(0)
+        ring.consumer_release(release)
+        release.advance()
+        return full, release
+
+    @cute.jit
+    def thread_of(self, thread: Int32) -> Thread:
+        """Indices of an mma thread, counted from the first of them."""
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        return Thread(warp // 4, warp % 4, cute.arch.lane_idx())
+
+    @cute.jit
+    def group_sync(self, at: Thread):
+        """Barrier of an mma group."""
+        cute.arch.barrier(barrier_id=Barrier.GROUP + at.group, number_of_threads=128)
+
+    @cute.jit
+    def open_buffer(self, at: Thread):
+        """Wait until the group's buffer may be overwritten."""
+        if at.warp == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        self.group_sync(at)
+
+    @cute.jit
+    def send_buffer(self, s, store: Transfer, pairs, at: Thread, place):
+        """Write `pairs` [2 rows, 16] of 16-bit values to the buffer and store it as tile `place` of the result."""
+        row = at.warp * 16 + (at.lane & 15)
+        target = s.buffers + (at.group * (GROUP_ROWS * HALF) + row * 64)
+        for v in range_constexpr(0, HALF // 8, 2):
+            piece = swizzle_piece(at.lane, v % 8 + (at.lane >> 4))
+            store_matrices(
+                target + (v // 8 * (GROUP_ROWS * 64) + piece), [pairs[i, v + u] for u in range(2) for i in range(2)]
+            )
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.group_sync(at)
+        if at.warp == 0:
+            layout = self.buffer_layout()
+            pointer = s.buffers + at.group * (GROUP_ROWS * HALF)
+            buffer = cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=self.dtype), layout.outer)
+            rest = (None,) * cute.rank(store.tensor)
+            tiles = cute.local_tile(store.tensor, (GROUP_ROWS, HALF), rest)
+            source, target_tiles = cpasync.tma_partition(
+                store.atom, 0, cute.make_layout(1), cute.group_modes(buffer, 0, 2), cute.group_modes(tiles, 0, 2)
+            )
+            cute.copy(store.atom, source, target_tiles[place])
+            cute.arch.cp_async_bulk_commit_group()
+
+
+class ScoreOperands(NamedTuple):
+    """Operands in global memory that are accessed without TMA."""
+
+    b_gate: Any
+    b_up: Any
+    dl1: Any  # None in forward
+    sums: Any  # of |h| by tile and group, or of gradients [ceil(M / 64), 2 N], which may be empty
+    tokens: Any
+    neurons: Any
+    gated: Any
+
+
+class Score(Dense):
+    """Gate and up at all places, in backward dh too, and what follows from them."""
+
+    backward = False
+
+    @cute.jit
+    def launch(self, tokens, weights, o, sizes, capacity, parts, max_ctas, stream):
+        """`tokens`: x and, in backward, dy. `weights`: w_gate, w_up and, in backward, w_down."""
+        mode, layout = OperandMajorMode.K, LayoutEnum.ROW_MAJOR
+        wide, narrow = self.tiled_mma(TILE_N, mode, mode), self.tiled_mma(HALF, mode, mode)
+        a_layout, b_layout = self.prepare(layout, layout)
+        half_layout = sm90.make_smem_layout_b(layout, (TILE_M, HALF, TILE_K), self.dtype, 2 * STAGES)
+        a = tuple(self.load_of(t, a_layout, (TILE_M, TILE_K)) for t in tokens)
+        b = tuple(self.load_of(w, half_layout, (HALF, TILE_K), CLUSTER) for w in weights)
+        # [M, N, P]
+        out = cute.make_tensor(parts.iterator, cute.select(parts.layout, mode=[1, 2, 0]))
+        extent = Extent(
+            cute.ceil_div(o.tokens, TILE_M * CLUSTER),
+            cute.ceil_div(o.neurons, HALF),
+            cute.ceil_div(tokens[0].shape[1], TILE_K),
+        )
+        layouts = (a_layout, b_layout, half_layout)
+        self.kernel(a, b, self.store_of(out), o, sizes, capacity, (wide, narrow), layouts, extent).launch(
+            grid=(CLUSTER * cutlass.min(extent.m_tiles * extent.n_tiles, max_ctas // CLUSTER), 1, 1),
+            block=(THREADS, 1, 1),
+            cluster=(CLUSTER, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=True,
+        )
 
     @cute.kernel
     def kernel(
         self,
-        x: cute.Tensor,
-        dy: cute.Tensor | None,
-        w_gate: cute.Tensor,
-        w_up: cute.Tensor | None,
-        w_down: cute.Tensor,
-        b_gate: cute.Tensor | None,
-        b_up: cute.Tensor | None,
-        b_down: cute.Tensor | None,
-        dl1: cute.Tensor | None,
-        bits: cute.Tensor,
+        a: Any,
+        b: Any,
+        store: Transfer,
+        o: ScoreOperands,
         sizes: cute.Tensor,
         capacity: Int32,
-        results: Any,
-        totals: Any,
-        flushed: cute.Tensor,
+        mmas: Any,
+        layouts: Any,
+        extent: Extent,
     ):
-        o = Operands(x, dy, w_gate, w_up, w_down, b_gate, b_up, b_down, dl1, bits, results, totals, flushed)
-        s = self.views(SmemAllocator().allocate(self.shared))
-        block = cute.arch.block_idx()[0]
+        shared = SmemAllocator().allocate(self.shared)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         if sizes[sizes.shape[0] - 1] > capacity:
-            owners = x.shape[0] if const_expr(self.by_token) else w_gate.shape[0]
-            passes = self.passes(x.shape[1])
-            turn = Int32(0)
-            # coefficients are stored to peers, which must have started
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-            for item in cutlass.range(
-                block // self.cluster,
-                cute.ceil_div(owners, OWNERS) * passes,
-                cute.arch.grid_dim()[0] // self.cluster,
-                unroll=1,
-            ):
-                turn = self.item(o, s, item // passes * OWNERS, owners, item % passes, turn)
+            thread, group, warp_index, ring = self.enter(shared)
+            s = self.views(shared, *layouts)
+            if group == 0:
+                cute.arch.setmaxregister_decrease(REGISTERS_SCORE[0])
+                if warp_index == 0:
+                    self.load(ring, a, b, s, o, extent)
+            else:
+                cute.arch.setmaxregister_increase(REGISTERS_SCORE[1])
+                self.score(ring, mmas, store, s, o, thread - 128, extent)
+            self.leave()
 
     @cute.jit
-    def item(self, o, s, first, owners, span, turn):
-        """Compute one span of columns of the owners from `first` on; return the next buffer of coefficients."""
-        _, results, sums = self.counts
-        partners = o.w_gate.shape[0] if const_expr(self.by_token) else o.x.shape[0]
-        at = self.thread_index()
-        acc = cute.make_rmem_tensor((4, 8, self.blocks, TILES, results), Float32)
-        acc.fill(0.0)
-        for t in range_constexpr(sums):
-            for tile in range_constexpr(TILES):
-                for row in range_constexpr(2):
-                    s.own[self.total_offset(at, t, tile, row)] = Float32(0.0)
-        for window in cutlass.range(0, partners, self.window, unroll=1):
-            if window > 0 and window % self.longest == 0:
-                flush_sums(acc, o.flushed, 0, window == self.longest)
-            self.list_partners(o, s, at, first, owners, window, partners)
-            base = Int32(0)
-            while base < s.sums[WARPS]:
-                here = self.thread_index()
-                self.score(o, s, here, first, owners, window, base, turn)
-                cute.arch.cluster_arrive()
-                cute.arch.cluster_wait()
-                column = self.first_column(here, span)
-                if column < o.x.shape[1]:
-                    count = cutlass.min(s.sums[WARPS] - base, Int32(self.batch))
-                    self.add(o, s, here, window, base, count, column, turn, acc)
-                turn = turn ^ 1
-                base += self.batch
-        if partners > self.longest:
-            add_flushed(acc, o.flushed, 0)
-        self.store(o, first, owners, self.first_column(self.thread_index(), span), acc)
-        if const_expr(sums > 0):
-            self.store_totals(o, s, self.thread_index(), first, owners, span)
-        return turn
-
-    def first_column(self, at, span):
-        """First column of the warp's sums."""
-        return (span * self.cluster + at.rank) * self.slab + at.warp * self.blocks * BLOCK
-
-    # ---- list ----
+    def load(self, ring, a, b, s, o, extent):
+        """Keep the ring full: x with w_gate and, if there is one, w_up; then, in backward, dy with w_down."""
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        mask = Int16((1 << CLUSTER) - 1)
+        left = [self.parted(t, s.sA, (TILE_M, TILE_K), 0, 1) for t in a]
+        right = [self.parted(t, s.halves, (HALF, TILE_K), rank, CLUSTER) for t in b]
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
+        index, step = cute.arch.block_idx()[0] // CLUSTER, cute.arch.grid_dim()[0] // CLUSTER
+        while index < extent.m_tiles * extent.n_tiles:
+            row, column = self.tile_of(index, extent)
+            for product in range_constexpr(len(a)):
+                columns = Int32(HALF)
+                if const_expr(product == 0):
+                    columns = Int32(TILE_N) if o.gated != 0 else Int32(HALF)
+                for k in cutlass.range(extent.k_tiles, unroll=1):
+                    barrier = self.acquire(ring, state, columns)
+                    into, source = left[product]
+                    cute.copy(a[product].atom, source[None, row, k], into[None, state.index], tma_bar_ptr=barrier)
+                    into, source = right[2 * product]
+                    slot = into[None, 2 * state.index]
+                    cute.copy(b[2 * product].atom, source[None, column, k], slot, tma_bar_ptr=barrier, mcast_mask=mask)
+                    if const_expr(product == 0):
+                        if o.gated != 0:
+                            into, source = right[1]
+                            slot = into[None, 2 * state.index + 1]
+                            cute.copy(b[1].atom, source[None, column, k], slot, tma_bar_ptr=barrier, mcast_mask=mask)
+                    state.advance()
+            index += step
 
     @cute.jit
-    def list_partners(self, o, s, at, first, owners, window, partners):
-        """List the partners of the window that any owner has; their number goes to `sums[WARPS]`."""
-        flags = self.flags(o, at, first, owners, window, partners)
-        own = Int32(cute.arch.popc(flags))
-        before = prefix_sum(own, at.lane)
-        # the previous list was read
-        cute.arch.sync_threads()
-        if at.lane == 31:
-            s.sums[at.warp] = before + own
-        cute.arch.sync_threads()
-        position, size = before, Int32(0)
-        for w in range_constexpr(WARPS):
-            position += s.sums[w] if w < at.warp else 0
-            size += s.sums[w]
-        while flags != 0:
-            s.partners[position] = Uint16(at.thread * 32 + lowest_bit(flags))
-            flags = flags & (flags - 1)
-            position += 1
-        cute.arch.sync_threads()
-        # the mma takes 16 at a time: pad with the last one, whose coefficients there are zero
-        if size > 0 and at.thread < ROWS and size + at.thread < WINDOW:
-            s.partners[size + at.thread] = s.partners[cutlass.max(size, Int32(1)) - 1]
-        if at.thread == 0:
-            s.sums[WARPS] = size
-        cute.arch.sync_threads()
+    def score(self, ring, mmas, store, s, o, thread, extent):
+        """Gate, up and, in backward, dh of the tiles, then the epilogue."""
+        wide, narrow = mmas
+        at = self.thread_of(thread)
+        leader = cute.make_layout(2, stride=128)(at.group)
+        rA = wide.make_fragment_A(wide.get_slice(leader).partition_A(s.sA))
+        rB = wide.make_fragment_B(wide.get_slice(leader).partition_B(s.sB))
+        rHalf = narrow.make_fragment_B(narrow.get_slice(leader).partition_B(s.halves))
+        shape = narrow.get_slice(thread).partition_shape_C((TILE_M, HALF))
+        # gate, then up
+        acc = cute.make_rmem_tensor(wide.get_slice(thread).partition_shape_C((TILE_M, TILE_N)), Float32)
+        gate = cute.make_tensor(acc.iterator, cute.make_layout(shape))
+        dh: Any = cute.make_rmem_tensor(shape, Float32) if const_expr(self.backward) else None
+        states = self.states()
+        index, step = cute.arch.block_idx()[0] // CLUSTER, cute.arch.grid_dim()[0] // CLUSTER
+        while index < extent.m_tiles * extent.n_tiles:
+            row, column = self.tile_of(index, extent)
+            acc.fill(0.0)
+            if o.gated != 0:
+                states = self.multiply(ring, wide, acc, rA, rB, 1, extent.k_tiles, states)
+            else:
+                states = self.multiply(ring, narrow, gate, rA, rHalf, 2, extent.k_tiles, states)
+                for e in range_constexpr(cute.size(gate)):
+                    acc[cute.size(gate) + e] = Float32(1.0)
+            if const_expr(self.backward):
+                dh.fill(0.0)
+                states = self.multiply(ring, narrow, dh, rA, rHalf, 2, extent.k_tiles, states)
+            self.finish(store, s, o, acc, dh, row, column, at)
+            index += step
+        if at.warp == 0:
+            cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
-    def flags(self, o, at, first, owners, window, partners):
-        """Bits of a thread's 32 partners of the window that any owner has."""
-        words = (o.w_gate.shape[0] + 31) >> 5
-        flags = Uint32(0)
-        if const_expr(self.by_token):
-            word, end = window // 32 + at.thread, words
-            if const_expr(self.window < WINDOW):
-                end = cutlass.min(words, (window + self.window) // 32)
-            if word < end:
-                for row in cutlass.range(first, cutlass.min(first + OWNERS, owners), unroll=8):
-                    flags = flags | Uint32(o.bits[row * words + word])
+    def finish(self, store, s, o, acc, dh, row, column, at):
+        """Compute and store the parts of 64 tokens and 128 neurons."""
+        token = row * TILE_M + at.group * GROUP_ROWS + at.warp * 16 + (at.lane >> 2)
+        first = column * HALF + (at.lane & 3) * 2
+        hidden, d_gate, d_up = (cute.make_rmem_tensor((2, HALF // 8), Uint32) for _ in range(3))
+        total = Float32(0.0)
+        for v in range_constexpr(HALF // 8):
+            gate_bias, up_bias = bias_pair(o.b_gate, first + 8 * v), bias_pair(o.b_up, first + 8 * v)
+            for i in range_constexpr(2):
+                sums = [acc[(j, i, v), 0, 0] + gate_bias[j] for j in range(2)]
+                gates = relu_pack(*sums, self.dtype)
+                pairs = []
+                for j in range_constexpr(2):
+                    gate = low_to_float(gates, self.dtype) if j == 0 else high_to_float(gates, self.dtype)
+                    up = acc[(j, i, HALF // 8 + v), 0, 0] + up_bias[j]
+                    values = [gate * up]
+                    if const_expr(self.backward):
+                        values += gradients(dh[(j, i, v), 0, 0], o.dl1[0], gate, up)
+                    # tokens past the last one have the gates of the bias
+                    fires = (gates & Uint32(MAGNITUDE << 16 * j) != 0) & (token + 8 * i < o.tokens)
+                    values = [cutlass.select_(fires, value, Float32(0.0)) for value in values]
+                    total += cute.arch.fmax(values[0], -values[0])
+                    pairs.append(values)
+                packed = [pack(low, high, self.dtype) for low, high in zip(*pairs)]
+                hidden[i, v] = packed[0]
+                if const_expr(self.backward):
+                    d_gate[i, v], d_up[i, v] = packed[1], packed[2]
+        lines = 2 * row + at.group
+        if const_expr(self.backward):
+            self.open_buffer(at)
+            self.send_buffer(s, store, d_gate, at, (None, lines, column, 0))
+            self.add_columns(s, o, 0, lines, column, at)
+            if o.gated != 0:
+                self.open_buffer(at)
+                self.send_buffer(s, store, d_up, at, (None, lines, column, 1))
+                self.add_columns(s, o, 1, lines, column, at)
+            self.open_buffer(at)
+            self.send_buffer(s, store, hidden, at, (None, lines, column, 1 + o.gated))
         else:
-            for j in cutlass.range(32, unroll=8):
-                token = window + (at.warp * 32 + j) * 32 + at.lane
-                word = Uint32(o.bits[token * words + first // 32]) if token < partners else Uint32(0)
-                ballot = Uint32(cute.arch.vote_ballot_sync(Boolean(word != 0)))
-                flags = ballot if at.lane == j else flags
-        return flags
-
-    # ---- score ----
-
-    @cute.jit
-    def score(self, o, s, at, first, owners, window, base, turn):
-        """Store the coefficients of this CTA's share of a batch in every CTA of the cluster, and add to the totals."""
-        share = at.warp * self.cluster + at.rank
-        size = s.sums[WARPS]
-        parts = []
-        for lefts, rights in self.scored(o):
-            parts += self.dots(s, at, lefts, rights, first, owners, window, base, size)
-        for eight in range_constexpr(self.eights):
-            for tile in range_constexpr(TILES):
-                scores = [part[eight][tile] for part in parts]
-                start = base + share * self.share + eight * 8
-                rows = self.pack_coefficients(o, s, at, first + tile * ROWS, owners, window, start, size, scores)
-                for c in range_constexpr(self.counts[0]):
-                    offset = self.coefficient_offset(turn, share * self.eights + eight, c, tile, at.lane)
-                    target = s.coefficients.iterator + offset
-                    for rank in range_constexpr(self.cluster):
-                        store_peer_pair(target, Int32(rank), rows[0][c], rows[1][c])
-                for t in range_constexpr(self.counts[2]):
-                    for row in range_constexpr(2):
-                        value = rows[row][self.counts[0] + t]
-                        value += cute.arch.shuffle_sync_bfly(value, 1)
-                        value += cute.arch.shuffle_sync_bfly(value, 2)
-                        if at.lane & 3 == 0:
-                            s.own[self.total_offset(at, t, tile, row)] += value
+            total = warp_sum(total)
+            if at.lane == 0:
+                s.totals[at.group * 4 + at.warp] = total
+            self.open_buffer(at)
+            if at.warp == 0:
+                total = Float32(0.0)
+                for warp in range_constexpr(4):
+                    total += s.totals[at.group * 4 + warp]
+                if at.lane == 0 and row < o.sums.shape[0]:
+                    o.sums[row, 2 * column + at.group] = total
+            self.send_buffer(s, store, hidden, at, (None, lines, column, 0))
 
     @cute.jit
-    def dots(self, s, at, lefts, rights, first, owners, window, base, size):
-        """Dot products of all left with all right matrices: sums [product][eight][tile][4] in the layout of an mma.
-
-        A stage has 64 columns of the rows of the owners and of the CTA's partners, 128 bytes per line.
-        """
-        line, piece = at.thread >> 3, at.thread & 7
-        # (address of this thread's 16 bytes of a row, first line in the stage); eight threads per row
-        copies, lines = [], 0
-        for matrix in lefts:
-            source = row_of(matrix, cutlass.min(first + line, owners - 1)) + piece * 8
-            copies.append((source.toint(), lines))
-            lines += OWNERS
-        partners = []
-        for top in range_constexpr(0, self.share * WARPS, LINES):
-            warp, inside = (top + line) // self.share, (top + line) % self.share
-            position = cutlass.min(base + (warp * self.cluster + at.rank) * self.share + inside, size - 1)
-            partners.append(window + Int32(s.partners[position]))
-        for matrix in rights:
-            for top in range_constexpr(len(partners)):
-                copies.append(((row_of(matrix, partners[top]) + piece * 8).toint(), lines + top * LINES))
-            lines += self.share * WARPS
-
-        k = lefts[0].shape[1]
-        columns = cute.ceil_div(k, COLUMNS)
-        sums = cute.make_rmem_tensor((4, TILES, self.eights, len(lefts) * len(rights)), Float32)
-        sums.fill(0.0)
-        # the memory was read, as rings of `add` or as stages
-        cute.arch.sync_threads()
-        for stage in range_constexpr(self.stages - 1):
-            self.fetch(s, at, copies, Int32(stage), Int32(stage), k)
-        stage = Int32(0)
-        for block in cutlass.range(columns, unroll=1):
-            cute.arch.cp_async_wait_group(self.stages - 2)
-            cute.arch.sync_threads()
-            last = stage - 1 if stage > 0 else Int32(self.stages - 1)
-            self.fetch(s, at, copies, block + self.stages - 1, last, k)
-            self.multiply(s.stages.iterator + stage * self.stage, at, sums, len(lefts), len(rights))
-            stage = stage + 1 if stage < self.stages - 1 else Int32(0)
-        return [
-            [[[sums[j, t, e, p] for j in range(4)] for t in range(TILES)] for e in range(self.eights)]
-            for p in range(len(lefts) * len(rights))
-        ]
-
-    @cute.jit
-    def fetch(self, s, at, copies, block, stage, k):
-        """Start the copies of 64 columns, 16 bytes of each line by this thread; zeros beyond the last column."""
-        line, piece = at.thread >> 3, at.thread & 7
-        if block * COLUMNS < k:
-            size = Int32(16) if block * COLUMNS + piece * 8 < k else Int32(0)
-            target = s.stages.iterator + (stage * self.stage + line * COLUMNS + swizzle_piece(line, piece))
-            for source, top in copies:
-                copy_async(target + top * COLUMNS, source + Int64(block) * (2 * COLUMNS), size)
-        cute.arch.cp_async_commit_group()
-
-    @cute.jit
-    def multiply(self, stage, at, sums, lefts: cutlass.Constexpr, rights: cutlass.Constexpr):
-        """sums += a stage's columns of each left row times those of each right row.
-
-        Matrices q = lane / 8 of a load are, for A, rows 0-7 and 8-15 of eight columns, then both of the next eight
-        columns. For B they are the two groups of eight columns of an mma for eight partners, then the same for the
-        next eight partners; with eight partners per warp, for the next mma.
-        """
-        r, odd, upper = at.lane & 7, (at.lane >> 3) & 1, at.lane >> 4
-        left_row = stage + (r + 8 * odd) * COLUMNS
-        right_row = stage + (lefts * OWNERS + at.warp * self.share + r) * COLUMNS
-        if const_expr(self.eights == 2):
-            right_row += upper * (8 * COLUMNS)
-        b = [[Uint32(0)] * 4] * rights
-        for step in range_constexpr(COLUMNS // 16):
-            left_piece = swizzle_piece(r, 2 * step + upper)
-            right_piece = swizzle_piece(r, 2 * step + (odd if self.eights == 2 else odd + 2 * upper))
-            if const_expr(self.eights == 2 or step % 2 == 0):
-                b = [
-                    load_matrices(right_row + (right * WARPS * self.share * COLUMNS + right_piece))
-                    for right in range(rights)
-                ]
-            a = [load_matrices(left_row + (tile * ROWS * COLUMNS + left_piece)) for tile in range(lefts * TILES)]
-            for right in range_constexpr(rights):
-                for left in range_constexpr(lefts):
-                    product = left * rights + right
-                    for eight in range_constexpr(self.eights):
-                        pair = 2 * (eight if self.eights == 2 else step % 2)
-                        for tile in range_constexpr(TILES):
-                            four = [sums[j, tile, eight, product] for j in range(4)]
-                            four = mma_16x8x16(
-                                four, *a[left * TILES + tile], b[right][pair], b[right][pair + 1], self.dtype
-                            )
-                            for j in range_constexpr(4):
-                                sums[j, tile, eight, product] = four[j]
-
-    @cute.jit
-    def pack_coefficients(self, o, s, at, first, owners, window, start, size, scores):
-        """Compute coefficients from dot products: for rows g and g + 8, pairs of two partners, then their totals."""
-        words = (o.w_gate.shape[0] + 31) >> 5
-        rows = []
-        for row in range_constexpr(2):
-            owner = cutlass.min(first + row * 8 + (at.lane >> 2), owners - 1)
-            exists = first + row * 8 + (at.lane >> 2) < owners
-            pairs = []
-            for j in range_constexpr(2):
-                position = start + (at.lane & 3) * 2 + j
-                partner = window + Int32(s.partners[cutlass.min(position, size - 1)])
-                token, neuron = (owner, partner) if const_expr(self.by_token) else (partner, owner)
-                word = Uint32(o.bits[token * words + (neuron >> 5)])
-                active = exists & (position < size) & ((word >> (neuron & 31)) & Uint32(1) != 0)
-                pairs.append(self.coefficients(o, neuron, [score[2 * row + j] for score in scores], active))
-            out = [pack(pairs[0][c], pairs[1][c], self.dtype) for c in range(self.counts[0])]
-            for t in range_constexpr(self.counts[2]):
-                if const_expr(self.by_token):
-                    h0, h1 = pairs[0][t], pairs[1][t]
-                    out.append(cute.arch.fmax(h0, -h0) + cute.arch.fmax(h1, -h1))
-                else:
-                    out.append(low_to_float(out[t], self.dtype) + high_to_float(out[t], self.dtype))
-            rows.append(out)
-        return rows
-
-    @cute.jit
-    def coefficients(self, o, neuron, scores, active):
-        """Coefficients of one token and neuron, zero unless `active`: h, gradients, or for weights gradients and h."""
-        gate, up = scores[0], Float32(1.0)
-        if const_expr(self.has_bias):
-            gate += o.b_gate[neuron].to(Float32)
-        gate = low_to_float(relu_pack(gate, Float32(0.0), self.dtype), self.dtype)
-        hidden = gate
-        if const_expr(self.gated):
-            up = scores[1]
-            if const_expr(self.has_bias):
-                up += o.b_up[neuron].to(Float32)
-            hidden = gate * up
-        out = [hidden]
-        if const_expr(o.dl1 is not None):
-            d_gate, d_up = gradients(scores[-1], o.dl1[0], gate, up)
-            out = [d_gate, d_up] if const_expr(self.gated) else [d_gate]
-            if const_expr(not self.by_token):
-                out.append(hidden)
-        return [cutlass.select_(active, value, Float32(0.0)) for value in out]
-
-    # ---- add ----
-
-    @cute.jit
-    def add(self, o, s, at, window, base, count, column, turn, acc):
-        """acc += coefficients times the rows of `count` partners, 16 at a time.
-
-        A lane copies to its own ring in shared memory, so it waits for no other lane. With g = lane / 4 and
-        i = lane % 4, it copies columns 8g to 8g + 7 of rows 2i, 2i + 1, 2i + 8 and 2i + 9. Two rows' values of a column
-        side by side are its part of B; column g of mma j is column 8g + j of the block.
-        """
-        k = o.x.shape[1]
-        terms = self.added(o)
-        # columns beyond the last are not stored
-        columns = [cutlass.min(column + b * BLOCK + (at.lane >> 2) * 8, k - 8) for b in range(self.blocks)]
-        steps = cute.ceil_div(count, ROWS)
-        for u in range_constexpr(self.ring - 1):
-            step = Int32(u // len(terms))
-            self.copy_rows(s, at, terms[u % len(terms)][0], window, base, step, steps, columns, Int32(u))
-        slot = Int32(0)
-        for step in cutlass.range(steps, unroll=1):
-            for t in range_constexpr(len(terms)):
-                u = t + self.ring - 1
-                last = slot - 1 if slot > 0 else Int32(self.ring - 1)
-                self.copy_rows(
-                    s, at, terms[u % len(terms)][0], window, base, step + u // len(terms), steps, columns, last
-                )
-                cute.arch.cp_async_wait_group(self.ring - 1)
-                for b in range_constexpr(self.blocks):
-                    quads = [load_quad(self.ring_slot(s, at, slot, b, q)) for q in range(4)]
-                    self.add_block(s, at, quads, terms[t][1], step, turn, acc, b)
-                slot = slot + 1 if slot < self.ring - 1 else Int32(0)
-
-    @cute.jit
-    def copy_rows(self, s, at, matrix, window, base, step, steps, columns, slot):
-        """Start the copies of 16 partners' rows to a slot of the lane's ring."""
-        if step < steps:
-            pairs = cute.recast_tensor(s.partners, Uint32)
-            here = (base + step * ROWS) // 2 + (at.lane & 3)
-            pair, other = pairs[here], pairs[here + 4]
-            rows = [pair & Uint32(0xFFFF), pair >> 16, other & Uint32(0xFFFF), other >> 16]
-            for q in range_constexpr(4):
-                source = row_of(matrix, window + Int32(rows[q]))
-                for b in range_constexpr(self.blocks):
-                    copy_async(self.ring_slot(s, at, slot, b, q), source + columns[b], Int32(16))
-        cute.arch.cp_async_commit_group()
-
-    def ring_slot(self, s, at, slot, block, quad):
-        """Address of a lane's 16 bytes of a slot."""
-        return s.stages.iterator + ((((slot * WARPS + at.warp) * self.blocks + block) * 4 + quad) * 256 + at.lane * 8)
-
-    @cute.jit
-    def add_block(self, s, at, quads, uses, step, turn, acc, block: cutlass.Constexpr):
-        """Multiply one block of columns of 16 rows by each of the matrix's coefficients."""
-        b = cute.make_rmem_tensor((2, 8), Uint32)
-        for j in range_constexpr(8):
-            for half in range_constexpr(2):
-                low, high = quads[2 * half][j // 2], quads[2 * half + 1][j // 2]
-                b[half, j] = join_halves(low, high, j % 2)
-        for c, result in uses:
-            for tile in range_constexpr(TILES):
-                a = []
-                for half in range_constexpr(2):
-                    offset = self.coefficient_offset(turn, step * 2 + half, c, tile, at.lane)
-                    a += load_pair(s.coefficients.iterator + offset)
-                for j in range_constexpr(8):
-                    four = [acc[e, j, block, tile, result] for e in range(4)]
-                    four = mma_16x8x16(four, *a, b[0, j], b[1, j], self.dtype)
-                    for e in range_constexpr(4):
-                        acc[e, j, block, tile, result] = four[e]
-
-    # ---- store ----
-
-    @cute.jit
-    def store(self, o, first, owners, column, acc):
-        """Store or add a lane's sums: rows g and g + 8, eight columns each from 16i and 16i + 8 on."""
-        values = cute.make_rmem_tensor((8,), Float32)
-        for result in range_constexpr(self.counts[1]):
-            matrix = o.results[result]
-            for tile in range_constexpr(TILES):
-                at = self.thread_index()
-                for b in range_constexpr(self.blocks):
-                    for e in range_constexpr(4):
-                        owner = first + tile * ROWS + e // 2 * 8 + (at.lane >> 2)
-                        left = column + b * BLOCK + (at.lane & 3) * 16 + e % 2 * 8
-                        if owner < owners and left < o.x.shape[1]:
-                            for j in range_constexpr(8):
-                                values[j] = acc[e, j, b, tile, result]
-                                if const_expr(o.b_down is not None):
-                                    values[j] += o.b_down[left + j].to(Float32)
-                            source = address(matrix, owner, left).align(16)
-                            target = cute.make_tensor(source, cute.make_layout(8))
-                            if const_expr(self.accumulate):
-                                for half in range_constexpr(2):
-                                    four = cute.make_tensor((source + 4 * half).align(16), cute.make_layout(4))
-                                    before = cute.make_rmem_tensor((4,), Float32)
-                                    cute.autovec_copy(four, before)
-                                    for j in range_constexpr(4):
-                                        before[j] += values[4 * half + j]
-                                    cute.autovec_copy(before, four)
-                            else:
-                                rounded = cute.make_rmem_tensor((8,), self.dtype)
-                                rounded.store(values.load().to(self.dtype))
-                                cute.autovec_copy(rounded, target)
-
-    @cute.jit
-    def store_totals(self, o, s, at, first, owners, span):
-        """Add the totals of all warps and CTAs in a fixed order; the first CTA stores them."""
-        sums = self.counts[2]
-        slots = self.cluster * WARPS
-        for t in range_constexpr(sums):
-            for tile in range_constexpr(TILES):
-                for row in range_constexpr(2):
-                    # four lanes store the same value
-                    slot = t * slots + at.rank * WARPS + at.warp
-                    owner = tile * ROWS + row * 8 + (at.lane >> 2)
-                    value = s.own[self.total_offset(at, t, tile, row)]
-                    store_peer_float(s.totals.iterator + (slot * OWNERS + owner), Int32(0), value)
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        if at.rank == 0 and span == 0 and at.thread < OWNERS:
-            owner = first + at.thread
-            if owner < owners:
-                for t in range_constexpr(sums):
-                    value = Float32(0.0)
-                    for slot in cutlass.range(slots, unroll=8):
-                        value += s.totals[(t * slots + slot) * OWNERS + at.thread]
-                    if const_expr(self.by_token):
-                        o.totals[t][owner // geometry.TOKEN_TILE, owner % geometry.TOKEN_TILE] = value
-                    else:
-                        o.totals[t][owner] = value.to(self.dtype)
-        # the totals were read
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-
-    # ---- shared memory ----
-
-    def coefficient_offset(self, turn, eight, coefficient, tile, lane):
-        """Offset of a lane's two words of one coefficient of eight partners."""
-        eight = turn * (self.batch // 8) + eight
-        return ((eight * self.counts[0] + coefficient) * TILES + tile) * 64 + lane * 2
-
-    def total_offset(self, at, t, tile, row):
-        """Offset of a row's total over this warp's partners, which four lanes share."""
-        return (t * WARPS + at.warp) * OWNERS + tile * ROWS + row * 8 + (at.lane >> 2)
-
-    @cute.jit
-    def thread_index(self):
-        """A thread's indices, read again at each call so that derived values are not kept in registers."""
-        lane = cute.arch.inline_ptx(
-            "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[cute.arch.lane_idx()]
-        )
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        return Thread(cute.arch.block_idx()[0] % self.cluster, warp * 32 + lane, warp, lane)
-
-    def views(self, shared):
-        """Tensors over the shared struct."""
-        return Views(
-            sums=shared.sums.get_tensor(cute.make_layout(WARPS + 1)),
-            partners=shared.partners.get_tensor(cute.make_layout(WINDOW)),
-            coefficients=shared.coefficients.get_tensor(cute.make_layout(self.pairs)),
-            own=shared.own.get_tensor(cute.make_layout(self.slots // self.cluster)),
-            totals=shared.totals.get_tensor(cute.make_layout(self.slots)),
-            stages=shared.stages.get_tensor(cute.make_layout(self.stages * self.stage)),
-        )
+    def add_columns(self, s, o, part: cutlass.Constexpr, line, column, at):
+        """Store the sums over the 64 tokens of the group's buffer, a neuron per thread."""
+        own = at.warp * 32 + at.lane
+        neuron = column * HALF + own
+        if line < o.sums.shape[0] and neuron < o.neurons:
+            source = s.buffers + (at.group * (GROUP_ROWS * HALF) + (own >> 6) * (GROUP_ROWS * 64))
+            total = Float32(0.0)
+            for r in cutlass.range(GROUP_ROWS, unroll=8):
+                value = cute.make_tensor(source + (r * 64 + swizzle_column(r, own & 63)), cute.make_layout(1))
+                total += value[0].to(Float32)
+            o.sums[line, part * o.neurons + neuron] = total
 
 
-def row_of(matrix, row):
-    """Address of a row; its offset is 32-bit, in units of eight values: 64 GB."""
-    return matrix.iterator + (Uint32(row) * Uint32(matrix.stride[0] // 8)).to(Int64) * 8
+@cute.jit
+def bias_pair(bias, at: Int32) -> Any:
+    """Two elements of a bias; zeros beyond its end, where an empty one is at once."""
+    low, high = Float32(0.0), Float32(0.0)
+    if at < bias.shape[0]:
+        low, high = bias[at].to(Float32), bias[at + 1].to(Float32)
+    return low, high
 
 
-class Forward(Overflow):
-    """Computes y and l1."""
-
-    counts = (1, 1, 1)
+class Hidden(Score):
+    """h and the sums of |h|."""
 
     @cute.jit
     def __call__(
         self,
         x: cute.Tensor,
         w_gate: cute.Tensor,
-        w_up: cute.Tensor | None,
-        w_down: cute.Tensor,
-        b_gate: cute.Tensor | None,
-        b_up: cute.Tensor | None,
-        b_down: cute.Tensor | None,
-        bits: cute.Tensor,
+        w_up: cute.Tensor,
+        b_gate: cute.Tensor,
+        b_up: cute.Tensor,
         sizes: cute.Tensor,
         capacity: Int32,
-        y: cute.Tensor,
-        l1: cute.Tensor,
-        flushed: cute.Tensor,
+        gated: Int32,
+        parts: cute.Tensor,
+        sums: cute.Tensor,
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        weights = (w_gate, w_up, w_down, b_gate, b_up, b_down)
-        self.launch(x, None, *weights, None, bits, sizes, capacity, (y,), (l1,), flushed, max_ctas, stream)
-
-    def scored(self, o: Operands) -> Any:
-        return [([o.x], [o.w_gate, o.w_up] if self.gated else [o.w_gate])]
-
-    def added(self, o: Operands) -> Any:
-        return [(o.w_down, [(0, 0)])]
+        o = ScoreOperands(b_gate, b_up, None, sums, x.shape[0], w_gate.shape[0], gated)
+        self.launch((x,), (w_gate, w_up), o, sizes, capacity, parts, max_ctas, stream)
 
 
-class Input(Overflow):
-    """Computes dx."""
+class Gradients(Score):
+    """d_gate, d_up and h, and the sums of both gradients over 64 tokens each."""
 
-    def __init__(self, spec: OverflowSpec):
-        self.counts = (2 if spec.gated else 1, 1, 0)
-        super().__init__(spec)
+    backward = True
 
     @cute.jit
     def __call__(
@@ -692,104 +542,337 @@ class Input(Overflow):
         dy: cute.Tensor,
         x: cute.Tensor,
         w_gate: cute.Tensor,
-        w_up: cute.Tensor | None,
+        w_up: cute.Tensor,
         w_down: cute.Tensor,
-        b_gate: cute.Tensor | None,
-        b_up: cute.Tensor | None,
+        b_gate: cute.Tensor,
+        b_up: cute.Tensor,
         dl1: cute.Tensor,
-        bits: cute.Tensor,
         sizes: cute.Tensor,
         capacity: Int32,
-        dx: cute.Tensor,
+        gated: Int32,
+        parts: cute.Tensor,
+        sums: cute.Tensor,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        o = ScoreOperands(b_gate, b_up, dl1, sums, x.shape[0], w_gate.shape[0], gated)
+        self.launch((x, dy), (w_gate, w_up, w_down), o, sizes, capacity, parts, max_ctas, stream)
+
+
+class ProductOperands(NamedTuple):
+    """Operands in global memory that are accessed without TMA; None if a kernel has none."""
+
+    flushed: Any  # partial sums of many terms
+    parts: Any  # their number
+    second: Any  # the first part that is multiplied by the second operand
+    bias: Any  # b_down, which may be empty
+    results: Any  # 16-bit dw_gate, dw_up, dw_down
+    totals: Any  # fp32 sums of them
+    add: Any  # whether the sums there are added
+    last: Any  # whether results are stored, not sums
+    sums: Any  # [ceil(M / 64), 2 N] of the gradients, which may be empty
+    d_biases: Any  # db_gate and db_up, each empty if not wanted
+    extents: Any  # neurons and columns
+
+
+class Product(Dense):
+    """Parts times other matrices. B is stored by rows of the sum's index, so N-major."""
+
+    by_token = True
+
+    @cute.jit
+    def launch(self, parts, b, out, o, extent, sizes, capacity, max_ctas, stream):
+        """`parts`: [rows, terms, P]; `b`: two matrices [columns, terms]; `out`: [rows, columns], None if not by TMA."""
+        major = LayoutEnum.ROW_MAJOR if const_expr(self.by_token) else LayoutEnum.COL_MAJOR
+        mode = OperandMajorMode.K if const_expr(self.by_token) else OperandMajorMode.MN
+        a_layout, b_layout = self.prepare(major, LayoutEnum.COL_MAJOR)
+        loads = tuple(self.load_of(t, b_layout, (TILE_N, TILE_K), CLUSTER) for t in b)
+        store = None if out is None else self.store_of(out)
+        mma = self.tiled_mma(TILE_N, mode, OperandMajorMode.MN)
+        a = self.load_of(parts, a_layout, (TILE_M, TILE_K))
+        self.kernel(a, loads, store, o, sizes, capacity, mma, (a_layout, b_layout), extent).launch(
+            grid=(CLUSTER * cutlass.min(extent.m_tiles * extent.n_tiles, max_ctas // CLUSTER), 1, 1),
+            block=(THREADS, 1, 1),
+            cluster=(CLUSTER, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        a: Transfer,
+        b: Any,
+        store: Any,
+        o: ProductOperands,
+        sizes: cute.Tensor,
+        capacity: Int32,
+        mma: cute.TiledMma,
+        layouts: Any,
+        extent: Extent,
+    ):
+        shared = SmemAllocator().allocate(self.shared)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        if sizes[sizes.shape[0] - 1] > capacity:
+            thread, group, warp_index, ring = self.enter(shared)
+            s = self.views(shared, *layouts)
+            if group == 0:
+                cute.arch.setmaxregister_decrease(REGISTERS_PRODUCT[0])
+                if warp_index == 0:
+                    self.load(ring, a, b, s, o, extent)
+                elif const_expr(not self.by_token):
+                    self.add_biases(o, thread - 32)
+            else:
+                cute.arch.setmaxregister_increase(REGISTERS_PRODUCT[1])
+                self.product(ring, mma, store, s, o, thread - 128, extent)
+            self.leave()
+
+    @cute.jit
+    def load(self, ring, a, b, s, o, extent):
+        """Keep the ring full."""
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        mask = Int16((1 << CLUSTER) - 1)
+        a_s, a_t = self.parted(a, s.sA, (TILE_M, TILE_K), 0, 1)
+        (b_s, b_t), (_, c_t) = (self.parted(t, s.sB, (TILE_N, TILE_K), rank, CLUSTER) for t in b)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
+        index, step = cute.arch.block_idx()[0] // CLUSTER, cute.arch.grid_dim()[0] // CLUSTER
+        while index < extent.m_tiles * extent.n_tiles:
+            row, column = self.tile_of(index, extent)
+            row, first, end = self.terms(row, o, extent)
+            for part in cutlass.range(first, end, unroll=1):
+                for k in cutlass.range(extent.k_tiles, unroll=1):
+                    barrier = self.acquire(ring, state, Int32(TILE_N))
+                    slot = b_s[None, state.index]
+                    cute.copy(a.atom, a_t[None, row, k, part], a_s[None, state.index], tma_bar_ptr=barrier)
+                    if part < o.second:
+                        cute.copy(b[0].atom, b_t[None, column, k], slot, tma_bar_ptr=barrier, mcast_mask=mask)
+                    else:
+                        cute.copy(b[1].atom, c_t[None, column, k], slot, tma_bar_ptr=barrier, mcast_mask=mask)
+                    state.advance()
+            index += step
+
+    @cute.jit
+    def terms(self, row, o, extent):
+        """Row of a tile in its part, and the first and the end of the parts that it is a sum over."""
+        if const_expr(self.by_token):
+            return row, Int32(0), cutlass.max(o.parts - 1, Int32(1))
+        rows = CLUSTER * extent.m_tiles // o.parts
+        part = row // rows
+        return row - part * rows, part, part + 1
+
+    @cute.jit
+    def product(self, ring, mma: cute.TiledMma, store, s, o, thread, extent):
+        """Main loop and epilogue; sums of many terms are flushed to memory in between."""
+        at = self.thread_of(thread)
+        leader = mma.get_slice(cute.make_layout(2, stride=128)(at.group))
+        rA = mma.make_fragment_A(leader.partition_A(s.sA))
+        rB = mma.make_fragment_B(leader.partition_B(s.sB))
+        acc = cute.make_rmem_tensor(mma.get_slice(thread).partition_shape_C((TILE_M, TILE_N)), Float32)
+        states = self.states()
+        index, step = cute.arch.block_idx()[0] // CLUSTER, cute.arch.grid_dim()[0] // CLUSTER
+        while index < extent.m_tiles * extent.n_tiles:
+            row, column = self.tile_of(index, extent)
+            row, first, end = self.terms(row, o, extent)
+            steps, done = (end - first) * extent.k_tiles, Int32(0)
+            acc.fill(0.0)
+            while steps - done > self.longest:
+                states = self.multiply(ring, mma, acc, rA, rB, 1, Int32(self.longest), states)
+                flush_sums(acc, o.flushed, 0, done == 0)
+                done += self.longest
+            states = self.multiply(ring, mma, acc, rA, rB, 1, steps - done, states)
+            if done > 0:
+                add_flushed(acc, o.flushed, 0)
+            if const_expr(self.by_token):
+                self.store_rounded(store, s, o, acc, row, column, at)
+            else:
+                self.store_gradients(o, acc, first, row, column, at)
+            index += step
+        if const_expr(self.by_token):
+            if at.warp == 0:
+                cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def store_rounded(self, store, s, o, acc, row, column, at):
+        """Add the bias, round, and store 64 rows."""
+        for half in range_constexpr(2):
+            pairs = cute.make_rmem_tensor((2, HALF // 8), Uint32)
+            for v in range_constexpr(HALF // 8):
+                bias = bias_pair(o.bias, column * TILE_N + half * HALF + 8 * v + (at.lane & 3) * 2)
+                for i in range_constexpr(2):
+                    low, high = (acc[(j, i, half * (HALF // 8) + v), 0, 0] + bias[j] for j in range(2))
+                    pairs[i, v] = pack(low, high, self.dtype)
+            self.open_buffer(at)
+            self.send_buffer(s, store, pairs, at, (None, 2 * row + at.group, 2 * column + half))
+
+    @cute.jit
+    def store_gradients(self, o, acc, part, row, column, at):
+        """Store 64 rows, rounded or as sums, to the matrices of their part."""
+        result, result_stride = self.pick(o.results, part, o)
+        total, total_stride = self.pick(o.totals, part, o)
+        first = row * TILE_M + at.group * GROUP_ROWS + at.warp * 16 + (at.lane >> 2)
+        left = column * TILE_N + (at.lane & 3) * 2
+        neurons, k = o.extents
+        for i in range_constexpr(2):
+            neuron = first + 8 * i
+            for v in range_constexpr(TILE_N // 8):
+                if neuron < neurons and left + 8 * v < k:
+                    two = cute.make_rmem_tensor((2,), Float32)
+                    for j in range_constexpr(2):
+                        two[j] = acc[(j, i, v), 0, 0]
+                    sums = pair_at(Float32, total, total_stride, neuron, left + 8 * v)
+                    if o.add != 0:
+                        before = cute.make_rmem_tensor((2,), Float32)
+                        cute.autovec_copy(sums, before)
+                        for j in range_constexpr(2):
+                            two[j] += before[j]
+                    if o.last != 0:
+                        rounded = cute.make_rmem_tensor((2,), self.dtype)
+                        rounded.store(two.load().to(self.dtype))
+                        cute.autovec_copy(rounded, pair_at(self.dtype, result, result_stride, neuron, left + 8 * v))
+                    else:
+                        cute.autovec_copy(two, sums)
+
+    @cute.jit
+    def pick(self, matrices, part, o):
+        """Address and row stride of the matrix of a part: gate, up if there is one, down."""
+        gate, up, down = matrices
+        where, stride = gate.iterator.toint(), gate.stride[0]
+        if part > 0:
+            where, stride = up.iterator.toint(), up.stride[0]
+        if part == o.parts - 1:
+            where, stride = down.iterator.toint(), down.stride[0]
+        return where, stride
+
+    @cute.jit
+    def add_biases(self, o, thread):
+        """Gradients of the biases: add the sums over 64 tokens in a fixed order."""
+        neurons = o.extents[0]
+        for at in cutlass.range(
+            cute.arch.block_idx()[0] * ADDERS + thread, o.sums.shape[1], cute.arch.grid_dim()[0] * ADDERS, unroll=1
+        ):
+            total = Float32(0.0)
+            for line in cutlass.range(o.sums.shape[0], unroll=8):
+                total += o.sums[line, at]
+            gate, up = o.d_biases
+            if at < gate.shape[0]:
+                gate[at] = total.to(self.dtype)
+            elif at >= neurons and at - neurons < up.shape[0]:
+                up[at - neurons] = total.to(self.dtype)
+
+
+@cute.jit
+def pair_at(dtype: cutlass.Constexpr, matrix: Int64, stride: Int64, row: Int32, column: Int32) -> Any:
+    """Two adjacent elements of a matrix whose address is `matrix`."""
+    where = matrix + (Int64(row) * stride + column) * (dtype.width // 8)
+    pointer = cute.make_ptr(dtype, where, cute.AddressSpace.gmem, assumed_align=2 * (dtype.width // 8))
+    return cute.make_tensor(pointer, cute.make_layout(2))
+
+
+class Token(Product):
+    """y from h, or dx from the gradients."""
+
+    @cute.jit
+    def __call__(
+        self,
+        parts: cute.Tensor,
+        first: cute.Tensor,
+        second: cute.Tensor,
+        bias: cute.Tensor,
+        sizes: cute.Tensor,
+        capacity: Int32,
+        out: cute.Tensor,
         flushed: cute.Tensor,
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        weights = (w_gate, w_up, w_down, b_gate, b_up, None)
-        self.launch(x, dy, *weights, dl1, bits, sizes, capacity, (dx,), (), flushed, max_ctas, stream)
+        """The second weight is that of d_up, and not used if there is none."""
+        p, m, n = parts.shape
+        rows = cute.make_tensor(parts.iterator, cute.select(parts.layout, mode=[1, 2, 0]))
+        o = ProductOperands(flushed, p, 1, bias, None, None, None, None, None, None, None)
+        extent = Extent(
+            cute.ceil_div(m, TILE_M * CLUSTER), cute.ceil_div(out.shape[1], TILE_N), cute.ceil_div(n, TILE_K)
+        )
+        b = (transposed(first), transposed(second))
+        self.launch(rows, b, out, o, extent, sizes, capacity, max_ctas, stream)
 
-    def scored(self, o: Operands) -> Any:
-        return [([o.x], [o.w_gate, o.w_up] if self.gated else [o.w_gate]), ([o.dy], [o.w_down])]
 
-    def added(self, o: Operands) -> Any:
-        return [(o.w_gate, [(0, 0)])] + ([(o.w_up, [(1, 0)])] if self.gated else [])
-
-
-class Weight(Overflow):
-    """Computes dw_gate, dw_up and dw_down, stored or added to fp32, and the gradients of b_gate and b_up."""
+class Weight(Product):
+    """Gradients of weights and biases."""
 
     by_token = False
-    cluster, blocks, eights = 4, 1, 1
-    sides = (2, 1)
-
-    def __init__(self, spec: OverflowSpec):
-        inputs = 2 if spec.gated else 1
-        self.counts = (inputs + 1, inputs + 1, inputs if spec.bias else 0)
-        self.accumulate = spec.mode == "weight_add"
-        super().__init__(spec)
 
     @cute.jit
     def __call__(
         self,
+        parts: cute.Tensor,
         dy: cute.Tensor,
         x: cute.Tensor,
-        w_gate: cute.Tensor,
-        w_up: cute.Tensor | None,
-        w_down: cute.Tensor,
-        b_gate: cute.Tensor | None,
-        b_up: cute.Tensor | None,
-        dl1: cute.Tensor,
-        bits: cute.Tensor,
         sizes: cute.Tensor,
         capacity: Int32,
         dw_gate: cute.Tensor,
-        dw_up: cute.Tensor | None,
+        dw_up: cute.Tensor,
         dw_down: cute.Tensor,
-        db_gate: cute.Tensor | None,
-        db_up: cute.Tensor | None,
+        sum_gate: cute.Tensor,
+        sum_up: cute.Tensor,
+        sum_down: cute.Tensor,
+        add: Int32,
+        last: Int32,
+        sums: cute.Tensor,
+        db_gate: cute.Tensor,
+        db_up: cute.Tensor,
         flushed: cute.Tensor,
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        weights = (w_gate, w_up, w_down, b_gate, b_up, None)
-        results = (dw_gate, dw_up, dw_down) if const_expr(self.gated) else (dw_gate, dw_down)
-        totals = (db_gate, db_up)[: self.counts[2]]
-        self.launch(x, dy, *weights, dl1, bits, sizes, capacity, results, totals, flushed, max_ctas, stream)
+        """Results are 16-bit if this call is the `last` of those that add to the sums, otherwise the sums."""
+        p, m, n = parts.shape
+        k = x.shape[1]
+        columns = cute.make_tensor(parts.iterator, cute.select(parts.layout, mode=[2, 1, 0]))
+        o = ProductOperands(
+            flushed, p, p - 1, None, (dw_gate, dw_up, dw_down), (sum_gate, sum_up, sum_down), add, last, sums,
+            (db_gate, db_up), (n, k),
+        )  # fmt: skip
+        extent = Extent(p * cute.ceil_div(n, TILE_M * CLUSTER), cute.ceil_div(k, TILE_N), cute.ceil_div(m, TILE_K))
+        self.launch(columns, (transposed(x), transposed(dy)), None, o, extent, sizes, capacity, max_ctas, stream)
 
-    def scored(self, o: Operands) -> Any:
-        return [([o.w_gate, o.w_up] if self.gated else [o.w_gate], [o.x]), ([o.w_down], [o.dy])]
 
-    def added(self, o: Operands) -> Any:
-        last = self.counts[0] - 1
-        return [(o.x, [(c, c) for c in range(last)]), (o.dy, [(last, last)])]
+def transposed(matrix: Any) -> Any:
+    """A matrix as its transpose."""
+    return cute.make_tensor(matrix.iterator, cute.select(matrix.layout, mode=[1, 0]))
 
 
 def signature(spec: OverflowSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype = operands.DTYPES[spec.dtype]
     m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
-    token_rows = operands.rows(dtype, m, k)
-    b_gate = operands.vector(dtype, n) if spec.bias else None
-    b_up = operands.vector(dtype, n) if spec.bias and spec.gated else None
-    weights = (
-        operands.rows(dtype, n, k),
-        operands.rows(dtype, n, k) if spec.gated else None,
-        operands.rows(dtype, n, k),
-        b_gate,
-        b_up,
-    )
-    bitmap = (*(operands.vector(Int32, cute.sym_int32(), align=4) for _ in range(2)), Int32(1))
-    dl1 = operands.vector(Float32, 1, align=4)
+    biases = [operands.bias(dtype) for _ in range(2)]
+    sizes = (operands.vector(Int32, cute.sym_int32(), align=4), Int32(1))
+    sums = operands.matrix(Float32, cute.sym_int32(), cute.sym_int32())
     flushed = operands.vector(Float32, cute.sym_int32())
-    if spec.mode == "forward":
-        b_down = operands.vector(dtype, k) if spec.bias else None
-        l1 = operands.matrix(Float32, cute.sym_int32(), cute.sym_int32())
-        results = (token_rows, l1, flushed, Int32(1))
-        return Forward(spec), (operands.rows(dtype, m, k), *weights, b_down, *bitmap, *results)
-    inputs = (operands.rows(dtype, m, k), operands.rows(dtype, m, k), *weights, dl1, *bitmap)
-    if spec.mode == "input":
-        return Input(spec), (*inputs, token_rows, flushed, Int32(1))
-    kind = Float32 if spec.mode == "weight_add" else dtype
-    gate, up, down = (operands.rows(kind, n, k) for _ in range(3))
-    outputs = (gate, up if spec.gated else None, down)
-    return Weight(spec), (*inputs, *outputs, b_gate, b_up, flushed, Int32(1))
+    parts = operands.slabs(dtype, cute.sym_int32(), m, n)
+
+    def by_token() -> Any:
+        return operands.rows(dtype, m, k)
+
+    def by_neuron() -> Any:
+        return operands.rows(dtype, n, k)
+
+    if spec.mode == "hidden":
+        return Hidden(spec), (
+            by_token(), by_neuron(), by_neuron(), *biases, *sizes, Int32(1), parts, sums, Int32(1)
+        )  # fmt: skip
+    if spec.mode == "gradients":
+        weights = (by_neuron() for _ in range(3))
+        dl1 = operands.vector(Float32, 1, align=4)
+        return Gradients(spec), (
+            by_token(), by_token(), *weights, *biases, dl1, *sizes, Int32(1), parts, sums, Int32(1)
+        )  # fmt: skip
+    if spec.mode == "token":
+        return Token(spec), (parts, by_neuron(), by_neuron(), biases[0], *sizes, by_token(), flushed, Int32(1))
+    results = (operands.rows(dtype, cute.sym_int32(), k) for _ in range(3))
+    totals = (operands.rows(Float32, cute.sym_int32(), k) for _ in range(3))
+    return Weight(spec), (
+        parts, by_token(), by_token(), *sizes, *results, *totals, Int32(1), Int32(1), sums, *biases, flushed, Int32(1)
+    )  # fmt: skip

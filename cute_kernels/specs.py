@@ -195,8 +195,8 @@ class RegluSpec(_Kernel):
 class CompactSpec(_Kernel):
     """``words, spill, stats -> entries, neurons, chunks, sizes``: TwELL to the hybrid format.
 
-    For ``training`` entries are contiguous, the non-zeros of each neuron are counted, and a batch that exceeds the
-    capacity becomes a bitmap. Otherwise each token tile has room for all of its gates.
+    For ``training`` entries are contiguous, the non-zeros of each neuron are counted, and of a batch that exceeds the
+    capacity nothing is kept. Otherwise each token tile has room for all of its gates.
     """
 
     training: bool
@@ -303,16 +303,14 @@ class WeightGradSpec(_Kernel):
         return f"{'' if self.gated else '_plain'}{'_bias' if self.bias else ''}{'_add' if self.accumulate else ''}"
 
 
-OVERFLOW_MODES = ("forward", "input", "weight", "weight_add")
+OVERFLOW_MODES = ("hidden", "gradients", "token", "weight")
 
 
 @dataclass(frozen=True)
 class OverflowSpec(_Kernel):
-    """Forward or backward from the bitmap, for batches whose non-zeros exceed the hybrid format's capacity."""
+    """One of the dense products of a batch whose non-zeros exceed the hybrid format's capacity."""
 
     mode: str
-    gated: bool
-    bias: bool
     op: ClassVar[str] = "overflow"
 
     def __post_init__(self) -> None:
@@ -321,9 +319,8 @@ class OverflowSpec(_Kernel):
             raise ValueError(f"mode must be one of {OVERFLOW_MODES}, got {self.mode!r}")
 
     @property
-    def symbol(self) -> str:
-        flags = f"{'' if self.gated else '_plain'}{'_bias' if self.bias else ''}"
-        return f"{self.op}_{self.mode}_{DTYPES[self.dtype]}{flags}"
+    def suffix(self) -> str:
+        return f"_{self.mode}"
 
 
 Spec = (
@@ -365,7 +362,7 @@ def all_specs() -> tuple[Spec, ...]:
         MatrixTransposeSpec(),
         *(TransposeSpec(d, g) for d in DTYPES for g in flags),
         *(WeightGradSpec(d, g, b, a) for d in DTYPES for g in flags for b in flags for a in flags),
-        *(OverflowSpec(d, m, g, b) for d in DTYPES for m in OVERFLOW_MODES for g in flags for b in flags),
+        *(OverflowSpec(d, m) for d in DTYPES for m in OVERFLOW_MODES),
     )
 
 

@@ -93,7 +93,7 @@ class Case:
 CASES = (
     Case("light", 64, 64, 256, 0.03),
     Case("empty", 64, 64, 256, 0, compression=4),
-    # every row-tile spills, and the hybrid format is a bitmap
+    # every row-tile spills, and the non-zeros do not fit into the hybrid format
     Case("overflow", 65, 72, 264, 1, biases="gate up down"),
     Case("overflow plain", 130, 136, 136, 0.8, compression=4, dtype=torch.float16),
     Case("partial tiles", 130, 264, 520, 0.1, compression=2, biases="gate up down", dtype=torch.float16),

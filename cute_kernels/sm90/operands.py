@@ -36,6 +36,12 @@ def cube(dtype: Any, a: Any, b: Any, c: int) -> Any:
     return make_fake_compact_tensor(dtype, (a, b, c), stride_order=(2, 1, 0), assumed_align=16)
 
 
+def slabs(dtype: Any, p: Any, m: Any, n: Any) -> Any:
+    """Row-major matrices [m, n] behind each other, [p, m, n], with 64-bit strides in multiples of 8."""
+    strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
+    return make_fake_tensor(dtype, (p, m, n), stride=strides, assumed_align=16)
+
+
 def packed(dtype: Any, m: Any) -> tuple[Any, Any]:
     """Words [m, tiles * W] and spill [m, tiles * 256] of TwELL."""
     words = rows(cutlass.Int32, m, cute.sym_int32(divisibility=32))

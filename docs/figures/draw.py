@@ -180,7 +180,7 @@ def format_(theme: Theme) -> str:
         504,
         "Training keeps this format for backward, with the values of the up projection behind the entries: 1.0 KB per "
         "token at N = 5,632. It has room for max(64, N / 36) non-zeros per token on average over the batch. A batch "
-        "with more keeps a bitmap in place of the entries and computes gate and up again in backward: exact, but slow.",
+        "with more is computed densely, gate and up once more in backward.",
     )
     return c.done()
 

@@ -30,6 +30,9 @@ _TYPICAL_K, _TYPICAL_N = 2048, 5632
 
 PACKED_DTYPES = (torch.bfloat16, torch.float16)
 
+# Measurements whose largest decides how many non-zeros training keeps room for.
+_RECENT = 8
+
 
 def forced(kind: str, index: int | None) -> str:
     """The strategy that a device imposes on "auto", by its type and index; "" where it chooses."""
@@ -211,11 +214,15 @@ class _Expected(NamedTuple):
 
 
 class Route(NamedTuple):
-    """How a call runs: its strategy, the measurement to fill and the site whose ``hold`` must get y, if any."""
+    """How a call runs: its strategy, the measurement to fill and the site whose ``hold`` must get y, if any.
+
+    held: non-zeros per token for which training keeps room; 0: the most.
+    """
 
     strategy: str
     measurement: Measurement | None = None
     holder: AutoStrategy | None = None
+    held: int = 0
 
 
 @dataclasses.dataclass
@@ -228,6 +235,8 @@ class _Bucket:
     late: bool = False  # whether a decision could not be made when it was due
     figures: tuning.Figures | None = None
     measured: int | None = None
+    recent: tuple[float, ...] = ()  # non-zeros per token of the latest measurements
+    held: int = 0
 
 
 @dataclasses.dataclass
@@ -312,15 +321,16 @@ class AutoStrategy:
         real = type(x) is Tensor or type(x) is torch.nn.Parameter
         capturing = real and _capturing(x)
         if not real or capturing or (training and self._recomputes()):
-            return Route(self._peek(problem, record=capturing), None, holder)
+            strategy, held = self._peek(problem, record=capturing)
+            return Route(strategy, None, holder, held)
         with self._lock:
             call, decision, due = self._count(problem)
-            strategy = decision.strategy
+            strategy, held = decision.strategy, self._buckets[_key(problem)].held
             if not due or self._pending is not None or not m:
-                return Route(strategy, None, holder)
+                return Route(strategy, None, holder, held)
         if strategy == "row" and m >= geometry.TOKEN_TILE and "union" in tuning.coefficients(problem):
             strategy = "union"
-        return Route(strategy, Measurement(self, problem, call), holder)
+        return Route(strategy, Measurement(self, problem, call), holder, held)
 
     def _recomputes(self) -> bool:
         """Whether this call belongs to the backward pass of an earlier one, as in activation checkpointing.
@@ -390,8 +400,8 @@ class AutoStrategy:
             graph.traced = True
         return graph.strategy
 
-    def _peek(self, problem: tuning.Problem, record: bool) -> str:
-        """The current choice, for a call that is neither counted nor measured."""
+    def _peek(self, problem: tuning.Problem, record: bool) -> tuple[str, int]:
+        """The current choice and room, for a call that is neither counted nor measured."""
         with self._lock:
             self._forget_other_layers(problem)
             key = _key(problem)
@@ -402,7 +412,8 @@ class AutoStrategy:
                 decision = tuning.decide(problem, self._nearest(key), None)
             if record:
                 self._captured[key] = decision
-            return decision.strategy
+            # later data of a captured graph may be denser
+            return decision.strategy, 0 if record or bucket is None else bucket.held
 
     def _count(self, problem: tuning.Problem) -> tuple[int, tuning.Decision, bool]:
         """Count a call: its index in its bucket, its decision, and whether it is on the schedule."""
@@ -434,6 +445,7 @@ class AutoStrategy:
         self._forget_other_layers(problem)
         bucket = self._buckets.setdefault(_key(problem), _Bucket(problem))
         bucket.figures, bucket.measured = figures, max(bucket.calls - 1, 0) if call is None else call
+        bucket.recent = (*bucket.recent, figures.nonzeros)[-_RECENT:]
 
     def _decide(self, problem: tuning.Problem, bucket: _Bucket) -> tuning.Decision:
         before = bucket.decision
@@ -442,7 +454,7 @@ class AutoStrategy:
             return before
         figures = bucket.figures or self._nearest(_key(problem))
         decision = tuning.decide(problem, figures, None if before is None else before.strategy)
-        bucket.problem, bucket.decision = problem, decision
+        bucket.problem, bucket.decision, bucket.held = problem, decision, tuning.held(problem, bucket.recent)
         if before is None or decision.strategy != before.strategy:
             m, k, n, gated, training, _ = problem
             layer = f"{'gated' if gated else 'non-gated'} layer, K = {k}, N = {n}, {_kind(training)}, {m} tokens"

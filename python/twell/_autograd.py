@@ -17,7 +17,9 @@ from twell.ops.library import has_tangent
 from twell.ops.operands import Gradients, Mains, Operands
 
 
-def ffn(name: str, operands: Operands, mains: Mains, compression: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def ffn(
+    name: str, operands: Operands, mains: Mains, compression: int, held: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return y [M, K], the sum of |h| (0-d), the number of non-zeros (0-d, int64) and the hybrid format's ``sizes``.
 
     The first two are differentiable. Backward adds the gradient of a weight to its main, if it has one, instead of
@@ -29,7 +31,7 @@ def ffn(name: str, operands: Operands, mains: Mains, compression: int) -> tuple[
                 # of a view, because the engine does not always know whether the node of a leaf will run
                 view = getattr(operands, weight).view_as(main)
                 operands = operands._replace(**{weight: view})
-    outputs = _FFN.apply(name, compression, *mains, *operands)  # type: ignore[no-untyped-call]
+    outputs = _FFN.apply(name, compression, held, *mains, *operands)  # type: ignore[no-untyped-call]
     return cast(tuple[Tensor, Tensor, Tensor, Tensor], outputs)
 
 
@@ -39,6 +41,7 @@ class _FFN(torch.autograd.Function):
         ctx: Any,
         name: str,
         compression: int,
+        held: int,
         main_gate: Tensor | None,
         main_up: Tensor | None,
         main_down: Tensor | None,
@@ -50,7 +53,8 @@ class _FFN(torch.autograd.Function):
         b_up: Tensor | None,
         b_down: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        y, l1, nonzeros, *kept = ops.hybrid_forward(x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down, compression)
+        layer = (x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down)
+        y, l1, nonzeros, *kept = ops.hybrid_forward(*layer, compression, held)
         ctx.save_for_backward(x, w_gate, w_up, w_down, b_gate, b_up, *kept)
         # not as saved tensors: a hook that moves those would make backward add to a copy
         ctx.mains = Mains(main_gate, main_up, main_down)
@@ -83,7 +87,7 @@ class _FFN(torch.autograd.Function):
                 gradients = _gradients(dy, dl1, saved, needs, ctx.mains)._replace(b_down=db_down)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             gradients = _first_order(ctx.name, gradients, (dy, dl1, *saved))
-        return (None, None, None, None, None, *gradients)
+        return (None, None, None, None, None, None, *gradients)
 
 
 def _require_addable(*upstream: Tensor | None) -> None:

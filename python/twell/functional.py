@@ -267,7 +267,7 @@ def _run(
 
     tokens = x.reshape(-1, x.shape[-1])
     if needing_grad(t):
-        y, total, nonzeros, sizes = _autograd.ffn(name, layer._replace(x=tokens), mains, compression)
+        y, total, nonzeros, sizes = _autograd.ffn(name, layer._replace(x=tokens), mains, compression, route.held)
         _note_training(route, nonzeros, sizes, y)
         y = _unviewed(y, x.shape)
         return (y, _per_token(total, nonzeros, tokens.shape[0])) if return_aux else y
@@ -424,7 +424,7 @@ def _note_training(route: _auto.Route, nonzeros: Tensor, sizes: Tensor, y: Tenso
     """The same for a sparse call that needs gradients."""
     if route.measurement is not None:
         m, n = route.measurement.problem.m, route.measurement.problem.n
-        route.measurement.counts(nonzeros, sizes[:-1], most=geometry.hybrid_capacity(m, n))
+        route.measurement.counts(nonzeros, sizes[:-1], most=geometry.hybrid_capacity(m, n, route.held))
     if route.holder is not None:
         route.holder.hold(y)
 

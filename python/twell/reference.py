@@ -94,13 +94,10 @@ def hybrid(dense: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     neurons = torch.zeros(tiles, geometry.CHUNK * columns, dtype=torch.int32, device=dense.device)
     chunks = torch.zeros(tiles, columns + 1, dtype=torch.int32, device=dense.device)
     sizes = torch.zeros(tiles + 1, dtype=torch.int32, device=dense.device)
-    entries = torch.zeros(geometry.hybrid_words(m, n, 0), dtype=torch.int32, device=dense.device)
+    entries = torch.zeros(geometry.hybrid_capacity(m, n), dtype=torch.int32, device=dense.device)
     active = dense != 0
     sizes[tiles], popularity = active.sum(), active.sum(0).int()
     if sizes[tiles] > geometry.hybrid_capacity(m, n):
-        for row, neuron in active.nonzero().tolist():
-            word = row * geometry.bitmap_words(n) + neuron // 32
-            entries[word] |= 1 << neuron % 32 if neuron % 32 < 31 else -(2**31)
         return (
             entries,
             neurons.short(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -156,9 +157,9 @@ def weight_grad(dtype: torch.dtype, gated: bool, bias: bool, accumulate: bool) -
 
 
 @functools.cache
-def overflow(dtype: torch.dtype, mode: str, gated: bool, bias: bool) -> specs.OverflowSpec:
-    """``mode`` (forward, input, weight, weight_add) of a training step whose non-zeros exceed the hybrid format."""
-    return specs.OverflowSpec(dtype_name(dtype), mode, gated, bias)
+def overflow(dtype: torch.dtype, mode: str) -> specs.OverflowSpec:
+    """A product (hidden, gradients, token, weight) of a training step whose non-zeros exceed the hybrid format."""
+    return specs.OverflowSpec(dtype_name(dtype), mode)
 
 
 # Strategies
@@ -169,7 +170,7 @@ STRATEGIES = ("auto", "row", "union", "dense")
 # A change of strategy must promise to save this share of the time, about the error of the predictions.
 MARGIN = 0.02
 
-# A training step with more non-zeros than the hybrid format holds takes eight times as long as dense (H200, K = 2,048,
+# A training step with more non-zeros than the hybrid format holds takes 1.4 times as long as dense (H200, K = 2,048,
 # N = 5,632). The sparse route starts below this share of the capacity, so that batches may vary by a sixth.
 SAFE_SHARE = 0.85
 
@@ -207,6 +208,19 @@ class Figures(NamedTuple):
 
     nonzeros: float
     union: float | None
+
+
+# Training keeps room for this multiple of the most non-zeros per token in recent measurements. Batches of fewer tokens
+# than this vary more and need less memory; they keep as much room as there may be.
+ROOM = 1.5
+_STEADY_TOKENS = 1024
+
+
+def held(problem: Problem, recent: Sequence[float]) -> int:
+    """Non-zeros per token for which a training call keeps room, by the means of ``recent`` calls; 0: the most."""
+    if not problem.training or not recent or problem.m < _STEADY_TOKENS:
+        return 0
+    return max(8, math.ceil(ROOM * max(recent) / 8) * 8)
 
 
 class Decision(NamedTuple):

@@ -184,6 +184,36 @@ def test_training_keeps_away_from_what_the_hybrid_format_holds() -> None:
     assert tuning.decide(problem(), Figures(0.75 * held, 0.1), "union").strategy == "union"
 
 
+def test_training_keeps_room_for_what_recent_calls_needed() -> None:
+    many, few = problem(training=True), problem(512, training=True)
+    assert tuning.held(many, (29.3,)) == 48
+    assert tuning.held(many, (29.3, 70.0, 12.0)) == 112
+    assert tuning.held(many, (0.0,)) == 8
+    # nothing measured, few tokens, no gradients: as much as there may be
+    assert tuning.held(many, ()) == tuning.held(few, (29.3,)) == tuning.held(problem(), (29.3,)) == 0
+    # never more than without figures
+    assert geometry.hybrid_capacity(16384, 5632, tuning.held(many, (911.0,))) == geometry.hybrid_capacity(16384, 5632)
+
+
+def test_room_follows_the_measurements() -> None:
+    """It grows with the first larger one, and shrinks after eight smaller ones."""
+    site, call = _auto.AutoStrategy(period=1), problem(training=True)
+
+    def room_after(nonzeros: float) -> int:
+        site.observe(call, Figures(nonzeros, 0.1))
+        site.choose(call)
+        return site._peek(call, record=False)[1]
+
+    site.choose(call)
+    assert site._peek(call, record=False)[1] == 0
+    assert room_after(40) == 64
+    assert room_after(80) == 120
+    assert [room_after(20) for _ in range(8)] == 7 * [120] + [32]
+    # the data of a captured graph may become denser
+    assert site._peek(call, record=True)[1] == 0
+    assert copy.deepcopy(site)._peek(call, record=False)[1] == 32
+
+
 def test_an_unknown_union_is_bounded_from_above() -> None:
     density = 29 / 5632
     bound = 1 - (1 - density) ** 128

@@ -35,7 +35,7 @@ OCCUPANCY = {
     "matrix_transpose": (256, 4),
     "transpose": (1024, 1),
     "weight_grad": (384, 1),
-    "overflow": (256, 1),
+    "overflow": (384, 1),
 }
 
 
@@ -54,7 +54,8 @@ def register_budget(spec: Spec, kernel: str) -> int:
 def local_budget(spec: Spec, kernel: str) -> int:
     """Return the bytes of local memory of a thread: none, except for a few spilled counters outside the hot loops."""
     if isinstance(spec, specs.OverflowSpec):
-        return 16
+        # three accumulators; the epilogue keeps indices there
+        return 64 if spec.mode == "gradients" else 0
     if isinstance(spec, specs.UpDownSpec):
         # 192 registers hold sums and x of the widest slab
         return local_budget(spec.heavy, kernel) if "heavy" in kernel else 8 if spec.k_max >= 4096 else 0
@@ -78,6 +79,7 @@ def test_compiles_within_budget(spec: Spec, kernels: Callable[[Spec], dict[str, 
 WGMMA = (
     *("gate_pack_bf16_t144", "gate_pack_few_bf16_m64", "sampled_up_bf16_training"),
     *("gathered_bf16_2", "sampled_grad_bf16", "weight_grad_bf16_bias"),
+    *("overflow_bf16_gradients", "overflow_bf16_token", "overflow_bf16_weight"),
 )
 
 
@@ -149,24 +151,6 @@ def test_report_sees_spills(root: Path) -> None:
 
 def test_report_refuses_what_it_cannot_read(root: Path) -> None:
     assert "RuntimeError: unknown form of ptxas report" in parse(root, SPILLED.replace("registers", "regs"))
-
-
-LONGEST = """
-from collections import Counter
-from cute_kernels import geometry, overflow, specs
-for spec in specs.all_specs():
-    if spec.op == "overflow":
-        kernel, _ = overflow.signature(spec)
-        added = kernel.added(overflow.Operands(*[None] * len(overflow.Operands._fields)))
-        terms = max(Counter(result for _, uses in added for _, result in uses).values())
-        assert kernel.longest * terms == geometry.LONGEST_SUM[spec.dtype], spec
-        assert kernel.longest % kernel.window == 0, spec
-"""
-
-
-def test_overflow_sets_sums_aside_after_the_longest(root: Path) -> None:
-    """Each sum of dx of a gated layer has two terms per partner, others one."""
-    subprocess.run([sys.executable, "-c", LONGEST], cwd=root, check=True)
 
 
 def test_object_exports_the_symbol(root: Path, tmp_path: Path) -> None:

@@ -36,6 +36,12 @@ def test_sums_per_tile(n: int, sums: int) -> None:
     assert geometry.sums_per_tile(n) == sums
 
 
+@pytest.mark.parametrize(("n", "sums"), [(8, 2), (128, 2), (136, 4), (5632, 88), (65536 - 8, 1024), (65536, 1024)])
+def test_training_sums(n: int, sums: int) -> None:
+    """Room for one sum per 64 tokens and 128 neurons, and so for one per 256 neurons in a union of all."""
+    assert geometry.training_sums(n) == sums >= geometry.tiles(n)
+
+
 @pytest.mark.parametrize("n", [8, 264, 5632, 8192, 16392, 65528, 65536])
 @pytest.mark.parametrize(
     "m", [0, 1, 127, 128, 129, 4096, 4097, 8192 + 130, 16384, 47616, 47617, 100_000, 1_000_000, 40_000_001]

@@ -49,10 +49,10 @@ def test_tiles_cover_every_number_of_neurons() -> None:
         # the neuron's index fits in the low half of a word, and its tile in the row
         assert (n - 1) & ~0xFFFF == 0
         assert (n - 1) // 256 == tiles - 1
-        chunks, words = geometry.chunks(n), geometry.bitmap_words(n)
+        chunks = geometry.chunks(n)
         assert (chunks - 1) * 64 < n <= chunks * 64
-        assert (words - 1) * 32 < n <= words * 32
         assert geometry.sums_per_tile(n) >= max(128, tiles)
+        assert geometry.training_sums(n) >= tiles
 
 
 def test_words_hold_what_compression_leaves() -> None:
@@ -81,12 +81,10 @@ def test_hybrid_capacity_of_every_number_of_neurons(m: int) -> None:
 @given(
     m=st.integers(0, 1 << 22), n=st.sampled_from(EVERY_N), more=st.integers(0, 1 << 12), size=st.sampled_from([0, 2])
 )
-def test_hybrid_words_have_room_for_either_form(m: int, n: int, more: int, size: int) -> None:
-    words = geometry.hybrid_words(m, n, size)
+def test_hybrid_words_have_room_for_entries_and_values(m: int, n: int, more: int, size: int) -> None:
     capacity = geometry.hybrid_capacity(m, n)
-    assert words >= capacity + capacity * size // 4
-    assert words >= m * geometry.bitmap_words(n)
-    assert geometry.hybrid_words(m + more, n, size) >= words
+    words = geometry.hybrid_words(capacity, size)
+    assert 4 * words == capacity * (4 + size)
     assert geometry.hybrid_capacity(m + more, n) >= capacity
 
 
@@ -354,7 +352,7 @@ def encoded(gate: Tensor, up: Tensor | None) -> hybrid.Kept:
 
 
 def layer_of(gate: Tensor, up: Tensor | None) -> Operands:
-    """A layer with this gate and up projection, for decoding a bitmap."""
+    """A layer with this gate and up projection, for decoding what did not fit."""
     m = gate.shape[0]
     k = max(8, -(-m // 8) * 8)
     x = torch.eye(m, k).to(gate.dtype)
@@ -379,7 +377,7 @@ def test_the_hybrid_format_loses_nothing(gate: Tensor, gated: bool) -> None:
     assert (projected is None) == (up is None)
     if up is not None and projected is not None:
         assert torch.equal(projected, up.float().masked_fill(gate == 0, 0))
-    assert len(kept.entries) == geometry.hybrid_words(m, n, 2 * gated) >= min(total, capacity)
+    assert len(kept.entries) == geometry.hybrid_words(capacity, 2 * gated) >= min(total, capacity)
 
 
 @MANY
@@ -388,9 +386,6 @@ def test_entries_and_lists_of_the_hybrid_format_ascend(gate: Tensor) -> None:
     kept, (m, n) = encoded(gate, None), gate.shape
     total = int(kept.sizes[-1])
     if total > geometry.hybrid_capacity(m, n):
-        words = kept.entries[: m * geometry.bitmap_words(n)].view(m, -1)
-        found = sum(int(word) >> bit & 1 for word in words.flatten().tolist() for bit in range(32))
-        assert found == total
         return
     tiles, chunks = geometry.token_tiles(m), geometry.chunks(n)
     active = torch.nn.functional.pad(gate != 0, (0, 0, 0, -m % 128)).view(tiles, 128, n).any(1)
@@ -423,7 +418,7 @@ def test_the_hybrid_format_is_the_reference(gate: Tensor) -> None:
     over=st.integers(-1, 1),
     seed=st.integers(0, 1 << 30),
 )
-def test_the_capacity_decides_between_entries_and_bitmap(m: int, n: int, over: int, seed: int) -> None:
+def test_the_capacity_decides_whether_entries_are_kept(m: int, n: int, over: int, seed: int) -> None:
     """One non-zero less than fits, as many as fit, one more; anywhere."""
     capacity = geometry.hybrid_capacity(m, n)
     total = min(capacity + over, m * n)
@@ -432,8 +427,7 @@ def test_the_capacity_decides_between_entries_and_bitmap(m: int, n: int, over: i
     kept = encoded(gate, None)
     decoded, _ = hybrid.decode(layer_of(gate, None), kept)
     assert torch.equal(decoded, gate.float())
-    bitmap = total > capacity
-    assert (not kept.neurons.any() and not kept.chunks.any()) == bitmap
+    assert (not kept.entries.any() and not kept.neurons.any() and not kept.chunks.any()) == (total > capacity)
 
 
 @FEW

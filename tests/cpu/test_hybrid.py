@@ -17,7 +17,7 @@ from twell.ops import hybrid
 BF16 = torch.bfloat16
 GATED = pytest.mark.parametrize("gated", [True, False])
 NAMES = ("dx", "dw_gate", "dw_up", "dw_down", "db_gate", "db_up")
-# N = 264 holds 64 non-zeros a token: a density of 1 is a bitmap
+# N = 264 holds 64 non-zeros a token: a density of 1 does not fit
 SHAPES = [
     (0, 264, 16, 0.1),
     (1, 8, 8, 0.5),
@@ -142,7 +142,7 @@ def test_forward_equals_the_reference(m: int, n: int, k: int, density: float, dt
         for name, actual, expected in zip(kept._fields, kept, expected_kept, strict=True):
             # the reference has no up projections after the entries
             testing.assert_same(actual[: len(expected)] if name == "entries" else actual, expected, name)
-        assert len(kept.entries) == geometry.hybrid_words(m, n, 2 * gated)
+        assert len(kept.entries) == geometry.hybrid_words(geometry.hybrid_capacity(m, n), 2 * gated)
 
 
 @GATED
@@ -164,17 +164,40 @@ def test_backward_equals_the_reference(m: int, n: int, k: int, density: float, d
             testing.assert_same(actual, answer.to(dtype) if operand is not None else actual.new_empty(0))
 
 
-def test_more_non_zeros_than_fit_make_a_bitmap() -> None:
+def test_more_non_zeros_than_fit_are_only_counted() -> None:
     p = problem(3, 264, 16, 1.0)
     *_, nonzeros, kept = forward(p)
     assert kept.sizes.tolist() == [0, 3 * 264]
     assert int(nonzeros) == 3 * 264 > geometry.hybrid_capacity(3, 264)
-    assert kept.entries[: 3 * 9].tolist() == ([-1] * 8 + [255]) * 3
     # as many as fit are no overflow
     exact = testing.pattern_problem((torch.arange(264) % 4 == 0).int()[:256].repeat(3, 1), 16)
     *_, kept = forward(exact)
     assert int(kept.sizes[-1]) == geometry.hybrid_capacity(3, 256) == 3 * 64
     assert len(read(kept, 3, 256)[0]) == 3 * 64
+
+
+@GATED
+@pytest.mark.parametrize("held", [8, 16, 24, 1000])
+def test_room_for_fewer_non_zeros(gated: bool, held: int) -> None:
+    """The entries take what was asked for, at most the default."""
+    p = problem(130, 264, 16, 0.07, gated=gated)
+    y, l1, nonzeros, kept = forward(p)
+    assert 8 * 130 < nonzeros < 24 * 130
+    fewer = ops.hybrid_forward(*p, 8, held)
+    for actual, expected in zip(fewer[:3], (y, l1, nonzeros), strict=True):
+        assert torch.equal(actual, expected)
+    capacity = min(-(-130 * held // 8) * 8, geometry.hybrid_capacity(130, 264))
+    assert len(fewer[3]) == geometry.hybrid_words(capacity, 2 * gated)
+    dy, dl1 = upstream(p)
+    ours, theirs = (backward(p, hybrid.Kept(*k), dy, dl1) for k in (fewer[3:], kept))
+    # only where a batch fits do rare neurons add what rounding left of their coefficients
+    for actual, expected in zip(ours[: 6 if nonzeros <= capacity else 1], theirs):
+        assert torch.equal(actual, expected)
+
+
+def test_room_must_be_a_number_of_non_zeros() -> None:
+    with pytest.raises(ValueError, match="held must be non-zeros per token, or 0 for the most, got -1"):
+        ops.hybrid_forward(*problem(2, 8, 8, 0.5), 8, -1)
 
 
 @GATED
@@ -187,8 +210,7 @@ def test_backward_reads_nothing_undefined(gated: bool, density: float) -> None:
     spoilt = hybrid.Kept(*(t.clone() for t in kept))
     total = int(kept.sizes[-1])
     if density == 1:
-        spoilt.entries[130 * geometry.bitmap_words(264) :] = -1
-        for tensor in (spoilt.neurons, spoilt.chunks, spoilt.sizes[:-1], spoilt.popularity):
+        for tensor in (spoilt.entries, spoilt.neurons, spoilt.chunks, spoilt.sizes[:-1], spoilt.popularity):
             tensor.fill_(-1)
     else:
         spoilt.entries[total : geometry.hybrid_capacity(130, 264)] = -1
@@ -236,7 +258,7 @@ def test_wider_values_are_kept_beside_the_up_projections(gated: bool, dtype: tor
     p = problem(130, 264, 16, density, gated=gated, dtype=dtype)
     capacity = geometry.hybrid_capacity(130, 264)
     y, l1, nonzeros, kept = forward(p)
-    assert len(kept.entries) == geometry.hybrid_words(130, 264, (1 + gated) * dtype.itemsize)
+    assert len(kept.entries) == geometry.hybrid_words(capacity, (1 + gated) * dtype.itemsize)
     assert (y.dtype, l1.dtype) == (dtype, dtype)
     *_, narrow = forward(testing.FFN(*(None if t is None else t.to(BF16) for t in p)))
     for name in ("neurons", "chunks", "sizes", "popularity"):
@@ -355,11 +377,12 @@ def test_kernels_get_the_arguments_that_they_are_compiled_for(
     pytest.importorskip("cutlass")
     for op, arguments in arguments_of_all(problem(130, 264, 16, 0.1, gated=gated, biases=biases)):
         on_cuda(op, arguments)
-    steps = ["sampled_grad", "gathered", "overflow", "rank", "transpose", "weight_grad", "overflow"]
-    first = ["compact", "sampled_up", "gathered", "overflow"] if gated else ["compact", "gathered", "overflow"]
+    over = ["overflow"] * 3
+    steps = ["sampled_grad", "gathered", "rank", "transpose", "weight_grad", *over]
+    first = ["compact", *(["sampled_up"] if gated else []), "gathered", *over[1:]]
     assert [spec.op for spec, _ in launched] == first + 2 * steps
     modes = [spec.mode for spec, _ in launched if isinstance(spec, specs.OverflowSpec)]
-    assert modes == ["forward", "input", "weight", "input", "weight_add"]
+    assert modes == ["hidden", "token"] + 2 * ["gradients", "token", "weight"]
     assert [spec.accumulate for spec, _ in launched if isinstance(spec, specs.WeightGradSpec)] == [False, True]
     for spec, arguments in launched:
         assert spec in specs.all_specs()
@@ -380,10 +403,10 @@ def test_only_what_is_asked_for_is_launched(launched: list[tuple[specs.Spec, tup
     *_, kept = forward(p)
     arguments = (*upstream(p), *p[:6], *kept)
     on_cuda(ops.hybrid_backward, (*arguments, True, False))
-    assert [spec.op for spec, _ in launched] == ["sampled_grad", "gathered", "overflow"]
+    assert [spec.op for spec, _ in launched] == ["sampled_grad", "gathered", "overflow", "overflow"]
     launched.clear()
     on_cuda(ops.hybrid_backward, (*arguments, False, True))
-    assert [spec.op for spec, _ in launched] == ["sampled_grad", "rank", "transpose", "weight_grad", "overflow"]
+    assert [spec.op for spec, _ in launched] == ["sampled_grad", "rank", "transpose", "weight_grad", *2 * ["overflow"]]
     launched.clear()
     on_cuda(ops.hybrid_backward, (*arguments, False, False))
     assert not launched

@@ -29,7 +29,7 @@ COMPILED = {
     "kernel_cutlass_compact_cute_kernelscompactCompact_object_at__tensorptri32_1": ("compact", "compact"),
     "kernel_cutlass_locate_cute_kernelscompactCompact_object_at__tensorptri32_0": ("compact", "compact locate"),
     "kernel_cutlass_kernel_cute_kernelsregluRegluBackward_object_at__tensor_0": ("reglu", "reglu backward"),
-    "kernel_cutlass_kernel_cute_kernelsoverflowInput_object_at__tensorptrbf16_0": ("overflow", "overflow input"),
+    "kernel_cutlass_kernel_cute_kernelsoverflowToken_object_at__tensorptrbf16_0": ("overflow", "overflow token"),
     "kernel_cutlass_kernel_cute_kernelsweight_gradWeightGrad_object_at__tensor_0": ("weight_grad", "weight_grad"),
     "kernel_cutlass_kernel_cute_kernelsrankRank_object_at__tensorptri32_0": ("rank", "rank"),
 }

@@ -500,7 +500,7 @@ def test_assert_packed_same(dtype: torch.dtype) -> None:
 
 @GATED
 def test_assert_hybrid_same(gated: bool) -> None:
-    """Every defined bit counts, and no undefined one: past the lists, past the entries, in place of a bitmap."""
+    """Every defined bit counts, and no undefined one: past the lists, past the entries, beside what did not fit."""
     for density in (0.1, 1):
         problem = testing.integer_problem(130, 24, 264, density=density)
         layer = problem if gated else problem._replace(w_up=None)

@@ -89,7 +89,7 @@ def check_backward(problem: FFN, gated: bool, dl1: float, kept: tuple[Tensor, ..
 def check(
     problem: FFN, gated: bool = True, dl1: float = 0.0, compression: int = 8, overflows: bool | None = None
 ) -> None:
-    """All operators, then the function with autograd around them. ``overflows``: whether a bitmap is expected."""
+    """All operators, then the function with autograd around them. ``overflows``: whether they must not fit."""
     kept = check_forward(problem, gated, compression)
     if overflows is not None:
         capacity = geometry.hybrid_capacity(problem.x.shape[0], problem.w_gate.shape[0])
@@ -517,7 +517,7 @@ def grads_of(problem: FFN, gated: bool) -> Gradients:
 def test_opcheck(n: int, biases: str, gated: bool) -> None:
     """All 64 neurons fire, so everything is defined: opcheck compares all outputs of two runs.
 
-    With 136 there is a bitmap, and most of what forward returns is undefined; the CPU operator's is zero there.
+    With 136 the non-zeros do not fit, and most of what forward returns is undefined; the CPU operator's is zero there.
     """
     problem = testing.integer_problem(130, 72, n, density=1, biases=biases, device=DEVICE)
     arguments = operands(problem, gated)

@@ -1,4 +1,4 @@
-"""The kernel for more non-zeros than the hybrid format holds: every mode against float64, bit for bit."""
+"""The kernels for more non-zeros than the hybrid format holds, against float64, bit for bit."""
 
 import math
 from typing import NamedTuple
@@ -8,17 +8,18 @@ import torch
 from torch import Tensor
 
 from twell import testing
-from twell._runtime import device, geometry, specs
-from twell.ops.library import launch
+from twell._runtime import device, geometry
+from twell.ops import hybrid
+from twell.ops.hybrid import Kept
+from twell.ops.operands import Gradients, Operands
 from twell.testing import FFN
 
 BF16, FP16 = torch.bfloat16, torch.float16
-NAMES = {BF16: "bfloat16", FP16: "float16"}
 BIASES = "gate up down"
 
 
 class Problem(NamedTuple):
-    """A layer, the upstream gradient, and the gates that count."""
+    """A layer, the upstream gradient, and which gates are non-zeros."""
 
     layer: FFN
     dy: Tensor
@@ -49,13 +50,6 @@ def problem(
     return Problem(layer, dy, dl1, testing.float64_gate(layer) > 0, gated)
 
 
-def bitmap(active: Tensor) -> Tensor:
-    """int32 [M * ceil(N / 32)]: bit n % 32 of word n / 32 of a row."""
-    m, n = active.shape
-    padded = torch.nn.functional.pad(active, (0, -n % 32)).view(m, -1, 32)
-    return (padded.long() << torch.arange(32, device=active.device)).sum(2).int().view(-1)
-
-
 def answers(p: Problem) -> dict[str, Tensor]:
     """Every result in float64, from coefficients rounded as the kernels round them; checks that sums are exact."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = p.layer.map(Tensor.double)
@@ -76,7 +70,7 @@ def answers(p: Problem) -> dict[str, Tensor]:
     ups = [(d_up, w_up)] if p.gated else []
     return {
         "y": product((h, w_down)) + (0 if b_down is None else b_down),
-        "l1": torch.where(p.active, hidden, 0).abs().sum(1),
+        "l1": torch.stack([t.abs().sum() for t in torch.where(p.active, hidden, 0).split(geometry.TOKEN_TILE)]),
         "dx": product((d_gate, w_gate), *ups),
         "dw_gate": product((d_gate.t(), x)),
         "dw_up": product((d_up.t(), x)),
@@ -86,73 +80,66 @@ def answers(p: Problem) -> dict[str, Tensor]:
     }
 
 
-def run(p: Problem, mode: str, *, excess: int = 1, outputs: dict[str, Tensor]) -> None:
-    """Launch one mode on ``outputs``, with a capacity that the non-zeros exceed by ``excess``."""
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = p.layer
-    bias = b_down is not None
-    total = int(p.active.sum()) + 1
-    sizes = torch.full((geometry.token_tiles(len(x)) + 1,), -1, dtype=torch.int32, device="cuda")
-    sizes[-1] = total
-
-    def present(gate: Tensor | None, up: Tensor | None, *down: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (gate, up if p.gated else None, *down) if bias else (None,) * (2 + len(down))
-
-    weights = (w_gate, w_up if p.gated else None, w_down)
-    kept = (bitmap(p.active), sizes, total - excess)
-    if mode == "forward":
-        arguments = (x, *weights, *present(b_gate, b_up, b_down), *kept, outputs["y"], outputs["l1"])
-    else:
-        dl1 = torch.tensor([p.dl1], device="cuda")
-        arguments = (p.dy, x, *weights, *present(b_gate, b_up), dl1, *kept)
-        if mode == "input":
-            arguments += (outputs["dx"],)
-        else:
-            arguments += (outputs["dw_gate"], outputs["dw_up"] if p.gated else None, outputs["dw_down"])
-            arguments += present(outputs["db_gate"], outputs["db_up"])
-    # for sums longer than tensor cores add up in one go: at most four CTAs per SM
-    aside = torch.full((4 * device.sm_count(0) * geometry.CTA_SUMS,), torch.nan, device="cuda")
-    launch(specs.OverflowSpec(NAMES[x.dtype], mode, p.gated, bias), *arguments, aside, device.sm_count(0))
-
-
+MODES = ("forward", "backward", "add")
 OUTPUTS = {
     "forward": ("y", "l1"),
-    "input": ("dx",),
-    "weight": ("dw_gate", "dw_up", "dw_down", "db_gate", "db_up"),
-    "weight_add": ("dw_gate", "dw_up", "dw_down", "db_gate", "db_up"),
+    "backward": ("dx", "dw_gate", "dw_up", "dw_down", "db_gate", "db_up"),
+    "add": ("dx", "dw_gate", "dw_up", "dw_down", "db_gate", "db_up"),
 }
 
 
+def run(p: Problem, mode: str, *, excess: int = 1, outputs: dict[str, Tensor]) -> None:
+    """Launch the kernels of one mode on ``outputs``, with a capacity that the non-zeros exceed by ``excess``."""
+    m, n, gated = len(p.dy), len(p.layer.w_gate), p.gated
+    total = int(p.active.sum()) + 1
+    sizes = torch.full((geometry.token_tiles(m) + 1,), -1, dtype=torch.int32, device="cuda")
+    sizes[-1] = total
+    kept = Kept(*(sizes,) * 5)
+    layer = Operands(*p.layer) if gated else Operands(*p.layer)._replace(w_up=None, b_up=None)
+    # for sums longer than tensor cores add up in one go
+    aside = hybrid.room_aside(p.layer.x, max(m, 2 * n), device.sm_count(0)).fill_(torch.nan)
+    if mode == "forward":
+        hybrid.overflow_forward(layer, kept, total - excess, outputs["y"], outputs["l1"], aside)
+        return
+    dl1 = torch.tensor([p.dl1], device="cuda")
+    out = Gradients(
+        outputs["dx"],
+        outputs["dw_gate"],
+        outputs["dw_up"] if gated else None,
+        outputs["dw_down"],
+        None if p.layer.b_gate is None else outputs["db_gate"],
+        outputs["db_up"] if gated and p.layer.b_up is not None else None,
+    )
+    hybrid.overflow_backward(p.dy, dl1, layer, kept, total - excess, out, mode == "add", aside)
+
+
 def empty(p: Problem, mode: str, fill: float = math.nan) -> dict[str, Tensor]:
-    """The outputs of a mode, filled; columns of l1 past the first 128 are not the kernel's."""
+    """The outputs of a mode, filled."""
     (m, k), n, dtype = p.layer.x.shape, p.layer.w_gate.shape[0], p.layer.x.dtype
-    shapes = {"y": (m, k), "dx": (m, k), "l1": (geometry.token_tiles(m), 136), "db_gate": (n,), "db_up": (n,)}
+    sums = (geometry.token_tiles(m), geometry.training_sums(n))
+    shapes = {"y": (m, k), "dx": (m, k), "l1": sums, "db_gate": (n,), "db_up": (n,)}
     out = {}
     for name in OUTPUTS[mode]:
-        wide = name == "l1" or (mode == "weight_add" and name.startswith("dw"))
+        wide = name == "l1" or (mode == "add" and name.startswith("dw"))
         out[name] = torch.full(shapes.get(name, (n, k)), fill, dtype=torch.float32 if wide else dtype, device="cuda")
     return out
 
 
-def tokens(l1: Tensor, m: int) -> Tensor:
-    """Sums of |h| by token, of the table by tile and place."""
-    return l1[:, : geometry.TOKEN_TILE].reshape(-1)[:m]
-
-
-def check(p: Problem, modes: tuple[str, ...] = specs.OVERFLOW_MODES) -> None:
-    """Every mode, with the biases that the layer has: all or none."""
+def check(p: Problem, modes: tuple[str, ...] = MODES) -> None:
+    """Every mode, with the biases that the layer has."""
     right = answers(p)
     for mode in modes:
-        out = empty(p, mode, fill=3.0 if mode == "weight_add" else math.nan)
+        out = empty(p, mode, fill=3.0 if mode == "add" else math.nan)
         run(p, mode, outputs=out)
         for name, result in out.items():
-            if (name == "dw_up" and not p.gated) or (name == "db_up" and not (p.gated and p.layer.b_up is not None)):
+            if name.endswith("up") and not p.gated:
                 continue
-            if name == "db_gate" and p.layer.b_gate is None:
+            if (name == "db_gate" and p.layer.b_gate is None) or (name == "db_up" and p.layer.b_up is None):
                 continue
             expected = right[name]
             if name == "l1":
-                result = tokens(result, len(p.dy))
-            if mode == "weight_add" and name.startswith("dw"):
+                result = result.sum(1)
+            if mode == "add" and name.startswith("dw"):
                 expected = expected + 3
             testing.assert_same(result, expected.float().to(result.dtype), f"{mode} {name}")
 
@@ -194,19 +181,33 @@ def test_densities(density: float, gated: bool, dl1: float) -> None:
     check(p)
 
 
-def test_lists_longer_than_a_window() -> None:
-    """More neurons, and more tokens, than are listed at a time: the last window is partial."""
-    check(problem(40, 72, 20008, density=0.05, dl1=1.0), ("forward", "input"))
-    check(problem(17000, 72, 24, density=0.3, dl1=1.0), ("weight", "weight_add"))
+@pytest.mark.parametrize("gated", [True, False])
+def test_several_slices(gated: bool) -> None:
+    """More tokens than a slice has; the last one is partial."""
+    check(problem(geometry.OVERFLOW_FORWARD + 130, 72, 136, density=0.02, biases=BIASES, gated=gated, dl1=1.0))
 
 
-def test_bitmap_decides() -> None:
-    """The bitmap has fewer neurons than positive gates, and some whose gate is zero."""
-    p = problem(130, 136, 264, density=0.5, biases=BIASES, dl1=1.0)
-    generator = torch.Generator(device="cuda").manual_seed(5)
-    active = torch.rand(p.active.shape, generator=generator, device="cuda") < 0.2
-    active[:, 100:150], active[17], active[64:128, :64] = False, False, True
-    check(p._replace(active=active))
+@pytest.mark.parametrize("biases", ["gate", "up", "down", "gate down"])
+def test_some_biases(biases: str) -> None:
+    check(problem(130, 72, 264, biases=biases, dl1=1.0))
+
+
+@pytest.mark.parametrize("wanted", ["x", "w"])
+def test_only_what_is_wanted_is_computed(wanted: str) -> None:
+    p = problem(130, 72, 264, biases=BIASES, dl1=1.0)
+    right, out = answers(p), empty(p, "backward")
+    kept = Kept(*(torch.full((3,), 1 << 20, dtype=torch.int32, device="cuda"),) * 5)
+    aside, dl1 = torch.empty(0, device="cuda"), torch.tensor([1.0], device="cuda")
+    if wanted == "x":
+        gradients = Gradients(out["dx"])
+    else:
+        gradients = Gradients(None, *(out[name] for name in OUTPUTS["backward"][1:]))
+    hybrid.overflow_backward(p.dy, dl1, Operands(*p.layer), kept, 0, gradients, False, aside)
+    for name, result in out.items():
+        if name[1] == wanted or (wanted == "w" and name[1] == "b"):
+            testing.assert_same(result, right[name].float().to(result.dtype), name)
+        else:
+            assert bool(result.isnan().all()), name
 
 
 def test_row_strides() -> None:
@@ -221,7 +222,7 @@ def test_row_strides() -> None:
     right = answers(p)
     layer = FFN(*(padded(t) for t in p.layer[:4]))
     p = p._replace(layer=layer, dy=padded(p.dy))
-    for mode in specs.OVERFLOW_MODES[:3]:
+    for mode in MODES[:2]:
         out = {name: padded(t) if t.shape[-1] == 72 else t for name, t in empty(p, mode).items()}
         run(p, mode, outputs=out)
         for name, result in out.items():
@@ -229,7 +230,7 @@ def test_row_strides() -> None:
                 testing.assert_same(result, right[name].float().to(result.dtype), name)
 
 
-@pytest.mark.parametrize("mode", specs.OVERFLOW_MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_nothing_to_do(mode: str) -> None:
     """Where the non-zeros fit, to the last, nothing is written."""
     p = problem(130, 72, 264, biases=BIASES)
@@ -240,7 +241,7 @@ def test_nothing_to_do(mode: str) -> None:
             assert bool(result.isnan().all()), name
 
 
-@pytest.mark.parametrize("mode", specs.OVERFLOW_MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_repeats(mode: str) -> None:
     """Real numbers: the same bits every time, close to float64."""
     layer = testing.make("dense911", 500, 1024, 1544)

@@ -11,8 +11,8 @@ list is its rank, and 64 ranks are a chunk. For M tokens, N neurons, B token til
   non-zeros follow; see ``values``.
 - popularity int32 [N]: the number of non-zeros of each neuron.
 
-If there are more non-zeros than ``geometry.hybrid_capacity``, the entries are a bitmap [M, ceil(N/32)] of the non-zeros
-instead. Only the total in ``sizes`` is valid then, and backward computes the gate and the up projection again.
+If there are more non-zeros than that, only the total in ``sizes`` is valid, and backward computes the gate and the up
+projection again.
 
 On the CPU values may be wider than 16 bits. Then the entries hold none, and the values follow the up projections.
 """
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from twell import tuning
 from twell._runtime import device, geometry
-from twell.ops.library import check, check_alike, check_layer, down_rows, launch, rows, vector
+from twell.ops.library import bias_vector, check, check_alike, check_layer, down_rows, launch, rows, vector
 from twell.ops.operands import Gradients, Operands
 
 
@@ -47,21 +47,29 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def empty_kept(x: Tensor, n: int, gated: bool) -> Kept:
-    """Uninitialised tensors for the gate of ``x`` [M, K] with ``n`` neurons."""
-    shapes = _kept_shapes(x, n, gated)
+def empty_kept(x: Tensor, n: int, gated: bool, held: int = 0) -> Kept:
+    """Uninitialised tensors for the gate of ``x`` [M, K] with ``n`` neurons; ``held``: non-zeros per token, 0: most."""
+    shapes = _kept_shapes(x, n, gated, geometry.hybrid_capacity(x.shape[0], n, held))
     return Kept(*(x.new_empty(shape, dtype=_KEPT_DTYPES.get(name, torch.int32)) for name, shape in shapes.items()))
 
 
 _KEPT_DTYPES = {"neurons": torch.int16}
 
 
-def _kept_shapes(x: Tensor, n: int, gated: bool) -> dict[str, tuple[int, ...]]:
-    m = x.shape[0]
-    tiles, chunks = geometry.token_tiles(m), geometry.chunks(n)
-    value_bytes = (gated + (x.dtype.itemsize > 2)) * x.dtype.itemsize
+def capacity_of(x: Tensor, n: int, gated: bool, entries: Tensor) -> int:
+    """The non-zeros for which ``entries`` of the gate of ``x`` with ``n`` neurons has room."""
+    room = entries.shape[0] // geometry.hybrid_words(8, _value_bytes(x, gated)) * 8
+    return min(room, geometry.hybrid_capacity(x.shape[0], n))
+
+
+def _value_bytes(x: Tensor, gated: bool) -> int:
+    return (gated + (x.dtype.itemsize > 2)) * x.dtype.itemsize
+
+
+def _kept_shapes(x: Tensor, n: int, gated: bool, capacity: int) -> dict[str, tuple[int, ...]]:
+    tiles, chunks = geometry.token_tiles(x.shape[0]), geometry.chunks(n)
     return {
-        "entries": (geometry.hybrid_words(m, n, value_bytes),),
+        "entries": (geometry.hybrid_words(capacity, _value_bytes(x, gated)),),
         "neurons": (tiles, geometry.CHUNK * chunks),
         "chunks": (tiles, chunks + 1),
         "sizes": (tiles + 1,),
@@ -75,15 +83,16 @@ def check_backward(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept) -> None
     check_layer(*layer, wide=True)
     check("dy", dy, x.shape, x.dtype)
     check("dl1", dl1, (), accumulator(x.dtype))
-    for (name, shape), tensor in zip(_kept_shapes(x, w_gate.shape[0], w_up is not None).items(), kept):
+    about = x, w_gate.shape[0], w_up is not None
+    for (name, shape), tensor in zip(_kept_shapes(*about, capacity_of(*about, kept.entries)).items(), kept):
         check(name, tensor, shape, _KEPT_DTYPES.get(name, torch.int32))
 
 
 def require_offsets(m: int, n: int) -> None:
     """Raise NotImplementedError if places in the entries of ``m`` tokens and ``n`` neurons exceed 32 bits."""
     # backward has two values side by side for each place
-    if max(geometry.hybrid_words(m, n, 2), 2 * geometry.hybrid_capacity(m, n)) > geometry.MOST:
-        most = geometry.MOST // max(geometry.hybrid_words(8, n, 2), 2 * geometry.hybrid_capacity(8, n)) * 8
+    if 2 * geometry.hybrid_capacity(m, n) > geometry.MOST:
+        most = geometry.MOST // (2 * geometry.hybrid_capacity(8, n)) * 8
         raise NotImplementedError(f"with {n} neurons a training step takes at most {most} tokens, got {m}")
 
 
@@ -134,12 +143,10 @@ def encode(gate: Tensor, up: Tensor | None, kept: Kept) -> None:
     for tensor in kept:
         tensor.zero_()
     kept.popularity.copy_(active.sum(0))
-    total = int(active.sum())
+    total, stored = int(active.sum()), [] if up is None else [up]
     kept.sizes[-1] = min(total, geometry.MOST)
-    if total > geometry.hybrid_capacity(m, n):
-        words = F.pad(active, (0, -n % 32)).view(m, geometry.bitmap_words(n), 32).long()
-        bits = words << torch.arange(32, device="cpu")
-        kept.entries[: m * geometry.bitmap_words(n)] = bits.sum(2).int().view(-1)
+    capacity = capacity_of(gate, n, up is not None, kept.entries)
+    if total > capacity:
         return
 
     tiles, chunks = geometry.token_tiles(m), geometry.chunks(n)
@@ -162,13 +169,12 @@ def encode(gate: Tensor, up: Tensor | None, kept: Kept) -> None:
     starts = F.pad(run.bincount(minlength=tiles * chunks).cumsum(0), (1, 0)).int()
     if tiles:
         kept.chunks.copy_(starts.unfold(0, chunks + 1, chunks))
-    stored = [] if up is None else [up]
     if gate.dtype.itemsize > 2:
         kept.entries[:total] = word[order].int()
         stored.append(gate)
     else:
         kept.entries[:total] = gate.view(torch.int16)[token, neuron].int() << 16 | word[order].int()
-    behind = values(kept.entries, geometry.hybrid_capacity(m, n), gate.dtype, len(stored))
+    behind = values(kept.entries, capacity, gate.dtype, len(stored))
     for target, dense in zip(behind, stored):
         target[:total] = dense[token, neuron]
 
@@ -177,13 +183,11 @@ def decode(layer: Operands, kept: Kept) -> tuple[Tensor, Tensor | None]:
     """The gate and the up projection, if there is one, at its non-zeros: dense [M, N] of ``accumulator``'s dtype."""
     x, w_gate, w_up, _, b_gate, b_up, _ = layer
     m, n, dtype = x.shape[0], w_gate.shape[0], x.dtype
-    capacity, wide = geometry.hybrid_capacity(m, n), accumulator(dtype)
+    capacity, wide = capacity_of(x, n, w_up is not None, kept.entries), accumulator(dtype)
     total = int(kept.sizes[-1])
     if total > capacity:
-        words = kept.entries[: m * geometry.bitmap_words(n)].view(m, -1, 1)
-        inactive = (words >> torch.arange(32, device="cpu") & 1).view(m, -1)[:, :n] == 0
-        gate = rounded(project(x, w_gate, b_gate), dtype).relu_().masked_fill_(inactive, 0)
-        return gate, None if w_up is None else project(x, w_up, b_up).masked_fill_(inactive, 0)
+        gate = rounded(project(x, w_gate, b_gate), dtype).relu_()
+        return gate, None if w_up is None else project(x, w_up, b_up).masked_fill_(gate == 0, 0)
 
     entries, chunks = kept.entries[:total], geometry.chunks(n)
     run = torch.arange(kept.neurons.shape[0] * chunks, device="cpu").repeat_interleave(
@@ -221,7 +225,9 @@ def backward_cpu(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, out: Grad
     d_gate, d_up = rounded(wide_gate, dtype), None if wide_up is None else rounded(wide_up, dtype)
 
     # for rare neurons the weights' gradients add the rounding errors of their coefficients, too
-    again = rare(kept.popularity) & (kept.sizes[-1] <= geometry.hybrid_capacity(*gate.shape))
+    again = rare(kept.popularity) & (
+        kept.sizes[-1] <= capacity_of(layer.x, gate.shape[1], up is not None, kept.entries)
+    )
 
     def for_weights(values: Tensor) -> Tensor:
         first = rounded(values, dtype)
@@ -251,6 +257,81 @@ def backward_cpu(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, out: Grad
 # On the GPU
 
 
+_BIASES = Operands._fields[4:]
+
+
+class Slice(NamedTuple):
+    """Tokens of an over-full batch that are computed together, and what kernels need of them."""
+
+    first: int
+    end: int
+    parts: Tensor
+
+
+def overflow_slices(x: Tensor, n: int, count: int, most: int) -> list[Slice]:
+    """Slices of at most ``most`` tokens, which share scratch for ``count`` values per token and neuron."""
+    scratch = x.new_empty((count, min(len(x), most), n))
+    ends = [(first, min(len(x), first + most)) for first in range(0, len(x), most)]
+    return [Slice(first, end, scratch[:, : end - first]) for first, end in ends]
+
+
+def overflow_forward(layer: Operands, kept: Kept, capacity: int, y: Tensor, sums: Tensor, aside: Tensor) -> None:
+    """Launch the kernels that fill y and ``sums``, of |h|, densely if there are more non-zeros than ``capacity``.
+
+    ``sums`` is [token tiles, ``geometry.training_sums``] and ``aside`` is ``room_aside`` for n terms.
+    """
+    x, w_gate, w_up, w_down, *biases = layer
+    (k, n), over = (x.shape[1], len(w_gate)), (kept.sizes, capacity)
+    b_gate, b_up, b_down = (bias_vector(*given, x) for given in zip(_BIASES, biases, (n, n, k)))
+    gated, ctas = int(w_up is not None), device.sm_count(x.device.index)
+    weights = (w_gate, w_gate if w_up is None else w_up, b_gate, b_up)
+    hidden, token = (tuning.overflow(x.dtype, mode) for mode in ("hidden", "token"))
+    for first, end, parts in overflow_slices(x, n, 1, geometry.OVERFLOW_FORWARD):
+        own_sums = sums[first // geometry.TOKEN_TILE :]
+        launch(hidden, x[first:end], *weights, *over, gated, parts, own_sums, ctas)
+        launch(token, parts, w_down, w_down, b_down, *over, y[first:end], aside, ctas)
+
+
+def overflow_backward(
+    dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, capacity: int, out: Gradients, accumulate: bool, aside: Tensor
+) -> None:
+    """Launch the kernels that fill ``out`` densely if there are more non-zeros than ``capacity``.
+
+    ``aside`` is ``room_aside`` for m and for n terms, 2n of a layer with an up projection.
+    """
+    x, w_gate, w_up, w_down, *biases = layer
+    none, over = x.new_empty((0, x.shape[1])), (kept.sizes, capacity)
+    flat, wide = none.view(-1), torch.empty_like(none, dtype=torch.float32)
+    n, up = len(w_gate), w_gate if w_up is None else w_up
+    b_gate, b_up = (bias_vector(*given, n, x) for given in zip(_BIASES, biases[:2]))
+    gated, ctas = int(w_up is not None), device.sm_count(x.device.index)
+    slices = overflow_slices(x, n, 2 + gated, geometry.OVERFLOW_BACKWARD)
+
+    weights = out[1:4]
+    results, sums = [none if w is None else w for w in weights], [wide] * 3
+    if accumulate:
+        results, sums = [none] * 3, [wide if w is None else w for w in weights]
+    elif len(slices) > 1:
+        # slices add up in fp32, and the last one rounds
+        sums = [torch.empty_like(r, dtype=torch.float32) for r in results]
+    d_biases = [flat if b is None else b for b in out[4:6]]
+    lines = -(-len(x) // geometry.OVERFLOW_SUM) if any(len(b) for b in d_biases) else 0
+    by_token = x.new_empty((lines, 2 * n), dtype=torch.float32)
+
+    gradients, token, weight = (tuning.overflow(x.dtype, mode) for mode in ("gradients", "token", "weight"))
+    for first, end, parts in slices:
+        tokens, last = (dy[first:end], x[first:end]), end == len(x)
+        own_sums = by_token[first // geometry.OVERFLOW_SUM :]
+        own = (b_gate, b_up, dl1, *over, gated, parts, own_sums, ctas)
+        launch(gradients, *tokens, w_gate, up, w_down, *own)
+        if out.x is not None:
+            launch(token, parts, w_gate, up, flat, *over, out.x[first:end], aside, ctas)
+        if out.w_gate is not None:
+            flags = (int(accumulate or first > 0), int(last and not accumulate))
+            own = (by_token, *(d_biases if last else (flat, flat)), aside, ctas)
+            launch(weight, parts, *tokens, *over, *results, *sums, *flags, *own)
+
+
 def backward_cuda(
     dy: Tensor,
     dl1: Tensor,
@@ -272,18 +353,13 @@ def backward_cuda(
     check_alike(w_gate, w_up=w_up, w_down=w_down)
     m, n, dtype, gated = x.shape[0], w_gate.shape[0], x.dtype, w_up is not None
     multiprocessors = device.sm_count(x.device.index)
-    capacity = geometry.hybrid_capacity(m, n)
+    capacity = capacity_of(x, n, gated, kept.entries)
     entries, neurons, chunks, sizes, popularity = kept
     pattern = (entries, neurons, chunks, sizes)
     x, dy, w_gate, w_down = near_rows(x), near_rows(dy), near_rows(w_gate), near_rows(down_rows(w_down))
     w_up = None if w_up is None else near_rows(w_up)
     up = values(entries, capacity, dtype, 1)[0] if gated else None
     dl1 = vector(dl1.reshape(1), 1, dl1)
-
-    bias = layer.b_gate is not None or layer.b_up is not None
-    b_gate = vector(layer.b_gate, n, x) if bias else None
-    b_up = vector(layer.b_up, n, x) if bias and gated else None
-    recomputed = (dy, x, w_gate, w_up, w_down, b_gate, b_up, dl1, entries, sizes, capacity)
 
     d_gate = sizes.new_empty(capacity)
     d_up = sizes.new_empty(capacity) if gated else None
@@ -296,9 +372,11 @@ def backward_cuda(
         coefficients = (gate_rounded, w_gate, up_rounded, w_up, x.new_empty(0))
         launch(gathered, *coefficients, *pattern, dx, aside, capacity, multiprocessors)
         del gate_rounded, up_rounded, coefficients
-        launch(tuning.overflow(dtype, "input", gated, bias), *recomputed, dx, aside, multiprocessors)
         del aside
+    laid = layer._replace(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down)
     if weights is None:
+        aside = room_aside(x, 2 * n if gated else n, multiprocessors)
+        overflow_backward(dy, dl1, laid, kept, capacity, none, accumulate, aside)
         return none
 
     order, slot = torch.empty_like(popularity), torch.empty_like(popularity)
@@ -317,12 +395,14 @@ def backward_cuda(
     del d_gate, d_up, groups, by_neuron
     out = weights()
     # a layer with one of two biases still needs memory for the other's gradient
+    bias = layer.b_gate is not None or layer.b_up is not None
     db_gate = (x.new_empty(n) if out.b_gate is None else out.b_gate) if bias else None
     db_up = (x.new_empty(n) if out.b_up is None else out.b_up) if bias and gated else None
-    # clusters of four CTAs, one for each multiprocessor, take a batch that overflows
-    gradients = (out.w_gate, out.w_up, out.w_down, db_gate, db_up, room_aside(x, m, 4 * multiprocessors))
+    aside = room_aside(x, max(m, 2 * n if gated else n), multiprocessors)
+    gradients = (out.w_gate, out.w_up, out.w_down, db_gate, db_up, aside)
     weight_grad = tuning.weight_grad(dtype, gated, bias, accumulate)
     launch(weight_grad, x, dy, order, sizes, tiles, starts, packed, tokens, *gradients, capacity, multiprocessors)
-    mode = "weight_add" if accumulate else "weight"
-    launch(tuning.overflow(dtype, mode, gated, bias), *recomputed, *gradients, multiprocessors)
-    return out._replace(x=dx)
+    del order, slot, tiles, starts, packed, tokens
+    out = out._replace(x=dx)
+    overflow_backward(dy, dl1, laid, kept, capacity, out, accumulate, aside)
+    return out

@@ -2,7 +2,8 @@
 
 h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]) for the non-zeros of gate = relu(x @ w_gate^T + b_gate), and
 without ``w_up`` h = gate; y = h @ w_down + b_down. The gate is rounded to x's dtype, and so is h, once. The gate is
-kept in the hybrid format of ``twell.ops.hybrid``. On CUDA bfloat16 or float16, on the CPU float32 or float64, too.
+kept in the hybrid format of ``twell.ops.hybrid``, with room for ``held`` non-zeros per token on average; 0: for the
+most. On CUDA bfloat16 or float16, on the CPU float32 or float64, too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from twell.ops.library import (
     launch,
     layer_first,
     register,
-    vector,
 )
 from twell.ops.operands import Operands
 
@@ -36,29 +36,31 @@ def result(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def figures(x: Tensor, w_gate: Tensor, w_up: Tensor | None) -> tuple[Tensor, Tensor, Kept]:
+def figures(x: Tensor, w_gate: Tensor, w_up: Tensor | None, held: int) -> tuple[Tensor, Tensor, Kept]:
     """Uninitialised l1 (0-d, float32 or float64), nonzeros (0-d, int64) and the hybrid format."""
     l1 = x.new_empty((), dtype=hybrid.accumulator(x.dtype))
     nonzeros = x.new_empty((), dtype=torch.int64)
-    return l1, nonzeros, hybrid.empty_kept(x, w_gate.shape[0], w_up is not None)
+    return l1, nonzeros, hybrid.empty_kept(x, w_gate.shape[0], w_up is not None, held)
 
 
-def outputs(x: Tensor, w_gate: Tensor, w_up: Tensor | None) -> Outputs:
+def outputs(x: Tensor, w_gate: Tensor, w_up: Tensor | None, held: int) -> Outputs:
     """Everything that the operator returns, uninitialised: ``result``, then ``figures``."""
-    l1, nonzeros, kept = figures(x, w_gate, w_up)
+    l1, nonzeros, kept = figures(x, w_gate, w_up, held)
     return result(x), l1, nonzeros, *kept
 
 
 @layer_first
-def _fake(layer: Operands, compression: int) -> Outputs:
+def _fake(layer: Operands, compression: int, held: int = 0) -> Outputs:
     check_layer(*layer, wide=True)
     geometry.words_per_tile(compression)
-    return outputs(layer.x, layer.w_gate, layer.w_up)
+    if held < 0:
+        raise ValueError(f"held must be non-zeros per token, or 0 for the most, got {held}")
+    return outputs(layer.x, layer.w_gate, layer.w_up, held)
 
 
 @layer_first
-def _cpu(layer: Operands, compression: int) -> Outputs:
-    y, l1, nonzeros, *tensors = _fake(*layer, compression)
+def _cpu(layer: Operands, compression: int, held: int = 0) -> Outputs:
+    y, l1, nonzeros, *tensors = _fake(*layer, compression, held)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     hybrid.require_offsets(x.shape[0], w_gate.shape[0])
     kept = Kept(*tensors)
@@ -76,11 +78,11 @@ def _cpu(layer: Operands, compression: int) -> Outputs:
 
 
 @layer_first
-def _cuda(layer: Operands, compression: int) -> Outputs:
+def _cuda(layer: Operands, compression: int, held: int = 0) -> Outputs:
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     hybrid.require_offsets(x.shape[0], w_gate.shape[0])
     check_alike(w_gate, w_up=w_up, w_down=w_down)
-    l1, nonzeros, kept = figures(x, w_gate, w_up)
+    l1, nonzeros, kept = figures(x, w_gate, w_up, held)
     (m, k), n, dtype, gated = x.shape, w_gate.shape[0], x.dtype, w_up is not None
     kept.popularity.zero_()
     if not m:
@@ -88,13 +90,13 @@ def _cuda(layer: Operands, compression: int) -> Outputs:
 
     x, w_gate, w_down = (hybrid.near_rows(t) for t in (x, w_gate, down_rows(w_down)))
     w_up = None if w_up is None else hybrid.near_rows(w_up)
-    multiprocessors, capacity = device.sm_count(x.device.index), geometry.hybrid_capacity(m, n)
+    multiprocessors, capacity = device.sm_count(x.device.index), geometry.hybrid_capacity(m, n, held)
     words, spill, stats = gate_pack(x, w_gate, b_gate, compression)
     entries, neurons, chunks, sizes, popularity = kept
     pattern = (entries, neurons, chunks, sizes)
     width = geometry.words_per_tile(compression)
     # sums of |h| per token tile, written by the kernel that computes h
-    sums = x.new_empty((geometry.token_tiles(m), geometry.sums_per_tile(n)), dtype=torch.float32)
+    sums = x.new_empty((geometry.token_tiles(m), geometry.training_sums(n)), dtype=torch.float32)
     compact = tuning.compact(dtype, training=True)
     launch(compact, words, spill, stats, *pattern, popularity, sums, n, width, int(not gated), capacity)
     torch.sum(stats.select(2, 0), (0, 1), out=nonzeros)
@@ -114,20 +116,14 @@ def _cuda(layer: Operands, compression: int) -> Outputs:
     aside = hybrid.room_aside(x, n, multiprocessors)
     launch(down, hidden, w_down, None, None, bias, *pattern, y, aside, capacity, multiprocessors)
 
-    any_bias = not (b_gate is None and b_up is None and b_down is None)
-    biases = (
-        vector(b_gate, n, x) if any_bias else None,
-        vector(b_up, n, x) if any_bias and gated else None,
-        vector(b_down, k, x) if any_bias else None,
-    )
-    overflow = tuning.overflow(dtype, "forward", gated, any_bias)
-    launch(overflow, x, w_gate, w_up, w_down, *biases, entries, sizes, capacity, y, sums, aside, multiprocessors)
+    laid = layer._replace(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down)
+    hybrid.overflow_forward(laid, kept, capacity, y, sums, aside)
     torch.sum(sums, (0, 1), out=l1)
     return y, l1, nonzeros, *kept
 
 
 hybrid_forward = register(
-    f"hybrid_forward({LAYER}, int compression) -> (Tensor y, Tensor l1, Tensor nonzeros, "
+    f"hybrid_forward({LAYER}, int compression, int held=0) -> (Tensor y, Tensor l1, Tensor nonzeros, "
     "Tensor entries, Tensor neurons, Tensor chunks, Tensor sizes, Tensor popularity)",
     fake=_fake,
     cpu=_cpu,

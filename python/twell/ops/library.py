@@ -58,9 +58,9 @@ def register(
     return getattr(torch.ops.twell, name).default  # type: ignore[no-any-return]
 
 
-def layer_first(implementation: Callable[[Operands, int], Any]) -> Implementation:
-    """``implementation(layer, compression)`` as a function of the arguments of a schema: ``LAYER`` and compression."""
-    return lambda *arguments: implementation(Operands(*arguments[:-1]), arguments[-1])
+def layer_first(implementation: Callable[..., Any]) -> Implementation:
+    """``implementation(layer, ...)`` as a function of the arguments of a schema: ``LAYER`` and others."""
+    return lambda *arguments: implementation(Operands(*arguments[:7]), *arguments[7:])
 
 
 def packed_first(implementation: Implementation) -> Implementation:
