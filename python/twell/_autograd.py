@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from twell import ops, tuning
+from twell import ops
 from twell._runtime import nvtx
-from twell.ops import hybrid, library
+from twell.ops import hybrid
 from twell.ops.library import has_tangent
 from twell.ops.operands import Gradients, Mains, Operands
+from twell.ops.reglu import pays
 
 
 def ffn(name: str, operands: Operands, mains: Mains, compression: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -229,15 +230,7 @@ def fuses(gate: Tensor, operands: Iterable[Tensor]) -> bool:
 
     Other gates take torch's operators: no kernel knows the tensors, or a compiler fuses the operators itself.
     """
-    return (
-        gate.is_cuda
-        and gate.dtype in (torch.bfloat16, torch.float16)
-        and eager(operands)
-        and (gate.numel() >= tuning.FUSED_ELEMENTS or torch.cuda.is_current_stream_capturing())
-        and library.launchable(
-            gate.device.index, tuning.reglu(gate.dtype, backward=False), tuning.reglu(gate.dtype, backward=True)
-        )
-    )
+    return pays(gate) and eager(operands)
 
 
 def gated_relu(gate: Tensor, up: Tensor) -> Tensor:

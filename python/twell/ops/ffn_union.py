@@ -33,7 +33,7 @@ def _fake(layer: Operands, compression: int) -> Outputs:
 
 
 @layer_first
-def _cpu(layer: Operands, compression: int) -> Outputs:
+def on_cpu(layer: Operands, compression: int) -> Outputs:
     _fake(*layer, compression)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     words, spill, stats = pack_on_cpu(x, w_gate, b_gate, compression)
@@ -64,7 +64,7 @@ def _cuda(layer: Operands, compression: int) -> Outputs:
 ffn_union = register(
     f"ffn_union({LAYER}, int compression) -> (Tensor y, Tensor l1, Tensor stats, Tensor union)",
     fake=_fake,
-    cpu=_cpu,
+    cpu=on_cpu,
     cuda=_cuda,
     instead="twell.sparse_gated_ffn or twell.sparse_ffn",
 )

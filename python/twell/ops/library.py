@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -106,7 +107,9 @@ def _on_device(implementation: Implementation) -> Implementation:
     """Make the device of the first tensor the current one."""
 
     def on_device(*arguments: Any) -> Any:
-        index = next(a for a in arguments if isinstance(a, Tensor)).device.index
+        first = arguments[0]
+        # ``up_down`` may have None for x
+        index = (arguments[1] if first is None else first).device.index
         if index == torch.cuda.current_device():
             # the context costs 2 us
             return implementation(*arguments)
@@ -217,10 +220,16 @@ def vector(bias: Tensor | None, length: int, like: Tensor) -> Tensor:
     return bias.clone(memory_format=torch.contiguous_format)
 
 
+@functools.cache
+def _none(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The empty vector that stands for no bias. It has no memory, so all calls share it."""
+    return torch.empty(0, dtype=dtype, device=device)
+
+
 def bias_vector(name: str, bias: Tensor | None, length: int, like: Tensor) -> Tensor:
     """``vector``, an empty one for None. Its length is checked here: kernels take an empty bias for none."""
     if bias is None:
-        return like.new_empty(0)
+        return _none(like.dtype, like.device)
     if bias.shape != (length,):
         raise ValueError(f"{name} must be {[length]}, got {list(bias.shape)}")
     return vector(bias, length, like)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from twell import tuning
 from twell._runtime import nvtx
-from twell.ops.library import check, flat, launch, register
+from twell.ops.library import check, flat, launch, launchable, register
 
 # Values of a launch: offsets in bytes fit in 32 bits.
 PIECE = 1 << 29
@@ -30,6 +30,18 @@ def gradients(upstream: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tenso
     """Uninitialised gradients of gate and up; raises unless all operands have one shape and dtype."""
     check("upstream", upstream, gate.shape, gate.dtype)
     return output(gate, up), output(gate, up)
+
+
+def pays(gate: Tensor) -> bool:
+    """Whether the operators take the gate of a dense layer, and save time; loads their kernels."""
+    return (
+        gate.is_cuda
+        and gate.dtype in (torch.bfloat16, torch.float16)
+        and (gate.numel() >= tuning.FUSED_ELEMENTS or torch.cuda.is_current_stream_capturing())
+        and launchable(
+            gate.device.index, tuning.reglu(gate.dtype, backward=False), tuning.reglu(gate.dtype, backward=True)
+        )
+    )
 
 
 def _cpu(gate: Tensor, up: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def _fake(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
 
 
 @packed_first
-def _cpu(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
+def on_cpu(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
     y, l1 = _fake(*packed, compression)
     x, words, spill, w_up, w_down, b_up, b_down = packed
     hidden = gate = unpack(words, spill, w_down.shape[0], compression).float()
@@ -71,6 +71,12 @@ def _cpu(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
 @packed_first
 def _cuda(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
     y, l1 = outputs(packed, compression)
+    multiply(packed, y, l1, compression)
+    return y, l1
+
+
+def multiply(packed: PackedOperands, y: Tensor, l1: Tensor, compression: int) -> None:
+    """Launch what fills ``y`` and ``l1``."""
     x, words, spill, w_up, w_down, b_up, b_down = packed
     m, k = y.shape
     if m:
@@ -88,13 +94,12 @@ def _cuda(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
             heavy = words.new_empty(-(-m // geometry.GROUP_ROWS))
             clusters = device.sm_count(words.device.index) // 8
             launch(tuning.up_down(spill.dtype, k, gated), *operands, *results, heavy, width, clusters)
-    return y, l1
 
 
 up_down = register(
     f"up_down(Tensor? x, {PACKED}, int compression) -> (Tensor y, Tensor l1)",
     fake=_fake,
-    cpu=_cpu,
+    cpu=on_cpu,
     cuda=_cuda,
     instead="twell.sparse_gated_ffn or twell.sparse_ffn",
 )
