@@ -15,6 +15,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +52,17 @@ class Dense(nn.Module):
 
     def __init__(self, like: SparseGatedMLP) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = (
-            nn.Linear(*weight.shape[::-1], bias=False, device="meta")
-            for weight in (like.gate_proj.weight, like.up_proj.weight, like.down_proj.weight)
-        )
-        for name, child in self.named_children():
-            weight = like.get_submodule(name).weight
-            child.weight = nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format))
+        self.gate_proj, self.up_proj, self.down_proj = map(copied, (like.gate_proj, like.up_proj, like.down_proj))
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down_proj(F.relu(self.gate_proj(x)) * self.up_proj(x))
-        return y
+    def forward(self, x: Tensor) -> Any:
+        return self.down_proj(F.relu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def copied(linear: nn.Linear) -> nn.Linear:
+    """The same with a contiguous weight."""
+    copy = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
+    copy.weight = nn.Parameter(linear.weight.detach().clone(memory_format=torch.contiguous_format))
+    return copy
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,12 +95,12 @@ def measured(what: str, m: int, runs: int) -> list[Row]:
             torch.cuda.synchronize()
     rows = [Row(what, name, m, chosen(layers[name], what)) for name in calls]
     if m in FEW:
-        for row, us in zip(rows, interleaved([lambda c=c: per_call(c, CALLS) for c in calls.values()], runs)):
-            row.host_us = us * 1e6
+        for row, seconds in zip(rows, interleaved([partial(per_call, call, CALLS) for call in calls.values()], runs)):
+            row.host_us = seconds * 1e6
         return rows
     for row, call in zip(rows, calls.values()):
         graph, _ = testing.captured(call)
-        waited, replay = interleaved([lambda c=call: per_call(c, 1), lambda g=graph: per_call(g.replay, 1)], 2 * runs)
+        waited, replay = interleaved([partial(per_call, call, 1), partial(per_call, graph.replay, 1)], 2 * runs)
         row.waited_ms, row.replay_ms = waited * 1e3, replay * 1e3
     return rows
 

@@ -72,7 +72,7 @@ def admitted(layer: Operands, gated: bool, compression: int) -> bool:
     x, first, up, down, b_first, b_up, b_down = layer
     for operand in layer:
         kind = type(operand)
-        if kind is Tensor or kind is Parameter:
+        if operand is not None and (kind is Tensor or kind is Parameter):
             if operand.is_nested or operand.layout is not torch.strided:
                 return False
         elif operand is not None:

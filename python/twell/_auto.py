@@ -496,21 +496,21 @@ _sites_lock = threading.Lock()
 
 def _place(weight: Tensor) -> tuple[int, int]:
     # while a weak reference exists, no other storage gets this address
-    return weight.untyped_storage()._cdata, weight.storage_offset()
+    return weight.untyped_storage()._cdata, int(weight.storage_offset())
 
 
 def enroll(weight: Tensor, site: AutoStrategy) -> None:
     """Let the operators find ``site`` by the first weight of its layer, until that memory is freed."""
     with _sites_lock:
-        for place in [place for place, (storage, _) in _SITES.items() if storage.expired()]:
+        for place in [place for place, (storage, _) in _SITES.items() if storage.expired()]:  # type: ignore[no-untyped-call]
             del _SITES[place]
-        _SITES[_place(weight)] = StorageWeakRef(weight.untyped_storage()), site
+        _SITES[_place(weight)] = StorageWeakRef(weight.untyped_storage()), site  # type: ignore[no-untyped-call]
 
 
 def found(weight: Tensor) -> AutoStrategy | None:
     """The site of the layer with this first weight, if the operators know one."""
     known = None if weight.is_meta else _SITES.get(_place(weight))
-    return None if known is None or known[0].expired() else known[1]
+    return None if known is None or known[0].expired() else known[1]  # type: ignore[no-untyped-call]
 
 
 def site_of(weight: Tensor) -> AutoStrategy:
@@ -586,4 +586,3 @@ def _measured(figures: tuning.Figures | None) -> str:
         return ""
     union = "" if figures.union is None else f", a union of {figures.union:.1%}"
     return f"; measured {figures.nonzeros:.1f} non-zeros per token{union}"
-

@@ -13,10 +13,11 @@ from torch import Tensor
 from twell import _auto, _autograd, ops, tuning
 from twell._admission import admit, admit_mains, admitted, needing_grad, require_apart, require_packable, sharded
 from twell._auto import AutoStrategy
-from twell._plain import overridden
+from twell._plain import PLAIN_TENSORS, overridden
 from twell._runtime import geometry, nvtx
 from twell._runtime.log import info_once, warn_once
-from twell.ops.library import STRIDE_MULTIPLE
+from twell.ops.ffn import on_cuda as ffn_on_cuda
+from twell.ops.library import STRIDE_MULTIPLE, is_direct
 from twell.ops.operands import Mains, Operands
 from twell.ops.reglu import pays
 from twell.packed import PackedTwell
@@ -241,33 +242,41 @@ def _ffn(
         layer, mains = given, Mains()
         if main_grads is not None:
             named = given.named(gated)
-            mains = admit_mains(name, named, named, main_grads)
+            present = {argument: operand for argument, operand in named.items() if operand is not None}
+            mains = admit_mains(name, present, named, main_grads)
         training = torch.is_grad_enabled() and given.requires_grad()
         if not isinstance(strategy, AutoStrategy):
             tuning.require_strategy(strategy)
-        route = _choose(layer, strategy, training)
+        direct = is_direct(layer.x)
+        route = _choose(layer, strategy, training, direct)
     else:
-        named = given.named(gated)
+        named, direct = given.named(gated), False
         t = admit(name, **named)
         if sharded(t):
             return _on_shards(name, function, t, named, strategy, compression, main_grads, return_aux)  # type: ignore[no-any-return]
         mains = admit_mains(name, t, named, main_grads)
         layer, training = Operands.of(t), bool(needing_grad(t))
         route = _route(name, t, layer, training, strategy, compression)
-    call = _Call(name, training, plain, compression, return_aux)
-    # graphs find the site by the weight that the caller holds
-    return _run(call, layer, route, mains, given.w_gate if isinstance(strategy, AutoStrategy) else None)
+    site = None
+    if isinstance(strategy, AutoStrategy) and (route.strategy == "auto" or route.measurement is not None):
+        # the operators find the site by the weight that the caller holds
+        site = given.w_gate
+        if not _auto.tracing(0) and type(site) in PLAIN_TENSORS and _auto.found(site) is not strategy:
+            _auto.enroll(site, strategy)
+    return _run(_Call(name, training, plain, direct, compression, return_aux), layer, route, mains, site)
 
 
 class _Call(NamedTuple):
     """What is known of a call besides its operands.
 
-    training: whether a gradient will be needed. plain: whether all operands are plain tensors in eager mode.
+    training: whether a gradient will be needed. plain: whether all operands are plain tensors in eager mode. direct:
+    whether the code of operators may be called without the dispatcher, too.
     """
 
     name: str
     training: bool
     plain: bool
+    direct: bool
     compression: int
     return_aux: bool
 
@@ -283,51 +292,30 @@ def _run(
     call: _Call, layer: Operands, route: _auto.Route, mains: Mains, site: Tensor | None
 ) -> Tensor | tuple[Tensor, Aux]:
     """Compute ``layer`` as ``route`` says. The operators find the layer's ``AutoStrategy`` by ``site``, if given."""
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
-    compression, return_aux = call.compression, call.return_aux
+    x = layer.x
     if route.strategy == "dense":
         y, hidden, gate = _dense(call, layer, mains)
         _note_dense(route, gate, y)
-        return (y, _dense_aux(hidden, gate)) if return_aux else y
+        return (y, _dense_aux(hidden, gate)) if call.return_aux else y
 
-    lead = None if x.dim() == 2 else x.shape
-    tokens = x if lead is None else x.reshape(-1, x.shape[-1])
+    if x.dim() != 2:
+        layer = layer._replace(x=x.reshape(-1, x.shape[-1]))
     if call.training:
-        y, total, nonzeros, sizes = _autograd.ffn(call.name, layer._replace(x=tokens), mains, compression)
+        totals = call.return_aux or route.measurement is not None
+        y, l1, nonzeros, sizes = _autograd.ffn(call.name, layer, mains, call.compression, call.direct, totals)
         _note_training(route, nonzeros, sizes, y)
-        y = y if lead is None else _unviewed(y, lead)
-        return (y, _per_token(total, nonzeros, tokens.shape[0])) if return_aux else y
-
-    w_down = w_down.t()
-    if route.measurement is not None:
-        assert site is not None
-        _auto.enroll(site, route.measurement.site)
-        y, l1, nonzeros = _counted(call, layer._replace(x=tokens, w_down=w_down), route.strategy, route.measurement)
     else:
-        arguments = (tokens, w_gate, w_up, w_down, b_gate, b_up, b_down, compression, route.strategy)
-        site = site if route.strategy == "auto" else None
-        if not return_aux:
-            y = ops.ffn(*arguments, site)
-            return y if lead is None else _unviewed(y, lead)
-        y, l1, nonzeros = ops.ffn_aux(*arguments, site)
-    y = y if lead is None else _unviewed(y, lead)
-    return (y, _per_token(l1, nonzeros, tokens.shape[0])) if return_aux else y
-
-
-def _counted(
-    call: _Call, layer: Operands, strategy: str, measurement: _auto.Measurement
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y, the sum of |h| and the number of non-zeros of a call that is measured; w_down is [N, K]."""
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
-    unions = None
-    if strategy == "union":
-        y, l1, stats, unions = ops.ffn_union(*layer, call.compression)
-    else:
-        words, spill, stats = ops.gate_pack(x, w_gate, b_gate, call.compression)
-        y, l1 = ops.up_down(x, words, spill, w_up, w_down, b_up, b_down, call.compression)
-    nonzeros = stats.select(2, 0).sum()
-    measurement.counts(nonzeros, unions)
-    return y, l1.sum() if call.return_aux else l1, nonzeros
+        _, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+        layer = Operands(layer.x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down)
+        if call.direct:
+            y, l1, nonzeros = ffn_on_cuda(layer, call.compression, route, call.return_aux)
+        elif call.return_aux:
+            y, l1, nonzeros = ops.ffn_aux(*layer, call.compression, route.strategy, site)
+        else:
+            y = ops.ffn(*layer, call.compression, route.strategy, site)
+    if x.dim() != 2:
+        y = _unviewed(y, x.shape)
+    return (y, _per_token(l1, nonzeros, layer.x.shape[0])) if call.return_aux else y
 
 
 def _dense(call: _Call, layer: Operands, mains: Mains) -> tuple[Tensor, Tensor, Tensor]:
@@ -423,11 +411,11 @@ def _route(
             f"{name}: dtype must be bfloat16 or float16 (float32 and float64 on the CPU, float32 under autocast), "
             f'got {x.dtype} on {x.device.type}; strategy="dense" takes what F.linear takes there'
         )
-    return _choose(layer, requested, training)
+    return _choose(layer, requested, training, direct=False)
 
 
-def _choose(layer: Operands, requested: Any, training: bool) -> _auto.Route:
-    """Choose how a call runs that the sparse path takes."""
+def _choose(layer: Operands, requested: Any, training: bool, direct: bool) -> _auto.Route:
+    """Choose how a call runs that the sparse path takes. An operator that is not called directly chooses itself."""
     x = layer.x
     site = isinstance(requested, AutoStrategy)
     strategy, _ = _auto.fixed("auto" if site else requested, x.device, x.dtype, training)
@@ -436,9 +424,10 @@ def _choose(layer: Operands, requested: Any, training: bool) -> _auto.Route:
             info_once("inference in float32 and float64 runs dense, whatever strategy was named")
         return _auto.Route(strategy)
     copied = copies_down(layer.w_down)
-    if _auto.tracing(m := _auto.tokens_of(x)):
-        # a graph without gradients chooses each time it runs
-        return _auto.Route("auto" if not training else requested.trace(m, copied) if site else "union")
+    if not training and not direct:
+        return _auto.Route("auto")
+    if training and _auto.tracing(m := _auto.tokens_of(x)):
+        return _auto.Route(requested.trace(m, copied) if site else "union")
     n, gated = layer.w_gate.shape[0], layer.w_up is not None
     if site:
         return requested.begin(x, n, gated, training, copied)  # type: ignore[no-any-return]
@@ -462,7 +451,7 @@ def _note_dense(route: _auto.Route, gate: Tensor, y: Tensor) -> None:
         route.holder.hold(y)
 
 
-def _note_training(route: _auto.Route, nonzeros: Tensor, sizes: Tensor, y: Tensor) -> None:
+def _note_training(route: _auto.Route, nonzeros: Any, sizes: Any, y: Tensor) -> None:
     """The same for the counts of a sparse call that needs gradients."""
     if route.measurement is not None:
         m, n = route.measurement.problem.m, route.measurement.problem.n
@@ -477,6 +466,6 @@ def _dense_aux(hidden: Tensor, gate: Tensor) -> Aux:
     return _per_token(l1, gate.numel() - (gate <= 0).sum(), _auto.tokens_of(hidden))
 
 
-def _per_token(l1: Tensor, nonzeros: Tensor, tokens: int) -> Aux:
+def _per_token(l1: Any, nonzeros: Any, tokens: int) -> Aux:
     tokens = max(tokens, 1)
     return Aux(l1 / tokens, nonzeros.float() / tokens)

@@ -247,7 +247,7 @@ class SparseGatedMLP(SparseFFN):
         if not self._is_plain():
             return self._by_children(x, return_aux)  # type: ignore[no-any-return]
         (w_gate, b_gate), (w_up, b_up), (w_down, b_down) = map(self._applied, ("gate_proj", "up_proj", "down_proj"))
-        result = functional.sparse_gated_ffn(  # type: ignore[call-overload]
+        result = functional.sparse_gated_ffn(  # type: ignore[call-overload, misc]
             x,
             w_gate,
             w_up,

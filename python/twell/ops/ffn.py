@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twell import _auto, tuning
-from twell._runtime import geometry
+from twell._runtime import geometry, nvtx
 from twell.ops.ffn_union import _cuda as union_on_cuda
 from twell.ops.ffn_union import on_cpu as union_on_cpu
 from twell.ops.gate_pack import on_cpu as pack_on_cpu
 from twell.ops.gate_pack import outputs as packed_outputs
 from twell.ops.gate_pack import pack
-from twell.ops.library import LAYER, Implementation, check_alike, check_layer, has_row_strides, register
+from twell.ops.library import LAYER, Implementation, check_alike, check_layer, empty, has_row_strides, register
 from twell.ops.operands import Operands, PackedOperands
 from twell.ops.reglu import _cuda as reglu_on_cuda
 from twell.ops.reglu import pays
@@ -32,8 +32,7 @@ from twell.ops.up_down import multiply
 from twell.ops.up_down import on_cpu as up_down_on_cpu
 
 Aux = tuple[Tensor, Tensor, Tensor]
-# y, and functions for the sum of |h| and the number of non-zeros
-_Result = tuple[Tensor, Callable[[], Tensor], Callable[[], Tensor]]
+_Totals = tuple[Tensor, Tensor | None, Tensor | None]
 # y, parts of the sum of |h|, stats, and for "union" the unions
 _Counted = tuple[Tensor, Tensor, Tensor, Tensor | None]
 _Sparse = Mapping[str, Callable[[Operands, int], _Counted]]
@@ -44,62 +43,31 @@ def outputs(x: Tensor) -> Aux:
     return x.new_empty(x.shape), x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.int64)
 
 
-def _layer_first(implementation: Callable[[Operands, int, str, Tensor | None], Any]) -> Implementation:
-    """``implementation(layer, compression, strategy, site)`` as a function of the schema's arguments."""
-    return lambda *arguments: implementation(Operands(*arguments[:7]), *arguments[7:])
-
-
-def _check(layer: Operands, compression: int, strategy: str) -> None:
+def _fake(layer: Operands, compression: int, strategy: str, site: Tensor | None, totals: bool) -> Aux:
     check_layer(*layer)
     geometry.words_per_tile(compression)
     tuning.require_strategy(strategy)
-
-
-@_layer_first
-def _fake(layer: Operands, compression: int, strategy: str, site: Tensor | None) -> Tensor:
-    _check(layer, compression, strategy)
-    return outputs(layer.x)[0]
-
-
-@_layer_first
-def _fake_aux(layer: Operands, compression: int, strategy: str, site: Tensor | None) -> Aux:
-    _check(layer, compression, strategy)
     return outputs(layer.x)
 
 
-def _implementations(sparse: _Sparse, checked: bool) -> tuple[Implementation, Implementation]:
-    """``ffn`` and ``ffn_aux`` from the sparse strategies of a device; ``checked``: whether these check operands."""
+def _run(sparse: _Sparse, layer: Operands, compression: int, route: _auto.Route, totals: bool) -> _Totals:
+    """Compute the layer as ``route`` says, by the sparse strategies of its device."""
+    if route.strategy == "dense":
+        return _dense(layer, route.measurement, totals)
+    y, l1, stats, unions = sparse[route.strategy](layer, compression)
+    if not totals and route.measurement is None:
+        return y, None, None
+    nonzeros = stats.select(2, 0).sum()
+    if route.measurement is not None:
+        route.measurement.counts(nonzeros, unions)
+    return y, l1.sum() if totals else None, nonzeros
 
-    def run(layer: Operands, compression: int, strategy: str, site: Tensor | None) -> _Result:
-        if not checked:
-            check_layer(*layer)
+
+def _choose(layer: Operands, strategy: str, site: Tensor | None) -> _auto.Route:
+    """The route of a call of the operators."""
+    if strategy != "auto":
         tuning.require_strategy(strategy)
-        route = _choose(layer, site) if strategy == "auto" else _auto.Route(strategy)
-        if route.strategy == "dense":
-            return _dense(layer, route.measurement)
-        y, l1, stats, unions = sparse[route.strategy](layer, compression)
-
-        def nonzeros() -> Tensor:
-            return stats.select(2, 0).sum()
-
-        if route.measurement is not None:
-            route.measurement.counts(nonzeros(), unions)
-        return y, l1.sum, nonzeros
-
-    @_layer_first
-    def forward(*arguments: Any) -> Tensor:
-        return run(*arguments)[0]
-
-    @_layer_first
-    def forward_aux(*arguments: Any) -> Aux:
-        y, l1, nonzeros = run(*arguments)
-        return y, l1(), nonzeros()
-
-    return forward, forward_aux
-
-
-def _choose(layer: Operands, site: Tensor | None) -> _auto.Route:
-    """The route of a call of "auto"."""
+        return _auto.Route(strategy)
     x, w_gate, w_up, w_down = layer[:4]
     if forced := _auto.forced(x.device.type, x.device.index):
         return _auto.Route(forced)
@@ -107,6 +75,35 @@ def _choose(layer: Operands, site: Tensor | None) -> _auto.Route:
     if site is None:
         return _auto.Route(_auto.fresh(x, n, gated, copied))
     return _auto.site_of(site).begin(x, n, gated, False, copied)
+
+
+def _on_cpu(layer: Operands, compression: int, strategy: str, site: Tensor | None, totals: bool) -> _Totals:
+    check_layer(*layer)
+    return _run(_SPARSE_ON_CPU, layer, compression, _choose(layer, strategy, site), totals)
+
+
+def _on_cuda(layer: Operands, compression: int, strategy: str, site: Tensor | None, totals: bool) -> _Totals:
+    return _run(_SPARSE_ON_CUDA, layer, compression, _choose(layer, strategy, site), totals)
+
+
+@nvtx.marked(
+    lambda layer, compression, *_: nvtx.range("ffn", **nvtx.sizes(layer._asdict() | {"compression": compression}))
+)
+def on_cuda(layer: Operands, compression: int, route: _auto.Route, totals: bool) -> _Totals:
+    """The operators on the current device, for a call with a route; l1 and nonzeros are for ``totals``."""
+    return _run(_SPARSE_ON_CUDA, layer, compression, route, totals)
+
+
+def _operators(implementation: Callable[..., _Totals]) -> list[Implementation]:
+    """``ffn`` and ``ffn_aux`` as functions of the schema's arguments."""
+
+    def ffn(*arguments: Any) -> Tensor:
+        return implementation(Operands(*arguments[:7]), *arguments[7:], False)[0]
+
+    def ffn_aux(*arguments: Any) -> _Totals:
+        return implementation(Operands(*arguments[:7]), *arguments[7:], True)
+
+    return [ffn, ffn_aux]
 
 
 def _row_on_cpu(layer: Operands, compression: int) -> _Counted:
@@ -120,12 +117,12 @@ def _row_on_cuda(layer: Operands, compression: int) -> _Counted:
     check_alike(w_gate, w_up=w_up, w_down=w_down)
     words, spill, stats = packed = packed_outputs(x, w_gate, compression)
     pack(x, w_gate, b_gate, packed, compression)
-    y, l1 = x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
+    y, l1 = empty(x, x.shape), empty(x, x.shape[0], torch.float32)
     multiply(PackedOperands(x, words, spill, w_up, w_down, b_up, b_down), y, l1, compression)
     return y, l1, stats, None
 
 
-def _dense(layer: Operands, measurement: _auto.Measurement | None) -> _Result:
+def _dense(layer: Operands, measurement: _auto.Measurement | None, totals: bool) -> _Totals:
     """The layer by PyTorch's own operators."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     with _without_autocast(x):
@@ -140,7 +137,9 @@ def _dense(layer: Operands, measurement: _auto.Measurement | None) -> _Result:
         y = F.linear(hidden, w_down.t(), b_down)
     if measurement is not None:
         measurement.dense(gate)
-    return y, lambda: hidden.abs().sum(dtype=torch.float32), lambda: gate.numel() - (gate <= 0).sum()
+    if not totals:
+        return y, None, None
+    return y, hidden.abs().sum(dtype=torch.float32), gate.numel() - (gate <= 0).sum()
 
 
 def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -148,18 +147,14 @@ def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
-_ON_CPU = {"row": _row_on_cpu, "union": lambda layer, compression: union_on_cpu(*layer, compression)}
-_ON_CUDA = {"row": _row_on_cuda, "union": lambda layer, compression: union_on_cuda(*layer, compression)}
-_cpu, _cpu_aux = _implementations(_ON_CPU, checked=False)
-_cuda, _cuda_aux = _implementations(_ON_CUDA, checked=True)
+_SPARSE_ON_CPU = {"row": _row_on_cpu, "union": lambda layer, compression: union_on_cpu(*layer, compression)}
+_SPARSE_ON_CUDA = {"row": _row_on_cuda, "union": lambda layer, compression: union_on_cuda(*layer, compression)}
 _ARGUMENTS = f"{LAYER}, int compression, str strategy, Tensor? site"
-_INSTEAD = "twell.sparse_gated_ffn or twell.sparse_ffn"
 
-ffn = register(f"ffn({_ARGUMENTS}) -> Tensor", fake=_fake, cpu=_cpu, cuda=_cuda, instead=_INSTEAD)
-ffn_aux = register(
-    f"ffn_aux({_ARGUMENTS}) -> (Tensor y, Tensor l1, Tensor nonzeros)",
-    fake=_fake_aux,
-    cpu=_cpu_aux,
-    cuda=_cuda_aux,
-    instead=_INSTEAD,
+ffn, ffn_aux = (
+    register(schema, fake=fake, cpu=cpu, cuda=cuda, instead="twell.sparse_gated_ffn or twell.sparse_ffn")
+    for schema, fake, cpu, cuda in zip(
+        (f"ffn({_ARGUMENTS}) -> Tensor", f"ffn_aux({_ARGUMENTS}) -> (Tensor y, Tensor l1, Tensor nonzeros)"),
+        *map(_operators, (_fake, _on_cpu, _on_cuda)),
+    )
 )

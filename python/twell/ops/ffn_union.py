@@ -11,7 +11,7 @@ from torch import Tensor
 from twell._runtime import geometry
 from twell.ops.gate_pack import figures, pack, room
 from twell.ops.gate_pack import on_cpu as pack_on_cpu
-from twell.ops.library import LAYER, check_alike, check_layer, layer_first, register, rows
+from twell.ops.library import LAYER, check_alike, check_layer, layer_first, part, register, rows
 from twell.ops.operands import Operands, PackedOperands
 from twell.ops.up_down_union import by_slices, results, union
 from twell.ops.up_down_union import on_cpu as up_down_on_cpu
@@ -52,9 +52,9 @@ def _cuda(layer: Operands, compression: int) -> Outputs:
     words, spill = room(x, slices[0][1] if slices else 0, w_gate, compression)
 
     def packed_of(first: int, last: int) -> tuple[Tensor, Tensor]:
-        blocks = slice(first // geometry.STATS_ROWS, -(-last // geometry.STATS_ROWS))
-        packed = words[: last - first], spill[: last - first]
-        pack(x[first:last], w_gate, b_gate, (*packed, stats[blocks]), compression)
+        packed = part(words, 0, last - first), part(spill, 0, last - first)
+        own = part(stats, first // geometry.STATS_ROWS, -(-last // geometry.STATS_ROWS))
+        pack(part(x, first, last), w_gate, b_gate, (*packed, own), compression)
         return packed
 
     by_slices(PackedOperands(x, words, spill, w_up, w_down, b_up, b_down), packed_of, (y, l1, sizes))

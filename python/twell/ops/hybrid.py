@@ -28,7 +28,7 @@ from torch import Tensor
 
 from twell import tuning
 from twell._runtime import device, geometry
-from twell.ops.library import check, check_alike, check_layer, down_rows, launch, rows, vector
+from twell.ops.library import check, check_alike, check_layer, down_rows, empty, launch, rows, vector
 from twell.ops.operands import Gradients, Operands
 
 
@@ -50,7 +50,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 def empty_kept(x: Tensor, n: int, gated: bool) -> Kept:
     """Uninitialised tensors for the gate of ``x`` [M, K] with ``n`` neurons."""
     shapes = _kept_shapes(x, n, gated)
-    return Kept(*(x.new_empty(shape, dtype=_KEPT_DTYPES.get(name, torch.int32)) for name, shape in shapes.items()))
+    return Kept(*(empty(x, shape, _KEPT_DTYPES.get(name, torch.int32)) for name, shape in shapes.items()))
 
 
 _KEPT_DTYPES = {"neurons": torch.int16}
@@ -103,7 +103,7 @@ def near_rows(matrix: Tensor) -> Tensor:
 
 def room_aside(x: Tensor, terms: int, ctas: int) -> Tensor:
     """Scratch to which ``ctas`` CTAs flush sums of up to ``terms`` terms; empty if tensor cores sum these in one go."""
-    return x.new_empty(geometry.sums_aside(tuning.dtype_name(x.dtype), terms, ctas), dtype=torch.float32)
+    return empty(x, geometry.sums_aside(tuning.dtype_name(x.dtype), terms, ctas), torch.float32)
 
 
 def values(entries: Tensor, capacity: int, dtype: torch.dtype, count: int) -> Tensor:
@@ -285,8 +285,8 @@ def backward_cuda(
     b_up = vector(layer.b_up, n, x) if bias and gated else None
     recomputed = (dy, x, w_gate, w_up, w_down, b_gate, b_up, dl1, entries, sizes, capacity)
 
-    d_gate = sizes.new_empty(capacity)
-    d_up = sizes.new_empty(capacity) if gated else None
+    d_gate = empty(sizes, capacity)
+    d_up = empty(sizes, capacity) if gated else None
     launch(tuning.sampled_grad(dtype, gated), dy, w_down, *pattern, up, dl1, d_gate, d_up, multiprocessors)
     if dx is not None:
         gathered = tuning.gathered(dtype, 2 if gated else 1)
@@ -303,21 +303,21 @@ def backward_cuda(
     order, slot = torch.empty_like(popularity), torch.empty_like(popularity)
     launch(tuning.rank(), popularity, order, slot)
     neuron_tiles, token_tiles = -(-n // geometry.NEURON_TILE), geometry.token_tiles(m)
-    groups = sizes.new_empty((neuron_tiles, token_tiles, 2))
-    tiles = sizes.new_empty((neuron_tiles, 5))
-    starts = sizes.new_empty((neuron_tiles, geometry.chunks(2 * m) + 1))
+    groups = empty(sizes, (neuron_tiles, token_tiles, 2))
+    tiles = empty(sizes, (neuron_tiles, 5))
+    starts = empty(sizes, (neuron_tiles, geometry.chunks(2 * m) + 1))
     # entries of rare neuron tiles stand twice
     room = capacity + min(capacity, neuron_tiles * geometry.RARE_ENTRIES)
-    packed = sizes.new_empty(room, dtype=torch.int64)
-    tokens = sizes.new_empty(room)
+    packed = empty(sizes, room, torch.int64)
+    tokens = empty(sizes, room)
     by_neuron = (groups, tiles, starts, packed, tokens)
     launch(tuning.transpose(dtype, gated), *pattern, up, d_gate, d_up, slot, *by_neuron)
 
     del d_gate, d_up, groups, by_neuron
     out = weights()
     # a layer with one of two biases still needs memory for the other's gradient
-    db_gate = (x.new_empty(n) if out.b_gate is None else out.b_gate) if bias else None
-    db_up = (x.new_empty(n) if out.b_up is None else out.b_up) if bias and gated else None
+    db_gate = (empty(x, n) if out.b_gate is None else out.b_gate) if bias else None
+    db_up = (empty(x, n) if out.b_up is None else out.b_up) if bias and gated else None
     # clusters of four CTAs, one for each multiprocessor, take a batch that overflows
     gradients = (out.w_gate, out.w_up, out.w_down, db_gate, db_up, room_aside(x, m, 4 * multiprocessors))
     weight_grad = tuning.weight_grad(dtype, gated, bias, accumulate)

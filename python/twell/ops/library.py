@@ -20,6 +20,9 @@ Implementation = Callable[..., Any]
 _LIBRARY = torch.library.Library("twell", "DEF")  # type: ignore[no-untyped-call]
 _DEBUG = env.debug()
 
+# What inductor's code allocates with: 1.1 us against 2.6 for ``Tensor.new_empty`` (H200 host, torch 2.11).
+_ALLOCATE: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
 # TMA and 16-byte vector loads: base address, and row stride in 16-bit elements.
 ALIGNMENT = 16
 STRIDE_MULTIPLE = 8
@@ -136,7 +139,8 @@ def launch(spec: specs.Spec, *arguments: Any) -> None:
 
     Raises NotImplementedError on a device of another compute capability than 9.0, RuntimeError if there is no kernel.
     """
-    require_sm90(torch.cuda.current_device())
+    if device.capability(torch._C._cuda_getDevice()) != device.SM_90:
+        require_sm90(torch.cuda.current_device())
     resolve.resolve(spec)(*arguments)
     if _DEBUG and not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize()
@@ -161,6 +165,40 @@ def require_sm90(index: int) -> None:
         )
 
 
+def empty(like: Tensor, shape: int | tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    """``like.new_empty(shape, dtype=dtype)`` in half the time on the current device; ``shape`` may be a length."""
+    # deterministic algorithms may fill new memory
+    if not like.is_cuda or type(like) is not Tensor or _ALLOCATE is None or torch._C._get_deterministic_algorithms():
+        return like.new_empty(shape, dtype=dtype)
+    if isinstance(shape, int):
+        return _ALLOCATE((shape,), (1,), dtype or like.dtype)  # type: ignore[no-any-return]
+    if len(shape) == 2:
+        return _ALLOCATE(shape, (max(shape[1], 1), 1), dtype or like.dtype)  # type: ignore[no-any-return]
+    strides, stride = [], 1
+    for length in reversed(shape):
+        strides.append(stride)
+        stride *= max(length, 1)
+    return _ALLOCATE(shape, strides[::-1], dtype or like.dtype)  # type: ignore[no-any-return]
+
+
+def part(tensor: Tensor, first: int, last: int) -> Tensor:
+    """``tensor[first:last]``, or ``tensor`` itself if that is all of it: a view costs 1.7 us."""
+    return tensor if first == 0 and last >= tensor.shape[0] else tensor[first:last]
+
+
+def is_direct(x: Tensor) -> bool:
+    """Whether the code of operators on plain tensors may be called without the dispatcher, which takes 6 us.
+
+    It may if nobody watches operators, and if x is on the current GPU.
+    """
+    return (
+        x.is_cuda
+        and not torch._C._autograd._profiler_enabled()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and x.device.index == torch.cuda.current_device()
+    )
+
+
 def rows(matrix: Tensor) -> Tensor:
     """``matrix`` [R, C] with aligned rows of unit stride, as kernels read it; a copy if it is laid out otherwise."""
     if has_rows(matrix):
@@ -179,13 +217,13 @@ def transpose(matrix: Tensor, out: Tensor) -> Tensor:
 
 def has_rows(matrix: Tensor) -> bool:
     """Whether kernels can read and write ``matrix`` [R, C] in place."""
-    return has_row_strides(matrix) and _aligned(matrix)
+    return has_row_strides(matrix) and matrix.data_ptr() % ALIGNMENT == 0
 
 
 def has_row_strides(matrix: Tensor) -> bool:
     """``has_rows`` without the check of the address, which fake tensors do not have."""
     stride, inner = matrix.stride()
-    return inner == 1 and stride >= matrix.shape[1] and stride % STRIDE_MULTIPLE == 0
+    return inner == 1 and stride % STRIDE_MULTIPLE == 0 and stride >= matrix.shape[1]
 
 
 def down_rows(w_down: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from twell.ops.library import (
     check_packed,
     check_rank,
     down_rows,
+    empty,
     launch,
     packed_first,
     register,
@@ -40,7 +41,7 @@ def outputs(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
         raise ValueError("x must be given with w_up, got None")
     m, (n, k) = (words if x is None else x).shape[0], w_down.shape
     check_packed(words, spill, m, n, compression, w_down.dtype)
-    return spill.new_empty((m, k)), spill.new_empty(m, dtype=torch.float32)
+    return empty(spill, (m, k)), empty(spill, m, torch.float32)
 
 
 @packed_first
@@ -91,7 +92,7 @@ def multiply(packed: PackedOperands, y: Tensor, l1: Tensor, compression: int) ->
         if by_token is not None:
             launch(by_token, *operands, *results, width)
         else:
-            heavy = words.new_empty(-(-m // geometry.GROUP_ROWS))
+            heavy = empty(words, -(-m // geometry.GROUP_ROWS))
             clusters = device.sm_count(words.device.index) // 8
             launch(tuning.up_down(spill.dtype, k, gated), *operands, *results, heavy, width, clusters)
 

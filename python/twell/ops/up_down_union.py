@@ -24,8 +24,10 @@ from twell.ops.library import (
     check_layer,
     check_packed,
     down_rows,
+    empty,
     launch,
     packed_first,
+    part,
     register,
     rows,
 )
@@ -51,8 +53,8 @@ def outputs(packed: PackedOperands, compression: int) -> Outputs:
 def results(x: Tensor, n: int) -> Outputs:
     """The same for ``n`` neurons."""
     tiles = blocks(x.shape[0], geometry.TOKEN_TILE)
-    l1 = x.new_empty((tiles, geometry.sums_per_tile(n)), dtype=torch.float32)
-    return x.new_empty(x.shape), l1, x.new_empty(tiles + 1, dtype=torch.int32)
+    l1 = empty(x, (tiles, geometry.sums_per_tile(n)), torch.float32)
+    return empty(x, x.shape), l1, empty(x, (tiles + 1,), torch.int32)
 
 
 def union(sizes: Tensor) -> Tensor:
@@ -101,6 +103,9 @@ def by_slices(packed: PackedOperands, packed_of: Callable[[int, int], tuple[Tens
     x, _, _, w_up, w_down, b_up, b_down = packed
     (m, k), n, dtype = x.shape, w_down.shape[0], x.dtype
     y, l1, sizes = found
+    slices = geometry.union_slices(m, n)
+    # the kernels that pack a slice start before the host does the rest
+    first_packed = packed_of(*slices[0]) if slices else None
     check_alike(w_down, w_up=w_up)
     w_down = hybrid.near_rows(down_rows(w_down))
     if w_up is not None:
@@ -111,20 +116,20 @@ def by_slices(packed: PackedOperands, packed_of: Callable[[int, int], tuple[Tens
     down = tuning.gathered(dtype, 0)
     b_up, b_down = bias_vector("b_up", b_up, n, x), bias_vector("b_down", b_down, k, x)
     aside = hybrid.room_aside(x, n, multiprocessors)
-    slices = geometry.union_slices(m, n)
     # the first slice is the longest; the others reuse its memory
     entries, neurons, chunks = _empty_lists(x, slices[0][1] if slices else 0, n)
     for first, last in slices:
         start, stop = first // geometry.TOKEN_TILE, geometry.token_tiles(last)
         # the element behind the sizes of a slice is zero until the next slice writes its first size there
-        pattern = (entries, neurons[: stop - start], chunks[: stop - start], sizes[start : stop + 1])
-        words, spill = packed_of(first, last)
-        sums, width = l1[start:stop], words.shape[1] // tiles
+        pattern = (entries, part(neurons, 0, stop - start), part(chunks, 0, stop - start), part(sizes, start, stop + 1))
+        words, spill = packed_of(first, last) if first or first_packed is None else first_packed
+        sums, width = part(l1, start, stop), words.shape[1] // tiles
         launch(compact, words, spill, None, *pattern, None, sums, n, width, int(w_up is None), geometry.MOST)
         if w_up is not None:
-            launch(up, x[first:last], w_up, b_up, *pattern, None, None, sums, geometry.MOST, multiprocessors)
+            own = part(x, first, last)
+            launch(up, own, w_up, b_up, *pattern, None, None, sums, geometry.MOST, multiprocessors)
         # the hidden state is now in the entries
-        out = (y[first:last], aside, geometry.MOST, multiprocessors)
+        out = (part(y, first, last), aside, geometry.MOST, multiprocessors)
         launch(down, None, w_down, None, None, b_down, *pattern, *out)
 
 
@@ -132,9 +137,9 @@ def _empty_lists(x: Tensor, m: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
     """Uninitialised entries, neurons and chunks as ``hybrid`` has them, with room for any pattern."""
     tiles, chunks = geometry.token_tiles(m), geometry.chunks(n)
     return (
-        x.new_empty(m * n, dtype=torch.int32),
-        x.new_empty((tiles, geometry.CHUNK * chunks), dtype=torch.int16),
-        x.new_empty((tiles, chunks + 1), dtype=torch.int32),
+        empty(x, m * n, torch.int32),
+        empty(x, (tiles, geometry.CHUNK * chunks), torch.int16),
+        empty(x, (tiles, chunks + 1), torch.int32),
     )
 
 
