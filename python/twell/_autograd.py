@@ -96,7 +96,7 @@ class _FFN(torch.autograd.Function):
             db_down = dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(dy.dtype)
         gradients = Gradients(b_down=db_down)
         saved: tuple[Tensor | None, ...] = ()
-        if any(needs[:-1]) and not (dy is None and dl1 is None):
+        if any(tuple(needs)[:-1]) and not (dy is None and dl1 is None):
             x, *_ = saved = ctx.saved_tensors
             # saved tensors may have passed hooks, and the gradient may be anything
             present = [t for t in (dy, dl1, *saved) if t is not None]

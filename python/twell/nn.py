@@ -153,7 +153,8 @@ class SparseFFN(nn.Module):
     def _applied(self, name: str) -> tuple[Tensor, Tensor | None]:
         """The weight and the bias that calling a projection applies."""
         # a look-up of nn.Module costs a microsecond, and a layer without gradients makes nine of them
-        child: Any = self._modules[name]
+        children: Any = self._modules
+        child = children[name] if name in children else getattr(self, name)
         parameters = child._parameters
         if "weight" in parameters and "bias" in parameters:
             return parameters["weight"], parameters["bias"]

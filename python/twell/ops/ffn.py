@@ -19,21 +19,21 @@ from torch import Tensor
 
 from twell import _auto, tuning
 from twell._runtime import geometry, nvtx
-from twell.ops.ffn_union import _cuda as union_on_cuda
 from twell.ops.ffn_union import on_cpu as union_on_cpu
+from twell.ops.ffn_union import on_cuda as union_on_cuda
 from twell.ops.gate_pack import on_cpu as pack_on_cpu
 from twell.ops.gate_pack import outputs as packed_outputs
 from twell.ops.gate_pack import pack
 from twell.ops.library import LAYER, Implementation, check_alike, check_layer, empty, has_row_strides, register
 from twell.ops.operands import Operands, PackedOperands
-from twell.ops.reglu import _cuda as reglu_on_cuda
+from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
 from twell.ops.up_down import multiply
 from twell.ops.up_down import on_cpu as up_down_on_cpu
 
 Aux = tuple[Tensor, Tensor, Tensor]
 _Totals = tuple[Tensor, Tensor | None, Tensor | None]
-# y, parts of the sum of |h|, stats, and for "union" the unions
+# y, parts of the sum of |h|, stats, and for "union" the unions, with more behind them
 _Counted = tuple[Tensor, Tensor, Tensor, Tensor | None]
 _Sparse = Mapping[str, Callable[[Operands, int], _Counted]]
 
@@ -148,7 +148,7 @@ def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 _SPARSE_ON_CPU = {"row": _row_on_cpu, "union": lambda layer, compression: union_on_cpu(*layer, compression)}
-_SPARSE_ON_CUDA = {"row": _row_on_cuda, "union": lambda layer, compression: union_on_cuda(*layer, compression)}
+_SPARSE_ON_CUDA = {"row": _row_on_cuda, "union": union_on_cuda}
 _ARGUMENTS = f"{LAYER}, int compression, str strategy, Tensor? site"
 
 ffn, ffn_aux = (

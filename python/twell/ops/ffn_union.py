@@ -43,22 +43,28 @@ def on_cpu(layer: Operands, compression: int) -> Outputs:
 
 @layer_first
 def _cuda(layer: Operands, compression: int) -> Outputs:
+    y, l1, stats, sizes = on_cuda(layer, compression)
+    return y, l1, stats, union(sizes)
+
+
+def on_cuda(layer: Operands, compression: int) -> Outputs:
+    """The operator on the current device, with all sizes."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     check_alike(w_gate, w_up=w_up, w_down=w_down)
-    y, l1, stats, sizes = outputs(x, w_gate)
-    w_gate = rows(w_gate)
-    slices = geometry.union_slices(x.shape[0], w_gate.shape[0])
+    n, stats, laid = w_gate.shape[0], figures(x, w_gate), rows(w_gate)
+    slices = geometry.union_slices(x.shape[0], n)
     # the first slice is the longest
     words, spill = room(x, slices[0][1] if slices else 0, w_gate, compression)
 
     def packed_of(first: int, last: int) -> tuple[Tensor, Tensor]:
         packed = part(words, 0, last - first), part(spill, 0, last - first)
         own = part(stats, first // geometry.STATS_ROWS, -(-last // geometry.STATS_ROWS))
-        pack(part(x, first, last), w_gate, b_gate, (*packed, own), compression)
+        pack(part(x, first, last), laid, b_gate, (*packed, own), compression)
         return packed
 
-    by_slices(PackedOperands(x, words, spill, w_up, w_down, b_up, b_down), packed_of, (y, l1, sizes))
-    return y, l1, stats, union(sizes)
+    packed = PackedOperands(x, words, spill, w_up, w_down, b_up, b_down)
+    y, l1, sizes = by_slices(packed, slices, packed_of, lambda: results(x, n))
+    return y, l1, stats, sizes
 
 
 ffn_union = register(

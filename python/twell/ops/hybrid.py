@@ -300,7 +300,7 @@ def backward_cuda(
     if weights is None:
         return none
 
-    order, slot = torch.empty_like(popularity), torch.empty_like(popularity)
+    order, slot = empty(popularity, n), empty(popularity, n)
     launch(tuning.rank(), popularity, order, slot)
     neuron_tiles, token_tiles = -(-n // geometry.NEURON_TILE), geometry.token_tiles(m)
     groups = empty(sizes, (neuron_tiles, token_tiles, 2))

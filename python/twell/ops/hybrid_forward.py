@@ -96,24 +96,21 @@ def on_cuda(layer: Operands, compression: int, totals: bool) -> tuple[Tensor, Te
     hybrid.require_offsets(x.shape[0], w_gate.shape[0])
     check_alike(w_gate, w_up=w_up, w_down=w_down)
     (m, k), n, dtype, gated = x.shape, w_gate.shape[0], x.dtype, w_up is not None
-    if not m:
-        no_l1, none, kept = figures(x, w_gate, w_up)
-        kept.popularity.zero_()
-        return result(x), no_l1.zero_(), none.zero_(), kept._replace(sizes=kept.sizes.zero_())
+    l1: Tensor | None = None
+    nonzeros: Tensor | None = None
+    if totals or not m:
+        l1, nonzeros, kept = figures(x, w_gate, w_up)
+    else:
+        kept = hybrid.empty_kept(x, n, gated)
+    kept.popularity.zero_()
+    if l1 is not None and nonzeros is not None and not m:
+        return result(x), l1.zero_(), nonzeros.zero_(), kept._replace(sizes=kept.sizes.zero_())
 
     x, w_gate, w_down = (hybrid.near_rows(t) for t in (x, w_gate, down_rows(w_down)))
     w_up = None if w_up is None else hybrid.near_rows(w_up)
     multiprocessors, capacity = device.sm_count(x.device.index), geometry.hybrid_capacity(m, n)
     words, spill, stats = packed = packed_outputs(x, w_gate, compression)
     pack(x, w_gate, b_gate, packed, compression)
-    # the GPU packs while the host does the rest
-    l1: Tensor | None = None
-    nonzeros: Tensor | None = None
-    if totals:
-        l1, nonzeros, kept = figures(x, w_gate, w_up)
-    else:
-        kept = hybrid.empty_kept(x, n, gated)
-    kept.popularity.zero_()
     entries, neurons, chunks, sizes, popularity = kept
     pattern = (entries, neurons, chunks, sizes)
     width = geometry.words_per_tile(compression)
@@ -130,7 +127,7 @@ def on_cuda(layer: Operands, compression: int, totals: bool) -> tuple[Tensor, Te
     hidden = None
     if w_up is not None:
         up = hybrid.values(entries, capacity, dtype, 1)[0]
-        hidden = torch.empty_like(up)
+        hidden = empty(up, capacity)
         spec = tuning.sampled_up(dtype, training=True)
         launch(spec, x, w_up, bias_vector("b_up", b_up, n, x), *pattern, up, hidden, sums, capacity, multiprocessors)
     # without an up projection the hidden state is in the entries

@@ -139,8 +139,7 @@ def launch(spec: specs.Spec, *arguments: Any) -> None:
 
     Raises NotImplementedError on a device of another compute capability than 9.0, RuntimeError if there is no kernel.
     """
-    if device.capability(torch._C._cuda_getDevice()) != device.SM_90:
-        require_sm90(torch.cuda.current_device())
+    require_sm90(torch.cuda.current_device())
     resolve.resolve(spec)(*arguments)
     if _DEBUG and not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize()
@@ -157,8 +156,9 @@ def launchable(index: int, *needed: specs.Spec) -> bool:
 
 def require_sm90(index: int) -> None:
     """Raise NotImplementedError unless device ``index`` has compute capability 9.0, which the kernels are built for."""
-    major, minor = device.capability(index)
-    if (major, minor) != device.SM_90:
+    found = device.capability(index)
+    if found != device.SM_90:
+        major, minor = found
         raise NotImplementedError(
             f"the sparse kernels need compute capability 9.0 (sm_90), got {major}.{minor} on cuda:{index}; "
             'use strategy="dense"'
@@ -170,15 +170,18 @@ def empty(like: Tensor, shape: int | tuple[int, ...], dtype: torch.dtype | None 
     # deterministic algorithms may fill new memory
     if not like.is_cuda or type(like) is not Tensor or _ALLOCATE is None or torch._C._get_deterministic_algorithms():
         return like.new_empty(shape, dtype=dtype)
-    if isinstance(shape, int):
-        return _ALLOCATE((shape,), (1,), dtype or like.dtype)  # type: ignore[no-any-return]
-    if len(shape) == 2:
-        return _ALLOCATE(shape, (max(shape[1], 1), 1), dtype or like.dtype)  # type: ignore[no-any-return]
-    strides, stride = [], 1
-    for length in reversed(shape):
-        strides.append(stride)
-        stride *= max(length, 1)
-    return _ALLOCATE(shape, strides[::-1], dtype or like.dtype)  # type: ignore[no-any-return]
+    lengths = (shape,) if isinstance(shape, int) else tuple(shape)
+    strides = _STRIDES[len(lengths)](*lengths)
+    return _ALLOCATE(lengths, strides, dtype or like.dtype)  # type: ignore[no-any-return]
+
+
+# contiguous, by the number of dimensions
+_STRIDES: tuple[Callable[..., tuple[int, ...]], ...] = (
+    lambda: (),
+    lambda a: (1,),
+    lambda a, b: (max(b, 1), 1),
+    lambda a, b, c: (max(b, 1) * max(c, 1), max(c, 1), 1),
+)
 
 
 def part(tensor: Tensor, first: int, last: int) -> Tensor:

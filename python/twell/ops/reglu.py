@@ -48,7 +48,8 @@ def _cpu(gate: Tensor, up: Tensor) -> Tensor:
     return torch.mul(torch.relu(gate), up, out=output(gate, up))
 
 
-def _cuda(gate: Tensor, up: Tensor) -> Tensor:
+def on_cuda(gate: Tensor, up: Tensor) -> Tensor:
+    """``reglu`` on the current device."""
     hidden = output(gate, up)
     spec = tuning.reglu(gate.dtype, backward=False)
     for operands in _pieces(flat(gate), flat(up), hidden.view(-1)):
@@ -77,7 +78,7 @@ def _pieces(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 reglu = register(
-    "reglu(Tensor gate, Tensor up) -> Tensor", fake=output, cpu=_cpu, cuda=_cuda, instead="twell.sparse_gated_ffn"
+    "reglu(Tensor gate, Tensor up) -> Tensor", fake=output, cpu=_cpu, cuda=on_cuda, instead="twell.sparse_gated_ffn"
 )
 reglu_backward = register(
     "reglu_backward(Tensor upstream, Tensor gate, Tensor up) -> (Tensor d_gate, Tensor d_up)",

@@ -8,7 +8,7 @@ y = h @ w_down + b_down. h is rounded to x's dtype, once, as in dense PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -91,22 +91,27 @@ def on_cpu(packed: PackedOperands, compression: int) -> Outputs:
 @packed_first
 def _cuda(packed: PackedOperands, compression: int) -> Outputs:
     y, l1, sizes = found = outputs(packed, compression)
-    by_slices(packed, lambda first, last: (packed.words[first:last], packed.spill[first:last]), found)
+    check_alike(packed.w_down, w_up=packed.w_up)
+    slices = geometry.union_slices(packed.x.shape[0], packed.w_down.shape[0])
+    by_slices(packed, slices, lambda first, last: (packed.words[first:last], packed.spill[first:last]), lambda: found)
     return y, l1, union(sizes)
 
 
-def by_slices(packed: PackedOperands, packed_of: Callable[[int, int], tuple[Tensor, Tensor]], found: Outputs) -> None:
-    """Launch the kernels that fill ``found``.
+def by_slices(
+    packed: PackedOperands,
+    slices: Sequence[tuple[int, int]],
+    packed_of: Callable[[int, int], tuple[Tensor, Tensor]],
+    results_of: Callable[[], Outputs],
+) -> Outputs:
+    """Launch the kernels that fill what ``results_of`` allocates, and return it.
 
-    ``packed_of(first, last)`` gives words and spill of a slice when it is its turn.
+    ``packed_of(first, last)`` gives words and spill of a slice when it is its turn. The first is packed before the host
+    does anything else: the GPU has work meanwhile.
     """
     x, _, _, w_up, w_down, b_up, b_down = packed
-    (m, k), n, dtype = x.shape, w_down.shape[0], x.dtype
-    y, l1, sizes = found
-    slices = geometry.union_slices(m, n)
-    # the kernels that pack a slice start before the host does the rest
-    first_packed = packed_of(*slices[0]) if slices else None
-    check_alike(w_down, w_up=w_up)
+    n, k, dtype = *w_down.shape, x.dtype
+    ready = packed_of(*slices[0]) if slices else None
+    y, l1, sizes = found = results_of()
     w_down = hybrid.near_rows(down_rows(w_down))
     if w_up is not None:
         x, w_up = rows(x), rows(w_up)
@@ -122,7 +127,8 @@ def by_slices(packed: PackedOperands, packed_of: Callable[[int, int], tuple[Tens
         start, stop = first // geometry.TOKEN_TILE, geometry.token_tiles(last)
         # the element behind the sizes of a slice is zero until the next slice writes its first size there
         pattern = (entries, part(neurons, 0, stop - start), part(chunks, 0, stop - start), part(sizes, start, stop + 1))
-        words, spill = packed_of(first, last) if first or first_packed is None else first_packed
+        words, spill = ready or packed_of(first, last)
+        ready = None
         sums, width = part(l1, start, stop), words.shape[1] // tiles
         launch(compact, words, spill, None, *pattern, None, sums, n, width, int(w_up is None), geometry.MOST)
         if w_up is not None:
@@ -131,6 +137,7 @@ def by_slices(packed: PackedOperands, packed_of: Callable[[int, int], tuple[Tens
         # the hidden state is now in the entries
         out = (part(y, first, last), aside, geometry.MOST, multiprocessors)
         launch(down, None, w_down, None, None, b_down, *pattern, *out)
+    return found
 
 
 def _empty_lists(x: Tensor, m: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
