@@ -89,8 +89,8 @@ def measured(what: str, m: int, runs: int) -> list[Row]:
     layers |= {f"twell {name}": sparse(problem, name) for name in STRATEGIES if (what, name) != ("step", "row")}
     calls = {name: call_of(what, layer, problem.x) for name, layer in layers.items()}
     for call in calls.values():
-        # past the first measurements of "auto"
-        for _ in range(6):
+        # past the first measurements of "auto", which take each 64th call from there on
+        for _ in range(70):
             call()
             torch.cuda.synchronize()
     rows = [Row(what, name, m, chosen(layers[name], what)) for name in calls]

@@ -19,7 +19,6 @@ from twell._runtime.log import info_once, warn_once
 from twell.ops.ffn import on_cuda as ffn_on_cuda
 from twell.ops.library import STRIDE_MULTIPLE, is_direct
 from twell.ops.operands import Mains, Operands
-from twell.ops.reglu import pays
 from twell.packed import PackedTwell
 
 Strategy = Literal["auto", "row", "union", "dense"]
@@ -325,10 +324,10 @@ def _dense(call: _Call, layer: Operands, mains: Mains) -> tuple[Tensor, Tensor, 
         w_gate, w_down = _autograd.into_main(w_gate, mains.w_gate), _autograd.into_main(w_down, mains.w_down)
         w_up = None if w_up is None else _autograd.into_main(w_up, mains.w_up)
     gate = F.linear(x, w_gate, b_gate)
-    plain = call.plain or _autograd.eager(operand for operand in layer if operand is not None)
+    operands = () if call.plain else tuple(operand for operand in layer if operand is not None)
     if w_up is None:
-        hidden = gate = F.relu(gate, inplace=plain and not call.training)
-    elif plain and pays(gate):
+        hidden = gate = F.relu(gate, inplace=not call.training and _autograd.eager(operands))
+    elif _autograd.fuses(gate, operands):
         hidden = _autograd.gated_relu(gate, F.linear(x, w_up, b_up))
     else:
         gate = F.relu(gate)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from twell import tuning
 from twell._runtime import nvtx
-from twell.ops.library import check, flat, launch, launchable, register
+from twell.ops import library
+from twell.ops.library import check, flat, launch, register
 
 # Values of a launch: offsets in bytes fit in 32 bits.
 PIECE = 1 << 29
@@ -38,7 +39,7 @@ def pays(gate: Tensor) -> bool:
         gate.is_cuda
         and gate.dtype in (torch.bfloat16, torch.float16)
         and (gate.numel() >= tuning.FUSED_ELEMENTS or torch.cuda.is_current_stream_capturing())
-        and launchable(
+        and library.launchable(
             gate.device.index, tuning.reglu(gate.dtype, backward=False), tuning.reglu(gate.dtype, backward=True)
         )
     )
