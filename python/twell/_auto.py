@@ -80,7 +80,8 @@ class Choice(NamedTuple):
     """The strategy of one layer for one kind of call: a row of ``Explanation``.
 
     layer: its qualified name. kind: "inference", "training" or "any". tokens: the range of token counts.
-    graph: "captured" or "compiled" if a graph keeps this choice, else "". calls: how many calls there were.
+    graph: "captured" or "compiled" if a graph keeps this choice, else "". calls: how many calls there were, from
+    compiled graphs without gradients, too.
     figures: the measured sparsity, or None. measured: the call that measured it. costs: predicted times as multiples of
     dense's; empty where nothing is known.
     """
@@ -260,8 +261,11 @@ class AutoStrategy:
     sparse operators are slower than that; nothing is measured there.
 
     The same figures arriving at the same calls give the same choices. Strategies differ in the last bits, and arrival
-    is a matter of timing: name a strategy for bitwise repeatable runs. A graph, captured or compiled, keeps the
-    strategy chosen before it was made and measures nothing; make it after some eager calls, or name the strategy.
+    is a matter of timing: name a strategy for bitwise repeatable runs. A CUDA graph keeps the
+    strategy chosen before its capture, and so does a compiled graph that trains; neither measures, so make them after
+    some calls, or name the strategy. A compiled, traced or exported graph without gradients has the choice inside: it
+    calls ``torch.ops.twell.ffn``, which finds the site by the memory of the layer's first weight, counts, measures and
+    chooses each time it runs. Where there is no site, as in a program loaded by another process, it gets a new one.
     Under activation checkpointing, training keeps its choice until the backward pass is through, so that the
     recomputation runs the strategy of the forward pass; the recomputation neither counts as a call nor measures.
 

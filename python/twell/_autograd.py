@@ -257,7 +257,8 @@ def fuses(gate: Tensor, operands: Iterable[Tensor]) -> bool:
 
     Other gates take torch's operators: no kernel knows the tensors, or a compiler fuses the operators itself.
     """
-    return pays(gate) and eager(operands)
+    # in this order: what ``pays`` asks cannot be traced
+    return eager(operands) and pays(gate)
 
 
 def gated_relu(gate: Tensor, up: Tensor) -> Tensor:

@@ -27,10 +27,10 @@ A layer
 
 Operators
     Operators that work token by token take tokens sharded on dimension 0 and replicated weights: ``unpack`` and
-    ``up_down``, and also ``gate_pack``, ``up_down_union``, ``ffn_union`` and ``ffn`` if every shard is a multiple of the
-    8 or 128 tokens that share an element of their statistics or a tile. Anything else is replicated first, which is right and slow.
-    ``reglu`` takes any sharding. The operators of training return tensors of a whole batch. They refuse DTensors and
-    name the function to call.
+    ``up_down``, and also ``gate_pack``, ``up_down_union``, ``ffn_union`` and ``ffn`` if every shard is a multiple of
+    the 8 or 128 tokens that share an element of their statistics or a tile. Anything else is replicated first, which is
+    right and slow. ``reglu`` takes any sharding. The operators of training return tensors of a whole batch. They refuse
+    DTensors and name the function to call.
 
 Importing this module registers the operators' rules. ``twell.distributed`` imports it, and so does a function that is
 given a DTensor.
