@@ -96,7 +96,7 @@ class Gathered(SparseProduct):
         w: cute.Tensor,
         coefficients2: cute.Tensor | None,
         w2: cute.Tensor | None,
-        bias: cute.Tensor | None,
+        bias: cute.Tensor,
         entries: cute.Tensor,
         neurons: cute.Tensor,
         chunks: cute.Tensor,
@@ -252,8 +252,10 @@ class Gathered(SparseProduct):
     def multiply_unit(self, g, f, walk, tile, slab, length, long: cutlass.Constexpr):
         """Main loop over the list of a token tile, then 64 rows of `out`."""
         out = g.data.out
-        self.initialize_sums(f, g.data.bias, slab)
+        f.acc.fill(0.0)
         walk = self.multiply_list(f.mma, (f.rA, f.rB, f.acc), g, walk, length, long)
+        if g.data.bias.shape[0] > 0:
+            self.add_bias(f, g.data.bias, slab)
         row = tile * TILE_M + f.row
         column = slab * TILE_N
         for i in range_constexpr(2):
@@ -263,17 +265,15 @@ class Gathered(SparseProduct):
         return walk
 
     @cute.jit
-    def initialize_sums(self, f, bias, slab):
-        """Set the sums to the bias of their columns, or to zero."""
-        f.acc.fill(0.0)
-        if const_expr(bias is not None):
-            for v in range_constexpr(TILE_N // 8):
-                column = slab * TILE_N + f.coordinates[(0, 0, v), 0, 0][1]
-                for j in range_constexpr(2):
-                    # no branch around the sums, which would serialise WGMMA; an empty bias has no columns
-                    b = bias[column + j].to(Float32) if column + j < bias.shape[0] else Float32(0.0)
-                    for i in range_constexpr(2):
-                        f.acc[(j, i, v), 0, 0] = b
+    def add_bias(self, f, bias, slab):
+        """Add the bias of their columns to the sums."""
+        for v in range_constexpr(TILE_N // 8):
+            column = slab * TILE_N + f.coordinates[(0, 0, v), 0, 0][1]
+            for j in range_constexpr(2):
+                # columns beyond the last are not stored
+                b = bias[cutlass.min(column + j, bias.shape[0] - 1)].to(Float32)
+                for i in range_constexpr(2):
+                    f.acc[(j, i, v), 0, 0] += b
 
 
 def signature(spec: GatheredSpec) -> tuple[Any, tuple[Any, ...]]:
@@ -287,7 +287,7 @@ def signature(spec: GatheredSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.rows(dtype, n, k),
         operands.strided(dtype, p) if second else None,
         operands.rows(dtype, n, k) if second else None,
-        None if second else operands.bias(dtype),
+        operands.bias(dtype),
         operands.vector(Int32, cute.sym_int32()),
         *operands.lists(b),
         operands.rows(dtype, cute.sym_int32(), k),

@@ -475,17 +475,21 @@ def test_a_slice_is_packed_just_before_it_is_used(
         assert spill.data_ptr() == packs[0][4].data_ptr() == compacts[i][1].data_ptr()
 
 
-@pytest.mark.parametrize(("name", "length"), [("b_up", 520), ("b_down", 16)])
+@pytest.mark.parametrize(("name", "length"), [("b_gate", 520), ("b_up", 520), ("b_down", 16)])
 @pytest.mark.parametrize("wrong", [-8, 8])
-def test_the_row_kernels_get_no_bias_of_another_length(
-    name: str, length: int, wrong: int, launched: list[tuple[specs.Spec, tuple[Any, ...]]]
+@pytest.mark.parametrize("m", [5, 2100])
+def test_no_kernel_gets_a_bias_of_another_length(
+    m: int, name: str, length: int, wrong: int, launched: list[tuple[specs.Spec, tuple[Any, ...]]]
 ) -> None:
-    """Kernels that take an empty bias for none cannot check its length."""
-    o = operands(5, 520, 16, bias=True)
+    """Kernels take an empty bias for none, so they cannot check its length."""
+    o = operands(m, 520, 16, bias=True)
     words, spill, _ = ops.gate_pack(o["x"], o["w_gate"], None, 8)
-    biases = {"b_up": o["b_up"], "b_down": o["b_down"], name: torch.zeros(length + wrong, dtype=o["x"].dtype)}
-    with pytest.raises(ValueError, match=rf"{name} must be \[{length}\], got \[{length + wrong}\]"):
-        sys.modules["twell.ops.up_down"]._cuda(o["x"], words, spill, o["w_up"], o["w_down"], *biases.values(), 8)
+    o[name] = torch.zeros(length + wrong, dtype=o["x"].dtype)
+    after = (o["x"], words, spill, o["w_up"], o["w_down"], o["b_up"], o["b_down"], 8)
+    called = {"gate_pack": (o["x"], o["w_gate"], o["b_gate"], 8)} if name == "b_gate" else {}
+    for op, arguments in (called or {"up_down": after, "up_down_union": after}).items():
+        with pytest.raises(ValueError, match=rf"{name} must be \[{length}\], got \[{length + wrong}\]"):
+            sys.modules[f"twell.ops.{op}"]._cuda(*arguments)
     assert not launched
 
 
@@ -565,23 +569,22 @@ def test_slices_of_the_union(
             assert pointers == [t.data_ptr() for t in (entries, neurons, chunks, sizes)]
 
 
-@pytest.mark.parametrize(
-    ("m", "kernel", "stored"), [(2100, specs.UpDownSpec, True), (300, specs.UpDownTokenSpec, False)]
-)
-def test_one_missing_bias_of_two_is_zeros_or_empty(
-    m: int, kernel: type, stored: bool, launched: list[tuple[specs.Spec, tuple[Any, ...]]]
-) -> None:
-    for missing in ("b_up", "b_down"):
+@pytest.mark.parametrize(("m", "kernel"), [(2100, specs.UpDownSpec), (300, specs.UpDownTokenSpec)])
+def test_a_missing_bias_is_empty(m: int, kernel: type, launched: list[tuple[specs.Spec, tuple[Any, ...]]]) -> None:
+    for missing in ("b_gate", "b_up", "b_down"):
+        launched.clear()
         cuda_calls(operands(m, 8, 16, bias=True) | {missing: None})
-    gated = [arguments for spec, arguments in launched if isinstance(spec, kernel) and spec.gated]
-    b_up, b_down = (arguments[5:7] for arguments in gated)
-    assert torch.equal(b_up[0], torch.zeros(8 if stored else 0, dtype=BF16))
-    assert torch.equal(b_down[1], torch.zeros(16 if stored else 0, dtype=BF16))
-    # the kernels of the union have one bias each
-    biases = [arguments[2] for spec, arguments in launched if spec.op == "sampled_up"]
-    assert [bias is None for bias in biases] == [True, True, False, False]
-    biases = [arguments[4] for spec, arguments in launched if spec.op == "gathered"]
-    assert [bias is None for bias in biases] == [False] * 4 + [True] * 4
+        biases = {
+            "b_gate": [a[2] for spec, a in launched if spec.op.startswith("gate_pack")][:1],
+            "b_up": [a[5] for spec, a in launched if isinstance(spec, kernel) and spec.gated]
+            + [a[2] for spec, a in launched if spec.op == "sampled_up"],
+            "b_down": [a[6] for spec, a in launched if isinstance(spec, kernel)]
+            + [a[4] for spec, a in launched if spec.op == "gathered"],
+        }
+        for name, passed in biases.items():
+            length = 0 if name == missing else 16 if name == "b_down" else 8
+            assert passed
+            assert all(bias.shape == (length,) for bias in passed)
 
 
 def test_without_tokens_nothing_is_launched(launched: list[tuple[specs.Spec, tuple[Any, ...]]]) -> None:

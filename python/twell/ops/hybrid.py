@@ -293,8 +293,9 @@ def backward_cuda(
         # the rounded ones of two values in each word
         gate_rounded, up_rounded = (None if d is None else d.view(dtype)[::2] for d in (d_gate, d_up))
         aside = room_aside(x, 2 * n if gated else n, multiprocessors)
-        launch(gathered, gate_rounded, w_gate, up_rounded, w_up, None, *pattern, dx, aside, capacity, multiprocessors)
-        del gate_rounded, up_rounded
+        coefficients = (gate_rounded, w_gate, up_rounded, w_up, x.new_empty(0))
+        launch(gathered, *coefficients, *pattern, dx, aside, capacity, multiprocessors)
+        del gate_rounded, up_rounded, coefficients
         launch(tuning.overflow(dtype, "input", gated, bias), *recomputed, dx, aside, multiprocessors)
         del aside
     if weights is None:
