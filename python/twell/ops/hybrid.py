@@ -28,7 +28,17 @@ from torch import Tensor
 
 from twell import tuning
 from twell._runtime import device, geometry
-from twell.ops.library import check, check_alike, check_layer, down_rows, empty, launch, rows, vector
+from twell.ops.library import (
+    bias_vector,
+    check,
+    check_alike,
+    check_layer,
+    down_rows,
+    empty,
+    launch,
+    rows,
+    vector,
+)
 from twell.ops.operands import Gradients, Operands
 
 
@@ -293,7 +303,7 @@ def backward_cuda(
         # the rounded ones of two values in each word
         gate_rounded, up_rounded = (None if d is None else d.view(dtype)[::2] for d in (d_gate, d_up))
         aside = room_aside(x, 2 * n if gated else n, multiprocessors)
-        coefficients = (gate_rounded, w_gate, up_rounded, w_up, x.new_empty(0))
+        coefficients = (gate_rounded, w_gate, up_rounded, w_up, bias_vector("bias", None, 0, x))
         launch(gathered, *coefficients, *pattern, dx, aside, capacity, multiprocessors)
         del gate_rounded, up_rounded, coefficients
         launch(tuning.overflow(dtype, "input", gated, bias), *recomputed, dx, aside, multiprocessors)
