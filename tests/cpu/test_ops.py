@@ -250,7 +250,7 @@ def test_an_input_that_requires_grad_is_refused_by_name_of_the_function_to_call(
         (
             "twell.sparse_gated_ffn or twell.sparse_ffn",
             "twell.pack",
-            *["twell.sparse_gated_ffn or twell.sparse_ffn"] * 7,
+            *["twell.sparse_gated_ffn or twell.sparse_ffn"] * 15,
             "Tensor.t",
         ),
         strict=True,
