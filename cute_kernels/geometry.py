@@ -9,8 +9,6 @@ COMPRESSIONS = (2, 4, 8)
 
 # The neuron index takes the low 16 bits of a word.
 MAX_NEURONS = 65536
-# Most neurons of layers whose few tokens are computed by tiles.
-MAX_TILE_NEURONS = 16384
 
 # Rows summed into one entry of the statistics that gate_pack writes.
 STATS_ROWS = 8
@@ -23,6 +21,10 @@ GROUP_ROWS = 8
 TOKEN_TILE = 128
 CHUNK = 64
 NEURON_TILE = 64
+
+# Tokens of a tile of up_down_tile, and most neurons of its layers.
+SMALL_TILE = 16
+MAX_TILE_NEURONS = 16384
 
 # A neuron tile with at most this many non-zeros enters the weight gradients twice, the second time with the rounding
 # errors of its 16-bit coefficients: the sum over a neuron's few tokens may be much smaller than its terms.

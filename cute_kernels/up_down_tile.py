@@ -70,8 +70,9 @@ STAGES = 4
 THREADS = 2 * GROUP_THREADS
 WARPS, MMA_WARPS = THREADS // 32, GROUP_THREADS // 32
 CTAS_PER_SM = 2
-# tokens of a tile, and ranks of a window that a CTA owns
-TOKENS, SHARE = 16, 64
+TOKENS = geometry.SMALL_TILE
+# ranks of a window that a CTA owns
+SHARE = 64
 # values between the rows of y in shared memory, so that eight rows of one column hit different banks
 PAD = 8
 
@@ -592,10 +593,7 @@ class UpDownTile:
 
     @cute.jit
     def store_total(self, o, s, total, thread, at):
-        """Store the CTA's sum of |h|, added in a fixed order, and its share of zeros in the rest of the row of l1.
-
-        A row of l1 belongs to 128 tokens, whose CTAs are numbered in order of their tiles.
-        """
+        """Store the CTA's sum of |h|, added in a fixed order."""
         total = warp_sum(total)
         if at.lane == 0:
             s.totals[thread // 32] = total
@@ -604,14 +602,7 @@ class UpDownTile:
             everything = Float32(0.0)
             for w in range_constexpr(MMA_WARPS):
                 everything += s.totals[w]
-            s.totals[0] = everything
-        cute.arch.barrier(barrier_id=Barrier.MMA, number_of_threads=GROUP_THREADS)
-        row = at.first // geometry.TOKEN_TILE
-        left = cutlass.min(o.y.shape[0] - row * geometry.TOKEN_TILE, Int32(geometry.TOKEN_TILE))
-        ctas = cute.ceil_div(left, TOKENS) * self.cluster
-        own = at.first % geometry.TOKEN_TILE // TOKENS * self.cluster + at.rank
-        for slot in cutlass.range(own + thread * ctas, o.l1.shape[1], GROUP_THREADS * ctas, unroll=1):
-            o.l1[row, slot] = s.totals[0] if slot == own else Float32(0.0)
+            o.l1[at.first // TOKENS, at.rank] = everything
 
     def views(self, shared, ring, x_layout, up_layout, down_layout, hidden_layout):
         """Tensors over the shared struct."""
@@ -651,7 +642,7 @@ def signature(spec: UpDownTileSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.bias(dtype),
         operands.bias(dtype),
         operands.rows(dtype, m, k),
-        operands.matrix(Float32, cute.sym_int32(), cute.sym_int32()),
+        operands.matrix(Float32, cute.sym_int32(), spec.cluster),
         Int32(1),
     )
     return UpDownTile(spec), arguments

@@ -32,7 +32,7 @@ def operator(name: str) -> str:
     try:
         module = importlib.import_module(f"twell.ops.{name}")
     except ImportError:
-        module = importlib.import_module(f"twell.ops.{name.removesuffix('_backward')}")
+        module = importlib.import_module(f"twell.ops.{name.rpartition('_')[0]}")
     return f"```text\n{schema(name)}\n```\n\n{backquotes(inspect.getdoc(module) or '')}"
 
 

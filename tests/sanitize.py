@@ -47,8 +47,9 @@ _BACKWARD = ("sampled_grad", "gathered", "rank", "transpose", "weight_grad", "ov
 OPS = {
     "gate_pack": ("gate_pack", "gate_pack_few"),
     "up_down": ("up_down", "up_down_token"),
-    "up_down_union": ("compact", "sampled_up", "gathered", "up_down_tile"),
+    "up_down_union": ("compact", "sampled_up", "gathered"),
     "ffn_union": ("gate_pack", "gate_pack_few", "compact", "sampled_up", "gathered"),
+    "ffn_aux": ("gate_pack", "gate_pack_few", "up_down_tile"),
     "unpack": ("unpack",),
     "reglu": ("reglu",),
     "matrix_transpose": ("matrix_transpose",),
@@ -163,17 +164,16 @@ def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
             weights = (w_up, w_down, b_gate, b_up) if gated else (None, w_down, b_gate, None)
             yield Call(ops.ffn_union, (x, w_gate, *weights, b_down, case.compression), gated)
         return
+    if op == "ffn_aux":
+        yield Call(ops.ffn_aux, (x, w_gate, w_up, w_down, b_gate, b_up, b_down, case.compression, "union", None))
+        return
     words, spill, _ = ops.gate_pack(*packing.arguments)
     if op == "unpack":
         yield Call(ops.unpack, (words, spill, case.n, case.compression))
     else:
         for gated in (True, False):
             weights = (w_up, w_down, b_up) if gated else (None, w_down, None)
-            arguments = (x, words, spill, *weights, b_down, case.compression)
-            yield Call(getattr(ops, op), arguments, gated)
-            if op == "up_down_union" and gated:
-                # few tokens have a kernel of their own
-                yield Call(ops.up_down_union, (*arguments, False), gated)
+            yield Call(getattr(ops, op), (x, words, spill, *weights, b_down, case.compression), gated)
 
 
 def training_call(op: str, case: Case, problem: FFN, gated: bool) -> Call:

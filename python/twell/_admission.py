@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from twell import _autograd, _memory
-from twell._plain import PLAIN_TENSORS
+from twell._auto import PACKED_DTYPES
+from twell._plain import PLAIN_TENSORS, undisturbed
 from twell._runtime import geometry, specs
-from twell.ops.operands import Mains
+from twell.ops.operands import Mains, Operands
 
 _OPTIONAL = ("b_gate", "b_up", "b_down")
 
@@ -56,6 +59,55 @@ def admit(name: str, **operands: Tensor | None) -> dict[str, Tensor]:
         if value.dtype != x.dtype:
             raise TypeError(_odd_one(name, "{}", {a: t.dtype for a, t in present.items()}))
     return present
+
+
+def admitted(layer: Operands, gated: bool, compression: int) -> bool:
+    """Whether these are plain tensors in eager mode that the sparse kernels take as they are.
+
+    True answers every question of ``admit``, ``sharded``, ``require_packable`` and ``functional._route`` at once: there
+    is nothing to cast, to wrap, to transform or to refuse. False says nothing.
+    """
+    if torch.compiler.is_compiling() or not undisturbed():
+        return False
+    x, first, up, down, b_first, b_up, b_down = layer
+    for operand in layer:
+        kind = type(operand)
+        if operand is not None and (kind is Tensor or kind is Parameter):
+            if operand.is_nested or operand.layout is not torch.strided:
+                return False
+        elif operand is not None:
+            return False
+    if x is None or first is None or down is None or (gated and up is None) or not x.dim():
+        return False
+    dtype, device, shape = x.dtype, x.device, first.shape
+    if dtype not in PACKED_DTYPES or len(shape) != 2:
+        return False
+    n, k = shape
+    return (
+        type(compression) is int
+        and _takes(n, k, compression)
+        and x.shape[-1] == k
+        and _fits(first, shape, dtype, device)
+        and _fits(down, (k, n), dtype, device)
+        and (up is None or _fits(up, shape, dtype, device))
+        and (b_first is None or _fits(b_first, (n,), dtype, device))
+        and (b_up is None or _fits(b_up, (n,), dtype, device))
+        and (b_down is None or _fits(b_down, (k,), dtype, device))
+    )
+
+
+def _fits(operand: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    return operand.shape == shape and operand.dtype == dtype and operand.device == device
+
+
+@functools.lru_cache(4096)
+def _takes(n: int, k: int, compression: int) -> bool:
+    """Whether the sparse kernels take these sizes."""
+    try:
+        require_sizes("", n, k)
+    except (ValueError, NotImplementedError):
+        return False
+    return compression in geometry.COMPRESSIONS
 
 
 def _common(values: list[tuple[str, Any]]) -> Any:

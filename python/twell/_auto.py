@@ -16,14 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from twell import tuning
 from twell._arguments import require_integer
 from twell._runtime import device, geometry
 from twell._runtime.log import logger, warn_once
 
-# Compiled graphs, whose number of tokens may be symbolic, know two classes: at most this many tokens, and more. The
-# decision of a class is that of its typical number.
+# Compiled graphs of training, whose number of tokens may be symbolic, know two classes: at most this many tokens, and
+# more. The decision of a class is that of its typical number.
 FEW = 256
 _TYPICAL = {True: 64, False: 16384}
 _TYPICAL_K, _TYPICAL_N = 2048, 5632
@@ -82,7 +83,8 @@ class Choice(NamedTuple):
     """The strategy of one layer for one kind of call: a row of ``Explanation``.
 
     layer: its qualified name. kind: "inference", "training" or "any". tokens: the range of token counts.
-    graph: "captured" or "compiled" if a graph keeps this choice, else "". calls: how many calls there were.
+    graph: "captured" or "compiled" if a graph keeps this choice, else "". calls: how many calls there were, from
+    compiled graphs without gradients, too.
     figures: the measured sparsity, or None. measured: the call that measured it. costs: predicted times as multiples of
     dense's; empty where nothing is known.
     """
@@ -268,8 +270,11 @@ class AutoStrategy:
     sparse operators are slower than that; nothing is measured there.
 
     The same figures arriving at the same calls give the same choices. Strategies differ in the last bits, and arrival
-    is a matter of timing: name a strategy for bitwise repeatable runs. A graph, captured or compiled, keeps the
-    strategy chosen before it was made and measures nothing; make it after some eager calls, or name the strategy.
+    is a matter of timing: name a strategy for bitwise repeatable runs. A CUDA graph keeps the
+    strategy chosen before its capture, and so does a compiled graph that trains; neither measures, so make them after
+    some calls, or name the strategy. A compiled, traced or exported graph without gradients has the choice inside: it
+    calls ``torch.ops.twell.ffn``, which finds the site by the memory of the layer's first weight, counts, measures and
+    chooses each time it runs. Where there is no site, as in a program loaded by another process, it gets a new one.
     Under activation checkpointing, training keeps its choice until the backward pass is through, so that the
     recomputation runs the strategy of the forward pass; the recomputation neither counts as a call nor measures.
 
@@ -304,18 +309,16 @@ class AutoStrategy:
             }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        # pickles of earlier versions have graphs of inference, too, before those of training
+        self.__dict__.update(state, _graphs=state["_graphs"][-len(_GRAPH_KINDS) :])
         self._connect()
 
     def __repr__(self) -> str:
         return f"AutoStrategy(period={self.period})"
 
     def begin(self, x: Tensor, n: int, gated: bool, training: bool, down_copied: bool) -> Route:
-        """Choose the route of a call on x [..., K] with n neurons."""
-        m = tokens_of(x)
-        if tracing(m):
-            return Route(self._trace(m, training, down_copied))
-        problem = tuning.Problem(m, x.shape[-1], n, gated, training, down_copied)
+        """Choose the route of a call on x [..., K] with n neurons; the call is not being traced."""
+        problem = tuning.Problem(tokens_of(x), x.shape[-1], n, gated, training, down_copied)
         holder = self if training and _checkpointed() else None
         # fake tensors have no figures, and a captured graph would leave them at each replay
         real = type(x) is Tensor or type(x) is torch.nn.Parameter
@@ -326,9 +329,9 @@ class AutoStrategy:
         with self._lock:
             call, decision, due = self._count(problem)
             strategy, held = decision.strategy, self._buckets[_key(problem)].held
-            if not due or self._pending is not None or not m:
+            if not due or self._pending is not None or not problem.m:
                 return Route(strategy, None, holder, held)
-        if strategy == "row" and m >= geometry.TOKEN_TILE and "union" in tuning.coefficients(problem):
+        if strategy == "row" and problem.m >= geometry.TOKEN_TILE and "union" in tuning.coefficients(problem):
             strategy = "union"
         return Route(strategy, Measurement(self, problem, call), holder, held)
 
@@ -387,17 +390,19 @@ class AutoStrategy:
             for key, decision in sorted(self._captured.items(), key=lambda item: item[0]):
                 about = (layer, _kind(key[0]), _range(key[1]), "captured", *decision[:2])
                 rows.append(Choice(*about, costs=decision.costs))
-            for (training, _, few), graph in zip(_GRAPH_KINDS, self._graphs):
+            for (_, few), graph in zip(_GRAPH_KINDS, self._graphs):
                 if graph.traced:
                     tokens = f"up to {FEW}" if few else f"more than {FEW}"
-                    rows.append(Choice(layer, _kind(training), tokens, "compiled", graph.strategy, graph.reason))
+                    rows.append(Choice(layer, _kind(True), tokens, "compiled", graph.strategy, graph.reason))
             return rows
 
-    def _trace(self, m: Any, training: bool, down_copied: bool) -> str:
-        """The choice of compiled graphs. Dynamo guards on values read here; none changes after its first read."""
-        graph = self._graphs[_graph_index(training, down_copied, _few(m))]
-        if not _exporting():
-            graph.traced = True
+    def trace(self, m: Any, down_copied: bool) -> str:
+        """The choice of compiled graphs that train on ``m`` tokens, which may be symbolic.
+
+        Dynamo guards on values read here; none changes after its first read.
+        """
+        graph = self._graphs[_graph_index(down_copied, True if m <= FEW else False)]
+        graph.traced = True
         return graph.strategy
 
     def _peek(self, problem: tuning.Problem, record: bool) -> tuple[str, int]:
@@ -418,7 +423,10 @@ class AutoStrategy:
     def _count(self, problem: tuning.Problem) -> tuple[int, tuning.Decision, bool]:
         """Count a call: its index in its bucket, its decision, and whether it is on the schedule."""
         self._forget_other_layers(problem)
-        bucket = self._buckets.setdefault(_key(problem), _Bucket(problem))
+        key = _key(problem)
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = _Bucket(problem)
         call, bucket.calls = bucket.calls, bucket.calls + 1
         due = call % self.period == 0 if call >= self.period else call & (call - 1) == 0
         relaid = bucket.problem.down_copied != problem.down_copied
@@ -465,13 +473,13 @@ class AutoStrategy:
 
     def _decide_graphs(self, latest: tuning.Problem) -> None:
         """Decide for graphs compiled from now on: as most calls of their class ran, or by the nearest figures."""
-        for (training, down_copied, few), graph in zip(_GRAPH_KINDS, self._graphs):
+        for (down_copied, few), graph in zip(_GRAPH_KINDS, self._graphs):
             if graph.traced:
                 continue
             alike = [
                 (bucket.calls, key[1], bucket.decision)
                 for key, bucket in self._buckets.items()
-                if key[0] == training
+                if key[0]
                 and bucket.problem.down_copied == down_copied
                 and (bucket.problem.m <= FEW) == few
                 and bucket.decision is not None
@@ -479,8 +487,8 @@ class AutoStrategy:
             if alike:
                 decision = max(alike, key=lambda each: each[:2])[2]
             else:
-                figures = self._nearest((training, _bucket(_TYPICAL[few])))
-                decision = _typical(training, down_copied, few, figures, latest)
+                figures = self._nearest((True, _bucket(_TYPICAL[few])))
+                decision = _typical(down_copied, few, figures, latest)
             graph.strategy, graph.reason = decision.strategy, decision.reason
 
     def _nearest(self, key: tuple[bool, int]) -> tuning.Figures | None:
@@ -491,14 +499,43 @@ class AutoStrategy:
         return known[min(known, key=lambda other: (abs(other[1] - key[1]), other[0] != key[0], -other[1]))]
 
 
-def fresh(x: Tensor, n: int, gated: bool, training: bool, down_copied: bool) -> str:
-    """The strategy of a call on x [..., K] that has no site to remember figures: sparse, in training too."""
-    if training:
-        return "union"
-    m = tokens_of(x)
-    if tracing(m):
-        return _FRESH[_graph_index(training, down_copied, _few(m))]
-    return tuning.decide(tuning.Problem(m, x.shape[-1], n, gated, training, down_copied), None, None).strategy
+def fresh(x: Tensor, n: int, gated: bool, down_copied: bool) -> str:
+    """The strategy of a call without gradients on x [..., K] that has no site to remember figures."""
+    return tuning.decide(tuning.Problem(tokens_of(x), x.shape[-1], n, gated, False, down_copied), None, None).strategy
+
+
+# The sites of layers by the memory of their first weights, with what tells that a weight is gone: how the operators
+# ``ffn`` find them. Graphs pass the weight on, so graphs of equal layers stay equal.
+_SITES: dict[tuple[int, int], tuple[StorageWeakRef, AutoStrategy]] = {}
+_sites_lock = threading.Lock()
+
+
+def _place(weight: Tensor) -> tuple[int, int]:
+    # while a weak reference exists, no other storage gets this address
+    return weight.untyped_storage()._cdata, int(weight.storage_offset())
+
+
+def enroll(weight: Tensor, site: AutoStrategy) -> None:
+    """Let the operators find ``site`` by the first weight of its layer, until that memory is freed."""
+    with _sites_lock:
+        for place in [place for place, (storage, _) in _SITES.items() if storage.expired()]:  # type: ignore[no-untyped-call]
+            del _SITES[place]
+        _SITES[_place(weight)] = StorageWeakRef(weight.untyped_storage()), site  # type: ignore[no-untyped-call]
+
+
+def found(weight: Tensor) -> AutoStrategy | None:
+    """The site of the layer with this first weight, if the operators know one."""
+    known = None if weight.is_meta else _SITES.get(_place(weight))
+    return None if known is None or known[0].expired() else known[1]  # type: ignore[no-untyped-call]
+
+
+def site_of(weight: Tensor) -> AutoStrategy:
+    """The site of the layer with this first weight; a new one where none is known, as in a loaded program."""
+    site = found(weight)
+    if site is None:
+        site = AutoStrategy()
+        enroll(weight, site)
+    return site
 
 
 def tokens_of(x: Tensor) -> int:
@@ -526,30 +563,20 @@ def _capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _few(m: Any) -> bool:
-    """Whether the number of tokens, which may be symbolic, is in the class of few."""
-    if _exporting():
-        # a guard would narrow the range of the export
-        from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-        return statically_known_true(m <= FEW)
-    return True if m <= FEW else False
+# Kinds of compiled graphs of training: whether they copy the down weight, whether their tokens are few.
+_GRAPH_KINDS = tuple((i > 1, i % 2 > 0) for i in range(4))
 
 
-# Kinds of compiled graphs: whether they train, whether they copy the down weight, whether their tokens are few.
-_GRAPH_KINDS = tuple((i > 3, i % 4 > 1, i % 2 > 0) for i in range(8))
-
-
-def _graph_index(training: bool, down_copied: bool, few: bool) -> int:
+def _graph_index(down_copied: bool, few: bool) -> int:
     """The index in ``_GRAPH_KINDS``; traced booleans are not integers."""
-    return (4 if training else 0) + (2 if down_copied else 0) + (1 if few else 0)
+    return (2 if down_copied else 0) + (1 if few else 0)
 
 
 def _typical(
-    training: bool, down_copied: bool, few: bool, figures: tuning.Figures | None, like: tuning.Problem | None = None
+    down_copied: bool, few: bool, figures: tuning.Figures | None, like: tuning.Problem | None = None
 ) -> tuning.Decision:
     k, n, gated = (_TYPICAL_K, _TYPICAL_N, True) if like is None else (like.k, like.n, like.gated)
-    return tuning.decide(tuning.Problem(_TYPICAL[few], k, n, gated, training, down_copied), figures, None)
+    return tuning.decide(tuning.Problem(_TYPICAL[few], k, n, gated, True, down_copied), figures, None)
 
 
 def _bucket(m: int) -> int:
@@ -575,7 +602,3 @@ def _measured(figures: tuning.Figures | None) -> str:
         return ""
     union = "" if figures.union is None else f", a union of {figures.union:.1%}"
     return f"; measured {figures.nonzeros:.1f} non-zeros per token{union}"
-
-
-# The strategies of graphs compiled from calls without a site.
-_FRESH = tuple(_typical(*kind, None).strategy for kind in _GRAPH_KINDS)

@@ -10,28 +10,34 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from twell import ops, tuning
+from twell import ops
 from twell._runtime import nvtx
-from twell.ops import hybrid, library
-from twell.ops.library import has_tangent
-from twell.ops.operands import Gradients, Mains, Operands
+from twell.ops import hybrid
+from twell.ops.hybrid_backward import on_cuda as backward_on_cuda
+from twell.ops.hybrid_forward import on_cuda as forward_on_cuda
+from twell.ops.library import has_tangent, is_direct
+from twell.ops.operands import Gradients, Mains, Needs, Operands
+from twell.ops.reglu import pays
 
 
 def ffn(
-    name: str, operands: Operands, mains: Mains, compression: int, held: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    name: str, operands: Operands, mains: Mains, compression: int, held: int, direct: bool, totals: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return y [M, K], the sum of |h| (0-d), the number of non-zeros (0-d, int64) and the hybrid format's ``sizes``.
 
-    The first two are differentiable. Backward adds the gradient of a weight to its main, if it has one, instead of
-    returning it. Errors speak of ``name``.
+    The first two are differentiable. Without ``totals`` all but y may be None. ``direct``: whether the code of the
+    operators may be called without the dispatcher. Backward adds the gradient of a weight to its main, if it has one,
+    instead of returning it. Errors speak of ``name``.
     """
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and any(main is not None for main in mains):
         for weight, main in mains._asdict().items():
             if main is not None:
                 # of a view, because the engine does not always know whether the node of a leaf will run
                 view = getattr(operands, weight).view_as(main)
                 operands = operands._replace(**{weight: view})
-    outputs = _FFN.apply(name, compression, held, *mains, *operands)  # type: ignore[no-untyped-call]
+    outputs: Any = _FFN.apply(name, compression, held, direct, totals, *mains, *operands)  # type: ignore[no-untyped-call]
+    if direct and not totals:
+        return outputs, None, None, None
     return cast(tuple[Tensor, Tensor, Tensor, Tensor], outputs)
 
 
@@ -42,6 +48,8 @@ class _FFN(torch.autograd.Function):
         name: str,
         compression: int,
         held: int,
+        direct: bool,
+        totals: bool,
         main_gate: Tensor | None,
         main_up: Tensor | None,
         main_down: Tensor | None,
@@ -52,49 +60,63 @@ class _FFN(torch.autograd.Function):
         b_gate: Tensor | None,
         b_up: Tensor | None,
         b_down: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        layer = (x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down)
-        y, l1, nonzeros, *kept = ops.hybrid_forward(*layer, compression, held)
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
+        layer = Operands(x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down)
+        l1: Tensor | None
+        nonzeros: Tensor | None
+        if direct:
+            y, l1, nonzeros, kept = forward_on_cuda(layer, compression, held, totals)
+        else:
+            y, l1, nonzeros, *tensors = ops.hybrid_forward(*layer, compression, held)
+            kept = hybrid.Kept(*tensors)
         ctx.save_for_backward(x, w_gate, w_up, w_down, b_gate, b_up, *kept)
         # not as saved tensors: a hook that moves those would make backward add to a copy
-        ctx.mains = Mains(main_gate, main_up, main_down)
-        ctx.name = name
+        ctx.mains = mains = Mains(main_gate, main_up, main_down)
+        ctx.name, ctx.direct = name, direct
         if not torch.compiler.is_compiling():
-            weights = zip(Mains._fields, (w_gate, w_up, w_down), ctx.mains)
+            weights = zip(Mains._fields, (w_gate, w_up, w_down), mains)
             ctx.nodes = {w: weight.grad_fn for w, weight, main in weights if weight is not None and main is not None}
-        sizes = hybrid.Kept(*kept).sizes
-        ctx.mark_non_differentiable(nonzeros, sizes)
         ctx.set_materialize_grads(False)
-        return y, l1, nonzeros, sizes
+        if l1 is None or nonzeros is None:
+            return y
+        ctx.mark_non_differentiable(nonzeros, kept.sizes)
+        return y, l1, nonzeros, kept.sizes
 
     @staticmethod
     @nvtx.marked(lambda ctx, dy, *_: _backward_range(ctx.name, dy))
-    def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        needs = dict(zip(Operands._fields, ctx.needs_input_grad[-len(Operands._fields) :]))
-        if not torch.compiler.is_compiling() and ctx.nodes:
+    def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None = None, *_: None) -> tuple[Tensor | None, ...]:
+        needs = Needs(*ctx.needs_input_grad[-len(Operands._fields) :])
+        compiling = torch.compiler.is_compiling()
+        if not compiling and ctx.nodes:
             _require_addable(dy, dl1)
             # this backward pass may want less than forward announced: torch.autograd.grad may ask for x alone
             runs = torch._C._will_engine_execute_node
-            needs.update({weight: False for weight, node in ctx.nodes.items() if not runs(node)})
+            needs = needs._replace(**{weight: False for weight, node in ctx.nodes.items() if not runs(node)})
         db_down = None
-        if needs.pop("b_down") and dy is not None:
+        if needs.b_down and dy is not None:
             db_down = dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(dy.dtype)
         gradients = Gradients(b_down=db_down)
         saved: tuple[Tensor | None, ...] = ()
-        if any(needs.values()) and not (dy is None and dl1 is None):
-            saved = ctx.saved_tensors
+        if any(tuple(needs)[:-1]) and not (dy is None and dl1 is None):
+            x, *_ = saved = ctx.saved_tensors
+            # saved tensors may have passed hooks, and the gradient may be anything
+            present = [t for t in (dy, dl1, *saved) if t is not None]
+            direct = ctx.direct and is_direct(x) and eager(present) and not any(map(_is_batched, present[:2]))
             with torch.no_grad():
-                gradients = _gradients(dy, dl1, saved, needs, ctx.mains)._replace(b_down=db_down)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                gradients = _gradients(dy, dl1, saved, needs, ctx.mains, direct)._replace(b_down=db_down)
+        if not compiling and torch.is_grad_enabled():
             gradients = _first_order(ctx.name, gradients, (dy, dl1, *saved))
-        return (None, None, None, None, None, None, *gradients)
+        return (None, None, None, None, None, None, None, None, *gradients)
+
+
+# is_grads_batched=True makes batched tensors without a transform of torch.func
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def _require_addable(*upstream: Tensor | None) -> None:
     """Raise NotImplementedError unless gradients made from ``upstream`` can be added to mains."""
     present = [g for g in upstream if g is not None]
-    # is_grads_batched=True makes batched tensors without a transform of torch.func
-    if torch._C._are_functorch_transforms_active() or any(map(torch._C._functorch.is_legacy_batchedtensor, present)):
+    if torch._C._are_functorch_transforms_active() or any(map(_is_batched, present)):
         got = "a batch of them or those of a transform of torch.func"
     elif any(map(has_tangent, present)):
         got = "some with forward-mode tangents"
@@ -109,20 +131,18 @@ def _backward_range(name: str, dy: Tensor | None) -> nvtx.Context:
 
 
 def _gradients(
-    dy: Tensor | None, dl1: Tensor | None, saved: tuple[Tensor | None, ...], needs: dict[str, bool], mains: Mains
+    dy: Tensor | None, dl1: Tensor | None, saved: tuple[Any, ...], needs: Needs, mains: Mains, direct: bool
 ) -> Gradients:
     """Add the gradients of weights that have a main to it, and return the others that are needed."""
     x, w_gate, w_up, w_down, b_gate, b_up, *kept = saved
-    assert x is not None
-    assert w_down is not None
     # the gradient of l1 alone leaves the down projection out
-    down_needed = needs["w_down"] and dy is not None
+    down_needed = needs.w_down and dy is not None
     if dy is None:
         dy = torch.zeros_like(x)
     if dl1 is None:
         dl1 = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
     arguments = (dy, dl1, x, w_gate, w_up, w_down.t(), b_gate, b_up, *kept)
-    weights_needed = (needs["w_gate"], needs["w_up"], down_needed)
+    weights_needed = (needs.w_gate, needs.w_up, down_needed)
 
     if any(needed and main is not None for needed, main in zip(weights_needed, mains)):
         targets: list[Any] = []
@@ -132,19 +152,24 @@ def _gradients(
             else:
                 targets.append(torch.zeros_like(weight, dtype=torch.float32))
         main_gate, main_up, main_down = targets
-        dx, db_gate, db_up = ops.hybrid_backward_accumulate(*arguments, main_gate, main_up, main_down.t(), needs["x"])
+        dx, db_gate, db_up = ops.hybrid_backward_accumulate(*arguments, main_gate, main_up, main_down.t(), needs.x)
         dw_gate, dw_up, dw_down = (
             target.to(x.dtype) if needed and main is None else None
             for target, needed, main in zip(targets, weights_needed, mains)
         )
     else:
-        weight_grad = any(weights_needed) or needs["b_gate"] or needs["b_up"]
-        dx, dw_gate, dw_up, dw_down, db_gate, db_up = ops.hybrid_backward(*arguments, needs["x"], weight_grad)
+        weight_grad = any(weights_needed) or needs.b_gate or needs.b_up
+        if direct:
+            layer = Operands(*arguments[2:8])
+            found: Any = backward_on_cuda(dy, dl1, layer, hybrid.Kept(*kept), needs.x, weight_grad)[:-1]
+        else:
+            found = ops.hybrid_backward(*arguments, needs.x, weight_grad)
+        dx, dw_gate, dw_up, dw_down, db_gate, db_up = found
         # stored as the weight is, for optimizers that flatten gradients
         dw_down = (ops.matrix_transpose(dw_down) if w_down.is_contiguous() else dw_down.t()) if down_needed else None
 
     every = Gradients(dx, dw_gate, dw_up, dw_down, db_gate, db_up)
-    return Gradients(*(gradient if needed else None for gradient, needed in zip(every, needs.values())))
+    return Gradients(*(gradient if needed else None for gradient, needed in zip(every, needs)))
 
 
 def _first_order(name: str, gradients: Gradients, sources: tuple[Tensor | None, ...]) -> Gradients:
@@ -233,15 +258,8 @@ def fuses(gate: Tensor, operands: Iterable[Tensor]) -> bool:
 
     Other gates take torch's operators: no kernel knows the tensors, or a compiler fuses the operators itself.
     """
-    return (
-        gate.is_cuda
-        and gate.dtype in (torch.bfloat16, torch.float16)
-        and eager(operands)
-        and (gate.numel() >= tuning.FUSED_ELEMENTS or torch.cuda.is_current_stream_capturing())
-        and library.launchable(
-            gate.device.index, tuning.reglu(gate.dtype, backward=False), tuning.reglu(gate.dtype, backward=True)
-        )
-    )
+    # in this order: what ``pays`` asks cannot be traced
+    return eager(operands) and pays(gate)
 
 
 def gated_relu(gate: Tensor, up: Tensor) -> Tensor:

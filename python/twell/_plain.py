@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.modules import linear as _linear
 from torch.nn.modules import module as _module
 
@@ -35,6 +36,18 @@ def behaves(value: Tensor | None) -> bool:
         return True
     bases = (base for base in kind.__mro__ if base not in (*PLAIN_TENSORS, torch._C.TensorBase))
     return not any(vars(base).keys() & {"__torch_function__", "__torch_dispatch__"} for base in bases)
+
+
+def undisturbed() -> bool:
+    """Whether operators do to plain tensors what they always do: no trace, transform, mode or autocast is active."""
+    return not (
+        torch._C._is_any_autocast_enabled()
+        or torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state()
+    )
 
 
 def overridden(operands: Mapping[str, Tensor]) -> str:

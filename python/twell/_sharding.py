@@ -27,10 +27,10 @@ A layer
 
 Operators
     Operators that work token by token take tokens sharded on dimension 0 and replicated weights: ``unpack`` and
-    ``up_down``, and also ``gate_pack``, ``up_down_union`` and ``ffn_union`` if every shard is a multiple of the 64 or
-    128 tokens that share an element of their statistics. Anything else is replicated first, which is right and slow.
-    ``reglu`` takes any sharding. The operators of training return tensors of a whole batch. They refuse DTensors and
-    name the function to call.
+    ``up_down``, and also ``gate_pack``, ``up_down_union``, ``ffn_union`` and ``ffn`` if every shard is a multiple of
+    the 8 or 128 tokens that share an element of their statistics or a tile. Anything else is replicated first, which is
+    right and slow. ``reglu`` takes any sharding. The operators of training return tensors of a whole batch. They refuse
+    DTensors and name the function to call.
 
 Importing this module registers the operators' rules. ``twell.distributed`` imports it, and so does a function that is
 given a DTensor.
@@ -301,7 +301,7 @@ def _by_token(outputs: int, tokens: Sequence[bool], present: Sequence[object], s
     rules: _Rules = []
     for kind in (Shard(0), Replicate()) if sharded else (Replicate(),):
         inputs: list[Placement | None] = [
-            None if value is None or isinstance(value, int) else kind if by_token else Replicate()
+            None if value is None or isinstance(value, (int, str)) else kind if by_token else Replicate()
             for by_token, value in zip(tokens, present)
         ]
         rules.append(([kind] * outputs, inputs))
@@ -328,12 +328,21 @@ def _up_down(x: Any, *rest: Any) -> _Rules:
 
 def _up_down_union(x: Any, *rest: Any) -> _Rules:
     divisible = _whole_blocks(x, geometry.TOKEN_TILE)
-    return _by_token(3, (True, True, True, *[False] * 6), (x, *rest), divisible)
+    return _by_token(3, (True, True, True, False, False, False, False, False), (x, *rest), divisible)
 
 
 def _ffn_union(x: Any, *rest: Any) -> _Rules:
     divisible = _whole_blocks(x, geometry.TOKEN_TILE)
     return _by_token(4, (True, False, False, False, False, False, False, False), (x, *rest), divisible)
+
+
+def _ffn(x: Any, *rest: Any) -> _Rules:
+    return _by_token(1, (True, *[False] * len(rest)), (x, *rest), _whole_blocks(x, geometry.TOKEN_TILE))
+
+
+def _ffn_aux(*operands: Any) -> _Rules:
+    # sums over all tokens, of layers of which no part is known here
+    return _by_token(3, [False] * len(operands), operands, sharded=False)
 
 
 def _reglu(*elements: Any) -> _Rules:
@@ -355,6 +364,8 @@ for _op, _rules in (
     (ops.up_down, _up_down),
     (ops.up_down_union, _up_down_union),
     (ops.ffn_union, _ffn_union),
+    (ops.ffn, _ffn),
+    (ops.ffn_aux, _ffn_aux),
     ([ops.reglu, ops.reglu_backward], _reglu),
     ([ops.hybrid_forward, ops.hybrid_backward, ops.hybrid_backward_accumulate], _refuse),
 ):

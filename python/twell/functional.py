@@ -11,12 +11,13 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from twell import _auto, _autograd, ops, tuning
-from twell._admission import admit, admit_mains, needing_grad, require_apart, require_packable, sharded
+from twell._admission import admit, admit_mains, admitted, needing_grad, require_apart, require_packable, sharded
 from twell._auto import AutoStrategy
-from twell._plain import overridden
+from twell._plain import PLAIN_TENSORS, overridden
 from twell._runtime import geometry, nvtx
 from twell._runtime.log import info_once, warn_once
-from twell.ops.library import has_row_strides
+from twell.ops.ffn import on_cuda as ffn_on_cuda
+from twell.ops.library import STRIDE_MULTIPLE, is_direct
 from twell.ops.operands import Mains, Operands
 from twell.packed import PackedTwell
 
@@ -102,9 +103,9 @@ def sparse_gated_ffn(
             be, both run float32 and float64 dense, which is logged once at INFO. "dense" is plain PyTorch, for any size
             and any dtype of F.linear. "auto" takes the cheapest strategy for a sparse layer of this size: mostly
             "union", "row" for few tokens, "dense" for some hundreds. It keeps nothing between calls and so measures
-            nothing; an ``AutoStrategy`` that you keep, as the modules do, chooses by measured sparsity. Both are
-            "dense" on a CPU and, after a warning, on a GPU without sparse kernels. Strategies may differ in the last
-            bits of a result.
+            nothing; an ``AutoStrategy`` that you keep, as the modules do, chooses by measured sparsity. Graphs without
+            gradients choose when they run. Both are "dense" on a CPU and, after a warning, on a GPU without sparse
+            kernels. Strategies may differ in the last bits of a result.
         compression: 2, 4 or 8. A tile of 256 neurons takes 256 / compression words. It holds one non-zero fewer than
             that and spills beyond. The speed depends on it, the result does not.
         main_grads: float32 tensors (main_gate, main_up, main_down) of the weights' shapes. Backward adds the weights'
@@ -139,8 +140,8 @@ def sparse_gated_ffn(
     Raises TypeError, ValueError or NotImplementedError naming what was got and expected; a second derivative raises
     NotImplementedError unless ``strategy`` is "dense".
     """
-    given = {"x": x, "w_gate": w_gate, "w_up": w_up, "w_down": w_down, "b_gate": b_gate, "b_up": b_up, "b_down": b_down}
-    return _ffn(sparse_gated_ffn, given, strategy, compression, main_grads, return_aux)
+    layer = Operands(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+    return _ffn(sparse_gated_ffn, layer, True, strategy, compression, main_grads, return_aux)
 
 
 @overload
@@ -190,8 +191,8 @@ def sparse_ffn(
     w_up is [N, K], w_down [K, N], b_up [N], b_down [K], main_grads (main_up, main_down). Everything else is as in
     ``sparse_gated_ffn``, errors and the dtypes that run dense included.
     """
-    given = {"x": x, "w_up": w_up, "w_down": w_down, "b_up": b_up, "b_down": b_down}
-    return _ffn(sparse_ffn, given, strategy, compression, main_grads, return_aux)
+    layer = Operands(x, w_up, None, w_down, b_up, None, b_down)
+    return _ffn(sparse_ffn, layer, False, strategy, compression, main_grads, return_aux)
 
 
 def pack(x: Tensor, w_gate: Tensor, b_gate: Tensor | None = None, *, compression: int = 8) -> PackedTwell:
@@ -226,76 +227,108 @@ def pack(x: Tensor, w_gate: Tensor, b_gate: Tensor | None = None, *, compression
 
 def _ffn(
     function: Callable[..., Any],
-    given: Mapping[str, Tensor | None],
+    given: Operands,
+    gated: bool,
     strategy: Strategy | AutoStrategy,
     compression: int,
     main_grads: Sequence[Tensor | None] | None,
     return_aux: bool,
 ) -> Tensor | tuple[Tensor, Aux]:
-    """Run ``function``, ``sparse_gated_ffn`` or ``sparse_ffn``, on the operands ``given`` under its own names."""
+    """Run ``function``, ``sparse_gated_ffn`` or ``sparse_ffn``, on the operands ``given``."""
     name = function.__name__
-    t = admit(name, **given)
-    if sharded(t):
-        return _on_shards(name, function, t, given, strategy, compression, main_grads, return_aux)  # type: ignore[no-any-return]
-    mains = admit_mains(name, t, given, main_grads)
-    route = _route(name, t, strategy, compression)
-    return _run(name, t, Operands.of(t), route, mains, compression, return_aux)
+    if plain := admitted(given, gated, compression):
+        # the answers to all questions that the other branch asks
+        layer, mains = given, Mains()
+        if main_grads is not None:
+            named = given.named(gated)
+            present = {argument: operand for argument, operand in named.items() if operand is not None}
+            mains = admit_mains(name, present, named, main_grads)
+        training = torch.is_grad_enabled() and given.requires_grad()
+        if not isinstance(strategy, AutoStrategy):
+            tuning.require_strategy(strategy)
+        direct = is_direct(layer.x)
+        route = _choose(layer, strategy, training, direct)
+    else:
+        named, direct = given.named(gated), False
+        t = admit(name, **named)
+        if sharded(t):
+            return _on_shards(name, function, t, named, strategy, compression, main_grads, return_aux)  # type: ignore[no-any-return]
+        mains = admit_mains(name, t, named, main_grads)
+        layer, training = Operands.of(t), bool(needing_grad(t))
+        route = _route(name, t, layer, training, strategy, compression)
+    site = None
+    if isinstance(strategy, AutoStrategy) and (route.strategy == "auto" or route.measurement is not None):
+        # the operators find the site by the weight that the caller holds
+        site = given.w_gate
+        if not _auto.tracing(0) and type(site) in PLAIN_TENSORS and _auto.found(site) is not strategy:
+            _auto.enroll(site, strategy)
+    return _run(_Call(name, training, plain, direct, compression, return_aux), layer, route, mains, site)
 
 
-def _range_of(name: str, t: Mapping[str, Tensor], _: Operands, route: _auto.Route, *rest: Any) -> nvtx.Context:
+class _Call(NamedTuple):
+    """What is known of a call besides its operands.
+
+    training: whether a gradient will be needed. plain: whether all operands are plain tensors in eager mode. direct:
+    whether the code of operators may be called without the dispatcher, too.
+    """
+
+    name: str
+    training: bool
+    plain: bool
+    direct: bool
+    compression: int
+    return_aux: bool
+
+
+def _range_of(call: _Call, layer: Operands, route: _auto.Route, *rest: Any) -> nvtx.Context:
     """Return the profiler's range of a routed call."""
-    phase = nvtx.FORWARD if needing_grad(t) else nvtx.INFERENCE
-    return nvtx.range(name, category=phase, **nvtx.sizes(t), strategy=route.strategy)
+    phase = nvtx.FORWARD if call.training else nvtx.INFERENCE
+    return nvtx.range(call.name, category=phase, **nvtx.sizes(layer._asdict()), strategy=route.strategy)
 
 
 @nvtx.marked(_range_of)
 def _run(
-    name: str,
-    t: Mapping[str, Tensor],
-    layer: Operands,
-    route: _auto.Route,
-    mains: Mains,
-    compression: int,
-    return_aux: bool,
+    call: _Call, layer: Operands, route: _auto.Route, mains: Mains, site: Tensor | None
 ) -> Tensor | tuple[Tensor, Aux]:
-    """Compute ``layer`` as ``route`` says; ``t`` holds the same operands under the caller's names."""
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+    """Compute ``layer`` as ``route`` says. The operators find the layer's ``AutoStrategy`` by ``site``, if given."""
+    x = layer.x
     if route.strategy == "dense":
-        y, hidden, gate = _dense(t, layer, mains)
+        y, hidden, gate = _dense(call, layer, mains)
         _note_dense(route, gate, y)
-        return (y, _dense_aux(hidden, gate)) if return_aux else y
+        return (y, _dense_aux(hidden, gate)) if call.return_aux else y
 
-    tokens = x.reshape(-1, x.shape[-1])
-    if needing_grad(t):
-        y, total, nonzeros, sizes = _autograd.ffn(name, layer._replace(x=tokens), mains, compression, route.held)
+    if x.dim() != 2:
+        layer = layer._replace(x=x.reshape(-1, x.shape[-1]))
+    if call.training:
+        totals = call.return_aux or route.measurement is not None
+        packed = (layer, mains, call.compression, route.held)
+        y, l1, nonzeros, sizes = _autograd.ffn(call.name, *packed, call.direct, totals)
         _note_training(route, nonzeros, sizes, y)
-        y = _unviewed(y, x.shape)
-        return (y, _per_token(total, nonzeros, tokens.shape[0])) if return_aux else y
-
-    w_down, unions = w_down.t(), None
-    if route.strategy == "union" and _in_slices(tokens, w_gate):
-        y, l1, stats, unions = ops.ffn_union(tokens, w_gate, w_up, w_down, b_gate, b_up, b_down, compression)
     else:
-        words, spill, stats = ops.gate_pack(tokens, w_gate, b_gate, compression)
-        if route.strategy == "union":
-            measured = route.measurement is not None
-            y, l1, unions = ops.up_down_union(tokens, words, spill, w_up, w_down, b_up, b_down, compression, measured)
+        _, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+        layer = Operands(layer.x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down)
+        if call.direct:
+            y, l1, nonzeros = ffn_on_cuda(layer, call.compression, route, call.return_aux)
+        elif call.return_aux:
+            y, l1, nonzeros = ops.ffn_aux(*layer, call.compression, route.strategy, site)
         else:
-            y, l1 = ops.up_down(tokens, words, spill, w_up, w_down, b_up, b_down, compression)
-    _note(route, stats, unions)
-    y = _unviewed(y, x.shape)
-    return (y, _sparse_aux(l1, stats, tokens.shape[0])) if return_aux else y
+            y = ops.ffn(*layer, call.compression, route.strategy, site)
+    if x.dim() != 2:
+        y = _unviewed(y, x.shape)
+    return (y, _per_token(l1, nonzeros, layer.x.shape[0])) if call.return_aux else y
 
 
-def _dense(t: Mapping[str, Tensor], layer: Operands, mains: Mains) -> tuple[Tensor, Tensor, Tensor]:
+def _dense(call: _Call, layer: Operands, mains: Mains) -> tuple[Tensor, Tensor, Tensor]:
     """y, the hidden state and the gate, before or after ReLU, by PyTorch's own operators."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
-    w_gate, w_down = _autograd.into_main(w_gate, mains.w_gate), _autograd.into_main(w_down, mains.w_down)
-    w_up = None if w_up is None else _autograd.into_main(w_up, mains.w_up)
+    if any(main is not None for main in mains):
+        w_gate, w_down = _autograd.into_main(w_gate, mains.w_gate), _autograd.into_main(w_down, mains.w_down)
+        w_up = None if w_up is None else _autograd.into_main(w_up, mains.w_up)
     gate = F.linear(x, w_gate, b_gate)
+    operands = () if call.plain else tuple(operand for operand in layer if operand is not None)
     if w_up is None:
-        hidden = gate = F.relu(gate, inplace=not needing_grad(t) and _autograd.eager(t.values()))
-    elif _autograd.fuses(gate, t.values()):
+        hidden = gate = F.relu(gate, inplace=not call.training and _autograd.eager(operands))
+    elif _autograd.fuses(gate, operands):
         hidden = _autograd.gated_relu(gate, F.linear(x, w_up, b_up))
     else:
         gate = F.relu(gate)
@@ -317,19 +350,6 @@ def _unviewed(y: Tensor, shape: torch.Size) -> Tensor:
 def _no_view(y: Tensor) -> Tensor:
     """Return ``y`` not as a view, which F.linear with a bias and ``to_local`` may give; unchanged while compiling."""
     return _unviewed(y, y.shape) if not torch.compiler.is_compiling() and y._is_view() else y
-
-
-def _in_slices(tokens: Tensor, weight: Tensor) -> bool:
-    """Whether "union" takes the tokens in slices. Never for a symbolic number: a guard would narrow the graph."""
-    most = geometry.UNION_ENTRIES // weight.shape[0]
-    if isinstance(tokens.shape[0], Tensor):
-        # torch.jit.trace: the graph is for any number
-        return False
-    if _auto.tracing(tokens.shape[0]):
-        from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-        return statically_known_true(tokens.shape[0] > most)
-    return tokens.shape[0] > most
 
 
 def _on_shards(
@@ -355,13 +375,15 @@ def _on_shards(
     return y if figures is None else (y, Aux(*figures))
 
 
-def _route(name: str, operands: Mapping[str, Tensor], requested: Any, compression: int) -> _auto.Route:
+def _route(
+    name: str, operands: Mapping[str, Tensor], layer: Operands, training: bool, requested: Any, compression: int
+) -> _auto.Route:
     """Choose how this call runs. Unless "dense" is requested, this checks every limit of the sparse path."""
     if not isinstance(requested, AutoStrategy):
         tuning.require_strategy(requested)
         if requested == "dense":
             return _auto.Route("dense")
-    x, training = operands["x"], bool(needing_grad(operands))
+    x = layer.x
     require_packable(name, operands, compression)
     if got := _autograd.transformed(operands, training):
         if requested in ("row", "union"):
@@ -389,39 +411,48 @@ def _route(name: str, operands: Mapping[str, Tensor], requested: Any, compressio
             f"{name}: dtype must be bfloat16 or float16 (float32 and float64 on the CPU, float32 under autocast), "
             f'got {x.dtype} on {x.device.type}; strategy="dense" takes what F.linear takes there'
         )
+    return _choose(layer, requested, training, direct=False)
+
+
+def _choose(layer: Operands, requested: Any, training: bool, direct: bool) -> _auto.Route:
+    """Choose how a call runs that the sparse path takes. An operator that is not called directly chooses itself."""
+    x = layer.x
     site = isinstance(requested, AutoStrategy)
     strategy, _ = _auto.fixed("auto" if site else requested, x.device, x.dtype, training)
     if strategy:
         if strategy == "dense" and requested in ("row", "union") and not torch.compiler.is_compiling():
             info_once("inference in float32 and float64 runs dense, whatever strategy was named")
         return _auto.Route(strategy)
-    gated = "w_gate" in operands
-    n = operands["w_gate" if gated else "w_up"].shape[0]
-    call = (x, n, gated, training, copies_down(operands["w_down"]))
-    return requested.begin(*call) if site else _auto.Route(_auto.fresh(*call))
+    copied = copies_down(layer.w_down)
+    if not training and not direct:
+        return _auto.Route("auto")
+    if training and _auto.tracing(m := _auto.tokens_of(x)):
+        return _auto.Route(requested.trace(m, copied) if site else "union")
+    n, gated = layer.w_gate.shape[0], layer.w_up is not None
+    if site:
+        return requested.begin(x, n, gated, training, copied)  # type: ignore[no-any-return]
+    return _auto.Route("union" if training else _auto.fresh(x, n, gated, copied))
 
 
 def copies_down(w_down: Tensor) -> bool:
     """Whether sparse strategies copy ``w_down`` [K, N] by rows at each call."""
-    return not has_row_strides(w_down.t())
-
-
-def _note(route: _auto.Route, stats: Tensor, unions: Tensor | None) -> None:
-    """Hand the counts of a sparse call without gradients to the measurement, if there is one."""
-    if route.measurement is not None:
-        route.measurement.counts(stats.select(2, 0).sum(), unions)
+    stride, inner = w_down.stride()[::-1]
+    return not (inner == 1 and stride >= w_down.shape[0] and stride % STRIDE_MULTIPLE == 0)
 
 
 def _note_dense(route: _auto.Route, gate: Tensor, y: Tensor) -> None:
-    """The same for a dense gate [..., N], before or after ReLU. Training keeps its choice until backward passes y."""
+    """Hand a dense gate [..., N], before or after ReLU, to the measurement, if there is one.
+
+    Training keeps its choice until backward passes y.
+    """
     if route.measurement is not None:
         route.measurement.dense(gate)
     if route.holder is not None:
         route.holder.hold(y)
 
 
-def _note_training(route: _auto.Route, nonzeros: Tensor, sizes: Tensor, y: Tensor) -> None:
-    """The same for a sparse call that needs gradients."""
+def _note_training(route: _auto.Route, nonzeros: Any, sizes: Any, y: Tensor) -> None:
+    """The same for the counts of a sparse call that needs gradients."""
     if route.measurement is not None:
         m, n = route.measurement.problem.m, route.measurement.problem.n
         route.measurement.counts(nonzeros, sizes[:-1], most=geometry.hybrid_capacity(m, n, route.held))
@@ -435,10 +466,6 @@ def _dense_aux(hidden: Tensor, gate: Tensor) -> Aux:
     return _per_token(l1, gate.numel() - (gate <= 0).sum(), _auto.tokens_of(hidden))
 
 
-def _sparse_aux(l1: Tensor, stats: Tensor, tokens: int) -> Aux:
-    return _per_token(l1.sum(), stats.select(2, 0).sum(), tokens)
-
-
-def _per_token(l1: Tensor, nonzeros: Tensor, tokens: int) -> Aux:
+def _per_token(l1: Any, nonzeros: Any, tokens: int) -> Aux:
     tokens = max(tokens, 1)
     return Aux(l1 / tokens, nonzeros.float() / tokens)

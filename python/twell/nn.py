@@ -58,6 +58,10 @@ class SparseFFN(nn.Module):
     down_proj: nn.Linear
     aux: Aux | None = None
     if TYPE_CHECKING:
+        _strategy: Strategy | AutoStrategy
+        _compression: int
+        _accumulate_main_grad: bool
+        _record_aux: bool
         strategy: Strategy | AutoStrategy
         compression: int
         accumulate_main_grad: bool
@@ -107,7 +111,7 @@ class SparseFFN(nn.Module):
 
     def _finish(self, result: tuple[Tensor, Aux] | Tensor, return_aux: bool) -> Any:
         """The return value of ``forward``, from that of the function."""
-        if not self.record_aux:
+        if not self._record_aux:
             return result
         assert isinstance(result, tuple)
         y, self.aux = result
@@ -142,21 +146,31 @@ class SparseFFN(nn.Module):
 
     def _site(self) -> AutoStrategy | None:
         """The ``AutoStrategy`` that chooses; None if the strategy is named."""
-        if isinstance(self.strategy, AutoStrategy):
-            return self.strategy
-        return self._auto if self.strategy == "auto" else None
+        if isinstance(self._strategy, AutoStrategy):
+            return self._strategy
+        return self._auto if self._strategy == "auto" else None
 
-    def _main_grads(self, **projections: nn.Linear) -> list[Tensor | None] | None:
+    def _applied(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """The weight and the bias that calling a projection applies."""
+        # a look-up of nn.Module costs a microsecond, and a layer without gradients makes nine of them
+        children: Any = self._modules
+        child = children[name] if name in children else getattr(self, name)
+        parameters = child._parameters
+        if "weight" in parameters and "bias" in parameters:
+            return parameters["weight"], parameters["bias"]
+        return child.weight, child.bias
+
+    def _main_grads(self, **weights: Tensor) -> list[Tensor | None] | None:
         """``weight.main_grad`` of each projection whose weight requires grad; None unless ``accumulate_main_grad``."""
-        if not self.accumulate_main_grad:
+        if not self._accumulate_main_grad:
             return None
         mains = []
-        for name, linear in projections.items():
-            main: Tensor | None = getattr(linear.weight, "main_grad", None) if linear.weight.requires_grad else None
-            if main is None and linear.weight.requires_grad:
+        for name, weight in weights.items():
+            main: Tensor | None = getattr(weight, "main_grad", None) if weight.requires_grad else None
+            if main is None and weight.requires_grad:
                 raise ValueError(
                     f"accumulate_main_grad: {name}.weight.main_grad must be a float32 tensor "
-                    f"{list(linear.weight.shape)}, got none"
+                    f"{list(weight.shape)}, got none"
                 )
             mains.append(main)
         return mains
@@ -233,19 +247,19 @@ class SparseGatedMLP(SparseFFN):
         """x [..., hidden] -> y [..., hidden], with ``Aux(l1, l0)`` if asked for."""
         if not self._is_plain():
             return self._by_children(x, return_aux)  # type: ignore[no-any-return]
-        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        result = functional.sparse_gated_ffn(  # type: ignore[call-overload]
+        (w_gate, b_gate), (w_up, b_up), (w_down, b_down) = map(self._applied, ("gate_proj", "up_proj", "down_proj"))
+        result = functional.sparse_gated_ffn(  # type: ignore[call-overload, misc]
             x,
-            gate.weight,
-            up.weight,
-            down.weight,
-            b_gate=gate.bias,
-            b_up=up.bias,
-            b_down=down.bias,
-            strategy=self._site() or self.strategy,
-            compression=self.compression,
-            main_grads=self._main_grads(gate_proj=gate, up_proj=up, down_proj=down),
-            return_aux=return_aux or self.record_aux,
+            w_gate,
+            w_up,
+            w_down,
+            b_gate=b_gate,
+            b_up=b_up,
+            b_down=b_down,
+            strategy=self._site() or self._strategy,
+            compression=self._compression,
+            main_grads=self._main_grads(gate_proj=w_gate, up_proj=w_up, down_proj=w_down),
+            return_aux=return_aux or self._record_aux,
         )
         return self._finish(result, return_aux)  # type: ignore[no-any-return]
 
@@ -286,16 +300,17 @@ class SparseMLP(SparseFFN):
         """x [..., hidden] -> y [..., hidden], with ``Aux(l1, l0)`` if asked for."""
         if not self._is_plain():
             return self._by_children(x, return_aux)  # type: ignore[no-any-return]
+        (w_up, b_up), (w_down, b_down) = map(self._applied, ("up_proj", "down_proj"))
         result = functional.sparse_ffn(  # type: ignore[call-overload]
             x,
-            self.up_proj.weight,
-            self.down_proj.weight,
-            b_up=self.up_proj.bias,
-            b_down=self.down_proj.bias,
-            strategy=self._site() or self.strategy,
-            compression=self.compression,
-            main_grads=self._main_grads(up_proj=self.up_proj, down_proj=self.down_proj),
-            return_aux=return_aux or self.record_aux,
+            w_up,
+            w_down,
+            b_up=b_up,
+            b_down=b_down,
+            strategy=self._site() or self._strategy,
+            compression=self._compression,
+            main_grads=self._main_grads(up_proj=w_up, down_proj=w_down),
+            return_aux=return_aux or self._record_aux,
         )
         return self._finish(result, return_aux)  # type: ignore[no-any-return]
 
@@ -332,7 +347,12 @@ def _explain(name: str, layer: SparseFFN) -> list[Choice]:
     dtype = torch.get_autocast_dtype(kind) if autocast else weight.dtype
     inference, training = (_auto.fixed(requested, weight.device, dtype, training) for training in (False, True))
     if site and not inference[0]:
-        return site.explain(name) or [Choice(name, "any", "any", "", "auto", "not called yet")]
+        rows = site.explain(name)
+        # graphs that ran before any call have a site of their own
+        other = _auto.found(layer._applied("gate_proj" if hasattr(layer, "gate_proj") else "up_proj")[0])
+        if other is not None and other is not site:
+            rows += other.explain(name)
+        return rows or [Choice(name, "any", "any", "", "auto", "not called yet")]
     if inference == training:
         return [Choice(name, "any", "any", "", *inference)]
     return [Choice(name, "inference", "any", "", *inference), Choice(name, "training", "any", "", *training)]

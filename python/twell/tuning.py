@@ -73,9 +73,9 @@ def up_down_token(dtype: torch.dtype, m: int, k: int, gated: bool) -> specs.UpDo
     return specs.UpDownTokenSpec(dtype_name(dtype), k_max, cluster, gated)
 
 
-# Most tokens of strategy "union" that one kernel computes by tiles of 16. NVIDIA H200, microseconds of one kernel and of
-# three, "topic29" and "uniform29": 24 and 50, 40 and 74 at 512 tokens; 41 and 53, 62 and 76 at 1,024; 85 and 60, 104 and
-# 100 at 2,048.
+# Most tokens of strategy "union" that one kernel computes by tiles of 16. NVIDIA H200, K = 2,048, N = 5,632, us of one
+# kernel and of three, "topic29" and "uniform29": 24 and 50, 40 and 74 at 512 tokens; 41 and 53, 62 and 76 at 1,024;
+# 85 and 60, 104 and 100 at 2,048.
 UNION_TILE_TOKENS = 1024
 
 

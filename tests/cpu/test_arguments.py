@@ -312,11 +312,12 @@ def test_compiled_layers_follow_their_settings() -> None:
 
     compiled = torch.compile(mlp, backend=backend, fullgraph=True)
     with torch.no_grad():
-        for strategy, op in (("dense", "linear"), ("row", "twell.up_down"), ("union", "twell.up_down_union")):
+        for strategy, text in (("dense", "linear"), ("row", "'row', None)"), ("union", "'union', None)")):
             mlp.strategy = strategy  # type: ignore[assignment]
             for _ in range(2):
                 assert torch.equal(compiled(x), mlp(x))
-            assert op in graphs[-1]
+            assert text in graphs[-1]
+            assert ("twell.ffn" in graphs[-1]) == (strategy != "dense")
         assert len(graphs) == 3
         mlp.record_aux = True
         compiled(x)

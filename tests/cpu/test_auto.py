@@ -14,6 +14,7 @@ import logging
 import math
 import pickle
 import re
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import twell
@@ -488,7 +490,7 @@ def test_graphs_know_the_layout(chooses: Arrivals, fresh_dynamo: None) -> None:
         with torch.no_grad():
             torch.compile(mlp, fullgraph=True, backend="aot_eager")(torch.randn(16, K).to(BF16))
         (row,) = twell.explain(mlp).rows
-        assert row.graph == "compiled"
+        assert (row.graph, row.calls) == ("", 1)
         strategies[layout] = row.strategy
     assert strategies == {"rows": "row", "linear": "dense"}
 
@@ -557,19 +559,19 @@ def test_each_kind_and_size_of_calls_has_its_own_choice(chooses: Arrivals) -> No
 
 def test_measures_row_by_running_union(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
-    for name in ("up_down", "up_down_union"):
-        original = getattr(twell.ops, name)
-        monkeypatch.setattr(twell.ops, name, lambda *a, o=original, n=name: (ran.append(n), o(*a))[1])
+    sparse = sys.modules["twell.ops.ffn"]._SPARSE_ON_CPU
+    for name, original in list(sparse.items()):
+        monkeypatch.setitem(sparse, name, lambda *a, o=original, n=name: (ran.append(n), o(*a))[1])
     mlp, x = layer(firing=2), torch.randn(128, K).to(BF16)
     with torch.no_grad():
         for _ in range(6):
             mlp(x)
         assert strategies_of(mlp) == [("inference", "row")]
-        assert ran == ["up_down_union"] * 3 + ["up_down", "up_down_union", "up_down"]
+        assert ran == ["union"] * 3 + ["row", "union", "row"]
         ran.clear()
         for _ in range(3):
             mlp(x[:127])
-    assert ran == ["up_down"] * 3
+    assert ran == ["row"] * 3
 
 
 def test_no_call_waits(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -827,38 +829,54 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 @MODULES
-@pytest.mark.parametrize("training", [False, True])
-def test_a_compiled_graph_keeps_its_choice(cls: Any, training: bool, chooses: Arrivals, fresh_dynamo: None) -> None:
+def test_a_compiled_training_graph_keeps_its_choice(cls: Any, chooses: Arrivals, fresh_dynamo: None) -> None:
     mlp, x = layer(cls, 200), torch.randn(512, K).to(BF16)
     backend = Compiles()
     compiled = torch.compile(mlp, fullgraph=True, backend=backend, dynamic=False)
-    with torch.set_grad_enabled(training):
+    compiled(x)
+    assert not chooses.sent
+    (row,) = twell.explain(mlp)
+    assert (row.graph, row.tokens, row.kind, row.strategy) == ("compiled", "more than 256", "training", "dense")
+    # calls that count and choose again compile no further graph
+    set_firing(mlp, 2)
+    for _ in range(10):
+        mlp(x)
         compiled(x)
-        assert not chooses.sent
-        (row,) = twell.explain(mlp)
-        assert (row.graph, row.tokens, row.kind) == (
-            "compiled",
-            "more than 256",
-            "training" if training else "inference",
-        )
-        assert row.strategy == "dense" if training else row.strategy in ("row", "union")
-        # calls that count and choose again compile no further graph
-        set_firing(mlp, 2 if training else 200)
-        for _ in range(10):
-            mlp(x)
-            compiled(x)
-        assert strategies_of(mlp)[0][1] != row.strategy
-        assert strategies_of(mlp)[1][1] == row.strategy
-        assert backend.graphs == 1
+    assert strategies_of(mlp) == [("training", "union"), ("training", "dense")]
+    assert backend.graphs == 1
 
 
-def test_a_graph_is_compiled_with_what_calls_have_measured(chooses: Arrivals, fresh_dynamo: None) -> None:
+@MODULES
+def test_a_compiled_graph_without_gradients_keeps_choosing(cls: Any, chooses: Arrivals, fresh_dynamo: None) -> None:
+    mlp, x = layer(cls, 200), torch.randn(128, K).to(BF16)
+    backend = Compiles()
+    compiled = torch.compile(mlp, fullgraph=True, backend=backend, dynamic=False)
+    seen = []
+    with torch.no_grad():
+        for firing in (200, 2, 200):
+            set_firing(mlp, firing)
+            # each 64th call measures, and the one after that decides
+            for _ in range(130):
+                y = compiled(x)
+            seen.append(strategies_of(mlp)[0][1])
+            named = copy.deepcopy(mlp)
+            named.strategy = seen[-1]
+            assert torch.equal(y, named(x))
+    assert seen[0] == seen[2] == "dense"
+    assert seen[1] in ("row", "union")
+    assert backend.graphs == 1
+    (row,) = twell.explain(mlp)
+    assert (row.graph, row.calls) == ("", 390)
+
+
+def test_calls_and_graphs_share_figures(chooses: Arrivals, fresh_dynamo: None) -> None:
     mlp, x = layer(firing=200), torch.randn(512, K).to(BF16)
     with torch.no_grad():
         for _ in range(3):
             mlp(x)
         torch.compile(mlp, fullgraph=True, backend="aot_eager")(x)
-    assert strategies_of(mlp) == [("inference", "dense"), ("inference", "dense")]
+    (row,) = twell.explain(mlp)
+    assert (row.kind, row.strategy, row.calls) == ("inference", "dense", 4)
     # figures of one kind serve the other if that has none
     set_firing(mlp, 4)
     with torch.no_grad():
@@ -868,27 +886,53 @@ def test_a_graph_is_compiled_with_what_calls_have_measured(chooses: Arrivals, fr
     assert strategies_of(mlp)[-1] == ("training", "union")
 
 
-def test_layers_with_one_choice_share_a_graph(chooses: Arrivals, fresh_dynamo: None) -> None:
+def test_equal_layers_share_a_graph_and_choose_for_themselves(chooses: Arrivals, fresh_dynamo: None) -> None:
     backend, x = Compiles(), torch.randn(512, K).to(BF16)
-    layers = [layer(firing=8) for _ in range(12)]
+    layers = [layer(firing=firing) for firing in (8, 200) * 6]
     with torch.no_grad():
-        for mlp in layers:
-            mlp.compile(fullgraph=True, backend=backend)
-            mlp(x)
+        for _ in range(3):
+            for mlp in layers:
+                mlp.compile(fullgraph=True, backend=backend)
+                mlp(x)
     assert backend.graphs == 1
-    assert all(row.graph == "compiled" for mlp in layers for row in twell.explain(mlp))
+    for mlp, firing in zip(layers, (8, 200) * 6, strict=True):
+        (row,) = twell.explain(mlp)
+        assert (row.calls, row.figures) == (3, Figures(firing, firing / N))
+        assert (row.strategy == "dense") == (firing == 200)
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_two_classes_of_symbolic_sizes(training: bool, chooses: Arrivals, fresh_dynamo: None) -> None:
+def test_a_layer_where_another_was_starts_anew(chooses: Arrivals, fresh_dynamo: None) -> None:
+    """A site of graphs ends with its weight, and neither copies nor moved layers have it."""
+    x = torch.randn(64, K).to(BF16)
+    with torch.no_grad():
+        for _ in range(4):
+            mlp = layer(firing=8)
+            torch.compile(mlp, backend="eager")(x)
+            assert [row.calls for row in twell.explain(mlp)] == [1]
+            assert not twell.explain(copy.deepcopy(mlp)).rows[0].calls
+            known = len(_auto._SITES)
+    assert known == len(_auto._SITES) <= 2 + sum(not storage.expired() for storage, _ in _auto._SITES.values())
+
+
+def test_two_classes_of_symbolic_sizes(chooses: Arrivals, fresh_dynamo: None) -> None:
     backend = Compiles()
     mlp = layer(firing=8)
     compiled = torch.compile(mlp, fullgraph=True, backend=backend, dynamic=True)
-    with torch.set_grad_enabled(training):
-        for m in (300, 1000, 5000, 7, 256, 257, 128):
-            assert compiled(torch.randn(m, K).to(BF16)).shape == (m, K)
+    for m in (300, 1000, 5000, 7, 256, 257, 128):
+        assert compiled(torch.randn(m, K).to(BF16)).shape == (m, K)
     assert backend.graphs <= 3
     assert [row.tokens for row in twell.explain(mlp)] == ["more than 256", "up to 256"]
+
+
+def test_one_graph_without_gradients_for_any_size(chooses: Arrivals, fresh_dynamo: None) -> None:
+    backend, mlp = Compiles(), layer(firing=8)
+    compiled = torch.compile(mlp, fullgraph=True, backend=backend, dynamic=True)
+    with torch.no_grad():
+        for m in (300, 1000, 5000, 7, 2, 256, 257, 64, 128):
+            x = torch.randn(m, K).to(BF16)
+            torch.testing.assert_close(compiled(x), mlp(x), rtol=2e-2, atol=2e-2)
+    assert backend.graphs == 1
+    assert {row.tokens for row in twell.explain(mlp)} >= {"2", "5 to 8", "4097 to 8192"}
 
 
 def test_functions_compile(chooses: Arrivals, fresh_dynamo: None) -> None:
@@ -902,7 +946,8 @@ def test_functions_compile(chooses: Arrivals, fresh_dynamo: None) -> None:
             assert torch.equal(call(p), testing.exact_output(p))
         leaves = p.map(lambda t: t.clone().requires_grad_())
         assert torch.equal(call(leaves), testing.exact_output(p))
-    assert {row.graph for row in site.explain()} == {"compiled"}
+    # without gradients a graph calls as eager mode does, and no weight is known before it runs
+    assert [(row.kind, row.graph) for row in site.explain()] == [("training", "compiled")]
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -915,12 +960,13 @@ def test_exports_with_any_number_of_tokens(strict: bool, chooses: Arrivals, fres
             torch.testing.assert_close(exported.module()(x[:m]), mlp(x[:m]), rtol=2e-2, atol=2e-2)
 
 
-def test_a_trace_leaves_no_measurement(chooses: Arrivals) -> None:
-    mlp, x = layer(firing=8), torch.randn(256, K).to(BF16)
+def test_a_traced_module_keeps_choosing(chooses: Arrivals) -> None:
+    mlp, x = layer(firing=200), torch.randn(256, K).to(BF16)
     with torch.no_grad():
         traced = torch.jit.trace(mlp, (x,), check_trace=False)
-        assert not chooses.sent
-        torch.testing.assert_close(traced(x), mlp(x), rtol=2e-2, atol=2e-2)
+        for _ in range(3):
+            torch.testing.assert_close(traced(x), mlp(x), rtol=2e-2, atol=2e-2)
+    assert strategies_of(mlp) == [("inference", "dense")]
 
 
 # Checkpoints
@@ -1369,12 +1415,16 @@ def test_explain_is_a_table(chooses: Arrivals) -> None:
 
 def ran(mlp: Any, x: Tensor, training: bool) -> str:
     """Infer the strategy of a call from its operators."""
-    with torch.set_grad_enabled(training), torch.profiler.profile() as profiler:
+    found = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found.extend([args[8] if op._opname == "ffn" else "union"] if op.namespace == "twell" else [])
+            return op(*args, **(kwargs or {}))
+
+    with torch.set_grad_enabled(training), Calls():
         mlp(x)
-    names = {event.key.removeprefix("twell::") for event in profiler.key_averages() if event.key.startswith("twell::")}
-    if names & {"up_down_union", "ffn_union", "hybrid_forward"}:
-        return "union"
-    return "row" if "up_down" in names else "dense"
+    return found[0] if found else "dense"
 
 
 @MODULES

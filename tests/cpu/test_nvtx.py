@@ -327,11 +327,11 @@ class TestWholePackage:
     @pytest.mark.parametrize(
         ("call", "inside"),
         [
-            ("gated row", ["gate_pack", "up_down"]),
-            ("gated union", ["gate_pack", "up_down_union"]),
+            ("gated row", ["ffn"]),
+            ("gated union", ["ffn"]),
             ("gated dense", []),
-            ("plain row", ["gate_pack", "up_down"]),
-            ("plain union", ["gate_pack", "up_down_union"]),
+            ("plain row", ["ffn"]),
+            ("plain union", ["ffn"]),
             ("plain dense", []),
         ],
     )
@@ -383,7 +383,7 @@ class TestWholePackage:
     def test_compiled(self, marked: Any) -> None:
         """The compiled call shows its operators, the eager one the function too."""
         names = [event[1] for event in marked["compiled"] if event[1] != "unpack"]
-        assert names == ["gate_pack", "up_down", "sparse_gated_ffn", "gate_pack", "up_down"]
+        assert names == ["ffn", "sparse_gated_ffn", "ffn"]
         assert [event[1] for event in marked["compiled step"]] == ["hybrid_forward", "hybrid_backward"]
 
 
@@ -409,13 +409,9 @@ class TestTorchProfiler:
             ops.reglu(problem.x, problem.x)
         shapes = {event.name: event.input_shapes for event in profile.events() if event.name.startswith("twell::")}
         assert set(shapes) == {
-            *("twell::gate_pack", "twell::up_down", "twell::up_down_union", "twell::unpack"),
-            *("twell::hybrid_forward", "twell::hybrid_backward", "twell::reglu"),
+            *("twell::ffn", "twell::unpack", "twell::hybrid_forward", "twell::hybrid_backward", "twell::reglu"),
         }
-        assert shapes["twell::gate_pack"][:2] == [[16, 8], [264, 8]]
-        words, spill = [16, 2 * 64], [16, 512]
-        assert shapes["twell::up_down"][:5] == [[16, 8], words, spill, [264, 8], [264, 8]]
-        assert shapes["twell::up_down_union"][:5] == [[16, 8], words, spill, [264, 8], [264, 8]]
+        assert shapes["twell::ffn"][:4] == [[16, 8], [264, 8], [264, 8], [264, 8]]
         assert shapes["twell::hybrid_forward"][:4] == [[16, 8], [264, 8], [264, 8], [264, 8]]
         assert shapes["twell::hybrid_backward"][0] == [16, 8]
         assert shapes["twell::reglu"] == [[16, 8], [16, 8]]

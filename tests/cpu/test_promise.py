@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def test_the_bound_finds_faults(fault: Any, sizes: dict[str, Any], monkeypatch: 
         tiles[:, 0, 1:] = values.view(torch.int16).int() << 16 | tiles[:, 0, 1:] & 0xFFFF
         return words, spill, stats
 
-    monkeypatch.setattr(ops, "gate_pack", pack)
+    monkeypatch.setattr(sys.modules["twell.ops.ffn"], "pack_on_cpu", pack)
     for case in cases("forward", "row", sizes, "bf16", count=20):
         result = fuzz.attempt(case, CPU)
         if result.nonzeros:

@@ -132,7 +132,7 @@ def test_kernels_get_the_arguments_that_they_are_compiled_for(
     monkeypatch.setattr(module, "launch", lambda spec, *arguments: launches.append((spec, arguments)))
     base = torch.zeros(3, 7, 9, dtype=dtype)
     dh, gate, up = base[0], base.transpose(1, 2)[1].contiguous().t(), torch.zeros(64, dtype=dtype)[1:].view(7, 9)
-    hidden = module._cuda(gate, up)
+    hidden = module.on_cuda(gate, up)
     gradients = module._backward_cuda(dh, gate, up)
     assert [spec for spec, _ in launches] == [tuning.reglu(dtype, backward=b) for b in (False, True)]
     (_, forward), (_, backward) = launches
@@ -142,7 +142,7 @@ def test_kernels_get_the_arguments_that_they_are_compiled_for(
     assert backward[0].data_ptr() == dh.data_ptr()
     written = [forward[-1], *backward[-2:]]
     assert [t.data_ptr() for t in written] == [t.data_ptr() for t in (hidden, *gradients)]
-    module._cuda(gate[:0], up[:0]), module._backward_cuda(dh[:0], gate[:0], up[:0])
+    module.on_cuda(gate[:0], up[:0]), module._backward_cuda(dh[:0], gate[:0], up[:0])
     assert len(launches) == 2
 
 

@@ -41,16 +41,16 @@ def token_by_token(device: torch.device) -> None:
         t = layer(m)
         words, spill, _ = ops.gate_pack(t["x"], t["w_gate"], t["b_gate"], COMPRESSION)
         rest = (t["w_up"], t["w_down"], t["b_up"], None, COMPRESSION)
+        whole = (*(t[name] for name in ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up")), None)
         answers: dict[str, tuple[Any, tuple[Any, ...], int]] = {
             "gate_pack": (ops.gate_pack, (t["x"], t["w_gate"], t["b_gate"], COMPRESSION), 64),
             "unpack": (ops.unpack, (words, spill, NEURONS, COMPRESSION), 1),
             "up_down": (ops.up_down, (t["x"], words, spill, *rest), 1),
             "up_down_union": (ops.up_down_union, (t["x"], words, spill, *rest), 128),
-            "ffn_union": (
-                ops.ffn_union,
-                (t["x"], t["w_gate"], t["w_up"], t["w_down"], t["b_gate"], t["b_up"], None, COMPRESSION),
-                128,
-            ),
+            "ffn_union": (ops.ffn_union, (*whole, COMPRESSION), 128),
+            "ffn": (ops.ffn, (*whole, COMPRESSION, "union", None), 128),
+            # sums over all tokens: nothing is sharded
+            "ffn_aux": (ops.ffn_aux, (*whole, COMPRESSION, "row", None), 512),
             "up_down, plain": (
                 *(ops.up_down, (t["x"], words, spill, None, t["w_down"], None, t["b_down"], COMPRESSION), 1),
             ),

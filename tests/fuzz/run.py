@@ -159,10 +159,11 @@ class Exported(nn.Module):
     def __init__(self, case: Case, t: dict[str, Tensor]) -> None:
         super().__init__()
         self.case, self.t = case, t
+        # the graph finds the site by the first weight, and chooses when it runs
+        self.strategy: Any = AutoStrategy() if case.strategy == "site" else case.strategy
 
     def forward(self, x: Tensor) -> Tensor:
-        strategy = "auto" if self.case.strategy == "site" else self.case.strategy
-        return ffn(self.case, {**self.t, "x": x}, strategy=strategy)  # type: ignore[no-any-return]
+        return ffn(self.case, {**self.t, "x": x}, strategy=self.strategy)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()

@@ -245,7 +245,9 @@ def test_compiles_as_one_graph(training: bool, topic: FFN) -> None:
         named = copy.deepcopy(mlp)
         named.strategy = chosen
         testing.assert_same(y.detach(), named(topic.x).detach())
-    assert [(row.graph, row.strategy) for row in twell.explain(mlp)] == [("", chosen), ("compiled", chosen)]
+    rows = [(row.graph, row.strategy) for row in twell.explain(mlp)]
+    # without gradients a graph calls as eager mode does
+    assert rows == ([("", chosen), ("compiled", chosen)] if training else [("", chosen)])
     torch.compiler.reset()
 
 

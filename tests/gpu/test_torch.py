@@ -53,6 +53,24 @@ def test_opcheck_readers(full: FFN) -> None:
     torch.library.opcheck(ops.unpack, (words, spill, 512, 8))
 
 
+@pytest.mark.parametrize("strategy", ["row", "union"])
+def test_calls_without_the_dispatcher_have_its_bits(layer: FFN, strategy: Literal["row", "union"]) -> None:
+    """Under a profiler, which shows operators, plain calls go through the dispatcher."""
+    dy = testing.integer_upstream(layer)
+
+    def results() -> list[Tensor]:
+        gradients = testing.sparse_gradients(layer, dy, strategy=strategy)
+        return [testing.sparse_output(layer, strategy=strategy), *gradients.values()]
+
+    plain = results()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        watched = results()
+    seen = {event.key for event in profiler.key_averages()}
+    assert {"twell::ffn", "twell::hybrid_forward", "twell::hybrid_backward"} <= seen
+    for ours, theirs in zip(plain, watched, strict=True):
+        testing.assert_same(ours, theirs)
+
+
 # torch.compile
 
 

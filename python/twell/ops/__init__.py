@@ -6,6 +6,7 @@ gradient: ``twell._autograd`` joins forward to backward. ``twell.functional`` is
 
 from __future__ import annotations
 
+from twell.ops.ffn import ffn, ffn_aux
 from twell.ops.ffn_union import ffn_union
 from twell.ops.gate_pack import gate_pack
 from twell.ops.hybrid_backward import hybrid_backward
@@ -18,6 +19,8 @@ from twell.ops.up_down import up_down
 from twell.ops.up_down_union import up_down_union
 
 __all__ = [
+    "ffn",
+    "ffn_aux",
     "ffn_union",
     "gate_pack",
     "hybrid_backward",

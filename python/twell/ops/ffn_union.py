@@ -6,12 +6,27 @@ tiles of 128 tokens, so every bit is the same as with the two operators.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from twell._runtime import geometry
+from twell._runtime import geometry, specs
 from twell.ops.gate_pack import figures, pack, room
 from twell.ops.gate_pack import on_cpu as pack_on_cpu
-from twell.ops.library import LAYER, check_alike, check_layer, layer_first, register, rows
+from twell.ops.gate_pack import outputs as packed_outputs
+from twell.ops.hybrid import near_rows
+from twell.ops.library import (
+    LAYER,
+    bias_vector,
+    check_alike,
+    check_layer,
+    down_rows,
+    empty,
+    launch,
+    layer_first,
+    part,
+    register,
+    rows,
+)
 from twell.ops.operands import Operands, PackedOperands
 from twell.ops.up_down_union import by_slices, results, union
 from twell.ops.up_down_union import on_cpu as up_down_on_cpu
@@ -33,7 +48,7 @@ def _fake(layer: Operands, compression: int) -> Outputs:
 
 
 @layer_first
-def _cpu(layer: Operands, compression: int) -> Outputs:
+def on_cpu(layer: Operands, compression: int) -> Outputs:
     _fake(*layer, compression)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     words, spill, stats = pack_on_cpu(x, w_gate, b_gate, compression)
@@ -43,28 +58,48 @@ def _cpu(layer: Operands, compression: int) -> Outputs:
 
 @layer_first
 def _cuda(layer: Operands, compression: int) -> Outputs:
+    y, l1, stats, sizes = on_cuda(layer, compression)
+    return y, l1, stats, union(sizes)
+
+
+def on_cuda(layer: Operands, compression: int) -> Outputs:
+    """The operator on the current device, with all sizes."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     check_alike(w_gate, w_up=w_up, w_down=w_down)
-    y, l1, stats, sizes = outputs(x, w_gate)
-    w_gate = rows(w_gate)
-    slices = geometry.union_slices(x.shape[0], w_gate.shape[0])
+    n, stats, laid = w_gate.shape[0], figures(x, w_gate), rows(w_gate)
+    slices = geometry.union_slices(x.shape[0], n)
     # the first slice is the longest
     words, spill = room(x, slices[0][1] if slices else 0, w_gate, compression)
 
     def packed_of(first: int, last: int) -> tuple[Tensor, Tensor]:
-        blocks = slice(first // geometry.STATS_ROWS, -(-last // geometry.STATS_ROWS))
-        packed = words[: last - first], spill[: last - first]
-        pack(x[first:last], w_gate, b_gate, (*packed, stats[blocks]), compression)
+        packed = part(words, 0, last - first), part(spill, 0, last - first)
+        own = part(stats, first // geometry.STATS_ROWS, -(-last // geometry.STATS_ROWS))
+        pack(part(x, first, last), laid, b_gate, (*packed, own), compression)
         return packed
 
-    by_slices(PackedOperands(x, words, spill, w_up, w_down, b_up, b_down), packed_of, (y, l1, sizes))
-    return y, l1, stats, union(sizes)
+    packed = PackedOperands(x, words, spill, w_up, w_down, b_up, b_down)
+    y, l1, sizes = by_slices(packed, slices, packed_of, lambda: results(x, n))
+    return y, l1, stats, sizes
+
+
+def by_small_tiles(layer: Operands, compression: int, spec: specs.UpDownTileSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """y, l1 and stats of few tokens of a gated layer, by ``gate_pack`` and the kernel of ``spec``: no unions."""
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+    check_alike(w_gate, w_up=w_up, w_down=w_down)
+    words, spill, stats = packed = packed_outputs(x, w_gate, compression)
+    pack(x, w_gate, b_gate, packed, compression)
+    n, k = w_gate.shape
+    y, l1 = empty(x, x.shape), empty(x, (-(-x.shape[0] // geometry.SMALL_TILE), spec.cluster), torch.float32)
+    weights = near_rows(w_up), near_rows(down_rows(w_down))  # type: ignore[arg-type]
+    biases = bias_vector("b_up", b_up, n, x), bias_vector("b_down", b_down, k, x)
+    launch(spec, rows(x), words, spill, *weights, *biases, y, l1, geometry.words_per_tile(compression))
+    return y, l1, stats
 
 
 ffn_union = register(
     f"ffn_union({LAYER}, int compression) -> (Tensor y, Tensor l1, Tensor stats, Tensor union)",
     fake=_fake,
-    cpu=_cpu,
+    cpu=on_cpu,
     cuda=_cuda,
     instead="twell.sparse_gated_ffn or twell.sparse_ffn",
 )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from twell import tuning
 from twell._runtime import device, geometry, specs
-from twell.ops.library import bias_vector, blocks, check_layer, launch, register, rows
+from twell.ops.library import bias_vector, blocks, check_layer, empty, launch, register, rows
 
 Packed = tuple[Tensor, Tensor, Tensor]
 
@@ -21,13 +21,13 @@ def outputs(x: Tensor, w_gate: Tensor, compression: int) -> Packed:
 def room(x: Tensor, m: int, w_gate: Tensor, compression: int) -> tuple[Tensor, Tensor]:
     """Uninitialised words and spill of ``m`` tokens."""
     tiles = geometry.tiles(w_gate.shape[0])
-    words = x.new_empty((m, tiles * geometry.words_per_tile(compression)), dtype=torch.int32)
-    return words, x.new_empty((m, tiles * geometry.TILE))
+    words = empty(x, (m, tiles * geometry.words_per_tile(compression)), torch.int32)
+    return words, empty(x, (m, tiles * geometry.TILE))
 
 
 def figures(x: Tensor, w_gate: Tensor) -> Tensor:
     """Uninitialised stats."""
-    return x.new_empty((blocks(x.shape[0], geometry.STATS_ROWS), geometry.tiles(w_gate.shape[0]), 2), dtype=torch.int32)
+    return empty(x, (blocks(x.shape[0], geometry.STATS_ROWS), geometry.tiles(w_gate.shape[0]), 2), torch.int32)
 
 
 def _fake(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int) -> Packed:

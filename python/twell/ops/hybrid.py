@@ -28,7 +28,17 @@ from torch import Tensor
 
 from twell import tuning
 from twell._runtime import device, geometry
-from twell.ops.library import bias_vector, check, check_alike, check_layer, down_rows, launch, rows, vector
+from twell.ops.library import (
+    bias_vector,
+    check,
+    check_alike,
+    check_layer,
+    down_rows,
+    empty,
+    launch,
+    rows,
+    vector,
+)
 from twell.ops.operands import Gradients, Operands
 
 
@@ -50,7 +60,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 def empty_kept(x: Tensor, n: int, gated: bool, held: int = 0) -> Kept:
     """Uninitialised tensors for the gate of ``x`` [M, K] with ``n`` neurons; ``held``: non-zeros per token, 0: most."""
     shapes = _kept_shapes(x, n, gated, geometry.hybrid_capacity(x.shape[0], n, held))
-    return Kept(*(x.new_empty(shape, dtype=_KEPT_DTYPES.get(name, torch.int32)) for name, shape in shapes.items()))
+    return Kept(*(empty(x, shape, _KEPT_DTYPES.get(name, torch.int32)) for name, shape in shapes.items()))
 
 
 _KEPT_DTYPES = {"neurons": torch.int16}
@@ -112,7 +122,7 @@ def near_rows(matrix: Tensor) -> Tensor:
 
 def room_aside(x: Tensor, terms: int, ctas: int) -> Tensor:
     """Scratch to which ``ctas`` CTAs flush sums of up to ``terms`` terms; empty if tensor cores sum these in one go."""
-    return x.new_empty(geometry.sums_aside(tuning.dtype_name(x.dtype), terms, ctas), dtype=torch.float32)
+    return empty(x, geometry.sums_aside(tuning.dtype_name(x.dtype), terms, ctas), torch.float32)
 
 
 def values(entries: Tensor, capacity: int, dtype: torch.dtype, count: int) -> Tensor:
@@ -361,15 +371,15 @@ def backward_cuda(
     up = values(entries, capacity, dtype, 1)[0] if gated else None
     dl1 = vector(dl1.reshape(1), 1, dl1)
 
-    d_gate = sizes.new_empty(capacity)
-    d_up = sizes.new_empty(capacity) if gated else None
+    d_gate = empty(sizes, capacity)
+    d_up = empty(sizes, capacity) if gated else None
     launch(tuning.sampled_grad(dtype, gated), dy, w_down, *pattern, up, dl1, d_gate, d_up, multiprocessors)
     if dx is not None:
         gathered = tuning.gathered(dtype, 2 if gated else 1)
         # the rounded ones of two values in each word
         gate_rounded, up_rounded = (None if d is None else d.view(dtype)[::2] for d in (d_gate, d_up))
         aside = room_aside(x, 2 * n if gated else n, multiprocessors)
-        coefficients = (gate_rounded, w_gate, up_rounded, w_up, x.new_empty(0))
+        coefficients = (gate_rounded, w_gate, up_rounded, w_up, bias_vector("bias", None, 0, x))
         launch(gathered, *coefficients, *pattern, dx, aside, capacity, multiprocessors)
         del gate_rounded, up_rounded, coefficients
         del aside
@@ -379,16 +389,16 @@ def backward_cuda(
         overflow_backward(dy, dl1, laid, kept, capacity, none, accumulate, aside)
         return none
 
-    order, slot = torch.empty_like(popularity), torch.empty_like(popularity)
+    order, slot = empty(popularity, n), empty(popularity, n)
     launch(tuning.rank(), popularity, order, slot)
     neuron_tiles, token_tiles = -(-n // geometry.NEURON_TILE), geometry.token_tiles(m)
-    groups = sizes.new_empty((neuron_tiles, token_tiles, 2))
-    tiles = sizes.new_empty((neuron_tiles, 5))
-    starts = sizes.new_empty((neuron_tiles, geometry.chunks(2 * m) + 1))
+    groups = empty(sizes, (neuron_tiles, token_tiles, 2))
+    tiles = empty(sizes, (neuron_tiles, 5))
+    starts = empty(sizes, (neuron_tiles, geometry.chunks(2 * m) + 1))
     # entries of rare neuron tiles stand twice
     room = capacity + min(capacity, neuron_tiles * geometry.RARE_ENTRIES)
-    packed = sizes.new_empty(room, dtype=torch.int64)
-    tokens = sizes.new_empty(room)
+    packed = empty(sizes, room, torch.int64)
+    tokens = empty(sizes, room)
     by_neuron = (groups, tiles, starts, packed, tokens)
     launch(tuning.transpose(dtype, gated), *pattern, up, d_gate, d_up, slot, *by_neuron)
 
@@ -396,8 +406,8 @@ def backward_cuda(
     out = weights()
     # a layer with one of two biases still needs memory for the other's gradient
     bias = layer.b_gate is not None or layer.b_up is not None
-    db_gate = (x.new_empty(n) if out.b_gate is None else out.b_gate) if bias else None
-    db_up = (x.new_empty(n) if out.b_up is None else out.b_up) if bias and gated else None
+    db_gate = (empty(x, n) if out.b_gate is None else out.b_gate) if bias else None
+    db_up = (empty(x, n) if out.b_up is None else out.b_up) if bias and gated else None
     aside = room_aside(x, max(m, 2 * n if gated else n), multiprocessors)
     gradients = (out.w_gate, out.w_up, out.w_down, db_gate, db_up, aside)
     weight_grad = tuning.weight_grad(dtype, gated, bias, accumulate)

@@ -14,7 +14,7 @@ from torch import Tensor
 from twell._runtime import nvtx
 from twell.ops import hybrid
 from twell.ops.hybrid import Kept
-from twell.ops.library import Implementation, register
+from twell.ops.library import Implementation, empty, register
 from twell.ops.operands import Gradients, Operands
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -23,7 +23,7 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 def outputs(layer: Operands, input_grad: bool, weight_grad: bool) -> Gradients:
     """Uninitialised gradients of x's dtype: dx [M, K], weights [N, K], biases [N]; None where none is wanted."""
     wanted = (input_grad, *(weight_grad and operand is not None for operand in layer[1:]))
-    gradients = (layer.x.new_empty(o.shape) if w and o is not None else None for w, o in zip(wanted, layer))
+    gradients = (empty(layer.x, o.shape) if w and o is not None else None for w, o in zip(wanted, layer))
     return Gradients(*gradients)
 
 
@@ -66,12 +66,20 @@ def _cpu(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, input_grad: bool,
 
 @backward_first
 def _cuda(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, input_grad: bool, weight_grad: bool) -> Outputs:
+    return present(on_cuda(dy, dl1, layer, kept, input_grad, weight_grad), layer.x)
+
+
+@nvtx.marked(
+    lambda dy, dl1, layer, *_: nvtx.range("hybrid_backward", category=nvtx.BACKWARD, **nvtx.sizes(layer._asdict()))
+)
+def on_cuda(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, input_grad: bool, weight_grad: bool) -> Gradients:
+    """The operator on the current device; None for gradients that are not wanted."""
     if not dy.shape[0]:
         gradients = outputs(layer, input_grad, weight_grad)
-        return present(Gradients(*(None if g is None else g.zero_() for g in gradients)), layer.x)
-    dx = outputs(layer, input_grad, False).x
+        return Gradients(*(None if g is None else g.zero_() for g in gradients))
+    dx = empty(layer.x, layer.x.shape) if input_grad else None
     weights = (lambda: outputs(layer, False, True)) if weight_grad else None
-    return present(hybrid.backward_cuda(dy, dl1, layer, kept, dx, weights, accumulate=False), layer.x)
+    return hybrid.backward_cuda(dy, dl1, layer, kept, dx, weights, accumulate=False)
 
 
 hybrid_backward = register(

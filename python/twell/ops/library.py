@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,9 @@ Implementation = Callable[..., Any]
 
 _LIBRARY = torch.library.Library("twell", "DEF")  # type: ignore[no-untyped-call]
 _DEBUG = env.debug()
+
+# What inductor's code allocates with: 1.1 us against 2.6 for ``Tensor.new_empty`` (H200 host, torch 2.11).
+_ALLOCATE: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 # TMA and 16-byte vector loads: base address, and row stride in 16-bit elements.
 ALIGNMENT = 16
@@ -106,7 +110,9 @@ def _on_device(implementation: Implementation) -> Implementation:
     """Make the device of the first tensor the current one."""
 
     def on_device(*arguments: Any) -> Any:
-        index = next(a for a in arguments if isinstance(a, Tensor)).device.index
+        first = arguments[0]
+        # ``up_down`` may have None for x
+        index = (arguments[1] if first is None else first).device.index
         if index == torch.cuda.current_device():
             # the context costs 2 us
             return implementation(*arguments)
@@ -150,12 +156,50 @@ def launchable(index: int, *needed: specs.Spec) -> bool:
 
 def require_sm90(index: int) -> None:
     """Raise NotImplementedError unless device ``index`` has compute capability 9.0, which the kernels are built for."""
-    major, minor = device.capability(index)
-    if (major, minor) != device.SM_90:
+    found = device.capability(index)
+    if found != device.SM_90:
+        major, minor = found
         raise NotImplementedError(
             f"the sparse kernels need compute capability 9.0 (sm_90), got {major}.{minor} on cuda:{index}; "
             'use strategy="dense"'
         )
+
+
+def empty(like: Tensor, shape: int | tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    """``like.new_empty(shape, dtype=dtype)`` in half the time on the current device; ``shape`` may be a length."""
+    # deterministic algorithms may fill new memory
+    if not like.is_cuda or type(like) is not Tensor or _ALLOCATE is None or torch._C._get_deterministic_algorithms():
+        return like.new_empty(shape, dtype=dtype)
+    lengths = (shape,) if isinstance(shape, int) else tuple(shape)
+    strides = _STRIDES[len(lengths)](*lengths)
+    return _ALLOCATE(lengths, strides, dtype or like.dtype)  # type: ignore[no-any-return]
+
+
+# contiguous, by the number of dimensions
+_STRIDES: tuple[Callable[..., tuple[int, ...]], ...] = (
+    lambda: (),
+    lambda a: (1,),
+    lambda a, b: (max(b, 1), 1),
+    lambda a, b, c: (max(b, 1) * max(c, 1), max(c, 1), 1),
+)
+
+
+def part(tensor: Tensor, first: int, last: int) -> Tensor:
+    """``tensor[first:last]``, or ``tensor`` itself if that is all of it: a view costs 1.7 us."""
+    return tensor if first == 0 and last >= tensor.shape[0] else tensor[first:last]
+
+
+def is_direct(x: Tensor) -> bool:
+    """Whether the code of operators on plain tensors may be called without the dispatcher, which takes 6 us.
+
+    It may if nobody watches operators, and if x is on the current GPU.
+    """
+    return (
+        x.is_cuda
+        and not torch._C._autograd._profiler_enabled()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and x.device.index == torch.cuda.current_device()
+    )
 
 
 def rows(matrix: Tensor) -> Tensor:
@@ -176,13 +220,13 @@ def transpose(matrix: Tensor, out: Tensor) -> Tensor:
 
 def has_rows(matrix: Tensor) -> bool:
     """Whether kernels can read and write ``matrix`` [R, C] in place."""
-    return has_row_strides(matrix) and _aligned(matrix)
+    return has_row_strides(matrix) and matrix.data_ptr() % ALIGNMENT == 0
 
 
 def has_row_strides(matrix: Tensor) -> bool:
     """``has_rows`` without the check of the address, which fake tensors do not have."""
     stride, inner = matrix.stride()
-    return inner == 1 and stride >= matrix.shape[1] and stride % STRIDE_MULTIPLE == 0
+    return inner == 1 and stride % STRIDE_MULTIPLE == 0 and stride >= matrix.shape[1]
 
 
 def down_rows(w_down: Tensor) -> Tensor:
@@ -217,10 +261,16 @@ def vector(bias: Tensor | None, length: int, like: Tensor) -> Tensor:
     return bias.clone(memory_format=torch.contiguous_format)
 
 
+@functools.cache
+def _none(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The empty vector that stands for no bias. It has no memory, so all calls share it."""
+    return torch.empty(0, dtype=dtype, device=device)
+
+
 def bias_vector(name: str, bias: Tensor | None, length: int, like: Tensor) -> Tensor:
     """``vector``, an empty one for None. Its length is checked here: kernels take an empty bias for none."""
     if bias is None:
-        return like.new_empty(0)
+        return _none(like.dtype, like.device)
     if bias.shape != (length,):
         raise ValueError(f"{name} must be {[length]}, got {list(bias.shape)}")
     return vector(bias, length, like)

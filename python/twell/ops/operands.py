@@ -37,6 +37,19 @@ class Operands(NamedTuple):
             given.get("b_down"),
         )
 
+    def named(self, gated: bool) -> dict[str, Tensor | None]:
+        """Under the argument names of ``sparse_gated_ffn``, or of ``sparse_ffn``."""
+        if gated:
+            return self._asdict()
+        return {"x": self.x, "w_up": self.w_gate, "w_down": self.w_down, "b_up": self.b_gate, "b_down": self.b_down}
+
+    def requires_grad(self) -> bool:
+        """Whether any of them does."""
+        for operand in self:
+            if operand is not None and operand.requires_grad:
+                return True
+        return False
+
 
 class Gradients(NamedTuple):
     """For each of the ``Operands`` its gradient, of its shape; None where none is wanted."""
@@ -48,6 +61,18 @@ class Gradients(NamedTuple):
     b_gate: Tensor | None = None
     b_up: Tensor | None = None
     b_down: Tensor | None = None
+
+
+class Needs(NamedTuple):
+    """For each of the ``Operands`` whether its gradient is wanted."""
+
+    x: bool
+    w_gate: bool
+    w_up: bool
+    w_down: bool
+    b_gate: bool
+    b_up: bool
+    b_down: bool
 
 
 class Mains(NamedTuple):

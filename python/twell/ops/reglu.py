@@ -14,6 +14,7 @@ from torch import Tensor
 
 from twell import tuning
 from twell._runtime import nvtx
+from twell.ops import library
 from twell.ops.library import check, flat, launch, register
 
 # Values of a launch: offsets in bytes fit in 32 bits.
@@ -32,11 +33,24 @@ def gradients(upstream: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tenso
     return output(gate, up), output(gate, up)
 
 
+def pays(gate: Tensor) -> bool:
+    """Whether the operators take the gate of a dense layer, and save time; loads their kernels."""
+    return (
+        gate.is_cuda
+        and gate.dtype in (torch.bfloat16, torch.float16)
+        and (gate.numel() >= tuning.FUSED_ELEMENTS or torch.cuda.is_current_stream_capturing())
+        and library.launchable(
+            gate.device.index, tuning.reglu(gate.dtype, backward=False), tuning.reglu(gate.dtype, backward=True)
+        )
+    )
+
+
 def _cpu(gate: Tensor, up: Tensor) -> Tensor:
     return torch.mul(torch.relu(gate), up, out=output(gate, up))
 
 
-def _cuda(gate: Tensor, up: Tensor) -> Tensor:
+def on_cuda(gate: Tensor, up: Tensor) -> Tensor:
+    """``reglu`` on the current device."""
     hidden = output(gate, up)
     spec = tuning.reglu(gate.dtype, backward=False)
     for operands in _pieces(flat(gate), flat(up), hidden.view(-1)):
@@ -65,7 +79,7 @@ def _pieces(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 reglu = register(
-    "reglu(Tensor gate, Tensor up) -> Tensor", fake=output, cpu=_cpu, cuda=_cuda, instead="twell.sparse_gated_ffn"
+    "reglu(Tensor gate, Tensor up) -> Tensor", fake=output, cpu=_cpu, cuda=on_cuda, instead="twell.sparse_gated_ffn"
 )
 reglu_backward = register(
     "reglu_backward(Tensor upstream, Tensor gate, Tensor up) -> (Tensor d_gate, Tensor d_up)",

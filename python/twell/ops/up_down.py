@@ -24,6 +24,7 @@ from twell.ops.library import (
     check_packed,
     check_rank,
     down_rows,
+    empty,
     launch,
     packed_first,
     register,
@@ -40,7 +41,7 @@ def outputs(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
         raise ValueError("x must be given with w_up, got None")
     m, (n, k) = (words if x is None else x).shape[0], w_down.shape
     check_packed(words, spill, m, n, compression, w_down.dtype)
-    return spill.new_empty((m, k)), spill.new_empty(m, dtype=torch.float32)
+    return empty(spill, (m, k)), empty(spill, m, torch.float32)
 
 
 @packed_first
@@ -59,7 +60,7 @@ def _fake(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
 
 
 @packed_first
-def _cpu(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
+def on_cpu(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
     y, l1 = _fake(*packed, compression)
     x, words, spill, w_up, w_down, b_up, b_down = packed
     hidden = gate = unpack(words, spill, w_down.shape[0], compression).float()
@@ -71,6 +72,12 @@ def _cpu(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
 @packed_first
 def _cuda(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
     y, l1 = outputs(packed, compression)
+    multiply(packed, y, l1, compression)
+    return y, l1
+
+
+def multiply(packed: PackedOperands, y: Tensor, l1: Tensor, compression: int) -> None:
+    """Launch what fills ``y`` and ``l1``."""
     x, words, spill, w_up, w_down, b_up, b_down = packed
     m, k = y.shape
     if m:
@@ -85,16 +92,15 @@ def _cuda(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
         if by_token is not None:
             launch(by_token, *operands, *results, width)
         else:
-            heavy = words.new_empty(-(-m // geometry.GROUP_ROWS))
+            heavy = empty(words, -(-m // geometry.GROUP_ROWS))
             clusters = device.sm_count(words.device.index) // 8
             launch(tuning.up_down(spill.dtype, k, gated), *operands, *results, heavy, width, clusters)
-    return y, l1
 
 
 up_down = register(
     f"up_down(Tensor? x, {PACKED}, int compression) -> (Tensor y, Tensor l1)",
     fake=_fake,
-    cpu=_cpu,
+    cpu=on_cpu,
     cuda=_cuda,
     instead="twell.sparse_gated_ffn or twell.sparse_ffn",
 )

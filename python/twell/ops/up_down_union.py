@@ -4,20 +4,17 @@ Each tile gathers the weight rows in the union of its tokens' neurons once. Any 
 neurons, the products are those of dense PyTorch, and gathering rows is overhead.
 h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]) for the non-zeros of the gate, without ``w_up`` h = gate;
 y = h @ w_down + b_down. h is rounded to x's dtype, once, as in dense PyTorch.
-
-Without ``unions`` the sizes of the unions are not returned. Then few tokens are computed by tiles of 16 in one kernel,
-and the last bits of y may differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from twell import tuning
-from twell._runtime import device, geometry, specs
+from twell._runtime import device, geometry
 from twell.ops import hybrid
 from twell.ops.library import (
     PACKED,
@@ -27,8 +24,10 @@ from twell.ops.library import (
     check_layer,
     check_packed,
     down_rows,
+    empty,
     launch,
     packed_first,
+    part,
     register,
     rows,
 )
@@ -54,8 +53,8 @@ def outputs(packed: PackedOperands, compression: int) -> Outputs:
 def results(x: Tensor, n: int) -> Outputs:
     """The same for ``n`` neurons."""
     tiles = blocks(x.shape[0], geometry.TOKEN_TILE)
-    l1 = x.new_empty((tiles, geometry.sums_per_tile(n)), dtype=torch.float32)
-    return x.new_empty(x.shape), l1, x.new_empty(tiles + 1, dtype=torch.int32)
+    l1 = empty(x, (tiles, geometry.sums_per_tile(n)), torch.float32)
+    return empty(x, x.shape), l1, empty(x, (tiles + 1,), torch.int32)
 
 
 def union(sizes: Tensor) -> Tensor:
@@ -65,15 +64,15 @@ def union(sizes: Tensor) -> Tensor:
 
 
 @packed_first
-def _fake(packed: PackedOperands, compression: int, unions: bool = True) -> Outputs:
+def _fake(packed: PackedOperands, compression: int) -> Outputs:
     x, _, _, w_up, w_down, b_up, b_down = packed
     y, l1, sizes = outputs(packed, compression)
     check_layer(x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down)
-    return y, l1, union(sizes) if unions else sizes.narrow(0, 0, 0)
+    return y, l1, union(sizes)
 
 
 @packed_first
-def on_cpu(packed: PackedOperands, compression: int, unions: bool = True) -> Outputs:
+def on_cpu(packed: PackedOperands, compression: int) -> Outputs:
     y, l1, found = _fake(*packed, compression)
     x, words, spill, w_up, w_down, b_up, b_down = packed
     gate = unpack(words, spill, w_down.shape[0], compression)
@@ -86,42 +85,33 @@ def on_cpu(packed: PackedOperands, compression: int, unions: bool = True) -> Out
         tokens = slice(tile * geometry.TOKEN_TILE, (tile + 1) * geometry.TOKEN_TILE)
         l1[tile, 0] = hidden[tokens].abs().sum()
         found[tile] = (gate[tokens] != 0).any(0).sum()
-    return y, l1, found if unions else found.narrow(0, 0, 0)
+    return y, l1, found
 
 
 @packed_first
-def _cuda(packed: PackedOperands, compression: int, unions: bool = True) -> Outputs:
+def _cuda(packed: PackedOperands, compression: int) -> Outputs:
     y, l1, sizes = found = outputs(packed, compression)
-    (m, k), n = y.shape, packed.w_down.shape[0]
-    spec = None if unions else tuning.up_down_tile(y.dtype, m, k, n, packed.w_up is not None)
-    if spec is None:
-        by_slices(packed, lambda first, last: (packed.words[first:last], packed.spill[first:last]), found)
-    elif m:
-        by_small_tiles(spec, packed, y, l1)
-    return y, l1, union(sizes) if unions else sizes.narrow(0, 0, 0)
+    check_alike(packed.w_down, w_up=packed.w_up)
+    slices = geometry.union_slices(packed.x.shape[0], packed.w_down.shape[0])
+    by_slices(packed, slices, lambda first, last: (packed.words[first:last], packed.spill[first:last]), lambda: found)
+    return y, l1, union(sizes)
 
 
-def by_small_tiles(spec: specs.UpDownTileSpec, packed: PackedOperands, y: Tensor, l1: Tensor) -> None:
-    """Launch the kernel for few tokens, which fills ``y`` and ``l1``."""
-    x, words, spill, w_up, w_down, b_up, b_down = packed
-    assert w_up is not None
-    check_alike(w_down, w_up=w_up)
-    n, k = w_down.shape
-    biases = bias_vector("b_up", b_up, n, x), bias_vector("b_down", b_down, k, x)
-    width = words.shape[1] // geometry.tiles(n)
-    rows_up, rows_down = hybrid.near_rows(w_up), hybrid.near_rows(down_rows(w_down))
-    launch(spec, rows(x), words, spill, rows_up, rows_down, *biases, y, l1, width)
+def by_slices(
+    packed: PackedOperands,
+    slices: Sequence[tuple[int, int]],
+    packed_of: Callable[[int, int], tuple[Tensor, Tensor]],
+    results_of: Callable[[], Outputs],
+) -> Outputs:
+    """Launch the kernels that fill what ``results_of`` allocates, and return it.
 
-
-def by_slices(packed: PackedOperands, packed_of: Callable[[int, int], tuple[Tensor, Tensor]], found: Outputs) -> None:
-    """Launch the kernels that fill ``found``.
-
-    ``packed_of(first, last)`` gives words and spill of a slice when it is its turn.
+    ``packed_of(first, last)`` gives words and spill of a slice when it is its turn. The first is packed before the host
+    does anything else: the GPU has work meanwhile.
     """
     x, _, _, w_up, w_down, b_up, b_down = packed
-    (m, k), n, dtype = x.shape, w_down.shape[0], x.dtype
-    y, l1, sizes = found
-    check_alike(w_down, w_up=w_up)
+    n, k, dtype = *w_down.shape, x.dtype
+    ready = packed_of(*slices[0]) if slices else None
+    y, l1, sizes = found = results_of()
     w_down = hybrid.near_rows(down_rows(w_down))
     if w_up is not None:
         x, w_up = rows(x), rows(w_up)
@@ -131,35 +121,37 @@ def by_slices(packed: PackedOperands, packed_of: Callable[[int, int], tuple[Tens
     down = tuning.gathered(dtype, 0)
     b_up, b_down = bias_vector("b_up", b_up, n, x), bias_vector("b_down", b_down, k, x)
     aside = hybrid.room_aside(x, n, multiprocessors)
-    slices = geometry.union_slices(m, n)
     # the first slice is the longest; the others reuse its memory
     entries, neurons, chunks = _empty_lists(x, slices[0][1] if slices else 0, n)
     for first, last in slices:
         start, stop = first // geometry.TOKEN_TILE, geometry.token_tiles(last)
         # the element behind the sizes of a slice is zero until the next slice writes its first size there
-        pattern = (entries, neurons[: stop - start], chunks[: stop - start], sizes[start : stop + 1])
-        words, spill = packed_of(first, last)
-        sums, width = l1[start:stop], words.shape[1] // tiles
+        pattern = (entries, part(neurons, 0, stop - start), part(chunks, 0, stop - start), part(sizes, start, stop + 1))
+        words, spill = ready or packed_of(first, last)
+        ready = None
+        sums, width = part(l1, start, stop), words.shape[1] // tiles
         launch(compact, words, spill, None, *pattern, None, sums, n, width, int(w_up is None), geometry.MOST)
         if w_up is not None:
-            launch(up, x[first:last], w_up, b_up, *pattern, None, None, sums, geometry.MOST, multiprocessors)
+            own = part(x, first, last)
+            launch(up, own, w_up, b_up, *pattern, None, None, sums, geometry.MOST, multiprocessors)
         # the hidden state is now in the entries
-        out = (y[first:last], aside, geometry.MOST, multiprocessors)
+        out = (part(y, first, last), aside, geometry.MOST, multiprocessors)
         launch(down, None, w_down, None, None, b_down, *pattern, *out)
+    return found
 
 
 def _empty_lists(x: Tensor, m: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
     """Uninitialised entries, neurons and chunks as ``hybrid`` has them, with room for any pattern."""
     tiles, chunks = geometry.token_tiles(m), geometry.chunks(n)
     return (
-        x.new_empty(m * n, dtype=torch.int32),
-        x.new_empty((tiles, geometry.CHUNK * chunks), dtype=torch.int16),
-        x.new_empty((tiles, chunks + 1), dtype=torch.int32),
+        empty(x, m * n, torch.int32),
+        empty(x, (tiles, geometry.CHUNK * chunks), torch.int16),
+        empty(x, (tiles, chunks + 1), torch.int32),
     )
 
 
 up_down_union = register(
-    f"up_down_union(Tensor x, {PACKED}, int compression, bool unions=True) -> (Tensor y, Tensor l1, Tensor union)",
+    f"up_down_union(Tensor x, {PACKED}, int compression) -> (Tensor y, Tensor l1, Tensor union)",
     fake=_fake,
     cpu=on_cpu,
     cuda=_cuda,

@@ -1,0 +1,170 @@
+"""``ffn`` and ``ffn_aux``: a layer without gradients in one operator, which chooses its strategy when it runs.
+
+"auto" chooses by the number of tokens and, with ``site``, by what calls of the layer have measured; such a call may
+measure, too. ``site`` is the first weight as the caller holds it: the layer's ``AutoStrategy`` is found by its memory.
+So one compiled or exported graph is for any number of tokens and for any layer of one kind, keeps choosing, and keeps
+nothing of the process that made it. A CUDA graph keeps what ran when it was captured. ``ffn_aux`` also returns the sum
+of |h| and the number of non-zeros.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twell import _auto, tuning
+from twell._runtime import geometry, nvtx
+from twell.ops.ffn_union import by_small_tiles
+from twell.ops.ffn_union import on_cpu as union_on_cpu
+from twell.ops.ffn_union import on_cuda as union_on_cuda
+from twell.ops.gate_pack import on_cpu as pack_on_cpu
+from twell.ops.gate_pack import outputs as packed_outputs
+from twell.ops.gate_pack import pack
+from twell.ops.library import LAYER, Implementation, check_alike, check_layer, empty, has_row_strides, register
+from twell.ops.operands import Operands, PackedOperands
+from twell.ops.reglu import on_cuda as reglu_on_cuda
+from twell.ops.reglu import pays
+from twell.ops.up_down import multiply
+from twell.ops.up_down import on_cpu as up_down_on_cpu
+
+Aux = tuple[Tensor, Tensor, Tensor]
+_Totals = tuple[Tensor, Tensor | None, Tensor | None]
+# y, parts of the sum of |h|, stats, and for "union" the unions, with more behind them
+_Counted = tuple[Tensor, Tensor, Tensor, Tensor | None]
+_Sparse = Mapping[str, Callable[[Operands, int, bool], _Counted]]
+
+
+def outputs(x: Tensor) -> Aux:
+    """Uninitialised y [M, K], l1 float32 and nonzeros int64, both 0-d."""
+    return x.new_empty(x.shape), x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.int64)
+
+
+def _fake(layer: Operands, compression: int, strategy: str, site: Tensor | None, totals: bool) -> Aux:
+    check_layer(*layer)
+    geometry.words_per_tile(compression)
+    tuning.require_strategy(strategy)
+    return outputs(layer.x)
+
+
+def _run(sparse: _Sparse, layer: Operands, compression: int, route: _auto.Route, totals: bool) -> _Totals:
+    """Compute the layer as ``route`` says, by the sparse strategies of its device."""
+    if route.strategy == "dense":
+        return _dense(layer, route.measurement, totals)
+    y, l1, stats, unions = sparse[route.strategy](layer, compression, route.measurement is not None)
+    if not totals and route.measurement is None:
+        return y, None, None
+    nonzeros = stats.select(2, 0).sum()
+    if route.measurement is not None:
+        route.measurement.counts(nonzeros, unions)
+    return y, l1.sum() if totals else None, nonzeros
+
+
+def _choose(layer: Operands, strategy: str, site: Tensor | None) -> _auto.Route:
+    """The route of a call of the operators."""
+    if strategy != "auto":
+        tuning.require_strategy(strategy)
+        return _auto.Route(strategy)
+    x, w_gate, w_up, w_down = layer[:4]
+    if forced := _auto.forced(x.device.type, x.device.index):
+        return _auto.Route(forced)
+    n, gated, copied = w_gate.shape[0], w_up is not None, not has_row_strides(w_down)
+    if site is None:
+        return _auto.Route(_auto.fresh(x, n, gated, copied))
+    return _auto.site_of(site).begin(x, n, gated, False, copied)
+
+
+def _on_cpu(layer: Operands, compression: int, strategy: str, site: Tensor | None, totals: bool) -> _Totals:
+    check_layer(*layer)
+    return _run(_SPARSE_ON_CPU, layer, compression, _choose(layer, strategy, site), totals)
+
+
+def _on_cuda(layer: Operands, compression: int, strategy: str, site: Tensor | None, totals: bool) -> _Totals:
+    return _run(_SPARSE_ON_CUDA, layer, compression, _choose(layer, strategy, site), totals)
+
+
+@nvtx.marked(
+    lambda layer, compression, *_: nvtx.range("ffn", **nvtx.sizes(layer._asdict() | {"compression": compression}))
+)
+def on_cuda(layer: Operands, compression: int, route: _auto.Route, totals: bool) -> _Totals:
+    """The operators on the current device, for a call with a route; l1 and nonzeros are for ``totals``."""
+    return _run(_SPARSE_ON_CUDA, layer, compression, route, totals)
+
+
+def _operators(implementation: Callable[..., _Totals]) -> list[Implementation]:
+    """``ffn`` and ``ffn_aux`` as functions of the schema's arguments."""
+
+    def ffn(*arguments: Any) -> Tensor:
+        return implementation(Operands(*arguments[:7]), *arguments[7:], False)[0]
+
+    def ffn_aux(*arguments: Any) -> _Totals:
+        return implementation(Operands(*arguments[:7]), *arguments[7:], True)
+
+    return [ffn, ffn_aux]
+
+
+def _row_on_cpu(layer: Operands, compression: int, measured: bool) -> _Counted:
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+    words, spill, stats = pack_on_cpu(x, w_gate, b_gate, compression)
+    return *up_down_on_cpu(x, words, spill, w_up, w_down, b_up, b_down, compression), stats, None
+
+
+def _row_on_cuda(layer: Operands, compression: int, measured: bool) -> _Counted:
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+    check_alike(w_gate, w_up=w_up, w_down=w_down)
+    words, spill, stats = packed = packed_outputs(x, w_gate, compression)
+    pack(x, w_gate, b_gate, packed, compression)
+    y, l1 = empty(x, x.shape), empty(x, x.shape[0], torch.float32)
+    multiply(PackedOperands(x, words, spill, w_up, w_down, b_up, b_down), y, l1, compression)
+    return y, l1, stats, None
+
+
+def _union_on_cuda(layer: Operands, compression: int, measured: bool) -> _Counted:
+    # the kernel for few tokens knows no unions
+    (m, k), n, gated = layer.x.shape, layer.w_gate.shape[0], layer.w_up is not None
+    spec = None if measured or not m else tuning.up_down_tile(layer.x.dtype, m, k, n, gated)
+    if spec is None:
+        return union_on_cuda(layer, compression)
+    return *by_small_tiles(layer, compression, spec), None
+
+
+def _dense(layer: Operands, measurement: _auto.Measurement | None, totals: bool) -> _Totals:
+    """The layer by PyTorch's own operators."""
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+    with _without_autocast(x):
+        gate = F.linear(x, w_gate, b_gate)
+        if w_up is None:
+            hidden = gate = gate.relu_()
+        elif pays(gate):
+            hidden = reglu_on_cuda(gate, F.linear(x, w_up, b_up))
+        else:
+            gate = gate.relu_()
+            hidden = gate * F.linear(x, w_up, b_up)
+        y = F.linear(hidden, w_down.t(), b_down)
+    if measurement is not None:
+        measurement.dense(gate)
+    if not totals:
+        return y, None, None
+    return y, hidden.abs().sum(dtype=torch.float32), gate.numel() - (gate <= 0).sum()
+
+
+def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+
+
+_SPARSE_ON_CPU = {"row": _row_on_cpu, "union": lambda layer, compression, measured: union_on_cpu(*layer, compression)}
+_SPARSE_ON_CUDA = {"row": _row_on_cuda, "union": _union_on_cuda}
+_ARGUMENTS = f"{LAYER}, int compression, str strategy, Tensor? site"
+
+ffn, ffn_aux = (
+    register(schema, fake=fake, cpu=cpu, cuda=cuda, instead="twell.sparse_gated_ffn or twell.sparse_ffn")
+    for schema, fake, cpu, cuda in zip(
+        (f"ffn({_ARGUMENTS}) -> Tensor", f"ffn_aux({_ARGUMENTS}) -> (Tensor y, Tensor l1, Tensor nonzeros)"),
+        *map(_operators, (_fake, _on_cpu, _on_cuda)),
+    )
+)
