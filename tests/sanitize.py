@@ -10,9 +10,9 @@ and what the sanitizer reported while they did. An operator that has used up ``-
 cases out, and says so.
 
 The GPU runs only copies, the kernels themselves and, in the operators of training, the sums and fills of torch
-between them. Those operators, ``up_down_union`` and ``ffn_union`` run gated and not, ``reglu`` with its gradient. Up to
-256 tokens have kernels of their own, and in ``up_down`` up to 2,048. Exit status 1 if a result is wrong or the
-sanitizer reports something.
+between them. Those operators, ``up_down_union`` and ``ffn_union`` run gated and not, ``reglu`` with its gradient,
+``ffn`` by strategy "union". Up to 256 tokens have kernels of their own, in ``up_down`` up to 2,048. Exit status 1 if a
+result is wrong or the sanitizer reports something.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ OPS = {
     "up_down": ("up_down", "up_down_token"),
     "up_down_union": ("compact", "sampled_up", "gathered"),
     "ffn_union": ("gate_pack", "gate_pack_few", "compact", "sampled_up", "gathered"),
-    "ffn_aux": ("gate_pack", "gate_pack_few", "up_down_tile"),
+    "ffn": ("gate_pack", "gate_pack_few", "up_down_tile"),
     "unpack": ("unpack",),
     "reglu": ("reglu",),
     "matrix_transpose": ("matrix_transpose",),
@@ -164,7 +164,7 @@ def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
             weights = (w_up, w_down, b_gate, b_up) if gated else (None, w_down, b_gate, None)
             yield Call(ops.ffn_union, (x, w_gate, *weights, b_down, case.compression), gated)
         return
-    if op == "ffn_aux":
+    if op == "ffn":
         yield Call(ops.ffn_aux, (x, w_gate, w_up, w_down, b_gate, b_up, b_down, case.compression, "union", None))
         return
     words, spill, _ = ops.gate_pack(*packing.arguments)

@@ -21,7 +21,7 @@ LAYERS = [
     ["cute_kernels.sm90"],
     [
         *("cute_kernels.gate_pack", "cute_kernels.up_down", "cute_kernels.unpack"),
-        *("cute_kernels.gate_pack_few", "cute_kernels.up_down_token"),
+        *("cute_kernels.gate_pack_few", "cute_kernels.up_down_token", "cute_kernels.up_down_tile"),
         *("cute_kernels.compact", "cute_kernels.sampled_up", "cute_kernels.sampled_grad", "cute_kernels.gathered"),
         *("cute_kernels.rank", "cute_kernels.transpose", "cute_kernels.weight_grad", "cute_kernels.overflow"),
         *("cute_kernels.reglu", "cute_kernels.matrix_transpose"),
