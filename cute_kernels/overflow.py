@@ -445,7 +445,8 @@ class Score(Dense):
             gate_bias, up_bias = bias_pair(o.b_gate, first + 8 * v), bias_pair(o.b_up, first + 8 * v)
             for i in range_constexpr(2):
                 sums = [acc[(j, i, v), 0, 0] + gate_bias[j] for j in range(2)]
-                gates = relu_pack(*sums, self.dtype)
+                # tokens past the last one would have the gates of the bias
+                gates = Uint32(cutlass.select_(token + 8 * i < o.tokens, relu_pack(*sums, self.dtype), Uint32(0)))
                 pairs = []
                 for j in range_constexpr(2):
                     gate = low_to_float(gates, self.dtype) if j == 0 else high_to_float(gates, self.dtype)
@@ -453,8 +454,7 @@ class Score(Dense):
                     values = [gate * up]
                     if const_expr(self.backward):
                         values += gradients(dh[(j, i, v), 0, 0], o.dl1[0], gate, up)
-                    # tokens past the last one have the gates of the bias
-                    fires = (gates & Uint32(MAGNITUDE << 16 * j) != 0) & (token + 8 * i < o.tokens)
+                    fires = gates & Uint32(MAGNITUDE << 16 * j) != 0
                     values = [cutlass.select_(fires, value, Float32(0.0)) for value in values]
                     total += cute.arch.fmax(values[0], -values[0])
                     pairs.append(values)

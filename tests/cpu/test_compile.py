@@ -53,9 +53,6 @@ def register_budget(spec: Spec, kernel: str) -> int:
 
 def local_budget(spec: Spec, kernel: str) -> int:
     """Return the bytes of local memory of a thread: none, except for a few spilled counters outside the hot loops."""
-    if isinstance(spec, specs.OverflowSpec):
-        # three accumulators; the epilogue keeps indices there
-        return 64 if "score" in kernel and spec.mode == "backward" else 0
     if isinstance(spec, specs.UpDownSpec):
         # 192 registers hold sums and x of the widest slab
         return local_budget(spec.heavy, kernel) if "heavy" in kernel else 8 if spec.k_max >= 4096 else 0
