@@ -314,7 +314,7 @@ def checked_calls() -> list[tuple[Any, dict[str, Any]]]:
     o = operands(130, 264, 16, bias=True)
     found = [(op, arguments) for op, _, arguments in calls(o, 8)]
     layer = (*(o[name] for name in ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up")),)
-    forward = (*layer, o["b_down"], 8)
+    forward = (*layer, o["b_down"], 8, 0)
     _, l1, _, *kept = ops.hybrid_forward(*forward)
     saved = (o["x"].clone(), torch.zeros_like(l1), *layer, *kept)
     mains = [torch.zeros(264, 16) for _ in range(3)]
