@@ -1,8 +1,9 @@
 """Forward and backward of a batch whose non-zeros exceed the hybrid format's capacity: dense products of x, the weights
 and dy. Nothing was stored, so gate and up are computed again.
 
-Four kernels. Each returns at once unless the last of `sizes` exceeds `capacity`. `parts` [P, M, N] is scratch, of a
-slice of the tokens.
+Four kernels. Each returns at once unless the last of `sizes` exceeds `capacity`. One call from the host launches those
+of a pass, slice by slice: hidden and token in forward; gradients, token and weight in backward. A slice has as many
+tokens as the scratch `parts` [P, tokens, N].
 
     hidden      parts = h                   and sums of |h|      h = gate * up, rounded to 16 bits
     gradients   parts = d_gate, d_up, h     and sums of d_gate and d_up over 64 tokens each
@@ -444,7 +445,8 @@ class Score(Dense):
             gate_bias, up_bias = bias_pair(o.b_gate, first + 8 * v), bias_pair(o.b_up, first + 8 * v)
             for i in range_constexpr(2):
                 sums = [acc[(j, i, v), 0, 0] + gate_bias[j] for j in range(2)]
-                gates = relu_pack(*sums, self.dtype)
+                # tokens past the last one would have the gates of the bias
+                gates = Uint32(cutlass.select_(token + 8 * i < o.tokens, relu_pack(*sums, self.dtype), Uint32(0)))
                 pairs = []
                 for j in range_constexpr(2):
                     gate = low_to_float(gates, self.dtype) if j == 0 else high_to_float(gates, self.dtype)
@@ -452,8 +454,7 @@ class Score(Dense):
                     values = [gate * up]
                     if const_expr(self.backward):
                         values += gradients(dh[(j, i, v), 0, 0], o.dl1[0], gate, up)
-                    # tokens past the last one have the gates of the bias
-                    fires = (gates & Uint32(MAGNITUDE << 16 * j) != 0) & (token + 8 * i < o.tokens)
+                    fires = gates & Uint32(MAGNITUDE << 16 * j) != 0
                     values = [cutlass.select_(fires, value, Float32(0.0)) for value in values]
                     total += cute.arch.fmax(values[0], -values[0])
                     pairs.append(values)
@@ -512,23 +513,10 @@ class Hidden(Score):
     """h and the sums of |h|."""
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        w_gate: cute.Tensor,
-        w_up: cute.Tensor,
-        b_gate: cute.Tensor,
-        b_up: cute.Tensor,
-        sizes: cute.Tensor,
-        capacity: Int32,
-        gated: Int32,
-        parts: cute.Tensor,
-        sums: cute.Tensor,
-        max_ctas: Int32,
-        stream: cuda.CUstream,
-    ):
-        o = ScoreOperands(b_gate, b_up, None, sums, x.shape[0], w_gate.shape[0], gated)
-        self.launch((x,), (w_gate, w_up), o, sizes, capacity, parts, max_ctas, stream)
+    def run(self, x, weights, b_gate, b_up, sizes, capacity, gated, parts, sums, max_ctas, stream):
+        """`weights`: w_gate, w_up."""
+        o = ScoreOperands(b_gate, b_up, None, sums, x.shape[0], weights[0].shape[0], gated)
+        self.launch((x,), weights, o, sizes, capacity, parts, max_ctas, stream)
 
 
 class Gradients(Score):
@@ -537,26 +525,10 @@ class Gradients(Score):
     backward = True
 
     @cute.jit
-    def __call__(
-        self,
-        dy: cute.Tensor,
-        x: cute.Tensor,
-        w_gate: cute.Tensor,
-        w_up: cute.Tensor,
-        w_down: cute.Tensor,
-        b_gate: cute.Tensor,
-        b_up: cute.Tensor,
-        dl1: cute.Tensor,
-        sizes: cute.Tensor,
-        capacity: Int32,
-        gated: Int32,
-        parts: cute.Tensor,
-        sums: cute.Tensor,
-        max_ctas: Int32,
-        stream: cuda.CUstream,
-    ):
-        o = ScoreOperands(b_gate, b_up, dl1, sums, x.shape[0], w_gate.shape[0], gated)
-        self.launch((x, dy), (w_gate, w_up, w_down), o, sizes, capacity, parts, max_ctas, stream)
+    def run(self, dy, x, weights, b_gate, b_up, dl1, sizes, capacity, gated, parts, sums, max_ctas, stream):
+        """`weights`: w_gate, w_up, w_down."""
+        o = ScoreOperands(b_gate, b_up, dl1, sums, x.shape[0], weights[0].shape[0], gated)
+        self.launch((x, dy), weights, o, sizes, capacity, parts, max_ctas, stream)
 
 
 class ProductOperands(NamedTuple):
@@ -565,11 +537,12 @@ class ProductOperands(NamedTuple):
     flushed: Any  # partial sums of many terms
     parts: Any  # their number
     second: Any  # the first part that is multiplied by the second operand
-    bias: Any  # b_down, which may be empty
+    bias: Any  # b_down, which may be empty; None in backward
     results: Any  # 16-bit dw_gate, dw_up, dw_down
     totals: Any  # fp32 sums of them
     add: Any  # whether the sums there are added
     last: Any  # whether results are stored, not sums
+    done: Any  # whether the sums of the biases' gradients are complete
     sums: Any  # [ceil(M / 64), 2 N] of the gradients, which may be empty
     d_biases: Any  # db_gate and db_up, each empty if not wanted
     extents: Any  # neurons and columns
@@ -623,7 +596,8 @@ class Product(Dense):
                 if warp_index == 0:
                     self.load(ring, a, b, s, o, extent)
                 elif const_expr(not self.by_token):
-                    self.add_biases(o, thread - 32)
+                    if o.done != 0:
+                        self.add_biases(o, thread - 32)
             else:
                 cute.arch.setmaxregister_increase(REGISTERS_PRODUCT[1])
                 self.product(ring, mma, store, s, o, thread - 128, extent)
@@ -699,7 +673,9 @@ class Product(Dense):
         for half in range_constexpr(2):
             pairs = cute.make_rmem_tensor((2, HALF // 8), Uint32)
             for v in range_constexpr(HALF // 8):
-                bias = bias_pair(o.bias, column * TILE_N + half * HALF + 8 * v + (at.lane & 3) * 2)
+                bias = (Float32(0.0), Float32(0.0))
+                if const_expr(o.bias is not None):
+                    bias = bias_pair(o.bias, column * TILE_N + half * HALF + 8 * v + (at.lane & 3) * 2)
                 for i in range_constexpr(2):
                     low, high = (acc[(j, i, half * (HALF // 8) + v), 0, 0] + bias[j] for j in range(2))
                     pairs[i, v] = pack(low, high, self.dtype)
@@ -774,23 +750,11 @@ class Token(Product):
     """y from h, or dx from the gradients."""
 
     @cute.jit
-    def __call__(
-        self,
-        parts: cute.Tensor,
-        first: cute.Tensor,
-        second: cute.Tensor,
-        bias: cute.Tensor,
-        sizes: cute.Tensor,
-        capacity: Int32,
-        out: cute.Tensor,
-        flushed: cute.Tensor,
-        max_ctas: Int32,
-        stream: cuda.CUstream,
-    ):
+    def run(self, parts, first, second, bias, sizes, capacity, out, flushed, max_ctas, stream):
         """The second weight is that of d_up, and not used if there is none."""
         p, m, n = parts.shape
         rows = cute.make_tensor(parts.iterator, cute.select(parts.layout, mode=[1, 2, 0]))
-        o = ProductOperands(flushed, p, 1, bias, None, None, None, None, None, None, None)
+        o = ProductOperands(flushed, p, 1, bias, None, None, None, None, None, None, None, None)
         extent = Extent(
             cute.ceil_div(m, TILE_M * CLUSTER), cute.ceil_div(out.shape[1], TILE_N), cute.ceil_div(n, TILE_K)
         )
@@ -804,36 +768,14 @@ class Weight(Product):
     by_token = False
 
     @cute.jit
-    def __call__(
-        self,
-        parts: cute.Tensor,
-        dy: cute.Tensor,
-        x: cute.Tensor,
-        sizes: cute.Tensor,
-        capacity: Int32,
-        dw_gate: cute.Tensor,
-        dw_up: cute.Tensor,
-        dw_down: cute.Tensor,
-        sum_gate: cute.Tensor,
-        sum_up: cute.Tensor,
-        sum_down: cute.Tensor,
-        add: Int32,
-        last: Int32,
-        sums: cute.Tensor,
-        db_gate: cute.Tensor,
-        db_up: cute.Tensor,
-        flushed: cute.Tensor,
-        max_ctas: Int32,
-        stream: cuda.CUstream,
+    def run(
+        self, parts, dy, x, results, totals, add, last, done, sums, d_biases, sizes, capacity, flushed, max_ctas, stream
     ):
-        """Results are 16-bit if this call is the `last` of those that add to the sums, otherwise the sums."""
+        """With `last`, results are 16-bit, otherwise sums. With `done`, sums of the biases' gradients are complete."""
         p, m, n = parts.shape
         k = x.shape[1]
         columns = cute.make_tensor(parts.iterator, cute.select(parts.layout, mode=[2, 1, 0]))
-        o = ProductOperands(
-            flushed, p, p - 1, None, (dw_gate, dw_up, dw_down), (sum_gate, sum_up, sum_down), add, last, sums,
-            (db_gate, db_up), (n, k),
-        )  # fmt: skip
+        o = ProductOperands(flushed, p, p - 1, None, results, totals, add, last, done, sums, d_biases, (n, k))
         extent = Extent(p * cute.ceil_div(n, TILE_M * CLUSTER), cute.ceil_div(k, TILE_N), cute.ceil_div(m, TILE_K))
         self.launch(columns, (transposed(x), transposed(dy)), None, o, extent, sizes, capacity, max_ctas, stream)
 
@@ -843,36 +785,157 @@ def transposed(matrix: Any) -> Any:
     return cute.make_tensor(matrix.iterator, cute.select(matrix.layout, mode=[1, 0]))
 
 
+@cute.jit
+def rows_of(matrix: Any, first: Int32, count: Int32, align: cutlass.Constexpr = 16) -> Any:
+    """`count` rows of a matrix, from `first` on."""
+    start = (matrix.iterator + Int64(first) * matrix.stride[0]).align(align)
+    return cute.make_tensor(start, cute.make_layout((count, matrix.shape[1]), stride=matrix.stride))
+
+
+@cute.jit
+def tokens_of(parts: Any, count: Int32) -> Any:
+    """The first tokens of the scratch."""
+    shape = (parts.shape[0], count, parts.shape[2])
+    return cute.make_tensor(parts.iterator, cute.make_layout(shape, stride=parts.stride))
+
+
+class Forward:
+    """The kernels of forward, for slices of as many tokens as the scratch has."""
+
+    score, product = Score.kernel, Product.kernel
+
+    def __init__(self, spec: OverflowSpec):
+        self.hidden, self.token = Hidden(spec), Token(spec)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        w_gate: cute.Tensor,
+        w_up: cute.Tensor,
+        w_down: cute.Tensor,
+        b_gate: cute.Tensor,
+        b_up: cute.Tensor,
+        b_down: cute.Tensor,
+        sizes: cute.Tensor,
+        capacity: Int32,
+        gated: Int32,
+        parts: cute.Tensor,
+        y: cute.Tensor,
+        sums: cute.Tensor,
+        flushed: cute.Tensor,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        """If not `gated`, any weight stands for w_up."""
+        first = Int32(0)
+        while first < x.shape[0]:
+            count = cutlass.min(x.shape[0] - first, parts.shape[1])
+            here, tiles = tokens_of(parts, count), first // TILE_M
+            own_sums = rows_of(sums, tiles, sums.shape[0] - tiles, 4)
+            tokens, weights = rows_of(x, first, count), (w_gate, w_up)
+            self.hidden.run(tokens, weights, b_gate, b_up, sizes, capacity, gated, here, own_sums, max_ctas, stream)
+            out = rows_of(y, first, count)
+            self.token.run(here, w_down, w_down, b_down, sizes, capacity, out, flushed, max_ctas, stream)
+            first += count
+
+
+class Backward:
+    """The kernels of backward, for slices of as many tokens as the scratch has."""
+
+    score, product = Score.kernel, Product.kernel
+
+    def __init__(self, spec: OverflowSpec):
+        self.gradients, self.token, self.weight = Gradients(spec), Token(spec), Weight(spec)
+
+    @cute.jit
+    def __call__(
+        self,
+        dy: cute.Tensor,
+        x: cute.Tensor,
+        w_gate: cute.Tensor,
+        w_up: cute.Tensor,
+        w_down: cute.Tensor,
+        b_gate: cute.Tensor,
+        b_up: cute.Tensor,
+        dl1: cute.Tensor,
+        sizes: cute.Tensor,
+        capacity: Int32,
+        gated: Int32,
+        parts: cute.Tensor,
+        dx: cute.Tensor,
+        dw_gate: cute.Tensor,
+        dw_up: cute.Tensor,
+        dw_down: cute.Tensor,
+        sum_gate: cute.Tensor,
+        sum_up: cute.Tensor,
+        sum_down: cute.Tensor,
+        accumulate: Int32,
+        sums: cute.Tensor,
+        db_gate: cute.Tensor,
+        db_up: cute.Tensor,
+        flushed: cute.Tensor,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        """Gradients that are not wanted are empty. `accumulate`: those of weights are added to the fp32 sums; otherwise
+        these hold what slices before the last have added up.
+        """
+        results, totals = (dw_gate, dw_up, dw_down), (sum_gate, sum_up, sum_down)
+        first = Int32(0)
+        while first < x.shape[0]:
+            count = cutlass.min(x.shape[0] - first, parts.shape[1])
+            here, lines = tokens_of(parts, count), first // GROUP_ROWS
+            own_sums = rows_of(sums, lines, sums.shape[0] - lines, 4)
+            own_dy, own_x = rows_of(dy, first, count), rows_of(x, first, count)
+            self.gradients.run(
+                own_dy, own_x, (w_gate, w_up, w_down), b_gate, b_up, dl1, sizes, capacity, gated, here, own_sums,
+                max_ctas, stream,
+            )  # fmt: skip
+            if dx.shape[0] > 0:
+                out = rows_of(dx, first, count)
+                self.token.run(here, w_gate, w_up, None, sizes, capacity, out, flushed, max_ctas, stream)
+            if dw_gate.shape[0] + sum_gate.shape[0] > 0:
+                done = Int32(first + count == x.shape[0])
+                add, last = Int32(1) if first > 0 else accumulate, done if accumulate == 0 else Int32(0)
+                self.weight.run(
+                    here, own_dy, own_x, results, totals, add, last, done, sums, (db_gate, db_up), sizes, capacity,
+                    flushed, max_ctas, stream,
+                )  # fmt: skip
+            first += count
+
+
 def signature(spec: OverflowSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype = operands.DTYPES[spec.dtype]
     m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
-    biases = [operands.bias(dtype) for _ in range(2)]
-    sizes = (operands.vector(Int32, cute.sym_int32(), align=4), Int32(1))
+    weights = [operands.rows(dtype, n, k) for _ in range(3)]
+    biases = [operands.bias(dtype) for _ in range(3)]
+    over = (operands.vector(Int32, cute.sym_int32(), align=4), Int32(1), Int32(1))
+    parts = operands.slabs(dtype, cute.sym_int32(), cute.sym_int32(), n)
     sums = operands.matrix(Float32, cute.sym_int32(), cute.sym_int32())
-    flushed = operands.vector(Float32, cute.sym_int32())
-    parts = operands.slabs(dtype, cute.sym_int32(), m, n)
-
-    def by_token() -> Any:
-        return operands.rows(dtype, m, k)
-
-    def by_neuron() -> Any:
-        return operands.rows(dtype, n, k)
-
-    if spec.mode == "hidden":
-        return Hidden(spec), (
-            by_token(), by_neuron(), by_neuron(), *biases, *sizes, Int32(1), parts, sums, Int32(1)
-        )  # fmt: skip
-    if spec.mode == "gradients":
-        weights = (by_neuron() for _ in range(3))
-        dl1 = operands.vector(Float32, 1, align=4)
-        return Gradients(spec), (
-            by_token(), by_token(), *weights, *biases, dl1, *sizes, Int32(1), parts, sums, Int32(1)
-        )  # fmt: skip
-    if spec.mode == "token":
-        return Token(spec), (parts, by_neuron(), by_neuron(), biases[0], *sizes, by_token(), flushed, Int32(1))
-    results = (operands.rows(dtype, cute.sym_int32(), k) for _ in range(3))
-    totals = (operands.rows(Float32, cute.sym_int32(), k) for _ in range(3))
-    return Weight(spec), (
-        parts, by_token(), by_token(), *sizes, *results, *totals, Int32(1), Int32(1), sums, *biases, flushed, Int32(1)
-    )  # fmt: skip
+    aside = (operands.vector(Float32, cute.sym_int32()), Int32(1))
+    x = operands.rows(dtype, m, k)
+    if spec.mode == "forward":
+        return Forward(spec), (x, *weights, *biases, *over, parts, operands.rows(dtype, m, k), sums, *aside)
+    # empty where no gradient is wanted
+    results = [operands.rows(dtype, cute.sym_int32(), k) for _ in range(4)]
+    totals = [operands.rows(Float32, cute.sym_int32(), k) for _ in range(3)]
+    dl1 = operands.vector(Float32, 1, align=4)
+    d_biases = [operands.bias(dtype) for _ in range(2)]
+    tokens = (operands.rows(dtype, m, k), x)
+    arguments = (
+        *tokens,
+        *weights,
+        *biases[:2],
+        dl1,
+        *over,
+        parts,
+        *results,
+        *totals,
+        Int32(1),
+        sums,
+        *d_biases,
+        *aside,
+    )
+    return Backward(spec), arguments

@@ -303,12 +303,12 @@ class WeightGradSpec(_Kernel):
         return f"{'' if self.gated else '_plain'}{'_bias' if self.bias else ''}{'_add' if self.accumulate else ''}"
 
 
-OVERFLOW_MODES = ("hidden", "gradients", "token", "weight")
+OVERFLOW_MODES = ("forward", "backward")
 
 
 @dataclass(frozen=True)
 class OverflowSpec(_Kernel):
-    """One of the dense products of a batch whose non-zeros exceed the hybrid format's capacity."""
+    """A pass over a batch whose non-zeros exceed the hybrid format's capacity, by dense products."""
 
     mode: str
     op: ClassVar[str] = "overflow"

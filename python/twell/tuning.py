@@ -158,7 +158,7 @@ def weight_grad(dtype: torch.dtype, gated: bool, bias: bool, accumulate: bool) -
 
 @functools.cache
 def overflow(dtype: torch.dtype, mode: str) -> specs.OverflowSpec:
-    """A product (hidden, gradients, token, weight) of a training step whose non-zeros exceed the hybrid format."""
+    """A pass (forward, backward) of a training step whose non-zeros exceed the hybrid format."""
     return specs.OverflowSpec(dtype_name(dtype), mode)
 
 

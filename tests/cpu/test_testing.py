@@ -500,7 +500,7 @@ def test_assert_packed_same(dtype: torch.dtype) -> None:
 
 @GATED
 def test_assert_hybrid_same(gated: bool) -> None:
-    """Every defined bit counts, and no undefined one: past the lists, past the entries, beside what did not fit."""
+    """Every defined bit counts, and no undefined one: past the lists, past the entries, where nothing fits."""
     for density in (0.1, 1):
         problem = testing.integer_problem(130, 24, 264, density=density)
         layer = problem if gated else problem._replace(w_up=None)
@@ -514,8 +514,8 @@ def test_assert_hybrid_same(gated: bool) -> None:
 
         size = int(expected[3][0])
         if density == 1:
-            harmless = [(0, 130 * 9), (1, (0, 0)), (2, (0, 1)), (3, 0), (4, 5)]
-            harmful = [(0, 0), (0, 130 * 9 - 1), (3, -1)]
+            harmless = [(0, 0), (1, (0, 0)), (2, (0, 1)), (3, 0), (4, 5)]
+            harmful = [(3, -1)]
         else:
             harmless = [(0, total), (1, (0, -(-size // 64) * 64))] if size <= 192 else [(0, total)]
             harmful = [(0, 0), (0, total - 1), (1, (0, size - 1)), (2, (0, 1)), (3, 0), (3, -1), (4, 5)]

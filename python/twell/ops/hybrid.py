@@ -270,36 +270,19 @@ def backward_cpu(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, out: Grad
 _BIASES = Operands._fields[4:]
 
 
-class Slice(NamedTuple):
-    """Tokens of an over-full batch that are computed together, and what kernels need of them."""
-
-    first: int
-    end: int
-    parts: Tensor
-
-
-def overflow_slices(x: Tensor, n: int, count: int, most: int) -> list[Slice]:
-    """Slices of at most ``most`` tokens, which share scratch for ``count`` values per token and neuron."""
-    scratch = x.new_empty((count, min(len(x), most), n))
-    ends = [(first, min(len(x), first + most)) for first in range(0, len(x), most)]
-    return [Slice(first, end, scratch[:, : end - first]) for first, end in ends]
-
-
 def overflow_forward(layer: Operands, kept: Kept, capacity: int, y: Tensor, sums: Tensor, aside: Tensor) -> None:
     """Launch the kernels that fill y and ``sums``, of |h|, densely if there are more non-zeros than ``capacity``.
 
     ``sums`` is [token tiles, ``geometry.training_sums``] and ``aside`` is ``room_aside`` for n terms.
     """
-    x, w_gate, w_up, w_down, *biases = layer
-    (k, n), over = (x.shape[1], len(w_gate)), (kept.sizes, capacity)
-    b_gate, b_up, b_down = (bias_vector(*given, x) for given in zip(_BIASES, biases, (n, n, k)))
-    gated, ctas = int(w_up is not None), device.sm_count(x.device.index)
-    weights = (w_gate, w_gate if w_up is None else w_up, b_gate, b_up)
-    hidden, token = (tuning.overflow(x.dtype, mode) for mode in ("hidden", "token"))
-    for first, end, parts in overflow_slices(x, n, 1, geometry.OVERFLOW_FORWARD):
-        own_sums = sums[first // geometry.TOKEN_TILE :]
-        launch(hidden, x[first:end], *weights, *over, gated, parts, own_sums, ctas)
-        launch(token, parts, w_down, w_down, b_down, *over, y[first:end], aside, ctas)
+    x, w_gate, w_up, w_down, *given = layer
+    (m, k), n = x.shape, len(w_gate)
+    biases = (bias_vector(*each, x) for each in zip(_BIASES, given, (n, n, k)))
+    scratch = x.new_empty((1, min(m, geometry.OVERFLOW_FORWARD), n))
+    over = (kept.sizes, capacity, int(w_up is not None), scratch)
+    weights = (w_gate, w_gate if w_up is None else w_up, w_down)
+    own = (y, sums, aside, device.sm_count(x.device.index))
+    launch(tuning.overflow(x.dtype, "forward"), x, *weights, *biases, *over, *own)
 
 
 def overflow_backward(
@@ -309,37 +292,25 @@ def overflow_backward(
 
     ``aside`` is ``room_aside`` for m and for n terms, 2n of a layer with an up projection.
     """
-    x, w_gate, w_up, w_down, *biases = layer
-    none, over = x.new_empty((0, x.shape[1])), (kept.sizes, capacity)
-    flat, wide = none.view(-1), torch.empty_like(none, dtype=torch.float32)
-    n, up = len(w_gate), w_gate if w_up is None else w_up
-    b_gate, b_up = (bias_vector(*given, n, x) for given in zip(_BIASES, biases[:2]))
-    gated, ctas = int(w_up is not None), device.sm_count(x.device.index)
-    slices = overflow_slices(x, n, 2 + gated, geometry.OVERFLOW_BACKWARD)
-
-    weights = out[1:4]
-    results, sums = [none if w is None else w for w in weights], [wide] * 3
+    x, w_gate, w_up, w_down, *given = layer
+    (m, k), n, gated = x.shape, len(w_gate), int(w_up is not None)
+    biases = (bias_vector(*each, n, x) for each in zip(_BIASES, given[:2]))
+    slice_size = min(m, geometry.OVERFLOW_BACKWARD)
+    over = (kept.sizes, capacity, gated, x.new_empty((2 + gated, slice_size, n)))
+    none, wide = x.new_empty((0, k)), x.new_empty((0, k), dtype=torch.float32)
+    dx, *weights = (none if g is None else g for g in out[:4])
+    sums = [wide] * 3
     if accumulate:
-        results, sums = [none] * 3, [wide if w is None else w for w in weights]
-    elif len(slices) > 1:
+        weights, sums = [none] * 3, [wide if g is None else g for g in out[1:4]]
+    elif m > slice_size:
         # slices add up in fp32, and the last one rounds
-        sums = [torch.empty_like(r, dtype=torch.float32) for r in results]
-    d_biases = [flat if b is None else b for b in out[4:6]]
-    lines = -(-len(x) // geometry.OVERFLOW_SUM) if any(len(b) for b in d_biases) else 0
+        sums = [torch.empty_like(w, dtype=torch.float32) for w in weights]
+    d_biases = [none.view(-1) if b is None else b for b in out[4:6]]
+    lines = -(-m // geometry.OVERFLOW_SUM) if any(len(b) for b in d_biases) else 0
     by_token = x.new_empty((lines, 2 * n), dtype=torch.float32)
-
-    gradients, token, weight = (tuning.overflow(x.dtype, mode) for mode in ("gradients", "token", "weight"))
-    for first, end, parts in slices:
-        tokens, last = (dy[first:end], x[first:end]), end == len(x)
-        own_sums = by_token[first // geometry.OVERFLOW_SUM :]
-        own = (b_gate, b_up, dl1, *over, gated, parts, own_sums, ctas)
-        launch(gradients, *tokens, w_gate, up, w_down, *own)
-        if out.x is not None:
-            launch(token, parts, w_gate, up, flat, *over, out.x[first:end], aside, ctas)
-        if out.w_gate is not None:
-            flags = (int(accumulate or first > 0), int(last and not accumulate))
-            own = (by_token, *(d_biases if last else (flat, flat)), aside, ctas)
-            launch(weight, parts, *tokens, *over, *results, *sums, *flags, *own)
+    own = (dx, *weights, *sums, int(accumulate), by_token, *d_biases, aside, device.sm_count(x.device.index))
+    operands = (w_gate, w_gate if w_up is None else w_up, w_down, *biases, dl1)
+    launch(tuning.overflow(x.dtype, "backward"), dy, x, *operands, *over, *own)
 
 
 def backward_cuda(
