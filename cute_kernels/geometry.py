@@ -36,7 +36,7 @@ UNION_ENTRIES = 1 << 27
 # A batch that exceeds the capacity of the hybrid format: most tokens that forward and backward compute together, with
 # one and three 16-bit values of scratch per token and neuron; tokens and neurons that share a sum of |h|, and tokens
 # that share a sum for the gradients of the biases.
-OVERFLOW_FORWARD, OVERFLOW_BACKWARD = 16384, 4096
+OVERFLOW_FORWARD, OVERFLOW_BACKWARD = 16384, 3840
 OVERFLOW_SUM, OVERFLOW_NEURONS = 64, 128
 
 # Counts and positions are 32-bit.

@@ -125,7 +125,7 @@ def on_cuda(
     if nonzeros is not None:
         torch.sum(stats.select(2, 0), (0, 1), out=nonzeros)
     # the largest tensors of the step are given back before y is allocated
-    del words, spill, stats
+    del packed, words, spill, stats
     y = result(x)
 
     hidden = None
