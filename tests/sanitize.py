@@ -49,7 +49,7 @@ OPS = {
     "up_down": ("up_down", "up_down_token"),
     "up_down_union": ("compact", "sampled_up", "gathered"),
     "ffn_union": ("gate_pack", "gate_pack_few", "compact", "sampled_up", "gathered"),
-    "ffn": ("gate_pack", "gate_pack_few", "up_down_tile"),
+    "ffn": ("gate_pack", "gate_pack_few", "compact", "sampled_up", "gathered", "up_down_tile"),
     "unpack": ("unpack",),
     "reglu": ("reglu",),
     "matrix_transpose": ("matrix_transpose",),

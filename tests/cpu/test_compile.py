@@ -27,6 +27,7 @@ OCCUPANCY = {
     "gate_pack_few": (160, 2),
     "unpack": (256, 8),
     "reglu": (256, 5),
+    "up_down_tile": (256, 2),
     "compact": (1024, 1),
     "sampled_up": (384, 1),
     "sampled_grad": (384, 1),
@@ -75,7 +76,7 @@ def test_compiles_within_budget(spec: Spec, kernels: Callable[[Spec], dict[str, 
 # of each kernel with WGMMA a symbol with most of its code
 WGMMA = (
     *("gate_pack_bf16_t144", "gate_pack_few_bf16_m64", "sampled_up_bf16_training"),
-    *("gathered_bf16_2", "sampled_grad_bf16", "weight_grad_bf16_bias"),
+    *("up_down_tile_bf16_k2048", "gathered_bf16_2", "sampled_grad_bf16", "weight_grad_bf16_bias"),
     *("overflow_bf16_forward", "overflow_bf16_backward"),
 )
 
