@@ -98,14 +98,14 @@ def sparse_gated_ffn(
         w_down: [K, N], as in nn.Linear. Sparse strategies read it in place if it is the transposed view of a contiguous
             [N, K] tensor. Else they copy it in each forward and each backward pass, which is logged once.
         b_gate, b_up: [N]. b_down: [K]. Optional.
-        strategy: "row" reads the weight rows of each token's non-zeros. "union" works on tiles of 128 tokens and the
-            neurons that any token of a tile fires. Both are the same where a gradient will be needed; where none will
-            be, both run float32 and float64 dense, which is logged once at INFO. "dense" is plain PyTorch, for any size
-            and any dtype of F.linear. "auto" takes the cheapest strategy for a sparse layer of this size: mostly
-            "union", "row" for few tokens, "dense" for some hundreds. It keeps nothing between calls and so measures
-            nothing; an ``AutoStrategy`` that you keep, as the modules do, chooses by measured sparsity. Graphs without
-            gradients choose when they run. Both are "dense" on a CPU and, after a warning, on a GPU without sparse
-            kernels. Strategies may differ in the last bits of a result.
+        strategy: "row" reads the weight rows of each token's non-zeros. "union" works on tiles of 128 tokens, or 16 of a
+            small batch, and the neurons that any token of a tile fires. Both are the same where a gradient will be
+            needed; where none will be, both run float32 and float64 dense, which is logged once at INFO. "dense" is
+            plain PyTorch, for any size and any dtype of F.linear. "auto" takes the cheapest strategy for a sparse layer
+            of this size: mostly "union", "row" for few tokens, "dense" for some hundreds. It keeps nothing between
+            calls and so measures nothing; an ``AutoStrategy`` that you keep, as the modules do, chooses by measured
+            sparsity. Graphs without gradients choose when they run. Both are "dense" on a CPU and, after a warning, on
+            a GPU without sparse kernels. Strategies may differ in the last bits of a result.
         compression: 2, 4 or 8. A tile of 256 neurons takes 256 / compression words. It holds one non-zero fewer than
             that and spills beyond. The speed depends on it, the result does not.
         main_grads: float32 tensors (main_gate, main_up, main_down) of the weights' shapes. Backward adds the weights'
@@ -126,7 +126,7 @@ def sparse_gated_ffn(
 
     y and ``aux.l1`` are differentiable once, with respect to x, weights and biases. Gradients are as close to the true
     ones as dense PyTorch's at any sparsity, and the same bits in every run. For backward a call keeps its operands and
-    the gate in the hybrid format of ``cute_kernels/geometry.py``, 1.0 KB per token at N = 5632.
+    the gate in the hybrid format of ``cute_kernels/geometry.py``, at most 1.0 KB per token at N = 5632.
 
     All operands may be DTensors of one mesh. w_gate and w_up sharded on dimension 0 and w_down on dimension 1 divide
     the neurons; x sharded on a leading dimension divides the tokens. Then y and ``aux`` are DTensors, Partial where

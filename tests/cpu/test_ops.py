@@ -364,6 +364,23 @@ def test_operands_that_do_not_fit_each_other_are_refused_by_name(fake: bool) -> 
                 pytest.fail(f"{op._opname} takes {name} {operand.dtype} {list(operand.shape)}")
 
 
+def test_an_operand_on_meta_among_others_is_refused() -> None:
+    """torch answers such a call by the fake, whose outputs would be uninitialised memory."""
+    for op, arguments in checked_calls():
+        tensors = [name for name, value in arguments.items() if isinstance(value, Tensor)]
+        for name in tensors if len(tensors) > 1 else ():
+            given = (arguments | {name: arguments[name].to("meta")}).values()
+            with pytest.raises((ValueError, TypeError, RuntimeError), match=r"must be on one device, got cpu and meta"):
+                op(*given)
+
+
+def test_ffn_refuses_other_compressions() -> None:
+    o = operands(3, 64, 64)
+    for strategy in ("auto", "dense", "row", "union"):
+        with pytest.raises(ValueError, match="compression must be"):
+            ops.ffn(o["x"], o["w_gate"], o["w_up"], o["w_down"], None, None, None, 3, strategy, None)
+
+
 def test_sizes_and_dtypes_that_kernels_do_not_take_are_refused() -> None:
     """All operands change at once, so they fit each other."""
     for k, n, dtype, text in ((63, 64, BF16, "multiple of 8 values"), (64, 60, BF16, "multiple of 8 rows")):

@@ -80,10 +80,12 @@ def _choose(layer: Operands, strategy: str, site: Tensor | None) -> _auto.Route:
 
 def _on_cpu(layer: Operands, compression: int, strategy: str, site: Tensor | None, totals: bool) -> _Totals:
     check_layer(*layer)
+    geometry.words_per_tile(compression)
     return _run(_SPARSE_ON_CPU, layer, compression, _choose(layer, strategy, site), totals)
 
 
 def _on_cuda(layer: Operands, compression: int, strategy: str, site: Tensor | None, totals: bool) -> _Totals:
+    geometry.words_per_tile(compression)
     return _run(_SPARSE_ON_CUDA, layer, compression, _choose(layer, strategy, site), totals)
 
 

@@ -58,7 +58,7 @@ def register(
     for device_type, implementation in (("CPU", _without_autocast(cpu)), ("CUDA", _on_device(cuda))):
         implementation = nvtx.marked(_range_of(name, phase))(_refuse_grad(name, implementation, instead))
         _LIBRARY.impl(name, implementation, device_type)  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"twell::{name}", _refuse_grad(name, fake, instead), lib=_LIBRARY)
+    torch.library.register_fake(f"twell::{name}", _on_one_device(name, _refuse_grad(name, fake, instead)), lib=_LIBRARY)
     return getattr(torch.ops.twell, name).default  # type: ignore[no-any-return]
 
 
@@ -94,6 +94,20 @@ def has_tangent(tensor: Tensor) -> bool:
     if forward_ad._current_level < 0:
         return False
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def _on_one_device(name: str, fake: Implementation) -> Implementation:
+    """Refuse operands of several devices: torch calls a fake for real operands, too, if one of them is on meta."""
+
+    def on_one_device(*arguments: Any) -> Any:
+        devices = {str(a.device) for a in arguments if isinstance(a, Tensor)}
+        if len(devices) > 1:
+            raise ValueError(
+                f"torch.ops.twell.{name}: operands must be on one device, got {' and '.join(sorted(devices))}"
+            )
+        return fake(*arguments)
+
+    return on_one_device
 
 
 def _without_autocast(implementation: Implementation) -> Implementation:
