@@ -98,7 +98,7 @@ def sparse_gated_ffn(
         w_down: [K, N], as in nn.Linear. Sparse strategies read it in place if it is the transposed view of a contiguous
             [N, K] tensor. Else they copy it in each forward and each backward pass, which is logged once.
         b_gate, b_up: [N]. b_down: [K]. Optional.
-        strategy: "row" reads the weight rows of each token's non-zeros. "union" works on tiles of 128 tokens, or 16 of a
+        strategy: "row" reads the weight rows of each token's non-zeros. "union" works on tiles of 128 tokens, 16 of a
             small batch, and the neurons that any token of a tile fires. Both are the same where a gradient will be
             needed; where none will be, both run float32 and float64 dense, which is logged once at INFO. "dense" is
             plain PyTorch, for any size and any dtype of F.linear. "auto" takes the cheapest strategy for a sparse layer
