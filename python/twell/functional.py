@@ -21,7 +21,8 @@ from twell.ops.library import STRIDE_MULTIPLE, is_direct
 from twell.ops.operands import Mains, Operands
 from twell.packed import PackedTwell
 
-Strategy = Literal["auto", "row", "union", "dense"]
+Strategy = Literal["auto", "row", "union", "invariant", "dense"]
+_SPARSE = ("row", "union", "invariant")
 
 _WIDE_DTYPES = (torch.float32, torch.float64)
 
@@ -105,7 +106,8 @@ def sparse_gated_ffn(
             of this size: mostly "union", "row" for few tokens, "dense" for some hundreds. It keeps nothing between
             calls and so measures nothing; an ``AutoStrategy`` that you keep, as the modules do, chooses by measured
             sparsity. Graphs without gradients choose when they run. Both are "dense" on a CPU and, after a warning, on
-            a GPU without sparse kernels. Strategies may differ in the last bits of a result.
+            a GPU without sparse kernels. "invariant" is "row" with the same bits for a token whatever other tokens the
+            call has, and however many; for inference on a GPU. Strategies may differ in the last bits of a result.
         compression: 2, 4 or 8. A tile of 256 neurons takes 256 / compression words. It holds one non-zero fewer than
             that and spills beyond. The speed depends on it, the result does not.
         main_grads: float32 tensors (main_gate, main_up, main_down) of the weights' shapes. Backward adds the weights'
@@ -386,14 +388,14 @@ def _route(
     x = layer.x
     require_packable(name, operands, compression)
     if got := _autograd.transformed(operands, training):
-        if requested in ("row", "union"):
+        if requested in _SPARSE:
             raise NotImplementedError(
                 f'{name}: strategy="{requested}" takes plain tensors, got {got}; use strategy="dense", or "auto", '
                 "which is dense then"
             )
         return _auto.Route("dense")
     if training and _auto._exporting():
-        if requested in ("row", "union"):
+        if requested in _SPARSE:
             raise NotImplementedError(
                 f'{name}: strategy="{requested}" exports inference alone, got grad mode and operands that require grad '
                 f"({', '.join(needing_grad(operands))}); export under torch.no_grad(), with frozen weights or with "
@@ -417,10 +419,15 @@ def _route(
 def _choose(layer: Operands, requested: Any, training: bool, direct: bool) -> _auto.Route:
     """Choose how a call runs that the sparse path takes. An operator that is not called directly chooses itself."""
     x = layer.x
+    if requested == "invariant" and training:
+        raise NotImplementedError(
+            'strategy="invariant" computes inference alone, got grad mode and operands that require grad; call it '
+            'under torch.no_grad(), or train with "auto", "union" or "dense"'
+        )
     site = isinstance(requested, AutoStrategy)
     strategy, _ = _auto.fixed("auto" if site else requested, x.device, x.dtype, training)
     if strategy:
-        if strategy == "dense" and requested in ("row", "union") and not torch.compiler.is_compiling():
+        if strategy == "dense" and requested in _SPARSE and not torch.compiler.is_compiling():
             info_once("inference in float32 and float64 runs dense, whatever strategy was named")
         return _auto.Route(strategy)
     copied = copies_down(layer.w_down)

@@ -31,9 +31,14 @@ _FEW_NEURONS = 2 / 3 * geometry.TILE
 
 
 @functools.lru_cache(4096)
-def gate_pack(dtype: torch.dtype, m: int, n: int, clusters: int) -> specs.GatePackSpec | specs.GatePackFewSpec:
-    """The gate GEMM of ``m`` tokens and ``n`` neurons on a GPU that runs so many ``clusters`` of two at a time."""
-    if m <= (FEW_GATE_PACK if n <= _FEW_NEURONS * clusters else _FEWEST):
+def gate_pack(
+    dtype: torch.dtype, m: int, n: int, clusters: int, invariant: bool = False
+) -> specs.GatePackSpec | specs.GatePackFewSpec:
+    """The gate GEMM of ``m`` tokens and ``n`` neurons on a GPU that runs so many ``clusters`` of two at a time.
+
+    ``invariant``: only kernels whose bits do not depend on m.
+    """
+    if not invariant and m <= (FEW_GATE_PACK if n <= _FEW_NEURONS * clusters else _FEWEST):
         tokens = next(t for t in specs.FEW_TOKENS if m <= t)
         return specs.GatePackFewSpec(dtype_name(dtype), tokens)
 
@@ -60,11 +65,19 @@ TOKEN_UP_DOWN = {2048: 2048, 4096: 640, 8192: 512, 16384: 256}
 
 
 @functools.lru_cache(4096)
-def up_down_token(dtype: torch.dtype, m: int, k: int, gated: bool) -> specs.UpDownTokenSpec | None:
+def up_down_token(
+    dtype: torch.dtype, m: int, k: int, gated: bool, invariant: bool = False
+) -> specs.UpDownTokenSpec | None:
     """``up_down`` token by token, for ``m`` tokens: the fewer, the more CTAs share each. None for too many tokens.
 
-    NotImplementedError for a hidden size beyond the largest class.
+    ``invariant``: the same number of CTAs, more than one, for any m; a single CTA leaves heavy tokens, which depend on
+    their neighbours, to two. NotImplementedError for a hidden size beyond the largest class.
     """
+    if invariant:
+        cluster = min(c for c, classes in specs.TOKEN_K_CLASSES.items() if c > 1 and k <= classes[-1])
+        return specs.UpDownTokenSpec(
+            dtype_name(dtype), specs.k_class(k, specs.TOKEN_K_CLASSES[cluster]), cluster, gated
+        )
     if m > TOKEN_UP_DOWN[specs.k_class(k, tuple(TOKEN_UP_DOWN))]:
         return None
     clusters = [c for c, classes in specs.TOKEN_K_CLASSES.items() if k <= classes[-1]]
@@ -165,7 +178,7 @@ def overflow(dtype: torch.dtype, mode: str) -> specs.OverflowSpec:
 # Strategies
 
 
-STRATEGIES = ("auto", "row", "union", "dense")
+STRATEGIES = ("auto", "row", "union", "invariant", "dense")
 
 # A change of strategy must promise to save this share of the time, about the error of the predictions.
 MARGIN = 0.02
@@ -234,7 +247,8 @@ class Decision(NamedTuple):
 def require_strategy(requested: object) -> None:
     """Raise ValueError unless ``requested`` is the name of a strategy."""
     if requested not in STRATEGIES:
-        raise ValueError(f'strategy must be "auto", "row", "union" or "dense", got {requested!r}')
+        *names, last = (f'"{name}"' for name in STRATEGIES)
+        raise ValueError(f"strategy must be {', '.join(names)} or {last}, got {requested!r}")
 
 
 def shares(problem: Problem, figures: Figures) -> tuple[float, float]:

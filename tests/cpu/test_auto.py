@@ -289,7 +289,8 @@ def check_table(module: Any) -> None:
 @pytest.mark.parametrize("name", ["fast", "", None, 3, ["row"]])
 def test_names_are_checked(name: Any) -> None:
     with pytest.raises(
-        ValueError, match=f'strategy must be "auto", "row", "union" or "dense", got {re.escape(repr(name))}'
+        ValueError,
+        match=f'strategy must be "auto", "row", "union", "invariant" or "dense", got {re.escape(repr(name))}',
     ):
         tuning.require_strategy(name)
     with pytest.raises(ValueError, match="strategy must be"):

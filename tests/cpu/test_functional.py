@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import twell
-from twell import testing
+from twell import testing, tuning
 from twell._runtime import log
 from twell._runtime.log import warn_once
 
@@ -249,7 +249,11 @@ def shaped(**changes: Any) -> dict[str, Any]:
         ({"w_up": torch.zeros(24, 16)}, TypeError, "w_up must be torch.bfloat16 as x is, got torch.float32"),
         ({"w_up": torch.zeros(24, 16, dtype=BF16, device="meta")}, ValueError, "w_up must be on cpu as x is, got meta"),
         ({"compression": 3}, ValueError, r"compression must be one of \(2, 4, 8\), got 3"),
-        ({"strategy": "fast"}, ValueError, 'strategy must be "auto", "row", "union" or "dense", got \'fast\''),
+        (
+            {"strategy": "fast"},
+            ValueError,
+            'strategy must be "auto", "row", "union", "invariant" or "dense", got \'fast\'',
+        ),
     ],
 )
 def test_bad_arguments_are_refused(changes: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -391,3 +395,24 @@ def test_modes_of_torch_and_plain_subclasses_run_as_named(
     finally:
         torch.set_default_device(None)
     assert "runs dense" not in caplog.text
+
+
+def test_invariant_is_for_inference() -> None:
+    """Its kernels depend on the hidden size alone; a call that would need gradients is refused."""
+    x, weight = torch.randn(3, 16, dtype=BF16), torch.randn(8, 16, dtype=BF16, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="computes inference alone, got grad mode and operands that require"):
+        twell.sparse_gated_ffn(x, weight, weight, weight.t(), strategy="invariant")
+    with torch.no_grad():
+        y = twell.sparse_gated_ffn(x, weight, weight, weight.t(), strategy="invariant")
+        assert torch.equal(y, twell.sparse_gated_ffn(x, weight, weight, weight.t(), strategy="row"))
+    for k in (8, 2048, 4096, 4104, 16384):
+        chosen = {
+            (tuning.gate_pack(BF16, m, 5632, 66, True).op, tuning.up_down_token(BF16, m, k, gated, True))
+            for m in (1, 8, 64, 65, 300, 2049, 100_000)
+            for gated in (True,)
+        }
+        assert len(chosen) == 1
+        ((gate, token),) = chosen
+        assert gate == "gate_pack"
+        assert token is not None
+        assert token.cluster > 1

@@ -242,7 +242,7 @@ def solve(case: Case, layer: Layer) -> Right:
     hidden = gate
     if up is not None:
         hidden = gate.times(up if sparse else up.rounded(dtype))
-        if not (case.strategy == "row" and not case.training):
+        if case.strategy not in ("row", "invariant") or case.training:
             hidden = hidden.rounded(dtype)
         hidden = hidden.where(active)
     down = Product(hidden, layer.w_down.double())

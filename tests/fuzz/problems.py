@@ -17,8 +17,8 @@ from torch import Tensor
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OPS = {"pack": 3, "forward": 4, "aux": 3, "train": 6, "decode": 3, "overflow": 2, "compact": 1}
-STRATEGIES = {"row": 6, "union": 6, "dense": 2, "auto": 2, "site": 1}
-SPARSE = ("row", "union")
+STRATEGIES = {"row": 5, "union": 6, "invariant": 1, "dense": 2, "auto": 2, "site": 1}
+SPARSE = ("row", "union", "invariant")
 PATTERNS = {
     "uniform": 3,
     "tokens": 4,
@@ -171,6 +171,9 @@ def draw(seed: int, number: int, limits: Limits, graphs: bool) -> Case:
     strategy = pick(rng, STRATEGIES) if op != "pack" else "row"
     if op == "overflow":
         strategy = "union"
+    elif training and strategy == "invariant":
+        # for inference alone
+        strategy = "row"
     sparse = strategy in SPARSE
     present = [name for name in NAMES if name in biases or (name == "w_up" and gated) or name in ("x", *WEIGHTS[::2])]
     wanted: tuple[str, ...] = ()

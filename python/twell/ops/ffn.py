@@ -10,6 +10,7 @@ of |h| and the number of non-zeros.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -115,13 +116,13 @@ def _row_on_cpu(layer: Operands, compression: int, measured: bool) -> _Counted:
     return *up_down_on_cpu(x, words, spill, w_up, w_down, b_up, b_down, compression), stats, None
 
 
-def _row_on_cuda(layer: Operands, compression: int, measured: bool) -> _Counted:
+def _row_on_cuda(layer: Operands, compression: int, measured: bool, invariant: bool = False) -> _Counted:
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     check_alike(w_gate, w_up=w_up, w_down=w_down)
     words, spill, stats = packed = packed_outputs(x, w_gate, compression)
-    pack(x, w_gate, b_gate, packed, compression)
+    pack(x, w_gate, b_gate, packed, compression, invariant)
     y, l1 = empty(x, x.shape), empty(x, x.shape[0], torch.float32)
-    multiply(PackedOperands(x, words, spill, w_up, w_down, b_up, b_down), y, l1, compression)
+    multiply(PackedOperands(x, words, spill, w_up, w_down, b_up, b_down), y, l1, compression, invariant)
     return y, l1, stats, None
 
 
@@ -159,8 +160,16 @@ def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
-_SPARSE_ON_CPU = {"row": _row_on_cpu, "union": lambda layer, compression, measured: union_on_cpu(*layer, compression)}
-_SPARSE_ON_CUDA = {"row": _row_on_cuda, "union": _union_on_cuda}
+_SPARSE_ON_CPU: _Sparse = {
+    "row": _row_on_cpu,
+    "union": lambda layer, compression, measured: union_on_cpu(*layer, compression),
+    "invariant": _row_on_cpu,
+}
+_SPARSE_ON_CUDA: _Sparse = {
+    "row": _row_on_cuda,
+    "union": _union_on_cuda,
+    "invariant": functools.partial(_row_on_cuda, invariant=True),
+}
 _ARGUMENTS = f"{LAYER}, int compression, str strategy, Tensor? site"
 
 ffn, ffn_aux = (

@@ -71,15 +71,17 @@ def _cuda(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int) ->
     return packed
 
 
-def pack(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, packed: Packed, compression: int) -> None:
-    """Launch what fills ``packed``."""
+def pack(
+    x: Tensor, w_gate: Tensor, b_gate: Tensor | None, packed: Packed, compression: int, invariant: bool = False
+) -> None:
+    """Launch what fills ``packed``; if ``invariant``, with bits that do not depend on the number of tokens."""
     (m, _), n = x.shape, w_gate.shape[0]
     if m == 0:
         return
     operands = (rows(x), rows(w_gate), bias_vector("b_gate", b_gate, n, x), *packed)
     # a cluster is two CTAs, one per multiprocessor
     clusters = device.sm_count(x.device.index) // 2
-    spec = tuning.gate_pack(x.dtype, m, n, clusters)
+    spec = tuning.gate_pack(x.dtype, m, n, clusters, invariant)
     last = (clusters,) if isinstance(spec, specs.GatePackSpec) else ()
     launch(spec, *operands, geometry.words_per_tile(compression), *last)
 

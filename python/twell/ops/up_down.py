@@ -76,8 +76,8 @@ def _cuda(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
     return y, l1
 
 
-def multiply(packed: PackedOperands, y: Tensor, l1: Tensor, compression: int) -> None:
-    """Launch what fills ``y`` and ``l1``."""
+def multiply(packed: PackedOperands, y: Tensor, l1: Tensor, compression: int, invariant: bool = False) -> None:
+    """Launch what fills ``y`` and ``l1``; if ``invariant``, with bits that do not depend on other tokens."""
     x, words, spill, w_up, w_down, b_up, b_down = packed
     m, k = y.shape
     if m:
@@ -88,7 +88,7 @@ def multiply(packed: PackedOperands, y: Tensor, l1: Tensor, compression: int) ->
         width = geometry.words_per_tile(compression)
         up_bias = bias_vector("b_up", b_up, w_down.shape[0], spill) if gated else None
         results = (up_bias, bias_vector("b_down", b_down, k, spill), y, l1)
-        by_token = tuning.up_down_token(spill.dtype, m, k, gated)
+        by_token = tuning.up_down_token(spill.dtype, m, k, gated, invariant)
         if by_token is not None:
             launch(by_token, *operands, *results, width)
         else:

@@ -88,7 +88,7 @@ class _Calls:
         """Operations and bytes of a strategy, and its floor."""
         layer = self.layer
         listed = self.listed * geometry.TOKEN_TILE
-        pairs = {"row": self.nonzeros, "union": listed, "dense": float(self.m * layer.n)}[strategy]
+        pairs = {"union": listed, "dense": float(self.m * layer.n)}.get(strategy, self.nonzeros)
         rows = layer.n if strategy == "dense" else self.fired
         moved = 2 * self.token_bytes + layer.weight_bytes + 2 * rows * layer.k * ITEM
         # memory traffic bounds the smallest batches

@@ -23,7 +23,7 @@ from twell.testing import FFN, Comparison, Errors
 INFERENCE = ("gate_pack", "up_down", "up_down_union", "ffn", "down", "sparse_ffn")
 TRAINING = ("train", "train_forward", "train_backward", "train_overflow", "sparse_train")
 OPS = (*INFERENCE, "decode", *TRAINING)
-STRATEGIES = ("row", "union", "dense", "auto")
+STRATEGIES = ("row", "union", "invariant", "dense", "auto")
 
 # Bytes of a stored value.
 ITEM = 2

@@ -1,0 +1,75 @@
+"""Strategy "invariant": the bits of a token's y depend on the token and the weights alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import twell
+from twell import testing
+from twell.testing import FFN
+
+# each number at which the other strategies change their kernels, its neighbours, and far beyond
+COUNTS = (1, 2, 8, 9, 33, 64, 65, 128, 129, 257, 513, 641, 1025, 2049, 8192)
+
+
+def layers() -> Iterator[FFN]:
+    """Layers whose K belong to clusters of two, four and eight, with tokens of few and of many non-zeros."""
+    for k, n in ((136, 520), (2048, 5632), (4096, 1032), (6144, 1032), (16384, 264)):
+        yield testing.make("topic29", COUNTS[-1], k, n)
+
+
+def output(problem: FFN, x: Tensor, gated: bool = True) -> Tensor:
+    return testing.poisoned(lambda: testing.sparse_output(problem._replace(x=x), gated=gated, strategy="invariant"))
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+def test_bits_do_not_depend_on_the_number_of_tokens(gated: bool) -> None:
+    for problem in layers():
+        whole = output(problem, problem.x, gated)
+        for m in COUNTS[:-1]:
+            for first in (0, COUNTS[-1] - m):
+                part = slice(first, first + m)
+                testing.assert_same(output(problem, problem.x[part], gated), whole[part], f"{m} tokens from {first}")
+
+
+def test_bits_do_not_depend_on_neighbours() -> None:
+    """The same tokens between others, among them tokens that fire all neurons, in another order, and repeated."""
+    for problem in layers():
+        x = problem.x[:512]
+        expected = output(problem, x)
+        # a token that fires much: the sum of all rows of the gate's weight
+        loud = problem.w_gate.float().sum(0).to(x.dtype).expand(512, -1)
+        for every in (2, 8, 32):
+            mixed = torch.where((torch.arange(512, device=x.device) % every == 0)[:, None], loud, x)
+            kept = torch.arange(512, device=x.device) % every != 0
+            testing.assert_same(output(problem, mixed.contiguous())[kept], expected[kept], f"loud every {every}")
+        order = torch.randperm(512, device=x.device)
+        testing.assert_same(output(problem, x[order]), expected[order], "shuffled")
+        testing.assert_same(output(problem, x[:1].repeat(300, 1)), expected[:1].expand(300, -1), "repeated")
+
+
+def test_it_is_as_exact_as_row() -> None:
+    for m in (1, 200, 3000):
+        problem = testing.integer_problem(
+            m, 896, 2816, density=0.05, biases="gate up down", device=torch.device("cuda")
+        )
+        options = {"compression": 8}
+        by_row = testing.sparse_output(problem, strategy="row", **options)
+        testing.assert_same(testing.sparse_output(problem, strategy="invariant", **options), by_row)
+
+
+def test_graphs_and_modules() -> None:
+    layer = twell.nn.SparseGatedMLP(256, 1024, strategy="invariant", device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(70, 256, device="cuda", dtype=torch.bfloat16)
+    compiled = torch.compile(layer, dynamic=True)
+    with torch.no_grad():
+        expected = layer(x)
+        for m in (1, 7, 70):
+            testing.assert_same(compiled(x[:m]), expected[:m], f"{m} tokens, compiled")
+            testing.assert_same(layer(x[:m]), expected[:m], f"{m} tokens")
+    with pytest.raises(NotImplementedError, match="computes inference alone"):
+        layer(x)
