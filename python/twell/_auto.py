@@ -294,7 +294,8 @@ class AutoStrategy:
 
     def _connect(self) -> None:
         self._lock = threading.Lock()
-        self._pending: _Expected | None = None
+        # one per bucket: with one for all, a forward pass under a reentrant checkpoint would keep training from any
+        self._pending: dict[tuple[bool, int], _Expected] = {}
         self._open: weakref.WeakSet[_Pass] = weakref.WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -329,7 +330,7 @@ class AutoStrategy:
         with self._lock:
             call, decision, due = self._count(problem)
             strategy, held = decision.strategy, self._buckets[_key(problem)].held
-            if not due or self._pending is not None or not problem.m:
+            if not due or _key(problem) in self._pending or not problem.m:
                 return Route(strategy, None, holder, held)
         if strategy == "row" and problem.m >= geometry.TOKEN_TILE and "union" in tuning.coefficients(problem):
             strategy = "union"
@@ -353,10 +354,10 @@ class AutoStrategy:
             self._observe(problem, figures, call)
 
     def expect(self, problem: tuning.Problem, call: int, transfer: Transfer, most: int | None) -> None:
-        """Take the figures of a call once they have arrived; ignore them if others are on their way."""
+        """Take the figures of a call once they have arrived; ignore them if others of its bucket are on their way."""
         with self._lock:
-            if self._pending is None and self._layer == (problem.k, problem.n, problem.gated):
-                self._pending = _Expected(problem, call, transfer, most)
+            if self._layer == (problem.k, problem.n, problem.gated):
+                self._pending.setdefault(_key(problem), _Expected(problem, call, transfer, most))
 
     def hold(self, y: Tensor) -> None:
         """Keep the choices for training until no backward pass through ``y`` can follow."""
@@ -382,8 +383,8 @@ class AutoStrategy:
                 if bucket.decision is None:
                     continue
                 figures, measured = bucket.figures, bucket.measured
-                pending = self._pending
-                if pending is not None and _key(pending.problem) == key and pending.transfer.arrived():
+                pending = self._pending.get(key)
+                if pending is not None and pending.transfer.arrived():
                     figures, measured = pending.figures(), pending.call
                 about = (layer, _kind(key[0]), _range(key[1]), "", *bucket.decision[:2])
                 rows.append(Choice(*about, bucket.calls, figures, measured, bucket.decision.costs))
@@ -439,15 +440,16 @@ class AutoStrategy:
         """Forget the figures of a layer of another size: removing neurons changes a module's layer."""
         layer = (problem.k, problem.n, problem.gated)
         if self._layer != layer:
-            self._layer, self._pending = layer, None
+            self._layer = layer
+            self._pending.clear()
             self._buckets.clear()
             self._captured.clear()
 
     def _collect(self) -> None:
-        pending = self._pending
-        if pending is not None and pending.transfer.arrived():
-            self._pending = None
-            self._observe(pending.problem, pending.figures(), pending.call)
+        for key, pending in list(self._pending.items()):
+            if pending.transfer.arrived():
+                del self._pending[key]
+                self._observe(pending.problem, pending.figures(), pending.call)
 
     def _observe(self, problem: tuning.Problem, figures: tuning.Figures, call: int | None) -> None:
         self._forget_other_layers(problem)

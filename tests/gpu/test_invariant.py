@@ -17,8 +17,8 @@ COUNTS = (1, 2, 8, 9, 33, 64, 65, 128, 129, 257, 513, 641, 1025, 2049, 8192)
 
 
 def layers() -> Iterator[FFN]:
-    """Layers whose K belong to clusters of two, four and eight, with tokens of few and of many non-zeros."""
-    for k, n in ((136, 520), (2048, 5632), (4096, 1032), (6144, 1032), (16384, 264)):
+    """Layers whose K belong to clusters of two and four, with tokens of few and of many non-zeros."""
+    for k, n in ((136, 520), (2048, 5632), (4096, 1032), (6144, 1032), (8192, 264)):
         yield testing.make("topic29", COUNTS[-1], k, n)
 
 
