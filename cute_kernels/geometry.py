@@ -5,6 +5,7 @@ non-zeros, words 1 to W-1 hold ``value bits << 16 | neuron``. A row-tile with mo
 """
 
 TILE = 256
+SLAB = 256
 COMPRESSIONS = (2, 4, 8)
 
 # The neuron index takes the low 16 bits of a word.

@@ -291,16 +291,15 @@ class TransposeSpec(_Kernel):
 
 @dataclass(frozen=True)
 class WeightGradSpec(_Kernel):
-    """``x, dy, packed coefficients by neuron tile -> weight gradients``, stored or added to fp32 buffers."""
+    """``x, dy, packed coefficients by neuron tile -> weight gradients``."""
 
     gated: bool
     bias: bool
-    accumulate: bool
     op: ClassVar[str] = "weight_grad"
 
     @property
     def suffix(self) -> str:
-        return f"{'' if self.gated else '_plain'}{'_bias' if self.bias else ''}{'_add' if self.accumulate else ''}"
+        return f"{'' if self.gated else '_plain'}{'_bias' if self.bias else ''}"
 
 
 OVERFLOW_MODES = ("forward", "backward")
@@ -361,7 +360,7 @@ def all_specs() -> tuple[Spec, ...]:
         RankSpec(),
         MatrixTransposeSpec(),
         *(TransposeSpec(d, g) for d in DTYPES for g in flags),
-        *(WeightGradSpec(d, g, b, a) for d in DTYPES for g in flags for b in flags for a in flags),
+        *(WeightGradSpec(d, g, b) for d in DTYPES for g in flags for b in flags),
         *(OverflowSpec(d, m) for d in DTYPES for m in OVERFLOW_MODES),
     )
 

@@ -1,7 +1,7 @@
 """Weight gradients by tiles of 64 neurons of similar popularity: dw_gate = d_gate^T x, dw_up = d_up^T x,
 dw_down = h^T dy, over the tokens that fire at least one of the tile's neurons.
 
-Persistent, one CTA per SM, the most popular neurons first. A unit of work is a neuron tile, a slab of 256 columns and
+Persistent, one CTA per SM, the most popular neurons first, in the order that `transpose` has dealt. A unit of work is a neuron tile, a slab of 256 columns and
 one of x and dy; its inner dimension is the tile's list of tokens, 128 per turn. Two kinds of warp groups, which share
 sm90/sparse_product.py with gathered.py:
 
@@ -47,7 +47,7 @@ from .sm90.sparse_product import (
 )
 from .specs import WeightGradSpec
 
-TILE_M, TILE_N, TILE_K = geometry.NEURON_TILE, 256, geometry.CHUNK
+TILE_M, TILE_N, TILE_K = geometry.NEURON_TILE, geometry.SLAB, geometry.CHUNK
 
 
 class Operands(NamedTuple):
@@ -66,7 +66,11 @@ class Operands(NamedTuple):
     dw_down: Any
     db_gate: Any
     db_up: Any
+    main_gate: Any  # fp32 sums that the gradients are added to; empty: they are stored instead
+    main_up: Any
+    main_down: Any
     flushed: Any  # partial sums of long lists
+    schedule: Any  # each unit's successor in its CTA, then the first unit of each CTA
     slabs: Any
     units: Any
 
@@ -87,13 +91,13 @@ class Fragments(NamedTuple):
 
 
 class WeightGrad(SparseProduct):
-    """For one dtype, gated or not, with bias gradients or not, stored or accumulated; sizes stay symbolic."""
+    """For one dtype, gated or not, with bias gradients or not; sizes stay symbolic."""
 
     products = 1
 
     def __init__(self, spec: WeightGradSpec):
         self.dtype = operands.DTYPES[spec.dtype]
-        self.gated, self.has_bias, self.accumulate = spec.gated, spec.bias, spec.accumulate
+        self.gated, self.has_bias = spec.gated, spec.bias
         self.longest = geometry.LONGEST_SUM[spec.dtype]
 
     @cute.jit
@@ -112,7 +116,11 @@ class WeightGrad(SparseProduct):
         dw_down: cute.Tensor,
         db_gate: cute.Tensor | None,
         db_up: cute.Tensor | None,
+        main_gate: cute.Tensor,
+        main_up: cute.Tensor | None,
+        main_down: cute.Tensor,
         flushed: cute.Tensor,
+        schedule: cute.Tensor,
         capacity: Int32,
         max_ctas: Int32,
         stream: cuda.CUstream,
@@ -141,8 +149,8 @@ class WeightGrad(SparseProduct):
         slabs = cute.ceil_div(x.shape[1], TILE_N)
         units = cute.ceil_div(order.shape[0], TILE_M) * slabs * 2
         data = Operands(
-            x, dy, order, sizes, tiles, starts, packed, tokens, dw_gate, dw_up, dw_down, db_gate, db_up, flushed, slabs,
-            units,
+            x, dy, order, sizes, tiles, starts, packed, tokens, dw_gate, dw_up, dw_down, db_gate, db_up, main_gate,
+            main_up, main_down, flushed, schedule, slabs, units,
         )  # fmt: skip
         arguments = (data, (wide, narrow, row_mma), a_layout, b_layout, ones_layout, capacity)
         ctas = cutlass.min(units, max_ctas)
@@ -190,6 +198,13 @@ class WeightGrad(SparseProduct):
                     mma.set(warpgroup.Field.ACCUMULATE, True)
                 fragments = self.fragments(mmas, sA, sB, sOnes, thread - 128)
                 self.multiply_units(ring, shared.sA.data_ptr(), data, fragments, thread - 128, long)
+
+    def first_unit(self, data):
+        return data.schedule[data.units + cute.arch.block_idx()[0]]
+
+    @cute.jit
+    def unit_after(self, data, unit):
+        return data.schedule[unit] if unit < data.units else unit
 
     @cute.jit
     def tile_and_part(self, data, unit):
@@ -267,36 +282,39 @@ class WeightGrad(SparseProduct):
         first = slab * TILE_N
         middle = first + g.half * (TILE_N // 2)
         if of_dy:
-            self.store(f.acc_half, data.dw_down, data.order, tile, middle, TILE_N // 2, length, g.thread)
+            self.store(
+                f.acc_half, data.dw_down, data.main_down, data.order, tile, middle, TILE_N // 2, length, g.thread
+            )
         else:
             if const_expr(not self.gated):
-                self.store(f.acc_half, data.dw_gate, data.order, tile, middle, TILE_N // 2, length, g.thread)
+                self.store(
+                    f.acc_half, data.dw_gate, data.main_gate, data.order, tile, middle, TILE_N // 2, length, g.thread
+                )
                 if g.half == 0:
                     self.store_bias(f.sums, data.db_gate, data.order, tile, slab, g.thread)
             else:
                 if g.half == 0:
-                    self.store(f.acc, data.dw_gate, data.order, tile, first, TILE_N, length, g.thread)
+                    self.store(f.acc, data.dw_gate, data.main_gate, data.order, tile, first, TILE_N, length, g.thread)
                     self.store_bias(f.sums, data.db_gate, data.order, tile, slab, g.thread)
                 else:
-                    self.store(f.acc, data.dw_up, data.order, tile, first, TILE_N, length, g.thread)
+                    self.store(f.acc, data.dw_up, data.main_up, data.order, tile, first, TILE_N, length, g.thread)
                     self.store_bias(f.sums, data.db_up, data.order, tile, slab, g.thread)
         return walk
 
     @cute.jit
-    def store(self, acc, target, order, tile, column, columns: cutlass.Constexpr, length, thread):
-        """Store or add each row of sums to the row of its neuron."""
+    def store(self, acc, target, main, order, tile, column, columns: cutlass.Constexpr, length, thread):
+        """Store each row of sums as the row of its neuron, or add it to that of `main`."""
         lane = cute.arch.lane_idx()
         row = ((thread & 127) // 32) * 16 + (lane >> 2)
         for i in range_constexpr(2):
             rank = tile * TILE_M + row + 8 * i
             neuron = order[rank] if rank < order.shape[0] else 0
-            left = target.shape[1] - column if rank < order.shape[0] else 0
-            base = address(target, neuron, column)
-            if const_expr(self.accumulate):
-                if length > 0:
-                    self.add_row(acc, i, columns, base + (lane & 3) * 2, left - (lane & 3) * 2)
-            else:
-                store_rounded(acc, i, columns, base, left, lane, self.dtype)
+            left = main.shape[1] - column if rank < order.shape[0] else 0
+            if main.shape[0] == 0:
+                store_rounded(acc, i, columns, address(target, neuron, column), left, lane, self.dtype)
+            elif length > 0:
+                pair = (lane & 3) * 2
+                self.add_row(acc, i, columns, address(main, neuron, column + pair), left - pair)
 
     @cute.jit
     def add_row(self, acc, i: cutlass.Constexpr, columns: cutlass.Constexpr, row, left):
@@ -323,7 +341,8 @@ def signature(spec: WeightGradSpec) -> tuple[Any, tuple[Any, ...]]:
     dtype = operands.DTYPES[spec.dtype]
     m, n, k, p = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8), cute.sym_int32()
     r = cute.sym_int32()
-    weight = Float32 if spec.accumulate else dtype
+    # either gradients or sums are empty
+    stored, added = cute.sym_int32(), cute.sym_int32()
     arguments = (
         operands.rows(dtype, m, k),
         operands.rows(dtype, m, k),
@@ -333,12 +352,16 @@ def signature(spec: WeightGradSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.matrix(Int32, r, cute.sym_int32()),
         operands.vector(Int64, p),
         operands.vector(Int32, p),
-        operands.rows(weight, n, k),
-        operands.rows(weight, n, k) if spec.gated else None,
-        operands.rows(weight, n, k),
+        operands.rows(dtype, stored, k),
+        operands.rows(dtype, stored, k) if spec.gated else None,
+        operands.rows(dtype, stored, k),
         operands.vector(dtype, n) if spec.bias else None,
         operands.vector(dtype, n) if spec.bias and spec.gated else None,
+        operands.rows(Float32, added, k),
+        operands.rows(Float32, added, k) if spec.gated else None,
+        operands.rows(Float32, added, k),
         operands.vector(Float32, cute.sym_int32()),
+        operands.vector(Int32, cute.sym_int32(), align=4),
         Int32(1),
         Int32(1),
     )

@@ -164,9 +164,9 @@ def transpose(dtype: torch.dtype, gated: bool) -> specs.TransposeSpec:
 
 
 @functools.cache
-def weight_grad(dtype: torch.dtype, gated: bool, bias: bool, accumulate: bool) -> specs.WeightGradSpec:
-    """Gradients of all weights and biases, stored, or added to fp32."""
-    return specs.WeightGradSpec(dtype_name(dtype), gated, bias, accumulate)
+def weight_grad(dtype: torch.dtype, gated: bool, bias: bool) -> specs.WeightGradSpec:
+    """Gradients of all weights and biases."""
+    return specs.WeightGradSpec(dtype_name(dtype), gated, bias)
 
 
 @functools.cache

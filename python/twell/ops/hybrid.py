@@ -19,6 +19,7 @@ On the CPU values may be wider than 16 bits. Then the entries hold none, and the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -287,8 +288,8 @@ def overflow_forward(layer: Operands, kept: Kept, capacity: int, y: Tensor, sums
 
 def overflow_backward(
     dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, capacity: int, out: Gradients, accumulate: bool, aside: Tensor
-) -> None:
-    """Launch the kernels that fill ``out`` densely if there are more non-zeros than ``capacity``.
+) -> Callable[[], None]:
+    """A function that launches the kernels that fill ``out`` densely if there are more non-zeros than ``capacity``.
 
     ``aside`` is ``room_aside`` for m and for n terms, 2n of a layer with an up projection.
     """
@@ -310,7 +311,7 @@ def overflow_backward(
     by_token = x.new_empty((lines, 2 * n), dtype=torch.float32)
     own = (dx, *weights, *sums, int(accumulate), by_token, *d_biases, aside, device.sm_count(x.device.index))
     operands = (w_gate, w_gate if w_up is None else w_up, w_down, *biases, dl1)
-    launch(tuning.overflow(x.dtype, "backward"), dy, x, *operands, *over, *own)
+    return functools.partial(launch, tuning.overflow(x.dtype, "backward"), dy, x, *operands, *over, *own)
 
 
 def backward_cuda(
@@ -332,7 +333,7 @@ def backward_cuda(
         return none
     x, w_gate, w_up, w_down = layer[:4]
     check_alike(w_gate, w_up=w_up, w_down=w_down)
-    m, n, dtype, gated = x.shape[0], w_gate.shape[0], x.dtype, w_up is not None
+    (m, k), n, dtype, gated = x.shape, w_gate.shape[0], x.dtype, w_up is not None
     multiprocessors = device.sm_count(x.device.index)
     capacity = capacity_of(x, n, gated, kept.entries)
     entries, neurons, chunks, sizes, popularity = kept
@@ -357,7 +358,7 @@ def backward_cuda(
     laid = layer._replace(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down)
     if weights is None:
         aside = room_aside(x, 2 * n if gated else n, multiprocessors)
-        overflow_backward(dy, dl1, laid, kept, capacity, none, accumulate, aside)
+        overflow_backward(dy, dl1, laid, kept, capacity, none, accumulate, aside)()
         return none
 
     order, slot = empty(popularity, n), empty(popularity, n)
@@ -370,20 +371,31 @@ def backward_cuda(
     room = capacity + min(capacity, neuron_tiles * geometry.RARE_ENTRIES)
     packed = empty(sizes, room, torch.int64)
     tokens = empty(sizes, room)
+    parts = 2 * -(-k // geometry.SLAB)
+    schedule = empty(sizes, neuron_tiles * parts + multiprocessors)
     by_neuron = (groups, tiles, starts, packed, tokens)
-    launch(tuning.transpose(dtype, gated), *pattern, up, d_gate, d_up, slot, *by_neuron)
+    dealt = (schedule, parts, multiprocessors)
+    launch(tuning.transpose(dtype, gated), *pattern, up, d_gate, d_up, slot, *by_neuron, *dealt)
 
-    del d_gate, d_up, groups, by_neuron
+    del d_gate, d_up, groups, by_neuron, dealt
     out = weights()
     # a layer with one of two biases still needs memory for the other's gradient
     bias = layer.b_gate is not None or layer.b_up is not None
     db_gate = (empty(x, n) if out.b_gate is None else out.b_gate) if bias else None
     db_up = (empty(x, n) if out.b_up is None else out.b_up) if bias and gated else None
     aside = room_aside(x, max(m, 2 * n if gated else n), multiprocessors)
-    gradients = (out.w_gate, out.w_up, out.w_down, db_gate, db_up, aside)
-    weight_grad = tuning.weight_grad(dtype, gated, bias, accumulate)
-    launch(weight_grad, x, dy, order, sizes, tiles, starts, packed, tokens, *gradients, capacity, multiprocessors)
-    del order, slot, tiles, starts, packed, tokens
+    # the gradients are stored, or added to fp32 sums; the others are empty
+    nothing = empty(x, (0, k), dtype if accumulate else torch.float32)
+    nothings = [None if w is None else nothing for w in out[1:4]]
+    stored, added = (nothings, out[1:4]) if accumulate else (out[1:4], nothings)
+    gradients = (*stored, db_gate, db_up, *added, aside)
+    weight_grad = tuning.weight_grad(dtype, gated, bias)
+    given = (x, dy, order, sizes, tiles, starts, packed, tokens)
     out = out._replace(x=dx)
-    overflow_backward(dy, dl1, laid, kept, capacity, out, accumulate, aside)
+    dense = functools.partial(overflow_backward, dy, dl1, laid, kept, capacity, out, accumulate, aside)
+    # nothing may run out of memory once something has been added
+    overflow = dense() if accumulate else None
+    launch(weight_grad, *given, *gradients, schedule, capacity, multiprocessors)
+    del order, slot, tiles, starts, packed, tokens, schedule, given
+    (overflow or dense())()
     return out
