@@ -1,9 +1,9 @@
 """Weight gradients by tiles of 64 neurons of similar popularity: dw_gate = d_gate^T x, dw_up = d_up^T x,
 dw_down = h^T dy, over the tokens that fire at least one of the tile's neurons.
 
-Persistent, one CTA per SM, the most popular neurons first, in the order that `transpose` has dealt. A unit of work is a neuron tile, a slab of 256 columns and
-one of x and dy; its inner dimension is the tile's list of tokens, 128 per turn. Two kinds of warp groups, which share
-sm90/sparse_product.py with gathered.py:
+Persistent, one CTA per SM. A unit of work is a neuron tile, a slab of 256 columns and one of x and dy; its inner
+dimension is the tile's list of tokens, 128 per turn. The most popular neurons come first, and `transpose` has dealt the
+units to the CTAs. Two kinds of warp groups, which share sm90/sparse_product.py with gathered.py:
 
     fill    group 0. cp.async of rows of x or dy, 256 columns each, into MN-major swizzled stages of 64 rows.
     mma     groups 1 and 2. x: one takes d_gate, one d_up, WGMMA 64x256x16. dy (and x, if not gated): each takes half of
