@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from twell import tuning
+from twell import _tables, tuning
 from twell._arguments import require_integer
 from twell._runtime import device, geometry
 from twell._runtime.log import logger, warn_once
@@ -289,7 +289,7 @@ class AutoStrategy:
         self._layer: tuple[int, int, bool] | None = None
         self._buckets: dict[tuple[bool, int], _Bucket] = {}
         self._captured: dict[tuple[bool, int], tuning.Decision] = {}
-        self._graphs = tuple(_Graph(*_typical(*kind, None)[:2]) for kind in _GRAPH_KINDS)
+        self._graphs = tuple(_Graph(*_typical(*kind, None, None)[:2]) for kind in _GRAPH_KINDS)
         self._connect()
 
     def _connect(self) -> None:
@@ -297,6 +297,8 @@ class AutoStrategy:
         # one per bucket: with one for all, a forward pass under a reentrant checkpoint would keep training from any
         self._pending: dict[tuple[bool, int], _Expected] = {}
         self._open: weakref.WeakSet[_Pass] = weakref.WeakSet()
+        # of the GPU of the latest call
+        self._table = _tables.SHIPPED
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
@@ -324,6 +326,8 @@ class AutoStrategy:
         # fake tensors have no figures, and a captured graph would leave them at each replay
         real = type(x) is Tensor or type(x) is torch.nn.Parameter
         capturing = real and _capturing(x)
+        if real:
+            self._table = _tables.in_use(x.device)
         if not real or capturing or (training and self._recomputes()):
             strategy, held = self._peek(problem, record=capturing)
             return Route(strategy, None, holder, held)
@@ -332,7 +336,11 @@ class AutoStrategy:
             strategy, held = decision.strategy, self._buckets[_key(problem)].held
             if not due or _key(problem) in self._pending or not problem.m:
                 return Route(strategy, None, holder, held)
-        if strategy == "row" and problem.m >= geometry.TOKEN_TILE and "union" in tuning.coefficients(problem):
+        if (
+            strategy == "row"
+            and problem.m >= geometry.TOKEN_TILE
+            and "union" in tuning.coefficients(problem, self._table)
+        ):
             strategy = "union"
         return Route(strategy, Measurement(self, problem, call), holder, held)
 
@@ -415,7 +423,7 @@ class AutoStrategy:
             alike = bucket is not None and bucket.problem.down_copied == problem.down_copied
             decision = bucket.decision if bucket is not None and alike else None
             if decision is None:
-                decision = tuning.decide(problem, self._nearest(key), None)
+                decision = tuning.decide(problem, self._nearest(key), None, self._table)
             if record:
                 self._captured[key] = decision
             # later data of a captured graph may be denser
@@ -463,7 +471,7 @@ class AutoStrategy:
         if before is not None and bucket.late:
             return before
         figures = bucket.figures or self._nearest(_key(problem))
-        decision = tuning.decide(problem, figures, None if before is None else before.strategy)
+        decision = tuning.decide(problem, figures, None if before is None else before.strategy, self._table)
         bucket.problem, bucket.decision, bucket.held = problem, decision, tuning.held(problem, bucket.recent)
         if before is None or decision.strategy != before.strategy:
             m, k, n, gated, training, _ = problem
@@ -490,7 +498,7 @@ class AutoStrategy:
                 decision = max(alike, key=lambda each: each[:2])[2]
             else:
                 figures = self._nearest((True, _bucket(_TYPICAL[few])))
-                decision = _typical(down_copied, few, figures, latest)
+                decision = _typical(down_copied, few, figures, self._table, latest)
             graph.strategy, graph.reason = decision.strategy, decision.reason
 
     def _nearest(self, key: tuple[bool, int]) -> tuning.Figures | None:
@@ -503,7 +511,8 @@ class AutoStrategy:
 
 def fresh(x: Tensor, n: int, gated: bool, down_copied: bool) -> str:
     """The strategy of a call without gradients on x [..., K] that has no site to remember figures."""
-    return tuning.decide(tuning.Problem(tokens_of(x), x.shape[-1], n, gated, False, down_copied), None, None).strategy
+    problem = tuning.Problem(tokens_of(x), x.shape[-1], n, gated, False, down_copied)
+    return tuning.decide(problem, None, None, _tables.in_use(x.device)).strategy
 
 
 # The sites of layers by the memory of their first weights, with what tells that a weight is gone: how the operators
@@ -575,10 +584,14 @@ def _graph_index(down_copied: bool, few: bool) -> int:
 
 
 def _typical(
-    down_copied: bool, few: bool, figures: tuning.Figures | None, like: tuning.Problem | None = None
+    down_copied: bool,
+    few: bool,
+    figures: tuning.Figures | None,
+    table: _tables.Table | None,
+    like: tuning.Problem | None = None,
 ) -> tuning.Decision:
     k, n, gated = (_TYPICAL_K, _TYPICAL_N, True) if like is None else (like.k, like.n, like.gated)
-    return tuning.decide(tuning.Problem(_TYPICAL[few], k, n, gated, True, down_copied), figures, None)
+    return tuning.decide(tuning.Problem(_TYPICAL[few], k, n, gated, True, down_copied), figures, None, table)
 
 
 def _bucket(m: int) -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from twell import _tuning_table
+from twell import _tables
 from twell._runtime import geometry, specs
 
 
@@ -261,13 +261,16 @@ def shares(problem: Problem, figures: Figures) -> tuple[float, float]:
     return union if figures.union is None else min(union, figures.union), density
 
 
-def costs(problem: Problem, figures: Figures) -> dict[str, float]:
-    """Predicted time of each strategy that the table has for ``problem``, as a multiple of dense's."""
+def costs(problem: Problem, figures: Figures, table: _tables.Table | None = None) -> dict[str, float]:
+    """Predicted time of each strategy that the table has for ``problem``, as a multiple of dense's.
+
+    ``table`` is the shipped one by default.
+    """
     union, density = shares(problem, figures)
     copies = copy_cost(problem)
     predicted = {
         name: base + per_union * union + per_density * density + copies
-        for name, (base, per_union, per_density) in coefficients(problem._replace(down_copied=False)).items()
+        for name, (base, per_union, per_density) in coefficients(problem, table).items()
     }
     return predicted | {"dense": 1.0}
 
@@ -283,22 +286,25 @@ def copy_cost(problem: Problem) -> float:
     return copies * 4 * values / COPY_BYTES / (passes * max(flop / _DENSE_FLOP, weight_bytes / _DENSE_BYTES))
 
 
-def decide(problem: Problem, figures: Figures | None, current: str | None) -> Decision:
+def decide(
+    problem: Problem, figures: Figures | None, current: str | None, table: _tables.Table | None = None
+) -> Decision:
     """Choose the strategy for ``problem`` from measured ``figures`` and the ``current`` strategy; either may be None.
 
-    A pure function. Without figures inference takes a sparse strategy and training the dense one.
+    A pure function of these and of the table of costs, by default the shipped one. Without figures inference takes a
+    sparse strategy and training the dense one.
     """
-    decision = _fresh(problem) if figures is None else _measured(problem, figures, current)
+    decision = _fresh(problem, table) if figures is None else _measured(problem, figures, current, table)
     if decision.strategy == "dense" and problem.down_copied:
-        in_place = decide(problem._replace(down_copied=False), figures, current).strategy
+        in_place = decide(problem._replace(down_copied=False), figures, current, table).strategy
         if in_place != "dense":
             reason = f"copies of the down weight outweigh {in_place}, which needs none where it is stored by rows"
             return decision._replace(reason=f"{decision.reason}; {reason}")
     return decision
 
 
-def _measured(problem: Problem, figures: Figures, current: str | None) -> Decision:
-    predicted = costs(problem, figures)
+def _measured(problem: Problem, figures: Figures, current: str | None, table: _tables.Table | None) -> Decision:
+    predicted = costs(problem, figures, table)
     if problem.training:
         held = geometry.hybrid_capacity(problem.m, problem.n) / max(problem.m, 1)
         limit = SAFE_SHARE * held * (1 if current in (None, "dense") else 1 + MARGIN)
@@ -314,10 +320,10 @@ def _measured(problem: Problem, figures: Figures, current: str | None) -> Decisi
     return Decision(best, f"saves {saved:.0%} of the time of {current}", predicted)
 
 
-def _fresh(problem: Problem) -> Decision:
+def _fresh(problem: Problem, table: _tables.Table | None) -> Decision:
     if problem.training:
         return Decision("dense", "nothing measured yet, and an untrained layer fires half of its neurons", {})
-    assumed = costs(problem, Figures(_ASSUMED_DENSITY * problem.n, None))
+    assumed = costs(problem, Figures(_ASSUMED_DENSITY * problem.n, None), table)
     row, union = assumed.get("row", 1.0), assumed.get("union", math.inf)
     if union <= WORST_CASE_PREMIUM * row and union < 1:
         return Decision("union", "nothing measured yet, and its worst case is bounded", {})
@@ -325,32 +331,74 @@ def _fresh(problem: Problem) -> Decision:
     return Decision(strategy, f"nothing measured yet, and the best for {problem.m} tokens of a sparse layer", {})
 
 
-def nearest(problem: Problem) -> tuple[bool, bool, int, int]:
-    """(training, gated, K, N) of the measured layer nearest in kind and in k * n."""
+def nearest(problem: Problem, table: _tables.Table | None = None) -> _tables.Key:
+    """(training, gated, K, N) of the measured layer nearest in kind, and then in log K and log N."""
+    measured = (table or _tables.SHIPPED).costs
+    return min(measured, key=lambda key: (*_other_kind(problem, key), _distance(problem, key)))
 
-    def distance(measured: tuple[bool, bool, int, int]) -> tuple[bool, bool, float]:
-        training, gated, k, n = measured
-        return training != problem.training, gated != problem.gated, abs(math.log(problem.k * problem.n / (k * n)))
 
-    return min(_tuning_table.TABLE, key=distance)
+def coefficients(problem: Problem, table: _tables.Table | None = None) -> dict[str, _tables.Terms]:
+    """The terms of each sparse strategy's cost: base, per share of the union, per share of non-zeros.
+
+    They are those of the measured layers of this kind that run the same kernels, weighted by 1 / distance^2 in log K
+    and log N. Each layer's are interpolated in log M between numbers of tokens that run the same kernels, since costs
+    jump where kernels change. Fewer tokens than were measured have no sparse strategy; more have the terms of the most.
+    """
+    return _coefficients(problem._replace(down_copied=False), table or _tables.SHIPPED)
 
 
 @functools.lru_cache(1024)
-def coefficients(problem: Problem) -> dict[str, tuple[float, float, float]]:
-    """The terms of each sparse strategy's cost: base, per share of the union, per share of non-zeros.
+def _coefficients(problem: Problem, table: _tables.Table) -> dict[str, _tables.Terms]:
+    kind = _other_kind(problem, nearest(problem, table))
+    layers = {key: nodes for key, nodes in table.costs.items() if _other_kind(problem, key) == kind}
+    alike = {key: _same_kernels(problem, key, nodes) for key, nodes in layers.items()}
+    # a layer of other kernels is better than none
+    alike = {key: nodes for key, nodes in alike.items() if nodes} or layers
+    weighted: dict[str, list[tuple[float, _tables.Terms]]] = {}
+    for key, nodes in alike.items():
+        if problem.m >= min(layers[key]):
+            weight = max(_distance(problem, key), 1e-3) ** -2
+            for name, terms in _between(problem.m, nodes).items():
+                weighted.setdefault(name, []).append((weight, terms))
+    return {name: _mean(found) for name, found in weighted.items()}
 
-    From the ``nearest`` measured layer, interpolated in log m. Fewer tokens than were measured have no sparse strategy;
-    more have the terms of the most.
-    """
-    by_tokens = _tuning_table.TABLE[nearest(problem)]
-    m = min(problem.m, max(by_tokens))
-    if m < min(by_tokens):
-        return {}
-    below, above = max(t for t in by_tokens if t <= m), min(t for t in by_tokens if t >= m)
+
+def _other_kind(problem: Problem, key: _tables.Key) -> tuple[bool, bool]:
+    return key[0] != problem.training, key[1] != problem.gated
+
+
+def _distance(problem: Problem, key: _tables.Key) -> float:
+    return math.hypot(math.log(problem.k / key[2]), math.log(problem.n / key[3]))
+
+
+_Nodes = dict[int, dict[str, _tables.Terms]]
+
+
+def _same_kernels(problem: Problem, key: _tables.Key, nodes: _Nodes) -> _Nodes:
+    """The numbers of tokens at which a measured layer runs the kernels that ``problem`` does."""
+    _, gated, k, n = key
+    wanted = _kernels(problem)
+    return {m: entry for m, entry in nodes.items() if _kernels(Problem(m, k, n, gated, problem.training)) == wanted}
+
+
+def _kernels(problem: Problem) -> tuple[bool, bool]:
+    """Which kernels run: whether that for few tokens, and whether "union" is one kernel."""
+    m, k, n, gated, training, _ = problem
+    if training:
+        return False, False
+    return m <= FEW_GATE_PACK, up_down_tile(torch.bfloat16, m, k, n, gated) is not None
+
+
+def _between(m: int, nodes: _Nodes) -> dict[str, _tables.Terms]:
+    """The terms for ``m`` tokens, interpolated in log m; beyond the nodes those of the nearest."""
+    below = max((t for t in nodes if t <= m), default=min(nodes))
+    above = min((t for t in nodes if t >= m), default=max(nodes))
     share = math.log(m / below) / math.log(above / below) if below < above else 0.0
-    between = {}
-    for name, low in by_tokens[below].items():
-        if name in by_tokens[above]:
-            base, per_union, per_density = (a + share * (b - a) for a, b in zip(low, by_tokens[above][name]))
-            between[name] = base, per_union, per_density
-    return between
+    low, high = nodes[below], nodes[above]
+    return {name: _mean([(1 - share, low[name]), (share, high[name])]) for name in low if name in high}
+
+
+def _mean(weighted: Sequence[tuple[float, _tables.Terms]]) -> _tables.Terms:
+    total = sum(weight for weight, _ in weighted)
+    base, per_union, per_density = (sum(w * terms[i] for w, terms in weighted) / total for i in range(3))
+    return base, per_union, per_density

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import twell
-from twell import _auto, _tuning_table, testing, tuning
+from twell import _auto, _tables, _tuning_table, testing, tuning
 from twell._runtime import device, geometry, log
 from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
 from twell.tuning import Figures, Problem
@@ -87,10 +87,8 @@ def chooses(monkeypatch: pytest.MonkeyPatch) -> Arrivals:
         (False, True, K, N): {1: {"row": (0.3, 0.0, 4.0), "union": (0.4, 0.5, 1.0)}},
         (True, True, K, N): {1: {"union": (0.2, 0.6, 1.0)}},
     }
-    monkeypatch.setattr(_tuning_table, "TABLE", table)
-    tuning.coefficients.cache_clear()
-    yield arrivals
-    tuning.coefficients.cache_clear()
+    monkeypatch.setattr(_tables, "SHIPPED", _tables.Table(table, "a GPU", "2026-11-22"))
+    return arrivals
 
 
 def layer(cls: Any = SparseGatedMLP, firing: int = 8) -> Any:
@@ -138,7 +136,7 @@ def test_the_decision_is_a_pure_function() -> None:
         for current in (None, "union", "dense")
     ]
     first = [tuning.decide(*each) for each in arguments]
-    tuning.coefficients.cache_clear()
+    tuning._coefficients.cache_clear()
     assert [tuning.decide(*each) for each in reversed(arguments)] == first[::-1]
 
 

@@ -66,8 +66,11 @@ def fingerprint() -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def open_folder() -> Path:
-    """The folder of this fingerprint, created if need be. Raises OSError or UnsafeCacheError."""
+def open_folder(name: str | None = None) -> Path:
+    """A folder of the cache, by default that of this fingerprint, created if need be.
+
+    Raises OSError or UnsafeCacheError.
+    """
     try:
         base = env.cache_dir()
     except RuntimeError as error:
@@ -75,7 +78,7 @@ def open_folder() -> Path:
         raise FileNotFoundError(f"{error} TWELL_CACHE_DIR can name a folder instead") from error
     base.parent.mkdir(parents=True, exist_ok=True)
     # the user may keep the cache elsewhere through a link; its target is checked
-    folder = Path(os.path.realpath(base)) / fingerprint()
+    folder = Path(os.path.realpath(base)) / (name or fingerprint())
     for path in (folder.parent, folder):
         path.mkdir(mode=0o700, exist_ok=True)
         _require_private(path)

@@ -74,6 +74,12 @@ def _attribute(index: int, name: str) -> int:
 
 
 @functools.cache
+def name(index: int) -> str:
+    """The model of device ``index``, as in "NVIDIA H200"."""
+    return str(_call("cuDeviceGetName", 128, _handle(index)).split(b"\0")[0].decode())
+
+
+@functools.cache
 def sm_count(index: int) -> int:
     """Number of streaming multiprocessors of device ``index``."""
     return _attribute(index, "MULTIPROCESSOR_COUNT")
@@ -133,5 +139,4 @@ def describe() -> Driver:
 
 def _describe(index: int) -> Device:
     handle = _handle(index)
-    name = _call("cuDeviceGetName", 128, handle).split(b"\0")[0].decode()
-    return Device(index, name, capability(index), sm_count(index), int(_call("cuDeviceTotalMem", handle)))
+    return Device(index, name(index), capability(index), sm_count(index), int(_call("cuDeviceTotalMem", handle)))

@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from twell import _tuning_table, tuning
+from twell import tuning
 from twell._runtime import geometry
+from twell._tables import Table, in_use
 from twell.commands import saved_model, sparsity
 from twell.commands.request import RequestError, at_least
 from twell.commands.sparsity import (
@@ -70,9 +71,10 @@ def _summary(reports: Sequence[LayerSparsity], predictions: Sequence[Sequence[Pr
             yield f"  layer{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}: {reason}"
 
 
-def _caveats(reports: Sequence[LayerSparsity], predictions: Sequence[Sequence[Prediction]]) -> Iterator[str]:
-    machine = "; ".join(_tuning_table.MACHINE.split("; ")[:1])
-    yield f"Expected from times measured on {machine} in 16 bits, {_tuning_table.DATE}."
+def _caveats(
+    reports: Sequence[LayerSparsity], predictions: Sequence[Sequence[Prediction]], table: Table
+) -> Iterator[str]:
+    yield f"Expected from times measured on {table.machine.split('; ')[0]} in 16 bits, {table.date[:10]}."
     far: dict[str, list[str]] = {}
     for report, row in zip(reports, predictions, strict=True):
         for each in row:
@@ -157,10 +159,11 @@ def run(arguments: argparse.Namespace) -> int:
             raise RequestError(str(error)) from error
     calls = [Call(m, False) for m in dict.fromkeys(arguments.tokens_per_call)]
     calls += [Call(m, True) for m in dict.fromkeys(arguments.training_tokens)]
-    predictions = [[predict(report, call) for call in calls] for report in reports]
+    table = in_use(next(loaded.model.parameters()).device)
+    predictions = [[predict(report, call, table) for call in calls] for report in reports]
     header = list(_header(loaded, reports, text))
     print(*header, "", *_tables(reports, predictions), "", *_summary(reports, predictions), "", sep="\n")
-    print(*_caveats(reports, predictions), sep="\n")
+    print(*_caveats(reports, predictions, table), sep="\n")
     if arguments.csv is not None:
         write_csv(arguments.csv, rows(reports, predictions))
         print(f"CSV: {arguments.csv.absolute()}")

@@ -11,20 +11,24 @@ from typing import Any
 
 import twell
 from twell._runtime import geometry
-from twell.commands import analyze, bench, convert, record
+from twell.commands import analyze, bench, convert, record, tune
 from twell.commands.request import DEVICE_HELP, at_least, exit_status, number_above, number_from
 
 MODELS = (
     ("analyze", analyze, "report the sparsity of a model's layers and the speed-up to expect"),
     ("record", record, "record layers of a model as workloads for benchmarks"),
     ("convert", convert, "convert checkpoints between layouts and model types"),
+    ("tune", tune, 'measure this GPU for strategy "auto"'),
 )
 DEMO = """\
 Train a small byte-level transformer with a ReLU-gated FFN and an L1 penalty, then run its trained FFN layers on
 held-back text through TwELL and through dense PyTorch, compare both with float64, print a table and save one picture.
 Ctrl-C ends the training early and evaluates the model so far. Exits with 1 if sparse and dense disagree.
 """
-INFO = "Show versions, devices, packaged kernels, the kernel cache and TWELL_* environment variables."
+INFO = """\
+Show versions, devices, packaged kernels, the kernel cache, the table of costs by which "auto" decides on each GPU, and
+TWELL_* environment variables.
+"""
 
 
 def parser() -> argparse.ArgumentParser:

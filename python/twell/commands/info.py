@@ -1,4 +1,4 @@
-"""``twell info``: versions, devices, packaged kernels, the cache and the environment, on any machine."""
+"""``twell info``: versions, devices, packaged kernels, the cache, the table of "auto" and the environment, anywhere."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 import twell
+from twell import _tables
 from twell._runtime import cache, device, env, fingerprint, packaged
 from twell._runtime.log import logger
 
@@ -68,6 +69,20 @@ class CacheInfo:
 
 
 @dataclass(frozen=True)
+class TableInfo:
+    """The table of costs that "auto" uses on a GPU model: the GPU, date and file it is from, and a user's file ignored.
+
+    `file` is None for the shipped table. `problem`: why there is a file that is not used, or None.
+    """
+
+    gpu: str
+    measured_on: str
+    date: str
+    file: str | None
+    problem: str | None
+
+
+@dataclass(frozen=True)
 class Info:
     """The report of ``twell info``. `environment`: each variable's value in effect."""
 
@@ -76,6 +91,7 @@ class Info:
     device_problem: str | None
     kernels: KernelInfo
     cache: CacheInfo
+    tables: tuple[TableInfo, ...]
     environment: dict[str, str]
 
 
@@ -103,7 +119,9 @@ def collect() -> Info:
         for d in driver.devices
     )
     environment = {name: _in_effect(value) for name, value in VARIABLES.items()}
-    return Info(versions, devices, driver.problem, _kernels(packaged.FOLDER), _cache(), environment)
+    models = dict.fromkeys(d.name for d in devices if d.sparse)
+    kernels = _kernels(packaged.FOLDER)
+    return Info(versions, devices, driver.problem, kernels, _cache(), tuple(map(_table, models)), environment)
 
 
 def _in_effect(value: Callable[[], object]) -> str:
@@ -167,6 +185,22 @@ def _cache() -> CacheInfo:
         return CacheInfo("", 0, 0, 0, str(error))
 
 
+def _table(gpu: str) -> TableInfo:
+    table = _tables.read(gpu)
+    return TableInfo(gpu, table.gpu, table.date, str(table.file) if table.file else None, table.ignored or None)
+
+
+def _table_lines(tables: tuple[TableInfo, ...]) -> Iterator[str]:
+    for table in tables:
+        yield f"  {table.gpu}: {table.file or 'shipped'}, measured on {table.measured_on}, {table.date[:10]}"
+        if table.problem:
+            yield f"  note: {table.problem}"
+        if table.measured_on != table.gpu:
+            yield f"  note: these are times of another GPU; `twell tune` measures {table.gpu}"
+    if not tables:
+        yield '  none in use: "auto" is dense here'
+
+
 def _fields(rows: dict[str, str]) -> Iterator[str]:
     width = max(map(len, rows))
     return (f"  {name.ljust(width)}  {value}" for name, value in rows.items())
@@ -210,6 +244,8 @@ def lines(info: Info, verbose: bool) -> Iterator[str]:
     else:
         size = f"{info.cache.entries} kernels, {info.cache.bytes:,} bytes; {info.cache.current} fit these versions"
         yield from _fields({"folder": info.cache.folder, "holds": size})
+    yield '\nTable of "auto"'
+    yield from _table_lines(info.tables)
     yield "\nEnvironment, as in effect"
     yield from _fields(info.environment)
 

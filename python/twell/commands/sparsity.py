@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twell import _admission, _compaction, _files, tuning
+from twell import _admission, _compaction, _files, _tables, tuning
 from twell._runtime import geometry
 from twell.commands import saved_model
 from twell.commands.saved_model import Batch, WatchedLayer
@@ -224,15 +224,15 @@ class Prediction:
     far: bool
 
 
-def predict(report: LayerSparsity, call: Call) -> Prediction:
-    """Predict the strategy and speed of a call from the tuning table."""
+def predict(report: LayerSparsity, call: Call, table: _tables.Table | None = None) -> Prediction:
+    """Predict the strategy and speed of a call from a table of costs, by default the shipped one."""
     problem = tuning.Problem(call.tokens, report.k, report.n, report.gated, call.training)
-    _, gated, k, n = tuning.nearest(problem)
+    _, gated, k, n = tuning.nearest(problem, table)
     far = gated != report.gated or max(_apart(report.k, k), _apart(report.k * report.n, k * n)) > FAR
     refusal = _refusal(report)
     if refusal:
         return Prediction(call, "dense", 1.0, refusal, (k, n), far)
-    decision = tuning.decide(problem, report.figures, None)
+    decision = tuning.decide(problem, report.figures, None, table)
     sparse = {name: cost for name, cost in decision.costs.items() if name != "dense"}
     reason = decision.reason
     if not sparse:

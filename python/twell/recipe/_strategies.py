@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from twell import _auto, tuning
+from twell import _auto, _tables, tuning
 from twell._arguments import require
 from twell._auto import AutoStrategy
 from twell.functional import copies_down
@@ -53,7 +53,8 @@ def settle(model: nn.Module, stats: SparsityStats) -> dict[str, tuple[str, str]]
         sizes = (row.tokens // row.calls, k, row.neurons, gated)
         problem = tuning.Problem(*sizes, training=True, down_copied=copies_down(weight.detach()))
         current = settled if before == settled else None
-        decision = tuning.decide(problem, tuning.Figures(row.observed_l0, row.union), current)
+        figures_now = tuning.Figures(row.observed_l0, row.union)
+        decision = tuning.decide(problem, figures_now, current, _tables.in_use(weight.device))
         if decision.strategy != before:
             changes[name] = (str(before), decision.strategy)
         recorder_of(layer).settled = layer.strategy = decision.strategy  # type: ignore[assignment]

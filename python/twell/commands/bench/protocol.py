@@ -148,8 +148,8 @@ class Loop:
         self.outputs = ()
 
 
-def measure(recordings: Mapping[str, Recording], seconds: float) -> dict[str, list[float]]:
-    """Milliseconds of one call, by name: replays in turn for about ``seconds``, at least 10 rounds and at most 200."""
+def measure(recordings: Mapping[str, Recording], seconds: float, least: int = LEAST_ROUNDS) -> dict[str, list[float]]:
+    """Milliseconds of one call, by name: replays in turn for about ``seconds``, ``least`` to 200 rounds."""
 
     def rounds(count: int) -> dict[str, list[float]]:
         spans: dict[str, list[Callable[[], float]]] = {name: [] for name in recordings}
@@ -167,7 +167,7 @@ def measure(recordings: Mapping[str, Recording], seconds: float) -> dict[str, li
     rounds(WARM_ROUNDS)
     once = sum(min(times) * recordings[name].copies for name, times in rounds(WARM_ROUNDS).items()) / 1000
     wanted = seconds / once if once else MOST_ROUNDS
-    return rounds(int(max(LEAST_ROUNDS, min(MOST_ROUNDS, wanted))))
+    return rounds(int(max(least, min(MOST_ROUNDS, wanted))))
 
 
 class Spread(NamedTuple):

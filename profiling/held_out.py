@@ -1,0 +1,220 @@
+"""Measure what the choices of "auto" lose to the best strategy, at points that its table was not fitted to.
+
+    python -m profiling.held_out --out build/held_out.json
+    python -m profiling.held_out --out build/held_out.json --recorded FOLDER     # layers of `twell record`, too
+    python -m profiling.held_out --rows build/held_out.json --tuning build/tune.json        # needs no GPU
+
+A point is a layer of other sizes than those of the table, with a number of tokens, a pattern and non-zeros of its own:
+100 points by a fixed seed, 20 of them training steps. Each strategy is timed as ``twell tune`` does, and "auto" decides
+by the measured figures of the layer, as ``twell.AutoStrategy`` does. The loss is the time of its choice over that of
+the fastest strategy, minus one.
+
+Points go to --out after each one; --budget-s ends a run between points. --rows decides again at measured points.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from profiling.tune import read, write_json
+from twell import _tables, testing, tuning
+from twell.commands import tune
+from twell.commands.bench import protocol
+from twell.commands.request import RequestError
+from twell.testing import FFN, Workload
+from twell.tuning import Figures, Problem
+
+POINTS, TRAINING_POINTS, SEED = 100, 20, 20261122
+MOST_TOKENS, MOST_NONZEROS = 16384, 300
+
+# (K, N) of models, none of them in the table; by gated or not
+SHAPES = {
+    True: (
+        *((1024, 3072), (1280, 3456), (1152, 6912), (2048, 8192), (2048, 11008), (2304, 9216), (2560, 6912)),
+        *((2560, 9728), (3072, 8192), (3200, 8640), (3584, 18944), (4096, 12288), (5120, 17408)),
+    ),
+    False: ((1024, 4096), (2048, 8192), (2560, 10240), (4096, 16384)),
+}
+GATED_SHARE = 0.85
+# Numbers of tokens for each recorded layer.
+RECORDED_POINTS = 2
+
+
+class Point(NamedTuple):
+    """A call, and a workload drawn with ``seed`` or the name of a recorded layer, whose sizes are its own."""
+
+    problem: Problem
+    workload: Workload | str
+    seed: int = 0
+
+
+def points(count: int = POINTS, training: int = TRAINING_POINTS, seed: int = SEED) -> list[Point]:
+    """The points, training steps spread among them. They depend on the arguments alone."""
+    draw = random.Random(seed)
+
+    def between(low: float, high: float) -> float:
+        return low + (high - low) * draw.random()
+
+    found = []
+    for i in range(count):
+        is_training = i * training // count != (i + 1) * training // count
+        gated = draw.random() < GATED_SHARE
+        k, n = SHAPES[gated][int(between(0, len(SHAPES[gated])))]
+        m = round(math.exp(between(0, math.log(MOST_TOKENS))))
+        # half of the layers have fewer than a quarter of the most
+        nonzeros = MOST_NONZEROS * draw.random() ** 2
+        kind = int(between(0, 3))
+        sigma, tokens, dead, rho = between(0.6, 1.3), between(0.2, 0.7), between(0, 0.6), between(0.25, 0.7)
+        uneven = (sigma, tokens, dead, rho if kind == 2 else 0.0) if kind else ()
+        found.append(Point(Problem(m, k, n, gated, is_training), Workload(nonzeros, *uneven), seed=i))
+    return found
+
+
+def recorded_points(folder: Path, seed: int = SEED) -> list[Point]:
+    """Points of the recorded layers in ``folder``; their sizes are read with them."""
+    draw = random.Random(seed)
+    found = []
+    for name in testing.real_names(folder):
+        for _ in range(RECORDED_POINTS):
+            m = round(math.exp(draw.random() * math.log(MOST_TOKENS)))
+            found.append(Point(Problem(m, 0, 0, True, False), name))
+    return found
+
+
+def draw(point: Point, folder: Path | None, device: protocol.Device) -> FFN:
+    m, k, n, *_ = point.problem
+    if isinstance(point.workload, str):
+        return testing.load(point.workload, m, real_layers=folder, device=device.torch_device)
+    return tune.draw_workload(point.workload, m, k, n, device.torch_device, point.seed).rows(0, m)
+
+
+def measure(point: Point, folder: Path | None, device: protocol.Device, seconds: float) -> dict[str, Any]:
+    """The row of a point: its figures, and milliseconds and errors by strategy."""
+    drawn = draw(point, folder, device)
+    n, k = drawn.w_gate.shape
+    problem = point.problem._replace(k=k, n=n)
+    layer = tune.Layer(drawn, problem.gated, problem.training, device)
+    errors, red = layer.check(tune.sparse_strategies(problem.training))
+    recordings = {name: layer.record(name) for name in ("dense", *errors) if name not in red}
+    times = {name: protocol.spread(each) for name, each in tune.times_of(recordings, seconds).items()}
+    pattern = point.workload if isinstance(point.workload, str) else vars(point.workload)
+    row = {**problem._asdict(), "pattern": pattern, **tune.figures_of(drawn)._asdict(), "red": red}
+    return row | {f"{name}_ms": spread.median for name, spread in times.items()}
+
+
+def decided(row: dict[str, Any], table: _tables.Table) -> dict[str, Any]:
+    """The row with the choice by ``table``, the predicted times over dense's, and the loss of the choice."""
+    ms = {name: row[f"{name}_ms"] for name in (*_tables.STRATEGIES, "dense") if f"{name}_ms" in row}
+    problem = Problem(*(row[name] for name in tune.SIZES))
+    decision = tuning.decide(problem, Figures(row["nonzeros"], row["union"]), None, table)
+    loss = ms[decision.strategy] / min(ms.values()) - 1 if decision.strategy in ms else None
+    return row | {"auto": decision.strategy, "costs": decision.costs, "loss": loss}
+
+
+def line(row: dict[str, Any]) -> str:
+    kind = f"{'gated' if row['gated'] else 'non-gated'}{' training' if row['training'] else ''}"
+    union = "-" if row["union"] is None else f"{row['union']:.3f}"
+    times = []
+    for name in (*_tables.STRATEGIES, "dense"):
+        if f"{name}_ms" in row:
+            measured = row[f"{name}_ms"] / row["dense_ms"]
+            guess = f" ({row['costs'][name]:.3f})" if name in row["costs"] else ""
+            times.append(f"{name} {measured:.3f}{guess}")
+    loss = "RED" if row["loss"] is None else f"{row['loss']:6.1%}"
+    return (
+        f"{loss}  {row['k']:5} x {row['n']:5} {kind:18} M = {row['m']:5} {row['nonzeros']:6.1f} nnz, union {union:>5}: "
+        f"{row['auto']}; {', '.join(times)}; dense {row['dense_ms'] * 1e3:.0f} us"
+    )
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Mean and maximum of the losses, of all points and by kind of call, and the ten worst points."""
+    known = [row for row in rows if row["loss"] is not None]
+    for name, training in (("forward", False), ("training", True)):
+        losses = [row["loss"] for row in known if row["training"] == training]
+        if losses:
+            yield f"{name}: {len(losses)} points, mean {statistics.mean(losses):.2%}, most {max(losses):.1%}"
+    if known:
+        losses = [row["loss"] for row in known]
+        yield f"all: {len(losses)} points, mean {statistics.mean(losses):.2%}, most {max(losses):.1%}"
+    yield from (line(row) for row in sorted(known, key=lambda row: -row["loss"])[:10])
+    yield from (f"RED {line(row)} {row['red']}" for row in rows if row["red"])
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--out", type=Path, metavar="FILE", help="write the points as JSON")
+    add("--recorded", type=Path, metavar="FOLDER", help="also measure the layers recorded there")
+    add(
+        "--tuning",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="decide by a table fitted to these files of profiling.tune",
+    )
+    add("--rows", type=Path, metavar="FILE", help="measure nothing, decide at the points of this file")
+    add("--seconds", type=float, default=0.1, help="GPU time for the samples of one point (default: %(default)s)")
+    add("--budget-s", type=float, default=240.0, help="start no point after this many seconds (default: %(default)s)")
+    return parser.parse_args(argv)
+
+
+def table_of(arguments: argparse.Namespace, device: protocol.Device | None) -> _tables.Table:
+    """The table to decide by: fitted to --tuning, else the one in use on the device, else the shipped one."""
+    if arguments.tuning:
+        runs = [read(path) for path in arguments.tuning]
+        costs = tune.fit(row for run in runs for row in run["rows"])
+        return _tables.Table(costs, runs[-1]["machine"], runs[-1]["date"])
+    return _tables.SHIPPED if device is None else _tables.in_use(device.torch_device)
+
+
+def measure_all(arguments: argparse.Namespace, device: protocol.Device) -> dict[str, Any]:
+    """Measure all points and return the data, which is also written to --out after each one."""
+    started, table = time.monotonic(), table_of(arguments, device)
+    data: dict[str, Any] = {
+        "machine": testing.machine_line(device.torch_device),
+        "date": tune.now(),
+        "table": {"machine": table.machine, "date": table.date},
+        "complete": False,
+        "rows": [],
+    }
+    wanted = points() + (recorded_points(arguments.recorded) if arguments.recorded else [])
+    for point in wanted:
+        if time.monotonic() - started > arguments.budget_s:
+            print("held_out: out of time", file=sys.stderr)
+            return data
+        data["rows"].append(decided(measure(point, arguments.recorded, device, arguments.seconds), table))
+        print(line(data["rows"][-1]), flush=True)
+        write_json(data, arguments.out)
+    data["complete"] = True
+    write_json(data, arguments.out)
+    return data
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    try:
+        if arguments.rows is None:
+            data = measure_all(arguments, tune.gpu(None))
+        else:
+            data, table = json.loads(arguments.rows.read_text()), table_of(arguments, None)
+            data["rows"] = [decided(row, table) for row in data["rows"]]
+            write_json(data, arguments.out)
+    except (RequestError, OSError, ValueError) as error:
+        print(f"held_out: error: {error}", file=sys.stderr)
+        return 2
+    print(*summary(data["rows"]), data["machine"], sep="\n")
+    return 1 if any(row["red"] for row in data["rows"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

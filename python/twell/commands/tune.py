@@ -1,0 +1,466 @@
+"""``twell tune``: the cost of each strategy against dense on this GPU, as a table that "auto" then uses.
+
+A problem is a synthetic layer (``PATTERNS``) with a number of tokens. Rotated copies of the weights exceed the L2
+cache. The sparse strategies are checked against "dense", captured in CUDA graphs and replayed in turn with it; a time
+is a median. "dense" is captured once per layer and number of tokens, since its time does not depend on the pattern, and
+replayed with each pattern, since clocks drift. A strategy that takes several times as long has few replays.
+
+For each layer, number of tokens and strategy the relative time is fitted by base + a * union + b * density, none
+negative: least squares of relative errors, with less weight on slow times (``WEIGHT_POWER``). ``union`` and ``density``
+are the shares of neurons that a tile of 128 tokens and a token fires (``twell.tuning.shares``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twell import _tables, testing, tuning
+from twell._runtime import cache, geometry
+from twell._runtime import device as driver
+from twell.commands.bench import protocol
+from twell.commands.request import RequestError, number_above, pick_device
+from twell.testing import FFN, Workload
+from twell.tuning import Figures, Problem
+
+DESCRIPTION = """\
+Measure what each strategy costs on this GPU and write a table to the cache folder, from which "auto" then chooses on
+GPUs of this model. Without --shape the layers of the shipped table are measured, which takes four minutes on an H200;
+with it the named layers alone, which join those measured before. "twell info" shows the table in use.
+"""
+
+Shape = tuple[int, int]
+
+SHAPES: tuple[Shape, ...] = (
+    *((2048, 5632), (1024, 2816), (4096, 11008), (5120, 13824)),
+    *((896, 4864), (4096, 14336), (1536, 8960)),
+)
+# By kind of call: layers and numbers of tokens. Kernels change between 64 and 65, and between 1,024 and 1,025 tokens.
+KINDS: dict[str, tuple[tuple[Shape, ...], tuple[int, ...]]] = {
+    "gated": (SHAPES, (1, 8, 64, 65, 128, 256, 512, 1024, 1025, 2048, 4096, 16384)),
+    "training": (SHAPES[:3], (256, 512, 1024, 2048, 4096, 16384)),
+    "non-gated": (SHAPES[:3:2], (1, 8, 64, 65, 256, 1024, 2048, 4096, 16384)),
+    "non-gated training": (SHAPES[:1], (256, 1024, 4096, 16384)),
+}
+# measured for the first gated layer only
+MANY_TOKENS = 131072
+
+# Fields of a problem that vary; down weights are stored by rows.
+SIZES = ("m", "k", "n", "gated", "training")
+
+_UNEVEN: dict[str, Any] = {"neuron_sigma": 1.0, "token_sigma": 0.5}
+# non-zeros as a share of the neurons, and their unevenness
+PATTERNS: dict[str, tuple[float, dict[str, Any]]] = {
+    "topic": (1 / 190, {**_UNEVEN, "dead": 0.3, "rho": 0.5}),
+    "uniform": (1 / 190, {}),
+    "skew": (1 / 190, {**_UNEVEN, "dead": 0.3}),
+    "sparsest": (1 / 1400, {**_UNEVEN, "dead": 0.5, "rho": 0.5}),
+    "sparser": (1 / 500, {}),
+    "denser": (1 / 60, {**_UNEVEN, "dead": 0.2}),
+    "wide topic": (1 / 44, {**_UNEVEN, "dead": 0.2, "rho": 0.5}),
+    "wide": (1 / 19, {**_UNEVEN, "dead": 0.1, "rho": 0.3}),
+    "dense": (1 / 6, {"neuron_sigma": 0.5, "token_sigma": 0.3}),
+}
+# where nearly all neurons fire, sparse strategies lose with more tokens, and are slow to measure
+MOST_TOKENS_OF_DENSE = 64
+
+# The largest difference from dense in the Frobenius norm. bf16 rounds to 0.2 %, and gates next to zero may fall on
+# either side; gradients have more roundings.
+MOST_ERROR = {False: 0.02, True: 0.05}
+
+# A strategy that takes this many times as long as the fastest is not replayed again.
+SLOW = 4.0
+LEAST_ROUNDS = 6
+
+# Exponent of the weight of a relative error, the fastest time of the problem over its own time. The time of a strategy
+# that is many times slower need not be exact, and times are not quite linear.
+WEIGHT_POWER = 2
+
+
+# Measuring
+
+
+def draw(pattern: str, m: int, k: int, n: int, device: torch.device) -> FFN:
+    """A layer with the pattern, and enough tokens to set its threshold."""
+    share, unevenness = PATTERNS[pattern]
+    return draw_workload(Workload(share * n, **unevenness), m, k, n, device)
+
+
+def draw_workload(workload: Workload, m: int, k: int, n: int, device: torch.device, seed: int = 0) -> FFN:
+    """A layer of the workload, and enough tokens to set its threshold."""
+    testing.WORKLOADS["tune"] = workload
+    try:
+        return testing.make("tune", max(m, 4096), k, n, seed=seed, device=device)
+    finally:
+        del testing.WORKLOADS["tune"]
+
+
+def figures_of(problem: FFN) -> Figures:
+    """The figures of a layer, from its gates."""
+    nonzeros, union = 0, 0
+    m, n = problem.x.shape[0], problem.w_gate.shape[0]
+    whole = m // geometry.TOKEN_TILE * geometry.TOKEN_TILE
+    for start in range(0, m, 16384):
+        stop = min(m, start + 16384)
+        active = F.relu(F.linear(problem.x[start:stop], problem.w_gate)) != 0
+        nonzeros += int(active.sum())
+        tiles = active[: max(min(whole, stop) - start, 0)]
+        if len(tiles):
+            union += int(tiles.view(-1, geometry.TOKEN_TILE, n).any(1).sum())
+    return Figures(nonzeros / m, union * geometry.TOKEN_TILE / (whole * n) if whole else None)
+
+
+class Layer:
+    """Copies of a problem, larger than the L2 cache together, with its strategies as calls on one copy."""
+
+    def __init__(self, problem: FFN, gated: bool, training: bool, device: protocol.Device) -> None:
+        self.gated, self.training, self.device = gated, training, device
+        m = problem.x.shape[0]
+        # with few tokens a sparse call reads little except for the gate weight
+        few = m <= 1024 and not training
+        read = [problem.w_gate] if few else list(problem.present(gated).values())
+        copies = device.copies_for(sum(t.numel() * t.element_size() for t in read))
+        self.problems = [problem, *(problem.map(torch.clone) for _ in range(copies - 1))]
+        if training:
+            upstream = testing.real_upstream(problem)
+            self.dy = [upstream, *(upstream.clone() for _ in range(copies - 1))]
+        # with few tokens more calls, so that the launch of the graph does not count
+        self.calls = copies * (8 if m <= 64 else 2 if few else 1)
+
+    def call(self, strategy: str) -> protocol.Call:
+        def infer(i: int) -> tuple[Tensor, ...]:
+            problem = self.problems[i % len(self.problems)]
+            with torch.no_grad():
+                return (testing.sparse_output(problem, gated=self.gated, strategy=strategy),)  # type: ignore[arg-type]
+
+        def train(i: int) -> tuple[Tensor, ...]:
+            i %= len(self.problems)
+            with torch.enable_grad():
+                leaves = self.problems[i].map(lambda t: t.detach().requires_grad_())
+                y = testing.sparse_output(leaves, gated=self.gated, strategy=strategy)  # type: ignore[arg-type]
+                gradients = torch.autograd.grad(y, tuple(leaves.present(self.gated).values()), self.dy[i])
+            return (y.detach(), *gradients)
+
+        return train if self.training else infer
+
+    def record(self, strategy: str) -> protocol.Recording:
+        return self.device.record(self.call(strategy), self.calls)
+
+    def check(self, strategies: Iterable[str]) -> tuple[dict[str, float], dict[str, str]]:
+        """Errors against dense by strategy, and reasons for strategies that are wrong."""
+        errors: dict[str, float] = {}
+        red: dict[str, str] = {}
+        right = self.call("dense")(0)
+        for name in strategies:
+            try:
+                errors[name] = max(map(relative_error, self.call(name)(0), right))
+                if not errors[name] <= MOST_ERROR[self.training]:
+                    red[name] = f"differs from dense by {errors[name]:.1%}"
+            except (RuntimeError, NotImplementedError) as error:
+                red[name] = protocol.reason(error)
+        return errors, red
+
+
+def sparse_strategies(training: bool) -> tuple[str, ...]:
+    """The sparse strategies that differ."""
+    return ("union",) if training else ("row", "union")
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-30))
+
+
+def times_of(recordings: dict[str, protocol.Recording], seconds: float) -> dict[str, list[float]]:
+    """Milliseconds of one call by strategy; a slow strategy has few samples."""
+    times = protocol.measure(recordings, 0, least=1)
+    fastest = min(map(min, times.values()))
+    near = {name: each for name, each in recordings.items() if name == "dense" or min(times[name]) <= SLOW * fastest}
+    return times | protocol.measure(near, seconds, LEAST_ROUNDS)
+
+
+class Step(NamedTuple):
+    """A layer and a number of tokens, measured with each of ``patterns``."""
+
+    k: int
+    n: int
+    kind: str
+    m: int
+    patterns: tuple[str, ...]
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(self.m, self.k, self.n, "non-gated" not in self.kind, "training" in self.kind)
+
+    def __str__(self) -> str:
+        return f"{self.k:5} x {self.n:5} {self.kind:18} M = {self.m:6}"
+
+
+def plan(
+    shapes: Sequence[Shape] | None = None,
+    kinds: Sequence[str] = tuple(KINDS),
+    tokens: Sequence[int] | None = None,
+    patterns: Sequence[str] = tuple(PATTERNS),
+) -> list[Step]:
+    """All steps, layer by layer. ``shapes`` and ``tokens`` replace those of each kind of call."""
+    steps = []
+    for k, n in shapes or SHAPES:
+        for kind in kinds:
+            own, counts = KINDS[kind]
+            if shapes is None and (k, n) not in own:
+                continue
+            if tokens is not None:
+                counts = tuple(tokens)
+            elif (k, n) == SHAPES[0] and kind == "gated":
+                counts = (*counts, MANY_TOKENS)
+            for m in counts:
+                most = MOST_TOKENS_OF_DENSE if "training" not in kind else 0
+                chosen = tuple(pattern for pattern in patterns if pattern != "dense" or m <= most)
+                if chosen:
+                    steps.append(Step(k, n, kind, m, chosen))
+    return steps
+
+
+def measure(
+    steps: Sequence[Step], device: protocol.Device, *, budget_s: float, seconds: float = 0.05, show: Any = print
+) -> Iterator[list[dict[str, Any]]]:
+    """Measure step by step and yield the rows of each; begin none after ``budget_s`` seconds.
+
+    ``seconds`` is the GPU time for the samples of one problem. ``show`` takes a line per step.
+    """
+    started = time.monotonic()
+    for (k, n), of_layer in itertools.groupby(steps, key=lambda step: step[:2]):
+        layer_steps = list(of_layer)
+        drawn: dict[str, FFN] = {}
+        for step in layer_steps:
+            if time.monotonic() - started > budget_s:
+                show(f"out of time before {step}")
+                return
+            for pattern in step.patterns:
+                if pattern not in drawn:
+                    most = max(each.m for each in layer_steps if pattern in each.patterns)
+                    drawn[pattern] = draw(pattern, most, k, n, device.torch_device)
+            problems = {pattern: drawn[pattern].rows(0, step.m) for pattern in step.patterns}
+            rows = measure_step(step, problems, device, seconds)
+            show(f"{time.monotonic() - started:4.0f} s  {step}  {_summary(rows)}")
+            yield rows
+
+
+def measure_step(step: Step, problems: dict[str, FFN], device: protocol.Device, seconds: float) -> list[dict[str, Any]]:
+    """The rows of a step: one per pattern and sparse strategy."""
+    rows, problem = [], step.problem
+    dense: protocol.Recording | None = None
+    for pattern, drawn in problems.items():
+        figures = figures_of(drawn)
+        if problem.training and figures.nonzeros * step.m > geometry.hybrid_capacity(step.m, step.n):
+            continue
+        layer = Layer(drawn, problem.gated, problem.training, device)
+        errors, red = layer.check(sparse_strategies(problem.training))
+        dense = dense or layer.record("dense")
+        recordings = {name: layer.record(name) for name in errors if name not in red}
+        times = times_of({**recordings, "dense": dense}, seconds)
+        rows += rows_of(problem, pattern, figures, times, errors, red)
+    return rows
+
+
+def rows_of(
+    problem: Problem,
+    pattern: str,
+    figures: Figures,
+    times: dict[str, list[float]],
+    errors: dict[str, float],
+    red: dict[str, str],
+) -> list[dict[str, Any]]:
+    """One row per sparse strategy: its time over that of dense."""
+    dense_ms = statistics.median(times["dense"])
+    rows = []
+    for name in sparse_strategies(problem.training):
+        row = {**dict(zip(SIZES, problem)), "pattern": pattern, **figures._asdict(), "strategy": name}
+        row |= {"red": red.get(name, ""), "error": errors.get(name), "dense_ms": dense_ms}
+        if name in times:
+            ms, _, p10, p90 = protocol.spread(times[name])
+            row |= {"ms": ms, "relative": ms / dense_ms, "p10_ms": p10, "p90_ms": p90, "samples": len(times[name])}
+        rows.append(row)
+    return rows
+
+
+def _summary(rows: Sequence[dict[str, Any]]) -> str:
+    """The range of each strategy's relative times, or the first failure."""
+    if failed := next((row for row in rows if row["red"]), None):
+        return f"RED {failed['pattern']} {failed['strategy']} {failed['red']}"
+    ranges = []
+    for name in dict.fromkeys(row["strategy"] for row in rows):
+        relative = [row["relative"] for row in rows if row["strategy"] == name]
+        ranges.append(f"{name} {min(relative):.2f} to {max(relative):.2f}")
+    return ", ".join(ranges) + " of dense" if ranges else "no pattern fits"
+
+
+# Fitting
+
+
+def non_negative_least_squares(matrix: Tensor, target: Tensor) -> Tensor:
+    """The x >= 0 with the least |matrix @ x - target|, by every set of columns; ties take the smaller set."""
+    columns = matrix.shape[1]
+    best, least = torch.zeros_like(matrix[0]), float(target @ target)
+    for count in range(1, columns + 1):
+        for chosen in map(list, itertools.combinations(range(columns), count)):
+            solution = torch.linalg.lstsq(matrix[:, chosen], target[:, None]).solution[:, 0]
+            if bool((solution < 0).any()):
+                continue
+            left = matrix[:, chosen] @ solution - target
+            if float(left @ left) < least * (1 - 1e-9) - 1e-15:
+                best, least = torch.zeros_like(matrix[0]), float(left @ left)
+                best[chosen] = solution
+    return best
+
+
+def usable(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The timed rows; the last one for each problem and strategy."""
+    latest = {(place_of(row), row["strategy"]): row for row in rows if not row["red"]}
+    return list(latest.values())
+
+
+def fit(rows: Iterable[dict[str, Any]]) -> _tables.Costs:
+    """The table: coefficients for each layer, number of tokens and strategy.
+
+    A strategy needs at least two rows; with fewer it is left out.
+    """
+    groups: dict[tuple[_tables.Key, int, str], list[dict[str, Any]]] = {}
+    fastest: dict[tuple[Any, ...], float] = {}
+    for row in usable(rows):
+        key = (row["training"], row["gated"], row["k"], row["n"])
+        groups.setdefault((key, row["m"], row["strategy"]), []).append(row)
+        fastest[place_of(row)] = min(fastest.get(place_of(row), 1.0), row["relative"])
+    table: _tables.Costs = {}
+    for (key, m, strategy), group in sorted(groups.items(), key=lambda item: item[0]):
+        if len(group) < 2:
+            continue
+        relative = _vector(row["relative"] for row in group)
+        # for one token both shares are equal. Ties take the first column: density, because the coefficient of the union
+        # would be far too large for a few more tokens
+        terms = torch.stack([_vector((1.0, density, union)) for union, density in map(shares_of, group)])
+        weights = (_vector(fastest[place_of(row)] for row in group) / relative) ** WEIGHT_POWER
+        solution = non_negative_least_squares(terms * (weights / relative)[:, None], weights)
+        base, per_density, per_union = (round(float(term), 4) for term in solution)
+        table.setdefault(key, {}).setdefault(m, {})[strategy] = base, per_union, per_density
+    return table
+
+
+def _vector(values: Iterable[float]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.float64, device="cpu")
+
+
+def problem_of(row: dict[str, Any]) -> Problem:
+    return Problem(*(row[name] for name in SIZES))
+
+
+def place_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Key of a problem, the same for all strategies."""
+    return (*problem_of(row), row["pattern"])
+
+
+def shares_of(row: dict[str, Any]) -> tuple[float, float]:
+    return tuning.shares(problem_of(row), Figures(row["nonzeros"], row["union"]))
+
+
+def report(table: _tables.Costs, rows: Iterable[dict[str, Any]]) -> str:
+    """The errors of the table's predictions, and the loss of its choices against the fastest strategy."""
+    fitted = _tables.Table(table, "", "")
+    errors: list[tuple[float, str]] = []
+    problems: dict[tuple[Any, ...], dict[str, tuple[float, float]]] = {}
+    for row in usable(rows):
+        costs = tuning.costs(problem_of(row), Figures(row["nonzeros"], row["union"]), fitted) if table else {}
+        if row["strategy"] not in costs:
+            continue
+        value = costs[row["strategy"]]
+        errors.append((value / row["relative"] - 1, f"{place_of(row)} {row['strategy']}"))
+        entry = problems.setdefault(place_of(row), {"dense": (1.0, 1.0)})
+        entry[row["strategy"]] = (value, row["relative"])
+    if not errors:
+        return "nothing to fit"
+    lost = {place: min(e.values())[1] / min(ms for _, ms in e.values()) - 1 for place, e in problems.items()}
+    worst_error, worst_row = max(errors, key=lambda each: abs(each[0]))
+    worst_problem = max(lost, key=lambda place: lost[place])
+    median = statistics.median(abs(error) for error, _ in errors)
+    return (
+        f"{len(errors)} times are predicted within {median:.1%} in the median; the worst is {worst_error:+.0%}: "
+        f"{worst_row}\n{len(lost)} choices lose {statistics.mean(lost.values()):.1%} on average to the fastest "
+        f"strategy; the worst loses {lost[worst_problem]:.0%}: {worst_problem}"
+    )
+
+
+# The command
+
+
+def now() -> str:
+    """The time as ISO 8601, to the second."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def shape(text: str) -> Shape:
+    """An argparse type: KxN."""
+    try:
+        k, n = map(int, text.split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected KxN, as in 4096x14336, got {text!r}") from None
+    if min(k, n) < 8 or k % 8 or n % 8:
+        raise argparse.ArgumentTypeError(f"expected multiples of 8, got {text!r}")
+    return k, n
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to ``parser``."""
+    add = parser.add_argument
+    add("--shape", nargs="+", type=shape, metavar="KxN", help="hidden sizes and neurons (default: the shipped table's)")
+    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of calls (all)")
+    add("--device", help="cuda or cuda:INDEX (default: cuda)")
+    add(
+        "--budget-s",
+        type=number_above(0),
+        metavar="S",
+        default=300.0,
+        help="begin no measurement after this many seconds (%(default)g)",
+    )
+
+
+def gpu(name: str | None) -> protocol.Gpu:
+    """The device to measure. Raises RequestError if sparse kernels do not run there."""
+    device = pick_device(name or "cuda")
+    index = device.index or 0
+    if device.type != "cuda" or driver.capability(index) != driver.SM_90:
+        raise RequestError(f"--device: expected a GPU of compute capability 9.0, got {device}")
+    torch.cuda.set_device(index)
+    return protocol.Gpu(torch.device("cuda", index))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and write the table. Return 1 if a strategy failed or nothing was measured."""
+    return tune(arguments, gpu(arguments.device))
+
+
+def tune(arguments: argparse.Namespace, device: protocol.Device) -> int:
+    """``run`` on a device."""
+    try:
+        folder = cache.open_folder(_tables.FOLDER)
+    except (OSError, cache.UnsafeCacheError, ValueError) as error:
+        raise RequestError(f"the table cannot be written: {error}") from error
+    machine, rows = testing.machine_line(device.torch_device), list[dict[str, Any]]()
+    for found in measure(plan(arguments.shape, arguments.kinds), device, budget_s=arguments.budget_s):
+        rows += found
+    costs = fit(rows)
+    print(report(costs, rows))
+    print(machine)
+    if not costs:
+        print(f"no row to make a table of; {folder} stays as it is")
+        return 1
+    path = _tables.write(_tables.Table(costs, machine, now()))
+    print(f'wrote {path}; "auto" uses it in processes that start now')
+    return 1 if any(row["red"] for row in rows) else 0
