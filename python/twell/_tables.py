@@ -90,17 +90,19 @@ def read(gpu: str) -> Table:
     """The table for a GPU model: with the user's costs if there is a file that can be used."""
     try:
         path = path_of(gpu)
-        text = path.read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError, RuntimeError):
-        # RuntimeError: a user without a home
+    except RuntimeError:
+        # a user without a home
         return SHIPPED
-    except (OSError, ValueError) as error:
-        return dataclasses.replace(SHIPPED, ignored=f'"auto" cannot read its table of {gpu}: {error}')
+    except ValueError as error:
+        return dataclasses.replace(SHIPPED, ignored=f'"auto" cannot look for a table of {gpu}: {error}')
     try:
+        text = path.read_text(encoding="utf-8")
         own = parse(text)
         if own.gpu != gpu:
             raise ValueError(f"it must be of {gpu}, got {own.gpu}")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (FileNotFoundError, NotADirectoryError):
+        return SHIPPED
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return dataclasses.replace(SHIPPED, ignored=f'"auto" ignores {path}, no table of `twell tune`: {error}')
     if json.loads(text)["kernels"] != fingerprint.source_hash():
         return dataclasses.replace(SHIPPED, ignored=f'"auto" ignores {path}, of other kernels: run `twell tune` again')

@@ -352,8 +352,9 @@ def _coefficients(problem: Problem, table: _tables.Table) -> dict[str, _tables.T
     kind = _other_kind(problem, nearest(problem, table))
     layers = {key: nodes for key, nodes in table.costs.items() if _other_kind(problem, key) == kind}
     alike = {key: _same_kernels(problem, key, nodes) for key, nodes in layers.items()}
-    # a layer of other kernels is better than none
-    alike = {key: nodes for key, nodes in alike.items() if nodes} or layers
+    # best are layers that ran these kernels with fewer tokens, too; a layer of other kernels is better than none
+    started = {key: nodes for key, nodes in alike.items() if nodes and min(nodes) <= problem.m}
+    alike = started or {key: nodes for key, nodes in alike.items() if nodes} or layers
     weighted: dict[str, list[tuple[float, _tables.Terms]]] = {}
     for key, nodes in alike.items():
         if problem.m >= min(layers[key]):

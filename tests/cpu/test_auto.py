@@ -5,24 +5,17 @@ On the CPU there is no choice. ``chooses`` lets it pass for a GPU, with a transf
 
 from __future__ import annotations
 
-import ast
 import copy
 import gc
-import importlib
-import json
 import logging
-import math
 import pickle
 import re
 import sys
 import threading
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -31,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import twell
-from twell import _auto, _tables, _tuning_table, testing, tuning
+from twell import _auto, _tables, testing, tuning
 from twell._runtime import device, geometry, log
 from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
 from twell.tuning import Figures, Problem
@@ -222,66 +215,6 @@ def test_an_unknown_union_is_bounded_from_above() -> None:
     assert unknown["union"] > tuning.costs(problem(), Figures(29, 0.1))["union"]
     # and so is one that more tokens had
     assert tuning.costs(problem(1), Figures(29, 0.5)) == tuning.costs(problem(1), Figures(29, None))
-
-
-def test_coefficients_come_from_the_nearest_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = {
-        (False, True, 1024, 2048): {16: {"row": (0.1, 0.0, 0.0)}, 256: {"row": (0.5, 0.0, 4.0), "union": (1.0,) * 3}},
-        (False, True, 4096, 16384): {16: {"row": (0.2, 0.0, 0.0)}},
-        (False, False, 1024, 2048): {16: {"row": (0.3, 0.0, 0.0)}},
-        (True, True, 1024, 2048): {16: {"union": (0.4, 0.0, 0.0)}},
-    }
-    monkeypatch.setattr(_tuning_table, "TABLE", table)
-    tuning.coefficients.cache_clear()
-
-    def found(m: int, k: int, n: int, gated: bool = True, training: bool = False) -> dict[str, Any]:
-        return tuning.coefficients(Problem(m, k, n, gated, training))
-
-    try:
-        assert found(16, 1000, 2000) == {"row": (0.1, 0.0, 0.0)}
-        assert found(16, 2048, 16384) == {"row": (0.2, 0.0, 0.0)}
-        assert found(16, 8192, 65536)["row"][0] == 0.2
-        assert found(16, 1024, 2048, gated=False)["row"][0] == 0.3
-        assert found(16, 4096, 16384, gated=False)["row"][0] == 0.3
-        assert found(16, 4096, 16384, training=True)["union"][0] == 0.4
-        assert found(16, 4096, 16384, gated=False, training=True)["union"][0] == 0.4
-        # interpolates in log m where both neighbours have a value; nothing below the first, the last one above
-        assert found(64, 1024, 2048) == {"row": pytest.approx((0.3, 0.0, 2.0))}
-        assert found(15, 1024, 2048) == {}
-        assert found(0, 1024, 2048) == {}
-        assert found(1 << 20, 1024, 2048) == found(256, 1024, 2048) == table[False, True, 1024, 2048][256]
-    finally:
-        tuning.coefficients.cache_clear()
-
-
-def test_the_committed_table_is_complete() -> None:
-    check_table(_tuning_table)
-    assert {key[:2] for key in _tuning_table.TABLE} >= {(False, True), (True, True)}
-    # literals only
-    tree = ast.parse(Path(_tuning_table.__file__).read_text())
-    values = [node.value for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
-    assert [ast.literal_eval(value) for value in values] == [
-        _tuning_table.MACHINE,
-        _tuning_table.DATE,
-        _tuning_table.TABLE,
-    ]
-
-
-def check_table(module: Any) -> None:
-    assert isinstance(module.MACHINE, str)
-    assert "torch" in module.MACHINE
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d", module.DATE)
-    for (training, gated, k, n), by_tokens in module.TABLE.items():
-        assert type(training) is type(gated) is bool
-        assert k > 0
-        assert n > 0
-        assert list(by_tokens) == sorted(by_tokens)
-        for m, entry in by_tokens.items():
-            assert m > 0
-            assert set(entry) <= ({"union"} if training else {"row", "union"})
-            for coefficients in entry.values():
-                assert len(coefficients) == 3
-                assert all(isinstance(c, float) and math.isfinite(c) and c >= 0 for c in coefficients)
 
 
 @pytest.mark.parametrize("name", ["fast", "", None, 3, ["row"]])
@@ -652,7 +585,7 @@ def test_a_transfer_is_one_copy_and_one_event(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_more_than_the_hybrid_format_holds_has_no_union(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "_fresh", lambda _: tuning.Decision("union", "so that training overflows", {}))
+    monkeypatch.setattr(tuning, "_fresh", lambda *_: tuning.Decision("union", "so that training overflows", {}))
     mlp, x = layer(firing=100), torch.randn(256, K).to(BF16)
     mlp(x)
     (row,) = twell.explain(mlp)
@@ -1187,189 +1120,6 @@ def test_frozen_parameters_hold_nothing(chooses: Arrivals) -> None:
     y = mlp(torch.randn(256, K).to(BF16))
     assert not y.requires_grad
     assert strategies_of(mlp)[0][0] == "inference"
-
-
-# The measurements
-
-
-@pytest.fixture
-def tune(root: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """profiling/tune.py, a script."""
-    monkeypatch.syspath_prepend(str(root / "profiling"))
-    return importlib.import_module("tune")
-
-
-TRUE = {
-    (False, True, 2048, 5632): {
-        64: {"row": (0.5, 0.0, 20.0)},
-        16384: {"row": (0.36, 0.12, 42.0), "union": (0.36, 0.63, 4.5)},
-    },
-    (True, False, 1024, 2816): {4096: {"union": (0.0, 0.7, 9.0)}},
-}
-
-
-def measured(noise: float = 0.0) -> list[dict[str, Any]]:
-    """Rows in the format of tune.py, of the machine that ``TRUE`` describes."""
-    rows = []
-    for (training, gated, k, n), by_tokens in TRUE.items():
-        for m, entry in by_tokens.items():
-            for i, (nonzeros, union) in enumerate(
-                ((29, 0.48), (29, 0.17), (29, 0.1), (128, 0.26), (14, 0.07), (900, 1))
-            ):
-                problem, figures = Problem(m, k, n, gated, training), Figures(nonzeros, union if m >= 128 else None)
-                for name, coefficients in entry.items():
-                    terms = zip(coefficients, (1.0, *tuning.shares(problem, figures)), strict=True)
-                    relative = sum(a * b for a, b in terms) * (1 + noise * (-1) ** i)
-                    row = {**problem._asdict(), **figures._asdict(), "pattern": str(i), "strategy": name, "red": ""}
-                    rows.append(
-                        row | {"dense": "dense eager", "dense_ms": 2.0, "ms": 2 * relative, "relative": relative}
-                    )
-    return rows
-
-
-def test_the_fit_finds_what_made_the_times(tune: Any) -> None:
-    table = tune.fit(measured())
-    assert table.keys() == TRUE.keys()
-    for key, by_tokens in TRUE.items():
-        for m, entry in by_tokens.items():
-            for name, expected in entry.items():
-                # few tokens fire their union: only the prediction is unique
-                if m >= 128:
-                    assert table[key][m][name] == pytest.approx(expected, abs=2e-4)
-    rows = measured()
-    assert all(tune.predicted(table, row) == pytest.approx(row["relative"], rel=1e-3) for row in rows)
-    assert "choices lose 0.0 % on average" in tune.report(table, rows).replace("0.0%", "0.0 %")
-    noisy = tune.fit(measured(0.05))
-    assert all(tune.predicted(noisy, row) == pytest.approx(row["relative"], rel=0.2) for row in rows)
-
-
-def test_what_one_token_costs_is_of_its_non_zeros(tune: Any) -> None:
-    """Its union is the same, but the costs of more tokens lie between those of one and of several."""
-    rows = []
-    for nonzeros in (14, 29, 128):
-        problem, figures = Problem(1, 2048, 5632, True, False), Figures(nonzeros, None)
-        row = {**problem._asdict(), **figures._asdict(), "pattern": str(nonzeros), "strategy": "row", "red": ""}
-        rows.append(row | {"relative": 0.3 + 8 * nonzeros / 5632})
-    (entry,) = tune.fit(rows).values()
-    assert entry[1]["row"] == pytest.approx((0.3, 0.0, 8.0), abs=1e-3)
-
-
-def test_slow_times_that_are_not_linear_leave_fast_ones_fitted(tune: Any) -> None:
-    rows = measured()
-    slow = {id(row) for row in rows if row["strategy"] == "row" and row["relative"] > 3}
-    bent = [{**row, "relative": row["relative"] * (1.3 if id(row) in slow else 1)} for row in rows]
-    table = tune.fit(bent)
-    fast = [row for row in bent if row["strategy"] == "row" and row["relative"] < 1]
-    assert slow
-    assert fast
-    assert all(tune.predicted(table, row) == pytest.approx(row["relative"], rel=0.01) for row in fast)
-
-
-def test_the_fit_is_least_squares_without_negative_terms(tune: Any) -> None:
-    generator = np.random.default_rng(0)
-    for _ in range(50):
-        matrix, target = generator.normal(size=(6, 3)), generator.normal(size=6)
-        found = tune.non_negative_least_squares(matrix, target)
-        gradient = matrix.T @ (matrix @ found - target)
-        # the conditions of an optimum
-        assert (found >= 0).all()
-        assert (gradient >= -1e-9).all()
-        assert np.abs(gradient * found).max() < 1e-9
-
-
-def test_rows_that_failed_or_were_measured_again(tune: Any) -> None:
-    rows = measured()
-    wrong = [{**row, "relative": 9.0, "ms": 18.0} for row in rows]
-    red = [{**row, "red": "differs", "ms": None, "relative": None} for row in rows]
-    assert tune.fit([*wrong, *rows, *red]) == tune.fit(rows)
-    assert tune.fit(red) == tune.fit(rows[:1]) == {}
-    assert tune.report({}, red) == "nothing to fit"
-
-
-@pytest.mark.parametrize("clocks", ["", "; SM 1980 MHz now, 1980 most, memory 3201 MHz, 700 W"])
-def test_writes_the_table_from_files(
-    clocks: str, tune: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows, machine = measured(), f"NVIDIA H200 (132 SMs, 140 GiB){clocks}; driver 580; torch 2.11.0; CuTe DSL 4.8.1"
-    files = [tmp_path / "a.json", tmp_path / "b.json"]
-    for file, part in zip(files, (rows[:9], rows[9:])):
-        tune.write_json({"machine": machine, "date": "2026-11-21T10:00:00+00:00", "rows": part}, file)
-    table = tmp_path / "table.py"
-    assert tune.main(["--from", *map(str, files), "--write", "--table", str(table)]) == 0
-    assert machine in capsys.readouterr().out
-    written = types.ModuleType("written")
-    exec(compile(table.read_text(), str(table), "exec"), written.__dict__)
-    check_table(written)
-    assert (written.MACHINE, written.DATE, written.TABLE) == (machine, "2026-11-21", tune.fit(rows))
-    assert max(map(len, table.read_text().splitlines())) <= 120
-
-    other = tmp_path / "c.json"
-    tune.write_json({"machine": "NVIDIA H100 (132 SMs); torch 2.11.0", "date": "2026-11-21", "rows": []}, other)
-    assert tune.main(["--from", str(files[0]), str(other)]) == 2
-    assert "a table is for one GPU, got measurements of NVIDIA H100, NVIDIA H200" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (None, "No such file"),
-        ("{", "expected what --out wrote"),
-        ("[]", "got other JSON"),
-        ('{"machine": "a GPU", "date": "2026-11-21", "rows": [{"m": 1}]}', "got a row without gated, k, n"),
-    ],
-)
-def test_files_that_tune_did_not_write(
-    text: str | None, said: str, tune: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "tune.json"
-    if text is not None:
-        path.write_text(text)
-    assert tune.main(["--from", str(path), "--write", "--table", str(tmp_path / "table.py")]) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert str(path) in error
-    assert not (tmp_path / "table.py").exists()
-
-
-def test_the_committed_table_is_as_generated(tune: Any) -> None:
-    generated = tune.table_text(_tuning_table.TABLE, _tuning_table.MACHINE, _tuning_table.DATE)
-    assert generated == Path(_tuning_table.__file__).read_text()
-
-
-def test_what_is_measured(tune: Any) -> None:
-    everything = tune.plan(tune.parse([]))
-    first = tune.SHAPES[0]
-    assert {(k, n) for k, n, *_ in everything} == set(tune.SHAPES)
-    assert {m for *_, tokens in everything for m in tokens} == {*tune.TOKENS, tune.MANY_TOKENS}
-    for k, n, kind, pattern, tokens in everything:
-        assert kind == "gated" or ((k, n) == first and min(tokens) >= 1024)
-        assert pattern != "dense" or ("training" not in kind and max(tokens) <= 4096)
-    some = tune.plan(tune.parse("--shapes 896x4864 --m 1 100 --kinds gated training --patterns skew".split()))
-    assert some == [(896, 4864, "gated", "skew", [1, 100])]
-    assert tune.plan(tune.parse("--shapes 64x128 --m 1024 --kinds training --patterns skew".split()))
-
-
-@pytest.mark.parametrize("m", [1, 100, 300])
-def test_figures_of_a_measured_layer(tune: Any, m: int) -> None:
-    problem = testing.integer_problem(m, 16, 264)
-    active = testing.float64_gate(problem) != 0
-    whole = m // 128 * 128
-    union = active[:whole].view(-1, 128, 264).any(1).float().mean().item() if whole else None
-    assert tune.figures_of(problem) == Figures(active.sum().item() / m, pytest.approx(union) if whole else None)
-
-
-def test_a_row_for_each_strategy(tune: Any) -> None:
-    times = {"row": [2.0, 1.0, 3.0], "dense eager": [5.0], "dense compiled": [4.0]}
-    call = problem(64)
-    rows = tune.rows_of(call, "skew", SPARSE, times, {"row": 0.01}, {"union": "differs"})
-    assert [(row["strategy"], row["red"], row.get("relative")) for row in rows] == [
-        ("row", "", 0.5),
-        ("union", "differs", None),
-    ]
-    assert rows[0]["dense"] == "dense compiled"
-    assert json.loads(json.dumps(rows)) == rows
-    assert [tune.problem_of(row) for row in rows] == [call, call]
-    assert "RED differs" in tune.line(rows[1])
 
 
 # Telling people

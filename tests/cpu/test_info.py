@@ -53,7 +53,7 @@ def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["info", "--json"]) == 0
     state = json.loads(capsys.readouterr().out)
     assert state["versions"]["torch"] == torch.__version__
-    assert set(state) == {"versions", "devices", "device_problem", "kernels", "cache", "environment"}
+    assert set(state) == {"versions", "devices", "device_problem", "kernels", "cache", "tables", "environment"}
     assert set(state["environment"]) == set(info.VARIABLES)
     if not state["devices"]:
         assert state["device_problem"]

@@ -206,14 +206,14 @@ class Step(NamedTuple):
 
 def plan(
     shapes: Sequence[Shape] | None = None,
-    kinds: Sequence[str] = tuple(KINDS),
+    kinds: Sequence[str] | None = None,
     tokens: Sequence[int] | None = None,
-    patterns: Sequence[str] = tuple(PATTERNS),
+    patterns: Sequence[str] | None = None,
 ) -> list[Step]:
     """All steps, layer by layer. ``shapes`` and ``tokens`` replace those of each kind of call."""
     steps = []
     for k, n in shapes or SHAPES:
-        for kind in kinds:
+        for kind in kinds or KINDS:
             own, counts = KINDS[kind]
             if shapes is None and (k, n) not in own:
                 continue
@@ -223,7 +223,7 @@ def plan(
                 counts = (*counts, MANY_TOKENS)
             for m in counts:
                 most = MOST_TOKENS_OF_DENSE if "training" not in kind else 0
-                chosen = tuple(pattern for pattern in patterns if pattern != "dense" or m <= most)
+                chosen = tuple(pattern for pattern in patterns or PATTERNS if pattern != "dense" or m <= most)
                 if chosen:
                     steps.append(Step(k, n, kind, m, chosen))
     return steps

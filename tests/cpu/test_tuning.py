@@ -1,0 +1,619 @@
+"""The tables of measured costs: interpolation, measuring and fitting, a user's table, points that are held out."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import math
+import re
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from profiling import held_out
+from profiling import tune as shipped
+from twell import _auto, _tables, _tuning_table, testing, tuning
+from twell._runtime import device, fingerprint
+from twell.commands import cli, info, tune
+from twell.commands.bench import protocol
+from twell.commands.request import RequestError
+from twell.tuning import Figures, Problem
+
+GPU = "NVIDIA H100 80GB HBM3"
+MACHINE = f"{GPU} (132 SMs, 79 GiB); driver 580; torch 2.11.0"
+
+
+def table_of(costs: Any, machine: str = MACHINE) -> _tables.Table:
+    return _tables.Table(costs, machine, "2026-11-22T10:00:00+00:00")
+
+
+def found(costs: Any, m: int, k: int, n: int, gated: bool = True, training: bool = False) -> dict[str, Any]:
+    return tuning.coefficients(Problem(m, k, n, gated, training), table_of(costs))
+
+
+# Between measured layers and numbers of tokens
+
+
+def test_coefficients_come_from_layers_of_the_same_kind() -> None:
+    costs = {
+        (False, True, 1024, 2048): {16: {"row": (0.1, 0.0, 0.0)}, 64: {"row": (0.5, 0.0, 4.0), "union": (1.0,) * 3}},
+        (False, False, 1024, 2048): {16: {"row": (0.3, 0.0, 0.0)}},
+        (True, True, 1024, 2048): {16: {"union": (0.4, 0.0, 0.0)}},
+    }
+    assert found(costs, 16, 1024, 2048)["row"][0] == pytest.approx(0.1)
+    assert found(costs, 16, 4096, 16384)["row"][0] == pytest.approx(0.1)
+    assert found(costs, 16, 1024, 2048, gated=False)["row"][0] == pytest.approx(0.3)
+    assert found(costs, 16, 4096, 16384, training=True)["union"][0] == pytest.approx(0.4)
+    assert found(costs, 16, 4096, 16384, gated=False, training=True)["union"][0] == pytest.approx(0.4)
+    # interpolates in log m where both neighbours have a value; nothing below the first, the last one above
+    assert found(costs, 32, 1024, 2048) == {"row": pytest.approx((0.3, 0.0, 2.0))}
+    assert found(costs, 15, 1024, 2048) == found(costs, 0, 1024, 2048) == {}
+    assert found(costs, 1 << 20, 1024, 2048) == {
+        name: pytest.approx(terms) for name, terms in costs[False, True, 1024, 2048][64].items()
+    }
+
+
+def test_nearer_layers_weigh_more() -> None:
+    costs: Any = {
+        (False, True, k, n): {16: {"row": (base, 0.0, 0.0)}} for k, n, base in ((1024, 4096, 0.2), (4096, 16384, 0.6))
+    }
+    assert found(costs, 16, 1024, 4096)["row"][0] == pytest.approx(0.2, abs=1e-3)
+    assert found(costs, 16, 2048, 8192)["row"][0] == pytest.approx(0.4)
+    bases = [found(costs, 16, k, 4 * k)["row"][0] for k in range(512, 8192, 256)]
+    inside = [found(costs, 16, k, 4 * k)["row"][0] for k in range(1024, 4096, 256)]
+    assert inside == sorted(inside)
+    assert all(0.2 <= base <= 0.6 for base in bases)
+    assert tuning.nearest(Problem(16, 2000, 8000, True, False), table_of(costs))[2] == 1024
+
+
+def test_interpolation_crosses_no_change_of_kernels() -> None:
+    layer: dict[int, Any] = {
+        m: {"union": (base, 0.0, 0.0)}
+        for m, base in ((8, 1.0), (64, 1.2), (65, 2.0), (1024, 0.5), (1025, 1.5), (4096, 0.7))
+    }
+    costs = {(False, True, 2048, 5632): layer}
+
+    def at(m: int) -> float:
+        return float(found(costs, m, 2048, 5632)["union"][0])
+
+    for low, high in ((8, 64), (65, 1024), (1025, 4096)):
+        ends = sorted((layer[low]["union"][0], layer[high]["union"][0]))
+        assert all(ends[0] - 1e-9 <= at(m) <= ends[1] + 1e-9 for m in (low, low + 1, (low + high) // 2, high - 1, high))
+    assert at(1025) - at(1024) == pytest.approx(1.0)
+    # without a node on this side of the change the nearest one there counts
+    del layer[65], layer[1025]
+    costs = {(False, True, 2048, 5632): layer}
+    assert found(costs, 65, 2048, 5632)["union"][0] == pytest.approx(0.5)
+    assert found(costs, 1025, 2048, 5632)["union"][0] == pytest.approx(0.7)
+    # one kernel up to 1,024 tokens is for K of up to 4,096 alone
+    costs[False, True, 5120, 13824] = {512: {"union": (3.0, 0.0, 0.0)}, 4096: {"union": (3.0, 0.0, 0.0)}}
+    assert found(costs, 700, 2560, 9728)["union"][0] == pytest.approx(at(700), abs=1)
+    assert found(costs, 700, 3584, 18944)["union"][0] == pytest.approx(3.0)
+    assert found(costs, 700, 4608, 9728)["union"][0] == pytest.approx(3.0)
+
+
+def test_the_shipped_table_is_complete() -> None:
+    check_table(_tuning_table)
+    assert {key[:2] for key in _tuning_table.TABLE} >= {(False, True), (True, True)}
+    # literals only
+    tree = ast.parse(Path(_tuning_table.__file__).read_text())
+    values = [node.value for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
+    assert [ast.literal_eval(value) for value in values] == [
+        _tuning_table.MACHINE,
+        _tuning_table.DATE,
+        _tuning_table.TABLE,
+    ]
+
+
+def check_table(module: Any) -> None:
+    assert isinstance(module.MACHINE, str)
+    assert "torch" in module.MACHINE
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", module.DATE)
+    for (training, gated, k, n), by_tokens in module.TABLE.items():
+        assert type(training) is type(gated) is bool
+        assert k > 0
+        assert n > 0
+        assert list(by_tokens) == sorted(by_tokens)
+        for m, entry in by_tokens.items():
+            assert m > 0
+            assert set(entry) <= ({"union"} if training else {"row", "union"})
+            for coefficients in entry.values():
+                assert len(coefficients) == 3
+                assert all(isinstance(c, float) and math.isfinite(c) and c >= 0 for c in coefficients)
+
+
+# A user's table
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, and a GPU of another model than the shipped table's."""
+    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(device, "name", lambda index: GPU)
+    forget()
+    yield tmp_path / "cache" / "tuning"
+    forget()
+
+
+def forget() -> None:
+    _tables._on.cache_clear()
+    _tables._of_gpu.cache_clear()
+
+
+OWN: Any = {(False, True, 1536, 4096): {64: {"row": (0.25, 0.0, 5.0)}}}
+CUDA = torch.device("cuda", 0)
+
+
+def test_the_shipped_table_serves_without_a_file(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert _tables.in_use(CUDA) is _tables.in_use(torch.device("cpu")) is _tables.SHIPPED
+    assert not folder.exists()
+    assert not caplog.records
+
+
+def test_a_users_table_serves_its_gpu(folder: Path) -> None:
+    path = _tables.write(table_of(OWN))
+    assert path == folder / "NVIDIA_H100_80GB_HBM3.json"
+    table = _tables.in_use(CUDA)
+    assert (table.file, table.gpu, table.date) == (path, GPU, "2026-11-22T10:00:00+00:00")
+    assert {key for key in table.costs if key[:2] == (False, True)} == set(OWN)
+    assert table.costs[False, True, 1536, 4096] == OWN[False, True, 1536, 4096]
+    # kinds that were not measured are the shipped ones
+    assert {key for key in table.costs if key[0]} == {key for key in _tables.SHIPPED.costs if key[0]}
+    problem = Problem(64, 1536, 4096, True, False)
+    decision = tuning.decide(problem, Figures(10, None), None, table)
+    assert decision.costs["row"] == pytest.approx(0.25 + 5 * 10 / 4096)
+    assert tuning.decide(problem, Figures(10, None), None).costs != decision.costs
+    # another model has another file
+    assert _tables.read("NVIDIA GH200") is _tables.SHIPPED
+
+
+def test_own_layers_join_the_shipped_ones_on_the_same_gpu(folder: Path) -> None:
+    _tables.write(table_of(OWN, _tables.SHIPPED.machine))
+    assert _tables.read(_tables.SHIPPED.gpu).costs == _tables.SHIPPED.costs | OWN
+
+
+def test_a_later_run_keeps_the_layers_of_an_earlier_one(folder: Path) -> None:
+    later: Any = {(True, True, 1536, 4096): {1024: {"union": (0.5, 0.0, 0.0)}}}
+    _tables.write(table_of(OWN))
+    path = _tables.write(table_of(later))
+    assert _tables.parse(path.read_text()).costs == OWN | later
+    # but not those of other kernels, nor of a damaged file
+    path.write_text(path.read_text().replace(fingerprint.source_hash(), "0" * 64))
+    assert _tables.parse(_tables.write(table_of(later)).read_text()).costs == later
+    path.write_text("{")
+    assert _tables.parse(_tables.write(table_of(OWN)).read_text()).costs == OWN
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def changed(**entries: Any) -> str:
+    return json.dumps(json.loads(_tables.text_of(table_of(OWN))) | entries)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "no table"),
+        ("[]", "no table"),
+        ("\xff", "no table"),
+        (changed(layers=[{}]), "'k'"),
+        (changed(layers=3), "no table"),
+        (changed(machine="NVIDIA GH200 (132 SMs)"), f"it must be of {GPU}, got NVIDIA GH200"),
+        (changed(kernels="0" * 64), "of other kernels: run `twell tune` again"),
+        (_tables.text_of(table_of(OWN)).replace("0.25", "-1"), "costs must be finite and not negative"),
+        (_tables.text_of(table_of(OWN)).replace("0.25", "NaN"), "costs must be finite"),
+        (_tables.text_of(table_of(OWN)).replace('"row"', '"auto"'), "strategies must be among row, union"),
+        (_tables.text_of(table_of(OWN)).replace("1536", "-8"), "sizes must be positive integers"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(
+    text: str, said: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = _tables.write(table_of(OWN))
+    path.write_text(text, encoding="latin-1")
+    for index in (0, 1, 0):
+        table = _tables.in_use(torch.device("cuda", index))
+        assert table.costs is _tables.SHIPPED.costs
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert said in record.message
+    assert str(path) in record.message
+
+
+def test_no_driver_no_home_no_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("nothing there")
+
+    monkeypatch.setattr(_tables.env, "cache_dir", fails)
+    assert _tables.read(GPU) is _tables.SHIPPED
+    monkeypatch.setattr(device, "name", fails)
+    assert _tables.in_use(CUDA) is _tables.SHIPPED
+
+
+def test_a_site_decides_by_the_table_of_its_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow: Any = {(False, True, 32, 264): {1: {"row": (2.0, 0.0, 0.0), "union": (3.0, 0.0, 0.0)}}}
+    monkeypatch.setattr(_tables, "in_use", lambda on: table_of(slow))
+    site = _auto.AutoStrategy()
+    assert site.begin(torch.zeros(4, 32), 264, True, False, False).strategy == "dense"
+    assert _auto.fresh(torch.zeros(4, 32), 264, True, False) == "dense"
+
+
+def test_info_names_the_table(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def told(name: str = GPU) -> str:
+        devices = (device.Device(0, name, (9, 0), 132, 80 << 30), device.Device(1, "Small", (8, 9), 76, 16 << 30))
+        monkeypatch.setattr(device, "describe", lambda: device.Driver((13, 0), devices))
+        return "\n".join(info.lines(info.collect(), verbose=False)).partition('Table of "auto"')[2]
+
+    ours = _tables.SHIPPED.gpu
+    assert f"  {ours}: shipped, measured on {ours}, {_tables.SHIPPED.date[:10]}" in told(ours)
+    assert "note:" not in told(ours)
+    assert f"  {GPU}: shipped, measured on {ours}" in told()
+    assert f"note: these are times of another GPU; `twell tune` measures {GPU}" in told()
+    path = _tables.write(table_of(OWN))
+    assert f"  {GPU}: {path}, measured on {GPU}, 2026-11-22\n" in told()
+    assert "note:" not in told()
+    path.write_text(changed(kernels="0" * 64))
+    assert f'note: "auto" ignores {path}, of other kernels: run `twell tune` again' in told()
+    assert not caplog.records
+
+
+# Measuring and fitting
+
+
+TRUE = {
+    (False, True, 2048, 5632): {
+        64: {"row": (0.5, 0.0, 20.0)},
+        16384: {"row": (0.36, 0.12, 42.0), "union": (0.36, 0.63, 4.5)},
+    },
+    (True, False, 1024, 2816): {4096: {"union": (0.0, 0.7, 9.0)}},
+}
+
+
+def measured(noise: float = 0.0) -> list[dict[str, Any]]:
+    """Rows in the format of tune.py, of the machine that ``TRUE`` describes."""
+    rows = []
+    for (training, gated, k, n), by_tokens in TRUE.items():
+        for m, entry in by_tokens.items():
+            for i, (nonzeros, union) in enumerate(
+                ((29, 0.48), (29, 0.17), (29, 0.1), (128, 0.26), (14, 0.07), (900, 1))
+            ):
+                problem, figures = Problem(m, k, n, gated, training), Figures(nonzeros, union if m >= 128 else None)
+                for name, coefficients in entry.items():
+                    terms = zip(coefficients, (1.0, *tuning.shares(problem, figures)), strict=True)
+                    relative = sum(a * b for a, b in terms) * (1 + noise * (-1) ** i)
+                    row = {**problem._asdict(), **figures._asdict(), "pattern": str(i), "strategy": name, "red": ""}
+                    rows.append(row | {"dense_ms": 2.0, "ms": 2 * relative, "relative": relative})
+    return rows
+
+
+def predicted(costs: Any, row: dict[str, Any]) -> float:
+    return tuning.costs(tune.problem_of(row), Figures(row["nonzeros"], row["union"]), table_of(costs))[row["strategy"]]
+
+
+def test_the_fit_finds_what_made_the_times() -> None:
+    table = tune.fit(measured())
+    assert table.keys() == TRUE.keys()
+    for key, by_tokens in TRUE.items():
+        for m, entry in by_tokens.items():
+            for name, expected in entry.items():
+                # few tokens fire their union: only the prediction is unique
+                if m >= 128:
+                    assert table[key][m][name] == pytest.approx(expected, abs=2e-4)
+    rows = measured()
+    assert all(predicted(table, row) == pytest.approx(row["relative"], rel=1e-3) for row in rows)
+    assert "choices lose 0.0 % on average" in tune.report(table, rows).replace("0.0%", "0.0 %")
+    noisy = tune.fit(measured(0.05))
+    assert all(predicted(noisy, row) == pytest.approx(row["relative"], rel=0.2) for row in rows)
+
+
+def test_what_one_token_costs_is_of_its_non_zeros() -> None:
+    """Its union is the same, but the costs of more tokens lie between those of one and of several."""
+    rows = []
+    for nonzeros in (14, 29, 128):
+        problem, figures = Problem(1, 2048, 5632, True, False), Figures(nonzeros, None)
+        row = {**problem._asdict(), **figures._asdict(), "pattern": str(nonzeros), "strategy": "row", "red": ""}
+        rows.append(row | {"relative": 0.3 + 8 * nonzeros / 5632})
+    (entry,) = tune.fit(rows).values()
+    assert entry[1]["row"] == pytest.approx((0.3, 0.0, 8.0), abs=1e-3)
+
+
+def test_slow_times_that_are_not_linear_leave_fast_ones_fitted() -> None:
+    rows = measured()
+    slow = {id(row) for row in rows if row["strategy"] == "row" and row["relative"] > 3}
+    bent = [{**row, "relative": row["relative"] * (1.3 if id(row) in slow else 1)} for row in rows]
+    table = tune.fit(bent)
+    fast = [row for row in bent if row["strategy"] == "row" and row["relative"] < 1]
+    assert slow
+    assert fast
+    assert all(predicted(table, row) == pytest.approx(row["relative"], rel=0.01) for row in fast)
+
+
+def test_the_fit_is_least_squares_without_negative_terms() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        matrix = torch.randn(6, 3, generator=generator, dtype=torch.float64)
+        target = torch.randn(6, generator=generator, dtype=torch.float64)
+        found = tune.non_negative_least_squares(matrix, target)
+        gradient = matrix.T @ (matrix @ found - target)
+        # the conditions of an optimum
+        assert (found >= 0).all()
+        assert (gradient >= -1e-9).all()
+        assert (gradient * found).abs().max() < 1e-9
+
+
+def test_rows_that_failed_or_were_measured_again() -> None:
+    rows = measured()
+    wrong = [{**row, "relative": 9.0, "ms": 18.0} for row in rows]
+    red = [{**row, "red": "differs", "ms": None, "relative": None} for row in rows]
+    assert tune.fit([*wrong, *rows, *red]) == tune.fit(rows)
+    assert tune.fit(red) == tune.fit(rows[:1]) == {}
+    assert tune.report({}, red) == "nothing to fit"
+
+
+@pytest.mark.parametrize("clocks", ["", "; SM 1980 MHz now, 1980 most, memory 3201 MHz, 700 W"])
+def test_writes_the_table_from_files(clocks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, machine = measured(), f"NVIDIA H200 (132 SMs, 140 GiB){clocks}; driver 580; torch 2.11.0; CuTe DSL 4.8.1"
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, part in zip(files, (rows[:9], rows[9:])):
+        shipped.write_json({"machine": machine, "date": "2026-11-21T10:00:00+00:00", "rows": part}, file)
+    table = tmp_path / "table.py"
+    assert shipped.main(["--from", *map(str, files), "--write", "--table", str(table)]) == 0
+    assert machine in capsys.readouterr().out
+    written = types.ModuleType("written")
+    exec(compile(table.read_text(), str(table), "exec"), written.__dict__)
+    check_table(written)
+    assert (written.MACHINE, written.DATE, written.TABLE) == (machine, "2026-11-21", tune.fit(rows))
+    assert max(map(len, table.read_text().splitlines())) <= 120
+
+    other = tmp_path / "c.json"
+    shipped.write_json({"machine": "NVIDIA H100 (132 SMs); torch 2.11.0", "date": "2026-11-21", "rows": []}, other)
+    assert shipped.main(["--from", str(files[0]), str(other)]) == 2
+    assert "a table is for one GPU, got measurements of NVIDIA H100, NVIDIA H200" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "No such file"),
+        ("{", "expected what --out wrote"),
+        ("[]", "got other JSON"),
+        ('{"machine": "a GPU", "date": "2026-11-21", "rows": [{"m": 1}]}', "got a row without gated, k, n"),
+    ],
+)
+def test_files_that_tune_did_not_write(
+    text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tune.json"
+    if text is not None:
+        path.write_text(text)
+    assert shipped.main(["--from", str(path), "--write", "--table", str(tmp_path / "table.py")]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert str(path) in error
+    assert not (tmp_path / "table.py").exists()
+
+
+def test_the_shipped_table_is_as_generated() -> None:
+    generated = shipped.table_text(_tuning_table.TABLE, _tuning_table.MACHINE, _tuning_table.DATE)
+    assert generated == Path(_tuning_table.__file__).read_text()
+
+
+@pytest.mark.parametrize("m", [1, 100, 300])
+def test_figures_of_a_measured_layer(m: int) -> None:
+    problem = testing.integer_problem(m, 16, 264)
+    active = testing.float64_gate(problem) != 0
+    whole = m // 128 * 128
+    union = active[:whole].view(-1, 128, 264).any(1).float().mean().item() if whole else None
+    assert tune.figures_of(problem) == Figures(active.sum().item() / m, pytest.approx(union) if whole else None)
+
+
+def test_a_row_for_each_strategy() -> None:
+    times = {"row": [2.0, 1.0, 3.0], "dense": [4.0]}
+    call = Problem(64, 2048, 5632, True, False)
+    rows = tune.rows_of(call, "skew", Figures(10, 0.05), times, {"row": 0.01}, {"union": "differs"})
+    assert [(row["strategy"], row["red"], row.get("relative")) for row in rows] == [
+        ("row", "", 0.5),
+        ("union", "differs", None),
+    ]
+    assert json.loads(json.dumps(rows)) == rows
+    assert [tune.problem_of(row) for row in rows] == [call, call]
+
+
+def test_the_plan() -> None:
+    steps = tune.plan()
+    assert {(step.k, step.n) for step in steps} == set(tune.SHAPES)
+    assert {step.kind for step in steps} == set(tune.KINDS)
+    # each layer once, so that its problems are drawn once
+    layers = [(step.k, step.n) for step in steps]
+    assert len({layer for i, layer in enumerate(layers) if i == 0 or layer != layers[i - 1]}) == len(set(layers))
+    gated = [step.m for step in steps if step.kind == "gated" and (step.k, step.n) == tune.SHAPES[-1]]
+    # both sides of each change of kernels
+    for last in (tuning.FEW_GATE_PACK, tuning.UNION_TILE_TOKENS):
+        assert {last, last + 1} <= set(gated)
+    for step in steps:
+        assert ("dense" in step.patterns) == (step.m <= tune.MOST_TOKENS_OF_DENSE and not step.problem.training)
+    (one,) = tune.plan([(64, 264)], ["training"], [300], ["skew", "dense"])
+    assert one == tune.Step(64, 264, "training", 300, ("skew",))
+    assert one.problem == Problem(300, 64, 264, True, True)
+
+
+class Clock:
+    """Recordings with given times."""
+
+    def __init__(self, ms: float) -> None:
+        self.ms, self.copies, self.outputs, self.replays = ms, 1, (), 0
+
+    def replay(self) -> Any:
+        self.replays += 1
+        return lambda: self.ms
+
+    def wait(self) -> None: ...
+    def spoil(self) -> None: ...
+
+
+def test_a_slow_strategy_is_replayed_less() -> None:
+    recordings: Any = {"dense": Clock(9.0), "row": Clock(1.0), "union": Clock(1.0 + tune.SLOW)}
+    times = tune.times_of(recordings, 0.05)
+    assert {name: set(ms) for name, ms in times.items()} == {"dense": {9.0}, "row": {1.0}, "union": {1.0 + tune.SLOW}}
+    assert recordings["union"].replays < 6 < tune.LEAST_ROUNDS + 4 < recordings["row"].replays
+    # all times are multiples of dense's
+    assert recordings["dense"].replays == recordings["row"].replays
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "SHAPES", ((32, 264),))
+    monkeypatch.setattr(tune, "KINDS", {"gated": (((32, 264),), (1, 130)), "training": (((32, 264),), (130,))})
+    monkeypatch.setattr(tune, "MANY_TOKENS", 140)
+    some = {name: tune.PATTERNS[name] for name in ("topic", "uniform", "dense")}
+    monkeypatch.setattr(tune, "PATTERNS", some)
+
+
+def test_measures_and_writes(small: None, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """The whole command, on a CPU whose name is that of a GPU."""
+    monkeypatch.setattr(testing, "machine_line", lambda *_: MACHINE)
+    arguments = argparse.Namespace(shape=None, kinds=["gated", "training"], budget_s=600.0)
+    assert tune.tune(arguments, protocol.Cpu()) == 0
+    table = _tables.in_use(CUDA)
+    assert {key: set(nodes) for key, nodes in table.costs.items() if key[1]} == {
+        (False, True, 32, 264): {1, 130, 140},
+        (True, True, 32, 264): {130},
+    }
+    assert {name for nodes in table.costs[False, True, 32, 264].values() for name in nodes} == {"row", "union"}
+    printed = capsys.readouterr().out
+    assert "times are predicted within" in printed
+    assert f'wrote {table.file}; "auto" uses it in processes that start now' in printed
+    # out of time at once: nothing is written
+    before = table.file.read_text() if table.file else ""
+    arguments.budget_s = 0.0
+    assert tune.tune(arguments, protocol.Cpu()) == 1
+    assert "out of time before" in capsys.readouterr().out
+    assert before
+    assert table.file
+    assert table.file.read_text() == before
+
+
+def test_the_generator_measures_the_same_way(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tune, "gpu", lambda name: protocol.Cpu())
+    out, table = tmp_path / "rows.json", tmp_path / "table.py"
+    arguments = ["--out", str(out), "--kinds", "gated", "--patterns", "topic", "uniform", "--seconds", "0"]
+    assert shipped.main([*arguments, "--write", "--table", str(table)]) == 0
+    data = json.loads(out.read_text())
+    assert data["complete"]
+    assert len(data["rows"]) == 3 * 2 * 2
+    written = types.ModuleType("written")
+    exec(compile(table.read_text(), str(table), "exec"), written.__dict__)
+    assert tune.fit(shipped.read(out)["rows"]) == written.TABLE
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape", "2048"], "expected KxN, as in 4096x14336, got '2048'"),
+        (["--shape", "100x256"], "expected multiples of 8, got '100x256'"),
+        (["--kinds", "decode"], "invalid choice: 'decode'"),
+        (["--budget-s", "0"], "expected a number above 0"),
+    ],
+)
+def test_bad_requests(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        cli.main(["tune", *arguments])
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_needs_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RequestError, match=r"--device: expected a GPU of compute capability 9\.0, got cpu"):
+        tune.gpu("cpu")
+    monkeypatch.setattr(tune, "pick_device", torch.device)
+    monkeypatch.setattr(device, "capability", lambda index: (8, 0))
+    with pytest.raises(RequestError, match=r"expected a GPU of compute capability 9\.0, got cuda:1"):
+        tune.gpu("cuda:1")
+
+
+# Points that are held out
+
+
+def test_the_points_are_the_same_everywhere() -> None:
+    points = held_out.points()
+    assert points == held_out.points()
+    assert len(points) == 100
+    assert sum(point.problem.training for point in points) == 20
+    first = points[0]
+    assert (first.problem, round(first.workload.nnz, 3)) == (Problem(437, 2560, 10240, False, False), 133.976)  # type: ignore[union-attr]
+    assert held_out.points(seed=1) != points
+
+
+def test_the_points_are_not_in_the_table() -> None:
+    points = held_out.points()
+    nodes = {m for _, counts in tune.KINDS.values() for m in counts}
+    layers = {key[2:] for key in _tables.SHIPPED.costs} | set(tune.SHAPES)
+    assert not layers & {(point.problem.k, point.problem.n) for point in points}
+    tokens = [point.problem.m for point in points]
+    assert sum(m in nodes for m in tokens) < 15
+    assert min(tokens) < 8
+    assert max(tokens) > 8192
+    nonzeros = [point.workload.nnz for point in points if not isinstance(point.workload, str)]
+    assert min(nonzeros) < 1
+    assert 250 < max(nonzeros) <= 300
+    assert 8 < sum(not point.problem.gated for point in points) < 25
+
+
+def held(loss: float, **entries: Any) -> dict[str, Any]:
+    """A row in which "auto" takes "row"."""
+    row = {**Problem(16, 1024, 3072, True, False)._asdict(), "nonzeros": 30.0, "union": None, "red": {}, "pattern": {}}
+    return row | {"row_ms": 1 + loss, "union_ms": 1.0, "dense_ms": 2.0} | entries
+
+
+def test_held_out_rows_can_be_decided_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [held(0.02), held(0.06), held(0.0, training=True, m=4096, row_ms=9.0)]
+    measured, out, tuned = tmp_path / "a.json", tmp_path / "b.json", tmp_path / "tuned.json"
+    measured.write_text(json.dumps({"machine": MACHINE, "rows": rows}))
+    assert held_out.main(["--rows", str(measured), "--out", str(out)]) == 0
+    assert [row["auto"] for row in json.loads(out.read_text())["rows"]] == ["row", "row", "union"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "forward: 2 points, mean 4.00%, most 6.0%"
+    assert lines[2].startswith("all: 3 points, mean 2.67%")
+    assert lines[3].split()[0] == "6.0%"
+    assert lines[-1] == MACHINE
+    # by another table
+    shipped.write_json({"machine": MACHINE, "date": "2026-11-22", "rows": cheap_union()}, tuned)
+    assert held_out.main(["--rows", str(out), "--tuning", str(tuned)]) == 0
+    assert capsys.readouterr().out.startswith("forward: 2 points, mean 0.00%")
+    assert held_out.main(["--rows", str(tmp_path / "missing")]) == 2
+
+
+def cheap_union() -> list[dict[str, Any]]:
+    found = []
+    for name, relative in (("row", 0.9), ("union", 0.1)):
+        for nonzeros in (10.0, 40.0):
+            call = Problem(16, 1024, 2816, True, False)
+            row = {**dict(zip(tune.SIZES, call)), "pattern": str(nonzeros), "nonzeros": nonzeros, "union": None}
+            found.append(row | {"strategy": name, "red": "", "relative": relative})
+    return found
+
+
+def test_held_out_points_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def few() -> list[held_out.Point]:
+        calls = (Problem(130, 32, 264, True, False), Problem(130, 32, 264, False, True))
+        return [held_out.Point(call, testing.Workload(9.0, neuron_sigma=1.0)) for call in calls]
+
+    monkeypatch.setattr(tune, "gpu", lambda name: protocol.Cpu())
+    monkeypatch.setattr(held_out, "points", few)
+    out = tmp_path / "out.json"
+    assert held_out.main(["--out", str(out), "--seconds", "0"]) == 0
+    data = json.loads(out.read_text())
+    assert data["complete"]
+    first, second = data["rows"]
+    assert {"row_ms", "union_ms", "dense_ms"} <= first.keys()
+    assert "row_ms" not in second
+    for row in (first, second):
+        times = [row[name] for name in ("row_ms", "union_ms", "dense_ms") if name in row]
+        assert row["loss"] == row[f"{row['auto']}_ms"] / min(times) - 1
+        assert row["nonzeros"] == pytest.approx(9, rel=0.3)
