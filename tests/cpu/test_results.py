@@ -16,6 +16,7 @@ import torch
 
 from twell import tuning
 from twell._runtime import geometry, specs
+from twell.commands import tune
 from twell.commands.bench import workloads
 
 MACHINE = "NVIDIA H200 (made up); SM 1980 MHz now, 1980 most; kernels 0123456789ab"
@@ -203,7 +204,6 @@ def test_the_table_of_auto_at_points_that_it_is_not_fitted_to(root: Path, monkey
     """The choice at measured points; docs/when-it-pays.md names the misses."""
     monkeypatch.syspath_prepend(str(root / "profiling"))
     import readme
-    import tune
 
     drawn: dict[str, tuning.Figures] = {}
     lost: dict[tuple[str, int, int, bool], float] = {}
