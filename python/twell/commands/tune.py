@@ -257,6 +257,8 @@ def measure(
 def measure_step(step: Step, problems: dict[str, FFN], device: protocol.Device, seconds: float) -> list[dict[str, Any]]:
     """The rows of a step: one per pattern and sparse strategy."""
     rows, problem = [], step.problem
+    # its recording reads the memory of the layer that it was made of
+    first: Layer | None = None
     dense: protocol.Recording | None = None
     for pattern, drawn in problems.items():
         figures = figures_of(drawn)
@@ -264,7 +266,8 @@ def measure_step(step: Step, problems: dict[str, FFN], device: protocol.Device, 
             continue
         layer = Layer(drawn, problem.gated, problem.training, device)
         errors, red = layer.check(sparse_strategies(problem.training))
-        dense = dense or layer.record("dense")
+        if first is None or dense is None:
+            first, dense = layer, layer.record("dense")
         recordings = {name: layer.record(name) for name in errors if name not in red}
         times = times_of({**recordings, "dense": dense}, seconds)
         rows += rows_of(problem, pattern, figures, times, errors, red)
