@@ -5,7 +5,6 @@ non-zeros, words 1 to W-1 hold ``value bits << 16 | neuron``. A row-tile with mo
 """
 
 TILE = 256
-SLAB = 256
 COMPRESSIONS = (2, 4, 8)
 
 # The neuron index takes the low 16 bits of a word.
@@ -22,6 +21,10 @@ GROUP_ROWS = 8
 TOKEN_TILE = 128
 CHUNK = 64
 NEURON_TILE = 64
+
+# Columns of a unit of work of weight_grad, and the most CTAs that it has.
+SLAB = 256
+MAX_CTAS = 192
 
 # Tokens of a tile of up_down_tile, and most neurons of its layers.
 SMALL_TILE = 16

@@ -153,7 +153,7 @@ class WeightGrad(SparseProduct):
             main_up, main_down, flushed, schedule, slabs, units,
         )  # fmt: skip
         arguments = (data, (wide, narrow, row_mma), a_layout, b_layout, ones_layout, capacity)
-        ctas = cutlass.min(units, max_ctas)
+        ctas = cutlass.min(cutlass.min(units, max_ctas), geometry.MAX_CTAS)
         # the kernel that can flush sums is a tenth slower
         if flushed.shape[0] > 0:
             self.kernel(*arguments, True).launch(
