@@ -5,6 +5,7 @@ TWELL_JIT          auto, off  whether a kernel that is neither packaged nor cach
 TWELL_CACHE_DIR    a folder   where compiled kernels are kept; default ``$XDG_CACHE_HOME/twell`` or ``~/.cache/twell``
 TWELL_LOG          a level    debug, info, warning, error or critical: log to stderr from that level on
 TWELL_NVTX         0, 1       mark each operator as an NVTX range; read at import
+TWELL_VLLM         auto, off  whether vLLM serves ReLU models through twell; read when vLLM loads its plug-ins
 TWELL_DEBUG        0, 1       synchronise after each kernel, so that a fault surfaces in its own call; read at import
 =================  =========  ==================================================================================
 """
@@ -48,6 +49,11 @@ def log_level() -> int | None:
     if not os.environ.get("TWELL_LOG"):
         return None
     return int(getattr(logging, _choice("TWELL_LOG", _LEVELS, "warning").upper()))
+
+
+def vllm() -> bool:
+    """Whether the plug-in registers its models with vLLM (``TWELL_VLLM``)."""
+    return _choice("TWELL_VLLM", ("auto", "off"), "auto") == "auto"
 
 
 def nvtx() -> bool:

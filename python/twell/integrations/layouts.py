@@ -137,6 +137,16 @@ def intermediate_size(config: Mapping[str, Any]) -> int | None:
     return None
 
 
+def activation(config: Mapping[str, Any]) -> str | None:
+    """The activation that a configuration names; None if it names none."""
+    return next((name for key in ACTIVATIONS if isinstance(name := config.get(key), str)), None)
+
+
+def papers_keys(config: Mapping[str, Any]) -> list[str]:
+    """The keys that only the paper's models have; with one, layers apply ReLU whatever activation is named."""
+    return [key for key in config if key.startswith("sparsity_") and key not in OWN_KEYS]
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a Hugging Face folder: the single one, or those in the index.
 

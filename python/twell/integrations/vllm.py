@@ -1,0 +1,91 @@
+"""twell in vLLM: models whose feed-forward layers are ReLU, by ``pip install twell`` beside vLLM.
+
+vLLM calls ``register``, an entry point of its group ``vllm.general_plugins``, in each of its processes. From then on it
+serves, through its Transformers backend with the FFNs through twell,
+
+- ``SparseLlamaForCausalLM`` and ``SparseQwen2ForCausalLM``, the paper's checkpoints and those of
+  ``twell.integrations.transformers``: always with ReLU, whatever activation the configuration names;
+- the architectures of ``LLAMA_LIKE`` where the configuration names ReLU. vLLM's own classes refuse those.
+
+All other models, and models with ``model_impl`` "vllm" or "transformers", are as without twell. ``TWELL_VLLM=off``
+switches it off, and so does ``VLLM_PLUGINS`` without "twell". The configuration may have ``sparsity_strategy`` and
+``sparsity_compression``, as in ``SparseLlamaConfig``: ``--hf-overrides '{"sparsity_strategy": "dense"}'``.
+
+Importing this module imports neither vLLM nor CUDA. ``_vllm_model`` has the model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from twell._runtime import env
+from twell._runtime.log import logger
+from twell.integrations import layouts
+
+__all__ = ["LLAMA_LIKE", "SPARSE", "register"]
+
+# Architectures that always have ReLU, and the configuration class of transformers and the model types of each.
+SPARSE = {
+    "SparseLlamaForCausalLM": ("LlamaConfig", ("sparse_llama", "llama_sparse_relu")),
+    "SparseQwen2ForCausalLM": ("Qwen2Config", ("sparse_qwen2", "qwen2_sparse_relu")),
+}
+
+# Architectures with down_proj(act(gate_proj(x)) * up_proj(x)), whose classes in vLLM refuse ReLU.
+LLAMA_LIKE = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    *("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+)
+
+_OURS = "TwellForCausalLM"
+_CLASS = "twell.integrations._vllm_model:SparseForCausalLM"
+
+
+def register() -> None:
+    """Register the models with vLLM in this process; again without effect. Does nothing with ``TWELL_VLLM=off``.
+
+    Raises ImportError without vLLM, ValueError for another value of ``TWELL_VLLM``.
+    """
+    if not env.vllm():
+        logger.info("TWELL_VLLM=off: vLLM serves without twell")
+        return
+    from vllm import ModelRegistry
+
+    for architecture in (*SPARSE, _OURS):
+        ModelRegistry.register_model(architecture, _CLASS)
+    for stock, model_types in SPARSE.values():
+        for model_type in model_types:
+            _read_as(model_type, stock)
+    # the registry knows classes by the architecture alone, but these two methods see the whole configuration
+    for name in ("inspect_model_cls", "resolve_model_cls"):
+        method = getattr(ModelRegistry, name)
+        if not isinstance(method, functools.partial):
+            setattr(ModelRegistry, name, functools.partial(_instead, method))
+
+
+def _instead(method: Callable[..., Any], architectures: str | Sequence[str], model_config: Any) -> Any:
+    """Call a method of vLLM's registry, for a Llama-like model with ReLU with the architecture of twell."""
+    names = [architectures] if isinstance(architectures, str) else list(architectures)
+    if model_config.model_impl == "auto" and set(names) & set(LLAMA_LIKE) and applies_relu(model_config.hf_config):
+        names = [_OURS]
+    return method(names, model_config)
+
+
+def applies_relu(config: Any) -> bool:
+    """Whether a configuration is of a model with ReLU: it names ReLU, or has keys of the paper's."""
+    content = config.get_text_config().to_dict()
+    return layouts.activation(content) == "relu" or bool(layouts.papers_keys(content))
+
+
+def _read_as(model_type: str, stock: str) -> None:
+    """Let transformers read configurations of ``model_type`` as its own class ``stock``, with all their keys."""
+    import transformers
+
+    base = getattr(transformers, stock)
+
+    def from_dict(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        return base.from_dict({**config_dict, "model_type": base.model_type}, **kwargs)
+
+    reader = type(f"{stock}Of_{model_type}", (base,), {"model_type": model_type, "from_dict": classmethod(from_dict)})
+    transformers.AutoConfig.register(model_type, reader, exist_ok=True)
