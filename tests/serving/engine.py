@@ -30,7 +30,6 @@ def main() -> None:
         request["model"],
         skip_tokenizer_init=True,
         max_model_len=256,
-        max_num_batched_tokens=256,
         max_num_seqs=4,
         **request["engine"],
     )
@@ -39,7 +38,7 @@ def main() -> None:
         SamplingParams(max_tokens=request["tokens"], temperature=0, ignore_eos=True, detokenize=False),
         use_tqdm=False,
     )
-    (described,) = engine.apply_model(describe)
+    described = engine.apply_model(describe)[0]
     print("RESULT", json.dumps({"tokens": [list(output.outputs[0].token_ids) for output in outputs], **described}))
 
 

@@ -1,0 +1,63 @@
+"""Checkpoints for the tests with a serving engine, tiny and random, and what an engine made of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Few tokens to choose from, weights of this spread, and float16 instead of bfloat16: the best token is clearly the best,
+# so that rounding does not choose it.
+SPREAD = 0.1
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """What an engine gave: the tokens of each prompt, the classes of the model and of its FFNs, and its log.
+
+    rows: of each FFN, whether its down weight lies by rows of neurons.
+    """
+
+    tokens: list[list[int]]
+    model: str
+    layers: list[str]
+    rows: list[bool]
+    log: str
+
+
+Serve = Callable[..., Served]
+
+
+def checkpoint(
+    folder: Path, activation: str, rows: bool = False, sizes: dict[str, int] | None = None, **config: Any
+) -> Path:
+    """Write a Llama of random weights, for the same sizes the same; ``config`` changes its config.json.
+
+    With ``rows`` down weights are stored [intermediate, hidden].
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    options = SIZES | (sizes or {})
+    stock = LlamaConfig(**options, hidden_act=activation, tie_word_embeddings=False, initializer_range=SPREAD)
+    LlamaForCausalLM(stock).to(torch.float16).save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    if rows:
+        weights = load_file(folder / "model.safetensors")
+        turned = {name: t.t().contiguous() if "down_proj" in name else t for name, t in weights.items()}
+        save_file(turned, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
