@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 from collections.abc import Iterator
 from email.message import Message
 from email.parser import Parser
@@ -12,6 +13,8 @@ from build import ProjectBuilder
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+
+from twell.integrations.vllm import register
 
 # Requires-Dist of the wheels on the package index, as far as they name what twell or one of its extras asks for. Then
 # those of the versions that they pin: nvidia-cutlass-dsl 4.8.0 and its libraries, torch 2.14.0 and 2.14.1.
@@ -47,11 +50,16 @@ def project(root: Path) -> ProjectBuilder:
 
 
 @pytest.fixture(scope="module")
-def metadata(project: ProjectBuilder, tmp_path_factory: pytest.TempPathFactory) -> Message:
-    """The metadata that a wheel would have; no kernel is compiled."""
+def folder(project: ProjectBuilder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of metadata that a wheel would have; no kernel is compiled."""
     folder = project.prepare("wheel", tmp_path_factory.mktemp("metadata"))
     assert folder is not None
-    return Parser().parsestr((Path(folder) / "METADATA").read_text())
+    return Path(folder)
+
+
+@pytest.fixture(scope="module")
+def metadata(folder: Path) -> Message:
+    return Parser().parsestr((folder / "METADATA").read_text())
 
 
 def requirements(metadata: Message, *extras: str) -> Iterator[Requirement]:
@@ -102,3 +110,9 @@ def test_what_builds_and_what_runs_have_one_range(metadata: Message, project: Pr
     runs = {r.name: r.specifier for r in requirements(metadata, "jit")}
     assert builds["nvidia-cutlass-dsl"] == runs["nvidia-cutlass-dsl"] == runs[RUNTIME]
     assert builds["apache-tvm-ffi"] == runs["apache-tvm-ffi"]
+
+
+def test_vllm_finds_its_plugin(folder: Path) -> None:
+    entries = configparser.ConfigParser()
+    entries.read(folder / "entry_points.txt")
+    assert dict(entries["vllm.general_plugins"]) == {"twell": f"{register.__module__}:{register.__name__}"}

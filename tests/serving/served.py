@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Few tokens to choose from, weights of this spread, and float16 instead of bfloat16: the best token is clearly the best,
-# so that rounding does not choose it.
+# A small vocabulary, weights of this spread, and float16 instead of bfloat16: the best token is clearly the best, so
+# that rounding does not choose it.
 SPREAD = 0.1
 SIZES = {
     "vocab_size": 128,

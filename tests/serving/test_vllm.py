@@ -10,7 +10,7 @@ from served import Serve, checkpoint
 
 LAYERS = 2
 ROW = {"sparsity_strategy": "row"}
-# the configurations of the paper's checkpoints: a model type of theirs or Llama's, and an activation that is not applied
+# The paper's checkpoints have a model type of their own or Llama's, and name an activation that they do not apply.
 PAPERS = {"architectures": ["SparseLlamaForCausalLM"], "hidden_act": "silu", "sparsity_gated_mlp": True}
 
 

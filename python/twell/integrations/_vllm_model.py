@@ -104,7 +104,7 @@ class ServedMLP(nn.Module):
         b_gate, b_up = (None, None) if merged.bias is None else merged.bias.chunk(2)
         # one rank alone adds it
         b_down = None if down.tp_rank > 0 else down.bias
-        y = torch.ops.twell.ffn(
+        y: Tensor = torch.ops.twell.ffn(
             x.reshape(-1, x.shape[-1]),
             w_gate,
             w_up,
@@ -116,7 +116,9 @@ class ServedMLP(nn.Module):
             self.strategy,
             w_gate,
         ).view(x.shape)
-        return tensor_model_parallel_all_reduce(y) if down.tp_size > 1 else y
+        if down.tp_size > 1:
+            y = tensor_model_parallel_all_reduce(y)
+        return y
 
 
 class _Kept(UnquantizedLinearMethod):  # type: ignore[misc]

@@ -60,7 +60,7 @@ def register() -> None:
     # the registry knows classes by the architecture alone, but these two methods see the whole configuration
     for name in ("inspect_model_cls", "resolve_model_cls"):
         method = getattr(ModelRegistry, name)
-        if not isinstance(method, functools.partial):
+        if getattr(method, "func", None) is not _instead:
             setattr(ModelRegistry, name, functools.partial(_instead, method))
 
 
@@ -84,7 +84,7 @@ def _read_as(model_type: str, stock: str) -> None:
 
     base = getattr(transformers, stock)
 
-    def from_dict(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+    def from_dict(cls: Any, config_dict: dict[str, Any], /, **kwargs: Any) -> Any:
         return base.from_dict({**config_dict, "model_type": base.model_type}, **kwargs)
 
     reader = type(f"{stock}Of_{model_type}", (base,), {"model_type": model_type, "from_dict": classmethod(from_dict)})

@@ -1,0 +1,142 @@
+"""The vLLM plug-in without vLLM: its registry is a stand-in with the methods that the plug-in calls.
+
+tests/serving has the tests with the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from twell.integrations import vllm as plugin
+
+transformers = pytest.importorskip("transformers")
+
+
+class Registry:
+    """vLLM's registry, as far as the plug-in uses it; its methods return what they are asked for."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, str] = {}
+
+    def register_model(self, model_arch: str, model_cls: str) -> None:
+        self.models[model_arch] = model_cls
+
+    def inspect_model_cls(self, architectures: Any, model_config: Any) -> Any:
+        return "inspected", architectures
+
+    def resolve_model_cls(self, architectures: Any, model_config: Any) -> Any:
+        return "resolved", architectures
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
+    stand_in = ModuleType("vllm")
+    stand_in.ModelRegistry = Registry()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", stand_in)
+    monkeypatch.delenv("TWELL_VLLM", raising=False)
+    return stand_in.ModelRegistry
+
+
+def asked(registry: Registry, config: Any, architectures: Any, model_impl: str = "auto") -> list[str]:
+    """Return the architectures that vLLM looks up for a model."""
+    model = SimpleNamespace(model_impl=model_impl, hf_config=config)
+    inspected = registry.inspect_model_cls(architectures, model)[1]
+    assert registry.resolve_model_cls(architectures, model_config=model) == ("resolved", inspected)
+    return inspected
+
+
+def test_registers_names_alone(registry: Registry) -> None:
+    plugin.register()
+    assert set(registry.models) == {*plugin.SPARSE, "TwellForCausalLM"}
+    assert not set(registry.models) & set(plugin.LLAMA_LIKE)
+
+
+def test_registering_twice_is_registering_once(registry: Registry) -> None:
+    plugin.register()
+    before = dict(vars(registry))
+    plugin.register()
+    assert vars(registry) == before
+
+
+def test_off_registers_nothing(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWELL_VLLM", "off")
+    plugin.register()
+    assert vars(registry) == {"models": {}}
+
+
+def test_another_value_is_refused(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWELL_VLLM", "of")
+    with pytest.raises(ValueError, match="TWELL_VLLM must be one of auto, off, got 'of'"):
+        plugin.register()
+
+
+@pytest.mark.parametrize("architecture", plugin.LLAMA_LIKE)
+def test_llama_like_model_is_twells_where_it_has_relu(architecture: str, registry: Registry) -> None:
+    plugin.register()
+    relu, silu = (transformers.LlamaConfig(hidden_act=act) for act in ("relu", "silu"))
+    assert asked(registry, relu, [architecture]) == asked(registry, relu, architecture) == ["TwellForCausalLM"]
+    assert asked(registry, silu, [architecture]) == [architecture]
+    assert asked(registry, relu, [architecture], "transformers") == asked(registry, relu, [architecture], "vllm")
+    assert asked(registry, relu, [architecture], "vllm") == [architecture]
+
+
+def test_papers_keys_mean_relu(registry: Registry) -> None:
+    plugin.register()
+    papers = transformers.LlamaConfig(hidden_act="silu", sparsity_gated_mlp=True)
+    own = transformers.LlamaConfig(hidden_act="silu", sparsity_strategy="row")
+    assert asked(registry, papers, ["LlamaForCausalLM"]) == ["TwellForCausalLM"]
+    assert asked(registry, own, ["LlamaForCausalLM"]) == ["LlamaForCausalLM"]
+
+
+def test_other_models_are_left_alone(registry: Registry) -> None:
+    plugin.register()
+    opt = transformers.OPTConfig(activation_function="relu")
+    assert asked(registry, opt, ["OPTForCausalLM"]) == ["OPTForCausalLM"]
+
+
+def test_sparse_model_types_are_read_as_stock_configurations(tmp_path: Path) -> None:
+    expected = {}
+    for architecture, (stock, model_types) in plugin.SPARSE.items():
+        for model_type in model_types:
+            content = {"architectures": [architecture], "model_type": model_type, "sparsity_gated_mlp": True}
+            (tmp_path / model_type).mkdir()
+            (tmp_path / model_type / "config.json").write_text(json.dumps(content | {"hidden_size": 64}))
+            expected[model_type] = [stock, architecture, True, 64]
+    # in another process: transformers keeps what is registered
+    script = f"""
+import json, sys, types
+sys.modules["vllm"] = vllm = types.ModuleType("vllm")
+class Registry:
+    register_model = inspect_model_cls = resolve_model_cls = lambda *_: None
+vllm.ModelRegistry = Registry()
+from twell.integrations.vllm import register
+register()
+from transformers import AutoConfig
+read = {{}}
+for name in {list(expected)}:
+    config = AutoConfig.from_pretrained({str(tmp_path)!r} + "/" + name)
+    read[name] = [type(config).__name__, config.architectures[0], config.sparsity_gated_mlp, config.hidden_size]
+print(json.dumps(read))
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == expected
+
+
+def test_importing_it_imports_neither_vllm_nor_transformers_and_touches_no_gpu() -> None:
+    script = (
+        "import sys, torch, twell.integrations.vllm; "
+        "print(sorted({'vllm', 'transformers'} & set(sys.modules)), torch.cuda.is_initialized())"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "[] False", done.stderr
