@@ -88,12 +88,11 @@ def test_llama_like_model_is_twells_where_it_has_relu(architecture: str, registr
     assert asked(registry, relu, [architecture], "vllm") == [architecture]
 
 
-def test_papers_keys_mean_relu(registry: Registry) -> None:
+def test_keys_of_the_paper_do_not_make_a_stock_architecture_sparse(registry: Registry) -> None:
     plugin.register()
-    papers = transformers.LlamaConfig(hidden_act="silu", sparsity_gated_mlp=True)
-    own = transformers.LlamaConfig(hidden_act="silu", sparsity_strategy="row")
-    assert asked(registry, papers, ["LlamaForCausalLM"]) == ["TwellForCausalLM"]
-    assert asked(registry, own, ["LlamaForCausalLM"]) == ["LlamaForCausalLM"]
+    config = transformers.LlamaConfig(hidden_act="silu", sparsity_gated_mlp=True)
+    assert asked(registry, config, ["LlamaForCausalLM"]) == ["LlamaForCausalLM"]
+    assert asked(registry, config, ["SparseLlamaForCausalLM"]) == ["SparseLlamaForCausalLM"]
 
 
 def test_other_models_are_left_alone(registry: Registry) -> None:

@@ -142,11 +142,6 @@ def activation(config: Mapping[str, Any]) -> str | None:
     return next((name for key in ACTIVATIONS if isinstance(name := config.get(key), str)), None)
 
 
-def papers_keys(config: Mapping[str, Any]) -> list[str]:
-    """The keys that only the paper's models have; with one, layers apply ReLU whatever activation is named."""
-    return [key for key in config if key.startswith("sparsity_") and key not in OWN_KEYS]
-
-
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a Hugging Face folder: the single one, or those in the index.
 

@@ -174,7 +174,7 @@ def _fields(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of a configuration; those of the paper's models as the paper's code reads them."""
     # the class has its own model_type, which the content's must not hide
     fields.pop("model_type", None)
-    theirs = layouts.papers_keys(fields)
+    theirs = [key for key in fields if key.startswith("sparsity_") and key not in layouts.OWN_KEYS]
     if theirs and fields["hidden_act"] != "relu":
         logger.info(
             "the layers apply ReLU because %s is set; hidden_act is ignored: %r", theirs[0], fields["hidden_act"]

@@ -67,15 +67,13 @@ def register() -> None:
 def _instead(method: Callable[..., Any], architectures: str | Sequence[str], model_config: Any) -> Any:
     """Call a method of vLLM's registry, for a Llama-like model with ReLU with the architecture of twell."""
     names = [architectures] if isinstance(architectures, str) else list(architectures)
-    if model_config.model_impl == "auto" and set(names) & set(LLAMA_LIKE) and applies_relu(model_config.hf_config):
+    if model_config.model_impl == "auto" and set(names) & set(LLAMA_LIKE) and _names_relu(model_config.hf_config):
         names = [_OURS]
     return method(names, model_config)
 
 
-def applies_relu(config: Any) -> bool:
-    """Whether a configuration is of a model with ReLU: it names ReLU, or has keys of the paper's."""
-    content = config.get_text_config().to_dict()
-    return layouts.activation(content) == "relu" or bool(layouts.papers_keys(content))
+def _names_relu(config: Any) -> bool:
+    return layouts.activation(config.get_text_config().to_dict()) == "relu"
 
 
 def _read_as(model_type: str, stock: str) -> None:
