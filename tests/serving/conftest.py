@@ -40,6 +40,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.Co
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CACHE_ROOT": str(cache),
+            # two ranks on one NUMA node, and tests side by side
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_NO_USAGE_STATS": "1",
             # engine.py sends a function to the workers
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",

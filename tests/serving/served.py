@@ -40,20 +40,27 @@ Serve = Callable[..., Served]
 
 
 def checkpoint(
-    folder: Path, activation: str, rows: bool = False, sizes: dict[str, int] | None = None, **config: Any
+    folder: Path,
+    activation: str,
+    rows: bool = False,
+    kind: str = "Llama",
+    sizes: dict[str, int] | None = None,
+    **config: Any,
 ) -> Path:
-    """Write a Llama of random weights, for the same sizes the same; ``config`` changes its config.json.
+    """Write a model of random weights, for the same sizes the same; ``config`` changes its config.json.
 
-    With ``rows`` down weights are stored [intermediate, hidden].
+    ``kind`` begins the names of its classes in transformers. With ``rows`` down weights are stored [intermediate,
+    hidden].
     """
     import torch
+    import transformers
     from safetensors.torch import load_file, save_file
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    options = SIZES | (sizes or {})
-    stock = LlamaConfig(**options, hidden_act=activation, tie_word_embeddings=False, initializer_range=SPREAD)
-    LlamaForCausalLM(stock).to(torch.float16).save_pretrained(folder)
+    options: dict[str, Any] = SIZES | (sizes or {})
+    options |= {"hidden_act": activation, "tie_word_embeddings": False, "initializer_range": SPREAD}
+    stock = getattr(transformers, f"{kind}Config")(**options)
+    getattr(transformers, f"{kind}ForCausalLM")(stock).to(torch.float16).save_pretrained(folder)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
     if rows:

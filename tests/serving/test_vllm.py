@@ -41,6 +41,17 @@ def test_papers_checkpoint_is_served_with_relu(
     assert "the configuration says 'silu', which is ignored" in served.log
 
 
+def test_qwen2_has_the_same_tokens(tmp_path: Path, serve: Serve) -> None:
+    model = checkpoint(tmp_path / "stock", "relu", kind="Qwen2")
+    # as twell.integrations.transformers saves it
+    own = {"architectures": ["SparseQwen2ForCausalLM"], "model_type": "sparse_qwen2", "sparsity_strategy": "row"}
+    sparse = checkpoint(tmp_path / "sparse", "relu", kind="Qwen2", **own)
+    stock = serve(model, plugin=False, model_impl="transformers")
+    for served in (serve(model, hf_overrides=ROW), serve(sparse)):
+        assert served.tokens == stock.tokens
+        assert served.layers == ["ServedMLP"] * LAYERS
+
+
 def test_silu_model_is_untouched(tmp_path: Path, serve: Serve) -> None:
     model = checkpoint(tmp_path, "silu")
     stock, served = serve(model, plugin=False), serve(model)
