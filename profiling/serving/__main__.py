@@ -1,0 +1,33 @@
+"""Serving without a server's machine: record the steps of a scheduler, replay them, and run an engine of transformers.
+
+    make test-serving ARGS=--collect-only                                          # makes the environment of vLLM
+    build/serving-env/bin/python -m profiling.serving record --out profiling/traces/vllm_cpu.json
+    python -m profiling.serving replay --out replay.json --budget-s 180            # on a GPU
+    python -m profiling.serving batches --out batches.json                         # on a GPU
+
+Each command has --help. A model is one of ``twell bench model``, drawn, or a folder with --text.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from profiling.serving import batches, record, replay
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, module in (("record", record), ("replay", replay), ("batches", batches)):
+        command = commands.add_parser(
+            name, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    arguments = vars(parser.parse_args(argv))
+    return int(arguments.pop("run")(argparse.Namespace(**arguments)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

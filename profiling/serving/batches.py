@@ -1,0 +1,178 @@
+"""Serve requests with transformers' continuous batching (``generate_batch``), with stock layers and with ``sparsify``.
+
+Prompts are drawn or text, of 64 to 192 tokens; all requests arrive at once and want --new tokens each, the likeliest.
+The stock model and the sparse one have the same weights. Each first serves some tokens without CUDA graphs, untimed, in
+which "auto" measures its layers. Then both serve all requests twice, in turn: a time is from the first request's start
+to the last one's end, and the better of two counts.
+
+Tokens: batches depend on timing and products on the size of a batch, so two runs of one model differ, too. For each
+request whose tokens differ from those of the first stock run, the stock model's logits at the first difference say how
+far apart the two tokens are, in roundings of a bfloat16 logit: up to --tie of them is a tie.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from profiling.serving import models
+from twell import testing
+from twell.commands.bench.report import write_json
+from twell.nn import explain, set_down_layout
+
+PROMPT = (64, 192)
+# Most tokens of a batch, and the share of the free memory for the cache.
+MOST_TOKENS, MEMORY = 8192, 0.3
+
+
+@dataclasses.dataclass
+class Row:
+    """One model with so many requests: seconds of its runs, tokens per second of the better.
+
+    differing: requests whose tokens differ from those of the first stock run, by run. ties: how many of these differ
+    first at a tie. worst: the largest distance at a first difference, in roundings. strategies: what "auto" ran.
+    """
+
+    model: str
+    requests: int
+    tokens: int
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    tokens_per_s: float = 0.0
+    differing: list[int] = dataclasses.field(default_factory=list)
+    ties: list[int] = dataclasses.field(default_factory=list)
+    worst: float = 0.0
+    strategies: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    models.add_arguments(parser)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="JSON", help="file for the data")
+    add("--requests", type=int, nargs="+", default=[64, 256], metavar="N", help="requests at a time (64 256)")
+    add("--new", type=int, default=64, metavar="N", help="tokens to generate for each (64)")
+    add("--tie", type=float, default=4.0, metavar="N", help="roundings that a tie may be apart (4)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    began = time.monotonic()
+    most = max(arguments.requests)
+    subject = models.subject(arguments, (4, 2048 if arguments.model is None else 512), (most, PROMPT[1]))
+    stock, sparse = _stock(subject.model), subject.model
+    set_down_layout(sparse, "rows")
+    for layer in _layers(sparse):
+        layer.strategy = "auto"
+    draw = random.Random(0)
+    prompts = [row[: draw.randint(*PROMPT)] for row in subject.heads.tolist()]
+    print(f"{subject.name}: ready after {time.monotonic() - began:.0f} s", file=sys.stderr)
+    rows = []
+    for count in arguments.requests:
+        found = [Row(name, count, count * arguments.new) for name in ("stock", "sparse")]
+        for model in (stock, sparse):
+            _serve(model, prompts[:count], 8, graphs=False)
+        first: list[list[int]] = []
+        for _ in range(2):
+            for row, model in zip(found, (stock, sparse)):
+                answers, seconds = _serve(model, prompts[:count], arguments.new, graphs=None)
+                row.seconds.append(seconds)
+                first = first or answers
+                distances = _distances(stock, prompts, first, answers)
+                row.differing.append(len(distances))
+                row.ties.append(sum(distance <= arguments.tie for distance in distances))
+                row.worst = max([row.worst, *distances])
+        for row in found:
+            row.tokens_per_s = row.tokens / min(row.seconds)
+        for layer in _layers(sparse):
+            for choice in explain(layer):
+                key = f"{choice.tokens}{' ' if choice.graph else ''}{choice.graph}: {choice.strategy}"
+                found[1].strategies[key] = found[1].strategies.get(key, 0) + 1
+        rows += found
+    for row in rows:
+        print(
+            f"{row.requests:4} requests, {row.model:6} {row.tokens_per_s:9,.0f} tokens per second "
+            f"(runs {', '.join(f'{s:.2f} s' for s in row.seconds)}); other tokens than stock's first run: "
+            f"{row.differing}, of these at ties {row.ties}, furthest {row.worst:.1f} roundings"
+        )
+    device = subject.device
+    write_json(
+        arguments.out,
+        rows,
+        machine=testing.machine_line(device),
+        arguments={name: value for name, value in vars(arguments).items() if name != "config"},
+        model=subject.name,
+        attention=stock.config._attn_implementation,
+        total_s=time.monotonic() - began,
+    )
+    return 0
+
+
+def _layers(model: Any) -> list[Any]:
+    return [layer.mlp for layer in model.get_decoder().layers]
+
+
+def _stock(model: Any) -> Any:
+    """The model as transformers has it, with ReLU, and with down weights of its own."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    content = model.config.to_dict()
+    # SparseLlama and SparseQwen2 name their base in their model type
+    kind = content.pop("model_type").removeprefix("sparse_")
+    config = AutoConfig.for_model(kind, **content | {"hidden_act": "relu", "architectures": None})
+    with torch.device("meta"):
+        stock = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    state = {name: t.clone() if "down_proj" in name else t for name, t in model.state_dict().items()}
+    stock.load_state_dict(state, assign=True)
+    stock.tie_weights()
+    # meta tensors are not in a state
+    stock.get_decoder().rotary_emb = model.get_decoder().rotary_emb
+    return stock.eval()
+
+
+def _serve(model: Any, prompts: Sequence[list[int]], new: int, graphs: bool | None) -> tuple[list[list[int]], float]:
+    """Generate ``new`` tokens for each prompt; return them and the seconds from the first start to the last end."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    options = {"max_batch_tokens": MOST_TOKENS, "max_memory_percent": MEMORY, "use_cuda_graph": graphs}
+    if next(model.parameters()).device.type == "cpu":
+        # a trial needs no 30 % of a computer's memory
+        options |= {"num_blocks": 64, "max_batch_tokens": 256}
+    known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+    outputs = model.generate_batch(
+        [list(prompt) for prompt in prompts],
+        generation_config=GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(**{k: v for k, v in options.items() if k in known}),
+    )
+    answers = [output.generated_tokens for output in outputs.values()]
+    if len(answers) != len(prompts) or any(len(answer) != new for answer in answers):
+        lengths = sorted({len(answer) for answer in answers})
+        raise RuntimeError(f"expected {len(prompts)} answers of {new} tokens, got {len(answers)} of {lengths}")
+    spans = [output.lifespan for output in outputs.values()]
+    return answers, max(end for _, end in spans) - min(start for start, _ in spans)
+
+
+@torch.inference_mode()
+def _distances(
+    stock: Any, prompts: Sequence[list[int]], first: Sequence[list[int]], answers: Sequence[list[int]]
+) -> list[float]:
+    """For each request whose answers differ, how many roundings apart the logits at the first difference are."""
+    found = []
+    for prompt, a, b in zip(prompts, first, answers):
+        if a == b:
+            continue
+        at = next(i for i, (x, y) in enumerate(zip(a, b)) if x != y)
+        ids = torch.tensor([[*prompt, *a[:at]]], device=next(stock.parameters()).device)
+        logits: Tensor = stock(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].float()
+        one, other = float(logits[a[at]]), float(logits[b[at]])
+        # a bfloat16 has 8 bits
+        rounding = 2.0 ** (math.frexp(max(abs(one), abs(other)))[1] - 8)
+        found.append(abs(one - other) / rounding)
+    return found
