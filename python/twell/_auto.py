@@ -328,7 +328,7 @@ class AutoStrategy:
         capturing = real and _capturing(x)
         if real:
             self._table = _tables.in_use(x.device)
-        if not real or capturing or (training and self._recomputes()):
+        if not real or capturing or not self.heeds(x) or (training and self._recomputes()):
             strategy, held = self._peek(problem, record=capturing)
             return Route(strategy, None, holder, held)
         with self._lock:
@@ -343,6 +343,10 @@ class AutoStrategy:
         ):
             strategy = "union"
         return Route(strategy, Measurement(self, problem, call), holder, held)
+
+    def heeds(self, x: Tensor) -> bool:
+        """Whether a call on ``x`` counts and may be measured: always, except where a subclass knows better."""
+        return True
 
     def _recomputes(self) -> bool:
         """Whether this call belongs to the backward pass of an earlier one, as in activation checkpointing.

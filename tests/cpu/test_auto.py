@@ -712,6 +712,18 @@ def test_tensors_without_values_neither_measure_nor_count(monkeypatch: pytest.Mo
     assert strategies_of(mlp) == [("any", "dense")]
 
 
+def test_calls_that_a_site_does_not_heed_leave_nothing(chooses: Arrivals) -> None:
+    class OfMany(twell.AutoStrategy):
+        def heeds(self, x: Tensor) -> bool:
+            return len(x) > 2
+
+    site, weights = OfMany(), [torch.randn(N, K).to(BF16) for _ in range(3)]
+    for m in (1, 2, 4):
+        twell.sparse_gated_ffn(torch.randn(m, K).to(BF16), *weights[:2], weights[2].t(), strategy=site)
+    assert [(choice.tokens, choice.calls) for choice in site.explain()] == [("3 to 4", 1)]
+    assert len(chooses.sent) == 1
+
+
 # Graphs
 
 

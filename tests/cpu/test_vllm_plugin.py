@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from twell.integrations import layouts
 from twell.integrations import vllm as plugin
 
 transformers = pytest.importorskip("transformers")
@@ -41,6 +42,8 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
     stand_in = ModuleType("vllm")
     stand_in.ModelRegistry = Registry()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", stand_in)
+    # transformers would keep what is registered; a test below registers in another process
+    monkeypatch.setattr(transformers.AutoConfig, "register", lambda *_, **__: None)
     monkeypatch.delenv("TWELL_VLLM", raising=False)
     return stand_in.ModelRegistry
 
@@ -103,7 +106,7 @@ def test_other_models_are_left_alone(registry: Registry) -> None:
 
 def test_sparse_model_types_are_read_as_stock_configurations(tmp_path: Path) -> None:
     expected = {}
-    for architecture, (stock, model_types) in plugin.SPARSE.items():
+    for architecture, (stock, model_types, _) in plugin.SPARSE.items():
         for model_type in model_types:
             content = {"architectures": [architecture], "model_type": model_type, "sparsity_gated_mlp": True}
             (tmp_path / model_type).mkdir()
@@ -129,6 +132,26 @@ print(json.dumps(read))
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == expected
+
+
+@pytest.mark.parametrize(
+    ("entries", "got"),
+    [
+        ([[1, 0.5, 0.5]], "for each of the 2 layers, got 1 entries"),
+        ("0.5", "for each of the 2 layers, got '0.5'"),
+        ([[1, 0.5, 0.5], [1, 0.5]], r"\[non-zeros, share, share\] for each layer, got \[1, 0.5\]"),
+        ([[1, 0.5, 0.5], [1, 0.5, 1.5]], r"got \[1, 0.5, 1.5\]"),
+        ([[1, 0.5, 0.5], [-1, 0.5, 0.5]], r"got \[-1, 0.5, 0.5\]"),
+    ],
+)
+def test_figures_of_a_configuration_are_checked(entries: Any, got: str) -> None:
+    with pytest.raises(ValueError, match=f"sparsity_figures must .*{got}"):
+        layouts.measured({"sparsity_figures": entries}, 2)
+
+
+def test_figures_of_a_configuration_are_read() -> None:
+    assert layouts.measured({}, 2) is None
+    assert layouts.measured({"sparsity_figures": [[1, 0.5, 0.75]]}, 1) == [(1, 0.5, 0.75)]
 
 
 def test_importing_it_imports_neither_vllm_nor_transformers_and_touches_no_gpu() -> None:

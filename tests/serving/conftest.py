@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """A function that starts an engine in a process of its own, with and without the plug-in."""
+    """A function that starts an engine in a process of its own, with and without the plug-in.
+
+    ``request`` adds to that of engine.py, ``variables`` to the environment, the rest to the engine's options.
+    """
     cache = tmp_path_factory.mktemp("vllm")
 
-    def run(model: Path, plugin: bool = True, **engine: Any) -> subprocess.CompletedProcess[str]:
+    def run(
+        model: Path,
+        plugin: bool = True,
+        request: Mapping[str, Any] | None = None,
+        variables: Mapping[str, str] | None = None,
+        **engine: Any,
+    ) -> subprocess.CompletedProcess[str]:
         options = {"dtype": "float16", "enforce_eager": True, "max_num_batched_tokens": 128} | engine
         if options.get("tensor_parallel_size", 1) == 1:
             options["distributed_executor_backend"] = "uni"
-        request = {"model": str(model), "prompts": PROMPTS, "tokens": 8, "engine": options}
+        content = {"model": str(model), "prompts": PROMPTS, "tokens": 8, "engine": options, **(request or {})}
         environment = os.environ | {
             "TWELL_VLLM": "auto" if plugin else "off",
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -46,8 +55,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.Co
             # engine.py sends a function to the workers
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
             "HF_HUB_OFFLINE": "1",
+            **(variables or {}),
         }
-        command = [sys.executable, str(Path(__file__).with_name("engine.py")), json.dumps(request)]
+        command = [sys.executable, str(Path(__file__).with_name("engine.py")), json.dumps(content)]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
 
     return run

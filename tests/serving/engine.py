@@ -1,17 +1,23 @@
 """Serves one model with vLLM in a process of its own: prints one JSON line with the tokens and what computed them.
 
 Usage: python engine.py '{"model": FOLDER, "prompts": [[1, 2]], "tokens": 8, "engine": {...}}'
+
+"repeat": how often the prompts are served, one time after the other; the last counts. "lora": folder of an adapter for
+all requests. "chooses": let "auto" choose on the CPU, too, where figures arrive at once.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 
 def describe(model: Any) -> dict[str, Any]:
-    """The class of the model and those of its FFNs, and how their down weights lie in memory."""
+    """The class of the model and those of its FFNs, how their down weights lie in memory, and what "auto" did."""
+    from twell import _auto
+
     layers = [layer.mlp for layer in model.model.layers]
     rows = [
         child.weight.t().is_contiguous()
@@ -19,12 +25,39 @@ def describe(model: Any) -> dict[str, Any]:
         for name, child in layer.named_children()
         if name == "down_proj" and hasattr(child, "weight")
     ]
-    return {"model": type(model).__name__, "layers": [type(layer).__name__ for layer in layers], "rows": rows}
+    weights = [next(layer.parameters()) for layer in layers]
+    sites = [site for site in map(_auto.found, weights) if site is not None]
+    choices = [
+        [[row.tokens, row.calls, row.figures and row.figures.nonzeros] for row in site.explain()] for site in sites
+    ]
+    known = [
+        [[1 << key[1], list(bucket.figures)] for key, bucket in site._buckets.items() if bucket.decision is None]
+        for site in sites
+    ]
+    return {
+        "model": type(model).__name__,
+        "layers": [type(layer).__name__ for layer in layers],
+        "rows": rows,
+        "strategies": [getattr(layer, "strategy", "") for layer in layers],
+        "choices": choices,
+        "known": known,
+    }
+
+
+def let_auto_choose() -> None:
+    """Let the CPU pass for a GPU where "auto" asks."""
+    from twell import _auto
+
+    _auto.forced = lambda *_: ""
+    _auto.Transfer = lambda values: SimpleNamespace(arrived=lambda: True, read=values.tolist)  # type: ignore[misc]
 
 
 def main() -> None:
     request = json.loads(sys.argv[1])
+    if request.get("chooses"):
+        let_auto_choose()
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     engine = LLM(
         request["model"],
@@ -33,13 +66,20 @@ def main() -> None:
         max_num_seqs=4,
         **request["engine"],
     )
-    outputs = engine.generate(
-        [{"prompt_token_ids": prompt} for prompt in request["prompts"]],
-        SamplingParams(max_tokens=request["tokens"], temperature=0, ignore_eos=True, detokenize=False),
-        use_tqdm=False,
-    )
-    described = engine.apply_model(describe)[0]
-    print("RESULT", json.dumps({"tokens": [list(output.outputs[0].token_ids) for output in outputs], **described}))
+    adapter = LoRARequest("adapter", 1, request["lora"]) if request.get("lora") else None
+    for _ in range(request.get("repeat", 1)):
+        outputs = engine.generate(
+            [{"prompt_token_ids": prompt} for prompt in request["prompts"]],
+            SamplingParams(max_tokens=request["tokens"], temperature=0, ignore_eos=True, detokenize=False),
+            use_tqdm=False,
+            lora_request=adapter,
+        )
+    result = {
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "cached": [output.num_cached_tokens for output in outputs],
+        **engine.apply_model(describe)[0],
+    }
+    print("RESULT", json.dumps(result))
 
 
 if __name__ == "__main__":

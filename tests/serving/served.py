@@ -26,13 +26,19 @@ SIZES = {
 class Served:
     """What an engine gave: the tokens of each prompt, the classes of the model and of its FFNs, and its log.
 
-    rows: of each FFN, whether its down weight lies by rows of neurons.
+    cached: tokens of each prompt that were in the cache. rows: of each FFN, whether its down weight lies by rows of
+    neurons. strategies: of each FFN of twell. choices: of each with "auto" [tokens, calls, non-zeros] by size of calls.
+    known: of each with "auto" [tokens, [non-zeros, union]] of sizes without a call.
     """
 
     tokens: list[list[int]]
+    cached: list[int]
     model: str
     layers: list[str]
     rows: list[bool]
+    strategies: list[str]
+    choices: list[list[tuple[str, int, float | None]]]
+    known: list[list[tuple[int, list[float]]]]
     log: str
 
 
@@ -67,4 +73,32 @@ def checkpoint(
         weights = load_file(folder / "model.safetensors")
         turned = {name: t.t().contiguous() if "down_proj" in name else t for name, t in weights.items()}
         save_file(turned, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def adapter(folder: Path) -> Path:
+    """Write an adapter (LoRA) of random weights for models of ``SIZES``, large enough to change tokens."""
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, neurons, rank = SIZES["hidden_size"], SIZES["intermediate_size"], 8
+    shapes = {
+        "self_attn.q_proj": (hidden, hidden),
+        "mlp.gate_proj": (neurons, hidden),
+        "mlp.up_proj": (neurons, hidden),
+        "mlp.down_proj": (hidden, neurons),
+    }
+    generator = torch.Generator().manual_seed(1)
+    weights = {}
+    for layer in range(SIZES["num_hidden_layers"]):
+        for name, (outputs, inputs) in shapes.items():
+            prefix = f"base_model.model.model.layers.{layer}.{name}"
+            for part, shape in (("lora_A", (rank, inputs)), ("lora_B", (outputs, rank))):
+                drawn = torch.randn(*shape, generator=generator) * SPREAD
+                weights[f"{prefix}.{part}.weight"] = drawn.to(torch.float16)
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    targets = [name.split(".")[1] for name in shapes]
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from served import Serve, checkpoint
+from served import Serve, adapter, checkpoint
 
 LAYERS = 2
 ROW = {"sparsity_strategy": "row"}
+AS_WITHOUT = "feed-forward layers run as without twell:"
 # The paper's checkpoints have a model type of their own or Llama's, and name an activation that they do not apply.
 PAPERS = {"architectures": ["SparseLlamaForCausalLM"], "hidden_act": "silu", "sparsity_gated_mlp": True}
 
@@ -60,20 +62,66 @@ def test_silu_model_is_untouched(tmp_path: Path, serve: Serve) -> None:
     assert "twell:" not in served.log
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"enable_lora": True}, "LoRA is enabled"),
-        ({"dtype": "float32"}, "weights must be bfloat16 or float16, got torch.float32"),
-    ],
-    ids=["lora", "float32"],
-)
-def test_what_runs_as_without_twell_says_why(options: dict[str, Any], reason: str, relu: Path, serve: Serve) -> None:
-    stock = serve(relu, plugin=False, model_impl="transformers", **options)
-    served = serve(relu, **options)
+def test_float32_runs_as_without_twell_and_says_why(relu: Path, serve: Serve) -> None:
+    stock = serve(relu, plugin=False, model_impl="transformers", dtype="float32")
+    served = serve(relu, dtype="float32")
     assert served.tokens == stock.tokens
     assert served.layers == stock.layers
-    assert f"twell: {LAYERS} feed-forward layers run as without twell: {reason}" in served.log
+    assert f"{LAYERS} {AS_WITHOUT} weights must be bfloat16 or float16, got torch.float32" in served.log
+
+
+def test_adapter_runs_as_without_twell_and_says_why(
+    relu: Path, tmp_path: Path, serve: Serve, expected: list[list[int]]
+) -> None:
+    request = {"lora": str(adapter(tmp_path / "adapter"))}
+    stock = serve(relu, plugin=False, model_impl="transformers", enable_lora=True, request=request)
+    served = serve(relu, enable_lora=True, request=request)
+    assert served.tokens == stock.tokens != expected
+    assert served.layers == stock.layers
+    assert f"{LAYERS} {AS_WITHOUT} LoRA is enabled" in served.log
+
+
+def test_prefixes_in_the_cache_change_no_token(relu: Path, serve: Serve, expected: list[list[int]]) -> None:
+    served = serve(relu, hf_overrides=ROW, enable_prefix_caching=True, block_size=32, request={"repeat": 2})
+    assert served.tokens == expected
+    # of 200 tokens all whole blocks
+    assert served.cached == [0, 192, 0]
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+def test_auto_learns_from_requests_alone(eager: bool, relu: Path, serve: Serve, expected: list[list[int]]) -> None:
+    figures = [[3.5, 0.1, 0.2], [40.25, 0.5, 0.6]]
+    options = {"hf_overrides": {"sparsity_figures": figures}, "request": {"chooses": True}}
+    served = serve(relu, enforce_eager=eager, **options)
+    assert served.tokens == expected
+    assert served.strategies == ["auto"] * LAYERS
+    # 128 tokens, 81 with the end of the long prompt, then each sequence has one in a step until it has eight
+    assert [[row[:2] for row in layer] for layer in served.choices] == [
+        [["2", 1], ["3 to 4", 6], ["65 to 128", 2]],
+    ] * LAYERS
+    assert all(row[2] not in (None, 3.5, 40.25) for layer in served.choices for row in layer)
+    # what it knew before, for many and for few tokens
+    assert served.known == [[[256, [3.5, 0.2]], [8192, [3.5, 0.1]]], [[256, [40.25, 0.6]], [8192, [40.25, 0.5]]]]
+
+
+def test_figures_of_other_layers_are_refused(relu: Path, run: Any) -> None:
+    refused = run(relu, hf_overrides={"sparsity_figures": [[3.5, 0.1, 0.2]]})
+    assert refused.returncode != 0
+    expected = "sparsity_figures must be a list with an entry for each of the 2 layers, got 1 entries"
+    assert expected in refused.stdout + refused.stderr
+
+
+def test_batch_invariant_mode_runs_the_invariant_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own mode needs a GPU."""
+    import vllm.envs
+
+    from twell.integrations import _vllm_model
+
+    monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    assert _vllm_model.strategy_of(SimpleNamespace()) == "invariant"
+    assert _vllm_model.strategy_of(SimpleNamespace(sparsity_strategy="dense")) == "dense"
+    monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", False)
+    assert _vllm_model.strategy_of(SimpleNamespace()) == "auto"
 
 
 def test_odd_sizes_run_as_without_twell(tmp_path: Path, serve: Serve) -> None:

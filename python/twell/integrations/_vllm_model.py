@@ -8,20 +8,22 @@ load and shard the weights, gate and up as one [2 N, K] of a rank's halves. Only
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import vllm.envs
 from torch import Tensor, nn
+from vllm.config import CUDAGraphMode
 from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 
-from twell import _admission, _auto, tuning
-from twell.integrations import layouts
-from twell.integrations.vllm import SPARSE
+from twell import _auto, tuning
+from twell._runtime import geometry
+from twell.integrations import _served, layouts
 
 # vLLM sets up the logs below its own name alone
 _logger = init_logger("vllm.twell")
@@ -30,14 +32,16 @@ _logger = init_logger("vllm.twell")
 class SparseForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
     """A model of transformers in vLLM whose ReLU FFNs run through twell.
 
-    Layers that cannot (LoRA, quantised weights, 32-bit weights, sizes that the kernels do not take, batch-invariant
-    mode, other activations) run as in ``TransformersForCausalLM``; the log has one line for each reason.
+    Layers that cannot (LoRA, quantised weights, 32-bit weights, sizes that the kernels do not take, other activations)
+    run as in ``TransformersForCausalLM``; the log has one line for each reason.
 
-    Raises NotImplementedError for a configuration without gates, ValueError for a strategy that does not exist.
+    Raises NotImplementedError for a configuration without gates, ValueError for one whose strategy, compression or
+    figures do not exist.
     """
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        _correct(vllm_config.model_config.hf_config)
+        if wrong := _served.correct(vllm_config.model_config.hf_config):
+            _logger.info("twell: %s", wrong)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
 
     def recursive_replace(self) -> None:
@@ -51,7 +55,7 @@ class SparseForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
             if reason:
                 reasons[reason] += 1
             else:
-                self.model.set_submodule(name, ServedMLP(stock, self.text_config))
+                self.model.set_submodule(name, ServedMLP(stock, self.text_config, self._site(name)))
         if not found:
             reasons["no layer is down_proj(relu(gate_proj(x)) * up_proj(x))"] += 1
         for reason, count in reasons.items():
@@ -59,24 +63,49 @@ class SparseForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
         if served := len(found) - sum(reasons.values()):
             _logger.info("twell: %d feed-forward layers run through torch.ops.twell.ffn", served)
 
+    def _site(self, name: str) -> ServedStrategy:
+        """The strategy of the layer of this name, with the figures that the configuration has for it."""
+        known = layouts.measured(self.text_config.to_dict(), self.text_config.num_hidden_layers)
+        number = next((int(part) for part in name.split(".") if part.isdecimal()), None)
+        figures = None if known is None or number is None else known[number]
+        return ServedStrategy(self.vllm_config.compilation_config, figures)
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """As in vLLM; down weights of the paper's architectures may also be stored [intermediate, hidden]."""
-        if set(self.config.architectures or ()) & set(SPARSE):
-            weights = self._as_linear(weights)
+        if _served.is_sparse(self.config):
+            weights = _served.as_linear(weights, self.text_config)
         return super().load_weights(weights)  # type: ignore[no-any-return]
 
-    def _as_linear(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Turn down weights that are stored by rows. Raises ValueError for one of another shape."""
-        config = self.text_config
-        for name, weight in weights:
-            if layouts.is_down(name):
-                sizes = config.hidden_size, config.intermediate_size
-                try:
-                    layout = layouts.down_layout(weight.shape, *sizes, config.to_dict())
-                except ValueError as error:
-                    raise ValueError(f"{name}: {error}") from None
-                weight = weight.t() if layout == "rows" else weight
-            yield name, weight
+
+class ServedStrategy(_auto.AutoStrategy):
+    """ "auto" of a served layer: it learns from requests, and not from the runs that vLLM makes while it starts.
+
+    In these all tokens are the same, and so are their neurons. Graphs are captured then, so until a request has been
+    measured the choice is by ``figures`` of the configuration or, without, as for any layer not yet measured.
+    """
+
+    def __init__(self, compilation: Any, figures: layouts.LayerFigures | None) -> None:
+        super().__init__()
+        self._compilation, self._known = compilation, figures
+
+    def heeds(self, x: Tensor) -> bool:
+        """Whether ``x`` is of requests: numbers of tokens that have a graph run as such once vLLM has started."""
+        graphs = self._compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE)
+        most = (self._compilation.max_cudagraph_capture_size or 0) if graphs else 0
+        return len(x) > most and is_forward_context_available() and get_forward_context().attn_metadata is not None
+
+    def learn(self, merged: Tensor, share: int) -> None:
+        """Be the strategy of the layer with this weight [2 N, K], of one rank of ``share``."""
+        n, k = merged.shape[0] // 2, merged.shape[1]
+        _auto.enroll(merged, self)
+        if self._known is not None:
+            nonzeros, text, batch = self._known
+            for m, union in ((_BATCH, batch), (_PROMPTS, text)):
+                self.observe(tuning.Problem(m, k, n, True, False), tuning.Figures(nonzeros / share, union))
+
+
+# Tokens of a typical batch that decodes, and of one with prompts; figures count for the numbers nearest to them.
+_BATCH, _PROMPTS = 256, 8192
 
 
 class ServedMLP(nn.Module):
@@ -86,16 +115,16 @@ class ServedMLP(nn.Module):
     projection, which vLLM calls, lays its weight out by rows of neurons.
     """
 
-    def __init__(self, stock: nn.Module, config: Any) -> None:
+    def __init__(self, stock: nn.Module, config: Any, site: ServedStrategy) -> None:
         super().__init__()
         self._merged, merged = _linear(stock, MergedColumnParallelLinear)
         self._down, down = _linear(stock, RowParallelLinear)
-        merged.quant_method, down.quant_method = _Kept(), _KeptByRows()
+        merged.quant_method, down.quant_method = _Kept(site), _KeptByRows()
         self.add_module(self._merged, merged)
         self.add_module(self._down, down)
-        self.strategy = str(getattr(config, "sparsity_strategy", "auto"))
+        self.strategy = strategy_of(config)
         self.compression = int(getattr(config, "sparsity_compression", 8))
-        tuning.require_strategy(self.strategy)
+        geometry.words_per_tile(self.compression)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> y [..., hidden]."""
@@ -122,40 +151,44 @@ class ServedMLP(nn.Module):
 
 
 class _Kept(UnquantizedLinearMethod):  # type: ignore[misc]
-    """Keeps a weight as it was loaded; on a CPU vLLM would pack it for its own products."""
+    """Keeps a merged weight as it was loaded; on a CPU vLLM would pack it for its own products."""
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Leave ``layer.weight`` alone."""
+    def __init__(self, site: ServedStrategy) -> None:
+        super().__init__()
+        self._site = site
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Leave ``layer.weight`` alone, and let the operator find the layer's strategy by it."""
+        self._site.learn(layer.weight, layer.tp_size)
 
 
 class _KeptByRows(UnquantizedLinearMethod):  # type: ignore[misc]
     """Lays a down weight [K, N] out by rows of neurons, which the kernels read; its shape stays."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Store ``layer.weight`` as the transposed view of a contiguous [N, K] tensor."""
-        layer.weight.data = layer.weight.data.t().contiguous().t()
+        """See ``_served.lay_out_by_rows``."""
+        _served.lay_out_by_rows(layer)
+
+
+def strategy_of(config: Any) -> str:
+    """The strategy of the layers of a model: its configuration's, in batch-invariant mode one that is."""
+    strategy = str(getattr(config, "sparsity_strategy", "auto"))
+    tuning.require_strategy(strategy)
+    # the bits of the others depend on the number of tokens
+    return "invariant" if vllm.envs.VLLM_BATCH_INVARIANT and strategy != "dense" else strategy
 
 
 def why_not(stock: nn.Module, vllm_config: Any) -> str:
     """Why a ReLU FFN, after vLLM replaced its linear layers, runs as without twell; "" if it need not."""
     if vllm_config.lora_config is not None:
         return "LoRA is enabled"
-    if vllm.envs.VLLM_BATCH_INVARIANT:
-        return "VLLM_BATCH_INVARIANT is set, and a strategy depends on the number of tokens"
     try:
         linears = [_linear(stock, kind)[1] for kind in (MergedColumnParallelLinear, RowParallelLinear)]
     except ValueError as error:
         return str(error)
     if quantised := [layer for layer in linears if type(layer.quant_method) is not UnquantizedLinearMethod]:
         return f"weights must not be quantised, got {type(quantised[0].quant_method).__name__}"
-    weight = linears[1].weight
-    if weight.dtype not in _auto.PACKED_DTYPES:
-        return f"weights must be bfloat16 or float16, got {weight.dtype}"
-    try:
-        _admission.require_sizes("sizes of a rank", weight.shape[1], weight.shape[0])
-    except (ValueError, NotImplementedError) as error:
-        return str(error)
-    return ""
+    return _served.why_not(linears[1].weight)
 
 
 def _linear(stock: nn.Module, kind: type[nn.Module]) -> tuple[str, Any]:
@@ -170,19 +203,3 @@ def _is_reglu(module: nn.Module) -> bool:
     """Whether this is a feed-forward layer of a Llama-like model of transformers, with ReLU."""
     linear = all(isinstance(getattr(module, f"{name}_proj", None), nn.Linear) for name in ("gate", "up", "down"))
     return linear and type(getattr(module, "act_fn", None)) is nn.ReLU
-
-
-def _correct(config: Any) -> None:
-    """Make the configuration of a sparse model say what its layers compute."""
-    text = config.get_text_config()
-    content = text.to_dict()
-    if not content.get("sparsity_gated_mlp", True):
-        raise NotImplementedError("vLLM serves gated layers through twell, got sparsity_gated_mlp = False")
-    if (size := layouts.intermediate_size(content)) is not None:
-        text.intermediate_size = size
-    stated = layouts.activation(content)
-    if stated != "relu":
-        _logger.info("twell: the layers apply ReLU; the configuration says %r, which is ignored", stated)
-        for key in layouts.ACTIVATIONS:
-            if isinstance(content.get(key), str):
-                setattr(text, key, "relu")

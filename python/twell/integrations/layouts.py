@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 DownLayout = Literal["rows", "linear"]
 
@@ -21,8 +21,11 @@ DownLayout = Literal["rows", "linear"]
 LAYOUT_KEY = "sparsity_down_layout"
 LAYOUTS: tuple[DownLayout, ...] = ("linear", "rows")
 
+# Key of config.json with the measured sparsity of each layer, see ``LayerFigures``.
+FIGURES_KEY = "sparsity_figures"
+
 # Keys that twell's own classes add; other keys with their prefix are the paper's.
-OWN_KEYS = ("sparsity_strategy", "sparsity_compression", LAYOUT_KEY)
+OWN_KEYS = ("sparsity_strategy", "sparsity_compression", LAYOUT_KEY, FIGURES_KEY)
 
 # keys of a layer's activation in configurations; the first one present counts
 ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function")
@@ -55,6 +58,18 @@ class Header:
 
     metadata: dict[str, str] | None
     tensors: dict[str, Stored]
+
+
+class LayerFigures(NamedTuple):
+    """The sparsity of a layer in a configuration: an entry of ``FIGURES_KEY`` has these three numbers.
+
+    nonzeros: mean per token. text, batch: mean shares of the neurons that 128 tokens fire which follow each other in a
+    text, as in a prompt, and which come from many texts, as in a batch that decodes.
+    """
+
+    nonzeros: float
+    text: float
+    batch: float
 
 
 def is_down(name: str) -> bool:
@@ -140,6 +155,21 @@ def intermediate_size(config: Mapping[str, Any]) -> int | None:
 def activation(config: Mapping[str, Any]) -> str | None:
     """The activation that a configuration names; None if it names none."""
     return next((name for key in ACTIVATIONS if isinstance(name := config.get(key), str)), None)
+
+
+def measured(config: Mapping[str, Any], layers: int) -> list[LayerFigures] | None:
+    """The figures of each of ``layers`` layers that a configuration has; None without. Raises ValueError for others."""
+    entries = config.get(FIGURES_KEY)
+    if entries is None:
+        return None
+    if not isinstance(entries, list) or len(entries) != layers:
+        got = f"{len(entries)} entries" if isinstance(entries, list) else repr(entries)
+        raise ValueError(f"{FIGURES_KEY} must be a list with an entry for each of the {layers} layers, got {got}")
+    for entry in entries:
+        numbers = isinstance(entry, list) and all(isinstance(each, (int, float)) for each in entry)
+        if not numbers or len(entry) != 3 or entry[0] < 0 or not all(0 <= share <= 1 for share in entry[1:]):
+            raise ValueError(f"{FIGURES_KEY} must have [non-zeros, share, share] for each layer, got {entry!r}")
+    return [LayerFigures(*entry) for entry in entries]
 
 
 def weight_files(folder: Path) -> list[Path]:

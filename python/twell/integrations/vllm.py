@@ -23,14 +23,9 @@ from typing import Any
 from twell._runtime import env
 from twell._runtime.log import logger
 from twell.integrations import layouts
+from twell.integrations._served import SPARSE, read_configurations
 
 __all__ = ["LLAMA_LIKE", "SPARSE", "register"]
-
-# Architectures that always have ReLU, and the configuration class of transformers and the model types of each.
-SPARSE = {
-    "SparseLlamaForCausalLM": ("LlamaConfig", ("sparse_llama", "llama_sparse_relu")),
-    "SparseQwen2ForCausalLM": ("Qwen2Config", ("sparse_qwen2", "qwen2_sparse_relu")),
-}
 
 # Architectures with down_proj(act(gate_proj(x)) * up_proj(x)), whose classes in vLLM refuse ReLU.
 LLAMA_LIKE = (
@@ -54,9 +49,7 @@ def register() -> None:
 
     for architecture in (*SPARSE, _OURS):
         ModelRegistry.register_model(architecture, _CLASS)
-    for stock, model_types in SPARSE.values():
-        for model_type in model_types:
-            _read_as(model_type, stock)
+    read_configurations()
     # the registry knows classes by the architecture alone, but these two methods see the whole configuration
     for name in ("inspect_model_cls", "resolve_model_cls"):
         method = getattr(ModelRegistry, name)
@@ -74,16 +67,3 @@ def _instead(method: Callable[..., Any], architectures: str | Sequence[str], mod
 
 def _names_relu(config: Any) -> bool:
     return layouts.activation(config.get_text_config().to_dict()) == "relu"
-
-
-def _read_as(model_type: str, stock: str) -> None:
-    """Let transformers read configurations of ``model_type`` as its own class ``stock``, with all their keys."""
-    import transformers
-
-    base = getattr(transformers, stock)
-
-    def from_dict(cls: Any, config_dict: dict[str, Any], /, **kwargs: Any) -> Any:
-        return base.from_dict({**config_dict, "model_type": base.model_type}, **kwargs)
-
-    reader = type(f"{stock}Of_{model_type}", (base,), {"model_type": model_type, "from_dict": classmethod(from_dict)})
-    transformers.AutoConfig.register(model_type, reader, exist_ok=True)
