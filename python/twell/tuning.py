@@ -190,7 +190,7 @@ SAFE_SHARE = 0.85
 # Inference of a layer not yet measured runs "union" if, with one non-zero in 190 neurons, it would take at most this
 # multiple of the time of "row": the worst pattern makes it a few times slower than dense, and "row" thirty times.
 WORST_CASE_PREMIUM = 1.25
-_ASSUMED_DENSITY = 1 / 190
+ASSUMED_DENSITY = 1 / 190
 
 # Bytes per second, read and written, of `matrix_transpose` (NVIDIA H200, driver 580.159.04: 14.6 us for 5,632 x 2,048,
 # 5.1 us for 2,816 x 1,024, 66 us for 14,336 x 4,096, weights from memory). The rates of dense layers are those of
@@ -323,7 +323,7 @@ def _measured(problem: Problem, figures: Figures, current: str | None, table: _t
 def _fresh(problem: Problem, table: _tables.Table | None) -> Decision:
     if problem.training:
         return Decision("dense", "nothing measured yet, and an untrained layer fires half of its neurons", {})
-    assumed = costs(problem, Figures(_ASSUMED_DENSITY * problem.n, None), table)
+    assumed = costs(problem, Figures(ASSUMED_DENSITY * problem.n, None), table)
     row, union = assumed.get("row", 1.0), assumed.get("union", math.inf)
     if union <= WORST_CASE_PREMIUM * row and union < 1:
         return Decision("union", "nothing measured yet, and its worst case is bounded", {})

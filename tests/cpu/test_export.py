@@ -175,6 +175,41 @@ def test_a_loaded_program_chooses_by_what_it_measures(how: str, monkeypatch: pyt
     assert twell.explain(layer).rows[0].calls == 0
 
 
+@pytest.mark.parametrize("strategy", ["auto", "row", "union", "dense", "invariant"])
+@torch.inference_mode()
+def test_an_engines_one_trace_chooses_by_the_real_number_of_tokens(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a serving engine calls it: views of one merged weight, traced once with symbolic tokens."""
+    torch.compiler.reset()
+    monkeypatch.setattr(_auto, "forced", lambda kind, index: "")
+    monkeypatch.setattr(_auto, "Transfer", Arrived)
+    monkeypatch.setattr(_auto, "_SITES", {})
+    p = problem(300, "gate up down", torch.bfloat16)
+    merged, b_merged = torch.cat([p.w_gate, p.w_up]), torch.cat([p.b_gate, p.b_up])
+    down = p.w_down.t()
+    graphs: list[Any] = []
+
+    def backend(module: Any, example: Any) -> Any:
+        graphs.append(module)
+        return torch._dynamo.lookup_backend("aot_eager")(module, example)
+
+    def layer(x: Tensor) -> Tensor:
+        (w_gate, w_up), (b_gate, b_up) = merged.chunk(2), b_merged.chunk(2)
+        tokens = x.reshape(-1, x.shape[-1])
+        y = torch.ops.twell.ffn(tokens, w_gate, w_up, down.t(), b_gate, b_up, p.b_down, 8, strategy, w_gate)
+        return y.view(x.shape)
+
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    for m in (256, 7, 2, 300, 7):
+        x = p.x[:m].clone()
+        torch._dynamo.mark_dynamic(x, 0)
+        testing.assert_same(compiled(x), testing.exact_output(p.rows(0, m)))
+    assert len(graphs) == 1
+    counted = {row.tokens: row.calls for _, site in _auto._SITES.values() for row in site.explain()}
+    assert counted == ({"129 to 256": 1, "5 to 8": 2, "2": 1, "257 to 512": 1} if strategy == "auto" else {})
+
+
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("strategy", ["row", "union"])
 def test_dynamic_compilation_makes_few_graphs(strategy: Any, training: bool) -> None:

@@ -11,12 +11,13 @@ from typing import Any
 
 import twell
 from twell._runtime import geometry
-from twell.commands import analyze, bench, convert, record, tune
+from twell.commands import analyze, bench, convert, record, serve_check, tune
 from twell.commands.request import DEVICE_HELP, at_least, exit_status, number_above, number_from
 
 MODELS = (
     ("analyze", analyze, "report the sparsity of a model's layers and the speed-up to expect"),
     ("record", record, "record layers of a model as workloads for benchmarks"),
+    ("serve-check", serve_check, "say what a server would run in each layer of a model"),
     ("convert", convert, "convert checkpoints between layouts and model types"),
     ("tune", tune, 'measure this GPU for strategy "auto"'),
 )

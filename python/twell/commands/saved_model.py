@@ -81,15 +81,21 @@ class Text(NamedTuple):
         return sum(map(len, self.sequences))
 
 
-def add_arguments(parser: argparse.ArgumentParser, tokens: int) -> None:
-    """Add the arguments of ``load``, ``read`` and ``batches``; ``tokens`` is the default of ``--tokens``."""
+def add_arguments(
+    parser: argparse.ArgumentParser, tokens: int, *, sequence: int | None = None, batch: int = 4, served: bool = False
+) -> None:
+    """Add the arguments of ``load``, ``read`` and ``batches``, with the defaults of some.
+
+    ``served``: the model is one that a server takes as it is, and the text may be missing.
+    """
+    longest = f"{_SEQUENCE}, or the model's limit if it is lower"
     add = parser.add_argument
     add("model", type=Path, metavar="MODEL", help="folder of a model and its tokenizer, from save_pretrained")
     add(
         "--text",
         type=Path,
         nargs="+",
-        required=True,
+        required=not served,
         metavar="PATH",
         help="text files, or folders of them, taken in an order shuffled by a fixed seed",
     )
@@ -98,12 +104,16 @@ def add_arguments(parser: argparse.ArgumentParser, tokens: int) -> None:
         "--sequence",
         type=at_least(2),
         metavar="S",
-        help=f"tokens of a sequence (default: {_SEQUENCE}, or the model's limit if it is lower)",
+        default=sequence,
+        help=f"tokens of a sequence (default: {sequence or longest})",
     )
-    add("--batch", type=at_least(1), metavar="B", default=4, help="sequences of a batch (%(default)s)")
+    add("--batch", type=at_least(1), metavar="B", default=batch, help="sequences of a batch (%(default)s)")
     add("--device", help=DEVICE_HELP)
     add("--dtype", choices=DTYPES, default="auto", help="dtype of the model (default: that of its files)")
-    add("--activation", choices=("relu",), help="replace another activation with ReLU")
+    if served:
+        parser.set_defaults(activation=None)
+    else:
+        add("--activation", choices=("relu",), help="replace another activation with ReLU")
 
 
 def load(arguments: argparse.Namespace, compression: int | None = None) -> Loaded:
@@ -113,7 +123,7 @@ def load(arguments: argparse.Namespace, compression: int | None = None) -> Loade
     the model cannot be loaded or has no ReLU FFN, ImportError without transformers.
     """
     folder: Path = arguments.model
-    content = _config(folder)
+    content = configuration(folder)
     _require_files(folder, "weights", _WEIGHTS)
     _require_files(folder, "a tokenizer", _TOKENIZERS)
     device = pick_device(arguments.device)
@@ -146,8 +156,8 @@ def load(arguments: argparse.Namespace, compression: int | None = None) -> Loade
     return Loaded(model.to(device).eval(), tokenizer, folder, was)
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    """The content of the folder's config.json."""
+def configuration(folder: Path) -> dict[str, Any]:
+    """The content of the folder's config.json. Raises RequestError without one."""
     path = folder / "config.json"
     if not path.is_file():
         got = "a folder without one" if folder.is_dir() else "no such folder; download a model of a hub first"

@@ -228,7 +228,7 @@ def predict(report: LayerSparsity, call: Call, table: _tables.Table | None = Non
     """Predict the strategy and speed of a call from a table of costs, by default the shipped one."""
     problem = tuning.Problem(call.tokens, report.k, report.n, report.gated, call.training)
     _, gated, k, n = tuning.nearest(problem, table)
-    far = gated != report.gated or max(_apart(report.k, k), _apart(report.k * report.n, k * n)) > FAR
+    far = gated != report.gated or max(apart(report.k, k), apart(report.k * report.n, k * n)) > FAR
     refusal = _refusal(report)
     if refusal:
         return Prediction(call, "dense", 1.0, refusal, (k, n), far)
@@ -242,7 +242,8 @@ def predict(report: LayerSparsity, call: Call, table: _tables.Table | None = Non
     return Prediction(call, decision.strategy, 1 / decision.costs[decision.strategy], reason, (k, n), far)
 
 
-def _apart(a: int, b: int) -> float:
+def apart(a: int, b: int) -> float:
+    """The factor between two sizes, at least 1."""
     return max(a / b, b / a)
 
 

@@ -1,0 +1,158 @@
+"""``twell serve-check``: figures and where they come from, strategies against the table, sums, files, bad input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import saved_models
+from safetensors.torch import load_file, save_file
+
+from twell import tuning
+from twell.commands import cli, serve_check
+from twell.integrations.layouts import LayerFigures, measured
+
+SIZES = ["--prefill", "2048", "--decode", "1", "64"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    saved_models.save(folder)
+    (folder / "text.txt").write_text(saved_models.text(1500))
+    return folder
+
+
+@pytest.fixture
+def llama(saved: Path, tmp_path: Path) -> Path:
+    """A copy, to change."""
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+def check(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    status = cli.main(["serve-check", *map(str, words)])
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+def configure(folder: Path, **content: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | content))
+
+
+def test_without_text_figures_are_assumed_and_said_to_be(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = check(capsys, llama, *SIZES, "--json", llama / "out.json")
+    assert status == 0
+    assert "Figures: assumed, 1.7 non-zeros per token" in out
+    data = json.loads((llama / "out.json").read_text())
+    assert [(row["layer"], row["tokens"], row["decode"]) for row in data["rows"][:4]] == [
+        (0, 2048, False),
+        (0, 1, True),
+        (0, 64, True),
+        (1, 2048, False),
+    ]
+    for row in data["rows"]:
+        problem = tuning.Problem(row["tokens"], 64, 320, True, False)
+        known = tuning.Figures(320 / 190, 1 - (1 - 1 / 190) ** 128)
+        strategy, reason, costs = tuning.decide(problem, known, None)
+        assert (row["strategy"], row["reason"], row["costs"]) == (strategy, reason, costs)
+        assert row["share"] == costs[strategy]
+
+
+def test_measured_figures_are_those_of_the_gates(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = check(capsys, llama, *SIZES, "--text", llama / "text.txt", "--save", "--tokens", 2048)
+    assert status == 0
+    assert "Figures: measured on 2,048 tokens of 1 files, 8 sequences of up to 256" in out
+    found = measured(json.loads((llama / "config.json").read_text()), 3)
+    assert found is not None
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(llama), AutoTokenizer.from_pretrained(llama)
+    ids = tokenizer((llama / "text.txt").read_text())["input_ids"]
+    bos, rows = ids[0], []
+    while len(rows) < 8:
+        start = 0 if not rows else 1 + 255 * len(rows)
+        rows.append([bos, *ids[start + (not rows) : start + 255 + (not rows)]])
+    gates: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.mlp.gate_proj.register_forward_hook(lambda _, __, gate: gates.append(gate > 0))
+    with torch.no_grad():
+        model(torch.tensor(rows))
+    for fired, of in zip(gates, found, strict=True):
+        fired = fired.flatten(0, 1)
+        assert of.nonzeros == pytest.approx(fired.sum().item() / len(fired), abs=0.01)
+        assert of.text == pytest.approx(fired.view(-1, 128, 320).any(1).float().mean().item(), abs=1e-4)
+        # more neurons fire on tokens of several texts, and no more than by chance
+        assert of.text - 0.02 <= of.batch <= 1 - (1 - of.nonzeros / 320) ** 128
+    status, out, _ = check(capsys, llama, *SIZES)
+    assert status == 0
+    assert "Figures: measured earlier, sparsity_figures of the configuration" in out
+    assert f"{found[0].nonzeros:,.1f}" in out
+
+
+def test_prompts_take_one_union_and_batches_the_other() -> None:
+    layer = serve_check.Layer("model.layers.0.mlp", 0, 2048, 5632, 0.5)
+    figures = LayerFigures(30.0, 0.05, 0.4)
+    for m, decode, union in ((2048, False, 0.05), (512, True, 0.4)):
+        row = serve_check.predict(layer, figures, m, decode, ranks=2)
+        problem = tuning.Problem(m, 2048, 2816, True, False)
+        assert row.costs == tuning.decide(problem, tuning.Figures(15.0, union), None).costs
+
+
+def test_sums_weigh_layers_by_their_weights_and_those_beside_as_dense() -> None:
+    layers = [serve_check.Layer("a", 0, 64, 64, 1.0), serve_check.Layer("b", 1, 64, 192, 1 / 3)]
+    rows = [serve_check.Row(i, 1, True, "row", share, "", {}) for i, share in enumerate((0.2, 0.6))]
+    assert serve_check.share(layers, rows, False) == pytest.approx(0.25 * 0.2 + 0.75 * 0.6)
+    assert serve_check.share(layers, rows, True) == pytest.approx((0.25 * 0.2 + 0.75 * 0.6 + 0.5) / 1.5)
+
+
+def test_sparse_checkpoint_that_lies_is_served_with_relu(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configure(llama, architectures=["SparseLlamaForCausalLM"], hidden_act="silu", sparsity_gated_mlp=True)
+    status, out, _ = check(capsys, llama, *SIZES)
+    assert status == 0
+    assert "its configuration says 'silu', which is ignored" in out
+
+
+def test_odd_sizes_are_said_to_run_without_twell(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = check(capsys, llama, *SIZES, "--ranks", 80)
+    assert status == 0
+    assert "All layers run as without twell: sizes of a rank: N must be a positive multiple of 8" in out
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "message"),
+    [
+        ({"hidden_act": "silu"}, [], "got LlamaForCausalLM with 'silu': vLLM serves it without twell"),
+        ({"architectures": ["OPTForCausalLM"]}, [], "got OPTForCausalLM with 'relu': vLLM serves it without twell"),
+        ({"architectures": None}, [], "got no architectures"),
+        ({"sparsity_figures": [[1, 0.5, 0.5]]}, [], "an entry for each of the 3 layers, got 1 entries"),
+        ({}, ["--save"], "--save: expected --text"),
+        ({}, ["--nnz", 3, "--text", "here"], "--nnz: expected no --text"),
+        ({}, ["--ranks", 3], "--ranks: expected a divisor of the 320 neurons, got 3"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(
+    content: dict[str, Any], words: list[object], message: str, llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure(llama, **content)
+    status, _, err = check(capsys, llama, *words)
+    assert status == 2
+    assert message in err
+
+
+def test_damaged_checkpoint_is_refused_by_a_sentence(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = load_file(llama / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    weights[name] = weights[name][:, :-8].contiguous()
+    save_file(weights, llama / "model.safetensors")
+    status, _, err = check(capsys, llama)
+    assert status == 2
+    assert f"MODEL: {name}: the down weight must be [64, 320] (linear) or [320, 64] (rows), got [64, 312]" in err
+    assert len(err.splitlines()) == 1
