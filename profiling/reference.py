@@ -15,7 +15,7 @@ MODULES = (
     *("twell", "twell.nn", "twell.recipe", "twell.integrations.transformers", "twell.distributed", "twell.tuning"),
     *("twell.testing", "twell.reference"),
 )
-COMMANDS = ("demo", "info", "tune", "analyze", "record", "bench", "bench model", "convert")
+COMMANDS = ("demo", "info", "tune", "analyze", "serve-check", "record", "bench", "bench model", "convert")
 
 
 @functools.cache

@@ -154,7 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
             if time.monotonic() - began > arguments.budget_s:
                 break
             measured[key] = server.measure(each.prefill, each.decode, each.context, TRACED, each=False)
-    phases = [phase for trace in traces for phase in _phases(trace, measured, len(server.blocks))]
+    phases = [phase for trace in traces for phase in phases_of(trace, measured, len(server.blocks))]
     print(*_tables(sizes, phases, len(server.blocks)), sep="\n")
     write_json(
         arguments.out,
@@ -307,7 +307,7 @@ def _mean(size: tuple[bool, int], alike: Sequence[steps.Step]) -> tuple[tuple[bo
     return size, steps.Step(tokens - decode, decode, round(context))
 
 
-def _phases(trace: steps.Trace, measured: dict[tuple[bool, int], Size], layers: int) -> Iterator[Phase]:
+def phases_of(trace: steps.Trace, measured: dict[tuple[bool, int], Size], layers: int) -> Iterator[Phase]:
     """The two phases of a trace, by the times of its steps' sizes."""
     for name, with_prompts in (("prefill", True), ("decode", False)):
         phase = Phase(trace.name, name)
@@ -335,14 +335,14 @@ def _line(size: Size) -> str:
 def _tables(sizes: Sequence[Size], phases: Sequence[Phase], layers: int) -> Iterator[str]:
     yield "FFN, microseconds per layer; auto over the faster dense and over the best; decoder layers with their FFN"
     for size in sizes:
-        yield from _size_lines(size, layers)
+        yield from size_lines(size, layers)
     if phases:
         yield "Traces: tokens per second of all layers, dense and auto"
     for phase in phases:
-        yield from _phase_lines(phase)
+        yield from phase_lines(phase)
 
 
-def _size_lines(size: Size, layers: int) -> Iterator[str]:
+def size_lines(size: Size, layers: int) -> Iterator[str]:
     dense, auto, attention = size.layers_us[size.dense], size.layers_us["auto"], size.attention_us
     verdict = "" if size.over_dense <= OVER_DENSE and size.over_best <= OVER_BEST else "  MISSED"
     times = "  ".join(f"{name} {size.ffn_us[name]:8.1f}" for name in VARIANTS)
@@ -361,7 +361,7 @@ def _size_lines(size: Size, layers: int) -> Iterator[str]:
     yield f"        tokens per second of one FFN: {rates}; worst, {worst}: {theirs[worst]:.1f} and {ours[worst]:.1f} us"
 
 
-def _phase_lines(phase: Phase) -> Iterator[str]:
+def phase_lines(phase: Phase) -> Iterator[str]:
     yield f"{phase.trace}, {phase.phase}: {phase.steps} steps, {phase.tokens:,} tokens, {phase.missing} not measured"
     kinds = (
         ("FFNs", phase.ffn_s, 0.0),

@@ -243,9 +243,9 @@ def commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPars
 
 def test_each_command_has_its_section() -> None:
     text = (DOCS / "command-line.md").read_text(encoding="utf-8")
-    shown = re.findall(r"(?m)^## twell ([\w ]+)$", text)
+    shown = re.findall(r"(?m)^## twell ([\w -]+)$", text)
     assert set(shown) == {*commands(cli.parser()), "bench", "bench model"}
-    assert re.findall(r"<!-- table: command ([\w ]+) -->", text) == shown
+    assert re.findall(r"<!-- table: command ([\w -]+) -->", text) == shown
 
 
 def test_citations_name_this_version() -> None:

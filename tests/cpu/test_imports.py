@@ -52,7 +52,7 @@ LAYERS = [
     ["twell.commands.sparsity"],
     ["twell.commands.demo", "twell.commands.bench"],
     ["twell.commands.analyze", "twell.commands.analyze_plots", "twell.commands.record"],
-    ["twell.commands.tune"],
+    ["twell.commands.serve_check", "twell.commands.tune"],
     ["twell.commands.convert", "twell.commands.info"],
     ["twell.commands.cli"],
     ["twell.__main__"],

@@ -18,7 +18,7 @@ from twell._runtime import geometry
 from twell.commands import saved_model, sparsity
 from twell.commands.request import RequestError, at_least, number_above
 from twell.commands.sparsity import aligned, as_percent
-from twell.integrations import _served, layouts
+from twell.integrations import engines, layouts
 from twell.integrations.vllm import LLAMA_LIKE
 
 DESCRIPTION = """\
@@ -132,7 +132,7 @@ def _require_served(content: dict[str, Any]) -> str:
     """How vLLM serves a model of this configuration through twell. Raises RequestError if it does not."""
     architectures = [str(name) for name in content.get("architectures") or ()]
     activation = layouts.activation(content)
-    if set(architectures) & set(_served.SPARSE):
+    if set(architectures) & set(engines.SPARSE):
         if not content.get("sparsity_gated_mlp", True):
             raise RequestError("MODEL: expected layers with a gate, which vLLM serves through twell, got none")
         lie = "" if activation == "relu" else f"; its configuration says {activation!r}, which is ignored"
@@ -140,7 +140,7 @@ def _require_served(content: dict[str, Any]) -> str:
     if set(architectures) & set(LLAMA_LIKE) and activation == "relu":
         return f"vLLM serves {architectures[0]} with ReLU through twell"
     raise RequestError(
-        f"MODEL: expected {', '.join(_served.SPARSE)} or a Llama-like model with ReLU, got "
+        f"MODEL: expected {', '.join(engines.SPARSE)} or a Llama-like model with ReLU, got "
         f"{', '.join(architectures) or 'no architectures'} with {activation!r}: vLLM serves it without twell"
     )
 

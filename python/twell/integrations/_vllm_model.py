@@ -23,7 +23,7 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM
 
 from twell import _auto, tuning
 from twell._runtime import geometry
-from twell.integrations import _served, layouts
+from twell.integrations import engines, layouts
 
 # vLLM sets up the logs below its own name alone
 _logger = init_logger("vllm.twell")
@@ -40,7 +40,7 @@ class SparseForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
     """
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        if wrong := _served.correct(vllm_config.model_config.hf_config):
+        if wrong := engines.correct(vllm_config.model_config.hf_config):
             _logger.info("twell: %s", wrong)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
 
@@ -72,8 +72,8 @@ class SparseForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """As in vLLM; down weights of the paper's architectures may also be stored [intermediate, hidden]."""
-        if _served.is_sparse(self.config):
-            weights = _served.as_linear(weights, self.text_config)
+        if engines.is_sparse(self.config):
+            weights = engines.as_linear(weights, self.text_config)
         return super().load_weights(weights)  # type: ignore[no-any-return]
 
 
@@ -166,8 +166,8 @@ class _KeptByRows(UnquantizedLinearMethod):  # type: ignore[misc]
     """Lays a down weight [K, N] out by rows of neurons, which the kernels read; its shape stays."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """See ``_served.lay_out_by_rows``."""
-        _served.lay_out_by_rows(layer)
+        """See ``engines.lay_out_by_rows``."""
+        engines.lay_out_by_rows(layer)
 
 
 def strategy_of(config: Any) -> str:
@@ -188,7 +188,7 @@ def why_not(stock: nn.Module, vllm_config: Any) -> str:
         return str(error)
     if quantised := [layer for layer in linears if type(layer.quant_method) is not UnquantizedLinearMethod]:
         return f"weights must not be quantised, got {type(quantised[0].quant_method).__name__}"
-    return _served.why_not(linears[1].weight)
+    return engines.why_not(linears[1].weight)
 
 
 def _linear(stock: nn.Module, kind: type[nn.Module]) -> tuple[str, Any]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from twell._runtime import env
 from twell._runtime.log import info_once, logger
-from twell.integrations import _served
+from twell.integrations import engines
 
 __all__ = ["register"]
 
@@ -39,7 +39,7 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    _served.read_configurations()
+    engines.read_configurations()
     hooks = {
         "sglang.srt.utils.hf_transformers.config.get_config": _read,
         f"{_MODELS}.llama.LlamaMLP.__init__": _build,
@@ -54,10 +54,10 @@ def register() -> None:
 def _read(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Read a configuration; a sparse one becomes that of the stock architecture with ReLU."""
     config = original(*args, **kwargs)
-    if _served.is_sparse(config):
-        if wrong := _served.correct(config):
+    if engines.is_sparse(config):
+        if wrong := engines.correct(config):
             info_once(wrong)
-        config.architectures = [_served.SPARSE.get(name, (None, None, name))[2] for name in config.architectures]
+        config.architectures = [engines.SPARSE.get(name, (None, None, name))[2] for name in config.architectures]
         config.twell_stored = True
     return config
 
@@ -65,7 +65,7 @@ def _read(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _load(original: Callable[..., Any], model: Any, weights: Iterable[tuple[str, Tensor]], *args: Any) -> Any:
     """Load weights; those of a sparse checkpoint may be stored by rows of neurons."""
     if getattr(model.config, "twell_stored", False):
-        weights = _served.as_linear(weights, model.config)
+        weights = engines.as_linear(weights, model.config)
     return original(model, weights, *args)
 
 
@@ -100,7 +100,7 @@ def _why_not(mlp: Any) -> str:
     for layer in (mlp.gate_up_proj, mlp.down_proj):
         if (name := type(layer.quant_method).__name__) != "UnquantizedLinearMethod":
             return f"weights must not be quantised, got {name}"
-    return _served.why_not(mlp.down_proj.weight)
+    return engines.why_not(mlp.down_proj.weight)
 
 
 def _forward(mlp: Any, x: Tensor, forward_batch: Any = None) -> Tensor:
@@ -116,7 +116,7 @@ class _Whole:
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Lay the down weight out by rows of neurons; again without effect."""
-        _served.lay_out_by_rows(layer)
+        engines.lay_out_by_rows(layer)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """y [tokens, K] of the neurons of this rank."""

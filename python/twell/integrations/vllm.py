@@ -23,7 +23,7 @@ from typing import Any
 from twell._runtime import env
 from twell._runtime.log import logger
 from twell.integrations import layouts
-from twell.integrations._served import SPARSE, read_configurations
+from twell.integrations.engines import SPARSE, read_configurations
 
 __all__ = ["LLAMA_LIKE", "SPARSE", "register"]
 

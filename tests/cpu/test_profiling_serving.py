@@ -1,0 +1,105 @@
+"""profiling/serving: steps and their sizes, the recorded traces, and both measurements on tiny models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from profiling.serving import __main__ as serving
+from profiling.serving import batches, replay, steps
+from profiling.serving.replay import Phase, Size
+from profiling.serving.steps import Step, Trace
+
+TINY = ["--config", "2x64x256x2x256", "--nnz", "8", "--device", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("step", "size"),
+    [
+        (Step(0, 1, 9), (False, 1)),
+        (Step(0, 3, 9), (False, 4)),
+        (Step(0, 250, 9), (False, 256)),
+        (Step(0, 257, 9), (False, 272)),
+        (Step(0, 700, 9), (False, 700)),
+        (Step(8190, 2, 9), (True, 8192)),
+        (Step(256, 1, 9), (True, 512)),
+    ],
+)
+def test_steps_of_one_size_share_a_time(step: Step, size: tuple[bool, int]) -> None:
+    assert step.size == size
+
+
+def test_recorded_traces_have_all_tokens_of_their_requests() -> None:
+    content = json.loads(replay.TRACES.read_text())
+    traces = steps.read(replay.TRACES)
+    assert [trace.sequences for trace in traces] == [64, 256]
+    for trace in traces:
+        assert trace.requests == 2 * trace.sequences
+        assert max(step.prefill + step.decode for step in trace.steps) == content["chunk"]
+        assert max(step.decode for step in trace.steps) == trace.sequences
+        for total, (least, most) in (
+            (sum(step.prefill for step in trace.steps), content["prompt"]),
+            # the first token of an output comes with the prompt
+            (sum(step.decode for step in trace.steps) + trace.requests, content["output"]),
+        ):
+            assert total / trace.requests == pytest.approx((least + most) / 2, rel=0.1)
+
+
+def test_a_file_of_traces_comes_back(tmp_path: Path) -> None:
+    traces = [Trace(4, 8, [Step(100, 2, 30), Step(0, 4, 99)])]
+    steps.write(tmp_path / "trace.json", traces, {"chunk": 128})
+    assert steps.read(tmp_path / "trace.json") == traces
+
+
+def test_phases_add_up_the_times_of_sizes() -> None:
+    trace = Trace(4, 8, [Step(200, 4, 8), Step(0, 3, 9), Step(0, 4, 9), Step(0, 9, 9)])
+    size = {"ffn_us": {"stock": 4.0, "dense": 3.0, "auto": 1.0}, "layers_us": {"stock": 8.0, "dense": 7.0, "auto": 5.0}}
+    measured = {(True, 256): Size(252, 4, **size, attention_us=10.0), (False, 4): Size(0, 4, **size, attention_us=1.0)}
+    prefill, decode = replay.phases_of(trace, measured, layers=10)
+    assert (prefill.steps, prefill.tokens, prefill.missing) == (1, 204, 0)
+    assert (decode.steps, decode.tokens, decode.missing) == (2, 7, 1)
+    assert decode.ffn_s == pytest.approx({"stock": 80e-6, "dense": 60e-6, "auto": 20e-6})
+    assert decode.attention_s == pytest.approx(20e-6)
+    # the faster dense counts
+    assert f"{7 / 60e-6:,.0f}" in list(replay.phase_lines(decode))[1]
+
+
+def test_a_missed_goal_is_said() -> None:
+    times = {"stock": 4.0, "dense": 3.0, "row": 1.0, "union": 5.0, "auto": 1.02}
+    size = Size(0, 8, ffn_us=times, layers_us=times, each_us={name: [time] for name, time in times.items()})
+    assert (size.over_dense, size.over_best) == (pytest.approx(0.34), pytest.approx(1.02))
+    assert "MISSED" not in next(replay.size_lines(size, 1))
+    size.ffn_us["auto"] = 1.04
+    assert "MISSED" in next(replay.size_lines(size, 1))
+
+
+def test_replay_measures_each_size_and_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps.write(tmp_path / "trace.json", [Trace(4, 8, [Step(100, 2, 30), Step(0, 4, 99), Step(0, 3, 80)])], {})
+    out = tmp_path / "out.json"
+    sizes = ["--decode", "1", "4", "--prefill", "32", "--context", "8", "--seconds", "0.001"]
+    assert serving.main(["replay", *TINY, *sizes, "--trace", str(tmp_path / "trace.json"), "--out", str(out)]) == 0
+    data: dict[str, Any] = json.loads(out.read_text())
+    assert [(row["prefill"], row["decode"]) for row in data["rows"]] == [(0, 1), (0, 4), (32, 0)]
+    for row in data["rows"]:
+        assert set(row["ffn_us"]) == set(row["layers_us"]) == set(row["each_us"]) == set(replay.VARIANTS)
+        assert all(len(each) == 2 for each in row["each_us"].values())
+    assert [Phase(**phase).steps for phase in data["phases"]] == [1, 2]
+    assert "4 sequences, decode: 2 steps, 7 tokens, 0 not measured" in capsys.readouterr().out
+
+
+def test_batches_compare_tokens_and_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if not hasattr(pytest.importorskip("transformers"), "ContinuousBatchingConfig"):
+        pytest.skip("this transformers has no continuous batching")
+    out = tmp_path / "out.json"
+    assert serving.main(["batches", *TINY, "--requests", "3", "--new", "4", "--out", str(out)]) == 0
+    rows = [batches.Row(**row) for row in json.loads(out.read_text())["rows"]]
+    assert [(row.model, row.requests, row.tokens) for row in rows] == [("stock", 3, 12), ("sparse", 3, 12)]
+    for row in rows:
+        assert len(row.seconds) == len(row.differing) == 2 and row.tokens_per_s > 0
+        # on a CPU "auto" is dense: only ties may differ
+        assert row.differing == row.ties
