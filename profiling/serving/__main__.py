@@ -2,8 +2,8 @@
 
     make test-serving ARGS=--collect-only                                          # makes the environment of vLLM
     build/serving-env/bin/python -m profiling.serving record --out profiling/traces/vllm_cpu.json
-    python -m profiling.serving replay --out replay.json --budget-s 180            # on a GPU
-    python -m profiling.serving batches --out batches.json                         # on a GPU
+    python -m profiling.serving replay --out replay.json                             # on a GPU, three minutes
+    python -m profiling.serving batches --out batches.json                           # on a GPU, two minutes
 
 Each command has --help. A model is one of ``twell bench model``, drawn, or a folder with --text.
 """

@@ -2,8 +2,8 @@
 
 Prompts are drawn or text, of 64 to 192 tokens; all requests arrive at once and want --new tokens each, the likeliest.
 The stock model and the sparse one have the same weights. Each first serves some tokens without CUDA graphs, untimed, in
-which "auto" measures its layers. Then both serve all requests twice, in turn: a time is from the first request's start
-to the last one's end, and the better of two counts.
+which "auto" measures its layers. Then both serve all requests twice, in turn, if --budget-s allows: a time is from the
+first request's start to the last one's end, and the better of two counts.
 
 Tokens: batches depend on timing and products on the size of a batch, so two runs of one model differ, too. For each
 request whose tokens differ from those of the first stock run, the stock model's logits at the first difference say how
@@ -31,8 +31,8 @@ from twell.commands.bench.report import write_json
 from twell.nn import explain, set_down_layout
 
 PROMPT = (64, 192)
-# Most tokens of a batch, and the share of the free memory for the cache.
-MOST_TOKENS, MEMORY = 8192, 0.3
+# Most tokens of a batch; tokens of a page of the cache, and pages beside one for each request.
+MOST_TOKENS, PAGE, SPARE = 8192, 256, 16
 
 
 @dataclasses.dataclass
@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, required=True, metavar="JSON", help="file for the data")
     add("--requests", type=int, nargs="+", default=[64, 256], metavar="N", help="requests at a time (64 256)")
     add("--new", type=int, default=64, metavar="N", help="tokens to generate for each (64)")
+    add("--budget-s", type=float, default=110, help="begin no further run after this many seconds (110)")
     add("--tie", type=float, default=4.0, metavar="N", help="roundings that a tie may be apart (4)")
 
 
@@ -74,13 +75,18 @@ def run(arguments: argparse.Namespace) -> int:
     draw = random.Random(0)
     prompts = [row[: draw.randint(*PROMPT)] for row in subject.heads.tolist()]
     print(f"{subject.name}: ready after {time.monotonic() - began:.0f} s", file=sys.stderr)
-    rows = []
+    rows: list[Row] = []
     for count in arguments.requests:
+        if rows and time.monotonic() - began > arguments.budget_s:
+            print(f"{count} requests: no time left", file=sys.stderr)
+            break
         found = [Row(name, count, count * arguments.new) for name in ("stock", "sparse")]
         for model in (stock, sparse):
             _serve(model, prompts[:count], 8, graphs=False)
         first: list[list[int]] = []
-        for _ in range(2):
+        for again in range(2):
+            if again and time.monotonic() - began > arguments.budget_s:
+                break
             for row, model in zip(found, (stock, sparse)):
                 answers, seconds = _serve(model, prompts[:count], arguments.new, graphs=None)
                 row.seconds.append(seconds)
@@ -141,10 +147,8 @@ def _serve(model: Any, prompts: Sequence[list[int]], new: int, graphs: bool | No
     """Generate ``new`` tokens for each prompt; return them and the seconds from the first start to the last end."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    options = {"max_batch_tokens": MOST_TOKENS, "max_memory_percent": MEMORY, "use_cuda_graph": graphs}
-    if next(model.parameters()).device.type == "cpu":
-        # a trial needs no 30 % of a computer's memory
-        options |= {"num_blocks": 64, "max_batch_tokens": 256}
+    pages = len(prompts) * -(-(PROMPT[1] + new) // PAGE) + SPARE
+    options = {"max_batch_tokens": MOST_TOKENS, "num_blocks": pages, "use_cuda_graph": graphs, "page_size": PAGE}
     known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
     outputs = model.generate_batch(
         [list(prompt) for prompt in prompts],

@@ -125,8 +125,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--trace", type=Path, default=TRACES, metavar="JSON", help="recorded traces")
     add("--no-traces", action="store_true", help="measure the table of sizes alone")
-    add("--seconds", type=float, default=0.5, help="seconds for the variants of a size (0.5)")
-    add("--budget-s", type=float, default=180, help="begin no further size after this many seconds (180)")
+    add("--seconds", type=float, default=0.3, help="seconds for the variants of a size (0.3)")
+    add("--budget-s", type=float, default=165, help="begin no size of a trace after this many seconds (165)")
 
 
 def run(arguments: argparse.Namespace) -> int:
