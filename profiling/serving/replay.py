@@ -203,6 +203,8 @@ class Server:
         xs = [torch.cat([many[:prefill], few[:decode]]) for many, few in zip(self.prefill, self.decode)]
         count = len(self.blocks)
         self._settle(xs)
+        for block, x in zip(self.blocks, xs):
+            self._check(block, x, variants)
 
         def calls(one: Callable[[Block, Tensor, str], Tensor], variant: str) -> Callable[[int], tuple[Tensor, ...]]:
             return lambda i: (one(self.blocks[i], xs[i], variant),)
@@ -238,6 +240,15 @@ class Server:
             for block, x in zip(self.blocks, xs):
                 self.ffn(block, x, "auto")
             self.device.wait()
+
+    def _check(self, block: Block, x: Tensor, variants: Sequence[str]) -> None:
+        """Raise RuntimeError if a variant's result is not that of "stock", up to roundings."""
+        expected = self.ffn(block, x, "stock").float()
+        for variant in variants:
+            error = float((self.ffn(block, x, variant).float() - expected).norm() / expected.norm().clamp_min(1e-6))
+            # two roundings of bfloat16 in the hidden state; a NaN fails, too
+            if not error < 2**-6:
+                raise RuntimeError(f"{variant}: {len(x)} tokens must be as in stock's result, got an error of {error}")
 
     def _alone(self, block: Block, x: Tensor, variant: str) -> Recording:
         return self.device.record(lambda i: (self.ffn(block, x, variant),), 1)

@@ -124,6 +124,36 @@ def test_batch_invariant_mode_runs_the_invariant_strategy(monkeypatch: pytest.Mo
     assert _vllm_model.strategy_of(SimpleNamespace()) == "auto"
 
 
+def test_quantised_layers_run_as_without_twell() -> None:
+    """Quantised weights need a GPU, so the question is asked of layers that are made by hand."""
+    import torch
+    from torch import nn
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear, UnquantizedLinearMethod
+
+    from twell.integrations import _vllm_model
+
+    class Fp8Method(UnquantizedLinearMethod):
+        pass
+
+    def layer(*methods: type[UnquantizedLinearMethod]) -> nn.Module:
+        stock = nn.Module()
+        for name, kind, method in zip(("merged", "down"), (MergedColumnParallelLinear, RowParallelLinear), methods):
+            linear = kind.__new__(kind)
+            nn.Module.__init__(linear)
+            linear.quant_method, linear.weight = method(), nn.Parameter(torch.empty(64, 96, dtype=torch.bfloat16))
+            stock.add_module(name, linear)
+        return stock
+
+    config = SimpleNamespace(lora_config=None)
+    assert _vllm_model.why_not(layer(UnquantizedLinearMethod, UnquantizedLinearMethod), config) == ""
+    for methods in ((Fp8Method, UnquantizedLinearMethod), (UnquantizedLinearMethod, Fp8Method)):
+        reason = "weights must not be quantised, got Fp8Method"
+        assert _vllm_model.why_not(layer(*methods), config) == reason
+    assert _vllm_model.why_not(nn.Module(), config) == (
+        "vLLM must have made one MergedColumnParallelLinear of a layer, got 0"
+    )
+
+
 def test_odd_sizes_run_as_without_twell(tmp_path: Path, serve: Serve) -> None:
     model = checkpoint(tmp_path, "relu", sizes={"intermediate_size": 700})
     stock, served = serve(model, plugin=False, model_impl="transformers"), serve(model)
