@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twell import _admission, _files, _tuning_table, tuning
+from twell import _admission, _files, _tables, tuning
 from twell._runtime import geometry
 from twell.commands import saved_model, sparsity
-from twell.commands.request import RequestError, at_least, number_above
+from twell.commands.request import RequestError, at_least, number_above, pick_device
 from twell.commands.sparsity import aligned, as_percent
 from twell.integrations import engines, layouts
 from twell.integrations.vllm import LLAMA_LIKE
@@ -104,13 +104,14 @@ def run(arguments: argparse.Namespace) -> int:
     found = layers_of(folder)
     refused = _refusal(found, arguments.ranks)
     figures, source = _figures(arguments, content, found)
+    table = _tables.in_use(pick_device(arguments.device))
     rows = [
-        predict(layer, of_layer, m, decode, arguments.ranks, refused)
+        predict(layer, of_layer, m, decode, arguments.ranks, refused, table)
         for layer, of_layer in zip(found, figures, strict=True)
         for decode, sizes in ((False, arguments.prefill), (True, arguments.decode))
         for m in dict.fromkeys(sizes)
     ]
-    print(*_report(folder, found, figures, rows, [served, source, refused], arguments.ranks), sep="\n")
+    print(*_report(folder, found, figures, rows, [served, source, refused], arguments.ranks, table), sep="\n")
     if arguments.save:
         entries = [[round(of.nonzeros, 2), round(of.text, 5), round(of.batch, 5)] for of in figures]
         written = json.dumps(content | {layouts.FIGURES_KEY: entries}, indent=2) + "\n"
@@ -232,13 +233,21 @@ def _measured(arguments: argparse.Namespace, found: Sequence[Layer]) -> tuple[li
     return figures, f"Figures: measured on {text.tokens:,} tokens of {text.files:,} files, {sequences}"
 
 
-def predict(layer: Layer, figures: layouts.LayerFigures, m: int, decode: bool, ranks: int, refused: str = "") -> Row:
+def predict(
+    layer: Layer,
+    figures: layouts.LayerFigures,
+    m: int,
+    decode: bool,
+    ranks: int,
+    refused: str = "",
+    table: _tables.Table = _tables.SHIPPED,
+) -> Row:
     """What "auto" would run in a rank's part of a layer, once it knows the figures."""
     problem = tuning.Problem(m, layer.k, layer.n // ranks, True, False)
     if refused:
         return Row(layer.number, m, decode, "dense", 1.0, refused, {})
     known = tuning.Figures(figures.nonzeros / ranks, figures.batch if decode else figures.text)
-    strategy, reason, costs = tuning.decide(problem, known, None)
+    strategy, reason, costs = tuning.decide(problem, known, None, table)
     return Row(layer.number, m, decode, strategy, costs.get(strategy, 1.0), reason, costs)
 
 
@@ -249,6 +258,7 @@ def _report(
     rows: Sequence[Row],
     remarks: Sequence[str],
     ranks: int,
+    table: _tables.Table,
 ) -> Iterator[str]:
     sizes = ", ".join(dict.fromkeys(f"K = {layer.k:,}, N = {layer.n:,}" for layer in found))
     divided = f", neurons of {ranks} ranks" if ranks > 1 else ""
@@ -258,20 +268,19 @@ def _report(
     calls = list(dict.fromkeys((row.decode, row.tokens) for row in rows))
     yield "Strategy of each layer and its predicted share of dense's time"
     names = [f"{'decode' if decode else 'prefill'} {tokens:,}" for decode, tokens in calls]
-    table = [["layer", "non-zeros", "union, text", "union, batch", *names]]
+    lines = [["layer", "non-zeros", "union, text", "union, batch", *names]]
     for layer, of in zip(found, figures, strict=True):
         cells = [f"{row.strategy} {row.share:.2f}" for row in rows if row.layer == layer.number]
-        table.append([str(layer.number), f"{of.nonzeros:,.1f}", as_percent(of.text), as_percent(of.batch), *cells])
+        lines.append([str(layer.number), f"{of.nonzeros:,.1f}", as_percent(of.text), as_percent(of.batch), *cells])
     for name, beside in (("FFNs", False), ("layers", True)):
         shares = [share(found, [row for row in rows if (row.decode, row.tokens) == call], beside) for call in calls]
-        table.append([name, "", "", "", *(f"{share:.2f}" for share in shares)])
-    yield from aligned(table)
+        lines.append([name, "", "", "", *(f"{share:.2f}" for share in shares)])
+    yield from aligned(lines)
     yield "non-zeros: mean per token. union: share of the neurons that 128 tokens fire, which follow each other in a"
     yield "  text as in a prompt, or come from many places as in a batch. layers: with the products for query, key,"
     yield "  value and output, by numbers of weights, without attention itself, which reads the cache of sequences."
-    machine = _tuning_table.MACHINE.split("; ")[0]
-    yield f"Predicted from times measured on {machine} in 16 bits, {_tuning_table.DATE}."
-    _, _, k, n = tuning.nearest(tuning.Problem(1, found[0].k, found[0].n // ranks, True, False))
+    yield f"Predicted from times measured on {table.machine.split('; ')[0]} in 16 bits, {table.date[:10]}."
+    _, _, k, n = tuning.nearest(tuning.Problem(1, found[0].k, found[0].n // ranks, True, False), table)
     if max(sparsity.apart(found[0].k, k), sparsity.apart(found[0].k * found[0].n // ranks, k * n)) > sparsity.FAR:
         yield f"Far from all measured layers: the nearest has K = {k:,}, N = {n:,}"
 
