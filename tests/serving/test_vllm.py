@@ -104,6 +104,45 @@ def test_auto_learns_from_requests_alone(eager: bool, relu: Path, serve: Serve, 
     assert served.known == [[[256, [3.5, 0.2]], [8192, [3.5, 0.1]]], [[256, [40.25, 0.6]], [8192, [40.25, 0.5]]]]
 
 
+def test_graphs_are_captured_before_auto_learns() -> None:
+    """A CPU has no graphs, so the question is asked of a strategy that is made by hand."""
+    import torch
+    from vllm.config import CUDAGraphMode
+    from vllm.forward_context import override_forward_context
+
+    from twell.integrations._vllm_model import ServedStrategy
+
+    def heeded(site: ServedStrategy) -> list[int]:
+        return [tokens for tokens in (1, 512, 513, 8192) if site.heeds(torch.empty(tokens, 1))]
+
+    def strategy(mode: CUDAGraphMode) -> ServedStrategy:
+        return ServedStrategy(SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=512), None)
+
+    graphs, none = strategy(CUDAGraphMode.FULL_AND_PIECEWISE), strategy(CUDAGraphMode.NONE)
+    assert heeded(graphs) == heeded(none) == []
+    # a step of requests, and a run of vLLM's own
+    with override_forward_context(SimpleNamespace(attn_metadata={})):
+        assert heeded(graphs) == [513, 8192]
+        assert heeded(none) == [1, 512, 513, 8192]
+    with override_forward_context(SimpleNamespace(attn_metadata=None)):
+        assert heeded(graphs) == heeded(none) == []
+
+
+def test_a_rank_has_its_share_of_the_figures() -> None:
+    import torch
+
+    from twell import _auto
+    from twell.integrations._vllm_model import ServedStrategy
+    from twell.integrations.layouts import LayerFigures
+
+    site = ServedStrategy(SimpleNamespace(), LayerFigures(30.0, 0.1, 0.4))
+    merged = torch.zeros(2 * 96, 64)
+    site.learn(merged, 2)
+    assert _auto.site_of(merged.chunk(2)[0]) is site
+    found = {bucket.problem[:4]: bucket.figures for bucket in site._buckets.values()}
+    assert found == {(256, 64, 96, True): (15.0, 0.4), (8192, 64, 96, True): (15.0, 0.1)}
+
+
 def test_figures_of_other_layers_are_refused(relu: Path, run: Any) -> None:
     refused = run(relu, hf_overrides={"sparsity_figures": [[3.5, 0.1, 0.2]]})
     assert refused.returncode != 0
