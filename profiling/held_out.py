@@ -31,7 +31,7 @@ from twell.commands import tune
 from twell.commands.bench import protocol
 from twell.commands.request import RequestError
 from twell.testing import FFN, Workload
-from twell.tuning import Figures, Problem
+from twell.tuning import Problem
 
 POINTS, TRAINING_POINTS, SEED = 100, 20, 20261122
 MOST_TOKENS, MOST_NONZEROS = 16384, 300
@@ -115,7 +115,7 @@ def decided(row: dict[str, Any], table: _tables.Table) -> dict[str, Any]:
     """The row with the choice by ``table``, the predicted times over dense's, and the loss of the choice."""
     ms = {name: row[f"{name}_ms"] for name in (*_tables.STRATEGIES, "dense") if f"{name}_ms" in row}
     problem = Problem(*(row[name] for name in tune.SIZES))
-    decision = tuning.decide(problem, Figures(row["nonzeros"], row["union"]), None, table)
+    decision = tuning.decide(problem, tune.measured_figures(row), None, table)
     loss = ms[decision.strategy] / min(ms.values()) - 1 if decision.strategy in ms else None
     return row | {"auto": decision.strategy, "costs": decision.costs, "loss": loss}
 
@@ -123,6 +123,7 @@ def decided(row: dict[str, Any], table: _tables.Table) -> dict[str, Any]:
 def line(row: dict[str, Any]) -> str:
     kind = f"{'gated' if row['gated'] else 'non-gated'}{' training' if row['training'] else ''}"
     union = "-" if row["union"] is None else f"{row['union']:.3f}"
+    heaviest = "-" if row.get("heaviest") is None else f"{row['heaviest']:.1f}"
     times = []
     for name in (*_tables.STRATEGIES, "dense"):
         if f"{name}_ms" in row:
@@ -131,7 +132,8 @@ def line(row: dict[str, Any]) -> str:
             times.append(f"{name} {measured:.3f}{guess}")
     loss = "RED" if row["loss"] is None else f"{row['loss']:6.1%}"
     return (
-        f"{loss}  {row['k']:5} x {row['n']:5} {kind:18} M = {row['m']:5} {row['nonzeros']:6.1f} nnz, union {union:>5}: "
+        f"{loss}  {row['k']:5} x {row['n']:5} {kind:18} M = {row['m']:5} {row['nonzeros']:6.1f} nnz, heaviest "
+        f"{heaviest:>5}, union {union:>5}: "
         f"{row['auto']}; {', '.join(times)}; dense {row['dense_ms'] * 1e3:.0f} us"
     )
 

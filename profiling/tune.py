@@ -21,7 +21,6 @@ from typing import Any
 from twell import _files, _tables, testing
 from twell.commands import tune
 from twell.commands.request import RequestError
-from twell.tuning import Figures
 
 TABLE_FILE = Path(__file__).resolve().parents[1] / "python" / "twell" / "_tuning_table.py"
 
@@ -67,8 +66,8 @@ def table_text(table: _tables.Costs, machine: str, date: str) -> str:
         *named,
         f'DATE = "{date}"',
         "",
-        "# (training, gated, K, N) -> M -> strategy -> (base, per share of neurons in a union, per share of non-zeros)",
-        "TABLE: dict[tuple[bool, bool, int, int], dict[int, dict[str, tuple[float, float, float]]]] = {",
+        "# (training, gated, K, N) -> M -> strategy -> (base, per share of a union, of non-zeros, of the heaviest)",
+        "TABLE: dict[tuple[bool, bool, int, int], dict[int, dict[str, tuple[float, float, float, float]]]] = {",
     ]
     for key, by_tokens in sorted(table.items()):
         lines.append(f"    {key}: {{")
@@ -85,7 +84,7 @@ def read(path: Path) -> dict[str, Any]:
         run = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"expected what --out wrote in {path}, got {error}") from error
-    needed = {*tune.SIZES, *Figures._fields, "pattern", "strategy", "relative", "red"}
+    needed = {*tune.SIZES, "nonzeros", "union", "pattern", "strategy", "relative", "red"}
     rows = run.get("rows") if isinstance(run, dict) else None
     if not isinstance(rows, list) or not {"machine", "date"} <= run.keys():
         raise ValueError(f"expected what --out wrote in {path}, got other JSON")

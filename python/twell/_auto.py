@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -178,25 +179,32 @@ class Measurement(NamedTuple):
     def dense(self, gate: Tensor) -> None:
         """Leave the figures of a dense gate [..., N], before or after ReLU."""
         with _beside_captures(gate):
-            silent, whole = gate.reshape(-1, self.problem.n) <= 0, self.problem.m // geometry.TOKEN_TILE
-            tiles = silent[: whole * geometry.TOKEN_TILE].view(whole, geometry.TOKEN_TILE, self.problem.n)
-            self.counts(silent.numel() - silent.sum(), self.problem.n - tiles.all(1).sum(1))
+            m, n = self.problem.m, self.problem.n
+            silent, whole = gate.reshape(-1, n) <= 0, m // geometry.TOKEN_TILE
+            tiles = silent[: whole * geometry.TOKEN_TILE].view(whole, geometry.TOKEN_TILE, n)
+            nonzeros = F.pad(n - silent.sum(1), (0, -m % tuning.HEAVY_GROUP))
+            groups = nonzeros.view(-1, tuning.HEAVY_GROUP).sum(1)
+            self.counts(groups.sum(), n - tiles.all(1).sum(1), heaviest=groups.amax())
 
     @torch.no_grad()
-    def counts(self, nonzeros: Tensor, unions: Tensor | None, most: int | None = None) -> None:
+    def counts(
+        self, nonzeros: Tensor, unions: Tensor | None, most: int | None = None, heaviest: Tensor | None = None
+    ) -> None:
         """Leave the number of non-zeros (0-d) and, if known, the union of each tile: the neurons its 128 tokens fire.
 
-        With more than ``most`` non-zeros the unions are not used.
+        With more than ``most`` non-zeros the unions are not used. ``heaviest``, 0-d, is the number of non-zeros of the
+        8 consecutive tokens that have the most.
         """
         whole = self.problem.m // geometry.TOKEN_TILE
         with _beside_captures(nonzeros):
-            if unions is None or not whole:
-                values = torch.stack((nonzeros.long(),))
-            else:
+            values = {"nonzeros": nonzeros.long()}
+            if unions is not None and whole:
                 # a partial tile has a smaller union
-                values = torch.stack((nonzeros.long(), unions[:whole].sum()))
-            transfer = Transfer(values)
-        self.site.expect(self.problem, self.call, transfer, most)
+                values["unions"] = unions[:whole].sum()
+            if heaviest is not None:
+                values["heaviest"] = heaviest.long()
+            transfer = Transfer(torch.stack(tuple(values.values())))
+        self.site.expect(self.problem, self.call, transfer, most, tuple(values))
 
 
 class _Expected(NamedTuple):
@@ -206,13 +214,18 @@ class _Expected(NamedTuple):
     call: int
     transfer: Transfer
     most: int | None
+    names: tuple[str, ...]
 
     def figures(self) -> tuning.Figures:
         """The figures, after they have arrived."""
         m, n = self.problem.m, self.problem.n
-        nonzeros, *unions = self.transfer.read()
-        known = unions and (self.most is None or nonzeros <= self.most)
-        return tuning.Figures(nonzeros / m, unions[0] / (m // geometry.TOKEN_TILE * n) if known else None)
+        values = dict(zip(self.names, self.transfer.read()))
+        nonzeros, unions, heaviest = values["nonzeros"], values.get("unions"), values.get("heaviest")
+        if unions is None or (self.most is not None and nonzeros > self.most):
+            union = None
+        else:
+            union = unions / (m // geometry.TOKEN_TILE * n)
+        return tuning.Figures(nonzeros / m, union, None if heaviest is None else heaviest / min(m, tuning.HEAVY_GROUP))
 
 
 class Route(NamedTuple):
@@ -365,11 +378,13 @@ class AutoStrategy:
         with self._lock:
             self._observe(problem, figures, call)
 
-    def expect(self, problem: tuning.Problem, call: int, transfer: Transfer, most: int | None) -> None:
+    def expect(
+        self, problem: tuning.Problem, call: int, transfer: Transfer, most: int | None, names: tuple[str, ...]
+    ) -> None:
         """Take the figures of a call once they have arrived; ignore them if others of its bucket are on their way."""
         with self._lock:
             if self._layer == (problem.k, problem.n, problem.gated):
-                self._pending.setdefault(_key(problem), _Expected(problem, call, transfer, most))
+                self._pending.setdefault(_key(problem), _Expected(problem, call, transfer, most, names))
 
     def hold(self, y: Tensor) -> None:
         """Keep the choices for training until no backward pass through ``y`` can follow."""

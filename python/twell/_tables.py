@@ -21,9 +21,9 @@ from twell import _files, _tuning_table
 from twell._runtime import cache, device, env, fingerprint
 from twell._runtime.log import logger
 
-# (training, gated, K, N) -> M -> strategy -> (base, per share of neurons in a union, per share of non-zeros)
+# (training, gated, K, N) -> M -> strategy -> (base, per share of a union, of non-zeros, of the heaviest)
 Key = tuple[bool, bool, int, int]
-Terms = tuple[float, float, float]
+Terms = tuple[float, float, float, float]
 Costs = dict[Key, dict[int, dict[str, Terms]]]
 
 FOLDER = "tuning"
@@ -177,7 +177,7 @@ def _strategy(name: str) -> str:
 
 
 def _terms(terms: Any) -> Terms:
-    base, per_union, per_density = map(float, terms)
-    if not all(math.isfinite(term) and term >= 0 for term in (base, per_union, per_density)):
+    base, per_union, per_density, per_heaviest = map(float, terms)
+    if not all(math.isfinite(term) and term >= 0 for term in (base, per_union, per_density, per_heaviest)):
         raise ValueError(f"costs must be finite and not negative, got {terms!r}")
-    return base, per_union, per_density
+    return base, per_union, per_density, per_heaviest

@@ -902,7 +902,7 @@ def chooses(monkeypatch: pytest.MonkeyPatch) -> None:
 
     free._dynamo_marked_constant = True  # type: ignore[attr-defined]
     monkeypatch.setattr(_auto, "forced", free)
-    monkeypatch.setattr(tuning, "coefficients", lambda *_: {"union": (0.2, 0.6, 1.0)})
+    monkeypatch.setattr(tuning, "coefficients", lambda *_: {"union": (0.2, 0.6, 1.0, 0.0)})
 
 
 def silence(mlp: Any, alive: int) -> None:

@@ -5,9 +5,10 @@ cache. The sparse strategies are checked against "dense", captured in CUDA graph
 is a median. "dense" is captured once per layer and number of tokens, since its time does not depend on the pattern, and
 replayed with each pattern, since clocks drift. A strategy that takes several times as long has few replays.
 
-For each layer, number of tokens and strategy the relative time is fitted by base + a * union + b * density, none
-negative: least squares of relative errors, with less weight on slow times (``WEIGHT_POWER``). ``union`` and ``density``
-are the shares of neurons that a tile of 128 tokens and a token fires (``twell.tuning.shares``).
+For each layer, number of tokens and strategy the relative time is fitted by base + a * union + b * density + c *
+heaviest, none negative: least squares of relative errors, with less weight on slow times (``WEIGHT_POWER``). The
+factors are the shares of neurons that a tile of 128 tokens, a token and a token of the heaviest group fire
+(``twell.tuning.shares``); c is for "row" with few tokens (``twell.tuning.waits``).
 """
 
 from __future__ import annotations
@@ -42,30 +43,34 @@ Shape = tuple[int, int]
 
 SHAPES: tuple[Shape, ...] = (
     *((2048, 5632), (1024, 2816), (4096, 11008), (5120, 13824)),
-    *((896, 4864), (4096, 14336), (1536, 8960)),
+    *((896, 4864), (1536, 8960), (3072, 9216), (4096, 14336)),
 )
-# By kind of call: layers and numbers of tokens. Kernels change between 64 and 65, and between 1,024 and 1,025 tokens.
+# By kind of call: layers and numbers of tokens. Kernels change between 64 and 65, and between 1,024 and 1,025 tokens;
+# the time of each strategy, "dense" too, has steps in between. More than the most tokens cost as they do: with 131,072
+# tokens the first layer takes within 9 % of the relative times at 16,384.
+_FEW, _SOME = (1, 3, 8, 16, 32, 64), (65, 96, 128, 192, 256, 384, 512, 768, 1024)
+_MANY = (1025, 1536, 2048, 4096, 12288)
 KINDS: dict[str, tuple[tuple[Shape, ...], tuple[int, ...]]] = {
-    "gated": (SHAPES, (1, 8, 64, 65, 128, 256, 512, 1024, 1025, 2048, 4096, 16384)),
-    "training": (SHAPES[:3], (256, 512, 1024, 2048, 4096, 16384)),
-    "non-gated": (SHAPES[:3:2], (1, 8, 64, 65, 256, 1024, 2048, 4096, 16384)),
-    "non-gated training": (SHAPES[:1], (256, 1024, 4096, 16384)),
+    "gated": (SHAPES, (*_FEW, *_SOME, *_MANY)),
+    "training": (SHAPES[:3], (256, 512, 1024, 2048, 4096, 12288)),
+    "non-gated": (SHAPES[:3:2], (1, 8, 16, 32, 64, 65, 128, 256, 512, 1024, 2048, 4096, 12288)),
+    "non-gated training": (SHAPES[:1], (256, 1024, 4096, 12288)),
 }
-# measured for the first gated layer only
-MANY_TOKENS = 131072
 
 # Fields of a problem that vary; down weights are stored by rows.
 SIZES = ("m", "k", "n", "gated", "training")
 
 _UNEVEN: dict[str, Any] = {"neuron_sigma": 1.0, "token_sigma": 0.5}
+# few tokens have many times the mean
+_HEAVY = {**_UNEVEN, "token_sigma": 1.0}
 # non-zeros as a share of the neurons, and their unevenness
 PATTERNS: dict[str, tuple[float, dict[str, Any]]] = {
     "topic": (1 / 190, {**_UNEVEN, "dead": 0.3, "rho": 0.5}),
     "uniform": (1 / 190, {}),
-    "skew": (1 / 190, {**_UNEVEN, "dead": 0.3}),
+    "heavy": (1 / 190, {**_HEAVY, "dead": 0.3}),
     "sparsest": (1 / 1400, {**_UNEVEN, "dead": 0.5, "rho": 0.5}),
-    "sparser": (1 / 500, {}),
-    "denser": (1 / 60, {**_UNEVEN, "dead": 0.2}),
+    "heavy topic": (1 / 500, {**_HEAVY, "dead": 0.3, "rho": 0.5}),
+    "denser": (1 / 60, {}),
     "wide topic": (1 / 44, {**_UNEVEN, "dead": 0.2, "rho": 0.5}),
     "wide": (1 / 19, {**_UNEVEN, "dead": 0.1, "rho": 0.3}),
     "dense": (1 / 6, {"neuron_sigma": 0.5, "token_sigma": 0.3}),
@@ -106,17 +111,19 @@ def draw_workload(workload: Workload, m: int, k: int, n: int, device: torch.devi
 
 def figures_of(problem: FFN) -> Figures:
     """The figures of a layer, from its gates."""
-    nonzeros, union = 0, 0
+    nonzeros, union, heaviest = 0, 0, 0
     m, n = problem.x.shape[0], problem.w_gate.shape[0]
     whole = m // geometry.TOKEN_TILE * geometry.TOKEN_TILE
     for start in range(0, m, 16384):
         stop = min(m, start + 16384)
         active = F.relu(F.linear(problem.x[start:stop], problem.w_gate)) != 0
-        nonzeros += int(active.sum())
+        counts = F.pad(active.sum(1), (0, -len(active) % tuning.HEAVY_GROUP)).view(-1, tuning.HEAVY_GROUP).sum(1)
+        nonzeros, heaviest = nonzeros + int(counts.sum()), max(heaviest, int(counts.max()))
         tiles = active[: max(min(whole, stop) - start, 0)]
         if len(tiles):
             union += int(tiles.view(-1, geometry.TOKEN_TILE, n).any(1).sum())
-    return Figures(nonzeros / m, union * geometry.TOKEN_TILE / (whole * n) if whole else None)
+    share = union * geometry.TOKEN_TILE / (whole * n) if whole else None
+    return Figures(nonzeros / m, share, heaviest / min(m, tuning.HEAVY_GROUP))
 
 
 class Layer:
@@ -133,8 +140,9 @@ class Layer:
         if training:
             upstream = testing.real_upstream(problem)
             self.dy = [upstream, *(upstream.clone() for _ in range(copies - 1))]
-        # with few tokens more calls, so that the launch of the graph does not count
-        self.calls = copies * (8 if m <= 64 else 2 if few else 1)
+        # with few tokens at least so many calls, so that the launch of the graph does not count
+        least = 32 if m <= 64 and few else 8 if few else 1
+        self.calls = copies * -(-least // copies)
 
     def call(self, strategy: str) -> protocol.Call:
         def infer(i: int) -> tuple[Tensor, ...]:
@@ -219,8 +227,6 @@ def plan(
                 continue
             if tokens is not None:
                 counts = tuple(tokens)
-            elif (k, n) == SHAPES[0] and kind == "gated":
-                counts = (*counts, MANY_TOKENS)
             for m in counts:
                 most = MOST_TOKENS_OF_DENSE if "training" not in kind else 0
                 chosen = tuple(pattern for pattern in patterns or PATTERNS if pattern != "dense" or m <= most)
@@ -347,13 +353,15 @@ def fit(rows: Iterable[dict[str, Any]]) -> _tables.Costs:
         if len(group) < 2:
             continue
         relative = _vector(row["relative"] for row in group)
-        # for one token both shares are equal. Ties take the first column: density, because the coefficient of the union
+        # for one token the shares are equal. Ties take the first column: density, because the coefficient of the union
         # would be far too large for a few more tokens
-        terms = torch.stack([_vector((1.0, density, union)) for union, density in map(shares_of, group)])
+        columns = 4 if tuning.waits(problem_of(group[0]), strategy) else 3
+        factors = map(shares_of, group)
+        terms = torch.stack([_vector((1.0, density, union, most)[:columns]) for union, density, most in factors])
         weights = (_vector(fastest[place_of(row)] for row in group) / relative) ** WEIGHT_POWER
         solution = non_negative_least_squares(terms * (weights / relative)[:, None], weights)
-        base, per_density, per_union = (round(float(term), 4) for term in solution)
-        table.setdefault(key, {}).setdefault(m, {})[strategy] = base, per_union, per_density
+        base, per_density, per_union, *waiting = (round(float(term), 4) for term in solution)
+        table.setdefault(key, {}).setdefault(m, {})[strategy] = base, per_union, per_density, sum(waiting)
     return table
 
 
@@ -370,8 +378,13 @@ def place_of(row: dict[str, Any]) -> tuple[Any, ...]:
     return (*problem_of(row), row["pattern"])
 
 
-def shares_of(row: dict[str, Any]) -> tuple[float, float]:
-    return tuning.shares(problem_of(row), Figures(row["nonzeros"], row["union"]))
+def measured_figures(row: dict[str, Any]) -> Figures:
+    """The figures of a row. Files of earlier versions do not have the heaviest tokens."""
+    return Figures(row["nonzeros"], row["union"], row.get("heaviest"))
+
+
+def shares_of(row: dict[str, Any]) -> tuple[float, float, float]:
+    return tuning.shares(problem_of(row), measured_figures(row))
 
 
 def report(table: _tables.Costs, rows: Iterable[dict[str, Any]]) -> str:
@@ -380,7 +393,7 @@ def report(table: _tables.Costs, rows: Iterable[dict[str, Any]]) -> str:
     errors: list[tuple[float, str]] = []
     problems: dict[tuple[Any, ...], dict[str, tuple[float, float]]] = {}
     for row in usable(rows):
-        costs = tuning.costs(problem_of(row), Figures(row["nonzeros"], row["union"]), fitted) if table else {}
+        costs = tuning.costs(problem_of(row), measured_figures(row), fitted) if table else {}
         if row["strategy"] not in costs:
             continue
         value = costs[row["strategy"]]

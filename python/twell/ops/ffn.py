@@ -59,9 +59,11 @@ def _run(sparse: _Sparse, layer: Operands, compression: int, route: _auto.Route,
     y, l1, stats, unions = sparse[route.strategy](layer, compression, route.measurement is not None)
     if not totals and route.measurement is None:
         return y, None, None
-    nonzeros = stats.select(2, 0).sum()
+    counts = stats.select(2, 0)
+    nonzeros = counts.sum()
     if route.measurement is not None:
-        route.measurement.counts(nonzeros, unions)
+        # a row of stats has 8 tokens
+        route.measurement.counts(nonzeros, unions, heaviest=counts.sum(1).amax())
     return y, l1.sum() if totals else None, nonzeros
 
 
