@@ -10,6 +10,7 @@ import gc
 import logging
 import pickle
 import re
+import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -474,6 +475,33 @@ def test_measures_what_is_there(
     assert row.strategy == "dense" if firing == 200 else row.strategy in ("row", "union")
     expected = {"dense"} | ({"union"} if training else {"row", "union"})
     assert set(row.costs) == expected
+
+
+@pytest.mark.parametrize("m", [1, 5, 100, 300])
+@pytest.mark.parametrize("strategy", ["row", "union", "dense"])
+def test_measures_the_heaviest_tokens(
+    m: int, strategy: str, chooses: Arrivals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By every strategy the same, from counts of groups of 8 tokens."""
+    monkeypatch.setattr(tuning, "decide", lambda *_: tuning.Decision(strategy, "so that it measures", {}))
+    p, site = testing.integer_problem(m, 16, 264), twell.AutoStrategy()
+    # one group has the most
+    p.x[m // 2 // 8 * 8 :][:8] = p.x[m // 2]
+    with torch.no_grad():
+        twell.sparse_gated_ffn(p.x, p.w_gate, p.w_up, p.w_down.t(), strategy=site)
+    counts = (testing.float64_gate(p) != 0).sum(1)
+    (row,) = site.explain()
+    assert (row.strategy, row.figures and row.figures.nonzeros) == (strategy, counts.sum().item() / m)
+    heaviest = max(group.sum().item() for group in counts.split(8)) / min(m, 8)
+    assert row.figures
+    assert row.figures.heaviest == heaviest
+    assert heaviest > row.figures.nonzeros or m <= 8
+
+
+def test_figures_of_an_earlier_version_load() -> None:
+    """Pickles of then have two values."""
+    earlier = b"\x80\x02ctwell.tuning\nFigures\nG" + struct.pack(">d", 29.5) + b"N\x86\x81."
+    assert pickle.loads(earlier) == Figures(29.5, None, None)
 
 
 def test_each_kind_and_size_of_calls_has_its_own_choice(chooses: Arrivals) -> None:

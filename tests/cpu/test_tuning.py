@@ -556,7 +556,7 @@ def test_the_generator_measures_the_same_way(
     data = json.loads(out.read_text())
     assert data["complete"]
     assert len(data["rows"]) == 2 * 2 * 2
-    assert all(row["heaviest"] >= row["nonzeros"] > 0 for row in data["rows"])
+    assert all(row["heaviest"] >= row["nonzeros"] for row in data["rows"])
     written = types.ModuleType("written")
     exec(compile(table.read_text(), str(table), "exec"), written.__dict__)
     assert tune.fit(shipped.read(out)["rows"]) == written.TABLE

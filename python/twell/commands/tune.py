@@ -141,7 +141,7 @@ class Layer:
             upstream = testing.real_upstream(problem)
             self.dy = [upstream, *(upstream.clone() for _ in range(copies - 1))]
         # with few tokens at least so many calls, so that the launch of the graph does not count
-        least = 32 if m <= 64 and few else 8 if few else 1
+        least = (24 if m <= 64 else 4) if few else 1
         self.calls = copies * -(-least // copies)
 
     def call(self, strategy: str) -> protocol.Call:
