@@ -111,7 +111,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--kinds", nargs="+", choices=tune.KINDS, default=list(tune.KINDS))
     add("--patterns", nargs="+", choices=tune.PATTERNS, default=list(tune.PATTERNS))
     add("--seconds", type=float, default=0.05, help="GPU time for the samples of one problem (default: %(default)s)")
-    add("--budget-s", type=float, default=240.0, help="start no step after this many seconds (default: %(default)s)")
+    add("--budget-s", type=float, default=225.0, help="start no step after this many seconds (default: %(default)s)")
     add("--out", type=Path, metavar="FILE", help="write the rows as JSON")
     add("--from", dest="sources", nargs="+", type=Path, metavar="FILE", help="measure nothing, use these files")
     add("--write", action="store_true", help="generate the table")

@@ -158,6 +158,9 @@ def test_few_tokens(m: int, topic: FFN) -> None:
     assert row.figures.union is None
     active = torch.relu(topic.x[:m] @ topic.w_gate.T) != 0
     assert row.figures.nonzeros * m == pytest.approx(float(active.sum()), abs=2 + 0.002 * m * row.figures.nonzeros)
+    assert row.figures.heaviest is not None
+    groups = max(float(group.sum()) for group in active.split(8))
+    assert row.figures.heaviest * min(m, 8) == pytest.approx(groups, abs=2 + 0.002 * groups)
 
 
 def test_the_same_history_gives_the_same_choices_and_bits(topic: FFN) -> None:
