@@ -22,10 +22,6 @@ TOKEN_TILE = 128
 CHUNK = 64
 NEURON_TILE = 64
 
-# Columns of a unit of work of weight_grad, and the most CTAs that it has.
-SLAB = 256
-MAX_CTAS = 192
-
 # Tokens of a tile of up_down_tile, and most neurons of its layers.
 SMALL_TILE = 16
 MAX_TILE_NEURONS = 16384

@@ -6,7 +6,6 @@ A coefficient packs h = gate * up, d_gate and d_up in 64 bits, for products over
     count   one CTA per token tile: count the tile's entries and tokens of each neuron tile.
     scan    one warp per neuron tile: prefix sums of these counts over the token tiles.
     place   one CTA per token tile: count again, by token; prefix sums over neuron tiles and tokens give the positions.
-            One more CTA, the first, deals the units of `weight_grad` to its CTAs: see `schedule_units`.
 
 `count` and `place` count the entries of a token and neuron tile in a byte, as there are at most 64; the bytes of four
 tokens share a word. In `place` the word then holds prefix sums over its tokens, and an atomic add of one allocates the
@@ -14,9 +13,6 @@ next position: entries of one token and neuron tile are in any order. Coefficien
 fit. WINDOW neuron tiles are processed at a time. If a batch exceeds the pool it has no entries, and all three return.
 
 A neuron tile with few entries has its list twice; the second time with the coefficients' rounding errors.
-
-`schedule` holds, for each unit of `weight_grad`, the unit that the same CTA runs next, and behind them the first unit
-of each CTA; the number of units ends a chain.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +20,7 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
+from cutlass import Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry
@@ -46,13 +42,6 @@ WINDOW = 256
 ARENA = 54272
 # runs of 32 entries whose loads are in flight together
 BATCHES = 4
-# CTAs to which units are dealt, at most; bits of their number, and steps of a binary search among them
-DEALT = geometry.MAX_CTAS
-CTA_BITS = SEARCHES = DEALT.bit_length()
-# Dealt units spread the tokens that are read at a time, and L2 holds fewer of them: worth it if the CTA with the most
-# work has less than this share of what it has without. NVIDIA H200: 0.78 of the work saved 11 % of the time of
-# "topic29", 0.91 saved 3 to 5 % of that of real6; at 0.99 "uniform29" lost 6 %.
-WORTH = 15 / 16
 # `info` of four tokens and a neuron tile: entries before, tokens before, and which of the four have entries
 TOKENS_SHIFT, FLAGS_SHIFT = 14, 22
 
@@ -108,7 +97,6 @@ class Views(NamedTuple):
     counters: Any  # [WINDOW, PITCH] bytes by token
     info: Any  # [WINDOW, PITCH] see TOKENS_SHIFT
     staged: Any  # [room] coefficients for `packed`
-    arena: Any  # where the memory of these begins
 
 
 class Transpose:
@@ -134,13 +122,8 @@ class Transpose:
         starts: cute.Tensor,
         packed: cute.Tensor,
         tokens: cute.Tensor,
-        schedule: cute.Tensor,
-        parts: Int32,
-        max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        """`parts`: units of `weight_grad` per neuron tile. `max_ctas`: most CTAs that it has."""
-
         @cute.struct
         class Shared:
             ends: cute.struct.MemRange[Int32, CHUNKS + 1]
@@ -154,7 +137,6 @@ class Transpose:
 
         # the slots of all neurons, counters and info fit
         assert geometry.MAX_NEURONS // 2 + 2 * WINDOW * PITCH < ARENA
-        assert geometry.MAX_NEURONS // TILE + 3 * DEALT < ARENA
         self.shared = feasible.check_shared_memory(Shared)
         hybrid = Hybrid(entries, neurons, chunks, sizes, slot)
         results = ByNeuron(groups, tiles, starts, packed, tokens)
@@ -170,13 +152,8 @@ class Transpose:
             use_pdl=True,
         )
         if chunks.shape[0] > 0:
-            ctas = cutlass.min(cutlass.min(tiles.shape[0] * parts, max_ctas), DEALT)
-            self.place(hybrid, Coefficients(up, d_gate, d_up), results, schedule, parts, ctas).launch(
-                grid=(chunks.shape[0] + 1, 1, 1),
-                block=(THREADS, 1, 1),
-                min_blocks_per_mp=1,
-                stream=stream,
-                use_pdl=True,
+            self.place(hybrid, Coefficients(up, d_gate, d_up), results).launch(
+                grid=(chunks.shape[0], 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
             )
 
     # ---- the three kernels ----
@@ -235,23 +212,11 @@ class Transpose:
                 tiles[r, 4] = copies
 
     @cute.kernel
-    def place(
-        self,
-        hybrid: Hybrid,
-        given: Coefficients,
-        results: ByNeuron,
-        schedule: cute.Tensor,
-        parts: Int32,
-        ctas: Int32,
-    ):
+    def place(self, hybrid: Hybrid, given: Coefficients, results: ByNeuron):
         at = self.thread_index()
-        at = at._replace(tile=at.tile - 1)
         s, room = self.views(SmemAllocator().allocate(self.shared), hybrid.slot.shape[0])
         cute.arch.griddepcontrol_wait()
-        fits_pool = hybrid.sizes[hybrid.chunks.shape[0]] <= given.d_gate.shape[0]
-        if fits_pool & (at.tile < 0):
-            self.schedule_units(s.arena, results.tiles, schedule, parts, ctas, at.thread)
-        elif fits_pool:
+        if hybrid.sizes[hybrid.chunks.shape[0]] <= given.d_gate.shape[0]:
             listed = self.load_list(s, hybrid, at)
             total = results.tiles.shape[0]
             for first in cutlass.range(0, total, WINDOW, unroll=1):
@@ -271,107 +236,6 @@ class Transpose:
                 if fits:
                     self.copy_out(s, results.packed, here, at)
                     cute.arch.sync_threads()
-
-    # ---- the schedule of weight_grad ----
-
-    @cute.jit
-    def schedule_units(self, arena, tiles, schedule, parts, ctas, thread):
-        """Write `schedule`, by one CTA. The work of a unit is two per turn and two more, or nothing."""
-        work = cute.make_tensor(arena, cute.make_layout(geometry.MAX_NEURONS // TILE))
-        ends = cute.make_tensor(arena + cute.size(work), cute.make_layout(DEALT))
-        total = tiles.shape[0]
-        units = total * parts
-        for r in cutlass.range(thread, total, THREADS, unroll=1):
-            turns = Int32(cute.ceil_div(tiles[r, 3], 2 * CHUNK))
-            work[r] = Uint32(2 * turns + 2) if turns > 0 else Uint32(0)
-        cute.arch.sync_threads()
-        if thread < ctas:
-            unit, own = thread, Uint32(0)
-            while unit < units:
-                own += work[unit // parts]
-                unit = self.back_and_forth(unit, ctas)
-            ends[thread] = own
-        cute.arch.sync_threads()
-        most, everything = Float32(0.0), Float32(0.0)
-        for i in cutlass.range(ctas, unroll=4):
-            most = cute.arch.fmax(most, Uint32(ends[i]).to(Float32))
-            everything += Uint32(ends[i]).to(Float32)
-        cute.arch.sync_threads()
-        # no CTA can have less than the mean
-        deals = everything < WORTH * most * ctas.to(Float32)
-        if deals:
-            if thread < 32:
-                self.deal(work, ends, schedule, total, parts, ctas, thread)
-            cute.arch.sync_threads()
-            deals = Uint32(ends[0]).to(Float32) < WORTH * most
-        if not deals:
-            for unit in cutlass.range(thread, units, THREADS, unroll=1):
-                schedule[unit] = cutlass.min(self.back_and_forth(unit, ctas), units)
-            if thread < ctas:
-                schedule[units + thread] = thread
-
-    def back_and_forth(self, unit, ctas):
-        """The next unit of the same CTA where each round reverses the order of CTAs."""
-        return unit + 2 * (ctas - unit % ctas) - 1
-
-    @cute.jit
-    def deal(self, work, ends, schedule, total, parts, ctas, lane):
-        """Deal each tile's units to the CTAs that have the least work, by one warp; the most work goes to `ends[0]`.
-
-        `keys` holds the CTAs in order of their work, with their numbers in the lower bits. After the first `count` got
-        the same more, these and the rest are merged: a key's new place is found by a binary search in the other part.
-        """
-        units = total * parts
-        keys = cute.make_tensor(ends.iterator + DEALT, cute.make_layout((DEALT, 2)))
-        for j in range_constexpr(DEALT // 32):
-            keys[lane + 32 * j, 0] = Uint32(lane + 32 * j)
-            # where the next unit of a CTA is entered
-            ends[lane + 32 * j] = Uint32(units + lane + 32 * j)
-        cute.arch.sync_warp()
-        side = Int32(0)
-        for r in cutlass.range(total, unroll=1):
-            more = Uint32(work[r]) << CTA_BITS
-            for first in cutlass.range(0, parts, ctas, unroll=1):
-                count = cutlass.min(parts - first, ctas)
-                unit = r * parts + first + lane
-                if more == 0:
-                    # zeros are stored by any CTA
-                    for j in range_constexpr(DEALT // 32):
-                        if lane + 32 * j < count:
-                            self.append(schedule, ends, (unit + 32 * j) % ctas, unit + 32 * j)
-                else:
-                    for j in range_constexpr(DEALT // 32):
-                        at = lane + 32 * j
-                        gets = at < count
-                        own = Uint32(keys[at, side])
-                        if gets:
-                            self.append(schedule, ends, Int32(own & ((1 << CTA_BITS) - 1)), unit + 32 * j)
-                        own = own + more if gets else own
-                        begin = count if gets else Int32(0)
-                        size = ctas - count if gets else count
-                        of_others = Uint32(0) if gets else more
-                        place = Int32(0)
-                        for i in range_constexpr(SEARCHES):
-                            probe = place + (1 << SEARCHES >> 1 >> i)
-                            before = keys[begin + cutlass.max(cutlass.min(probe, size), 1) - 1, side] + of_others < own
-                            place = probe if before & (probe <= size) else place
-                        place += at if gets else at - count
-                        if at < ctas:
-                            keys[place, 1 - side] = own
-                    side = 1 - side
-                cute.arch.sync_warp()
-        for j in range_constexpr(DEALT // 32):
-            at = lane + 32 * j
-            if at < ctas:
-                schedule[Int32(ends[at])] = units
-        cute.arch.sync_warp()
-        if lane == 0:
-            ends[0] = keys[ctas - 1, side] >> CTA_BITS
-
-    @cute.jit
-    def append(self, schedule, ends, cta, unit):
-        schedule[Int32(ends[cta])] = unit
-        ends[cta] = Uint32(unit)
 
     # ---- count the entries of a token tile by neuron tile and token ----
 
@@ -615,7 +479,6 @@ class Transpose:
             staged=cute.make_tensor(
                 cute.recast_ptr((arena + staged).align(8), dtype=Int64), cute.make_layout(ARENA // 2)
             ),
-            arena=arena,
         )
         return views, (ARENA - staged) // 2
 
@@ -636,8 +499,5 @@ def signature(spec: TransposeSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.matrix(Int32, r, cute.sym_int32()),
         operands.vector(Int64, q),
         operands.vector(Int32, q),
-        operands.vector(Int32, cute.sym_int32()),
-        Int32(1),
-        Int32(1),
     )
     return Transpose(spec), arguments

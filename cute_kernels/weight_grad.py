@@ -1,9 +1,9 @@
 """Weight gradients by tiles of 64 neurons of similar popularity: dw_gate = d_gate^T x, dw_up = d_up^T x,
 dw_down = h^T dy, over the tokens that fire at least one of the tile's neurons.
 
-Persistent, one CTA per SM. A unit of work is a neuron tile, a slab of 256 columns and one of x and dy; its inner
-dimension is the tile's list of tokens, 128 per turn. The most popular neurons come first, and `transpose` has dealt the
-units to the CTAs. Two kinds of warp groups, which share sm90/sparse_product.py with gathered.py:
+Persistent, one CTA per SM, the most popular neurons first. A unit of work is a neuron tile, a slab of 256 columns and
+one of x and dy; its inner dimension is the tile's list of tokens, 128 per turn. Two kinds of warp groups, which share
+sm90/sparse_product.py with gathered.py:
 
     fill    group 0. cp.async of rows of x or dy, 256 columns each, into MN-major swizzled stages of 64 rows.
     mma     groups 1 and 2. x: one takes d_gate, one d_up, WGMMA 64x256x16. dy (and x, if not gated): each takes half of
@@ -47,7 +47,7 @@ from .sm90.sparse_product import (
 )
 from .specs import WeightGradSpec
 
-TILE_M, TILE_N, TILE_K = geometry.NEURON_TILE, geometry.SLAB, geometry.CHUNK
+TILE_M, TILE_N, TILE_K = geometry.NEURON_TILE, 256, geometry.CHUNK
 
 
 class Operands(NamedTuple):
@@ -70,7 +70,6 @@ class Operands(NamedTuple):
     main_up: Any
     main_down: Any
     flushed: Any  # partial sums of long lists
-    schedule: Any  # each unit's successor in its CTA, then the first unit of each CTA
     slabs: Any
     units: Any
 
@@ -120,7 +119,6 @@ class WeightGrad(SparseProduct):
         main_up: cute.Tensor | None,
         main_down: cute.Tensor,
         flushed: cute.Tensor,
-        schedule: cute.Tensor,
         capacity: Int32,
         max_ctas: Int32,
         stream: cuda.CUstream,
@@ -150,10 +148,10 @@ class WeightGrad(SparseProduct):
         units = cute.ceil_div(order.shape[0], TILE_M) * slabs * 2
         data = Operands(
             x, dy, order, sizes, tiles, starts, packed, tokens, dw_gate, dw_up, dw_down, db_gate, db_up, main_gate,
-            main_up, main_down, flushed, schedule, slabs, units,
+            main_up, main_down, flushed, slabs, units,
         )  # fmt: skip
         arguments = (data, (wide, narrow, row_mma), a_layout, b_layout, ones_layout, capacity)
-        ctas = cutlass.min(cutlass.min(units, max_ctas), geometry.MAX_CTAS)
+        ctas = cutlass.min(units, max_ctas)
         # the kernel that can flush sums is a tenth slower
         if flushed.shape[0] > 0:
             self.kernel(*arguments, True).launch(
@@ -198,13 +196,6 @@ class WeightGrad(SparseProduct):
                     mma.set(warpgroup.Field.ACCUMULATE, True)
                 fragments = self.fragments(mmas, sA, sB, sOnes, thread - 128)
                 self.multiply_units(ring, shared.sA.data_ptr(), data, fragments, thread - 128, long)
-
-    def first_unit(self, data):
-        return data.schedule[data.units + cute.arch.block_idx()[0]]
-
-    @cute.jit
-    def unit_after(self, data, unit):
-        return data.schedule[unit] if unit < data.units else unit
 
     @cute.jit
     def tile_and_part(self, data, unit):
@@ -361,7 +352,6 @@ def signature(spec: WeightGradSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.rows(Float32, added, k) if spec.gated else None,
         operands.rows(Float32, added, k),
         operands.vector(Float32, cute.sym_int32()),
-        operands.vector(Int32, cute.sym_int32(), align=4),
         Int32(1),
         Int32(1),
     )

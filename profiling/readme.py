@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 import math
 import re
@@ -135,7 +134,7 @@ def shapes() -> str:
         if not row["red"] and not row["training"] and row["gated"]:
             key = (row["k"], row["n"], row["pattern"], row["m"])
             best[key] = min(best.get(key, (math.inf, "")), (row["relative"], row["strategy"][0]))
-    tokens = (1, 16, 64, 256, 1024, 4096, 16384, 131072)
+    tokens = (1, 16, 64, 256, 512, 1024, 2048, 4096, 12288)
     rows = []
     for k, n in SHAPES:
         for pattern in ("topic", "uniform", "denser"):
@@ -409,33 +408,30 @@ def layer_correlation() -> str:
     return f"{text} {result('h200_sweep_layers')['machine']}"
 
 
-def compared() -> list[list[Row]]:
-    """Rows grouped by layer, kind of call and number of tokens: the strategies that compete there."""
-    points: dict[tuple[str, str, int], list[Row]] = {}
-    names = ("h200_sweep_nnz", "h200_sweep_m", "h200_strategies")
-    for row in itertools.chain(*(result(name)["rows"] for name in names)):
-        if (row["requested"] or row["variant"].startswith("dense")) and row["ms"] and not row["red"]:
-            kind = row["variant"].removeprefix("dense eager").removeprefix("dense compiled").strip() or "ffn"
-            points.setdefault((row.get("point") or row["workload"], kind, row["tokens"]), []).append(row)
-    return list(points.values())
-
-
 def auto_misses() -> str:
-    """Points where "auto" did not choose the fastest strategy and took more than 2 % longer."""
+    """Points outside of the table of "auto" where it took more than 2 % longer than the fastest strategy."""
     cells = []
-    for rows in compared():
-        auto = next((row for row in rows if row["requested"] == "auto"), None)
-        others = [row for row in rows if row["requested"] != "auto"]
-        if auto is None or not others:
-            continue
-        best = min(others, key=lambda row: float(row["ms"]))
-        chosen, better = (row["strategy"] or "dense" for row in (auto, best))
-        if chosen != better and auto["ms"] > 1.02 * best["ms"]:
-            over = percent(100 * (auto["ms"] / best["ms"] - 1))
-            times = [f"{chosen} {auto['ms'] * 1e3:.0f}", f"{better} {best['ms'] * 1e3:.0f}"]
-            name = auto.get("pattern") or f"`{auto['workload']}`"
-            cells.append([name, f"{auto['nnz']:.0f}", f"{auto['tokens']:,}", *times, over])
-    return markdown(["layer", "non-zeros", "tokens", '"auto", microseconds', "the best", ""], "lrrllr", cells)
+    for row in sorted(result("h200_held_out")["rows"], key=lambda row: -float(row["loss"])):
+        if row["loss"] > 0.02:
+            ms = {name: row[f"{name}_ms"] for name in ("row", "union", "dense") if row.get(f"{name}_ms")}
+            times = [
+                f"{name} {ms[name] * 1e3:.0f}" for name in (row["auto"], min(ms, key=lambda name: float(ms[name])))
+            ]
+            kind = f"{'gated' if row['gated'] else 'non-gated'}{', training' if row['training'] else ''}"
+            layer = [f"{row['k']:,} / {row['n']:,}", kind, f"{row['nonzeros']:.0f}", f"{row['m']:,}"]
+            cells.append([*layer, *times, percent(100 * row["loss"])])
+    return markdown(["K / N", "", "non-zeros", "tokens", '"auto", microseconds', "the best", ""], "llrrllr", cells)
+
+
+def auto_losses() -> str:
+    """What "auto" loses at the points outside of its table."""
+    found = result("h200_held_out")
+    losses = [row["loss"] for row in found["rows"]]
+    parts = [f"{len(losses)} points: {100 * statistics.mean(losses):.2f} % in the mean"]
+    for name, training in (("forward", False), ("training", True)):
+        own = [row["loss"] for row in found["rows"] if row["training"] == training]
+        parts.append(f"{name} {100 * statistics.mean(own):.2f} % of {len(own)}")
+    return f"{', '.join(parts)}; at most {100 * max(losses):.1f} %. {found['machine']}"
 
 
 def fuzz() -> str:
@@ -527,6 +523,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "layers": layers,
     "layer correlation": layer_correlation,
     "auto misses": auto_misses,
+    "auto losses": auto_losses,
     "fuzz": fuzz,
     "quality": lambda: quality_results.table(result("h200_quality")),
     "quality layers": lambda: quality_results.layers(result("h200_quality")),

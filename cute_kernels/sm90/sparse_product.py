@@ -222,12 +222,12 @@ class SparseProduct:
         ahead = cute.make_rmem_tensor((2, AHEAD), Uint32)
         g = MmaGroup(ring, tiles, ahead, data, half, thread & 127, cute.arch.lane_idx())
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
-        unit = self.first_unit(data)
+        unit = Int32(cute.arch.block_idx()[0])
         walk = Walk(state, Int32(0), self.prepare_tiles(g))
         tile, part = self.tile_and_part(data, unit)
         length, _ = self.list_extent(data, tile)
         while unit < data.units:
-            unit = self.unit_after(data, unit)
+            unit = self.unit_after(unit)
             next_tile, next_part = self.tile_and_part(data, unit) if unit < data.units else (tile, part)
             next_length, _ = self.list_extent(data, next_tile)
             walk = self.multiply_unit(g, fragments, walk, tile, part, length, long)
@@ -356,22 +356,18 @@ class SparseProduct:
 
     # ---- the order of turns ----
 
-    def first_unit(self, data):
-        """The first unit of this CTA."""
-        return Int32(cute.arch.block_idx()[0])
-
     @cute.jit
-    def unit_after(self, data, unit):
+    def unit_after(self, unit):
         """The next unit of this CTA; each round reverses the order of CTAs, so long units pair with short ones."""
         grid = Int32(cute.arch.grid_dim()[0])
         return unit + 2 * (grid - unit % grid) - 1
 
     @cute.jit
     def first_turn(self, data, lane):
-        unit = self.first_unit(data)
+        unit = Int32(cute.arch.block_idx()[0])
         turn = Turn(unit, Int32(-2), Int32(self.products - 1), Int32(0), Int32(0), Int32(0))
         current = self.load_list(data, unit, lane)
-        following = self.load_list(data, self.unit_after(data, unit), lane)
+        following = self.load_list(data, self.unit_after(unit), lane)
         return self.next_turn(data, turn, current, following, lane)
 
     @cute.jit
@@ -400,10 +396,10 @@ class SparseProduct:
             product = Int32(0)
             chunk += 2
             while unit < data.units and chunk * 64 >= length:
-                unit = self.unit_after(data, unit)
+                unit = self.unit_after(unit)
                 chunk = Int32(0)
                 tile, part, length, base, begin, middle, end = following
-                following = self.load_list(data, self.unit_after(data, unit), lane)
+                following = self.load_list(data, self.unit_after(unit), lane)
             if chunk > 0 and chunk & 63 == 0:
                 begin, middle, end = self.bounds(data, tile, length, chunk + 2 * lane)
         source = (chunk & 63) >> 1

@@ -187,8 +187,9 @@ MARGIN = 0.02
 # N = 5,632). The sparse route starts below this share of the capacity, so that batches may vary by a sixth.
 SAFE_SHARE = 0.85
 
-# Inference of a layer not yet measured runs "union" if, with one non-zero in 190 neurons, it would take at most this
-# multiple of the time of "row": the worst pattern makes it a few times slower than dense, and "row" thirty times.
+# Inference of a layer not yet measured, with more tokens than one kernel of "union" takes, runs "union" if, with one
+# non-zero in 190 neurons, it would take at most this multiple of the time of "row": the worst pattern makes it a few
+# times slower than dense, and "row" thirty times. With fewer tokens neither is the safer one.
 WORST_CASE_PREMIUM = 1.25
 ASSUMED_DENSITY = 1 / 190
 
@@ -258,15 +259,15 @@ def require_strategy(requested: object) -> None:
 
 # Tokens of the group of which ``Figures.heaviest`` is the mean.
 HEAVY_GROUP = geometry.STATS_ROWS
-# "row" computes at most this many tokens one by one: it takes as long as the heaviest. With more, others hide them.
-# Leaving each layer out in turn, choices lost 1.80 % without the term, 1.56, 1.48 and 1.50 % with it up to 1,024, 2,048
-# and 4,096 tokens, and no less with one for "union".
-MOST_WAITING = max(TOKEN_UP_DOWN.values())
+# With at most this many tokens a call takes as long as its heaviest tokens: "row" computes them one by one, and "union"
+# by tiles of 16. With more, others hide them. Leaving each layer out in turn, choices lost 4.75 % with the term for
+# "row" alone, 1.88 and 1.74 % with it for both up to 1,024 and 4,096 tokens.
+MOST_WAITING = 4096
 
 
-def waits(problem: Problem, strategy: str) -> bool:
+def waits(problem: Problem) -> bool:
     """Whether the cost has a term for the heaviest tokens. In one group they are all tokens."""
-    return strategy == "row" and not problem.training and HEAVY_GROUP < problem.m <= MOST_WAITING
+    return not problem.training and HEAVY_GROUP < problem.m <= MOST_WAITING
 
 
 def shares(problem: Problem, figures: Figures) -> tuple[float, float, float]:
@@ -348,9 +349,9 @@ def _fresh(problem: Problem, table: _tables.Table | None) -> Decision:
         return Decision("dense", "nothing measured yet, and an untrained layer fires half of its neurons", {})
     assumed = costs(problem, Figures(ASSUMED_DENSITY * problem.n, None), table)
     row, union = assumed.get("row", 1.0), assumed.get("union", math.inf)
-    if union <= WORST_CASE_PREMIUM * row and union < 1:
+    if problem.m > UNION_TILE_TOKENS and union <= WORST_CASE_PREMIUM * row and union < 1:
         return Decision("union", "nothing measured yet, and its worst case is bounded", {})
-    strategy = "row" if row < 1 else "dense"
+    strategy = min((row, "row"), (union, "union"), (1.0, "dense"))[1]
     return Decision(strategy, f"nothing measured yet, and the best for {problem.m} tokens of a sparse layer", {})
 
 

@@ -352,10 +352,11 @@ def test_few_tokens_take_as_long_as_the_heaviest() -> None:
     assert tune.measured_figures({"nonzeros": 29, "union": None}) == Figures(29, None)
 
 
-@pytest.mark.parametrize(("m", "strategy"), [(8, "row"), (1, "row"), (4096, "row"), (128, "union")])
-def test_others_do_not_wait_for_the_heaviest(m: int, strategy: str) -> None:
+@pytest.mark.parametrize(("m", "waits"), [(1, False), (8, False), (9, True), (4096, True), (12288, False)])
+@pytest.mark.parametrize("strategy", ["row", "union"])
+def test_few_tokens_wait_for_the_heaviest(m: int, waits: bool, strategy: str) -> None:
     costs = tune.fit(waiting_rows(m, strategy))
-    assert costs[False, True, 2048, 5632][m][strategy][3] == 0
+    assert (costs[False, True, 2048, 5632][m][strategy][3] > 0) == waits
 
 
 @pytest.mark.parametrize("m", [0, 1, 8, 9, 128, 1 << 20])
@@ -622,7 +623,7 @@ def held(loss: float, **entries: Any) -> dict[str, Any]:
 
 
 def test_held_out_rows_can_be_decided_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [held(0.02), held(0.06), held(0.0, training=True, m=4096, row_ms=9.0)]
+    rows = [held(0.02), held(0.06), held(0.0, training=True, m=12288, row_ms=9.0)]
     measured, out, tuned = tmp_path / "a.json", tmp_path / "b.json", tmp_path / "tuned.json"
     measured.write_text(json.dumps({"machine": MACHINE, "rows": rows}))
     assert held_out.main(["--rows", str(measured), "--out", str(out)]) == 0

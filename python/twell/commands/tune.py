@@ -8,7 +8,7 @@ replayed with each pattern, since clocks drift. A strategy that takes several ti
 For each layer, number of tokens and strategy the relative time is fitted by base + a * union + b * density + c *
 heaviest, none negative: least squares of relative errors, with less weight on slow times (``WEIGHT_POWER``). The
 factors are the shares of neurons that a tile of 128 tokens, a token and a token of the heaviest group fire
-(``twell.tuning.shares``); c is for "row" with few tokens (``twell.tuning.waits``).
+(``twell.tuning.shares``); c is for few tokens (``twell.tuning.waits``).
 """
 
 from __future__ import annotations
@@ -355,7 +355,7 @@ def fit(rows: Iterable[dict[str, Any]]) -> _tables.Costs:
         relative = _vector(row["relative"] for row in group)
         # for one token the shares are equal. Ties take the first column: density, because the coefficient of the union
         # would be far too large for a few more tokens
-        columns = 4 if tuning.waits(problem_of(group[0]), strategy) else 3
+        columns = 4 if tuning.waits(problem_of(group[0])) else 3
         factors = map(shares_of, group)
         terms = torch.stack([_vector((1.0, density, union, most)[:columns]) for union, density, most in factors])
         weights = (_vector(fastest[place_of(row)] for row in group) / relative) ** WEIGHT_POWER

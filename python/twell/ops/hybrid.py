@@ -371,13 +371,10 @@ def backward_cuda(
     room = capacity + min(capacity, neuron_tiles * geometry.RARE_ENTRIES)
     packed = empty(sizes, room, torch.int64)
     tokens = empty(sizes, room)
-    parts = 2 * -(-k // geometry.SLAB)
-    schedule = empty(sizes, neuron_tiles * parts + multiprocessors)
     by_neuron = (groups, tiles, starts, packed, tokens)
-    dealt = (schedule, parts, multiprocessors)
-    launch(tuning.transpose(dtype, gated), *pattern, up, d_gate, d_up, slot, *by_neuron, *dealt)
+    launch(tuning.transpose(dtype, gated), *pattern, up, d_gate, d_up, slot, *by_neuron)
 
-    del d_gate, d_up, groups, by_neuron, dealt
+    del d_gate, d_up, groups, by_neuron
     out = weights()
     # a layer with one of two biases still needs memory for the other's gradient
     bias = layer.b_gate is not None or layer.b_up is not None
@@ -395,7 +392,7 @@ def backward_cuda(
     dense = functools.partial(overflow_backward, dy, dl1, laid, kept, capacity, out, accumulate, aside)
     # nothing may run out of memory once something has been added
     overflow = dense() if accumulate else None
-    launch(weight_grad, *given, *gradients, schedule, capacity, multiprocessors)
-    del order, slot, tiles, starts, packed, tokens, schedule, given
+    launch(weight_grad, *given, *gradients, capacity, multiprocessors)
+    del order, slot, tiles, starts, packed, tokens, given
     (overflow or dense())()
     return out
