@@ -64,7 +64,7 @@ def table_text(table: _tables.Costs, machine: str, date: str) -> str:
         "from __future__ import annotations",
         "",
         *named,
-        f'DATE = "{date}"',
+        f"DATE = {json.dumps(date)}",
         "",
         "# (training, gated, K, N) -> M -> strategy -> (base, per share of a union, of non-zeros, of the heaviest)",
         "TABLE: dict[tuple[bool, bool, int, int], dict[int, dict[str, tuple[float, float, float, float]]]] = {",

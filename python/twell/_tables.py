@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import re
 import threading
 from pathlib import Path
@@ -96,17 +95,29 @@ def read(gpu: str) -> Table:
     except ValueError as error:
         return dataclasses.replace(SHIPPED, ignored=f'"auto" cannot look for a table of {gpu}: {error}')
     try:
-        text = path.read_text(encoding="utf-8")
-        own = parse(text)
+        own, kernels = _load(path)
         if own.gpu != gpu:
             raise ValueError(f"it must be of {gpu}, got {own.gpu}")
     except (FileNotFoundError, NotADirectoryError):
         return SHIPPED
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except _UNUSABLE as error:
         return dataclasses.replace(SHIPPED, ignored=f'"auto" ignores {path}, no table of `twell tune`: {error}')
-    if json.loads(text)["kernels"] != fingerprint.source_hash():
+    if kernels != fingerprint.source_hash():
         return dataclasses.replace(SHIPPED, ignored=f'"auto" ignores {path}, of other kernels: run `twell tune` again')
     return dataclasses.replace(own, costs=completed(own), file=path)
+
+
+# what reading a damaged file may raise
+_UNUSABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
+
+
+def _load(path: Path) -> tuple[Table, str]:
+    """The table of a file, and the hash of the kernels that it is of. Raises one of ``_UNUSABLE``."""
+    # a pipe would be waited for
+    if path.exists() and not path.is_file():
+        raise ValueError("it must be a file")
+    text = path.read_text(encoding="utf-8")
+    return parse(text), str(json.loads(text)["kernels"])
 
 
 def completed(own: Table) -> Costs:
@@ -125,19 +136,22 @@ def path_of(gpu: str) -> Path:
 
 
 def write(own: Table) -> Path:
-    """Write a user's table, whole or not at all; keep the layers of the file that it replaces if it can be used.
+    """Write a user's table, whole or not at all; keep what the file that it replaces has besides, if it can be used.
 
-    Raises OSError or UnsafeCacheError if the cache cannot be written.
+    Processes that write at the same time do so one after another. Raises OSError or UnsafeCacheError if the cache
+    cannot be written.
     """
     path = cache.open_folder(FOLDER) / path_of(own.gpu).name
-    try:
-        before = path.read_text(encoding="utf-8")
-        if json.loads(before)["kernels"] == fingerprint.source_hash():
-            own = dataclasses.replace(own, costs=parse(before).costs | own.costs)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        # there is no such file
-        pass
-    _files.write_text(path, text_of(own))
+    with cache.lock(path.with_suffix(".lock")):
+        try:
+            before, kernels = _load(path)
+            if kernels == fingerprint.source_hash():
+                both = {key: before.costs.get(key, {}) | costs for key, costs in own.costs.items()}
+                own = dataclasses.replace(own, costs=before.costs | both)
+        except _UNUSABLE:
+            # there is no such file
+            pass
+        _files.write_text(path, text_of(own))
     return path
 
 
@@ -152,21 +166,32 @@ def text_of(table: Table) -> str:
 
 
 def parse(text: str) -> Table:
-    """The table of ``text_of``. Raises ValueError, KeyError, TypeError or AttributeError for other text."""
+    """The table of ``text_of``. Raises one of ``_UNUSABLE`` for other text."""
     written = json.loads(text)
     costs: Costs = {}
     for layer in written["layers"]:
         k, n = _count(layer["k"]), _count(layer["n"])
-        costs[bool(layer["training"]), bool(layer["gated"]), k, n] = {
+        by_tokens = {
             _count(int(m)): {_strategy(name): _terms(terms) for name, terms in entry.items()}
             for m, entry in sorted(layer["tokens"].items(), key=lambda item: int(item[0]))
         }
+        if not by_tokens:
+            raise ValueError(f"a layer must have numbers of tokens, got none for {k} x {n}")
+        costs[_flag(layer["training"]), _flag(layer["gated"]), k, n] = by_tokens
+    if not costs:
+        raise ValueError("it must have layers, got none")
     return Table(costs, str(written["machine"]), str(written["date"]))
 
 
 def _count(value: Any) -> int:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"sizes must be positive integers, got {value!r}")
+    if type(value) is not int or not 1 <= value < 1 << 31:
+        raise ValueError(f"sizes must be integers from 1 to 2^31 - 1, got {value!r:.40}")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise ValueError(f"training and gated must be true or false, got {value!r:.40}")
     return value
 
 
@@ -177,7 +202,10 @@ def _strategy(name: str) -> str:
 
 
 def _terms(terms: Any) -> Terms:
+    if type(terms) is not list:
+        raise ValueError(f"costs must be a list, got {type(terms).__name__}")
     base, per_union, per_density, per_heaviest = map(float, terms)
-    if not all(math.isfinite(term) and term >= 0 for term in (base, per_union, per_density, per_heaviest)):
-        raise ValueError(f"costs must be finite and not negative, got {terms!r}")
+    # sums of larger ones may be infinite
+    if not all(0 <= term <= 1e9 for term in (base, per_union, per_density, per_heaviest)):
+        raise ValueError(f"costs must be from 0 to 1e9, got {terms!r:.80}")
     return base, per_union, per_density, per_heaviest

@@ -273,8 +273,11 @@ def waits(problem: Problem) -> bool:
 def shares(problem: Problem, figures: Figures) -> tuple[float, float, float]:
     """The shares of the n neurons that a tile of tokens, one token and one of the heaviest group fire.
 
-    Costs are linear in them. Those of independent tokens stand in for unknown ones; the union is at most theirs.
+    Costs are linear in them. Those of independent tokens stand in for unknown ones; the union is at most theirs. Raises
+    ValueError for figures that are negative or not finite.
     """
+    if not all(figure is None or 0 <= figure < math.inf for figure in figures):
+        raise ValueError(f"figures must be finite and not negative, got {figures}")
     density = min(figures.nonzeros / problem.n, 1.0)
     union = 1 - (1 - density) ** min(problem.m, geometry.TOKEN_TILE)
     if figures.heaviest is None:

@@ -146,7 +146,7 @@ class TestCache:
         """Another process rebuilds the entry, under its name, after this one saw the damage."""
         cache.load(SPEC)
         (entry,) = entries(folder)
-        content, lock = entry.read_bytes(), cache._lock
+        content, lock = entry.read_bytes(), cache.lock
         entry.unlink()
         entry.write_bytes(content[:-1])
         entry.chmod(0o600)
@@ -159,7 +159,7 @@ class TestCache:
             with lock(path):
                 yield
 
-        monkeypatch.setattr(cache, "_lock", late)
+        monkeypatch.setattr(cache, "lock", late)
         assert cache.load(SPEC)() == 42
         assert entries(folder) == [entry]
         assert compiler.compiled == [SPEC.symbol]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import ast
+import concurrent.futures
 import json
 import math
+import os
 import re
 import types
 from collections.abc import Iterator
@@ -191,7 +193,17 @@ def test_a_later_run_keeps_the_layers_of_an_earlier_one(folder: Path) -> None:
     assert _tables.parse(_tables.write(table_of(later)).read_text()).costs == later
     path.write_text("{")
     assert _tables.parse(_tables.write(table_of(OWN)).read_text()).costs == OWN
-    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    assert [each.name for each in path.parent.glob("*.json")] == [path.name]
+    # fewer numbers of tokens do not replace those that are known
+    some: Any = {key: dict(list(by_tokens.items())[:1]) for key, by_tokens in OWN.items()}
+    assert _tables.parse(_tables.write(table_of(some)).read_text()).costs == OWN
+
+
+def test_processes_that_write_at_once_lose_nothing(folder: Path) -> None:
+    layers: list[Any] = [{(True, True, 8 * i, 4096): {64: {"union": (0.5, 0.0, 0.0, 0.0)}}} for i in range(1, 9)]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        paths = list(pool.map(lambda costs: _tables.write(table_of(costs)), layers))
+    assert len(_tables.parse(paths[0].read_text()).costs) == len(layers)
 
 
 def changed(**entries: Any) -> str:
@@ -208,10 +220,18 @@ def changed(**entries: Any) -> str:
         (changed(layers=3), "no table"),
         (changed(machine="NVIDIA GH200 (132 SMs)"), f"it must be of {GPU}, got NVIDIA GH200"),
         (changed(kernels="0" * 64), "of other kernels: run `twell tune` again"),
-        (_tables.text_of(table_of(OWN)).replace("0.25", "-1"), "costs must be finite and not negative"),
-        (_tables.text_of(table_of(OWN)).replace("0.25", "NaN"), "costs must be finite"),
+        (changed(layers=[]), "it must have layers, got none"),
+        ("[" * 200_000, "no table"),
+        (json.dumps({key: value for key, value in json.loads(changed()).items() if key != "kernels"}), "'kernels'"),
+        (_tables.text_of(table_of(OWN)).replace("0.25", "-1"), "costs must be from 0 to 1e9"),
+        (_tables.text_of(table_of(OWN)).replace("0.25", "NaN"), "costs must be from 0 to 1e9"),
+        (_tables.text_of(table_of(OWN)).replace("0.25", "1e308"), "costs must be from 0 to 1e9"),
+        (_tables.text_of(table_of(OWN)).replace("0.25", "1" + "0" * 400), "no table"),
+        (_tables.text_of(table_of(OWN)).replace("1536", "1" + "0" * 400), "sizes must be integers"),
+        (re.sub('("gated": )(true|false)', '\\1"\\2"', changed()), "training and gated must be true or false"),
+        (changed(layers=[json.loads(changed())["layers"][0] | {"tokens": {}}]), "a layer must have numbers of tokens"),
         (_tables.text_of(table_of(OWN)).replace('"row"', '"auto"'), "strategies must be among row, union"),
-        (_tables.text_of(table_of(OWN)).replace("1536", "-8"), "sizes must be positive integers"),
+        (_tables.text_of(table_of(OWN)).replace("1536", "-8"), "sizes must be integers from 1"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(
@@ -226,6 +246,14 @@ def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(
     assert record.levelname == "WARNING"
     assert said in record.message
     assert str(path) in record.message
+
+
+def test_a_pipe_is_no_table(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = _tables.write(table_of(OWN))
+    path.unlink()
+    os.mkfifo(path)
+    assert _tables.in_use(CUDA).costs is _tables.SHIPPED.costs
+    assert "it must be a file" in caplog.text
 
 
 def test_no_driver_no_home_no_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,6 +361,39 @@ def waiting_rows(m: int, strategy: str = "row") -> list[dict[str, Any]]:
         row = {**problem._asdict(), **figures._asdict(), "pattern": f"{nonzeros} {heaviest}", "strategy": strategy}
         rows.append(row | {"red": "", "relative": 0.4 + 10 * nonzeros / 5632 + 6 * heaviest / 5632})
     return rows
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ({"m": 0}, "m, k and n must be positive integers, got [0, 2048, 5632]"),
+        ({"strategy": "dense"}, "strategy must be one of row, union, got 'dense'"),
+        ({"training": True}, "strategy must be one of union, got 'row'"),
+        ({"relative": math.inf}, "relative must be a positive time over dense's, got inf"),
+        ({"relative": math.nan}, "relative must be a positive time over dense's, got nan"),
+        ({"relative": "1"}, "relative must be a positive time over dense's, got '1'"),
+    ],
+)
+def test_the_fit_refuses_rows_that_nothing_measured(entries: dict[str, Any], said: str) -> None:
+    rows = waiting_rows(128)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        tune.fit([*rows, rows[0] | entries])
+
+
+def test_a_layer_that_was_not_measured_to_the_end_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = tune.plan([(2048, 5632)], ["gated"])
+    assert tune.whole(tune.fit(waiting_rows(128)), steps) == {}
+    most = max(step.m for step in steps)
+    assert capsys.readouterr().out == f"left out 2048 x 5632: measured up to 128 of {most} tokens\n"
+    assert list(tune.whole(tune.fit(waiting_rows(most)), steps)) == [(False, True, 2048, 5632)]
+
+
+@pytest.mark.parametrize(
+    "figures", [Figures(math.nan, None), Figures(-1, None), Figures(3, math.inf), Figures(3, 0, -1)]
+)
+def test_figures_must_be_numbers(figures: Figures) -> None:
+    with pytest.raises(ValueError, match="figures must be finite and not negative, got Figures"):
+        tuning.decide(Problem(128, 2048, 5632, True, False), figures, None)
 
 
 def test_few_tokens_take_as_long_as_the_heaviest() -> None:

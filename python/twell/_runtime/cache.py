@@ -96,7 +96,7 @@ def _require_private(folder: Path) -> None:
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def lock(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on ``path`` across processes; the system releases it if the process dies."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -110,7 +110,7 @@ def _entry(folder: Path, spec: specs.Spec) -> Path:
     """The intact entry of ``spec``; built if there is none."""
     if (entry := _intact(folder, spec)) is not None:
         return entry
-    with _lock(folder / f"{spec.symbol}.lock"):
+    with lock(folder / f"{spec.symbol}.lock"):
         _clear(folder, spec)
         # another process may have built it meanwhile
         return _intact(folder, spec) or _build(spec, folder)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -334,6 +335,15 @@ def non_negative_least_squares(matrix: Tensor, target: Tensor) -> Tensor:
 def usable(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The timed rows; the last one for each problem and strategy."""
     latest = {(place_of(row), row["strategy"]): row for row in rows if not row["red"]}
+    for row in latest.values():
+        sizes = [row[name] for name in ("m", "k", "n")]
+        if not all(type(size) is int and size > 0 for size in sizes):
+            raise ValueError(f"m, k and n must be positive integers, got {sizes}")
+        if row["strategy"] not in sparse_strategies(row["training"]):
+            named = ", ".join(sparse_strategies(row["training"]))
+            raise ValueError(f"strategy must be one of {named}, got {row['strategy']!r}")
+        if type(row["relative"]) is not float or not 0 < row["relative"] < math.inf:
+            raise ValueError(f"relative must be a positive time over dense's, got {row['relative']!r}")
     return list(latest.values())
 
 
@@ -363,6 +373,16 @@ def fit(rows: Iterable[dict[str, Any]]) -> _tables.Costs:
         base, per_density, per_union, *waiting = (round(float(term), 4) for term in solution)
         table.setdefault(key, {}).setdefault(m, {})[strategy] = base, per_union, per_density, sum(waiting)
     return table
+
+
+def whole(costs: _tables.Costs, steps: Sequence[Step]) -> _tables.Costs:
+    """The layers for which no number of tokens is missing: few tokens would stand in for many."""
+    wanted: dict[_tables.Key, set[int]] = {}
+    for step in steps:
+        wanted.setdefault((step.problem.training, step.problem.gated, step.k, step.n), set()).add(step.m)
+    for key in [key for key in costs if max(costs[key]) < max(wanted[key])]:
+        print(f"left out {key[2]} x {key[3]}: measured up to {max(costs[key])} of {max(wanted[key])} tokens")
+    return {key: by_tokens for key, by_tokens in costs.items() if max(by_tokens) >= max(wanted[key])}
 
 
 def _vector(values: Iterable[float]) -> Tensor:
@@ -469,9 +489,10 @@ def tune(arguments: argparse.Namespace, device: protocol.Device) -> int:
     except (OSError, cache.UnsafeCacheError, ValueError) as error:
         raise RequestError(f"the table cannot be written: {error}") from error
     machine, rows = testing.machine_line(device.torch_device), list[dict[str, Any]]()
-    for found in measure(plan(arguments.shape, arguments.kinds), device, budget_s=arguments.budget_s):
+    steps = plan(arguments.shape, arguments.kinds)
+    for found in measure(steps, device, budget_s=arguments.budget_s):
         rows += found
-    costs = fit(rows)
+    costs = whole(fit(rows), steps)
     print(report(costs, rows))
     print(machine)
     if not costs:
