@@ -120,6 +120,30 @@ def test_sparse_checkpoint_that_lies_is_served_with_relu(llama: Path, capsys: py
     assert "its configuration says 'silu', which is ignored" in out
 
 
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "sparse_llama", "llama_sparse_relu"])
+def test_sparse_checkpoint_that_lies_is_measured_with_relu(
+    model_type: str, rows: bool, saved: Path, llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*SIZES, "--text", saved / "text.txt", "--tokens", 2048, "--batch", 4]
+    status, out, _ = check(capsys, saved, *words)
+    assert status == 0
+    configure(llama, architectures=["SparseLlamaForCausalLM"], hidden_act="silu", model_type=model_type)
+    if rows:
+        weights = load_file(llama / "model.safetensors")
+        weights = {name: t.T.contiguous() if "down_proj" in name else t for name, t in weights.items()}
+        save_file(weights, llama / "model.safetensors", metadata={"format": "pt"})
+    before = json.loads((llama / "config.json").read_text())
+    status, sparse, _ = check(capsys, llama, *words, "--save")
+    assert status == 0
+    figures = "Figures: measured on 2,048 tokens"
+    assert out[out.index(figures) :] == sparse[sparse.index(figures) : sparse.index("Figures written")]
+    written = json.loads((llama / "config.json").read_text())
+    assert len(written.pop("sparsity_figures")) == 3
+    # what a server knows it by stays
+    assert written == before
+
+
 def test_odd_sizes_are_said_to_run_without_twell(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = check(capsys, llama, *SIZES, "--ranks", 80)
     assert status == 0

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from twell import _sparsify
 from twell.commands.request import DEVICE_HELP, RequestError, at_least, pick_device
+from twell.integrations import engines
 from twell.nn import SparseGatedMLP, SparseMLP
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -222,11 +223,17 @@ def _load(folder: Path, dtype: str, content: dict[str, Any]) -> Any:
     ours = kind != family or any(key.startswith("sparsity_") for key in content)
     own = {"llama": integration.SparseLlamaForCausalLM, "qwen2": integration.SparseQwen2ForCausalLM}
     cls = own.get(family, AutoModelForCausalLM) if ours else AutoModelForCausalLM
+    options = {}
+    architectures = content.get("architectures")
+    if named := [name for name in engines.SPARSE if isinstance(architectures, list) and name in architectures]:
+        # their layers have ReLU whatever activation the configuration names, as when they are served
+        cls, options = getattr(integration, named[0]), {"hidden_act": "relu"}
     model, about = cls.from_pretrained(
         folder,
         dtype=dtype if dtype == "auto" else getattr(torch, dtype),
         local_files_only=True,
         output_loading_info=True,
+        **options,
     )
     # transformers draws missing weights; the head does not matter, as it does not run
     missing = sorted(key for key in about["missing_keys"] if key.startswith(f"{model.base_model_prefix}."))
