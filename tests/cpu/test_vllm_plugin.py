@@ -142,11 +142,24 @@ print(json.dumps(read))
         ([[1, 0.5, 0.5], [1, 0.5]], r"\[non-zeros, share, share\] for each layer, got \[1, 0.5\]"),
         ([[1, 0.5, 0.5], [1, 0.5, 1.5]], r"got \[1, 0.5, 1.5\]"),
         ([[1, 0.5, 0.5], [-1, 0.5, 0.5]], r"got \[-1, 0.5, 0.5\]"),
+        ([[1, 0.5, 0.5], [float("nan"), 0.5, 0.5]], r"got \[nan, 0.5, 0.5\]"),
+        ([[1, 0.5, 0.5], [float("inf"), 0.5, 0.5]], r"got \[inf, 0.5, 0.5\]"),
+        ([[1, 0.5, 0.5], [1, float("nan"), 0.5]], r"got \[1, nan, 0.5\]"),
+        ([[1, 0.5, 0.5], [True, 0.5, 0.5]], r"got \[True, 0.5, 0.5\]"),
+        ([[1, 0.5, 0.5], ["1", 0.5, 0.5]], r"got \['1', 0.5, 0.5\]"),
+        ([[1, 0.5, 0.5], [10**400, 0.5, 0.5]], r"got \[10+, 0.5, 0.5\]"),
     ],
 )
 def test_figures_of_a_configuration_are_checked(entries: Any, got: str) -> None:
     with pytest.raises(ValueError, match=f"sparsity_figures must .*{got}"):
         layouts.measured({"sparsity_figures": entries}, 2)
+
+
+@pytest.mark.parametrize("key", ["intermediate_size", "sparsity_new_intermediate_size"])
+def test_figures_of_more_non_zeros_than_neurons_are_refused(key: str) -> None:
+    assert layouts.measured({"sparsity_figures": [[320, 1, 1]], key: 320}, 1) == [(320, 1, 1)]
+    with pytest.raises(ValueError, match=r"of up to 320 non-zeros for each layer, got \[320.5, 1, 1\]"):
+        layouts.measured({"sparsity_figures": [[320.5, 1, 1]], key: 320}, 1)
 
 
 def test_figures_of_a_configuration_are_read() -> None:

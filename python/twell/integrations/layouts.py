@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,18 +159,29 @@ def activation(config: Mapping[str, Any]) -> str | None:
 
 
 def measured(config: Mapping[str, Any], layers: int) -> list[LayerFigures] | None:
-    """The figures of each of ``layers`` layers that a configuration has; None without. Raises ValueError for others."""
+    """The figures of each of ``layers`` layers that a configuration has; None without.
+
+    Raises ValueError unless each layer has its three, with non-zeros from 0 to the neurons that the configuration
+    names and shares from 0 to 1.
+    """
     entries = config.get(FIGURES_KEY)
     if entries is None:
         return None
     if not isinstance(entries, list) or len(entries) != layers:
         got = f"{len(entries)} entries" if isinstance(entries, list) else repr(entries)
         raise ValueError(f"{FIGURES_KEY} must be a list with an entry for each of the {layers} layers, got {got}")
+    neurons = intermediate_size(config)
+    most = sys.float_info.max if neurons is None else neurons
     for entry in entries:
-        numbers = isinstance(entry, list) and all(isinstance(each, (int, float)) for each in entry)
-        if not numbers or len(entry) != 3 or entry[0] < 0 or not all(0 <= share <= 1 for share in entry[1:]):
-            raise ValueError(f"{FIGURES_KEY} must have [non-zeros, share, share] for each layer, got {entry!r}")
-    return [LayerFigures(*entry) for entry in entries]
+        if not (isinstance(entry, list) and len(entry) == 3 and all(map(_within, entry, (most, 1, 1)))):
+            up_to = "" if neurons is None else f" of up to {neurons:,} non-zeros"
+            raise ValueError(f"{FIGURES_KEY} must have [non-zeros, share, share]{up_to} for each layer, got {entry!r}")
+    return [LayerFigures(*map(float, entry)) for entry in entries]
+
+
+def _within(number: object, most: float) -> bool:
+    """Whether this is a number from 0 to ``most``; NaN and booleans are not."""
+    return isinstance(number, (int, float)) and not isinstance(number, bool) and 0 <= number <= most
 
 
 def weight_files(folder: Path) -> list[Path]:
