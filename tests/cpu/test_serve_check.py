@@ -16,7 +16,9 @@ import saved_models
 from safetensors.torch import load_file, save_file
 
 from twell import tuning
+from twell._auto import AutoStrategy
 from twell.commands import cli, serve_check
+from twell.integrations import engines
 from twell.integrations.layouts import LayerFigures, measured
 
 SIZES = ["--prefill", "2048", "--decode", "1", "64"]
@@ -97,13 +99,20 @@ def test_measured_figures_are_those_of_the_gates(llama: Path, capsys: pytest.Cap
     assert f"{found[0].nonzeros:,.1f}" in out
 
 
-def test_prompts_take_one_union_and_batches_the_other() -> None:
+@pytest.mark.parametrize("decode", [False, True])
+def test_unions_are_those_that_a_server_takes_for_as_many_tokens(decode: bool) -> None:
     layer = serve_check.Layer("model.layers.0.mlp", 0, 2048, 5632, 0.5)
     figures = LayerFigures(30.0, 0.05, 0.4)
-    for m, decode, union in ((2048, False, 0.05), (512, True, 0.4)):
+    for m, union in ((1, 0.4), (512, 0.4), (1024, 0.4), (1025, 0.05), (2048, 0.05), (16384, 0.05)):
         row = serve_check.predict(layer, figures, m, decode, ranks=2)
         problem = tuning.Problem(m, 2048, 2816, True, False)
         assert row.costs == tuning.decide(problem, tuning.Figures(15.0, union), None).costs
+        # a server's layer, as ServedStrategy.learn tells it
+        site = AutoStrategy()
+        for typical, of in ((engines.BATCH, figures.batch), (engines.PROMPTS, figures.text)):
+            site.observe(problem._replace(m=typical), tuning.Figures(15.0, of))
+        site.choose(problem)
+        assert [choice.costs for choice in site.explain()] == [row.costs]
 
 
 def test_sums_weigh_layers_by_their_weights_and_those_beside_as_dense() -> None:
@@ -145,8 +154,10 @@ def test_sparse_checkpoint_that_lies_is_measured_with_relu(
 
 
 def test_odd_sizes_are_said_to_run_without_twell(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configure(llama, num_attention_heads=80)
     status, out, _ = check(capsys, llama, *SIZES, "--ranks", 80)
     assert status == 0
+    assert "vLLM serves LlamaForCausalLM with ReLU\n" in out
     assert "All layers run as without twell: sizes of a rank: N must be a positive multiple of 8" in out
 
 
@@ -160,6 +171,21 @@ def test_odd_sizes_are_said_to_run_without_twell(llama: Path, capsys: pytest.Cap
         ({}, ["--save"], "--save: expected --text"),
         ({}, ["--nnz", 3, "--text", "here"], "--nnz: expected no --text"),
         ({}, ["--ranks", 3], "--ranks: expected a divisor of the 320 neurons, got 3"),
+        ({}, ["--ranks", 8], "--ranks: expected a divisor of the 4 attention heads, got 8"),
+        ({"architectures": 5}, [], "architectures must be a list of names, got 5"),
+        ({"architectures": "LlamaForCausalLM"}, [], "must be a list of names, got 'LlamaForCausalLM'"),
+        ({"architectures": [5]}, [], "must be a list of names, got [5]"),
+        ({"quantization_config": {"quant_method": "fp8"}}, [], "weights must not be quantised"),
+        ({"sparsity_strategy": "rows"}, [], 'sparsity_strategy must be "auto", "row"'),
+        ({"sparsity_strategy": ["row"]}, [], "got ['row']"),
+        ({"sparsity_compression": 3}, [], "sparsity_compression must be one of (2, 4, 8), got 3"),
+        ({"sparsity_figures": [[1, 0.5, 0.5]] * 2 + [[321, 0.5, 0.5]]}, [], "got [321, 0.5, 0.5]"),
+        ({"sparsity_figures": [[1, 0.5, 0.5]] * 2 + [[10**400, 0.5, 0.5]]}, [], "must have [non-zeros, share, share]"),
+        ({"sparsity_figures": [[1, 0.5, 0.5]] * 2 + [[float("nan"), 0.5, 0.5]]}, [], "got [nan, 0.5, 0.5]"),
+        ({"num_hidden_layers": 4}, [], "num_hidden_layers = 4, got 3 layers from 0 to 2"),
+        ({"num_hidden_layers": "3"}, [], "num_hidden_layers = '3', got 3 layers"),
+        ({"hidden_size": 128}, [], "model.layers.0.mlp must have the configuration's hidden_size, 128, got 64"),
+        ({"intermediate_size": 640}, [], "must have the configuration's intermediate_size, 640, got 320"),
     ],
 )
 def test_what_cannot_be_checked_is_refused(
@@ -169,6 +195,78 @@ def test_what_cannot_be_checked_is_refused(
     status, _, err = check(capsys, llama, *words)
     assert status == 2
     assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def without(part: str) -> Any:
+    return lambda weights: {name: weight for name, weight in weights.items() if part not in name}
+
+
+def with_tower(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return weights | {f"tower.{name}": weight.clone() for name, weight in weights.items() if ".mlp." in name}
+
+
+def without_neurons(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    weights = {name: weight[:, :0] if "down_proj" in name else weight for name, weight in weights.items()}
+    return {name: weight[:0] if "mlp" in name and "down" not in name else weight for name, weight in weights.items()}
+
+
+def as_dtype(part: str, dtype: torch.dtype) -> Any:
+    return lambda weights: {name: weight.to(dtype) if part in name else weight for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            without("1.mlp.gate_proj"),
+            "model.layers.1.mlp.gate_proj.weight must be a matrix of at least one row and column, got none",
+        ),
+        (
+            without("1.mlp.down_proj"),
+            "model.layers.1.mlp.down_proj.weight must be a matrix of at least one row and column, got none",
+        ),
+        (without("layers.2."), "num_hidden_layers = 3, got 2 layers from 0 to 1"),
+        (without("layers.0."), "num_hidden_layers = 3, got 2 layers from 1 to 2"),
+        (with_tower, "a number of its own, got model.layers.0.mlp and tower.model.layers.0.mlp"),
+        (without_neurons, "of at least one row and column, got [0, 64]"),
+        (as_dtype("up_proj", torch.int8), "must be BF16 or F16 or F32 for vLLM to serve it through twell, got I8"),
+        (as_dtype("down_proj", torch.float8_e4m3fn), "for vLLM to serve it through twell, got F8_E4M3"),
+    ],
+)
+def test_files_that_no_server_would_take_are_refused(
+    change: Any, message: str, llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = change(load_file(llama / "model.safetensors"))
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, llama / "model.safetensors")
+    status, _, err = check(capsys, llama)
+    assert status == 2
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_weights_of_32_bits_are_said_to_become_16(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    warning = "vLLM turns them to 16 bits; with --dtype float32 they run as without twell"
+    assert warning in check(capsys, llama, *SIZES)[1]
+    weights = {name: weight.bfloat16() for name, weight in load_file(llama / "model.safetensors").items()}
+    save_file(weights, llama / "model.safetensors")
+    status, out, _ = check(capsys, llama, *SIZES)
+    assert status == 0
+    assert "vLLM serves LlamaForCausalLM with ReLU, through twell" in out
+    assert warning not in out
+
+
+@pytest.mark.parametrize("strategy", ["row", "union", "invariant", "dense"])
+def test_strategy_of_the_configuration_is_that_of_every_layer(
+    strategy: str, llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure(llama, sparsity_strategy=strategy)
+    status, out, _ = check(capsys, llama, *SIZES, "--json", llama / "out.json")
+    assert status == 0
+    assert f'Strategy: "{strategy}", sparsity_strategy of the configuration' in out
+    for row in json.loads((llama / "out.json").read_text())["rows"]:
+        assert row["strategy"] == strategy
+        assert row["share"] == row["costs"]["row" if strategy == "invariant" else strategy]
 
 
 def test_damaged_checkpoint_is_refused_by_a_sentence(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -31,18 +32,25 @@ PREFILL, DECODE = (2048, 8192), (1, 8, 32, 64, 128, 256, 512)
 # A batch is of tokens from many places: many short sequences.
 TOKENS, SEQUENCE, BATCH = 32768, 256, 128
 
+# Names in headers of safetensors files; vLLM turns weights of 32 bits to 16.
+_DTYPES = ("BF16", "F16", "F32")
+
 _UP = re.compile(r"(?P<layer>(?:^|.*\.)(?P<number>\d+)\..*)up_proj\.weight$")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of a checkpoint with N neurons of hidden size K; ``beside``: weights of attention per weight of FFN."""
+    """A layer of a checkpoint with N neurons of hidden size K.
+
+    beside: weights of attention per weight of FFN. dtype: that of its weights in the header of their file.
+    """
 
     name: str
     number: int
     k: int
     n: int
     beside: float
+    dtype: str = "BF16"
 
 
 @dataclass(frozen=True)
@@ -101,17 +109,21 @@ def run(arguments: argparse.Namespace) -> int:
         raise RequestError("--nnz: expected no --text, which measures it, got both")
     content = saved_model.configuration(folder)
     served = _require_served(content)
+    strategy = _strategy(content)
     found = layers_of(folder)
+    _require_stated(found, content)
+    _require_divided(found, content, arguments.ranks)
     refused = _refusal(found, arguments.ranks)
+    remarks = [served if refused else f"{served}, through twell", refused, *_remarks(found, strategy, refused)]
     figures, source = _figures(arguments, content, found)
     table = _tables.in_use(pick_device(arguments.device))
     rows = [
-        predict(layer, of_layer, m, decode, arguments.ranks, refused, table)
+        predict(layer, of_layer, m, decode, arguments.ranks, refused, table, strategy)
         for layer, of_layer in zip(found, figures, strict=True)
         for decode, sizes in ((False, arguments.prefill), (True, arguments.decode))
         for m in dict.fromkeys(sizes)
     ]
-    print(*_report(folder, found, figures, rows, [served, source, refused], arguments.ranks, table), sep="\n")
+    print(*_report(folder, found, figures, rows, [*remarks, source], arguments.ranks, table), sep="\n")
     if arguments.save:
         entries = [[round(of.nonzeros, 2), round(of.text, 5), round(of.batch, 5)] for of in figures]
         written = json.dumps(content | {layouts.FIGURES_KEY: entries}, indent=2) + "\n"
@@ -120,6 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         data = {
             "source": source,
+            "strategy": strategy,
             "ranks": arguments.ranks,
             "figures": [of._asdict() for of in figures],
             "rows": [vars(row) for row in rows],
@@ -131,19 +144,38 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _require_served(content: dict[str, Any]) -> str:
     """How vLLM serves a model of this configuration through twell. Raises RequestError if it does not."""
-    architectures = [str(name) for name in content.get("architectures") or ()]
+    named = content.get("architectures") or []
+    if not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
+        raise RequestError(f"MODEL: architectures must be a list of names, got {named!r}")
+    for key in ("quantization_config", "compression_config"):
+        if content.get(key) is not None:
+            raise RequestError(
+                f"MODEL: weights must not be quantised for vLLM to serve them through twell, got a {key} in "
+                f"{layouts.CONFIG}"
+            )
     activation = layouts.activation(content)
-    if set(architectures) & set(engines.SPARSE):
+    if set(named) & set(engines.SPARSE):
         if not content.get("sparsity_gated_mlp", True):
             raise RequestError("MODEL: expected layers with a gate, which vLLM serves through twell, got none")
-        lie = "" if activation == "relu" else f"; its configuration says {activation!r}, which is ignored"
-        return f"vLLM serves {architectures[0]} through twell, with ReLU{lie}"
-    if set(architectures) & set(LLAMA_LIKE) and activation == "relu":
-        return f"vLLM serves {architectures[0]} with ReLU through twell"
+        lie = "" if activation == "relu" else f" (its configuration says {activation!r}, which is ignored)"
+        return f"vLLM serves {named[0]} with ReLU{lie}"
+    if set(named) & set(LLAMA_LIKE) and activation == "relu":
+        return f"vLLM serves {named[0]} with ReLU"
     raise RequestError(
         f"MODEL: expected {', '.join(engines.SPARSE)} or a Llama-like model with ReLU, got "
-        f"{', '.join(architectures) or 'no architectures'} with {activation!r}: vLLM serves it without twell"
+        f"{', '.join(named) or 'no architectures'} with {activation!r}: vLLM serves it without twell"
     )
+
+
+def _strategy(content: dict[str, Any]) -> str:
+    """The strategy of the layers. Raises RequestError if it or the compression does not exist."""
+    strategy = content.get("sparsity_strategy", "auto")
+    try:
+        tuning.require_strategy(strategy)
+        geometry.words_per_tile(content.get("sparsity_compression", 8))
+    except ValueError as error:
+        raise RequestError(f"MODEL: sparsity_{error}") from error
+    return str(strategy)
 
 
 def layers_of(folder: Path) -> list[Layer]:
@@ -153,26 +185,81 @@ def layers_of(folder: Path) -> list[Layer]:
         layouts.folder_layouts(folder)
     except (FileNotFoundError, ValueError) as error:
         raise RequestError(f"MODEL: {error}") from error
-    shapes = {name: stored.shape for header in headers for name, stored in header.tensors.items()}
+    tensors = {name: stored for header in headers for name, stored in header.tensors.items()}
     found = []
-    for name, (n, k) in ((name, shape) for name, shape in shapes.items() if len(shape) == 2):
+    for name, up in tensors.items():
         match = _UP.match(name)
-        if match is None or f"{match['layer']}gate_proj.weight" not in shapes:
+        if match is None:
             continue
+        weights = [tensors.get(f"{match['layer']}{which}_proj.weight") for which in ("gate", "up", "down")]
+        for which, weight in zip(("gate", "up", "down"), weights, strict=True):
+            if weight is None or len(weight.shape) != 2 or 0 in weight.shape:
+                got = "none" if weight is None else str(list(weight.shape))
+                raise RequestError(
+                    f"MODEL: {match['layer']}{which}_proj.weight must be a matrix of at least one row and column, got {got}"
+                )
+            if weight.dtype not in _DTYPES:
+                raise RequestError(
+                    f"MODEL: {match['layer']}{which}_proj.weight must be {' or '.join(_DTYPES)} for vLLM to serve it "
+                    f"through twell, got {weight.dtype}"
+                )
+        n, k = up.shape
         block = match["layer"].removesuffix("mlp.")
-        attention = [shape for other, shape in shapes.items() if other.startswith(f"{block}self_attn.")]
-        weights = sum(shape[0] * shape[1] for shape in attention if len(shape) == 2)
-        found.append(Layer(match["layer"].rstrip("."), int(match["number"]), k, n, weights / (3 * k * n)))
+        attention = [other.shape for key, other in tensors.items() if key.startswith(f"{block}self_attn.")]
+        beside = sum(shape[0] * shape[1] for shape in attention if len(shape) == 2) / (3 * k * n)
+        found.append(Layer(match["layer"].rstrip("."), int(match["number"]), k, n, beside, up.dtype))
     if not found:
         raise RequestError(f"MODEL: expected layers with gate_proj and up_proj in {str(folder)!r}, got none")
-    return sorted(found, key=lambda layer: layer.number)
+    found.sort(key=lambda layer: layer.number)
+    for one, other in itertools.pairwise(found):
+        if one.number == other.number:
+            raise RequestError(f"MODEL: each layer must have a number of its own, got {one.name} and {other.name}")
+    return found
+
+
+def _require_stated(found: Sequence[Layer], content: dict[str, Any]) -> None:
+    """Raise RequestError unless the layers are those that the configuration states."""
+    count = content.get("num_hidden_layers", len(found))
+    numbers = [layer.number for layer in found]
+    if count != len(found) or numbers != list(range(len(found))):
+        raise RequestError(
+            f"MODEL: files must have the layers of the configuration, num_hidden_layers = {count!r}, got "
+            f"{len(found)} layers from {numbers[0]} to {numbers[-1]}"
+        )
+    width = layouts.intermediate_size(content)
+    for layer in found:
+        for key, stated, got in (
+            ("hidden_size", content.get("hidden_size"), layer.k),
+            ("intermediate_size", width, layer.n),
+        ):
+            if stated not in (None, got):
+                raise RequestError(f"MODEL: {layer.name} must have the configuration's {key}, {stated!r}, got {got}")
+
+
+def _require_divided(found: Sequence[Layer], content: dict[str, Any], ranks: int) -> None:
+    """Raise RequestError unless vLLM can divide neurons and heads by the ranks."""
+    parts = {layer.n: f"{layer.n} neurons" for layer in found}
+    heads = content.get("num_attention_heads")
+    if isinstance(heads, int):
+        parts[heads] = f"{heads} attention heads"
+    for number, what in parts.items():
+        if number % ranks:
+            raise RequestError(f"--ranks: expected a divisor of the {what}, got {ranks}")
+
+
+def _remarks(found: Sequence[Layer], strategy: str, refused: str) -> Iterator[str]:
+    """What else a server makes of layers that run through twell."""
+    if not refused and any(layer.dtype == "F32" for layer in found):
+        yield "Its weights are 32-bit: vLLM turns them to 16 bits; with --dtype float32 they run as without twell"
+    if strategy != "auto":
+        yield f'Strategy: "{strategy}", sparsity_strategy of the configuration'
+    if strategy == "invariant":
+        yield 'Shares of "invariant" are those of "row", which is at least as fast'
 
 
 def _refusal(found: Sequence[Layer], ranks: int) -> str:
     """Why the kernels cannot take the layers of a rank; "" if they can."""
     for layer in found:
-        if layer.n % ranks:
-            raise RequestError(f"--ranks: expected a divisor of the {layer.n} neurons, got {ranks}")
         try:
             _admission.require_sizes("sizes of a rank", layer.n // ranks, layer.k)
         except (ValueError, NotImplementedError) as error:
@@ -241,14 +328,19 @@ def predict(
     ranks: int,
     refused: str = "",
     table: _tables.Table = _tables.SHIPPED,
+    requested: str = "auto",
 ) -> Row:
-    """What "auto" would run in a rank's part of a layer, once it knows the figures."""
+    """What a server would run in a rank's part of a layer, of the ``requested`` strategy, once it knows the figures."""
     problem = tuning.Problem(m, layer.k, layer.n // ranks, True, False)
     if refused:
         return Row(layer.number, m, decode, "dense", 1.0, refused, {})
-    known = tuning.Figures(figures.nonzeros / ranks, figures.batch if decode else figures.text)
+    known = tuning.Figures(figures.nonzeros / ranks, engines.union(figures, m))
     strategy, reason, costs = tuning.decide(problem, known, None, table)
-    return Row(layer.number, m, decode, strategy, costs.get(strategy, 1.0), reason, costs)
+    if requested != "auto":
+        strategy, reason = requested, "sparsity_strategy of the configuration"
+    # "invariant" is "row" with kernels for any number of tokens
+    share = costs.get("row" if strategy == "invariant" else strategy, 1.0)
+    return Row(layer.number, m, decode, strategy, share, reason, costs)
 
 
 def _report(
@@ -279,6 +371,7 @@ def _report(
     yield "non-zeros: mean per token. union: share of the neurons that 128 tokens fire, which follow each other in a"
     yield "  text as in a prompt, or come from many places as in a batch. layers: with the products for query, key,"
     yield "  value and output, by numbers of weights, without attention itself, which reads the cache of sequences."
+    yield "Calls of up to 1,024 tokens count as batches, others as text, as in a server that has measured none."
     yield f"Predicted from times measured on {table.machine.split('; ')[0]} in 16 bits, {table.date[:10]}."
     _, _, k, n = tuning.nearest(tuning.Problem(1, found[0].k, found[0].n // ranks, True, False), table)
     if max(sparsity.apart(found[0].k, k), sparsity.apart(found[0].k * found[0].n // ranks, k * n)) > sparsity.FAR:

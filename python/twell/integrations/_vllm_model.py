@@ -100,12 +100,8 @@ class ServedStrategy(_auto.AutoStrategy):
         _auto.enroll(merged, self)
         if self._known is not None:
             nonzeros, text, batch = self._known
-            for m, union in ((_BATCH, batch), (_PROMPTS, text)):
+            for m, union in ((engines.BATCH, batch), (engines.PROMPTS, text)):
                 self.observe(tuning.Problem(m, k, n, True, False), tuning.Figures(nonzeros / share, union))
-
-
-# Tokens of a typical batch that decodes, and of one with prompts; figures count for the numbers nearest to them.
-_BATCH, _PROMPTS = 256, 8192
 
 
 class ServedMLP(nn.Module):

@@ -16,6 +16,16 @@ SPARSE = {
     "SparseQwen2ForCausalLM": ("Qwen2Config", ("sparse_qwen2", "qwen2_sparse_relu"), "Qwen2ForCausalLM"),
 }
 
+# Tokens of a typical batch that decodes, and of one with prompts; figures count for the numbers nearest to them.
+BATCH, PROMPTS = 256, 8192
+# Most tokens that are nearer to the former, by powers of two.
+_MOST_BATCH = 1024
+
+
+def union(figures: layouts.LayerFigures, m: int) -> float:
+    """The union by which "auto" chooses for ``m`` tokens before it has measured any."""
+    return figures.batch if m <= _MOST_BATCH else figures.text
+
 
 def read_configurations() -> None:
     """Let transformers read configurations of sparse models as the stock model's, with all their keys."""
