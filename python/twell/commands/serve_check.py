@@ -196,7 +196,8 @@ def layers_of(folder: Path) -> list[Layer]:
             if weight is None or len(weight.shape) != 2 or 0 in weight.shape:
                 got = "none" if weight is None else str(list(weight.shape))
                 raise RequestError(
-                    f"MODEL: {match['layer']}{which}_proj.weight must be a matrix of at least one row and column, got {got}"
+                    f"MODEL: {match['layer']}{which}_proj.weight must be a matrix of at least one row and "
+                    f"column, got {got}"
                 )
             if weight.dtype not in _DTYPES:
                 raise RequestError(
