@@ -451,6 +451,17 @@ def test_sparse_classes(words: Path, tmp_path: Path, llama: Path) -> None:
     assert figures_of(folder, words, tmp_path) == figures_of(llama, words, tmp_path)
 
 
+def test_sparse_architecture_has_relu_whatever_its_configuration_names(
+    words: Path, tmp_path: Path, llama: Path
+) -> None:
+    folder = tmp_path / "published"
+    shutil.copytree(llama, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["SparseLlamaForCausalLM"], "hidden_act": "silu"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert figures_of(folder, words, tmp_path) == figures_of(llama, words, tmp_path)
+
+
 def test_checkpoint_with_down_weights_stored_by_rows(words: Path, tmp_path: Path, llama: Path) -> None:
     """The paper's code stores them so, under the stock model's name."""
     from safetensors.torch import load_file, save_file
