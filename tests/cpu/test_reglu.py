@@ -318,15 +318,18 @@ def test_figures_count_what_fires(fuse: bool, monkeypatch: pytest.MonkeyPatch) -
     assert aux.l0 == by_hand(p)[2]
 
     left: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(twell._auto.Measurement, "counts", lambda self, *figures: left.append(figures))
+    keep = lambda self, *figures, heaviest: left.append((*figures, heaviest))  # noqa: E731
+    monkeypatch.setattr(twell._auto.Measurement, "counts", keep)
     gate = torch.randn(300, 264).to(BF16)
     gate[:128, :7], gate[7, 3], gate[:, 9] = -0.0, torch.nan, -1.0
     measurement = twell._auto.Measurement(twell.AutoStrategy(), tuning.Problem(300, 32, 264, True, False), 0)
     for each in (gate, F.relu(gate)):
         measurement.dense(each)
     active = F.relu(gate) != 0
-    for nonzeros, unions in left:
+    assert len(left) == 2
+    for nonzeros, unions, heaviest in left:
         assert nonzeros == active.sum()
+        assert heaviest == max(int(group.sum()) for group in active.split(8))
         assert torch.equal(unions, active[:256].view(2, 128, 264).any(1).sum(1))
 
 
