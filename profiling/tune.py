@@ -123,10 +123,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     try:
         data = measure_all(arguments) if arguments.sources is None else merged(arguments.sources)
+        table = tune.fit(data["rows"])
     except (RequestError, ValueError) as error:
         print(f"tune: error: {error}", file=sys.stderr)
         return 2
-    table = tune.fit(data["rows"])
     print(tune.report(table, data["rows"]))
     print(data["machine"])
     if arguments.write:

@@ -116,8 +116,8 @@ def _load(path: Path) -> tuple[Table, str]:
     # a pipe would be waited for
     if path.exists() and not path.is_file():
         raise ValueError("it must be a file")
-    text = path.read_text(encoding="utf-8")
-    return parse(text), str(json.loads(text)["kernels"])
+    written = json.loads(path.read_text(encoding="utf-8"))
+    return _table(written), str(written["kernels"])
 
 
 def completed(own: Table) -> Costs:
@@ -167,7 +167,10 @@ def text_of(table: Table) -> str:
 
 def parse(text: str) -> Table:
     """The table of ``text_of``. Raises one of ``_UNUSABLE`` for other text."""
-    written = json.loads(text)
+    return _table(json.loads(text))
+
+
+def _table(written: Any) -> Table:
     costs: Costs = {}
     for layer in written["layers"]:
         k, n = _count(layer["k"]), _count(layer["n"])

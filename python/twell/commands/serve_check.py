@@ -255,7 +255,7 @@ def _remarks(found: Sequence[Layer], strategy: str, refused: str) -> Iterator[st
     if strategy != "auto":
         yield f'Strategy: "{strategy}", sparsity_strategy of the configuration'
     if strategy == "invariant":
-        yield 'Shares of "invariant" are those of "row", which is at least as fast'
+        yield 'No time of "invariant" was measured: its shares are those of "row", which may be faster'
 
 
 def _refusal(found: Sequence[Layer], ranks: int) -> str:

@@ -36,7 +36,7 @@ from twell.tuning import Figures, Problem
 
 DESCRIPTION = """\
 Measure what each strategy costs on this GPU and write a table to the cache folder, from which "auto" then chooses on
-GPUs of this model. Without --shape the layers of the shipped table are measured, which takes four minutes on an H200;
+GPUs of this model. Without --shape the layers of the shipped table are measured, which takes 200 seconds on an H200;
 with it the named layers alone, which join those measured before. "twell info" shows the table in use.
 """
 
