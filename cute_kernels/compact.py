@@ -28,6 +28,7 @@ from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry
 from .sm90 import operands
+from .sm90.activation import power
 from .sm90.byte_counters import PITCH, count_token
 from .sm90.copies import address, load_values
 from .sm90.rows import count_of, nth_word, spilled_word
@@ -103,7 +104,10 @@ class Compact:
         capacity: Int32,
         stream: cuda.CUstream,
     ):
-        """Also clear `l1`; if `plain`, without an up projection, set it to the sum of the values of each token tile."""
+        """Also clear `l1`; if `plain`, without an up projection, set it to the sum of h of each token tile.
+
+        `plain`: 0 with an up projection, otherwise 1 plus the code of the activation.
+        """
 
         @cute.struct
         class Shared:
@@ -254,7 +258,7 @@ class Compact:
         self.count_entries(s, gate, kept, neurons, chunks, size, start, thread, warp, lane)
         self.write_entries(s, gate, kept, entries, start, total, fits, thread, warp, lane)
         if plain != 0:
-            self.sum_values(s, entries, start, start + total, l1, tile, thread, warp, lane)
+            self.sum_values(s, entries, start, start + total, plain - 1, l1, tile, thread, warp, lane)
 
     # ---- phases ----
 
@@ -506,14 +510,14 @@ class Compact:
                 entries[start + i] = Int32(s.staged[i])
 
     @cute.jit
-    def sum_values(self, s, entries, start, end, l1, tile, thread, warp, lane):
-        """Store the sum of the values of all entries, added in a fixed order."""
+    def sum_values(self, s, entries, start, end, activation, l1, tile, thread, warp, lane):
+        """Store the sum of h of all entries, added in a fixed order."""
         # wait for entries that other threads wrote
         cute.arch.sync_threads()
         sums = cute.make_tensor(cute.recast_ptr(s.sums.iterator, dtype=Float32), cute.make_layout(WARPS))
         total = Float32(0.0)
         for at in cutlass.range(start + thread, end, THREADS, unroll=4):
-            total += high_to_float(Uint32(entries[at]), self.dtype)
+            total += power(high_to_float(Uint32(entries[at]), self.dtype), activation)
         total = warp_sum(total)
         if lane == 0:
             sums[warp] = total

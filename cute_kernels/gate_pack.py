@@ -1,5 +1,5 @@
-"""Gate GEMM that emits TwELL: words[m, :] packs the non-zeros of relu(x[m, :] @ w^T + bias), 256 neurons per tile.
-stats counts non-zeros and overflowing rows per 8 tokens and tile.
+"""Gate GEMM that emits TwELL: words[m, :] packs the non-zeros of relu(x[m, :] @ w^T + bias), 256 neurons per tile, or
+those above a threshold. stats counts non-zeros and overflowing rows per 8 tokens and tile.
 
 Persistent and warp-specialized, one CTA per SM, a cluster of two CTAs that share the weight tile. A CTA's tile is 256
 neurons and `tokens` tokens. Weights are the A operand of WGMMA, so any multiple of 16 tokens is possible: `tuning`
@@ -35,6 +35,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from . import feasible, geometry
 from .sm90 import operands
+from .sm90.activation import above
 from .sm90.copies import address, load_values, store_values
 from .sm90.mma import store_matrices_transposed
 from .sm90.swizzle import swizzle_piece
@@ -85,6 +86,7 @@ class Operands(NamedTuple):
     spill: Any
     stats: Any
     width: Any  # words per tile
+    threshold: Any  # of fatrelu, see sm90/activation.py
 
 
 class Extent(NamedTuple):
@@ -128,6 +130,7 @@ class GatePack:
         spill: cute.Tensor,
         stats: cute.Tensor,
         words_per_tile: Int32,
+        threshold: Int32,
         max_clusters: Int32,
         stream: cuda.CUstream,
     ):
@@ -156,7 +159,7 @@ class GatePack:
         extent = Extent(m_tiles, n_tiles, cute.ceil_div(x.shape[1], TILE_K), x.shape[0], w.shape[0])
         if total > 0:
             self.kernel(
-                *loads, Operands(bias, words, spill, stats, words_per_tile), mma, w_layout, x_layout, extent
+                *loads, Operands(bias, words, spill, stats, words_per_tile, threshold), mma, w_layout, x_layout, extent
             ).launch(
                 grid=(self.cluster, 1, cutlass.min(total, max_clusters)),
                 block=(THREADS, 1, 1),
@@ -308,7 +311,7 @@ class GatePack:
                 self.add_bias(acc, o.bias, coordinates, column, extent.neurons)
             if tile != first:
                 cute.arch.barrier(barrier_id=Barrier.GATE_EMPTY, number_of_threads=HANDOVER_THREADS)
-            self.store_gate(acc, s.gate, warp_index)
+            self.store_gate(acc, s.gate, o.threshold, warp_index)
             tile += step
             if tile < extent.m_tiles * extent.n_tiles:
                 cute.arch.barrier_arrive(barrier_id=Barrier.GATE_FULL, number_of_threads=HANDOVER_THREADS)
@@ -329,8 +332,8 @@ class GatePack:
                         acc[(j, i, v), part, 0] += b
 
     @cute.jit
-    def store_gate(self, acc, gate, warp_index: Int32):
-        """ReLU, rounding, and the transposed store.
+    def store_gate(self, acc, gate, threshold: Int32, warp_index: Int32):
+        """ReLU, rounding, the threshold, and the transposed store.
 
         Lane 4 g + q holds tokens 8 v + 2 q and 8 v + 2 q + 1 of neurons g + 8 i of its warp's 16, in both parts.
         """
@@ -343,7 +346,11 @@ class GatePack:
             target = gate + (panel * (self.tokens * 64) + token * 64 + swizzle_piece(token, piece))
             for v in range_constexpr(0, self.tokens // 8, 2):
                 pairs = [
-                    relu_pack(acc[(0, i, v + u), part, 0], acc[(1, i, v + u), part, 0], self.dtype)
+                    above(
+                        relu_pack(acc[(0, i, v + u), part, 0], acc[(1, i, v + u), part, 0], self.dtype),
+                        threshold,
+                        self.dtype,
+                    )
                     for u in range(2)
                     for i in range(2)
                 ]
@@ -462,7 +469,7 @@ class GatePack:
 
 
 def fake_arguments(spec: GatePackSpec | GatePackFewSpec) -> tuple[Any, ...]:
-    """Fake x, w, bias, words, spill and stats, and an integer."""
+    """Fake x, w, bias, words, spill and stats, words per tile and threshold."""
     dtype = operands.DTYPES[spec.dtype]
     m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
     return (
@@ -471,6 +478,7 @@ def fake_arguments(spec: GatePackSpec | GatePackFewSpec) -> tuple[Any, ...]:
         operands.bias(dtype),
         *operands.packed(dtype, m),
         operands.cube(Int32, cute.sym_int32(), cute.sym_int32(), 2),
+        Int32(1),
         Int32(1),
     )
 

@@ -32,6 +32,7 @@ from cutlass.tensor_utils import LayoutEnum
 from . import feasible, geometry
 from .gate_pack import fake_arguments
 from .sm90 import operands
+from .sm90.activation import above
 from .sm90.copies import address, load_peer, store_peer, store_values
 from .sm90.ring import open_ring, release
 from .sm90.values import count_flags, lanes_before, nonzero_flags, relu_pack, value_bits
@@ -77,6 +78,7 @@ class GatePackFew:
         spill: cute.Tensor,
         stats: cute.Tensor,
         words_per_tile: Int32,
+        threshold: Int32,
         stream: cuda.CUstream,
     ):
         stages = self.stages
@@ -106,7 +108,7 @@ class GatePackFew:
         n_tiles = cute.ceil_div(w.shape[0], TILE_N)
         if x.shape[0] > 0:
             self.kernel(
-                x_tma, x_g, w_tma, w_g, bias, words, spill, stats, mma, x_layout, w_layout, words_per_tile,
+                x_tma, x_g, w_tma, w_g, bias, words, spill, stats, mma, x_layout, w_layout, (words_per_tile, threshold),
                 (x.shape[0], w.shape[0], cute.ceil_div(x.shape[1], TILE_K)),
             ).launch(
                 grid=(CLUSTER, n_tiles, 1), block=(THREADS, 1, 1), cluster=(CLUSTER, 1, 1),
@@ -127,7 +129,7 @@ class GatePackFew:
         mma: cute.TiledMma,
         x_layout: cute.ComposedLayout,
         w_layout: cute.ComposedLayout,
-        width: Int32,
+        format: tuple[Int32, Int32],
         extent: tuple[Int32, Int32, Int32],
     ):
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
@@ -155,7 +157,7 @@ class GatePackFew:
         else:
             self.mma(ring, mma, sX, sW, sums, blocks, thread)
         at = (rank, column, thread, warp_index, lane)
-        self.epilogue(shared, sums, bias, words, spill, stats, width, extent, first, at)
+        self.epilogue(shared, sums, bias, words, spill, stats, format, extent, first, at)
 
     @cute.jit
     def load(self, ring, x_tma, x_g, w_tma, w_g, sX, sW, column, split, blocks):
@@ -204,12 +206,13 @@ class GatePackFew:
             sums[token * self.pitch + (neuron >> 3) * 4 + (neuron & 3) + ((neuron >> 2) & 1) * self.upper] = acc[i]
 
     @cute.jit
-    def epilogue(self, shared, sums, bias, words, spill, stats, width, extent, first, at):
+    def epilogue(self, shared, sums, bias, words, spill, stats, format, extent, first, at):
         """Make words, spill and statistics of the cluster's partial sums: a warp takes `rounds` tokens from `first` on.
 
         Warp 4 takes part only in the cluster barriers.
         """
         rank, column, thread, warp_index, lane = at
+        width, threshold = format
         counts = shared.counts.get_tensor(cute.make_layout(CLUSTER * WARPS * self.rounds))
         quads = cute.make_rmem_tensor((4, self.rounds), Uint32)
         # every CTA's partial sums are written
@@ -218,7 +221,7 @@ class GatePackFew:
         if warp_index < WARPS:
             quads.fill(0)
             if first < extent[0]:
-                self.reduce_splits(sums, quads, first, column, bias, extent[1], rank, lane)
+                self.reduce_splits(sums, quads, first, column, bias, extent[1], threshold, rank, lane)
             self.send_counts(quads, counts, first, extent[0], rank, warp_index, lane)
         # the counts are complete, and no CTA reads a peer's sums any more
         cute.arch.cluster_arrive()
@@ -239,8 +242,8 @@ class GatePackFew:
             stats[thread, column, 1] = overflows
 
     @cute.jit
-    def reduce_splits(self, sums, quads, first, column, bias, neurons, rank, lane):
-        """Add the splits' sums of eight neurons for each token of the warp, then ReLU and rounding."""
+    def reduce_splits(self, sums, quads, first, column, bias, neurons, threshold, rank, lane):
+        """Add the splits' sums of eight neurons for each token of the warp; ReLU, rounding and the threshold."""
         part, at = lane // (32 // PARTS), (lane % (32 // PARTS)) * 4
         neuron = column * TILE_N + lane * 8
         values = cute.make_rmem_tensor((8,), Float32)
@@ -260,7 +263,7 @@ class GatePackFew:
                     for j in range_constexpr(4):
                         values[4 * i + j] += four[j]
             for i in range_constexpr(4):
-                pair = relu_pack(values[2 * i], values[2 * i + 1], self.dtype)
+                pair = above(relu_pack(values[2 * i], values[2 * i + 1], self.dtype), threshold, self.dtype)
                 quads[i, round] = pair if neuron < neurons else Uint32(0)
 
     @cute.jit

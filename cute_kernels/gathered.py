@@ -27,6 +27,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from . import feasible, geometry
 from .sm90 import operands
+from .sm90.activation import power_pair
 from .sm90.copies import address
 from .sm90.ring import open_ring
 from .sm90.sparse_product import (
@@ -64,6 +65,7 @@ class Operands(NamedTuple):
     sizes: Any
     out: Any
     flushed: Any  # partial sums of long lists
+    activation: Any  # of the values in entries, see sm90/activation.py
     slabs: Any
     units: Any
     order: Any = None  # in shared memory: token tiles, longest list first
@@ -103,6 +105,7 @@ class Gathered(SparseProduct):
         sizes: cute.Tensor,
         out: cute.Tensor,
         flushed: cute.Tensor,
+        activation: Int32,
         capacity: Int32,
         max_ctas: Int32,
         stream: cuda.CUstream,
@@ -126,7 +129,20 @@ class Gathered(SparseProduct):
         slabs = cute.ceil_div(out.shape[1], TILE_N)
         units = cute.ceil_div(out.shape[0], TILE_M) * slabs
         data = Operands(
-            coefficients, w, coefficients2, w2, bias, entries, neurons, chunks, sizes, out, flushed, slabs, units
+            coefficients,
+            w,
+            coefficients2,
+            w2,
+            bias,
+            entries,
+            neurons,
+            chunks,
+            sizes,
+            out,
+            flushed,
+            activation,
+            slabs,
+            units,
         )
         arguments = (data, mma, a_layout, b_layout, capacity)
         ctas = cutlass.min(units, max_ctas)
@@ -233,7 +249,8 @@ class Gathered(SparseProduct):
     @cute.jit
     def scatter_coefficient(self, data, tile, part, half, word, bits, valid):
         """Store a coefficient at (token, list position) in the tile of the group that owns the token."""
-        bits = word >> 16 if const_expr(self.from_entries) else bits
+        if const_expr(self.from_entries):
+            bits = power_pair(word, data.activation, self.dtype) >> 16
         mine = valid & (Int32((word >> 12) & Uint32(1)) == half)
         store_coefficient(tile, word, bits, mine)
 
@@ -292,6 +309,7 @@ def signature(spec: GatheredSpec) -> tuple[Any, tuple[Any, ...]]:
         *operands.lists(b),
         operands.rows(dtype, cute.sym_int32(), k),
         operands.vector(Float32, cute.sym_int32()),
+        Int32(1),
         Int32(1),
         Int32(1),
     )

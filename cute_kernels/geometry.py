@@ -39,6 +39,10 @@ UNION_ENTRIES = 1 << 27
 OVERFLOW_FORWARD, OVERFLOW_BACKWARD = 16384, 3840
 OVERFLOW_SUM, OVERFLOW_NEURONS = 64, 128
 
+# Codes of the activations in kernels, which say how a non-zero gate becomes h, see sm90/activation.py. fatrelu differs
+# from relu only in the gates that are zero.
+ACTIVATIONS = {"relu": 0, "relu2": 1, "drelu": 2, "fatrelu": 0}
+
 # Counts and positions are 32-bit.
 MOST = 2**31 - 1
 

@@ -13,7 +13,8 @@ tokens as the scratch `parts` [P, tokens, N].
     gate = relu(x . w_gate + b_gate) rounded, up = x . w_up + b_up, dh = dy . w_down + dl1 * sign(h),
     d_gate = dh * up, d_up = dh * gate; all zero where the gate is. An empty bias stands for none.
 
-Without an up projection, h = gate, d_gate = dh and there is no part for d_up.
+So it is for relu; for the other activations see sm90/activation.py. Without an up projection, up is 1 and there is no
+part for d_up.
 
 All are persistent and warp-specialized, a cluster of two CTAs per pair of SMs. The CTAs have the same columns and share
 the loads of B. Three warp groups:
@@ -44,8 +45,8 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from . import feasible, geometry
-from .sampled_grad import gradients
 from .sm90 import operands
+from .sm90.activation import above, add_l1, gradients, hidden
 from .sm90.mma import store_matrices
 from .sm90.sums import add_flushed, flush_sums
 from .sm90.swizzle import swizzle_column, swizzle_piece
@@ -310,6 +311,8 @@ class ScoreOperands(NamedTuple):
     tokens: Any
     neurons: Any
     gated: Any
+    activation: Any  # and threshold: see sm90/activation.py
+    threshold: Any
 
 
 class Score(Dense):
@@ -439,27 +442,29 @@ class Score(Dense):
         """Compute and store the parts of 64 tokens and 128 neurons."""
         token = row * TILE_M + at.group * GROUP_ROWS + at.warp * 16 + (at.lane >> 2)
         first = column * HALF + (at.lane & 3) * 2
-        hidden, d_gate, d_up = (cute.make_rmem_tensor((2, HALF // 8), Uint32) for _ in range(3))
+        h, d_gate, d_up = (cute.make_rmem_tensor((2, HALF // 8), Uint32) for _ in range(3))
         total = Float32(0.0)
         for v in range_constexpr(HALF // 8):
             gate_bias, up_bias = bias_pair(o.b_gate, first + 8 * v), bias_pair(o.b_up, first + 8 * v)
             for i in range_constexpr(2):
                 sums = [acc[(j, i, v), 0, 0] + gate_bias[j] for j in range(2)]
                 # tokens past the last one would have the gates of the bias
-                gates = Uint32(cutlass.select_(token + 8 * i < o.tokens, relu_pack(*sums, self.dtype), Uint32(0)))
+                gates = above(relu_pack(*sums, self.dtype), o.threshold, self.dtype)
+                gates = Uint32(cutlass.select_(token + 8 * i < o.tokens, gates, Uint32(0)))
                 pairs = []
                 for j in range_constexpr(2):
                     gate = low_to_float(gates, self.dtype) if j == 0 else high_to_float(gates, self.dtype)
                     up = acc[(j, i, HALF // 8 + v), 0, 0] + up_bias[j]
-                    values = [gate * up]
+                    values = [hidden(gate, up, o.activation)]
                     if const_expr(self.backward):
-                        values += gradients(dh[(j, i, v), 0, 0], o.dl1[0], gate, up)
+                        upstream = add_l1(dh[(j, i, v), 0, 0], o.dl1[0], values[0])
+                        values += gradients(upstream, gate, up, o.activation)
                     fires = gates & Uint32(MAGNITUDE << 16 * j) != 0
                     values = [cutlass.select_(fires, value, Float32(0.0)) for value in values]
                     total += cute.arch.fmax(values[0], -values[0])
                     pairs.append(values)
                 packed = [pack(low, high, self.dtype) for low, high in zip(*pairs)]
-                hidden[i, v] = packed[0]
+                h[i, v] = packed[0]
                 if const_expr(self.backward):
                     d_gate[i, v], d_up[i, v] = packed[1], packed[2]
         lines = 2 * row + at.group
@@ -472,7 +477,7 @@ class Score(Dense):
                 self.send_buffer(s, store, d_up, at, (None, lines, column, 1))
                 self.add_columns(s, o, 1, lines, column, at)
             self.open_buffer(at)
-            self.send_buffer(s, store, hidden, at, (None, lines, column, 1 + o.gated))
+            self.send_buffer(s, store, h, at, (None, lines, column, 1 + o.gated))
         else:
             total = warp_sum(total)
             if at.lane == 0:
@@ -484,7 +489,7 @@ class Score(Dense):
                     total += s.totals[at.group * 4 + warp]
                 if at.lane == 0 and row < o.sums.shape[0]:
                     o.sums[row, 2 * column + at.group] = total
-            self.send_buffer(s, store, hidden, at, (None, lines, column, 0))
+            self.send_buffer(s, store, h, at, (None, lines, column, 0))
 
     @cute.jit
     def add_columns(self, s, o, part: cutlass.Constexpr, line, column, at):
@@ -513,9 +518,9 @@ class Hidden(Score):
     """h and the sums of |h|."""
 
     @cute.jit
-    def run(self, x, weights, b_gate, b_up, sizes, capacity, gated, parts, sums, max_ctas, stream):
-        """`weights`: w_gate, w_up."""
-        o = ScoreOperands(b_gate, b_up, None, sums, x.shape[0], weights[0].shape[0], gated)
+    def run(self, x, weights, b_gate, b_up, sizes, capacity, form, parts, sums, max_ctas, stream):
+        """`weights`: w_gate, w_up. `form`: gated, activation, threshold."""
+        o = ScoreOperands(b_gate, b_up, None, sums, x.shape[0], weights[0].shape[0], *form)
         self.launch((x,), weights, o, sizes, capacity, parts, max_ctas, stream)
 
 
@@ -525,9 +530,9 @@ class Gradients(Score):
     backward = True
 
     @cute.jit
-    def run(self, dy, x, weights, b_gate, b_up, dl1, sizes, capacity, gated, parts, sums, max_ctas, stream):
-        """`weights`: w_gate, w_up, w_down."""
-        o = ScoreOperands(b_gate, b_up, dl1, sums, x.shape[0], weights[0].shape[0], gated)
+    def run(self, dy, x, weights, b_gate, b_up, dl1, sizes, capacity, form, parts, sums, max_ctas, stream):
+        """`weights`: w_gate, w_up, w_down. `form`: gated, activation, threshold."""
+        o = ScoreOperands(b_gate, b_up, dl1, sums, x.shape[0], weights[0].shape[0], *form)
         self.launch((x, dy), weights, o, sizes, capacity, parts, max_ctas, stream)
 
 
@@ -820,6 +825,8 @@ class Forward:
         sizes: cute.Tensor,
         capacity: Int32,
         gated: Int32,
+        activation: Int32,
+        threshold: Int32,
         parts: cute.Tensor,
         y: cute.Tensor,
         sums: cute.Tensor,
@@ -833,8 +840,8 @@ class Forward:
             count = cutlass.min(x.shape[0] - first, parts.shape[1])
             here, tiles = tokens_of(parts, count), first // TILE_M
             own_sums = rows_of(sums, tiles, sums.shape[0] - tiles, 4)
-            tokens, weights = rows_of(x, first, count), (w_gate, w_up)
-            self.hidden.run(tokens, weights, b_gate, b_up, sizes, capacity, gated, here, own_sums, max_ctas, stream)
+            tokens, weights, form = rows_of(x, first, count), (w_gate, w_up), (gated, activation, threshold)
+            self.hidden.run(tokens, weights, b_gate, b_up, sizes, capacity, form, here, own_sums, max_ctas, stream)
             out = rows_of(y, first, count)
             self.token.run(here, w_down, w_down, b_down, sizes, capacity, out, flushed, max_ctas, stream)
             first += count
@@ -862,6 +869,8 @@ class Backward:
         sizes: cute.Tensor,
         capacity: Int32,
         gated: Int32,
+        activation: Int32,
+        threshold: Int32,
         parts: cute.Tensor,
         dx: cute.Tensor,
         dw_gate: cute.Tensor,
@@ -889,8 +898,8 @@ class Backward:
             own_sums = rows_of(sums, lines, sums.shape[0] - lines, 4)
             own_dy, own_x = rows_of(dy, first, count), rows_of(x, first, count)
             self.gradients.run(
-                own_dy, own_x, (w_gate, w_up, w_down), b_gate, b_up, dl1, sizes, capacity, gated, here, own_sums,
-                max_ctas, stream,
+                own_dy, own_x, (w_gate, w_up, w_down), b_gate, b_up, dl1, sizes, capacity,
+                (gated, activation, threshold), here, own_sums, max_ctas, stream,
             )  # fmt: skip
             if dx.shape[0] > 0:
                 out = rows_of(dx, first, count)
@@ -911,7 +920,7 @@ def signature(spec: OverflowSpec) -> tuple[Any, tuple[Any, ...]]:
     m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
     weights = [operands.rows(dtype, n, k) for _ in range(3)]
     biases = [operands.bias(dtype) for _ in range(3)]
-    over = (operands.vector(Int32, cute.sym_int32(), align=4), Int32(1), Int32(1))
+    over = (operands.vector(Int32, cute.sym_int32(), align=4), *[Int32(1)] * 4)
     parts = operands.slabs(dtype, cute.sym_int32(), cute.sym_int32(), n)
     sums = operands.matrix(Float32, cute.sym_int32(), cute.sym_int32())
     aside = (operands.vector(Float32, cute.sym_int32()), Int32(1))

@@ -3,8 +3,9 @@
     forward    gate, up -> h
     backward   dh, gate, up -> d_gate = dh * up where relu(gate) > 0 or NaN, else 0;  d_up = dh * relu(gate)
 
-Tensors of any shape come as vectors of the same length. Results equal those of torch on a GPU bit by bit: ReLU gives
-+0 and keeps NaN; a product of two 16-bit values is computed in fp32 and rounded once. A thread has several vectors of
+So it is for relu; for the other activations see sm90/activation.py. Tensors of any shape come as vectors of the same
+length. ReLU gives +0 and keeps NaN; products of 16-bit values are computed in fp32 and rounded once. So for relu and
+fatrelu results equal those of torch on a GPU bit by bit. A thread has several vectors of
 eight values, a block apart, and loads all of them before it computes. Beyond the last vector it loads that one again.
 """
 
@@ -16,7 +17,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint16, Uint32, range_constexpr
 
 from .sm90 import operands
-from .sm90.values import high_to_float, low_to_float, pack, relu_pair
+from .sm90.activation import above, gradients, hidden
+from .sm90.values import MAGNITUDE, high_to_float, low_to_float, pack, relu_pair
 from .specs import RegluSpec
 
 THREADS = 256
@@ -35,15 +37,17 @@ class _Elementwise:
         self.dtype = operands.DTYPES[spec.dtype]
 
     @cute.jit
-    def launch(self, sources: Any, targets: Any, stream: cuda.CUstream):
+    def launch(self, sources: Any, targets: Any, form: Any, stream: cuda.CUstream):
         size = Int64(sources[0].shape[0])
         # one block even for fewer than eight values: it handles the remainder
         blocks = cutlass.max(cute.ceil_div(size // VECTOR, THREADS * self.vectors), 1)
         if size > 0:
-            self.kernel(sources, targets, size).launch(grid=(Int32(blocks), 1, 1), block=(THREADS, 1, 1), stream=stream)
+            self.kernel(sources, targets, form, size).launch(
+                grid=(Int32(blocks), 1, 1), block=(THREADS, 1, 1), stream=stream
+            )
 
     @cute.kernel
-    def kernel(self, sources: Any, targets: Any, size: Int64):
+    def kernel(self, sources: Any, targets: Any, form: Any, size: Int64):
         block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         vectors = size >> 3
         first = Int64(block) * (THREADS * self.vectors) + thread
@@ -53,7 +57,7 @@ class _Elementwise:
                 at = cutlass.min(first + i * THREADS, vectors - 1) * VECTOR
                 held.append([self.load(source.iterator + at) for source in sources])
             for i in range_constexpr(self.vectors):
-                results = [self.combine([quad[pair] for quad in held[i]]) for pair in range(4)]
+                results = [self.combine([quad[pair] for quad in held[i]], form) for pair in range(4)]
                 if first + i * THREADS < vectors:
                     at = cute.assume((first + i * THREADS) * VECTOR, divby=VECTOR)
                     for k in range_constexpr(len(targets)):
@@ -61,12 +65,12 @@ class _Elementwise:
         if block == 0:
             at = vectors * VECTOR + thread
             if at < size:
-                results = self.combine([self.load_one(source.iterator + at) for source in sources])
+                results = self.combine([self.load_one(source.iterator + at) for source in sources], form)
                 for k in range_constexpr(len(targets)):
                     self.store_one(targets[k].iterator + at, results[k])
 
-    def combine(self, pairs: Any) -> Any:
-        """One pair of values per target from one per source."""
+    def combine(self, pairs: Any, form: Any) -> Any:
+        """One pair of values per target from one per source; `form`: activation and threshold."""
         raise NotImplementedError
 
     def load(self, source: Any) -> Any:
@@ -98,14 +102,23 @@ class Reglu(_Elementwise):
     vectors = FORWARD_VECTORS
 
     @cute.jit
-    def __call__(self, gate: cute.Tensor, up: cute.Tensor, hidden: cute.Tensor, stream: cuda.CUstream):
-        self.launch((gate, up), (hidden,), stream)
+    def __call__(
+        self,
+        gate: cute.Tensor,
+        up: cute.Tensor,
+        h: cute.Tensor,
+        activation: Int32,
+        threshold: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.launch((gate, up), (h,), (activation, threshold), stream)
 
     @cute.jit
-    def combine(self, pairs: Any) -> Any:
-        gate, up = relu_pair(pairs[0], self.dtype), pairs[1]
-        low = low_to_float(gate, self.dtype) * low_to_float(up, self.dtype)
-        high = high_to_float(gate, self.dtype) * high_to_float(up, self.dtype)
+    def combine(self, pairs: Any, form: Any) -> Any:
+        activation, threshold = form
+        gate, up = above(relu_pair(pairs[0], self.dtype), threshold, self.dtype), pairs[1]
+        low = hidden(low_to_float(gate, self.dtype), low_to_float(up, self.dtype), activation)
+        high = hidden(high_to_float(gate, self.dtype), high_to_float(up, self.dtype), activation)
         return [pack(low, high, self.dtype)]
 
 
@@ -122,20 +135,23 @@ class RegluBackward(_Elementwise):
         up: cute.Tensor,
         d_gate: cute.Tensor,
         d_up: cute.Tensor,
+        activation: Int32,
+        threshold: Int32,
         stream: cuda.CUstream,
     ):
-        self.launch((upstream, gate, up), (d_gate, d_up), stream)
+        self.launch((upstream, gate, up), (d_gate, d_up), (activation, threshold), stream)
 
     @cute.jit
-    def combine(self, pairs: Any) -> Any:
-        gate = relu_pair(pairs[1], self.dtype)
+    def combine(self, pairs: Any, form: Any) -> Any:
+        activation, threshold = form
+        gate = above(relu_pair(pairs[1], self.dtype), threshold, self.dtype)
         d_gate, d_up = [], []
-        for to_float in (low_to_float, high_to_float):
-            dh, before = to_float(pairs[0], self.dtype), to_float(pairs[1], self.dtype)
-            product = dh * to_float(pairs[2], self.dtype)
-            # NaN passes its gradient on. Comparing the gate after ReLU crashes the compiler for CUDA 12
-            d_gate.append(Float32(0.0) if before <= 0.0 else product)
-            d_up.append(dh * to_float(gate, self.dtype))
+        for to_float, bits in ((low_to_float, MAGNITUDE), (high_to_float, MAGNITUDE << 16)):
+            dh, own, up = (to_float(pair, self.dtype) for pair in (pairs[0], gate, pairs[2]))
+            by_gate, by_up = gradients(dh, own, up, activation)
+            # NaN passes its gradient on. Comparing the gate as a float crashes the compiler for CUDA 12
+            d_gate.append(cutlass.select_(gate & Uint32(bits) != 0, by_gate, Float32(0.0)))
+            d_up.append(by_up)
         return [pack(*d_gate, self.dtype), pack(*d_up, self.dtype)]
 
 
@@ -143,4 +159,4 @@ def signature(spec: RegluSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype, size = operands.DTYPES[spec.dtype], cute.sym_int64()
     kernel, tensors = (RegluBackward(spec), 5) if spec.backward else (Reglu(spec), 3)
-    return kernel, tuple(operands.vector(dtype, size) for _ in range(tensors))
+    return kernel, (*(operands.vector(dtype, size) for _ in range(tensors)), Int32(1), Int32(1))

@@ -1,8 +1,8 @@
 """Gradients at the non-zeros of a hybrid gate: dh = dy[m] . w_down[c] + dl1 sign(h), d_gate = dh * up and
 d_up = dh * gate, each as two 16-bit values: the rounded one and its rounding error.
 
-The kernel is that of sampled_up.py with dy in place of x and w_down in place of w_up. If not gated, h is the gate and
-only d_gate = dh is computed.
+So it is for relu; for the other activations see sm90/activation.py. The kernel is that of sampled_up.py with dy in
+place of x and w_down in place of w_up. If not gated, up is 1 and only d_gate is computed.
 """
 
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from cutlass import Float32, Int32, const_expr
 
 from .sampled_up import Operands, SampledUp
 from .sm90 import operands
+from .sm90.activation import add_l1, gradients, hidden
 from .sm90.values import high_to_float, split_value
 from .specs import SampledGradSpec
 
@@ -24,6 +25,7 @@ class Pointwise(NamedTuple):
     dl1: Any
     d_gate: Any
     d_up: Any
+    activation: Any
 
 
 class SampledGrad(SampledUp):
@@ -46,10 +48,11 @@ class SampledGrad(SampledUp):
         dl1: cute.Tensor,
         d_gate: cute.Tensor,
         d_up: cute.Tensor | None,
+        activation: Int32,
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        o = Operands(w_down, entries, neurons, chunks, sizes, Pointwise(up, dl1, d_gate, d_up))
+        o = Operands(w_down, entries, neurons, chunks, sizes, Pointwise(up, dl1, d_gate, d_up, activation))
         self.launch(dy, o, d_gate.shape[0], max_ctas, stream)
 
     @cute.jit
@@ -63,7 +66,9 @@ class SampledGrad(SampledUp):
     def apply_entry(self, o, at, value, entry, factor, tile, position):
         """Store the gradients of one entry."""
         own = o.pointwise
-        d_gate, d_up = gradients(value, own.dl1[0], high_to_float(entry, self.dtype), factor)
+        gate = high_to_float(entry, self.dtype)
+        dh = add_l1(value, own.dl1[0], hidden(gate, factor, own.activation))
+        d_gate, d_up = gradients(dh, gate, factor, own.activation)
         own.d_gate[at] = Int32(split_value(d_gate, self.dtype))
         if const_expr(self.gated):
             own.d_up[at] = Int32(split_value(d_up, self.dtype))
@@ -72,16 +77,6 @@ class SampledGrad(SampledUp):
     @cute.jit
     def store_total(self, o, s, total, tile, part, thread):
         """Do nothing: gradients have no total."""
-
-
-@cute.jit
-def gradients(product: Float32, dl1: Float32, gate: Float32, up: Float32) -> Any:
-    """d_gate and d_up of h = gate * up, where `product` is dy . w_down; `up` is 1 if not gated."""
-    h = gate * up
-    sign = Float32(1.0) if h > 0.0 else Float32(0.0)
-    sign = Float32(-1.0) if h < 0.0 else sign
-    dh = product + dl1 * sign
-    return dh * up, dh * gate
 
 
 def signature(spec: SampledGradSpec) -> tuple[Any, tuple[Any, ...]]:
@@ -97,6 +92,7 @@ def signature(spec: SampledGradSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.vector(Float32, 1, align=4),
         operands.vector(Int32, p),
         operands.vector(Int32, p) if spec.gated else None,
+        Int32(1),
         Int32(1),
     )
     return SampledGrad(spec), arguments

@@ -1,5 +1,6 @@
 """The up projection at the non-zeros of a hybrid gate: up = x[m] . w_up[c] + bias[c], hidden = gate * up, and sums of
-|hidden|. The hidden state replaces the gate in the entries; training stores hidden and up in tensors of their own.
+|hidden|. The hidden state replaces the gate in the entries; training stores hidden and up in tensors of their own. So
+it is for relu; for the other activations see sm90/activation.py.
 
 Persistent, one CTA per SM. A unit of work is a tile of 128 tokens and up to 256 neurons of its list; each row of w in
 the union of 128 tokens' neurons is read once. Two kinds of warp groups:
@@ -31,6 +32,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from . import feasible, geometry
 from .sm90 import operands
+from .sm90.activation import hidden
 from .sm90.ring import open_ring, release
 from .sm90.sparse_product import GROUP_THREADS, REGISTERS_FILL, REGISTERS_MMA, THREADS, copy_async
 from .sm90.swizzle import swizzle_column, swizzle_piece
@@ -73,6 +75,7 @@ class Pointwise(NamedTuple):
     up: Any
     hidden: Any
     l1: Any
+    activation: Any
 
 
 class Views(NamedTuple):
@@ -113,11 +116,12 @@ class SampledUp:
         up: cute.Tensor | None,
         hidden: cute.Tensor | None,
         l1: cute.Tensor,
+        activation: Int32,
         capacity: Int32,
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        o = Operands(w_up, entries, neurons, chunks, sizes, Pointwise(b_up, up, hidden, l1))
+        o = Operands(w_up, entries, neurons, chunks, sizes, Pointwise(b_up, up, hidden, l1, activation))
         self.launch(x, o, capacity, max_ctas, stream)
 
     @cute.jit
@@ -328,7 +332,7 @@ class SampledUp:
         own = o.pointwise
         if own.bias.shape[0] > 0:
             value += own.bias[widen(o.neurons[tile, position])].to(Float32)
-        h = high_to_float(entry, self.dtype) * value
+        h = hidden(high_to_float(entry, self.dtype), value, own.activation)
         if const_expr(self.training):
             own.up[at] = value.to(self.dtype)
             own.hidden[at] = h.to(self.dtype)
@@ -374,6 +378,7 @@ def signature(spec: SampledUpSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.vector(dtype, p) if spec.training else None,
         operands.vector(dtype, p) if spec.training else None,
         operands.matrix(Float32, b, cute.sym_int32()),
+        Int32(1),
         Int32(1),
         Int32(1),
     )

@@ -1,7 +1,7 @@
 """Transpose the hybrid gate: for each tile of 64 neurons, most popular first, a list of tokens, and coefficients that
 refer to list positions.
 
-A coefficient packs h = gate * up, d_gate and d_up in 64 bits, for products over tokens. Three launches:
+A coefficient packs h, d_gate and d_up in 64 bits, for products over tokens. Three launches:
 
     count   one CTA per token tile: count the tile's entries and tokens of each neuron tile.
     scan    one warp per neuron tile: prefix sums of these counts over the token tiles.
@@ -25,6 +25,7 @@ from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry
 from .sm90 import operands
+from .sm90.activation import hidden, power
 from .sm90.byte_counters import PITCH, count_token
 from .sm90.values import byte_sum, high_to_float, low_to_float, prefix_sum, split_value, widen
 from .specs import TransposeSpec
@@ -100,7 +101,7 @@ class Views(NamedTuple):
 
 
 class Transpose:
-    """For one dtype; if not `gated`, h is the gate and d_up is zero."""
+    """For one dtype; if not `gated`, up is 1 and d_up is zero."""
 
     def __init__(self, spec: TransposeSpec):
         self.dtype = operands.DTYPES[spec.dtype]
@@ -122,6 +123,7 @@ class Transpose:
         starts: cute.Tensor,
         packed: cute.Tensor,
         tokens: cute.Tensor,
+        activation: Int32,
         stream: cuda.CUstream,
     ):
         @cute.struct
@@ -152,7 +154,7 @@ class Transpose:
             use_pdl=True,
         )
         if chunks.shape[0] > 0:
-            self.place(hybrid, Coefficients(up, d_gate, d_up), results).launch(
+            self.place(hybrid, Coefficients(up, d_gate, d_up), results, activation).launch(
                 grid=(chunks.shape[0], 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
             )
 
@@ -212,7 +214,7 @@ class Transpose:
                 tiles[r, 4] = copies
 
     @cute.kernel
-    def place(self, hybrid: Hybrid, given: Coefficients, results: ByNeuron):
+    def place(self, hybrid: Hybrid, given: Coefficients, results: ByNeuron, activation: Int32):
         at = self.thread_index()
         s, room = self.views(SmemAllocator().allocate(self.shared), hybrid.slot.shape[0])
         cute.arch.griddepcontrol_wait()
@@ -231,7 +233,9 @@ class Transpose:
                     self.write_tokens(s, results, first, r, at)
                 cute.arch.sync_threads()
                 fits = s.offsets[here] <= room
-                self.write_coefficients(s, hybrid.entries, given, results.packed, listed, first, here, fits, at)
+                self.write_coefficients(
+                    s, hybrid.entries, given, results.packed, listed, first, here, fits, activation, at
+                )
                 cute.arch.sync_threads()
                 if fits:
                     self.copy_out(s, results.packed, here, at)
@@ -379,7 +383,7 @@ class Transpose:
         s.counters[four] = word * Uint32(0x01010100)
 
     @cute.jit
-    def write_coefficients(self, s, entries, given, packed, listed, window, here, fits, at):
+    def write_coefficients(self, s, entries, given, packed, listed, window, here, fits, activation, at):
         """Write the coefficients of the window's neuron tiles, to shared memory if they fit there."""
         first, chunk, end = self.warp_range(s, listed, at.warp)
         loaded = cute.make_rmem_tensor((4, BATCHES), Uint32)
@@ -406,7 +410,8 @@ class Transpose:
                         r, neuron, token = self.decode(s, loaded[0, i], chunk + Int32(p >= chunk_end), window)
                         if r >= 0 and r < here:
                             tiles[i], tokens[i] = r, token
-                            neurons[i], hiddens[i] = neuron, self.hidden(loaded[0, i], loaded[3, i])
+                            neurons[i] = neuron
+                            hiddens[i] = self.hidden_bits(loaded[0, i], loaded[3, i], activation)
                             counts[i] = count_token(s.counters, r, token)
                     chunk += Int32(base + 32 * i + 32 >= chunk_end)
             for i in range_constexpr(BATCHES):
@@ -443,12 +448,12 @@ class Transpose:
         return (Int64(gradients) << 32) | (Int64(low) & 0xFFFFFFFF)
 
     @cute.jit
-    def hidden(self, entry, up):
+    def hidden_bits(self, entry, up, activation):
         """h of an entry rounded to 16 bits, its rounding error in the upper half."""
-        bits = entry >> 16
+        gate = high_to_float(entry, self.dtype)
         if const_expr(self.gated):
-            bits = split_value(high_to_float(entry, self.dtype) * low_to_float(up, self.dtype), self.dtype)
-        return bits
+            return split_value(hidden(gate, low_to_float(up, self.dtype), activation), self.dtype)
+        return split_value(power(gate, activation), self.dtype)
 
     def thread_index(self):
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
@@ -499,5 +504,6 @@ def signature(spec: TransposeSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.matrix(Int32, r, cute.sym_int32()),
         operands.vector(Int64, q),
         operands.vector(Int32, q),
+        Int32(1),
     )
     return Transpose(spec), arguments

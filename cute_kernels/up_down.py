@@ -1,6 +1,7 @@
 """Gated up and down projections on the pattern of a packed gate: y[m] = sum over non-zeros c of h[m, c] * w_down[c],
 with h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]). Strategy `row`: only the weight rows of non-zeros are read.
-If not `gated`, the packed values are h: neither x nor up rows are read, and there are no dot products.
+If not `gated`, the packed values are h: neither x nor up rows are read, and there are no dot products. So it is for
+relu; for the other activations see sm90/activation.py.
 
 The bound is L2: two rows of K values per non-zero. Eight consecutive tokens share a CTA, and each weight row of the
 union of their neurons is read once. Two launches:
@@ -37,6 +38,7 @@ from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry, up_down_token
 from .sm90 import operands
+from .sm90.activation import hidden, power
 from .sm90.copies import address, bulk_copy, load_peer, load_values, store_values
 from .sm90.mma import load_matrices_transposed, mma_16x8x8, mma_16x8x16
 from .sm90.rows import count_of, spilled_word
@@ -135,6 +137,7 @@ class UpDown:
         l1: cute.Tensor,
         heavy: cute.Tensor,
         words_per_tile: Int32,
+        activation: Int32,
         max_clusters: Int32,
         stream: cuda.CUstream,
     ):
@@ -150,7 +153,7 @@ class UpDown:
             arena: cute.struct.Align[cute.struct.MemRange[self.dtype, self.arena], 128]
 
         self.shared = feasible.check_shared_memory(Shared, self.ctas_per_sm)
-        o = Operands(x, words, spill, w_up, w_down, b_up, b_down, y, l1, words_per_tile)
+        o = Operands(x, words, spill, w_up, w_down, b_up, b_down, y, l1, words_per_tile, activation)
         groups = cute.ceil_div(y.shape[0], TOKENS)
         if y.shape[0] > 0:
             self.light(o, heavy).launch(
@@ -423,8 +426,10 @@ class UpDown:
             h0, h1 = low_to_float(gates, self.dtype), high_to_float(gates, self.dtype)
             if const_expr(self.gated):
                 up0, up1 = self.up_projections(s, b, g, pair)
-                h0 = h0 * up0 if gates & Uint32(MAGNITUDE) != 0 else Float32(0.0)
-                h1 = h1 * up1 if gates & Uint32(MAGNITUDE << 16) != 0 else Float32(0.0)
+                h0 = hidden(h0, up0, o.activation) if gates & Uint32(MAGNITUDE) != 0 else Float32(0.0)
+                h1 = hidden(h1, up1, o.activation) if gates & Uint32(MAGNITUDE << 16) != 0 else Float32(0.0)
+            else:
+                h0, h1 = power(h0, o.activation), power(h1, o.activation)
             total += cute.arch.fmax(h0, -h0) + cute.arch.fmax(h1, -h1)
             self.add_rows(acc, down_source + buffer * (BATCH * self.pitch), h0, h1, lane, apart)
             self.sync()
@@ -629,4 +634,4 @@ class UpDown:
 def signature(spec: UpDownSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
     heavy = operands.vector(Int32, cute.sym_int32())
-    return UpDown(spec), (*up_down_token.fake_arguments(spec), heavy, Int32(1), Int32(1))
+    return UpDown(spec), (*up_down_token.fake_arguments(spec), heavy, Int32(1), Int32(1), Int32(1))

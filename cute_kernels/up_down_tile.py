@@ -1,5 +1,6 @@
 """The gated up and down projections on the union of a few tokens' neurons: y = h @ w_down + b_down with
-h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]), rounded to 16 bits, from TwELL in one kernel.
+h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]), rounded to 16 bits, from TwELL in one kernel. So it is for relu; for
+the other activations see sm90/activation.py.
 
 A cluster of CTAs, two per SM, computes a tile of 16 tokens. Each CTA owns a part of the columns of x, w_up,
 w_down and y, so it reads its part of each row of the union once. All CTAs list the same union:
@@ -44,6 +45,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from . import feasible, geometry
 from .sm90 import operands
+from .sm90.activation import hidden
 from .sm90.copies import address, load_peer_word, load_values, send_floats, send_words, store_peer_half, store_values
 from .sm90.ring import open_ring, release
 from .sm90.rows import spilled_word
@@ -95,6 +97,7 @@ class Operands(NamedTuple):
     y: Any
     l1: Any
     width: Any  # words of a tile of TwELL
+    activation: Any  # see sm90/activation.py
 
 
 class Thread(NamedTuple):
@@ -162,6 +165,7 @@ class UpDownTile:
         y: cute.Tensor,
         l1: cute.Tensor,
         words_per_tile: Int32,
+        activation: Int32,
         stream: cuda.CUstream,
     ):
         dtype, k = self.dtype, OperandMajorMode.K
@@ -198,7 +202,7 @@ class UpDownTile:
             totals: cute.struct.MemRange[Float32, MMA_WARPS]
 
         self.shared = feasible.check_shared_memory(Shared, CTAS_PER_SM)
-        o = Operands(words, spill, w_up, w_down, b_up, b_down, y, l1, words_per_tile)
+        o = Operands(words, spill, w_up, w_down, b_up, b_down, y, l1, words_per_tile, activation)
         if y.shape[0] > 0:
             self.kernel(x_tma, x_g, o, up, down, *layouts).launch(
                 grid=(self.cluster, cute.ceil_div(y.shape[0], TOKENS), 1),
@@ -542,8 +546,12 @@ class UpDownTile:
         cute.autovec_copy(cute.make_tensor(gates.align(8), cute.make_layout(self.own // 2)), words)
         for i in range_constexpr(self.own // 2):
             low, high = low_to_float(words[i], self.dtype), high_to_float(words[i], self.dtype)
-            h0 = low * values[2 * i] if words[i] & Uint32(MAGNITUDE) != 0 else Float32(0.0)
-            h1 = high * values[2 * i + 1] if words[i] & Uint32(MAGNITUDE << 16) != 0 else Float32(0.0)
+            h0 = hidden(low, values[2 * i], o.activation) if words[i] & Uint32(MAGNITUDE) != 0 else Float32(0.0)
+            h1 = (
+                hidden(high, values[2 * i + 1], o.activation)
+                if words[i] & Uint32(MAGNITUDE << 16) != 0
+                else Float32(0.0)
+            )
             total += cute.arch.fmax(h0, -h0) + cute.arch.fmax(h1, -h1)
             words[i] = pack(h0, h1, self.dtype)
         chunk, piece = rank // CHUNK, rank % CHUNK // 8
@@ -643,6 +651,7 @@ def signature(spec: UpDownTileSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.bias(dtype),
         operands.rows(dtype, m, k),
         operands.matrix(Float32, cute.sym_int32(), spec.cluster),
+        Int32(1),
         Int32(1),
     )
     return UpDownTile(spec), arguments

@@ -1,5 +1,6 @@
 """The gated up and down projections of up_down.py, token by token: y[m] = sum over non-zeros c of h[m, c] * w_down[c],
-with h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]). If not `gated`, the packed values are h.
+with h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]). If not `gated`, the packed values are h. So it is for relu; for
+the other activations see sm90/activation.py.
 
 A cluster of `cluster` CTAs, 1 to 8, computes a token, each CTA a part of the columns; tokens share nothing. Few tokens
 take large clusters, for latency. Many tokens take one CTA each, three or four on an SM: some list while others stream.
@@ -35,6 +36,7 @@ from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry
 from .sm90 import operands
+from .sm90.activation import hidden, power
 from .sm90.copies import address, load_values, load_values_if, send_float, store_values
 from .sm90.rows import count_of, spilled_word
 from .sm90.values import count_flags, high_to_float, low_to_float, lowest_bit, nonzero_flags, pack, prefix_sum, warp_sum
@@ -66,6 +68,7 @@ class Operands(NamedTuple):
     y: Any
     l1: Any
     width: Any  # words of a tile
+    activation: Any  # see sm90/activation.py
 
 
 class Thread(NamedTuple):
@@ -172,7 +175,7 @@ class TokenCluster:
                     cute.arch.mbarrier_wait(s.complete, windows & 1)
                 else:
                     cute.arch.sync_threads()
-            self.hidden_state(s, o.b_up, size, at)
+            self.hidden_state(s, o.b_up, o.activation, size, at)
             windows += 1
             cute.arch.sync_threads()
             for other in cutlass.range(first, size, self.groups * self.rows, unroll=1):
@@ -364,19 +367,21 @@ class TokenCluster:
         return sums[0]
 
     @cute.jit
-    def hidden_state(self, s, b_up, size, at):
+    def hidden_state(self, s, b_up, activation, size, at):
         """Compute the hidden state of the listed non-zeros, zeros up to full `rows`, and add to the sums of |h|."""
         total = Float32(0.0)
         for i in cutlass.range(at.thread, cute.ceil_div(size, self.rows) * self.rows, THREADS, unroll=1):
             h = Float32(0.0)
             if i < size:
                 word = s.nonzeros[i]
-                h = high_to_float(word, self.dtype)
+                gate = high_to_float(word, self.dtype)
                 if const_expr(self.gated):
                     value = self.sum_parts(s, i)
                     if b_up.shape[0] > 0:
                         value += b_up[Int32(word & Uint32(0xFFFF))].to(Float32)
-                    h = h * value
+                    h = hidden(gate, value, activation)
+                else:
+                    h = power(gate, activation)
             s.hidden[i] = h
             total += cute.arch.fmax(h, -h)
         total = warp_sum(total)
@@ -495,6 +500,7 @@ class UpDownToken:
         y: cute.Tensor,
         l1: cute.Tensor,
         words_per_tile: Int32,
+        activation: Int32,
         stream: cuda.CUstream,
     ):
         tokens = y.shape[0]
@@ -502,7 +508,9 @@ class UpDownToken:
             clusters = tokens
             if const_expr(self.mixed):
                 clusters = cute.ceil_div(tokens, GROUP) + cute.ceil_div(tokens, self.launched)
-            self.kernel(Operands(x, words, spill, w_up, w_down, b_up, b_down, y, l1, words_per_tile)).launch(
+            self.kernel(
+                Operands(x, words, spill, w_up, w_down, b_up, b_down, y, l1, words_per_tile, activation)
+            ).launch(
                 grid=(self.launched * clusters, 1, 1),
                 block=(THREADS, 1, 1),
                 cluster=(self.launched, 1, 1),
@@ -553,4 +561,4 @@ def fake_arguments(spec: UpDownSpec | UpDownTokenSpec) -> tuple[Any, ...]:
 
 def signature(spec: UpDownTokenSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
-    return UpDownToken(spec), (*fake_arguments(spec), Int32(1))
+    return UpDownToken(spec), (*fake_arguments(spec), Int32(1), Int32(1))

@@ -176,11 +176,11 @@ class Measurement(NamedTuple):
     call: int
 
     @torch.no_grad()
-    def dense(self, gate: Tensor) -> None:
-        """Leave the figures of a dense gate [..., N], before or after ReLU."""
+    def dense(self, gate: Tensor, threshold: float = 0.0) -> None:
+        """Leave the figures of a dense gate [..., N], before or after its activation: what is above ``threshold``."""
         with _beside_captures(gate):
             m, n = self.problem.m, self.problem.n
-            silent, whole = gate.reshape(-1, n) <= 0, m // geometry.TOKEN_TILE
+            silent, whole = gate.reshape(-1, n) <= threshold, m // geometry.TOKEN_TILE
             tiles = silent[: whole * geometry.TOKEN_TILE].view(whole, geometry.TOKEN_TILE, n)
             nonzeros = F.pad(n - silent.sum(1), (0, -m % tuning.HEAVY_GROUP))
             groups = nonzeros.view(-1, tuning.HEAVY_GROUP).sum(1)

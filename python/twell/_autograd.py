@@ -6,22 +6,29 @@ from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from twell import ops
+from twell._activation import RELU, Activation
 from twell._runtime import nvtx
 from twell.ops import hybrid
 from twell.ops.hybrid_backward import on_cuda as backward_on_cuda
 from twell.ops.hybrid_forward import on_cuda as forward_on_cuda
 from twell.ops.library import has_tangent, is_direct
 from twell.ops.operands import Gradients, Mains, Needs, Operands
-from twell.ops.reglu import pays
+from twell.ops.reglu import derivatives, pays
 
 
 def ffn(
-    name: str, operands: Operands, mains: Mains, compression: int, held: int, direct: bool, totals: bool
+    name: str,
+    operands: Operands,
+    mains: Mains,
+    compression: int,
+    held: int,
+    activation: Activation,
+    direct: bool,
+    totals: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return y [M, K], the sum of |h| (0-d), the number of non-zeros (0-d, int64) and the hybrid format's ``sizes``.
 
@@ -35,7 +42,8 @@ def ffn(
                 # of a view, because the engine does not always know whether the node of a leaf will run
                 view = getattr(operands, weight).view_as(main)
                 operands = operands._replace(**{weight: view})
-    outputs: Any = _FFN.apply(name, compression, held, direct, totals, *mains, *operands)  # type: ignore[no-untyped-call]
+    call = (name, compression, held, activation, direct, totals)
+    outputs: Any = _FFN.apply(*call, *mains, *operands)  # type: ignore[no-untyped-call]
     if direct and not totals:
         return outputs, None, None, None
     return cast(tuple[Tensor, Tensor, Tensor, Tensor], outputs)
@@ -48,6 +56,7 @@ class _FFN(torch.autograd.Function):
         name: str,
         compression: int,
         held: int,
+        activation: Activation,
         direct: bool,
         totals: bool,
         main_gate: Tensor | None,
@@ -65,14 +74,14 @@ class _FFN(torch.autograd.Function):
         l1: Tensor | None
         nonzeros: Tensor | None
         if direct:
-            y, l1, nonzeros, kept = forward_on_cuda(layer, compression, held, totals)
+            y, l1, nonzeros, kept = forward_on_cuda(layer, compression, held, activation, totals)
         else:
-            y, l1, nonzeros, *tensors = ops.hybrid_forward(*layer, compression, held)
+            y, l1, nonzeros, *tensors = ops.hybrid_forward(*layer, compression, held, *activation)
             kept = hybrid.Kept(*tensors)
         ctx.save_for_backward(x, w_gate, w_up, w_down, b_gate, b_up, *kept)
         # not as saved tensors: a hook that moves those would make backward add to a copy
         ctx.mains = mains = Mains(main_gate, main_up, main_down)
-        ctx.name, ctx.direct = name, direct
+        ctx.name, ctx.direct, ctx.activation = name, direct, activation
         if not torch.compiler.is_compiling():
             weights = zip(Mains._fields, (w_gate, w_up, w_down), mains)
             ctx.nodes = {w: weight.grad_fn for w, weight, main in weights if weight is not None and main is not None}
@@ -103,10 +112,12 @@ class _FFN(torch.autograd.Function):
             present = [t for t in (dy, dl1, *saved) if t is not None]
             direct = ctx.direct and is_direct(x) and eager(present) and not any(map(_is_batched, present[:2]))
             with torch.no_grad():
-                gradients = _gradients(dy, dl1, saved, needs, ctx.mains, direct)._replace(b_down=db_down)
+                gradients = _gradients(dy, dl1, saved, needs, ctx.mains, ctx.activation, direct)._replace(
+                    b_down=db_down
+                )
         if not compiling and torch.is_grad_enabled():
             gradients = _first_order(ctx.name, gradients, (dy, dl1, *saved))
-        return (None, None, None, None, None, None, None, None, *gradients)
+        return (*[None] * (len(ctx.needs_input_grad) - len(gradients)), *gradients)
 
 
 # is_grads_batched=True makes batched tensors without a transform of torch.func
@@ -131,7 +142,13 @@ def _backward_range(name: str, dy: Tensor | None) -> nvtx.Context:
 
 
 def _gradients(
-    dy: Tensor | None, dl1: Tensor | None, saved: tuple[Any, ...], needs: Needs, mains: Mains, direct: bool
+    dy: Tensor | None,
+    dl1: Tensor | None,
+    saved: tuple[Any, ...],
+    needs: Needs,
+    mains: Mains,
+    activation: Activation,
+    direct: bool,
 ) -> Gradients:
     """Add the gradients of weights that have a main to it, and return the others that are needed."""
     x, w_gate, w_up, w_down, b_gate, b_up, *kept = saved
@@ -152,7 +169,9 @@ def _gradients(
             else:
                 targets.append(torch.zeros_like(weight, dtype=torch.float32))
         main_gate, main_up, main_down = targets
-        dx, db_gate, db_up = ops.hybrid_backward_accumulate(*arguments, main_gate, main_up, main_down.t(), needs.x)
+        dx, db_gate, db_up = ops.hybrid_backward_accumulate(
+            *arguments, main_gate, main_up, main_down.t(), needs.x, *activation
+        )
         dw_gate, dw_up, dw_down = (
             target.to(x.dtype) if needed and main is None else None
             for target, needed, main in zip(targets, weights_needed, mains)
@@ -161,9 +180,9 @@ def _gradients(
         weight_grad = any(weights_needed) or needs.b_gate or needs.b_up
         if direct:
             layer = Operands(*arguments[2:8])
-            found: Any = backward_on_cuda(dy, dl1, layer, hybrid.Kept(*kept), needs.x, weight_grad)[:-1]
+            found: Any = backward_on_cuda(dy, dl1, layer, hybrid.Kept(*kept), activation, needs.x, weight_grad)[:-1]
         else:
-            found = ops.hybrid_backward(*arguments, needs.x, weight_grad)
+            found = ops.hybrid_backward(*arguments, needs.x, weight_grad, *activation)
         dx, dw_gate, dw_up, dw_down, db_gate, db_up = found
         # stored as the weight is, for optimizers that flatten gradients
         dw_down = (ops.matrix_transpose(dw_down) if w_down.is_contiguous() else dw_down.t()) if down_needed else None
@@ -262,29 +281,27 @@ def fuses(gate: Tensor, operands: Iterable[Tensor]) -> bool:
     return eager(operands) and pays(gate)
 
 
-def gated_relu(gate: Tensor, up: Tensor) -> Tensor:
-    """``relu(gate) * up`` in one pass, and its gradients in another, with the bits of torch's operators."""
+def gated_relu(gate: Tensor, up: Tensor, activation: Activation = RELU) -> Tensor:
+    """``relu(gate) * up``, or another activation, in one pass, and its gradients in another: ``ops.reglu``."""
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
-        return cast(Tensor, _GatedReLU.apply(gate, up))  # type: ignore[no-untyped-call]
-    return ops.reglu(gate, up)  # type: ignore[no-any-return]
+        return cast(Tensor, _GatedReLU.apply(gate, up, activation))  # type: ignore[no-untyped-call]
+    return ops.reglu(gate, up, *activation)  # type: ignore[no-any-return]
 
 
 class _GatedReLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return ops.reglu(gate, up)  # type: ignore[no-any-return]
+        ctx.activation = activation
+        return ops.reglu(gate, up, *activation)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         gate, up = ctx.saved_tensors
-        gate_needed, up_needed = ctx.needs_input_grad
+        gate_needed, up_needed, _ = ctx.needs_input_grad
         # double backward, forward-mode AD, only one gradient wanted, or a batch of them
         torchs_own = torch.is_grad_enabled() or has_tangent(dh) or not (gate_needed and up_needed)
         if not (torchs_own or torch._C._are_functorch_transforms_active()):
-            return cast(tuple[Tensor, Tensor], ops.reglu_backward(dh, gate, up))
-        active = F.relu(gate)
-        return (
-            torch.ops.aten.threshold_backward(dh * up, active, 0) if gate_needed else None,
-            dh * active if up_needed else None,
-        )
+            return *ops.reglu_backward(dh, gate, up, *ctx.activation), None
+        d_gate, d_up = derivatives(dh, gate, up, ctx.activation)
+        return d_gate if gate_needed else None, d_up if up_needed else None, None

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twell import _admission, _auto, functional
+from twell._activation import activation_of
 from twell._runtime import geometry
 from twell.nn import SparseGatedMLP, SparseMLP
 
@@ -165,9 +166,10 @@ def _count(mlp: MLP, x: Tensor, totals: Tensor) -> None:
     # chunks of equal size: a short one would run the few-token kernel
     for chunk in tokens.tensor_split(-(-tokens.shape[0] * weight.shape[0] // CHUNK_GATES)):
         if packs:
-            values = functional.pack(chunk, weight, bias, compression=mlp.compression).unpack()
+            threshold = mlp.threshold
+            values = functional.pack(chunk, weight, bias, compression=mlp.compression, threshold=threshold).unpack()
         else:
-            values = F.relu(F.linear(chunk, weight, bias))
+            values = activation_of("fatrelu", mlp.threshold).after(F.linear(chunk, weight, bias))
         totals[:-1] += (values != 0).sum(0)
 
 

@@ -301,7 +301,7 @@ def _by_token(outputs: int, tokens: Sequence[bool], present: Sequence[object], s
     rules: _Rules = []
     for kind in (Shard(0), Replicate()) if sharded else (Replicate(),):
         inputs: list[Placement | None] = [
-            None if value is None or isinstance(value, (int, str)) else kind if by_token else Replicate()
+            None if value is None or isinstance(value, (int, str, float)) else kind if by_token else Replicate()
             for by_token, value in zip(tokens, present)
         ]
         rules.append(([kind] * outputs, inputs))
@@ -313,9 +313,8 @@ def _whole_blocks(tokens: Any, block: int) -> bool:
     return bool(tokens.shape[0] % (block * tokens.mesh.size()) == 0)
 
 
-def _gate_pack(x: Any, w_gate: Any, bias: Any, compression: int) -> _Rules:
-    divisible = _whole_blocks(x, geometry.STATS_ROWS)
-    return _by_token(3, (True, False, False, False), (x, w_gate, bias, compression), divisible)
+def _gate_pack(x: Any, *rest: Any) -> _Rules:
+    return _by_token(3, (True, *[False] * len(rest)), (x, *rest), _whole_blocks(x, geometry.STATS_ROWS))
 
 
 def _unpack(words: Any, spill: Any, n: int, compression: int) -> _Rules:
@@ -323,17 +322,16 @@ def _unpack(words: Any, spill: Any, n: int, compression: int) -> _Rules:
 
 
 def _up_down(x: Any, *rest: Any) -> _Rules:
-    return _by_token(2, (True, True, True, False, False, False, False, False), (x, *rest))
+    return _by_token(2, (True, True, True, *[False] * (len(rest) - 2)), (x, *rest))
 
 
 def _up_down_union(x: Any, *rest: Any) -> _Rules:
     divisible = _whole_blocks(x, geometry.TOKEN_TILE)
-    return _by_token(3, (True, True, True, False, False, False, False, False), (x, *rest), divisible)
+    return _by_token(3, (True, True, True, *[False] * (len(rest) - 2)), (x, *rest), divisible)
 
 
 def _ffn_union(x: Any, *rest: Any) -> _Rules:
-    divisible = _whole_blocks(x, geometry.TOKEN_TILE)
-    return _by_token(4, (True, False, False, False, False, False, False, False), (x, *rest), divisible)
+    return _by_token(4, (True, *[False] * len(rest)), (x, *rest), _whole_blocks(x, geometry.TOKEN_TILE))
 
 
 def _ffn(x: Any, *rest: Any) -> _Rules:
@@ -345,10 +343,11 @@ def _ffn_aux(*operands: Any) -> _Rules:
     return _by_token(3, [False] * len(operands), operands, sharded=False)
 
 
-def _reglu(*elements: Any) -> _Rules:
-    outputs = len(elements) - 1
+def _reglu(*arguments: Any) -> _Rules:
+    elements = [argument for argument in arguments if not isinstance(argument, (str, float))]
+    outputs, others = len(elements) - 1, [None] * (len(arguments) - len(elements))
     kinds: list[Placement] = [*(Shard(i) for i in range(len(elements[0].shape))), Replicate()]
-    return [([kind] * outputs, [kind] * len(elements)) for kind in kinds]
+    return [([kind] * outputs, [*[kind] * len(elements), *others]) for kind in kinds]
 
 
 def _refuse(*operands: Any) -> _Rules:

@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from twell import _auto, _autograd, ops, tuning
+from twell._activation import RELU, Activation, ActivationName, activation_of
 from twell._admission import admit, admit_mains, admitted, needing_grad, require_apart, require_packable, sharded
 from twell._auto import AutoStrategy
 from twell._plain import PLAIN_TENSORS, overridden
@@ -52,6 +53,8 @@ def sparse_gated_ffn(
     b_gate: Tensor | None = None,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
+    activation: ActivationName = "relu",
+    threshold: float = 0.0,
     strategy: Strategy | AutoStrategy = "auto",
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
@@ -69,6 +72,8 @@ def sparse_gated_ffn(
     b_gate: Tensor | None = None,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
+    activation: ActivationName = "relu",
+    threshold: float = 0.0,
     strategy: Strategy | AutoStrategy = "auto",
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
@@ -85,12 +90,16 @@ def sparse_gated_ffn(
     b_gate: Tensor | None = None,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
+    activation: ActivationName = "relu",
+    threshold: float = 0.0,
     strategy: Strategy | AutoStrategy = "auto",
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
     return_aux: bool = False,
 ) -> Tensor | tuple[Tensor, Aux]:
     """``(relu(x @ w_gate^T + b_gate) * (x @ w_up^T + b_up)) @ w_down^T + b_down``, on the non-zeros of the gate.
+
+    ReLU, or another ``activation`` of its family.
 
     Args:
         x: tokens [..., K]. Read in place if its rows are 16-byte aligned and of unit stride, else copied.
@@ -99,6 +108,10 @@ def sparse_gated_ffn(
         w_down: [K, N], as in nn.Linear. Sparse strategies read it in place if it is the transposed view of a contiguous
             [N, K] tensor. Else they copy it in each forward and each backward pass, which is logged once.
         b_gate, b_up: [N]. b_down: [K]. Optional.
+        activation: "relu"; "relu2", the square of the gate's ReLU; "drelu", ReLU of the gate and of the up projection;
+            "fatrelu", the gate where it is above ``threshold``, else 0.
+        threshold: of "fatrelu", a finite number of at least 0; rounded to the dtype of x, as F.threshold does. For
+            other activations 0.
         strategy: "row" reads the weight rows of each token's non-zeros. "union" works on tiles of 128 tokens, 16 of a
             small batch, and the neurons that any token of a tile fires. Both are the same where a gradient will be
             needed; where none will be, both run float32 and float64 dense, which is logged once at INFO. "dense" is
@@ -143,7 +156,8 @@ def sparse_gated_ffn(
     NotImplementedError unless ``strategy`` is "dense".
     """
     layer = Operands(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-    return _ffn(sparse_gated_ffn, layer, True, strategy, compression, main_grads, return_aux)
+    kind = activation_of(activation, threshold)
+    return _ffn(sparse_gated_ffn, layer, True, kind, strategy, compression, main_grads, return_aux)
 
 
 @overload
@@ -154,6 +168,8 @@ def sparse_ffn(
     *,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
+    activation: ActivationName = "relu",
+    threshold: float = 0.0,
     strategy: Strategy | AutoStrategy = "auto",
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
@@ -169,6 +185,8 @@ def sparse_ffn(
     *,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
+    activation: ActivationName = "relu",
+    threshold: float = 0.0,
     strategy: Strategy | AutoStrategy = "auto",
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
@@ -183,6 +201,8 @@ def sparse_ffn(
     *,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
+    activation: ActivationName = "relu",
+    threshold: float = 0.0,
     strategy: Strategy | AutoStrategy = "auto",
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
@@ -190,21 +210,26 @@ def sparse_ffn(
 ) -> Tensor | tuple[Tensor, Aux]:
     """``relu(x @ w_up^T + b_up) @ w_down^T + b_down``, on the non-zeros of the hidden state.
 
-    w_up is [N, K], w_down [K, N], b_up [N], b_down [K], main_grads (main_up, main_down). Everything else is as in
-    ``sparse_gated_ffn``, errors and the dtypes that run dense included.
+    w_up is [N, K], w_down [K, N], b_up [N], b_down [K], main_grads (main_up, main_down). The activation "drelu" needs a
+    gate. Everything else is as in ``sparse_gated_ffn``, errors and the dtypes that run dense included.
     """
     layer = Operands(x, w_up, None, w_down, b_up, None, b_down)
-    return _ffn(sparse_ffn, layer, False, strategy, compression, main_grads, return_aux)
+    kind = activation_of(activation, threshold, gated=False)
+    return _ffn(sparse_ffn, layer, False, kind, strategy, compression, main_grads, return_aux)
 
 
-def pack(x: Tensor, w_gate: Tensor, b_gate: Tensor | None = None, *, compression: int = 8) -> PackedTwell:
+def pack(
+    x: Tensor, w_gate: Tensor, b_gate: Tensor | None = None, *, compression: int = 8, threshold: float = 0.0
+) -> PackedTwell:
     """``relu(x @ w_gate^T + b_gate)`` in the TwELL format: x [..., K], w_gate [N, K], b_gate [N] -> [..., N] packed.
+
+    With a ``threshold``, that of "fatrelu", values up to it are zeros, too.
 
     Tensors are bfloat16 or float16, on the CPU too. Not differentiable, and not for transforms of torch.func. Sizes,
     autocast and errors are as in ``sparse_gated_ffn``. Among DTensors x may be sharded; w_gate may not, since a packed
     gate numbers neurons from 0.
     """
-    name = "pack"
+    name, kind = "pack", activation_of("fatrelu", threshold)
     t = admit(name, x=x, w_gate=w_gate, b_gate=b_gate)
     x = t["x"]
     require_packable(name, t, compression, instead="")
@@ -222,7 +247,7 @@ def pack(x: Tensor, w_gate: Tensor, b_gate: Tensor | None = None, *, compression
 
         x = _sharding.packable(name, t)
     tokens, n = x.reshape(-1, x.shape[-1]), t["w_gate"].shape[0]
-    words, spill, stats = ops.gate_pack(tokens, t["w_gate"], t.get("b_gate"), compression)
+    words, spill, stats = ops.gate_pack(tokens, t["w_gate"], t.get("b_gate"), compression, kind.threshold)
     words, spill = (packed.reshape(*x.shape[:-1], packed.shape[1]) for packed in (words, spill))
     return PackedTwell(words, spill, stats, n, compression)
 
@@ -231,6 +256,7 @@ def _ffn(
     function: Callable[..., Any],
     given: Operands,
     gated: bool,
+    activation: Activation,
     strategy: Strategy | AutoStrategy,
     compression: int,
     main_grads: Sequence[Tensor | None] | None,
@@ -254,7 +280,7 @@ def _ffn(
         named, direct = given.named(gated), False
         t = admit(name, **named)
         if sharded(t):
-            return _on_shards(name, function, t, named, strategy, compression, main_grads, return_aux)  # type: ignore[no-any-return]
+            return _on_shards(name, function, t, named, activation, strategy, compression, main_grads, return_aux)  # type: ignore[no-any-return]
         mains = admit_mains(name, t, named, main_grads)
         layer, training = Operands.of(t), bool(needing_grad(t))
         route = _route(name, t, layer, training, strategy, compression)
@@ -264,7 +290,9 @@ def _ffn(
         site = given.w_gate
         if not _auto.tracing(0) and type(site) in PLAIN_TENSORS and _auto.found(site) is not strategy:
             _auto.enroll(site, strategy)
-    return _run(_Call(name, training, plain, direct, compression, return_aux), layer, route, mains, site)
+    activation.level(layer.x.dtype)
+    call = _Call(name, training, plain, direct, activation, compression, return_aux)
+    return _run(call, layer, route, mains, site)
 
 
 class _Call(NamedTuple):
@@ -278,6 +306,7 @@ class _Call(NamedTuple):
     training: bool
     plain: bool
     direct: bool
+    activation: Activation
     compression: int
     return_aux: bool
 
@@ -296,32 +325,33 @@ def _run(
     x = layer.x
     if route.strategy == "dense":
         y, hidden, gate = _dense(call, layer, mains)
-        _note_dense(route, gate, y)
-        return (y, _dense_aux(hidden, gate)) if call.return_aux else y
+        _note_dense(route, gate, y, call.activation)
+        return (y, _dense_aux(hidden, gate, call.activation)) if call.return_aux else y
 
     if x.dim() != 2:
         layer = layer._replace(x=x.reshape(-1, x.shape[-1]))
     if call.training:
         totals = call.return_aux or route.measurement is not None
-        packed = (layer, mains, call.compression, route.held)
+        packed = (layer, mains, call.compression, route.held, call.activation)
         y, l1, nonzeros, sizes = _autograd.ffn(call.name, *packed, call.direct, totals)
         _note_training(route, nonzeros, sizes, y)
     else:
         _, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
         layer = Operands(layer.x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down)
         if call.direct:
-            y, l1, nonzeros = ffn_on_cuda(layer, call.compression, route, call.return_aux)
+            y, l1, nonzeros = ffn_on_cuda(layer, call.compression, call.activation, route, call.return_aux)
         elif call.return_aux:
-            y, l1, nonzeros = ops.ffn_aux(*layer, call.compression, route.strategy, site)
+            y, l1, nonzeros = ops.ffn_aux(*layer, call.compression, route.strategy, site, *call.activation)
         else:
-            y = ops.ffn(*layer, call.compression, route.strategy, site)
+            y = ops.ffn(*layer, call.compression, route.strategy, site, *call.activation)
     if x.dim() != 2:
         y = _unviewed(y, x.shape)
     return (y, _per_token(l1, nonzeros, layer.x.shape[0])) if call.return_aux else y
 
 
 def _dense(call: _Call, layer: Operands, mains: Mains) -> tuple[Tensor, Tensor, Tensor]:
-    """y, the hidden state and the gate, before or after ReLU, by PyTorch's own operators."""
+    """y, the hidden state and the gate, before or after its activation, by PyTorch's own operators."""
+    activation = call.activation
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     if any(main is not None for main in mains):
         w_gate, w_down = _autograd.into_main(w_gate, mains.w_gate), _autograd.into_main(w_down, mains.w_down)
@@ -329,12 +359,13 @@ def _dense(call: _Call, layer: Operands, mains: Mains) -> tuple[Tensor, Tensor, 
     gate = F.linear(x, w_gate, b_gate)
     operands = () if call.plain else tuple(operand for operand in layer if operand is not None)
     if w_up is None:
-        hidden = gate = F.relu(gate, inplace=not call.training and _autograd.eager(operands))
+        gate = activation.after(gate, inplace=not call.training and _autograd.eager(operands))
+        hidden = activation.hidden(gate, None)
     elif _autograd.fuses(gate, operands):
-        hidden = _autograd.gated_relu(gate, F.linear(x, w_up, b_up))
+        hidden = _autograd.gated_relu(gate, F.linear(x, w_up, b_up), activation)
     else:
-        gate = F.relu(gate)
-        hidden = gate * F.linear(x, w_up, b_up)
+        gate = activation.after(gate)
+        hidden = activation.hidden(gate, F.linear(x, w_up, b_up))
     return _no_view(F.linear(hidden, w_down, b_down)), hidden, gate
 
 
@@ -359,6 +390,7 @@ def _on_shards(
     function: Callable[..., Any],
     operands: Mapping[str, Tensor],
     given: Mapping[str, Tensor | None],
+    activation: Activation,
     strategy: Any,
     compression: int,
     mains: Sequence[Tensor | None] | None,
@@ -370,7 +402,7 @@ def _on_shards(
     if isinstance(mains, (tuple, list)):
         weights = [argument for argument in _sharding.WEIGHTS if argument in operands]
         require_apart(name, dict(zip(weights, mains)), given)
-    options = {"strategy": strategy, "compression": compression}
+    options = {"strategy": strategy, "compression": compression, **activation.options()}
     y, figures = _sharding.ffn(
         name, function, operands, mains, dense=strategy == "dense", return_aux=return_aux, **options
     )
@@ -447,13 +479,13 @@ def copies_down(w_down: Tensor) -> bool:
     return not (inner == 1 and stride >= w_down.shape[0] and stride % STRIDE_MULTIPLE == 0)
 
 
-def _note_dense(route: _auto.Route, gate: Tensor, y: Tensor) -> None:
-    """Hand a dense gate [..., N], before or after ReLU, to the measurement, if there is one.
+def _note_dense(route: _auto.Route, gate: Tensor, y: Tensor, activation: Activation) -> None:
+    """Hand a dense gate [..., N], before or after its activation, to the measurement, if there is one.
 
     Training keeps its choice until backward passes y.
     """
     if route.measurement is not None:
-        route.measurement.dense(gate)
+        route.measurement.dense(gate, activation.level(gate.dtype))
     if route.holder is not None:
         route.holder.hold(y)
 
@@ -467,10 +499,10 @@ def _note_training(route: _auto.Route, nonzeros: Any, sizes: Any, y: Tensor) -> 
         route.holder.hold(y)
 
 
-def _dense_aux(hidden: Tensor, gate: Tensor) -> Aux:
-    """``Aux`` of a dense hidden state and its gate, before or after ReLU."""
+def _dense_aux(hidden: Tensor, gate: Tensor, activation: Activation = RELU) -> Aux:
+    """``Aux`` of a dense hidden state and its gate, before or after its activation."""
     l1 = hidden.abs().sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
-    return _per_token(l1, gate.numel() - (gate <= 0).sum(), _auto.tokens_of(hidden))
+    return _per_token(l1, gate.numel() - (gate <= activation.level(gate.dtype)).sum(), _auto.tokens_of(hidden))
 
 
 def _per_token(l1: Any, nonzeros: Any, tokens: int) -> Aux:

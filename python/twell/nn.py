@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twell import _admission, _auto, _plain, functional, tuning
+from twell._activation import ActivationName, activation_of
 from twell._arguments import require, require_flag, require_integer
 from twell._auto import AutoStrategy, Choice, Explanation
 from twell._runtime import geometry
@@ -19,12 +19,16 @@ DownLayout = Literal["rows", "linear"]
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
-_SETTINGS = ("strategy", "compression", "down_layout", "accumulate_main_grad", "record_aux")
+_SETTINGS = ("strategy", "compression", "down_layout", "accumulate_main_grad", "record_aux", "activation", "threshold")
 
 
-def _require_setting(name: str, value: Any) -> None:
+def _require_setting(layer: SparseFFN, name: str, value: Any) -> None:
     """Raise TypeError or ValueError unless a layer's attribute ``name`` may be ``value``."""
-    if name == "strategy":
+    if name == "activation":
+        activation_of(value, layer.__dict__.get("_threshold", 0.0), layer._gated)
+    elif name == "threshold":
+        activation_of(layer.activation, value, layer._gated)
+    elif name == "strategy":
         if not isinstance(value, AutoStrategy):
             tuning.require_strategy(value)
     elif name == "compression":
@@ -45,7 +49,7 @@ def _setting(name: str) -> Any:
         return self.__dict__[kept]
 
     def put(self: nn.Module, value: Any) -> None:
-        _require_setting(name, value)
+        _require_setting(self, name, value)  # type: ignore[arg-type]
         self.__dict__[kept] = value
 
     return property(get, put)
@@ -57,18 +61,25 @@ class SparseFFN(nn.Module):
     up_proj: nn.Linear
     down_proj: nn.Linear
     aux: Aux | None = None
+    _gated = False
     if TYPE_CHECKING:
         _strategy: Strategy | AutoStrategy
         _compression: int
         _accumulate_main_grad: bool
         _record_aux: bool
+        _activation: ActivationName
+        _threshold: float
+        activation: ActivationName
+        threshold: float
         strategy: Strategy | AutoStrategy
         compression: int
         accumulate_main_grad: bool
         record_aux: bool
         down_layout: DownLayout
     else:
-        strategy, compression, down_layout, accumulate_main_grad, record_aux = map(_setting, _SETTINGS)
+        strategy, compression, down_layout, accumulate_main_grad, record_aux, activation, threshold = map(
+            _setting, _SETTINGS
+        )
 
     def __init__(
         self,
@@ -77,6 +88,8 @@ class SparseFFN(nn.Module):
         compression: int,
         strategy: Strategy | AutoStrategy,
         dtype: torch.dtype | None = None,
+        activation: ActivationName = "relu",
+        threshold: float = 0.0,
     ) -> None:
         super().__init__()
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -85,6 +98,8 @@ class SparseFFN(nn.Module):
         require_integer("intermediate", intermediate, 1)
         self.hidden, self.intermediate = hidden, intermediate
         self.compression, self.strategy = compression, strategy
+        self.activation = activation
+        self.threshold = threshold
         self.accumulate_main_grad, self.record_aux, self.down_layout = False, False, "linear"
         self._auto = AutoStrategy()
         # load_state_dict(assign=True) replaces parameters stored by rows with contiguous tensors
@@ -97,7 +112,9 @@ class SparseFFN(nn.Module):
                 getattr(self, name).reset_parameters()
 
     def extra_repr(self) -> str:
-        return f"{self.hidden}, {self.intermediate}, compression={self.compression}, strategy={self.strategy!r}"
+        form = "" if self.activation == "relu" else f", activation={self.activation!r}"
+        form += f", threshold={self.threshold}" if self.threshold else ""
+        return f"{self.hidden}, {self.intermediate}, compression={self.compression}, strategy={self.strategy!r}{form}"
 
     def __getstate__(self) -> dict[str, Any]:
         # Aux may be part of autograd's graph, which can neither be copied nor pickled
@@ -106,6 +123,7 @@ class SparseFFN(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # pickles of earlier versions have only the settings that were assigned, under public names
         defaults = {"_accumulate_main_grad": False, "_record_aux": False, "_down_layout": "rows"}
+        defaults |= {"_activation": "relu", "_threshold": 0.0}
         renamed = {f"_{name}" if name in _SETTINGS else name: value for name, value in state.items()}
         super().__setstate__({**defaults, **renamed})  # type: ignore[no-untyped-call]
 
@@ -138,11 +156,12 @@ class SparseFFN(nn.Module):
                 "a projection of a twell layer has hooks (its own or global ones), a replaced forward, or weights that "
                 "are not plain nn.Parameters (an adapter, say): the layer calls its projections and runs dense"
             )
-        gate = F.relu(self._project("gate_proj" if hasattr(self, "gate_proj") else "up_proj", x))
-        hidden = gate * self._project("up_proj", x) if hasattr(self, "gate_proj") else gate
+        activation = activation_of(self._activation, self._threshold, self._gated)
+        gate = activation.after(self._project("gate_proj" if self._gated else "up_proj", x))
+        hidden = activation.hidden(gate, self._project("up_proj", x) if self._gated else None)
         y = self._project("down_proj", hidden)
         with_aux = return_aux or self.record_aux
-        return self._finish((y, functional._dense_aux(hidden, gate)) if with_aux else y, return_aux)
+        return self._finish((y, functional._dense_aux(hidden, gate, activation)) if with_aux else y, return_aux)
 
     def _site(self) -> AutoStrategy | None:
         """The ``AutoStrategy`` that chooses; None if the strategy is named."""
@@ -197,12 +216,15 @@ class SparseGatedMLP(SparseFFN):
     global ones, as FLOP counters register), an adapter, weights of a subclass or a replaced ``forward``, the layer
     warns, calls its projections and runs dense.
 
-    ``compression`` and ``strategy`` are those of ``twell.sparse_gated_ffn`` and may be set at any time. With "auto" the
-    module has its own ``AutoStrategy``, which chooses by the sparsity measured in earlier calls; ``twell.explain``
-    shows it. A named strategy stays, except that inference in float32 and float64 runs dense.
+    ``compression``, ``strategy``, ``activation`` and ``threshold`` are those of ``twell.sparse_gated_ffn`` and may be
+    set at any time; the state dict holds none of them. With "auto" the module has its own ``AutoStrategy``, which
+    chooses by the sparsity measured in earlier calls; ``twell.explain`` shows it. A named strategy stays, except that
+    inference in float32 and float64 runs dense.
     With ``accumulate_main_grad = True`` backward adds the gradient of each weight to ``weight.main_grad``, a float32
     tensor of the weight's shape that the trainer provides, and leaves ``weight.grad`` alone.
     """
+
+    _gated = True
 
     def __init__(
         self,
@@ -212,10 +234,12 @@ class SparseGatedMLP(SparseFFN):
         *,
         compression: int = 8,
         strategy: Strategy | AutoStrategy = "auto",
+        activation: ActivationName = "relu",
+        threshold: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden, intermediate, compression, strategy, dtype)
+        super().__init__(hidden, intermediate, compression, strategy, dtype, activation, threshold)
         self.gate_proj = nn.Linear(hidden, intermediate, bias, device, dtype)
         self.up_proj = nn.Linear(hidden, intermediate, bias, device, dtype)
         self.down_proj = nn.Linear(intermediate, hidden, bias, device, dtype)
@@ -229,13 +253,17 @@ class SparseGatedMLP(SparseFFN):
         *,
         compression: int = 8,
         strategy: Strategy | AutoStrategy = "auto",
+        activation: ActivationName = "relu",
+        threshold: float = 0.0,
     ) -> SparseGatedMLP:
         """Make a module that shares the Parameter objects of three ``nn.Linear``, each with or without bias.
 
         Their storage stays, too. Raises TypeError or ValueError if the three do not form one FFN.
         """
         hidden, intermediate = _require_linear({"gate": gate, "up": up}, down)
-        mlp = cls(hidden, intermediate, compression=compression, strategy=strategy, device="meta")
+        options: Any = {"compression": compression, "strategy": strategy}
+        options |= {"activation": activation, "threshold": threshold}
+        mlp = cls(hidden, intermediate, device="meta", **options)
         mlp._adopt(gate_proj=gate, up_proj=up, down_proj=down)
         return mlp
 
@@ -256,6 +284,8 @@ class SparseGatedMLP(SparseFFN):
             b_gate=b_gate,
             b_up=b_up,
             b_down=b_down,
+            activation=self._activation,
+            threshold=self._threshold,
             strategy=self._site() or self._strategy,
             compression=self._compression,
             main_grads=self._main_grads(gate_proj=w_gate, up_proj=w_up, down_proj=w_down),
@@ -275,20 +305,31 @@ class SparseMLP(SparseFFN):
         *,
         compression: int = 8,
         strategy: Strategy | AutoStrategy = "auto",
+        activation: ActivationName = "relu",
+        threshold: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden, intermediate, compression, strategy, dtype)
+        super().__init__(hidden, intermediate, compression, strategy, dtype, activation, threshold)
         self.up_proj = nn.Linear(hidden, intermediate, bias, device, dtype)
         self.down_proj = nn.Linear(intermediate, hidden, bias, device, dtype)
 
     @classmethod
     def from_linear(
-        cls, up: nn.Linear, down: nn.Linear, *, compression: int = 8, strategy: Strategy | AutoStrategy = "auto"
+        cls,
+        up: nn.Linear,
+        down: nn.Linear,
+        *,
+        compression: int = 8,
+        strategy: Strategy | AutoStrategy = "auto",
+        activation: ActivationName = "relu",
+        threshold: float = 0.0,
     ) -> SparseMLP:
         """Make a module that shares the Parameter objects of two ``nn.Linear``, as ``SparseGatedMLP.from_linear``."""
         hidden, intermediate = _require_linear({"up": up}, down)
-        mlp = cls(hidden, intermediate, compression=compression, strategy=strategy, device="meta")
+        options: Any = {"compression": compression, "strategy": strategy}
+        options |= {"activation": activation, "threshold": threshold}
+        mlp = cls(hidden, intermediate, device="meta", **options)
         mlp._adopt(up_proj=up, down_proj=down)
         return mlp
 
@@ -307,6 +348,8 @@ class SparseMLP(SparseFFN):
             w_down,
             b_up=b_up,
             b_down=b_down,
+            activation=self._activation,
+            threshold=self._threshold,
             strategy=self._site() or self._strategy,
             compression=self._compression,
             main_grads=self._main_grads(up_proj=w_up, down_proj=w_down),

@@ -11,15 +11,21 @@ from torch import Tensor
 from twell._runtime import geometry
 
 
-def gate(x: Tensor, w_gate: Tensor, bias: Tensor | None) -> Tensor:
-    """relu(x @ w_gate^T + bias) [M, N], accumulated in fp32, rounded once to x's dtype. NaN stays NaN."""
+def gate(x: Tensor, w_gate: Tensor, bias: Tensor | None, threshold: float = 0.0) -> Tensor:
+    """relu(x @ w_gate^T + bias) [M, N], accumulated in fp32, rounded once to x's dtype. NaN stays NaN.
+
+    Values up to ``threshold``, which is rounded to x's dtype, are 0.
+    """
     accumulator = x.float() @ w_gate.float().t()
-    return (accumulator if bias is None else accumulator + bias.float()).to(x.dtype).relu()
+    values = (accumulator if bias is None else accumulator + bias.float()).to(x.dtype)
+    return torch.where(values <= torch.tensor(threshold, dtype=x.dtype, device=x.device), 0, values)
 
 
-def gate_pack(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> tuple[Tensor, Tensor, Tensor]:
+def gate_pack(
+    x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int, threshold: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
     """words int32 [M, T*W], spill [M, T*256], stats int32 [ceil(M/8), T, 2]; unused words and spill are 0."""
-    dense = gate(x, w_gate, bias)
+    dense = gate(x, w_gate, bias, threshold)
     m, n = dense.shape
     tiles, width = geometry.tiles(n), geometry.words_per_tile(compression)
     words = torch.zeros(m, tiles * width, dtype=torch.int32, device=x.device)
@@ -67,10 +73,11 @@ def up_down(
     b_up: Tensor | None,
     b_down: Tensor | None,
     compression: int,
+    activation: str = "relu",
 ) -> tuple[Tensor, Tensor]:
     """y [M, K] of the spill's dtype, l1 float32 [M]: fp32 sums over the gate's non-zeros alone, y rounded once.
 
-    Without ``w_up`` the packed values are the hidden state.
+    Without ``w_up`` the packed values are the hidden state, or its square roots.
     """
     dense = unpack(words, spill, w_down.shape[0], compression)
     y, l1 = (
@@ -79,9 +86,12 @@ def up_down(
     )
     for row, neuron in (dense != 0).nonzero().tolist():
         hidden = dense[row, neuron].float()
+        if activation == "relu2":
+            hidden = hidden * hidden
         if x is not None and w_up is not None:
             up = x[row].float() @ w_up[neuron].float()
-            hidden = hidden * (up if b_up is None else up + b_up[neuron].float())
+            up = up if b_up is None else up + b_up[neuron].float()
+            hidden = hidden * (up.relu() if activation == "drelu" else up)
         y[row] += hidden * w_down[neuron].float()
         l1[row] += hidden.abs()
     return (y if b_down is None else y + b_down.float()).to(spill.dtype), l1
@@ -124,13 +134,16 @@ def hybrid(dense: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return entries, neurons.short(), chunks, sizes, popularity
 
 
-def hidden(gate: Tensor, x: Tensor, w_up: Tensor | None, b_up: Tensor | None) -> tuple[Tensor, Tensor]:
-    """h in fp32 and the up projection rounded to x's dtype, [M, N]; without ``w_up`` the gate and ones."""
+def hidden(
+    gate: Tensor, x: Tensor, w_up: Tensor | None, b_up: Tensor | None, activation: str = "relu"
+) -> tuple[Tensor, Tensor]:
+    """h in fp32 and the up projection rounded to x's dtype, [M, N]; without ``w_up`` the latter is ones."""
+    factor = gate.float() ** 2 if activation == "relu2" else gate.float()
     if w_up is None:
-        return gate.float(), torch.ones_like(gate)
+        return factor, torch.ones_like(gate)
     up = x.float() @ w_up.float().t()
     up = up if b_up is None else up + b_up.float()
-    return torch.where(gate != 0, gate.float() * up, 0), up.to(x.dtype)
+    return torch.where(gate != 0, factor * (up.relu() if activation == "drelu" else up), 0), up.to(x.dtype)
 
 
 def hybrid_forward(
@@ -141,10 +154,12 @@ def hybrid_forward(
     b_gate: Tensor | None,
     b_up: Tensor | None,
     b_down: Tensor | None,
+    activation: str = "relu",
+    threshold: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [M, K] of x's dtype, the sum of |h| in fp32, the number of non-zeros. h is rounded before it is projected."""
-    dense = gate(x, w_gate, b_gate)
-    h, _ = hidden(dense, x, w_up, b_up)
+    dense = gate(x, w_gate, b_gate, threshold)
+    h, _ = hidden(dense, x, w_up, b_up, activation)
     y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for row, neuron in (dense != 0).nonzero().tolist():
         y[row] += h[row, neuron].to(x.dtype).float() * w_down[neuron].float()
@@ -160,13 +175,15 @@ def hybrid_backward(
     w_down: Tensor,
     b_gate: Tensor | None,
     b_up: Tensor | None,
+    activation: str = "relu",
+    threshold: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dx, dw_gate, dw_up, dw_down, db_gate, db_up in fp32: h, up and their gradients are rounded to x's dtype.
 
     For the weights and biases of rare neurons the rest of that rounding is rounded and added. In order of popularity,
     64 neurons at a time are rare if they have at most 2,048 non-zeros and all non-zeros fit into the hybrid format.
     """
-    dense = gate(x, w_gate, b_gate)
+    dense = gate(x, w_gate, b_gate, threshold)
     fits = int((dense != 0).sum()) <= geometry.hybrid_capacity(*dense.shape)
     counts, order = (dense != 0).sum(0).sort(descending=True, stable=True)
     rare = {
@@ -180,14 +197,19 @@ def hybrid_backward(
         rounded = value.to(x.dtype).float()
         return rounded + (value - rounded).to(x.dtype).float() if neuron in rare and rounded.isfinite() else rounded
 
-    h, up = hidden(dense, x, w_up, b_up)
+    h, up = hidden(dense, x, w_up, b_up, activation)
     dx, dw_gate, dw_up, dw_down = (torch.zeros(t.shape, device=x.device) for t in (x, w_gate, w_gate, w_down))
     db_gate, db_up = torch.zeros(len(w_gate), device=x.device), torch.zeros(len(w_gate), device=x.device)
     for row, neuron in (dense != 0).nonzero().tolist():
         here = row, neuron
         dh = dy[row].float() @ w_down[neuron].float() + dl1 * h[here].sign()
-        d_gate = dh * up[here].float()
-        d_up = dh * dense[here].float() if w_up is not None else torch.zeros((), device=x.device)
+        g, u = dense[here].float(), up[here].float()
+        # h = factor * u, and the slope of factor; for drelu only where u is positive, or NaN
+        factor, slope = (g * g, 2 * g) if activation == "relu2" else (g, torch.ones_like(g))
+        silent = activation == "drelu" and bool(u <= 0)
+        u = torch.zeros_like(u) if silent else u
+        d_gate = dh * slope * u
+        d_up = torch.zeros_like(u) if silent or w_up is None else dh * factor
         dx[row] += d_gate.to(x.dtype).float() * w_gate[neuron].float()
         if w_up is not None:
             dx[row] += d_up.to(x.dtype).float() * w_up[neuron].float()
@@ -195,7 +217,7 @@ def hybrid_backward(
         dw_gate[neuron] += d_gate * x[row].float()
         dw_up[neuron] += d_up * x[row].float()
         # from the rounded up projection, which forward saves
-        wide = dense[here].float() * up[here].float()
+        wide = factor * u
         dw_down[neuron] += split(wide, neuron) * dy[row].float()
         db_gate[neuron] += d_gate
         db_up[neuron] += d_up

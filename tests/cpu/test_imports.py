@@ -31,6 +31,7 @@ LAYERS = [
     # the library: facts of a call
     ["twell._runtime"],
     ["twell._arguments", "twell._files", "twell._memory"],
+    ["twell._activation"],
     ["twell.reference", "twell._tuning_table"],
     ["twell._tables"],
     ["twell.tuning"],

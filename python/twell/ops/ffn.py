@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twell import _auto, tuning
+from twell._activation import Activation, activation_of
 from twell._runtime import geometry, nvtx
 from twell.ops.ffn_union import by_small_tiles
 from twell.ops.ffn_union import on_cpu as union_on_cpu
@@ -26,7 +27,16 @@ from twell.ops.ffn_union import on_cuda as union_on_cuda
 from twell.ops.gate_pack import on_cpu as pack_on_cpu
 from twell.ops.gate_pack import outputs as packed_outputs
 from twell.ops.gate_pack import pack
-from twell.ops.library import LAYER, Implementation, check_alike, check_layer, empty, has_row_strides, register
+from twell.ops.library import (
+    ACTIVATION,
+    LAYER,
+    Implementation,
+    check_alike,
+    check_layer,
+    empty,
+    has_row_strides,
+    register,
+)
 from twell.ops.operands import Operands, PackedOperands
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
@@ -37,7 +47,7 @@ Aux = tuple[Tensor, Tensor, Tensor]
 _Totals = tuple[Tensor, Tensor | None, Tensor | None]
 # y, parts of the sum of |h|, stats, and for "union" the unions, with more behind them
 _Counted = tuple[Tensor, Tensor, Tensor, Tensor | None]
-_Sparse = Mapping[str, Callable[[Operands, int, bool], _Counted]]
+_Sparse = Mapping[str, Callable[[Operands, int, Activation, bool], _Counted]]
 
 
 def outputs(x: Tensor) -> Aux:
@@ -45,18 +55,23 @@ def outputs(x: Tensor) -> Aux:
     return x.new_empty(x.shape), x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.int64)
 
 
-def _fake(layer: Operands, compression: int, strategy: str, site: Tensor | None, totals: bool) -> Aux:
+def _fake(
+    layer: Operands, compression: int, strategy: str, site: Tensor | None, activation: Activation, totals: bool
+) -> Aux:
     check_layer(*layer)
+    activation.level(layer.x.dtype)
     geometry.words_per_tile(compression)
     tuning.require_strategy(strategy)
     return outputs(layer.x)
 
 
-def _run(sparse: _Sparse, layer: Operands, compression: int, route: _auto.Route, totals: bool) -> _Totals:
+def _run(
+    sparse: _Sparse, layer: Operands, compression: int, activation: Activation, route: _auto.Route, totals: bool
+) -> _Totals:
     """Compute the layer as ``route`` says, by the sparse strategies of its device."""
     if route.strategy == "dense":
-        return _dense(layer, route.measurement, totals)
-    y, l1, stats, unions = sparse[route.strategy](layer, compression, route.measurement is not None)
+        return _dense(layer, activation, route.measurement, totals)
+    y, l1, stats, unions = sparse[route.strategy](layer, compression, activation, route.measurement is not None)
     if not totals and route.measurement is None:
         return y, None, None
     counts = stats.select(2, 0)
@@ -81,80 +96,95 @@ def _choose(layer: Operands, strategy: str, site: Tensor | None) -> _auto.Route:
     return _auto.site_of(site).begin(x, n, gated, False, copied)
 
 
-def _on_cpu(layer: Operands, compression: int, strategy: str, site: Tensor | None, totals: bool) -> _Totals:
+def _on_cpu(
+    layer: Operands, compression: int, strategy: str, site: Tensor | None, activation: Activation, totals: bool
+) -> _Totals:
     check_layer(*layer)
     geometry.words_per_tile(compression)
-    return _run(_SPARSE_ON_CPU, layer, compression, _choose(layer, strategy, site), totals)
+    return _run(_SPARSE_ON_CPU, layer, compression, activation, _choose(layer, strategy, site), totals)
 
 
-def _on_cuda(layer: Operands, compression: int, strategy: str, site: Tensor | None, totals: bool) -> _Totals:
+def _on_cuda(
+    layer: Operands, compression: int, strategy: str, site: Tensor | None, activation: Activation, totals: bool
+) -> _Totals:
     geometry.words_per_tile(compression)
-    return _run(_SPARSE_ON_CUDA, layer, compression, _choose(layer, strategy, site), totals)
+    return _run(_SPARSE_ON_CUDA, layer, compression, activation, _choose(layer, strategy, site), totals)
 
 
 @nvtx.marked(
     lambda layer, compression, *_: nvtx.range("ffn", **nvtx.sizes(layer._asdict() | {"compression": compression}))
 )
-def on_cuda(layer: Operands, compression: int, route: _auto.Route, totals: bool) -> _Totals:
+def on_cuda(layer: Operands, compression: int, activation: Activation, route: _auto.Route, totals: bool) -> _Totals:
     """The operators on the current device, for a call with a route; l1 and nonzeros are for ``totals``."""
-    return _run(_SPARSE_ON_CUDA, layer, compression, route, totals)
+    return _run(_SPARSE_ON_CUDA, layer, compression, activation, route, totals)
 
 
 def _operators(implementation: Callable[..., _Totals]) -> list[Implementation]:
     """``ffn`` and ``ffn_aux`` as functions of the schema's arguments."""
 
+    def run(totals: bool, *arguments: Any) -> _Totals:
+        layer = Operands(*arguments[:7])
+        # the dispatcher leaves out what has its default
+        activation = activation_of(*(arguments[10:] or ("relu",)), gated=layer.w_up is not None)
+        return implementation(layer, *arguments[7:10], activation, totals)
+
     def ffn(*arguments: Any) -> Tensor:
-        return implementation(Operands(*arguments[:7]), *arguments[7:], False)[0]
+        return run(False, *arguments)[0]
 
     def ffn_aux(*arguments: Any) -> _Totals:
-        return implementation(Operands(*arguments[:7]), *arguments[7:], True)
+        return run(True, *arguments)
 
     return [ffn, ffn_aux]
 
 
-def _row_on_cpu(layer: Operands, compression: int, measured: bool) -> _Counted:
+def _row_on_cpu(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
-    words, spill, stats = pack_on_cpu(x, w_gate, b_gate, compression)
-    return *up_down_on_cpu(x, words, spill, w_up, w_down, b_up, b_down, compression), stats, None
-
-
-def _row_on_cuda(layer: Operands, compression: int, measured: bool, invariant: bool = False) -> _Counted:
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
-    check_alike(w_gate, w_up=w_up, w_down=w_down)
-    words, spill, stats = packed = packed_outputs(x, w_gate, compression)
-    pack(x, w_gate, b_gate, packed, compression, invariant)
-    y, l1 = empty(x, x.shape), empty(x, x.shape[0], torch.float32)
-    multiply(PackedOperands(x, words, spill, w_up, w_down, b_up, b_down), y, l1, compression, invariant)
+    words, spill, stats = pack_on_cpu(x, w_gate, b_gate, compression, activation)
+    y, l1 = up_down_on_cpu(x, words, spill, w_up, w_down, b_up, b_down, compression, activation.name)
     return y, l1, stats, None
 
 
-def _union_on_cuda(layer: Operands, compression: int, measured: bool) -> _Counted:
+def _row_on_cuda(
+    layer: Operands, compression: int, activation: Activation, measured: bool, invariant: bool = False
+) -> _Counted:
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+    check_alike(w_gate, w_up=w_up, w_down=w_down)
+    words, spill, stats = packed = packed_outputs(x, w_gate, compression)
+    pack(x, w_gate, b_gate, packed, compression, activation, invariant)
+    y, l1 = empty(x, x.shape), empty(x, x.shape[0], torch.float32)
+    behind = PackedOperands(x, words, spill, w_up, w_down, b_up, b_down)
+    multiply(behind, y, l1, compression, activation, invariant)
+    return y, l1, stats, None
+
+
+def _union_on_cuda(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
     # the kernel for few tokens knows no unions
     (m, k), n, gated = layer.x.shape, layer.w_gate.shape[0], layer.w_up is not None
     spec = None if measured or not m else tuning.up_down_tile(layer.x.dtype, m, k, n, gated)
     if spec is None:
-        return union_on_cuda(layer, compression)
-    return *by_small_tiles(layer, compression, spec), None
+        return union_on_cuda(layer, compression, activation)
+    return *by_small_tiles(layer, compression, activation, spec), None
 
 
-def _dense(layer: Operands, measurement: _auto.Measurement | None, totals: bool) -> _Totals:
+def _dense(layer: Operands, activation: Activation, measurement: _auto.Measurement | None, totals: bool) -> _Totals:
     """The layer by PyTorch's own operators."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     with _without_autocast(x):
         gate = F.linear(x, w_gate, b_gate)
         if w_up is None:
-            hidden = gate = gate.relu_()
+            gate = activation.after(gate, inplace=True)
+            hidden = activation.hidden(gate, None)
         elif pays(gate):
-            hidden = reglu_on_cuda(gate, F.linear(x, w_up, b_up))
+            hidden = reglu_on_cuda(gate, F.linear(x, w_up, b_up), activation)
         else:
-            gate = gate.relu_()
-            hidden = gate * F.linear(x, w_up, b_up)
+            gate = activation.after(gate, inplace=True)
+            hidden = activation.hidden(gate, F.linear(x, w_up, b_up))
         y = F.linear(hidden, w_down.t(), b_down)
     if measurement is not None:
-        measurement.dense(gate)
+        measurement.dense(gate, activation.level(gate.dtype))
     if not totals:
         return y, None, None
-    return y, hidden.abs().sum(dtype=torch.float32), gate.numel() - (gate <= 0).sum()
+    return y, hidden.abs().sum(dtype=torch.float32), gate.numel() - (gate <= activation.level(gate.dtype)).sum()
 
 
 def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -164,7 +194,7 @@ def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 _SPARSE_ON_CPU: _Sparse = {
     "row": _row_on_cpu,
-    "union": lambda layer, compression, measured: union_on_cpu(*layer, compression),
+    "union": lambda layer, compression, activation, measured: union_on_cpu(layer, compression, activation),
     "invariant": _row_on_cpu,
 }
 _SPARSE_ON_CUDA: _Sparse = {
@@ -172,7 +202,7 @@ _SPARSE_ON_CUDA: _Sparse = {
     "union": _union_on_cuda,
     "invariant": functools.partial(_row_on_cuda, invariant=True),
 }
-_ARGUMENTS = f"{LAYER}, int compression, str strategy, Tensor? site"
+_ARGUMENTS = f"{LAYER}, int compression, str strategy, Tensor? site, {ACTIVATION}"
 
 ffn, ffn_aux = (
     register(schema, fake=fake, cpu=cpu, cuda=cuda, instead="twell.sparse_gated_ffn or twell.sparse_ffn")

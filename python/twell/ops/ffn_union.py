@@ -9,12 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from twell._activation import Activation, activation_of
 from twell._runtime import geometry, specs
 from twell.ops.gate_pack import figures, pack, room
 from twell.ops.gate_pack import on_cpu as pack_on_cpu
 from twell.ops.gate_pack import outputs as packed_outputs
 from twell.ops.hybrid import near_rows
 from twell.ops.library import (
+    ACTIVATION,
     LAYER,
     bias_vector,
     check_alike,
@@ -41,28 +43,35 @@ def outputs(x: Tensor, w_gate: Tensor) -> Outputs:
 
 
 @layer_first
-def _fake(layer: Operands, compression: int) -> Outputs:
+def _fake(layer: Operands, compression: int, activation: str = "relu", threshold: float = 0.0) -> Outputs:
     check_layer(*layer)
+    activation_of(activation, threshold, layer.w_up is not None).level(layer.x.dtype)
     y, l1, stats, sizes = outputs(layer.x, layer.w_gate)
     return y, l1, stats, union(sizes)
 
 
 @layer_first
-def on_cpu(layer: Operands, compression: int) -> Outputs:
-    _fake(*layer, compression)
+def _cpu(layer: Operands, compression: int, activation: str = "relu", threshold: float = 0.0) -> Outputs:
+    _fake(*layer, compression, activation, threshold)
+    return on_cpu(layer, compression, activation_of(activation, threshold))
+
+
+def on_cpu(layer: Operands, compression: int, activation: Activation) -> Outputs:
+    """The operator on the CPU."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
-    words, spill, stats = pack_on_cpu(x, w_gate, b_gate, compression)
-    y, l1, unions = up_down_on_cpu(x, words, spill, w_up, w_down, b_up, b_down, compression)
+    words, spill, stats = pack_on_cpu(x, w_gate, b_gate, compression, activation)
+    y, l1, unions = up_down_on_cpu(x, words, spill, w_up, w_down, b_up, b_down, compression, activation.name)
     return y, l1, stats, unions
 
 
 @layer_first
-def _cuda(layer: Operands, compression: int) -> Outputs:
-    y, l1, stats, sizes = on_cuda(layer, compression)
+def _cuda(layer: Operands, compression: int, activation: str = "relu", threshold: float = 0.0) -> Outputs:
+    form = activation_of(activation, threshold, layer.w_up is not None)
+    y, l1, stats, sizes = on_cuda(layer, compression, form)
     return y, l1, stats, union(sizes)
 
 
-def on_cuda(layer: Operands, compression: int) -> Outputs:
+def on_cuda(layer: Operands, compression: int, activation: Activation) -> Outputs:
     """The operator on the current device, with all sizes."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     check_alike(w_gate, w_up=w_up, w_down=w_down)
@@ -74,32 +83,35 @@ def on_cuda(layer: Operands, compression: int) -> Outputs:
     def packed_of(first: int, last: int) -> tuple[Tensor, Tensor]:
         packed = part(words, 0, last - first), part(spill, 0, last - first)
         own = part(stats, first // geometry.STATS_ROWS, -(-last // geometry.STATS_ROWS))
-        pack(part(x, first, last), laid, b_gate, (*packed, own), compression)
+        pack(part(x, first, last), laid, b_gate, (*packed, own), compression, activation)
         return packed
 
     packed = PackedOperands(x, words, spill, w_up, w_down, b_up, b_down)
-    y, l1, sizes = by_slices(packed, slices, packed_of, lambda: results(x, n))
+    y, l1, sizes = by_slices(packed, slices, packed_of, lambda: results(x, n), activation)
     return y, l1, stats, sizes
 
 
-def by_small_tiles(layer: Operands, compression: int, spec: specs.UpDownTileSpec) -> tuple[Tensor, Tensor, Tensor]:
+def by_small_tiles(
+    layer: Operands, compression: int, activation: Activation, spec: specs.UpDownTileSpec
+) -> tuple[Tensor, Tensor, Tensor]:
     """y, l1 and stats of few tokens of a gated layer, by ``gate_pack`` and the kernel of ``spec``: no unions."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     check_alike(w_gate, w_up=w_up, w_down=w_down)
     words, spill, stats = packed = packed_outputs(x, w_gate, compression)
-    pack(x, w_gate, b_gate, packed, compression)
+    pack(x, w_gate, b_gate, packed, compression, activation)
     n, k = w_gate.shape
     y, l1 = empty(x, x.shape), empty(x, (-(-x.shape[0] // geometry.SMALL_TILE), spec.cluster), torch.float32)
     weights = near_rows(w_up), near_rows(down_rows(w_down))  # type: ignore[arg-type]
     biases = bias_vector("b_up", b_up, n, x), bias_vector("b_down", b_down, k, x)
-    launch(spec, rows(x), words, spill, *weights, *biases, y, l1, geometry.words_per_tile(compression))
+    form = geometry.words_per_tile(compression), activation.code()
+    launch(spec, rows(x), words, spill, *weights, *biases, y, l1, *form)
     return y, l1, stats
 
 
 ffn_union = register(
-    f"ffn_union({LAYER}, int compression) -> (Tensor y, Tensor l1, Tensor stats, Tensor union)",
+    f"ffn_union({LAYER}, int compression, {ACTIVATION}) -> (Tensor y, Tensor l1, Tensor stats, Tensor union)",
     fake=_fake,
-    cpu=on_cpu,
+    cpu=_cpu,
     cuda=_cuda,
     instead="twell.sparse_gated_ffn or twell.sparse_ffn",
 )

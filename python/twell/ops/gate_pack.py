@@ -1,4 +1,7 @@
-"""``gate_pack``: the gate projection, packed. words, spill, stats = TwELL of relu(x @ w_gate^T + b_gate)."""
+"""``gate_pack``: the gate projection, packed. words, spill, stats = TwELL of relu(x @ w_gate^T + b_gate).
+
+With a ``threshold`` values up to it are zero, too.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twell import tuning
+from twell._activation import Activation, activation_of, threshold_pair
 from twell._runtime import device, geometry, specs
 from twell.ops.library import bias_vector, blocks, check_layer, empty, launch, register, rows
 
@@ -30,17 +34,22 @@ def figures(x: Tensor, w_gate: Tensor) -> Tensor:
     return empty(x, (blocks(x.shape[0], geometry.STATS_ROWS), geometry.tiles(w_gate.shape[0]), 2), torch.int32)
 
 
-def _fake(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int) -> Packed:
+def _fake(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, threshold: float = 0.0) -> Packed:
     check_layer(x, w_gate, b_gate=b_gate)
+    activation_of("fatrelu", threshold).level(x.dtype)
     return outputs(x, w_gate, compression)
 
 
-def on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int) -> Packed:
-    words, spill, stats = _fake(x, w_gate, b_gate, compression)
+def _cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, threshold: float = 0.0) -> Packed:
+    return on_cpu(x, w_gate, b_gate, compression, activation_of("fatrelu", threshold))
+
+
+def on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, activation: Activation) -> Packed:
+    words, spill, stats = _fake(x, w_gate, b_gate, compression, activation.threshold)
     accumulator = x.float() @ w_gate.float().t()
     if b_gate is not None:
         accumulator += b_gate.float()
-    gate = F.pad(accumulator.to(x.dtype).relu_(), (0, spill.shape[1] - w_gate.shape[0]))
+    gate = F.pad(activation.after(accumulator.to(x.dtype), inplace=True), (0, spill.shape[1] - w_gate.shape[0]))
 
     m, tiles, _ = tiled = (x.shape[0], stats.shape[1], geometry.TILE)
     nonzero = gate != 0
@@ -65,14 +74,20 @@ def on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int) -
     return words, spill, stats
 
 
-def _cuda(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int) -> Packed:
+def _cuda(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, threshold: float = 0.0) -> Packed:
     packed = outputs(x, w_gate, compression)
-    pack(x, w_gate, b_gate, packed, compression)
+    pack(x, w_gate, b_gate, packed, compression, activation_of("fatrelu", threshold))
     return packed
 
 
 def pack(
-    x: Tensor, w_gate: Tensor, b_gate: Tensor | None, packed: Packed, compression: int, invariant: bool = False
+    x: Tensor,
+    w_gate: Tensor,
+    b_gate: Tensor | None,
+    packed: Packed,
+    compression: int,
+    activation: Activation,
+    invariant: bool = False,
 ) -> None:
     """Launch what fills ``packed``; if ``invariant``, with bits that do not depend on the number of tokens."""
     (m, _), n = x.shape, w_gate.shape[0]
@@ -83,13 +98,15 @@ def pack(
     clusters = device.sm_count(x.device.index) // 2
     spec = tuning.gate_pack(x.dtype, m, n, clusters, invariant)
     last = (clusters,) if isinstance(spec, specs.GatePackSpec) else ()
-    launch(spec, *operands, geometry.words_per_tile(compression), *last)
+    threshold = threshold_pair(activation, x.dtype)
+    launch(spec, *operands, geometry.words_per_tile(compression), threshold, *last)
 
 
 gate_pack = register(
-    "gate_pack(Tensor x, Tensor w_gate, Tensor? b_gate, int compression) -> (Tensor words, Tensor spill, Tensor stats)",
+    "gate_pack(Tensor x, Tensor w_gate, Tensor? b_gate, int compression, float threshold=0.0) "
+    "-> (Tensor words, Tensor spill, Tensor stats)",
     fake=_fake,
-    cpu=on_cpu,
+    cpu=_cpu,
     cuda=_cuda,
     instead="twell.sparse_gated_ffn or twell.sparse_ffn",
 )

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twell import tuning
+from twell._activation import RELU, Activation, threshold_pair
 from twell._runtime import device, geometry
 from twell.ops.library import (
     bias_vector,
@@ -190,14 +191,14 @@ def encode(gate: Tensor, up: Tensor | None, kept: Kept) -> None:
         target[:total] = dense[token, neuron]
 
 
-def decode(layer: Operands, kept: Kept) -> tuple[Tensor, Tensor | None]:
+def decode(layer: Operands, kept: Kept, activation: Activation = RELU) -> tuple[Tensor, Tensor | None]:
     """The gate and the up projection, if there is one, at its non-zeros: dense [M, N] of ``accumulator``'s dtype."""
     x, w_gate, w_up, _, b_gate, b_up, _ = layer
     m, n, dtype = x.shape[0], w_gate.shape[0], x.dtype
     capacity, wide = capacity_of(x, n, w_up is not None, kept.entries), accumulator(dtype)
     total = int(kept.sizes[-1])
     if total > capacity:
-        gate = rounded(project(x, w_gate, b_gate), dtype).relu_()
+        gate = activation.after(project(x, w_gate, b_gate).to(dtype)).to(wide)
         return gate, None if w_up is None else project(x, w_up, b_up).masked_fill_(gate == 0, 0)
 
     entries, chunks = kept.entries[:total], geometry.chunks(n)
@@ -225,14 +226,21 @@ def rare(popularity: Tensor) -> Tensor:
     return torch.empty_like(few).scatter_(0, order, few)
 
 
-def backward_cpu(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, out: Gradients, accumulate: bool) -> None:
+def backward_cpu(
+    dy: Tensor,
+    dl1: Tensor,
+    layer: Operands,
+    kept: Kept,
+    activation: Activation,
+    out: Gradients,
+    accumulate: bool,
+) -> None:
     """Fill ``out`` by dense matrix products of the decoded gate, rounded where the kernels round."""
     dtype = layer.x.dtype
-    gate, up = decode(layer, kept)
-    hidden = gate if up is None else gate * up
+    gate, up = decode(layer, kept, activation)
+    hidden = activation.hidden(gate, up).masked_fill(gate == 0, 0)
     dh = project(dy, layer.w_down, None).add_(dl1 * hidden.sign()).masked_fill_(gate == 0, 0)
-    wide_gate = dh if up is None else dh * up
-    wide_up = None if up is None else dh * gate
+    wide_gate, wide_up = activation.gradients(dh, gate, up)
     d_gate, d_up = rounded(wide_gate, dtype), None if wide_up is None else rounded(wide_up, dtype)
 
     # for rare neurons the weights' gradients add the rounding errors of their coefficients, too
@@ -271,7 +279,9 @@ def backward_cpu(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, out: Grad
 _BIASES = Operands._fields[4:]
 
 
-def overflow_forward(layer: Operands, kept: Kept, capacity: int, y: Tensor, sums: Tensor, aside: Tensor) -> None:
+def overflow_forward(
+    layer: Operands, kept: Kept, capacity: int, activation: Activation, y: Tensor, sums: Tensor, aside: Tensor
+) -> None:
     """Launch the kernels that fill y and ``sums``, of |h|, densely if there are more non-zeros than ``capacity``.
 
     ``sums`` is [token tiles, ``geometry.training_sums``] and ``aside`` is ``room_aside`` for n terms.
@@ -280,14 +290,23 @@ def overflow_forward(layer: Operands, kept: Kept, capacity: int, y: Tensor, sums
     (m, k), n = x.shape, len(w_gate)
     biases = (bias_vector(*each, x) for each in zip(_BIASES, given, (n, n, k)))
     scratch = x.new_empty((1, min(m, geometry.OVERFLOW_FORWARD), n))
-    over = (kept.sizes, capacity, int(w_up is not None), scratch)
+    form = int(w_up is not None), activation.code(), threshold_pair(activation, x.dtype)
+    over = (kept.sizes, capacity, *form, scratch)
     weights = (w_gate, w_gate if w_up is None else w_up, w_down)
     own = (y, sums, aside, device.sm_count(x.device.index))
     launch(tuning.overflow(x.dtype, "forward"), x, *weights, *biases, *over, *own)
 
 
 def overflow_backward(
-    dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, capacity: int, out: Gradients, accumulate: bool, aside: Tensor
+    dy: Tensor,
+    dl1: Tensor,
+    layer: Operands,
+    kept: Kept,
+    capacity: int,
+    activation: Activation,
+    out: Gradients,
+    accumulate: bool,
+    aside: Tensor,
 ) -> Callable[[], None]:
     """A function that launches the kernels that fill ``out`` densely if there are more non-zeros than ``capacity``.
 
@@ -297,7 +316,8 @@ def overflow_backward(
     (m, k), n, gated = x.shape, len(w_gate), int(w_up is not None)
     biases = (bias_vector(*each, n, x) for each in zip(_BIASES, given[:2]))
     slice_size = min(m, geometry.OVERFLOW_BACKWARD)
-    over = (kept.sizes, capacity, gated, x.new_empty((2 + gated, slice_size, n)))
+    form = gated, activation.code(), threshold_pair(activation, x.dtype)
+    over = (kept.sizes, capacity, *form, x.new_empty((2 + gated, slice_size, n)))
     none, wide = x.new_empty((0, k)), x.new_empty((0, k), dtype=torch.float32)
     dx, *weights = (none if g is None else g for g in out[:4])
     sums = [wide] * 3
@@ -319,6 +339,7 @@ def backward_cuda(
     dl1: Tensor,
     layer: Operands,
     kept: Kept,
+    activation: Activation,
     dx: Tensor | None,
     weights: Callable[[], Gradients] | None,
     accumulate: bool,
@@ -345,20 +366,22 @@ def backward_cuda(
 
     d_gate = empty(sizes, capacity)
     d_up = empty(sizes, capacity) if gated else None
-    launch(tuning.sampled_grad(dtype, gated), dy, w_down, *pattern, up, dl1, d_gate, d_up, multiprocessors)
+    by_entry = (up, dl1, d_gate, d_up, activation.code())
+    launch(tuning.sampled_grad(dtype, gated), dy, w_down, *pattern, *by_entry, multiprocessors)
+    del by_entry
     if dx is not None:
         gathered = tuning.gathered(dtype, 2 if gated else 1)
         # the rounded ones of two values in each word
         gate_rounded, up_rounded = (None if d is None else d.view(dtype)[::2] for d in (d_gate, d_up))
         aside = room_aside(x, 2 * n if gated else n, multiprocessors)
         coefficients = (gate_rounded, w_gate, up_rounded, w_up, bias_vector("bias", None, 0, x))
-        launch(gathered, *coefficients, *pattern, dx, aside, capacity, multiprocessors)
+        launch(gathered, *coefficients, *pattern, dx, aside, RELU.code(), capacity, multiprocessors)
         del gate_rounded, up_rounded, coefficients
         del aside
     laid = layer._replace(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down)
     if weights is None:
         aside = room_aside(x, 2 * n if gated else n, multiprocessors)
-        overflow_backward(dy, dl1, laid, kept, capacity, none, accumulate, aside)()
+        overflow_backward(dy, dl1, laid, kept, capacity, activation, none, accumulate, aside)()
         return none
 
     order, slot = empty(popularity, n), empty(popularity, n)
@@ -372,7 +395,7 @@ def backward_cuda(
     packed = empty(sizes, room, torch.int64)
     tokens = empty(sizes, room)
     by_neuron = (groups, tiles, starts, packed, tokens)
-    launch(tuning.transpose(dtype, gated), *pattern, up, d_gate, d_up, slot, *by_neuron)
+    launch(tuning.transpose(dtype, gated), *pattern, up, d_gate, d_up, slot, *by_neuron, activation.code())
 
     del d_gate, d_up, groups, by_neuron
     out = weights()
@@ -389,7 +412,7 @@ def backward_cuda(
     weight_grad = tuning.weight_grad(dtype, gated, bias)
     given = (x, dy, order, sizes, tiles, starts, packed, tokens)
     out = out._replace(x=dx)
-    dense = functools.partial(overflow_backward, dy, dl1, laid, kept, capacity, out, accumulate, aside)
+    dense = functools.partial(overflow_backward, dy, dl1, laid, kept, capacity, activation, out, accumulate, aside)
     # nothing may run out of memory once something has been added
     overflow = dense() if accumulate else None
     launch(weight_grad, *given, *gradients, capacity, multiprocessors)

@@ -2,7 +2,8 @@
 
 dh = dy @ w_down^T + dl1 * sign(h) is computed only at the non-zeros of the gate. d_gate = dh * up and d_up = dh * gate,
 or d_gate = dh without an up projection. dx = d_gate @ w_gate + d_up @ w_up; dw_gate = d_gate^T @ x, dw_up = d_up^T @ x,
-dw_down = h^T @ dy, and the biases' are sums over the tokens. h, d_gate and d_up are rounded, sums are fp32.
+dw_down = h^T @ dy, and the biases' are sums over the tokens. h, d_gate and d_up are rounded, sums are fp32. This is
+relu; ``twell._activation`` has the others.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
+from twell._activation import Activation, activation_of
 from twell._runtime import nvtx
 from twell.ops import hybrid
 from twell.ops.hybrid import Kept
-from twell.ops.library import Implementation, empty, register
+from twell.ops.library import ACTIVATION, Implementation, empty, register
 from twell.ops.operands import Gradients, Operands
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -50,40 +52,85 @@ def backward_first(implementation: Implementation) -> Implementation:
     return ungrouped
 
 
-@backward_first
-def _fake(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, input_grad: bool, weight_grad: bool) -> Outputs:
+def _form_last(implementation: Implementation) -> Implementation:
+    """``implementation(dy, dl1, layer, kept, activation, ...)`` as a function of the schema's arguments."""
+
+    @backward_first
+    def ungrouped(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, *rest: Any) -> Any:
+        # the dispatcher leaves out what has its default
+        activation = activation_of(*(rest[2:] or ("relu",)), gated=layer.w_up is not None)
+        return implementation(dy, dl1, layer, kept, activation, *rest[:2])
+
+    return ungrouped
+
+
+@_form_last
+def _fake(
+    dy: Tensor,
+    dl1: Tensor,
+    layer: Operands,
+    kept: Kept,
+    activation: Activation,
+    input_grad: bool,
+    weight_grad: bool,
+) -> Outputs:
+    activation.level(layer.x.dtype)
     hybrid.check_backward(dy, dl1, layer, kept)
     return present(outputs(layer, input_grad, weight_grad), layer.x)
 
 
-@backward_first
-def _cpu(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, input_grad: bool, weight_grad: bool) -> Outputs:
+@_form_last
+def _cpu(
+    dy: Tensor,
+    dl1: Tensor,
+    layer: Operands,
+    kept: Kept,
+    activation: Activation,
+    input_grad: bool,
+    weight_grad: bool,
+) -> Outputs:
     hybrid.check_backward(dy, dl1, layer, kept)
     gradients = outputs(layer, input_grad, weight_grad)
-    hybrid.backward_cpu(dy, dl1, layer, kept, gradients, accumulate=False)
+    hybrid.backward_cpu(dy, dl1, layer, kept, activation, gradients, accumulate=False)
     return present(gradients, layer.x)
 
 
-@backward_first
-def _cuda(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, input_grad: bool, weight_grad: bool) -> Outputs:
-    return present(on_cuda(dy, dl1, layer, kept, input_grad, weight_grad), layer.x)
+@_form_last
+def _cuda(
+    dy: Tensor,
+    dl1: Tensor,
+    layer: Operands,
+    kept: Kept,
+    activation: Activation,
+    input_grad: bool,
+    weight_grad: bool,
+) -> Outputs:
+    return present(on_cuda(dy, dl1, layer, kept, activation, input_grad, weight_grad), layer.x)
 
 
 @nvtx.marked(
     lambda dy, dl1, layer, *_: nvtx.range("hybrid_backward", category=nvtx.BACKWARD, **nvtx.sizes(layer._asdict()))
 )
-def on_cuda(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, input_grad: bool, weight_grad: bool) -> Gradients:
+def on_cuda(
+    dy: Tensor,
+    dl1: Tensor,
+    layer: Operands,
+    kept: Kept,
+    activation: Activation,
+    input_grad: bool,
+    weight_grad: bool,
+) -> Gradients:
     """The operator on the current device; None for gradients that are not wanted."""
     if not dy.shape[0]:
         gradients = outputs(layer, input_grad, weight_grad)
         return Gradients(*(None if g is None else g.zero_() for g in gradients))
     dx = empty(layer.x, layer.x.shape) if input_grad else None
     weights = (lambda: outputs(layer, False, True)) if weight_grad else None
-    return hybrid.backward_cuda(dy, dl1, layer, kept, dx, weights, accumulate=False)
+    return hybrid.backward_cuda(dy, dl1, layer, kept, activation, dx, weights, accumulate=False)
 
 
 hybrid_backward = register(
-    f"hybrid_backward({BACKWARD}, bool input_grad, bool weight_grad) "
+    f"hybrid_backward({BACKWARD}, bool input_grad, bool weight_grad, {ACTIVATION}) "
     "-> (Tensor dx, Tensor dw_gate, Tensor dw_up, Tensor dw_down, Tensor db_gate, Tensor db_up)",
     fake=_fake,
     cpu=_cpu,

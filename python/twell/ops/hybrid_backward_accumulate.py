@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from twell._activation import Activation, activation_of
 from twell._runtime import nvtx
 from twell.ops import hybrid
 from twell.ops.hybrid import Kept
 from twell.ops.hybrid_backward import BACKWARD, backward_first, present
-from twell.ops.library import Implementation, check, has_rows, register
+from twell.ops.library import ACTIVATION, Implementation, check, has_rows, register
 from twell.ops.operands import Gradients, Mains, Operands
 
 Outputs = tuple[Tensor, Tensor, Tensor]
@@ -32,11 +33,13 @@ def outputs(layer: Operands, mains: Mains, input_grad: bool) -> Gradients:
 
 
 def _mains_last(implementation: Implementation) -> Implementation:
-    """``implementation(dy, dl1, layer, kept, mains, input_grad)`` as a function of the schema's arguments."""
+    """``implementation(dy, dl1, layer, kept, activation, mains, input_grad)`` of the schema's arguments."""
 
     @backward_first
     def ungrouped(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, *rest: Any) -> Any:
-        return implementation(dy, dl1, layer, kept, Mains(*rest[:-1]), rest[-1])
+        # the dispatcher leaves out what has its default
+        activation = activation_of(*(rest[4:] or ("relu",)), gated=layer.w_up is not None)
+        return implementation(dy, dl1, layer, kept, activation, Mains(*rest[:3]), rest[3])
 
     return ungrouped
 
@@ -47,7 +50,10 @@ def _returned(gradients: Gradients, like: Tensor) -> Outputs:
 
 
 @_mains_last
-def _fake(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, mains: Mains, input_grad: bool) -> Outputs:
+def _fake(
+    dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, activation: Activation, mains: Mains, input_grad: bool
+) -> Outputs:
+    activation.level(layer.x.dtype)
     hybrid.check_backward(dy, dl1, layer, kept)
     for name, main in mains._asdict().items():
         if main is not None:
@@ -56,16 +62,20 @@ def _fake(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, mains: Mains, in
 
 
 @_mains_last
-def _cpu(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, mains: Mains, input_grad: bool) -> Outputs:
-    _fake(dy, dl1, *layer[:-1], *kept, *mains, input_grad)
+def _cpu(
+    dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, activation: Activation, mains: Mains, input_grad: bool
+) -> Outputs:
+    _fake(dy, dl1, *layer[:-1], *kept, *mains, input_grad, *activation)
     gradients = outputs(layer, mains, input_grad)
     targets = gradients._replace(**mains._asdict())
-    hybrid.backward_cpu(dy, dl1, layer, kept, targets, accumulate=True)
+    hybrid.backward_cpu(dy, dl1, layer, kept, activation, targets, accumulate=True)
     return _returned(gradients, layer.x)
 
 
 @_mains_last
-def _cuda(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, mains: Mains, input_grad: bool) -> Outputs:
+def _cuda(
+    dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, activation: Activation, mains: Mains, input_grad: bool
+) -> Outputs:
     gradients = outputs(layer, mains, input_grad)
     if not dy.shape[0]:
         return _returned(Gradients(*(None if g is None else g.zero_() for g in gradients)), layer.x)
@@ -73,7 +83,7 @@ def _cuda(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, mains: Mains, in
         m if m is None or has_rows(m) else torch.zeros_like(m, memory_format=torch.contiguous_format) for m in mains
     ]
     targets = gradients._replace(w_gate=laid[0], w_up=laid[1], w_down=laid[2])
-    hybrid.backward_cuda(dy, dl1, layer, kept, gradients.x, lambda: targets, accumulate=True)
+    hybrid.backward_cuda(dy, dl1, layer, kept, activation, gradients.x, lambda: targets, accumulate=True)
     for main, added in zip(mains, laid):
         if main is not None and added is not None and added is not main:
             main.add_(added)
@@ -82,7 +92,7 @@ def _cuda(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, mains: Mains, in
 
 hybrid_backward_accumulate = register(
     f"hybrid_backward_accumulate({BACKWARD}, Tensor(a!) main_gate, Tensor(b!)? main_up, Tensor(c!) main_down, "
-    "bool input_grad) "
+    f"bool input_grad, {ACTIVATION}) "
     "-> (Tensor dx, Tensor db_gate, Tensor db_up)",
     fake=_fake,
     cpu=_cpu,

@@ -3,7 +3,8 @@
 h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]) for the non-zeros of gate = relu(x @ w_gate^T + b_gate), and
 without ``w_up`` h = gate; y = h @ w_down + b_down. The gate is rounded to x's dtype, and so is h, once. The gate is
 kept in the hybrid format of ``twell.ops.hybrid``, with room for ``held`` non-zeros per token on average; 0: for the
-most. On CUDA bfloat16 or float16, on the CPU float32 or float64, too.
+most. On CUDA bfloat16 or float16, on the CPU float32 or float64, too. This is relu; ``twell._activation`` has the
+others.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import torch
 from torch import Tensor
 
 from twell import tuning
+from twell._activation import RELU, Activation, activation_of
 from twell._runtime import device, geometry, nvtx
 from twell.ops import hybrid
 from twell.ops.gate_pack import outputs as packed_outputs
 from twell.ops.gate_pack import pack
 from twell.ops.hybrid import Kept
 from twell.ops.library import (
+    ACTIVATION,
     LAYER,
     bias_vector,
     check_alike,
@@ -52,8 +55,11 @@ def outputs(x: Tensor, w_gate: Tensor, w_up: Tensor | None, held: int) -> Output
 
 
 @layer_first
-def _fake(layer: Operands, compression: int, held: int = 0) -> Outputs:
+def _fake(
+    layer: Operands, compression: int, held: int = 0, activation: str = "relu", threshold: float = 0.0
+) -> Outputs:
     check_layer(*layer, wide=True)
+    activation_of(activation, threshold, layer.w_up is not None).level(layer.x.dtype)
     geometry.words_per_tile(compression)
     if held < 0:
         raise ValueError(f"held must be non-zeros per token, or 0 for the most, got {held}")
@@ -61,17 +67,15 @@ def _fake(layer: Operands, compression: int, held: int = 0) -> Outputs:
 
 
 @layer_first
-def _cpu(layer: Operands, compression: int, held: int = 0) -> Outputs:
-    y, l1, nonzeros, *tensors = _fake(*layer, compression, held)
+def _cpu(layer: Operands, compression: int, held: int = 0, activation: str = "relu", threshold: float = 0.0) -> Outputs:
+    y, l1, nonzeros, *tensors = _fake(*layer, compression, held, activation, threshold)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     hybrid.require_offsets(x.shape[0], w_gate.shape[0])
     kept = Kept(*tensors)
-    gate = hybrid.project(x, w_gate, b_gate).to(x.dtype).relu_()
-    hidden = gate.to(l1.dtype)
-    up = None
-    if w_up is not None:
-        up = hybrid.project(x, w_up, b_up)
-        hidden = (hidden * up).masked_fill_(gate == 0, 0)
+    form = activation_of(activation, threshold)
+    gate = form.after(hybrid.project(x, w_gate, b_gate).to(x.dtype), inplace=True)
+    up = None if w_up is None else hybrid.project(x, w_up, b_up)
+    hidden = form.hidden(gate.to(l1.dtype), up).masked_fill(gate == 0, 0)
     l1.copy_(hidden.abs().sum())
     nonzeros.copy_((gate != 0).sum())
     y.copy_(hybrid.project(hidden.to(x.dtype), w_down.t(), b_down))
@@ -80,8 +84,11 @@ def _cpu(layer: Operands, compression: int, held: int = 0) -> Outputs:
 
 
 @layer_first
-def _cuda(layer: Operands, compression: int, held: int = 0) -> Outputs:
-    y, l1, nonzeros, kept = on_cuda(layer, compression, held, totals=True)
+def _cuda(
+    layer: Operands, compression: int, held: int = 0, activation: str = "relu", threshold: float = 0.0
+) -> Outputs:
+    form = activation_of(activation, threshold, layer.w_up is not None)
+    y, l1, nonzeros, kept = on_cuda(layer, compression, held, form, totals=True)
     assert l1 is not None
     assert nonzeros is not None
     return y, l1, nonzeros, *kept
@@ -93,7 +100,7 @@ def _cuda(layer: Operands, compression: int, held: int = 0) -> Outputs:
     )
 )
 def on_cuda(
-    layer: Operands, compression: int, held: int, totals: bool
+    layer: Operands, compression: int, held: int, activation: Activation, totals: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Kept]:
     """The operator on the current device; l1 and nonzeros are None unless ``totals``: two sums cost 35 us."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
@@ -114,14 +121,16 @@ def on_cuda(
     w_up = None if w_up is None else hybrid.near_rows(w_up)
     multiprocessors, capacity = device.sm_count(x.device.index), geometry.hybrid_capacity(m, n, held)
     words, spill, stats = packed = packed_outputs(x, w_gate, compression)
-    pack(x, w_gate, b_gate, packed, compression)
+    pack(x, w_gate, b_gate, packed, compression, activation)
     entries, neurons, chunks, sizes, popularity = kept
     pattern = (entries, neurons, chunks, sizes)
     width = geometry.words_per_tile(compression)
     # sums of |h| per token tile, written by the kernel that computes h
     sums = empty(x, (geometry.token_tiles(m), geometry.training_sums(n)), torch.float32)
+    code, of_entries = activation.code(), RELU.code() if gated else activation.code()
+    plain = 0 if gated else 1 + code
     compact = tuning.compact(dtype, training=True)
-    launch(compact, words, spill, stats, *pattern, popularity, sums, n, width, int(not gated), capacity)
+    launch(compact, words, spill, stats, *pattern, popularity, sums, n, width, plain, capacity)
     if nonzeros is not None:
         torch.sum(stats.select(2, 0), (0, 1), out=nonzeros)
     # the largest tensors of the step are given back before y is allocated
@@ -133,22 +142,23 @@ def on_cuda(
         up = hybrid.values(entries, capacity, dtype, 1)[0]
         hidden = empty(up, capacity)
         spec = tuning.sampled_up(dtype, training=True)
-        launch(spec, x, w_up, bias_vector("b_up", b_up, n, x), *pattern, up, hidden, sums, capacity, multiprocessors)
-    # without an up projection the hidden state is in the entries
+        up_bias, last = bias_vector("b_up", b_up, n, x), (code, capacity, multiprocessors)
+        launch(spec, x, w_up, up_bias, *pattern, up, hidden, sums, *last)
+    # without an up projection the gates in the entries become h as they are read
     down = tuning.gathered(dtype, 1 if gated else 0)
     bias = bias_vector("b_down", b_down, k, x)
     aside = hybrid.room_aside(x, n, multiprocessors)
-    launch(down, hidden, w_down, None, None, bias, *pattern, y, aside, capacity, multiprocessors)
+    launch(down, hidden, w_down, None, None, bias, *pattern, y, aside, of_entries, capacity, multiprocessors)
 
     laid = layer._replace(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down)
-    hybrid.overflow_forward(laid, kept, capacity, y, sums, aside)
+    hybrid.overflow_forward(laid, kept, capacity, activation, y, sums, aside)
     if l1 is not None:
         torch.sum(sums, (0, 1), out=l1)
     return y, l1, nonzeros, kept
 
 
 hybrid_forward = register(
-    f"hybrid_forward({LAYER}, int compression, int held=0) -> (Tensor y, Tensor l1, Tensor nonzeros, "
+    f"hybrid_forward({LAYER}, int compression, int held=0, {ACTIVATION}) -> (Tensor y, Tensor l1, Tensor nonzeros, "
     "Tensor entries, Tensor neurons, Tensor chunks, Tensor sizes, Tensor popularity)",
     fake=_fake,
     cpu=_cpu,

@@ -27,8 +27,9 @@ _ALLOCATE: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 ALIGNMENT = 16
 STRIDE_MULTIPLE = 8
 
-# Operands in schemas: those of a layer, and those of the operators behind ``gate_pack`` after their x.
+# Operands in schemas: those of a layer, its activation, and those of the operators behind ``gate_pack`` after their x.
 LAYER = "Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, Tensor? b_down"
+ACTIVATION = 'str activation="relu", float threshold=0.0'
 PACKED = "Tensor words, Tensor spill, Tensor? w_up, Tensor w_down, Tensor? b_up, Tensor? b_down"
 
 # Dtypes that TwELL stores, and those that the operators of training take on the CPU.

@@ -1,8 +1,9 @@
 """``reglu`` and ``reglu_backward``: the activation of a dense gated layer and its gradients, in one pass each.
 
-hidden = relu(gate) * up for tensors of one shape, and the gradients of gate and up from that of hidden. On either
-device the bits are those of torch's own operators and autograd there: each product is rounded once; a NaN gate stays
-NaN and passes its gradient on. On the CPU any floating dtype, on CUDA bfloat16 or float16.
+hidden = relu(gate) * up for tensors of one shape, or another activation of the family, and the gradients of gate and
+up from that of hidden. Each result is computed in fp32 and rounded once; a NaN gate stays NaN and passes its gradient
+on. So the bits on either device are those of torch's own operators and autograd there, except for "relu2", whose square
+they round, too. On the CPU any floating dtype, on CUDA bfloat16 or float16.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 
 from twell import tuning
+from twell._activation import RELU, Activation, activation_of, threshold_pair
 from twell._runtime import nvtx
 from twell.ops import library
-from twell.ops.library import check, flat, launch, register
+from twell.ops.library import ACTIVATION, check, flat, launch, register
 
 # Values of a launch: offsets in bytes fit in 32 bits.
 PIECE = 1 << 29
@@ -33,6 +35,18 @@ def gradients(upstream: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tenso
     return output(gate, up), output(gate, up)
 
 
+def _fake(gate: Tensor, up: Tensor, activation: str = "relu", threshold: float = 0.0) -> Tensor:
+    activation_of(activation, threshold).level(gate.dtype)
+    return output(gate, up)
+
+
+def _backward_fake(
+    upstream: Tensor, gate: Tensor, up: Tensor, activation: str = "relu", threshold: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    activation_of(activation, threshold).level(gate.dtype)
+    return gradients(upstream, gate, up)
+
+
 def pays(gate: Tensor) -> bool:
     """Whether the operators take the gate of a dense layer, and save time; loads their kernels."""
     return (
@@ -45,32 +59,54 @@ def pays(gate: Tensor) -> bool:
     )
 
 
-def _cpu(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.mul(torch.relu(gate), up, out=output(gate, up))
+def _cpu(gate: Tensor, up: Tensor, activation: str = "relu", threshold: float = 0.0) -> Tensor:
+    form = activation_of(activation, threshold)
+    return output(gate, up).copy_(form.hidden(form.after(gate), up))
 
 
-def on_cuda(gate: Tensor, up: Tensor) -> Tensor:
+def _cuda(gate: Tensor, up: Tensor, activation: str = "relu", threshold: float = 0.0) -> Tensor:
+    return on_cuda(gate, up, activation_of(activation, threshold))
+
+
+def on_cuda(gate: Tensor, up: Tensor, activation: Activation = RELU) -> Tensor:
     """``reglu`` on the current device."""
     hidden = output(gate, up)
-    spec = tuning.reglu(gate.dtype, backward=False)
+    spec, form = tuning.reglu(gate.dtype, backward=False), _form(activation, gate.dtype)
     for operands in _pieces(flat(gate), flat(up), hidden.view(-1)):
-        launch(spec, *operands)
+        launch(spec, *operands, *form)
     return hidden
 
 
-def _backward_cpu(upstream: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def _backward_cpu(
+    upstream: Tensor, gate: Tensor, up: Tensor, activation: str = "relu", threshold: float = 0.0
+) -> tuple[Tensor, Tensor]:
     d_gate, d_up = gradients(upstream, gate, up)
-    active = torch.relu(gate)
-    torch.mul(upstream, active, out=d_up)
-    return d_gate.copy_(torch.ops.aten.threshold_backward(upstream * up, active, 0)), d_up
+    by_gate, by_up = derivatives(upstream, gate, up, activation_of(activation, threshold))
+    return d_gate.copy_(by_gate), d_up.copy_(by_up)
 
 
-def _backward_cuda(upstream: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def derivatives(upstream: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up by torch's operators."""
+    active = activation.after(gate)
+    d_gate, d_up = activation.gradients(upstream, active, up)
+    assert d_up is not None
+    return torch.ops.aten.threshold_backward(d_gate, active, 0), d_up
+
+
+def _backward_cuda(
+    upstream: Tensor, gate: Tensor, up: Tensor, activation: str = "relu", threshold: float = 0.0
+) -> tuple[Tensor, Tensor]:
     d_gate, d_up = gradients(upstream, gate, up)
+    form = _form(activation_of(activation, threshold), gate.dtype)
     spec = tuning.reglu(gate.dtype, backward=True)
     for operands in _pieces(flat(upstream), flat(gate), flat(up), d_gate.view(-1), d_up.view(-1)):
-        launch(spec, *operands)
+        launch(spec, *operands, *form)
     return d_gate, d_up
+
+
+def _form(activation: Activation, dtype: torch.dtype) -> tuple[int, int]:
+    """What the kernels take of an activation."""
+    return activation.code(), threshold_pair(activation, dtype)
 
 
 def _pieces(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -79,11 +115,15 @@ def _pieces(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 reglu = register(
-    "reglu(Tensor gate, Tensor up) -> Tensor", fake=output, cpu=_cpu, cuda=on_cuda, instead="twell.sparse_gated_ffn"
+    f"reglu(Tensor gate, Tensor up, {ACTIVATION}) -> Tensor",
+    fake=_fake,
+    cpu=_cpu,
+    cuda=_cuda,
+    instead="twell.sparse_gated_ffn",
 )
 reglu_backward = register(
-    "reglu_backward(Tensor upstream, Tensor gate, Tensor up) -> (Tensor d_gate, Tensor d_up)",
-    fake=gradients,
+    f"reglu_backward(Tensor upstream, Tensor gate, Tensor up, {ACTIVATION}) -> (Tensor d_gate, Tensor d_up)",
+    fake=_backward_fake,
     cpu=_backward_cpu,
     cuda=_backward_cuda,
     instead="twell.sparse_gated_ffn",

@@ -1,10 +1,12 @@
 """``up_down``: the up and down projections on the pattern of a packed gate.
 
 h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]) for the non-zeros of the gate, y = h @ w_down + b_down,
-l1[m] = sum of |h[m]|. The hidden state h is never stored, and stays fp32 until y is rounded. Neurons whose gate
-is zero add nothing, but a non-finite down row may make NaN of 0 * inf in tokens beside one that fires it.
+l1[m] = sum of |h[m]|. With ``activation`` "relu2" h has the square of the gate, with "drelu" the ReLU of the up
+projection. The hidden state h is never stored, and stays fp32 until y is rounded. Neurons whose gate is zero add
+nothing, but a non-finite down row may make NaN of 0 * inf in tokens beside one that fires it.
 
-Without ``w_up``, in a layer without a gate, the packed values are h; x and ``b_up`` are not read and may be None.
+Without ``w_up``, in a layer without a gate, the packed values are h, or h is their square; x and ``b_up`` are not read
+and may be None.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from twell import tuning
+from twell._activation import Activation, activation_of
 from twell._runtime import device, geometry
 from twell.ops import hybrid
 from twell.ops.library import (
@@ -45,8 +48,9 @@ def outputs(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
 
 
 @packed_first
-def _fake(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
+def _fake(packed: PackedOperands, compression: int, activation: str = "relu") -> tuple[Tensor, Tensor]:
     x, words, _, w_up, w_down, b_up, b_down = packed
+    activation_of(activation, gated=w_up is not None)
     if x is not None and w_up is not None:
         check_layer(x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down)
     else:
@@ -60,23 +64,25 @@ def _fake(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
 
 
 @packed_first
-def on_cpu(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
-    y, l1 = _fake(*packed, compression)
+def on_cpu(packed: PackedOperands, compression: int, activation: str = "relu") -> tuple[Tensor, Tensor]:
+    y, l1 = _fake(*packed, compression, activation)
     x, words, spill, w_up, w_down, b_up, b_down = packed
-    hidden = gate = unpack(words, spill, w_down.shape[0], compression).float()
-    if x is not None and w_up is not None:
-        hidden = (gate * hybrid.project(x, w_up, b_up)).masked_fill_(gate == 0, 0)
+    gate = unpack(words, spill, w_down.shape[0], compression).float()
+    up = None if x is None or w_up is None else hybrid.project(x, w_up, b_up)
+    hidden = activation_of(activation).hidden(gate, up).masked_fill(gate == 0, 0)
     return y.copy_(hybrid.project(hidden, w_down.t(), b_down)), l1.copy_(hidden.abs().sum(1))
 
 
 @packed_first
-def _cuda(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
+def _cuda(packed: PackedOperands, compression: int, activation: str = "relu") -> tuple[Tensor, Tensor]:
     y, l1 = outputs(packed, compression)
-    multiply(packed, y, l1, compression)
+    multiply(packed, y, l1, compression, activation_of(activation, gated=packed.w_up is not None))
     return y, l1
 
 
-def multiply(packed: PackedOperands, y: Tensor, l1: Tensor, compression: int, invariant: bool = False) -> None:
+def multiply(
+    packed: PackedOperands, y: Tensor, l1: Tensor, compression: int, activation: Activation, invariant: bool = False
+) -> None:
     """Launch what fills ``y`` and ``l1``; if ``invariant``, with bits that do not depend on other tokens."""
     x, words, spill, w_up, w_down, b_up, b_down = packed
     m, k = y.shape
@@ -85,20 +91,20 @@ def multiply(packed: PackedOperands, y: Tensor, l1: Tensor, compression: int, in
         if x is not None and w_up is not None:
             tokens, up, gated = rows(x), rows(w_up), True
         operands = (tokens, words, spill, up, down_rows(w_down))
-        width = geometry.words_per_tile(compression)
+        form = geometry.words_per_tile(compression), activation.code()
         up_bias = bias_vector("b_up", b_up, w_down.shape[0], spill) if gated else None
         results = (up_bias, bias_vector("b_down", b_down, k, spill), y, l1)
         by_token = tuning.up_down_token(spill.dtype, m, k, gated, invariant)
         if by_token is not None:
-            launch(by_token, *operands, *results, width)
+            launch(by_token, *operands, *results, *form)
         else:
             heavy = empty(words, -(-m // geometry.GROUP_ROWS))
             clusters = device.sm_count(words.device.index) // 8
-            launch(tuning.up_down(spill.dtype, k, gated), *operands, *results, heavy, width, clusters)
+            launch(tuning.up_down(spill.dtype, k, gated), *operands, *results, heavy, *form, clusters)
 
 
 up_down = register(
-    f"up_down(Tensor? x, {PACKED}, int compression) -> (Tensor y, Tensor l1)",
+    f'up_down(Tensor? x, {PACKED}, int compression, str activation="relu") -> (Tensor y, Tensor l1)',
     fake=_fake,
     cpu=on_cpu,
     cuda=_cuda,

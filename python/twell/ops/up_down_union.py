@@ -3,7 +3,7 @@
 Each tile gathers the weight rows in the union of its tokens' neurons once. Any pattern is exact. If the union is all
 neurons, the products are those of dense PyTorch, and gathering rows is overhead.
 h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]) for the non-zeros of the gate, without ``w_up`` h = gate;
-y = h @ w_down + b_down. h is rounded to x's dtype, once, as in dense PyTorch.
+y = h @ w_down + b_down. h is rounded to x's dtype, once, as in dense PyTorch. ``activation`` as in ``up_down``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from twell import tuning
+from twell._activation import RELU, Activation, activation_of
 from twell._runtime import device, geometry
 from twell.ops import hybrid
 from twell.ops.library import (
@@ -64,21 +65,21 @@ def union(sizes: Tensor) -> Tensor:
 
 
 @packed_first
-def _fake(packed: PackedOperands, compression: int) -> Outputs:
+def _fake(packed: PackedOperands, compression: int, activation: str = "relu") -> Outputs:
     x, _, _, w_up, w_down, b_up, b_down = packed
+    activation_of(activation, gated=w_up is not None)
     y, l1, sizes = outputs(packed, compression)
     check_layer(x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down)
     return y, l1, union(sizes)
 
 
 @packed_first
-def on_cpu(packed: PackedOperands, compression: int) -> Outputs:
-    y, l1, found = _fake(*packed, compression)
+def on_cpu(packed: PackedOperands, compression: int, activation: str = "relu") -> Outputs:
+    y, l1, found = _fake(*packed, compression, activation)
     x, words, spill, w_up, w_down, b_up, b_down = packed
     gate = unpack(words, spill, w_down.shape[0], compression)
-    hidden = gate.float()
-    if w_up is not None:
-        hidden = (hidden * hybrid.project(x, w_up, b_up)).masked_fill_(gate == 0, 0)
+    up = None if w_up is None else hybrid.project(x, w_up, b_up)
+    hidden = activation_of(activation).hidden(gate.float(), up).masked_fill(gate == 0, 0)
     y.copy_(hybrid.project(hidden.to(x.dtype), w_down.t(), b_down))
     l1.zero_()
     for tile in range(len(found)):
@@ -89,11 +90,14 @@ def on_cpu(packed: PackedOperands, compression: int) -> Outputs:
 
 
 @packed_first
-def _cuda(packed: PackedOperands, compression: int) -> Outputs:
+def _cuda(packed: PackedOperands, compression: int, activation: str = "relu") -> Outputs:
     y, l1, sizes = found = outputs(packed, compression)
     check_alike(packed.w_down, w_up=packed.w_up)
     slices = geometry.union_slices(packed.x.shape[0], packed.w_down.shape[0])
-    by_slices(packed, slices, lambda first, last: (packed.words[first:last], packed.spill[first:last]), lambda: found)
+    form = activation_of(activation, gated=packed.w_up is not None)
+    by_slices(
+        packed, slices, lambda first, last: (packed.words[first:last], packed.spill[first:last]), lambda: found, form
+    )
     return y, l1, union(sizes)
 
 
@@ -102,6 +106,7 @@ def by_slices(
     slices: Sequence[tuple[int, int]],
     packed_of: Callable[[int, int], tuple[Tensor, Tensor]],
     results_of: Callable[[], Outputs],
+    activation: Activation,
 ) -> Outputs:
     """Launch the kernels that fill what ``results_of`` allocates, and return it.
 
@@ -119,6 +124,9 @@ def by_slices(
     compact = tuning.compact(dtype, training=False)
     up = tuning.sampled_up(dtype, training=False)
     down = tuning.gathered(dtype, 0)
+    # without an up projection the gates in the entries become h as they are read
+    code, of_entries = activation.code(), activation.code() if w_up is None else RELU.code()
+    plain = 1 + code if w_up is None else 0
     b_up, b_down = bias_vector("b_up", b_up, n, x), bias_vector("b_down", b_down, k, x)
     aside = hybrid.room_aside(x, n, multiprocessors)
     # the first slice is the longest; the others reuse its memory
@@ -130,12 +138,12 @@ def by_slices(
         words, spill = ready or packed_of(first, last)
         ready = None
         sums, width = part(l1, start, stop), words.shape[1] // tiles
-        launch(compact, words, spill, None, *pattern, None, sums, n, width, int(w_up is None), geometry.MOST)
+        launch(compact, words, spill, None, *pattern, None, sums, n, width, plain, geometry.MOST)
         if w_up is not None:
             own = part(x, first, last)
-            launch(up, own, w_up, b_up, *pattern, None, None, sums, geometry.MOST, multiprocessors)
-        # the hidden state is now in the entries
-        out = (part(y, first, last), aside, geometry.MOST, multiprocessors)
+            launch(up, own, w_up, b_up, *pattern, None, None, sums, code, geometry.MOST, multiprocessors)
+        # with an up projection h is now in the entries
+        out = (part(y, first, last), aside, of_entries, geometry.MOST, multiprocessors)
         launch(down, None, w_down, None, None, b_down, *pattern, *out)
     return found
 
@@ -151,7 +159,7 @@ def _empty_lists(x: Tensor, m: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 up_down_union = register(
-    f"up_down_union(Tensor x, {PACKED}, int compression) -> (Tensor y, Tensor l1, Tensor union)",
+    f'up_down_union(Tensor x, {PACKED}, int compression, str activation="relu") -> (Tensor y, Tensor l1, Tensor union)',
     fake=_fake,
     cpu=on_cpu,
     cuda=_cuda,

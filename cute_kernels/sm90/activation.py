@@ -1,0 +1,79 @@
+"""The ReLU family at a non-zero gate g with up projection u, which is 1 without one:
+
+    relu, fatrelu    h = g u                  d_gate = dh u                  d_up = dh g
+    relu2            h = g^2 u                d_gate = dh 2 g u              d_up = dh g^2
+    drelu            h = g max(u, 0)          d_gate = dh max(u, 0)          d_up = dh g where u > 0, else 0
+
+``activation`` is a code of ``geometry.ACTIVATIONS`` at run time: one kernel for all. For the code 0 the other factor is
+1, so relu costs a few more instructions and no bit. Selects rather than branches, or than `max`, with which overflow.py
+spills registers. The square of a 16-bit value is exact in fp32.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32, const_expr
+
+from .. import geometry
+from .values import ptx_type
+
+RELU2, DRELU = geometry.ACTIVATIONS["relu2"], geometry.ACTIVATIONS["drelu"]
+
+
+@cute.jit
+def above(pair: Uint32, threshold: Int32, dtype: cutlass.Constexpr) -> Uint32:
+    """Both values after ReLU where they are NaN or above the 16-bit value that `threshold` holds twice; else 0."""
+    mask = cute.arch.inline_ptx(
+        f"set.gtu.u32.{ptx_type(dtype)}x2 {{$w0}}, {{$r0}}, {{$r1}};",
+        write_only_types=[Uint32],
+        read_only_args=[pair, Uint32(threshold)],
+    )
+    return pair & mask
+
+
+@cute.jit
+def power(gate: Float32, activation: Int32) -> Float32:
+    """What h is proportional to: g, or its square."""
+    return gate * cutlass.select_(activation == RELU2, gate, Float32(1.0))
+
+
+@cute.jit
+def power_pair(pair: Uint32, activation: Int32, dtype: cutlass.Constexpr) -> Uint32:
+    """`power` of both values of a pair, rounded once."""
+    ones = Uint32(0x3F803F80 if const_expr(dtype is cutlass.BFloat16) else 0x3C003C00)
+    factor = cutlass.select_(activation == RELU2, pair, ones)
+    return cute.arch.inline_ptx(
+        f"mul.{ptx_type(dtype)}x2 {{$w0}}, {{$r0}}, {{$r1}};",
+        write_only_types=[Uint32],
+        read_only_args=[pair, Uint32(factor)],
+    )
+
+
+@cute.jit
+def rectify(up: Float32, activation: Int32) -> Float32:
+    """u, or max(u, 0); NaN stays NaN."""
+    return cutlass.select_((activation == DRELU) & (up <= 0.0), Float32(0.0), up)
+
+
+@cute.jit
+def hidden(gate: Float32, up: Float32, activation: Int32) -> Float32:
+    """h of a non-zero in fp32."""
+    return power(gate, activation) * rectify(up, activation)
+
+
+@cute.jit
+def add_l1(product: Float32, dl1: Float32, h: Float32) -> Float32:
+    """dh, the sum of `product` and the gradient of dl1 |h|."""
+    sign = Float32(1.0) if h > 0.0 else Float32(0.0)
+    sign = Float32(-1.0) if h < 0.0 else sign
+    return product + dl1 * sign
+
+
+@cute.jit
+def gradients(dh: Float32, gate: Float32, up: Float32, activation: Int32) -> Any:
+    """d_gate and d_up of h in fp32."""
+    slope = cutlass.select_(activation == RELU2, gate + gate, Float32(1.0))
+    silent = (activation == DRELU) & (up <= 0.0)
+    d_gate = dh * slope * rectify(up, activation)
+    return d_gate, cutlass.select_(silent, Float32(0.0), dh * power(gate, activation))

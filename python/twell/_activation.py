@@ -1,0 +1,128 @@
+"""The ReLU family: the activation of a layer, its checks, and its formulas by torch's operators."""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twell._arguments import require_choice, require_number
+from twell._runtime import geometry
+
+ActivationName = Literal["relu", "relu2", "drelu", "fatrelu"]
+
+NAMES = tuple(geometry.ACTIVATIONS)
+
+
+class Activation(NamedTuple):
+    """How a layer makes its hidden state h of the gate g and the up projection u, which is 1 in a layer without a gate.
+
+    ==========  ==============================================
+    "relu"      h = relu(g) u
+    "relu2"     h = relu(g)^2 u
+    "drelu"     h = relu(g) relu(u), in a layer with a gate
+    "fatrelu"   h = g u where g > ``threshold``, else 0
+    ==========  ==============================================
+
+    What is stored and counted is relu(g), for fatrelu g above its threshold: the gate *after* it in the methods below.
+    A NaN gate stays NaN. Results have the dtype of the operands: each is computed in fp32, or wider, and rounded once.
+    """
+
+    name: str = "relu"
+    threshold: float = 0.0
+
+    def code(self) -> int:
+        """The code of kernels that compute h."""
+        return geometry.ACTIVATIONS[self.name]
+
+    def level(self, dtype: torch.dtype) -> float:
+        """The threshold rounded to ``dtype``, as torch rounds it; ValueError if it is infinite there."""
+        return _rounded(self.threshold, dtype) if self.threshold else 0.0
+
+    def after(self, gate: Tensor, inplace: bool = False) -> Tensor:
+        """The gate after it; in the memory of ``gate`` if ``inplace``."""
+        if self.threshold:
+            return F.threshold(gate, self.level(gate.dtype), 0.0, inplace)
+        return F.relu(gate, inplace)
+
+    def hidden(self, gate: Tensor, up: Tensor | None) -> Tensor:
+        """h of the gate after it."""
+        if self.name != "relu2":
+            return gate if up is None else gate * (up.relu() if self.name == "drelu" else up)
+        if up is None:
+            return gate.square()
+        wide = torch.promote_types(gate.dtype, torch.float32)
+        return (gate.to(wide).square() * up.to(wide)).to(gate.dtype)
+
+    def gradients(self, dh: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """d_gate and d_up of the gate after it; d_gate is right where that is not zero."""
+        if self.name == "relu2":
+            wide = torch.promote_types(gate.dtype, torch.float32)
+            upstream, own = dh.to(wide), gate.to(wide)
+            d_gate = upstream * (2 * own)
+            if up is None:
+                return d_gate.to(gate.dtype), None
+            return (d_gate * up.to(wide)).to(gate.dtype), (upstream * own.square()).to(gate.dtype)
+        if up is None:
+            return dh, None
+        if self.name == "drelu":
+            return dh * up.relu(), torch.where(up <= 0, 0, dh * gate)
+        return dh * up, dh * gate
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of functions and modules that mean it."""
+        return {"activation": self.name, "threshold": self.threshold}
+
+
+RELU = Activation()
+
+
+def activation_of(name: Any, threshold: Any = 0.0, gated: bool = True) -> Activation:
+    """The activation of a layer, ``gated`` or not; TypeError or ValueError for anything else."""
+    if name == "relu" and type(threshold) is float and threshold == 0.0:
+        return RELU
+    require_choice("activation", name, NAMES)
+    require_number("threshold", threshold, 0)
+    if name == "drelu" and not gated:
+        raise ValueError('activation "drelu" must have a gate and an up projection, got a layer without a gate')
+    if threshold and name != "fatrelu":
+        raise ValueError(f'threshold must be 0 unless activation is "fatrelu", got {threshold} with {name!r}')
+    return Activation(name, float(threshold))
+
+
+# significant bits, and the exponent of the smallest normal number as math.frexp gives it
+_FORMATS = {
+    torch.float64: (53, -1021),
+    torch.float32: (24, -125),
+    torch.bfloat16: (8, -125),
+    torch.float16: (11, -13),
+}
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """A positive number rounded to nearest, through float32 as torch does; a compiler can trace it."""
+    result = value
+    for step in (torch.float32, dtype) if dtype.itemsize == 2 else (dtype,):
+        bits, least = _FORMATS[step]
+        unit = math.ldexp(1.0, max(math.frexp(result)[1], least) - bits)
+        result = round(result / unit) * unit
+    if result > torch.finfo(dtype).max:
+        raise ValueError(f"threshold must be finite in {dtype}, got {value}")
+    return result
+
+
+@functools.lru_cache(4096)
+def threshold_pair(activation: Activation, dtype: torch.dtype) -> int:
+    """The bits of the threshold in a 16-bit ``dtype`` twice, as kernels take it."""
+    level = activation.level(dtype)
+    if dtype == torch.float16:
+        (bits,) = struct.unpack("<H", struct.pack("<e", level))
+    else:
+        (bits,) = struct.unpack("<I", struct.pack("<f", level))
+        bits >>= 16
+    return int(bits) * 0x10001
