@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from twell._arguments import require_choice, require_number
 from twell._runtime import geometry
@@ -41,7 +42,7 @@ class Activation(NamedTuple):
         return geometry.ACTIVATIONS[self.name]
 
     def level(self, dtype: torch.dtype) -> float:
-        """The threshold rounded to ``dtype``, as torch rounds it; ValueError if it is infinite there."""
+        """The threshold rounded to ``dtype``; ValueError if it is infinite there."""
         return _rounded(self.threshold, dtype) if self.threshold else 0.0
 
     def after(self, gate: Tensor, inplace: bool = False) -> Tensor:
@@ -84,8 +85,12 @@ RELU = Activation()
 
 def activation_of(name: Any, threshold: Any = 0.0, gated: bool = True) -> Activation:
     """The activation of a layer, ``gated`` or not; TypeError or ValueError for anything else."""
+    if torch.compiler.is_compiling():
+        # a graph is for one threshold: torch.compile might make an input of it
+        threshold = guard_scalar(threshold)
     if name == "relu" and type(threshold) is float and threshold == 0.0:
-        return RELU
+        # literals: of a default or a global number torch.compile might make an input, too
+        return Activation("relu", 0.0)
     require_choice("activation", name, NAMES)
     require_number("threshold", threshold, 0)
     if name == "drelu" and not gated:
@@ -105,7 +110,7 @@ _FORMATS = {
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:
-    """A positive number rounded to nearest, through float32 as torch does; a compiler can trace it."""
+    """A positive number rounded to nearest, through float32 as torch converts it; a compiler can trace it."""
     result = value
     for step in (torch.float32, dtype) if dtype.itemsize == 2 else (dtype,):
         bits, least = _FORMATS[step]

@@ -110,8 +110,8 @@ def sparse_gated_ffn(
         b_gate, b_up: [N]. b_down: [K]. Optional.
         activation: "relu"; "relu2", the square of the gate's ReLU; "drelu", ReLU of the gate and of the up projection;
             "fatrelu", the gate where it is above ``threshold``, else 0.
-        threshold: of "fatrelu", a finite number of at least 0; rounded to the dtype of x, as F.threshold does. For
-            other activations 0.
+        threshold: of "fatrelu", a finite number of at least 0; rounded to the dtype of x first. 0 for other
+            activations.
         strategy: "row" reads the weight rows of each token's non-zeros. "union" works on tiles of 128 tokens, 16 of a
             small batch, and the neurons that any token of a tile fires. Both are the same where a gradient will be
             needed; where none will be, both run float32 and float64 dense, which is logged once at INFO. "dense" is

@@ -3,7 +3,8 @@
 A problem is an ``FFN``: the tensors of one feed-forward layer. ``make`` draws a named workload, ``load_real`` reads a
 recorded layer, ``integer_problem`` and ``pattern_problem`` build problems whose answer is the same in any order of
 summation. ``compare`` and ``compare_gradients`` measure a result against float64 beside dense PyTorch, and
-``machine_line`` names the machine. Gradients are dictionaries by the names of ``FFN``, each of its tensor's shape.
+``machine_line`` names the machine. The activation is ReLU unless ``activation`` and ``threshold`` say otherwise.
+Gradients are dictionaries by the names of ``FFN``, each of its tensor's shape.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import twell
+from twell._activation import ActivationName, activation_of
 from twell._arguments import require, require_integer, require_number
 from twell._auto import AutoStrategy
 from twell._runtime import fingerprint, geometry, packaged
@@ -290,12 +292,14 @@ def integer_problem(
     seed: int = 0,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
+    activation: ActivationName = "relu",
 ) -> FFN:
     """Draw a problem of small integers in which about the share ``density`` of the gate is positive.
 
     Density 0 makes every gate zero or less, density 1 every gate positive. ``biases`` names the projections that have
     one, out of "gate up down". k is at least 8. It is drawn on the CPU, so every device gets the same problem. Every
-    sum is exact in fp32 and every gate in 16 bits. Raises ValueError if the sizes are too large for that.
+    sum is exact in fp32 and every gate in 16 bits, of a layer with ``activation``. Raises ValueError if the sizes are
+    too large for that.
     """
     _require_sizes(m, k, n)
     require_number("density", density, 0, 1)
@@ -304,7 +308,7 @@ def integer_problem(
         raise ValueError(f'biases must be words of "gate up down", got {" ".join(sorted(unknown))!r}')
     require_integer("seed", seed, 0)
     problem = _draw_integers(m, k, n, density, biases, seed).map(lambda t: t.to(device, dtype))
-    check_exact(problem)
+    check_exact(problem, activation)
     return problem
 
 
@@ -382,8 +386,11 @@ def pattern_problem(
     return problem
 
 
-def check_exact(problem: FFN) -> None:
-    """Raise ValueError unless every fp32 sum of the layer, gated or not, is exact in any order of summation."""
+def check_exact(problem: FFN, activation: ActivationName = "relu") -> None:
+    """Raise ValueError unless every fp32 sum of the layer, gated or not, is exact in any order of summation.
+
+    The squares of "relu2" must be finite in 16 bits, too; it has the largest hidden state, so the others pass with it.
+    """
     magnitudes = problem.map(lambda t: t.detach().double().abs())
     if problem.x.shape[0] == 0:
         return
@@ -391,13 +398,16 @@ def check_exact(problem: FFN) -> None:
     product_sums.append(F.linear(magnitudes.x, magnitudes.w_up, magnitudes.b_up))
     gate = float64_gate(problem)
     up = F.linear(problem.x.double(), problem.w_up.double(), _double(problem.b_up))
-    for hidden in (gate, gate * up.abs()):
+    factor = gate.square() if activation == "relu2" else gate
+    for hidden in (factor, factor * up.abs()):
         product_sums += [F.linear(hidden, magnitudes.w_down.T, magnitudes.b_down), hidden.sum(1)]
     largest = max(float(sums.max()) for sums in product_sums)
     if not largest < EXACT_LIMIT:
         raise ValueError(f"sums must stay below 2^24 to be exact in fp32, got {largest:.0f}")
     if not torch.equal(gate, gate.to(problem.x.dtype).double()):
         raise ValueError(f"gates must be exact in {problem.x.dtype}, got values up to {float(gate.max()):.0f}")
+    if activation == "relu2" and not (factor * up.abs().clamp_min(1)).to(problem.x.dtype).isfinite().all():
+        raise ValueError(f"hidden states must be finite in {problem.x.dtype}, got gates up to {float(gate.max()):.0f}")
 
 
 def integer_upstream(problem: FFN, *, seed: int = 0) -> Tensor:
@@ -420,9 +430,33 @@ def _double(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.double()
 
 
-def float64_gate(problem: FFN) -> Tensor:
-    """relu(x Wg^T + bg) in float64 from the stored values, [M, N]."""
-    return F.relu(F.linear(problem.x.double(), problem.w_gate.double(), _double(problem.b_gate)))
+def float64_gate(problem: FFN, threshold: float = 0.0) -> Tensor:
+    """relu(x Wg^T + bg), or what is above the ``threshold``, in float64 from the stored values, [M, N]."""
+    gate = F.linear(problem.x.double(), problem.w_gate.double(), _double(problem.b_gate))
+    return torch.where(gate <= _rounded(threshold, problem.x.dtype), 0, gate)
+
+
+def _rounded(threshold: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(threshold, dtype=dtype, device="cpu"))
+
+
+class _Hidden(NamedTuple):
+    """The hidden state of a float64 gate and up projection, which is 1 without one, and its derivatives by both."""
+
+    value: Tensor
+    by_gate: Tensor
+    by_up: Tensor
+
+    @classmethod
+    def of(cls, gate: Tensor, up: Tensor | None, activation: ActivationName) -> _Hidden:
+        activation_of(activation, gated=up is not None)
+        up = torch.ones_like(gate) if up is None else up
+        fires = torch.ones_like(up)
+        if activation == "drelu":
+            fires = (up > 0).double()
+            up = up * fires
+        factor, slope = (gate**2, 2 * gate) if activation == "relu2" else (gate, torch.ones_like(gate))
+        return cls(factor * up, slope * up, factor * fires)
 
 
 def _chunks(m: int) -> Iterator[tuple[int, int]]:
@@ -430,7 +464,9 @@ def _chunks(m: int) -> Iterator[tuple[int, int]]:
 
 
 @torch.no_grad()
-def count_roundings(problem: FFN, *, gated: bool = True) -> float:
+def count_roundings(
+    problem: FFN, *, gated: bool = True, activation: ActivationName = "relu", threshold: float = 0.0
+) -> float:
     """The effective number of hidden values behind the layer's rounding error: (sum h^2)^2 / sum h^4, in float64.
 
     It is the number of non-zeros if all have one size, less if a few are large, and 0 if there are none.
@@ -438,47 +474,72 @@ def count_roundings(problem: FFN, *, gated: bool = True) -> float:
     energy = fourth = 0.0
     for start, stop in _chunks(problem.x.shape[0]):
         part = problem.rows(start, stop)
-        hidden = float64_gate(part)
-        if gated:
-            hidden *= F.linear(part.x.double(), part.w_up.double(), _double(part.b_up))
-        squares = hidden.square_()
+        up = F.linear(part.x.double(), part.w_up.double(), _double(part.b_up)) if gated else None
+        squares = _Hidden.of(float64_gate(part, threshold), up, activation).value.square()
         energy += float(squares.sum())
         fourth += float(squares.square_().sum())
     return energy**2 / fourth if fourth else 0.0
 
 
 @torch.no_grad()
-def float64_output(problem: FFN, *, gated: bool = True) -> Tensor:
+def float64_output(
+    problem: FFN,
+    *,
+    gated: bool = True,
+    activation: ActivationName = "relu",
+    threshold: float = 0.0,
+    rounded: bool = False,
+) -> Tensor:
     """(relu(x Wg^T + bg) * (x Wu^T + bu)) Wd + bd in float64 from the stored values, [M, K]; no up factor if not gated.
 
-    Computed in chunks of rows on the problem's own device.
+    If ``rounded``, the hidden state is rounded to the storage type. Computed in chunks of rows on the problem's own
+    device.
     """
     weights = problem.rows(0, 0).map(Tensor.double)
     out = torch.empty_like(problem.x, dtype=torch.float64)
     for start, stop in _chunks(problem.x.shape[0]):
-        x = problem.x[start:stop].double()
-        hidden = F.relu(F.linear(x, weights.w_gate, weights.b_gate))
-        if gated:
-            hidden *= F.linear(x, weights.w_up, weights.b_up)
+        part = problem.rows(start, stop)
+        up = F.linear(part.x.double(), weights.w_up, weights.b_up) if gated else None
+        hidden = _Hidden.of(float64_gate(part, threshold), up, activation).value
+        if rounded:
+            hidden = hidden.float().to(problem.x.dtype).double()
         out[start:stop] = F.linear(hidden, weights.w_down.T, weights.b_down)
     return out
 
 
-def exact_output(problem: FFN, *, gated: bool = True) -> Tensor:
-    """The only right answer to an exact problem: float64 rounded once to the storage type, [M, K]."""
-    return float64_output(problem, gated=gated).float().to(problem.x.dtype)
+def exact_output(problem: FFN, *, gated: bool = True, **options: Any) -> Tensor:
+    """The only right answer to an exact problem: ``float64_output`` rounded once to the storage type, [M, K]."""
+    return float64_output(problem, gated=gated, **options).float().to(problem.x.dtype)
 
 
-def dense_output(problem: FFN, *, gated: bool = True) -> Tensor:
+def dense_output(
+    problem: FFN, *, gated: bool = True, activation: ActivationName = "relu", threshold: float = 0.0
+) -> Tensor:
     """The same layer in plain PyTorch in the storage type, [M, K]: the baseline of every error and time."""
-    hidden = F.relu(F.linear(problem.x, problem.w_gate, problem.b_gate))
-    if gated:
-        hidden = hidden * F.linear(problem.x, problem.w_up, problem.b_up)
+    hidden = _dense_hidden(problem, gated, activation, threshold)
     return F.linear(hidden, problem.w_down.T, problem.b_down)
 
 
+def _dense_hidden(problem: FFN, gated: bool, activation: ActivationName, threshold: float) -> Tensor:
+    activation_of(activation, threshold, gated)
+    gate = F.linear(problem.x, problem.w_gate, problem.b_gate)
+    hidden = F.threshold(gate, threshold, 0.0) if threshold else F.relu(gate)
+    if activation == "relu2":
+        hidden = hidden.square()
+    if not gated:
+        return hidden
+    up = F.linear(problem.x, problem.w_up, problem.b_up)
+    return hidden * (F.relu(up) if activation == "drelu" else up)
+
+
 def sparse_output(
-    problem: FFN, *, gated: bool = True, compression: int = 8, strategy: Strategy | AutoStrategy = "row"
+    problem: FFN,
+    *,
+    gated: bool = True,
+    compression: int = 8,
+    strategy: Strategy | AutoStrategy = "row",
+    activation: ActivationName = "relu",
+    threshold: float = 0.0,
 ) -> Tensor:
     """The same layer through ``twell.sparse_gated_ffn`` or ``twell.sparse_ffn``, [M, K].
 
@@ -487,7 +548,15 @@ def sparse_output(
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = problem
     if not gated:
         return twell.sparse_ffn(
-            x, w_gate, w_down.t(), b_up=b_gate, b_down=b_down, compression=compression, strategy=strategy
+            x,
+            w_gate,
+            w_down.t(),
+            b_up=b_gate,
+            b_down=b_down,
+            compression=compression,
+            strategy=strategy,
+            activation=activation,
+            threshold=threshold,
         )
     return twell.sparse_gated_ffn(
         x,
@@ -499,11 +568,13 @@ def sparse_output(
         b_down=b_down,
         compression=compression,
         strategy=strategy,
+        activation=activation,
+        threshold=threshold,
     )
 
 
 def sparse_layer(problem: FFN, *, gated: bool = True, **options: Any) -> tuple[Tensor, Aux]:
-    """``sparse_output`` with ``Aux``; ``options`` (strategy, main_grads, compression) are those of the function."""
+    """``sparse_output`` with ``Aux``; ``options`` (strategy, main_grads, activation, ...) are the function's."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = problem
     options |= {"b_up": b_up if gated else b_gate, "b_down": b_down, "return_aux": True}
     if gated:
@@ -526,24 +597,28 @@ def real_upstream(problem: FFN, *, seed: int = 0) -> Tensor:
 
 
 @torch.no_grad()
-def off_kinks(problem: FFN, *, gated: bool = True) -> FFN:
+def off_kinks(problem: FFN, *, gated: bool = True, threshold: float = 0.0) -> FFN:
     """Zero the tokens whose gradients depend on rounding, and return that problem.
 
-    ReLU has a kink at 0, and so has |h| where the up projection is 0. If an fp32 sum falls on the other side of it than
-    the float64 sum, whole terms of the gradients differ, in dense PyTorch, too: a few of uniform29's 16,384 tokens do,
-    and their errors hide all others. A token with a sum this near to 0 becomes zero.
+    ReLU has a kink at 0, or a step at ``threshold``, and so has |h| where the up projection is 0. If an fp32 sum falls
+    on the other side of it than the float64 sum, whole terms of the gradients differ, in dense PyTorch, too: a few of
+    uniform29's 16,384 tokens do, and their errors hide all others. A token with a sum this near becomes zero.
     """
     weights = problem.rows(0, 0).map(Tensor.double)
 
-    def near(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    # a gate is rounded before it is compared with a threshold
+    level = _rounded(threshold, problem.x.dtype)
+    step = level * torch.finfo(problem.x.dtype).eps
+
+    def near(x: Tensor, weight: Tensor, bias: Tensor | None, at: float = 0.0) -> tuple[Tensor, Tensor]:
         sums = F.linear(x, weight, bias)
         scale = x.norm(dim=1)[:, None] * weight.norm(dim=1) + (0 if bias is None else bias.abs())
-        return sums, sums.abs() < KINK * scale
+        return sums, (sums - at).abs() < KINK * scale + (step if at else 0)
 
     tokens = problem.x.clone()
     for start, stop in _chunks(len(tokens)):
         x = problem.x[start:stop].double()
-        gate, kinks = near(x, weights.w_gate, weights.b_gate)
+        gate, kinks = near(x, weights.w_gate, weights.b_gate, level)
         if gated:
             kinks |= near(x, weights.w_up, weights.b_up)[1] & (gate > 0)
         tokens[start:stop].masked_fill_(kinks.any(1, keepdim=True), 0)
@@ -573,13 +648,16 @@ def _gradients(
     gated: bool,
     dtype: torch.dtype | None = None,
     each: Callable[[Tensor], Tensor] = lambda factor: factor,
+    activation: ActivationName = "relu",
+    threshold: float = 0.0,
 ) -> dict[str, Tensor]:
     """Gradients in float64. ``each`` is applied to both factors of every term.
 
     With ``dtype``, h, d_gate and d_up are rounded to it, except for the weights and biases of rare neurons, as
     ``twell.reference.hybrid_backward`` defines them.
     """
-    gates = torch.cat([float64_gate(problem.rows(*rows)) != 0 for rows in _chunks(len(dy))] or [dy.new_zeros(0)])
+    chunks = [float64_gate(problem.rows(*rows), threshold) != 0 for rows in _chunks(len(dy))]
+    gates = torch.cat(chunks or [dy.new_zeros(0)])
     rare = _rare_neurons(gates) if dtype is not None and len(dy) else None
     w = problem.rows(0, 0).map(Tensor.double)
     out = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in problem.present(gated).items()}
@@ -592,13 +670,13 @@ def _gradients(
 
     for start, stop in _chunks(len(dy)):
         x, upstream = problem.x[start:stop].double(), dy[start:stop].double()
-        gate = F.relu(F.linear(x, w.w_gate, w.b_gate))
-        up = F.linear(x, w.w_up, w.b_up) if gated else torch.ones_like(gate)
-        hidden = gate * up
+        gate = float64_gate(problem.rows(start, stop), threshold)
+        up = F.linear(x, w.w_up, w.b_up) if gated else None
+        hidden, by_gate, by_up = _Hidden.of(gate, up, activation)
         dh = (upstream @ w.w_down.T + dl1 * hidden.sign()).masked_fill_(gate == 0, 0)
-        coefficients = {"gate": (dh * up, w.w_gate)}
+        coefficients = {"gate": (dh * by_gate, w.w_gate)}
         if gated:
-            coefficients["up"] = dh * gate, w.w_up
+            coefficients["up"] = dh * by_up, w.w_up
         for name, (d, weight) in coefficients.items():
             out["x"][start:stop] += rounded(d) @ each(weight)
             out[f"w_{name}"] += rounded(d, weights=True).T @ each(x)
@@ -610,24 +688,28 @@ def _gradients(
     return out
 
 
-def float64_gradients(problem: FFN, dy: Tensor, dl1: float = 0.0, *, gated: bool = True) -> dict[str, Tensor]:
+def float64_gradients(
+    problem: FFN, dy: Tensor, dl1: float = 0.0, *, gated: bool = True, **options: Any
+) -> dict[str, Tensor]:
     """Gradients of the layer in float64 from the stored values, for ``dy`` [M, K] and ``dl1``.
 
     ``dy`` is the gradient with respect to y, ``dl1`` that with respect to the sum of |h| over all tokens and neurons.
-    Computed in chunks of rows on the problem's own device.
+    ``options``: activation and threshold. Computed in chunks of rows on the problem's own device.
     """
-    return _gradients(problem, dy, dl1, gated)
+    return _gradients(problem, dy, dl1, gated, **options)
 
 
 @torch.no_grad()
-def exact_gradients(problem: FFN, dy: Tensor, dl1: float = 0.0, *, gated: bool = True) -> dict[str, Tensor]:
+def exact_gradients(
+    problem: FFN, dy: Tensor, dl1: float = 0.0, *, gated: bool = True, **options: Any
+) -> dict[str, Tensor]:
     """The only right gradients of an exact problem for integers ``dy`` and ``dl1``, in float64, the last rounding left.
 
     h, d_gate and d_up are rounded to the storage type, as in ``twell.ops.hybrid_backward``; then every sum is exact in
-    fp32. Raises ValueError if one is not.
+    fp32. Raises ValueError if one is not. ``options``: activation and threshold.
     """
     dtype = problem.x.dtype
-    magnitudes = _gradients(problem, dy, dl1, gated, dtype, torch.abs)
+    magnitudes = _gradients(problem, dy, dl1, gated, dtype, torch.abs, **options)
     magnitudes["dh"] = dy.double().abs() @ problem.w_down.double().abs().T + abs(dl1)
     largest = max((float(sums.max()) for sums in magnitudes.values() if sums.numel()), default=0.0)
     if not largest < EXACT_LIMIT:
@@ -635,7 +717,7 @@ def exact_gradients(problem: FFN, dy: Tensor, dl1: float = 0.0, *, gated: bool =
     up = F.linear(problem.x.double(), problem.w_up.double(), _double(problem.b_up))
     if gated and not torch.equal(up, up.to(dtype).double()):
         raise ValueError(f"up projections must be exact in {dtype}, got values up to {float(up.abs().max()):.0f}")
-    return _gradients(problem, dy, dl1, gated, dtype)
+    return _gradients(problem, dy, dl1, gated, dtype, **options)
 
 
 def _derive(leaves: FFN, gated: bool, outputs: Sequence[Tensor], upstream: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -648,12 +730,18 @@ def _leaves(problem: FFN) -> FFN:
 
 
 @torch.enable_grad()
-def dense_gradients(problem: FFN, dy: Tensor, dl1: float = 0.0, *, gated: bool = True) -> dict[str, Tensor]:
+def dense_gradients(
+    problem: FFN,
+    dy: Tensor,
+    dl1: float = 0.0,
+    *,
+    gated: bool = True,
+    activation: ActivationName = "relu",
+    threshold: float = 0.0,
+) -> dict[str, Tensor]:
     """The same gradients by plain PyTorch in the storage type: the baseline of every error and time."""
     leaves = _leaves(problem)
-    hidden = F.relu(F.linear(leaves.x, leaves.w_gate, leaves.b_gate))
-    if gated:
-        hidden = hidden * F.linear(leaves.x, leaves.w_up, leaves.b_up)
+    hidden = _dense_hidden(leaves, gated, activation, threshold)
     y = F.linear(hidden, leaves.w_down.T, leaves.b_down)
     if not dl1:
         return _derive(leaves, gated, [y], [dy])
@@ -770,26 +858,31 @@ def allowance(roundings: float) -> float:
     return 1 + LUCK / math.sqrt(max(roundings, 1))
 
 
-def compare(problem: FFN, out: Tensor, *, gated: bool = True) -> Comparison:
-    """Errors of ``out`` [M, K], a result for ``problem``, beside those of dense PyTorch."""
-    answer = float64_output(problem, gated=gated)
-    dense = errors(dense_output(problem, gated=gated), answer)
-    return Comparison(errors(out, answer), dense, count_roundings(problem, gated=gated))
+def compare(problem: FFN, out: Tensor, *, gated: bool = True, **options: Any) -> Comparison:
+    """Errors of ``out`` [M, K], a result for ``problem``, beside those of dense PyTorch.
+
+    ``options``: activation and threshold.
+    """
+    answer = float64_output(problem, gated=gated, **options)
+    dense = errors(dense_output(problem, gated=gated, **options), answer)
+    return Comparison(errors(out, answer), dense, count_roundings(problem, gated=gated, **options))
 
 
 def compare_gradients(
-    problem: FFN, dy: Tensor, gradients: dict[str, Tensor], dl1: float = 0.0, *, gated: bool = True
+    problem: FFN, dy: Tensor, gradients: dict[str, Tensor], dl1: float = 0.0, *, gated: bool = True, **options: Any
 ) -> dict[str, Comparison]:
     """Errors of the ``gradients`` of ``problem`` beside those of dense PyTorch, by name.
 
     A row of x's gradient is a token, a row of a weight's gradient a neuron; both have ROW_BUDGET. The gradient of a
     bias is one row and has BIAS_BUDGET. ``allowance`` widens all of them. The problem should be ``off_kinks``.
+    ``options``: activation and threshold.
     """
-    answer = float64_gradients(problem, dy, dl1, gated=gated)
-    squares = _gradients(problem, dy, dl1, gated, each=torch.square)
+    answer = float64_gradients(problem, dy, dl1, gated=gated, **options)
+    squares = _gradients(problem, dy, dl1, gated, each=torch.square, **options)
     terms = {name: s.view(-1, s.shape[-1]).sum(1).sqrt() for name, s in squares.items()}
-    dense = gradient_errors(dense_gradients(problem, dy, dl1, gated=gated), answer, terms)
-    return compare_errors(gradient_errors(gradients, answer, terms), dense, count_roundings(problem, gated=gated))
+    dense = gradient_errors(dense_gradients(problem, dy, dl1, gated=gated, **options), answer, terms)
+    roundings = count_roundings(problem, gated=gated, **options)
+    return compare_errors(gradient_errors(gradients, answer, terms), dense, roundings)
 
 
 def gradient_errors(

@@ -312,7 +312,7 @@ def test_compiled_layers_follow_their_settings() -> None:
 
     compiled = torch.compile(mlp, backend=backend, fullgraph=True)
     with torch.no_grad():
-        for strategy, text in (("dense", "linear"), ("row", "'row', None)"), ("union", "'union', None)")):
+        for strategy, text in (("dense", "linear"), ("row", "'row', None,"), ("union", "'union', None,")):
             mlp.strategy = strategy  # type: ignore[assignment]
             for _ in range(2):
                 assert torch.equal(compiled(x), mlp(x))

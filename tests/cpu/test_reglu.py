@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import twell
 from twell import _autograd, ops, testing, tuning
-from twell._runtime import resolve, specs
+from twell._activation import activation_of
+from twell._runtime import geometry, resolve, specs
 from twell.ops import library
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -127,15 +128,17 @@ def test_kernels_get_the_arguments_that_they_are_compiled_for(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Operands become vectors, in place if possible, else copied. Empty tensors launch nothing."""
-    launches: list[tuple[specs.Spec, tuple[Tensor, ...]]] = []
+    launches: list[tuple[specs.Spec, tuple[Any, ...]]] = []
     module: Any = sys.modules["twell.ops.reglu"]
     monkeypatch.setattr(module, "launch", lambda spec, *arguments: launches.append((spec, arguments)))
     base = torch.zeros(3, 7, 9, dtype=dtype)
     dh, gate, up = base[0], base.transpose(1, 2)[1].contiguous().t(), torch.zeros(64, dtype=dtype)[1:].view(7, 9)
-    hidden = module.on_cuda(gate, up)
-    gradients = module._backward_cuda(dh, gate, up)
+    hidden = module.on_cuda(gate, up, activation_of("relu2"))
+    gradients = module._backward_cuda(dh, gate, up, "fatrelu", 1.0)
     assert [spec for spec, _ in launches] == [tuning.reglu(dtype, backward=b) for b in (False, True)]
-    (_, forward), (_, backward) = launches
+    one = {BF16: 0x3F803F80, FP16: 0x3C003C00}[dtype]
+    assert [arguments[-2:] for _, arguments in launches] == [(geometry.ACTIVATIONS["relu2"], 0), (0, one)]
+    forward, backward = (arguments[:-2] for _, arguments in launches)
     assert [t.shape for t in (*forward, *backward)] == [(63,)] * 8
     assert all(t.is_contiguous() for t in (*forward, *backward))
     assert all(t.data_ptr() % 16 == 0 for t in (*forward, *backward))
@@ -200,9 +203,9 @@ def fusing(monkeypatch: pytest.MonkeyPatch, fuse: bool = True) -> Iterator[list[
     calls: list[int] = []
     fused = _autograd.gated_relu
 
-    def counted(gate: Tensor, up: Tensor) -> Tensor:
+    def counted(gate: Tensor, up: Tensor, *activation: Any) -> Tensor:
         calls.append(gate.numel())
-        return fused(gate, up)
+        return fused(gate, up, *activation)
 
     with monkeypatch.context() as patch:
         patch.setattr(_autograd, "fuses", lambda gate, operands: fuse)

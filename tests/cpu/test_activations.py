@@ -1,0 +1,523 @@
+"""The ReLU family in functions, operators and modules: formulas against float64 and integers, errors, graphs, state."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import twell
+from twell import _activation, _autograd, ops, reference, testing
+from twell._activation import Activation, activation_of
+from twell._runtime import geometry
+from twell.ops import hybrid
+
+BF16, FP16 = torch.bfloat16, torch.float16
+BIASES = "gate up down"
+# integers have gates of up to 40: the threshold cuts off some of them, and is one of them
+FAMILY = {"relu": 0.0, "relu2": 0.0, "drelu": 0.0, "fatrelu": 3.0}
+DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16])
+STRATEGIES = ("row", "union", "invariant", "dense", "auto")
+
+# every layer that there is: activation, its threshold, gated or not
+LAYERS = [(name, t, gated) for (name, t), gated in itertools.product(FAMILY.items(), (True, False))]
+LAYERS.remove(("drelu", 0.0, False))
+EVERY = pytest.mark.parametrize(("name", "threshold", "gated"), LAYERS, ids=lambda value: str(value))
+
+
+def integers(m: int, name: Any, *, density: float = 0.1, k: int = 72, n: int = 264, dtype: Any = BF16) -> testing.FFN:
+    return testing.integer_problem(m, k, n, density=density, biases=BIASES, dtype=dtype, activation=name)
+
+
+def form(name: Any, threshold: float) -> dict[str, Any]:
+    return {"activation": name, "threshold": threshold}
+
+
+# Results
+
+
+@EVERY
+@DTYPES
+@pytest.mark.parametrize("m", [0, 1, 70, 300])
+def test_every_strategy_computes_the_only_right_integers(
+    name: Any, threshold: float, gated: bool, dtype: torch.dtype, m: int
+) -> None:
+    p, how = integers(m, name, dtype=dtype), form(name, threshold)
+    for strategy in STRATEGIES:
+        # only these two do not round h, which matters to squares
+        rounded = strategy not in ("row", "invariant")
+        right = testing.exact_output(p, gated=gated, rounded=rounded, **how)
+        with torch.no_grad():
+            y, aux = testing.sparse_layer(p, gated=gated, strategy=strategy, **how)
+        testing.assert_same(y, right, strategy)
+        gate = testing.float64_gate(p, threshold)
+        assert float(aux.l0) == float((gate != 0).sum().float() / max(m, 1))
+        hidden = float64_hidden(p, name, threshold, gated)
+        assert float(aux.l1) == pytest.approx(float(hidden.abs().sum()) / max(m, 1), rel=1e-2 if rounded else 1e-6)
+
+
+def float64_hidden(p: testing.FFN, name: str, threshold: float, gated: bool) -> Tensor:
+    """h by torch's own operators in float64."""
+    q = p.map(Tensor.double)
+    gate = F.threshold(F.linear(q.x, q.w_gate, q.b_gate), threshold, 0.0)
+    gate = gate**2 if name == "relu2" else gate
+    if not gated:
+        return gate
+    up = F.linear(q.x, q.w_up, q.b_up)
+    return gate * (F.relu(up) if name == "drelu" else up)
+
+
+@EVERY
+def test_the_tools_of_testing_agree_with_autograd_in_float64(name: Any, threshold: float, gated: bool) -> None:
+    p = testing.integer_problem(9, 24, 40, density=0.4, biases=BIASES).map(Tensor.double)
+    dy, how = torch.randn_like(p.x), form(name, threshold)
+    right = float64_hidden(p, name, threshold, gated) @ p.w_down + p.b_down
+    torch.testing.assert_close(testing.float64_output(p, gated=gated, **how), right)
+    torch.testing.assert_close(testing.dense_output(p, gated=gated, **how), right)
+    found = testing.float64_gradients(p, dy, 0.5, gated=gated, **how)
+    for gradient, theirs in zip(found.values(), testing.dense_gradients(p, dy, 0.5, gated=gated, **how).values()):
+        torch.testing.assert_close(gradient, theirs)
+
+
+@EVERY
+@DTYPES
+@pytest.mark.parametrize("density", [0.05, 1.0])
+def test_gradients_of_integers(name: Any, threshold: float, gated: bool, dtype: torch.dtype, density: float) -> None:
+    """With a density of 1 the non-zeros exceed the hybrid format, and backward computes everything again."""
+    p, how = integers(64, name, density=density, dtype=dtype, k=24), form(name, threshold)
+    dy = testing.integer_upstream(p)
+    dl1 = 1.0
+    right = testing.exact_gradients(p, dy, dl1, gated=gated, **how)
+    found = testing.sparse_gradients(p, dy, dl1, gated=gated, strategy="union", **how)
+    for key, gradient in found.items():
+        testing.assert_same(gradient, right[key].float().to(dtype), key)
+
+
+@EVERY
+def test_main_gradients(name: Any, threshold: float, gated: bool) -> None:
+    p, how = integers(40, name, k=24), form(name, threshold)
+    dy, names = testing.integer_upstream(p), ("w_gate", "w_up", "w_down") if gated else ("w_gate", "w_down")
+    right = testing.exact_gradients(p, dy, gated=gated, **how)
+    for strategy in ("union", "dense"):
+        mains = [torch.ones(p.w_gate.shape if w != "w_down" else p.w_down.t().shape) for w in names]
+        leaves = p.map(lambda t: t.clone().requires_grad_())
+        y, _ = testing.sparse_layer(leaves, gated=gated, strategy=strategy, main_grads=mains, **how)
+        y.backward(dy)
+        for weight, main in zip(names, mains, strict=True):
+            main = main.t() if weight == "w_down" else main
+            if strategy == "union":
+                testing.assert_same(main, (right[weight] + 1).float(), weight)
+            else:
+                torch.testing.assert_close(main, (right[weight] + 1).float(), rtol=2e-2, atol=1)
+
+
+@EVERY
+@pytest.mark.parametrize("strategy", ["union", "dense"])
+def test_gradients_of_real_numbers_in_float64(name: Any, threshold: float, gated: bool, strategy: Any) -> None:
+    """The CPU's operators take wider dtypes, too, and then agree with autograd to the last bits."""
+    torch.manual_seed(0)
+    p = testing.integer_problem(9, 24, 40, density=0.3, biases=BIASES).map(torch.Tensor.double)
+    p = p.map(lambda t: t + 0.1 * torch.randn_like(t))
+    dy, how = torch.randn_like(p.x), form(name, threshold)
+    right = testing.dense_gradients(p, dy, 0.25, gated=gated, **how)
+    found = testing.sparse_gradients(p, dy, 0.25, gated=gated, strategy=strategy, **how)
+    for key, gradient in found.items():
+        torch.testing.assert_close(gradient, right[key], rtol=1e-9, atol=1e-9)
+
+
+@EVERY
+def test_operators_equal_the_reference(name: Any, threshold: float, gated: bool) -> None:
+    for dtype in (BF16, FP16):
+        p = integers(21, name, dtype=dtype, k=16, density=0.2)
+        x, w_gate, w_up, w_down, b_gate, b_up, b_down = p if gated else p._replace(w_up=None, b_up=None)
+        packed = ops.gate_pack(x, w_gate, b_gate, 8, threshold)
+        testing.assert_packed_same(packed, reference.gate_pack(x, w_gate, b_gate, 8, threshold), 264, 8)
+        behind = (x, *packed[:2], w_up, w_down, b_up, b_down, 8, name)
+        for actual, expected in zip(ops.up_down(*behind), reference.up_down(*behind), strict=True):
+            testing.assert_same(actual, expected)
+        layer = (x, w_gate, w_up, w_down, b_gate, b_up)
+        y, l1, nonzeros, *kept = ops.hybrid_forward(*layer, b_down, 8, 0, name, threshold)
+        right = reference.hybrid_forward(*layer, b_down, name, threshold)
+        for actual, expected in zip((y, l1, nonzeros), right, strict=True):
+            testing.assert_same(actual, expected)
+        assert torch.equal(ops.up_down_union(*behind)[0], y)
+        assert torch.equal(ops.ffn_union(*layer, b_down, 8, name, threshold)[0], y)
+        dy, dl1 = testing.integer_upstream(p), torch.tensor(0.5)
+        found = ops.hybrid_backward(dy, dl1, *layer, *kept, True, True, name, threshold)
+        for actual, expected in zip(found, reference.hybrid_backward(dy, dl1, *layer, name, threshold), strict=True):
+            if actual.numel():
+                testing.assert_same(actual, expected.to(dtype))
+
+
+# Special values
+
+
+@DTYPES
+@pytest.mark.parametrize("strategy", ["row", "union", "dense"])
+def test_nan_and_infinite_gates(dtype: torch.dtype, strategy: Any) -> None:
+    """NaN passes every activation, infinity too, and what is at a threshold does not."""
+    gates = torch.tensor([math.nan, math.inf, -math.inf, 3.0, 3.5, -1.0, 0.0, 2.0], dtype=dtype)
+    x = torch.zeros(8, 8, dtype=dtype)
+    x[:, 0] = 1
+    w_gate, b_gate, w_down = torch.zeros(8, 8, dtype=dtype), gates, torch.eye(8, dtype=dtype)
+    w_up, b_up = torch.zeros(8, 8, dtype=dtype), torch.ones(8, dtype=dtype)
+    expected = {
+        "relu": [math.nan, math.inf, 0, 3, 3.5, 0, 0, 2],
+        "relu2": [math.nan, math.inf, 0, 9, 12.25, 0, 0, 4],
+        "drelu": [math.nan, math.inf, 0, 3, 3.5, 0, 0, 2],
+        "fatrelu": [math.nan, math.inf, 0, 0, 3.5, 0, 0, 0],
+    }
+    for (name, threshold), right in zip(FAMILY.items(), expected.values(), strict=True):
+        given = (x, w_gate, w_up, w_down)
+        with torch.no_grad():
+            y = twell.sparse_gated_ffn(*given, b_gate=b_gate, b_up=b_up, strategy=strategy, **form(name, threshold))
+        # a product with a matrix spreads what is not finite
+        finite = torch.tensor(right).isfinite()
+        hidden = ops.reglu(b_gate, b_up, name, threshold)
+        testing.assert_same(hidden, torch.tensor(right, dtype=dtype))
+        assert not y[0].isfinite().any()
+        b = torch.where(finite, gates, -1)
+        with torch.no_grad():
+            y = twell.sparse_gated_ffn(*given, b_gate=b, b_up=b_up, strategy=strategy, **form(name, threshold))
+        testing.assert_same(y[0], torch.tensor(right, dtype=dtype).masked_fill(~finite, 0))
+
+
+def test_silent_gates_hide_non_finite_up_projections() -> None:
+    x = torch.ones(2, 8, dtype=BF16)
+    w_gate, w_down = torch.zeros(8, 8, dtype=BF16), torch.ones(8, 8, dtype=BF16)
+    b_gate = torch.tensor([1, 0, -1, 2, 0, 0, 0, 3.0], dtype=BF16)
+    b_up = torch.tensor([1, math.nan, math.inf, 1, -math.inf, math.nan, 0, -1], dtype=BF16)
+    w_up = torch.zeros(8, 8, dtype=BF16)
+    for name, right in (("relu", 0), ("relu2", 1 + 4 - 9), ("drelu", 3), ("fatrelu", 2 - 3)):
+        for strategy in ("row", "union"):
+            with torch.no_grad():
+                y = twell.sparse_gated_ffn(
+                    x, w_gate, w_up, w_down, b_gate=b_gate, b_up=b_up, strategy=strategy,
+                    activation=name, threshold=1.0 if name == "fatrelu" else 0.0,
+                )  # fmt: skip
+            testing.assert_same(y, torch.full_like(y, right))
+
+
+def test_squares_that_leave_the_range_of_fp16_have_right_gradients() -> None:
+    """h = g^2 u is rounded once: a square of 2^18 times 2^-10 is 256; gradients come from the gate, not its square."""
+    gate = torch.tensor([512.0, 2.0**-13, 300.0], dtype=FP16)
+    up = torch.tensor([2.0**-10, 2.0**14, 1.0], dtype=FP16)
+    assert ops.reglu(gate, up, "relu2").tolist() == [256.0, 2.0**-12, math.inf]
+    d_gate, d_up = ops.reglu_backward(torch.ones(3, dtype=FP16), gate, up, "relu2")
+    assert d_gate.tolist() == [1.0, 4.0, 600.0]
+    assert d_up.tolist() == [math.inf, 0.0, math.inf]
+    # the same layer through each strategy, an identity
+    x = torch.zeros(3, 8, dtype=FP16)
+    x[:, 0] = 1
+    eye = torch.eye(8, dtype=FP16)
+    b_gate, b_up = (torch.nn.functional.pad(t[:2], (0, 6)) for t in (gate, up))
+    for strategy in ("row", "union", "dense"):
+        leaf = x.clone().requires_grad_()
+        b = b_gate.clone().requires_grad_()
+        y = twell.sparse_gated_ffn(
+            leaf, 0 * eye, 0 * eye, eye, b_gate=b, b_up=b_up, strategy=strategy, activation="relu2"
+        )
+        assert y[0, :2].tolist() == [256.0, 2.0**-12], strategy
+        (gradient,) = torch.autograd.grad(y[0].sum(), b)
+        assert gradient[:2].tolist() == [1.0, 4.0], strategy
+
+
+def test_a_threshold_is_rounded_as_torch_rounds_it() -> None:
+    values = [0.1, 1.3, 3.0, 1 / 3, 65504.0, 1e-7, 6e-8, 2.0**-25, 1e-40, 1.00390625, 1.001953125]
+    for dtype in (BF16, FP16, torch.float32, torch.float64):
+        for value in values:
+            expected = torch.tensor(value, dtype=torch.float64).float().to(dtype) if dtype.itemsize == 2 else value
+            expected = float(torch.as_tensor(expected, dtype=dtype))
+            assert Activation("fatrelu", value).level(dtype) == expected, (dtype, value)
+    for dtype in (BF16, FP16):
+        for value in values:
+            pair = _activation.threshold_pair(Activation("fatrelu", value), dtype)
+            bits = int(torch.tensor(Activation("fatrelu", value).level(dtype), dtype=dtype).view(torch.int16))
+            assert pair == bits * 0x10001
+            assert 0 <= pair < 1 << 31
+    with pytest.raises(ValueError, match=r"threshold must be finite in torch.float16, got 70000"):
+        Activation("fatrelu", 70000.0).level(FP16)
+    assert Activation("fatrelu", 70000.0).level(BF16) > 69000
+
+
+# The formulas, and the activation of dense layers
+
+
+def every_value(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    gate = torch.arange(1 << 16).to(torch.int16).view(dtype).expand(12, -1).contiguous()
+    info = torch.finfo(dtype)
+    special = torch.tensor([0.0, -0.0, 1.0, -3.0, math.inf, -math.inf, math.nan, info.tiny, info.max, 1 / 3]).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    dh, up = (special[torch.randint(len(special), gate.shape, generator=generator)] for _ in range(2))
+    return dh, gate, up
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ["drelu", "fatrelu"])
+def test_reglu_has_the_bits_of_torch_for_every_gate(name: str, dtype: torch.dtype) -> None:
+    dh, gate, up = every_value(dtype)
+    threshold = 1.3 if name == "fatrelu" else 0.0
+    leaves = [t.clone().requires_grad_() for t in (gate, up)]
+    g, u = leaves
+    right = F.threshold(g, threshold, 0.0) * (F.relu(u) if name == "drelu" else u)
+    testing.assert_same(ops.reglu(gate, up, name, threshold), right.detach())
+    found = ops.reglu_backward(dh, gate, up, name, threshold)
+    for actual, expected in zip(found, torch.autograd.grad(right, leaves, dh), strict=True):
+        testing.assert_same(actual, expected)
+
+
+@DTYPES
+def test_relu2_of_dense_layers_rounds_once(dtype: torch.dtype) -> None:
+    dh, gate, up = every_value(dtype)
+    g, u, d = gate.float().relu(), up.float(), dh.float()
+    testing.assert_same(ops.reglu(gate, up, "relu2"), (g * g * u).to(dtype))
+    d_gate, d_up = ops.reglu_backward(dh, gate, up, "relu2")
+    testing.assert_same(d_gate, (d * (2 * g) * u).masked_fill(g == 0, 0).to(dtype))
+    testing.assert_same(d_up, (d * (g * g)).to(dtype))
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_derivatives_of_dense_layers_to_any_order(name: Any) -> None:
+    gate, up = (torch.randn(5, 9, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    activation = activation_of(name, 0.25 if name == "fatrelu" else 0.0)
+
+    def fused(gate: Tensor, up: Tensor) -> Tensor:
+        return _autograd.gated_relu(gate, up, activation)
+
+    assert torch.autograd.gradcheck(fused, (gate, up))
+    assert torch.autograd.gradgradcheck(fused, (gate, up))
+    leaves = (torch.randn(3, 8, dtype=torch.float64), *torch.randn(3, 8, 8, dtype=torch.float64))
+    leaves = tuple(t.requires_grad_() for t in leaves)
+    assert torch.autograd.gradgradcheck(
+        lambda *t: twell.sparse_gated_ffn(*t, strategy="dense", **activation.options()), leaves
+    )
+
+
+# Arguments
+
+
+def test_wrong_activations_are_refused() -> None:
+    p = integers(2, "relu")
+    x, w_gate, w_up, w_down, *_ = p
+    gated = lambda **options: twell.sparse_gated_ffn(x, w_gate, w_up, w_down.t(), **options)  # noqa: E731
+    plain = lambda **options: twell.sparse_ffn(x, w_gate, w_down.t(), **options)  # noqa: E731
+    for function in (gated, plain):
+        with pytest.raises(ValueError, match="activation must be one of relu, relu2, drelu, fatrelu, got 'gelu'"):
+            function(activation="gelu")
+        with pytest.raises(
+            ValueError, match=r"threshold must be 0 unless activation is .fatrelu., got 1\.0 with 'relu'"
+        ):
+            function(threshold=1.0)
+        with pytest.raises(ValueError, match="threshold must be a finite number of at least 0, got -1"):
+            function(activation="fatrelu", threshold=-1.0)
+        with pytest.raises(ValueError, match="threshold must be a finite number of at least 0, got nan"):
+            function(activation="fatrelu", threshold=math.nan)
+        with pytest.raises(TypeError, match="threshold must be a finite number of at least 0, got '1'"):
+            function(activation="fatrelu", threshold="1")
+        with pytest.raises(ValueError, match=r"threshold must be finite in torch\.bfloat16"):
+            function(activation="fatrelu", threshold=1e39)
+    with pytest.raises(ValueError, match='"drelu" must have a gate and an up projection'):
+        plain(activation="drelu")
+    with pytest.raises(ValueError, match="threshold must be a finite number"):
+        twell.pack(x, w_gate, threshold=math.inf)
+    words, spill, _ = ops.gate_pack(x, w_gate, None, 8)
+    for op in (ops.up_down, ops.up_down_union):
+        with pytest.raises(ValueError, match="activation must be one of"):
+            op(x, words, spill, w_up, w_down, None, None, 8, "gelu")
+        with pytest.raises(ValueError, match='"drelu" must have a gate'):
+            op(x, words, spill, None, w_down, None, None, 8, "drelu")
+    layer = (x, w_gate, w_up, w_down, None, None, None, 8)
+    for arguments, op in (((*layer, "row", None), ops.ffn), (layer, ops.ffn_union), ((*layer, 0), ops.hybrid_forward)):
+        with pytest.raises(ValueError, match="threshold must be 0 unless"):
+            op(*arguments, "relu2", 1.0)
+
+
+def test_pack_takes_a_threshold() -> None:
+    p = integers(5, "fatrelu")
+    for threshold in (0.0, 3.0, 2.5):
+        packed = twell.pack(p.x, p.w_gate, p.b_gate, threshold=threshold)
+        right = testing.float64_gate(p, threshold)
+        testing.assert_same(packed.unpack(), right.to(BF16))
+        assert int(packed.nnz()) == int((right != 0).sum())
+
+
+def test_opcheck() -> None:
+    for name, threshold in FAMILY.items():
+        p = integers(9, name, k=16)
+        x, w_gate, w_up, w_down, b_gate, b_up, b_down = p
+        words, spill, _ = ops.gate_pack(x, w_gate, b_gate, 8, threshold)
+        how = (name, threshold)
+        behind = (x, words, spill, w_up, w_down, b_up, b_down, 8, name)
+        *_, kept = (None, ops.hybrid_forward(*p, 8, 0, *how)[3:])
+        saved = (testing.integer_upstream(p), torch.tensor(0.5), *p[:6], *kept)
+        mains = [torch.zeros(264, 16) for _ in range(3)]
+        for op, arguments in (
+            (ops.gate_pack, (x, w_gate, b_gate, 8, threshold)),
+            (ops.up_down, behind),
+            (ops.up_down_union, behind),
+            (ops.ffn_union, (*p, 8, *how)),
+            (ops.ffn, (*p, 8, "union", None, *how)),
+            (ops.ffn_aux, (*p, 8, "row", None, *how)),
+            (ops.hybrid_forward, (*p, 8, 0, *how)),
+            (ops.hybrid_backward, (*saved, True, True, *how)),
+            (ops.hybrid_backward_accumulate, (*saved, *mains, True, *how)),
+            (ops.reglu, (x, x, *how)),
+            (ops.reglu_backward, (x, x, x, *how)),
+        ):
+            torch.library.opcheck(op, arguments)
+
+
+# Graphs
+
+
+@EVERY
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_functions(name: Any, threshold: float, gated: bool, dynamic: bool) -> None:
+    torch._dynamo.reset()
+    p = integers(17, name)
+    for strategy, needing in itertools.product(("union", "dense"), (False, True)):
+        leaves = p.map(lambda t, needing=needing: t.clone().requires_grad_(needing))
+
+        def layer(x: Tensor, leaves: testing.FFN = leaves, strategy: str = strategy) -> tuple[Tensor, Tensor]:
+            y, aux = testing.sparse_layer(leaves._replace(x=x), gated=gated, strategy=strategy, **form(name, threshold))
+            return y, aux.l0
+
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        for m in (17, 9):
+            x = leaves.x[:m].detach().requires_grad_(needing)
+            ours, theirs = compiled(x), layer(x)
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+            if x.requires_grad:
+                dy = torch.ones_like(ours[0])
+                a, b = (torch.autograd.grad(y, [x, leaves.w_gate], dy) for y in (ours[0], theirs[0]))
+                assert all(torch.equal(i, j) for i, j in zip(a, b, strict=True))
+
+
+def test_a_compiled_module_sees_a_new_threshold() -> None:
+    torch._dynamo.reset()
+    mlp = twell.nn.SparseGatedMLP(16, 64, dtype=BF16, strategy="dense", activation="fatrelu", threshold=0.25)
+    compiled, x = torch.compile(mlp, backend="aot_eager", fullgraph=True), torch.randn(9, 16, dtype=BF16)
+    for threshold in (0.25, 0.5, 0.0, 0.125):
+        mlp.threshold = threshold
+        assert torch.equal(compiled(x), mlp(x))
+
+
+@EVERY
+def test_exported_modules(name: Any, threshold: float, gated: bool) -> None:
+    mlp = module(name, threshold, gated).requires_grad_(False)
+    x = torch.randn(12, 16, dtype=BF16)
+    tokens = {0: torch.export.Dim("tokens", min=2, max=64)}
+    program = torch.export.export(mlp, (x,), dynamic_shapes=(tokens,))
+    stored = io.BytesIO()
+    torch.export.save(program, stored)
+    stored.seek(0)
+    again = torch.export.load(stored).module()
+    for m in (12, 5):
+        assert torch.equal(again(x[:m]), mlp(x[:m]))
+
+
+# Modules
+
+
+def module(name: Any, threshold: float, gated: bool, strategy: Any = "union") -> Any:
+    torch.manual_seed(1)
+    kind = twell.nn.SparseGatedMLP if gated else twell.nn.SparseMLP
+    # up to 0.3 in size
+    scaled = threshold / 10
+    return kind(16, 64, dtype=BF16, strategy=strategy, activation=name, threshold=scaled)
+
+
+@EVERY
+def test_modules(name: Any, threshold: float, gated: bool) -> None:
+    mlp = module(name, threshold, gated)
+    x = torch.randn(30, 16, dtype=BF16)
+    with torch.no_grad():
+        y, aux = mlp(x, return_aux=True)
+        for strategy in ("row", "dense"):
+            mlp.strategy = strategy
+            torch.testing.assert_close(mlp(x), y, rtol=2e-2, atol=1e-3)
+        # a hook makes the layer call its children
+        handle = mlp.down_proj.register_forward_hook(lambda *_: None)
+        by_children, figures = mlp(x, return_aux=True)
+        handle.remove()
+    torch.testing.assert_close(by_children, y, rtol=2e-2, atol=1e-3)
+    assert float(figures.l0) == float(aux.l0)
+    torch.testing.assert_close(figures.l1, aux.l1, rtol=1e-2, atol=1e-3)
+    assert (f"activation={name!r}" in repr(mlp)) == (name != "relu")
+    assert (f"threshold={mlp.threshold}" in repr(mlp)) == bool(threshold)
+    for other in (copy.deepcopy(mlp), pickle.loads(pickle.dumps(mlp))):
+        assert (other.activation, other.threshold) == (name, mlp.threshold)
+        with torch.no_grad():
+            assert torch.equal(other(x), mlp(x))
+    children = (mlp.gate_proj, mlp.up_proj, mlp.down_proj) if gated else (mlp.up_proj, mlp.down_proj)
+    same = type(mlp).from_linear(*children, strategy="dense", activation=name, threshold=mlp.threshold)
+    with torch.no_grad():
+        assert torch.equal(same(x), mlp(x))
+
+
+def test_settings_of_modules() -> None:
+    mlp = twell.nn.SparseGatedMLP(16, 64)
+    assert (mlp.activation, mlp.threshold) == ("relu", 0.0)
+    with pytest.raises(ValueError, match="threshold must be 0 unless"):
+        mlp.threshold = 0.5
+    mlp.activation = "fatrelu"
+    mlp.threshold = 0.5
+    with pytest.raises(ValueError, match="threshold must be 0 unless"):
+        mlp.activation = "relu2"
+    with pytest.raises(ValueError, match="activation must be one of"):
+        mlp.activation = "silu"
+    assert (mlp.activation, mlp.threshold) == ("fatrelu", 0.5)
+    mlp.threshold = 0
+    mlp.activation = "drelu"
+    with pytest.raises(ValueError, match='"drelu" must have a gate'):
+        twell.nn.SparseMLP(16, 64, activation="drelu")
+    with pytest.raises(ValueError, match="threshold must be 0 unless"):
+        twell.nn.SparseMLP(16, 64, activation="relu2", threshold=0.5)
+
+
+def test_pickles_from_before_have_relu() -> None:
+    mlp = twell.nn.SparseMLP(16, 64)
+    state = {name: value for name, value in mlp.__getstate__().items() if name not in ("_activation", "_threshold")}
+    old = twell.nn.SparseMLP.__new__(twell.nn.SparseMLP)
+    old.__setstate__(state)
+    assert (old.activation, old.threshold) == ("relu", 0.0)
+
+
+@EVERY
+def test_counting_and_compaction(name: Any, threshold: float, gated: bool) -> None:
+    mlp = module(name, threshold, gated)
+    with torch.no_grad():
+        mlp_bias = mlp.gate_proj if gated else mlp.up_proj
+        mlp_bias.weight[5] = 0
+    x = torch.randn(200, 16, dtype=BF16)
+    with torch.no_grad(), twell.count_firing(mlp) as counted:
+        before = mlp(x)
+    gate = F.linear(x, mlp_bias.weight)
+    assert torch.equal(counted[""].counts, (gate > Activation(name, mlp.threshold).level(BF16)).sum(0))
+    smaller, _ = twell.compact(mlp, counted[""])
+    assert (smaller.activation, smaller.threshold) == (name, mlp.threshold)
+    with torch.no_grad():
+        testing.assert_same(smaller(x), before)
+        testing.assert_same(twell.restore(smaller)(x), before)
+
+
+def test_codes_fit_the_kernels() -> None:
+    assert set(_activation.NAMES) == set(FAMILY)
+    assert {name: Activation(name).code() for name in FAMILY} == geometry.ACTIVATIONS
+    assert hybrid.RELU.code() == 0
+
+
+@EVERY
+def test_figures_of_a_measured_dense_call_are_those_of_a_sparse_one(name: Any, threshold: float, gated: bool) -> None:
+    p, how = integers(300, name), form(name, threshold)
+    with torch.no_grad():
+        figures = [testing.sparse_layer(p, gated=gated, strategy=s, **how)[1] for s in ("dense", "row")]
+    assert figures[0].l0 == figures[1].l0
