@@ -83,13 +83,13 @@ class Activation(NamedTuple):
 RELU = Activation()
 
 
-def activation_of(name: Any, threshold: Any = 0.0, gated: bool = True) -> Activation:
+def activation_of(name: Any, threshold: Any = 0, gated: bool = True) -> Activation:
     """The activation of a layer, ``gated`` or not; TypeError or ValueError for anything else."""
     if torch.compiler.is_compiling():
-        # a graph is for one threshold: torch.compile might make an input of it
+        # a graph is for one threshold, but torch.compile may make an input of a float that is not a literal, defaults
+        # and attributes included: then it traces once more. Hence 0 is the functions' default, not 0.0
         threshold = guard_scalar(threshold)
-    if name == "relu" and type(threshold) is float and threshold == 0.0:
-        # literals: of a default or a global number torch.compile might make an input, too
+    if name == "relu" and type(threshold) in (int, float) and threshold == 0:
         return Activation("relu", 0.0)
     require_choice("activation", name, NAMES)
     require_number("threshold", threshold, 0)

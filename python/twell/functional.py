@@ -54,7 +54,7 @@ def sparse_gated_ffn(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
     activation: ActivationName = "relu",
-    threshold: float = 0.0,
+    threshold: float = 0,
     strategy: Strategy | AutoStrategy = "auto",
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
@@ -73,7 +73,7 @@ def sparse_gated_ffn(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
     activation: ActivationName = "relu",
-    threshold: float = 0.0,
+    threshold: float = 0,
     strategy: Strategy | AutoStrategy = "auto",
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
@@ -91,7 +91,7 @@ def sparse_gated_ffn(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
     activation: ActivationName = "relu",
-    threshold: float = 0.0,
+    threshold: float = 0,
     strategy: Strategy | AutoStrategy = "auto",
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
@@ -169,7 +169,7 @@ def sparse_ffn(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
     activation: ActivationName = "relu",
-    threshold: float = 0.0,
+    threshold: float = 0,
     strategy: Strategy | AutoStrategy = "auto",
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
@@ -186,7 +186,7 @@ def sparse_ffn(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
     activation: ActivationName = "relu",
-    threshold: float = 0.0,
+    threshold: float = 0,
     strategy: Strategy | AutoStrategy = "auto",
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
@@ -202,7 +202,7 @@ def sparse_ffn(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
     activation: ActivationName = "relu",
-    threshold: float = 0.0,
+    threshold: float = 0,
     strategy: Strategy | AutoStrategy = "auto",
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
@@ -219,7 +219,7 @@ def sparse_ffn(
 
 
 def pack(
-    x: Tensor, w_gate: Tensor, b_gate: Tensor | None = None, *, compression: int = 8, threshold: float = 0.0
+    x: Tensor, w_gate: Tensor, b_gate: Tensor | None = None, *, compression: int = 8, threshold: float = 0
 ) -> PackedTwell:
     """``relu(x @ w_gate^T + b_gate)`` in the TwELL format: x [..., K], w_gate [N, K], b_gate [N] -> [..., N] packed.
 

@@ -25,7 +25,7 @@ _SETTINGS = ("strategy", "compression", "down_layout", "accumulate_main_grad", "
 def _require_setting(layer: SparseFFN, name: str, value: Any) -> None:
     """Raise TypeError or ValueError unless a layer's attribute ``name`` may be ``value``."""
     if name == "activation":
-        activation_of(value, layer.__dict__.get("_threshold", 0.0), layer._gated)
+        activation_of(value, layer.__dict__.get("_threshold", 0), layer._gated)
     elif name == "threshold":
         activation_of(layer.activation, value, layer._gated)
     elif name == "strategy":
@@ -89,7 +89,7 @@ class SparseFFN(nn.Module):
         strategy: Strategy | AutoStrategy,
         dtype: torch.dtype | None = None,
         activation: ActivationName = "relu",
-        threshold: float = 0.0,
+        threshold: float = 0,
     ) -> None:
         super().__init__()
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -123,7 +123,7 @@ class SparseFFN(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # pickles of earlier versions have only the settings that were assigned, under public names
         defaults = {"_accumulate_main_grad": False, "_record_aux": False, "_down_layout": "rows"}
-        defaults |= {"_activation": "relu", "_threshold": 0.0}
+        defaults |= {"_activation": "relu", "_threshold": 0}
         renamed = {f"_{name}" if name in _SETTINGS else name: value for name, value in state.items()}
         super().__setstate__({**defaults, **renamed})  # type: ignore[no-untyped-call]
 
@@ -235,7 +235,7 @@ class SparseGatedMLP(SparseFFN):
         compression: int = 8,
         strategy: Strategy | AutoStrategy = "auto",
         activation: ActivationName = "relu",
-        threshold: float = 0.0,
+        threshold: float = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -254,7 +254,7 @@ class SparseGatedMLP(SparseFFN):
         compression: int = 8,
         strategy: Strategy | AutoStrategy = "auto",
         activation: ActivationName = "relu",
-        threshold: float = 0.0,
+        threshold: float = 0,
     ) -> SparseGatedMLP:
         """Make a module that shares the Parameter objects of three ``nn.Linear``, each with or without bias.
 
@@ -306,7 +306,7 @@ class SparseMLP(SparseFFN):
         compression: int = 8,
         strategy: Strategy | AutoStrategy = "auto",
         activation: ActivationName = "relu",
-        threshold: float = 0.0,
+        threshold: float = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -323,7 +323,7 @@ class SparseMLP(SparseFFN):
         compression: int = 8,
         strategy: Strategy | AutoStrategy = "auto",
         activation: ActivationName = "relu",
-        threshold: float = 0.0,
+        threshold: float = 0,
     ) -> SparseMLP:
         """Make a module that shares the Parameter objects of two ``nn.Linear``, as ``SparseGatedMLP.from_linear``."""
         hidden, intermediate = _require_linear({"up": up}, down)
@@ -342,7 +342,7 @@ class SparseMLP(SparseFFN):
         if not self._is_plain():
             return self._by_children(x, return_aux)  # type: ignore[no-any-return]
         (w_up, b_up), (w_down, b_down) = map(self._applied, ("up_proj", "down_proj"))
-        result = functional.sparse_ffn(  # type: ignore[call-overload]
+        result = functional.sparse_ffn(  # type: ignore[call-overload, misc]
             x,
             w_up,
             w_down,

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twell import _auto, tuning
-from twell._activation import Activation, activation_of
+from twell._activation import Activation
 from twell._runtime import geometry, nvtx
 from twell.ops.ffn_union import by_small_tiles
 from twell.ops.ffn_union import on_cpu as union_on_cpu
@@ -35,6 +35,7 @@ from twell.ops.library import (
     check_layer,
     empty,
     has_row_strides,
+    last_activation,
     register,
 )
 from twell.ops.operands import Operands, PackedOperands
@@ -124,8 +125,7 @@ def _operators(implementation: Callable[..., _Totals]) -> list[Implementation]:
 
     def run(totals: bool, *arguments: Any) -> _Totals:
         layer = Operands(*arguments[:7])
-        # the dispatcher leaves out what has its default
-        activation = activation_of(*(arguments[10:] or ("relu",)), gated=layer.w_up is not None)
+        activation = last_activation(arguments[10:], layer.w_up is not None)
         return implementation(layer, *arguments[7:10], activation, totals)
 
     def ffn(*arguments: Any) -> Tensor:

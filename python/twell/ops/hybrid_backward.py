@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from twell._activation import Activation, activation_of
+from twell._activation import Activation
 from twell._runtime import nvtx
 from twell.ops import hybrid
 from twell.ops.hybrid import Kept
-from twell.ops.library import ACTIVATION, Implementation, empty, register
+from twell.ops.library import ACTIVATION, Implementation, empty, last_activation, register
 from twell.ops.operands import Gradients, Operands
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -57,8 +57,7 @@ def _form_last(implementation: Implementation) -> Implementation:
 
     @backward_first
     def ungrouped(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, *rest: Any) -> Any:
-        # the dispatcher leaves out what has its default
-        activation = activation_of(*(rest[2:] or ("relu",)), gated=layer.w_up is not None)
+        activation = last_activation(rest[2:], layer.w_up is not None)
         return implementation(dy, dl1, layer, kept, activation, *rest[:2])
 
     return ungrouped

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twell._activation import Activation, activation_of
+from twell._activation import Activation
 from twell._runtime import nvtx
 from twell.ops import hybrid
 from twell.ops.hybrid import Kept
 from twell.ops.hybrid_backward import BACKWARD, backward_first, present
-from twell.ops.library import ACTIVATION, Implementation, check, has_rows, register
+from twell.ops.library import ACTIVATION, Implementation, check, has_rows, last_activation, register
 from twell.ops.operands import Gradients, Mains, Operands
 
 Outputs = tuple[Tensor, Tensor, Tensor]
@@ -37,8 +37,7 @@ def _mains_last(implementation: Implementation) -> Implementation:
 
     @backward_first
     def ungrouped(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, *rest: Any) -> Any:
-        # the dispatcher leaves out what has its default
-        activation = activation_of(*(rest[4:] or ("relu",)), gated=layer.w_up is not None)
+        activation = last_activation(rest[4:], layer.w_up is not None)
         return implementation(dy, dl1, layer, kept, activation, Mains(*rest[:3]), rest[3])
 
     return ungrouped

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from twell import tuning
+from twell._activation import Activation, activation_of
 from twell._runtime import device, env, geometry, nvtx, resolve, specs
 from twell._runtime.log import warn_once
 from twell.ops.operands import Operands, PackedOperands
@@ -71,6 +72,12 @@ def layer_first(implementation: Callable[..., Any]) -> Implementation:
 def packed_first(implementation: Implementation) -> Implementation:
     """``implementation(packed, ...)`` as a function of x, ``PACKED`` and the other arguments."""
     return lambda *arguments: implementation(PackedOperands(*arguments[:7]), *arguments[7:])
+
+
+def last_activation(arguments: Sequence[Any], gated: bool) -> Activation:
+    """The activation of the arguments that ``ACTIVATION`` declares: the dispatcher leaves out those with defaults."""
+    name, threshold = (*arguments, *("relu", 0.0)[len(arguments) :])
+    return activation_of(name, threshold, gated)
 
 
 def _refuse_grad(name: str, implementation: Implementation, instead: str) -> Implementation:
