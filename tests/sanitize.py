@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from twell import ops, testing
+from twell._activation import ActivationName
 from twell._runtime import geometry
 from twell.testing import FFN
 
@@ -74,7 +75,7 @@ _START_S = 120
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes, share of positive gates, compression, biases and dtype of one problem."""
+    """Sizes, share of positive gates, compression, biases, dtype and activation of one problem."""
 
     name: str
     m: int
@@ -84,11 +85,11 @@ class Case:
     compression: int = 8
     biases: str = ""
     dtype: torch.dtype = torch.bfloat16
+    activation: ActivationName = "relu"
 
     def problem(self) -> FFN:
-        return testing.integer_problem(
-            self.m, self.k, self.n, density=self.density, biases=self.biases, dtype=self.dtype
-        )
+        how: dict[str, Any] = {"biases": self.biases, "dtype": self.dtype, "activation": self.activation}
+        return testing.integer_problem(self.m, self.k, self.n, density=self.density, **how)
 
 
 CASES = (
@@ -115,11 +116,15 @@ CASES = (
     Case("few, empty", 8, 72, 264, 0, biases="gate down", dtype=torch.float16),
     Case("few, partial", 33, 264, 776, 0.1, compression=2, biases="gate up down", dtype=torch.float16),
     Case("most of few", 256, 136, 264, 0.1, compression=4, biases="down"),
+    Case("few squares", 5, 136, 264, 0.1, biases="gate up down", activation="relu2"),
+    Case("many squares", 259, 72, 264, 0.1, biases="gate up down", activation="relu2"),
+    Case("most squares", 2050, 72, 264, 0.1, biases="up", activation="relu2"),
+    Case("squares, overflow", 66, 72, 264, 0.9, activation="relu2"),
 )
 
 
 class Call(NamedTuple):
-    """A registered operator and its arguments on the CPU; it adds to the last ``written`` of them."""
+    """A registered operator and its arguments on the CPU; it adds to ``written`` of them, which two others follow."""
 
     op: Any
     arguments: tuple[Any, ...]
@@ -135,7 +140,7 @@ class Call(NamedTuple):
         """Return the operator's results and the tensors that it added to, on the CPU."""
         returned = self.op(*self.arguments)
         outputs = (returned,) if isinstance(returned, Tensor) else tuple(returned)
-        added = self.arguments[len(self.arguments) - self.written - 1 : -1] if self.written else ()
+        added = self.arguments[len(self.arguments) - self.written - 2 : -2] if self.written else ()
         return tuple(t.cpu() for t in (*outputs, *added) if t is not None)
 
 
@@ -145,8 +150,8 @@ def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
     if op == "reglu":
         # the remainder of a vector of eight has code of its own
         gate, up = (torch.nn.functional.linear(x, w).flatten()[: case.m * case.n - 3] for w in (w_gate, w_up))
-        yield Call(ops.reglu, (gate, up))
-        yield Call(ops.reglu_backward, (up, gate, up))
+        yield Call(ops.reglu, (gate, up, case.activation))
+        yield Call(ops.reglu_backward, (up, gate, up, case.activation))
         return
     if op == "matrix_transpose":
         yield Call(ops.matrix_transpose, (w_down,))
@@ -162,10 +167,10 @@ def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
     if op == "ffn_union":
         for gated in (True, False):
             weights = (w_up, w_down, b_gate, b_up) if gated else (None, w_down, b_gate, None)
-            yield Call(ops.ffn_union, (x, w_gate, *weights, b_down, case.compression), gated)
+            yield Call(ops.ffn_union, (x, w_gate, *weights, b_down, case.compression, case.activation), gated)
         return
     if op == "ffn":
-        yield Call(ops.ffn_aux, (x, w_gate, w_up, w_down, b_gate, b_up, b_down, case.compression, "union", None))
+        yield Call(ops.ffn_aux, (*problem, case.compression, "union", None, case.activation))
         return
     words, spill, _ = ops.gate_pack(*packing.arguments)
     if op == "unpack":
@@ -173,19 +178,19 @@ def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
     else:
         for gated in (True, False):
             weights = (w_up, w_down, b_up) if gated else (None, w_down, None)
-            yield Call(getattr(ops, op), (x, words, spill, *weights, b_down, case.compression), gated)
+            yield Call(getattr(ops, op), (x, words, spill, *weights, b_down, case.compression, case.activation), gated)
 
 
 def training_call(op: str, case: Case, problem: FFN, gated: bool) -> Call:
     layer = tuple(problem if gated else problem._replace(w_up=None, b_up=None))
     if op == "hybrid_forward":
-        return Call(ops.hybrid_forward, (*layer, case.compression), gated)
-    _, _, _, *kept = ops.hybrid_forward(*layer, case.compression)
+        return Call(ops.hybrid_forward, (*layer, case.compression, 0, case.activation), gated)
+    _, _, _, *kept = ops.hybrid_forward(*layer, case.compression, 0, case.activation)
     saved = (testing.integer_upstream(problem), torch.tensor(1.0), *layer[:6], *kept)
     if op == "hybrid_backward":
-        return Call(ops.hybrid_backward, (*saved, True, True), gated)
+        return Call(ops.hybrid_backward, (*saved, True, True, case.activation), gated)
     mains = [None if t is None else torch.ones(t.shape) for t in layer[1:4]]
-    return Call(ops.hybrid_backward_accumulate, (*saved, *mains, True), gated, written=3)
+    return Call(ops.hybrid_backward_accumulate, (*saved, *mains, True, case.activation), gated, written=3)
 
 
 def check(op: str, case: Case) -> None:

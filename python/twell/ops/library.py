@@ -76,7 +76,7 @@ def packed_first(implementation: Implementation) -> Implementation:
 
 def last_activation(arguments: Sequence[Any], gated: bool) -> Activation:
     """The activation of the arguments that ``ACTIVATION`` declares: the dispatcher leaves out those with defaults."""
-    name, threshold = (*arguments, *("relu", 0.0)[len(arguments) :])
+    name, threshold = (*arguments[:1], "relu")[0], (*arguments[1:], 0.0)[0]
     return activation_of(name, threshold, gated)
 
 

@@ -1,0 +1,240 @@
+"""The ReLU family on the GPU: every strategy, forward and backward, bit by bit; special values against the CPU."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import twell
+from twell import ops, testing
+from twell._runtime import geometry
+from twell.testing import FFN
+
+CUDA = torch.device("cuda")
+BF16, FP16 = torch.bfloat16, torch.float16
+BIASES = "gate up down"
+FAMILY = {"relu": 0.0, "relu2": 0.0, "drelu": 0.0, "fatrelu": 3.0}
+LAYERS = [(name, t, gated) for (name, t), gated in itertools.product(FAMILY.items(), (True, False))]
+LAYERS.remove(("drelu", 0.0, False))
+EVERY = pytest.mark.parametrize(("name", "threshold", "gated"), LAYERS, ids=str)
+DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+K, N = 264, 776
+
+
+def form(name: Any, threshold: float) -> dict[str, Any]:
+    return {"activation": name, "threshold": threshold}
+
+
+def integers(m: int, name: Any, dtype: Any = BF16, density: float = 0.05, k: int = K, n: int = N) -> FFN:
+    return testing.integer_problem(m, k, n, density=density, biases=BIASES, dtype=dtype, device=CUDA, activation=name)
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> Any:
+    """PyTorch's own products, of strategy "dense", with sums in fp32."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
+    yield
+    matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before
+
+
+def check(problem: FFN, gated: bool, how: dict[str, Any], *strategies: str) -> None:
+    """y and the figures of a layer without gradients, whose memory holds NaN before."""
+    gate = testing.float64_gate(problem, how["threshold"])
+    m = max(len(problem.x), 1)
+    # at most these round h to 16 bits, and all sums of |h| are before that, except for dense's
+    right = {rounded: testing.exact_output(problem, gated=gated, rounded=rounded, **how) for rounded in (False, True)}
+    total = float(_hidden(problem, gate, gated, how["activation"]).abs().sum())
+    for strategy in strategies:
+        with torch.no_grad():
+            y, l1, l0 = testing.poisoned(lambda s=strategy: _call(problem, gated, s, how))
+        testing.assert_same(y, right[strategy not in ("row", "invariant")], strategy)
+        assert float(l0) == float((gate != 0).sum().float() / m), strategy
+        assert float(l1) == pytest.approx(total / m, rel=1e-2 if strategy == "dense" else 2e-6), strategy
+
+
+def _call(problem: FFN, gated: bool, strategy: str, how: dict[str, Any]) -> tuple[Tensor, ...]:
+    y, aux = testing.sparse_layer(problem, gated=gated, strategy=strategy, **how)
+    return y, aux.l1, aux.l0
+
+
+def _hidden(problem: FFN, gate: Tensor, gated: bool, name: str) -> Tensor:
+    factor = gate**2 if name == "relu2" else gate
+    if not gated:
+        return factor
+    up = problem.x.double() @ problem.w_up.double().t() + problem.b_up.double()  # type: ignore[union-attr]
+    return factor * (up.relu() if name == "drelu" else up)
+
+
+@EVERY
+@DTYPES
+@pytest.mark.parametrize("m", [0, 1, 9, 60, 200, 300, 1500, 2100])
+def test_every_strategy(name: Any, threshold: float, gated: bool, dtype: torch.dtype, m: int) -> None:
+    """For every number of tokens that has kernels of its own."""
+    check(integers(m, name, dtype), gated, form(name, threshold), "row", "union", "invariant", "dense")
+
+
+@EVERY
+def test_heavy_tokens(name: Any, threshold: float, gated: bool) -> None:
+    """One token of each eight has all non-zeros: `up_down` has a second kernel for it, `up_down_token` two CTAs."""
+    for m in (1200, 2100):
+        problem = integers(m, name, density=0.9)
+        x = problem.x.clone()
+        x[torch.arange(m, device=CUDA) % 8 != 3] = 0
+        check(problem._replace(x=x, b_gate=None), gated, form(name, threshold), "row")
+
+
+@EVERY
+def test_spilled_tiles(name: Any, threshold: float, gated: bool) -> None:
+    for m in (5, 130, 2100):
+        check(integers(m, name, density=0.6), gated, form(name, threshold), "row", "union")
+
+
+@EVERY
+@DTYPES
+@pytest.mark.parametrize(("m", "density"), [(1, 0.1), (130, 0.05), (300, 0.05), (300, 0.5), (70, 1.0)])
+def test_training(name: Any, threshold: float, gated: bool, dtype: torch.dtype, m: int, density: float) -> None:
+    """Gradients and main gradients bit by bit; the last two do not fit into the hybrid format."""
+    problem, how = integers(m, name, dtype, density, n=264), form(name, threshold)
+    layer = tuple(problem if gated else problem._replace(w_up=None, b_up=None))
+    last = (name, threshold)
+    y, l1, nonzeros, *kept = testing.poisoned(lambda: ops.hybrid_forward(*layer, 8, 0, *last))
+    testing.assert_same(y, testing.exact_output(problem, gated=gated, rounded=True, **how), "y")
+    gate = testing.float64_gate(problem, threshold)
+    assert int(nonzeros) == int((gate != 0).sum())
+    total = float(_hidden(problem, gate, gated, name).abs().sum())
+    assert float(l1) == pytest.approx(total, rel=2e-6)
+    overflows = int(kept[3][-1]) > geometry.hybrid_capacity(m, 264)
+    assert overflows == (density >= 0.5)
+
+    dy, dl1 = testing.integer_upstream(problem), -2.0
+    right = testing.exact_gradients(problem, dy, dl1, gated=gated, **how)
+    names = ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up")
+    saved = (dy, torch.tensor(dl1, device=CUDA), *layer[:6], *kept)
+    found = testing.poisoned(lambda: ops.hybrid_backward(*saved, True, True, *last))
+    for key, gradient in zip(names, found, strict=True):
+        if key in right:
+            testing.assert_same(gradient, right[key].float().to(dtype), f"gradient of {key}")
+    mains = [torch.full(t.shape, 3.0, device=CUDA) if gated or i != 1 else None for i, t in enumerate(problem[1:4])]
+    dx, _, _ = ops.hybrid_backward_accumulate(*saved, *mains, True, *last)
+    testing.assert_same(dx, right["x"].float().to(dtype), "gradient of x beside main gradients")
+    for key, main in zip(names[1:4], mains, strict=True):
+        if main is not None:
+            testing.assert_same(main, (right[key] + 3).float(), f"main gradient of {key}")
+    for key, gradient in testing.sparse_gradients(problem, dy, dl1, gated=gated, strategy="union", **how).items():
+        testing.assert_same(gradient, right[key].float().to(dtype), f"autograd's gradient of {key}")
+
+
+# Special values
+
+
+@DTYPES
+@pytest.mark.parametrize("name", FAMILY)
+def test_the_activation_of_dense_layers_for_every_gate(name: str, dtype: torch.dtype) -> None:
+    gate = torch.arange(1 << 16).to(torch.int16).view(dtype).expand(20, -1).contiguous()
+    info = torch.finfo(dtype)
+    special = [0.0, -0.0, 1.0, -3.0, math.inf, -math.inf, math.nan, info.tiny, -info.tiny / 4, info.max, 1 / 3, 1e-3]
+    generator = torch.Generator().manual_seed(0)
+    values = torch.tensor(special).to(dtype)
+    dh, up = (values[torch.randint(len(special), gate.shape, generator=generator)] for _ in range(2))
+    for threshold in (0.0, 1.3, float(info.tiny) / 2) if name == "fatrelu" else (0.0,):
+        ours = testing.poisoned(lambda t=threshold: (ops.reglu(gate.to(CUDA), up.to(CUDA), name, t),))[0]
+        testing.assert_same(ours.cpu(), ops.reglu(gate, up, name, threshold), f"h, threshold {threshold}")
+        found = ops.reglu_backward(dh.to(CUDA), gate.to(CUDA), up.to(CUDA), name, threshold)
+        for key, a, b in zip(("d_gate", "d_up"), found, ops.reglu_backward(dh, gate, up, name, threshold)):
+            testing.assert_same(a.cpu(), b, f"{key}, threshold {threshold}")
+
+
+def layer_of(gates: Tensor, ups: Tensor, m: int) -> FFN:
+    """A layer whose gates and up projections are these [N] for each token; y has a column per neuron, or its sum."""
+    n, dtype = len(gates), gates.dtype
+    zeros = torch.zeros(n, n, dtype=dtype, device=CUDA)
+    x = torch.zeros(m, n, dtype=dtype, device=CUDA)
+    return FFN(x, zeros, zeros, torch.eye(n, dtype=dtype, device=CUDA), gates.to(CUDA), ups.to(CUDA), None)
+
+
+@DTYPES
+@pytest.mark.parametrize("m", [1, 130, 2100])
+def test_thresholds_of_special_gates(dtype: torch.dtype, m: int) -> None:
+    """What is packed: NaN and infinity too, nothing at or below the threshold, subnormal numbers in their order."""
+    info = torch.finfo(dtype)
+    tiny = float(info.tiny)
+    gates = [math.nan, math.inf, -math.inf, -math.nan, 1.3, 1.296875, 1.3046875, 0.0, -0.0, tiny, tiny / 2, tiny / 4]
+    problem = layer_of(torch.tensor([*gates, *[-1.0] * 4], dtype=dtype), torch.ones(16, dtype=dtype), m)
+    for threshold in (0.0, 1.3, tiny / 2, tiny / 4, float(info.max)):
+        arguments = (problem.x, problem.w_gate, problem.b_gate, 8, threshold)
+        found = testing.poisoned(lambda a=arguments: ops.gate_pack(*a))
+        expected = ops.gate_pack(*(a.cpu() if isinstance(a, Tensor) else a for a in arguments))
+        testing.assert_packed_same(found, expected, 16, 8)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("m", [1, 40, 130, 1500, 2100])
+def test_squares_that_leave_the_range_of_fp16(gated: bool, m: int) -> None:
+    """h = g^2 u is rounded once; gradients come from the stored gate, not from its square."""
+    gates = torch.tensor([512.0, 2.0**-13, 3.0, 2.0**-20, *[-1.0] * 4], dtype=FP16)
+    ups = torch.tensor([2.0**-10, 2.0**14, 1.0, 2.0**15, *[1.0] * 4], dtype=FP16)
+    if not gated:
+        gates[0] = 128.0
+    # 2^-26 and 2^-40 are below half of the smallest number
+    h = [256.0, 2.0**-12, 9.0, 0.0] if gated else [2.0**14, 0.0, 9.0, 0.0]
+    problem = layer_of(gates, ups, m)
+    right = torch.zeros(m, 8, device=CUDA)
+    right[:, :4] = torch.tensor(h, device=CUDA)
+    for strategy in ("row", "union", "invariant", "dense"):
+        with torch.no_grad():
+            y = testing.sparse_output(problem, gated=gated, strategy=strategy, activation="relu2")  # type: ignore[arg-type]
+        testing.assert_same(y, right.to(FP16), strategy)
+    if m > 200:
+        return
+    for strategy in ("union", "dense"):
+        leaves = problem.map(lambda t: t.clone().requires_grad_())
+        y, _ = testing.sparse_layer(leaves, gated=gated, strategy=strategy, activation="relu2")
+        assert leaves.b_gate is not None
+        (gradient,) = torch.autograd.grad(y[0].sum(), leaves.b_gate)
+        slope = [1.0, 4.0, 6.0, 2.0**-4] if gated else [256.0, 2.0**-12, 6.0, 2.0**-19]
+        assert gradient[:4].tolist() == slope, strategy
+
+
+@EVERY
+@DTYPES
+def test_non_finite_values_as_on_the_cpu(name: Any, threshold: float, gated: bool, dtype: torch.dtype) -> None:
+    """Non-finite gates and up projections of some neurons, finite ones of silent neurons beside them."""
+    generator = torch.Generator().manual_seed(0)
+    special = torch.tensor([math.nan, math.inf, -math.inf, 1.0, -1.0, 0.0, 4.0, 300.0])
+    for m in (1, 130, 2100):
+        for _ in range(3):
+            gates = special[torch.randint(8, (64,), generator=generator)]
+            ups = special[torch.randint(8, (64,), generator=generator)]
+            # silent gates only, so that a result may be finite
+            quiet = gates.where(gates.isfinite(), -1.0)
+            for g, u in ((gates, ups), (quiet, ups.where((quiet <= threshold) | ups.isfinite(), 1.0))):
+                problem = layer_of(g.to(dtype), u.to(dtype), m)
+                layer = tuple(problem if gated else problem._replace(w_up=None, b_up=None))
+                on_cpu = tuple(None if t is None else t.cpu() for t in layer)
+                for strategy in ("row", "union"):
+                    y = ops.ffn(*layer, 8, strategy, None, name, threshold)
+                    expected = ops.ffn(*on_cpu, 8, strategy, None, name, threshold)
+                    if bool(expected.isfinite().all()):
+                        testing.assert_same(y.cpu(), expected, strategy)
+                    else:
+                        assert torch.equal(y.cpu().isfinite().any(1), expected.isfinite().any(1)), strategy
+
+
+def test_modules_in_a_graph() -> None:
+    """A captured graph has the activation that the module had."""
+    for name, threshold, gated in LAYERS:
+        kind: Any = twell.nn.SparseGatedMLP if gated else twell.nn.SparseMLP
+        mlp = kind(K, N, device=CUDA, dtype=BF16, strategy="row", activation=name, threshold=threshold / 10)
+        x = torch.randn(9, K, device=CUDA, dtype=BF16)
+        with torch.no_grad():
+            graph, y = testing.captured(lambda mlp=mlp, x=x: mlp(x))
+            y.fill_(math.nan)
+            graph.replay()
+            assert torch.equal(y, mlp(x))
