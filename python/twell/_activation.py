@@ -56,9 +56,11 @@ class Activation(NamedTuple):
         if self.name != "relu2":
             return gate if up is None else gate * (up.relu() if self.name == "drelu" else up)
         if up is None:
-            return gate.square()
+            # `square` is one of the operators that autocast runs in fp32
+            return gate * gate
         wide = torch.promote_types(gate.dtype, torch.float32)
-        return (gate.to(wide).square() * up.to(wide)).to(gate.dtype)
+        own = gate.to(wide)
+        return (own * own * up.to(wide)).to(gate.dtype)
 
     def gradients(self, dh: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """d_gate and d_up of the gate after it; d_gate is right where that is not zero."""
@@ -68,7 +70,7 @@ class Activation(NamedTuple):
             d_gate = upstream * (2 * own)
             if up is None:
                 return d_gate.to(gate.dtype), None
-            return (d_gate * up.to(wide)).to(gate.dtype), (upstream * own.square()).to(gate.dtype)
+            return (d_gate * up.to(wide)).to(gate.dtype), (upstream * (own * own)).to(gate.dtype)
         if up is None:
             return dh, None
         if self.name == "drelu":

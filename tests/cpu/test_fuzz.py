@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gzip
 import json
 import math
@@ -23,6 +24,7 @@ from tests.fuzz import answers, problems
 from tests.fuzz import run as fuzz
 from tests.fuzz.problems import Case, Limits
 from twell import ops, testing
+from twell._activation import activation_of
 from twell._runtime import device, geometry, kernel_module, specs
 from twell.ops import hybrid
 from twell.ops.operands import Operands
@@ -58,6 +60,7 @@ def test_cases_stay_within_their_limits_and_reach_everything(where: str) -> None
         ("op", problems.OPS),
         ("strategy", problems.STRATEGIES),
         ("pattern", problems.PATTERNS),
+        ("activation", problems.ACTIVATIONS),
         ("dtype", problems.DTYPES),
         ("x_layout", problems.X_LAYOUTS),
         ("weight_layout", problems.WEIGHT_LAYOUTS),
@@ -110,12 +113,16 @@ def test_integers_leave_nothing_to_rounding() -> None:
         assert float(right.gate.max()) <= 256
         assert float(reach.max()) < 1 << 24
         up = torch.ones(1) if layer.w_up is None else layer.x.double() @ layer.w_up.double().t()
-        assert float((right.gate * up.abs().max()).max()) <= 256
+        factor = right.gate**2 if case.activation == "relu2" else right.gate
+        assert float((factor * up.abs().max()).max()) <= 256
         for name, answer in magnitudes.answers.items():
             # the sum of absolute terms, of a layer that fires more than this one
             assert float(answer.value.abs().max()) < 1 << 27, name
             assert torch.equal(right.answers[name].value, right.answers[name].value.round())
             assert float(right.answers[name].value.abs().max()) < 1 << 24
+
+
+RELU = {"activation": "relu", "threshold": 0.0}
 
 
 def test_patterns_are_what_they_say() -> None:
@@ -129,7 +136,7 @@ def test_patterns_are_what_they_say() -> None:
             pattern=pattern,
             density=0.01,
             biases=(),
-            **{"x_layout": "plain", "gated": False, "compression": 8, **changes},
+            **{"x_layout": "plain", "gated": False, "compression": 8, **RELU, **changes},
         )
         return answers.solve(case, problems.build(case, CPU)).gate
 
@@ -241,7 +248,7 @@ TRAINING: dict[str, Any] = {"op": "train", "strategy": "union", "wanted": proble
 def crafted(**changes: Any) -> Case:
     """A case with so many roundings that chance averages out, and an ordinary call."""
     sizes = {"m": 300, "k": 256, "n": 320, "dtype": "bf16", "exact": False, "gated": True, "biases": (), "l1": False}
-    return dataclasses.replace(problems.draw(1, 0, LIMITS, False), **{**CALL, **PATTERN, **sizes, **changes})
+    return dataclasses.replace(problems.draw(1, 0, LIMITS, False), **{**CALL, **PATTERN, **sizes, **RELU, **changes})
 
 
 @pytest.mark.parametrize(
@@ -318,8 +325,8 @@ Op = Callable[..., Any]
 
 
 def loses_the_last_entry(op: Op) -> Op:
-    def pack(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> Any:
-        words, spill, stats = op(x, w_gate, bias, compression)
+    def pack(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int, *last: Any) -> Any:
+        words, spill, stats = op(x, w_gate, bias, compression, *last)
         table = words.view(-1, 256 // compression)
         table[:, -1] = 0
         return words, spill, stats
@@ -379,8 +386,8 @@ def packs(change: Callable[[Tensor, int], None]) -> Callable[[Op], Op]:
     """Change the words [T, W] of the first token with non-zeros in its first tile; ``change`` gets their count."""
 
     def fault(op: Op) -> Op:
-        def pack(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> Any:
-            words, spill, stats = op(x, w_gate, bias, compression)
+        def pack(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int, *last: Any) -> Any:
+            words, spill, stats = op(x, w_gate, bias, compression, *last)
             tiles = words.view(len(x), -1, 256 // compression)
             fits = (tiles[:, 0, 0] > 0) & (tiles[:, 0, 0] < 256 // compression)
             for token in fits.nonzero()[:1].flatten().tolist():
@@ -412,11 +419,11 @@ def swaps_two_groups(op: Op) -> Op:
 
 
 def forgets_the_bias_of_a_tile(op: Op) -> Op:
-    """Add ``b_down``, the last argument but one, to the first eight tokens."""
+    """Leave ``b_down``, the seventh argument, out of the first eight tokens."""
 
     def projected(*arguments: Any) -> Any:
         y, *rest = op(*arguments)
-        without = (*arguments[:-2], None, arguments[-1])
+        without = (*arguments[:6], None, *arguments[7:])
         y[:8] = op(*without)[0][:8]
         return y, *rest
 
@@ -424,8 +431,8 @@ def forgets_the_bias_of_a_tile(op: Op) -> Op:
 
 
 def forgets_b_gate_of_a_tile(op: Op) -> Op:
-    def pack(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int) -> Any:
-        return op(x, w_gate, None if bias is None else F.pad(bias[256:], (min(256, len(bias)), 0)), compression)
+    def pack(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int, *last: Any) -> Any:
+        return op(x, w_gate, None if bias is None else F.pad(bias[256:], (min(256, len(bias)), 0)), compression, *last)
 
     return pack
 
@@ -588,8 +595,8 @@ def rounds_a_sum_twice(op: Op) -> Op:
     """The product is rounded to 16 bits before the bias is added."""
 
     def projected(*arguments: Any) -> Any:
-        y, *rest = op(*arguments[:-2], None, arguments[-1])
-        return (y.float() + arguments[-2].float()).to(y.dtype), *rest
+        y, *rest = op(*arguments[:6], None, *arguments[7:])
+        return (y.float() + arguments[6].float()).to(y.dtype), *rest
 
     return projected
 
@@ -608,7 +615,7 @@ def rounds_up(op: Op) -> Op:
     """The up projection is rounded before the product, as in dense PyTorch."""
 
     def projected(x: Tensor, words: Tensor, spill: Tensor, w_up: Tensor, w_down: Tensor, *rest: Any) -> Any:
-        b_up, _, compression = rest
+        b_up, _, compression, *_ = rest
         gate = ops.unpack(words, spill, len(w_up), compression)
         hidden = gate.float() * F.linear(x, w_up, b_up).float()
         y = hidden.to(x.dtype).float() @ w_down.float()
@@ -618,10 +625,10 @@ def rounds_up(op: Op) -> Op:
 
 
 def rounds_what_it_adds(op: Op) -> Op:
-    """Gradients are rounded to 16 bits before they are added to the main gradients, arguments -4 to -2."""
+    """Gradients are rounded to 16 bits before they are added to the main gradients, arguments 13 to 15."""
 
     def backward(*arguments: Any) -> Any:
-        mains = [main for main in arguments[-4:-1] if main is not None]
+        mains = [main for main in arguments[13:16] if main is not None]
         before = [main.clone() for main in mains]
         out = op(*arguments)
         for main, was in zip(mains, before, strict=True):
@@ -667,7 +674,7 @@ def test_the_row_of_a_rare_neuron_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     real = ops.hybrid_backward_accumulate
 
     def off(*arguments: Any) -> Any:
-        popularity, main_up = arguments[12], arguments[-3]
+        popularity, main_up = arguments[12], arguments[14]
         out = real(*arguments)
         rarest = popularity.masked_fill(popularity == 0, 1 << 30).argmin()
         main_up[rarest] += 0.01 * (main_up[rarest] - answers.MAIN)
@@ -755,6 +762,11 @@ def test_every_kernel_that_ships_is_run() -> None:
     assert {family for families in sanitize.OPS.values() for family in families} == shipped
 
 
+def called(module: Any, *given: Any) -> Any:
+    """Call the code of ``ffn_aux`` on CUDA."""
+    return module._on_cuda(Operands(*given[:7]), *given[7:10], activation_of(*given[10:]), True)
+
+
 @pytest.mark.parametrize("op", sanitize.OPS)
 def test_operators_launch_the_kernels_that_the_driver_says(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each CUDA implementation runs on CPU tensors, as on a GPU of 132 SMs, with launches recorded."""
@@ -773,7 +785,7 @@ def test_operators_launch_the_kernels_that_the_driver_says(op: str, monkeypatch:
             backward = call.op is ops.reglu_backward
             own_code = vars(module).get("_cuda", vars(module).get("on_cuda", call.op))
             if op == "ffn":
-                own_code = lambda *given, module=module: module._on_cuda(Operands(*given[:7]), *given[7:], True)  # noqa: E731
+                own_code = functools.partial(called, module)
             (module._backward_cuda if backward else own_code)(*call.arguments)
     own = set(sanitize.OPS[op])
     assert {spec.op for spec in launched} == own

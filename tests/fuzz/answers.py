@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.fuzz.problems import BIASES, DTYPES, SPARSE, Case, Layer, sums
+from tests.fuzz.problems import BIASES, DTYPES, SPARSE, Case, Layer, level_of, sums
 from twell import testing
 from twell._runtime import geometry
 
@@ -80,6 +80,14 @@ class Value(NamedTuple):
         off = a.off * b.right.abs() + b.off * a.right.abs() + a.off * b.off
         square = a.square * b.right.square() + b.square * a.right.square() + a.square * b.square
         return Value(a.right * b.right, off, square)
+
+    def squared(self) -> Value:
+        """Both factors have the same error."""
+        right = self.right
+        return Value(right.square(), self.off * (2 * right.abs() + self.off), 4 * right.square() * self.square)
+
+    def doubled(self) -> Value:
+        return Value(2 * self.right, 2 * self.off, 4 * self.square)
 
     def rounded(self, dtype: torch.dtype) -> Value:
         half = half_step(self.right.abs() + self.off, dtype)
@@ -236,12 +244,15 @@ def solve(case: Case, layer: Layer) -> Right:
     dtype, sparse = DTYPES[case.dtype], case.strategy in SPARSE
     alike = Alike.of(case, layer.x)
     gate = summed(layer.x, layer.w_gate, layer.b_gate)
-    active = gate.right > 0
+    active = gate.right > level_of(case)
     gate = gate.rounded(dtype).where(active)
     up = None if layer.w_up is None else summed(layer.x, layer.w_up, layer.b_up)
-    hidden = gate
+    hidden, squares = gate, case.activation == "relu2"
+    if squares:
+        hidden = gate.squared()
     if up is not None:
-        hidden = gate.times(up if sparse else up.rounded(dtype))
+        hidden = hidden.times(fired(case, up if sparse else up.rounded(dtype)))
+    if up is not None or squares:
         if case.strategy not in ("row", "invariant") or case.training:
             hidden = hidden.rounded(dtype)
         hidden = hidden.where(active)
@@ -253,13 +264,21 @@ def solve(case: Case, layer: Layer) -> Right:
     return Right(answers, gate.right, size, hidden.off.sum() + SUMMATION * size, active.sum())
 
 
+def fired(case: Case, up: Value) -> Value:
+    """The factor of the up projection."""
+    return up.where(up.right > 0) if case.activation == "drelu" else up
+
+
 def gradients(case: Case, layer: Layer, alike: Alike, gate: Value, up: Value | None) -> dict[str, Answer]:
     dtype, sparse = DTYPES[case.dtype], case.strategy in SPARSE
     active = gate.right > 0
     fits = int(active.sum()) <= geometry.hybrid_capacity(case.m, case.n)
     if up is not None and (fits or not sparse):
         up = up.rounded(dtype)
-    hidden = gate if up is None else gate.times(up)
+    squares = case.activation == "relu2"
+    factor = gate.squared() if squares else gate
+    rectified = None if up is None else fired(case, up)
+    hidden = factor if rectified is None else factor.times(rectified)
     dh = summed(layer.dy, layer.w_down, None)
     if not sparse:
         # rounded before and after the gradient of |h| is added, which may cancel
@@ -273,14 +292,17 @@ def gradients(case: Case, layer: Layer, alike: Alike, gate: Value, up: Value | N
         plain = value.rounded(dtype) if is_rounded else value
         return plain.where(active), (value.split(dtype).where(again, plain) if is_rounded else plain).where(active)
 
-    for_x, for_gate = coefficient(dh if up is None else dh.times(up))
+    by_gate = dh.times(gate.doubled()) if squares else dh
+    for_x, for_gate = coefficient(by_gate if rectified is None else by_gate.times(rectified))
     x = layer.x.double()
     inputs = [Product(for_x, layer.w_gate.double())]
     by_neuron = {"gate": for_gate}
     if layer.w_up is not None:
-        for_x, by_neuron["up"] = coefficient(dh.times(gate))
+        assert up is not None
+        by_up = dh.times(factor)
+        for_x, by_neuron["up"] = coefficient(by_up.where(up.right > 0) if case.activation == "drelu" else by_up)
         inputs.append(Product(for_x, layer.w_up.double()))
-    _, for_down = coefficient(hidden, is_rounded=up is not None)
+    _, for_down = coefficient(hidden, is_rounded=up is not None or squares)
     ones = torch.ones_like(x[:, :1])
     products = {f"w_{name}": Product(value.t(), x) for name, value in by_neuron.items()}
     products |= {f"b_{name}": Product(value.t(), ones) for name, value in by_neuron.items()}
@@ -321,8 +343,17 @@ def dl1_of(case: Case) -> float:
 def dense(case: Case, t: dict[str, Tensor], dy: Tensor) -> Outputs:
     """The same in plain PyTorch, from the call's operands and with its names of outputs."""
     leaves = {name: operand.detach().requires_grad_(name in case.wanted) for name, operand in t.items()}
-    gate = F.relu(F.linear(leaves["x"], leaves["w_gate"], leaves.get("b_gate")))
-    hidden = gate * F.linear(leaves["x"], leaves["w_up"], leaves.get("b_up")) if case.gated else gate
+    gate = F.linear(leaves["x"], leaves["w_gate"], leaves.get("b_gate"))
+    gate = F.threshold(gate, level_of(case), 0.0) if case.threshold else F.relu(gate)
+    hidden = gate * gate if case.activation == "relu2" else gate
+    if case.gated:
+        up = F.linear(leaves["x"], leaves["w_up"], leaves.get("b_up"))
+        if case.activation == "relu2":
+            # the square is not rounded
+            wide = gate.float()
+            hidden = (wide * wide * up.float()).to(gate.dtype)
+        else:
+            hidden = gate * (F.relu(up) if case.activation == "drelu" else up)
     y = F.linear(hidden, leaves["w_down"], leaves.get("b_down"))
     l1, l0 = hidden.abs().sum(dtype=torch.float32), (gate > 0).sum().float()
     out = {"y": y.detach(), "l1": l1.detach() / max(case.m, 1), "l0": l0 / max(case.m, 1)}

@@ -23,7 +23,7 @@ from twell import testing
 
 Record = dict[str, Any]
 
-KINDS = ("op", "strategy", "dtype", "pattern", "compression")
+KINDS = ("op", "strategy", "dtype", "pattern", "compression", "activation")
 FLAGS = ("l1", "mains", "graph", "stream", "autocast", "filled")
 EDGES = ("spill", "bitmap")
 
@@ -59,7 +59,8 @@ class Tally:
         self.seconds += record["seconds"]
         self.seen.add((record["seed"], record["number"]))
         for kind in KINDS:
-            self.counts[kind, str(record[kind])] += 1
+            # ledgers from before there were others have no activation
+            self.counts[kind, str(record.get(kind, "relu"))] += 1
         self.counts["numbers", "integers" if record["exact"] else "reals"] += 1
         self.counts["layer", "gated" if record["gated"] else "plain"] += 1
         self.counts["class of K", str(next(c for c in (*PACKAGED_K, COMPILED_K) if record["k"] <= c))] += 1

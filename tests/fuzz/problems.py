@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,7 @@ PATTERNS = {
 }
 TOKENS = (0, 1, 1, 2, 7, 8, 9, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 513, 1000)
 NEURONS = (8, 16, 56, 64, 72, 128, 248, 256, 264, 504, 512, 520, 776, 1024, 1032, 2048, 2056, 5632, 8192, 16384)
+ACTIVATIONS = {"relu": 6, "relu2": 3, "drelu": 2, "fatrelu": 3}
 X_LAYOUTS = {"plain": 4, "padded": 2, "odd": 2, "columns": 1, "alternate": 1, "expanded": 1}
 WEIGHT_LAYOUTS = {"plain": 5, "padded": 2, "odd": 1, "columns": 1}
 DOWN_LAYOUTS = {"rows": 5, "linear": 2, "padded": 1, "odd": 1}
@@ -94,7 +95,7 @@ class Case:
 
     wanted: the tensors that require grad, in training. coherent: most terms of long sums have one sign. checkpointed:
     the forward pass runs again in backward. device_set: another default device than the operands' is set, or theirs on
-    a GPU. exported: a graph with a dynamic number of tokens is called, too.
+    a GPU. exported: a graph with a dynamic number of tokens is called, too. threshold: of fatrelu.
     """
 
     seed: int
@@ -127,6 +128,13 @@ class Case:
     checkpointed: bool
     device_set: bool
     exported: bool
+    activation: str = "relu"
+    threshold: float = 0.0
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """The activation as arguments of calls."""
+        return {"activation": self.activation, "threshold": self.threshold}
 
     @property
     def training(self) -> bool:
@@ -137,7 +145,7 @@ class Case:
         parts = [
             f"{self.seed}:{self.number} {self.op} {self.m}x{self.k}x{self.n} {self.dtype}",
             "integers" if self.exact else "reals",
-            "gated" if self.gated else "plain",
+            f"{'gated' if self.gated else 'plain'} {self.activation}{f' {self.threshold:g}' if self.threshold else ''}",
             f"{self.pattern} {self.density:.2g}, {self.strategy}, compression {self.compression}",
             f"layouts {self.x_layout}, {self.weight_layout}, {self.down_layout}, {self.bias_layout}, {self.lead}",
         ]
@@ -184,6 +192,10 @@ def draw(seed: int, number: int, limits: Limits, graphs: bool) -> Case:
     pattern = pick(rng, PATTERNS)
     if op == "overflow":
         pattern, density = rng.choice(["all", "uniform", "tokens"]), rng.uniform(0.2, 0.9)
+    activation, threshold = draw_activation(seed, number, op, exact, gated)
+    if exact and activation == "relu2" and pattern != "none":
+        # squares fit in 8 bits where gates are small
+        pattern, density = "uniform", max(density, 0.01)
     eager = op == "compact"
     graph = graphs and not eager and chance(0.2)
     x_layout = pick(rng, X_LAYOUTS)
@@ -218,7 +230,18 @@ def draw(seed: int, number: int, limits: Limits, graphs: bool) -> Case:
         checkpointed=training and chance(0.15),
         device_set=chance(0.15),
         exported=op == "forward" and sparse and 0 < m <= EXPORTED and chance(0.06),
+        activation=activation,
+        threshold=threshold,
     )
+
+
+def draw_activation(seed: int, number: int, op: str, exact: bool, gated: bool) -> tuple[str, float]:
+    """The activation of a case and its threshold."""
+    rng = random.Random(f"{seed}:{number}:activation")
+    names = {"relu": 1, "fatrelu": 1} if op == "pack" else ACTIVATIONS if gated else {**ACTIVATIONS, "drelu": 0}
+    name = pick(rng, names)
+    threshold = rng.choice([1.0, 2.0, 3.0] if exact else [0.0, 0.25, 0.7, 1.3])
+    return name, threshold if name == "fatrelu" else 0.0
 
 
 def sizes(rng: random.Random, op: str, number: int, limits: Limits) -> tuple[int, int, int]:
@@ -362,7 +385,8 @@ def build(case: Case, device: torch.device) -> Layer:
         return torch.zeros(n, k, device=device).scatter_(1, columns, signs(n, count))
 
     if case.exact:
-        count = min(15, others)
+        small = case.activation == "relu2"
+        count = min(4 if small else 15, others)
         unit, sure = math.sqrt(count), count + 3.0
         x, w_gate, w_up, w_down = signs(m, k), fan_in(count), fan_in(2), integers(-1, 1, n, k)
         biases = {"b_gate": integers(-2, 2, n), "b_up": integers(-1, 1, n), "b_down": integers(-8, 8, k)}
@@ -383,6 +407,8 @@ def build(case: Case, device: torch.device) -> Layer:
     popularity, load, boost = pattern.popularity, pattern.load, pattern.boost
     if case.exact:
         popularity, load = popularity.round(), load.round()
+        if small:
+            popularity = popularity.clamp(max=0)
     x[:, 0], x[:, 1] = 1, load
     x[:, 2:first] = F.one_hot(pattern.topic, topics).float() if m else 0
     w_gate[:, 0], w_gate[:, 1], w_gate[:, 2:first] = popularity, 1, boost
@@ -394,7 +420,7 @@ def build(case: Case, device: torch.device) -> Layer:
     given = {name: b.to(dtype) if name in case.biases else None for name, b in biases.items()}
     up = w_up.to(dtype) if case.gated else None
     layer = Layer(x.to(dtype).contiguous(), w_gate.to(dtype), up, w_down.to(dtype), **given, dy=dy.to(dtype))
-    return layer if case.exact else off_kinks(layer)
+    return layer if case.exact else off_kinks(layer, level_of(case))
 
 
 def sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -404,10 +430,15 @@ def sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor
     return F.linear(x, weight, bias), ACCUMULATION * reach
 
 
-def off_kinks(layer: Layer) -> Layer:
-    """Zero the tokens with a sum so near to 0 that rounding decides its sign."""
+def level_of(case: Case) -> float:
+    """The threshold as the layer has it, rounded to its dtype."""
+    return float(torch.tensor(case.threshold, dtype=DTYPES[case.dtype], device="cpu"))
+
+
+def off_kinks(layer: Layer, level: float) -> Layer:
+    """Zero the tokens with a sum so near to 0, or a gate so near to the threshold, that rounding decides its side."""
     gate, reach = sums(layer.x, layer.w_gate, layer.b_gate)
-    near = gate.abs() < reach
+    near = (gate - level).abs() < reach + level * torch.finfo(layer.x.dtype).eps
     if layer.w_up is not None:
         up, reach = sums(layer.x, layer.w_up, layer.b_up)
         near |= (up.abs() < reach) & (gate > 0)

@@ -81,7 +81,7 @@ def options_of(case: Case, t: dict[str, Tensor]) -> dict[str, Any]:
         "b_down": t.get("b_down"),
         **({"b_up": t.get("b_up")} if case.gated else {}),
     }
-    return {**biases, "compression": case.compression}
+    return {**biases, "compression": case.compression, **case.form}
 
 
 def ffn(case: Case, t: dict[str, Tensor], **options: Any) -> Any:
@@ -109,7 +109,9 @@ def caller(case: Case, t: dict[str, Tensor], dy: Tensor) -> Callable[[], Outputs
     dy = dy.view(t["x"].shape)
 
     def pack() -> Outputs:
-        packed = twell.pack(t["x"], t["w_gate"], t.get("b_gate"), compression=case.compression)
+        packed = twell.pack(
+            t["x"], t["w_gate"], t.get("b_gate"), compression=case.compression, threshold=case.threshold
+        )
         return {"dense": packed.unpack(), "words": packed.words, "stats": packed.stats, "nnz": packed.nnz()}
 
     @torch.no_grad()
@@ -179,7 +181,7 @@ def compacted(case: Case, layer: Layer, x: Tensor) -> Outputs:
     """A module with the layer's weights, counted, compacted and put back: counts, and y before, after and restored."""
     kind = twell.nn.SparseGatedMLP if case.gated else twell.nn.SparseMLP
     strategy = "auto" if case.strategy == "site" else case.strategy
-    options: dict[str, Any] = {"compression": case.compression, "strategy": strategy}
+    options: dict[str, Any] = {"compression": case.compression, "strategy": strategy, **case.form}
     module: Any = kind(case.k, case.n, bool(case.biases), **options, device=x.device, dtype=x.dtype)
     first = "gate_proj" if case.gated else "up_proj"
     names = {first: ("w_gate", "b_gate"), "down_proj": ("w_down", "b_down")}

@@ -139,7 +139,7 @@ def _operators(implementation: Callable[..., _Totals]) -> list[Implementation]:
 
 def _row_on_cpu(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
-    words, spill, stats = pack_on_cpu(x, w_gate, b_gate, compression, activation)
+    words, spill, stats = pack_on_cpu(x, w_gate, b_gate, compression, activation.threshold)
     y, l1 = up_down_on_cpu(x, words, spill, w_up, w_down, b_up, b_down, compression, activation.name)
     return y, l1, stats, None
 
@@ -194,7 +194,7 @@ def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 _SPARSE_ON_CPU: _Sparse = {
     "row": _row_on_cpu,
-    "union": lambda layer, compression, activation, measured: union_on_cpu(layer, compression, activation),
+    "union": lambda layer, compression, activation, measured: union_on_cpu(*layer, compression, *activation),
     "invariant": _row_on_cpu,
 }
 _SPARSE_ON_CUDA: _Sparse = {

@@ -51,16 +51,11 @@ def _fake(layer: Operands, compression: int, activation: str = "relu", threshold
 
 
 @layer_first
-def _cpu(layer: Operands, compression: int, activation: str = "relu", threshold: float = 0.0) -> Outputs:
+def on_cpu(layer: Operands, compression: int, activation: str = "relu", threshold: float = 0.0) -> Outputs:
     _fake(*layer, compression, activation, threshold)
-    return on_cpu(layer, compression, activation_of(activation, threshold))
-
-
-def on_cpu(layer: Operands, compression: int, activation: Activation) -> Outputs:
-    """The operator on the CPU."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
-    words, spill, stats = pack_on_cpu(x, w_gate, b_gate, compression, activation)
-    y, l1, unions = up_down_on_cpu(x, words, spill, w_up, w_down, b_up, b_down, compression, activation.name)
+    words, spill, stats = pack_on_cpu(x, w_gate, b_gate, compression, threshold)
+    y, l1, unions = up_down_on_cpu(x, words, spill, w_up, w_down, b_up, b_down, compression, activation)
     return y, l1, stats, unions
 
 
@@ -111,7 +106,7 @@ def by_small_tiles(
 ffn_union = register(
     f"ffn_union({LAYER}, int compression, {ACTIVATION}) -> (Tensor y, Tensor l1, Tensor stats, Tensor union)",
     fake=_fake,
-    cpu=_cpu,
+    cpu=on_cpu,
     cuda=_cuda,
     instead="twell.sparse_gated_ffn or twell.sparse_ffn",
 )

@@ -40,16 +40,14 @@ def _fake(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, th
     return outputs(x, w_gate, compression)
 
 
-def _cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, threshold: float = 0.0) -> Packed:
-    return on_cpu(x, w_gate, b_gate, compression, activation_of("fatrelu", threshold))
-
-
-def on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, activation: Activation) -> Packed:
-    words, spill, stats = _fake(x, w_gate, b_gate, compression, activation.threshold)
+def on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, threshold: float = 0.0) -> Packed:
+    words, spill, stats = _fake(x, w_gate, b_gate, compression, threshold)
     accumulator = x.float() @ w_gate.float().t()
     if b_gate is not None:
         accumulator += b_gate.float()
-    gate = F.pad(activation.after(accumulator.to(x.dtype), inplace=True), (0, spill.shape[1] - w_gate.shape[0]))
+    gate = F.pad(
+        activation_of("fatrelu", threshold).after(accumulator.to(x.dtype)), (0, spill.shape[1] - w_gate.shape[0])
+    )
 
     m, tiles, _ = tiled = (x.shape[0], stats.shape[1], geometry.TILE)
     nonzero = gate != 0
@@ -106,7 +104,7 @@ gate_pack = register(
     "gate_pack(Tensor x, Tensor w_gate, Tensor? b_gate, int compression, float threshold=0.0) "
     "-> (Tensor words, Tensor spill, Tensor stats)",
     fake=_fake,
-    cpu=_cpu,
+    cpu=on_cpu,
     cuda=_cuda,
     instead="twell.sparse_gated_ffn or twell.sparse_ffn",
 )
