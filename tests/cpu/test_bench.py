@@ -186,8 +186,8 @@ def test_a_wrong_dense_layer_is_no_baseline(bench: Callable[..., Result], monkey
     """A dense layer that torch.compile compiles is checked like the sparse ones."""
     dense = testing.dense_output
 
-    def wrong(problem: testing.FFN, *, gated: bool = True) -> Tensor:
-        return 1.05 * dense(problem, gated=gated)
+    def wrong(problem: testing.FFN, **options: Any) -> Tensor:
+        return 1.05 * dense(problem, **options)
 
     monkeypatch.setattr(cli, "_compiled", lambda mode: wrong)
     result = bench("ffn,sparse_ffn", "--workload", WORKLOAD)
@@ -308,6 +308,9 @@ REPEATED = (
     ("ffn", ("--strategy", "row,auto", "--dtype", "fp16")),
     ("train,train_forward,train_backward", ("--strategy", "union,dense", "--compression", "4")),
     ("gate_pack,decode", ("--m-decode", "1,4", "--strategy", "row,union", "--memory")),
+    ("gate_pack,up_down,ffn,decode,train", ("--m-decode", "1", "--activation", "relu2", "--strategy", "row,dense")),
+    ("up_down,up_down_union,train,train_backward", ("--activation", "drelu", "--strategy", "union")),
+    ("gate_pack,down,sparse_train", ("--activation", "fatrelu", "--threshold", "0.5", "--strategy", "union")),
 )
 
 
@@ -327,6 +330,8 @@ def test_repro_repeats_its_row(bench: Callable[..., Result], ops: str, options: 
         ]
         assert ",".join(asked.options.ops) == row["op"]
         assert asked.options.seconds == 0.001
+        assert asked.options.activation.name in ("relu", *options)
+        assert (asked.options.activation.name == "relu") == ("--activation" not in options)
         assert asked.device == "cpu"
         if row["workload"] == WORKLOAD:
             if line not in repeated:
@@ -486,6 +491,8 @@ def test_without_a_gpu_the_device_must_be_cpu(words: list[str], capsys: pytest.C
             ["ffn,train", "--m-decode", "8"],
             "--m-decode is for decode: expected it among the operations, got ffn, train",
         ),
+        (["ffn,down", "--activation", "drelu"], 'activation "drelu" must have a gate and an up projection'),
+        (["ffn", "--threshold", "1"], 'threshold must be 0 unless activation is "fatrelu", got 1.0'),
         (["ffn", "--device", "toaster"], "--device: expected cpu, cuda or cuda:INDEX, got 'toaster'"),
         (["ffn", "--json", "."], ". is a folder: expected the name of a file"),
         (["ffn", "--csv", "/dev/null/x.csv"], "/dev/null/x.csv cannot be written"),
@@ -510,6 +517,7 @@ def test_requests_that_cannot_be_met(words: list[str], message: str, capsys: pyt
         (["ffn", "-m", "0"], "argument -m/--tokens: expected an integer of at least 1, got 0"),
         (["--device", "cpu", "-k", "65"], "argument -k/--hidden: expected a multiple of 8 up to 16384, got 65"),
         (["train", "-n", "12"], "argument -n/--neurons: expected a multiple of 8 up to 65536, got 12"),
+        (["ffn", "--activation", "gelu"], "argument --activation: invalid choice: 'gelu'"),
         (["ffn", "--dtype", "fp32"], "argument --dtype: invalid choice: 'fp32'"),
         (["ffn", "--seconds", "0"], "argument --seconds: expected a number above 0, got '0'"),
     ],

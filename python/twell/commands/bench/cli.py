@@ -39,6 +39,8 @@ def repro(row: LayerRow, asked: BenchRequest) -> str:
     if "decode" in row.op.split(","):
         words += ["--m-decode", row.tokens if row.op == "decode" else ",".join(map(str, options.decoded))]
     words += ["--dtype", row.dtype, "--compression", row.compression]
+    if options.activation.name != "relu":
+        words += ["--activation", options.activation.name, "--threshold", options.activation.threshold]
     words += ["--device", asked.device, "--compile", asked.compile, "--seconds", f"{options.seconds:g}"]
     flags = {"--no-check": not options.check, "--memory": options.memory, "--kernels": options.kernels}
     flags["--energy"] = asked.energy
@@ -155,7 +157,10 @@ def _print(this: _Run) -> None:
         sizes = f"M = {', '.join(map(str, asked.arguments()['m']))}, K = {first.k:,}, N = {first.n:,}"
         print(f"{sizes}, on a CPU, whose times mean nothing; -m, -k and -n change the sizes")
     left_out = f"; left out: {', '.join(dropped)} (--wide)" if dropped else ""
-    print(f"{asked.jobs[0].dtype}, compression {asked.options.compression}; columns: {COMMAND} --help{left_out}")
+    activation = asked.options.activation
+    named = f", {activation.name}" if activation.name != "relu" else ""
+    named += f" above {activation.threshold:g}" if activation.threshold else ""
+    print(f"{asked.jobs[0].dtype}, compression {asked.options.compression}{named}; columns: {COMMAND} --help{left_out}")
     if not asked.options.check:
         print("UNCHECKED: no result was compared with float64 (--no-check)")
     ceilings = this.ceilings

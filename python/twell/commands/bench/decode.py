@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from twell import testing
@@ -32,7 +31,7 @@ class Decode:
         tokens = min(DECODED, layer.m)
         middle = max(0, (min(RECORDED, layer.m) - tokens) // 2)
         self.window = layer.problem.rows(middle, middle + tokens)
-        self.active = F.relu(F.linear(self.window.x, self.window.w_gate)) != 0
+        self.active = layer.fires(self.window.x)
         # per token
         self.nnz = float(self.active.sum()) / tokens
         self.overflowing = float(layer.overflows[middle : middle + tokens].sum()) / tokens
@@ -69,9 +68,10 @@ class _Calls:
     @functools.cached_property
     def answer(self) -> tuple[Tensor, Errors, float]:
         """y of all tokens in float64, the errors of dense PyTorch with ``m`` tokens per call, and their roundings."""
-        right = testing.float64_output(self.decode.window)
-        dense = testing.errors(self.whole(testing.dense_output), right)
-        return right, dense, testing.count_roundings(self.decode.window)
+        window, form = self.decode.window, self.layer.form
+        right = testing.float64_output(window, **form)
+        dense = testing.errors(self.whole(functools.partial(testing.dense_output, **form)), right)
+        return right, dense, testing.count_roundings(window, **form)
 
     def whole(self, function: Callable[[FFN], Tensor]) -> Tensor:
         """y of all tokens, ``m`` per call."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import twell
 from twell import _auto, ops, testing
+from twell._activation import RELU, Activation
 from twell._runtime import geometry
 from twell.commands.bench.protocol import Call, Ceilings, Device
 from twell.testing import FFN, Comparison, Errors
@@ -23,6 +24,7 @@ from twell.testing import FFN, Comparison, Errors
 INFERENCE = ("gate_pack", "up_down", "up_down_union", "ffn", "down", "sparse_ffn")
 TRAINING = ("train", "train_forward", "train_backward", "train_overflow", "sparse_train")
 OPS = (*INFERENCE, "decode", *TRAINING)
+WITHOUT_GATE = ("down", "sparse_ffn", "sparse_train")
 STRATEGIES = ("row", "union", "invariant", "dense", "auto")
 
 # Bytes of a stored value.
@@ -48,6 +50,7 @@ class Options:
     compression: int = 8
     decoded: tuple[int, ...] = ()
     compiled: Callable[..., Tensor] | None = None
+    activation: Activation = RELU
     check: bool = True
     kernels: bool = False
     memory: bool = False
@@ -116,12 +119,21 @@ class TimedLayer:
         self.packed_bytes += self.m * geometry.tiles(self.n) * geometry.words_per_tile(options.compression) * 4
         self._answers: dict[bool, tuple[Tensor, Errors, float]] = {}
 
+    @property
+    def form(self) -> dict[str, Any]:
+        """The activation as arguments of functions."""
+        return self.options.activation.options()
+
+    def fires(self, x: Tensor) -> Tensor:
+        """Which neurons these tokens fire."""
+        return self.options.activation.after(F.linear(x, self.problem.w_gate)) != 0
+
     def _count(self) -> tuple[int, Tensor]:
         """The number of non-zeros, and of overflowing tiles by token."""
         nonzeros, overflows, tiles = 0, [], geometry.tiles(self.n)
         for start in range(0, self.m, _COUNTED):
-            gate = F.relu(F.linear(self.problem.x[start : start + _COUNTED], self.problem.w_gate))
-            counts = F.pad(gate != 0, (0, tiles * geometry.TILE - self.n)).view(-1, tiles, geometry.TILE).sum(2)
+            fires = self.fires(self.problem.x[start : start + _COUNTED])
+            counts = F.pad(fires, (0, tiles * geometry.TILE - self.n)).view(-1, tiles, geometry.TILE).sum(2)
             nonzeros += int(counts.sum())
             overflows.append((counts > geometry.capacity(self.options.compression)).sum(1))
         return nonzeros, torch.cat(overflows)
@@ -134,9 +146,10 @@ class TimedLayer:
     def answer(self, gated: bool) -> tuple[Tensor, Errors, float]:
         """The layer's y in float64, the errors of dense PyTorch, and the number of roundings behind them."""
         if gated not in self._answers:
-            right = testing.float64_output(self.problem, gated=gated)
-            errors = testing.errors(testing.dense_output(self.problem, gated=gated), right)
-            self._answers[gated] = right, errors, testing.count_roundings(self.problem, gated=gated)
+            form = self.form
+            right = testing.float64_output(self.problem, gated=gated, **form)
+            errors = testing.errors(testing.dense_output(self.problem, gated=gated, **form), right)
+            self._answers[gated] = right, errors, testing.count_roundings(self.problem, gated=gated, **form)
         return self._answers[gated]
 
     def verify_output(self, gated: bool) -> Verify:
@@ -152,14 +165,14 @@ class TimedLayer:
     def sparse(self, strategy: Any, compiled: bool = False) -> Callable[..., Tensor]:
         """``testing.sparse_output`` by this strategy."""
         function = torch.compile(testing.sparse_output, fullgraph=True, dynamic=False) if compiled else None
-        options = {"compression": self.options.compression, "strategy": strategy}
+        options = {"compression": self.options.compression, "strategy": strategy, **self.form}
         return functools.partial(function or testing.sparse_output, **options)
 
     def dense(self) -> Iterator[tuple[str, Callable[..., Tensor]]]:
         """The dense functions, with their prefix in names of variants."""
-        yield "dense eager", testing.dense_output
+        yield "dense eager", functools.partial(testing.dense_output, **self.form)
         if self.options.compiled is not None:
-            yield "dense compiled", self.options.compiled
+            yield "dense compiled", functools.partial(self.options.compiled, **self.form)
 
     def by_strategy(
         self,
@@ -230,8 +243,7 @@ class Inference:
 
         def variant(name: str, function: Callable[..., Tensor]) -> Variant:
             call: Call = lambda i: (function(self.problem._replace(x=layer.x[i]), gated=gated),)  # noqa: E731
-            compiled = function is layer.options.compiled
-            verify = layer.verify_output(gated) if compiled else None
+            verify = layer.verify_output(gated) if name == "dense compiled" else None
             return Variant(f"{name}{suffix}", asked[0], call, flop, floor, verify=verify, executed=flop)
 
         return [variant(name, function) for name, function in layer.dense()]
@@ -255,7 +267,9 @@ class Inference:
 
     def _pack(self, i: int) -> Packed:
         x, compression = self.layer.x[i], self.layer.options.compression
-        packed: Packed = ops.gate_pack(x, self.problem.w_gate, None, compression)
+        packed: Packed = ops.gate_pack(
+            x, self.problem.w_gate, None, compression, self.layer.options.activation.threshold
+        )
         return packed
 
     def _gate_pack(self) -> Variant:
@@ -268,8 +282,9 @@ class Inference:
         words, spill, stats = outputs
         layer, compression = self.layer, self.layer.options.compression
         dense = ops.unpack(words, spill, layer.n, compression)
-        right = testing.float64_gate(self.problem)
-        theirs = testing.errors(F.relu(F.linear(self.problem.x, self.problem.w_gate)), right)
+        activation = layer.options.activation
+        right = testing.float64_gate(self.problem, activation.threshold)
+        theirs = testing.errors(activation.after(F.linear(self.problem.x, self.problem.w_gate)), right)
         comparison = Comparison(testing.errors(dense, right), theirs, int(right.count_nonzero()))
         if not comparison.ok:
             return {"gate": comparison}, f"gate: {comparison}"
@@ -309,7 +324,8 @@ class Inference:
     def _on_packed(self, op: Callable[..., tuple[Tensor, ...]], i: int, gated: bool) -> tuple[Tensor, ...]:
         p, packed = self.problem, self._packed[i][:2]
         w_up = p.w_up if gated else None
-        return op(self.layer.x[i], *packed, w_up, p.w_down, None, None, self.layer.options.compression)
+        options = self.layer.options
+        return op(self.layer.x[i], *packed, w_up, p.w_down, None, None, options.compression, options.activation.name)
 
     def _verify_union(self, gated: bool) -> Verify:
         """Check y, and the sizes of the unions, on which its other figures rest."""

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from twell import testing
+from twell._activation import NAMES, activation_of
 from twell._runtime import geometry, specs
 from twell.commands.bench import rows
 from twell.commands.bench.decode import DECODED
-from twell.commands.bench.layers import OPS, STRATEGIES, Options
+from twell.commands.bench.layers import OPS, STRATEGIES, WITHOUT_GATE, Options
 from twell.commands.bench.report import STDOUT, output_path, require_writable
 from twell.commands.bench.rows import COLUMNS
 from twell.commands.bench.runner import DTYPES, Job
@@ -94,6 +95,8 @@ class BenchRequest:
             "n": first.n,
             "dtype": first.dtype,
             "compression": options.compression,
+            "activation": options.activation.name,
+            "threshold": options.activation.threshold,
             "strategy": options.strategies,
             "m_decode": options.decoded,
             "device": self.device,
@@ -160,6 +163,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, default="bf16", help="dtype of all tensors (%(default)s)")
     compression = "256 / C words per tile (%(default)s)"
     add("--compression", type=int, choices=geometry.COMPRESSIONS, default=8, help=compression)
+    add("--activation", choices=NAMES, default="relu", help="%(choices)s (%(default)s)")
+    add("--threshold", type=float, default=0.0, metavar="T", help="of fatrelu: what gates must exceed (%(default)s)")
     known = ", ".join(STRATEGIES)
     add("--strategy", nargs="+", type=_words(STRATEGIES), metavar="S", help=f"strategies out of {known} (auto)")
     few = ",".join(map(str, DECODED_BY_DEFAULT))
@@ -243,11 +248,17 @@ def _options(arguments: argparse.Namespace, by_default: int) -> tuple[tuple[int,
         raise RequestError(f"--m-decode is for decode: expected it among the operations, got {', '.join(ops)}")
     if "decode" in ops and max(decoded) > most:
         raise RequestError(f"--m-decode must be from 1 to {most} of {min(tokens)} tokens, got {max(decoded)}")
+    try:
+        activation = activation_of(arguments.activation, arguments.threshold, not set(ops) & set(WITHOUT_GATE))
+        activation.level(DTYPES[arguments.dtype])
+    except ValueError as error:
+        raise RequestError(str(error)) from error
     return tokens, Options(
         ops,
         _flat(arguments.strategy) or ("auto",),
         arguments.compression,
         decoded,
+        activation=activation,
         check=arguments.check,
         kernels=arguments.kernels,
         memory=arguments.memory,

@@ -119,12 +119,13 @@ class Training:
         kept: list[Any] = []
 
         def call(i: int) -> tuple[Tensor, ...]:
-            operands = (self.dy[i], dl1, layer.x[i], *weights[:5], *kept[i], True, True)
+            operands = (self.dy[i], dl1, layer.x[i], *weights[:5], *kept[i], True, True, *layer.options.activation)
             gradients: tuple[Tensor, ...] = ops.hybrid_backward(*operands)
             return gradients
 
         def settle() -> dict[str, Any]:
-            kept[:] = [ops.hybrid_forward(x, *weights, layer.options.compression)[3:] for x in layer.x]
+            last = (layer.options.compression, 0, *layer.options.activation)
+            kept[:] = [ops.hybrid_forward(x, *weights, *last)[3:] for x in layer.x]
             return {}
 
         floor = layer.seconds(0, 3 * layer.token_bytes + 6 * layer.weight_bytes)
@@ -146,12 +147,13 @@ class Training:
         """Check all gradients, without and with that of the sum of |h|, on tokens that no rounding decides."""
 
         def verify(outputs: tuple[Tensor, ...]) -> Verdict:
-            clean = testing.off_kinks(self.problem, gated=gated)
+            form = self.layer.form
+            clean = testing.off_kinks(self.problem, gated=gated, threshold=form["threshold"])
             found: dict[str, Comparison] = {}
             for dl1, suffix in ((0.0, ""), (L1, " with l1")):
-                options = {"compression": self.layer.options.compression, "strategy": strategy}
+                options = {"compression": self.layer.options.compression, "strategy": strategy, **form}
                 gradients = testing.sparse_gradients(clean, self.dy[0], dl1, gated=gated, **options)
-                compared = testing.compare_gradients(clean, self.dy[0], gradients, dl1, gated=gated)
+                compared = testing.compare_gradients(clean, self.dy[0], gradients, dl1, gated=gated, **form)
                 found |= {f"{name}{suffix}": comparison for name, comparison in compared.items()}
             wrong = [f"{name}: {comparison}" for name, comparison in found.items() if not comparison.ok]
             return found, "; ".join(wrong)
