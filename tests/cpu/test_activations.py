@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import twell
-from twell import _activation, _autograd, ops, reference, testing
+from twell import _activation, _autograd, ops, recipe, reference, testing
 from twell._activation import Activation, activation_of
 from twell._runtime import geometry
 from twell.ops import hybrid
@@ -507,6 +507,19 @@ def test_counting_and_compaction(name: Any, threshold: float, gated: bool) -> No
     with torch.no_grad():
         testing.assert_same(smaller(x), before)
         testing.assert_same(twell.restore(smaller)(x), before)
+
+
+@EVERY
+def test_training_tools_count_what_fires(name: Any, threshold: float, gated: bool) -> None:
+    mlp = module(name, threshold, gated)
+    x = torch.randn(150, 16, dtype=BF16)
+    tracker = recipe.SparsityTracker(mlp)
+    recipe.record_aux(mlp)
+    with tracker.watch(0):
+        _, aux = mlp(x, return_aux=True)
+    (row,) = tracker.read().layers
+    assert row.l0 == pytest.approx(float(aux.l0))
+    assert float(recipe.l1_term(mlp)) == float(aux.l1)
 
 
 def test_codes_fit_the_kernels() -> None:

@@ -82,14 +82,14 @@ def whole(t: Tensor) -> Tensor:
     return t.full_tensor()
 
 
-def placed_as_one(device: torch.device, gated: bool, strategy: str) -> None:
+def placed_as_one(device: torch.device, gated: bool, strategy: str, **form: Any) -> None:
     mesh = init_device_mesh(device.type, (2,))
     single = {name: t.to(device) for name, t in operands(gated).items()}
-    y, l1, l0, gradients = step(single, strategy=strategy)
+    y, l1, l0, gradients = step(single, strategy=strategy, **form)
     layouts = (tensor_parallel, replicated, crossed, one_only)
     for layout, x in itertools.product(layouts, (Replicate(), Shard(0), Shard(1), Shard(2))):
         sharded = {name: distribute_tensor(t, mesh, [layout(name, x)]) for name, t in single.items()}
-        their_y, their_l1, their_l0, theirs = step(sharded, strategy=strategy)
+        their_y, their_l1, their_l0, theirs = step(sharded, strategy=strategy, **form)
         where = f"{layout.__name__}, x {x}: "
         for what, ours, expected in (("y", their_y, y), ("l1", their_l1, l1), ("l0", their_l0, l0)):
             torch.testing.assert_close(whole(ours), expected, msg=lambda m, w=where + what: f"{w}: {m}")
@@ -100,6 +100,9 @@ def placed_as_one(device: torch.device, gated: bool, strategy: str) -> None:
 def every_function(device: torch.device) -> None:
     for gated, strategy in itertools.product((True, False), ("union", "dense")):
         placed_as_one(device, gated, strategy)
+    for strategy in ("union", "dense"):
+        placed_as_one(device, True, strategy, activation="drelu")
+        placed_as_one(device, False, strategy, activation="fatrelu", threshold=0.5)
 
 
 def test_any_placement_is_one_process(cpu_ranks: Run) -> None:

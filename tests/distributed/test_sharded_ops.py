@@ -54,6 +54,14 @@ def token_by_token(device: torch.device) -> None:
             "up_down, plain": (
                 *(ops.up_down, (t["x"], words, spill, None, t["w_down"], None, t["b_down"], COMPRESSION), 1),
             ),
+            "gate_pack, fatrelu": (ops.gate_pack, (t["x"], t["w_gate"], t["b_gate"], COMPRESSION, 2.0), 64),
+            "up_down, drelu": (ops.up_down, (t["x"], words, spill, *rest, "drelu"), 1),
+            "up_down_union, drelu": (ops.up_down_union, (t["x"], words, spill, *rest, "drelu"), 128),
+            "ffn_union, fatrelu": (ops.ffn_union, (*whole, COMPRESSION, "fatrelu", 2.0), 128),
+            "ffn, fatrelu": (ops.ffn, (*whole, COMPRESSION, "union", None, "fatrelu", 2.0), 128),
+            "ffn_aux, relu2": (ops.ffn_aux, (*whole, COMPRESSION, "row", None, "relu2"), 512),
+            "reglu, relu2": (ops.reglu, (t["x"], t["x"] + 1, "relu2"), 1),
+            "reglu_backward, fatrelu": (ops.reglu_backward, (t["x"], t["x"] + 1, t["x"] - 1, "fatrelu", 2.0), 1),
             "reglu": (ops.reglu, (t["x"], t["x"] + 1), 1),
             "reglu_backward": (ops.reglu_backward, (t["x"], t["x"] + 1, t["x"] - 1), 1),
         }

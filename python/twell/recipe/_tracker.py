@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twell import _admission, _compaction, functional
+from twell._activation import activation_of
 from twell._arguments import require, require_integer
 from twell._runtime import geometry
 from twell.recipe import _aux
@@ -409,8 +410,9 @@ def _count(layer: Any, x: Tensor, kept: Tensor | None, firings: Tensor, per_toke
     union, tiles = firings.new_zeros(()), 0
     for start in range(0, tokens.shape[0], step):
         chunk = tokens[start : start + step]
+        values = gate(chunk)
         # NaN fires, as in Aux
-        fires = ~(gate(chunk) <= 0)
+        fires = ~(values <= activation_of("fatrelu", layer.threshold).level(values.dtype))
         if kept is not None:
             fires &= kept[start : start + step, None]
         firings += fires.sum(0)
