@@ -79,11 +79,11 @@ def measured(m: int, k: int, n: int, seconds: float) -> dict[str, float]:
     calls: dict[str, Callable[[int], tuple[Tensor, ...]]] = {"cublas": lambda i: (F.linear(xs[i], weights[i]),)}
     width, clusters = geometry.words_per_tile(COMPRESSION), device.sm_count(0) // 2
     kernels: dict[str, tuple[specs.Spec, tuple[int, ...]]] = {
-        str(tokens): (specs.GatePackSpec("bfloat16", tokens), (width, clusters)) for tokens in specs.GATE_TOKENS
+        str(tokens): (specs.GatePackSpec("bfloat16", tokens), (width, 0, clusters)) for tokens in specs.GATE_TOKENS
     }
     if m <= max(specs.FEW_TOKENS):
         tokens = next(t for t in specs.FEW_TOKENS if m <= t)
-        kernels["few"] = specs.GatePackFewSpec("bfloat16", tokens), (width,)
+        kernels["few"] = specs.GatePackFewSpec("bfloat16", tokens), (width, 0)
 
     no_bias = xs[0].new_empty(0)
 

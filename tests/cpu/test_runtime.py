@@ -282,7 +282,7 @@ print(t.cache.load(t.SPEC)())
             monkeypatch.setattr(shutil, "which", lambda name: None)
         spec = specs.GatePackSpec("bfloat16", 64)
         for _ in range(2):
-            with pytest.raises(TypeError, match="Expects 8 parameters when calling"):
+            with pytest.raises(TypeError, match="Expects 9 parameters when calling"):
                 cache.load(spec)()
         assert [entry.suffix for entry in entries(folder)] == [".so" if linked else ".o"]
 

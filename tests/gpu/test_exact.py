@@ -54,7 +54,7 @@ def test_tiles_of_all_sizes_give_the_same_bits(dtype: torch.dtype, compression: 
     def pack(tokens: int) -> tuple[Tensor, ...]:
         packed = outputs(problem.x, problem.w_gate, compression)
         spec = specs.GatePackSpec(str(dtype).removeprefix("torch."), tokens)
-        library.launch(spec, problem.x, problem.w_gate, b_gate, *packed, width, clusters)
+        library.launch(spec, problem.x, problem.w_gate, b_gate, *packed, width, 0, clusters)
         return packed
 
     first, *others = (testing.poisoned(lambda tokens=tokens: pack(tokens)) for tokens in specs.GATE_TOKENS)

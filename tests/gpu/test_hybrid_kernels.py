@@ -218,7 +218,8 @@ def run_transpose(
         poisoned(2 * capacity),
     )
     groups = poisoned(tiles, geometry.token_tiles(m), 2)
-    launch(specs.TransposeSpec(NAMES[dtype], gated), *pattern[:4], up, d_gate, d_up, slot, groups, *out)
+    given = (*pattern[:4], up, d_gate, d_up, slot, groups)
+    launch(specs.TransposeSpec(NAMES[dtype], gated), *given, *out, geometry.ACTIVATIONS["relu"])
     return out
 
 

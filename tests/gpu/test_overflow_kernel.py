@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from twell import testing
+from twell._activation import RELU
 from twell._runtime import device, geometry
 from twell.ops import hybrid
 from twell.ops.hybrid import Kept
@@ -99,7 +100,7 @@ def run(p: Problem, mode: str, *, excess: int = 1, outputs: dict[str, Tensor]) -
     # for sums longer than tensor cores add up in one go
     aside = hybrid.room_aside(p.layer.x, max(m, 2 * n), device.sm_count(0)).fill_(torch.nan)
     if mode == "forward":
-        hybrid.overflow_forward(layer, kept, total - excess, outputs["y"], outputs["l1"], aside)
+        hybrid.overflow_forward(layer, kept, total - excess, RELU, outputs["y"], outputs["l1"], aside)
         return
     dl1 = torch.tensor([p.dl1], device="cuda")
     out = Gradients(
@@ -110,7 +111,7 @@ def run(p: Problem, mode: str, *, excess: int = 1, outputs: dict[str, Tensor]) -
         None if p.layer.b_gate is None else outputs["db_gate"],
         outputs["db_up"] if gated and p.layer.b_up is not None else None,
     )
-    hybrid.overflow_backward(p.dy, dl1, layer, kept, total - excess, out, mode == "add", aside)()
+    hybrid.overflow_backward(p.dy, dl1, layer, kept, total - excess, RELU, out, mode == "add", aside)()
 
 
 def empty(p: Problem, mode: str, fill: float = math.nan) -> dict[str, Tensor]:
@@ -202,7 +203,7 @@ def test_only_what_is_wanted_is_computed(wanted: str) -> None:
         gradients = Gradients(out["dx"])
     else:
         gradients = Gradients(None, *(out[name] for name in OUTPUTS["backward"][1:]))
-    hybrid.overflow_backward(p.dy, dl1, Operands(*p.layer), kept, 0, gradients, False, aside)()
+    hybrid.overflow_backward(p.dy, dl1, Operands(*p.layer), kept, 0, RELU, gradients, False, aside)()
     for name, result in out.items():
         if name[1] == wanted or (wanted == "w" and name[1] == "b"):
             testing.assert_same(result, right[name].float().to(result.dtype), name)

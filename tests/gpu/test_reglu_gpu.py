@@ -88,7 +88,7 @@ def test_nothing_else_is_written() -> None:
         for backward in (False, True):
             spare = [torch.full((size + 8200,), 7.0, dtype=BF16, device="cuda") for _ in range(1 + backward)]
             sources = (dh, gate, up) if backward else (gate, up)
-            library.launch(tuning.reglu(BF16, backward=backward), *sources, *(t[:size] for t in spare))
+            library.launch(tuning.reglu(BF16, backward=backward), *sources, *(t[:size] for t in spare), 0, 0)
             expected = torchs(dh, gate, up)[1:] if backward else torchs(dh, gate, up)[:1]
             for t, right in zip(spare, expected, strict=True):
                 assert same_bits(t[:size], right)
@@ -233,9 +233,9 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
     operator = _autograd.gated_relu
 
-    def counted(gate: Tensor, up: Tensor) -> Tensor:
+    def counted(gate: Tensor, up: Tensor, *activation: Any) -> Tensor:
         calls.append(gate.numel())
-        return operator(gate, up)
+        return operator(gate, up, *activation)
 
     monkeypatch.setattr(_autograd, "gated_relu", counted)
     return calls
