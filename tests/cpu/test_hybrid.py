@@ -399,6 +399,37 @@ def test_kernels_get_the_arguments_that_they_are_compiled_for(
                 assert isinstance(argument, int), (spec, place)
 
 
+@GATED
+@pytest.mark.parametrize(("name", "threshold"), [("relu", 0.0), ("relu2", 0.0), ("drelu", 0.0), ("fatrelu", 1.0)])
+def test_kernels_get_the_activation_and_the_threshold(
+    gated: bool, name: str, threshold: float, launched: list[tuple[specs.Spec, tuple[Any, ...]]]
+) -> None:
+    """Where gates are made the threshold; where h is, the code; none where a kernel reads values that are h."""
+    if name == "drelu" and not gated:
+        return
+    for op, arguments in arguments_of_all(problem(130, 264, 16, 0.1, gated=gated)):
+        on_cuda(op, (*arguments, *((0,) if op is ops.hybrid_forward else ()), name, threshold))
+    code, level = geometry.ACTIVATIONS[name], 0x3F803F80 if threshold else 0
+    expected = {
+        "gate_pack": level,
+        "compact": 0 if gated else 1 + code,
+        "sampled_up": code,
+        "sampled_grad": code,
+        "transpose": code,
+        "overflow": (int(gated), code, level),
+    }
+    # counted from the end, or of the slice that begins with `gated`
+    places = {"gate_pack": -2, "compact": -2, "sampled_up": -3, "sampled_grad": -2, "transpose": -3}
+    for spec, arguments in launched:
+        if spec.op in places:
+            assert arguments[places[spec.op]] == expected[spec.op], spec
+        elif isinstance(spec, specs.OverflowSpec):
+            first = 9 if spec.mode == "forward" else 10
+            assert arguments[first : first + 3] == expected["overflow"], spec
+        elif isinstance(spec, specs.GatheredSpec):
+            assert arguments[-3] == (code if spec.products == 0 else 0), spec
+
+
 def test_only_what_is_asked_for_is_launched(launched: list[tuple[specs.Spec, tuple[Any, ...]]]) -> None:
     p = problem(130, 264, 16, 0.1)
     *_, kept = forward(p)
