@@ -4,8 +4,9 @@
     backward   dh, gate, up -> d_gate = dh * up where relu(gate) > 0 or NaN, else 0;  d_up = dh * relu(gate)
 
 So it is for relu; for the other activations see sm90/activation.py. Tensors of any shape come as vectors of the same
-length. ReLU gives +0 and keeps NaN; products of 16-bit values are computed in fp32 and rounded once. So for relu and
-fatrelu results equal those of torch on a GPU bit by bit. A thread has several vectors of
+length. In the forward pass gate and up may also be the halves of one product: rows of `width` values that are `stride`
+values apart, both multiples of eight. ReLU gives +0 and keeps NaN; products of 16-bit values are computed in fp32 and
+rounded once. So for relu and fatrelu results equal those of torch on a GPU bit by bit. A thread has several vectors of
 eight values, a block apart, and loads all of them before it computes. Beyond the last vector it loads that one again.
 """
 
@@ -14,7 +15,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint16, Uint32, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 
 from .sm90 import operands
 from .sm90.activation import above, gradients, hidden
@@ -37,24 +38,24 @@ class _Elementwise:
         self.dtype = operands.DTYPES[spec.dtype]
 
     @cute.jit
-    def launch(self, sources: Any, targets: Any, form: Any, stream: cuda.CUstream):
-        size = Int64(sources[0].shape[0])
+    def launch(self, sources: Any, targets: Any, form: Any, rows: Any, stream: cuda.CUstream):
+        size = Int64(targets[0].shape[0])
         # one block even for fewer than eight values: it handles the remainder
         blocks = cutlass.max(cute.ceil_div(size // VECTOR, THREADS * self.vectors), 1)
         if size > 0:
-            self.kernel(sources, targets, form, size).launch(
+            self.kernel(sources, targets, form, rows, size).launch(
                 grid=(Int32(blocks), 1, 1), block=(THREADS, 1, 1), stream=stream
             )
 
     @cute.kernel
-    def kernel(self, sources: Any, targets: Any, form: Any, size: Int64):
+    def kernel(self, sources: Any, targets: Any, form: Any, rows: Any, size: Int64):
         block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         vectors = size >> 3
         first = Int64(block) * (THREADS * self.vectors) + thread
         if vectors > 0:
             held = []
             for i in range_constexpr(self.vectors):
-                at = cutlass.min(first + i * THREADS, vectors - 1) * VECTOR
+                at = self.place(cutlass.min(first + i * THREADS, vectors - 1), rows)
                 held.append([self.load(source.iterator + at) for source in sources])
             for i in range_constexpr(self.vectors):
                 results = [self.combine([quad[pair] for quad in held[i]], form) for pair in range(4)]
@@ -68,6 +69,17 @@ class _Elementwise:
                 results = self.combine([self.load_one(source.iterator + at) for source in sources], form)
                 for k in range_constexpr(len(targets)):
                     self.store_one(targets[k].iterator + at, results[k])
+
+    @cute.jit
+    def place(self, vector: Int64, rows: Any) -> Int64:
+        """Where a vector of the sources begins; `rows`: width and stride, or None if they are contiguous."""
+        at = vector * VECTOR
+        if const_expr(rows is not None):
+            # a launch has fewer than 2^31 values
+            width, stride = rows
+            row = Int32(at) // width
+            at = Int64(row) * stride + (Int32(at) - row * width)
+        return cute.assume(at, divby=VECTOR)
 
     def combine(self, pairs: Any, form: Any) -> Any:
         """One pair of values per target from one per source; `form`: activation and threshold."""
@@ -107,11 +119,13 @@ class Reglu(_Elementwise):
         gate: cute.Tensor,
         up: cute.Tensor,
         h: cute.Tensor,
+        width: Int32,
+        stride: Int32,
         activation: Int32,
         threshold: Int32,
         stream: cuda.CUstream,
     ):
-        self.launch((gate, up), (h,), (activation, threshold), stream)
+        self.launch((gate, up), (h,), (activation, threshold), (width, stride), stream)
 
     @cute.jit
     def combine(self, pairs: Any, form: Any) -> Any:
@@ -139,7 +153,7 @@ class RegluBackward(_Elementwise):
         threshold: Int32,
         stream: cuda.CUstream,
     ):
-        self.launch((upstream, gate, up), (d_gate, d_up), (activation, threshold), stream)
+        self.launch((upstream, gate, up), (d_gate, d_up), (activation, threshold), None, stream)
 
     @cute.jit
     def combine(self, pairs: Any, form: Any) -> Any:
@@ -158,5 +172,9 @@ class RegluBackward(_Elementwise):
 def signature(spec: RegluSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype, size = operands.DTYPES[spec.dtype], cute.sym_int64()
-    kernel, tensors = (RegluBackward(spec), 5) if spec.backward else (Reglu(spec), 3)
-    return kernel, (*(operands.vector(dtype, size) for _ in range(tensors)), Int32(1), Int32(1))
+    form = Int32(1), Int32(1)
+    if spec.backward:
+        return RegluBackward(spec), (*(operands.vector(dtype, size) for _ in range(5)), *form)
+    # halves of one product have fewer values than lie between their ends
+    gate, up = (operands.vector(dtype, cute.sym_int64()) for _ in range(2))
+    return Reglu(spec), (gate, up, operands.vector(dtype, size), Int32(1), Int32(1), *form)

@@ -115,6 +115,10 @@ def unpack(dtype: torch.dtype) -> specs.UnpackSpec:
 FUSED_ELEMENTS = 1 << 20
 
 
+# Most tokens for which dense layers compute gate and up in one product, if the weights lie one behind the other.
+MERGED_TOKENS = 512
+
+
 @functools.cache
 def reglu(dtype: torch.dtype, backward: bool) -> specs.RegluSpec:
     """``relu(gate) * up`` of dense layers, or its gradients."""

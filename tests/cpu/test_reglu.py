@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -138,7 +139,9 @@ def test_kernels_get_the_arguments_that_they_are_compiled_for(
     assert [spec for spec, _ in launches] == [tuning.reglu(dtype, backward=b) for b in (False, True)]
     one = {BF16: 0x3F803F80, FP16: 0x3C003C00}[dtype]
     assert [arguments[-2:] for _, arguments in launches] == [(geometry.ACTIVATIONS["relu2"], 0), (0, one)]
-    forward, backward = (arguments[:-2] for _, arguments in launches)
+    # one row of all values
+    assert launches[0][1][3:5] == (module.PIECE, 0)
+    forward, backward = launches[0][1][:3], launches[1][1][:-2]
     assert [t.shape for t in (*forward, *backward)] == [(63,)] * 8
     assert all(t.is_contiguous() for t in (*forward, *backward))
     assert all(t.data_ptr() % 16 == 0 for t in (*forward, *backward))
@@ -147,6 +150,51 @@ def test_kernels_get_the_arguments_that_they_are_compiled_for(
     assert [t.data_ptr() for t in written] == [t.data_ptr() for t in (hidden, *gradients)]
     module.on_cuda(gate[:0], up[:0]), module._backward_cuda(dh[:0], gate[:0], up[:0])
     assert len(launches) == 2
+
+
+def test_kernels_read_halves_of_one_product_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[tuple[Any, ...]] = []
+    module: Any = sys.modules["twell.ops.reglu"]
+    monkeypatch.setattr(module, "launch", lambda spec, *arguments: launches.append(arguments))
+    merged = torch.zeros(5, 48, dtype=BF16)
+    gate, up = merged.chunk(2, 1)
+    hidden = module.on_cuda(gate, up)
+    first, second, written, width, stride = launches[0][:5]
+    assert (len(launches), width, stride) == (1, 24, 48)
+    assert [t.data_ptr() for t in (first, second, written)] == [t.data_ptr() for t in (gate, up, hidden)]
+    # each ends with the last value of its half
+    assert first.shape == second.shape == (4 * 48 + 24,)
+    copied = [
+        (merged[:, :20], merged[:, 24:44]),  # no whole vectors
+        (merged[:, 1:25], merged[:, 24:]),  # not aligned
+        (gate, up.contiguous()),
+        (merged.view(5, 2, 24)[:, 0, ::2], merged.view(5, 2, 24)[:, 1, ::2]),
+    ]
+    for gate, up in copied:
+        module.on_cuda(gate, up)
+        assert launches[-1][3:5] == (module.PIECE, 0)
+        assert launches[-1][0].shape == launches[-1][2].shape == (gate.numel(),)
+
+
+@pytest.mark.parametrize("m", [1, tuning.MERGED_TOKENS, tuning.MERGED_TOKENS + 1])
+def test_weights_that_are_one_make_one_product(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    linear, close = F.linear, functools.partial(torch.testing.assert_close, rtol=2**-7, atol=2**-4)
+    monkeypatch.setattr(F, "linear", lambda x, w, b=None: rows.append(len(w)) or linear(x, w, b))
+    x, merged, w_down = (torch.randn(shape).to(BF16) for shape in ((m, 16), (48, 16), (24, 16)))
+    w_gate, w_up = merged.chunk(2)
+    apart = [(w_gate.clone(), w_up), (w_up, w_gate), (merged[:16], merged[24:40]), (merged[::2], merged[1::2])]
+    few = m <= tuning.MERGED_TOKENS
+    for gate, up, one in [(w_gate, w_up, few), *((*pair, False) for pair in apart)]:
+        rows.clear()
+        y = torch.ops.twell.ffn(x, gate, up, w_down[: len(gate)], None, None, None, 8, "dense", None)
+        assert rows[:-1] == ([2 * len(gate)] if one else [len(gate)] * 2)
+        close(y, plain(x @ gate.t(), x @ up.t()) @ w_down[: len(gate)])
+    rows.clear()
+    bias = torch.randn(24).to(BF16)
+    y = torch.ops.twell.ffn(x, w_gate, w_up, w_down, bias, None, None, 8, "dense", None)
+    assert rows[:-1] == [24, 24]
+    close(y, plain(F.linear(x, w_gate, bias), x @ w_up.t()) @ w_down)
 
 
 # With gradients

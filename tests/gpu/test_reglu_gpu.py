@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -88,7 +89,8 @@ def test_nothing_else_is_written() -> None:
         for backward in (False, True):
             spare = [torch.full((size + 8200,), 7.0, dtype=BF16, device="cuda") for _ in range(1 + backward)]
             sources = (dh, gate, up) if backward else (gate, up)
-            library.launch(tuning.reglu(BF16, backward=backward), *sources, *(t[:size] for t in spare), 0, 0)
+            rows = () if backward else (size, 0)
+            library.launch(tuning.reglu(BF16, backward=backward), *sources, *(t[:size] for t in spare), *rows, 0, 0)
             expected = torchs(dh, gate, up)[1:] if backward else torchs(dh, gate, up)[:1]
             for t, right in zip(spare, expected, strict=True):
                 assert same_bits(t[:size], right)
@@ -113,6 +115,34 @@ def test_strides_and_alignment(view: Callable[[Tensor], Tensor]) -> None:
     check(dh, gate, up)
     check(dh, gate.contiguous(), up)
     check(dh.clone(memory_format=torch.contiguous_format), gate, up)
+
+
+@DTYPES
+@pytest.mark.parametrize(("m", "n"), [(1, 8), (2, 8), (3, 264), (257, 1032), (8191, 40)])
+def test_halves_of_one_product(m: int, n: int, dtype: torch.dtype) -> None:
+    """Rows that lie apart are read in place: the values between them would change a result."""
+    merged = torch.randn(m, 2 * n + 16, device="cuda").to(dtype)
+    for gate, up in ((merged[:, :n], merged[:, n : 2 * n]), (merged[:, 8 : n + 8], merged[:, n + 16 :])):
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        hidden = ops.reglu(gate, up)
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before + 1
+        assert hidden.is_contiguous()
+        assert same_bits(hidden, plain(gate, up))
+
+
+@pytest.mark.parametrize("m", [1, 64, 512, 513])
+def test_a_dense_layer_whose_weights_are_one(m: int) -> None:
+    """As an engine has them: the result is that of separate weights up to the order of sums, alone and in a graph."""
+    x, w_down = torch.randn(m, 256, device="cuda").to(BF16), torch.randn(768, 256, device="cuda").to(BF16)
+    w_gate, w_up = torch.randn(1536, 256, device="cuda").to(BF16).chunk(2)
+    call = functools.partial(torch.ops.twell.ffn, x, w_gate, w_up, w_down, None, None, None, 8, "dense", None)
+    expected = plain(x.double() @ w_gate.double().t(), x.double() @ w_up.double().t()) @ w_down.double()
+    eager, graph = call(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    graph.replay()
+    for y in (eager, captured):
+        assert float((y.double() - expected).norm() / expected.norm()) < 2**-7
 
 
 @pytest.mark.slow

@@ -170,21 +170,42 @@ def _dense(layer: Operands, activation: Activation, measurement: _auto.Measureme
     """The layer by PyTorch's own operators."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     with _without_autocast(x):
-        gate = F.linear(x, w_gate, b_gate)
-        if w_up is None:
-            gate = activation.after(gate, inplace=True)
-            hidden = activation.hidden(gate, None)
-        elif pays(gate):
-            hidden = reglu_on_cuda(gate, F.linear(x, w_up, b_up), activation)
+        gate, up = _projected(x, w_gate, w_up, b_gate, b_up)
+        if up is not None and pays(gate):
+            hidden = reglu_on_cuda(gate, up, activation)
         else:
             gate = activation.after(gate, inplace=True)
-            hidden = activation.hidden(gate, F.linear(x, w_up, b_up))
+            hidden = activation.hidden(gate, up)
         y = F.linear(hidden, w_down.t(), b_down)
     if measurement is not None:
         measurement.dense(gate, activation.level(gate.dtype))
     if not totals:
         return y, None, None
     return y, hidden.abs().sum(dtype=torch.float32), gate.numel() - (gate <= activation.level(gate.dtype)).sum()
+
+
+def _projected(
+    x: Tensor, w_gate: Tensor, w_up: Tensor | None, b_gate: Tensor | None, b_up: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """gate and up: halves of one product where few tokens meet weights that lie one behind the other, as in engines."""
+    if w_up is None:
+        return F.linear(x, w_gate, b_gate), None
+    if x.shape[0] <= tuning.MERGED_TOKENS and b_gate is b_up is None and _is_behind(w_gate, w_up):
+        merged = w_gate.as_strided((2 * w_gate.shape[0], w_gate.shape[1]), w_gate.stride())
+        gate, up = F.linear(x, merged).chunk(2, -1)
+        return gate, up
+    return F.linear(x, w_gate, b_gate), F.linear(x, w_up, b_up)
+
+
+def _is_behind(w_gate: Tensor, w_up: Tensor) -> bool:
+    """Whether the rows of w_up follow those of w_gate in one contiguous piece of memory."""
+    return (
+        w_up.data_ptr() == w_gate.data_ptr() + w_gate.nbytes
+        and w_gate.is_contiguous()
+        and w_up.is_contiguous()
+        and w_gate.shape == w_up.shape
+        and w_gate.untyped_storage().data_ptr() == w_up.untyped_storage().data_ptr()
+    )
 
 
 def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
