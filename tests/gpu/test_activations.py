@@ -224,7 +224,8 @@ def test_non_finite_values_as_on_the_cpu(name: Any, threshold: float, gated: boo
                     if bool(expected.isfinite().all()):
                         testing.assert_same(y.cpu(), expected, strategy)
                     else:
-                        assert torch.equal(y.cpu().isfinite().any(1), expected.isfinite().any(1)), strategy
+                        # an infinite h times a weight of zero is NaN, or skipped: all of y, or its columns
+                        assert torch.equal(y.cpu().isfinite().all(1), expected.isfinite().all(1)), strategy
 
 
 def test_modules_in_a_graph() -> None:
