@@ -99,7 +99,7 @@ def parse(description: str, arguments: list[str] | None) -> argparse.Namespace:
         "--sharing",
         type=rate,
         metavar="SHARE",
-        help="with --target-nnz: the share of the L1 term, 0 to 1, that makes neighbouring tokens fire the same neurons",
+        help="with --target-nnz: share of the L1 term that makes neighbouring tokens fire the same neurons",
     )
     group.add_argument(
         "--l1-warmup", type=natural, metavar="STEPS", help="warm-up of the coefficient (default: --warmup)"

@@ -18,7 +18,8 @@
 
 The method needs only ``l1_term``; the paper's numbers are without reinitialisation unless it says so.
 ``TargetSparsity`` takes a number of non-zeros instead of a coefficient, ``sharing_term`` makes neighbouring tokens fire
-the same neurons, and ``choose_threshold`` ends a training with FATReLU. For the Trainer of transformers there is ``twell.integrations.transformers.SparsityCallback``.
+the same neurons, and ``choose_threshold`` ends a training with FATReLU. For the Trainer of transformers there is
+``twell.integrations.transformers.SparsityCallback``.
 
 Under torch.compile: call ``record_aux`` and make the tracker before the first step. A graph keeps the strategy of its
 trace, in training usually "dense"; ``settle`` names better ones from measured figures, and the graph is traced again.

@@ -175,10 +175,10 @@ def record_aux(model: nn.Module, enabled: bool = True, *, sharing: bool = False)
             recorder = recorder_of(layer)
             recorder.term = layer.record_aux = True
             recorder.sharing = sharing
-        elif (recorder := getattr(layer, "_recorder", None)) is not None:
-            recorder.term = recorder.sharing = False
-            recorder.calls.clear()
-            recorder.shared.clear()
+        elif (found := getattr(layer, "_recorder", None)) is not None:
+            found.term = found.sharing = False
+            found.calls.clear()
+            found.shared.clear()
             release(layer)
 
 

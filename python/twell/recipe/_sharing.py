@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -70,4 +71,5 @@ def _norms(layer: Any, x: Tensor, tokens: int, windows: int) -> Tensor:
         # an adapter, say
         gate = projection(rows.to(next(projection.parameters()).dtype))
     fired = activation_of(layer.activation, layer.threshold, layer._gated).after(gate).float()
-    return torch.linalg.vector_norm(fired, dim=1).sum(1).mean() / tokens**0.5
+    norms: Tensor = torch.linalg.vector_norm(fired, dim=1)
+    return norms.sum(1).mean() / math.sqrt(tokens)
