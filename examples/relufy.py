@@ -83,9 +83,10 @@ class Further:
         self.tracker: recipe.SparsityTracker | None = None
         if activation is not None:
             relufied.replace(self.model, activation, choice.strategy)
-            recipe.record_aux(self.model, sharing=bool(choice.sharing))
+            of: Any = "hidden" if activation == "relu" else "gate"
+            recipe.record_aux(self.model, inputs=bool(choice.sharing) or of == "gate")
             self.tracker = recipe.SparsityTracker(self.model, every=0)
-            self.target = recipe.TargetSparsity(choice.target_nnz, choice.steps, sharing=choice.sharing)
+            self.target = recipe.TargetSparsity(choice.target_nnz, choice.steps, of=of, sharing=choice.sharing)
             if choice.distill:
                 self.original = self._load().eval().requires_grad_(False)
         self.model.train()

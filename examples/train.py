@@ -66,7 +66,7 @@ class Training:
             if choice.target_nnz is not None:
                 self.target = recipe.TargetSparsity(choice.target_nnz, choice.steps, sharing=choice.sharing or 0)
             # both add hooks, which must be there before anything compiles
-            recipe.record_aux(self.model, sharing=bool(choice.sharing))
+            recipe.record_aux(self.model, inputs=bool(choice.sharing))
             self.tracker = recipe.SparsityTracker(self.model, every=choice.observe_every)
         compiled = compiles(choice, here)
         model.prepare(self.model, self.dtype, compiled, choice.checkpoint_activations)

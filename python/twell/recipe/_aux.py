@@ -27,19 +27,19 @@ class Recorder:
     """The hooks of one layer, and their record of its calls in training mode until it is read.
 
     calls: the figures with their graphs, for the loss. figures: detached, for the tracker. inputs: of calls in compiled
-    graphs, which the tracker counts afterwards; it counts other calls at once, by ``observe``. shared: inputs with
-    their graphs, for ``sharing_term``.
+    graphs, which the tracker counts afterwards; it counts other calls at once, by ``observe``. kept: inputs with
+    their graphs, for terms of the gate.
 
     Copies are empty and record nothing.
     """
 
     def __init__(self) -> None:
-        self.term = self.tracked = self.observing = self.sharing = False
+        self.term = self.tracked = self.observing = self.keeping = False
         self.observe: Callable[[Tensor], None] | None = None
         self.calls: list[Aux] = []
         self.figures: list[Aux] = []
         self.inputs: list[Tensor] = []
-        self.shared: list[Tensor] = []
+        self.kept: list[Tensor] = []
         self.handles: list[Any] = []
         # the strategy that ``settle`` gave the layer
         self.settled: str | None = None
@@ -49,15 +49,15 @@ class Recorder:
 
     def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook: record or count the layer's input."""
-        if not ((self.observing or self.sharing) and layer.training):
+        if not ((self.observing or self.keeping) and layer.training):
             return
         x = args[0] if args else kwargs.get("x")
         if not isinstance(x, Tensor):
             # the layer itself refuses it
             return
         compiling = torch.compiler.is_compiling()
-        if self.sharing and (compiling or not _recomputing()):
-            self.shared.append(_cast(x))
+        if self.keeping and (compiling or not _recomputing()):
+            self.kept.append(_cast(x))
         if not self.observing:
             return
         if compiling:
@@ -74,13 +74,13 @@ class Recorder:
             if _recomputing():
                 layer.aux = None
                 return
-            if max(len(self.calls), len(self.figures), len(self.shared)) >= _MOST_UNREAD:
+            if max(len(self.calls), len(self.figures), len(self.kept)) >= _MOST_UNREAD:
                 # generating text, for instance, has no loss
                 if not torch.is_grad_enabled():
                     return
                 raise RuntimeError(
                     f"a layer was called {_MOST_UNREAD} times in training mode without a read of its figures: call "
-                    "l1_term after each forward pass (a SparsityTracker: use watch; with sharing: sharing_term, too), "
+                    "l1_term after each forward pass (a SparsityTracker: use watch; with inputs: sharing_term, too), "
                     "or record_aux(model, False)"
                 )
         if self.term:
@@ -161,10 +161,10 @@ def release(layer: MLP) -> None:
         layer.record_aux, layer.aux = False, None
 
 
-def record_aux(model: nn.Module, enabled: bool = True, *, sharing: bool = False) -> None:
+def record_aux(model: nn.Module, enabled: bool = True, *, inputs: bool = False) -> None:
     """Make every twell layer of ``model`` record L1 and L0 of its calls in training mode for ``l1_term``, or stop.
 
-    With ``sharing`` it also keeps the inputs of its calls for ``sharing_term``.
+    With ``inputs`` it also keeps the inputs of these calls, for ``sharing_term`` and ``TargetSparsity``.
 
     Costs two reductions that the kernels do anyway, and no synchronisation. Call it before ``torch.compile`` or at
     least before the first step of a compiled model. Recomputation by activation checkpointing is not recorded. Copies
@@ -174,11 +174,11 @@ def record_aux(model: nn.Module, enabled: bool = True, *, sharing: bool = False)
         if enabled:
             recorder = recorder_of(layer)
             recorder.term = layer.record_aux = True
-            recorder.sharing = sharing
+            recorder.keeping = inputs
         elif (found := getattr(layer, "_recorder", None)) is not None:
-            found.term = found.sharing = False
+            found.term = found.keeping = False
             found.calls.clear()
-            found.shared.clear()
+            found.kept.clear()
             release(layer)
 
 
@@ -188,7 +188,7 @@ def clear_aux(model: nn.Module) -> None:
         layer.aux = None
         if (recorder := getattr(layer, "_recorder", None)) is not None:
             recorder.calls.clear()
-            recorder.shared.clear()
+            recorder.kept.clear()
 
 
 def l1_term(model: nn.Module, normalisation: Normalisation = "token_sum", *, several: bool = False) -> Tensor:
@@ -273,7 +273,7 @@ def _require_usable(name: str, layer: MLP, calls: list[Aux], several: bool) -> N
 def _forget_recomputed(found: list[Any]) -> None:
     """At the end of this backward pass, drop the figures that compiled layers in a checkpoint record again."""
     recorders = [recorder_of(layer) for layer in found]
-    before = [(record, len(record)) for recorder in recorders for record in (recorder.calls, recorder.shared)]
+    before = [(record, len(record)) for recorder in recorders for record in (recorder.calls, recorder.kept)]
 
     def forget() -> None:
         for record, count in before:

@@ -21,9 +21,10 @@ def sharing_term(model: nn.Module, tokens: int = 32, windows: int = 64) -> Tenso
     With a [T, N] the gate after its activation in a window of T tokens, a window has the sum over neurons of the
     Euclidean norm of a neuron's T values, over the root of T. That is the mean L1 norm of a token's gate if all tokens
     fire the same neurons equally, and up to the root of T times as much if no two tokens share one. So at equal L1 it
-    is least where neighbours share neurons, which is what strategy "union" gains from.
+    is least where neighbours share neurons, which is what strategy "union" gains from. With T = 1 it is the L1 norm of
+    the gate.
 
-    Use it after each forward pass of a model that has been through ``record_aux(model, sharing=True)``, beside
+    Use it after each forward pass of a model that has been through ``record_aux(model, inputs=True)``, beside
     ``l1_term``; ``TargetSparsity`` combines both. It computes the gates of its windows once more.
 
     Args:
@@ -34,22 +35,27 @@ def sharing_term(model: nn.Module, tokens: int = 32, windows: int = 64) -> Tenso
     """
     require_integer("tokens", tokens, 1)
     require_integer("windows", windows, 1)
-    means = []
+    return mean_norms(model, read_inputs(model), tokens, windows)
+
+
+def read_inputs(model: nn.Module) -> list[tuple[Any, Tensor]]:
+    """Each layer of ``model`` with each input that it has kept; reading clears the record."""
+    found = []
     for name, layer in layers(model).items():
         recorder = getattr(layer, "_recorder", None)
-        if recorder is None or not recorder.sharing:
-            raise RuntimeError(
-                f"sharing_term: {name or 'the layer'} keeps no inputs: call record_aux(model, sharing=True) first"
-            )
-        kept = list(recorder.shared)
-        recorder.shared.clear()
-        if not kept:
-            raise RuntimeError(
-                f"sharing_term: {name or 'the layer'} kept no input since the last read: it was not called in training "
-                "mode"
-            )
-        means += [_norms(layer, whole(x), tokens, windows) for x in kept]
-    return mean_over_layers(model, means)
+        where = name or "the layer"
+        if recorder is None or not recorder.keeping:
+            raise RuntimeError(f"{where} keeps no inputs: call record_aux(model, inputs=True) first")
+        if not recorder.kept:
+            raise RuntimeError(f"{where} kept no input since the last read: it was not called in training mode")
+        found += [(layer, whole(x)) for x in recorder.kept]
+        recorder.kept.clear()
+    return found
+
+
+def mean_norms(model: nn.Module, inputs: list[tuple[Any, Tensor]], tokens: int, windows: int) -> Tensor:
+    """``sharing_term`` of inputs that were read."""
+    return mean_over_layers(model, [_norms(layer, x, tokens, windows) for layer, x in inputs])
 
 
 def _norms(layer: Any, x: Tensor, tokens: int, windows: int) -> Tensor:
