@@ -82,7 +82,10 @@ class Further:
         self.target: recipe.TargetSparsity | None = None
         self.tracker: recipe.SparsityTracker | None = None
         if activation is not None:
-            relufied.replace(self.model, activation, choice.strategy)
+            try:
+                relufied.replace(self.model, activation, choice.strategy)
+            except (TypeError, ValueError) as error:
+                raise RequestError(f"MODEL: {error}") from error
             of: Any = "hidden" if activation == "relu" else "gate"
             recipe.record_aux(self.model, inputs=bool(choice.sharing) or of == "gate")
             self.tracker = recipe.SparsityTracker(self.model, every=0)
@@ -591,9 +594,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with parallel.world(None, choice.device) as here, checkpoint.alone(choice.out, here):
             return relufy(choice, here)
-    except (RequestError, ImportError, ValueError, TypeError) as error:
-        if not isinstance(error, (RequestError, ImportError)) and "sparsify" not in str(error):
-            raise
+    except (RequestError, ImportError) as error:
         print(f"relufy.py: error: {error}", file=sys.stderr)
         return 2
     except torch.OutOfMemoryError as error:
