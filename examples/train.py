@@ -449,7 +449,7 @@ class Log:
             "ce": cross_entropy,
             "gradient": float(run.norm),
             "lr": run.optimizer.param_groups[0]["lr"],
-            "l1": (self.choice.l1 or self.choice.target_nnz) and run.coefficient(run.done - 1),
+            "l1": run.coefficient(run.done - 1) if self.choice.l1 or run.target is not None else 0.0,
             "non_zeros": means.get("l0"),
             "dead": means.get("dead"),
             "tokens_per_s": self.speeds[-1],

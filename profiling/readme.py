@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from profiling import quality_results, reference
+from profiling import quality_results, reference, relufy_results
 from profiling.draw.common import ResultError, Results
 from profiling.nsight import summarize
 from profiling.sweep import lasting
@@ -502,6 +502,30 @@ def ncu() -> str:
     return f"{markdown([c.name for c in columns], align, cells)}\n\n{floors} {found['machine']}\n"
 
 
+def relufied() -> str:
+    """What was measured of dense models made sparse, with its chart; a sentence while there are no results."""
+    found = Results(RESULTS).get(relufy_results.NAME)
+    if found is None:
+        return "Not measured yet: `python -m profiling.relufy` makes the results."
+    chart = (
+        "<picture>\n"
+        '  <source media="(prefers-color-scheme: dark)" srcset="../profiling/charts/relufy-dark.svg">\n'
+        '  <img alt="Cross-entropy over dense by tokens and by non-zeros" src="../profiling/charts/relufy-light.svg">\n'
+        "</picture>"
+    )
+    finding = f"{relufy_results.finding(relufy_results.points(found))}."
+    parts = (finding, relufy_results.table(found), chart, relufy_results.layers(found), relufy_results.notes(found))
+    return "\n\n".join(parts)
+
+
+def relufied_speed() -> str:
+    """The speed of the sparsest of these models; a sentence while there are no results."""
+    name = f"{relufy_results.NAME}_model"
+    if Results(RESULTS).get(name) is None:
+        return "Not measured yet: `twell bench model` makes the results."
+    return f"{model_table([result(name)])}\n\n{model_machine(name)}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "forward": forward,
     "mean speed-up": mean_speedup,
@@ -529,6 +553,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality layers": lambda: quality_results.layers(result("h200_quality")),
     "quality limit": quality_limit,
     "quality notes": lambda: quality_results.notes(result("h200_quality")),
+    "relufy": relufied,
+    "relufy speed": relufied_speed,
     "paper code": paper_code,
     "memory": memory,
     "ncu": ncu,
