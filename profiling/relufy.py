@@ -11,8 +11,9 @@ and half of the base's tokens. Runs of one seed have the same text in the same o
 stopped, and the same learning rates, which fall to 0 as the base's does. Text is read four times at most.
 
 The file is written after each run, and the same command continues with the missing runs. --state keeps bases; without
-its base a seed trains it again, so give each machine whole seeds. The last model of the first seed with the fewest
-non-zeros is saved there, too, for twell bench model. ``python -m profiling.draw relufy`` draws the file.
+its base a seed trains it again, so give each machine whole seeds, of which each has one text. The ReLU model of the
+first seed with the most tokens and the fewest non-zeros is kept there, too, in ``sparsest/final``, for twell bench
+model. ``python -m profiling.draw relufy`` draws the file.
 """
 
 from __future__ import annotations
@@ -119,14 +120,19 @@ class Evidence:
         self.choice = options.parse("", [*given, "--out", str(mine.state), "--activation=silu", "--ffn=dense"])
         names = [name for name in options.IDENTITY if f"--{name.replace('_', '-')}" not in DECIDED]
         self.identity = {name: getattr(self.choice, name) for name in (*names, "eval_sequences", "micro_batch")}
-        self.identity |= {"text": tokens.fingerprint, "further_lr": mine.further_lr}
-        self.identity["threshold_loss"] = mine.threshold_loss
+        self.identity |= {"further_lr": mine.further_lr, "threshold_loss": mine.threshold_loss}
         self.machine = machine_line(here.device)
         self.results: dict[Run, Result] = {}
         if mine.out.exists():
             found = relufy_results.load(mine.out)
             relufy.require_same(mine.out, found["arguments"], self.identity)
             self.results = {result.run: result for result in relufy_results.results(found)}
+        # runs of a seed are compared with each other
+        mixed = [r for r in self.results.values() if r.seed in mine.seeds and r.text != tokens.fingerprint]
+        if mixed and self.missing():
+            raise RequestError(
+                f"--text: expected the text of the runs of seed {mixed[0].seed} in {mine.out}, got another"
+            )
         most = max((run.share for run in mine.runs if run.activation != "base"), default=0.0)
         reads = (1 + most) * self.choice.steps * self.choice.tokens_per_step / tokens.train_tokens
         if reads > MOST_READS:
@@ -178,6 +184,7 @@ class Evidence:
             tokens=tokens,
             cost=cost(run, self.choice),
             seconds=round(time.perf_counter() - began, 1),
+            text=self.tokens.fingerprint,
             machine=self.machine,
         )
         self.results[run] = result

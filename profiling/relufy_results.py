@@ -66,7 +66,7 @@ class Result(Run):
 
     first_ce: before training. layers: neurons, l0, l1, dead and union of each layer. fatrelu: the same figures, and
     threshold and tried, of the model with FATReLU, whose threshold other held-out text chose. cost: tokens counted as
-    the time of dense ones. red: why it ended early.
+    the time of dense ones. text: a digest of the text. red: why it ended early.
     """
 
     tokens: int = 0
@@ -81,6 +81,7 @@ class Result(Run):
     tokens_per_s: float | None = None
     cost: float = 0.0
     seconds: float = 0.0
+    text: str = ""
     machine: str = ""
     red: str = ""
 

@@ -348,6 +348,13 @@ def test_a_budget_ends_between_runs(measured: tuple[list[str], Path], tmp_path: 
     # results of other options are not mixed
     assert evidence.main([*measured[0], "--state", str(tmp_path / "state"), "--further-lr", "0.5"]) == 2
     assert "differs in further_lr" in capsys.readouterr().err
+    other = tmp_path / "text"
+    other.mkdir()
+    for i in range(60):
+        (other / f"{i}.txt").write_text(f"{i} another text\n" * 30)
+    more = ["--text", str(other), "--state", str(tmp_path / "state"), "--seeds"]
+    assert evidence.main([*measured[0], *more, "1", "--shares", "0.1", "0.5"]) == 2
+    assert "--text: expected the text of the runs of seed 1" in capsys.readouterr().err
     # a finished file needs nothing
     assert evidence.main([*measured[0], "--state", str(tmp_path / "state")]) == 0
     assert "0 runs" in capsys.readouterr().out
