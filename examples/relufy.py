@@ -486,7 +486,8 @@ def bench(choice: argparse.Namespace) -> int:
     if not choice.text:
         raise RequestError("--bench: expected --text, on which the model runs, got a --dataset")
     command = [sys.executable, "-m", "twell", "bench", "model", str(choice.out / "final")]
-    command += ["--text", *map(str, choice.text), "--json", str(choice.out / "speed.json")]
+    command += ["--text", *map(str, choice.text), "--sequence", str(choice.sequence)]
+    command += ["--json", str(choice.out / "speed.json")]
     print(" ".join(command), flush=True)
     return subprocess.run(command, check=False).returncode
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from training import checkpoint, data, model, options, relufied  # noqa: E402
 from training.data import Source  # noqa: E402
 
 from twell import recipe  # noqa: E402
+from twell.commands.bench import models as bench_models  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
@@ -232,6 +236,27 @@ def test_without_dense_the_original_is_still_there(run: Callable[..., int], tmp_
     assert run("llama", "--steps", 4, out="both") == 0
     assert report(tmp_path / "out")["original_ce"] == pytest.approx(report(tmp_path / "both")["original_ce"], abs=1e-5)
     assert "dense" not in report(tmp_path / "out")
+
+
+def test_the_model_is_timed(run: Callable[..., int], tmp_path: Path, monkeypatch: Any) -> None:
+    assert run("llama", "--steps", 2, "--no-dense") == 0
+    commands: list[list[str]] = []
+    real = subprocess.run
+
+    def called(command: list[str], **options: Any) -> Any:
+        if command[1:3] != ["-m", "twell"]:
+            return real(command, **options)
+        commands.append(command)
+        return types.SimpleNamespace(returncode=3)
+
+    monkeypatch.setattr(relufy.subprocess, "run", called)
+    assert run("llama", "--steps", 2, "--no-dense", "--bench") == 3
+    parser = argparse.ArgumentParser()
+    bench_models.add_arguments(parser)
+    assert commands[0][1:5] == ["-m", "twell", "bench", "model"]
+    given = parser.parse_args(commands[0][5:])
+    assert given.model == tmp_path / "out" / "final"
+    assert given.sequence == 32
 
 
 @pytest.mark.parametrize(
