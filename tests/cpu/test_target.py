@@ -265,6 +265,36 @@ def test_the_sharing_term_is_the_norm_of_neurons_over_windows(layer: Any, strate
         recipe.sharing_term(layer)
 
 
+class Adapted(nn.Linear):
+    """A projection with more than weight and bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - 0.3
+
+
+def test_adapted_projections_are_called() -> None:
+    layer = SparseGatedMLP(K, N)
+    layer.gate_proj = Adapted(K, N)
+    recipe.record_aux(layer, inputs=True)
+    x = torch.randn(M, K)
+    layer(x)
+    torch.testing.assert_close(recipe.sharing_term(layer, 1, M), F.relu(layer.gate_proj(x)).sum(1).mean())
+
+
+def test_autocast_decides_the_dtype_of_gates() -> None:
+    layer = SparseMLP(K, N)
+    recipe.record_aux(layer, inputs=True)
+    x = torch.randn(M, K)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x)
+        wanted = F.relu(layer.up_proj(x)).float().sum(1).mean()
+    term = recipe.sharing_term(layer, 1, M)
+    assert torch.equal(term, wanted)
+    term.backward()
+    assert layer.up_proj.weight.grad is not None
+    assert layer.up_proj.weight.grad.dtype == torch.float32
+
+
 def test_sharing_is_worth_the_root_of_the_window() -> None:
     layer = SparseMLP(8, 8)
     layer.up_proj.weight.data.copy_(torch.eye(8))

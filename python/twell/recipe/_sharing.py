@@ -75,7 +75,8 @@ def _norms(layer: Any, x: Tensor, tokens: int, windows: int) -> Tensor:
         gate = F.linear(rows, whole(projection.weight).to(rows.dtype), bias)
     else:
         # an adapter, say
-        gate = projection(rows.to(next(projection.parameters()).dtype))
+        dtype = next(projection.parameters()).dtype
+        gate = layer._project("gate_proj" if layer._gated else "up_proj", rows.to(dtype))
     fired = activation_of(layer.activation, layer.threshold, layer._gated).after(gate).float()
     norms: Tensor = torch.linalg.vector_norm(fired, dim=1)
     return norms.sum(1).mean() / math.sqrt(tokens)
