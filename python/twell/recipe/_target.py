@@ -14,8 +14,8 @@ from twell.recipe._aux import mean_over_layers, read_aux, whole
 from twell.recipe._sharing import mean_norms, read_inputs
 
 # The coefficient is the exponential of a slow part, which sums the error log(non-zeros / goal), and a fast part in
-# proportion to it, which damps. Tried with models of 0.1 M parameters, 60 to 1,200 steps and 4 to 25 % of the neurons:
-# runs ended within a quarter of the target, most within a tenth.
+# proportion to it, which damps. Tried with models of 0.1 M parameters and 60 to 1,200 steps: runs to 7 to 25 % of the
+# neurons ended within a seventh of the target, those to 4 % up to a third below it.
 #
 # How far the slow part can move on the way to the target: e^12 is 160,000.
 _TRAVEL = 12.0
@@ -25,14 +25,13 @@ _SHARPNESS = 3.0
 _DAMPING = 3.0
 _MOST_ERROR = 1.0
 # After the way the slow part slows down linearly to the last step, from this rate, of which 1 is the most.
-_LATE = 2.0
+_LATE = 1.0
 # The slow part falls to this share of the first coefficient at the least, from where it comes back soon.
 _LEAST = 1e-3
 
 # Tokens per call whose gates are computed for their L1; windows and tokens of a window for sharing.
 _GATES, _WINDOWS, _WINDOW = 2048, 64, 32
 
-_LATE = 1.0
 # The entries of the state: logarithms of the coefficient without damping, of its first value, of the first and the
 # last number of non-zeros, and the coefficient.
 _SLOW, _BEGIN, _FIRST, _LAST, _NOW = range(5)
