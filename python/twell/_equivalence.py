@@ -24,7 +24,7 @@ import sys
 import textwrap
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,9 +34,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-Activation = Callable[[Tensor], Tensor]
+from twell._activation import Activation
 
-PAIR = ("fc1", "fc2")
+Function = Callable[[Tensor], Tensor]
 
 # Attributes of modules that hold the hooks of calls.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -51,6 +51,17 @@ _VIEWS = frozenset(
     | {"squeeze_", "unsqueeze_", "t_"}
     | {"alias", "detach", "clone", "sum"}
 )
+
+# The operator that divides the last dimension, under one name; and its variants, with the place of the dimension among
+# the arguments and its default.
+_SPLIT = "a division of the last dimension"
+_PARTS = {
+    "split": (2, 0),
+    "split_with_sizes": (2, 0),
+    "slice": (1, 0),
+    "slice_backward": (2, 0),
+    "cat": (1, 0),
+}
 
 # Attributes of every module; and those that give access to children and state by other means than their names.
 _MACHINERY = frozenset(dir(nn.Module()))
@@ -83,11 +94,69 @@ _CHOOSING = (
 _KEPT = frozenset({"weight", "bias", "in_features", "out_features"})
 
 
+def identity(x: Tensor) -> Tensor:
+    """x itself."""
+    return x
+
+
+class Formula(NamedTuple):
+    """``of_gate(gate) * of_up(up)``, without the second factor in a layer without a gate.
+
+    written: other ways to write ``of_gate``, whose operators a module may run. number: a threshold that it may read.
+    """
+
+    of_gate: Function
+    of_up: Function = identity
+    written: tuple[Function, ...] = ()
+    number: float = 0.0
+
+
+def formula_of(kind: Activation) -> Formula:
+    """The formula of an activation as plain PyTorch has it."""
+    if kind.name == "relu2":
+        return Formula(_relu2, written=(lambda x: F.relu(x).pow(2), lambda x: F.relu(x) ** 2.0, *_RELUS))
+    if kind.name == "drelu":
+        return Formula(F.relu, F.relu, _RELUS)
+    if kind.threshold:
+        threshold = kind.threshold
+        return Formula(lambda x: F.threshold(x, threshold, 0.0), number=threshold)
+    return Formula(F.relu, written=_RELUS)
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+_RELUS: tuple[Function, ...] = (F.relu, functools.partial(F.relu, inplace=True))
+
+
+class Form(NamedTuple):
+    """The projections of a layer, by their names in a module, in the order of the formula: gate, up, down.
+
+    Without a gate there are two. fused: the first holds gate and up, in this order ("gate first") or the other one.
+    """
+
+    children: tuple[str, ...]
+    fused: Literal["", "gate first", "up first"] = ""
+
+    @property
+    def gated(self) -> bool:
+        return bool(self.fused) or len(self.children) == 3
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return self.children[:-1]
+
+    @property
+    def down(self) -> str:
+        return self.children[-1]
+
+
 class _Trial(NamedTuple):
     """A way to call a module.
 
     dtype: None is the model's own. lead: the leading dimensions of x. size: the magnitude of its values on a
-    logarithmic scale, from 0 for 1 to 1 for the largest of the dtype.
+    logarithmic scale, from 0 for 1 to 1 for the largest of the dtype. x_dtype: None is that of the weights.
     """
 
     dtype: torch.dtype | None
@@ -96,6 +165,7 @@ class _Trial(NamedTuple):
     lead: tuple[int, ...]
     size: float = 0.0
     autocast: bool = False
+    x_dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
         x = f"x [{', '.join(map(str, (*self.lead, 'K')))}]{' of large values' if self.size else ''}"
@@ -120,43 +190,76 @@ _TRIALS = (
     _Trial(None, False, True, (2, 4), 0.4),
     _Trial(None, True, False, (2, 4), 1.0),
     _Trial(torch.float32, True, True, (2, 4), autocast=True),
+    _Trial(torch.float32, True, True, (2, 4), autocast=True, x_dtype=torch.bfloat16),
 )
 
 
-def difference(module: nn.Module, children: tuple[str, ...], act: Activation, own: Activation | None) -> str:
-    """Describe how ``module`` differs from ``down(act(gate(x)) * up(x))`` of its children; "" if it does not.
+def difference(module: nn.Module, form: Form, formula: Formula, own: Function | None) -> str:
+    """Describe how ``module`` differs from ``down(formula(gate(x), up(x)))`` of its children; "" if it does not.
 
-    children: names of ``nn.Linear`` children in the order of the formula; without a gate there are two. own: the
-    activation that the module applies, where it is known to compute ``act``.
+    own: the activation that the module applies, where it is known to compute that of the formula.
     """
     if beside := _further_inputs(module):
         return f"its forward takes {beside} besides x"
-    linears: dict[str, Any] = {child: module.get_submodule(child) for child in children}
-    first = linears[children[0]]
+    linears: dict[str, Any] = {child: module.get_submodule(child) for child in form.children}
+    first = linears[form.children[0]]
     watched = [m for m in module.modules() if not of_torch(type(m))]
     with _outside_of_modes(), _watch(watched) as state:
-        allowed = _operators(act) | (frozenset() if own is None else _operators(own))
-        weights = _small(linears)
+        functions = (formula.of_gate, formula.of_up, *formula.written, *(() if own is None else (own,)))
+        allowed = frozenset().union(*map(_operators, functions))
+        weights = _small(linears, form)
         for trial in _TRIALS:
             here = trial._replace(dtype=trial.dtype or first.weight.dtype)
-            if reason := _try(module, weights, act, here, allowed, state):
+            if reason := _try(module, weights, form, formula, here, allowed, state):
                 return reason
-    return _uncovered_input(module.modules(), state, (first.in_features, first.out_features))
+    numbers: tuple[float, ...] = (first.in_features, first.out_features)
+    numbers += (first.out_features // 2,) * bool(form.fused) + (formula.number,) * bool(formula.number)
+    return _uncovered_input(module.modules(), state, numbers)
 
 
-def is_relu(act: Activation, dtype: torch.dtype) -> bool:
-    """Whether ``act`` is ReLU and has its gradient, in float64 and in ``dtype``, at 0, infinity and NaN, too."""
+def family_of(act: Function, dtype: torch.dtype) -> Activation | None:
+    """The activation of the ReLU family, without a second ReLU, that ``act`` is in float64 and in ``dtype``; or None.
+
+    Its values and gradients are compared at 0, infinity and NaN, too.
+    """
+    known = [Activation("relu"), Activation("relu2")]
+    if level := _level(act):
+        known.append(Activation("fatrelu", level))
+    return next((kind for kind in known if _is(act, kind, dtype)), None)
+
+
+def _level(act: Function) -> float:
+    """The largest positive number in float64 at which ``act`` is zero, by bisection; 0 if it is not such a function."""
+
+    def silent(x: float) -> bool:
+        return not bool(act(torch.tensor([x], dtype=torch.float64, device="cpu")).any())
+
+    try:
+        with _outside_of_modes(), torch.no_grad():
+            below, above = 0.0, float(torch.finfo(torch.float16).max)
+            if not silent(below) or not silent(torch.finfo(torch.float64).tiny) or silent(above):
+                return 0.0
+            while below < (middle := (below + above) / 2) < above:
+                below, above = (middle, above) if silent(middle) else (below, middle)
+            return below
+    except Exception:
+        return 0.0
+
+
+def _is(act: Function, kind: Activation, dtype: torch.dtype) -> bool:
+    """Whether ``act`` is an activation and has its gradient, in float64 and in ``dtype``."""
     modules = list(act.modules()) if isinstance(act, nn.Module) else []
     watched = [m for m in modules if not of_torch(type(m))]
+    of_gate = formula_of(kind).of_gate
     with _outside_of_modes(), _watch(watched) as state:
-        for kind, training, grad in itertools.product((torch.float64, dtype), (True, False), (True, False)):
-            x = _every_size(kind).requires_grad_(grad)
+        for precision, training, grad in itertools.product((torch.float64, dtype), (True, False), (True, False)):
+            x = _every_size(precision, kind.threshold).requires_grad_(grad)
             # powers of two, whose products are exact
             dy = torch.ones_like(x).cumsum(0).remainder(5).exp2()
             try:
                 with _mode(modules, training), torch.set_grad_enabled(grad), state.recording():
                     # a copy: act may work in place
-                    y, expected = act(x.clone()), F.relu(x)
+                    y, expected = act(x.clone()), of_gate(x)
                     pairs = [(y, expected)]
                     if grad:
                         pairs.append((torch.autograd.grad(y, x, dy)[0], torch.autograd.grad(expected, x, dy)[0]))
@@ -164,7 +267,8 @@ def is_relu(act: Activation, dtype: torch.dtype) -> bool:
                 return False
             if not all(_same(*pair) for pair in pairs):
                 return False
-    return _is_constant("", act, (), modules) and not _uncovered_input(modules, state, ())
+    numbers = (kind.threshold,) if kind.threshold else ()
+    return _is_constant("", act, numbers, modules) and not _uncovered_input(modules, state, numbers)
 
 
 def _same(ours: Any, theirs: Tensor) -> bool:
@@ -173,14 +277,23 @@ def _same(ours: Any, theirs: Tensor) -> bool:
     return bool(((ours == theirs) | (ours.isnan() & theirs.isnan())).all())
 
 
-def _every_size(dtype: torch.dtype) -> Tensor:
-    """All values of a 16-bit dtype; of a wider one the powers of the square root of two, infinity, 0 and NaN."""
+def _every_size(dtype: torch.dtype, threshold: float) -> Tensor:
+    """All values of a 16-bit dtype but those next to the threshold.
+
+    Of a wider one the threshold, powers of the square root of two, infinity, 0 and NaN.
+    """
     # named, as the default device may be another
     if dtype.itemsize == 2:
-        return torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cpu").view(dtype)
+        every = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cpu").view(dtype)
+        # code may round the threshold to the dtype or not, as torch's own does on a GPU and on a CPU
+        apart = (every.double() - threshold).abs() > torch.finfo(dtype).eps * threshold
+        return every[apart | every.isnan()] if threshold else every
     powers = torch.arange(-2150, 2050, dtype=torch.float64, device="cpu").div(2).exp2()
-    rest = torch.tensor([0.0, float("inf"), float("nan")], dtype=torch.float64, device="cpu")
-    return torch.cat([powers, -powers, rest, -rest]).to(dtype)
+    rest = torch.tensor([0.0, float("inf"), float("nan"), threshold], dtype=torch.float64, device="cpu")
+    above = torch.nextafter(rest[-1:], rest[1:2])
+    return torch.cat(
+        [powers, -powers, rest, -rest, above] if dtype == torch.float64 else [powers, -powers, rest[:3]]
+    ).to(dtype)
 
 
 @contextlib.contextmanager
@@ -221,13 +334,12 @@ def _draw(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
-def _small(linears: dict[str, Any]) -> dict[str, Tensor]:
+def _small(linears: dict[str, Any], form: Form) -> dict[str, Tensor]:
     """Random float64 weights with few neurons, and biases where the layers have them, by name."""
     generator, weights = torch.Generator().manual_seed(0), {}
-    children = list(linears)
-    k = linears[children[0]].in_features
+    k = linears[form.children[0]].in_features
     for child, linear in linears.items():
-        inputs, outputs = (_NEURONS, k) if child == children[-1] else (k, _NEURONS)
+        inputs, outputs = (_NEURONS, k) if child == form.down else (k, _NEURONS * (2 if form.fused else 1))
         weights[f"{child}.weight"] = _draw(generator, outputs, inputs) / inputs**0.5
         if linear.bias is not None:
             weights[f"{child}.bias"] = _draw(generator, outputs)
@@ -237,7 +349,8 @@ def _small(linears: dict[str, Any]) -> dict[str, Tensor]:
 def _try(
     module: nn.Module,
     small: dict[str, Tensor],
-    act: Activation,
+    form: Form,
+    formula: Formula,
     trial: _Trial,
     allowed: frozenset[Any],
     state: _State,
@@ -246,6 +359,7 @@ def _try(
     assert trial.dtype is not None
     weights = {name: weight.to(trial.dtype) for name, weight in small.items()}
     x, dy = _inputs(trial.dtype, trial, next(iter(small.values())).shape[1])
+    x = x.to(trial.x_dtype or x.dtype)
     given, own = x.clone(), _Operators()
     try:
         with _mode(module.modules(), trial.training), own, state.recording():
@@ -253,14 +367,15 @@ def _try(
     except Exception as error:
         # a module that raises for other dimensions than three is never called with them
         return f"its forward raised {type(error).__name__}: {error}" if trial.lead == (2, 4) else ""
-    theirs = _results(functools.partial(_formula, act), weights, x.clone(), dy, trial)
+    theirs = _results(functools.partial(_formula, form, formula), weights, x.clone(), dy, trial)
     for what, expected in theirs.items():
         if not _close(ours.get(what), expected, torch.bfloat16 if trial.autocast else trial.dtype):
             return f"{what} differs for {trial}"
     if not torch.equal(given, x):
         return "it changes x in place"
     # autocast adds casts
-    odd = set() if trial.autocast else {name for name, numbers in own.seen - allowed if not _is_linear(name, numbers)}
+    seen = set() if trial.autocast else own.seen - allowed
+    odd = {name for name, numbers in seen if not _is_linear(name, numbers) and not (form.fused and name == _SPLIT)}
     return f"it runs {', '.join(sorted(odd))}" if odd else ""
 
 
@@ -305,16 +420,15 @@ def _results(
     return {"y": y, **{f"the gradient of {name}": grad for name, grad in zip(wanted, grads)}}
 
 
-def _formula(act: Activation, weights: dict[str, Tensor], x: Tensor) -> Tensor:
-    names = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
-
+def _formula(form: Form, formula: Formula, weights: dict[str, Tensor], x: Tensor) -> Tensor:
     def project(child: str, value: Tensor) -> Tensor:
         return F.linear(value, weights[f"{child}.weight"], weights.get(f"{child}.bias"))
 
-    hidden = act(project(names[0], x))
-    if len(names) == 3:
-        hidden = hidden * project(names[1], x)
-    return project(names[-1], hidden)
+    parts = [project(child, x) for child in form.inputs]
+    if form.fused:
+        parts = list(parts[0].chunk(2, dim=-1))[:: -1 if form.fused == "up first" else 1]
+    hidden = formula.of_gate(parts[0])
+    return project(form.down, hidden * formula.of_up(parts[1]) if form.gated else hidden)
 
 
 def _close(ours: Any, theirs: Tensor, precision: torch.dtype) -> bool:
@@ -336,16 +450,29 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seen: set[tuple[str, tuple[Any, ...]]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
         numbers = [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, (bool, int, float))]
-        self.seen.add((func._schema.name.removeprefix("aten::"), tuple(numbers)))
+        self.seen.add((_SPLIT, ()) if _of_last(name, args) else (name, tuple(numbers)))
         return func(*args, **(kwargs or {}))
 
 
-def _operators(act: Activation) -> frozenset[Any]:
-    """The operators of an activation, forward and backward; those of in-place ReLU, too."""
-    functions: list[Activation] = [act, functools.partial(F.relu, inplace=True)] if act is F.relu else [act]
+def _of_last(name: str, args: Any) -> bool:
+    """Whether an operator divides the last dimension of a tensor into parts, or is the gradient of that."""
+    if name not in _PARTS:
+        return False
+    place, default = _PARTS[name]
+    dim = args[place] if len(args) > place else default
+    of = args[1] if name.endswith("_backward") else args[0][0] if name == "cat" else args[0]
+    return (
+        dim % (len(of) if isinstance(of, (list, tuple)) else of.dim())
+        == (len(of) if isinstance(of, (list, tuple)) else of.dim()) - 1
+    )
+
+
+def _operators(function: Function) -> frozenset[Any]:
+    """The operators of an elementwise function, forward and backward."""
     with _Operators() as recorded:
-        for function, grad, view in itertools.product(functions, (True, False), (True, False)):
+        for grad, view in itertools.product((True, False), (True, False)):
             x = torch.linspace(-4, 4, 8, dtype=torch.float64, device="cpu").requires_grad_(grad)
             with torch.set_grad_enabled(grad):
                 # in-place work on a view, such as a linear layer's output, has its own backward
@@ -476,8 +603,10 @@ def _watch(modules: list[nn.Module]) -> Iterator[_State]:
 
 
 def _watched(kind: Any, state: _State) -> type:
-    # settings of torch's own activations, such as inplace
-    settings = {name for base in kind.__mro__ if of_torch(base) for name in getattr(base, "__constants__", ())}
+    # settings of torch's own activations, such as inplace; and what a subclass of nn.Linear shares with it, for it can
+    # only be one of the projections, whose tensors the trials set
+    settings = set(_KEPT) if issubclass(kind, nn.Linear) else set()
+    settings |= {name for base in kind.__mro__ if of_torch(base) for name in getattr(base, "__constants__", ())}
 
     def read(self: Any, name: str) -> Any:
         value = super(made, self).__getattribute__(name)
@@ -667,22 +796,46 @@ def _is_decided(node: ast.AST, modules: set[str]) -> bool:
 
     modules: names of those whose attributes are recorded when they are read.
     """
+    if isinstance(node, ast.Compare) and all(map(_is_dtype, (node.left, *node.comparators))):
+        return True
     if isinstance(node, (ast.UnaryOp, ast.BinOp, ast.BoolOp, ast.Compare, ast.Slice, ast.Tuple)):
         operands = (child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
         return all(_is_decided(operand, modules) for operand in operands)
     if isinstance(node, ast.Call):
         dim = isinstance(node.func, ast.Attribute) and node.func.attr == "dim" and isinstance(node.func.value, ast.Name)
-        return dim or ast.unparse(node) == "torch.is_grad_enabled()"
+        return dim or ast.unparse(node) == "torch.is_grad_enabled()" or _is_of_tensor(node)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         return node.value.id in modules or node.attr == "ndim"
     return isinstance(node, ast.Constant)
 
 
+def _is_dtype(node: ast.AST) -> bool:
+    """Whether this is a tensor's dtype, which under autocast varies, or an integer one, which no weight has."""
+    if not isinstance(node, ast.Attribute):
+        return False
+    if node.attr in ("int8", "uint8"):
+        return ast.unparse(node.value) == "torch"
+    return node.attr == "dtype" and (isinstance(node.value, ast.Name) or _is_weight(node.value))
+
+
+def _is_of_tensor(call: ast.Call) -> bool:
+    """Whether a call asks if a weight is a tensor; weights that are anything else are not run."""
+    kinds = ("Tensor", "torch.Tensor", "nn.Parameter", "torch.nn.Parameter")
+    asks = ast.unparse(call.func) == "isinstance" and len(call.args) == 2
+    return asks and _is_weight(call.args[0]) and ast.unparse(call.args[1]) in kinds
+
+
+def _is_weight(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "weight"
+
+
 # A pair of layers in a block
 
 
-def read_pair(module: nn.Module) -> tuple[str | None, str]:
+def read_pair(module: nn.Module, pair: tuple[str, ...]) -> tuple[str | None, str]:
     """(attribute of the activation in ``fc2(activation(fc1(x)))`` of a module's own forward, ""), or (None, reason).
+
+    pair: the names of ``fc1`` and ``fc2`` in the module.
 
     The calls must be in one expression or in consecutive statements: code between them, other uses of their results
     and other methods that call them would get other values than before.
@@ -692,7 +845,8 @@ def read_pair(module: nn.Module) -> tuple[str | None, str]:
         return None, "the source of its forward cannot be read"
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     calls: dict[str, ast.Call] = {}
-    for name in PAIR:
+    fc1, fc2 = pair
+    for name in pair:
         uses = [node for node in ast.walk(tree) if _is_self(node, name)]
         # reading fc1.weight and the like still works
         uses = [node for node in uses if getattr(parents[node], "attr", None) not in _KEPT]
@@ -702,21 +856,21 @@ def read_pair(module: nn.Module) -> tuple[str | None, str]:
         calls[name] = called[0]
 
     consumed: list[ast.Name] = []
-    argument, at = _source_of(calls["fc2"], calls["fc2"].args[0], parents, consumed)
+    argument, at = _source_of(calls[fc2], calls[fc2].args[0], parents, consumed)
     act = argument.func if isinstance(argument, ast.Call) and len(argument.args) == 1 else None
     if not isinstance(argument, ast.Call) or not isinstance(act, ast.Attribute) or not _is_self(act, act.attr):
-        return None, "its forward must call self.fc2 right on the result of an activation, an attribute of self"
-    if _source_of(at, argument.args[0], parents, consumed)[0] is not calls["fc1"]:
-        return None, f"its forward must call self.{act.attr} right on the result of self.fc1"
+        return None, f"its forward must call self.{fc2} right on the result of an activation, an attribute of self"
+    if _source_of(at, argument.args[0], parents, consumed)[0] is not calls[fc1]:
+        return None, f"its forward must call self.{act.attr} right on the result of self.{fc1}"
     if argument.keywords or len([node for node in ast.walk(tree) if _is_self(node, act.attr)]) != 1:
         return None, f"its forward must call self.{act.attr} once, on one argument, and use it nowhere else"
     if act.attr not in module._modules and act.attr not in vars(module):
         return None, f"self.{act.attr} must be an attribute of the instance, got one of its class"
-    if reason := _other_uses(type(module), tree, parents, act.attr):
+    if reason := _other_uses(type(module), tree, parents, (*pair, act.attr)):
         return None, reason
 
     # after fc2 has returned, the name may get another value, which may be used
-    final = _statement(calls["fc2"], parents)
+    final = _statement(calls[fc2], parents)
     renewed = _target(final)
     for name in {node.id for node in consumed}:
         for node in ast.walk(tree):
@@ -724,19 +878,21 @@ def read_pair(module: nn.Module) -> tuple[str | None, str]:
                 after = _place(node) > _place(final) and _statement(node, parents) is not final
                 before = _place(node) <= min(_place(used) for used in consumed if used.id == name)
                 if node not in consumed and not before and not (after and renewed == name):
-                    return None, f"its forward must use {name} for self.fc2 alone"
+                    return None, f"its forward must use {name} for self.{fc2} alone"
     return act.attr, ""
 
 
-def _other_uses(kind: Any, tree: ast.AST, parents: dict[ast.AST, ast.AST], attribute: str) -> str:
+def _other_uses(kind: Any, tree: ast.AST, parents: dict[ast.AST, ast.AST], layers: tuple[str, ...]) -> str:
     """Describe a use of a pair's layers by the class besides the calls in its forward; "" if there is none."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id == "self":
             of = parents[node]
             if not isinstance(of, ast.Attribute) or of.attr in _LISTINGS:
                 got = ast.unparse(of).splitlines()[0]
-                return f"its forward must reach fc1, fc2 and {attribute} by these names alone, got {got}"
-    names = {*PAIR, attribute}
+                return (
+                    f"its forward must reach {', '.join(layers[:-1])} and {layers[-1]} by these names alone, got {got}"
+                )
+    names = set(layers)
     for base in kind.__mro__:
         if of_torch(base) or base is object:
             continue
@@ -821,15 +977,15 @@ def _source_of(
 
 
 class _Flow(TorchFunctionMode):
-    """Follows the outputs of ``fc1`` and of the activation while a block runs on meta tensors."""
+    """Follows the outputs of the first two layers of ``order`` while a block runs on meta tensors."""
 
-    def __init__(self, sizes: dict[str, int], attribute: str) -> None:
+    def __init__(self, sizes: dict[str, int], order: tuple[str, str, str]) -> None:
         super().__init__()
-        self.sizes, self.order = sizes, ("fc1", attribute, "fc2")
+        self.sizes, self.order = sizes, order
         self.values: list[Tensor] = []
         self.reason = ""
 
-    def stand_in(self, name: str) -> Activation:
+    def stand_in(self, name: str) -> Function:
         """A function that replaces one of the layers and checks the order of calls."""
 
         def call(x: Tensor) -> Tensor:
@@ -846,7 +1002,8 @@ class _Flow(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(leaf is value for leaf in tree_leaves((args, kwargs)) for value in self.values[:2]):
             self.reason = (
-                self.reason or f"its forward must use what self.fc1 and self.{self.order[1]} return for self.fc2 alone"
+                self.reason
+                or "its forward must use what self.{} and self.{} return for self.{} alone".format(*self.order)
             )
         return func(*args, **(kwargs or {}))
 
@@ -875,25 +1032,25 @@ def _unhooked(module: nn.Module) -> Iterator[None]:
             vars(m)[key] = hooks
 
 
-def run_pair(module: nn.Module, attribute: str) -> str:
+def run_pair(module: nn.Module, pair: tuple[str, ...], attribute: str) -> str:
     """Run a block on meta tensors and describe how its use of the pair differs from ``fc2(activation(fc1(x)))``.
 
     "" if it does not differ, or if the block cannot run so, for instance because it needs more than x: then its source
     decides.
     """
-    linears: Any = {name: module.get_submodule(name) for name in PAIR}
+    linears: Any = {name: module.get_submodule(name) for name in pair}
     own = _Own(module)
     meta = {
         name: torch.empty_like(t, device="meta")
         for name, t in itertools.chain(own.named_parameters(), own.named_buffers())
     }
     for training in (True, False):
-        flow = _Flow({name: linear.out_features for name, linear in linears.items()}, attribute)
+        flow = _Flow({name: linear.out_features for name, linear in linears.items()}, (pair[0], attribute, pair[1]))
         act = getattr(module, attribute)
-        x = torch.empty(2, 4, linears["fc1"].in_features, dtype=linears["fc1"].weight.dtype, device="meta")
+        x = torch.empty(2, 4, linears[pair[0]].in_features, dtype=linears[pair[0]].weight.dtype, device="meta")
         places: list[Any] = [*linears.values(), *([act] if isinstance(act, nn.Module) else [])]
         try:
-            for name, layer in zip(flow.order if len(places) == 3 else PAIR, [places[0], *places[2:], places[1]]):
+            for name, layer in zip(flow.order if len(places) == 3 else pair, [places[0], *places[2:], places[1]]):
                 object.__setattr__(layer, "forward", flow.stand_in(name))
             if not isinstance(act, nn.Module):
                 setattr(module, attribute, flow.stand_in(attribute))
