@@ -882,6 +882,50 @@ def read_pair(module: nn.Module, pair: tuple[str, ...]) -> tuple[str | None, str
     return act.attr, ""
 
 
+def read_split(block: nn.Module, children: tuple[str, str], layer: str) -> str:
+    """Describe what keeps two children, as ``intermediate`` and ``output`` of BERT, from being a pair; "" if nothing.
+
+    Each has a linear layer of the name ``layer``. The block must call both once. The second must hand its first
+    argument to that layer and use neither again; what the first one computes, and the order of calls, is left to runs.
+    """
+    for child in children:
+        kind: Any = type(block.get_submodule(child))
+        if not isinstance(kind.forward, types.FunctionType) or (tree := _tree(kind.forward)) is None:
+            return f"the source of the forward of its {child} cannot be read"
+        parents = {inner: node for node in ast.walk(tree) for inner in ast.iter_child_nodes(node)}
+        if reason := _other_uses(kind, tree, parents, (layer, layer)):
+            return f"{child}: {reason}"
+        uses = [node for node in ast.walk(tree) if _is_self(node, layer)]
+        called = [node for node in map(parents.get, uses) if isinstance(node, ast.Call) and node.func in uses]
+        if len(uses) != 1 or len(called) != 1 or len(called[0].args) != 1 or called[0].keywords:
+            return f"the forward of its {child} must call self.{layer} once, on one argument, and use it nowhere else"
+        if child == children[1]:
+            given = next((arg.arg for function in tree.body for arg in function.args.args[1:2]), "")  # type: ignore[attr-defined]
+            argument, names = (
+                called[0].args[0],
+                [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == given],
+            )
+            renewed = _target(_statement(called[0], parents)) == given
+            others = [node for node in names if node is not argument and isinstance(node.ctx, ast.Load)]
+            late = all(_place(node) > _place(called[0]) for node in others)
+            if argument not in names or (others and not (renewed and late)):
+                return f"the forward of its {child} must use {given} for self.{layer} alone"
+    found = dict.fromkeys(children, 0)
+    for base in type(block).__mro__:
+        if of_torch(base) or base is object:
+            continue
+        for name, value in vars(base).items():
+            function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+            if name == "__init__" or not isinstance(function, types.FunctionType):
+                continue
+            if (tree := _tree(function.__code__)) is None:
+                return f"the source of its {name} cannot be read"
+            for child in children:
+                found[child] += sum(_is_self(node, child) for node in ast.walk(tree))
+    odd = [child for child, uses_of in found.items() if uses_of != 1]
+    return f"its class must use self.{odd[0]} once" if odd else ""
+
+
 def _other_uses(kind: Any, tree: ast.AST, parents: dict[ast.AST, ast.AST], layers: tuple[str, ...]) -> str:
     """Describe a use of a pair's layers by the class besides the calls in its forward; "" if there is none."""
     for node in ast.walk(tree):
@@ -1032,12 +1076,14 @@ def _unhooked(module: nn.Module) -> Iterator[None]:
             vars(m)[key] = hooks
 
 
-def run_pair(module: nn.Module, pair: tuple[str, ...], attribute: str) -> str:
+def run_pair(module: nn.Module, pair: tuple[str, ...], attribute: str, must: bool = False) -> str:
     """Run a block on meta tensors and describe how its use of the pair differs from ``fc2(activation(fc1(x)))``.
 
     "" if it does not differ, or if the block cannot run so, for instance because it needs more than x: then its source
-    decides.
+    decides, unless the block ``must`` run.
     """
+    holder_name, _, key = attribute.rpartition(".")
+    holder = module.get_submodule(holder_name)
     linears: Any = {name: module.get_submodule(name) for name in pair}
     own = _Own(module)
     meta = {
@@ -1046,24 +1092,24 @@ def run_pair(module: nn.Module, pair: tuple[str, ...], attribute: str) -> str:
     }
     for training in (True, False):
         flow = _Flow({name: linear.out_features for name, linear in linears.items()}, (pair[0], attribute, pair[1]))
-        act = getattr(module, attribute)
+        act = getattr(holder, key)
         x = torch.empty(2, 4, linears[pair[0]].in_features, dtype=linears[pair[0]].weight.dtype, device="meta")
         places: list[Any] = [*linears.values(), *([act] if isinstance(act, nn.Module) else [])]
         try:
             for name, layer in zip(flow.order if len(places) == 3 else pair, [places[0], *places[2:], places[1]]):
                 object.__setattr__(layer, "forward", flow.stand_in(name))
             if not isinstance(act, nn.Module):
-                setattr(module, attribute, flow.stand_in(attribute))
+                setattr(holder, key, flow.stand_in(attribute))
             with _outside_of_modes(), _mode(module.modules(), training), _unhooked(module), flow:
                 with torch.set_grad_enabled(training):
                     functional_call(own, meta, (x,))
-        except Exception:
-            return flow.reason
+        except Exception as error:
+            return flow.reason or (f"it cannot run on x alone ({type(error).__name__}: {error})" if must else "")
         finally:
             for layer in places:
                 vars(layer).pop("forward", None)
             if not isinstance(act, nn.Module):
-                setattr(module, attribute, act)
+                setattr(holder, key, act)
         if flow.reason or len(flow.values) != 3:
             return flow.reason or f"its forward must call {', '.join(flow.order)} once, in this order"
     return ""

@@ -34,6 +34,7 @@ from twell._equivalence import (
     identity,
     of_torch,
     read_pair,
+    read_split,
     run_pair,
 )
 from twell._plain import HOOKS_OF_ALL, behaves, calls_are_torchs
@@ -65,6 +66,9 @@ _KNOWN_NAMES = (
 
 # Children and parameters of feed-forward layers of all forms; a module with one of them is a near miss.
 _TELLTALES = frozenset(itertools.chain(*_KNOWN_NAMES))
+
+# A pair whose layers are in two children of a block, as in BERT.
+_SPLIT = ("intermediate.dense", "output.dense")
 
 # torch's own blocks, whose feed-forward layers are called in this method alone.
 _TORCHS_BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -161,7 +165,7 @@ class DeferredUp(_SharedLinear):
             return
         fc1, fc2 = self._block.names
         name = fc2 if kind is SparseDown else fc1
-        child: Any = block._modules.get(name)
+        child: Any = _below(block, name) if "." in name else block._modules.get(name)
         layer = child
         # Sequential and wrappers that checkpoint, compile or shard pass their input to their first child
         while layer is not None and not isinstance(layer, kind) and of_torch(type(layer)):
@@ -649,9 +653,10 @@ def _pair_up(candidate: Candidate, options: dict[str, Any]) -> None:
     module, names, attribute = candidate.module, candidate.form.children, candidate.attribute
     assert attribute is not None
     up, down = _pair(candidate, options)
-    module._modules.update(zip(names, (up, down)))
+    for name, new in zip((*names, attribute), (up, down, nn.Identity().train(module.training))):
+        holder, _, key = name.rpartition(".")
+        setattr(module.get_submodule(holder), key, new)
     up._block = _Block(module, names)
-    setattr(module, attribute, nn.Identity().train(module.training))
     if isinstance(module, nn.TransformerEncoderLayer):
         # else its fast path for inference would read the weights and run dense, also from nn.TransformerEncoder
         module.activation_relu_or_gelu = 0
@@ -678,8 +683,10 @@ def _forms_of(module: nn.Module, told: list[tuple[str, ...]]) -> list[Form]:
     """The names of the projections, if the module's children are those of a form; several of an ``nn.Sequential``."""
     if type(module) is nn.Sequential:
         return _forms_in_sequence(module)
-    if any(isinstance(child, SparseDown) for child in module._modules.values()):
+    if any(isinstance(child, SparseDown) for child in (*module._modules.values(), _below(module, _SPLIT[1]))):
         return []
+    if _fit([_below(module, name) for name in _SPLIT]):
+        return [Form(_SPLIT)]
     for names in (*told, *_KNOWN_NAMES):
         layers = [module._modules.get(name) for name in names]
         if not all(isinstance(layer, nn.Module) for layer in layers):
@@ -702,6 +709,12 @@ def _forms_in_sequence(module: nn.Sequential) -> list[Form]:
             forms.append(Form((up, down)))
         layers = layers[3 if found else 1 :]
     return forms
+
+
+def _below(module: nn.Module, name: str) -> nn.Module | None:
+    """The child of a child, or None."""
+    child, _, key = name.partition(".")
+    return getattr(module._modules.get(child), "_modules", {}).get(key)
 
 
 def _fit(layers: Sequence[nn.Module | None]) -> bool:
@@ -744,10 +757,8 @@ def _examine(
     where, children = _label(name, module), form.children
     torchs = type(module) in _TORCHS_BLOCKS
     of_block = torchs or type(module) is nn.Sequential
-    weights = {
-        child: _plain_weight(f"{where}: {child}", module._modules[child], of_block or children == _PAIR)
-        for child in children
-    }
+    exact = of_block or children in (_PAIR, _SPLIT)
+    weights = {child: _plain_weight(f"{where}: {child}", module.get_submodule(child), exact) for child in children}
     _require_sizes(where, weights, form, strategy)
     if "forward" in vars(module):
         raise ValueError(
@@ -756,6 +767,8 @@ def _examine(
         )
     if of_block:
         return _examine_torchs(where, name, module, form)
+    if children == _SPLIT:
+        return _examine_split(where, name, module, form)
     others = {key: m for key, m in module._modules.items() if m is not None and key not in children and not _inert(m)}
     own = [*module._parameters, *module._buffers]
     dropping = [f"{key}, p = {m.p}" for key, m in others.items() if isinstance(m, _DropoutNd)]
@@ -822,6 +835,29 @@ def _examine_torchs(where: str, name: str, module: Any, form: Form) -> tuple[Can
     elif of is not None:
         alone = nn.Sequential(module._modules[up], act, module._modules[down])
         reason = difference(alone, Form(("0", "2")), formula_of(of), act)
+    if reason:
+        raise ValueError(f"{where} cannot be run sparse: {reason}; {_LEAVE_OUT}")
+    return candidate, of
+
+
+def _examine_split(where: str, name: str, module: nn.Module, form: Form) -> tuple[Candidate, Activation | None]:
+    """As ``_examine``, for a block with the two layers in two children, as in BERT."""
+    (first, _, key), (second, _, _) = (child.partition(".") for child in form.children)
+    inner: Any = module.get_submodule(first)
+    reached = {first: inner, second: module.get_submodule(second), form.down: module.get_submodule(form.down)}
+    _require_unhooked(where, {**reached, **{f"{first}.{n}": m for n, m in inner.named_modules() if n}})
+    others = [n for n, m in inner._modules.items() if m is not None and n != key and not _inert(m)]
+    functions = [n for n, value in vars(inner).items() if not n.startswith("_") and callable(value)]
+    attribute, reason = "", f"{first} must have one linear layer and an activation alone"
+    if len([*others, *functions]) == 1 and not [*inner._parameters, *inner._buffers] and "forward" not in vars(inner):
+        attribute = [*others, *functions][0]
+        act = getattr(inner, attribute)
+        _require_stateless(f"{where}: {first}.{attribute}", act)
+        candidate, of = _paired(name, module, form, f"{first}.{attribute}", act)
+        alone = nn.Sequential(inner, module.get_submodule(form.down))
+        reason = difference(alone, Form((f"0.{key}", "1")), Formula(act) if of is None else formula_of(of), act)
+        reason = reason or read_split(module, (first, second), key)
+        reason = reason or run_pair(module, form.children, f"{first}.{attribute}", must=True)
     if reason:
         raise ValueError(f"{where} cannot be run sparse: {reason}; {_LEAVE_OUT}")
     return candidate, of
