@@ -857,6 +857,8 @@ def read_pair(module: nn.Module, pair: tuple[str, ...]) -> tuple[str | None, str
 
     consumed: list[ast.Name] = []
     argument, at = _source_of(calls[fc2], calls[fc2].args[0], parents, consumed)
+    if (kept := _kept_whole(module, argument)) is not None:
+        argument, at = _source_of(at, kept, parents, consumed)
     act = argument.func if isinstance(argument, ast.Call) and len(argument.args) == 1 else None
     if not isinstance(argument, ast.Call) or not isinstance(act, ast.Attribute) or not _is_self(act, act.attr):
         return None, f"its forward must call self.{fc2} right on the result of an activation, an attribute of self"
@@ -880,6 +882,20 @@ def read_pair(module: nn.Module, pair: tuple[str, ...]) -> tuple[str | None, str
                 if node not in consumed and not before and not (after and renewed == name):
                     return None, f"its forward must use {name} for self.{fc2} alone"
     return act.attr, ""
+
+
+def _kept_whole(module: nn.Module, node: ast.expr) -> ast.expr | None:
+    """What an expression drops values of, if it is a dropout whose p is an attribute of self and 0; else None."""
+    if not isinstance(node, ast.Call) or not node.args:
+        return None
+    called = ast.unparse(node.func)
+    p: Any = next((keyword.value for keyword in node.keywords if keyword.arg == "p"), (*node.args, None)[1])
+    if called in ("nn.functional.dropout", "F.dropout", "torch.nn.functional.dropout"):
+        kept = isinstance(p, ast.Attribute) and _is_self(p, p.attr) and getattr(module, p.attr, None) == 0
+    else:
+        layer = getattr(module, called.removeprefix("self."), None) if called.startswith("self.") else None
+        kept = len(node.args) == 1 and type(layer) is nn.Dropout and layer.p == 0
+    return node.args[0] if kept else None
 
 
 def read_split(block: nn.Module, children: tuple[str, str], layer: str) -> str:
@@ -1044,6 +1060,9 @@ class _Flow(TorchFunctionMode):
         return call
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        p = (kwargs or {}).get("p", (*args, None, None)[1])
+        if func in (torch.dropout, F.dropout) and args and p == 0:
+            return args[0]
         if any(leaf is value for leaf in tree_leaves((args, kwargs)) for value in self.values[:2]):
             self.reason = (
                 self.reason
