@@ -206,13 +206,15 @@ ARCHITECTURES = (
     Architecture("Granite", "GraniteForCausalLM", DECODER, "SiLU", MLP, retrained=True),
     Architecture("Jais 2", "Jais2ForCausalLM", DECODER, "relu2", MLP),
     Architecture(
-        "Llama, SparseLM, ProSparse, ReluLLaMA",
+        "Llama 2, 3, 3.1, 3.2",
         "LlamaForCausalLM",
         DECODER,
         "SiLU",
         MLP,
         retrained=True,
-        note="files that say ReLU as they are",
+    ),
+    Architecture(
+        "SparseLM, ReluLLaMA: Llama with ReLU", "LlamaForCausalLM", {**DECODER, "hidden_act": "relu"}, "relu", MLP
     ),
     Architecture(
         "LongT5",
@@ -300,7 +302,7 @@ ARCHITECTURES = (
     Architecture("Persimmon, Fuyu", "PersimmonForCausalLM", DECODER, "relu2", MLP),
     Architecture("Phi-1, Phi-2", "PhiForCausalLM", DECODER, "GELU", ("model.layers.0.mlp.fc2",), retrained=True),
     Architecture("Phi-3, Phi-4", "Phi3ForCausalLM", DECODER, "SiLU", MLP, retrained=True),
-    Architecture("Qwen2, Qwen2.5, TurboSparse-like", "Qwen2ForCausalLM", DECODER, "SiLU", MLP, retrained=True),
+    Architecture("Qwen2, Qwen2.5", "Qwen2ForCausalLM", DECODER, "SiLU", MLP, retrained=True),
     Architecture("Qwen3", "Qwen3ForCausalLM", DECODER, "SiLU", MLP, retrained=True),
     Architecture(
         "Qwen3-MoE",
@@ -374,21 +376,21 @@ ARCHITECTURES = (
 def table() -> str:
     """The rows of the page, by model."""
     answers = {"no": "**no**"}
-    lines = ["| model | class of transformers | activation | taken? | remark |", "|---|---|---|---|---|"]
+    lines = ["| model | taken? | activation | remark | class of transformers |", "|---|---|---|---|---|"]
     for each in sorted(ARCHITECTURES, key=lambda each: each.models.lower()):
         needs = ", ".join(f"`{key}={value}`" for key, value in each.needs.items())
         answer = answers.get(each.answer, f"**{each.answer}**") + (f", with {needs}" if needs else "")
         named = {"relu": "ReLU", "relu2": "squared ReLU"}.get(each.activation, each.activation)
-        lines.append(f"| {each.models} | `{each.kind}` | {named} | {answer} | {each.note} |")
+        lines.append(f"| {each.models} | {answer} | {named} | {each.note} | `{each.kind}` |")
     return "\n".join(lines)
 
 
 def filled(page: str) -> str:
     """The page with the table of today."""
-    begin, end = "<!-- architectures -->\n", "\n<!-- end of architectures -->"
+    begin, end = "<!-- architectures -->\n", "<!-- end of architectures -->"
     before, _, rest = page.partition(begin)
     _, _, after = rest.partition(end)
-    return before + begin + table() + end + after
+    return before + begin + table() + "\n" + end + after
 
 
 if __name__ == "__main__":
