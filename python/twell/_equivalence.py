@@ -20,6 +20,7 @@ import functools
 import gc
 import inspect
 import itertools
+import math
 import sys
 import textwrap
 import types
@@ -214,13 +215,20 @@ def difference(module: nn.Module, form: Form, formula: Formula, own: Function | 
                 return reason
     numbers: tuple[float, ...] = (first.in_features, first.out_features)
     numbers += (first.out_features // 2,) * bool(form.fused) + (formula.number,) * bool(formula.number)
-    return _uncovered_input(module.modules(), state, numbers)
+    return _uncovered_input(module.modules(), state, numbers, frozenset(map(id, _codes_of(own))))
+
+
+def _codes_of(act: Function | None) -> list[types.CodeType]:
+    """The code of an activation, which ``family_of`` has run on all values."""
+    functions = [type(m).forward for m in act.modules()] if isinstance(act, nn.Module) else [act]
+    return [function.__code__ for function in functions if isinstance(function, types.FunctionType)]
 
 
 def family_of(act: Function, dtype: torch.dtype) -> Activation | None:
     """The activation of the ReLU family, without a second ReLU, that ``act`` is in float64 and in ``dtype``; or None.
 
-    Its values and gradients are compared at 0, infinity and NaN, too.
+    Its values and gradients are compared at 0 and infinity, too, and at NaN, except for FATReLU, which code writes as
+    ``x > threshold``.
     """
     known = [Activation("relu"), Activation("relu2")]
     if level := _level(act):
@@ -267,8 +275,10 @@ def _is(act: Function, kind: Activation, dtype: torch.dtype) -> bool:
                 return False
             if not all(_same(*pair) for pair in pairs):
                 return False
-    numbers = (kind.threshold,) if kind.threshold else ()
-    return _is_constant("", act, numbers, modules) and not _uncovered_input(modules, state, numbers)
+    numbers: tuple[float, ...] = (kind.threshold,) if kind.threshold else ()
+    return _is_constant("", act, numbers, modules) and not _uncovered_input(
+        modules, state, numbers, frozenset(id(ran.code) for ran in state.ran.values())
+    )
 
 
 def _same(ours: Any, theirs: Tensor) -> bool:
@@ -278,22 +288,22 @@ def _same(ours: Any, theirs: Tensor) -> bool:
 
 
 def _every_size(dtype: torch.dtype, threshold: float) -> Tensor:
-    """All values of a 16-bit dtype but those next to the threshold.
+    """All values of a 16-bit dtype; of a wider one the powers of the square root of two, infinity, 0 and NaN.
 
-    Of a wider one the threshold, powers of the square root of two, infinity, 0 and NaN.
+    With a threshold no NaN, no value of 16 bits next to it, and in float64 itself and its neighbour.
     """
     # named, as the default device may be another
     if dtype.itemsize == 2:
         every = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cpu").view(dtype)
         # code may round the threshold to the dtype or not, as torch's own does on a GPU and on a CPU
         apart = (every.double() - threshold).abs() > torch.finfo(dtype).eps * threshold
-        return every[apart | every.isnan()] if threshold else every
+        return every[apart] if threshold else every
     powers = torch.arange(-2150, 2050, dtype=torch.float64, device="cpu").div(2).exp2()
-    rest = torch.tensor([0.0, float("inf"), float("nan"), threshold], dtype=torch.float64, device="cpu")
-    above = torch.nextafter(rest[-1:], rest[1:2])
-    return torch.cat(
-        [powers, -powers, rest, -rest, above] if dtype == torch.float64 else [powers, -powers, rest[:3]]
-    ).to(dtype)
+    rest = [0.0, float("inf"), float("nan")]
+    if threshold:
+        rest = [0.0, float("inf"), *((threshold, math.nextafter(threshold, 2.0)) if dtype == torch.float64 else ())]
+    others = torch.tensor(rest, dtype=torch.float64, device="cpu")
+    return torch.cat([powers, -powers, others, -others]).to(dtype)
 
 
 @contextlib.contextmanager
@@ -487,12 +497,13 @@ def _operators(function: Function) -> frozenset[Any]:
 
 
 class _Ran(NamedTuple):
-    """Code that ran: its globals, its free variables, and its names of watched modules."""
+    """Code that ran: its globals, its free variables, its names of watched modules and of arguments that are tensors."""
 
     code: types.CodeType
     names: dict[str, Any]
     free: list[tuple[str, Any]]
     modules: set[str]
+    tensors: set[str]
 
     @property
     def name(self) -> str:
@@ -516,7 +527,10 @@ class _State:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Record the code of this thread; forget it if it raises, for then the code has refused by itself."""
-        before = {key: ran._replace(free=[*ran.free], modules={*ran.modules}) for key, ran in self.ran.items()}
+        before = {
+            key: ran._replace(free=[*ran.free], modules={*ran.modules}, tensors={*ran.tensors})
+            for key, ran in self.ran.items()
+        }
         opaque, previous, collecting = set(self.opaque), sys.getprofile(), gc.isenabled()
         # finalizers of other objects are not the candidate's code
         gc.disable()
@@ -542,9 +556,11 @@ class _State:
         code, values = frame.f_code, frame.f_locals
         arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         modules = {name for name in (*arguments, *code.co_freevars) if id(values.get(name)) in self.watched}
-        new = _Ran(code, frame.f_globals, [], modules)
+        tensors = {name for name in arguments if isinstance(values.get(name), Tensor)}
+        new = _Ran(code, frame.f_globals, [], modules, tensors)
         ran = self.ran.setdefault((id(code), id(frame.f_globals)), new)
         ran.modules.intersection_update(modules)
+        ran.tensors.intersection_update(tensors)
         for name in code.co_freevars:
             if name in values and not any(name == other and values[name] is value for other, value in ran.free):
                 ran.free.append((name, values[name]))
@@ -625,7 +641,7 @@ def _watched(kind: Any, state: _State) -> type:
     return made  # type: ignore[no-any-return]
 
 
-def _is_constant(name: str, value: Any, sizes: tuple[int, ...], modules: Iterable[nn.Module]) -> bool:
+def _is_constant(name: str, value: Any, sizes: tuple[float, ...], modules: Iterable[nn.Module]) -> bool:
     """Whether a value that code reads counts as constant: a size, a dropout of 0, a function, a watched module, ...
 
     modules: those whose attributes are recorded when they are read.
@@ -647,8 +663,13 @@ def _is_constant(name: str, value: Any, sizes: tuple[int, ...], modules: Iterabl
     return value in sizes or (value == 0 and (name == "p" or "drop" in name))
 
 
-def _uncovered_input(modules: Iterable[nn.Module], state: _State, sizes: tuple[int, ...]) -> str:
-    """Describe an input of the code that the trials do not cover; "" if there is none."""
+def _uncovered_input(
+    modules: Iterable[nn.Module], state: _State, sizes: tuple[float, ...], by_value: frozenset[int] = frozenset()
+) -> str:
+    """Describe an input of the code that the trials do not cover; "" if there is none.
+
+    by_value: the code that ran, or will have run, on all values of tensors.
+    """
     if state.written:
         return f"its forward sets self.{min(state.written)}"
     if state.opaque:
@@ -667,7 +688,7 @@ def _uncovered_input(modules: Iterable[nn.Module], state: _State, sizes: tuple[i
                 return f"{ran.name} uses {name}, which is neither Python nor torch's"
             if not _is_constant(name, value, sizes, modules):
                 return f"{ran.name} reads {name} ({_short(value)}), which can be set to something else"
-        for reason in (_open_name(ran), _open_branch(ran)):
+        for reason in (_open_name(ran), _open_branch(ran, id(ran.code) in by_value)):
             if reason:
                 return f"{ran.name} {reason}"
     return ""
@@ -727,7 +748,7 @@ def _open_name(ran: _Ran) -> str:
     return ""
 
 
-def _open_branch(ran: _Ran) -> str:
+def _open_branch(ran: _Ran, by_value: bool) -> str:
     """Describe a condition that depends on more than the trials vary; "" if there is none."""
     if not _decides(ran.code):
         return ""
@@ -737,7 +758,7 @@ def _open_branch(ran: _Ran) -> str:
     function = tree.body[0]
     for statement in function.body if isinstance(function, ast.FunctionDef) else tree.body:
         for condition in _conditions(statement):
-            if not _is_decided(condition, ran.modules):
+            if not (by_value and _is_of_values(condition, ran)) and not _is_decided(condition, ran.modules):
                 return f"branches on {ast.unparse(condition).splitlines()[0]}, of which a run shows only one side"
     return ""
 
@@ -789,6 +810,13 @@ def _conditions(node: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
         if child not in annotations:
             yield from _conditions(child)
+
+
+def _is_of_values(node: ast.AST, ran: _Ran) -> bool:
+    """Whether this compares an argument, a tensor, with a number or an attribute that is recorded."""
+    if not isinstance(node, ast.Compare) or not isinstance(node.left, ast.Name) or node.left.id not in ran.tensors:
+        return False
+    return all(_is_decided(operand, ran.modules) for operand in node.comparators)
 
 
 def _is_decided(node: ast.AST, modules: set[str]) -> bool:

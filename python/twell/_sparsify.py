@@ -375,10 +375,10 @@ class FusedGatedMLP(SparseGatedMLP):
     def _halves(self) -> list[tuple[Tensor, Tensor | None]]:
         weight, bias = self._applied(self._names[0])
         biases = (None, None) if bias is None else bias.chunk(2)
-        return self._ordered(list(zip(weight.chunk(2), biases)))
+        return self._ordered(zip(weight.chunk(2), biases))
 
-    def _ordered(self, halves: Any) -> Any:
-        return halves[::-1] if self._up_first else halves
+    def _ordered(self, halves: Iterable[Any]) -> list[Any]:
+        return list(halves)[:: -1 if self._up_first else 1]
 
     def _operands(self) -> Iterable[tuple[Tensor, Tensor | None]]:
         return *self._halves(), self._applied(self._names[1])
@@ -625,6 +625,11 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
         for key, child in parent._modules.items():
             if child is not None and id(child) in replacements:
                 parent._modules[key] = replacements[id(child)]
+        if isinstance(parent, nn.TransformerEncoder) and any(
+            isinstance(getattr(layer, "linear2", None), SparseDown) for layer in parent.layers
+        ):
+            # it would make a nested tensor of a padded batch, for the fast path of its layers
+            parent.use_nested_tensor = False
     if planned.stacked:
         logger.info("%s: %s", _STACKED, ", ".join(planned.stacked[:3]))
     if changed := [candidate for candidate in planned.candidates if candidate.was is not None]:
@@ -658,7 +663,7 @@ def _pair_up(candidate: Candidate, options: dict[str, Any]) -> None:
         setattr(module.get_submodule(holder), key, new)
     up._block = _Block(module, names)
     if isinstance(module, nn.TransformerEncoderLayer):
-        # else its fast path for inference would read the weights and run dense, also from nn.TransformerEncoder
+        # else its fast path for inference would read the weights and run dense
         module.activation_relu_or_gelu = 0
 
 
