@@ -497,7 +497,7 @@ def _operators(function: Function) -> frozenset[Any]:
 
 
 class _Ran(NamedTuple):
-    """Code that ran: its globals, its free variables, its names of watched modules and of arguments that are tensors."""
+    """Code that ran: its globals and free variables, and its names of watched modules and of tensors it was given."""
 
     code: types.CodeType
     names: dict[str, Any]

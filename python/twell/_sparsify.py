@@ -90,7 +90,8 @@ _STACKED = (
     "the weights of one layer"
 )
 
-_NAMES_OF_FAMILY = {"relu": "ReLU", "relu2": "squared ReLU", "drelu": "dReLU", "fatrelu": "FATReLU"}
+# The family in words.
+NAMES_OF_FAMILY = {"relu": "ReLU", "relu2": "squared ReLU", "drelu": "dReLU", "fatrelu": "FATReLU"}
 
 _HOOKS = (
     *HOOKS,
@@ -443,6 +444,12 @@ class Candidate(NamedTuple):
     was: str | None
 
     @property
+    def shape(self) -> tuple[bool, int, int]:
+        """Whether it has a gate, K and N."""
+        weight: Any = self.module.get_submodule(self.form.down).weight
+        return self.form.gated, weight.shape[0], weight.shape[1]
+
+    @property
     def layer(self) -> str:
         """The qualified name of the twell layer that will be there."""
         if self.kind == "layer":
@@ -633,7 +640,7 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
     if planned.stacked:
         logger.info("%s: %s", _STACKED, ", ".join(planned.stacked[:3]))
     if changed := [candidate for candidate in planned.candidates if candidate.was is not None]:
-        new = _NAMES_OF_FAMILY[changed[0].activation.name]
+        new = NAMES_OF_FAMILY[changed[0].activation.name]
         were = " and ".join(sorted({str(candidate.was) for candidate in changed}))
         logger.info("%s replaces %s; layers that need training before use: %d", new, were, len(changed))
     return [candidate.layer for candidate in planned.candidates]
@@ -1024,7 +1031,8 @@ def _inert(module: nn.Module) -> bool:
 
 
 def _kind(act: object) -> str:
-    return str(getattr(act, "__name__", type(act).__name__))
+    # transformers' classes end so
+    return str(getattr(act, "__name__", type(act).__name__)).removesuffix("Activation") or "Activation"
 
 
 def _activation(where: str, module: nn.Module, form: Form, attribute: str | None) -> _Found:
@@ -1037,7 +1045,7 @@ def _activation(where: str, module: nn.Module, form: Form, attribute: str | None
     for kind, each in itertools.product(_to_try(own, attribute, form), forms):
         reasons.append(difference(module, each, formula_of(kind), act if own else None))
         if not reasons[-1]:
-            return _Found(kind, _NAMES_OF_FAMILY[kind.name], each)
+            return _Found(kind, NAMES_OF_FAMILY[kind.name], each)
     reason = reasons[0]
     if attribute is not None and act is not None and own is None:
         for each in forms:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from twell import _admission, _files, _tables, tuning
 from twell._runtime import geometry
+from twell._sparsify import NAMES_OF_FAMILY
 from twell.commands import saved_model, sparsity
 from twell.commands.request import RequestError, at_least, number_above, pick_device
 from twell.commands.sparsity import aligned, as_percent
@@ -31,6 +32,9 @@ configuration or, without any there, assumed. Needs no GPU and no server.
 PREFILL, DECODE = (2048, 8192), (1, 8, 32, 64, 128, 256, 512)
 # A batch is of tokens from many places: many short sequences.
 TOKENS, SEQUENCE, BATCH = 32768, 256, 128
+
+# Activations whose models vLLM's plug-in leaves alone, and twell.sparsify_ takes.
+_ONLY_OURS = ("relu2", "drelu", "fatrelu")
 
 # Names in headers of safetensors files; vLLM turns weights of 32 bits to 16.
 _DTYPES = ("BF16", "F16", "F32")
@@ -101,10 +105,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and print. Raises RequestError before the model runs if the request cannot be met."""
-    folder: Path = arguments.model
+    folder = saved_model.local(arguments.model)
     saved_model.check_file("--json", arguments.json, (".json",))
     if arguments.save and arguments.text is None:
         raise RequestError("--save: expected --text, whose figures it writes, got none")
+    if arguments.save and folder != arguments.model:
+        raise RequestError("--save: expected MODEL to be a folder, got the name of one on the Hub")
     if arguments.nnz is not None and arguments.text is not None:
         raise RequestError("--nnz: expected no --text, which measures it, got both")
     content = saved_model.configuration(folder)
@@ -161,9 +167,10 @@ def _require_served(content: dict[str, Any]) -> str:
         return f"vLLM serves {named[0]} with ReLU{lie}"
     if set(named) & set(LLAMA_LIKE) and activation == "relu":
         return f"vLLM serves {named[0]} with ReLU"
+    also = f" ({NAMES_OF_FAMILY[activation]}, which twell computes outside of vLLM)" if activation in _ONLY_OURS else ""
     raise RequestError(
         f"MODEL: expected {', '.join(engines.SPARSE)} or a Llama-like model with ReLU, got "
-        f"{', '.join(named) or 'no architectures'} with {activation!r}: vLLM serves it without twell"
+        f"{', '.join(named) or 'no architectures'} with {activation!r}{also}: vLLM serves it without twell"
     )
 
 
@@ -303,7 +310,7 @@ def _measured(arguments: argparse.Namespace, found: Sequence[Layer]) -> tuple[li
     def tally(i: int, x: Tensor, first: Tensor) -> None:
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0), device="cpu").to(x.device)
         for tallies, tokens in zip(both, (x, x[order])):
-            for rows, pattern in sparsity.patterns(tokens, watched[i].linear):
+            for rows, pattern in sparsity.patterns(tokens, watched[i].linear, watched[i].activation):
                 tallies[i].add(pattern, first[rows])
 
     with saved_model.progress(text.tokens, "serve-check") as done:

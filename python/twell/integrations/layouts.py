@@ -29,7 +29,7 @@ FIGURES_KEY = "sparsity_figures"
 OWN_KEYS = ("sparsity_strategy", "sparsity_compression", LAYOUT_KEY, FIGURES_KEY)
 
 # keys of a layer's activation in configurations; the first one present counts
-ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function")
+ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function", "mlp_hidden_act")
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"

@@ -63,7 +63,7 @@ __all__ = [
 ]
 
 # Keys that name the activation of stock configurations: all that layers may have, besides those of files of T5.
-_ACTIVATION_KEYS = (*layouts.ACTIVATIONS, "mlp_hidden_act", "activation", "dense_act_fn")
+_ACTIVATION_KEYS = (*layouts.ACTIVATIONS, "activation", "dense_act_fn")
 
 
 def sparsify(
