@@ -526,7 +526,30 @@ def relufied_speed() -> str:
     return f"{model_table([result(name)])}\n\n{model_machine(name)}"
 
 
+def most_nonzeros() -> str:
+    """How sparse layers of known models must be for each kind of call."""
+    from twell import _tables
+    from twell.commands import sparsity
+
+    known = {
+        "SparseLM 2B": (True, 2048, 5632),
+        "Llama 3.2 1B": (True, 2048, 8192),
+        "Llama 3 8B, Mistral 7B": (True, 4096, 14336),
+        "Qwen2.5 7B": (True, 3584, 18944),
+        "OPT 6.7B": (False, 4096, 16384),
+        "Nemotron-4 15B": (False, 6144, 24576),
+    }
+    calls = [sparsity.Call(1, False), sparsity.Call(64, False), sparsity.Call(16384, False), sparsity.Call(16384, True)]
+    cells = []
+    for name, shape in known.items():
+        limits = [sparsity.most_nonzeros(shape, call, _tables.SHIPPED) for call in calls]
+        found = [f"{most:,} ({sparsity.as_percent(most / shape[2])})" if most else "never" for most in limits]
+        cells.append([f"{name}: {shape[1]:,} to {shape[2]:,}{', a gate' if shape[0] else ''}", *found])
+    return markdown(["layers like those of", *map(str, calls)], "lrrrr", cells)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "most non-zeros": most_nonzeros,
     "forward": forward,
     "mean speed-up": mean_speedup,
     "training": training,

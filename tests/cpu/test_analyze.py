@@ -504,7 +504,7 @@ def test_another_activation(words: Path, tmp_path: Path, capsys: pytest.CaptureF
     printed = capsys.readouterr().out
     assert "FFN layers with SiLU, which makes no zeros" in printed
     assert re.match(
-        r"Verdict: twell does not pay on NVIDIA H200 \(.*\) as SiLU makes no zeros; .*; from layer times of 20\d\d-",
+        r"Verdict: twell does not pay on NVIDIA H200 as SiLU makes no zeros; .*; from layer times of 20\d\d-",
         printed.splitlines()[-1],
     )
     assert run(analyze, folder, "--text", words, "--tokens", 300, "--activation", "relu") == 0
@@ -553,13 +553,17 @@ def test_the_verdict_names_calls_gpu_and_figures() -> None:
     calls = [sparsity.Call(1, False), sparsity.Call(16384, False), sparsity.Call(16384, True)]
     predictions = [[sparsity.predict(few, call) for call in calls]]
     line = analyze.verdict([few], predictions, _tables.SHIPPED, 65536)
-    assert re.match(r"Verdict: twell pays on NVIDIA H200 \(.*\) for the FFNs with 1 token \(\d\.\d\dx as fast\)", line)
+    assert re.match(r"Verdict: twell pays on NVIDIA H200 for the FFNs with 1 token \(\d\.\d\dx as fast\)", line)
     assert "from 20.0 non-zeros per token" in line
     assert "on 65,536 tokens and layer times of 20" in line
     predictions = [[sparsity.predict(many, call) for call in calls]]
     line = analyze.verdict([many], predictions, _tables.SHIPPED, 65536)
-    assert line.startswith("Verdict: twell does not pay on NVIDIA H200 (")
-    assert ") for 1 token; 16,384 tokens or training, 16,384 tokens; from 2,000.0 non-zeros" in line
+    expected = "Verdict: twell does not pay on NVIDIA H200 for 1 token; 16,384 tokens or training, 16,384 tokens; from "
+    assert line.startswith(f"{expected}2,000.0 non-zeros per token")
+    assert "far" not in line
+    odd = report_of(2, 0.05, 64, 320)
+    line = analyze.verdict([odd], [[sparsity.predict(odd, call) for call in calls]], _tables.SHIPPED, 65536)
+    assert line.endswith("of which the nearest is far from this model's")
 
 
 @pytest.mark.parametrize("call", [sparsity.Call(1, False), sparsity.Call(16384, False), sparsity.Call(16384, True)])

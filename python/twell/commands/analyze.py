@@ -137,6 +137,8 @@ def verdict(
     )
     if was:
         source = f"before any training with {_kinds(reports)} in place of {was}, {source}"
+    if any(each.far for row in predictions for each in row):
+        source += ", of which the nearest is far from this model's"
     gpu = _gpu(table)
     if not paying:
         return f"Verdict: twell does not pay on {gpu} for {_listed(others, 'or')}; {source}"
@@ -145,7 +147,7 @@ def verdict(
 
 
 def _gpu(table: Table) -> str:
-    return table.machine.split("; ")[0]
+    return table.machine.split("; ")[0].split(" (")[0]
 
 
 def _measured(table: Table) -> str:

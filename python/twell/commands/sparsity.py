@@ -253,7 +253,7 @@ PAYS = 1.05
 
 
 def most_nonzeros(shape: tuple[bool, int, int], call: Call, table: _tables.Table | None = None) -> int:
-    """The most non-zeros per token with which a layer (gated, K, N) pays if tokens fire independently; 0 if it never does."""
+    """The most non-zeros per token with which a layer (gated, K, N) pays if tokens fire independently, or 0."""
     gated, k, n = shape
     problem = tuning.Problem(call.tokens, k, n, gated, call.training)
 
