@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import twell
 from twell import testing
 from twell._sparsify import FusedGatedMLP, NamedGatedMLP, NamedMLP, layers, sparsify_
+from twell.distributed import SparseMLPParallel
 from twell.nn import SparseGatedMLP
 
 BF16 = torch.bfloat16
@@ -365,6 +367,13 @@ def test_hooks_on_projections_of_other_names_make_the_layer_dense(form: str) -> 
     assert len(seen) == len(list(layer.children()))
 
 
+def test_a_fused_layer_is_not_divided_among_ranks() -> None:
+    (layer,) = layers(sparse_of(model("fused"))).values()
+    mesh: Any = types.SimpleNamespace(ndim=1)
+    with pytest.raises(ValueError, match="a gate and an up projection of their own, which ranks divide, got one fused"):
+        SparseMLPParallel()._apply(layer, mesh)
+
+
 def test_an_encoder_leaves_its_fast_path() -> None:
     torch.manual_seed(0)
     encoder = nn.TransformerEncoder(encoder_layer(), 2).eval()
@@ -525,6 +534,33 @@ def test_what_only_looks_like_a_layer_is_refused(make: Callable[[], nn.Module], 
     with pytest.raises(ValueError, match=why):
         sparsify_(m)
     assert dict(m.named_modules()) == before
+
+
+class ToldBlock(Told):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(K)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(self.act(self.a(self.norm(x))))
+
+
+class ToldFused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.act = nn.Linear(K, 2 * N), nn.Linear(N, K), nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, gate = self.a(x).chunk(2, dim=-1)
+        return self.b(self.act(gate) * up)
+
+
+@pytest.mark.parametrize(("form", "layer"), [(Told, "0"), (ToldBlock, "0.b"), (ToldFused, "0")])
+def test_told_names_are_of_any_form(form: Any, layer: str) -> None:
+    m = nn.Sequential(form()).eval()
+    expected = m(tokens())
+    assert sparsify_(m, names=[("q", "r", "s"), ("a", "b")]) == [layer]
+    torch.testing.assert_close(m(tokens()), expected)
 
 
 def test_names_are_told_and_checked() -> None:

@@ -185,9 +185,10 @@ def load(arguments: argparse.Namespace, compression: int | None = None) -> Loade
     return Loaded(model.to(device).eval(), tokenizer, folder, was)
 
 
-# What the name of a model on the Hub looks like, and the files of it that are read.
+# What the name of a model on the Hub looks like; the files that are read, and others of such names.
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _FILES = ("*.json", "*.safetensors", *_TOKENIZERS)
+_NOT_FILES = ("*/*", "consolidated*")
 
 
 def local(model: Path) -> Path:
@@ -202,7 +203,12 @@ def local(model: Path) -> Path:
     except ImportError:
         return model
     try:
-        return Path(snapshot_download(model.as_posix(), allow_patterns=list(_FILES)))
+        folder = Path(
+            snapshot_download(model.as_posix(), allow_patterns=list(_FILES), ignore_patterns=list(_NOT_FILES))
+        )
+        if not any(folder.glob("*.safetensors")):
+            snapshot_download(model.as_posix(), allow_patterns=["*.bin"], ignore_patterns=list(_NOT_FILES))
+        return folder
     except Exception as error:
         raise RequestError(
             f"MODEL: expected a folder, or a model of the Hugging Face Hub that can be downloaded, got {str(model)!r}: "
