@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import threading
 import types
 import weakref
@@ -1042,7 +1043,7 @@ def _activation(where: str, module: nn.Module, form: Form, attribute: str | None
     own = None if act is None else family_of(act, first.weight.dtype)
     forms = [form, form._replace(fused="up first")] if form.fused else [form]
     reasons = []
-    for kind, each in itertools.product(_to_try(own, attribute, form), forms):
+    for kind, each in itertools.product(_to_try(module, own, attribute, form), forms):
         reasons.append(difference(module, each, formula_of(kind), act if own else None))
         if not reasons[-1]:
             return _Found(kind, NAMES_OF_FAMILY[kind.name], each)
@@ -1077,13 +1078,16 @@ def _activation(where: str, module: nn.Module, form: Form, attribute: str | None
     )
 
 
-def _to_try(own: Activation | None, attribute: str | None, form: Form) -> list[Activation]:
+def _to_try(module: nn.Module, own: Activation | None, attribute: str | None, form: Form) -> list[Activation]:
     """The activations that a module may have whose attribute is ``own``; the first is ReLU where nothing is known."""
     if own is not None and own.name != "relu":
         return [own]
     tries = [RELU]
     if own is None and attribute is None:
         tries.append(Activation("relu2"))
+        # a threshold in the code can only be an attribute: another number would be refused where the code reads it
+        levels = {value for value in vars(module).values() if type(value) is float and 0 < value < math.inf}
+        tries += [Activation("fatrelu", level) for level in sorted(levels)]
     if form.gated and (own is not None or attribute is None):
         tries.append(Activation("drelu"))
     return tries

@@ -88,9 +88,17 @@ class CodedSquare(Gated):
         return self.down_proj(F.relu(self.gate_proj(x)) ** 2 * self.up_proj(x))
 
 
-class Fused(nn.Module):
-    up_first = False
+class CodedThreshold(Gated):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.act_fn
+        self.scale, self.threshold = 1.0, 0.25
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.threshold(self.gate_proj(x), self.threshold, 0.0) * self.up_proj(x))
+
+
+class Fused(nn.Module):
     def __init__(self, act: Any = None, bias: bool = True) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = nn.Linear(K, 2 * N, bias), nn.Linear(N, K, bias)
@@ -210,6 +218,7 @@ FORMS: dict[str, tuple[Callable[[], nn.Module], str, str, float]] = {
     "drelu in code": (CodedDoubleReLU, "1", "drelu", 0),
     "fatrelu": (lambda: Standard(nn.Threshold(0.1, 0.0)), "1", "fatrelu", 0.1),
     "own fatrelu": (lambda: Standard(FATReLU()), "1", "fatrelu", 0.25),
+    "fatrelu in code": (CodedThreshold, "1", "fatrelu", 0.25),
     "w1 w3 w2": (Meta, "1", "relu", 0),
     "w1 w3 w2, relu2": (lambda: Meta(Squared()), "1", "relu2", 0),
     "fused": (Fused, "1", "relu", 0),
@@ -471,6 +480,22 @@ class Truncated(Fused):
         return super().forward(x[:100])
 
 
+class ScaledThreshold(CodedThreshold):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * super().forward(x)
+
+
+class UpActivated(Standard):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * F.silu(self.up_proj(x)))
+
+
+class Interleaved(Fused):
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.gate_up_proj(x)
+        return self.down_proj(self.act(both[..., ::2]) * both[..., 1::2])
+
+
 class LeakyLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias) * 0.5
@@ -518,6 +543,9 @@ class Settable(FATReLU):
         (HalfUsed, "differs for"),
         (Truncated, "it runs slice"),
         (lambda: OfOwnLinears(kind=LeakyLinear), "another function of x"),
+        (ScaledThreshold, "another function of x"),
+        (UpActivated, "another function of x"),
+        (Interleaved, "differs for|it runs"),
         (ByDtype, "branches on x.dtype == torch.float16"),
         (ByOwnDtype, "differs for .* under autocast|it runs"),
         (lambda: Wi(Cubed()), "must apply ReLU, got Cubed"),
