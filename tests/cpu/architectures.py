@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -91,10 +92,47 @@ DENSE = "encoder.block.0.layer.1.DenseReluDense"
 ARCHITECTURES = (
     Architecture("Arcee AFM-4.5B", "ArceeForCausalLM", DECODER, "relu2", MLP),
     Architecture(
-        "BART, mBART", "BartForConditionalGeneration", SEQ2SEQ, "GELU", ("model.encoder.layers.0.fc2",), retrained=True
+        "BART", "BartForConditionalGeneration", SEQ2SEQ, "GELU", ("model.encoder.layers.0.fc2",), retrained=True
+    ),
+    Architecture("RoBERTa", "RobertaModel", DECODER, "GELU", ("encoder.layer.0.output.dense",), retrained=True),
+    Architecture(
+        "mBART", "MBartForConditionalGeneration", SEQ2SEQ, "GELU", ("model.encoder.layers.0.fc2",), retrained=True
+    ),
+    Architecture("Gemma 2", "Gemma2ForCausalLM", DECODER, "GELU", MLP, retrained=True),
+    Architecture("Gemma 3 (text)", "Gemma3ForCausalLM", DECODER, "GELU", MLP, retrained=True),
+    Architecture("OLMo", "OlmoForCausalLM", DECODER, "SiLU", MLP, retrained=True),
+    Architecture(
+        "Qwen2-MoE",
+        "Qwen2MoeForCausalLM",
+        {**MOE, "shared_expert_intermediate_size": 64},
+        "SiLU",
+        (),
+        refusal="must apply ReLU, got SiLU",
+        note="its experts are stacked",
     ),
     Architecture(
-        "BERT, RoBERTa and the like",
+        "mT5",
+        "MT5ForConditionalGeneration",
+        {**T5, "feed_forward_proj": "gated-gelu"},
+        "GELU",
+        ("encoder.block.0.layer.1.DenseReluDense",),
+        {"dropout_rate": 0.0},
+        "must drop no values",
+        retrained=True,
+    ),
+    Architecture(
+        "Fuyu",
+        "FuyuForCausalLM",
+        {
+            "text_config": {"model_type": "persimmon", **DECODER, "hidden_act": "relu2"},
+            "hidden_size": 32,
+            "patch_size": 2,
+        },
+        "relu2",
+        ("model.language_model.layers.0.mlp", "model.language_model.layers.1.mlp"),
+    ),
+    Architecture(
+        "BERT",
         "BertModel",
         DECODER,
         "GELU",
@@ -174,7 +212,7 @@ ARCHITECTURES = (
         "relu",
         ("model.encoder.layers.0.fc2",),
     ),
-    Architecture("Gemma, Gemma 2, Gemma 3", "GemmaForCausalLM", DECODER, "GELU", MLP, retrained=True),
+    Architecture("Gemma", "GemmaForCausalLM", DECODER, "GELU", MLP, retrained=True),
     Architecture("GLM-4 (dense)", "GlmForCausalLM", DECODER, "SiLU", MLP, retrained=True),
     Architecture("GLM-4-0414, Z1", "Glm4ForCausalLM", DECODER, "SiLU", MLP, retrained=True),
     Architecture(
@@ -288,7 +326,7 @@ ARCHITECTURES = (
         ("model.encoder.layers.0.ffn.experts.expert_0.fc2",),
         note="every expert is a layer",
     ),
-    Architecture("OLMo, OLMo 2", "Olmo2ForCausalLM", DECODER, "SiLU", MLP, retrained=True),
+    Architecture("OLMo 2", "Olmo2ForCausalLM", DECODER, "SiLU", MLP, retrained=True),
     Architecture(
         "OPT",
         "OPTForCausalLM",
@@ -299,7 +337,7 @@ ARCHITECTURES = (
     Architecture(
         "Pegasus", "PegasusForConditionalGeneration", SEQ2SEQ, "GELU", ("model.encoder.layers.0.fc2",), retrained=True
     ),
-    Architecture("Persimmon, Fuyu", "PersimmonForCausalLM", DECODER, "relu2", MLP),
+    Architecture("Persimmon", "PersimmonForCausalLM", DECODER, "relu2", MLP),
     Architecture("Phi-1, Phi-2", "PhiForCausalLM", DECODER, "GELU", ("model.layers.0.mlp.fc2",), retrained=True),
     Architecture("Phi-3, Phi-4", "Phi3ForCausalLM", DECODER, "SiLU", MLP, retrained=True),
     Architecture("Qwen2, Qwen2.5", "Qwen2ForCausalLM", DECODER, "SiLU", MLP, retrained=True),
@@ -343,7 +381,7 @@ ARCHITECTURES = (
         retrained=True,
     ),
     Architecture(
-        "mT5, UMT5",
+        "UMT5",
         "UMT5ForConditionalGeneration",
         {**T5, "feed_forward_proj": "gated-gelu"},
         "GELU",
@@ -374,12 +412,15 @@ ARCHITECTURES = (
 
 
 def table() -> str:
-    """The rows of the page, by model."""
-    answers = {"no": "**no**"}
-    lines = ["| model | taken? | activation | remark | class of transformers |", "|---|---|---|---|---|"]
+    """The models of each answer, and the rows of the page, by model."""
+    lines = []
+    for answer in ("yes", "after training", "no"):
+        found = sorted((each.models for each in ARCHITECTURES if each.answer == answer), key=str.lower)
+        lines += [*textwrap.wrap(f"**{answer}**: {'; '.join(found)}.", 132, break_on_hyphens=False), ""]
+    lines += ["| model | taken? | activation | remark | class of transformers |", "|---|---|---|---|---|"]
     for each in sorted(ARCHITECTURES, key=lambda each: each.models.lower()):
         needs = ", ".join(f"`{key}={value}`" for key, value in each.needs.items())
-        answer = answers.get(each.answer, f"**{each.answer}**") + (f", with {needs}" if needs else "")
+        answer = f"**{each.answer}**" + (f", with {needs}" if needs else "")
         named = {"relu": "ReLU", "relu2": "squared ReLU"}.get(each.activation, each.activation)
         lines.append(f"| {each.models} | {answer} | {named} | {each.note} | `{each.kind}` |")
     return "\n".join(lines)
