@@ -94,7 +94,9 @@ ARCHITECTURES = (
     Architecture(
         "BART", "BartForConditionalGeneration", SEQ2SEQ, "GELU", ("model.encoder.layers.0.fc2",), retrained=True
     ),
-    Architecture("RoBERTa", "RobertaModel", DECODER, "GELU", ("encoder.layer.0.output.dense",), retrained=True),
+    Architecture(
+        "RoBERTa", "RobertaModel", DECODER, "GELU", ("encoder.layer.0.output.dense",), retrained=True, note="as BERT"
+    ),
     Architecture(
         "mBART", "MBartForConditionalGeneration", SEQ2SEQ, "GELU", ("model.encoder.layers.0.fc2",), retrained=True
     ),

@@ -65,7 +65,7 @@ class WatchedLayer:
 class WithoutZeros(RequestError):
     """A model whose activation makes no zeros.
 
-    was: the activation, in words. shapes: (gated, K, N) of each layer. tried: what the error says besides.
+    folder: of the model. was: the activation, in words. shapes: (gated, K, N) of each layer.
     """
 
     def __init__(self, message: str, folder: Path, was: str, shapes: list[tuple[bool, int, int]]) -> None:
