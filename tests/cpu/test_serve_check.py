@@ -153,6 +153,20 @@ def test_sparse_checkpoint_that_lies_is_measured_with_relu(
     assert written == before
 
 
+def test_squared_relu_is_served_and_not_measured(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configure(llama, hidden_act="relu2")
+    status, out, _ = check(capsys, llama, *SIZES, "--nnz", 9)
+    assert status == 0
+    assert "vLLM serves LlamaForCausalLM with the square of ReLU, through twell" in out
+    status, _, err = check(capsys, llama, *SIZES, "--text", llama / "text.txt")
+    assert status == 2
+    assert "--text: expected a model with ReLU, got one with its square" in err
+    configure(llama, architectures=["SparseLlamaForCausalLM"])
+    status, out, _ = check(capsys, llama, *SIZES, "--text", llama / "text.txt")
+    assert status == 0
+    assert "its configuration says 'relu2', which is ignored" in out
+
+
 def test_odd_sizes_are_said_to_run_without_twell(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     configure(llama, num_attention_heads=80)
     status, out, _ = check(capsys, llama, *SIZES, "--ranks", 80)

@@ -84,8 +84,9 @@ def test_another_value_is_refused(registry: Registry, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("architecture", plugin.LLAMA_LIKE)
 def test_llama_like_model_is_twells_where_it_has_relu(architecture: str, registry: Registry) -> None:
     plugin.register()
-    relu, silu = (transformers.LlamaConfig(hidden_act=act) for act in ("relu", "silu"))
+    relu, square, silu = (transformers.LlamaConfig(hidden_act=act) for act in ("relu", "relu2", "silu"))
     assert asked(registry, relu, [architecture]) == asked(registry, relu, architecture) == ["TwellForCausalLM"]
+    assert asked(registry, square, [architecture]) == ["TwellForCausalLM"]
     assert asked(registry, silu, [architecture]) == [architecture]
     assert asked(registry, relu, [architecture], "transformers") == asked(registry, relu, [architecture], "vllm")
     assert asked(registry, relu, [architecture], "vllm") == [architecture]

@@ -54,6 +54,15 @@ def test_qwen2_has_the_same_tokens(tmp_path: Path, serve: Serve) -> None:
         assert served.layers == ["ServedMLP"] * LAYERS
 
 
+@pytest.mark.parametrize("kind", ["Llama", "Gemma"])
+def test_squared_relu_has_the_same_tokens(kind: str, tmp_path: Path, serve: Serve) -> None:
+    model = checkpoint(tmp_path, "relu2", kind=kind)
+    stock = serve(model, plugin=False, model_impl="transformers")
+    served = serve(model, hf_overrides=ROW)
+    assert served.tokens == stock.tokens
+    assert served.layers == ["ServedMLP"] * LAYERS
+
+
 def test_silu_model_is_untouched(tmp_path: Path, serve: Serve) -> None:
     model = checkpoint(tmp_path, "silu")
     stock, served = serve(model, plugin=False), serve(model)

@@ -114,7 +114,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.nnz is not None and arguments.text is not None:
         raise RequestError("--nnz: expected no --text, which measures it, got both")
     content = saved_model.configuration(folder)
-    served = _require_served(content)
+    activation, served = _require_served(content)
+    if arguments.text is not None and activation != "relu":
+        raise RequestError("--text: expected a model with ReLU, got one with its square; --nnz assumes non-zeros")
     strategy = _strategy(content)
     found = layers_of(folder)
     _require_stated(found, content)
@@ -148,8 +150,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _require_served(content: dict[str, Any]) -> str:
-    """How vLLM serves a model of this configuration through twell. Raises RequestError if it does not."""
+def _require_served(content: dict[str, Any]) -> tuple[str, str]:
+    """The activation with which vLLM serves a model of this configuration through twell, and how, in words.
+
+    Raises RequestError if it does not.
+    """
     named = content.get("architectures") or []
     if not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
         raise RequestError(f"MODEL: architectures must be a list of names, got {named!r}")
@@ -164,12 +169,12 @@ def _require_served(content: dict[str, Any]) -> str:
         if not content.get("sparsity_gated_mlp", True):
             raise RequestError("MODEL: expected layers with a gate, which vLLM serves through twell, got none")
         lie = "" if activation == "relu" else f" (its configuration says {activation!r}, which is ignored)"
-        return f"vLLM serves {named[0]} with ReLU{lie}"
-    if set(named) & set(LLAMA_LIKE) and activation == "relu":
-        return f"vLLM serves {named[0]} with ReLU"
+        return "relu", f"vLLM serves {named[0]} with ReLU{lie}"
+    if set(named) & set(LLAMA_LIKE) and activation in engines.ACTIVATIONS:
+        return activation, f"vLLM serves {named[0]} with {'ReLU' if activation == 'relu' else 'the square of ReLU'}"
     also = f" ({NAMES_OF_FAMILY[activation]}, which twell computes outside of vLLM)" if activation in _ONLY_OURS else ""
     raise RequestError(
-        f"MODEL: expected {', '.join(engines.SPARSE)} or a Llama-like model with ReLU, got "
+        f"MODEL: expected {', '.join(engines.SPARSE)} or a Llama-like model with ReLU or its square, got "
         f"{', '.join(named) or 'no architectures'} with {activation!r}{also}: vLLM serves it without twell"
     )
 

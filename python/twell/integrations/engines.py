@@ -16,6 +16,9 @@ SPARSE = {
     "SparseQwen2ForCausalLM": ("Qwen2Config", ("sparse_qwen2", "qwen2_sparse_relu"), "Qwen2ForCausalLM"),
 }
 
+# Activations of layers with a gate that are served, by their names in configurations and in ``torch.ops.twell.ffn``.
+ACTIVATIONS = ("relu", "relu2")
+
 # Tokens of a typical batch that decodes, and of one with prompts; figures count for the numbers nearest to them.
 BATCH, PROMPTS = 256, 8192
 # Most tokens that are nearer to the former, by powers of two.
