@@ -186,6 +186,7 @@ def test_odd_sizes_are_said_to_run_without_twell(llama: Path, capsys: pytest.Cap
         ({}, ["--nnz", 3, "--text", "here"], "--nnz: expected no --text"),
         ({}, ["--ranks", 3], "--ranks: expected a divisor of the 320 neurons, got 3"),
         ({}, ["--ranks", 8], "--ranks: expected a divisor of the 4 attention heads, got 8"),
+        ({}, ["--json", "{model}/config.json"], "--json: expected a new file or one outside of the model"),
         ({"architectures": 5}, [], "architectures must be a list of names, got 5"),
         ({"architectures": "LlamaForCausalLM"}, [], "must be a list of names, got 'LlamaForCausalLM'"),
         ({"architectures": [5]}, [], "must be a list of names, got [5]"),
@@ -206,10 +207,22 @@ def test_what_cannot_be_checked_is_refused(
     content: dict[str, Any], words: list[object], message: str, llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configure(llama, **content)
-    status, _, err = check(capsys, llama, *words)
+    status, _, err = check(capsys, llama, *(str(word).format(model=llama) for word in words))
     assert status == 2
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+def test_broken_json_is_refused(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (llama / "model.safetensors").unlink()
+    (llama / "model.safetensors.index.json").write_text('{"weight_map": {"model.layers.0.mlp.up_proj.weight": 3}}')
+    status, _, err = check(capsys, llama)
+    assert status == 2
+    assert 'must have a "weight_map" of tensor names to files, got' in err
+    (llama / "config.json").write_text('{"a": ' + "[" * 100_000)
+    status, _, err = check(capsys, llama)
+    assert status == 2
+    assert "MODEL: expected JSON in" in err
 
 
 def without(part: str) -> Any:

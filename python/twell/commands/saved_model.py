@@ -224,7 +224,7 @@ def configuration(folder: Path) -> dict[str, Any]:
         raise RequestError(f"MODEL: expected a folder with a config.json, got {str(folder)!r} ({got})")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RequestError(f"MODEL: expected JSON in {str(path)!r}, got {_line(error)}") from error
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         raise RequestError(f"MODEL: expected a model_type in {str(path)!r}, got none")

@@ -34,7 +34,7 @@ PREFILL, DECODE = (2048, 8192), (1, 8, 32, 64, 128, 256, 512)
 TOKENS, SEQUENCE, BATCH = 32768, 256, 128
 
 # Activations whose models vLLM's plug-in leaves alone, and twell.sparsify_ takes.
-_ONLY_OURS = ("relu2", "drelu", "fatrelu")
+_ONLY_OURS = ("drelu", "fatrelu")
 
 # Names in headers of safetensors files; vLLM turns weights of 32 bits to 16.
 _DTYPES = ("BF16", "F16", "F32")
@@ -107,6 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command and print. Raises RequestError before the model runs if the request cannot be met."""
     folder = saved_model.local(arguments.model)
     saved_model.check_file("--json", arguments.json, (".json",))
+    if arguments.json is not None and arguments.json.is_file() and folder.resolve() in arguments.json.resolve().parents:
+        raise RequestError(f"--json: expected a new file or one outside of the model, got {str(arguments.json)!r}")
     if arguments.save and arguments.text is None:
         raise RequestError("--save: expected --text, whose figures it writes, got none")
     if arguments.save and folder != arguments.model:
@@ -165,13 +167,14 @@ def _require_served(content: dict[str, Any]) -> tuple[str, str]:
                 f"{layouts.CONFIG}"
             )
     activation = layouts.activation(content)
-    if set(named) & set(engines.SPARSE):
+    if sparse := [name for name in named if name in engines.SPARSE]:
         if not content.get("sparsity_gated_mlp", True):
             raise RequestError("MODEL: expected layers with a gate, which vLLM serves through twell, got none")
         lie = "" if activation == "relu" else f" (its configuration says {activation!r}, which is ignored)"
-        return "relu", f"vLLM serves {named[0]} with ReLU{lie}"
-    if set(named) & set(LLAMA_LIKE) and activation in engines.ACTIVATIONS:
-        return activation, f"vLLM serves {named[0]} with {'ReLU' if activation == 'relu' else 'the square of ReLU'}"
+        return "relu", f"vLLM serves {sparse[0]} with ReLU{lie}"
+    alike = [name for name in named if name in LLAMA_LIKE]
+    if alike and activation in engines.ACTIVATIONS:
+        return activation, f"vLLM serves {alike[0]} with {'ReLU' if activation == 'relu' else 'the square of ReLU'}"
     also = f" ({NAMES_OF_FAMILY[activation]}, which twell computes outside of vLLM)" if activation in _ONLY_OURS else ""
     raise RequestError(
         f"MODEL: expected {', '.join(engines.SPARSE)} or a Llama-like model with ReLU or its square, got "

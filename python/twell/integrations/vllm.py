@@ -59,7 +59,7 @@ def register() -> None:
 
 
 def _instead(method: Callable[..., Any], architectures: str | Sequence[str], model_config: Any) -> Any:
-    """Call a method of vLLM's registry, for a Llama-like model with ReLU or its square with the architecture of twell."""
+    """Call a method of vLLM's registry, with twell's architecture for a Llama-like model with ReLU or its square."""
     names = [architectures] if isinstance(architectures, str) else list(architectures)
     if model_config.model_impl == "auto" and set(names) & set(LLAMA_LIKE) and _is_served(model_config.hf_config):
         names = [_OURS]
