@@ -55,9 +55,9 @@ def is_sparse(config: Any) -> bool:
 
 
 def correct(config: Any) -> str:
-    """Make the configuration of a ReLU model say what its layers compute; return what was wrong, "" for nothing.
+    """Make the configuration of a model say what its layers compute; return what was wrong, "" for nothing.
 
-    Raises NotImplementedError for layers without a gate.
+    Those of the ``SPARSE`` architectures have ReLU, others what their configuration names. Raises NotImplementedError for layers without a gate.
     """
     text = config.get_text_config()
     content = text.to_dict()
@@ -66,7 +66,7 @@ def correct(config: Any) -> str:
     if (size := layouts.intermediate_size(content)) is not None:
         text.intermediate_size = size
     stated = layouts.activation(content)
-    if stated == "relu":
+    if stated == "relu" or not is_sparse(config):
         return ""
     for key in layouts.ACTIVATIONS:
         if isinstance(content.get(key), str):
