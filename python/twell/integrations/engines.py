@@ -57,7 +57,8 @@ def is_sparse(config: Any) -> bool:
 def correct(config: Any) -> str:
     """Make the configuration of a model say what its layers compute; return what was wrong, "" for nothing.
 
-    Those of the ``SPARSE`` architectures have ReLU, others what their configuration names. Raises NotImplementedError for layers without a gate.
+    The ``SPARSE`` architectures have ReLU, others what their configuration names. Raises NotImplementedError for layers
+    without a gate.
     """
     text = config.get_text_config()
     content = text.to_dict()
