@@ -319,10 +319,12 @@ def _act(merged: Tensor) -> Tensor:
 
 def _choice(block: Block, tokens: int, graph: str) -> Choice | None:
     """What "auto" knows of a layer for so many tokens; in ``graph`` "captured", or in calls."""
-    # ranges of tokens end at powers of two
-    end = str(1 << (tokens - 1).bit_length())
-    rows = _auto.site_of(block.w_gate).explain()
-    return next((row for row in rows if row.graph == graph and row.tokens.split()[-1] == end), None)
+
+    def covers(row: Choice) -> bool:
+        ends = row.tokens.split()
+        return row.graph == graph and int(ends[0]) <= tokens <= int(ends[-1])
+
+    return next(filter(covers, _auto.site_of(block.w_gate).explain()), None)
 
 
 def _figures(block: Block, tokens: int) -> tuple[float | None, ...]:

@@ -205,13 +205,17 @@ ASSUMED_DENSITY = 1 / 190
 COPY_BYTES = 3.1e12
 _DENSE_FLOP = 790e12
 _DENSE_BYTES = 4.2e12
+# Of a dense layer of up to 512 tokens: the seconds that one product for gate and up saves, those beyond its products,
+# and the time to read weights over that at the rate above (NVIDIA H200: 3 to 5 us saved; in two products 18, 34 and 118
+# us predicted for K = 1,024, 2,048 and 4,096, and 20, 32 and 97 measured).
+_MERGED_SAVES, _DENSE_STARTS, _FEW_TOKENS_READ = 3.5e-6, 13e-6, 1.25
 
 
 class Problem(NamedTuple):
     """The sizes of a call: x [m, k], n neurons, with or without gate; ``training`` where a gradient is needed.
 
     ``down_copied``: whether the down weight is stored as in nn.Linear, so that sparse kernels read a copy by rows, made
-    at each forward and each backward pass.
+    at each forward and each backward pass. ``merged``: whether a dense layer computes gate and up in one product.
     """
 
     m: int
@@ -220,6 +224,7 @@ class Problem(NamedTuple):
     gated: bool
     training: bool
     down_copied: bool = False
+    merged: bool = False
 
 
 class Figures(NamedTuple):
@@ -300,9 +305,9 @@ def costs(problem: Problem, figures: Figures, table: _tables.Table | None = None
 
     ``table`` is the shipped one by default.
     """
-    factors, copies = (1.0, *shares(problem, figures)), copy_cost(problem)
+    factors, copies, dense = (1.0, *shares(problem, figures)), copy_cost(problem), merged_cost(problem)
     predicted = {
-        name: sum(term * factor for term, factor in zip(terms, factors)) + copies
+        name: (sum(term * factor for term, factor in zip(terms, factors)) + copies) / dense
         for name, terms in coefficients(problem, table).items()
     }
     return predicted | {"dense": 1.0}
@@ -317,6 +322,15 @@ def copy_cost(problem: Problem) -> float:
     weights, values = 3 if problem.gated else 2, problem.k * problem.n
     flop, weight_bytes = 2 * problem.m * weights * values, 2 * weights * values
     return copies * 4 * values / COPY_BYTES / (passes * max(flop / _DENSE_FLOP, weight_bytes / _DENSE_BYTES))
+
+
+def merged_cost(problem: Problem) -> float:
+    """The time of a dense layer of this storage as a multiple of one that computes gate and up in two products."""
+    if not problem.merged:
+        return 1.0
+    values = problem.k * problem.n
+    products = max(6 * problem.m * values / _DENSE_FLOP, _FEW_TOKENS_READ * 6 * values / _DENSE_BYTES)
+    return 1 - _MERGED_SAVES / (_DENSE_STARTS + products)
 
 
 def decide(
@@ -377,7 +391,7 @@ def coefficients(problem: Problem, table: _tables.Table | None = None) -> dict[s
     and log N. Each layer's are interpolated in log M between numbers of tokens that run the same kernels, since costs
     jump where kernels change. Fewer tokens than were measured have no sparse strategy; more have the terms of the most.
     """
-    return _coefficients(problem._replace(down_copied=False), table or _tables.SHIPPED)
+    return _coefficients(problem._replace(down_copied=False, merged=False), table or _tables.SHIPPED)
 
 
 @functools.lru_cache(1024)
@@ -417,7 +431,7 @@ def _same_kernels(problem: Problem, key: _tables.Key, nodes: _Nodes) -> _Nodes:
 
 def _kernels(problem: Problem) -> tuple[bool, bool]:
     """Which kernels run: whether that for few tokens, and whether "union" is one kernel."""
-    m, k, n, gated, training, _ = problem
+    m, k, n, gated, training = problem[:5]
     if training:
         return False, False
     return m <= FEW_GATE_PACK, up_down_tile(torch.bfloat16, m, k, n, gated) is not None

@@ -61,7 +61,7 @@ def test_without_text_figures_are_assumed_and_said_to_be(llama: Path, capsys: py
         (1, 2048, False),
     ]
     for row in data["rows"]:
-        problem = tuning.Problem(row["tokens"], 64, 320, True, False)
+        problem = tuning.Problem(row["tokens"], 64, 320, True, False, merged=row["tokens"] <= 512)
         known = tuning.Figures(320 / 190, 1 - (1 - 1 / 190) ** 128)
         strategy, reason, costs = tuning.decide(problem, known, None)
         assert (row["strategy"], row["reason"], row["costs"]) == (strategy, reason, costs)
@@ -105,7 +105,7 @@ def test_unions_are_those_that_a_server_takes_for_as_many_tokens(decode: bool) -
     figures = LayerFigures(30.0, 0.05, 0.4)
     for m, union in ((1, 0.4), (512, 0.4), (1024, 0.4), (1025, 0.05), (2048, 0.05), (16384, 0.05)):
         row = serve_check.predict(layer, figures, m, decode, ranks=2)
-        problem = tuning.Problem(m, 2048, 2816, True, False)
+        problem = tuning.Problem(m, 2048, 2816, True, False, merged=m <= 512)
         assert row.costs == tuning.decide(problem, tuning.Figures(15.0, union), None).costs
         # a server's layer, as ServedStrategy.learn tells it
         site = AutoStrategy()

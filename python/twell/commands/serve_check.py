@@ -347,7 +347,7 @@ def predict(
     requested: str = "auto",
 ) -> Row:
     """What a server would run in a rank's part of a layer, of the ``requested`` strategy, once it knows the figures."""
-    problem = tuning.Problem(m, layer.k, layer.n // ranks, True, False)
+    problem = tuning.Problem(m, layer.k, layer.n // ranks, True, False, merged=m <= tuning.MERGED_TOKENS)
     if refused:
         return Row(layer.number, m, decode, "dense", 1.0, refused, {})
     known = tuning.Figures(figures.nonzeros / ranks, engines.union(figures, m))
