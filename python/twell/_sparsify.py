@@ -101,6 +101,11 @@ _HOOKS = (
 
 _MACHINERY = frozenset(vars(nn.Module()))
 
+# Methods of every module besides those that a run calls or that print: a class of its own would lose its override.
+_INHERITED = frozenset(
+    name for name, value in vars(nn.Module).items() if callable(value) and not (name[:2] == name[-2:] == "__")
+) - {"forward", "extra_repr", "_get_name", "_call_impl", "_wrapped_call_impl"} | {"__getstate__", "__setstate__"}
+
 _LEAVE_OUT = "to leave it as it is, have filter_fn return False for it"
 
 
@@ -812,13 +817,30 @@ def _examine(
     for key, other in others.items():
         _require_stateless(f"{where}: {key}", other)
     _require_unhooked(where, dict(module.named_modules()))
+    own_names = {name for base in type(module).__mro__ if not of_torch(base) for name in vars(base)}
+    if lost := sorted(_INHERITED & own_names - vars(object).keys()):
+        raise ValueError(f"{where} has a {lost[0]} of its own, which would be lost; {_LEAVE_OUT}")
     callables = [*others, *(key for key, value in vars(module).items() if not key.startswith("_") and callable(value))]
     attribute = callables[0] if len(callables) == 1 else None
     if (likeness := _likeness(module)) not in examined:
         examined[likeness] = _activation(where, module, form, attribute)
     found = examined[likeness]
     kind: Any = "whole" if children == _PAIR and not form.fused else "layer"
+    if kind == "layer":
+        _require_roles(where, form)
     return Candidate(name, module, found.form, kind, attribute, RELU, found.name), found.activation
+
+
+def _require_roles(where: str, form: Form) -> None:
+    """Raise ValueError if a child has the name that another projection has in layers of twell."""
+    roles = ("", "down_proj") if form.fused else _GATED if form.gated else _PLAIN
+    for child, role in zip(form.children, roles):
+        if child in _GATED and child != role:
+            is_what = role or "gate and up in one"
+            raise ValueError(
+                f"{where}: {child} must be the {child} of the layer, as layers of twell have it, got one that is its "
+                f"{is_what}: rename the child; {_LEAVE_OUT}"
+            )
 
 
 def _paired(name: str, module: nn.Module, form: Form, attribute: str, act: Any) -> tuple[Candidate, Activation | None]:

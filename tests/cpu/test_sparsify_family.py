@@ -534,9 +534,76 @@ class Settable(FATReLU):
     scale = 1.0
 
 
+class AtLeastThreshold(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x >= 0.3, x, 0)
+
+
+class OfImages(Wi):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 4 and self.training:
+            x = x + x
+        return self.wo(self.act(self.wi(x)))
+
+
+class OfVideos(Wi):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim == 5:
+            x = x + x
+        return self.wo(self.act(self.wi(x)))
+
+
+class OfManyDimensions(Wi):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() > 7:
+            x = x + x
+        return self.wo(self.act(self.wi(x)))
+
+
+class ByDtypeInEvaluation(Wi):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.wi(x)
+        if x.dtype != h.dtype and not self.training:
+            h = h + h
+        return self.wo(self.act(h))
+
+
+class WithoutAutocast(Wi):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cuda", enabled=False):
+            return self.wo(self.act(self.wi(x)))
+
+
+class DecoratedWithoutAutocast(Wi):
+    @torch.autocast("cuda", enabled=False)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wo(self.act(self.wi(x)))
+
+
+class OwnLoading(Wi):
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        state[prefix + "wi.weight"] = 2 * state[prefix + "wi.weight"]
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class StaysInFloat32(Wi):
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        return self
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
+        (lambda: Wi(AtLeastThreshold()), "must apply ReLU, got AtLeastThreshold"),
+        (lambda: Wi(AtLeastThreshold()).bfloat16(), "must apply ReLU, got AtLeastThreshold"),
+        (OfImages, "y differs for"),
+        (OfVideos, "y differs for"),
+        (OfManyDimensions, "branches on x.dim\\(\\) > 7"),
+        (ByDtypeInEvaluation, "y differs for .* under autocast, evaluation mode"),
+        (WithoutAutocast, "enters an autocast of its own"),
+        (DecoratedWithoutAutocast, "enters an autocast of its own"),
+        (OwnLoading, "has a _load_from_state_dict of its own, which would be lost"),
+        (StaysInFloat32, "has a _apply of its own, which would be lost"),
         (lambda: Split(output=Reused), "the forward of its output must use hidden for self.dense alone"),
         (Peeked, "its class must use self.intermediate once"),
         (Normed, "differs for|it runs mul"),
@@ -589,6 +656,48 @@ def test_told_names_are_of_any_form(form: Any, layer: str) -> None:
     expected = m(tokens())
     assert sparsify_(m, names=[("q", "r", "s"), ("a", "b")]) == [layer]
     torch.testing.assert_close(m(tokens()), expected)
+
+
+class UpIsGate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(K, N), nn.Linear(K, N), nn.Linear(N, K)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.relu(self.up_proj(x)) * self.gate_proj(x))
+
+
+class Bottleneck(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down_proj, self.up_proj = nn.Linear(K, K), nn.Linear(K, K)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up_proj(F.relu(self.down_proj(x)))
+
+
+class UpIsBoth(ToldFused):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = self.a, self.b
+        del self.a, self.b
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, gate = self.up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(self.act(gate) * up)
+
+
+@pytest.mark.parametrize(
+    ("form", "names", "why"),
+    [
+        (UpIsGate, ("up_proj", "gate_proj", "down_proj"), "up_proj must be the up_proj .* is its gate_proj"),
+        (Bottleneck, ("down_proj", "up_proj"), "down_proj must be the down_proj .* is its up_proj"),
+        (UpIsBoth, None, "up_proj must be the up_proj .* is its gate and up in one"),
+    ],
+)
+def test_a_name_of_another_role_is_refused(form: Any, names: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        sparsify_(nn.Sequential(form()), names=names)
 
 
 def test_names_are_told_and_checked() -> None:
