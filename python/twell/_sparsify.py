@@ -394,6 +394,9 @@ class FusedGatedMLP(SparseGatedMLP):
         gate, up = self._ordered(self._project(self._names[0], x).chunk(2, dim=-1))
         return gate, up
 
+    def _gate(self, x: Tensor) -> Any:
+        return self._pre_activations(x)[0]
+
     def _main_grads(self, **weights: Tensor) -> list[Tensor | None] | None:
         whole = {name: self._applied(name)[0] for name in self._names}
         mains = super()._main_grads(**whole)

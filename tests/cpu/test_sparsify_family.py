@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import twell
-from twell import testing
+from twell import recipe, testing
 from twell._sparsify import FusedGatedMLP, NamedGatedMLP, NamedMLP, layers, sparsify_
 from twell.distributed import SparseMLPParallel
 from twell.nn import SparseGatedMLP
@@ -374,6 +374,51 @@ def test_hooks_on_projections_of_other_names_make_the_layer_dense(form: str) -> 
         child.register_forward_hook(lambda *_: seen.append(1))
     torch.testing.assert_close(m(tokens()), expected)
     assert len(seen) == len(list(layer.children()))
+
+
+class Adapter(nn.Module):
+    """A projection with a second term, whose ``weight`` is that of the first alone, as adapters have it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.more = base, nn.Linear(base.in_features, base.out_features)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.more(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("form", ["fused", "fused, up first", "w1 w3 w2"])
+def test_figures_of_the_gate_call_adapted_projections(form: str) -> None:
+    m = sparse_of(model(form)).train()
+    ((name, layer),) = layers(m).items()
+    first = layer._projections[0]
+    adapter = Adapter(layer._modules[first])  # type: ignore[arg-type]
+    setattr(layer, first, adapter)
+    tracker = recipe.SparsityTracker(m, every=1)
+    recipe.record_aux(m, inputs=True)
+    x = tokens()
+    with torch.autocast("cpu", torch.bfloat16), twell.count_firing(m) as counts, tracker.watch(0):
+        m(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        inner: Any = {}
+        handle = layer.register_forward_pre_hook(lambda _, args: inner.update(x=args[0]))
+        m.eval()(x)
+        handle.remove()
+        gate = layer._gate(inner["x"]).relu()
+    fired = int((gate != 0).sum())
+    assert int(counts[name].counts.sum()) == fired
+    (row,) = tracker.read().layers
+    assert row.observed_l0 == pytest.approx(fired / gate[..., 0].numel())
+    layer.aux = None
+    assert recipe.sharing_term(m, 1).item() == pytest.approx(gate.float().sum(-1).mean().item(), rel=2e-2)
 
 
 def test_a_fused_layer_is_not_divided_among_ranks() -> None:
