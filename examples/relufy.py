@@ -39,7 +39,7 @@ from twell.testing import machine_line
 # Options that a resumed run must share with the saved one.
 IDENTITY = (
     *("model", "activation", "target_nnz", "distill", "sharing", "sequence", "dtype", "seed", "steps"),
-    *("tokens_per_step", "lr", "warmup", "weight_decay", "clip"),
+    *("tokens_per_step", "lr", "warmup", "weight_decay", "clip", "threshold_loss", "eval_sequences"),
 )
 ACTIVATIONS = ("relu", "relu2", "drelu")
 
@@ -257,7 +257,7 @@ def identity(choice: argparse.Namespace, tokens: Tokens, activation: str | None)
     """What a resumed run must share with the saved one; a dense run has no sparsity to choose."""
     own = {name: getattr(choice, name) for name in IDENTITY}
     if activation is None:
-        own |= dict.fromkeys(("activation", "target_nnz", "distill", "sharing"))
+        own |= dict.fromkeys(("activation", "target_nnz", "distill", "sharing", "threshold_loss"))
     return own | {"text": tokens.fingerprint}
 
 

@@ -196,8 +196,8 @@ _TRIALS = (
     _Trial(torch.float32, True, True, (2, 4), autocast=True, x_dtype=torch.bfloat16),
 )
 
-# Code that branches may do so on the mode, on grad mode, on the dimensions and on the dtypes of x and the weights: these
-# are all combinations, with no leading dimension of x to five.
+# Code may branch on the mode, on grad mode, on the dimensions and on the dtypes of x and the weights: these are all
+# combinations, with no leading dimension of x to five.
 _LEADS = ((), (9,), (2, 4), (2, 1, 3), (1, 2, 1, 2), (1, 1, 2, 1, 2))
 _COMBINATIONS = tuple(
     _Trial(dtype, training, grad, lead, autocast=dtype == torch.float32, x_dtype=x_dtype)

@@ -820,14 +820,14 @@ def _examine(
     for key, other in others.items():
         _require_stateless(f"{where}: {key}", other)
     _require_unhooked(where, dict(module.named_modules()))
-    own_names = {name for base in type(module).__mro__ if not of_torch(base) for name in vars(base)}
-    if lost := sorted(_INHERITED & own_names - vars(object).keys()):
-        raise ValueError(f"{where} has a {lost[0]} of its own, which would be lost; {_LEAVE_OUT}")
     callables = [*others, *(key for key, value in vars(module).items() if not key.startswith("_") and callable(value))]
     attribute = callables[0] if len(callables) == 1 else None
     if (likeness := _likeness(module)) not in examined:
         examined[likeness] = _activation(where, module, form, attribute)
     found = examined[likeness]
+    own_names = {name for base in type(module).__mro__ if not of_torch(base) for name in vars(base)}
+    if lost := sorted(_INHERITED & own_names - vars(object).keys()):
+        raise ValueError(f"{where} has a {lost[0]} of its own, which would be lost; {_LEAVE_OUT}")
     kind: Any = "whole" if children == _PAIR and not form.fused else "layer"
     if kind == "layer":
         _require_roles(where, form)

@@ -229,6 +229,8 @@ def test_a_run_that_stops_goes_on(run: Callable[..., int], tmp_path: Path, monke
     assert run("llama", *arguments) == 0
     assert run("llama", *arguments, "--distill", 0.5) == 2
     assert "differs in distill (0.3 there, 0.5 here)" in capsys.readouterr().err
+    assert run("llama", *arguments, "--threshold-loss", 0.01) == 2
+    assert "differs in threshold_loss (0.0 there, 0.01 here)" in capsys.readouterr().err
 
 
 def test_without_dense_the_original_is_still_there(run: Callable[..., int], tmp_path: Path) -> None:
