@@ -513,8 +513,8 @@ def sparsify_(
     without gradients, for one token and for several, at ordinary and at extreme magnitudes. It may run only the
     operators of linear layers, the activation and one product. The rule for all Python code in these runs that is not
     torch's, decorators and helpers included: it reads no attributes and globals except for children, functions and
-    constants (sizes, a dropout of 0, the threshold, None), sets none, branches only on conditions that the runs vary,
-    and calls only Python and torch. The model's own tensors are neither read nor needed, so it may be on ``meta``. For
+    constants (sizes, a dropout of 0, the threshold, None), sets none, branches only on conditions that the runs vary
+    (modes, dtypes, up to five leading dimensions), enters no autocast, and calls only Python and torch. The model's own tensors are neither read nor needed, so it may be on ``meta``. For
     a pair within a block the source of the block's class is read, and the block runs on meta tensors if x is its only
     input.
 
@@ -538,7 +538,7 @@ def sparsify_(
     ``layers`` and the names that ``twell.explain`` shows.
 
     Raises TypeError or ValueError and changes nothing: if nothing is found; if a candidate computes something else, has
-    further children or state, hooks, projections that are not plain ``nn.Linear`` (quantised, adapted, sharded), or
+    further children or state, hooks, methods of ``nn.Module`` overridden, projections that are not plain ``nn.Linear`` (quantised, adapted, sharded), or
     sizes that the kernels do not take (multiples of 8, K up to 16,384 and N up to 65,536); or if ``model`` is itself a
     module to replace.
     """

@@ -756,6 +756,17 @@ def test_bad_arguments(llama: Path, options: list[str]) -> None:
     assert stopped.value.code == 2
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_the_verdict_on_other_activations_is_of_the_layers_with_most_work(first: bool, tmp_path: Path) -> None:
+    large, small = [(True, 2048, 5632)] * 3, [(True, 64, 64)]
+    model = saved_model.WithoutZeros("", tmp_path, "SiLU", small + large if first else large + small)
+    table = _tables.in_use(torch.device("cpu"))
+    *_, last = analyze.without_zeros(model, [Call(1, False)], table)
+    most = sparsity.most_nonzeros(large[0], Call(1, False), table)
+    assert f"of at most {most:,} (" in last
+    assert "in the gated layers with K = 2,048, N = 5,632, which have most of the work" in last
+
+
 def test_a_model_without_feed_forward_layers_of_this_kind(words: Path, tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
