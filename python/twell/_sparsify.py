@@ -514,9 +514,9 @@ def sparsify_(
     operators of linear layers, the activation and one product. The rule for all Python code in these runs that is not
     torch's, decorators and helpers included: it reads no attributes and globals except for children, functions and
     constants (sizes, a dropout of 0, the threshold, None), sets none, branches only on conditions that the runs vary
-    (modes, dtypes, up to five leading dimensions), enters no autocast, and calls only Python and torch. The model's own tensors are neither read nor needed, so it may be on ``meta``. For
-    a pair within a block the source of the block's class is read, and the block runs on meta tensors if x is its only
-    input.
+    (modes, dtypes, up to five leading dimensions), enters no autocast, and calls only Python and torch. The model's own
+    tensors are neither read nor needed, so it may be on ``meta``. For a pair within a block the source of the block's
+    class is read, and the block runs on meta tensors if x is its only input.
 
     Code outside of a candidate is not seen: code that calls ``fc1`` of a block, gives ``forward`` other inputs than x,
     keeps a reference to a module outside of ``model``, or later changes the settings of one of torch's activations. A
@@ -538,9 +538,9 @@ def sparsify_(
     ``layers`` and the names that ``twell.explain`` shows.
 
     Raises TypeError or ValueError and changes nothing: if nothing is found; if a candidate computes something else, has
-    further children or state, hooks, methods of ``nn.Module`` overridden, projections that are not plain ``nn.Linear`` (quantised, adapted, sharded), or
-    sizes that the kernels do not take (multiples of 8, K up to 16,384 and N up to 65,536); or if ``model`` is itself a
-    module to replace.
+    further children or state, hooks, methods of ``nn.Module`` overridden, projections that are not plain ``nn.Linear``
+    (quantised, adapted, sharded), or sizes that the kernels do not take (multiples of 8, K up to 16,384 and N up to
+    65,536); or if ``model`` is itself a module to replace.
     """
     tuning.require_strategy(strategy)
     geometry.words_per_tile(compression)
