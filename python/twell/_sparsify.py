@@ -299,15 +299,30 @@ class _PairMLP(nn.Module):
         return y
 
 
-class NamedMLP(SparseMLP):
-    """A ``SparseMLP`` whose projections are children of other names, as ``wi`` and ``wo``; else the same."""
-
-    def __init__(self, names: tuple[str, ...], linears: Iterable[nn.Linear], **options: Any) -> None:
-        _name(self, names, linears, options)
+class _Renamed(SparseFFN):
+    """A layer whose projections are children of other names, ``_names``."""
 
     @property
     def _projections(self) -> tuple[str, ...]:  # type: ignore[override]
         return self._names
+
+    def _is_plain(self) -> bool:
+        # nn.Module stores it beside the child that has the role
+        if odd := [name for name in _GATED if name in self._modules and name not in self._names]:
+            raise AttributeError(
+                f"{odd[0]} must be set by the child's own name in a layer whose projections are "
+                f"{', '.join(self._names)}, got one set as {odd[0]}: delete it, and set the other"
+            )
+        return super()._is_plain()
+
+    _names: tuple[str, ...]
+
+
+class NamedMLP(_Renamed, SparseMLP):
+    """A ``SparseMLP`` whose projections are children of other names, as ``wi`` and ``wo``; else the same."""
+
+    def __init__(self, names: tuple[str, ...], linears: Iterable[nn.Linear], **options: Any) -> None:
+        _name(self, names, linears, options)
 
     @property
     def up_proj(self) -> nn.Linear:  # type: ignore[override]
@@ -319,18 +334,12 @@ class NamedMLP(SparseMLP):
         """The child that is the down projection."""
         return self._modules[self._names[1]]  # type: ignore[return-value]
 
-    _names: tuple[str, ...]
 
-
-class NamedGatedMLP(SparseGatedMLP):
+class NamedGatedMLP(_Renamed, SparseGatedMLP):
     """A ``SparseGatedMLP`` whose projections are children of other names, as ``w1``, ``w3`` and ``w2``."""
 
     def __init__(self, names: tuple[str, ...], linears: Iterable[nn.Linear], **options: Any) -> None:
         _name(self, names, linears, options)
-
-    @property
-    def _projections(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self._names
 
     @property
     def gate_proj(self) -> nn.Linear:  # type: ignore[override]
@@ -347,10 +356,8 @@ class NamedGatedMLP(SparseGatedMLP):
         """The child that is the down projection."""
         return self._modules[self._names[2]]  # type: ignore[return-value]
 
-    _names: tuple[str, ...]
 
-
-class FusedGatedMLP(SparseGatedMLP):
+class FusedGatedMLP(_Renamed, SparseGatedMLP):
     """A ``SparseGatedMLP`` whose gate and up projections are one child [2 N, K], as ``gate_up_proj`` of Phi-3.
 
     The kernels read its two halves in place. ``gate_proj`` and ``up_proj`` are new layers around these views.
@@ -359,10 +366,6 @@ class FusedGatedMLP(SparseGatedMLP):
     def __init__(self, names: tuple[str, ...], linears: Iterable[nn.Linear], up_first: bool, **options: Any) -> None:
         _name(self, names, linears, options)
         self._up_first = up_first
-
-    @property
-    def _projections(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self._names
 
     @property
     def gate_proj(self) -> nn.Linear:  # type: ignore[override]
@@ -405,7 +408,6 @@ class FusedGatedMLP(SparseGatedMLP):
         fused, down = mains
         return [*((None, None) if fused is None else self._ordered(fused.chunk(2))), down]
 
-    _names: tuple[str, ...]
     _up_first: bool
 
 

@@ -421,6 +421,16 @@ def test_figures_of_the_gate_call_adapted_projections(form: str) -> None:
     assert recipe.sharing_term(m, 1).item() == pytest.approx(gate.float().sum(-1).mean().item(), rel=2e-2)
 
 
+@pytest.mark.parametrize(("form", "role"), [("fused", "gate_proj"), ("w1 w3 w2", "down_proj"), ("wi wo", "up_proj")])
+def test_a_projection_cannot_be_set_by_another_name(form: str, role: str) -> None:
+    (layer,) = layers(sparse_of(model(form))).values()
+    setattr(layer, role, nn.Linear(K, N))
+    with pytest.raises(AttributeError, match=f"{role} must be set by the child's own name"):
+        layer(tokens())
+    delattr(layer, role)
+    layer(tokens())
+
+
 def test_a_fused_layer_is_not_divided_among_ranks() -> None:
     (layer,) = layers(sparse_of(model("fused"))).values()
     mesh: Any = types.SimpleNamespace(ndim=1)

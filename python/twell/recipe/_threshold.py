@@ -10,7 +10,8 @@ from torch import nn
 
 from twell._activation import ActivationName
 from twell._arguments import require_integer, require_number
-from twell.recipe._aux import MLP, layers
+from twell._compaction import MLP
+from twell.recipe._aux import layers
 
 
 class ThresholdChoice(NamedTuple):
