@@ -563,8 +563,14 @@ def plan(
     """Plan ``sparsify_``: the same checks and errors, without any change."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"sparsify_: model must be an nn.Module, got {type(model).__name__}")
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise TypeError(f"sparsify_: model must be Python code, got a {type(model).__name__} of torch.jit")
     if activation not in (None, *_TARGETS):
-        raise ValueError(f"sparsify_: activation must be None or one of {', '.join(_TARGETS)}, got {activation!r}")
+        later = "; its threshold is chosen after training: twell.recipe.choose_threshold"
+        raise ValueError(
+            f"sparsify_: activation must be None or one of {', '.join(_TARGETS)}, got {activation!r}"
+            f"{later if activation == 'fatrelu' else ''}"
+        )
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(f"sparsify_: filter_fn must be a function of a module and its name, got {filter_fn!r}")
     told = _told(names)
@@ -578,6 +584,8 @@ def plan(
         if not forms:
             if _holds_stacked_experts(module):
                 stacked.append(_label(name, module))
+            elif between := _between_fitting(module):
+                misses.setdefault("Sequential", _label_between(name, module, between))
             elif found := _TELLTALES & (module._modules.keys() | module._parameters.keys()):
                 misses.setdefault(type(module).__name__, f"{_label(name, module)} with {', '.join(sorted(found))}")
         elif filter_fn is not None and not filter_fn(module, name):
@@ -587,13 +595,13 @@ def plan(
                 candidate, of = _examine(name, module, form, strategy, examined)
                 if of is None and type(module) is nn.Sequential:
                     # what lies between two linear layers need not be an activation
-                    misses.setdefault("Sequential", f"{_label(name, module)} with {candidate.was}")
+                    misses.setdefault("Sequential", _label_between(name, module, str(candidate.was)))
                     continue
                 if of is None and activation is None:
                     raise ValueError(_explain_activation(candidate))
                 candidates.append(_with_activation(candidate, of, activation))
     if not candidates:
-        raise ValueError(_nothing_found(model, left, misses, stacked))
+        raise ValueError(_nothing_found(model, told, left, misses, stacked))
     _require_reachable(model, candidates)
     if candidates[0].name == "" and candidates[0].kind != "pair":
         ours = "SparseGatedMLP.from_linear" if candidates[0].form.gated else "SparseMLP.from_linear"
@@ -734,6 +742,19 @@ def _forms_in_sequence(module: nn.Sequential) -> list[Form]:
     return forms
 
 
+def _between_fitting(module: nn.Module) -> str:
+    """The modules between two linear layers of an ``nn.Sequential`` that fit, if there is more than one; else ""."""
+    up, between = None, list[str]()
+    for layer in module if type(module) is nn.Sequential else ():
+        if type(layer) is not nn.Linear:
+            between.append(type(layer).__name__)
+        elif len(between) > 1 and _fit([up, layer]):
+            return ", ".join(between)
+        else:
+            up, between = layer, []
+    return ""
+
+
 def _below(module: nn.Module, name: str) -> nn.Module | None:
     """The child of a child, or None."""
     child, _, key = name.partition(".")
@@ -759,6 +780,10 @@ def _holds_stacked_experts(module: nn.Module) -> bool:
 
 def _label(name: str, module: nn.Module) -> str:
     return f"{name or 'the model'} ({type(module).__name__})"
+
+
+def _label_between(name: str, module: nn.Module, between: str) -> str:
+    return f"{_label(name, module)} with {between} between two linear layers"
 
 
 class _Found(NamedTuple):
@@ -1130,20 +1155,30 @@ def _explain_activation(candidate: Candidate) -> str:
     )
 
 
-def _nothing_found(model: nn.Module, left: list[str], misses: dict[str, str], stacked: list[str]) -> str:
+def _nothing_found(
+    model: nn.Module,
+    told: list[tuple[str, ...]],
+    left: list[str],
+    misses: dict[str, str],
+    stacked: list[str],
+) -> str:
     forms = "; ".join(", ".join(form) for form in _CERTAIN)
     text = (
-        "sparsify_: model must have modules with nn.Linear children named as in one of these forms: "
-        f"{forms}; got {type(model).__name__} without any"
+        "sparsify_: model must have modules with nn.Linear children of known names, or of those that names= tells; "
+        f"known are, with others, {forms}; got {type(model).__name__} without any"
     )
     if left:
         text += f" that filter_fn accepts; it left out {len(left)}, the first {left[0] or 'the model'!r}"
+    if told:
+        text += f"; names= is {'; '.join(', '.join(names) for names in told)}"
     if already := layers(model):
         text += f"; {len(already)} layers of twell are there already, as {next(iter(already)) or 'the model itself'!r}"
     if stacked:
         text += f"; {stacked[0]}: {_STACKED}"
     if misses:
         text += "; nearest are " + "; ".join(list(misses.values())[:5])
-        text += ": only nn.Linear projections are recognised, and other names only if names= tells them; or call "
-        text += "twell.sparse_gated_ffn"
+        text += (
+            ": only nn.Linear projections are recognised, in an nn.Sequential only with ReLU or another of its family "
+            "alone between them, and other names only if names= tells them; or call twell.sparse_gated_ffn"
+        )
     return text
