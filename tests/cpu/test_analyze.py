@@ -31,6 +31,7 @@ from twell.commands import analyze, analyze_plots, cli, saved_model, sparsity
 from twell.commands.request import RequestError
 from twell.commands.saved_model import Batch, WatchedLayer
 from twell.commands.sparsity import COLUMNS, UNIONS, Call, LayerSparsity, Tally
+from twell.integrations import transformers as integration
 
 CALLS = [Call(1, False), Call(64, False), Call(16384, False), Call(16384, True)]
 
@@ -513,6 +514,31 @@ def test_another_activation(words: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "before any training with ReLU in place of SiLU" in printed.splitlines()[-1]
     assert run(analyze, folder, "--text", words, "--tokens", 300, "--activation", "relu2") == 0
     assert "squared ReLU in place of SiLU" in capsys.readouterr().out
+    assert run(analyze, folder, "--text", words, "--tokens", 300, "--activation", "drelu") == 0
+    assert "dReLU in place of SiLU" in capsys.readouterr().out
+
+
+def test_activations_without_a_stock_class_are_read(
+    words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = integration.sparsify(saved_models.build())
+    for layer in _sparsify.layers(model).values():
+        layer.activation, layer.threshold = "fatrelu", 0.03125
+    integration.name_activation(model)
+    for folder in (tmp_path / "fatrelu", tmp_path / "damaged"):
+        model.save_pretrained(folder)
+        saved_models.save_tokenizer(folder)
+    file = tmp_path / "a.csv"
+    assert run(analyze, tmp_path / "fatrelu", "--text", words, "--tokens", 300, "--csv", file) == 0
+    assert "3 FATReLU (threshold 0.03125) FFN layers" in capsys.readouterr().out
+    with file.open() as opened:
+        assert {(row["activation"], row["threshold"]) for row in csv.DictReader(opened)} == {("fatrelu", "0.03125")}
+    assert run(analyze, tmp_path / "fatrelu", "--text", words, "--tokens", 300, "--activation", "relu") == 0
+    assert "ReLU in place of FATReLU" in capsys.readouterr().out
+    config = tmp_path / "damaged" / "config.json"
+    config.write_text(config.read_text().replace("hidden_act_param", "other"))
+    with pytest.raises(RequestError, match=r"MODEL: expected a model that can be read .* must have its threshold"):
+        run(analyze, tmp_path / "damaged", "--text", words, "--tokens", 300)
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def without_zeros(model: saved_model.WithoutZeros, calls: Sequence[Call], table:
         lines.append([f"{'gated' if gated else 'non-gated'}, K = {k:,}, N = {n:,}", *cells])
     yield from aligned(lines)
     yield "Published recipes: arXiv 2310.04564 (ReLU Strikes Back), 2402.13516 (ProSparse), 2406.05955 (TurboSparse)."
-    yield "twell.recipe adds the L1 term. With --activation relu this command shows the figures before any training."
+    yield "examples/relufy.py of twell's repository trains it. --activation relu shows the figures before any training."
     # the speed of a model is that of the layers with most of the work
     gated, k, n = max(shapes, key=lambda shape: model.shapes.count(shape) * shape[1] * shape[2] * (2 + shape[0]))
     limit, kind = limits[gated, k, n], "gated" if gated else "non-gated"

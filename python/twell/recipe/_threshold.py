@@ -33,6 +33,7 @@ def choose_threshold(
 
     This is the last step of a training: neurons whose gate is small fire for many tokens and say little. The layers
     must have "relu", or "fatrelu", whose threshold is replaced. With a threshold they have "fatrelu", with 0 "relu".
+    For a model of transformers ``twell.integrations.transformers.name_activation`` then writes its configuration.
 
     The search doubles the threshold from ``least`` while the loss allows it, then halves the interval, as long as there
     are ``evaluations``, of which the first is without a threshold.
