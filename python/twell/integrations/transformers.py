@@ -183,8 +183,10 @@ def name_activation(model: Any) -> None:
     """Write the activation of the twell layers of ``model`` to its configuration, with FATReLU's threshold.
 
     For layers whose activation was set after ``sparsify``, as by ``twell.recipe.choose_threshold``: call it before
-    ``save_pretrained``. ``load`` reads the files. Raises TypeError unless ``model`` is a ``PreTrainedModel``, and
-    ValueError if layers differ in it or there are none.
+    ``save_pretrained``. All feed-forward layers of the model, or of its text part, must be twell's, since the
+    configuration has one activation for all. ``load`` reads the files of causal models.
+
+    Raises TypeError unless ``model`` is a ``PreTrainedModel``, and ValueError if layers differ in it or there are none.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"name_activation: model must be a transformers.PreTrainedModel, got {type(model).__name__}")
