@@ -42,7 +42,7 @@ LAYERS = [
     ["twell._admission"],
     ["twell.functional"],
     ["twell.nn"],
-    ["twell._compaction", "twell._equivalence", "twell._sparsify"],
+    ["twell._compaction", "twell._sparsify"],
     ["twell.__init__"],
     ["twell.recipe", "twell.distributed"],
     ["twell.integrations"],

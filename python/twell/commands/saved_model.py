@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from twell import _sparsify
-from twell._activation import RELU, Activation, activation_of
+from twell._activation import NAMES_OF_FAMILY, RELU, Activation, activation_of
 from twell.commands.request import DEVICE_HELP, RequestError, at_least, pick_device
 from twell.integrations import engines
 from twell.nn import SparseGatedMLP, SparseMLP
@@ -170,7 +170,7 @@ def load(arguments: argparse.Namespace, compression: int | None = None) -> Loade
             integration.sparsify(model, activation=arguments.activation, strategy="dense")
         elif arguments.activation is not None:
             own = {layer.activation for layer in _sparsify.layers(model).values()} - {arguments.activation}
-            was = " and ".join(sorted(_sparsify.NAMES_OF_FAMILY[name] for name in own))
+            was = " and ".join(sorted(NAMES_OF_FAMILY[name] for name in own))
             integration.with_activation(model, Activation(arguments.activation))
     except (ValueError, TypeError) as error:
         if 'pass activation="relu"' not in str(error):
