@@ -36,6 +36,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import train  # noqa: E402
 from training import RequestError, options, parallel, report  # noqa: E402
 from training.data import Tokens, prepare  # noqa: E402
+from training.optimizer import LostLoss  # noqa: E402
 
 from twell import recipe  # noqa: E402
 from twell.commands.bench.report import Progress, write_json  # noqa: E402
@@ -110,7 +111,7 @@ class Sweep:
             speeds = [point["tokens_per_s"] or 0.0 for point in curve[len(curve) // 2 :]]
             figures |= {"tokens_per_s": statistics.median(speeds), "peak_bytes": report.peak_bytes(device)}
             figures |= held_out(training)
-        except train.LostLoss as error:
+        except LostLoss as error:
             figures["red"] = str(error)
         finally:
             # the next model needs the memory
@@ -148,7 +149,8 @@ def held_out(training: train.Training) -> dict[str, Any]:
     for i in range(count):
         # in training mode, which computes the same: the tracker counts only there
         with training.watching(step):
-            losses.append(training.forward(*training.read(training.held, i * choice.micro_batch)))
+            rows = training.held.batch(i * choice.micro_batch, choice.micro_batch, training.here.device)
+            losses.append(training.forward(*rows))
         if training.tracker is not None:
             # a compiled layer would compile again for each further call with unread figures
             recipe.clear_aux(training.model)

@@ -42,6 +42,7 @@ import relufy  # noqa: E402
 import train  # noqa: E402
 from training import RequestError, options, parallel, report  # noqa: E402
 from training.data import Tokens, prepare  # noqa: E402
+from training.optimizer import LostLoss  # noqa: E402
 
 from twell.commands.bench.report import write_json  # noqa: E402
 from twell.testing import machine_line  # noqa: E402
@@ -171,7 +172,7 @@ class Evidence:
         figures: dict[str, Any]
         try:
             figures = self._base(run) if run.activation == "base" else self._further(run)
-        except train.LostLoss as error:
+        except LostLoss as error:
             figures = {"red": str(error)}
         # the next model needs the memory
         gc.collect()

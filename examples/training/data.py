@@ -364,6 +364,14 @@ class Sequences:
         starts = [self._place(row) * self.length for row in rows]
         return torch.from_numpy(np.stack([self.tokens[s : s + self.length + 1] for s in starts]).astype(np.int64))
 
+    def batch(self, row: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """``count`` sequences from ``row`` on, and their next tokens: two int64 [count, length] on ``device``."""
+        rows = self.rows(range(row, row + count))
+        if device.type == "cuda":
+            rows = rows.pin_memory()
+        rows = rows.to(device, non_blocking=True)
+        return rows[:, :-1], rows[:, 1:]
+
     def _place(self, row: int) -> int:
         epoch, index = divmod(row, len(self))
         if self.seed is None:

@@ -117,7 +117,7 @@ def test_held_out_figures_are_those_of_the_whole_text(base: list[str], swept: Pa
     mlp = training.model.model.layers[1].mlp
     mlp.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
     with torch.no_grad():
-        losses = [training.forward(*training.read(training.held, row)) for row in range(0, 64, 4)]
+        losses = [training.forward(*training.held.batch(row, 4, training.here.device)) for row in range(0, 64, 4)]
     gates = torch.cat(inputs).flatten(0, -2) @ mlp.gate_proj.weight.t()
     assert result.blocks == pytest.approx([float(loss) for loss in losses], rel=1e-5)
     assert result.layers[1].l0 == pytest.approx(float((gates > 0).sum(1).double().mean()), rel=1e-5)

@@ -34,6 +34,7 @@ sys.path.insert(0, str(EXAMPLES))
 import train  # noqa: E402
 from training import RequestError, checkpoint, data, model, options, parallel, report, whole  # noqa: E402
 from training.data import Sequences, Source  # noqa: E402
+from training.optimizer import learning_rate  # noqa: E402
 
 from twell import _files  # noqa: E402
 
@@ -530,21 +531,22 @@ def test_tensor_parallel_is_not_compiled() -> None:
 
 
 def test_the_learning_rate_follows_its_schedule() -> None:
-    run: Any = object.__new__(train.Training)
-    run.choice = options.parse("", ["--text", "x", "--out", "x", "--steps", "101", "--warmup", "10", "--l1", "4"])
-    run.schedule, run.target = 101, None
-    rates = []
-    for run.done in range(101):
-        rates.append(run.learning_rate())
+    rates = [learning_rate(step, 101, 10, 1e-3, 1e-4) for step in range(101)]
     assert rates[:10] == pytest.approx([1e-4 * i for i in range(1, 11)])
     assert rates[10] == max(rates) == 1e-3
     assert rates[55] == pytest.approx(5.5e-4, rel=0.01)
     assert rates[100] == pytest.approx(1e-4)
     assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert [run.coefficient(step) for step in (0, 5, 10, 50)] == [0, 2, 4, 4]
     # steps that were added
-    for run.done in (101, 150, 300):
-        assert run.learning_rate() == pytest.approx(1e-4)
+    for step in (101, 150, 300):
+        assert learning_rate(step, 101, 10, 1e-3, 1e-4) == pytest.approx(1e-4)
+
+
+def test_the_coefficient_rises_in_the_warm_up() -> None:
+    run: Any = object.__new__(train.Training)
+    run.choice = options.parse("", ["--text", "x", "--out", "x", "--steps", "101", "--warmup", "10", "--l1", "4"])
+    run.target = None
+    assert [run.coefficient(step) for step in (0, 5, 10, 50)] == [0, 2, 4, 4]
 
 
 def test_shapes_have_the_sizes_of_their_names() -> None:
