@@ -48,7 +48,7 @@ LAYERS = [
     ["twell.integrations"],
     ["twell.testing"],
     # the command ``twell``
-    ["twell.commands.__init__", "twell.commands.request"],
+    ["twell.commands.__init__", "twell.commands.request", "twell.commands.checkpoint_files"],
     ["twell.commands.saved_model"],
     ["twell.commands.sparsity"],
     ["twell.commands.demo", "twell.commands.bench"],
