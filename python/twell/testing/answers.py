@@ -139,43 +139,22 @@ def sparse_output(
 
     The default, strategy "row", does not round the hidden state: integers have one right answer.
     """
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = problem
-    if not gated:
-        return twell.sparse_ffn(
-            x,
-            w_gate,
-            w_down.t(),
-            b_up=b_gate,
-            b_down=b_down,
-            compression=compression,
-            strategy=strategy,
-            activation=activation,
-            threshold=threshold,
-        )
-    return twell.sparse_gated_ffn(
-        x,
-        w_gate,
-        w_up,
-        w_down.t(),
-        b_gate=b_gate,
-        b_up=b_up,
-        b_down=b_down,
-        compression=compression,
-        strategy=strategy,
-        activation=activation,
-        threshold=threshold,
-    )
+    own = {"compression": compression, "strategy": strategy, "activation": activation, "threshold": threshold}
+    y: Tensor = _sparse(problem, gated, **own)
+    return y
 
 
 def sparse_layer(problem: FFN, *, gated: bool = True, **options: Any) -> tuple[Tensor, Aux]:
     """``sparse_output`` with ``Aux``; ``options`` (strategy, main_grads, activation, ...) are the function's."""
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = problem
-    options |= {"b_up": b_up if gated else b_gate, "b_down": b_down, "return_aux": True}
-    if gated:
-        outputs: tuple[Tensor, Aux] = twell.sparse_gated_ffn(x, w_gate, w_up, w_down.t(), b_gate=b_gate, **options)
-    else:
-        outputs = twell.sparse_ffn(x, w_gate, w_down.t(), **options)
+    outputs: tuple[Tensor, Aux] = _sparse(problem, gated, return_aux=True, **options)
     return outputs
+
+
+def _sparse(problem: FFN, gated: bool, **options: Any) -> Any:
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = problem
+    if gated:
+        return twell.sparse_gated_ffn(x, w_gate, w_up, w_down.t(), b_gate=b_gate, b_up=b_up, b_down=b_down, **options)
+    return twell.sparse_ffn(x, w_gate, w_down.t(), b_up=b_gate, b_down=b_down, **options)
 
 
 @torch.no_grad()
