@@ -320,7 +320,7 @@ class AutoStrategy:
         # one per bucket: with one for all, a forward pass under a reentrant checkpoint would keep training from any
         self._pending: dict[tuple[bool, int], _Expected] = {}
         self._open: weakref.WeakSet[_Pass] = weakref.WeakSet()
-        # routes of inference by the arguments of ``begin``, as long as no decision is made anew
+        # routes of inference by the arguments of ``begin``, until the next decision
         self._routes: dict[tuple[Any, ...], tuple[_Bucket, Route]] = {}
         # of the GPU of the latest call
         self._table = _tables.SHIPPED

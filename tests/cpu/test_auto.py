@@ -216,7 +216,7 @@ def test_few_tokens_have_a_choice_for_each_number_of_them() -> None:
     expected = {m: tuning.decide(problem(m), figures, "row").strategy for m in sizes}
     assert set(expected.values()) == {"row", "dense"}
     site.observe(problem(72), figures)
-    # calls 0, 1 and 2 decide anew, the others do not
+    # calls 0, 1 and 2 decide; later ones keep the decision
     for _ in range(3):
         assert site.choose(problem(72)).strategy == "row"
     for m in (*sizes, *reversed(sizes)):
