@@ -35,7 +35,7 @@ LAYERS = [
     ["twell.reference", "twell._tuning_table"],
     ["twell._tables"],
     ["twell.tuning"],
-    ["twell._auto"],
+    ["twell._explanation", "twell._auto"],
     ["twell.ops"],
     ["twell._autograd", "twell._sharding", "twell.packed"],
     ["twell._plain"],
