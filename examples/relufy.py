@@ -26,12 +26,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import train
 from safetensors import SafetensorError
 from torch import Tensor
 from training import RequestError, checkpoint, options, parallel, relufied, report
-from training.data import Sequences, Tokens, prepare
+from training.data import Sequences, Source, Tokens, prepare
 from training.optimizer import adamw, learning_rate, require_finite
+from training.stop import Stop
 from training.whole import manifest
 from transformers import AttentionInterface, AutoTokenizer
 
@@ -437,12 +437,12 @@ def relufy(choice: argparse.Namespace, here: parallel.World) -> int:
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
         raise RequestError("MODEL: expected a fast tokenizer with an end-of-sequence token")
     tokens = prepare(
-        train.source(choice), choice.cache, len(tokenizer), choice.held_out, say=here.say, tokenizer=tokenizer
+        Source.of(choice), choice.cache, len(tokenizer), choice.held_out, say=here.say, tokenizer=tokenizer
     )
     read = choice.steps * choice.tokens_per_step / tokens.train_tokens
     here.say(f"{tokens.train_tokens:,} tokens of text, each read {read:.2f} times; {machine_line(here.device)}")
     found: dict[str, Any] = {}
-    with train.Stop(here.say) as stop:
+    with Stop(here.say) as stop:
         for name in ("sparse", "dense")[: 2 if choice.dense else 1]:
             result = part(choice, tokens, here, name, lambda: stop.signal is not None)
             if result is None:

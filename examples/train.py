@@ -15,10 +15,8 @@ import math
 import os
 import shutil
 import signal
-import socket
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +30,7 @@ from torch import Tensor
 from training import RequestError, checkpoint, model, options, parallel, report
 from training.data import Sequences, Source, Tokens, prepare
 from training.optimizer import adamw, learning_rate, require_finite
+from training.stop import Stop
 from training.whole import manifest
 
 import twell
@@ -261,51 +260,6 @@ def compiles(choice: argparse.Namespace, here: parallel.World) -> bool:
     return bool(here.device.type == "cuda" and here.mode != "tp" if choice.compile is None else choice.compile)
 
 
-class Stop:
-    """A context that turns SIGINT and SIGTERM into a request to stop, in ``signal``. A second signal ends the process.
-
-    A thread receives the signals while the main thread computes. Launchers and terminals send the same request several
-    times, so signals within ``SAME`` seconds count as one.
-    """
-
-    SAME = 1.0
-    signal: int | None = None
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say, self._since = say, 0.0
-
-    def __enter__(self) -> Stop:
-        self._heard, self._sender = socket.socketpair()
-        self._sender.setblocking(False)
-        self._descriptor = signal.set_wakeup_fd(self._sender.fileno())
-        self._thread = threading.Thread(target=self._listen, daemon=True)
-        self._thread.start()
-        # a handler that does nothing: the thread is told only of signals with a handler
-        self._before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def _listen(self) -> None:
-        while number := self._heard.recv(1):
-            if number[0] in (signal.SIGINT, signal.SIGTERM):
-                self._note(number[0])
-
-    def _note(self, number: int) -> None:
-        if self.signal is None:
-            self.signal, self._since = number, time.monotonic()
-            self._say(f"{signal.Signals(number).name}: stopping after this micro-batch; one more stops at once")
-        elif time.monotonic() - self._since > self.SAME:
-            self._say(f"{signal.Signals(number).name}: stopped at once; steps since the last checkpoint are lost")
-            os._exit(128 + number)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._descriptor)
-        self._sender.close()
-        self._thread.join()
-        self._heard.close()
-
-
 def train(choice: argparse.Namespace, here: parallel.World) -> int:
     """Train, save and export; return the exit status."""
     with checkpoint.alone(choice.out, here):
@@ -314,7 +268,7 @@ def train(choice: argparse.Namespace, here: parallel.World) -> int:
 
 def _train(choice: argparse.Namespace, here: parallel.World) -> int:
     began = time.perf_counter()
-    tokens = prepare(source(choice), choice.cache, choice.vocab, choice.held_out, here.first, here.say, here.barrier)
+    tokens = prepare(Source.of(choice), choice.cache, choice.vocab, choice.held_out, here.first, here.say, here.barrier)
     path = checkpoint.choose(choice.out / "checkpoints", choice.resume, check=here.first)
     run = Training(choice, tokens, here)
     if path is not None:
@@ -360,18 +314,6 @@ def _steps(run: Training, log: Log, stopping: Callable[[], bool]) -> bool:
         where = f"saved up to step {saved}" if saved else "no step was complete"
         run.here.say(f"stopped; {where}; the same command goes on from there")
     return not ending
-
-
-def source(choice: argparse.Namespace) -> Source:
-    """The text that the options name."""
-    return Source(
-        text=tuple(choice.text),
-        dataset=choice.dataset,
-        column=choice.column,
-        suffixes=tuple(choice.suffix),
-        max_bytes=choice.max_bytes,
-        without=(choice.out, choice.cache),
-    )
 
 
 def due(step: int, every: int, last: bool = False) -> bool:

@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import train  # noqa: E402
 from training import RequestError, options, parallel, report  # noqa: E402
-from training.data import Tokens, prepare  # noqa: E402
+from training.data import Source, Tokens, prepare  # noqa: E402
 from training.optimizer import LostLoss  # noqa: E402
 
 from twell import recipe  # noqa: E402
@@ -242,7 +242,7 @@ def sweep(mine: argparse.Namespace, rest: list[str], runs: list[Run]) -> int:
     # all runs share the code of one decoder layer, and each kind of run compiles two or three variants of it
     torch._dynamo.config.recompile_limit = 64
     with parallel.world(None, choice.device) as here:
-        tokens = prepare(train.source(choice), choice.cache, choice.vocab, choice.held_out, say=here.say)
+        tokens = prepare(Source.of(choice), choice.cache, choice.vocab, choice.held_out, say=here.say)
         blocks_of(choice, (tokens.held_tokens - 1) // choice.sequence)
         work = Sweep(choice, given, tokens, here)
         left = [run for run in runs if run not in work.results]

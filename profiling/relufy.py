@@ -41,7 +41,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import relufy  # noqa: E402
 import train  # noqa: E402
 from training import RequestError, options, parallel, report  # noqa: E402
-from training.data import Tokens, prepare  # noqa: E402
+from training.data import Source, Tokens, prepare  # noqa: E402
 from training.optimizer import LostLoss  # noqa: E402
 
 from twell.commands.bench.report import write_json  # noqa: E402
@@ -340,7 +340,7 @@ def measure(mine: argparse.Namespace, rest: list[str]) -> int:
     # all runs share the code of one decoder layer, and each kind of run compiles two or three variants of it
     torch._dynamo.config.recompile_limit = 64
     with parallel.world(None, choice.device) as here:
-        tokens = prepare(train.source(choice), choice.cache, choice.vocab, choice.held_out, say=here.say)
+        tokens = prepare(Source.of(choice), choice.cache, choice.vocab, choice.held_out, say=here.say)
         work = Evidence(mine, given, tokens, here)
         left = work.missing()
         here.say(f"{len(left)} runs, {tokens.train_tokens:,} tokens of text; {work.machine}")

@@ -6,6 +6,7 @@ named after a hash of the inputs. A later run with the same inputs checks these 
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import random
@@ -50,6 +51,18 @@ class Source:
     suffixes: tuple[str, ...] = ()
     max_bytes: int = 1 << 30
     without: tuple[Path, ...] = ()
+
+    @classmethod
+    def of(cls, choice: argparse.Namespace) -> Source:
+        """The text that the options of a script name."""
+        return cls(
+            text=tuple(choice.text),
+            dataset=choice.dataset,
+            column=choice.column,
+            suffixes=tuple(choice.suffix),
+            max_bytes=choice.max_bytes,
+            without=(choice.out, choice.cache),
+        )
 
     def files(self) -> list[Path]:
         """The files to read, sorted by name, unopened. RequestError if there are none."""
