@@ -77,7 +77,7 @@ class _Ran(NamedTuple):
 
 
 class State:
-    """A record of the code that runs of a module run.
+    """A record of the code that runs while a module is tried.
 
     read: attributes of watched modules, with their values. written: names of those that were set. ran: all Python code
     that is not torch's. opaque: calls of functions that are neither Python nor torch's.
