@@ -638,6 +638,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "serving machine": lambda: serving_machine("h200_serving"),
     "serving trained": lambda: serving("h200_serving_trained"),
     "serving trained machine": lambda: serving_machine("h200_serving_trained"),
+    "serving less sparse": lambda: serving("h200_serving_less_sparse"),
+    "serving less sparse machine": lambda: serving_machine("h200_serving_less_sparse"),
     "traces": traces,
     "continuous batching": continuous_batching,
     "ncu": ncu,

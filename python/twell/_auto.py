@@ -443,7 +443,7 @@ class AutoStrategy:
         known = bucket.others.get(problem.m)
         if known is None:
             figures = bucket.figures or self._nearest(_key(problem))
-            known = bucket.others[problem.m] = tuning.decide(problem, figures, decision.strategy, self._table)
+            known = bucket.others[problem.m] = tuning.decide(problem, figures, None, self._table)
         return known
 
     def _forget_other_layers(self, problem: tuning.Problem) -> None:
