@@ -1,0 +1,47 @@
+"""What several files use: processes that import the checkout, text, and runs of examples/train.py on it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+
+@pytest.fixture
+def environment(root: Path) -> dict[str, str]:
+    """Variables of a process that imports the checkout."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "python"), str(root)]), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixty files of text that can be learnt, and files that are not text."""
+    import small_runs
+
+    root = small_runs.write_text(tmp_path_factory.mktemp("text"), parts=3)
+    (root / "image.txt").write_bytes(b"\x89PNG\0" * 1000)
+    (root / "latin.txt").write_bytes("é".encode("latin-1") * 100)
+    (root / ".hidden.txt").write_text("hidden " * 100)
+    return root
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def run(text: Path, cache: Path, tmp_path: Path) -> Callable[..., int]:
+    """train.main on the small model, its output under tmp_path."""
+    import small_runs
+    import train
+
+    def run(*more: object, out: str = "out") -> int:
+        return train.main(small_runs.command(text, cache, tmp_path / out, *more))
+
+    return run
