@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,40 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 def environment(root: Path) -> dict[str, str]:
     """Variables of a process that imports the checkout."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "python"), str(root)]), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def free_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let "auto" choose on the CPU as it does on a GPU."""
+    from twell import _auto
+
+    def free(kind: str, index: int | None) -> str:
+        return ""
+
+    free._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    monkeypatch.setattr(_auto, "forced", free)
+
+
+@pytest.fixture
+def chooses(free_choice: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The transfers of ``free_choice``, by a table in which the sizes of ``auto_layers`` matter."""
+    import auto_layers
+
+    from twell import _auto, _tables
+
+    arrivals = auto_layers.Arrivals()
+    monkeypatch.setattr(_auto, "Transfer", arrivals)
+    monkeypatch.setattr(_tables, "SHIPPED", auto_layers.TABLE)
+    return arrivals
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    import torch
+
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
 
 
 @pytest.fixture(scope="session")

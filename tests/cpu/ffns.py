@@ -44,9 +44,9 @@ class Plain(nn.Module):
 class Pair(nn.Module):
     """fc2(act(fc1(x))) in one expression, with an activation that is an attribute."""
 
-    def __init__(self, act: Any = None, n: int = N) -> None:
+    def __init__(self, act: Any = None, n: int = N, k: int = K) -> None:
         super().__init__()
-        self.fc1, self.act, self.fc2 = nn.Linear(K, n), act or nn.ReLU(), nn.Linear(n, K)
+        self.fc1, self.act, self.fc2 = nn.Linear(k, n), act or nn.ReLU(), nn.Linear(n, k)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(self.act(self.fc1(x)))

@@ -167,7 +167,7 @@ def test_evaluation_is_stopped_and_made_up_for(run: Callable[..., int], tmp_path
 
 
 def test_finished_runs_are_extended(run: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
-    arguments = ["--checkpoint-every", 10, "--log-every", 1, "--lr", 0.01]
+    arguments = ["--checkpoint-every", 10, "--log-every", 1, "--lr", 0.01, "--tokens-per-step", 64]
     assert run("--steps", 40, *arguments) == 0
     first = {line["step"]: line for line in records(tmp_path / "out") if "lr" in line}
     shutil.copytree(tmp_path / "out", tmp_path / "other")
