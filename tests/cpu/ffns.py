@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import linecache
+import pickle
 import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -307,6 +309,17 @@ def model(form: str, dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 def tokens(dtype: torch.dtype = torch.float32, **options: Any) -> Tensor:
     return torch.randn(2, 7, K, generator=torch.Generator().manual_seed(1), dtype=dtype, **options)
+
+
+def pickled(m: nn.Module) -> Any:
+    return pickle.loads(pickle.dumps(m))
+
+
+def saved(m: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(m, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 _numbers = itertools.count()

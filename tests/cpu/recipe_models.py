@@ -90,9 +90,6 @@ def assert_close(got: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-# The tracker
-
-
 def brute(gates: list[Tensor], kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Count firings per neuron and non-zeros per token of gates [tokens, N]."""
     fires = torch.cat([gate.reshape(-1, gate.shape[-1]) for gate in gates]) != 0

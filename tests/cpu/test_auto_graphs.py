@@ -215,6 +215,9 @@ def test_a_traced_module_keeps_choosing(chooses: Arrivals) -> None:
     assert strategies_of(mlp) == [("inference", "dense")]
 
 
+# Checkpoints
+
+
 def training(m: int = 256) -> Problem:
     return Problem(m, K, N, True, True)
 

@@ -29,9 +29,6 @@ from twell.recipe import SparsityTracker, StatsWriter, _writers
 BF16 = torch.bfloat16
 
 
-# Output
-
-
 def stats_of(model: Model, number: int = 0) -> recipe.SparsityStats:
     tracker = SparsityTracker(model, types=("a",))
     with tracker.watch(number):

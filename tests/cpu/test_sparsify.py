@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import cProfile
-import io
 import logging
-import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ffns import BF16, EACH, FORMS, Block, Gated, K, Literal, N, Pair, Plain, model, tokens
+from ffns import BF16, EACH, FORMS, Block, Gated, K, Literal, N, Pair, Plain, model, pickled, saved, tokens
 from torch import Tensor, nn
 
 import twell
@@ -76,17 +74,6 @@ def test_16_bits_through_the_operators(form: str) -> None:
         ours, theirs = (testing.errors(m(x).view(-1, K), exact.view(-1, K)) for m in (sparse, dense))
     # the layers around it round alike
     assert ours.within(theirs, 1.1), f"{ours} against {theirs}"
-
-
-def pickled(m: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(m))  # type: ignore[no-any-return]
-
-
-def saved(m: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(m, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
 
 
 def loaded(assign: bool) -> Callable[[nn.Module], nn.Module]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from ffns import BF16, Block, K, Literal, Pair, tokens, written
+from ffns import BF16, Block, K, Literal, Pair, pickled, tokens, written
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -122,7 +122,7 @@ CHANGES: dict[str, tuple[str, Callable[[Any], nn.Module]]] = {
 )
 @pytest.mark.parametrize(
     "through",
-    [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))],
+    [lambda m: m, copy.deepcopy, pickled],
     ids=["itself", "deepcopy", "pickle"],
 )
 def test_a_square_pair_that_is_changed_later_raises(kind: Any, change: str, through: Callable[[Any], Any]) -> None:
@@ -200,21 +200,15 @@ def test_threads_share_a_square_pair() -> None:
     apart = threading.Barrier(len(xs))
     # all threads are between the layers at once
     sparse[0].act = Waiting(apart)
-    got: dict[int, Tensor] = {}
 
-    def work(i: int) -> None:
+    def work(x: Tensor) -> None:
+        expected = dense(x)
         for _ in range(3):
             with torch.no_grad():
-                got[i] = sparse(xs[i])
+                torch.testing.assert_close(sparse(x), expected)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(xs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(got) == len(xs)
-    for i, x in enumerate(xs):
-        torch.testing.assert_close(got[i], dense(x))
+    with ThreadPoolExecutor(len(xs)) as threads:
+        list(threads.map(work, xs))
 
 
 class Waiting(nn.Identity):
