@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from ffns import Pair
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from twell._sparsify import sparsify_
@@ -102,3 +104,29 @@ def pair() -> Any:
     block = Pair(n=N, k=K)
     assert sparsify_(block) == ["fc2"]
     return block
+
+
+class Adapted(nn.Linear):
+    """A projection with more than weight and bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - 0.3
+
+
+class Waits(TorchDispatchMode):
+    """A mode that fails where the host would wait for a GPU: reading values, and tensors made from host numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        waits = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "bincount", "lift_fresh")
+        assert func._schema.name.removeprefix("aten::") not in waits, func
+        return func(*args, **(kwargs or {}))
+
+
+def without_waiting(step: Callable[[int], None]) -> None:
+    """Run six steps on a GPU, of which the first two load kernels and the others must not wait for it."""
+    for number in range(6):
+        torch.cuda.set_sync_debug_mode("error" if number > 1 else "default")
+        try:
+            step(number)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
