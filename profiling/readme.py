@@ -482,6 +482,40 @@ def memory() -> str:
     return markdown(header, "lrrr", cells)
 
 
+def unmeasured(name: str, command: str) -> str:
+    """A sentence while there is no file of these results; "" if there is one."""
+    return "" if Results(RESULTS).get(name) else f"Not measured yet: `{command}` makes the results."
+
+
+def beside_fp8() -> str:
+    """Dense in bf16 and in fp8 beside the sparse layer: times, and errors against float64."""
+    if missing := unmeasured("h200_fp8", "twell bench ffn,decode --fp8"):
+        return missing
+    rows, found = [], result("h200_fp8")
+    good = [row for row in found["rows"] if row["ms"] and not row["red"]]
+    for ours in good:
+        if ours["variant"] not in ("ffn", "decode"):
+            continue
+        suffix = "" if ours["variant"] == "ffn" else " decode"
+        dense = {
+            kind: row
+            for row in good
+            for kind in ("eager", "compiled", "fp8")
+            if (row["workload"], row["tokens"], row["variant"])
+            == (ours["workload"], ours["tokens"], f"dense {kind}{suffix}")
+        }
+        fp8, bf16 = dense["fp8"], min(float(dense[kind]["ms"]) for kind in ("eager", "compiled") if kind in dense)
+        cells = [f"`{ours['workload']}`", f"{ours['tokens']:,}"]
+        cells += [f"{ms * 1e3:.0f}" for ms in (bf16, fp8["ms"])] + [f"**{ours['ms'] * 1e3:.0f}**"]
+        cells += [f"{fp8['ms'] / ours['ms']:.2f}"]
+        rows.append(
+            [*cells, *(f"{100 * e:.2f} %" for e in (ours["dense_frobenius"], fp8["frobenius"], ours["frobenius"]))]
+        )
+    header = ["workload", "tokens", "dense bf16, us", "dense fp8", "twell", "fp8 over twell"]
+    table = markdown([*header, "error: bf16", "fp8", "twell"], "l" + "r" * 8, rows)
+    return f"{table}\n\n{found['machine']}"
+
+
 # Steps of a server
 
 
@@ -553,7 +587,7 @@ def relufied() -> str:
     """What was measured of dense models made sparse, with its chart; a sentence while there are no results."""
     found = Results(RESULTS).get(relufy_results.NAME)
     if found is None:
-        return "Not measured yet: `python -m profiling.relufy` makes the results."
+        return unmeasured(relufy_results.NAME, "python -m profiling.relufy")
     chart = (
         "<picture>\n"
         '  <source media="(prefers-color-scheme: dark)" srcset="../profiling/charts/relufy-dark.svg">\n'
@@ -568,8 +602,8 @@ def relufied() -> str:
 def relufied_speed() -> str:
     """The speed of the sparsest of these models; a sentence while there are no results."""
     name = f"{relufy_results.NAME}_model"
-    if Results(RESULTS).get(name) is None:
-        return "Not measured yet: `twell bench model` makes the results."
+    if missing := unmeasured(name, "twell bench model"):
+        return missing
     return f"{model_table([result(name)])}\n\n{model_machine(name)}"
 
 
@@ -626,6 +660,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "relufy": relufied,
     "relufy speed": relufied_speed,
     "paper code": paper_code,
+    "beside fp8": beside_fp8,
     "memory": memory,
     "serving": lambda: serving("h200_serving"),
     "serving machine": lambda: serving_machine("h200_serving"),
