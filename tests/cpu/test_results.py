@@ -201,6 +201,19 @@ def test_the_table_of_auto_at_points_that_it_is_not_fitted_to(root: Path) -> Non
     assert max(losses) < 0.3
 
 
+def test_the_papers_code_stands_beside_dense_and_twell(readme: Any, tmp_path: Path) -> None:
+    modes = {
+        mode: {"dense": 2.0 + i, "paper": 1.5 + i, "twell": 1.0 + i} for i, mode in enumerate(("queued", "waited"))
+    }
+    known = {"workload": "real6", "op": "train", "modes": modes, "wrong": "w_up: error 1 %", "red": ""}
+    lost = {"workload": "dense911", "op": "forward", "modes": {}, "wrong": "", "red": "illegal memory access"}
+    lost |= {"dense_ms": None, "ms": None}
+    write(tmp_path, "h200_paper_code", [known, lost])
+    table = cells(readme.paper_code().split("\n\n")[0])
+    assert table[0] == ["`real6`", "training step", "2.00", "1.50", "1.00", "3.00", "2.50", "2.00", "w_up: error 1 %"]
+    assert table[1] == ["`dense911`", "forward", *[""] * 6, "illegal memory access"]
+
+
 def test_fp8_stands_beside_the_faster_dense_and_the_sparse_layer(readme: Any, tmp_path: Path) -> None:
     assert "Not measured yet" in readme.beside_fp8()
     readme.result.cache_clear()

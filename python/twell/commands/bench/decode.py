@@ -117,9 +117,10 @@ class _Calls:
             return {"y": Comparison(testing.errors(y, right), dense, roundings)}, ""
 
         moved = 2 * self.token_bytes + 3 * layer.weight_bytes / ITEM
-        figures = {"executed": 3 * self.product, "moved": moved, "verify": verify}
-        figures["floor"] = layer.seconds(3 * self.product / fp8.RATE, moved)
-        return Variant(f"{fp8.NAME} decode", "decode", lambda i: (of(self.at(i).x, i),), 3 * self.product, **figures)
+        flop = 3 * self.product
+        floor = layer.seconds(flop / fp8.RATE, moved)
+        call = lambda i: (of(self.at(i).x, i),)  # noqa: E731
+        return Variant(f"{fp8.NAME} decode", "decode", call, flop, floor, verify=verify, executed=flop, moved=moved)
 
     def sparse(self, requested: str) -> Variant:
         variant = Variant("decode", "decode", lambda i: (), 3 * self.product, baseline=" decode", requested=requested)
