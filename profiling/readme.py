@@ -1,4 +1,4 @@
-"""Fill the tables of README.md and docs/: ``python -m profiling.readme``; ``--check`` compares only.
+"""Fill the tables of README.md, docs/ and profiling/results/: ``python -m profiling.readme``; ``--check`` compares.
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. NAME is a key of ``TABLES``, filled from
 profiling/results/, or a block of ``profiling.reference``, filled from the code. The rest of a page stays as it is.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import re
 import statistics
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from profiling import quality_results, reference, relufy_results
+from profiling import everything, measurements, quality_results, reference, relufy_results
 from profiling.draw.common import ResultError, Results, markdown
 from profiling.nsight import summarize
 from profiling.serving import replay
@@ -26,7 +25,7 @@ from profiling.sweep import lasting
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+PAGES = (ROOT / "README.md", RESULTS / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 LAYERS = ("real3", "topic29", "skew29", "uniform29", "real6", "topic128", "dense911")
 Row = dict[str, Any]
 
@@ -641,8 +640,26 @@ def most_nonzeros() -> str:
     return markdown(["layers like those of", *map(str, calls)], "lrrrr", cells)
 
 
+def commands() -> str:
+    """The commands that make each file of results, and their seconds."""
+    rows = []
+    for each in measurements.ALL:
+        said = "<br>".join(f"`{measurements.shown_command(command)}`" for command in each.commands)
+        seconds = f"{sum(each.seconds):,}{f' on {each.gpus} GPUs' if each.gpus > 1 else ''}" if each.seconds else ""
+        rows.append([f"`{each.name}`", each.shown, seconds, said or f"by hand: {each.by_hand}"])
+    return markdown(["file", "shown in", "seconds", "command"], "llrl", rows)
+
+
+def files() -> str:
+    """What is in each file of results."""
+    rows = [[f"`{each.name}`", each.content, each.shown] for each in measurements.ALL]
+    return markdown(["file", "content", "shown in"], "lll", rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "most non-zeros": most_nonzeros,
+    "commands": commands,
+    "files": files,
     "forward": forward,
     "mean speed-up": mean_speedup,
     "training": training,
@@ -702,13 +719,10 @@ def fill(text: str) -> str:
 
 def of_other_kernels() -> str:
     """One line that names results of other kernels than those of the sources; empty if there are none."""
-    from twell._runtime import fingerprint
-
-    now, others = fingerprint.source_hash()[:12], dict[str, list[str]]()
+    now, others = everything.present(), dict[str, list[str]]()
     for path in sorted(RESULTS.glob("*.json")):
-        found = re.search(r"kernels (\w{12})", json.loads(path.read_text()).get("machine", ""))
-        if found and found[1] != now:
-            others.setdefault(found[1], []).append(path.stem)
+        if (found := everything.kernels_of(path)) and found != now:
+            others.setdefault(found, []).append(path.stem)
     named = "; ".join(f"{hash_} {', '.join(names)}" for hash_, names in others.items())
     return f"note: results of other kernels than the sources, which are {now}: {named}" if named else ""
 
