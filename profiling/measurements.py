@@ -78,7 +78,7 @@ ALL = (
     Measurement(
         "h200_decode_autotuned",
         "decode beside dense that torch.compile tunes for each number of tokens",
-        "the page on when it pays",
+        "table decode autotuned",
         (
             f"{BENCH} decode --workload topic29 uniform29 real:$REAL/3 --m-decode 1,16,64,256 "
             "--compile max-autotune-no-cudagraphs --json $OUT",
@@ -88,7 +88,7 @@ ALL = (
     Measurement(
         "h200_large_layer",
         "a layer of Llama-3-8B's size, 4,096 to 14,336, forward, in training and decoding",
-        "the page on when it pays",
+        "table large layer",
         (
             f"{BENCH} ffn,train,decode -k 4096 -n 14336 --workload topic29 uniform29 topic128 --m-decode 1,16,64 "
             "--strategy row,union,auto --memory --json $OUT",
@@ -112,7 +112,7 @@ ALL = (
     Measurement(
         "h200_overfull",
         "training steps whose non-zeros exceed the hybrid format, beside dense, with their peak of memory",
-        "README; the page on when it pays",
+        "README; table over-full",
         (
             f"{BENCH} train,train_overflow --workload dense911 nnz=300,skew=1,tokens=0.5 --strategy union "
             "--compile none --memory --json $OUT",
@@ -132,7 +132,7 @@ ALL = (
     Measurement(
         "h200_few_ffn",
         "the same on 512 to 2,048 tokens",
-        "README; the page on when it pays",
+        "README; table few tokens",
         (
             f"{BENCH} ffn -m 512 1024 2048 --workload topic29 uniform29 --strategy row union auto --compile none "
             "--seconds 0.2 --json $OUT",
@@ -143,7 +143,7 @@ ALL = (
         "h200_host",
         "host time of eager calls and of calls that are waited for, dense and each strategy, beside replays of their "
         "CUDA graphs",
-        "notes on open work",
+        "table host; notes on open work",
         ("python -m profiling.host --out $OUT",),
         (35,),
     ),
@@ -201,7 +201,7 @@ ALL = (
     Measurement(
         "h200_model_hard",
         "a 1.5B model with random weights whose neighbouring tokens fire other neurons: the hardest pattern",
-        "the page on when it pays",
+        "table hard model",
         (f"{BENCH} model --config 1.5B --topic 0 --ops forward train --rounds 4 --json $OUT",),
         (120,),
     ),

@@ -527,6 +527,62 @@ def beside_fp8() -> str:
     return f"{table}\n\n{found['machine']}"
 
 
+def layer_calls(name: str, command: str) -> str:
+    """Layers of a file of twell bench beside the faster dense, in microseconds; a sentence while there is no file."""
+    if missing := unmeasured(name, command):
+        return missing
+    calls = {"ffn": "forward", "decode": "forward, weights outside L2", "train": "training step"}
+    calls["train_overflow"] = "training step, sparse"
+    rows, found = [], result(name)
+    for row in found["rows"]:
+        if row["variant"] in calls and row["ms"] and not row["red"]:
+            asked = row["requested"] if row["requested"] in ("", row["strategy"]) else f"auto: {row['strategy']}"
+            cells = [f"`{row['workload']}`", f"{row['tokens']:,}", f"{row['nnz']:.0f}", calls[row["variant"]], asked]
+            times = [row["ms"] * row["speedup_dense"], row["ms"]]
+            cells += [row["faster_dense"], f"{times[0] * 1e3:.0f}", f"**{times[1] * 1e3:.0f}**"]
+            rows.append([*cells, f"**{row['speedup_dense']:.2f}**"])
+    header = ["workload", "tokens", "non-zeros per token", "call", "strategy", "faster dense", "dense, us", "twell", ""]
+    return f"{markdown(header, 'lrrlllrrr', rows)}\n\n{found['machine']}"
+
+
+def host() -> str:
+    """Host time of calls, and of calls that are waited for."""
+    rows, found = [], result("h200_host")
+    for row in found["rows"]:
+        times = ["" if row[key] is None else f"{row[key] * scale:,.0f}" for key, scale in HOST_COLUMNS.values()]
+        layer = f"{row['layer']} ({row['chosen']})" if row["chosen"] else row["layer"]
+        rows.append([row["what"], f"{row['m']:,}", layer, *times])
+    return f"{markdown(['', 'tokens', 'layer', *HOST_COLUMNS], 'lrlrrr', rows)}\n\n{found['machine']}"
+
+
+# Columns in microseconds, their fields of a row, and what makes these microseconds.
+HOST_COLUMNS = {"host, us": ("host_us", 1), "waited for": ("waited_ms", 1e3), "replayed": ("replay_ms", 1e3)}
+
+
+def hard_model() -> str:
+    """A model whose neighbouring tokens fire other neurons."""
+    name = "h200_model_hard"
+    if missing := unmeasured(name, "twell bench model --topic 0"):
+        return missing
+    return f"{model_table([result(name)])}\n\n{result(name)['machine']}"
+
+
+def soak() -> str:
+    """What a soak did."""
+    if missing := unmeasured("h200_soak", "python -m tests.soak"):
+        return missing
+    run = result("h200_soak")
+    memory = " and ".join(
+        f"{seen['settled']:,.0f} MB {where} at first, {seen['most']:,.0f} at most"
+        for where, seen in (("of the GPU", run["gpu_mb"]), ("of the host", run["host_mb"]))
+    )
+    wrong = "; ".join(run["wrong"]) or "none"
+    return (
+        f"{run['calls']:,} calls of {run['cases']:,} cases in {run['seconds'] / 60:.0f} minutes; memory: {memory}. "
+        f"Faults: {wrong}. {run['machine']}"
+    )
+
+
 # Steps of a server
 
 
@@ -690,6 +746,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "relufy speed": relufied_speed,
     "paper code": paper_code,
     "beside fp8": beside_fp8,
+    "decode autotuned": lambda: layer_calls(
+        "h200_decode_autotuned", "twell bench decode --compile max-autotune-no-cudagraphs"
+    ),
+    "large layer": lambda: layer_calls("h200_large_layer", "twell bench ffn,train,decode -k 4096 -n 14336"),
+    "few tokens": lambda: layer_calls("h200_few_ffn", "twell bench ffn -m 512 1024 2048"),
+    "over-full": lambda: layer_calls("h200_overfull", "twell bench train,train_overflow"),
+    "host": host,
+    "hard model": hard_model,
+    "soak": soak,
     "memory": memory,
     "serving": lambda: serving("h200_serving"),
     "serving machine": lambda: serving_machine("h200_serving"),

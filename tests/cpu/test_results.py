@@ -214,6 +214,30 @@ def test_the_papers_code_stands_beside_dense_and_twell(readme: Any, tmp_path: Pa
     assert table[1] == ["`dense911`", "forward", *[""] * 6, "illegal memory access"]
 
 
+def test_layers_of_a_bench_stand_beside_the_faster_dense(readme: Any, tmp_path: Path) -> None:
+    assert "Not measured yet: `twell bench ffn`" in readme.layer_calls("h200_large_layer", "twell bench ffn")
+    readme.result.cache_clear()
+    known = {"workload": "topic29", "tokens": 512, "nnz": 29.4, "red": "", "faster_dense": "compiled"}
+    known |= {"variant": "ffn", "requested": "auto", "strategy": "row", "ms": 0.5, "speedup_dense": 1.5}
+    others = [{"requested": "row"}, {"red": "wrong"}, {"variant": "dense eager"}, {"variant": "train", "ms": None}]
+    write(tmp_path, "h200_large_layer", [known, *(known | other for other in others)])
+    table = cells(readme.layer_calls("h200_large_layer", "").split("\n\n")[0])
+    times = ["compiled", "750", "**500**", "**1.50**"]
+    assert table == [["`topic29`", "512", "29", "forward", strategy, *times] for strategy in ("auto: row", "row")]
+
+
+def test_host_times_and_a_soak_in_words(readme: Any, tmp_path: Path) -> None:
+    row = {"what": "forward", "layer": "twell auto", "m": 2048, "chosen": "row", "host_us": 77.4}
+    write(tmp_path, "h200_host", [row | {"waited_ms": None, "replay_ms": 0.5}])
+    assert cells(readme.host().split("\n\n")[0]) == [["forward", "2,048", "twell auto (row)", "77", "", "500"]]
+    memory = {name: {"settled": 10.0, "now": 11.0, "most": 12.0} for name in ("gpu_mb", "host_mb")}
+    run = {"calls": 3100, "cases": 100, "seconds": 540.0, "wrong": [], **memory}
+    write(tmp_path, "h200_soak", [], **run)
+    said = readme.soak()
+    assert said.startswith("3,100 calls of 100 cases in 9 minutes; memory: 10 MB of the GPU at first, 12 at most")
+    assert "Faults: none." in said
+
+
 def test_fp8_stands_beside_the_faster_dense_and_the_sparse_layer(readme: Any, tmp_path: Path) -> None:
     assert "Not measured yet" in readme.beside_fp8()
     readme.result.cache_clear()
