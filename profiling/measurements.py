@@ -273,8 +273,8 @@ ALL = (
     Measurement(
         "h200_parallel",
         "training steps on two GPUs by DDP, FSDP2 and tensor parallelism: speed and memory, dense and sparse",
-        "table two GPUs",
-        ("python -m profiling.parallel --out $OUT",),
+        "table several GPUs",
+        ("python -m torch.distributed.run --nproc-per-node 2 -m profiling.parallel --out $OUT",),
         (200,),
         gpus=2,
     ),

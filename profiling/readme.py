@@ -567,6 +567,23 @@ def hard_model() -> str:
     return f"{model_table([result(name)])}\n\n{result(name)['machine']}"
 
 
+def several_gpus() -> str:
+    """Training steps on two GPUs, dense and sparse."""
+    if missing := unmeasured("h200_parallel", "python -m profiling.parallel"):
+        return missing
+    names = {"alone": "no communication", "ddp": "DDP", "fsdp": "FSDP2", "tp": "tensor parallel"}
+    rows, found = [], result("h200_parallel")
+    for row in found["rows"]:
+        if row["ms"] and not row["red"]:
+            cells = [names[row["mode"]], row["variant"], f"{row['tokens']:,}", f"{row['ms']:.1f}"]
+            cells += [f"{row['tokens_per_ms']:.1f}", f"{row['speedup']:.2f}", shown(row, "peak_bytes", ".1f", 1e9)]
+            rows.append([*cells, ", ".join(f"{count} {name}" for name, count in sorted(row["strategies"].items()))])
+    header = ["", "variant", "tokens", "ms", "tokens/ms", "over dense", "peak GB with weights", "layers run"]
+    options = found["arguments"]
+    said = f"{options['config']}, {options['micro_batch']} sequences of {options['sequence']:,} tokens on each GPU."
+    return f"{markdown(header, 'llrrrrrl', rows)}\n\n{said} {found['machine']}"
+
+
 def soak() -> str:
     """What a soak did."""
     if missing := unmeasured("h200_soak", "python -m tests.soak"):
@@ -755,6 +772,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "host": host,
     "hard model": hard_model,
     "soak": soak,
+    "several GPUs": several_gpus,
     "memory": memory,
     "serving": lambda: serving("h200_serving"),
     "serving machine": lambda: serving_machine("h200_serving"),

@@ -238,6 +238,19 @@ def test_host_times_and_a_soak_in_words(readme: Any, tmp_path: Path) -> None:
     assert "Faults: none." in said
 
 
+def test_steps_on_several_gpus_are_shown_by_mode(readme: Any, tmp_path: Path) -> None:
+    assert "Not measured yet" in readme.several_gpus()
+    readme.result.cache_clear()
+    row = {"mode": "fsdp", "variant": "sparse eager", "tokens": 32768, "ms": 100.0, "tokens_per_ms": 327.68, "red": ""}
+    row |= {"speedup": 1.25, "peak_bytes": 20_400_000_000, "strategies": {"union": 7, "dense": 1}}
+    options = {"config": "1B", "micro_batch": 8, "sequence": 2048}
+    write(tmp_path, "h200_parallel", [row, row | {"red": "wrong", "ms": None}], arguments=options)
+    table, said = readme.several_gpus().split("\n\n")
+    figures = ["32,768", "100.0", "327.7", "1.25", "20.4", "1 dense, 7 union"]
+    assert cells(table) == [["FSDP2", "sparse eager", *figures]]
+    assert said.startswith("1B, 8 sequences of 2,048 tokens on each GPU.")
+
+
 def test_fp8_stands_beside_the_faster_dense_and_the_sparse_layer(readme: Any, tmp_path: Path) -> None:
     assert "Not measured yet" in readme.beside_fp8()
     readme.result.cache_clear()
