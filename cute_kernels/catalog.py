@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from .specs import Spec, all_specs
+from .specs import SM90, Spec, all_specs
 
 # The largest class is compiled on demand: few models have such a hidden size.
 MAX_SHIPPED_K = 8192
 
-SHIPPED: tuple[Spec, ...] = tuple(s for s in all_specs() if getattr(s, "k_max", 0) <= MAX_SHIPPED_K)
+SHIPPED: tuple[Spec, ...] = tuple(
+    s for s in all_specs() if getattr(s, "k_max", 0) <= MAX_SHIPPED_K and getattr(s, "family", SM90) == SM90
+)

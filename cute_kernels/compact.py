@@ -27,12 +27,12 @@ from cutlass import Float32, Int16, Int32, Int64, Uint8, Uint16, Uint32, const_e
 from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry
-from .sm90 import operands
-from .sm90.activation import power
-from .sm90.byte_counters import PITCH, count_token
-from .sm90.copies import address, load_values
-from .sm90.rows import count_of, nth_word, spilled_word
-from .sm90.values import (
+from .common import launch, operands
+from .common.activation import power
+from .common.byte_counters import PITCH, count_token
+from .common.copies import address, load_values
+from .common.rows import count_of, nth_word, spilled_word
+from .common.values import (
     MAGNITUDE,
     byte_sum,
     count_flags,
@@ -124,12 +124,16 @@ class Compact:
         self.shared = feasible.check_shared_memory(Shared)
         if const_expr(self.training):
             locate = self.locate(stats, chunks, sizes)
-            locate.launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True)
+            locate.launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=launch.overlaps())
         if words.shape[0] > 0:
             self.compact(
                 words, spill, entries, neurons, chunks, sizes, popularity, l1, size, words_per_tile, plain, capacity
             ).launch(
-                grid=(chunks.shape[0], 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
+                grid=(chunks.shape[0], 1, 1),
+                block=(THREADS, 1, 1),
+                min_blocks_per_mp=1,
+                stream=stream,
+                use_pdl=launch.overlaps(),
             )
 
     # ---- the two kernels ----
@@ -142,8 +146,8 @@ class Compact:
         """
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        launch.griddepcontrol_wait()
+        launch.griddepcontrol_launch_dependents()
         allocator = SmemAllocator()
         totals = allocator.allocate_tensor(Int32, cute.make_layout(THREADS))
         sums = allocator.allocate_tensor(Int32, cute.make_layout(WARPS))
@@ -212,8 +216,8 @@ class Compact:
         s = self.views(shared, chunks.shape[1] - 1, Int32(1))
         gate = (words, spill, width, tile)
         quads = cute.make_rmem_tensor((4, OWN), Uint32)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        launch.griddepcontrol_wait()
+        launch.griddepcontrol_launch_dependents()
         own, most = self.count_tokens(s, gate, quads, size, thread, warp, lane)
         for i in cutlass.range(thread, l1.shape[1], THREADS, unroll=1):
             l1[tile, i] = Float32(0.0)

@@ -28,7 +28,7 @@ from .specs import Spec
 
 def compile_spec(spec: Spec, options: str = "") -> Any:
     """Compile ``spec`` and return the callable; ``options`` are added to the compiler's own."""
-    module = importlib.import_module(f".{spec.op}", __package__)
+    module = importlib.import_module(f".{spec.module}", __package__)
     jit_object, fake_args = module.signature(spec)
     _name_kernels(jit_object, spec)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -6,10 +6,13 @@ A spec holds everything that changes code and nothing else. It is the cache key,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
+
+# Families of kernels, each in the folder of its name: sm_90a alone, and every GPU since sm_80.
+FAMILIES = SM90, PORTABLE = ("sm90", "sm80")
 
 # Row kernels keep a row of x or y in registers, so its size is fixed at compile time: the smallest class >= K.
 K_CLASSES = (512, 1024, 2048, 4096, 8192, 16384)
@@ -27,6 +30,7 @@ TILE_K_CLASSES = (1024, 2048, 4096)
 
 # Tokens of a tile of the gate GEMM, multiples of 16. Each is the fastest for some batches, see tuning.gate_pack.
 GATE_TOKENS = (48, 64, 96, 128, 144)
+PORTABLE_GATE_TOKENS = (64, 128)
 
 # Largest batches for which a gate GEMM for few tokens is compiled.
 FEW_TOKENS = (8, 32, 64)
@@ -64,12 +68,39 @@ class _Kernel:
     def symbol(self) -> str:
         return f"{self.op}_{DTYPES[self.dtype]}{self.suffix}"
 
+    @property
+    def module(self) -> str:
+        """The module with the kernel, inside this package."""
+        return self.op
+
 
 @dataclass(frozen=True)
-class GatePackSpec(_Kernel):
+class _FamilyKernel(_Kernel):
+    """A kernel that each family has in a file of its own."""
+
+    family: str = field(default=SM90, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.family not in FAMILIES:
+            raise ValueError(f"family must be one of {FAMILIES}, got {self.family!r}")
+
+    @property
+    def symbol(self) -> str:
+        portable = "" if self.family == SM90 else "portable_"
+        return f"{self.op}_{portable}{DTYPES[self.dtype]}{self.suffix}"
+
+    @property
+    def module(self) -> str:
+        return f"{self.family}.{self.op}"
+
+
+@dataclass(frozen=True)
+class GatePackSpec(_FamilyKernel):
     """``x, w_gate -> words, spill, stats``: the gate GEMM with packed output, of any compression.
 
-    A tile has 256 neurons and ``tokens`` tokens, one of ``GATE_TOKENS``.
+    A tile has 256 neurons and ``tokens`` tokens, one of ``GATE_TOKENS`` or, in the portable family, of
+    ``PORTABLE_GATE_TOKENS``.
     """
 
     tokens: int
@@ -77,8 +108,9 @@ class GatePackSpec(_Kernel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tokens not in GATE_TOKENS:
-            raise ValueError(f"tokens must be one of {GATE_TOKENS}, got {self.tokens}")
+        choices = GATE_TOKENS if self.family == SM90 else PORTABLE_GATE_TOKENS
+        if self.tokens not in choices:
+            raise ValueError(f"tokens must be one of {choices}, got {self.tokens}")
 
     @property
     def suffix(self) -> str:
@@ -86,7 +118,7 @@ class GatePackSpec(_Kernel):
 
 
 @dataclass(frozen=True)
-class GatePackFewSpec(_Kernel):
+class GatePackFewSpec(_FamilyKernel):
     """``x, w_gate -> words, spill, stats`` for batches of up to ``tokens``, of any compression."""
 
     tokens: int
@@ -103,7 +135,7 @@ class GatePackFewSpec(_Kernel):
 
 
 @dataclass(frozen=True)
-class UpDownSpec(_Kernel):
+class UpDownSpec(_FamilyKernel):
     """``x, packed gate, w_up, w_down -> y, l1``; if not ``gated``: ``packed activations, w_down -> y, l1``.
 
     For hidden sizes up to ``k_max``, one of ``K_CLASSES``.
@@ -129,7 +161,7 @@ class UpDownSpec(_Kernel):
 
 
 @dataclass(frozen=True)
-class UpDownTokenSpec(_Kernel):
+class UpDownTokenSpec(_FamilyKernel):
     """``UpDownSpec`` token by token: a ``cluster`` of CTAs for each, and ``k_max`` from ``TOKEN_K_CLASSES``."""
 
     k_max: int
@@ -149,7 +181,7 @@ class UpDownTokenSpec(_Kernel):
 
 
 @dataclass(frozen=True)
-class UpDownTileSpec(_Kernel):
+class UpDownTileSpec(_FamilyKernel):
     """``x, packed gate, w_up, w_down -> y, l1`` by tiles of few tokens.
 
     For hidden sizes up to ``k_max``, one of ``TILE_K_CLASSES``.
@@ -208,7 +240,7 @@ class CompactSpec(_Kernel):
 
 
 @dataclass(frozen=True)
-class SampledUpSpec(_Kernel):
+class SampledUpSpec(_FamilyKernel):
     """``x, w_up, hybrid gate -> hidden, l1``: the up projection at the non-zeros.
 
     The hidden state replaces the gate in the entries. For ``training`` the hidden state and the up projection go to
@@ -224,7 +256,7 @@ class SampledUpSpec(_Kernel):
 
 
 @dataclass(frozen=True)
-class SampledGradSpec(_Kernel):
+class SampledGradSpec(_FamilyKernel):
     """``dy, w_down, hybrid gate, up -> d_gate, d_up`` at the non-zeros."""
 
     gated: bool
@@ -236,7 +268,7 @@ class SampledGradSpec(_Kernel):
 
 
 @dataclass(frozen=True)
-class GatheredSpec(_Kernel):
+class GatheredSpec(_FamilyKernel):
     """``coefficients at the non-zeros, weight rows -> [M, K]``: the sum of ``products`` sparse products.
 
     0 products: one, whose coefficients are the values in the entries.
@@ -265,6 +297,10 @@ class RankSpec:
     def symbol(self) -> str:
         return self.op
 
+    @property
+    def module(self) -> str:
+        return self.op
+
 
 @dataclass(frozen=True)
 class MatrixTransposeSpec:
@@ -274,6 +310,10 @@ class MatrixTransposeSpec:
 
     @property
     def symbol(self) -> str:
+        return self.op
+
+    @property
+    def module(self) -> str:
         return self.op
 
 
@@ -290,7 +330,7 @@ class TransposeSpec(_Kernel):
 
 
 @dataclass(frozen=True)
-class WeightGradSpec(_Kernel):
+class WeightGradSpec(_FamilyKernel):
     """``x, dy, packed coefficients by neuron tile -> weight gradients``."""
 
     gated: bool
@@ -306,7 +346,7 @@ OVERFLOW_MODES = ("forward", "backward")
 
 
 @dataclass(frozen=True)
-class OverflowSpec(_Kernel):
+class OverflowSpec(_FamilyKernel):
     """A pass over a batch whose non-zeros exceed the hybrid format's capacity, by dense products."""
 
     mode: str
@@ -347,6 +387,7 @@ def all_specs() -> tuple[Spec, ...]:
     flags = (False, True)
     return (
         *(GatePackSpec(d, t) for d in DTYPES for t in GATE_TOKENS),
+        *(GatePackSpec(d, t, family=PORTABLE) for d in DTYPES for t in PORTABLE_GATE_TOKENS),
         *(UpDownSpec(d, k, g) for d in DTYPES for k in K_CLASSES for g in flags),
         *(GatePackFewSpec(d, t) for d in DTYPES for t in FEW_TOKENS),
         *(UpDownTokenSpec(d, k, c, g) for d in DTYPES for c, ks in TOKEN_K_CLASSES.items() for k in ks for g in flags),

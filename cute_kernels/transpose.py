@@ -24,10 +24,10 @@ from cutlass import Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry
-from .sm90 import operands
-from .sm90.activation import hidden, power
-from .sm90.byte_counters import PITCH, count_token
-from .sm90.values import byte_sum, high_to_float, low_to_float, prefix_sum, split_value, widen
+from .common import launch, operands
+from .common.activation import hidden, power
+from .common.byte_counters import PITCH, count_token
+from .common.values import byte_sum, high_to_float, low_to_float, prefix_sum, split_value, widen
 from .specs import TransposeSpec
 
 TOKENS = geometry.TOKEN_TILE
@@ -151,11 +151,15 @@ class Transpose:
             grid=(cute.ceil_div(tiles.shape[0], SCAN_WARPS), 1, 1),
             block=(32 * SCAN_WARPS, 1, 1),
             stream=stream,
-            use_pdl=True,
+            use_pdl=launch.overlaps(),
         )
         if chunks.shape[0] > 0:
             self.place(hybrid, Coefficients(up, d_gate, d_up), results, activation).launch(
-                grid=(chunks.shape[0], 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
+                grid=(chunks.shape[0], 1, 1),
+                block=(THREADS, 1, 1),
+                min_blocks_per_mp=1,
+                stream=stream,
+                use_pdl=launch.overlaps(),
             )
 
     # ---- the three kernels ----
@@ -163,7 +167,7 @@ class Transpose:
     @cute.kernel
     def count(self, hybrid: Hybrid, groups: cute.Tensor, capacity: Int32):
         at = self.thread_index()
-        cute.arch.griddepcontrol_launch_dependents()
+        launch.griddepcontrol_launch_dependents()
         s, _ = self.views(SmemAllocator().allocate(self.shared), hybrid.slot.shape[0])
         if hybrid.sizes[hybrid.chunks.shape[0]] <= capacity:
             listed = self.load_list(s, hybrid, at)
@@ -188,8 +192,8 @@ class Transpose:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         r = cute.arch.block_idx()[0] * SCAN_WARPS + warp
         token_tiles = groups.shape[1]
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        launch.griddepcontrol_wait()
+        launch.griddepcontrol_launch_dependents()
         if r < tiles.shape[0] and sizes[token_tiles] <= capacity:
             entries, tokens = Int32(0), Int32(0)
             own = cute.make_rmem_tensor((2, BATCHES), Int32)
@@ -217,7 +221,7 @@ class Transpose:
     def place(self, hybrid: Hybrid, given: Coefficients, results: ByNeuron, activation: Int32):
         at = self.thread_index()
         s, room = self.views(SmemAllocator().allocate(self.shared), hybrid.slot.shape[0])
-        cute.arch.griddepcontrol_wait()
+        launch.griddepcontrol_wait()
         if hybrid.sizes[hybrid.chunks.shape[0]] <= given.d_gate.shape[0]:
             listed = self.load_list(s, hybrid, at)
             total = results.tiles.shape[0]

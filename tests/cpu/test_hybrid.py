@@ -387,7 +387,7 @@ def test_kernels_get_the_arguments_that_they_are_compiled_for(
     assert stored == [(264, 0), (0, 264)]
     for spec, arguments in launched:
         assert spec in specs.all_specs()
-        _, fakes = kernel_module(spec.op).signature(spec)
+        _, fakes = kernel_module(spec.module).signature(spec)
         assert len(arguments) == len(fakes), spec
         for place, (argument, fake) in enumerate(zip(arguments, fakes, strict=True)):
             assert (argument is None) == (fake is None), (spec, place)

@@ -434,7 +434,7 @@ def test_kernels_get_the_arguments_that_they_are_compiled_for(
         *(*gated, *plain),
     ]
     for spec, arguments in launched:
-        _, fakes = kernel_module(spec.op).signature(spec)
+        _, fakes = kernel_module(spec.module).signature(spec)
         assert len(arguments) == len(fakes)
         for argument, fake in zip(arguments, fakes, strict=True):
             assert (argument is None) == (fake is None)

@@ -13,7 +13,7 @@ tokens as the scratch `parts` [P, tokens, N].
     gate = relu(x . w_gate + b_gate) rounded, up = x . w_up + b_up, dh = dy . w_down + dl1 * sign(h),
     d_gate = dh * up, d_up = dh * gate; all zero where the gate is. An empty bias stands for none.
 
-So it is for relu; for the other activations see sm90/activation.py. Without an up projection, up is 1 and there is no
+So it is for relu; for the other activations see common/activation.py. Without an up projection, up is 1 and there is no
 part for d_up.
 
 All are persistent and warp-specialized, a cluster of two CTAs per pair of SMs. The CTAs have the same columns and share
@@ -44,14 +44,14 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from . import feasible, geometry
-from .sm90 import operands
-from .sm90.activation import above, add_l1, gradients, hidden
-from .sm90.mma import store_matrices
-from .sm90.sums import add_flushed, flush_sums
-from .sm90.swizzle import swizzle_column, swizzle_piece
-from .sm90.values import MAGNITUDE, high_to_float, low_to_float, pack, relu_pack, warp_sum
-from .specs import OverflowSpec
+from .. import feasible, geometry
+from ..common import operands
+from ..common.activation import above, add_l1, gradients, hidden
+from ..common.sums import add_flushed, flush_sums
+from ..common.swizzle import swizzle_column, swizzle_piece
+from ..common.values import MAGNITUDE, high_to_float, low_to_float, pack, relu_pack, warp_sum
+from ..specs import OverflowSpec
+from .mma import store_matrices
 
 TILE_M, TILE_N, TILE_K = 128, 256, 64
 # neurons of a tile of `hidden` and `gradients`, and columns of a group's buffer
@@ -311,7 +311,7 @@ class ScoreOperands(NamedTuple):
     tokens: Any
     neurons: Any
     gated: Any
-    activation: Any  # and threshold: see sm90/activation.py
+    activation: Any  # and threshold: see common/activation.py
     threshold: Any
 
 

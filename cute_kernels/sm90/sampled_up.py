@@ -1,6 +1,6 @@
 """The up projection at the non-zeros of a hybrid gate: up = x[m] . w_up[c] + bias[c], hidden = gate * up, and sums of
 |hidden|. The hidden state replaces the gate in the entries; training stores hidden and up in tensors of their own. So
-it is for relu; for the other activations see sm90/activation.py.
+it is for relu; for the other activations see common/activation.py.
 
 Persistent, one CTA per SM. A unit of work is a tile of 128 tokens and up to 256 neurons of its list; each row of w in
 the union of 128 tokens' neurons is read once. Two kinds of warp groups:
@@ -30,14 +30,15 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from . import feasible, geometry
-from .sm90 import operands
-from .sm90.activation import hidden
-from .sm90.ring import open_ring, release
-from .sm90.sparse_product import GROUP_THREADS, REGISTERS_FILL, REGISTERS_MMA, THREADS, copy_async
-from .sm90.swizzle import swizzle_column, swizzle_piece
-from .sm90.values import high_to_float, pack, warp_sum, widen
-from .specs import SampledUpSpec
+from .. import feasible, geometry
+from ..common import operands
+from ..common.activation import hidden
+from ..common.copies import copy_async
+from ..common.swizzle import swizzle_column, swizzle_piece
+from ..common.values import high_to_float, pack, warp_sum, widen
+from ..specs import SampledUpSpec
+from .ring import open_ring, release
+from .sparse_product import GROUP_THREADS, REGISTERS_FILL, REGISTERS_MMA, THREADS
 
 TILE_M, TILE_N, TILE_K = geometry.TOKEN_TILE, 256, 64
 STAGES = 3

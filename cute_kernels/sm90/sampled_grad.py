@@ -1,7 +1,7 @@
 """Gradients at the non-zeros of a hybrid gate: dh = dy[m] . w_down[c] + dl1 sign(h), d_gate = dh * up and
 d_up = dh * gate, each as two 16-bit values: the rounded one and its rounding error.
 
-So it is for relu; for the other activations see sm90/activation.py. The kernel is that of sampled_up.py with dy in
+So it is for relu; for the other activations see common/activation.py. The kernel is that of sampled_up.py with dy in
 place of x and w_down in place of w_up. If not gated, up is 1 and only d_gate is computed.
 """
 
@@ -11,11 +11,11 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from ..common import operands
+from ..common.activation import add_l1, gradients, hidden
+from ..common.values import high_to_float, split_value
+from ..specs import SampledGradSpec
 from .sampled_up import Operands, SampledUp
-from .sm90 import operands
-from .sm90.activation import add_l1, gradients, hidden
-from .sm90.values import high_to_float, split_value
-from .specs import SampledGradSpec
 
 
 class Pointwise(NamedTuple):

@@ -25,12 +25,14 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from . import feasible, geometry
-from .sm90 import operands
-from .sm90.activation import power_pair
-from .sm90.copies import address
-from .sm90.ring import open_ring
-from .sm90.sparse_product import (
+from .. import feasible, geometry
+from ..common import operands
+from ..common.activation import power_pair
+from ..common.copies import address
+from ..common.values import widen
+from ..specs import GatheredSpec
+from .ring import open_ring
+from .sparse_product import (
     GROUP_THREADS,
     MMA_WARPS,
     REGISTERS_FILL,
@@ -43,8 +45,6 @@ from .sm90.sparse_product import (
     store_coefficient,
     store_rounded,
 )
-from .sm90.values import widen
-from .specs import GatheredSpec
 
 TILE_M, TILE_N, TILE_K = geometry.TOKEN_TILE, 256, geometry.CHUNK
 # most token tiles that are sorted: 131,072 tokens. With more, the load balances without it
@@ -65,7 +65,7 @@ class Operands(NamedTuple):
     sizes: Any
     out: Any
     flushed: Any  # partial sums of long lists
-    activation: Any  # of the values in entries, see sm90/activation.py
+    activation: Any  # of the values in entries, see common/activation.py
     slabs: Any
     units: Any
     order: Any = None  # in shared memory: token tiles, longest list first

@@ -1,7 +1,7 @@
 """Gated up and down projections on the pattern of a packed gate: y[m] = sum over non-zeros c of h[m, c] * w_down[c],
 with h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]). Strategy `row`: only the weight rows of non-zeros are read.
 If not `gated`, the packed values are h: neither x nor up rows are read, and there are no dot products. So it is for
-relu; for the other activations see sm90/activation.py.
+relu; for the other activations see common/activation.py.
 
 The bound is L2: two rows of K values per non-zero. Eight consecutive tokens share a CTA, and each weight row of the
 union of their neurons is read once. Two launches:
@@ -36,13 +36,13 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from . import feasible, geometry, up_down_token
-from .sm90 import operands
-from .sm90.activation import hidden, power
-from .sm90.copies import address, bulk_copy, load_peer, load_values, store_values
-from .sm90.mma import load_matrices_transposed, mma_16x8x8, mma_16x8x16
-from .sm90.rows import count_of, spilled_word
-from .sm90.values import (
+from .. import feasible, geometry
+from ..common import operands
+from ..common.activation import hidden, power
+from ..common.copies import address, load_values, store_values
+from ..common.mma import load_matrices_transposed, mma_16x8x8, mma_16x8x16
+from ..common.rows import count_of, spilled_word
+from ..common.values import (
     MAGNITUDE,
     high_to_float,
     low_to_float,
@@ -53,7 +53,9 @@ from .sm90.values import (
     split_pair,
     widen,
 )
-from .specs import UpDownSpec
+from ..specs import UpDownSpec
+from . import up_down_token
+from .copies import bulk_copy, load_peer
 from .up_down_token import Operands
 
 TOKENS = geometry.GROUP_ROWS
@@ -389,7 +391,7 @@ class UpDown:
     def stream(self, o, s, x_frag, acc, neurons, phases, at, apart: cutlass.Constexpr):
         """Add h times the listed neurons' down rows to `acc`; return each lane's part of sum |h|, and the phases.
 
-        `apart`: the sums are too long for tensor cores, see sm90/sums.py.
+        `apart`: the sums are too long for tensor cores, see common/sums.py.
         """
         warp, lane = at.warp, at.lane
         batches = cute.ceil_div(neurons, BATCH)

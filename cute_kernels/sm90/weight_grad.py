@@ -28,11 +28,12 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from . import feasible, geometry
-from .sm90 import operands
-from .sm90.copies import address
-from .sm90.ring import open_ring
-from .sm90.sparse_product import (
+from .. import feasible, geometry
+from ..common import operands
+from ..common.copies import address
+from ..specs import WeightGradSpec
+from .ring import open_ring
+from .sparse_product import (
     GROUP_THREADS,
     MMA_WARPS,
     REGISTERS_FILL,
@@ -45,7 +46,6 @@ from .sm90.sparse_product import (
     store_coefficient,
     store_rounded,
 )
-from .specs import WeightGradSpec
 
 TILE_M, TILE_N, TILE_K = geometry.NEURON_TILE, 256, geometry.CHUNK
 

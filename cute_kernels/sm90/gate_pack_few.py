@@ -29,14 +29,14 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from . import feasible, geometry
-from .gate_pack import fake_arguments
-from .sm90 import operands
-from .sm90.activation import above
-from .sm90.copies import address, load_peer, store_peer, store_values
-from .sm90.ring import open_ring, release
-from .sm90.values import count_flags, lanes_before, nonzero_flags, relu_pack, value_bits
-from .specs import GatePackFewSpec
+from .. import feasible, geometry
+from ..common import operands
+from ..common.activation import above
+from ..common.copies import address, store_values
+from ..common.values import count_flags, lanes_before, nonzero_flags, relu_pack, value_bits
+from ..specs import GatePackFewSpec
+from .copies import load_peer, store_peer
+from .ring import open_ring, release
 
 TILE_N, TILE_K = geometry.TILE, 64
 # CTAs of a cluster: parts of a tile's neurons, and splits of K
@@ -318,4 +318,4 @@ def pack_words(quad: Any, neuron: Uint32, words: Any, width: Int32, lane: Int32)
 
 def signature(spec: GatePackFewSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
-    return GatePackFew(spec), fake_arguments(spec)
+    return GatePackFew(spec), operands.gate_pack(spec.dtype)

@@ -1,6 +1,6 @@
 """The gated up and down projections of up_down.py, token by token: y[m] = sum over non-zeros c of h[m, c] * w_down[c],
 with h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]). If not `gated`, the packed values are h. So it is for relu; for
-the other activations see sm90/activation.py.
+the other activations see common/activation.py.
 
 A cluster of `cluster` CTAs, 1 to 8, computes a token, each CTA a part of the columns; tokens share nothing. Few tokens
 take large clusters, for latency. Many tokens take one CTA each, three or four on an SM: some list while others stream.
@@ -34,13 +34,23 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from . import feasible, geometry
-from .sm90 import operands
-from .sm90.activation import hidden, power
-from .sm90.copies import address, load_values, load_values_if, send_float, store_values
-from .sm90.rows import count_of, spilled_word
-from .sm90.values import count_flags, high_to_float, low_to_float, lowest_bit, nonzero_flags, pack, prefix_sum, warp_sum
-from .specs import UpDownSpec, UpDownTokenSpec
+from .. import feasible, geometry
+from ..common import operands
+from ..common.activation import hidden, power
+from ..common.copies import address, load_values, load_values_if, store_values
+from ..common.rows import count_of, spilled_word
+from ..common.values import (
+    count_flags,
+    high_to_float,
+    low_to_float,
+    lowest_bit,
+    nonzero_flags,
+    pack,
+    prefix_sum,
+    warp_sum,
+)
+from ..specs import UpDownSpec, UpDownTokenSpec
+from .copies import send_float
 
 WARPS = 8
 THREADS = 32 * WARPS
@@ -68,7 +78,7 @@ class Operands(NamedTuple):
     y: Any
     l1: Any
     width: Any  # words of a tile
-    activation: Any  # see sm90/activation.py
+    activation: Any  # see common/activation.py
 
 
 class Thread(NamedTuple):
