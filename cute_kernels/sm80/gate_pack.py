@@ -1,13 +1,9 @@
 """Gate GEMM that emits TwELL, for every GPU since sm_80: the operands, the results and their order are those of
 sm90/gate_pack.py.
 
-Persistent, one CTA per SM. A CTA's tile is `tokens` tokens and 256 neurons, in steps of 32 columns of x and w. Eight
-warps do everything, two by four on the tile, 64 x 64 sums each with 128 tokens:
+Persistent, one CTA per SM. A CTA's tile is `tokens` tokens and 256 neurons; product.py has its main loop. The last steps
+of a tile are followed by the first ones of the CTA's next tile, which arrive while this one is packed.
 
-    load    cp.async, 16 bytes per thread, into a ring of stages, STAGES steps ahead; the last steps of a tile are
-            followed by the first of the CTA's next tile, which arrive while this one is packed.
-    mma     ldmatrix and mma.sync m16n8k16. Fragments of the next 16 columns are loaded before the products of these.
-            One barrier per step: its stage is complete, the stage before it has been read.
     pack    from the registers. Four lanes share a row of a warp's sums. A bit per value, exchanged between them, gives
             the ranks; counts of the four warps that share a token go through shared memory.
 
@@ -25,16 +21,12 @@ from cutlass.memory import SmemAllocator
 from .. import feasible, geometry
 from ..common import launch, operands
 from ..common.activation import above_signs
-from ..common.copies import address, copy_async, store_values
-from ..common.mma import load_matrices, mma_16x8x16
+from ..common.copies import address, store_values
 from ..common.values import byte_sum, lowest_bit, relu_pack
 from ..specs import GatePackSpec
+from .product import PASS, PIECE, PIECES, STAGES, THREADS, TILE_K, TILE_N, WARPS_N, Product, thread_index
 
-TILE_N, TILE_K = geometry.TILE, 32
-# blocks of 16 columns of a step; 16-byte pieces of a row of a stage, and their values
-BLOCKS, PIECES, PIECE = TILE_K // 16, TILE_K // 8, 8
-STAGES = 4
-WARPS_N = 4
+assert TILE_N == geometry.TILE
 
 
 class Operands(NamedTuple):
@@ -58,15 +50,6 @@ class Extent(NamedTuple):
     k_tiles: Int32
 
 
-class Thread(NamedTuple):
-    """Indices of a thread, and of its warp on the tile."""
-
-    thread: Any
-    lane: Any
-    warp_m: Any
-    warp_n: Any
-
-
 class Place(NamedTuple):
     """A tile by tokens and neurons, and what this thread loads of it, from its first rows of x and of w on."""
 
@@ -78,26 +61,15 @@ class Place(NamedTuple):
     neurons: Any
 
 
-def swizzle(row: Any, piece: Any) -> Any:
-    """Offset, in values, of a piece in its row of 64 bytes: eight rows of one column hit different banks."""
-    return (piece ^ ((row >> 1) & (PIECES - 1))) * PIECE
-
-
-class GatePack:
+class GatePack(Product):
     """For one dtype and number of tokens per tile; sizes, strides and width stay symbolic. An empty bias is none."""
 
     def __init__(self, spec: GatePackSpec):
         self.dtype = operands.DTYPES[spec.dtype]
         self.tokens = spec.tokens
-        self.warps_m = 2
-        self.threads = 32 * self.warps_m * WARPS_N
-        # fragments of 16 tokens and of 8 neurons per warp
-        self.m_frags, self.n_frags = self.tokens // self.warps_m // 16, TILE_N // WARPS_N // 8
+        self.set_rows(self.tokens)
         # tiles of tokens in a band, see `tile_of`
         self.group = 1024 // self.tokens
-        self.stage_values = (self.tokens + TILE_N) * TILE_K
-        # 16-byte copies of a thread per step
-        self.copies = self.stage_values // PIECE // self.threads
 
     @cute.jit
     def __call__(
@@ -126,7 +98,7 @@ class GatePack:
         if m_tiles * n_tiles > 0:
             self.kernel(Operands(x, w, bias, words, spill, stats, words_per_tile, threshold), extent).launch(
                 grid=(cutlass.min(m_tiles * n_tiles, max_ctas), 1, 1),
-                block=(self.threads, 1, 1),
+                block=(THREADS, 1, 1),
                 min_blocks_per_mp=1,
                 stream=stream,
                 use_pdl=launch.overlaps(),
@@ -134,50 +106,22 @@ class GatePack:
 
     @cute.kernel
     def kernel(self, o: Operands, extent: Extent):
-        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        at = Thread(thread, lane, warp // WARPS_N, warp % WARPS_N)
+        at = thread_index()
         shared = SmemAllocator().allocate(self.shared)
         ring, counts = shared.ring.data_ptr(), shared.counts.data_ptr()
         launch.griddepcontrol_wait()
         launch.griddepcontrol_launch_dependents()
 
-        tile = cute.arch.block_idx()[0]
+        tile, stage = cute.arch.block_idx()[0], Int32(0)
         place = self.place_of(o, tile, at, extent)
-        for step in range_constexpr(STAGES):
-            for piece in range_constexpr(self.copies):
-                self.load_piece(o, ring, place, Int32(step), Int32(step), piece, thread)
-            cute.arch.cp_async_commit_group()
-        a_source, b_source = self.fragment_sources(ring, at)
-        rA = cute.make_rmem_tensor((4, self.m_frags, 2), Uint32)
-        rB = cute.make_rmem_tensor((2, self.n_frags, 2), Uint32)
-        acc = cute.make_rmem_tensor((4, self.n_frags, self.m_frags), Float32)
-        cute.arch.cp_async_wait_group(STAGES - 1)
-        cute.arch.sync_threads()
-        stage = Int32(0)
-        self.load_fragments(rA, rB, a_source, b_source, stage, 0)
+        f = self.fragments(ring, at)
+        self.begin(o, ring, f, place, stage, at)
         while tile < extent.m_tiles * extent.n_tiles:
             tile += cute.arch.grid_dim()[0]
             following = self.place_of(o, tile, at, extent)
-            acc.fill(0.0)
-            for k in cutlass.range(extent.k_tiles, unroll=1):
-                step, source, free = k + STAGES, place, stage
-                if step >= extent.k_tiles:
-                    step, source = step - extent.k_tiles, following
-                for block in range_constexpr(BLOCKS):
-                    if const_expr(block == BLOCKS - 1):
-                        # the next step has arrived; all warps have read this step's stage
-                        cute.arch.cp_async_wait_group(STAGES - 2)
-                        cute.arch.sync_threads()
-                        stage = stage + 1 if stage + 1 < STAGES else 0
-                    self.load_fragments(rA, rB, a_source, b_source, stage, (block + 1) % BLOCKS)
-                    for i in range_constexpr(self.m_frags):
-                        self.multiply(acc, rA, rB, block % 2, i)
-                        if const_expr(block == BLOCKS - 1):
-                            for piece in range_constexpr(i, self.copies, self.m_frags):
-                                self.load_piece(o, ring, source, step, free, piece, thread)
-                cute.arch.cp_async_commit_group()
-            self.pack(o, acc, counts, place, at)
+            f.acc.fill(0.0)
+            stage = self.multiply_steps(o, ring, f, place, following, extent.k_tiles, stage, at, True)
+            self.pack(o, f.acc, counts, place, at)
             place = following
         cute.arch.cp_async_wait_group(0)
 
@@ -213,64 +157,14 @@ class GatePack:
 
     @cute.jit
     def load_piece(self, o, ring, place, step, stage, index: cutlass.Constexpr, thread):
-        """Start copy `index` of a thread's 16-byte copies for a step.
-
-        Thread t copies piece t % PIECES of rows t / PIECES + rows j. Outside the matrices nothing is read: zeros.
-        """
-        rows = self.threads // PIECES
-        own, piece = thread // PIECES, thread % PIECES
-        from_x = index * rows < self.tokens
-        first = index * rows if const_expr(from_x) else index * rows - self.tokens
+        from_x = index * PASS < self.tokens
+        first = index * PASS if const_expr(from_x) else index * PASS - self.tokens
         matrix = o.x if const_expr(from_x) else o.w
         offset, left = (place.x, place.tokens) if const_expr(from_x) else (place.w, place.neurons)
-        column = step * TILE_K + piece * PIECE
+        column = step * TILE_K + thread % PIECES * PIECE
         source = matrix.iterator + (offset + column) + Int64(matrix.stride[0]) * first
-        target = ring + (stage * self.stage_values + own * TILE_K + swizzle(own, piece) + index * rows * TILE_K)
         exists = (column < matrix.shape[1]) & (first < left)
-        copy_async(target, source, Int32(16) if exists else Int32(0))
-
-    # ---- multiply ----
-
-    @cute.jit
-    def fragment_sources(self, ring, at):
-        """Addresses, in stage 0, of the rows that this lane passes to ldmatrix; for each 16 columns of a step.
-
-        Matrices of A: rows 0-7 and 8-15 of columns 0-7, then of columns 8-15. Of B: columns 0-7 and 8-15 of neurons
-        0-7, then of neurons 8-15.
-        """
-        a_row = at.warp_m * (16 * self.m_frags) + (at.lane & 15)
-        b_row = at.warp_n * (8 * self.n_frags) + (at.lane & 7) + (at.lane >> 4) * 8
-        a, b = [], []
-        for block in range_constexpr(BLOCKS):
-            a.append(ring + (a_row * TILE_K + swizzle(a_row, 2 * block + (at.lane >> 4))))
-            b_at = b_row * TILE_K + swizzle(b_row, 2 * block + ((at.lane >> 3) & 1))
-            b.append(ring + (self.tokens * TILE_K + b_at))
-        return a, b
-
-    @cute.jit
-    def load_fragments(self, rA, rB, a_source, b_source, stage, block: cutlass.Constexpr):
-        """Load the fragments of 16 columns of a stage."""
-        a, b = (source[block] + stage * self.stage_values for source in (a_source, b_source))
-        for i in range_constexpr(self.m_frags):
-            four = load_matrices(a + i * 16 * TILE_K)
-            for j in range_constexpr(4):
-                rA[j, i, block % 2] = four[j]
-        for i in range_constexpr(self.n_frags // 2):
-            four = load_matrices(b + i * 16 * TILE_K)
-            for j in range_constexpr(4):
-                rB[j % 2, 2 * i + j // 2, block % 2] = four[j]
-
-    @cute.jit
-    def multiply(self, acc, rA, rB, buffer: cutlass.Constexpr, i: cutlass.Constexpr):
-        """Add the products of 16 tokens, by one set of fragments."""
-        for k in range_constexpr(self.n_frags):
-            # neighbours share an operand
-            n = k if i % 2 == 0 else self.n_frags - 1 - k
-            a = [rA[j, i, buffer] for j in range(4)]
-            sums = [acc[j, n, i] for j in range(4)]
-            sums = mma_16x8x16(sums, *a, rB[0, n, buffer], rB[1, n, buffer], self.dtype)
-            for j in range_constexpr(4):
-                acc[j, n, i] = sums[j]
+        self.copy_piece(ring, source, stage, index, exists, thread)
 
     # ---- pack ----
 
@@ -341,7 +235,7 @@ class GatePack:
         zeros = cute.make_rmem_tensor((4,), Uint32)
         zeros.fill(0)
         per_row = o.width // 4
-        for i in cutlass.range(at.thread, self.tokens * per_row, self.threads, unroll=1):
+        for i in cutlass.range(at.thread, self.tokens * per_row, THREADS, unroll=1):
             own = i // per_row
             m = row * self.tokens + own
             if m < o.x.shape[0]:
