@@ -1,8 +1,8 @@
 """Gate GEMM that emits TwELL, for every GPU since sm_80: the operands, the results and their order are those of
 sm90/gate_pack.py.
 
-Persistent, one CTA per SM. A CTA's tile is `tokens` tokens and 256 neurons; product.py has its main loop. The last steps
-of a tile are followed by the first ones of the CTA's next tile, which arrive while this one is packed.
+Persistent, one CTA per SM. A CTA's tile is `tokens` tokens and 256 neurons; product.py has its main loop. The last
+steps of a tile are followed by the first ones of the CTA's next tile, which arrive while this one is packed.
 
     pack    from the registers. Four lanes share a row of a warp's sums. A bit per value, exchanged between them, gives
             the ranks; counts of the four warps that share a token go through shared memory.

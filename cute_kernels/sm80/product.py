@@ -48,10 +48,13 @@ class Fragments(NamedTuple):
     b_source: Any
 
 
-def thread_index() -> Thread:
-    """The indices of this thread."""
-    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    return Thread(cute.arch.thread_idx()[0], cute.arch.lane_idx(), warp // WARPS_N, warp % WARPS_N)
+def thread_index(again: bool = False) -> Thread:
+    """The indices of this thread; `again`: of which the compiler does not know that it has them already."""
+    thread = cute.arch.thread_idx()[0]
+    if again:
+        thread = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[thread])
+    warp = cute.arch.make_warp_uniform(thread // 32)
+    return Thread(thread, thread & 31, warp // WARPS_N, warp % WARPS_N)
 
 
 def swizzle(row: Any, piece: Any) -> Any:
