@@ -397,7 +397,7 @@ def all_specs() -> tuple[Spec, ...]:
         *(CompactSpec(d, t) for d in DTYPES for t in flags),
         *(SampledUpSpec(d, t, family=f) for f in FAMILIES for d in DTYPES for t in flags),
         *(SampledGradSpec(d, g, family=f) for f in FAMILIES for d in DTYPES for g in flags),
-        *(GatheredSpec(d, p) for d in DTYPES for p in range(3)),
+        *(GatheredSpec(d, p, family=f) for f in FAMILIES for d in DTYPES for p in range(3)),
         RankSpec(),
         MatrixTransposeSpec(),
         *(TransposeSpec(d, g) for d in DTYPES for g in flags),

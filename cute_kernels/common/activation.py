@@ -55,10 +55,10 @@ def power_pair(pair: Uint32, activation: Int32, dtype: cutlass.Constexpr) -> Uin
     ones = Uint32(0x3F803F80 if const_expr(dtype is cutlass.BFloat16) else 0x3C003C00)
     factor = cutlass.select_(activation == RELU2, pair, ones)
     return cute.arch.inline_ptx(
-        # sm_80 has no product of bfloat16 pairs; adding -0 changes no bit
-        f"fma.rn.{ptx_type(dtype)}x2 {{$w0}}, {{$r0}}, {{$r1}}, {{$r2}};",
+        # sm_80 has no product of bfloat16 pairs; adding -0, which must be in a register, changes no bit
+        f"{{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.{ptx_type(dtype)}x2 {{$w0}}, {{$r0}}, {{$r1}}, zero; }}",
         write_only_types=[Uint32],
-        read_only_args=[pair, Uint32(factor), Uint32(0x80008000)],
+        read_only_args=[pair, Uint32(factor)],
     )
 
 

@@ -16,7 +16,7 @@ from .. import feasible
 from ..common.copies import copy_async, store_values
 from ..common.sums import add_flushed, flush_sums
 from ..common.swizzle import swizzle_column, swizzle_piece
-from ..common.values import pack
+from ..common.values import pack, transpose_quad
 from .ring import release
 
 # one warp group gathers, two multiply
@@ -399,20 +399,6 @@ class SparseProduct:
         last = cute.arch.shuffle_sync(end, source)
         turn = Turn(unit, chunk, product, first, between, last)
         return turn, List(tile, part, length, base, begin, middle, end), following
-
-
-@cute.jit
-def transpose_quad(words: Any, lane: Int32) -> Any:
-    """Transpose four registers of four neighbouring lanes: register j of lane i becomes register i of lane j."""
-    a, b, c, d = words
-    odd, upper = lane & 1 != 0, lane & 2 != 0
-    one, two = cute.arch.shuffle_sync_bfly(a if odd else b, 1), cute.arch.shuffle_sync_bfly(c if odd else d, 1)
-    a, b = one if odd else a, b if odd else one
-    c, d = two if odd else c, d if odd else two
-    one, two = cute.arch.shuffle_sync_bfly(a if upper else c, 2), cute.arch.shuffle_sync_bfly(b if upper else d, 2)
-    a, c = one if upper else a, c if upper else one
-    b, d = two if upper else b, d if upper else two
-    return a, b, c, d
 
 
 @cute.jit
