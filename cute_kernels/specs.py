@@ -16,6 +16,8 @@ FAMILIES = SM90, PORTABLE = ("sm90", "sm80")
 
 # Row kernels keep a row of x or y in registers, so its size is fixed at compile time: the smallest class >= K.
 K_CLASSES = (512, 1024, 2048, 4096, 8192, 16384)
+# Of the portable family, whose shared memory holds too few longer rows.
+PORTABLE_K_CLASSES = (512, 1024, 2048)
 
 # K classes of the kernel that computes token by token, by the CTAs of the cluster that shares a row.
 TOKEN_K_CLASSES = {
@@ -24,6 +26,8 @@ TOKEN_K_CLASSES = {
     4: (1024, 2048, 4096, 8192),
     8: (2048, 4096, 8192, 16384),
 }
+# The portable family has no clusters.
+PORTABLE_TOKEN_K_CLASSES = {1: (1024, 2048, 4096, 8192, 16384)}
 
 # K classes of the kernel that computes tiles of few tokens.
 TILE_K_CLASSES = (1024, 2048, 4096)
@@ -42,6 +46,11 @@ def k_class(k: int, classes: tuple[int, ...] = K_CLASSES) -> int:
         if k <= k_max:
             return k_max
     raise NotImplementedError(f"hidden size must be at most {classes[-1]}, got {k}")
+
+
+def token_k_classes(family: str) -> dict[int, tuple[int, ...]]:
+    """``TOKEN_K_CLASSES`` of a family."""
+    return TOKEN_K_CLASSES if family == SM90 else PORTABLE_TOKEN_K_CLASSES
 
 
 def _check_k_max(k_max: int, classes: tuple[int, ...]) -> None:
@@ -76,9 +85,11 @@ class _Kernel:
 
 @dataclass(frozen=True)
 class _FamilyKernel(_Kernel):
-    """A kernel that each family has in a file of its own."""
+    """A kernel whose code depends on the family."""
 
     family: str = field(default=SM90, kw_only=True)
+    # whether one file has the kernels of all families
+    one_file: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,7 +103,7 @@ class _FamilyKernel(_Kernel):
 
     @property
     def module(self) -> str:
-        return f"{self.family}.{self.op}"
+        return self.op if self.one_file else f"{self.family}.{self.op}"
 
 
 @dataclass(frozen=True)
@@ -138,16 +149,17 @@ class GatePackFewSpec(_FamilyKernel):
 class UpDownSpec(_FamilyKernel):
     """``x, packed gate, w_up, w_down -> y, l1``; if not ``gated``: ``packed activations, w_down -> y, l1``.
 
-    For hidden sizes up to ``k_max``, one of ``K_CLASSES``.
+    For hidden sizes up to ``k_max``, one of ``K_CLASSES`` or, in the portable family, of ``PORTABLE_K_CLASSES``.
     """
 
     k_max: int
     gated: bool
     op: ClassVar[str] = "up_down"
+    one_file = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_k_max(self.k_max, K_CLASSES)
+        _check_k_max(self.k_max, K_CLASSES if self.family == SM90 else PORTABLE_K_CLASSES)
 
     @property
     def suffix(self) -> str:
@@ -156,24 +168,29 @@ class UpDownSpec(_FamilyKernel):
     @property
     def heavy(self) -> UpDownTokenSpec:
         """The spec by which heavy tokens are computed, one at a time."""
-        cluster = max(TOKEN_K_CLASSES)
-        return UpDownTokenSpec(self.dtype, k_class(self.k_max, TOKEN_K_CLASSES[cluster]), cluster, self.gated)
+        choices = token_k_classes(self.family)
+        cluster = max(choices)
+        return UpDownTokenSpec(
+            self.dtype, k_class(self.k_max, choices[cluster]), cluster, self.gated, family=self.family
+        )
 
 
 @dataclass(frozen=True)
 class UpDownTokenSpec(_FamilyKernel):
-    """``UpDownSpec`` token by token: a ``cluster`` of CTAs for each, and ``k_max`` from ``TOKEN_K_CLASSES``."""
+    """``UpDownSpec`` token by token: a ``cluster`` of CTAs for each, and ``k_max`` from ``token_k_classes``."""
 
     k_max: int
     cluster: int
     gated: bool
     op: ClassVar[str] = "up_down_token"
+    one_file = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.cluster not in TOKEN_K_CLASSES:
-            raise ValueError(f"cluster must be one of {tuple(TOKEN_K_CLASSES)}, got {self.cluster}")
-        _check_k_max(self.k_max, TOKEN_K_CLASSES[self.cluster])
+        choices = token_k_classes(self.family)
+        if self.cluster not in choices:
+            raise ValueError(f"cluster must be one of {tuple(choices)}, got {self.cluster}")
+        _check_k_max(self.k_max, choices[self.cluster])
 
     @property
     def suffix(self) -> str:
@@ -389,8 +406,16 @@ def all_specs() -> tuple[Spec, ...]:
         *(GatePackSpec(d, t) for d in DTYPES for t in GATE_TOKENS),
         *(GatePackSpec(d, t, family=PORTABLE) for d in DTYPES for t in PORTABLE_GATE_TOKENS),
         *(UpDownSpec(d, k, g) for d in DTYPES for k in K_CLASSES for g in flags),
+        *(UpDownSpec(d, k, g, family=PORTABLE) for d in DTYPES for k in PORTABLE_K_CLASSES for g in flags),
         *(GatePackFewSpec(d, t) for d in DTYPES for t in FEW_TOKENS),
-        *(UpDownTokenSpec(d, k, c, g) for d in DTYPES for c, ks in TOKEN_K_CLASSES.items() for k in ks for g in flags),
+        *(
+            UpDownTokenSpec(d, k, c, g, family=f)
+            for f in FAMILIES
+            for d in DTYPES
+            for c, ks in token_k_classes(f).items()
+            for k in ks
+            for g in flags
+        ),
         *(UpDownTileSpec(d, k) for d in DTYPES for k in TILE_K_CLASSES),
         *(UnpackSpec(d) for d in DTYPES),
         *(RegluSpec(d, b) for d in DTYPES for b in flags),
