@@ -23,8 +23,8 @@ At the end the groups' sums are added in shared memory, and each CTA rounds and 
               the partial sums of the one before.
 
 On sm_90a a launch with one CTA per token gives heavy tokens to clusters of HEAVY_CLUSTER CTAs: those with more than
-`limit` non-zeros and more than a quarter of those of their group of eight. The first clusters look for them, one for each
-group, so that the longest work starts first. The other CTAs skip them.
+`limit` non-zeros and more than a quarter of those of their group of eight. The first clusters look for them, one for
+each group, so that the longest work starts first. The other CTAs skip them.
 """
 
 from typing import Any, NamedTuple
