@@ -22,6 +22,9 @@ TOKEN_TILE = 128
 CHUNK = 64
 NEURON_TILE = 64
 
+# Most neurons of a layer whose pattern the portable family brings to the hybrid format and transposes: shared memory.
+PORTABLE_UNION_NEURONS = 28672
+
 # Tokens of a tile of up_down_tile, and most neurons of its layers.
 SMALL_TILE = 16
 MAX_TILE_NEURONS = 16384

@@ -241,7 +241,7 @@ class RegluSpec(_Kernel):
 
 
 @dataclass(frozen=True)
-class CompactSpec(_Kernel):
+class CompactSpec(_FamilyKernel):
     """``words, spill, stats -> entries, neurons, chunks, sizes``: TwELL to the hybrid format.
 
     For ``training`` entries are contiguous, the non-zeros of each neuron are counted, and of a batch that exceeds the
@@ -250,6 +250,7 @@ class CompactSpec(_Kernel):
 
     training: bool
     op: ClassVar[str] = "compact"
+    one_file = True
 
     @property
     def suffix(self) -> str:
@@ -335,11 +336,12 @@ class MatrixTransposeSpec:
 
 
 @dataclass(frozen=True)
-class TransposeSpec(_Kernel):
+class TransposeSpec(_FamilyKernel):
     """``hybrid gate, gradients -> lists of tokens and packed coefficients`` by neuron tile."""
 
     gated: bool
     op: ClassVar[str] = "transpose"
+    one_file = True
 
     @property
     def suffix(self) -> str:
@@ -419,13 +421,13 @@ def all_specs() -> tuple[Spec, ...]:
         *(UpDownTileSpec(d, k) for d in DTYPES for k in TILE_K_CLASSES),
         *(UnpackSpec(d) for d in DTYPES),
         *(RegluSpec(d, b) for d in DTYPES for b in flags),
-        *(CompactSpec(d, t) for d in DTYPES for t in flags),
+        *(CompactSpec(d, t, family=f) for f in FAMILIES for d in DTYPES for t in flags),
         *(SampledUpSpec(d, t, family=f) for f in FAMILIES for d in DTYPES for t in flags),
         *(SampledGradSpec(d, g, family=f) for f in FAMILIES for d in DTYPES for g in flags),
         *(GatheredSpec(d, p, family=f) for f in FAMILIES for d in DTYPES for p in range(3)),
         RankSpec(),
         MatrixTransposeSpec(),
-        *(TransposeSpec(d, g) for d in DTYPES for g in flags),
+        *(TransposeSpec(d, g, family=f) for f in FAMILIES for d in DTYPES for g in flags),
         *(WeightGradSpec(d, g, b) for d in DTYPES for g in flags for b in flags),
         *(OverflowSpec(d, m) for d in DTYPES for m in OVERFLOW_MODES),
     )
