@@ -18,7 +18,7 @@ from ..common.copies import address
 from ..common.gathered import SORTED, TILE_M, TILE_N, GatheredForm, Operands, arguments
 from ..specs import GatheredSpec
 from .product import THREADS, thread_index
-from .sparse_product import M_FRAGS, N_FRAGS, SHARED_VALUES, Source, SparseProduct, store_rounded
+from .sparse_product import M_FRAGS, N_FRAGS, SHARED_VALUES, Source, SparseProduct, fragment_row, store_rounded
 
 
 class Gathered(GatheredForm, SparseProduct):
@@ -82,13 +82,13 @@ class Gathered(GatheredForm, SparseProduct):
     def store_unit(self, data, acc, unit, at):
         """Round the sums and store them as rows of `out`."""
         at = thread_index(again=True)
-        row = unit.tile * TILE_M + at.warp_m * (16 * M_FRAGS) + (at.lane >> 2)
+        row = unit.tile * TILE_M + (at.lane >> 2)
         column = unit.part * TILE_N + at.warp_n * (8 * N_FRAGS)
         if data.bias.shape[0] > 0:
             self.add_bias(acc, data.bias, column, at.lane)
         for i in range_constexpr(M_FRAGS):
             for h in range_constexpr(2):
-                m = row + 16 * i + 8 * h
+                m = row + fragment_row(at.warp_m, i) + 8 * h
                 left = data.out.shape[1] - column if m < data.out.shape[0] else 0
                 store_rounded(acc, i, h, address(data.out, m, column), left, at.lane, self.dtype)
 

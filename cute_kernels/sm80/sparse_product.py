@@ -2,7 +2,8 @@
 coefficients.
 
 A unit of work is a tile of 128 sparse rows and 256 columns. Eight warps do everything, two by four on the tile, 64 x 64
-sums each. A turn handles 64 positions of the unit's list, for one of `products` products, in two steps of 32:
+sums each; a warp has 32 rows of each half of the tile, so a tile without a second half takes half the products. A turn
+handles 64 positions of the unit's list, for one of `products` products, in two steps of 32:
 
     load        cp.async of 32 rows per step, one per warp at a time, into a ring of four stages, two turns ahead.
     scatter     the coefficients of the next turn, into the other of two tiles [128 rows, 64 positions]: it is cleared
@@ -77,6 +78,11 @@ class Fragments(NamedTuple):
     acc: Any
 
 
+def fragment_row(warp_m: Any, i: int) -> Any:
+    """The first row of a warp's fragment `i` of 16 sparse rows."""
+    return warp_m * (TILE_M // 2 // WARPS_M) + i % 2 * 16 + i // 2 * (TILE_M // 2)
+
+
 class SparseProduct:
     """The main loop, for a kernel that defines the methods below.
 
@@ -121,6 +127,11 @@ class SparseProduct:
         raise NotImplementedError
 
     @cute.jit
+    def multiply_part(self, data, f, part, buffer: cutlass.Constexpr, i: cutlass.Constexpr):
+        """Add the products of 16 sparse rows, if a unit with this part has them."""
+        self.multiply(f, buffer, i)
+
+    @cute.jit
     def compute_units(self, data, shared, at, long: cutlass.Constexpr):
         """Compute all units of the CTA. `long`: lists may have more than `longest` positions."""
         tiles, ring = shared, shared + 2 * TILE_VALUES
@@ -162,7 +173,7 @@ class SparseProduct:
                 following_block = 2 * step + block + 1
                 self.load_fragments(f, tiles, ring, slot ^ (following_block // 4), following_block % 4, at)
                 for i in range_constexpr(M_FRAGS):
-                    self.multiply(f, block, i)
+                    self.multiply_part(data, f, current.part, block, i)
                     if const_expr(block == 1):
                         # copies between products, which hide their instructions
                         self.copy_row(data, ring, rows, k + 2, slot, step, i, current, following, at)
@@ -316,10 +327,10 @@ class SparseProduct:
         Matrices of A: rows 0-7 and 8-15 of positions 0-7, then of positions 8-15. Of B, transposed: positions 0-7 and
         8-15 of columns 0-7, then of columns 8-15.
         """
-        row = at.warp_m * (16 * M_FRAGS) + (at.lane & 15)
+        row = fragment_row(at.warp_m, 0) + (at.lane & 15)
         a = tiles + (slot * TILE_VALUES + row * TURN + swizzle_piece(row, 2 * block + (at.lane >> 4)))
         for i in range_constexpr(M_FRAGS):
-            four = load_matrices(a + i * 16 * TURN)
+            four = load_matrices(a + fragment_row(0, i) * TURN)
             for j in range_constexpr(4):
                 f.rA[j, i, block % 2] = four[j]
         position, piece = at.lane & 15, at.lane >> 4
