@@ -20,14 +20,14 @@ K_CLASSES = (512, 1024, 2048, 4096, 8192, 16384)
 PORTABLE_K_CLASSES = (512, 1024, 2048)
 
 # K classes of the kernel that computes token by token, by the CTAs of the cluster that shares a row.
-TOKEN_K_CLASSES = {
+TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {
     1: (1024, 2048),
     2: (1024, 2048, 4096),
     4: (1024, 2048, 4096, 8192),
     8: (2048, 4096, 8192, 16384),
 }
 # The portable family has no clusters.
-PORTABLE_TOKEN_K_CLASSES = {1: (1024, 2048, 4096, 8192, 16384)}
+PORTABLE_TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {1: (1024, 2048, 4096, 8192, 16384)}
 
 # K classes of the kernel that computes tiles of few tokens.
 TILE_K_CLASSES = (1024, 2048, 4096)

@@ -10,12 +10,17 @@ from typing import NamedTuple
 import torch
 
 from twell import _tables
-from twell._runtime import geometry, specs
+from twell._runtime import device, geometry, specs
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of a dtype in specs: "bfloat16", "float16"."""
     return str(dtype).removeprefix("torch.")
+
+
+def family(index: int) -> str:
+    """The family of kernels that device ``index`` runs, which has compute capability 8.0 at least."""
+    return specs.SM90 if device.capability(index) == device.SM_90 else specs.PORTABLE
 
 
 # Time of a wave of tiles of the gate GEMM by their tokens, as a multiple of that of 96 (NVIDIA H200, K = 1,024 to
@@ -32,12 +37,16 @@ _FEW_NEURONS = 2 / 3 * geometry.TILE
 
 @functools.lru_cache(4096)
 def gate_pack(
-    dtype: torch.dtype, m: int, n: int, clusters: int, invariant: bool = False
+    dtype: torch.dtype, m: int, n: int, clusters: int, invariant: bool = False, family: str = specs.SM90
 ) -> specs.GatePackSpec | specs.GatePackFewSpec:
-    """The gate GEMM of ``m`` tokens and ``n`` neurons on a GPU that runs so many ``clusters`` of two at a time.
+    """The gate GEMM of ``m`` tokens and ``n`` neurons on a GPU that runs so many ``clusters`` of two CTAs at a time.
 
     ``invariant``: only kernels whose bits do not depend on m.
     """
+    if family == specs.PORTABLE:
+        # all give the same bits
+        small, large = specs.PORTABLE_GATE_TOKENS
+        return specs.GatePackSpec(dtype_name(dtype), small if m <= small else large, family=family)
     if not invariant and m <= (FEW_GATE_PACK if n <= _FEW_NEURONS * clusters else _FEWEST):
         tokens = next(t for t in specs.FEW_TOKENS if m <= t)
         return specs.GatePackFewSpec(dtype_name(dtype), tokens)
@@ -52,9 +61,10 @@ def gate_pack(
 
 
 @functools.cache
-def up_down(dtype: torch.dtype, k: int, gated: bool) -> specs.UpDownSpec:
+def up_down(dtype: torch.dtype, k: int, gated: bool, family: str = specs.SM90) -> specs.UpDownSpec:
     """The up and down projections for hidden size ``k``; NotImplementedError beyond the largest class."""
-    return specs.UpDownSpec(dtype_name(dtype), specs.k_class(k), gated)
+    classes = specs.K_CLASSES if family == specs.SM90 else specs.PORTABLE_K_CLASSES
+    return specs.UpDownSpec(dtype_name(dtype), specs.k_class(k, classes), gated, family=family)
 
 
 # Most tokens at which this many CTAs share a token. NVIDIA H200, K = 2,048, N = 5,632, 29 non-zeros per token, us of
@@ -67,13 +77,18 @@ TOKEN_UP_DOWN = {2048: 2048, 4096: 640, 8192: 512, 16384: 256}
 
 @functools.lru_cache(4096)
 def up_down_token(
-    dtype: torch.dtype, m: int, k: int, gated: bool, invariant: bool = False
+    dtype: torch.dtype, m: int, k: int, gated: bool, invariant: bool = False, family: str = specs.SM90
 ) -> specs.UpDownTokenSpec | None:
     """``up_down`` token by token, for ``m`` tokens: the fewer, the more CTAs share each. None for too many tokens.
 
     ``invariant``: the same number of CTAs, more than one, for any m; a single CTA leaves heavy tokens, which depend on
     their neighbours, to two. NotImplementedError for a hidden size beyond the largest class.
     """
+    if family == specs.PORTABLE:
+        if not invariant and k <= specs.PORTABLE_K_CLASSES[-1] and m > TOKEN_UP_DOWN[min(TOKEN_UP_DOWN)]:
+            return None
+        classes = specs.PORTABLE_TOKEN_K_CLASSES[1]
+        return specs.UpDownTokenSpec(dtype_name(dtype), specs.k_class(k, classes), 1, gated, family=family)
     if invariant:
         cluster = min(c for c, classes in specs.TOKEN_K_CLASSES.items() if c > 1 and k <= classes[-1])
         return specs.UpDownTokenSpec(
@@ -94,10 +109,12 @@ UNION_TILE_TOKENS = 1024
 
 
 @functools.cache
-def up_down_tile(dtype: torch.dtype, m: int, k: int, n: int, gated: bool) -> specs.UpDownTileSpec | None:
+def up_down_tile(
+    dtype: torch.dtype, m: int, k: int, n: int, gated: bool, family: str = specs.SM90
+) -> specs.UpDownTileSpec | None:
     """The up and down projections of strategy "union" for few tokens; None for sizes that three kernels compute."""
     name = dtype_name(dtype)
-    if not gated or m > UNION_TILE_TOKENS or k > specs.TILE_K_CLASSES[-1]:
+    if family != specs.SM90 or not gated or m > UNION_TILE_TOKENS or k > specs.TILE_K_CLASSES[-1]:
         return None
     # sums of more terms are in parts, which this kernel does not make
     if n > min(geometry.MAX_TILE_NEURONS, geometry.LONGEST_SUM[name]):
@@ -128,27 +145,27 @@ def reglu(dtype: torch.dtype, backward: bool) -> specs.RegluSpec:
 
 
 @functools.cache
-def compact(dtype: torch.dtype, training: bool) -> specs.CompactSpec:
+def compact(dtype: torch.dtype, training: bool, family: str = specs.SM90) -> specs.CompactSpec:
     """TwELL to the hybrid format."""
-    return specs.CompactSpec(dtype_name(dtype), training)
+    return specs.CompactSpec(dtype_name(dtype), training, family=family)
 
 
 @functools.cache
-def sampled_up(dtype: torch.dtype, training: bool) -> specs.SampledUpSpec:
+def sampled_up(dtype: torch.dtype, training: bool, family: str = specs.SM90) -> specs.SampledUpSpec:
     """The up projection at the non-zeros."""
-    return specs.SampledUpSpec(dtype_name(dtype), training)
+    return specs.SampledUpSpec(dtype_name(dtype), training, family=family)
 
 
 @functools.cache
-def sampled_grad(dtype: torch.dtype, gated: bool) -> specs.SampledGradSpec:
+def sampled_grad(dtype: torch.dtype, gated: bool, family: str = specs.SM90) -> specs.SampledGradSpec:
     """Gradients of the gate and the up projection at the non-zeros."""
-    return specs.SampledGradSpec(dtype_name(dtype), gated)
+    return specs.SampledGradSpec(dtype_name(dtype), gated, family=family)
 
 
 @functools.cache
-def gathered(dtype: torch.dtype, products: int) -> specs.GatheredSpec:
+def gathered(dtype: torch.dtype, products: int, family: str = specs.SM90) -> specs.GatheredSpec:
     """The sum of ``products`` sparse matrices times weights; 0: one matrix, the gate values of the entries."""
-    return specs.GatheredSpec(dtype_name(dtype), products)
+    return specs.GatheredSpec(dtype_name(dtype), products, family=family)
 
 
 @functools.cache
@@ -164,15 +181,15 @@ def matrix_transpose() -> specs.MatrixTransposeSpec:
 
 
 @functools.cache
-def transpose(dtype: torch.dtype, gated: bool) -> specs.TransposeSpec:
+def transpose(dtype: torch.dtype, gated: bool, family: str = specs.SM90) -> specs.TransposeSpec:
     """The non-zeros by neuron."""
-    return specs.TransposeSpec(dtype_name(dtype), gated)
+    return specs.TransposeSpec(dtype_name(dtype), gated, family=family)
 
 
 @functools.cache
-def weight_grad(dtype: torch.dtype, gated: bool, bias: bool) -> specs.WeightGradSpec:
+def weight_grad(dtype: torch.dtype, gated: bool, bias: bool, family: str = specs.SM90) -> specs.WeightGradSpec:
     """Gradients of all weights and biases."""
-    return specs.WeightGradSpec(dtype_name(dtype), gated, bias)
+    return specs.WeightGradSpec(dtype_name(dtype), gated, bias, family=family)
 
 
 @functools.cache

@@ -406,6 +406,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[specs.Spec, tuple[An
     """Record the launches of the CUDA implementations, called on CPU tensors, as on a GPU of 132 SMs."""
     launches: list[tuple[specs.Spec, tuple[Any, ...]]] = []
     monkeypatch.setattr(device, "sm_count", lambda index: 132)
+    monkeypatch.setattr(device, "capability", lambda index: device.SM_90)
     for name in ("gate_pack", "up_down", "unpack", "up_down_union"):
         record = lambda spec, *arguments: launches.append((spec, arguments))  # noqa: E731
         monkeypatch.setattr(sys.modules[f"twell.ops.{name}"], "launch", record)

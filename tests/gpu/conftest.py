@@ -5,12 +5,20 @@ from pathlib import Path
 import pytest
 
 from twell import testing, tuning
+from twell._runtime import specs
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--real-layers", type=Path, default=None, help="folder of recorded layers (layer3.npz, ...) to test as well"
     )
+    parser.addoption("--portable", action="store_true", help="run the kernels of the portable family on this GPU")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With ``--portable`` every GPU runs the portable family: nothing but this process knows the switch."""
+    if config.getoption("--portable", default=False):
+        tuning.family = lambda index: specs.PORTABLE
 
 
 @pytest.fixture(autouse=True)

@@ -160,7 +160,11 @@ def _row_on_cuda(
 def _union_on_cuda(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
     # the kernel for few tokens knows no unions
     (m, k), n, gated = layer.x.shape, layer.w_gate.shape[0], layer.w_up is not None
-    spec = None if measured or not m else tuning.up_down_tile(layer.x.dtype, m, k, n, gated)
+    spec = (
+        None
+        if measured or not m
+        else tuning.up_down_tile(layer.x.dtype, m, k, n, gated, tuning.family(layer.x.device.index))
+    )
     if spec is None:
         return union_on_cuda(layer, compression, activation)
     return *by_small_tiles(layer, compression, activation, spec), None
