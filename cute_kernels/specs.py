@@ -14,6 +14,10 @@ DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 # Families of kernels, each in the folder of its name: sm_90a alone, and every GPU since sm_80.
 FAMILIES = SM90, PORTABLE = ("sm90", "sm80")
 
+# Architectures that kernels are compiled for, and their family. Code for sm_80 and sm_100 also runs on later GPUs of
+# the same major version.
+ARCHITECTURES = {"sm_80": PORTABLE, "sm_90a": SM90, "sm_100": PORTABLE, "sm_120": PORTABLE}
+
 # Row kernels keep a row of x or y in registers, so its size is fixed at compile time: the smallest class >= K.
 K_CLASSES = (512, 1024, 2048, 4096, 8192, 16384)
 # Of the portable family, whose shared memory holds too few longer rows.

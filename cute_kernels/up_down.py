@@ -45,7 +45,7 @@ from . import feasible, geometry, up_down_token
 from .common import launch, operands
 from .common.activation import hidden, power
 from .common.copies import address, copy_async, load_values, store_values
-from .common.mma import load_matrices_transposed, mma_16x8x8, mma_16x8x16
+from .common.mma import clear, load_matrices_transposed, mma_16x8x8, mma_16x8x16
 from .common.rows import count_of, spilled_word
 from .common.values import (
     MAGNITUDE,
@@ -208,7 +208,7 @@ class UpDown:
         m = at.first + warp
         listed = m < o.y.shape[0] and (skipped >> warp) & 1 == 0
         acc = cute.make_rmem_tensor((4, 4, self.blocks), Float32)
-        acc.fill(0.0)
+        clear(acc)
         total = Float32(0.0)
         if o.w_down.shape[0] > self.longest:
             total = self.accumulate(o, s, x_frag, acc, listed, at, True)

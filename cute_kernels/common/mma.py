@@ -4,9 +4,21 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32
+from cutlass import Float32, Uint32, const_expr, range_constexpr
 
+from .architecture import at_least
 from .values import ptx_type
+
+
+@cute.jit
+def clear(sums: Any) -> None:
+    """Set a thread's sums to zero."""
+    if const_expr(at_least(100)):
+        # of a whole vector the compiler would make 64-bit pairs there, keep them in the main loop and spill
+        for i in range_constexpr(cute.size(sums)):
+            sums[i] = Float32(0.0)
+    else:
+        sums.fill(0.0)
 
 
 @cute.jit

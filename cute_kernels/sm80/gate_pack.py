@@ -22,6 +22,7 @@ from .. import feasible, geometry
 from ..common import launch, operands
 from ..common.activation import above_signs
 from ..common.copies import address, store_values
+from ..common.mma import clear
 from ..common.values import byte_sum, lowest_bit, relu_pack
 from ..specs import GatePackSpec
 from .product import PASS, PIECE, PIECES, STAGES, THREADS, TILE_K, TILE_N, WARPS_N, Product, thread_index
@@ -119,7 +120,7 @@ class GatePack(Product):
         while tile < extent.m_tiles * extent.n_tiles:
             tile += cute.arch.grid_dim()[0]
             following = self.place_of(o, tile, at, extent)
-            f.acc.fill(0.0)
+            clear(f.acc)
             stage = self.multiply_steps(o, ring, f, place, following, extent.k_tiles, stage, at, True)
             self.pack(o, f.acc, counts, place, at)
             place = following

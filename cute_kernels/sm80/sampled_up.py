@@ -17,6 +17,7 @@ from cutlass.memory import SmemAllocator
 
 from .. import feasible
 from ..common import launch
+from ..common.mma import clear
 from ..common.sampled import SAMPLERS, STAGED, TILE_M, TILE_N, Operands, SampledUpForm, Sampler, up_arguments
 from ..common.swizzle import swizzle_column
 from ..common.values import widen
@@ -92,7 +93,7 @@ class SampledProduct(Product, Sampler):
         while tile < o.sizes.shape[0] - 1:
             place = self.place_of(o, rows, tile, unit - before, at)
             self.begin(o, s.ring, f, place, stage, at)
-            f.acc.fill(0.0)
+            clear(f.acc)
             stage = self.multiply_steps(o, s.ring, f, place, place, steps, stage, at, False)
             # not earlier: the main loop needs the registers
             loaded = self.load_ahead(o, tile, unit - before, at.thread)

@@ -23,7 +23,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 
 from ..common.copies import copy_async, store_values
-from ..common.mma import load_matrices, load_matrices_transposed, mma_16x8x16
+from ..common.mma import clear, load_matrices, load_matrices_transposed, mma_16x8x16
 from ..common.sums import add_flushed, flush_sums
 from ..common.swizzle import swizzle_column, swizzle_piece
 from ..common.values import pack, transpose_quad
@@ -146,7 +146,7 @@ class SparseProduct:
         slot = Int32(0)
         self.load_fragments(f, tiles, ring, slot, 0, at)
         while number < data.units:
-            f.acc.fill(0.0)
+            clear(f.acc)
             for k in cutlass.range(current.turns, unroll=1):
                 if const_expr(long):
                     if k > 0 and k % (self.longest // TURN) == 0:

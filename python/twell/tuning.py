@@ -193,8 +193,15 @@ def weight_grad(dtype: torch.dtype, gated: bool, bias: bool, family: str = specs
 
 
 @functools.cache
-def overflow(dtype: torch.dtype, mode: str) -> specs.OverflowSpec:
-    """A pass (forward, backward) of a training step whose non-zeros exceed the hybrid format."""
+def overflow(dtype: torch.dtype, mode: str, family: str = specs.SM90) -> specs.OverflowSpec:
+    """A pass (forward, backward) of a training step whose non-zeros exceed the hybrid format.
+
+    Raises NotImplementedError for the portable family, which has no such kernel.
+    """
+    if family != specs.SM90:
+        raise NotImplementedError(
+            'sparse training needs compute capability 9.0; on this GPU use strategy="dense" in training'
+        )
     return specs.OverflowSpec(dtype_name(dtype), mode)
 
 

@@ -506,7 +506,7 @@ def test_without_kernels_dense_layers_do_without(
     monkeypatch.setattr(resolve, "_missing", set())
     capturing, looked = True, []
 
-    def find(spec: specs.Spec) -> Callable[..., None]:
+    def find(spec: specs.Spec, arch: str) -> Callable[..., None]:
         looked.append(spec)
         if len(looked) < 3:
             raise RuntimeError("nowhere")

@@ -130,7 +130,8 @@ def on_cuda(
     code, of_entries = activation.code(), RELU.code() if gated else activation.code()
     plain = 0 if gated else 1 + code
     family = tuning.family(x.device.index)
-    hybrid.require_neurons(n, family)
+    # before anything is launched
+    tuning.overflow(dtype, "forward", family)
     compact = tuning.compact(dtype, True, family)
     launch(compact, words, spill, stats, *pattern, popularity, sums, n, width, plain, capacity)
     if nonzeros is not None:
