@@ -15,14 +15,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    listing = commands.add_parser("list", help="print the symbols that ship, one per line")
-    listing.add_argument("--all", action="store_true", help="every symbol that can be compiled")
-
-    # not for the list of all, nor for a manifest
     architecture = argparse.ArgumentParser(add_help=False)
     architecture.add_argument(
         "--arch", choices=ARCHITECTURES, default=fingerprint.ARCH, help="the GPUs to compile for (%(default)s)"
     )
+
+    listing = commands.add_parser("list", parents=[architecture], help="print the symbols that ship, one per line")
+    listing.add_argument("--all", action="store_true", help="every symbol that can be compiled")
 
     compiling = commands.add_parser("compile", parents=[architecture], help="compile symbols to object files")
     compiling.add_argument("symbols", nargs="+", metavar="SYMBOL")
@@ -31,7 +30,9 @@ def main(argv: list[str] | None = None) -> int:
     target.add_argument("-d", "--directory", type=Path, help="folder for SYMBOL.o of each")
     compiling.add_argument("--depfile", type=Path, help="write a make rule that names the sources")
 
-    manifest = commands.add_parser("manifest", help="print toolkit, versions and source hash of a library as JSON")
+    manifest = commands.add_parser(
+        "manifest", parents=[architecture], help="print toolkit, versions and source hash of a library as JSON"
+    )
     manifest.add_argument("symbols", nargs="*", metavar="SYMBOL", help="default: every symbol that ships")
 
     reporting = commands.add_parser(
@@ -43,10 +44,13 @@ def main(argv: list[str] | None = None) -> int:
 
     arguments = parser.parse_args(argv)
     if arguments.command == "list":
-        print(*(spec.symbol for spec in (all_specs() if arguments.all else catalog.SHIPPED)), sep="\n")
+        print(
+            *(spec.symbol for spec in (all_specs() if arguments.all else catalog.of_architecture(arguments.arch))),
+            sep="\n",
+        )
         return 0
     try:
-        shipped = catalog.of_architecture(getattr(arguments, "arch", fingerprint.ARCH))
+        shipped = catalog.of_architecture(arguments.arch)
         specs = [spec for symbol in arguments.symbols for spec in _specs(symbol, shipped)] or list(shipped)
     except ValueError as error:
         parser.error(str(error))
@@ -57,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         _compile(specs, outputs, arguments.arch, arguments.depfile)
         return 0
     if arguments.command == "manifest":
-        _manifest(specs)
+        _manifest(specs, arguments.arch)
         return 0
     return _report(specs, arguments.arch)
 
@@ -80,11 +84,11 @@ def _compile(specs: list[Spec], outputs: list[Path], arch: str, depfile: Path | 
         depfile.write_text(": ".join(escaped) + "\n")
 
 
-def _manifest(specs: list[Spec]) -> None:
+def _manifest(specs: list[Spec], arch: str) -> None:
     from .compile import runtime_libraries
 
     content = {
-        "arch": fingerprint.ARCH,
+        "arch": arch,
         # the toolkit whose runtime the objects expect: cu12 or cu13
         "toolkit": runtime_libraries()[0].parent.parent.name,
         "versions": fingerprint.versions(),

@@ -665,21 +665,17 @@ def test_a_down_weight_in_the_other_layout_is_copied_and_logged_once(caplog: pyt
 def test_a_gpu_runs_the_kernels_of_its_major_version(
     capability: tuple[int, int], arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device.architecture.cache_clear()
     monkeypatch.setattr(device, "capability", lambda index: capability)
     assert library.require_architecture(0) == arch
     assert tuning.family(0) == specs.ARCHITECTURES[arch]
-    device.architecture.cache_clear()
 
 
 def test_a_gpu_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    device.architecture.cache_clear()
     monkeypatch.setattr(device, "capability", lambda index: (7, 5))
     with pytest.raises(
         NotImplementedError, match=r"need compute capability 8.0 .*got 7.5 on cuda:1.*strategy=\"dense\""
     ):
         library.require_architecture(1)
-    device.architecture.cache_clear()
 
 
 def test_operands_that_only_some_layers_have_are_asked_for() -> None:

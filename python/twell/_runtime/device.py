@@ -93,7 +93,6 @@ def capability(index: int) -> tuple[int, int]:
     return _attribute(index, "COMPUTE_CAPABILITY_MAJOR"), _attribute(index, "COMPUTE_CAPABILITY_MINOR")
 
 
-@functools.cache
 def architecture(index: int) -> str | None:
     """The architecture of kernels that device ``index`` runs; None if there are none for it."""
     return ARCHITECTURES.get(capability(index)[0])

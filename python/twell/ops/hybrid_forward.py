@@ -107,6 +107,9 @@ def on_cuda(
     hybrid.require_offsets(x.shape[0], w_gate.shape[0])
     check_alike(w_gate, w_up=w_up, w_down=w_down)
     (m, k), n, dtype, gated = x.shape, w_gate.shape[0], x.dtype, w_up is not None
+    family = tuning.family(x.device.index)
+    # refused here, before anything is launched
+    tuning.overflow(dtype, "forward", family)
     l1: Tensor | None = None
     nonzeros: Tensor | None = None
     if totals or not m:
@@ -129,9 +132,6 @@ def on_cuda(
     sums = empty(x, (geometry.token_tiles(m), geometry.training_sums(n)), torch.float32)
     code, of_entries = activation.code(), RELU.code() if gated else activation.code()
     plain = 0 if gated else 1 + code
-    family = tuning.family(x.device.index)
-    # before anything is launched
-    tuning.overflow(dtype, "forward", family)
     compact = tuning.compact(dtype, True, family)
     launch(compact, words, spill, stats, *pattern, popularity, sums, n, width, plain, capacity)
     if nonzeros is not None:
