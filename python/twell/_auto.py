@@ -51,14 +51,15 @@ def forced(kind: str, index: int | None) -> str:
         return ""
     if capability == device.SM_90:
         return ""
-    warn_once(f'strategy="auto" is "dense" on compute capability {capability}: the sparse kernels need {device.SM_90}')
+    known = f"costs of the sparse kernels are known for {device.SM_90}"
+    warn_once(f'strategy="auto" is "dense" on compute capability {capability}: {known}')
     return "dense"
 
 
 def fixed(requested: str, device: torch.device, dtype: torch.dtype, training: bool) -> tuple[str, str]:
     """(strategy, reason) where ``requested`` leaves nothing to choose for operands of ``dtype``, else ("", "")."""
     if requested == "auto" and (strategy := forced(device.type, device.index)):
-        return strategy, "sparse kernels need a GPU of compute capability 9.0"
+        return strategy, 'sparse kernels need a GPU, and "auto" their costs: those of compute capability 9.0 are known'
     if requested != "dense" and dtype not in PACKED_DTYPES:
         # TwELL stores 16-bit values; the operators of training take wider ones, for gradcheck
         return "union" if training else "dense", "32-bit values run sparse in training alone"

@@ -782,7 +782,7 @@ def test_other_gpus_are_dense(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
         found = [_auto.forced(*where) for where in (("cuda", 0), ("cuda", None), ("cuda", 1), ("cuda", 1))]
     assert found == ["", "", "dense", "dense"]
     assert [record.getMessage() for record in caplog.records] == [
-        'strategy="auto" is "dense" on compute capability (8, 6): the sparse kernels need (9, 0)'
+        'strategy="auto" is "dense" on compute capability (8, 6): costs of the sparse kernels are known for (9, 0)'
     ]
     assert _auto.forced("cpu", None) == _auto.forced("meta", None) == "dense"
 
