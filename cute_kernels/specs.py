@@ -433,7 +433,7 @@ def all_specs() -> tuple[Spec, ...]:
         MatrixTransposeSpec(),
         *(TransposeSpec(d, g, family=f) for f in FAMILIES for d in DTYPES for g in flags),
         *(WeightGradSpec(d, g, b, family=f) for f in FAMILIES for d in DTYPES for g in flags for b in flags),
-        *(OverflowSpec(d, m) for d in DTYPES for m in OVERFLOW_MODES),
+        *(OverflowSpec(d, m, family=f) for f in FAMILIES for d in DTYPES for m in OVERFLOW_MODES),
     )
 
 

@@ -5,6 +5,8 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32, const_expr, range_constexpr
 
+from .values import transpose_quad
+
 
 def address(matrix: Any, row: Any, column: Any) -> Any:
     """Address of an element of a row-major matrix, from a 64-bit offset."""
@@ -39,6 +41,23 @@ def load_values_if(source: Any, quad: Any, exists: Boolean) -> None:
 def store_values(target: Any, quad: Any) -> None:
     """Store four registers to 16 bytes at an aligned address, the inverse of `load_values`."""
     cute.autovec_copy(quad, cute.make_tensor(cute.recast_ptr(target.align(16), dtype=Uint32), cute.make_layout(4)))
+
+
+@cute.jit
+def store_pairs(pairs: Any, row: Any, left: Int32, lane: Int32) -> None:
+    """Store a row of pairs that a warp has by fragments, a multiple of four, at `row`, which has `left` columns.
+
+    Lane 4 g + q has columns 8 v + 2 q and 8 v + 2 q + 1 of row g in `pairs[v]`. After a transpose it has all eight
+    columns of v = 4 u + q, which are 16 bytes.
+    """
+    quad = cute.make_rmem_tensor((4,), Uint32)
+    for u in range_constexpr(len(pairs) // 4):
+        words = transpose_quad(pairs[4 * u : 4 * u + 4], lane)
+        column = 32 * u + 8 * (lane & 3)
+        if column < left:
+            for v in range_constexpr(4):
+                quad[v] = words[v]
+            store_values(row + column, quad)
 
 
 @cute.jit

@@ -25,7 +25,7 @@ from ..common.copies import address, store_values
 from ..common.mma import clear
 from ..common.values import byte_sum, lowest_bit, relu_pack
 from ..specs import GatePackSpec
-from .product import PASS, PIECE, PIECES, STAGES, THREADS, TILE_K, TILE_N, WARPS_N, Product, thread_index
+from .product import PASS, PIECE, PIECES, STAGES, THREADS, TILE_K, TILE_N, WARPS_N, Product, thread_index, tile_of
 
 assert TILE_N == geometry.TILE
 
@@ -69,7 +69,7 @@ class GatePack(Product):
         self.dtype = operands.DTYPES[spec.dtype]
         self.tokens = spec.tokens
         self.set_rows(self.tokens)
-        # tiles of tokens in a band, see `tile_of`
+        # tiles of tokens in a band
         self.group = 1024 // self.tokens
 
     @cute.jit
@@ -126,24 +126,12 @@ class GatePack(Product):
             place = following
         cute.arch.cp_async_wait_group(0)
 
-    @cute.jit
-    def tile_of(self, index: Int32, extent: Extent) -> tuple[Int32, Int32]:
-        """The place of a tile, by tokens and by neurons: bands of `group` tiles of tokens, tokens fastest.
-
-        The tiles that run at the same time then touch few rows of either matrix, which fit in L2 together.
-        """
-        band = index // (self.group * extent.n_tiles)
-        height = cutlass.min(extent.m_tiles - band * self.group, Int32(self.group))
-        inside = index - band * self.group * extent.n_tiles
-        column = inside // height
-        return band * self.group + inside - column * height, column
-
     # ---- load ----
 
     @cute.jit
     def place_of(self, o, tile: Int32, at, extent: Extent):
         """The place of a tile; after the last one a place without rows."""
-        row, column = self.tile_of(tile, extent)
+        row, column = tile_of(tile, extent.m_tiles, extent.n_tiles, self.group)
         row = row if tile < extent.m_tiles * extent.n_tiles else extent.m_tiles
         column = column if tile < extent.m_tiles * extent.n_tiles else extent.n_tiles
         token, neuron = row * self.tokens + at.thread // PIECES, column * TILE_N + at.thread // PIECES

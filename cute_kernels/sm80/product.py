@@ -1,4 +1,5 @@
-"""Main loop of a dense product by mma.sync: a tile of `rows` rows of A times 256 rows of B, both K-major.
+"""Main loop of a dense product by mma.sync: a tile of `rows` rows of A times 256 rows of B. Both are K-major, unless
+the kernel says that one is stored as lines of the sum's index: A M-major, B N-major.
 
 Eight warps do everything, two by four on the tile, 64 x 64 sums each with 128 rows; a step is 32 columns.
 
@@ -17,7 +18,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32, const_expr, range_constexpr
 
 from ..common.copies import copy_async
-from ..common.mma import load_matrices, mma_16x8x16
+from ..common.mma import load_matrices, load_matrices_transposed, mma_16x8x16
+from ..common.swizzle import swizzle_piece
 
 TILE_N, TILE_K = 256, 32
 # blocks of 16 columns of a step; 16-byte pieces of a row of a stage, and their values
@@ -39,7 +41,10 @@ class Thread(NamedTuple):
 
 
 class Fragments(NamedTuple):
-    """A thread's fragments, two sets, and sums; where it loads them from, by blocks of 16 columns."""
+    """A thread's fragments, two sets, and sums; where it loads them from, by blocks of 16 columns of the sum's index.
+
+    Of an operand that is not K-major by its fragments.
+    """
 
     rA: Any
     rB: Any
@@ -62,11 +67,30 @@ def swizzle(row: Any, piece: Any) -> Any:
     return (piece ^ ((row >> 1) & (PIECES - 1))) * PIECE
 
 
+def lines_at_a_time(width: int) -> int:
+    """Lines of so many values that all threads together copy at a time."""
+    return THREADS * PIECE // width
+
+
+@cute.jit
+def tile_of(index: Int32, m_tiles: Int32, n_tiles: Int32, band: cutlass.Constexpr) -> tuple[Int32, Int32]:
+    """Row and column of a tile: bands of `band` rows of tiles, rows fastest.
+
+    The tiles that run at the same time then touch few rows of either matrix, which fit in L2 together.
+    """
+    before = index // (band * n_tiles)
+    height = cutlass.min(m_tiles - before * band, Int32(band))
+    inside = index - before * band * n_tiles
+    column = inside // height
+    return before * band + inside - column * height, column
+
+
 class Product:
     """The main loop, for a kernel that defines `load_piece` and sets `dtype` and, by `set_rows`, the tile."""
 
     dtype: Any
     rows: int
+    a_k_major = b_k_major = True
 
     def set_rows(self, rows: int) -> None:
         """Set the rows of A in a tile."""
@@ -86,6 +110,17 @@ class Product:
         """Copy piece t % PIECES of row t / PIECES + PASS * `index`; zeros and no read unless it `exists`."""
         own, piece = thread // PIECES, thread % PIECES
         target = ring + (stage * self.stage_values + own * TILE_K + swizzle(own, piece) + index * PASS * TILE_K)
+        copy_async(target, source, Int32(16) if exists else Int32(0))
+
+    @cute.jit
+    def copy_line_piece(
+        self, ring, source, stage, from_a: cutlass.Constexpr, index: cutlass.Constexpr, exists: Boolean, thread: Int32
+    ):
+        """The same of a part of the stage that is not K-major: piece of a line, `index` of the part's copies."""
+        width, before = (self.rows, 0) if const_expr(from_a) else (TILE_N, self.rows * TILE_K)
+        line, piece = thread // (width // PIECE), thread % (width // PIECE)
+        line = line + index * lines_at_a_time(width)
+        target = ring + (stage * self.stage_values + before + line * width + swizzle_piece(line, piece))
         copy_async(target, source, Int32(16) if exists else Int32(0))
 
     @cute.jit
@@ -137,15 +172,27 @@ class Product:
         """The fragments of a thread. The sources are addresses in stage 0 that this lane passes to ldmatrix.
 
         Matrices of A: rows 0-7 and 8-15 of columns 0-7, then of columns 8-15. Of B: columns 0-7 and 8-15 of rows
-        0-7, then of rows 8-15.
+        0-7, then of rows 8-15. The same of lines, with columns and rows exchanged, and transposed as they are loaded.
         """
         a_row = at.warp_m * (16 * self.m_frags) + (at.lane & 15)
         b_row = at.warp_n * (8 * self.n_frags) + (at.lane & 7) + (at.lane >> 4) * 8
         a, b = [], []
         for block in range_constexpr(BLOCKS):
-            a.append(ring + (a_row * TILE_K + swizzle(a_row, 2 * block + (at.lane >> 4))))
-            b_at = b_row * TILE_K + swizzle(b_row, 2 * block + ((at.lane >> 3) & 1))
-            b.append(ring + (self.rows * TILE_K + b_at))
+            if const_expr(self.a_k_major):
+                a.append(ring + (a_row * TILE_K + swizzle(a_row, 2 * block + (at.lane >> 4))))
+            if const_expr(self.b_k_major):
+                b_at = b_row * TILE_K + swizzle(b_row, 2 * block + ((at.lane >> 3) & 1))
+                b.append(ring + (self.rows * TILE_K + b_at))
+        if const_expr(not self.a_k_major):
+            line = (at.lane & 7) + (at.lane >> 4) * 8
+            for i in range_constexpr(self.m_frags):
+                piece = at.warp_m * (2 * self.m_frags) + 2 * i + ((at.lane >> 3) & 1)
+                a.append(ring + (line * self.rows + swizzle_piece(line, piece)))
+        if const_expr(not self.b_k_major):
+            line = at.lane & 15
+            for i in range_constexpr(self.n_frags // 2):
+                piece = at.warp_n * self.n_frags + 2 * i + (at.lane >> 4)
+                b.append(ring + (self.rows * TILE_K + line * TILE_N + swizzle_piece(line, piece)))
         return Fragments(
             cute.make_rmem_tensor((4, self.m_frags, 2), Uint32),
             cute.make_rmem_tensor((2, self.n_frags, 2), Uint32),
@@ -157,13 +204,19 @@ class Product:
     @cute.jit
     def load_fragments(self, f, stage, block: cutlass.Constexpr):
         """Load the fragments of 16 columns of a stage."""
-        a, b = (source[block] + stage * self.stage_values for source in (f.a_source, f.b_source))
+        before = stage * self.stage_values
         for i in range_constexpr(self.m_frags):
-            four = load_matrices(a + i * 16 * TILE_K)
+            if const_expr(self.a_k_major):
+                four = load_matrices(f.a_source[block] + before + i * 16 * TILE_K)
+            else:
+                four = load_matrices_transposed(f.a_source[i] + before + block * 16 * self.rows)
             for j in range_constexpr(4):
                 f.rA[j, i, block % 2] = four[j]
         for i in range_constexpr(self.n_frags // 2):
-            four = load_matrices(b + i * 16 * TILE_K)
+            if const_expr(self.b_k_major):
+                four = load_matrices(f.b_source[block] + before + i * 16 * TILE_K)
+            else:
+                four = load_matrices_transposed(f.b_source[i] + before + block * 16 * TILE_N)
             for j in range_constexpr(4):
                 f.rB[j % 2, 2 * i + j // 2, block % 2] = four[j]
 

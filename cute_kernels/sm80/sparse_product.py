@@ -22,11 +22,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 
-from ..common.copies import copy_async, store_values
+from ..common.copies import copy_async, store_pairs
 from ..common.mma import clear, load_matrices, load_matrices_transposed, mma_16x8x16
 from ..common.sums import add_flushed, flush_sums
 from ..common.swizzle import swizzle_column, swizzle_piece
-from ..common.values import pack, transpose_quad
+from ..common.values import pack
 from .product import THREADS, WARPS_M, WARPS_N
 
 TILE_M, TILE_N, TURN, STEP = 128, 256, 64, 32
@@ -358,18 +358,5 @@ class SparseProduct:
 def store_rounded(
     acc: Any, i: cutlass.Constexpr, h: cutlass.Constexpr, row: Any, left: Int32, lane: Int32, dtype: cutlass.Constexpr
 ) -> None:
-    """Round rows 16 i + 8 h + g of a warp's sums and store them at `row`, which has `left` columns.
-
-    Lane 4 g + q holds columns 8 v + 2 q and 8 v + 2 q + 1 of row g. After a transpose it holds all eight columns of
-    v = 4 u + q, which are 16 bytes.
-    """
-    quad = cute.make_rmem_tensor((4,), Uint32)
-    for u in range_constexpr(N_FRAGS // 4):
-        words = transpose_quad(
-            [pack(acc[2 * h, 4 * u + v, i], acc[2 * h + 1, 4 * u + v, i], dtype) for v in range(4)], lane
-        )
-        column = 32 * u + 8 * (lane & 3)
-        if column < left:
-            for v in range_constexpr(4):
-                quad[v] = words[v]
-            store_values(row + column, quad)
+    """Round rows 16 i + 8 h + g of a warp's sums and store them at `row`, which has `left` columns."""
+    store_pairs([pack(acc[2 * h, v, i], acc[2 * h + 1, v, i], dtype) for v in range(N_FRAGS)], row, left, lane)
