@@ -413,7 +413,7 @@ def all_specs() -> tuple[Spec, ...]:
         *(GatePackSpec(d, t, family=PORTABLE) for d in DTYPES for t in PORTABLE_GATE_TOKENS),
         *(UpDownSpec(d, k, g) for d in DTYPES for k in K_CLASSES for g in flags),
         *(UpDownSpec(d, k, g, family=PORTABLE) for d in DTYPES for k in PORTABLE_K_CLASSES for g in flags),
-        *(GatePackFewSpec(d, t) for d in DTYPES for t in FEW_TOKENS),
+        *(GatePackFewSpec(d, t, family=f) for f in FAMILIES for d in DTYPES for t in FEW_TOKENS),
         *(
             UpDownTokenSpec(d, k, c, g, family=f)
             for f in FAMILIES

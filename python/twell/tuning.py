@@ -43,13 +43,15 @@ def gate_pack(
 
     ``invariant``: only kernels whose bits do not depend on m.
     """
+    # the portable one has four times as many CTAs as `gate_pack`, for any number of neurons
+    most = FEW_GATE_PACK if family == specs.PORTABLE or n <= _FEW_NEURONS * clusters else _FEWEST
+    if not invariant and m <= most:
+        tokens = next(t for t in specs.FEW_TOKENS if m <= t)
+        return specs.GatePackFewSpec(dtype_name(dtype), tokens, family=family)
     if family == specs.PORTABLE:
         # all give the same bits
         small, large = specs.PORTABLE_GATE_TOKENS
         return specs.GatePackSpec(dtype_name(dtype), small if m <= small else large, family=family)
-    if not invariant and m <= (FEW_GATE_PACK if n <= _FEW_NEURONS * clusters else _FEWEST):
-        tokens = next(t for t in specs.FEW_TOKENS if m <= t)
-        return specs.GatePackFewSpec(dtype_name(dtype), tokens)
 
     def cost(tokens: int) -> float:
         # a cluster takes two tiles of tokens
@@ -194,15 +196,8 @@ def weight_grad(dtype: torch.dtype, gated: bool, bias: bool, family: str = specs
 
 @functools.cache
 def overflow(dtype: torch.dtype, mode: str, family: str = specs.SM90) -> specs.OverflowSpec:
-    """A pass (forward, backward) of a training step whose non-zeros exceed the hybrid format.
-
-    Raises NotImplementedError for the portable family, which has no such kernel.
-    """
-    if family != specs.SM90:
-        raise NotImplementedError(
-            'sparse training needs compute capability 9.0; on this GPU use strategy="dense" in training'
-        )
-    return specs.OverflowSpec(dtype_name(dtype), mode)
+    """A pass (forward, backward) of a training step whose non-zeros exceed the hybrid format."""
+    return specs.OverflowSpec(dtype_name(dtype), mode, family=family)
 
 
 # Strategies

@@ -6,6 +6,7 @@ On the CPU there is no choice. ``chooses`` lets it pass for a GPU, with a transf
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import logging
 import pickle
@@ -15,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -776,13 +778,18 @@ def test_a_call_without_tokens_works(chooses: Arrivals) -> None:
 
 
 def test_other_gpus_are_dense(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(device, "capability", lambda index: (9, 0) if index == 0 else (8, 6))
+    """Without kernels, and without costs: those of a table that the user measured there are enough."""
+    own = dataclasses.replace(_tables.SHIPPED, file=Path("own.json"))
+    monkeypatch.setattr(device, "capability", {0: (9, 0), 1: (8, 6), 2: (7, 5), 3: (12, 0)}.__getitem__)
+    monkeypatch.setattr(_tables, "in_use", lambda on: own if on.index == 3 else _tables.SHIPPED)
     log.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "twell"):
-        found = [_auto.forced(*where) for where in (("cuda", 0), ("cuda", None), ("cuda", 1), ("cuda", 1))]
-    assert found == ["", "", "dense", "dense"]
+        found = [_auto.forced("cuda", index) for index in (0, None, 1, 1, 2, 3)]
+    assert found == ["", "", "dense", "dense", "dense", ""]
     assert [record.getMessage() for record in caplog.records] == [
-        'strategy="auto" is "dense" on compute capability (8, 6): costs of the sparse kernels are known for (9, 0)'
+        'strategy="auto" is "dense" on compute capability 8.6: costs of the sparse kernels are not known there; '
+        "`twell tune` measures them",
+        'strategy="auto" is "dense" on compute capability 7.5: the sparse kernels need 8.0 or higher',
     ]
     assert _auto.forced("cpu", None) == _auto.forced("meta", None) == "dense"
 

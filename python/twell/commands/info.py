@@ -114,7 +114,7 @@ def collect() -> Info:
             "{}.{}".format(*d.capability),
             d.sm_count,
             d.memory,
-            d.capability == device.SM_90,
+            d.capability[0] in device.ARCHITECTURES,
         )
         for d in driver.devices
     )
@@ -212,7 +212,7 @@ def lines(info: Info, verbose: bool) -> Iterator[str]:
     yield from _fields(info.versions)
     yield "\nDevices"
     for d in info.devices:
-        support = "sparse kernels run here" if d.sparse else "no sparse kernels: they need compute capability 9.0"
+        support = "sparse kernels run here" if d.sparse else "no sparse kernels: they need compute capability 8.0"
         yield f"  cuda:{d.index}  {d.name}, compute capability {d.capability}, {d.sm_count} SMs, " + (
             f"{d.memory / 2**30:.0f} GiB: {support}"
         )

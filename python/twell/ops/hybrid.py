@@ -301,7 +301,8 @@ def overflow_forward(
     over = (kept.sizes, capacity, *form, scratch)
     weights = (w_gate, w_gate if w_up is None else w_up, w_down)
     own = (y, sums, aside, device.sm_count(x.device.index))
-    launch(tuning.overflow(x.dtype, "forward"), x, *weights, *biases, *over, *own)
+    spec = tuning.overflow(x.dtype, "forward", tuning.family(x.device.index))
+    launch(spec, x, *weights, *biases, *over, *own)
 
 
 def overflow_backward(
@@ -338,7 +339,8 @@ def overflow_backward(
     by_token = x.new_empty((lines, 2 * n), dtype=torch.float32)
     own = (dx, *weights, *sums, int(accumulate), by_token, *d_biases, aside, device.sm_count(x.device.index))
     operands = (w_gate, w_gate if w_up is None else w_up, w_down, *biases, dl1)
-    return functools.partial(launch, tuning.overflow(x.dtype, "backward"), dy, x, *operands, *over, *own)
+    spec = tuning.overflow(x.dtype, "backward", tuning.family(x.device.index))
+    return functools.partial(launch, spec, dy, x, *operands, *over, *own)
 
 
 def backward_cuda(

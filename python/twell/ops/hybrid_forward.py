@@ -108,8 +108,7 @@ def on_cuda(
     check_alike(w_gate, w_up=w_up, w_down=w_down)
     (m, k), n, dtype, gated = x.shape, w_gate.shape[0], x.dtype, w_up is not None
     family = tuning.family(x.device.index)
-    # refused here, before anything is launched
-    tuning.overflow(dtype, "forward", family)
+    hybrid.require_neurons(n, family)
     l1: Tensor | None = None
     nonzeros: Tensor | None = None
     if totals or not m:
