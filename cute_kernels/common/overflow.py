@@ -82,6 +82,7 @@ class HiddenForm:
     """h and the sums of |h|."""
 
     backward = False
+    launch: Any
 
     @cute.jit
     def run(self, x, weights, b_gate, b_up, sizes, capacity, form, parts, sums, max_ctas, stream):
@@ -94,6 +95,7 @@ class GradientsForm:
     """d_gate, d_up and h, and the sums of both gradients over 64 tokens each."""
 
     backward = True
+    launch: Any
 
     @cute.jit
     def run(self, dy, x, weights, b_gate, b_up, dl1, sizes, capacity, form, parts, sums, max_ctas, stream):
@@ -123,6 +125,7 @@ class TokenForm:
     """y from h, or dx from the gradients."""
 
     by_token = True
+    launch: Any
 
     @cute.jit
     def run(self, parts, first, second, bias, sizes, capacity, out, flushed, max_ctas, stream):
@@ -137,6 +140,7 @@ class WeightForm:
     """Gradients of weights and biases."""
 
     by_token = False
+    launch: Any
 
     @cute.jit
     def run(

@@ -282,6 +282,7 @@ def test_info_names_the_table(folder: Path, monkeypatch: pytest.MonkeyPatch, cap
 
     ours = _tables.SHIPPED.gpu
     assert f"  {ours}: shipped, measured on {ours}, {_tables.SHIPPED.date[:10]}" in told(ours)
+    assert '  Small: none, and "auto" is dense there until `twell tune` has measured it' in told(ours)
     assert "note:" not in told(ours)
     assert f"  {GPU}: shipped, measured on {ours}" in told()
     assert f"note: these are times of another GPU; `twell tune` measures {GPU}" in told()
