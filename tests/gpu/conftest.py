@@ -1,12 +1,13 @@
 """Fixtures of the GPU tests: recorded layers as a further workload, and poisoned memory."""
 
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from twell import testing, tuning
-from twell._runtime import specs
+from twell._runtime import geometry, specs
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,6 +21,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """With ``--portable`` every GPU runs the portable family: nothing but this process knows the switch."""
     if config.getoption("--portable", default=False):
         tuning.family = lambda index: specs.PORTABLE
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """With ``--portable`` a test of more neurons than that family takes is skipped."""
+    try:
+        return (yield)
+    except NotImplementedError as error:
+        if item.config.getoption("--portable") and f"at most {geometry.PORTABLE_UNION_NEURONS} neurons" in str(error):
+            pytest.skip(str(error))
+        raise
 
 
 @pytest.fixture(autouse=True)
