@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import train
+from safetensors import SafetensorError
 from torch import Tensor
 from training import RequestError, checkpoint, options, parallel, relufied, report
 from training.data import Sequences, Tokens, prepare
@@ -34,12 +35,13 @@ from training.whole import manifest
 from transformers import AttentionInterface, AutoTokenizer
 
 from twell import _files, recipe
+from twell.integrations import transformers as twell_hf
 from twell.testing import machine_line
 
 # Options that a resumed run must share with the saved one.
 IDENTITY = (
     *("model", "activation", "target_nnz", "distill", "sharing", "sequence", "dtype", "seed", "steps"),
-    *("tokens_per_step", "lr", "warmup", "weight_decay", "clip"),
+    *("tokens_per_step", "lr", "warmup", "weight_decay", "clip", "threshold_loss", "eval_sequences"),
 )
 ACTIVATIONS = ("relu", "relu2", "drelu")
 
@@ -112,8 +114,8 @@ class Further:
     def _load(self) -> Any:
         try:
             model = relufied.load(self.choice.model, dtype=torch.float32)
-        except (OSError, KeyError, ValueError) as error:
-            raise RequestError(f"MODEL: expected a causal model of transformers, got {error}") from error
+        except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
+            raise RequestError(f"MODEL: expected a causal model of transformers, got {first_line(error)}") from error
         if self.choice.attention is not None:
             for config in (model.config, model.config.get_text_config()):
                 config._attn_implementation = self.choice.attention
@@ -183,7 +185,8 @@ class Further:
         if count < 3:
             raise RequestError(
                 f"held-out text: expected three --micro-batch {size} of sequences or more within --eval-sequences, got "
-                f"{min(self.choice.eval_sequences, len(self.held))} sequences of {self.choice.sequence} tokens"
+                f"{min(self.choice.eval_sequences, len(self.held))} sequences of {self.choice.sequence} tokens; "
+                "more text, a larger --held-out, a smaller --micro-batch or a shorter --sequence helps"
             )
         middle = max(1, count // 4)
         return range(0, middle * size, size), range(middle * size, count * size, size)
@@ -257,7 +260,7 @@ def identity(choice: argparse.Namespace, tokens: Tokens, activation: str | None)
     """What a resumed run must share with the saved one; a dense run has no sparsity to choose."""
     own = {name: getattr(choice, name) for name in IDENTITY}
     if activation is None:
-        own |= dict.fromkeys(("activation", "target_nnz", "distill", "sharing"))
+        own |= dict.fromkeys(("activation", "target_nnz", "distill", "sharing", "threshold_loss"))
     return own | {"text": tokens.fingerprint}
 
 
@@ -303,6 +306,11 @@ def run_steps(
             with clock.paused():
                 save()
     return curve
+
+
+def first_line(error: Exception) -> str:
+    """The type of an error and the first line of its text."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def short(number: float) -> float:
@@ -394,18 +402,16 @@ def part(
         "machine": machine_line(here.device),
     }
     if name == "sparse":
-        threshold = result.get("threshold", 0.0)
-        export(run.model, choice, threshold)
+        export(run.model, choice)
     _files.write_text(path, json.dumps(result, indent=1) + "\n")
     if (folder / "checkpoints").exists():
         shutil.rmtree(folder / "checkpoints")
     return result
 
 
-def export(model: Any, choice: argparse.Namespace, threshold: float) -> None:
+def export(model: Any, choice: argparse.Namespace) -> None:
     """Write the model and its tokenizer to OUT/final, whole or not at all."""
-    activation = "fatrelu" if threshold else choice.activation
-    relufied.name(model, activation, threshold)
+    twell_hf.name_activation(model)
     final: Path = choice.out / "final"
     for left in _files.leftovers(final):
         shutil.rmtree(left)
@@ -447,7 +453,7 @@ def relufy(choice: argparse.Namespace, here: parallel.World) -> int:
     try:
         tokenizer = AutoTokenizer.from_pretrained(choice.model)
     except (OSError, ValueError) as error:
-        raise RequestError(f"MODEL: expected a model with a tokenizer, got {error}") from error
+        raise RequestError(f"MODEL: expected a model with a tokenizer, got {first_line(error)}") from error
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
         raise RequestError("MODEL: expected a fast tokenizer with an end-of-sequence token")
     tokens = prepare(

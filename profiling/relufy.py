@@ -253,7 +253,7 @@ class Evidence:
         figures["parameters"] = sum(p.numel() for p in further.parameters)
         if run == self._saved():
             choice.out = self.mine.state / SAVED
-            relufy.export(further.model, choice, 0.0)
+            relufy.export(further.model, choice)
         # at the most tokens, once for each target
         longest = run.share == max(each.share for each in self.mine.runs if each.sparse)
         if run.activation == "relu" and longest and not (run.distill or run.sharing) and self.mine.threshold_loss:

@@ -1,4 +1,4 @@
-"""Models with the ReLU family in place of their activation: replacing it, saving, loading."""
+"""Models with the ReLU family in place of their activation: replacing it, loading, compiling."""
 
 from __future__ import annotations
 
@@ -13,61 +13,36 @@ from twell import recipe
 from twell.functional import Strategy
 from twell.integrations import layouts
 from twell.integrations import transformers as twell_hf
+from twell.nn import SparseFFN
 
 from . import model as _model  # noqa: F401  (registers the attention "causal")
 
-# of those, transformers' own models compute the first two
 FAMILY = ("relu", "relu2", "drelu", "fatrelu")
 
 
-def replace(model: Any, activation: str, strategy: Strategy = "dense") -> None:
+def replace(model: Any, activation: Any, strategy: Strategy = "dense") -> None:
     """Make the FFNs of ``model`` layers of twell with ``activation``, in place; the weights stay.
 
     TypeError or ValueError, as ``twell.integrations.transformers.sparsify``, if that cannot be done.
     """
-    if any(type(layer).__module__.startswith("twell") for layer in model.modules()):
-        found = recipe.layers(model)
-    else:
-        twell_hf.sparsify(model, activation="relu", strategy=strategy)
-        found = recipe.layers(model)
-    for layer in found.values():
+    if not any(isinstance(layer, SparseFFN) for layer in model.modules()):
+        twell_hf.sparsify(model, activation=activation, strategy=strategy)
+        return
+    for layer in recipe.layers(model).values():
         layer.threshold = 0
-        layer.activation = activation  # type: ignore[assignment]
-        layer.strategy = strategy
-    name(model, activation)
-
-
-def name(model: Any, activation: str, threshold: float = 0.0) -> None:
-    """Write the activation to the configuration of ``model``; "fatrelu" with its threshold, as MiniCPM-S has it."""
-    for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
-        for key in layouts.ACTIVATIONS:
-            if isinstance(getattr(config, key, None), str):
-                setattr(config, key, activation)
-        if activation == "fatrelu":
-            config.hidden_act_param = threshold
+        layer.activation, layer.strategy = activation, strategy
+    twell_hf.name_activation(model)
 
 
 def load(folder: str | Path, **options: Any) -> Any:
     """The causal model in ``folder`` or of the Hub, ``options`` for ``from_pretrained``.
 
-    Where its configuration names one of ``FAMILY`` the FFNs are layers of twell with strategy "auto"; any other model
-    is as ``from_pretrained`` makes it.
+    Where its configuration names one of ``FAMILY`` the FFNs are layers of twell with strategy "auto"; any other
+    model is as ``from_pretrained`` makes it.
     """
-    config = AutoConfig.from_pretrained(folder)
-    activation = layouts.activation(config.get_text_config().to_dict())
-    if activation not in FAMILY:
-        return AutoModelForCausalLM.from_pretrained(folder, **options)
-    threshold = float(getattr(config, "hidden_act_param", 0.0)) if activation == "fatrelu" else 0.0
-    for part in (config, config.get_text_config()):
-        for key in layouts.ACTIVATIONS:
-            if isinstance(getattr(part, key, None), str):
-                setattr(part, key, "relu")
-    model = AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
-    replace(model, activation, "auto")
-    for layer in recipe.layers(model).values():
-        layer.threshold = threshold
-    name(model, activation, threshold)
-    return model
+    named = layouts.activation(AutoConfig.from_pretrained(folder).get_text_config().to_dict())
+    read = twell_hf.load if named in FAMILY else AutoModelForCausalLM.from_pretrained
+    return read(folder, **options)
 
 
 def compile_blocks(model: nn.Module) -> list[nn.Module]:

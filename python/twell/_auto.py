@@ -30,6 +30,8 @@ from twell._runtime.log import logger, warn_once
 FEW = 256
 # Most tokens of inference for which each number of them has its own choice.
 FINE = tuning.UNION_TILE_TOKENS
+# Kinds of calls that a site remembers the routes of.
+_MOST_ROUTES = 256
 _TYPICAL = {True: 64, False: 16384}
 _TYPICAL_K, _TYPICAL_N = 2048, 5632
 
@@ -326,6 +328,8 @@ class AutoStrategy:
         # one per bucket: with one for all, a forward pass under a reentrant checkpoint would keep training from any
         self._pending: dict[tuple[bool, int], _Expected] = {}
         self._open: weakref.WeakSet[_Pass] = weakref.WeakSet()
+        # routes of inference by the arguments of ``begin``, as long as no decision is made anew
+        self._routes: dict[tuple[Any, ...], tuple[_Bucket, Route]] = {}
         # of the GPU of the latest call
         self._table = _tables.SHIPPED
 
@@ -352,6 +356,15 @@ class AutoStrategy:
 
     def begin(self, x: Tensor, n: int, gated: bool, training: bool, down_copied: bool, merged: bool = False) -> Route:
         """Choose the route of a call on x [..., K] with n neurons; the call is not being traced."""
+        arguments = (x.shape, n, gated, training, down_copied, merged)
+        known = self._routes.get(arguments)
+        # between the calls that decide and measure, the host has little to do
+        if known is not None and type(x) is Tensor and not _capturing(x) and self.heeds(x):
+            bucket, route = known
+            with self._lock:
+                if not self._is_due(bucket.calls):
+                    bucket.calls += 1
+                    return route
         problem = tuning.Problem(tokens_of(x), x.shape[-1], n, gated, training, down_copied, merged)
         holder = self if training and _checkpointed() else None
         # fake tensors have no figures, and a captured graph would leave them at each replay
@@ -366,7 +379,12 @@ class AutoStrategy:
             call, decision, due = self._count(problem)
             strategy, held = decision.strategy, self._buckets[_key(problem)].held
             if not due or _key(problem) in self._pending or not problem.m:
-                return Route(strategy, None, holder, held)
+                route = Route(strategy, None, holder, held)
+                if not due and not training:
+                    if len(self._routes) >= _MOST_ROUTES:
+                        self._routes.clear()
+                    self._routes[arguments] = self._buckets[_key(problem)], route
+                return route
         if (
             strategy == "row"
             and problem.m >= geometry.TOKEN_TILE
@@ -480,11 +498,15 @@ class AutoStrategy:
         if bucket is None:
             bucket = self._buckets[key] = _Bucket(problem)
         call, bucket.calls = bucket.calls, bucket.calls + 1
-        due = call % self.period == 0 if call >= self.period else call & (call - 1) == 0
+        due = self._is_due(call)
         if due or bucket.late or bucket.decision is None or not _is_laid_alike(bucket.problem, problem):
             self._collect()
             return call, self._decide(problem, bucket), due
         return call, self._finely(problem, bucket, bucket.decision), due
+
+    def _is_due(self, call: int) -> bool:
+        """Whether a call of this index decides and measures."""
+        return call % self.period == 0 if call >= self.period else call & (call - 1) == 0
 
     def _finely(self, problem: tuning.Problem, bucket: _Bucket, decision: tuning.Decision) -> tuning.Decision:
         """The decision for this number of tokens, where that of the bucket was for another.
@@ -507,6 +529,7 @@ class AutoStrategy:
             self._pending.clear()
             self._buckets.clear()
             self._captures.clear()
+            self._routes.clear()
 
     def _collect(self) -> None:
         for key, pending in list(self._pending.items()):
@@ -529,6 +552,7 @@ class AutoStrategy:
         decision = tuning.decide(problem, figures, None if before is None else before.strategy, self._table)
         bucket.problem, bucket.decision, bucket.held = problem, decision, tuning.held(problem, bucket.recent)
         bucket.others.clear()
+        self._routes.clear()
         if before is None or decision.strategy != before.strategy:
             m, k, n, gated, training = problem[:5]
             layer = f"{'gated' if gated else 'non-gated'} layer, K = {k}, N = {n}, {_kind(training)}, {m} tokens"

@@ -156,21 +156,33 @@ def _counter(owner: MLP, totals: Tensor) -> Callable[[nn.Module, tuple[Any, ...]
 @torch.no_grad()
 def _count(mlp: MLP, x: Tensor, totals: Tensor) -> None:
     """Add the non-zeros of the gate of x [..., K] to ``totals`` [N + 1], by neuron, and its tokens."""
-    name, gate = "count_firing", gate_of(mlp)
-    operands = _admission.admit(name, x=x, w_gate=gate.weight, b_gate=gate.bias)
-    x, weight, bias = operands["x"], operands["w_gate"], operands.get("b_gate")
-    tokens, packs = x.reshape(-1, x.shape[-1]), _packs(mlp, x)
+    name, gate, plain = "count_firing", gate_of(mlp), mlp._is_plain()
+    if plain:
+        operands = _admission.admit(name, x=x, w_gate=gate.weight, b_gate=gate.bias)
+        x, weight, bias = operands["x"], operands["w_gate"], operands.get("b_gate")
+    tokens, packs = x.reshape(-1, x.shape[-1]), plain and _packs(mlp, x)
     if not tokens.shape[0]:
         return
     totals[-1] += tokens.shape[0]
     # chunks of equal size: a short one would run the few-token kernel
-    for chunk in tokens.tensor_split(-(-tokens.shape[0] * weight.shape[0] // CHUNK_GATES)):
+    for chunk in tokens.tensor_split(-(-tokens.shape[0] * len(totals[:-1]) // CHUNK_GATES)):
         if packs:
             threshold = mlp.threshold
             values = functional.pack(chunk, weight, bias, compression=mlp.compression, threshold=threshold).unpack()
         else:
-            values = activation_of("fatrelu", mlp.threshold).after(F.linear(chunk, weight, bias))
+            # the projection may be more than its weight: an adapter, say
+            values = F.linear(chunk, weight, bias) if plain else gate_by_call(mlp, chunk)
+            values = activation_of("fatrelu", mlp.threshold).after(values)
         totals[:-1] += (values != 0).sum(0)
+
+
+def gate_by_call(mlp: MLP, rows: Tensor) -> Tensor:
+    """The gate [M, N] of rows [M, K] before its activation, by calling a projection that is more than a weight."""
+    if not torch.is_autocast_enabled(rows.device.type):
+        # rows may have been cast by an autocast that has ended
+        rows = rows.to(next(p.dtype for p in (*gate_of(mlp).parameters(), *mlp.parameters()) if p.is_floating_point()))
+    gate: Tensor = mlp._gate(rows)
+    return gate
 
 
 def _packs(mlp: MLP, x: Tensor) -> bool:

@@ -91,6 +91,8 @@ _CHOOSING = (
     "SETUP_FINALLY",
 )
 
+_ENTER_AUTOCAST = torch.autocast.__enter__.__code__
+
 # Attributes of an nn.Linear that its replacement keeps.
 _KEPT = frozenset({"weight", "bias", "in_features", "out_features"})
 
@@ -194,6 +196,19 @@ _TRIALS = (
     _Trial(torch.float32, True, True, (2, 4), autocast=True, x_dtype=torch.bfloat16),
 )
 
+# Code may branch on the mode, on grad mode, on the dimensions and on the dtypes of x and the weights: these are all
+# combinations, with no leading dimension of x to five.
+_LEADS = ((), (9,), (2, 4), (2, 1, 3), (1, 2, 1, 2), (1, 1, 2, 1, 2))
+_COMBINATIONS = tuple(
+    _Trial(dtype, training, grad, lead, autocast=dtype == torch.float32, x_dtype=x_dtype)
+    for (dtype, x_dtype), training, grad, lead in itertools.product(
+        ((torch.float64, None), (torch.float32, None), (torch.float32, torch.bfloat16)),
+        (True, False),
+        (True, False),
+        _LEADS,
+    )
+)
+
 
 def difference(module: nn.Module, form: Form, formula: Formula, own: Function | None) -> str:
     """Describe how ``module`` differs from ``down(formula(gate(x), up(x)))`` of its children; "" if it does not.
@@ -209,10 +224,13 @@ def difference(module: nn.Module, form: Form, formula: Formula, own: Function | 
         functions = (formula.of_gate, formula.of_up, *formula.written, *(() if own is None else (own,)))
         allowed = frozenset().union(*map(_operators, functions))
         weights = _small(linears, form)
-        for trial in _TRIALS:
-            here = trial._replace(dtype=trial.dtype or first.weight.dtype)
-            if reason := _try(module, weights, form, formula, here, allowed, state):
-                return reason
+        for trials in (_TRIALS, _COMBINATIONS):
+            for trial in trials:
+                here = trial._replace(dtype=trial.dtype or first.weight.dtype)
+                if reason := _try(module, weights, form, formula, here, allowed, state):
+                    return reason
+            if not any(_decides(ran.code) for ran in state.ran.values()):
+                break
     numbers: tuple[float, ...] = (first.in_features, first.out_features)
     numbers += (first.out_features // 2,) * bool(form.fused) + (formula.number,) * bool(formula.number)
     return _uncovered_input(module.modules(), state, numbers, frozenset(map(id, _codes_of(own))))
@@ -260,7 +278,8 @@ def _is(act: Function, kind: Activation, dtype: torch.dtype) -> bool:
     watched = [m for m in modules if not of_torch(type(m))]
     of_gate = formula_of(kind).of_gate
     with _outside_of_modes(), _watch(watched) as state:
-        for precision, training, grad in itertools.product((torch.float64, dtype), (True, False), (True, False)):
+        precisions = dict.fromkeys((torch.float64, torch.float32, dtype) if kind.threshold else (torch.float64, dtype))
+        for precision, training, grad in itertools.product(precisions, (True, False), (True, False)):
             x = _every_size(precision, kind.threshold).requires_grad_(grad)
             # powers of two, whose products are exact
             dy = torch.ones_like(x).cumsum(0).remainder(5).exp2()
@@ -290,7 +309,8 @@ def _same(ours: Any, theirs: Tensor) -> bool:
 def _every_size(dtype: torch.dtype, threshold: float) -> Tensor:
     """All values of a 16-bit dtype; of a wider one the powers of the square root of two, infinity, 0 and NaN.
 
-    With a threshold no NaN, no value of 16 bits next to it, and in float64 itself and its neighbour.
+    With a threshold no NaN, no value of 16 bits next to it, and in the wider ones itself and the next number, which
+    tell > from >=.
     """
     # named, as the default device may be another
     if dtype.itemsize == 2:
@@ -301,7 +321,8 @@ def _every_size(dtype: torch.dtype, threshold: float) -> Tensor:
     powers = torch.arange(-2150, 2050, dtype=torch.float64, device="cpu").div(2).exp2()
     rest = [0.0, float("inf"), float("nan")]
     if threshold:
-        rest = [0.0, float("inf"), *((threshold, math.nextafter(threshold, 2.0)) if dtype == torch.float64 else ())]
+        level = torch.tensor(threshold, dtype=dtype, device="cpu")
+        rest = [0.0, math.inf, level.item(), level.nextafter(level.new_tensor(math.inf)).item()]
     others = torch.tensor(rest, dtype=torch.float64, device="cpu")
     return torch.cat([powers, -powers, others, -others]).to(dtype)
 
@@ -546,7 +567,11 @@ class _State:
                 gc.enable()
 
     def _profile(self, frame: types.FrameType, event: str, called: Any) -> None:
-        if event == "call" and _is_own(frame):
+        if event == "call" and frame.f_code is _ENTER_AUTOCAST and frame.f_back is not None:
+            # the trials themselves enter it, too
+            if frame.f_back.f_globals is not globals():
+                self.opaque.add("its forward enters an autocast of its own, which may be of another device")
+        elif event == "call" and _is_own(frame):
             self._enter(frame)
         elif event == "c_call" and not _is_known(called) and _is_own(frame):
             name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
@@ -758,7 +783,8 @@ def _open_branch(ran: _Ran, by_value: bool) -> str:
     function = tree.body[0]
     for statement in function.body if isinstance(function, ast.FunctionDef) else tree.body:
         for condition in _conditions(statement):
-            if not (by_value and _is_of_values(condition, ran)) and not _is_decided(condition, ran.modules):
+            decided = _is_decided(condition, ran.modules) and not _asks_for_more_dimensions(condition)
+            if not (by_value and _is_of_values(condition, ran)) and not decided:
                 return f"branches on {ast.unparse(condition).splitlines()[0]}, of which a run shows only one side"
     return ""
 
@@ -835,6 +861,15 @@ def _is_decided(node: ast.AST, modules: set[str]) -> bool:
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         return node.value.id in modules or node.attr == "ndim"
     return isinstance(node, ast.Constant)
+
+
+def _asks_for_more_dimensions(condition: ast.AST) -> bool:
+    """Whether this compares the dimensions of a tensor with more than the trials have."""
+    nodes = list(ast.walk(condition))
+    if not any(isinstance(node, ast.Attribute) and node.attr in ("dim", "ndim") for node in nodes):
+        return False
+    numbers = (node.value for node in nodes if isinstance(node, ast.Constant))
+    return any(isinstance(number, (int, float)) and number > len(_LEADS[-1]) for number in numbers)
 
 
 def _is_dtype(node: ast.AST) -> bool:

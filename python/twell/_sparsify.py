@@ -101,6 +101,11 @@ _HOOKS = (
 
 _MACHINERY = frozenset(vars(nn.Module()))
 
+# Methods of every module besides those that a run calls or that print: a class of its own would lose its override.
+_INHERITED = frozenset(
+    name for name, value in vars(nn.Module).items() if callable(value) and not (name[:2] == name[-2:] == "__")
+) - {"forward", "extra_repr", "_get_name", "_call_impl", "_wrapped_call_impl"} | {"__getstate__", "__setstate__"}
+
 _LEAVE_OUT = "to leave it as it is, have filter_fn return False for it"
 
 
@@ -294,15 +299,30 @@ class _PairMLP(nn.Module):
         return y
 
 
-class NamedMLP(SparseMLP):
-    """A ``SparseMLP`` whose projections are children of other names, as ``wi`` and ``wo``; else the same."""
-
-    def __init__(self, names: tuple[str, ...], linears: Iterable[nn.Linear], **options: Any) -> None:
-        _name(self, names, linears, options)
+class _Renamed(SparseFFN):
+    """A layer whose projections are children of other names, ``_names``."""
 
     @property
     def _projections(self) -> tuple[str, ...]:  # type: ignore[override]
         return self._names
+
+    def _is_plain(self) -> bool:
+        # nn.Module stores it beside the child that has the role
+        if odd := [name for name in _GATED if name in self._modules and name not in self._names]:
+            raise AttributeError(
+                f"{odd[0]} must be set by the child's own name in a layer whose projections are "
+                f"{', '.join(self._names)}, got one set as {odd[0]}: delete it, and set the other"
+            )
+        return super()._is_plain()
+
+    _names: tuple[str, ...]
+
+
+class NamedMLP(_Renamed, SparseMLP):
+    """A ``SparseMLP`` whose projections are children of other names, as ``wi`` and ``wo``; else the same."""
+
+    def __init__(self, names: tuple[str, ...], linears: Iterable[nn.Linear], **options: Any) -> None:
+        _name(self, names, linears, options)
 
     @property
     def up_proj(self) -> nn.Linear:  # type: ignore[override]
@@ -314,18 +334,12 @@ class NamedMLP(SparseMLP):
         """The child that is the down projection."""
         return self._modules[self._names[1]]  # type: ignore[return-value]
 
-    _names: tuple[str, ...]
 
-
-class NamedGatedMLP(SparseGatedMLP):
+class NamedGatedMLP(_Renamed, SparseGatedMLP):
     """A ``SparseGatedMLP`` whose projections are children of other names, as ``w1``, ``w3`` and ``w2``."""
 
     def __init__(self, names: tuple[str, ...], linears: Iterable[nn.Linear], **options: Any) -> None:
         _name(self, names, linears, options)
-
-    @property
-    def _projections(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self._names
 
     @property
     def gate_proj(self) -> nn.Linear:  # type: ignore[override]
@@ -342,10 +356,8 @@ class NamedGatedMLP(SparseGatedMLP):
         """The child that is the down projection."""
         return self._modules[self._names[2]]  # type: ignore[return-value]
 
-    _names: tuple[str, ...]
 
-
-class FusedGatedMLP(SparseGatedMLP):
+class FusedGatedMLP(_Renamed, SparseGatedMLP):
     """A ``SparseGatedMLP`` whose gate and up projections are one child [2 N, K], as ``gate_up_proj`` of Phi-3.
 
     The kernels read its two halves in place. ``gate_proj`` and ``up_proj`` are new layers around these views.
@@ -354,10 +366,6 @@ class FusedGatedMLP(SparseGatedMLP):
     def __init__(self, names: tuple[str, ...], linears: Iterable[nn.Linear], up_first: bool, **options: Any) -> None:
         _name(self, names, linears, options)
         self._up_first = up_first
-
-    @property
-    def _projections(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self._names
 
     @property
     def gate_proj(self) -> nn.Linear:  # type: ignore[override]
@@ -389,6 +397,9 @@ class FusedGatedMLP(SparseGatedMLP):
         gate, up = self._ordered(self._project(self._names[0], x).chunk(2, dim=-1))
         return gate, up
 
+    def _gate(self, x: Tensor) -> Any:
+        return self._pre_activations(x)[0]
+
     def _main_grads(self, **weights: Tensor) -> list[Tensor | None] | None:
         whole = {name: self._applied(name)[0] for name in self._names}
         mains = super()._main_grads(**whole)
@@ -397,7 +408,6 @@ class FusedGatedMLP(SparseGatedMLP):
         fused, down = mains
         return [*((None, None) if fused is None else self._ordered(fused.chunk(2))), down]
 
-    _names: tuple[str, ...]
     _up_first: bool
 
 
@@ -505,10 +515,10 @@ def sparsify_(
     without gradients, for one token and for several, at ordinary and at extreme magnitudes. It may run only the
     operators of linear layers, the activation and one product. The rule for all Python code in these runs that is not
     torch's, decorators and helpers included: it reads no attributes and globals except for children, functions and
-    constants (sizes, a dropout of 0, the threshold, None), sets none, branches only on conditions that the runs vary,
-    and calls only Python and torch. The model's own tensors are neither read nor needed, so it may be on ``meta``. For
-    a pair within a block the source of the block's class is read, and the block runs on meta tensors if x is its only
-    input.
+    constants (sizes, a dropout of 0, the threshold, None), sets none, branches only on conditions that the runs vary
+    (modes, dtypes, up to five leading dimensions), enters no autocast, and calls only Python and torch. The model's own
+    tensors are neither read nor needed, so it may be on ``meta``. For a pair within a block the source of the block's
+    class is read, and the block runs on meta tensors if x is its only input.
 
     Code outside of a candidate is not seen: code that calls ``fc1`` of a block, gives ``forward`` other inputs than x,
     keeps a reference to a module outside of ``model``, or later changes the settings of one of torch's activations. A
@@ -530,9 +540,9 @@ def sparsify_(
     ``layers`` and the names that ``twell.explain`` shows.
 
     Raises TypeError or ValueError and changes nothing: if nothing is found; if a candidate computes something else, has
-    further children or state, hooks, projections that are not plain ``nn.Linear`` (quantised, adapted, sharded), or
-    sizes that the kernels do not take (multiples of 8, K up to 16,384 and N up to 65,536); or if ``model`` is itself a
-    module to replace.
+    further children or state, hooks, methods of ``nn.Module`` overridden, projections that are not plain ``nn.Linear``
+    (quantised, adapted, sharded), or sizes that the kernels do not take (multiples of 8, K up to 16,384 and N up to
+    65,536); or if ``model`` is itself a module to replace.
     """
     tuning.require_strategy(strategy)
     geometry.words_per_tile(compression)
@@ -553,8 +563,14 @@ def plan(
     """Plan ``sparsify_``: the same checks and errors, without any change."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"sparsify_: model must be an nn.Module, got {type(model).__name__}")
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise TypeError(f"sparsify_: model must be Python code, got a {type(model).__name__} of torch.jit")
     if activation not in (None, *_TARGETS):
-        raise ValueError(f"sparsify_: activation must be None or one of {', '.join(_TARGETS)}, got {activation!r}")
+        later = "; its threshold is chosen after training: twell.recipe.choose_threshold"
+        raise ValueError(
+            f"sparsify_: activation must be None or one of {', '.join(_TARGETS)}, got {activation!r}"
+            f"{later if activation == 'fatrelu' else ''}"
+        )
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(f"sparsify_: filter_fn must be a function of a module and its name, got {filter_fn!r}")
     told = _told(names)
@@ -568,6 +584,8 @@ def plan(
         if not forms:
             if _holds_stacked_experts(module):
                 stacked.append(_label(name, module))
+            elif between := _between_fitting(module):
+                misses.setdefault("Sequential", _label_between(name, module, between))
             elif found := _TELLTALES & (module._modules.keys() | module._parameters.keys()):
                 misses.setdefault(type(module).__name__, f"{_label(name, module)} with {', '.join(sorted(found))}")
         elif filter_fn is not None and not filter_fn(module, name):
@@ -577,13 +595,13 @@ def plan(
                 candidate, of = _examine(name, module, form, strategy, examined)
                 if of is None and type(module) is nn.Sequential:
                     # what lies between two linear layers need not be an activation
-                    misses.setdefault("Sequential", f"{_label(name, module)} with {candidate.was}")
+                    misses.setdefault("Sequential", _label_between(name, module, str(candidate.was)))
                     continue
                 if of is None and activation is None:
                     raise ValueError(_explain_activation(candidate))
                 candidates.append(_with_activation(candidate, of, activation))
     if not candidates:
-        raise ValueError(_nothing_found(model, left, misses, stacked))
+        raise ValueError(_nothing_found(model, told, left, misses, stacked))
     _require_reachable(model, candidates)
     if candidates[0].name == "" and candidates[0].kind != "pair":
         ours = "SparseGatedMLP.from_linear" if candidates[0].form.gated else "SparseMLP.from_linear"
@@ -724,6 +742,19 @@ def _forms_in_sequence(module: nn.Sequential) -> list[Form]:
     return forms
 
 
+def _between_fitting(module: nn.Module) -> str:
+    """The modules between two linear layers of an ``nn.Sequential`` that fit, if there is more than one; else ""."""
+    up, between = None, list[str]()
+    for layer in module if type(module) is nn.Sequential else ():
+        if type(layer) is not nn.Linear:
+            between.append(type(layer).__name__)
+        elif len(between) > 1 and _fit([up, layer]):
+            return ", ".join(between)
+        else:
+            up, between = layer, []
+    return ""
+
+
 def _below(module: nn.Module, name: str) -> nn.Module | None:
     """The child of a child, or None."""
     child, _, key = name.partition(".")
@@ -749,6 +780,10 @@ def _holds_stacked_experts(module: nn.Module) -> bool:
 
 def _label(name: str, module: nn.Module) -> str:
     return f"{name or 'the model'} ({type(module).__name__})"
+
+
+def _label_between(name: str, module: nn.Module, between: str) -> str:
+    return f"{_label(name, module)} with {between} between two linear layers"
 
 
 class _Found(NamedTuple):
@@ -817,8 +852,25 @@ def _examine(
     if (likeness := _likeness(module)) not in examined:
         examined[likeness] = _activation(where, module, form, attribute)
     found = examined[likeness]
+    own_names = {name for base in type(module).__mro__ if not of_torch(base) for name in vars(base)}
+    if lost := sorted(_INHERITED & own_names - vars(object).keys()):
+        raise ValueError(f"{where} has a {lost[0]} of its own, which would be lost; {_LEAVE_OUT}")
     kind: Any = "whole" if children == _PAIR and not form.fused else "layer"
+    if kind == "layer":
+        _require_roles(where, form)
     return Candidate(name, module, found.form, kind, attribute, RELU, found.name), found.activation
+
+
+def _require_roles(where: str, form: Form) -> None:
+    """Raise ValueError if a child has the name that another projection has in layers of twell."""
+    roles = ("", "down_proj") if form.fused else _GATED if form.gated else _PLAIN
+    for child, role in zip(form.children, roles):
+        if child in _GATED and child != role:
+            is_what = role or "gate and up in one"
+            raise ValueError(
+                f"{where}: {child} must be the {child} of the layer, as layers of twell have it, got one that is its "
+                f"{is_what}: rename the child; {_LEAVE_OUT}"
+            )
 
 
 def _paired(name: str, module: nn.Module, form: Form, attribute: str, act: Any) -> tuple[Candidate, Activation | None]:
@@ -1103,20 +1155,30 @@ def _explain_activation(candidate: Candidate) -> str:
     )
 
 
-def _nothing_found(model: nn.Module, left: list[str], misses: dict[str, str], stacked: list[str]) -> str:
+def _nothing_found(
+    model: nn.Module,
+    told: list[tuple[str, ...]],
+    left: list[str],
+    misses: dict[str, str],
+    stacked: list[str],
+) -> str:
     forms = "; ".join(", ".join(form) for form in _CERTAIN)
     text = (
-        "sparsify_: model must have modules with nn.Linear children named as in one of these forms: "
-        f"{forms}; got {type(model).__name__} without any"
+        "sparsify_: model must have modules with nn.Linear children of known names, or of those that names= tells; "
+        f"known are, with others, {forms}; got {type(model).__name__} without any"
     )
     if left:
         text += f" that filter_fn accepts; it left out {len(left)}, the first {left[0] or 'the model'!r}"
+    if told:
+        text += f"; names= is {'; '.join(', '.join(names) for names in told)}"
     if already := layers(model):
         text += f"; {len(already)} layers of twell are there already, as {next(iter(already)) or 'the model itself'!r}"
     if stacked:
         text += f"; {stacked[0]}: {_STACKED}"
     if misses:
         text += "; nearest are " + "; ".join(list(misses.values())[:5])
-        text += ": only nn.Linear projections are recognised, and other names only if names= tells them; or call "
-        text += "twell.sparse_gated_ffn"
+        text += (
+            ": only nn.Linear projections are recognised, in an nn.Sequential only with ReLU or another of its family "
+            "alone between them, and other names only if names= tells them; or call twell.sparse_gated_ffn"
+        )
     return text

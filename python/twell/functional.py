@@ -20,6 +20,8 @@ from twell._runtime.log import info_once, warn_once
 from twell.ops.ffn import on_cuda as ffn_on_cuda
 from twell.ops.library import STRIDE_MULTIPLE, is_direct
 from twell.ops.operands import Mains, Operands
+from twell.ops.reglu import on_cuda as reglu_on_cuda
+from twell.ops.reglu import pays
 from twell.packed import PackedTwell
 
 Strategy = Literal["auto", "row", "union", "invariant", "dense"]
@@ -361,6 +363,8 @@ def _dense(call: _Call, layer: Operands, mains: Mains) -> tuple[Tensor, Tensor, 
     if w_up is None:
         gate = activation.after(gate, inplace=not call.training and _autograd.eager(operands))
         hidden = activation.hidden(gate, None)
+    elif call.direct and not call.training and pays(gate):
+        hidden = reglu_on_cuda(gate, F.linear(x, w_up, b_up), activation)
     elif _autograd.fuses(gate, operands):
         hidden = _autograd.gated_relu(gate, F.linear(x, w_up, b_up), activation)
     else:

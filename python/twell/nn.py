@@ -156,6 +156,10 @@ class SparseFFN(nn.Module):
             return self._project("gate_proj", x), self._project("up_proj", x)
         return self._project("up_proj", x), None
 
+    def _gate(self, x: Tensor) -> Any:
+        """The gate before its activation, by calling its projection, which may be more than a weight and a bias."""
+        return self._project("gate_proj" if self._gated else "up_proj", x)
+
     def _by_children(self, x: Tensor, return_aux: bool) -> Any:
         """Run ``forward`` dense by calling the projections, one of which is more than a weight and a bias."""
         if self.accumulate_main_grad:

@@ -31,6 +31,7 @@ from twell.commands import analyze, analyze_plots, cli, saved_model, sparsity
 from twell.commands.request import RequestError
 from twell.commands.saved_model import Batch, WatchedLayer
 from twell.commands.sparsity import COLUMNS, UNIONS, Call, LayerSparsity, Tally
+from twell.integrations import transformers as integration
 
 CALLS = [Call(1, False), Call(64, False), Call(16384, False), Call(16384, True)]
 
@@ -513,6 +514,31 @@ def test_another_activation(words: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "before any training with ReLU in place of SiLU" in printed.splitlines()[-1]
     assert run(analyze, folder, "--text", words, "--tokens", 300, "--activation", "relu2") == 0
     assert "squared ReLU in place of SiLU" in capsys.readouterr().out
+    assert run(analyze, folder, "--text", words, "--tokens", 300, "--activation", "drelu") == 0
+    assert "dReLU in place of SiLU" in capsys.readouterr().out
+
+
+def test_activations_without_a_stock_class_are_read(
+    words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = integration.sparsify(saved_models.build())
+    for layer in _sparsify.layers(model).values():
+        layer.activation, layer.threshold = "fatrelu", 0.03125
+    integration.name_activation(model)
+    for folder in (tmp_path / "fatrelu", tmp_path / "damaged"):
+        model.save_pretrained(folder)
+        saved_models.save_tokenizer(folder)
+    file = tmp_path / "a.csv"
+    assert run(analyze, tmp_path / "fatrelu", "--text", words, "--tokens", 300, "--csv", file) == 0
+    assert "3 FATReLU (threshold 0.03125) FFN layers" in capsys.readouterr().out
+    with file.open() as opened:
+        assert {(row["activation"], row["threshold"]) for row in csv.DictReader(opened)} == {("fatrelu", "0.03125")}
+    assert run(analyze, tmp_path / "fatrelu", "--text", words, "--tokens", 300, "--activation", "relu") == 0
+    assert "ReLU in place of FATReLU" in capsys.readouterr().out
+    config = tmp_path / "damaged" / "config.json"
+    config.write_text(config.read_text().replace("hidden_act_param", "other"))
+    with pytest.raises(RequestError, match=r"MODEL: expected a model that can be read .* must have its threshold"):
+        run(analyze, tmp_path / "damaged", "--text", words, "--tokens", 300)
 
 
 @pytest.mark.parametrize(
@@ -754,6 +780,17 @@ def test_bad_arguments(llama: Path, options: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         run(analyze, llama, "--text", "a.txt", *options)
     assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_verdict_on_other_activations_is_of_the_layers_with_most_work(first: bool, tmp_path: Path) -> None:
+    large, small = [(True, 2048, 5632)] * 3, [(True, 64, 64)]
+    model = saved_model.WithoutZeros("", tmp_path, "SiLU", small + large if first else large + small)
+    table = _tables.in_use(torch.device("cpu"))
+    *_, last = analyze.without_zeros(model, [Call(1, False)], table)
+    most = sparsity.most_nonzeros(large[0], Call(1, False), table)
+    assert f"of at most {most:,} (" in last
+    assert "in the gated layers with K = 2,048, N = 5,632, which have most of the work" in last
 
 
 def test_a_model_without_feed_forward_layers_of_this_kind(words: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import logging
 import pickle
+import random
 import re
 import struct
 import sys
@@ -230,6 +231,41 @@ def test_few_tokens_have_a_choice_for_each_number_of_them() -> None:
     while site.explain()[0].calls != 17:
         site.choose(problem(72))
     assert {site.choose(problem(m)).strategy for m in sizes} == {"row"}
+
+
+def test_calls_between_decisions_take_a_short_way(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which gives the same routes, counts the calls, and ends with each decision, capture and change of the layer."""
+    short, long = _auto.AutoStrategy(period=16), _auto.AutoStrategy(period=16)
+    decided: list[int] = []
+    count = _auto.AutoStrategy._count
+
+    def spy(self: Any, call: Problem) -> Any:
+        if self is short:
+            decided.append(self._buckets[_auto._key(call)].calls if _auto._key(call) in self._buckets else 0)
+        return count(self, call)
+
+    monkeypatch.setattr(_auto.AutoStrategy, "_count", spy)
+    xs = {m: torch.zeros(m, K, dtype=BF16) for m in (100, 120)}
+    draw = random.Random(0)
+    for i in range(200):
+        long._routes.clear()
+        arguments = (xs[draw.choice((100, 120))], N, True, False, False)
+        assert short.begin(*arguments)[::3] == long.begin(*arguments)[::3]
+        if i % 50 == 49:
+            for site in (short, long):
+                site.observe(Problem(100, K, N, True, False), DENSE if i % 100 == 49 else SPARSE)
+    assert [row[2:7] for row in short.explain()] == [row[2:7] for row in long.explain()]
+    assert short.explain()[0].calls == 200
+    # each call on the schedule, and few others
+    assert {0, 1, 2, 4, 8, *range(16, 200, 16)} <= set(decided)
+    assert len(decided) < 80
+    monkeypatch.setattr(_auto, "_capturing", lambda _: True)
+    short.begin(xs[100], N, True, False, False)
+    assert short.explain()[0].calls == 200
+    assert short.explain()[-1].graph == "captured"
+    monkeypatch.setattr(_auto, "_capturing", lambda _: False)
+    short.begin(xs[100], 2 * N, True, False, False)
+    assert [row.calls for row in short.explain()] == [1]
 
 
 def test_many_tokens_share_a_choice() -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -229,6 +230,8 @@ def test_a_run_that_stops_goes_on(run: Callable[..., int], tmp_path: Path, monke
     assert run("llama", *arguments) == 0
     assert run("llama", *arguments, "--distill", 0.5) == 2
     assert "differs in distill (0.3 there, 0.5 here)" in capsys.readouterr().err
+    assert run("llama", *arguments, "--threshold-loss", 0.01) == 2
+    assert "differs in threshold_loss (0.0 there, 0.01 here)" in capsys.readouterr().err
 
 
 def test_without_dense_the_original_is_still_there(run: Callable[..., int], tmp_path: Path) -> None:
@@ -280,13 +283,24 @@ def test_options_are_checked(tmp_path: Path, capsys: Any, more: list[str], messa
     assert message in capsys.readouterr().err
 
 
-def test_requests_that_cannot_be_met_are_one_sentence(run: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
+def test_requests_that_cannot_be_met_are_one_sentence(
+    run: Callable[..., int], dense: Callable[[str], Path], text: Path, tmp_path: Path, capsys: Any
+) -> None:
     assert run("phi", "--activation", "drelu") == 2
-    assert 'activation "drelu" must have a gate' in capsys.readouterr().err
+    assert 'must have a gate for activation="drelu"' in capsys.readouterr().err
     assert run("llama", "--tokens-per-step", 300) == 2
     assert "--tokens-per-step: expected a multiple of 128" in capsys.readouterr().err
     assert relufy.main([str(tmp_path / "no"), "--text", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert "MODEL: expected a model with a tokenizer" in capsys.readouterr().err
+    assert run("llama", "--eval-sequences", 8) == 2
+    assert "a larger --held-out, a smaller --micro-batch or a shorter --sequence helps" in capsys.readouterr().err
+    damaged = shutil.copytree(dense("llama"), tmp_path / "damaged")
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:2000])
+    given = [str(damaged), *COMMON, "--text", str(text), "--out", str(tmp_path / "out")]
+    assert relufy.main(given) == 2
+    said = capsys.readouterr().err
+    assert "MODEL: expected a causal model of transformers, got SafetensorError: " in said
 
 
 def test_blocks_are_compiled_together(dense: Callable[[str], Path]) -> None:

@@ -180,6 +180,7 @@ def test_odd_sizes_are_said_to_run_without_twell(llama: Path, capsys: pytest.Cap
     [
         ({"hidden_act": "silu"}, [], "got LlamaForCausalLM with 'silu': vLLM serves it without twell"),
         ({"architectures": ["OPTForCausalLM"]}, [], "got OPTForCausalLM with 'relu': vLLM serves it without twell"),
+        ({"hidden_act": "drelu"}, [], "with 'drelu' (dReLU, which twell computes outside of vLLM): vLLM refuses it"),
         ({"architectures": None}, [], "got no architectures"),
         ({"sparsity_figures": [[1, 0.5, 0.5]]}, [], "an entry for each of the 3 layers, got 1 entries"),
         ({}, ["--save"], "--save: expected --text"),

@@ -1438,6 +1438,13 @@ def test_a_model_without_layers_is_an_error_that_says_why() -> None:
         sparsify_(nn.Sequential(Fused(), Fused(), Experts()))
     with pytest.raises(ValueError, match="that filter_fn accepts; it left out 2, the first '0'"):
         sparsify_(nn.Sequential(Gated(), Block()), lambda *_: False)
+    with pytest.raises(ValueError, match="got Sequential without any; names= is a, b"):
+        sparsify_(nn.Sequential(Fused()), names=("a", "b"))
+    dropping = nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Dropout(0.1), nn.Linear(N, K))
+    with pytest.raises(ValueError, match=r"0 \(Sequential\) with ReLU, Dropout between two linear layers: .*alone"):
+        sparsify_(nn.Sequential(dropping))
+    with pytest.raises(TypeError, match=r"must be Python code, got a RecursiveScriptModule of torch\.jit"):
+        sparsify_(torch.jit.script(nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, K))))
 
 
 def test_a_model_that_is_itself_a_layer() -> None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import twell
-from twell import testing
+from twell import recipe, testing
 from twell._sparsify import FusedGatedMLP, NamedGatedMLP, NamedMLP, layers, sparsify_
 from twell.distributed import SparseMLPParallel
 from twell.nn import SparseGatedMLP
@@ -376,6 +376,61 @@ def test_hooks_on_projections_of_other_names_make_the_layer_dense(form: str) -> 
     assert len(seen) == len(list(layer.children()))
 
 
+class Adapter(nn.Module):
+    """A projection with a second term, whose ``weight`` is that of the first alone, as adapters have it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.more = base, nn.Linear(base.in_features, base.out_features)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.more(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("form", ["fused", "fused, up first", "w1 w3 w2"])
+def test_figures_of_the_gate_call_adapted_projections(form: str) -> None:
+    m = sparse_of(model(form)).train()
+    ((name, layer),) = layers(m).items()
+    first = layer._projections[0]
+    adapter = Adapter(layer._modules[first])  # type: ignore[arg-type]
+    setattr(layer, first, adapter)
+    tracker = recipe.SparsityTracker(m, every=1)
+    recipe.record_aux(m, inputs=True)
+    x = tokens()
+    with torch.autocast("cpu", torch.bfloat16), twell.count_firing(m) as counts, tracker.watch(0):
+        m(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        inner: Any = {}
+        handle = layer.register_forward_pre_hook(lambda _, args: inner.update(x=args[0]))
+        m.eval()(x)
+        handle.remove()
+        gate = layer._gate(inner["x"]).relu()
+    fired = int((gate != 0).sum())
+    assert int(counts[name].counts.sum()) == fired
+    (row,) = tracker.read().layers
+    assert row.observed_l0 == pytest.approx(fired / gate[..., 0].numel())
+    layer.aux = None
+    assert recipe.sharing_term(m, 1).item() == pytest.approx(gate.float().sum(-1).mean().item(), rel=2e-2)
+
+
+@pytest.mark.parametrize(("form", "role"), [("fused", "gate_proj"), ("w1 w3 w2", "down_proj"), ("wi wo", "up_proj")])
+def test_a_projection_cannot_be_set_by_another_name(form: str, role: str) -> None:
+    (layer,) = layers(sparse_of(model(form))).values()
+    setattr(layer, role, nn.Linear(K, N))
+    with pytest.raises(AttributeError, match=f"{role} must be set by the child's own name"):
+        layer(tokens())
+    delattr(layer, role)
+    layer(tokens())
+
+
 def test_a_fused_layer_is_not_divided_among_ranks() -> None:
     (layer,) = layers(sparse_of(model("fused"))).values()
     mesh: Any = types.SimpleNamespace(ndim=1)
@@ -534,9 +589,76 @@ class Settable(FATReLU):
     scale = 1.0
 
 
+class AtLeastThreshold(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x >= 0.3, x, 0)
+
+
+class OfImages(Wi):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 4 and self.training:
+            x = x + x
+        return self.wo(self.act(self.wi(x)))
+
+
+class OfVideos(Wi):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim == 5:
+            x = x + x
+        return self.wo(self.act(self.wi(x)))
+
+
+class OfManyDimensions(Wi):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() > 7:
+            x = x + x
+        return self.wo(self.act(self.wi(x)))
+
+
+class ByDtypeInEvaluation(Wi):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.wi(x)
+        if x.dtype != h.dtype and not self.training:
+            h = h + h
+        return self.wo(self.act(h))
+
+
+class WithoutAutocast(Wi):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cuda", enabled=False):
+            return self.wo(self.act(self.wi(x)))
+
+
+class DecoratedWithoutAutocast(Wi):
+    @torch.autocast("cuda", enabled=False)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wo(self.act(self.wi(x)))
+
+
+class OwnLoading(Wi):
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        state[prefix + "wi.weight"] = 2 * state[prefix + "wi.weight"]
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class StaysInFloat32(Wi):
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        return self
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
+        (lambda: Wi(AtLeastThreshold()), "must apply ReLU, got AtLeastThreshold"),
+        (lambda: Wi(AtLeastThreshold()).bfloat16(), "must apply ReLU, got AtLeastThreshold"),
+        (OfImages, "y differs for"),
+        (OfVideos, "y differs for"),
+        (OfManyDimensions, "branches on x.dim\\(\\) > 7"),
+        (ByDtypeInEvaluation, "y differs for .* under autocast, evaluation mode"),
+        (WithoutAutocast, "enters an autocast of its own"),
+        (DecoratedWithoutAutocast, "enters an autocast of its own"),
+        (OwnLoading, "has a _load_from_state_dict of its own, which would be lost"),
+        (StaysInFloat32, "has a _apply of its own, which would be lost"),
         (lambda: Split(output=Reused), "the forward of its output must use hidden for self.dense alone"),
         (Peeked, "its class must use self.intermediate once"),
         (Normed, "differs for|it runs mul"),
@@ -589,6 +711,48 @@ def test_told_names_are_of_any_form(form: Any, layer: str) -> None:
     expected = m(tokens())
     assert sparsify_(m, names=[("q", "r", "s"), ("a", "b")]) == [layer]
     torch.testing.assert_close(m(tokens()), expected)
+
+
+class UpIsGate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(K, N), nn.Linear(K, N), nn.Linear(N, K)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.relu(self.up_proj(x)) * self.gate_proj(x))
+
+
+class Bottleneck(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down_proj, self.up_proj = nn.Linear(K, K), nn.Linear(K, K)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up_proj(F.relu(self.down_proj(x)))
+
+
+class UpIsBoth(ToldFused):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = self.a, self.b
+        del self.a, self.b
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, gate = self.up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(self.act(gate) * up)
+
+
+@pytest.mark.parametrize(
+    ("form", "names", "why"),
+    [
+        (UpIsGate, ("up_proj", "gate_proj", "down_proj"), "up_proj must be the up_proj .* is its gate_proj"),
+        (Bottleneck, ("down_proj", "up_proj"), "down_proj must be the down_proj .* is its up_proj"),
+        (UpIsBoth, None, "up_proj must be the up_proj .* is its gate and up in one"),
+    ],
+)
+def test_a_name_of_another_role_is_refused(form: Any, names: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        sparsify_(nn.Sequential(form()), names=names)
 
 
 def test_names_are_told_and_checked() -> None:

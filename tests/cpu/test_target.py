@@ -375,6 +375,20 @@ def test_the_threshold_is_the_greatest_that_the_loss_allows() -> None:
         assert choice.threshold < min(refused) < 1.1 * choice.threshold
 
 
+def test_a_share_of_a_negative_loss_raises_it_too() -> None:
+    losses = iter([-2.0, -1.999, -1.9])
+    choice = recipe.choose_threshold(Model(), lambda: next(losses), evaluations=3)
+    assert choice.threshold == 2**-10
+
+
+def test_a_failed_choice_leaves_the_layers_as_they_were() -> None:
+    model = Model("fatrelu", threshold=0.5)
+    losses = iter(["1", "1", "none"])
+    with pytest.raises(ValueError, match="none"):
+        recipe.choose_threshold(model, lambda: float(next(losses)))
+    assert {(layer.activation, layer.threshold) for layer in recipe.layers(model).values()} == {("fatrelu", 0.5)}
+
+
 def test_without_a_threshold_the_layers_have_relu() -> None:
     model = Model("fatrelu", threshold=0.5)
     losses = iter([1.0, 2.0])

@@ -532,7 +532,7 @@ def test_tensor_parallel_is_not_compiled() -> None:
 def test_the_learning_rate_follows_its_schedule() -> None:
     run: Any = object.__new__(train.Training)
     run.choice = options.parse("", ["--text", "x", "--out", "x", "--steps", "101", "--warmup", "10", "--l1", "4"])
-    run.schedule = 101
+    run.schedule, run.target = 101, None
     rates = []
     for run.done in range(101):
         rates.append(run.learning_rate())

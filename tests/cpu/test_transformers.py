@@ -28,6 +28,8 @@ from twell.integrations.transformers import (  # noqa: E402
     SparseLlamaForCausalLM,
     SparseQwen2Config,
     SparseQwen2ForCausalLM,
+    load,
+    name_activation,
     sparsify,
 )
 from twell.nn import SparseGatedMLP, SparseMLP  # noqa: E402
@@ -178,6 +180,73 @@ def test_retraining_takes_all_layers_or_none() -> None:
     assert not layers(model)
     # some layers of a ReLU model may stay dense
     assert list(layers(sparsify(stock("llama"), filter_fn=lambda _, name: ".0." in name))) == ["model.layers.0.mlp"]
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+@pytest.mark.parametrize(("activation", "threshold"), [("relu", 0), ("relu2", 0), ("drelu", 0), ("fatrelu", 0.25)])
+def test_every_activation_is_saved_and_loaded(name: str, activation: Any, threshold: float, tmp_path: Path) -> None:
+    key = "hidden_act" if name == "llama" else "activation_function"
+    model = stock(name, **{key: "silu"})
+    if (name, activation) == ("opt", "drelu"):
+        with pytest.raises(ValueError, match='must have a gate for activation="drelu"'):
+            sparsify(model, activation=activation)
+        return
+    sparsify(model, activation="relu" if threshold else activation)
+    if threshold:
+        for layer in layers(model).values():
+            layer.activation, layer.threshold = activation, threshold
+        name_activation(model)
+    model.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert (content[key], content.get("hidden_act_param")) == (activation, threshold or None)
+    loaded = load(tmp_path, dtype=torch.float32).eval()
+    assert [(layer.activation, layer.threshold) for layer in layers(loaded).values()] == [(activation, threshold)] * 2
+    assert (getattr(loaded.config, key), getattr(loaded.config, "hidden_act_param", 0)) == (activation, threshold)
+    torch.testing.assert_close(out(loaded), out(model.eval()), rtol=0, atol=0)
+    # and once more, from what was loaded
+    loaded.save_pretrained(tmp_path / "again")
+    assert torch.equal(out(load(tmp_path / "again").eval()), out(loaded))
+
+
+def test_an_activation_that_no_configuration_can_name_is_refused(tmp_path: Path) -> None:
+    model = sparsify(stock("llama"))
+    for layer in layers(model).values():
+        layer.activation, layer.threshold = "fatrelu", 0.25
+    name_activation(model)
+    layer.threshold = 0.5
+    with pytest.raises(ValueError, match=r"one activation and threshold, .* got fatrelu 0\.25 and fatrelu 0\.5"):
+        name_activation(model)
+    with pytest.raises(ValueError, match="got no layers of twell"):
+        name_activation(stock("llama"))
+    with pytest.raises(TypeError, match=r"must be a transformers\.PreTrainedModel, got Linear"):
+        name_activation(torch.nn.Linear(8, 8))
+    # without a threshold the file says nothing
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    content = json.loads(path.read_text())
+    assert content.pop("hidden_act_param") == 0.25
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="must have its threshold, hidden_act_param"):
+        load(tmp_path)
+    # another activation takes the threshold away
+    model = sparsify(stock("llama"), activation="relu2")
+    model.config.hidden_act_param = 0.25
+    name_activation(model)
+    assert not hasattr(model.config, "hidden_act_param")
+    with pytest.raises(ValueError, match="got 'fatrelu'; its threshold is chosen after training"):
+        sparsify(stock("llama"), activation="fatrelu")  # type: ignore[arg-type]
+
+
+def test_load_takes_what_from_pretrained_takes(tmp_path: Path) -> None:
+    sparse("llama").save_pretrained(tmp_path / "own")
+    assert type(load(tmp_path / "own")) is SparseLlamaForCausalLM
+    stock("llama", hidden_act="silu").save_pretrained(tmp_path / "silu")
+    with pytest.raises(ValueError, match="must apply ReLU, got SiLU"):
+        load(tmp_path / "silu")
+    sparsify(stock("llama"), activation="drelu").save_pretrained(tmp_path / "down" / "drelu")
+    model = load(tmp_path / "down", subfolder="drelu", dtype=BF16, local_files_only=True)
+    assert {layer.activation for layer in layers(model).values()} == {"drelu"}
+    assert model.dtype == BF16
 
 
 def test_what_is_no_dense_model_is_refused() -> None:

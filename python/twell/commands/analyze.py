@@ -173,10 +173,14 @@ def without_zeros(model: saved_model.WithoutZeros, calls: Sequence[Call], table:
         lines.append([f"{'gated' if gated else 'non-gated'}, K = {k:,}, N = {n:,}", *cells])
     yield from aligned(lines)
     yield "Published recipes: arXiv 2310.04564 (ReLU Strikes Back), 2402.13516 (ProSparse), 2406.05955 (TurboSparse)."
-    yield "twell.recipe adds the L1 term. With --activation relu this command shows the figures before any training."
-    (_, _, n), limit = next(iter(limits.items()))
+    yield "examples/relufy.py of twell's repository trains it. --activation relu shows the figures before any training."
+    # the speed of a model is that of the layers with most of the work
+    gated, k, n = max(shapes, key=lambda shape: model.shapes.count(shape) * shape[1] * shape[2] * (2 + shape[0]))
+    limit, kind = limits[gated, k, n], "gated" if gated else "non-gated"
     needs = [f"{most:,} ({as_percent(most / n)}) for {call}" for call, most in zip(calls, limit, strict=True) if most]
     what = f"it would, trained to non-zeros per token of at most {_listed(needs, 'and')}" if needs else "at no sparsity"
+    if len(limits) > 1:
+        what += f", in the {kind} layers with K = {k:,}, N = {n:,}, which have most of the work"
     yield (
         f"Verdict: twell does not pay on {_gpu(table)} as {model.was} makes no zeros; {what}; from layer times of "
         f"{_measured(table)}"

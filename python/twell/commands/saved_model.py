@@ -134,7 +134,7 @@ def add_arguments(
     if served:
         parser.set_defaults(activation=None)
     else:
-        add("--activation", choices=("relu", "relu2"), help="replace another activation with ReLU, or its square")
+        add("--activation", choices=("relu", "relu2", "drelu"), help="replace another activation with it")
 
 
 def load(arguments: argparse.Namespace, compression: int | None = None) -> Loaded:
@@ -168,6 +168,10 @@ def load(arguments: argparse.Namespace, compression: int | None = None) -> Loade
                 planned = _sparsify.plan(model, None, arguments.activation, "dense")
                 was = " and ".join(sorted({c.was for c in planned.candidates if c.was is not None}))
             integration.sparsify(model, activation=arguments.activation, strategy="dense")
+        elif arguments.activation is not None:
+            own = {layer.activation for layer in _sparsify.layers(model).values()} - {arguments.activation}
+            was = " and ".join(sorted(_sparsify.NAMES_OF_FAMILY[name] for name in own))
+            integration.with_activation(model, Activation(arguments.activation))
     except (ValueError, TypeError) as error:
         if 'pass activation="relu"' not in str(error):
             raise RequestError(f"MODEL: {error}") from error
@@ -272,7 +276,7 @@ def _line(error: Exception) -> str:
 
 def _load(folder: Path, dtype: str, content: dict[str, Any]) -> Any:
     """Load the causal language model in ``folder``, which must have every weight of its body."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from twell.integrations import transformers as integration
 
@@ -282,11 +286,15 @@ def _load(folder: Path, dtype: str, content: dict[str, Any]) -> Any:
     ours = kind != family or any(key.startswith("sparsity_") for key in content)
     own = {"llama": integration.SparseLlamaForCausalLM, "qwen2": integration.SparseQwen2ForCausalLM}
     cls = own.get(family, AutoModelForCausalLM) if ours else AutoModelForCausalLM
-    options = {}
+    options: dict[str, Any] = {}
+    activation = None
     architectures = content.get("architectures")
     if named := [name for name in engines.SPARSE if isinstance(architectures, list) and name in architectures]:
         # their layers have ReLU whatever activation the configuration names, as when they are served
         cls, options = getattr(integration, named[0]), {"hidden_act": "relu"}
+    elif cls is AutoModelForCausalLM:
+        options["config"] = AutoConfig.from_pretrained(folder, local_files_only=True)
+        activation = integration.as_stock(options["config"])
     model, about = cls.from_pretrained(
         folder,
         dtype=dtype if dtype == "auto" else getattr(torch, dtype),
@@ -298,7 +306,7 @@ def _load(folder: Path, dtype: str, content: dict[str, Any]) -> Any:
     missing = sorted(key for key in about["missing_keys"] if key.startswith(f"{model.base_model_prefix}."))
     if missing:
         raise ValueError(f"expected all weights in {str(folder)!r}, got none for {', '.join(missing[:3])}")
-    return model
+    return model if activation is None else integration.with_activation(integration.sparsify(model), activation)
 
 
 def layers(model: nn.Module) -> list[WatchedLayer]:

@@ -175,10 +175,13 @@ def _require_served(content: dict[str, Any]) -> tuple[str, str]:
     alike = [name for name in named if name in LLAMA_LIKE]
     if alike and activation in engines.ACTIVATIONS:
         return activation, f"vLLM serves {alike[0]} with {'ReLU' if activation == 'relu' else 'the square of ReLU'}"
-    also = f" ({NAMES_OF_FAMILY[activation]}, which twell computes outside of vLLM)" if activation in _ONLY_OURS else ""
+    also, without = "", "vLLM serves it without twell"
+    if activation in _ONLY_OURS:
+        also = f" ({NAMES_OF_FAMILY[activation]}, which twell computes outside of vLLM)"
+        without = "vLLM refuses it, since its own code takes SiLU or GELU alone" if alike else without
     raise RequestError(
         f"MODEL: expected {', '.join(engines.SPARSE)} or a Llama-like model with ReLU or its square, got "
-        f"{', '.join(named) or 'no architectures'} with {activation!r}{also}: vLLM serves it without twell"
+        f"{', '.join(named) or 'no architectures'} with {activation!r}{also}: {without}"
     )
 
 

@@ -31,6 +31,9 @@ OWN_KEYS = ("sparsity_strategy", "sparsity_compression", LAYOUT_KEY, FIGURES_KEY
 # keys of a layer's activation in configurations; the first one present counts
 ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function", "mlp_hidden_act")
 
+# Key of configurations with the threshold of "fatrelu", as MiniCPM-S has it.
+THRESHOLD_KEY = "hidden_act_param"
+
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -6,6 +6,7 @@ start, for training from scratch and for checkpoints; importing this module regi
     import twell.integrations.transformers as twell_hf
     model = twell_hf.sparsify(AutoModelForCausalLM.from_pretrained("facebook/opt-125m"))
     model = twell_hf.SparseLlamaForCausalLM.from_pretrained("SakanaAI/SparseLM0.5B", dtype=torch.bfloat16)
+    model = twell_hf.load("runs/relu/final")  # any saved causal model with ReLU, squared ReLU, dReLU or FATReLU
 
 ``generate`` works as with any model. Prefill runs the kernels for many tokens and decode those for few tokens; the
 operators choose by the number of rows. For small batches the host bounds the speed; with a static cache transformers
@@ -31,6 +32,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from twell import _sparsify
+from twell._activation import RELU, Activation, activation_of
 from twell._runtime.log import logger
 from twell.functional import Strategy
 from twell.integrations import layouts
@@ -59,17 +61,25 @@ __all__ = [
     "SparseQwen2Config",
     "SparseQwen2ForCausalLM",
     "SparsityCallback",
+    "load",
+    "name_activation",
     "sparsify",
 ]
 
 # Keys that name the activation of stock configurations: all that layers may have, besides those of files of T5.
 _ACTIVATION_KEYS = (*layouts.ACTIVATIONS, "activation", "dense_act_fn")
 
+# What a configuration may name that no stock class computes.
+_OURS = ("drelu", "fatrelu")
+
+# Arguments of from_pretrained that say where files are; the configuration is read with the same ones.
+_WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
+
 
 def sparsify(
     model: Any,
     *,
-    activation: Literal["relu", "relu2"] | None = None,
+    activation: Literal["relu", "relu2", "drelu"] | None = None,
     filter_fn: _sparsify.Filter | None = None,
     compression: int = 8,
     strategy: Strategy = "auto",
@@ -82,10 +92,11 @@ def sparsify(
     ``save_pretrained`` writes the files of the stock class.
 
     A model with another activation, mostly SiLU, is refused, since its hidden state has no zeros. With
-    ``activation="relu"`` or "relu2" the model gets that one, to be trained with it, and so does its configuration:
-    ``from_pretrained`` of the stock class then computes the same. The configuration has one activation for all layers,
-    so ``filter_fn`` must then accept all of them, and no experts may be stacked in one tensor. No stock class computes
-    "drelu"; ``twell.sparsify_`` takes it and leaves the configuration alone.
+    ``activation="relu"``, "relu2" or "drelu" the model gets that one, to be trained with it, and so does its
+    configuration: ``from_pretrained`` of the stock class then computes the same or, with "drelu", which no stock class
+    has, raises; ``load`` reads the files of causal models. The configuration has one activation for all layers, so
+    ``filter_fn`` must then accept all of them, and no experts may be stacked in one tensor. "fatrelu" comes after
+    training: ``twell.recipe.choose_threshold``, then ``name_activation``.
 
     Of a mixture of experts the dense layers, shared experts and experts that are modules are taken; experts stacked in
     one tensor stay as they are.
@@ -95,12 +106,10 @@ def sparsify(
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"sparsify: model must be a transformers.PreTrainedModel, got {type(model).__name__}; merge an adapter "
-            "first, and use twell.sparsify_ for other modules"
+            "first, compile it afterwards, and use twell.sparsify_ for other modules"
         )
     if getattr(model, "quantization_method", None) is not None:
         raise ValueError(f"sparsify: model must have 16-bit weights, got one quantised by {model.quantization_method}")
-    if activation not in (None, "relu", "relu2"):
-        raise ValueError(f'sparsify: activation must be None, "relu" or "relu2", got {activation!r}')
     planned = _sparsify.plan(model, filter_fn, activation, strategy, names)
     changed = [candidate for candidate in planned.candidates if candidate.was is not None]
     if changed and planned.left:
@@ -123,8 +132,72 @@ def sparsify(
             module._is_hf_initialized = True  # type: ignore[assignment]
     for candidate in changed:
         for around in _models_of(model, candidate.name):
-            _set_activation(around.config, candidate.activation.name)
+            _set_activation(around.config, candidate.activation)
     return model
+
+
+def load(model: str | Path, **options: Any) -> Any:
+    """The causal model in a folder or on the Hub, with its feed-forward layers through twell.
+
+    As ``sparsify(AutoModelForCausalLM.from_pretrained(model, **options))``, and it also reads configurations that name
+    an activation which no stock class has: "drelu", and "fatrelu" with its threshold as ``hidden_act_param``, as
+    MiniCPM-S names it. Layers of twell that the model's class makes stay as they are.
+
+    ``options`` are those of ``from_pretrained`` except for fields of the configuration. Raises as ``from_pretrained``
+    and ``sparsify``; ValueError for a "fatrelu" without a threshold.
+    """
+    where = {key: options[key] for key in _WHERE if key in options}
+    config = AutoConfig.from_pretrained(model, **where)
+    activation = as_stock(config)
+    loaded = AutoModelForCausalLM.from_pretrained(model, config=config, **options)
+    if not _sparsify.layers(loaded):
+        sparsify(loaded)
+    return loaded if activation is None else with_activation(loaded, activation)
+
+
+def as_stock(config: Any) -> Activation | None:
+    """Name ReLU in a configuration that names an activation which no stock class has; return that one, or None."""
+    text = config.get_text_config()
+    named = layouts.activation(text.to_dict())
+    if named not in _OURS:
+        return None
+    threshold = getattr(text, layouts.THRESHOLD_KEY, None) if named == "fatrelu" else 0
+    if threshold is None:
+        raise ValueError(f'a configuration with "fatrelu" must have its threshold, {layouts.THRESHOLD_KEY}')
+    activation = activation_of(named, threshold)
+    _set_activation(config, RELU)
+    return activation
+
+
+def with_activation(model: Any, activation: Activation) -> Any:
+    """Give the twell layers of ``model`` another activation of the family, and its configuration, too."""
+    for layer in _sparsify.layers(model).values():
+        layer.threshold = 0
+        layer.activation = activation.name  # type: ignore[assignment]
+        layer.threshold = activation.threshold
+    name_activation(model)
+    return model
+
+
+def name_activation(model: Any) -> None:
+    """Write the activation of the twell layers of ``model`` to its configuration, with FATReLU's threshold.
+
+    For layers whose activation was set after ``sparsify``, as by ``twell.recipe.choose_threshold``: call it before
+    ``save_pretrained``. All feed-forward layers of the model, or of its text part, must be twell's, since the
+    configuration has one activation for all. ``load`` reads the files of causal models.
+
+    Raises TypeError unless ``model`` is a ``PreTrainedModel``, and ValueError if layers differ in it or there are none.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"name_activation: model must be a transformers.PreTrainedModel, got {type(model).__name__}")
+    found = {Activation(layer.activation, layer.threshold) for layer in _sparsify.layers(model).values()}
+    if len(found) != 1:
+        got = " and ".join(sorted(f"{each.name} {each.threshold:g}" for each in found)) or "no layers of twell"
+        raise ValueError(
+            "name_activation: all layers must have one activation and threshold, since the configuration has one for "
+            f"all, got {got}"
+        )
+    _set_activation(model.config, found.pop())
 
 
 def _models_of(model: Any, name: str) -> list[Any]:
@@ -161,14 +234,19 @@ def _require_alone(model: Any, changed: list[_sparsify.Candidate]) -> None:
                     )
 
 
-def _set_activation(config: Any, activation: str) -> None:
+def _set_activation(config: Any, activation: Activation) -> None:
+    name = activation.name
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
         for key in _ACTIVATION_KEYS:
             if isinstance(getattr(part, key, None), str):
-                setattr(part, key, activation)
+                setattr(part, key, name)
         # T5's, "gated-gelu" or "gelu", from which its configuration makes dense_act_fn when it is read
         if isinstance(named := getattr(part, "feed_forward_proj", None), str):
-            part.feed_forward_proj = f"gated-{activation}" if named.startswith("gated-") else activation
+            part.feed_forward_proj = f"gated-{name}" if named.startswith("gated-") else name
+        if name == "fatrelu":
+            setattr(part, layouts.THRESHOLD_KEY, activation.threshold)
+        elif hasattr(part, layouts.THRESHOLD_KEY):
+            delattr(part, layouts.THRESHOLD_KEY)
 
 
 class _SparseConfig:

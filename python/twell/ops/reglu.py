@@ -130,6 +130,8 @@ def _form(activation: Activation, dtype: torch.dtype) -> tuple[int, int]:
 
 def _pieces(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The same parts of vectors of one length."""
+    if 0 < vectors[0].numel() <= PIECE:
+        return iter((vectors,))
     return zip(*(torch.split(vector, PIECE) for vector in vectors)) if vectors[0].numel() else iter(())
 
 

@@ -69,14 +69,13 @@ def _norms(layer: Any, x: Tensor, tokens: int, windows: int) -> Tensor:
         rows = rows[: windows * step * tokens].view(windows, step, tokens, -1)[:, 0]
     else:
         rows = rows[: count * tokens].view(count, tokens, -1)
-    projection: Any = _compaction.gate_of(layer)
     if layer._is_plain():
+        projection: Any = _compaction.gate_of(layer)
         bias = None if projection.bias is None else whole(projection.bias).to(rows.dtype)
         gate = F.linear(rows, whole(projection.weight).to(rows.dtype), bias)
     else:
         # an adapter, say
-        dtype = next(projection.parameters()).dtype
-        gate = layer._project("gate_proj" if layer._gated else "up_proj", rows.to(dtype))
+        gate = _compaction.gate_by_call(layer, rows)
     fired = activation_of(layer.activation, layer.threshold, layer._gated).after(gate).float()
     norms: Tensor = torch.linalg.vector_norm(fired, dim=1)
     return norms.sum(1).mean() / math.sqrt(tokens)

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from torch import nn
 
+from twell._activation import ActivationName
 from twell._arguments import require_integer, require_number
+from twell._compaction import MLP
 from twell.recipe._aux import layers
 
 
@@ -31,6 +33,7 @@ def choose_threshold(
 
     This is the last step of a training: neurons whose gate is small fire for many tokens and say little. The layers
     must have "relu", or "fatrelu", whose threshold is replaced. With a threshold they have "fatrelu", with 0 "relu".
+    For a model of transformers ``twell.integrations.transformers.name_activation`` then writes its configuration.
 
     The search doubles the threshold from ``least`` while the loss allows it, then halves the interval, as long as there
     are ``evaluations``, of which the first is without a threshold.
@@ -39,7 +42,7 @@ def choose_threshold(
         evaluate: returns the loss of ``model``, mostly on held-out text. Report the final loss on other text: the
             choice favours this one.
 
-    Raises ValueError for layers with another activation.
+    Raises ValueError for layers with another activation. If ``evaluate`` raises, the layers are as before.
     """
     require_number("most_loss", most_loss, 0)
     require_number("least", least, 0)
@@ -51,33 +54,36 @@ def choose_threshold(
         if layer.activation not in ("relu", "fatrelu"):
             raise ValueError(f'{name or "the model"} must have "relu" or "fatrelu", got {layer.activation!r}')
 
+    before = [(layer, layer.activation, layer.threshold) for layer in found.values()]
     tried: list[tuple[float, float]] = []
+
+    def put(layer: MLP, activation: ActivationName, threshold: float) -> None:
+        # "relu" takes a threshold of 0 alone
+        layer.threshold, layer.activation = 0, activation
+        layer.threshold = threshold
 
     def loss(threshold: float) -> float:
         for layer in found.values():
-            # the threshold first where it falls to 0, which alone "relu" takes
-            if threshold:
-                layer.activation, layer.threshold = "fatrelu", threshold
-            else:
-                layer.threshold, layer.activation = 0, "relu"
+            put(layer, "fatrelu" if threshold else "relu", threshold)
         tried.append((threshold, float(evaluate())))
         return tried[-1][1]
 
-    limit = loss(0.0) * (1 + most_loss)
     good, bad = 0.0, math.inf
-    while len(tried) < evaluations:
-        if not good and bad < math.inf:
-            break
-        candidate = 2 * good or least
-        if bad < math.inf:
-            candidate = math.sqrt(good * bad)
-        if loss(candidate) <= limit:
-            good = candidate
-        else:
-            bad = candidate
-    if good != tried[-1][0]:
-        for layer in found.values():
-            layer.threshold = good
-            if not good:
-                layer.activation = "relu"
+    try:
+        first = loss(0.0)
+        limit = first + most_loss * abs(first)
+        while len(tried) < evaluations and (good or bad == math.inf):
+            candidate = 2 * good or least
+            if bad < math.inf:
+                candidate = math.sqrt(good * bad)
+            if loss(candidate) <= limit:
+                good = candidate
+            else:
+                bad = candidate
+    except BaseException:
+        for settings in before:
+            put(*settings)
+        raise
+    for layer in found.values():
+        put(layer, "fatrelu" if good else "relu", good)
     return ThresholdChoice(good, tuple(tried))

@@ -425,12 +425,10 @@ def _count(layer: Any, x: Tensor, kept: Tensor | None, firings: Tensor, per_toke
 
 def _gate_of(layer: Any, x: Tensor) -> Callable[[Tensor], Tensor]:
     """A function from rows of x to the layer's gate [M, N], before or after ReLU, computed as the layer does."""
-    projection: Any = _compaction.gate_of(layer)
     if not layer._is_plain():
         # an adapter, say
-        return lambda rows: projection(
-            rows if torch.is_autocast_enabled(x.device.type) else rows.to(_dtype(projection))
-        )
+        return lambda rows: _compaction.gate_by_call(layer, rows)
+    projection: Any = _compaction.gate_of(layer)
     weight = _aux.whole(projection.weight).to(x.dtype)
     bias = None if projection.bias is None else _aux.whole(projection.bias).to(x.dtype)
     operands = _admission.admit("SparsityTracker", x=x, w_gate=weight, b_gate=bias)
@@ -438,7 +436,3 @@ def _gate_of(layer: Any, x: Tensor) -> Callable[[Tensor], Tensor]:
     if _compaction._packs(layer, operands["x"]):
         return lambda rows: functional.pack(rows.to(dtype), weight, bias, compression=layer.compression).unpack()
     return lambda rows: F.linear(rows.to(dtype), weight, bias)
-
-
-def _dtype(module: nn.Module) -> torch.dtype:
-    return next(module.parameters()).dtype
