@@ -2,7 +2,7 @@
 
     python tests/sanitize.py --list
     python tests/sanitize.py --op up_down --case light "heavy rows"
-    python tests/sanitize.py --tool memcheck
+    python tests/sanitize.py --tool memcheck --portable
     python tests/sanitize.py --tool racecheck --op hybrid_forward hybrid_backward --limit-s 120
 
 With ``--tool`` this program runs itself under compute-sanitizer and prints a line for each operator: the cases that ran
@@ -36,9 +36,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from twell import ops, testing
+from twell import ops, testing, tuning
 from twell._activation import ActivationName
-from twell._runtime import geometry
+from twell._runtime import geometry, specs
 from twell.testing import FFN
 
 _FORWARD = ("gate_pack", "gate_pack_few", "compact", "sampled_up", "gathered", "overflow")
@@ -294,23 +294,24 @@ def sanitizer() -> str | None:
     return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
 
 
-def command_line(tool: str, program: str, names: list[str], cases: list[Case], limit_s: float) -> list[str]:
+def command_line(tool: str, program: str, arguments: argparse.Namespace, cases: list[Case]) -> list[str]:
     """Return the sanitizer's command for this file, with the options of ``tool`` that it knows."""
     known = subprocess.run([program, "--help"], capture_output=True, text=True, check=False).stdout
     options = list(TOOLS[tool][0])
     pairs = [pair for pair in zip(options[::2], options[1::2]) if pair[0] in known]
     chosen = [option for pair in pairs for option in pair]
-    child = [sys.executable, str(Path(__file__).resolve()), "--limit-s", str(limit_s), "--op", *names]
-    return [program, "--tool", tool, *chosen, *child, "--case", *(case.name for case in cases)]
+    child = [sys.executable, str(Path(__file__).resolve()), "--limit-s", str(arguments.limit_s), "--op", *arguments.op]
+    child += ["--case", *(case.name for case in cases), *(["--portable"] if arguments.portable else [])]
+    return [program, "--tool", tool, *chosen, *child]
 
 
-def run_under(tool: str, names: list[str], cases: list[Case], limit_s: float) -> int:
+def run_under(tool: str, arguments: argparse.Namespace, cases: list[Case]) -> int:
     """Run the checks under the sanitizer, print a line for each operator and return the exit status."""
     program = sanitizer()
     if program is None:
         print("compute-sanitizer is not on the path; it comes with the CUDA toolkit", file=sys.stderr)
         return 2
-    command = command_line(tool, program, names, cases, limit_s)
+    command, names = command_line(tool, program, arguments, cases), arguments.op
     print(" ".join(command), flush=True)
     environment = os.environ | TOOLS[tool][1]
     reader = Reader()
@@ -324,7 +325,8 @@ def run_under(tool: str, names: list[str], cases: list[Case], limit_s: float) ->
         start_new_session=True,
     )
     # a case may take as long again as its operator's limit before it is noticed
-    timer = threading.Timer(_START_S + 2 * limit_s * len(names), os.killpg, (process.pid, signal.SIGKILL))
+    limit_s = _START_S + 2 * arguments.limit_s * len(names)
+    timer = threading.Timer(limit_s, os.killpg, (process.pid, signal.SIGKILL))
     timer.start()
     try:
         assert process.stdout is not None
@@ -353,6 +355,7 @@ def main(argv: list[str] | None = None) -> int:
     names = [case.name for case in CASES]
     parser.add_argument("--case", nargs="+", choices=names, default=names, metavar="NAME", help="default: all")
     parser.add_argument("--tool", choices=TOOLS, help="run under compute-sanitizer")
+    parser.add_argument("--portable", action="store_true", help="run the kernels of the portable family on this GPU")
     parser.add_argument("--limit-s", type=float, default=60, help="seconds for each operator (default: %(default)s)")
     parser.add_argument("--list", action="store_true", help="print operators with their kernels, and cases; run none")
     arguments = parser.parse_args(argv)
@@ -367,7 +370,9 @@ def main(argv: list[str] | None = None) -> int:
         print("sanitize: error: needs a CUDA device", file=sys.stderr)
         return 2
     if arguments.tool:
-        return run_under(arguments.tool, arguments.op, cases, arguments.limit_s)
+        return run_under(arguments.tool, arguments, cases)
+    if arguments.portable:
+        tuning.family = lambda index: specs.PORTABLE
     return int(run_here(arguments.op, cases, arguments.limit_s) > 0)
 
 

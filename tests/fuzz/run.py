@@ -2,12 +2,13 @@
 
     python -m tests.fuzz --budget-s 300 --seed 1 --ledger fuzz.jsonl
     python -m tests.fuzz --replay 1:357
+    python -m tests.fuzz --portable --budget-s 300
     python -m tests.fuzz --summary fuzz.jsonl more.jsonl.gz --json h200_fuzz.json
 
-A case is a function of the seed, its number and the kind of device, and of nothing else. Half of the cases are integers
-whose every sum fp32 holds in any order: each result has one right answer, float64's, rounded once, and bits must match.
-The others are real numbers, and each result is held to two bounds against float64, in norm and in every row, which
-``answers`` derives from where the strategies promise to round. ``problems`` draws.
+A case is a function of the seed, its number, the kind of device and ``--portable``, and of nothing else. Half of the
+cases are integers whose every sum fp32 holds in any order: each result has one right answer, float64's, rounded once,
+and bits must match. The others are real numbers, and each result is held to two bounds against float64, in norm and in
+every row, which ``answers`` derives from where the strategies promise to round. ``problems`` draws.
 
 What a call returns is filled with NaN before it is called again, which must give the same bits; so must a CUDA graph.
 On a GPU free memory holds NaN. The reference is plain PyTorch in float64, and shares no code with the package.
@@ -39,6 +40,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import twell
+from tests import family
 from tests.fuzz.answers import (
     MAIN,
     Mismatch,
@@ -417,6 +419,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ledger", type=Path, help="file that each case is appended to, as a line of JSON")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--jit", action="store_true", help="hidden sizes as well that no packaged kernel has")
+    parser.add_argument("--portable", action="store_true", help=family.HELP)
     parser.add_argument("--limit-s", type=float, default=120, help="seconds after which a case hangs (%(default)s)")
     parser.add_argument("--replay", metavar="SEED:NUMBER", help="run this one case")
     parser.add_argument("--m", type=int, help="with --replay: this many tokens")
@@ -441,8 +444,10 @@ def main(argv: list[str] | None = None) -> int:
     # a product of integers is exact only where partial sums are not rounded to 16 bits
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
-    flags = f" --device {device.type}{' --jit' if arguments.jit else ''}"
-    fuzzer = Fuzzer(device, Limits.of(device.type, arguments.jit), flags, arguments.limit_s)
+    flags = f" --device {device.type}{' --jit' if arguments.jit else ''}{' --portable' if arguments.portable else ''}"
+    if arguments.portable:
+        family.run_portable()
+    fuzzer = Fuzzer(device, Limits.of(device.type, arguments.jit, arguments.portable), flags, arguments.limit_s)
     if arguments.replay:
         try:
             seed, number = map(int, arguments.replay.split(":"))

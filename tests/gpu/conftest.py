@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests import family as families
 from twell import testing, tuning
 from twell._runtime import geometry, specs
 
@@ -14,13 +15,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--real-layers", type=Path, default=None, help="folder of recorded layers (layer3.npz, ...) to test as well"
     )
-    parser.addoption("--portable", action="store_true", help="run the kernels of the portable family on this GPU")
+    parser.addoption("--portable", action="store_true", help=families.HELP)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With ``--portable`` every GPU runs the portable family: nothing but this process knows the switch."""
     if config.getoption("--portable", default=False):
-        tuning.family = lambda index: specs.PORTABLE
+        families.run_portable()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -60,6 +60,13 @@ def row_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
             return by_size(*arguments) if family == specs.PORTABLE and k > specs.PORTABLE_K_CLASSES[-1] else None
 
         monkeypatch.setattr(tuning, "up_down_token", for_many)
+
+
+@pytest.fixture
+def same_family(request: pytest.FixtureRequest) -> str:
+    """What a program in a process of its own begins with, so that it runs the family of kernels that this one does."""
+    portable = request.config.getoption("--portable", default=False)
+    return "from tests.family import run_portable; run_portable()\n" if portable else ""
 
 
 @pytest.fixture
