@@ -18,6 +18,9 @@ A CTA handles up to `window` non-zeros at a time:
 
 At the end the groups' sums are added in shared memory, and each CTA rounds and stores its columns. h stays fp32.
 
+Where there are few tokens, up to `pieces` clusters share one with many non-zeros, each with its part of the list. They
+leave sums in `sums`, and the last to arrive adds these up, in the order of the list.
+
     COMPLETE  of each CTA of a larger cluster: 1 arrival + bytes, the partial sums of a window, sent by st.async.
     cluster   once at the start, so that COMPLETE exists; then before each further window, so that all CTAs have read
               the partial sums of the one before.
@@ -35,7 +38,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from . import feasible, geometry
+from . import feasible, geometry, specs
 from .common import launch, operands
 from .common.activation import hidden, power
 from .common.copies import address, load_values, load_values_if, store_values
@@ -80,6 +83,10 @@ class Operands(NamedTuple):
     l1: Any
     width: Any  # words of a tile
     activation: Any  # see common/activation.py
+    # of clusters that share tokens
+    sums: Any = None  # fp32 [tokens * pieces, K + 8]: y of each piece, and in column K its l1; empty for one piece
+    arrivals: Any = None  # int32 [tokens * cluster], zeros: CTAs that have stored their columns of `sums`
+    pieces: Any = None  # clusters that may share a token
 
 
 class Thread(NamedTuple):
@@ -136,9 +143,15 @@ class TokenCluster:
         self.parts = cluster * self.span
         self.window = min(1024, (4096 if cluster == 1 else 8192) // self.parts)
         lists = self.window * (2 + self.parts if self.gated else 2)
-        self.words = max(lists, self.groups * self.columns if self.groups > 1 else 0)
+        # whether clusters may share a token
+        self.split = cluster == max(specs.token_k_classes(spec.family))
+        self.words = max(lists, self.groups * self.columns if self.groups > 1 or self.split else 0)
         # non-zeros up to which a token is light
         self.limit = HEAVY_VALUES // spec.k_max
+        # non-zeros of one turn; pieces are multiples of it
+        self.turn = self.groups * self.rows
+        # one cluster takes less time for fewer (NVIDIA H200)
+        self.least = self.limit if cluster > 1 else self.turn
         self.ctas_per_sm = {1: 4 if self.span > 2 and cluster > 1 else 3, 2: 2, 4: 1, 8: 1}[self.vectors]
         self.shared = shared_memory(self.words, self.ctas_per_sm)
 
@@ -154,8 +167,11 @@ class TokenCluster:
         return Thread(rank, left, columns, place * STEP + lane * 8, warp // self.span, place, thread, warp, lane)
 
     @cute.jit
-    def compute_token(self, o, s, m, at, windows, light: cutlass.Constexpr = False):
-        """Compute token `m`, unless `light` and the token is heavy; return the cluster's number of windows so far."""
+    def compute_token(self, o, s, m, at, windows, light: cutlass.Constexpr = False, piece=None):
+        """Compute token `m`, unless `light` and the token is heavy, or a piece of it.
+
+        Returns the cluster's number of windows so far.
+        """
         # the previous token's sums may still be read
         cute.arch.sync_threads()
         x_thread = cute.make_rmem_tensor((4, self.vectors), Uint32)
@@ -170,10 +186,14 @@ class TokenCluster:
             listed = Int32(0) if skipped else listed
         acc = cute.make_rmem_tensor((8, self.vectors), Float32)
         acc.fill(0.0)
-        first = at.group * self.rows
-        for base in cutlass.range(0, listed, self.window, unroll=1):
-            size = cutlass.min(listed - base, Int32(self.window))
-            self.list_nonzeros(o, s, m, base, at)
+        first, begin, end = at.group * self.rows, Int32(0), listed
+        if const_expr(piece is not None):
+            share = self.share(listed, o.pieces)
+            begin = piece * share
+            end = cutlass.min(listed, begin + share)
+        for base in cutlass.range(begin, end, self.window, unroll=1):
+            size = cutlass.min(end - base, Int32(self.window))
+            self.list_nonzeros(o, s, m, base, size, at)
             cute.arch.sync_threads()
             if const_expr(self.gated):
                 if const_expr(self.cluster > 1):
@@ -198,9 +218,20 @@ class TokenCluster:
         if const_expr(light):
             if not skipped:
                 self.store_token(o, s, acc, m, at)
+        elif const_expr(piece is not None):
+            if begin == 0 and end == listed:
+                self.store_token(o, s, acc, m, at)
+            elif begin < end:
+                self.store_piece(o, s, acc, m, piece, cute.ceil_div(listed, share), at)
         else:
             self.store_token(o, s, acc, m, at)
         return windows
+
+    @cute.jit
+    def share(self, listed, pieces):
+        """The non-zeros of each piece but the last."""
+        least = cutlass.max(cute.ceil_div(listed, pieces), Int32(self.least))
+        return cute.ceil_div(least, self.turn) * self.turn
 
     @cute.jit
     def begin(self, s):
@@ -259,8 +290,10 @@ class TokenCluster:
     # ---- listing ----
 
     @cute.jit
-    def list_nonzeros(self, o, s, m, base, at):
-        """List non-zeros `base` to `base + window`, ascending: a lane has a tile, and each warp every eighth word."""
+    def list_nonzeros(self, o, s, m, base, size, at):
+        """List `size` non-zeros from `base` on, ascending, and perhaps more: a lane has a tile, and each warp every
+        eighth word.
+        """
         tiles = o.words.shape[1] // o.width
         before = -base
         for group in cutlass.range(0, tiles, TILES, unroll=1):
@@ -279,7 +312,7 @@ class TokenCluster:
                 if ordinal <= last:
                     more = o.words[m, tile * o.width + ordinal]
                     self.list_word(s, start + ordinal - 1, Uint32(more), True)
-            left = Uint32(cute.arch.vote_ballot_sync(spilled))
+            left = Uint32(cute.arch.vote_ballot_sync(spilled and start < size and start + count > 0))
             while left != 0:
                 slot = lowest_bit(left)
                 left = left & (left - 1)
@@ -434,10 +467,7 @@ class TokenCluster:
                 if column < at.columns:
                     self.store_columns(o, acc[None, v], m, at.left + column)
         if at.rank == 0 and at.thread == 0:
-            everything = Float32(0.0)
-            for w in range_constexpr(WARPS):
-                everything += s.totals[w]
-            o.l1[m] = everything
+            o.l1[m] = self.total(s)
 
     @cute.jit
     def store_columns(self, o, values, m, column):
@@ -455,22 +485,83 @@ class TokenCluster:
     @cute.jit
     def store_sums(self, o, s, acc, m, at):
         """Add the groups' sums in shared memory and store y, a pair of columns per thread and time."""
+        self.share_sums(s, acc, at)
+        for column in cutlass.range(2 * at.thread, at.columns, 2 * THREADS, unroll=1):
+            self.store_pair(o, self.add_groups(s, column), m, at.left + column)
+
+    @cute.jit
+    def share_sums(self, s, acc, at):
+        """Write each group's sums to shared memory."""
         for v in range_constexpr(self.vectors):
             target = s.sums + (at.group * self.columns + at.column + v * self.span * STEP)
             cute.autovec_copy(acc[None, v], cute.make_tensor(target.align(16), cute.make_layout(8)))
         cute.arch.sync_threads()
+
+    @cute.jit
+    def add_groups(self, s, column):
+        """The sums of two columns over the groups, in a fixed order."""
         sums = cute.make_tensor(s.sums, cute.make_layout(self.groups * self.columns))
+        pair = cute.make_rmem_tensor((2,), Float32)
+        for j in range_constexpr(2):
+            value = Float32(0.0)
+            for g in range_constexpr(self.groups):
+                value += sums[g * self.columns + column + j]
+            pair[j] = value
+        return pair
+
+    @cute.jit
+    def store_pair(self, o, values, m, column):
+        """Add the bias to two values of y, round and store them."""
+        pair = cute.make_rmem_tensor((2,), self.dtype)
+        for j in range_constexpr(2):
+            value = values[j]
+            if o.b_down.shape[0] > 0:
+                value += o.b_down[column + j].to(Float32)
+            pair[j] = value.to(self.dtype)
+        cute.autovec_copy(pair, cute.make_tensor(address(o.y, m, column).align(4), cute.make_layout(2)))
+
+    @cute.jit
+    def store_piece(self, o, s, acc, m, piece, pieces, at):
+        """Store the sums of one of several pieces; the last CTA to do so for these columns adds them and stores y."""
+        line = m * o.pieces + piece
+        self.share_sums(s, acc, at)
         for column in cutlass.range(2 * at.thread, at.columns, 2 * THREADS, unroll=1):
-            pair = cute.make_rmem_tensor((2,), self.dtype)
-            for j in range_constexpr(2):
-                value = Float32(0.0)
-                for g in range_constexpr(self.groups):
-                    value += sums[g * self.columns + column + j]
-                if o.b_down.shape[0] > 0:
-                    value += o.b_down[at.left + column + j].to(Float32)
-                pair[j] = value.to(self.dtype)
-            line = address(o.y, m, at.left) + column
-            cute.autovec_copy(pair, cute.make_tensor(line.align(4), cute.make_layout(2)))
+            target = address(o.sums, line, at.left + column).align(8)
+            cute.autovec_copy(self.add_groups(s, column), cute.make_tensor(target, cute.make_layout(2)))
+        end = o.y.shape[1]
+        if at.rank == 0 and at.thread == 0:
+            o.sums[line, end] = self.total(s)
+        # everything is stored, and `nonzeros` is free
+        cute.arch.sync_threads()
+        if at.thread == 0:
+            arrived = o.arrivals.iterator + (m * self.cluster + at.rank)
+            s.nonzeros[0] = Uint32(cute.arch.atomic_add(arrived, Int32(1), sem="acq_rel", scope="gpu"))
+        cute.arch.sync_threads()
+        if Int32(s.nonzeros[0]) == pieces - 1:
+            cute.arch.fence_acq_rel_gpu()
+            for column in cutlass.range(2 * at.thread, at.columns, 2 * THREADS, unroll=1):
+                values = cute.make_rmem_tensor((2,), Float32)
+                values.fill(0.0)
+                for p in cutlass.range(pieces, unroll=8):
+                    source = address(o.sums, m * o.pieces + p, at.left + column).align(8)
+                    pair = cute.make_rmem_tensor((2,), Float32)
+                    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)
+                    for j in range_constexpr(2):
+                        values[j] += pair[j]
+                self.store_pair(o, values, m, at.left + column)
+            if at.rank == 0 and at.thread == 0:
+                everything = Float32(0.0)
+                for p in cutlass.range(pieces, unroll=1):
+                    everything += o.sums[m * o.pieces + p, end]
+                o.l1[m] = everything
+
+    @cute.jit
+    def total(self, s):
+        """The sum of |h| over the warps."""
+        everything = Float32(0.0)
+        for w in range_constexpr(WARPS):
+            everything += s.totals[w]
+        return everything
 
     def views(self, shared):
         """Tensors over the shared struct."""
@@ -510,18 +601,20 @@ class UpDownToken:
         b_down: cute.Tensor | None,
         y: cute.Tensor,
         l1: cute.Tensor,
+        sums: cute.Tensor,
+        arrivals: cute.Tensor,
+        pieces: Int32,
         words_per_tile: Int32,
         activation: Int32,
         stream: cuda.CUstream,
     ):
         tokens = y.shape[0]
         if tokens > 0:
-            clusters = tokens
+            clusters = tokens * pieces
             if const_expr(self.mixed):
                 clusters = cute.ceil_div(tokens, GROUP) + cute.ceil_div(tokens, self.launched)
-            self.kernel(
-                Operands(x, words, spill, w_up, w_down, b_up, b_down, y, l1, words_per_tile, activation)
-            ).launch(
+            layer = Operands(x, words, spill, w_up, w_down, b_up, b_down, y, l1, words_per_tile, activation)
+            self.kernel(layer._replace(sums=sums, arrivals=arrivals, pieces=pieces)).launch(
                 grid=(self.launched * clusters, 1, 1),
                 block=(THREADS, 1, 1),
                 cluster=(self.launched, 1, 1) if const_expr(self.launched > 1) else None,
@@ -550,6 +643,9 @@ class UpDownToken:
                 m = block - groups * self.launched
                 if m < o.y.shape[0]:
                     self.own.compute_token(o, self.own.views(storage), m, self.own.thread_index(k, 0), Int32(0), True)
+        elif const_expr(self.own.split):
+            at = self.own.thread_index(k, rank)
+            self.own.compute_token(o, s, index // o.pieces, at, Int32(0), piece=index % o.pieces)
         else:
             self.own.compute_token(o, s, index, self.own.thread_index(k, rank), Int32(0))
 
@@ -572,4 +668,8 @@ def fake_arguments(spec: UpDownSpec | UpDownTokenSpec) -> tuple[Any, ...]:
 
 def signature(spec: UpDownTokenSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
-    return UpDownToken(spec), (*fake_arguments(spec), Int32(1), Int32(1))
+    shared = (
+        operands.rows(Float32, cute.sym_int32(), cute.sym_int32(divisibility=8)),
+        operands.vector(Int32, cute.sym_int32(), 4),
+    )
+    return UpDownToken(spec), (*fake_arguments(spec), *shared, Int32(1), Int32(1), Int32(1))

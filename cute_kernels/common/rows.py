@@ -13,6 +13,7 @@ of a tile that overflows are at spill[m, neuron]. Kernels assign tiles to thread
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32, range_constexpr
 
@@ -46,6 +47,13 @@ def nth_word(words: Any, m: Int32, group: Int32, width: Int32, before: Int32, or
         tile = tile + step if skipped <= ordinal else tile
     place = ordinal - cute.arch.shuffle_sync(before, tile)
     return Uint32(words[m, (group + tile) * width + 1 + place]) if exists else Uint32(0)
+
+
+@cute.jit
+def clear_arrivals(arrivals: Any, thread: Int32, threads: int) -> None:
+    """Zero the counters with which the CTAs of `up_down_token` that share a token find the last of them."""
+    for i in cutlass.range(thread, arrivals.shape[0], threads, unroll=1):
+        arrivals[i] = Int32(0)
 
 
 @cute.jit

@@ -26,7 +26,7 @@ from ..common import launch, operands
 from ..common.activation import above
 from ..common.copies import address, copy_async, load_quad, load_values, store_values
 from ..common.mma import clear, load_matrices, mma_16x8x16
-from ..common.rows import MAX_WIDTH, pack_words, store_words
+from ..common.rows import MAX_WIDTH, clear_arrivals, pack_words, store_words
 from ..common.swizzle import swizzle_piece
 from ..common.values import relu_pack
 from ..specs import GatePackFewSpec
@@ -84,6 +84,7 @@ class GatePackFew:
         words: cute.Tensor,
         spill: cute.Tensor,
         stats: cute.Tensor,
+        arrivals: cute.Tensor,
         words_per_tile: Int32,
         threshold: Int32,
         stream: cuda.CUstream,
@@ -107,7 +108,7 @@ class GatePackFew:
                 stream=stream,
                 use_pdl=launch.overlaps(),
             )
-            self.pack(words, spill, stats, words_per_tile).launch(
+            self.pack(words, spill, stats, arrivals, words_per_tile).launch(
                 grid=(tiles, cute.ceil_div(x.shape[0], WARPS), 1),
                 block=(THREADS, 1, 1),
                 min_blocks_per_mp=1,
@@ -226,7 +227,7 @@ class GatePackFew:
     # ---- pack ----
 
     @cute.kernel
-    def pack(self, words: cute.Tensor, spill: cute.Tensor, stats: cute.Tensor, width: Int32):
+    def pack(self, words: cute.Tensor, spill: cute.Tensor, stats: cute.Tensor, arrivals: cute.Tensor, width: Int32):
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
         column, group, _ = cute.arch.block_idx()
@@ -234,6 +235,8 @@ class GatePackFew:
         counts = shared.counts.get_tensor(cute.make_layout(WARPS))
         launch.griddepcontrol_wait()
         launch.griddepcontrol_launch_dependents()
+        if column == 0 and group == 0:
+            clear_arrivals(arrivals, thread, THREADS)
         m, count = group * WARPS + warp, Int32(0)
         if m < words.shape[0]:
             neuron = column * geometry.TILE + lane * 8
@@ -254,4 +257,4 @@ class GatePackFew:
 
 def signature(spec: GatePackFewSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
-    return GatePackFew(spec), operands.gate_pack(spec.dtype)
+    return GatePackFew(spec), operands.gate_pack(spec.dtype, arrivals=True)

@@ -33,7 +33,7 @@ from .. import feasible, geometry
 from ..common import operands
 from ..common.activation import above
 from ..common.copies import address, store_values
-from ..common.rows import MAX_WIDTH, pack_words, store_words
+from ..common.rows import MAX_WIDTH, clear_arrivals, pack_words, store_words
 from ..common.values import count_flags, nonzero_flags, relu_pack
 from ..specs import GatePackFewSpec
 from .copies import load_peer, store_peer
@@ -77,6 +77,7 @@ class GatePackFew:
         words: cute.Tensor,
         spill: cute.Tensor,
         stats: cute.Tensor,
+        arrivals: cute.Tensor,
         words_per_tile: Int32,
         threshold: Int32,
         stream: cuda.CUstream,
@@ -108,8 +109,8 @@ class GatePackFew:
         n_tiles = cute.ceil_div(w.shape[0], TILE_N)
         if x.shape[0] > 0:
             self.kernel(
-                x_tma, x_g, w_tma, w_g, bias, words, spill, stats, mma, x_layout, w_layout, (words_per_tile, threshold),
-                (x.shape[0], w.shape[0], cute.ceil_div(x.shape[1], TILE_K)),
+                x_tma, x_g, w_tma, w_g, bias, words, spill, stats, arrivals, mma, x_layout, w_layout,
+                (words_per_tile, threshold), (x.shape[0], w.shape[0], cute.ceil_div(x.shape[1], TILE_K)),
             ).launch(
                 grid=(CLUSTER, n_tiles, 1), block=(THREADS, 1, 1), cluster=(CLUSTER, 1, 1),
                 min_blocks_per_mp=2, preferred_smem_carveout=100, stream=stream, use_pdl=True,
@@ -126,6 +127,7 @@ class GatePackFew:
         words: cute.Tensor,
         spill: cute.Tensor,
         stats: cute.Tensor,
+        arrivals: cute.Tensor,
         mma: cute.TiledMma,
         x_layout: cute.ComposedLayout,
         w_layout: cute.ComposedLayout,
@@ -145,6 +147,8 @@ class GatePackFew:
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        if column == 0 and rank == 0:
+            clear_arrivals(arrivals, thread, THREADS)
         part, split = rank % PARTS, rank // PARTS
         blocks = (extent[2] - split + SPLITS - 1) // SPLITS
         sums = cute.make_tensor(
@@ -289,4 +293,4 @@ class GatePackFew:
 
 def signature(spec: GatePackFewSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
-    return GatePackFew(spec), operands.gate_pack(spec.dtype)
+    return GatePackFew(spec), operands.gate_pack(spec.dtype, arrivals=True)

@@ -104,6 +104,21 @@ def up_down_token(
     return specs.UpDownTokenSpec(dtype_name(dtype), k_max, cluster, gated)
 
 
+# most clusters that share a token with many non-zeros: one adds up what they leave
+MOST_PIECES = 16
+
+
+def token_pieces(m: int, spec: specs.UpDownTokenSpec, multiprocessors: int) -> int:
+    """Clusters of ``up_down_token`` that may share each of ``m`` tokens: as many as have a multiprocessor per CTA.
+
+    1 if the clusters are not of the largest size, or the gate GEMM is not the one for few tokens.
+    """
+    most = FEW_GATE_PACK if spec.family == specs.PORTABLE else _FEWEST
+    if m > most or spec.cluster < max(specs.token_k_classes(spec.family)):
+        return 1
+    return max(1, min(MOST_PIECES, multiprocessors // (m * spec.cluster)))
+
+
 # Most tokens of strategy "union" that one kernel computes by tiles of 16. NVIDIA H200, K = 2,048, N = 5,632, us of one
 # kernel and of three, "topic29" and "uniform29": 24 and 50, 40 and 74 at 512 tokens; 41 and 53, 62 and 76 at 1,024;
 # 85 and 60, 104 and 100 at 2,048.

@@ -41,7 +41,7 @@ from twell.ops.library import (
 from twell.ops.operands import Operands, PackedOperands
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
-from twell.ops.up_down import multiply
+from twell.ops.up_down import arrivals_for, multiply
 from twell.ops.up_down import on_cpu as up_down_on_cpu
 
 Aux = tuple[Tensor, Tensor, Tensor]
@@ -150,10 +150,11 @@ def _row_on_cuda(
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     check_alike(w_gate, w_up=w_up, w_down=w_down)
     words, spill, stats = packed = packed_outputs(x, w_gate, compression)
-    pack(x, w_gate, b_gate, packed, compression, activation, invariant)
+    arrivals = None if invariant else arrivals_for(x)
+    pack(x, w_gate, b_gate, packed, compression, activation, invariant, arrivals)
     y, l1 = empty(x, x.shape), empty(x, x.shape[0], torch.float32)
     behind = PackedOperands(x, words, spill, w_up, w_down, b_up, b_down)
-    multiply(behind, y, l1, compression, activation, invariant)
+    multiply(behind, y, l1, compression, activation, invariant, arrivals)
     return y, l1, stats, None
 
 

@@ -86,8 +86,12 @@ def pack(
     compression: int,
     activation: Activation,
     invariant: bool = False,
+    arrivals: Tensor | None = None,
 ) -> None:
-    """Launch what fills ``packed``; if ``invariant``, with bits that do not depend on the number of tokens."""
+    """Launch what fills ``packed``; if ``invariant``, with bits that do not depend on the number of tokens.
+
+    The kernel for few tokens zeroes ``arrivals``, the counters of up_down's clusters; others leave them.
+    """
     (m, _), n = x.shape, w_gate.shape[0]
     if m == 0:
         return
@@ -96,9 +100,11 @@ def pack(
     # a cluster is two CTAs, one per multiprocessor; the portable family has none
     clusters = multiprocessors // 2
     spec = tuning.gate_pack(x.dtype, m, n, clusters, invariant, family)
-    last = (clusters if family == specs.SM90 else multiprocessors,) if isinstance(spec, specs.GatePackSpec) else ()
-    threshold = threshold_pair(activation, x.dtype)
-    launch(spec, *operands, geometry.words_per_tile(compression), threshold, *last)
+    form = geometry.words_per_tile(compression), threshold_pair(activation, x.dtype)
+    if isinstance(spec, specs.GatePackSpec):
+        launch(spec, *operands, *form, clusters if family == specs.SM90 else multiprocessors)
+    else:
+        launch(spec, *operands, empty(x, 0, torch.int32) if arrivals is None else arrivals, *form)
 
 
 gate_pack = register(
