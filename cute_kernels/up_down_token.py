@@ -10,7 +10,8 @@ Each thread owns eight columns, 16 bytes, of every row, or several times that. S
 its warps form `groups` of that size. The groups divide the non-zeros: `rows` at a time, with all their loads in flight.
 A CTA handles up to `window` non-zeros at a time:
 
-    list    a lane per tile of the gate, 32 tiles at a time; each warp lists every eighth word. Every CTA lists all.
+    list    a lane per tile of the gate, 32 tiles at a time; each warp lists every eighth word. Every CTA lists all. Of
+            tokens with many non-zeros, a warp per tile and a lane per word.
     up      rows times the x that a thread holds. The sums over each warp go to `partial` of all CTAs.
     hidden  each thread takes a non-zero and adds the partial sums of all warps and CTAs in a fixed order; the loads of
             the first down rows are already in flight.
@@ -193,7 +194,11 @@ class TokenCluster:
             end = cutlass.min(listed, begin + share)
         for base in cutlass.range(begin, end, self.window, unroll=1):
             size = cutlass.min(end - base, Int32(self.window))
-            self.list_nonzeros(o, s, m, base, size, at)
+            # a token with many non-zeros has several words in each tile
+            if listed > WARPS * (o.words.shape[1] // o.width):
+                self.list_tiles(o, s, m, base, size, at)
+            else:
+                self.list_nonzeros(o, s, m, base, at)
             cute.arch.sync_threads()
             if const_expr(self.gated):
                 if const_expr(self.cluster > 1):
@@ -290,10 +295,8 @@ class TokenCluster:
     # ---- listing ----
 
     @cute.jit
-    def list_nonzeros(self, o, s, m, base, size, at):
-        """List `size` non-zeros from `base` on, ascending, and perhaps more: a lane has a tile, and each warp every
-        eighth word.
-        """
+    def list_nonzeros(self, o, s, m, base, at):
+        """List non-zeros `base` to `base + window`, ascending: a lane has a tile, and each warp every eighth word."""
         tiles = o.words.shape[1] // o.width
         before = -base
         for group in cutlass.range(0, tiles, TILES, unroll=1):
@@ -312,19 +315,42 @@ class TokenCluster:
                 if ordinal <= last:
                     more = o.words[m, tile * o.width + ordinal]
                     self.list_word(s, start + ordinal - 1, Uint32(more), True)
-            left = Uint32(cute.arch.vote_ballot_sync(spilled and start < size and start + count > 0))
+            left = Uint32(cute.arch.vote_ballot_sync(spilled))
             while left != 0:
                 slot = lowest_bit(left)
                 left = left & (left - 1)
                 first = cute.arch.shuffle_sync(start, slot)
                 if slot % WARPS == at.warp:
-                    self.list_spilled(s, o.spill, m, group + slot, first, at.lane)
+                    self.list_spilled(o, s, m, group + slot, first, at.lane)
 
     @cute.jit
-    def list_spilled(self, s, spill, m, tile, start, lane):
+    def list_tiles(self, o, s, m, base, size, at):
+        """List `size` non-zeros from `base` on, ascending: a warp per tile that has any of them, a lane per word."""
+        tiles = o.words.shape[1] // o.width
+        before = -base
+        for group in cutlass.range(0, tiles, TILES, unroll=1):
+            tile = group + at.lane
+            count = count_of(o.words, m, tile, o.width, tile < tiles)
+            # position of the tile's first non-zero
+            start = before + prefix_sum(count, at.lane)
+            before += Int32(cute.arch.warp_redux_sync(count, "add"))
+            needed = Uint32(cute.arch.vote_ballot_sync(start < size and start + count > 0))
+            for j in range_constexpr(TILES // WARPS):
+                slot = at.warp + WARPS * j
+                first, last = cute.arch.shuffle_sync(start, slot), cute.arch.shuffle_sync(count, slot)
+                if (needed >> slot) & 1 != 0:
+                    if last >= o.width:
+                        self.list_spilled(o, s, m, group + slot, first, at.lane)
+                    else:
+                        for ordinal in cutlass.range(at.lane, last, 32, unroll=1):
+                            word = o.words[m, (group + slot) * o.width + 1 + ordinal]
+                            self.list_word(s, first + ordinal, Uint32(word), True)
+
+    @cute.jit
+    def list_spilled(self, o, s, m, tile, start, lane):
         """List the non-zeros of a tile that overflows by one warp, eight values per lane."""
         neuron = tile * geometry.TILE + lane * 8
-        quad = load_values(address(spill, m, neuron))
+        quad = load_values(address(o.spill, m, neuron))
         flags = nonzero_flags(quad)
         own = count_flags(flags)
         at = start + prefix_sum(own, lane)

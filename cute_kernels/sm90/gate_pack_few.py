@@ -1,6 +1,6 @@
 """The gate GEMM of gate_pack.py for few tokens, bound by memory: each weight is read once by the whole chip.
 
-A cluster of eight CTAs computes a tile of 256 neurons and all tokens, up to 64; two CTAs per SM. The CTAs divide the
+A cluster of eight CTAs computes a tile of 256 neurons and all tokens, up to 64; two or four CTAs per SM. They divide the
 neurons into four parts, and two CTAs split the K of a part: each takes every second block of 64 columns. Weights are
 the A operand of WGMMA, tokens the B operand, as few as eight.
 
@@ -60,7 +60,9 @@ class GatePackFew:
     def __init__(self, spec: GatePackFewSpec):
         self.dtype = operands.DTYPES[spec.dtype]
         self.tokens = spec.tokens
-        self.stages = min(6, 110 * 1024 // ((NEURONS + self.tokens) * TILE_K * 2))
+        # four CTAs on a multiprocessor, so that all CTAs of a wide layer run at once, or two
+        self.ctas_per_sm = 4 if self.tokens == 8 else 2
+        self.stages = 5 if self.tokens == 8 else min(6, 110 * 1024 // ((NEURONS + self.tokens) * TILE_K * 2))
         # tokens of a warp in the epilogue
         self.rounds = max(1, self.tokens // (CLUSTER * WARPS))
         # a token's sums: neurons 0-3 of each eight, a gap of 4 words, then neurons 4-7. So the lanes of a fragment, and
@@ -105,7 +107,7 @@ class GatePackFew:
             sW: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
             sX: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
 
-        self.shared = feasible.check_shared_memory(Shared, 2)
+        self.shared = feasible.check_shared_memory(Shared, self.ctas_per_sm)
         n_tiles = cute.ceil_div(w.shape[0], TILE_N)
         if x.shape[0] > 0:
             self.kernel(
@@ -113,7 +115,7 @@ class GatePackFew:
                 (words_per_tile, threshold), (x.shape[0], w.shape[0], cute.ceil_div(x.shape[1], TILE_K)),
             ).launch(
                 grid=(CLUSTER, n_tiles, 1), block=(THREADS, 1, 1), cluster=(CLUSTER, 1, 1),
-                min_blocks_per_mp=2, preferred_smem_carveout=100, stream=stream, use_pdl=True,
+                min_blocks_per_mp=self.ctas_per_sm, preferred_smem_carveout=100, stream=stream, use_pdl=True,
             )  # fmt: skip
 
     @cute.kernel

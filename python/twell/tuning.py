@@ -106,6 +106,8 @@ def up_down_token(
 
 # most clusters that share a token with many non-zeros: one adds up what they leave
 MOST_PIECES = 16
+# CTAs of such clusters per multiprocessor
+PIECE_CTAS = 1
 
 
 def token_pieces(m: int, spec: specs.UpDownTokenSpec, multiprocessors: int) -> int:
@@ -116,7 +118,7 @@ def token_pieces(m: int, spec: specs.UpDownTokenSpec, multiprocessors: int) -> i
     most = FEW_GATE_PACK if spec.family == specs.PORTABLE else _FEWEST
     if m > most or spec.cluster < max(specs.token_k_classes(spec.family)):
         return 1
-    return max(1, min(MOST_PIECES, multiprocessors // (m * spec.cluster)))
+    return max(1, min(MOST_PIECES, PIECE_CTAS * multiprocessors // (m * spec.cluster)))
 
 
 # Most tokens of strategy "union" that one kernel computes by tiles of 16. NVIDIA H200, K = 2,048, N = 5,632, us of one
