@@ -140,6 +140,8 @@ class TokenCluster:
         # 16-byte loads per thread and row, and rows that a thread has in flight
         self.vectors = self.columns // (self.span * STEP)
         self.rows = 4 if self.span == 1 else max(1, 8 // self.vectors)
+        # the largest clusters are for few tokens, whose loads must fill the memory's latency
+        self.rows *= 2 if cluster == 8 else 1
         # partial sums of a dot product
         self.parts = cluster * self.span
         self.window = min(1024, (4096 if cluster == 1 else 8192) // self.parts)
@@ -153,7 +155,8 @@ class TokenCluster:
         self.turn = self.groups * self.rows
         # one cluster takes less time for fewer (NVIDIA H200)
         self.least = self.limit if cluster > 1 else self.turn
-        self.ctas_per_sm = {1: 4 if self.span > 2 and cluster > 1 else 3, 2: 2, 4: 1, 8: 1}[self.vectors]
+        most = 2 if cluster == 8 else 4 if self.span > 2 and cluster > 1 else 3
+        self.ctas_per_sm = {1: most, 2: 2, 4: 1, 8: 1}[self.vectors]
         self.shared = shared_memory(self.words, self.ctas_per_sm)
 
     @cute.jit
@@ -568,7 +571,7 @@ class TokenCluster:
             for column in cutlass.range(2 * at.thread, at.columns, 2 * THREADS, unroll=1):
                 values = cute.make_rmem_tensor((2,), Float32)
                 values.fill(0.0)
-                for p in cutlass.range(pieces, unroll=8):
+                for p in cutlass.range(pieces, unroll=16):
                     source = address(o.sums, m * o.pieces + p, at.left + column).align(8)
                     pair = cute.make_rmem_tensor((2,), Float32)
                     cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)
