@@ -197,6 +197,11 @@ class UpDownTokenSpec(_FamilyKernel):
         _check_k_max(self.k_max, choices[self.cluster])
 
     @property
+    def shared(self) -> bool:
+        """Whether several clusters may share a token: those for few tokens may."""
+        return self.cluster >= 4 or self.family == PORTABLE
+
+    @property
     def suffix(self) -> str:
         return f"_k{self.k_max}_x{self.cluster}{'' if self.gated else '_plain'}"
 

@@ -39,7 +39,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from . import feasible, geometry, specs
+from . import feasible, geometry
 from .common import launch, operands
 from .common.activation import hidden, power
 from .common.copies import address, load_values, load_values_if, store_values
@@ -147,7 +147,7 @@ class TokenCluster:
         self.window = min(1024, (4096 if cluster == 1 else 8192) // self.parts)
         lists = self.window * (2 + self.parts if self.gated else 2)
         # whether clusters may share a token
-        self.split = cluster == max(specs.token_k_classes(spec.family))
+        self.split = spec.shared
         self.words = max(lists, self.groups * self.columns if self.groups > 1 or self.split else 0)
         # non-zeros up to which a token is light
         self.limit = HEAVY_VALUES // spec.k_max
@@ -674,7 +674,9 @@ class UpDownToken:
                     self.own.compute_token(o, self.own.views(storage), m, self.own.thread_index(k, 0), Int32(0), True)
         elif const_expr(self.own.split):
             at = self.own.thread_index(k, rank)
-            self.own.compute_token(o, s, index // o.pieces, at, Int32(0), piece=index % o.pieces)
+            # first pieces come first: most tokens have no other
+            tokens = o.y.shape[0]
+            self.own.compute_token(o, s, index % tokens, at, Int32(0), piece=index // tokens)
         else:
             self.own.compute_token(o, s, index, self.own.thread_index(k, rank), Int32(0))
 

@@ -1,8 +1,8 @@
 """The gate GEMM of gate_pack.py for few tokens, bound by memory: each weight is read once by the whole chip.
 
-A cluster of eight CTAs computes a tile of 256 neurons and all tokens, up to 64; two or four CTAs per SM. They divide the
-neurons into four parts, and two CTAs split the K of a part: each takes every second block of 64 columns. Weights are
-the A operand of WGMMA, tokens the B operand, as few as eight.
+A cluster of eight CTAs computes a tile of 256 neurons and all tokens, up to 64; two or four CTAs per SM. The CTAs
+divide the neurons into four parts, and two split the K of a part: each takes every second block of 64 columns. Weights
+are the A operand of WGMMA, tokens the B operand, as few as eight.
 
     load        warp 4. TMA loads of w and x, 64 columns per stage, into a ring.
     mma         warps 0 to 3: WGMMA 64 x tokens x 16. Then the partial sums go to `sums`, which overlays the ring.

@@ -106,17 +106,13 @@ def up_down_token(
 
 # most clusters that share a token with many non-zeros: one adds up what they leave
 MOST_PIECES = 16
-# CTAs of such clusters per multiprocessor
-PIECE_CTAS = 1
+# CTAs of such clusters per multiprocessor; most have nothing to do and leave at once
+PIECE_CTAS = 4
 
 
 def token_pieces(m: int, spec: specs.UpDownTokenSpec, multiprocessors: int) -> int:
-    """Clusters of ``up_down_token`` that may share each of ``m`` tokens: as many as have a multiprocessor per CTA.
-
-    1 if the clusters are not of the largest size, or the gate GEMM is not the one for few tokens.
-    """
-    most = FEW_GATE_PACK if spec.family == specs.PORTABLE else _FEWEST
-    if m > most or spec.cluster < max(specs.token_k_classes(spec.family)):
+    """Most clusters of ``up_down_token`` that share one of ``m`` tokens."""
+    if not spec.shared:
         return 1
     return max(1, min(MOST_PIECES, PIECE_CTAS * multiprocessors // (m * spec.cluster)))
 

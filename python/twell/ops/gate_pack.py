@@ -90,7 +90,7 @@ def pack(
 ) -> None:
     """Launch what fills ``packed``; if ``invariant``, with bits that do not depend on the number of tokens.
 
-    The kernel for few tokens zeroes ``arrivals``, the counters of up_down's clusters; others leave them.
+    Zeroes ``arrivals``, the counters of up_down's clusters.
     """
     (m, _), n = x.shape, w_gate.shape[0]
     if m == 0:
@@ -102,6 +102,8 @@ def pack(
     spec = tuning.gate_pack(x.dtype, m, n, clusters, invariant, family)
     form = geometry.words_per_tile(compression), threshold_pair(activation, x.dtype)
     if isinstance(spec, specs.GatePackSpec):
+        if arrivals is not None:
+            arrivals.zero_()
         launch(spec, *operands, *form, clusters if family == specs.SM90 else multiprocessors)
     else:
         launch(spec, *operands, empty(x, 0, torch.int32) if arrivals is None else arrivals, *form)

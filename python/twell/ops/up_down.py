@@ -83,11 +83,10 @@ def _cuda(packed: PackedOperands, compression: int, activation: str = "relu") ->
 def arrivals_for(x: Tensor) -> Tensor | None:
     """Uninitialised counters of the clusters that share a token of ``x`` [M, K]; None if no clusters do."""
     (m, k), index = x.shape, x.device.index
-    if m > tuning.FEW_GATE_PACK:
+    spec = tuning.up_down_token(x.dtype, m, k, True, False, tuning.family(index)) if m else None
+    if spec is None or tuning.token_pieces(m, spec, device.sm_count(index)) == 1:
         return None
-    spec = tuning.up_down_token(x.dtype, m, k, True, False, tuning.family(index))
-    shared = spec is not None and tuning.token_pieces(m, spec, device.sm_count(index)) > 1
-    return empty(x, m * spec.cluster, torch.int32) if spec is not None and shared else None
+    return empty(x, m * spec.cluster, torch.int32)
 
 
 def multiply(
@@ -117,9 +116,10 @@ def multiply(
         by_token = tuning.up_down_token(spill.dtype, m, k, gated, invariant, family)
         if by_token is not None:
             pieces = 1 if invariant else tuning.token_pieces(m, by_token, device.sm_count(words.device.index))
-            if pieces == 1 or arrivals is None:
-                count = m * by_token.cluster if pieces > 1 else 0
-                arrivals = torch.zeros(count, dtype=torch.int32, device=words.device)
+            if pieces == 1:
+                arrivals = empty(words, 0)
+            elif arrivals is None:
+                arrivals = words.new_zeros(m * by_token.cluster)
             # y of each piece, and behind it the sum of |h|
             sums = empty(words, (m * pieces if pieces > 1 else 0, k + 8), torch.float32)
             launch(by_token, *operands, *results, sums, arrivals, pieces, *form)
