@@ -20,6 +20,7 @@ from tiny_kernels import Compiler, compile_tiny
 from cute_kernels import catalog
 from twell import _auto, _tables, tuning
 from twell._runtime import cache, device, fingerprint, geometry, log, packaged, resolve, specs
+from twell.commands import info
 from twell.ops import hybrid, library
 
 Capability = tuple[int, int]
@@ -132,6 +133,24 @@ def test_a_wheel_without_its_architecture_compiles(
     others = {cache.fingerprint(other) for other in specs.ARCHITECTURES if other != arch}
     assert cache.fingerprint(arch) not in others
     assert [path.name for path in (wheel_of_all.parent / "cache").iterdir()] == [cache.fingerprint(arch)]
+
+
+@every_gpu(WITH_KERNELS)
+def test_info_tells_of_the_library_of_the_gpu(
+    capability: Capability, wheel_of_all: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = device.Device(0, "NVIDIA Pretended", capability, 100, 80 << 30)
+    monkeypatch.setattr(device, "describe", lambda: device.Driver((13, 0), (there,)))
+    state = info.collect()
+    assert state.kernels.arch == GPUS[capability]
+    assert state.kernels.loads
+    assert set(state.kernels.packaged) == set(specs.ARCHITECTURES)
+    (packaged.folder_of(str(GPUS[capability])) / packaged.LIBRARY).unlink()
+    state = info.collect()
+    assert not state.kernels.usable
+    said = "\n".join(info.lines(state, verbose=False))
+    assert "none in use (no library at" in said
+    assert f"libraries: for {', '.join(state.kernels.packaged)}" in said
 
 
 def test_older_gpus_are_refused(gpu: Callable[[Capability], None], compiler: Compiler) -> None:
