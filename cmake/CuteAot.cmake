@@ -2,18 +2,19 @@
 #
 # Compiles kernels ahead of time for one architecture and links them into one shared library in a folder of the build,
 # with manifest.json beside it. Needs no GPU and no CUDA toolkit. Symbols of one kernel and dtype share a process, because
-# importing the compiler takes as long as a kernel; the depfile makes exactly the objects stale whose sources changed.
+# importing the compiler takes as long as a kernel; the depfile makes exactly the objects stale whose sources changed. No
+# target where the architecture runs none of the symbols.
 
 function(cute_aot_library target)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "ARCH;FOLDER" "RPATH;SYMBOLS")
-  set(symbols ${arg_SYMBOLS})
+  execute_process(
+    COMMAND ${Python_EXECUTABLE} -m cute_kernels list ${arg_SYMBOLS} --arch ${arg_ARCH}
+    WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}
+    OUTPUT_VARIABLE symbols OUTPUT_STRIP_TRAILING_WHITESPACE
+    COMMAND_ERROR_IS_FATAL ANY)
+  string(REPLACE "\n" ";" symbols "${symbols}")
   if(NOT symbols)
-    execute_process(
-      COMMAND ${Python_EXECUTABLE} -m cute_kernels list --arch ${arg_ARCH}
-      WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}
-      OUTPUT_VARIABLE symbols OUTPUT_STRIP_TRAILING_WHITESPACE
-      COMMAND_ERROR_IS_FATAL ANY)
-    string(REPLACE "\n" ";" symbols "${symbols}")
+    return()
   endif()
   # the list is read when the build is configured
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS

@@ -21,7 +21,8 @@ def main(argv: list[str] | None = None) -> int:
     )
 
     listing = commands.add_parser("list", parents=[architecture], help="print the symbols that ship, one per line")
-    listing.add_argument("--all", action="store_true", help="every symbol that can be compiled")
+    listing.add_argument("symbols", nargs="*", metavar="SYMBOL", help="only those of these that compile for --arch")
+    listing.add_argument("--all", action="store_true", help="every symbol that can be compiled for any")
 
     compiling = commands.add_parser("compile", parents=[architecture], help="compile symbols to object files")
     compiling.add_argument("symbols", nargs="+", metavar="SYMBOL")
@@ -43,17 +44,15 @@ def main(argv: list[str] | None = None) -> int:
     )
 
     arguments = parser.parse_args(argv)
-    if arguments.command == "list":
-        print(
-            *(spec.symbol for spec in (all_specs() if arguments.all else catalog.of_architecture(arguments.arch))),
-            sep="\n",
-        )
-        return 0
     try:
         shipped = catalog.of_architecture(arguments.arch)
         specs = [spec for symbol in arguments.symbols for spec in _specs(symbol, shipped)] or list(shipped)
     except ValueError as error:
         parser.error(str(error))
+    if arguments.command == "list":
+        listed = all_specs() if arguments.all else [spec for spec in specs if catalog.compiles(spec, arguments.arch)]
+        print(*(spec.symbol for spec in listed), sep="\n")
+        return 0
     if arguments.command == "compile":
         if arguments.out is not None and len(specs) != 1:
             parser.error("--out takes one symbol; use --directory for several")

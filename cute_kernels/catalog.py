@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .specs import ARCHITECTURES, Spec, all_specs
+from .specs import ARCHITECTURES, PORTABLE, Spec, all_specs
 
 # The largest class is compiled on demand: few models have such a hidden size.
 MAX_SHIPPED_K = 8192
@@ -14,6 +14,11 @@ def of_architecture(arch: str) -> tuple[Spec, ...]:
     return tuple(
         s for s in all_specs() if getattr(s, "k_max", 0) <= MAX_SHIPPED_K and getattr(s, "family", family) == family
     )
+
+
+def compiles(spec: Spec, arch: str) -> bool:
+    """Whether ``spec`` compiles for ``arch``: its own family, and the portable one everywhere."""
+    return getattr(spec, "family", PORTABLE) in (PORTABLE, ARCHITECTURES[arch])
 
 
 SHIPPED: tuple[Spec, ...] = of_architecture("sm_90a")

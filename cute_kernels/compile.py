@@ -11,7 +11,8 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,21 @@ def compile_spec(spec: Spec, options: str = "", arch: str = ARCH) -> Any:
     jit_object, fake_args = module.signature(spec)
     _name_kernels(jit_object, spec)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(
-        jit_object, *fake_args, stream, options=f"--enable-tvm-ffi --gpu-arch {arch} {options}".rstrip()
-    )
+    with _no_arguments():
+        return cute.compile(
+            jit_object, *fake_args, stream, options=f"--enable-tvm-ffi --gpu-arch {arch} {options}".rstrip()
+        )
+
+
+@contextmanager
+def _no_arguments() -> Iterator[None]:
+    """Hide the program's command line: the compiler reads it, takes -d for an option of its own, and exits."""
+    given = sys.argv
+    sys.argv = given[:1]
+    try:
+        yield
+    finally:
+        sys.argv = given
 
 
 def _name_kernels(jit_object: Any, spec: Spec) -> None:

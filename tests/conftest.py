@@ -89,6 +89,12 @@ def root() -> Path:
     return ROOT
 
 
+def architectures() -> list[str]:
+    """The GPUs that tests build a wheel for: all, unless ``TWELL_ARCHITECTURES`` names some, as in a build."""
+    named = os.environ.get("TWELL_ARCHITECTURES", "").split()
+    return named or ["sm_80", "sm_90a", "sm_100", "sm_120"]
+
+
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel with every kernel, as `make wheel` makes it; only what changed is compiled again.
@@ -98,6 +104,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, str(ROOT / "tools" / "wheel.py"), "--out", str(out)]
     environment = {name: value for name, value in os.environ.items() if name != "TWELL_SYMBOLS"}
+    environment["TWELL_ARCHITECTURES"] = " ".join(architectures())
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
     (ROOT / "build").mkdir(exist_ok=True)
     with FileLock(ROOT / "build" / "wheel.lock"):

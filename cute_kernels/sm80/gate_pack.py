@@ -245,8 +245,9 @@ class GatePack(Product):
     @cute.jit
     def first_eights(self, eights: Int32) -> Uint32:
         """A mask of the first so many bytes of a word."""
-        some = Uint32(0xFFFFFFFF) >> Uint32(32 - 8 * eights) if eights > 0 and eights < 4 else Uint32(0xFFFFFFFF)
-        return some if eights > 0 else Uint32(0)
+        # a shift of all ones to the right was compiled to all ones here
+        some = (Uint32(1) << Uint32(8 * eights)) - 1 if eights > 0 else Uint32(0)
+        return some if eights < 4 else Uint32(0xFFFFFFFF)
 
     @cute.jit
     def store_words(self, o, pairs, low, high, before, m: Int32, column: Int32, neuron: Int32, lane: Int32):

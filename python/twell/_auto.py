@@ -589,10 +589,14 @@ class AutoStrategy:
         return known[min(known, key=lambda other: (abs(other[1] - key[1]), other[0] != key[0], -other[1]))]
 
 
-def fresh(x: Tensor, n: int, gated: bool, down_copied: bool) -> str:
-    """The strategy of a call without gradients on x [..., K] that has no site to remember figures."""
+def fresh(x: Tensor, n: int, gated: bool, training: bool, down_copied: bool) -> str:
+    """The strategy of a call on x [..., K] that has no site to remember figures."""
+    table = _tables.in_use(x.device)
+    if training:
+        # nothing is known of its sparsity; a caller that wants a choice passes a site
+        return "union" if n <= table.union_neurons else "dense"
     problem = tuning.Problem(tokens_of(x), x.shape[-1], n, gated, False, down_copied)
-    return tuning.decide(problem, None, None, _tables.in_use(x.device)).strategy
+    return tuning.decide(problem, None, None, table).strategy
 
 
 # The sites of layers by the memory of their first weights, with what tells that a weight is gone: how the operators

@@ -474,7 +474,7 @@ def _choose(layer: Operands, requested: Any, training: bool, direct: bool) -> _a
     n, gated = layer.w_gate.shape[0], layer.w_up is not None
     if site:
         return requested.begin(x, n, gated, training, copied)  # type: ignore[no-any-return]
-    return _auto.Route("union" if training else _auto.fresh(x, n, gated, copied))
+    return _auto.Route(_auto.fresh(x, n, gated, training, copied))
 
 
 def copies_down(w_down: Tensor) -> bool:

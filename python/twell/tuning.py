@@ -422,6 +422,7 @@ def coefficients(problem: Problem, table: _tables.Table | None = None) -> dict[s
     They are those of the measured layers of this kind that run the same kernels, weighted by 1 / distance^2 in log K
     and log N. Each layer's are interpolated in log M between numbers of tokens that run the same kernels, since costs
     jump where kernels change. Fewer tokens than were measured have no sparse strategy; more have the terms of the most.
+    More neurons than ``Table.union_neurons`` have no "union".
     """
     return _coefficients(problem._replace(down_copied=False, merged=False), table or _tables.SHIPPED)
 
@@ -439,6 +440,8 @@ def _coefficients(problem: Problem, table: _tables.Table) -> dict[str, _tables.T
         if problem.m >= min(layers[key]):
             weight = max(_distance(problem, key), 1e-3) ** -2
             for name, terms in _between(problem.m, nodes).items():
+                if name == "union" and problem.n > table.union_neurons:
+                    continue
                 weighted.setdefault(name, []).append((weight, terms))
     return {name: _mean(found) for name, found in weighted.items()}
 

@@ -1,4 +1,4 @@
-"""Every kernel that ships compiles for sm_90a, within the registers that its occupancy needs, without a GPU."""
+"""Every kernel of every architecture that ships compiles, within its registers and shared memory, without a GPU."""
 
 from __future__ import annotations
 
@@ -12,16 +12,22 @@ from cubin import Resources, resources
 
 from cute_kernels import catalog, feasible, specs
 from cute_kernels.specs import Spec
+from tests.conftest import architectures
 
 
 @pytest.fixture(scope="module")
-def kernels(root: Path, wheel: Path) -> Callable[[Spec], dict[str, Resources]]:
-    """The resources of the kernels in each object of the wheel."""
-    folder = root / "build" / "wheel" / "objects"
-    return lambda spec: resources((folder / f"{spec.symbol}.o").read_bytes())
+def kernels(root: Path, wheel: Path) -> Callable[[str, Spec], dict[str, Resources]]:
+    """The resources of the kernels in each object of the wheel, by architecture."""
+    folder = root / "build" / "wheel"
+
+    def of(arch: str, spec: Spec) -> dict[str, Resources]:
+        part = folder if arch == "sm_90a" else folder / arch
+        return resources((part / "objects" / f"{spec.symbol}.o").read_bytes())
+
+    return of
 
 
-# threads of a CTA, and CTAs that must fit on an SM
+# threads of a CTA, and CTAs that must fit on an SM; those of the portable family that differ are below
 OCCUPANCY = {
     "gate_pack": (384, 1),
     "gate_pack_few": (160, 2),
@@ -40,8 +46,17 @@ OCCUPANCY = {
 }
 
 
+PORTABLE_OCCUPANCY = {"compact": (1024, 1), "transpose": (1024, 1)}
+
+
 def register_budget(spec: Spec, kernel: str) -> int:
     """Return the registers that a thread may use so that the intended number of CTAs fits on an SM."""
+    if getattr(spec, "family", specs.SM90) == specs.PORTABLE:
+        if isinstance(spec, specs.UpDownSpec):
+            return register_budget(spec.heavy, kernel) if "heavy" in kernel else feasible.registers_per_thread(256, 2)
+        if isinstance(spec, specs.UpDownTokenSpec):
+            return feasible.registers_per_thread(256, 2 if spec.k_max <= 4096 else 1)
+        return feasible.registers_per_thread(*PORTABLE_OCCUPANCY.get(spec.op, (256, 1)))
     if isinstance(spec, specs.UpDownSpec):
         if "heavy" in kernel:
             return register_budget(spec.heavy, kernel)
@@ -54,6 +69,8 @@ def register_budget(spec: Spec, kernel: str) -> int:
 
 def local_budget(spec: Spec, kernel: str) -> int:
     """Return the bytes of local memory of a thread: none, except for a few spilled counters outside the hot loops."""
+    if getattr(spec, "family", specs.SM90) == specs.PORTABLE:
+        return 80
     if isinstance(spec, specs.UpDownSpec):
         # 192 registers hold sums and x of the widest slab
         return local_budget(spec.heavy, kernel) if "heavy" in kernel else 8 if spec.k_max >= 4096 else 0
@@ -65,9 +82,13 @@ def four_share_an_sm(spec: specs.UpDownTokenSpec) -> bool:
     return spec.cluster > 1 and spec.k_max // spec.cluster >= 1024
 
 
-@pytest.mark.parametrize("spec", catalog.SHIPPED, ids=lambda spec: spec.symbol)
-def test_compiles_within_budget(spec: Spec, kernels: Callable[[Spec], dict[str, Resources]]) -> None:
-    for name, taken in kernels(spec).items():
+@pytest.mark.parametrize(
+    ("arch", "spec"),
+    [pytest.param(arch, s, id=f"{arch}-{s.symbol}") for arch in architectures() for s in catalog.of_architecture(arch)],
+)
+def test_compiles_within_budget(arch: str, spec: Spec, kernels: Callable[[str, Spec], dict[str, Resources]]) -> None:
+    """Each kernel checks its shared memory as it is traced: 99 KB in the portable family, and 227 on sm_90a."""
+    for name, taken in kernels(arch, spec).items():
         assert name.startswith(f"twell_{spec.symbol}")
         assert 0 < taken.registers <= register_budget(spec, name), name
         assert taken.local_bytes <= local_budget(spec, name), name
@@ -149,6 +170,15 @@ def test_report_sees_spills(root: Path) -> None:
 
 def test_report_refuses_what_it_cannot_read(root: Path) -> None:
     assert "RuntimeError: unknown form of ptxas report" in parse(root, SPILLED.replace("registers", "regs"))
+
+
+@pytest.mark.parametrize("arch", specs.ARCHITECTURES)
+def test_options_of_a_program_are_not_the_compilers(arch: str, root: Path, tmp_path: Path) -> None:
+    """It would take -d for one of its own, and end the process."""
+    command = [sys.executable, "-m", "cute_kernels", "compile", "unpack_bf16", "--arch", arch, "-d", str(tmp_path)]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["unpack_bf16.o"]
 
 
 def test_object_exports_the_symbol(root: Path, tmp_path: Path) -> None:

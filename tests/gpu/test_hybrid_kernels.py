@@ -13,6 +13,7 @@ from torch import Tensor
 
 from twell import tuning
 from twell._runtime import geometry
+from twell.ops.hybrid import require_neurons
 from twell.ops.library import launch
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -144,6 +145,7 @@ def run_compact(
     bits: Tensor, compression: int, dtype: torch.dtype, capacity: int, training: bool = True, plain: bool = False
 ) -> Compacted:
     m, n = bits.shape
+    require_neurons(n, tuning.family(0))
     words, spill, stats = pack(bits, compression)
     tiles, chunks = geometry.token_tiles(m), geometry.chunks(n)
     out = Hybrid(

@@ -42,12 +42,16 @@ class DeviceInfo:
 
 @dataclass(frozen=True)
 class KernelInfo:
-    """The packaged library: its manifest, and whether it loads. `problems` in words."""
+    """The packaged library for the first GPU, or Hopper's without one: its manifest, and whether it loads.
+
+    `packaged`: the architectures that there are libraries for. `problems` in words.
+    """
 
     library: str
     present: bool
     usable: bool
     loads: bool
+    packaged: tuple[str, ...]
     arch: str | None
     toolkit: str | None
     dsl_version: str | None
@@ -121,7 +125,9 @@ def collect() -> Info:
     )
     environment = {name: _in_effect(value) for name, value in VARIABLES.items()}
     models = {d.name: d.capability == device.SM_90 for d in driver.devices if d.capability[0] in device.ARCHITECTURES}
-    kernels = _kernels(packaged.FOLDER)
+    first = driver.devices[0].capability[0] if driver.devices else 9
+    arch = device.ARCHITECTURES.get(first, fingerprint.ARCH)
+    kernels = _kernels(packaged.folder_of(arch), arch)
     tables = tuple(_table(*model) for model in models.items())
     return Info(versions, devices, driver.problem, kernels, _cache(), tables, environment)
 
@@ -149,10 +155,10 @@ def _warnings() -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
-def _kernels(folder: Path) -> KernelInfo:
+def _kernels(folder: Path, arch: str = fingerprint.ARCH) -> KernelInfo:
     library = folder / packaged.LIBRARY
     with _warnings() as problems:
-        manifest = packaged.read_manifest.__wrapped__(folder)  # uncached, for its warnings
+        manifest = packaged.read_manifest.__wrapped__(folder, arch)  # uncached, for its warnings
     loads = False
     if manifest is not None:
         try:
@@ -165,6 +171,9 @@ def _kernels(folder: Path) -> KernelInfo:
         library=str(library),
         present=library.is_file(),
         usable=manifest is not None,
+        packaged=tuple(
+            a for a in device.ARCHITECTURES.values() if (packaged.folder_of(a) / packaged.LIBRARY).is_file()
+        ),
         loads=loads,
         arch=manifest.arch if manifest else None,
         toolkit=manifest.toolkit if manifest else None,
@@ -234,6 +243,7 @@ def lines(info: Info, verbose: bool) -> Iterator[str]:
         rows = {
             "library": kernels.library,
             "kernels": f"{len(kernels.symbols)} for {kernels.arch}" + ("" if verbose else " (--verbose lists them)"),
+            "libraries": f"for {', '.join(kernels.packaged)}",
             "built with": (
                 f"CuTe DSL {kernels.dsl_version} ({kernels.toolkit}), {fingerprint.TVM_FFI} {kernels.tvm_ffi_version}"
             ),
@@ -243,6 +253,8 @@ def lines(info: Info, verbose: bool) -> Iterator[str]:
         yield from _fields(rows)
     else:
         yield f"  none in use ({'there is a' if kernels.present else 'no'} library at {kernels.library})"
+        if kernels.packaged:
+            yield f"  libraries: for {', '.join(kernels.packaged)}"
     yield from (f"  note: {problem}" for problem in kernels.problems if kernels.present)
     if verbose:
         yield from (f"    {symbol}" for symbol in kernels.symbols)
