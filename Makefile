@@ -43,7 +43,8 @@ stamp := $(VENV)/.twell-ready
 SERVING := build/serving-env
 VLLM ?= 0.32.0
 # What hangs on torch: operators, autograd, torch.compile, torch.export, modules.
-core := ops functional nn training hybrid packed reference reglu auto compaction sparsify recipe serving testing nvtx
+core := ops functional nn training hybrid packed reference reglu auto auto_graphs compaction recipe recipe_tracker \
+	sparsify sparsify_refusals sparsify_pairs sparsify_family serving projections testing nvtx
 
 # What a change of the library breaks first.
 quick := imports arguments functional nn packed reference ops hybrid launches format memory transforms

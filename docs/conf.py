@@ -42,7 +42,10 @@ nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|nn|collections|pathlib|argparse|os|typing|dataclasses|transformers)(\..*)?"),
     # names that a module imports from torch, type variables, and what autodoc calls an alias in a union
-    (r"py:class", r"Tensor|twell\._compaction\.Module|twell\._tables\.Table|twell\.testing\._T|TypeAliasForwardRef"),
+    (
+        r"py:class",
+        r"Tensor|twell\._compaction\.Module|twell\._tables\.Table|twell\.testing\.\w+\._T|TypeAliasForwardRef",
+    ),
     # documented as data, which only Sphinx 9 finds for a type
     (r"py:class", r"(twell\.\w+\.)?(Strategy|DownLayout|Normalisation)"),
 ]

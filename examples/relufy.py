@@ -26,11 +26,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import train
 from safetensors import SafetensorError
 from torch import Tensor
 from training import RequestError, checkpoint, options, parallel, relufied, report
-from training.data import Sequences, Tokens, prepare
+from training.data import Sequences, Source, Tokens, prepare
+from training.optimizer import adamw, learning_rate, require_finite
+from training.stop import Stop
 from training.whole import manifest
 from transformers import AttentionInterface, AutoTokenizer
 
@@ -103,11 +104,7 @@ class Further:
                 relufied.compile_blocks(self.original)
             self.losses = torch.compile(losses)
         self.parameters = list(self.model.parameters())
-        groups = [
-            {"params": [p for p in self.parameters if p.dim() > 1], "weight_decay": choice.weight_decay},
-            {"params": [p for p in self.parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(groups, lr=choice.lr, betas=(0.9, 0.95), fused=True)
+        self.optimizer = adamw(self.parameters, choice.lr, choice.weight_decay)
         # cross-entropy, KL divergence and the whole loss, summed over the steps since the last reading
         self.sums = torch.zeros(3, device=here.device)
 
@@ -130,7 +127,8 @@ class Further:
         choice = self.choice
         size = choice.micro_batch
         for i in range(self.accumulation):
-            inputs, targets = self.read(self.text, self.first_row + (self.done * self.accumulation + i) * size)
+            row = self.first_row + (self.done * self.accumulation + i) * size
+            inputs, targets = self.text.batch(row, size, self.here.device)
             if self.tracker is None:
                 cross_entropy, divergence = self.forward(inputs, targets)
             else:
@@ -145,28 +143,12 @@ class Further:
             self.sums += torch.stack((cross_entropy, divergence, loss)).detach() / self.accumulation
         self.norm = parallel.clip(self.parameters, choice.clip)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate()
+            group["lr"] = learning_rate(self.done, choice.steps, choice.warmup, choice.lr)
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.target is not None:
             self.target.update()
         self.done += 1
-
-    def learning_rate(self) -> float:
-        """Linear up to ``--lr``, then half a cosine down to 0 at the last step."""
-        choice = self.choice
-        if self.done < choice.warmup:
-            return float(choice.lr * (self.done + 1) / choice.warmup)
-        passed = (self.done - choice.warmup) / max(1, choice.steps - 1 - choice.warmup)
-        return float(choice.lr * (1 + math.cos(math.pi * min(1.0, passed))) / 2)
-
-    def read(self, text: Sequences, row: int) -> tuple[Tensor, Tensor]:
-        """A micro-batch from ``row`` on and its next tokens: two int64 [sequences, tokens]."""
-        rows = text.rows(range(row, row + self.choice.micro_batch))
-        if self.here.device.type == "cuda":
-            rows = rows.pin_memory()
-        rows = rows.to(self.here.device, non_blocking=True)
-        return rows[:, :-1], rows[:, 1:]
 
     def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-entropy and KL divergence; the latter is 0 without distillation and in evaluation."""
@@ -205,7 +187,7 @@ class Further:
             tracker.every = 1
         try:
             for row in rows:
-                inputs, targets = self.read(self.held, row)
+                inputs, targets = self.held.batch(row, self.choice.micro_batch, self.here.device)
                 if tracker is None:
                     found.append(self.forward(inputs, targets)[0])
                 else:
@@ -224,9 +206,7 @@ class Further:
         names = ("ce", "kl", "loss")
         values = dict(zip(names, (self.sums / steps).tolist()))
         self.sums.zero_()
-        for what, value in (("loss", values["loss"]), ("gradient", float(self.norm))):
-            if not math.isfinite(value):
-                raise train.LostLoss(f"the {what} became {value} by step {self.done}: try a lower --lr")
+        require_finite(self.done, "a lower --lr", loss=values["loss"], gradient=float(self.norm))
         if self.target is not None:
             values |= self.target.read()
         return values
@@ -457,12 +437,12 @@ def relufy(choice: argparse.Namespace, here: parallel.World) -> int:
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
         raise RequestError("MODEL: expected a fast tokenizer with an end-of-sequence token")
     tokens = prepare(
-        train.source(choice), choice.cache, len(tokenizer), choice.held_out, say=here.say, tokenizer=tokenizer
+        Source.of(choice), choice.cache, len(tokenizer), choice.held_out, say=here.say, tokenizer=tokenizer
     )
     read = choice.steps * choice.tokens_per_step / tokens.train_tokens
     here.say(f"{tokens.train_tokens:,} tokens of text, each read {read:.2f} times; {machine_line(here.device)}")
     found: dict[str, Any] = {}
-    with train.Stop(here.say) as stop:
+    with Stop(here.say) as stop:
         for name in ("sparse", "dense")[: 2 if choice.dense else 1]:
             result = part(choice, tokens, here, name, lambda: stop.signal is not None)
             if result is None:

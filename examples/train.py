@@ -15,10 +15,8 @@ import math
 import os
 import shutil
 import signal
-import socket
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,15 +29,13 @@ import torch
 from torch import Tensor
 from training import RequestError, checkpoint, model, options, parallel, report
 from training.data import Sequences, Source, Tokens, prepare
+from training.optimizer import adamw, learning_rate, require_finite
+from training.stop import Stop
 from training.whole import manifest
 
 import twell
 from twell import _files, recipe
 from twell.testing import machine_line
-
-
-class LostLoss(RequestError):
-    """The loss is no longer a finite number."""
 
 
 class Training:
@@ -75,11 +71,7 @@ class Training:
 
         self.parameters = list(self.model.parameters())
         self.size = sum(p.numel() for p in self.parameters)
-        groups = [
-            {"params": [p for p in self.parameters if p.dim() > 1], "weight_decay": choice.weight_decay},
-            {"params": [p for p in self.parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(groups, lr=choice.lr, betas=(0.9, 0.95), fused=True)
+        self.optimizer = adamw(self.parameters, choice.lr, choice.weight_decay)
         # loss and cross-entropy, summed over the steps since the last reading
         self.sums = torch.zeros(2, device=here.device)
 
@@ -98,7 +90,8 @@ class Training:
                     return False
                 self.console.progress(f"step {self.done + 1:6d}  micro-batch {i} of {self.accumulation}")
             parallel.reduce_gradients(self.module, here, now=i == self.accumulation - 1)
-            inputs, targets = self.read(self.text, first + i * here.readers * choice.micro_batch)
+            row = first + i * here.readers * choice.micro_batch
+            inputs, targets = self.text.batch(row, choice.micro_batch, here.device)
             with self.watching(self.done):
                 loss = cross_entropy = self.forward(inputs, targets)
             if self.target is not None:
@@ -110,7 +103,8 @@ class Training:
             self.sums += torch.stack((loss, cross_entropy)).detach() / self.accumulation
         self.norm = parallel.clip(self.parameters, choice.clip)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate()
+            # added steps of an extended run have --min-lr
+            group["lr"] = learning_rate(self.done, self.schedule, choice.warmup, choice.lr, choice.min_lr)
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.target is not None:
@@ -143,17 +137,6 @@ class Training:
             if part is not None:
                 part.load_state_dict(state[name])
 
-    def learning_rate(self) -> float:
-        """Linear up to ``--lr``, then half a cosine down to ``--min-lr`` at the last step.
-
-        The added steps of an extended run have ``--min-lr``.
-        """
-        choice = self.choice
-        if self.done < choice.warmup:
-            return float(choice.lr * (self.done + 1) / choice.warmup)
-        passed = min(1.0, (self.done - choice.warmup) / max(1, self.schedule - 1 - choice.warmup))
-        return float(choice.min_lr + (choice.lr - choice.min_lr) * (1 + math.cos(math.pi * passed)) / 2)
-
     def coefficient(self, step: int) -> float:
         """The factor of the L1 term in ``step``; with a target the next one, for which it waits."""
         if self.target is not None:
@@ -163,14 +146,6 @@ class Training:
     def watching(self, step: int) -> contextlib.AbstractContextManager[None]:
         """A context that counts the sparsity of a forward pass of ``step``."""
         return contextlib.nullcontext() if self.tracker is None else self.tracker.watch(step)
-
-    def read(self, text: Sequences, row: int) -> tuple[Tensor, Tensor]:
-        """A micro-batch from ``row`` on and its next tokens: two int64 [sequences, tokens]."""
-        rows = text.rows(range(row, row + self.choice.micro_batch))
-        if self.here.device.type == "cuda":
-            rows = rows.pin_memory()
-        rows = rows.to(self.here.device, non_blocking=True)
-        return rows[:, :-1], rows[:, 1:]
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The mean cross-entropy per token."""
@@ -194,7 +169,8 @@ class Training:
                 if stopping():
                     return None
                 self.console.progress(f"step {self.done:6d}  held-out micro-batch {i} of {count}")
-                total += self.forward(*self.read(self.held, (i * here.readers + here.reader) * size))
+                row = (i * here.readers + here.reader) * size
+                total += self.forward(*self.held.batch(row, size, here.device))
         finally:
             self.model.train()
         return float(here.mean(total / count))
@@ -206,9 +182,8 @@ class Training:
         """
         loss, cross_entropy = self.here.mean(self.sums / steps).tolist()
         self.sums.zero_()
-        for what, value in (("loss", loss), ("gradient", float(self.norm))):
-            if not math.isfinite(value):
-                raise LostLoss(f"the {what} became {value} by step {self.done}: try a lower --lr or a longer --warmup")
+        advice = "a lower --lr or a longer --warmup"
+        require_finite(self.done, advice, loss=loss, gradient=float(self.norm))
         return loss, cross_entropy
 
     def identity(self) -> dict[str, Any]:
@@ -285,51 +260,6 @@ def compiles(choice: argparse.Namespace, here: parallel.World) -> bool:
     return bool(here.device.type == "cuda" and here.mode != "tp" if choice.compile is None else choice.compile)
 
 
-class Stop:
-    """A context that turns SIGINT and SIGTERM into a request to stop, in ``signal``. A second signal ends the process.
-
-    A thread receives the signals while the main thread computes. Launchers and terminals send the same request several
-    times, so signals within ``SAME`` seconds count as one.
-    """
-
-    SAME = 1.0
-    signal: int | None = None
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say, self._since = say, 0.0
-
-    def __enter__(self) -> Stop:
-        self._heard, self._sender = socket.socketpair()
-        self._sender.setblocking(False)
-        self._descriptor = signal.set_wakeup_fd(self._sender.fileno())
-        self._thread = threading.Thread(target=self._listen, daemon=True)
-        self._thread.start()
-        # a handler that does nothing: the thread is told only of signals with a handler
-        self._before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def _listen(self) -> None:
-        while number := self._heard.recv(1):
-            if number[0] in (signal.SIGINT, signal.SIGTERM):
-                self._note(number[0])
-
-    def _note(self, number: int) -> None:
-        if self.signal is None:
-            self.signal, self._since = number, time.monotonic()
-            self._say(f"{signal.Signals(number).name}: stopping after this micro-batch; one more stops at once")
-        elif time.monotonic() - self._since > self.SAME:
-            self._say(f"{signal.Signals(number).name}: stopped at once; steps since the last checkpoint are lost")
-            os._exit(128 + number)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._descriptor)
-        self._sender.close()
-        self._thread.join()
-        self._heard.close()
-
-
 def train(choice: argparse.Namespace, here: parallel.World) -> int:
     """Train, save and export; return the exit status."""
     with checkpoint.alone(choice.out, here):
@@ -338,7 +268,7 @@ def train(choice: argparse.Namespace, here: parallel.World) -> int:
 
 def _train(choice: argparse.Namespace, here: parallel.World) -> int:
     began = time.perf_counter()
-    tokens = prepare(source(choice), choice.cache, choice.vocab, choice.held_out, here.first, here.say, here.barrier)
+    tokens = prepare(Source.of(choice), choice.cache, choice.vocab, choice.held_out, here.first, here.say, here.barrier)
     path = checkpoint.choose(choice.out / "checkpoints", choice.resume, check=here.first)
     run = Training(choice, tokens, here)
     if path is not None:
@@ -384,18 +314,6 @@ def _steps(run: Training, log: Log, stopping: Callable[[], bool]) -> bool:
         where = f"saved up to step {saved}" if saved else "no step was complete"
         run.here.say(f"stopped; {where}; the same command goes on from there")
     return not ending
-
-
-def source(choice: argparse.Namespace) -> Source:
-    """The text that the options name."""
-    return Source(
-        text=tuple(choice.text),
-        dataset=choice.dataset,
-        column=choice.column,
-        suffixes=tuple(choice.suffix),
-        max_bytes=choice.max_bytes,
-        without=(choice.out, choice.cache),
-    )
 
 
 def due(step: int, every: int, last: bool = False) -> bool:

@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 
-from profiling import quality_results
+from profiling import quality_results, trained_runs
+from profiling.draw.common import ResultError
 from profiling.quality_results import Layer, Result, Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,18 +36,19 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import train  # noqa: E402
 from training import RequestError, options, parallel, report  # noqa: E402
-from training.data import Tokens, prepare  # noqa: E402
+from training.data import Source, Tokens, prepare  # noqa: E402
+from training.optimizer import LostLoss  # noqa: E402
 
 from twell import recipe  # noqa: E402
 from twell.commands.bench.report import Progress, write_json  # noqa: E402
 from twell.testing import machine_line  # noqa: E402
 
-# 30 M parameters and 13 M tokens. With a final learning rate of 0 seeds differ less.
-DEFAULTS = (
-    "--layers 8 --hidden 512 --intermediate 1408 --heads 8 --vocab 8192 --sequence 1024 --micro-batch 32 "
-    "--tokens-per-step 32768 --steps 400 --lr 1e-3 --min-lr 0 --warmup 40 --max-bytes 100M --held-out 0.05 "
-    "--eval-sequences 2048 --log-every 20 --observe-every 20"
-).split()
+# 13 M tokens. With a final learning rate of 0 seeds differ less.
+DEFAULTS = [
+    *trained_runs.MODEL,
+    *"--steps 400 --warmup 40 --max-bytes 100M --held-out 0.05 --eval-sequences 2048".split(),
+    *"--log-every 20 --observe-every 20".split(),
+]
 # options that each run sets, and options that runs cannot use because they keep only figures
 DECIDED = ("--l1", "--seed", "--activation", "--reinitialize", "--ffn", "--strategy", "--parallel")
 UNUSED = ("--resume", "--checkpoint-every", "--keep", "--eval-every", "--tensorboard")
@@ -74,8 +76,7 @@ class Sweep:
 
     def __init__(self, choice: argparse.Namespace, given: list[str], tokens: Tokens, here: parallel.World) -> None:
         self.given, self.tokens, self.here, self.out = given, tokens, here, choice.out
-        names = [name for name in options.IDENTITY if f"--{name.replace('_', '-')}" not in DECIDED]
-        self.identity = {name: getattr(choice, name) for name in (*names, "eval_sequences", "micro_batch")}
+        self.identity = trained_runs.identity(choice, options.IDENTITY, DECIDED)
         self.identity["text"] = tokens.fingerprint
         self.machine = machine_line(here.device)
         self.results: dict[Run, Result] = {}
@@ -110,7 +111,7 @@ class Sweep:
             speeds = [point["tokens_per_s"] or 0.0 for point in curve[len(curve) // 2 :]]
             figures |= {"tokens_per_s": statistics.median(speeds), "peak_bytes": report.peak_bytes(device)}
             figures |= held_out(training)
-        except train.LostLoss as error:
+        except LostLoss as error:
             figures["red"] = str(error)
         finally:
             # the next model needs the memory
@@ -148,14 +149,15 @@ def held_out(training: train.Training) -> dict[str, Any]:
     for i in range(count):
         # in training mode, which computes the same: the tracker counts only there
         with training.watching(step):
-            losses.append(training.forward(*training.read(training.held, i * choice.micro_batch)))
+            rows = training.held.batch(i * choice.micro_batch, choice.micro_batch, training.here.device)
+            losses.append(training.forward(*rows))
         if training.tracker is not None:
             # a compiled layer would compile again for each further call with unread figures
             recipe.clear_aux(training.model)
     blocks = torch.stack(losses).tolist()
     figures: dict[str, Any] = {
         "ce": _short(statistics.fmean(blocks)),
-        "ce_error": _short(quality_results.standard_error(blocks)),
+        "ce_error": _short(trained_runs.standard_error(blocks)),
         "blocks": [_short(block) for block in blocks],
     }
     if training.tracker is not None:
@@ -219,7 +221,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     add("--table", type=Path, metavar="FILE", help="print the results of FILE as Markdown and end")
     mine, rest = parser.parse_known_args(arguments)
     for name in (*DECIDED, *UNUSED):
-        if any(each == name or each.startswith(f"{name}=") for each in rest):
+        if trained_runs.given(name, rest):
             why = "each run sets it" if name in DECIDED else "runs keep only figures"
             parser.error(f"{name}: expected no such option, as {why}")
     if 0 not in mine.coefficients:
@@ -240,7 +242,7 @@ def sweep(mine: argparse.Namespace, rest: list[str], runs: list[Run]) -> int:
     # all runs share the code of one decoder layer, and each kind of run compiles two or three variants of it
     torch._dynamo.config.recompile_limit = 64
     with parallel.world(None, choice.device) as here:
-        tokens = prepare(train.source(choice), choice.cache, choice.vocab, choice.held_out, say=here.say)
+        tokens = prepare(Source.of(choice), choice.cache, choice.vocab, choice.held_out, say=here.say)
         blocks_of(choice, (tokens.held_tokens - 1) // choice.sequence)
         work = Sweep(choice, given, tokens, here)
         left = [run for run in runs if run not in work.results]
@@ -281,7 +283,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
         else:
             return sweep(mine, rest, runs)
-    except (RequestError, quality_results.DataError, ImportError) as error:
+    except (RequestError, ResultError, ImportError) as error:
         print(f"quality.py: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

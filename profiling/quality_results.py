@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +9,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from profiling import trained_runs
 from profiling.draw import style
+from profiling.draw.common import ResultError, log_ticks, markdown
 from profiling.draw.style import Theme
 
 if TYPE_CHECKING:
@@ -96,26 +97,13 @@ class Result(Run):
         return Run(**{each.name: getattr(self, each.name) for each in fields(Run)})
 
 
-class DataError(ValueError):
-    """A file is not the result of a sweep, or lacks the data for a table or chart."""
-
-
 def load(path: Path) -> dict[str, Any]:
-    """Read the file of a sweep. DataError if it is another file."""
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        results(found)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"expected the results of a sweep, got {str(path)!r} ({error})") from error
-    return found
+    """Read the file of a sweep. ResultError if it is another file."""
+    return trained_runs.load(path, "a sweep", results)
 
 
 def results(document: dict[str, Any]) -> list[Result]:
     return [Result(**{**row, "layers": [Layer(**layer) for layer in row["layers"]]}) for row in document["rows"]]
-
-
-def standard_error(values: Sequence[float]) -> float:
-    return statistics.stdev(values) / math.sqrt(len(values))
 
 
 @dataclass(frozen=True)
@@ -166,9 +154,9 @@ def _point(run: Run, alike: Sequence[Result], baseline: dict[int, Result]) -> Po
     for result in alike:
         base = baseline.get(result.seed) or baseline.get(0)
         if base is not None and base.ce is not None:
-            shares = [(mine - theirs) / base.ce for mine, theirs in zip(result.blocks, base.blocks, strict=True)]
-            added.append(statistics.fmean(shares))
-            errors.append(standard_error(shares))
+            share, error = trained_runs.added(result.blocks, base.blocks, base.ce)
+            added.append(share)
+            errors.append(error)
 
     def mean(name: str) -> float | None:
         values = [getattr(result, name) for result in alike]
@@ -180,11 +168,11 @@ def _point(run: Run, alike: Sequence[Result], baseline: dict[int, Result]) -> Po
         reinitialize=run.reinitialize,
         seeds=len(alike),
         ce=statistics.fmean(ce),
-        spread=statistics.stdev(ce) if len(ce) > 1 else None,
-        added=statistics.fmean(added) if added else None,
-        added_spread=statistics.stdev(added) if len(added) > 1 else None,
+        spread=trained_runs.spread(ce),
+        added=trained_runs.mean(added),
+        added_spread=trained_runs.spread(added),
         # all seeds read the same text, so more seeds do not lower it
-        added_error=statistics.fmean(errors) if errors else None,
+        added_error=trained_runs.mean(errors),
         l0=mean("l0"),
         dead=mean("dead"),
         neurons=alike[0].layers[0].neurons if alike[0].layers else None,
@@ -229,26 +217,20 @@ def table(document: dict[str, Any]) -> str:
         paper = ["the paper's 1.5B", short(coefficient), "", "", f"{100 * more:+.1f} %" if more else "", str(l0)]
         dead = f"over {100 * PAPER_DEAD:.0f} %" if coefficient else ""
         rows.append([*paper, f"{100 * l0 / PAPER_NEURONS:.1f} %", dead])
-    return _markdown(header, rows, "lrrrrrrr")
+    return markdown(header, "lrrrrrrr", rows)
 
 
 def layers(document: dict[str, Any]) -> str:
     """Markdown table of non-zeros by layer."""
     sparse = [point for point in points(document) if point.layers]
-    count = max((len(point.layers) for point in sparse), default=0)
-    rows = [[point.name, short(point.coefficient), *(f"{l0:.1f}" for l0 in point.layers)] for point in sparse]
-    return _markdown(["non-zeros", "L1", *(f"layer {i}" for i in range(count))], rows, "lr" + "r" * count)
+    rows = [((point.name, short(point.coefficient)), point.layers) for point in sparse]
+    return trained_runs.by_layer(["non-zeros", "L1"], rows)
 
 
 def trained(document: dict[str, Any]) -> str:
     """Size of the models and of their training."""
-    arguments = document["arguments"]
-    size = max((result.parameters for result in results(document)), default=0)
-    tokens = arguments["steps"] * arguments["tokens_per_step"]
-    return (
-        f"{size / 1e6:.1f} M parameters, {arguments['layers']} layers of {arguments['intermediate']:,} neurons, "
-        f"{tokens / 1e6:.1f} M tokens"
-    )
+    models = trained_runs.models(document, (result.parameters for result in results(document)))
+    return f"{models}, {trained_runs.tokens(document) / 1e6:.1f} M tokens"
 
 
 def notes(document: dict[str, Any]) -> str:
@@ -258,10 +240,7 @@ def notes(document: dict[str, Any]) -> str:
         f"{trained(document)}; the coefficient multiplies a sum over a token's neurons. ± is the standard "
         "deviation between seeds."
     ]
-    if errors := [point.added_error for point in points(document) if point.added_error]:
-        lines.append(
-            f"The choice of held-out text adds a standard error of up to {100 * max(errors):.2f} % to differences."
-        )
+    lines += trained_runs.note_of_errors(point.added_error for point in points(document))
     dense = {result.run: result for result in found if result.ffn == "dense" and not result.red}
     for result in found:
         alike = dense.get(Run(**{**asdict(result.run), "ffn": "dense"}))
@@ -276,22 +255,16 @@ def notes(document: dict[str, Any]) -> str:
     return " ".join([*lines, document["machine"]])
 
 
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> str:
-    rule = ["--:" if side == "r" else "---" for side in align]
-    lines = ["| " + " | ".join(cells) + " |" for cells in (header, *rows)]
-    return "\n".join([lines[0], "|" + "|".join(rule) + "|", *lines[1:]])
-
-
 # Chart
 
 
 def shown(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """The data for ``draw``. DataError if there is nothing to compare."""
+    """The data for ``draw``. ResultError if there is nothing to compare."""
     found = points(document)
     relu = [point for point in found if point.name == "ReLU"]
     if len(relu) < 2 or any(point.added is None for point in found):
         names = [f"L1 {short(point.coefficient)}" for point in relu]
-        raise DataError(f"expected ReLU runs without L1 and with another coefficient, got {names or 'none'}")
+        raise ResultError(f"expected ReLU runs without L1 and with another coefficient, got {names or 'none'}")
     return [asdict(point) for point in found]
 
 
@@ -343,10 +316,7 @@ def _draw_quality(axes: Axes, theme: Theme, found: Sequence[Point]) -> None:
         style.label(axes, x, y, f"the paper's 1.5B, {short(coefficient)}", color=theme.paper)
     axes.set_xscale("log")
     axes.margins(x=0.07, y=0.1)
-    low, high = axes.get_xlim()
-    ticks = [share for share in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if low <= share <= high]
-    axes.set_xticks(ticks, [f"{share:g} %" for share in ticks])
-    axes.set_xticks([], minor=True)
+    log_ticks(axes, (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100), " %")
     axes.set(
         xlabel="share of a layer's neurons that fire per token (log)",
         ylabel="change in cross-entropy\nagainst L1 = 0 (%)",

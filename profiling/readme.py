@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from profiling import quality_results, reference, relufy_results
-from profiling.draw.common import ResultError, Results
+from profiling.draw.common import ResultError, Results, markdown
 from profiling.nsight import summarize
 from profiling.serving import replay
 from profiling.sweep import lasting
@@ -38,13 +38,6 @@ def result(name: str) -> dict[str, Any]:
     if found is None:
         raise ResultError(f"expected results in {RESULTS / name}.json, got no such file")
     return found
-
-
-def markdown(header: Sequence[str], align: str, rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; ``align`` has l or r for each column."""
-    rule = ["--:" if side == "r" else "---" for side in align]
-    lines = ["| " + " | ".join(cells) + " |" for cells in (header, *rows)]
-    return "\n".join([lines[0], "|" + "|".join(rule) + "|", *lines[1:]])
 
 
 def measured(workload: str, variant: str, tokens: int = 16384) -> Row:
@@ -668,6 +661,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "serving machine": lambda: serving_machine("h200_serving"),
     "serving trained": lambda: serving("h200_serving_trained"),
     "serving trained machine": lambda: serving_machine("h200_serving_trained"),
+    "serving less sparse": lambda: serving("h200_serving_less_sparse"),
+    "serving less sparse machine": lambda: serving_machine("h200_serving_less_sparse"),
     "traces": traces,
     "continuous batching": continuous_batching,
     "ncu": ncu,

@@ -32,7 +32,8 @@ from typing import Any
 
 import torch
 
-from profiling import relufy_results
+from profiling import relufy_results, trained_runs
+from profiling.draw.common import ResultError
 from profiling.relufy_results import Result, Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,18 +42,18 @@ sys.path.insert(0, str(ROOT / "examples"))
 import relufy  # noqa: E402
 import train  # noqa: E402
 from training import RequestError, options, parallel, report  # noqa: E402
-from training.data import Tokens, prepare  # noqa: E402
+from training.data import Source, Tokens, prepare  # noqa: E402
+from training.optimizer import LostLoss  # noqa: E402
 
 from twell.commands.bench.report import write_json  # noqa: E402
 from twell.testing import machine_line  # noqa: E402
 
-# 30 M parameters and 59 M tokens. All runs of a seed read five to six times as many: nine minutes of an H200, on which
-# training of this size has run at 140 to 200 TFLOP/s.
-DEFAULTS = (
-    "--layers 8 --hidden 512 --intermediate 1408 --heads 8 --vocab 8192 --sequence 1024 --micro-batch 32 "
-    "--tokens-per-step 32768 --steps 1800 --lr 1e-3 --min-lr 0 --warmup 90 --max-bytes 200M --held-out 0.04 "
-    "--eval-sequences 1536 --log-every 100"
-).split()
+# 59 M tokens. All runs of a seed read five to six times as many: nine minutes of an H200, on which training of this
+# size has run at 140 to 200 TFLOP/s.
+DEFAULTS = [
+    *trained_runs.MODEL,
+    *"--steps 1800 --warmup 90 --max-bytes 200M --held-out 0.04 --eval-sequences 1536 --log-every 100".split(),
+]
 # options of examples/train.py that this program sets
 DECIDED = (
     *("--l1", "--seed", "--activation", "--ffn", "--strategy", "--parallel", "--target-nnz", "--sharing"),
@@ -118,8 +119,7 @@ class Evidence:
     def __init__(self, mine: argparse.Namespace, given: list[str], tokens: Tokens, here: parallel.World) -> None:
         self.mine, self.given, self.tokens, self.here = mine, given, tokens, here
         self.choice = options.parse("", [*given, "--out", str(mine.state), "--activation=silu", "--ffn=dense"])
-        names = [name for name in options.IDENTITY if f"--{name.replace('_', '-')}" not in DECIDED]
-        self.identity = {name: getattr(self.choice, name) for name in (*names, "eval_sequences", "micro_batch")}
+        self.identity = trained_runs.identity(self.choice, options.IDENTITY, DECIDED)
         self.identity |= {"further_lr": mine.further_lr, "threshold_loss": mine.threshold_loss}
         self.machine = machine_line(here.device)
         self.results: dict[Run, Result] = {}
@@ -171,7 +171,7 @@ class Evidence:
         figures: dict[str, Any]
         try:
             figures = self._base(run) if run.activation == "base" else self._further(run)
-        except train.LostLoss as error:
+        except LostLoss as error:
             figures = {"red": str(error)}
         # the next model needs the memory
         gc.collect()
@@ -319,7 +319,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     add("--table", type=Path, metavar="FILE", help="print the results of FILE as Markdown and end")
     mine, rest = parser.parse_known_args(arguments)
     for name in DECIDED:
-        if any(each == name or each.startswith(f"{name}=") for each in rest):
+        if trained_runs.given(name, rest):
             parser.error(f"{name}: expected no such option, as each run sets it")
     if not (mine.out or mine.table or mine.list):
         parser.error("expected --out, --list or --table")
@@ -339,7 +339,7 @@ def measure(mine: argparse.Namespace, rest: list[str]) -> int:
     # all runs share the code of one decoder layer, and each kind of run compiles two or three variants of it
     torch._dynamo.config.recompile_limit = 64
     with parallel.world(None, choice.device) as here:
-        tokens = prepare(train.source(choice), choice.cache, choice.vocab, choice.held_out, say=here.say)
+        tokens = prepare(Source.of(choice), choice.cache, choice.vocab, choice.held_out, say=here.say)
         work = Evidence(mine, given, tokens, here)
         left = work.missing()
         here.say(f"{len(left)} runs, {tokens.train_tokens:,} tokens of text; {work.machine}")
@@ -366,7 +366,7 @@ def main(arguments: list[str] | None = None) -> int:
             predict(mine, options.parse("", given))
             return 0
         return measure(mine, rest)
-    except (RequestError, relufy_results.DataError, ImportError) as error:
+    except (RequestError, ResultError, ImportError) as error:
         print(f"relufy.py: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

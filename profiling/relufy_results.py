@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
@@ -10,7 +9,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from profiling import trained_runs
 from profiling.draw import style
+from profiling.draw.common import ResultError, log_ticks, markdown
 from profiling.draw.style import Theme
 
 if TYPE_CHECKING:
@@ -90,18 +91,9 @@ class Result(Run):
         return Run(**{each.name: getattr(self, each.name) for each in fields(Run)})
 
 
-class DataError(ValueError):
-    """A file is not the result of this program, or lacks the data for a table or chart."""
-
-
 def load(path: Path) -> dict[str, Any]:
-    """Read a file of results. DataError if it is another file."""
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        results(found)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"expected the results of profiling.relufy, got {str(path)!r} ({error})") from error
-    return found
+    """Read a file of results. ResultError if it is another file."""
+    return trained_runs.load(path, "profiling.relufy", results)
 
 
 def results(document: dict[str, Any]) -> list[Result]:
@@ -163,16 +155,15 @@ def _point(kind: str, alike: Sequence[tuple[Result, dict[str, Any]]], by_run: di
         ce.append(statistics.fmean(blocks))
         base = by_run.get(result.run.baseline) if result.sparse else None
         if base is not None and base.ce is not None:
-            shares = [(mine - theirs) / base.ce for mine, theirs in zip(blocks, base.blocks, strict=True)]
-            added.append(statistics.fmean(shares))
-            errors.append(statistics.stdev(shares) / math.sqrt(len(shares)))
+            share, error = trained_runs.added(blocks, base.blocks, base.ce)
+            added.append(share)
+            errors.append(error)
     first = alike[0][0]
     layers = [figures["layers"] for _, figures in alike if figures["layers"]]
     thresholds = [figures["threshold"] for _, figures in alike if "threshold" in figures]
 
     def over_layers(name: str) -> float | None:
-        values = [layer[name] for each in layers for layer in each if layer[name] is not None]
-        return statistics.fmean(values) if values else None
+        return trained_runs.mean([layer[name] for each in layers for layer in each if layer[name] is not None])
 
     dead = over_layers("dead")
     neurons = layers[0][0]["neurons"] if layers else None
@@ -182,17 +173,17 @@ def _point(kind: str, alike: Sequence[tuple[Result, dict[str, Any]]], by_run: di
         seeds=len(alike),
         tokens=first.tokens,
         ce=statistics.fmean(ce),
-        spread=statistics.stdev(ce) if len(ce) > 1 else None,
-        added=statistics.fmean(added) if added else None,
-        added_spread=statistics.stdev(added) if len(added) > 1 else None,
+        spread=trained_runs.spread(ce),
+        added=trained_runs.mean(added),
+        added_spread=trained_runs.spread(added),
         # all seeds read the same text, so more seeds do not lower it
-        added_error=statistics.fmean(errors) if errors else None,
+        added_error=trained_runs.mean(errors),
         l0=over_layers("l0"),
         union=over_layers("union"),
         dead=None if dead is None or neurons is None else dead / neurons,
         layers=[statistics.fmean(layer["l0"] for layer in same) for same in zip(*layers)],
         neurons=neurons,
-        threshold=statistics.fmean(thresholds) if thresholds else None,
+        threshold=trained_runs.mean(thresholds),
     )
 
 
@@ -217,42 +208,32 @@ def table(document: dict[str, Any]) -> str:
                 "" if p.dead is None else f"{100 * p.dead:.1f} %",
             ]
         )
-    return _markdown(header, rows, "lrrrrrrr")
+    return markdown(header, "lrrrrrrr", rows)
 
 
 def layers(document: dict[str, Any]) -> str:
     """Markdown table of non-zeros by layer."""
     sparse = [point for point in points(document) if point.layers]
-    count = max((len(point.layers) for point in sparse), default=0)
-    rows = [[p.kind, f"{100 * p.share:g} %", *(f"{l0:.1f}" for l0 in p.layers)] for p in sparse]
-    return _markdown(["", "more tokens", *(f"layer {i}" for i in range(count))], rows, "lr" + "r" * count)
+    return trained_runs.by_layer(["", "more tokens"], [((p.kind, f"{100 * p.share:g} %"), p.layers) for p in sparse])
 
 
 def trained(document: dict[str, Any]) -> str:
     """Size of the models and of the training of the base."""
-    arguments = document["arguments"]
-    size = max((result.parameters for result in results(document)), default=0)
-    tokens = arguments["steps"] * arguments["tokens_per_step"]
-    return (
-        f"{size / 1e6:.1f} M parameters, {arguments['layers']} layers of {arguments['intermediate']:,} neurons, "
-        f"base of {tokens / 1e6:.1f} M tokens"
-    )
+    models = trained_runs.models(document, (result.parameters for result in results(document)))
+    return f"{models}, base of {trained_runs.tokens(document) / 1e6:.1f} M tokens"
 
 
 def notes(document: dict[str, Any]) -> str:
     """A paragraph: the models, the text, the noise, the thresholds, the speed of training, the machine."""
     found, text = results(document), document["text"]
     most = max((r.share for r in found if r.activation != "base"), default=0.0)
-    read = (1 + most) * document["arguments"]["steps"] * document["arguments"]["tokens_per_step"]
+    read = (1 + most) * trained_runs.tokens(document)
     lines = [
         f"{trained(document)}; {text['train_tokens'] / 1e6:.1f} M tokens of text, each read at most "
         f"{math.ceil(read / text['train_tokens'])} times. Learning rates fall to 0 in every run, and all runs of a "
         "seed read the same text in the same order. ± is the standard deviation between seeds."
     ]
-    if errors := [point.added_error for point in points(document) if point.added_error]:
-        lines.append(
-            f"The choice of held-out text adds a standard error of up to {100 * max(errors):.2f} % to differences."
-        )
+    lines += trained_runs.note_of_errors(point.added_error for point in points(document))
     if thresholds := [p for p in points(document) if p.threshold is not None]:
         said = ", ".join(f"{p.kind} {p.threshold:.3g}" for p in thresholds)
         lines.append(f"Thresholds: {said}; other held-out text chose them.")
@@ -273,20 +254,14 @@ def finding(found: Sequence[Point]) -> str:
     )
 
 
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> str:
-    rule = ["--:" if side == "r" else "---" for side in align]
-    lines = ["| " + " | ".join(cells) + " |" for cells in (header, *rows)]
-    return "\n".join([lines[0], "|" + "|".join(rule) + "|", *lines[1:]])
-
-
 # Chart
 
 
 def shown(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """The data for ``draw``. DataError if there is nothing to compare."""
+    """The data for ``draw``. ResultError if there is nothing to compare."""
     found = [p for p in points(document) if p.added is not None]
     if not finding(found):
-        raise DataError("expected ReLU runs and dense runs trained as long, got none")
+        raise ResultError("expected ReLU runs and dense runs trained as long, got none")
     return [
         {"kind": p.kind, "share": p.share, "added": p.added, "spread": p.added_spread, "l0": p.l0, "neurons": p.neurons}
         for p in found
@@ -335,9 +310,6 @@ def _draw_non_zeros(axes: Axes, theme: Theme, data: Sequence[dict[str, Any]]) ->
     axes.axhline(0, color=theme.muted, linewidth=1.2, zorder=1.5)
     axes.set_xscale("log")
     axes.margins(x=0.3, y=0.15)
-    low, high = axes.get_xlim()
-    ticks = [count for count in (2, 5, 10, 20, 30, 50, 100, 200, 500, 1000) if low <= count <= high]
-    axes.set_xticks(ticks, [f"{count:g}" for count in ticks])
-    axes.set_xticks([], minor=True)
+    log_ticks(axes, (2, 5, 10, 20, 30, 50, 100, 200, 500, 1000))
     axes.set(xlabel=f"non-zeros per token of {data[0]['neurons']:,} (log)")
     axes.set_title(f"By non-zeros, with {100 * longest:g} % more tokens", loc="left")

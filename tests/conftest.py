@@ -37,7 +37,8 @@ GROUPS = {
     **{f"test_{name}": name for name in ("bench_models", "docs", "nvtx", "quality", "transformers")},
     # processes that fork from one that took seconds to import: see ranks.py
     **dict.fromkeys(
-        ("test_compaction", "test_files", "test_recipe", "test_train_example", "test_trainer", "distributed"), "ranks"
+        ("test_compaction", "test_files", "test_recipe_tracker", "test_train_ends", "test_trainer", "distributed"),
+        "ranks",
     ),
 }
 

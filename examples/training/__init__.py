@@ -1,4 +1,4 @@
-"""Parts of ``train.py``: data, model, parallel, checkpoint, report."""
+"""Parts of ``train.py`` and ``relufy.py``: data, model, optimizer, parallel, checkpoint, report."""
 
 
 class RequestError(ValueError):

@@ -6,6 +6,7 @@ named after a hash of the inputs. A later run with the same inputs checks these 
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import random
@@ -50,6 +51,18 @@ class Source:
     suffixes: tuple[str, ...] = ()
     max_bytes: int = 1 << 30
     without: tuple[Path, ...] = ()
+
+    @classmethod
+    def of(cls, choice: argparse.Namespace) -> Source:
+        """The text that the options of a script name."""
+        return cls(
+            text=tuple(choice.text),
+            dataset=choice.dataset,
+            column=choice.column,
+            suffixes=tuple(choice.suffix),
+            max_bytes=choice.max_bytes,
+            without=(choice.out, choice.cache),
+        )
 
     def files(self) -> list[Path]:
         """The files to read, sorted by name, unopened. RequestError if there are none."""
@@ -363,6 +376,14 @@ class Sequences:
         """int64 [len(rows), length + 1]."""
         starts = [self._place(row) * self.length for row in rows]
         return torch.from_numpy(np.stack([self.tokens[s : s + self.length + 1] for s in starts]).astype(np.int64))
+
+    def batch(self, row: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """``count`` sequences from ``row`` on, and their next tokens: two int64 [count, length] on ``device``."""
+        rows = self.rows(range(row, row + count))
+        if device.type == "cuda":
+            rows = rows.pin_memory()
+        rows = rows.to(device, non_blocking=True)
+        return rows[:, :-1], rows[:, 1:]
 
     def _place(self, row: int) -> int:
         epoch, index = divmod(row, len(self))

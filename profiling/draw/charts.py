@@ -20,7 +20,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from profiling import quality_results, relufy_results
 from profiling.draw import style
 from profiling.draw.common import Chart, ResultError, Results, matplotlib_version
 from profiling.draw.kernels import kernels, roofline
@@ -106,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             drawn += chart is not None
         if not drawn and not wrong:
             raise ResultError(f"expected results of some chart in {arguments.results}, got none")
-    except (ResultError, quality_results.DataError, relufy_results.DataError, ImportError) as error:
+    except (ResultError, ImportError) as error:
         print(f"charts: error: {error}", file=sys.stderr)
         return 2
     if wrong:

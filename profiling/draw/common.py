@@ -1,4 +1,4 @@
-"""Shared by all charts: files of results, their rows, axes and legends."""
+"""Shared by charts and pages: files of results, their rows, tables, axes and legends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 
 class ResultError(Exception):
-    """A file of results lacks the data that a chart needs."""
+    """A file of results is another, or lacks the data that a chart or table needs."""
 
 
 class Results:
@@ -57,6 +57,21 @@ class Results:
         """Content of the files whose names match, sorted by name."""
         found = {path.stem: self.get(path.stem) for path in sorted(self.folder.glob(f"{pattern}.json"))}
         return {name: result for name, result in found.items() if result is not None}
+
+
+def markdown(header: Sequence[str], align: str, rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; ``align`` has l or r for each column."""
+    rule = ["--:" if side == "r" else "---" for side in align]
+    lines = ["| " + " | ".join(cells) + " |" for cells in (header, *rows)]
+    return "\n".join([lines[0], "|" + "|".join(rule) + "|", *lines[1:]])
+
+
+def log_ticks(axes: Axes, ticks: Sequence[float], unit: str = "") -> None:
+    """Label a logarithmic x axis at the ticks within its limits."""
+    low, high = axes.get_xlim()
+    shown = [tick for tick in ticks if low <= tick <= high]
+    axes.set_xticks(shown, [f"{tick:g}{unit}" for tick in shown])
+    axes.set_xticks([], minor=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from profiling.serving import models, steps
 from profiling.serving.models import Block
 from twell import _auto, testing
-from twell._auto import Choice
+from twell._explanation import Choice
 from twell.commands.bench.protocol import Cpu, Device, Gpu, Recording, measure, spread
 from twell.commands.bench.report import write_json
 

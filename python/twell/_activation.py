@@ -18,6 +18,8 @@ from twell._runtime import geometry
 ActivationName = Literal["relu", "relu2", "drelu", "fatrelu"]
 
 NAMES = tuple(geometry.ACTIVATIONS)
+# The same in words.
+NAMES_OF_FAMILY = {"relu": "ReLU", "relu2": "squared ReLU", "drelu": "dReLU", "fatrelu": "FATReLU"}
 
 
 class Activation(NamedTuple):

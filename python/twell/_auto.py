@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from twell import _tables, tuning
 from twell._arguments import require_integer
+from twell._explanation import Choice
 from twell._runtime import device, geometry
 from twell._runtime.log import logger, warn_once
 
@@ -86,73 +86,6 @@ def _exporting() -> bool:
 # What torch.compiler.assume_constant_result sets, without importing Dynamo: tracing calls them and keeps the answers.
 forced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-# Strategies whose predicted times ``Explanation`` shows.
-_TIMED = ("row", "union", "dense")
-
-
-class Choice(NamedTuple):
-    """The strategy of one layer for one kind of call: a row of ``Explanation``.
-
-    layer: its qualified name. kind: "inference", "training" or "any". tokens: the range of token counts.
-    graph: "captured" or "compiled" if a graph keeps this choice, else "". calls: how many calls there were, from
-    compiled graphs without gradients, too.
-    figures: the measured sparsity, or None. measured: the call that measured it. costs: predicted times as multiples of
-    dense's; empty where nothing is known.
-    """
-
-    layer: str
-    kind: str
-    tokens: str
-    graph: str
-    strategy: str
-    reason: str
-    calls: int = 0
-    figures: tuning.Figures | None = None
-    measured: int | None = None
-    costs: dict[str, float] = {}  # noqa: RUF012
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """The strategies of layers: ``rows`` has the data, ``str`` makes a table."""
-
-    rows: tuple[Choice, ...]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __iter__(self) -> Iterator[Choice]:
-        return iter(self.rows)
-
-    def __str__(self) -> str:
-        if not self.rows:
-            return "no layers of twell"
-        times = [f"{name} time" for name in _TIMED]
-        header = ["layer", "calls", "tokens", "strategy", "non-zeros", "union", *times, "why"]
-        lines = [header, *(_cells(row) for row in self.rows)]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-        # names left-aligned, numbers right-aligned
-        left = (0, 1, 2, 3, len(header) - 1)
-        aligned = ([c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(x, widths))] for x in lines)
-        return "\n".join("  ".join(cells).rstrip() for cells in aligned)
-
-
-def _cells(row: Choice) -> list[str]:
-    figures, union = row.figures, None if row.figures is None else row.figures.union
-    calls = f"{row.calls} {row.kind}" if row.calls else row.kind
-    measured = "" if row.measured is None else f" (measured in call {row.measured})"
-    return [
-        row.layer or "-",
-        f"{row.graph} {row.kind}" if row.graph else calls,
-        row.tokens,
-        row.strategy,
-        "-" if figures is None else f"{figures.nonzeros:.1f}",
-        "-" if union is None else f"{union:.1%}",
-        *(f"{row.costs[name]:.2f}" if name in row.costs else "-" for name in _TIMED),
-        row.reason + measured,
-    ]
 
 
 class Transfer:
@@ -328,7 +261,7 @@ class AutoStrategy:
         # one per bucket: with one for all, a forward pass under a reentrant checkpoint would keep training from any
         self._pending: dict[tuple[bool, int], _Expected] = {}
         self._open: weakref.WeakSet[_Pass] = weakref.WeakSet()
-        # routes of inference by the arguments of ``begin``, as long as no decision is made anew
+        # routes of inference by the arguments of ``begin``, until the next decision
         self._routes: dict[tuple[Any, ...], tuple[_Bucket, Route]] = {}
         # of the GPU of the latest call
         self._table = _tables.SHIPPED
@@ -518,7 +451,7 @@ class AutoStrategy:
         known = bucket.others.get(problem.m)
         if known is None:
             figures = bucket.figures or self._nearest(_key(problem))
-            known = bucket.others[problem.m] = tuning.decide(problem, figures, decision.strategy, self._table)
+            known = bucket.others[problem.m] = tuning.decide(problem, figures, None, self._table)
         return known
 
     def _forget_other_layers(self, problem: tuning.Problem) -> None:

@@ -180,7 +180,8 @@ def _gradients(
         weight_grad = any(weights_needed) or needs.b_gate or needs.b_up
         if direct:
             layer = Operands(*arguments[2:8])
-            found: Any = backward_on_cuda(dy, dl1, layer, hybrid.Kept(*kept), activation, needs.x, weight_grad)[:-1]
+            given = hybrid.Backward(dy, dl1, layer, hybrid.Kept(*kept), activation)
+            found: Any = backward_on_cuda(given, needs.x, weight_grad)[:-1]
         else:
             found = ops.hybrid_backward(*arguments, needs.x, weight_grad, *activation)
         dx, dw_gate, dw_up, dw_down, db_gate, db_up = found

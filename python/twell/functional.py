@@ -118,11 +118,11 @@ def sparse_gated_ffn(
             small batch, and the neurons that any token of a tile fires. Both are the same where a gradient will be
             needed; where none will be, both run float32 and float64 dense, which is logged once at INFO. "dense" is
             plain PyTorch, for any size and any dtype of F.linear. "auto" takes the cheapest strategy for a sparse layer
-            of this size: mostly "union", "row" for few tokens. It keeps nothing between
-            calls and so measures nothing; an ``AutoStrategy`` that you keep, as the modules do, chooses by measured
-            sparsity. Graphs without gradients choose when they run. Both are "dense" on a CPU and, after a warning, on
-            a GPU without sparse kernels. "invariant" is "row" with the same bits for a token whatever other tokens the
-            call has, and however many; for inference on a GPU. Strategies may differ in the last bits of a result.
+            of this size: mostly "union", "row" for few tokens. It keeps nothing between calls and so measures nothing;
+            an ``AutoStrategy`` that you keep, as the modules do, chooses by measured sparsity. Graphs without gradients
+            choose when they run. Both are "dense" on a CPU and, after a warning, on a GPU without sparse kernels.
+            "invariant" is "row" with the same bits for a token whatever other tokens the call has, and however many;
+            for inference on a GPU. Strategies may differ in the last bits of a result.
         compression: 2, 4 or 8. A tile of 256 neurons takes 256 / compression words. It holds one non-zero fewer than
             that and spills beyond. The speed depends on it, the result does not.
         main_grads: float32 tensors (main_gate, main_up, main_down) of the weights' shapes. Backward adds the weights'

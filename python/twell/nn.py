@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from twell import _admission, _auto, _plain, functional, tuning
 from twell._activation import ActivationName, activation_of
 from twell._arguments import require, require_flag, require_integer
-from twell._auto import AutoStrategy, Choice, Explanation
+from twell._auto import AutoStrategy
+from twell._explanation import Choice, Explanation
 from twell._runtime import geometry
 from twell._runtime.log import warn_once
 from twell.functional import Aux, Strategy

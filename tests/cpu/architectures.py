@@ -54,6 +54,7 @@ T5 = {
 }
 GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1}
 GPT2 |= {"eos_token_id": 2}
+T5_GATED = {**T5, "feed_forward_proj": "gated-gelu"}
 SWITCH = {**T5, "num_experts": 2, "expert_capacity": 64, "num_sparse_encoder_layers": 1}
 SWITCH |= {"num_sparse_decoder_layers": 1, "num_decoder_layers": 2}
 MOE = {**DECODER, "moe_intermediate_size": 16, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -87,19 +88,19 @@ class Architecture(NamedTuple):
 
 
 MLP = ("model.layers.0.mlp", "model.layers.1.mlp")
-DENSE = "encoder.block.0.layer.1.DenseReluDense"
+FC2 = ("model.encoder.layers.0.fc2",)
+DENSE = ("encoder.block.0.layer.1.DenseReluDense",)
+STACKED: dict[str, Any] = {"refusal": "stacked in one tensor", "note": "its experts are stacked"}
+RESIDUAL: dict[str, Any] = {"refusal": "takes residual besides x", "note": "its layer also adds the residual"}
+NO_DROPOUT: dict[str, Any] = {"needs": {"dropout_rate": 0.0}, "refusal": "must drop no values"}
 
 ARCHITECTURES = (
     Architecture("Arcee AFM-4.5B", "ArceeForCausalLM", DECODER, "relu2", MLP),
-    Architecture(
-        "BART", "BartForConditionalGeneration", SEQ2SEQ, "GELU", ("model.encoder.layers.0.fc2",), retrained=True
-    ),
+    Architecture("BART", "BartForConditionalGeneration", SEQ2SEQ, "GELU", FC2, retrained=True),
     Architecture(
         "RoBERTa", "RobertaModel", DECODER, "GELU", ("encoder.layer.0.output.dense",), retrained=True, note="as BERT"
     ),
-    Architecture(
-        "mBART", "MBartForConditionalGeneration", SEQ2SEQ, "GELU", ("model.encoder.layers.0.fc2",), retrained=True
-    ),
+    Architecture("mBART", "MBartForConditionalGeneration", SEQ2SEQ, "GELU", FC2, retrained=True),
     Architecture("Gemma 2", "Gemma2ForCausalLM", DECODER, "GELU", MLP, retrained=True),
     Architecture("Gemma 3 (text)", "Gemma3ForCausalLM", DECODER, "GELU", MLP, retrained=True),
     Architecture("OLMo", "OlmoForCausalLM", DECODER, "SiLU", MLP, retrained=True),
@@ -112,16 +113,7 @@ ARCHITECTURES = (
         refusal="must apply ReLU, got SiLU",
         note="its experts are stacked",
     ),
-    Architecture(
-        "mT5",
-        "MT5ForConditionalGeneration",
-        {**T5, "feed_forward_proj": "gated-gelu"},
-        "GELU",
-        ("encoder.block.0.layer.1.DenseReluDense",),
-        {"dropout_rate": 0.0},
-        "must drop no values",
-        retrained=True,
-    ),
+    Architecture("mT5", "MT5ForConditionalGeneration", T5_GATED, "GELU", DENSE, **NO_DROPOUT, retrained=True),
     Architecture(
         "Fuyu",
         "FuyuForCausalLM",
@@ -158,8 +150,7 @@ ARCHITECTURES = (
         {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4},
         "GELU",
         (),
-        refusal="takes residual besides x",
-        note="its layer also adds the residual",
+        **RESIDUAL,
     ),
     Architecture(
         "DeepSeek-V3, R1, Kimi K2",
@@ -212,7 +203,7 @@ ARCHITECTURES = (
         "FSMTForConditionalGeneration",
         {**SEQ2SEQ, "langs": ["en", "de"], "src_vocab_size": 64, "tgt_vocab_size": 64},
         "relu",
-        ("model.encoder.layers.0.fc2",),
+        FC2,
     ),
     Architecture("Gemma", "GemmaForCausalLM", DECODER, "GELU", MLP, retrained=True),
     Architecture("GLM-4 (dense)", "GlmForCausalLM", DECODER, "SiLU", MLP, retrained=True),
@@ -234,49 +225,18 @@ ARCHITECTURES = (
         "GPT-J", "GPTJForCausalLM", {**GPT2, "rotary_dim": 4}, "GELU", ("transformer.h.0.mlp",), retrained=True
     ),
     Architecture("GPT-NeoX, Pythia", "GPTNeoXForCausalLM", DECODER, "GELU", ("gpt_neox.layers.0.mlp",), retrained=True),
-    Architecture(
-        "gpt-oss",
-        "GptOssForCausalLM",
-        MOE,
-        "clipped SiLU",
-        (),
-        refusal="stacked in one tensor",
-        note="its experts are stacked",
-    ),
+    Architecture("gpt-oss", "GptOssForCausalLM", MOE, "clipped SiLU", (), **STACKED),
     Architecture("Granite", "GraniteForCausalLM", DECODER, "SiLU", MLP, retrained=True),
     Architecture("Jais 2", "Jais2ForCausalLM", DECODER, "relu2", MLP),
-    Architecture(
-        "Llama 2, 3, 3.1, 3.2",
-        "LlamaForCausalLM",
-        DECODER,
-        "SiLU",
-        MLP,
-        retrained=True,
-    ),
+    Architecture("Llama 2, 3, 3.1, 3.2", "LlamaForCausalLM", DECODER, "SiLU", MLP, retrained=True),
     Architecture(
         "SparseLM, ReluLLaMA: Llama with ReLU", "LlamaForCausalLM", {**DECODER, "hidden_act": "relu"}, "relu", MLP
     ),
-    Architecture(
-        "LongT5",
-        "LongT5ForConditionalGeneration",
-        T5,
-        "relu",
-        ("encoder.block.0.layer.1.DenseReluDense",),
-        {"dropout_rate": 0.0},
-        "must drop no values",
-    ),
-    Architecture("M2M-100, NLLB", "M2M100ForConditionalGeneration", SEQ2SEQ, "relu", ("model.encoder.layers.0.fc2",)),
-    Architecture("Marian, Opus-MT", "MarianMTModel", SEQ2SEQ, "GELU", ("model.encoder.layers.0.fc2",), retrained=True),
+    Architecture("LongT5", "LongT5ForConditionalGeneration", T5, "relu", DENSE, **NO_DROPOUT),
+    Architecture("M2M-100, NLLB", "M2M100ForConditionalGeneration", SEQ2SEQ, "relu", FC2),
+    Architecture("Marian, Opus-MT", "MarianMTModel", SEQ2SEQ, "GELU", FC2, retrained=True),
     Architecture("Mistral, Ministral", "MistralForCausalLM", DECODER, "SiLU", MLP, retrained=True),
-    Architecture(
-        "Mixtral",
-        "MixtralForCausalLM",
-        MOE,
-        "SiLU",
-        (),
-        refusal="stacked in one tensor",
-        note="its experts are stacked",
-    ),
+    Architecture("Mixtral", "MixtralForCausalLM", MOE, "SiLU", (), **STACKED),
     Architecture(
         "MobileBERT",
         "MobileBertForMaskedLM",
@@ -287,13 +247,7 @@ ARCHITECTURES = (
         note="its block uses the hidden state for more than the down projection",
     ),
     Architecture(
-        "MPT",
-        "MptForCausalLM",
-        {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4},
-        "GELU",
-        (),
-        refusal="takes residual besides x",
-        note="its layer also adds the residual",
+        "MPT", "MptForCausalLM", {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4}, "GELU", (), **RESIDUAL
     ),
     Architecture("NanoChat", "NanoChatForCausalLM", DECODER, "relu2", ("model.layers.0.mlp.fc2",)),
     Architecture("Nemotron-4, Minitron", "NemotronForCausalLM", DECODER, "relu2", MLP),
@@ -336,26 +290,14 @@ ARCHITECTURES = (
         "relu",
         ("model.decoder.layers.0.fc2",),
     ),
-    Architecture(
-        "Pegasus", "PegasusForConditionalGeneration", SEQ2SEQ, "GELU", ("model.encoder.layers.0.fc2",), retrained=True
-    ),
+    Architecture("Pegasus", "PegasusForConditionalGeneration", SEQ2SEQ, "GELU", FC2, retrained=True),
     Architecture("Persimmon", "PersimmonForCausalLM", DECODER, "relu2", MLP),
     Architecture("Phi-1, Phi-2", "PhiForCausalLM", DECODER, "GELU", ("model.layers.0.mlp.fc2",), retrained=True),
     Architecture("Phi-3, Phi-4", "Phi3ForCausalLM", DECODER, "SiLU", MLP, retrained=True),
     Architecture("Qwen2, Qwen2.5", "Qwen2ForCausalLM", DECODER, "SiLU", MLP, retrained=True),
     Architecture("Qwen3", "Qwen3ForCausalLM", DECODER, "SiLU", MLP, retrained=True),
-    Architecture(
-        "Qwen3-MoE",
-        "Qwen3MoeForCausalLM",
-        MOE,
-        "SiLU",
-        (),
-        refusal="stacked in one tensor",
-        note="its experts are stacked",
-    ),
-    Architecture(
-        "Speech2Text", "Speech2TextForConditionalGeneration", SEQ2SEQ, "relu", ("model.encoder.layers.0.fc2",)
-    ),
+    Architecture("Qwen3-MoE", "Qwen3MoeForCausalLM", MOE, "SiLU", (), **STACKED),
+    Architecture("Speech2Text", "Speech2TextForConditionalGeneration", SEQ2SEQ, "relu", FC2),
     Architecture("SmolLM3", "SmolLM3ForCausalLM", DECODER, "SiLU", MLP, retrained=True),
     Architecture("StableLM", "StableLmForCausalLM", DECODER, "SiLU", MLP, retrained=True),
     Architecture("StarCoder2", "Starcoder2ForCausalLM", DECODER, "GELU", MLP, retrained=True),
@@ -365,36 +307,15 @@ ARCHITECTURES = (
         SWITCH,
         "relu",
         ("encoder.block.0.layer.1.mlp",),
-        {"dropout_rate": 0.0},
-        "must drop no values",
+        **NO_DROPOUT,
         note="every expert is a layer",
     ),
+    Architecture("T5", "T5ForConditionalGeneration", T5, "relu", DENSE, **NO_DROPOUT),
     Architecture(
-        "T5", "T5ForConditionalGeneration", T5, "relu", (DENSE,), {"dropout_rate": 0.0}, "must drop no values"
+        "T5 v1.1, Flan-T5", "T5ForConditionalGeneration", T5_GATED, "GELU", DENSE, **NO_DROPOUT, retrained=True
     ),
-    Architecture(
-        "T5 v1.1, Flan-T5",
-        "T5ForConditionalGeneration",
-        {**T5, "feed_forward_proj": "gated-gelu"},
-        "GELU",
-        (DENSE,),
-        {"dropout_rate": 0.0},
-        "must drop no values",
-        retrained=True,
-    ),
-    Architecture(
-        "UMT5",
-        "UMT5ForConditionalGeneration",
-        {**T5, "feed_forward_proj": "gated-gelu"},
-        "GELU",
-        (DENSE,),
-        {"dropout_rate": 0.0},
-        "must drop no values",
-        retrained=True,
-    ),
-    Architecture(
-        "Whisper", "WhisperForConditionalGeneration", SEQ2SEQ, "GELU", ("model.encoder.layers.0.fc2",), retrained=True
-    ),
+    Architecture("UMT5", "UMT5ForConditionalGeneration", T5_GATED, "GELU", DENSE, **NO_DROPOUT, retrained=True),
+    Architecture("Whisper", "WhisperForConditionalGeneration", SEQ2SEQ, "GELU", FC2, retrained=True),
     Architecture(
         "XGLM",
         "XGLMForCausalLM",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from activations import BIASES, DTYPES, EVERY, FAMILY, every_value, float64_hidden, form
 from torch import Tensor
 
 import twell
@@ -21,24 +22,11 @@ from twell._runtime import geometry
 from twell.ops import hybrid
 
 BF16, FP16 = torch.bfloat16, torch.float16
-BIASES = "gate up down"
-# integers have gates of up to 40: the threshold cuts off some of them, and is one of them
-FAMILY = {"relu": 0.0, "relu2": 0.0, "drelu": 0.0, "fatrelu": 3.0}
-DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16])
 STRATEGIES = ("row", "union", "invariant", "dense", "auto")
-
-# every layer that there is: activation, its threshold, gated or not
-LAYERS = [(name, t, gated) for (name, t), gated in itertools.product(FAMILY.items(), (True, False))]
-LAYERS.remove(("drelu", 0.0, False))
-EVERY = pytest.mark.parametrize(("name", "threshold", "gated"), LAYERS, ids=lambda value: str(value))
 
 
 def integers(m: int, name: Any, *, density: float = 0.1, k: int = 72, n: int = 264, dtype: Any = BF16) -> testing.FFN:
     return testing.integer_problem(m, k, n, density=density, biases=BIASES, dtype=dtype, activation=name)
-
-
-def form(name: Any, threshold: float) -> dict[str, Any]:
-    return {"activation": name, "threshold": threshold}
 
 
 # Results
@@ -64,17 +52,6 @@ def test_every_strategy_computes_the_only_right_integers(
         assert float(aux.l1) == pytest.approx(float(hidden.abs().sum()) / max(m, 1), rel=1e-2 if rounded else 1e-6)
 
 
-def float64_hidden(p: testing.FFN, name: str, threshold: float, gated: bool) -> Tensor:
-    """h by torch's own operators in float64."""
-    q = p.map(Tensor.double)
-    gate = F.threshold(F.linear(q.x, q.w_gate, q.b_gate), threshold, 0.0)
-    gate = gate**2 if name == "relu2" else gate
-    if not gated:
-        return gate
-    up = F.linear(q.x, q.w_up, q.b_up)
-    return gate * (F.relu(up) if name == "drelu" else up)
-
-
 @EVERY
 def test_the_tools_of_testing_agree_with_autograd_in_float64(name: Any, threshold: float, gated: bool) -> None:
     p = testing.integer_problem(9, 24, 40, density=0.4, biases=BIASES).map(Tensor.double)
@@ -93,8 +70,7 @@ def test_the_tools_of_testing_agree_with_autograd_in_float64(name: Any, threshol
 def test_gradients_of_integers(name: Any, threshold: float, gated: bool, dtype: torch.dtype, density: float) -> None:
     """With a density of 1 the non-zeros exceed the hybrid format, and backward computes everything again."""
     p, how = integers(64, name, density=density, dtype=dtype, k=24), form(name, threshold)
-    dy = testing.integer_upstream(p)
-    dl1 = 1.0
+    dy, dl1 = testing.integer_upstream(p), 1.0
     right = testing.exact_gradients(p, dy, dl1, gated=gated, **how)
     found = testing.sparse_gradients(p, dy, dl1, gated=gated, strategy="union", **how)
     for key, gradient in found.items():
@@ -251,15 +227,6 @@ def test_a_threshold_is_rounded_as_torch_rounds_it() -> None:
 # The formulas, and the activation of dense layers
 
 
-def every_value(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    gate = torch.arange(1 << 16).to(torch.int16).view(dtype).expand(12, -1).contiguous()
-    info = torch.finfo(dtype)
-    special = torch.tensor([0.0, -0.0, 1.0, -3.0, math.inf, -math.inf, math.nan, info.tiny, info.max, 1 / 3]).to(dtype)
-    generator = torch.Generator().manual_seed(0)
-    dh, up = (special[torch.randint(len(special), gate.shape, generator=generator)] for _ in range(2))
-    return dh, gate, up
-
-
 @DTYPES
 @pytest.mark.parametrize("name", ["drelu", "fatrelu"])
 def test_reglu_has_the_bits_of_torch_for_every_gate(name: str, dtype: torch.dtype) -> None:
@@ -349,30 +316,30 @@ def test_pack_takes_a_threshold() -> None:
         assert int(packed.nnz()) == int((right != 0).sum())
 
 
-def test_opcheck() -> None:
-    for name, threshold in FAMILY.items():
-        p = integers(9, name, k=16)
-        x, w_gate, w_up, w_down, b_gate, b_up, b_down = p
-        words, spill, _ = ops.gate_pack(x, w_gate, b_gate, 8, threshold)
-        how = (name, threshold)
-        behind = (x, words, spill, w_up, w_down, b_up, b_down, 8, name)
-        *_, kept = (None, ops.hybrid_forward(*p, 8, 0, *how)[3:])
-        saved = (testing.integer_upstream(p), torch.tensor(0.5), *p[:6], *kept)
-        mains = [torch.zeros(264, 16) for _ in range(3)]
-        for op, arguments in (
-            (ops.gate_pack, (x, w_gate, b_gate, 8, threshold)),
-            (ops.up_down, behind),
-            (ops.up_down_union, behind),
-            (ops.ffn_union, (*p, 8, *how)),
-            (ops.ffn, (*p, 8, "union", None, *how)),
-            (ops.ffn_aux, (*p, 8, "row", None, *how)),
-            (ops.hybrid_forward, (*p, 8, 0, *how)),
-            (ops.hybrid_backward, (*saved, True, True, *how)),
-            (ops.hybrid_backward_accumulate, (*saved, *mains, True, *how)),
-            (ops.reglu, (x, x, *how)),
-            (ops.reglu_backward, (x, x, x, *how)),
-        ):
-            torch.library.opcheck(op, arguments)
+@pytest.mark.parametrize(("name", "threshold"), FAMILY.items())
+def test_opcheck(name: Any, threshold: float) -> None:
+    p = integers(9, name, k=16)
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = p
+    words, spill, _ = ops.gate_pack(x, w_gate, b_gate, 8, threshold)
+    how = (name, threshold)
+    behind = (x, words, spill, w_up, w_down, b_up, b_down, 8, name)
+    kept = ops.hybrid_forward(*p, 8, 0, *how)[3:]
+    saved = (testing.integer_upstream(p), torch.tensor(0.5), *p[:6], *kept)
+    mains = [torch.zeros(264, 16) for _ in range(3)]
+    for op, arguments in (
+        (ops.gate_pack, (x, w_gate, b_gate, 8, threshold)),
+        (ops.up_down, behind),
+        (ops.up_down_union, behind),
+        (ops.ffn_union, (*p, 8, *how)),
+        (ops.ffn, (*p, 8, "union", None, *how)),
+        (ops.ffn_aux, (*p, 8, "row", None, *how)),
+        (ops.hybrid_forward, (*p, 8, 0, *how)),
+        (ops.hybrid_backward, (*saved, True, True, *how)),
+        (ops.hybrid_backward_accumulate, (*saved, *mains, True, *how)),
+        (ops.reglu, (x, x, *how)),
+        (ops.reglu_backward, (x, x, x, *how)),
+    ):
+        torch.library.opcheck(op, arguments)
 
 
 # Graphs
@@ -391,7 +358,7 @@ def test_compiled_functions(name: Any, threshold: float, gated: bool, dynamic: b
             return y, aux.l0
 
         compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-        for m in (17, 9):
+        for m in (17, 9) if dynamic else (17,):
             x = leaves.x[:m].detach().requires_grad_(needing)
             ours, theirs = compiled(x), layer(x)
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -494,13 +461,13 @@ def test_pickles_from_before_have_relu() -> None:
 @EVERY
 def test_counting_and_compaction(name: Any, threshold: float, gated: bool) -> None:
     mlp = module(name, threshold, gated)
+    gates = mlp.gate_proj if gated else mlp.up_proj
     with torch.no_grad():
-        mlp_bias = mlp.gate_proj if gated else mlp.up_proj
-        mlp_bias.weight[5] = 0
+        gates.weight[5] = 0
     x = torch.randn(200, 16, dtype=BF16)
     with torch.no_grad(), twell.count_firing(mlp) as counted:
         before = mlp(x)
-    gate = F.linear(x, mlp_bias.weight)
+    gate = F.linear(x, gates.weight)
     assert torch.equal(counted[""].counts, (gate > Activation(name, mlp.threshold).level(BF16)).sum(0))
     smaller, _ = twell.compact(mlp, counted[""])
     assert (smaller.activation, smaller.threshold) == (name, mlp.threshold)
@@ -519,18 +486,10 @@ def test_training_tools_count_what_fires(name: Any, threshold: float, gated: boo
         _, aux = mlp(x, return_aux=True)
     (row,) = tracker.read().layers
     assert row.l0 == pytest.approx(float(aux.l0))
-    assert float(recipe.l1_term(mlp)) == float(aux.l1)
+    assert float(recipe.l1_term(mlp).detach()) == float(aux.l1.detach())
 
 
 def test_codes_fit_the_kernels() -> None:
     assert set(_activation.NAMES) == set(FAMILY)
     assert {name: Activation(name).code() for name in FAMILY} == geometry.ACTIVATIONS
     assert hybrid.RELU.code() == 0
-
-
-@EVERY
-def test_figures_of_a_measured_dense_call_are_those_of_a_sparse_one(name: Any, threshold: float, gated: bool) -> None:
-    p, how = integers(300, name), form(name, threshold)
-    with torch.no_grad():
-        figures = [testing.sparse_layer(p, gated=gated, strategy=s, **how)[1] for s in ("dense", "row")]
-    assert figures[0].l0 == figures[1].l0

@@ -1,111 +1,39 @@
-"""``strategy="auto"``: the decision, the memory of a call site, what graphs and checkpoints see of it, the table.
-
-On the CPU there is no choice. ``chooses`` lets it pass for a GPU, with a transfer that arrives when the test says so.
-"""
+"""``strategy="auto"``: the decision, the memory of a call site, what is measured, and ``explain``."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
 import logging
 import pickle
 import random
 import re
 import struct
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from auto_layers import BF16, DECIDES, DENSE, SPARSE, Arrivals, K, N, layer, set_firing, strategies_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import twell
 from twell import _auto, _tables, testing, tuning
 from twell._runtime import device, geometry, log
-from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
+from twell.nn import SparseGatedMLP, SparseMLP
 from twell.tuning import Figures, Problem
 
-BF16 = torch.bfloat16
-K, N = 32, 264
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
-SPARSE, DENSE = Figures(10, 0.05), Figures(3000, 1.0)
 
 
 def problem(m: int = 16384, training: bool = False, gated: bool = True, k: int = 2048, n: int = 5632) -> Problem:
     return Problem(m, k, n, gated, training)
-
-
-class Arrivals:
-    """A stand-in for ``_auto.Transfer``: values arrive when ``open`` is true; it counts the queries."""
-
-    open = True
-    asked = 0
-    sent: list[list[int]]
-
-    def __init__(self) -> None:
-        self.sent = []
-
-    def __call__(self, values: Tensor) -> Any:
-        arrivals, numbers = self, values.tolist()
-        self.sent.append(numbers)
-
-        class Sent:
-            def arrived(self) -> bool:
-                arrivals.asked += 1
-                return arrivals.open
-
-            def read(self) -> list[int]:
-                assert arrivals.open, "read before arrival"
-                return numbers
-
-        return Sent()
-
-
-@pytest.fixture
-def chooses(monkeypatch: pytest.MonkeyPatch) -> Arrivals:
-    """Let the CPU choose as a GPU does, from a table in which the sizes of these tests matter."""
-
-    def free(kind: str, index: int | None) -> str:
-        return ""
-
-    free._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    arrivals = Arrivals()
-    monkeypatch.setattr(_auto, "forced", free)
-    monkeypatch.setattr(_auto, "Transfer", arrivals)
-    table = {
-        (False, True, K, N): {1: {"row": (0.3, 0.0, 4.0, 0.0), "union": (0.4, 0.5, 1.0, 0.0)}},
-        (True, True, K, N): {1: {"union": (0.2, 0.6, 1.0, 0.0)}},
-    }
-    monkeypatch.setattr(_tables, "SHIPPED", _tables.Table(table, "a GPU", "2026-11-22"))
-    return arrivals
-
-
-def layer(cls: Any = SparseGatedMLP, firing: int = 8) -> Any:
-    """A module whose biases make the first ``firing`` neurons fire for every token."""
-    mlp = cls(K, N, bias=True, dtype=BF16)
-    # as measured times are
-    set_down_layout(mlp, "rows")
-    set_firing(mlp, firing)
-    return mlp
-
-
-def set_firing(mlp: Any, firing: int) -> None:
-    gate = mlp.gate_proj if isinstance(mlp, SparseGatedMLP) else mlp.up_proj
-    with torch.no_grad():
-        gate.weight.zero_()
-        gate.bias.copy_(torch.where(torch.arange(N) < firing, 1.0, -1.0))
-
-
-def strategies_of(mlp: Any) -> list[tuple[str, str]]:
-    return [(row.kind, row.strategy) for row in twell.explain(mlp)]
 
 
 # The decision
@@ -218,7 +146,7 @@ def test_few_tokens_have_a_choice_for_each_number_of_them() -> None:
     expected = {m: tuning.decide(problem(m), figures, "row").strategy for m in sizes}
     assert set(expected.values()) == {"row", "dense"}
     site.observe(problem(72), figures)
-    # calls 0, 1 and 2 decide anew, the others do not
+    # calls 0, 1 and 2 decide; later ones keep the decision
     for _ in range(3):
         assert site.choose(problem(72)).strategy == "row"
     for m in (*sizes, *reversed(sizes)):
@@ -450,23 +378,16 @@ def test_copies_remember(through: Callable[[Any], Any], chooses: Arrivals) -> No
 
 
 def test_threads_do_not_corrupt() -> None:
-    site, failures = twell.AutoStrategy(period=4), []
+    site = twell.AutoStrategy(period=4)
 
     def work(m: int) -> None:
-        try:
-            for i in range(300):
-                site.choose(problem(m + i % 3, training=i % 2 == 0))
-                site.observe(problem(m), SPARSE if i % 5 else DENSE)
-                site.explain()
-        except Exception as error:
-            failures.append(error)
+        for i in range(300):
+            site.choose(problem(m + i % 3, training=i % 2 == 0))
+            site.observe(problem(m), SPARSE if i % 5 else DENSE)
+            site.explain()
 
-    threads = [threading.Thread(target=work, args=(m,)) for m in (100, 100, 5000)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(work, (100, 100, 5000)))
     assert sum(row.calls for row in site.explain()) == 900
 
 
@@ -514,19 +435,6 @@ def test_a_site_decides_again_where_the_layout_changes() -> None:
     assert site.choose(laid).strategy == "row"
     (row,) = site.explain()
     assert row.calls == 5
-
-
-def test_graphs_know_the_layout(chooses: Arrivals, fresh_dynamo: None) -> None:
-    strategies = {}
-    for layout in ("rows", "linear"):
-        mlp = layer(firing=8)
-        set_down_layout(mlp, layout)  # type: ignore[arg-type]
-        with torch.no_grad():
-            torch.compile(mlp, fullgraph=True, backend="aot_eager")(torch.randn(16, K).to(BF16))
-        (row,) = twell.explain(mlp).rows
-        assert (row.graph, row.calls) == ("", 1)
-        strategies[layout] = row.strategy
-    assert strategies == {"rows": "row", "linear": "dense"}
 
 
 # Calls of modules
@@ -858,416 +766,6 @@ def test_calls_that_a_site_does_not_heed_leave_nothing(chooses: Arrivals) -> Non
         twell.sparse_gated_ffn(torch.randn(m, K).to(BF16), *weights[:2], weights[2].t(), strategy=site)
     assert [(choice.tokens, choice.calls) for choice in site.explain()] == [("3 to 4", 1)]
     assert len(chooses.sent) == 1
-
-
-# Graphs
-
-
-def test_a_capture_takes_the_choice_and_leaves_nothing(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlp, x = layer(firing=200), torch.randn(256, K).to(BF16)
-    with torch.no_grad():
-        capturing = True
-        monkeypatch.setattr(_auto, "_capturing", lambda _: capturing)
-        mlp(x)
-        assert [(row.graph, row.calls) for row in twell.explain(mlp)] == [("captured", 0)]
-        assert not chooses.sent
-        capturing = False
-        for _ in range(3):
-            mlp(x)
-        calls, captured = twell.explain(mlp)
-    assert (calls.graph, calls.strategy, calls.calls) == ("", "dense", 3)
-    assert captured.graph == "captured"
-    assert captured.strategy in ("row", "union")
-    assert "captured inference" in str(twell.explain(mlp))
-
-
-def test_marked_as_dynamo_marks() -> None:
-    @torch.compiler.assume_constant_result
-    def constant() -> int:
-        return 0
-
-    assert vars(constant).items() <= vars(_auto.forced).items()
-    assert vars(constant)
-
-
-class Compiles:
-    """A backend that counts graphs and runs them eagerly."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, _: Any) -> Any:
-        self.graphs += 1
-        return graph.forward
-
-
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-@MODULES
-def test_a_compiled_training_graph_keeps_its_choice(cls: Any, chooses: Arrivals, fresh_dynamo: None) -> None:
-    mlp, x = layer(cls, 200), torch.randn(512, K).to(BF16)
-    backend = Compiles()
-    compiled = torch.compile(mlp, fullgraph=True, backend=backend, dynamic=False)
-    compiled(x)
-    assert not chooses.sent
-    (row,) = twell.explain(mlp)
-    assert (row.graph, row.tokens, row.kind, row.strategy) == ("compiled", "more than 256", "training", "dense")
-    # calls that count and choose again compile no further graph
-    set_firing(mlp, 2)
-    for _ in range(10):
-        mlp(x)
-        compiled(x)
-    assert strategies_of(mlp) == [("training", "union"), ("training", "dense")]
-    assert backend.graphs == 1
-
-
-@MODULES
-def test_a_compiled_graph_without_gradients_keeps_choosing(cls: Any, chooses: Arrivals, fresh_dynamo: None) -> None:
-    mlp, x = layer(cls, 200), torch.randn(128, K).to(BF16)
-    backend = Compiles()
-    compiled = torch.compile(mlp, fullgraph=True, backend=backend, dynamic=False)
-    seen = []
-    with torch.no_grad():
-        for firing in (200, 2, 200):
-            set_firing(mlp, firing)
-            # each 64th call measures, and the one after that decides
-            for _ in range(130):
-                y = compiled(x)
-            seen.append(strategies_of(mlp)[0][1])
-            named = copy.deepcopy(mlp)
-            named.strategy = seen[-1]
-            assert torch.equal(y, named(x))
-    assert seen[0] == seen[2] == "dense"
-    assert seen[1] in ("row", "union")
-    assert backend.graphs == 1
-    (row,) = twell.explain(mlp)
-    assert (row.graph, row.calls) == ("", 390)
-
-
-def test_calls_and_graphs_share_figures(chooses: Arrivals, fresh_dynamo: None) -> None:
-    mlp, x = layer(firing=200), torch.randn(512, K).to(BF16)
-    with torch.no_grad():
-        for _ in range(3):
-            mlp(x)
-        torch.compile(mlp, fullgraph=True, backend="aot_eager")(x)
-    (row,) = twell.explain(mlp)
-    assert (row.kind, row.strategy, row.calls) == ("inference", "dense", 4)
-    # figures of one kind serve the other if that has none
-    set_firing(mlp, 4)
-    with torch.no_grad():
-        for _ in range(6):
-            mlp(x)
-    torch.compile(mlp, fullgraph=True, backend="aot_eager")(x).float().sum().backward()
-    assert strategies_of(mlp)[-1] == ("training", "union")
-
-
-def test_equal_layers_share_a_graph_and_choose_for_themselves(chooses: Arrivals, fresh_dynamo: None) -> None:
-    backend, x = Compiles(), torch.randn(512, K).to(BF16)
-    layers = [layer(firing=firing) for firing in (8, 200) * 6]
-    with torch.no_grad():
-        for _ in range(3):
-            for mlp in layers:
-                mlp.compile(fullgraph=True, backend=backend)
-                mlp(x)
-    assert backend.graphs == 1
-    for mlp, firing in zip(layers, (8, 200) * 6, strict=True):
-        (row,) = twell.explain(mlp)
-        assert (row.calls, row.figures) == (3, Figures(firing, firing / N, firing))
-        assert (row.strategy == "dense") == (firing == 200)
-
-
-def test_a_layer_where_another_was_starts_anew(chooses: Arrivals, fresh_dynamo: None) -> None:
-    """A site of graphs ends with its weight, and neither copies nor moved layers have it."""
-    x = torch.randn(64, K).to(BF16)
-    with torch.no_grad():
-        for _ in range(4):
-            mlp = layer(firing=8)
-            torch.compile(mlp, backend="eager")(x)
-            assert [row.calls for row in twell.explain(mlp)] == [1]
-            assert not twell.explain(copy.deepcopy(mlp)).rows[0].calls
-            known = len(_auto._SITES)
-    assert known == len(_auto._SITES) <= 2 + sum(not storage.expired() for storage, _ in _auto._SITES.values())
-
-
-def test_two_classes_of_symbolic_sizes(chooses: Arrivals, fresh_dynamo: None) -> None:
-    backend = Compiles()
-    mlp = layer(firing=8)
-    compiled = torch.compile(mlp, fullgraph=True, backend=backend, dynamic=True)
-    for m in (300, 1000, 5000, 7, 256, 257, 128):
-        assert compiled(torch.randn(m, K).to(BF16)).shape == (m, K)
-    assert backend.graphs <= 3
-    assert [row.tokens for row in twell.explain(mlp)] == ["more than 256", "up to 256"]
-
-
-def test_one_graph_without_gradients_for_any_size(chooses: Arrivals, fresh_dynamo: None) -> None:
-    backend, mlp = Compiles(), layer(firing=8)
-    compiled = torch.compile(mlp, fullgraph=True, backend=backend, dynamic=True)
-    with torch.no_grad():
-        for m in (300, 1000, 5000, 7, 2, 256, 257, 64, 128):
-            x = torch.randn(m, K).to(BF16)
-            torch.testing.assert_close(compiled(x), mlp(x), rtol=2e-2, atol=2e-2)
-    assert backend.graphs == 1
-    assert {row.tokens for row in twell.explain(mlp)} >= {"2", "5 to 8", "4097 to 8192"}
-
-
-def test_functions_compile(chooses: Arrivals, fresh_dynamo: None) -> None:
-    p = testing.integer_problem(65, 16, 264)
-    site = twell.AutoStrategy()
-    for strategy in ("auto", site, "union"):
-        call = torch.compile(
-            lambda q, s=strategy: testing.sparse_output(q, strategy=s), fullgraph=True, backend="aot_eager"
-        )
-        with torch.no_grad():
-            assert torch.equal(call(p), testing.exact_output(p))
-        leaves = p.map(lambda t: t.clone().requires_grad_())
-        assert torch.equal(call(leaves), testing.exact_output(p))
-    # without gradients a graph calls as eager mode does, and no weight is known before it runs
-    assert [(row.kind, row.graph) for row in site.explain()] == [("training", "compiled")]
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_exports_with_any_number_of_tokens(strict: bool, chooses: Arrivals, fresh_dynamo: None) -> None:
-    mlp, x = layer(firing=8), torch.randn(300, K).to(BF16)
-    with torch.no_grad():
-        sizes = {"x": {0: torch.export.Dim("m", min=1, max=4096)}}
-        exported = torch.export.export(mlp, (x,), dynamic_shapes=sizes, strict=strict)
-        for m in (300, 129, 1):
-            torch.testing.assert_close(exported.module()(x[:m]), mlp(x[:m]), rtol=2e-2, atol=2e-2)
-
-
-def test_a_traced_module_keeps_choosing(chooses: Arrivals) -> None:
-    mlp, x = layer(firing=200), torch.randn(256, K).to(BF16)
-    with torch.no_grad():
-        traced = torch.jit.trace(mlp, (x,), check_trace=False)
-        for _ in range(3):
-            torch.testing.assert_close(traced(x), mlp(x), rtol=2e-2, atol=2e-2)
-    assert strategies_of(mlp) == [("inference", "dense")]
-
-
-# Checkpoints
-
-DECIDES = {"union": SPARSE, "dense": DENSE}
-
-
-def training(m: int = 256) -> Problem:
-    return Problem(m, K, N, True, True)
-
-
-def site_of(mlp: Any) -> twell.AutoStrategy:
-    """A call site of ``mlp`` that measures every call."""
-    mlp.strategy = twell.AutoStrategy(period=1)
-    return mlp.strategy
-
-
-def decided(site: twell.AutoStrategy) -> str:
-    return next(row.strategy for row in site.explain() if row.kind == "training")
-
-
-class Block(nn.Module):
-    """A pre-norm residual block; ``tail`` saves tensors after the layer."""
-
-    def __init__(self, bias: bool, tail: bool) -> None:
-        super().__init__()
-        self.norm, self.mlp, self.tail = nn.LayerNorm(K, dtype=BF16), layer(), tail
-        if not bias:
-            self.mlp.down_proj.bias = None
-        self.site = site_of(self.mlp)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x + self.mlp(self.norm(x))
-        return nn.functional.silu(y) if self.tail else y
-
-
-def once(block: Any, x: Tensor) -> Tensor:
-    return checkpoint(block, x, use_reentrant=False)
-
-
-def nested(block: Any, x: Tensor) -> Tensor:
-    return once(lambda x: once(block, x).sin(), x)
-
-
-@pytest.mark.parametrize("lead", [(256,), (2, 128), (2, 2, 64)])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("tail", [False, True])
-@pytest.mark.parametrize("way", [once, nested])
-def test_a_recomputation_runs_what_the_forward_pass_ran(
-    way: Any, tail: bool, bias: bool, lead: tuple[int, ...], chooses: Arrivals
-) -> None:
-    """Figures that change the strategy arrive between the forward passes and their backward."""
-    chooses.open = False
-    block, x = Block(bias, tail), torch.randn(*lead, K).to(BF16).requires_grad_()
-    for step, name in enumerate(("dense", "union", "dense", "union")):
-        outputs = [way(block, x) for _ in range(2)]
-        assert decided(block.site) == name
-        block.site.observe(training(), DECIDES["union" if name == "dense" else "dense"])
-        sum(y.float().sum() for y in outputs).backward()
-        (row,) = twell.explain(block.mlp)
-        assert (row.strategy, row.calls) == (name, 2 * step + 2)
-        assert not block.site._open
-        block.site.observe(training(), DECIDES["union" if name == "dense" else "dense"])
-
-
-@MODULES
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_choices_follow_the_sparsity_under_checkpointing(cls: Any, reentrant: bool, chooses: Arrivals) -> None:
-    """Layers become sparse or dense during a run, with a call outside any checkpoint between the steps."""
-    mlps, x = [layer(cls) for _ in range(3)], torch.randn(2, 128, K).to(BF16).requires_grad_()
-    sites, seen = [site_of(mlp) for mlp in mlps], []
-    for step in range(12):
-        for mlp in mlps:
-            set_firing(mlp, 8 if 3 <= step < 8 else 200)
-        y = x
-        for mlp in mlps:
-            y = y + checkpoint(mlp, y, use_reentrant=reentrant)
-        if step % 4 == 2:
-            mlps[0](x.detach()).float().sum().backward()
-        y.float().sum().backward()
-        seen.append({decided(site) for site in sites})
-        assert not any(site._open for site in sites)
-    assert seen[2] == seen[11] == {"dense"}
-    assert seen[7] == {"union"}
-
-
-@pytest.mark.parametrize("segments", [2, 4])
-def test_checkpoints_of_a_sequence_of_layers(segments: int, chooses: Arrivals) -> None:
-    chooses.open = False
-    model = nn.Sequential(*(Block(True, False) for _ in range(4)))
-    expected = copy.deepcopy(model)
-    x = torch.randn(2, 128, K).to(BF16)
-    # the last segment is not checkpointed
-    free = len(model) - len(model) // segments
-    for name, other in (("dense", "union"), ("union", "dense")):
-        # gradients accumulate over three passes; the backward of one comes late
-        late = checkpoint_sequential(model, segments, x, use_reentrant=False)
-        for _ in range(2):
-            y = checkpoint_sequential(model, segments, x, use_reentrant=False)
-            for block in model[:free]:
-                block.site.observe(training(), DECIDES[other])
-            y.float().sum().backward()
-        late.float().sum().backward()
-        assert {decided(block.site) for block in model} == {name}
-        for block in expected:
-            block.mlp.strategy = name
-        for _ in range(3):
-            expected(x).float().sum().backward()
-        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-            testing.assert_same(ours.grad, theirs.grad)
-            ours.grad = theirs.grad = None
-        for block in model:
-            block.site.observe(training(), DECIDES[other])
-
-
-def test_a_second_backward_recomputes_the_same(chooses: Arrivals) -> None:
-    block, x = Block(False, False), torch.randn(2, 128, K).to(BF16).requires_grad_()
-    y = once(block, x)
-    y.float().sum().backward(retain_graph=True)
-    first, x.grad = x.grad, None
-    for _ in range(2):
-        block.site.observe(training(), SPARSE)
-        block.mlp(x)
-    y.float().sum().backward()
-    testing.assert_same(x.grad, first)
-    block.mlp(x)
-    assert decided(block.site) == "union"
-
-
-def test_a_call_in_a_hook_of_backward_decides_nothing(chooses: Arrivals) -> None:
-    """The call comes between a checkpoint's forward pass and its recomputation."""
-    block, x = Block(False, False), torch.randn(2, 128, K).to(BF16).requires_grad_()
-    y = once(block, x)
-
-    def call(gradient: Tensor) -> None:
-        block.site.observe(training(), SPARSE)
-        with torch.enable_grad():
-            block.mlp(x.detach())
-
-    y.register_hook(call)
-    y.float().sum().backward()
-    assert [(row.strategy, row.calls) for row in twell.explain(block.mlp)] == [("dense", 1)]
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_of_a_transformers_model(reentrant: bool, chooses: Arrivals) -> None:
-    transformers = pytest.importorskip("transformers")
-    from twell.integrations.transformers import sparsify
-
-    config = transformers.LlamaConfig(
-        vocab_size=61,
-        hidden_size=K,
-        intermediate_size=N,
-        num_hidden_layers=2,
-        hidden_act="relu",
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        mlp_bias=True,
-    )
-    model = sparsify(transformers.LlamaForCausalLM(config).to(BF16)).train()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    mlps = [each.mlp for each in model.model.layers]
-    sites, seen = [site_of(mlp) for mlp in mlps], []
-    ids = torch.randint(61, (2, 128))
-    for step in range(8):
-        for mlp in mlps:
-            set_firing(mlp, 8 if step < 4 else 200)
-        model(input_ids=ids, labels=ids).loss.backward()
-        seen.append({decided(site) for site in sites})
-    assert seen[3] == {"union"}
-    assert seen[7] == {"dense"}
-
-
-@pytest.mark.parametrize("strategy", ["dense", "union"])
-def test_training_keeps_its_choice_until_backward(strategy: str, chooses: Arrivals) -> None:
-    mlp, x = layer(firing=8 if strategy == "dense" else 200), torch.randn(256, K).to(BF16)
-    site, other = site_of(mlp), {"dense": "union", "union": "dense"}[strategy]
-    if strategy == "union":
-        site.observe(training(), SPARSE)
-    kept = once(mlp, x)
-    for _ in range(3):
-        mlp(x)
-        assert decided(site) == strategy
-    # inference is free meanwhile
-    with torch.no_grad():
-        mlp(x)
-    kept.float().sum().backward()
-    mlp(x)
-    assert decided(site) == other
-
-
-def test_a_graph_that_is_dropped_holds_nothing(chooses: Arrivals) -> None:
-    site = twell.AutoStrategy()
-    mlp, x = layer(firing=8), torch.randn(256, K).to(BF16)
-    mlp.strategy = site
-    # the decision due at call 1 is made at the first call that allows one
-    y = once(mlp, x)
-    mlp(x)
-    assert decided(site) == "dense"
-    del y
-    gc.collect()
-    mlp(x)
-    mlp(x)
-    assert decided(site) == "union"
-    assert not site._open
-
-
-def test_without_checkpoints_a_graph_holds_nothing(chooses: Arrivals) -> None:
-    mlp, x = layer(firing=8), torch.randn(256, K).to(BF16)
-    site = site_of(mlp)
-    kept = [mlp(x), mlp(x)]
-    assert decided(site) == "union"
-    assert all(y.grad_fn is not None for y in kept)
-
-
-def test_frozen_parameters_hold_nothing(chooses: Arrivals) -> None:
-    mlp = layer(firing=8).requires_grad_(False)
-    y = mlp(torch.randn(256, K).to(BF16))
-    assert not y.requires_grad
-    assert strategies_of(mlp)[0][0] == "inference"
 
 
 # Telling people

@@ -17,9 +17,9 @@ from twell.commands.request import RequestError
 @pytest.fixture(autouse=True)
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the workloads that a test draws."""
-    monkeypatch.setattr(workloads, "WORKLOADS", testing.WORKLOADS)
-    monkeypatch.setattr(testing, "WORKLOADS", dict(testing.WORKLOADS))
-    monkeypatch.setattr(workloads, "WORKLOADS", testing.WORKLOADS)
+    own = dict(testing.WORKLOADS)
+    for module in (testing, testing.workloads, workloads):
+        monkeypatch.setattr(module, "WORKLOADS", own)
 
 
 @pytest.fixture

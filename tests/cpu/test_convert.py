@@ -1,4 +1,4 @@
-"""Converting checkpoints between layouts: recognition, refusals, bytes, and conversions that do not finish."""
+"""Converting checkpoints between layouts: bytes, configurations, refusals, and conversions that do not finish."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from twell.commands.request import RequestError
 from twell.integrations import layouts
 from twell.integrations.layouts import LAYOUT_KEY
 
-ROOT = Path(__file__).resolve().parents[2]
 K, N = 8, 12
 
 
@@ -84,6 +83,20 @@ def run(source: Path, target: Path, *options: str) -> None:
     assert convert.run(parser.parse_args([str(source), str(target), *options])) == 0
 
 
+def settings_of(folder: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return settings
+
+
+def as_rows(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state with down weights by rows."""
+    return {name: t.t().contiguous() if layouts.is_down(name) else t for name, t in state.items()}
+
+
+def layouts_of(folder: Path) -> set[str]:
+    return set(layouts.folder_layouts(folder).values())
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {
         path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
@@ -103,118 +116,6 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
         assert torch.equal(tensor.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8)), name
 
 
-# layouts
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("model.layers.0.mlp.down_proj.weight", True),
-        ("language_model.model.layers.11.mlp.down_proj.weight", True),
-        ("_orig_mod.module.layers.1.mlp.experts.3.down_proj.weight", True),
-        ("down_proj.weight", True),
-        ("model.decoder.layers.3.fc2.weight", True),
-        ("decoder.layers.3.fc2.weight", True),
-        ("vision_model.encoder.layers.3.mlp.fc2.weight", False),
-        ("model.layers.0.mlp.down_proj.bias", False),
-        ("model.layers.0.mlp.down_proj.lora_A.weight", False),
-        ("model.layers.0.mlp.up_proj.weight", False),
-        ("model.layers.0.mlp.countdown_proj.weight", False),
-        ("model.layers.0.mlp.down_proj.weight_scale", False),
-        ("model.decoder.layers.3.fc2.bias", False),
-    ],
-)
-def test_names_of_down_weights_are_recognised(name: str, expected: bool) -> None:
-    assert layouts.is_down(name) is expected
-
-
-def test_shapes_tell_the_layout() -> None:
-    assert layouts.down_layout([K, N], K, N) == "linear"
-    assert layouts.down_layout(torch.Size([N, K]), K, N, {}) == "rows"
-    for marker in layouts.LAYOUTS:
-        assert layouts.down_layout((K, K), K, K, {LAYOUT_KEY: marker}) == marker
-        assert layouts.down_layout((K, N), K, N, {LAYOUT_KEY: "linear"}) == "linear"
-
-
-@pytest.mark.parametrize(
-    ("shape", "intermediate", "marker", "message"),
-    [
-        ((K, K), K, None, r"a square down weight \[8, 8\] may be stored either way: expected sparsity_down_layout"),
-        ((K, N), N, "rows", r"sparsity_down_layout is 'rows', so the down weight must be \[12, 8\], got \[8, 12\]"),
-        ((N, K), N, "linear", r"sparsity_down_layout is 'linear', so the down weight must be \[8, 12\], got \[12, 8\]"),
-        ((K, N + 1), N, None, r"the down weight must be \[8, 12\] \(linear\) or \[12, 8\] \(rows\), got \[8, 13\]"),
-        ((K * N,), N, None, r"got \[96\]"),
-        ((2, K, N), N, None, r"got \[2, 8, 12\]"),
-        ((K, K), K, "columns", r"sparsity_down_layout must be \"linear\" or \"rows\", got 'columns'"),
-        ((K, K), K, ["rows"], r"got \['rows'\]"),
-    ],
-)
-def test_layouts_that_are_refused(shape: Sequence[int], intermediate: int, marker: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        layouts.down_layout(shape, K, intermediate, None if marker is None else {LAYOUT_KEY: marker})
-
-
-def test_lengths_come_from_the_neighbours_then_from_the_configuration() -> None:
-    down, up = "layers.0.mlp.down_proj.weight", "layers.0.mlp.up_proj.weight"
-    # the shapes of a pruned layer count more than the configuration
-    assert layouts.layouts({down: [K, 5], up: [5, K]}, {"hidden_size": K, "intermediate_size": N}) == {down: "linear"}
-    assert layouts.layouts({down: [N, K]}, {"hidden_size": K, "intermediate_size": N}) == {down: "rows"}
-    nested = {"text_config": {"hidden_size": K, "intermediate_size": N}}
-    assert layouts.layouts({down: [N, K]}, nested) == {down: "rows"}
-    # the paper's models have the neurons of their own key
-    paper = {"hidden_size": K, "intermediate_size": 99, "sparsity_new_intermediate_size": N}
-    assert layouts.layouts({down: [N, K]}, paper) == {down: "rows"}
-    assert layouts.layouts({down: [N, K]}, paper | {"sparsity_new_intermediate_size": None, "intermediate_size": N})
-    opt = "model.decoder.layers.0.fc2.weight"
-    assert layouts.layouts({opt: [N, K]}, {"hidden_size": K, "ffn_dim": N}) == {opt: "rows"}
-    assert layouts.layouts({opt: [K, N], opt.replace("fc2", "fc1"): [N, K]}) == {opt: "linear"}
-    assert layouts.layouts({"down_proj.weight": [K, N], "up_proj.weight": [N, K]}) == {"down_proj.weight": "linear"}
-    with pytest.raises(ValueError, match=r"layers.0.mlp.down_proj.weight: expected up_proj or gate_proj beside it"):
-        layouts.layouts({down: [K, N]})
-    with pytest.raises(
-        ValueError, match=r"must all be \[intermediate, hidden\], got layers.0.mlp.up_proj.weight \[12, 8"
-    ):
-        layouts.layouts({down: [K, N], up: [N, K], "layers.0.mlp.gate_proj.weight": [N + 1, K]})
-
-
-def test_the_marker_may_be_in_either_place() -> None:
-    shapes = {"down_proj.weight": [K, K], "up_proj.weight": [K, K]}
-    rows: dict[str, str] = {LAYOUT_KEY: "rows"}
-    for settings, metadata in ((rows, None), (rows, {}), (None, rows), (rows, rows), ({}, rows)):
-        by_name = None if metadata is None else {"down_proj.weight": metadata}
-        assert layouts.layouts(shapes, settings, by_name) == {"down_proj.weight": "rows"}
-    with pytest.raises(ValueError, match="in the configuration and in the file's metadata, got 'linear' and 'rows'"):
-        layouts.layouts(shapes, {LAYOUT_KEY: "linear"}, {"down_proj.weight": rows})
-
-
-def test_headers_are_read_as_they_stand(tmp_path: Path) -> None:
-    state = {"b": torch.zeros(3, 2), "a é": torch.ones(2, dtype=torch.bfloat16), "none": torch.zeros(0, 4)}
-    path = tmp_path / "x.safetensors"
-    save_file(state, path, {"format": "pt", "note": "ü"})
-    header = layouts.read_header(path)
-    assert header.metadata == {"format": "pt", "note": "ü"}
-    assert {name: stored.shape for name, stored in header.tensors.items()} == {
-        n: tuple(t.shape) for n, t in state.items()
-    }
-    data = path.read_bytes()
-    stored = header.tensors["a é"]
-    assert data[stored.start : stored.stop] == b"\x80\x3f\x80\x3f"
-    start = min(each.start for each in header.tensors.values())
-    again = [(n, e.dtype, e.shape, e.start - start, e.stop - start) for n, e in header.tensors.items()]
-    assert layouts.header_bytes(header.metadata, again) == data[:start]
-
-
-@pytest.mark.parametrize("damage", ["empty", "cut", "text", "overlap"])
-def test_damaged_files_are_refused(damage: str, tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    save_file({"a": torch.zeros(4, 4)}, path)
-    data = path.read_bytes()
-    overlap = layouts.header_bytes(None, [("a", "F32", (4,), 0, 16), ("b", "F32", (4,), 8, 24)]) + bytes(24)
-    path.write_bytes({"empty": b"", "cut": data[:-1], "text": b"hello world", "overlap": overlap}[damage])
-    with pytest.raises(ValueError, match="must be a safetensors file, got"):
-        layouts.read_header(path)
-
-
 # conversions
 
 
@@ -224,7 +125,7 @@ def test_there_and_back_is_byte_for_byte_the_same(shards: int, tmp_path: Path) -
     source = write(tmp_path / "source", state, shards=shards)
     run(source, tmp_path / "rows", "--layout", "rows")
     rows = read(tmp_path / "rows")
-    same(rows, {n: t.t().contiguous() if layouts.is_down(n) else t for n, t in state.items()})
+    same(rows, as_rows(state))
     run(tmp_path / "rows", tmp_path / "linear")
     assert contents(tmp_path / "linear") == contents(source)
     # nothing to do is a copy
@@ -236,14 +137,14 @@ def test_there_and_back_is_byte_for_byte_the_same(shards: int, tmp_path: Path) -
 def test_a_marker_says_that_there_are_rows(tmp_path: Path) -> None:
     source = write(tmp_path / "source", tensors(), shards=20)
     run(source, tmp_path / "rows", "--layout", "rows")
-    settings = json.loads((tmp_path / "rows" / "config.json").read_text())
+    settings = settings_of(tmp_path / "rows")
     assert settings == config() | {LAYOUT_KEY: "rows"}
     for path in layouts.weight_files(tmp_path / "rows"):
         header = layouts.read_header(path)
         expected = {"format": "pt"} | ({LAYOUT_KEY: "rows"} if any(map(layouts.is_down, header.tensors)) else {})
         assert metadata(path) == expected
-    assert set(layouts.folder_layouts(tmp_path / "rows").values()) == {"rows"}
-    assert set(layouts.folder_layouts(source).values()) == {"linear"}
+    assert layouts_of(tmp_path / "rows") == {"rows"}
+    assert layouts_of(source) == {"linear"}
 
 
 def test_files_without_metadata_stay_so(tmp_path: Path) -> None:
@@ -270,7 +171,7 @@ def test_odd_tensors_are_copied_bit_for_bit(tmp_path: Path) -> None:
     state["model.layers.1.mlp.down_proj.weight"].view(torch.int16)[0, :2] = torch.tensor([0x7FC1, -0x3F])
     source = write(tmp_path / "source", state)
     run(source, tmp_path / "rows", "--layout", "rows")
-    same(read(tmp_path / "rows"), {n: t.t().contiguous() if layouts.is_down(n) else t for n, t in state.items()})
+    same(read(tmp_path / "rows"), as_rows(state))
     run(tmp_path / "rows", tmp_path / "linear")
     assert contents(tmp_path / "linear") == contents(source)
 
@@ -314,13 +215,13 @@ def test_square_weights_need_to_be_told(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"expected --model-type sparse_llama or sparse_qwen2, got .* type 'llama'"):
         run(source, tmp_path / "rows", *options)
     run(source, tmp_path / "rows", *options, "--model-type", "sparse_llama")
-    same(read(tmp_path / "rows"), {n: t.t().contiguous() if layouts.is_down(n) else t for n, t in state.items()})
+    same(read(tmp_path / "rows"), as_rows(state))
     # from here on the marker tells the layout
     for step, (start, layout) in enumerate([("rows", "linear"), ("0", "linear"), ("1", "rows"), ("2", "rows")]):
         run(tmp_path / start, tmp_path / str(step), "--layout", layout)
         expected = state if layout == "linear" else read(tmp_path / "rows")
         same(read(tmp_path / str(step)), expected)
-        assert set(layouts.folder_layouts(tmp_path / str(step)).values()) == {layout}
+        assert layouts_of(tmp_path / str(step)) == {layout}
     # a file of one layout and a configuration of the other
     (tmp_path / "rows" / "config.json").write_bytes((tmp_path / "0" / "config.json").read_bytes())
     with pytest.raises(RequestError, match="must be the same in the configuration and in the file's metadata"):
@@ -336,7 +237,7 @@ def test_source_layout_does_not_overrule_shapes(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"--source-layout rows: .* must be \[12, 8\], got \[8, 12\]"):
         run(source, tmp_path / "out", "--source-layout", "rows")
     run(source, tmp_path / "out", "--source-layout", "linear")
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config()
+    assert settings_of(tmp_path / "out") == config()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -344,10 +245,10 @@ def test_dtype(dtype: str, tmp_path: Path) -> None:
     state = tensors(dtype=torch.float32) | {"steps": torch.tensor(7), "half": torch.ones(3, dtype=torch.float16)}
     source = write(tmp_path / "source", state, config(dtype="float32"), shards=2)
     run(source, tmp_path / "out", "--layout", "rows", "--dtype", dtype)
-    expected = {n: t.t().contiguous() if layouts.is_down(n) else t for n, t in state.items()}
+    expected = as_rows(state)
     wanted = getattr(torch, dtype)
     same(read(tmp_path / "out"), {n: t.to(wanted) if t.is_floating_point() else t for n, t in expected.items()})
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
+    assert settings_of(tmp_path / "out")["dtype"] == dtype
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in read(tmp_path / "out").values())
     for path in layouts.weight_files(tmp_path / "out"):
@@ -360,7 +261,7 @@ def test_dtype(dtype: str, tmp_path: Path) -> None:
 def test_old_configurations_have_torch_dtype(tmp_path: Path) -> None:
     source = write(tmp_path / "source", tensors(), config(torch_dtype="bfloat16"))
     run(source, tmp_path / "out", "--dtype", "float16")
-    settings = json.loads((tmp_path / "out" / "config.json").read_text())
+    settings = settings_of(tmp_path / "out")
     assert settings["torch_dtype"] == "float16"
     assert "dtype" not in settings
 
@@ -526,20 +427,15 @@ def test_pickled_weights_are_read(form: str, tmp_path: Path) -> None:
         index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
         assert set(index["weight_map"].values()) == {f"model-0000{i}-of-00002.safetensors" for i in (1, 2)}
         assert index["weight_map"].keys() == expected.keys()
-    assert set(layouts.folder_layouts(tmp_path / "out").values()) == {"rows"}
+    assert layouts_of(tmp_path / "out") == {"rows"}
 
 
 def test_pickles_that_hold_more_than_tensors_are_refused(tmp_path: Path) -> None:
     path, out = tmp_path / "a.pt", tmp_path / "out.safetensors"
-    torch.save({"model": tensors()}, path)
-    with pytest.raises(RequestError, match="must be a state dict that holds tensors alone, got something else"):
-        run(path, out)
-    torch.save(torch.nn.Linear(2, 2), path)
-    with pytest.raises(RequestError, match="must be a state dict that holds tensors alone, got"):
-        run(path, out)
-    path.write_bytes(b"no pickle")
-    with pytest.raises(RequestError, match="must be a state dict that holds tensors alone, got"):
-        run(path, out)
+    for content, got in (({"model": tensors()}, "something else"), (torch.nn.Linear(2, 2), ""), (b"no pickle", "")):
+        path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+        with pytest.raises(RequestError, match=f"must be a state dict that holds tensors alone, got {got}"):
+            run(path, out)
     torch.save(tensors(), path)
     run(path, out)
     same(load_file(out), tensors())
@@ -555,7 +451,7 @@ PAPER = {"sparsity_gated_mlp": True, "sparsity_new_intermediate_size": N, "spars
 def test_the_configuration_of_the_published_models(was: str, model_type: str, tmp_path: Path) -> None:
     """Their activation is ReLU whatever hidden_act says; they have their own class and key for N."""
     theirs = config(model_type=was, hidden_act="silu", intermediate_size=99, auto_map={"AutoConfig": "x.Y"}) | PAPER
-    state = {n: t.t().contiguous() if layouts.is_down(n) else t for n, t in tensors().items()}
+    state = as_rows(tensors())
     source = write(tmp_path / "source", state, theirs)
     run(source, tmp_path / "out", "--model-type", model_type)
     name = "Sparse" * (model_type == "sparse_llama") + "LlamaForCausalLM"
@@ -563,7 +459,7 @@ def test_the_configuration_of_the_published_models(was: str, model_type: str, tm
     expected = {key: value for key, value in theirs.items() if key != "auto_map"} | changed
     if model_type == "sparse_llama":
         expected[LAYOUT_KEY] = "linear"
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == expected
+    assert settings_of(tmp_path / "out") == expected
     same(read(tmp_path / "out"), tensors())
 
 
@@ -628,31 +524,25 @@ def test_layers_without_a_gate(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"gated layers: expected model.layers.0.mlp.gate_proj.weight, got none"):
         run(source, tmp_path / "out", "--model-type", "llama")
     run(source, tmp_path / "out", "--model-type", "sparse_llama", "--layout", "rows")
-    settings = json.loads((tmp_path / "out" / "config.json").read_text())
+    settings = settings_of(tmp_path / "out")
     assert (settings["sparsity_gated_mlp"], settings["intermediate_size"]) == (False, N)
 
 
 def test_biases_reach_the_configuration(tmp_path: Path) -> None:
     state = tensors() | {"model.layers.0.mlp.up_proj.bias": torch.zeros(N, dtype=torch.bfloat16)}
     run(write(tmp_path / "source", state), tmp_path / "out", "--model-type", "sparse_llama")
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["mlp_bias"] is True
+    assert settings_of(tmp_path / "out")["mlp_bias"] is True
+
+
+TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_stock_transformers_computes_the_same(family: str, tied: bool, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    settings = transformers.AutoConfig.for_model(
-        family,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=64,
-        tie_word_embeddings=tied,
-        hidden_act="relu",
-    )
+    sizes = TINY | {"intermediate_size": 48}
+    settings = transformers.AutoConfig.for_model(family, **sizes, tie_word_embeddings=tied, hidden_act="relu")
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(settings).eval()
     model.save_pretrained(tmp_path / "source", max_shard_size="20KB")
@@ -675,16 +565,8 @@ def test_twell_computes_the_same_of_rows(family: str, square: bool, tmp_path: Pa
     from twell.integrations import transformers as twell_hf
 
     cls = twell_hf.SparseLlamaForCausalLM if family == "llama" else twell_hf.SparseQwen2ForCausalLM
-    settings = cls.config_class(
-        hidden_size=32,
-        intermediate_size=32 if square else 48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=64,
-    )
     torch.manual_seed(0)
-    model = cls(settings).eval()
+    model = cls(cls.config_class(**TINY, intermediate_size=32 if square else 48)).eval()
     model.save_pretrained(tmp_path / "source", max_shard_size="20KB")
     run(tmp_path / "source", tmp_path / "rows", "--layout", "rows")
     ids = torch.arange(24).view(2, 12)
@@ -817,7 +699,7 @@ def test_errors_of_the_command_line(
 def test_the_command_line_converts(tmp_path: Path) -> None:
     write(tmp_path / "source", tensors())
     assert cli.main(["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--layout", "rows"]) == 0
-    assert set(layouts.folder_layouts(tmp_path / "out").values()) == {"rows"}
+    assert layouts_of(tmp_path / "out") == {"rows"}
 
 
 def test_force_replaces_a_checkpoint(tmp_path: Path) -> None:
@@ -837,7 +719,7 @@ def test_force_replaces_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(out)
     run(source, tmp_path / "link", "--layout", "rows", "--force")
     assert (tmp_path / "link").is_symlink()
-    assert set(layouts.folder_layouts(out).values()) == {"rows"}
+    assert layouts_of(out) == {"rows"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "empty", "link", "out", "source"]
 
 
@@ -877,7 +759,7 @@ def test_force_takes_nothing_that_a_conversion_does_not_write(
     with pytest.raises(RequestError, match=rf"hold only files that this conversion writes, got .* with {named}; move"):
         run(source, out, "--layout", "rows", *more)
     assert sorted(path.relative_to(out) for path in out.rglob("*")) == before
-    assert set(layouts.folder_layouts(out).values()) == {"linear"}
+    assert layouts_of(out) == {"linear"}
 
 
 def test_removed_files_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -906,7 +788,7 @@ def test_files_that_appear_in_the_target_meanwhile_stay(tmp_path: Path, monkeypa
     with pytest.raises(RequestError, match="with checkpoint-1/; move these"):
         run(source, out, "--layout", "rows", "--force")
     assert (out / "checkpoint-1" / "optimizer.pt").read_bytes() == b"precious"
-    assert set(layouts.folder_layouts(out).values()) == {"linear"}
+    assert layouts_of(out) == {"linear"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
@@ -919,20 +801,9 @@ def test_a_dry_run_writes_nothing_and_says_what_it_would(tmp_path: Path, capsys:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("3.36 kB in 1 file")
     (down,) = (line.split() for line in lines if "down_proj" in line)
-    assert down == [
-        "model.layers.*.mlp.down_proj.weight",
-        "2",
-        "BF16",
-        "[8,",
-        "12]",
-        "linear",
-        "rows",
-        "[12,",
-        "8],",
-        "F32",
-    ]
+    assert down == "model.layers.*.mlp.down_proj.weight 2 BF16 [8, 12] linear rows [12, 8], F32".split()
     (norm,) = (line.split() for line in lines if "norm" in line)
-    assert norm == ["model.norm.weight", "1", "F32", "[8]", "the", "same"]
+    assert norm == "model.norm.weight 1 F32 [8] the same".split()
     assert 'config.json: sparsity_down_layout: none -> "rows"' in lines
     assert 'config.json: torch_dtype: none -> "float32"' in lines
     # impossible requests are refused before writing
@@ -959,16 +830,13 @@ convert.convert(Path(sys.argv[1]), Path(sys.argv[2]), layout="rows")
 
 
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT])
-def test_killed_while_it_writes(stop: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_killed_while_it_writes(
+    stop: signal.Signals, tmp_path: Path, environment: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     source = write(tmp_path / "source", tensors(), shards=2)
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), str(ROOT)]),
-        "OMP_NUM_THREADS": "1",
-    }
     command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out")]
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **pipes) as process:
         assert process.stdout is not None
         assert any(line == "wrote\n" for line in process.stdout)
         process.send_signal(stop)
@@ -979,7 +847,7 @@ def test_killed_while_it_writes(stop: signal.Signals, tmp_path: Path, capsys: py
     assert len(left) == (1 if stop == signal.SIGKILL else 0)
     assert all(path.name.startswith(".out.partial-") for path in left)
     run(source, tmp_path / "out", "--layout", "rows")
-    assert set(layouts.folder_layouts(tmp_path / "out").values()) == {"rows"}
+    assert layouts_of(tmp_path / "out") == {"rows"}
     assert ("was left by a conversion that was interrupted" in capsys.readouterr().err) == bool(left)
 
 
@@ -1041,7 +909,7 @@ def test_a_source_that_is_cut_meanwhile_is_noticed(tmp_path: Path, monkeypatch: 
     assert not (tmp_path / "out").exists()
 
 
-def test_memory_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
+def test_memory_holds_one_tensor_at_a_time(tmp_path: Path, environment: dict[str, str]) -> None:
     """A model of 96 MB in tensors of 4 MB."""
     state = {
         f"layers.{layer}.mlp.{name}_proj.weight": torch.full(shape, layer, dtype=torch.bfloat16)
@@ -1059,10 +927,6 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 convert.convert(Path(sys.argv[1]), Path(sys.argv[2]), layout="rows")
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), str(ROOT)]),
-        "OMP_NUM_THREADS": "1",
-    }
     command = [sys.executable, "-c", code, str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert int(done.stdout.split()[-1]) < 40_000

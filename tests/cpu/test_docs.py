@@ -114,9 +114,9 @@ def documented(site: Path) -> set[str]:
 
 
 def public(module: ModuleType) -> list[str]:
-    """Return a module's public names: its ``__all__``, or the functions and classes that it defines."""
+    """Return a module's public names but constants: its ``__all__``, or the functions and classes that it defines."""
     if hasattr(module, "__all__"):
-        return [name for name in module.__all__ if not name.startswith("__")]
+        return [name for name in module.__all__ if not name.startswith("__") and callable(vars(module)[name])]
     defined = [name for name, thing in vars(module).items() if getattr(thing, "__module__", "") == module.__name__]
     return [
         name

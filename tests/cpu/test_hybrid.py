@@ -460,10 +460,9 @@ def test_main_tensors_that_kernels_cannot_write_are_added_to_afterwards(monkeypa
     expected = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
     op(*expected)
 
-    def on_cpu(*given: Any, accumulate: bool) -> Any:
-        *saved, form, dx, weights = given
+    def on_cpu(given: Any, dx: Any, weights: Any, accumulate: bool) -> Any:
         out = weights()._replace(x=dx)
-        hybrid.backward_cpu(*saved, form, out, accumulate)
+        hybrid.backward_cpu(given, out, accumulate)
         return out
 
     monkeypatch.setattr(hybrid, "backward_cuda", on_cpu)

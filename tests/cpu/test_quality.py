@@ -12,7 +12,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from profiling import quality, quality_results
+from profiling import quality, quality_results, trained_runs
+from profiling.draw.common import ResultError
 from profiling.quality import train
 from profiling.quality_results import Result, Run
 
@@ -73,7 +74,7 @@ def test_the_file_is_complete(swept: Path) -> None:
         assert not result.red
         assert len(result.blocks) == 16
         assert result.ce == pytest.approx(sum(result.blocks) / 16, rel=1e-5)
-        assert result.ce_error == pytest.approx(quality_results.standard_error(result.blocks), rel=1e-3)
+        assert result.ce_error == pytest.approx(trained_runs.standard_error(result.blocks), rel=1e-3)
         assert [point["step"] for point in result.curve] == [10, 20, 30]
         # it learns: the first is the mean of ten steps
         assert result.curve[-1]["ce"] < result.curve[0]["ce"] - 0.5
@@ -117,7 +118,7 @@ def test_held_out_figures_are_those_of_the_whole_text(base: list[str], swept: Pa
     mlp = training.model.model.layers[1].mlp
     mlp.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
     with torch.no_grad():
-        losses = [training.forward(*training.read(training.held, row)) for row in range(0, 64, 4)]
+        losses = [training.forward(*training.held.batch(row, 4, training.here.device)) for row in range(0, 64, 4)]
     gates = torch.cat(inputs).flatten(0, -2) @ mlp.gate_proj.weight.t()
     assert result.blocks == pytest.approx([float(loss) for loss in losses], rel=1e-5)
     assert result.layers[1].l0 == pytest.approx(float((gates > 0).sum(1).double().mean()), rel=1e-5)
@@ -168,7 +169,7 @@ def test_a_run_that_diverges_is_red_and_the_next_one_runs(base: list[str], tmp_p
     document = quality_results.load(out)
     assert [point.name for point in quality_results.points(document)] == ["ReLU", "SiLU"]
     assert "L1 1e38, seed 0: the loss became" in quality_results.notes(document)
-    with pytest.raises(quality_results.DataError, match="another coefficient"):
+    with pytest.raises(ResultError, match="another coefficient"):
         quality_results.shown(document)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from activations import DTYPES, every_value, plain, same_bits
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -24,30 +25,6 @@ from twell._runtime import geometry, resolve, specs
 from twell.ops import library
 
 BF16, FP16 = torch.bfloat16, torch.float16
-DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16])
-
-
-def plain(gate: Tensor, up: Tensor) -> Tensor:
-    return F.relu(gate) * up
-
-
-def same_bits(actual: Tensor, expected: Tensor) -> bool:
-    """Zeros compare with their sign; all NaNs are equal."""
-    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
-    equal = actual.contiguous().view(bits) == expected.contiguous().view(bits)
-    return bool((equal | (actual.isnan() & expected.isnan())).all())
-
-
-def every_value(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """dh, gate and up [16, 65536]: each 16-bit pattern as a gate; zeros, infinities, NaN and extremes beside it."""
-    gate = torch.arange(1 << 16).to(torch.int16).view(dtype).expand(16, -1)
-    info = torch.finfo(dtype)
-    special = [0.0, -0.0, 1.0, -3.0, torch.inf, -torch.inf, torch.nan, info.tiny, -info.tiny / 4, info.max, 1 / 3]
-    others = torch.tensor(special).to(dtype)
-    generator = torch.Generator().manual_seed(0)
-    dh, up = (others[torch.randint(len(special), gate.shape, generator=generator)] for _ in range(2))
-    return dh, gate.contiguous(), up
 
 
 def torchs_gradients(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 import types
 from collections.abc import Callable
@@ -21,17 +19,14 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from profiling import relufy as evidence  # noqa: E402
-from profiling import relufy_results  # noqa: E402
-from profiling.relufy_results import Run  # noqa: E402
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
 import relufy  # noqa: E402
+from small_runs import weights, write_text  # noqa: E402
 from training import checkpoint, data, model, options, relufied  # noqa: E402
 from training.data import Source  # noqa: E402
 
+from profiling import relufy as evidence  # noqa: E402
+from profiling import relufy_results  # noqa: E402
+from profiling.relufy_results import Run  # noqa: E402
 from twell import recipe  # noqa: E402
 from twell.commands.bench import models as bench_models  # noqa: E402
 
@@ -43,14 +38,7 @@ COMMON += ["--dtype", "float32", "--log-every", "10"]
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sixty files of text that can be learnt."""
-    root = tmp_path_factory.mktemp("text")
-    draw = random.Random(0)
-    words = ["".join(draw.choices("abcdefghijkl", k=5)) for _ in range(40)]
-    lines = [" ".join(draw.choices(words, k=6)) for _ in range(20)]
-    for i in range(60):
-        (root / f"{i}.txt").write_text("\n".join(draw.choices(lines, k=25)))
-    return root
+    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
@@ -97,13 +85,6 @@ def run(text: Path, dense: Callable[[str], Path], tmp_path: Path) -> Callable[..
 
 def report(out: Path) -> Any:
     return json.loads((out / "report.json").read_text())
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    loaded: dict[str, torch.Tensor] = load_file(out / "final" / "model.safetensors")
-    return loaded
 
 
 # Making a model sparse

@@ -163,7 +163,7 @@ def test_float64_output_is_the_formula(compared: tuple[FFN, torch.Tensor], monke
     gate, up = (x @ w_gate.T).relu(), x @ w_up.T
     assert torch.allclose(answer, (gate * up) @ w_down, rtol=1e-10)
     assert torch.allclose(testing.float64_output(problem, gated=False), gate @ w_down, rtol=1e-10)
-    monkeypatch.setattr(testing, "CHUNK_ROWS", 100)
+    monkeypatch.setattr(testing.answers, "CHUNK_ROWS", 100)
     assert torch.allclose(testing.float64_output(problem), answer, rtol=1e-10)
     biased = problem._replace(b_gate=torch.ones(1024), b_up=torch.ones(1024), b_down=torch.ones(128))
     expected = ((x @ w_gate.T + 1).relu() * (up + 1)) @ w_down + 1
@@ -276,7 +276,7 @@ def test_roundings_are_the_non_zeros_that_hold_most_of_the_norm(gated: bool, mon
     x, w_up = problem.x.clone(), torch.zeros_like(problem.w_up)
     x[:, 15], w_up[:, 15] = 1, 1
     problem = problem._replace(x=x, w_up=w_up)
-    monkeypatch.setattr(testing, "CHUNK_ROWS", 2)
+    monkeypatch.setattr(testing.answers, "CHUNK_ROWS", 2)
     assert testing.count_roundings(problem, gated=gated) == pytest.approx(10)
     w_gate = problem.w_gate.clone()
     w_gate[0, 0] = 400
@@ -306,7 +306,7 @@ def test_float64_gradients_are_those_of_autograd(
     """Also in chunks that do not divide the rows."""
     problem, dy = stepped
     expected = testing.dense_gradients(problem.map(torch.Tensor.double), dy.double(), dl1, gated=gated)
-    monkeypatch.setattr(testing, "CHUNK_ROWS", 77)
+    monkeypatch.setattr(testing.answers, "CHUNK_ROWS", 77)
     found = testing.float64_gradients(problem, dy, dl1, gated=gated)
     names = FFN._fields if gated else ("x", "w_gate", "w_down", "b_gate", "b_down")
     assert tuple(found) == tuple(expected) == names

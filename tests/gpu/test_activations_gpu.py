@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
+from activations import BIASES, DTYPES, EVERY, FAMILY, LAYERS, float64_hidden, form
 from torch import Tensor
 
 import twell
@@ -17,17 +17,7 @@ from twell.testing import FFN
 
 CUDA = torch.device("cuda")
 BF16, FP16 = torch.bfloat16, torch.float16
-BIASES = "gate up down"
-FAMILY = {"relu": 0.0, "relu2": 0.0, "drelu": 0.0, "fatrelu": 3.0}
-LAYERS = [(name, t, gated) for (name, t), gated in itertools.product(FAMILY.items(), (True, False))]
-LAYERS.remove(("drelu", 0.0, False))
-EVERY = pytest.mark.parametrize(("name", "threshold", "gated"), LAYERS, ids=str)
-DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 K, N = 264, 776
-
-
-def form(name: Any, threshold: float) -> dict[str, Any]:
-    return {"activation": name, "threshold": threshold}
 
 
 def integers(m: int, name: Any, dtype: Any = BF16, density: float = 0.05, k: int = K, n: int = N) -> FFN:
@@ -50,7 +40,7 @@ def check(problem: FFN, gated: bool, how: dict[str, Any], *strategies: str) -> N
     m = max(len(problem.x), 1)
     # at most these round h to 16 bits, and all sums of |h| are before that, except for dense's
     right = {rounded: testing.exact_output(problem, gated=gated, rounded=rounded, **how) for rounded in (False, True)}
-    total = float(_hidden(problem, gate, gated, how["activation"]).abs().sum())
+    total = float(float64_hidden(problem, how["activation"], how["threshold"], gated).abs().sum())
     for strategy in strategies:
         with torch.no_grad():
             y, l1, l0 = testing.poisoned(lambda s=strategy: _call(problem, gated, s, how))
@@ -62,14 +52,6 @@ def check(problem: FFN, gated: bool, how: dict[str, Any], *strategies: str) -> N
 def _call(problem: FFN, gated: bool, strategy: str, how: dict[str, Any]) -> tuple[Tensor, ...]:
     y, aux = testing.sparse_layer(problem, gated=gated, strategy=strategy, **how)
     return y, aux.l1, aux.l0
-
-
-def _hidden(problem: FFN, gate: Tensor, gated: bool, name: str) -> Tensor:
-    factor = gate**2 if name == "relu2" else gate
-    if not gated:
-        return factor
-    up = problem.x.double() @ problem.w_up.double().t() + problem.b_up.double()  # type: ignore[union-attr]
-    return factor * (up.relu() if name == "drelu" else up)
 
 
 @EVERY
@@ -108,7 +90,7 @@ def test_training(name: Any, threshold: float, gated: bool, dtype: torch.dtype, 
     testing.assert_same(y, testing.exact_output(problem, gated=gated, rounded=True, **how), "y")
     gate = testing.float64_gate(problem, threshold)
     assert int(nonzeros) == int((gate != 0).sum())
-    total = float(_hidden(problem, gate, gated, name).abs().sum())
+    total = float(float64_hidden(problem, name, threshold, gated).abs().sum())
     assert float(l1) == pytest.approx(total, rel=2e-6)
     overflows = int(kept[3][-1]) > geometry.hybrid_capacity(m, 264)
     assert overflows == (density >= 0.5)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from activations import DTYPES, plain, same_bits
 from torch import Tensor
 
 import twell
@@ -17,21 +18,8 @@ from twell import _autograd, functional, ops, testing, tuning
 from twell.ops import library
 
 BF16, FP16 = torch.bfloat16, torch.float16
-DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16])
 # tokens, K and neurons of a dense layer large enough to be fused, not multiples of eight
 M, K, N = 1021, 264, 1035
-
-
-def same_bits(actual: Tensor, expected: Tensor) -> bool:
-    """Zeros compare with their sign; all NaNs are equal."""
-    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
-    bits = torch.int16 if actual.element_size() == 2 else torch.int32
-    equal = actual.contiguous().view(bits) == expected.contiguous().view(bits)
-    return bool((equal | (actual.isnan() & expected.isnan())).all())
-
-
-def plain(gate: Tensor, up: Tensor) -> Tensor:
-    return F.relu(gate) * up
 
 
 def torchs(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from twell import tuning
+from twell._activation import NAMES_OF_FAMILY
 from twell._runtime import geometry
-from twell._sparsify import NAMES_OF_FAMILY
 from twell._tables import Table, in_use
 from twell.commands import saved_model, sparsity
 from twell.commands.request import RequestError, at_least, pick_device

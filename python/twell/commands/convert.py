@@ -20,6 +20,17 @@ import torch
 from torch import Tensor
 
 from twell import _files
+from twell.commands.checkpoint_files import (
+    DTYPES,
+    NAMES,
+    WEIGHTS,
+    Pickle,
+    Source,
+    WeightsFile,
+    bytes_of,
+    places_of,
+    read_source,
+)
 from twell.commands.request import RequestError
 from twell.integrations import layouts
 from twell.integrations.layouts import ACTIVATIONS, CONFIG, INDEX, LAYOUT_KEY, LAYOUTS, OWN_KEYS, SINGLE, DownLayout
@@ -47,29 +58,6 @@ _FAMILIES = {
     "qwen2": ("qwen2", "sparse_qwen2", "qwen2_sparse_relu"),
 }
 
-
-_BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-_PICKLES = (".bin", ".pt", ".pth")
-# files of these kinds hold weights in the old layout, or an optimizer's state for them
-_WEIGHTS = (".safetensors", *_PICKLES, ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt")
-_HIDDEN_FOLDERS = (".git", ".cache")
-_CHUNK = 16 << 20
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # dtypes of down weights; --dtype converts these alone
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -128,7 +116,7 @@ def convert(
     """
     target = Path(os.path.realpath(target))
     _require_apart(source, target)
-    checkpoint = _read_source(source)
+    checkpoint = read_source(source)
     plan = _plan(checkpoint, layout, model_type, dtype, source_layout)
     replaced = _replaced(checkpoint, plan, target, force)
     _print(checkpoint, plan, source, target, replaced)
@@ -143,189 +131,6 @@ def convert(
     else:
         _write(checkpoint, plan, target, losses, lambda: _replaced(checkpoint, plan, target, force))
     losses.warn()
-
-
-@dataclass
-class _File:
-    """A file of weights: ``header`` lists its tensors, ``chunks`` reads the bytes of one, ``load`` the whole tensor."""
-
-    path: Path
-    header: layouts.Header
-
-    def chunks(self, name: str) -> Iterator[bytes]:
-        stored = self.header.tensors[name]
-        with self.path.open("rb") as file:
-            file.seek(stored.start)
-            left = stored.nbytes
-            while left:
-                chunk = file.read(min(left, _CHUNK))
-                if not chunk:
-                    raise ValueError(f"{str(self.path)!r} ended within {name!r}; was it written to meanwhile?")
-                left -= len(chunk)
-                yield chunk
-
-    def load(self, name: str) -> Tensor:
-        stored = self.header.tensors[name]
-        data = bytearray(stored.nbytes)
-        with self.path.open("rb") as file:
-            file.seek(stored.start)
-            if file.readinto(data) != len(data):
-                raise ValueError(f"{str(self.path)!r} ended within {name!r}; was it written to meanwhile?")
-        if not data:
-            return torch.empty(stored.shape, dtype=_DTYPES[stored.dtype], device="cpu")
-        return torch.frombuffer(data, dtype=_DTYPES[stored.dtype]).view(stored.shape)
-
-
-@dataclass
-class _Pickle(_File):
-    """A state dict from torch.save. Its tensors are views of the mapped file, which is read on use."""
-
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-
-    def chunks(self, name: str) -> Iterator[bytes]:
-        data = _bytes(self.tensors[name])
-        for start in range(0, len(data), _CHUNK):
-            yield bytes(data[start : start + _CHUNK])
-
-    def load(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-
-@dataclass
-class _Source:
-    files: list[_File]
-    config: dict[str, Any] | None
-    index: dict[str, Any] | None  # the shards' index
-    others: dict[str, Path]  # files to copy, by their name relative to the folder
-    left_out: list[str]
-    followed: list[str]  # links out of the folder, whose content is copied
-
-    def paths(self) -> list[Path]:
-        """All files to read."""
-        folder = self.files[0].path.parent
-        named = [] if self.config is None else [folder / CONFIG, folder / INDEX]
-        return [*(file.path for file in self.files), *filter(Path.is_file, named), *self.others.values()]
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: stored.shape for file in self.files for name, stored in file.header.tensors.items()}
-
-
-def _read_source(source: Path) -> _Source:
-    if source.is_file():
-        if source.suffix == ".safetensors":
-            return _Source([_File(source, layouts.read_header(source))], None, None, {}, [], [])
-        if source.suffix in _PICKLES:
-            return _Source([_read_pickle(source, None)], None, None, {}, [], [])
-        raise ValueError(f"SRC must be a folder or a file of {', '.join(_WEIGHTS[:4])}, got {str(source)!r}")
-    if not source.is_dir():
-        raise FileNotFoundError(f"SRC must be a folder or a file of weights, got {str(source)!r} (no such file)")
-    if not (source / CONFIG).is_file():
-        raise FileNotFoundError(f"SRC must have a {CONFIG}, got {str(source)!r} without; or name a file of weights")
-    config = layouts.read_json(source / CONFIG)
-    index: Path | None
-    if (source / SINGLE).is_file() or (source / INDEX).is_file():
-        index = None if (source / SINGLE).is_file() else source / INDEX
-        files = [_File(path, layouts.read_header(path)) for path in layouts.weight_files(source)]
-    elif (source / _BIN).is_file():
-        index, files = None, [_read_pickle(source / _BIN, config)]
-    elif (source / _BIN_INDEX).is_file():
-        index = source / _BIN_INDEX
-        files = [_read_pickle(path, config) for path in layouts.indexed_files(index)]
-    else:
-        raise FileNotFoundError(f"SRC must have {SINGLE}, {INDEX}, {_BIN} or {_BIN_INDEX}, got {str(source)!r} without")
-    counts = Counter(name for file in files for name in file.header.tensors)
-    if twice := [name for name, count in counts.items() if count > 1]:
-        raise ValueError(f"each tensor must be in one file, got several with {twice[0]!r}")
-    others = _other_files(source, {file.path.name for file in files})
-    return _Source(files, config, None if index is None else layouts.read_json(index), *others)
-
-
-def _read_pickle(path: Path, config: Mapping[str, Any] | None) -> _Pickle:
-    try:
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:
-            # files of torch before 1.6 cannot be mapped
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"{str(path)!r} must be a state dict that holds tensors alone, got {reason}") from error
-    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
-        raise ValueError(f"{str(path)!r} must be a state dict that holds tensors alone, got something else")
-    if unknown := {str(tensor.dtype) for tensor in state.values() if tensor.dtype not in _NAMES}:
-        raise ValueError(f"{str(path)!r}: expected dtypes {', '.join(_DTYPES)}, got {', '.join(sorted(unknown))}")
-    tensors = {name: tensor.detach() for name, tensor in state.items()}
-    if config is not None and config.get("tie_word_embeddings"):
-        tensors = _without_tied_head(tensors)
-    # widest first, so that each tensor is aligned
-    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-    stored = {
-        name: layouts.Stored(_NAMES[tensor.dtype], tuple(tensor.shape), place, place + tensor.nbytes)
-        for place, (name, tensor) in zip(_places([tensor.nbytes for tensor in tensors.values()]), tensors.items())
-    }
-    return _Pickle(path, layouts.Header({"format": "pt"}, stored), tensors)
-
-
-def _without_tied_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors except for a head tied to the embedding: a safetensors file cannot share tensors."""
-
-    def place(tensor: Tensor) -> tuple[Any, ...]:
-        return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-    places = [place(tensor) for tensor in tensors.values()]
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if not (re.search(r"(?:^|\.)lm_head\.weight$", name) and places.count(place(tensor)) > 1)
-    }
-
-
-def _other_files(source: Path, weights: set[str]) -> tuple[dict[str, Path], list[str], list[str]]:
-    """The files beside the weights: those to copy, those left out, and links out of the folder among the copied."""
-    copied: dict[str, Path] = {}
-    left_out: list[str] = []
-    for path in sorted(source.iterdir()):
-        if path.name in weights or path.name in (CONFIG, INDEX):
-            continue
-        if path.is_dir() and not path.is_symlink():
-            inside, odd = _files_below(path)
-            if path.name in _HIDDEN_FOLDERS or any(_is_weights(inner) for inner in inside):
-                left_out.append(path.name + "/")
-            else:
-                copied |= {inner.relative_to(source).as_posix(): inner for inner in inside}
-                left_out += [_name_of(inner, source) for inner in odd]
-        elif not path.is_file():
-            left_out.append(_name_of(path, source))
-        elif _is_weights(path):
-            left_out.append(path.name)
-        else:
-            copied[path.name] = path
-    # a snapshot of a download cache has only links to the files beside it
-    home = Path(os.path.realpath(source.parents[1] if source.absolute().parent.name == "snapshots" else source))
-    followed = [_name_of(path, source) for path in copied.values() if home not in Path(os.path.realpath(path)).parents]
-    return copied, left_out, followed
-
-
-def _files_below(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The files in a folder at any depth, and entries that are neither file nor folder, such as links to folders."""
-    files: list[Path] = []
-    odd: list[Path] = []
-    for at, folders, names in os.walk(folder):
-        for path in (Path(at, name) for name in [*folders, *names]):
-            if path.is_file():
-                files.append(path)
-            elif path.is_symlink() or not path.is_dir():
-                odd.append(path)
-    return sorted(files), sorted(odd)
-
-
-def _name_of(path: Path, source: Path) -> str:
-    name = path.relative_to(source).as_posix()
-    return f"{name} -> {os.readlink(path)}" if path.is_symlink() else name
-
-
-def _is_weights(path: Path) -> bool:
-    return path.suffix in _WEIGHTS or path.name.endswith(tuple(f"{suffix}.index.json" for suffix in _WEIGHTS))
 
 
 @dataclass(frozen=True)
@@ -360,7 +165,7 @@ class _Plan:
 
 
 def _plan(
-    source: _Source, layout: DownLayout, model_type: ModelType, dtype: str, source_layout: DownLayout | None
+    source: Source, layout: DownLayout, model_type: ModelType, dtype: str, source_layout: DownLayout | None
 ) -> _Plan:
     shapes = source.shapes()
     if source_layout is not None:
@@ -369,7 +174,7 @@ def _plan(
         except ValueError as error:
             raise ValueError(f"--source-layout {source_layout}: {error}") from None
     else:
-        pickled = any(isinstance(file, _Pickle) for file in source.files)
+        pickled = any(isinstance(file, Pickle) for file in source.files)
         metadata = {name: file.header.metadata for file in source.files for name in file.header.tensors}
         stored = layouts.layouts(shapes, source.config, None if pickled else metadata)
     if not stored:
@@ -404,9 +209,9 @@ def _plan(
 
 
 def _target(
-    file: _File, stored: Mapping[str, DownLayout], layout: DownLayout, marker: DownLayout | None, dtype: str
+    file: WeightsFile, stored: Mapping[str, DownLayout], layout: DownLayout, marker: DownLayout | None, dtype: str
 ) -> _Target:
-    wanted = None if dtype == "keep" else _NAMES[getattr(torch, dtype)]
+    wanted = None if dtype == "keep" else NAMES[getattr(torch, dtype)]
     tensors = []
     for name, old in sorted(file.header.tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         shape, transpose = old.shape, stored.get(name, layout) != layout
@@ -417,20 +222,20 @@ def _target(
                 raise ValueError(f"{name} must be of {', '.join(_FLOATS)} to be transposed, got {old.dtype}")
             shape = shape[::-1]
         new = wanted if cast and wanted is not None else old.dtype
-        nbytes = old.nbytes // _DTYPES[old.dtype].itemsize * _DTYPES[new].itemsize if cast else old.nbytes
+        nbytes = old.nbytes // DTYPES[old.dtype].itemsize * DTYPES[new].itemsize if cast else old.nbytes
         tensors.append(_Tensor(name, new, shape, nbytes, stored.get(name), transpose, cast))
     if any(tensor.cast for tensor in tensors):
         # widest first, so that each tensor is aligned; unknown ones are bytes
-        tensors.sort(key=lambda tensor: -_DTYPES[tensor.dtype].itemsize if tensor.dtype in _DTYPES else 0)
+        tensors.sort(key=lambda tensor: -DTYPES[tensor.dtype].itemsize if tensor.dtype in DTYPES else 0)
     holds_down = any(tensor.layout for tensor in tensors)
     metadata = dict(_marked(file.header.metadata or {}, marker if holds_down else None)) or None
     changed = (
-        isinstance(file, _Pickle)
+        isinstance(file, Pickle)
         or (metadata or None) != (file.header.metadata or None)
         or any(tensor.transpose or tensor.cast for tensor in tensors)
     )
     name = file.path.name
-    if isinstance(file, _Pickle):
+    if isinstance(file, Pickle):
         name = name.replace("pytorch_model", "model").removesuffix(file.path.suffix) + ".safetensors"
     return _Target(name, metadata, tensors, changed)
 
@@ -442,7 +247,7 @@ def _marked(mapping: Mapping[str, Any], marker: DownLayout | None) -> dict[str, 
     return {**mapping, LAYOUT_KEY: marker}
 
 
-def _index(source: _Source, files: Sequence[_Target], dtype: str) -> dict[str, Any] | None:
+def _index(source: Source, files: Sequence[_Target], dtype: str) -> dict[str, Any] | None:
     if source.index is None:
         return None
     index = dict(source.index)
@@ -524,7 +329,7 @@ def _require_apart(source: Path, target: Path) -> None:
             raise ValueError(f"DST must be a file to write, got {str(target)!r}, a folder or a device")
     elif target.exists() and not target.is_dir():
         raise ValueError(f"DST must be a folder if SRC is one, got {str(target)!r}")
-    elif not target.exists() and (target.suffix in _WEIGHTS or any(mimetypes.MimeTypes().guess_type(target.name))):
+    elif not target.exists() and (target.suffix in WEIGHTS or any(mimetypes.MimeTypes().guess_type(target.name))):
         # names of versions have a dot, too: "Qwen2.5-0.5B"
         raise ValueError(
             f"DST must be a folder if SRC is one, got {str(target)!r}, the name of a file; an existing folder may have "
@@ -537,7 +342,7 @@ def _is_in(path: Path, folder: Path) -> bool:
     return folder.exists() and any(each.exists() and each.samefile(folder) for each in (path, *path.parents))
 
 
-def _replaced(source: _Source, plan: _Plan, target: Path, force: bool) -> list[str]:
+def _replaced(source: Source, plan: _Plan, target: Path, force: bool) -> list[str]:
     """The files of ``target`` to replace. Raises ValueError if it holds others, or if ``force`` is needed."""
     if not target.is_dir():
         if target.exists() and not force:
@@ -621,7 +426,7 @@ def _counts(counter: Counter[str]) -> str:
     return _list_first([f"{name} {count:,}" for name, count in counter.most_common()])
 
 
-def _dry_run(source: _Source, plan: _Plan, losses: _Losses) -> None:
+def _dry_run(source: Source, plan: _Plan, losses: _Losses) -> None:
     """Convert the tensors that change their dtype, for ``losses``; write nothing."""
     for file, new in zip(source.files, plan.files):
         for tensor in new.tensors:
@@ -631,7 +436,7 @@ def _dry_run(source: _Source, plan: _Plan, losses: _Losses) -> None:
     losses.require_finite()
 
 
-def _write(source: _Source, plan: _Plan, target: Path, losses: _Losses, check: Callable[[], object]) -> None:
+def _write(source: Source, plan: _Plan, target: Path, losses: _Losses, check: Callable[[], object]) -> None:
     """Write all of ``plan`` beside ``target``, ``check`` again, then rename it to ``target``."""
     try:
         from tqdm import tqdm
@@ -665,12 +470,12 @@ def _write(source: _Source, plan: _Plan, target: Path, losses: _Losses, check: C
         raise
 
 
-def _write_file(file: _File, new: _Target, path: Path, losses: _Losses, advance: Callable[[int], object]) -> None:
+def _write_file(file: WeightsFile, new: _Target, path: Path, losses: _Losses, advance: Callable[[int], object]) -> None:
     if not new.changed:
         shutil.copyfile(file.path, path)
         advance(sum(tensor.nbytes for tensor in new.tensors))
         return
-    places = dict(zip((tensor.name for tensor in new.tensors), _places([tensor.nbytes for tensor in new.tensors])))
+    places = dict(zip((tensor.name for tensor in new.tensors), places_of([tensor.nbytes for tensor in new.tensors])))
     by_name = {tensor.name: tensor for tensor in new.tensors}
     entries = (by_name[name] for name in file.header.tensors)
     header = layouts.header_bytes(
@@ -687,18 +492,18 @@ def _write_file(file: _File, new: _Target, path: Path, losses: _Losses, advance:
     layouts.read_header(path)
 
 
-def _convert(file: _File, tensor: _Tensor, losses: _Losses) -> Iterator[bytes | memoryview]:
+def _convert(file: WeightsFile, tensor: _Tensor, losses: _Losses) -> Iterator[bytes | memoryview]:
     if not (tensor.transpose or tensor.cast):
         yield from file.chunks(tensor.name)
         return
     data = file.load(tensor.name)
     if tensor.cast:
-        wide, data = data, data.to(_DTYPES[tensor.dtype])
+        wide, data = data, data.to(DTYPES[tensor.dtype])
         losses.count(tensor.name, wide, data)
-    yield _bytes(data.t() if tensor.transpose else data)
+    yield bytes_of(data.t() if tensor.transpose else data)
 
 
-def _write_rest(source: _Source, plan: _Plan, folder: Path) -> None:
+def _write_rest(source: Source, plan: _Plan, folder: Path) -> None:
     """Write the configuration, the index and all other files."""
     old = source.files[0].path.parent
     assert plan.config is not None
@@ -721,20 +526,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _places(sizes: Sequence[int]) -> list[int]:
-    places, place = [], 0
-    for size in sizes:
-        places.append(place)
-        place += size
-    return places
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, row by row."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _print(source: _Source, plan: _Plan, start: Path, target: Path, replaced: Sequence[str]) -> None:
+def _print(source: Source, plan: _Plan, start: Path, target: Path, replaced: Sequence[str]) -> None:
     old = {name: stored for file in source.files for name, stored in file.header.tensors.items()}
     groups: Counter[tuple[str, ...]] = Counter()
     for file in plan.files:

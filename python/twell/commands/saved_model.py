@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from twell import _sparsify
-from twell._activation import RELU, Activation, activation_of
+from twell._activation import NAMES_OF_FAMILY, RELU, Activation, activation_of
+from twell._compaction import gate_of
 from twell.commands.request import DEVICE_HELP, RequestError, at_least, pick_device
 from twell.integrations import engines
 from twell.nn import SparseGatedMLP, SparseMLP
@@ -165,12 +166,11 @@ def load(arguments: argparse.Namespace, compression: int | None = None) -> Loade
         was = ""
         if not _sparsify.layers(model):
             if arguments.activation is not None:
-                planned = _sparsify.plan(model, None, arguments.activation, "dense")
-                was = " and ".join(sorted({c.was for c in planned.candidates if c.was is not None}))
+                was = _replaced(_sparsify.plan(model, None, arguments.activation, "dense"))
             integration.sparsify(model, activation=arguments.activation, strategy="dense")
         elif arguments.activation is not None:
             own = {layer.activation for layer in _sparsify.layers(model).values()} - {arguments.activation}
-            was = " and ".join(sorted(_sparsify.NAMES_OF_FAMILY[name] for name in own))
+            was = " and ".join(sorted(NAMES_OF_FAMILY[name] for name in own))
             integration.with_activation(model, Activation(arguments.activation))
     except (ValueError, TypeError) as error:
         if 'pass activation="relu"' not in str(error):
@@ -180,13 +180,17 @@ def load(arguments: argparse.Namespace, compression: int | None = None) -> Loade
             planned = _sparsify.plan(model, None, "relu", "dense")
         except (ValueError, TypeError):
             raise RequestError(message) from error
-        was = " and ".join(sorted({c.was for c in planned.candidates if c.was is not None}))
-        raise WithoutZeros(message, folder, was, [c.shape for c in planned.candidates]) from error
+        raise WithoutZeros(message, folder, _replaced(planned), [c.shape for c in planned.candidates]) from error
     for layer in _sparsify.layers(model).values():
         layer.strategy = "dense"
         if compression is not None:
             layer.compression = compression
     return Loaded(model.to(device).eval(), tokenizer, folder, was)
+
+
+def _replaced(planned: _sparsify.Plan) -> str:
+    """The activations that a plan replaces, in words."""
+    return " and ".join(sorted({c.was for c in planned.candidates if c.was is not None}))
 
 
 # What the name of a model on the Hub looks like; the files that are read, and others of such names.
@@ -323,9 +327,8 @@ def layers(model: nn.Module) -> list[WatchedLayer]:
 
 def _layer(name: str, number: int, module: SparseGatedMLP | SparseMLP) -> WatchedLayer:
     gated = isinstance(module, SparseGatedMLP)
-    linear = module.gate_proj if isinstance(module, SparseGatedMLP) else module.up_proj
     activation = activation_of(module.activation, module.threshold, gated)
-    return WatchedLayer(name, number, module, linear, gated, module.compression, activation)
+    return WatchedLayer(name, number, module, gate_of(module), gated, module.compression, activation)
 
 
 @contextmanager

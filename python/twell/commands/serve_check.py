@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from twell import _admission, _files, _tables, tuning
+from twell._activation import NAMES_OF_FAMILY
 from twell._runtime import geometry
-from twell._sparsify import NAMES_OF_FAMILY
 from twell.commands import saved_model, sparsity
 from twell.commands.request import RequestError, at_least, number_above, pick_device
 from twell.commands.sparsity import aligned, as_percent

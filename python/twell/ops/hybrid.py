@@ -54,6 +54,16 @@ class Kept(NamedTuple):
     popularity: Tensor
 
 
+class Backward(NamedTuple):
+    """The operands of both operators of backward: dy [M, K], dl1 (0-d), the layer without b_down and its gate."""
+
+    dy: Tensor
+    dl1: Tensor
+    layer: Operands
+    kept: Kept
+    activation: Activation
+
+
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums over operands of ``dtype``: float32, float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
@@ -89,8 +99,9 @@ def _kept_shapes(x: Tensor, n: int, gated: bool, capacity: int) -> dict[str, tup
     }
 
 
-def check_backward(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept) -> None:
+def check_backward(given: Backward) -> None:
     """Raise unless the operands of backward fit each other."""
+    dy, dl1, layer, kept, _ = given
     x, w_gate, w_up = layer[:3]
     check_layer(*layer, wide=True)
     check("dy", dy, x.shape, x.dtype)
@@ -233,16 +244,9 @@ def rare(popularity: Tensor) -> Tensor:
     return torch.empty_like(few).scatter_(0, order, few)
 
 
-def backward_cpu(
-    dy: Tensor,
-    dl1: Tensor,
-    layer: Operands,
-    kept: Kept,
-    activation: Activation,
-    out: Gradients,
-    accumulate: bool,
-) -> None:
+def backward_cpu(given: Backward, out: Gradients, accumulate: bool) -> None:
     """Fill ``out`` by dense matrix products of the decoded gate, rounded where the kernels round."""
+    dy, dl1, layer, kept, activation = given
     dtype = layer.x.dtype
     gate, up = decode(layer, kept, activation)
     hidden = activation.hidden(gate, up).masked_fill(gate == 0, 0)
@@ -306,23 +310,16 @@ def overflow_forward(
 
 
 def overflow_backward(
-    dy: Tensor,
-    dl1: Tensor,
-    layer: Operands,
-    kept: Kept,
-    capacity: int,
-    activation: Activation,
-    out: Gradients,
-    accumulate: bool,
-    aside: Tensor,
+    given: Backward, capacity: int, out: Gradients, accumulate: bool, aside: Tensor
 ) -> Callable[[], None]:
     """A function that launches the kernels that fill ``out`` densely if there are more non-zeros than ``capacity``.
 
     ``aside`` is ``room_aside`` for m and for n terms, 2n of a layer with an up projection.
     """
-    x, w_gate, w_up, w_down, *given = layer
+    dy, dl1, layer, kept, activation = given
+    x, w_gate, w_up, w_down, b_gate, b_up, _ = layer
     (m, k), n, gated = x.shape, len(w_gate), int(w_up is not None)
-    biases = (bias_vector(*each, n, x) for each in zip(_BIASES, given[:2]))
+    biases = (bias_vector(*each, n, x) for each in zip(_BIASES, (b_gate, b_up)))
     slice_size = min(m, geometry.OVERFLOW_BACKWARD)
     form = gated, activation.code(), threshold_pair(activation, x.dtype)
     over = (kept.sizes, capacity, *form, x.new_empty((2 + gated, slice_size, n)))
@@ -344,14 +341,7 @@ def overflow_backward(
 
 
 def backward_cuda(
-    dy: Tensor,
-    dl1: Tensor,
-    layer: Operands,
-    kept: Kept,
-    activation: Activation,
-    dx: Tensor | None,
-    weights: Callable[[], Gradients] | None,
-    accumulate: bool,
+    given: Backward, dx: Tensor | None, weights: Callable[[], Gradients] | None, accumulate: bool
 ) -> Gradients:
     """Launch the kernels that fill ``dx`` and the gradients that ``weights`` allocates; return the gradients.
 
@@ -361,6 +351,7 @@ def backward_cuda(
     none = Gradients(dx)
     if dx is None and weights is None:
         return none
+    dy, dl1, layer, kept, activation = given
     x, w_gate, w_up, w_down = layer[:4]
     check_alike(w_gate, w_up=w_up, w_down=w_down)
     (m, k), n, dtype, gated = x.shape, w_gate.shape[0], x.dtype, w_up is not None
@@ -388,10 +379,10 @@ def backward_cuda(
         launch(gathered, *coefficients, *pattern, dx, aside, RELU.code(), capacity, multiprocessors)
         del gate_rounded, up_rounded, coefficients
         del aside
-    laid = layer._replace(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down)
+    laid = Backward(dy, dl1, layer._replace(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down), kept, activation)
     if weights is None:
         aside = room_aside(x, 2 * n if gated else n, multiprocessors)
-        overflow_backward(dy, dl1, laid, kept, capacity, activation, none, accumulate, aside)()
+        overflow_backward(laid, capacity, none, accumulate, aside)()
         return none
 
     order, slot = empty(popularity, n), empty(popularity, n)
@@ -420,12 +411,12 @@ def backward_cuda(
     stored, added = (nothings, out[1:4]) if accumulate else (out[1:4], nothings)
     gradients = (*stored, db_gate, db_up, *added, aside)
     weight_grad = tuning.weight_grad(dtype, gated, bias, family)
-    given = (x, dy, order, sizes, tiles, starts, packed, tokens)
+    operands = (x, dy, order, sizes, tiles, starts, packed, tokens)
     out = out._replace(x=dx)
-    dense = functools.partial(overflow_backward, dy, dl1, laid, kept, capacity, activation, out, accumulate, aside)
+    dense = functools.partial(overflow_backward, laid, capacity, out, accumulate, aside)
     # nothing may run out of memory once something has been added
     overflow = dense() if accumulate else None
-    launch(weight_grad, *given, *gradients, capacity, multiprocessors)
-    del order, slot, tiles, starts, packed, tokens, given
+    launch(weight_grad, *operands, *gradients, capacity, multiprocessors)
+    del order, slot, tiles, starts, packed, tokens, operands
     (overflow or dense())()
     return out

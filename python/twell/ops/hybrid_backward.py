@@ -8,14 +8,14 @@ relu; ``twell._activation`` has the others.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from twell._activation import Activation
 from twell._runtime import nvtx
 from twell.ops import hybrid
-from twell.ops.hybrid import Kept
+from twell.ops.hybrid import Backward, Kept
 from twell.ops.library import ACTIVATION, Implementation, empty, last_activation, register
 from twell.ops.operands import Gradients, Operands
 
@@ -42,90 +42,54 @@ BACKWARD = (
 )
 
 
-def backward_first(implementation: Implementation) -> Implementation:
-    """``implementation(dy, dl1, layer, kept, ...)`` as a function of ``BACKWARD`` and the other arguments."""
+def backward_first(others: int) -> Callable[[Implementation], Implementation]:
+    """Make ``implementation(given, ...)`` a function of ``BACKWARD``, ``others`` arguments and ``ACTIVATION``."""
 
-    def ungrouped(*arguments: Any) -> Any:
-        dy, dl1, *tensors = arguments[:13]
-        return implementation(dy, dl1, Operands(*tensors[:6]), Kept(*tensors[6:]), *arguments[13:])
+    def of(implementation: Implementation) -> Implementation:
+        def ungrouped(*arguments: Any) -> Any:
+            dy, dl1, *tensors = arguments[:13]
+            rest, form = arguments[13 : 13 + others], arguments[13 + others :]
+            layer = Operands(*tensors[:6])
+            activation = last_activation(form, layer.w_up is not None)
+            return implementation(Backward(dy, dl1, layer, Kept(*tensors[6:]), activation), *rest)
 
-    return ungrouped
+        return ungrouped
 
-
-def _form_last(implementation: Implementation) -> Implementation:
-    """``implementation(dy, dl1, layer, kept, activation, ...)`` as a function of the schema's arguments."""
-
-    @backward_first
-    def ungrouped(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, *rest: Any) -> Any:
-        activation = last_activation(rest[2:], layer.w_up is not None)
-        return implementation(dy, dl1, layer, kept, activation, *rest[:2])
-
-    return ungrouped
+    return of
 
 
-@_form_last
-def _fake(
-    dy: Tensor,
-    dl1: Tensor,
-    layer: Operands,
-    kept: Kept,
-    activation: Activation,
-    input_grad: bool,
-    weight_grad: bool,
-) -> Outputs:
-    activation.level(layer.x.dtype)
-    hybrid.check_backward(dy, dl1, layer, kept)
-    return present(outputs(layer, input_grad, weight_grad), layer.x)
+@backward_first(2)
+def _fake(given: Backward, input_grad: bool, weight_grad: bool) -> Outputs:
+    given.activation.level(given.layer.x.dtype)
+    hybrid.check_backward(given)
+    return present(outputs(given.layer, input_grad, weight_grad), given.layer.x)
 
 
-@_form_last
-def _cpu(
-    dy: Tensor,
-    dl1: Tensor,
-    layer: Operands,
-    kept: Kept,
-    activation: Activation,
-    input_grad: bool,
-    weight_grad: bool,
-) -> Outputs:
-    hybrid.check_backward(dy, dl1, layer, kept)
-    gradients = outputs(layer, input_grad, weight_grad)
-    hybrid.backward_cpu(dy, dl1, layer, kept, activation, gradients, accumulate=False)
-    return present(gradients, layer.x)
+@backward_first(2)
+def _cpu(given: Backward, input_grad: bool, weight_grad: bool) -> Outputs:
+    hybrid.check_backward(given)
+    gradients = outputs(given.layer, input_grad, weight_grad)
+    hybrid.backward_cpu(given, gradients, accumulate=False)
+    return present(gradients, given.layer.x)
 
 
-@_form_last
-def _cuda(
-    dy: Tensor,
-    dl1: Tensor,
-    layer: Operands,
-    kept: Kept,
-    activation: Activation,
-    input_grad: bool,
-    weight_grad: bool,
-) -> Outputs:
-    return present(on_cuda(dy, dl1, layer, kept, activation, input_grad, weight_grad), layer.x)
+@backward_first(2)
+def _cuda(given: Backward, input_grad: bool, weight_grad: bool) -> Outputs:
+    return present(on_cuda(given, input_grad, weight_grad), given.layer.x)
 
 
 @nvtx.marked(
-    lambda dy, dl1, layer, *_: nvtx.range("hybrid_backward", category=nvtx.BACKWARD, **nvtx.sizes(layer._asdict()))
+    lambda given, *_: nvtx.range("hybrid_backward", category=nvtx.BACKWARD, **nvtx.sizes(given.layer._asdict()))
 )
-def on_cuda(
-    dy: Tensor,
-    dl1: Tensor,
-    layer: Operands,
-    kept: Kept,
-    activation: Activation,
-    input_grad: bool,
-    weight_grad: bool,
-) -> Gradients:
+def on_cuda(given: Backward, input_grad: bool, weight_grad: bool) -> Gradients:
     """The operator on the current device; None for gradients that are not wanted."""
-    if not dy.shape[0]:
+    layer = given.layer
+    if not given.dy.shape[0]:
         gradients = outputs(layer, input_grad, weight_grad)
         return Gradients(*(None if g is None else g.zero_() for g in gradients))
     dx = empty(layer.x, layer.x.shape) if input_grad else None
     weights = (lambda: outputs(layer, False, True)) if weight_grad else None
-    return hybrid.backward_cuda(dy, dl1, layer, kept, activation, dx, weights, accumulate=False)
+    return hybrid.backward_cuda(given, dx, weights, accumulate=False)
 
 
 hybrid_backward = register(

@@ -6,17 +6,14 @@ main_gate, main_up and main_down are [N, K], in any layout. A layout that kernel
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from twell._activation import Activation
 from twell._runtime import nvtx
 from twell.ops import hybrid
-from twell.ops.hybrid import Kept
+from twell.ops.hybrid import Backward
 from twell.ops.hybrid_backward import BACKWARD, backward_first, present
-from twell.ops.library import ACTIVATION, Implementation, check, has_rows, last_activation, register
+from twell.ops.library import ACTIVATION, check, has_rows, register
 from twell.ops.operands import Gradients, Mains, Operands
 
 Outputs = tuple[Tensor, Tensor, Tensor]
@@ -32,15 +29,14 @@ def outputs(layer: Operands, mains: Mains, input_grad: bool) -> Gradients:
     return Gradients(x.new_empty(x.shape) if input_grad else None, b_gate=db_gate, b_up=db_up)
 
 
-def _mains_last(implementation: Implementation) -> Implementation:
-    """``implementation(dy, dl1, layer, kept, activation, mains, input_grad)`` of the schema's arguments."""
-
-    @backward_first
-    def ungrouped(dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, *rest: Any) -> Any:
-        activation = last_activation(rest[4:], layer.w_up is not None)
-        return implementation(dy, dl1, layer, kept, activation, Mains(*rest[:3]), rest[3])
-
-    return ungrouped
+def _checked(given: Backward, mains: Mains, input_grad: bool) -> Gradients:
+    """``outputs`` of operands that fit each other."""
+    given.activation.level(given.layer.x.dtype)
+    hybrid.check_backward(given)
+    for name, main in mains._asdict().items():
+        if main is not None:
+            check(name.replace("w_", "main_"), main, given.layer.w_gate.shape, torch.float32)
+    return outputs(given.layer, mains, input_grad)
 
 
 def _returned(gradients: Gradients, like: Tensor) -> Outputs:
@@ -48,45 +44,34 @@ def _returned(gradients: Gradients, like: Tensor) -> Outputs:
     return dx, db_gate, db_up
 
 
-@_mains_last
-def _fake(
-    dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, activation: Activation, mains: Mains, input_grad: bool
-) -> Outputs:
-    activation.level(layer.x.dtype)
-    hybrid.check_backward(dy, dl1, layer, kept)
-    for name, main in mains._asdict().items():
-        if main is not None:
-            check(name.replace("w_", "main_"), main, layer.w_gate.shape, torch.float32)
-    return _returned(outputs(layer, mains, input_grad), layer.x)
+@backward_first(4)
+def _fake(given: Backward, main_gate: Tensor, main_up: Tensor | None, main_down: Tensor, input_grad: bool) -> Outputs:
+    return _returned(_checked(given, Mains(main_gate, main_up, main_down), input_grad), given.layer.x)
 
 
-@_mains_last
-def _cpu(
-    dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, activation: Activation, mains: Mains, input_grad: bool
-) -> Outputs:
-    _fake(dy, dl1, *layer[:-1], *kept, *mains, input_grad, *activation)
-    gradients = outputs(layer, mains, input_grad)
-    targets = gradients._replace(**mains._asdict())
-    hybrid.backward_cpu(dy, dl1, layer, kept, activation, targets, accumulate=True)
-    return _returned(gradients, layer.x)
+@backward_first(4)
+def _cpu(given: Backward, main_gate: Tensor, main_up: Tensor | None, main_down: Tensor, input_grad: bool) -> Outputs:
+    mains = Mains(main_gate, main_up, main_down)
+    gradients = _checked(given, mains, input_grad)
+    hybrid.backward_cpu(given, gradients._replace(**mains._asdict()), accumulate=True)
+    return _returned(gradients, given.layer.x)
 
 
-@_mains_last
-def _cuda(
-    dy: Tensor, dl1: Tensor, layer: Operands, kept: Kept, activation: Activation, mains: Mains, input_grad: bool
-) -> Outputs:
-    gradients = outputs(layer, mains, input_grad)
-    if not dy.shape[0]:
-        return _returned(Gradients(*(None if g is None else g.zero_() for g in gradients)), layer.x)
+@backward_first(4)
+def _cuda(given: Backward, main_gate: Tensor, main_up: Tensor | None, main_down: Tensor, input_grad: bool) -> Outputs:
+    mains = Mains(main_gate, main_up, main_down)
+    gradients = outputs(given.layer, mains, input_grad)
+    if not given.dy.shape[0]:
+        return _returned(Gradients(*(None if g is None else g.zero_() for g in gradients)), given.layer.x)
     laid = [
         m if m is None or has_rows(m) else torch.zeros_like(m, memory_format=torch.contiguous_format) for m in mains
     ]
     targets = gradients._replace(w_gate=laid[0], w_up=laid[1], w_down=laid[2])
-    hybrid.backward_cuda(dy, dl1, layer, kept, activation, gradients.x, lambda: targets, accumulate=True)
+    hybrid.backward_cuda(given, gradients.x, lambda: targets, accumulate=True)
     for main, added in zip(mains, laid):
         if main is not None and added is not None and added is not main:
             main.add_(added)
-    return _returned(gradients, layer.x)
+    return _returned(gradients, given.layer.x)
 
 
 hybrid_backward_accumulate = register(

@@ -215,7 +215,7 @@ def part(tensor: Tensor, first: int, last: int) -> Tensor:
 def is_direct(x: Tensor) -> bool:
     """Whether the code of operators on plain tensors may be called without the dispatcher, which takes 6 us.
 
-    It may if nobody watches operators, and if x is on the current GPU.
+    It may if nothing records operators, and if x is on the current GPU.
     """
     return (
         x.is_cuda

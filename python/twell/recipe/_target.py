@@ -24,8 +24,6 @@ _SHARPNESS = 3.0
 # The fast part per unit of error, and the largest error that it follows.
 _DAMPING = 3.0
 _MOST_ERROR = 1.0
-# After the way the slow part slows down linearly to the last step, from this rate, of which 1 is the most.
-_LATE = 1.0
 # The slow part falls to this share of the first coefficient at the least, from where it comes back soon.
 _LEAST = 1e-3
 
@@ -164,10 +162,10 @@ class TargetSparsity:
         self._sum, self._calls = None, 0
 
     def _rate(self) -> float:
-        """How far the logarithm of the coefficient moves per step and unit of error."""
+        """How far the logarithm of the coefficient moves per step and unit of error; after the way it falls to 0."""
         way = max(1.0, self.reach * self.steps)
         left = (self.steps - self.step) / max(1.0, self.steps - way)
-        return _TRAVEL / way * min(1.0, max(0.0, _LATE * left))
+        return _TRAVEL / way * min(1.0, max(0.0, left))
 
     def _on(self, l1: Tensor) -> Tensor:
         """The state on the device of ``l1``, made of it if this is the first step."""

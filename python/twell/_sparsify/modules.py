@@ -1,0 +1,343 @@
+"""The modules that ``sparsify_`` makes: layers whose projections keep their names, and the two halves of a pair."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from twell._activation import ActivationName
+from twell._auto import AutoStrategy
+from twell._plain import HOOKS_OF_ALL, behaves, calls_are_torchs
+from twell._runtime.log import warn_once
+from twell._sparsify.other_inputs import HOOKS, of_torch
+from twell.functional import Aux, Strategy
+from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP
+
+# The names of projections in layers of twell, and those of a pair.
+GATED = ("gate_proj", "up_proj", "down_proj")
+PLAIN = ("up_proj", "down_proj")
+PAIR = ("fc1", "fc2")
+
+
+class SharedLinear(nn.Linear):
+    """An ``nn.Linear`` that shares the parameters of another; ``_share`` sets them."""
+
+    def __init__(self) -> None:
+        # nn.Linear's own would allocate
+        nn.Module.__init__(self)
+
+    def _share(self, linear: nn.Linear) -> None:
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self.train(linear.training)
+
+
+class _HandedOn(threading.local):
+    """The last input of each ``DeferredUp`` in this thread, until its ``SparseDown`` takes it."""
+
+    def __init__(self) -> None:
+        self.tensors: weakref.WeakKeyDictionary[DeferredUp, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
+
+
+_HANDED_ON = _HandedOn()
+
+
+class Block:
+    """A weak reference to the block of a pair, with the pair's names. In a copy of the block it refers to the copy."""
+
+    def __init__(self, block: nn.Module | None = None, names: tuple[str, ...] = PAIR) -> None:
+        self.ref = None if block is None else weakref.ref(block)
+        self.names = names
+
+    def __call__(self) -> nn.Module | None:
+        return None if self.ref is None else self.ref()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Block:
+        block = self()
+        return Block(None if block is None else memo.get(id(block)), self.names)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Block, (self(), self.names)
+
+
+class DeferredUp(SharedLinear):
+    """``fc1`` of a pair: holds the up projection's parameters and returns its input, which ``SparseDown`` takes."""
+
+    _block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., hidden] -> x."""
+        if not torch.compiler.is_compiling():
+            if isinstance(x, Tensor):
+                _HANDED_ON.tensors[self] = weakref.ref(x)
+            # with other sizes, code that takes x for the hidden state raises by itself
+            if self.in_features == self.out_features:
+                self._require_place(SparseDown)
+        return x
+
+    def _require_place(self, kind: type[nn.Module]) -> None:
+        """Raise NotImplementedError unless the block still calls this pair's layer of a kind under its name."""
+        block = self._block()
+        if block is None:
+            return
+        fc1, fc2 = self._block.names
+        name = fc2 if kind is SparseDown else fc1
+        child: Any = below(block, name) if "." in name else block._modules.get(name)
+        layer = child
+        # Sequential and wrappers that checkpoint, compile or shard pass their input to their first child
+        while layer is not None and not isinstance(layer, kind) and of_torch(type(layer)):
+            layer = next(layer.children(), None)
+        if not isinstance(layer, kind) or (layer is not self and getattr(layer, "up_proj", None) is not self):
+            raise NotImplementedError(
+                f"{name} of a twell pair must be the {kind.__name__} that sparsify_ made, since {fc1} returns its "
+                f"input and {fc2} does the work of both, got {type(child).__name__}; wrap or replace layers, and merge "
+                "adapters, before sparsify_"
+            )
+
+
+class SparseDown(SparseMLP, SharedLinear):
+    """``fc2`` of a pair: ``fc2(relu(fc1(x)))`` through ``twell.sparse_ffn`` on the input x [..., hidden] of ``fc1``.
+
+    For blocks with both layers and the activation among their own children, which keep their own ``forward`` and their
+    keys ``fc1.weight`` and ``fc2.weight``: ``fc1`` becomes a ``DeferredUp``, the activation an ``nn.Identity``, and
+    this layer, an ``nn.Linear`` with the down projection's parameters, does the work of all three. ``up_proj`` is the
+    module ``fc1`` itself but not a child: copying, pickling, moving and loading the block keep the two together. All
+    else is as in ``twell.nn.SparseMLP``.
+    """
+
+    up_proj: nn.Linear
+
+    def __init__(
+        self,
+        up: DeferredUp,
+        down: nn.Linear,
+        *,
+        compression: int = 8,
+        strategy: Strategy | AutoStrategy = "auto",
+        activation: ActivationName = "relu",
+        threshold: float = 0,
+    ) -> None:
+        SparseFFN.__init__(
+            self, up.in_features, up.out_features, compression, strategy, activation=activation, threshold=threshold
+        )
+        self._share(down)
+        # not through nn.Module, which would make it a child with state-dict keys of its own
+        object.__setattr__(self, "up_proj", up)
+
+    @overload
+    def forward(self, x: Tensor, return_aux: Literal[False] = False) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
+    def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
+        """x [..., hidden], the very tensor that ``fc1`` got, -> y [..., hidden], as in ``SparseMLP``."""
+        if not torch.compiler.is_compiling():
+            self._require_handed_on(x)
+        return super().forward(x, return_aux)  # type: ignore[call-overload,no-any-return]
+
+    def _require_handed_on(self, x: Tensor) -> None:
+        """Raise NotImplementedError if x is known to be another tensor than ``fc1`` got."""
+        up: Any = self.up_proj
+        handed_on = _HANDED_ON.tensors.pop(up, None)
+        if handed_on is None:
+            # fc1 ran compiled or not at all
+            up._require_place(DeferredUp)
+        elif handed_on() is not x and not (any(HOOKS_OF_ALL) or _changed(up) or _changed(self)):
+            raise NotImplementedError(
+                "fc2 of a twell pair must be called on the very tensor that fc1 returns, its input, got another one: "
+                "nothing may run between them or change either; wrap or replace layers, and merge adapters, before "
+                "sparsify_"
+            )
+
+    def _is_plain(self) -> bool:
+        up: Any = self.up_proj
+        # accelerate wraps each forward; that changes nothing unless it also offloads the weights
+        if "forward" in vars(up) and getattr(vars(up).get("_hf_hook"), "offload", True):
+            raise NotImplementedError(
+                "fc1 of a twell pair must keep its forward, got one set on the instance: fc2 does the work of fc1 and "
+                "would not call it"
+            )
+        if not torch.compiler.is_compiling():
+            if any(HOOKS_OF_ALL) or _hooks(up):
+                warn_once("fc1 of a twell pair has hooks: they see its input on both sides and must not change it")
+            if any(HOOKS_OF_ALL) or any(not _of_twell(hook) for hook in _hooks(self)):
+                warn_once(
+                    "fc2 of a twell pair has hooks: they see the input of fc1, and its gradient, where the hidden "
+                    "state was, and must not change it"
+                )
+        # not by name: reading a parametrized weight computes it, and may change it
+        parameters = itertools.chain(up._parameters.values(), self._parameters.values())
+        return calls_are_torchs() and all(map(behaves, parameters))
+
+    def _project(self, name: str, x: Tensor) -> Any:
+        # the layer's own product, as if it were no part of a pair
+        return nn.Linear.forward(self if name == "down_proj" else self.up_proj, x)
+
+    def reset_parameters(self) -> None:
+        """Initialise this layer's own weight and bias again; ``fc1`` has its own ``reset_parameters``."""
+        nn.Linear.reset_parameters(self)
+
+    @property
+    def down_proj(self) -> nn.Linear:  # type: ignore[override]
+        """This layer itself."""
+        return self
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    """The hooks of a module's calls."""
+    return [hook for kind in HOOKS for hook in getattr(module, kind).values()]
+
+
+def _of_twell(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).split(".")[0] == "twell"
+
+
+def _changed(module: nn.Module) -> bool:
+    """Whether hooks or a replaced forward may exchange the module's input or output for another tensor."""
+    return "forward" in vars(module) or bool(_hooks(module))
+
+
+class PairMLP(nn.Module):
+    """Replaces a module of ``fc1``, ReLU and ``fc2`` that has the ReLU in the code of its forward, not in a child."""
+
+    def __init__(self, fc1: DeferredUp, fc2: SparseDown) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = fc1, fc2
+        fc1._block = Block(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc2(self.fc1(x))
+        return y
+
+
+class _Renamed(SparseFFN):
+    """A layer whose projections are children of other names, ``_names``."""
+
+    @property
+    def _projections(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self._names
+
+    def _is_plain(self) -> bool:
+        # nn.Module stores it beside the child that has the role
+        if odd := [name for name in GATED if name in self._modules and name not in self._names]:
+            raise AttributeError(
+                f"{odd[0]} must be set by the child's own name in a layer whose projections are "
+                f"{', '.join(self._names)}, got one set as {odd[0]}: delete it, and set the other"
+            )
+        return super()._is_plain()
+
+    _names: tuple[str, ...]
+
+
+def _child(place: int) -> Any:
+    """A property: the child whose name is at this place of ``_names``."""
+    return property(lambda layer: layer._modules[layer._names[place]])
+
+
+class NamedMLP(_Renamed, SparseMLP):
+    """A ``SparseMLP`` whose projections are children of other names, as ``wi`` and ``wo``; else the same."""
+
+    def __init__(self, names: tuple[str, ...], linears: Iterable[nn.Linear], **options: Any) -> None:
+        _name(self, names, linears, options)
+
+    up_proj = _child(0)
+    down_proj = _child(1)
+
+
+class NamedGatedMLP(_Renamed, SparseGatedMLP):
+    """A ``SparseGatedMLP`` whose projections are children of other names, as ``w1``, ``w3`` and ``w2``."""
+
+    def __init__(self, names: tuple[str, ...], linears: Iterable[nn.Linear], **options: Any) -> None:
+        _name(self, names, linears, options)
+
+    gate_proj = _child(0)
+    up_proj = _child(1)
+    down_proj = _child(2)
+
+
+class FusedGatedMLP(_Renamed, SparseGatedMLP):
+    """A ``SparseGatedMLP`` whose gate and up projections are one child [2 N, K], as ``gate_up_proj`` of Phi-3.
+
+    The kernels read its two halves in place. ``gate_proj`` and ``up_proj`` are new layers around these views.
+    """
+
+    def __init__(self, names: tuple[str, ...], linears: Iterable[nn.Linear], up_first: bool, **options: Any) -> None:
+        _name(self, names, linears, options)
+        self._up_first = up_first
+
+    @property
+    def gate_proj(self) -> nn.Linear:  # type: ignore[override]
+        """A layer with the views of the gate's weight and bias."""
+        return _view(*self._halves()[0])
+
+    @property
+    def up_proj(self) -> nn.Linear:  # type: ignore[override]
+        """A layer with the views of the up projection's weight and bias."""
+        return _view(*self._halves()[1])
+
+    down_proj = _child(1)
+
+    def _halves(self) -> list[tuple[Tensor, Tensor | None]]:
+        weight, bias = self._applied(self._names[0])
+        biases = (None, None) if bias is None else bias.chunk(2)
+        return self._ordered(zip(weight.chunk(2), biases))
+
+    def _ordered(self, halves: Iterable[Any]) -> list[Any]:
+        return list(halves)[:: -1 if self._up_first else 1]
+
+    def _operands(self) -> Iterable[tuple[Tensor, Tensor | None]]:
+        return *self._halves(), self._applied(self._names[1])
+
+    def _pre_activations(self, x: Tensor) -> tuple[Any, Any]:
+        gate, up = self._ordered(self._project(self._names[0], x).chunk(2, dim=-1))
+        return gate, up
+
+    def _gate(self, x: Tensor) -> Any:
+        return self._pre_activations(x)[0]
+
+    def _main_grads(self, **weights: Tensor) -> list[Tensor | None] | None:
+        whole = {name: self._applied(name)[0] for name in self._names}
+        mains = super()._main_grads(**whole)
+        if mains is None:
+            return None
+        fused, down = mains
+        return [*((None, None) if fused is None else self._ordered(fused.chunk(2))), down]
+
+    _up_first: bool
+
+
+def _name(layer: Any, names: tuple[str, ...], linears: Iterable[nn.Linear], options: dict[str, Any]) -> None:
+    """Initialise a layer whose projections are children of other names."""
+    linears = list(linears)
+    intermediate = linears[-1].in_features
+    SparseFFN.__init__(layer, linears[0].in_features, intermediate, **options)
+    layer._names = names
+    for name, linear in zip(names, linears):
+        # add_module would ask the properties of these names
+        layer._modules[name] = shared(linear)
+
+
+def shared(linear: nn.Linear) -> nn.Linear:
+    """A plain ``nn.Linear`` with the parameters of another."""
+    made = nn.Linear(linear.in_features, linear.out_features, False, device="meta")
+    made.weight, made.bias = linear.weight, linear.bias
+    return made
+
+
+def _view(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """An ``nn.Linear`` around tensors that are no parameters."""
+    made: Any = SharedLinear()
+    made.weight, made.bias = weight, bias
+    made.out_features, made.in_features = weight.shape
+    return made  # type: ignore[no-any-return]
+
+
+def below(module: nn.Module, name: str) -> nn.Module | None:
+    """The child of a child, or None."""
+    child, _, key = name.partition(".")
+    return getattr(module._modules.get(child), "_modules", {}).get(key)

@@ -1,0 +1,125 @@
+"""Comparisons bit by bit, and memory full of NaN, in which an unwritten element shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from twell._runtime import geometry
+
+_T = TypeVar("_T")
+
+
+def assert_same(actual: Tensor, expected: Tensor, what: str = "values") -> None:
+    """Raise AssertionError, naming ``what`` and the first difference, unless all elements are equal, or both NaN.
+
+    Shapes and dtypes must agree; devices may differ. Zeros of either sign are equal.
+    """
+    torch.testing.assert_close(
+        actual,
+        expected.to(actual.device),
+        rtol=0,
+        atol=0,
+        equal_nan=True,
+        msg=lambda message: f"{what}: {message}",
+    )
+
+
+Packed = tuple[Tensor, Tensor, Tensor]
+
+
+def assert_packed_same(actual: Packed, expected: Packed, n: int, compression: int) -> None:
+    """Raise AssertionError unless two results of ``twell.ops.gate_pack`` for n neurons agree in all defined values.
+
+    These are every word (those past the count are 0), the statistics, and the spill of the row-tiles that overflow,
+    up to neuron n. All NaN are equal.
+    """
+    (words, spill, stats), (expected_words, expected_spill, expected_stats) = actual, expected
+    m, tiles = words.shape[0], geometry.tiles(n)
+    assert_same(
+        _canonical(words, spill.dtype, compression), _canonical(expected_words, spill.dtype, compression), "words"
+    )
+    assert_same(stats, expected_stats, "stats")
+    counts = words.view(m, tiles, geometry.words_per_tile(compression))[:, :, :1]
+    defined = (counts > geometry.capacity(compression)).expand(m, tiles, geometry.TILE).reshape(spill.shape)[:, :n]
+    assert_same(
+        spill[:, :n].masked_fill(~defined, 0), expected_spill[:, :n].to(spill.device).masked_fill(~defined, 0), "spill"
+    )
+
+
+def _canonical(words: Tensor, dtype: torch.dtype, compression: int) -> Tensor:
+    """``words`` with the value bits of every NaN entry set to ones."""
+    if not words.numel():
+        return words
+    table = words.view(-1, geometry.words_per_tile(compression))
+    nan = (table >> 16).to(torch.int16).view(dtype).isnan()
+    nan[:, 0] = False  # a count, not an entry
+    return torch.where(nan, table | ~0xFFFF, table).view(words.shape)
+
+
+def assert_hybrid_same(actual: Sequence[Tensor], expected: Sequence[Tensor], m: int, n: int, gated: bool) -> None:
+    """Raise AssertionError unless two hybrid gates of ``m`` tokens and ``n`` neurons agree in all defined values.
+
+    Each is entries, neurons, chunks, sizes and popularity of 16-bit values, the last outputs of
+    ``twell.ops.hybrid_forward``. Defined are the lists up to a multiple of 64, and an entry and, if ``gated``, an up
+    projection for each non-zero; if these do not fit, only their number.
+    """
+    names = ("entries", "neurons", "chunks", "sizes", "popularity")
+    ours, theirs = (dict(zip(names, (t.cpu() for t in kept), strict=True)) for kept in (actual, expected))
+    for name in names:
+        assert ours[name].shape == theirs[name].shape, name
+    assert_same(ours["sizes"][-1], theirs["sizes"][-1], "number of non-zeros")
+    total, capacity = int(ours["sizes"][-1]), geometry.hybrid_capacity(m, n)
+    if total > capacity:
+        return
+    for name in ("sizes", "chunks", "popularity"):
+        assert_same(ours[name], theirs[name], name)
+    listed = -(-ours["sizes"][:-1, None] // geometry.CHUNK) * geometry.CHUNK
+    undefined = torch.arange(ours["neurons"].shape[1], device=listed.device) >= listed
+    assert_same(ours["neurons"].masked_fill(undefined, 0), theirs["neurons"].masked_fill(undefined, 0), "neurons")
+    assert_same(ours["entries"][:total], theirs["entries"][:total], "entries")
+    if gated:
+        up, right = (kept["entries"][capacity:].view(torch.int16)[:total] for kept in (ours, theirs))
+        assert_same(up, right, "bits of up projections")
+
+
+_POISON = 0xFF  # as bytes of bf16, fp16 and fp32 a NaN, of int32 -1
+
+
+def poison_memory(device: torch.device | str = "cuda") -> None:
+    """Leave NaN in the memory that torch hands out next: blocks of up to 256 MiB, twice that in all.
+
+    Tensors from ``torch.empty`` then hold NaN (as integers: -1), so that an unwritten element shows. Frees torch's
+    cached memory first, which synchronises.
+    """
+    torch.cuda.empty_cache()
+    sizes = [1 << bits for bits in range(9, 21)] * 4 + [1 << bits for bits in range(21, 29)]
+    blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+    for block in blocks:
+        block.fill_(_POISON)
+
+
+def poisoned(call: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Call twice and fill the first call's outputs with NaN in between: the second call gets the same memory."""
+    for output in call():
+        output.view(-1).view(torch.uint8).fill_(_POISON)
+    return call()
+
+
+def captured(call: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
+    """Capture a CUDA graph of ``call``; return it with the outputs that each replay writes.
+
+    A call on a side stream comes first, to load and allocate.
+    """
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = call()
+    return graph, outputs

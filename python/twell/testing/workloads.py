@@ -1,0 +1,237 @@
+"""Problems: the tensors of one feed-forward layer, drawn from a named workload or read from a recorded layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from twell._arguments import require, require_integer
+
+# Sizes at the edges of a kernel's tiles, and the sizes of real layers.
+UGLY_M = (0, 1, 7, 63, 64, 65, 127, 128, 129, 257)
+UGLY_K = (8, 64, 72, 896, 2048, 4096, 8192)
+
+
+class ModelSizes(NamedTuple):
+    """Sizes of a decoder: layers, hidden size (K), intermediate size (N) and attention heads."""
+
+    layers: int
+    hidden: int
+    neurons: int
+    heads: int
+
+
+# The models of the paper (arXiv 2603.23198), which share one layer.
+PAPER_MODELS = {name: ModelSizes(n, 2048, 5632, 32) for name, n in {"0.5B": 8, "1B": 18, "1.5B": 28, "2B": 38}.items()}
+PAPER_HIDDEN, PAPER_NEURONS = PAPER_MODELS["1.5B"][1:3]
+
+
+class FFN(NamedTuple):
+    """The tensors of one layer: x [M, K], w_gate, w_up and w_down [N, K] (one row per neuron), biases [N], [N], [K].
+
+    The non-gated layer that shares these tensors is ``relu(x w_gate^T) w_down``: it has no ``w_up``.
+    """
+
+    x: Tensor
+    w_gate: Tensor
+    w_up: Tensor
+    w_down: Tensor
+    b_gate: Tensor | None = None
+    b_up: Tensor | None = None
+    b_down: Tensor | None = None
+
+    def to(self, device: torch.device | str) -> FFN:
+        """The same problem on ``device``; tensors already there are not copied."""
+        return self.map(lambda t: t.to(device))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> FFN:
+        """The layer with ``function`` applied to each of its tensors."""
+        biases = (None if t is None else function(t) for t in self[4:])
+        return FFN(*(function(t) for t in (self.x, self.w_gate, self.w_up, self.w_down)), *biases)
+
+    def rows(self, start: int, stop: int) -> FFN:
+        """The same layer on rows ``start`` to ``stop`` of x."""
+        return self._replace(x=self.x[start:stop])
+
+    def present(self, gated: bool) -> dict[str, Tensor]:
+        """The layer's tensors by name; without gate there is neither an up projection nor its bias."""
+        absent = () if gated else ("w_up", "b_up")
+        return {name: t for name, t in self._asdict().items() if t is not None and name not in absent}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A pattern of activation: mean non-zeros per token and their distribution.
+
+    ``neuron_sigma`` is the spread of the neurons' log-popularity, ``token_sigma`` that of the tokens', ``dead`` the
+    share of neurons that never fire, ``rho`` the correlation of a token with the topic of its document.
+    """
+
+    nnz: float
+    neuron_sigma: float = 0.0
+    token_sigma: float = 0.0
+    dead: float = 0.0
+    rho: float = 0.0
+
+
+WORKLOADS = {
+    "uniform29": Workload(29),
+    "skew29": Workload(29, neuron_sigma=1.0, token_sigma=0.5, dead=0.3),
+    "topic29": Workload(29, neuron_sigma=1.0, token_sigma=0.5, dead=0.3, rho=0.5),
+    "topic128": Workload(128, neuron_sigma=1.0, token_sigma=0.5, dead=0.2, rho=0.5),
+    "dense911": Workload(911, neuron_sigma=0.5, token_sigma=0.3),
+}
+
+# The first two input features are reserved: the first, a constant, carries the neuron's bias, the second the token's.
+_CONSTANT = 4.0
+_DEAD_BIAS = -50.0
+_THRESHOLD_ROWS = 4096
+
+# Tokens of a recorded layer before they repeat.
+_PERIOD = 4096
+
+
+def make(
+    name: str,
+    m: int = 16384,
+    k: int = PAPER_HIDDEN,
+    n: int = PAPER_NEURONS,
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    document: int = 512,
+) -> FFN:
+    """Draw the workload ``name`` (a key of WORKLOADS) with m tokens, hidden size k and n neurons.
+
+    The draw depends on the sizes, the seed and the kind of device. ``document`` is the number of consecutive tokens
+    that share a topic. Raises ValueError for an unknown name.
+    """
+    require_sizes(m, k, n)
+    require_integer("seed", seed, 0)
+    if not isinstance(name, str) or name not in WORKLOADS:
+        raise ValueError(f"workload must be one of {', '.join(WORKLOADS)}, got {name!r}")
+    load = WORKLOADS[name]
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    x = normal(m, k)
+    if load.rho:
+        topic = normal(math.ceil(m / document), k).repeat_interleave(document, 0)[:m]
+        x = math.sqrt(load.rho) * topic + math.sqrt(1 - load.rho) * x
+    w_gate = normal(n, k) / math.sqrt(k)
+    popularity = load.neuron_sigma * normal(n)
+    heaviness = load.token_sigma * normal(m)
+    dead = torch.rand(n, generator=generator, device=device) < load.dead
+    x[:, 0], x[:, 1] = _CONSTANT, heaviness
+    w_gate[:, 0], w_gate[:, 1] = popularity / _CONSTANT, 1.0
+    pre_activation = x[:_THRESHOLD_ROWS].to(dtype).float() @ w_gate.to(dtype).float().T
+    pre_activation[:, dead] = -math.inf
+    threshold = _threshold(pre_activation, load.nnz)
+    w_gate[:, 0] = (popularity - threshold) / _CONSTANT
+    w_gate[dead, 0] = _DEAD_BIAS
+    w_up, w_down = normal(n, k) / math.sqrt(k), normal(n, k) / math.sqrt(n)
+    return FFN(x.to(dtype), w_gate.to(dtype), w_up.to(dtype), w_down.to(dtype))
+
+
+def require_sizes(m: int, k: int, n: int) -> None:
+    for letter, size in (("m", m), ("k", k), ("n", n)):
+        require_integer(letter, size, 0)
+
+
+def _threshold(pre_activation: Tensor, nnz: float) -> float:
+    """The value that ``nnz`` entries of a row exceed on average, by bisection."""
+    low, high = -20.0, 20.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        if (pre_activation > middle).sum(1).float().mean() > nnz:
+            low = middle
+        else:
+            high = middle
+    return middle
+
+
+def load_real(
+    layer: int,
+    folder: Path | str,
+    m: int = 16384,
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+) -> FFN:
+    """Read ``folder/layer{layer}.npz``, a recorded layer; its tokens repeat up to m, up and down weights are random.
+
+    The file holds ``x`` int8 [tokens, K] and ``x_scale`` [tokens, 1] or [1, K]; ``w`` int8 [alive, K] and ``w_scale``,
+    the gate rows of the neurons that fire at least once; ``alive``, their indices; ``n``, the number of neurons; and
+    ``quiet`` [K], a direction whose product with every token is about 1. The other gate rows are noise minus a multiple
+    of ``quiet``: those neurons stay silent without zero weights, which would run cooler and faster than real ones.
+    Needs numpy. Raises FileNotFoundError if the layer is not in the folder.
+    """
+    import numpy as np
+
+    path = Path(folder) / f"layer{layer}.npz"
+    with np.load(path) as arrays:
+        stored = {key: torch.from_numpy(arrays[key]) for key in ("x", "x_scale", "w", "w_scale", "alive", "quiet")}
+        n = int(arrays["n"])
+    x = stored["x"].float() * stored["x_scale"]
+    k = x.shape[1]
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cpu")
+
+    w_gate = normal(n, k) * (0.6 / x.norm(dim=1).mean()) - 4.0 * stored["quiet"]
+    w_gate[stored["alive"].long()] = stored["w"].float() * stored["w_scale"]
+    w_up, w_down = normal(n, k) / math.sqrt(k), normal(n, k) / math.sqrt(n)
+    x = x.repeat(math.ceil(m / x.shape[0]), 1)[:m]
+    return FFN(*(t.to(device, dtype) for t in (x, w_gate, w_up, w_down)))
+
+
+def load(
+    name: str,
+    m: int = 16384,
+    k: int = PAPER_HIDDEN,
+    n: int = PAPER_NEURONS,
+    *,
+    real_layers: Path | str | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+) -> FFN:
+    """The workload ``name``: a key of WORKLOADS, or ``real3`` for layer 3 of the folder ``real_layers``.
+
+    A recorded layer has its own k and n. Raises ValueError for an unknown name, or a recorded layer without a folder.
+    """
+    require("name", name, str, "the name of a workload")
+    if name.startswith("real") and name[4:].isdecimal():
+        if real_layers is None:
+            raise ValueError(f"{name} needs real_layers, the folder that holds layer{name[4:]}.npz, got none")
+        return load_real(int(name[4:]), real_layers, m, seed=seed, device=device, dtype=dtype)
+    return make(name, m, k, n, seed=seed, device=device, dtype=dtype)
+
+
+def real_names(folder: Path | str) -> list[str]:
+    """Names of the recorded layers in ``folder``, in order: ``["real3", "real6"]``."""
+    numbers = [path.stem[5:] for path in Path(folder).glob("layer*.npz")]
+    return [f"real{number}" for number in sorted((i for i in numbers if i.isdecimal()), key=int)]
+
+
+def real_upstream(problem: FFN, *, seed: int = 0) -> Tensor:
+    """An upstream gradient [M, K] of normal values, drawn on the problem's device.
+
+    It repeats every 4,096 tokens, as recorded layers do: otherwise the few terms of a rare neuron, one token four
+    times, may cancel, and its error says little.
+    """
+    m, k = problem.x.shape
+    generator = torch.Generator(problem.x.device).manual_seed(seed)
+    drawn = torch.randn(min(m, _PERIOD), k, generator=generator, device=problem.x.device).to(problem.x.dtype)
+    return drawn.repeat(-(-m // _PERIOD), 1)[:m]

@@ -1,0 +1,60 @@
+"""Every layer of the ReLU family, its formula, and values that tell bits apart, for tests on the CPU and the GPU."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twell import testing
+
+# integers have gates of up to 40: the threshold cuts off some of them, and is one of them
+FAMILY = {"relu": 0.0, "relu2": 0.0, "drelu": 0.0, "fatrelu": 3.0}
+# activation, its threshold, gated or not
+LAYERS = [(name, t, gated) for (name, t), gated in itertools.product(FAMILY.items(), (True, False))]
+LAYERS.remove(("drelu", 0.0, False))
+EVERY = pytest.mark.parametrize(("name", "threshold", "gated"), LAYERS, ids=str)
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+BIASES = "gate up down"
+
+
+def form(name: Any, threshold: float) -> dict[str, Any]:
+    return {"activation": name, "threshold": threshold}
+
+
+def float64_hidden(p: testing.FFN, name: str, threshold: float, gated: bool) -> Tensor:
+    """h by torch's own operators in float64."""
+    q = p.map(Tensor.double)
+    gate = F.threshold(F.linear(q.x, q.w_gate, q.b_gate), threshold, 0.0)
+    gate = gate**2 if name == "relu2" else gate
+    if not gated:
+        return gate
+    up = F.linear(q.x, q.w_up, q.b_up)
+    return gate * (F.relu(up) if name == "drelu" else up)
+
+
+def plain(gate: Tensor, up: Tensor) -> Tensor:
+    return F.relu(gate) * up
+
+
+def same_bits(actual: Tensor, expected: Tensor) -> bool:
+    """Zeros compare with their sign; all NaNs are equal."""
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
+    equal = actual.contiguous().view(bits) == expected.contiguous().view(bits)
+    return bool((equal | (actual.isnan() & expected.isnan())).all())
+
+
+def every_value(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """dh, gate and up [16, 65536]: each 16-bit pattern as a gate; zeros, infinities, NaN and extremes beside it."""
+    gate = torch.arange(1 << 16).to(torch.int16).view(dtype).expand(16, -1)
+    info = torch.finfo(dtype)
+    special = [0.0, -0.0, 1.0, -3.0, torch.inf, -torch.inf, torch.nan, info.tiny, -info.tiny / 4, info.max, 1 / 3]
+    others = torch.tensor(special).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    dh, up = (others[torch.randint(len(special), gate.shape, generator=generator)] for _ in range(2))
+    return dh, gate.contiguous(), up

@@ -1,0 +1,69 @@
+"""Layers and call sites for the tests of ``strategy="auto"``, and a stand-in for the transfers from a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import twell
+from twell import _tables
+from twell.nn import SparseGatedMLP, set_down_layout
+from twell.tuning import Figures
+
+BF16 = torch.bfloat16
+K, N = 32, 264
+SPARSE, DENSE = Figures(10, 0.05), Figures(3000, 1.0)
+DECIDES = {"union": SPARSE, "dense": DENSE}
+COSTS = {
+    (False, True, K, N): {1: {"row": (0.3, 0.0, 4.0, 0.0), "union": (0.4, 0.5, 1.0, 0.0)}},
+    (True, True, K, N): {1: {"union": (0.2, 0.6, 1.0, 0.0)}},
+}
+TABLE = _tables.Table(COSTS, "a GPU", "2026-11-22")
+
+
+class Arrivals:
+    """A stand-in for ``_auto.Transfer``: values arrive when ``open`` is true; it counts the queries."""
+
+    open = True
+    asked = 0
+    sent: list[list[int]]
+
+    def __init__(self) -> None:
+        self.sent = []
+
+    def __call__(self, values: Tensor) -> Any:
+        arrivals, numbers = self, values.tolist()
+        self.sent.append(numbers)
+
+        class Sent:
+            def arrived(self) -> bool:
+                arrivals.asked += 1
+                return arrivals.open
+
+            def read(self) -> list[int]:
+                assert arrivals.open, "read before arrival"
+                return numbers
+
+        return Sent()
+
+
+def layer(cls: Any = SparseGatedMLP, firing: int = 8) -> Any:
+    """A module whose biases make the first ``firing`` neurons fire for every token."""
+    mlp = cls(K, N, bias=True, dtype=BF16)
+    # as measured times are
+    set_down_layout(mlp, "rows")
+    set_firing(mlp, firing)
+    return mlp
+
+
+def set_firing(mlp: Any, firing: int) -> None:
+    gate = mlp.gate_proj if isinstance(mlp, SparseGatedMLP) else mlp.up_proj
+    with torch.no_grad():
+        gate.weight.zero_()
+        gate.bias.copy_(torch.where(torch.arange(N) < firing, 1.0, -1.0))
+
+
+def strategies_of(mlp: Any) -> list[tuple[str, str]]:
+    return [(row.kind, row.strategy) for row in twell.explain(mlp)]

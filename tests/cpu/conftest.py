@@ -1,0 +1,82 @@
+"""What several files use: processes that import the checkout, text, and runs of examples/train.py on it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+
+@pytest.fixture
+def environment(root: Path) -> dict[str, str]:
+    """Variables of a process that imports the checkout."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "python"), str(root)]), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def free_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let "auto" choose on the CPU as it does on a GPU."""
+    from twell import _auto
+
+    def free(kind: str, index: int | None) -> str:
+        return ""
+
+    free._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    monkeypatch.setattr(_auto, "forced", free)
+
+
+@pytest.fixture
+def chooses(free_choice: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The transfers of ``free_choice``, by a table in which the sizes of ``auto_layers`` matter."""
+    import auto_layers
+
+    from twell import _auto, _tables
+
+    arrivals = auto_layers.Arrivals()
+    monkeypatch.setattr(_auto, "Transfer", arrivals)
+    monkeypatch.setattr(_tables, "SHIPPED", auto_layers.TABLE)
+    return arrivals
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    import torch
+
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixty files of text that can be learnt, and files that are not text."""
+    import small_runs
+
+    root = small_runs.write_text(tmp_path_factory.mktemp("text"), parts=3)
+    (root / "image.txt").write_bytes(b"\x89PNG\0" * 1000)
+    (root / "latin.txt").write_bytes("é".encode("latin-1") * 100)
+    (root / ".hidden.txt").write_text("hidden " * 100)
+    return root
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def run(text: Path, cache: Path, tmp_path: Path) -> Callable[..., int]:
+    """train.main on the small model, its output under tmp_path."""
+    import small_runs
+    import train
+
+    def run(*more: object, out: str = "out") -> int:
+        return train.main(small_runs.command(text, cache, tmp_path / out, *more))
+
+    return run

@@ -1,0 +1,431 @@
+"""Projections that are more than a weight: hooks, adapters, parametrizations, other forwards, global changes.
+
+All of them take effect as in dense PyTorch, or the call raises.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import subprocess
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ffns import BF16, K, N, Pair
+from layer_checks import CHILDREN, MODULES, Module, agrees, by_children, close, tokens
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from twell._sparsify import sparsify_
+from twell.nn import SparseGatedMLP, SparseMLP, explain, set_down_layout
+
+
+def pairs() -> tuple[Any, Any]:
+    """A sparse pair, and the dense one."""
+    dense = Pair().to(BF16)
+    sparse = copy.deepcopy(dense)
+    assert sparsify_(sparse, strategy="row") == ["fc2"]
+    return sparse, dense
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+# hooks and adapters of others
+
+
+@MODULES
+def test_hooks_of_the_layer_run(cls: Module) -> None:
+    mlp, calls = cls(K, N, dtype=BF16), []
+    mlp.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    mlp.register_forward_hook(lambda module, args, y: calls.append(args[0].clone()) or y + 1)
+    mlp.register_full_backward_hook(lambda module, grad_in, grad_out: calls.append(grad_out[0].clone()))
+    y = mlp(tokens().requires_grad_())
+    close(y, by_children(mlp, tokens() * 2) + 1)
+    y.sum().backward()
+    assert len(calls) == 2
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+
+@pytest.mark.parametrize("name", CHILDREN)
+def test_parametrized_weights(name: str) -> None:
+    mlp, plain = (
+        SparseGatedMLP(K, N, True, dtype=BF16, strategy="row"),
+        SparseGatedMLP(K, N, True, dtype=BF16, strategy="row"),
+    )
+    plain.load_state_dict(mlp.state_dict())
+    child = mlp.get_submodule(name)
+    parametrize.register_parametrization(child, "weight", Doubled())
+    with torch.no_grad():
+        plain.get_submodule(name).weight.mul_(2)
+    for _ in range(2):
+        y, expected = mlp(tokens()), plain(tokens())
+        assert torch.equal(y, expected)
+        mlp.zero_grad()
+        plain.zero_grad()
+        y.float().sum().backward()
+        expected.float().sum().backward()
+        original = child.parametrizations.weight.original
+        assert torch.equal(original.grad, 2 * plain.get_submodule(name).weight.grad)
+        # its inputs change, and a state dict is loaded
+        with torch.no_grad():
+            original.add_(0.25)
+            plain.get_submodule(name).weight.add_(0.5)
+        mlp.load_state_dict({key: tensor.contiguous().clone() for key, tensor in mlp.state_dict().items()}, assign=True)
+    parametrize.remove_parametrizations(child, "weight")
+    agrees(mlp)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+def weight_norm(mlp: nn.Module, name: str) -> None:
+    with quiet():
+        child: Any = torch.nn.utils.weight_norm(mlp.get_submodule(name))
+    with torch.no_grad():
+        child.weight_g.mul_(3)
+
+
+def spectral_norm(mlp: nn.Module, name: str) -> None:
+    with quiet():
+        child: Any = torch.nn.utils.spectral_norm(mlp.get_submodule(name)).eval()
+    with torch.no_grad():
+        child.weight_orig.add_(1)
+
+
+def new_weight_norm(mlp: nn.Module, name: str) -> None:
+    child: Any = torch.nn.utils.parametrizations.weight_norm(mlp.get_submodule(name))
+    with torch.no_grad():
+        child.parametrizations.weight.original0.mul_(3)
+
+
+def pruned(mlp: nn.Module, name: str) -> None:
+    from torch.nn.utils import prune
+
+    set_down_layout(mlp, "linear")
+    child = prune.random_unstructured(mlp.get_submodule(name), "weight", 0.5)
+    with torch.no_grad():
+        child.weight_orig.mul_(3)
+
+
+def hook(mlp: nn.Module, name: str) -> None:
+    mlp.get_submodule(name).register_forward_hook(lambda module, args, y: 3 * y)
+
+
+def pre_hook(mlp: nn.Module, name: str) -> None:
+    mlp.get_submodule(name).register_forward_pre_hook(lambda module, args: (3 * args[0],))
+
+
+def own_forward(mlp: nn.Module, name: str) -> None:
+    child = mlp.get_submodule(name)
+    forward = child.forward
+    child.forward = lambda x: 3 * forward(x)
+
+
+class Adapter(nn.Module):
+    """A low-rank adapter that exposes the weight of its base, as in peft."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.down = nn.Linear(base.in_features, 4, False, dtype=base.weight.dtype)
+        self.up = nn.Linear(4, base.out_features, False, dtype=base.weight.dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base_layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + 3 * self.up(self.down(x))
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * super().forward(x)
+
+
+def adapter(mlp: nn.Module, name: str) -> None:
+    setattr(mlp, name, Adapter(getattr(mlp, name)))
+
+
+def subclass(mlp: nn.Module, name: str) -> None:
+    child = mlp.get_submodule(name)
+    setattr(mlp, name, Scaled(child.in_features, child.out_features, dtype=BF16))
+
+
+def wrapped(mlp: nn.Module, name: str) -> None:
+    setattr(mlp, name, nn.Sequential(mlp.get_submodule(name), nn.Hardtanh(-0.1, 0.1)))
+
+
+class Tripled(nn.Parameter):
+    """A weight with its own product, like quantised ones."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return 3 * result if func is F.linear else result
+
+
+def own_kind_of_weight(mlp: nn.Module, name: str) -> None:
+    child = mlp.get_submodule(name)
+    child.weight = Tripled(child.weight.detach())
+
+
+CHANGES = [
+    own_kind_of_weight,
+    *(weight_norm, spectral_norm, new_weight_norm, pruned),
+    *(hook, pre_hook, own_forward, adapter, subclass, wrapped),
+]
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"), [*((SparseGatedMLP, name) for name in CHILDREN), *((SparseMLP, name) for name in CHILDREN[1:])]
+)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("strategy", ["auto", "row", "dense"])
+def test_children_that_are_more_than_a_weight(
+    cls: Module, name: str, change: Callable[..., None], strategy: Any
+) -> None:
+    """Adapters, hooks that compute the weight, replaced forwards: all of them take effect, or the call raises."""
+    mlp = cls(K, N, True, dtype=BF16, strategy=strategy)
+    with torch.no_grad():
+        plain = mlp(tokens())
+    change(mlp, name)
+    mlp.record_aux = True
+    y, aux = mlp(tokens(), return_aux=True)
+    expected = by_children(mlp, tokens())
+    close(y, expected)
+    # the change is visible
+    assert (y - plain).norm() > 0.1 * plain.norm()
+    gate = mlp.get_submodule("gate_proj" if cls is SparseGatedMLP else "up_proj")(tokens())
+    assert abs(aux.l0.item() - (gate > 0).sum().item() / len(gate)) <= 1
+    assert mlp.aux is not None
+    leaves = [parameter for parameter in mlp.parameters() if parameter.requires_grad]
+    got = torch.autograd.grad(y.float().sum(), leaves, allow_unused=True)
+    wanted = torch.autograd.grad(expected.float().sum(), leaves, allow_unused=True)
+    for one, other in zip(got, wanted, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            close(one, other)
+
+
+def doubled(module: nn.Module, value: Tensor) -> Tensor:
+    return 2 * value if isinstance(module, nn.Linear) else value
+
+
+@contextmanager
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, make(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextmanager
+def hooked(register: Callable[..., Any], hook: Callable[..., Any]) -> Iterator[None]:
+    handle = register(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+AROUND_ALL: dict[str, Callable[[], Any]] = {
+    "forward hook": lambda: hooked(
+        torch.nn.modules.module.register_module_forward_hook, lambda m, args, y: doubled(m, y)
+    ),
+    "forward pre-hook": lambda: hooked(
+        torch.nn.modules.module.register_module_forward_pre_hook, lambda m, args: doubled(m, args[0])
+    ),
+    "backward hook": lambda: hooked(
+        torch.nn.modules.module.register_module_full_backward_hook, lambda m, dx, dy: (doubled(m, dx[0]),)
+    ),
+    "backward pre-hook": lambda: hooked(
+        torch.nn.modules.module.register_module_full_backward_pre_hook, lambda m, dy: (doubled(m, dy[0]),)
+    ),
+    "nn.Linear.forward": lambda: replaced(nn.Linear, "forward", lambda f: lambda m, x: 2 * f(m, x)),
+    "nn.Linear.__call__": lambda: replaced(nn.Module, "__call__", lambda f: lambda m, *args: doubled(m, f(m, *args))),
+    "F.linear": lambda: replaced(F, "linear", lambda f: lambda *args: 2 * f(*args)),
+}
+
+
+@pytest.mark.parametrize("around", AROUND_ALL)
+@pytest.mark.parametrize("strategy", ["row", "dense"])
+@MODULES
+def test_global_hooks_take_effect(cls: Module, strategy: Any, around: str) -> None:
+    mlp = cls(K, N, True, dtype=BF16, strategy=strategy)
+
+    def results(call: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        x = tokens().requires_grad_()
+        y = call(x)
+        return y, *torch.autograd.grad(y.float().sum(), [x, *mlp.parameters()])
+
+    before = results(mlp)
+    with AROUND_ALL[around]():
+        got, expected = results(mlp), results(lambda x: by_children(mlp, x))
+    assert not all(torch.equal(one, other) for one, other in zip(got, before, strict=True))
+    for one, other in zip(got, expected, strict=True):
+        close(one, other)
+    assert all(torch.equal(one, other) for one, other in zip(results(mlp), before, strict=True))
+
+
+@pytest.mark.parametrize("around", ["nn.Linear.forward", "F.linear"])
+def test_code_put_around_linear_layers_counts_for_pairs(around: str) -> None:
+    sparse, dense = pairs()
+    with AROUND_ALL[around](), torch.no_grad():
+        torch.testing.assert_close(sparse(tokens()), dense(tokens()))
+
+
+SET_LATER: dict[str, Callable[[Any], Any]] = {
+    "function": lambda child: lambda x: 3 * nn.Linear.forward(child, x),
+    "partial": lambda child: functools.partial(lambda x: 3 * nn.Linear.forward(child, x)),
+    "method": lambda child: types.MethodType(lambda self, x: 3 * nn.Linear.forward(self, x), child),
+    "another's": lambda child: nn.Linear(child.in_features, child.out_features, dtype=BF16).forward,
+}
+
+
+@pytest.mark.parametrize("later", SET_LATER)
+@pytest.mark.parametrize("name", ["up_proj", "down_proj"])
+@pytest.mark.parametrize("strategy", ["row", "dense"])
+@MODULES
+def test_compiled_layers_see_a_forward_that_is_set_later(cls: Module, strategy: Any, name: str, later: str) -> None:
+    torch.compiler.reset()
+    mlp, graphs = cls(K, N, True, dtype=BF16, strategy=strategy), []
+    compiled = torch.compile(mlp, backend=lambda graph, _: graphs.append(graph.code) or graph.forward, fullgraph=True)
+    child = mlp.get_submodule(name)
+    with torch.no_grad():
+        before = compiled(tokens())
+        assert ("twell" in graphs[0]) == (strategy == "row")
+        child.forward = SET_LATER[later](child)
+        got = compiled(tokens())
+        close(got, by_children(mlp, tokens()))
+        assert (got - before).norm() > 0.1 * before.norm()
+        del child.forward
+        assert torch.equal(compiled(tokens()), before)
+        assert len(graphs) == 2
+
+
+def test_code_put_around_linear_layers_before_twell_is_imported_counts(environment: dict[str, str]) -> None:
+    code = """
+import torch
+from torch import nn
+original = nn.Linear.forward
+nn.Linear.forward = lambda self, x: 2 * original(self, x)
+from twell.nn import SparseMLP
+print(SparseMLP(8, 8)._is_plain())
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_a_weight_of_a_subclass_without_behaviour_is_plain() -> None:
+    class Named(nn.Parameter):
+        note = "of a framework that marks its weights"
+
+    mlp = SparseMLP(K, N, dtype=BF16)
+    mlp.up_proj.weight = Named(mlp.up_proj.weight.detach())
+    assert mlp._is_plain()
+
+
+@MODULES
+def test_compiled_graphs_see_global_hooks(cls: Module) -> None:
+    torch.compiler.reset()
+    mlp, graphs = cls(K, N, dtype=BF16), []
+    compiled = torch.compile(mlp, backend=lambda graph, _: graphs.append(1) or graph.forward, fullgraph=True)
+    with torch.no_grad():
+        for _ in range(3):
+            close(compiled(tokens()), mlp(tokens()))
+        assert len(graphs) == 1
+        with AROUND_ALL["nn.Linear.forward"]():
+            close(compiled(tokens()), by_children(mlp, tokens()))
+        assert torch.equal(compiled(tokens()), mlp(tokens()))
+
+
+@MODULES
+def test_changed_children_in_a_compiled_graph(cls: Module) -> None:
+    torch.compiler.reset()
+    mlp = cls(K, N, dtype=BF16)
+    compiled = torch.compile(mlp, backend="aot_eager")
+    with torch.no_grad():
+        close(compiled(tokens()), by_children(mlp, tokens()))
+        adapter(mlp, "up_proj")
+        close(compiled(tokens()), by_children(mlp, tokens()))
+        close(torch.compile(mlp, backend="aot_eager", fullgraph=True)(tokens()), by_children(mlp, tokens()))
+
+
+def test_changed_children_are_seen_and_forgotten() -> None:
+    mlp = SparseGatedMLP(K, N, dtype=BF16, strategy="row")
+    with torch.no_grad():
+        sparse = mlp(tokens())
+        handle = mlp.down_proj.register_forward_hook(lambda module, args, y: 3 * y)
+        assert not torch.equal(mlp(tokens()), sparse)
+        (choice,) = explain(mlp).rows
+        assert (choice.strategy, choice.reason) == ("dense", "a projection is more than a weight and a bias")
+        handle.remove()
+        assert torch.equal(mlp(tokens()), sparse)
+    mlp.accumulate_main_grad = True
+    adapter(mlp, "gate_proj")
+    with pytest.raises(NotImplementedError, match=r"accumulate_main_grad: expected plain nn\.Linear projections"):
+        mlp(tokens())
+
+
+@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize("change", [hook, pre_hook, own_forward, weight_norm, subclass, adapter, wrapped])
+def test_changed_linears_make_no_layer(index: int, change: Callable[..., None]) -> None:
+    """Otherwise only the weight would be shared."""
+    layers = SparseGatedMLP(K, N, dtype=BF16, strategy="row")
+    change(layers, CHILDREN[index])
+    with pytest.raises(
+        TypeError, match=rf"{CHILDREN[index].removesuffix('_proj')} must be an? (plain )?nn.Linear, got"
+    ):
+        SparseGatedMLP.from_linear(*(layers.get_submodule(name) for name in CHILDREN))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *itertools.product(("fc1", "fc2"), (weight_norm, spectral_norm, new_weight_norm)),
+        *(("fc1", pre_hook), ("fc2", hook), ("fc2", own_forward), ("fc2", wrapped)),
+    ],
+)
+def test_children_of_a_pair_that_are_changed_later(name: str, change: Callable[..., None]) -> None:
+    both = pairs()
+    for pair in both:
+        torch.manual_seed(0)
+        change(pair, name)
+    with torch.no_grad():
+        close(*(pair(tokens()) for pair in both))
+
+
+@pytest.mark.parametrize("name", ["fc1", "fc2"])
+def test_adapters_of_a_pair_are_an_error(name: str) -> None:
+    """They add to a layer's output, which for the first of a pair is its input."""
+    sparse, _ = pairs()
+    adapter(sparse, name)
+    with pytest.raises((RuntimeError, ValueError)):
+        sparse(tokens())

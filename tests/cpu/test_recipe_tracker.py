@@ -1,0 +1,530 @@
+"""The tracker of sparsity: what it counts, in one process and on two ranks, and types of tokens."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch._dynamo.testing
+import torch.distributed as dist
+import torch.nn.functional as F
+from recipe_models import (
+    Adapted,
+    B,
+    K,
+    Model,
+    N,
+    S,
+    Waits,
+    assert_close,
+    brute,
+    gradients,
+    inputs,
+    pair,
+    plain_pass,
+    plain_term,
+    without_waiting,
+)
+from torch import Tensor, nn
+
+import twell
+from twell import _compaction, recipe
+from twell.nn import SparseGatedMLP, SparseMLP
+from twell.recipe import SparsityTracker, StatsWriter, TokenTypes
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("how", "dtype"),
+    [
+        *[(how, torch.float32) for how in ("eager", "checkpoint", "compiled", "compiled blocks")],
+        *[(how, BF16) for how in ("eager", "compiled", "compiled blocks, checkpoint")],
+    ],
+)
+def test_tracker_counts_what_fires(how: str, dtype: torch.dtype) -> None:
+    model = Model().to(dtype)
+    with torch.no_grad():
+        for mlp in recipe.layers(model).values():
+            _compaction.gate_of(mlp).weight[5:9] = 0
+    if "checkpoint" in how:
+        model.reentrant = False
+    recipe.record_aux(model)
+    tracker = SparsityTracker(model, every=2, positions=(0, 1, 4), types=("odd", "even"))
+    forward: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if how == "compiled" else model
+    if "blocks" in how:
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    types = torch.randint(-1, 2, (2, B, S), generator=torch.Generator().manual_seed(2))
+    batches = inputs(2, dtype=dtype)
+    means: list[list[tuple[float, float]]] = [[], []]
+    for number in range(4):
+        # two micro-batches
+        for x, kinds in zip(batches, types):
+            with tracker.watch(number, types=kinds):
+                y = forward(x)
+            (y.square().mean() + recipe.l1_term(model)).backward()
+            _, gates, states = plain_pass(model, x)
+            for mean, gate, h in zip(means, gates, states):
+                mean.append(
+                    (float((gate != 0).sum(-1).double().mean()), float(h.detach().double().abs().sum(-1).mean()))
+                )
+    stats = tracker.read()
+    assert [row.layer for row in stats.layers] == ["blocks.0.mlp", "blocks.1.mlp"]
+    kept = types >= 0
+    for i, row in enumerate(stats.layers):
+        gates = [plain_pass(model, x)[1][i] for x in batches]
+        firings, nonzeros = brute(gates, kept)
+        place = torch.arange(S).expand(2, B, S).reshape(-1)
+        assert row.neurons == gates[0].shape[-1]
+        assert row.l0 == pytest.approx(sum(m[0] for m in means[i]) / 8, rel=1e-6)
+        assert row.l1 == pytest.approx(sum(m[1] for m in means[i]) / 8, rel=1e-5 if dtype == torch.float32 else 2e-2)
+        assert row.tokens == int(kept.sum())
+        assert row.calls == 2
+        assert row.dead == int((firings == 0).sum()) >= 4
+        assert row.observed_l0 == pytest.approx(int(nonzeros.sum()) / row.tokens)
+        for name, where in (("0", place == 0), ("1-3", (place >= 1) & (place < 4)), ("4-", place >= 4)):
+            mine = where & kept.reshape(-1)
+            assert row.positions[name] == pytest.approx(float(nonzeros[mine].double().mean())), name
+        for number, name in enumerate(("odd", "even")):
+            mine = types.reshape(-1) == number
+            assert row.types[name] == pytest.approx(float(nonzeros[mine].double().mean()))
+        assert torch.equal(tracker.dead()[row.layer], firings == 0)
+    summary = stats.summary()
+    assert summary.keys() == {"l0", "l1", "dead"}
+    assert summary["dead"] == pytest.approx(sum(row.dead / row.neurons for row in stats.layers) / 2)  # type: ignore[operator]
+    again = tracker.read().layers[0]
+    assert again.l0 is None
+    assert again.dead == stats.layers[0].dead
+
+
+def test_tracker_finds_unions_of_128_tokens() -> None:
+    mlp = SparseGatedMLP(K, N)
+    tracker = SparsityTracker(mlp)
+    x = torch.randn(300, K)
+    with tracker.watch(0):
+        mlp(x)
+    (row,) = tracker.read().layers
+    fires = F.relu(mlp.gate_proj(x)) != 0
+    unions = [fires[:128].any(0).sum(), fires[128:256].any(0).sum()]
+    assert row.union == pytest.approx(float(sum(unions)) / 2 / N)
+    # tokens without sequences have no known position
+    assert set(row.positions.values()) == {None}
+    assert row.layer == ""
+
+
+def test_tracker_counts_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    mlp, x = SparseGatedMLP(K, N), torch.randn(3, 200, K)
+    rows = []
+    for gates in (1 << 24, 256 * N):
+        monkeypatch.setattr(_compaction, "CHUNK_GATES", gates)
+        tracker = SparsityTracker(mlp)
+        with tracker.watch(0):
+            mlp(x)
+        rows.append(tracker.read())
+        tracker.close()
+    assert rows[0] == rows[1]
+
+
+def test_figures_cover_the_steps_of_a_window() -> None:
+    model, batches = Model(), inputs(6)
+    tracker = SparsityTracker(model, every=2, window=2)
+    tokens = []
+    for number, x in enumerate(batches, start=1):
+        with tracker.watch(number):
+            model(x)
+        tokens.append(tracker.read().layers[0].tokens)
+    # the first, then 2, 4, 6: windows of steps 1 and 2, and of 4 and 6
+    assert tokens == [0, 2 * B * S, 2 * B * S, 2 * B * S, 2 * B * S, 2 * B * S]
+    gates = [plain_pass(model, x)[1][0] for x in (batches[3], batches[5])]
+    assert torch.equal(tracker.dead()["blocks.0.mlp"], brute(gates)[0] == 0)
+    never = SparsityTracker(Model(), every=0)
+    with never.watch(0):
+        never.model(batches[0])
+    row = never.read().layers[0]
+    assert row.l0 is not None
+    assert row.dead is row.observed_l0 is row.union is None
+    assert not any(mask.any() for mask in never.dead().values())
+
+
+def test_a_step_that_fails_counts_nothing() -> None:
+    model, (x,) = Model(), inputs()
+    tracker = SparsityTracker(model)
+    with pytest.raises(RuntimeError, match="shape"), tracker.watch(0):
+        # past the first block
+        nn.Sequential(model.blocks[0], nn.Linear(1, 1))(x)
+    with tracker.watch(0):
+        model(x)
+    row = tracker.read().layers[0]
+    assert row.l0 == pytest.approx(float((plain_pass(model, x)[1][0] != 0).sum(-1).double().mean()))
+
+
+def test_only_what_is_watched_counts() -> None:
+    model, (x, other) = Model(), inputs(2)
+    tracker = SparsityTracker(model, every=1)
+    with tracker.watch(0):
+        model(x)
+    model(other)
+    model.eval()(other)
+    row = tracker.read().layers[0]
+    assert row.tokens == B * S
+    assert row.l0 == pytest.approx(float((plain_pass(model, x)[1][0] != 0).sum(-1).double().mean()))
+    with pytest.raises(RuntimeError, match="no layer was called in training mode"), tracker.watch(1):
+        model(x)
+
+
+def test_backward_in_watch_counts_no_checkpoint_twice() -> None:
+    model, (x,) = Model(), inputs()
+    model.reentrant = False
+    tracker = SparsityTracker(model)
+    with tracker.watch(0):
+        model(x).sum().backward()
+    assert tracker.read().layers[0].tokens == B * S
+
+
+def test_shared_layers_and_pairs_are_tracked() -> None:
+    shared = SparseMLP(K, N)
+    model, (x,) = Model(shared, shared), inputs()
+    tracker = SparsityTracker(model)
+    with tracker.watch(0):
+        model(x)
+    (row,) = tracker.read().layers
+    firings, nonzeros = brute(plain_pass(model, x)[1])
+    assert (row.tokens, row.calls) == (2 * B * S, 2)
+    assert row.observed_l0 == row.l0 == pytest.approx(float(nonzeros.double().mean()))
+    assert row.dead == int((firings == 0).sum())
+    block = pair()
+    tracker = SparsityTracker(block)
+    with tracker.watch(0):
+        block(x)
+    (row,) = tracker.read().layers
+    assert row.layer == "fc2"
+    fires = F.linear(x, block.fc1.weight, block.fc1.bias) > 0
+    assert row.observed_l0 == row.l0 == pytest.approx(float(fires.sum() / 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
+def test_adapted_layers_are_tracked(dtype: torch.dtype) -> None:
+    model, (x,) = Model(SparseGatedMLP(K, N)).to(dtype), inputs(dtype=dtype)
+    (mlp,) = recipe.layers(model).values()
+    mlp.gate_proj = Adapted(K, N, dtype=dtype)
+    recipe.record_aux(model)
+    tracker = SparsityTracker(model)
+    with tracker.watch(0):
+        model(x)
+    torch.testing.assert_close(recipe.l1_term(model), plain_term(plain_pass(model, x)[2]).float(), rtol=1e-2, atol=0)
+    (row,) = tracker.read().layers
+    fires = plain_pass(model, x)[1][0] != 0
+    assert row.observed_l0 == row.l0 == pytest.approx(float(fires.sum(-1).double().mean()))
+    assert row.dead == int((~fires.flatten(0, 1).any(0)).sum())
+
+
+def test_positions_of_packed_sequences() -> None:
+    mlp, x = SparseGatedMLP(K, N), torch.randn(1, 6, K)
+    tracker = SparsityTracker(mlp, positions=(0, 1))
+    with tracker.watch(0, positions=torch.tensor([[0, 1, 2, 0, 1, 0]])):
+        mlp(x)
+    nonzeros = (F.relu(mlp.gate_proj(x)) != 0).sum(-1)[0].double()
+    positions = tracker.read().layers[0].positions
+    assert positions["0"] == pytest.approx(float(nonzeros[[0, 3, 5]].mean()))
+    assert positions["1-"] == pytest.approx(float(nonzeros[[1, 2, 4]].mean()))
+    # one row of position ids serves all sequences
+    with tracker.watch(100, positions=torch.zeros(1, 6, dtype=torch.int32)):
+        mlp(torch.cat([x, x]))
+    assert tracker.read().layers[0].positions["1-"] is None
+
+
+def test_tracker_refuses_what_it_cannot_count() -> None:
+    model, (x,) = Model(), inputs()
+    with pytest.raises(ValueError, match="every must be an integer of at least 0, got -1"):
+        SparsityTracker(model, every=-1)
+    with pytest.raises(ValueError, match="ascend from 0, got"):
+        SparsityTracker(model, positions=(1, 2))
+    tracker = SparsityTracker(model, types=("a",))
+    with pytest.raises(ValueError, match="a SparsityTracker already, on blocks"):
+        SparsityTracker(model)
+    with (
+        pytest.raises(ValueError, match=r"one value per token \[2, 8\], got \[3\]"),
+        tracker.watch(0, types=torch.zeros(3, dtype=torch.int64)),
+    ):
+        model(x)
+    with (
+        pytest.raises(TypeError, match=r"types must be integers, got torch\.float32"),
+        tracker.watch(0, types=torch.zeros(B, S)),
+    ):
+        model(x)
+    with tracker.watch(0, types=torch.ones(B, S, dtype=torch.int64)):
+        model(x)
+    with pytest.raises(ValueError, match="types must be -1 to 0, got 16 tokens of others"):
+        tracker.read()
+    tracker.close()
+    nameless = SparsityTracker(model)
+    with pytest.raises(ValueError, match="without names"), nameless.watch(0, types=torch.ones(B, S, dtype=torch.int64)):
+        model(x)
+
+
+def test_state_dict_keeps_the_dead() -> None:
+    model, (x,) = Model(), inputs()
+    tracker = SparsityTracker(model, every=10)
+    with tracker.watch(10):
+        model(x)
+    state = tracker.state_dict()
+    dead = tracker.dead()
+    tracker.close()
+    other = SparsityTracker(model, every=10)
+    other.load_state_dict(pickle.loads(pickle.dumps(state)))
+    assert all(torch.equal(mask, dead[name]) for name, mask in other.dead().items())
+    # there is evidence, so that the first step is not observed
+    with other.watch(11):
+        model(x + 1)
+    assert all(torch.equal(mask, dead[name]) for name, mask in other.dead().items())
+    with pytest.raises(ValueError, match="layers, positions and types"):
+        SparsityTracker(Model(), types=("a",)).load_state_dict(state)
+
+
+def test_compiled_models_have_two_variants() -> None:
+    model, (x,) = Model(), inputs()
+    recipe.record_aux(model)
+    tracker = SparsityTracker(model, every=3)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for number in range(8):
+        with tracker.watch(number):
+            y = compiled(x)
+        (y.sum() + recipe.l1_term(model)).backward()
+        tracker.dead()
+    assert counter.frame_count == 2
+
+
+def test_inference_mode_and_autocast_are_tracked() -> None:
+    model, (x,) = Model(), inputs()
+    tracker = SparsityTracker(model, every=1)
+    with tracker.watch(0), torch.inference_mode():
+        model(x)
+    with tracker.watch(1), torch.autocast("cpu", BF16):
+        model(x)
+    assert tracker.read().layers[0].tokens == B * S
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with tracker.watch(2):
+        with torch.autocast("cpu", BF16):
+            compiled(x)
+        recorder: Any = recipe.layers(model)["blocks.0.mlp"]._recorder
+        # counted outside autocast, as the layer saw it
+        assert recorder.inputs[0].dtype == BF16
+    assert tracker.read().layers[0].tokens == B * S
+
+
+@pytest.mark.parametrize("strategy", ["dense", "union"])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
+def test_nothing_in_a_step_waits_for_the_device(strategy: Any, dtype: torch.dtype) -> None:
+    kinds = TokenTypes(("first", "a", "b"), torch.tensor([1, 2, -1]))
+    model = Model(SparseGatedMLP(K, N, strategy=strategy), SparseMLP(K, N, strategy=strategy)).to(dtype)
+    ids, batches = torch.zeros(B, S, dtype=torch.int64), inputs(4, dtype=dtype)
+    recipe.record_aux(model)
+    tracker = SparsityTracker(model, every=2, types=kinds.names)
+
+    def run(number: int) -> None:
+        with tracker.watch(number, types=kinds(ids)):
+            y = model(batches[number])
+        loss = y.square().mean() + 2e-5 * recipe.l1_warmup(number, 10) * recipe.l1_term(model)
+        loss.backward()
+        recipe.reinitialize_dead(model, tracker.dead(), step=number)
+
+    with Waits():
+        for number in range(4):
+            run(number)
+    with pytest.raises(AssertionError, match=r"^aten\.(lift_fresh|_local_scalar_dense)"), Waits():
+        tracker.read()
+
+
+@pytest.mark.gpu
+def test_nothing_in_a_step_waits_for_a_gpu() -> None:
+    kinds = TokenTypes(("first", "a", "b"), torch.tensor([1, 2, -1]))
+    with torch.device("cuda"):
+        model = Model(SparseGatedMLP(K, N, dtype=BF16), SparseMLP(K, N, dtype=BF16)).to(BF16)
+        ids, x = torch.zeros(B, 128, dtype=torch.int64), torch.randn(B, 128, K, dtype=BF16)
+    recipe.record_aux(model)
+    tracker = SparsityTracker(model, every=2, types=kinds.names)
+
+    def run(number: int) -> None:
+        with tracker.watch(number, types=kinds(ids)):
+            y = model(x)
+        (y.float().square().mean() + recipe.l1_term(model)).backward()
+        recipe.reinitialize_dead(model, tracker.dead(), step=number)
+
+    without_waiting(run)
+    assert [row.tokens for row in tracker.read().layers] == [B * 128] * 2
+
+
+def test_token_types() -> None:
+    kinds = TokenTypes(("first", "a", "b"), torch.tensor([1, 2, -1, 1]))
+    ids = torch.tensor([[0, 1, 2, 3], [2, 1, 9, 0]])
+    # padding at the first place is not counted, ids beyond the table count as its last one
+    assert kinds(ids).tolist() == [[0, 2, -1, 1], [-1, 2, 1, 1]]
+    assert kinds(ids, torch.tensor([[0, 1, 0, 0], [1, 2, 3, 0]])).tolist() == [[0, 2, -1, 0], [-1, 2, 1, 0]]
+    assert TokenTypes(("a", "b", "c"), torch.tensor([1, 2]))(ids[0]).tolist() == [1, 2, 2, 2]
+    with pytest.raises(ValueError, match="from -1 to 1, got 0 to 5"):
+        TokenTypes(("a", "b"), torch.tensor([0, 5]))
+    with pytest.raises(ValueError, match=r"integers \[V\], got torch\.float32"):
+        TokenTypes(("a",), torch.zeros(2))
+
+
+def test_token_types_of_tokenizers() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = ["<pad>", "<s>", "2024", " ", "!?", "tree", "x1", "3", "été"]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, "<pad>"))
+    tokenizer.add_special_tokens(["<pad>", "<s>"])
+    expected = ["special", "special", "digits", "space", "punctuation", "word", "word", "digits", "word"]
+    transformers = pytest.importorskip("transformers")
+    for each in (
+        tokenizer,
+        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>"),
+    ):
+        kinds = recipe.token_types(each)
+        assert [kinds.names[t] for t in kinds.table.tolist()] == [*expected, "special"]
+        assert recipe.token_types(each, pad=0)(torch.tensor([0, 1, 2])).tolist() == [-1, 1, 2]
+        assert kinds(torch.tensor([0, 1, 99])).tolist() == [0, 1, 1]
+
+
+def ddp(rank: int, folder: Path) -> dict[str, Any]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    collectives: list[int] = []
+    all_reduce = dist.all_reduce
+
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        collectives.append(tensor.numel())
+        return all_reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = counted
+    torch.manual_seed(0)
+    model = Model()
+    recipe.record_aux(model)
+    wrapped = DistributedDataParallel(model)
+    tracker = SparsityTracker(wrapped, every=1, types=("a", "b"))
+    for number in range(2):
+        for i, x in enumerate(inputs(4)[rank::2]):
+            with nullcontext() if i else wrapped.no_sync():
+                with tracker.watch(number, types=TYPES):
+                    y = wrapped(x)
+                (step_loss(y, wrapped) / 2).backward()
+        if number == 0:
+            grads = gradients(model)
+    counts = [len(collectives)]
+    stats = tracker.read()
+    counts.append(len(collectives))
+    dead = tracker.dead()
+    counts.append(len(collectives))
+    recipe.reinitialize_dead(wrapped, {name: ~mask for name, mask in dead.items()}, step=3)
+    StatsWriter(folder / f"sparsity{rank}.csv").write(1, stats)
+    weights = [p.detach() for p in model.parameters()]
+    names = list(recipe.layers(wrapped))
+    return {"grads": grads, "stats": stats, "dead": dead, "counts": counts, "weights": weights, "names": names}
+
+
+def fsdp2(rank: int) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    torch.manual_seed(0)
+    mesh, model = init_device_mesh("cpu", (2,)), Model()
+    twell.nn.set_down_layout(model, "linear")
+    recipe.record_aux(model)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    tracker = SparsityTracker(model, every=1)
+    with tracker.watch(0):
+        y = model(inputs(2)[rank])
+    step_loss(y, model).backward()
+    grads = [p.grad.full_tensor() for p in model.parameters()]
+    masks = {name: torch.arange(len(mask)) % 3 == 0 for name, mask in tracker.dead().items()}
+    recipe.reinitialize_dead(model, masks, step=3)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    weights = [p.full_tensor().detach() for p in model.parameters()]
+    return {"grads": grads, "weights": weights, "stats": tracker.read()}
+
+
+def both_ways(device: torch.device, folder: Path) -> None:
+    """Save the figures of DDP and FSDP2; the processes of ranks end with what they changed."""
+    rank = dist.get_rank()
+    torch.save({"ddp": ddp(rank, folder), "fsdp2": fsdp2(rank)}, folder / f"result{rank}")
+
+
+TYPES = torch.arange(B * S).view(B, S) % 2
+
+
+def step_loss(y: Tensor, model: nn.Module) -> Tensor:
+    return y.square().mean() + 0.1 * recipe.l1_term(model)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+    """The results of two processes over gloo, and their folder."""
+    folder = tmp_path_factory.mktemp("ranks")
+    ranks.run(2, both_ways, folder, folder=folder)
+    return [torch.load(folder / f"result{rank}", weights_only=False) for rank in range(2)], folder
+
+
+def assert_same_figures(got: recipe.SparsityStats, expected: recipe.SparsityStats) -> None:
+    for a, b in zip(got.layers, expected.layers, strict=True):
+        assert a._replace(l0=None, l1=None) == b._replace(l0=None, l1=None)
+        assert (a.l0, a.l1) == pytest.approx((b.l0, b.l1))
+
+
+def test_ranks_of_ddp_share_figures_and_noise(two_ranks: tuple[list[dict[str, Any]], Path]) -> None:
+    first, second = (result["ddp"] for result in two_ranks[0])
+    folder = two_ranks[1]
+    assert first["stats"] == second["stats"]
+    assert first["names"] == ["blocks.0.mlp", "blocks.1.mlp"]
+    # none is in a step, one reads everything
+    assert first["counts"] == [0, 1, 1]
+    for key in ("grads", "weights"):
+        assert all(torch.equal(a, b) for a, b in zip(first[key], second[key]))
+    assert (folder / "sparsity0.csv").exists()
+    assert not (folder / "sparsity1.csv").exists()
+
+    # the same in one process
+    model = Model()
+    recipe.record_aux(model)
+    tracker = SparsityTracker(model, every=1, types=("a", "b"))
+    for x in inputs(4):
+        with tracker.watch(0, types=TYPES):
+            y = model(x)
+        (step_loss(y, model) / 4).backward()
+    assert_close(first["grads"], gradients(model))
+    assert_same_figures(first["stats"], tracker.read())
+    for name, mask in tracker.dead().items():
+        assert torch.equal(first["dead"][name], mask)
+
+
+def test_ranks_of_fsdp2_are_as_one_process(two_ranks: tuple[list[dict[str, Any]], Path]) -> None:
+    model = Model()
+    recipe.record_aux(model)
+    tracker = SparsityTracker(model, every=1)
+    for x in inputs(2):
+        with tracker.watch(0):
+            y = model(x)
+        (step_loss(y, model) / 2).backward()
+    wanted, stats = gradients(model), tracker.read()
+    masks = {name: torch.arange(len(mask)) % 3 == 0 for name, mask in tracker.dead().items()}
+    recipe.reinitialize_dead(model, masks, step=3)
+    for result in (result["fsdp2"] for result in two_ranks[0]):
+        assert_close(result["grads"], wanted)
+        # the noise is that of the whole weight
+        assert all(torch.equal(a, b) for a, b in zip(result["weights"], model.parameters()))
+        assert_same_figures(result["stats"], stats)

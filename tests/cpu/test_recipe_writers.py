@@ -1,0 +1,213 @@
+"""What the recipe writes: CSV that survives stops, kills and full disks, TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from recipe_models import (
+    Model,
+    N,
+    inputs,
+)
+
+from twell import recipe
+from twell.recipe import SparsityTracker, StatsWriter, _writers
+
+BF16 = torch.bfloat16
+
+
+def stats_of(model: Model, number: int = 0) -> recipe.SparsityStats:
+    tracker = SparsityTracker(model, types=("a",))
+    with tracker.watch(number):
+        model(inputs()[0])
+    stats = tracker.read()
+    tracker.close()
+    return stats
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_csv_has_a_line_per_layer(tmp_path: Path) -> None:
+    path, stats = tmp_path / "new" / "sparsity.csv", stats_of(Model())
+    writer = StatsWriter(path, tensorboard=False)
+    writer.write(10, stats)
+    writer.write(20, stats)
+    writer.close()
+    lines = table(path)
+    assert [(line["step"], line["layer"]) for line in lines] == [
+        (number, layer) for number in ("10", "20") for layer in ("blocks.0.mlp", "blocks.1.mlp")
+    ]
+    first = stats.layers[0]
+    assert float(lines[0]["l0"]) == pytest.approx(first.l0, rel=1e-5)
+    assert (lines[0]["neurons"], lines[0]["dead"], lines[0]["strategy"]) == (str(N), str(first.dead), "union")
+    assert float(lines[0]["l0_at_0"]) == pytest.approx(first.positions["0"], rel=1e-5)
+    # no token has such a place, and none had a type
+    assert lines[0]["l0_at_1024-"] == lines[0]["l0_of_a"] == ""
+
+
+def test_csv_resumes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, stats = tmp_path / "sparsity.csv", stats_of(Model())
+    writer = StatsWriter(path, tensorboard=False)
+    for number in (1, 2, 3, 4):
+        writer.write(number, stats)
+    whole = path.read_bytes()
+    # cut anywhere, even in the header or in a number of the last line
+    for cut in (3, len(whole) // 2, len(whole) - 1, len(whole)):
+        path.write_bytes(whole[:cut])
+        before = [line for line in table(path)[:-1] if int(line["step"]) <= 2] if cut > 300 else []
+        StatsWriter(path, tensorboard=False, resume_step=2)
+        writer = StatsWriter(path, tensorboard=False, resume_step=2)
+        writer.write(3, stats)
+        lines = table(path)
+        assert lines[: len(before)] == before
+        assert [line["step"] for line in lines[-2:]] == ["3", "3"]
+        assert len({tuple(line) for line in lines}) == 1
+        assert max(int(line["step"]) for line in lines) == 3
+        assert not list(tmp_path.glob(".*"))
+    # a machine that lost power may leave this
+    kept = path.read_bytes()
+    path.write_bytes(kept + b"\0" * 40 + b"\n\xff\xfe,1\nx" + kept.splitlines()[-1][1:] + b"\n")
+    StatsWriter(path, tensorboard=False, resume_step=3)
+    assert path.read_bytes() == kept
+    # other columns
+    writer = StatsWriter(path, tensorboard=False, resume_step=3)
+    tracker = SparsityTracker(model := Model())
+    with tracker.watch(0):
+        model(inputs()[0])
+    with pytest.raises(ValueError, match="must have the columns"):
+        writer.write(4, tracker.read())
+    # a new run overwrites no other run's lines
+    content = path.read_bytes()
+    with caplog.at_level(logging.WARNING, "twell"):
+        StatsWriter(path, tensorboard=False).write(1, stats)
+        StatsWriter(path, tensorboard=False).write(1, stats)
+    assert (tmp_path / "sparsity.csv.1").read_bytes() == content
+    assert (tmp_path / "sparsity.csv.2").exists()
+    assert "moved to" in caplog.text
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="must have a column step, got a, b"):
+        StatsWriter(tmp_path / "other.csv", resume_step=1)
+
+
+def test_a_write_that_takes_a_part_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(io.FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(data[:7])
+
+    stats, monkey = stats_of(Model()), lambda path, mode, buffering: Slow(path, mode)
+    StatsWriter(tmp_path / "whole.csv", tensorboard=False).write(1, stats)
+    monkeypatch.setattr(_writers, "open", monkey, raising=False)
+    StatsWriter(tmp_path / "parts.csv", tensorboard=False).write(1, stats)
+    assert (tmp_path / "parts.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
+
+
+@pytest.mark.parametrize("room", [0, 130])
+@pytest.mark.parametrize("written", [0, 1])
+def test_lines_that_do_not_fit_raise_and_leave_none(written: int, room: int, tmp_path: Path) -> None:
+    """A full disk takes part of a write: the header, or lines; none may stay or join others."""
+    path, stats = tmp_path / "sparsity.csv", stats_of(Model())
+    writer = StatsWriter(path, tensorboard=False)
+    for number in range(written):
+        writer.write(number, stats)
+    size, limits = path.stat().st_size if written else 0, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            writer.write(7, stats)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.stat().st_size == size
+    writer.write(8, stats)
+    lines = table(path)
+    assert [line["step"] for line in lines] == [str(number) for number in (*range(written), 8) for _ in range(2)]
+    assert not any(None in line or None in line.values() for line in lines)
+
+
+def test_a_killed_run_leaves_whole_lines(tmp_path: Path, environment: dict[str, str]) -> None:
+    path = tmp_path / "sparsity.csv"
+    code = """
+        import itertools, sys
+        from twell.recipe import LayerStats, SparsityStats, StatsWriter
+        row = LayerStats("layer", 8, 1.0, 2.0, 3, 1, 0, 1.0, 0.5, {"0-": 1.0}, {}, "row")
+        stats = SparsityStats((row,) * 50)
+        writer = StatsWriter(sys.argv[1], tensorboard=False)
+        for step in itertools.count():
+            writer.write(step, stats)
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), str(path)], env=environment)
+    try:
+        deadline = time.monotonic() + 60
+        while not (path.exists() and path.stat().st_size > 100_000):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    StatsWriter(path, tensorboard=False, resume_step=1 << 40)
+    lines = table(path)
+    assert len(lines) > 1000
+    assert [int(line["step"]) for line in lines] == [i // 50 for i in range(len(lines))]
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    stats = stats_of(Model())
+    writer = StatsWriter(tmp_path / "sparsity.csv")
+    for number in (1, 2, 3):
+        writer.write(number, stats)
+    writer.close()
+    writer = StatsWriter(tmp_path / "sparsity.csv", resume_step=2)
+    writer.write(3, stats)
+    writer.close()
+    events = EventAccumulator(str(tmp_path / "sparsity.tensorboard"))
+    events.Reload()
+    scalars = events.Scalars("twell/l0/blocks.0.mlp")
+    assert [scalar.step for scalar in scalars] == [1, 2, 3]
+    assert scalars[0].value == pytest.approx(stats.layers[0].l0)
+    assert events.Scalars("twell/dead/mean")[0].value == pytest.approx(stats.summary()["dead"])
+
+
+def test_wandb_gets_what_a_run_that_is_active_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Run:
+        logged: list[dict[str, Any]] = []  # noqa: RUF012
+        metrics: list[Any] = []  # noqa: RUF012
+
+        def log(self, values: dict[str, Any]) -> None:
+            self.logged.append(values)
+
+        def define_metric(self, *args: Any, **kwargs: Any) -> None:
+            self.metrics.append((args, kwargs))
+
+    class Wandb:
+        run: Run | None = None
+
+    monkeypatch.setitem(sys.modules, "wandb", Wandb())  # type: ignore[arg-type]
+    stats = stats_of(Model())
+    writer = StatsWriter(tmp_path / "sparsity.csv", tensorboard=False)
+    writer.write(1, stats)
+    Wandb.run = Run()
+    writer.write(2, stats)
+    StatsWriter(tmp_path / "other.csv", tensorboard=False, wandb=False).write(3, stats)
+    (values,) = Run.logged
+    assert values["twell/step"] == 2
+    assert values["twell/l1/blocks.1.mlp"] == stats.layers[1].l1
+    assert len(Run.metrics) == 2
