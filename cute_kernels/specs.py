@@ -288,6 +288,7 @@ class SampledGradSpec(_FamilyKernel):
 
     gated: bool
     op: ClassVar[str] = "sampled_grad"
+    one_file = True
 
     @property
     def suffix(self) -> str:

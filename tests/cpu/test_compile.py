@@ -47,19 +47,25 @@ OCCUPANCY = {
 
 
 PORTABLE_OCCUPANCY = {"compact": (1024, 1), "transpose": (1024, 1)}
+# of the kernels of every family where they were not measured: half of the warps that fit on an SM of 12.0
+ELSEWHERE = (256, 3)
 
 
-def register_budget(spec: Spec, kernel: str) -> int:
+def register_budget(spec: Spec, kernel: str, arch: str) -> int:
     """Return the registers that a thread may use so that the intended number of CTAs fits on an SM."""
+    if not hasattr(spec, "family") and arch != "sm_90a":
+        return feasible.registers_per_thread(*ELSEWHERE)
     if getattr(spec, "family", specs.SM90) == specs.PORTABLE:
         if isinstance(spec, specs.UpDownSpec):
-            return register_budget(spec.heavy, kernel) if "heavy" in kernel else feasible.registers_per_thread(256, 2)
+            if "heavy" in kernel:
+                return register_budget(spec.heavy, kernel, arch)
+            return feasible.registers_per_thread(256, 2)
         if isinstance(spec, specs.UpDownTokenSpec):
             return feasible.registers_per_thread(256, 2 if spec.k_max <= 4096 else 1)
         return feasible.registers_per_thread(*PORTABLE_OCCUPANCY.get(spec.op, (256, 1)))
     if isinstance(spec, specs.UpDownSpec):
         if "heavy" in kernel:
-            return register_budget(spec.heavy, kernel)
+            return register_budget(spec.heavy, kernel, arch)
         # a second CTA hides the listing of a group of tokens while rows are short enough
         return feasible.registers_per_thread(256, 2 if spec.k_max <= 2048 else 1)
     if isinstance(spec, specs.UpDownTokenSpec):
@@ -90,7 +96,7 @@ def test_compiles_within_budget(arch: str, spec: Spec, kernels: Callable[[str, S
     """Each kernel checks its shared memory as it is traced: 99 KB in the portable family, and 227 on sm_90a."""
     for name, taken in kernels(arch, spec).items():
         assert name.startswith(f"twell_{spec.symbol}")
-        assert 0 < taken.registers <= register_budget(spec, name), name
+        assert 0 < taken.registers <= register_budget(spec, name, arch), name
         assert taken.local_bytes <= local_budget(spec, name), name
 
 

@@ -24,7 +24,7 @@ LAYERS = [
     ["cute_kernels.sm80"],
     [
         *("cute_kernels.unpack", "cute_kernels.reglu", "cute_kernels.matrix_transpose"),
-        *("cute_kernels.compact", "cute_kernels.rank", "cute_kernels.transpose"),
+        *("cute_kernels.compact", "cute_kernels.rank", "cute_kernels.transpose", "cute_kernels.sampled_grad"),
         *("cute_kernels.up_down", "cute_kernels.up_down_token"),
     ],
     ["cute_kernels.compile", "cute_kernels.catalog"],
