@@ -139,9 +139,9 @@ class TokenCluster:
         self.groups = WARPS // self.span
         # 16-byte loads per thread and row, and rows that a thread has in flight
         self.vectors = self.columns // (self.span * STEP)
-        self.rows = 4 if self.span == 1 else max(1, 8 // self.vectors)
-        # the largest clusters are for few tokens, whose loads must fill the memory's latency
-        self.rows *= 2 if cluster == 8 else 1
+        # few tokens, and a single CTA per token, must fill the memory's latency by themselves
+        deep = cluster == 8 or spec.family != SM90
+        self.rows = (8 if deep else 4) if self.span == 1 else max(1, (16 if deep else 8) // self.vectors)
         # partial sums of a dot product
         self.parts = cluster * self.span
         self.window = min(1024, (4096 if cluster == 1 else 8192) // self.parts)
@@ -155,8 +155,10 @@ class TokenCluster:
         self.turn = self.groups * self.rows
         # one cluster takes less time for fewer (NVIDIA H200)
         self.least = self.limit if cluster > 1 else self.turn
-        most = 2 if cluster == 8 else 4 if self.span > 2 and cluster > 1 else 3
-        self.ctas_per_sm = {1: most, 2: 2, 4: 1, 8: 1}[self.vectors]
+        if deep:
+            self.ctas_per_sm = 2 if self.vectors < 4 else 1
+        else:
+            self.ctas_per_sm = {1: 4 if self.span > 2 and cluster > 1 else 3, 2: 2, 4: 1, 8: 1}[self.vectors]
         self.shared = shared_memory(self.words, self.ctas_per_sm)
 
     @cute.jit

@@ -174,9 +174,17 @@ class SparseProduct:
                 self.load_fragments(f, tiles, ring, slot ^ (following_block // 4), following_block % 4, at)
                 for i in range_constexpr(M_FRAGS):
                     self.multiply_part(data, f, current.part, block, i)
-                    if const_expr(block == 1):
-                        # copies between products, which hide their instructions
-                        self.copy_row(data, ring, rows, k + 2, slot, step, i, current, following, at)
+                    # copies between products, which hide their instructions: of the stage that the last barrier freed
+                    if const_expr(i % 2 == 1):
+                        if const_expr(block == 1):
+                            self.copy_row(data, ring, rows, k + 2, slot, step, i // 2, current, following, at)
+                        elif const_expr(step == 1):
+                            self.copy_row(data, ring, rows, k + 2, slot, 0, 2 + i // 2, current, following, at)
+                        else:
+                            self.copy_row(data, ring, rows, k + 1, slot ^ 1, 1, 2 + i // 2, current, following, at)
+                if const_expr(block == 0):
+                    cute.arch.cp_async_commit_group()
+                    self.load_rows(data, rows, k + 3 - (1 - step), 1 - step, current, following, at)
                 if const_expr(block == 0 and step == 0):
                     self.clear_tile(tiles, slot ^ 1, at)
                 if const_expr(block == 0 and step == 1):
@@ -184,8 +192,6 @@ class SparseProduct:
                     first, last = next_first, next_last
                     self.load_coefficients(data, words, k + 2, first, last, current, following, at)
                     next_first, next_last = self.bounds(data, k + 3, current, following)
-            cute.arch.cp_async_commit_group()
-            self.load_rows(data, rows, k + 3, step, current, following, at)
         return Ahead(rows, words, first, last, next_first, next_last)
 
     @cute.jit
@@ -196,11 +202,13 @@ class SparseProduct:
         for turn in range_constexpr(2):
             for step in range_constexpr(2):
                 self.load_rows(data, rows, Int32(turn), step, current, following, at)
-                for i in range_constexpr(STEP // WARPS):
+                # the first block copies the rest
+                count = STEP // WARPS if turn + step < 2 else 2
+                for i in range_constexpr(count):
                     self.copy_row(data, ring, rows, Int32(turn), Int32(turn), step, i, current, following, at)
-                cute.arch.cp_async_commit_group()
-        for step in range_constexpr(2):
-            self.load_rows(data, rows, Int32(2), step, current, following, at)
+                if const_expr(turn + step < 2):
+                    cute.arch.cp_async_commit_group()
+        self.load_rows(data, rows, Int32(2), 0, current, following, at)
         first, last = self.bounds(data, Int32(0), current, following)
         self.load_coefficients(data, words, Int32(0), first, last, current, following, at)
         self.clear_tile(tiles, Int32(0), at)
@@ -209,7 +217,7 @@ class SparseProduct:
         first, last = self.bounds(data, Int32(1), current, following)
         self.load_coefficients(data, words, Int32(1), first, last, current, following, at)
         next_first, next_last = self.bounds(data, Int32(2), current, following)
-        cute.arch.cp_async_wait_group(STAGES - 1)
+        cute.arch.cp_async_wait_group(STAGES - 2)
         cute.arch.sync_threads()
         return Ahead(rows, words, first, last, next_first, next_last)
 
@@ -294,12 +302,13 @@ class SparseProduct:
         unit, _, product = self.locate(turn, current, following)
         tile = tiles + slot * TILE_VALUES
         for j in range_constexpr(AHEAD):
+            # no branch: products stand between these instructions
             here = first + at.thread + THREADS * j
-            if first + THREADS * j < last:
-                self.scatter_coefficient(data, tile, unit.part, words[0, j], words[1, j], here < last)
-        for here in cutlass.range(first + at.thread + THREADS * AHEAD, last, THREADS, unroll=1):
-            low, high = self.load_coefficient(data, here, product)
-            self.scatter_coefficient(data, tile, unit.part, low, high, here < last)
+            self.scatter_coefficient(data, tile, unit.part, words[0, j], words[1, j], here < last)
+        if first + THREADS * AHEAD < last:
+            for here in cutlass.range(first + at.thread + THREADS * AHEAD, last, THREADS, unroll=1):
+                low, high = self.load_coefficient(data, here, product)
+                self.scatter_coefficient(data, tile, unit.part, low, high, here < last)
 
     @cute.jit
     def store_coefficient(self, tile, index: Uint32, bits: Uint32, valid: Boolean):
