@@ -16,7 +16,10 @@ ROOT = Path(__file__).resolve().parents[2]
 # Each line may import itself and those above. A name is a file, or a folder with all in it.
 LAYERS = [
     # kernels: facts of compile time
-    ["cute_kernels.__init__", "cute_kernels.geometry", "cute_kernels.feasible", "cute_kernels.fingerprint"],
+    [
+        *("cute_kernels.__init__", "cute_kernels.geometry", "cute_kernels.feasible", "cute_kernels.fingerprint"),
+        "cute_kernels.screen",
+    ],
     ["cute_kernels.specs"],
     ["cute_kernels.sm90"],
     [
