@@ -1,7 +1,7 @@
-"""Constants of the int8 screen of the gate, derived in docs/notes/screen.md, and its random numbers. Pure Python.
+"""Constants of the int8 screen of the gate, see docs/notes/screen.md, and its random numbers. Pure Python.
 
-A row is rotated, scaled to ``LEVELS`` and rounded with a dither of 16 bits. Signs and dithers are words of Philox4x32-10
-(Salmon et al., SC 2011) with a fixed key: the counter is (index of the block of four words, stream, 0, 0).
+A row is rotated, scaled to ``LEVELS`` and rounded with a dither of 16 bits. Signs and dithers are words of
+Philox4x32-10 (Salmon et al., SC 2011) with a fixed key. The counter is (index of four words, stream, 0, 0).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ ROUNDS = 10
 # Probability 2^-FAILURE, at most, that the screen misses a given gate.
 FAILURE = 80
 
-# Rows are screened if their largest magnitude is in this range. Of a row outside, all gates are candidates, unless the
-# row is zero.
-SMALLEST, LARGEST = 2.0**-50, 2.0**40
+# Rows are screened if their largest rotated magnitude is in this range. Of a row outside, all gates are candidates,
+# unless the row is zero.
+SMALLEST, LARGEST = 2.0**-50, 2.0**54
 
-# Relative error of a rotated and scaled row in norm, see docs/notes/screen.md: 14 levels of fp32 additions, four roundings
-# of the scale; and the part by which a spread is enlarged, which covers it and the fp32 sum of squares.
+# Relative error of a rotated and scaled row in norm: 14 levels of fp32 additions, and four roundings of the scale; and
+# the part by which a spread is enlarged, which covers it and the fp32 sum of squares.
 ROTATION = 19 * 2.0**-24
 SPREAD = 2.0**-16
 

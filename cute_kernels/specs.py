@@ -25,6 +25,9 @@ TOKEN_K_CLASSES = {
 # K classes of the kernel that computes tiles of few tokens.
 TILE_K_CLASSES = (1024, 2048, 4096)
 
+# K classes of the kernel that quantises rows for the screen of the gate.
+QUANTIZE_K_CLASSES = (2048, 4096, 8192, 16384)
+
 # Tokens of a tile of the gate GEMM, multiples of 16. Each is the fastest for some batches, see tuning.gate_pack.
 GATE_TOKENS = (48, 64, 96, 128, 144)
 
@@ -100,6 +103,25 @@ class GatePackFewSpec(_Kernel):
     @property
     def suffix(self) -> str:
         return f"_m{self.tokens}"
+
+
+@dataclass(frozen=True)
+class QuantizeGateSpec(_Kernel):
+    """``rows -> q, scale, spread``: int8 rows of x or w_gate for the screen of the gate.
+
+    For hidden sizes up to ``k_max``, one of ``QUANTIZE_K_CLASSES``.
+    """
+
+    k_max: int
+    op: ClassVar[str] = "quantize_gate"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_k_max(self.k_max, QUANTIZE_K_CLASSES)
+
+    @property
+    def suffix(self) -> str:
+        return f"_k{self.k_max}"
 
 
 @dataclass(frozen=True)
@@ -325,6 +347,7 @@ class OverflowSpec(_Kernel):
 Spec = (
     GatePackSpec
     | GatePackFewSpec
+    | QuantizeGateSpec
     | UpDownTokenSpec
     | UpDownTileSpec
     | UpDownSpec
@@ -349,6 +372,7 @@ def all_specs() -> tuple[Spec, ...]:
         *(GatePackSpec(d, t) for d in DTYPES for t in GATE_TOKENS),
         *(UpDownSpec(d, k, g) for d in DTYPES for k in K_CLASSES for g in flags),
         *(GatePackFewSpec(d, t) for d in DTYPES for t in FEW_TOKENS),
+        *(QuantizeGateSpec(d, k) for d in DTYPES for k in QUANTIZE_K_CLASSES),
         *(UpDownTokenSpec(d, k, c, g) for d in DTYPES for c, ks in TOKEN_K_CLASSES.items() for k in ks for g in flags),
         *(UpDownTileSpec(d, k) for d in DTYPES for k in TILE_K_CLASSES),
         *(UnpackSpec(d) for d in DTYPES),

@@ -236,7 +236,7 @@ def rotate(rows: Tensor) -> Tensor:
     signs = [1 - 2 * (words[column // 32] >> column % 32 & 1) for column in range(k)]
     values, step = rows.float() * torch.tensor(signs, dtype=torch.float32, device=rows.device), 1
     while step < screen.rotation_block(k):
-        low, high = values.view(r, -1, 2, step).unbind(2)
+        low, high = values.view(r, k // (2 * step), 2, step).unbind(2)
         values, step = torch.stack((low + high, low - high), 2).view(r, k), 2 * step
     return values
 
@@ -252,22 +252,21 @@ def quantize_gate(rows: Tensor, weights: bool) -> Quantized:
     levels = torch.tensor(screen.LEVELS * 2**screen.FRACTION, dtype=torch.float32, device=rows.device) / largest
     shift = screen.W_SHIFT if weights else screen.X_SHIFT
     dither = [word >> shift & 0xFFFF for word in screen.words(k, screen.DITHERS)]
-    magnitude = rows.double().abs().amax(1)
-    screened = (magnitude >= screen.SMALLEST) & (magnitude <= screen.LARGEST)
+    screened = (largest >= screen.SMALLEST) & (largest <= screen.LARGEST)
     fixed = (rotated * levels[:, None]).round().where(screened[:, None], 0).int()
     q = fixed + torch.tensor(dither, dtype=torch.int32, device=rows.device) >> screen.FRACTION
     scale = (largest * torch.tensor(1 / screen.LEVELS, dtype=torch.float32, device=rows.device)).where(screened, 1)
     norm = rows.double().norm(dim=1) * math.sqrt(screen.rotation_block(k))
     spread = norm / scale.double() * (1 + screen.SPREAD) + screen.grid_error(k)
-    spread = spread.where(screened, torch.inf).where(magnitude != 0, 0)
+    spread = spread.where(screened, torch.inf).where(largest != 0, 0)
     return q.char(), scale, spread.float()
 
 
 def screen_bound(x_spread: Tensor, w_spread: Tensor, k: int, failure: float = screen.FAILURE) -> Tensor:
-    """How far q_x . q_w may be below (gate - bias) of rows that are screened, in units of 1 / (scales of x and w).
+    """How far q_x . q_w may be below (gate - bias) of rows that are screened, in units of the scales of x and w.
 
-    float64 [M, N]. The gate is that of bf16 or fp16 products of ``k`` terms summed in fp32; the factor 1 / rotation
-    block is left out. A gate exceeds it with a probability of at most 2^-failure; docs/notes/screen.md has the derivation.
+    float64 [M, N]. The gate is that of bf16 or fp16 products of ``k`` terms summed in fp32. A gate exceeds the bound
+    with a probability of at most 2^-failure; docs/notes/screen.md derives it.
     """
     u, v = x_spread.double()[:, None], w_spread.double()
     dithers = screen.hoeffding(failure) * (v**2 + (u + math.sqrt(k)) ** 2).sqrt()

@@ -52,6 +52,12 @@ def gate_pack(
 
 
 @functools.cache
+def quantize_gate(dtype: torch.dtype, k: int) -> specs.QuantizeGateSpec:
+    """Rows of ``k`` values in int8 for the screen of the gate; NotImplementedError beyond the largest class."""
+    return specs.QuantizeGateSpec(dtype_name(dtype), specs.k_class(k, specs.QUANTIZE_K_CLASSES))
+
+
+@functools.cache
 def up_down(dtype: torch.dtype, k: int, gated: bool) -> specs.UpDownSpec:
     """The up and down projections for hidden size ``k``; NotImplementedError beyond the largest class."""
     return specs.UpDownSpec(dtype_name(dtype), specs.k_class(k), gated)

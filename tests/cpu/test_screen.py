@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from twell import reference
+from twell import ops, reference
 from twell._runtime import screen
 
 BF16 = torch.bfloat16
@@ -240,3 +240,36 @@ def test_dithers_of_x_and_w_and_signs_are_uncorrelated() -> None:
     assert abs(signs.double().mean()) * 128 < 4
     for other in (x, w):
         assert abs((signs * other).mean()) * math.sqrt(12) * 128 < 4
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("k", [8, 24, *SIZES])
+def test_quantize_gate_is_the_reference(k: int, weights: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(k)
+    for rows in (*HOSTILE, torch.zeros, lambda r, k: torch.full((r, k), torch.nan), lambda r, k: torch.randn(0, k)):
+        matrix = rows(9, k).to(dtype)
+        q, scale, spread = ops.quantize_gate(matrix, weights)
+        expected = reference.quantize_gate(matrix, weights)
+        assert torch.equal(q, expected[0])
+        assert q.stride(0) % 16 == 0
+        assert torch.equal(scale, expected[1])
+        # the sum of squares is in fp32
+        torch.testing.assert_close(spread, expected[2], rtol=screen.SPREAD / 4, atol=0)
+
+
+def test_quantize_gate_refuses() -> None:
+    for rows, message in (
+        (torch.zeros(2, 12, dtype=BF16), "rows must have rows of a multiple of 8 values, got"),
+        (torch.zeros(2, dtype=BF16), "rows must have two dimensions, got"),
+        (torch.zeros(2, 16384 + 8, dtype=BF16), "hidden size must be at most 16384, got 16392"),
+    ):
+        with pytest.raises((ValueError, NotImplementedError), match=message):
+            ops.quantize_gate(rows, False)
+    with pytest.raises(TypeError, match=r"rows must be bfloat16 or float16, got torch\.float32"):
+        ops.quantize_gate(torch.zeros(2, 16), False)
+
+
+@pytest.mark.parametrize("k", [8, 72, 2048])
+def test_quantize_gate_is_an_operator(k: int) -> None:
+    torch.library.opcheck(ops.quantize_gate, (torch.randn(5, k).to(BF16), True))

@@ -13,6 +13,7 @@ from twell.ops.hybrid_backward import hybrid_backward
 from twell.ops.hybrid_backward_accumulate import hybrid_backward_accumulate
 from twell.ops.hybrid_forward import hybrid_forward
 from twell.ops.matrix_transpose import matrix_transpose
+from twell.ops.quantize_gate import quantize_gate
 from twell.ops.reglu import reglu, reglu_backward
 from twell.ops.unpack import unpack
 from twell.ops.up_down import up_down
@@ -27,6 +28,7 @@ __all__ = [
     "hybrid_backward_accumulate",
     "hybrid_forward",
     "matrix_transpose",
+    "quantize_gate",
     "reglu",
     "reglu_backward",
     "unpack",
