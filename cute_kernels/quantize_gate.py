@@ -9,7 +9,7 @@ loaded while this one is rotated.
               The last pass takes the block's highest four bits, some of them done before. Its results stay in
               registers.
     reduce    the largest magnitude, of which the scale is made, and the sum of squares.
-    round     a value times the levels, to a multiple of 2^-16; with the column's dither added its floor is the result.
+    round     a value times the levels, to a multiple of 2^-15; with the column's dither added its floor is the result.
               Bytes are put in order in shared memory.
 
 Levels go from the lowest bit to the highest, as in `reference.rotate`, so the results have the same bits. The dithers
@@ -33,7 +33,12 @@ from .specs import QuantizeGateSpec
 
 # values of a thread, and bits of the column in which they differ in a pass
 VALUES, BITS = 16, 4
-VECTOR = 8
+# values of a vector, and their bits
+VECTOR, FIRST_BITS = 8, 3
+# fp32 numbers near it are 1 apart; all values times the levels are less than 2^22
+ROUNDER = 3 * 2.0**22
+assert screen.LEVELS * 2**screen.FRACTION + 1 < 2**22
+DITHER = 2**screen.FRACTION - 1
 # threads of an SM, at 64 registers
 THREADS_PER_SM = 1024
 
@@ -86,7 +91,7 @@ class QuantizeGate:
 
         @cute.struct
         class Shared:
-            largest: cute.struct.MemRange[Uint32, 32]
+            largest: cute.struct.MemRange[Float32, 32]
             squares: cute.struct.MemRange[Float32, 32]
             row: cute.struct.Align[cute.struct.MemRange[Float32, padded(self.k_max)], 16]
             bytes: cute.struct.Align[cute.struct.MemRange[Uint8, self.k_max], 16]
@@ -134,6 +139,7 @@ class QuantizeGate:
         row, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         loaded = cute.make_rmem_tensor((4, 2), Uint32)
         values = cute.make_rmem_tensor((VALUES,), Float32)
+        values.fill(0.0)
         self.load(rows, row, loaded, thread)
         while row < rows.shape[0]:
             squares = self.spread_row(s, loaded, signs, k, thread)
@@ -141,15 +147,16 @@ class QuantizeGate:
             cute.arch.sync_threads()
             self.rotate(s, values, last, bits, k, thread)
             largest, squares = self.reduce(s, values, squares, thread)
-            # NaN is larger than infinity, as bits
-            screened = largest >= screen.SMALLEST and largest <= screen.LARGEST
+            # no NaN among the values if the sum of squares is a number
+            screened = largest >= screen.SMALLEST and largest <= screen.LARGEST and squares < Float32.inf
             levels = self.divide(Float32(screen.LEVELS * 2**screen.FRACTION), largest)
-            self.round(s, values, dithers, levels if screened else Float32(0.0), last, k)
+            if thread * VALUES < k:
+                self.round(s, values, dithers, levels if screened else Float32(0.0), last)
             if thread == 0:
                 own = largest * Float32(1 / screen.LEVELS)
                 norm = cute.math.sqrt(squares) * root
                 wide = self.divide(norm, own) * Float32(1 + screen.SPREAD) + grid_error
-                outside = Float32(0.0) if largest == 0.0 else Float32.inf
+                outside = Float32(0.0) if largest == 0.0 and squares == 0.0 else Float32.inf
                 scale[row] = own if screened else Float32(1.0)
                 spread[row] = wide if screened else outside
             cute.arch.sync_threads()
@@ -192,12 +199,13 @@ class QuantizeGate:
                 words[4 * block + i] = four[i]
         cute.arch.sync_threads()
         pairs = cute.make_rmem_tensor((VALUES // 2,), Uint32)
-        pairs.fill(0)
-        for i in range_constexpr(VALUES):
-            column = last.base + (i << last.start)
-            if column < k:
-                bits = (Uint32(words[column]) >> Uint32(shift)) & Uint32(0xFFFF)
-                pairs[i // 2] = pairs[i // 2] | bits << (16 * (i % 2))
+        for i in range_constexpr(VALUES // 2):
+            # columns beyond the last have any bits
+            low, high = (
+                (Uint32(words[last.base + ((2 * i + j) << last.start)]) >> Uint32(shift)) & Uint32(DITHER)
+                for j in range(2)
+            )
+            pairs[i] = low | high << 16
         cute.arch.sync_threads()
         return pairs
 
@@ -224,9 +232,10 @@ class QuantizeGate:
                 values[2 * i], values[2 * i + 1] = low_to_float(pair, self.dtype), high_to_float(pair, self.dtype)
             for i in range_constexpr(VECTOR):
                 squares += values[i] * values[i]
-            for level in range_constexpr(3):
+            for level in range_constexpr(FIRST_BITS):
                 self.butterflies(values, level)
-            if column < k:
+            # columns up to a multiple of sixteen are zeros
+            if column < k + VECTOR:
                 target = cute.make_tensor((s.row.iterator + padded(column)).align(16), cute.make_layout(VECTOR))
                 cute.autovec_copy(values, target)
         return squares
@@ -242,60 +251,68 @@ class QuantizeGate:
 
     @cute.jit
     def rotate(self, s, values, last, bits, k, thread):
-        """The levels from bit 3 on; the results are those of `last`, in registers."""
-        done = Int32(3)
-        while done < bits - BITS:
-            self.rotate_pass(s, values, self.place(thread, done), done, bits, k)
-            at = self.place(thread, done)
-            for i in range_constexpr(VALUES):
-                column = at.base + (i << at.start)
-                if column < k:
-                    s.row[padded(column)] = values[i]
-            done += BITS
-            cute.arch.sync_threads()
-        self.rotate_pass(s, values, last, done, bits, k)
+        """The levels from bit 3 on; the results are those of `last`, in registers, zeros in threads without columns."""
+        for start in range_constexpr(FIRST_BITS, self.k_max.bit_length() - BITS - 1, BITS):
+            if start < bits - BITS:
+                if thread * VALUES < k:
+                    at = self.place(thread, start)
+                    base = s.row.iterator + padded(at.base)
+                    self.load_values(base, values, start)
+                    for level in range_constexpr(BITS):
+                        self.butterflies(values, level)
+                    for i in range_constexpr(VALUES):
+                        cute.make_tensor(base + padded(i << start), cute.make_layout(1))[0] = values[i]
+                cute.arch.sync_threads()
+        if thread * VALUES < k:
+            self.load_values(s.row.iterator + padded(last.base), values, last.start)
+            # levels below are done
+            done = FIRST_BITS + cutlass.max(bits - FIRST_BITS - 1, Int32(0)) // BITS * BITS
+            for level in range_constexpr(BITS):
+                if last.start + level >= done and last.start + level < bits:
+                    self.butterflies(values, level)
 
     @cute.jit
-    def rotate_pass(self, s, values, at, done, bits, k):
-        """Load the values of a place and do those of its levels that are not done."""
+    def load_values(self, base, values, start):
+        """Load the values of a place from shared memory: bits of the base and of the offsets do not overlap."""
         for i in range_constexpr(VALUES):
-            column = at.base + (i << at.start)
-            values[i] = s.row[padded(column)] if column < k else Float32(0.0)
-        for level in range_constexpr(BITS):
-            if at.start + level >= done and at.start + level < bits:
-                self.butterflies(values, level)
+            values[i] = cute.make_tensor(base + padded(i << start), cute.make_layout(1))[0]
 
     @cute.jit
     def reduce(self, s, values, squares, thread):
-        """The row's largest magnitude, as bits that order NaN last, and its sum of squares."""
-        largest = Uint32(0)
+        """The row's largest magnitude, without NaN, and its sum of squares."""
+        largest = Float32(0.0)
         for i in range_constexpr(VALUES):
-            largest = cutlass.max(largest, values[i].bitcast(Uint32) & Uint32(0x7FFFFFFF))
-        largest = Uint32(cute.arch.warp_redux_sync(Int32(largest), "max"))
+            largest = cute.arch.fmax(largest, cute.arch.fmax(values[i], -values[i]))
+        largest = Uint32(cute.arch.warp_redux_sync(largest.bitcast(Int32), "max")).bitcast(Float32)
         squares = warp_sum(squares)
         if thread & 31 == 0:
             s.largest[thread >> 5] = largest
             s.squares[thread >> 5] = squares
         cute.arch.sync_threads()
-        largest, squares = Uint32(0), Float32(0.0)
+        largest, squares = Float32(0.0), Float32(0.0)
         for i in range_constexpr(self.warps):
-            largest = cutlass.max(largest, Uint32(s.largest[i]))
+            largest = cute.arch.fmax(largest, s.largest[i])
             squares += s.squares[i]
-        return largest.bitcast(Float32), squares
+        return largest, squares
 
     @cute.jit
-    def round(self, s, values, dithers, levels, last, k):
-        """Put the results of a thread's columns into shared memory."""
+    def round(self, s, values, dithers, levels, last):
+        """Put the results of a thread's columns into shared memory.
+
+        The sum with `ROUNDER` is rounded to an integer, in the low bits of the result. The dither makes a byte of it.
+        """
+        base = s.bytes.iterator + last.base
         for i in range_constexpr(VALUES):
             fixed = cute.arch.inline_ptx(
-                "{ .reg .f32 scaled; mul.rn.f32 scaled, {$r0}, {$r1}; cvt.rni.s32.f32 {$w0}, scaled; }",
-                write_only_types=[Int32],
-                read_only_args=[values[i], levels],
+                "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};",
+                write_only_types=[Float32],
+                read_only_args=[values[i], levels, Float32(ROUNDER)],
             )
-            dither = (dithers[i // 2] >> 16) if i % 2 else (dithers[i // 2] & Uint32(0xFFFF))
-            column = last.base + (i << last.start)
-            if column < k:
-                s.bytes[column] = Uint8(((fixed + Int32(dither)) >> screen.FRACTION) & 0xFF)
+            dither = (dithers[i // 2] >> 16) if i % 2 else (dithers[i // 2] & Uint32(DITHER))
+            # the highest bit of the rounder's fraction is carried out of the byte
+            sum = fixed.bitcast(Uint32) + dither + Uint32(1 << 22)
+            byte = cute.make_tensor(base + (i << last.start), cute.make_layout(1))
+            byte[0] = Uint8((sum >> screen.FRACTION) & Uint32(0xFF))
 
     @cute.jit
     def store(self, s, q, row, k, thread):

@@ -1,6 +1,6 @@
 """Constants of the int8 screen of the gate, see docs/notes/screen.md, and its random numbers. Pure Python.
 
-A row is rotated, scaled to ``LEVELS`` and rounded with a dither of 16 bits. Signs and dithers are words of
+A row is rotated, scaled to ``LEVELS`` and rounded with a dither of 15 bits. Signs and dithers are words of
 Philox4x32-10 (Salmon et al., SC 2011) with a fixed key. The counter is (index of four words, stream, 0, 0).
 """
 
@@ -12,9 +12,9 @@ import math
 LEVELS = 126.5
 
 # The dither has this many bits, and so has the fraction of what it is added to.
-FRACTION = 16
+FRACTION = 15
 
-# Bits of the word of a column's dither: x has the lower half, w the upper one.
+# Where the dither is in the word of a column: x has the lower half, w the upper one.
 X_SHIFT, W_SHIFT = 0, 16
 
 # Streams of words: one per column, and one per 32 columns whose bits are the signs of the rotation.

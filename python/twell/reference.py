@@ -251,9 +251,9 @@ def quantize_gate(rows: Tensor, weights: bool) -> Quantized:
     largest = rotated.abs().amax(1)
     levels = torch.tensor(screen.LEVELS * 2**screen.FRACTION, dtype=torch.float32, device=rows.device) / largest
     shift = screen.W_SHIFT if weights else screen.X_SHIFT
-    dither = [word >> shift & 0xFFFF for word in screen.words(k, screen.DITHERS)]
+    dither = [word >> shift & 2**screen.FRACTION - 1 for word in screen.words(k, screen.DITHERS)]
     screened = (largest >= screen.SMALLEST) & (largest <= screen.LARGEST)
-    fixed = (rotated * levels[:, None]).round().where(screened[:, None], 0).int()
+    fixed = (rotated.double() * levels[:, None]).round().where(screened[:, None], 0).int()
     q = fixed + torch.tensor(dither, dtype=torch.int32, device=rows.device) >> screen.FRACTION
     scale = (largest * torch.tensor(1 / screen.LEVELS, dtype=torch.float32, device=rows.device)).where(screened, 1)
     norm = rows.double().norm(dim=1) * math.sqrt(screen.rotation_block(k))

@@ -64,8 +64,9 @@ def _cpu(matrix: Tensor, weights: bool) -> Quantized:
     largest = values.abs().amax(1)
     screened = (largest >= screen.SMALLEST) & (largest <= screen.LARGEST)
     levels = torch.full_like(largest, screen.LEVELS * 2**screen.FRACTION) / largest
-    dithers = random_words(k, screen.DITHERS) >> (screen.W_SHIFT if weights else screen.X_SHIFT) & 0xFFFF
-    fixed = (values * levels[:, None]).round_().masked_fill_(~screened[:, None], 0).int()
+    dithers = random_words(k, screen.DITHERS) >> (screen.W_SHIFT if weights else screen.X_SHIFT)
+    dithers &= (1 << screen.FRACTION) - 1
+    fixed = (values.double() * levels[:, None]).round_().masked_fill_(~screened[:, None], 0).int()
     q.copy_(fixed + dithers.int() >> screen.FRACTION)
     scale.copy_(torch.where(screened, largest * torch.full_like(largest, 1 / screen.LEVELS), 1))
     norms = matrix.float().square().sum(1).sqrt() * math.sqrt(block)
