@@ -50,7 +50,9 @@ from .sm90.values import (
 )
 from .specs import GatePackFewSpec, GatePackSpec
 
-TILE_N, TILE_K = geometry.TILE, 64
+TILE_N = geometry.TILE
+# bytes of K of a stage, the width of the swizzle, and of a WGMMA
+TILE_K_BYTES, MMA_K_BYTES = 128, 32
 THREADS = 384
 WARPS = THREADS // 32
 MMA_WARPS, PACK_WARPS = 8, 3
@@ -112,13 +114,17 @@ class GatePack:
 
     def __init__(self, spec: GatePackSpec):
         self.dtype = operands.DTYPES[spec.dtype]
-        self.tokens = spec.tokens
+        self.set_sizes(spec.tokens, 2, spec.tokens * TILE_N * 2)
+
+    def set_sizes(self, tokens: int, value_bytes: int, epilogue_bytes: int) -> None:
+        """Sizes of a tile of values of so many bytes, and stages in the shared memory that the epilogue leaves."""
+        self.tokens = tokens
         # of two CTAs: fewer clusters of four run at a time than a quarter of the number of SMs
         self.cluster = 2
         # clusters' tiles of tokens in a band, see `tile_of`
         self.group = 1024 // (self.tokens * self.cluster)
-        available = feasible.SMEM_PER_CTA - 2048 - self.tokens * TILE_N * 2
-        self.stages = available // ((TILE_N + self.tokens) * TILE_K * 2)
+        self.tile_k, self.stage_bytes = TILE_K_BYTES // value_bytes, (TILE_N + tokens) * TILE_K_BYTES
+        self.stages = (feasible.SMEM_PER_CTA - 2048 - epilogue_bytes) // self.stage_bytes
 
     @cute.jit
     def __call__(
@@ -134,15 +140,15 @@ class GatePack:
         max_clusters: Int32,
         stream: cuda.CUstream,
     ):
-        shape, stages = (TILE_N, self.tokens, TILE_K), self.stages
+        shape, stages = (TILE_N, self.tokens, self.tile_k), self.stages
         mma = sm90.make_trivial_tiled_mma(
             self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (2, 1, 1), (64, self.tokens)
         )
         w_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
         x_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
         loads = (
-            self.transfer(w, w_layout, (TILE_N, TILE_K), self.cluster),
-            self.transfer(x, x_layout, (self.tokens, TILE_K), 1),
+            self.transfer(w, w_layout, (TILE_N, self.tile_k), self.cluster),
+            self.transfer(x, x_layout, (self.tokens, self.tile_k), 1),
         )
 
         @cute.struct
@@ -156,7 +162,7 @@ class GatePack:
         m_tiles = cute.ceil_div(x.shape[0], self.tokens * self.cluster)
         n_tiles = cute.ceil_div(w.shape[0], TILE_N)
         total = m_tiles * n_tiles
-        extent = Extent(m_tiles, n_tiles, cute.ceil_div(x.shape[1], TILE_K), x.shape[0], w.shape[0])
+        extent = Extent(m_tiles, n_tiles, cute.ceil_div(x.shape[1], self.tile_k), x.shape[0], w.shape[0])
         if total > 0:
             self.kernel(
                 *loads, Operands(bias, words, spill, stats, words_per_tile, threshold), mma, w_layout, x_layout, extent
@@ -194,15 +200,7 @@ class GatePack:
             cpasync.prefetch_descriptor(x.atom)
 
         shared = SmemAllocator().allocate(self.shared)
-        ring = pipeline.PipelineTmaAsync.create(
-            barrier_storage=shared.ring.data_ptr(),
-            num_stages=self.stages,
-            tx_count=(TILE_N + self.tokens) * TILE_K * 2,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.cluster * MMA_WARPS),
-            cta_layout_vmnk=cute.make_layout((1, 1, self.cluster, 1)),
-            defer_sync=True,
-        )
+        ring = self.make_ring(shared)
         pipeline.pipeline_init_arrive(cluster_shape_mn=(self.cluster, 1), is_relaxed=True)
         s = Views(
             sW=shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner),
@@ -229,6 +227,18 @@ class GatePack:
         # the peer has released its last stage here
         cute.arch.cluster_wait()
 
+    def make_ring(self, shared: Any) -> Any:
+        """The ring of stages; clusters must synchronise before they use it."""
+        return pipeline.PipelineTmaAsync.create(
+            barrier_storage=shared.ring.data_ptr(),
+            num_stages=self.stages,
+            tx_count=self.stage_bytes,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.cluster * MMA_WARPS),
+            cta_layout_vmnk=cute.make_layout((1, 1, self.cluster, 1)),
+            defer_sync=True,
+        )
+
     @cute.jit
     def tile_of(self, index: Int32, extent: Extent) -> tuple[Int32, Int32]:
         """The tile of this CTA in the cluster tile `index`, by tokens and by neurons: bands of `group` tiles of tokens,
@@ -248,8 +258,8 @@ class GatePack:
         """Keep the ring full: one w tile and one x tile per stage."""
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         mask = Int16((1 << self.cluster) - 1)
-        w_tiles = cute.local_tile(w.tensor, (TILE_N, TILE_K), (None, None))
-        x_tiles = cute.local_tile(x.tensor, (self.tokens, TILE_K), (None, None))
+        w_tiles = cute.local_tile(w.tensor, (TILE_N, self.tile_k), (None, None))
+        x_tiles = cute.local_tile(x.tensor, (self.tokens, self.tile_k), (None, None))
         w_s, w_t = cpasync.tma_partition(
             w.atom, rank, cute.make_layout(self.cluster), cute.group_modes(s.sW, 0, 2), cute.group_modes(w_tiles, 0, 2)
         )
@@ -289,24 +299,7 @@ class GatePack:
         tile = first
         while tile < extent.m_tiles * extent.n_tiles:
             _, column = self.tile_of(tile, extent)
-            mma.set(warpgroup.Field.ACCUMULATE, False)
-            for k in cutlass.range(extent.k_tiles, unroll=1):
-                ring.consumer_wait(full)
-                warpgroup.fence()
-                for block in range_constexpr(TILE_K // 16):
-                    cute.gemm(mma, acc, rW[None, None, block, full.index], rX[None, None, block, full.index], acc)
-                    mma.set(warpgroup.Field.ACCUMULATE, True)
-                warpgroup.commit_group()
-                # at most one group of WGMMA is in flight: the previous stage has been read
-                warpgroup.wait_group(1)
-                if k > 0:
-                    ring.consumer_release(release)
-                    release.advance()
-                full.advance()
-            warpgroup.wait_group(0)
-            ring.consumer_release(release)
-            release.advance()
-
+            full, release = self.multiply(ring, mma, acc, rW, rX, full, release, extent)
             if o.bias.shape[0] > 0:
                 self.add_bias(acc, o.bias, coordinates, column, extent.neurons)
             if tile != first:
@@ -319,6 +312,28 @@ class GatePack:
         cute.arch.cluster_arrive()
         cute.arch.barrier(barrier_id=Barrier.GATE_LAST, number_of_threads=THREADS)
         self.pack_tile(s, o, tile - step, warp_index + WARPS - MMA_WARPS, Int32(WARPS), extent)
+
+    @cute.jit
+    def multiply(self, ring, mma: cute.TiledMma, acc, rW, rX, full, release, extent):
+        """The main loop of a tile; returns the next states of the ring."""
+        mma.set(warpgroup.Field.ACCUMULATE, False)
+        for k in cutlass.range(extent.k_tiles, unroll=1):
+            ring.consumer_wait(full)
+            warpgroup.fence()
+            for block in range_constexpr(TILE_K_BYTES // MMA_K_BYTES):
+                cute.gemm(mma, acc, rW[None, None, block, full.index], rX[None, None, block, full.index], acc)
+                mma.set(warpgroup.Field.ACCUMULATE, True)
+            warpgroup.commit_group()
+            # at most one group of WGMMA is in flight: the previous stage has been read
+            warpgroup.wait_group(1)
+            if k > 0:
+                ring.consumer_release(release)
+                release.advance()
+            full.advance()
+        warpgroup.wait_group(0)
+        ring.consumer_release(release)
+        release.advance()
+        return full, release
 
     @cute.jit
     def add_bias(self, acc, bias, coordinates, column: Int32, neurons: Int32):

@@ -125,6 +125,16 @@ class QuantizeGateSpec(_Kernel):
 
 
 @dataclass(frozen=True)
+class GateScreenSpec(_Kernel):
+    """``int8 rows of x and w_gate -> candidates``: bits of the neurons that any of 128 tokens may fire.
+
+    ``dtype`` is that of the bias.
+    """
+
+    op: ClassVar[str] = "gate_screen"
+
+
+@dataclass(frozen=True)
 class UpDownSpec(_Kernel):
     """``x, packed gate, w_up, w_down -> y, l1``; if not ``gated``: ``packed activations, w_down -> y, l1``.
 
@@ -348,6 +358,7 @@ Spec = (
     GatePackSpec
     | GatePackFewSpec
     | QuantizeGateSpec
+    | GateScreenSpec
     | UpDownTokenSpec
     | UpDownTileSpec
     | UpDownSpec
@@ -373,6 +384,7 @@ def all_specs() -> tuple[Spec, ...]:
         *(UpDownSpec(d, k, g) for d in DTYPES for k in K_CLASSES for g in flags),
         *(GatePackFewSpec(d, t) for d in DTYPES for t in FEW_TOKENS),
         *(QuantizeGateSpec(d, k) for d in DTYPES for k in QUANTIZE_K_CLASSES),
+        *(GateScreenSpec(d) for d in DTYPES),
         *(UpDownTokenSpec(d, k, c, g) for d in DTYPES for c, ks in TOKEN_K_CLASSES.items() for k in ks for g in flags),
         *(UpDownTileSpec(d, k) for d in DTYPES for k in TILE_K_CLASSES),
         *(UnpackSpec(d) for d in DTYPES),

@@ -58,6 +58,12 @@ def quantize_gate(dtype: torch.dtype, k: int) -> specs.QuantizeGateSpec:
 
 
 @functools.cache
+def gate_screen(dtype: torch.dtype) -> specs.GateScreenSpec:
+    """The int8 screen of the gate, for biases of a dtype."""
+    return specs.GateScreenSpec(dtype_name(dtype))
+
+
+@functools.cache
 def up_down(dtype: torch.dtype, k: int, gated: bool) -> specs.UpDownSpec:
     """The up and down projections for hidden size ``k``; NotImplementedError beyond the largest class."""
     return specs.UpDownSpec(dtype_name(dtype), specs.k_class(k), gated)

@@ -273,3 +273,44 @@ def test_quantize_gate_refuses() -> None:
 @pytest.mark.parametrize("k", [8, 72, 2048])
 def test_quantize_gate_is_an_operator(k: int) -> None:
     torch.library.opcheck(ops.quantize_gate, (torch.randn(5, k).to(BF16), True))
+
+
+def unpacked(candidates: Tensor, n: int) -> Tensor:
+    """The bits of ``gate_screen`` as booleans [token tiles, N]; all bits beyond must be 0."""
+    bits = (candidates.long()[:, :, None] >> torch.arange(32) & 1).bool().flatten(1)
+    assert not bits[:, n:].any()
+    return bits[:, :n]
+
+
+@pytest.mark.parametrize("m", [0, 1, 127, 128, 129, 300])
+@pytest.mark.parametrize(("n", "k"), [(8, 8), (264, 64), (520, 72)])
+def test_gate_screen_is_the_reference_by_tiles_of_tokens(m: int, n: int, k: int) -> None:
+    torch.manual_seed(m)
+    x, w = outliers(m, k).to(BF16), torch.randn(n, k).to(BF16)
+    x[1::7], w[3::9] = 0, 0
+    w[5::9] = torch.inf
+    for bias in (None, (torch.randn(n) * 20 - 40).to(BF16)):
+        xs, ws = ops.quantize_gate(x, False), ops.quantize_gate(w, True)
+        candidates = ops.gate_screen(*xs, *ws, torch.empty(0, dtype=BF16) if bias is None else bias)
+        expected = reference.gate_screen(xs, ws, bias)
+        tiles = [expected[first : first + 128].any(0) for first in range(0, m, 128)]
+        assert torch.equal(unpacked(candidates, n), torch.stack(tiles) if tiles else expected)
+
+
+def test_gate_screen_refuses() -> None:
+    x, w, bias = ops.quantize_gate(torch.randn(3, 16).to(BF16), False), torch.randn(24, 16).to(BF16), torch.zeros(24)
+    w = ops.quantize_gate(w, True)
+    for arguments, error, message in (
+        ((x[0].int(), *x[1:], *w, bias), TypeError, "x must be torch.int8, got torch.int32"),
+        ((*x, w[0][:, :8], *w[1:], bias), ValueError, r"w_gate must be \[24, 16\], got \[24, 8\]"),
+        ((*x, w[0], w[1][1:], w[2], bias), ValueError, r"w_scale must be \[24\], got \[23\]"),
+        ((*x, *w, bias[1:]), ValueError, r"b_gate must be \[24\], got \[23\]"),
+    ):
+        with pytest.raises(error, match=message):
+            ops.gate_screen(*arguments)
+
+
+def test_gate_screen_is_an_operator() -> None:
+    x, w = torch.randn(130, 72).to(BF16), torch.randn(40, 72).to(BF16)
+    arguments = (*ops.quantize_gate(x, False), *ops.quantize_gate(w, True), torch.zeros(40, dtype=BF16))
+    torch.library.opcheck(ops.gate_screen, arguments)

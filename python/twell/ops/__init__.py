@@ -9,6 +9,7 @@ from __future__ import annotations
 from twell.ops.ffn import ffn, ffn_aux
 from twell.ops.ffn_union import ffn_union
 from twell.ops.gate_pack import gate_pack
+from twell.ops.gate_screen import gate_screen
 from twell.ops.hybrid_backward import hybrid_backward
 from twell.ops.hybrid_backward_accumulate import hybrid_backward_accumulate
 from twell.ops.hybrid_forward import hybrid_forward
@@ -24,6 +25,7 @@ __all__ = [
     "ffn_aux",
     "ffn_union",
     "gate_pack",
+    "gate_screen",
     "hybrid_backward",
     "hybrid_backward_accumulate",
     "hybrid_forward",
