@@ -26,6 +26,10 @@ NEURON_TILE = 64
 SMALL_TILE = 16
 MAX_TILE_NEURONS = 16384
 
+# Listed neurons whose gates and up projections sampled_gate computes together, and those of them that share a run of
+# its entries.
+LISTED_UNIT, LISTED_RUN = 128, 16
+
 # A neuron tile with at most this many non-zeros enters the weight gradients twice, the second time with the rounding
 # errors of its 16-bit coefficients: the sum over a neuron's few tokens may be much smaller than its terms.
 RARE_ENTRIES = 2048

@@ -256,6 +256,35 @@ class SampledUpSpec(_Kernel):
 
 
 @dataclass(frozen=True)
+class ListCandidatesSpec:
+    """``candidates -> neurons, sizes``: the lists of the neurons whose bits are set."""
+
+    op: ClassVar[str] = "list_candidates"
+
+    @property
+    def symbol(self) -> str:
+        return self.op
+
+
+@dataclass(frozen=True)
+class SampledGateSpec(_Kernel):
+    """``x, w_gate, w_up, listed neurons -> counts, staged, l1``: hidden state at the non-zeros among the neurons."""
+
+    op: ClassVar[str] = "sampled_gate"
+
+
+@dataclass(frozen=True)
+class CollectSpec:
+    """``listed neurons, counts, staged -> entries, neurons, chunks, sizes``: the hybrid format of sampled_gate's."""
+
+    op: ClassVar[str] = "collect"
+
+    @property
+    def symbol(self) -> str:
+        return self.op
+
+
+@dataclass(frozen=True)
 class SampledGradSpec(_Kernel):
     """``dy, w_down, hybrid gate, up -> d_gate, d_up`` at the non-zeros."""
 
@@ -366,6 +395,9 @@ Spec = (
     | RegluSpec
     | CompactSpec
     | SampledUpSpec
+    | ListCandidatesSpec
+    | SampledGateSpec
+    | CollectSpec
     | SampledGradSpec
     | GatheredSpec
     | RankSpec
@@ -391,6 +423,9 @@ def all_specs() -> tuple[Spec, ...]:
         *(RegluSpec(d, b) for d in DTYPES for b in flags),
         *(CompactSpec(d, t) for d in DTYPES for t in flags),
         *(SampledUpSpec(d, t) for d in DTYPES for t in flags),
+        ListCandidatesSpec(),
+        *(SampledGateSpec(d) for d in DTYPES),
+        CollectSpec(),
         *(SampledGradSpec(d, g) for d in DTYPES for g in flags),
         *(GatheredSpec(d, p) for d in DTYPES for p in range(3)),
         RankSpec(),

@@ -1,0 +1,81 @@
+"""Lists of the neurons whose bits gate_screen.py has set: ascending, for each tile of 128 tokens.
+
+One CTA per token tile; a thread has a word of 32 neurons at a time, and prefix sums give the places of its bits. The
+sums of |h| to which sampled_gate.py writes some are cleared, too.
+"""
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int16, Int32, Uint32, range_constexpr
+from cutlass.memory import SmemAllocator
+
+from .sm90 import operands
+from .sm90.values import lowest_bit, prefix_sum
+from .specs import ListCandidatesSpec
+
+WARPS = 8
+THREADS = 32 * WARPS
+
+
+class ListCandidates:
+    """The only variant; sizes stay symbolic."""
+
+    @cute.jit
+    def __call__(
+        self,
+        candidates: cute.Tensor,
+        neurons: cute.Tensor,
+        sizes: cute.Tensor,
+        l1: cute.Tensor,
+        stream: cuda.CUstream,
+    ):
+        if candidates.shape[0] > 0:
+            self.kernel(candidates, neurons, sizes, l1).launch(
+                grid=(candidates.shape[0], 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+            )
+
+    @cute.kernel
+    def kernel(self, candidates: cute.Tensor, neurons: cute.Tensor, sizes: cute.Tensor, l1: cute.Tensor):
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        tile = cute.arch.block_idx()[0]
+        sums = SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS))
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        for i in cutlass.range(thread, l1.shape[1], THREADS, unroll=1):
+            l1[tile, i] = Float32(0.0)
+        words, size = candidates.shape[1], Int32(0)
+        for first in cutlass.range(0, words, THREADS, unroll=1):
+            at = first + thread
+            bits = Uint32(candidates[tile, at]) if at < words else Uint32(0)
+            count = Int32(cute.arch.popc(bits))
+            place = size + prefix_sum(count, lane)
+            if lane == 31:
+                sums[warp] = place + count - size
+            cute.arch.sync_threads()
+            for w in range_constexpr(WARPS):
+                total = sums[w]
+                place += total if w < warp else 0
+                size += total
+            while bits != 0:
+                neurons[tile, place] = Int16(at * 32 + lowest_bit(bits))
+                bits = bits & (bits - 1)
+                place += 1
+            cute.arch.sync_threads()
+        if thread == 0:
+            sizes[tile] = size
+
+
+def signature(spec: ListCandidatesSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    b = cute.sym_int32()
+    arguments = (
+        operands.matrix(Int32, b, cute.sym_int32(divisibility=8)),
+        operands.matrix(Int16, b, cute.sym_int32(divisibility=64)),
+        operands.vector(Int32, cute.sym_int32(), align=4),
+        operands.matrix(Float32, b, cute.sym_int32()),
+    )
+    return ListCandidates(), arguments
