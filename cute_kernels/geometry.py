@@ -80,6 +80,11 @@ def sums_per_tile(n: int) -> int:
     return max(TOKEN_TILE, tiles(n))
 
 
+def listed_sums(n: int) -> int:
+    """The same of a screened layer: one per LISTED_UNIT listed neurons, or one per token."""
+    return max(TOKEN_TILE, -(-n // LISTED_UNIT))
+
+
 def training_sums(n: int) -> int:
     """The same in training: one per 256 listed neurons, or by OVERFLOW_SUM tokens and OVERFLOW_NEURONS neurons."""
     return TOKEN_TILE // OVERFLOW_SUM * -(-n // OVERFLOW_NEURONS)

@@ -64,6 +64,24 @@ def gate_screen(dtype: torch.dtype) -> specs.GateScreenSpec:
 
 
 @functools.cache
+def list_candidates() -> specs.ListCandidatesSpec:
+    """The lists of candidates by token tile."""
+    return specs.ListCandidatesSpec()
+
+
+@functools.cache
+def sampled_gate(dtype: torch.dtype) -> specs.SampledGateSpec:
+    """Gate and up projection at listed neurons, and the hidden state at the gate's non-zeros."""
+    return specs.SampledGateSpec(dtype_name(dtype))
+
+
+@functools.cache
+def collect() -> specs.CollectSpec:
+    """The hybrid format of what ``sampled_gate`` found."""
+    return specs.CollectSpec()
+
+
+@functools.cache
 def up_down(dtype: torch.dtype, k: int, gated: bool) -> specs.UpDownSpec:
     """The up and down projections for hidden size ``k``; NotImplementedError beyond the largest class."""
     return specs.UpDownSpec(dtype_name(dtype), specs.k_class(k), gated)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from twell import ops, reference
+from twell import ops, reference, testing
 from twell._runtime import screen
 
 BF16 = torch.bfloat16
@@ -314,3 +314,36 @@ def test_gate_screen_is_an_operator() -> None:
     x, w = torch.randn(130, 72).to(BF16), torch.randn(40, 72).to(BF16)
     arguments = (*ops.quantize_gate(x, False), *ops.quantize_gate(w, True), torch.zeros(40, dtype=BF16))
     torch.library.opcheck(ops.gate_screen, arguments)
+
+
+@pytest.mark.parametrize("activation", [("relu", 0.0), ("relu2", 0.0), ("drelu", 0.0), ("fatrelu", 0.75)])
+@pytest.mark.parametrize("biases", ["", "gate up down"])
+@pytest.mark.parametrize("m", [0, 1, 130])
+def test_a_screened_layer_is_that_of_union(m: int, biases: str, activation: tuple[str, float]) -> None:
+    p = testing.integer_problem(m, 72, 520, density=0.02, biases=biases)
+    quantized = ops.quantize_gate(p.w_gate, True)
+    y, l1, union, candidates = ops.ffn_screened(*p, *quantized, *activation)
+    expected = ops.ffn_union(*p, 8, *activation)
+    assert torch.equal(y, expected[0])
+    assert torch.equal(l1.sum(1), expected[1].sum(1))
+    assert torch.equal(union, expected[3])
+    assert (candidates >= union).all()
+
+
+def test_a_screened_layer_with_neurons_far_below_zero_has_few_candidates() -> None:
+    p = testing.make("topic29", m=256, k=512, n=1024, device="cpu")
+    y, _, union, candidates = ops.ffn_screened(*p, *ops.quantize_gate(p.w_gate, True))
+    assert torch.equal(y, ops.ffn_union(*p, 8)[0])
+    assert union.sum() <= candidates.sum() < 0.9 * 2 * 1024
+
+
+def test_ffn_screened_refuses_and_is_an_operator() -> None:
+    p = testing.integer_problem(130, 72, 520, density=0.02)
+    quantized = ops.quantize_gate(p.w_gate, True)
+    torch.library.opcheck(ops.ffn_screened, (*p, *quantized))
+    with pytest.raises(TypeError, match="w_up must be a tensor, got None"):
+        ops.ffn_screened(*p._replace(w_up=None), *quantized)
+    with pytest.raises(ValueError, match=r"scale must be \[520\], got \[519\]"):
+        ops.ffn_screened(*p, quantized[0], quantized[1][1:], quantized[2])
+    with pytest.raises(TypeError, match=r"q must be torch\.int8, got torch\.int32"):
+        ops.ffn_screened(*p, quantized[0].int(), *quantized[1:])

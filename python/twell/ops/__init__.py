@@ -7,6 +7,7 @@ gradient: ``twell._autograd`` joins forward to backward. ``twell.functional`` is
 from __future__ import annotations
 
 from twell.ops.ffn import ffn, ffn_aux
+from twell.ops.ffn_screened import ffn_screened
 from twell.ops.ffn_union import ffn_union
 from twell.ops.gate_pack import gate_pack
 from twell.ops.gate_screen import gate_screen
@@ -23,6 +24,7 @@ from twell.ops.up_down_union import up_down_union
 __all__ = [
     "ffn",
     "ffn_aux",
+    "ffn_screened",
     "ffn_union",
     "gate_pack",
     "gate_screen",
