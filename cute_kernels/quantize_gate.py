@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int8, Int32, Int64, Uint8, Uint32, range_constexpr
+from cutlass import Boolean, Float32, Int8, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from . import feasible, screen
@@ -99,14 +99,25 @@ class QuantizeGate:
         self.shared = feasible.check_shared_memory(Shared, self.ctas)
         ctas = cutlass.min(rows.shape[0], multiprocessors * self.ctas)
         if rows.shape[0] > 0:
-            self.kernel(rows, q, scale, spread, shift, root, grid_error).launch(
-                grid=(ctas, 1, 1),
-                block=(self.threads, 1, 1),
-                min_blocks_per_mp=self.ctas,
-                preferred_smem_carveout=100,
-                stream=stream,
-                use_pdl=True,
-            )
+            # the usual sizes have constant places
+            if rows.shape[1] == self.k_max:
+                self.kernel(rows, q, scale, spread, shift, root, grid_error, True).launch(
+                    grid=(ctas, 1, 1),
+                    block=(self.threads, 1, 1),
+                    min_blocks_per_mp=self.ctas,
+                    preferred_smem_carveout=100,
+                    stream=stream,
+                    use_pdl=True,
+                )
+            else:
+                self.kernel(rows, q, scale, spread, shift, root, grid_error, False).launch(
+                    grid=(ctas, 1, 1),
+                    block=(self.threads, 1, 1),
+                    min_blocks_per_mp=self.ctas,
+                    preferred_smem_carveout=100,
+                    stream=stream,
+                    use_pdl=True,
+                )
 
     @cute.kernel
     def kernel(
@@ -118,7 +129,9 @@ class QuantizeGate:
         shift: Int32,
         root: Float32,
         grid_error: Float32,
+        whole: cutlass.Constexpr,
     ):
+        """`whole`: all columns of the class exist."""
         thread = cute.arch.thread_idx()[0]
         shared = SmemAllocator().allocate(self.shared)
         s = Views(
@@ -127,10 +140,12 @@ class QuantizeGate:
             largest=shared.largest.get_tensor(cute.make_layout(32)),
             squares=shared.squares.get_tensor(cute.make_layout(32)),
         )
-        k = rows.shape[1]
-        # bits of the column that are rotated
-        bits = 31 - Int32(cute.arch.clz(k & (0 - k)))
-        last = self.place(thread, cutlass.max(bits - BITS, Int32(0)))
+        # columns, and bits of the column that are rotated
+        k, bits = self.k_max, self.k_max.bit_length() - 1
+        if const_expr(not whole):
+            k = rows.shape[1]
+            bits = 31 - Int32(cute.arch.clz(k & (0 - k)))
+        last = self.place(thread, bits - BITS if const_expr(whole) else cutlass.max(bits - BITS, Int32(0)))
         signs = self.draw_signs(thread)
         dithers = self.draw_dithers(s, last, k, shift, thread)
         cute.arch.griddepcontrol_wait()
@@ -150,8 +165,11 @@ class QuantizeGate:
             # no NaN among the values if the sum of squares is a number
             screened = largest >= screen.SMALLEST and largest <= screen.LARGEST and squares < Float32.inf
             levels = self.divide(Float32(screen.LEVELS * 2**screen.FRACTION), largest)
+            if screened == Boolean(False):
+                values.fill(0.0)
+                levels = Float32(0.0)
             if thread * VALUES < k:
-                self.round(s, values, dithers, levels if screened else Float32(0.0), last)
+                self.round(s, values, dithers, levels, last)
             if thread == 0:
                 own = largest * Float32(1 / screen.LEVELS)
                 norm = cute.math.sqrt(squares) * root
@@ -266,7 +284,11 @@ class QuantizeGate:
         if thread * VALUES < k:
             self.load_values(s.row.iterator + padded(last.base), values, last.start)
             # levels below are done
-            done = FIRST_BITS + cutlass.max(bits - FIRST_BITS - 1, Int32(0)) // BITS * BITS
+            passed = bits - FIRST_BITS - 1
+            done = (
+                FIRST_BITS
+                + (max(passed, 0) if isinstance(passed, int) else cutlass.max(passed, Int32(0))) // BITS * BITS
+            )
             for level in range_constexpr(BITS):
                 if last.start + level >= done and last.start + level < bits:
                     self.butterflies(values, level)
@@ -282,7 +304,11 @@ class QuantizeGate:
         """The row's largest magnitude, without NaN, and its sum of squares."""
         largest = Float32(0.0)
         for i in range_constexpr(VALUES):
-            largest = cute.arch.fmax(largest, cute.arch.fmax(values[i], -values[i]))
+            largest = cute.arch.inline_ptx(
+                "{ .reg .f32 magnitude; abs.f32 magnitude, {$r0}; max.f32 {$w0}, magnitude, {$r1}; }",
+                write_only_types=[Float32],
+                read_only_args=[values[i], largest],
+            )
         largest = Uint32(cute.arch.warp_redux_sync(largest.bitcast(Int32), "max")).bitcast(Float32)
         squares = warp_sum(squares)
         if thread & 31 == 0:

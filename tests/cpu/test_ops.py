@@ -68,6 +68,25 @@ def calls(o: dict[str, Tensor | None], compression: int) -> list[tuple[Any, Call
         (ops.up_down_union, lambda: union(True), (*packed, *weights, compression)),
         (ops.up_down_union, lambda: union(False), (*packed, *plain, compression)),
         (ops.matrix_transpose, lambda: o["w_down"].t().contiguous(), (o["w_down"],)),
+        *screened(o, layer(True)),
+    ]
+
+
+def screened(o: dict[str, Tensor | None], layer: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[Any]:
+    """The same for the operators of the int8 screen; a layer of small integers has all neurons as candidates or few."""
+    x, w_gate, n = o["x"], o["w_gate"], o["w_gate"].shape[0]
+    quantized = ops.quantize_gate(w_gate, True)
+    of_x, bias = ops.quantize_gate(x, False), torch.empty(0, dtype=x.dtype) if o["b_gate"] is None else o["b_gate"]
+    candidates = ops.gate_screen(*of_x, *quantized, bias)
+    counts = (candidates[:, :, None] >> torch.arange(32) & 1).sum((1, 2), dtype=torch.int32)
+    y, l1, _, union = layer
+    sums = torch.zeros(len(union), geometry.listed_sums(n))
+    sums[:, 0] = l1.sum(1)
+    arguments = (x, w_gate, *(o[name] for name in ("w_up", "w_down", "b_gate", "b_up", "b_down")), *quantized)
+    return [
+        (ops.quantize_gate, lambda: ops.quantize_gate(w_gate.clone(), True), (w_gate, True)),
+        (ops.gate_screen, lambda: candidates, (*of_x, *quantized, bias)),
+        (ops.ffn_screened, lambda: (y, sums, union, counts), arguments),
     ]
 
 

@@ -298,7 +298,11 @@ def test_gate_screen_is_the_reference_by_tiles_of_tokens(m: int, n: int, k: int)
 
 
 def test_gate_screen_refuses() -> None:
-    x, w, bias = ops.quantize_gate(torch.randn(3, 16).to(BF16), False), torch.randn(24, 16).to(BF16), torch.zeros(24)
+    x, w, bias = (
+        ops.quantize_gate(torch.randn(3, 16).to(BF16), False),
+        torch.randn(24, 16).to(BF16),
+        torch.zeros(24).to(BF16),
+    )
     w = ops.quantize_gate(w, True)
     for arguments, error, message in (
         ((x[0].int(), *x[1:], *w, bias), TypeError, "x must be torch.int8, got torch.int32"),

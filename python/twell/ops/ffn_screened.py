@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from twell import tuning
-from twell._activation import RELU, Activation, activation_of, threshold_pair
+from twell._activation import RELU, Activation, threshold_pair
 from twell._runtime import device, geometry
 from twell.ops import hybrid
 from twell.ops.gate_screen import constants, gate_screen
@@ -29,6 +29,7 @@ from twell.ops.library import (
     check_layer,
     down_rows,
     empty,
+    last_activation,
     launch,
     part,
     register,
@@ -59,20 +60,23 @@ def _but_last(found: Outputs) -> Outputs:
 def _split(arguments: tuple[Any, ...]) -> tuple[Operands, Quantized, Activation]:
     """The layer, its int8 gate weight and its activation, of the arguments of the schema."""
     layer, quantized = Operands(*arguments[:7]), arguments[7:10]
-    name, threshold = (*arguments[10:11], "relu")[0], (*arguments[11:12], 0.0)[0]
     if layer.w_up is None:
         raise TypeError("w_up must be a tensor, got None")
-    n, k = layer.w_gate.shape
-    for what, tensor, shape, dtype in zip(
-        ("q", "scale", "spread"), quantized, ((n, k), (n,), (n,)), (torch.int8, torch.float32, torch.float32)
-    ):
-        check(what, tensor, shape, dtype)
-    return layer, quantized, activation_of(name, threshold, gated=True)
+    return layer, quantized, last_activation(arguments[10:], gated=True)
+
+
+def _check_quantized(w_gate: Tensor, quantized: Quantized) -> None:
+    """Raise unless ``quantized`` has the shapes and dtypes of ``quantize_gate`` for ``w_gate``."""
+    q, scale, spread = quantized
+    check("q", q, w_gate.shape, torch.int8)
+    check("scale", scale, w_gate.shape[:1], torch.float32)
+    check("spread", spread, w_gate.shape[:1], torch.float32)
 
 
 def _fake(*arguments: Any) -> Outputs:
-    layer, _, activation = _split(arguments)
+    layer, quantized, activation = _split(arguments)
     check_layer(*layer)
+    _check_quantized(layer.w_gate, quantized)
     activation.level(layer.x.dtype)
     return _but_last(outputs(layer.x, layer.w_gate.shape[0]))
 
@@ -105,6 +109,7 @@ def on_cuda(layer: Operands, quantized: Quantized, activation: Activation) -> Ou
     """The operator on the current device, with all sizes."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     check_alike(w_gate, w_up=w_up, w_down=w_down)
+    _check_quantized(w_gate, quantized)
     (m, k), n, dtype = x.shape, w_gate.shape[0], x.dtype
     slices, multiprocessors = geometry.union_slices(m, n), device.sm_count(x.device.index)
     b_gate, b_up, b_down = (

@@ -1,8 +1,8 @@
 """``gate_screen``: which neurons any of 128 tokens may fire, from the int8 rows of ``quantize_gate``.
 
-Bit n % 32 of candidates[t, n / 32] is set unless all gates of neuron n are 0 after ReLU for the tokens of tile t: by a
-bound of the error of the int8 products that a gate exceeds with a probability of at most 2^-80. Bits beyond the last
-neuron are 0.
+An empty ``b_gate`` is none. Bit n % 32 of candidates[t, n / 32] is set unless all gates of neuron n are 0 after ReLU
+for the tokens of tile t: by a bound of the error of the int8 products that a gate exceeds with a probability of at most
+2^-80. Bits beyond the last neuron are 0.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def _fake(
         *(("w_scale", w_scale, w_gate), ("w_spread", w_spread, w_gate)),
     ):
         check(name, vector, (matrix.shape[0],), torch.float32)
-    if len(b_gate):
+    if b_gate.dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(f"b_gate must be bfloat16 or float16, got {b_gate.dtype}")
+    if b_gate.shape != (0,):
         check("b_gate", b_gate, (w_gate.shape[0],), b_gate.dtype)
     return outputs(x, w_gate)
 
