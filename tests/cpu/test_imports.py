@@ -28,6 +28,8 @@ LAYERS = [
         *("cute_kernels.compact", "cute_kernels.sampled_up", "cute_kernels.sampled_grad", "cute_kernels.gathered"),
         *("cute_kernels.rank", "cute_kernels.transpose", "cute_kernels.weight_grad", "cute_kernels.overflow"),
         *("cute_kernels.reglu", "cute_kernels.matrix_transpose"),
+        *("cute_kernels.quantize_gate", "cute_kernels.gate_screen", "cute_kernels.list_candidates"),
+        *("cute_kernels.sampled_gate", "cute_kernels.collect"),
     ],
     ["cute_kernels.compile", "cute_kernels.catalog"],
     ["cute_kernels.__main__"],

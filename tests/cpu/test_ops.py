@@ -65,10 +65,10 @@ def calls(o: dict[str, Tensor | None], compression: int) -> list[tuple[Any, Call
         (ops.ffn_union, lambda: layer(True), (*pack[:2], *weights[:2], o["b_gate"], *weights[2:], compression)),
         (ops.ffn_union, lambda: layer(False), (*pack[:2], *plain[:2], o["b_gate"], *plain[2:], compression)),
         *whole(o, stats, compression),
+        *screened(o, layer(True)),
         (ops.up_down_union, lambda: union(True), (*packed, *weights, compression)),
         (ops.up_down_union, lambda: union(False), (*packed, *plain, compression)),
         (ops.matrix_transpose, lambda: o["w_down"].t().contiguous(), (o["w_down"],)),
-        *screened(o, layer(True)),
     ]
 
 
@@ -84,7 +84,7 @@ def screened(o: dict[str, Tensor | None], layer: tuple[Tensor, Tensor, Tensor, T
     sums[:, 0] = l1.sum(1)
     arguments = (x, w_gate, *(o[name] for name in ("w_up", "w_down", "b_gate", "b_up", "b_down")), *quantized)
     return [
-        (ops.quantize_gate, lambda: ops.quantize_gate(w_gate.clone(), True), (w_gate, True)),
+        (ops.quantize_gate, lambda: of_x, (x, False)),
         (ops.gate_screen, lambda: candidates, (*of_x, *quantized, bias)),
         (ops.ffn_screened, lambda: (y, sums, union, counts), arguments),
     ]
@@ -269,7 +269,7 @@ def test_an_input_that_requires_grad_is_refused_by_name_of_the_function_to_call(
         (
             "twell.sparse_gated_ffn or twell.sparse_ffn",
             "twell.pack",
-            *["twell.sparse_gated_ffn or twell.sparse_ffn"] * 15,
+            *["twell.sparse_gated_ffn or twell.sparse_ffn"] * 18,
             "Tensor.t",
         ),
         strict=True,
@@ -425,7 +425,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[specs.Spec, tuple[An
     """Record the launches of the CUDA implementations, called on CPU tensors, as on a GPU of 132 SMs."""
     launches: list[tuple[specs.Spec, tuple[Any, ...]]] = []
     monkeypatch.setattr(device, "sm_count", lambda index: 132)
-    for name in ("gate_pack", "up_down", "unpack", "up_down_union"):
+    for name in ("gate_pack", "up_down", "unpack", "up_down_union", "quantize_gate", "gate_screen", "ffn_screened"):
         record = lambda spec, *arguments: launches.append((spec, arguments))  # noqa: E731
         monkeypatch.setattr(sys.modules[f"twell.ops.{name}"], "launch", record)
     return launches
@@ -449,7 +449,8 @@ def test_kernels_get_the_arguments_that_they_are_compiled_for(
     gated, plain = ["compact", "sampled_up", "gathered"], ["compact", "gathered"]
     assert [spec.op.removesuffix("_few").removesuffix("_token") for spec, _ in launched] == [
         *("gate_pack", "unpack", "up_down", "up_down", "up_down"),
-        *("gate_pack", *gated, "gate_pack", *plain),
+        *("gate_pack", *gated, "gate_pack", *plain, "quantize_gate", "gate_screen"),
+        *("quantize_gate", "gate_screen", "list_candidates", "sampled_gate", "collect", "gathered"),
         *(*gated, *plain),
     ]
     for spec, arguments in launched:
@@ -463,13 +464,14 @@ def test_kernels_get_the_arguments_that_they_are_compiled_for(
                     str(argument.dtype).removeprefix("torch.").lower()
                     == {
                         "BFloat16": "bfloat16",
+                        "Int8": "int8",
                         "Int16": "int16",
                         "Int32": "int32",
                         "Float32": "float32",
                     }[fake.element_type.__name__]
                 )
             elif argument is not None:
-                assert isinstance(argument, int)
+                assert isinstance(argument, float if isinstance(fake, kernel_module("quantize_gate").Float32) else int)
 
 
 @pytest.mark.parametrize("k", [16, 16384])

@@ -17,8 +17,8 @@ from twell import tuning
 from twell._activation import RELU, Activation, threshold_pair
 from twell._runtime import device, geometry
 from twell.ops import hybrid
-from twell.ops.gate_screen import constants, gate_screen
-from twell.ops.gate_screen import outputs as screened_bits
+from twell.ops.gate_screen import gate_screen
+from twell.ops.gate_screen import on_cuda as screen_on_cuda
 from twell.ops.library import (
     ACTIVATION,
     LAYER,
@@ -116,10 +116,7 @@ def on_cuda(layer: Operands, quantized: Quantized, activation: Activation) -> Ou
         bias_vector(name, bias, length, x)
         for name, bias, length in (("b_gate", b_gate, n), ("b_up", b_up, n), ("b_down", b_down, k))
     )
-    of_x = quantize_on_cuda(x, False)
-    bits = screened_bits(x, w_gate)
-    of_bound = (*constants(k), multiprocessors // 2)
-    launch(tuning.gate_screen(dtype), *of_x, *quantized, b_gate, bits.view(torch.int16), *of_bound)
+    bits = screen_on_cuda(quantize_on_cuda(x, False), quantized, b_gate)
     y, l1, union, candidates = found = outputs(x, n)
     x, w_gate, w_up, w_down = rows(x), rows(w_gate), rows(w_up), hybrid.near_rows(down_rows(w_down))  # type: ignore[arg-type]
     # the first slice is the longest; the others reuse its memory

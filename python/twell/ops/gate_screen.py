@@ -16,6 +16,7 @@ from torch import Tensor
 from twell import tuning
 from twell._runtime import device, geometry, screen
 from twell.ops.library import bias_vector, blocks, check, check_rank, empty, launch, register
+from twell.ops.quantize_gate import Quantized
 
 # bits of a word
 _WORD = 32
@@ -88,11 +89,17 @@ def constants(k: int) -> tuple[float, ...]:
 def _cuda(
     x: Tensor, x_scale: Tensor, x_spread: Tensor, w_gate: Tensor, w_scale: Tensor, w_spread: Tensor, b_gate: Tensor
 ) -> Tensor:
-    candidates = outputs(x, w_gate)
     bias = bias_vector("b_gate", b_gate if len(b_gate) else None, w_gate.shape[0], b_gate)
-    clusters = device.sm_count(x.device.index) // 2
-    given = (x, x_scale, x_spread, w_gate, w_scale, w_spread, bias, candidates.view(torch.int16))
-    launch(tuning.gate_screen(b_gate.dtype), *given, *constants(x.shape[1]), clusters)
+    return on_cuda((x, x_scale, x_spread), (w_gate, w_scale, w_spread), bias)
+
+
+def on_cuda(x: Quantized, w_gate: Quantized, b_gate: Tensor) -> Tensor:
+    """The operator on the current device, for a bias as kernels read it."""
+    candidates = outputs(x[0], w_gate[0])
+    if len(candidates):
+        # a cluster is two CTAs, one per multiprocessor
+        of_bound = (*constants(x[0].shape[1]), device.sm_count(x[0].device.index) // 2)
+        launch(tuning.gate_screen(b_gate.dtype), *x, *w_gate, b_gate, candidates.view(torch.int16), *of_bound)
     return candidates
 
 

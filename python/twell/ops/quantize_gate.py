@@ -85,6 +85,8 @@ def on_cuda(matrix: Tensor, weights: bool) -> Quantized:
     k = matrix.shape[1]
     shift, root = screen.W_SHIFT if weights else screen.X_SHIFT, math.sqrt(screen.rotation_block(k))
     spec, multiprocessors = tuning.quantize_gate(matrix.dtype, k), device.sm_count(matrix.device.index)
+    if not len(matrix):
+        return q, scale, spread
     launch(spec, rows(matrix), q, scale, spread, shift, root, screen.grid_error(k), multiprocessors)
     return q, scale, spread
 
