@@ -1,9 +1,9 @@
 """``ffn_screened``: ``ffn_union`` of a gated layer that computes the gate only where an int8 product says it may fire.
 
-q, scale and spread are those of ``quantize_gate`` for w_gate. x is quantised at each call. Neurons that any of 128
-tokens may fire are candidates of these tokens. Their gates and up projections are computed exactly, all others are 0,
-except with a probability of at most 2^-80 per gate: so y has the bits of ``ffn_union`` above 64 tokens. ``candidates``
-and ``union`` count the candidates of each tile of 128 tokens, and those that fire.
+``q``, ``scale`` and ``spread`` are those of ``quantize_gate`` for w_gate. x is quantised at each call. Neurons that any
+of 128 tokens may fire are candidates of these tokens. Their gates and up projections are computed exactly, all others
+are 0, except with a probability of at most 2^-80 per gate: so y has the bits of ``ffn_union`` above 64 tokens.
+``candidates`` and ``union`` count the candidates of each tile of 128 tokens, and those that fire.
 """
 
 from __future__ import annotations
