@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from .specs import Spec, all_specs
+from .specs import ARCHITECTURES, Spec, all_specs
 
 # The largest class is compiled on demand: few models have such a hidden size.
 MAX_SHIPPED_K = 8192
 
-SHIPPED: tuple[Spec, ...] = tuple(s for s in all_specs() if getattr(s, "k_max", 0) <= MAX_SHIPPED_K)
+
+def of_architecture(arch: str) -> tuple[Spec, ...]:
+    """The specs of the family that ``arch`` runs, and those that all run, up to ``MAX_SHIPPED_K``."""
+    family = ARCHITECTURES[arch]
+    return tuple(
+        s for s in all_specs() if getattr(s, "k_max", 0) <= MAX_SHIPPED_K and getattr(s, "family", family) == family
+    )
+
+
+SHIPPED: tuple[Spec, ...] = of_architecture("sm_90a")

@@ -19,8 +19,8 @@ from cutlass import Int16, Int32, Int64, Uint16, Uint32, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry
-from .sm90 import operands
-from .sm90.values import prefix_sum, widen
+from .common import launch, operands
+from .common.values import prefix_sum, widen
 from .specs import CollectSpec
 
 TOKENS, CHUNK, RUN = geometry.TOKEN_TILE, geometry.CHUNK, geometry.LISTED_RUN
@@ -87,7 +87,7 @@ class Collect:
         if listed.shape[0] > 0:
             self.kernel(
                 Found(listed, listed_sizes, counts, staged), Results(entries, neurons, chunks, sizes), size
-            ).launch(grid=(listed.shape[0], 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True)
+            ).launch(grid=(listed.shape[0], 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=launch.overlaps())
 
     @cute.kernel
     def kernel(self, found: Found, results: Results, size: Int32):
@@ -102,8 +102,8 @@ class Collect:
             counted=shared.counted.get_tensor(cute.make_layout(WARPS)),
             last=shared.last.get_tensor(cute.make_layout(1)),
         )
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        launch.griddepcontrol_wait()
+        launch.griddepcontrol_launch_dependents()
         listed = found.sizes[tile]
         start = tile * TOKENS * size
         alive, total = self.rank(s, found, results, tile, listed, start, thread, warp, lane)

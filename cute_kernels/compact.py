@@ -27,12 +27,12 @@ from cutlass import Float32, Int16, Int32, Int64, Uint8, Uint16, Uint32, const_e
 from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry
-from .sm90 import operands
-from .sm90.activation import power
-from .sm90.byte_counters import PITCH, count_token
-from .sm90.copies import address, load_values
-from .sm90.rows import count_of, nth_word, spilled_word
-from .sm90.values import (
+from .common import launch, operands
+from .common.activation import power
+from .common.byte_counters import PITCH, count_token
+from .common.copies import address, load_values
+from .common.rows import count_of, nth_word, spilled_word
+from .common.values import (
     MAGNITUDE,
     byte_sum,
     count_flags,
@@ -43,7 +43,7 @@ from .sm90.values import (
     warp_sum,
     widen,
 )
-from .specs import CompactSpec
+from .specs import PORTABLE, SM90, CompactSpec
 
 TOKENS = geometry.TOKEN_TILE
 CHUNK = geometry.CHUNK
@@ -51,12 +51,10 @@ WARPS = 32
 THREADS = 32 * WARPS
 # tokens of a warp; their byte counters share a word
 OWN = TOKENS // WARPS
-BITMAP = geometry.MAX_NEURONS // 32
-CHUNKS = geometry.MAX_NEURONS // CHUNK
 # words of a bitmap per tile
 TILE_BITS = geometry.TILE // 32
-# words of shared memory for counters, non-zeros and entries: all that the other lists leave
-ARENA = 53248
+# by family: most neurons; words of shared memory for counters, non-zeros and entries: all that the other lists leave
+SIZES = {SM90: (geometry.MAX_NEURONS, 53248), PORTABLE: (geometry.PORTABLE_UNION_NEURONS, 23040)}
 # entries that a thread processes at a time
 BATCHES = 4
 
@@ -85,6 +83,12 @@ class Compact:
     def __init__(self, spec: CompactSpec):
         self.dtype = operands.DTYPES[spec.dtype]
         self.training = spec.training
+        self.portable = spec.family == PORTABLE
+        most, self.arena = SIZES[spec.family]
+        self.chunks = most // CHUNK
+        # words of the bitmap that a thread counts, and all of them
+        self.own_words = -(-most // (32 * THREADS))
+        self.bitmap = self.own_words * THREADS
 
     @cute.jit
     def __call__(
@@ -111,25 +115,30 @@ class Compact:
 
         @cute.struct
         class Shared:
-            bitmap: cute.struct.MemRange[Uint32, BITMAP]
-            prefix: cute.struct.MemRange[Uint16, BITMAP]
-            bases: cute.struct.MemRange[Int32, CHUNKS]
+            bitmap: cute.struct.MemRange[Uint32, self.bitmap]
+            prefix: cute.struct.MemRange[Uint16, self.bitmap]
+            bases: cute.struct.MemRange[Int32, self.chunks]
             kept: cute.struct.MemRange[Int32, TOKENS]
             sums: cute.struct.MemRange[Int32, WARPS]
             scalars: cute.struct.MemRange[Int32, 3]
-            arena: cute.struct.Align[cute.struct.MemRange[Uint32, ARENA], 16]
+            arena: cute.struct.Align[cute.struct.MemRange[Uint32, self.arena], 16]
 
         # counters and prefix sums of all chunks fit
-        assert 6 * PITCH * CHUNKS < 4 * ARENA
-        self.shared = feasible.check_shared_memory(Shared)
+        assert 6 * PITCH * self.chunks < 4 * self.arena
+        check = feasible.check_portable_memory if self.portable else feasible.check_shared_memory
+        self.shared = check(Shared)
         if const_expr(self.training):
             locate = self.locate(stats, chunks, sizes)
-            locate.launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True)
+            locate.launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=launch.overlaps())
         if words.shape[0] > 0:
             self.compact(
                 words, spill, entries, neurons, chunks, sizes, popularity, l1, size, words_per_tile, plain, capacity
             ).launch(
-                grid=(chunks.shape[0], 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
+                grid=(chunks.shape[0], 1, 1),
+                block=(THREADS, 1, 1),
+                min_blocks_per_mp=1,
+                stream=stream,
+                use_pdl=launch.overlaps(),
             )
 
     # ---- the two kernels ----
@@ -142,8 +151,8 @@ class Compact:
         """
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        launch.griddepcontrol_wait()
+        launch.griddepcontrol_launch_dependents()
         allocator = SmemAllocator()
         totals = allocator.allocate_tensor(Int32, cute.make_layout(THREADS))
         sums = allocator.allocate_tensor(Int32, cute.make_layout(WARPS))
@@ -212,8 +221,8 @@ class Compact:
         s = self.views(shared, chunks.shape[1] - 1, Int32(1))
         gate = (words, spill, width, tile)
         quads = cute.make_rmem_tensor((4, OWN), Uint32)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        launch.griddepcontrol_wait()
+        launch.griddepcontrol_launch_dependents()
         own, most = self.count_tokens(s, gate, quads, size, thread, warp, lane)
         for i in cutlass.range(thread, l1.shape[1], THREADS, unroll=1):
             l1[tile, i] = Float32(0.0)
@@ -390,9 +399,9 @@ class Compact:
         share = cute.ceil_div(bitmap_words, WARPS)
         first = warp * share
         share = cutlass.min(share, bitmap_words - first)
-        own = cute.make_rmem_tensor((BITMAP // THREADS,), Uint32)
+        own = cute.make_rmem_tensor((self.own_words,), Uint32)
         own.fill(0)
-        for h in range_constexpr(BITMAP // THREADS):
+        for h in range_constexpr(self.own_words):
             for i in cutlass.range(cutlass.min(share - 32 * h, 32), unroll=2):
                 neuron = (first + 32 * h + i) * 32 + lane
                 tokens = Uint32(0)
@@ -404,9 +413,9 @@ class Compact:
                     if tokens != 0:
                         counter = popularity.iterator + neuron
                         cute.arch.red(counter, Int32(tokens), op="add", dtype="s32", sem="relaxed", scope="gpu")
-        before = cute.make_rmem_tensor((BITMAP // THREADS,), Int32)
+        before = cute.make_rmem_tensor((self.own_words,), Int32)
         position = Int32(0)
-        for h in range_constexpr(BITMAP // THREADS):
+        for h in range_constexpr(self.own_words):
             marked = Int32(cute.arch.popc(own[h]))
             before[h] = position + prefix_sum(marked, lane)
             position = cute.arch.shuffle_sync(before[h] + marked, 31)
@@ -420,7 +429,7 @@ class Compact:
         for i in cutlass.range(thread, cute.ceil_div(size, CHUNK) * PITCH, THREADS, unroll=1):
             s.counters[i] = Uint32(0)
         below = Uint32(cute.arch.lanemask_lt())
-        for h in range_constexpr(BITMAP // THREADS):
+        for h in range_constexpr(self.own_words):
             before[h] += position
             if 32 * h + lane < share:
                 s.bitmap[first + 32 * h + lane] = own[h]
@@ -701,7 +710,7 @@ class Compact:
     def room(self, chunks, total):
         """Number of non-zeros that can be kept, and whether `total` entries can be staged; if not, more are kept."""
         counters, before = self.counter_words(chunks)
-        left = ARENA - counters - before
+        left = self.arena - counters - before
         # a word and a byte per kept non-zero, and a word per staged entry
         fits = total <= left // 9 * 4
         return left // 9 * 4 if fits else left // 5 * 4, fits
@@ -713,17 +722,17 @@ class Compact:
         words = arena + (counters + before)
         owners = words + room
         return Views(
-            bitmap=shared.bitmap.get_tensor(cute.make_layout(BITMAP)),
-            prefix=shared.prefix.get_tensor(cute.make_layout(BITMAP)),
-            bases=shared.bases.get_tensor(cute.make_layout(CHUNKS)),
+            bitmap=shared.bitmap.get_tensor(cute.make_layout(self.bitmap)),
+            prefix=shared.prefix.get_tensor(cute.make_layout(self.bitmap)),
+            bases=shared.bases.get_tensor(cute.make_layout(self.chunks)),
             kept=shared.kept.get_tensor(cute.make_layout(TOKENS)),
             sums=shared.sums.get_tensor(cute.make_layout(WARPS)),
             scalars=shared.scalars.get_tensor(cute.make_layout(3)),
-            counters=cute.make_tensor(arena, cute.make_layout(ARENA)),
-            before=cute.make_tensor(cute.recast_ptr(arena + counters, dtype=Uint16), cute.make_layout(ARENA)),
-            words=cute.make_tensor(cute.recast_ptr(words, dtype=Uint32), cute.make_layout(ARENA)),
-            owners=cute.make_tensor(cute.recast_ptr(owners, dtype=Uint8), cute.make_layout(4 * ARENA)),
-            staged=cute.make_tensor(cute.recast_ptr(owners + room // 4, dtype=Uint32), cute.make_layout(ARENA)),
+            counters=cute.make_tensor(arena, cute.make_layout(self.arena)),
+            before=cute.make_tensor(cute.recast_ptr(arena + counters, dtype=Uint16), cute.make_layout(self.arena)),
+            words=cute.make_tensor(cute.recast_ptr(words, dtype=Uint32), cute.make_layout(self.arena)),
+            owners=cute.make_tensor(cute.recast_ptr(owners, dtype=Uint8), cute.make_layout(4 * self.arena)),
+            staged=cute.make_tensor(cute.recast_ptr(owners + room // 4, dtype=Uint32), cute.make_layout(self.arena)),
         )
 
 

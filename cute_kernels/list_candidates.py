@@ -12,8 +12,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int16, Int32, Uint32, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from .sm90 import operands
-from .sm90.values import lowest_bit, prefix_sum
+from .common import launch, operands
+from .common.values import lowest_bit, prefix_sum
 from .specs import ListCandidatesSpec
 
 WARPS = 8
@@ -34,7 +34,7 @@ class ListCandidates:
     ):
         if candidates.shape[0] > 0:
             self.kernel(candidates, neurons, sizes, l1).launch(
-                grid=(candidates.shape[0], 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+                grid=(candidates.shape[0], 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=launch.overlaps()
             )
 
     @cute.kernel
@@ -43,8 +43,8 @@ class ListCandidates:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tile = cute.arch.block_idx()[0]
         sums = SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS))
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        launch.griddepcontrol_wait()
+        launch.griddepcontrol_launch_dependents()
         for i in cutlass.range(thread, l1.shape[1], THREADS, unroll=1):
             l1[tile, i] = Float32(0.0)
         words, size = candidates.shape[1], Int32(0)

@@ -25,10 +25,10 @@ from cutlass import Boolean, Float32, Int8, Int32, Int64, Uint8, Uint32, const_e
 from cutlass.memory import SmemAllocator
 
 from . import feasible, screen
-from .sm90 import operands
-from .sm90.copies import address, load_values
-from .sm90.philox import philox, pick
-from .sm90.values import high_to_float, low_to_float, warp_sum
+from .common import launch, operands
+from .common.copies import address, load_values
+from .common.philox import philox, pick
+from .common.values import high_to_float, low_to_float, warp_sum
 from .specs import QuantizeGateSpec
 
 # values of a thread, and bits of the column in which they differ in a pass
@@ -107,7 +107,7 @@ class QuantizeGate:
                     min_blocks_per_mp=self.ctas,
                     preferred_smem_carveout=100,
                     stream=stream,
-                    use_pdl=True,
+                    use_pdl=launch.overlaps(),
                 )
             else:
                 self.kernel(rows, q, scale, spread, shift, root, grid_error, False).launch(
@@ -116,7 +116,7 @@ class QuantizeGate:
                     min_blocks_per_mp=self.ctas,
                     preferred_smem_carveout=100,
                     stream=stream,
-                    use_pdl=True,
+                    use_pdl=launch.overlaps(),
                 )
 
     @cute.kernel
@@ -148,8 +148,8 @@ class QuantizeGate:
         last = self.place(thread, bits - BITS if const_expr(whole) else cutlass.max(bits - BITS, Int32(0)))
         signs = self.draw_signs(thread)
         dithers = self.draw_dithers(s, last, k, shift, thread)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        launch.griddepcontrol_wait()
+        launch.griddepcontrol_launch_dependents()
 
         row, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         loaded = cute.make_rmem_tensor((4, 2), Uint32)

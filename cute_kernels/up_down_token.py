@@ -1,9 +1,10 @@
 """The gated up and down projections of up_down.py, token by token: y[m] = sum over non-zeros c of h[m, c] * w_down[c],
 with h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]). If not `gated`, the packed values are h. So it is for relu; for
-the other activations see sm90/activation.py.
+the other activations see common/activation.py.
 
 A cluster of `cluster` CTAs, 1 to 8, computes a token, each CTA a part of the columns; tokens share nothing. Few tokens
 take large clusters, for latency. Many tokens take one CTA each, three or four on an SM: some list while others stream.
+The portable family always has one CTA per token.
 
 Each thread owns eight columns, 16 bytes, of every row, or several times that. So a row takes `span` warps of a CTA, and
 its warps form `groups` of that size. The groups divide the non-zeros: `rows` at a time, with all their loads in flight.
@@ -21,9 +22,9 @@ At the end the groups' sums are added in shared memory, and each CTA rounds and 
     cluster   once at the start, so that COMPLETE exists; then before each further window, so that all CTAs have read
               the partial sums of the one before.
 
-A launch with one CTA per token gives heavy tokens to clusters of HEAVY_CLUSTER CTAs: those with more than `limit`
-non-zeros and more than a quarter of those of their group of eight. The first clusters look for them, one for each
-group, so that the longest work starts first. The other CTAs skip them.
+On sm_90a a launch with one CTA per token gives heavy tokens to clusters of HEAVY_CLUSTER CTAs: those with more than
+`limit` non-zeros and more than a quarter of those of their group of eight. The first clusters look for them, one for
+each group, so that the longest work starts first. The other CTAs skip them.
 """
 
 from typing import Any, NamedTuple
@@ -35,12 +36,22 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_co
 from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry
-from .sm90 import operands
-from .sm90.activation import hidden, power
-from .sm90.copies import address, load_values, load_values_if, send_float, store_values
-from .sm90.rows import count_of, spilled_word
-from .sm90.values import count_flags, high_to_float, low_to_float, lowest_bit, nonzero_flags, pack, prefix_sum, warp_sum
-from .specs import UpDownSpec, UpDownTokenSpec
+from .common import launch, operands
+from .common.activation import hidden, power
+from .common.copies import address, load_values, load_values_if, store_values
+from .common.rows import count_of, spilled_word
+from .common.values import (
+    count_flags,
+    high_to_float,
+    low_to_float,
+    lowest_bit,
+    nonzero_flags,
+    pack,
+    prefix_sum,
+    warp_sum,
+)
+from .sm90.copies import send_float
+from .specs import SM90, UpDownSpec, UpDownTokenSpec
 
 WARPS = 8
 THREADS = 32 * WARPS
@@ -68,7 +79,7 @@ class Operands(NamedTuple):
     y: Any
     l1: Any
     width: Any  # words of a tile
-    activation: Any  # see sm90/activation.py
+    activation: Any  # see common/activation.py
 
 
 class Thread(NamedTuple):
@@ -481,7 +492,7 @@ class UpDownToken:
         self.cluster = spec.cluster
         self.own = TokenCluster(spec, spec.cluster)
         # heavy tokens are for clusters
-        self.mixed = spec.cluster == 1
+        self.mixed = spec.cluster == 1 and spec.family == SM90
         self.launched = HEAVY_CLUSTER if self.mixed else spec.cluster
         self.team = TokenCluster(spec, self.launched)
         self.ctas_per_sm = self.own.ctas_per_sm
@@ -513,11 +524,11 @@ class UpDownToken:
             ).launch(
                 grid=(self.launched * clusters, 1, 1),
                 block=(THREADS, 1, 1),
-                cluster=(self.launched, 1, 1),
+                cluster=(self.launched, 1, 1) if const_expr(self.launched > 1) else None,
                 min_blocks_per_mp=self.ctas_per_sm,
                 preferred_smem_carveout=100,
                 stream=stream,
-                use_pdl=True,
+                use_pdl=launch.overlaps(),
             )
 
     @cute.kernel
@@ -527,8 +538,8 @@ class UpDownToken:
         storage = SmemAllocator().allocate(self.shared)
         s, k = self.team.views(storage), o.y.shape[1]
         self.team.begin(s)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        launch.griddepcontrol_wait()
+        launch.griddepcontrol_launch_dependents()
         if const_expr(self.launched > 1):
             cute.arch.cluster_wait()
         if const_expr(self.mixed):

@@ -61,9 +61,12 @@ class Training:
             self.shape, choice.sequence, tokens.end, strategy, here.device, choice.seed, choice.activation
         )
         self.tracker: recipe.SparsityTracker | None = None
+        self.target: recipe.TargetSparsity | None = None
         if model.is_sparse(self.model):
+            if choice.target_nnz is not None:
+                self.target = recipe.TargetSparsity(choice.target_nnz, choice.steps, sharing=choice.sharing or 0)
             # both add hooks, which must be there before anything compiles
-            recipe.record_aux(self.model)
+            recipe.record_aux(self.model, inputs=bool(choice.sharing))
             self.tracker = recipe.SparsityTracker(self.model, every=choice.observe_every)
         compiled = compiles(choice, here)
         model.prepare(self.model, self.dtype, compiled, choice.checkpoint_activations)
@@ -98,7 +101,9 @@ class Training:
             inputs, targets = self.read(self.text, first + i * here.readers * choice.micro_batch)
             with self.watching(self.done):
                 loss = cross_entropy = self.forward(inputs, targets)
-            if self.tracker is not None:
+            if self.target is not None:
+                loss = cross_entropy + self.target.term(self.model)
+            elif self.tracker is not None:
                 # with any coefficient, even 0: the recorded figures must be read
                 loss = cross_entropy + self.coefficient(self.done) * recipe.l1_term(self.model)
             (loss / self.accumulation).backward()
@@ -108,6 +113,8 @@ class Training:
             group["lr"] = self.learning_rate()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.target is not None:
+            self.target.update()
         if self.tracker is not None and choice.reinitialize:
             dead = self.tracker.dead()
             recipe.reinitialize_dead(self.model, dead, choice.reinitialize, step=self.done, seed=choice.seed)
@@ -117,16 +124,24 @@ class Training:
 
     def _volatile(self) -> tuple[Any, ...]:
         """The state that micro-batches change, besides gradients."""
-        counts = None if self.tracker is None else self.tracker.state_dict()
-        return checkpoint.random_state(self.here), self.sums.clone(), counts
+        return checkpoint.random_state(self.here), self.sums.clone(), self._observed()
 
     def _restore(self, before: tuple[Any, ...]) -> None:
-        random, sums, counts = before
+        random, sums, observed = before
         self.optimizer.zero_grad()
         checkpoint.set_random_state(random, self.here)
         self.sums.copy_(sums)
-        if self.tracker is not None:
-            self.tracker.load_state_dict(counts)
+        self._set_observed(observed)
+
+    def _observed(self) -> dict[str, Any]:
+        """The states of the tracker and of the target."""
+        parts = {"tracker": self.tracker, "target": self.target}
+        return {name: part.state_dict() for name, part in parts.items() if part is not None}
+
+    def _set_observed(self, state: dict[str, Any]) -> None:
+        for name, part in (("tracker", self.tracker), ("target", self.target)):
+            if part is not None:
+                part.load_state_dict(state[name])
 
     def learning_rate(self) -> float:
         """Linear up to ``--lr``, then half a cosine down to ``--min-lr`` at the last step.
@@ -140,7 +155,9 @@ class Training:
         return float(choice.min_lr + (choice.lr - choice.min_lr) * (1 + math.cos(math.pi * passed)) / 2)
 
     def coefficient(self, step: int) -> float:
-        """The factor of the L1 term in ``step``."""
+        """The factor of the L1 term in ``step``; with a target the next one, for which it waits."""
+        if self.target is not None:
+            return self.target.read()["coefficient"]
         return float(self.choice.l1 * recipe.l1_warmup(step, self.choice.l1_warmup))
 
     def watching(self, step: int) -> contextlib.AbstractContextManager[None]:
@@ -201,9 +218,8 @@ class Training:
     def save(self) -> Path:
         about = {"row": self.row, "epoch": self.row // len(self.text), "schedule": self.schedule}
         about["identity"] = self.identity()
-        state = {} if self.tracker is None else {"tracker": self.tracker.state_dict()}
-        folder = self.choice.out / "checkpoints"
-        return checkpoint.save(folder, self.done, self.model, self.optimizer, state, about, self.here, self.choice.keep)
+        folder, keep = self.choice.out / "checkpoints", self.choice.keep
+        return checkpoint.save(folder, self.done, self.model, self.optimizer, self._observed(), about, self.here, keep)
 
     def resume(self, path: Path) -> None:
         """Resume from a checkpoint; RequestError if it is from another run."""
@@ -228,8 +244,9 @@ class Training:
                 f"learning rate was to end, have --min-lr {choice.min_lr:g}"
             )
         state = checkpoint.load(path, self.model, self.optimizer, self.here)
-        if self.tracker is not None:
-            self.tracker.load_state_dict(state["tracker"])
+        self._set_observed(state)
+        if self.target is not None:
+            self.target.steps = self.schedule
         self.done, self.row = about["step"], about["row"]
         if self.here.size != about["ranks"]:
             self.here.say(
@@ -432,7 +449,7 @@ class Log:
             "ce": cross_entropy,
             "gradient": float(run.norm),
             "lr": run.optimizer.param_groups[0]["lr"],
-            "l1": self.choice.l1 and run.coefficient(run.done - 1),
+            "l1": run.coefficient(run.done - 1) if self.choice.l1 or run.target is not None else 0.0,
             "non_zeros": means.get("l0"),
             "dead": means.get("dead"),
             "tokens_per_s": self.speeds[-1],

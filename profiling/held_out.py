@@ -107,7 +107,7 @@ def measure(point: Point, folder: Path | None, device: protocol.Device, seconds:
     recordings = {name: layer.record(name) for name in ("dense", *errors) if name not in red}
     times = {name: protocol.spread(each) for name, each in tune.times_of(recordings, seconds).items()}
     pattern = point.workload if isinstance(point.workload, str) else vars(point.workload)
-    row = {**problem._asdict(), "pattern": pattern, **tune.figures_of(drawn)._asdict(), "red": red}
+    row = {**dict(zip(tune.SIZES, problem)), "pattern": pattern, **tune.figures_of(drawn)._asdict(), "red": red}
     return row | {f"{name}_ms": spread.median for name, spread in times.items()}
 
 

@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from profiling import quality_results, reference
+from profiling import quality_results, reference, relufy_results
 from profiling.draw.common import ResultError, Results
 from profiling.nsight import summarize
+from profiling.serving import replay
 from profiling.sweep import lasting
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -488,6 +489,59 @@ def memory() -> str:
     return markdown(header, "lrrr", cells)
 
 
+# Steps of a server
+
+
+def serving(name: str) -> str:
+    """Layers at the numbers of tokens that a server has: FFNs by strategy, and what a decoder layer gains."""
+    rows = []
+    for row in result(name)["rows"]:
+        size = replay.Size(**row)
+        theirs, ours, attention = size.layers_us[size.dense], size.layers_us["auto"], size.attention_us
+        cells = [f"{'prompts' if size.prefill else 'decode'}, {size.tokens:,}"]
+        cells += [f"{size.ffn_us[variant]:.1f}" for variant in replay.VARIANTS[:-1]]
+        cells += [f"**{size.ffn_us['auto']:.1f}**", f"{size.over_dense:.2f}", f"{size.over_best:.2f}"]
+        cells += [f"**{theirs / ours:.2f}**", f"{(theirs + attention) / (ours + attention):.2f}"]
+        rows.append([*cells, ", ".join(f"{count} {strategy}" for strategy, count in size.strategies.items())])
+    header = ["tokens", *replay.VARIANTS, "over dense", "over the best", "layer gains", "with attention", "layers run"]
+    return markdown(header, "l" + "r" * 9 + "l", rows)
+
+
+def serving_machine(name: str) -> str:
+    run = result(name)
+    return f"{run['layers']} layers; {run['arguments']['context']:,} cached tokens per sequence. {run['machine']}"
+
+
+def traces() -> str:
+    """Tokens per second of the layers of a model over recorded steps, by phase."""
+    rows = []
+    for row in result("h200_serving")["phases"]:
+        phase = replay.Phase(**row)
+        cells = [f"{phase.trace}, {phase.phase}", f"{phase.steps}", f"{phase.tokens:,}"]
+        for seconds, more in ((phase.ffn_s, 0.0), (phase.layers_s, 0.0), (phase.layers_s, phase.attention_s)):
+            theirs, ours = min(seconds[name] for name in replay.DENSE) + more, seconds["auto"] + more
+            rates = [f"{phase.tokens / each / 1e3:,.1f}" for each in (theirs, ours)]
+            cells += [" / ".join(rates), f"**{theirs / ours:.2f}**"]
+        rows.append(cells)
+    header = ["thousand tokens per second", "steps", "tokens", "FFNs: dense / auto", ""]
+    return markdown([*header, "layers", "", "with attention", ""], "l" + "r" * 8, rows)
+
+
+def continuous_batching() -> str:
+    """The continuous batching of transformers, stock and sparse."""
+    found = result("h200_batches")
+    rows = []
+    for row in found["rows"]:
+        cells = [f"{row['requests']}", row["model"], f"{row['tokens']:,}"]
+        cells += [", ".join(f"{seconds:.2f}" for seconds in row["seconds"]), f"{row['tokens_per_s']:,.0f}"]
+        stock = next(r for r in found["rows"] if (r["requests"], r["model"]) == (row["requests"], "stock"))
+        cells += [f"{row['tokens_per_s'] / stock['tokens_per_s']:.2f}", f"{sum(row['differing'])}"]
+        rows.append(cells)
+    header = ["requests", "model", "tokens", "seconds of each run", "tokens per second", "over stock"]
+    table = markdown([*header, "requests with other tokens"], "rlrrrrr", rows)
+    return f"{table}\n\n{found['machine']}"
+
+
 def ncu() -> str:
     """Measurements of each kernel by Nsight Compute."""
     found = result("h200_ncu")
@@ -502,7 +556,54 @@ def ncu() -> str:
     return f"{markdown([c.name for c in columns], align, cells)}\n\n{floors} {found['machine']}\n"
 
 
+def relufied() -> str:
+    """What was measured of dense models made sparse, with its chart; a sentence while there are no results."""
+    found = Results(RESULTS).get(relufy_results.NAME)
+    if found is None:
+        return "Not measured yet: `python -m profiling.relufy` makes the results."
+    chart = (
+        "<picture>\n"
+        '  <source media="(prefers-color-scheme: dark)" srcset="../profiling/charts/relufy-dark.svg">\n'
+        '  <img alt="Cross-entropy over dense by tokens and by non-zeros" src="../profiling/charts/relufy-light.svg">\n'
+        "</picture>"
+    )
+    finding = f"{relufy_results.finding(relufy_results.points(found))}."
+    parts = (finding, relufy_results.table(found), chart, relufy_results.layers(found), relufy_results.notes(found))
+    return "\n\n".join(parts)
+
+
+def relufied_speed() -> str:
+    """The speed of the sparsest of these models; a sentence while there are no results."""
+    name = f"{relufy_results.NAME}_model"
+    if Results(RESULTS).get(name) is None:
+        return "Not measured yet: `twell bench model` makes the results."
+    return f"{model_table([result(name)])}\n\n{model_machine(name)}"
+
+
+def most_nonzeros() -> str:
+    """How sparse layers of known models must be for each kind of call."""
+    from twell import _tables
+    from twell.commands import sparsity
+
+    known = {
+        "SparseLM 2B": (True, 2048, 5632),
+        "Llama 3.2 1B": (True, 2048, 8192),
+        "Llama 3 8B, Mistral 7B": (True, 4096, 14336),
+        "Qwen2.5 7B": (True, 3584, 18944),
+        "OPT 6.7B": (False, 4096, 16384),
+        "Nemotron-4 15B": (False, 6144, 24576),
+    }
+    calls = [sparsity.Call(1, False), sparsity.Call(64, False), sparsity.Call(16384, False), sparsity.Call(16384, True)]
+    cells = []
+    for name, shape in known.items():
+        limits = [sparsity.most_nonzeros(shape, call, _tables.SHIPPED) for call in calls]
+        found = [f"{most:,} ({sparsity.as_percent(most / shape[2])})" if most else "never" for most in limits]
+        cells.append([f"{name}: {shape[1]:,} to {shape[2]:,}{', a gate' if shape[0] else ''}", *found])
+    return markdown(["layers like those of", *map(str, calls)], "lrrrr", cells)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "most non-zeros": most_nonzeros,
     "forward": forward,
     "mean speed-up": mean_speedup,
     "training": training,
@@ -529,8 +630,16 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality layers": lambda: quality_results.layers(result("h200_quality")),
     "quality limit": quality_limit,
     "quality notes": lambda: quality_results.notes(result("h200_quality")),
+    "relufy": relufied,
+    "relufy speed": relufied_speed,
     "paper code": paper_code,
     "memory": memory,
+    "serving": lambda: serving("h200_serving"),
+    "serving machine": lambda: serving_machine("h200_serving"),
+    "serving trained": lambda: serving("h200_serving_trained"),
+    "serving trained machine": lambda: serving_machine("h200_serving_trained"),
+    "traces": traces,
+    "continuous batching": continuous_batching,
     "ncu": ncu,
 }
 PLACE = re.compile(r"(<!-- table: ([^\n]*?) -->)\n.*?(<!-- end -->)", re.DOTALL)

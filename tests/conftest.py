@@ -69,8 +69,8 @@ def why_no_gpu() -> str | None:
     """Return why the kernels cannot run here; None if they can."""
     if not torch.cuda.is_available():
         return "no CUDA device"
-    if torch.cuda.get_device_capability() != (9, 0):
-        return f"needs compute capability 9.0, got {torch.cuda.get_device_capability()}"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return f"needs compute capability 8.0 or higher, got {torch.cuda.get_device_capability()}"
     return None
 
 

@@ -215,13 +215,18 @@ def prepare(
     first: bool = True,
     say: Callable[[str], None] = lambda line: None,
     barrier: Callable[[], None] = lambda: None,
+    tokenizer: Any = None,
 ) -> Tokens:
     """The tokens of ``source``: read from ``cache`` if they are there and undamaged, else made and stored there.
 
+    A tokenizer of ``vocabulary`` tokens is trained on them unless ``tokenizer``, one of transformers, is given.
     ``held_out`` is the share of the text in held-out documents. Of several processes one is ``first`` and does the
     work; the others wait for its files and then in ``barrier``.
     """
-    key = hashlib.sha256(f"{source.key()} {vocabulary} {held_out}".encode()).hexdigest()[:16]
+    text = f"{source.key()} {vocabulary} {held_out}"
+    if tokenizer is not None:
+        text += f" {tokenizer.backend_tokenizer.to_str()} {tokenizer.eos_token_id}"
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
     folder = cache / f"tokens-{key}"
     if first and (manifest(folder) is None or damaged(folder)):
         if folder.exists():
@@ -234,7 +239,7 @@ def prepare(
             ) from error
         with _files.replacing(folder) as partial:
             partial.mkdir()
-            seal(partial, _tokenise(source, partial, vocabulary, held_out, say))
+            seal(partial, _tokenise(source, partial, vocabulary, held_out, say, tokenizer))
     # if the first process fails, the launcher ends the others
     while (about := manifest(folder)) is None:
         time.sleep(0.1)
@@ -245,27 +250,25 @@ def prepare(
 
 
 def _tokenise(
-    source: Source, folder: Path, vocabulary: int, held_out: float, say: Callable[[str], None]
+    source: Source, folder: Path, vocabulary: int, held_out: float, say: Callable[[str], None], given: Any
 ) -> dict[str, Any]:
     """Write tokenizer and tokens to ``folder``; return the fields of ``Tokens``."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer
 
     started = time.perf_counter()
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(_first(source.documents(), TOKENIZER_TEXT), trainer)
+    if given is None:
+        tokenizer = _trained(source, vocabulary)
+        end = tokenizer.token_to_id(END)
+        say(f"trained a tokenizer of {tokenizer.get_vocab_size():,} tokens in {time.perf_counter() - started:.1f} s")
+    else:
+        tokenizer = Tokenizer.from_str(given.backend_tokenizer.to_str())
+        tokenizer.no_truncation()
+        end = given.eos_token_id
     tokenizer.save(str(folder / "tokenizer.json"))
     size = tokenizer.get_vocab_size()
-    say(f"trained a tokenizer of {size:,} tokens in {time.perf_counter() - started:.1f} s")
     # a special token's name in the text is ordinary text
     tokenizer.encode_special_tokens = True
-    end = tokenizer.token_to_id(END)
-    dtype = "uint16" if vocabulary <= 1 << 16 else "uint32"
+    dtype = "uint16" if max(vocabulary, size, end + 1) <= 1 << 16 else "uint32"
 
     documents, sizes, tokens, digest = 0, [0, 0], [0, 0], hashlib.sha256()
     said = time.perf_counter()
@@ -302,6 +305,21 @@ def _tokenise(
         "held_tokens": tokens[1],
         "fingerprint": digest.hexdigest()[:16],
     }
+
+
+def _trained(source: Source, vocabulary: int) -> Any:
+    """A new tokenizer of bytes and pairs, trained on the beginning of ``source``."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(_first(source.documents(), TOKENIZER_TEXT), trainer)
+    return tokenizer
 
 
 def _first(documents: Iterator[str], size: int) -> Iterator[str]:

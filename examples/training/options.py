@@ -15,6 +15,7 @@ IDENTITY = (
     *("layers", "hidden", "intermediate", "heads", "vocab", "activation", "sequence", "dtype", "seed"),
     *("steps", "tokens_per_step"),
     *("lr", "min_lr", "warmup", "weight_decay", "clip", "l1", "l1_warmup", "reinitialize", "observe_every"),
+    *("target_nnz", "sharing"),
 )
 
 
@@ -88,6 +89,18 @@ def parse(description: str, arguments: list[str] | None) -> argparse.Namespace:
 
     group = parser.add_argument_group("sparsity")
     group.add_argument("--l1", type=rate, metavar="RATE", help="coefficient of L1 (default 2e-5; SiLU: 0)")
+    group.add_argument(
+        "--target-nnz",
+        type=rate,
+        metavar="N",
+        help="instead of --l1: non-zeros per token to reach after 60%% of --steps, by a coefficient that follows them",
+    )
+    group.add_argument(
+        "--sharing",
+        type=rate,
+        metavar="SHARE",
+        help="with --target-nnz: share of the L1 term that makes neighbouring tokens fire the same neurons",
+    )
     group.add_argument(
         "--l1-warmup", type=natural, metavar="STEPS", help="warm-up of the coefficient (default: --warmup)"
     )
@@ -186,14 +199,19 @@ def with_defaults(options: argparse.Namespace, parser: argparse.ArgumentParser) 
             )
     if options.vocab < 257:
         parser.error(f"--vocab: expected 257 or more, the bytes and the end of a document, got {options.vocab}")
+    if options.target_nnz is not None and (options.l1 is not None or not options.target_nnz):
+        got = f"{options.target_nnz:g}" + ("" if options.l1 is None else f" and --l1 {options.l1:g}")
+        parser.error(f"--target-nnz: expected a number above 0, without --l1, got {got}")
+    if options.sharing and (options.target_nnz is None or options.sharing > 1):
+        parser.error(f"--sharing: expected a share of at most 1, with --target-nnz, got {options.sharing:g}")
     if options.l1 is None:
-        options.l1 = 2e-5 if options.activation == "relu" else 0.0
+        options.l1 = 2e-5 if options.activation == "relu" and options.target_nnz is None else 0.0
     if options.activation == "silu":
-        expected = {"ffn": "dense", "l1": 0, "reinitialize": 0}
+        expected = {"ffn": "dense", "l1": 0, "reinitialize": 0, "target_nnz": None}
         for name, value in expected.items():
             if (got := getattr(options, name)) != value:
                 why = "--activation silu, which sets nothing to zero"
-                parser.error(f"--{name}: expected {value} with {why}, got {got}")
+                parser.error(f"--{name.replace('_', '-')}: expected {value} with {why}, got {got}")
         if options.parallel == "tp":
             parser.error("--parallel: expected ddp or fsdp with --activation silu, got tp, which divides sparse FFNs")
     if options.min_lr is not None and options.min_lr > options.lr:

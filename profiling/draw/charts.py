@@ -20,12 +20,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from profiling import quality_results
+from profiling import quality_results, relufy_results
 from profiling.draw import style
 from profiling.draw.common import Chart, ResultError, Results, matplotlib_version
 from profiling.draw.kernels import kernels, roofline
 from profiling.draw.layers import layers, memory, nnz, speedup, tokens
-from profiling.draw.models import models, paper, quality, training
+from profiling.draw.models import models, paper, quality, relufy, training
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 CHARTS = Path(__file__).resolve().parents[1] / "charts"
@@ -41,6 +41,7 @@ ALL: dict[str, Callable[[Results], Chart | None]] = {
     "paper": paper,
     "training": training,
     "quality": quality,
+    "relufy": relufy,
 }
 
 
@@ -105,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             drawn += chart is not None
         if not drawn and not wrong:
             raise ResultError(f"expected results of some chart in {arguments.results}, got none")
-    except (ResultError, quality_results.DataError, ImportError) as error:
+    except (ResultError, quality_results.DataError, relufy_results.DataError, ImportError) as error:
         print(f"charts: error: {error}", file=sys.stderr)
         return 2
     if wrong:

@@ -7,7 +7,7 @@ import re
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from profiling import quality_results
+from profiling import quality_results, relufy_results
 from profiling.draw.common import Chart, Results, Row, good, legend, line, log_axis, machine, of_line, patch, span
 from profiling.draw.style import SIZE, Theme
 
@@ -289,3 +289,13 @@ def quality(results: Results) -> Chart | None:
     return Chart(
         quality_results.TITLE, footer, quality_results.shown(result), quality_results.draw, quality_results.SIZE
     )
+
+
+def relufy(results: Results) -> Chart | None:
+    """Cross-entropy of dense models made sparse, by tokens and by non-zeros (h200_relufy)."""
+    result = results.get(relufy_results.NAME)
+    if result is None:
+        return None
+    title = relufy_results.finding(relufy_results.points(result)) or "Dense models made sparse"
+    footer = f"{relufy_results.trained(result)}\n{machine(result)}"
+    return Chart(title, footer, relufy_results.shown(result), relufy_results.draw, relufy_results.SIZE)

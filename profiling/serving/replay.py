@@ -37,6 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from profiling.serving import models, steps
 from profiling.serving.models import Block
 from twell import _auto, testing
+from twell._auto import Choice
 from twell.commands.bench.protocol import Cpu, Device, Gpu, Recording, measure, spread
 from twell.commands.bench.report import write_json
 
@@ -62,7 +63,8 @@ class Size:
 
     ffn_us, layers_us: medians by variant, without attention. attention_us: attention of one layer with ``context``
     cached tokens per decoding sequence. each_us: of each layer's FFN, by variant. strategies: what "auto" ran, by
-    number of layers.
+    number of layers. figures: for each layer what "auto" has measured, non-zeros per token, the union of 128 tokens and
+    the mean of the 8 heaviest, or none.
     """
 
     prefill: int
@@ -73,6 +75,7 @@ class Size:
     attention_us: float = 0.0
     each_us: dict[str, list[float]] = field(default_factory=dict)
     strategies: dict[str, int] = field(default_factory=dict)
+    figures: list[tuple[float | None, ...]] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -224,7 +227,10 @@ class Server:
                 size.attention_us = min(size.attention_us or microseconds, microseconds)
             else:
                 (size.ffn_us if kind == "ffn" else size.layers_us)[variant] = microseconds
-        size.strategies = dict(Counter(_captured(block, size.tokens) for block in self.blocks)) if self._is_gpu else {}
+        if self._is_gpu:
+            captured = [_choice(block, size.tokens, "captured") for block in self.blocks]
+            size.strategies = dict(Counter("" if choice is None else choice.strategy for choice in captured))
+            size.figures = [_figures(block, size.tokens) for block in self.blocks]
         recordings.clear()
         if each:
             for variant in variants:
@@ -311,12 +317,19 @@ def _act(merged: Tensor) -> Tensor:
     return F.relu(gate) * up
 
 
-def _captured(block: Block, tokens: int) -> str:
-    """What graphs of "auto" of so many tokens run for a layer."""
-    # ranges of tokens end at powers of two
-    end = str(1 << (tokens - 1).bit_length())
-    rows = _auto.site_of(block.w_gate).explain()
-    return next((row.strategy for row in rows if row.graph == "captured" and row.tokens.split()[-1] == end), "")
+def _choice(block: Block, tokens: int, graph: str) -> Choice | None:
+    """What "auto" knows of a layer for so many tokens; in ``graph`` "captured", or in calls."""
+
+    def covers(row: Choice) -> bool:
+        ends = row.tokens.split()
+        return row.graph == graph and int(ends[0]) <= tokens <= int(ends[-1])
+
+    return next(filter(covers, _auto.site_of(block.w_gate).explain()), None)
+
+
+def _figures(block: Block, tokens: int) -> tuple[float | None, ...]:
+    choice = _choice(block, tokens, "")
+    return () if choice is None or choice.figures is None else tuple(choice.figures)
 
 
 def _mean(size: tuple[bool, int], alike: Sequence[steps.Step]) -> tuple[tuple[bool, int], steps.Step]:

@@ -8,6 +8,7 @@ arrived decides again. The host never waits. ``tuning.decide`` holds the rules, 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ from twell._runtime.log import logger, warn_once
 # Compiled graphs of training, whose number of tokens may be symbolic, know two classes: at most this many tokens, and
 # more. The decision of a class is that of its typical number.
 FEW = 256
+# Most tokens of inference for which each number of them has its own choice.
+FINE = tuning.UNION_TILE_TOKENS
 _TYPICAL = {True: 64, False: 16384}
 _TYPICAL_K, _TYPICAL_N = 2048, 5632
 
@@ -41,21 +44,28 @@ def forced(kind: str, index: int | None) -> str:
     if kind != "cuda":
         # the CPU code of the sparse operators takes several times as long
         return "dense"
+    index = index or 0
     try:
-        capability = device.capability(index or 0)
+        capability = device.capability(index)
     except RuntimeError:
         # no driver: these are fake tensors
         return ""
     if capability == device.SM_90:
         return ""
-    warn_once(f'strategy="auto" is "dense" on compute capability {capability}: the sparse kernels need {device.SM_90}')
+    if device.architecture(index) is None:
+        why = "the sparse kernels need 8.0 or higher"
+    elif _tables.in_use(torch.device("cuda", index)).file is not None:
+        return ""
+    else:
+        why = "costs of the sparse kernels are not known there; `twell tune` measures them"
+    warn_once(f'strategy="auto" is "dense" on compute capability {".".join(map(str, capability))}: {why}')
     return "dense"
 
 
 def fixed(requested: str, device: torch.device, dtype: torch.dtype, training: bool) -> tuple[str, str]:
     """(strategy, reason) where ``requested`` leaves nothing to choose for operands of ``dtype``, else ("", "")."""
     if requested == "auto" and (strategy := forced(device.type, device.index)):
-        return strategy, "sparse kernels need a GPU of compute capability 9.0"
+        return strategy, 'sparse kernels need a GPU, and "auto" their costs, which `twell tune` measures'
     if requested != "dense" and dtype not in PACKED_DTYPES:
         # TwELL stores 16-bit values; the operators of training take wider ones, for gradcheck
         return "union" if training else "dense", "32-bit values run sparse in training alone"
@@ -242,7 +252,10 @@ class Route(NamedTuple):
 
 @dataclasses.dataclass
 class _Bucket:
-    """The memory of a site for calls of one kind and about the same number of tokens."""
+    """The memory of a site for calls of one kind and about the same number of tokens.
+
+    others: since the decision, those for other numbers of tokens by the same figures.
+    """
 
     problem: tuning.Problem
     decision: tuning.Decision | None = None
@@ -252,6 +265,7 @@ class _Bucket:
     measured: int | None = None
     recent: tuple[float, ...] = ()  # non-zeros per token of the latest measurements
     held: int = 0
+    others: dict[int, tuning.Decision] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -270,8 +284,9 @@ class _Pass:
 class AutoStrategy:
     """The strategy of a call site, chosen from measurements: pass one object as ``strategy`` at every call of the site.
 
-    Modules with ``strategy="auto"`` have their own. On a GPU of compute capability 9.0 it picks "row", "union" or
-    "dense", separately for inference and training and for each power of two of tokens. The choice is the cheapest by
+    Modules with ``strategy="auto"`` have their own. On a GPU of compute capability 9.0, or one that ``twell tune`` has
+    measured, it picks "row", "union" or "dense", separately for inference and training, from figures of each power of
+    two of tokens; inference on up to 1,024 has a choice for each number of them. It is the cheapest by
     ``twell.tuning.decide``, from measured times and from the non-zeros of earlier calls. These reach the host
     asynchronously; no call waits. Calls 0, 1, 2, 4, 8, ... and then each ``period``-th, a power of two, decide again
     and measure; to learn the unions, such a call runs "union" in place of "row". Before the first figures, inference
@@ -301,7 +316,8 @@ class AutoStrategy:
         self.period = period
         self._layer: tuple[int, int, bool] | None = None
         self._buckets: dict[tuple[bool, int], _Bucket] = {}
-        self._captured: dict[tuple[bool, int], tuning.Decision] = {}
+        # by kind and tokens
+        self._captures: dict[tuple[bool, int], tuning.Decision] = {}
         self._graphs = tuple(_Graph(*_typical(*kind, None, None)[:2]) for kind in _GRAPH_KINDS)
         self._connect()
 
@@ -318,23 +334,25 @@ class AutoStrategy:
             return {
                 "period": self.period,
                 "_layer": self._layer,
-                "_buckets": {key: dataclasses.replace(bucket) for key, bucket in self._buckets.items()},
-                "_captured": dict(self._captured),
+                "_buckets": {key: dataclasses.replace(bucket, others={}) for key, bucket in self._buckets.items()},
+                "_captures": dict(self._captures),
                 # a graph belongs to the original
                 "_graphs": tuple(dataclasses.replace(graph, traced=False) for graph in self._graphs),
             }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # pickles of earlier versions have graphs of inference, too, before those of training
+        # pickles of earlier versions have graphs of inference, too, before those of training, and captures by bucket
+        state = {"_captures": {}, **state}
+        state.pop("_captured", None)
         self.__dict__.update(state, _graphs=state["_graphs"][-len(_GRAPH_KINDS) :])
         self._connect()
 
     def __repr__(self) -> str:
         return f"AutoStrategy(period={self.period})"
 
-    def begin(self, x: Tensor, n: int, gated: bool, training: bool, down_copied: bool) -> Route:
+    def begin(self, x: Tensor, n: int, gated: bool, training: bool, down_copied: bool, merged: bool = False) -> Route:
         """Choose the route of a call on x [..., K] with n neurons; the call is not being traced."""
-        problem = tuning.Problem(tokens_of(x), x.shape[-1], n, gated, training, down_copied)
+        problem = tuning.Problem(tokens_of(x), x.shape[-1], n, gated, training, down_copied, merged)
         holder = self if training and _checkpointed() else None
         # fake tensors have no figures, and a captured graph would leave them at each replay
         real = type(x) is Tensor or type(x) is torch.nn.Parameter
@@ -415,8 +433,14 @@ class AutoStrategy:
                     figures, measured = pending.figures(), pending.call
                 about = (layer, _kind(key[0]), _range(key[1]), "", *bucket.decision[:2])
                 rows.append(Choice(*about, bucket.calls, figures, measured, bucket.decision.costs))
-            for key, decision in sorted(self._captured.items(), key=lambda item: item[0]):
-                about = (layer, _kind(key[0]), _range(key[1]), "captured", *decision[:2])
+            # neighbours with one strategy share a row, which has the reason of the most tokens
+            for (training, _), alike in itertools.groupby(
+                sorted(self._captures.items(), key=lambda item: item[0]), lambda item: (item[0][0], item[1].strategy)
+            ):
+                captures = list(alike)
+                (_, low), ((_, high), decision) = captures[0][0], captures[-1]
+                tokens = f"{low} to {high}" if low < high else str(high)
+                about = (layer, _kind(training), tokens, "captured", *decision[:2])
                 rows.append(Choice(*about, costs=decision.costs))
             for (_, few), graph in zip(_GRAPH_KINDS, self._graphs):
                 if graph.traced:
@@ -439,12 +463,12 @@ class AutoStrategy:
             self._forget_other_layers(problem)
             key = _key(problem)
             bucket = self._buckets.get(key)
-            alike = bucket is not None and bucket.problem.down_copied == problem.down_copied
-            decision = bucket.decision if bucket is not None and alike else None
-            if decision is None:
+            if bucket is not None and bucket.decision is not None and _is_laid_alike(bucket.problem, problem):
+                decision = self._finely(problem, bucket, bucket.decision)
+            else:
                 decision = tuning.decide(problem, self._nearest(key), None, self._table)
             if record:
-                self._captured[key] = decision
+                self._captures[problem.training, problem.m] = decision
             # later data of a captured graph may be denser
             return decision.strategy, 0 if record or bucket is None else bucket.held
 
@@ -457,11 +481,23 @@ class AutoStrategy:
             bucket = self._buckets[key] = _Bucket(problem)
         call, bucket.calls = bucket.calls, bucket.calls + 1
         due = call % self.period == 0 if call >= self.period else call & (call - 1) == 0
-        relaid = bucket.problem.down_copied != problem.down_copied
-        if due or bucket.late or bucket.decision is None or relaid:
+        if due or bucket.late or bucket.decision is None or not _is_laid_alike(bucket.problem, problem):
             self._collect()
             return call, self._decide(problem, bucket), due
-        return call, bucket.decision, due
+        return call, self._finely(problem, bucket, bucket.decision), due
+
+    def _finely(self, problem: tuning.Problem, bucket: _Bucket, decision: tuning.Decision) -> tuning.Decision:
+        """The decision for this number of tokens, where that of the bucket was for another.
+
+        Kernels change between powers of two. With many tokens the choice does not, and training keeps it for backward.
+        """
+        if problem.m == bucket.problem.m or problem.training or problem.m > FINE:
+            return decision
+        known = bucket.others.get(problem.m)
+        if known is None:
+            figures = bucket.figures or self._nearest(_key(problem))
+            known = bucket.others[problem.m] = tuning.decide(problem, figures, decision.strategy, self._table)
+        return known
 
     def _forget_other_layers(self, problem: tuning.Problem) -> None:
         """Forget the figures of a layer of another size: removing neurons changes a module's layer."""
@@ -470,7 +506,7 @@ class AutoStrategy:
             self._layer = layer
             self._pending.clear()
             self._buckets.clear()
-            self._captured.clear()
+            self._captures.clear()
 
     def _collect(self) -> None:
         for key, pending in list(self._pending.items()):
@@ -492,8 +528,9 @@ class AutoStrategy:
         figures = bucket.figures or self._nearest(_key(problem))
         decision = tuning.decide(problem, figures, None if before is None else before.strategy, self._table)
         bucket.problem, bucket.decision, bucket.held = problem, decision, tuning.held(problem, bucket.recent)
+        bucket.others.clear()
         if before is None or decision.strategy != before.strategy:
-            m, k, n, gated, training, _ = problem
+            m, k, n, gated, training = problem[:5]
             layer = f"{'gated' if gated else 'non-gated'} layer, K = {k}, N = {n}, {_kind(training)}, {m} tokens"
             change = decision.strategy if before is None else f"{before.strategy} -> {decision.strategy}"
             logger.info("%s: strategy %s, %s%s", layer, change, decision.reason, _measured(figures))
@@ -620,6 +657,10 @@ def _bucket(m: int) -> int:
 
 def _key(problem: tuning.Problem) -> tuple[bool, int]:
     return problem.training, _bucket(problem.m)
+
+
+def _is_laid_alike(one: tuning.Problem, other: tuning.Problem) -> bool:
+    return (one.down_copied, one.merged) == (other.down_copied, other.merged)
 
 
 def _kind(training: bool) -> str:

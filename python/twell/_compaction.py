@@ -420,10 +420,10 @@ def _plan(module: nn.Module, alive: object, minimum: int) -> tuple[dict[str, Ten
         if len(given) > 1:
             raise ValueError(f"compact: alive must name a layer once, got {given[0]!r} and {given[1]!r}")
         if given:
-            if "up_proj" not in mlp._modules:
+            if not {"up_proj", "down_proj"} <= mlp._modules.keys():
                 raise NotImplementedError(
-                    f"compact: {given[0]} must hold its own projections, got the fc2 of a pair, whose up projection "
-                    "is another module's"
+                    f"compact: {given[0]} must have children up_proj and down_proj, got the second layer of a pair, or "
+                    "projections of other names or in one tensor"
                 )
             masks[names[0]], report = _choose(mlp, given[0], alive[given[0]], minimum)
             reports.append(report)

@@ -20,11 +20,12 @@ import functools
 import gc
 import inspect
 import itertools
+import math
 import sys
 import textwrap
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,9 +35,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-Activation = Callable[[Tensor], Tensor]
+from twell._activation import Activation
 
-PAIR = ("fc1", "fc2")
+Function = Callable[[Tensor], Tensor]
 
 # Attributes of modules that hold the hooks of calls.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -51,6 +52,17 @@ _VIEWS = frozenset(
     | {"squeeze_", "unsqueeze_", "t_"}
     | {"alias", "detach", "clone", "sum"}
 )
+
+# The operator that divides the last dimension, under one name; and its variants, with the place of the dimension among
+# the arguments and its default.
+_SPLIT = "a division of the last dimension"
+_PARTS = {
+    "split": (2, 0),
+    "split_with_sizes": (2, 0),
+    "slice": (1, 0),
+    "slice_backward": (2, 0),
+    "cat": (1, 0),
+}
 
 # Attributes of every module; and those that give access to children and state by other means than their names.
 _MACHINERY = frozenset(dir(nn.Module()))
@@ -83,11 +95,69 @@ _CHOOSING = (
 _KEPT = frozenset({"weight", "bias", "in_features", "out_features"})
 
 
+def identity(x: Tensor) -> Tensor:
+    """x itself."""
+    return x
+
+
+class Formula(NamedTuple):
+    """``of_gate(gate) * of_up(up)``, without the second factor in a layer without a gate.
+
+    written: other ways to write ``of_gate``, whose operators a module may run. number: a threshold that it may read.
+    """
+
+    of_gate: Function
+    of_up: Function = identity
+    written: tuple[Function, ...] = ()
+    number: float = 0.0
+
+
+def formula_of(kind: Activation) -> Formula:
+    """The formula of an activation as plain PyTorch has it."""
+    if kind.name == "relu2":
+        return Formula(_relu2, written=(lambda x: F.relu(x).pow(2), lambda x: F.relu(x) ** 2.0, *_RELUS))
+    if kind.name == "drelu":
+        return Formula(F.relu, F.relu, _RELUS)
+    if kind.threshold:
+        threshold = kind.threshold
+        return Formula(lambda x: F.threshold(x, threshold, 0.0), number=threshold)
+    return Formula(F.relu, written=_RELUS)
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+_RELUS: tuple[Function, ...] = (F.relu, functools.partial(F.relu, inplace=True))
+
+
+class Form(NamedTuple):
+    """The projections of a layer, by their names in a module, in the order of the formula: gate, up, down.
+
+    Without a gate there are two. fused: the first holds gate and up, in this order ("gate first") or the other one.
+    """
+
+    children: tuple[str, ...]
+    fused: Literal["", "gate first", "up first"] = ""
+
+    @property
+    def gated(self) -> bool:
+        return bool(self.fused) or len(self.children) == 3
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return self.children[:-1]
+
+    @property
+    def down(self) -> str:
+        return self.children[-1]
+
+
 class _Trial(NamedTuple):
     """A way to call a module.
 
     dtype: None is the model's own. lead: the leading dimensions of x. size: the magnitude of its values on a
-    logarithmic scale, from 0 for 1 to 1 for the largest of the dtype.
+    logarithmic scale, from 0 for 1 to 1 for the largest of the dtype. x_dtype: None is that of the weights.
     """
 
     dtype: torch.dtype | None
@@ -96,6 +166,7 @@ class _Trial(NamedTuple):
     lead: tuple[int, ...]
     size: float = 0.0
     autocast: bool = False
+    x_dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
         x = f"x [{', '.join(map(str, (*self.lead, 'K')))}]{' of large values' if self.size else ''}"
@@ -120,43 +191,83 @@ _TRIALS = (
     _Trial(None, False, True, (2, 4), 0.4),
     _Trial(None, True, False, (2, 4), 1.0),
     _Trial(torch.float32, True, True, (2, 4), autocast=True),
+    _Trial(torch.float32, True, True, (2, 4), autocast=True, x_dtype=torch.bfloat16),
 )
 
 
-def difference(module: nn.Module, children: tuple[str, ...], act: Activation, own: Activation | None) -> str:
-    """Describe how ``module`` differs from ``down(act(gate(x)) * up(x))`` of its children; "" if it does not.
+def difference(module: nn.Module, form: Form, formula: Formula, own: Function | None) -> str:
+    """Describe how ``module`` differs from ``down(formula(gate(x), up(x)))`` of its children; "" if it does not.
 
-    children: names of ``nn.Linear`` children in the order of the formula; without a gate there are two. own: the
-    activation that the module applies, where it is known to compute ``act``.
+    own: the activation that the module applies, where it is known to compute that of the formula.
     """
     if beside := _further_inputs(module):
         return f"its forward takes {beside} besides x"
-    linears: dict[str, Any] = {child: module.get_submodule(child) for child in children}
-    first = linears[children[0]]
+    linears: dict[str, Any] = {child: module.get_submodule(child) for child in form.children}
+    first = linears[form.children[0]]
     watched = [m for m in module.modules() if not of_torch(type(m))]
     with _outside_of_modes(), _watch(watched) as state:
-        allowed = _operators(act) | (frozenset() if own is None else _operators(own))
-        weights = _small(linears)
+        functions = (formula.of_gate, formula.of_up, *formula.written, *(() if own is None else (own,)))
+        allowed = frozenset().union(*map(_operators, functions))
+        weights = _small(linears, form)
         for trial in _TRIALS:
             here = trial._replace(dtype=trial.dtype or first.weight.dtype)
-            if reason := _try(module, weights, act, here, allowed, state):
+            if reason := _try(module, weights, form, formula, here, allowed, state):
                 return reason
-    return _uncovered_input(module.modules(), state, (first.in_features, first.out_features))
+    numbers: tuple[float, ...] = (first.in_features, first.out_features)
+    numbers += (first.out_features // 2,) * bool(form.fused) + (formula.number,) * bool(formula.number)
+    return _uncovered_input(module.modules(), state, numbers, frozenset(map(id, _codes_of(own))))
 
 
-def is_relu(act: Activation, dtype: torch.dtype) -> bool:
-    """Whether ``act`` is ReLU and has its gradient, in float64 and in ``dtype``, at 0, infinity and NaN, too."""
+def _codes_of(act: Function | None) -> list[types.CodeType]:
+    """The code of an activation, which ``family_of`` has run on all values."""
+    functions = [type(m).forward for m in act.modules()] if isinstance(act, nn.Module) else [act]
+    return [function.__code__ for function in functions if isinstance(function, types.FunctionType)]
+
+
+def family_of(act: Function, dtype: torch.dtype) -> Activation | None:
+    """The activation of the ReLU family, without a second ReLU, that ``act`` is in float64 and in ``dtype``; or None.
+
+    Its values and gradients are compared at 0 and infinity, too, and at NaN, except for FATReLU, which code writes as
+    ``x > threshold``.
+    """
+    known = [Activation("relu"), Activation("relu2")]
+    if level := _level(act):
+        known.append(Activation("fatrelu", level))
+    return next((kind for kind in known if _is(act, kind, dtype)), None)
+
+
+def _level(act: Function) -> float:
+    """The largest positive number in float64 at which ``act`` is zero, by bisection; 0 if it is not such a function."""
+
+    def silent(x: float) -> bool:
+        return not bool(act(torch.tensor([x], dtype=torch.float64, device="cpu")).any())
+
+    try:
+        with _outside_of_modes(), torch.no_grad():
+            below, above = 0.0, float(torch.finfo(torch.float16).max)
+            if not silent(below) or not silent(torch.finfo(torch.float64).tiny) or silent(above):
+                return 0.0
+            while below < (middle := (below + above) / 2) < above:
+                below, above = (middle, above) if silent(middle) else (below, middle)
+            return below
+    except Exception:
+        return 0.0
+
+
+def _is(act: Function, kind: Activation, dtype: torch.dtype) -> bool:
+    """Whether ``act`` is an activation and has its gradient, in float64 and in ``dtype``."""
     modules = list(act.modules()) if isinstance(act, nn.Module) else []
     watched = [m for m in modules if not of_torch(type(m))]
+    of_gate = formula_of(kind).of_gate
     with _outside_of_modes(), _watch(watched) as state:
-        for kind, training, grad in itertools.product((torch.float64, dtype), (True, False), (True, False)):
-            x = _every_size(kind).requires_grad_(grad)
+        for precision, training, grad in itertools.product((torch.float64, dtype), (True, False), (True, False)):
+            x = _every_size(precision, kind.threshold).requires_grad_(grad)
             # powers of two, whose products are exact
             dy = torch.ones_like(x).cumsum(0).remainder(5).exp2()
             try:
                 with _mode(modules, training), torch.set_grad_enabled(grad), state.recording():
                     # a copy: act may work in place
-                    y, expected = act(x.clone()), F.relu(x)
+                    y, expected = act(x.clone()), of_gate(x)
                     pairs = [(y, expected)]
                     if grad:
                         pairs.append((torch.autograd.grad(y, x, dy)[0], torch.autograd.grad(expected, x, dy)[0]))
@@ -164,7 +275,10 @@ def is_relu(act: Activation, dtype: torch.dtype) -> bool:
                 return False
             if not all(_same(*pair) for pair in pairs):
                 return False
-    return _is_constant("", act, (), modules) and not _uncovered_input(modules, state, ())
+    numbers: tuple[float, ...] = (kind.threshold,) if kind.threshold else ()
+    return _is_constant("", act, numbers, modules) and not _uncovered_input(
+        modules, state, numbers, frozenset(id(ran.code) for ran in state.ran.values())
+    )
 
 
 def _same(ours: Any, theirs: Tensor) -> bool:
@@ -173,14 +287,23 @@ def _same(ours: Any, theirs: Tensor) -> bool:
     return bool(((ours == theirs) | (ours.isnan() & theirs.isnan())).all())
 
 
-def _every_size(dtype: torch.dtype) -> Tensor:
-    """All values of a 16-bit dtype; of a wider one the powers of the square root of two, infinity, 0 and NaN."""
+def _every_size(dtype: torch.dtype, threshold: float) -> Tensor:
+    """All values of a 16-bit dtype; of a wider one the powers of the square root of two, infinity, 0 and NaN.
+
+    With a threshold no NaN, no value of 16 bits next to it, and in float64 itself and its neighbour.
+    """
     # named, as the default device may be another
     if dtype.itemsize == 2:
-        return torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cpu").view(dtype)
+        every = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cpu").view(dtype)
+        # code may round the threshold to the dtype or not, as torch's own does on a GPU and on a CPU
+        apart = (every.double() - threshold).abs() > torch.finfo(dtype).eps * threshold
+        return every[apart] if threshold else every
     powers = torch.arange(-2150, 2050, dtype=torch.float64, device="cpu").div(2).exp2()
-    rest = torch.tensor([0.0, float("inf"), float("nan")], dtype=torch.float64, device="cpu")
-    return torch.cat([powers, -powers, rest, -rest]).to(dtype)
+    rest = [0.0, float("inf"), float("nan")]
+    if threshold:
+        rest = [0.0, float("inf"), *((threshold, math.nextafter(threshold, 2.0)) if dtype == torch.float64 else ())]
+    others = torch.tensor(rest, dtype=torch.float64, device="cpu")
+    return torch.cat([powers, -powers, others, -others]).to(dtype)
 
 
 @contextlib.contextmanager
@@ -221,13 +344,12 @@ def _draw(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
-def _small(linears: dict[str, Any]) -> dict[str, Tensor]:
+def _small(linears: dict[str, Any], form: Form) -> dict[str, Tensor]:
     """Random float64 weights with few neurons, and biases where the layers have them, by name."""
     generator, weights = torch.Generator().manual_seed(0), {}
-    children = list(linears)
-    k = linears[children[0]].in_features
+    k = linears[form.children[0]].in_features
     for child, linear in linears.items():
-        inputs, outputs = (_NEURONS, k) if child == children[-1] else (k, _NEURONS)
+        inputs, outputs = (_NEURONS, k) if child == form.down else (k, _NEURONS * (2 if form.fused else 1))
         weights[f"{child}.weight"] = _draw(generator, outputs, inputs) / inputs**0.5
         if linear.bias is not None:
             weights[f"{child}.bias"] = _draw(generator, outputs)
@@ -237,7 +359,8 @@ def _small(linears: dict[str, Any]) -> dict[str, Tensor]:
 def _try(
     module: nn.Module,
     small: dict[str, Tensor],
-    act: Activation,
+    form: Form,
+    formula: Formula,
     trial: _Trial,
     allowed: frozenset[Any],
     state: _State,
@@ -246,6 +369,7 @@ def _try(
     assert trial.dtype is not None
     weights = {name: weight.to(trial.dtype) for name, weight in small.items()}
     x, dy = _inputs(trial.dtype, trial, next(iter(small.values())).shape[1])
+    x = x.to(trial.x_dtype or x.dtype)
     given, own = x.clone(), _Operators()
     try:
         with _mode(module.modules(), trial.training), own, state.recording():
@@ -253,14 +377,15 @@ def _try(
     except Exception as error:
         # a module that raises for other dimensions than three is never called with them
         return f"its forward raised {type(error).__name__}: {error}" if trial.lead == (2, 4) else ""
-    theirs = _results(functools.partial(_formula, act), weights, x.clone(), dy, trial)
+    theirs = _results(functools.partial(_formula, form, formula), weights, x.clone(), dy, trial)
     for what, expected in theirs.items():
         if not _close(ours.get(what), expected, torch.bfloat16 if trial.autocast else trial.dtype):
             return f"{what} differs for {trial}"
     if not torch.equal(given, x):
         return "it changes x in place"
     # autocast adds casts
-    odd = set() if trial.autocast else {name for name, numbers in own.seen - allowed if not _is_linear(name, numbers)}
+    seen = set() if trial.autocast else own.seen - allowed
+    odd = {name for name, numbers in seen if not _is_linear(name, numbers) and not (form.fused and name == _SPLIT)}
     return f"it runs {', '.join(sorted(odd))}" if odd else ""
 
 
@@ -305,16 +430,15 @@ def _results(
     return {"y": y, **{f"the gradient of {name}": grad for name, grad in zip(wanted, grads)}}
 
 
-def _formula(act: Activation, weights: dict[str, Tensor], x: Tensor) -> Tensor:
-    names = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
-
+def _formula(form: Form, formula: Formula, weights: dict[str, Tensor], x: Tensor) -> Tensor:
     def project(child: str, value: Tensor) -> Tensor:
         return F.linear(value, weights[f"{child}.weight"], weights.get(f"{child}.bias"))
 
-    hidden = act(project(names[0], x))
-    if len(names) == 3:
-        hidden = hidden * project(names[1], x)
-    return project(names[-1], hidden)
+    parts = [project(child, x) for child in form.inputs]
+    if form.fused:
+        parts = list(parts[0].chunk(2, dim=-1))[:: -1 if form.fused == "up first" else 1]
+    hidden = formula.of_gate(parts[0])
+    return project(form.down, hidden * formula.of_up(parts[1]) if form.gated else hidden)
 
 
 def _close(ours: Any, theirs: Tensor, precision: torch.dtype) -> bool:
@@ -336,16 +460,29 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seen: set[tuple[str, tuple[Any, ...]]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
         numbers = [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, (bool, int, float))]
-        self.seen.add((func._schema.name.removeprefix("aten::"), tuple(numbers)))
+        self.seen.add((_SPLIT, ()) if _of_last(name, args) else (name, tuple(numbers)))
         return func(*args, **(kwargs or {}))
 
 
-def _operators(act: Activation) -> frozenset[Any]:
-    """The operators of an activation, forward and backward; those of in-place ReLU, too."""
-    functions: list[Activation] = [act, functools.partial(F.relu, inplace=True)] if act is F.relu else [act]
+def _of_last(name: str, args: Any) -> bool:
+    """Whether an operator divides the last dimension of a tensor into parts, or is the gradient of that."""
+    if name not in _PARTS:
+        return False
+    place, default = _PARTS[name]
+    dim = args[place] if len(args) > place else default
+    of = args[1] if name.endswith("_backward") else args[0][0] if name == "cat" else args[0]
+    return (
+        dim % (len(of) if isinstance(of, (list, tuple)) else of.dim())
+        == (len(of) if isinstance(of, (list, tuple)) else of.dim()) - 1
+    )
+
+
+def _operators(function: Function) -> frozenset[Any]:
+    """The operators of an elementwise function, forward and backward."""
     with _Operators() as recorded:
-        for function, grad, view in itertools.product(functions, (True, False), (True, False)):
+        for grad, view in itertools.product((True, False), (True, False)):
             x = torch.linspace(-4, 4, 8, dtype=torch.float64, device="cpu").requires_grad_(grad)
             with torch.set_grad_enabled(grad):
                 # in-place work on a view, such as a linear layer's output, has its own backward
@@ -360,12 +497,13 @@ def _operators(act: Activation) -> frozenset[Any]:
 
 
 class _Ran(NamedTuple):
-    """Code that ran: its globals, its free variables, and its names of watched modules."""
+    """Code that ran: its globals and free variables, and its names of watched modules and of tensors it was given."""
 
     code: types.CodeType
     names: dict[str, Any]
     free: list[tuple[str, Any]]
     modules: set[str]
+    tensors: set[str]
 
     @property
     def name(self) -> str:
@@ -389,7 +527,10 @@ class _State:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Record the code of this thread; forget it if it raises, for then the code has refused by itself."""
-        before = {key: ran._replace(free=[*ran.free], modules={*ran.modules}) for key, ran in self.ran.items()}
+        before = {
+            key: ran._replace(free=[*ran.free], modules={*ran.modules}, tensors={*ran.tensors})
+            for key, ran in self.ran.items()
+        }
         opaque, previous, collecting = set(self.opaque), sys.getprofile(), gc.isenabled()
         # finalizers of other objects are not the candidate's code
         gc.disable()
@@ -415,9 +556,11 @@ class _State:
         code, values = frame.f_code, frame.f_locals
         arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         modules = {name for name in (*arguments, *code.co_freevars) if id(values.get(name)) in self.watched}
-        new = _Ran(code, frame.f_globals, [], modules)
+        tensors = {name for name in arguments if isinstance(values.get(name), Tensor)}
+        new = _Ran(code, frame.f_globals, [], modules, tensors)
         ran = self.ran.setdefault((id(code), id(frame.f_globals)), new)
         ran.modules.intersection_update(modules)
+        ran.tensors.intersection_update(tensors)
         for name in code.co_freevars:
             if name in values and not any(name == other and values[name] is value for other, value in ran.free):
                 ran.free.append((name, values[name]))
@@ -476,8 +619,10 @@ def _watch(modules: list[nn.Module]) -> Iterator[_State]:
 
 
 def _watched(kind: Any, state: _State) -> type:
-    # settings of torch's own activations, such as inplace
-    settings = {name for base in kind.__mro__ if of_torch(base) for name in getattr(base, "__constants__", ())}
+    # settings of torch's own activations, such as inplace; and what a subclass of nn.Linear shares with it, for it can
+    # only be one of the projections, whose tensors the trials set
+    settings = set(_KEPT) if issubclass(kind, nn.Linear) else set()
+    settings |= {name for base in kind.__mro__ if of_torch(base) for name in getattr(base, "__constants__", ())}
 
     def read(self: Any, name: str) -> Any:
         value = super(made, self).__getattribute__(name)
@@ -496,7 +641,7 @@ def _watched(kind: Any, state: _State) -> type:
     return made  # type: ignore[no-any-return]
 
 
-def _is_constant(name: str, value: Any, sizes: tuple[int, ...], modules: Iterable[nn.Module]) -> bool:
+def _is_constant(name: str, value: Any, sizes: tuple[float, ...], modules: Iterable[nn.Module]) -> bool:
     """Whether a value that code reads counts as constant: a size, a dropout of 0, a function, a watched module, ...
 
     modules: those whose attributes are recorded when they are read.
@@ -518,8 +663,13 @@ def _is_constant(name: str, value: Any, sizes: tuple[int, ...], modules: Iterabl
     return value in sizes or (value == 0 and (name == "p" or "drop" in name))
 
 
-def _uncovered_input(modules: Iterable[nn.Module], state: _State, sizes: tuple[int, ...]) -> str:
-    """Describe an input of the code that the trials do not cover; "" if there is none."""
+def _uncovered_input(
+    modules: Iterable[nn.Module], state: _State, sizes: tuple[float, ...], by_value: frozenset[int] = frozenset()
+) -> str:
+    """Describe an input of the code that the trials do not cover; "" if there is none.
+
+    by_value: the code that ran, or will have run, on all values of tensors.
+    """
     if state.written:
         return f"its forward sets self.{min(state.written)}"
     if state.opaque:
@@ -538,7 +688,7 @@ def _uncovered_input(modules: Iterable[nn.Module], state: _State, sizes: tuple[i
                 return f"{ran.name} uses {name}, which is neither Python nor torch's"
             if not _is_constant(name, value, sizes, modules):
                 return f"{ran.name} reads {name} ({_short(value)}), which can be set to something else"
-        for reason in (_open_name(ran), _open_branch(ran)):
+        for reason in (_open_name(ran), _open_branch(ran, id(ran.code) in by_value)):
             if reason:
                 return f"{ran.name} {reason}"
     return ""
@@ -598,7 +748,7 @@ def _open_name(ran: _Ran) -> str:
     return ""
 
 
-def _open_branch(ran: _Ran) -> str:
+def _open_branch(ran: _Ran, by_value: bool) -> str:
     """Describe a condition that depends on more than the trials vary; "" if there is none."""
     if not _decides(ran.code):
         return ""
@@ -608,7 +758,7 @@ def _open_branch(ran: _Ran) -> str:
     function = tree.body[0]
     for statement in function.body if isinstance(function, ast.FunctionDef) else tree.body:
         for condition in _conditions(statement):
-            if not _is_decided(condition, ran.modules):
+            if not (by_value and _is_of_values(condition, ran)) and not _is_decided(condition, ran.modules):
                 return f"branches on {ast.unparse(condition).splitlines()[0]}, of which a run shows only one side"
     return ""
 
@@ -662,27 +812,58 @@ def _conditions(node: ast.AST) -> Iterator[ast.AST]:
             yield from _conditions(child)
 
 
+def _is_of_values(node: ast.AST, ran: _Ran) -> bool:
+    """Whether this compares an argument, a tensor, with a number or an attribute that is recorded."""
+    if not isinstance(node, ast.Compare) or not isinstance(node.left, ast.Name) or node.left.id not in ran.tensors:
+        return False
+    return all(_is_decided(operand, ran.modules) for operand in node.comparators)
+
+
 def _is_decided(node: ast.AST, modules: set[str]) -> bool:
     """Whether the trials vary all inputs of a condition: the mode, grad mode and the dimensions of a tensor.
 
     modules: names of those whose attributes are recorded when they are read.
     """
+    if isinstance(node, ast.Compare) and all(map(_is_dtype, (node.left, *node.comparators))):
+        return True
     if isinstance(node, (ast.UnaryOp, ast.BinOp, ast.BoolOp, ast.Compare, ast.Slice, ast.Tuple)):
         operands = (child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
         return all(_is_decided(operand, modules) for operand in operands)
     if isinstance(node, ast.Call):
         dim = isinstance(node.func, ast.Attribute) and node.func.attr == "dim" and isinstance(node.func.value, ast.Name)
-        return dim or ast.unparse(node) == "torch.is_grad_enabled()"
+        return dim or ast.unparse(node) == "torch.is_grad_enabled()" or _is_of_tensor(node)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         return node.value.id in modules or node.attr == "ndim"
     return isinstance(node, ast.Constant)
 
 
+def _is_dtype(node: ast.AST) -> bool:
+    """Whether this is a tensor's dtype, which under autocast varies, or an integer one, which no weight has."""
+    if not isinstance(node, ast.Attribute):
+        return False
+    if node.attr in ("int8", "uint8"):
+        return ast.unparse(node.value) == "torch"
+    return node.attr == "dtype" and (isinstance(node.value, ast.Name) or _is_weight(node.value))
+
+
+def _is_of_tensor(call: ast.Call) -> bool:
+    """Whether a call asks if a weight is a tensor; weights that are anything else are not run."""
+    kinds = ("Tensor", "torch.Tensor", "nn.Parameter", "torch.nn.Parameter")
+    asks = ast.unparse(call.func) == "isinstance" and len(call.args) == 2
+    return asks and _is_weight(call.args[0]) and ast.unparse(call.args[1]) in kinds
+
+
+def _is_weight(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "weight"
+
+
 # A pair of layers in a block
 
 
-def read_pair(module: nn.Module) -> tuple[str | None, str]:
+def read_pair(module: nn.Module, pair: tuple[str, ...]) -> tuple[str | None, str]:
     """(attribute of the activation in ``fc2(activation(fc1(x)))`` of a module's own forward, ""), or (None, reason).
+
+    pair: the names of ``fc1`` and ``fc2`` in the module.
 
     The calls must be in one expression or in consecutive statements: code between them, other uses of their results
     and other methods that call them would get other values than before.
@@ -692,7 +873,8 @@ def read_pair(module: nn.Module) -> tuple[str | None, str]:
         return None, "the source of its forward cannot be read"
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     calls: dict[str, ast.Call] = {}
-    for name in PAIR:
+    fc1, fc2 = pair
+    for name in pair:
         uses = [node for node in ast.walk(tree) if _is_self(node, name)]
         # reading fc1.weight and the like still works
         uses = [node for node in uses if getattr(parents[node], "attr", None) not in _KEPT]
@@ -702,21 +884,23 @@ def read_pair(module: nn.Module) -> tuple[str | None, str]:
         calls[name] = called[0]
 
     consumed: list[ast.Name] = []
-    argument, at = _source_of(calls["fc2"], calls["fc2"].args[0], parents, consumed)
+    argument, at = _source_of(calls[fc2], calls[fc2].args[0], parents, consumed)
+    if (kept := _kept_whole(module, argument)) is not None:
+        argument, at = _source_of(at, kept, parents, consumed)
     act = argument.func if isinstance(argument, ast.Call) and len(argument.args) == 1 else None
     if not isinstance(argument, ast.Call) or not isinstance(act, ast.Attribute) or not _is_self(act, act.attr):
-        return None, "its forward must call self.fc2 right on the result of an activation, an attribute of self"
-    if _source_of(at, argument.args[0], parents, consumed)[0] is not calls["fc1"]:
-        return None, f"its forward must call self.{act.attr} right on the result of self.fc1"
+        return None, f"its forward must call self.{fc2} right on the result of an activation, an attribute of self"
+    if _source_of(at, argument.args[0], parents, consumed)[0] is not calls[fc1]:
+        return None, f"its forward must call self.{act.attr} right on the result of self.{fc1}"
     if argument.keywords or len([node for node in ast.walk(tree) if _is_self(node, act.attr)]) != 1:
         return None, f"its forward must call self.{act.attr} once, on one argument, and use it nowhere else"
     if act.attr not in module._modules and act.attr not in vars(module):
         return None, f"self.{act.attr} must be an attribute of the instance, got one of its class"
-    if reason := _other_uses(type(module), tree, parents, act.attr):
+    if reason := _other_uses(type(module), tree, parents, (*pair, act.attr)):
         return None, reason
 
     # after fc2 has returned, the name may get another value, which may be used
-    final = _statement(calls["fc2"], parents)
+    final = _statement(calls[fc2], parents)
     renewed = _target(final)
     for name in {node.id for node in consumed}:
         for node in ast.walk(tree):
@@ -724,19 +908,79 @@ def read_pair(module: nn.Module) -> tuple[str | None, str]:
                 after = _place(node) > _place(final) and _statement(node, parents) is not final
                 before = _place(node) <= min(_place(used) for used in consumed if used.id == name)
                 if node not in consumed and not before and not (after and renewed == name):
-                    return None, f"its forward must use {name} for self.fc2 alone"
+                    return None, f"its forward must use {name} for self.{fc2} alone"
     return act.attr, ""
 
 
-def _other_uses(kind: Any, tree: ast.AST, parents: dict[ast.AST, ast.AST], attribute: str) -> str:
+def _kept_whole(module: nn.Module, node: ast.expr) -> ast.expr | None:
+    """What an expression drops values of, if it is a dropout whose p is an attribute of self and 0; else None."""
+    if not isinstance(node, ast.Call) or not node.args:
+        return None
+    called = ast.unparse(node.func)
+    p: Any = next((keyword.value for keyword in node.keywords if keyword.arg == "p"), (*node.args, None)[1])
+    if called in ("nn.functional.dropout", "F.dropout", "torch.nn.functional.dropout"):
+        kept = isinstance(p, ast.Attribute) and _is_self(p, p.attr) and getattr(module, p.attr, None) == 0
+    else:
+        layer = getattr(module, called.removeprefix("self."), None) if called.startswith("self.") else None
+        kept = len(node.args) == 1 and type(layer) is nn.Dropout and layer.p == 0
+    return node.args[0] if kept else None
+
+
+def read_split(block: nn.Module, children: tuple[str, str], layer: str) -> str:
+    """Describe what keeps two children, as ``intermediate`` and ``output`` of BERT, from being a pair; "" if nothing.
+
+    Each has a linear layer of the name ``layer``. The block must call both once. The second must hand its first
+    argument to that layer and use neither again; what the first one computes, and the order of calls, is left to runs.
+    """
+    for child in children:
+        kind: Any = type(block.get_submodule(child))
+        if not isinstance(kind.forward, types.FunctionType) or (tree := _tree(kind.forward)) is None:
+            return f"the source of the forward of its {child} cannot be read"
+        parents = {inner: node for node in ast.walk(tree) for inner in ast.iter_child_nodes(node)}
+        if reason := _other_uses(kind, tree, parents, (layer, layer)):
+            return f"{child}: {reason}"
+        uses = [node for node in ast.walk(tree) if _is_self(node, layer)]
+        called = [node for node in map(parents.get, uses) if isinstance(node, ast.Call) and node.func in uses]
+        if len(uses) != 1 or len(called) != 1 or len(called[0].args) != 1 or called[0].keywords:
+            return f"the forward of its {child} must call self.{layer} once, on one argument, and use it nowhere else"
+        if child == children[1]:
+            given = next((arg.arg for function in tree.body for arg in function.args.args[1:2]), "")  # type: ignore[attr-defined]
+            argument, names = (
+                called[0].args[0],
+                [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == given],
+            )
+            renewed = _target(_statement(called[0], parents)) == given
+            others = [node for node in names if node is not argument and isinstance(node.ctx, ast.Load)]
+            late = all(_place(node) > _place(called[0]) for node in others)
+            if argument not in names or (others and not (renewed and late)):
+                return f"the forward of its {child} must use {given} for self.{layer} alone"
+    found = dict.fromkeys(children, 0)
+    for base in type(block).__mro__:
+        if of_torch(base) or base is object:
+            continue
+        for name, value in vars(base).items():
+            function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+            if name == "__init__" or not isinstance(function, types.FunctionType):
+                continue
+            if (tree := _tree(function.__code__)) is None:
+                return f"the source of its {name} cannot be read"
+            for child in children:
+                found[child] += sum(_is_self(node, child) for node in ast.walk(tree))
+    odd = [child for child, uses_of in found.items() if uses_of != 1]
+    return f"its class must use self.{odd[0]} once" if odd else ""
+
+
+def _other_uses(kind: Any, tree: ast.AST, parents: dict[ast.AST, ast.AST], layers: tuple[str, ...]) -> str:
     """Describe a use of a pair's layers by the class besides the calls in its forward; "" if there is none."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id == "self":
             of = parents[node]
             if not isinstance(of, ast.Attribute) or of.attr in _LISTINGS:
                 got = ast.unparse(of).splitlines()[0]
-                return f"its forward must reach fc1, fc2 and {attribute} by these names alone, got {got}"
-    names = {*PAIR, attribute}
+                return (
+                    f"its forward must reach {', '.join(layers[:-1])} and {layers[-1]} by these names alone, got {got}"
+                )
+    names = set(layers)
     for base in kind.__mro__:
         if of_torch(base) or base is object:
             continue
@@ -821,15 +1065,15 @@ def _source_of(
 
 
 class _Flow(TorchFunctionMode):
-    """Follows the outputs of ``fc1`` and of the activation while a block runs on meta tensors."""
+    """Follows the outputs of the first two layers of ``order`` while a block runs on meta tensors."""
 
-    def __init__(self, sizes: dict[str, int], attribute: str) -> None:
+    def __init__(self, sizes: dict[str, int], order: tuple[str, str, str]) -> None:
         super().__init__()
-        self.sizes, self.order = sizes, ("fc1", attribute, "fc2")
+        self.sizes, self.order = sizes, order
         self.values: list[Tensor] = []
         self.reason = ""
 
-    def stand_in(self, name: str) -> Activation:
+    def stand_in(self, name: str) -> Function:
         """A function that replaces one of the layers and checks the order of calls."""
 
         def call(x: Tensor) -> Tensor:
@@ -844,9 +1088,13 @@ class _Flow(TorchFunctionMode):
         return call
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        p = (kwargs or {}).get("p", (*args, None, None)[1])
+        if func in (torch.dropout, F.dropout) and args and p == 0:
+            return args[0]
         if any(leaf is value for leaf in tree_leaves((args, kwargs)) for value in self.values[:2]):
             self.reason = (
-                self.reason or f"its forward must use what self.fc1 and self.{self.order[1]} return for self.fc2 alone"
+                self.reason
+                or "its forward must use what self.{} and self.{} return for self.{} alone".format(*self.order)
             )
         return func(*args, **(kwargs or {}))
 
@@ -875,38 +1123,40 @@ def _unhooked(module: nn.Module) -> Iterator[None]:
             vars(m)[key] = hooks
 
 
-def run_pair(module: nn.Module, attribute: str) -> str:
+def run_pair(module: nn.Module, pair: tuple[str, ...], attribute: str, must: bool = False) -> str:
     """Run a block on meta tensors and describe how its use of the pair differs from ``fc2(activation(fc1(x)))``.
 
     "" if it does not differ, or if the block cannot run so, for instance because it needs more than x: then its source
-    decides.
+    decides, unless the block ``must`` run.
     """
-    linears: Any = {name: module.get_submodule(name) for name in PAIR}
+    holder_name, _, key = attribute.rpartition(".")
+    holder = module.get_submodule(holder_name)
+    linears: Any = {name: module.get_submodule(name) for name in pair}
     own = _Own(module)
     meta = {
         name: torch.empty_like(t, device="meta")
         for name, t in itertools.chain(own.named_parameters(), own.named_buffers())
     }
     for training in (True, False):
-        flow = _Flow({name: linear.out_features for name, linear in linears.items()}, attribute)
-        act = getattr(module, attribute)
-        x = torch.empty(2, 4, linears["fc1"].in_features, dtype=linears["fc1"].weight.dtype, device="meta")
+        flow = _Flow({name: linear.out_features for name, linear in linears.items()}, (pair[0], attribute, pair[1]))
+        act = getattr(holder, key)
+        x = torch.empty(2, 4, linears[pair[0]].in_features, dtype=linears[pair[0]].weight.dtype, device="meta")
         places: list[Any] = [*linears.values(), *([act] if isinstance(act, nn.Module) else [])]
         try:
-            for name, layer in zip(flow.order if len(places) == 3 else PAIR, [places[0], *places[2:], places[1]]):
+            for name, layer in zip(flow.order if len(places) == 3 else pair, [places[0], *places[2:], places[1]]):
                 object.__setattr__(layer, "forward", flow.stand_in(name))
             if not isinstance(act, nn.Module):
-                setattr(module, attribute, flow.stand_in(attribute))
+                setattr(holder, key, flow.stand_in(attribute))
             with _outside_of_modes(), _mode(module.modules(), training), _unhooked(module), flow:
                 with torch.set_grad_enabled(training):
                     functional_call(own, meta, (x,))
-        except Exception:
-            return flow.reason
+        except Exception as error:
+            return flow.reason or (f"it cannot run on x alone ({type(error).__name__}: {error})" if must else "")
         finally:
             for layer in places:
                 vars(layer).pop("forward", None)
             if not isinstance(act, nn.Module):
-                setattr(module, attribute, act)
+                setattr(holder, key, act)
         if flow.reason or len(flow.values) != 3:
             return flow.reason or f"its forward must call {', '.join(flow.order)} once, in this order"
     return ""

@@ -90,6 +90,11 @@ class SparseMLPParallel(ParallelStyle):
             raise TypeError(f"{name}: module must be a SparseGatedMLP or a SparseMLP, got {type(module).__name__}")
         if device_mesh.ndim != 1:
             raise ValueError(f'{name}: the mesh must have one dimension, as mesh["tp"] has, got {device_mesh}')
+        if not all(isinstance(linear.weight, nn.Parameter) for linear in _inputs(module)):
+            raise ValueError(
+                f"{name}: the module must have a gate and an up projection of their own, which ranks divide, got one "
+                "fused tensor"
+            )
         if isinstance(module.down_proj.weight, DTensor):
             raise ValueError(f"{name}: the module must hold plain parameters, got {module.down_proj.weight.placements}")
         if module.strategy != "dense":

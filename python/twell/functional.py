@@ -130,9 +130,9 @@ def sparse_gated_ffn(
             to in place if it is the transposed view of [N, K] rows, else through a copy.
         return_aux: also return ``Aux(l1, l0)``.
 
-    All tensors are bfloat16 or float16 and on one device: a GPU of compute capability 9.0 or the CPU. The CPU takes
-    float32 and float64 too, for tests. Under autocast every call first casts floating tensors, except for float64, to
-    autocast's dtype.
+    All tensors are bfloat16 or float16 and on one device: a GPU of compute capability 8.0 or higher, or the CPU. The
+    CPU takes float32 and float64 too, for tests. Under autocast every call first casts floating tensors, except for
+    float64, to autocast's dtype.
 
     Returns y [..., K] of the dtype of x (under autocast: of autocast). The gate is rounded to that dtype, as in dense
     PyTorch. Everything after it is fp32 until y, except that the hidden state is rounded where a gradient will be

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -62,6 +63,8 @@ class SparseFFN(nn.Module):
     down_proj: nn.Linear
     aux: Aux | None = None
     _gated = False
+    # the names of the children that are projections
+    _projections = _PROJECTIONS
     if TYPE_CHECKING:
         _strategy: Strategy | AutoStrategy
         _compression: int
@@ -107,8 +110,8 @@ class SparseFFN(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise all projections again, each as nn.Linear does."""
-        for name in _PROJECTIONS:
-            if hasattr(self, name):
+        for name in self._projections:
+            if name in self._modules:
                 getattr(self, name).reset_parameters()
 
     def extra_repr(self) -> str:
@@ -140,12 +143,18 @@ class SparseFFN(nn.Module):
         if any(_plain.HOOKS_OF_ALL) or not _plain.calls_are_torchs():
             return False
         for name, child in self._modules.items():
-            if name in _PROJECTIONS and (child is None or not _plain.is_plain(child)):
+            if name in self._projections and (child is None or not _plain.is_plain(child)):
                 return False
         return True
 
     def _project(self, name: str, x: Tensor) -> Any:
         return getattr(self, name)(x)
+
+    def _pre_activations(self, x: Tensor) -> tuple[Any, Any]:
+        """The gate before its activation and the up projection; the latter and None in a layer without a gate."""
+        if self._gated:
+            return self._project("gate_proj", x), self._project("up_proj", x)
+        return self._project("up_proj", x), None
 
     def _by_children(self, x: Tensor, return_aux: bool) -> Any:
         """Run ``forward`` dense by calling the projections, one of which is more than a weight and a bias."""
@@ -157,8 +166,9 @@ class SparseFFN(nn.Module):
                 "are not plain nn.Parameters (an adapter, say): the layer calls its projections and runs dense"
             )
         activation = activation_of(self._activation, self._threshold, self._gated)
-        gate = activation.after(self._project("gate_proj" if self._gated else "up_proj", x))
-        hidden = activation.hidden(gate, self._project("up_proj", x) if self._gated else None)
+        gate, up = self._pre_activations(x)
+        gate = activation.after(gate)
+        hidden = activation.hidden(gate, up)
         y = self._project("down_proj", hidden)
         with_aux = return_aux or self.record_aux
         return self._finish((y, functional._dense_aux(hidden, gate, activation)) if with_aux else y, return_aux)
@@ -267,6 +277,10 @@ class SparseGatedMLP(SparseFFN):
         mlp._adopt(gate_proj=gate, up_proj=up, down_proj=down)
         return mlp
 
+    def _operands(self) -> Iterable[tuple[Tensor, Tensor | None]]:
+        """The weights and biases of the three projections."""
+        return map(self._applied, _PROJECTIONS)
+
     @overload
     def forward(self, x: Tensor, return_aux: Literal[False] = False) -> Tensor: ...
     @overload
@@ -275,7 +289,7 @@ class SparseGatedMLP(SparseFFN):
         """x [..., hidden] -> y [..., hidden], with ``Aux(l1, l0)`` if asked for."""
         if not self._is_plain():
             return self._by_children(x, return_aux)  # type: ignore[no-any-return]
-        (w_gate, b_gate), (w_up, b_up), (w_down, b_down) = map(self._applied, ("gate_proj", "up_proj", "down_proj"))
+        (w_gate, b_gate), (w_up, b_up), (w_down, b_down) = self._operands()
         result = functional.sparse_gated_ffn(  # type: ignore[call-overload, misc]
             x,
             w_gate,

@@ -10,12 +10,17 @@ from typing import NamedTuple
 import torch
 
 from twell import _tables
-from twell._runtime import geometry, specs
+from twell._runtime import device, geometry, specs
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of a dtype in specs: "bfloat16", "float16"."""
     return str(dtype).removeprefix("torch.")
+
+
+def family(index: int) -> str:
+    """The family of kernels that device ``index`` runs, which has compute capability 8.0 at least."""
+    return specs.SM90 if device.capability(index) == device.SM_90 else specs.PORTABLE
 
 
 # Time of a wave of tiles of the gate GEMM by their tokens, as a multiple of that of 96 (NVIDIA H200, K = 1,024 to
@@ -32,15 +37,21 @@ _FEW_NEURONS = 2 / 3 * geometry.TILE
 
 @functools.lru_cache(4096)
 def gate_pack(
-    dtype: torch.dtype, m: int, n: int, clusters: int, invariant: bool = False
+    dtype: torch.dtype, m: int, n: int, clusters: int, invariant: bool = False, family: str = specs.SM90
 ) -> specs.GatePackSpec | specs.GatePackFewSpec:
-    """The gate GEMM of ``m`` tokens and ``n`` neurons on a GPU that runs so many ``clusters`` of two at a time.
+    """The gate GEMM of ``m`` tokens and ``n`` neurons on a GPU that runs so many ``clusters`` of two CTAs at a time.
 
     ``invariant``: only kernels whose bits do not depend on m.
     """
-    if not invariant and m <= (FEW_GATE_PACK if n <= _FEW_NEURONS * clusters else _FEWEST):
+    # the portable one has four times as many CTAs as `gate_pack`, for any number of neurons
+    most = FEW_GATE_PACK if family == specs.PORTABLE or n <= _FEW_NEURONS * clusters else _FEWEST
+    if not invariant and m <= most:
         tokens = next(t for t in specs.FEW_TOKENS if m <= t)
-        return specs.GatePackFewSpec(dtype_name(dtype), tokens)
+        return specs.GatePackFewSpec(dtype_name(dtype), tokens, family=family)
+    if family == specs.PORTABLE:
+        # all give the same bits
+        small, large = specs.PORTABLE_GATE_TOKENS
+        return specs.GatePackSpec(dtype_name(dtype), small if m <= small else large, family=family)
 
     def cost(tokens: int) -> float:
         # a cluster takes two tiles of tokens
@@ -82,9 +93,10 @@ def collect() -> specs.CollectSpec:
 
 
 @functools.cache
-def up_down(dtype: torch.dtype, k: int, gated: bool) -> specs.UpDownSpec:
+def up_down(dtype: torch.dtype, k: int, gated: bool, family: str = specs.SM90) -> specs.UpDownSpec:
     """The up and down projections for hidden size ``k``; NotImplementedError beyond the largest class."""
-    return specs.UpDownSpec(dtype_name(dtype), specs.k_class(k), gated)
+    classes = specs.K_CLASSES if family == specs.SM90 else specs.PORTABLE_K_CLASSES
+    return specs.UpDownSpec(dtype_name(dtype), specs.k_class(k, classes), gated, family=family)
 
 
 # Most tokens at which this many CTAs share a token. NVIDIA H200, K = 2,048, N = 5,632, 29 non-zeros per token, us of
@@ -97,13 +109,18 @@ TOKEN_UP_DOWN = {2048: 2048, 4096: 640, 8192: 512, 16384: 256}
 
 @functools.lru_cache(4096)
 def up_down_token(
-    dtype: torch.dtype, m: int, k: int, gated: bool, invariant: bool = False
+    dtype: torch.dtype, m: int, k: int, gated: bool, invariant: bool = False, family: str = specs.SM90
 ) -> specs.UpDownTokenSpec | None:
     """``up_down`` token by token, for ``m`` tokens: the fewer, the more CTAs share each. None for too many tokens.
 
     ``invariant``: the same number of CTAs, more than one, for any m; a single CTA leaves heavy tokens, which depend on
     their neighbours, to two. NotImplementedError for a hidden size beyond the largest class.
     """
+    if family == specs.PORTABLE:
+        if not invariant and k <= specs.PORTABLE_K_CLASSES[-1] and m > TOKEN_UP_DOWN[min(TOKEN_UP_DOWN)]:
+            return None
+        classes = specs.PORTABLE_TOKEN_K_CLASSES[1]
+        return specs.UpDownTokenSpec(dtype_name(dtype), specs.k_class(k, classes), 1, gated, family=family)
     if invariant:
         cluster = min(c for c, classes in specs.TOKEN_K_CLASSES.items() if c > 1 and k <= classes[-1])
         return specs.UpDownTokenSpec(
@@ -124,10 +141,12 @@ UNION_TILE_TOKENS = 1024
 
 
 @functools.cache
-def up_down_tile(dtype: torch.dtype, m: int, k: int, n: int, gated: bool) -> specs.UpDownTileSpec | None:
+def up_down_tile(
+    dtype: torch.dtype, m: int, k: int, n: int, gated: bool, family: str = specs.SM90
+) -> specs.UpDownTileSpec | None:
     """The up and down projections of strategy "union" for few tokens; None for sizes that three kernels compute."""
     name = dtype_name(dtype)
-    if not gated or m > UNION_TILE_TOKENS or k > specs.TILE_K_CLASSES[-1]:
+    if family != specs.SM90 or not gated or m > UNION_TILE_TOKENS or k > specs.TILE_K_CLASSES[-1]:
         return None
     # sums of more terms are in parts, which this kernel does not make
     if n > min(geometry.MAX_TILE_NEURONS, geometry.LONGEST_SUM[name]):
@@ -158,27 +177,27 @@ def reglu(dtype: torch.dtype, backward: bool) -> specs.RegluSpec:
 
 
 @functools.cache
-def compact(dtype: torch.dtype, training: bool) -> specs.CompactSpec:
+def compact(dtype: torch.dtype, training: bool, family: str = specs.SM90) -> specs.CompactSpec:
     """TwELL to the hybrid format."""
-    return specs.CompactSpec(dtype_name(dtype), training)
+    return specs.CompactSpec(dtype_name(dtype), training, family=family)
 
 
 @functools.cache
-def sampled_up(dtype: torch.dtype, training: bool) -> specs.SampledUpSpec:
+def sampled_up(dtype: torch.dtype, training: bool, family: str = specs.SM90) -> specs.SampledUpSpec:
     """The up projection at the non-zeros."""
-    return specs.SampledUpSpec(dtype_name(dtype), training)
+    return specs.SampledUpSpec(dtype_name(dtype), training, family=family)
 
 
 @functools.cache
-def sampled_grad(dtype: torch.dtype, gated: bool) -> specs.SampledGradSpec:
+def sampled_grad(dtype: torch.dtype, gated: bool, family: str = specs.SM90) -> specs.SampledGradSpec:
     """Gradients of the gate and the up projection at the non-zeros."""
-    return specs.SampledGradSpec(dtype_name(dtype), gated)
+    return specs.SampledGradSpec(dtype_name(dtype), gated, family=family)
 
 
 @functools.cache
-def gathered(dtype: torch.dtype, products: int) -> specs.GatheredSpec:
+def gathered(dtype: torch.dtype, products: int, family: str = specs.SM90) -> specs.GatheredSpec:
     """The sum of ``products`` sparse matrices times weights; 0: one matrix, the gate values of the entries."""
-    return specs.GatheredSpec(dtype_name(dtype), products)
+    return specs.GatheredSpec(dtype_name(dtype), products, family=family)
 
 
 @functools.cache
@@ -194,21 +213,21 @@ def matrix_transpose() -> specs.MatrixTransposeSpec:
 
 
 @functools.cache
-def transpose(dtype: torch.dtype, gated: bool) -> specs.TransposeSpec:
+def transpose(dtype: torch.dtype, gated: bool, family: str = specs.SM90) -> specs.TransposeSpec:
     """The non-zeros by neuron."""
-    return specs.TransposeSpec(dtype_name(dtype), gated)
+    return specs.TransposeSpec(dtype_name(dtype), gated, family=family)
 
 
 @functools.cache
-def weight_grad(dtype: torch.dtype, gated: bool, bias: bool) -> specs.WeightGradSpec:
+def weight_grad(dtype: torch.dtype, gated: bool, bias: bool, family: str = specs.SM90) -> specs.WeightGradSpec:
     """Gradients of all weights and biases."""
-    return specs.WeightGradSpec(dtype_name(dtype), gated, bias)
+    return specs.WeightGradSpec(dtype_name(dtype), gated, bias, family=family)
 
 
 @functools.cache
-def overflow(dtype: torch.dtype, mode: str) -> specs.OverflowSpec:
+def overflow(dtype: torch.dtype, mode: str, family: str = specs.SM90) -> specs.OverflowSpec:
     """A pass (forward, backward) of a training step whose non-zeros exceed the hybrid format."""
-    return specs.OverflowSpec(dtype_name(dtype), mode)
+    return specs.OverflowSpec(dtype_name(dtype), mode, family=family)
 
 
 # Strategies
@@ -235,13 +254,17 @@ ASSUMED_DENSITY = 1 / 190
 COPY_BYTES = 3.1e12
 _DENSE_FLOP = 790e12
 _DENSE_BYTES = 4.2e12
+# Of a dense layer of up to 512 tokens: the seconds that one product for gate and up saves, those beyond its products,
+# and the time to read weights over that at the rate above (NVIDIA H200: 3 to 5 us saved; in two products 18, 34 and 118
+# us predicted for K = 1,024, 2,048 and 4,096, and 20, 32 and 97 measured).
+_MERGED_SAVES, _DENSE_STARTS, _FEW_TOKENS_READ = 3.5e-6, 13e-6, 1.25
 
 
 class Problem(NamedTuple):
     """The sizes of a call: x [m, k], n neurons, with or without gate; ``training`` where a gradient is needed.
 
     ``down_copied``: whether the down weight is stored as in nn.Linear, so that sparse kernels read a copy by rows, made
-    at each forward and each backward pass.
+    at each forward and each backward pass. ``merged``: whether a dense layer computes gate and up in one product.
     """
 
     m: int
@@ -250,6 +273,7 @@ class Problem(NamedTuple):
     gated: bool
     training: bool
     down_copied: bool = False
+    merged: bool = False
 
 
 class Figures(NamedTuple):
@@ -330,9 +354,9 @@ def costs(problem: Problem, figures: Figures, table: _tables.Table | None = None
 
     ``table`` is the shipped one by default.
     """
-    factors, copies = (1.0, *shares(problem, figures)), copy_cost(problem)
+    factors, copies, dense = (1.0, *shares(problem, figures)), copy_cost(problem), merged_cost(problem)
     predicted = {
-        name: sum(term * factor for term, factor in zip(terms, factors)) + copies
+        name: (sum(term * factor for term, factor in zip(terms, factors)) + copies) / dense
         for name, terms in coefficients(problem, table).items()
     }
     return predicted | {"dense": 1.0}
@@ -347,6 +371,15 @@ def copy_cost(problem: Problem) -> float:
     weights, values = 3 if problem.gated else 2, problem.k * problem.n
     flop, weight_bytes = 2 * problem.m * weights * values, 2 * weights * values
     return copies * 4 * values / COPY_BYTES / (passes * max(flop / _DENSE_FLOP, weight_bytes / _DENSE_BYTES))
+
+
+def merged_cost(problem: Problem) -> float:
+    """The time of a dense layer of this storage as a multiple of one that computes gate and up in two products."""
+    if not problem.merged:
+        return 1.0
+    values = problem.k * problem.n
+    products = max(6 * problem.m * values / _DENSE_FLOP, _FEW_TOKENS_READ * 6 * values / _DENSE_BYTES)
+    return 1 - _MERGED_SAVES / (_DENSE_STARTS + products)
 
 
 def decide(
@@ -407,7 +440,7 @@ def coefficients(problem: Problem, table: _tables.Table | None = None) -> dict[s
     and log N. Each layer's are interpolated in log M between numbers of tokens that run the same kernels, since costs
     jump where kernels change. Fewer tokens than were measured have no sparse strategy; more have the terms of the most.
     """
-    return _coefficients(problem._replace(down_copied=False), table or _tables.SHIPPED)
+    return _coefficients(problem._replace(down_copied=False, merged=False), table or _tables.SHIPPED)
 
 
 @functools.lru_cache(1024)
@@ -447,7 +480,7 @@ def _same_kernels(problem: Problem, key: _tables.Key, nodes: _Nodes) -> _Nodes:
 
 def _kernels(problem: Problem) -> tuple[bool, bool]:
     """Which kernels run: whether that for few tokens, and whether "union" is one kernel."""
-    m, k, n, gated, training, _ = problem
+    m, k, n, gated, training = problem[:5]
     if training:
         return False, False
     return m <= FEW_GATE_PACK, up_down_tile(torch.bfloat16, m, k, n, gated) is not None

@@ -499,9 +499,105 @@ def test_weights_that_are_missing_or_cut_short_are_an_error(words: Path, tmp_pat
 def test_another_activation(words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = saved_models.save(tmp_path / "silu", hidden_act="silu")
     with pytest.raises(RequestError, match=r"(?s)MODEL.*ReLU.*that is --activation relu"):
-        run(analyze, folder, "--text", words, "--tokens", 300)
+        run(analyze, folder, "--text", words, "--tokens", 300, "--csv", tmp_path / "a.csv")
+    assert run(analyze, folder, "--text", words, "--tokens", 300) == 0
+    printed = capsys.readouterr().out
+    assert "FFN layers with SiLU, which makes no zeros" in printed
+    assert re.match(
+        r"Verdict: twell does not pay on NVIDIA H200 as SiLU makes no zeros; .*; from layer times of 20\d\d-",
+        printed.splitlines()[-1],
+    )
     assert run(analyze, folder, "--text", words, "--tokens", 300, "--activation", "relu") == 0
-    assert "ReLU in place of SiLU" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "ReLU in place of SiLU" in printed
+    assert "before any training with ReLU in place of SiLU" in printed.splitlines()[-1]
+    assert run(analyze, folder, "--text", words, "--tokens", 300, "--activation", "relu2") == 0
+    assert "squared ReLU in place of SiLU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "named"),
+    [
+        ("nemotron", {"hidden_act": "relu2"}, "squared ReLU"),
+        ("phi3", {"hidden_act": "relu2", "pad_token_id": 0}, "squared ReLU"),
+        ("gpt_neox", {"hidden_act": "relu"}, "ReLU"),
+    ],
+)
+def test_every_activation_and_name_is_reported(
+    words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, options: dict[str, Any], named: str
+) -> None:
+    folder = saved_models.save(tmp_path / kind, kind, **options)
+    assert run(analyze, folder, "--text", words, "--tokens", 300, "--csv", tmp_path / "a.csv") == 0
+    printed = capsys.readouterr().out
+    assert f"3 {named} FFN layers; " in printed
+    rows = list(csv.DictReader((tmp_path / "a.csv").open()))
+    assert {row["activation"] for row in rows} == {"relu2" if "squared" in named else "relu"}
+    assert all(0 < float(row["mean"]) < float(row["n"]) for row in rows)
+
+
+def test_a_threshold_counts() -> None:
+    torch.manual_seed(0)
+    layer = twell.nn.SparseGatedMLP(64, 320, activation="fatrelu", threshold=0.25)
+    x = torch.randn(512, 64)
+    (watched,) = saved_model.layers(layer)
+    tally = sparsity.Tally(320, 8, x.device)
+    for _, pattern in sparsity.patterns(x, watched.linear, watched.activation):
+        tally.add(pattern, torch.zeros(len(pattern), dtype=torch.bool))
+    report = tally.report(watched)
+    assert report.mean == float((layer.gate_proj(x) > 0.25).sum(1).float().mean())
+    assert tuple(report.activation) == ("fatrelu", 0.25)
+
+
+def test_the_verdict_names_calls_gpu_and_figures() -> None:
+    few, many = (report_of(mean, min(1.0, 8 * mean / 5632)) for mean in (20, 2000))
+    calls = [sparsity.Call(1, False), sparsity.Call(16384, False), sparsity.Call(16384, True)]
+    predictions = [[sparsity.predict(few, call) for call in calls]]
+    line = analyze.verdict([few], predictions, _tables.SHIPPED, 65536)
+    assert re.match(r"Verdict: twell pays on NVIDIA H200 for the FFNs with 1 token \(\d\.\d\dx as fast\)", line)
+    assert "from 20.0 non-zeros per token" in line
+    assert "on 65,536 tokens and layer times of 20" in line
+    predictions = [[sparsity.predict(many, call) for call in calls]]
+    line = analyze.verdict([many], predictions, _tables.SHIPPED, 65536)
+    expected = "Verdict: twell does not pay on NVIDIA H200 for 1 token; 16,384 tokens or training, 16,384 tokens; from "
+    assert line.startswith(f"{expected}2,000.0 non-zeros per token")
+    assert "far" not in line
+    odd = report_of(2, 0.05, 64, 320)
+    line = analyze.verdict([odd], [[sparsity.predict(odd, call) for call in calls]], _tables.SHIPPED, 65536)
+    assert line.endswith("of which the nearest is far from this model's")
+
+
+@pytest.mark.parametrize("call", [sparsity.Call(1, False), sparsity.Call(16384, False), sparsity.Call(16384, True)])
+@pytest.mark.parametrize("shape", [(True, 2048, 5632), (False, 4096, 16384)])
+def test_the_most_nonzeros_pay_and_more_do_not(shape: Any, call: Any) -> None:
+    gated, k, n = shape
+    most = sparsity.most_nonzeros(shape, call)
+    assert 0 < most < n / 4
+    for nonzeros, pays in ((most, True), (2 * most, False)):
+        figures = tuning.Figures(nonzeros, 1 - (1 - nonzeros / n) ** 128)
+        decision = tuning.decide(tuning.Problem(call.tokens, k, n, gated, call.training), figures, None)
+        assert (decision.costs[decision.strategy] * sparsity.PAYS <= 1) == pays
+
+
+def test_a_name_of_the_hub_is_downloaded(
+    llama: Path, words: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    def download(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        assert "*/*" in ignore_patterns
+        if name == "no/network":
+            raise OSError("cannot reach the Hub")
+        return str(llama)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert run(analyze, "owner/llama", "--text", words, "--tokens", 300) == 0
+    # pickled weights are downloaded only where there are no others
+    assert [name for name, _ in asked] == ["owner/llama"]
+    assert "*.safetensors" in asked[0][1]
+    assert "Verdict: " in capsys.readouterr().out.splitlines()[-1]
+    with pytest.raises(RequestError, match=r"got 'no/network': OSError: cannot reach the Hub"):
+        run(analyze, "no/network", "--text", words)
 
 
 def test_help_documents_the_columns(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ On the CPU there is no choice. ``chooses`` lets it pass for a GPU, with a transf
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import logging
 import pickle
@@ -15,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -206,6 +208,69 @@ def test_room_follows_the_measurements() -> None:
     # the data of a captured graph may become denser
     assert site._peek(call, record=True)[1] == 0
     assert copy.deepcopy(site)._peek(call, record=False)[1] == 32
+
+
+def test_few_tokens_have_a_choice_for_each_number_of_them() -> None:
+    """Also between powers of two, where the figures are the same; graphs of many sizes are captured in a row."""
+    site, figures = _auto.AutoStrategy(), Figures(34, None, 92)
+    sizes = (72, 80, 96, 128)
+    expected = {m: tuning.decide(problem(m), figures, "row").strategy for m in sizes}
+    assert set(expected.values()) == {"row", "dense"}
+    site.observe(problem(72), figures)
+    # calls 0, 1 and 2 decide anew, the others do not
+    for _ in range(3):
+        assert site.choose(problem(72)).strategy == "row"
+    for m in (*sizes, *reversed(sizes)):
+        assert site.choose(problem(m)).strategy == expected[m]
+        assert site._peek(problem(m), record=True)[0] == expected[m]
+    rows = [row for row in site.explain() if row.graph]
+    assert [(row.tokens, row.strategy) for row in rows] == [("72 to 96", "row"), ("128", "dense")]
+    # new figures at the next decision, for all numbers of tokens
+    site.observe(problem(72), Figures(2, None, 3))
+    while site.explain()[0].calls != 17:
+        site.choose(problem(72))
+    assert {site.choose(problem(m)).strategy for m in sizes} == {"row"}
+
+
+def test_many_tokens_share_a_choice() -> None:
+    for training, low in ((False, 1025), (True, 65)):
+        site = _auto.AutoStrategy()
+        for _ in range(3):
+            first = site.choose(problem(low, training))
+        assert site.choose(problem(2 * low - 2, training)) is first
+
+
+def test_a_dense_layer_of_one_product_is_harder_to_beat() -> None:
+    """By a few microseconds: less of a larger layer, nothing for other strategies' ranks."""
+    figures = Figures(29, None, 80)
+    for k, n, most in ((1024, 2816, 0.26), (2048, 5632, 0.14), (4096, 14336, 0.06)):
+        for m in (1, 64, 512):
+            apart, merged = (
+                tuning.costs(problem(m, k=k, n=n)._replace(merged=is_one), figures) for is_one in (False, True)
+            )
+            ratios = {name: merged[name] / apart[name] for name in ("row", "union")}
+            assert merged["dense"] == 1
+            assert ratios["row"] == pytest.approx(ratios["union"])
+            assert 1.01 < ratios["row"] < 1 + most
+
+
+def test_the_operator_says_whether_a_dense_layer_is_one_product(
+    chooses: Arrivals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    begin = _auto.AutoStrategy.begin
+
+    def spy(self: Any, *arguments: Any) -> Any:
+        seen.append(arguments[-1])
+        return begin(self, *arguments)
+
+    monkeypatch.setattr(_auto.AutoStrategy, "begin", spy)
+    w_gate, w_up = torch.randn(2 * N, K).to(BF16).chunk(2)
+    w_down, bias = torch.randn(N, K).to(BF16), torch.zeros(N, dtype=BF16)
+    for m, up, b_up in ((9, w_up, None), (9, w_up.clone(), None), (9, w_up, bias), (9, None, None), (513, w_up, None)):
+        x = torch.randn(m, K).to(BF16)
+        torch.ops.twell.ffn(x, w_gate, up, w_down, None, b_up, None, 8, "auto", w_gate)
+    assert seen == [True, False, False, False, False]
 
 
 def test_an_unknown_union_is_bounded_from_above() -> None:
@@ -713,13 +778,18 @@ def test_a_call_without_tokens_works(chooses: Arrivals) -> None:
 
 
 def test_other_gpus_are_dense(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(device, "capability", lambda index: (9, 0) if index == 0 else (8, 6))
+    """Without kernels, and without costs: those of a table that the user measured there are enough."""
+    own = dataclasses.replace(_tables.SHIPPED, file=Path("own.json"))
+    monkeypatch.setattr(device, "capability", {0: (9, 0), 1: (8, 6), 2: (7, 5), 3: (12, 0)}.__getitem__)
+    monkeypatch.setattr(_tables, "in_use", lambda on: own if on.index == 3 else _tables.SHIPPED)
     log.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "twell"):
-        found = [_auto.forced(*where) for where in (("cuda", 0), ("cuda", None), ("cuda", 1), ("cuda", 1))]
-    assert found == ["", "", "dense", "dense"]
+        found = [_auto.forced("cuda", index) for index in (0, None, 1, 1, 2, 3)]
+    assert found == ["", "", "dense", "dense", "dense", ""]
     assert [record.getMessage() for record in caplog.records] == [
-        'strategy="auto" is "dense" on compute capability (8, 6): the sparse kernels need (9, 0)'
+        'strategy="auto" is "dense" on compute capability 8.6: costs of the sparse kernels are not known there; '
+        "`twell tune` measures them",
+        'strategy="auto" is "dense" on compute capability 7.5: the sparse kernels need 8.0 or higher',
     ]
     assert _auto.forced("cpu", None) == _auto.forced("meta", None) == "dense"
 

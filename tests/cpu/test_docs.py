@@ -417,19 +417,20 @@ def help_of() -> dict[str, str]:
     return {}
 
 
-def script_help(script: str, known: dict[str, str]) -> str:
-    if script not in known:
+def script_help(script: str, known: dict[str, str], *command: str) -> str:
+    key = " ".join((script, *command))
+    if key not in known:
         printed, saved = io.StringIO(), (sys.argv, sys.path[:])
         # modules of the checkout run from its root, others from their folder
         module = script.startswith(("profiling", "tests"))
-        sys.argv, sys.path[:0] = [script, "--help"], [] if module else [str((ROOT / script).parent)]
+        sys.argv, sys.path[:0] = [script, *command, "--help"], [] if module else [str((ROOT / script).parent)]
         try:
             with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
                 runpy.run_path(str(ROOT / script), run_name="__main__")
         finally:
             sys.argv, sys.path[:] = saved
-        known[script] = printed.getvalue()
-    return known[script]
+        known[key] = printed.getvalue()
+    return known[key]
 
 
 def complaint(words: list[str], known: dict[str, str]) -> str:
@@ -462,7 +463,9 @@ def complaint(words: list[str], known: dict[str, str]) -> str:
     if name in ("python", "python3"):
         if not (ROOT / rest[0]).is_file():
             return f"no file {rest[0]}"
-        printed = script_help(rest[0], known)
+        # a package may have commands with options of their own
+        named = rest[1:2] if rest[0].endswith("__main__.py") else []
+        printed = script_help(rest[0], known, *(word for word in named if not word.startswith("-")))
         missing = [word for word in rest[1:] if word.startswith("--") and word.partition("=")[0] not in printed]
         return f"{rest[0]} has no {', '.join(missing)}" if missing else ""
     if (ROOT / name).is_file():
@@ -483,6 +486,8 @@ def test_commands_are_accepted_by_their_parsers(path: Path, help_of: dict[str, s
         (["python", "-m", "twell", "info", "--nonsense"], "--nonsense"),
         (["python", "-m", "profiling.readme", "--check"], ""),
         (["python", "-m", "profiling.readme", "--nonsense"], "has no --nonsense"),
+        (["python", "-m", "profiling.serving", "replay", "--no-traces"], ""),
+        (["python", "-m", "profiling.serving", "batches", "--no-traces"], "has no --no-traces"),
         (["python", "-m", "profiling.nothing"], "no file"),
         (["make", "test", "ARGS=-k unpack"], ""),
         (["make", "coffee"], "no target coffee"),

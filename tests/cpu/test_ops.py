@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import twell
-from twell import ops, reference
+from twell import ops, reference, tuning
 from twell._runtime import device, geometry, kernel_module, specs
 from twell._runtime.log import warn_once
 from twell.ops import library
@@ -425,6 +425,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[specs.Spec, tuple[An
     """Record the launches of the CUDA implementations, called on CPU tensors, as on a GPU of 132 SMs."""
     launches: list[tuple[specs.Spec, tuple[Any, ...]]] = []
     monkeypatch.setattr(device, "sm_count", lambda index: 132)
+    monkeypatch.setattr(device, "capability", lambda index: device.SM_90)
     for name in ("gate_pack", "up_down", "unpack", "up_down_union", "quantize_gate", "gate_screen", "ffn_screened"):
         record = lambda spec, *arguments: launches.append((spec, arguments))  # noqa: E731
         monkeypatch.setattr(sys.modules[f"twell.ops.{name}"], "launch", record)
@@ -454,7 +455,7 @@ def test_kernels_get_the_arguments_that_they_are_compiled_for(
         *(*gated, *plain),
     ]
     for spec, arguments in launched:
-        _, fakes = kernel_module(spec.op).signature(spec)
+        _, fakes = kernel_module(spec.module).signature(spec)
         assert len(arguments) == len(fakes)
         for argument, fake in zip(arguments, fakes, strict=True):
             assert (argument is None) == (fake is None)
@@ -675,13 +676,27 @@ def test_a_down_weight_in_the_other_layout_is_copied_and_logged_once(caplog: pyt
     assert library.down_rows(rows) is rows
 
 
-def test_another_compute_capability_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "capability", lambda index: (10, 0) if index else (9, 0))
-    library.require_sm90(0)
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [
+        *(((8, 0), "sm_80"), ((8, 6), "sm_80"), ((8, 9), "sm_80"), ((9, 0), "sm_90a")),
+        *(((10, 0), "sm_100"), ((10, 3), "sm_100"), ((12, 0), "sm_120")),
+    ],
+)
+def test_a_gpu_runs_the_kernels_of_its_major_version(
+    capability: tuple[int, int], arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "capability", lambda index: capability)
+    assert library.require_architecture(0) == arch
+    assert tuning.family(0) == specs.ARCHITECTURES[arch]
+
+
+def test_a_gpu_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "capability", lambda index: (7, 5))
     with pytest.raises(
-        NotImplementedError, match=r"need compute capability 9.0 .*got 10.0 on cuda:1.*strategy=\"dense\""
+        NotImplementedError, match=r"need compute capability 8.0 .*got 7.5 on cuda:1.*strategy=\"dense\""
     ):
-        library.require_sm90(1)
+        library.require_architecture(1)
 
 
 def test_operands_that_only_some_layers_have_are_asked_for() -> None:

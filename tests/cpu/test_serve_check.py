@@ -61,7 +61,7 @@ def test_without_text_figures_are_assumed_and_said_to_be(llama: Path, capsys: py
         (1, 2048, False),
     ]
     for row in data["rows"]:
-        problem = tuning.Problem(row["tokens"], 64, 320, True, False)
+        problem = tuning.Problem(row["tokens"], 64, 320, True, False, merged=row["tokens"] <= 512)
         known = tuning.Figures(320 / 190, 1 - (1 - 1 / 190) ** 128)
         strategy, reason, costs = tuning.decide(problem, known, None)
         assert (row["strategy"], row["reason"], row["costs"]) == (strategy, reason, costs)
@@ -105,7 +105,7 @@ def test_unions_are_those_that_a_server_takes_for_as_many_tokens(decode: bool) -
     figures = LayerFigures(30.0, 0.05, 0.4)
     for m, union in ((1, 0.4), (512, 0.4), (1024, 0.4), (1025, 0.05), (2048, 0.05), (16384, 0.05)):
         row = serve_check.predict(layer, figures, m, decode, ranks=2)
-        problem = tuning.Problem(m, 2048, 2816, True, False)
+        problem = tuning.Problem(m, 2048, 2816, True, False, merged=m <= 512)
         assert row.costs == tuning.decide(problem, tuning.Figures(15.0, union), None).costs
         # a server's layer, as ServedStrategy.learn tells it
         site = AutoStrategy()
@@ -153,6 +153,20 @@ def test_sparse_checkpoint_that_lies_is_measured_with_relu(
     assert written == before
 
 
+def test_squared_relu_is_served_and_not_measured(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configure(llama, hidden_act="relu2")
+    status, out, _ = check(capsys, llama, *SIZES, "--nnz", 9)
+    assert status == 0
+    assert "vLLM serves LlamaForCausalLM with the square of ReLU, through twell" in out
+    status, _, err = check(capsys, llama, *SIZES, "--text", llama / "text.txt")
+    assert status == 2
+    assert "--text: expected a model with ReLU, got one with its square" in err
+    configure(llama, architectures=["SparseLlamaForCausalLM"])
+    status, out, _ = check(capsys, llama, *SIZES, "--text", llama / "text.txt")
+    assert status == 0
+    assert "its configuration says 'relu2', which is ignored" in out
+
+
 def test_odd_sizes_are_said_to_run_without_twell(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     configure(llama, num_attention_heads=80)
     status, out, _ = check(capsys, llama, *SIZES, "--ranks", 80)
@@ -172,6 +186,7 @@ def test_odd_sizes_are_said_to_run_without_twell(llama: Path, capsys: pytest.Cap
         ({}, ["--nnz", 3, "--text", "here"], "--nnz: expected no --text"),
         ({}, ["--ranks", 3], "--ranks: expected a divisor of the 320 neurons, got 3"),
         ({}, ["--ranks", 8], "--ranks: expected a divisor of the 4 attention heads, got 8"),
+        ({}, ["--json", "{model}/config.json"], "--json: expected a new file or one outside of the model"),
         ({"architectures": 5}, [], "architectures must be a list of names, got 5"),
         ({"architectures": "LlamaForCausalLM"}, [], "must be a list of names, got 'LlamaForCausalLM'"),
         ({"architectures": [5]}, [], "must be a list of names, got [5]"),
@@ -192,10 +207,22 @@ def test_what_cannot_be_checked_is_refused(
     content: dict[str, Any], words: list[object], message: str, llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configure(llama, **content)
-    status, _, err = check(capsys, llama, *words)
+    status, _, err = check(capsys, llama, *(str(word).format(model=llama) for word in words))
     assert status == 2
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+def test_broken_json_is_refused(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (llama / "model.safetensors").unlink()
+    (llama / "model.safetensors.index.json").write_text('{"weight_map": {"model.layers.0.mlp.up_proj.weight": 3}}')
+    status, _, err = check(capsys, llama)
+    assert status == 2
+    assert 'must have a "weight_map" of tensor names to files, got' in err
+    (llama / "config.json").write_text('{"a": ' + "[" * 100_000)
+    status, _, err = check(capsys, llama)
+    assert status == 2
+    assert "MODEL: expected JSON in" in err
 
 
 def without(part: str) -> Any:

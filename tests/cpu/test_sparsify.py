@@ -369,7 +369,7 @@ ACTIVATIONS = {
     "gelu": (F.gelu, "gelu"),
     "relu6": (nn.ReLU6(), "ReLU6"),
     "leaky": (nn.LeakyReLU(), "LeakyReLU"),
-    "squared": (lambda x: F.relu(x).square(), "<lambda>"),
+    "cubed": (lambda x: F.relu(x).pow(3), "<lambda>"),
 }
 
 
@@ -1004,7 +1004,7 @@ class Annealed(nn.ReLU):
 @pytest.mark.parametrize(
     "act",
     [
-        *(Surrogate.apply, Shifted(), Counting(), Annealed(), nn.Hardtanh(0, 60000.0), nn.Threshold(1e-30, 0.0)),
+        *(Surrogate.apply, Shifted(), Counting(), Annealed(), nn.Hardtanh(0, 60000.0), nn.Threshold(0.5, 1e-30)),
         *(nn.RReLU(0.0, 0.0), lambda x: x.clamp(min=0), lambda x: F.relu(x).clamp(max=60000.0)),
         *(lambda x: F.relu(x).detach(), lambda x: F.relu(x.bfloat16()).to(x.dtype)),
     ],
@@ -1296,7 +1296,10 @@ def test_blocks_may_spread_the_calls_over_names() -> None:
 
 
 class MyLinear(nn.Linear):
-    pass
+    """One that could do more than its forward shows."""
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        super()._save_to_state_dict(*args)
 
 
 class Wrapped(nn.Module):
@@ -1341,7 +1344,11 @@ def put(name: str, make: Callable[[Any], object]) -> Callable[[Any], None]:
             "down_proj must be an nn.Linear itself, got .*LazyLinear",
         ),
         (put("norm", lambda _: nn.LayerNorm(K)), ValueError, r"got beside them act_fn \(ReLU\), norm \(LayerNorm\)"),
-        (put("drop", lambda _: nn.Dropout(0.1)), ValueError, r"got beside them act_fn \(ReLU\), drop \(Dropout\)"),
+        (
+            put("drop", lambda _: nn.Dropout(0.1)),
+            ValueError,
+            r"must drop no values in training.*got drop, p = 0\.1: set p",
+        ),
         (put("scale", lambda _: nn.Parameter(torch.ones(K))), ValueError, "got beside them scale"),
         (lambda m: m.register_buffer("mask", torch.ones(N)), ValueError, "got beside them mask"),
         (put("act_fn", lambda _: nn.PReLU()), ValueError, "act_fn must be an activation without state, got PReLU"),
@@ -1418,7 +1425,7 @@ def test_a_model_without_layers_is_an_error_that_says_why() -> None:
     class Fused(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.gate_up_proj, self.down_proj = nn.Linear(K, 2 * N), nn.Linear(N, K)
+            self.gate_up_proj, self.down_proj = nn.Linear(K, 3 * N), nn.Linear(N, K)
 
     class Experts(nn.Module):
         def __init__(self) -> None:

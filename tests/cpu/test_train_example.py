@@ -600,6 +600,38 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
     assert 0.3 < next(line["dead"] for line in whole if line["step"] == 6) < 0.9
 
 
+def test_a_target_is_reached_and_goes_on(run: Callable[..., int], tmp_path: Path, monkeypatch: Any) -> None:
+    arguments = ["--steps", 60, "--target-nnz", 6, "--sharing", 0.5, "--lr", 0.02, "--checkpoint-every", 20]
+    assert run(*arguments, out="whole") == 0
+    whole = [line for line in records(tmp_path / "whole") if "non_zeros" in line]
+    assert whole[0]["non_zeros"] > 20
+    assert whole[-1]["non_zeros"] == pytest.approx(6, rel=0.25)
+    # the logged coefficient is the controller's
+    assert len({line["l1"] for line in whole}) > 20
+
+    forward, read = train.Training.forward, 0
+
+    def interrupted(self: Any, inputs: Any, targets: Any) -> torch.Tensor:
+        nonlocal read
+        read += self.model.training
+        # within a step: the first, and one later
+        if read in (3, 103) and self.model.training:
+            request(signal.SIGTERM)
+            read += 1
+        loss: torch.Tensor = forward(self, inputs, targets)
+        return loss
+
+    monkeypatch.setattr(train.Training, "forward", interrupted)
+    for _ in range(2):
+        assert run(*arguments) == 128 + signal.SIGTERM
+    assert run(*arguments) == 0
+    assert same(tmp_path / "out", tmp_path / "whole")
+    # added steps keep the last coefficient
+    assert run(*arguments, "--steps", 64) == 0
+    last = [line for line in records(tmp_path / "out") if "non_zeros" in line]
+    assert last[-1]["non_zeros"] == pytest.approx(6, rel=0.25)
+
+
 def request(number: int) -> None:
     """Send this process a signal and wait until a thread has received it."""
     os.kill(os.getpid(), number)
@@ -940,6 +972,11 @@ def test_a_lost_gradient_ends_the_run_before_it_is_saved(
         (["--activation", "silu", "--ffn", "dense", "--reinitialize", "0.1"], "--reinitialize: expected 0 with"),
         (["--activation", "silu", "--ffn", "dense", "--parallel", "tp"], "--parallel: expected ddp or fsdp with"),
         (["--activation", "gelu"], "invalid choice: 'gelu'"),
+        (["--target-nnz", "0"], "--target-nnz: expected a number above 0, without --l1, got 0"),
+        (["--target-nnz", "5", "--l1", "0.1"], "--target-nnz: expected a number above 0, without --l1, got 5 and --l1"),
+        (["--sharing", "0.5"], "--sharing: expected a share of at most 1, with --target-nnz, got 0.5"),
+        (["--sharing", "2", "--target-nnz", "5"], "--sharing: expected a share of at most 1"),
+        (["--activation", "silu", "--ffn", "dense", "--target-nnz", "5"], "--target-nnz: expected None with"),
     ],
 )
 def test_options_are_checked(tmp_path: Path, capsys: Any, more: list[str], message: str) -> None:

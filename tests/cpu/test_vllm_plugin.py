@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from twell.integrations import layouts
+from twell.integrations import engines, layouts
 from twell.integrations import vllm as plugin
 
 transformers = pytest.importorskip("transformers")
@@ -84,8 +84,9 @@ def test_another_value_is_refused(registry: Registry, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("architecture", plugin.LLAMA_LIKE)
 def test_llama_like_model_is_twells_where_it_has_relu(architecture: str, registry: Registry) -> None:
     plugin.register()
-    relu, silu = (transformers.LlamaConfig(hidden_act=act) for act in ("relu", "silu"))
+    relu, square, silu = (transformers.LlamaConfig(hidden_act=act) for act in ("relu", "relu2", "silu"))
     assert asked(registry, relu, [architecture]) == asked(registry, relu, architecture) == ["TwellForCausalLM"]
+    assert asked(registry, square, [architecture]) == ["TwellForCausalLM"]
     assert asked(registry, silu, [architecture]) == [architecture]
     assert asked(registry, relu, [architecture], "transformers") == asked(registry, relu, [architecture], "vllm")
     assert asked(registry, relu, [architecture], "vllm") == [architecture]
@@ -96,6 +97,16 @@ def test_keys_of_the_paper_do_not_make_a_stock_architecture_sparse(registry: Reg
     config = transformers.LlamaConfig(hidden_act="silu", sparsity_gated_mlp=True)
     assert asked(registry, config, ["LlamaForCausalLM"]) == ["LlamaForCausalLM"]
     assert asked(registry, config, ["SparseLlamaForCausalLM"]) == ["SparseLlamaForCausalLM"]
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2", "silu"])
+def test_activation_of_a_sparse_architecture_alone_is_corrected(activation: str) -> None:
+    llama = transformers.LlamaConfig(hidden_act=activation, architectures=["LlamaForCausalLM"])
+    assert (engines.correct(llama), llama.hidden_act) == ("", activation)
+    sparse = transformers.LlamaConfig(hidden_act=activation, architectures=["SparseLlamaForCausalLM"])
+    wrong = engines.correct(sparse)
+    assert sparse.hidden_act == "relu"
+    assert (f"the configuration says {activation!r}" in wrong) == (activation != "relu")
 
 
 def test_other_models_are_left_alone(registry: Registry) -> None:

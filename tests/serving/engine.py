@@ -31,7 +31,11 @@ def describe(model: Any) -> dict[str, Any]:
         [[row.tokens, row.calls, row.figures and row.figures.nonzeros] for row in site.explain()] for site in sites
     ]
     known = [
-        [[1 << key[1], list(bucket.figures)] for key, bucket in site._buckets.items() if bucket.decision is None]
+        [
+            [1 << key[1], [bucket.figures.nonzeros, bucket.figures.union]]
+            for key, bucket in site._buckets.items()
+            if bucket.decision is None
+        ]
         for site in sites
     ]
     return {

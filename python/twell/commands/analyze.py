@@ -1,4 +1,4 @@
-"""``twell analyze``: the sparsity of a model's feed-forward layers on text, and the speed-up to expect from it."""
+"""``twell analyze``: the sparsity of a model's feed-forward layers on text, and whether twell pays for it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from pathlib import Path
 
 from twell import tuning
 from twell._runtime import geometry
+from twell._sparsify import NAMES_OF_FAMILY
 from twell._tables import Table, in_use
 from twell.commands import saved_model, sparsity
-from twell.commands.request import RequestError, at_least
+from twell.commands.request import RequestError, at_least, pick_device
 from twell.commands.sparsity import (
     COLUMNS,
     HEAVY,
     HEAVY_SHARE,
     LEAST_TOKENS,
+    PAYS,
     Call,
     LayerSparsity,
     Prediction,
@@ -23,6 +25,7 @@ from twell.commands.sparsity import (
     as_percent,
     figures_cells,
     figures_header,
+    most_nonzeros,
     predict,
     rows,
     speedup,
@@ -31,12 +34,13 @@ from twell.commands.sparsity import (
 
 DESCRIPTION = """\
 Run a model on text and report for each feed-forward layer its sparsity, the best strategy by measured kernel times and
-the speed-up to expect: whether to use twell, and for which layers.
+the speed-up to expect. The last line is the verdict: whether twell pays, on which GPU and for how many tokens, from
+which figures. For a model with SiLU or GELU, which make no zeros, it says what it would take.
 """
 
 
 def _tables(reports: Sequence[LayerSparsity], predictions: Sequence[Sequence[Prediction]]) -> Iterator[str]:
-    yield "Activations after ReLU"
+    yield "Neurons that fire: values of the gate after its activation"
     yield from aligned([figures_header(reports[0].compression), *map(figures_cells, reports)])
     yield f"non-zeros: mean per token. > {HEAVY}, > N/{HEAVY_SHARE}: share of tokens with more. tiles: share of tiles"
     yield "  (256 neurons of a token) that overflow. dead: share of neurons that never fired. union: share of neurons"
@@ -90,7 +94,7 @@ def _caveats(
 def _header(loaded: saved_model.Loaded, reports: Sequence[LayerSparsity], text: saved_model.Text) -> Iterator[str]:
     parameter = next(loaded.model.parameters())
     where = f"{parameter.device}, {tuning.dtype_name(parameter.dtype)}"
-    yield f"{loaded.folder.absolute().name}: {len(reports)} ReLU FFN layers; {where}"
+    yield f"{loaded.folder.absolute().name}: {len(reports)} {_kinds(reports)} FFN layers; {where}"
     shapes: dict[tuple[bool, int, int], list[int]] = {}
     for report in reports:
         shapes.setdefault((report.gated, report.k, report.n), []).append(report.number)
@@ -98,10 +102,85 @@ def _header(loaded: saved_model.Loaded, reports: Sequence[LayerSparsity], text: 
         these = f"layers {', '.join(map(str, numbers))}: " if len(shapes) > 1 else ""
         yield f"{these}{'gated' if gated else 'non-gated'}, K = {k:,}, N = {n:,}"
     if loaded.was:
-        yield f"ReLU in place of {loaded.was}, its activation in training: figures before any training with ReLU"
+        new = _kinds(reports)
+        yield f"{new} in place of {loaded.was}, its activation in training: figures before any training with {new}"
     longest = max(map(len, text.sequences))
     sequences = f"{len(text.sequences):,} sequences of up to {longest:,}"
     yield f"Text: {text.tokens:,} tokens of {text.files:,} files, {sequences}"
+
+
+def _kinds(reports: Sequence[LayerSparsity]) -> str:
+    """The activations of the layers, in words."""
+    named = []
+    for report in reports:
+        level = f" (threshold {report.activation.threshold:g})" if report.activation.threshold else ""
+        named.append(NAMES_OF_FAMILY[report.activation.name] + level)
+    return " and ".join(dict.fromkeys(named))
+
+
+def verdict(
+    reports: Sequence[LayerSparsity],
+    predictions: Sequence[Sequence[Prediction]],
+    table: Table,
+    tokens: int,
+    was: str = "",
+) -> str:
+    """Whether twell pays, on which GPU and for which calls, from which figures. ``tokens``: of the text."""
+    speeds = {of_call[0].call: speedup(reports, of_call) for of_call in zip(*predictions)}
+    paying = [f"{call} ({value:.2f}x as fast)" for call, value in speeds.items() if value >= PAYS]
+    others = [str(call) for call, value in speeds.items() if value < PAYS]
+    mean = sum(report.mean for report in reports) / len(reports)
+    share = sum(report.mean / report.n for report in reports) / len(reports)
+    source = (
+        f"from {mean:,.1f} non-zeros per token ({as_percent(share)}) on {tokens:,} tokens and layer times of "
+        f"{_measured(table)}"
+    )
+    if was:
+        source = f"before any training with {_kinds(reports)} in place of {was}, {source}"
+    if any(each.far for row in predictions for each in row):
+        source += ", of which the nearest is far from this model's"
+    gpu = _gpu(table)
+    if not paying:
+        return f"Verdict: twell does not pay on {gpu} for {_listed(others, 'or')}; {source}"
+    rest = f", not for {_listed(others, 'or')}" if others else ""
+    return f"Verdict: twell pays on {gpu} for the FFNs with {_listed(paying, 'and')}{rest}; {source}"
+
+
+def _gpu(table: Table) -> str:
+    return table.machine.split("; ")[0].split(" (")[0]
+
+
+def _measured(table: Table) -> str:
+    return table.date[:10]
+
+
+def _listed(parts: Sequence[str], word: str) -> str:
+    """Parts that may have commas, as "a; b and c"."""
+    return f" {word} ".join(filter(None, ("; ".join(parts[:-1]), parts[-1])))
+
+
+def without_zeros(model: saved_model.WithoutZeros, calls: Sequence[Call], table: Table) -> Iterator[str]:
+    """What a model would need whose activation makes no zeros; the last line is the verdict."""
+    shapes = list(dict.fromkeys(model.shapes))
+    yield f"{model.folder.absolute().name}: {len(model.shapes)} FFN layers with {model.was}, which makes no zeros"
+    yield "To gain, it takes ReLU, squared ReLU or dReLU in its place and training until tokens have at most so many"
+    yield f"non-zeros. A layer is then {PAYS:.2f} times as fast as dense, if tokens fire neurons independently of each"
+    yield "other; if neighbours share neurons, more may fire."
+    limits = {shape: [most_nonzeros(shape, call, table) for call in calls] for shape in shapes}
+    lines = [["layer", *map(str, calls)]]
+    for (gated, k, n), limit in limits.items():
+        cells = [f"{most:,} ({as_percent(most / n)})" if most else "never" for most in limit]
+        lines.append([f"{'gated' if gated else 'non-gated'}, K = {k:,}, N = {n:,}", *cells])
+    yield from aligned(lines)
+    yield "Published recipes: arXiv 2310.04564 (ReLU Strikes Back), 2402.13516 (ProSparse), 2406.05955 (TurboSparse)."
+    yield "twell.recipe adds the L1 term. With --activation relu this command shows the figures before any training."
+    (_, _, n), limit = next(iter(limits.items()))
+    needs = [f"{most:,} ({as_percent(most / n)}) for {call}" for call, most in zip(calls, limit, strict=True) if most]
+    what = f"it would, trained to non-zeros per token of at most {_listed(needs, 'and')}" if needs else "at no sparsity"
+    yield (
+        f"Verdict: twell does not pay on {_gpu(table)} as {model.was} makes no zeros; {what}; from layer times of "
+        f"{_measured(table)}"
+    )
 
 
 # The command
@@ -150,15 +229,21 @@ def run(arguments: argparse.Namespace) -> int:
         from twell.commands import analyze_plots
 
         analyze_plots.require()
-    loaded = saved_model.load(arguments, arguments.compression)
+    calls = [Call(m, False) for m in dict.fromkeys(arguments.tokens_per_call)]
+    calls += [Call(m, True) for m in dict.fromkeys(arguments.training_tokens)]
+    try:
+        loaded = saved_model.load(arguments, arguments.compression)
+    except saved_model.WithoutZeros as model:
+        if arguments.csv is not None or arguments.plot is not None:
+            raise
+        print(*without_zeros(model, calls, in_use(pick_device(arguments.device))), sep="\n")
+        return 0
     text = saved_model.read(loaded, arguments, LEAST_TOKENS)
     with saved_model.progress(text.tokens, "analyze") as done:
         try:
             reports = sparsity.analyze(loaded.model, saved_model.batches(text.sequences, arguments.batch), None, done)
         except ValueError as error:
             raise RequestError(str(error)) from error
-    calls = [Call(m, False) for m in dict.fromkeys(arguments.tokens_per_call)]
-    calls += [Call(m, True) for m in dict.fromkeys(arguments.training_tokens)]
     table = in_use(next(loaded.model.parameters()).device)
     predictions = [[predict(report, call, table) for call in calls] for report in reports]
     header = list(_header(loaded, reports, text))
@@ -170,4 +255,5 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         analyze_plots.save(arguments.plot, reports, predictions, "\n".join(header))
         print(f"Chart: {arguments.plot.absolute()}")
+    print(verdict(reports, predictions, table, text.tokens, loaded.was))
     return 0

@@ -72,7 +72,8 @@ class CacheInfo:
 class TableInfo:
     """The table of costs that "auto" uses on a GPU model: the GPU, date and file it is from, and a user's file ignored.
 
-    `file` is None for the shipped table. `problem`: why there is a file that is not used, or None.
+    `file` is None for the shipped table. `measured_on` is "" where there is none, and "auto" is dense. `problem`: why
+    there is a file that is not used, or None.
     """
 
     gpu: str
@@ -114,14 +115,15 @@ def collect() -> Info:
             "{}.{}".format(*d.capability),
             d.sm_count,
             d.memory,
-            d.capability == device.SM_90,
+            d.capability[0] in device.ARCHITECTURES,
         )
         for d in driver.devices
     )
     environment = {name: _in_effect(value) for name, value in VARIABLES.items()}
-    models = dict.fromkeys(d.name for d in devices if d.sparse)
+    models = {d.name: d.capability == device.SM_90 for d in driver.devices if d.capability[0] in device.ARCHITECTURES}
     kernels = _kernels(packaged.FOLDER)
-    return Info(versions, devices, driver.problem, kernels, _cache(), tuple(map(_table, models)), environment)
+    tables = tuple(_table(*model) for model in models.items())
+    return Info(versions, devices, driver.problem, kernels, _cache(), tables, environment)
 
 
 def _in_effect(value: Callable[[], object]) -> str:
@@ -185,17 +187,23 @@ def _cache() -> CacheInfo:
         return CacheInfo("", 0, 0, 0, str(error))
 
 
-def _table(gpu: str) -> TableInfo:
+def _table(gpu: str, shipped: bool) -> TableInfo:
+    """The table for a GPU model, for which the shipped one may stand in or not."""
     table = _tables.read(gpu)
+    if table.file is None and not shipped:
+        return TableInfo(gpu, "", "", None, table.ignored or None)
     return TableInfo(gpu, table.gpu, table.date, str(table.file) if table.file else None, table.ignored or None)
 
 
 def _table_lines(tables: tuple[TableInfo, ...]) -> Iterator[str]:
     for table in tables:
-        yield f"  {table.gpu}: {table.file or 'shipped'}, measured on {table.measured_on}, {table.date[:10]}"
+        if table.measured_on:
+            yield f"  {table.gpu}: {table.file or 'shipped'}, measured on {table.measured_on}, {table.date[:10]}"
+        else:
+            yield f'  {table.gpu}: none, and "auto" is dense there until `twell tune` has measured it'
         if table.problem:
             yield f"  note: {table.problem}"
-        if table.measured_on != table.gpu:
+        if table.measured_on not in ("", table.gpu):
             yield f"  note: these are times of another GPU; `twell tune` measures {table.gpu}"
     if not tables:
         yield '  none in use: "auto" is dense here'
@@ -212,7 +220,7 @@ def lines(info: Info, verbose: bool) -> Iterator[str]:
     yield from _fields(info.versions)
     yield "\nDevices"
     for d in info.devices:
-        support = "sparse kernels run here" if d.sparse else "no sparse kernels: they need compute capability 9.0"
+        support = "sparse kernels run here" if d.sparse else "no sparse kernels: they need compute capability 8.0"
         yield f"  cuda:{d.index}  {d.name}, compute capability {d.capability}, {d.sm_count} SMs, " + (
             f"{d.memory / 2**30:.0f} GiB: {support}"
         )

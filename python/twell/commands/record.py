@@ -339,6 +339,8 @@ def run(arguments: argparse.Namespace) -> int:
     out: Path = arguments.out
     _check_out(out)
     loaded = saved_model.load(arguments)
+    if any(layer.activation.threshold for layer in saved_model.layers(loaded.model)):
+        raise RequestError("MODEL: expected layers that fire above 0, as workloads do, got FATReLU with a threshold")
     layers = saved_model.layers(loaded.model)
     known = {layer.number: i for i, layer in enumerate(layers)}
     numbers = list(dict.fromkeys(arguments.layers))

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from twell import _sparsify
+from twell._activation import RELU, Activation, activation_of
 from twell.commands.request import DEVICE_HELP, RequestError, at_least, pick_device
 from twell.integrations import engines
 from twell.nn import SparseGatedMLP, SparseMLP
@@ -45,10 +47,10 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class WatchedLayer:
-    """A feed-forward layer whose hidden state is ``relu(linear(x))``, times an up projection if ``gated``.
+    """A feed-forward layer that fires where ``linear(x)`` is above the threshold of its activation.
 
     number: its index in the model's stack. module: the module that is called with x as first argument. linear: only its
-    weight and bias count; its call may do something else.
+    weight and bias count; its call may do something else. gated: whether it has an up projection beside.
     """
 
     name: str
@@ -57,6 +59,18 @@ class WatchedLayer:
     linear: nn.Linear
     gated: bool
     compression: int
+    activation: Activation = RELU
+
+
+class WithoutZeros(RequestError):
+    """A model whose activation makes no zeros.
+
+    folder: of the model. was: the activation, in words. shapes: (gated, K, N) of each layer.
+    """
+
+    def __init__(self, message: str, folder: Path, was: str, shapes: list[tuple[bool, int, int]]) -> None:
+        super().__init__(message)
+        self.folder, self.was, self.shapes = folder, was, shapes
 
 
 class Loaded(NamedTuple):
@@ -91,7 +105,13 @@ def add_arguments(
     """
     longest = f"{_SEQUENCE}, or the model's limit if it is lower"
     add = parser.add_argument
-    add("model", type=Path, metavar="MODEL", help="folder of a model and its tokenizer, from save_pretrained")
+    add(
+        "model",
+        type=Path,
+        metavar="MODEL",
+        help="folder of a model and its tokenizer, from save_pretrained, or owner/name of one on the Hugging Face Hub, "
+        "which is downloaded",
+    )
     add(
         "--text",
         type=Path,
@@ -114,16 +134,17 @@ def add_arguments(
     if served:
         parser.set_defaults(activation=None)
     else:
-        add("--activation", choices=("relu",), help="replace another activation with ReLU")
+        add("--activation", choices=("relu", "relu2"), help="replace another activation with ReLU, or its square")
 
 
 def load(arguments: argparse.Namespace, compression: int | None = None) -> Loaded:
     """Load the model and tokenizer of ``arguments`` onto their device.
 
     The FFNs run as dense PyTorch, which takes any device and dtype; their gates are the same. Raises RequestError if
-    the model cannot be loaded or has no ReLU FFN, ImportError without transformers.
+    the model cannot be loaded or has no FFN of the ReLU family, WithoutZeros if another activation is the only reason,
+    ImportError without transformers.
     """
-    folder: Path = arguments.model
+    folder = local(arguments.model)
     content = configuration(folder)
     _require_files(folder, "weights", _WEIGHTS)
     _require_files(folder, "a tokenizer", _TOKENIZERS)
@@ -148,13 +169,51 @@ def load(arguments: argparse.Namespace, compression: int | None = None) -> Loade
                 was = " and ".join(sorted({c.was for c in planned.candidates if c.was is not None}))
             integration.sparsify(model, activation=arguments.activation, strategy="dense")
     except (ValueError, TypeError) as error:
-        hint = ". Here that is --activation relu" if 'pass activation="relu"' in str(error) else ""
-        raise RequestError(f"MODEL: {error}{hint}") from error
+        if 'pass activation="relu"' not in str(error):
+            raise RequestError(f"MODEL: {error}") from error
+        message = f"MODEL: {error}. Here that is --activation relu"
+        try:
+            planned = _sparsify.plan(model, None, "relu", "dense")
+        except (ValueError, TypeError):
+            raise RequestError(message) from error
+        was = " and ".join(sorted({c.was for c in planned.candidates if c.was is not None}))
+        raise WithoutZeros(message, folder, was, [c.shape for c in planned.candidates]) from error
     for layer in _sparsify.layers(model).values():
         layer.strategy = "dense"
         if compression is not None:
             layer.compression = compression
     return Loaded(model.to(device).eval(), tokenizer, folder, was)
+
+
+# What the name of a model on the Hub looks like; the files that are read, and others of such names.
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_FILES = ("*.json", "*.safetensors", *_TOKENIZERS)
+_NOT_FILES = ("*/*", "consolidated*")
+
+
+def local(model: Path) -> Path:
+    """The folder of a model: ``model`` itself or, if it is the name of one on the Hub, a download of that.
+
+    Raises RequestError if it cannot be downloaded.
+    """
+    if model.exists() or not _HUB_NAME.fullmatch(model.as_posix()):
+        return model
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        return model
+    try:
+        folder = Path(
+            snapshot_download(model.as_posix(), allow_patterns=list(_FILES), ignore_patterns=list(_NOT_FILES))
+        )
+        if not any(folder.glob("*.safetensors")):
+            snapshot_download(model.as_posix(), allow_patterns=["*.bin"], ignore_patterns=list(_NOT_FILES))
+        return folder
+    except Exception as error:
+        raise RequestError(
+            f"MODEL: expected a folder, or a model of the Hugging Face Hub that can be downloaded, got {str(model)!r}: "
+            f"{_line(error)}"
+        ) from error
 
 
 def configuration(folder: Path) -> dict[str, Any]:
@@ -165,7 +224,7 @@ def configuration(folder: Path) -> dict[str, Any]:
         raise RequestError(f"MODEL: expected a folder with a config.json, got {str(folder)!r} ({got})")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RequestError(f"MODEL: expected JSON in {str(path)!r}, got {_line(error)}") from error
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         raise RequestError(f"MODEL: expected a model_type in {str(path)!r}, got none")
@@ -255,9 +314,10 @@ def layers(model: nn.Module) -> list[WatchedLayer]:
 
 
 def _layer(name: str, number: int, module: SparseGatedMLP | SparseMLP) -> WatchedLayer:
-    if isinstance(module, SparseGatedMLP):
-        return WatchedLayer(name, number, module, module.gate_proj, True, module.compression)
-    return WatchedLayer(name, number, module, module.up_proj, False, module.compression)
+    gated = isinstance(module, SparseGatedMLP)
+    linear = module.gate_proj if isinstance(module, SparseGatedMLP) else module.up_proj
+    activation = activation_of(module.activation, module.threshold, gated)
+    return WatchedLayer(name, number, module, linear, gated, module.compression, activation)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from twell import _admission, _files, _tables, tuning
 from twell._runtime import geometry
+from twell._sparsify import NAMES_OF_FAMILY
 from twell.commands import saved_model, sparsity
 from twell.commands.request import RequestError, at_least, number_above, pick_device
 from twell.commands.sparsity import aligned, as_percent
@@ -31,6 +32,9 @@ configuration or, without any there, assumed. Needs no GPU and no server.
 PREFILL, DECODE = (2048, 8192), (1, 8, 32, 64, 128, 256, 512)
 # A batch is of tokens from many places: many short sequences.
 TOKENS, SEQUENCE, BATCH = 32768, 256, 128
+
+# Activations whose models vLLM's plug-in leaves alone, and twell.sparsify_ takes.
+_ONLY_OURS = ("drelu", "fatrelu")
 
 # Names in headers of safetensors files; vLLM turns weights of 32 bits to 16.
 _DTYPES = ("BF16", "F16", "F32")
@@ -101,14 +105,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and print. Raises RequestError before the model runs if the request cannot be met."""
-    folder: Path = arguments.model
+    folder = saved_model.local(arguments.model)
     saved_model.check_file("--json", arguments.json, (".json",))
+    if arguments.json is not None and arguments.json.is_file() and folder.resolve() in arguments.json.resolve().parents:
+        raise RequestError(f"--json: expected a new file or one outside of the model, got {str(arguments.json)!r}")
     if arguments.save and arguments.text is None:
         raise RequestError("--save: expected --text, whose figures it writes, got none")
+    if arguments.save and folder != arguments.model:
+        raise RequestError("--save: expected MODEL to be a folder, got the name of one on the Hub")
     if arguments.nnz is not None and arguments.text is not None:
         raise RequestError("--nnz: expected no --text, which measures it, got both")
     content = saved_model.configuration(folder)
-    served = _require_served(content)
+    activation, served = _require_served(content)
+    if arguments.text is not None and activation != "relu":
+        raise RequestError("--text: expected a model with ReLU, got one with its square; --nnz assumes non-zeros")
     strategy = _strategy(content)
     found = layers_of(folder)
     _require_stated(found, content)
@@ -142,8 +152,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _require_served(content: dict[str, Any]) -> str:
-    """How vLLM serves a model of this configuration through twell. Raises RequestError if it does not."""
+def _require_served(content: dict[str, Any]) -> tuple[str, str]:
+    """The activation with which vLLM serves a model of this configuration through twell, and how, in words.
+
+    Raises RequestError if it does not.
+    """
     named = content.get("architectures") or []
     if not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
         raise RequestError(f"MODEL: architectures must be a list of names, got {named!r}")
@@ -154,16 +167,18 @@ def _require_served(content: dict[str, Any]) -> str:
                 f"{layouts.CONFIG}"
             )
     activation = layouts.activation(content)
-    if set(named) & set(engines.SPARSE):
+    if sparse := [name for name in named if name in engines.SPARSE]:
         if not content.get("sparsity_gated_mlp", True):
             raise RequestError("MODEL: expected layers with a gate, which vLLM serves through twell, got none")
         lie = "" if activation == "relu" else f" (its configuration says {activation!r}, which is ignored)"
-        return f"vLLM serves {named[0]} with ReLU{lie}"
-    if set(named) & set(LLAMA_LIKE) and activation == "relu":
-        return f"vLLM serves {named[0]} with ReLU"
+        return "relu", f"vLLM serves {sparse[0]} with ReLU{lie}"
+    alike = [name for name in named if name in LLAMA_LIKE]
+    if alike and activation in engines.ACTIVATIONS:
+        return activation, f"vLLM serves {alike[0]} with {'ReLU' if activation == 'relu' else 'the square of ReLU'}"
+    also = f" ({NAMES_OF_FAMILY[activation]}, which twell computes outside of vLLM)" if activation in _ONLY_OURS else ""
     raise RequestError(
-        f"MODEL: expected {', '.join(engines.SPARSE)} or a Llama-like model with ReLU, got "
-        f"{', '.join(named) or 'no architectures'} with {activation!r}: vLLM serves it without twell"
+        f"MODEL: expected {', '.join(engines.SPARSE)} or a Llama-like model with ReLU or its square, got "
+        f"{', '.join(named) or 'no architectures'} with {activation!r}{also}: vLLM serves it without twell"
     )
 
 
@@ -303,7 +318,7 @@ def _measured(arguments: argparse.Namespace, found: Sequence[Layer]) -> tuple[li
     def tally(i: int, x: Tensor, first: Tensor) -> None:
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0), device="cpu").to(x.device)
         for tallies, tokens in zip(both, (x, x[order])):
-            for rows, pattern in sparsity.patterns(tokens, watched[i].linear):
+            for rows, pattern in sparsity.patterns(tokens, watched[i].linear, watched[i].activation):
                 tallies[i].add(pattern, first[rows])
 
     with saved_model.progress(text.tokens, "serve-check") as done:
@@ -332,7 +347,7 @@ def predict(
     requested: str = "auto",
 ) -> Row:
     """What a server would run in a rank's part of a layer, of the ``requested`` strategy, once it knows the figures."""
-    problem = tuning.Problem(m, layer.k, layer.n // ranks, True, False)
+    problem = tuning.Problem(m, layer.k, layer.n // ranks, True, False, merged=m <= tuning.MERGED_TOKENS)
     if refused:
         return Row(layer.number, m, decode, "dense", 1.0, refused, {})
     known = tuning.Figures(figures.nonzeros / ranks, engines.union(figures, m))

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twell import _admission, _compaction, _files, _tables, tuning
+from twell._activation import RELU, Activation
 from twell._runtime import geometry
 from twell.commands import saved_model
 from twell.commands.saved_model import Batch, WatchedLayer
@@ -37,6 +38,8 @@ COLUMNS = {
     "layer": "number of the layer",
     "name": "its qualified name in the model",
     "kind": '"gated" or "non-gated"',
+    "activation": "relu, relu2, drelu or fatrelu",
+    "threshold": "of fatrelu, else 0",
     "k": "hidden size",
     "n": "neurons",
     "compression": "of the TwELL format; a tile of 256 neurons holds 256 / compression - 1 non-zeros",
@@ -98,6 +101,7 @@ class LayerSparsity:
     dead: int
     unions: dict[int, float]
     hottest: dict[int, float]
+    activation: Activation = RELU
 
     @property
     def figures(self) -> tuning.Figures:
@@ -173,15 +177,17 @@ class Tally:
             dead=int((self._fired == 0).sum()),
             unions={t: int(v) / (tokens // t * t // t * n) for t, v in self._unions.items() if tokens >= t},
             hottest={h: int(hot[min(h, n) - 1]) / max(nonzeros, 1) for h in HOTTEST},
+            activation=layer.activation,
         )
 
 
-def patterns(x: Tensor, linear: nn.Linear) -> Iterator[tuple[slice, Tensor]]:
+def patterns(x: Tensor, linear: nn.Linear, activation: Activation = RELU) -> Iterator[tuple[slice, Tensor]]:
     """The neurons that tokens x [M, K] fire, by plain PyTorch in their dtype: rows, and bool [rows, N]; NaN fires."""
+    level = activation.level(x.dtype)
     step = max(1, _compaction.CHUNK_GATES // linear.out_features)
     for start in range(0, len(x), step):
         rows = slice(start, start + step)
-        yield rows, ~(F.linear(x[rows], linear.weight, linear.bias) <= 0)
+        yield rows, ~(F.linear(x[rows], linear.weight, linear.bias) <= level)
 
 
 def analyze(
@@ -199,7 +205,7 @@ def analyze(
     tallies = [Tally(layer.linear.out_features, layer.compression, layer.linear.weight.device) for layer in watched]
 
     def tally(i: int, x: Tensor, first: Tensor) -> None:
-        for rows, pattern in patterns(x, watched[i].linear):
+        for rows, pattern in patterns(x, watched[i].linear, watched[i].activation):
             tallies[i].add(pattern, first[rows])
 
     seen = saved_model.observe(model, watched, token_batches, tally, done)
@@ -240,6 +246,27 @@ def predict(report: LayerSparsity, call: Call, table: _tables.Table | None = Non
     elif decision.strategy == "dense" and min(sparse.values()) >= 1:
         reason = ", ".join(f"{name} would take {cost:.2f}" for name, cost in sparse.items()) + " of dense's time"
     return Prediction(call, decision.strategy, 1 / decision.costs[decision.strategy], reason, (k, n), far)
+
+
+# Layers that are less than this much faster do not pay: GPUs of one model differ by more.
+PAYS = 1.05
+
+
+def most_nonzeros(shape: tuple[bool, int, int], call: Call, table: _tables.Table | None = None) -> int:
+    """The most non-zeros per token with which a layer (gated, K, N) pays if tokens fire independently, or 0."""
+    gated, k, n = shape
+    problem = tuning.Problem(call.tokens, k, n, gated, call.training)
+
+    def pays(nonzeros: int) -> bool:
+        share = nonzeros / n
+        decision = tuning.decide(problem, tuning.Figures(nonzeros, 1 - (1 - share) ** geometry.TOKEN_TILE), None, table)
+        return decision.costs.get(decision.strategy, 1.0) * PAYS <= 1
+
+    # from few to many in steps of 2 %, since a cost need not rise with them everywhere
+    most, step = 0, 1
+    while step <= n and pays(step):
+        most, step = step, max(step + 1, math.floor(step * 1.02))
+    return most
 
 
 def apart(a: int, b: int) -> float:
@@ -310,6 +337,8 @@ def rows(reports: Sequence[LayerSparsity], predictions: Sequence[Sequence[Predic
             "layer": report.number,
             "name": report.name,
             "kind": "gated" if report.gated else "non-gated",
+            "activation": report.activation.name,
+            "threshold": report.activation.threshold,
             "k": report.k,
             "n": report.n,
             "compression": report.compression,

@@ -471,8 +471,8 @@ def gpu(name: str | None) -> protocol.Gpu:
     """The device to measure. Raises RequestError if sparse kernels do not run there."""
     device = pick_device(name or "cuda")
     index = device.index or 0
-    if device.type != "cuda" or driver.capability(index) != driver.SM_90:
-        raise RequestError(f"--device: expected a GPU of compute capability 9.0, got {device}")
+    if device.type != "cuda" or driver.architecture(index) is None:
+        raise RequestError(f"--device: expected a GPU of compute capability 8.0 or higher, got {device}")
     torch.cuda.set_device(index)
     return protocol.Gpu(torch.device("cuda", index))
 

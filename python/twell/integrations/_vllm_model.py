@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import vllm.envs
 from torch import Tensor, nn
+from transformers.activations import ReLUSquaredActivation
 from vllm.config import CUDAGraphMode
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context, is_forward_context_available
@@ -46,7 +47,8 @@ class SparseForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
 
     def recursive_replace(self) -> None:
         """Replace the modules of transformers by vLLM's, then the FFNs among them by ``ServedMLP``."""
-        found = [name for name, module in self.model.named_modules() if _is_reglu(module)]
+        activations = {name: activation_of(module) for name, module in self.model.named_modules()}
+        found = [name for name, activation in activations.items() if activation]
         super().recursive_replace()
         reasons: Counter[str] = Counter()
         for name in found:
@@ -55,13 +57,14 @@ class SparseForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
             if reason:
                 reasons[reason] += 1
             else:
-                self.model.set_submodule(name, ServedMLP(stock, self.text_config, self._site(name)))
+                served = ServedMLP(stock, self.text_config, self._site(name), activations[name])
+                self.model.set_submodule(name, served)
         if not found:
-            reasons["no layer is down_proj(relu(gate_proj(x)) * up_proj(x))"] += 1
+            reasons["no layer is down_proj(act(gate_proj(x)) * up_proj(x)) with ReLU or its square"] += 1
         for reason, count in reasons.items():
             _logger.warning("twell: %d feed-forward layers run as without twell: %s", count, reason)
-        if served := len(found) - sum(reasons.values()):
-            _logger.info("twell: %d feed-forward layers run through torch.ops.twell.ffn", served)
+        if count := len(found) - sum(reasons.values()):
+            _logger.info("twell: %d feed-forward layers run through torch.ops.twell.ffn", count)
 
     def _site(self, name: str) -> ServedStrategy:
         """The strategy of the layer of this name, with the figures that the configuration has for it."""
@@ -105,20 +108,22 @@ class ServedStrategy(_auto.AutoStrategy):
 
 
 class ServedMLP(nn.Module):
-    """``down(relu(gate(x)) * up(x))`` of one rank, through ``torch.ops.twell.ffn``, and the sum over ranks.
+    """``down(act(gate(x)) * up(x))`` of one rank, through ``torch.ops.twell.ffn``, and the sum over ranks.
+
+    ``activation`` is "relu" or "relu2", its square.
 
     It takes the linear layers of ``stock`` over, under their names. ``process_weights_after_loading`` of the down
     projection, which vLLM calls, lays its weight out by rows of neurons.
     """
 
-    def __init__(self, stock: nn.Module, config: Any, site: ServedStrategy) -> None:
+    def __init__(self, stock: nn.Module, config: Any, site: ServedStrategy, activation: str) -> None:
         super().__init__()
         self._merged, merged = _linear(stock, MergedColumnParallelLinear)
         self._down, down = _linear(stock, RowParallelLinear)
         merged.quant_method, down.quant_method = _Kept(site), _KeptByRows()
         self.add_module(self._merged, merged)
         self.add_module(self._down, down)
-        self.strategy = strategy_of(config)
+        self.activation, self.strategy = activation, strategy_of(config)
         self.compression = int(getattr(config, "sparsity_compression", 8))
         geometry.words_per_tile(self.compression)
 
@@ -140,6 +145,7 @@ class ServedMLP(nn.Module):
             self.compression,
             self.strategy,
             w_gate,
+            self.activation,
         ).view(x.shape)
         if down.tp_size > 1:
             y = tensor_model_parallel_all_reduce(y)
@@ -195,7 +201,11 @@ def _linear(stock: nn.Module, kind: type[nn.Module]) -> tuple[str, Any]:
     return found[0]
 
 
-def _is_reglu(module: nn.Module) -> bool:
-    """Whether this is a feed-forward layer of a Llama-like model of transformers, with ReLU."""
+def activation_of(module: nn.Module) -> str:
+    """The activation, one of ``engines.ACTIVATIONS``, of a feed-forward layer of a Llama-like model of transformers.
+
+    "" for any other module.
+    """
     linear = all(isinstance(getattr(module, f"{name}_proj", None), nn.Linear) for name in ("gate", "up", "down"))
-    return linear and type(getattr(module, "act_fn", None)) is nn.ReLU
+    found = {nn.ReLU: "relu", ReLUSquaredActivation: "relu2"}.get(type(getattr(module, "act_fn", None)), "")
+    return found if linear else ""

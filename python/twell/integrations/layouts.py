@@ -29,7 +29,7 @@ FIGURES_KEY = "sparsity_figures"
 OWN_KEYS = ("sparsity_strategy", "sparsity_compression", LAYOUT_KEY, FIGURES_KEY)
 
 # keys of a layer's activation in configurations; the first one present counts
-ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function")
+ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function", "mlp_hidden_act")
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -202,7 +202,7 @@ def indexed_files(index: Path, *, missing: bool = False) -> list[Path]:
     Raises ValueError for a broken index, and FileNotFoundError if a file is missing, unless ``missing`` allows it.
     """
     entries = read_json(index).get("weight_map")
-    if not isinstance(entries, dict) or not entries:
+    if not isinstance(entries, dict) or not entries or not all(isinstance(name, str) for name in entries.values()):
         raise ValueError(f'{str(index)!r} must have a "weight_map" of tensor names to files, got {entries!r}')
     files = [index.parent / name for name in sorted(set(entries.values()))]
     for path in files:

@@ -28,7 +28,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from twell import _sparsify
 from twell._runtime.log import logger
@@ -62,84 +62,113 @@ __all__ = [
     "sparsify",
 ]
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Keys that name the activation of stock configurations: all that layers may have, besides those of files of T5.
+_ACTIVATION_KEYS = (*layouts.ACTIVATIONS, "activation", "dense_act_fn")
 
 
 def sparsify(
     model: Any,
     *,
-    activation: Literal["relu"] | None = None,
+    activation: Literal["relu", "relu2"] | None = None,
     filter_fn: _sparsify.Filter | None = None,
     compression: int = 8,
     strategy: Strategy = "auto",
+    names: _sparsify.Names | None = None,
 ) -> Any:
-    """Run the ReLU feed-forward layers of ``model``, a ``PreTrainedModel``, through twell, in place; return ``model``.
+    """Run the feed-forward layers of ``model``, a ``PreTrainedModel``, through twell, in place; return ``model``.
 
-    For Llama, Qwen2, Qwen3, Mistral, Gemma and others with ``gate_proj``, ``up_proj`` and ``down_proj``, for non-gated
-    layers and for OPT, with and without a head. ``twell.sparsify_``, which it calls, documents the recognised forms and
-    the arguments. ``save_pretrained`` writes the files of the stock class.
+    Layers with ReLU, squared ReLU, dReLU or FATReLU, of the architectures in the table of the page on models, with and
+    without a head. ``twell.sparsify_``, which it calls, documents the recognised forms and the arguments.
+    ``save_pretrained`` writes the files of the stock class.
 
     A model with another activation, mostly SiLU, is refused, since its hidden state has no zeros. With
-    ``activation="relu"`` the model gets ReLU, to be trained with it, and so does its configuration: ``from_pretrained``
-    of the stock class then computes the same. The configuration has one activation for all layers, so ``filter_fn``
-    must then accept all of them.
+    ``activation="relu"`` or "relu2" the model gets that one, to be trained with it, and so does its configuration:
+    ``from_pretrained`` of the stock class then computes the same. The configuration has one activation for all layers,
+    so ``filter_fn`` must then accept all of them, and no experts may be stacked in one tensor. No stock class computes
+    "drelu"; ``twell.sparsify_`` takes it and leaves the configuration alone.
 
-    Raises TypeError or ValueError and changes nothing: as ``twell.sparsify_``, for a mixture of experts, and for a
-    quantised model.
+    Of a mixture of experts the dense layers, shared experts and experts that are modules are taken; experts stacked in
+    one tensor stay as they are.
+
+    Raises TypeError or ValueError and changes nothing: as ``twell.sparsify_``, and for a quantised model.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"sparsify: model must be a transformers.PreTrainedModel, got {type(model).__name__}; merge an adapter "
             "first, and use twell.sparsify_ for other modules"
         )
-    for config in _configs(model):
-        if experts := [key for key in _EXPERTS if isinstance(n := getattr(config, key, None), int) and n > 1]:
-            raise ValueError(
-                f"sparsify: model must be dense, got a mixture of experts ({experts[0]} = "
-                f"{getattr(config, experts[0])}): experts are slices of one tensor, not nn.Linear layers, or get few "
-                "tokens each; twell.sparsify_ with a filter_fn takes the dense layers among them"
-            )
     if getattr(model, "quantization_method", None) is not None:
         raise ValueError(f"sparsify: model must have 16-bit weights, got one quantised by {model.quantization_method}")
-    planned = _sparsify.plan(model, filter_fn, activation, strategy)
+    if activation not in (None, "relu", "relu2"):
+        raise ValueError(f'sparsify: activation must be None, "relu" or "relu2", got {activation!r}')
+    planned = _sparsify.plan(model, filter_fn, activation, strategy, names)
     changed = [candidate for candidate in planned.candidates if candidate.was is not None]
     if changed and planned.left:
         raise ValueError(
-            'sparsify: filter_fn must accept every layer if activation="relu" changes the activation, since the '
-            f"configuration has one for all, got False for {planned.left[0]!r}; twell.sparsify_ leaves the "
+            f'sparsify: filter_fn must accept every layer if activation="{activation}" changes the activation, since '
+            f"the configuration has one for all, got False for {planned.left[0]!r}; twell.sparsify_ leaves the "
             "configuration alone"
         )
+    if changed and planned.stacked:
+        raise ValueError(
+            f'sparsify: model must have no stacked experts if activation="{activation}" changes the activation, since '
+            f"the configuration has one for all, got {planned.stacked[0]}; twell.sparsify_ leaves the configuration "
+            "alone"
+        )
+    _require_alone(model, changed)
     _sparsify.apply(model, planned, compression, strategy)
     for layer in _sparsify.layers(model).values():
         for module in layer.modules():
             # transformers would initialise modules without this mark when more weights are loaded later
             module._is_hf_initialized = True  # type: ignore[assignment]
     for candidate in changed:
-        _set_relu(_owner(model, candidate.name).config)
+        for around in _models_of(model, candidate.name):
+            _set_activation(around.config, candidate.activation.name)
     return model
 
 
-def _configs(model: Any) -> list[Any]:
-    """The configuration of a model and, if it has one of its own, that of its text part."""
-    config = model.config
-    text = config.get_text_config()
-    return [config] if text is config else [config, text]
-
-
-def _owner(model: Any, name: str) -> Any:
-    """The innermost model around a module: parts of a model may have configurations of their own."""
-    owner, module = model, model
+def _models_of(model: Any, name: str) -> list[Any]:
+    """The innermost model around a module, and before it those around that one with configurations of its class."""
+    models, module = [model], model
     for key in filter(None, name.split(".")):
         module = getattr(module, key)
-        owner = module if isinstance(module, PreTrainedModel) else owner
-    return owner
+        models += [module] if isinstance(module, PreTrainedModel) else []
+    # parts of a model may have configurations of their own; T5 has copies
+    return [each for each in models if type(each.config) is type(models[-1].config)]
 
 
-def _set_relu(config: Any) -> None:
+def _require_alone(model: Any, changed: list[_sparsify.Candidate]) -> None:
+    """Raise ValueError if other modules have an activation that is replaced, for they share its configuration."""
+    inside = {id(m) for candidate in changed for m in candidate.module.modules()}
+    examined = set()
+    for candidate in changed:
+        holder, _, key = (candidate.attribute or "").rpartition(".")
+        act = getattr(candidate.module.get_submodule(holder), key, None) if key else None
+        around = _models_of(model, candidate.name)[0]
+        what = (id(around), type(act) if isinstance(act, nn.Module) else act)
+        if act is None or what in examined:
+            continue
+        examined.add(what)
+        for name, module in around.named_modules():
+            if id(module) in inside:
+                continue
+            for attribute, value in {**module._modules, **vars(module)}.items():
+                if value is act or (isinstance(act, nn.Module) and type(value) is type(act)):
+                    raise ValueError(
+                        f"sparsify: the activation that changes must be that of the layers alone, since the "
+                        f"configuration has one for all, got {candidate.was} as {name}.{attribute}, too; "
+                        "twell.sparsify_ leaves the configuration alone"
+                    )
+
+
+def _set_activation(config: Any, activation: str) -> None:
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
-        for key in layouts.ACTIVATIONS:
+        for key in _ACTIVATION_KEYS:
             if isinstance(getattr(part, key, None), str):
-                setattr(part, key, "relu")
+                setattr(part, key, activation)
+        # T5's, "gated-gelu" or "gelu", from which its configuration makes dense_act_fn when it is read
+        if isinstance(named := getattr(part, "feed_forward_proj", None), str):
+            part.feed_forward_proj = f"gated-{activation}" if named.startswith("gated-") else activation
 
 
 class _SparseConfig:

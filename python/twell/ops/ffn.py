@@ -88,13 +88,13 @@ def _choose(layer: Operands, strategy: str, site: Tensor | None) -> _auto.Route:
     if strategy != "auto":
         tuning.require_strategy(strategy)
         return _auto.Route(strategy)
-    x, w_gate, w_up, w_down = layer[:4]
+    x, w_gate, w_up, w_down, b_gate, b_up, _ = layer
     if forced := _auto.forced(x.device.type, x.device.index):
         return _auto.Route(forced)
     n, gated, copied = w_gate.shape[0], w_up is not None, not has_row_strides(w_down)
     if site is None:
         return _auto.Route(_auto.fresh(x, n, gated, copied))
-    return _auto.site_of(site).begin(x, n, gated, False, copied)
+    return _auto.site_of(site).begin(x, n, gated, False, copied, _is_merged(x, w_gate, w_up, b_gate, b_up))
 
 
 def _on_cpu(
@@ -160,7 +160,11 @@ def _row_on_cuda(
 def _union_on_cuda(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
     # the kernel for few tokens knows no unions
     (m, k), n, gated = layer.x.shape, layer.w_gate.shape[0], layer.w_up is not None
-    spec = None if measured or not m else tuning.up_down_tile(layer.x.dtype, m, k, n, gated)
+    spec = (
+        None
+        if measured or not m
+        else tuning.up_down_tile(layer.x.dtype, m, k, n, gated, tuning.family(layer.x.device.index))
+    )
     if spec is None:
         return union_on_cuda(layer, compression, activation)
     return *by_small_tiles(layer, compression, activation, spec), None
@@ -190,17 +194,20 @@ def _projected(
     """gate and up: halves of one product where few tokens meet weights that lie one behind the other, as in engines."""
     if w_up is None:
         return F.linear(x, w_gate, b_gate), None
-    if x.shape[0] <= tuning.MERGED_TOKENS and b_gate is b_up is None and _is_behind(w_gate, w_up):
+    if _is_merged(x, w_gate, w_up, b_gate, b_up):
         merged = w_gate.as_strided((2 * w_gate.shape[0], w_gate.shape[1]), w_gate.stride())
         gate, up = F.linear(x, merged).chunk(2, -1)
         return gate, up
     return F.linear(x, w_gate, b_gate), F.linear(x, w_up, b_up)
 
 
-def _is_behind(w_gate: Tensor, w_up: Tensor) -> bool:
-    """Whether the rows of w_up follow those of w_gate in one contiguous piece of memory."""
+def _is_merged(x: Tensor, w_gate: Tensor, w_up: Tensor | None, b_gate: Tensor | None, b_up: Tensor | None) -> bool:
+    """Whether a dense layer takes one product: few tokens, no bias, and w_up's memory right behind w_gate's."""
     return (
-        w_up.data_ptr() == w_gate.data_ptr() + w_gate.nbytes
+        w_up is not None
+        and x.shape[0] <= tuning.MERGED_TOKENS
+        and b_gate is b_up is None
+        and w_up.data_ptr() == w_gate.data_ptr() + w_gate.nbytes
         and w_gate.is_contiguous()
         and w_up.is_contiguous()
         and w_gate.shape == w_up.shape

@@ -92,10 +92,11 @@ def pack(
     if m == 0:
         return
     operands = (rows(x), rows(w_gate), bias_vector("b_gate", b_gate, n, x), *packed)
-    # a cluster is two CTAs, one per multiprocessor
-    clusters = device.sm_count(x.device.index) // 2
-    spec = tuning.gate_pack(x.dtype, m, n, clusters, invariant)
-    last = (clusters,) if isinstance(spec, specs.GatePackSpec) else ()
+    multiprocessors, family = device.sm_count(x.device.index), tuning.family(x.device.index)
+    # a cluster is two CTAs, one per multiprocessor; the portable family has none
+    clusters = multiprocessors // 2
+    spec = tuning.gate_pack(x.dtype, m, n, clusters, invariant, family)
+    last = (clusters if family == specs.SM90 else multiprocessors,) if isinstance(spec, specs.GatePackSpec) else ()
     threshold = threshold_pair(activation, x.dtype)
     launch(spec, *operands, geometry.words_per_tile(compression), threshold, *last)
 

@@ -107,6 +107,8 @@ def on_cuda(
     hybrid.require_offsets(x.shape[0], w_gate.shape[0])
     check_alike(w_gate, w_up=w_up, w_down=w_down)
     (m, k), n, dtype, gated = x.shape, w_gate.shape[0], x.dtype, w_up is not None
+    family = tuning.family(x.device.index)
+    hybrid.require_neurons(n, family)
     l1: Tensor | None = None
     nonzeros: Tensor | None = None
     if totals or not m:
@@ -129,7 +131,7 @@ def on_cuda(
     sums = empty(x, (geometry.token_tiles(m), geometry.training_sums(n)), torch.float32)
     code, of_entries = activation.code(), RELU.code() if gated else activation.code()
     plain = 0 if gated else 1 + code
-    compact = tuning.compact(dtype, training=True)
+    compact = tuning.compact(dtype, True, family)
     launch(compact, words, spill, stats, *pattern, popularity, sums, n, width, plain, capacity)
     if nonzeros is not None:
         torch.sum(stats.select(2, 0), (0, 1), out=nonzeros)
@@ -141,11 +143,11 @@ def on_cuda(
     if w_up is not None:
         up = hybrid.values(entries, capacity, dtype, 1)[0]
         hidden = empty(up, capacity)
-        spec = tuning.sampled_up(dtype, training=True)
+        spec = tuning.sampled_up(dtype, True, family)
         up_bias, last = bias_vector("b_up", b_up, n, x), (code, capacity, multiprocessors)
         launch(spec, x, w_up, up_bias, *pattern, up, hidden, sums, *last)
     # without an up projection the gates in the entries become h as they are read
-    down = tuning.gathered(dtype, 1 if gated else 0)
+    down = tuning.gathered(dtype, 1 if gated else 0, family)
     bias = bias_vector("b_down", b_down, k, x)
     aside = hybrid.room_aside(x, n, multiprocessors)
     launch(down, hidden, w_down, None, None, bias, *pattern, y, aside, of_entries, capacity, multiprocessors)

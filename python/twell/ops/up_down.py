@@ -94,13 +94,15 @@ def multiply(
         form = geometry.words_per_tile(compression), activation.code()
         up_bias = bias_vector("b_up", b_up, w_down.shape[0], spill) if gated else None
         results = (up_bias, bias_vector("b_down", b_down, k, spill), y, l1)
-        by_token = tuning.up_down_token(spill.dtype, m, k, gated, invariant)
+        family = tuning.family(words.device.index)
+        by_token = tuning.up_down_token(spill.dtype, m, k, gated, invariant, family)
         if by_token is not None:
             launch(by_token, *operands, *results, *form)
         else:
             heavy = empty(words, -(-m // geometry.GROUP_ROWS))
-            clusters = device.sm_count(words.device.index) // 8
-            launch(tuning.up_down(spill.dtype, k, gated), *operands, *results, heavy, *form, clusters)
+            spec = tuning.up_down(spill.dtype, k, gated, family)
+            clusters = device.sm_count(words.device.index) // spec.heavy.cluster
+            launch(spec, *operands, *results, heavy, *form, clusters)
 
 
 up_down = register(

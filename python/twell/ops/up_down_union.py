@@ -121,9 +121,11 @@ def by_slices(
     if w_up is not None:
         x, w_up = rows(x), rows(w_up)
     multiprocessors, tiles = device.sm_count(x.device.index), geometry.tiles(n)
-    compact = tuning.compact(dtype, training=False)
-    up = tuning.sampled_up(dtype, training=False)
-    down = tuning.gathered(dtype, 0)
+    family = tuning.family(x.device.index)
+    hybrid.require_neurons(n, family)
+    compact = tuning.compact(dtype, False, family)
+    up = tuning.sampled_up(dtype, False, family)
+    down = tuning.gathered(dtype, 0, family)
     # without an up projection the gates in the entries become h as they are read
     code, of_entries = activation.code(), activation.code() if w_up is None else RELU.code()
     plain = 1 + code if w_up is None else 0

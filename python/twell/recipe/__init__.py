@@ -16,8 +16,10 @@
         if step % 10 == 0:
             writer.write(step, tracker.read())
 
-The method needs only ``l1_term``; the paper's numbers are without reinitialisation unless it says so. For the Trainer
-of transformers there is ``twell.integrations.transformers.SparsityCallback``.
+The method needs only ``l1_term``; the paper's numbers are without reinitialisation unless it says so.
+``TargetSparsity`` takes a number of non-zeros instead of a coefficient, ``sharing_term`` makes neighbouring tokens fire
+the same neurons, and ``choose_threshold`` ends a training with FATReLU. For the Trainer of transformers there is
+``twell.integrations.transformers.SparsityCallback``.
 
 Under torch.compile: call ``record_aux`` and make the tracker before the first step. A graph keeps the strategy of its
 trace, in training usually "dense"; ``settle`` names better ones from measured figures, and the graph is traced again.
@@ -37,8 +39,11 @@ from twell.recipe._aux import (
     record_aux,
 )
 from twell.recipe._reinitialize import reinitialize_dead
+from twell.recipe._sharing import sharing_term
 from twell.recipe._stats import LayerStats, SparsityStats
 from twell.recipe._strategies import settle, strategies
+from twell.recipe._target import TargetSparsity
+from twell.recipe._threshold import ThresholdChoice, choose_threshold
 from twell.recipe._tracker import POSITIONS, SparsityTracker
 from twell.recipe._types import TokenTypes, token_types
 from twell.recipe._writers import StatsWriter
@@ -51,7 +56,10 @@ __all__ = [
     "SparsityStats",
     "SparsityTracker",
     "StatsWriter",
+    "TargetSparsity",
+    "ThresholdChoice",
     "TokenTypes",
+    "choose_threshold",
     "clear_aux",
     "convert_coefficient",
     "l1_term",
@@ -60,6 +68,7 @@ __all__ = [
     "record_aux",
     "reinitialize_dead",
     "settle",
+    "sharing_term",
     "strategies",
     "token_types",
 ]

@@ -27,17 +27,19 @@ class Recorder:
     """The hooks of one layer, and their record of its calls in training mode until it is read.
 
     calls: the figures with their graphs, for the loss. figures: detached, for the tracker. inputs: of calls in compiled
-    graphs, which the tracker counts afterwards; it counts other calls at once, by ``observe``.
+    graphs, which the tracker counts afterwards; it counts other calls at once, by ``observe``. kept: inputs with
+    their graphs, for terms of the gate.
 
     Copies are empty and record nothing.
     """
 
     def __init__(self) -> None:
-        self.term = self.tracked = self.observing = False
+        self.term = self.tracked = self.observing = self.keeping = False
         self.observe: Callable[[Tensor], None] | None = None
         self.calls: list[Aux] = []
         self.figures: list[Aux] = []
         self.inputs: list[Tensor] = []
+        self.kept: list[Tensor] = []
         self.handles: list[Any] = []
         # the strategy that ``settle`` gave the layer
         self.settled: str | None = None
@@ -47,18 +49,19 @@ class Recorder:
 
     def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook: record or count the layer's input."""
-        if not (self.observing and layer.training):
+        if not ((self.observing or self.keeping) and layer.training):
             return
         x = args[0] if args else kwargs.get("x")
         if not isinstance(x, Tensor):
             # the layer itself refuses it
             return
-        if torch.compiler.is_compiling():
-            x = x.detach()
-            # counted after autocast has ended
-            if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-                x = x.to(torch.get_autocast_dtype(x.device.type))
-            self.inputs.append(x)
+        compiling = torch.compiler.is_compiling()
+        if self.keeping and (compiling or not _recomputing()):
+            self.kept.append(_cast(x))
+        if not self.observing:
+            return
+        if compiling:
+            self.inputs.append(_cast(x.detach()))
         elif self.observe is not None and not _recomputing():
             self.observe(x.detach())
 
@@ -71,18 +74,26 @@ class Recorder:
             if _recomputing():
                 layer.aux = None
                 return
-            if max(len(self.calls), len(self.figures)) >= _MOST_UNREAD:
+            if max(len(self.calls), len(self.figures), len(self.kept)) >= _MOST_UNREAD:
                 # generating text, for instance, has no loss
                 if not torch.is_grad_enabled():
                     return
                 raise RuntimeError(
                     f"a layer was called {_MOST_UNREAD} times in training mode without a read of its figures: call "
-                    "l1_term after each forward pass (a SparsityTracker: use watch), or record_aux(model, False)"
+                    "l1_term after each forward pass (a SparsityTracker: use watch; with inputs: sharing_term, too), "
+                    "or record_aux(model, False)"
                 )
         if self.term:
             self.calls.append(aux)
         if self.tracked:
             self.figures.append(Aux(aux.l1.detach(), aux.l0))
+
+
+def _cast(x: Tensor) -> Tensor:
+    """x in the dtype in which the layer computes: it is used after autocast has ended."""
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
 
 
 def _recomputing() -> bool:
@@ -150,8 +161,10 @@ def release(layer: MLP) -> None:
         layer.record_aux, layer.aux = False, None
 
 
-def record_aux(model: nn.Module, enabled: bool = True) -> None:
+def record_aux(model: nn.Module, enabled: bool = True, *, inputs: bool = False) -> None:
     """Make every twell layer of ``model`` record L1 and L0 of its calls in training mode for ``l1_term``, or stop.
+
+    With ``inputs`` it also keeps the inputs of these calls, for ``sharing_term`` and ``TargetSparsity``.
 
     Costs two reductions that the kernels do anyway, and no synchronisation. Call it before ``torch.compile`` or at
     least before the first step of a compiled model. Recomputation by activation checkpointing is not recorded. Copies
@@ -159,10 +172,13 @@ def record_aux(model: nn.Module, enabled: bool = True) -> None:
     """
     for layer in layers(model).values():
         if enabled:
-            recorder_of(layer).term = layer.record_aux = True
-        elif (recorder := getattr(layer, "_recorder", None)) is not None:
-            recorder.term = False
-            recorder.calls.clear()
+            recorder = recorder_of(layer)
+            recorder.term = layer.record_aux = True
+            recorder.keeping = inputs
+        elif (found := getattr(layer, "_recorder", None)) is not None:
+            found.term = found.keeping = False
+            found.calls.clear()
+            found.kept.clear()
             release(layer)
 
 
@@ -172,6 +188,7 @@ def clear_aux(model: nn.Module) -> None:
         layer.aux = None
         if (recorder := getattr(layer, "_recorder", None)) is not None:
             recorder.calls.clear()
+            recorder.kept.clear()
 
 
 def l1_term(model: nn.Module, normalisation: Normalisation = "token_sum", *, several: bool = False) -> Tensor:
@@ -198,6 +215,16 @@ def l1_term(model: nn.Module, normalisation: Normalisation = "token_sum", *, sev
     requires no gradient although its weights do.
     """
     require_choice("normalisation", normalisation, NORMALISATIONS)
+    means = []
+    for layer, calls in read_aux(model, several):
+        for aux in calls:
+            l1 = whole(aux.l1)
+            means.append(l1 if normalisation == "token_sum" else l1 / layer.intermediate)
+    return mean_over_layers(model, means)
+
+
+def read_aux(model: nn.Module, several: bool) -> list[tuple[MLP, list[Aux]]]:
+    """The unread figures of each layer, as ``l1_term`` uses and refuses them; reading clears the record."""
     found, recorded = layers(model), {}
     for name, layer in found.items():
         recorder = getattr(layer, "_recorder", None)
@@ -206,16 +233,18 @@ def l1_term(model: nn.Module, normalisation: Normalisation = "token_sum", *, sev
         recorded[name] = list(recorder.calls)
         recorder.calls.clear()
         layer.aux = None
-    means = []
     for name, layer in found.items():
         _require_usable(name, layer, recorded[name], several)
-        for aux in recorded[name]:
-            l1 = whole(aux.l1)
-            means.append(l1 if normalisation == "token_sum" else l1 / layer.intermediate)
+    return [(layer, recorded[name]) for name, layer in found.items()]
+
+
+def mean_over_layers(model: nn.Module, means: list[Tensor]) -> Tensor:
+    """The mean of 0-d tensors that may be on several devices, as a term of the loss."""
     device = means[0].device
     term = torch.stack([mean.to(device) for mean in means]).mean()
     if term.requires_grad and not torch.compiler.is_compiling():
-        term.register_hook(lambda _: _forget_recomputed(list(found.values())))  # type: ignore[no-untyped-call]
+        found = list(layers(model).values())
+        term.register_hook(lambda _: _forget_recomputed(found))  # type: ignore[no-untyped-call]
     return term
 
 
@@ -243,11 +272,13 @@ def _require_usable(name: str, layer: MLP, calls: list[Aux], several: bool) -> N
 
 def _forget_recomputed(found: list[Any]) -> None:
     """At the end of this backward pass, drop the figures that compiled layers in a checkpoint record again."""
-    before = [(layer, recorder_of(layer).calls, len(recorder_of(layer).calls)) for layer in found]
+    recorders = [recorder_of(layer) for layer in found]
+    before = [(record, len(record)) for recorder in recorders for record in (recorder.calls, recorder.kept)]
 
     def forget() -> None:
-        for layer, calls, count in before:
-            del calls[count:]
+        for record, count in before:
+            del record[count:]
+        for layer in found:
             layer.aux = None
 
     torch.autograd.Variable._execution_engine.queue_callback(forget)

@@ -30,7 +30,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from . import feasible, geometry, screen
+from .. import feasible, geometry, screen
 from .gate_pack import (
     HANDOVER_THREADS,
     PACK_WARPS,
@@ -42,8 +42,8 @@ from .gate_pack import (
     GatePack,
     Transfer,
 )
-from .sm90 import operands
-from .specs import GateScreenSpec
+from ..common import operands
+from ..specs import GateScreenSpec
 
 TOKENS = geometry.TOKEN_TILE
 TERM_THREADS = 32 * PACK_WARPS

@@ -33,13 +33,12 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from . import feasible, geometry
-from .sm90 import operands
-from .sm90.activation import above
-from .sm90.copies import address, load_values, store_values
-from .sm90.mma import store_matrices_transposed
-from .sm90.swizzle import swizzle_piece
-from .sm90.values import (
+from .. import feasible, geometry
+from ..common import operands
+from ..common.activation import above
+from ..common.copies import address, load_values, store_values
+from ..common.swizzle import swizzle_piece
+from ..common.values import (
     byte_sum,
     bytes_before,
     join_bytes,
@@ -48,7 +47,8 @@ from .sm90.values import (
     relu_pack,
     widen,
 )
-from .specs import GatePackFewSpec, GatePackSpec
+from ..specs import GatePackSpec
+from .mma import store_matrices_transposed
 
 TILE_N = geometry.TILE
 # bytes of K of a stage, the width of the swizzle, and of a WGMMA
@@ -88,7 +88,7 @@ class Operands(NamedTuple):
     spill: Any
     stats: Any
     width: Any  # words per tile
-    threshold: Any  # of fatrelu, see sm90/activation.py
+    threshold: Any  # of fatrelu, see common/activation.py
 
 
 class Extent(NamedTuple):
@@ -483,21 +483,6 @@ class GatePack:
             low_places, high_places = low_places if upper else counts, counts if upper else high_places
 
 
-def fake_arguments(spec: GatePackSpec | GatePackFewSpec) -> tuple[Any, ...]:
-    """Fake x, w, bias, words, spill and stats, words per tile and threshold."""
-    dtype = operands.DTYPES[spec.dtype]
-    m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
-    return (
-        operands.rows(dtype, m, k),
-        operands.rows(dtype, n, k),
-        operands.bias(dtype),
-        *operands.packed(dtype, m),
-        operands.cube(Int32, cute.sym_int32(), cute.sym_int32(), 2),
-        Int32(1),
-        Int32(1),
-    )
-
-
 def signature(spec: GatePackSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
-    return GatePack(spec), (*fake_arguments(spec), Int32(1))
+    return GatePack(spec), (*operands.gate_pack(spec.dtype), Int32(1))

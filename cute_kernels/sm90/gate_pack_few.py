@@ -29,14 +29,15 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from . import feasible, geometry
-from .gate_pack import fake_arguments
-from .sm90 import operands
-from .sm90.activation import above
-from .sm90.copies import address, load_peer, store_peer, store_values
-from .sm90.ring import open_ring, release
-from .sm90.values import count_flags, lanes_before, nonzero_flags, relu_pack, value_bits
-from .specs import GatePackFewSpec
+from .. import feasible, geometry
+from ..common import operands
+from ..common.activation import above
+from ..common.copies import address, store_values
+from ..common.rows import MAX_WIDTH, pack_words, store_words
+from ..common.values import count_flags, nonzero_flags, relu_pack
+from ..specs import GatePackFewSpec
+from .copies import load_peer, store_peer
+from .ring import open_ring, release
 
 TILE_N, TILE_K = geometry.TILE, 64
 # CTAs of a cluster: parts of a tile's neurons, and splits of K
@@ -45,7 +46,6 @@ CLUSTER = PARTS * SPLITS
 NEURONS = TILE_N // PARTS
 MMA_THREADS, THREADS = 128, 160
 WARPS = MMA_THREADS // 32
-MAX_WIDTH = geometry.words_per_tile(min(geometry.COMPRESSIONS))
 
 
 class Barrier(IntEnum):
@@ -282,40 +282,11 @@ class GatePackFew:
         """Write the words of one token's tile, and its values if it overflows."""
         neuron = column * TILE_N + lane * 8
         count = pack_words(quad, Uint32(neuron), buffer, width, lane)
-        cute.arch.sync_warp()
-        target = address(words, m, column * width)
-        for i in range_constexpr(MAX_WIDTH // 32):
-            if lane + 32 * i < width:
-                cute.make_tensor(target, cute.make_layout(MAX_WIDTH))[lane + 32 * i] = Int32(buffer[lane + 32 * i])
-        cute.arch.sync_warp()
+        store_words(address(words, m, column * width), buffer, width, lane)
         if count >= width:
             store_values(address(spill, m, neuron), quad)
 
 
-@cute.jit
-def pack_words(quad: Any, neuron: Uint32, words: Any, width: Int32, lane: Int32) -> Int32:
-    """Pack a tile's 256 values, eight per lane from `neuron` on, into `words` in shared memory.
-
-    All `MAX_WIDTH` words are written: the count in the first, non-zeros up to word `width` - 1, zeros. Returns the
-    number of non-zeros: with `width` or more the tile overflows.
-    """
-    for i in range_constexpr(MAX_WIDTH // 32):
-        words[lane + 32 * i] = Uint32(0)
-    flags = nonzero_flags(quad)
-    own = count_flags(flags)
-    place = 1 + lanes_before(own)
-    count = Int32(cute.arch.warp_redux_sync(own, "add"))
-    # until all lanes have cleared their words
-    cute.arch.sync_warp()
-    for i in range_constexpr(8):
-        if flags[i] & (place < width):
-            words[place] = value_bits(quad, i) | (neuron + i)
-        place += Int32(flags[i])
-    if lane == 0:
-        words[0] = Uint32(count)
-    return count
-
-
 def signature(spec: GatePackFewSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
-    return GatePackFew(spec), fake_arguments(spec)
+    return GatePackFew(spec), operands.gate_pack(spec.dtype)

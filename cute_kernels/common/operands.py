@@ -65,3 +65,18 @@ def lists(b: Any) -> tuple[Any, Any, Any]:
 def matrix(dtype: Any, a: Any, b: Any) -> Any:
     """A contiguous matrix [a, b], aligned to 4 bytes."""
     return make_fake_compact_tensor(dtype, (a, b), stride_order=(1, 0), assumed_align=4)
+
+
+def gate_pack(name: str) -> tuple[Any, ...]:
+    """Operands of a gate GEMM: x, w, bias, words, spill and stats, words per tile and threshold."""
+    dtype = DTYPES[name]
+    m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
+    return (
+        rows(dtype, m, k),
+        rows(dtype, n, k),
+        bias(dtype),
+        *packed(dtype, m),
+        cube(cutlass.Int32, cute.sym_int32(), cute.sym_int32(), 2),
+        cutlass.Int32(1),
+        cutlass.Int32(1),
+    )

@@ -29,14 +29,14 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from . import feasible, geometry
-from .sm90 import operands
-from .sm90.activation import above, hidden
-from .sm90.ring import open_ring, release
-from .sm90.sparse_product import GROUP_THREADS, REGISTERS_FILL, REGISTERS_MMA, THREADS, copy_async
-from .sm90.swizzle import swizzle_piece
-from .sm90.values import MAGNITUDE, high_to_float, low_to_float, pack, prefix_sum, relu_pack, warp_sum, widen
-from .specs import SampledGateSpec
+from .. import feasible, geometry
+from ..common import operands
+from ..common.activation import above, hidden
+from .ring import open_ring, release
+from .sparse_product import GROUP_THREADS, REGISTERS_FILL, REGISTERS_MMA, THREADS, copy_async
+from ..common.swizzle import swizzle_piece
+from ..common.values import MAGNITUDE, high_to_float, low_to_float, pack, prefix_sum, relu_pack, warp_sum, widen
+from ..specs import SampledGateSpec
 
 TOKENS = geometry.TOKEN_TILE
 # neurons of a unit, rows of both weights, columns of a stage

@@ -1,0 +1,607 @@
+"""Make a dense model sparse: train any causal model of transformers further with ReLU, squared ReLU or dReLU.
+
+    python examples/relufy.py ~/models/Llama-3.2-1B --text ~/books --out runs/relu --target-nnz 100 --steps 2000
+    python examples/relufy.py MODEL --dataset ~/fineweb --out runs/relu2 --activation relu2 --distill 0.5
+
+MODEL is a folder or a Hub id of a model with SiLU, GELU or another activation, whose tokenizer reads the text. L1 rises
+in stages until --target-nnz neurons fire per token. The model is compared with the original, and with the original
+trained on as many more tokens: the same text in the same order, the same schedule. The same command resumes a run that
+stopped. OUT/final is the model, OUT/report.json the comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import train
+from torch import Tensor
+from training import RequestError, checkpoint, options, parallel, relufied, report
+from training.data import Sequences, Tokens, prepare
+from training.whole import manifest
+from transformers import AttentionInterface, AutoTokenizer
+
+from twell import _files, recipe
+from twell.testing import machine_line
+
+# Options that a resumed run must share with the saved one.
+IDENTITY = (
+    *("model", "activation", "target_nnz", "distill", "sharing", "sequence", "dtype", "seed", "steps"),
+    *("tokens_per_step", "lr", "warmup", "weight_decay", "clip"),
+)
+ACTIVATIONS = ("relu", "relu2", "drelu")
+
+
+def losses(logits: Tensor, targets: Tensor, theirs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Means per token in fp32: the cross-entropy, and the KL divergence from ``theirs``, logits of the original."""
+    ours = F.log_softmax(logits.flatten(0, -2).float(), -1)
+    cross_entropy = F.nll_loss(ours, targets.flatten())
+    if theirs is None:
+        return cross_entropy, torch.zeros_like(cross_entropy)
+    wanted = F.log_softmax(theirs.flatten(0, -2).float(), -1)
+    return cross_entropy, (wanted.exp() * (wanted - ours)).sum(-1).mean()
+
+
+class Further:
+    """A saved model that is trained further: with another activation and L1, or as it is if ``activation`` is None.
+
+    Both kinds read the same text in the same order, from sequence ``first_row`` on, and their learning rate rises to
+    --lr and falls to 0 alike.
+    """
+
+    def __init__(
+        self,
+        choice: argparse.Namespace,
+        tokens: Tokens,
+        here: parallel.World,
+        activation: str | None,
+        first_row: int = 0,
+    ) -> None:
+        self.choice, self.here, self.activation, self.first_row = choice, here, activation, first_row
+        self.text = Sequences("training", tokens.train, choice.sequence, choice.seed)
+        self.held = Sequences("held-out", tokens.held, choice.sequence)
+        self.dtype = getattr(torch, choice.dtype)
+        self.done, self.identity = 0, identity(choice, tokens, activation)
+        self.accumulation = accumulation(choice)
+
+        torch.manual_seed(choice.seed)
+        self.model = self._load()
+        self.original: Any = None
+        self.target: recipe.TargetSparsity | None = None
+        self.tracker: recipe.SparsityTracker | None = None
+        if activation is not None:
+            try:
+                relufied.replace(self.model, activation, choice.strategy)
+            except (TypeError, ValueError) as error:
+                raise RequestError(f"MODEL: {error}") from error
+            of: Any = "hidden" if activation == "relu" else "gate"
+            recipe.record_aux(self.model, inputs=bool(choice.sharing) or of == "gate")
+            self.tracker = recipe.SparsityTracker(self.model, every=0)
+            self.target = recipe.TargetSparsity(choice.target_nnz, choice.steps, of=of, sharing=choice.sharing)
+            if choice.distill:
+                self.original = self._load().eval().requires_grad_(False)
+        self.model.train()
+        self.losses: Callable[..., tuple[Tensor, Tensor]] = losses
+        self.compiled: list[torch.nn.Module] = []
+        if choice.compile if choice.compile is not None else here.device.type == "cuda" and self._is_dense():
+            self.compiled = relufied.compile_blocks(self.model)
+            if self.original is not None:
+                relufied.compile_blocks(self.original)
+            self.losses = torch.compile(losses)
+        self.parameters = list(self.model.parameters())
+        groups = [
+            {"params": [p for p in self.parameters if p.dim() > 1], "weight_decay": choice.weight_decay},
+            {"params": [p for p in self.parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=choice.lr, betas=(0.9, 0.95), fused=True)
+        # cross-entropy, KL divergence and the whole loss, summed over the steps since the last reading
+        self.sums = torch.zeros(3, device=here.device)
+
+    def _load(self) -> Any:
+        try:
+            model = relufied.load(self.choice.model, dtype=torch.float32)
+        except (OSError, KeyError, ValueError) as error:
+            raise RequestError(f"MODEL: expected a causal model of transformers, got {error}") from error
+        if self.choice.attention is not None:
+            for config in (model.config, model.config.get_text_config()):
+                config._attn_implementation = self.choice.attention
+        return model.to(self.here.device)
+
+    def _is_dense(self) -> bool:
+        """Whether all of the model can be compiled: a sparse layer goes on choosing its strategy."""
+        return self.activation is None or self.choice.strategy == "dense"
+
+    def step(self) -> None:
+        """Take one optimizer step, without waiting for the device."""
+        choice = self.choice
+        size = choice.micro_batch
+        for i in range(self.accumulation):
+            inputs, targets = self.read(self.text, self.first_row + (self.done * self.accumulation + i) * size)
+            if self.tracker is None:
+                cross_entropy, divergence = self.forward(inputs, targets)
+            else:
+                with self.tracker.watch(self.done):
+                    cross_entropy, divergence = self.forward(inputs, targets)
+            loss = cross_entropy
+            if self.original is not None:
+                loss = (1 - choice.distill) * cross_entropy + choice.distill * divergence
+            if self.target is not None:
+                loss = loss + self.target.term(self.model)
+            torch.autograd.backward(loss / self.accumulation)
+            self.sums += torch.stack((cross_entropy, divergence, loss)).detach() / self.accumulation
+        self.norm = parallel.clip(self.parameters, choice.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.target is not None:
+            self.target.update()
+        self.done += 1
+
+    def learning_rate(self) -> float:
+        """Linear up to ``--lr``, then half a cosine down to 0 at the last step."""
+        choice = self.choice
+        if self.done < choice.warmup:
+            return float(choice.lr * (self.done + 1) / choice.warmup)
+        passed = (self.done - choice.warmup) / max(1, choice.steps - 1 - choice.warmup)
+        return float(choice.lr * (1 + math.cos(math.pi * min(1.0, passed))) / 2)
+
+    def read(self, text: Sequences, row: int) -> tuple[Tensor, Tensor]:
+        """A micro-batch from ``row`` on and its next tokens: two int64 [sequences, tokens]."""
+        rows = text.rows(range(row, row + self.choice.micro_batch))
+        if self.here.device.type == "cuda":
+            rows = rows.pin_memory()
+        rows = rows.to(self.here.device, non_blocking=True)
+        return rows[:, :-1], rows[:, 1:]
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Cross-entropy and KL divergence; the latter is 0 without distillation and in evaluation."""
+        with torch.autocast(self.here.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            theirs = None
+            if self.original is not None and torch.is_grad_enabled():
+                with torch.no_grad():
+                    theirs = self.original(input_ids=inputs, use_cache=False).logits
+            logits = self.model(input_ids=inputs, use_cache=False).logits
+            return self.losses(logits, targets, theirs)
+
+    def halves(self) -> tuple[range, range]:
+        """Rows of the held-out text: a quarter to choose the threshold by, and the others to report."""
+        size = self.choice.micro_batch
+        count = min(self.choice.eval_sequences, len(self.held)) // size
+        if count < 3:
+            raise RequestError(
+                f"held-out text: expected three --micro-batch {size} of sequences or more within --eval-sequences, got "
+                f"{min(self.choice.eval_sequences, len(self.held))} sequences of {self.choice.sequence} tokens"
+            )
+        middle = max(1, count // 4)
+        return range(0, middle * size, size), range(middle * size, count * size, size)
+
+    @torch.no_grad()
+    def evaluate(self, rows: range) -> tuple[list[float], recipe.SparsityStats | None]:
+        """The cross-entropy of each held-out micro-batch at ``rows``, and the layers' figures on them."""
+        self.model.eval()
+        found: list[Tensor] = []
+        tracker = self.tracker
+        if tracker is not None:
+            # the tracker counts in training mode alone, which changes nothing else in these layers
+            for layer in recipe.layers(self.model).values():
+                layer.train()
+            tracker.read()
+            tracker.every = 1
+        try:
+            for row in rows:
+                inputs, targets = self.read(self.held, row)
+                if tracker is None:
+                    found.append(self.forward(inputs, targets)[0])
+                else:
+                    with tracker.watch(self.choice.steps + 1):
+                        found.append(self.forward(inputs, targets)[0])
+                    recipe.clear_aux(self.model)
+            blocks = [float(value) for value in torch.stack(found).tolist()]
+            return blocks, None if tracker is None else tracker.read()
+        finally:
+            if tracker is not None:
+                tracker.every = 0
+            self.model.train()
+
+    def means(self, steps: int) -> dict[str, float]:
+        """Figures of the last ``steps`` steps; waits for the device. LostLoss if one is not finite."""
+        names = ("ce", "kl", "loss")
+        values = dict(zip(names, (self.sums / steps).tolist()))
+        self.sums.zero_()
+        for what, value in (("loss", values["loss"]), ("gradient", float(self.norm))):
+            if not math.isfinite(value):
+                raise train.LostLoss(f"the {what} became {value} by step {self.done}: try a lower --lr")
+        if self.target is not None:
+            values |= self.target.read()
+        return values
+
+    def choose_threshold(self, rows: range) -> recipe.ThresholdChoice:
+        """Choose FATReLU's threshold by the held-out text at ``rows``; the blocks are no longer compiled."""
+        # a graph is for one threshold
+        for block in self.compiled:
+            del block.forward
+        return recipe.choose_threshold(
+            self.model, lambda: statistics.fmean(self.evaluate(rows)[0]), most_loss=self.choice.threshold_loss
+        )
+
+    def save(self, folder: Path) -> None:
+        state = {} if self.target is None else {"target": self.target.state_dict()}
+        about = {"identity": self.identity}
+        checkpoint.save(folder, self.done, self.model, self.optimizer, state, about, self.here, keep=1)
+
+    def resume(self, path: Path) -> None:
+        """Go on from a checkpoint; RequestError if it is of another run."""
+        about = manifest(path)
+        assert about is not None
+        require_same(path, about["identity"], self.identity)
+        state = checkpoint.load(path, self.model, self.optimizer, self.here)
+        if self.target is not None:
+            self.target.load_state_dict(state["target"])
+        self.done = about["step"]
+
+
+def identity(choice: argparse.Namespace, tokens: Tokens, activation: str | None) -> dict[str, Any]:
+    """What a resumed run must share with the saved one; a dense run has no sparsity to choose."""
+    own = {name: getattr(choice, name) for name in IDENTITY}
+    if activation is None:
+        own |= dict.fromkeys(("activation", "target_nnz", "distill", "sharing"))
+    return own | {"text": tokens.fingerprint}
+
+
+def require_same(path: Path, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
+    """RequestError unless the results at ``path`` are of the same options."""
+    if differing := [name for name in mine if mine[name] != theirs.get(name)]:
+        changes = ", ".join(f"{name} ({theirs.get(name)} there, {mine[name]} here)" for name in differing)
+        raise RequestError(f"--out: {path} is of a run that differs in {changes}; repeat its options or choose another")
+
+
+def accumulation(choice: argparse.Namespace) -> int:
+    """Micro-batches per step."""
+    least = choice.sequence * choice.micro_batch
+    if choice.tokens_per_step % least:
+        raise RequestError(
+            f"--tokens-per-step: expected a multiple of {least:,} (--sequence {choice.sequence} x --micro-batch "
+            f"{choice.micro_batch}), got {choice.tokens_per_step:,}"
+        )
+    return int(choice.tokens_per_step // least)
+
+
+def run_steps(
+    run: Further, say: Callable[[str], None], save: Callable[[], None], stopping: Callable[[], bool]
+) -> list[dict[str, float]] | None:
+    """Train to the last step; the logged figures, or None if ``stopping`` became true."""
+    choice, curve, since = run.choice, list[dict[str, float]](), run.done
+    clock = report.Clock(run.here.device)
+    while run.done < choice.steps:
+        if stopping():
+            return None
+        run.step()
+        last = run.done == choice.steps
+        if last or run.done % choice.log_every == 0:
+            steps, since = run.done - since, run.done
+            point = run.means(steps) | {"tokens_per_s": steps * choice.tokens_per_step / clock.lap()}
+            curve.append({"step": run.done, **{name: short(value) for name, value in point.items()}})
+            sparse = "" if run.target is None else "  l1 {coefficient:.2e}  non-zeros {non_zeros:7.1f}".format(**point)
+            say(
+                f"step {run.done:6d}  ce {point['ce']:7.4f}  kl {point['kl']:7.4f}{sparse}  "
+                f"{point['tokens_per_s']:9,.0f} tokens/s"
+            )
+        if not last and choice.checkpoint_every and run.done % choice.checkpoint_every == 0:
+            with clock.paused():
+                save()
+    return curve
+
+
+def short(number: float) -> float:
+    """Rounded to six digits."""
+    return float(f"{number:.6g}")
+
+
+def layers_of(stats: recipe.SparsityStats | None) -> list[dict[str, Any]]:
+    """The figures of each layer for a file."""
+    if stats is None:
+        return []
+    return [
+        {
+            "neurons": row.neurons,
+            "l0": short(row.l0 or 0),
+            "l1": short(row.l1 or 0),
+            "dead": row.dead,
+            "union": None if row.union is None else short(row.union),
+        }
+        for row in stats.layers
+    ]
+
+
+def measure(run: Further, rows: range) -> dict[str, Any]:
+    """The figures of a model on the held-out text at ``rows``."""
+    blocks, stats = run.evaluate(rows)
+    layers = layers_of(stats)
+    found = {"ce": short(statistics.fmean(blocks)), "blocks": [short(block) for block in blocks], "layers": layers}
+    return found | ({"l0": short(statistics.fmean(layer["l0"] for layer in layers))} if layers else {})
+
+
+def finish(run: Further, say: Callable[[str], None]) -> dict[str, Any]:
+    """The figures of a trained model, FATReLU's threshold chosen before if there is to be one."""
+    chosen, reported = run.halves()
+    found = measure(run, reported)
+    if run.activation == "relu" and run.choice.threshold_loss:
+        choice = run.choose_threshold(chosen)
+        say(f"FATReLU's threshold is {choice.threshold:g}, after {len(choice.tried)} evaluations")
+        found = {"before_threshold": found, "threshold": choice.threshold, "tried": choice.tried}
+        found |= measure(run, reported)
+    return found
+
+
+def part(
+    choice: argparse.Namespace,
+    tokens: Tokens,
+    here: parallel.World,
+    name: str,
+    stopping: Callable[[], bool],
+) -> dict[str, Any] | None:
+    """Train and measure "sparse" or "dense" in a folder of its own; None if it was stopped."""
+    folder: Path = choice.out / name
+    path = folder / "result.json"
+    activation = choice.activation if name == "sparse" else None
+    if path.exists():
+        found: dict[str, Any] = json.loads(path.read_text())
+        require_same(path, found["identity"], identity(choice, tokens, activation))
+        return found
+    run = Further(choice, tokens, here, activation)
+
+    def save() -> None:
+        run.save(folder / "checkpoints")
+
+    def say(line: str) -> None:
+        here.say(f"{name}: {line}")
+
+    began = time.perf_counter()
+    first = None
+    if (last := checkpoint.choose(folder / "checkpoints", "auto")) is not None:
+        run.resume(last)
+        say(f"resumed from {last}")
+    else:
+        first = short(statistics.fmean(run.evaluate(run.halves()[1])[0]))
+        say(f"held-out ce {first:.4f} before training")
+        folder.mkdir(parents=True, exist_ok=True)
+        _files.write_text(folder / "first.json", json.dumps(first))
+    curve = run_steps(run, say, save, stopping)
+    if curve is None:
+        save()
+        say(f"stopped at step {run.done}; the same command goes on from there")
+        return None
+    result = {
+        "identity": run.identity,
+        "first_ce": json.loads((folder / "first.json").read_text()) if first is None else first,
+        **finish(run, say),
+        "curve": curve,
+        "parameters": sum(p.numel() for p in run.parameters),
+        "seconds": short(time.perf_counter() - began),
+        "machine": machine_line(here.device),
+    }
+    if name == "sparse":
+        threshold = result.get("threshold", 0.0)
+        export(run.model, choice, threshold)
+    _files.write_text(path, json.dumps(result, indent=1) + "\n")
+    if (folder / "checkpoints").exists():
+        shutil.rmtree(folder / "checkpoints")
+    return result
+
+
+def export(model: Any, choice: argparse.Namespace, threshold: float) -> None:
+    """Write the model and its tokenizer to OUT/final, whole or not at all."""
+    activation = "fatrelu" if threshold else choice.activation
+    relufied.name(model, activation, threshold)
+    final: Path = choice.out / "final"
+    for left in _files.leftovers(final):
+        shutil.rmtree(left)
+    with _files.replacing(final) as partial:
+        model.save_pretrained(partial)
+        AutoTokenizer.from_pretrained(choice.model).save_pretrained(partial)
+
+
+def error_of(a: Sequence[float], b: Sequence[float]) -> float:
+    """The standard error of the mean difference of two models on the same micro-batches."""
+    differences = [x - y for x, y in zip(a, b, strict=True)]
+    return statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
+
+
+def compare(sparse: dict[str, Any], dense: dict[str, Any] | None, original: float) -> list[str]:
+    """What the run has shown, in lines."""
+    ce, neurons = sparse["ce"], sparse["layers"][0]["neurons"]
+    lines = [
+        f"non-zeros per token: {sparse['l0']:.1f} of {neurons:,}, by layer "
+        + ", ".join(f"{layer['l0']:.0f}" for layer in sparse["layers"]),
+        f"held-out cross-entropy: {ce:.4f}; the original has {original:.4f} ({100 * (ce / original - 1):+.2f} %)",
+    ]
+    if sparse.get("threshold"):
+        before = sparse["before_threshold"]
+        lines.append(
+            f"without FATReLU's threshold {sparse['threshold']:g}: {before['ce']:.4f}, {before['l0']:.1f} non-zeros"
+        )
+    if dense is not None:
+        error = error_of(sparse["blocks"], dense["blocks"])
+        lines.append(
+            f"the dense model after as many more tokens: {dense['ce']:.4f} ({100 * (ce / dense['ce'] - 1):+.2f} %, "
+            f"standard error of the held-out text {100 * error / dense['ce']:.2f} %)"
+        )
+    return lines
+
+
+def relufy(choice: argparse.Namespace, here: parallel.World) -> int:
+    """Train, compare and export; return the exit status."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(choice.model)
+    except (OSError, ValueError) as error:
+        raise RequestError(f"MODEL: expected a model with a tokenizer, got {error}") from error
+    if not tokenizer.is_fast or tokenizer.eos_token_id is None:
+        raise RequestError("MODEL: expected a fast tokenizer with an end-of-sequence token")
+    tokens = prepare(
+        train.source(choice), choice.cache, len(tokenizer), choice.held_out, say=here.say, tokenizer=tokenizer
+    )
+    read = choice.steps * choice.tokens_per_step / tokens.train_tokens
+    here.say(f"{tokens.train_tokens:,} tokens of text, each read {read:.2f} times; {machine_line(here.device)}")
+    found: dict[str, Any] = {}
+    with train.Stop(here.say) as stop:
+        for name in ("sparse", "dense")[: 2 if choice.dense else 1]:
+            result = part(choice, tokens, here, name, lambda: stop.signal is not None)
+            if result is None:
+                return 128 + (stop.signal or 15)
+            found[name] = result
+            # the next model needs the memory
+            gc.collect()
+    sparse, dense = found["sparse"], found.get("dense")
+    if dense is None:
+        original = statistics.fmean(_original(choice, tokens, here))
+    else:
+        original = dense["first_ce"]
+    lines = compare(sparse, dense, original)
+    content = {"machine": sparse["machine"], "original_ce": original, **found, "said": lines}
+    _files.write_text(choice.out / "report.json", json.dumps(content, indent=1) + "\n")
+    print("", *lines, f"wrote {choice.out / 'final'} and {choice.out / 'report.json'}", sep="\n")
+    return bench(choice) if choice.bench else 0
+
+
+def _original(choice: argparse.Namespace, tokens: Tokens, here: parallel.World) -> list[float]:
+    run = Further(choice, tokens, here, None)
+    return run.evaluate(run.halves()[1])[0]
+
+
+def bench(choice: argparse.Namespace) -> int:
+    """Time the model with sparse and with dense layers by ``twell bench model``; its exit status."""
+    if not choice.text:
+        raise RequestError("--bench: expected --text, on which the model runs, got a --dataset")
+    command = [sys.executable, "-m", "twell", "bench", "model", str(choice.out / "final")]
+    command += ["--text", *map(str, choice.text), "--sequence", str(choice.sequence)]
+    command += ["--json", str(choice.out / "speed.json")]
+    print(" ".join(command), flush=True)
+    return subprocess.run(command, check=False).returncode
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        "relufy.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a folder from save_pretrained with its tokenizer, or a Hub id")
+    add("--out", type=Path, required=True, metavar="FOLDER", help="checkpoints, results and the model")
+
+    add = parser.add_argument_group("sparsity").add_argument
+    add("--activation", choices=ACTIVATIONS, default="relu", help="the new one; drelu needs a gate (default relu)")
+    add("--target-nnz", type=options.rate, default=30.0, metavar="N", help="non-zeros per token (default 30)")
+    add(
+        "--distill",
+        type=options.rate,
+        default=0.0,
+        metavar="SHARE",
+        help="share of the loss that is the KL divergence from the original's logits (default 0)",
+    )
+    add(
+        "--sharing",
+        type=options.rate,
+        default=0.0,
+        metavar="SHARE",
+        help="share of L1 that makes neighbouring tokens fire the same neurons (default 0)",
+    )
+    add(
+        "--threshold-loss",
+        type=options.rate,
+        default=0.0,
+        metavar="SHARE",
+        help="with relu: at the end choose FATReLU's threshold on held-out text, by this added share of the loss, "
+        "0.001 say (default 0: no threshold)",
+    )
+    add("--dense", action=argparse.BooleanOptionalAction, default=True, help="also train the original, to compare")
+    add("--strategy", choices=["dense", "auto", "row", "union"], default="dense", help="of the FFNs in training")
+    add("--bench", action="store_true", help="at the end time the model: twell bench model")
+
+    add = parser.add_argument_group("data").add_argument
+    add("--text", type=Path, nargs="+", default=[], metavar="PATH", help="text files, or folders of them")
+    add("--suffix", nargs="+", default=[], metavar=".EXT", help="only files of --text with these endings")
+    add("--dataset", type=Path, metavar="PATH", help="a folder of save_to_disk, or Parquet or JSON Lines files")
+    add("--column", default="text", metavar="NAME", help="column of the dataset (default text)")
+    add("--max-bytes", type=options.size, default="1G", metavar="SIZE", help="text to read (default 1G)")
+    add("--held-out", type=float, default=0.02, metavar="SHARE", help="held-out share of the text (default 0.02)")
+    add("--sequence", type=options.positive, default=1024, metavar="TOKENS", help="length of a sequence (default 1024)")
+    add("--cache", type=Path, metavar="FOLDER", help="cache of tokens; runs may share it (default OUT/cache)")
+
+    add = parser.add_argument_group("optimisation").add_argument
+    add("--steps", type=options.positive, default=1000, metavar="N", help="default 1000")
+    add("--tokens-per-step", type=options.positive, default=1 << 17, metavar="N", help="default 131072")
+    add("--micro-batch", type=options.positive, default=8, metavar="N", help="sequences at a time (default 8)")
+    add("--lr", type=options.rate, default=3e-4, metavar="RATE", help="peak learning rate of AdamW (default 3e-4)")
+    add("--warmup", type=options.natural, metavar="STEPS", help="of the rate (default: a twentieth of --steps)")
+    add("--weight-decay", type=options.rate, default=0.1, metavar="RATE", help="for matrices only (default 0.1)")
+    add("--clip", type=options.rate, default=1.0, metavar="NORM", help="largest gradient norm (default 1; 0: any)")
+    add("--seed", type=options.natural, default=0, metavar="N", help="order of text (default 0)")
+
+    add = parser.add_argument_group("machine").add_argument
+    add("--device", choices=["cuda", "cpu"], help="default: cuda if available")
+    add("--dtype", choices=options.DTYPES, default="bfloat16", help="of products; weights stay float32")
+    add(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="compile each block (default: on cuda where FFNs run dense)",
+    )
+    add(
+        "--attention",
+        metavar="NAME",
+        help='of transformers (default: the model\'s); "causal" waits for no device, for models whose attention is '
+        "causal and nothing else",
+    )
+    add("--log-every", type=options.positive, default=20, metavar="STEPS", help="default 20")
+    add("--checkpoint-every", type=options.natural, default=500, metavar="STEPS", help="default 500; 0: never")
+    add("--eval-sequences", type=options.positive, default=512, metavar="N", help="held-out sequences (default 512)")
+
+    choice = parser.parse_args(arguments)
+    if bool(choice.text) == (choice.dataset is not None):
+        parser.error("expected either --text or --dataset")
+    if not 0 < choice.held_out < 1:
+        parser.error(f"--held-out: expected a share between 0 and 1, got {choice.held_out}")
+    for name in ("distill", "sharing"):
+        if getattr(choice, name) > 1:
+            parser.error(f"--{name}: expected a share of at most 1, got {getattr(choice, name):g}")
+    if not choice.target_nnz:
+        parser.error("--target-nnz: expected a number above 0, got 0")
+    if choice.threshold_loss and choice.activation != "relu":
+        parser.error(f"--threshold-loss: expected --activation relu, got {choice.activation}")
+    known = {"eager", *AttentionInterface().valid_keys()}
+    if choice.attention is not None and choice.attention not in known:
+        parser.error(f"--attention: expected one of {', '.join(sorted(known))}, got {choice.attention}")
+    if choice.warmup is None:
+        choice.warmup = choice.steps // 20
+    if choice.cache is None:
+        choice.cache = choice.out / "cache"
+    return choice
+
+
+def main(arguments: list[str] | None = None) -> int:
+    choice = parse(arguments)
+    try:
+        with parallel.world(None, choice.device) as here, checkpoint.alone(choice.out, here):
+            return relufy(choice, here)
+    except (RequestError, ImportError) as error:
+        print(f"relufy.py: error: {error}", file=sys.stderr)
+        return 2
+    except torch.OutOfMemoryError as error:
+        print(f"relufy.py: error: out of memory: a smaller --micro-batch takes less. {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

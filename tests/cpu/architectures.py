@@ -1,0 +1,440 @@
+"""Architectures of transformers, tiny and random, and what ``sparsify`` makes of each: the table of docs/models.md.
+
+``test_models.py`` builds each and checks the answer; ``python -m tests.cpu.architectures`` writes the table.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+
+DECODER = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "head_dim": 8,
+}
+SEQ2SEQ = {
+    "vocab_size": 64,
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+}
+T5 = {
+    "vocab_size": 64,
+    "d_model": 32,
+    "d_ff": 64,
+    "d_kv": 8,
+    "num_layers": 2,
+    "num_heads": 4,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 0,
+}
+GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1}
+GPT2 |= {"eos_token_id": 2}
+SWITCH = {**T5, "num_experts": 2, "expert_capacity": 64, "num_sparse_encoder_layers": 1}
+SWITCH |= {"num_sparse_decoder_layers": 1, "num_decoder_layers": 2}
+MOE = {**DECODER, "moe_intermediate_size": 16, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+class Architecture(NamedTuple):
+    """A class of transformers with the activation of its published models.
+
+    needs: fields of the configuration without which it is refused, and ``refusal``, a part of the message then. With
+    ``retrained`` these layers are taken only with ``activation="relu"``. layers: the names of the first twell layers;
+    none if the architecture is refused. models: those that people know, for the page.
+    """
+
+    models: str
+    kind: str
+    fields: dict[str, Any]
+    activation: str
+    layers: Sequence[str]
+    needs: Mapping[str, Any] = MappingProxyType({})
+    refusal: str = ""
+    retrained: bool = False
+    note: str = ""
+
+    @property
+    def answer(self) -> str:
+        if not self.layers:
+            return "no"
+        if self.retrained:
+            return "after training"
+        return "yes"
+
+
+MLP = ("model.layers.0.mlp", "model.layers.1.mlp")
+DENSE = "encoder.block.0.layer.1.DenseReluDense"
+
+ARCHITECTURES = (
+    Architecture("Arcee AFM-4.5B", "ArceeForCausalLM", DECODER, "relu2", MLP),
+    Architecture(
+        "BART", "BartForConditionalGeneration", SEQ2SEQ, "GELU", ("model.encoder.layers.0.fc2",), retrained=True
+    ),
+    Architecture(
+        "RoBERTa", "RobertaModel", DECODER, "GELU", ("encoder.layer.0.output.dense",), retrained=True, note="as BERT"
+    ),
+    Architecture(
+        "mBART", "MBartForConditionalGeneration", SEQ2SEQ, "GELU", ("model.encoder.layers.0.fc2",), retrained=True
+    ),
+    Architecture("Gemma 2", "Gemma2ForCausalLM", DECODER, "GELU", MLP, retrained=True),
+    Architecture("Gemma 3 (text)", "Gemma3ForCausalLM", DECODER, "GELU", MLP, retrained=True),
+    Architecture("OLMo", "OlmoForCausalLM", DECODER, "SiLU", MLP, retrained=True),
+    Architecture(
+        "Qwen2-MoE",
+        "Qwen2MoeForCausalLM",
+        {**MOE, "shared_expert_intermediate_size": 64},
+        "SiLU",
+        (),
+        refusal="must apply ReLU, got SiLU",
+        note="its experts are stacked",
+    ),
+    Architecture(
+        "mT5",
+        "MT5ForConditionalGeneration",
+        {**T5, "feed_forward_proj": "gated-gelu"},
+        "GELU",
+        ("encoder.block.0.layer.1.DenseReluDense",),
+        {"dropout_rate": 0.0},
+        "must drop no values",
+        retrained=True,
+    ),
+    Architecture(
+        "Fuyu",
+        "FuyuForCausalLM",
+        {
+            "text_config": {"model_type": "persimmon", **DECODER, "hidden_act": "relu2"},
+            "hidden_size": 32,
+            "patch_size": 2,
+        },
+        "relu2",
+        ("model.language_model.layers.0.mlp", "model.language_model.layers.1.mlp"),
+    ),
+    Architecture(
+        "BERT",
+        "BertModel",
+        DECODER,
+        "GELU",
+        ("encoder.layer.0.output.dense",),
+        retrained=True,
+        note="with a head that has its activation, too, by `twell.sparsify_`",
+    ),
+    Architecture("BioGPT", "BioGptForCausalLM", DECODER, "GELU", ("biogpt.layers.0.fc2",), retrained=True),
+    Architecture(
+        "BitNet b1.58 2B4T",
+        "BitNetForCausalLM",
+        DECODER,
+        "relu2",
+        (),
+        refusal="got beside them .*ffn_sub_norm",
+        note="it has a norm before the down projection",
+    ),
+    Architecture(
+        "BLOOM",
+        "BloomForCausalLM",
+        {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+        "GELU",
+        (),
+        refusal="takes residual besides x",
+        note="its layer also adds the residual",
+    ),
+    Architecture(
+        "DeepSeek-V3, R1, Kimi K2",
+        "DeepseekV3ForCausalLM",
+        {
+            **MOE,
+            "n_routed_experts": 4,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_key_value_heads": 4,
+        },
+        "SiLU",
+        (),
+        refusal="must apply ReLU, got SiLU",
+        note="SiLU, and its experts are stacked",
+    ),
+    Architecture(
+        "DistilBERT",
+        "DistilBertForMaskedLM",
+        {
+            "vocab_size": 64,
+            "dim": 32,
+            "hidden_dim": 64,
+            "n_layers": 2,
+            "n_heads": 4,
+            "dropout": 0.0,
+            "activation": "relu",
+        },
+        "GELU",
+        (),
+        refusal="must compute lin2",
+        note="its forward cuts x into chunks, by a setting",
+    ),
+    Architecture(
+        "Falcon",
+        "FalconForCausalLM",
+        {k: v for k, v in DECODER.items() if k != "head_dim"},
+        "GELU",
+        ("transformer.h.0.mlp",),
+        retrained=True,
+    ),
+    Architecture(
+        "Fairseq WMT19 (FSMT)",
+        "FSMTForConditionalGeneration",
+        {**SEQ2SEQ, "langs": ["en", "de"], "src_vocab_size": 64, "tgt_vocab_size": 64},
+        "relu",
+        ("model.encoder.layers.0.fc2",),
+    ),
+    Architecture("Gemma", "GemmaForCausalLM", DECODER, "GELU", MLP, retrained=True),
+    Architecture("GLM-4 (dense)", "GlmForCausalLM", DECODER, "SiLU", MLP, retrained=True),
+    Architecture("GLM-4-0414, Z1", "Glm4ForCausalLM", DECODER, "SiLU", MLP, retrained=True),
+    Architecture(
+        "GPT-2", "GPT2LMHeadModel", GPT2, "GELU", (), refusal="without any", note="its projections are no nn.Linear"
+    ),
+    Architecture(
+        "GPT-BigCode, StarCoder",
+        "GPTBigCodeForCausalLM",
+        GPT2,
+        "GELU",
+        ("transformer.h.0.mlp",),
+        {"resid_pdrop": 0.0},
+        "must drop no values",
+        retrained=True,
+    ),
+    Architecture(
+        "GPT-J", "GPTJForCausalLM", {**GPT2, "rotary_dim": 4}, "GELU", ("transformer.h.0.mlp",), retrained=True
+    ),
+    Architecture("GPT-NeoX, Pythia", "GPTNeoXForCausalLM", DECODER, "GELU", ("gpt_neox.layers.0.mlp",), retrained=True),
+    Architecture(
+        "gpt-oss",
+        "GptOssForCausalLM",
+        MOE,
+        "clipped SiLU",
+        (),
+        refusal="stacked in one tensor",
+        note="its experts are stacked",
+    ),
+    Architecture("Granite", "GraniteForCausalLM", DECODER, "SiLU", MLP, retrained=True),
+    Architecture("Jais 2", "Jais2ForCausalLM", DECODER, "relu2", MLP),
+    Architecture(
+        "Llama 2, 3, 3.1, 3.2",
+        "LlamaForCausalLM",
+        DECODER,
+        "SiLU",
+        MLP,
+        retrained=True,
+    ),
+    Architecture(
+        "SparseLM, ReluLLaMA: Llama with ReLU", "LlamaForCausalLM", {**DECODER, "hidden_act": "relu"}, "relu", MLP
+    ),
+    Architecture(
+        "LongT5",
+        "LongT5ForConditionalGeneration",
+        T5,
+        "relu",
+        ("encoder.block.0.layer.1.DenseReluDense",),
+        {"dropout_rate": 0.0},
+        "must drop no values",
+    ),
+    Architecture("M2M-100, NLLB", "M2M100ForConditionalGeneration", SEQ2SEQ, "relu", ("model.encoder.layers.0.fc2",)),
+    Architecture("Marian, Opus-MT", "MarianMTModel", SEQ2SEQ, "GELU", ("model.encoder.layers.0.fc2",), retrained=True),
+    Architecture("Mistral, Ministral", "MistralForCausalLM", DECODER, "SiLU", MLP, retrained=True),
+    Architecture(
+        "Mixtral",
+        "MixtralForCausalLM",
+        MOE,
+        "SiLU",
+        (),
+        refusal="stacked in one tensor",
+        note="its experts are stacked",
+    ),
+    Architecture(
+        "MobileBERT",
+        "MobileBertForMaskedLM",
+        {**DECODER, "hidden_size": 32, "intra_bottleneck_size": 32, "embedding_size": 16},
+        "relu",
+        (),
+        refusal="its class must use self.intermediate once",
+        note="its block uses the hidden state for more than the down projection",
+    ),
+    Architecture(
+        "MPT",
+        "MptForCausalLM",
+        {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4},
+        "GELU",
+        (),
+        refusal="takes residual besides x",
+        note="its layer also adds the residual",
+    ),
+    Architecture("NanoChat", "NanoChatForCausalLM", DECODER, "relu2", ("model.layers.0.mlp.fc2",)),
+    Architecture("Nemotron-4, Minitron", "NemotronForCausalLM", DECODER, "relu2", MLP),
+    Architecture(
+        "Nemotron-H, Nemotron 3 Nano",
+        "NemotronHForCausalLM",
+        {
+            **MOE,
+            "n_routed_experts": 4,
+            "layers_block_type": ["mlp", "moe", "attention"],
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_shared_expert_intermediate_size": 64,
+        },
+        "relu2",
+        ("model.layers.0.mixer", "model.layers.1.mixer.shared_experts"),
+        note="dense layers and shared experts",
+    ),
+    Architecture(
+        "NLLB-MoE",
+        "NllbMoeForConditionalGeneration",
+        {
+            **SEQ2SEQ,
+            "num_experts": 2,
+            "expert_capacity": 64,
+            "encoder_sparse_step": 1,
+            "decoder_sparse_step": 1,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+        },
+        "relu",
+        ("model.encoder.layers.0.ffn.experts.expert_0.fc2",),
+        note="every expert is a layer",
+    ),
+    Architecture("OLMo 2", "Olmo2ForCausalLM", DECODER, "SiLU", MLP, retrained=True),
+    Architecture(
+        "OPT",
+        "OPTForCausalLM",
+        {**DECODER, "ffn_dim": 64, "word_embed_proj_dim": 32},
+        "relu",
+        ("model.decoder.layers.0.fc2",),
+    ),
+    Architecture(
+        "Pegasus", "PegasusForConditionalGeneration", SEQ2SEQ, "GELU", ("model.encoder.layers.0.fc2",), retrained=True
+    ),
+    Architecture("Persimmon", "PersimmonForCausalLM", DECODER, "relu2", MLP),
+    Architecture("Phi-1, Phi-2", "PhiForCausalLM", DECODER, "GELU", ("model.layers.0.mlp.fc2",), retrained=True),
+    Architecture("Phi-3, Phi-4", "Phi3ForCausalLM", DECODER, "SiLU", MLP, retrained=True),
+    Architecture("Qwen2, Qwen2.5", "Qwen2ForCausalLM", DECODER, "SiLU", MLP, retrained=True),
+    Architecture("Qwen3", "Qwen3ForCausalLM", DECODER, "SiLU", MLP, retrained=True),
+    Architecture(
+        "Qwen3-MoE",
+        "Qwen3MoeForCausalLM",
+        MOE,
+        "SiLU",
+        (),
+        refusal="stacked in one tensor",
+        note="its experts are stacked",
+    ),
+    Architecture(
+        "Speech2Text", "Speech2TextForConditionalGeneration", SEQ2SEQ, "relu", ("model.encoder.layers.0.fc2",)
+    ),
+    Architecture("SmolLM3", "SmolLM3ForCausalLM", DECODER, "SiLU", MLP, retrained=True),
+    Architecture("StableLM", "StableLmForCausalLM", DECODER, "SiLU", MLP, retrained=True),
+    Architecture("StarCoder2", "Starcoder2ForCausalLM", DECODER, "GELU", MLP, retrained=True),
+    Architecture(
+        "Switch Transformers",
+        "SwitchTransformersForConditionalGeneration",
+        SWITCH,
+        "relu",
+        ("encoder.block.0.layer.1.mlp",),
+        {"dropout_rate": 0.0},
+        "must drop no values",
+        note="every expert is a layer",
+    ),
+    Architecture(
+        "T5", "T5ForConditionalGeneration", T5, "relu", (DENSE,), {"dropout_rate": 0.0}, "must drop no values"
+    ),
+    Architecture(
+        "T5 v1.1, Flan-T5",
+        "T5ForConditionalGeneration",
+        {**T5, "feed_forward_proj": "gated-gelu"},
+        "GELU",
+        (DENSE,),
+        {"dropout_rate": 0.0},
+        "must drop no values",
+        retrained=True,
+    ),
+    Architecture(
+        "UMT5",
+        "UMT5ForConditionalGeneration",
+        {**T5, "feed_forward_proj": "gated-gelu"},
+        "GELU",
+        (DENSE,),
+        {"dropout_rate": 0.0},
+        "must drop no values",
+        retrained=True,
+    ),
+    Architecture(
+        "Whisper", "WhisperForConditionalGeneration", SEQ2SEQ, "GELU", ("model.encoder.layers.0.fc2",), retrained=True
+    ),
+    Architecture(
+        "XGLM",
+        "XGLMForCausalLM",
+        {
+            "vocab_size": 64,
+            "d_model": 32,
+            "ffn_dim": 64,
+            "num_layers": 2,
+            "attention_heads": 4,
+            "max_position_embeddings": 64,
+        },
+        "GELU",
+        ("model.layers.0.fc2",),
+        retrained=True,
+    ),
+)
+
+
+def table() -> str:
+    """The models of each answer, and the rows of the page, by model."""
+    lines = []
+    for answer in ("yes", "after training", "no"):
+        found = sorted((each.models for each in ARCHITECTURES if each.answer == answer), key=str.lower)
+        lines += [*textwrap.wrap(f"**{answer}**: {'; '.join(found)}.", 132, break_on_hyphens=False), ""]
+    lines += ["| model | taken? | activation | remark | class of transformers |", "|---|---|---|---|---|"]
+    for each in sorted(ARCHITECTURES, key=lambda each: each.models.lower()):
+        needs = ", ".join(f"`{key}={value}`" for key, value in each.needs.items())
+        answer = f"**{each.answer}**" + (f", with {needs}" if needs else "")
+        named = {"relu": "ReLU", "relu2": "squared ReLU"}.get(each.activation, each.activation)
+        lines.append(f"| {each.models} | {answer} | {named} | {each.note} | `{each.kind}` |")
+    return "\n".join(lines)
+
+
+def filled(page: str) -> str:
+    """The page with the table of today."""
+    begin, end = "<!-- architectures -->\n", "<!-- end of architectures -->"
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    return before + begin + table() + "\n" + end + after
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,94 @@
+"""What ``sparsify`` makes of tiny random models of each architecture, and that the page on models says so."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cpu import architectures
+from tests.cpu.architectures import ARCHITECTURES, Architecture
+
+transformers = pytest.importorskip("transformers")
+
+from twell._sparsify import layers  # noqa: E402
+from twell.integrations.transformers import sparsify  # noqa: E402
+
+
+def build(each: Architecture, fields: dict[str, Any], device: str = "cpu") -> Any:
+    cls = getattr(transformers, each.kind, None)
+    if cls is None:
+        pytest.skip(f"this version of transformers has no {each.kind}")
+    torch.manual_seed(0)
+    with torch.device(device):
+        return cls(cls.config_class(**fields)).eval()
+
+
+def out(model: Any) -> Tensor:
+    """The output of a few tokens, of both parts of a model that has two."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 60, (2, 9), generator=generator)
+    given: dict[str, Any] = {"input_ids": ids}
+    if model.main_input_name == "input_features":
+        bins = getattr(model.config, "num_mel_bins", None) or model.config.input_feat_per_channel
+        # Whisper takes a fixed length
+        length = 2 * getattr(model.config, "max_source_positions", 0) if hasattr(model.config, "num_mel_bins") else 32
+        shape = (2, bins, length) if hasattr(model.config, "num_mel_bins") else (2, length, bins)
+        given = {"input_features": torch.randn(shape, generator=generator)}
+    if model.config.is_encoder_decoder:
+        given["decoder_input_ids"] = ids
+    result: Tensor = model(**given)[0]
+    return result
+
+
+@pytest.mark.parametrize("each", ARCHITECTURES, ids=lambda each: each.models)
+def test_an_architecture_is_taken_or_refused_as_the_page_says(each: Architecture) -> None:
+    if each.refusal:
+        refused = build(each, each.fields, "meta")
+        for activation in ("relu",) if each.activation not in ("relu", "relu2") and each.needs else (None,):
+            with pytest.raises(ValueError, match=each.refusal):
+                sparsify(refused, activation=activation)
+        assert not layers(refused)
+    if not each.layers:
+        return
+    dense = build(each, {**each.fields, **each.needs})
+    ours, activation = copy.deepcopy(dense), None
+    if each.retrained:
+        with pytest.raises(ValueError, match="must apply ReLU, got "):
+            sparsify(ours)
+        activation = "relu"
+    keys, parameters = list(ours.state_dict()), dict(ours.named_parameters())
+    # named: on a CPU "auto" is dense
+    sparsify(ours, activation=activation, strategy="union")
+    assert list(layers(ours))[: len(each.layers)] == list(each.layers)
+    assert {layer.activation for layer in layers(ours).values()} == {activation or each.activation}
+    assert list(ours.state_dict()) == keys
+    assert all(p is parameters[name] for name, p in ours.named_parameters())
+    if each.retrained:
+        # the stock class computes the same from the configuration
+        dense = type(ours)(copy.deepcopy(ours.config)).eval()
+        dense.load_state_dict(ours.state_dict())
+    results = [out(m) for m in (ours, dense)]
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    for y in results:
+        y.square().sum().backward()
+    theirs = dict(dense.named_parameters())
+    for name, p in ours.named_parameters():
+        torch.testing.assert_close(p.grad, theirs[name].grad, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_an_activation_that_a_head_shares_is_not_changed() -> None:
+    fields = {**architectures.DECODER, "hidden_act": "gelu"}
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**fields))
+    with pytest.raises(ValueError, match=r"got GELU as cls\.predictions\.transform\.transform_act_fn, too"):
+        sparsify(model, activation="relu")
+    assert model.config.hidden_act == "gelu"
+    assert not layers(model)
+
+
+def test_the_page_has_the_table() -> None:
+    page = architectures.PAGE.read_text(encoding="utf-8")
+    assert page == architectures.filled(page), "run python -m tests.cpu.architectures"

@@ -1,0 +1,387 @@
+"""Steering L1 to a number of non-zeros, sharing neurons between neighbours, and FATReLU's threshold."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from twell import recipe
+from twell.nn import SparseGatedMLP, SparseMLP
+from twell.recipe import TargetSparsity
+
+K, N, M = 16, 64, 128
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+class Model(nn.Module):
+    """Two residual layers over [M, K]. With biases: without, a symmetric input fires half of the neurons."""
+
+    def __init__(self, activation: Any = "relu", **options: Any) -> None:
+        super().__init__()
+        self.mlps = nn.ModuleList(SparseGatedMLP(K, N, True, activation=activation, **options) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mlp in self.mlps:
+            x = x + mlp(F.layer_norm(x, (K,)))
+        return x
+
+
+def batches(seed: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and outputs of a fixed function, without end."""
+    generator = torch.Generator().manual_seed(seed)
+    a, b = torch.randn(2, K, K, generator=generator) / math.sqrt(K)
+    while True:
+        x = torch.randn(M, K, generator=generator)
+        yield x, x + torch.sin(2 * x @ a) @ b
+
+
+def train(model: nn.Module, target: TargetSparsity, steps: int, rate: float = 5e-3) -> float:
+    """Train with a learning rate that falls to 0; the mean non-zeros afterwards."""
+    optimizer = torch.optim.Adam(model.parameters(), rate)
+    for step, (x, y) in zip(range(steps), batches()):
+        loss = (model(x) - y).square().mean() + target.term(model)
+        loss.backward()
+        for group in optimizer.param_groups:
+            group["lr"] = rate * (1 + math.cos(math.pi * step / steps)) / 2
+        optimizer.step()
+        optimizer.zero_grad()
+        target.update()
+    return target.read()["non_zeros"]
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2", "drelu"])
+@pytest.mark.parametrize("nnz", [3, 12])
+def test_training_reaches_the_target(activation: Any, nnz: int) -> None:
+    model = Model(activation)
+    of: Any = "hidden" if activation == "relu" else "gate"
+    recipe.record_aux(model, inputs=of == "gate")
+    reached = train(model, TargetSparsity(nnz, 240, of=of), 240)
+    assert reached == pytest.approx(nnz, rel=0.2)
+    # it did not begin there
+    fresh = Model(activation)
+    recipe.record_aux(fresh, inputs=of == "gate")
+    assert train(fresh, TargetSparsity(nnz, 240, of=of), 1) > 2 * nnz
+
+
+def test_l1_of_the_hidden_state_does_not_silence_every_gate() -> None:
+    """The reason for of="gate": with dReLU a silent up projection makes L1 as small."""
+    model = Model("drelu")
+    recipe.record_aux(model)
+    assert train(model, TargetSparsity(3, 240), 240) > 6
+
+
+def test_the_goal_falls_in_stages() -> None:
+    target = TargetSparsity(10, 1000, stages=4, reach=0.5)
+    path = [target.progress(step) for step in range(1001)]
+    assert path[0] == 0
+    assert all(a <= b for a, b in itertools.pairwise(path))
+    assert all(value == 1 for value in path[500:])
+    # each stage moves in its first half and rests in its second
+    for stage in range(4):
+        assert path[125 * stage + 63 : 125 * stage + 125] == [pytest.approx((stage + 1) / 4)] * 62
+        assert path[125 * stage + 31] == pytest.approx((stage + 0.5) / 4, abs=0.02)
+
+
+def test_the_first_term_has_its_value_and_others_their_coefficient() -> None:
+    model, (x, _) = Model(), next(batches())
+    recipe.record_aux(model)
+    target = TargetSparsity(5, 100, begin=0.02)
+    assert math.isnan(target.read()["coefficient"])
+    model(x)
+    l1 = recipe.l1_term(model)
+    # two micro-batches of a step have the same coefficient
+    for _ in range(2):
+        model(x)
+        torch.testing.assert_close(target.term(model), torch.tensor(0.02))
+    assert target.read()["coefficient"] == pytest.approx(0.02 / float(l1.detach()))
+    target.update()
+    model(x)
+    torch.testing.assert_close(target.term(model), target.read()["coefficient"] * l1)
+    assert target.read()["non_zeros"] == pytest.approx(float(model.mlps[0](x, True)[1].l0), rel=0.5)
+
+
+def test_a_target_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+    def run(stop: int | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Model()
+        recipe.record_aux(model, inputs=True)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        target = TargetSparsity(5, 30, sharing=0.5)
+        for step, (x, y) in zip(range(30), batches()):
+            if step == stop:
+                # a step that is not complete is forgotten
+                model(x)
+                target.term(model)
+                torch.save(target.state_dict(), tmp_path / "target")
+                target = TargetSparsity(5, 30, sharing=0.5)
+                target.load_state_dict(torch.load(tmp_path / "target", weights_only=True))
+            ((model(x) - y).square().mean() + target.term(model)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            target.update()
+        return [*model.parameters()]
+
+    whole = run(None)
+    for stop in (1, 12):
+        assert all(torch.equal(a, b) for a, b in zip(run(stop), whole))
+
+
+class Waits(TorchDispatchMode):
+    """A mode that fails where the host would wait for a GPU: reading values, and tensors made from host numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        waits = ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh")
+        assert func._schema.name.removeprefix("aten::") not in waits, func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("of", ["hidden", "gate"])
+def test_no_step_waits(of: Any) -> None:
+    model = Model(strategy="dense")
+    recipe.record_aux(model, inputs=True)
+    target = TargetSparsity(5, 10, of=of, sharing=0.5)
+    (x, y) = next(batches())
+    with Waits():
+        for _ in range(3):
+            ((model(x) - y).square().mean() + target.term(model)).backward()
+            target.update()
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), Waits():
+        float(x.sum())
+
+
+@pytest.mark.gpu
+def test_no_step_waits_for_a_gpu() -> None:
+    model = Model("relu2", strategy="union").to("cuda", torch.bfloat16)
+    recipe.record_aux(model, inputs=True)
+    target = TargetSparsity(5, 10, of="gate", sharing=0.5)
+    x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
+    for number in range(6):
+        # the first passes load kernels
+        torch.cuda.set_sync_debug_mode("error" if number > 1 else "default")
+        try:
+            (model(x).float().square().mean() + target.term(model)).backward()
+            target.update()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert target.read()["coefficient"] > 0
+
+
+def ranks_share(device: torch.device, folder: Path) -> None:
+    torch.manual_seed(0)
+    model, rank = Model(), dist.get_rank()
+    recipe.record_aux(model)
+    target = TargetSparsity(5, 10)
+    terms = []
+    for x, _ in [next(batches(seed)) for seed in (2 + rank, 4 + rank)]:
+        model(x * (1 + rank))
+        terms.append(float(target.term(model)))
+        target.update()
+    torch.save({"terms": terms, **target.read()}, folder / f"result{rank}")
+
+
+def test_ranks_share_figures_and_coefficients(tmp_path: Path) -> None:
+    ranks.run(2, ranks_share, tmp_path, folder=tmp_path)
+    first, second = (torch.load(tmp_path / f"result{rank}") for rank in range(2))
+    assert first["coefficient"] == second["coefficient"]
+    assert first["non_zeros"] == second["non_zeros"]
+    # each has the term of its own tokens, and they are as large as asked for on the average
+    assert first["terms"] != second["terms"]
+    assert first["terms"][0] + second["terms"][0] == pytest.approx(0.02, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nnz": 0}, "nnz must be above 0, got 0"),
+        ({"nnz": -1}, "nnz must be a finite number of at least 0, got -1"),
+        ({"steps": 0}, "steps must be an integer of at least 1, got 0"),
+        ({"reach": 1.5}, "reach must be a number from 0 to 1"),
+        ({"reach": 0}, "reach must be above 0"),
+        ({"sharing": 2}, "sharing must be a number from 0 to 1, got 2"),
+        ({"of": "both"}, "of must be"),
+    ],
+)
+def test_targets_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TargetSparsity(**{"nnz": 5, "steps": 10, **options})
+
+
+def test_a_target_says_what_is_missing() -> None:
+    model, target = Model(), TargetSparsity(5, 10, sharing=0.5)
+    with pytest.raises(RuntimeError, match="update needs a term since the last update"):
+        target.update()
+    with pytest.raises(RuntimeError, match=r"mlps\.0 records nothing: call record_aux"):
+        target.term(model)
+    recipe.record_aux(model)
+    model(torch.randn(M, K))
+    with pytest.raises(RuntimeError, match=r"mlps\.0 keeps no inputs: call record_aux\(model, inputs=True\)"):
+        target.term(model)
+
+
+# Sharing
+
+
+@pytest.mark.parametrize("layer", [SparseGatedMLP(K, N, bias=True), SparseMLP(K, N)], ids=["gated", "plain"])
+@pytest.mark.parametrize("strategy", ["dense", "union"])
+def test_the_sharing_term_is_the_norm_of_neurons_over_windows(layer: Any, strategy: Any) -> None:
+    layer.strategy = strategy
+    recipe.record_aux(layer, inputs=True)
+    x = torch.randn(5, 14, K, requires_grad=True)
+    gate = F.relu((layer.gate_proj if isinstance(layer, SparseGatedMLP) else layer.up_proj)(x)).flatten(0, 1)
+
+    def wanted(tokens: int, starts: list[int]) -> Tensor:
+        norms = [gate[start : start + tokens].square().sum(0).sqrt().sum() for start in starts]
+        return torch.stack(norms).mean() / math.sqrt(tokens)
+
+    # 70 tokens: whole windows alone, then every third of 17 windows, then L1
+    for tokens, windows, starts in ((32, 64, [0, 32]), (4, 5, [0, 12, 24, 36, 48]), (1, 1000, [*range(70)])):
+        layer(x)
+        recipe.clear_aux(layer)
+        layer(x)
+        term = recipe.sharing_term(layer, tokens, windows)
+        torch.testing.assert_close(term, wanted(tokens, starts))
+    layer(x)
+    recipe.sharing_term(layer).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in (x, *layer.parameters()))
+    with pytest.raises(RuntimeError, match="kept no input since the last read"):
+        recipe.sharing_term(layer)
+
+
+class Adapted(nn.Linear):
+    """A projection with more than weight and bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - 0.3
+
+
+def test_adapted_projections_are_called() -> None:
+    layer = SparseGatedMLP(K, N)
+    layer.gate_proj = Adapted(K, N)
+    recipe.record_aux(layer, inputs=True)
+    x = torch.randn(M, K)
+    layer(x)
+    torch.testing.assert_close(recipe.sharing_term(layer, 1, M), F.relu(layer.gate_proj(x)).sum(1).mean())
+
+
+def test_autocast_decides_the_dtype_of_gates() -> None:
+    layer = SparseMLP(K, N)
+    recipe.record_aux(layer, inputs=True)
+    x = torch.randn(M, K)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x)
+        wanted = F.relu(layer.up_proj(x)).float().sum(1).mean()
+    term = recipe.sharing_term(layer, 1, M)
+    assert torch.equal(term, wanted)
+    term.backward()
+    assert layer.up_proj.weight.grad is not None
+    assert layer.up_proj.weight.grad.dtype == torch.float32
+
+
+def test_sharing_is_worth_the_root_of_the_window() -> None:
+    layer = SparseMLP(8, 8)
+    layer.up_proj.weight.data.copy_(torch.eye(8))
+    recipe.record_aux(layer, inputs=True)
+    terms = []
+    for x in (torch.eye(8), torch.eye(8)[:1].expand(8, 8)):
+        layer(x)
+        terms.append(float(recipe.sharing_term(layer, 8).detach()))
+    assert terms == pytest.approx([math.sqrt(8), 1])
+
+
+def test_neighbours_come_to_share_neurons() -> None:
+    """The union of the neurons of a window, at the same non-zeros per token."""
+    unions = []
+    for sharing in (0.0, 0.9):
+        torch.manual_seed(0)
+        model = Model()
+        recipe.record_aux(model, inputs=True)
+        train(model, TargetSparsity(6, 240, sharing=sharing), 240)
+        with torch.no_grad():
+            gate: Any = model.mlps[0].gate_proj  # type: ignore[union-attr]
+            fires = gate(F.layer_norm(next(batches(9))[0], (K,))) > 0
+        unions.append(float(fires.view(-1, 32, N).any(1).sum(1).float().mean() / fires.sum(1).float().mean()))
+    assert unions[1] < 0.8 * unions[0]
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", "checkpoint"])
+def test_inputs_are_kept_however_a_model_runs(how: str) -> None:
+    model, x = Model(strategy="dense"), next(batches())[0]
+    recipe.record_aux(model, inputs=True)
+    model(x)
+    expected = recipe.sharing_term(model)
+    recipe.clear_aux(model)
+    expected.backward()
+    wanted = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    forward: Any = {
+        "eager": model,
+        "compiled": torch.compile(model, backend="aot_eager"),
+        "checkpoint": lambda x: checkpoint(model, x, use_reentrant=False),
+    }[how]
+    for _ in range(2):
+        y = forward(x)
+        term = recipe.sharing_term(model)
+        recipe.l1_term(model)
+        torch.testing.assert_close(term, expected)
+        (term + 0 * y.sum()).backward()
+        for parameter, grad in zip(model.parameters(), wanted):
+            if grad is not None:
+                torch.testing.assert_close(parameter.grad, grad)
+        model.zero_grad()
+        assert not any(layer._recorder.kept for layer in recipe.layers(model).values())  # type: ignore[union-attr]
+
+
+# FATReLU
+
+
+def test_the_threshold_is_the_greatest_that_the_loss_allows() -> None:
+    model = Model()
+    x, _ = next(batches(7))
+    y = (model(x) + 0.1 * torch.randn(M, K)).detach()
+
+    @torch.no_grad()
+    def loss() -> float:
+        return float((model(x) - y).square().mean())
+
+    plain = loss()
+    for most in (0.01, 0.2):
+        choice = recipe.choose_threshold(model, loss, most_loss=most)
+        assert {layer.activation for layer in recipe.layers(model).values()} == {"fatrelu"}
+        assert {layer.threshold for layer in recipe.layers(model).values()} == {choice.threshold}
+        assert choice.tried[0] == (0.0, pytest.approx(plain))
+        assert len(choice.tried) == 16
+        assert loss() <= plain * (1 + most)
+        allowed = [threshold for threshold, value in choice.tried if value <= plain * (1 + most)]
+        assert choice.threshold == max(allowed) > 0
+        refused = [threshold for threshold, value in choice.tried if value > plain * (1 + most)]
+        assert choice.threshold < min(refused) < 1.1 * choice.threshold
+
+
+def test_without_a_threshold_the_layers_have_relu() -> None:
+    model = Model("fatrelu", threshold=0.5)
+    losses = iter([1.0, 2.0])
+    choice = recipe.choose_threshold(model, lambda: next(losses))
+    assert choice == (0.0, ((0.0, 1.0), (2**-10, 2.0)))
+    assert {(layer.activation, layer.threshold) for layer in recipe.layers(model).values()} == {("relu", 0)}
+    with pytest.raises(ValueError, match=r"mlps\.0 must have .* got 'drelu'"):
+        recipe.choose_threshold(Model("drelu"), lambda: 1.0)
+    with pytest.raises(ValueError, match="least must be above 0, got 0"):
+        recipe.choose_threshold(model, lambda: 1.0, least=0)
