@@ -1,19 +1,17 @@
 """Rows of x or w_gate for the int8 screen of the gate: rotated, scaled and rounded with a dither; see screen.py.
 
-Persistent; a CTA has one row at a time, and a thread sixteen of its values. One pass over memory: the next row is
-loaded while this one is rotated.
+Persistent; a warp has 2,048 columns of a row in registers, 64 per lane, and the warps of longer rows meet only for the
+scale. Column 256 v + 8 l + i of them is in lane l first, then in lane 4 v + i / 2:
 
-    load      two vectors of eight values per thread: signs, squares, and the levels of the transform of bits 0 to 2 of
-              the column. Then to shared memory.
-    rotate    sixteen values that differ in four bits of the column, four levels, until all bits of the block are done.
-              The last pass takes the block's highest four bits, some of them done before. Its results stay in
-              registers.
+    load      a vector of eight values per v, a row ahead. Signs, squares, and the levels of the transform of i and v.
+    exchange  through the warp's own shared memory.
+    rotate    the levels of l.
     reduce    the largest magnitude, of which the scale is made, and the sum of squares.
-    round     a value times the levels, to a multiple of 2^-15; with the column's dither added its floor is the result.
-              Bytes are put in order in shared memory.
+    round     a value times the levels plus the column's dither; its floor is the result. Bytes are put in order in
+              shared memory.
 
-Levels go from the lowest bit to the highest, as in `reference.rotate`, so the results have the same bits. The dithers
-and signs of a thread's columns are the same for all rows, and stay in registers.
+Levels are in the order of `screen.levels`, so the results have the same bits as on a CPU. The dithers lie in shared
+memory in the order in which lanes read them.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +19,7 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int8, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int8, Int32, Int64, Uint8, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from . import feasible, screen
@@ -31,37 +29,25 @@ from .common.philox import philox, pick
 from .common.values import high_to_float, low_to_float, warp_sum
 from .specs import QuantizeGateSpec
 
-# values of a thread, and bits of the column in which they differ in a pass
-VALUES, BITS = 16, 4
-# values of a vector, and their bits
-VECTOR, FIRST_BITS = 8, 3
-# fp32 numbers near it are 1 apart; all values times the levels are less than 2^22
+# columns of a warp and of a lane; vectors of a lane and their values
+COLUMNS, VALUES = screen.ROTATED, screen.ROTATED // 32
+VECTORS, VECTOR = 8, 8
+# floats, and then bytes, from one v to the next in shared memory: padding lets lanes of all v hit different banks
+PITCH, BYTE_PITCH = 32 * VECTOR + 8, 32 * VECTOR + 16
+# a sum with it that is rounded down is an integer, in the low bits
 ROUNDER = 3 * 2.0**22
-assert screen.LEVELS * 2**screen.FRACTION + 1 < 2**22
-DITHER = 2**screen.FRACTION - 1
-# threads of an SM, at 64 registers
-THREADS_PER_SM = 1024
-
-
-class Place(NamedTuple):
-    """The columns of a thread in a pass: `base` plus the numbers below 16, shifted by `start`."""
-
-    base: Any
-    start: Any
+# warps of a CTA, and of an SM, at 168 registers
+WARPS, WARPS_PER_SM = 4, 12
 
 
 class Views(NamedTuple):
     """Views of a CTA's shared memory."""
 
-    row: Any  # [k_max] values, padded, see `padded`
-    bytes: Any  # [k_max] results
+    dithers: Any  # [k_max] by lane, see `draw_dithers`
+    line: Any  # [VECTORS * PITCH] of this warp
+    bytes: Any  # [VECTORS * BYTE_PITCH] in the same place
     largest: Any  # [warps]
     squares: Any  # [warps]
-
-
-def padded(column: Any) -> Any:
-    """Where a column is in shared memory: eight more per 128, so that passes hit different banks."""
-    return column + ((column >> 7) << 3)
 
 
 class QuantizeGate:
@@ -70,9 +56,11 @@ class QuantizeGate:
     def __init__(self, spec: QuantizeGateSpec):
         self.dtype = operands.DTYPES[spec.dtype]
         self.k_max = spec.k_max
-        self.threads = spec.k_max // VALUES
-        self.warps = self.threads // 32
-        self.ctas = THREADS_PER_SM // self.threads
+        # warps of a row, of a CTA, and its rows
+        self.segments = spec.k_max // COLUMNS
+        self.warps = max(WARPS, self.segments)
+        self.rows = self.warps // self.segments
+        self.ctas = WARPS_PER_SM // self.warps
 
     @cute.jit
     def __call__(
@@ -91,19 +79,19 @@ class QuantizeGate:
 
         @cute.struct
         class Shared:
-            largest: cute.struct.MemRange[Float32, 32]
-            squares: cute.struct.MemRange[Float32, 32]
-            row: cute.struct.Align[cute.struct.MemRange[Float32, padded(self.k_max)], 16]
-            bytes: cute.struct.Align[cute.struct.MemRange[Uint8, self.k_max], 16]
+            largest: cute.struct.MemRange[Float32, self.warps]
+            squares: cute.struct.MemRange[Float32, self.warps]
+            dithers: cute.struct.Align[cute.struct.MemRange[Float32, self.k_max], 16]
+            lines: cute.struct.Align[cute.struct.MemRange[Float32, self.warps * VECTORS * PITCH], 16]
 
         self.shared = feasible.check_shared_memory(Shared, self.ctas)
-        ctas = cutlass.min(rows.shape[0], multiprocessors * self.ctas)
+        ctas = cutlass.min(cute.ceil_div(rows.shape[0], self.rows), multiprocessors * self.ctas)
         if rows.shape[0] > 0:
             # the usual sizes have constant places
             if rows.shape[1] == self.k_max:
                 self.kernel(rows, q, scale, spread, shift, root, grid_error, True).launch(
                     grid=(ctas, 1, 1),
-                    block=(self.threads, 1, 1),
+                    block=(32 * self.warps, 1, 1),
                     min_blocks_per_mp=self.ctas,
                     preferred_smem_carveout=100,
                     stream=stream,
@@ -112,7 +100,7 @@ class QuantizeGate:
             else:
                 self.kernel(rows, q, scale, spread, shift, root, grid_error, False).launch(
                     grid=(ctas, 1, 1),
-                    block=(self.threads, 1, 1),
+                    block=(32 * self.warps, 1, 1),
                     min_blocks_per_mp=self.ctas,
                     preferred_smem_carveout=100,
                     stream=stream,
@@ -132,59 +120,56 @@ class QuantizeGate:
         whole: cutlass.Constexpr,
     ):
         """`whole`: all columns of the class exist."""
-        thread = cute.arch.thread_idx()[0]
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared = SmemAllocator().allocate(self.shared)
+        line = shared.lines.data_ptr() + warp * (VECTORS * PITCH)
         s = Views(
-            row=shared.row.get_tensor(cute.make_layout(padded(self.k_max))),
-            bytes=shared.bytes.get_tensor(cute.make_layout(self.k_max)),
-            largest=shared.largest.get_tensor(cute.make_layout(32)),
-            squares=shared.squares.get_tensor(cute.make_layout(32)),
+            dithers=shared.dithers.data_ptr(),
+            line=line,
+            bytes=cute.recast_ptr(line.align(16), dtype=Uint8),
+            largest=shared.largest.get_tensor(cute.make_layout(self.warps)),
+            squares=shared.squares.get_tensor(cute.make_layout(self.warps)),
         )
-        # columns, and bits of the column that are rotated
-        k, bits = self.k_max, self.k_max.bit_length() - 1
+        # bits of the column that are rotated, and the warp's first column
+        bits, start = COLUMNS.bit_length() - 1, warp % self.segments * COLUMNS
         if const_expr(not whole):
-            k = rows.shape[1]
-            bits = 31 - Int32(cute.arch.clz(k & (0 - k)))
-        last = self.place(thread, bits - BITS if const_expr(whole) else cutlass.max(bits - BITS, Int32(0)))
-        signs = self.draw_signs(thread)
-        dithers = self.draw_dithers(s, last, k, shift, thread)
+            bits = 31 - Int32(cute.arch.clz(rows.shape[1] & (0 - rows.shape[1])))
+        self.draw_dithers(s, shift, thread)
+        own_signs, vector_signs = self.draw_signs(start, lane)
         launch.griddepcontrol_wait()
         launch.griddepcontrol_launch_dependents()
+        cute.arch.sync_threads()
 
-        row, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        loaded = cute.make_rmem_tensor((4, 2), Uint32)
+        first, step = cute.arch.block_idx()[0] * self.rows, cute.arch.grid_dim()[0] * self.rows
+        own = warp // self.segments
+        loaded = cute.make_rmem_tensor((4, VECTORS), Uint32)
         values = cute.make_rmem_tensor((VALUES,), Float32)
-        values.fill(0.0)
-        self.load(rows, row, loaded, thread)
-        while row < rows.shape[0]:
-            squares = self.spread_row(s, loaded, signs, k, thread)
-            self.load(rows, row + step, loaded, thread)
-            cute.arch.sync_threads()
-            self.rotate(s, values, last, bits, k, thread)
-            largest, squares = self.reduce(s, values, squares, thread)
+        self.load(rows, first + own, start, whole, loaded, lane)
+        while first < rows.shape[0]:
+            row = first + own
+            squares = self.unpack(loaded, own_signs, vector_signs, values)
+            for level in (0, 1, 2, 8, 9, 10):
+                if level < bits:
+                    self.butterflies(values, level if level < 3 else level - 5)
+            self.exchange(s, values, lane)
+            for level in range_constexpr(3, 8):
+                if level < bits:
+                    self.butterflies(values, level - 2)
+            largest, squares = self.reduce(s, values, squares, warp, lane)
             # no NaN among the values if the sum of squares is a number
             screened = largest >= screen.SMALLEST and largest <= screen.LARGEST and squares < Float32.inf
-            levels = self.divide(Float32(screen.LEVELS * 2**screen.FRACTION), largest)
-            if screened == Boolean(False):
-                values.fill(0.0)
-                levels = Float32(0.0)
-            if thread * VALUES < k:
-                self.round(s, values, dithers, levels, last)
-            if thread == 0:
-                own = largest * Float32(1 / screen.LEVELS)
-                norm = cute.math.sqrt(squares) * root
-                wide = self.divide(norm, own) * Float32(1 + screen.SPREAD) + grid_error
+            levels = self.divide(Float32(screen.LEVELS), largest)
+            self.load(rows, row + step, start, whole, loaded, lane)
+            self.round(s, values, start, levels, lane)
+            if start == 0 and lane == 0 and row < rows.shape[0]:
+                unit = largest * Float32(1 / screen.LEVELS)
+                wide = self.divide(cute.math.sqrt(squares) * root, unit) * Float32(1 + screen.SPREAD) + grid_error
                 outside = Float32(0.0) if largest == 0.0 and squares == 0.0 else Float32.inf
-                scale[row] = own if screened else Float32(1.0)
+                scale[row] = unit if screened else Float32(1.0)
                 spread[row] = wide if screened else outside
-            cute.arch.sync_threads()
-            self.store(s, q, row, k, thread)
-            row += step
-
-    @cute.jit
-    def place(self, thread: Int32, start: Int32) -> Place:
-        low = thread & ((1 << start) - 1)
-        return Place(((thread - low) << BITS) + low, start)
+            self.store(s, q, row, start, whole, screened, lane)
+            first += step
 
     @cute.jit
     def divide(self, a: Float32, b: Float32) -> Float32:
@@ -196,111 +181,86 @@ class QuantizeGate:
     # ---- random numbers, once per CTA ----
 
     @cute.jit
-    def draw_signs(self, thread: Int32):
-        """Masks that change the signs of a thread's two vectors of 16-bit values."""
-        masks = cute.make_rmem_tensor((4, 2), Uint32)
-        for half in range_constexpr(2):
-            column = (thread + half * self.threads) * VECTOR
-            word = pick(philox(Uint32(column >> 7), screen.SIGNS), Uint32(column >> 5))
-            bits = word >> Uint32(column & 31)
-            for i in range_constexpr(4):
-                masks[i, half] = (bits >> (2 * i) & 1) << 15 | (bits >> (2 * i + 1) & 1) << 31
-        return masks
+    def draw_signs(self, start, lane: Int32):
+        """Masks that change the signs of 16-bit values by their place in a vector, and twice a bit for each vector."""
+        line = Uint32(start // COLUMNS * 32 + lane)
+        word = pick(philox(line >> 2, screen.SIGNS), line)
+        own = cute.make_rmem_tensor((VECTOR // 2,), Uint32)
+        for i in range_constexpr(VECTOR // 2):
+            own[i] = (word >> (2 * i) & 1) << 15 | (word >> (2 * i + 1) & 1) << 31
+        return own, (word >> VECTOR & Uint32(0xFF)) * Uint32(0x10001)
 
     @cute.jit
-    def draw_dithers(self, s, last, k, shift, thread: Int32):
-        """Dithers of a thread's columns in the last pass, two per register."""
-        words = cute.make_tensor(cute.recast_ptr(s.row.iterator, dtype=Uint32), cute.make_layout(self.k_max))
-        for block in cutlass.range(thread, (k + 3) // 4, self.threads, unroll=1):
+    def draw_dithers(self, s, shift, thread: Int32):
+        """Dithers of all columns, where the lanes that round them find theirs, four at a time."""
+        for block in cutlass.range(thread, self.k_max // 4, 32 * self.warps, unroll=1):
             four = philox(Uint32(block), screen.DITHERS)
-            for i in range_constexpr(4):
-                words[4 * block + i] = four[i]
-        cute.arch.sync_threads()
-        pairs = cute.make_rmem_tensor((VALUES // 2,), Uint32)
-        for i in range_constexpr(VALUES // 2):
-            # columns beyond the last have any bits
-            low, high = (
-                (Uint32(words[last.base + ((2 * i + j) << last.start)]) >> Uint32(shift)) & Uint32(DITHER)
-                for j in range(2)
-            )
-            pairs[i] = low | high << 16
-        cute.arch.sync_threads()
-        return pairs
+            for j in range_constexpr(4):
+                column = 4 * block + j
+                l, i, v = column >> 3 & 31, column & 7, column >> 8 & 7
+                place = (l >> 1) * 128 + (4 * v + (i >> 1)) * 4 + (l & 1) * 2 + (i & 1)
+                number = Int32((four[j] >> Uint32(shift)) & Uint32(2**screen.FRACTION - 1)).to(Float32)
+                at = s.dithers + ((column & ~(COLUMNS - 1)) + place)
+                cute.make_tensor(at, cute.make_layout(1))[0] = (number + Float32(0.5)) * Float32(2.0**-screen.FRACTION)
 
     # ---- a row ----
 
     @cute.jit
-    def load(self, rows, row, loaded, thread):
-        """Load two vectors of a row; zeros beyond its end."""
+    def load(self, rows, row, start, whole: cutlass.Constexpr, loaded, lane):
+        """Load a lane's vectors of a row; zeros beyond its end."""
         loaded.fill(0)
-        for half in range_constexpr(2):
-            column = (thread + half * self.threads) * VECTOR
-            if row < rows.shape[0] and column < rows.shape[1]:
-                load_values(address(rows, row, column), loaded[None, half])
+        for v in range_constexpr(VECTORS):
+            column = start + v * (32 * VECTOR) + lane * VECTOR
+            if row < rows.shape[0] and (whole or column < rows.shape[1]):
+                load_values(address(rows, row, column), loaded[None, v])
 
     @cute.jit
-    def spread_row(self, s, loaded, signs, k, thread):
-        """Signs and the first three levels, to shared memory; returns the thread's sum of squares."""
-        squares = Float32(0.0)
-        values = cute.make_rmem_tensor((VECTOR,), Float32)
-        for half in range_constexpr(2):
-            column = (thread + half * self.threads) * VECTOR
-            for i in range_constexpr(4):
-                pair = loaded[i, half] ^ signs[i, half]
-                values[2 * i], values[2 * i + 1] = low_to_float(pair, self.dtype), high_to_float(pair, self.dtype)
-            for i in range_constexpr(VECTOR):
-                squares += values[i] * values[i]
-            for level in range_constexpr(FIRST_BITS):
-                self.butterflies(values, level)
-            # columns up to a multiple of sixteen are zeros
-            if column < k + VECTOR:
-                target = cute.make_tensor((s.row.iterator + padded(column)).align(16), cute.make_layout(VECTOR))
-                cute.autovec_copy(values, target)
-        return squares
+    def unpack(self, loaded, own_signs, vector_signs, values):
+        """Values with signs; returns the lane's sum of squares."""
+        even, odd = Float32(0.0), Float32(0.0)
+        for v in range_constexpr(VECTORS):
+            whole = vector_signs << (15 - v) & Uint32(0x80008000)
+            for i in range_constexpr(VECTOR // 2):
+                pair = loaded[i, v] ^ own_signs[i] ^ whole
+                low, high = low_to_float(pair, self.dtype), high_to_float(pair, self.dtype)
+                even += low * low
+                odd += high * high
+                values[VECTOR * v + 2 * i], values[VECTOR * v + 2 * i + 1] = low, high
+        return even + odd
 
     @cute.jit
     def butterflies(self, values, level: cutlass.Constexpr):
         """Sums and differences of the values whose indices differ in one bit."""
-        for i in range_constexpr(cute.size(values)):
+        for i in range_constexpr(VALUES):
             if (i >> level) & 1 == 0:
                 low, high = values[i], values[i + (1 << level)]
                 values[i] = low + high
                 values[i + (1 << level)] = low - high
 
     @cute.jit
-    def rotate(self, s, values, last, bits, k, thread):
-        """The levels from bit 3 on; the results are those of `last`, in registers, zeros in threads without columns."""
-        for start in range_constexpr(FIRST_BITS, self.k_max.bit_length() - BITS - 1, BITS):
-            if start < bits - BITS:
-                if thread * VALUES < k:
-                    at = self.place(thread, start)
-                    base = s.row.iterator + padded(at.base)
-                    self.load_values(base, values, start)
-                    for level in range_constexpr(BITS):
-                        self.butterflies(values, level)
-                    for i in range_constexpr(VALUES):
-                        cute.make_tensor(base + padded(i << start), cute.make_layout(1))[0] = values[i]
-                cute.arch.sync_threads()
-        if thread * VALUES < k:
-            self.load_values(s.row.iterator + padded(last.base), values, last.start)
-            # levels below are done
-            passed = bits - FIRST_BITS - 1
-            done = (
-                FIRST_BITS
-                + (max(passed, 0) if isinstance(passed, int) else cutlass.max(passed, Int32(0))) // BITS * BITS
-            )
-            for level in range_constexpr(BITS):
-                if last.start + level >= done and last.start + level < bits:
-                    self.butterflies(values, level)
+    def exchange(self, s, values, lane):
+        """Lane l has values 8 v + i; lane 4 v + i / 2 gets them as values 2 l + i % 2.
+
+        Halves of a vector change places in every other four lanes, so that eight lanes hit different banks.
+        """
+        cute.arch.sync_warp()
+        quad = cute.make_rmem_tensor((4,), Float32)
+        for v in range_constexpr(VECTORS):
+            for half in range_constexpr(2):
+                for i in range_constexpr(4):
+                    quad[i] = values[VECTOR * v + 4 * half + i]
+                at = s.line + (v * PITCH + lane * VECTOR + ((lane & 4) ^ (4 * half)))
+                cute.autovec_copy(quad, cute.make_tensor(at.align(16), cute.make_layout(4)))
+        cute.arch.sync_warp()
+        pair = cute.make_rmem_tensor((2,), Float32)
+        place = (lane >> 2) * PITCH + (lane & 1) * 2
+        for l in range_constexpr(32):
+            at = s.line + (place + (((lane & 2) * 2) ^ (l & 4)) + l * VECTOR)
+            cute.autovec_copy(cute.make_tensor(at.align(8), cute.make_layout(2)), pair)
+            values[2 * l], values[2 * l + 1] = pair[0], pair[1]
 
     @cute.jit
-    def load_values(self, base, values, start):
-        """Load the values of a place from shared memory: bits of the base and of the offsets do not overlap."""
-        for i in range_constexpr(VALUES):
-            values[i] = cute.make_tensor(base + padded(i << start), cute.make_layout(1))[0]
-
-    @cute.jit
-    def reduce(self, s, values, squares, thread):
+    def reduce(self, s, values, squares, warp, lane):
         """The row's largest magnitude, without NaN, and its sum of squares."""
         largest = Float32(0.0)
         for i in range_constexpr(VALUES):
@@ -311,46 +271,58 @@ class QuantizeGate:
             )
         largest = Uint32(cute.arch.warp_redux_sync(largest.bitcast(Int32), "max")).bitcast(Float32)
         squares = warp_sum(squares)
-        if thread & 31 == 0:
-            s.largest[thread >> 5] = largest
-            s.squares[thread >> 5] = squares
-        cute.arch.sync_threads()
-        largest, squares = Float32(0.0), Float32(0.0)
-        for i in range_constexpr(self.warps):
-            largest = cute.arch.fmax(largest, s.largest[i])
-            squares += s.squares[i]
+        if const_expr(self.segments > 1):
+            if lane == 0:
+                s.largest[warp] = largest
+                s.squares[warp] = squares
+            cute.arch.sync_threads()
+            first = warp // self.segments * self.segments
+            largest, squares = Float32(0.0), Float32(0.0)
+            for i in range_constexpr(self.segments):
+                largest = cute.arch.fmax(largest, s.largest[first + i])
+                squares += s.squares[first + i]
+            cute.arch.sync_threads()
         return largest, squares
 
     @cute.jit
-    def round(self, s, values, dithers, levels, last):
-        """Put the results of a thread's columns into shared memory.
-
-        The sum with `ROUNDER` is rounded to an integer, in the low bits of the result. The dither makes a byte of it.
-        """
-        base = s.bytes.iterator + last.base
-        for i in range_constexpr(VALUES):
-            fixed = cute.arch.inline_ptx(
-                "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};",
-                write_only_types=[Float32],
-                read_only_args=[values[i], levels, Float32(ROUNDER)],
-            )
-            dither = (dithers[i // 2] >> 16) if i % 2 else (dithers[i // 2] & Uint32(DITHER))
-            # the highest bit of the rounder's fraction is carried out of the byte
-            sum = fixed.bitcast(Uint32) + dither + Uint32(1 << 22)
-            byte = cute.make_tensor(base + (i << last.start), cute.make_layout(1))
-            byte[0] = Uint8((sum >> screen.FRACTION) & Uint32(0xFF))
+    def round(self, s, values, start, levels, lane):
+        """Put the results of a lane's columns into shared memory."""
+        cute.arch.sync_warp()
+        dithers = cute.make_rmem_tensor((4,), Float32)
+        place = (lane >> 2) * BYTE_PITCH + (lane & 3) * 2
+        for i in range_constexpr(0, VALUES, 4):
+            if const_expr(i % 16 == 0 and i > 0):
+                # or the compiler loads many dithers at once, and spills
+                cute.arch.sync_warp()
+            source = s.dithers + (start + i * 32 + lane * 4)
+            cute.autovec_copy(cute.make_tensor(source.align(16), cute.make_layout(4)), dithers)
+            bytes = [self.floor(values[i + j], levels, dithers[j]) for j in range(4)]
+            for j in range_constexpr(2):
+                pair = Uint32(cute.arch.prmt(bytes[2 * j], bytes[2 * j + 1], 0x0040))
+                target = (s.bytes + (place + (i // 2 + j) * VECTOR)).align(2)
+                cute.make_tensor(cute.recast_ptr(target, dtype=Uint16), cute.make_layout(1))[0] = Uint16(pair)
+        cute.arch.sync_warp()
 
     @cute.jit
-    def store(self, s, q, row, k, thread):
-        """Copy the bytes of a row to memory, eight at a time."""
-        for half in range_constexpr(2):
-            column = (thread + half * self.threads) * VECTOR
-            if column < k:
-                source = cute.make_tensor(
-                    cute.recast_ptr((s.bytes.iterator + column).align(8), dtype=Int64), cute.make_layout(1)
-                )
+    def floor(self, value: Float32, levels: Float32, dither: Float32) -> Uint32:
+        """The floor of value * levels + dither, in the lowest byte."""
+        return cute.arch.inline_ptx(
+            "{ .reg .f32 sum; fma.rn.f32 sum, {$r0}, {$r1}, {$r2}; add.rm.f32 sum, sum, {$r3}; mov.b32 {$w0}, sum; }",
+            write_only_types=[Uint32],
+            read_only_args=[value, levels, dither, Float32(ROUNDER)],
+        )
+
+    @cute.jit
+    def store(self, s, q, row, start, whole: cutlass.Constexpr, screened, lane):
+        """Copy the results to memory, eight bytes per lane at a time; zeros if the row is not screened."""
+        for v in range_constexpr(VECTORS):
+            column = start + v * (32 * VECTOR) + lane * VECTOR
+            if row < q.shape[0] and (whole or column < q.shape[1]):
+                source = (s.bytes + (v * BYTE_PITCH + lane * VECTOR)).align(8)
                 target = (q.iterator + (Int64(row) * q.stride[0] + column)).align(8)
-                cute.make_tensor(cute.recast_ptr(target, dtype=Int64), cute.make_layout(1))[0] = source[0]
+                eight = cute.make_tensor(cute.recast_ptr(source, dtype=Int64), cute.make_layout(1))
+                cute.make_tensor(cute.recast_ptr(target, dtype=Int64), cute.make_layout(1))[0] = eight[0] if screened else Int64(0)
+        cute.arch.sync_warp()
 
 
 def signature(spec: QuantizeGateSpec) -> tuple[Any, tuple[Any, ...]]:

@@ -1,6 +1,6 @@
 """Constants of the int8 screen of the gate, see docs/notes/screen.md, and its random numbers. Pure Python.
 
-A row is rotated, scaled to ``LEVELS`` and rounded with a dither of 15 bits. Signs and dithers are words of
+A row is rotated, scaled to ``LEVELS`` and rounded with a dither of 16 bits. Signs and dithers are words of
 Philox4x32-10 (Salmon et al., SC 2011) with a fixed key. The counter is (index of four words, stream, 0, 0).
 """
 
@@ -11,13 +11,16 @@ import math
 # Largest magnitude before rounding: with a dither in [0, 1) no result exceeds 127.
 LEVELS = 126.5
 
-# The dither has this many bits, and so has the fraction of what it is added to.
-FRACTION = 15
+# The dither is a number of this many bits plus 1/2, divided by 2^FRACTION.
+FRACTION = 16
+
+# Most columns that are rotated together: a warp has them in registers.
+ROTATED = 2048
 
 # Where the dither is in the word of a column: x has the lower half, w the upper one.
 X_SHIFT, W_SHIFT = 0, 16
 
-# Streams of words: one per column, and one per 32 columns whose bits are the signs of the rotation.
+# Streams of words: one per column, and one per line of the rotation, see ``signs``.
 DITHERS, SIGNS = 0, 1
 
 KEY = (0x5EED7E11, 0x0DD17E12)
@@ -48,8 +51,18 @@ DECISIVE = 2.0**100
 
 
 def rotation_block(k: int) -> int:
-    """Columns that are rotated together: the largest power of two that divides ``k``."""
-    return k & -k
+    """Columns that are rotated together: the largest power of two that divides ``k``, up to ``ROTATED``."""
+    return min(k & -k, ROTATED)
+
+
+def levels(k: int) -> list[int]:
+    """Bits of the column in which the values differ that the rotation adds and subtracts, in its order."""
+    return [bit for bit in (0, 1, 2, 8, 9, 10, 3, 4, 5, 6, 7) if 1 << bit < rotation_block(k)]
+
+
+def sign_bits(column: int) -> tuple[int, int, int]:
+    """A column's word of ``SIGNS``, and two bits of it: the column's sign changes if they differ."""
+    return column >> 11 << 5 | column >> 3 & 31, column & 7, 8 + (column >> 8 & 7)
 
 
 def hoeffding(failure: float = FAILURE) -> float:
@@ -63,8 +76,8 @@ def product_error(k: int) -> float:
 
 
 def grid_error(k: int) -> float:
-    """Norm of the error of rounding ``k`` values to multiples of 2^-FRACTION."""
-    return math.sqrt(k) * 2.0 ** -(FRACTION + 1)
+    """Norm of the difference of ``k`` values and the means of their results, each of at most 2^-FRACTION."""
+    return math.sqrt(k) * 2.0**-FRACTION
 
 
 def philox(block: int, stream: int) -> tuple[int, int, int, int]:

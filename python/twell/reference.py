@@ -230,14 +230,15 @@ Quantized = tuple[Tensor, Tensor, Tensor]
 
 
 def rotate(rows: Tensor) -> Tensor:
-    """Rows [R, K] by the signed block Hadamard transform, not normalised: fp32 sums, lowest bit of the column first."""
+    """Rows [R, K] by the signed block Hadamard transform, not normalised: fp32 sums in the order of ``screen.levels``."""
     r, k = rows.shape
-    words = screen.words(-(-k // 32), screen.SIGNS)
-    signs = [1 - 2 * (words[column // 32] >> column % 32 & 1) for column in range(k)]
-    values, step = rows.float() * torch.tensor(signs, dtype=torch.float32, device=rows.device), 1
-    while step < screen.rotation_block(k):
-        low, high = values.view(r, k // (2 * step), 2, step).unbind(2)
-        values, step = torch.stack((low + high, low - high), 2).view(r, k), 2 * step
+    places = [screen.sign_bits(column) for column in range(k)]
+    words = screen.words(1 + max(line for line, _, _ in places), screen.SIGNS)
+    signs = [1 - 2 * ((words[line] >> own ^ words[line] >> whole) & 1) for line, own, whole in places]
+    values = rows.float() * torch.tensor(signs, dtype=torch.float32, device=rows.device)
+    for level in screen.levels(k):
+        low, high = values.view(r, k >> level + 1, 2, 1 << level).unbind(2)
+        values = torch.stack((low + high, low - high), 2).view(r, k)
     return values
 
 
@@ -249,12 +250,13 @@ def quantize_gate(rows: Tensor, weights: bool) -> Quantized:
     """
     rotated, k = rotate(rows), rows.shape[1]
     largest = rotated.abs().amax(1)
-    levels = torch.tensor(screen.LEVELS * 2**screen.FRACTION, dtype=torch.float32, device=rows.device) / largest
+    levels = torch.tensor(screen.LEVELS, dtype=torch.float32, device=rows.device) / largest
     shift = screen.W_SHIFT if weights else screen.X_SHIFT
-    dither = [word >> shift & 2**screen.FRACTION - 1 for word in screen.words(k, screen.DITHERS)]
+    words = [word >> shift & 2**screen.FRACTION - 1 for word in screen.words(k, screen.DITHERS)]
+    dither = (torch.tensor(words, dtype=torch.float64, device=rows.device) + 0.5) * 2.0**-screen.FRACTION
     screened = (largest >= screen.SMALLEST) & (largest <= screen.LARGEST)
-    fixed = (rotated.double() * levels[:, None]).round().where(screened[:, None], 0).int()
-    q = fixed + torch.tensor(dither, dtype=torch.int32, device=rows.device) >> screen.FRACTION
+    # the sum is rounded to fp32 before its floor is taken
+    q = (rotated.double() * levels.double()[:, None] + dither).float().floor().where(screened[:, None], 0)
     scale = (largest * torch.tensor(1 / screen.LEVELS, dtype=torch.float32, device=rows.device)).where(screened, 1)
     norm = rows.double().norm(dim=1) * math.sqrt(screen.rotation_block(k))
     spread = norm / scale.double() * (1 + screen.SPREAD) + screen.grid_error(k)

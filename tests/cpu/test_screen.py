@@ -219,8 +219,8 @@ def test_rounding_is_unbiased_over_seeds(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("shift", [screen.X_SHIFT, screen.W_SHIFT])
 def test_dithers_are_uniform_and_independent(shift: int) -> None:
     """The words that are used, of 16,384 columns, against the deviations of a uniform, independent sample."""
-    dither = torch.tensor([word >> shift & 0x7FFF for word in screen.words(16384, screen.DITHERS)]).double()
-    uniform = (dither + 0.5) / 32768
+    dither = torch.tensor([word >> shift & 0xFFFF for word in screen.words(16384, screen.DITHERS)]).double()
+    uniform = (dither + 0.5) / 65536
     n = len(uniform)
     assert abs(uniform.mean() - 0.5) * math.sqrt(12 * n) < 4
     counts = (uniform * 64).long().bincount(minlength=64).double()
@@ -234,7 +234,7 @@ def test_dithers_are_uniform_and_independent(shift: int) -> None:
 
 def test_dithers_of_x_and_w_and_signs_are_uncorrelated() -> None:
     words = screen.words(16384, screen.DITHERS)
-    x, w = (torch.tensor([word >> shift & 0x7FFF for word in words]).double() / 32768 - 0.5 for shift in (0, 16))
+    x, w = (torch.tensor([word >> shift & 0xFFFF for word in words]).double() / 32768 - 0.5 for shift in (0, 16))
     assert abs((x * w).mean() * 12) * 128 < 4
     signs = torch.tensor([1 - 2 * (word >> bit & 1) for word in screen.words(512, screen.SIGNS) for bit in range(32)])
     assert abs(signs.double().mean()) * 128 < 4

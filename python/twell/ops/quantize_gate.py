@@ -52,24 +52,24 @@ def _cpu(matrix: Tensor, weights: bool) -> Quantized:
     q, scale, spread = _fake(matrix, weights)
     r, k = matrix.shape
     tuning.quantize_gate(matrix.dtype, k)
-    words = random_words(-(-k // 32), screen.SIGNS)
-    signs = 1 - 2 * (words[:, None] >> torch.arange(32, device="cpu") & 1).flatten()[:k]
-    block = screen.rotation_block(k)
-    values = (matrix.float() * signs).view(r, k // block, block)
-    for level in range(block.bit_length() - 1):
+    column = torch.arange(k, device="cpu")
+    line, own, whole = screen.sign_bits(column)
+    words = random_words(int(line.max()) + 1 if k else 0, screen.SIGNS)[line]
+    values = matrix.float() * (1 - 2 * ((words >> own ^ words >> whole) & 1))
+    for level in screen.levels(k):
         pairs = values.view(r, k >> level + 1, 2, 1 << level)
         values = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), 2)
     values = values.view(r, k)
 
     largest = values.abs().amax(1)
     screened = (largest >= screen.SMALLEST) & (largest <= screen.LARGEST)
-    levels = torch.full_like(largest, screen.LEVELS * 2**screen.FRACTION) / largest
+    levels = torch.full_like(largest, screen.LEVELS) / largest
     dithers = random_words(k, screen.DITHERS) >> (screen.W_SHIFT if weights else screen.X_SHIFT)
-    dithers &= (1 << screen.FRACTION) - 1
-    fixed = (values.double() * levels[:, None]).round_().masked_fill_(~screened[:, None], 0).int()
-    q.copy_(fixed + dithers.int() >> screen.FRACTION)
+    dithers = ((dithers & (1 << screen.FRACTION) - 1) + 0.5) * 2.0**-screen.FRACTION
+    sums = (values.double() * levels.double()[:, None] + dithers.double()).float()
+    q.copy_(sums.floor_().masked_fill_(~screened[:, None], 0))
     scale.copy_(torch.where(screened, largest * torch.full_like(largest, 1 / screen.LEVELS), 1))
-    norms = matrix.float().square().sum(1).sqrt() * math.sqrt(block)
+    norms = matrix.float().square().sum(1).sqrt() * math.sqrt(screen.rotation_block(k))
     wide = norms / scale * (1 + screen.SPREAD) + screen.grid_error(k)
     spread.copy_(torch.where(screened, wide, torch.where(largest == 0, 0, torch.inf)))
     return q, scale, spread
