@@ -29,10 +29,6 @@ PORTABLE_UNION_NEURONS = 28672
 SMALL_TILE = 16
 MAX_TILE_NEURONS = 16384
 
-# Listed neurons whose gates and up projections sampled_gate computes together, and those of them that share a run of
-# its entries.
-LISTED_UNIT, LISTED_RUN = 128, 16
-
 # A neuron tile with at most this many non-zeros enters the weight gradients twice, the second time with the rounding
 # errors of its 16-bit coefficients: the sum over a neuron's few tokens may be much smaller than its terms.
 RARE_ENTRIES = 2048
@@ -81,11 +77,6 @@ def capacity(compression: int) -> int:
 def sums_per_tile(n: int) -> int:
     """Partial sums of |h| per token tile: one per 256 listed neurons, or one per token."""
     return max(TOKEN_TILE, tiles(n))
-
-
-def listed_sums(n: int) -> int:
-    """The same of a screened layer: one per LISTED_UNIT listed neurons, or one per token."""
-    return max(TOKEN_TILE, -(-n // LISTED_UNIT))
 
 
 def training_sums(n: int) -> int:

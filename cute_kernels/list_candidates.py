@@ -1,7 +1,7 @@
 """Lists of the neurons whose bits gate_screen.py has set: ascending, for each tile of 128 tokens.
 
 One CTA per token tile; a thread has a word of 32 neurons at a time, and prefix sums give the places of its bits. The
-sums of |h| to which sampled_gate.py writes some are cleared, too.
+statistics are cleared, too: sampled_gate.py writes those of the tiles that a list has.
 """
 
 from typing import Any
@@ -9,13 +9,16 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int16, Int32, Uint32, range_constexpr
+from cutlass import Int16, Int32, Uint32, range_constexpr
 from cutlass.memory import SmemAllocator
 
+from . import geometry
 from .common import launch, operands
 from .common.values import lowest_bit, prefix_sum
 from .specs import ListCandidatesSpec
 
+# rows of statistics of a token tile
+GROUPS = geometry.TOKEN_TILE // geometry.STATS_ROWS
 WARPS = 8
 THREADS = 32 * WARPS
 
@@ -29,24 +32,25 @@ class ListCandidates:
         candidates: cute.Tensor,
         neurons: cute.Tensor,
         sizes: cute.Tensor,
-        l1: cute.Tensor,
+        stats: cute.Tensor,
         stream: cuda.CUstream,
     ):
         if candidates.shape[0] > 0:
-            self.kernel(candidates, neurons, sizes, l1).launch(
+            self.kernel(candidates, neurons, sizes, stats).launch(
                 grid=(candidates.shape[0], 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=launch.overlaps()
             )
 
     @cute.kernel
-    def kernel(self, candidates: cute.Tensor, neurons: cute.Tensor, sizes: cute.Tensor, l1: cute.Tensor):
+    def kernel(self, candidates: cute.Tensor, neurons: cute.Tensor, sizes: cute.Tensor, stats: cute.Tensor):
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tile = cute.arch.block_idx()[0]
         sums = SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS))
         launch.griddepcontrol_wait()
         launch.griddepcontrol_launch_dependents()
-        for i in cutlass.range(thread, l1.shape[1], THREADS, unroll=1):
-            l1[tile, i] = Float32(0.0)
+        for group in cutlass.range(tile * GROUPS, cutlass.min((tile + 1) * GROUPS, stats.shape[0]), unroll=1):
+            for i in cutlass.range(thread, stats.shape[1] * 2, THREADS, unroll=1):
+                stats[group, i // 2, i % 2] = Int32(0)
         words, size = candidates.shape[1], Int32(0)
         for first in cutlass.range(0, words, THREADS, unroll=1):
             at = first + thread
@@ -76,6 +80,6 @@ def signature(spec: ListCandidatesSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.matrix(Int32, b, cute.sym_int32(divisibility=8)),
         operands.matrix(Int16, b, cute.sym_int32(divisibility=64)),
         operands.vector(Int32, cute.sym_int32(), align=4),
-        operands.matrix(Float32, b, cute.sym_int32()),
+        operands.cube(Int32, cute.sym_int32(), cute.sym_int32(), 2),
     )
     return ListCandidates(), arguments

@@ -323,20 +323,9 @@ class ListCandidatesSpec:
 
 @dataclass(frozen=True)
 class SampledGateSpec(_FamilyKernel):
-    """``x, w_gate, w_up, listed neurons -> counts, staged, l1``: hidden state at the non-zeros among the neurons."""
+    """``x, w_gate, listed neurons -> words, spill, stats``: the gate GEMM at the neurons of each token tile's list."""
 
     op: ClassVar[str] = "sampled_gate"
-
-
-@dataclass(frozen=True)
-class CollectSpec:
-    """``listed neurons, counts, staged -> entries, neurons, chunks, sizes``: the hybrid format of sampled_gate's."""
-
-    op: ClassVar[str] = "collect"
-
-    @property
-    def symbol(self) -> str:
-        return self.op
 
 
 @dataclass(frozen=True)
@@ -461,7 +450,6 @@ Spec = (
     | SampledUpSpec
     | ListCandidatesSpec
     | SampledGateSpec
-    | CollectSpec
     | SampledGradSpec
     | GatheredSpec
     | RankSpec
@@ -498,7 +486,6 @@ def all_specs() -> tuple[Spec, ...]:
         *(SampledUpSpec(d, t, family=f) for f in FAMILIES for d in DTYPES for t in flags),
         ListCandidatesSpec(),
         *(SampledGateSpec(d) for d in DTYPES),
-        CollectSpec(),
         *(SampledGradSpec(d, g, family=f) for f in FAMILIES for d in DTYPES for g in flags),
         *(GatheredSpec(d, p, family=f) for f in FAMILIES for d in DTYPES for p in range(3)),
         RankSpec(),

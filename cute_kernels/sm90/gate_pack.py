@@ -57,7 +57,6 @@ THREADS = 384
 WARPS = THREADS // 32
 MMA_WARPS, PACK_WARPS = 8, 3
 MMA_THREADS = 32 * MMA_WARPS
-HANDOVER_THREADS = MMA_THREADS + 32 * PACK_WARPS
 # 384 threads start with 168 registers; the mma groups take what the other group gives up; more would hang
 REGISTERS_LOAD_PACK, REGISTERS_MMA = 88, 208
 feasible.check_register_split((REGISTERS_LOAD_PACK, REGISTERS_MMA, REGISTERS_MMA))
@@ -119,6 +118,8 @@ class GatePack:
     def set_sizes(self, tokens: int, value_bytes: int, epilogue_bytes: int) -> None:
         """Sizes of a tile of values of so many bytes, and stages in the shared memory that the epilogue leaves."""
         self.tokens = tokens
+        # of the first group
+        self.pack_warps = PACK_WARPS
         # of two CTAs: fewer clusters of four run at a time than a quarter of the number of SMs
         self.cluster = 2
         # clusters' tiles of tokens in a band, see `tile_of`
@@ -227,6 +228,10 @@ class GatePack:
         # the peer has released its last stage here
         cute.arch.cluster_wait()
 
+    def handover_threads(self) -> int:
+        """Threads of the mma and pack warps."""
+        return MMA_THREADS + 32 * self.pack_warps
+
     def make_ring(self, shared: Any) -> Any:
         """The ring of stages; clusters must synchronise before they use it."""
         return pipeline.PipelineTmaAsync.create(
@@ -303,11 +308,11 @@ class GatePack:
             if o.bias.shape[0] > 0:
                 self.add_bias(acc, o.bias, coordinates, column, extent.neurons)
             if tile != first:
-                cute.arch.barrier(barrier_id=Barrier.GATE_EMPTY, number_of_threads=HANDOVER_THREADS)
+                cute.arch.barrier(barrier_id=Barrier.GATE_EMPTY, number_of_threads=self.handover_threads())
             self.store_gate(acc, s.gate, o.threshold, warp_index)
             tile += step
             if tile < extent.m_tiles * extent.n_tiles:
-                cute.arch.barrier_arrive(barrier_id=Barrier.GATE_FULL, number_of_threads=HANDOVER_THREADS)
+                cute.arch.barrier_arrive(barrier_id=Barrier.GATE_FULL, number_of_threads=self.handover_threads())
         # not relaxed: the last stages are released before
         cute.arch.cluster_arrive()
         cute.arch.barrier(barrier_id=Barrier.GATE_LAST, number_of_threads=THREADS)
@@ -350,10 +355,10 @@ class GatePack:
     def store_gate(self, acc, gate, threshold: Int32, warp_index: Int32):
         """ReLU, rounding, the threshold, and the transposed store.
 
-        Lane 4 g + q holds tokens 8 v + 2 q and 8 v + 2 q + 1 of neurons g + 8 i of its warp's 16, in both parts.
+        Lane 4 g + q holds tokens 8 v + 2 q and 8 v + 2 q + 1 of neurons g + 8 i of its warp's 16, in each part.
         """
         lane = cute.arch.lane_idx()
-        for part in range_constexpr(2):
+        for part in range_constexpr(cute.size(acc, mode=[1])):
             # the row that this lane addresses: eight neurons, the lower or upper half of 16, of a token
             neuron = part * 128 + warp_index * 16
             panel, piece = neuron >> 6, ((neuron >> 3) & 7) + ((lane >> 3) & 1)
@@ -380,10 +385,10 @@ class GatePack:
             if last:
                 cute.arch.barrier(barrier_id=Barrier.GATE_LAST, number_of_threads=THREADS)
             else:
-                cute.arch.barrier(barrier_id=Barrier.GATE_FULL, number_of_threads=HANDOVER_THREADS)
-            self.pack_tile(s, o, tile, warp_index, Int32(WARPS) if last else Int32(PACK_WARPS), extent)
+                cute.arch.barrier(barrier_id=Barrier.GATE_FULL, number_of_threads=self.handover_threads())
+            self.pack_tile(s, o, tile, warp_index, Int32(WARPS) if last else Int32(self.pack_warps), extent)
             if not last:
-                cute.arch.barrier_arrive(barrier_id=Barrier.GATE_EMPTY, number_of_threads=HANDOVER_THREADS)
+                cute.arch.barrier_arrive(barrier_id=Barrier.GATE_EMPTY, number_of_threads=self.handover_threads())
             tile += step
 
     @cute.jit

@@ -32,7 +32,6 @@ from cutlass.tensor_utils import LayoutEnum
 
 from .. import feasible, geometry, screen
 from .gate_pack import (
-    HANDOVER_THREADS,
     PACK_WARPS,
     REGISTERS_LOAD_PACK,
     REGISTERS_MMA,
@@ -215,7 +214,7 @@ class GateScreen(GatePack):
         while tile < extent.m_tiles * extent.n_tiles:
             row, column = self.tile_of(tile, extent)
             if tile != first:
-                cute.arch.barrier(barrier_id=Barrier.TERMS_EMPTY, number_of_threads=HANDOVER_THREADS)
+                cute.arch.barrier(barrier_id=Barrier.TERMS_EMPTY, number_of_threads=self.handover_threads())
             for i in cutlass.range(thread, TOKENS, TERM_THREADS, unroll=1):
                 terms = self.token_terms(o, row * TOKENS + i, extent)
                 four = cute.make_tensor((s.tokens + 4 * i).align(16), cute.make_layout(4))
@@ -226,7 +225,7 @@ class GateScreen(GatePack):
                 two = cute.make_tensor((s.neurons + 2 * i).align(8), cute.make_layout(2))
                 for j in range_constexpr(2):
                     two[j] = terms[j]
-            cute.arch.barrier_arrive(barrier_id=Barrier.TERMS_FULL, number_of_threads=HANDOVER_THREADS)
+            cute.arch.barrier_arrive(barrier_id=Barrier.TERMS_FULL, number_of_threads=self.handover_threads())
             tile += step
 
     @cute.jit
@@ -288,11 +287,11 @@ class GateScreen(GatePack):
         while tile < extent.m_tiles * extent.n_tiles:
             row, column = self.tile_of(tile, extent)
             full, release = self.multiply(ring, mma, acc, rW, rX, full, release, extent)
-            cute.arch.barrier(barrier_id=Barrier.TERMS_FULL, number_of_threads=HANDOVER_THREADS)
+            cute.arch.barrier(barrier_id=Barrier.TERMS_FULL, number_of_threads=self.handover_threads())
             self.compare(s, o, acc, row, column, warp_index, extent)
             tile += step
             if tile < extent.m_tiles * extent.n_tiles:
-                cute.arch.barrier_arrive(barrier_id=Barrier.TERMS_EMPTY, number_of_threads=HANDOVER_THREADS)
+                cute.arch.barrier_arrive(barrier_id=Barrier.TERMS_EMPTY, number_of_threads=self.handover_threads())
         # not relaxed: the last stages are released before
         cute.arch.cluster_arrive()
 

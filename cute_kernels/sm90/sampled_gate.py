@@ -1,22 +1,23 @@
-"""Gate and up projection of 128 tokens at the neurons of a list, and the hidden state at the gate's non-zeros.
+"""Gate GEMM of 128 tokens at the neurons of their list, packed as TwELL by places in the list.
 
-The gate has the bits of gate_pack.py: the same products in the same order, rounded once, with weights as the A operand.
-Persistent, one CTA per SM. A unit of work is a tile of 128 tokens and up to 128 neurons of its list: 128 rows of w_gate
-and the same rows of w_up, one product of 256 rows. Two kinds of warp groups:
+gate_pack.py with gathered rows of weights: a tile of the words has 256 places of a list in place of 256 neurons.
+compact.py, given the lists, brings them to the hybrid format; words, spill and stats of tiles behind the end of a list
+are not written. The products of a gate have the same order as in gate_pack.py, so it has the same bits.
 
-    load    group 0. x by TMA, 64 columns per stage, and the same columns of 256 rows of weights by cp.async, swizzled.
-    mma     groups 1 and 2, 64 neurons each: WGMMA 64x128x16 over the columns, for the gate and for up. So a thread has
-            both of the same neurons and tokens. It counts its non-zeros, and stores them behind those of the lanes
-            before it: a warp has 16 neurons, and its entries are in the order of its neurons.
+Persistent, one CTA per SM. A unit of work is a tile of 128 tokens and up to 256 places of its list. A unit of up to 128
+computes half the products; these come last. Three warp groups:
 
-    FULL[s]    128 load threads arrive through cp.async, + 1 arrival and the bytes of x.
-    EMPTY[s]   8 mma warps arrive.
-    TOTALS     256 mma threads: the sums of |h| may be overwritten, then they are complete.
+    pack      warps 0 and 1, as in gate_pack.py.
+    load      warps 2 and 3. x by TMA, 64 columns per stage, and the same columns of 256 rows of w by cp.async,
+              swizzled.
+    mma       groups 1 and 2, 128 places each, or 64 of a small unit: WGMMA 64x128x16, as in gate_pack.py. Gates of
+              places behind the end of the list are set to 0.
 
-An entry is the hidden state, the token and the neuron of 16; collect.py makes lists and entries of the hybrid format.
+    FULL[s]   64 load threads arrive through cp.async, + 1 arrival and the bytes of x.
+    EMPTY[s]  8 mma warps arrive.
+    GATE_...  as in gate_pack.py.
 """
 
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -24,336 +25,305 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int16, Int32, Int64, Uint32, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from .. import feasible, geometry
 from ..common import operands
-from ..common.activation import above, hidden
-from .ring import open_ring, release
-from .sparse_product import GROUP_THREADS, REGISTERS_FILL, REGISTERS_MMA, THREADS, copy_async
+from ..common.copies import copy_async
 from ..common.swizzle import swizzle_piece
-from ..common.values import MAGNITUDE, high_to_float, low_to_float, pack, prefix_sum, relu_pack, warp_sum, widen
+from ..common.values import lowest_bit, prefix_sum, widen
 from ..specs import SampledGateSpec
+from .gate_pack import MMA_WARPS, REGISTERS_LOAD_PACK, REGISTERS_MMA, ROWS, THREADS, TILE_N, Barrier, Extent, GatePack
+from .ring import open_ring, release
 
-TOKENS = geometry.TOKEN_TILE
-# neurons of a unit, rows of both weights, columns of a stage
-UNIT, ROWS, TILE_K = geometry.LISTED_UNIT, 2 * geometry.LISTED_UNIT, 64
-STAGES = 4
-MMA_THREADS = 2 * GROUP_THREADS
-MMA_WARPS = MMA_THREADS // 32
-# rows that the load threads copy at a time, and neurons of a warp
-PASS = GROUP_THREADS // (TILE_K // 8)
-SIXTEEN = UNIT // MMA_WARPS
-
-
-class Barrier(IntEnum):
-    """Named barriers; 0 is __syncthreads."""
-
-    TOTALS = 1
+TOKENS, TILE_K = geometry.TOKEN_TILE, 64
+HALF = TILE_N // 2
+# warps of the first group that pack and that load; rows that the latter copy at a time
+PACK_WARPS, LOAD_WARPS = 2, 2
+PASS = 32 * LOAD_WARPS // (TILE_K // 8)
 
 
 class Operands(NamedTuple):
-    """Operands in global memory; empty biases stand for none."""
+    """Operands in global memory; an empty `bias` stands for none."""
 
-    w_gate: Any
-    w_up: Any
-    b_gate: Any
-    b_up: Any
+    w: Any
+    bias: Any
     neurons: Any
     sizes: Any
-    counts: Any
-    staged: Any
-    l1: Any
-    activation: Any
-    threshold: Any  # of fatrelu, see sm90/activation.py
-    tokens: Any  # their number
+    words: Any
+    spill: Any
+    stats: Any
+    width: Any  # words per tile
+    threshold: Any  # of fatrelu, see common/activation.py
 
 
 class Views(NamedTuple):
     """Views of a CTA's shared memory."""
 
-    ring: Any
+    sW: Any  # weights
     sX: Any
-    sW: Any
-    totals: Any  # [mma warps] sums of |h|
+    gate: Any  # [4 panels, tokens, 64 places], swizzled
 
 
-class SampledGate:
-    """For one dtype; sizes and strides stay symbolic."""
+class Unit(NamedTuple):
+    """A tile of tokens, the tile of the words, and how many places of the list are in it."""
+
+    tile: Any
+    column: Any
+    length: Any
+
+
+class SampledGate(GatePack):
+    """For one dtype; sizes, strides and width stay symbolic. An empty bias is none."""
 
     def __init__(self, spec: SampledGateSpec):
         self.dtype = operands.DTYPES[spec.dtype]
+        self.set_sizes(TOKENS, 2, TOKENS * TILE_N * 2)
+        self.pack_warps = PACK_WARPS
 
     @cute.jit
     def __call__(
         self,
         x: cute.Tensor,
-        w_gate: cute.Tensor,
-        w_up: cute.Tensor,
-        b_gate: cute.Tensor,
-        b_up: cute.Tensor,
+        w: cute.Tensor,
+        bias: cute.Tensor,
         neurons: cute.Tensor,
         sizes: cute.Tensor,
-        counts: cute.Tensor,
-        staged: cute.Tensor,
-        l1: cute.Tensor,
-        activation: Int32,
+        words: cute.Tensor,
+        spill: cute.Tensor,
+        stats: cute.Tensor,
+        words_per_tile: Int32,
         threshold: Int32,
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        """`staged` has room for 128 entries of each place of `neurons`, and `counts` the number that are there."""
-        shape = (ROWS, TOKENS, TILE_K)
-        mma = sm90.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (2, 1, 1), (64, TOKENS)
-        )
-        w_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, STAGES)
-        x_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, STAGES)
-        x_tma, x_g = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), x, cute.slice_(x_layout, (None, None, 0)), (TOKENS, TILE_K)
-        )
+        shape, stages = (TILE_N, TOKENS, TILE_K), self.stages
+        w_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
+        x_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
+        x_load = self.transfer(x, x_layout, (TOKENS, TILE_K), 1)
 
         @cute.struct
         class Shared:
-            full: cute.struct.MemRange[Int64, STAGES]
-            empty: cute.struct.MemRange[Int64, STAGES]
-            totals: cute.struct.MemRange[Float32, MMA_WARPS]
+            full: cute.struct.MemRange[Int64, stages]
+            empty: cute.struct.MemRange[Int64, stages]
             sW: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
             sX: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
+            gate: cute.struct.Align[cute.struct.MemRange[self.dtype, TOKENS * TILE_N], 1024]
 
         self.shared = feasible.check_shared_memory(Shared)
-        o = Operands(w_gate, w_up, b_gate, b_up, neurons, sizes, counts, staged, l1, activation, threshold, x.shape[0])
+        o = Operands(w, bias, neurons, sizes, words, spill, stats, words_per_tile, threshold)
         if x.shape[0] > 0:
-            self.kernel(x_tma, x_g, o, mma, w_layout, x_layout).launch(
-                grid=(max_ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
+            self.kernel(x_load.atom, x_load.tensor, o, w_layout, x_layout).launch(
+                grid=(1, 1, max_ctas), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
             )
 
     @cute.kernel
     def kernel(
         self,
         x_tma: cute.CopyAtom,
-        x_g: cute.Tensor,
+        x: cute.Tensor,
         o: Operands,
-        mma: cute.TiledMma,
         w_layout: cute.ComposedLayout,
         x_layout: cute.ComposedLayout,
     ):
         thread = cute.arch.thread_idx()[0]
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(thread // 128)
-        if warp_index == 0:
+        if warp_index == PACK_WARPS:
             cpasync.prefetch_descriptor(x_tma)
         shared = SmemAllocator().allocate(self.shared)
-        ring = open_ring(shared, STAGES, GROUP_THREADS + 1, MMA_WARPS, thread)
+        ring = open_ring(shared, self.stages, 32 * LOAD_WARPS + 1, MMA_WARPS, thread)
         cute.arch.sync_threads()
         s = Views(
-            ring=ring,
-            sX=shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner),
             sW=shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner),
-            totals=shared.totals.get_tensor(cute.make_layout(MMA_WARPS)),
+            sX=shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner),
+            gate=shared.gate.data_ptr(),
         )
-        columns = cute.ceil_div(x_g.shape[1], TILE_K)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        if group == 0:
-            cute.arch.setmaxregister_decrease(REGISTERS_FILL)
-            self.load(s, shared.sW.data_ptr(), x_tma, x_g, o, columns, thread)
-        else:
-            cute.arch.setmaxregister_increase(REGISTERS_MMA)
-            self.mma(s, mma, o, columns, thread - 128)
-
-    @cute.jit
-    def find_tile(self, sizes, unit, tile, before):
-        """Return the tile that holds `unit`, searching from `tile` on, and the number of units before that tile."""
-        tiles = sizes.shape[0] - 1
-        searching = tile < tiles
-        while searching:
-            here = cute.ceil_div(sizes[tile], UNIT)
-            if unit >= before + here:
-                before += here
-                tile += 1
-                searching = tile < tiles
+        units = self.count_units(o.sizes)
+        # `neurons` is set for each unit
+        extent = Extent(units, Int32(1), cute.ceil_div(x.shape[1], TILE_K), x.shape[0], Int32(0))
+        tile = cute.arch.block_idx()[2]
+        if tile < units:
+            if group == 0:
+                cute.arch.setmaxregister_decrease(REGISTERS_LOAD_PACK)
+                if warp_index >= PACK_WARPS:
+                    self.load(ring, x_tma, x, s, shared.sW.data_ptr(), o, thread - 32 * PACK_WARPS, extent)
+                    tile = self.last_tile(extent)
+                self.pack(s, o, tile, warp_index, extent)
             else:
-                searching = Boolean(False)
-        return tile, before
+                cute.arch.setmaxregister_increase(REGISTERS_MMA)
+                self.mma(ring, s, o, thread - 128, extent)
+
+    # ---- units ----
 
     @cute.jit
-    def load(self, s, sW, x_tma, x_g, o, columns, thread):
-        """Load 64 columns of x and of the unit's rows of both weights per stage."""
+    def count_units(self, sizes) -> Int32:
+        """Number of units. All lanes of a warp must take part."""
+        lane, own = cute.arch.lane_idx(), Int32(0)
+        for tile in cutlass.range(lane, sizes.shape[0] - 1, 32, unroll=1):
+            own += cute.ceil_div(sizes[tile], TILE_N)
+        return Int32(cute.arch.warp_redux_sync(own, "add"))
+
+    @cute.jit
+    def unit_of(self, sizes, index: Int32) -> Unit:
+        """The unit with an index: those of more than 128 places first, by tiles. All lanes must take part."""
+        lane, tiles = cute.arch.lane_idx(), sizes.shape[0] - 1
+        tile, column, length, left = Int32(0), Int32(0), Int32(0), index
+        searching = left >= 0
+        # the small units' turn begins at `tiles`, rounded up to whole groups of lanes
+        first, groups = Int32(0), cute.ceil_div(tiles, 32)
+        while searching:
+            small = first >= groups
+            at = (first - groups if small else first) * 32 + lane
+            size = sizes[at] if at < tiles else 0
+            large = (size + HALF - 1) // TILE_N
+            count = cute.ceil_div(size, TILE_N) - large if small else large
+            before = prefix_sum(count, lane)
+            total = cute.arch.shuffle_sync(before + count, 31)
+            if left < total:
+                source = lowest_bit(Uint32(cute.arch.vote_ballot_sync((before <= left) & (left < before + count))))
+                tile = cute.arch.shuffle_sync(at, source)
+                skipped = cute.arch.shuffle_sync(before, source)
+                column = cute.arch.shuffle_sync(large, source) if small else left - skipped
+                length = cutlass.min(cute.arch.shuffle_sync(size, source) - column * TILE_N, Int32(TILE_N))
+                searching = Boolean(False)
+            left -= total
+            first += 1
+        return Unit(tile, column, length)
+
+    # ---- roles ----
+
+    @cute.jit
+    def load(self, ring, x_tma, x, s, sW, o, thread, extent):
+        """Load 64 columns of x and of the unit's rows of w per stage."""
         lane = cute.arch.lane_idx()
-        warp_index = cute.arch.make_warp_uniform(thread // 32)
-        tiles = cute.local_tile(x_g, (TOKENS, TILE_K), (None, None))
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        tiles = cute.local_tile(x, (TOKENS, TILE_K), (None, None))
         x_s, x_t = cpasync.tma_partition(
             x_tma, 0, cute.make_layout(1), cute.group_modes(s.sX, 0, 2), cute.group_modes(tiles, 0, 2)
         )
         first, piece = thread // 8, thread % 8
-        gate_rows = cute.make_rmem_tensor((UNIT // PASS,), Int64)
-        up_rows = cute.make_rmem_tensor((UNIT // PASS,), Int64)
+        # in pieces of 16 bytes
+        rows = cute.make_rmem_tensor((TILE_N // PASS,), Int32)
+        pitch = Int32(o.w.stride[0] // 8)
         target = sW + (first * TILE_K + swizzle_piece(first, piece))
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
-        unit, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        tile, before = self.find_tile(o.sizes, unit, Int32(0), Int32(0))
-        while tile < o.sizes.shape[0] - 1:
-            start = (unit - before) * UNIT
-            length = cutlass.min(o.sizes[tile] - start, Int32(UNIT))
-            for j in range_constexpr(UNIT // PASS):
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+        index, step = cute.arch.block_idx()[2], cute.arch.grid_dim()[2]
+        while index < extent.m_tiles:
+            unit = self.unit_of(o.sizes, index)
+            for j in range_constexpr(TILE_N // PASS):
                 row = first + PASS * j
-                neuron = widen(o.neurons[tile, start + row]) if row < length else 0
-                gate_rows[j] = Int64(neuron) * o.w_gate.stride[0] + piece * 8
-                up_rows[j] = Int64(neuron) * o.w_up.stride[0] + piece * 8
-            for k in cutlass.range(columns, unroll=1):
-                cute.arch.mbarrier_wait(s.ring.empty + state.index, state.phase)
-                if warp_index == 0:
+                neuron = widen(o.neurons[unit.tile, unit.column * TILE_N + row]) if row < unit.length else 0
+                rows[j] = neuron * pitch + piece
+            for k in cutlass.range(extent.k_tiles, unroll=1):
+                cute.arch.mbarrier_wait(ring.empty + state.index, state.phase)
+                if warp == 0:
                     if lane == 0:
-                        cute.arch.mbarrier_arrive_and_expect_tx(s.ring.full + state.index, TOKENS * TILE_K * 2)
-                    cute.copy(x_tma, x_t[None, tile, k], x_s[None, state.index], tma_bar_ptr=s.ring.full + state.index)
-                size = Int32(16) if k * TILE_K + piece * 8 < x_g.shape[1] else Int32(0)
-                column = k * TILE_K if size > 0 else 0
-                stage = target + state.index * (ROWS * TILE_K)
-                for j in range_constexpr(UNIT // PASS):
-                    if j * PASS < length:
-                        place = stage + j * PASS * TILE_K
-                        copy_async(place, o.w_gate.iterator + (gate_rows[j] + column), size)
-                        copy_async(place + UNIT * TILE_K, o.w_up.iterator + (up_rows[j] + column), size)
-                cute.arch.cp_async_mbarrier_arrive_noinc(s.ring.full + state.index)
+                        cute.arch.mbarrier_arrive_and_expect_tx(ring.full + state.index, TOKENS * TILE_K * 2)
+                    x_tile = x_t[None, unit.tile, k]
+                    cute.copy(x_tma, x_tile, x_s[None, state.index], tma_bar_ptr=ring.full + state.index)
+                size = Int32(16) if k * TILE_K + piece * 8 < x.shape[1] else Int32(0)
+                source = o.w.iterator + (k * TILE_K if size > 0 else 0)
+                stage = target + state.index * (TILE_N * TILE_K)
+                for j in range_constexpr(TILE_N // PASS):
+                    if j * PASS < unit.length:
+                        copy_async(stage + j * PASS * TILE_K, source + Int64(rows[j]) * 8, size)
+                cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + state.index)
                 state.advance()
-            unit += step
-            tile, before = self.find_tile(o.sizes, unit, tile, before)
+            index += step
 
     @cute.jit
-    def mma(self, s, mma: cute.TiledMma, o, columns, thread):
-        """Compute all products of a unit, then store its non-zeros."""
-        half = cute.arch.make_warp_uniform(thread // 128)
-        lane = cute.arch.lane_idx()
-        leader = mma.get_slice(cute.make_layout(2, stride=128)(half))
-        rW = mma.make_fragment_A(leader.partition_A(s.sW))
-        rX = mma.make_fragment_B(leader.partition_B(s.sX))
-        acc = cute.make_rmem_tensor(mma.get_slice(thread).partition_shape_C((ROWS, TOKENS)), Float32)
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
-        read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
-        unit, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        tile, before = self.find_tile(o.sizes, unit, Int32(0), Int32(0))
-        while tile < o.sizes.shape[0] - 1:
-            mma.set(warpgroup.Field.ACCUMULATE, False)
-            for k in cutlass.range(columns, unroll=1):
-                cute.arch.mbarrier_wait(s.ring.full + state.index, state.phase)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                warpgroup.fence()
-                for block in range_constexpr(TILE_K // 16):
-                    cute.gemm(mma, acc, rW[None, None, block, state.index], rX[None, None, block, state.index], acc)
-                    mma.set(warpgroup.Field.ACCUMULATE, True)
-                warpgroup.commit_group()
-                warpgroup.wait_group(1)
-                if k > 0:
-                    read = release(s.ring, read, lane)
-                state.advance()
-            warpgroup.wait_group(0)
-            read = release(s.ring, read, lane)
-            total = self.store_entries(o, acc, tile, (unit - before) * UNIT, thread)
-            self.store_total(o, s, total, tile, unit - before, thread)
-            unit += step
-            tile, before = self.find_tile(o.sizes, unit, tile, before)
+    def mma(self, ring, s, o, thread: Int32, extent):
+        """Main loop and the register half of the epilogue, for half of the unit's places."""
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        first, step = cute.arch.block_idx()[2], cute.arch.grid_dim()[2]
+        index, unit = first, self.unit_of(o.sizes, first)
+        # small units come last
+        for places in (TILE_N, HALF):
+            while index < extent.m_tiles and unit.length > places - HALF:
+                state = self.compute_gates(ring, s, o, unit, state, index != first, thread, extent, places)
+                index += step
+                if index < extent.m_tiles:
+                    unit = self.unit_of(o.sizes, index)
+                    cute.arch.barrier_arrive(barrier_id=Barrier.GATE_FULL, number_of_threads=self.handover_threads())
+        cute.arch.barrier(barrier_id=Barrier.GATE_LAST, number_of_threads=THREADS)
+        worker = cute.arch.make_warp_uniform(thread // 32) + THREADS // 32 - MMA_WARPS
+        self.pack_tile(s, o, index - step, worker, Int32(THREADS // 32), extent)
 
     @cute.jit
-    def store_entries(self, o, acc, tile, start, thread):
-        """Store the non-zeros of a warp's 16 neurons behind each other; returns the thread's sum of |h|.
+    def compute_gates(self, ring, s, o, unit, state, wait: Boolean, thread, extent, places: cutlass.Constexpr):
+        """Multiply the first places of a unit and store its gates, after a `wait` for the gates before to be packed.
 
-        Lane 4 g + q has tokens 8 v + 2 q and 8 v + 2 q + 1 of neurons g + 8 i: ascending lanes have ascending neurons.
+        Returns the next state of the ring.
         """
-        lane = cute.arch.lane_idx()
-        group, quarter = lane >> 2, lane & 3
-        first = start + cute.arch.make_warp_uniform(thread // 32) * SIXTEEN
-        size, left = o.sizes[tile], o.tokens - tile * TOKENS
-        gates = cute.make_rmem_tensor((TOKENS // 8, 2), Uint32)
-        up_bias = cute.make_rmem_tensor((2,), Float32)
-        counts = Uint32(0)
-        for i in range_constexpr(2):
-            place = first + 8 * i + group
-            exists = place < size
-            neuron = widen(o.neurons[tile, place]) if exists else 0
-            gate_bias, up_bias[i] = Float32(0.0), Float32(0.0)
-            if o.b_gate.shape[0] > 0:
-                gate_bias = o.b_gate[neuron].to(Float32)
-            if o.b_up.shape[0] > 0:
-                up_bias[i] = o.b_up[neuron].to(Float32)
-            for v in range_constexpr(TOKENS // 8):
-                low, high = acc[(0, i, v), 0, 0], acc[(1, i, v), 0, 0]
-                if o.b_gate.shape[0] > 0:
-                    low += gate_bias
-                    high += gate_bias
-                pair = above(relu_pack(low, high, self.dtype), o.threshold, self.dtype)
-                # an even number of tokens is not promised
-                token = 8 * v + 2 * quarter
-                kept = Uint32(0xFFFFFFFF) if token + 1 < left else Uint32(0xFFFF)
-                pair = pair & kept if exists & (token < left) else Uint32(0)
-                gates[v, i] = pair
-                counts += Uint32((pair & Uint32(MAGNITUDE)) != 0) << (16 * i)
-                counts += Uint32((pair & Uint32(MAGNITUDE << 16)) != 0) << (16 * i)
-        # sums over the lanes stay below 2^16
-        before = Uint32(prefix_sum(Int32(counts), lane))
-        lower = (Uint32(cute.arch.shuffle_sync(before + counts, 31))) & Uint32(0xFFFF)
-        neighbours = counts + Uint32(cute.arch.shuffle_sync_bfly(counts, 1))
-        neighbours += Uint32(cute.arch.shuffle_sync_bfly(neighbours, 2))
-        base = Int64(tile) * o.neurons.shape[1] * TOKENS + first * TOKENS
-        total = Float32(0.0)
-        for i in range_constexpr(2):
-            place = first + 8 * i + group
-            if quarter == 0 and place < size:
-                o.counts[tile, place] = Int16((neighbours >> (16 * i)) & Uint32(0xFFFF))
-            at = Int32(before & Uint32(0xFFFF)) if i == 0 else Int32((before >> 16) + lower)
-            for v in range_constexpr(TOKENS // 8):
-                pair = gates[v, i]
-                for j in range_constexpr(2):
-                    if (pair & Uint32(MAGNITUDE << (16 * j))) != 0:
-                        gate = high_to_float(pair, self.dtype) if j else low_to_float(pair, self.dtype)
-                        up = acc[(j, i, v), 1, 0]
-                        if o.b_up.shape[0] > 0:
-                            up += up_bias[i]
-                        h = hidden(gate, up, o.activation)
-                        total += cute.arch.fmax(h, -h)
-                        bits = pack(Float32(0.0), h, self.dtype) & Uint32(0xFFFF0000)
-                        token = 8 * v + 2 * quarter + j
-                        entry = bits | Uint32(token * SIXTEEN + 8 * i + group)
-                        cute.make_tensor(o.staged.iterator + (base + at), cute.make_layout(1))[0] = Int32(entry)
-                        at += 1
-        return total
+        half = cute.arch.make_warp_uniform(thread // 128)
+        warp_index = cute.arch.make_warp_uniform(thread // 32)
+        mma = sm90.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (2, 1, 1), (64, TOKENS)
+        )
+        leader = mma.get_slice(cute.make_layout(2, stride=128)(half))
+        rW = mma.make_fragment_A(leader.partition_A(cute.local_tile(s.sW, (places, TILE_K), (0, 0, None))))
+        rX = mma.make_fragment_B(leader.partition_B(s.sX))
+        acc = cute.make_rmem_tensor(mma.get_slice(thread).partition_shape_C((places, TOKENS)), Float32)
+        lane, read = cute.arch.lane_idx(), state.clone()
+        mma.set(warpgroup.Field.ACCUMULATE, False)
+        for k in cutlass.range(extent.k_tiles, unroll=1):
+            cute.arch.mbarrier_wait(ring.full + state.index, state.phase)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            warpgroup.fence()
+            for block in range_constexpr(TILE_K // 16):
+                cute.gemm(mma, acc, rW[None, None, block, state.index], rX[None, None, block, state.index], acc)
+                mma.set(warpgroup.Field.ACCUMULATE, True)
+            warpgroup.commit_group()
+            warpgroup.wait_group(1)
+            if k > 0:
+                read = release(ring, read, lane)
+            state.advance()
+        warpgroup.wait_group(0)
+        release(ring, read, lane)
+        if (unit.length < places) | (o.bias.shape[0] > 0):
+            self.finish_gates(o, acc, unit, warp_index)
+        if wait:
+            cute.arch.barrier(barrier_id=Barrier.GATE_EMPTY, number_of_threads=self.handover_threads())
+        self.store_gate(acc, s.gate, o.threshold, warp_index)
+        return state
 
     @cute.jit
-    def store_total(self, o, s, total, tile, part, thread):
-        """Store the unit's sum of |h|, added in a fixed order."""
-        total = warp_sum(total)
-        cute.arch.barrier(barrier_id=Barrier.TOTALS, number_of_threads=MMA_THREADS)
-        if thread & 31 == 0:
-            s.totals[thread // 32] = total
-        cute.arch.barrier(barrier_id=Barrier.TOTALS, number_of_threads=MMA_THREADS)
-        if thread == 0:
-            everything = Float32(0.0)
-            for i in range_constexpr(MMA_WARPS):
-                everything += s.totals[i]
-            o.l1[tile, part] = everything
+    def finish_gates(self, o, acc, unit, warp_index: Int32):
+        """Add the bias, and set the gates of places that do not exist to 0.
+
+        Lane 4 g + q holds places g + 8 i of its warp's 16, in each part.
+        """
+        for part in range_constexpr(cute.size(acc, mode=[1])):
+            for i in range_constexpr(2):
+                place = part * HALF + warp_index * 16 + 8 * i + (cute.arch.lane_idx() >> 2)
+                exists, bias = place < unit.length, Float32(0.0)
+                if o.bias.shape[0] > 0:
+                    if exists:
+                        bias = o.bias[widen(o.neurons[unit.tile, unit.column * TILE_N + place])].to(Float32)
+                for v in range_constexpr(TOKENS // 8):
+                    for j in range_constexpr(2):
+                        gate = acc[(j, i, v), part, 0] + bias
+                        acc[(j, i, v), part, 0] = gate if exists else Float32(0.0)
+
+    @cute.jit
+    def pack_tile(self, s, o, index: Int32, worker: Int32, workers: Int32, extent):
+        """Pack every `workers`-th eight tokens of a unit, from `worker` on."""
+        unit = self.unit_of(o.sizes, index)
+        # of the last eight places some may not exist: their gates are 0
+        end = unit.column * TILE_N + unit.length
+        own = Extent(extent.m_tiles, extent.n_tiles, extent.k_tiles, extent.rows, end)
+        for eight in cutlass.range(worker, TOKENS // ROWS, workers, unroll=1):
+            self.pack_rows(s, o, unit.tile * (TOKENS // ROWS) + eight, unit.column, eight, own)
 
 
 def signature(spec: SampledGateSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
-    dtype = operands.DTYPES[spec.dtype]
-    n, k, b = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8), cute.sym_int32()
-    places = cute.sym_int32(divisibility=64)
-    arguments = (
-        operands.rows(dtype, cute.sym_int32(), k),
-        operands.rows(dtype, n, k),
-        operands.rows(dtype, n, k),
-        operands.bias(dtype),
-        operands.bias(dtype),
-        operands.matrix(Int16, b, places),
-        operands.vector(Int32, cute.sym_int32(), align=4),
-        operands.matrix(Int16, b, places),
-        operands.vector(Int32, cute.sym_int32()),
-        operands.matrix(Float32, b, cute.sym_int32()),
-        Int32(1),
-        Int32(1),
-        Int32(1),
-    )
-    return SampledGate(spec), arguments
+    x, w, bias, *packed, width, threshold = operands.gate_pack(spec.dtype)
+    neurons, _, sizes = operands.lists(cute.sym_int32())
+    return SampledGate(spec), (x, w, bias, neurons, sizes, *packed, width, threshold, Int32(1))

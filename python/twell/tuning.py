@@ -82,14 +82,8 @@ def list_candidates() -> specs.ListCandidatesSpec:
 
 @functools.cache
 def sampled_gate(dtype: torch.dtype) -> specs.SampledGateSpec:
-    """Gate and up projection at listed neurons, and the hidden state at the gate's non-zeros."""
+    """The gate GEMM at listed neurons."""
     return specs.SampledGateSpec(dtype_name(dtype))
-
-
-@functools.cache
-def collect() -> specs.CollectSpec:
-    """The hybrid format of what ``sampled_gate`` found."""
-    return specs.CollectSpec()
 
 
 @functools.cache

@@ -28,7 +28,6 @@ OCCUPANCY = {
     "gate_screen": (384, 1),
     "list_candidates": (256, 4),
     "sampled_gate": (384, 1),
-    "collect": (1024, 1),
     "unpack": (256, 8),
     "reglu": (256, 5),
     "up_down_tile": (256, 2),

@@ -234,7 +234,7 @@ def test_dithers_are_uniform_and_independent(shift: int) -> None:
 
 def test_dithers_of_x_and_w_and_signs_are_uncorrelated() -> None:
     words = screen.words(16384, screen.DITHERS)
-    x, w = (torch.tensor([word >> shift & 0xFFFF for word in words]).double() / 32768 - 0.5 for shift in (0, 16))
+    x, w = (torch.tensor([word >> shift & 0xFFFF for word in words]).double() / 65536 - 0.5 for shift in (0, 16))
     assert abs((x * w).mean() * 12) * 128 < 4
     signs = torch.tensor([1 - 2 * (word >> bit & 1) for word in screen.words(512, screen.SIGNS) for bit in range(32)])
     assert abs(signs.double().mean()) * 128 < 4
@@ -326,17 +326,18 @@ def test_gate_screen_is_an_operator() -> None:
 def test_a_screened_layer_is_that_of_union(m: int, biases: str, activation: tuple[str, float]) -> None:
     p = testing.integer_problem(m, 72, 520, density=0.02, biases=biases)
     quantized = ops.quantize_gate(p.w_gate, True)
-    y, l1, union, candidates = ops.ffn_screened(*p, *quantized, *activation)
+    y, l1, stats, union, candidates = ops.ffn_screened(*p, *quantized, 8, *activation)
     expected = ops.ffn_union(*p, 8, *activation)
     assert torch.equal(y, expected[0])
     assert torch.equal(l1.sum(1), expected[1].sum(1))
     assert torch.equal(union, expected[3])
+    assert torch.equal(stats[:, :, 0].sum(1), expected[2][:, :, 0].sum(1))
     assert (candidates >= union).all()
 
 
 def test_a_screened_layer_with_neurons_far_below_zero_has_few_candidates() -> None:
     p = testing.make("topic29", m=256, k=512, n=1024, device="cpu")
-    y, _, union, candidates = ops.ffn_screened(*p, *ops.quantize_gate(p.w_gate, True))
+    y, _, _, union, candidates = ops.ffn_screened(*p, *ops.quantize_gate(p.w_gate, True), 8)
     assert torch.equal(y, ops.ffn_union(*p, 8)[0])
     assert union.sum() <= candidates.sum() < 0.9 * 2 * 1024
 
@@ -344,10 +345,20 @@ def test_a_screened_layer_with_neurons_far_below_zero_has_few_candidates() -> No
 def test_ffn_screened_refuses_and_is_an_operator() -> None:
     p = testing.integer_problem(130, 72, 520, density=0.02)
     quantized = ops.quantize_gate(p.w_gate, True)
-    torch.library.opcheck(ops.ffn_screened, (*p, *quantized))
-    with pytest.raises(TypeError, match="w_up must be a tensor, got None"):
-        ops.ffn_screened(*p._replace(w_up=None), *quantized)
+    torch.library.opcheck(ops.ffn_screened, (*p, *quantized, 8))
+    torch.library.opcheck(ops.ffn_screened, (*p._replace(w_up=None), *quantized, 8))
     with pytest.raises(ValueError, match=r"scale must be \[520\], got \[519\]"):
-        ops.ffn_screened(*p, quantized[0], quantized[1][1:], quantized[2])
+        ops.ffn_screened(*p, quantized[0], quantized[1][1:], quantized[2], 8)
     with pytest.raises(TypeError, match=r"q must be torch\.int8, got torch\.int32"):
-        ops.ffn_screened(*p, quantized[0].int(), *quantized[1:])
+        ops.ffn_screened(*p, quantized[0].int(), *quantized[1:], 8)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_screened_forward_of_training_is_the_other(gated: bool) -> None:
+    p = testing.integer_problem(130, 72, 520, density=0.02, biases="gate down")
+    layer = p if gated else p._replace(w_up=None)
+    for a, b in zip(ops.hybrid_forward(*layer, 8, 0, "relu", 0.0, True), ops.hybrid_forward(*layer, 8)):
+        assert torch.equal(a, b)
+    torch.library.opcheck(ops.hybrid_forward, (*layer, 8, 0, "relu", 0.0, True))
+    with pytest.raises(TypeError, match="x must be bfloat16 or float16"):
+        ops.hybrid_forward(*(None if t is None else t.float() for t in layer), 8, 0, "relu", 0.0, True)

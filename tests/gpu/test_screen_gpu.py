@@ -98,16 +98,26 @@ def test_candidates_are_those_of_a_cpu(m: int, n: int, k: int, bias: bool) -> No
 
 def screened(problem: FFN, *activation: object) -> tuple[Tensor, ...]:
     q = ops.quantize_gate(problem.w_gate, True)
-    return testing.poisoned(lambda: ops.ffn_screened(*problem, *q, *activation))
+    return testing.poisoned(lambda: ops.ffn_screened(*problem, *q, 8, *activation))
 
 
 def assert_as_union(problem: FFN, *activation: object) -> None:
-    y, l1, union, candidates = screened(problem, *activation)
-    expected = ops.ffn_union(*problem, 8, *activation)
-    testing.assert_same(union, expected[3], "union")
-    assert (candidates >= union).all()
-    testing.assert_same(y, expected[0], "y")
-    torch.testing.assert_close(l1.sum().double(), expected[1].sum().double(), rtol=1e-5, atol=0)
+    """The layer, gated or not, and the forward pass of training, bit by bit."""
+    for layer in (problem, problem._replace(w_up=None, b_up=None)):
+        if layer.w_up is None and "drelu" in activation:
+            continue
+        y, l1, stats, union, candidates = screened(layer, *activation)
+        expected = ops.ffn_union(*layer, 8, *activation)
+        testing.assert_same(union, expected[3], "union")
+        assert (candidates >= union).all()
+        testing.assert_same(y, expected[0], "y")
+        testing.assert_same(l1, expected[1], "l1")
+        testing.assert_same(stats[:, :, 0].sum(1), expected[2][:, :, 0].sum(1), "non-zeros")
+        form = activation or ("relu", 0.0)
+        found, right = (ops.hybrid_forward(*layer, 8, 0, *form, on) for on in (True, False))
+        for name, a, b in zip(("y", "l1", "nonzeros"), found, right):
+            testing.assert_same(a, b, f"{name} of training")
+        testing.assert_hybrid_same(found[3:], right[3:], len(problem.x), len(problem.w_gate), layer.w_up is not None)
 
 
 @DTYPES
@@ -156,7 +166,7 @@ def test_rows_that_are_not_screened_have_the_bits_of_union() -> None:
     assert_as_union(problem)
     x = problem.x.clone()
     x[3, 5], x[290] = torch.nan, torch.inf
-    y, _, union, _ = screened(problem._replace(x=x))
+    y, _, _, union, _ = screened(problem._replace(x=x))
     expected = ops.ffn_union(*problem._replace(x=x), 8)
     testing.assert_same(union, expected[3], "union")
     testing.assert_same(y[128:256], expected[0][128:256], "y of the tile without them")
@@ -166,11 +176,11 @@ def test_many_slices_and_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = testing.make("topic29", 1000, 512, 1024, device=CUDA)
     expected = screened(problem)
     monkeypatch.setattr(geometry, "UNION_ENTRIES", 1 << 18)
-    for name, found, right in zip(("y", "l1", "union", "candidates"), screened(problem), expected):
+    for name, found, right in zip(("y", "l1", "stats", "union", "candidates"), screened(problem), expected):
         testing.assert_same(found, right, name)
     monkeypatch.undo()
     q = ops.quantize_gate(problem.w_gate, True)
-    graph, outputs = testing.captured(lambda: ops.ffn_screened(*problem, *q))
+    graph, outputs = testing.captured(lambda: ops.ffn_screened(*problem, *q, 8))
     for _ in range(50):
         graph.replay()
         testing.assert_same(outputs[0], expected[0], "y")
