@@ -209,8 +209,8 @@ class SampledGate(GatePack):
         )
         first, piece = thread // 8, thread % 8
         # in pieces of 16 bytes
-        rows = cute.make_rmem_tensor((TILE_N // PASS,), Int32)
-        pitch = Int32(o.w.stride[0] // 8)
+        rows = cute.make_rmem_tensor((TILE_N // PASS,), Uint32)
+        pitch = Uint32(o.w.stride[0] // 8)
         target = sW + (first * TILE_K + swizzle_piece(first, piece))
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         index, step = cute.arch.block_idx()[2], cute.arch.grid_dim()[2]
@@ -219,7 +219,7 @@ class SampledGate(GatePack):
             for j in range_constexpr(TILE_N // PASS):
                 row = first + PASS * j
                 neuron = widen(o.neurons[unit.tile, unit.column * TILE_N + row]) if row < unit.length else 0
-                rows[j] = neuron * pitch + piece
+                rows[j] = Uint32(neuron) * pitch + Uint32(piece)
             for k in cutlass.range(extent.k_tiles, unroll=1):
                 cute.arch.mbarrier_wait(ring.empty + state.index, state.phase)
                 if warp == 0:

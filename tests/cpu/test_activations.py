@@ -25,7 +25,7 @@ BIASES = "gate up down"
 # integers have gates of up to 40: the threshold cuts off some of them, and is one of them
 FAMILY = {"relu": 0.0, "relu2": 0.0, "drelu": 0.0, "fatrelu": 3.0}
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16])
-STRATEGIES = ("row", "union", "invariant", "dense", "auto")
+STRATEGIES = ("row", "union", "screened", "invariant", "dense", "auto")
 
 # every layer that there is: activation, its threshold, gated or not
 LAYERS = [(name, t, gated) for (name, t), gated in itertools.product(FAMILY.items(), (True, False))]

@@ -287,7 +287,7 @@ def test_an_unknown_union_is_bounded_from_above() -> None:
 def test_names_are_checked(name: Any) -> None:
     with pytest.raises(
         ValueError,
-        match=f'strategy must be "auto", "row", "union", "invariant" or "dense", got {re.escape(repr(name))}',
+        match=f'strategy must be "auto", "row", "union", "screened", "invariant" or "dense", got {re.escape(repr(name))}',
     ):
         tuning.require_strategy(name)
     with pytest.raises(ValueError, match="strategy must be"):

@@ -44,8 +44,12 @@ def _fake(*arguments: Any) -> Outputs:
 
 
 def _cpu(*arguments: Any) -> Outputs:
-    y, l1, stats, fired, candidates = _fake(*arguments)
-    layer, quantized, compression, activation = _split(arguments)
+    return on_cpu(*_split(arguments))
+
+
+def on_cpu(layer: Operands, quantized: Quantized, compression: int, activation: Activation) -> Outputs:
+    """The operator on the CPU."""
+    y, l1, stats, fired, candidates = _fake(*layer, *quantized, compression, *activation)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     listed = screened.candidates_on_cpu(x, w_gate, b_gate, quantized)
     gate = activation.after(hybrid.project(x, w_gate, b_gate).to(x.dtype), inplace=True)
