@@ -24,7 +24,6 @@ from cutlass.memory import SmemAllocator
 
 from . import feasible, screen
 from .common import launch, operands
-from .common.copies import address, load_values
 from .common.philox import philox, pick
 from .common.values import high_to_float, low_to_float, warp_sum
 from .specs import QuantizeGateSpec
@@ -123,11 +122,11 @@ class QuantizeGate:
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared = SmemAllocator().allocate(self.shared)
-        line = shared.lines.data_ptr() + warp * (VECTORS * PITCH)
+        line = shared.lines.data_ptr() + cute.assume(warp * (VECTORS * PITCH), divby=4)
         s = Views(
             dithers=shared.dithers.data_ptr(),
             line=line,
-            bytes=cute.recast_ptr(line.align(16), dtype=Uint8),
+            bytes=cute.recast_ptr(line, dtype=Uint8),
             largest=shared.largest.get_tensor(cute.make_layout(self.warps)),
             squares=shared.squares.get_tensor(cute.make_layout(self.warps)),
         )
@@ -153,6 +152,7 @@ class QuantizeGate:
                 if level < bits:
                     self.butterflies(values, level if level < 3 else level - 5)
             self.exchange(s, values, lane)
+            self.load(rows, row + step, start, whole, loaded, lane)
             for level in range_constexpr(3, 8):
                 if level < bits:
                     self.butterflies(values, level - 2)
@@ -160,7 +160,6 @@ class QuantizeGate:
             # no NaN among the values if the sum of squares is a number
             screened = largest >= screen.SMALLEST and largest <= screen.LARGEST and squares < Float32.inf
             levels = self.divide(Float32(screen.LEVELS), largest)
-            self.load(rows, row + step, start, whole, loaded, lane)
             self.round(s, values, start, levels, lane)
             if start == 0 and lane == 0 and row < rows.shape[0]:
                 unit = largest * Float32(1 / screen.LEVELS)
@@ -209,10 +208,12 @@ class QuantizeGate:
     def load(self, rows, row, start, whole: cutlass.Constexpr, loaded, lane):
         """Load a lane's vectors of a row; zeros beyond its end."""
         loaded.fill(0)
+        source = rows.iterator + cute.assume(Int64(row) * rows.stride[0] + (start + lane * VECTOR), divby=VECTOR)
         for v in range_constexpr(VECTORS):
-            column = start + v * (32 * VECTOR) + lane * VECTOR
-            if row < rows.shape[0] and (whole or column < rows.shape[1]):
-                load_values(address(rows, row, column), loaded[None, v])
+            column = v * (32 * VECTOR)
+            if row < rows.shape[0] and (whole or start + lane * VECTOR + column < rows.shape[1]):
+                line = cute.make_tensor(cute.recast_ptr(source + column, dtype=Uint32), cute.make_layout(4))
+                cute.autovec_copy(line, loaded[None, v])
 
     @cute.jit
     def unpack(self, loaded, own_signs, vector_signs, values):
@@ -244,20 +245,22 @@ class QuantizeGate:
         Halves of a vector change places in every other four lanes, so that eight lanes hit different banks.
         """
         cute.arch.sync_warp()
-        quad = cute.make_rmem_tensor((4,), Float32)
-        for v in range_constexpr(VECTORS):
-            for half in range_constexpr(2):
+        quad, pair = cute.make_rmem_tensor((4,), Float32), cute.make_rmem_tensor((2,), Float32)
+        # what is assumed of offsets lets the compiler add constants to one address
+        for half in range_constexpr(2):
+            base = s.line + cute.assume(lane * VECTOR + ((lane & 4) ^ (4 * half)), divby=4)
+            for v in range_constexpr(VECTORS):
                 for i in range_constexpr(4):
                     quad[i] = values[VECTOR * v + 4 * half + i]
-                at = s.line + (v * PITCH + lane * VECTOR + ((lane & 4) ^ (4 * half)))
-                cute.autovec_copy(quad, cute.make_tensor(at.align(16), cute.make_layout(4)))
+                cute.autovec_copy(quad, cute.make_tensor(base + v * PITCH, cute.make_layout(4)))
         cute.arch.sync_warp()
-        pair = cute.make_rmem_tensor((2,), Float32)
         place = (lane >> 2) * PITCH + (lane & 1) * 2
-        for l in range_constexpr(32):
-            at = s.line + (place + (((lane & 2) * 2) ^ (l & 4)) + l * VECTOR)
-            cute.autovec_copy(cute.make_tensor(at.align(8), cute.make_layout(2)), pair)
-            values[2 * l], values[2 * l + 1] = pair[0], pair[1]
+        for half in range_constexpr(2):
+            base = s.line + cute.assume(place + (((lane & 2) * 2) ^ (4 * half)), divby=2)
+            for l in range_constexpr(32):
+                if const_expr(l & 4 == 4 * half):
+                    cute.autovec_copy(cute.make_tensor(base + l * VECTOR, cute.make_layout(2)), pair)
+                    values[2 * l], values[2 * l + 1] = pair[0], pair[1]
 
     @cute.jit
     def reduce(self, s, values, squares, warp, lane):
@@ -289,18 +292,15 @@ class QuantizeGate:
         """Put the results of a lane's columns into shared memory."""
         cute.arch.sync_warp()
         dithers = cute.make_rmem_tensor((4,), Float32)
-        place = (lane >> 2) * BYTE_PITCH + (lane & 3) * 2
+        source = s.dithers + cute.assume(start + lane * 4, divby=4)
+        target = s.bytes + cute.assume((lane >> 2) * BYTE_PITCH + (lane & 3) * 2, divby=2)
         for i in range_constexpr(0, VALUES, 4):
-            if const_expr(i % 16 == 0 and i > 0):
-                # or the compiler loads many dithers at once, and spills
-                cute.arch.sync_warp()
-            source = s.dithers + (start + i * 32 + lane * 4)
-            cute.autovec_copy(cute.make_tensor(source.align(16), cute.make_layout(4)), dithers)
+            cute.autovec_copy(cute.make_tensor(source + i * 32, cute.make_layout(4)), dithers)
             bytes = [self.floor(values[i + j], levels, dithers[j]) for j in range(4)]
             for j in range_constexpr(2):
                 pair = Uint32(cute.arch.prmt(bytes[2 * j], bytes[2 * j + 1], 0x0040))
-                target = (s.bytes + (place + (i // 2 + j) * VECTOR)).align(2)
-                cute.make_tensor(cute.recast_ptr(target, dtype=Uint16), cute.make_layout(1))[0] = Uint16(pair)
+                place = cute.recast_ptr(target + (i // 2 + j) * VECTOR, dtype=Uint16)
+                cute.make_tensor(place, cute.make_layout(1))[0] = Uint16(pair)
         cute.arch.sync_warp()
 
     @cute.jit
@@ -315,13 +315,14 @@ class QuantizeGate:
     @cute.jit
     def store(self, s, q, row, start, whole: cutlass.Constexpr, screened, lane):
         """Copy the results to memory, eight bytes per lane at a time; zeros if the row is not screened."""
+        source = s.bytes + cute.assume(lane * VECTOR, divby=VECTOR)
+        target = q.iterator + cute.assume(Int64(row) * q.stride[0] + (start + lane * VECTOR), divby=VECTOR)
         for v in range_constexpr(VECTORS):
-            column = start + v * (32 * VECTOR) + lane * VECTOR
-            if row < q.shape[0] and (whole or column < q.shape[1]):
-                source = (s.bytes + (v * BYTE_PITCH + lane * VECTOR)).align(8)
-                target = (q.iterator + (Int64(row) * q.stride[0] + column)).align(8)
-                eight = cute.make_tensor(cute.recast_ptr(source, dtype=Int64), cute.make_layout(1))
-                cute.make_tensor(cute.recast_ptr(target, dtype=Int64), cute.make_layout(1))[0] = eight[0] if screened else Int64(0)
+            column = v * (32 * VECTOR)
+            if row < q.shape[0] and (whole or start + lane * VECTOR + column < q.shape[1]):
+                eight = cute.make_tensor(cute.recast_ptr(source + v * BYTE_PITCH, dtype=Int64), cute.make_layout(1))
+                place = cute.make_tensor(cute.recast_ptr(target + column, dtype=Int64), cute.make_layout(1))
+                place[0] = eight[0] if screened else Int64(0)
         cute.arch.sync_warp()
 
 

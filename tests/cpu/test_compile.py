@@ -51,8 +51,8 @@ def register_budget(spec: Spec, kernel: str) -> int:
         # a second CTA hides the listing of a group of tokens while rows are short enough
         return feasible.registers_per_thread(256, 2 if spec.k_max <= 2048 else 1)
     if isinstance(spec, specs.QuantizeGateSpec):
-        # 1,024 threads of an SM hide the loads of a row
-        return feasible.registers_per_thread(1024)
+        # three CTAs of an SM hide the loads of a row
+        return feasible.registers_per_thread(128, 3)
     if isinstance(spec, specs.UpDownTokenSpec):
         return feasible.registers_per_thread(256, 4 if four_share_an_sm(spec) else 3)
     return feasible.registers_per_thread(*OCCUPANCY[spec.op])
