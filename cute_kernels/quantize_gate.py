@@ -196,8 +196,8 @@ class QuantizeGate:
             four = philox(Uint32(block), screen.DITHERS)
             for j in range_constexpr(4):
                 column = 4 * block + j
-                l, i, v = column >> 3 & 31, column & 7, column >> 8 & 7
-                place = (l >> 1) * 128 + (4 * v + (i >> 1)) * 4 + (l & 1) * 2 + (i & 1)
+                line, i, v = column >> 3 & 31, column & 7, column >> 8 & 7
+                place = (line >> 1) * 128 + (4 * v + (i >> 1)) * 4 + (line & 1) * 2 + (i & 1)
                 number = Int32((four[j] >> Uint32(shift)) & Uint32(2**screen.FRACTION - 1)).to(Float32)
                 at = s.dithers + ((column & ~(COLUMNS - 1)) + place)
                 cute.make_tensor(at, cute.make_layout(1))[0] = (number + Float32(0.5)) * Float32(2.0**-screen.FRACTION)
@@ -257,10 +257,10 @@ class QuantizeGate:
         place = (lane >> 2) * PITCH + (lane & 1) * 2
         for half in range_constexpr(2):
             base = s.line + cute.assume(place + (((lane & 2) * 2) ^ (4 * half)), divby=2)
-            for l in range_constexpr(32):
-                if const_expr(l & 4 == 4 * half):
-                    cute.autovec_copy(cute.make_tensor(base + l * VECTOR, cute.make_layout(2)), pair)
-                    values[2 * l], values[2 * l + 1] = pair[0], pair[1]
+            for i in range_constexpr(32):
+                if const_expr(i & 4 == 4 * half):
+                    cute.autovec_copy(cute.make_tensor(base + i * VECTOR, cute.make_layout(2)), pair)
+                    values[2 * i], values[2 * i + 1] = pair[0], pair[1]
 
     @cute.jit
     def reduce(self, s, values, squares, warp, lane):

@@ -7,6 +7,7 @@ Philox4x32-10 (Salmon et al., SC 2011) with a fixed key. The counter is (index o
 from __future__ import annotations
 
 import math
+from typing import Any
 
 # Largest magnitude before rounding: with a dither in [0, 1) no result exceeds 127.
 LEVELS = 126.5
@@ -60,7 +61,7 @@ def levels(k: int) -> list[int]:
     return [bit for bit in (0, 1, 2, 8, 9, 10, 3, 4, 5, 6, 7) if 1 << bit < rotation_block(k)]
 
 
-def sign_bits(column: int) -> tuple[int, int, int]:
+def sign_bits(column: Any) -> tuple[Any, Any, Any]:
     """A column's word of ``SIGNS``, and two bits of it: the column's sign changes if they differ."""
     return column >> 11 << 5 | column >> 3 & 31, column & 7, 8 + (column >> 8 & 7)
 

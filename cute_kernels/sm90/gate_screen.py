@@ -31,6 +31,8 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from .. import feasible, geometry, screen
+from ..common import operands
+from ..specs import GateScreenSpec
 from .gate_pack import (
     PACK_WARPS,
     REGISTERS_LOAD_PACK,
@@ -41,8 +43,6 @@ from .gate_pack import (
     GatePack,
     Transfer,
 )
-from ..common import operands
-from ..specs import GateScreenSpec
 
 TOKENS = geometry.TOKEN_TILE
 TERM_THREADS = 32 * PACK_WARPS

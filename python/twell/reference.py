@@ -230,7 +230,7 @@ Quantized = tuple[Tensor, Tensor, Tensor]
 
 
 def rotate(rows: Tensor) -> Tensor:
-    """Rows [R, K] by the signed block Hadamard transform, not normalised: fp32 sums in the order of ``screen.levels``."""
+    """Rows [R, K] by the signed block Hadamard transform, not normalised; fp32 sums in the order of `screen.levels`."""
     r, k = rows.shape
     places = [screen.sign_bits(column) for column in range(k)]
     words = screen.words(1 + max(line for line, _, _ in places), screen.SIGNS)

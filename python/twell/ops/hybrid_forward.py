@@ -194,7 +194,8 @@ def on_cuda(
 
 hybrid_forward = register(
     f"hybrid_forward({LAYER}, int compression, int held=0, {ACTIVATION}, bool screened=False) -> "
-    "(Tensor y, Tensor l1, Tensor nonzeros, Tensor entries, Tensor neurons, Tensor chunks, Tensor sizes, Tensor popularity)",
+    "(Tensor y, Tensor l1, Tensor nonzeros, "
+    "Tensor entries, Tensor neurons, Tensor chunks, Tensor sizes, Tensor popularity)",
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,

@@ -23,7 +23,7 @@ from twell.ops.quantize_gate import on_cuda as quantize_on_cuda
 
 
 class Lists(NamedTuple):
-    """The candidates of each token tile: neurons int16 [B, 64 C], and sizes int32 [B + 1], of which the last is unused."""
+    """The candidates of each token tile: neurons int16 [B, 64 C], and sizes int32 [B + 1], the last one unused."""
 
     neurons: Tensor
     sizes: Tensor
@@ -47,7 +47,7 @@ def check_quantized(w_gate: Tensor, quantized: Quantized) -> None:
 def candidates_on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, quantized: Quantized) -> Tensor:
     """Which neurons are candidates of each tile of 128 tokens: booleans [ceil(M/128), N]."""
     bits = gate_screen(*quantize_gate(x, False), *quantized, bias_vector("b_gate", b_gate, len(w_gate), x))
-    listed = (bits[:, :, None] >> torch.arange(32, device="cpu", dtype=torch.int32) & 1).bool().flatten(1)
+    listed: Tensor = (bits[:, :, None] >> torch.arange(32, device="cpu", dtype=torch.int32) & 1).bool().flatten(1)
     return listed[:, : len(w_gate)]
 
 

@@ -110,8 +110,8 @@ def by_slices(
 ) -> Outputs:
     """Launch the kernels that fill what ``results_of`` allocates, and return it.
 
-    ``packed_of(first, last)`` gives words and spill of a slice when it is its turn, and the lists if these have places in
-    ``ops.screened.Lists`` for neurons. The first is packed before the host does anything else: the GPU has work
+    ``packed_of(first, last)`` gives words and spill of a slice when it is its turn; also ``ops.screened.Lists`` if
+    these have places in lists for neurons. The first is packed before the host does anything else: the GPU has work
     meanwhile.
     """
     x, _, _, w_up, w_down, b_up, b_down = packed
