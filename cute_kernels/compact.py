@@ -106,11 +106,15 @@ class Compact:
         words_per_tile: Int32,
         plain: Int32,
         capacity: Int32,
+        listed: cute.Tensor,
+        listed_sizes: cute.Tensor,
+        by_place: Int32,
         stream: cuda.CUstream,
     ):
         """Also clear `l1`; if `plain`, without an up projection, set it to the sum of h of each token tile.
 
-        `plain`: 0 with an up projection, otherwise 1 plus the code of the activation.
+        `plain`: 0 with an up projection, otherwise 1 plus the code of the activation. If `by_place`, the gate has
+        places in `listed`, which has `listed_sizes` neurons of each token tile, instead of neurons.
         """
 
         @cute.struct
@@ -132,7 +136,8 @@ class Compact:
             locate.launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=launch.overlaps())
         if words.shape[0] > 0:
             self.compact(
-                words, spill, entries, neurons, chunks, sizes, popularity, l1, size, words_per_tile, plain, capacity
+                *(words, spill, entries, neurons, chunks, sizes, popularity, l1, size, words_per_tile, plain, capacity),
+                *(listed, listed_sizes, by_place),
             ).launch(
                 grid=(chunks.shape[0], 1, 1),
                 block=(THREADS, 1, 1),
@@ -213,31 +218,40 @@ class Compact:
         width: Int32,
         plain: Int32,
         capacity: Int32,
+        listed: cute.Tensor,
+        listed_sizes: cute.Tensor,
+        by_place: Int32,
     ):
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tile = cute.arch.block_idx()[0]
         shared = SmemAllocator().allocate(self.shared)
         s = self.views(shared, chunks.shape[1] - 1, Int32(1))
-        gate = (words, spill, width, tile)
         quads = cute.make_rmem_tensor((4, OWN), Uint32)
         launch.griddepcontrol_wait()
         launch.griddepcontrol_launch_dependents()
-        own, most = self.count_tokens(s, gate, quads, size, thread, warp, lane)
+        count, columns = size, words.shape[1]
+        if by_place != 0:
+            # no words are written behind the end of the list
+            count = cute.ceil_div(listed_sizes[tile], 8) * 8
+            columns = cute.ceil_div(listed_sizes[tile], geometry.TILE) * width
+        words = cute.make_tensor(words.iterator, cute.make_layout((words.shape[0], columns), stride=words.stride))
+        gate = (words, spill, width, tile)
+        own, most = self.count_tokens(s, gate, quads, count, thread, warp, lane)
         for i in cutlass.range(thread, l1.shape[1], THREADS, unroll=1):
             l1[tile, i] = Float32(0.0)
-        results = (entries, neurons, chunks, sizes, popularity, l1)
+        results = (entries, neurons, chunks, sizes, popularity, l1, (listed, by_place))
         at = (thread, warp, lane)
         if const_expr(self.training):
             if sizes[chunks.shape[0]] <= capacity:
                 start, end = chunks[tile, 0], chunks[tile, chunks.shape[1] - 1]
-                self.build(shared, gate, quads, own, most, results, size, plain, start, end - start, at)
+                self.build(shared, gate, quads, own, most, results, count, plain, start, end - start, at)
         else:
             if tile == 0 and thread == 0:
                 # readers of the pattern compare this with a capacity
                 sizes[chunks.shape[0]] = Int32(0)
             total = self.total_nonzeros(s, own, warp, lane)
-            self.build(shared, gate, quads, own, most, results, size, plain, tile * TOKENS * size, total, at)
+            self.build(shared, gate, quads, own, most, results, count, plain, tile * TOKENS * size, total, at)
 
     @cute.jit
     def total_nonzeros(self, s, own, warp, lane):
@@ -255,13 +269,13 @@ class Compact:
     @cute.jit
     def build(self, shared, gate, quads, own, most, results, count, plain, start, total, at):
         """Write the lists of the token tile, and its `total` entries from `start` on."""
-        entries, neurons, chunks, sizes, popularity, l1 = results
+        entries, neurons, chunks, sizes, popularity, l1, listed = results
         thread, warp, lane = at
         tile = gate[3]
         room, fits = self.room(chunks.shape[1] - 1, total)
         s = self.views(shared, chunks.shape[1] - 1, room)
         kept = self.mark_neurons(s, gate, quads, own, most, room, warp, lane)
-        size = self.list_union(s, neurons, popularity, count, tile, thread, warp, lane)
+        size = self.list_union(s, neurons, popularity, listed, count, tile, thread, warp, lane)
         if thread == 0:
             sizes[tile] = size
         self.count_entries(s, gate, kept, neurons, chunks, size, start, thread, warp, lane)
@@ -390,7 +404,7 @@ class Compact:
                     s.owners[first + 32 * i] = Uint8(token)
 
     @cute.jit
-    def list_union(self, s, neurons, popularity, count, tile, thread, warp, lane):
+    def list_union(self, s, neurons, popularity, listed, count, tile, thread, warp, lane):
         """Write popularity, bitmap, ranks and list of the union; return its size and clear the counters for `count`.
 
         Each warp has a range of the bitmap; a lane holds its words `lane` and 32 + `lane`.
@@ -411,7 +425,7 @@ class Compact:
                 own[h] = word if lane == i else own[h]
                 if const_expr(popularity is not None):
                     if tokens != 0:
-                        counter = popularity.iterator + neuron
+                        counter = popularity.iterator + self.neuron_of(listed, tile, neuron)
                         cute.arch.red(counter, Int32(tokens), op="add", dtype="s32", sem="relaxed", scope="gpu")
         before = cute.make_rmem_tensor((self.own_words,), Int32)
         position = Int32(0)
@@ -438,12 +452,18 @@ class Compact:
                 word = Uint32(cute.arch.shuffle_sync(own[h], i))
                 rank = cute.arch.shuffle_sync(before[h], i) + Int32(cute.arch.popc(word & below))
                 if (word >> Uint32(lane)) & 1 != 0:
-                    neuron = (first + 32 * h + i) * 32 + lane
+                    neuron = self.neuron_of(listed, tile, (first + 32 * h + i) * 32 + lane)
                     neurons[tile, rank] = Int16(neuron)
                     if rank == size - 1:
                         s.scalars[2] = neuron
         cute.arch.sync_threads()
         return size
+
+    @cute.jit
+    def neuron_of(self, listed, tile, place):
+        """The neuron at a place of the gate."""
+        neurons, by_place = listed
+        return widen(neurons[tile, place]) if by_place != 0 else place
 
     @cute.jit
     def count_entries(self, s, gate, kept, neurons, chunks, size, start, thread, warp, lane):
@@ -750,6 +770,9 @@ def signature(spec: CompactSpec) -> tuple[Any, tuple[Any, ...]]:
         Int32(1),
         Int32(1),
         Int32(1),
+        Int32(1),
+        operands.matrix(Int16, b, cute.sym_int32(divisibility=64)),
+        operands.vector(Int32, cute.sym_int32(), align=4),
         Int32(1),
     )
     return Compact(spec), arguments

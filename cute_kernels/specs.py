@@ -36,6 +36,9 @@ PORTABLE_TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {1: (1024, 2048, 4096, 81
 # K classes of the kernel that computes tiles of few tokens.
 TILE_K_CLASSES = (1024, 2048, 4096)
 
+# K classes of the kernel that quantises rows for the screen of the gate.
+QUANTIZE_K_CLASSES = (2048, 4096, 8192, 16384)
+
 # Tokens of a tile of the gate GEMM, multiples of 16. Each is the fastest for some batches, see tuning.gate_pack.
 GATE_TOKENS = (48, 64, 96, 128, 144)
 PORTABLE_GATE_TOKENS = (64, 128)
@@ -147,6 +150,35 @@ class GatePackFewSpec(_FamilyKernel):
     @property
     def suffix(self) -> str:
         return f"_m{self.tokens}"
+
+
+@dataclass(frozen=True)
+class QuantizeGateSpec(_Kernel):
+    """``rows -> q, scale, spread``: int8 rows of x or w_gate for the screen of the gate.
+
+    For hidden sizes up to ``k_max``, one of ``QUANTIZE_K_CLASSES``.
+    """
+
+    k_max: int
+    op: ClassVar[str] = "quantize_gate"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_k_max(self.k_max, QUANTIZE_K_CLASSES)
+
+    @property
+    def suffix(self) -> str:
+        return f"_k{self.k_max}"
+
+
+@dataclass(frozen=True)
+class GateScreenSpec(_FamilyKernel):
+    """``int8 rows of x and w_gate -> candidates``: bits of the neurons that any of 128 tokens may fire.
+
+    ``dtype`` is that of the bias.
+    """
+
+    op: ClassVar[str] = "gate_screen"
 
 
 @dataclass(frozen=True)
@@ -283,6 +315,25 @@ class SampledUpSpec(_FamilyKernel):
 
 
 @dataclass(frozen=True)
+class ListCandidatesSpec:
+    """``candidates -> neurons, sizes``: the lists of the neurons whose bits are set."""
+
+    op: ClassVar[str] = "list_candidates"
+    module: ClassVar[str] = op
+
+    @property
+    def symbol(self) -> str:
+        return self.op
+
+
+@dataclass(frozen=True)
+class SampledGateSpec(_FamilyKernel):
+    """``x, w_gate, listed neurons -> words, spill, stats``: the gate GEMM at the neurons of each token tile's list."""
+
+    op: ClassVar[str] = "sampled_gate"
+
+
+@dataclass(frozen=True)
 class SampledGradSpec(_FamilyKernel):
     """``dy, w_down, hybrid gate, up -> d_gate, d_up`` at the non-zeros."""
 
@@ -394,6 +445,8 @@ class OverflowSpec(_FamilyKernel):
 Spec = (
     GatePackSpec
     | GatePackFewSpec
+    | QuantizeGateSpec
+    | GateScreenSpec
     | UpDownTokenSpec
     | UpDownTileSpec
     | UpDownSpec
@@ -401,6 +454,8 @@ Spec = (
     | RegluSpec
     | CompactSpec
     | SampledUpSpec
+    | ListCandidatesSpec
+    | SampledGateSpec
     | SampledGradSpec
     | GatheredSpec
     | RankSpec
@@ -420,6 +475,8 @@ def all_specs() -> tuple[Spec, ...]:
         *(UpDownSpec(d, k, g) for d in DTYPES for k in K_CLASSES for g in flags),
         *(UpDownSpec(d, k, g, family=PORTABLE) for d in DTYPES for k in PORTABLE_K_CLASSES for g in flags),
         *(GatePackFewSpec(d, t, family=f) for f in FAMILIES for d in DTYPES for t in FEW_TOKENS),
+        *(QuantizeGateSpec(d, k) for d in DTYPES for k in QUANTIZE_K_CLASSES),
+        *(GateScreenSpec(d) for d in DTYPES),
         *(
             UpDownTokenSpec(d, k, c, g, family=f)
             for f in FAMILIES
@@ -433,6 +490,8 @@ def all_specs() -> tuple[Spec, ...]:
         *(RegluSpec(d, b) for d in DTYPES for b in flags),
         *(CompactSpec(d, t, family=f) for f in FAMILIES for d in DTYPES for t in flags),
         *(SampledUpSpec(d, t, family=f) for f in FAMILIES for d in DTYPES for t in flags),
+        ListCandidatesSpec(),
+        *(SampledGateSpec(d) for d in DTYPES),
         *(SampledGradSpec(d, g, family=f) for f in FAMILIES for d in DTYPES for g in flags),
         *(GatheredSpec(d, p, family=f) for f in FAMILIES for d in DTYPES for p in range(3)),
         RankSpec(),

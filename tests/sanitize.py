@@ -50,6 +50,9 @@ OPS = {
     "up_down": ("up_down", "up_down_token"),
     "up_down_union": ("compact", "sampled_up", "gathered"),
     "ffn_union": ("gate_pack", "gate_pack_few", "compact", "sampled_up", "gathered"),
+    "ffn_screened": (
+        *("quantize_gate", "gate_screen", "list_candidates", "sampled_gate", "compact", "sampled_up", "gathered"),
+    ),
     "ffn": ("gate_pack", "gate_pack_few", "compact", "sampled_up", "gathered", "up_down_tile"),
     "unpack": ("unpack",),
     "reglu": ("reglu",),
@@ -169,6 +172,12 @@ def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
             weights = (w_up, w_down, b_gate, b_up) if gated else (None, w_down, b_gate, None)
             yield Call(ops.ffn_union, (x, w_gate, *weights, b_down, case.compression, case.activation), gated)
         return
+    if op == "ffn_screened":
+        for gated in (True, False):
+            layer = problem if gated else problem._replace(w_up=None, b_up=None)
+            last = (*ops.quantize_gate(w_gate, True), case.compression, case.activation)
+            yield Call(ops.ffn_screened, (*layer, *last), gated)
+        return
     if op == "ffn":
         yield Call(ops.ffn_aux, (*problem, case.compression, "union", None, case.activation))
         return
@@ -209,6 +218,11 @@ def compare(op: str, case: Case, gated: bool, actual: tuple[Any, ...], expected:
     if op == "hybrid_forward":
         testing.assert_hybrid_same(actual[3:], expected[3:], case.m, case.n, gated)
         actual, expected = actual[:3], expected[:3]
+    elif op == "ffn_screened":
+        # rounding may decide what is a candidate
+        actual, expected = (
+            (y, l1.sum(1), stats[:, :, 0].sum(1), union) for y, l1, stats, union, _ in (actual, expected)
+        )
     elif op in ("up_down_union", "ffn_union"):
         # the kernel decides how it splits the sum of a tile
         actual, expected = ((y, l1.sum(1), *others) for y, l1, *others in (actual, expected))

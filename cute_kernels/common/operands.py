@@ -16,6 +16,11 @@ def rows(dtype: Any, m: Any, k: Any) -> Any:
     return make_fake_tensor(dtype, (m, k), stride=(cute.sym_int64(divisibility=8), 1), assumed_align=16)
 
 
+def bytes_by_rows(dtype: Any, m: Any, k: Any) -> Any:
+    """A row-major matrix [m, k] of bytes: 64-bit row stride in multiples of 16, 16-byte aligned base."""
+    return make_fake_tensor(dtype, (m, k), stride=(cute.sym_int64(divisibility=16), 1), assumed_align=16)
+
+
 def vector(dtype: Any, n: Any, align: int = 16) -> Any:
     """A contiguous vector [n]."""
     return make_fake_compact_tensor(dtype, (n,), assumed_align=align)

@@ -63,6 +63,30 @@ def gate_pack(
 
 
 @functools.cache
+def quantize_gate(dtype: torch.dtype, k: int) -> specs.QuantizeGateSpec:
+    """Rows of ``k`` values in int8 for the screen of the gate; NotImplementedError beyond the largest class."""
+    return specs.QuantizeGateSpec(dtype_name(dtype), specs.k_class(k, specs.QUANTIZE_K_CLASSES))
+
+
+@functools.cache
+def gate_screen(dtype: torch.dtype) -> specs.GateScreenSpec:
+    """The int8 screen of the gate, for biases of a dtype."""
+    return specs.GateScreenSpec(dtype_name(dtype))
+
+
+@functools.cache
+def list_candidates() -> specs.ListCandidatesSpec:
+    """The lists of candidates by token tile."""
+    return specs.ListCandidatesSpec()
+
+
+@functools.cache
+def sampled_gate(dtype: torch.dtype) -> specs.SampledGateSpec:
+    """The gate GEMM at listed neurons."""
+    return specs.SampledGateSpec(dtype_name(dtype))
+
+
+@functools.cache
 def up_down(dtype: torch.dtype, k: int, gated: bool, family: str = specs.SM90) -> specs.UpDownSpec:
     """The up and down projections for hidden size ``k``; NotImplementedError beyond the largest class."""
     classes = specs.K_CLASSES if family == specs.SM90 else specs.PORTABLE_K_CLASSES
@@ -216,7 +240,7 @@ def overflow(dtype: torch.dtype, mode: str, family: str = specs.SM90) -> specs.O
 # Strategies
 
 
-STRATEGIES = ("auto", "row", "union", "invariant", "dense")
+STRATEGIES = ("auto", "row", "union", "screened", "invariant", "dense")
 
 # A change of strategy must promise to save this share of the time, about the error of the predictions.
 MARGIN = 0.02

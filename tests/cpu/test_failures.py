@@ -135,7 +135,9 @@ def test_other_compressions_are_refused(compression: Any) -> None:
 @pytest.mark.parametrize("strategy", ["fast", "ROW", "", None, 1, ["row"], torch.float16])
 def test_other_strategies_are_refused(strategy: Any) -> None:
     for call in (lambda: gated(strategy), lambda: plain(strategy), lambda: SparseMLP(16, 24, strategy=strategy)):
-        with pytest.raises(ValueError, match='strategy must be "auto", "row", "union", "invariant" or "dense", got'):
+        with pytest.raises(
+            ValueError, match='strategy must be "auto", "row", "union", "screened", "invariant" or "dense", got'
+        ):
             call()
 
 

@@ -105,9 +105,18 @@ def surroundings(case: Case, device: torch.device) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+def strategy_of(case: Case, device: torch.device) -> Any:
+    """What a call of the case names; "union" where a GPU has no kernels of "screened"."""
+    if case.strategy == "site":
+        return AutoStrategy()
+    if case.strategy == "screened" and device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
+        return "union"
+    return case.strategy
+
+
 def caller(case: Case, t: dict[str, Tensor], dy: Tensor) -> Callable[[], Outputs]:
     """What makes the call: outputs by name, gradients by that of their tensor, main gradients with ``main`` before."""
-    strategy: Any = AutoStrategy() if case.strategy == "site" else case.strategy
+    strategy = strategy_of(case, dy.device)
     dy = dy.view(t["x"].shape)
 
     def pack() -> Outputs:
@@ -164,7 +173,7 @@ class Exported(nn.Module):
         super().__init__()
         self.case, self.t = case, t
         # the graph finds the site by the first weight, and chooses when it runs
-        self.strategy: Any = AutoStrategy() if case.strategy == "site" else case.strategy
+        self.strategy = strategy_of(case, t["x"].device)
 
     def forward(self, x: Tensor) -> Tensor:
         return ffn(self.case, {**self.t, "x": x}, strategy=self.strategy)  # type: ignore[no-any-return]
@@ -182,7 +191,7 @@ def exported(case: Case, t: dict[str, Tensor]) -> Tensor:
 def compacted(case: Case, layer: Layer, x: Tensor) -> Outputs:
     """A module with the layer's weights, counted, compacted and put back: counts, and y before, after and restored."""
     kind = twell.nn.SparseGatedMLP if case.gated else twell.nn.SparseMLP
-    strategy = "auto" if case.strategy == "site" else case.strategy
+    strategy = "auto" if case.strategy == "site" else strategy_of(case, x.device)
     options: dict[str, Any] = {"compression": case.compression, "strategy": strategy, **case.form}
     module: Any = kind(case.k, case.n, bool(case.biases), **options, device=x.device, dtype=x.dtype)
     first = "gate_proj" if case.gated else "up_proj"

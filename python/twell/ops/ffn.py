@@ -21,6 +21,8 @@ from torch import Tensor
 from twell import _auto, tuning
 from twell._activation import Activation
 from twell._runtime import geometry, nvtx
+from twell.ops.ffn_screened import on_cpu as screened_on_cpu
+from twell.ops.ffn_screened import on_cuda as screened_on_cuda
 from twell.ops.ffn_union import by_small_tiles
 from twell.ops.ffn_union import on_cpu as union_on_cpu
 from twell.ops.ffn_union import on_cuda as union_on_cuda
@@ -39,6 +41,8 @@ from twell.ops.library import (
     register,
 )
 from twell.ops.operands import Operands, PackedOperands
+from twell.ops.quantize_gate import on_cuda as quantize_on_cuda
+from twell.ops.quantize_gate import quantize_gate
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
 from twell.ops.up_down import arrivals_for, multiply
@@ -171,6 +175,15 @@ def _union_on_cuda(layer: Operands, compression: int, activation: Activation, me
     return *by_small_tiles(layer, compression, activation, spec), None
 
 
+def _screened_on_cpu(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
+    return screened_on_cpu(layer, quantize_gate(layer.w_gate, True), compression, activation)[:4]
+
+
+def _screened_on_cuda(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
+    # no copy of w_gate is kept: a write through .data does not raise a tensor's version
+    return screened_on_cuda(layer, quantize_on_cuda(layer.w_gate, True), compression, activation)[:4]
+
+
 def _dense(layer: Operands, activation: Activation, measurement: _auto.Measurement | None, totals: bool) -> _Totals:
     """The layer by PyTorch's own operators."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
@@ -224,11 +237,13 @@ def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 _SPARSE_ON_CPU: _Sparse = {
     "row": _row_on_cpu,
     "union": lambda layer, compression, activation, measured: union_on_cpu(*layer, compression, *activation),
+    "screened": _screened_on_cpu,
     "invariant": _row_on_cpu,
 }
 _SPARSE_ON_CUDA: _Sparse = {
     "row": _row_on_cuda,
     "union": _union_on_cuda,
+    "screened": _screened_on_cuda,
     "invariant": functools.partial(_row_on_cuda, invariant=True),
 }
 _ARGUMENTS = f"{LAYER}, int compression, str strategy, Tensor? site, {ACTIVATION}"
