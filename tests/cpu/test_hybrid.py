@@ -420,7 +420,7 @@ def test_kernels_get_the_activation_and_the_threshold(
         "overflow": (int(gated), code, level),
     }
     # counted from the end, or of the slice that begins with `gated`
-    places = {"gate_pack": -2, "compact": -2, "sampled_up": -3, "sampled_grad": -2, "transpose": -1}
+    places = {"gate_pack": -2, "compact": -5, "sampled_up": -3, "sampled_grad": -2, "transpose": -1}
     for spec, arguments in launched:
         if spec.op in places:
             assert arguments[places[spec.op]] == expected[spec.op], spec
