@@ -112,7 +112,9 @@ class Runner:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.out: Path = arguments.out.resolve()
         self.gpus = arguments.gpus
-        self.inputs = {name: getattr(arguments, name.lower()) for name in INPUTS}
+        # commands run in the checkout, wherever this was called
+        given = {name: getattr(arguments, name.lower()) for name in INPUTS}
+        self.inputs = {name: value and value.resolve() for name, value in given.items()}
         self.end = time.monotonic() + arguments.budget_s
         path = self.out / "done.json"
         found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}

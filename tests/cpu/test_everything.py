@@ -165,6 +165,15 @@ def test_inputs_and_gpus_that_are_missing(add: Callable[..., None], run: Callabl
     assert list(run("--real", str(tmp_path), "--gpus", "2")[2]) == ["real", "two"]
 
 
+def test_inputs_are_relative_to_the_caller(
+    add: Callable[..., None], run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add("real", ("{}", 0), more=" $REAL/3")
+    monkeypatch.chdir(tmp_path)
+    assert run("--real", "recorded")[0] == 0
+    assert f" {tmp_path}/recorded/3\n" in (tmp_path / "out" / "real.log").read_text()
+
+
 def test_the_list_has_what_is_older(
     add: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
