@@ -130,10 +130,11 @@ class Runner:
         """Run what is missing; return the exit status. ``named``: they were asked for by name."""
         failed: list[str] = []
         left: list[str] = []
+        lacked = {each.name: lacking for each in chosen if (lacking := self.lacking(each))}
+        if named and lacked:
+            raise RequestError("; ".join(f"{name} needs {lacking}" for name, lacking in lacked.items()))
         for each in chosen:
-            if lacking := self.lacking(each):
-                if named:
-                    raise RequestError(f"{each.name} needs {lacking}")
+            if lacking := lacked.get(each.name):
                 self.say(f"{each.name}: left out, as it needs {lacking}")
                 continue
             status = self.measure(each)

@@ -161,8 +161,11 @@ def test_inputs_and_gpus_that_are_missing(add: Callable[..., None], run: Callabl
     assert (status, found) == (0, {})
     assert "real: left out, as it needs --real" in said
     assert "two: left out, as it needs --gpus 2" in said
-    assert run("real")[:2] == (2, "profiling.everything: error: real needs --real\n")
-    assert list(run("--real", str(tmp_path), "--gpus", "2")[2]) == ["real", "two"]
+    add("plain", ("{}", 0))
+    said = "profiling.everything: error: real needs --real; two needs --gpus 2\n"
+    # before anything runs
+    assert run("plain", "real", "two") == (2, said, {})
+    assert list(run("--real", str(tmp_path), "--gpus", "2")[2]) == ["plain", "real", "two"]
 
 
 def test_inputs_are_relative_to_the_caller(
