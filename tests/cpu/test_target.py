@@ -291,7 +291,7 @@ def test_sharing_is_worth_the_root_of_the_window() -> None:
 
 
 def test_layers_with_large_gates_have_no_larger_part_of_the_sharing_term() -> None:
-    """A layer with larger gates and a smaller up projection is the same function, and what presses on it is the same."""
+    """A layer with larger gates and a smaller up projection is the same function under the same pressure."""
     found = []
     for factor in (1, 64):
         torch.manual_seed(0)
