@@ -290,6 +290,27 @@ def test_sharing_is_worth_the_root_of_the_window() -> None:
     assert terms == pytest.approx([math.sqrt(8), 1])
 
 
+def test_layers_with_large_gates_have_no_larger_part_of_the_sharing_term() -> None:
+    """A layer with larger gates and a smaller up projection is the same function under the same pressure."""
+    found = []
+    for factor in (1, 64):
+        torch.manual_seed(0)
+        model: Any = Model()
+        first, second = model.mlps
+        with torch.no_grad():
+            for gate, up in zip(first.gate_proj.parameters(), first.up_proj.parameters()):
+                gate *= factor
+                up /= factor
+        recipe.record_aux(model, inputs=True)
+        x, _ = next(batches())
+        model(x)
+        term = TargetSparsity(5, 10, sharing=1.0).term(model)
+        term.backward()
+        found.append((term.detach(), factor * first.gate_proj.weight.grad, second.gate_proj.weight.grad))
+    for ours, theirs in zip(*found):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_neighbours_come_to_share_neurons() -> None:
     """The union of the neurons of a window, at the same non-zeros per token."""
     unions = []

@@ -71,7 +71,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
 
 
 def test_a_target_is_reached_and_goes_on(run: Callable[..., int], tmp_path: Path, monkeypatch: Any) -> None:
-    arguments = ["--steps", 60, "--target-nnz", 6, "--sharing", 0.5, "--lr", 0.02, "--checkpoint-every", 20]
+    arguments = ["--steps", 100, "--target-nnz", 6, "--sharing", 0.5, "--lr", 0.02, "--checkpoint-every", 20]
     assert run(*arguments, out="whole") == 0
     whole = [line for line in records(tmp_path / "whole") if "non_zeros" in line]
     assert whole[0]["non_zeros"] > 20
@@ -97,7 +97,7 @@ def test_a_target_is_reached_and_goes_on(run: Callable[..., int], tmp_path: Path
     assert run(*arguments) == 0
     assert same(tmp_path / "out", tmp_path / "whole")
     # added steps keep the last coefficient
-    assert run(*arguments, "--steps", 64) == 0
+    assert run(*arguments, "--steps", 104) == 0
     last = [line for line in records(tmp_path / "out") if "non_zeros" in line]
     assert last[-1]["non_zeros"] == pytest.approx(6, rel=0.25)
 

@@ -35,7 +35,7 @@ def sharing_term(model: nn.Module, tokens: int = 32, windows: int = 64) -> Tenso
     """
     require_integer("tokens", tokens, 1)
     require_integer("windows", windows, 1)
-    return mean_norms(model, read_inputs(model), tokens, windows)
+    return mean_over_layers(model, norms(read_inputs(model), tokens, windows))
 
 
 def read_inputs(model: nn.Module) -> list[tuple[Any, Tensor]]:
@@ -53,12 +53,12 @@ def read_inputs(model: nn.Module) -> list[tuple[Any, Tensor]]:
     return found
 
 
-def mean_norms(model: nn.Module, inputs: list[tuple[Any, Tensor]], tokens: int, windows: int) -> Tensor:
-    """``sharing_term`` of inputs that were read."""
-    return mean_over_layers(model, [_norms(layer, x, tokens, windows) for layer, x in inputs])
+def norms(inputs: list[tuple[Any, Tensor]], tokens: int, windows: int) -> list[Tensor]:
+    """The mean over windows that ``sharing_term`` takes the mean of, for each input that was read."""
+    return [_norm(layer, x, tokens, windows) for layer, x in inputs]
 
 
-def _norms(layer: Any, x: Tensor, tokens: int, windows: int) -> Tensor:
+def _norm(layer: Any, x: Tensor, tokens: int, windows: int) -> Tensor:
     """The mean over the windows of one call."""
     rows = x.reshape(-1, x.shape[-1])
     # a call with fewer tokens is one window

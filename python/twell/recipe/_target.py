@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from twell._arguments import require_choice, require_integer, require_number
 from twell.recipe._aux import mean_over_layers, read_aux, whole
-from twell.recipe._sharing import mean_norms, read_inputs
+from twell.recipe._sharing import norms, read_inputs
 
 # The coefficient is the exponential of a slow part, which sums the error log(non-zeros / goal), and a fast part in
 # proportion to it, which damps. Tried with models of 0.1 M parameters and 60 to 1,200 steps: runs to 7 to 25 % of the
@@ -67,8 +67,8 @@ class TargetSparsity:
         of: "hidden", the L1 of ``l1_term``, or "gate", the L1 of the gate after its activation, of up to 2,048 tokens
             per call. Layers with "relu2" and "drelu" need the latter: L1 of their hidden state makes gates small
             without silencing them, or silences the up projection.
-        sharing: from 0 to 1, the share of ``sharing_term`` in the term. It is scaled to the value of L1.
-            It and "gate" need ``record_aux(model, inputs=True)``.
+        sharing: from 0 to 1, the share of ``sharing_term`` in the term. Each layer's part of it is scaled to the value
+            of the layer's L1. It and "gate" need ``record_aux(model, inputs=True)``.
         group: of ranks whose figures are taken together; None: all, if torch.distributed is initialised.
     """
 
@@ -104,9 +104,10 @@ class TargetSparsity:
         found = read_aux(model, several)
         inputs = read_inputs(model) if self.sharing or self.of == "gate" else []
         if self.of == "gate":
-            l1 = mean_norms(model, inputs, 1, _GATES)
+            sizes = norms(inputs, 1, _GATES)
         else:
-            l1 = mean_over_layers(model, [whole(aux.l1) for _, calls in found for aux in calls])
+            sizes = [whole(aux.l1) for _, calls in found for aux in calls]
+        l1 = mean_over_layers(model, sizes)
         with torch.no_grad():
             l0 = torch.stack([whole(aux.l0).to(l1.device) for _, calls in found for aux in calls]).mean()
             state = self._on(l1)
@@ -114,9 +115,8 @@ class TargetSparsity:
             self._calls += 1
         penalty = l1
         if self.sharing:
-            shared = mean_norms(model, inputs, _WINDOW, _WINDOWS)
-            scale = (l1 / shared.clamp(min=torch.finfo(shared.dtype).tiny)).detach()
-            penalty = (1 - self.sharing) * l1 + self.sharing * scale * shared
+            shared = mean_over_layers(model, list(map(_of_size, norms(inputs, _WINDOW, _WINDOWS), sizes)))
+            penalty = (1 - self.sharing) * l1 + self.sharing * shared
         # a copy: ``update`` writes the state before a late backward pass may read it
         return penalty * state[_NOW].to(l1.dtype, copy=True)
 
@@ -183,3 +183,9 @@ class TargetSparsity:
             dist.all_reduce(value, group=self.group)
             value /= dist.get_world_size(self.group)
         return value
+
+
+def _of_size(term: Tensor, l1: Tensor) -> Tensor:
+    """``term`` scaled to the value of ``l1``."""
+    # a scale that layers shared would press hardest on those whose neurons fire rarely, until they are silent
+    return term * (l1 / term.clamp(min=torch.finfo(term.dtype).tiny)).detach()
