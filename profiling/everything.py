@@ -134,8 +134,8 @@ class Runner:
         if named and lacked:
             raise RequestError("; ".join(f"{name} needs {lacking}" for name, lacking in lacked.items()))
         for each in chosen:
-            if lacking := lacked.get(each.name):
-                self.say(f"{each.name}: left out, as it needs {lacking}")
+            if each.name in lacked:
+                self.say(f"{each.name}: left out, as it needs {lacked[each.name]}")
                 continue
             status = self.measure(each)
             if status:

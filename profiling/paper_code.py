@@ -211,6 +211,7 @@ def run(arguments: argparse.Namespace) -> int:
             if any(fault in row.red for fault in LOST):
                 print("profiling.paper_code: the GPU's context is lost: the same command goes on", file=sys.stderr)
                 return 1
+    print("\n".join(means([dataclasses.asdict(row) for row in rows])))
     return int(any(row.twell_wrong for row in rows))
 
 
@@ -229,6 +230,28 @@ def line(row: Row) -> str:
     queued = row.modes.get("queued", {})
     times = "  ".join(f"{name} {ms:.3f} ms" for name, ms in queued.items())
     return f"{row.workload:10} {row.op:8} {times}  {row.red or row.wrong or 'right'} {row.twell_wrong}".rstrip()
+
+
+def means(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Speed-ups of twell by operation and mode: over dense, the geometric mean; over the paper's code, least and most.
+
+    ``rows`` are those of the file, whose results of the paper's code may be wrong.
+    """
+    lines = []
+    for op in OPS:
+        for mode in MODES:
+            found = [times for row in rows if row["op"] == op and (times := row["modes"].get(mode, {})).get("twell")]
+            over_dense = [times["dense"] / times["twell"] for times in found if "dense" in times]
+            over_paper = [times["paper"] / times["twell"] for times in found if "paper" in times]
+            said = []
+            if over_dense:
+                mean = statistics.geometric_mean(over_dense)
+                said.append(f"{mean:.2f} times as fast as dense (geometric mean of {len(over_dense)} layers)")
+            if over_paper:
+                said.append(f"{min(over_paper):.2f} to {max(over_paper):.2f} times as fast as the paper's code")
+            if said:
+                lines.append(f"{'training step' if op == 'train' else op}, {mode}: {', '.join(said)}")
+    return lines
 
 
 def measured(workload: str, op: str, problem: FFN, published: Published, rounds: int) -> Row:

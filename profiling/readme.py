@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from profiling import everything, measurements, quality_results, reference, relufy_results
 from profiling.draw.common import ResultError, Results, markdown
 from profiling.nsight import summarize
+from profiling.paper_code import means as paper_code_means
 from profiling.serving import replay
 from profiling.sweep import lasting
 
@@ -473,7 +474,11 @@ def paper_code() -> str:
         line = [f"`{row['workload']}`", what, *("" if ms is None else f"{ms:.2f}" for ms in shown)]
         cells.append([*line, row["red"] or row["wrong"] or "right"])
     header = ["workload", "what ran", *(f"{variants[name]}, {mode}" for mode, name in columns), "the paper's result"]
-    return f"{markdown(header, 'll' + 'r' * len(columns) + 'l', cells)}\n\n{found['machine']}.\n"
+    table = markdown(header, "ll" + "r" * len(columns) + "l", cells)
+    # the five layers of the other means
+    shared = [row for row in found["rows"] if row.get("modes") and row["workload"] in LAYERS[:5]]
+    said = "\n".join(f"- {line}" for line in paper_code_means(shared))
+    return "\n\n".join(part for part in (table, said, f"{found['machine']}.") if part)
 
 
 def memory() -> str:

@@ -91,6 +91,17 @@ def test_right_results_are_timed_in_every_way(package: Callable[..., Path], run:
         assert (row["dense_ms"], row["ms"], row["twell_ms"]) == (times["dense"], times["paper"], times["twell"])
 
 
+def test_means_are_of_the_layers_that_have_both() -> None:
+    def row(op: str, **times: float) -> dict[str, Any]:
+        return {"op": op, "modes": {"queued": times} if times else {}}
+
+    rows = [row("forward", dense=2.0, twell=1.0, paper=1.5), row("forward", dense=8.0, twell=1.0), row("train")]
+    assert paper_code.means(rows) == [
+        "forward, queued: 4.00 times as fast as dense (geometric mean of 2 layers), "
+        "1.50 to 1.50 times as fast as the paper's code"
+    ]
+
+
 def test_a_wrong_result_is_named_and_timed(package: Callable[..., Path], run: Callable[..., Any]) -> None:
     status, (forward, train), _ = run(package(scale=1.05), "nnz=9")
     assert status == 0

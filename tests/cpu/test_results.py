@@ -212,6 +212,12 @@ def test_the_papers_code_stands_beside_dense_and_twell(readme: Any, tmp_path: Pa
     table = cells(readme.paper_code().split("\n\n")[0])
     assert table[0] == ["`real6`", "training step", "2.00", "1.50", "1.00", "3.00", "2.50", "2.00", "w_up: error 1 %"]
     assert table[1] == ["`dense911`", "forward", *[""] * 6, "illegal memory access"]
+    assert readme.paper_code().split("\n\n")[1].splitlines() == [
+        "- training step, queued: 2.00 times as fast as dense (geometric mean of 1 layers), "
+        "1.50 to 1.50 times as fast as the paper's code",
+        "- training step, waited: 1.50 times as fast as dense (geometric mean of 1 layers), "
+        "1.25 to 1.25 times as fast as the paper's code",
+    ]
 
 
 def test_layers_of_a_bench_stand_beside_the_faster_dense(readme: Any, tmp_path: Path) -> None:
