@@ -46,7 +46,7 @@ core := ops functional nn training hybrid packed reference reglu auto auto_graph
 # What a change of the library breaks first.
 quick := imports arguments functional nn packed reference ops hybrid launches format memory transforms
 
-.PHONY: help demo test quick check test-torch test-serving lint format charts docs symbols wheel sdist bundle clean
+.PHONY: help demo test quick check test-torch test-serving lint format charts docs symbols wheel sdist release bundle clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -109,6 +109,10 @@ wheel: $(stamp) ## dist/: a wheel with every kernel inside
 sdist: $(stamp) ## dist/: the sources, from which pip compiles the kernels
 	rm -f dist/*.tar.gz
 	"$(PY)" -m build --no-isolation --sdist --outdir dist
+
+release: wheel sdist ## dist/: both, checked as a package index does; CONTRIBUTING.md has the steps of a release
+	"$(PY)" -m twine check --strict dist/*
+	"$(PY)" -m check_wheel_contents dist/*.whl
 
 bundle: $(stamp) ## build/bundle/: what a GPU host without network needs; BUNDLE_SYMBOLS="..." for some kernels only
 	rm -rf build/bundle-wheel

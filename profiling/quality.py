@@ -7,7 +7,8 @@ All runs have the same shape, schedule and tokens. Runs of one seed have the sam
 They differ in the coefficient, the activation or the reinitialisation of dead neurons. Runs with other seeds show the
 noise. Held-out figures are of the model after the last step, on the same sequences for all runs.
 
-The file is written after each run, and the same command continues with the missing runs. All other options go to
+The file is written after each run, and the same command continues with the missing runs; exit status 3 says that some
+are left. All other options go to
 examples/train.py, for example --layers 4 --steps 200. ``python -m profiling.draw quality`` draws the file.
 """
 
@@ -253,7 +254,7 @@ def sweep(mine: argparse.Namespace, rest: list[str], runs: list[Run]) -> int:
                 needed = 1.2 * choice.steps * choice.tokens_per_step / min(speeds) if speeds else 0.0
                 if time.perf_counter() - began + needed > mine.budget_s:
                     here.say(f"{len(left) - done} runs are left after {mine.budget_s:g} s: the same command continues")
-                    return 0
+                    return 3
                 progress.step(str(run))
                 say(run, work.execute(run))
     return 0

@@ -1,4 +1,4 @@
-"""Fill the tables of README.md and docs/: ``python -m profiling.readme``; ``--check`` compares only.
+"""Fill the tables of README.md, docs/ and profiling/results/: ``python -m profiling.readme``; ``--check`` compares.
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. NAME is a key of ``TABLES``, filled from
 profiling/results/, or a block of ``profiling.reference``, filled from the code. The rest of a page stays as it is.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import re
 import statistics
@@ -18,15 +17,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from profiling import quality_results, reference, relufy_results
+from profiling import everything, measurements, quality_results, reference, relufy_results
 from profiling.draw.common import ResultError, Results, markdown
 from profiling.nsight import summarize
+from profiling.paper_code import means as paper_code_means
 from profiling.serving import replay
 from profiling.sweep import lasting
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+PAGES = (ROOT / "README.md", RESULTS / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 LAYERS = ("real3", "topic29", "skew29", "uniform29", "real6", "topic128", "dense911")
 Row = dict[str, Any]
 
@@ -455,14 +455,30 @@ def quality_limit() -> str:
 
 
 def paper_code() -> str:
-    """The paper's published code against dense PyTorch."""
-    header = ["workload", "what ran", "dense, ms", "the paper's code, ms", "its result"]
-    rows = []
-    for row in result("h200_paper_code")["rows"]:
-        times = ["" if row[key] is None else f"{row[key]:.2f}" for key in ("dense_ms", "ms")]
+    """The paper's published code beside dense PyTorch and twell: calls that queue, and calls that are waited for."""
+    found = result("h200_paper_code")
+    rows = [
+        (row, row.get("modes") or {"queued": {"dense": row["dense_ms"], "paper": row["ms"]}}) for row in found["rows"]
+    ]
+    variants = {"dense": "dense", "paper": "the paper's code", "twell": "twell"}
+    columns = [
+        (mode, name)
+        for mode in ("queued", "waited")
+        for name in variants
+        if any(times.get(mode, {}).get(name) for _, times in rows)
+    ]
+    cells = []
+    for row, times in rows:
+        shown = [times.get(mode, {}).get(name) for mode, name in columns]
         what = "training step" if row["op"] == "train" else row["op"]
-        rows.append([f"`{row['workload']}`", what, *times, row["red"] or row["wrong"] or "right"])
-    return markdown(header, "llrrl", rows) + f"\n\n{result('h200_paper_code')['machine']}.\n"
+        line = [f"`{row['workload']}`", what, *("" if ms is None else f"{ms:.2f}" for ms in shown)]
+        cells.append([*line, row["red"] or row["wrong"] or "right"])
+    header = ["workload", "what ran", *(f"{variants[name]}, {mode}" for mode, name in columns), "the paper's result"]
+    table = markdown(header, "ll" + "r" * len(columns) + "l", cells)
+    # the five layers of the other means
+    shared = [row for row in found["rows"] if row.get("modes") and row["workload"] in LAYERS[:5]]
+    said = "\n".join(f"- {line}" for line in paper_code_means(shared))
+    return "\n\n".join(part for part in (table, said, f"{found['machine']}.") if part)
 
 
 def memory() -> str:
@@ -480,6 +496,113 @@ def memory() -> str:
     ]
     header = ["KB per token", "kept for backward", "peak of a training step", "peak of a forward pass"]
     return markdown(header, "lrrr", cells)
+
+
+def unmeasured(name: str, command: str) -> str:
+    """A sentence while there is no file of these results; "" if there is one."""
+    return "" if Results(RESULTS).get(name) else f"Not measured yet: `{command}` makes the results."
+
+
+def beside_fp8() -> str:
+    """Dense in bf16 and in fp8 beside the sparse layer: times, and errors against float64."""
+    if missing := unmeasured("h200_fp8", "twell bench ffn,decode --fp8"):
+        return missing
+    rows, found = [], result("h200_fp8")
+    good = [row for row in found["rows"] if row["ms"] and not row["red"]]
+    for ours in good:
+        if ours["variant"] not in ("ffn", "decode"):
+            continue
+        suffix = "" if ours["variant"] == "ffn" else " decode"
+        dense = {
+            kind: row
+            for row in good
+            for kind in ("eager", "compiled", "fp8")
+            if (row["workload"], row["tokens"], row["variant"])
+            == (ours["workload"], ours["tokens"], f"dense {kind}{suffix}")
+        }
+        fp8, bf16 = dense["fp8"], min(float(dense[kind]["ms"]) for kind in ("eager", "compiled") if kind in dense)
+        cells = [f"`{ours['workload']}`", f"{ours['tokens']:,}"]
+        cells += [f"{ms * 1e3:.0f}" for ms in (bf16, fp8["ms"])] + [f"**{ours['ms'] * 1e3:.0f}**"]
+        cells += [f"{fp8['ms'] / ours['ms']:.2f}"]
+        rows.append(
+            [*cells, *(f"{100 * e:.2f} %" for e in (ours["dense_frobenius"], fp8["frobenius"], ours["frobenius"]))]
+        )
+    header = ["workload", "tokens", "dense bf16, us", "dense fp8", "twell", "fp8 over twell"]
+    table = markdown([*header, "error: bf16", "fp8", "twell"], "l" + "r" * 8, rows)
+    return f"{table}\n\n{found['machine']}"
+
+
+def layer_calls(name: str, command: str) -> str:
+    """Layers of a file of twell bench beside the faster dense, in microseconds; a sentence while there is no file."""
+    if missing := unmeasured(name, command):
+        return missing
+    calls = {"ffn": "forward", "decode": "forward, weights outside L2", "train": "training step"}
+    calls["train_overflow"] = "training step, sparse"
+    rows, found = [], result(name)
+    for row in found["rows"]:
+        if row["variant"] in calls and row["ms"] and not row["red"]:
+            asked = row["requested"] if row["requested"] in ("", row["strategy"]) else f"auto: {row['strategy']}"
+            cells = [f"`{row['workload']}`", f"{row['tokens']:,}", f"{row['nnz']:.0f}", calls[row["variant"]], asked]
+            times = [row["ms"] * row["speedup_dense"], row["ms"]]
+            cells += [row["faster_dense"], f"{times[0] * 1e3:.0f}", f"**{times[1] * 1e3:.0f}**"]
+            rows.append([*cells, f"**{row['speedup_dense']:.2f}**"])
+    header = ["workload", "tokens", "non-zeros per token", "call", "strategy", "faster dense", "dense, us", "twell", ""]
+    return f"{markdown(header, 'lrrlllrrr', rows)}\n\n{found['machine']}"
+
+
+def host() -> str:
+    """Host time of calls, and of calls that are waited for."""
+    rows, found = [], result("h200_host")
+    for row in found["rows"]:
+        times = ["" if row[key] is None else f"{row[key] * scale:,.0f}" for key, scale in HOST_COLUMNS.values()]
+        layer = f"{row['layer']} ({row['chosen']})" if row["chosen"] else row["layer"]
+        rows.append([row["what"], f"{row['m']:,}", layer, *times])
+    return f"{markdown(['', 'tokens', 'layer', *HOST_COLUMNS], 'lrlrrr', rows)}\n\n{found['machine']}"
+
+
+# Columns in microseconds, their fields of a row, and what makes these microseconds.
+HOST_COLUMNS = {"host, us": ("host_us", 1), "waited for": ("waited_ms", 1e3), "replayed": ("replay_ms", 1e3)}
+
+
+def hard_model() -> str:
+    """A model whose neighbouring tokens fire other neurons."""
+    name = "h200_model_hard"
+    if missing := unmeasured(name, "twell bench model --topic 0"):
+        return missing
+    return f"{model_table([result(name)])}\n\n{result(name)['machine']}"
+
+
+def several_gpus() -> str:
+    """Training steps on two GPUs, dense and sparse."""
+    if missing := unmeasured("h200_parallel", "python -m profiling.parallel"):
+        return missing
+    names = {"alone": "no communication", "ddp": "DDP", "fsdp": "FSDP2", "tp": "tensor parallel"}
+    rows, found = [], result("h200_parallel")
+    for row in found["rows"]:
+        if row["ms"] and not row["red"]:
+            cells = [names[row["mode"]], row["variant"], f"{row['tokens']:,}", f"{row['ms']:.1f}"]
+            cells += [f"{row['tokens_per_ms']:.1f}", f"{row['speedup']:.2f}", shown(row, "peak_bytes", ".1f", 1e9)]
+            rows.append([*cells, ", ".join(f"{count} {name}" for name, count in sorted(row["strategies"].items()))])
+    header = ["", "variant", "tokens", "ms", "tokens/ms", "over dense", "peak GB with weights", "layers run"]
+    options = found["arguments"]
+    said = f"{options['config']}, {options['micro_batch']} sequences of {options['sequence']:,} tokens on each GPU."
+    return f"{markdown(header, 'llrrrrrl', rows)}\n\n{said} {found['machine']}"
+
+
+def soak() -> str:
+    """What a soak did."""
+    if missing := unmeasured("h200_soak", "python -m tests.soak"):
+        return missing
+    run = result("h200_soak")
+    memory = " and ".join(
+        f"{seen['settled']:,.0f} MB {where} at first, {seen['most']:,.0f} at most"
+        for where, seen in (("of the GPU", run["gpu_mb"]), ("of the host", run["host_mb"]))
+    )
+    wrong = "; ".join(run["wrong"]) or "none"
+    return (
+        f"{run['calls']:,} calls of {run['cases']:,} cases in {run['seconds'] / 60:.0f} minutes; memory: {memory}. "
+        f"Faults: {wrong}. {run['machine']}"
+    )
 
 
 # Steps of a server
@@ -553,7 +676,7 @@ def relufied() -> str:
     """What was measured of dense models made sparse, with its chart; a sentence while there are no results."""
     found = Results(RESULTS).get(relufy_results.NAME)
     if found is None:
-        return "Not measured yet: `python -m profiling.relufy` makes the results."
+        return unmeasured(relufy_results.NAME, "python -m profiling.relufy")
     chart = (
         "<picture>\n"
         '  <source media="(prefers-color-scheme: dark)" srcset="../profiling/charts/relufy-dark.svg">\n'
@@ -568,8 +691,8 @@ def relufied() -> str:
 def relufied_speed() -> str:
     """The speed of the sparsest of these models; a sentence while there are no results."""
     name = f"{relufy_results.NAME}_model"
-    if Results(RESULTS).get(name) is None:
-        return "Not measured yet: `twell bench model` makes the results."
+    if missing := unmeasured(name, "twell bench model"):
+        return missing
     return f"{model_table([result(name)])}\n\n{model_machine(name)}"
 
 
@@ -595,8 +718,26 @@ def most_nonzeros() -> str:
     return markdown(["layers like those of", *map(str, calls)], "lrrrr", cells)
 
 
+def commands() -> str:
+    """The commands that make each file of results, and their seconds."""
+    rows = []
+    for each in measurements.ALL:
+        said = "<br>".join(f"`{measurements.shown_command(command)}`" for command in each.commands)
+        seconds = f"{sum(each.seconds):,}{f' on {each.gpus} GPUs' if each.gpus > 1 else ''}" if each.seconds else ""
+        rows.append([f"`{each.name}`", each.shown, seconds, said or f"by hand: {each.by_hand}"])
+    return markdown(["file", "shown in", "seconds", "command"], "llrl", rows)
+
+
+def files() -> str:
+    """What is in each file of results."""
+    rows = [[f"`{each.name}`", each.content, each.shown] for each in measurements.ALL]
+    return markdown(["file", "content", "shown in"], "lll", rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "most non-zeros": most_nonzeros,
+    "commands": commands,
+    "files": files,
     "forward": forward,
     "mean speed-up": mean_speedup,
     "training": training,
@@ -626,6 +767,17 @@ TABLES: dict[str, Callable[[], str]] = {
     "relufy": relufied,
     "relufy speed": relufied_speed,
     "paper code": paper_code,
+    "beside fp8": beside_fp8,
+    "decode autotuned": lambda: layer_calls(
+        "h200_decode_autotuned", "twell bench decode --compile max-autotune-no-cudagraphs"
+    ),
+    "large layer": lambda: layer_calls("h200_large_layer", "twell bench ffn,train,decode -k 4096 -n 14336"),
+    "few tokens": lambda: layer_calls("h200_few_ffn", "twell bench ffn -m 512 1024 2048"),
+    "over-full": lambda: layer_calls("h200_overfull", "twell bench train,train_overflow"),
+    "host": host,
+    "hard model": hard_model,
+    "soak": soak,
+    "several GPUs": several_gpus,
     "memory": memory,
     "serving": lambda: serving("h200_serving"),
     "serving machine": lambda: serving_machine("h200_serving"),
@@ -655,13 +807,10 @@ def fill(text: str) -> str:
 
 def of_other_kernels() -> str:
     """One line that names results of other kernels than those of the sources; empty if there are none."""
-    from twell._runtime import fingerprint
-
-    now, others = fingerprint.source_hash()[:12], dict[str, list[str]]()
+    now, others = everything.present(), dict[str, list[str]]()
     for path in sorted(RESULTS.glob("*.json")):
-        found = re.search(r"kernels (\w{12})", json.loads(path.read_text()).get("machine", ""))
-        if found and found[1] != now:
-            others.setdefault(found[1], []).append(path.stem)
+        if (found := everything.kernels_of(path)) and found != now:
+            others.setdefault(found, []).append(path.stem)
     named = "; ".join(f"{hash_} {', '.join(names)}" for hash_, names in others.items())
     return f"note: results of other kernels than the sources, which are {now}: {named}" if named else ""
 

@@ -10,7 +10,8 @@ SiLU models further, and models with ReLU or another activation, L1 and a target
 and half of the base's tokens. Runs of one seed have the same text in the same order, which goes on where the base
 stopped, and the same learning rates, which fall to 0 as the base's does. Text is read four times at most.
 
-The file is written after each run, and the same command continues with the missing runs. --state keeps bases; without
+The file is written after each run, and the same command continues with the missing runs; exit status 3 says that some
+are left. --state keeps bases; without
 its base a seed trains it again, so give each machine whole seeds, of which each has one text. The ReLU model of the
 first seed with the most tokens and the fewest non-zeros is kept there, too, in ``sparsest/final``, for twell bench
 model. ``python -m profiling.draw relufy`` draws the file.
@@ -348,7 +349,7 @@ def measure(mine: argparse.Namespace, rest: list[str]) -> int:
             needed = work.seconds(run)
             if spent + needed > mine.budget_s:
                 here.say(f"{len(left) - done} runs are left after {spent:.0f} of {mine.budget_s:g} s; the next: {run}")
-                return 0
+                return 3
             say(work.execute(run))
     return 0
 

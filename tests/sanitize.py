@@ -4,6 +4,7 @@
     python tests/sanitize.py --op up_down --case light "heavy rows"
     python tests/sanitize.py --tool memcheck
     python tests/sanitize.py --tool racecheck --op hybrid_forward hybrid_backward --limit-s 120
+    python tests/sanitize.py --repeats 1000
 
 With ``--tool`` this program runs itself under compute-sanitizer and prints a line for each operator: the cases that ran
 and what the sanitizer reported while they did. An operator that has used up ``--limit-s`` seconds leaves its other
@@ -137,11 +138,17 @@ class Call(NamedTuple):
         return self._replace(arguments=tuple(moved))
 
     def run(self) -> tuple[Tensor, ...]:
-        """Return the operator's results and the tensors that it added to, on the CPU."""
+        """Return the operator's results and the tensors that it added to."""
         returned = self.op(*self.arguments)
         outputs = (returned,) if isinstance(returned, Tensor) else tuple(returned)
         added = self.arguments[len(self.arguments) - self.written - 2 : -2] if self.written else ()
-        return tuple(t.cpu() for t in (*outputs, *added) if t is not None)
+        return tuple(t for t in (*outputs, *added) if t is not None)
+
+    def renewed(self) -> Call:
+        """The same with copies of the tensors that it adds to."""
+        first = len(self.arguments) - self.written - 2 if self.written else len(self.arguments)
+        copies = [a.clone() if isinstance(a, Tensor) else a for a in self.arguments[first:-2]]
+        return self._replace(arguments=(*self.arguments[:first], *copies, *self.arguments[-2:])) if copies else self
 
 
 def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
@@ -193,13 +200,37 @@ def training_call(op: str, case: Case, problem: FFN, gated: bool) -> Call:
     return Call(ops.hybrid_backward_accumulate, (*saved, *mains, True, case.activation), gated, written=3)
 
 
-def check(op: str, case: Case) -> None:
-    """Run one operator on the GPU; AssertionError if it differs from the CPU's."""
+def check(op: str, case: Case, repeats: int = 0) -> None:
+    """Run one operator on the GPU, and ``repeats`` times more; AssertionError if it differs from the CPU's, or once."""
     # slices of two token tiles, so that there are several
     with mock.patch.object(geometry, "UNION_ENTRIES", 2 * geometry.TOKEN_TILE * case.n):
         for call in calls(op, case, case.problem()):
-            actual, expected = call.on("cuda").run(), call.on("cpu").run()
+            actual, expected = (tuple(t.cpu() for t in call.on(where).run()) for where in ("cuda", "cpu"))
             compare(op, case, call.gated, actual, expected)
+            repeat(op, case, call.on("cuda"), repeats)
+
+
+def repeat(op: str, case: Case, call: Call, repeats: int) -> None:
+    """Run a call again and again; AssertionError unless all bits of its defined results stay those of the first."""
+    first = defined(op, case, call.renewed().run())
+    differing = first[0].new_zeros((len(first),), dtype=torch.int64)
+    for _ in range(repeats):
+        again = defined(op, case, call.renewed().run())
+        differing += torch.stack([(ours != theirs).any() for ours, theirs in zip(again, first, strict=True)])
+    assert not differing.any(), f"runs with other bits, by output: {differing.tolist()} of {repeats}"
+
+
+def defined(op: str, case: Case, outputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """The bytes of results, without memory that an operator leaves undefined."""
+    if op == "gate_pack":
+        words, spill, stats = outputs
+        outputs = words, stats, ops.unpack(words, spill, case.n, case.compression)
+    elif op == "hybrid_forward":
+        entries, _, chunks, sizes, popularity = outputs[3:]
+        total = int(sizes[-1])
+        fits = total <= geometry.hybrid_capacity(case.m, case.n)
+        outputs = (*outputs[:3], *((sizes, chunks, popularity, entries[:total]) if fits else (sizes[-1:],)))
+    return [t.contiguous().view(-1).view(torch.uint8) for t in outputs]
 
 
 def compare(op: str, case: Case, gated: bool, actual: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
@@ -216,7 +247,7 @@ def compare(op: str, case: Case, gated: bool, actual: tuple[Any, ...], expected:
         testing.assert_same(ours, theirs, f"output {i}")
 
 
-def run_here(names: list[str], cases: list[Case], limit_s: float) -> int:
+def run_here(names: list[str], cases: list[Case], limit_s: float, repeats: int = 0) -> int:
     """Run the checks in this process; return the number of wrong ones."""
     wrong = 0
     for op in names:
@@ -226,7 +257,7 @@ def run_here(names: list[str], cases: list[Case], limit_s: float) -> int:
                 print(f"{op:26} {case.name:15} left out", flush=True)
                 continue
             try:
-                check(op, case)
+                check(op, case, repeats)
                 verdict = "ok"
             except AssertionError as error:
                 wrong += 1
@@ -354,6 +385,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--case", nargs="+", choices=names, default=names, metavar="NAME", help="default: all")
     parser.add_argument("--tool", choices=TOOLS, help="run under compute-sanitizer")
     parser.add_argument("--limit-s", type=float, default=60, help="seconds for each operator (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=0, metavar="N", help="more runs of each call, bit for bit alike")
     parser.add_argument("--list", action="store_true", help="print operators with their kernels, and cases; run none")
     arguments = parser.parse_args(argv)
     cases = [case for case in CASES if case.name in arguments.case]
@@ -366,9 +398,11 @@ def main(argv: list[str] | None = None) -> int:
     if not has_gpu():
         print("sanitize: error: needs a CUDA device", file=sys.stderr)
         return 2
+    if arguments.tool and arguments.repeats:
+        parser.error("--repeats is without --tool, whose runs are slow")
     if arguments.tool:
         return run_under(arguments.tool, arguments.op, cases, arguments.limit_s)
-    return int(run_here(arguments.op, cases, arguments.limit_s) > 0)
+    return int(run_here(arguments.op, cases, arguments.limit_s, arguments.repeats) > 0)
 
 
 if __name__ == "__main__":

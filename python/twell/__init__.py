@@ -21,7 +21,7 @@ from twell.functional import Aux, pack, sparse_ffn, sparse_gated_ffn
 from twell.nn import explain
 from twell.packed import PackedTwell
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AutoStrategy",

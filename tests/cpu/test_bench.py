@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from twell import testing
-from twell.commands.bench import cli, main, parser, protocol
+from twell._activation import activation_of
+from twell.commands.bench import cli, fp8, main, parser, protocol
 from twell.commands.bench.decode import Decode
 from twell.commands.bench.layers import INFERENCE, OPS, TRAINING, Options, TimedLayer
 from twell.commands.bench.protocol import Ceilings, Cpu
@@ -198,6 +199,89 @@ def test_a_wrong_dense_layer_is_no_baseline(bench: Callable[..., Result], monkey
         if row["variant"] in ("ffn", "sparse_ffn"):
             assert row["faster_dense"] == "eager"
             assert row["speedup_compiled"] is None
+
+
+def test_the_error_of_fp8_is_shown_and_not_judged(bench: Callable[..., Result]) -> None:
+    words = ("--workload", WORKLOAD, "--m-decode", "1,8", "--fp8", "--repro")
+    result = bench("ffn,decode", *words, *TINY, "-n", "272", tiny=False)
+    assert result.code == 0
+    found = {(row["variant"], row["tokens"]): row for row in result.rows}
+    rows = [found["dense fp8", 64], found["dense fp8 decode", 1], found["dense fp8 decode", 8]]
+    for row in rows:
+        # e4m3 has four significant bits, and a gate near 0 may get another sign
+        assert 10 * row["dense_frobenius"] < row["frobenius"] < 0.5
+        assert row["ms"] > 0
+    # one product has the error of one rounding alone, up to 2^-4 of each value
+    x, weight = torch.randn(64, 64), torch.randn(272, 64)
+    product = fp8._product(fp8.quantise(x), fp8.quantise(weight), None)
+    assert 0.02 < testing.errors(product, x.double() @ weight.double().T).frobenius < 0.06
+    # the baseline of speed-ups stays the layer with the same results
+    assert {row["faster_dense"] for row in result.rows if row["variant"] in ("ffn", "decode")} == {"eager"}
+    assert all("--fp8" in line for line in result.out.splitlines() if line.startswith("  python"))
+    assert result.data["arguments"]["fp8"] is True
+
+
+def test_fp8_knows_every_activation_and_bias() -> None:
+    problem = testing.FFN(*(torch.randn(size).bfloat16() for size in ((64, 64), (272, 64), (272, 64), (272, 64))))
+    problem = problem._replace(b_gate=torch.randn(272).bfloat16(), b_down=torch.randn(64).bfloat16())
+    for name, threshold in (("relu", 0.0), ("relu2", 0.0), ("drelu", 0.0), ("fatrelu", 2.0)):
+        activation = activation_of(name, threshold)
+        y = fp8.output(problem.x, fp8.Weights.of(problem), activation)
+        assert testing.errors(y, testing.float64_output(problem, **activation.options())).frobenius < 0.1
+
+
+def test_quantised_rows_reach_the_largest_value_and_zeros_stay() -> None:
+    values, scales = fp8.quantise(torch.tensor([[1e-30, -3.0, 7.0], [0.0, 0.0, 0.0]]).bfloat16())
+    assert values.float().tolist() == [[0, -192, 448], [0, 0, 0]]
+    assert scales[0] == 7 / 448
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train"], "--fp8 is for ffn and decode: expected one of them, got train"),
+        (["ffn", "--dtype", "fp16"], "with --fp8 --dtype must be bf16, got fp16"),
+        (["ffn"], "with --fp8 --neurons must be a multiple of 16, got 264"),
+        (["decode", "-k", "72", "-n", "272"], "with --fp8 --hidden must be a multiple of 16, got 72"),
+    ],
+)
+def test_what_fp8_cannot_do(bench: Callable[..., Result], words: list[str], said: str) -> None:
+    options = words[1:]
+    result = bench(words[0], "--workload", WORKLOAD, "--fp8", *TINY, *options, tiny=False)
+    assert result.code == 2
+    assert said in result.err
+
+
+def test_a_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(parser, "pick_device", lambda text: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert main(["ffn", "--workload", WORKLOAD, "--fp8"]) == 2
+    assert "--fp8 needs a GPU with fp8: expected compute capability 8.9 or more, got 8.0" in capsys.readouterr().err
+
+
+def test_decode_has_the_compiled_dense_layer_by_the_mode_asked_for(
+    bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes, called = [], []
+
+    def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        modes.append((function, options["mode"]))
+
+        def run(*operands: Any, **more: Any) -> Any:
+            called.append(function)
+            return function(*operands, **more)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    mode = "max-autotune-no-cudagraphs"
+    words = ("--workload", WORKLOAD, "--m-decode", "4", "--strategy", "row", "--fp8", "--compile", mode)
+    result = bench("decode", *words, *TINY, "-n", "272", tiny=False)
+    assert result.code == 0
+    assert modes == [(testing.dense_output, mode), (fp8.output, mode)]
+    assert set(called) == {testing.dense_output, fp8.output}
+    variants = [row["variant"] for row in result.rows]
+    assert variants == ["dense eager decode", "dense compiled decode", "dense fp8 decode", "decode"]
 
 
 def test_an_error_is_red_and_the_others_go_on(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:

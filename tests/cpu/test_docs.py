@@ -257,6 +257,24 @@ def test_citations_name_this_version() -> None:
         assert f"\nversion: {twell.__version__}\n" in citation.read_text(encoding="utf-8")
 
 
+def test_the_changelog_begins_with_this_version() -> None:
+    """Versions fall, each with a date except for one that is not released yet; kinds are those of Keep a Changelog."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    headings = re.findall(r"(?m)^## (.*)$", text)
+    found = [re.fullmatch(r"(\d+\.\d+\.\d+)(?: - \d{4}-\d\d-\d\d|, not released yet)?", each) for each in headings]
+    assert all(found), headings
+    versions = [match[1] for match in found if match]
+    assert versions[0] == twell.__version__
+    assert versions == sorted(set(versions), key=lambda version: tuple(map(int, version.split("."))), reverse=True)
+    assert not [each for each in headings[1:] if "not released" in each]
+    kinds = re.findall(r"(?m)^### (.*)$", text.split(f"## {versions[1]}")[0])
+    assert kinds == [
+        kind for kind in ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security") if kind in kinds
+    ]
+    # a list has no gap, which splits it
+    assert not re.search(r"(?m)^- .*\n(?:  .*\n)*\n- ", text)
+
+
 def test_diagrams_are_as_drawn() -> None:
     checked = subprocess.run(
         [sys.executable, "docs/figures/draw.py", "--check"], cwd=ROOT, capture_output=True, text=True

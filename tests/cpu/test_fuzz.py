@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gzip
+import itertools
 import json
 import math
 import os
@@ -818,6 +819,40 @@ def test_checks_agree_with_themselves(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "WRONG output 0" in capsys.readouterr().out
     assert sanitize.main(["--op", "up_down", "--limit-s", "-1"]) == 0
     assert capsys.readouterr().out.count("left out") == len(sanitize.CASES)
+
+
+@pytest.mark.usefixtures("as_if_on_a_gpu")
+def test_runs_with_other_bits_are_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = sanitize.Call.on
+    monkeypatch.setattr(sanitize.Call, "on", lambda call, device: plain(call, "cpu"))
+    cases = ["--case", "light", "overflow", "few, partial"]
+    assert sanitize.main([*cases, "--repeats", "2"]) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) == 3 * len(sanitize.OPS)
+    assert all(line.endswith(" ok") for line in out.splitlines())
+
+    def on(call: sanitize.Call, device: str) -> sanitize.Call:
+        """A call whose fifth run has another bit in its first result."""
+        runs = itertools.count(1)
+
+        def drifting(*arguments: Any) -> tuple[Tensor, ...]:
+            returned = call.op(*arguments)
+            outputs = (returned,) if isinstance(returned, Tensor) else tuple(returned)
+            if next(runs) == 5:
+                outputs[0].view(-1)[0] += 1
+            return outputs
+
+        return plain(call, "cpu")._replace(op=drifting)
+
+    monkeypatch.setattr(sanitize.Call, "on", on)
+    for op in sanitize.OPS:
+        assert sanitize.main(["--case", "light", "--op", op, "--repeats", "3"]) == 0, op
+        assert sanitize.main(["--case", "light", "--op", op, "--repeats", "9"]) == 1, op
+        said = capsys.readouterr().out
+        assert "runs with other bits, by output: [1" in said, said
+    with pytest.raises(SystemExit):
+        sanitize.main(["--tool", "memcheck", "--repeats", "3"])
+    assert "--repeats is without --tool" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -201,6 +201,82 @@ def test_the_table_of_auto_at_points_that_it_is_not_fitted_to(root: Path) -> Non
     assert max(losses) < 0.3
 
 
+def test_the_papers_code_stands_beside_dense_and_twell(readme: Any, tmp_path: Path) -> None:
+    modes = {
+        mode: {"dense": 2.0 + i, "paper": 1.5 + i, "twell": 1.0 + i} for i, mode in enumerate(("queued", "waited"))
+    }
+    known = {"workload": "real6", "op": "train", "modes": modes, "wrong": "w_up: error 1 %", "red": ""}
+    lost = {"workload": "dense911", "op": "forward", "modes": {}, "wrong": "", "red": "illegal memory access"}
+    lost |= {"dense_ms": None, "ms": None}
+    write(tmp_path, "h200_paper_code", [known, lost])
+    table = cells(readme.paper_code().split("\n\n")[0])
+    assert table[0] == ["`real6`", "training step", "2.00", "1.50", "1.00", "3.00", "2.50", "2.00", "w_up: error 1 %"]
+    assert table[1] == ["`dense911`", "forward", *[""] * 6, "illegal memory access"]
+    assert readme.paper_code().split("\n\n")[1].splitlines() == [
+        "- training step, queued: 2.00 times as fast as dense (geometric mean of 1 layers), "
+        "1.50 to 1.50 times as fast as the paper's code",
+        "- training step, waited: 1.50 times as fast as dense (geometric mean of 1 layers), "
+        "1.25 to 1.25 times as fast as the paper's code",
+    ]
+
+
+def test_layers_of_a_bench_stand_beside_the_faster_dense(readme: Any, tmp_path: Path) -> None:
+    assert "Not measured yet: `twell bench ffn`" in readme.layer_calls("h200_large_layer", "twell bench ffn")
+    readme.result.cache_clear()
+    known = {"workload": "topic29", "tokens": 512, "nnz": 29.4, "red": "", "faster_dense": "compiled"}
+    known |= {"variant": "ffn", "requested": "auto", "strategy": "row", "ms": 0.5, "speedup_dense": 1.5}
+    others = [{"requested": "row"}, {"red": "wrong"}, {"variant": "dense eager"}, {"variant": "train", "ms": None}]
+    write(tmp_path, "h200_large_layer", [known, *(known | other for other in others)])
+    table = cells(readme.layer_calls("h200_large_layer", "").split("\n\n")[0])
+    times = ["compiled", "750", "**500**", "**1.50**"]
+    assert table == [["`topic29`", "512", "29", "forward", strategy, *times] for strategy in ("auto: row", "row")]
+
+
+def test_host_times_and_a_soak_in_words(readme: Any, tmp_path: Path) -> None:
+    row = {"what": "forward", "layer": "twell auto", "m": 2048, "chosen": "row", "host_us": 77.4}
+    write(tmp_path, "h200_host", [row | {"waited_ms": None, "replay_ms": 0.5}])
+    assert cells(readme.host().split("\n\n")[0]) == [["forward", "2,048", "twell auto (row)", "77", "", "500"]]
+    memory = {name: {"settled": 10.0, "now": 11.0, "most": 12.0} for name in ("gpu_mb", "host_mb")}
+    run = {"calls": 3100, "cases": 100, "seconds": 540.0, "wrong": [], **memory}
+    write(tmp_path, "h200_soak", [], **run)
+    said = readme.soak()
+    assert said.startswith("3,100 calls of 100 cases in 9 minutes; memory: 10 MB of the GPU at first, 12 at most")
+    assert "Faults: none." in said
+
+
+def test_steps_on_several_gpus_are_shown_by_mode(readme: Any, tmp_path: Path) -> None:
+    assert "Not measured yet" in readme.several_gpus()
+    readme.result.cache_clear()
+    row = {"mode": "fsdp", "variant": "sparse eager", "tokens": 32768, "ms": 100.0, "tokens_per_ms": 327.68, "red": ""}
+    row |= {"speedup": 1.25, "peak_bytes": 20_400_000_000, "strategies": {"union": 7, "dense": 1}}
+    options = {"config": "1B", "micro_batch": 8, "sequence": 2048}
+    write(tmp_path, "h200_parallel", [row, row | {"red": "wrong", "ms": None}], arguments=options)
+    table, said = readme.several_gpus().split("\n\n")
+    figures = ["32,768", "100.0", "327.7", "1.25", "20.4", "1 dense, 7 union"]
+    assert cells(table) == [["FSDP2", "sparse eager", *figures]]
+    assert said.startswith("1B, 8 sequences of 2,048 tokens on each GPU.")
+
+
+def test_fp8_stands_beside_the_faster_dense_and_the_sparse_layer(readme: Any, tmp_path: Path) -> None:
+    assert "Not measured yet" in readme.beside_fp8()
+    readme.result.cache_clear()
+
+    def timed(variant: str, ms: float, error: float, **more: Any) -> dict[str, Any]:
+        known = {"workload": "topic29", "tokens": 64, "variant": variant, "ms": ms, "red": "", "frobenius": error}
+        return known | {"dense_frobenius": 0.002} | more
+
+    rows = [timed("dense eager decode", 0.05, 0.0), timed("dense compiled decode", 0.04, 0.002)]
+    rows += [
+        timed("dense fp8 decode", 0.03, 0.09),
+        timed("decode", 0.02, 0.001),
+        timed("dense fp8", 9.0, 0.5, tokens=8),
+    ]
+    write(tmp_path, "h200_fp8", rows)
+    table = readme.beside_fp8().split("\n\n")[0]
+    errors = ["0.20 %", "9.00 %", "0.10 %"]
+    assert cells(table) == [["`topic29`", "64", "40", "30", "**20**", "1.50", *errors]]
+
+
 @pytest.mark.parametrize(
     ("added", "said"),
     [

@@ -184,6 +184,12 @@ def sdist(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_an_index_takes_the_sources(sdist: Path) -> None:
+    check = [sys.executable, "-m", "twine", "check", "--strict", str(sdist)]
+    done = subprocess.run(check, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_sdist_holds_sources_alone(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}

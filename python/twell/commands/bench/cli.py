@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from twell import testing
-from twell.commands.bench import DESCRIPTION, report, rows
+from twell.commands.bench import DESCRIPTION, fp8, report, rows
 from twell.commands.bench.energy import EnergyMeter, open_meter
 from twell.commands.bench.parser import L2_TBS, BenchRequest, add_arguments, request
 from twell.commands.bench.protocol import Ceilings, Cpu, Device, Gpu
@@ -43,7 +43,7 @@ def repro(row: LayerRow, asked: BenchRequest) -> str:
         words += ["--activation", options.activation.name, "--threshold", options.activation.threshold]
     words += ["--device", asked.device, "--compile", asked.compile, "--seconds", f"{options.seconds:g}"]
     flags = {"--no-check": not options.check, "--memory": options.memory, "--kernels": options.kernels}
-    flags["--energy"] = asked.energy
+    flags |= {"--fp8": asked.fp8, "--energy": asked.energy}
     words += [flag for flag, given in flags.items() if given]
     return shlex.join(map(str, words))
 
@@ -121,6 +121,8 @@ def _measure(this: _Run, device: Device) -> None:
     """Run all jobs; write the data after each group of rows."""
     asked = this.asked
     options = replace(asked.options, compiled=_compiled(asked.compile))
+    if asked.fp8:
+        options = replace(options, fp8=_through_compile(fp8.output, asked.compile))
     with Progress(sum(len(steps(options, job)) for job in asked.jobs), name=COMMAND) as progress:
         runner = Runner(options, device, this.ceilings, progress, this.meter)
         for job in asked.jobs:
@@ -132,12 +134,17 @@ def _measure(this: _Run, device: Device) -> None:
 
 def _compiled(mode: str) -> Callable[..., torch.Tensor] | None:
     """The dense layer through torch.compile."""
+    return None if mode == "none" else _through_compile(testing.dense_output, mode)
+
+
+def _through_compile(function: Callable[..., torch.Tensor], mode: str) -> Callable[..., torch.Tensor]:
+    """``function`` through torch.compile; itself if the mode is "none"."""
     if mode == "none":
-        return None
+        return function
     # each number of tokens and each size of a recorded layer is compiled separately
     torch._dynamo.config.recompile_limit = 256
     compiled: Callable[..., torch.Tensor] = torch.compile(
-        testing.dense_output, fullgraph=True, dynamic=False, mode=None if mode == "default" else mode
+        function, fullgraph=True, dynamic=False, mode=None if mode == "default" else mode
     )
     return compiled
 

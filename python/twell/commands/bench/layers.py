@@ -18,6 +18,7 @@ import twell
 from twell import _auto, ops, testing
 from twell._activation import RELU, Activation
 from twell._runtime import geometry
+from twell.commands.bench import fp8
 from twell.commands.bench.protocol import Call, Ceilings, Device
 from twell.testing import FFN, Comparison, Errors
 
@@ -43,13 +44,18 @@ Verify = Callable[[tuple[Tensor, ...]], Verdict]
 
 @dataclass(frozen=True)
 class Options:
-    """The choices for each workload. ``compiled`` is ``testing.dense_output`` through torch.compile, or None."""
+    """The choices for each workload.
+
+    ``compiled`` is ``testing.dense_output`` through torch.compile, or None; ``fp8`` is ``fp8.output``, itself or
+    through torch.compile, or None.
+    """
 
     ops: tuple[str, ...]
     strategies: tuple[str, ...] = ("auto",)
     compression: int = 8
     decoded: tuple[int, ...] = ()
     compiled: Callable[..., Tensor] | None = None
+    fp8: Callable[..., Tensor] | None = None
     activation: Activation = RELU
     check: bool = True
     kernels: bool = False
@@ -162,6 +168,10 @@ class TimedLayer:
 
         return verify
 
+    def show_errors(self, outputs: tuple[Tensor, ...]) -> Verdict:
+        """The errors of y against float64, which are no fault: fp8 has others than bf16."""
+        return self.verify_output(True)(outputs)[0], ""
+
     def sparse(self, strategy: Any, compiled: bool = False) -> Callable[..., Tensor]:
         """``testing.sparse_output`` by this strategy."""
         function = torch.compile(testing.sparse_output, fullgraph=True, dynamic=False) if compiled else None
@@ -246,7 +256,17 @@ class Inference:
             verify = layer.verify_output(gated) if name == "dense compiled" else None
             return Variant(f"{name}{suffix}", asked[0], call, flop, floor, verify=verify, executed=flop)
 
-        return [variant(name, function) for name, function in layer.dense()]
+        chosen = [variant(name, function) for name, function in layer.dense()]
+        return [*chosen, self._fp8()] if gated and "ffn" in asked and layer.options.fp8 is not None else chosen
+
+    def _fp8(self) -> Variant:
+        """The whole layer with fp8 products, whose error is shown and not judged."""
+        layer, function, weights = self.layer, self.layer.options.fp8, fp8.Weights.of(self.problem)
+        assert function is not None
+        call: Call = lambda i: (function(layer.x[i], weights, layer.options.activation),)  # noqa: E731
+        flop = 3 * layer.product
+        floor = layer.seconds(flop / fp8.RATE, 2 * layer.token_bytes + 3 * layer.weight_bytes / ITEM)
+        return Variant(fp8.NAME, "ffn", call, flop, floor, verify=layer.show_errors, executed=flop)
 
     def _dense_floor(self, gated: bool) -> tuple[float, float]:
         """Operations of the dense layer, and its floor in seconds."""

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from twell import testing
 from twell._activation import NAMES, activation_of
 from twell._runtime import geometry, specs
-from twell.commands.bench import rows
+from twell.commands.bench import fp8, rows
 from twell.commands.bench.decode import DECODED
 from twell.commands.bench.layers import OPS, STRATEGIES, WITHOUT_GATE, Options
 from twell.commands.bench.report import STDOUT, output_path, require_writable
@@ -38,7 +40,8 @@ operations:
                 forward pass of the whole layer, with and without gate, by each of --strategy; all calls share the
                 weights, so small weights stay in L2
   decode        the gated layer on each number of tokens of --m-decode, from the middle of the workload, with several
-                copies of the weights in turn, whose gates exceed L2; errors are those of {DECODED} tokens
+                copies of the weights in turn, whose gates exceed L2; errors are those of {DECODED} tokens. Dense is
+                compiled for each number of tokens, by the mode of --compile
   train, sparse_train
                 forward and backward, with the gradients of x and of all weights, by each of --strategy; "row" and
                 "union" are the same. If the hybrid format does not hold the non-zeros, dense is timed instead.
@@ -74,6 +77,7 @@ class BenchRequest:
     device: str
     compile: str
     energy: bool
+    fp8: bool
     wide: bool
     repro: bool
     json: Path | None
@@ -105,6 +109,7 @@ class BenchRequest:
             "kernels": options.kernels,
             "memory": options.memory,
             "energy": self.energy,
+            "fp8": self.fp8,
             "seconds": options.seconds,
             "energy_seconds": options.energy_seconds,
             "l2_tbs": L2_TBS,
@@ -181,6 +186,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", help="cuda, cuda:INDEX or cpu, whose times mean nothing (default: cuda)")
     add("--check", action=argparse.BooleanOptionalAction, default=True, help="time only right results (default)")
     add("--compile", choices=COMPILE, help="torch.compile's mode for the dense layer (default; none on a CPU)")
+    add("--fp8", action="store_true", help="also dense in fp8, in ffn and decode; its error is shown, not judged")
     add(
         "--seconds",
         type=number_above(0),
@@ -220,17 +226,34 @@ def request(arguments: argparse.Namespace) -> BenchRequest:
     device = str(pick_device(arguments.device or "cuda"))
     if arguments.energy and device == "cpu":
         raise RequestError("--energy needs a GPU's driver: expected a CUDA device, got cpu")
+    if arguments.fp8:
+        _require_fp8(arguments, options.ops, device)
     return BenchRequest(
         options,
         tuple(Job(s, m, arguments.hidden, arguments.neurons, arguments.dtype) for s in sources for m in tokens),
         device,
         arguments.compile or ("none" if device == "cpu" else "default"),
         arguments.energy,
+        arguments.fp8,
         arguments.wide,
         arguments.repro,
         arguments.json,
         arguments.csv,
     )
+
+
+def _require_fp8(arguments: argparse.Namespace, ops: tuple[str, ...], device: str) -> None:
+    """Raise RequestError unless the layer can be computed in fp8."""
+    if not set(ops) & {"ffn", "decode"}:
+        raise RequestError(f"--fp8 is for ffn and decode: expected one of them, got {', '.join(ops)}")
+    if arguments.dtype != "bf16":
+        raise RequestError(f"with --fp8 --dtype must be bf16, got {arguments.dtype}")
+    for name in ("hidden", "neurons"):
+        if (size := getattr(arguments, name)) % fp8.MULTIPLE:
+            raise RequestError(f"with --fp8 --{name} must be a multiple of {fp8.MULTIPLE}, got {size}")
+    if device != "cpu" and (found := torch.cuda.get_device_capability(device)) < fp8.CAPABILITY:
+        wanted, got = (".".join(map(str, each)) for each in (fp8.CAPABILITY, found))
+        raise RequestError(f"--fp8 needs a GPU with fp8: expected compute capability {wanted} or more, got {got}")
 
 
 def _options(arguments: argparse.Namespace, by_default: int) -> tuple[tuple[int, ...], Options]:

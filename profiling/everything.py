@@ -1,0 +1,229 @@
+"""Run the commands behind profiling/results/, as many as fit the time, and go on with the others in the next call.
+
+    python -m profiling.everything --list                  # what is older than the present kernels, and its seconds
+    python -m profiling.everything --out results --budget-s 540 --real FOLDER --text FOLDER     # on a GPU
+    python -m profiling.everything h200_auto h200_fp8 --out results --budget-s 540 --real FOLDER
+
+Without names: all that is older than the present kernels, in the order of ``profiling.measurements``, except for what
+needs an input that is not given, or more GPUs. A command begins if its predicted seconds are left of --budget-s, one
+that can go on where it stopped also with less; one that runs over the budget is interrupted. Each result is in --out as
+soon as it is done, and what each command printed in NAME.log there. done.json says which commands ended: the same call
+goes on behind them, and repeats all after a change of kernels. Copy good files to profiling/results/.
+
+Exit status: 1 if a command failed or a result is red, 2 for a request that makes no sense, 3 if some are left, else 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import signal
+import string
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from profiling.measurements import ALL, INPUTS, Measurement
+from twell import _files
+from twell._runtime import fingerprint
+from twell.commands.request import RequestError, at_least, exit_status
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).resolve().parent / "results"
+# Least seconds for a command that resumes.
+LEAST_S = 30
+# Seconds that an interrupted command may take to write its file.
+PATIENCE_S = 20
+# Exit status of a command, and of this one, that left something for the next call.
+LEFT = 3
+
+
+def kernels_of(path: Path) -> str:
+    """The hash of the kernels behind a file of results; "" if there is no file, or its machine line names none."""
+    if not path.exists():
+        return ""
+    found = re.search(r"kernels (\w{12})", json.loads(path.read_text()).get("machine", ""))
+    return found[1] if found else ""
+
+
+def present() -> str:
+    """The hash of the present kernels."""
+    return str(fingerprint.source_hash())[:12]
+
+
+def stale() -> list[Measurement]:
+    """The measurements whose files are missing or of other kernels, without those made by hand."""
+    return [each for each in ALL if each.commands and kernels_of(RESULTS / f"{each.name}.json") != present()]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return exit_status("profiling.everything", lambda: run(parser().parse_args(argv)))
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    top.add_argument("names", nargs="*", metavar="NAME", help="results to make (default: all that are older)")
+    top.add_argument("--list", action="store_true", help="print what is older than the present kernels and end")
+    top.add_argument("--out", type=Path, help="folder for results, logs and done.json")
+    top.add_argument(
+        "--budget-s", type=at_least(1), default=540, metavar="S", help="seconds of this call (%(default)s)"
+    )
+    top.add_argument("--gpus", type=at_least(1), default=1, help="GPUs of this machine (%(default)s)")
+    for name, text in INPUTS.items():
+        top.add_argument(f"--{name.lower()}", type=Path, metavar="FOLDER", help=text)
+    return top
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the list, or run what is chosen and missing."""
+    known = {each.name: each for each in ALL}
+    if unknown := [name for name in arguments.names if name not in known]:
+        raise RequestError(f"NAME must be one of {', '.join(known)}, got {', '.join(unknown)}")
+    chosen = [known[name] for name in arguments.names] or stale()
+    if by_hand := [each.name for each in chosen if not each.commands]:
+        raise RequestError(f"NAME must be of a result that commands make, got {', '.join(by_hand)}, made by hand")
+    if arguments.list:
+        print("\n".join(map(line, chosen)))
+        print(f"{sum(sum(each.seconds) for each in chosen):6} s in all; kernels {present()}")
+        return 0
+    if arguments.out is None:
+        raise RequestError("expected --out FOLDER or --list, got neither")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    return Runner(arguments).run(chosen, named=bool(arguments.names))
+
+
+def line(measurement: Measurement) -> str:
+    """One line of the list: predicted seconds, name, kernels of the published file."""
+    path = RESULTS / f"{measurement.name}.json"
+    state = f"of kernels {kernels_of(path) or 'not named'}" if path.exists() else "not measured yet"
+    gpus = f", {measurement.gpus} GPUs" if measurement.gpus > 1 else ""
+    return f"{sum(measurement.seconds):6} s  {measurement.name:26} {state}{gpus}"
+
+
+class Runner:
+    """Runs measurements into the folder ``arguments.out`` until the budget is spent."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.out: Path = arguments.out.resolve()
+        self.gpus = arguments.gpus
+        # commands run in the checkout, wherever this was called
+        given = {name: getattr(arguments, name.lower()) for name in INPUTS}
+        self.inputs = {name: value and value.resolve() for name, value in given.items()}
+        self.end = time.monotonic() + arguments.budget_s
+        path = self.out / "done.json"
+        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        # commands that ended, with seconds and exit status, by measurement
+        self.done: dict[str, list[list[float]]] = found.get("done", {}) if found.get("kernels") == present() else {}
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left of the budget."""
+        return self.end - time.monotonic()
+
+    def run(self, chosen: Sequence[Measurement], named: bool) -> int:
+        """Run what is missing; return the exit status. ``named``: they were asked for by name."""
+        failed: list[str] = []
+        left: list[str] = []
+        lacked = {each.name: lacking for each in chosen if (lacking := self.lacking(each))}
+        if named and lacked:
+            raise RequestError("; ".join(f"{name} needs {lacking}" for name, lacking in lacked.items()))
+        for each in chosen:
+            if each.name in lacked:
+                self.say(f"{each.name}: left out, as it needs {lacked[each.name]}")
+                continue
+            status = self.measure(each)
+            if status:
+                (left if status == LEFT else failed).append(each.name)
+        for what, names in (("failed or red", failed), ("left for the next call", left)):
+            if names:
+                self.say(f"{what}: {', '.join(names)}")
+        return 1 if failed else LEFT if left else 0
+
+    def lacking(self, measurement: Measurement) -> str:
+        """What a measurement needs and this call does not have; "" if it has all."""
+        text = " ".join(measurement.commands)
+        missing = [f"--{name.lower()}" for name, value in self.inputs.items() if f"${name}" in text and value is None]
+        if measurement.gpus > self.gpus:
+            missing.append(f"--gpus {measurement.gpus}")
+        return ", ".join(missing)
+
+    def measure(self, measurement: Measurement) -> int:
+        """Run the commands that did not end; return 0, 1 or 2 after a failure, and LEFT if there is no time."""
+        ended = self.done.setdefault(measurement.name, [])
+        for number in range(len(ended), len(measurement.commands)):
+            seconds = measurement.seconds[number]
+            if self.left_s < (min(LEAST_S, seconds) if measurement.resumes else seconds):
+                return LEFT
+            began = time.monotonic()
+            self.say(f"{measurement.name}: command {number + 1} of {len(measurement.commands)}, about {seconds} s")
+            written = modified(self.out / f"{measurement.name}.json")
+            status = self.execute(measurement, measurement.commands[number])
+            if status == 1 and modified(self.out / f"{measurement.name}.json") == written:
+                # not a red result, but a fault
+                status = 2
+            taken = round(time.monotonic() - began, 1)
+            self.say(f"{measurement.name}: exit status {status} after {taken} s")
+            if status == LEFT:
+                return LEFT
+            if status not in (0, 1):
+                return 2
+            ended.append([taken, status])
+            text = json.dumps({"kernels": present(), "done": self.done}, indent=1)
+            _files.write_text(self.out / "done.json", text + "\n")
+        return int(any(status for _, status in ended))
+
+    def execute(self, measurement: Measurement, command: str) -> int:
+        """Run a command with its output in a log; return its status, LEFT if it is not through."""
+        path = self.out / f"{measurement.name}.json"
+        known = {"OUT": path, "FOLDER": self.out, "BUDGET": max(1, int(self.left_s - PATIENCE_S)), **self.inputs}
+        words = shlex.split(string.Template(command).substitute(known))
+        words = [sys.executable, *words[1:]] if words[0] == "python" else words
+        environment = {**os.environ, "PYTHON": sys.executable}
+        with (self.out / f"{measurement.name}.log").open("a") as log:
+            log.write(f"$ {shlex.join(words)}\n")
+            log.flush()
+            options: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+            process = subprocess.Popen(words, cwd=ROOT, env=environment, **options)
+            try:
+                status = process.wait(max(1.0, self.left_s))
+            except subprocess.TimeoutExpired:
+                self.say(f"{measurement.name}: interrupted, as the budget is spent")
+                stop(process)
+                return LEFT
+            except KeyboardInterrupt:
+                stop(process)
+                raise
+        if status in (0, 1) and path.exists() and json.loads(path.read_text()).get("complete") is False:
+            return LEFT
+        return status
+
+    def say(self, text: str) -> None:
+        print(f"everything: {text}; {max(0.0, self.left_s):.0f} s left", flush=True)
+
+
+def modified(path: Path) -> int:
+    """When a file was written; 0 if there is none."""
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt a command and its children, which may write their files; then end them."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(PATIENCE_S)
+            return
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,364 @@
+"""The results of profiling/results/: what is in each, where it is shown, the commands that make it, and their seconds.
+
+``profiling.everything`` runs them; ``profiling.readme`` fills docs/reproduce.md and profiling/results/README.md from
+them. In a command $OUT is the file, $FOLDER its folder, $BUDGET the seconds that are left, and the others are inputs:
+$REAL recorded layers (``twell record``), $TEXT text, $PACKAGE a checkout of the paper's code, $RUNS a folder for
+models, which some commands train and others read.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+INPUTS = {
+    "REAL": "recorded layers 3 and 6 of a model",
+    "TEXT": "text to train on",
+    "PACKAGE": "checkout of the paper's code",
+    "RUNS": "folder for trained models",
+}
+
+
+class Measurement(NamedTuple):
+    """A file of results. ``seconds``: predicted on one H200, or on ``gpus`` of them, for each command.
+
+    ``resumes``: a command goes on where it stopped. ``by_hand``: why no command makes it.
+    """
+
+    name: str
+    content: str
+    shown: str
+    commands: tuple[str, ...] = ()
+    seconds: tuple[int, ...] = ()
+    resumes: bool = False
+    gpus: int = 1
+    by_hand: str = ""
+
+
+LAYERS = "uniform29 skew29 topic29 topic128 dense911 real:$REAL/3 real:$REAL/6"
+BENCH = "python -m twell bench"
+# Trainings of one model, which differ in the last options.
+TRAIN = (
+    "python examples/train.py --config 0.5B --text $TEXT --max-bytes 136314880 --steps 350 --tokens-per-step 65536 "
+    "--micro-batch 8 --warmup 20 --l1-warmup 40"
+)
+MODEL = f"{BENCH} model $RUNS/RUN/final --text $TEXT --accumulate 4 --energy --json $OUT"
+SERVING = (
+    "python -m profiling.serving replay --no-traces --seconds 0.15 --model $RUNS/RUN/final --text $TEXT --out $OUT"
+)
+RELUFY = "python -m profiling.relufy --text $TEXT --state $RUNS/relufy --budget-s $BUDGET --out $OUT"
+SWEEP = "python -m profiling.sweep SWEEP --out $FOLDER --budget-s $BUDGET"
+
+ALL = (
+    Measurement(
+        "h200_auto",
+        'layers forward, in training and decoding, strategy "auto", errors',
+        "tables forward, training, decode; chart speedup",
+        (f"{BENCH} ffn,train,decode --workload {LAYERS} --m-decode 1,8,64,256 --memory --json $OUT",),
+        (240,),
+    ),
+    Measurement(
+        "h200_paper_code",
+        "the paper's published kernels, dense and twell on the same layers; the file of today was made by hand, from "
+        "their own build and timing",
+        "chart speedup; table in the questions and answers",
+        (
+            "python -m profiling.paper_code --package $PACKAGE --workload uniform29 skew29 topic29 real:$REAL/3 "
+            "real:$REAL/6 topic128 dense911 --out $OUT",
+        ),
+        (180,),
+        resumes=True,
+    ),
+    Measurement(
+        "h200_fp8",
+        "dense in fp8 beside dense in bf16 and twell, with its errors",
+        "table beside fp8",
+        (f"{BENCH} ffn,decode --workload topic29 uniform29 real:$REAL/3 --m-decode 1,16,64,256 --fp8 --json $OUT",),
+        (130,),
+    ),
+    Measurement(
+        "h200_decode_autotuned",
+        "decode beside dense that torch.compile tunes for each number of tokens",
+        "table decode autotuned",
+        (
+            f"{BENCH} decode --workload topic29 uniform29 real:$REAL/3 --m-decode 1,16,64,256 "
+            "--compile max-autotune-no-cudagraphs --json $OUT",
+        ),
+        (170,),
+    ),
+    Measurement(
+        "h200_large_layer",
+        "a layer of Llama-3-8B's size, 4,096 to 14,336, forward, in training and decoding",
+        "table large layer",
+        (
+            f"{BENCH} ffn,train,decode -k 4096 -n 14336 --workload topic29 uniform29 topic128 --m-decode 1,16,64 "
+            "--strategy row,union,auto --memory --json $OUT",
+        ),
+        (170,),
+    ),
+    Measurement(
+        "h200_strategies",
+        "the layers of `h200_auto` with each strategy",
+        "chart roofline",
+        (f"{BENCH} ffn,train,decode --workload {LAYERS} --m-decode 1,8,64,256 --strategy row,union,auto --json $OUT",),
+        (320,),
+    ),
+    Measurement(
+        "h200_training",
+        "the kernels of a training step, and of one that overflows",
+        "nothing; it has the time of an overflowing step over dense",
+        (f"{BENCH} train,train_forward,train_backward,train_overflow --workload {LAYERS} --kernels --json $OUT",),
+        (170,),
+    ),
+    Measurement(
+        "h200_overfull",
+        "training steps whose non-zeros exceed the hybrid format, beside dense, with their peak of memory",
+        "README; table over-full",
+        (
+            f"{BENCH} train,train_overflow --workload dense911 nnz=300,skew=1,tokens=0.5 --strategy union "
+            "--compile none --memory --json $OUT",
+        ),
+        (30,),
+    ),
+    Measurement(
+        "h200_few_decode",
+        "layers on 1 to 256 tokens, each strategy",
+        "README; the page on when it pays",
+        (
+            f"{BENCH} decode --workload topic29 uniform29 --m-decode 1 16 64 128 256 --strategy row union auto "
+            "--compile none --seconds 0.2 --json $OUT",
+        ),
+        (25,),
+    ),
+    Measurement(
+        "h200_few_ffn",
+        "the same on 512 to 2,048 tokens",
+        "README; table few tokens",
+        (
+            f"{BENCH} ffn -m 512 1024 2048 --workload topic29 uniform29 --strategy row union auto --compile none "
+            "--seconds 0.2 --json $OUT",
+        ),
+        (20,),
+    ),
+    Measurement(
+        "h200_host",
+        "host time of eager calls and of calls that are waited for, dense and each strategy, beside replays of their "
+        "CUDA graphs",
+        "table host; notes on open work",
+        ("python -m profiling.host --out $OUT",),
+        (35,),
+    ),
+    Measurement(
+        "h200_gate_tiles",
+        "the gate GEMM with every size of its tiles beside cuBLAS, from 1 to 16,384 tokens",
+        "notes on gate_pack; the choice in `twell.tuning`",
+        ("python -m profiling.gate_tiles --seconds 0.15 --out $OUT",),
+        (60,),
+    ),
+    Measurement(
+        "h200_tuning",
+        "costs of each strategy by shape, tokens and pattern",
+        'table shapes; the table of "auto", which --write generates',
+        ("python -m profiling.tune --budget-s $BUDGET --out $OUT",),
+        (230,),
+    ),
+    Measurement(
+        "h200_held_out",
+        'each strategy and "auto" at 100 points outside of that table',
+        'table of where "auto" errs',
+        ("python -m profiling.held_out --budget-s $BUDGET --out $OUT",),
+        (150,),
+    ),
+    *(
+        Measurement(
+            f"h200_sweep_{sweep}",
+            content,
+            shown,
+            (SWEEP.replace("SWEEP", sweep) + more,),
+            (seconds,),
+            resumes=True,
+        )
+        for sweep, content, shown, seconds, more in (
+            ("nnz", "strategies by non-zeros", "chart nnz", 150, ""),
+            ("m", "strategies by tokens per call", "chart tokens", 280, ""),
+            ("memory", "bytes kept and peaks by non-zeros", "chart and table memory", 60, ""),
+            ("kernels", "kernels of named workloads", "chart kernels", 60, " --real $REAL"),
+        )
+    ),
+    Measurement(
+        "h200_paper_configs",
+        "models of the paper's sizes with random weights: 0.5B and 1B",
+        "tables models, configurations, beside the paper; chart paper",
+        (f"{BENCH} model --config 0.5B 1B --energy --json $OUT",),
+        (200,),
+    ),
+    Measurement(
+        "h200_paper_configs_large",
+        "the same: 1.5B and 2B",
+        "tables models, configurations, beside the paper; chart paper",
+        (f"{BENCH} model --config 1.5B 2B --rounds 4 --energy --json $OUT",),
+        (280,),
+    ),
+    Measurement(
+        "h200_model_hard",
+        "a 1.5B model with random weights whose neighbouring tokens fire other neurons: the hardest pattern",
+        "table hard model",
+        (f"{BENCH} model --config 1.5B --topic 0 --ops forward train --rounds 4 --json $OUT",),
+        (120,),
+    ),
+    Measurement(
+        "h200_serving",
+        "layers of a drawn 1.5B model at the numbers of tokens of a server, by strategy, and on recorded steps of a "
+        "scheduler; `python -m profiling.serving record` records these",
+        "tables serving, traces",
+        ("python -m profiling.serving replay --budget-s 120 --out $OUT",),
+        (130,),
+    ),
+    Measurement(
+        "h200_batches",
+        "continuous batching of transformers, stock and sparse",
+        "table continuous batching",
+        ("python -m profiling.serving batches --budget-s 60 --requests 64 256 --out $OUT",),
+        (110,),
+    ),
+    Measurement(
+        "h200_training_run",
+        "trainings of 0.5B, dense and sparse, step by step",
+        "table and chart training",
+        (
+            f"{TRAIN} --ffn dense --l1 1e-4 --out $RUNS/dense",
+            f"{TRAIN} --strategy dense --l1 1e-4 --out $RUNS/dense-again",
+            f"{TRAIN} --l1 1e-4 --out $RUNS/sparse",
+            f"{TRAIN} --l1 3e-4 --out $RUNS/sparser",
+            'python -m profiling.training_run dense=$RUNS/dense "dense again=$RUNS/dense-again" sparse=$RUNS/sparse '
+            '"sparse, L1 3e-4=$RUNS/sparser" --out $OUT',
+        ),
+        (190, 190, 160, 150, 5),
+    ),
+    Measurement(
+        "h200_model",
+        "the trained 0.5B model, whole, with energy",
+        "tables models, model; chart models",
+        (MODEL.replace("RUN/", "sparse/"),),
+        (110,),
+    ),
+    Measurement(
+        "h200_model_sparser",
+        "the same, trained with L1 of 3e-4",
+        "table sparser model; chart models",
+        (MODEL.replace("RUN/", "sparser/"),),
+        (110,),
+    ),
+    Measurement(
+        "h200_sweep_layers",
+        "the layers of a trained model, one at a time",
+        "chart and table layers",
+        (SWEEP.replace("SWEEP", "layers") + " --real $REAL --model $FOLDER/h200_model.json",),
+        (120,),
+        resumes=True,
+    ),
+    Measurement(
+        "h200_serving_trained",
+        "the sizes of `h200_serving` with the 0.5B model trained with L1 of 3e-4",
+        "table serving trained",
+        (SERVING.replace("RUN/", "sparser/"),),
+        (70,),
+    ),
+    Measurement(
+        "h200_serving_less_sparse",
+        "the same with L1 of 1e-4",
+        "table serving less sparse",
+        (SERVING.replace("RUN/", "sparse/"),),
+        (70,),
+    ),
+    Measurement(
+        "h200_parallel",
+        "training steps on two GPUs by DDP, FSDP2 and tensor parallelism: speed and memory, dense and sparse",
+        "table several GPUs",
+        ("python -m torch.distributed.run --nproc-per-node 2 -m profiling.parallel --out $OUT",),
+        (200,),
+        gpus=2,
+    ),
+    Measurement(
+        "h200_quality",
+        "cross-entropy and sparsity by coefficient of L1",
+        "tables and chart quality",
+        ("python -m profiling.quality --text $TEXT --budget-s $BUDGET --out $OUT",),
+        (360,),
+        resumes=True,
+    ),
+    Measurement(
+        "h200_relufy",
+        "SiLU models trained further with SiLU and with ReLU: loss, non-zeros, unions, learning curves",
+        "tables relufy; chart relufy",
+        (f"{RELUFY} --seeds 0", f"{RELUFY} --seeds 1"),
+        (540, 540),
+        resumes=True,
+    ),
+    Measurement(
+        "h200_relufy_model",
+        "the forward pass of the sparsest of them beside dense",
+        "table relufy speed",
+        (
+            f"{BENCH} model $RUNS/relufy/sparsest/final --text $TEXT --sequence 1024 --ops forward --budget-s 60 "
+            "--json $OUT",
+        ),
+        (40,),
+    ),
+    Measurement(
+        "h200_fuzz",
+        "random layers against float64: numbers of cases, largest errors, mismatches",
+        "paragraph in the page on development",
+        (
+            "python -m tests.fuzz --budget-s 320 --seed 111 --ledger $FOLDER/fuzz-111.jsonl",
+            "python -m tests.fuzz --budget-s 320 --seed 112 --ledger $FOLDER/fuzz-112.jsonl",
+            "python -m tests.fuzz --budget-s 320 --seed 113 --ledger $FOLDER/fuzz-113.jsonl",
+            "python -m tests.fuzz --summary $FOLDER/fuzz-111.jsonl $FOLDER/fuzz-112.jsonl $FOLDER/fuzz-113.jsonl "
+            "--json $OUT",
+        ),
+        (330, 330, 330, 5),
+    ),
+    Measurement(
+        "h200_soak",
+        "random layers in several threads and streams: calls, repeats bit for bit, memory",
+        "paragraph in the page on development",
+        ("python -m tests.soak --minutes 9 --json $OUT",),
+        (560,),
+    ),
+    Measurement(
+        "h200_ncu",
+        "counters of each kernel on `topic29`, and floors",
+        "table in the page on profiling",
+        (
+            "profiling/nsight/ncu.sh gate_pack,up_down,up_down_union,train_backward --workload topic29 --calls 1 "
+            "--out $FOLDER/ncu",
+            "python -m profiling.nsight.summarize $FOLDER/ncu.csv --floor $FOLDER/ncu.json --json $OUT",
+        ),
+        (180, 5),
+    ),
+    Measurement(
+        "h200_before_after",
+        "kernels before and after sums in parts, interleaved in one run: microseconds per launch",
+        "README; notes on open work",
+        by_hand="two libraries timed in one run",
+    ),
+    Measurement(
+        "h200_before_after_layout",
+        "the same, before and after kernels shared their code and the repository got its layout",
+        "README; notes on open work",
+        by_hand="two libraries timed in one run",
+    ),
+    Measurement(
+        "h200_gate_host",
+        "`gate_pack` beside cuBLAS from 1 to 16,384 tokens; host time of eager calls, dense and sparse",
+        "notes on gate_pack",
+        by_hand="superseded by `h200_gate_tiles` and `h200_host`",
+    ),
+)
+
+
+def shown_command(command: str) -> str:
+    """A command as a page shows it: ``twell`` by its name, and words in capitals for what the reader chooses."""
+    words = command.replace("python -m twell bench", "twell bench").replace("$RUNS", "RUNS")
+    for name, word in (("REAL", "REAL"), ("TEXT", "TEXT"), ("PACKAGE", "CHECKOUT"), ("OUT", "FILE"), ("FOLDER", "OUT")):
+        words = words.replace(f"${name}", word)
+    return words.replace(" --budget-s $BUDGET", "")

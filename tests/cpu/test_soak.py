@@ -1,0 +1,124 @@
+"""tests/soak.py on the CPU: it repeats, goes on by numbers, and finds wrong results, other bits and growing memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import soak
+
+SHORT = ("--device", "cpu", "--threads", "2", "--calls", "2", "--settle", "1")
+# minutes of a few rounds
+FEW = "0.02"
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict[str, Any], str]]:
+    """A function that soaks: its status, what it wrote, what it said."""
+
+    def call(*words: str) -> tuple[int, dict[str, Any], str]:
+        path = tmp_path / "soak.json"
+        status = soak.main([*SHORT, "--minutes", FEW, *words, "--json", str(path)])
+        printed = capsys.readouterr()
+        return status, json.loads(path.read_text()), printed.out + printed.err
+
+    return call
+
+
+def test_cases_are_called_checked_and_counted(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    plain = soak.repeat
+    monkeypatch.setattr(soak, "repeat", lambda case, *more: (seen.append(case.number), plain(case, *more)))
+    status, found, said = run("--first", "40")
+    assert status == 0
+    assert found["wrong"] == []
+    assert found["cases"] == 2 * found["rounds"] == len(seen)
+    assert found["calls"] == 3 * found["cases"]
+    assert (min(seen), max(seen)) == (40, found["next"] - 1)
+    assert f"goes on with --seed 1 --first {found['next']}" in said
+    assert found["host_mb"]["settled"] > 50
+    assert "torch" in found["machine"]
+    # another call goes on behind these
+    first = list(seen)
+    seen.clear()
+    run("--first", str(found["next"]))
+    assert min(seen) > max(first)
+
+
+def test_cases_depend_on_seed_and_number_alone() -> None:
+    limits = soak.Limits.of("cpu", False)
+    drawn = soak.cases(7, 0, limits)
+    some = [next(drawn) for _ in range(20)]
+    assert next(soak.cases(7, some[9].number, limits)) == some[9]
+    assert not {case.op for case in some} & {"compact"}
+
+
+def test_a_result_that_changes_is_found(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = soak.caller
+
+    def drifting(*given: Any) -> Callable[[], dict[str, torch.Tensor]]:
+        call, calls = plain(*given), []
+
+        def once() -> dict[str, torch.Tensor]:
+            calls.append(0)
+            out = call()
+            if len(calls) == 3:
+                for t in out.values():
+                    t += 1
+            return out
+
+        return once
+
+    monkeypatch.setattr(soak, "caller", drifting)
+    status, found, said = run()
+    assert status == 1
+    assert "WRONG 1:" in said
+    assert all("Mismatch: call 3" in wrong for wrong in found["wrong"])
+
+
+def test_a_wrong_result_and_an_error_are_found(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = soak.caller
+
+    def wrong(*given: Any) -> Callable[[], dict[str, torch.Tensor]]:
+        call = plain(*given)
+        return lambda: {name: t + 1 for name, t in call().items()}
+
+    monkeypatch.setattr(soak, "caller", wrong)
+    status, found, _ = run()
+    assert (status, found["rounds"]) == (1, 1)
+    assert any("Mismatch" in said for said in found["wrong"])
+
+    def fails(*given: Any) -> Callable[[], Any]:
+        raise RuntimeError("a kernel failed")
+
+    monkeypatch.setattr(soak, "caller", fails)
+    status, found, _ = run()
+    assert status == 1
+    assert all("RuntimeError: a kernel failed" in said for said in found["wrong"])
+
+
+@pytest.mark.parametrize("name", ["gpu_bytes", "host_bytes"])
+def test_memory_that_grows_is_found(name: str, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def grows(*device: Any) -> int:
+        seen.append(0)
+        return 10**9 * len(seen)
+
+    monkeypatch.setattr(soak, name, grows)
+    status, found, said = run("--grow-mb", "1500", "--grow-host-mb", "1500")
+    # one settling round at 1 GB; 2 GB are allowed, 3 are not
+    assert (status, found["rounds"]) == (1, 3)
+    assert f"memory of the {name[:3].upper() if name == 'gpu_bytes' else 'host'} grew from 1000 to 3000 MB" in said
+
+
+@pytest.mark.parametrize("words", [("--threads", "0"), ("--minutes", "0"), ("--calls", "-1")])
+def test_a_soak_of_nothing_is_refused(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        soak.main([*SHORT, *words])
+    assert f"{words[0]} must be above 0, got {words[1]}" in capsys.readouterr().err
