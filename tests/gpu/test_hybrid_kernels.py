@@ -161,7 +161,9 @@ def run_compact(
     counted = popularity if training else None
     spec = tuning.compact(dtype, training, tuning.family(0))
     read = (words, spill.view(dtype), stats if training else None)
-    launch(spec, *read, *pattern, counted, sums, n, width, int(plain), capacity)
+    # the gate names neurons, not places of a list
+    lists = (pattern[1], pattern[3], 0)
+    launch(spec, *read, *pattern, counted, sums, n, width, int(plain), capacity, *lists)
     return Compacted(out, sums)
 
 
@@ -355,7 +357,7 @@ def test_compact_counts_saturate() -> None:
     out = poisoned(140_000 * 8), poisoned(1094, 64, dtype=torch.int16), poisoned(1094, 2), poisoned(1095), poisoned(8)
     sums = poisoned(1094, 128, dtype=torch.float32)
     spec = tuning.compact(BF16, True, tuning.family(0))
-    launch(spec, words, spill.view(BF16), stats, *out, sums, 8, 32, 0, 2**31 - 2)
+    launch(spec, words, spill.view(BF16), stats, *out, sums, 8, 32, 0, 2**31 - 2, out[1], out[3], 0)
     assert int(out[3][-1]) == 2**31 - 1
     assert bool((out[0] == POISON_INT).all())
 
