@@ -130,15 +130,19 @@ def up_down_token(
 
 # most clusters that share a token with many non-zeros: one adds up what they leave
 MOST_PIECES = 16
-# CTAs of such clusters per multiprocessor; most have nothing to do and leave at once
-PIECE_CTAS = 4
+# CTAs of such clusters per multiprocessor, where the largest clusters have short rows and elsewhere; most have nothing
+# to do and leave at once. NVIDIA H200, us of 1 and 4: K = 2,048, 8 tokens of 29 non-zeros 12.4 and 13.2, 64 tokens of
+# "topic29" 24.2 and 22.3; K = 4,096, 8 tokens of 1,720 non-zeros 108 and 88.
+SHORT_ROWS, PIECE_CTAS = 2048, (1, 4)
 
 
 def token_pieces(m: int, spec: specs.UpDownTokenSpec, multiprocessors: int) -> int:
     """Most clusters of ``up_down_token`` that share one of ``m`` tokens."""
     if not spec.shared:
         return 1
-    return max(1, min(MOST_PIECES, PIECE_CTAS * multiprocessors // (m * spec.cluster)))
+    short = spec.cluster == max(TOKEN_CLUSTERS) and spec.k_max <= SHORT_ROWS
+    ctas = PIECE_CTAS[0 if short else 1] * multiprocessors
+    return max(1, min(MOST_PIECES, ctas // (m * spec.cluster)))
 
 
 # Most tokens of strategy "union" that one kernel computes by tiles of 16. NVIDIA H200, K = 2,048, N = 5,632, us of one

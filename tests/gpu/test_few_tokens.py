@@ -227,8 +227,9 @@ def test_every_token_fires_every_neuron(m: int, k: int) -> None:
         check(problem, compression)
 
 
-@pytest.mark.parametrize("m", [1, 2, 8, 9, 33, 66])
-@pytest.mark.parametrize(("k", "neurons"), [(2048, 5632), (4096, 2056)])
+@pytest.mark.parametrize(
+    ("m", "k", "neurons"), [*((m, 2048, 5632) for m in (1, 2, 8, 33, 66)), *((m, 4096, 2056) for m in (1, 9, 33, 66))]
+)
 def test_clusters_share_a_token(m: int, k: int, neurons: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exact whatever the number of clusters; their sums depend on how the non-zeros are shared, and on nothing else."""
     problem = testing.integer_problem(m, k, neurons, density=0.3, biases=BIASES, device=CUDA)
