@@ -11,8 +11,11 @@ PYTHON ?= python3
 VENV ?= .venv
 # The pinned versions, torch's among them; empty to keep or take any that pyproject.toml allows.
 CONSTRAINTS ?= constraints.txt
-# Python of the host that a bundle is for, and its kernels: empty for all that ship, else names from `make symbols`.
+# GPUs that the wheel has kernels for, one or more of sm_80 (8.0 to 8.9), sm_90a, sm_100 (10.0 to 10.3), sm_120.
+ARCHITECTURES ?= sm_80 sm_90a sm_100 sm_120
+# Python and GPUs of the host that a bundle is for, and its kernels: empty for all that ship, else names from `make symbols`.
 BUNDLE_PYTHON ?= 3.12
+BUNDLE_ARCHITECTURES ?= sm_90a
 BUNDLE_SYMBOLS ?=
 # More wheels for a bundle, as NAME==VERSION.
 BUNDLE_PACKAGES ?=
@@ -102,9 +105,9 @@ docs: $(stamp) ## build/docs: the documentation as a site; warnings are errors
 symbols: $(stamp) ## names of the kernels that ship
 	"$(PY)" -m cute_kernels list
 
-wheel: $(stamp) ## dist/: a wheel with every kernel inside
+wheel: $(stamp) ## dist/: a wheel with every kernel inside; ARCHITECTURES=sm_90a for one kind of GPU alone
 	rm -f dist/*.whl
-	"$(PY)" tools/wheel.py
+	TWELL_ARCHITECTURES="$(ARCHITECTURES)" "$(PY)" tools/wheel.py
 
 sdist: $(stamp) ## dist/: the sources, from which pip compiles the kernels
 	rm -f dist/*.tar.gz
@@ -116,7 +119,7 @@ release: wheel sdist ## dist/: both, checked as a package index does; CONTRIBUTI
 
 bundle: $(stamp) ## build/bundle/: what a GPU host without network needs; BUNDLE_SYMBOLS="..." for some kernels only
 	rm -rf build/bundle-wheel
-	TWELL_SYMBOLS="$(BUNDLE_SYMBOLS)" "$(PY)" -m build --no-isolation --wheel --outdir build/bundle-wheel \
+	TWELL_ARCHITECTURES="$(BUNDLE_ARCHITECTURES)" TWELL_SYMBOLS="$(BUNDLE_SYMBOLS)" "$(PY)" -m build --no-isolation --wheel --outdir build/bundle-wheel \
 		--config-setting=build-dir=build/$(if $(strip $(BUNDLE_SYMBOLS)),partial,wheel)
 	"$(PY)" tools/bundle.py --python $(BUNDLE_PYTHON) --wheel build/bundle-wheel/*.whl $(BUNDLE_PACKAGES)
 

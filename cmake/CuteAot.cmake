@@ -1,19 +1,20 @@
-# cute_aot_library(TARGET [SYMBOLS symbol...])
+# cute_aot_library(TARGET ARCH arch FOLDER folder RPATH path... [SYMBOLS symbol...])
 #
-# Compiles kernels ahead of time and links them into one shared library, with manifest.json beside it. Needs no GPU and
-# no CUDA toolkit. Symbols of one kernel and dtype share a process, because importing the compiler takes as long as a
-# kernel; the depfile makes exactly the objects stale whose sources changed.
+# Compiles kernels ahead of time for one architecture and links them into one shared library in a folder of the build,
+# with manifest.json beside it. Needs no GPU and no CUDA toolkit. Symbols of one kernel and dtype share a process, because
+# importing the compiler takes as long as a kernel; the depfile makes exactly the objects stale whose sources changed. No
+# target where the architecture runs none of the symbols.
 
 function(cute_aot_library target)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SYMBOLS")
-  set(symbols ${arg_SYMBOLS})
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "ARCH;FOLDER" "RPATH;SYMBOLS")
+  execute_process(
+    COMMAND ${Python_EXECUTABLE} -m cute_kernels list ${arg_SYMBOLS} --arch ${arg_ARCH}
+    WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}
+    OUTPUT_VARIABLE symbols OUTPUT_STRIP_TRAILING_WHITESPACE
+    COMMAND_ERROR_IS_FATAL ANY)
+  string(REPLACE "\n" ";" symbols "${symbols}")
   if(NOT symbols)
-    execute_process(
-      COMMAND ${Python_EXECUTABLE} -m cute_kernels list
-      WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}
-      OUTPUT_VARIABLE symbols OUTPUT_STRIP_TRAILING_WHITESPACE
-      COMMAND_ERROR_IS_FATAL ANY)
-    string(REPLACE "\n" ";" symbols "${symbols}")
+    return()
   endif()
   # the list is read when the build is configured
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS
@@ -29,25 +30,25 @@ function(cute_aot_library target)
   endforeach()
   list(REMOVE_DUPLICATES groups)
 
-  set(directory ${CMAKE_CURRENT_BINARY_DIR}/objects)
+  set(directory ${arg_FOLDER}/objects)
   set(objects "")
   foreach(group IN LISTS groups)
     list(TRANSFORM symbols_${group} REPLACE "(.+)" "${directory}/\\1.o" OUTPUT_VARIABLE outputs)
     add_custom_command(
       OUTPUT ${outputs}
-      COMMAND ${Python_EXECUTABLE} -m cute_kernels compile ${symbols_${group}} -d ${directory} --depfile ${directory}/${group}.d
+      COMMAND ${Python_EXECUTABLE} -m cute_kernels compile ${symbols_${group}} --arch ${arg_ARCH} -d ${directory} --depfile ${directory}/${group}.d
       DEPFILE ${directory}/${group}.d
       WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}
-      COMMENT "Compiling ${group}"
+      COMMENT "Compiling ${group} for ${arg_ARCH}"
       VERBATIM)
     list(APPEND objects ${outputs})
   endforeach()
 
   file(GLOB_RECURSE sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/cute_kernels/*.py)
-  set(manifest ${CMAKE_CURRENT_BINARY_DIR}/manifest.json)
+  set(manifest ${arg_FOLDER}/manifest.json)
   add_custom_command(
     OUTPUT ${manifest}
-    COMMAND ${Python_EXECUTABLE} -m cute_kernels manifest ${symbols} > ${manifest}
+    COMMAND ${Python_EXECUTABLE} -m cute_kernels manifest ${symbols} --arch ${arg_ARCH} > ${manifest}
     DEPENDS ${sources}
     WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}
     COMMENT "Writing manifest.json"
@@ -57,8 +58,10 @@ function(cute_aot_library target)
   add_library(${target} SHARED ${objects})
   set_source_files_properties(${objects} PROPERTIES EXTERNAL_OBJECT TRUE GENERATED TRUE)
   set_target_properties(${target} PROPERTIES
+    OUTPUT_NAME twell_kernels
+    LIBRARY_OUTPUT_DIRECTORY ${arg_FOLDER}
     LINKER_LANGUAGE C
-    INSTALL_RPATH "${CUTE_RPATH}"
+    INSTALL_RPATH "${arg_RPATH}"
     # no path of the build machine, not even before the install step
     BUILD_WITH_INSTALL_RPATH TRUE)
   target_link_libraries(${target} PRIVATE ${CUTE_LIBRARIES})

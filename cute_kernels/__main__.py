@@ -8,61 +8,73 @@ import sys
 from pathlib import Path
 
 from . import catalog, fingerprint
-from .specs import Spec, all_specs, spec_from_symbol
+from .specs import ARCHITECTURES, Spec, all_specs, spec_from_symbol
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    listing = commands.add_parser("list", help="print the symbols that ship, one per line")
-    listing.add_argument("--all", action="store_true", help="every symbol that can be compiled")
+    architecture = argparse.ArgumentParser(add_help=False)
+    architecture.add_argument(
+        "--arch", choices=ARCHITECTURES, default=fingerprint.ARCH, help="the GPUs to compile for (%(default)s)"
+    )
 
-    compiling = commands.add_parser("compile", help="compile symbols to object files")
+    listing = commands.add_parser("list", parents=[architecture], help="print the symbols that ship, one per line")
+    listing.add_argument("symbols", nargs="*", metavar="SYMBOL", help="only those of these that compile for --arch")
+    listing.add_argument("--all", action="store_true", help="every symbol that can be compiled for any")
+
+    compiling = commands.add_parser("compile", parents=[architecture], help="compile symbols to object files")
     compiling.add_argument("symbols", nargs="+", metavar="SYMBOL")
     target = compiling.add_mutually_exclusive_group(required=True)
     target.add_argument("-o", "--out", type=Path, help="the object file, for one symbol")
     target.add_argument("-d", "--directory", type=Path, help="folder for SYMBOL.o of each")
     compiling.add_argument("--depfile", type=Path, help="write a make rule that names the sources")
 
-    manifest = commands.add_parser("manifest", help="print toolkit, versions and source hash of a library as JSON")
+    manifest = commands.add_parser(
+        "manifest", parents=[architecture], help="print toolkit, versions and source hash of a library as JSON"
+    )
     manifest.add_argument("symbols", nargs="*", metavar="SYMBOL", help="default: every symbol that ships")
 
-    reporting = commands.add_parser("report", help="compile and print registers, spills and WGMMA warnings")
+    reporting = commands.add_parser(
+        "report", parents=[architecture], help="compile and print registers, spills and WGMMA warnings"
+    )
     reporting.add_argument(
         "symbols", nargs="*", metavar="SYMBOL", help="or a kernel, for all its symbols; default: all that ship"
     )
 
     arguments = parser.parse_args(argv)
-    if arguments.command == "list":
-        print(*(spec.symbol for spec in (all_specs() if arguments.all else catalog.SHIPPED)), sep="\n")
-        return 0
     try:
-        specs = [spec for symbol in arguments.symbols for spec in _specs(symbol)] or list(catalog.SHIPPED)
+        shipped = catalog.of_architecture(arguments.arch)
+        specs = [spec for symbol in arguments.symbols for spec in _specs(symbol, shipped)] or list(shipped)
     except ValueError as error:
         parser.error(str(error))
+    if arguments.command == "list":
+        listed = all_specs() if arguments.all else [spec for spec in specs if catalog.compiles(spec, arguments.arch)]
+        print(*(spec.symbol for spec in listed), sep="\n")
+        return 0
     if arguments.command == "compile":
         if arguments.out is not None and len(specs) != 1:
             parser.error("--out takes one symbol; use --directory for several")
         outputs = [arguments.out or arguments.directory / f"{spec.symbol}.o" for spec in specs]
-        _compile(specs, outputs, arguments.depfile)
+        _compile(specs, outputs, arguments.arch, arguments.depfile)
         return 0
     if arguments.command == "manifest":
-        _manifest(specs)
+        _manifest(specs, arguments.arch)
         return 0
-    return _report(specs)
+    return _report(specs, arguments.arch)
 
 
-def _specs(name: str) -> list[Spec]:
-    """The spec of a symbol, or all specs of a kernel that ship; ValueError if there is none."""
-    return [spec for spec in catalog.SHIPPED if spec.op == name] or [spec_from_symbol(name)]
+def _specs(name: str, shipped: tuple[Spec, ...]) -> list[Spec]:
+    """The spec of a symbol, or all specs of a kernel that are ``shipped``; ValueError if there is none."""
+    return [spec for spec in shipped if spec.op == name] or [spec_from_symbol(name)]
 
 
-def _compile(specs: list[Spec], outputs: list[Path], depfile: Path | None) -> None:
+def _compile(specs: list[Spec], outputs: list[Path], arch: str, depfile: Path | None) -> None:
     from .compile import compile_object
 
     for spec, path in zip(specs, outputs):
-        compile_object(spec, path)
+        compile_object(spec, path, arch)
     if depfile is not None:
         root = Path(__file__).parent
         files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
@@ -71,11 +83,11 @@ def _compile(specs: list[Spec], outputs: list[Path], depfile: Path | None) -> No
         depfile.write_text(": ".join(escaped) + "\n")
 
 
-def _manifest(specs: list[Spec]) -> None:
+def _manifest(specs: list[Spec], arch: str) -> None:
     from .compile import runtime_libraries
 
     content = {
-        "arch": fingerprint.ARCH,
+        "arch": arch,
         # the toolkit whose runtime the objects expect: cu12 or cu13
         "toolkit": runtime_libraries()[0].parent.parent.name,
         "versions": fingerprint.versions(),
@@ -85,12 +97,12 @@ def _manifest(specs: list[Spec]) -> None:
     print(json.dumps(content, indent=1))
 
 
-def _report(specs: list[Spec]) -> int:
+def _report(specs: list[Spec], arch: str) -> int:
     from .compile import compile_and_report
 
     print(f"{'symbol':32} {'registers':>9} {'spill bytes':>11}  kernel")
     for spec in specs:
-        for kernel in compile_and_report(spec)[1]:
+        for kernel in compile_and_report(spec, arch)[1]:
             print(f"{kernel.symbol:32} {kernel.registers:9} {kernel.spill_bytes:11}  {kernel.kernel[:60]}", flush=True)
             for warning in kernel.wgmma:
                 print(f"    {warning}")

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
-from .specs import Spec, all_specs
+from .specs import ARCHITECTURES, PORTABLE, SM90, Spec, all_specs
 
 # The largest class is compiled on demand: few models have such a hidden size.
 MAX_SHIPPED_K = 8192
+# They run everywhere, but the kernels between them need Hopper.
+_SCREEN = ("quantize_gate", "list_candidates")
 
-SHIPPED: tuple[Spec, ...] = tuple(s for s in all_specs() if getattr(s, "k_max", 0) <= MAX_SHIPPED_K)
+
+def of_architecture(arch: str) -> tuple[Spec, ...]:
+    """The specs of the family that ``arch`` runs, and those that all run, up to ``MAX_SHIPPED_K``."""
+    family = ARCHITECTURES[arch]
+    return tuple(
+        s
+        for s in all_specs()
+        if getattr(s, "k_max", 0) <= MAX_SHIPPED_K
+        and getattr(s, "family", family) == family
+        and (family == SM90 or s.op not in _SCREEN)
+    )
+
+
+def compiles(spec: Spec, arch: str) -> bool:
+    """Whether ``spec`` compiles for ``arch``: its own family, and the portable one everywhere."""
+    return getattr(spec, "family", PORTABLE) in (PORTABLE, ARCHITECTURES[arch])
+
+
+SHIPPED: tuple[Spec, ...] = of_architecture("sm_90a")

@@ -27,12 +27,12 @@ from cutlass import Float32, Int16, Int32, Int64, Uint8, Uint16, Uint32, const_e
 from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry
-from .sm90 import operands
-from .sm90.activation import power
-from .sm90.byte_counters import PITCH, count_token
-from .sm90.copies import address, load_values
-from .sm90.rows import count_of, nth_word, spilled_word
-from .sm90.values import (
+from .common import launch, operands
+from .common.activation import power
+from .common.byte_counters import PITCH, count_token
+from .common.copies import address, load_values
+from .common.rows import count_of, nth_word, spilled_word
+from .common.values import (
     MAGNITUDE,
     byte_sum,
     count_flags,
@@ -43,7 +43,7 @@ from .sm90.values import (
     warp_sum,
     widen,
 )
-from .specs import CompactSpec
+from .specs import PORTABLE, SM90, CompactSpec
 
 TOKENS = geometry.TOKEN_TILE
 CHUNK = geometry.CHUNK
@@ -51,12 +51,10 @@ WARPS = 32
 THREADS = 32 * WARPS
 # tokens of a warp; their byte counters share a word
 OWN = TOKENS // WARPS
-BITMAP = geometry.MAX_NEURONS // 32
-CHUNKS = geometry.MAX_NEURONS // CHUNK
 # words of a bitmap per tile
 TILE_BITS = geometry.TILE // 32
-# words of shared memory for counters, non-zeros and entries: all that the other lists leave
-ARENA = 53248
+# by family: most neurons; words of shared memory for counters, non-zeros and entries: all that the other lists leave
+SIZES = {SM90: (geometry.MAX_NEURONS, 53248), PORTABLE: (geometry.PORTABLE_UNION_NEURONS, 23040)}
 # entries that a thread processes at a time
 BATCHES = 4
 
@@ -85,6 +83,12 @@ class Compact:
     def __init__(self, spec: CompactSpec):
         self.dtype = operands.DTYPES[spec.dtype]
         self.training = spec.training
+        self.portable = spec.family == PORTABLE
+        most, self.arena = SIZES[spec.family]
+        self.chunks = most // CHUNK
+        # words of the bitmap that a thread counts, and all of them
+        self.own_words = -(-most // (32 * THREADS))
+        self.bitmap = self.own_words * THREADS
 
     @cute.jit
     def __call__(
@@ -102,34 +106,44 @@ class Compact:
         words_per_tile: Int32,
         plain: Int32,
         capacity: Int32,
+        listed: cute.Tensor,
+        listed_sizes: cute.Tensor,
+        by_place: Int32,
         stream: cuda.CUstream,
     ):
         """Also clear `l1`; if `plain`, without an up projection, set it to the sum of h of each token tile.
 
-        `plain`: 0 with an up projection, otherwise 1 plus the code of the activation.
+        `plain`: 0 with an up projection, otherwise 1 plus the code of the activation. If `by_place`, the gate has
+        places in `listed`, which has `listed_sizes` neurons of each token tile, instead of neurons.
         """
 
         @cute.struct
         class Shared:
-            bitmap: cute.struct.MemRange[Uint32, BITMAP]
-            prefix: cute.struct.MemRange[Uint16, BITMAP]
-            bases: cute.struct.MemRange[Int32, CHUNKS]
+            bitmap: cute.struct.MemRange[Uint32, self.bitmap]
+            prefix: cute.struct.MemRange[Uint16, self.bitmap]
+            bases: cute.struct.MemRange[Int32, self.chunks]
             kept: cute.struct.MemRange[Int32, TOKENS]
             sums: cute.struct.MemRange[Int32, WARPS]
             scalars: cute.struct.MemRange[Int32, 3]
-            arena: cute.struct.Align[cute.struct.MemRange[Uint32, ARENA], 16]
+            arena: cute.struct.Align[cute.struct.MemRange[Uint32, self.arena], 16]
 
         # counters and prefix sums of all chunks fit
-        assert 6 * PITCH * CHUNKS < 4 * ARENA
-        self.shared = feasible.check_shared_memory(Shared)
+        assert 6 * PITCH * self.chunks < 4 * self.arena
+        check = feasible.check_portable_memory if self.portable else feasible.check_shared_memory
+        self.shared = check(Shared)
         if const_expr(self.training):
             locate = self.locate(stats, chunks, sizes)
-            locate.launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True)
+            locate.launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=launch.overlaps())
         if words.shape[0] > 0:
             self.compact(
-                words, spill, entries, neurons, chunks, sizes, popularity, l1, size, words_per_tile, plain, capacity
+                *(words, spill, entries, neurons, chunks, sizes, popularity, l1, size, words_per_tile, plain, capacity),
+                *(listed, listed_sizes, by_place),
             ).launch(
-                grid=(chunks.shape[0], 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
+                grid=(chunks.shape[0], 1, 1),
+                block=(THREADS, 1, 1),
+                min_blocks_per_mp=1,
+                stream=stream,
+                use_pdl=launch.overlaps(),
             )
 
     # ---- the two kernels ----
@@ -142,8 +156,8 @@ class Compact:
         """
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        launch.griddepcontrol_wait()
+        launch.griddepcontrol_launch_dependents()
         allocator = SmemAllocator()
         totals = allocator.allocate_tensor(Int32, cute.make_layout(THREADS))
         sums = allocator.allocate_tensor(Int32, cute.make_layout(WARPS))
@@ -204,31 +218,40 @@ class Compact:
         width: Int32,
         plain: Int32,
         capacity: Int32,
+        listed: cute.Tensor,
+        listed_sizes: cute.Tensor,
+        by_place: Int32,
     ):
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tile = cute.arch.block_idx()[0]
         shared = SmemAllocator().allocate(self.shared)
         s = self.views(shared, chunks.shape[1] - 1, Int32(1))
-        gate = (words, spill, width, tile)
         quads = cute.make_rmem_tensor((4, OWN), Uint32)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        own, most = self.count_tokens(s, gate, quads, size, thread, warp, lane)
+        launch.griddepcontrol_wait()
+        launch.griddepcontrol_launch_dependents()
+        count, columns = size, words.shape[1]
+        if by_place != 0:
+            # no words are written behind the end of the list
+            count = cute.ceil_div(listed_sizes[tile], 8) * 8
+            columns = cute.ceil_div(listed_sizes[tile], geometry.TILE) * width
+        words = cute.make_tensor(words.iterator, cute.make_layout((words.shape[0], columns), stride=words.stride))
+        gate = (words, spill, width, tile)
+        own, most = self.count_tokens(s, gate, quads, count, thread, warp, lane)
         for i in cutlass.range(thread, l1.shape[1], THREADS, unroll=1):
             l1[tile, i] = Float32(0.0)
-        results = (entries, neurons, chunks, sizes, popularity, l1)
+        results = (entries, neurons, chunks, sizes, popularity, l1, (listed, by_place))
         at = (thread, warp, lane)
         if const_expr(self.training):
             if sizes[chunks.shape[0]] <= capacity:
                 start, end = chunks[tile, 0], chunks[tile, chunks.shape[1] - 1]
-                self.build(shared, gate, quads, own, most, results, size, plain, start, end - start, at)
+                self.build(shared, gate, quads, own, most, results, count, plain, start, end - start, at)
         else:
             if tile == 0 and thread == 0:
                 # readers of the pattern compare this with a capacity
                 sizes[chunks.shape[0]] = Int32(0)
             total = self.total_nonzeros(s, own, warp, lane)
-            self.build(shared, gate, quads, own, most, results, size, plain, tile * TOKENS * size, total, at)
+            self.build(shared, gate, quads, own, most, results, count, plain, tile * TOKENS * size, total, at)
 
     @cute.jit
     def total_nonzeros(self, s, own, warp, lane):
@@ -246,13 +269,13 @@ class Compact:
     @cute.jit
     def build(self, shared, gate, quads, own, most, results, count, plain, start, total, at):
         """Write the lists of the token tile, and its `total` entries from `start` on."""
-        entries, neurons, chunks, sizes, popularity, l1 = results
+        entries, neurons, chunks, sizes, popularity, l1, listed = results
         thread, warp, lane = at
         tile = gate[3]
         room, fits = self.room(chunks.shape[1] - 1, total)
         s = self.views(shared, chunks.shape[1] - 1, room)
         kept = self.mark_neurons(s, gate, quads, own, most, room, warp, lane)
-        size = self.list_union(s, neurons, popularity, count, tile, thread, warp, lane)
+        size = self.list_union(s, neurons, popularity, listed, count, tile, thread, warp, lane)
         if thread == 0:
             sizes[tile] = size
         self.count_entries(s, gate, kept, neurons, chunks, size, start, thread, warp, lane)
@@ -381,7 +404,7 @@ class Compact:
                     s.owners[first + 32 * i] = Uint8(token)
 
     @cute.jit
-    def list_union(self, s, neurons, popularity, count, tile, thread, warp, lane):
+    def list_union(self, s, neurons, popularity, listed, count, tile, thread, warp, lane):
         """Write popularity, bitmap, ranks and list of the union; return its size and clear the counters for `count`.
 
         Each warp has a range of the bitmap; a lane holds its words `lane` and 32 + `lane`.
@@ -390,9 +413,9 @@ class Compact:
         share = cute.ceil_div(bitmap_words, WARPS)
         first = warp * share
         share = cutlass.min(share, bitmap_words - first)
-        own = cute.make_rmem_tensor((BITMAP // THREADS,), Uint32)
+        own = cute.make_rmem_tensor((self.own_words,), Uint32)
         own.fill(0)
-        for h in range_constexpr(BITMAP // THREADS):
+        for h in range_constexpr(self.own_words):
             for i in cutlass.range(cutlass.min(share - 32 * h, 32), unroll=2):
                 neuron = (first + 32 * h + i) * 32 + lane
                 tokens = Uint32(0)
@@ -402,11 +425,11 @@ class Compact:
                 own[h] = word if lane == i else own[h]
                 if const_expr(popularity is not None):
                     if tokens != 0:
-                        counter = popularity.iterator + neuron
+                        counter = popularity.iterator + self.neuron_of(listed, tile, neuron)
                         cute.arch.red(counter, Int32(tokens), op="add", dtype="s32", sem="relaxed", scope="gpu")
-        before = cute.make_rmem_tensor((BITMAP // THREADS,), Int32)
+        before = cute.make_rmem_tensor((self.own_words,), Int32)
         position = Int32(0)
-        for h in range_constexpr(BITMAP // THREADS):
+        for h in range_constexpr(self.own_words):
             marked = Int32(cute.arch.popc(own[h]))
             before[h] = position + prefix_sum(marked, lane)
             position = cute.arch.shuffle_sync(before[h] + marked, 31)
@@ -420,7 +443,7 @@ class Compact:
         for i in cutlass.range(thread, cute.ceil_div(size, CHUNK) * PITCH, THREADS, unroll=1):
             s.counters[i] = Uint32(0)
         below = Uint32(cute.arch.lanemask_lt())
-        for h in range_constexpr(BITMAP // THREADS):
+        for h in range_constexpr(self.own_words):
             before[h] += position
             if 32 * h + lane < share:
                 s.bitmap[first + 32 * h + lane] = own[h]
@@ -429,12 +452,18 @@ class Compact:
                 word = Uint32(cute.arch.shuffle_sync(own[h], i))
                 rank = cute.arch.shuffle_sync(before[h], i) + Int32(cute.arch.popc(word & below))
                 if (word >> Uint32(lane)) & 1 != 0:
-                    neuron = (first + 32 * h + i) * 32 + lane
+                    neuron = self.neuron_of(listed, tile, (first + 32 * h + i) * 32 + lane)
                     neurons[tile, rank] = Int16(neuron)
                     if rank == size - 1:
                         s.scalars[2] = neuron
         cute.arch.sync_threads()
         return size
+
+    @cute.jit
+    def neuron_of(self, listed, tile, place):
+        """The neuron at a place of the gate."""
+        neurons, by_place = listed
+        return widen(neurons[tile, place]) if by_place != 0 else place
 
     @cute.jit
     def count_entries(self, s, gate, kept, neurons, chunks, size, start, thread, warp, lane):
@@ -701,7 +730,7 @@ class Compact:
     def room(self, chunks, total):
         """Number of non-zeros that can be kept, and whether `total` entries can be staged; if not, more are kept."""
         counters, before = self.counter_words(chunks)
-        left = ARENA - counters - before
+        left = self.arena - counters - before
         # a word and a byte per kept non-zero, and a word per staged entry
         fits = total <= left // 9 * 4
         return left // 9 * 4 if fits else left // 5 * 4, fits
@@ -713,17 +742,17 @@ class Compact:
         words = arena + (counters + before)
         owners = words + room
         return Views(
-            bitmap=shared.bitmap.get_tensor(cute.make_layout(BITMAP)),
-            prefix=shared.prefix.get_tensor(cute.make_layout(BITMAP)),
-            bases=shared.bases.get_tensor(cute.make_layout(CHUNKS)),
+            bitmap=shared.bitmap.get_tensor(cute.make_layout(self.bitmap)),
+            prefix=shared.prefix.get_tensor(cute.make_layout(self.bitmap)),
+            bases=shared.bases.get_tensor(cute.make_layout(self.chunks)),
             kept=shared.kept.get_tensor(cute.make_layout(TOKENS)),
             sums=shared.sums.get_tensor(cute.make_layout(WARPS)),
             scalars=shared.scalars.get_tensor(cute.make_layout(3)),
-            counters=cute.make_tensor(arena, cute.make_layout(ARENA)),
-            before=cute.make_tensor(cute.recast_ptr(arena + counters, dtype=Uint16), cute.make_layout(ARENA)),
-            words=cute.make_tensor(cute.recast_ptr(words, dtype=Uint32), cute.make_layout(ARENA)),
-            owners=cute.make_tensor(cute.recast_ptr(owners, dtype=Uint8), cute.make_layout(4 * ARENA)),
-            staged=cute.make_tensor(cute.recast_ptr(owners + room // 4, dtype=Uint32), cute.make_layout(ARENA)),
+            counters=cute.make_tensor(arena, cute.make_layout(self.arena)),
+            before=cute.make_tensor(cute.recast_ptr(arena + counters, dtype=Uint16), cute.make_layout(self.arena)),
+            words=cute.make_tensor(cute.recast_ptr(words, dtype=Uint32), cute.make_layout(self.arena)),
+            owners=cute.make_tensor(cute.recast_ptr(owners, dtype=Uint8), cute.make_layout(4 * self.arena)),
+            staged=cute.make_tensor(cute.recast_ptr(owners + room // 4, dtype=Uint32), cute.make_layout(self.arena)),
         )
 
 
@@ -741,6 +770,9 @@ def signature(spec: CompactSpec) -> tuple[Any, tuple[Any, ...]]:
         Int32(1),
         Int32(1),
         Int32(1),
+        Int32(1),
+        operands.matrix(Int16, b, cute.sym_int32(divisibility=64)),
+        operands.vector(Int32, cute.sym_int32(), align=4),
         Int32(1),
     )
     return Compact(spec), arguments

@@ -11,7 +11,8 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,27 @@ from .fingerprint import ARCH
 from .specs import Spec
 
 
-def compile_spec(spec: Spec, options: str = "") -> Any:
-    """Compile ``spec`` and return the callable; ``options`` are added to the compiler's own."""
-    module = importlib.import_module(f".{spec.op}", __package__)
+def compile_spec(spec: Spec, options: str = "", arch: str = ARCH) -> Any:
+    """Compile ``spec`` for ``arch`` and return the callable; ``options`` are added to the compiler's own."""
+    module = importlib.import_module(f".{spec.module}", __package__)
     jit_object, fake_args = module.signature(spec)
     _name_kernels(jit_object, spec)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(
-        jit_object, *fake_args, stream, options=f"--enable-tvm-ffi --gpu-arch {ARCH} {options}".rstrip()
-    )
+    with _no_arguments():
+        return cute.compile(
+            jit_object, *fake_args, stream, options=f"--enable-tvm-ffi --gpu-arch {arch} {options}".rstrip()
+        )
+
+
+@contextmanager
+def _no_arguments() -> Iterator[None]:
+    """Hide the program's command line: the compiler reads it, takes -d for an option of its own, and exits."""
+    given = sys.argv
+    sys.argv = given[:1]
+    try:
+        yield
+    finally:
+        sys.argv = given
 
 
 def _name_kernels(jit_object: Any, spec: Spec) -> None:
@@ -50,10 +63,10 @@ def _name_kernels(jit_object: Any, spec: Spec) -> None:
             rename(f"twell_{spec.symbol}{own}", remove_cutlass_symbol=True, keep_mangled_name=False)
 
 
-def compile_object(spec: Spec, out: Path) -> None:
+def compile_object(spec: Spec, out: Path, arch: str = ARCH) -> None:
     """Write the object file that exports ``spec.symbol``, atomically: another process sees all of it or none."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    compiled = compile_spec(spec)
+    compiled = compile_spec(spec, arch=arch)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{spec.symbol}.") as scratch:
         part = Path(scratch) / out.name
         compiled.export_to_c(str(part), function_name=spec.symbol)
@@ -77,9 +90,9 @@ class Report:
     wgmma: tuple[str, ...]
 
 
-def compile_and_report(spec: Spec) -> tuple[Any, list[Report]]:
-    """Compile ``spec``; return the callable and one ``Report`` per device kernel in it."""
-    compiled, said = _with_output(lambda: compile_spec(spec, "remarks{ptx}"))
+def compile_and_report(spec: Spec, arch: str = ARCH) -> tuple[Any, list[Report]]:
+    """Compile ``spec`` for ``arch``; return the callable and one ``Report`` per device kernel in it."""
+    compiled, said = _with_output(lambda: compile_spec(spec, "remarks{ptx}", arch))
     reports = parse_remarks(spec.symbol, said)
     if not reports:
         raise RuntimeError(f"the compiler printed no ptxas report for {spec.symbol}")

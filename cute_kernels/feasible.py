@@ -1,4 +1,4 @@
-"""Shared-memory and register arithmetic of sm_90. Pure Python: a choice is refused before anything is compiled."""
+"""Shared-memory and register arithmetic. Pure Python: a choice is refused before anything is compiled."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ SMEM_PER_SM = 233472
 SMEM_RESERVED_PER_CTA = 1024
 REGISTERS_PER_SM = 65536
 REGISTERS_PER_THREAD = 255
+# the same of compute capability 8.6, 8.9 and 12.0, the least since 8.0
+PORTABLE_SMEM_PER_CTA = 99 * 1024
 
 
 def registers_per_thread(threads: int, ctas_per_sm: int = 1) -> int:
@@ -28,6 +30,12 @@ def ctas_per_sm(smem: int) -> int:
 def check_shared_memory(shared: Any, ctas: int = 1) -> Any:
     """Return ``shared``, a ``cute.struct``, after checking that ``ctas`` CTAs of its size fit on an SM."""
     assert ctas_per_sm(shared.size_in_bytes()) >= ctas
+    return shared
+
+
+def check_portable_memory(shared: Any) -> Any:
+    """Return ``shared``, a ``cute.struct``, after checking that a CTA of its size runs on every GPU since sm_80."""
+    assert shared.size_in_bytes() <= PORTABLE_SMEM_PER_CTA
     return shared
 
 

@@ -22,6 +22,9 @@ TOKEN_TILE = 128
 CHUNK = 64
 NEURON_TILE = 64
 
+# Most neurons of a layer whose pattern the portable family brings to the hybrid format and transposes: shared memory.
+PORTABLE_UNION_NEURONS = 28672
+
 # Tokens of a tile of up_down_tile, and most neurons of its layers.
 SMALL_TILE = 16
 MAX_TILE_NEURONS = 16384
@@ -39,15 +42,15 @@ UNION_ENTRIES = 1 << 27
 OVERFLOW_FORWARD, OVERFLOW_BACKWARD = 16384, 3840
 OVERFLOW_SUM, OVERFLOW_NEURONS = 64, 128
 
-# Codes of the activations in kernels, which say how a non-zero gate becomes h, see sm90/activation.py. fatrelu differs
-# from relu only in the gates that are zero.
+# Codes of the activations in kernels, which say how a non-zero gate becomes h, see common/activation.py. fatrelu
+# differs from relu only in the gates that are zero.
 ACTIVATIONS = {"relu": 0, "relu2": 1, "drelu": 2, "fatrelu": 0}
 
 # Counts and positions are 32-bit.
 MOST = 2**31 - 1
 
-# Most terms that tensor cores add to one sum, see sm90/sums.py. They truncate up to 5e-5 of the sum in float16 and 2e-4
-# in bfloat16: a quarter and an eighth of the average error of rounding to that dtype.
+# Most terms that tensor cores add to one sum, see common/sums.py. They truncate up to 5e-5 of the sum in float16 and
+# 2e-4 in bfloat16: a quarter and an eighth of the average error of rounding to that dtype.
 LONGEST_SUM = {"bfloat16": 1 << 15, "float16": 1 << 13}
 
 # Most fp32 sums that a CTA keeps in registers: 192 in each of 256 threads.

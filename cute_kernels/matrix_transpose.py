@@ -11,9 +11,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Uint32, range_constexpr
 
-from .sm90 import operands
-from .sm90.copies import address, load_values, store_values
-from .sm90.values import join_halves
+from .common import operands
+from .common.copies import address, load_values, store_values
+from .common.values import join_halves
 from .specs import MatrixTransposeSpec
 
 WARPS = 8

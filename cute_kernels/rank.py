@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from .sm90 import operands
+from .common import operands
 from .specs import RankSpec
 
 # a lane ranks one neuron; each warp compares it with an eighth of each block of the others

@@ -3,7 +3,7 @@
     forward    gate, up -> h
     backward   dh, gate, up -> d_gate = dh * up where relu(gate) > 0 or NaN, else 0;  d_up = dh * relu(gate)
 
-So it is for relu; for the other activations see sm90/activation.py. Tensors of any shape come as vectors of the same
+So it is for relu; for the other activations see common/activation.py. Tensors of any shape come as vectors of the same
 length. In the forward pass gate and up may also be the halves of one product: rows of `width` values that are `stride`
 values apart, both multiples of eight. ReLU gives +0 and keeps NaN; products of 16-bit values are computed in fp32 and
 rounded once. So for relu and fatrelu results equal those of torch on a GPU bit by bit. A thread has several vectors of
@@ -17,9 +17,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 
-from .sm90 import operands
-from .sm90.activation import above, gradients, hidden
-from .sm90.values import MAGNITUDE, high_to_float, low_to_float, pack, relu_pair
+from .common import operands
+from .common.activation import above, gradients, hidden
+from .common.values import MAGNITUDE, high_to_float, low_to_float, pack, relu_pair
 from .specs import RegluSpec
 
 THREADS = 256

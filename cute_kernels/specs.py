@@ -6,27 +6,42 @@ A spec holds everything that changes code and nothing else. It is the cache key,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 
+# Families of kernels, each in the folder of its name: sm_90a alone, and every GPU since sm_80.
+FAMILIES = SM90, PORTABLE = ("sm90", "sm80")
+
+# Architectures that kernels are compiled for, and their family. Code for sm_80 and sm_100 also runs on later GPUs of
+# the same major version.
+ARCHITECTURES = {"sm_80": PORTABLE, "sm_90a": SM90, "sm_100": PORTABLE, "sm_120": PORTABLE}
+
 # Row kernels keep a row of x or y in registers, so its size is fixed at compile time: the smallest class >= K.
 K_CLASSES = (512, 1024, 2048, 4096, 8192, 16384)
+# Of the portable family, whose shared memory holds too few longer rows.
+PORTABLE_K_CLASSES = (512, 1024, 2048)
 
 # K classes of the kernel that computes token by token, by the CTAs of the cluster that shares a row.
-TOKEN_K_CLASSES = {
+TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {
     1: (1024, 2048),
     2: (1024, 2048, 4096),
     4: (1024, 2048, 4096, 8192),
     8: (2048, 4096, 8192, 16384),
 }
+# The portable family has no clusters.
+PORTABLE_TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {1: (1024, 2048, 4096, 8192, 16384)}
 
 # K classes of the kernel that computes tiles of few tokens.
 TILE_K_CLASSES = (1024, 2048, 4096)
 
+# K classes of the kernel that quantises rows for the screen of the gate.
+QUANTIZE_K_CLASSES = (2048, 4096, 8192, 16384)
+
 # Tokens of a tile of the gate GEMM, multiples of 16. Each is the fastest for some batches, see tuning.gate_pack.
 GATE_TOKENS = (48, 64, 96, 128, 144)
+PORTABLE_GATE_TOKENS = (64, 128)
 
 # Largest batches for which a gate GEMM for few tokens is compiled.
 FEW_TOKENS = (8, 32, 64)
@@ -38,6 +53,11 @@ def k_class(k: int, classes: tuple[int, ...] = K_CLASSES) -> int:
         if k <= k_max:
             return k_max
     raise NotImplementedError(f"hidden size must be at most {classes[-1]}, got {k}")
+
+
+def token_k_classes(family: str) -> dict[int, tuple[int, ...]]:
+    """``TOKEN_K_CLASSES`` of a family."""
+    return TOKEN_K_CLASSES if family == SM90 else PORTABLE_TOKEN_K_CLASSES
 
 
 def _check_k_max(k_max: int, classes: tuple[int, ...]) -> None:
@@ -64,12 +84,41 @@ class _Kernel:
     def symbol(self) -> str:
         return f"{self.op}_{DTYPES[self.dtype]}{self.suffix}"
 
+    @property
+    def module(self) -> str:
+        """The module with the kernel, inside this package."""
+        return self.op
+
 
 @dataclass(frozen=True)
-class GatePackSpec(_Kernel):
+class _FamilyKernel(_Kernel):
+    """A kernel whose code depends on the family."""
+
+    family: str = field(default=SM90, kw_only=True)
+    # whether one file has the kernels of all families
+    one_file: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.family not in FAMILIES:
+            raise ValueError(f"family must be one of {FAMILIES}, got {self.family!r}")
+
+    @property
+    def symbol(self) -> str:
+        portable = "" if self.family == SM90 else "portable_"
+        return f"{self.op}_{portable}{DTYPES[self.dtype]}{self.suffix}"
+
+    @property
+    def module(self) -> str:
+        return self.op if self.one_file else f"{self.family}.{self.op}"
+
+
+@dataclass(frozen=True)
+class GatePackSpec(_FamilyKernel):
     """``x, w_gate -> words, spill, stats``: the gate GEMM with packed output, of any compression.
 
-    A tile has 256 neurons and ``tokens`` tokens, one of ``GATE_TOKENS``.
+    A tile has 256 neurons and ``tokens`` tokens, one of ``GATE_TOKENS`` or, in the portable family, of
+    ``PORTABLE_GATE_TOKENS``.
     """
 
     tokens: int
@@ -77,8 +126,9 @@ class GatePackSpec(_Kernel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tokens not in GATE_TOKENS:
-            raise ValueError(f"tokens must be one of {GATE_TOKENS}, got {self.tokens}")
+        choices = GATE_TOKENS if self.family == SM90 else PORTABLE_GATE_TOKENS
+        if self.tokens not in choices:
+            raise ValueError(f"tokens must be one of {choices}, got {self.tokens}")
 
     @property
     def suffix(self) -> str:
@@ -86,7 +136,7 @@ class GatePackSpec(_Kernel):
 
 
 @dataclass(frozen=True)
-class GatePackFewSpec(_Kernel):
+class GatePackFewSpec(_FamilyKernel):
     """``x, w_gate -> words, spill, stats`` for batches of up to ``tokens``, of any compression."""
 
     tokens: int
@@ -103,19 +153,49 @@ class GatePackFewSpec(_Kernel):
 
 
 @dataclass(frozen=True)
-class UpDownSpec(_Kernel):
+class QuantizeGateSpec(_Kernel):
+    """``rows -> q, scale, spread``: int8 rows of x or w_gate for the screen of the gate.
+
+    For hidden sizes up to ``k_max``, one of ``QUANTIZE_K_CLASSES``.
+    """
+
+    k_max: int
+    op: ClassVar[str] = "quantize_gate"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_k_max(self.k_max, QUANTIZE_K_CLASSES)
+
+    @property
+    def suffix(self) -> str:
+        return f"_k{self.k_max}"
+
+
+@dataclass(frozen=True)
+class GateScreenSpec(_FamilyKernel):
+    """``int8 rows of x and w_gate -> candidates``: bits of the neurons that any of 128 tokens may fire.
+
+    ``dtype`` is that of the bias.
+    """
+
+    op: ClassVar[str] = "gate_screen"
+
+
+@dataclass(frozen=True)
+class UpDownSpec(_FamilyKernel):
     """``x, packed gate, w_up, w_down -> y, l1``; if not ``gated``: ``packed activations, w_down -> y, l1``.
 
-    For hidden sizes up to ``k_max``, one of ``K_CLASSES``.
+    For hidden sizes up to ``k_max``, one of ``K_CLASSES`` or, in the portable family, of ``PORTABLE_K_CLASSES``.
     """
 
     k_max: int
     gated: bool
     op: ClassVar[str] = "up_down"
+    one_file = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_k_max(self.k_max, K_CLASSES)
+        _check_k_max(self.k_max, K_CLASSES if self.family == SM90 else PORTABLE_K_CLASSES)
 
     @property
     def suffix(self) -> str:
@@ -124,24 +204,34 @@ class UpDownSpec(_Kernel):
     @property
     def heavy(self) -> UpDownTokenSpec:
         """The spec by which heavy tokens are computed, one at a time."""
-        cluster = max(TOKEN_K_CLASSES)
-        return UpDownTokenSpec(self.dtype, k_class(self.k_max, TOKEN_K_CLASSES[cluster]), cluster, self.gated)
+        choices = token_k_classes(self.family)
+        cluster = max(choices)
+        return UpDownTokenSpec(
+            self.dtype, k_class(self.k_max, choices[cluster]), cluster, self.gated, family=self.family
+        )
 
 
 @dataclass(frozen=True)
-class UpDownTokenSpec(_Kernel):
-    """``UpDownSpec`` token by token: a ``cluster`` of CTAs for each, and ``k_max`` from ``TOKEN_K_CLASSES``."""
+class UpDownTokenSpec(_FamilyKernel):
+    """``UpDownSpec`` token by token: a ``cluster`` of CTAs for each, and ``k_max`` from ``token_k_classes``."""
 
     k_max: int
     cluster: int
     gated: bool
     op: ClassVar[str] = "up_down_token"
+    one_file = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.cluster not in TOKEN_K_CLASSES:
-            raise ValueError(f"cluster must be one of {tuple(TOKEN_K_CLASSES)}, got {self.cluster}")
-        _check_k_max(self.k_max, TOKEN_K_CLASSES[self.cluster])
+        choices = token_k_classes(self.family)
+        if self.cluster not in choices:
+            raise ValueError(f"cluster must be one of {tuple(choices)}, got {self.cluster}")
+        _check_k_max(self.k_max, choices[self.cluster])
+
+    @property
+    def shared(self) -> bool:
+        """Whether several clusters may share a token: those for few tokens may."""
+        return self.cluster >= 4 or self.family == PORTABLE
 
     @property
     def suffix(self) -> str:
@@ -149,7 +239,7 @@ class UpDownTokenSpec(_Kernel):
 
 
 @dataclass(frozen=True)
-class UpDownTileSpec(_Kernel):
+class UpDownTileSpec(_FamilyKernel):
     """``x, packed gate, w_up, w_down -> y, l1`` by tiles of few tokens.
 
     For hidden sizes up to ``k_max``, one of ``TILE_K_CLASSES``.
@@ -192,7 +282,7 @@ class RegluSpec(_Kernel):
 
 
 @dataclass(frozen=True)
-class CompactSpec(_Kernel):
+class CompactSpec(_FamilyKernel):
     """``words, spill, stats -> entries, neurons, chunks, sizes``: TwELL to the hybrid format.
 
     For ``training`` entries are contiguous, the non-zeros of each neuron are counted, and of a batch that exceeds the
@@ -201,6 +291,7 @@ class CompactSpec(_Kernel):
 
     training: bool
     op: ClassVar[str] = "compact"
+    one_file = True
 
     @property
     def suffix(self) -> str:
@@ -208,7 +299,7 @@ class CompactSpec(_Kernel):
 
 
 @dataclass(frozen=True)
-class SampledUpSpec(_Kernel):
+class SampledUpSpec(_FamilyKernel):
     """``x, w_up, hybrid gate -> hidden, l1``: the up projection at the non-zeros.
 
     The hidden state replaces the gate in the entries. For ``training`` the hidden state and the up projection go to
@@ -224,11 +315,31 @@ class SampledUpSpec(_Kernel):
 
 
 @dataclass(frozen=True)
-class SampledGradSpec(_Kernel):
+class ListCandidatesSpec:
+    """``candidates -> neurons, sizes``: the lists of the neurons whose bits are set."""
+
+    op: ClassVar[str] = "list_candidates"
+    module: ClassVar[str] = op
+
+    @property
+    def symbol(self) -> str:
+        return self.op
+
+
+@dataclass(frozen=True)
+class SampledGateSpec(_FamilyKernel):
+    """``x, w_gate, listed neurons -> words, spill, stats``: the gate GEMM at the neurons of each token tile's list."""
+
+    op: ClassVar[str] = "sampled_gate"
+
+
+@dataclass(frozen=True)
+class SampledGradSpec(_FamilyKernel):
     """``dy, w_down, hybrid gate, up -> d_gate, d_up`` at the non-zeros."""
 
     gated: bool
     op: ClassVar[str] = "sampled_grad"
+    one_file = True
 
     @property
     def suffix(self) -> str:
@@ -236,7 +347,7 @@ class SampledGradSpec(_Kernel):
 
 
 @dataclass(frozen=True)
-class GatheredSpec(_Kernel):
+class GatheredSpec(_FamilyKernel):
     """``coefficients at the non-zeros, weight rows -> [M, K]``: the sum of ``products`` sparse products.
 
     0 products: one, whose coefficients are the values in the entries.
@@ -265,6 +376,10 @@ class RankSpec:
     def symbol(self) -> str:
         return self.op
 
+    @property
+    def module(self) -> str:
+        return self.op
+
 
 @dataclass(frozen=True)
 class MatrixTransposeSpec:
@@ -276,13 +391,18 @@ class MatrixTransposeSpec:
     def symbol(self) -> str:
         return self.op
 
+    @property
+    def module(self) -> str:
+        return self.op
+
 
 @dataclass(frozen=True)
-class TransposeSpec(_Kernel):
+class TransposeSpec(_FamilyKernel):
     """``hybrid gate, gradients -> lists of tokens and packed coefficients`` by neuron tile."""
 
     gated: bool
     op: ClassVar[str] = "transpose"
+    one_file = True
 
     @property
     def suffix(self) -> str:
@@ -290,7 +410,7 @@ class TransposeSpec(_Kernel):
 
 
 @dataclass(frozen=True)
-class WeightGradSpec(_Kernel):
+class WeightGradSpec(_FamilyKernel):
     """``x, dy, packed coefficients by neuron tile -> weight gradients``."""
 
     gated: bool
@@ -306,7 +426,7 @@ OVERFLOW_MODES = ("forward", "backward")
 
 
 @dataclass(frozen=True)
-class OverflowSpec(_Kernel):
+class OverflowSpec(_FamilyKernel):
     """A pass over a batch whose non-zeros exceed the hybrid format's capacity, by dense products."""
 
     mode: str
@@ -325,6 +445,8 @@ class OverflowSpec(_Kernel):
 Spec = (
     GatePackSpec
     | GatePackFewSpec
+    | QuantizeGateSpec
+    | GateScreenSpec
     | UpDownTokenSpec
     | UpDownTileSpec
     | UpDownSpec
@@ -332,6 +454,8 @@ Spec = (
     | RegluSpec
     | CompactSpec
     | SampledUpSpec
+    | ListCandidatesSpec
+    | SampledGateSpec
     | SampledGradSpec
     | GatheredSpec
     | RankSpec
@@ -347,21 +471,34 @@ def all_specs() -> tuple[Spec, ...]:
     flags = (False, True)
     return (
         *(GatePackSpec(d, t) for d in DTYPES for t in GATE_TOKENS),
+        *(GatePackSpec(d, t, family=PORTABLE) for d in DTYPES for t in PORTABLE_GATE_TOKENS),
         *(UpDownSpec(d, k, g) for d in DTYPES for k in K_CLASSES for g in flags),
-        *(GatePackFewSpec(d, t) for d in DTYPES for t in FEW_TOKENS),
-        *(UpDownTokenSpec(d, k, c, g) for d in DTYPES for c, ks in TOKEN_K_CLASSES.items() for k in ks for g in flags),
+        *(UpDownSpec(d, k, g, family=PORTABLE) for d in DTYPES for k in PORTABLE_K_CLASSES for g in flags),
+        *(GatePackFewSpec(d, t, family=f) for f in FAMILIES for d in DTYPES for t in FEW_TOKENS),
+        *(QuantizeGateSpec(d, k) for d in DTYPES for k in QUANTIZE_K_CLASSES),
+        *(GateScreenSpec(d) for d in DTYPES),
+        *(
+            UpDownTokenSpec(d, k, c, g, family=f)
+            for f in FAMILIES
+            for d in DTYPES
+            for c, ks in token_k_classes(f).items()
+            for k in ks
+            for g in flags
+        ),
         *(UpDownTileSpec(d, k) for d in DTYPES for k in TILE_K_CLASSES),
         *(UnpackSpec(d) for d in DTYPES),
         *(RegluSpec(d, b) for d in DTYPES for b in flags),
-        *(CompactSpec(d, t) for d in DTYPES for t in flags),
-        *(SampledUpSpec(d, t) for d in DTYPES for t in flags),
-        *(SampledGradSpec(d, g) for d in DTYPES for g in flags),
-        *(GatheredSpec(d, p) for d in DTYPES for p in range(3)),
+        *(CompactSpec(d, t, family=f) for f in FAMILIES for d in DTYPES for t in flags),
+        *(SampledUpSpec(d, t, family=f) for f in FAMILIES for d in DTYPES for t in flags),
+        ListCandidatesSpec(),
+        *(SampledGateSpec(d) for d in DTYPES),
+        *(SampledGradSpec(d, g, family=f) for f in FAMILIES for d in DTYPES for g in flags),
+        *(GatheredSpec(d, p, family=f) for f in FAMILIES for d in DTYPES for p in range(3)),
         RankSpec(),
         MatrixTransposeSpec(),
-        *(TransposeSpec(d, g) for d in DTYPES for g in flags),
-        *(WeightGradSpec(d, g, b) for d in DTYPES for g in flags for b in flags),
-        *(OverflowSpec(d, m) for d in DTYPES for m in OVERFLOW_MODES),
+        *(TransposeSpec(d, g, family=f) for f in FAMILIES for d in DTYPES for g in flags),
+        *(WeightGradSpec(d, g, b, family=f) for f in FAMILIES for d in DTYPES for g in flags for b in flags),
+        *(OverflowSpec(d, m, family=f) for f in FAMILIES for d in DTYPES for m in OVERFLOW_MODES),
     )
 
 

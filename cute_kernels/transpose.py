@@ -10,7 +10,7 @@ A coefficient packs h, d_gate and d_up in 64 bits, for products over tokens. Thr
 `count` and `place` count the entries of a token and neuron tile in a byte, as there are at most 64; the bytes of four
 tokens share a word. In `place` the word then holds prefix sums over its tokens, and an atomic add of one allocates the
 next position: entries of one token and neuron tile are in any order. Coefficients are staged in shared memory if they
-fit. WINDOW neuron tiles are processed at a time. If a batch exceeds the pool it has no entries, and all three return.
+fit. `window` neuron tiles are processed at a time. If a batch exceeds the pool it has no entries, and all three return.
 
 A neuron tile with few entries has its list twice; the second time with the coefficients' rounding errors.
 """
@@ -24,23 +24,21 @@ from cutlass import Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry
-from .sm90 import operands
-from .sm90.activation import hidden, power
-from .sm90.byte_counters import PITCH, count_token
-from .sm90.values import byte_sum, high_to_float, low_to_float, prefix_sum, split_value, widen
-from .specs import TransposeSpec
+from .common import launch, operands
+from .common.activation import hidden, power
+from .common.byte_counters import PITCH, count_token
+from .common.values import byte_sum, high_to_float, low_to_float, prefix_sum, split_value, widen
+from .specs import PORTABLE, SM90, TransposeSpec
 
 TOKENS = geometry.TOKEN_TILE
 CHUNK = geometry.CHUNK
 TILE = geometry.NEURON_TILE
-CHUNKS = geometry.MAX_NEURONS // CHUNK
 WARPS = 32
 THREADS = 32 * WARPS
 SCAN_WARPS = 4
-# neuron tiles that are processed at a time
-WINDOW = 256
-# words of shared memory for slots, counters and staged coefficients
-ARENA = 54272
+# by family: most neurons; neuron tiles that are processed at a time; words of shared memory for slots, counters and
+# staged coefficients
+SIZES = {SM90: (geometry.MAX_NEURONS, 256, 54272), PORTABLE: (geometry.PORTABLE_UNION_NEURONS, 128, 24064)}
 # runs of 32 entries whose loads are in flight together
 BATCHES = 4
 # `info` of four tokens and a neuron tile: entries before, tokens before, and which of the four have entries
@@ -85,18 +83,18 @@ class Thread(NamedTuple):
 
 
 class Views(NamedTuple):
-    """Views of a CTA's shared memory; [WINDOW] is by neuron tile."""
+    """Views of a CTA's shared memory; [window] is by neuron tile."""
 
     ends: Any  # [C + 1] index of each chunk's first entry
     slots: Any  # [U] rank by popularity of each listed neuron
-    bases: Any  # [WINDOW] this token tile's first position in `packed`
-    ordinals: Any  # [WINDOW] this token tile's first position in the list of tokens
-    lists: Any  # [WINDOW] where the list of tokens begins
-    again: Any  # [WINDOW] distance from a coefficient to its rounding error, 0 if there are none
-    again_tokens: Any  # [WINDOW] distance from a token to its second occurrence in the list
-    offsets: Any  # [WINDOW + 1] entries of this token tile in earlier neuron tiles
-    counters: Any  # [WINDOW, PITCH] bytes by token
-    info: Any  # [WINDOW, PITCH] see TOKENS_SHIFT
+    bases: Any  # [window] this token tile's first position in `packed`
+    ordinals: Any  # [window] this token tile's first position in the list of tokens
+    lists: Any  # [window] where the list of tokens begins
+    again: Any  # [window] distance from a coefficient to its rounding error, 0 if there are none
+    again_tokens: Any  # [window] distance from a token to its second occurrence in the list
+    offsets: Any  # [window + 1] entries of this token tile in earlier neuron tiles
+    counters: Any  # [window, PITCH] bytes by token
+    info: Any  # [window, PITCH] see TOKENS_SHIFT
     staged: Any  # [room] coefficients for `packed`
 
 
@@ -106,6 +104,9 @@ class Transpose:
     def __init__(self, spec: TransposeSpec):
         self.dtype = operands.DTYPES[spec.dtype]
         self.gated = spec.gated
+        self.portable = spec.family == PORTABLE
+        self.neurons, self.window, self.arena = SIZES[spec.family]
+        self.chunks = self.neurons // CHUNK
 
     @cute.jit
     def __call__(
@@ -128,18 +129,19 @@ class Transpose:
     ):
         @cute.struct
         class Shared:
-            ends: cute.struct.MemRange[Int32, CHUNKS + 1]
-            bases: cute.struct.MemRange[Int32, WINDOW]
-            ordinals: cute.struct.MemRange[Int32, WINDOW]
-            lists: cute.struct.MemRange[Int32, WINDOW]
-            again: cute.struct.MemRange[Int32, WINDOW]
-            again_tokens: cute.struct.MemRange[Int32, WINDOW]
-            offsets: cute.struct.MemRange[Int32, WINDOW + 1]
-            arena: cute.struct.Align[cute.struct.MemRange[Uint32, ARENA], 16]
+            ends: cute.struct.MemRange[Int32, self.chunks + 1]
+            bases: cute.struct.MemRange[Int32, self.window]
+            ordinals: cute.struct.MemRange[Int32, self.window]
+            lists: cute.struct.MemRange[Int32, self.window]
+            again: cute.struct.MemRange[Int32, self.window]
+            again_tokens: cute.struct.MemRange[Int32, self.window]
+            offsets: cute.struct.MemRange[Int32, self.window + 1]
+            arena: cute.struct.Align[cute.struct.MemRange[Uint32, self.arena], 16]
 
         # the slots of all neurons, counters and info fit
-        assert geometry.MAX_NEURONS // 2 + 2 * WINDOW * PITCH < ARENA
-        self.shared = feasible.check_shared_memory(Shared)
+        assert self.neurons // 2 + 2 * self.window * PITCH < self.arena
+        check = feasible.check_portable_memory if self.portable else feasible.check_shared_memory
+        self.shared = check(Shared)
         hybrid = Hybrid(entries, neurons, chunks, sizes, slot)
         results = ByNeuron(groups, tiles, starts, packed, tokens)
         capacity = d_gate.shape[0]
@@ -151,11 +153,15 @@ class Transpose:
             grid=(cute.ceil_div(tiles.shape[0], SCAN_WARPS), 1, 1),
             block=(32 * SCAN_WARPS, 1, 1),
             stream=stream,
-            use_pdl=True,
+            use_pdl=launch.overlaps(),
         )
         if chunks.shape[0] > 0:
             self.place(hybrid, Coefficients(up, d_gate, d_up), results, activation).launch(
-                grid=(chunks.shape[0], 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
+                grid=(chunks.shape[0], 1, 1),
+                block=(THREADS, 1, 1),
+                min_blocks_per_mp=1,
+                stream=stream,
+                use_pdl=launch.overlaps(),
             )
 
     # ---- the three kernels ----
@@ -163,13 +169,13 @@ class Transpose:
     @cute.kernel
     def count(self, hybrid: Hybrid, groups: cute.Tensor, capacity: Int32):
         at = self.thread_index()
-        cute.arch.griddepcontrol_launch_dependents()
+        launch.griddepcontrol_launch_dependents()
         s, _ = self.views(SmemAllocator().allocate(self.shared), hybrid.slot.shape[0])
         if hybrid.sizes[hybrid.chunks.shape[0]] <= capacity:
             listed = self.load_list(s, hybrid, at)
             total = groups.shape[0]
-            for first in cutlass.range(0, total, WINDOW, unroll=1):
-                here = cutlass.min(total - first, Int32(WINDOW))
+            for first in cutlass.range(0, total, self.window, unroll=1):
+                here = cutlass.min(total - first, Int32(self.window))
                 self.clear_counters(s, here, at)
                 cute.arch.sync_threads()
                 self.count_entries(s, hybrid.entries, listed, first, here, at)
@@ -188,8 +194,8 @@ class Transpose:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         r = cute.arch.block_idx()[0] * SCAN_WARPS + warp
         token_tiles = groups.shape[1]
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        launch.griddepcontrol_wait()
+        launch.griddepcontrol_launch_dependents()
         if r < tiles.shape[0] and sizes[token_tiles] <= capacity:
             entries, tokens = Int32(0), Int32(0)
             own = cute.make_rmem_tensor((2, BATCHES), Int32)
@@ -217,12 +223,12 @@ class Transpose:
     def place(self, hybrid: Hybrid, given: Coefficients, results: ByNeuron, activation: Int32):
         at = self.thread_index()
         s, room = self.views(SmemAllocator().allocate(self.shared), hybrid.slot.shape[0])
-        cute.arch.griddepcontrol_wait()
+        launch.griddepcontrol_wait()
         if hybrid.sizes[hybrid.chunks.shape[0]] <= given.d_gate.shape[0]:
             listed = self.load_list(s, hybrid, at)
             total = results.tiles.shape[0]
-            for first in cutlass.range(0, total, WINDOW, unroll=1):
-                here = cutlass.min(total - first, Int32(WINDOW))
+            for first in cutlass.range(0, total, self.window, unroll=1):
+                here = cutlass.min(total - first, Int32(self.window))
                 self.clear_counters(s, here, at)
                 cute.arch.sync_threads()
                 self.count_entries(s, hybrid.entries, listed, first, here, at)
@@ -466,26 +472,28 @@ class Transpose:
         """Tensors over the shared struct, and the number of coefficients that can be staged."""
         arena = shared.arena.data_ptr()
         slots = (neurons + 7) // 8 * 4
-        counters = cutlass.min(cute.ceil_div(neurons, TILE), WINDOW) * PITCH
+        counters = cutlass.min(cute.ceil_div(neurons, TILE), self.window) * PITCH
         staged = (slots + 2 * counters + 1) // 2 * 2
         views = Views(
-            ends=shared.ends.get_tensor(cute.make_layout(CHUNKS + 1)),
-            slots=cute.make_tensor(cute.recast_ptr(arena, dtype=Uint16), cute.make_layout(geometry.MAX_NEURONS)),
-            bases=shared.bases.get_tensor(cute.make_layout(WINDOW)),
-            ordinals=shared.ordinals.get_tensor(cute.make_layout(WINDOW)),
-            lists=shared.lists.get_tensor(cute.make_layout(WINDOW)),
-            again=shared.again.get_tensor(cute.make_layout(WINDOW)),
-            again_tokens=shared.again_tokens.get_tensor(cute.make_layout(WINDOW)),
-            offsets=shared.offsets.get_tensor(cute.make_layout(WINDOW + 1)),
-            counters=cute.make_tensor(cute.recast_ptr(arena + slots, dtype=Uint32), cute.make_layout(WINDOW * PITCH)),
+            ends=shared.ends.get_tensor(cute.make_layout(self.chunks + 1)),
+            slots=cute.make_tensor(cute.recast_ptr(arena, dtype=Uint16), cute.make_layout(self.neurons)),
+            bases=shared.bases.get_tensor(cute.make_layout(self.window)),
+            ordinals=shared.ordinals.get_tensor(cute.make_layout(self.window)),
+            lists=shared.lists.get_tensor(cute.make_layout(self.window)),
+            again=shared.again.get_tensor(cute.make_layout(self.window)),
+            again_tokens=shared.again_tokens.get_tensor(cute.make_layout(self.window)),
+            offsets=shared.offsets.get_tensor(cute.make_layout(self.window + 1)),
+            counters=cute.make_tensor(
+                cute.recast_ptr(arena + slots, dtype=Uint32), cute.make_layout(self.window * PITCH)
+            ),
             info=cute.make_tensor(
-                cute.recast_ptr(arena + (slots + counters), dtype=Uint32), cute.make_layout(WINDOW * PITCH)
+                cute.recast_ptr(arena + (slots + counters), dtype=Uint32), cute.make_layout(self.window * PITCH)
             ),
             staged=cute.make_tensor(
-                cute.recast_ptr((arena + staged).align(8), dtype=Int64), cute.make_layout(ARENA // 2)
+                cute.recast_ptr((arena + staged).align(8), dtype=Int64), cute.make_layout(self.arena // 2)
             ),
         )
-        return views, (ARENA - staged) // 2
+        return views, (self.arena - staged) // 2
 
 
 def signature(spec: TransposeSpec) -> tuple[Any, tuple[Any, ...]]:

@@ -12,8 +12,8 @@ from cutlass import Int32, Int64, Uint16, Uint32
 from cutlass.memory import SmemAllocator
 
 from . import geometry
-from .sm90 import operands
-from .sm90.copies import address, load_values, store_values
+from .common import operands
+from .common.copies import address, load_values, store_values
 from .specs import UnpackSpec
 
 WARPS = 8

@@ -1,7 +1,7 @@
 """Gated up and down projections on the pattern of a packed gate: y[m] = sum over non-zeros c of h[m, c] * w_down[c],
 with h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]). Strategy `row`: only the weight rows of non-zeros are read.
 If not `gated`, the packed values are h: neither x nor up rows are read, and there are no dot products. So it is for
-relu; for the other activations see sm90/activation.py.
+relu; for the other activations see common/activation.py.
 
 The bound is L2: two rows of K values per non-zero. Eight consecutive tokens share a CTA, and each weight row of the
 union of their neurons is read once. Two launches:
@@ -16,16 +16,21 @@ neuron. Up to WINDOW neurons of the union at a time:
 
     list    warp t marks token t's neurons in a bitmap, whose prefix sums are the neurons' ranks in the union; gate
             values go to `gates` by rank, zero where a token does not have the neuron.
-    stream  four neurons per batch. Their rows arrive by bulk copies in two rings of buffers, for up and for down rows:
+    stream  four neurons per batch. Their rows arrive in two rings of buffers, for up and for down rows:
               dot    mma: [4 neurons x K/8] times x of the eight tokens, from registers; partial sums go to `partial`;
               sync   one barrier per batch: its sums are complete, the buffers just read are free and are refilled;
               add    mma: [K/8 columns x 4 neurons] times h of the eight tokens, added to fp32 sums in registers. h is
                      fp32: it enters as three 16-bit terms, two of them side by side in the eight k of one mma.
             The dot of the next batch overlaps with the add of this one.
 
+On sm_90a they complete on barriers:
+
     FULL[b % buffers]  1 arrival + bytes: the down rows of batch b and the up rows of batch b + 1, one iteration's.
     FULL[buffers]      1 arrival + bytes: the up rows of batch 0.
     Every thread waits for every barrier, so one register of phase bits is enough.
+
+The portable family copies by cp.async, a row per warp, up to K = 2048; the barrier of a batch is also for the copies of
+the next one. A single CTA computes a heavy token.
 """
 
 from typing import Any, NamedTuple
@@ -37,12 +42,12 @@ from cutlass import Boolean, Float32, Int32, Uint16, Uint32, const_expr, range_c
 from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry, up_down_token
-from .sm90 import operands
-from .sm90.activation import hidden, power
-from .sm90.copies import address, bulk_copy, load_peer, load_values, store_values
-from .sm90.mma import load_matrices_transposed, mma_16x8x8, mma_16x8x16
-from .sm90.rows import count_of, spilled_word
-from .sm90.values import (
+from .common import launch, operands
+from .common.activation import hidden, power
+from .common.copies import address, copy_async, load_values, store_values
+from .common.mma import clear, load_matrices_transposed, mma_16x8x8, mma_16x8x16
+from .common.rows import count_of, spilled_word
+from .common.values import (
     MAGNITUDE,
     high_to_float,
     low_to_float,
@@ -53,7 +58,8 @@ from .sm90.values import (
     split_pair,
     widen,
 )
-from .specs import UpDownSpec
+from .sm90.copies import bulk_copy, load_peer
+from .specs import SM90, UpDownSpec
 from .up_down_token import Operands
 
 TOKENS = geometry.GROUP_ROWS
@@ -107,6 +113,7 @@ class UpDown:
     def __init__(self, spec: UpDownSpec):
         self.dtype = operands.DTYPES[spec.dtype]
         self.gated = spec.gated
+        self.bulk = spec.family == SM90
         self.per_token = up_down_token.TokenCluster(spec.heavy, spec.heavy.cluster)
         # most neurons whose products tensor cores add; an instruction with four truncates less than one with 16
         self.longest = geometry.LONGEST_SUM[spec.dtype] // 2
@@ -116,7 +123,7 @@ class UpDown:
         self.ctas_per_sm = 2 if self.slab <= 2048 else 1
         self.pitch = self.slab + PAD
         # 16-bit values that fit beside the lists: 99 of 113 KB for each of two CTAs, 198 of 227 KB for one
-        available = (99 if self.ctas_per_sm == 2 else 198) * 512
+        available = (99 if self.ctas_per_sm == 2 else 198) * 512 if self.bulk else 85 * 512
         turn = BATCH * (self.pitch + (self.slab if self.gated else 0))
         self.buffers = min(8, available // turn)
         self.up_values = self.buffers * BATCH * self.slab if self.gated else 0
@@ -153,26 +160,30 @@ class UpDown:
             arena: cute.struct.Align[cute.struct.MemRange[self.dtype, self.arena], 128]
 
         self.shared = feasible.check_shared_memory(Shared, self.ctas_per_sm)
+        if const_expr(not self.bulk):
+            feasible.check_portable_memory(Shared)
+            assert self.buffers > 1
+            assert self.slabs == 1
         o = Operands(x, words, spill, w_up, w_down, b_up, b_down, y, l1, words_per_tile, activation)
         groups = cute.ceil_div(y.shape[0], TOKENS)
         if y.shape[0] > 0:
             self.light(o, heavy).launch(
                 grid=(groups * self.slabs, 1, 1),
                 block=(THREADS, 1, 1),
-                cluster=(self.slabs, 1, 1),
+                cluster=(self.slabs, 1, 1) if const_expr(self.slabs > 1) else None,
                 min_blocks_per_mp=self.ctas_per_sm,
                 preferred_smem_carveout=100,
                 stream=stream,
-                use_pdl=True,
+                use_pdl=launch.overlaps(),
             )
             self.heavy(o, heavy).launch(
                 grid=(self.per_token.cluster, cutlass.min(groups, max_clusters * self.per_token.ctas_per_sm), 1),
                 block=(up_down_token.THREADS, 1, 1),
-                cluster=(self.per_token.cluster, 1, 1),
+                cluster=(self.per_token.cluster, 1, 1) if const_expr(self.per_token.cluster > 1) else None,
                 min_blocks_per_mp=self.per_token.ctas_per_sm,
                 preferred_smem_carveout=100,
                 stream=stream,
-                use_pdl=True,
+                use_pdl=launch.overlaps(),
             )
 
     # ---- the two kernels ----
@@ -184,9 +195,10 @@ class UpDown:
         block = cute.arch.block_idx()[0]
         group, slab = block // self.slabs, block % self.slabs
         s = self.views(SmemAllocator().allocate(self.shared))
-        self.init_barriers(s, thread)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(self.bulk):
+            self.init_barriers(s, thread)
+        launch.griddepcontrol_wait()
+        launch.griddepcontrol_launch_dependents()
         at = Thread(group * TOKENS, slab, thread, warp, lane)
         x_frag = self.load_x(o, at)
         self.find_heavy(o, s, at)
@@ -196,7 +208,7 @@ class UpDown:
         m = at.first + warp
         listed = m < o.y.shape[0] and (skipped >> warp) & 1 == 0
         acc = cute.make_rmem_tensor((4, 4, self.blocks), Float32)
-        acc.fill(0.0)
+        clear(acc)
         total = Float32(0.0)
         if o.w_down.shape[0] > self.longest:
             total = self.accumulate(o, s, x_frag, acc, listed, at, True)
@@ -226,9 +238,10 @@ class UpDown:
         at = self.per_token.thread_index(o.y.shape[1], rank)
         self.per_token.begin(s)
         windows = Int32(0)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.cluster_wait()
+        launch.griddepcontrol_wait()
+        launch.griddepcontrol_launch_dependents()
+        if const_expr(self.per_token.cluster > 1):
+            cute.arch.cluster_wait()
         # clusters take groups round robin; which cluster computes a token does not change its result
         for base in cutlass.range(cluster, heavy.shape[0], 32 * clusters, unroll=1):
             # 32 groups, one per lane; every warp computes the same
@@ -254,8 +267,9 @@ class UpDown:
         start, size = Int32(0), Int32(1)
         while start < size:
             size = self.list_window(o, s, listed, start, at)
-            self.clear_tails(s, o.w_down.shape[1] - at.slab * self.slab, at.thread)
-            cute.arch.fence_proxy("async.shared", space="cta")
+            if const_expr(self.bulk):
+                self.clear_tails(s, o.w_down.shape[1] - at.slab * self.slab, at.thread)
+                cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_threads()
             here = cutlass.min(size - start, Int32(WINDOW))
             if const_expr(long):
@@ -389,7 +403,7 @@ class UpDown:
     def stream(self, o, s, x_frag, acc, neurons, phases, at, apart: cutlass.Constexpr):
         """Add h times the listed neurons' down rows to `acc`; return each lane's part of sum |h|, and the phases.
 
-        `apart`: the sums are too long for tensor cores, see sm90/sums.py.
+        `apart`: the sums are too long for tensor cores, see common/sums.py.
         """
         warp, lane = at.warp, at.lane
         batches = cute.ceil_div(neurons, BATCH)
@@ -397,8 +411,11 @@ class UpDown:
         ahead = self.buffers - 1
         if const_expr(self.gated):
             self.fetch_rows(o, s, Int32(-1), self.buffers, Int32(0), Int32(0), neurons, at)
-        for b in cutlass.range(cutlass.min(batches, Int32(ahead)), unroll=1):
+        for b in cutlass.range(cutlass.min(batches, Int32(ahead)) if const_expr(self.bulk) else ahead, unroll=1):
             self.fetch_rows(o, s, b, b, b, b + 1, neurons, at)
+        if const_expr(self.gated and not self.bulk):
+            cute.arch.cp_async_wait_group(ahead)
+            cute.arch.sync_threads()
         total = Float32(0.0)
         g, pair = lane >> 2, (lane & 1) * 2
         up_source = s.up.iterator + (
@@ -407,9 +424,9 @@ class UpDown:
         down_source = s.down.iterator + ((lane & 3) * self.pitch + self.first_column(warp, 0) + ((lane >> 3) << 3))
         if const_expr(self.gated):
             if batches > 0:
-                self.wait(s, self.buffers, phases)
-                phases = phases ^ (1 << self.buffers)
+                phases = self.wait(s, self.buffers, phases)
                 self.dot(s, x_frag, up_source, 0, at)
+        if const_expr(self.gated or not self.bulk):
             self.sync()
         buffer = Int32(0)
         for b in cutlass.range(batches, unroll=1):
@@ -417,8 +434,7 @@ class UpDown:
             last = buffer - 1 if buffer > 0 else ahead
             # the previous iteration read batch b - 1's down rows and this batch's up rows
             self.fetch_rows(o, s, b + ahead, last, last, buffer, neurons, at)
-            self.wait(s, buffer, phases)
-            phases = phases ^ (1 << buffer)
+            phases = self.wait(s, buffer, phases)
             # the next batch's dot products do not depend on this batch: their latencies overlap
             if const_expr(self.gated):
                 self.dot(s, x_frag, up_source + following * (BATCH * self.slab), b + 1, at)
@@ -438,7 +454,11 @@ class UpDown:
 
     @cute.jit
     def wait(self, s, barrier, phases):
-        cute.arch.mbarrier_wait(s.full + barrier, (phases >> barrier) & 1)
+        """Wait for bulk copies; return the phases after it. Other copies have been waited for in `sync`."""
+        if const_expr(self.bulk):
+            cute.arch.mbarrier_wait(s.full + barrier, (phases >> barrier) & 1)
+            phases = phases ^ (1 << barrier)
+        return phases
 
     @cute.jit
     def fetch_rows(self, o, s, b, barrier, down_buffer, up_buffer, neurons, at):
@@ -446,12 +466,36 @@ class UpDown:
 
         A partial last batch repeats its last row: gates are zero there, but their factors must be finite.
         """
-        warp, left = at.warp, at.slab * self.slab
-        size = cutlass.max(cutlass.min(o.w_down.shape[1] - left, Int32(self.slab)) * 2, Int32(0))
         down = b >= 0 and b * BATCH < neurons
         up = Boolean(False)
         if const_expr(self.gated):
             up = (b + 1) * BATCH < neurons
+        if const_expr(self.bulk):
+            self.fetch_bulk(o, s, b, barrier, down, up, down_buffer, up_buffer, neurons, at)
+        else:
+            row = at.warp & (BATCH - 1)
+            if at.warp < BATCH and down:
+                neuron = widen(s.union[cutlass.min(b * BATCH + row, neurons - 1)])
+                self.copy_row(s.down.iterator + (down_buffer * BATCH + row) * self.pitch, o.w_down, neuron, at.lane)
+            if const_expr(self.gated):
+                if at.warp >= BATCH and up:
+                    neuron = widen(s.union[cutlass.min((b + 1) * BATCH + row, neurons - 1)])
+                    self.copy_row(s.up.iterator + (up_buffer * BATCH + row) * self.slab, o.w_up, neuron, at.lane)
+            cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def copy_row(self, target, matrix, neuron, lane):
+        """Start the copies of a row, 16 bytes per lane at a time; zeros beyond its last column."""
+        source = address(matrix, neuron, lane * 8)
+        for i in range_constexpr(self.slab // 256):
+            exists = lane * 8 + 256 * i < matrix.shape[1]
+            copy_async(target + (lane * 8 + 256 * i), source + 256 * i, Int32(16) if exists else Int32(0))
+
+    @cute.jit
+    def fetch_bulk(self, o, s, b, barrier, down, up, down_buffer, up_buffer, neurons, at):
+        """`fetch_rows` by bulk copies, which complete on a barrier."""
+        warp, left = at.warp, at.slab * self.slab
+        size = cutlass.max(cutlass.min(o.w_down.shape[1] - left, Int32(self.slab)) * 2, Int32(0))
         if at.lane == 0 and (down or up):
             row = warp & (BATCH - 1)
             if warp == 0:
@@ -470,7 +514,9 @@ class UpDown:
 
     @cute.jit
     def sync(self):
-        """One barrier per batch for the CTAs that share a group."""
+        """One barrier per batch for the CTAs that share a group; the next batch has arrived."""
+        if const_expr(not self.bulk):
+            cute.arch.cp_async_wait_group(self.buffers - 2)
         if const_expr(self.slabs > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()

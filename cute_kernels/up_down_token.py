@@ -1,15 +1,17 @@
 """The gated up and down projections of up_down.py, token by token: y[m] = sum over non-zeros c of h[m, c] * w_down[c],
 with h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]). If not `gated`, the packed values are h. So it is for relu; for
-the other activations see sm90/activation.py.
+the other activations see common/activation.py.
 
 A cluster of `cluster` CTAs, 1 to 8, computes a token, each CTA a part of the columns; tokens share nothing. Few tokens
 take large clusters, for latency. Many tokens take one CTA each, three or four on an SM: some list while others stream.
+The portable family always has one CTA per token.
 
 Each thread owns eight columns, 16 bytes, of every row, or several times that. So a row takes `span` warps of a CTA, and
 its warps form `groups` of that size. The groups divide the non-zeros: `rows` at a time, with all their loads in flight.
 A CTA handles up to `window` non-zeros at a time:
 
-    list    a lane per tile of the gate, 32 tiles at a time; each warp lists every eighth word. Every CTA lists all.
+    list    a lane per tile of the gate, 32 tiles at a time; each warp lists every eighth word. Every CTA lists all. Of
+            tokens with many non-zeros, a warp per tile and a lane per word.
     up      rows times the x that a thread holds. The sums over each warp go to `partial` of all CTAs.
     hidden  each thread takes a non-zero and adds the partial sums of all warps and CTAs in a fixed order; the loads of
             the first down rows are already in flight.
@@ -17,13 +19,16 @@ A CTA handles up to `window` non-zeros at a time:
 
 At the end the groups' sums are added in shared memory, and each CTA rounds and stores its columns. h stays fp32.
 
+Where there are few tokens, up to `pieces` clusters share one with many non-zeros, each with its part of the list. They
+leave sums in `sums`, and the last to arrive adds these up, in the order of the list.
+
     COMPLETE  of each CTA of a larger cluster: 1 arrival + bytes, the partial sums of a window, sent by st.async.
     cluster   once at the start, so that COMPLETE exists; then before each further window, so that all CTAs have read
               the partial sums of the one before.
 
-A launch with one CTA per token gives heavy tokens to clusters of HEAVY_CLUSTER CTAs: those with more than `limit`
-non-zeros and more than a quarter of those of their group of eight. The first clusters look for them, one for each
-group, so that the longest work starts first. The other CTAs skip them.
+On sm_90a a launch with one CTA per token gives heavy tokens to clusters of HEAVY_CLUSTER CTAs: those with more than
+`limit` non-zeros and more than a quarter of those of their group of eight. The first clusters look for them, one for
+each group, so that the longest work starts first. The other CTAs skip them.
 """
 
 from typing import Any, NamedTuple
@@ -35,12 +40,22 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_co
 from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry
-from .sm90 import operands
-from .sm90.activation import hidden, power
-from .sm90.copies import address, load_values, load_values_if, send_float, store_values
-from .sm90.rows import count_of, spilled_word
-from .sm90.values import count_flags, high_to_float, low_to_float, lowest_bit, nonzero_flags, pack, prefix_sum, warp_sum
-from .specs import UpDownSpec, UpDownTokenSpec
+from .common import launch, operands
+from .common.activation import hidden, power
+from .common.copies import address, load_values, load_values_if, store_values
+from .common.rows import count_of, spilled_word
+from .common.values import (
+    count_flags,
+    high_to_float,
+    low_to_float,
+    lowest_bit,
+    nonzero_flags,
+    pack,
+    prefix_sum,
+    warp_sum,
+)
+from .sm90.copies import send_float
+from .specs import SM90, UpDownSpec, UpDownTokenSpec
 
 WARPS = 8
 THREADS = 32 * WARPS
@@ -68,7 +83,11 @@ class Operands(NamedTuple):
     y: Any
     l1: Any
     width: Any  # words of a tile
-    activation: Any  # see sm90/activation.py
+    activation: Any  # see common/activation.py
+    # of clusters that share tokens
+    sums: Any = None  # fp32 [tokens * pieces, K + 8]: y of each piece, and in column K its l1; empty for one piece
+    arrivals: Any = None  # int32 [tokens * cluster], zeros: CTAs that have stored their columns of `sums`
+    pieces: Any = None  # clusters that may share a token
 
 
 class Thread(NamedTuple):
@@ -120,15 +139,26 @@ class TokenCluster:
         self.groups = WARPS // self.span
         # 16-byte loads per thread and row, and rows that a thread has in flight
         self.vectors = self.columns // (self.span * STEP)
-        self.rows = 4 if self.span == 1 else max(1, 8 // self.vectors)
+        # few tokens, and a single CTA per token, must fill the memory's latency by themselves
+        deep = cluster == 8 or spec.family != SM90
+        self.rows = (8 if deep else 4) if self.span == 1 else max(1, (16 if deep else 8) // self.vectors)
         # partial sums of a dot product
         self.parts = cluster * self.span
         self.window = min(1024, (4096 if cluster == 1 else 8192) // self.parts)
         lists = self.window * (2 + self.parts if self.gated else 2)
-        self.words = max(lists, self.groups * self.columns if self.groups > 1 else 0)
+        # whether clusters may share a token
+        self.split = spec.shared
+        self.words = max(lists, self.groups * self.columns if self.groups > 1 or self.split else 0)
         # non-zeros up to which a token is light
         self.limit = HEAVY_VALUES // spec.k_max
-        self.ctas_per_sm = {1: 4 if self.span > 2 and cluster > 1 else 3, 2: 2, 4: 1, 8: 1}[self.vectors]
+        # non-zeros of one turn; pieces are multiples of it
+        self.turn = self.groups * self.rows
+        # one cluster takes less time for fewer (NVIDIA H200)
+        self.least = self.limit if cluster > 1 else self.turn
+        if deep:
+            self.ctas_per_sm = 2 if self.vectors < 4 else 1
+        else:
+            self.ctas_per_sm = {1: 4 if self.span > 2 and cluster > 1 else 3, 2: 2, 4: 1, 8: 1}[self.vectors]
         self.shared = shared_memory(self.words, self.ctas_per_sm)
 
     @cute.jit
@@ -143,8 +173,11 @@ class TokenCluster:
         return Thread(rank, left, columns, place * STEP + lane * 8, warp // self.span, place, thread, warp, lane)
 
     @cute.jit
-    def compute_token(self, o, s, m, at, windows, light: cutlass.Constexpr = False):
-        """Compute token `m`, unless `light` and the token is heavy; return the cluster's number of windows so far."""
+    def compute_token(self, o, s, m, at, windows, light: cutlass.Constexpr = False, piece=None):
+        """Compute token `m`, unless `light` and the token is heavy, or a piece of it.
+
+        Returns the cluster's number of windows so far.
+        """
         # the previous token's sums may still be read
         cute.arch.sync_threads()
         x_thread = cute.make_rmem_tensor((4, self.vectors), Uint32)
@@ -159,10 +192,18 @@ class TokenCluster:
             listed = Int32(0) if skipped else listed
         acc = cute.make_rmem_tensor((8, self.vectors), Float32)
         acc.fill(0.0)
-        first = at.group * self.rows
-        for base in cutlass.range(0, listed, self.window, unroll=1):
-            size = cutlass.min(listed - base, Int32(self.window))
-            self.list_nonzeros(o, s, m, base, at)
+        first, begin, end = at.group * self.rows, Int32(0), listed
+        if const_expr(piece is not None):
+            share = self.share(listed, o.pieces)
+            begin = piece * share
+            end = cutlass.min(listed, begin + share)
+        for base in cutlass.range(begin, end, self.window, unroll=1):
+            size = cutlass.min(end - base, Int32(self.window))
+            # a token with many non-zeros has several words in each tile
+            if listed > WARPS * (o.words.shape[1] // o.width):
+                self.list_tiles(o, s, m, base, size, at)
+            else:
+                self.list_nonzeros(o, s, m, base, at)
             cute.arch.sync_threads()
             if const_expr(self.gated):
                 if const_expr(self.cluster > 1):
@@ -187,9 +228,20 @@ class TokenCluster:
         if const_expr(light):
             if not skipped:
                 self.store_token(o, s, acc, m, at)
+        elif const_expr(piece is not None):
+            if begin == 0 and end == listed:
+                self.store_token(o, s, acc, m, at)
+            elif begin < end:
+                self.store_piece(o, s, acc, m, piece, cute.ceil_div(listed, share), at)
         else:
             self.store_token(o, s, acc, m, at)
         return windows
+
+    @cute.jit
+    def share(self, listed, pieces):
+        """The non-zeros of each piece but the last."""
+        least = cutlass.max(cute.ceil_div(listed, pieces), Int32(self.least))
+        return cute.ceil_div(least, self.turn) * self.turn
 
     @cute.jit
     def begin(self, s):
@@ -274,13 +326,36 @@ class TokenCluster:
                 left = left & (left - 1)
                 first = cute.arch.shuffle_sync(start, slot)
                 if slot % WARPS == at.warp:
-                    self.list_spilled(s, o.spill, m, group + slot, first, at.lane)
+                    self.list_spilled(o, s, m, group + slot, first, at.lane)
 
     @cute.jit
-    def list_spilled(self, s, spill, m, tile, start, lane):
+    def list_tiles(self, o, s, m, base, size, at):
+        """List `size` non-zeros from `base` on, ascending: a warp per tile that has any of them, a lane per word."""
+        tiles = o.words.shape[1] // o.width
+        before = -base
+        for group in cutlass.range(0, tiles, TILES, unroll=1):
+            tile = group + at.lane
+            count = count_of(o.words, m, tile, o.width, tile < tiles)
+            # position of the tile's first non-zero
+            start = before + prefix_sum(count, at.lane)
+            before += Int32(cute.arch.warp_redux_sync(count, "add"))
+            needed = Uint32(cute.arch.vote_ballot_sync(start < size and start + count > 0))
+            for j in range_constexpr(TILES // WARPS):
+                slot = at.warp + WARPS * j
+                first, last = cute.arch.shuffle_sync(start, slot), cute.arch.shuffle_sync(count, slot)
+                if (needed >> slot) & 1 != 0:
+                    if last >= o.width:
+                        self.list_spilled(o, s, m, group + slot, first, at.lane)
+                    else:
+                        for ordinal in cutlass.range(at.lane, last, 32, unroll=1):
+                            word = o.words[m, (group + slot) * o.width + 1 + ordinal]
+                            self.list_word(s, first + ordinal, Uint32(word), True)
+
+    @cute.jit
+    def list_spilled(self, o, s, m, tile, start, lane):
         """List the non-zeros of a tile that overflows by one warp, eight values per lane."""
         neuron = tile * geometry.TILE + lane * 8
-        quad = load_values(address(spill, m, neuron))
+        quad = load_values(address(o.spill, m, neuron))
         flags = nonzero_flags(quad)
         own = count_flags(flags)
         at = start + prefix_sum(own, lane)
@@ -423,10 +498,7 @@ class TokenCluster:
                 if column < at.columns:
                     self.store_columns(o, acc[None, v], m, at.left + column)
         if at.rank == 0 and at.thread == 0:
-            everything = Float32(0.0)
-            for w in range_constexpr(WARPS):
-                everything += s.totals[w]
-            o.l1[m] = everything
+            o.l1[m] = self.total(s)
 
     @cute.jit
     def store_columns(self, o, values, m, column):
@@ -444,22 +516,83 @@ class TokenCluster:
     @cute.jit
     def store_sums(self, o, s, acc, m, at):
         """Add the groups' sums in shared memory and store y, a pair of columns per thread and time."""
+        self.share_sums(s, acc, at)
+        for column in cutlass.range(2 * at.thread, at.columns, 2 * THREADS, unroll=1):
+            self.store_pair(o, self.add_groups(s, column), m, at.left + column)
+
+    @cute.jit
+    def share_sums(self, s, acc, at):
+        """Write each group's sums to shared memory."""
         for v in range_constexpr(self.vectors):
             target = s.sums + (at.group * self.columns + at.column + v * self.span * STEP)
             cute.autovec_copy(acc[None, v], cute.make_tensor(target.align(16), cute.make_layout(8)))
         cute.arch.sync_threads()
+
+    @cute.jit
+    def add_groups(self, s, column):
+        """The sums of two columns over the groups, in a fixed order."""
         sums = cute.make_tensor(s.sums, cute.make_layout(self.groups * self.columns))
+        pair = cute.make_rmem_tensor((2,), Float32)
+        for j in range_constexpr(2):
+            value = Float32(0.0)
+            for g in range_constexpr(self.groups):
+                value += sums[g * self.columns + column + j]
+            pair[j] = value
+        return pair
+
+    @cute.jit
+    def store_pair(self, o, values, m, column):
+        """Add the bias to two values of y, round and store them."""
+        pair = cute.make_rmem_tensor((2,), self.dtype)
+        for j in range_constexpr(2):
+            value = values[j]
+            if o.b_down.shape[0] > 0:
+                value += o.b_down[column + j].to(Float32)
+            pair[j] = value.to(self.dtype)
+        cute.autovec_copy(pair, cute.make_tensor(address(o.y, m, column).align(4), cute.make_layout(2)))
+
+    @cute.jit
+    def store_piece(self, o, s, acc, m, piece, pieces, at):
+        """Store the sums of one of several pieces; the last CTA to do so for these columns adds them and stores y."""
+        line = m * o.pieces + piece
+        self.share_sums(s, acc, at)
         for column in cutlass.range(2 * at.thread, at.columns, 2 * THREADS, unroll=1):
-            pair = cute.make_rmem_tensor((2,), self.dtype)
-            for j in range_constexpr(2):
-                value = Float32(0.0)
-                for g in range_constexpr(self.groups):
-                    value += sums[g * self.columns + column + j]
-                if o.b_down.shape[0] > 0:
-                    value += o.b_down[at.left + column + j].to(Float32)
-                pair[j] = value.to(self.dtype)
-            line = address(o.y, m, at.left) + column
-            cute.autovec_copy(pair, cute.make_tensor(line.align(4), cute.make_layout(2)))
+            target = address(o.sums, line, at.left + column).align(8)
+            cute.autovec_copy(self.add_groups(s, column), cute.make_tensor(target, cute.make_layout(2)))
+        end = o.y.shape[1]
+        if at.rank == 0 and at.thread == 0:
+            o.sums[line, end] = self.total(s)
+        # everything is stored, and `nonzeros` is free
+        cute.arch.sync_threads()
+        if at.thread == 0:
+            arrived = o.arrivals.iterator + (m * self.cluster + at.rank)
+            s.nonzeros[0] = Uint32(cute.arch.atomic_add(arrived, Int32(1), sem="acq_rel", scope="gpu"))
+        cute.arch.sync_threads()
+        if Int32(s.nonzeros[0]) == pieces - 1:
+            cute.arch.fence_acq_rel_gpu()
+            for column in cutlass.range(2 * at.thread, at.columns, 2 * THREADS, unroll=1):
+                values = cute.make_rmem_tensor((2,), Float32)
+                values.fill(0.0)
+                for p in cutlass.range(pieces, unroll=16):
+                    source = address(o.sums, m * o.pieces + p, at.left + column).align(8)
+                    pair = cute.make_rmem_tensor((2,), Float32)
+                    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)
+                    for j in range_constexpr(2):
+                        values[j] += pair[j]
+                self.store_pair(o, values, m, at.left + column)
+            if at.rank == 0 and at.thread == 0:
+                everything = Float32(0.0)
+                for p in cutlass.range(pieces, unroll=1):
+                    everything += o.sums[m * o.pieces + p, end]
+                o.l1[m] = everything
+
+    @cute.jit
+    def total(self, s):
+        """The sum of |h| over the warps."""
+        everything = Float32(0.0)
+        for w in range_constexpr(WARPS):
+            everything += s.totals[w]
+        return everything
 
     def views(self, shared):
         """Tensors over the shared struct."""
@@ -481,7 +614,7 @@ class UpDownToken:
         self.cluster = spec.cluster
         self.own = TokenCluster(spec, spec.cluster)
         # heavy tokens are for clusters
-        self.mixed = spec.cluster == 1
+        self.mixed = spec.cluster == 1 and spec.family == SM90
         self.launched = HEAVY_CLUSTER if self.mixed else spec.cluster
         self.team = TokenCluster(spec, self.launched)
         self.ctas_per_sm = self.own.ctas_per_sm
@@ -499,25 +632,27 @@ class UpDownToken:
         b_down: cute.Tensor | None,
         y: cute.Tensor,
         l1: cute.Tensor,
+        sums: cute.Tensor,
+        arrivals: cute.Tensor,
+        pieces: Int32,
         words_per_tile: Int32,
         activation: Int32,
         stream: cuda.CUstream,
     ):
         tokens = y.shape[0]
         if tokens > 0:
-            clusters = tokens
+            clusters = tokens * pieces
             if const_expr(self.mixed):
                 clusters = cute.ceil_div(tokens, GROUP) + cute.ceil_div(tokens, self.launched)
-            self.kernel(
-                Operands(x, words, spill, w_up, w_down, b_up, b_down, y, l1, words_per_tile, activation)
-            ).launch(
+            layer = Operands(x, words, spill, w_up, w_down, b_up, b_down, y, l1, words_per_tile, activation)
+            self.kernel(layer._replace(sums=sums, arrivals=arrivals, pieces=pieces)).launch(
                 grid=(self.launched * clusters, 1, 1),
                 block=(THREADS, 1, 1),
-                cluster=(self.launched, 1, 1),
+                cluster=(self.launched, 1, 1) if const_expr(self.launched > 1) else None,
                 min_blocks_per_mp=self.ctas_per_sm,
                 preferred_smem_carveout=100,
                 stream=stream,
-                use_pdl=True,
+                use_pdl=launch.overlaps(),
             )
 
     @cute.kernel
@@ -527,8 +662,8 @@ class UpDownToken:
         storage = SmemAllocator().allocate(self.shared)
         s, k = self.team.views(storage), o.y.shape[1]
         self.team.begin(s)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        launch.griddepcontrol_wait()
+        launch.griddepcontrol_launch_dependents()
         if const_expr(self.launched > 1):
             cute.arch.cluster_wait()
         if const_expr(self.mixed):
@@ -539,6 +674,11 @@ class UpDownToken:
                 m = block - groups * self.launched
                 if m < o.y.shape[0]:
                     self.own.compute_token(o, self.own.views(storage), m, self.own.thread_index(k, 0), Int32(0), True)
+        elif const_expr(self.own.split):
+            at = self.own.thread_index(k, rank)
+            # first pieces come first: most tokens have no other
+            tokens = o.y.shape[0]
+            self.own.compute_token(o, s, index % tokens, at, Int32(0), piece=index // tokens)
         else:
             self.own.compute_token(o, s, index, self.own.thread_index(k, rank), Int32(0))
 
@@ -561,4 +701,8 @@ def fake_arguments(spec: UpDownSpec | UpDownTokenSpec) -> tuple[Any, ...]:
 
 def signature(spec: UpDownTokenSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
-    return UpDownToken(spec), (*fake_arguments(spec), Int32(1), Int32(1))
+    shared = (
+        operands.rows(Float32, cute.sym_int32(), cute.sym_int32(divisibility=8)),
+        operands.vector(Int32, cute.sym_int32(), 4),
+    )
+    return UpDownToken(spec), (*fake_arguments(spec), *shared, Int32(1), Int32(1), Int32(1))

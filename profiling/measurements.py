@@ -318,6 +318,24 @@ ALL = (
         (330, 330, 330, 5),
     ),
     Measurement(
+        "h200_fuzz_portable",
+        "the same for the portable family of kernels",
+        "paragraph in the page on development",
+        (
+            "python -m tests.fuzz --portable --budget-s 290 --seed 191 --ledger $FOLDER/portable-191.jsonl",
+            "python -m tests.fuzz --portable --budget-s 290 --seed 192 --ledger $FOLDER/portable-192.jsonl",
+            "python -m tests.fuzz --summary $FOLDER/portable-191.jsonl $FOLDER/portable-192.jsonl --json $OUT",
+        ),
+        (300, 300, 5),
+    ),
+    Measurement(
+        "h200_portable",
+        "kernels of the portable family beside Hopper's, with floors; the file of today was made by hand",
+        "tables in the page on GPUs",
+        ("python -m profiling.portable --out $OUT",),
+        (40,),
+    ),
+    Measurement(
         "h200_soak",
         "random layers in several threads and streams: calls, repeats bit for bit, memory",
         "paragraph in the page on development",

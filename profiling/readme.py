@@ -428,9 +428,9 @@ def auto_losses() -> str:
     return f"{', '.join(parts)}; at most {100 * max(losses):.1f} %. {found['machine']}"
 
 
-def fuzz() -> str:
+def fuzz(name: str) -> str:
     """Number of fuzz cases, the largest error, and mismatches."""
-    run = result("h200_fuzz")
+    run = result(name)
     counts, wrong = run["counts"]["numbers"], run["mismatches"]
     largest, case = max(value for name, value in run["worst"].items() if name.endswith("allowed"))
     return (
@@ -672,6 +672,35 @@ def ncu() -> str:
     return f"{markdown([c.name for c in columns], align, cells)}\n\n{floors} {found['machine']}\n"
 
 
+def portable() -> str:
+    """The portable family beside Hopper's kernels: kernel by kernel, and whole calls with the model of other GPUs."""
+    found = result("h200_portable")
+    by_place: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in found["rows"]:
+        by_place.setdefault((row["call"], row["kernel"]), {})[row["workload"]] = row
+    names = list(found["modelled"])
+    kernels, wholes = [], []
+    for (call, kernel), rows in by_place.items():
+        for name in [name for name in names if name in rows]:
+            row, gain = rows[name], found["modelled"][name].get(call)
+            times = [f"{row[f'{family}_us']:,.1f}" for family in ("hopper", "portable")]
+            times.append(f"{row['portable_us'] / row['hopper_us']:.2f}")
+            if kernel:
+                floor = "-" if row["floor_us"] is None else f"{row['floor_us']:,.1f} {row['bound']}"
+                kernels.append([call, f"`{kernel}`", name, *times, floor])
+            else:
+                wholes.append([call, name, *times, "-" if gain is None else f"{gain:.2f}"])
+    header = ["Hopper, us", "portable, us", "ratio"]
+    flops, memory_, l2 = (found["ceilings"][name] / 1e12 for name in ("flops", "memory", "l2"))
+    parts = [
+        markdown(["call", "kernel", "workload", *header, "floor"], "lllrrrr", kernels),
+        f"Floors at {flops:.0f} TFLOP/s, {memory_:.2f} TB/s of memory and {l2:.2f} TB/s of L2, in microseconds.",
+        markdown(["whole call", "workload", *header, "modelled gain"], "llrrrr", wholes),
+        found["machine"],
+    ]
+    return "\n\n".join(parts)
+
+
 def relufied() -> str:
     """What was measured of dense models made sparse, with its chart; a sentence while there are no results."""
     found = Results(RESULTS).get(relufy_results.NAME)
@@ -759,7 +788,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "layer correlation": layer_correlation,
     "auto misses": auto_misses,
     "auto losses": auto_losses,
-    "fuzz": fuzz,
+    "fuzz": lambda: fuzz("h200_fuzz"),
+    "fuzz portable": lambda: fuzz("h200_fuzz_portable"),
     "quality": lambda: quality_results.table(result("h200_quality")),
     "quality layers": lambda: quality_results.layers(result("h200_quality")),
     "quality limit": quality_limit,
@@ -788,6 +818,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "traces": traces,
     "continuous batching": continuous_batching,
     "ncu": ncu,
+    "portable": portable,
 }
 PLACE = re.compile(r"(<!-- table: ([^\n]*?) -->)\n.*?(<!-- end -->)", re.DOTALL)
 

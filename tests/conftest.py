@@ -70,8 +70,8 @@ def why_no_gpu() -> str | None:
     """Return why the kernels cannot run here; None if they can."""
     if not torch.cuda.is_available():
         return "no CUDA device"
-    if torch.cuda.get_device_capability() != (9, 0):
-        return f"needs compute capability 9.0, got {torch.cuda.get_device_capability()}"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return f"needs compute capability 8.0 or higher, got {torch.cuda.get_device_capability()}"
     return None
 
 
@@ -90,6 +90,12 @@ def root() -> Path:
     return ROOT
 
 
+def architectures() -> list[str]:
+    """The GPUs that tests build a wheel for: all, unless ``TWELL_ARCHITECTURES`` names some, as in a build."""
+    named = os.environ.get("TWELL_ARCHITECTURES", "").split()
+    return named or ["sm_80", "sm_90a", "sm_100", "sm_120"]
+
+
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel with every kernel, as `make wheel` makes it; only what changed is compiled again.
@@ -99,6 +105,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, str(ROOT / "tools" / "wheel.py"), "--out", str(out)]
     environment = {name: value for name, value in os.environ.items() if name != "TWELL_SYMBOLS"}
+    environment["TWELL_ARCHITECTURES"] = " ".join(architectures())
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
     (ROOT / "build").mkdir(exist_ok=True)
     with FileLock(ROOT / "build" / "wheel.lock"):

@@ -2,7 +2,7 @@
 
     python tests/sanitize.py --list
     python tests/sanitize.py --op up_down --case light "heavy rows"
-    python tests/sanitize.py --tool memcheck
+    python tests/sanitize.py --tool memcheck --portable
     python tests/sanitize.py --tool racecheck --op hybrid_forward hybrid_backward --limit-s 120
     python tests/sanitize.py --repeats 1000
 
@@ -37,9 +37,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from twell import ops, testing
+from twell import ops, testing, tuning
 from twell._activation import ActivationName
-from twell._runtime import geometry
+from twell._runtime import geometry, specs
 from twell.testing import FFN
 
 _FORWARD = ("gate_pack", "gate_pack_few", "compact", "sampled_up", "gathered", "overflow")
@@ -51,6 +51,9 @@ OPS = {
     "up_down": ("up_down", "up_down_token"),
     "up_down_union": ("compact", "sampled_up", "gathered"),
     "ffn_union": ("gate_pack", "gate_pack_few", "compact", "sampled_up", "gathered"),
+    "ffn_screened": (
+        *("quantize_gate", "gate_screen", "list_candidates", "sampled_gate", "compact", "sampled_up", "gathered"),
+    ),
     "ffn": ("gate_pack", "gate_pack_few", "compact", "sampled_up", "gathered", "up_down_tile"),
     "unpack": ("unpack",),
     "reglu": ("reglu",),
@@ -176,6 +179,12 @@ def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
             weights = (w_up, w_down, b_gate, b_up) if gated else (None, w_down, b_gate, None)
             yield Call(ops.ffn_union, (x, w_gate, *weights, b_down, case.compression, case.activation), gated)
         return
+    if op == "ffn_screened":
+        for gated in (True, False):
+            layer = problem if gated else problem._replace(w_up=None, b_up=None)
+            last = (*ops.quantize_gate(w_gate, True), case.compression, case.activation)
+            yield Call(ops.ffn_screened, (*layer, *last), gated)
+        return
     if op == "ffn":
         yield Call(ops.ffn_aux, (*problem, case.compression, "union", None, case.activation))
         return
@@ -240,6 +249,11 @@ def compare(op: str, case: Case, gated: bool, actual: tuple[Any, ...], expected:
     if op == "hybrid_forward":
         testing.assert_hybrid_same(actual[3:], expected[3:], case.m, case.n, gated)
         actual, expected = actual[:3], expected[:3]
+    elif op == "ffn_screened":
+        # rounding may decide what is a candidate
+        actual, expected = (
+            (y, l1.sum(1), stats[:, :, 0].sum(1), union) for y, l1, stats, union, _ in (actual, expected)
+        )
     elif op in ("up_down_union", "ffn_union"):
         # the kernel decides how it splits the sum of a tile
         actual, expected = ((y, l1.sum(1), *others) for y, l1, *others in (actual, expected))
@@ -325,23 +339,24 @@ def sanitizer() -> str | None:
     return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
 
 
-def command_line(tool: str, program: str, names: list[str], cases: list[Case], limit_s: float) -> list[str]:
+def command_line(tool: str, program: str, arguments: argparse.Namespace, cases: list[Case]) -> list[str]:
     """Return the sanitizer's command for this file, with the options of ``tool`` that it knows."""
     known = subprocess.run([program, "--help"], capture_output=True, text=True, check=False).stdout
     options = list(TOOLS[tool][0])
     pairs = [pair for pair in zip(options[::2], options[1::2]) if pair[0] in known]
     chosen = [option for pair in pairs for option in pair]
-    child = [sys.executable, str(Path(__file__).resolve()), "--limit-s", str(limit_s), "--op", *names]
-    return [program, "--tool", tool, *chosen, *child, "--case", *(case.name for case in cases)]
+    child = [sys.executable, str(Path(__file__).resolve()), "--limit-s", str(arguments.limit_s), "--op", *arguments.op]
+    child += ["--case", *(case.name for case in cases), *(["--portable"] if arguments.portable else [])]
+    return [program, "--tool", tool, *chosen, *child]
 
 
-def run_under(tool: str, names: list[str], cases: list[Case], limit_s: float) -> int:
+def run_under(tool: str, arguments: argparse.Namespace, cases: list[Case]) -> int:
     """Run the checks under the sanitizer, print a line for each operator and return the exit status."""
     program = sanitizer()
     if program is None:
         print("compute-sanitizer is not on the path; it comes with the CUDA toolkit", file=sys.stderr)
         return 2
-    command = command_line(tool, program, names, cases, limit_s)
+    command, names = command_line(tool, program, arguments, cases), arguments.op
     print(" ".join(command), flush=True)
     environment = os.environ | TOOLS[tool][1]
     reader = Reader()
@@ -355,7 +370,8 @@ def run_under(tool: str, names: list[str], cases: list[Case], limit_s: float) ->
         start_new_session=True,
     )
     # a case may take as long again as its operator's limit before it is noticed
-    timer = threading.Timer(_START_S + 2 * limit_s * len(names), os.killpg, (process.pid, signal.SIGKILL))
+    limit_s = _START_S + 2 * arguments.limit_s * len(names)
+    timer = threading.Timer(limit_s, os.killpg, (process.pid, signal.SIGKILL))
     timer.start()
     try:
         assert process.stdout is not None
@@ -384,6 +400,7 @@ def main(argv: list[str] | None = None) -> int:
     names = [case.name for case in CASES]
     parser.add_argument("--case", nargs="+", choices=names, default=names, metavar="NAME", help="default: all")
     parser.add_argument("--tool", choices=TOOLS, help="run under compute-sanitizer")
+    parser.add_argument("--portable", action="store_true", help="run the kernels of the portable family on this GPU")
     parser.add_argument("--limit-s", type=float, default=60, help="seconds for each operator (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=0, metavar="N", help="more runs of each call, bit for bit alike")
     parser.add_argument("--list", action="store_true", help="print operators with their kernels, and cases; run none")
@@ -401,7 +418,9 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.tool and arguments.repeats:
         parser.error("--repeats is without --tool, whose runs are slow")
     if arguments.tool:
-        return run_under(arguments.tool, arguments.op, cases, arguments.limit_s)
+        return run_under(arguments.tool, arguments, cases)
+    if arguments.portable:
+        tuning.family = lambda index: specs.PORTABLE
     return int(run_here(arguments.op, cases, arguments.limit_s, arguments.repeats) > 0)
 
 

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from tests import family
 from tests.fuzz.answers import Result, check, check_packed, dense, same_bits, solve
 from tests.fuzz.ledger import header
 from tests.fuzz.problems import DTYPES, SPARSE, Case, Limits, build, contiguous, draw, laid_out
@@ -143,7 +144,7 @@ def repeat(case: Case, device: torch.device, calls: int) -> None:
 def run(arguments: argparse.Namespace, device: torch.device) -> Soak:
     """Soak until the minutes are over or something is wrong."""
     found, began, last = Soak(next=arguments.first), time.monotonic(), 0.0
-    drawn = cases(arguments.seed, arguments.first, Limits.of(device.type, False))
+    drawn = cases(arguments.seed, arguments.first, Limits.of(device.type, False, arguments.portable))
     watchdog = Watchdog(arguments.limit_s)
     with ThreadPoolExecutor(arguments.threads, initializer=OWN.begin, initargs=(device,)) as pool:
         while time.monotonic() - began + last < 60 * arguments.minutes and not found.wrong:
@@ -180,6 +181,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--grow-host-mb", type=float, default=2048, metavar="MB", help="the host (%(default)s)")
     top.add_argument("--limit-s", type=float, default=120, help="seconds after which a round hangs (%(default)s)")
     top.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    top.add_argument("--portable", action="store_true", help=family.HELP)
     top.add_argument("--json", type=Path, metavar="FILE", help="write what happened")
     return top
 
@@ -195,6 +197,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # a product of integers is exact only where partial sums are not rounded to 16 bits
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
+    if arguments.portable:
+        family.run_portable()
     found = run(arguments, device)
     print(line(found), flush=True)
     print(f"goes on with --seed {arguments.seed} --first {found.next}", flush=True)

@@ -1,1 +1,1 @@
-"""Building blocks for sm_90a that kernels share."""
+"""Kernels for sm_90a alone, and what they share."""

@@ -1,14 +1,9 @@
-"""Copies between registers, global, shared and distributed shared memory that are not tiled copies."""
+"""Bulk copies, and copies between the CTAs of a cluster through distributed shared memory."""
 
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
-
-
-def address(matrix: Any, row: Any, column: Any) -> Any:
-    """Address of an element of a row-major matrix, from a 64-bit offset."""
-    return matrix.iterator + (Int64(row) * matrix.stride[0] + column)
+from cutlass import Float32, Int32, Uint16, Uint32
 
 
 @cute.jit
@@ -17,54 +12,6 @@ def bulk_copy(target: Any, source: Any, size: Int32, barrier: Any) -> None:
     cute.arch.inline_ptx(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
         read_only_args=[target, source, size, barrier],
-    )
-
-
-@cute.jit
-def load_values(source: Any, quad: Any = None) -> Any:
-    """Load 16 bytes, eight 16-bit values, from an aligned address to four registers: `quad`, or new ones."""
-    if const_expr(quad is None):
-        quad = cute.make_rmem_tensor((4,), Uint32)
-    line = cute.make_tensor(cute.recast_ptr(source.align(16), dtype=Uint32), cute.make_layout(4))
-    cute.autovec_copy(line, quad)
-    return quad
-
-
-@cute.jit
-def load_values_if(source: Any, quad: Any, exists: Boolean) -> None:
-    """Load 16 bytes from an aligned address to four registers, or zeros unless they `exist`, without a branch."""
-    loaded = cute.arch.inline_ptx(
-        "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0;"
-        " mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0;"
-        " @p ld.global.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}]; }",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[source, Int32(exists)],
-    )
-    for i in range_constexpr(4):
-        quad[i] = loaded[i]
-
-
-@cute.jit
-def store_values(target: Any, quad: Any) -> None:
-    """Store four registers to 16 bytes at an aligned address, the inverse of `load_values`."""
-    cute.autovec_copy(quad, cute.make_tensor(cute.recast_ptr(target.align(16), dtype=Uint32), cute.make_layout(4)))
-
-
-@cute.jit
-def load_quad(source: Any) -> Any:
-    """Load four registers from sixteen bytes of shared memory."""
-    return cute.arch.inline_ptx(
-        "ld.shared.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[source],
-    )
-
-
-@cute.jit
-def load_pair(source: Any) -> Any:
-    """Load two registers from eight bytes of shared memory."""
-    return cute.arch.inline_ptx(
-        "ld.shared.v2.b32 { {$w0}, {$w1} }, [{$r0}];", write_only_types=[Uint32] * 2, read_only_args=[source]
     )
 
 

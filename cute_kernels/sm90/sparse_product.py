@@ -13,11 +13,11 @@ from cutlass import Boolean, Int32, Int64, Uint16, Uint32, const_expr, range_con
 from cutlass.cute.nvgpu import warpgroup
 
 from .. import feasible
-from .copies import store_values
+from ..common.copies import copy_async, store_values
+from ..common.sums import add_flushed, flush_sums
+from ..common.swizzle import swizzle_column, swizzle_piece
+from ..common.values import pack, transpose_quad
 from .ring import release
-from .sums import add_flushed, flush_sums
-from .swizzle import swizzle_column, swizzle_piece
-from .values import pack
 
 # one warp group gathers, two multiply
 THREADS, GROUP_THREADS, MMA_WARPS = 384, 128, 8
@@ -31,14 +31,6 @@ TILE_BARRIER = 1
 AHEAD, FEW = 8, 4
 # earlier stages whose copies may be in flight while those of a stage are issued
 IN_FLIGHT = 1
-
-
-@cute.jit
-def copy_async(target: Any, source: Any, size: Int32) -> None:
-    """Copy 16 bytes from global to shared memory, bypassing L1; only `size` are read, the rest is zero."""
-    cute.arch.inline_ptx(
-        "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[target, source, size]
-    )
 
 
 @cute.jit
@@ -407,20 +399,6 @@ class SparseProduct:
         last = cute.arch.shuffle_sync(end, source)
         turn = Turn(unit, chunk, product, first, between, last)
         return turn, List(tile, part, length, base, begin, middle, end), following
-
-
-@cute.jit
-def transpose_quad(words: Any, lane: Int32) -> Any:
-    """Transpose four registers of four neighbouring lanes: register j of lane i becomes register i of lane j."""
-    a, b, c, d = words
-    odd, upper = lane & 1 != 0, lane & 2 != 0
-    one, two = cute.arch.shuffle_sync_bfly(a if odd else b, 1), cute.arch.shuffle_sync_bfly(c if odd else d, 1)
-    a, b = one if odd else a, b if odd else one
-    c, d = two if odd else c, d if odd else two
-    one, two = cute.arch.shuffle_sync_bfly(a if upper else c, 2), cute.arch.shuffle_sync_bfly(b if upper else d, 2)
-    a, c = one if upper else a, c if upper else one
-    b, d = two if upper else b, d if upper else two
-    return a, b, c, d
 
 
 @cute.jit

@@ -242,6 +242,12 @@ def work(op: str, spec: Any, f: Mapping[str, Any]) -> Work | None:
         "unpack": Work(0, packed + ITEM * m * n),
         "matrix_transpose": Work(0, 2 * ITEM * n * k),
         "reglu": Work(0, (5 if getattr(spec, "backward", False) else 3) * ITEM * m * n),
+        # int8 at twice the rate of bf16
+        "quantize_gate": Work(0, 1.5 * (tokens + weight)),
+        "gate_screen": Work(m * n * k, (tokens + weight) / 2),
+        # at least the union
+        "list_candidates": Work(0, m / geometry.TOKEN_TILE * n / 8 + ITEM * listed),
+        "sampled_gate": Work(by_list, tokens + fired + entries, listed * row),
         "compact": Work(0, packed + entries),
         "sampled_up": Work(by_list, tokens + fired + 2 * entries, listed * row),
         "gathered": Work(products * by_list, tokens + products * fired + entries, products * listed * row),

@@ -46,21 +46,28 @@ def forced(kind: str, index: int | None) -> str:
     if kind != "cuda":
         # the CPU code of the sparse operators takes several times as long
         return "dense"
+    index = index or 0
     try:
-        capability = device.capability(index or 0)
+        capability = device.capability(index)
     except RuntimeError:
         # no driver: these are fake tensors
         return ""
     if capability == device.SM_90:
         return ""
-    warn_once(f'strategy="auto" is "dense" on compute capability {capability}: the sparse kernels need {device.SM_90}')
+    if device.architecture(index) is None:
+        why = "the sparse kernels need 8.0 or higher"
+    elif _tables.in_use(torch.device("cuda", index)).file is not None:
+        return ""
+    else:
+        why = "costs of the sparse kernels are not known there; `twell tune` measures them"
+    warn_once(f'strategy="auto" is "dense" on compute capability {".".join(map(str, capability))}: {why}')
     return "dense"
 
 
 def fixed(requested: str, device: torch.device, dtype: torch.dtype, training: bool) -> tuple[str, str]:
     """(strategy, reason) where ``requested`` leaves nothing to choose for operands of ``dtype``, else ("", "")."""
     if requested == "auto" and (strategy := forced(device.type, device.index)):
-        return strategy, "sparse kernels need a GPU of compute capability 9.0"
+        return strategy, 'sparse kernels need a GPU, and "auto" their costs, which `twell tune` measures'
     if requested != "dense" and dtype not in PACKED_DTYPES:
         # TwELL stores 16-bit values; the operators of training take wider ones, for gradcheck
         return "union" if training else "dense", "32-bit values run sparse in training alone"
@@ -212,13 +219,14 @@ class _Pass:
 class AutoStrategy:
     """The strategy of a call site, chosen from measurements: pass one object as ``strategy`` at every call of the site.
 
-    Modules with ``strategy="auto"`` have their own. On a GPU of compute capability 9.0 it picks "row", "union" or
-    "dense", separately for inference and training, from figures of each power of two of tokens; inference on up to
-    1,024 has a choice for each number of them. It is the cheapest by ``twell.tuning.decide``, from measured times and
-    from the non-zeros of earlier calls. These reach the host asynchronously; no call waits. Calls 0, 1, 2, 4, 8, ...
-    and then each ``period``-th, a power of two, decide again and measure; to learn the unions, such a call runs "union"
-    in place of "row". Before the first figures, inference takes a sparse strategy and training the dense one. A change
-    must promise to save 2 %, and is logged at INFO; ``twell.explain`` shows choices, reasons and figures.
+    Modules with ``strategy="auto"`` have their own. On a GPU of compute capability 9.0, or one that ``twell tune`` has
+    measured, it picks "row", "union" or "dense", separately for inference and training, from figures of each power of
+    two of tokens; inference on up to 1,024 has a choice for each number of them. It is the cheapest by
+    ``twell.tuning.decide``, from measured times and from the non-zeros of earlier calls. These reach the host
+    asynchronously; no call waits. Calls 0, 1, 2, 4, 8, ... and then each ``period``-th, a power of two, decide again
+    and measure; to learn the unions, such a call runs "union" in place of "row". Before the first figures, inference
+    takes a sparse strategy and training the dense one. A change must promise to save 2 %, and is logged at INFO;
+    ``twell.explain`` shows choices, reasons and figures.
 
     If the down weight is not stored by rows (``twell.nn.set_down_layout``), the prediction includes the copy that
     sparse strategies make of it. On other GPUs "auto" is "dense", after a warning, and on the CPU, too, where the
@@ -514,10 +522,14 @@ class AutoStrategy:
         return known[min(known, key=lambda other: (abs(other[1] - key[1]), other[0] != key[0], -other[1]))]
 
 
-def fresh(x: Tensor, n: int, gated: bool, down_copied: bool) -> str:
-    """The strategy of a call without gradients on x [..., K] that has no site to remember figures."""
+def fresh(x: Tensor, n: int, gated: bool, training: bool, down_copied: bool) -> str:
+    """The strategy of a call on x [..., K] that has no site to remember figures."""
+    table = _tables.in_use(x.device)
+    if training:
+        # nothing is known of its sparsity; a caller that wants a choice passes a site
+        return "union" if n <= table.union_neurons else "dense"
     problem = tuning.Problem(tokens_of(x), x.shape[-1], n, gated, False, down_copied)
-    return tuning.decide(problem, None, None, _tables.in_use(x.device)).strategy
+    return tuning.decide(problem, None, None, table).strategy
 
 
 # The sites of layers by the memory of their first weights, with what tells that a weight is gone: how the operators

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from twell import _files, _tuning_table
-from twell._runtime import cache, device, env, fingerprint
+from twell._runtime import cache, device, env, fingerprint, geometry
 from twell._runtime.log import logger
 
 # (training, gated, K, N) -> M -> strategy -> (base, per share of a union, of non-zeros, of the heaviest)
@@ -34,7 +34,8 @@ class Table:
     """Costs of strategies in times of dense, and where they come from.
 
     machine: the machine line. date: ISO 8601. file: the user's file that they are from, None for the shipped table.
-    ignored: why a file of the user is not used, or "".
+    ignored: why a file of the user is not used, or "". union_neurons: the most that "union" and training take on the
+    GPU that the table is used on.
     """
 
     costs: Costs
@@ -42,6 +43,7 @@ class Table:
     date: str
     file: Path | None = None
     ignored: str = ""
+    union_neurons: int = geometry.MAX_NEURONS
 
     @property
     def gpu(self) -> str:
@@ -74,7 +76,10 @@ def in_use(on: torch.device) -> Table:
 def _on(index: int) -> Table:
     name = device.name(index)
     with _lock:
-        return _of_gpu(name)
+        table = _of_gpu(name)
+    if device.capability(index) == device.SM_90:
+        return table
+    return dataclasses.replace(table, union_neurons=geometry.PORTABLE_UNION_NEURONS)
 
 
 @functools.cache

@@ -24,8 +24,8 @@ from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
 from twell.packed import PackedTwell
 
-Strategy = Literal["auto", "row", "union", "invariant", "dense"]
-_SPARSE = ("row", "union", "invariant")
+Strategy = Literal["auto", "row", "union", "screened", "invariant", "dense"]
+_SPARSE = ("row", "union", "screened", "invariant")
 
 _WIDE_DTYPES = (torch.float32, torch.float64)
 
@@ -121,8 +121,12 @@ def sparse_gated_ffn(
             of this size: mostly "union", "row" for few tokens. It keeps nothing between calls and so measures nothing;
             an ``AutoStrategy`` that you keep, as the modules do, chooses by measured sparsity. Graphs without gradients
             choose when they run. Both are "dense" on a CPU and, after a warning, on a GPU without sparse kernels.
-            "invariant" is "row" with the same bits for a token whatever other tokens the call has, and however many;
-            for inference on a GPU. Strategies may differ in the last bits of a result.
+            "screened" is "union" that computes a gate only where a product in int8 and a bound of its error say that it
+            may be a non-zero (docs/notes/screen.md): for sparse layers and many tokens. It has the same bits unless the
+            bound fails, with a probability of at most 2^-80 per gate. It needs a GPU of compute capability 9.0 or the
+            CPU, and "auto" does not choose it. "invariant" is "row" with the same bits for a token whatever other
+            tokens the call has, and however many; for inference on a GPU. Strategies may differ in the last bits of a
+            result.
         compression: 2, 4 or 8. A tile of 256 neurons takes 256 / compression words. It holds one non-zero fewer than
             that and spills beyond. The speed depends on it, the result does not.
         main_grads: float32 tensors (main_gate, main_up, main_down) of the weights' shapes. Backward adds the weights'
@@ -132,9 +136,9 @@ def sparse_gated_ffn(
             to in place if it is the transposed view of [N, K] rows, else through a copy.
         return_aux: also return ``Aux(l1, l0)``.
 
-    All tensors are bfloat16 or float16 and on one device: a GPU of compute capability 9.0 or the CPU. The CPU takes
-    float32 and float64 too, for tests. Under autocast every call first casts floating tensors, except for float64, to
-    autocast's dtype.
+    All tensors are bfloat16 or float16 and on one device: a GPU of compute capability 8.0 or higher, or the CPU. The
+    CPU takes float32 and float64 too, for tests. Under autocast every call first casts floating tensors, except for
+    float64, to autocast's dtype.
 
     Returns y [..., K] of the dtype of x (under autocast: of autocast). The gate is rounded to that dtype, as in dense
     PyTorch. Everything after it is fp32 until y, except that the hidden state is rounded where a gradient will be
@@ -334,8 +338,9 @@ def _run(
         layer = layer._replace(x=x.reshape(-1, x.shape[-1]))
     if call.training:
         totals = call.return_aux or route.measurement is not None
+        screened = route.strategy == "screened"
         packed = (layer, mains, call.compression, route.held, call.activation)
-        y, l1, nonzeros, sizes = _autograd.ffn(call.name, *packed, call.direct, totals)
+        y, l1, nonzeros, sizes = _autograd.ffn(call.name, *packed, call.direct, totals, screened)
         _note_training(route, nonzeros, sizes, y)
     else:
         _, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
@@ -474,7 +479,7 @@ def _choose(layer: Operands, requested: Any, training: bool, direct: bool) -> _a
     n, gated = layer.w_gate.shape[0], layer.w_up is not None
     if site:
         return requested.begin(x, n, gated, training, copied)  # type: ignore[no-any-return]
-    return _auto.Route("union" if training else _auto.fresh(x, n, gated, copied))
+    return _auto.Route(_auto.fresh(x, n, gated, training, copied))
 
 
 def copies_down(w_down: Tensor) -> bool:

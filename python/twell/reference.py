@@ -5,10 +5,12 @@ Shapes and dtypes are those of ``torch.ops.twell.*``: tokens [M, K], weights [N,
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from twell._runtime import geometry
+from twell._runtime import geometry, screen
 
 
 def gate(x: Tensor, w_gate: Tensor, bias: Tensor | None, threshold: float = 0.0) -> Tensor:
@@ -222,3 +224,87 @@ def hybrid_backward(
         db_gate[neuron] += d_gate
         db_up[neuron] += d_up
     return dx, dw_gate, dw_up, dw_down, db_gate, db_up
+
+
+Quantized = tuple[Tensor, Tensor, Tensor]
+
+
+def rotate(rows: Tensor) -> Tensor:
+    """Rows [R, K] by the signed block Hadamard transform, not normalised; fp32 sums in the order of `screen.levels`."""
+    r, k = rows.shape
+    places = [screen.sign_bits(column) for column in range(k)]
+    words = screen.words(1 + max(line for line, _, _ in places), screen.SIGNS)
+    signs = [1 - 2 * ((words[line] >> own ^ words[line] >> whole) & 1) for line, own, whole in places]
+    values = rows.float() * torch.tensor(signs, dtype=torch.float32, device=rows.device)
+    for level in screen.levels(k):
+        low, high = values.view(r, k >> level + 1, 2, 1 << level).unbind(2)
+        values = torch.stack((low + high, low - high), 2).view(r, k)
+    return values
+
+
+def quantize_gate(rows: Tensor, weights: bool) -> Quantized:
+    """q int8 [R, K], scale and spread float32 [R] of rows [R, K] of x or w_gate: ``scale * q`` is near rotate(rows).
+
+    ``spread`` is at least |rotate(rows)| / scale. It is 0 for a row of zeros, and infinite for one that is not finite
+    or of a magnitude that is not screened.
+    """
+    rotated, k = rotate(rows), rows.shape[1]
+    largest = rotated.abs().amax(1)
+    levels = torch.tensor(screen.LEVELS, dtype=torch.float32, device=rows.device) / largest
+    shift = screen.W_SHIFT if weights else screen.X_SHIFT
+    words = [word >> shift & 2**screen.FRACTION - 1 for word in screen.words(k, screen.DITHERS)]
+    dither = (torch.tensor(words, dtype=torch.float64, device=rows.device) + 0.5) * 2.0**-screen.FRACTION
+    screened = (largest >= screen.SMALLEST) & (largest <= screen.LARGEST)
+    # the sum is rounded to fp32 before its floor is taken
+    q = (rotated.double() * levels.double()[:, None] + dither).float().floor().where(screened[:, None], 0)
+    scale = (largest * torch.tensor(1 / screen.LEVELS, dtype=torch.float32, device=rows.device)).where(screened, 1)
+    norm = rows.double().norm(dim=1) * math.sqrt(screen.rotation_block(k))
+    spread = norm / scale.double() * (1 + screen.SPREAD) + screen.grid_error(k)
+    spread = spread.where(screened, torch.inf).where(largest != 0, 0)
+    return q.char(), scale, spread.float()
+
+
+def screen_bound(x_spread: Tensor, w_spread: Tensor, k: int, failure: float = screen.FAILURE) -> Tensor:
+    """How far q_x . q_w may be below (gate - bias) of rows that are screened, in units of the scales of x and w.
+
+    float64 [M, N]. The gate is that of bf16 or fp16 products of ``k`` terms summed in fp32. A gate exceeds the bound
+    with a probability of at most 2^-failure; docs/notes/screen.md derives it.
+    """
+    u, v = x_spread.double()[:, None], w_spread.double()
+    dithers = screen.hoeffding(failure) * (v**2 + (u + math.sqrt(k)) ** 2).sqrt()
+    return dithers + (2 * screen.ROTATION + screen.product_error(k)) * u * v + screen.grid_error(k) * (u + v) + 1
+
+
+def token_terms(
+    scale: Tensor, spread: Tensor, k: int, failure: float = screen.FAILURE
+) -> tuple[Tensor, Tensor, Tensor]:
+    """a, b and i [M]: ``a[m] + b[m] * w_spread[n]^2`` is at least ``screen_bound``, ``i`` is 1 / scale."""
+    u = spread.double()
+    c, grid, p = screen.hoeffding(failure), screen.grid_error(k), u + math.sqrt(k)
+    slope = c + (2 * screen.ROTATION + screen.product_error(k)) * u + grid
+    # a square root is at most (its argument / r + r) / 2 for any r, and near to it if r is near to the root
+    r = (screen.USUAL_SPREAD * k + c * p * p / slope).sqrt()
+    a = (c * p * p / r + slope * r) / 2 + grid * u + 1
+    enlarged = 1 + screen.MARGIN
+    a, b = (t.where(u != 0, 0) for t in (a * enlarged, slope / (2 * r) * enlarged))
+    return a, b, 1 / scale.double()
+
+
+def neuron_terms(scale: Tensor, spread: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+    """spread^2 and the bias in units of 1 / scale, rounded up, [N]. The bias decides alone for a row of zeros."""
+    b = torch.zeros_like(scale, dtype=torch.float64) if bias is None else bias.double()
+    beta = b * screen.rotation_block(k) / scale.double()
+    up, down = 1 + screen.BIAS_MARGIN, 1 - screen.BIAS_MARGIN
+    beta = torch.where(b > 0, (beta * up).clamp(min=1 / screen.DECISIVE), beta * down)
+    decisive = torch.where(b > 0, screen.DECISIVE, torch.where(b <= 0, -screen.DECISIVE, b))
+    return spread.double() ** 2, torch.where(spread == 0, decisive, beta)
+
+
+def gate_screen(x: tuple[Tensor, Tensor, Tensor], w_gate: tuple[Tensor, Tensor, Tensor], bias: Tensor | None) -> Tensor:
+    """Which gates [M, N] may be positive or NaN, of rows from ``quantize_gate``: all others are 0 after ReLU."""
+    (qx, x_scale, x_spread), (qw, w_scale, w_spread), k = x, w_gate, x[0].shape[1]
+    a, b, i = token_terms(x_scale, x_spread, k)
+    v, beta = neuron_terms(w_scale, w_spread, bias, k)
+    reach = i[:, None] * beta + (b[:, None] * v + a[:, None])
+    # not a comparison that NaN fails
+    return ~(qx.double() @ qw.double().t() <= -reach)

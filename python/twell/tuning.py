@@ -10,12 +10,17 @@ from typing import NamedTuple
 import torch
 
 from twell import _tables
-from twell._runtime import geometry, specs
+from twell._runtime import device, geometry, specs
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of a dtype in specs: "bfloat16", "float16"."""
     return str(dtype).removeprefix("torch.")
+
+
+def family(index: int) -> str:
+    """The family of kernels that device ``index`` runs, which has compute capability 8.0 at least."""
+    return specs.SM90 if device.capability(index) == device.SM_90 else specs.PORTABLE
 
 
 # Time of a wave of tiles of the gate GEMM by their tokens, as a multiple of that of 96 (NVIDIA H200, K = 1,024 to
@@ -32,15 +37,21 @@ _FEW_NEURONS = 2 / 3 * geometry.TILE
 
 @functools.lru_cache(4096)
 def gate_pack(
-    dtype: torch.dtype, m: int, n: int, clusters: int, invariant: bool = False
+    dtype: torch.dtype, m: int, n: int, clusters: int, invariant: bool = False, family: str = specs.SM90
 ) -> specs.GatePackSpec | specs.GatePackFewSpec:
-    """The gate GEMM of ``m`` tokens and ``n`` neurons on a GPU that runs so many ``clusters`` of two at a time.
+    """The gate GEMM of ``m`` tokens and ``n`` neurons on a GPU that runs so many ``clusters`` of two CTAs at a time.
 
     ``invariant``: only kernels whose bits do not depend on m.
     """
-    if not invariant and m <= (FEW_GATE_PACK if n <= _FEW_NEURONS * clusters else _FEWEST):
+    # the portable one has four times as many CTAs as `gate_pack`, for any number of neurons
+    most = FEW_GATE_PACK if family == specs.PORTABLE or n <= _FEW_NEURONS * clusters else _FEWEST
+    if not invariant and m <= most:
         tokens = next(t for t in specs.FEW_TOKENS if m <= t)
-        return specs.GatePackFewSpec(dtype_name(dtype), tokens)
+        return specs.GatePackFewSpec(dtype_name(dtype), tokens, family=family)
+    if family == specs.PORTABLE:
+        # all give the same bits
+        small, large = specs.PORTABLE_GATE_TOKENS
+        return specs.GatePackSpec(dtype_name(dtype), small if m <= small else large, family=family)
 
     def cost(tokens: int) -> float:
         # a cluster takes two tiles of tokens
@@ -52,9 +63,34 @@ def gate_pack(
 
 
 @functools.cache
-def up_down(dtype: torch.dtype, k: int, gated: bool) -> specs.UpDownSpec:
+def quantize_gate(dtype: torch.dtype, k: int) -> specs.QuantizeGateSpec:
+    """Rows of ``k`` values in int8 for the screen of the gate; NotImplementedError beyond the largest class."""
+    return specs.QuantizeGateSpec(dtype_name(dtype), specs.k_class(k, specs.QUANTIZE_K_CLASSES))
+
+
+@functools.cache
+def gate_screen(dtype: torch.dtype) -> specs.GateScreenSpec:
+    """The int8 screen of the gate, for biases of a dtype."""
+    return specs.GateScreenSpec(dtype_name(dtype))
+
+
+@functools.cache
+def list_candidates() -> specs.ListCandidatesSpec:
+    """The lists of candidates by token tile."""
+    return specs.ListCandidatesSpec()
+
+
+@functools.cache
+def sampled_gate(dtype: torch.dtype) -> specs.SampledGateSpec:
+    """The gate GEMM at listed neurons."""
+    return specs.SampledGateSpec(dtype_name(dtype))
+
+
+@functools.cache
+def up_down(dtype: torch.dtype, k: int, gated: bool, family: str = specs.SM90) -> specs.UpDownSpec:
     """The up and down projections for hidden size ``k``; NotImplementedError beyond the largest class."""
-    return specs.UpDownSpec(dtype_name(dtype), specs.k_class(k), gated)
+    classes = specs.K_CLASSES if family == specs.SM90 else specs.PORTABLE_K_CLASSES
+    return specs.UpDownSpec(dtype_name(dtype), specs.k_class(k, classes), gated, family=family)
 
 
 # Most tokens at which this many CTAs share a token. NVIDIA H200, K = 2,048, N = 5,632, 29 non-zeros per token, us of
@@ -67,13 +103,18 @@ TOKEN_UP_DOWN = {2048: 2048, 4096: 640, 8192: 512, 16384: 256}
 
 @functools.lru_cache(4096)
 def up_down_token(
-    dtype: torch.dtype, m: int, k: int, gated: bool, invariant: bool = False
+    dtype: torch.dtype, m: int, k: int, gated: bool, invariant: bool = False, family: str = specs.SM90
 ) -> specs.UpDownTokenSpec | None:
     """``up_down`` token by token, for ``m`` tokens: the fewer, the more CTAs share each. None for too many tokens.
 
     ``invariant``: the same number of CTAs, more than one, for any m; a single CTA leaves heavy tokens, which depend on
     their neighbours, to two. NotImplementedError for a hidden size beyond the largest class.
     """
+    if family == specs.PORTABLE:
+        if not invariant and k <= specs.PORTABLE_K_CLASSES[-1] and m > TOKEN_UP_DOWN[min(TOKEN_UP_DOWN)]:
+            return None
+        classes = specs.PORTABLE_TOKEN_K_CLASSES[1]
+        return specs.UpDownTokenSpec(dtype_name(dtype), specs.k_class(k, classes), 1, gated, family=family)
     if invariant:
         cluster = min(c for c, classes in specs.TOKEN_K_CLASSES.items() if c > 1 and k <= classes[-1])
         return specs.UpDownTokenSpec(
@@ -87,6 +128,23 @@ def up_down_token(
     return specs.UpDownTokenSpec(dtype_name(dtype), k_max, cluster, gated)
 
 
+# most clusters that share a token with many non-zeros: one adds up what they leave
+MOST_PIECES = 16
+# CTAs of such clusters per multiprocessor, where the largest clusters have short rows and elsewhere; most have nothing
+# to do and leave at once. NVIDIA H200, us of 1 and 4: K = 2,048, 8 tokens of 29 non-zeros 12.4 and 13.2, 64 tokens of
+# "topic29" 24.2 and 22.3; K = 4,096, 8 tokens of 1,720 non-zeros 108 and 88.
+SHORT_ROWS, PIECE_CTAS = 2048, (1, 4)
+
+
+def token_pieces(m: int, spec: specs.UpDownTokenSpec, multiprocessors: int) -> int:
+    """Most clusters of ``up_down_token`` that share one of ``m`` tokens."""
+    if not spec.shared:
+        return 1
+    short = spec.cluster == max(TOKEN_CLUSTERS) and spec.k_max <= SHORT_ROWS
+    ctas = PIECE_CTAS[0 if short else 1] * multiprocessors
+    return max(1, min(MOST_PIECES, ctas // (m * spec.cluster)))
+
+
 # Most tokens of strategy "union" that one kernel computes by tiles of 16. NVIDIA H200, K = 2,048, N = 5,632, us of one
 # kernel and of three, "topic29" and "uniform29": 24 and 50, 40 and 74 at 512 tokens; 41 and 53, 62 and 76 at 1,024;
 # 85 and 60, 104 and 100 at 2,048.
@@ -94,10 +152,12 @@ UNION_TILE_TOKENS = 1024
 
 
 @functools.cache
-def up_down_tile(dtype: torch.dtype, m: int, k: int, n: int, gated: bool) -> specs.UpDownTileSpec | None:
+def up_down_tile(
+    dtype: torch.dtype, m: int, k: int, n: int, gated: bool, family: str = specs.SM90
+) -> specs.UpDownTileSpec | None:
     """The up and down projections of strategy "union" for few tokens; None for sizes that three kernels compute."""
     name = dtype_name(dtype)
-    if not gated or m > UNION_TILE_TOKENS or k > specs.TILE_K_CLASSES[-1]:
+    if family != specs.SM90 or not gated or m > UNION_TILE_TOKENS or k > specs.TILE_K_CLASSES[-1]:
         return None
     # sums of more terms are in parts, which this kernel does not make
     if n > min(geometry.MAX_TILE_NEURONS, geometry.LONGEST_SUM[name]):
@@ -128,27 +188,27 @@ def reglu(dtype: torch.dtype, backward: bool) -> specs.RegluSpec:
 
 
 @functools.cache
-def compact(dtype: torch.dtype, training: bool) -> specs.CompactSpec:
+def compact(dtype: torch.dtype, training: bool, family: str = specs.SM90) -> specs.CompactSpec:
     """TwELL to the hybrid format."""
-    return specs.CompactSpec(dtype_name(dtype), training)
+    return specs.CompactSpec(dtype_name(dtype), training, family=family)
 
 
 @functools.cache
-def sampled_up(dtype: torch.dtype, training: bool) -> specs.SampledUpSpec:
+def sampled_up(dtype: torch.dtype, training: bool, family: str = specs.SM90) -> specs.SampledUpSpec:
     """The up projection at the non-zeros."""
-    return specs.SampledUpSpec(dtype_name(dtype), training)
+    return specs.SampledUpSpec(dtype_name(dtype), training, family=family)
 
 
 @functools.cache
-def sampled_grad(dtype: torch.dtype, gated: bool) -> specs.SampledGradSpec:
+def sampled_grad(dtype: torch.dtype, gated: bool, family: str = specs.SM90) -> specs.SampledGradSpec:
     """Gradients of the gate and the up projection at the non-zeros."""
-    return specs.SampledGradSpec(dtype_name(dtype), gated)
+    return specs.SampledGradSpec(dtype_name(dtype), gated, family=family)
 
 
 @functools.cache
-def gathered(dtype: torch.dtype, products: int) -> specs.GatheredSpec:
+def gathered(dtype: torch.dtype, products: int, family: str = specs.SM90) -> specs.GatheredSpec:
     """The sum of ``products`` sparse matrices times weights; 0: one matrix, the gate values of the entries."""
-    return specs.GatheredSpec(dtype_name(dtype), products)
+    return specs.GatheredSpec(dtype_name(dtype), products, family=family)
 
 
 @functools.cache
@@ -164,27 +224,27 @@ def matrix_transpose() -> specs.MatrixTransposeSpec:
 
 
 @functools.cache
-def transpose(dtype: torch.dtype, gated: bool) -> specs.TransposeSpec:
+def transpose(dtype: torch.dtype, gated: bool, family: str = specs.SM90) -> specs.TransposeSpec:
     """The non-zeros by neuron."""
-    return specs.TransposeSpec(dtype_name(dtype), gated)
+    return specs.TransposeSpec(dtype_name(dtype), gated, family=family)
 
 
 @functools.cache
-def weight_grad(dtype: torch.dtype, gated: bool, bias: bool) -> specs.WeightGradSpec:
+def weight_grad(dtype: torch.dtype, gated: bool, bias: bool, family: str = specs.SM90) -> specs.WeightGradSpec:
     """Gradients of all weights and biases."""
-    return specs.WeightGradSpec(dtype_name(dtype), gated, bias)
+    return specs.WeightGradSpec(dtype_name(dtype), gated, bias, family=family)
 
 
 @functools.cache
-def overflow(dtype: torch.dtype, mode: str) -> specs.OverflowSpec:
+def overflow(dtype: torch.dtype, mode: str, family: str = specs.SM90) -> specs.OverflowSpec:
     """A pass (forward, backward) of a training step whose non-zeros exceed the hybrid format."""
-    return specs.OverflowSpec(dtype_name(dtype), mode)
+    return specs.OverflowSpec(dtype_name(dtype), mode, family=family)
 
 
 # Strategies
 
 
-STRATEGIES = ("auto", "row", "union", "invariant", "dense")
+STRATEGIES = ("auto", "row", "union", "screened", "invariant", "dense")
 
 # A change of strategy must promise to save this share of the time, about the error of the predictions.
 MARGIN = 0.02
@@ -390,6 +450,7 @@ def coefficients(problem: Problem, table: _tables.Table | None = None) -> dict[s
     They are those of the measured layers of this kind that run the same kernels, weighted by 1 / distance^2 in log K
     and log N. Each layer's are interpolated in log M between numbers of tokens that run the same kernels, since costs
     jump where kernels change. Fewer tokens than were measured have no sparse strategy; more have the terms of the most.
+    More neurons than ``Table.union_neurons`` have no "union".
     """
     return _coefficients(problem._replace(down_copied=False, merged=False), table or _tables.SHIPPED)
 
@@ -407,6 +468,8 @@ def _coefficients(problem: Problem, table: _tables.Table) -> dict[str, _tables.T
         if problem.m >= min(layers[key]):
             weight = max(_distance(problem, key), 1e-3) ** -2
             for name, terms in _between(problem.m, nodes).items():
+                if name == "union" and problem.n > table.union_neurons:
+                    continue
                 weighted.setdefault(name, []).append((weight, terms))
     return {name: _mean(found) for name, found in weighted.items()}
 

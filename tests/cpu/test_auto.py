@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import pickle
 import random
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import twell
-from twell import _auto, testing, tuning
+from twell import _auto, _tables, testing, tuning
 from twell._runtime import device, geometry, log
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.tuning import Figures, Problem
@@ -247,10 +249,8 @@ def test_an_unknown_union_is_bounded_from_above() -> None:
 
 @pytest.mark.parametrize("name", ["fast", "", None, 3, ["row"]])
 def test_names_are_checked(name: Any) -> None:
-    with pytest.raises(
-        ValueError,
-        match=f'strategy must be "auto", "row", "union", "invariant" or "dense", got {re.escape(repr(name))}',
-    ):
+    names = '"auto", "row", "union", "screened", "invariant" or "dense"'
+    with pytest.raises(ValueError, match=f"strategy must be {names}, got {re.escape(repr(name))}"):
         tuning.require_strategy(name)
     with pytest.raises(ValueError, match="strategy must be"):
         SparseMLP(K, N, strategy=name)
@@ -720,13 +720,18 @@ def test_a_call_without_tokens_works(chooses: Arrivals) -> None:
 
 
 def test_other_gpus_are_dense(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(device, "capability", lambda index: (9, 0) if index == 0 else (8, 6))
+    """Without kernels, and without costs: those of a table that the user measured there are enough."""
+    own = dataclasses.replace(_tables.SHIPPED, file=Path("own.json"))
+    monkeypatch.setattr(device, "capability", {0: (9, 0), 1: (8, 6), 2: (7, 5), 3: (12, 0)}.__getitem__)
+    monkeypatch.setattr(_tables, "in_use", lambda on: own if on.index == 3 else _tables.SHIPPED)
     log.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "twell"):
-        found = [_auto.forced(*where) for where in (("cuda", 0), ("cuda", None), ("cuda", 1), ("cuda", 1))]
-    assert found == ["", "", "dense", "dense"]
+        found = [_auto.forced("cuda", index) for index in (0, None, 1, 1, 2, 3)]
+    assert found == ["", "", "dense", "dense", "dense", ""]
     assert [record.getMessage() for record in caplog.records] == [
-        'strategy="auto" is "dense" on compute capability (8, 6): the sparse kernels need (9, 0)'
+        'strategy="auto" is "dense" on compute capability 8.6: costs of the sparse kernels are not known there; '
+        "`twell tune` measures them",
+        'strategy="auto" is "dense" on compute capability 7.5: the sparse kernels need 8.0 or higher',
     ]
     assert _auto.forced("cpu", None) == _auto.forced("meta", None) == "dense"
 

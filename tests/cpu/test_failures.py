@@ -135,7 +135,9 @@ def test_other_compressions_are_refused(compression: Any) -> None:
 @pytest.mark.parametrize("strategy", ["fast", "ROW", "", None, 1, ["row"], torch.float16])
 def test_other_strategies_are_refused(strategy: Any) -> None:
     for call in (lambda: gated(strategy), lambda: plain(strategy), lambda: SparseMLP(16, 24, strategy=strategy)):
-        with pytest.raises(ValueError, match='strategy must be "auto", "row", "union", "invariant" or "dense", got'):
+        with pytest.raises(
+            ValueError, match='strategy must be "auto", "row", "union", "screened", "invariant" or "dense", got'
+        ):
             call()
 
 
@@ -446,7 +448,7 @@ def test_a_disk_that_fills_up(
     if at == "scratch":
         refusing(monkeypatch, cache.tempfile, "TemporaryDirectory", FULL, lambda dir="", **_: str(dir) == inside)
     elif at == "object":
-        refusing(monkeypatch, compiler, "compile_object", FULL, lambda spec, out: str(out).startswith(inside))
+        refusing(monkeypatch, compiler, "compile_object", FULL, lambda spec, out, arch: str(out).startswith(inside))
     elif at == "link":
         stderr = "/usr/bin/ld: final link failed: No space left on device\ncollect2: error: ld returned 1 exit status"
         real = subprocess.run
@@ -499,7 +501,7 @@ def test_a_compiler_that_fails_leaves_nothing(
 ) -> None:
     """Its error is raised unchanged, and the next call tries again."""
     with monkeypatch.context() as patch:
-        broken = SimpleNamespace(compile_object=lambda spec, out: out.write_bytes(b"half") and 1 / 0)
+        broken = SimpleNamespace(compile_object=lambda spec, out, arch: out.write_bytes(b"half") and 1 / 0)
         patch.setattr(cache, "kernel_module", lambda name: broken)
         with pytest.raises(ZeroDivisionError):
             resolve.resolve(SPEC)
@@ -513,11 +515,11 @@ from pathlib import Path
 sys.path[:0] = [{python!r}, {root!r}, {here!r}]
 import test_failures as t
 class Slow(t.Compiler):
-    def compile_object(self, spec, out):
+    def compile_object(self, spec, out, arch):
         out.write_bytes(b"half of an object")
         Path({marker!r}).touch()
         time.sleep({seconds})
-        super().compile_object(spec, out)
+        super().compile_object(spec, out, arch)
 t.cache.kernel_module = lambda name: Slow()
 print(t.cache.load(t.SPEC)())
 """

@@ -773,6 +773,7 @@ def test_operators_launch_the_kernels_that_the_driver_says(op: str, monkeypatch:
     """Each CUDA implementation runs on CPU tensors, as on a GPU of 132 SMs, with launches recorded."""
     launched: set[specs.Spec] = set()
     monkeypatch.setattr(device, "sm_count", lambda index: 132)
+    monkeypatch.setattr(device, "capability", lambda index: device.SM_90)
     for name in [name for name in sys.modules if name.startswith("twell.ops.")]:
         if hasattr(sys.modules[name], "launch"):
             monkeypatch.setattr(sys.modules[name], "launch", lambda spec, *arguments: launched.add(spec))

@@ -16,15 +16,20 @@ ROOT = Path(__file__).resolve().parents[2]
 # Each line may import itself and those above. A name is a file, or a folder with all in it.
 LAYERS = [
     # kernels: facts of compile time
-    ["cute_kernels.__init__", "cute_kernels.geometry", "cute_kernels.feasible", "cute_kernels.fingerprint"],
-    ["cute_kernels.specs"],
-    ["cute_kernels.sm90"],
     [
-        *("cute_kernels.gate_pack", "cute_kernels.up_down", "cute_kernels.unpack"),
-        *("cute_kernels.gate_pack_few", "cute_kernels.up_down_token", "cute_kernels.up_down_tile"),
-        *("cute_kernels.compact", "cute_kernels.sampled_up", "cute_kernels.sampled_grad", "cute_kernels.gathered"),
-        *("cute_kernels.rank", "cute_kernels.transpose", "cute_kernels.weight_grad", "cute_kernels.overflow"),
-        *("cute_kernels.reglu", "cute_kernels.matrix_transpose"),
+        *("cute_kernels.__init__", "cute_kernels.geometry", "cute_kernels.feasible", "cute_kernels.fingerprint"),
+        "cute_kernels.screen",
+    ],
+    ["cute_kernels.specs"],
+    ["cute_kernels.common"],
+    # kernels of one family, and those that every GPU shares
+    ["cute_kernels.sm90"],
+    ["cute_kernels.sm80"],
+    [
+        *("cute_kernels.unpack", "cute_kernels.reglu", "cute_kernels.matrix_transpose"),
+        *("cute_kernels.compact", "cute_kernels.rank", "cute_kernels.transpose", "cute_kernels.sampled_grad"),
+        *("cute_kernels.up_down", "cute_kernels.up_down_token"),
+        *("cute_kernels.quantize_gate", "cute_kernels.list_candidates"),
     ],
     ["cute_kernels.compile", "cute_kernels.catalog"],
     ["cute_kernels.__main__"],

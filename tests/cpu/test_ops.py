@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import twell
-from twell import ops, reference
+from twell import ops, reference, tuning
 from twell._runtime import device, geometry, kernel_module, specs
 from twell._runtime.log import warn_once
 from twell.ops import library
@@ -65,10 +65,40 @@ def calls(o: dict[str, Tensor | None], compression: int) -> list[tuple[Any, Call
         (ops.ffn_union, lambda: layer(True), (*pack[:2], *weights[:2], o["b_gate"], *weights[2:], compression)),
         (ops.ffn_union, lambda: layer(False), (*pack[:2], *plain[:2], o["b_gate"], *plain[2:], compression)),
         *whole(o, stats, compression),
+        *screened(o, compression),
         (ops.up_down_union, lambda: union(True), (*packed, *weights, compression)),
         (ops.up_down_union, lambda: union(False), (*packed, *plain, compression)),
         (ops.matrix_transpose, lambda: o["w_down"].t().contiguous(), (o["w_down"],)),
     ]
+
+
+def screened(o: dict[str, Tensor | None], compression: int) -> list[Any]:
+    """The same for the operators of the int8 screen; a layer of small integers has all neurons as candidates or few."""
+    x, w_gate = o["x"], o["w_gate"]
+    quantized = ops.quantize_gate(w_gate, True)
+    of_x, bias = ops.quantize_gate(x, False), torch.empty(0, dtype=x.dtype) if o["b_gate"] is None else o["b_gate"]
+    candidates = ops.gate_screen(*of_x, *quantized, bias)
+    found = [
+        (ops.quantize_gate, lambda: of_x, (x, False)),
+        (ops.gate_screen, lambda: candidates, (*of_x, *quantized, bias)),
+    ]
+    listed = (candidates[:, :, None] >> torch.arange(32) & 1).bool().flatten(1)[:, : len(w_gate)]
+    stats = torch.zeros(-(-len(x) // 8), -(-len(w_gate) // 256), 2, dtype=torch.int32)
+    gate = reference.gate(x, w_gate, o["b_gate"])
+    for token, row in enumerate(gate):
+        for i, part in enumerate((row[listed[token // 128]] != 0).split(256)):
+            count = int(part.sum())
+            stats[token // 8, i] += torch.tensor([count, count > 256 // compression - 1], dtype=torch.int32)
+    for gated in (True, False):
+        biases = (o["b_gate"], o["b_up"] if gated else None, o["b_down"])
+        layer = (x, w_gate, o["w_up"] if gated else None, o["w_down"], *biases)
+
+        def answer(layer: Any = layer) -> tuple[Tensor, ...]:
+            y, l1, _, union = ops.ffn_union(*layer, compression)
+            return y, l1, stats, union, listed.sum(1, dtype=torch.int32)
+
+        found.append((ops.ffn_screened, answer, (*layer, *quantized, compression)))
+    return found
 
 
 def whole(o: dict[str, Tensor | None], stats: Tensor, compression: int) -> list[Any]:
@@ -250,7 +280,7 @@ def test_an_input_that_requires_grad_is_refused_by_name_of_the_function_to_call(
         (
             "twell.sparse_gated_ffn or twell.sparse_ffn",
             "twell.pack",
-            *["twell.sparse_gated_ffn or twell.sparse_ffn"] * 15,
+            *["twell.sparse_gated_ffn or twell.sparse_ffn"] * 19,
             "Tensor.t",
         ),
         strict=True,
@@ -406,7 +436,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[specs.Spec, tuple[An
     """Record the launches of the CUDA implementations, called on CPU tensors, as on a GPU of 132 SMs."""
     launches: list[tuple[specs.Spec, tuple[Any, ...]]] = []
     monkeypatch.setattr(device, "sm_count", lambda index: 132)
-    for name in ("gate_pack", "up_down", "unpack", "up_down_union"):
+    monkeypatch.setattr(device, "capability", lambda index: device.SM_90)
+    for name in ("gate_pack", "up_down", "unpack", "up_down_union", "quantize_gate", "gate_screen", "screened"):
         record = lambda spec, *arguments: launches.append((spec, arguments))  # noqa: E731
         monkeypatch.setattr(sys.modules[f"twell.ops.{name}"], "launch", record)
     return launches
@@ -430,11 +461,13 @@ def test_kernels_get_the_arguments_that_they_are_compiled_for(
     gated, plain = ["compact", "sampled_up", "gathered"], ["compact", "gathered"]
     assert [spec.op.removesuffix("_few").removesuffix("_token") for spec, _ in launched] == [
         *("gate_pack", "unpack", "up_down", "up_down", "up_down"),
-        *("gate_pack", *gated, "gate_pack", *plain),
+        *("gate_pack", *gated, "gate_pack", *plain, "quantize_gate", "gate_screen"),
+        *("quantize_gate", "gate_screen", "list_candidates", "sampled_gate", *gated),
+        *("quantize_gate", "gate_screen", "list_candidates", "sampled_gate", *plain),
         *(*gated, *plain),
     ]
     for spec, arguments in launched:
-        _, fakes = kernel_module(spec.op).signature(spec)
+        _, fakes = kernel_module(spec.module).signature(spec)
         assert len(arguments) == len(fakes)
         for argument, fake in zip(arguments, fakes, strict=True):
             assert (argument is None) == (fake is None)
@@ -444,13 +477,14 @@ def test_kernels_get_the_arguments_that_they_are_compiled_for(
                     str(argument.dtype).removeprefix("torch.").lower()
                     == {
                         "BFloat16": "bfloat16",
+                        "Int8": "int8",
                         "Int16": "int16",
                         "Int32": "int32",
                         "Float32": "float32",
                     }[fake.element_type.__name__]
                 )
             elif argument is not None:
-                assert isinstance(argument, int)
+                assert isinstance(argument, float if isinstance(fake, kernel_module("quantize_gate").Float32) else int)
 
 
 @pytest.mark.parametrize("k", [16, 16384])
@@ -654,13 +688,27 @@ def test_a_down_weight_in_the_other_layout_is_copied_and_logged_once(caplog: pyt
     assert library.down_rows(rows) is rows
 
 
-def test_another_compute_capability_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "capability", lambda index: (10, 0) if index else (9, 0))
-    library.require_sm90(0)
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [
+        *(((8, 0), "sm_80"), ((8, 6), "sm_80"), ((8, 9), "sm_80"), ((9, 0), "sm_90a")),
+        *(((10, 0), "sm_100"), ((10, 3), "sm_100"), ((12, 0), "sm_120")),
+    ],
+)
+def test_a_gpu_runs_the_kernels_of_its_major_version(
+    capability: tuple[int, int], arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "capability", lambda index: capability)
+    assert library.require_architecture(0) == arch
+    assert tuning.family(0) == specs.ARCHITECTURES[arch]
+
+
+def test_a_gpu_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "capability", lambda index: (7, 5))
     with pytest.raises(
-        NotImplementedError, match=r"need compute capability 9.0 .*got 10.0 on cuda:1.*strategy=\"dense\""
+        NotImplementedError, match=r"need compute capability 8.0 .*got 7.5 on cuda:1.*strategy=\"dense\""
     ):
-        library.require_sm90(1)
+        library.require_architecture(1)
 
 
 def test_operands_that_only_some_layers_have_are_asked_for() -> None:

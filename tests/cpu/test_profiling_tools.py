@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from profiling import dump
+from profiling import dump, portable
 from profiling.nsight import profile_target, summarize
-from twell import testing
-from twell._runtime import specs
+from twell import testing, tuning
+from twell._runtime import resolve, specs
+from twell.commands.bench import protocol
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -470,3 +472,46 @@ class TestDump:
         assert error.value.code == 2
         assert "no kernel is called 'nonsense'" in capsys.readouterr().err
         assert not list(tmp_path.iterdir())
+
+
+# The portable family beside Hopper's
+
+
+def test_calls_are_timed_in_both_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, whose operators launch nothing: whole calls alone."""
+    monkeypatch.setattr(portable.protocol, "Graph", protocol.Loop)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    before = tuning.family
+    problem = testing.make("topic29", 64, 32, 264, device="cpu")
+    rows = portable.measured("topic29", problem, {"flops": 1.0, "memory": 1.0, "l2": 1.0}, seconds=0.0)
+    few = [(f"{m} token{'s' * (m > 1)}", kernel) for m in portable.FEW for kernel in ("", "gate_pack", "up_down")]
+    assert [(row.call, row.kernel) for row in rows] == [("row", ""), ("union", ""), ("training", ""), *few]
+    assert all(row.hopper_us > 0 and row.portable_us > 0 for row in rows)
+    assert tuning.family is before
+
+
+def test_kernels_of_a_call_run_again_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(resolve, "resolve", lambda spec, *arch: lambda *given: ran.append((spec, given)))
+
+    def call(_: int) -> tuple[Any, ...]:
+        for products in (1, 2):
+            resolve.resolve(tuning.gathered(torch.bfloat16, products, tuning.family(0)))(products)
+        return ()
+
+    found = portable.kernels(specs.PORTABLE, call)
+    assert list(found) == ["gathered", "gathered, 2 products"]
+    first = ran.copy()
+    found["gathered, 2 products"][1](0)
+    assert ran == [*first, first[1]]
+    assert ran[-1] == (specs.GatheredSpec("bfloat16", 2, family=specs.PORTABLE), (2,))
+
+
+def test_the_model_counts_the_products_of_a_dense_layer() -> None:
+    problem = testing.integer_problem(8, 16, 24)
+    wholes = {"row": 6.0, "union": 12.0, "training": 9.0}
+    rows = [portable.Row("w", call, "", 0.0, us) for call, us in wholes.items()]
+    rows.append(portable.Row("w", "training", "gate_pack", 0.0, 4.0))
+    gains = portable.model(problem, rows)
+    assert gains == {"row": 2.0, "union": 1.0, "training": 4.0, "tflops": pytest.approx(2e-6 * 8 * 16 * 24 / 4.0)}

@@ -483,7 +483,7 @@ def test_without_kernels_dense_layers_do_without(
     monkeypatch.setattr(resolve, "_missing", set())
     capturing, looked = True, []
 
-    def find(spec: specs.Spec) -> Callable[..., None]:
+    def find(spec: specs.Spec, arch: str) -> Callable[..., None]:
         looked.append(spec)
         if len(looked) < 3:
             raise RuntimeError("nowhere")
@@ -501,7 +501,7 @@ def test_without_kernels_dense_layers_do_without(
     assert [resolve.obtainable(other) for _ in range(2)] == [True] * 2
     assert len(looked) == 3
 
-    monkeypatch.setattr(library.device, "capability", lambda index: (9, 0) if index else (8, 0))
+    monkeypatch.setattr(library.device, "capability", lambda index: (9, 0) if index else (7, 5))
     assert library.launchable(1, other)
     assert not library.launchable(1, other, spec)
     assert not library.launchable(0, other)

@@ -237,11 +237,11 @@ from pathlib import Path
 sys.path[:0] = [{str(ROOT / "python")!r}, {str(ROOT)!r}, {str(Path(__file__).parent)!r}]
 import test_runtime as t
 class Slow(t.Compiler):
-    def compile_object(self, spec, out):
+    def compile_object(self, spec, out, arch):
         with open({str(log)!r}, "a") as file:
             file.write("compiled\\n")
         time.sleep(1)
-        super().compile_object(spec, out)
+        super().compile_object(spec, out, arch)
 t.cache.kernel_module = lambda name: Slow()
 print(t.cache.load(t.SPEC)())
 """
@@ -269,7 +269,7 @@ print(t.cache.load(t.SPEC)())
             cache.load(SPEC)
 
     def test_a_failing_linker_is_quoted(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        broken = SimpleNamespace(compile_object=lambda spec, out: out.write_bytes(b"no object"))
+        broken = SimpleNamespace(compile_object=lambda spec, out, arch: out.write_bytes(b"no object"))
         monkeypatch.setattr(cache, "kernel_module", lambda name: broken)
         with pytest.raises(RuntimeError, match=rf"(?s)linking kernel {SPEC.symbol} failed: .*-shared.*\n"):
             cache.load(SPEC)

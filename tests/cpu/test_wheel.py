@@ -17,9 +17,12 @@ import pytest
 import tvm_ffi
 
 from cute_kernels import catalog, fingerprint
+from tests.conftest import architectures
 from twell._runtime import packaged
 
 LIBRARY = "twell/_lib/libtwell_kernels.so"
+# folder of each architecture's library
+PARTS = {arch: "" if arch == "sm_90a" else arch for arch in architectures()}
 SITE = Path(sysconfig.get_path("purelib"))
 
 
@@ -85,23 +88,25 @@ def test_holds_twell_alone(contents: Path) -> None:
     assert (contents / "twell" / "py.typed").is_file()
     assert next(contents.glob("*.dist-info/licenses/LICENSE")).stat().st_size > 10_000
     assert not [path for path in contents.rglob("*") if path.suffix in (".o", ".pyc", ".ptx", ".cubin")]
-    assert sorted(path.name for path in (contents / "twell" / "_lib").iterdir()) == [
-        "libtwell_kernels.so",
-        "manifest.json",
-    ]
+    folder = contents / "twell" / "_lib"
+    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == {
+        (Path(part) / name).as_posix() for part in PARTS.values() for name in ("libtwell_kernels.so", "manifest.json")
+    }
 
 
-def test_the_manifest_names_versions_sources_and_kernels(contents: Path) -> None:
-    manifest = json.loads((contents / "twell" / "_lib" / "manifest.json").read_text())
-    assert manifest["arch"] == "sm_90a"
+@pytest.mark.parametrize("arch", PARTS)
+def test_the_manifest_names_versions_sources_and_kernels(arch: str, contents: Path) -> None:
+    manifest = json.loads((contents / "twell" / "_lib" / PARTS[arch] / "manifest.json").read_text())
+    assert manifest["arch"] == arch
     assert manifest["toolkit"] in ("cu12", "cu13")
     assert manifest["versions"] == fingerprint.versions()
     assert manifest["source_hash"] == fingerprint.source_hash()
-    assert manifest["symbols"] == [spec.symbol for spec in catalog.SHIPPED]
+    assert manifest["symbols"] == [spec.symbol for spec in catalog.of_architecture(arch)]
 
 
-def test_library_names_no_path_of_the_build(contents: Path, root: Path) -> None:
-    library = (contents / LIBRARY).read_bytes()
+@pytest.mark.parametrize("arch", PARTS)
+def test_library_names_no_path_of_the_build(arch: str, contents: Path, root: Path) -> None:
+    library = (contents / "twell" / "_lib" / PARTS[arch] / "libtwell_kernels.so").read_bytes()
     for place in (str(root), sys.prefix, str(Path.home()), "/tmp/", "site-packages", ".py\0"):
         assert place.encode() not in library, place
 
@@ -147,8 +152,11 @@ import sys, twell
 from twell.cute_kernels import catalog
 from twell._runtime import packaged
 assert twell.__file__.startswith(sys.prefix), twell.__file__
-for spec in catalog.SHIPPED:
-    assert packaged.find(spec.symbol) is not None, spec
+for arch in """
+        + repr(list(PARTS))
+        + """:
+    for spec in catalog.of_architecture(arch):
+        assert packaged.find(spec.symbol, arch) is not None, (arch, spec)
 assert packaged.find("gate_pack_bf16_c3") is None
 assert "cutlass" not in sys.modules
 """,
@@ -203,7 +211,7 @@ def test_sdist_holds_sources_alone(sdist: Path) -> None:
 )
 def test_sdist_installs(options: list[str], symbols: list[str], sdist: Path, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"TWELL_SYMBOLS": " ".join(symbols), "TMPDIR": str(tmp_path)}
+    environment |= {"TWELL_ARCHITECTURES": "sm_90a", "TWELL_SYMBOLS": " ".join(symbols), "TMPDIR": str(tmp_path)}
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
     place = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "--no-compile", "--no-index", "--no-deps", "--no-build-isolation"]

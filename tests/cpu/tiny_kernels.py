@@ -34,7 +34,7 @@ class Compiler:
     def __init__(self) -> None:
         self.compiled: list[str] = []
 
-    def compile_object(self, spec: specs.Spec, out: Path) -> None:
+    def compile_object(self, spec: specs.Spec, out: Path, arch: str) -> None:
         self.compiled.append(spec.symbol)
         compile_tiny(spec.symbol, out, answer=41 + len(self.compiled))
 

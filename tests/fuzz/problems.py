@@ -15,10 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from twell._runtime import geometry
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OPS = {"pack": 3, "forward": 4, "aux": 3, "train": 6, "decode": 3, "overflow": 2, "compact": 1}
-STRATEGIES = {"row": 5, "union": 6, "invariant": 1, "dense": 2, "auto": 2, "site": 1}
-SPARSE = ("row", "union", "invariant")
+STRATEGIES = {"row": 5, "union": 6, "screened": 4, "invariant": 1, "dense": 2, "auto": 2, "site": 1}
+SPARSE = ("row", "union", "screened", "invariant")
 PATTERNS = {
     "uniform": 3,
     "tokens": 4,
@@ -59,7 +61,7 @@ ACCUMULATION = 2.0**-20
 
 
 class Limits(NamedTuple):
-    """Limits of a case: tokens, neurons, m * n, n * k, m * n * k, the largest class of K."""
+    """Limits of a case: tokens, neurons, m * n, n * k, m * n * k, the classes of K, and neurons of very long sums."""
 
     m: int
     n: int
@@ -67,12 +69,15 @@ class Limits(NamedTuple):
     weights: int
     work: int
     classes: tuple[int, ...]
+    many: int = MANY_NEURONS[-1]
 
     @classmethod
-    def of(cls, device: str, jit: bool) -> Limits:
+    def of(cls, device: str, jit: bool, portable: bool = False) -> Limits:
         if device == "cpu":
             return cls(300, 2056, 1 << 17, 1 << 18, 1 << 22, (512, 1024))
-        return cls(20_000, 16384, 1 << 27, 1 << 26, 1 << 37, (*PACKAGED_K, *([COMPILED_K] if jit else [])))
+        classes = (*PACKAGED_K, *([COMPILED_K] if jit else []))
+        many = geometry.PORTABLE_UNION_NEURONS if portable else MANY_NEURONS[-1]
+        return cls(20_000, 16384, 1 << 27, 1 << 26, 1 << 37, classes, many)
 
 
 FLAGS = (
@@ -249,7 +254,7 @@ def sizes(rng: random.Random, op: str, number: int, limits: Limits) -> tuple[int
     if limits.m > max(TOKENS) and op != "decode" and rng.random() < 0.03:
         k = rng.choice([8, 64, 128, 264, 512])
         if rng.random() < 0.6:
-            return rng.choice([1, 8, 9, 127, 256, 300, 1000]), k, rng.choice(MANY_NEURONS)
+            return rng.choice([1, 8, 9, 127, 256, 300, 1000]), k, min(rng.choice(MANY_NEURONS), limits.many)
         return rng.choice(MANY_TOKENS), min(k, 128), rng.choice([8, 64, 72, 120])
     at = number % len(limits.classes)
     largest, below = limits.classes[at], limits.classes[at - 1] if at else 0
@@ -403,6 +408,9 @@ def build(case: Case, device: torch.device) -> Layer:
             # x and dy alone have one sign, and up projections of near 1
             x, w_up, w_down, dy = x.abs(), 0.2 * w_up, w_down.abs(), dy.abs()
             w_up[:, 0] = 1
+        if case.activation == "relu2" and case.dtype == "fp16":
+            # gradients of squares that leave the range of fp16 have no bound
+            dy *= 2.0**-6
     pattern = features(case, topics, unit, sure, generator)
     popularity, load, boost = pattern.popularity, pattern.load, pattern.boost
     if case.exact:

@@ -2,12 +2,13 @@
 
     python -m tests.fuzz --budget-s 300 --seed 1 --ledger fuzz.jsonl
     python -m tests.fuzz --replay 1:357
+    python -m tests.fuzz --portable --budget-s 300
     python -m tests.fuzz --summary fuzz.jsonl more.jsonl.gz --json h200_fuzz.json
 
-A case is a function of the seed, its number and the kind of device, and of nothing else. Half of the cases are integers
-whose every sum fp32 holds in any order: each result has one right answer, float64's, rounded once, and bits must match.
-The others are real numbers, and each result is held to two bounds against float64, in norm and in every row, which
-``answers`` derives from where the strategies promise to round. ``problems`` draws.
+A case is a function of the seed, its number, the kind of device and ``--portable``, and of nothing else. Half of the
+cases are integers whose every sum fp32 holds in any order: each result has one right answer, float64's, rounded once,
+and bits must match. The others are real numbers, and each result is held to two bounds against float64, in norm and in
+every row, which ``answers`` derives from where the strategies promise to round. ``problems`` draws.
 
 What a call returns is filled with NaN before it is called again, which must give the same bits; so must a CUDA graph.
 On a GPU free memory holds NaN. The reference is plain PyTorch in float64, and shares no code with the package.
@@ -39,6 +40,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import twell
+from tests import family
 from tests.fuzz.answers import (
     MAIN,
     Mismatch,
@@ -103,9 +105,18 @@ def surroundings(case: Case, device: torch.device) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+def strategy_of(case: Case, device: torch.device) -> Any:
+    """What a call of the case names; "union" where a GPU has no kernels of "screened"."""
+    if case.strategy == "site":
+        return AutoStrategy()
+    if case.strategy == "screened" and device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
+        return "union"
+    return case.strategy
+
+
 def caller(case: Case, t: dict[str, Tensor], dy: Tensor) -> Callable[[], Outputs]:
     """What makes the call: outputs by name, gradients by that of their tensor, main gradients with ``main`` before."""
-    strategy: Any = AutoStrategy() if case.strategy == "site" else case.strategy
+    strategy = strategy_of(case, dy.device)
     dy = dy.view(t["x"].shape)
 
     def pack() -> Outputs:
@@ -162,7 +173,7 @@ class Exported(nn.Module):
         super().__init__()
         self.case, self.t = case, t
         # the graph finds the site by the first weight, and chooses when it runs
-        self.strategy: Any = AutoStrategy() if case.strategy == "site" else case.strategy
+        self.strategy = strategy_of(case, t["x"].device)
 
     def forward(self, x: Tensor) -> Tensor:
         return ffn(self.case, {**self.t, "x": x}, strategy=self.strategy)  # type: ignore[no-any-return]
@@ -180,7 +191,7 @@ def exported(case: Case, t: dict[str, Tensor]) -> Tensor:
 def compacted(case: Case, layer: Layer, x: Tensor) -> Outputs:
     """A module with the layer's weights, counted, compacted and put back: counts, and y before, after and restored."""
     kind = twell.nn.SparseGatedMLP if case.gated else twell.nn.SparseMLP
-    strategy = "auto" if case.strategy == "site" else case.strategy
+    strategy = "auto" if case.strategy == "site" else strategy_of(case, x.device)
     options: dict[str, Any] = {"compression": case.compression, "strategy": strategy, **case.form}
     module: Any = kind(case.k, case.n, bool(case.biases), **options, device=x.device, dtype=x.dtype)
     first = "gate_proj" if case.gated else "up_proj"
@@ -417,6 +428,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ledger", type=Path, help="file that each case is appended to, as a line of JSON")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--jit", action="store_true", help="hidden sizes as well that no packaged kernel has")
+    parser.add_argument("--portable", action="store_true", help=family.HELP)
     parser.add_argument("--limit-s", type=float, default=120, help="seconds after which a case hangs (%(default)s)")
     parser.add_argument("--replay", metavar="SEED:NUMBER", help="run this one case")
     parser.add_argument("--m", type=int, help="with --replay: this many tokens")
@@ -441,8 +453,10 @@ def main(argv: list[str] | None = None) -> int:
     # a product of integers is exact only where partial sums are not rounded to 16 bits
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
-    flags = f" --device {device.type}{' --jit' if arguments.jit else ''}"
-    fuzzer = Fuzzer(device, Limits.of(device.type, arguments.jit), flags, arguments.limit_s)
+    flags = f" --device {device.type}{' --jit' if arguments.jit else ''}{' --portable' if arguments.portable else ''}"
+    if arguments.portable:
+        family.run_portable()
+    fuzzer = Fuzzer(device, Limits.of(device.type, arguments.jit, arguments.portable), flags, arguments.limit_s)
     if arguments.replay:
         try:
             seed, number = map(int, arguments.replay.split(":"))

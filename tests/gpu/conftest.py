@@ -1,16 +1,38 @@
 """Fixtures of the GPU tests: recorded layers as a further workload, and poisoned memory."""
 
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests import family as families
 from twell import testing, tuning
+from twell._runtime import geometry, specs
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--real-layers", type=Path, default=None, help="folder of recorded layers (layer3.npz, ...) to test as well"
     )
+    parser.addoption("--portable", action="store_true", help=families.HELP)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--portable", default=False):
+        families.run_portable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """With ``--portable`` a test of what that family does not have is skipped: more neurons, the int8 screen."""
+    absent = (f"at most {geometry.PORTABLE_UNION_NEURONS} neurons", "the screen of the gate needs")
+    try:
+        return (yield)
+    except NotImplementedError as error:
+        if item.config.getoption("--portable") and any(message in str(error) for message in absent):
+            pytest.skip(str(error))
+        raise
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +53,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def row_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test twice: the row kernel that the sizes choose, and the one for the most tokens."""
     if request.param == "up_down":
-        monkeypatch.setattr(tuning, "up_down_token", lambda *_: None)
+        by_size = tuning.up_down_token
+
+        def for_many(*arguments: Any) -> specs.UpDownTokenSpec | None:
+            k, family = arguments[2], arguments[-1]
+            # longer rows have no other kernel there
+            return by_size(*arguments) if family == specs.PORTABLE and k > specs.PORTABLE_K_CLASSES[-1] else None
+
+        monkeypatch.setattr(tuning, "up_down_token", for_many)
+
+
+@pytest.fixture
+def same_family(request: pytest.FixtureRequest) -> str:
+    """What a program in a process of its own begins with, so that it runs the family of kernels that this one does."""
+    portable = request.config.getoption("--portable", default=False)
+    return "from tests.family import run_portable; run_portable()\n" if portable else ""
 
 
 @pytest.fixture

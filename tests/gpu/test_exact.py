@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from twell import ops, testing
+from twell import ops, testing, tuning
 from twell._runtime import device, geometry, specs
 from twell.ops import library
 from twell.ops.gate_pack import outputs
@@ -49,15 +49,18 @@ def test_tiles_of_all_sizes_give_the_same_bits(dtype: torch.dtype, compression: 
     # a band of neurons that fire for a band of tokens
     problem.x[300:340, 0] = 64.0
     problem.w_gate[512:1100, 0] = 1.0
-    width, clusters = geometry.words_per_tile(compression), device.sm_count(0) // 2
+    width, family = geometry.words_per_tile(compression), tuning.family(0)
+    choices, ctas = specs.PORTABLE_GATE_TOKENS, device.sm_count(0)
+    if family == specs.SM90:
+        choices, ctas = specs.GATE_TOKENS, ctas // 2
 
     def pack(tokens: int) -> tuple[Tensor, ...]:
         packed = outputs(problem.x, problem.w_gate, compression)
-        spec = specs.GatePackSpec(str(dtype).removeprefix("torch."), tokens)
-        library.launch(spec, problem.x, problem.w_gate, b_gate, *packed, width, 0, clusters)
+        spec = specs.GatePackSpec(str(dtype).removeprefix("torch."), tokens, family=family)
+        library.launch(spec, problem.x, problem.w_gate, b_gate, *packed, width, 0, ctas)
         return packed
 
-    first, *others = (testing.poisoned(lambda tokens=tokens: pack(tokens)) for tokens in specs.GATE_TOKENS)
+    first, *others = (testing.poisoned(lambda tokens=tokens: pack(tokens)) for tokens in choices)
     assert int(first[2][:, :, 1].sum()) > 40
     for other in others:
         testing.assert_packed_same(other, first, n, compression)

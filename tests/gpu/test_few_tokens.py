@@ -11,7 +11,7 @@ from torch import Tensor
 
 import twell
 from tests.gpu.operands import gates_with, padded
-from twell import ops, testing
+from twell import ops, testing, tuning
 from twell.testing import FFN
 
 CUDA = torch.device("cuda")
@@ -225,6 +225,25 @@ def test_every_token_fires_every_neuron(m: int, k: int) -> None:
     assert bool((testing.float64_gate(problem) > 0).all())
     for compression in (2, 8):
         check(problem, compression)
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "neurons"), [*((m, 2048, 5632) for m in (1, 2, 8, 33, 66)), *((m, 4096, 2056) for m in (1, 9, 33, 66))]
+)
+def test_clusters_share_a_token(m: int, k: int, neurons: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact whatever the number of clusters; their sums depend on how the non-zeros are shared, and on nothing else."""
+    problem = testing.integer_problem(m, k, neurons, density=0.3, biases=BIASES, device=CUDA)
+    random = testing.make("dense911", m, k, neurons)
+    results = {}
+    for most in (1, 2, 16):
+        monkeypatch.setattr(tuning, "MOST_PIECES", most)
+        check(problem)
+        runs = [testing.sparse_output(random, strategy="row") for _ in range(20)]
+        for run in runs[1:]:
+            testing.assert_same(run, runs[0], f"{most} clusters")
+        results[most] = runs[0]
+    # so they did share
+    assert not torch.equal(results[1], results[2])
 
 
 @pytest.mark.parametrize("m", [5, 16, 40, 130, 256])

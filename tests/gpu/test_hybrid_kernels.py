@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from twell._runtime import geometry, specs
+from twell import tuning
+from twell._runtime import geometry
+from twell.ops.hybrid import require_neurons
 from twell.ops.library import launch
 
 BF16, FP16 = torch.bfloat16, torch.float16
-NAMES = {BF16: "bfloat16", FP16: "float16"}
 POISON = 0x55
 POISON_INT = 0x55555555
 
@@ -144,6 +145,7 @@ def run_compact(
     bits: Tensor, compression: int, dtype: torch.dtype, capacity: int, training: bool = True, plain: bool = False
 ) -> Compacted:
     m, n = bits.shape
+    require_neurons(n, tuning.family(0))
     words, spill, stats = pack(bits, compression)
     tiles, chunks = geometry.token_tiles(m), geometry.chunks(n)
     out = Hybrid(
@@ -157,9 +159,11 @@ def run_compact(
     sums = poisoned(tiles, geometry.sums_per_tile(n), dtype=torch.float32)
     *pattern, popularity = out
     counted = popularity if training else None
-    spec = specs.CompactSpec(NAMES[dtype], training)
+    spec = tuning.compact(dtype, training, tuning.family(0))
     read = (words, spill.view(dtype), stats if training else None)
-    launch(spec, *read, *pattern, counted, sums, n, width, int(plain), capacity)
+    # the gate names neurons, not places of a list
+    lists = (pattern[1], pattern[3], 0)
+    launch(spec, *read, *pattern, counted, sums, n, width, int(plain), capacity, *lists)
     return Compacted(out, sums)
 
 
@@ -219,7 +223,7 @@ def run_transpose(
     )
     groups = poisoned(tiles, geometry.token_tiles(m), 2)
     given = (*pattern[:4], up, d_gate, d_up, slot, groups)
-    launch(specs.TransposeSpec(NAMES[dtype], gated), *given, *out, geometry.ACTIVATIONS["relu"])
+    launch(tuning.transpose(dtype, gated, tuning.family(0)), *given, *out, geometry.ACTIVATIONS["relu"])
     return out
 
 
@@ -352,7 +356,8 @@ def test_compact_counts_saturate() -> None:
     stats[:, :, 0] = 1 << 19
     out = poisoned(140_000 * 8), poisoned(1094, 64, dtype=torch.int16), poisoned(1094, 2), poisoned(1095), poisoned(8)
     sums = poisoned(1094, 128, dtype=torch.float32)
-    launch(specs.CompactSpec("bfloat16", True), words, spill.view(BF16), stats, *out, sums, 8, 32, 0, 2**31 - 2)
+    spec = tuning.compact(BF16, True, tuning.family(0))
+    launch(spec, words, spill.view(BF16), stats, *out, sums, 8, 32, 0, 2**31 - 2, out[1], out[3], 0)
     assert int(out[3][-1]) == 2**31 - 1
     assert bool((out[0] == POISON_INT).all())
 

@@ -111,7 +111,8 @@ def run(p: Problem, mode: str, *, excess: int = 1, outputs: dict[str, Tensor]) -
         None if p.layer.b_gate is None else outputs["db_gate"],
         outputs["db_up"] if gated and p.layer.b_up is not None else None,
     )
-    hybrid.overflow_backward(p.dy, dl1, layer, kept, total - excess, RELU, out, mode == "add", aside)()
+    given = hybrid.Backward(p.dy, dl1, layer, kept, RELU)
+    hybrid.overflow_backward(given, total - excess, out, mode == "add", aside)()
 
 
 def empty(p: Problem, mode: str, fill: float = math.nan) -> dict[str, Tensor]:
@@ -203,7 +204,8 @@ def test_only_what_is_wanted_is_computed(wanted: str) -> None:
         gradients = Gradients(out["dx"])
     else:
         gradients = Gradients(None, *(out[name] for name in OUTPUTS["backward"][1:]))
-    hybrid.overflow_backward(p.dy, dl1, Operands(*p.layer), kept, 0, RELU, gradients, False, aside)()
+    given = hybrid.Backward(p.dy, dl1, Operands(*p.layer), kept, RELU)
+    hybrid.overflow_backward(given, 0, gradients, False, aside)()
     for name, result in out.items():
         if name[1] == wanted or (wanted == "w" and name[1] == "b"):
             testing.assert_same(result, right[name].float().to(result.dtype), name)

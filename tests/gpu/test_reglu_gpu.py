@@ -14,7 +14,7 @@ from activations import DTYPES, plain, same_bits
 from torch import Tensor
 
 import twell
-from twell import _autograd, ops, testing, tuning
+from twell import _autograd, functional, ops, testing, tuning
 from twell.ops import library
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -249,13 +249,17 @@ def test_second_derivatives() -> None:
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the sizes of fused gates."""
     calls: list[int] = []
-    operator = _autograd.gated_relu
 
-    def counted(gate: Tensor, up: Tensor, *activation: Any) -> Tensor:
-        calls.append(gate.numel())
-        return operator(gate, up, *activation)
+    def counted(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(gate: Tensor, up: Tensor, *activation: Any) -> Tensor:
+            calls.append(gate.numel())
+            return operator(gate, up, *activation)
 
-    monkeypatch.setattr(_autograd, "gated_relu", counted)
+        return call
+
+    # inference calls the kernel's launch without the operator
+    monkeypatch.setattr(_autograd, "gated_relu", counted(_autograd.gated_relu))
+    monkeypatch.setattr(functional, "reglu_on_cuda", counted(functional.reglu_on_cuda))
     return calls
 
 

@@ -310,7 +310,7 @@ def test_a_site_that_threads_share() -> None:
     assert all(in_threads([worker(i % 4) for i in range(8)]))
 
 
-def test_first_calls_of_many_threads() -> None:
+def test_first_calls_of_many_threads(same_family: str) -> None:
     """In a fresh process eight threads load all kernels at once, and each has the right answer."""
     program = """
 import json, threading, torch
@@ -336,9 +336,8 @@ threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
 print(json.dumps(verdicts))
 """
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=180, check=False
-    )
+    command = [sys.executable, "-c", same_family + program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [True] * 16
 

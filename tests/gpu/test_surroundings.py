@@ -173,8 +173,8 @@ assert torch.equal(c, (a @ a) @ a)
     "how",
     ["warm auto inference", "warm auto training", "warm row inference", "warm row training", "cold row inference"],
 )
-def test_calls_beside_a_capture_of_another_thread(how: str) -> None:
-    command = [sys.executable, "-c", BESIDE_A_CAPTURE, *how.split()]
+def test_calls_beside_a_capture_of_another_thread(how: str, same_family: str) -> None:
+    command = [sys.executable, "-c", same_family + BESIDE_A_CAPTURE, *how.split()]
     result = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
 

@@ -304,7 +304,7 @@ def test_aux(layer: FFN, strategy: Literal["row", "union"]) -> None:
 
 
 @pytest.mark.skipif(packaged.read_manifest(packaged.FOLDER) is None, reason="no packaged kernels here")
-def test_packaged_kernels_run_without_cutlass() -> None:
+def test_packaged_kernels_run_without_cutlass(same_family: str) -> None:
     """A fresh process that must not compile: both layers run without importing cutlass."""
     program = """
 import json, sys
@@ -317,8 +317,7 @@ right = all(
 print(json.dumps({"right": right, "cutlass": [name for name in sys.modules if name.split(".")[0] == "cutlass"]}))
 """
     environment = dict(os.environ, TWELL_JIT="off", PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    command = [sys.executable, "-c", same_family + program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {"right": True, "cutlass": []}

@@ -1,6 +1,6 @@
 """Finding, loading and calling a kernel: packaged library, then user cache, then compiling.
 
-``specs``, ``geometry`` and ``fingerprint`` are the pure-Python part of the kernel package, which is
+``specs``, ``geometry``, ``screen`` and ``fingerprint`` are the pure-Python part of the kernel package, which is
 ``twell.cute_kernels`` when installed and the top-level ``cute_kernels`` in a source checkout. ``kernel_module`` imports
 the rest, which needs cutlass.
 """
@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 _PACKAGE = "twell.cute_kernels" if importlib.util.find_spec("twell.cute_kernels") else "cute_kernels"
 
 if TYPE_CHECKING:
-    from cute_kernels import fingerprint, geometry, specs
+    from cute_kernels import fingerprint, geometry, screen, specs
 else:
     fingerprint = importlib.import_module(f"{_PACKAGE}.fingerprint")
     geometry = importlib.import_module(f"{_PACKAGE}.geometry")
+    screen = importlib.import_module(f"{_PACKAGE}.screen")
     specs = importlib.import_module(f"{_PACKAGE}.specs")
 
 
@@ -27,4 +28,4 @@ def kernel_module(name: str) -> ModuleType:
     return importlib.import_module(f"{_PACKAGE}.{name}")
 
 
-__all__ = ["fingerprint", "geometry", "kernel_module", "specs"]
+__all__ = ["fingerprint", "geometry", "kernel_module", "screen", "specs"]

@@ -32,14 +32,14 @@ class UnsafeCacheError(RuntimeError):
     """The cache folder belongs to someone else, can be written by someone else, or is a link."""
 
 
-def load(spec: specs.Spec) -> packaged.Kernel:
-    """Load the kernel of ``spec`` from the user cache; compile it into the cache first if needed.
+def load(spec: specs.Spec, arch: str = built_from.ARCH) -> packaged.Kernel:
+    """Load the kernel of ``spec`` for ``arch`` from the user cache; compile it into the cache first if needed.
 
     If the folder cannot be used or an entry cannot be loaded, log a warning and compile for this process alone. Raises
     RuntimeError if the kernel must be compiled and cannot be, or may not be (``TWELL_JIT=off``).
     """
     try:
-        entry = _entry(open_folder(), spec)
+        entry = _entry(open_folder(fingerprint(arch)), spec, arch)
     except (OSError, UnsafeCacheError) as error:
         logger.warning("kernel cache not used: %s", error)
     else:
@@ -52,17 +52,17 @@ def load(spec: specs.Spec) -> packaged.Kernel:
             logger.warning("kernel cache entry %s is left as it is and not used: %s", entry, error)
     try:
         with tempfile.TemporaryDirectory(prefix="twell-") as private:
-            return _load_entry(_build(spec, Path(private)), spec)
+            return _load_entry(_build(spec, Path(private), arch), spec)
     except OSError as error:
         raise RuntimeError(f"kernel {spec} cannot be compiled, no folder can hold it: {error}") from error
 
 
 @functools.cache
-def fingerprint() -> str:
-    """Hash of all that an entry depends on except for its spec: 16 hexadecimal digits."""
+def fingerprint(arch: str = built_from.ARCH) -> str:
+    """Hash of all that an entry for ``arch`` depends on except for its spec: 16 hexadecimal digits."""
     toolkit = next(packaged.toolkits(), Path("none")).name
     versions = [packaged.version(package) for package in (built_from.DSL, built_from.TVM_FFI)]
-    parts = (built_from.source_hash(), *versions, toolkit, built_from.ARCH, platform.machine(), *platform.libc_ver())
+    parts = (built_from.source_hash(), *versions, toolkit, arch, platform.machine(), *platform.libc_ver())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -106,14 +106,14 @@ def lock(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _entry(folder: Path, spec: specs.Spec) -> Path:
+def _entry(folder: Path, spec: specs.Spec, arch: str) -> Path:
     """The intact entry of ``spec``; built if there is none."""
     if (entry := _intact(folder, spec)) is not None:
         return entry
     with lock(folder / f"{spec.symbol}.lock"):
         _clear(folder, spec)
         # another process may have built it meanwhile
-        return _intact(folder, spec) or _build(spec, folder)
+        return _intact(folder, spec) or _build(spec, folder, arch)
 
 
 def _intact(folder: Path, spec: specs.Spec) -> Path | None:
@@ -176,7 +176,7 @@ def _load_entry(entry: Path, spec: specs.Spec) -> packaged.Kernel:
     return kernel
 
 
-def _build(spec: specs.Spec, folder: Path) -> Path:
+def _build(spec: specs.Spec, folder: Path, arch: str) -> Path:
     """Compile ``spec`` into ``folder`` and return its entry: a library if there is a C compiler, else a bare object."""
     if not env.jit():
         raise RuntimeError(
@@ -191,7 +191,7 @@ def _build(spec: specs.Spec, folder: Path) -> Path:
     logger.info("compiling kernel %s", spec.symbol)
     with tempfile.TemporaryDirectory(dir=folder, prefix=_scratch(spec)) as scratch:
         product = Path(scratch) / f"{spec.symbol}.o"
-        compile_object(spec, product)
+        compile_object(spec, product, arch)
         compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
         if compiler:
             product = _link(compiler, product)

@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-# The compute capability that the kernels are built for: H100, H200.
+# The compute capability with a family of kernels of its own: H100, H200.
 SM_90 = (9, 0)
+# Architecture whose code a GPU runs, by the major number of its compute capability.
+ARCHITECTURES = {8: "sm_80", 9: "sm_90a", 10: "sm_100", 12: "sm_120"}
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,11 @@ def sm_count(index: int) -> int:
 def capability(index: int) -> tuple[int, int]:
     """Compute capability of device ``index`` as (major, minor)."""
     return _attribute(index, "COMPUTE_CAPABILITY_MAJOR"), _attribute(index, "COMPUTE_CAPABILITY_MINOR")
+
+
+def architecture(index: int) -> str | None:
+    """The architecture of kernels that device ``index`` runs; None if there are none for it."""
+    return ARCHITECTURES.get(capability(index)[0])
 
 
 @functools.cache

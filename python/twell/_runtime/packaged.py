@@ -1,7 +1,8 @@
-"""The library of compiled kernels in a wheel, and the loader for any library of kernels.
+"""The libraries of compiled kernels in a wheel, and the loader for any library of kernels.
 
-Needs tvm-ffi and the DSL's runtime library; never imports cutlass. ``_lib/`` holds ``libtwell_kernels.so`` and
-``manifest.json``: its architecture, versions, source hash and symbols.
+Needs tvm-ffi and the DSL's runtime library; never imports cutlass. ``_lib/`` holds ``libtwell_kernels.so`` for sm_90a
+and ``manifest.json``: its architecture, versions, source hash and symbols. ``_lib/sm_80/`` holds the same for sm_80,
+and so on. A library is loaded only where a GPU runs its code.
 """
 
 from __future__ import annotations
@@ -54,16 +55,22 @@ class Manifest:
         return self.versions[fingerprint.TVM_FFI]
 
 
-def find(symbol: str) -> Kernel | None:
-    """The packaged kernel of this name; None if there is no usable library or it lacks the symbol.
+def folder_of(arch: str) -> Path:
+    """The folder of the library for ``arch``."""
+    return FOLDER if arch == fingerprint.ARCH else FOLDER / arch
+
+
+def find(symbol: str, arch: str = fingerprint.ARCH) -> Kernel | None:
+    """The packaged kernel of this name for ``arch``; None if there is no usable library or it lacks the symbol.
 
     A damaged library is reported once. Raises RuntimeError if the runtime that every library needs cannot be loaded.
     """
-    manifest = read_manifest(FOLDER)
+    folder = folder_of(arch)
+    manifest = read_manifest(folder, arch)
     if manifest is None or symbol not in manifest.symbols:
         return None
     load_runtime()
-    library = FOLDER / LIBRARY
+    library = folder / LIBRARY
     try:
         _require_whole(library)
         return load(library, symbol)
@@ -89,8 +96,8 @@ def _require_whole(library: Path) -> None:
 
 
 @functools.cache
-def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of the library in ``folder``; None, with a logged reason, if the library cannot be used."""
+def read_manifest(folder: Path, arch: str = fingerprint.ARCH) -> Manifest | None:
+    """The manifest of the library for ``arch`` in ``folder``; None, with a logged reason, if it cannot be used."""
     if not (folder / LIBRARY).is_file():
         logger.info("no packaged kernels in %s", folder)
         return None
@@ -99,8 +106,8 @@ def read_manifest(folder: Path) -> Manifest | None:
     except (OSError, ValueError, RecursionError) as error:
         logger.warning("packaged kernels ignored: manifest.json in %s is not usable: %s", folder, error)
         return None
-    if manifest.arch != fingerprint.ARCH:
-        logger.warning("packaged kernels ignored: built for %s, expected %s", manifest.arch, fingerprint.ARCH)
+    if manifest.arch != arch:
+        logger.warning("packaged kernels ignored: built for %s, expected %s", manifest.arch, arch)
         return None
     if manifest.source_hash != fingerprint.source_hash():
         logger.warning("packaged kernels ignored: the kernel sources changed since they were built")

@@ -8,60 +8,66 @@ from typing import Any
 
 import torch
 
-from twell._runtime import cache, device, packaged, specs
+from twell._runtime import cache, device, fingerprint, packaged, specs
 from twell._runtime.log import logger
 
 # Compiling is not thread-safe.
 _lock = threading.Lock()
-_kernels: dict[specs.Spec, packaged.Kernel] = {}
-_missing: set[specs.Spec] = set()
+# by architecture and spec
+_kernels: dict[tuple[str, specs.Spec], packaged.Kernel] = {}
+_missing: set[tuple[str, specs.Spec]] = set()
 
 
-def resolve(spec: specs.Spec) -> packaged.Kernel:
-    """The compiled function of ``spec``: it takes torch tensors of one device and runs on torch's current stream.
+def resolve(spec: specs.Spec, arch: str = fingerprint.ARCH) -> packaged.Kernel:
+    """The compiled function of ``spec`` for ``arch``: it takes torch tensors of one device, and runs on torch's current
+    stream.
 
     Raises RuntimeError, naming the spec, if there is no compiler, ``TWELL_JIT=off`` forbids compiling, or a CUDA graph
     is being captured on the current stream.
     """
-    kernel = _kernels.get(spec)
+    key = arch, spec
+    kernel = _kernels.get(key)
     if kernel is None:
         with _lock:
-            kernel = _kernels.get(spec)
+            kernel = _kernels.get(key)
             if kernel is None:
-                kernel = _kernels[spec] = _loading(spec, _find(spec))
+                kernel = _kernels[key] = _loading(key, _find(spec, arch))
     return kernel
 
 
-def _loading(spec: specs.Spec, kernel: packaged.Kernel) -> packaged.Kernel:
+def _loading(key: tuple[str, specs.Spec], kernel: packaged.Kernel) -> packaged.Kernel:
     """``kernel``, whose first call loads its code onto the GPU; a capture neither records nor forbids that."""
 
     def load(*arguments: Any) -> Any:
         with device.relaxed_capture() if torch.cuda.is_initialized() else nullcontext():  # type: ignore[no-untyped-call]
             result = kernel(*arguments)  # type: ignore[func-returns-value]
-        _kernels[spec] = kernel
+        _kernels[key] = kernel
         return result
 
     return load
 
 
-def obtainable(spec: specs.Spec) -> bool:
-    """Load the kernel of ``spec``; return whether that worked. A failure is logged and final, except in a capture."""
-    if spec in _kernels:
+def obtainable(spec: specs.Spec, arch: str = fingerprint.ARCH) -> bool:
+    """Load the kernel of ``spec`` for ``arch``; return whether that worked.
+
+    A failure is logged and final, except in a capture.
+    """
+    if (arch, spec) in _kernels:
         return True
-    if spec in _missing:
+    if (arch, spec) in _missing:
         return False
     try:
-        resolve(spec)
+        resolve(spec, arch)
     except RuntimeError as error:
         if not _capturing():
-            _missing.add(spec)
+            _missing.add((arch, spec))
             logger.warning("continuing without kernel %s: %s", spec.symbol, error)
         return False
     return True
 
 
-def _find(spec: specs.Spec) -> packaged.Kernel:
-    kernel = packaged.find(spec.symbol)
+def _find(spec: specs.Spec, arch: str) -> packaged.Kernel:
+    kernel = packaged.find(spec.symbol, arch)
     if kernel is not None:
         logger.debug("kernel %s is packaged", spec.symbol)
         return kernel
@@ -69,7 +75,7 @@ def _find(spec: specs.Spec) -> packaged.Kernel:
         raise RuntimeError(
             f"kernel {spec} is not loaded yet and a CUDA graph is being captured; make the call once before capturing"
         )
-    return cache.load(spec)
+    return cache.load(spec, arch)
 
 
 def _capturing() -> bool:

@@ -42,12 +42,16 @@ class DeviceInfo:
 
 @dataclass(frozen=True)
 class KernelInfo:
-    """The packaged library: its manifest, and whether it loads. `problems` in words."""
+    """The packaged library for the first GPU, or Hopper's without one: its manifest, and whether it loads.
+
+    `packaged`: the architectures that there are libraries for. `problems` in words.
+    """
 
     library: str
     present: bool
     usable: bool
     loads: bool
+    packaged: tuple[str, ...]
     arch: str | None
     toolkit: str | None
     dsl_version: str | None
@@ -72,7 +76,8 @@ class CacheInfo:
 class TableInfo:
     """The table of costs that "auto" uses on a GPU model: the GPU, date and file it is from, and a user's file ignored.
 
-    `file` is None for the shipped table. `problem`: why there is a file that is not used, or None.
+    `file` is None for the shipped table. `measured_on` is "" where there is none, and "auto" is dense. `problem`: why
+    there is a file that is not used, or None.
     """
 
     gpu: str
@@ -114,14 +119,17 @@ def collect() -> Info:
             "{}.{}".format(*d.capability),
             d.sm_count,
             d.memory,
-            d.capability == device.SM_90,
+            d.capability[0] in device.ARCHITECTURES,
         )
         for d in driver.devices
     )
     environment = {name: _in_effect(value) for name, value in VARIABLES.items()}
-    models = dict.fromkeys(d.name for d in devices if d.sparse)
-    kernels = _kernels(packaged.FOLDER)
-    return Info(versions, devices, driver.problem, kernels, _cache(), tuple(map(_table, models)), environment)
+    models = {d.name: d.capability == device.SM_90 for d in driver.devices if d.capability[0] in device.ARCHITECTURES}
+    first = driver.devices[0].capability[0] if driver.devices else 9
+    arch = device.ARCHITECTURES.get(first, fingerprint.ARCH)
+    kernels = _kernels(packaged.folder_of(arch), arch)
+    tables = tuple(_table(*model) for model in models.items())
+    return Info(versions, devices, driver.problem, kernels, _cache(), tables, environment)
 
 
 def _in_effect(value: Callable[[], object]) -> str:
@@ -147,10 +155,10 @@ def _warnings() -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
-def _kernels(folder: Path) -> KernelInfo:
+def _kernels(folder: Path, arch: str = fingerprint.ARCH) -> KernelInfo:
     library = folder / packaged.LIBRARY
     with _warnings() as problems:
-        manifest = packaged.read_manifest.__wrapped__(folder)  # uncached, for its warnings
+        manifest = packaged.read_manifest.__wrapped__(folder, arch)  # uncached, for its warnings
     loads = False
     if manifest is not None:
         try:
@@ -163,6 +171,9 @@ def _kernels(folder: Path) -> KernelInfo:
         library=str(library),
         present=library.is_file(),
         usable=manifest is not None,
+        packaged=tuple(
+            a for a in device.ARCHITECTURES.values() if (packaged.folder_of(a) / packaged.LIBRARY).is_file()
+        ),
         loads=loads,
         arch=manifest.arch if manifest else None,
         toolkit=manifest.toolkit if manifest else None,
@@ -185,17 +196,23 @@ def _cache() -> CacheInfo:
         return CacheInfo("", 0, 0, 0, str(error))
 
 
-def _table(gpu: str) -> TableInfo:
+def _table(gpu: str, shipped: bool) -> TableInfo:
+    """The table for a GPU model, for which the shipped one may stand in or not."""
     table = _tables.read(gpu)
+    if table.file is None and not shipped:
+        return TableInfo(gpu, "", "", None, table.ignored or None)
     return TableInfo(gpu, table.gpu, table.date, str(table.file) if table.file else None, table.ignored or None)
 
 
 def _table_lines(tables: tuple[TableInfo, ...]) -> Iterator[str]:
     for table in tables:
-        yield f"  {table.gpu}: {table.file or 'shipped'}, measured on {table.measured_on}, {table.date[:10]}"
+        if table.measured_on:
+            yield f"  {table.gpu}: {table.file or 'shipped'}, measured on {table.measured_on}, {table.date[:10]}"
+        else:
+            yield f'  {table.gpu}: none, and "auto" is dense there until `twell tune` has measured it'
         if table.problem:
             yield f"  note: {table.problem}"
-        if table.measured_on != table.gpu:
+        if table.measured_on not in ("", table.gpu):
             yield f"  note: these are times of another GPU; `twell tune` measures {table.gpu}"
     if not tables:
         yield '  none in use: "auto" is dense here'
@@ -212,7 +229,7 @@ def lines(info: Info, verbose: bool) -> Iterator[str]:
     yield from _fields(info.versions)
     yield "\nDevices"
     for d in info.devices:
-        support = "sparse kernels run here" if d.sparse else "no sparse kernels: they need compute capability 9.0"
+        support = "sparse kernels run here" if d.sparse else "no sparse kernels: they need compute capability 8.0"
         yield f"  cuda:{d.index}  {d.name}, compute capability {d.capability}, {d.sm_count} SMs, " + (
             f"{d.memory / 2**30:.0f} GiB: {support}"
         )
@@ -226,6 +243,7 @@ def lines(info: Info, verbose: bool) -> Iterator[str]:
         rows = {
             "library": kernels.library,
             "kernels": f"{len(kernels.symbols)} for {kernels.arch}" + ("" if verbose else " (--verbose lists them)"),
+            "libraries": f"for {', '.join(kernels.packaged)}",
             "built with": (
                 f"CuTe DSL {kernels.dsl_version} ({kernels.toolkit}), {fingerprint.TVM_FFI} {kernels.tvm_ffi_version}"
             ),
@@ -235,6 +253,8 @@ def lines(info: Info, verbose: bool) -> Iterator[str]:
         yield from _fields(rows)
     else:
         yield f"  none in use ({'there is a' if kernels.present else 'no'} library at {kernels.library})"
+        if kernels.packaged:
+            yield f"  libraries: for {', '.join(kernels.packaged)}"
     yield from (f"  note: {problem}" for problem in kernels.problems if kernels.present)
     if verbose:
         yield from (f"    {symbol}" for symbol in kernels.symbols)

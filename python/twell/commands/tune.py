@@ -17,7 +17,9 @@ import argparse
 import datetime
 import itertools
 import math
+import shutil
 import statistics
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -436,6 +438,48 @@ def report(table: _tables.Costs, rows: Iterable[dict[str, Any]]) -> str:
 # The command
 
 
+class Progress:
+    """A bar on stderr below the lines printed so far: the share of ``steps`` and the time that they may still take.
+
+    Where stderr is no terminal there are the lines alone.
+    """
+
+    def __init__(self, steps: int, budget_s: float) -> None:
+        self.steps, self.budget_s = steps, budget_s
+        self.done, self.started = 0, time.monotonic()
+        self.terminal = sys.stderr.isatty()
+        self._draw()
+
+    def show(self, line: str) -> None:
+        """Print a line above the bar."""
+        self.end()
+        print(line, flush=True)
+        self._draw()
+
+    def advance(self) -> None:
+        """Count a step."""
+        self.done += 1
+        self.end()
+        self._draw()
+
+    def end(self) -> None:
+        """Remove the bar."""
+        if self.terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def _draw(self) -> None:
+        if not self.terminal:
+            return
+        passed = time.monotonic() - self.started
+        # steps of many tokens take longer, and come last for each layer
+        left = min(passed / max(self.done, 1) * (self.steps - self.done), self.budget_s - passed)
+        text = f"{self.done} of {self.steps} steps" + (f", {max(left, 0):.0f} s left" if self.done else "")
+        width = min(40, shutil.get_terminal_size().columns - len(text) - 4)
+        filled = round(width * self.done / self.steps)
+        bar = f"[{'#' * filled}{'.' * (width - filled)}] " if width >= 8 else ""
+        print(f"{bar}{text}", end="", file=sys.stderr, flush=True)
+
+
 def now() -> str:
     """The time as ISO 8601, to the second."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -471,8 +515,8 @@ def gpu(name: str | None) -> protocol.Gpu:
     """The device to measure. Raises RequestError if sparse kernels do not run there."""
     device = pick_device(name or "cuda")
     index = device.index or 0
-    if device.type != "cuda" or driver.capability(index) != driver.SM_90:
-        raise RequestError(f"--device: expected a GPU of compute capability 9.0, got {device}")
+    if device.type != "cuda" or driver.architecture(index) is None:
+        raise RequestError(f"--device: expected a GPU of compute capability 8.0 or higher, got {device}")
     torch.cuda.set_device(index)
     return protocol.Gpu(torch.device("cuda", index))
 
@@ -490,8 +534,13 @@ def tune(arguments: argparse.Namespace, device: protocol.Device) -> int:
         raise RequestError(f"the table cannot be written: {error}") from error
     machine, rows = testing.machine_line(device.torch_device), list[dict[str, Any]]()
     steps = plan(arguments.shape, arguments.kinds)
-    for found in measure(steps, device, budget_s=arguments.budget_s):
-        rows += found
+    progress = Progress(len(steps), arguments.budget_s)
+    try:
+        for found in measure(steps, device, budget_s=arguments.budget_s, show=progress.show):
+            rows += found
+            progress.advance()
+    finally:
+        progress.end()
     costs = whole(fit(rows), steps)
     print(report(costs, rows))
     print(machine)

@@ -7,12 +7,15 @@ gradient: ``twell._autograd`` joins forward to backward. ``twell.functional`` is
 from __future__ import annotations
 
 from twell.ops.ffn import ffn, ffn_aux
+from twell.ops.ffn_screened import ffn_screened
 from twell.ops.ffn_union import ffn_union
 from twell.ops.gate_pack import gate_pack
+from twell.ops.gate_screen import gate_screen
 from twell.ops.hybrid_backward import hybrid_backward
 from twell.ops.hybrid_backward_accumulate import hybrid_backward_accumulate
 from twell.ops.hybrid_forward import hybrid_forward
 from twell.ops.matrix_transpose import matrix_transpose
+from twell.ops.quantize_gate import quantize_gate
 from twell.ops.reglu import reglu, reglu_backward
 from twell.ops.unpack import unpack
 from twell.ops.up_down import up_down
@@ -21,12 +24,15 @@ from twell.ops.up_down_union import up_down_union
 __all__ = [
     "ffn",
     "ffn_aux",
+    "ffn_screened",
     "ffn_union",
     "gate_pack",
+    "gate_screen",
     "hybrid_backward",
     "hybrid_backward_accumulate",
     "hybrid_forward",
     "matrix_transpose",
+    "quantize_gate",
     "reglu",
     "reglu_backward",
     "unpack",

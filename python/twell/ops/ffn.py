@@ -21,6 +21,8 @@ from torch import Tensor
 from twell import _auto, tuning
 from twell._activation import Activation
 from twell._runtime import geometry, nvtx
+from twell.ops.ffn_screened import on_cpu as screened_on_cpu
+from twell.ops.ffn_screened import on_cuda as screened_on_cuda
 from twell.ops.ffn_union import by_small_tiles
 from twell.ops.ffn_union import on_cpu as union_on_cpu
 from twell.ops.ffn_union import on_cuda as union_on_cuda
@@ -39,9 +41,11 @@ from twell.ops.library import (
     register,
 )
 from twell.ops.operands import Operands, PackedOperands
+from twell.ops.quantize_gate import on_cuda as quantize_on_cuda
+from twell.ops.quantize_gate import quantize_gate
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
-from twell.ops.up_down import multiply
+from twell.ops.up_down import arrivals_for, multiply
 from twell.ops.up_down import on_cpu as up_down_on_cpu
 
 Aux = tuple[Tensor, Tensor, Tensor]
@@ -93,7 +97,7 @@ def _choose(layer: Operands, strategy: str, site: Tensor | None) -> _auto.Route:
         return _auto.Route(forced)
     n, gated, copied = w_gate.shape[0], w_up is not None, not has_row_strides(w_down)
     if site is None:
-        return _auto.Route(_auto.fresh(x, n, gated, copied))
+        return _auto.Route(_auto.fresh(x, n, gated, False, copied))
     return _auto.site_of(site).begin(x, n, gated, False, copied, _is_merged(x, w_gate, w_up, b_gate, b_up))
 
 
@@ -150,20 +154,34 @@ def _row_on_cuda(
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     check_alike(w_gate, w_up=w_up, w_down=w_down)
     words, spill, stats = packed = packed_outputs(x, w_gate, compression)
-    pack(x, w_gate, b_gate, packed, compression, activation, invariant)
+    arrivals = None if invariant else arrivals_for(x)
+    pack(x, w_gate, b_gate, packed, compression, activation, invariant, arrivals)
     y, l1 = empty(x, x.shape), empty(x, x.shape[0], torch.float32)
     behind = PackedOperands(x, words, spill, w_up, w_down, b_up, b_down)
-    multiply(behind, y, l1, compression, activation, invariant)
+    multiply(behind, y, l1, compression, activation, invariant, arrivals)
     return y, l1, stats, None
 
 
 def _union_on_cuda(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
     # the kernel for few tokens knows no unions
     (m, k), n, gated = layer.x.shape, layer.w_gate.shape[0], layer.w_up is not None
-    spec = None if measured or not m else tuning.up_down_tile(layer.x.dtype, m, k, n, gated)
+    spec = (
+        None
+        if measured or not m
+        else tuning.up_down_tile(layer.x.dtype, m, k, n, gated, tuning.family(layer.x.device.index))
+    )
     if spec is None:
         return union_on_cuda(layer, compression, activation)
     return *by_small_tiles(layer, compression, activation, spec), None
+
+
+def _screened_on_cpu(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
+    return screened_on_cpu(layer, quantize_gate(layer.w_gate, True), compression, activation)[:4]
+
+
+def _screened_on_cuda(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
+    # no copy of w_gate is kept: a write through .data does not raise a tensor's version
+    return screened_on_cuda(layer, quantize_on_cuda(layer.w_gate, True), compression, activation)[:4]
 
 
 def _dense(layer: Operands, activation: Activation, measurement: _auto.Measurement | None, totals: bool) -> _Totals:
@@ -219,11 +237,13 @@ def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 _SPARSE_ON_CPU: _Sparse = {
     "row": _row_on_cpu,
     "union": lambda layer, compression, activation, measured: union_on_cpu(*layer, compression, *activation),
+    "screened": _screened_on_cpu,
     "invariant": _row_on_cpu,
 }
 _SPARSE_ON_CUDA: _Sparse = {
     "row": _row_on_cuda,
     "union": _union_on_cuda,
+    "screened": _screened_on_cuda,
     "invariant": functools.partial(_row_on_cuda, invariant=True),
 }
 _ARGUMENTS = f"{LAYER}, int compression, str strategy, Tensor? site, {ACTIVATION}"

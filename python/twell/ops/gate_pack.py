@@ -86,18 +86,27 @@ def pack(
     compression: int,
     activation: Activation,
     invariant: bool = False,
+    arrivals: Tensor | None = None,
 ) -> None:
-    """Launch what fills ``packed``; if ``invariant``, with bits that do not depend on the number of tokens."""
+    """Launch what fills ``packed``; if ``invariant``, with bits that do not depend on the number of tokens.
+
+    Zeroes ``arrivals``, the counters of up_down's clusters.
+    """
     (m, _), n = x.shape, w_gate.shape[0]
     if m == 0:
         return
     operands = (rows(x), rows(w_gate), bias_vector("b_gate", b_gate, n, x), *packed)
-    # a cluster is two CTAs, one per multiprocessor
-    clusters = device.sm_count(x.device.index) // 2
-    spec = tuning.gate_pack(x.dtype, m, n, clusters, invariant)
-    last = (clusters,) if isinstance(spec, specs.GatePackSpec) else ()
-    threshold = threshold_pair(activation, x.dtype)
-    launch(spec, *operands, geometry.words_per_tile(compression), threshold, *last)
+    multiprocessors, family = device.sm_count(x.device.index), tuning.family(x.device.index)
+    # a cluster is two CTAs, one per multiprocessor; the portable family has none
+    clusters = multiprocessors // 2
+    spec = tuning.gate_pack(x.dtype, m, n, clusters, invariant, family)
+    form = geometry.words_per_tile(compression), threshold_pair(activation, x.dtype)
+    if isinstance(spec, specs.GatePackSpec):
+        if arrivals is not None:
+            arrivals.zero_()
+        launch(spec, *operands, *form, clusters if family == specs.SM90 else multiprocessors)
+    else:
+        launch(spec, *operands, empty(x, 0, torch.int32) if arrivals is None else arrivals, *form)
 
 
 gate_pack = register(

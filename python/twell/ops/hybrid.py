@@ -29,7 +29,7 @@ from torch import Tensor
 
 from twell import tuning
 from twell._activation import RELU, Activation, threshold_pair
-from twell._runtime import device, geometry
+from twell._runtime import device, geometry, specs
 from twell.ops.library import (
     bias_vector,
     check,
@@ -117,6 +117,13 @@ def require_offsets(m: int, n: int) -> None:
     if 2 * geometry.hybrid_capacity(m, n) > geometry.MOST:
         most = geometry.MOST // (2 * geometry.hybrid_capacity(8, n)) * 8
         raise NotImplementedError(f"with {n} neurons a training step takes at most {most} tokens, got {m}")
+
+
+def require_neurons(n: int, family: str) -> None:
+    """Raise NotImplementedError if kernels of ``family`` cannot bring a pattern of ``n`` neurons to this format."""
+    most = geometry.PORTABLE_UNION_NEURONS
+    if family == specs.PORTABLE and n > most:
+        raise NotImplementedError(f'here strategy "union" and training take at most {most} neurons, got {n}')
 
 
 def near_rows(matrix: Tensor) -> Tensor:
@@ -298,7 +305,8 @@ def overflow_forward(
     over = (kept.sizes, capacity, *form, scratch)
     weights = (w_gate, w_gate if w_up is None else w_up, w_down)
     own = (y, sums, aside, device.sm_count(x.device.index))
-    launch(tuning.overflow(x.dtype, "forward"), x, *weights, *biases, *over, *own)
+    spec = tuning.overflow(x.dtype, "forward", tuning.family(x.device.index))
+    launch(spec, x, *weights, *biases, *over, *own)
 
 
 def overflow_backward(
@@ -328,7 +336,8 @@ def overflow_backward(
     by_token = x.new_empty((lines, 2 * n), dtype=torch.float32)
     own = (dx, *weights, *sums, int(accumulate), by_token, *d_biases, aside, device.sm_count(x.device.index))
     operands = (w_gate, w_gate if w_up is None else w_up, w_down, *biases, dl1)
-    return functools.partial(launch, tuning.overflow(x.dtype, "backward"), dy, x, *operands, *over, *own)
+    spec = tuning.overflow(x.dtype, "backward", tuning.family(x.device.index))
+    return functools.partial(launch, spec, dy, x, *operands, *over, *own)
 
 
 def backward_cuda(
@@ -358,10 +367,11 @@ def backward_cuda(
     d_gate = empty(sizes, capacity)
     d_up = empty(sizes, capacity) if gated else None
     by_entry = (up, dl1, d_gate, d_up, activation.code())
-    launch(tuning.sampled_grad(dtype, gated), dy, w_down, *pattern, *by_entry, multiprocessors)
+    family = tuning.family(x.device.index)
+    launch(tuning.sampled_grad(dtype, gated, family), dy, w_down, *pattern, *by_entry, multiprocessors)
     del by_entry
     if dx is not None:
-        gathered = tuning.gathered(dtype, 2 if gated else 1)
+        gathered = tuning.gathered(dtype, 2 if gated else 1, family)
         # the rounded ones of two values in each word
         gate_rounded, up_rounded = (None if d is None else d.view(dtype)[::2] for d in (d_gate, d_up))
         aside = room_aside(x, 2 * n if gated else n, multiprocessors)
@@ -386,7 +396,7 @@ def backward_cuda(
     packed = empty(sizes, room, torch.int64)
     tokens = empty(sizes, room)
     by_neuron = (groups, tiles, starts, packed, tokens)
-    launch(tuning.transpose(dtype, gated), *pattern, up, d_gate, d_up, slot, *by_neuron, activation.code())
+    launch(tuning.transpose(dtype, gated, family), *pattern, up, d_gate, d_up, slot, *by_neuron, activation.code())
 
     del d_gate, d_up, groups, by_neuron
     out = weights()
@@ -400,7 +410,7 @@ def backward_cuda(
     nothings = [None if w is None else nothing for w in out[1:4]]
     stored, added = (nothings, out[1:4]) if accumulate else (out[1:4], nothings)
     gradients = (*stored, db_gate, db_up, *added, aside)
-    weight_grad = tuning.weight_grad(dtype, gated, bias)
+    weight_grad = tuning.weight_grad(dtype, gated, bias, family)
     operands = (x, dy, order, sizes, tiles, starts, packed, tokens)
     out = out._replace(x=dx)
     dense = functools.partial(overflow_backward, laid, capacity, out, accumulate, aside)

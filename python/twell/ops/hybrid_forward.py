@@ -4,7 +4,8 @@ h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]) for the non-zeros of gate = re
 without ``w_up`` h = gate; y = h @ w_down + b_down. The gate is rounded to x's dtype, and so is h, once. The gate is
 kept in the hybrid format of ``twell.ops.hybrid``, with room for ``held`` non-zeros per token on average; 0: for the
 most. On CUDA bfloat16 or float16, on the CPU float32 or float64, too. This is relu; ``twell._activation`` has the
-others.
+others. If ``screened``, gates are computed only where an int8 product says that they may be non-zeros, which is wrong
+with a probability of at most 2^-80 per gate; then values have 16 bits on the CPU, too.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ from twell.ops.library import (
     register,
 )
 from twell.ops.operands import Operands
+from twell.ops.quantize_gate import on_cuda as quantize_on_cuda
+from twell.ops.quantize_gate import quantize_gate
+from twell.ops.screened import candidates_on_cpu, empty_lists, find, masked, require
+from twell.ops.screened import pack as pack_listed
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -56,9 +61,14 @@ def outputs(x: Tensor, w_gate: Tensor, w_up: Tensor | None, held: int) -> Output
 
 @layer_first
 def _fake(
-    layer: Operands, compression: int, held: int = 0, activation: str = "relu", threshold: float = 0.0
+    layer: Operands,
+    compression: int,
+    held: int = 0,
+    activation: str = "relu",
+    threshold: float = 0.0,
+    screened: bool = False,
 ) -> Outputs:
-    check_layer(*layer, wide=True)
+    check_layer(*layer, wide=not screened)
     activation_of(activation, threshold, layer.w_up is not None).level(layer.x.dtype)
     geometry.words_per_tile(compression)
     if held < 0:
@@ -67,13 +77,22 @@ def _fake(
 
 
 @layer_first
-def _cpu(layer: Operands, compression: int, held: int = 0, activation: str = "relu", threshold: float = 0.0) -> Outputs:
-    y, l1, nonzeros, *tensors = _fake(*layer, compression, held, activation, threshold)
+def _cpu(
+    layer: Operands,
+    compression: int,
+    held: int = 0,
+    activation: str = "relu",
+    threshold: float = 0.0,
+    screened: bool = False,
+) -> Outputs:
+    y, l1, nonzeros, *tensors = _fake(*layer, compression, held, activation, threshold, screened)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     hybrid.require_offsets(x.shape[0], w_gate.shape[0])
     kept = Kept(*tensors)
     form = activation_of(activation, threshold)
     gate = form.after(hybrid.project(x, w_gate, b_gate).to(x.dtype), inplace=True)
+    if screened:
+        masked(gate, candidates_on_cpu(x, w_gate, b_gate, quantize_gate(w_gate, True)))
     up = None if w_up is None else hybrid.project(x, w_up, b_up)
     hidden = form.hidden(gate.to(l1.dtype), up).masked_fill(gate == 0, 0)
     l1.copy_(hidden.abs().sum())
@@ -85,10 +104,15 @@ def _cpu(layer: Operands, compression: int, held: int = 0, activation: str = "re
 
 @layer_first
 def _cuda(
-    layer: Operands, compression: int, held: int = 0, activation: str = "relu", threshold: float = 0.0
+    layer: Operands,
+    compression: int,
+    held: int = 0,
+    activation: str = "relu",
+    threshold: float = 0.0,
+    screened: bool = False,
 ) -> Outputs:
     form = activation_of(activation, threshold, layer.w_up is not None)
-    y, l1, nonzeros, kept = on_cuda(layer, compression, held, form, totals=True)
+    y, l1, nonzeros, kept = on_cuda(layer, compression, held, form, totals=True, screened=screened)
     assert l1 is not None
     assert nonzeros is not None
     return y, l1, nonzeros, *kept
@@ -100,13 +124,15 @@ def _cuda(
     )
 )
 def on_cuda(
-    layer: Operands, compression: int, held: int, activation: Activation, totals: bool
+    layer: Operands, compression: int, held: int, activation: Activation, totals: bool, screened: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Kept]:
     """The operator on the current device; l1 and nonzeros are None unless ``totals``: two sums cost 35 us."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     hybrid.require_offsets(x.shape[0], w_gate.shape[0])
     check_alike(w_gate, w_up=w_up, w_down=w_down)
     (m, k), n, dtype, gated = x.shape, w_gate.shape[0], x.dtype, w_up is not None
+    family = tuning.family(x.device.index)
+    hybrid.require_neurons(n, family)
     l1: Tensor | None = None
     nonzeros: Tensor | None = None
     if totals or not m:
@@ -120,8 +146,16 @@ def on_cuda(
     x, w_gate, w_down = (hybrid.near_rows(t) for t in (x, w_gate, down_rows(w_down)))
     w_up = None if w_up is None else hybrid.near_rows(w_up)
     multiprocessors, capacity = device.sm_count(x.device.index), geometry.hybrid_capacity(m, n, held)
+    if screened:
+        require(x)
     words, spill, stats = packed = packed_outputs(x, w_gate, compression)
-    pack(x, w_gate, b_gate, packed, compression, activation)
+    lists = empty_lists(x, m, n) if screened else None
+    if lists is None:
+        pack(x, w_gate, b_gate, packed, compression, activation)
+    else:
+        bias = bias_vector("b_gate", b_gate, n, x)
+        bits = find(x, bias, quantize_on_cuda(w_gate, True))
+        pack_listed(x, w_gate, bias, bits, lists, packed, compression, activation)
     entries, neurons, chunks, sizes, popularity = kept
     pattern = (entries, neurons, chunks, sizes)
     width = geometry.words_per_tile(compression)
@@ -129,23 +163,24 @@ def on_cuda(
     sums = empty(x, (geometry.token_tiles(m), geometry.training_sums(n)), torch.float32)
     code, of_entries = activation.code(), RELU.code() if gated else activation.code()
     plain = 0 if gated else 1 + code
-    compact = tuning.compact(dtype, training=True)
-    launch(compact, words, spill, stats, *pattern, popularity, sums, n, width, plain, capacity)
+    compact = tuning.compact(dtype, True, family)
+    names = (neurons, sizes, 0) if lists is None else (*lists, 1)
+    launch(compact, words, spill, stats, *pattern, popularity, sums, n, width, plain, capacity, *names)
     if nonzeros is not None:
         torch.sum(stats.select(2, 0), (0, 1), out=nonzeros)
     # the largest tensors of the step are given back before y is allocated
-    del packed, words, spill, stats
+    del packed, words, spill, stats, lists, names
     y = result(x)
 
     hidden = None
     if w_up is not None:
         up = hybrid.values(entries, capacity, dtype, 1)[0]
         hidden = empty(up, capacity)
-        spec = tuning.sampled_up(dtype, training=True)
+        spec = tuning.sampled_up(dtype, True, family)
         up_bias, last = bias_vector("b_up", b_up, n, x), (code, capacity, multiprocessors)
         launch(spec, x, w_up, up_bias, *pattern, up, hidden, sums, *last)
     # without an up projection the gates in the entries become h as they are read
-    down = tuning.gathered(dtype, 1 if gated else 0)
+    down = tuning.gathered(dtype, 1 if gated else 0, family)
     bias = bias_vector("b_down", b_down, k, x)
     aside = hybrid.room_aside(x, n, multiprocessors)
     launch(down, hidden, w_down, None, None, bias, *pattern, y, aside, of_entries, capacity, multiprocessors)
@@ -158,7 +193,8 @@ def on_cuda(
 
 
 hybrid_forward = register(
-    f"hybrid_forward({LAYER}, int compression, int held=0, {ACTIVATION}) -> (Tensor y, Tensor l1, Tensor nonzeros, "
+    f"hybrid_forward({LAYER}, int compression, int held=0, {ACTIVATION}, bool screened=False) -> "
+    "(Tensor y, Tensor l1, Tensor nonzeros, "
     "Tensor entries, Tensor neurons, Tensor chunks, Tensor sizes, Tensor popularity)",
     fake=_fake,
     cpu=_cpu,

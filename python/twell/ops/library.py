@@ -159,10 +159,9 @@ def _range_of(name: str, phase: str | None) -> Callable[..., nvtx.Context]:
 def launch(spec: specs.Spec, *arguments: Any) -> None:
     """Call the kernel of ``spec`` on the current device and torch's current stream.
 
-    Raises NotImplementedError on a device of another compute capability than 9.0, RuntimeError if there is no kernel.
+    Raises NotImplementedError on a device for which there are no kernels, RuntimeError if there is not this one.
     """
-    require_sm90(torch.cuda.current_device())
-    resolve.resolve(spec)(*arguments)
+    resolve.resolve(spec, require_architecture(torch.cuda.current_device()))(*arguments)
     if _DEBUG and not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize()
 
@@ -170,21 +169,23 @@ def launch(spec: specs.Spec, *arguments: Any) -> None:
 def launchable(index: int, *needed: specs.Spec) -> bool:
     """Whether ``launch`` can run these kernels on device ``index``, for callers that have an alternative."""
     try:
-        return device.capability(index) == device.SM_90 and all(resolve.obtainable(spec) for spec in needed)
+        arch = device.architecture(index)
+        return arch is not None and all(resolve.obtainable(spec, arch) for spec in needed)
     except RuntimeError:
         # no cuda-python
         return False
 
 
-def require_sm90(index: int) -> None:
-    """Raise NotImplementedError unless device ``index`` has compute capability 9.0, which the kernels are built for."""
-    found = device.capability(index)
-    if found != device.SM_90:
-        major, minor = found
+def require_architecture(index: int) -> str:
+    """The architecture of the kernels that device ``index`` runs; raises NotImplementedError if there are none."""
+    arch = device.architecture(index)
+    if arch is None:
+        major, minor = device.capability(index)
         raise NotImplementedError(
-            f"the sparse kernels need compute capability 9.0 (sm_90), got {major}.{minor} on cuda:{index}; "
+            f"the sparse kernels need compute capability 8.0 or higher, got {major}.{minor} on cuda:{index}; "
             'use strategy="dense"'
         )
+    return arch
 
 
 def empty(like: Tensor, shape: int | tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:

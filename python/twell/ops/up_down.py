@@ -80,10 +80,28 @@ def _cuda(packed: PackedOperands, compression: int, activation: str = "relu") ->
     return y, l1
 
 
+def arrivals_for(x: Tensor) -> Tensor | None:
+    """Uninitialised counters of the clusters that share a token of ``x`` [M, K]; None if no clusters do."""
+    (m, k), index = x.shape, x.device.index
+    spec = tuning.up_down_token(x.dtype, m, k, True, False, tuning.family(index)) if m else None
+    if spec is None or tuning.token_pieces(m, spec, device.sm_count(index)) == 1:
+        return None
+    return empty(x, m * spec.cluster, torch.int32)
+
+
 def multiply(
-    packed: PackedOperands, y: Tensor, l1: Tensor, compression: int, activation: Activation, invariant: bool = False
+    packed: PackedOperands,
+    y: Tensor,
+    l1: Tensor,
+    compression: int,
+    activation: Activation,
+    invariant: bool = False,
+    arrivals: Tensor | None = None,
 ) -> None:
-    """Launch what fills ``y`` and ``l1``; if ``invariant``, with bits that do not depend on other tokens."""
+    """Launch what fills ``y`` and ``l1``; if ``invariant``, with bits that do not depend on other tokens.
+
+    ``arrivals`` are those of ``arrivals_for``, zeroed; without them they are made here.
+    """
     x, words, spill, w_up, w_down, b_up, b_down = packed
     m, k = y.shape
     if m:
@@ -94,13 +112,22 @@ def multiply(
         form = geometry.words_per_tile(compression), activation.code()
         up_bias = bias_vector("b_up", b_up, w_down.shape[0], spill) if gated else None
         results = (up_bias, bias_vector("b_down", b_down, k, spill), y, l1)
-        by_token = tuning.up_down_token(spill.dtype, m, k, gated, invariant)
+        family = tuning.family(words.device.index)
+        by_token = tuning.up_down_token(spill.dtype, m, k, gated, invariant, family)
         if by_token is not None:
-            launch(by_token, *operands, *results, *form)
+            pieces = 1 if invariant else tuning.token_pieces(m, by_token, device.sm_count(words.device.index))
+            if pieces == 1:
+                arrivals = empty(words, 0)
+            elif arrivals is None:
+                arrivals = words.new_zeros(m * by_token.cluster)
+            # y of each piece, and behind it the sum of |h|
+            sums = empty(words, (m * pieces if pieces > 1 else 0, k + 8), torch.float32)
+            launch(by_token, *operands, *results, sums, arrivals, pieces, *form)
         else:
             heavy = empty(words, -(-m // geometry.GROUP_ROWS))
-            clusters = device.sm_count(words.device.index) // 8
-            launch(tuning.up_down(spill.dtype, k, gated), *operands, *results, heavy, *form, clusters)
+            spec = tuning.up_down(spill.dtype, k, gated, family)
+            clusters = device.sm_count(words.device.index) // spec.heavy.cluster
+            launch(spec, *operands, *results, heavy, *form, clusters)
 
 
 up_down = register(

@@ -104,14 +104,15 @@ def _cuda(packed: PackedOperands, compression: int, activation: str = "relu") ->
 def by_slices(
     packed: PackedOperands,
     slices: Sequence[tuple[int, int]],
-    packed_of: Callable[[int, int], tuple[Tensor, Tensor]],
+    packed_of: Callable[[int, int], tuple[Tensor, ...]],
     results_of: Callable[[], Outputs],
     activation: Activation,
 ) -> Outputs:
     """Launch the kernels that fill what ``results_of`` allocates, and return it.
 
-    ``packed_of(first, last)`` gives words and spill of a slice when it is its turn. The first is packed before the host
-    does anything else: the GPU has work meanwhile.
+    ``packed_of(first, last)`` gives words and spill of a slice when it is its turn; also ``ops.screened.Lists`` if
+    these have places in lists for neurons. The first is packed before the host does anything else: the GPU has work
+    meanwhile.
     """
     x, _, _, w_up, w_down, b_up, b_down = packed
     n, k, dtype = *w_down.shape, x.dtype
@@ -121,9 +122,11 @@ def by_slices(
     if w_up is not None:
         x, w_up = rows(x), rows(w_up)
     multiprocessors, tiles = device.sm_count(x.device.index), geometry.tiles(n)
-    compact = tuning.compact(dtype, training=False)
-    up = tuning.sampled_up(dtype, training=False)
-    down = tuning.gathered(dtype, 0)
+    family = tuning.family(x.device.index)
+    hybrid.require_neurons(n, family)
+    compact = tuning.compact(dtype, False, family)
+    up = tuning.sampled_up(dtype, False, family)
+    down = tuning.gathered(dtype, 0, family)
     # without an up projection the gates in the entries become h as they are read
     code, of_entries = activation.code(), activation.code() if w_up is None else RELU.code()
     plain = 1 + code if w_up is None else 0
@@ -135,10 +138,11 @@ def by_slices(
         start, stop = first // geometry.TOKEN_TILE, geometry.token_tiles(last)
         # the element behind the sizes of a slice is zero until the next slice writes its first size there
         pattern = (entries, part(neurons, 0, stop - start), part(chunks, 0, stop - start), part(sizes, start, stop + 1))
-        words, spill = ready or packed_of(first, last)
+        words, spill, *lists = ready or packed_of(first, last)
         ready = None
         sums, width = part(l1, start, stop), words.shape[1] // tiles
-        launch(compact, words, spill, None, *pattern, None, sums, n, width, plain, geometry.MOST)
+        names = (*lists, 1) if lists else (pattern[1], pattern[3], 0)
+        launch(compact, words, spill, None, *pattern, None, sums, n, width, plain, geometry.MOST, *names)
         if w_up is not None:
             own = part(x, first, last)
             launch(up, own, w_up, b_up, *pattern, None, None, sums, code, geometry.MOST, multiprocessors)

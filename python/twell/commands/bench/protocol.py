@@ -281,8 +281,8 @@ class Gpu:
         original = resolve.resolve
         launches: list[tuple[str, Any, Any]] = []
 
-        def timed(spec: Any) -> Callable[..., None]:
-            kernel = original(spec)
+        def timed(spec: Any, arch: str = "sm_90a") -> Callable[..., None]:
+            kernel = original(spec, arch)
 
             def launch(*arguments: Any) -> None:
                 start, end = _events()

@@ -16,6 +16,11 @@ def rows(dtype: Any, m: Any, k: Any) -> Any:
     return make_fake_tensor(dtype, (m, k), stride=(cute.sym_int64(divisibility=8), 1), assumed_align=16)
 
 
+def bytes_by_rows(dtype: Any, m: Any, k: Any) -> Any:
+    """A row-major matrix [m, k] of bytes: 64-bit row stride in multiples of 16, 16-byte aligned base."""
+    return make_fake_tensor(dtype, (m, k), stride=(cute.sym_int64(divisibility=16), 1), assumed_align=16)
+
+
 def vector(dtype: Any, n: Any, align: int = 16) -> Any:
     """A contiguous vector [n]."""
     return make_fake_compact_tensor(dtype, (n,), assumed_align=align)
@@ -60,3 +65,19 @@ def lists(b: Any) -> tuple[Any, Any, Any]:
 def matrix(dtype: Any, a: Any, b: Any) -> Any:
     """A contiguous matrix [a, b], aligned to 4 bytes."""
     return make_fake_compact_tensor(dtype, (a, b), stride_order=(1, 0), assumed_align=4)
+
+
+def gate_pack(name: str, arrivals: bool = False) -> tuple[Any, ...]:
+    """Operands of a gate GEMM: x, w, bias, words, spill and stats, arrivals, words per tile and threshold."""
+    dtype = DTYPES[name]
+    m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
+    return (
+        rows(dtype, m, k),
+        rows(dtype, n, k),
+        bias(dtype),
+        *packed(dtype, m),
+        cube(cutlass.Int32, cute.sym_int32(), cute.sym_int32(), 2),
+        *([vector(cutlass.Int32, cute.sym_int32(), align=4)] if arrivals else []),
+        cutlass.Int32(1),
+        cutlass.Int32(1),
+    )

@@ -188,3 +188,17 @@ def byte_sum(word: Uint32) -> Int32:
         write_only_types=[Int32],
         read_only_args=[word, Uint32(0x01010101), Int32(0)],
     )
+
+
+@cute.jit
+def transpose_quad(words: Any, lane: Int32) -> Any:
+    """Transpose four registers of four neighbouring lanes: register j of lane i becomes register i of lane j."""
+    a, b, c, d = words
+    odd, upper = lane & 1 != 0, lane & 2 != 0
+    one, two = cute.arch.shuffle_sync_bfly(a if odd else b, 1), cute.arch.shuffle_sync_bfly(c if odd else d, 1)
+    a, b = one if odd else a, b if odd else one
+    c, d = two if odd else c, d if odd else two
+    one, two = cute.arch.shuffle_sync_bfly(a if upper else c, 2), cute.arch.shuffle_sync_bfly(b if upper else d, 2)
+    a, c = one if upper else a, c if upper else one
+    b, d = two if upper else b, d if upper else two
+    return a, b, c, d

@@ -16,7 +16,6 @@ neurons, 128 per turn. Two kinds of warp groups, which share sm90/sparse_product
 
 from typing import Any, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
@@ -25,12 +24,13 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from . import feasible, geometry
-from .sm90 import operands
-from .sm90.activation import power_pair
-from .sm90.copies import address
-from .sm90.ring import open_ring
-from .sm90.sparse_product import (
+from .. import feasible, geometry
+from ..common.activation import power_pair
+from ..common.copies import address
+from ..common.gathered import SORTED, TILE_M, TILE_N, GatheredForm, Operands, arguments
+from ..specs import GatheredSpec
+from .ring import open_ring
+from .sparse_product import (
     GROUP_THREADS,
     MMA_WARPS,
     REGISTERS_FILL,
@@ -43,32 +43,8 @@ from .sm90.sparse_product import (
     store_coefficient,
     store_rounded,
 )
-from .sm90.values import widen
-from .specs import GatheredSpec
 
-TILE_M, TILE_N, TILE_K = geometry.TOKEN_TILE, 256, geometry.CHUNK
-# most token tiles that are sorted: 131,072 tokens. With more, the load balances without it
-SORTED = 1024
-
-
-class Operands(NamedTuple):
-    """Operands in global memory, None if absent, and the number of slabs and units."""
-
-    coefficients: Any
-    w: Any
-    coefficients2: Any
-    w2: Any
-    bias: Any
-    entries: Any
-    neurons: Any
-    chunks: Any
-    sizes: Any
-    out: Any
-    flushed: Any  # partial sums of long lists
-    activation: Any  # of the values in entries, see sm90/activation.py
-    slabs: Any
-    units: Any
-    order: Any = None  # in shared memory: token tiles, longest list first
+TILE_K = geometry.CHUNK
 
 
 class Fragments(NamedTuple):
@@ -82,34 +58,11 @@ class Fragments(NamedTuple):
     row: Any  # first of the thread's two rows in the token tile
 
 
-class Gathered(SparseProduct):
-    """For one dtype and number of products; sizes and strides stay symbolic. An empty bias stands for none."""
-
-    def __init__(self, spec: GatheredSpec):
-        self.dtype = operands.DTYPES[spec.dtype]
-        self.from_entries = spec.products == 0
-        self.products = max(1, spec.products)
-        self.longest = geometry.LONGEST_SUM[spec.dtype]
+class Gathered(GatheredForm, SparseProduct):
+    """The kernel, see common/gathered.py."""
 
     @cute.jit
-    def __call__(
-        self,
-        coefficients: cute.Tensor | None,
-        w: cute.Tensor,
-        coefficients2: cute.Tensor | None,
-        w2: cute.Tensor | None,
-        bias: cute.Tensor,
-        entries: cute.Tensor,
-        neurons: cute.Tensor,
-        chunks: cute.Tensor,
-        sizes: cute.Tensor,
-        out: cute.Tensor,
-        flushed: cute.Tensor,
-        activation: Int32,
-        capacity: Int32,
-        max_ctas: Int32,
-        stream: cuda.CUstream,
-    ):
+    def launch(self, data, capacity, max_ctas, stream):
         shape = (TILE_M, TILE_N, TILE_K)
         mma = sm90.make_trivial_tiled_mma(
             self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32, (1, 1, 1), (64, TILE_N)
@@ -126,29 +79,11 @@ class Gathered(SparseProduct):
             sB: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(b_layout)], 1024]
 
         self.shared = feasible.check_shared_memory(Shared)
-        slabs = cute.ceil_div(out.shape[1], TILE_N)
-        units = cute.ceil_div(out.shape[0], TILE_M) * slabs
-        data = Operands(
-            coefficients,
-            w,
-            coefficients2,
-            w2,
-            bias,
-            entries,
-            neurons,
-            chunks,
-            sizes,
-            out,
-            flushed,
-            activation,
-            slabs,
-            units,
-        )
         arguments = (data, mma, a_layout, b_layout, capacity)
-        ctas = cutlass.min(units, max_ctas)
-        if units > 0:
+        ctas = cutlass.min(data.units, max_ctas)
+        if data.units > 0:
             # the kernel that can flush sums is a tenth slower
-            if flushed.shape[0] > 0:
+            if data.flushed.shape[0] > 0:
                 self.kernel(*arguments, True).launch(
                     grid=(ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
                 )
@@ -175,7 +110,7 @@ class Gathered(SparseProduct):
         cute.arch.griddepcontrol_launch_dependents()
         data = data._replace(order=shared.order.get_tensor(cute.make_layout(SORTED)))
         if data.sizes[data.sizes.shape[0] - 1] <= capacity:
-            self.sort_tiles(data, shared.sB.data_ptr(), thread)
+            self.sort_tiles(data, shared.sB.data_ptr(), THREADS, thread)
             if group == 0:
                 cute.arch.setmaxregister_decrease(REGISTERS_FILL)
                 self.fill(ring, shared.sB.data_ptr(), data, thread)
@@ -188,42 +123,6 @@ class Gathered(SparseProduct):
                 self.multiply_units(ring, shared.sA.data_ptr(), data, fragments, thread - 128, long)
 
     @cute.jit
-    def sort_tiles(self, data, scratch, thread):
-        """Sort token tiles by the length of their lists, descending: a tile's rank is the number of longer lists."""
-        tiles = data.sizes.shape[0] - 1
-        lengths = cute.make_tensor(cute.recast_ptr(scratch, dtype=Int32), cute.make_layout(SORTED))
-        if tiles <= SORTED:
-            for i in cutlass.range(thread, tiles, THREADS, unroll=1):
-                lengths[i] = data.sizes[i]
-        cute.arch.sync_threads()
-        if tiles <= SORTED:
-            for i in cutlass.range(thread, tiles, THREADS, unroll=1):
-                own, rank = lengths[i], Int32(0)
-                for j in cutlass.range(tiles, unroll=8):
-                    other = lengths[j]
-                    rank += Int32((other > own) | ((other == own) & (j < i)))
-                data.order[rank] = Uint16(i)
-        cute.arch.sync_threads()
-
-    @cute.jit
-    def tile_and_part(self, data, unit):
-        rank = unit // data.slabs
-        tile = widen(data.order[rank]) if data.sizes.shape[0] - 1 <= SORTED else rank
-        return tile, unit - rank * data.slabs
-
-    @cute.jit
-    def list_extent(self, data, tile):
-        return data.sizes[tile], tile * data.neurons.shape[1]
-
-    @cute.jit
-    def chunk_start(self, data, tile, chunk):
-        return data.chunks[tile, chunk]
-
-    @cute.jit
-    def row_index(self, data, at):
-        return widen(cute.make_tensor(data.neurons.iterator, cute.make_layout(1 << 30))[at])
-
-    @cute.jit
     def gather(self, data, stage, part, rows, product, thread):
         if const_expr(self.products == 2):
             if product == 1:
@@ -232,19 +131,6 @@ class Gathered(SparseProduct):
                 gather_columns(stage, data.w, rows, part * TILE_N, thread)
         else:
             gather_columns(stage, data.w, rows, part * TILE_N, thread)
-
-    @cute.jit
-    def load_coefficient(self, data, at, product):
-        """The entry, and the bits of its coefficient or 0 if the entry holds them; nothing here waits for the loads."""
-        word, bits = Uint32(data.entries[at]), Uint32(0)
-        if const_expr(not self.from_entries):
-            source = data.coefficients.iterator
-            if const_expr(self.products == 2):
-                source = data.coefficients2.iterator if product == 1 else source
-            # in backward two 16-bit values share a word, see sampled_grad.py
-            values = cute.recast_ptr(source, dtype=Uint16) + at * data.coefficients.stride[0]
-            bits = cute.make_tensor(values, cute.make_layout(1))[0].to(Uint32)
-        return word, bits
 
     @cute.jit
     def scatter_coefficient(self, data, tile, part, half, word, bits, valid):
@@ -295,22 +181,4 @@ class Gathered(SparseProduct):
 
 def signature(spec: GatheredSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
-    dtype = operands.DTYPES[spec.dtype]
-    n, k, p = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8), cute.sym_int32()
-    b = cute.sym_int32()
-    second = spec.products == 2
-    arguments = (
-        operands.strided(dtype, p) if spec.products > 0 else None,
-        operands.rows(dtype, n, k),
-        operands.strided(dtype, p) if second else None,
-        operands.rows(dtype, n, k) if second else None,
-        operands.bias(dtype),
-        operands.vector(Int32, cute.sym_int32()),
-        *operands.lists(b),
-        operands.rows(dtype, cute.sym_int32(), k),
-        operands.vector(Float32, cute.sym_int32()),
-        Int32(1),
-        Int32(1),
-        Int32(1),
-    )
-    return Gathered(spec), arguments
+    return Gathered(spec), arguments(spec)

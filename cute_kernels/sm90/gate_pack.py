@@ -33,13 +33,12 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from . import feasible, geometry
-from .sm90 import operands
-from .sm90.activation import above
-from .sm90.copies import address, load_values, store_values
-from .sm90.mma import store_matrices_transposed
-from .sm90.swizzle import swizzle_piece
-from .sm90.values import (
+from .. import feasible, geometry
+from ..common import operands
+from ..common.activation import above
+from ..common.copies import address, load_values, store_values
+from ..common.swizzle import swizzle_piece
+from ..common.values import (
     byte_sum,
     bytes_before,
     join_bytes,
@@ -48,14 +47,16 @@ from .sm90.values import (
     relu_pack,
     widen,
 )
-from .specs import GatePackFewSpec, GatePackSpec
+from ..specs import GatePackSpec
+from .mma import store_matrices_transposed
 
-TILE_N, TILE_K = geometry.TILE, 64
+TILE_N = geometry.TILE
+# bytes of K of a stage, the width of the swizzle, and of a WGMMA
+TILE_K_BYTES, MMA_K_BYTES = 128, 32
 THREADS = 384
 WARPS = THREADS // 32
 MMA_WARPS, PACK_WARPS = 8, 3
 MMA_THREADS = 32 * MMA_WARPS
-HANDOVER_THREADS = MMA_THREADS + 32 * PACK_WARPS
 # 384 threads start with 168 registers; the mma groups take what the other group gives up; more would hang
 REGISTERS_LOAD_PACK, REGISTERS_MMA = 88, 208
 feasible.check_register_split((REGISTERS_LOAD_PACK, REGISTERS_MMA, REGISTERS_MMA))
@@ -86,7 +87,7 @@ class Operands(NamedTuple):
     spill: Any
     stats: Any
     width: Any  # words per tile
-    threshold: Any  # of fatrelu, see sm90/activation.py
+    threshold: Any  # of fatrelu, see common/activation.py
 
 
 class Extent(NamedTuple):
@@ -112,13 +113,19 @@ class GatePack:
 
     def __init__(self, spec: GatePackSpec):
         self.dtype = operands.DTYPES[spec.dtype]
-        self.tokens = spec.tokens
+        self.set_sizes(spec.tokens, 2, spec.tokens * TILE_N * 2)
+
+    def set_sizes(self, tokens: int, value_bytes: int, epilogue_bytes: int) -> None:
+        """Sizes of a tile of values of so many bytes, and stages in the shared memory that the epilogue leaves."""
+        self.tokens = tokens
+        # of the first group
+        self.pack_warps = PACK_WARPS
         # of two CTAs: fewer clusters of four run at a time than a quarter of the number of SMs
         self.cluster = 2
         # clusters' tiles of tokens in a band, see `tile_of`
         self.group = 1024 // (self.tokens * self.cluster)
-        available = feasible.SMEM_PER_CTA - 2048 - self.tokens * TILE_N * 2
-        self.stages = available // ((TILE_N + self.tokens) * TILE_K * 2)
+        self.tile_k, self.stage_bytes = TILE_K_BYTES // value_bytes, (TILE_N + tokens) * TILE_K_BYTES
+        self.stages = (feasible.SMEM_PER_CTA - 2048 - epilogue_bytes) // self.stage_bytes
 
     @cute.jit
     def __call__(
@@ -134,15 +141,15 @@ class GatePack:
         max_clusters: Int32,
         stream: cuda.CUstream,
     ):
-        shape, stages = (TILE_N, self.tokens, TILE_K), self.stages
+        shape, stages = (TILE_N, self.tokens, self.tile_k), self.stages
         mma = sm90.make_trivial_tiled_mma(
             self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (2, 1, 1), (64, self.tokens)
         )
         w_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
         x_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
         loads = (
-            self.transfer(w, w_layout, (TILE_N, TILE_K), self.cluster),
-            self.transfer(x, x_layout, (self.tokens, TILE_K), 1),
+            self.transfer(w, w_layout, (TILE_N, self.tile_k), self.cluster),
+            self.transfer(x, x_layout, (self.tokens, self.tile_k), 1),
         )
 
         @cute.struct
@@ -156,7 +163,7 @@ class GatePack:
         m_tiles = cute.ceil_div(x.shape[0], self.tokens * self.cluster)
         n_tiles = cute.ceil_div(w.shape[0], TILE_N)
         total = m_tiles * n_tiles
-        extent = Extent(m_tiles, n_tiles, cute.ceil_div(x.shape[1], TILE_K), x.shape[0], w.shape[0])
+        extent = Extent(m_tiles, n_tiles, cute.ceil_div(x.shape[1], self.tile_k), x.shape[0], w.shape[0])
         if total > 0:
             self.kernel(
                 *loads, Operands(bias, words, spill, stats, words_per_tile, threshold), mma, w_layout, x_layout, extent
@@ -194,15 +201,7 @@ class GatePack:
             cpasync.prefetch_descriptor(x.atom)
 
         shared = SmemAllocator().allocate(self.shared)
-        ring = pipeline.PipelineTmaAsync.create(
-            barrier_storage=shared.ring.data_ptr(),
-            num_stages=self.stages,
-            tx_count=(TILE_N + self.tokens) * TILE_K * 2,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.cluster * MMA_WARPS),
-            cta_layout_vmnk=cute.make_layout((1, 1, self.cluster, 1)),
-            defer_sync=True,
-        )
+        ring = self.make_ring(shared)
         pipeline.pipeline_init_arrive(cluster_shape_mn=(self.cluster, 1), is_relaxed=True)
         s = Views(
             sW=shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner),
@@ -229,6 +228,22 @@ class GatePack:
         # the peer has released its last stage here
         cute.arch.cluster_wait()
 
+    def handover_threads(self) -> int:
+        """Threads of the mma and pack warps."""
+        return MMA_THREADS + 32 * self.pack_warps
+
+    def make_ring(self, shared: Any) -> Any:
+        """The ring of stages; clusters must synchronise before they use it."""
+        return pipeline.PipelineTmaAsync.create(
+            barrier_storage=shared.ring.data_ptr(),
+            num_stages=self.stages,
+            tx_count=self.stage_bytes,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.cluster * MMA_WARPS),
+            cta_layout_vmnk=cute.make_layout((1, 1, self.cluster, 1)),
+            defer_sync=True,
+        )
+
     @cute.jit
     def tile_of(self, index: Int32, extent: Extent) -> tuple[Int32, Int32]:
         """The tile of this CTA in the cluster tile `index`, by tokens and by neurons: bands of `group` tiles of tokens,
@@ -248,8 +263,8 @@ class GatePack:
         """Keep the ring full: one w tile and one x tile per stage."""
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         mask = Int16((1 << self.cluster) - 1)
-        w_tiles = cute.local_tile(w.tensor, (TILE_N, TILE_K), (None, None))
-        x_tiles = cute.local_tile(x.tensor, (self.tokens, TILE_K), (None, None))
+        w_tiles = cute.local_tile(w.tensor, (TILE_N, self.tile_k), (None, None))
+        x_tiles = cute.local_tile(x.tensor, (self.tokens, self.tile_k), (None, None))
         w_s, w_t = cpasync.tma_partition(
             w.atom, rank, cute.make_layout(self.cluster), cute.group_modes(s.sW, 0, 2), cute.group_modes(w_tiles, 0, 2)
         )
@@ -289,36 +304,41 @@ class GatePack:
         tile = first
         while tile < extent.m_tiles * extent.n_tiles:
             _, column = self.tile_of(tile, extent)
-            mma.set(warpgroup.Field.ACCUMULATE, False)
-            for k in cutlass.range(extent.k_tiles, unroll=1):
-                ring.consumer_wait(full)
-                warpgroup.fence()
-                for block in range_constexpr(TILE_K // 16):
-                    cute.gemm(mma, acc, rW[None, None, block, full.index], rX[None, None, block, full.index], acc)
-                    mma.set(warpgroup.Field.ACCUMULATE, True)
-                warpgroup.commit_group()
-                # at most one group of WGMMA is in flight: the previous stage has been read
-                warpgroup.wait_group(1)
-                if k > 0:
-                    ring.consumer_release(release)
-                    release.advance()
-                full.advance()
-            warpgroup.wait_group(0)
-            ring.consumer_release(release)
-            release.advance()
-
+            full, release = self.multiply(ring, mma, acc, rW, rX, full, release, extent)
             if o.bias.shape[0] > 0:
                 self.add_bias(acc, o.bias, coordinates, column, extent.neurons)
             if tile != first:
-                cute.arch.barrier(barrier_id=Barrier.GATE_EMPTY, number_of_threads=HANDOVER_THREADS)
+                cute.arch.barrier(barrier_id=Barrier.GATE_EMPTY, number_of_threads=self.handover_threads())
             self.store_gate(acc, s.gate, o.threshold, warp_index)
             tile += step
             if tile < extent.m_tiles * extent.n_tiles:
-                cute.arch.barrier_arrive(barrier_id=Barrier.GATE_FULL, number_of_threads=HANDOVER_THREADS)
+                cute.arch.barrier_arrive(barrier_id=Barrier.GATE_FULL, number_of_threads=self.handover_threads())
         # not relaxed: the last stages are released before
         cute.arch.cluster_arrive()
         cute.arch.barrier(barrier_id=Barrier.GATE_LAST, number_of_threads=THREADS)
         self.pack_tile(s, o, tile - step, warp_index + WARPS - MMA_WARPS, Int32(WARPS), extent)
+
+    @cute.jit
+    def multiply(self, ring, mma: cute.TiledMma, acc, rW, rX, full, release, extent):
+        """The main loop of a tile; returns the next states of the ring."""
+        mma.set(warpgroup.Field.ACCUMULATE, False)
+        for k in cutlass.range(extent.k_tiles, unroll=1):
+            ring.consumer_wait(full)
+            warpgroup.fence()
+            for block in range_constexpr(TILE_K_BYTES // MMA_K_BYTES):
+                cute.gemm(mma, acc, rW[None, None, block, full.index], rX[None, None, block, full.index], acc)
+                mma.set(warpgroup.Field.ACCUMULATE, True)
+            warpgroup.commit_group()
+            # at most one group of WGMMA is in flight: the previous stage has been read
+            warpgroup.wait_group(1)
+            if k > 0:
+                ring.consumer_release(release)
+                release.advance()
+            full.advance()
+        warpgroup.wait_group(0)
+        ring.consumer_release(release)
+        release.advance()
+        return full, release
 
     @cute.jit
     def add_bias(self, acc, bias, coordinates, column: Int32, neurons: Int32):
@@ -335,10 +355,10 @@ class GatePack:
     def store_gate(self, acc, gate, threshold: Int32, warp_index: Int32):
         """ReLU, rounding, the threshold, and the transposed store.
 
-        Lane 4 g + q holds tokens 8 v + 2 q and 8 v + 2 q + 1 of neurons g + 8 i of its warp's 16, in both parts.
+        Lane 4 g + q holds tokens 8 v + 2 q and 8 v + 2 q + 1 of neurons g + 8 i of its warp's 16, in each part.
         """
         lane = cute.arch.lane_idx()
-        for part in range_constexpr(2):
+        for part in range_constexpr(cute.size(acc, mode=[1])):
             # the row that this lane addresses: eight neurons, the lower or upper half of 16, of a token
             neuron = part * 128 + warp_index * 16
             panel, piece = neuron >> 6, ((neuron >> 3) & 7) + ((lane >> 3) & 1)
@@ -365,10 +385,10 @@ class GatePack:
             if last:
                 cute.arch.barrier(barrier_id=Barrier.GATE_LAST, number_of_threads=THREADS)
             else:
-                cute.arch.barrier(barrier_id=Barrier.GATE_FULL, number_of_threads=HANDOVER_THREADS)
-            self.pack_tile(s, o, tile, warp_index, Int32(WARPS) if last else Int32(PACK_WARPS), extent)
+                cute.arch.barrier(barrier_id=Barrier.GATE_FULL, number_of_threads=self.handover_threads())
+            self.pack_tile(s, o, tile, warp_index, Int32(WARPS) if last else Int32(self.pack_warps), extent)
             if not last:
-                cute.arch.barrier_arrive(barrier_id=Barrier.GATE_EMPTY, number_of_threads=HANDOVER_THREADS)
+                cute.arch.barrier_arrive(barrier_id=Barrier.GATE_EMPTY, number_of_threads=self.handover_threads())
             tile += step
 
     @cute.jit
@@ -468,21 +488,6 @@ class GatePack:
             low_places, high_places = low_places if upper else counts, counts if upper else high_places
 
 
-def fake_arguments(spec: GatePackSpec | GatePackFewSpec) -> tuple[Any, ...]:
-    """Fake x, w, bias, words, spill and stats, words per tile and threshold."""
-    dtype = operands.DTYPES[spec.dtype]
-    m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
-    return (
-        operands.rows(dtype, m, k),
-        operands.rows(dtype, n, k),
-        operands.bias(dtype),
-        *operands.packed(dtype, m),
-        operands.cube(Int32, cute.sym_int32(), cute.sym_int32(), 2),
-        Int32(1),
-        Int32(1),
-    )
-
-
 def signature(spec: GatePackSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
-    return GatePack(spec), (*fake_arguments(spec), Int32(1))
+    return GatePack(spec), (*operands.gate_pack(spec.dtype), Int32(1))

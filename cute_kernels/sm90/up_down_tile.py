@@ -1,6 +1,6 @@
 """The gated up and down projections on the union of a few tokens' neurons: y = h @ w_down + b_down with
 h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]), rounded to 16 bits, from TwELL in one kernel. So it is for relu; for
-the other activations see sm90/activation.py.
+the other activations see common/activation.py.
 
 A cluster of CTAs, two per SM, computes a tile of 16 tokens. Each CTA owns a part of the columns of x, w_up,
 w_down and y, so it reads its part of each row of the union once. All CTAs list the same union:
@@ -43,15 +43,13 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from . import feasible, geometry
-from .sm90 import operands
-from .sm90.activation import hidden
-from .sm90.copies import address, load_peer_word, load_values, send_floats, send_words, store_peer_half, store_values
-from .sm90.ring import open_ring, release
-from .sm90.rows import spilled_word
-from .sm90.sparse_product import GROUP_THREADS, gather_columns
-from .sm90.swizzle import swizzle_piece
-from .sm90.values import (
+from .. import feasible, geometry
+from ..common import operands
+from ..common.activation import hidden
+from ..common.copies import address, load_values, store_values
+from ..common.rows import spilled_word
+from ..common.swizzle import swizzle_piece
+from ..common.values import (
     MAGNITUDE,
     high_to_float,
     low_to_float,
@@ -62,7 +60,10 @@ from .sm90.values import (
     warp_sum,
     widen,
 )
-from .specs import UpDownTileSpec
+from ..specs import UpDownTileSpec
+from .copies import load_peer_word, send_floats, send_words, store_peer_half
+from .ring import open_ring, release
+from .sparse_product import GROUP_THREADS, gather_columns
 
 CHUNK = geometry.CHUNK
 # columns of a stage
@@ -97,7 +98,7 @@ class Operands(NamedTuple):
     y: Any
     l1: Any
     width: Any  # words of a tile of TwELL
-    activation: Any  # see sm90/activation.py
+    activation: Any  # see common/activation.py
 
 
 class Thread(NamedTuple):

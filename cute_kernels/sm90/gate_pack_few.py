@@ -1,8 +1,8 @@
 """The gate GEMM of gate_pack.py for few tokens, bound by memory: each weight is read once by the whole chip.
 
-A cluster of eight CTAs computes a tile of 256 neurons and all tokens, up to 64; two CTAs per SM. The CTAs divide the
-neurons into four parts, and two CTAs split the K of a part: each takes every second block of 64 columns. Weights are
-the A operand of WGMMA, tokens the B operand, as few as eight.
+A cluster of eight CTAs computes a tile of 256 neurons and all tokens, up to 64; two or four CTAs per SM. The CTAs
+divide the neurons into four parts, and two split the K of a part: each takes every second block of 64 columns. Weights
+are the A operand of WGMMA, tokens the B operand, as few as eight.
 
     load        warp 4. TMA loads of w and x, 64 columns per stage, into a ring.
     mma         warps 0 to 3: WGMMA 64 x tokens x 16. Then the partial sums go to `sums`, which overlays the ring.
@@ -29,14 +29,15 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from . import feasible, geometry
-from .gate_pack import fake_arguments
-from .sm90 import operands
-from .sm90.activation import above
-from .sm90.copies import address, load_peer, store_peer, store_values
-from .sm90.ring import open_ring, release
-from .sm90.values import count_flags, lanes_before, nonzero_flags, relu_pack, value_bits
-from .specs import GatePackFewSpec
+from .. import feasible, geometry
+from ..common import operands
+from ..common.activation import above
+from ..common.copies import address, store_values
+from ..common.rows import MAX_WIDTH, clear_arrivals, pack_words, store_words
+from ..common.values import count_flags, nonzero_flags, relu_pack
+from ..specs import GatePackFewSpec
+from .copies import load_peer, store_peer
+from .ring import open_ring, release
 
 TILE_N, TILE_K = geometry.TILE, 64
 # CTAs of a cluster: parts of a tile's neurons, and splits of K
@@ -45,7 +46,6 @@ CLUSTER = PARTS * SPLITS
 NEURONS = TILE_N // PARTS
 MMA_THREADS, THREADS = 128, 160
 WARPS = MMA_THREADS // 32
-MAX_WIDTH = geometry.words_per_tile(min(geometry.COMPRESSIONS))
 
 
 class Barrier(IntEnum):
@@ -60,7 +60,9 @@ class GatePackFew:
     def __init__(self, spec: GatePackFewSpec):
         self.dtype = operands.DTYPES[spec.dtype]
         self.tokens = spec.tokens
-        self.stages = min(6, 110 * 1024 // ((NEURONS + self.tokens) * TILE_K * 2))
+        # four CTAs on a multiprocessor, so that all CTAs of a wide layer run at once, or two
+        self.ctas_per_sm = 4 if self.tokens == 8 else 2
+        self.stages = 5 if self.tokens == 8 else min(6, 110 * 1024 // ((NEURONS + self.tokens) * TILE_K * 2))
         # tokens of a warp in the epilogue
         self.rounds = max(1, self.tokens // (CLUSTER * WARPS))
         # a token's sums: neurons 0-3 of each eight, a gap of 4 words, then neurons 4-7. So the lanes of a fragment, and
@@ -77,6 +79,7 @@ class GatePackFew:
         words: cute.Tensor,
         spill: cute.Tensor,
         stats: cute.Tensor,
+        arrivals: cute.Tensor,
         words_per_tile: Int32,
         threshold: Int32,
         stream: cuda.CUstream,
@@ -104,15 +107,15 @@ class GatePackFew:
             sW: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
             sX: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
 
-        self.shared = feasible.check_shared_memory(Shared, 2)
+        self.shared = feasible.check_shared_memory(Shared, self.ctas_per_sm)
         n_tiles = cute.ceil_div(w.shape[0], TILE_N)
         if x.shape[0] > 0:
             self.kernel(
-                x_tma, x_g, w_tma, w_g, bias, words, spill, stats, mma, x_layout, w_layout, (words_per_tile, threshold),
-                (x.shape[0], w.shape[0], cute.ceil_div(x.shape[1], TILE_K)),
+                x_tma, x_g, w_tma, w_g, bias, words, spill, stats, arrivals, mma, x_layout, w_layout,
+                (words_per_tile, threshold), (x.shape[0], w.shape[0], cute.ceil_div(x.shape[1], TILE_K)),
             ).launch(
                 grid=(CLUSTER, n_tiles, 1), block=(THREADS, 1, 1), cluster=(CLUSTER, 1, 1),
-                min_blocks_per_mp=2, preferred_smem_carveout=100, stream=stream, use_pdl=True,
+                min_blocks_per_mp=self.ctas_per_sm, preferred_smem_carveout=100, stream=stream, use_pdl=True,
             )  # fmt: skip
 
     @cute.kernel
@@ -126,6 +129,7 @@ class GatePackFew:
         words: cute.Tensor,
         spill: cute.Tensor,
         stats: cute.Tensor,
+        arrivals: cute.Tensor,
         mma: cute.TiledMma,
         x_layout: cute.ComposedLayout,
         w_layout: cute.ComposedLayout,
@@ -145,6 +149,8 @@ class GatePackFew:
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        if column == 0 and rank == 0:
+            clear_arrivals(arrivals, thread, THREADS)
         part, split = rank % PARTS, rank // PARTS
         blocks = (extent[2] - split + SPLITS - 1) // SPLITS
         sums = cute.make_tensor(
@@ -282,40 +288,11 @@ class GatePackFew:
         """Write the words of one token's tile, and its values if it overflows."""
         neuron = column * TILE_N + lane * 8
         count = pack_words(quad, Uint32(neuron), buffer, width, lane)
-        cute.arch.sync_warp()
-        target = address(words, m, column * width)
-        for i in range_constexpr(MAX_WIDTH // 32):
-            if lane + 32 * i < width:
-                cute.make_tensor(target, cute.make_layout(MAX_WIDTH))[lane + 32 * i] = Int32(buffer[lane + 32 * i])
-        cute.arch.sync_warp()
+        store_words(address(words, m, column * width), buffer, width, lane)
         if count >= width:
             store_values(address(spill, m, neuron), quad)
 
 
-@cute.jit
-def pack_words(quad: Any, neuron: Uint32, words: Any, width: Int32, lane: Int32) -> Int32:
-    """Pack a tile's 256 values, eight per lane from `neuron` on, into `words` in shared memory.
-
-    All `MAX_WIDTH` words are written: the count in the first, non-zeros up to word `width` - 1, zeros. Returns the
-    number of non-zeros: with `width` or more the tile overflows.
-    """
-    for i in range_constexpr(MAX_WIDTH // 32):
-        words[lane + 32 * i] = Uint32(0)
-    flags = nonzero_flags(quad)
-    own = count_flags(flags)
-    place = 1 + lanes_before(own)
-    count = Int32(cute.arch.warp_redux_sync(own, "add"))
-    # until all lanes have cleared their words
-    cute.arch.sync_warp()
-    for i in range_constexpr(8):
-        if flags[i] & (place < width):
-            words[place] = value_bits(quad, i) | (neuron + i)
-        place += Int32(flags[i])
-    if lane == 0:
-        words[0] = Uint32(count)
-    return count
-
-
 def signature(spec: GatePackFewSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
-    return GatePackFew(spec), fake_arguments(spec)
+    return GatePackFew(spec), operands.gate_pack(spec.dtype, arrivals=True)

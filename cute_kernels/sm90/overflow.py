@@ -1,20 +1,5 @@
-"""Forward and backward of a batch whose non-zeros exceed the hybrid format's capacity: dense products of x, the weights
-and dy. Nothing was stored, so gate and up are computed again.
-
-Four kernels. Each returns at once unless the last of `sizes` exceeds `capacity`. One call from the host launches those
-of a pass, slice by slice: hidden and token in forward; gradients, token and weight in backward. A slice has as many
-tokens as the scratch `parts` [P, tokens, N].
-
-    hidden      parts = h                   and sums of |h|      h = gate * up, rounded to 16 bits
-    gradients   parts = d_gate, d_up, h     and sums of d_gate and d_up over 64 tokens each
-    token       y = h w_down + b_down,  or  dx = d_gate w_gate + d_up w_up
-    weight      dw_gate = d_gate^T x,  dw_up = d_up^T x,  dw_down = h^T dy,  and db_gate, db_up from the sums
-
-    gate = relu(x . w_gate + b_gate) rounded, up = x . w_up + b_up, dh = dy . w_down + dl1 * sign(h),
-    d_gate = dh * up, d_up = dh * gate; all zero where the gate is. An empty bias stands for none.
-
-So it is for relu; for the other activations see sm90/activation.py. Without an up projection, up is 1 and there is no
-part for d_up.
+"""Forward and backward of a batch whose non-zeros exceed the hybrid format's capacity; common/overflow.py says what the
+four kernels compute.
 
 All are persistent and warp-specialized, a cluster of two CTAs per pair of SMs. The CTAs have the same columns and share
 the loads of B. Three warp groups:
@@ -34,7 +19,6 @@ of one accumulator are gate and up. A second one has dh. Hand-over:
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
@@ -44,14 +28,32 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from . import feasible, geometry
-from .sm90 import operands
-from .sm90.activation import above, add_l1, gradients, hidden
-from .sm90.mma import store_matrices
-from .sm90.sums import add_flushed, flush_sums
-from .sm90.swizzle import swizzle_column, swizzle_piece
-from .sm90.values import MAGNITUDE, high_to_float, low_to_float, pack, relu_pack, warp_sum
-from .specs import OverflowSpec
+from .. import feasible, geometry
+from ..common import operands
+from ..common.activation import above
+from ..common.overflow import (
+    GROUP_ROWS,
+    ROW_TOKENS,
+    BackwardPass,
+    ForwardPass,
+    GradientsForm,
+    HiddenForm,
+    ProductOperands,
+    ScoreOperands,
+    TokenForm,
+    WeightForm,
+    add_biases,
+    arguments,
+    bias_pair,
+    pointwise,
+    store_gradients,
+    targets_of,
+)
+from ..common.sums import add_flushed, flush_sums
+from ..common.swizzle import swizzle_column, swizzle_piece
+from ..common.values import pack, relu_pack, warp_sum
+from ..specs import OverflowSpec
+from .mma import store_matrices
 
 TILE_M, TILE_N, TILE_K = 128, 256, 64
 # neurons of a tile of `hidden` and `gradients`, and columns of a group's buffer
@@ -62,8 +64,7 @@ CLUSTER = 2
 # tiles of a cluster, by rows, in a band, see `tile_of`
 BAND = 8
 THREADS = 384
-GROUP_ROWS = TILE_M // 2
-assert GROUP_ROWS == geometry.OVERFLOW_SUM
+assert TILE_M == ROW_TOKENS == 2 * GROUP_ROWS
 # of the load group and of each mma group: three accumulators leave few for the loads
 REGISTERS_SCORE, REGISTERS_PRODUCT = (40, 232), (48, 224)
 for load, mma in (REGISTERS_SCORE, REGISTERS_PRODUCT):
@@ -301,24 +302,10 @@ class Dense:
             cute.arch.cp_async_bulk_commit_group()
 
 
-class ScoreOperands(NamedTuple):
-    """Operands in global memory that are accessed without TMA."""
-
-    b_gate: Any
-    b_up: Any
-    dl1: Any  # None in forward
-    sums: Any  # of |h| by tile and group, or of gradients [ceil(M / 64), 2 N], which may be empty
-    tokens: Any
-    neurons: Any
-    gated: Any
-    activation: Any  # and threshold: see sm90/activation.py
-    threshold: Any
-
-
 class Score(Dense):
     """Gate and up at all places, in backward dh too, and what follows from them."""
 
-    backward = False
+    backward: bool
 
     @cute.jit
     def launch(self, tokens, weights, o, sizes, capacity, parts, max_ctas, stream):
@@ -451,19 +438,13 @@ class Score(Dense):
                 # tokens past the last one would have the gates of the bias
                 gates = above(relu_pack(*sums, self.dtype), o.threshold, self.dtype)
                 gates = Uint32(cutlass.select_(token + 8 * i < o.tokens, gates, Uint32(0)))
-                pairs = []
+                dhs: Any = None
+                ups = [acc[(j, i, HALF // 8 + v), 0, 0] + up_bias[j] for j in range(2)]
+                if const_expr(self.backward):
+                    dhs = [dh[(j, i, v), 0, 0] for j in range(2)]
+                packed, magnitudes = pointwise(gates, ups, dhs, o, self.dtype)
                 for j in range_constexpr(2):
-                    gate = low_to_float(gates, self.dtype) if j == 0 else high_to_float(gates, self.dtype)
-                    up = acc[(j, i, HALF // 8 + v), 0, 0] + up_bias[j]
-                    values = [hidden(gate, up, o.activation)]
-                    if const_expr(self.backward):
-                        upstream = add_l1(dh[(j, i, v), 0, 0], o.dl1[0], values[0])
-                        values += gradients(upstream, gate, up, o.activation)
-                    fires = gates & Uint32(MAGNITUDE << 16 * j) != 0
-                    values = [cutlass.select_(fires, value, Float32(0.0)) for value in values]
-                    total += cute.arch.fmax(values[0], -values[0])
-                    pairs.append(values)
-                packed = [pack(low, high, self.dtype) for low, high in zip(*pairs)]
+                    total += magnitudes[j]
                 h[i, v] = packed[0]
                 if const_expr(self.backward):
                     d_gate[i, v], d_up[i, v] = packed[1], packed[2]
@@ -505,69 +486,31 @@ class Score(Dense):
             o.sums[line, part * o.neurons + neuron] = total
 
 
-@cute.jit
-def bias_pair(bias, at: Int32) -> Any:
-    """Two elements of a bias; zeros beyond its end, where an empty one is at once."""
-    low, high = Float32(0.0), Float32(0.0)
-    if at < bias.shape[0]:
-        low, high = bias[at].to(Float32), bias[at + 1].to(Float32)
-    return low, high
-
-
-class Hidden(Score):
-    """h and the sums of |h|."""
-
-    @cute.jit
-    def run(self, x, weights, b_gate, b_up, sizes, capacity, form, parts, sums, max_ctas, stream):
-        """`weights`: w_gate, w_up. `form`: gated, activation, threshold."""
-        o = ScoreOperands(b_gate, b_up, None, sums, x.shape[0], weights[0].shape[0], *form)
-        self.launch((x,), weights, o, sizes, capacity, parts, max_ctas, stream)
-
-
-class Gradients(Score):
-    """d_gate, d_up and h, and the sums of both gradients over 64 tokens each."""
-
-    backward = True
-
-    @cute.jit
-    def run(self, dy, x, weights, b_gate, b_up, dl1, sizes, capacity, form, parts, sums, max_ctas, stream):
-        """`weights`: w_gate, w_up, w_down. `form`: gated, activation, threshold."""
-        o = ScoreOperands(b_gate, b_up, dl1, sums, x.shape[0], weights[0].shape[0], *form)
-        self.launch((x, dy), weights, o, sizes, capacity, parts, max_ctas, stream)
-
-
-class ProductOperands(NamedTuple):
-    """Operands in global memory that are accessed without TMA; None if a kernel has none."""
-
-    flushed: Any  # partial sums of many terms
-    parts: Any  # their number
-    second: Any  # the first part that is multiplied by the second operand
-    bias: Any  # b_down, which may be empty; None in backward
-    results: Any  # 16-bit dw_gate, dw_up, dw_down
-    totals: Any  # fp32 sums of them
-    add: Any  # whether the sums there are added
-    last: Any  # whether results are stored, not sums
-    done: Any  # whether the sums of the biases' gradients are complete
-    sums: Any  # [ceil(M / 64), 2 N] of the gradients, which may be empty
-    d_biases: Any  # db_gate and db_up, each empty if not wanted
-    extents: Any  # neurons and columns
-
-
 class Product(Dense):
     """Parts times other matrices. B is stored by rows of the sum's index, so N-major."""
 
-    by_token = True
+    by_token: bool
 
     @cute.jit
-    def launch(self, parts, b, out, o, extent, sizes, capacity, max_ctas, stream):
-        """`parts`: [rows, terms, P]; `b`: two matrices [columns, terms]; `out`: [rows, columns], None if not by TMA."""
+    def launch(self, parts, b, out, o, sizes, capacity, max_ctas, stream):
+        """`parts`: [P, tokens, N]; `b`: two matrices by rows of the sum's index; `out`: None if not stored by TMA."""
+        p, m, n = parts.shape
+        # [rows, terms, P]
+        order = [1, 2, 0] if const_expr(self.by_token) else [2, 1, 0]
+        left = cute.make_tensor(parts.iterator, cute.select(parts.layout, mode=order))
+        slabs, rows, terms = (1, m, n) if const_expr(self.by_token) else (p, n, m)
+        extent = Extent(
+            slabs * cute.ceil_div(rows, TILE_M * CLUSTER),
+            cute.ceil_div(o.extents[1], TILE_N),
+            cute.ceil_div(terms, TILE_K),
+        )
         major = LayoutEnum.ROW_MAJOR if const_expr(self.by_token) else LayoutEnum.COL_MAJOR
         mode = OperandMajorMode.K if const_expr(self.by_token) else OperandMajorMode.MN
         a_layout, b_layout = self.prepare(major, LayoutEnum.COL_MAJOR)
-        loads = tuple(self.load_of(t, b_layout, (TILE_N, TILE_K), CLUSTER) for t in b)
+        loads = tuple(self.load_of(transposed(t), b_layout, (TILE_N, TILE_K), CLUSTER) for t in b)
         store = None if out is None else self.store_of(out)
         mma = self.tiled_mma(TILE_N, mode, OperandMajorMode.MN)
-        a = self.load_of(parts, a_layout, (TILE_M, TILE_K))
+        a = self.load_of(left, a_layout, (TILE_M, TILE_K))
         self.kernel(a, loads, store, o, sizes, capacity, mma, (a_layout, b_layout), extent).launch(
             grid=(CLUSTER * cutlass.min(extent.m_tiles * extent.n_tiles, max_ctas // CLUSTER), 1, 1),
             block=(THREADS, 1, 1),
@@ -602,7 +545,7 @@ class Product(Dense):
                     self.load(ring, a, b, s, o, extent)
                 elif const_expr(not self.by_token):
                     if o.done != 0:
-                        self.add_biases(o, thread - 32)
+                        add_biases(o, thread - 32, ADDERS, self.dtype)
             else:
                 cute.arch.setmaxregister_increase(REGISTERS_PRODUCT[1])
                 self.product(ring, mma, store, s, o, thread - 128, extent)
@@ -666,7 +609,7 @@ class Product(Dense):
             if const_expr(self.by_token):
                 self.store_rounded(store, s, o, acc, row, column, at)
             else:
-                self.store_gradients(o, acc, first, row, column, at)
+                self.store_sums(o, acc, first, row, column, at)
             index += step
         if const_expr(self.by_token):
             if at.warp == 0:
@@ -688,101 +631,15 @@ class Product(Dense):
             self.send_buffer(s, store, pairs, at, (None, 2 * row + at.group, 2 * column + half))
 
     @cute.jit
-    def store_gradients(self, o, acc, part, row, column, at):
+    def store_sums(self, o, acc, part, row, column, at):
         """Store 64 rows, rounded or as sums, to the matrices of their part."""
-        result, result_stride = self.pick(o.results, part, o)
-        total, total_stride = self.pick(o.totals, part, o)
+        targets = targets_of(o, part)
         first = row * TILE_M + at.group * GROUP_ROWS + at.warp * 16 + (at.lane >> 2)
         left = column * TILE_N + (at.lane & 3) * 2
-        neurons, k = o.extents
         for i in range_constexpr(2):
-            neuron = first + 8 * i
             for v in range_constexpr(TILE_N // 8):
-                if neuron < neurons and left + 8 * v < k:
-                    two = cute.make_rmem_tensor((2,), Float32)
-                    for j in range_constexpr(2):
-                        two[j] = acc[(j, i, v), 0, 0]
-                    sums = pair_at(Float32, total, total_stride, neuron, left + 8 * v)
-                    if o.add != 0:
-                        before = cute.make_rmem_tensor((2,), Float32)
-                        cute.autovec_copy(sums, before)
-                        for j in range_constexpr(2):
-                            two[j] += before[j]
-                    if o.last != 0:
-                        rounded = cute.make_rmem_tensor((2,), self.dtype)
-                        rounded.store(two.load().to(self.dtype))
-                        cute.autovec_copy(rounded, pair_at(self.dtype, result, result_stride, neuron, left + 8 * v))
-                    else:
-                        cute.autovec_copy(two, sums)
-
-    @cute.jit
-    def pick(self, matrices, part, o):
-        """Address and row stride of the matrix of a part: gate, up if there is one, down."""
-        gate, up, down = matrices
-        where, stride = gate.iterator.toint(), gate.stride[0]
-        if part > 0:
-            where, stride = up.iterator.toint(), up.stride[0]
-        if part == o.parts - 1:
-            where, stride = down.iterator.toint(), down.stride[0]
-        return where, stride
-
-    @cute.jit
-    def add_biases(self, o, thread):
-        """Gradients of the biases: add the sums over 64 tokens in a fixed order."""
-        neurons = o.extents[0]
-        for at in cutlass.range(
-            cute.arch.block_idx()[0] * ADDERS + thread, o.sums.shape[1], cute.arch.grid_dim()[0] * ADDERS, unroll=1
-        ):
-            total = Float32(0.0)
-            for line in cutlass.range(o.sums.shape[0], unroll=8):
-                total += o.sums[line, at]
-            gate, up = o.d_biases
-            if at < gate.shape[0]:
-                gate[at] = total.to(self.dtype)
-            elif at >= neurons and at - neurons < up.shape[0]:
-                up[at - neurons] = total.to(self.dtype)
-
-
-@cute.jit
-def pair_at(dtype: cutlass.Constexpr, matrix: Int64, stride: Int64, row: Int32, column: Int32) -> Any:
-    """Two adjacent elements of a matrix whose address is `matrix`."""
-    where = matrix + (Int64(row) * stride + column) * (dtype.width // 8)
-    pointer = cute.make_ptr(dtype, where, cute.AddressSpace.gmem, assumed_align=2 * (dtype.width // 8))
-    return cute.make_tensor(pointer, cute.make_layout(2))
-
-
-class Token(Product):
-    """y from h, or dx from the gradients."""
-
-    @cute.jit
-    def run(self, parts, first, second, bias, sizes, capacity, out, flushed, max_ctas, stream):
-        """The second weight is that of d_up, and not used if there is none."""
-        p, m, n = parts.shape
-        rows = cute.make_tensor(parts.iterator, cute.select(parts.layout, mode=[1, 2, 0]))
-        o = ProductOperands(flushed, p, 1, bias, None, None, None, None, None, None, None, None)
-        extent = Extent(
-            cute.ceil_div(m, TILE_M * CLUSTER), cute.ceil_div(out.shape[1], TILE_N), cute.ceil_div(n, TILE_K)
-        )
-        b = (transposed(first), transposed(second))
-        self.launch(rows, b, out, o, extent, sizes, capacity, max_ctas, stream)
-
-
-class Weight(Product):
-    """Gradients of weights and biases."""
-
-    by_token = False
-
-    @cute.jit
-    def run(
-        self, parts, dy, x, results, totals, add, last, done, sums, d_biases, sizes, capacity, flushed, max_ctas, stream
-    ):
-        """With `last`, results are 16-bit, otherwise sums. With `done`, sums of the biases' gradients are complete."""
-        p, m, n = parts.shape
-        k = x.shape[1]
-        columns = cute.make_tensor(parts.iterator, cute.select(parts.layout, mode=[2, 1, 0]))
-        o = ProductOperands(flushed, p, p - 1, None, results, totals, add, last, done, sums, d_biases, (n, k))
-        extent = Extent(p * cute.ceil_div(n, TILE_M * CLUSTER), cute.ceil_div(k, TILE_N), cute.ceil_div(m, TILE_K))
-        self.launch(columns, (transposed(x), transposed(dy)), None, o, extent, sizes, capacity, max_ctas, stream)
+                two = [acc[(j, i, v), 0, 0] for j in range(2)]
+                store_gradients(o, targets, first + 8 * i, left + 8 * v, two, self.dtype)
 
 
 def transposed(matrix: Any) -> Any:
@@ -790,161 +647,40 @@ def transposed(matrix: Any) -> Any:
     return cute.make_tensor(matrix.iterator, cute.select(matrix.layout, mode=[1, 0]))
 
 
-@cute.jit
-def rows_of(matrix: Any, first: Int32, count: Int32, align: cutlass.Constexpr = 16) -> Any:
-    """`count` rows of a matrix, from `first` on."""
-    start = (matrix.iterator + Int64(first) * matrix.stride[0]).align(align)
-    return cute.make_tensor(start, cute.make_layout((count, matrix.shape[1]), stride=matrix.stride))
+class Hidden(HiddenForm, Score):
+    """The kernel `hidden`."""
 
 
-@cute.jit
-def tokens_of(parts: Any, count: Int32) -> Any:
-    """The first tokens of the scratch."""
-    shape = (parts.shape[0], count, parts.shape[2])
-    return cute.make_tensor(parts.iterator, cute.make_layout(shape, stride=parts.stride))
+class Gradients(GradientsForm, Score):
+    """The kernel `gradients`."""
 
 
-class Forward:
-    """The kernels of forward, for slices of as many tokens as the scratch has."""
+class Token(TokenForm, Product):
+    """The kernel `token`."""
+
+
+class Weight(WeightForm, Product):
+    """The kernel `weight`."""
+
+
+class Forward(ForwardPass):
+    """Forward."""
 
     score, product = Score.kernel, Product.kernel
 
     def __init__(self, spec: OverflowSpec):
         self.hidden, self.token = Hidden(spec), Token(spec)
 
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        w_gate: cute.Tensor,
-        w_up: cute.Tensor,
-        w_down: cute.Tensor,
-        b_gate: cute.Tensor,
-        b_up: cute.Tensor,
-        b_down: cute.Tensor,
-        sizes: cute.Tensor,
-        capacity: Int32,
-        gated: Int32,
-        activation: Int32,
-        threshold: Int32,
-        parts: cute.Tensor,
-        y: cute.Tensor,
-        sums: cute.Tensor,
-        flushed: cute.Tensor,
-        max_ctas: Int32,
-        stream: cuda.CUstream,
-    ):
-        """If not `gated`, any weight stands for w_up."""
-        first = Int32(0)
-        while first < x.shape[0]:
-            count = cutlass.min(x.shape[0] - first, parts.shape[1])
-            here, tiles = tokens_of(parts, count), first // TILE_M
-            own_sums = rows_of(sums, tiles, sums.shape[0] - tiles, 4)
-            tokens, weights, form = rows_of(x, first, count), (w_gate, w_up), (gated, activation, threshold)
-            self.hidden.run(tokens, weights, b_gate, b_up, sizes, capacity, form, here, own_sums, max_ctas, stream)
-            out = rows_of(y, first, count)
-            self.token.run(here, w_down, w_down, b_down, sizes, capacity, out, flushed, max_ctas, stream)
-            first += count
 
-
-class Backward:
-    """The kernels of backward, for slices of as many tokens as the scratch has."""
+class Backward(BackwardPass):
+    """Backward."""
 
     score, product = Score.kernel, Product.kernel
 
     def __init__(self, spec: OverflowSpec):
         self.gradients, self.token, self.weight = Gradients(spec), Token(spec), Weight(spec)
 
-    @cute.jit
-    def __call__(
-        self,
-        dy: cute.Tensor,
-        x: cute.Tensor,
-        w_gate: cute.Tensor,
-        w_up: cute.Tensor,
-        w_down: cute.Tensor,
-        b_gate: cute.Tensor,
-        b_up: cute.Tensor,
-        dl1: cute.Tensor,
-        sizes: cute.Tensor,
-        capacity: Int32,
-        gated: Int32,
-        activation: Int32,
-        threshold: Int32,
-        parts: cute.Tensor,
-        dx: cute.Tensor,
-        dw_gate: cute.Tensor,
-        dw_up: cute.Tensor,
-        dw_down: cute.Tensor,
-        sum_gate: cute.Tensor,
-        sum_up: cute.Tensor,
-        sum_down: cute.Tensor,
-        accumulate: Int32,
-        sums: cute.Tensor,
-        db_gate: cute.Tensor,
-        db_up: cute.Tensor,
-        flushed: cute.Tensor,
-        max_ctas: Int32,
-        stream: cuda.CUstream,
-    ):
-        """Gradients that are not wanted are empty. `accumulate`: those of weights are added to the fp32 sums; otherwise
-        these hold what slices before the last have added up.
-        """
-        results, totals = (dw_gate, dw_up, dw_down), (sum_gate, sum_up, sum_down)
-        first = Int32(0)
-        while first < x.shape[0]:
-            count = cutlass.min(x.shape[0] - first, parts.shape[1])
-            here, lines = tokens_of(parts, count), first // GROUP_ROWS
-            own_sums = rows_of(sums, lines, sums.shape[0] - lines, 4)
-            own_dy, own_x = rows_of(dy, first, count), rows_of(x, first, count)
-            self.gradients.run(
-                own_dy, own_x, (w_gate, w_up, w_down), b_gate, b_up, dl1, sizes, capacity,
-                (gated, activation, threshold), here, own_sums, max_ctas, stream,
-            )  # fmt: skip
-            if dx.shape[0] > 0:
-                out = rows_of(dx, first, count)
-                self.token.run(here, w_gate, w_up, None, sizes, capacity, out, flushed, max_ctas, stream)
-            if dw_gate.shape[0] + sum_gate.shape[0] > 0:
-                done = Int32(first + count == x.shape[0])
-                add, last = Int32(1) if first > 0 else accumulate, done if accumulate == 0 else Int32(0)
-                self.weight.run(
-                    here, own_dy, own_x, results, totals, add, last, done, sums, (db_gate, db_up), sizes, capacity,
-                    flushed, max_ctas, stream,
-                )  # fmt: skip
-            first += count
-
 
 def signature(spec: OverflowSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
-    dtype = operands.DTYPES[spec.dtype]
-    m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
-    weights = [operands.rows(dtype, n, k) for _ in range(3)]
-    biases = [operands.bias(dtype) for _ in range(3)]
-    over = (operands.vector(Int32, cute.sym_int32(), align=4), *[Int32(1)] * 4)
-    parts = operands.slabs(dtype, cute.sym_int32(), cute.sym_int32(), n)
-    sums = operands.matrix(Float32, cute.sym_int32(), cute.sym_int32())
-    aside = (operands.vector(Float32, cute.sym_int32()), Int32(1))
-    x = operands.rows(dtype, m, k)
-    if spec.mode == "forward":
-        return Forward(spec), (x, *weights, *biases, *over, parts, operands.rows(dtype, m, k), sums, *aside)
-    # empty where no gradient is wanted
-    results = [operands.rows(dtype, cute.sym_int32(), k) for _ in range(4)]
-    totals = [operands.rows(Float32, cute.sym_int32(), k) for _ in range(3)]
-    dl1 = operands.vector(Float32, 1, align=4)
-    d_biases = [operands.bias(dtype) for _ in range(2)]
-    tokens = (operands.rows(dtype, m, k), x)
-    arguments = (
-        *tokens,
-        *weights,
-        *biases[:2],
-        dl1,
-        *over,
-        parts,
-        *results,
-        *totals,
-        Int32(1),
-        sums,
-        *d_biases,
-        *aside,
-    )
-    return Backward(spec), arguments
+    return (Forward if spec.mode == "forward" else Backward)(spec), arguments(spec)

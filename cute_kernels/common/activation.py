@@ -16,6 +16,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
 from .. import geometry
+from .architecture import at_least
 from .values import ptx_type
 
 RELU2, DRELU = geometry.ACTIVATIONS["relu2"], geometry.ACTIVATIONS["drelu"]
@@ -24,12 +25,22 @@ RELU2, DRELU = geometry.ACTIVATIONS["relu2"], geometry.ACTIVATIONS["drelu"]
 @cute.jit
 def above(pair: Uint32, threshold: Int32, dtype: cutlass.Constexpr) -> Uint32:
     """Both values after ReLU where they are NaN or above the 16-bit value that `threshold` holds twice; else 0."""
-    mask = cute.arch.inline_ptx(
-        f"set.gtu.u32.{ptx_type(dtype)}x2 {{$w0}}, {{$r0}}, {{$r1}};",
-        write_only_types=[Uint32],
-        read_only_args=[pair, Uint32(threshold)],
-    )
-    return pair & mask
+    if const_expr(at_least(90)):
+        mask = cute.arch.inline_ptx(
+            f"set.gtu.u32.{ptx_type(dtype)}x2 {{$w0}}, {{$r0}}, {{$r1}};",
+            write_only_types=[Uint32],
+            read_only_args=[pair, Uint32(threshold)],
+        )
+        return pair & mask
+    # without sign, values are in the order of their bits, and NaN is above all
+    signs = above_signs(pair, threshold)
+    return pair & Uint32(cute.arch.prmt(signs, signs, 0xBB99))
+
+
+@cute.jit
+def above_signs(pair: Uint32, threshold: Int32) -> Uint32:
+    """Bits 15 and 31 say whether `above` keeps the values; the other bits say nothing."""
+    return (pair | Uint32(0x80008000)) - (Uint32(threshold) + Uint32(0x00010001))
 
 
 @cute.jit
@@ -44,7 +55,8 @@ def power_pair(pair: Uint32, activation: Int32, dtype: cutlass.Constexpr) -> Uin
     ones = Uint32(0x3F803F80 if const_expr(dtype is cutlass.BFloat16) else 0x3C003C00)
     factor = cutlass.select_(activation == RELU2, pair, ones)
     return cute.arch.inline_ptx(
-        f"mul.{ptx_type(dtype)}x2 {{$w0}}, {{$r0}}, {{$r1}};",
+        # sm_80 has no product of bfloat16 pairs; adding -0, which must be in a register, changes no bit
+        f"{{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.{ptx_type(dtype)}x2 {{$w0}}, {{$r0}}, {{$r1}}, zero; }}",
         write_only_types=[Uint32],
         read_only_args=[pair, Uint32(factor)],
     )

@@ -19,20 +19,20 @@ Bias gradients are sums over a row of coefficients: one more WGMMA, with a matri
 
 from typing import Any, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64, Uint32, Uint64, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from . import feasible, geometry
-from .sm90 import operands
-from .sm90.copies import address
-from .sm90.ring import open_ring
-from .sm90.sparse_product import (
+from .. import feasible, geometry
+from ..common.copies import address
+from ..common.weight_grad import TILE_M, TILE_N, Operands, WeightGradForm, arguments
+from ..specs import WeightGradSpec
+from .ring import open_ring
+from .sparse_product import (
     GROUP_THREADS,
     MMA_WARPS,
     REGISTERS_FILL,
@@ -45,33 +45,8 @@ from .sm90.sparse_product import (
     store_coefficient,
     store_rounded,
 )
-from .specs import WeightGradSpec
 
-TILE_M, TILE_N, TILE_K = geometry.NEURON_TILE, 256, geometry.CHUNK
-
-
-class Operands(NamedTuple):
-    """Operands in global memory, None if absent, and the number of slabs and units."""
-
-    x: Any
-    dy: Any
-    order: Any
-    sizes: Any
-    tiles: Any
-    starts: Any
-    packed: Any
-    tokens: Any
-    dw_gate: Any
-    dw_up: Any
-    dw_down: Any
-    db_gate: Any
-    db_up: Any
-    main_gate: Any  # fp32 sums that the gradients are added to; empty: they are stored instead
-    main_up: Any
-    main_down: Any
-    flushed: Any  # partial sums of long lists
-    slabs: Any
-    units: Any
+TILE_K = geometry.CHUNK
 
 
 class Fragments(NamedTuple):
@@ -89,40 +64,11 @@ class Fragments(NamedTuple):
     sums: Any
 
 
-class WeightGrad(SparseProduct):
-    """For one dtype, gated or not, with bias gradients or not; sizes stay symbolic."""
-
-    products = 1
-
-    def __init__(self, spec: WeightGradSpec):
-        self.dtype = operands.DTYPES[spec.dtype]
-        self.gated, self.has_bias = spec.gated, spec.bias
-        self.longest = geometry.LONGEST_SUM[spec.dtype]
+class WeightGrad(WeightGradForm, SparseProduct):
+    """The kernel, see common/weight_grad.py."""
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        dy: cute.Tensor,
-        order: cute.Tensor,
-        sizes: cute.Tensor,
-        tiles: cute.Tensor,
-        starts: cute.Tensor,
-        packed: cute.Tensor,
-        tokens: cute.Tensor,
-        dw_gate: cute.Tensor,
-        dw_up: cute.Tensor | None,
-        dw_down: cute.Tensor,
-        db_gate: cute.Tensor | None,
-        db_up: cute.Tensor | None,
-        main_gate: cute.Tensor,
-        main_up: cute.Tensor | None,
-        main_down: cute.Tensor,
-        flushed: cute.Tensor,
-        capacity: Int32,
-        max_ctas: Int32,
-        stream: cuda.CUstream,
-    ):
+    def launch(self, data, capacity, max_ctas, stream):
         a_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (TILE_M, TILE_N, TURN), self.dtype, 6)
         b_layout = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (2 * TILE_M, TILE_N, TILE_K), self.dtype, STAGES)
         ones_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (2 * TILE_M, 8, TILE_K), self.dtype, 1)
@@ -144,16 +90,10 @@ class WeightGrad(SparseProduct):
             ones: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(ones_layout)], 1024]
 
         self.shared = feasible.check_shared_memory(Shared)
-        slabs = cute.ceil_div(x.shape[1], TILE_N)
-        units = cute.ceil_div(order.shape[0], TILE_M) * slabs * 2
-        data = Operands(
-            x, dy, order, sizes, tiles, starts, packed, tokens, dw_gate, dw_up, dw_down, db_gate, db_up, main_gate,
-            main_up, main_down, flushed, slabs, units,
-        )  # fmt: skip
         arguments = (data, (wide, narrow, row_mma), a_layout, b_layout, ones_layout, capacity)
-        ctas = cutlass.min(units, max_ctas)
+        ctas = cutlass.min(data.units, max_ctas)
         # the kernel that can flush sums is a tenth slower
-        if flushed.shape[0] > 0:
+        if data.flushed.shape[0] > 0:
             self.kernel(*arguments, True).launch(
                 grid=(ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
             )
@@ -198,34 +138,11 @@ class WeightGrad(SparseProduct):
                 self.multiply_units(ring, shared.sA.data_ptr(), data, fragments, thread - 128, long)
 
     @cute.jit
-    def tile_and_part(self, data, unit):
-        """Neuron tile and slab; the slabs of dy follow those of x."""
-        tile = unit // (2 * data.slabs)
-        return tile, unit - tile * 2 * data.slabs
-
-    @cute.jit
-    def list_extent(self, data, tile):
-        return data.tiles[tile, 3], data.tiles[tile, 1]
-
-    @cute.jit
-    def chunk_start(self, data, tile, chunk):
-        return data.starts[tile, chunk]
-
-    @cute.jit
-    def row_index(self, data, at):
-        return data.tokens[at]
-
-    @cute.jit
     def gather(self, data, stage, part, rows, product, thread):
         if part >= data.slabs:
             gather_columns(stage, data.dy, rows, (part - data.slabs) * TILE_N, thread)
         else:
             gather_columns(stage, data.x, rows, part * TILE_N, thread)
-
-    @cute.jit
-    def load_coefficient(self, data, at, product):
-        word = Uint64(data.packed[at])
-        return Uint32(word & Uint64(0xFFFFFFFF)), Uint32(word >> 32)
 
     @cute.jit
     def scatter_coefficient(self, data, tile, part, half, low, high, valid):
@@ -329,30 +246,4 @@ class WeightGrad(SparseProduct):
 
 def signature(spec: WeightGradSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
-    dtype = operands.DTYPES[spec.dtype]
-    m, n, k, p = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8), cute.sym_int32()
-    r = cute.sym_int32()
-    # either gradients or sums are empty
-    stored, added = cute.sym_int32(), cute.sym_int32()
-    arguments = (
-        operands.rows(dtype, m, k),
-        operands.rows(dtype, m, k),
-        operands.vector(Int32, n),
-        operands.vector(Int32, cute.sym_int32(), align=4),
-        operands.matrix(Int32, r, 5),
-        operands.matrix(Int32, r, cute.sym_int32()),
-        operands.vector(Int64, p),
-        operands.vector(Int32, p),
-        operands.rows(dtype, stored, k),
-        operands.rows(dtype, stored, k) if spec.gated else None,
-        operands.rows(dtype, stored, k),
-        operands.vector(dtype, n) if spec.bias else None,
-        operands.vector(dtype, n) if spec.bias and spec.gated else None,
-        operands.rows(Float32, added, k),
-        operands.rows(Float32, added, k) if spec.gated else None,
-        operands.rows(Float32, added, k),
-        operands.vector(Float32, cute.sym_int32()),
-        Int32(1),
-        Int32(1),
-    )
-    return WeightGrad(spec), arguments
+    return WeightGrad(spec), arguments(spec)

@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, range_constexpr
 
 from .. import geometry
+from .mma import clear
 
 # threads of a CTA that hold sums
 THREADS = 256
@@ -35,7 +36,7 @@ def flush_sums(sums: Any, memory: Any, before: cutlass.Constexpr, first: Boolean
         for j in range_constexpr(4):
             four[j] += flat[4 * i + j]
         cute.autovec_copy(four, line)
-    sums.fill(0.0)
+    clear(sums)
 
 
 @cute.jit

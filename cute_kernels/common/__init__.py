@@ -1,0 +1,1 @@
+"""Building blocks of kernels for every GPU since sm_80."""

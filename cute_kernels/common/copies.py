@@ -1,0 +1,86 @@
+"""Copies between registers, global and shared memory that are not tiled copies."""
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, Uint32, const_expr, range_constexpr
+
+from .values import transpose_quad
+
+
+def address(matrix: Any, row: Any, column: Any) -> Any:
+    """Address of an element of a row-major matrix, from a 64-bit offset."""
+    return matrix.iterator + (Int64(row) * matrix.stride[0] + column)
+
+
+@cute.jit
+def load_values(source: Any, quad: Any = None) -> Any:
+    """Load 16 bytes, eight 16-bit values, from an aligned address to four registers: `quad`, or new ones."""
+    if const_expr(quad is None):
+        quad = cute.make_rmem_tensor((4,), Uint32)
+    line = cute.make_tensor(cute.recast_ptr(source.align(16), dtype=Uint32), cute.make_layout(4))
+    cute.autovec_copy(line, quad)
+    return quad
+
+
+@cute.jit
+def load_values_if(source: Any, quad: Any, exists: Boolean) -> None:
+    """Load 16 bytes from an aligned address to four registers, or zeros unless they `exist`, without a branch."""
+    loaded = cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0;"
+        " mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0;"
+        " @p ld.global.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}]; }",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[source, Int32(exists)],
+    )
+    for i in range_constexpr(4):
+        quad[i] = loaded[i]
+
+
+@cute.jit
+def store_values(target: Any, quad: Any) -> None:
+    """Store four registers to 16 bytes at an aligned address, the inverse of `load_values`."""
+    cute.autovec_copy(quad, cute.make_tensor(cute.recast_ptr(target.align(16), dtype=Uint32), cute.make_layout(4)))
+
+
+@cute.jit
+def store_pairs(pairs: Any, row: Any, left: Int32, lane: Int32) -> None:
+    """Store a row of pairs that a warp has by fragments, a multiple of four, at `row`, which has `left` columns.
+
+    Lane 4 g + q has columns 8 v + 2 q and 8 v + 2 q + 1 of row g in `pairs[v]`. After a transpose it has all eight
+    columns of v = 4 u + q, which are 16 bytes.
+    """
+    quad = cute.make_rmem_tensor((4,), Uint32)
+    for u in range_constexpr(len(pairs) // 4):
+        words = transpose_quad(pairs[4 * u : 4 * u + 4], lane)
+        column = 32 * u + 8 * (lane & 3)
+        if column < left:
+            for v in range_constexpr(4):
+                quad[v] = words[v]
+            store_values(row + column, quad)
+
+
+@cute.jit
+def load_quad(source: Any) -> Any:
+    """Load four registers from sixteen bytes of shared memory."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[source],
+    )
+
+
+@cute.jit
+def load_pair(source: Any) -> Any:
+    """Load two registers from eight bytes of shared memory."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v2.b32 { {$w0}, {$w1} }, [{$r0}];", write_only_types=[Uint32] * 2, read_only_args=[source]
+    )
+
+
+@cute.jit
+def copy_async(target: Any, source: Any, size: Int32) -> None:
+    """Copy 16 bytes from global to shared memory, bypassing L1; only `size` are read, the rest is zero."""
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[target, source, size]
+    )

@@ -1,0 +1,29 @@
+"""Programmatic dependent launch, where the architecture has it: from sm_90 on.
+
+Kernels are launched with ``use_pdl=launch.overlaps()``. Elsewhere they follow each other, and the calls below are
+nothing.
+"""
+
+import cutlass.cute as cute
+from cutlass import const_expr
+
+from .architecture import at_least
+
+
+def overlaps() -> bool:
+    """Whether a kernel may start while the one before it runs."""
+    return at_least(90)
+
+
+@cute.jit
+def griddepcontrol_wait() -> None:
+    """Wait until the kernel before this one has ended and its writes are visible."""
+    if const_expr(overlaps()):
+        cute.arch.griddepcontrol_wait()
+
+
+@cute.jit
+def griddepcontrol_launch_dependents() -> None:
+    """Let the next kernel start."""
+    if const_expr(overlaps()):
+        cute.arch.griddepcontrol_launch_dependents()

@@ -1,0 +1,315 @@
+"""Epilogue of the products that are sampled at the non-zeros of a hybrid gate, and its two forms: the up projection and
+the gradients.
+
+    up      up = x[m] . w_up[c] + bias[c], hidden = gate * up, and sums of |hidden|. The hidden state replaces the gate
+            in the entries; training stores hidden and up in tensors of their own.
+    grad    dh = dy[m] . w_down[c] + dl1 sign(h), d_gate = dh * up and d_up = dh * gate, each as two 16-bit values: the
+            rounded one and its rounding error. If not gated, up is 1 and only d_gate is computed.
+
+So it is for relu; for the other activations see activation.py. A unit of work is a tile of 128 tokens and up to 256
+neurons of its list. Once 256 threads have its sums, they go to shared memory, 128 neurons at a time, and each entry
+reads its own; all other products are discarded. Entries are loaded before the sums are complete.
+"""
+
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr, range_constexpr
+
+from .. import geometry
+from . import operands
+from .activation import add_l1, gradients, hidden
+from .swizzle import swizzle_column
+from .values import high_to_float, pack, split_value, warp_sum, widen
+
+TILE_M, TILE_N = geometry.TOKEN_TILE, 256
+# neurons whose sums are staged at a time
+STAGED = 128
+# chunks of the list in a unit and in its staged part
+CHUNKS, STAGED_CHUNKS = TILE_N // geometry.CHUNK, STAGED // geometry.CHUNK
+# threads that hold sums, and entries that each loads at a time
+SAMPLERS, BATCH = 256, 4
+
+
+class Operands(NamedTuple):
+    """Operands in global memory."""
+
+    x: Any
+    w: Any
+    entries: Any
+    neurons: Any
+    chunks: Any
+    sizes: Any
+    pointwise: Any  # the form's own operands
+
+
+class Up(NamedTuple):
+    """Operands of the up projection, None if absent."""
+
+    bias: Any
+    up: Any
+    hidden: Any
+    l1: Any
+    activation: Any
+
+
+class Grad(NamedTuple):
+    """Operands of the gradients; `up` and `d_up` are None if not gated."""
+
+    up: Any
+    dl1: Any
+    d_gate: Any
+    d_up: Any
+    activation: Any
+
+
+class Loaded(NamedTuple):
+    """Registers of a thread with data that it loads ahead of the sums."""
+
+    entries: Any
+    factors: Any  # one per entry, from `load_factor`
+    bounds: Any  # where the entries of the unit's chunks begin, and their end
+
+
+class Sampler:
+    """The epilogue of a kernel. Its `s` has `sums`, [TILE_M, STAGED] staged for the entries, and `totals` by warp."""
+
+    dtype: Any
+
+    def launch(self, o, capacity, max_ctas, stream):
+        """Launch the kernel unless there are no tokens."""
+        raise NotImplementedError
+
+    def sync_sums(self):
+        """Wait for all threads that hold sums."""
+        raise NotImplementedError
+
+    def stage_sums(self, s, acc, staged, thread):
+        """Store sums of 128 neurons, the first or the second of the unit."""
+        raise NotImplementedError
+
+    @cute.jit
+    def find_tile(self, sizes, unit, tile, before):
+        """Return the tile that holds `unit`, searching from `tile` on, and the number of units before that tile."""
+        tiles = sizes.shape[0] - 1
+        searching = tile < tiles
+        while searching:
+            here = cute.ceil_div(sizes[tile], TILE_N)
+            if unit >= before + here:
+                before += here
+                tile += 1
+                searching = tile < tiles
+            else:
+                searching = Boolean(False)
+        return tile, before
+
+    @cute.jit
+    def load_ahead(self, o, tile, part, thread):
+        """Load the bounds of a unit's chunks and a thread's first entries."""
+        loaded = Loaded(
+            entries=cute.make_rmem_tensor((BATCH,), Uint32),
+            factors=cute.make_rmem_tensor((BATCH,), Float32),
+            bounds=cute.make_rmem_tensor((CHUNKS + 1,), Int32),
+        )
+        for i in range_constexpr(CHUNKS + 1):
+            loaded.bounds[i] = o.chunks[tile, cutlass.min(part * CHUNKS + i, o.chunks.shape[1] - 1)]
+        self.load_entries(o, loaded, loaded.bounds[0] + thread, loaded.bounds[STAGED_CHUNKS])
+        return loaded
+
+    @cute.jit
+    def sample(self, s, o, acc, loaded, tile, part, staged: cutlass.Constexpr, thread):
+        """Stage 128 columns of the sums and apply each entry's own; the first entries are already loaded."""
+        self.sync_sums()
+        self.stage_sums(s, acc, staged, thread)
+        self.sync_sums()
+        first, middle, last = (loaded.bounds[staged * STAGED_CHUNKS + i] for i in range(3))
+        total = Float32(0.0)
+        at = first + thread
+        while at < last:
+            for j in range_constexpr(BATCH):
+                here = at + j * SAMPLERS
+                if here < last:
+                    entry = loaded.entries[j]
+                    token, position = Int32((entry >> 6) & Uint32(127)), Int32(entry & Uint32(63))
+                    position = position + geometry.CHUNK if here >= middle else position
+                    value = s.sums[token * STAGED + swizzle_column(token, position)]
+                    position += part * TILE_N + staged * STAGED
+                    total += self.apply_entry(o, here, value, entry, loaded.factors[j], tile, position)
+            at += BATCH * SAMPLERS
+            self.load_entries(o, loaded, at, last)
+        if const_expr(staged == 0):
+            self.load_entries(o, loaded, last + thread, loaded.bounds[CHUNKS])
+        return total
+
+    @cute.jit
+    def load_entries(self, o, loaded, at, last):
+        """Load a thread's next entries and their factors."""
+        for j in range_constexpr(BATCH):
+            here = at + j * SAMPLERS
+            if here < last:
+                loaded.entries[j] = Uint32(o.entries[here])
+                loaded.factors[j] = self.load_factor(o, here)
+
+    def load_factor(self, o, at):
+        """Load what `apply_entry` needs of entry `at`."""
+        raise NotImplementedError
+
+    def apply_entry(self, o, at, value, entry, factor, tile, position):
+        """Store what becomes of one entry by its product `value`; returns what `store_total` adds up."""
+        raise NotImplementedError
+
+    def store_total(self, o, s, total, tile, part, thread):
+        """Store the unit's sum of what `apply_entry` returned."""
+        raise NotImplementedError
+
+
+class SampledUpForm(Sampler):
+    """For one dtype, for training or not; sizes and strides stay symbolic. An empty bias stands for none."""
+
+    def __init__(self, spec: Any):
+        self.dtype = operands.DTYPES[spec.dtype]
+        self.training = spec.training
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        w_up: cute.Tensor,
+        b_up: cute.Tensor | None,
+        entries: cute.Tensor,
+        neurons: cute.Tensor,
+        chunks: cute.Tensor,
+        sizes: cute.Tensor,
+        up: cute.Tensor | None,
+        hidden: cute.Tensor | None,
+        l1: cute.Tensor,
+        activation: Int32,
+        capacity: Int32,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        o = Operands(x, w_up, entries, neurons, chunks, sizes, Up(b_up, up, hidden, l1, activation))
+        self.launch(o, capacity, max_ctas, stream)
+
+    @cute.jit
+    def load_factor(self, o, at):
+        """Load nothing."""
+        return Float32(1.0)
+
+    @cute.jit
+    def apply_entry(self, o, at, value, entry, factor, tile, position):
+        """Store the hidden state of one entry from its product `value`; returns |hidden|."""
+        own = o.pointwise
+        if own.bias.shape[0] > 0:
+            value += own.bias[widen(o.neurons[tile, position])].to(Float32)
+        h = hidden(high_to_float(entry, self.dtype), value, own.activation)
+        if const_expr(self.training):
+            own.up[at] = value.to(self.dtype)
+            own.hidden[at] = h.to(self.dtype)
+        else:
+            o.entries[at] = Int32((pack(Float32(0.0), h, self.dtype) & Uint32(0xFFFF0000)) | (entry & Uint32(0xFFFF)))
+        return cute.arch.fmax(h, -h)
+
+    @cute.jit
+    def store_total(self, o, s, total, tile, part, thread):
+        """Store the unit's sum of |hidden|, added in a fixed order."""
+        total = warp_sum(total)
+        if thread & 31 == 0:
+            s.totals[thread // 32] = total
+        self.sync_sums()
+        if thread == 0:
+            everything = Float32(0.0)
+            for i in range_constexpr(SAMPLERS // 32):
+                everything += s.totals[i]
+            o.pointwise.l1[tile, part] = everything
+
+
+class SampledGradForm(Sampler):
+    """For one dtype, gated or not."""
+
+    def __init__(self, spec: Any):
+        self.dtype = operands.DTYPES[spec.dtype]
+        self.gated = spec.gated
+
+    @cute.jit
+    def __call__(
+        self,
+        dy: cute.Tensor,
+        w_down: cute.Tensor,
+        entries: cute.Tensor,
+        neurons: cute.Tensor,
+        chunks: cute.Tensor,
+        sizes: cute.Tensor,
+        up: cute.Tensor | None,
+        dl1: cute.Tensor,
+        d_gate: cute.Tensor,
+        d_up: cute.Tensor | None,
+        activation: Int32,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        o = Operands(dy, w_down, entries, neurons, chunks, sizes, Grad(up, dl1, d_gate, d_up, activation))
+        self.launch(o, d_gate.shape[0], max_ctas, stream)
+
+    @cute.jit
+    def load_factor(self, o, at):
+        """The up projection, 1 if not gated."""
+        if const_expr(self.gated):
+            return o.pointwise.up[at].to(Float32)
+        return Float32(1.0)
+
+    @cute.jit
+    def apply_entry(self, o, at, value, entry, factor, tile, position):
+        """Store the gradients of one entry."""
+        own = o.pointwise
+        gate = high_to_float(entry, self.dtype)
+        dh = add_l1(value, own.dl1[0], hidden(gate, factor, own.activation))
+        d_gate, d_up = gradients(dh, gate, factor, own.activation)
+        own.d_gate[at] = Int32(split_value(d_gate, self.dtype))
+        if const_expr(self.gated):
+            own.d_up[at] = Int32(split_value(d_up, self.dtype))
+        return Float32(0.0)
+
+    @cute.jit
+    def store_total(self, o, s, total, tile, part, thread):
+        """Do nothing: gradients have no total."""
+
+
+def up_arguments(spec: Any) -> tuple[Any, ...]:
+    """The fake arguments that stand for the operands of the up projection."""
+    dtype = operands.DTYPES[spec.dtype]
+    n, k, p = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8), cute.sym_int32()
+    b = cute.sym_int32()
+    return (
+        operands.rows(dtype, cute.sym_int32(), k),
+        operands.rows(dtype, n, k),
+        operands.bias(dtype),
+        operands.vector(Int32, cute.sym_int32()),
+        *operands.lists(b),
+        operands.vector(dtype, p) if spec.training else None,
+        operands.vector(dtype, p) if spec.training else None,
+        operands.matrix(Float32, b, cute.sym_int32()),
+        Int32(1),
+        Int32(1),
+        Int32(1),
+    )
+
+
+def grad_arguments(spec: Any) -> tuple[Any, ...]:
+    """The fake arguments that stand for the operands of the gradients."""
+    dtype = operands.DTYPES[spec.dtype]
+    n, k, p = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8), cute.sym_int32()
+    return (
+        operands.rows(dtype, cute.sym_int32(), k),
+        operands.rows(dtype, n, k),
+        operands.vector(Int32, cute.sym_int32()),
+        *operands.lists(cute.sym_int32()),
+        operands.vector(dtype, p) if spec.gated else None,
+        operands.vector(Float32, 1, align=4),
+        operands.vector(Int32, p),
+        operands.vector(Int32, p) if spec.gated else None,
+        Int32(1),
+        Int32(1),
+    )

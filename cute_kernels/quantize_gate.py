@@ -1,0 +1,342 @@
+"""Rows of x or w_gate for the int8 screen of the gate: rotated, scaled and rounded with a dither; see screen.py.
+
+Persistent; a warp has 2,048 columns of a row in registers, 64 per lane, and the warps of longer rows meet only for the
+scale. Column 256 v + 8 l + i of them is in lane l first, then in lane 4 v + i / 2:
+
+    load      a vector of eight values per v, a row ahead. Signs, squares, and the levels of the transform of i and v.
+    exchange  through the warp's own shared memory.
+    rotate    the levels of l.
+    reduce    the largest magnitude, of which the scale is made, and the sum of squares.
+    round     a value times the levels plus the column's dither; its floor is the result. Bytes are put in order in
+              shared memory.
+
+Levels are in the order of `screen.levels`, so the results have the same bits as on a CPU. The dithers lie in shared
+memory in the order in which lanes read them.
+"""
+
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int8, Int32, Int64, Uint8, Uint16, Uint32, const_expr, range_constexpr
+from cutlass.memory import SmemAllocator
+
+from . import feasible, screen
+from .common import launch, operands
+from .common.philox import philox, pick
+from .common.values import high_to_float, low_to_float, warp_sum
+from .specs import QuantizeGateSpec
+
+# columns of a warp and of a lane; vectors of a lane and their values
+COLUMNS, VALUES = screen.ROTATED, screen.ROTATED // 32
+VECTORS, VECTOR = 8, 8
+# floats, and then bytes, from one v to the next in shared memory: padding lets lanes of all v hit different banks
+PITCH, BYTE_PITCH = 32 * VECTOR + 8, 32 * VECTOR + 16
+# a sum with it that is rounded down is an integer, in the low bits
+ROUNDER = 3 * 2.0**22
+# warps of a CTA, and of an SM, at 168 registers
+WARPS, WARPS_PER_SM = 4, 12
+
+
+class Views(NamedTuple):
+    """Views of a CTA's shared memory."""
+
+    dithers: Any  # [k_max] by lane, see `draw_dithers`
+    line: Any  # [VECTORS * PITCH] of this warp
+    bytes: Any  # [VECTORS * BYTE_PITCH] in the same place
+    largest: Any  # [warps]
+    squares: Any  # [warps]
+
+
+class QuantizeGate:
+    """For one dtype and class of K; the number of columns is that of the rows."""
+
+    def __init__(self, spec: QuantizeGateSpec):
+        self.dtype = operands.DTYPES[spec.dtype]
+        self.k_max = spec.k_max
+        # warps of a row, of a CTA, and its rows
+        self.segments = spec.k_max // COLUMNS
+        self.warps = max(WARPS, self.segments)
+        self.rows = self.warps // self.segments
+        self.ctas = WARPS_PER_SM // self.warps
+
+    @cute.jit
+    def __call__(
+        self,
+        rows: cute.Tensor,
+        q: cute.Tensor,
+        scale: cute.Tensor,
+        spread: cute.Tensor,
+        shift: Int32,
+        root: Float32,
+        grid_error: Float32,
+        multiprocessors: Int32,
+        stream: cuda.CUstream,
+    ):
+        """`shift`: where the dither is in a column's word; `root`: of the columns that are rotated together."""
+
+        @cute.struct
+        class Shared:
+            largest: cute.struct.MemRange[Float32, self.warps]
+            squares: cute.struct.MemRange[Float32, self.warps]
+            dithers: cute.struct.Align[cute.struct.MemRange[Float32, self.k_max], 16]
+            lines: cute.struct.Align[cute.struct.MemRange[Float32, self.warps * VECTORS * PITCH], 16]
+
+        self.shared = feasible.check_shared_memory(Shared, self.ctas)
+        ctas = cutlass.min(cute.ceil_div(rows.shape[0], self.rows), multiprocessors * self.ctas)
+        if rows.shape[0] > 0:
+            # the usual sizes have constant places
+            if rows.shape[1] == self.k_max:
+                self.kernel(rows, q, scale, spread, shift, root, grid_error, True).launch(
+                    grid=(ctas, 1, 1),
+                    block=(32 * self.warps, 1, 1),
+                    min_blocks_per_mp=self.ctas,
+                    preferred_smem_carveout=100,
+                    stream=stream,
+                    use_pdl=launch.overlaps(),
+                )
+            else:
+                self.kernel(rows, q, scale, spread, shift, root, grid_error, False).launch(
+                    grid=(ctas, 1, 1),
+                    block=(32 * self.warps, 1, 1),
+                    min_blocks_per_mp=self.ctas,
+                    preferred_smem_carveout=100,
+                    stream=stream,
+                    use_pdl=launch.overlaps(),
+                )
+
+    @cute.kernel
+    def kernel(
+        self,
+        rows: cute.Tensor,
+        q: cute.Tensor,
+        scale: cute.Tensor,
+        spread: cute.Tensor,
+        shift: Int32,
+        root: Float32,
+        grid_error: Float32,
+        whole: cutlass.Constexpr,
+    ):
+        """`whole`: all columns of the class exist."""
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        shared = SmemAllocator().allocate(self.shared)
+        line = shared.lines.data_ptr() + cute.assume(warp * (VECTORS * PITCH), divby=4)
+        s = Views(
+            dithers=shared.dithers.data_ptr(),
+            line=line,
+            bytes=cute.recast_ptr(line, dtype=Uint8),
+            largest=shared.largest.get_tensor(cute.make_layout(self.warps)),
+            squares=shared.squares.get_tensor(cute.make_layout(self.warps)),
+        )
+        # bits of the column that are rotated, and the warp's first column
+        bits, start = COLUMNS.bit_length() - 1, warp % self.segments * COLUMNS
+        if const_expr(not whole):
+            bits = 31 - Int32(cute.arch.clz(rows.shape[1] & (0 - rows.shape[1])))
+        self.draw_dithers(s, shift, thread)
+        own_signs, vector_signs = self.draw_signs(start, lane)
+        launch.griddepcontrol_wait()
+        launch.griddepcontrol_launch_dependents()
+        cute.arch.sync_threads()
+
+        first, step = cute.arch.block_idx()[0] * self.rows, cute.arch.grid_dim()[0] * self.rows
+        own = warp // self.segments
+        loaded = cute.make_rmem_tensor((4, VECTORS), Uint32)
+        values = cute.make_rmem_tensor((VALUES,), Float32)
+        self.load(rows, first + own, start, whole, loaded, lane)
+        while first < rows.shape[0]:
+            row = first + own
+            squares = self.unpack(loaded, own_signs, vector_signs, values)
+            for level in (0, 1, 2, 8, 9, 10):
+                if level < bits:
+                    self.butterflies(values, level if level < 3 else level - 5)
+            self.exchange(s, values, lane)
+            self.load(rows, row + step, start, whole, loaded, lane)
+            for level in range_constexpr(3, 8):
+                if level < bits:
+                    self.butterflies(values, level - 2)
+            largest, squares = self.reduce(s, values, squares, warp, lane)
+            # no NaN among the values if the sum of squares is a number
+            screened = largest >= screen.SMALLEST and largest <= screen.LARGEST and squares < Float32.inf
+            levels = self.divide(Float32(screen.LEVELS), largest)
+            self.round(s, values, start, levels, lane)
+            if start == 0 and lane == 0 and row < rows.shape[0]:
+                unit = largest * Float32(1 / screen.LEVELS)
+                wide = self.divide(cute.math.sqrt(squares) * root, unit) * Float32(1 + screen.SPREAD) + grid_error
+                outside = Float32(0.0) if largest == 0.0 and squares == 0.0 else Float32.inf
+                scale[row] = unit if screened else Float32(1.0)
+                spread[row] = wide if screened else outside
+            self.store(s, q, row, start, whole, screened, lane)
+            first += step
+
+    @cute.jit
+    def divide(self, a: Float32, b: Float32) -> Float32:
+        """a / b, rounded to nearest."""
+        return cute.arch.inline_ptx(
+            "div.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+        )
+
+    # ---- random numbers, once per CTA ----
+
+    @cute.jit
+    def draw_signs(self, start, lane: Int32):
+        """Masks that change the signs of 16-bit values by their place in a vector, and twice a bit for each vector."""
+        line = Uint32(start // COLUMNS * 32 + lane)
+        word = pick(philox(line >> 2, screen.SIGNS), line)
+        own = cute.make_rmem_tensor((VECTOR // 2,), Uint32)
+        for i in range_constexpr(VECTOR // 2):
+            own[i] = (word >> (2 * i) & 1) << 15 | (word >> (2 * i + 1) & 1) << 31
+        return own, (word >> VECTOR & Uint32(0xFF)) * Uint32(0x10001)
+
+    @cute.jit
+    def draw_dithers(self, s, shift, thread: Int32):
+        """Dithers of all columns, where the lanes that round them find theirs, four at a time."""
+        for block in cutlass.range(thread, self.k_max // 4, 32 * self.warps, unroll=1):
+            four = philox(Uint32(block), screen.DITHERS)
+            for j in range_constexpr(4):
+                column = 4 * block + j
+                line, i, v = column >> 3 & 31, column & 7, column >> 8 & 7
+                place = (line >> 1) * 128 + (4 * v + (i >> 1)) * 4 + (line & 1) * 2 + (i & 1)
+                number = Int32((four[j] >> Uint32(shift)) & Uint32(2**screen.FRACTION - 1)).to(Float32)
+                at = s.dithers + ((column & ~(COLUMNS - 1)) + place)
+                cute.make_tensor(at, cute.make_layout(1))[0] = (number + Float32(0.5)) * Float32(2.0**-screen.FRACTION)
+
+    # ---- a row ----
+
+    @cute.jit
+    def load(self, rows, row, start, whole: cutlass.Constexpr, loaded, lane):
+        """Load a lane's vectors of a row; zeros beyond its end."""
+        loaded.fill(0)
+        source = rows.iterator + cute.assume(Int64(row) * rows.stride[0] + (start + lane * VECTOR), divby=VECTOR)
+        for v in range_constexpr(VECTORS):
+            column = v * (32 * VECTOR)
+            if row < rows.shape[0] and (whole or start + lane * VECTOR + column < rows.shape[1]):
+                line = cute.make_tensor(cute.recast_ptr(source + column, dtype=Uint32), cute.make_layout(4))
+                cute.autovec_copy(line, loaded[None, v])
+
+    @cute.jit
+    def unpack(self, loaded, own_signs, vector_signs, values):
+        """Values with signs; returns the lane's sum of squares."""
+        even, odd = Float32(0.0), Float32(0.0)
+        for v in range_constexpr(VECTORS):
+            whole = vector_signs << (15 - v) & Uint32(0x80008000)
+            for i in range_constexpr(VECTOR // 2):
+                pair = loaded[i, v] ^ own_signs[i] ^ whole
+                low, high = low_to_float(pair, self.dtype), high_to_float(pair, self.dtype)
+                even += low * low
+                odd += high * high
+                values[VECTOR * v + 2 * i], values[VECTOR * v + 2 * i + 1] = low, high
+        return even + odd
+
+    @cute.jit
+    def butterflies(self, values, level: cutlass.Constexpr):
+        """Sums and differences of the values whose indices differ in one bit."""
+        for i in range_constexpr(VALUES):
+            if (i >> level) & 1 == 0:
+                low, high = values[i], values[i + (1 << level)]
+                values[i] = low + high
+                values[i + (1 << level)] = low - high
+
+    @cute.jit
+    def exchange(self, s, values, lane):
+        """Lane l has values 8 v + i; lane 4 v + i / 2 gets them as values 2 l + i % 2.
+
+        Halves of a vector change places in every other four lanes, so that eight lanes hit different banks.
+        """
+        cute.arch.sync_warp()
+        quad, pair = cute.make_rmem_tensor((4,), Float32), cute.make_rmem_tensor((2,), Float32)
+        # what is assumed of offsets lets the compiler add constants to one address
+        for half in range_constexpr(2):
+            base = s.line + cute.assume(lane * VECTOR + ((lane & 4) ^ (4 * half)), divby=4)
+            for v in range_constexpr(VECTORS):
+                for i in range_constexpr(4):
+                    quad[i] = values[VECTOR * v + 4 * half + i]
+                cute.autovec_copy(quad, cute.make_tensor(base + v * PITCH, cute.make_layout(4)))
+        cute.arch.sync_warp()
+        place = (lane >> 2) * PITCH + (lane & 1) * 2
+        for half in range_constexpr(2):
+            base = s.line + cute.assume(place + (((lane & 2) * 2) ^ (4 * half)), divby=2)
+            for i in range_constexpr(32):
+                if const_expr(i & 4 == 4 * half):
+                    cute.autovec_copy(cute.make_tensor(base + i * VECTOR, cute.make_layout(2)), pair)
+                    values[2 * i], values[2 * i + 1] = pair[0], pair[1]
+
+    @cute.jit
+    def reduce(self, s, values, squares, warp, lane):
+        """The row's largest magnitude, without NaN, and its sum of squares."""
+        largest = Float32(0.0)
+        for i in range_constexpr(VALUES):
+            largest = cute.arch.inline_ptx(
+                "{ .reg .f32 magnitude; abs.f32 magnitude, {$r0}; max.f32 {$w0}, magnitude, {$r1}; }",
+                write_only_types=[Float32],
+                read_only_args=[values[i], largest],
+            )
+        largest = Uint32(cute.arch.warp_redux_sync(largest.bitcast(Int32), "max")).bitcast(Float32)
+        squares = warp_sum(squares)
+        if const_expr(self.segments > 1):
+            if lane == 0:
+                s.largest[warp] = largest
+                s.squares[warp] = squares
+            cute.arch.sync_threads()
+            first = warp // self.segments * self.segments
+            largest, squares = Float32(0.0), Float32(0.0)
+            for i in range_constexpr(self.segments):
+                largest = cute.arch.fmax(largest, s.largest[first + i])
+                squares += s.squares[first + i]
+            cute.arch.sync_threads()
+        return largest, squares
+
+    @cute.jit
+    def round(self, s, values, start, levels, lane):
+        """Put the results of a lane's columns into shared memory."""
+        cute.arch.sync_warp()
+        dithers = cute.make_rmem_tensor((4,), Float32)
+        source = s.dithers + cute.assume(start + lane * 4, divby=4)
+        target = s.bytes + cute.assume((lane >> 2) * BYTE_PITCH + (lane & 3) * 2, divby=2)
+        for i in range_constexpr(0, VALUES, 4):
+            cute.autovec_copy(cute.make_tensor(source + i * 32, cute.make_layout(4)), dithers)
+            bytes = [self.floor(values[i + j], levels, dithers[j]) for j in range(4)]
+            for j in range_constexpr(2):
+                pair = Uint32(cute.arch.prmt(bytes[2 * j], bytes[2 * j + 1], 0x0040))
+                place = cute.recast_ptr(target + (i // 2 + j) * VECTOR, dtype=Uint16)
+                cute.make_tensor(place, cute.make_layout(1))[0] = Uint16(pair)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def floor(self, value: Float32, levels: Float32, dither: Float32) -> Uint32:
+        """The floor of value * levels + dither, in the lowest byte."""
+        return cute.arch.inline_ptx(
+            "{ .reg .f32 sum; fma.rn.f32 sum, {$r0}, {$r1}, {$r2}; add.rm.f32 sum, sum, {$r3}; mov.b32 {$w0}, sum; }",
+            write_only_types=[Uint32],
+            read_only_args=[value, levels, dither, Float32(ROUNDER)],
+        )
+
+    @cute.jit
+    def store(self, s, q, row, start, whole: cutlass.Constexpr, screened, lane):
+        """Copy the results to memory, eight bytes per lane at a time; zeros if the row is not screened."""
+        source = s.bytes + cute.assume(lane * VECTOR, divby=VECTOR)
+        target = q.iterator + cute.assume(Int64(row) * q.stride[0] + (start + lane * VECTOR), divby=VECTOR)
+        for v in range_constexpr(VECTORS):
+            column = v * (32 * VECTOR)
+            if row < q.shape[0] and (whole or start + lane * VECTOR + column < q.shape[1]):
+                eight = cute.make_tensor(cute.recast_ptr(source + v * BYTE_PITCH, dtype=Int64), cute.make_layout(1))
+                place = cute.make_tensor(cute.recast_ptr(target + column, dtype=Int64), cute.make_layout(1))
+                place[0] = eight[0] if screened else Int64(0)
+        cute.arch.sync_warp()
+
+
+def signature(spec: QuantizeGateSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    m, k = cute.sym_int32(), cute.sym_int32(divisibility=8)
+    arguments = (
+        operands.rows(operands.DTYPES[spec.dtype], m, k),
+        operands.bytes_by_rows(Int8, m, k),
+        operands.vector(Float32, m),
+        operands.vector(Float32, m),
+        Int32(1),
+        Float32(1.0),
+        Float32(1.0),
+        Int32(1),
+    )
+    return QuantizeGate(spec), arguments

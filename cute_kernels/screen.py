@@ -1,0 +1,98 @@
+"""Constants of the int8 screen of the gate, see docs/notes/screen.md, and its random numbers. Pure Python.
+
+A row is rotated, scaled to ``LEVELS`` and rounded with a dither of 16 bits. Signs and dithers are words of
+Philox4x32-10 (Salmon et al., SC 2011) with a fixed key. The counter is (index of four words, stream, 0, 0).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+# Largest magnitude before rounding: with a dither in [0, 1) no result exceeds 127.
+LEVELS = 126.5
+
+# The dither is a number of this many bits plus 1/2, divided by 2^FRACTION.
+FRACTION = 16
+
+# Most columns that are rotated together: a warp has them in registers.
+ROTATED = 2048
+
+# Where the dither is in the word of a column: x has the lower half, w the upper one.
+X_SHIFT, W_SHIFT = 0, 16
+
+# Streams of words: one per column, and one per line of the rotation, see ``signs``.
+DITHERS, SIGNS = 0, 1
+
+KEY = (0x5EED7E11, 0x0DD17E12)
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+
+# Probability 2^-FAILURE, at most, that the screen misses a given gate.
+FAILURE = 80
+
+# Rows are screened if their largest rotated magnitude is in this range. Of a row outside, all gates are candidates,
+# unless the row is zero.
+SMALLEST, LARGEST = 2.0**-50, 2.0**54
+
+# Relative error of a rotated and scaled row in norm: 14 levels of fp32 additions, and four roundings of the scale; and
+# the part by which a spread is enlarged, which covers it and the fp32 sum of squares.
+ROTATION = 19 * 2.0**-24
+SPREAD = 2.0**-16
+
+# spread^2 / K of a row whose rotated values are normal: its largest of thousands is near four standard deviations.
+USUAL_SPREAD = 1024
+
+# Part by which fp32 bounds are enlarged for their own roundings, and part of a bias.
+MARGIN, BIAS_MARGIN = 2.0**-16, 2.0**-19
+
+# What stands for a bias of a zero row, whose gate is the bias alone: decides against any product.
+DECISIVE = 2.0**100
+
+
+def rotation_block(k: int) -> int:
+    """Columns that are rotated together: the largest power of two that divides ``k``, up to ``ROTATED``."""
+    return min(k & -k, ROTATED)
+
+
+def levels(k: int) -> list[int]:
+    """Bits of the column in which the values differ that the rotation adds and subtracts, in its order."""
+    return [bit for bit in (0, 1, 2, 8, 9, 10, 3, 4, 5, 6, 7) if 1 << bit < rotation_block(k)]
+
+
+def sign_bits(column: Any) -> tuple[Any, Any, Any]:
+    """A column's word of ``SIGNS``, and two bits of it: the column's sign changes if they differ."""
+    return column >> 11 << 5 | column >> 3 & 31, column & 7, 8 + (column >> 8 & 7)
+
+
+def hoeffding(failure: float = FAILURE) -> float:
+    """c such that exp(-2 c^2) = 2^-failure, rounded up."""
+    return math.sqrt(failure * math.log(2) / 2) * (1 + 2.0**-50)
+
+
+def product_error(k: int) -> float:
+    """Error of a product of ``k`` terms on tensor cores, as a part of |x| |w|: one fp32 truncation per term."""
+    return k * 2.0**-23 * (1 + 2.0**-8)
+
+
+def grid_error(k: int) -> float:
+    """Norm of the difference of ``k`` values and the means of their results, each of at most 2^-FRACTION."""
+    return math.sqrt(k) * 2.0**-FRACTION
+
+
+def philox(block: int, stream: int) -> tuple[int, int, int, int]:
+    """Four 32-bit words of Philox4x32-10."""
+    counter, key = (block, stream, 0, 0), KEY
+    for _ in range(ROUNDS):
+        products = MULTIPLIERS[0] * counter[0], MULTIPLIERS[1] * counter[2]
+        high, low = (p >> 32 for p in products), (p & 0xFFFFFFFF for p in products)
+        (high0, high1), (low0, low1) = high, low
+        counter = (high1 ^ counter[1] ^ key[0], low1, high0 ^ counter[3] ^ key[1], low0)
+        key = ((key[0] + INCREMENTS[0]) & 0xFFFFFFFF, (key[1] + INCREMENTS[1]) & 0xFFFFFFFF)
+    return counter
+
+
+def words(count: int, stream: int) -> list[int]:
+    """The first ``count`` words of a stream."""
+    return [word for block in range(-(-count // 4)) for word in philox(block, stream)][:count]

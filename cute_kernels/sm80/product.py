@@ -1,0 +1,233 @@
+"""Main loop of a dense product by mma.sync: a tile of `rows` rows of A times 256 rows of B. Both are K-major, unless
+the kernel says that one is stored as lines of the sum's index: A M-major, B N-major.
+
+Eight warps do everything, two by four on the tile, 64 x 64 sums each with 128 rows; a step is 32 columns.
+
+    load    cp.async, 16 bytes per thread, into a ring of stages, STAGES steps ahead.
+    mma     ldmatrix and mma.sync m16n8k16. Fragments of the next 16 columns are loaded before the products of these.
+            One barrier per step: the next stage is complete, this one has been read and is filled again.
+
+Of 99 KB of shared memory the ring takes 96. A warp reads 4 KB of it for 65,536 products: 64 x 64 sums is the least that
+keeps the reads behind the products.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr, range_constexpr
+
+from ..common.copies import copy_async
+from ..common.mma import load_matrices, load_matrices_transposed, mma_16x8x16
+from ..common.swizzle import swizzle_piece
+
+TILE_N, TILE_K = 256, 32
+# blocks of 16 columns of a step; 16-byte pieces of a row of a stage, and their values
+BLOCKS, PIECES, PIECE = TILE_K // 16, TILE_K // 8, 8
+STAGES = 4
+WARPS_M, WARPS_N = 2, 4
+THREADS = 32 * WARPS_M * WARPS_N
+# rows that all threads together copy at a time
+PASS = THREADS // PIECES
+
+
+class Thread(NamedTuple):
+    """Indices of a thread, and of its warp on the tile."""
+
+    thread: Any
+    lane: Any
+    warp_m: Any
+    warp_n: Any
+
+
+class Fragments(NamedTuple):
+    """A thread's fragments, two sets, and sums; where it loads them from, by blocks of 16 columns of the sum's index.
+
+    Of an operand that is not K-major by its fragments.
+    """
+
+    rA: Any
+    rB: Any
+    acc: Any
+    a_source: Any
+    b_source: Any
+
+
+def thread_index(again: bool = False) -> Thread:
+    """The indices of this thread; `again`: of which the compiler does not know that it has them already."""
+    thread = cute.arch.thread_idx()[0]
+    if again:
+        thread = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[thread])
+    warp = cute.arch.make_warp_uniform(thread // 32)
+    return Thread(thread, thread & 31, warp // WARPS_N, warp % WARPS_N)
+
+
+def swizzle(row: Any, piece: Any) -> Any:
+    """Offset, in values, of a piece in its row of 64 bytes: eight rows of one column hit different banks."""
+    return (piece ^ ((row >> 1) & (PIECES - 1))) * PIECE
+
+
+def lines_at_a_time(width: int) -> int:
+    """Lines of so many values that all threads together copy at a time."""
+    return THREADS * PIECE // width
+
+
+@cute.jit
+def tile_of(index: Int32, m_tiles: Int32, n_tiles: Int32, band: cutlass.Constexpr) -> tuple[Int32, Int32]:
+    """Row and column of a tile: bands of `band` rows of tiles, rows fastest.
+
+    The tiles that run at the same time then touch few rows of either matrix, which fit in L2 together.
+    """
+    before = index // (band * n_tiles)
+    height = cutlass.min(m_tiles - before * band, Int32(band))
+    inside = index - before * band * n_tiles
+    column = inside // height
+    return before * band + inside - column * height, column
+
+
+class Product:
+    """The main loop, for a kernel that defines `load_piece` and sets `dtype` and, by `set_rows`, the tile."""
+
+    dtype: Any
+    rows: int
+    a_k_major = b_k_major = True
+
+    def set_rows(self, rows: int) -> None:
+        """Set the rows of A in a tile."""
+        self.rows = rows
+        # fragments of 16 rows of A and of 8 rows of B per warp
+        self.m_frags, self.n_frags = rows // WARPS_M // 16, TILE_N // WARPS_N // 8
+        self.stage_values = (rows + TILE_N) * TILE_K
+        # 16-byte copies of a thread per step, those of A first
+        self.copies = self.stage_values // PIECE // THREADS
+
+    def load_piece(self, o, ring, place, step, stage, index, thread):
+        """Start copy `index` of a thread's copies for a step, by `copy_piece`; zeros outside the matrix."""
+        raise NotImplementedError
+
+    @cute.jit
+    def copy_piece(self, ring, source, stage, index: cutlass.Constexpr, exists: Boolean, thread: Int32):
+        """Copy piece t % PIECES of row t / PIECES + PASS * `index`; zeros and no read unless it `exists`."""
+        own, piece = thread // PIECES, thread % PIECES
+        target = ring + (stage * self.stage_values + own * TILE_K + swizzle(own, piece) + index * PASS * TILE_K)
+        copy_async(target, source, Int32(16) if exists else Int32(0))
+
+    @cute.jit
+    def copy_line_piece(
+        self, ring, source, stage, from_a: cutlass.Constexpr, index: cutlass.Constexpr, exists: Boolean, thread: Int32
+    ):
+        """The same of a part of the stage that is not K-major: piece of a line, `index` of the part's copies."""
+        width, before = (self.rows, 0) if const_expr(from_a) else (TILE_N, self.rows * TILE_K)
+        line, piece = thread // (width // PIECE), thread % (width // PIECE)
+        line = line + index * lines_at_a_time(width)
+        target = ring + (stage * self.stage_values + before + line * width + swizzle_piece(line, piece))
+        copy_async(target, source, Int32(16) if exists else Int32(0))
+
+    @cute.jit
+    def begin(self, o, ring, f, place, stage, at):
+        """Start the copies of a tile's first steps, wait for the first of them and load fragments of it.
+
+        All threads must have read what the ring held before.
+        """
+        free = stage
+        for step in range_constexpr(STAGES):
+            for index in range_constexpr(self.copies):
+                self.load_piece(o, ring, place, Int32(step), free, index, at.thread)
+            cute.arch.cp_async_commit_group()
+            free = free + 1 if free + 1 < STAGES else 0
+        cute.arch.cp_async_wait_group(STAGES - 1)
+        cute.arch.sync_threads()
+        self.load_fragments(f, stage, 0)
+
+    @cute.jit
+    def multiply_steps(self, o, ring, f, place, following, steps, stage, at, wraps: cutlass.Constexpr):
+        """Add the products of all steps of a tile, at least STAGES; return the stage after them.
+
+        `wraps`: the first steps of the `following` tile are loaded after the last ones of this tile; otherwise zeros
+        are, beyond the last column.
+        """
+        for k in cutlass.range(steps, unroll=1):
+            step, source, free = k + STAGES, place, stage
+            if const_expr(wraps):
+                if step >= steps:
+                    step, source = step - steps, following
+            for block in range_constexpr(BLOCKS):
+                if const_expr(block == BLOCKS - 1):
+                    # the next step has arrived; all warps have read this step's stage
+                    cute.arch.cp_async_wait_group(STAGES - 2)
+                    cute.arch.sync_threads()
+                    stage = stage + 1 if stage + 1 < STAGES else 0
+                self.load_fragments(f, stage, (block + 1) % BLOCKS)
+                for i in range_constexpr(self.m_frags):
+                    self.multiply(f, block % 2, i)
+                    # copies between products, which hide their instructions
+                    if const_expr(block == BLOCKS - 1):
+                        for index in range_constexpr(i, self.copies, self.m_frags):
+                            self.load_piece(o, ring, source, step, free, index, at.thread)
+            cute.arch.cp_async_commit_group()
+        return stage
+
+    @cute.jit
+    def fragments(self, ring, at):
+        """The fragments of a thread. The sources are addresses in stage 0 that this lane passes to ldmatrix.
+
+        Matrices of A: rows 0-7 and 8-15 of columns 0-7, then of columns 8-15. Of B: columns 0-7 and 8-15 of rows
+        0-7, then of rows 8-15. The same of lines, with columns and rows exchanged, and transposed as they are loaded.
+        """
+        a_row = at.warp_m * (16 * self.m_frags) + (at.lane & 15)
+        b_row = at.warp_n * (8 * self.n_frags) + (at.lane & 7) + (at.lane >> 4) * 8
+        a, b = [], []
+        for block in range_constexpr(BLOCKS):
+            if const_expr(self.a_k_major):
+                a.append(ring + (a_row * TILE_K + swizzle(a_row, 2 * block + (at.lane >> 4))))
+            if const_expr(self.b_k_major):
+                b_at = b_row * TILE_K + swizzle(b_row, 2 * block + ((at.lane >> 3) & 1))
+                b.append(ring + (self.rows * TILE_K + b_at))
+        if const_expr(not self.a_k_major):
+            line = (at.lane & 7) + (at.lane >> 4) * 8
+            for i in range_constexpr(self.m_frags):
+                piece = at.warp_m * (2 * self.m_frags) + 2 * i + ((at.lane >> 3) & 1)
+                a.append(ring + (line * self.rows + swizzle_piece(line, piece)))
+        if const_expr(not self.b_k_major):
+            line = at.lane & 15
+            for i in range_constexpr(self.n_frags // 2):
+                piece = at.warp_n * self.n_frags + 2 * i + (at.lane >> 4)
+                b.append(ring + (self.rows * TILE_K + line * TILE_N + swizzle_piece(line, piece)))
+        return Fragments(
+            cute.make_rmem_tensor((4, self.m_frags, 2), Uint32),
+            cute.make_rmem_tensor((2, self.n_frags, 2), Uint32),
+            cute.make_rmem_tensor((4, self.n_frags, self.m_frags), Float32),
+            a,
+            b,
+        )
+
+    @cute.jit
+    def load_fragments(self, f, stage, block: cutlass.Constexpr):
+        """Load the fragments of 16 columns of a stage."""
+        before = stage * self.stage_values
+        for i in range_constexpr(self.m_frags):
+            if const_expr(self.a_k_major):
+                four = load_matrices(f.a_source[block] + before + i * 16 * TILE_K)
+            else:
+                four = load_matrices_transposed(f.a_source[i] + before + block * 16 * self.rows)
+            for j in range_constexpr(4):
+                f.rA[j, i, block % 2] = four[j]
+        for i in range_constexpr(self.n_frags // 2):
+            if const_expr(self.b_k_major):
+                four = load_matrices(f.b_source[block] + before + i * 16 * TILE_K)
+            else:
+                four = load_matrices_transposed(f.b_source[i] + before + block * 16 * TILE_N)
+            for j in range_constexpr(4):
+                f.rB[j % 2, 2 * i + j // 2, block % 2] = four[j]
+
+    @cute.jit
+    def multiply(self, f, buffer: cutlass.Constexpr, i: cutlass.Constexpr):
+        """Add the products of 16 rows of A, by one set of fragments."""
+        for k in range_constexpr(self.n_frags):
+            # neighbours share an operand
+            n = k if i % 2 == 0 else self.n_frags - 1 - k
+            a = [f.rA[j, i, buffer] for j in range(4)]
+            sums = [f.acc[j, n, i] for j in range(4)]
+            sums = mma_16x8x16(sums, *a, f.rB[0, n, buffer], f.rB[1, n, buffer], self.dtype)
+            for j in range_constexpr(4):
+                f.acc[j, n, i] = sums[j]

@@ -1,0 +1,149 @@
+"""Weight gradients, for every GPU since sm_80: the operands and units of work of common/weight_grad.py.
+
+Persistent, one CTA per SM; sparse_product.py has the main loop. Of x a tile has d_gate of its neurons in the first half
+of the rows and d_up in the second; of dy it has h in the first half alone. Then each row of sums is stored as the row
+of its neuron.
+
+Bias gradients are sums over a row of coefficients, products with ones: a unit of their own.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint32, const_expr, range_constexpr
+from cutlass.memory import SmemAllocator
+
+from .. import feasible
+from ..common.copies import address
+from ..common.mma import mma_16x8x16
+from ..common.weight_grad import TILE_M, TILE_N, Operands, WeightGradForm, arguments
+from ..specs import WeightGradSpec
+from .product import THREADS, thread_index
+from .sparse_product import M_FRAGS, N_FRAGS, SHARED_VALUES, TURN, Source, SparseProduct, fragment_row, store_rounded
+
+
+class WeightGrad(WeightGradForm, SparseProduct):
+    """The kernel, see common/weight_grad.py."""
+
+    @cute.jit
+    def launch(self, data, capacity, max_ctas, stream):
+        @cute.struct
+        class Shared:
+            values: cute.struct.Align[cute.struct.MemRange[self.dtype, SHARED_VALUES], 128]
+
+        self.shared = feasible.check_portable_memory(Shared)
+        ctas = cutlass.min(data.units, max_ctas)
+        # the kernel that can flush sums needs more registers
+        if data.flushed.shape[0] > 0:
+            self.kernel(data, capacity, True).launch(
+                grid=(ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
+            )
+        else:
+            self.kernel(data, capacity, False).launch(
+                grid=(ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
+            )
+
+    @cute.kernel
+    def kernel(self, data: Operands, capacity: Int32, long: cutlass.Constexpr):
+        at = thread_index()
+        shared = SmemAllocator().allocate(self.shared)
+        if data.sizes[data.sizes.shape[0] - 1] <= capacity:
+            self.compute_units(data, shared.values.data_ptr(), at, long)
+
+    def parts(self, slabs):
+        """Units of a neuron tile, the last of which is for the bias gradients."""
+        return 2 * slabs + (1 if self.has_bias else 0)
+
+    @cute.jit
+    def source(self, data, part, product):
+        matrix, pitch, slab = data.x.iterator.toint(), data.x.stride[0], part
+        if part >= data.slabs:
+            matrix, pitch, slab = data.dy.iterator.toint(), data.dy.stride[0], part - data.slabs
+        # the unit of the bias gradients reads nothing: its slab is beyond the last
+        return Source(matrix, Uint32(pitch // 8), data.x.shape[1]), slab * TILE_N
+
+    @cute.jit
+    def scatter_coefficient(self, data, tile, part, low, high, valid):
+        """Store a coefficient at (neuron, list position)."""
+        of_dy = part >= data.slabs
+        if const_expr(self.has_bias):
+            of_dy = of_dy & (part < 2 * data.slabs)
+        index = low & Uint32(TILE_M * TURN - 1)
+        self.store_coefficient(tile, index, low >> 16 if of_dy else high & Uint32(0xFFFF), valid)
+        if const_expr(self.gated):
+            # a multiple of eight rows further: the same swizzle
+            self.store_coefficient(tile + TILE_M * TURN, index, high >> 16, valid & (not of_dy))
+
+    @cute.jit
+    def multiply_part(self, data, f, part, buffer: cutlass.Constexpr, i: cutlass.Constexpr):
+        if const_expr(self.has_bias):
+            if part == 2 * data.slabs:
+                self.add_row(f, buffer, i)
+            elif i < M_FRAGS // 2 or part < data.slabs:
+                self.multiply(f, buffer, i)
+        elif const_expr(i < M_FRAGS // 2):
+            self.multiply(f, buffer, i)
+        elif const_expr(self.gated):
+            if part < data.slabs:
+                self.multiply(f, buffer, i)
+
+    @cute.jit
+    def add_row(self, f, buffer: cutlass.Constexpr, i: cutlass.Constexpr):
+        """Add the coefficients of each row to its first sum, by a product with ones."""
+        ones = 0x3F803F80 if const_expr(self.dtype is cutlass.BFloat16) else 0x3C003C00
+        # mma takes no immediate operand
+        one = cute.arch.inline_ptx(f"mov.b32 {{$w0}}, {ones};", write_only_types=[Uint32])
+        a = [f.rA[j, i, buffer] for j in range(4)]
+        sums = mma_16x8x16([f.acc[j, 0, i] for j in range(4)], *a, one, one, self.dtype)
+        for j in range_constexpr(4):
+            f.acc[j, 0, i] = sums[j]
+
+    @cute.jit
+    def store_unit(self, data, acc, unit, at):
+        at = thread_index(again=True)
+        of_dy = unit.part >= data.slabs
+        slab = unit.part - data.slabs if of_dy else unit.part
+        column = slab * TILE_N + at.warp_n * (8 * N_FRAGS)
+        for i in range_constexpr(M_FRAGS):
+            for h in range_constexpr(2):
+                rank = unit.tile * TILE_M + (fragment_row(at.warp_m, i) + 8 * h + (at.lane >> 2)) % TILE_M
+                exists = rank < data.order.shape[0]
+                neuron = data.order[rank] if exists else 0
+                left = data.x.shape[1] - column if exists else 0
+                first = const_expr(i < M_FRAGS // 2)
+                if const_expr(self.has_bias):
+                    if unit.part == 2 * data.slabs:
+                        if exists and at.lane & 3 == 0 and at.warp_n == 0:
+                            if const_expr(first):
+                                data.db_gate[neuron] = acc[2 * h, 0, i].to(self.dtype)
+                            elif const_expr(self.gated):
+                                data.db_up[neuron] = acc[2 * h, 0, i].to(self.dtype)
+                        left = Int32(0)
+                if of_dy:
+                    if const_expr(first):
+                        self.store_row(acc, i, h, data.dw_down, data.main_down, neuron, column, left, unit, at)
+                elif const_expr(first):
+                    self.store_row(acc, i, h, data.dw_gate, data.main_gate, neuron, column, left, unit, at)
+                elif const_expr(self.gated):
+                    self.store_row(acc, i, h, data.dw_up, data.main_up, neuron, column, left, unit, at)
+
+    @cute.jit
+    def store_row(self, acc, i: cutlass.Constexpr, h: cutlass.Constexpr, target, main, neuron, column, left, unit, at):
+        """Store a row of sums as the row of its neuron, or add it to that of `main`."""
+        if main.shape[0] == 0:
+            store_rounded(acc, i, h, address(target, neuron, column), left, at.lane, self.dtype)
+        elif unit.length > 0:
+            pair = (at.lane & 3) * 2
+            row = address(main, neuron, column + pair)
+            for v in range_constexpr(N_FRAGS):
+                # four lanes access one sector
+                if 8 * v < left - pair:
+                    own = cute.make_tensor((row + 8 * v).align(8), cute.make_layout(2))
+                    for j in range_constexpr(2):
+                        own[j] = own[j] + acc[2 * h + j, v, i]
+
+
+def signature(spec: WeightGradSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    return WeightGrad(spec), arguments(spec)

@@ -1,0 +1,329 @@
+"""Gate GEMM of 128 tokens at the neurons of their list, packed as TwELL by places in the list.
+
+gate_pack.py with gathered rows of weights: a tile of the words has 256 places of a list in place of 256 neurons.
+compact.py, given the lists, brings them to the hybrid format; words, spill and stats of tiles behind the end of a list
+are not written. The products of a gate have the same order as in gate_pack.py, so it has the same bits.
+
+Persistent, one CTA per SM. A unit of work is a tile of 128 tokens and up to 256 places of its list. A unit of up to 128
+computes half the products; these come last. Three warp groups:
+
+    pack      warps 0 and 1, as in gate_pack.py.
+    load      warps 2 and 3. x by TMA, 64 columns per stage, and the same columns of 256 rows of w by cp.async,
+              swizzled.
+    mma       groups 1 and 2, 128 places each, or 64 of a small unit: WGMMA 64x128x16, as in gate_pack.py. Gates of
+              places behind the end of the list are set to 0.
+
+    FULL[s]   64 load threads arrive through cp.async, + 1 arrival and the bytes of x.
+    EMPTY[s]  8 mma warps arrive.
+    GATE_...  as in gate_pack.py.
+"""
+
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from .. import feasible, geometry
+from ..common import operands
+from ..common.copies import copy_async
+from ..common.swizzle import swizzle_piece
+from ..common.values import lowest_bit, prefix_sum, widen
+from ..specs import SampledGateSpec
+from .gate_pack import MMA_WARPS, REGISTERS_LOAD_PACK, REGISTERS_MMA, ROWS, THREADS, TILE_N, Barrier, Extent, GatePack
+from .ring import open_ring, release
+
+TOKENS, TILE_K = geometry.TOKEN_TILE, 64
+HALF = TILE_N // 2
+# warps of the first group that pack and that load; rows that the latter copy at a time
+PACK_WARPS, LOAD_WARPS = 2, 2
+PASS = 32 * LOAD_WARPS // (TILE_K // 8)
+
+
+class Operands(NamedTuple):
+    """Operands in global memory; an empty `bias` stands for none."""
+
+    w: Any
+    bias: Any
+    neurons: Any
+    sizes: Any
+    words: Any
+    spill: Any
+    stats: Any
+    width: Any  # words per tile
+    threshold: Any  # of fatrelu, see common/activation.py
+
+
+class Views(NamedTuple):
+    """Views of a CTA's shared memory."""
+
+    sW: Any  # weights
+    sX: Any
+    gate: Any  # [4 panels, tokens, 64 places], swizzled
+
+
+class Unit(NamedTuple):
+    """A tile of tokens, the tile of the words, and how many places of the list are in it."""
+
+    tile: Any
+    column: Any
+    length: Any
+
+
+class SampledGate(GatePack):
+    """For one dtype; sizes, strides and width stay symbolic. An empty bias is none."""
+
+    def __init__(self, spec: SampledGateSpec):
+        self.dtype = operands.DTYPES[spec.dtype]
+        self.set_sizes(TOKENS, 2, TOKENS * TILE_N * 2)
+        self.pack_warps = PACK_WARPS
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        w: cute.Tensor,
+        bias: cute.Tensor,
+        neurons: cute.Tensor,
+        sizes: cute.Tensor,
+        words: cute.Tensor,
+        spill: cute.Tensor,
+        stats: cute.Tensor,
+        words_per_tile: Int32,
+        threshold: Int32,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        shape, stages = (TILE_N, TOKENS, TILE_K), self.stages
+        w_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
+        x_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
+        x_load = self.transfer(x, x_layout, (TOKENS, TILE_K), 1)
+
+        @cute.struct
+        class Shared:
+            full: cute.struct.MemRange[Int64, stages]
+            empty: cute.struct.MemRange[Int64, stages]
+            sW: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
+            sX: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
+            gate: cute.struct.Align[cute.struct.MemRange[self.dtype, TOKENS * TILE_N], 1024]
+
+        self.shared = feasible.check_shared_memory(Shared)
+        o = Operands(w, bias, neurons, sizes, words, spill, stats, words_per_tile, threshold)
+        if x.shape[0] > 0:
+            self.kernel(x_load.atom, x_load.tensor, o, w_layout, x_layout).launch(
+                grid=(1, 1, max_ctas), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
+            )
+
+    @cute.kernel
+    def kernel(
+        self,
+        x_tma: cute.CopyAtom,
+        x: cute.Tensor,
+        o: Operands,
+        w_layout: cute.ComposedLayout,
+        x_layout: cute.ComposedLayout,
+    ):
+        thread = cute.arch.thread_idx()[0]
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(thread // 128)
+        if warp_index == PACK_WARPS:
+            cpasync.prefetch_descriptor(x_tma)
+        shared = SmemAllocator().allocate(self.shared)
+        ring = open_ring(shared, self.stages, 32 * LOAD_WARPS + 1, MMA_WARPS, thread)
+        cute.arch.sync_threads()
+        s = Views(
+            sW=shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner),
+            sX=shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner),
+            gate=shared.gate.data_ptr(),
+        )
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        units = self.count_units(o.sizes)
+        # `neurons` is set for each unit
+        extent = Extent(units, Int32(1), cute.ceil_div(x.shape[1], TILE_K), x.shape[0], Int32(0))
+        tile = cute.arch.block_idx()[2]
+        if tile < units:
+            if group == 0:
+                cute.arch.setmaxregister_decrease(REGISTERS_LOAD_PACK)
+                if warp_index >= PACK_WARPS:
+                    self.load(ring, x_tma, x, s, shared.sW.data_ptr(), o, thread - 32 * PACK_WARPS, extent)
+                    tile = self.last_tile(extent)
+                self.pack(s, o, tile, warp_index, extent)
+            else:
+                cute.arch.setmaxregister_increase(REGISTERS_MMA)
+                self.mma(ring, s, o, thread - 128, extent)
+
+    # ---- units ----
+
+    @cute.jit
+    def count_units(self, sizes) -> Int32:
+        """Number of units. All lanes of a warp must take part."""
+        lane, own = cute.arch.lane_idx(), Int32(0)
+        for tile in cutlass.range(lane, sizes.shape[0] - 1, 32, unroll=1):
+            own += cute.ceil_div(sizes[tile], TILE_N)
+        return Int32(cute.arch.warp_redux_sync(own, "add"))
+
+    @cute.jit
+    def unit_of(self, sizes, index: Int32) -> Unit:
+        """The unit with an index: those of more than 128 places first, by tiles. All lanes must take part."""
+        lane, tiles = cute.arch.lane_idx(), sizes.shape[0] - 1
+        tile, column, length, left = Int32(0), Int32(0), Int32(0), index
+        searching = left >= 0
+        # the small units' turn begins at `tiles`, rounded up to whole groups of lanes
+        first, groups = Int32(0), cute.ceil_div(tiles, 32)
+        while searching:
+            small = first >= groups
+            at = (first - groups if small else first) * 32 + lane
+            size = sizes[at] if at < tiles else 0
+            large = (size + HALF - 1) // TILE_N
+            count = cute.ceil_div(size, TILE_N) - large if small else large
+            before = prefix_sum(count, lane)
+            total = cute.arch.shuffle_sync(before + count, 31)
+            if left < total:
+                source = lowest_bit(Uint32(cute.arch.vote_ballot_sync((before <= left) & (left < before + count))))
+                tile = cute.arch.shuffle_sync(at, source)
+                skipped = cute.arch.shuffle_sync(before, source)
+                column = cute.arch.shuffle_sync(large, source) if small else left - skipped
+                length = cutlass.min(cute.arch.shuffle_sync(size, source) - column * TILE_N, Int32(TILE_N))
+                searching = Boolean(False)
+            left -= total
+            first += 1
+        return Unit(tile, column, length)
+
+    # ---- roles ----
+
+    @cute.jit
+    def load(self, ring, x_tma, x, s, sW, o, thread, extent):
+        """Load 64 columns of x and of the unit's rows of w per stage."""
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        tiles = cute.local_tile(x, (TOKENS, TILE_K), (None, None))
+        x_s, x_t = cpasync.tma_partition(
+            x_tma, 0, cute.make_layout(1), cute.group_modes(s.sX, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+        first, piece = thread // 8, thread % 8
+        # in pieces of 16 bytes
+        rows = cute.make_rmem_tensor((TILE_N // PASS,), Uint32)
+        pitch = Uint32(o.w.stride[0] // 8)
+        target = sW + (first * TILE_K + swizzle_piece(first, piece))
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+        index, step = cute.arch.block_idx()[2], cute.arch.grid_dim()[2]
+        while index < extent.m_tiles:
+            unit = self.unit_of(o.sizes, index)
+            for j in range_constexpr(TILE_N // PASS):
+                row = first + PASS * j
+                neuron = widen(o.neurons[unit.tile, unit.column * TILE_N + row]) if row < unit.length else 0
+                rows[j] = Uint32(neuron) * pitch + Uint32(piece)
+            for k in cutlass.range(extent.k_tiles, unroll=1):
+                cute.arch.mbarrier_wait(ring.empty + state.index, state.phase)
+                if warp == 0:
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive_and_expect_tx(ring.full + state.index, TOKENS * TILE_K * 2)
+                    x_tile = x_t[None, unit.tile, k]
+                    cute.copy(x_tma, x_tile, x_s[None, state.index], tma_bar_ptr=ring.full + state.index)
+                size = Int32(16) if k * TILE_K + piece * 8 < x.shape[1] else Int32(0)
+                source = o.w.iterator + (k * TILE_K if size > 0 else 0)
+                stage = target + state.index * (TILE_N * TILE_K)
+                for j in range_constexpr(TILE_N // PASS):
+                    if j * PASS < unit.length:
+                        copy_async(stage + j * PASS * TILE_K, source + Int64(rows[j]) * 8, size)
+                cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + state.index)
+                state.advance()
+            index += step
+
+    @cute.jit
+    def mma(self, ring, s, o, thread: Int32, extent):
+        """Main loop and the register half of the epilogue, for half of the unit's places."""
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        first, step = cute.arch.block_idx()[2], cute.arch.grid_dim()[2]
+        index, unit = first, self.unit_of(o.sizes, first)
+        # small units come last
+        for places in (TILE_N, HALF):
+            while index < extent.m_tiles and unit.length > places - HALF:
+                state = self.compute_gates(ring, s, o, unit, state, index != first, thread, extent, places)
+                index += step
+                if index < extent.m_tiles:
+                    unit = self.unit_of(o.sizes, index)
+                    cute.arch.barrier_arrive(barrier_id=Barrier.GATE_FULL, number_of_threads=self.handover_threads())
+        cute.arch.barrier(barrier_id=Barrier.GATE_LAST, number_of_threads=THREADS)
+        worker = cute.arch.make_warp_uniform(thread // 32) + THREADS // 32 - MMA_WARPS
+        self.pack_tile(s, o, index - step, worker, Int32(THREADS // 32), extent)
+
+    @cute.jit
+    def compute_gates(self, ring, s, o, unit, state, wait: Boolean, thread, extent, places: cutlass.Constexpr):
+        """Multiply the first places of a unit and store its gates, after a `wait` for the gates before to be packed.
+
+        Returns the next state of the ring.
+        """
+        half = cute.arch.make_warp_uniform(thread // 128)
+        warp_index = cute.arch.make_warp_uniform(thread // 32)
+        mma = sm90.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (2, 1, 1), (64, TOKENS)
+        )
+        leader = mma.get_slice(cute.make_layout(2, stride=128)(half))
+        rW = mma.make_fragment_A(leader.partition_A(cute.local_tile(s.sW, (places, TILE_K), (0, 0, None))))
+        rX = mma.make_fragment_B(leader.partition_B(s.sX))
+        acc = cute.make_rmem_tensor(mma.get_slice(thread).partition_shape_C((places, TOKENS)), Float32)
+        lane, read = cute.arch.lane_idx(), state.clone()
+        mma.set(warpgroup.Field.ACCUMULATE, False)
+        for k in cutlass.range(extent.k_tiles, unroll=1):
+            cute.arch.mbarrier_wait(ring.full + state.index, state.phase)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            warpgroup.fence()
+            for block in range_constexpr(TILE_K // 16):
+                cute.gemm(mma, acc, rW[None, None, block, state.index], rX[None, None, block, state.index], acc)
+                mma.set(warpgroup.Field.ACCUMULATE, True)
+            warpgroup.commit_group()
+            warpgroup.wait_group(1)
+            if k > 0:
+                read = release(ring, read, lane)
+            state.advance()
+        warpgroup.wait_group(0)
+        release(ring, read, lane)
+        if (unit.length < places) | (o.bias.shape[0] > 0):
+            self.finish_gates(o, acc, unit, warp_index)
+        if wait:
+            cute.arch.barrier(barrier_id=Barrier.GATE_EMPTY, number_of_threads=self.handover_threads())
+        self.store_gate(acc, s.gate, o.threshold, warp_index)
+        return state
+
+    @cute.jit
+    def finish_gates(self, o, acc, unit, warp_index: Int32):
+        """Add the bias, and set the gates of places that do not exist to 0.
+
+        Lane 4 g + q holds places g + 8 i of its warp's 16, in each part.
+        """
+        for part in range_constexpr(cute.size(acc, mode=[1])):
+            for i in range_constexpr(2):
+                place = part * HALF + warp_index * 16 + 8 * i + (cute.arch.lane_idx() >> 2)
+                exists, bias = place < unit.length, Float32(0.0)
+                if o.bias.shape[0] > 0:
+                    if exists:
+                        bias = o.bias[widen(o.neurons[unit.tile, unit.column * TILE_N + place])].to(Float32)
+                for v in range_constexpr(TOKENS // 8):
+                    for j in range_constexpr(2):
+                        gate = acc[(j, i, v), part, 0] + bias
+                        acc[(j, i, v), part, 0] = gate if exists else Float32(0.0)
+
+    @cute.jit
+    def pack_tile(self, s, o, index: Int32, worker: Int32, workers: Int32, extent):
+        """Pack every `workers`-th eight tokens of a unit, from `worker` on."""
+        unit = self.unit_of(o.sizes, index)
+        # of the last eight places some may not exist: their gates are 0
+        end = unit.column * TILE_N + unit.length
+        own = Extent(extent.m_tiles, extent.n_tiles, extent.k_tiles, extent.rows, end)
+        for eight in cutlass.range(worker, TOKENS // ROWS, workers, unroll=1):
+            self.pack_rows(s, o, unit.tile * (TOKENS // ROWS) + eight, unit.column, eight, own)
+
+
+def signature(spec: SampledGateSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    x, w, bias, *packed, width, threshold = operands.gate_pack(spec.dtype)
+    neurons, _, sizes = operands.lists(cute.sym_int32())
+    return SampledGate(spec), (x, w, bias, neurons, sizes, *packed, width, threshold, Int32(1))

@@ -1,0 +1,113 @@
+"""``gate_screen``: which neurons any of 128 tokens may fire, from the int8 rows of ``quantize_gate``.
+
+An empty ``b_gate`` is none. Bit n % 32 of candidates[t, n / 32] is set unless all gates of neuron n are 0 after ReLU
+for the tokens of tile t: by a bound of the error of the int8 products that a gate exceeds with a probability of at most
+2^-80. Bits beyond the last neuron are 0.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twell import tuning
+from twell._runtime import device, geometry, screen
+from twell.ops.library import bias_vector, blocks, check, check_rank, empty, launch, register
+from twell.ops.quantize_gate import Quantized
+
+# bits of a word
+_WORD = 32
+
+
+def outputs(x: Tensor, w_gate: Tensor) -> Tensor:
+    """Uninitialised candidates int32 [ceil(M/128), 8 * T]."""
+    words = geometry.tiles(w_gate.shape[0]) * geometry.TILE // _WORD
+    return empty(x, (blocks(x.shape[0], geometry.TOKEN_TILE), words), torch.int32)
+
+
+def _fake(
+    x: Tensor, x_scale: Tensor, x_spread: Tensor, w_gate: Tensor, w_scale: Tensor, w_spread: Tensor, b_gate: Tensor
+) -> Tensor:
+    for name, matrix in (("x", x), ("w_gate", w_gate)):
+        check_rank(name, matrix)
+        check(name, matrix, (matrix.shape[0], x.shape[1]), torch.int8)
+        if matrix.shape[1] % 8:
+            raise ValueError(f"{name} must have rows of a multiple of 8 values, got {list(matrix.shape)}")
+    for name, vector, matrix in (
+        *(("x_scale", x_scale, x), ("x_spread", x_spread, x)),
+        *(("w_scale", w_scale, w_gate), ("w_spread", w_spread, w_gate)),
+    ):
+        check(name, vector, (matrix.shape[0],), torch.float32)
+    if b_gate.dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(f"b_gate must be bfloat16 or float16, got {b_gate.dtype}")
+    if b_gate.shape != (0,):
+        check("b_gate", b_gate, (w_gate.shape[0],), b_gate.dtype)
+    return outputs(x, w_gate)
+
+
+def _cpu(
+    x: Tensor, x_scale: Tensor, x_spread: Tensor, w_gate: Tensor, w_scale: Tensor, w_spread: Tensor, b_gate: Tensor
+) -> Tensor:
+    candidates = _fake(x, x_scale, x_spread, w_gate, w_scale, w_spread, b_gate)
+    (m, k), n = x.shape, w_gate.shape[0]
+    root, hoeffding, product, grid, usual, block = constants(k)
+    u, v = x_spread.double(), w_spread.double().square()
+    slope, p = hoeffding + product * u + grid, u + root
+    r = (usual + hoeffding * p * p / slope).sqrt()
+    a = (hoeffding * p * p / r + slope * r) / 2 + grid * u + 1
+    a, b = ((t * (1 + screen.MARGIN)).masked_fill(u == 0, 0) for t in (a, slope / (2 * r)))
+    bias = b_gate.double() if len(b_gate) else torch.zeros_like(v)
+    beta = bias * block / w_scale.double()
+    more = (beta * (1 + screen.BIAS_MARGIN)).clamp(min=1 / screen.DECISIVE)
+    beta = torch.where(bias > 0, more, beta * (1 - screen.BIAS_MARGIN))
+    decisive = torch.where(bias > 0, screen.DECISIVE, torch.where(bias <= 0, -screen.DECISIVE, bias))
+    beta = torch.where(v == 0, decisive, beta)
+    # sums of int8 products are exact in float64
+    below = x.double() @ w_gate.double().t() <= -(beta / x_scale.double()[:, None] + (b[:, None] * v + a[:, None]))
+    shape = (candidates.shape[0], geometry.TOKEN_TILE, candidates.shape[1], _WORD)
+    padding = (0, shape[2] * _WORD - n, 0, shape[0] * shape[1] - m)
+    found = F.pad(~below, padding).view(shape).any(1)
+    bits = (found.long() << torch.arange(_WORD, device="cpu")).sum(2)
+    return candidates.copy_(bits.where(bits < 1 << _WORD - 1, bits - (1 << _WORD)))
+
+
+def constants(k: int) -> tuple[float, ...]:
+    """What the kernel takes of ``k`` columns: root, Hoeffding's c, part for roundings, grid, usual spread^2, block."""
+    return (
+        math.sqrt(k),
+        screen.hoeffding(),
+        2 * screen.ROTATION + screen.product_error(k),
+        screen.grid_error(k),
+        float(screen.USUAL_SPREAD * k),
+        float(screen.rotation_block(k)),
+    )
+
+
+def _cuda(
+    x: Tensor, x_scale: Tensor, x_spread: Tensor, w_gate: Tensor, w_scale: Tensor, w_spread: Tensor, b_gate: Tensor
+) -> Tensor:
+    bias = bias_vector("b_gate", b_gate if len(b_gate) else None, w_gate.shape[0], b_gate)
+    return on_cuda((x, x_scale, x_spread), (w_gate, w_scale, w_spread), bias)
+
+
+def on_cuda(x: Quantized, w_gate: Quantized, b_gate: Tensor) -> Tensor:
+    """The operator on the current device, for a bias as kernels read it."""
+    candidates = outputs(x[0], w_gate[0])
+    if len(candidates):
+        # a cluster is two CTAs, one per multiprocessor
+        of_bound = (*constants(x[0].shape[1]), device.sm_count(x[0].device.index) // 2)
+        launch(tuning.gate_screen(b_gate.dtype), *x, *w_gate, b_gate, candidates.view(torch.int16), *of_bound)
+    return candidates
+
+
+gate_screen = register(
+    "gate_screen(Tensor x, Tensor x_scale, Tensor x_spread, Tensor w_gate, Tensor w_scale, Tensor w_spread, "
+    "Tensor b_gate) -> Tensor",
+    fake=_fake,
+    cpu=_cpu,
+    cuda=_cuda,
+    instead="twell.sparse_gated_ffn or twell.sparse_ffn",
+)

@@ -1,0 +1,100 @@
+"""``quantize_gate``: rows of x, or of w_gate if ``weights``, in int8 for the screen of the gate.
+
+Each row is rotated by a signed block Hadamard transform, scaled, and rounded with a dither from a generator with a
+fixed seed. ``scale * q`` is near the rotated row; ``spread`` is at least the norm of the rotated row by its scale. It
+is 0 for a row of zeros, and infinite for a row that is not screened: not finite, or of a magnitude beyond 2^-50 to
+2^54.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from twell import tuning
+from twell._runtime import device, screen
+from twell.ops.library import check_matrix, empty, launch, register, rows
+
+Quantized = tuple[Tensor, Tensor, Tensor]
+# TMA: bytes of which a row's stride is a multiple
+_PITCH = 16
+
+
+def outputs(matrix: Tensor) -> Quantized:
+    """Uninitialised q int8 [R, K], with rows of a multiple of 16 bytes; scale and spread float32 [R]."""
+    r, k = matrix.shape
+    q = empty(matrix, (r, -(-k // _PITCH) * _PITCH), torch.int8)
+    return q.narrow(1, 0, k), empty(matrix, r, torch.float32), empty(matrix, r, torch.float32)
+
+
+def _fake(matrix: Tensor, weights: bool) -> Quantized:
+    check_matrix("rows", matrix)
+    return outputs(matrix)
+
+
+def random_words(count: int, stream: int) -> Tensor:
+    """The first words of a stream of ``screen.words``, int64 on the CPU."""
+    block = torch.arange(-(-count // 4), device="cpu")
+    c0, c1, c2, c3 = block, torch.full_like(block, stream), torch.zeros_like(block), torch.zeros_like(block)
+    half = 0xFFFFFFFF
+    for i in range(screen.ROUNDS):
+        k0, k1 = ((key + i * step) & half for key, step in zip(screen.KEY, screen.INCREMENTS))
+        # products wrap, and their halves are right nevertheless
+        product0, product1 = c0 * screen.MULTIPLIERS[0], c2 * screen.MULTIPLIERS[1]
+        c0, c2 = (product1 >> 32 & half) ^ c1 ^ k0, (product0 >> 32 & half) ^ c3 ^ k1
+        c1, c3 = product1 & half, product0 & half
+    return torch.stack((c0, c1, c2, c3), 1).flatten()[:count]
+
+
+def _cpu(matrix: Tensor, weights: bool) -> Quantized:
+    q, scale, spread = _fake(matrix, weights)
+    r, k = matrix.shape
+    tuning.quantize_gate(matrix.dtype, k)
+    column = torch.arange(k, device="cpu")
+    line, own, whole = screen.sign_bits(column)
+    words = random_words(int(line.max()) + 1 if k else 0, screen.SIGNS)[line]
+    values = matrix.float() * (1 - 2 * ((words >> own ^ words >> whole) & 1))
+    for level in screen.levels(k):
+        pairs = values.view(r, k >> level + 1, 2, 1 << level)
+        values = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), 2)
+    values = values.view(r, k)
+
+    largest = values.abs().amax(1)
+    screened = (largest >= screen.SMALLEST) & (largest <= screen.LARGEST)
+    levels = torch.full_like(largest, screen.LEVELS) / largest
+    dithers = random_words(k, screen.DITHERS) >> (screen.W_SHIFT if weights else screen.X_SHIFT)
+    dithers = ((dithers & (1 << screen.FRACTION) - 1) + 0.5) * 2.0**-screen.FRACTION
+    sums = (values.double() * levels.double()[:, None] + dithers.double()).float()
+    q.copy_(sums.floor_().masked_fill_(~screened[:, None], 0))
+    scale.copy_(torch.where(screened, largest * torch.full_like(largest, 1 / screen.LEVELS), 1))
+    norms = matrix.float().square().sum(1).sqrt() * math.sqrt(screen.rotation_block(k))
+    wide = norms / scale * (1 + screen.SPREAD) + screen.grid_error(k)
+    spread.copy_(torch.where(screened, wide, torch.where(largest == 0, 0, torch.inf)))
+    return q, scale, spread
+
+
+def _cuda(matrix: Tensor, weights: bool) -> Quantized:
+    return on_cuda(matrix, weights)
+
+
+def on_cuda(matrix: Tensor, weights: bool) -> Quantized:
+    """The operator on the current device."""
+    q, scale, spread = outputs(matrix)
+    k = matrix.shape[1]
+    shift, root = screen.W_SHIFT if weights else screen.X_SHIFT, math.sqrt(screen.rotation_block(k))
+    spec, multiprocessors = tuning.quantize_gate(matrix.dtype, k), device.sm_count(matrix.device.index)
+    if not len(matrix):
+        return q, scale, spread
+    launch(spec, rows(matrix), q, scale, spread, shift, root, screen.grid_error(k), multiprocessors)
+    return q, scale, spread
+
+
+quantize_gate = register(
+    "quantize_gate(Tensor rows, bool weights) -> (Tensor q, Tensor scale, Tensor spread)",
+    fake=_fake,
+    cpu=_cpu,
+    cuda=_cuda,
+    instead="twell.sparse_gated_ffn or twell.sparse_ffn",
+)

@@ -1,0 +1,264 @@
+"""Every GPU by its compute capability: import, kernels, refusal, fall-back; and the limits of the portable family."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_kernels
+import torch
+from tiny_kernels import Compiler, compile_tiny
+
+from cute_kernels import catalog
+from twell import _auto, _tables, tuning
+from twell._runtime import cache, device, fingerprint, geometry, log, packaged, resolve, specs
+from twell.commands import info
+from twell.ops import hybrid, library
+
+Capability = tuple[int, int]
+
+# and the architecture whose code they run
+GPUS: dict[Capability, str | None] = {
+    (7, 5): None,
+    **{(8, minor): "sm_80" for minor in (0, 6, 9)},
+    (9, 0): "sm_90a",
+    **{(10, minor): "sm_100" for minor in (0, 3)},
+    (12, 0): "sm_120",
+}
+WITH_KERNELS = [capability for capability, arch in GPUS.items() if arch]
+NAMES: dict[Any, str] = {capability: "{}.{}".format(*capability) for capability in GPUS}
+
+
+def every_gpu(capabilities: Any) -> Any:
+    return pytest.mark.parametrize("capability", capabilities, ids=NAMES.get)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Capability], None]:
+    """Pretend that device 0 is a GPU of this compute capability, which no table is for."""
+
+    def become(capability: Capability) -> None:
+        monkeypatch.setattr(device, "capability", lambda index: capability)
+        monkeypatch.setattr(device, "name", lambda index: "NVIDIA Pretended")
+        monkeypatch.setattr(device, "sm_count", lambda index: 100)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        for cached in (_tables._on, _tables._of_gpu, log.warn_once):
+            cached.cache_clear()
+
+    return become
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    """A compiler of tiny kernels, an empty cache, and no kernel loaded."""
+    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(resolve, "_kernels", {})
+    monkeypatch.setattr(resolve, "_missing", set())
+    return tiny_kernels.install(monkeypatch)
+
+
+@pytest.fixture
+def wheel_of_all(tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a wheel with a library for each architecture, whose kernels return their place in ``GPUS``."""
+    folder = tmp_path / "_lib"
+    monkeypatch.setattr(packaged, "FOLDER", folder)
+    for number, arch in enumerate(specs.ARCHITECTURES):
+        part = packaged.folder_of(arch)
+        part.mkdir(parents=True, exist_ok=True)
+        symbol = tuning.gathered(torch.bfloat16, 1, specs.ARCHITECTURES[arch]).symbol
+        compile_tiny(symbol, part / packaged.LIBRARY, number, "-shared")
+        manifest = {"arch": arch, "toolkit": "cu12", "versions": fingerprint.versions()}
+        manifest |= {"source_hash": fingerprint.source_hash(), "symbols": [symbol]}
+        (part / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+# By compute capability
+
+
+def test_the_import_asks_no_gpu() -> None:
+    """It is the same whatever GPU there is: it queries none, and loads no library of kernels."""
+    program = """
+import sys
+from twell._runtime import device, packaged
+device._bindings = lambda: sys.exit("asked the driver")
+import twell, twell.nn, twell.integrations
+assert not packaged._open.cache_info().currsize
+assert "tvm_ffi" not in sys.modules and "cutlass" not in sys.modules and not sys.modules["torch"].cuda.is_initialized()
+"""
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@every_gpu(WITH_KERNELS)
+def test_a_launch_loads_the_library_of_its_architecture_alone(
+    capability: Capability, gpu: Callable[[Capability], None], wheel_of_all: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(capability)
+    arch = GPUS[capability]
+    assert arch is not None
+    assert library.require_architecture(0) == arch
+    assert tuning.family(0) == specs.ARCHITECTURES[arch]
+    opened: list[Path] = []
+    load = packaged.load
+    monkeypatch.setattr(packaged, "load", lambda path, symbol: opened.append(path) or load(path, symbol))  # type: ignore[func-returns-value]
+    spec = tuning.gathered(torch.bfloat16, 1, tuning.family(0))
+    assert library.launchable(0, spec)
+    assert resolve.resolve(spec, arch)() == list(specs.ARCHITECTURES).index(arch)  # type: ignore[func-returns-value]
+    assert set(opened) == {packaged.folder_of(arch) / packaged.LIBRARY}
+
+
+@every_gpu(WITH_KERNELS)
+def test_a_wheel_without_its_architecture_compiles(
+    capability: Capability, gpu: Callable[[Capability], None], wheel_of_all: Path, compiler: Compiler
+) -> None:
+    """Into the cache, apart from kernels for other architectures; where that is off, the kernel is missing."""
+    gpu(capability)
+    arch = GPUS[capability]
+    assert arch is not None
+    (packaged.folder_of(arch) / packaged.LIBRARY).unlink()
+    packaged.read_manifest.cache_clear()
+    spec = tuning.gathered(torch.bfloat16, 1, tuning.family(0))
+    resolve.resolve(spec, arch)
+    assert compiler.compiled == [spec.symbol]
+    others = {cache.fingerprint(other) for other in specs.ARCHITECTURES if other != arch}
+    assert cache.fingerprint(arch) not in others
+    assert [path.name for path in (wheel_of_all.parent / "cache").iterdir()] == [cache.fingerprint(arch)]
+
+
+@every_gpu(WITH_KERNELS)
+def test_info_tells_of_the_library_of_the_gpu(
+    capability: Capability, wheel_of_all: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = device.Device(0, "NVIDIA Pretended", capability, 100, 80 << 30)
+    monkeypatch.setattr(device, "describe", lambda: device.Driver((13, 0), (there,)))
+    state = info.collect()
+    assert state.kernels.arch == GPUS[capability]
+    assert state.kernels.loads
+    assert set(state.kernels.packaged) == set(specs.ARCHITECTURES)
+    (packaged.folder_of(str(GPUS[capability])) / packaged.LIBRARY).unlink()
+    state = info.collect()
+    assert not state.kernels.usable
+    said = "\n".join(info.lines(state, verbose=False))
+    assert "none in use (no library at" in said
+    assert f"libraries: for {', '.join(state.kernels.packaged)}" in said
+
+
+def test_older_gpus_are_refused(gpu: Callable[[Capability], None], compiler: Compiler) -> None:
+    gpu((7, 5))
+    with pytest.raises(NotImplementedError, match=r"need compute capability 8\.0 or higher, got 7\.5 on cuda:0; use"):
+        library.launch(tuning.unpack(torch.bfloat16))
+    assert not library.launchable(0, tuning.unpack(torch.bfloat16))
+    assert not compiler.compiled
+
+
+@every_gpu(GPUS)
+def test_auto_is_dense_without_a_table(
+    capability: Capability,
+    gpu: Callable[[Capability], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With one warning that says why; a table of `twell tune` is enough, and 9.0 has the shipped one."""
+    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
+    gpu(capability)
+    chooses = {True: "", False: "dense"}
+    with caplog.at_level(logging.WARNING, "twell"):
+        found = [_auto.forced("cuda", 0) for _ in range(2)]
+    assert found == [chooses[capability == (9, 0)]] * 2
+    assert len(caplog.records) == (capability != (9, 0))
+    reason = "`twell tune` measures them" if GPUS[capability] else "the sparse kernels need 8.0 or higher"
+    assert all(record.getMessage().endswith(reason) for record in caplog.records)
+    machine = "NVIDIA Pretended (100 SMs, 80 GiB); driver 580"
+    tmp_path.chmod(0o700)
+    _tables.write(dataclasses.replace(_tables.SHIPPED, machine=machine))
+    gpu(capability)
+    assert _auto.forced("cuda", 0) == chooses[GPUS[capability] is not None]
+
+
+@every_gpu(WITH_KERNELS)
+def test_auto_keeps_to_what_the_family_takes(capability: Capability, gpu: Callable[[Capability], None]) -> None:
+    """Neurons beyond the hybrid format's of the portable family leave "row" and dense."""
+    gpu(capability)
+    table = _tables.in_use(torch.device("cuda", 0))
+    assert table.union_neurons == (65536 if capability == (9, 0) else geometry.PORTABLE_UNION_NEURONS)
+    for n in (geometry.PORTABLE_UNION_NEURONS, geometry.PORTABLE_UNION_NEURONS + 8):
+        taken = n <= table.union_neurons
+        for training in (False, True):
+            problem = tuning.Problem(16384, 2048, n, True, training)
+            costs = tuning.costs(problem, tuning.Figures(1.0, 0.01), table)
+            assert ("union" in costs) == taken
+            decision = tuning.decide(problem, tuning.Figures(1.0, 0.01), None, table)
+            assert decision.strategy == ("union" if taken else "dense" if training else decision.strategy)
+            assert taken or decision.strategy != "union"
+
+
+# The portable family
+
+
+@pytest.mark.parametrize("arch", specs.ARCHITECTURES)
+def test_every_architecture_has_its_family(arch: str) -> None:
+    shipped = catalog.of_architecture(arch)
+    assert {getattr(spec, "family", specs.ARCHITECTURES[arch]) for spec in shipped} == {specs.ARCHITECTURES[arch]}
+    assert specs.UnpackSpec("bfloat16") in shipped
+
+
+@pytest.mark.parametrize(("m", "tokens"), [(1, 64), (64, 64), (65, 128), (16384, 128)])
+def test_tiles_of_the_gate_gemm(m: int, tokens: int) -> None:
+    """Up to 64 tokens have a kernel of their own, whose bits differ."""
+    spec = tuning.gate_pack(torch.bfloat16, m, 5632, 66, True, specs.PORTABLE)
+    assert spec == specs.GatePackSpec("bfloat16", tokens, family=specs.PORTABLE)
+    if m <= 64:
+        spec = specs.GatePackFewSpec("bfloat16", {1: 8, 64: 64}[m], family=specs.PORTABLE)
+    assert tuning.gate_pack(torch.bfloat16, m, 5632, 66, False, specs.PORTABLE) == spec
+
+
+@pytest.mark.parametrize(("k", "m"), [(64, 1), (2048, 2049), (2056, 100000), (16384, 1)])
+def test_every_hidden_size_has_a_row_kernel(k: int, m: int) -> None:
+    """Token by token without clusters; groups of tokens while shared memory holds their rows."""
+    by_token = tuning.up_down_token(torch.bfloat16, m, k, True, False, specs.PORTABLE)
+    if by_token is None:
+        assert tuning.up_down(torch.bfloat16, k, True, specs.PORTABLE).k_max >= k
+    else:
+        assert by_token.cluster == 1
+        assert by_token.k_max >= k
+    invariant = tuning.up_down_token(torch.bfloat16, m, k, True, True, specs.PORTABLE)
+    assert invariant == tuning.up_down_token(torch.bfloat16, 1, k, True, True, specs.PORTABLE)
+
+
+def test_few_tokens_of_a_union_take_three_kernels() -> None:
+    assert tuning.up_down_tile(torch.bfloat16, 16, 2048, 5632, True) is not None
+    assert tuning.up_down_tile(torch.bfloat16, 16, 2048, 5632, True, specs.PORTABLE) is None
+
+
+def test_more_neurons_than_shared_memory_holds_are_refused() -> None:
+    most = geometry.PORTABLE_UNION_NEURONS
+    hybrid.require_neurons(most, specs.PORTABLE)
+    hybrid.require_neurons(65536, specs.SM90)
+    with pytest.raises(NotImplementedError, match=f"at most {most} neurons, got {most + 8}"):
+        hybrid.require_neurons(most + 8, specs.PORTABLE)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: specs.GatePackSpec("bfloat16", 144, family="sm80"), r"tokens must be one of \(64, 128\), got 144"),
+        (lambda: specs.UpDownSpec("bfloat16", 4096, True, family="sm80"), "k_max must be one of"),
+        (lambda: specs.UpDownTokenSpec("bfloat16", 2048, 2, True, family="sm80"), r"cluster must be one of \(1,\)"),
+        (lambda: specs.GatheredSpec("bfloat16", 1, family="sm70"), "family must be one of"),
+    ],
+)
+def test_a_spec_outside_the_family_cannot_be_made(make: object, message: str) -> None:
+    assert callable(make)
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,364 @@
+"""The int8 screen of the gate: it misses no gate on hostile data, its bound holds in float64, its dither is random."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from twell import ops, reference, testing
+from twell._runtime import screen
+
+BF16 = torch.bfloat16
+
+
+def gaussian(r: int, k: int) -> Tensor:
+    return torch.randn(r, k)
+
+
+def outliers(r: int, k: int) -> Tensor:
+    """A few columns a thousand times larger than the others."""
+    rows = torch.randn(r, k)
+    rows[:, torch.randperm(k)[: max(1, k // 256)]] *= 1000
+    return rows
+
+
+def constant(r: int, k: int) -> Tensor:
+    """One value per row: the rotation of signs alone."""
+    return torch.randn(r, 1).expand(r, k)
+
+
+def equal_signs(r: int, k: int) -> Tensor:
+    return torch.rand(r, k) + 0.5
+
+
+def one_value(r: int, k: int) -> Tensor:
+    """Rows with a single non-zero: all rotated values have one magnitude, and the scale is exact."""
+    rows = torch.zeros(r, k)
+    rows[torch.arange(r), torch.randint(k, (r,))] = torch.randn(r)
+    return rows
+
+
+def denormals(r: int, k: int) -> Tensor:
+    """Values from denormal to one in the same row."""
+    return torch.randn(r, k) * 2.0 ** -torch.randint(0, 133, (r, k))
+
+
+def far_apart(r: int, k: int) -> Tensor:
+    """Rows of all magnitudes that are screened, and beyond."""
+    return torch.randn(r, k) * 2.0 ** torch.randint(-60, 45, (r, 1))
+
+
+def back_rotated(r: int, k: int) -> Tensor:
+    """Rows whose rotation has one huge value in each block: the other values get few of the 127 levels."""
+    rows = torch.zeros(r, k)
+    rows[:, :: screen.rotation_block(k)] = 100.0
+    return reference.rotate(rows + torch.randn(r, k))
+
+
+HOSTILE = (gaussian, outliers, constant, equal_signs, one_value, denormals, far_apart, back_rotated)
+SIZES = (64, 72, 896, 2048, 16384)
+
+
+def quantized(x: Tensor, w: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    return reference.quantize_gate(x, False), reference.quantize_gate(w, True)
+
+
+def errors(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """How far q_x . q_w is below the products in float64, in its units, and the bound, for rows that are screened."""
+    (qx, sx, ux), (qw, sw, uw) = quantized(x, w)
+    x, qx, sx, ux = (t[ux.isfinite() & (ux > 0)] for t in (x, qx, sx, ux))
+    w, qw, sw, uw = (t[uw.isfinite() & (uw > 0)] for t in (w, qw, sw, uw))
+    k = x.shape[1]
+    exact = (x.double() @ w.double().t()) * (screen.rotation_block(k) / (sx.double()[:, None] * sw.double()))
+    return exact - qx.double() @ qw.double().t(), reference.screen_bound(ux, uw, k)
+
+
+def test_philox_gives_the_published_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known answers of Random123 for counters and keys of zeros, and of ones."""
+    monkeypatch.setattr(screen, "KEY", (0, 0))
+    assert screen.philox(0, 0) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+
+
+@pytest.mark.parametrize("k", SIZES)
+@pytest.mark.parametrize("weights", HOSTILE, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("tokens", HOSTILE, ids=lambda f: f.__name__)
+def test_the_bound_holds_on_hostile_data(tokens: Callable[..., Tensor], weights: Callable[..., Tensor], k: int) -> None:
+    torch.manual_seed(k)
+    error, bound = errors(tokens(24, k).to(BF16), weights(40, k).to(BF16))
+    assert error.numel()
+    # at 2^-80 no error comes near: the worst of a million normal ones is at half of the bound
+    assert (error.abs() / bound).max() < 0.75
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("k", SIZES[:4])
+@pytest.mark.parametrize("rows", HOSTILE, ids=lambda f: f.__name__)
+def test_no_gate_is_missed(rows: Callable[..., Tensor], k: int, dtype: torch.dtype) -> None:
+    """Gates of both signs, near to zero or not, with and without a bias that nearly cancels the product."""
+    torch.manual_seed(k)
+    x, w = rows(48, k).to(dtype), gaussian(96, k).to(dtype)
+    product = (x.float() @ w.float().t()).nan_to_num(0, 0, 0)
+    for bias in (None, (-product.median(0)[0]).to(dtype), torch.full((96,), 2.0**-24).to(dtype)):
+        gate = reference.gate(x, w, bias)
+        candidates = reference.gate_screen(*quantized(x, w), bias)
+        assert not ((gate != 0) & ~candidates).any()
+
+
+def test_gates_far_below_zero_are_no_candidates() -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(128, 2048).to(BF16), torch.randn(512, 2048).to(BF16)
+    bias = torch.full((512,), -110.0).to(BF16)
+    gate, candidates = reference.gate(x, w, bias), reference.gate_screen(*quantized(x, w), bias)
+    # the error of the screen has a deviation of 0.6, and its bound is 13 such: the deviation of a gate is 45
+    assert 0 < (gate != 0).sum() <= candidates.sum() < 1.8 * (gate != 0).sum()
+
+
+def test_rows_that_are_not_screened() -> None:
+    """Zero rows are decided by the bias alone; every gate of a row that is not finite, tiny or huge is a candidate."""
+    torch.manual_seed(0)
+    x, w = torch.randn(8, 64).to(BF16), (torch.randn(16, 64) * 1e-3).to(BF16)
+    x[1], w[1] = 0, 0
+    x[2, 5], x[3, 0], x[4, 1], x[5] = torch.nan, -torch.inf, 3e38, 1e-30
+    w[2, 5], w[3, 0], w[4, 1], w[5] = torch.nan, torch.inf, -3e38, -1e-38
+    special = [2, 3, 4, 5]
+    for value, of_zero in ((-1e4, False), (0.0, False), (-0.0, False), (1e-40, True), (1.0, True), (torch.nan, True)):
+        bias = torch.full((16,), value, dtype=BF16)
+        candidates = reference.gate_screen(*quantized(x, w), bias)
+        assert candidates[special].all()
+        assert candidates[:, special].all()
+        plain = [i for i in range(16) if i not in special]
+        assert (candidates[1, plain] == of_zero).all()
+        assert (candidates[[0, 1, 6, 7], 1] == of_zero).all()
+        if value == -1e4:
+            assert not candidates[6:8, 6:].any()
+    candidates = reference.gate_screen(*quantized(x, w), None)
+    assert not candidates[1, 0]
+    assert not candidates[0, 1]
+
+
+def test_infinite_biases_decide() -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(8, 64).to(BF16), torch.randn(16, 64).to(BF16)
+    bias = torch.tensor([torch.inf, -torch.inf] * 8, dtype=BF16)
+    candidates = reference.gate_screen(*quantized(x, w), bias)
+    assert candidates[:, ::2].all()
+    assert not candidates[:, 1::2].any()
+
+
+@pytest.mark.parametrize("k", SIZES)
+def test_the_kernels_form_of_the_bound_is_larger_but_little(k: int) -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(64, k).to(BF16), torch.randn(64, k).to(BF16)
+    x[:32, 0] *= 100
+    (_, sx, ux), (_, sw, uw) = quantized(x, w)
+    a, b, _ = reference.token_terms(sx, ux, k)
+    v, _ = reference.neuron_terms(sw, uw, None, k)
+    ratio = (a[:, None] + b[:, None] * v) / reference.screen_bound(ux, uw, k)
+    assert ratio.min() > 1
+    assert ratio.max() < 1.1
+    assert ratio[32:].mean() < 1.02
+
+
+@pytest.mark.parametrize("rows", HOSTILE, ids=lambda f: f.__name__)
+def test_no_value_needs_clamping_and_scales_fit(rows: Callable[..., Tensor]) -> None:
+    torch.manual_seed(1)
+    q, scale, spread = reference.quantize_gate(rows(64, 896).to(BF16), True)
+    assert q.abs().max() <= 127
+    ordinary = spread.isfinite() & (spread > 0)
+    assert (scale[~ordinary] == 1).all()
+    assert not q[~ordinary].any()
+
+
+def test_the_error_of_one_value_is_less_than_a_step() -> None:
+    torch.manual_seed(1)
+    rows = outliers(64, 2048).to(BF16)
+    q, scale, spread = reference.quantize_gate(rows, False)
+    exact = reference.rotate(rows).double() / scale.double()[:, None]
+    assert ((q - exact).abs() < 1 + 1e-4).all()
+    norm = exact.norm(dim=1)
+    assert (spread > norm * (1 + screen.ROTATION)).all()
+    assert (spread < norm * (1 + 1e-4) + 1e-3).all()
+
+
+def test_failures_are_as_rare_as_hoeffding_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over seeds: with a bound of probability 2^-3 per gate, fewer than that exceed it, and some do."""
+    torch.manual_seed(0)
+    k, seeds = 64, 400
+    # fractions of a half are the worst case: the error of each value is a half of either sign
+    x, w = reference.rotate(torch.randint(-3, 4, (4, k)).float()), torch.randn(16, k)
+    x, w = x.to(BF16), w.to(BF16)
+    above = torch.zeros(4, 16)
+    for seed in range(seeds):
+        monkeypatch.setattr(screen, "KEY", (seed, 7))
+        (qx, sx, ux), (qw, sw, uw) = quantized(x, w)
+        exact = (x.double() @ w.double().t()) * (k / (sx.double()[:, None] * sw.double()))
+        above += exact - qx.double() @ qw.double().t() > reference.screen_bound(ux, uw, k, failure=3)
+    share = above / seeds
+    assert share.max() < 2**-3
+    assert share.sum() > 0
+
+
+def test_rounding_is_unbiased_over_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    rows, seeds, errors = torch.randn(2, 64).to(BF16), 1000, []
+    for seed in range(seeds):
+        monkeypatch.setattr(screen, "KEY", (seed, 1))
+        q, scale, _ = reference.quantize_gate(rows, False)
+        # the seed changes the signs of the rotation, too
+        errors.append(q - reference.rotate(rows) / scale[:, None])
+    error = torch.stack(errors)
+    assert error.abs().max() < 1 + 1e-4
+    # the deviation of one error is at most a half; 128 means of a thousand stay within 4.5 of theirs
+    assert (error.mean(0).abs() < 4.5 * 0.5 / math.sqrt(seeds)).all()
+
+
+@pytest.mark.parametrize("shift", [screen.X_SHIFT, screen.W_SHIFT])
+def test_dithers_are_uniform_and_independent(shift: int) -> None:
+    """The words that are used, of 16,384 columns, against the deviations of a uniform, independent sample."""
+    dither = torch.tensor([word >> shift & 0xFFFF for word in screen.words(16384, screen.DITHERS)]).double()
+    uniform = (dither + 0.5) / 65536
+    n = len(uniform)
+    assert abs(uniform.mean() - 0.5) * math.sqrt(12 * n) < 4
+    counts = (uniform * 64).long().bincount(minlength=64).double()
+    expected = n / 64
+    chi = ((counts - expected) ** 2 / expected).sum()
+    assert abs(chi - 63) < 4 * math.sqrt(2 * 63)
+    for lag in (1, 2, 3, 4, 5, 7, 8, 16, 32, 64, 128, 1024):
+        a, b = uniform[lag:] - 0.5, uniform[:-lag] - 0.5
+        assert abs((a * b).mean() * 12) * math.sqrt(n - lag) < 4.5
+
+
+def test_dithers_of_x_and_w_and_signs_are_uncorrelated() -> None:
+    words = screen.words(16384, screen.DITHERS)
+    x, w = (torch.tensor([word >> shift & 0xFFFF for word in words]).double() / 65536 - 0.5 for shift in (0, 16))
+    assert abs((x * w).mean() * 12) * 128 < 4
+    signs = torch.tensor([1 - 2 * (word >> bit & 1) for word in screen.words(512, screen.SIGNS) for bit in range(32)])
+    assert abs(signs.double().mean()) * 128 < 4
+    for other in (x, w):
+        assert abs((signs * other).mean()) * math.sqrt(12) * 128 < 4
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("k", [8, 24, *SIZES])
+def test_quantize_gate_is_the_reference(k: int, weights: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(k)
+    for rows in (*HOSTILE, torch.zeros, lambda r, k: torch.full((r, k), torch.nan), lambda r, k: torch.randn(0, k)):
+        matrix = rows(9, k).to(dtype)
+        q, scale, spread = ops.quantize_gate(matrix, weights)
+        expected = reference.quantize_gate(matrix, weights)
+        assert torch.equal(q, expected[0])
+        assert q.stride(0) % 16 == 0
+        assert torch.equal(scale, expected[1])
+        # the sum of squares is in fp32
+        torch.testing.assert_close(spread, expected[2], rtol=screen.SPREAD / 4, atol=0)
+
+
+def test_quantize_gate_refuses() -> None:
+    for rows, message in (
+        (torch.zeros(2, 12, dtype=BF16), "rows must have rows of a multiple of 8 values, got"),
+        (torch.zeros(2, dtype=BF16), "rows must have two dimensions, got"),
+        (torch.zeros(2, 16384 + 8, dtype=BF16), "hidden size must be at most 16384, got 16392"),
+    ):
+        with pytest.raises((ValueError, NotImplementedError), match=message):
+            ops.quantize_gate(rows, False)
+    with pytest.raises(TypeError, match=r"rows must be bfloat16 or float16, got torch\.float32"):
+        ops.quantize_gate(torch.zeros(2, 16), False)
+
+
+@pytest.mark.parametrize("k", [8, 72, 2048])
+def test_quantize_gate_is_an_operator(k: int) -> None:
+    torch.library.opcheck(ops.quantize_gate, (torch.randn(5, k).to(BF16), True))
+
+
+def unpacked(candidates: Tensor, n: int) -> Tensor:
+    """The bits of ``gate_screen`` as booleans [token tiles, N]; all bits beyond must be 0."""
+    bits = (candidates.long()[:, :, None] >> torch.arange(32) & 1).bool().flatten(1)
+    assert not bits[:, n:].any()
+    return bits[:, :n]
+
+
+@pytest.mark.parametrize("m", [0, 1, 127, 128, 129, 300])
+@pytest.mark.parametrize(("n", "k"), [(8, 8), (264, 64), (520, 72)])
+def test_gate_screen_is_the_reference_by_tiles_of_tokens(m: int, n: int, k: int) -> None:
+    torch.manual_seed(m)
+    x, w = outliers(m, k).to(BF16), torch.randn(n, k).to(BF16)
+    x[1::7], w[3::9] = 0, 0
+    w[5::9] = torch.inf
+    for bias in (None, (torch.randn(n) * 20 - 40).to(BF16)):
+        xs, ws = ops.quantize_gate(x, False), ops.quantize_gate(w, True)
+        candidates = ops.gate_screen(*xs, *ws, torch.empty(0, dtype=BF16) if bias is None else bias)
+        expected = reference.gate_screen(xs, ws, bias)
+        tiles = [expected[first : first + 128].any(0) for first in range(0, m, 128)]
+        assert torch.equal(unpacked(candidates, n), torch.stack(tiles) if tiles else expected)
+
+
+def test_gate_screen_refuses() -> None:
+    x, w, bias = (
+        ops.quantize_gate(torch.randn(3, 16).to(BF16), False),
+        torch.randn(24, 16).to(BF16),
+        torch.zeros(24).to(BF16),
+    )
+    w = ops.quantize_gate(w, True)
+    for arguments, error, message in (
+        ((x[0].int(), *x[1:], *w, bias), TypeError, "x must be torch.int8, got torch.int32"),
+        ((*x, w[0][:, :8], *w[1:], bias), ValueError, r"w_gate must be \[24, 16\], got \[24, 8\]"),
+        ((*x, w[0], w[1][1:], w[2], bias), ValueError, r"w_scale must be \[24\], got \[23\]"),
+        ((*x, *w, bias[1:]), ValueError, r"b_gate must be \[24\], got \[23\]"),
+    ):
+        with pytest.raises(error, match=message):
+            ops.gate_screen(*arguments)
+
+
+def test_gate_screen_is_an_operator() -> None:
+    x, w = torch.randn(130, 72).to(BF16), torch.randn(40, 72).to(BF16)
+    arguments = (*ops.quantize_gate(x, False), *ops.quantize_gate(w, True), torch.zeros(40, dtype=BF16))
+    torch.library.opcheck(ops.gate_screen, arguments)
+
+
+@pytest.mark.parametrize("activation", [("relu", 0.0), ("relu2", 0.0), ("drelu", 0.0), ("fatrelu", 0.75)])
+@pytest.mark.parametrize("biases", ["", "gate up down"])
+@pytest.mark.parametrize("m", [0, 1, 130])
+def test_a_screened_layer_is_that_of_union(m: int, biases: str, activation: tuple[str, float]) -> None:
+    p = testing.integer_problem(m, 72, 520, density=0.02, biases=biases)
+    quantized = ops.quantize_gate(p.w_gate, True)
+    y, l1, stats, union, candidates = ops.ffn_screened(*p, *quantized, 8, *activation)
+    expected = ops.ffn_union(*p, 8, *activation)
+    assert torch.equal(y, expected[0])
+    assert torch.equal(l1.sum(1), expected[1].sum(1))
+    assert torch.equal(union, expected[3])
+    assert torch.equal(stats[:, :, 0].sum(1), expected[2][:, :, 0].sum(1))
+    assert (candidates >= union).all()
+
+
+def test_a_screened_layer_with_neurons_far_below_zero_has_few_candidates() -> None:
+    p = testing.make("topic29", m=256, k=512, n=1024, device="cpu")
+    y, _, _, union, candidates = ops.ffn_screened(*p, *ops.quantize_gate(p.w_gate, True), 8)
+    assert torch.equal(y, ops.ffn_union(*p, 8)[0])
+    assert union.sum() <= candidates.sum() < 0.9 * 2 * 1024
+
+
+def test_ffn_screened_refuses_and_is_an_operator() -> None:
+    p = testing.integer_problem(130, 72, 520, density=0.02)
+    quantized = ops.quantize_gate(p.w_gate, True)
+    torch.library.opcheck(ops.ffn_screened, (*p, *quantized, 8))
+    torch.library.opcheck(ops.ffn_screened, (*p._replace(w_up=None), *quantized, 8))
+    with pytest.raises(ValueError, match=r"scale must be \[520\], got \[519\]"):
+        ops.ffn_screened(*p, quantized[0], quantized[1][1:], quantized[2], 8)
+    with pytest.raises(TypeError, match=r"q must be torch\.int8, got torch\.int32"):
+        ops.ffn_screened(*p, quantized[0].int(), *quantized[1:], 8)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_screened_forward_of_training_is_the_other(gated: bool) -> None:
+    p = testing.integer_problem(130, 72, 520, density=0.02, biases="gate down")
+    layer = p if gated else p._replace(w_up=None)
+    for a, b in zip(ops.hybrid_forward(*layer, 8, 0, "relu", 0.0, True), ops.hybrid_forward(*layer, 8)):
+        assert torch.equal(a, b)
+    torch.library.opcheck(ops.hybrid_forward, (*layer, 8, 0, "relu", 0.0, True))
+    with pytest.raises(TypeError, match="x must be bfloat16 or float16"):
+        ops.hybrid_forward(*(None if t is None else t.float() for t in layer), 8, 0, "relu", 0.0, True)

@@ -1,0 +1,190 @@
+"""The int8 screen on a GPU: kernels against the operators on a CPU, a screened layer against "union", bit by bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from twell import ops, reference, testing
+from twell._runtime import geometry, screen
+from twell.testing import FFN
+
+CUDA = torch.device("cuda")
+BF16, FP16 = torch.bfloat16, torch.float16
+NONE = torch.empty(0, dtype=BF16)
+# kernels of the largest hidden size do not ship
+COMPILER = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="no compiler of kernels here")
+WIDTHS = (8, 16, 24, 72, 128, 256, 512, 896, 1024, 2048, 2560, 3072, 4096, 5120, 8192)
+DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16])
+
+
+def hostile(r: int, k: int) -> Tensor:
+    """Rows of many kinds: normal, with outliers, constant, one value, zeros, tiny, huge, not finite."""
+    rows = torch.randn(r, k)
+    kind = torch.arange(r) % 11
+    rows[kind == 1, k // 2] *= 1000
+    rows[kind == 2] = 1.5
+    rows[kind == 3] = 0
+    rows[kind == 3, 1] = -2.0
+    rows[kind == 4] = 0
+    rows[kind == 5] *= 1e-20
+    rows[kind == 6] *= 1e30
+    rows[kind == 7, 3] = torch.inf
+    rows[kind == 8, k - 1] = torch.nan
+    rows[kind == 9] *= 2.0 ** -torch.randint(0, 100, (k,))
+    return rows
+
+
+@DTYPES
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("k", [*WIDTHS, pytest.param(16384, marks=COMPILER)])
+def test_rows_are_quantised_as_on_a_cpu(k: int, weights: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(k)
+    for r in (1, 300):
+        rows = hostile(r, k).to(dtype)
+        q, scale, spread = ops.quantize_gate(rows, weights)
+        testing.poison_memory()
+        found = ops.quantize_gate(rows.to(CUDA), weights)
+        testing.assert_same(found[1], scale, "scale")
+        testing.assert_same(found[0].contiguous(), q.contiguous(), "q")
+        torch.testing.assert_close(found[2].cpu(), spread, rtol=screen.SPREAD / 4, atol=0)
+
+
+def reaches(
+    x: tuple[Tensor, ...], w: tuple[Tensor, ...], bias: Tensor, candidates: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """By bit of the candidates: the highest sum of product and bound, the size of its terms, and the bit."""
+    (qx, sx, ux), (qw, sw, uw), k = x, w, x[0].shape[1]
+    a, b, i = reference.token_terms(sx, ux, k)
+    v, beta = reference.neuron_terms(sw, uw, bias if len(bias) else None, k)
+    reach = i[:, None] * beta + (b[:, None] * v + a[:, None])
+    total = qx.double() @ qw.double().t() + reach
+    size = (i[:, None] * beta).abs() + b[:, None] * v + a[:, None]
+    tiles = [slice(t, t + 128) for t in range(0, len(qx), 128)]
+    highest = torch.stack([total[t].nan_to_num(torch.inf, torch.inf, -torch.inf).amax(0) for t in tiles])
+    largest = torch.stack([size[t].nan_to_num(1, 1, 1).amax(0) for t in tiles])
+    bits = (candidates.cpu().long()[:, :, None] >> torch.arange(32) & 1).bool().flatten(1)
+    assert not bits[:, qw.shape[0] :].any()
+    return highest, largest, bits[:, : qw.shape[0]]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 8, 8), (127, 264, 72), (129, 520, 896), (300, 1032, 2048), (2500, 4104, 256), (40, 72, 16384)]
+)
+def test_candidates_are_those_of_a_cpu(m: int, n: int, k: int, bias: bool) -> None:
+    torch.manual_seed(m)
+    rows, weights = torch.randn(m, k), torch.randn(n, k) - 2 / math.sqrt(k)
+    if k < 16384:
+        weights[::11] = hostile(n, k)[::11]
+        rows[5::200] = hostile(m, k)[5::200]
+    x, w = (ops.quantize_gate(t.to(BF16), second) for t, second in ((rows, False), (weights, True)))
+    given = (torch.randn(n) * 10 - math.sqrt(k) * 3).to(BF16) if bias else NONE
+    operands = [t.to(CUDA) for t in (*x, *w, given)]
+    # rows of a multiple of 16 bytes
+    for at in (0, 3):
+        padded = torch.zeros(operands[at].shape[0], -(-k // 16) * 16, dtype=torch.int8, device=CUDA)
+        padded[:, :k] = operands[at]
+        operands[at] = padded[:, :k]
+    (found,) = testing.poisoned(lambda: (ops.gate_screen(*operands),))
+    highest, size, bits = reaches(x, w, given, found)
+    # the kernel's fp32 terms differ by less than their enlargement
+    slack = size * screen.MARGIN
+    assert bits[highest > slack].all()
+    assert not bits[highest < -slack].any()
+    assert ((highest > slack) | (highest < -slack)).float().mean() > 0.99
+
+
+def screened(problem: FFN, *activation: object) -> tuple[Tensor, ...]:
+    q = ops.quantize_gate(problem.w_gate, True)
+    return testing.poisoned(lambda: ops.ffn_screened(*problem, *q, 8, *activation))
+
+
+def assert_as_union(problem: FFN, *activation: object) -> None:
+    """The layer, gated or not, and the forward pass of training, bit by bit."""
+    for layer in (problem, problem._replace(w_up=None, b_up=None)):
+        if layer.w_up is None and "drelu" in activation:
+            continue
+        y, l1, stats, union, candidates = screened(layer, *activation)
+        expected = ops.ffn_union(*layer, 8, *activation)
+        testing.assert_same(union, expected[3], "union")
+        assert (candidates >= union).all()
+        testing.assert_same(y, expected[0], "y")
+        testing.assert_same(l1, expected[1], "l1")
+        testing.assert_same(stats[:, :, 0].sum(1), expected[2][:, :, 0].sum(1), "non-zeros")
+        form = activation or ("relu", 0.0)
+        found, right = (ops.hybrid_forward(*layer, 8, 0, *form, on) for on in (True, False))
+        for name, a, b in zip(("y", "l1", "nonzeros"), found, right):
+            testing.assert_same(a, b, f"{name} of training")
+        testing.assert_hybrid_same(found[3:], right[3:], len(problem.x), len(problem.w_gate), layer.w_up is not None)
+
+
+@DTYPES
+@pytest.mark.parametrize("biases", ["", "gate up down"])
+@pytest.mark.parametrize("density", [0.0, 0.02, 0.3, 1.0])
+@pytest.mark.parametrize("m", [1, 65, 128, 129, 1000])
+def test_integers_are_exact(m: int, density: float, biases: str, dtype: torch.dtype) -> None:
+    for k, n in ((8, 8), (72, 264), (896, 1000), (2048, 520)):
+        problem = testing.integer_problem(m, k, n, density=density, biases=biases, device=CUDA, dtype=dtype)
+        assert_as_union(problem)
+
+
+@pytest.mark.parametrize("activation", [("relu2", 0.0), ("drelu", 0.0), ("fatrelu", 0.75)])
+def test_activations_are_exact(activation: tuple[str, float]) -> None:
+    form = "relu" if activation[0] == "fatrelu" else activation[0]
+    problem = testing.integer_problem(300, 128, 520, density=0.05, biases="gate up", device=CUDA, activation=form)
+    assert_as_union(problem, *activation)
+
+
+@DTYPES
+@pytest.mark.parametrize(("k", "n"), [(1024, 2816), (2048, 5632), (4096, 1000), (896, 4864)])
+def test_real_numbers_have_the_bits_of_union(k: int, n: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for shift in (0.0, 2.0, 3.0):
+        draw = [torch.randn(s, device=CUDA) for s in ((1000, k), (n, k), (n, k), (n, k), (n,), (n,), (k,))]
+        bias = draw[4] * 0.1 - shift * math.sqrt(k)
+        assert_as_union(FFN(*(t.to(dtype) for t in (*draw[:4], bias, *draw[5:]))))
+
+
+def test_workloads_have_the_bits_of_union(workload: str, real_layers: Path | None) -> None:
+    if workload.startswith("real"):
+        assert real_layers is not None
+        assert_as_union(testing.load_real(int(workload[4:]), real_layers, 16384, device=CUDA))
+    else:
+        assert_as_union(testing.make(workload, 4096, device=CUDA))
+
+
+def test_rows_that_are_not_screened_have_the_bits_of_union() -> None:
+    torch.manual_seed(0)
+    draw = [torch.randn(s, device=CUDA) for s in ((300, 256), (520, 256), (520, 256), (520, 256))]
+    draw[0][7], draw[0][100:140], draw[1][30:60], draw[0][250:252] = 0, 0, 0, 1e-30
+    draw[1][99], draw[1][98] = 1e-35, 1e-36
+    bias = torch.randn(520, device=CUDA) * 10 - 60
+    bias[40], bias[50] = 1e-40, 1.0
+    problem = FFN(*(t.to(BF16) for t in (*draw, bias)))
+    assert_as_union(problem)
+    x = problem.x.clone()
+    x[3, 5], x[290] = torch.nan, torch.inf
+    y, _, _, union, _ = screened(problem._replace(x=x))
+    expected = ops.ffn_union(*problem._replace(x=x), 8)
+    testing.assert_same(union, expected[3], "union")
+    testing.assert_same(y[128:256], expected[0][128:256], "y of the tile without them")
+
+
+def test_many_slices_and_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = testing.make("topic29", 1000, 512, 1024, device=CUDA)
+    expected = screened(problem)
+    monkeypatch.setattr(geometry, "UNION_ENTRIES", 1 << 18)
+    for name, found, right in zip(("y", "l1", "stats", "union", "candidates"), screened(problem), expected):
+        testing.assert_same(found, right, name)
+    monkeypatch.undo()
+    q = ops.quantize_gate(problem.w_gate, True)
+    graph, outputs = testing.captured(lambda: ops.ffn_screened(*problem, *q, 8))
+    for _ in range(50):
+        graph.replay()
+        testing.assert_same(outputs[0], expected[0], "y")
