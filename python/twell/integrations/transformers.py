@@ -244,7 +244,7 @@ def _set_activation(config: Any, activation: Activation) -> None:
         if isinstance(named := getattr(part, "feed_forward_proj", None), str):
             part.feed_forward_proj = f"gated-{name}" if named.startswith("gated-") else name
         if name == "fatrelu":
-            setattr(part, layouts.THRESHOLD_KEY, activation.threshold)
+            setattr(part, layouts.THRESHOLD_KEY, float(activation.threshold))
         elif hasattr(part, layouts.THRESHOLD_KEY):
             delattr(part, layouts.THRESHOLD_KEY)
 
