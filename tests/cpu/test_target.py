@@ -18,9 +18,10 @@ from recipe_models import Adapted, Waits, without_waiting
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import twell
 from twell import recipe
 from twell.nn import SparseGatedMLP, SparseMLP
-from twell.recipe import TargetSparsity, _sharing
+from twell.recipe import TargetSparsity, TargetThreshold, _sharing
 
 K, N, M = 16, 64, 128
 
@@ -146,6 +147,10 @@ def test_a_target_goes_on_where_it_was_saved(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(run(stop), whole))
 
 
+def threshold(model: nn.Module) -> Any:
+    return TargetThreshold(model, 5, 10)
+
+
 def gates(model: nn.Module) -> Any:
     return TargetSparsity(5, 10, of="gate", sharing=0.5)
 
@@ -154,7 +159,7 @@ def hidden(model: nn.Module) -> Any:
     return TargetSparsity(5, 10)
 
 
-@pytest.mark.parametrize("kind", [hidden, gates])
+@pytest.mark.parametrize("kind", [hidden, gates, threshold])
 def test_no_step_waits(kind: Any) -> None:
     model = Model(strategy="dense")
     recipe.record_aux(model, inputs=True)
@@ -169,7 +174,7 @@ def test_no_step_waits(kind: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("activation", "kind"), [("relu2", gates)])
+@pytest.mark.parametrize(("activation", "kind"), [("relu2", gates), ("relu", threshold)])
 def test_no_step_waits_for_a_gpu(activation: Any, kind: Any) -> None:
     model = Model(activation, strategy="union").to("cuda", torch.bfloat16)
     recipe.record_aux(model, inputs=True)
@@ -451,3 +456,108 @@ def test_without_a_threshold_the_layers_have_relu() -> None:
         recipe.choose_threshold(Model("drelu"), lambda: 1.0)
     with pytest.raises(ValueError, match="least must be above 0, got 0"):
         recipe.choose_threshold(model, lambda: 1.0, least=0)
+
+
+# FATReLU's threshold in training
+
+
+@pytest.mark.parametrize("nnz", [3, 12])
+@pytest.mark.parametrize("layer", [SparseGatedMLP, SparseMLP])
+def test_training_reaches_the_target_by_a_threshold(layer: Any, nnz: int) -> None:
+    model = Model(layer=layer)
+    recipe.record_aux(model, inputs=True)
+    target = TargetThreshold(model, nnz, 240)
+    assert train(model, target, 240) == pytest.approx(nnz, rel=0.2)
+    # L1 leaves twice as many above 0
+    assert target.gates.read()["non_zeros"] == pytest.approx(2 * nnz, rel=0.3)
+    x, _ = next(batches(7))
+    before = model(x)
+    threshold = target.settle()
+    assert threshold == target.read()["threshold"] > 0
+    assert {(mlp.activation, mlp.threshold) for mlp in recipe.layers(model).values()} == {("fatrelu", threshold)}
+    torch.testing.assert_close(model(x), before)
+    assert sum(float(mlp.aux.l0) for mlp in recipe.layers(model).values()) / 2 == pytest.approx(nnz, rel=0.3)
+
+
+def test_a_threshold_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+    def run(stop: int | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Model()
+        recipe.record_aux(model, inputs=True)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        target = TargetThreshold(model, 5, 30)
+        for step, (x, y) in zip(range(30), batches()):
+            if step == stop:
+                torch.save([target.state_dict(), model.state_dict()], tmp_path / "target")
+                model = Model()
+                recipe.record_aux(model, inputs=True)
+                target = TargetThreshold(model, 5, 30)
+                held, weights = torch.load(tmp_path / "target", weights_only=True)
+                target.load_state_dict(held)
+                model.load_state_dict(weights)
+                optimizer = torch.optim.SGD(model.parameters(), 0.05)
+            ((model(x) - y).square().mean() + target.term(model)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            target.update()
+        return [torch.tensor(target.settle()), *model.parameters()]
+
+    whole = run(None)
+    assert whole[0] > 0
+    for stop in (0, 1, 12):
+        assert all(torch.equal(a, b) for a, b in zip(run(stop), whole))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "dense", "union"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_graph_is_for_one_threshold(strategy: Any, compiled: bool) -> None:
+    """A threshold that moves gives what a number gives, with one graph for all of them."""
+    model = Model(strategy=strategy)
+    x, _ = next(batches())
+    level = torch.tensor(0.0)
+    for mlp in recipe.layers(model).values():
+        mlp.activation, mlp.threshold = "fatrelu", level
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    forward: Any = torch.compile(model, backend=counter) if compiled else model
+    for value in (0.0, 0.1, 0.4):
+        level.fill_(value)
+        plain = Model(strategy="dense")
+        plain.load_state_dict(model.state_dict())
+        for mlp in recipe.layers(plain).values():
+            mlp.activation, mlp.threshold = "fatrelu", value
+        results = []
+        for each in (forward, plain):
+            each.zero_grad() if each is plain else model.zero_grad()
+            y = each(x)
+            y.square().mean().backward()
+            results.append([y, *(p.grad for p in (plain if each is plain else model).parameters())])
+        for ours, theirs in zip(*results):
+            torch.testing.assert_close(ours, theirs)
+    assert counter.frame_count == (1 if compiled else 0)
+
+
+def test_thresholds_that_move_are_checked() -> None:
+    with pytest.raises(ValueError, match='must have "relu" or "fatrelu", got \'relu2\''):
+        TargetThreshold(Model("relu2"), 5, 10)
+    with pytest.raises(ValueError, match="nnz must be a finite number of at least 0, got -1"):
+        TargetThreshold(Model(), -1, 10)
+    layer = SparseMLP(K, N)
+    with pytest.raises(ValueError, match=r"got torch\.float32 \[\] with 'relu'"):
+        layer.threshold = torch.tensor(1.0)
+    layer.activation = "fatrelu"
+    with pytest.raises(ValueError, match=r"0-d floating tensor without gradient, got torch\.float32 \[2\]"):
+        layer.threshold = torch.ones(2)
+    layer.threshold = torch.tensor(1.0)
+    assert "threshold=a tensor" in repr(layer)
+    assert "changes during training" in str(twell.explain(layer))
+    with pytest.raises(TypeError, match="pack: threshold must be a number, got a tensor"):
+        twell.pack(torch.zeros(1, K), torch.zeros(N, K), threshold=torch.tensor(1.0))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="strategy must be"):
+        twell.sparse_ffn(
+            torch.zeros(1, K),
+            torch.zeros(N, K),
+            torch.zeros(K, N),
+            activation="fatrelu",
+            threshold=layer.threshold,
+            strategy="no",
+        )  # type: ignore[call-overload]

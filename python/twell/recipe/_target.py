@@ -1,4 +1,4 @@
-"""A controller that steers the coefficient of L1 to a number of non-zeros, without a wait in the step."""
+"""Controllers that steer L1, or L1 and FATReLU's threshold, to a number of non-zeros, without a wait in the step."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from twell._arguments import require_choice, require_integer, require_number
 from twell.recipe import _sharing
 from twell.recipe._aux import mean_over_layers, read_aux, whole
+from twell.recipe._threshold import require_relu
 
 # The coefficient is the exponential of a slow part, which sums the error log(non-zeros / goal), and a fast part in
 # proportion to it, which damps. Tried with models of 0.1 M parameters and 60 to 1,200 steps: runs to 7 to 25 % of the
@@ -33,6 +34,11 @@ _GATES, _WINDOW = 2048, 32
 # The entries of the state: logarithms of the coefficient without damping, of its first value, of the first and the
 # last number of non-zeros that L1 is steered by, and of the last mean of ``Aux.l0``; the coefficient.
 _SLOW, _BEGIN, _FIRST, _LAST, _FIRED, _NOW = range(6)
+
+# With a threshold, L1 is steered to this many times the target, by this share of the way.
+_OPEN, _EARLIER = 2.0, 0.8
+# How far the logarithm of the threshold moves per step and unit of error, and its first value over the mean open gate.
+_RATE, _START = 0.15, 0.02
 
 
 class TargetSparsity:
@@ -200,3 +206,118 @@ def _shared(gates: Tensor) -> Tensor:
     with torch.no_grad():
         scale = _sharing.l1(gates) / norm.clamp(min=torch.finfo(norm.dtype).tiny)
     return norm * scale
+
+
+class TargetThreshold:
+    """FATReLU with one threshold for all layers, which training moves until ``nnz`` neurons fire per token.
+
+    ::
+
+        recipe.record_aux(model, inputs=True)
+        target = recipe.TargetThreshold(model, nnz=30, steps=2000)
+        for ids, labels in batches:
+            loss = cross_entropy(model(ids), labels) + target.term(model)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            target.update()
+        target.settle()
+
+    L1 of the gate, a ``TargetSparsity``, leaves twice the target's gates above 0, and the threshold silences the
+    smaller half of them. After each step the logarithm of the threshold moves by the measured error,
+    log(non-zeros / goal), where the goal falls from the first non-zeros measured to ``nnz`` by equal factors over the
+    first ``reach`` of the steps. The model learns with the threshold, so that it loses less than by a threshold chosen
+    at the end.
+
+    The layers must have "relu" or "fatrelu", and get "fatrelu" and a threshold that is a tensor: no step waits for the
+    device, no graph is traced again, and the layers run dense. ``settle`` makes a number of it, with which they may
+    run sparse; for a model of transformers ``twell.integrations.transformers.name_activation`` then writes its
+    configuration. All ranks must call ``term`` and ``update`` equally often.
+
+    Args:
+        model: on its device, not compiled yet.
+        nnz: the target, the mean over layers of ``Aux.l0``.
+        steps: of the whole run, whose learning rate falls to its end.
+        reach: the share of the steps after which the goal is the target.
+        sharing, group: as in ``TargetSparsity``.
+
+    Raises ValueError for layers with another activation.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        nnz: float,
+        steps: int,
+        *,
+        reach: float = 0.5,
+        sharing: float = 0.0,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        require_number("nnz", nnz, 0)
+        require_number("reach", reach, 0, 1)
+        self.gates = TargetSparsity(_OPEN * nnz, steps, reach=_EARLIER * reach, of="gate", sharing=sharing, group=group)
+        self.nnz, self.reach = float(nnz), float(reach)
+        self._layers = list(require_relu(model).values())
+        devices = {layer.down_proj.weight.device for layer in self._layers}
+        self._levels = {device: torch.zeros((), device=device) for device in devices}
+        # logarithms of the threshold, of the least one, and of the first number of non-zeros
+        self._state: Tensor | None = None
+        for layer in self._layers:
+            layer.threshold, layer.activation = 0, "fatrelu"
+            layer.threshold = self._levels[layer.down_proj.weight.device]
+
+    def term(self, model: nn.Module, *, several: bool = False) -> Tensor:
+        """The coefficient times L1 of the gate, with the errors of ``l1_term``; reading clears the record."""
+        return self.gates.term(model, several=several)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Steer by the terms since the last update: call it once per step of the optimizer."""
+        self.gates.update()
+        gates, step = self.gates._state, self.gates.step
+        assert gates is not None
+        if self._state is None:
+            # the mean of the gates above 0: their L1 by their number
+            mean = math.log(self.gates.begin) - gates[_BEGIN] - gates[_FIRST]
+            begin = mean + math.log(_START)
+            self._state = torch.stack([begin, begin + math.log(_LEAST), gates[_FIRED].clamp(min=math.log(self.nnz))])
+        level, least, first = self._state
+        passed = min(1.0, step / (self.reach * self.gates.steps))
+        error = gates[_FIRED] - (first + passed * (math.log(self.nnz) - first))
+        level += _RATE * error.clamp(-_MOST_ERROR, _MOST_ERROR)
+        level.clamp_(min=least)
+        self._write()
+
+    def read(self) -> dict[str, float]:
+        """The coefficient and the threshold now and the non-zeros of the last step. Waits for the device."""
+        found = self.gates.read()
+        if self._state is not None and self.gates._state is not None:
+            found["non_zeros"] = math.exp(self.gates._state[_FIRED])
+        return found | {"threshold": float(next(iter(self._levels.values())))}
+
+    def settle(self) -> float:
+        """Give the layers the threshold as a number, which they keep, and return it. Waits for the device."""
+        threshold = self.read()["threshold"]
+        for layer in self._layers:
+            layer.threshold = threshold
+        return threshold
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``load_state_dict`` needs to go on after a whole step; the arguments are not part of it."""
+        return {**self.gates.state_dict(), "threshold": None if self._state is None else self._state.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``; terms since the last update are forgotten."""
+        self.gates.load_state_dict(state)
+        held = state["threshold"]
+        self._state = None if held is None else held.clone()
+        self._write()
+
+    def _write(self) -> None:
+        """Give the layers the threshold of the state."""
+        for level in self._levels.values():
+            if self._state is None:
+                level.zero_()
+            else:
+                level.copy_(self._state[0].exp(), non_blocking=True)
