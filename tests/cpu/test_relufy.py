@@ -93,8 +93,9 @@ def report(out: Path) -> Any:
 @pytest.mark.parametrize(
     ("kind", "activation", "more"),
     [
-        ("llama", "relu", ["--distill", "0.5", "--sharing", "0.5", "--threshold-loss", "0.01"]),
+        ("llama", "fatrelu", ["--distill", "0.5", "--sharing", "0.5"]),
         ("llama", "drelu", []),
+        ("phi", "fatrelu", []),
         ("gemma", "relu2", ["--distill", "0.5"]),
         ("phi", "relu", ["--strategy", "union"]),
         ("phi", "relu2", []),
@@ -109,31 +110,28 @@ def test_dense_models_become_sparse(
     sparse, long = found["sparse"], found["dense"]
     assert sparse["identity"]["activation"] == activation
     assert [layer["neurons"] for layer in sparse["layers"]] == [64, 64]
-    before = sparse.get("before_threshold", sparse)
-    assert 5 < before["l0"] < 13
+    assert 5 < sparse["l0"] < 13
     # both learn
     assert max(sparse["ce"], long["ce"]) < found["original_ce"] - 0.5
     assert long["first_ce"] == found["original_ce"] != sparse["first_ce"]
-    assert len(sparse["blocks"]) == len(long["blocks"]) == 12
+    assert len(sparse["blocks"]) == len(long["blocks"]) == 16
     printed = capsys.readouterr().out
     assert all(line in printed for line in found["said"])
-    if "--threshold-loss" in more:
-        assert 0 < sparse["threshold"]
-        assert sparse["l0"] < before["l0"]
-        assert sparse["ce"] < 1.05 * before["ce"]
+    assert (activation == "fatrelu") == bool(sparse["threshold"])
 
     # what is saved computes what was measured
     config = json.loads((tmp_path / "out" / "final" / "config.json").read_text())
-    expected = "fatrelu" if sparse.get("threshold") else activation
-    assert next(config[key] for key in ("hidden_activation", "hidden_act") if config.get(key)) == expected
-    assert config.get("hidden_act_param") == sparse.get("threshold")
+    assert next(config[key] for key in ("hidden_activation", "hidden_act") if config.get(key)) == activation
+    assert config.get("hidden_act_param") == sparse["threshold"]
     loaded = relufied.load(tmp_path / "out" / "final").eval()
     layers = recipe.layers(loaded)
-    assert {layer.activation for layer in layers.values()} == {expected}
+    assert {(layer.activation, layer.threshold or None) for layer in layers.values()} == {
+        (activation, sparse["threshold"])
+    }
     ids = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         logits = loaded(input_ids=ids).logits
-        if expected in ("relu", "relu2"):
+        if activation in ("relu", "relu2"):
             stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "final").eval()
             torch.testing.assert_close(logits, stock(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
         else:
@@ -183,7 +181,7 @@ def test_distillation_is_the_divergence_from_the_original() -> None:
 def test_a_run_that_stops_goes_on(run: Callable[..., int], tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     arguments = ["--steps", 12, "--lr", 1e-2, "--target-nnz", 10, "--distill", 0.3, "--checkpoint-every", 5]
     assert run("llama", *arguments, out="whole") == 0
-    step, deaths = relufy.Further.step, {("relu", 4), ("relu", 11), (None, 6)}
+    step, deaths = relufy.Further.step, {("fatrelu", 4), ("fatrelu", 11), (None, 6)}
 
     def interrupted(self: Any) -> None:
         step(self)
@@ -205,14 +203,13 @@ def test_a_run_that_stops_goes_on(run: Callable[..., int], tmp_path: Path, monke
     for part in ("sparse", "dense"):
         assert a[part]["blocks"] == b[part]["blocks"]
         assert a[part]["first_ce"] == b[part]["first_ce"]
+        assert a[part]["threshold"] == b[part]["threshold"]
     assert not checkpoint.complete(tmp_path / "out" / "sparse" / "checkpoints")
     # what is finished stays, and is not mixed with another run
     monkeypatch.setattr(relufy.Further, "step", None)
     assert run("llama", *arguments) == 0
     assert run("llama", *arguments, "--distill", 0.5) == 2
     assert "differs in distill (0.3 there, 0.5 here)" in capsys.readouterr().err
-    assert run("llama", *arguments, "--threshold-loss", 0.01) == 2
-    assert "differs in threshold_loss (0.0 there, 0.01 here)" in capsys.readouterr().err
 
 
 def test_without_dense_the_original_is_still_there(run: Callable[..., int], tmp_path: Path) -> None:
@@ -250,10 +247,7 @@ def test_the_model_is_timed(run: Callable[..., int], tmp_path: Path, monkeypatch
         (["--target-nnz", "0"], "--target-nnz: expected a number above 0"),
         (["--distill", "1.5"], "--distill: expected a share of at most 1, got 1.5"),
         (["--sharing", "2"], "--sharing: expected a share of at most 1, got 2"),
-        (
-            ["--threshold-loss", "0.1", "--activation", "drelu"],
-            "--threshold-loss: expected --activation relu, got drelu",
-        ),
+        (["--strategy", "union"], "--strategy: expected dense with fatrelu, whose threshold changes, got union"),
         (["--attention", "slow"], "--attention: expected one of"),
         (["--dataset", "x"], "expected either --text or --dataset"),
     ],
@@ -273,7 +267,7 @@ def test_requests_that_cannot_be_met_are_one_sentence(
     assert "--tokens-per-step: expected a multiple of 128" in capsys.readouterr().err
     assert relufy.main([str(tmp_path / "no"), "--text", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert "MODEL: expected a model with a tokenizer" in capsys.readouterr().err
-    assert run("llama", "--eval-sequences", 8) == 2
+    assert run("llama", "--eval-sequences", 7) == 2
     assert "a larger --held-out, a smaller --micro-batch or a shorter --sequence helps" in capsys.readouterr().err
     damaged = shutil.copytree(dense("llama"), tmp_path / "damaged")
     weights = damaged / "model.safetensors"

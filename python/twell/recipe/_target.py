@@ -37,8 +37,9 @@ _SLOW, _BEGIN, _FIRST, _LAST, _FIRED, _NOW = range(6)
 
 # With a threshold, L1 is steered to this many times the target, by this share of the way.
 _OPEN, _EARLIER = 2.0, 0.8
-# How far the logarithm of the threshold moves per step and unit of error, and its first value over the mean open gate.
-_RATE, _START = 0.15, 0.02
+# The first threshold, over the mean gate above 0. Its logarithm moves by this per step and unit of error, and in runs of
+# less than 160 steps faster, so that it gets as far as the way asks.
+_START, _RATE, _FASTEST = 0.1, 0.15, 0.5
 
 
 class TargetSparsity:
@@ -285,7 +286,8 @@ class TargetThreshold:
         level, least, first = self._state
         passed = min(1.0, step / (self.reach * self.gates.steps))
         error = gates[_FIRED] - (first + passed * (math.log(self.nnz) - first))
-        level += _RATE * error.clamp(-_MOST_ERROR, _MOST_ERROR)
+        rate = min(_FASTEST, max(_RATE, _TRAVEL / (self.reach * self.gates.steps)))
+        level += rate * error.clamp(-_MOST_ERROR, _MOST_ERROR)
         level.clamp_(min=least)
         self._write()
 
