@@ -37,8 +37,8 @@ _SLOW, _BEGIN, _FIRST, _LAST, _FIRED, _NOW = range(6)
 
 # With a threshold, L1 is steered to this many times the target, by this share of the way.
 _OPEN, _EARLIER = 2.0, 0.8
-# The first threshold, over the mean gate above 0. Its logarithm moves by this per step and unit of error, and in runs of
-# less than 160 steps faster, so that it gets as far as the way asks.
+# The first threshold, over the mean gate above 0. Its logarithm moves by this per step and unit of error, and faster in
+# runs of less than 160 steps, so that it gets as far as the way asks.
 _START, _RATE, _FASTEST = 0.1, 0.15, 0.5
 
 
