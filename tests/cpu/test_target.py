@@ -199,7 +199,13 @@ def ranks_share(device: torch.device, folder: Path) -> None:
         model(x * (1 + rank))
         terms.append(float(target.term(model)))
         target.update()
-    torch.save({"terms": terms, **target.read()}, folder / f"result{rank}")
+    recipe.record_aux(model, inputs=True)
+    moving = TargetThreshold(model, 5, 10)
+    model(next(batches(6 + rank))[0])
+    moving.term(model)
+    moving.update()
+    found = {"terms": terms, "threshold": moving.settle(), **target.read()}
+    torch.save(found, folder / f"result{rank}")
 
 
 def test_ranks_share_figures_and_coefficients(tmp_path: Path) -> None:
@@ -207,6 +213,7 @@ def test_ranks_share_figures_and_coefficients(tmp_path: Path) -> None:
     first, second = (torch.load(tmp_path / f"result{rank}") for rank in range(2))
     assert first["coefficient"] == second["coefficient"]
     assert first["non_zeros"] == second["non_zeros"]
+    assert first["threshold"] == second["threshold"] > 0
     # each has the term of its own tokens, and they are as large as asked for on the average
     assert first["terms"] != second["terms"]
     assert first["terms"][0] + second["terms"][0] == pytest.approx(0.02, rel=1e-5)
