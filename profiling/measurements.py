@@ -291,7 +291,7 @@ ALL = (
         "SiLU models trained further with SiLU and with FATReLU: loss, non-zeros, unions, learning curves",
         "tables relufy; chart relufy",
         (f"{RELUFY} --seeds 0",),
-        (300,),
+        (340,),
         resumes=True,
     ),
     Measurement(
